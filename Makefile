@@ -1,0 +1,48 @@
+# `make compare` and `make test` do all the set-up themselves, once. Overrides: PYTHON=python3.12 VENV=path JOBS=8 ARGS="..."
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= auto
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.flashzoo-installed
+PINS := constraints.txt constraints-torch.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help compare test lint format bench clean
+
+help: ## say what each target does
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+compare: $(STAMP) ## run every version side by side, on the GPU if there is one
+	@$(BIN)/flashzoo compare $(ARGS)
+
+test: lint ## lint, then the tests
+	$(BIN)/python -m pytest -n $(JOBS) --benchmark-disable $(ARGS)
+
+lint: $(STAMP) ## ruff and pyright, changing nothing
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(STAMP) ## ruff's formatter and its safe fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP) ## time versions and peers on this GPU, into bench/results
+	$(BIN)/python -m bench.run $(ARGS)
+
+clean: ## remove the environment and every cache
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .benchmarks build *.egg-info
+
+# A torch that PYTHON or VENV already has (a GPU machine's own) is kept; only where there is none does a pin choose it.
+HAS_TORCH := -c 'import sys, importlib.util as u; sys.exit(u.find_spec("torch") is None)'
+
+$(BIN)/python:
+	@$(PYTHON) -m venv $$($(PYTHON) $(HAS_TORCH) && echo --system-site-packages) $(VENV)
+
+$(STAMP): pyproject.toml $(PINS) | $(BIN)/python
+	@echo "installing flashzoo into $(VENV): some minutes, once"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --retries 10 -e '.[dev]' \
+		-c constraints.txt $$($(BIN)/python $(HAS_TORCH) || echo -c constraints-torch.txt)
+	@touch $@

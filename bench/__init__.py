@@ -1,0 +1,1 @@
+"""Measurements: not part of the installed package, run from the repository."""

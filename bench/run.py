@@ -1,0 +1,482 @@
+"""Versions and peers over the field's shapes, in one run: correct first, then timed in turns. `python -m bench.run --help`
+
+For each cell (a shape and a pass) every implementation runs once at full size, and two heads of what it returns are held
+against the oracle; one that fails gets no speed. The others are then timed in turns, so that a warming GPU is unfair to
+none: flush L2, CUDA event, call, CUDA event. The backward pass is timed alone. A bf16 matmul, timed before and after,
+says what the GPU could do in this run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from functools import partial
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as package_version
+from math import ceil
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import flashzoo
+from bench.peers import PEERS, Attention, missing, peer
+from flashzoo.accuracy import Judge
+from flashzoo.reference import Result
+from flashzoo.spec import Problem
+from flashzoo.workloads import flops, hardware, inputs, workloads
+
+RUN_FIELDS = ("run", "date", "commit", "gpu", "torch", "triton", "cutlass_dsl")
+SHAPE_FIELDS = ("pass", "dtype", "batch", "seqlen_q", "seqlen_k", "heads", "heads_kv", "head_dim", "causal")
+RESULT_FIELDS = ("mask", "density", "ms", "ms_p10", "ms_p90", "tflops", "max_err", "rms_err")
+FIELDS: tuple[str, ...] = (*RUN_FIELDS, "impl", *SHAPE_FIELDS, *RESULT_FIELDS)
+TAGS = {"fwd": "bench", "bwd": "bench_bwd"}
+PASSES = tuple(TAGS)
+DEFAULT_PEERS = ("sdpa_flash", "flex")
+MATMUL_SIZE = {"cuda": 8192, "cpu": 256}
+SETTLE_MS = 400
+FLUSH_BYTES = 256 << 20
+MIN_REPEATS, MAX_REPEATS = 10, 300
+PEER_SLACK = 4.0
+"""A peer's numerics are its own (another rounding of P, atomics): it is refused a speed where it errs this many times
+what a version may. Versions get no slack."""
+
+Row = dict[str, object]
+Operation = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One shape and pass; `problem.grad` says which pass."""
+
+    problem: Problem
+
+    @property
+    def pass_(self) -> str:
+        return "bwd" if self.problem.grad else "fwd"
+
+    @property
+    def fields(self) -> Row:
+        """The columns that say what was asked."""
+        shape = {name: getattr(self.problem, name) for name in SHAPE_FIELDS[1:]}
+        return {**shape, "pass": self.pass_, "causal": int(self.problem.causal), "mask": "", "density": 1}
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """The shape and pass as a results file holds them."""
+        return tuple(str(self.fields[name]) for name in SHAPE_FIELDS)
+
+    def __str__(self) -> str:
+        p = self.problem
+        return f"{self.pass_} d{p.head_dim:<3} {'causal' if p.causal else 'full':<6} {p.batch}x{p.seqlen_q}x{p.heads}"
+
+
+def cells(args: argparse.Namespace) -> list[Cell]:
+    """The cells that the arguments leave, in the workloads' order; of other sizes where `--tokens` and `--hidden` are given."""
+    own = bool(args.tokens)
+    chosen = []
+    for pass_ in args.passes:
+        problems = _sized(args) if own else [w.problem for w in workloads(TAGS[pass_])]
+        here = {**hardware(args.device), "dtype": args.dtype, "grad": pass_ == "bwd"}
+        chosen += [Cell(replace(p, **here)) for p in problems if own or _wanted(p, args)]
+    return chosen
+
+
+def _sized(args: argparse.Namespace) -> list[Problem]:
+    def sized(head_dim: int, causal: bool, seqlen: int) -> Problem:
+        heads = args.hidden // head_dim
+        return Problem(args.tokens // seqlen, seqlen, seqlen, heads, heads, head_dim, causal=causal)
+
+    seqlens = args.seqlens or (args.tokens,)
+    return [sized(head_dim, causal, seqlen) for head_dim in args.head_dims or (64,) for causal in args.causal for seqlen in seqlens]
+
+
+def _wanted(problem: Problem, args: argparse.Namespace) -> bool:
+    sizes = ((problem.head_dim, args.head_dims), (problem.seqlen_q, args.seqlens), (problem.causal, args.causal))
+    return all(not wanted or size in wanted for size, wanted in sizes)
+
+
+def default_impls(pass_: str) -> list[str]:
+    """Every registered version but `sdpa`, which the peers stand for, and the peers; backward only what needs linear memory."""
+    specs = [spec for spec in flashzoo.versions().values() if spec.name != "sdpa"]
+    if pass_ == "bwd":
+        specs = [spec for spec in specs if spec.backward is not None and spec.memory == "linear"]
+    return [*(spec.name for spec in specs), *DEFAULT_PEERS]
+
+
+def attention(impl: str, problem: Problem) -> Attention:
+    """The version or peer of that name as a function of q, k and v."""
+    if impl in PEERS:
+        return peer(impl, problem)
+    return partial(flashzoo.attention, causal=problem.causal, window_size=problem.window, version=impl)
+
+
+class Contender:
+    """One implementation on one cell's inputs. Making it runs the forward pass where the backward pass is the cell's.
+
+    Args:
+        impl: a version or a peer.
+        cell: what to run.
+        tensors: q, k, v and dout.
+    """
+
+    def __init__(self, impl: str, cell: Cell, tensors: tuple[Tensor, ...]) -> None:
+        self.impl, self.grad = impl, cell.problem.grad
+        self.function = attention(impl, cell.problem)
+        *self.leaves, self.dout = tensors
+        if self.grad:
+            self.leaves = [x.detach().requires_grad_() for x in self.leaves]
+            self.out = self.function(*self.leaves)
+
+    def run(self) -> tuple[Tensor, ...]:
+        """What is timed: the forward pass, giving `(out,)`, or the backward pass alone, giving `(dq, dk, dv)`."""
+        if self.grad:
+            return torch.autograd.grad(self.out, self.leaves, self.dout, retain_graph=True)
+        with torch.no_grad():
+            return (self.function(*self.leaves),)
+
+    def result(self) -> Result:
+        """One run's out and, in a backward cell, gradients."""
+        found = self.run()
+        out, gradients = (self.out.detach(), found) if self.grad else (found[0], ())
+        return Result(out, torch.empty(0), *gradients)
+
+
+class Referee:
+    """Holds full-size results of one cell against the oracle, on the first batch element and two heads (or one group).
+
+    Args:
+        cell: what ran.
+        tensors: q, k, v and dout at full size.
+    """
+
+    def __init__(self, cell: Cell, tensors: tuple[Tensor, ...]) -> None:
+        problem = cell.problem
+        group = problem.heads // problem.heads_kv
+        self.heads_kv = min(problem.heads_kv, ceil(2 / group))
+        self.heads = self.heads_kv * group
+        sample = replace(problem, batch=1, heads=self.heads, heads_kv=self.heads_kv, lse=False)
+        q, k, v, dout = (x[:1, :, :n] for x, n in zip(tensors, (self.heads, self.heads_kv, self.heads_kv, self.heads), strict=True))
+        self.judge = Judge(q, k, v, sample, None, dout if problem.grad else None)
+
+    def errors(self, impl: str, result: Result) -> Row:
+        """The columns max_err and rms_err: of out, or the worst of the gradients.
+
+        Raises:
+            WrongResultError: a check fails; for a peer, by more than `PEER_SLACK`.
+        """
+        heads = {"dk": self.heads_kv, "dv": self.heads_kv}
+        parts = {name: x[:1, :, : heads.get(name, self.heads)] for name, x in result.items().items() if name != "lse"}
+        sliced = Result(lse=torch.empty(0), **parts)
+        slack = PEER_SLACK if impl in PEERS else 1
+        failed = [str(check) for check in self.judge.checks(sliced) if not check.used <= slack]
+        if failed:
+            raise WrongResultError("; ".join(failed))
+        found = self.judge.errors(sliced)
+        of_pass = [found[name] for name in ("dq", "dk", "dv") if name in found] or [found["out"]]
+        return {"max_err": f"{max(top for top, _ in of_pass):.3e}", "rms_err": f"{max(rms for _, rms in of_pass):.3e}"}
+
+
+class WrongResultError(Exception):
+    """A result fails the rule of `flashzoo.accuracy`."""
+
+
+class Clock:
+    """Times operations in turns, on CUDA events or, on the CPU, on the process's own clock."""
+
+    def __init__(self, device: str) -> None:
+        self.cuda = device == "cuda"
+        self.flushed = torch.empty(FLUSH_BYTES if self.cuda else 0, dtype=torch.int8, device=device)
+
+    def turns(self, operations: dict[str, Operation], repeats: dict[str, int]) -> dict[str, list[float]]:
+        """Milliseconds of every repeat, by name; the repeats of each operation are spread evenly over the rounds."""
+        rounds = max(repeats.values())
+        stops = {name: [] for name in operations}
+        for turn in range(rounds):
+            for name, run in operations.items():
+                if turn * repeats[name] // rounds != (turn + 1) * repeats[name] // rounds:
+                    stops[name].append(self._once(run))
+        return {name: [stop() for stop in waiting] for name, waiting in stops.items()}
+
+    def _once(self, run: Operation) -> Callable[[], float]:
+        if not self.cuda:
+            start = time.perf_counter()
+            run()
+            taken = (time.perf_counter() - start) * 1e3
+            return lambda: taken
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        # Besides emptying L2 this keeps the GPU busy while the host gets ahead, so that no launch is timed.
+        self.flushed.zero_()
+        begin.record()
+        run()
+        end.record()
+
+        def elapsed() -> float:
+            end.synchronize()
+            return begin.elapsed_time(end)
+
+        return elapsed
+
+    def measure(self, operations: dict[str, Operation], ms_each: float) -> dict[str, list[float]]:
+        """Milliseconds, by name, of as many repeats as take about `ms_each` together."""
+        guess = self.turns(operations, dict.fromkeys(operations, 3))
+        repeats = {name: min(MAX_REPEATS, max(MIN_REPEATS, ceil(ms_each / sorted(times)[1]))) for name, times in guess.items()}
+        return self.turns(operations, repeats)
+
+
+def timing(times: list[float], operations: float) -> Row:
+    """The columns ms, ms_p10, ms_p90 and tflops of a list of milliseconds."""
+    low, middle, high = torch.tensor(times, dtype=torch.float64).quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
+    return {"ms": f"{middle:.5g}", "ms_p10": f"{low:.5g}", "ms_p90": f"{high:.5g}", "tflops": f"{operations / middle / 1e9:.5g}"}
+
+
+def ceiling(clock: Clock, device: str, ms_each: float) -> Row:
+    """The row of the bf16 matmul; run first for `SETTLE_MS`, so that the clocks settle."""
+    size = MATMUL_SIZE[device]
+    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
+    times = clock.measure({"matmul": lambda: (a @ b,)}, ms_each + SETTLE_MS)["matmul"]
+    shape = {"pass": "gemm", "dtype": "bf16", "batch": 1, "seqlen_q": size, "seqlen_k": size, "heads": 1, "heads_kv": 1, "head_dim": size}
+    settled = times[len(times) // 2 :]
+    return {**shape, "impl": "matmul", "causal": 0, "mask": "", "density": 1, **timing(settled, 2.0 * size**3)}
+
+
+class Results:
+    """The rows of one run, appended to a CSV file cell by cell.
+
+    Args:
+        path: the file; its header is written where it isn't there yet.
+        run: the id that all rows share.
+        device: "cuda" or "cpu".
+        commit: what was measured.
+    """
+
+    def __init__(self, path: Path, run: str, device: str, commit: str) -> None:
+        self.path, self.run = path, run
+        self.common: Row = {
+            "run": run,
+            "date": datetime.now(timezone.utc).date().isoformat(),
+            "commit": commit,
+            "gpu": gpu_name(device),
+            "torch": torch.__version__,
+            "triton": _version_of("triton"),
+            "cutlass_dsl": _version_of("nvidia-cutlass-dsl"),
+        }
+
+    def append(self, rows: list[Row]) -> None:
+        """Write the rows, what this run has in common filled in."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = not self.path.exists()
+        with self.path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
+            if fresh:
+                writer.writeheader()
+            writer.writerows({**self.common, **row} for row in rows)
+
+    def measured(self) -> set[tuple[str, ...]]:
+        """`Cell.key` of every cell that this run has rows of."""
+        if not self.path.exists():
+            return set()
+        with self.path.open(newline="") as file:
+            return {tuple(row[name] for name in SHAPE_FIELDS) for row in csv.DictReader(file) if row["run"] == self.run}
+
+
+def gpu_name(device: str) -> str:
+    """The GPU's name, or "cpu"."""
+    return torch.cuda.get_device_name() if device == "cuda" else "cpu"
+
+
+def results_path(device: str) -> Path:
+    """`bench/results/h200.csv` for "NVIDIA H200"."""
+    name = gpu_name(device).removeprefix("NVIDIA ").lower().replace(" ", "-")
+    return Path(__file__).parent / "results" / f"{name}.csv"
+
+
+def _version_of(package: str) -> str:
+    try:
+        return package_version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _head_commit() -> str:
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return f"{head}-dirty" if changed else head
+
+
+def measure(cell: Cell, impls: list[str], clock: Clock, ms_each: float) -> tuple[list[Row], dict[str, str]]:
+    """A row for each implementation that is right on this cell, and for each other one why it has none."""
+    tensors = inputs(cell.problem, device=cell.problem.device)
+    referee = Referee(cell, tensors)
+    contenders, errors, refused = {}, {}, {}
+    for impl in impls:
+        try:
+            contender = Contender(impl, cell, tensors)
+            errors[impl] = referee.errors(impl, contender.result())
+            contenders[impl] = contender
+        except torch.OutOfMemoryError:
+            refused[impl] = "skipped: out of memory"
+        except (ImportError, NotImplementedError) as error:
+            refused[impl] = f"skipped: {_one_line(error)}"
+        except Exception as error:  # one implementation's failure must not cost the others their rows
+            refused[impl] = f"FAILED: {type(error).__name__}: {_one_line(error)}"
+        _free(clock)
+    times = clock.measure({impl: contender.run for impl, contender in contenders.items()}, ms_each) if contenders else {}
+    operations = flops(cell.problem, cell.pass_)
+    return [{**cell.fields, "impl": impl, **errors[impl], **timing(times[impl], operations)} for impl in contenders], refused
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:400]
+
+
+def _free(clock: Clock) -> None:
+    if clock.cuda:
+        torch.cuda.empty_cache()
+
+
+def compile_ahead(todo: list[Cell], impls: dict[str, list[str]], workers: int) -> None:
+    """Fill the disk caches of Triton and torch.compile from several processes, so that the run itself hardly compiles.
+
+    Versions compile once for a head dim and mask, FlexAttention for every shape. What fails here fails again, and is
+    reported, in the run.
+    """
+    jobs: dict[tuple, list[Cell]] = {}
+    for cell in todo:
+        for impl in impls[cell.pass_]:
+            shape = (cell.problem.seqlen_q,) if impl == "flex" else ()
+            if shape or (impl in flashzoo.versions() and flashzoo.versions()[impl].requires):
+                jobs.setdefault((impl, cell.pass_, cell.problem.head_dim, cell.problem.causal, *shape), []).append(cell)
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_compile_in_one_thread) as pool:
+        for job in [pool.submit(_compile, key[0], group) for key, group in jobs.items()]:
+            job.exception()
+
+
+def _compile_in_one_thread() -> None:
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+
+
+def _compile(impl: str, group: list[Cell]) -> None:
+    for cell in group:
+        Contender(impl, cell, inputs(cell.problem, device=cell.problem.device)).run()
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str], None]]:
+    """A function that prints a cell's line; under a terminal a bar beside it."""
+    if not sys.stdout.isatty():
+        yield partial(print, flush=True)
+        return
+    from rich.progress import Progress
+
+    with Progress() as bar:
+        task = bar.add_task("cells", total=total)
+
+        def say(line: str) -> None:
+            bar.console.print(line, highlight=False, markup=False)
+            bar.advance(task)
+
+        yield say
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = [*flashzoo.versions(), *PEERS]
+    truth = {"0": False, "1": True}
+
+    def names(choices: list[str] | tuple[str, ...]) -> Callable[[str], list[str]]:
+        def parse(text: str) -> list[str]:
+            unknown = [name for name in text.split(",") if name not in choices]
+            if unknown:
+                raise argparse.ArgumentTypeError(f"expected names from {', '.join(choices)}, got {', '.join(unknown)}")
+            return text.split(",")
+
+        return parse
+
+    def numbers(text: str) -> list[int]:
+        return [int(number) for number in text.split(",")]
+
+    def truths(text: str) -> list[bool]:
+        return [truth[name] for name in names(list(truth))(text)]
+
+    parser.add_argument("--impls", type=names(known), help="versions and peers; default: every version, sdpa_flash and flex")
+    parser.add_argument("--passes", type=names(PASSES), default=list(PASSES), help="fwd,bwd")
+    parser.add_argument("--head-dims", type=numbers, help="only these, such as 64,128")
+    parser.add_argument("--seqlens", type=numbers, help="only these")
+    parser.add_argument("--causal", type=truths, default=[False, True], help="only 0 or only 1")
+    parser.add_argument("--tokens", type=int, help="other sizes than the field's: batch * seqlen; needs --hidden")
+    parser.add_argument("--hidden", type=int, help="other sizes than the field's: heads * head_dim; needs --tokens")
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    parser.add_argument("--ms", type=float, default=80, help="measured time for each implementation and cell")
+    parser.add_argument("--budget-s", type=float, default=float("inf"), help="stop after the cell at hand once so much time is gone")
+    parser.add_argument("--run", default=datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S"), help="id of the run's rows")
+    parser.add_argument("--resume", metavar="RUN", help="go on with this run: skip the cells it has in the file")
+    parser.add_argument("--commit", help="what is measured, where there is no git")
+    parser.add_argument("--out", type=Path, help="the CSV file; default: bench/results/<gpu>.csv")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="processes that compile ahead; 0: none")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; 1 where a version gave a wrong result or an error, else 0 (what was skipped has not failed)."""
+    started = time.monotonic()
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if bool(args.tokens) != bool(args.hidden):
+        parser.error("--tokens and --hidden: expected both or neither")
+    for name, whole, parts in (("--tokens", args.tokens, args.seqlens), ("--hidden", args.hidden, args.head_dims)):
+        if whole and any(whole % part for part in parts or ()):
+            parser.error(f"{name}: expected a multiple of each of {parts}, got {whole}")
+    results = Results(args.out or results_path(args.device), args.resume or args.run, args.device, args.commit or _head_commit())
+    measured = results.measured()
+    todo = [cell for cell in cells(args) if cell.key not in measured]
+    impls = {pass_: args.impls or default_impls(pass_) for pass_ in args.passes}
+    print(f"run {results.run}, {len(todo)} cells, {gpu_name(args.device)}, into {results.path}")
+    for impl in dict.fromkeys(impl for chosen in impls.values() for impl in chosen):
+        if why := missing(impl):
+            print(f"{impl} is missing: {why}")
+    if args.device == "cuda" and args.workers:
+        compile_ahead(todo, impls, args.workers)
+        print(f"compiled ahead, {time.monotonic() - started:.0f} s", flush=True)
+    failed = _run(todo, impls, results, args, started)
+    return int(failed)
+
+
+def _run(todo: list[Cell], impls: dict[str, list[str]], results: Results, args: argparse.Namespace, started: float) -> bool:
+    clock = Clock(args.device)
+    failed = False
+    results.append([ceiling(clock, args.device, args.ms)])
+    with _progress(len(todo)) as say:
+        for position, cell in enumerate(todo, 1):
+            rows, refused = measure(cell, [impl for impl in impls[cell.pass_] if not missing(impl)], clock, args.ms)
+            _free(clock)
+            results.append(rows)
+            failed |= any(reason.startswith("FAILED") for impl, reason in refused.items() if impl not in PEERS)
+            speeds = [f"{row['impl']} {float(str(row['tflops'])):.3g}" for row in rows]
+            say(f"{cell}: {', '.join(speeds)} TFLOP/s" + "".join(f"\n    {impl} {reason}" for impl, reason in refused.items()))
+            if time.monotonic() - started > args.budget_s and position < len(todo):
+                say(f"stopped after {position} of {len(todo)} cells, {args.budget_s:.0f} s are gone; go on with --resume {results.run}")
+                break
+    results.append([ceiling(clock, args.device, args.ms)])
+    print(f"{time.monotonic() - started:.0f} s")
+    return failed
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,60 @@
+"""A variant of your own: online softmax over blocks of keys, in torch. `flashzoo check examples/my_variant.py` tests it."""
+
+import math
+
+import torch
+
+import flashzoo
+from flashzoo.autograd import differentiable
+from flashzoo.spec import FEATURES
+
+BLOCK_KV = 64
+
+
+@torch.autocast("cpu", enabled=False)
+@torch.autocast("cuda", enabled=False)
+def forward(q, k, v, problem, softmax_scale):  # (batch, seqlen, heads, head_dim) in; out alike and lse (batch, heads, seqlen_q)
+    q_h, k_h, v_h = (x.transpose(1, 2).float().repeat_interleave(problem.heads // x.shape[2], 1) for x in (q, k, v))
+    left, right = (math.inf if side is None else side for side in problem.span)
+    diagonal = torch.arange(problem.seqlen_q, device=q.device)[:, None] + problem.seqlen_k - problem.seqlen_q
+    m_i, l_i, acc = q_h.new_full((*q_h.shape[:3], 1), -math.inf), q_h.new_zeros((*q_h.shape[:3], 1)), torch.zeros_like(q_h)
+    positions = torch.arange(problem.seqlen_k, device=q.device)
+    for keys, k_j, v_j in zip(positions.split(BLOCK_KV), k_h.split(BLOCK_KV, 2), v_h.split(BLOCK_KV, 2), strict=True):
+        s = q_h @ k_j.mT * softmax_scale
+        s = s.masked_fill((keys - diagonal < -left) | (keys - diagonal > right), -math.inf)
+        m_new = torch.maximum(m_i, s.detach().amax(-1, keepdim=True))  # the result does not depend on it, so it needs no gradient
+        shift = m_new.masked_fill(m_new == -math.inf, 0)
+        p, alpha = torch.exp(s - shift), torch.exp(m_i - shift)
+        l_i, acc, m_i = l_i * alpha + p.sum(-1, keepdim=True), acc * alpha + p @ v_j, m_new
+    blind = l_i == 0
+    l_i = l_i.masked_fill(blind, 1)
+    lse = (m_i + l_i.log()).masked_fill(blind, -math.inf).squeeze(-1)
+    return (acc / l_i).transpose(1, 2).to(q.dtype), lse
+
+
+@torch.autocast("cpu", enabled=False)
+@torch.autocast("cuda", enabled=False)
+def backward(dout, dlse, q, k, v, out, lse, problem, softmax_scale):  # keeps nothing: runs forward again, recorded by autograd
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    with torch.enable_grad():
+        outputs = forward(q, k, v, problem, softmax_scale)
+    dq, dk, dv = torch.autograd.grad(outputs, (q, k, v), (dout, torch.zeros_like(lse) if dlse is None else dlse))
+    return dq, dk, dv
+
+
+attention = differentiable(forward, backward)
+SPEC = flashzoo.Spec(
+    name="my_variant",
+    title="online softmax over blocks of keys, in torch",
+    paper="Milakov and Gimelshein 2018, arXiv:1805.02867",
+    impl=f"{__name__}:attention",
+    dtypes=("fp16", "bf16", "fp32"),
+    cpu_dtypes=("fp16", "bf16", "fp32"),
+    features=frozenset(FEATURES),
+    backward=frozenset(FEATURES),
+    auto=(),
+)
+flashzoo.register(SPEC)
+
+if __name__ == "__main__":
+    print(flashzoo.compare(*(torch.randn(1, 200, 2, 64) for _ in "qkv"), causal=True, backward=True))

@@ -1,0 +1,35 @@
+"""flashzoo: the generations of FlashAttention side by side, behind one call.
+
+out = flashzoo.attention(q, k, v, causal=True)                  # the best version for this GPU, dtype and head dim
+out = flashzoo.attention(q, k, v, causal=True, version="v1")    # exactly FA-1, or an error that says why not
+print(flashzoo.explain(q, k, v, causal=True))                   # who was chosen, and every reason against the others
+print(flashzoo.compare(q, k, v, causal=True))                   # error, ms, TFLOP/s and memory of every version
+"""
+
+from flashzoo import baselines, v1, v2
+from flashzoo.api import attention, explain, sdpa
+from flashzoo.compare import compare
+from flashzoo.registry import UnsupportedError, register, unregister, use, versions
+from flashzoo.spec import Problem, Spec
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Problem",
+    "Spec",
+    "UnsupportedError",
+    "attention",
+    "compare",
+    "explain",
+    "register",
+    "sdpa",
+    "unregister",
+    "use",
+    "versions",
+]
+
+# The order of `auto`, newest first. `sdpa` takes what no kernel of ours does; `standard` what even sdpa can't (lse).
+register(v2.SPEC)
+register(v1.SPEC)
+register(baselines.SDPA)
+register(baselines.STANDARD)

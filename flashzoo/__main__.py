@@ -1,0 +1,7 @@
+"""`python -m flashzoo`."""
+
+import sys
+
+from flashzoo.cli import main
+
+sys.exit(main())

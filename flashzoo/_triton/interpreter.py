@@ -1,0 +1,48 @@
+"""Run a Triton kernel in Triton's interpreter, in a process that did not set TRITON_INTERPRET before importing Triton.
+
+The interpreter stands in for `triton.language` while a kernel runs. Triton builds kernels for it only under that
+environment variable, which decides at import; here the same is done for the time of one call, and undone.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import triton.language as tl
+from triton.runtime import interpreter
+from triton.runtime.jit import JITFunction
+
+# The stand-in replaces functions of the module triton.language, for every thread.
+_lock = threading.Lock()
+
+
+def interpret(kernel: JITFunction, grid: tuple[int, int, int], arguments: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
+    """Run every program of the grid in turn, on CPU tensors."""
+    with _lock, _interpreting():
+        interpreter.InterpretedFunction(kernel.fn)[grid](*arguments, **constexprs)
+
+
+@contextmanager
+def _interpreting() -> Iterator[None]:
+    # Triton restores what the kernel's own module sees, but not what the functions it calls see (tl.sum and others are
+    # JIT functions with globals of their own). So this scope is opened around it, over all of triton.language.
+    sees_all = types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core})
+    patch_tensor, compiled_call = interpreter._patch_lang_tensor, JITFunction.__call__
+
+    def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        # Triton 3.6 takes int() of an array of one element, which NumPy 2.4 refuses.
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_tensor_and_index
+    scope = interpreter._patch_lang(sees_all)
+    JITFunction.__call__ = lambda self, *args, **kwargs: interpreter.InterpretedFunction(self.fn)(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        interpreter._patch_lang_tensor, JITFunction.__call__ = patch_tensor, compiled_call
+        scope.restore()

@@ -1,0 +1,88 @@
+"""`Launch`: a kernel with everything about a call that its data don't decide, so that a call costs little host time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from flashzoo._triton.interpreter import interpret
+
+
+def tma_can_take(*tensors: tuple[tuple[int, ...], tuple[int, ...], int, int]) -> bool:
+    """Whether TMA can read tensors of these (shape, strides, bytes per element, address): 16-byte aligned throughout."""
+    for shape, strides, itemsize, address in tensors:
+        steps = [stride * itemsize for stride, size in zip(strides[:-1], shape[:-1], strict=True) if size > 1]
+        if address % 16 or any(step % 16 or step == 0 for step in steps):
+            return False
+    return True
+
+
+class Launch:
+    """One kernel, one grid, one choice of scalars and constexprs; calling it with the tensors launches it.
+
+    Triton's own launch path looks at every argument of every call (types, divisibility, whether it is 1) to find the
+    compiled kernel. Here all but the addresses is fixed, so what was found once is reused: the key that is left is
+    which tensors are 16-byte aligned, and the device.
+
+    Args:
+        kernel: the `@triton.jit` function. Its parameters are, in this order: tensors, floats, the scalars, constexprs.
+        programs: size of the grid.
+        scalars: the integer parameters, in order.
+        constexprs: the constexpr parameters by name, in order.
+        num_warps, num_stages: Triton's options.
+        tma_tiles: for each tensor, the tile that TMA reads of it, to pass it as a tensor descriptor, or None to pass it
+            as a pointer; empty to pass all as pointers.
+    """
+
+    def __init__(
+        self,
+        kernel: JITFunction,
+        programs: int,
+        scalars: tuple[int, ...],
+        constexprs: dict[str, Any],
+        num_warps: int,
+        num_stages: int,
+        tma_tiles: tuple[tuple[int, ...] | None, ...] = (),
+    ) -> None:
+        self.kernel = kernel
+        self.scalars = scalars
+        self.constexprs = constexprs
+        self.options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+        self.tma_tiles = tma_tiles
+        self._grid = (programs, 1, 1)
+        self._rest = (*scalars, *constexprs.values())
+        self._compiled: dict[tuple[int, ...], Any] = {}
+
+    def __call__(self, tensors: tuple[Tensor, ...], floats: tuple[float, ...]) -> None:
+        """Launch on the current stream of the tensors' device, or in the interpreter where they are on the CPU."""
+        if not tensors[0].is_cuda:
+            interpret(self.kernel, self._grid, (*tensors, *floats, *self.scalars), self.constexprs)
+            return
+        device = tensors[0].get_device()
+        if device == torch.cuda.current_device():
+            self._launch(device, tensors, floats)
+        else:
+            with torch.cuda.device(device):
+                self._launch(device, tensors, floats)
+
+    def _launch(self, device: int, tensors: tuple[Tensor, ...], floats: tuple[float, ...]) -> None:
+        key = (device, *[tensor.data_ptr() & 15 for tensor in tensors])
+        if self.tma_tiles:
+            arguments = [_descriptor(x, tile) if tile else x for x, tile in zip(tensors, self.tma_tiles, strict=True)]
+        else:
+            arguments = tensors
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            self._compiled[key] = self.kernel[self._grid](*arguments, *floats, *self.scalars, **self.constexprs, **self.options)
+        else:
+            compiled[self._grid](*arguments, *floats, *self._rest)
+
+
+def _descriptor(x: Tensor, tile: tuple[int, ...]) -> TensorDescriptor:
+    # The stride of a dimension of size 1 means nothing to torch and may be anything; TMA wants multiples of 16 bytes.
+    strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(tile))

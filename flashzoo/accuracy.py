@@ -1,0 +1,332 @@
+"""When is a result correct? The one rule that the suite, `compare`, `check` and `bench` hold every version to.
+
+The oracle is float64 on the same inputs. The yardstick is `standard`: the same formulas with a flash kernel's numerics
+(scores and sums in float32; P, dS and outputs rounded to the I/O dtype). A version may err a little more than the
+yardstick does on these very inputs, and no more. Maximum, worst row and RMS are all held, because each is blind to
+faults that another sees: one wrong row hides in an RMS, a bias on every element hides under a maximum.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flashzoo.reference import Result, oracle, standard
+from flashzoo.spec import Problem
+from flashzoo.workloads import visible_pairs
+
+OUT_MAX = 3.0
+"""Elementwise, out may err this many times the yardstick's largest error: extremes of two samples differ by less."""
+OUT_ROW = 3.0
+"""The same for the worst row's relative L2; one row that misses a key or a block stands out here."""
+OUT_RMS = {"fp16": 1.3, "bf16": 1.3, "fp32": 3.0, "fp64": 3.0}
+"""A head's RMS error over the yardstick's. In 16 bits roundings make the error, whatever the order of summation:
+truncation doubles it, accumulating in bf16 more. In fp32 the order is all there is: 256 products added one by one err 3
+times what 16 sums of 16 do, and the next coarser thing, TF32, a thousand times."""
+GRAD_L2 = {"fp16": 1.5, "bf16": 1.5, "fp32": 3.0, "fp64": 3.0}
+"""A gradient's L2 error over the yardstick's; looser than out's in 16 bits because P and dS are rounded as well."""
+GRAD_MAX = 4.0
+"""A gradient's largest error over the yardstick's: tails are longer where atomics or split sums add up."""
+SPREAD = 4.0
+"""An RMS of n independent roundings scatters by about 1/sqrt(n) of itself; four such deviations are allowed. A head's out
+has no more of them than visible elements, nor than visible pairs (a row with one key has one P); a gradient has the pairs."""
+RMS_ROUNDING = 0.25
+"""Rounding to nearest leaves an RMS of about 0.2 eps of the values. A yardstick that is exact by luck (one key, a
+one-hot softmax) gets this much in place of its own error, so that a rounding is never forbidden but a truncation (0.4) is."""
+ROW_FLOOR = 0.1
+"""Rows smaller than this share of their head's RMS row count as if so large: a row that cancels to nearly 0, common
+only at head dims of a few elements, would make any relative error huge. Rows that are exactly 0 must be met exactly."""
+LSE_ATOL = {"fp16": 1e-3, "bf16": 1e-3, "fp32": 2e-5, "fp64": 2e-5}
+"""LSE stays in float32 and sees no output rounding, so this is tight: wrong units or one extra key exceed it."""
+LSE_ULPS = 4.0
+"""Float32 roundings allowed in LSE, at the size of the largest score its row can hold (Cauchy-Schwarz) or of LSE itself."""
+CANCELLED = 4.0
+"""Float32 roundings of the terms that a gradient cancels from. One that is smaller everywhere (a single visible key
+makes dQ and dK exactly 0) has no relative error to speak of, and is held to this instead."""
+
+ORACLE_EPS = 1e-12
+"""The oracle is exact to about this much: float64's rounding through long sums and scores of thousands. Fp64 results are
+held to it, since their own eps would ask more of the oracle than it has."""
+
+_EPS32 = torch.finfo(torch.float32).eps
+_SLICE_SCORES = 1 << 28  # score elements the yardstick holds at a time: 1 GB in float32
+
+
+@dataclass(frozen=True)
+class Check:
+    """One rule applied to one tensor.
+
+    Attributes:
+        tensor: "out", "lse", "dq", "dk" or "dv".
+        rule: what was compared, in words.
+        error: what was measured; NaN where the tensor holds one.
+        budget: the most that is accepted.
+    """
+
+    tensor: str
+    rule: str
+    error: float
+    budget: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the error is within the budget; a NaN never is."""
+        return self.error <= self.budget
+
+    @property
+    def used(self) -> float:
+        """The share of the budget that the error takes: at most 1 where ok."""
+        if self.error == 0 or self.budget == 0:
+            return 0.0 if self.ok else math.inf
+        return self.error / self.budget
+
+    def __str__(self) -> str:
+        return f"{self.tensor}, {self.rule}: {self.error:.3g} {'within' if self.ok else 'exceeds'} {self.budget:.3g}"
+
+
+class Judge:
+    """Holds results for one set of inputs against the oracle. Oracle and yardstick are computed once, here.
+
+    Args:
+        q, k, v: as in `flashzoo.attention`, CPU or GPU; never modified.
+        problem: of these tensors. Its lse says whether results are judged by their lse.
+        softmax_scale: the factor on the scores; `1 / sqrt(head_dim)` where None.
+        dout: gradient of out, shape of q; gradients are judged where it is given.
+        dlse: gradient of lse `(batch, heads, seqlen_q)`, or None; needs dout.
+
+    Attributes:
+        reference: the oracle's `Result`, float64.
+        yardstick: the yardstick's `Result`.
+    """
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        problem: Problem,
+        softmax_scale: float | None,
+        dout: Tensor | None = None,
+        dlse: Tensor | None = None,
+    ) -> None:
+        scale = 1 / math.sqrt(problem.head_dim) if softmax_scale is None else softmax_scale
+        q, k, v = q.detach(), k.detach(), v.detach()
+        self.problem = problem
+        self._dtype, self._eps = q.dtype, max(torch.finfo(q.dtype).eps, ORACLE_EPS)
+        self.reference = oracle(q, k, v, problem, scale, dout, dlse)
+        self.yardstick = _yardstick(q, k, v, problem, scale, dout, dlse)
+        self._pairs = visible_pairs(problem)
+        self._terms = _largest_terms(q, k, v, problem, scale, dout)
+        self._yard = {name: _absolute(value, self.reference.items()[name]) for name, value in self.yardstick.items().items()}
+        # Of the yardstick's errors only these figures are needed again.
+        self._yard_max = {name: _top(error) for name, error in self._yard.items()}
+        self._yard_row = _top(_row_errors(self._yard["out"], self.reference.out))
+        self._yard_rms = _head_rms(self._yard["out"])
+        self._yard_l2 = {name: float(error.norm()) for name, error in self._yard.items() if name in _GRADIENTS}
+        del self._yard
+
+    def checks(self, result: Result) -> list[Check]:
+        """Every rule applied to every tensor that the result has; the result is correct where all are `ok`.
+
+        Args:
+            result: out, lse (only where `problem.lse`; else it is not looked at) and gradients.
+
+        Raises:
+            ValueError: a tensor has another shape or dtype than the call promises.
+        """
+        found = []
+        for name, value in self._judged(result).items():
+            ref = self.reference.items()[name]
+            self._check_form(name, value, ref)
+            found.append(
+                Check(name, "non-finite elements where the oracle is finite", float((ref.isfinite() & ~value.isfinite()).sum()), 0)
+            )
+            if ref.numel():
+                rules = {"out": self._out_checks, "lse": self._lse_checks}.get(name, self._gradient_checks)
+                found += rules(name, _absolute(value, ref), value)
+        return found
+
+    def errors(self, result: Result) -> dict[str, tuple[float, float]]:
+        """Largest and RMS absolute error of each tensor that is judged, where the oracle is finite."""
+        absolute = {name: _absolute(value, self.reference.items()[name]) for name, value in self._judged(result).items()}
+        return {name: (_top(error), _rms(error)) for name, error in absolute.items()}
+
+    def budgets(self) -> dict[str, tuple[float, float]]:
+        """What `errors` may be at most, for a table; `checks` is stricter, since it looks at rows and heads."""
+        budgets = {}
+        for name, ref in self.reference.items().items():
+            if not ref.numel():
+                budgets[name] = (0.0, 0.0)
+            elif name == "out":
+                budgets[name] = (_top(self._out_budget()), float(self._rms_budget().square().mean().sqrt()))
+            elif name == "lse":
+                budgets[name] = (_top(self._lse_budget()),) * 2
+            else:
+                budgets[name] = (self._gradient_max_budget(name), self._gradient_l2_budget(name) / math.sqrt(ref.numel()))
+        return budgets
+
+    def _judged(self, result: Result) -> dict[str, Tensor]:
+        known = self.reference.items()
+        return {name: value for name, value in result.items().items() if name in known and (name != "lse" or self.problem.lse)}
+
+    def _check_form(self, name: str, value: Tensor, ref: Tensor) -> None:
+        dtypes = (self._dtype,) if name != "lse" else (torch.float32, torch.float64) if self.problem.dtype == "fp64" else (torch.float32,)
+        if value.shape != ref.shape or value.dtype not in dtypes:
+            expected = f"shape {tuple(ref.shape)} and dtype {dtypes[0]}"
+            raise ValueError(f"{name} must have {expected}, got {tuple(value.shape)} and {value.dtype}")
+
+    def _out_checks(self, name: str, error: Tensor, value: Tensor) -> list[Check]:
+        rms, rms_budget = _head_rms(error), self._rms_budget()
+        return [
+            _tightest(name, "elementwise", error, self._out_budget()),
+            Check(name, "worst row's relative L2", _top(_row_errors(error, self.reference.out)), OUT_ROW * self._yard_row + self._eps),
+            _tightest(name, "worst head's RMS", rms, rms_budget),
+        ]
+
+    def _out_budget(self) -> Tensor:
+        row_max = self.reference.out.abs().amax(-1, keepdim=True)
+        tiny = torch.finfo(self._dtype).smallest_normal * self._eps  # the smallest subnormal: what the dtype can't resolve
+        return (OUT_MAX * self._yard_max["out"] + tiny + self._eps * row_max).expand_as(self.reference.out)
+
+    def _rms_budget(self) -> Tensor:
+        problem = self.problem
+        elements = (problem.seqlen_q - problem.blind_rows) * problem.head_dim
+        rounding = RMS_ROUNDING * self._eps * _head_rms(self.reference.out)
+        return _spread(min(elements, self._pairs)) * torch.maximum(OUT_RMS[problem.dtype] * self._yard_rms, rounding)
+
+    def _lse_checks(self, name: str, error: Tensor, value: Tensor) -> list[Check]:
+        misplaced = (value == -math.inf) != (self.reference.lse == -math.inf)
+        return [
+            Check(name, "rows where only one of it and the oracle is -inf", float(misplaced.sum()), 0),
+            _tightest(name, "elementwise", error, self._lse_budget()),
+        ]
+
+    def _lse_budget(self) -> Tensor:
+        size = torch.maximum(self.reference.lse.masked_fill(~self.reference.lse.isfinite(), 0).abs(), self._terms["lse"])
+        return LSE_ATOL[self.problem.dtype] + LSE_ULPS * _EPS32 * size
+
+    def _gradient_checks(self, name: str, error: Tensor, value: Tensor) -> list[Check]:
+        return [
+            Check(name, "L2 of the whole tensor", float(error.norm()), self._gradient_l2_budget(name)),
+            Check(name, "largest element", _top(error), self._gradient_max_budget(name)),
+        ]
+
+    def _gradient_l2_budget(self, name: str) -> float:
+        ref = self.reference.items()[name]
+        spread = _spread(self._pairs * self.problem.batch * self.problem.heads)
+        budget = GRAD_L2[self.problem.dtype] * spread * self._yard_l2[name] + self._recomputed() * float(ref.norm())
+        return max(budget, self._cancelled(name) * math.sqrt(ref.numel()))
+
+    def _gradient_max_budget(self, name: str) -> float:
+        budget = GRAD_MAX * self._yard_max[name] + self._recomputed() * _top(self.reference.items()[name].abs())
+        return max(budget, self._cancelled(name))
+
+    def _recomputed(self) -> float:
+        """Relative error of the P that a backward pass recomputes from scores and LSE: each is rounded at its own size, and
+        exp turns that into a relative error, which no normalisation divides out again."""
+        rounding = _EPS32 if self._dtype != torch.float64 else 0.0
+        return max(self._eps, rounding * _top(self.reference.lse.masked_fill(~self.reference.lse.isfinite(), 0).abs()))
+
+    def _cancelled(self, name: str) -> float:
+        """The rounding that a gradient cancels from, where it is no larger than that; else 0."""
+        accumulator = torch.float64 if self._dtype == torch.float64 else torch.float32
+        rounding = CANCELLED * torch.finfo(accumulator).eps * float(self._terms[name])
+        return rounding if _top(self.reference.items()[name].abs()) <= rounding else 0.0
+
+
+_GRADIENTS = ("dq", "dk", "dv")
+
+
+def _yardstick(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scale: float, dout: Tensor | None, dlse: Tensor | None) -> Result:
+    """`standard` on as many (batch, key/value head) slices at a time as fit in `_SLICE_SCORES`."""
+    grad = dout is not None
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out, lse = q.new_zeros(q.shape), q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=wide)
+    dq, dk, dv = (x.new_zeros(x.shape) if grad else None for x in (q, k, v))
+    whole = Result(out, lse, dq, dk, dv)
+    if 0 in q.shape or 0 in k.shape:
+        return whole
+    group = problem.heads // problem.heads_kv
+    scores = group * problem.seqlen_q * problem.seqlen_k
+    some_heads = min(problem.heads_kv, max(1, _SLICE_SCORES // scores))
+    some_batches = max(1, _SLICE_SCORES // (scores * problem.heads_kv)) if some_heads == problem.heads_kv else 1
+    for b in range(0, problem.batch, some_batches):
+        for h in range(0, problem.heads_kv, some_heads):
+            at, kv, heads = slice(b, b + some_batches), slice(h, h + some_heads), slice(h * group, (h + some_heads) * group)
+            cut = {"out": (at, slice(None), heads), "lse": (at, heads), "dq": (at, slice(None), heads)}
+            cut |= dict.fromkeys(("dk", "dv"), (at, slice(None), kv))
+            inputs = [x[cut[name]] for x, name in ((q, "dq"), (k, "dk"), (v, "dv"))]
+            gradients = [None if x is None else x[cut[name]] for x, name in ((dout, "out"), (dlse, "lse"))]
+            for name, value in _standard(inputs, problem, scale, gradients).items().items():
+                whole.items()[name][cut[name]] = value
+    return whole
+
+
+def _standard(inputs: list[Tensor], problem: Problem, scale: float, gradients: list[Tensor | None]) -> Result:
+    (batch, _, heads, _), heads_kv = inputs[0].shape, inputs[1].shape[2]
+    dout, dlse = gradients
+    problem = replace(problem, batch=batch, heads=heads, heads_kv=heads_kv, lse=True, grad=dout is not None)
+    leaves = [x.detach().requires_grad_(dout is not None) for x in inputs]
+    with torch.enable_grad():
+        out, lse = standard(*leaves, problem, scale)
+        assert lse is not None, "standard gives lse where problem.lse"
+        if dout is None:
+            return Result(out, lse)
+        outputs, given = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse.to(lse.dtype)])
+        return Result(out.detach(), lse.detach(), *torch.autograd.grad(outputs, leaves, given))
+
+
+def _largest_terms(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scale: float, dout: Tensor | None) -> dict[str, Tensor]:
+    """Bounds on the terms that lse `(batch, heads, seqlen_q)`, dq, dk and dv (one number each) are summed from."""
+    wide = [x.to(torch.float64) if x is not None and x.numel() else q.new_zeros((1, 1, 1, 1), dtype=torch.float64) for x in (q, k, v, dout)]
+    (q_norm, k_norm, v_norm, dout_norm) = (x.norm(dim=-1) for x in wide)
+    group = problem.heads // problem.heads_kv
+    reach = k_norm.amax(1).repeat_interleave(group if k.numel() else 1, 1)[..., None]
+    ds = abs(scale) * dout_norm.max() * v_norm.max()
+    queries_per_key = max(1.0, group * problem.seqlen_q / max(1, problem.seqlen_k))
+    return {
+        "lse": abs(scale) * q_norm.transpose(1, 2) * reach,
+        "dq": ds * wide[1].abs().max(),
+        "dk": ds * wide[0].abs().max() * queries_per_key,
+        "dv": torch.zeros(()),  # a sum of P dO: nothing in it cancels by construction
+    }
+
+
+def _spread(n: int) -> float:
+    """How much the RMS of n independent roundings may exceed what is expected."""
+    return 1 + SPREAD / math.sqrt(max(1, n))
+
+
+def _absolute(value: Tensor, ref: Tensor) -> Tensor:
+    """|value - ref| in float64, 0 where the oracle is not finite (those elements have checks of their own)."""
+    return (value.to(ref.dtype) - ref).abs_().masked_fill_(~ref.isfinite(), 0)
+
+
+def _row_errors(error: Tensor, ref: Tensor) -> Tensor:
+    """`(batch, seqlen_q, heads)`: relative L2 of each row."""
+    size, wrong = ref.norm(dim=-1), error.norm(dim=-1)
+    typical = size.square().mean(1, keepdim=True).sqrt()
+    size = torch.where(size > 0, torch.maximum(size, ROW_FLOOR * typical), size)
+    return torch.where(wrong == 0, wrong, wrong / size)
+
+
+def _head_rms(x: Tensor) -> Tensor:
+    """`(batch, heads)`."""
+    return x.square().mean((1, 3)).sqrt()
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.square().mean().sqrt()) if x.numel() else 0.0
+
+
+def _top(x: Tensor) -> float:
+    return float(x.max()) if x.numel() else 0.0
+
+
+def _tightest(tensor: str, rule: str, error: Tensor, budget: Tensor) -> Check:
+    """The check of the element that has the least to spare; a NaN has less than any."""
+    at = (error - budget).argmax()
+    return Check(tensor, rule, float(error.flatten()[at]), float(budget.flatten()[at]))

@@ -1,0 +1,316 @@
+"""`attention`: from tensors to a Problem, from the Problem to a Spec, from the Spec to a call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from flashzoo.registry import Explanation, explain_problem, implementation, requested, resolve
+from flashzoo.spec import Problem, Window
+
+_DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    softmax_scale: float | None = ...,
+    window_size: Window | None = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[False] = ...,
+    version: str = ...,
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    softmax_scale: float | None = ...,
+    window_size: Window | None = ...,
+    deterministic: bool = ...,
+    return_lse: Literal[True],
+    version: str = ...,
+) -> tuple[Tensor, Tensor]: ...
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: Window | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    version: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention, `softmax(q k^T * softmax_scale) v`, by the version that is asked for or the best that can.
+
+    Args:
+        q: `(batch, seqlen_q, heads, head_dim)`, fp16, bf16 or fp32; any strides with a contiguous last dimension, so
+            a transposed view of a `(batch, heads, seqlen, head_dim)` tensor passes with no copy.
+        k: `(batch, seqlen_k, heads_kv, head_dim)`, dtype and device of q. `heads` is a multiple of `heads_kv`; query
+            head h reads key/value head `h // (heads // heads_kv)`.
+        v: shape of k.
+        causal: query i sees key j only where `j <= i + seqlen_k - seqlen_q`: the last query sees the last key.
+        softmax_scale: finite float, `1 / sqrt(head_dim)` where None. A negative one costs a copy of q.
+        window_size: `(left, right)`: query i sees the keys from `i + seqlen_k - seqlen_q - left` to
+            `i + seqlen_k - seqlen_q + right`; None or -1 on a side means no bound there.
+        deterministic: the same bits in every run, gradients included; a version that can't promise it is not taken.
+        return_lse: return the log-sum-exp of each row of scores too.
+        version: a name from `flashzoo.versions()`, or "auto" for the newest that can take the call. A name never falls
+            back. Overridden, where "auto", by `flashzoo.use(...)` and then by the environment variable FLASHZOO_VERSION.
+
+    Returns:
+        out of q's shape, dtype and device; with `return_lse` the pair `(out, lse)`, lse in natural log, float32,
+        `(batch, heads, seqlen_q)`. Both are differentiable, once. A row that sees no key gives 0, and -inf in lse.
+
+    Raises:
+        TypeError, ValueError: an argument is malformed; the text names it, what was expected and what was got.
+        flashzoo.UnsupportedError: the named version, or under "auto" every version, has a reason against the call.
+    """
+    wanted, _ = requested(version)
+    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) if _tensors(q, k, v) else False
+    if type(window_size) is list:
+        window_size = tuple(window_size)  # pyright: ignore[reportAssignmentType]
+    run, problem, scale, empty = _plan(
+        *_described(q), *_described(k), *_described(v), causal, softmax_scale, window_size, deterministic, return_lse, grad, wanted
+    )
+    if empty:
+        out, lse = _nothing_to_see(q, k, v)
+    else:
+        out, lse = run(-q if scale < 0 else q, k, v, problem, abs(scale))
+    return (out, lse) if return_lse else out
+
+
+def explain(
+    q: Tensor | Problem,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+    window_size: Window | None = None,
+    deterministic: bool = False,
+    return_lse: bool = False,
+    version: str = "auto",
+    arch: int | None = None,
+) -> Explanation:
+    """Who would answer a call of `attention` with these arguments, and every reason against the others. Runs nothing.
+
+    Args:
+        q, k, v: as in `attention`, on any device ("meta" too), or a `Problem` alone in place of all three.
+        arch: ask about a GPU of this compute capability (90 for Hopper) in place of the tensors' own device.
+
+    Returns:
+        An `Explanation`; printing it gives a table.
+
+    Raises:
+        TypeError, ValueError: as `attention`.
+    """
+    if isinstance(q, Problem):
+        return explain_problem(q, version)
+    if k is None or v is None:
+        raise TypeError(f"explain: k and v must be tensors where q is one, got {type(k).__name__} and {type(v).__name__}")
+    _tensors(q, k, v)
+    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    _check_scale(softmax_scale)
+    tensors = (_described(q), _described(k), _described(v))
+    problem = problem_of(tensors, causal, window_size, deterministic, return_lse, grad, arch)
+    return explain_problem(problem, version)
+
+
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    version: str = "auto",
+) -> Tensor:
+    """`attention` under the layout and names of `torch.nn.functional.scaled_dot_product_attention`.
+
+    Args:
+        query: `(batch, heads, seqlen_q, head_dim)`.
+        key, value: `(batch, heads_kv, seqlen_k, head_dim)`.
+        is_causal: torch aligns it top-left and flashzoo bottom-right, so it is refused where seqlen_q != seqlen_k.
+        scale, enable_gqa: as in torch.
+        version: as in `attention`.
+
+    Returns:
+        out of query's shape.
+
+    Raises:
+        ValueError: is_causal with seqlen_q != seqlen_k, or fewer key heads than query heads without enable_gqa.
+    """
+    _tensors(query, key, value, names=("query", "key", "value"))
+    if query.ndim == key.ndim == 4:
+        if is_causal and query.shape[2] != key.shape[2]:
+            raise ValueError(
+                f"is_causal: torch aligns it top-left, flashzoo.attention(causal=True) bottom-right; expected equal lengths, "
+                f"got seqlen_q {query.shape[2]} and seqlen_k {key.shape[2]}"
+            )
+        if not enable_gqa and query.shape[1] != key.shape[1]:
+            heads = f"{query.shape[1]} and {key.shape[1]}"
+            raise ValueError(f"enable_gqa: expected True where head counts differ, got False with {heads} heads")
+    inputs = (x.transpose(1, 2) if x.ndim == 4 else x for x in (query, key, value))
+    return attention(*inputs, causal=is_causal, softmax_scale=scale, version=version).transpose(1, 2)
+
+
+# What a plan, and so the cache of plans, depends on. Not the strides but the last: kernels take them as they come.
+_Described = tuple[torch.Size, int, torch.dtype, torch.device]
+
+
+def _described(x: Tensor) -> _Described:
+    return x.shape, x.stride(-1) if x.ndim else 1, x.dtype, x.device
+
+
+def _tensors(q: Any, k: Any, v: Any, names: tuple[str, str, str] = ("q", "k", "v")) -> bool:
+    for name, x in zip(names, (q, k, v), strict=True):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense tensor (torch.strided), got {x.layout}")
+    return True
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    q_shape: torch.Size,
+    q_last: int,
+    q_dtype: torch.dtype,
+    q_device: torch.device,
+    k_shape: torch.Size,
+    k_last: int,
+    k_dtype: torch.dtype,
+    k_device: torch.device,
+    v_shape: torch.Size,
+    v_last: int,
+    v_dtype: torch.dtype,
+    v_device: torch.device,
+    causal: bool,
+    softmax_scale: float | None,
+    window_size: Window | None,
+    deterministic: bool,
+    return_lse: bool,
+    grad: bool,
+    version: str,
+) -> tuple[Callable, Problem, float, bool]:
+    """Everything about a call that its data don't decide, once for each kind of call."""
+    scale = _check_scale(softmax_scale)
+    tensors = ((q_shape, q_last, q_dtype, q_device), (k_shape, k_last, k_dtype, k_device), (v_shape, v_last, v_dtype, v_device))
+    problem = problem_of(tensors, causal, window_size, deterministic, return_lse, grad, None)
+    spec = resolve(problem, version)
+    empty = 0 in q_shape or 0 in k_shape
+    return implementation(spec), problem, 1 / math.sqrt(problem.head_dim) if scale is None else scale, empty
+
+
+def _check_scale(scale: float | None) -> float | None:
+    if scale is None:
+        return None
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"softmax_scale must be a float or None, got {type(scale).__name__}")
+    if not math.isfinite(scale):
+        raise ValueError(f"softmax_scale must be finite, got {scale}")
+    return float(scale)
+
+
+def problem_of(
+    tensors: tuple[_Described, _Described, _Described],
+    causal: bool,
+    window_size: Window | None,
+    deterministic: bool,
+    lse: bool,
+    grad: bool,
+    arch: int | None,
+) -> Problem:
+    """The Problem of a call, each argument checked once and by name."""
+    (q_shape, _, q_dtype, q_device), (k_shape, _, k_dtype, k_device), (v_shape, _, v_dtype, v_device) = tensors
+    for name, (shape, last, _, _) in zip("qkv", tensors, strict=True):
+        if len(shape) != 4:
+            raise ValueError(f"{name} must have 4 dimensions (batch, seqlen, heads, head_dim), got shape {tuple(shape)}")
+        if last != 1 and shape[-1] > 1:
+            raise ValueError(f"{name} must be contiguous in its last dimension (stride 1), got stride {last} for shape {tuple(shape)}")
+    shapes = f"q {tuple(q_shape)}, k {tuple(k_shape)}, v {tuple(v_shape)}"
+    (batch, seqlen_q, heads, head_dim), (batch_k, seqlen_k, heads_kv, head_dim_k) = q_shape, k_shape
+    if k_shape != v_shape:
+        raise ValueError(f"v must have the shape of k {tuple(k_shape)}, got {tuple(v_shape)}")
+    if batch != batch_k:
+        raise ValueError(f"k must have q's batch {batch}, got {batch_k} ({shapes})")
+    if head_dim != head_dim_k:
+        raise ValueError(f"k must have q's head_dim {head_dim}, got {head_dim_k} ({shapes})")
+    if head_dim < 1 or heads < 1 or heads_kv < 1:
+        raise ValueError(f"heads and head_dim must be at least 1, got {shapes}")
+    if heads % heads_kv:
+        raise ValueError(f"q's heads must be a multiple of k's, got {heads} and {heads_kv} ({shapes})")
+    dtypes = f"q {q_dtype}, k {k_dtype}, v {v_dtype}"
+    if not q_dtype == k_dtype == v_dtype:
+        raise TypeError(f"q, k and v must have one dtype, got {dtypes}")
+    if q_dtype not in _DTYPE_NAMES:
+        raise TypeError(f"q, k and v must be of dtype {', '.join(_DTYPE_NAMES.values())}, got {dtypes}")
+    if not q_device == k_device == v_device:
+        raise ValueError(f"q, k and v must be on one device, got q {q_device}, k {k_device}, v {v_device}")
+    for name, flag in (("causal", causal), ("deterministic", deterministic), ("return_lse", lse)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be a bool, got {flag!r}")
+    device, arch = _hardware(q_device, arch)
+    return Problem(
+        batch=batch,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        heads=heads,
+        heads_kv=heads_kv,
+        head_dim=head_dim,
+        dtype=_DTYPE_NAMES[q_dtype],
+        causal=causal,
+        window=_normalised(window_size),
+        lse=lse,
+        deterministic=deterministic,
+        grad=grad,
+        device=device,
+        arch=arch,
+    )
+
+
+def _normalised(window_size: Any) -> Window:
+    if window_size is None:
+        return None, None
+    expected = "window_size must be None or a pair (left, right) of None, -1 or ints >= 0"
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(f"{expected}, got {window_size!r}")
+    for side in window_size:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < -1):
+            raise ValueError(f"{expected}, got {window_size!r}")
+    left, right = (None if side == -1 else side for side in window_size)
+    return left, right
+
+
+def _hardware(device: torch.device, arch: int | None) -> tuple[str, int | None]:
+    if arch is not None:
+        return "cuda", arch
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return "cuda", 10 * major + minor
+    if device.type in ("cpu", "meta"):
+        return "cpu", None
+    raise ValueError(f"q, k and v must be on a CPU or CUDA device, got {device}")
+
+
+def _nothing_to_see(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The answer where there is no query or no key: zeros and -inf, with zero gradients for all three inputs."""
+    # One of the two is empty, so these sums reach no number: they only tie k and v to the result for autograd.
+    tie = (k.sum() + v.sum()) * 0
+    out = q.masked_fill(torch.ones((), dtype=torch.bool, device=q.device), 0) + tie
+    return out, out.float().sum(-1).transpose(1, 2) - math.inf

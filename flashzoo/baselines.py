@@ -1,0 +1,68 @@
+"""The two versions that are not ours to write: the papers' starting point, and torch's own attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from flashzoo.reference import visible
+from flashzoo.spec import FEATURES, Problem, Spec
+
+_EVERY_HEAD_DIM = range(1, 1 << 16)
+
+
+def _sdpa_notes(problem: Problem) -> list[str]:
+    return ["builds the (seqlen_q, seqlen_k) mask as a tensor"] if _needs_mask(problem) else []
+
+
+STANDARD = Spec(
+    name="standard",
+    title="three-pass attention that writes S and P to memory",
+    paper="Vaswani et al. 2017, arXiv:1706.03762; Algorithm 0 of Dao et al. 2022, arXiv:2205.14135",
+    impl="flashzoo.reference:standard",
+    dtypes=("fp16", "bf16", "fp32", "fp64"),
+    cpu_dtypes=("fp16", "bf16", "fp32", "fp64"),
+    arch=(70, None),
+    head_dims=_EVERY_HEAD_DIM,
+    features=frozenset(FEATURES),
+    backward=frozenset(FEATURES),
+    auto=("cuda", "cpu"),
+    memory="quadratic",
+)
+
+SDPA = Spec(
+    name="sdpa",
+    title="torch.nn.functional.scaled_dot_product_attention, torch's choice of kernel",
+    paper="docs.pytorch.org",
+    impl="flashzoo.baselines:sdpa",
+    dtypes=("fp16", "bf16", "fp32", "fp64"),
+    cpu_dtypes=("fp16", "bf16", "fp32", "fp64"),
+    arch=(50, None),
+    head_dims=_EVERY_HEAD_DIM,
+    features=frozenset({"causal", "window", "gqa", "cross"}),
+    backward=frozenset({"causal", "window", "gqa", "cross"}),
+    auto=("cuda", "cpu"),
+    notes=_sdpa_notes,
+)
+
+
+def _needs_mask(problem: Problem) -> bool:
+    aligned_alike = problem.window == (None, None) and problem.seqlen_q == problem.seqlen_k
+    return problem.span != (None, None) and not aligned_alike
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, None]:
+    """torch's attention under `Spec.impl`'s contract; torch aligns causal top-left, so other shapes get a mask."""
+    masked = _needs_mask(problem)
+    out = scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        attn_mask=visible(problem, q.device) if masked else None,
+        is_causal=problem.causal and not masked,
+        scale=softmax_scale,
+        enable_gqa=problem.heads != problem.heads_kv,
+    ).transpose(1, 2)
+    if problem.blind_rows:
+        rows = torch.arange(problem.seqlen_q, device=q.device) < problem.blind_rows
+        out = out.masked_fill(rows[:, None, None], 0)
+    return out, None

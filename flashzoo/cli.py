@@ -1,0 +1,291 @@
+"""The command line: `flashzoo list | explain | compare | check | bench`. Exit code 0 is well, 1 a failed check, 2 bad input."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+import flashzoo
+from flashzoo.compare import Comparison, compare_workload
+from flashzoo.registry import plugin_errors
+from flashzoo.spec import DTYPES, FEATURES, Problem, Spec
+from flashzoo.workloads import TORCH_DTYPES, hardware
+
+ROOT = Path(flashzoo.__file__).resolve().parent.parent
+"""The repository's root where flashzoo runs from a checkout."""
+
+ON_GPU = {"batch_size": 8, "seq_len": 4096, "num_heads": 16, "head_dim": 128, "dtype": "bf16"}
+ON_CPU = {"batch_size": 1, "seq_len": 128, "num_heads": 2, "head_dim": 64, "dtype": "fp16"}
+DEMO = {"causal": True, "backward": True}
+"""What `compare` adds to these sizes where it is called with nothing that describes a problem."""
+
+DESCRIBES = (
+    "batch_size",
+    "seq_len",
+    "seq_len_k",
+    "num_heads",
+    "num_heads_kv",
+    "head_dim",
+    "dtype",
+    "causal",
+    "window",
+    "deterministic",
+    "backward",
+)
+
+
+class CommandError(ValueError):
+    """A command was given something that it can't work with."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: the arguments after the program's name; the process's own where None.
+
+    Returns:
+        The exit code.
+    """
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and not args.passes_on:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        return args.run(args, rest) if args.passes_on else args.run(args)
+    except (ValueError, TypeError, flashzoo.UnsupportedError) as error:
+        print(f"flashzoo {args.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="flashzoo", description="The generations of FlashAttention side by side.")
+    parser.add_argument("--version", action="version", version=f"flashzoo {flashzoo.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def command(name: str, run: Callable[..., int], text: str, passes_on: bool = False) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text, add_help=name != "bench")
+        made.set_defaults(run=run, passes_on=passes_on)
+        return made
+
+    command("list", _list, "what versions there are, what each takes, and whether it can run here")
+
+    explain = command("explain", _explain, "which version would take a call, and every reason against the others; nothing is run")
+    _add_problem(explain)
+    explain.add_argument("--lse", action="store_true", help="the log-sum-exp is asked for too")
+    explain.add_argument("--arch", type=_positive, metavar="90", help="ask about a GPU of this compute capability, there or not")
+    explain.add_argument("--version", default="auto", help="ask for this version in place of the best that can")
+
+    compare = command("compare", _compare, "run every version on the same inputs: errors, budgets, times, memory")
+    _add_problem(compare)
+    compare.add_argument("--versions", type=_names, metavar="NAME[,NAME]", help="only these")
+    compare.add_argument("--seed", type=int, default=0, help="of the inputs (default 0)")
+    compare.add_argument("--device", help="cpu, cuda or cuda:1 (default: a GPU if there is one)")
+    output = compare.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print JSON in place of the table")
+    output.add_argument("--csv", action="store_true", help="print CSV in place of the table")
+
+    check = command("check", _check, "run the whole test suite on your own variant; further arguments go to pytest", passes_on=True)
+    check.add_argument("target", help="a Python file that calls flashzoo.register, or NAME[,NAME] of registered versions")
+
+    command("bench", _bench, "time versions and peers on this GPU; arguments go to bench/run.py", passes_on=True)
+    return parser
+
+
+def _add_problem(parser: argparse.ArgumentParser) -> None:
+    """The flags that describe a problem; None where not given, so that defaults can depend on the device."""
+    group = parser.add_argument_group("the problem")
+    group.add_argument("--batch-size", type=_count)
+    group.add_argument("--seq-len", type=_count, help="of queries, and of keys unless --seq-len-k is given")
+    group.add_argument("--seq-len-k", type=_count)
+    group.add_argument("--num-heads", type=_positive)
+    group.add_argument("--num-heads-kv", type=_positive, help="fewer than --num-heads for GQA (default: the same)")
+    group.add_argument("--head-dim", type=_positive)
+    group.add_argument("--dtype", choices=DTYPES)
+    group.add_argument("--causal", action="store_true", default=None, help="the last query sees the last key")
+    group.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), help="keys seen on either side; -1 is unbounded")
+    group.add_argument("--deterministic", action="store_true", default=None)
+    group.add_argument("--backward", action="store_true", default=None, help="gradients too")
+
+
+def _count(text: str) -> int:
+    return _at_least(text, 0)
+
+
+def _positive(text: str) -> int:
+    return _at_least(text, 1)
+
+
+def _at_least(text: str, least: int) -> int:
+    if not text.isascii() or not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least {least}, got {text!r}")
+    return int(text)
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _asked(args: argparse.Namespace, on_gpu: bool, arch: int | None = None, lse: bool = False) -> Problem:
+    """The problem that the flags describe, checked as a call with tensors of these shapes is."""
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    size = (ON_GPU if on_gpu else ON_CPU) | given
+    seq_len_k, heads_kv = size.get("seq_len_k", size["seq_len"]), size.get("num_heads_kv", size["num_heads"])
+
+    def meta(seqlen: int, heads: int) -> torch.Tensor:
+        shape, dtype = (size["batch_size"], seqlen, heads, size["head_dim"]), TORCH_DTYPES[size["dtype"]]
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=size.get("backward", False))
+
+    return flashzoo.explain(
+        meta(size["seq_len"], size["num_heads"]),
+        meta(seq_len_k, heads_kv),
+        meta(seq_len_k, heads_kv),
+        causal=size.get("causal", False),
+        window_size=tuple(size["window"]) if "window" in size else None,
+        deterministic=size.get("deterministic", False),
+        return_lse=lse,
+        arch=arch,
+    ).problem
+
+
+def _here() -> dict:
+    """`Problem`'s device and arch on this machine."""
+    return hardware("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _list(args: argparse.Namespace) -> int:
+    for name, spec in flashzoo.versions().items():
+        reasons = _reasons_here(spec)
+        print(f"{name}: {spec.title}")
+        for what, text in _facts(spec).items():
+            print(f"    {what:<10}{text}")
+        print(f"    {'here':<10}{'no: ' + '; '.join(reasons) if reasons else 'can run'}")
+    for name, error in plugin_errors().items():
+        print(f"plug-in {name!r} could not be loaded: {error}")
+    return 0
+
+
+def _facts(spec: Spec) -> dict[str, str]:
+    lowest, highest = spec.arch
+    dims = spec.head_dims
+    backward = (
+        "no" if spec.backward is None else "yes" if spec.backward >= spec.features else f"only with {', '.join(sorted(spec.backward))}"
+    )
+    return {
+        "paper": spec.paper,
+        "dtypes": f"{', '.join(spec.dtypes)} on a GPU; {', '.join(spec.cpu_dtypes) or 'none'} on the CPU",
+        "arch": f"sm_{lowest} or newer" if highest is None else f"sm_{lowest} to sm_{highest}",
+        "head_dim": f"{dims[0]} to {dims[-1]}" + (f" in steps of {dims.step}" if dims.step > 1 else ""),
+        "features": ", ".join(name for name in FEATURES if name in spec.features) or "none",
+        "backward": backward,
+    }
+
+
+def _reasons_here(spec: Spec) -> list[str]:
+    """Why the version can't take even a plain problem on this machine."""
+    where = _here()
+    dtypes = spec.dtypes if where["device"] == "cuda" else spec.cpu_dtypes
+    head_dim = 64 if 64 in spec.head_dims else spec.head_dims[0]
+    dtype = dtypes[0] if dtypes else DTYPES[0]
+    return spec.unsupported(Problem(1, 128, 128, 1, 1, head_dim, dtype=dtype, **where))
+
+
+def _explain(args: argparse.Namespace) -> int:
+    arch = args.arch or _here()["arch"]
+    problem = _asked(args, on_gpu=arch is not None, arch=arch, lse=args.lse)
+    explanation = flashzoo.explain(problem, version=args.version)
+    print(explanation)
+    return 0 if explanation.chosen else 1
+
+
+def _compare(args: argparse.Namespace) -> int:
+    device = _device(args.device)
+    if all(getattr(args, name) is None for name in DESCRIBES):
+        vars(args).update(DEMO)
+        where = "a GPU" if device.type == "cuda" else "a CPU, small enough for Triton's interpreter"
+        print(f"No problem given: the default for {where}; see flashzoo compare --help.", file=sys.stderr)
+    problem = _asked(args, on_gpu=device.type == "cuda", arch=hardware(device)["arch"])  # pyright: ignore[reportArgumentType]
+    comparison = compare_workload(problem, device=device, seed=args.seed, backward=problem.grad, versions=args.versions)
+    print(_rendered(comparison, args))
+    return 0 if comparison.ok else 1
+
+
+def _rendered(comparison: Comparison, args: argparse.Namespace) -> str:
+    if args.json:
+        return comparison.to_json()
+    return comparison.to_csv().rstrip("\n") if args.csv else str(comparison)
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+        raise CommandError(f"--device must be cpu, cuda or cuda:N, got {name!r}")
+    gpus = torch.cuda.device_count()
+    if kind == "cuda" and int(index or 0) >= gpus:
+        raise CommandError(f"--device {name!r} is not there: torch sees {gpus} GPUs")
+    return torch.device(name)
+
+
+def load_variant(path: Path) -> list[str]:
+    """Import a file that registers versions, under its own name, so that `impl="my_variant:attention"` resolves.
+
+    Args:
+        path: a Python file; its folder goes on `sys.path`.
+
+    Returns:
+        The names it registered.
+
+    Raises:
+        CommandError: there is no such file, its name is another module's, or it registers nothing.
+    """
+    path = path.resolve()
+    if not path.is_file():
+        raise CommandError(f"expected a Python file or the name of a version, got {str(path)!r}, which is not there")
+    before = flashzoo.versions()
+    sys.path.insert(0, str(path.parent))
+    module = importlib.import_module(path.stem)
+    if Path(module.__file__ or "").resolve() != path:
+        raise CommandError(
+            f"{path.name} can't be imported as {path.stem!r}: that name is {module.__file__ or 'a built-in module'}; rename it"
+        )
+    added = [name for name in flashzoo.versions() if name not in before]
+    if not added:
+        raise CommandError(f"{path} registered no version: expected it to call flashzoo.register(flashzoo.Spec(...))")
+    return added
+
+
+def _check(args: argparse.Namespace, pytest_arguments: list[str]) -> int:
+    suite = ROOT / "tests" / "test_versions.py"
+    if not suite.is_file():
+        raise CommandError(f"the suite is not here: expected {suite}; run from a checkout (pip install -e .)")
+    if importlib.util.find_spec("pytest") is None:
+        raise CommandError("pytest is not installed: pip install 'flashzoo[test]'")
+    if args.target.endswith(".py"):
+        path = Path(args.target).resolve()
+        names, chosen = load_variant(path), ["--variant-file", str(path)]
+    else:
+        names, chosen = _names(args.target), []
+        unknown = [name for name in names if name not in flashzoo.versions()]
+        if unknown:
+            raise CommandError(f"expected a .py file or names from {', '.join(flashzoo.versions())}, got {', '.join(map(repr, unknown))}")
+    print(f"the suite on {', '.join(names)}: {suite}", flush=True)
+    chosen += ["--versions", ",".join(names)]
+    command = [sys.executable, "-m", "pytest", str(suite), *chosen, *pytest_arguments]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode
+
+
+def _bench(args: argparse.Namespace, bench_arguments: list[str]) -> int:
+    script = ROOT / "bench" / "run.py"
+    if not script.is_file():
+        raise CommandError(f"the benchmark is not here: expected {script}; run from a checkout (pip install -e .)")
+    sys.path.insert(0, str(ROOT))
+    return importlib.import_module("bench.run").main(bench_arguments)

@@ -1,0 +1,225 @@
+"""Which version answers a call: `register`, `versions`, `resolve`, `explain_problem`. Standard library only.
+
+The order of registration is the order of `auto`: the first version with no objection is taken. An explicit name never
+falls back: it runs, or raises with its reasons and with the versions that would do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import import_module
+from importlib.metadata import entry_points
+
+from flashzoo.spec import Problem, Spec
+
+ENTRY_POINTS = "flashzoo.versions"
+ENVIRONMENT = "FLASHZOO_VERSION"
+
+_specs: dict[str, Spec] = {}
+_plugin_errors: dict[str, str] = {}
+_plugins_loaded = False
+_chosen: ContextVar[str | None] = ContextVar("flashzoo_version", default=None)
+
+
+class UnsupportedError(NotImplementedError):
+    """No version, or not the one that was named, can take the call. The text holds every reason."""
+
+
+def register(spec: Spec, *, before: str | None = None) -> Spec:
+    """Add a version to the zoo.
+
+    Args:
+        spec: what the version declares.
+        before: name of the version that it precedes in `auto` order; the end where None.
+
+    Returns:
+        The spec, so that a module can write `SPEC = flashzoo.register(Spec(...))`.
+
+    Raises:
+        ValueError: the name is taken, is "auto", or `before` is unknown.
+    """
+    if spec.name == "auto" or not spec.name.isidentifier():
+        raise ValueError(f"register: spec.name must be an identifier other than 'auto', got {spec.name!r}")
+    if spec.name in _specs:
+        raise ValueError(f"register: the name {spec.name!r} is taken by {_specs[spec.name].impl}; unregister it first")
+    if before is not None and before not in _specs:
+        raise ValueError(f"register: before must be one of {', '.join(_specs)}, got {before!r}")
+    order = list(_specs.values())
+    order.insert(len(order) if before is None else [s.name for s in order].index(before), spec)
+    _specs.clear()
+    _specs.update((s.name, s) for s in order)
+    _forget()
+    return spec
+
+
+def unregister(name: str) -> None:
+    """Remove a version. Raises ValueError where no version has that name."""
+    if name not in _specs:
+        raise ValueError(f"unregister: name must be one of {', '.join(_specs)}, got {name!r}")
+    del _specs[name]
+    _forget()
+
+
+def _forget() -> None:
+    resolve.cache_clear()
+    implementation.cache_clear()
+
+
+def versions() -> dict[str, Spec]:
+    """Every registered version by name, in `auto` order, those of installed plug-ins included."""
+    _load_plugins()
+    return dict(_specs)
+
+
+def plugin_errors() -> dict[str, str]:
+    """Entry points in the group `flashzoo.versions` that could not be loaded, and why."""
+    _load_plugins()
+    return dict(_plugin_errors)
+
+
+def _load_plugins() -> None:
+    # At the first question, not at import: a broken plug-in must not break `import flashzoo`.
+    global _plugins_loaded
+    if _plugins_loaded:
+        return
+    _plugins_loaded = True
+    for entry in entry_points(group=ENTRY_POINTS):
+        try:
+            spec = entry.load()
+            if not isinstance(spec, Spec):
+                raise TypeError(f"expected a flashzoo.Spec, got {type(spec).__name__}")
+            # A module that registers itself when imported has done the work already.
+            if _specs.get(spec.name) is not spec:
+                register(spec)
+        except Exception as error:  # any failure of a third party's code is reported, by explain and by list
+            _plugin_errors[entry.name] = f"{type(error).__name__}: {error}"
+
+
+@contextmanager
+def use(version: str) -> Iterator[None]:
+    """Within the block, calls that name no version use this one.
+
+    Raises:
+        ValueError: no version has that name.
+    """
+    _known(version, "use: version")
+    token = _chosen.set(version)
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def requested(version: str) -> tuple[str, str]:
+    """The version that a call asks for, and who asked: argument, then context manager, then environment, then auto."""
+    if version != "auto":
+        return version, "the argument version="
+    chosen = _chosen.get()
+    if chosen is not None:
+        return chosen, "the context manager flashzoo.use()"
+    chosen = os.environ.get(ENVIRONMENT)
+    if chosen:
+        return chosen, f"the environment variable {ENVIRONMENT}"
+    return "auto", "the default"
+
+
+def _known(version: object, what: str) -> None:
+    _load_plugins()
+    if version != "auto" and version not in _specs:
+        raise ValueError(f"{what} must be 'auto' or one of {', '.join(_specs)}, got {version!r}")
+
+
+@lru_cache(maxsize=4096)
+def resolve(problem: Problem, version: str = "auto") -> Spec:
+    """The version that takes the problem.
+
+    Raises:
+        ValueError: no version has that name.
+        UnsupportedError: the named version can't take the problem, or under "auto" none can.
+    """
+    _known(version, "version")
+    if version == "auto":
+        for spec in _specs.values():
+            if problem.device in spec.auto and not spec.unsupported(problem):
+                return spec
+        candidates = [spec for spec in _specs.values() if problem.device in spec.auto]
+        raise UnsupportedError(f"no version takes {problem}\n{_reasons(problem, candidates)}")
+    spec = _specs[version]
+    if spec.unsupported(problem):
+        able = [s.name for s in _specs.values() if not s.unsupported(problem)]
+        would = f"versions that would: {', '.join(able)}" if able else "no registered version would"
+        raise UnsupportedError(f"version {version!r} can't take {problem}\n{_reasons(problem, [spec])}\n{would}")
+    return spec
+
+
+def _reasons(problem: Problem, specs: list[Spec]) -> str:
+    return "\n".join(f"  {spec.name}: {reason}" for spec in specs for reason in spec.unsupported(problem))
+
+
+@lru_cache(maxsize=256)
+def implementation(spec: Spec) -> Callable:
+    """The function behind `spec.impl`, imported on first use."""
+    module, _, name = spec.impl.partition(":")
+    return getattr(import_module(module), name)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One version's answer to a problem: its reasons against (none where it can), and what it does silently."""
+
+    name: str
+    title: str
+    reasons: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Who answers a call and why; prints as a table.
+
+    Attributes:
+        problem: what was asked.
+        chosen: name of the version that runs, or None where none can.
+        by: who asked for it: argument, context manager, environment or default.
+        verdicts: one for each registered version, in `auto` order.
+    """
+
+    problem: Problem
+    chosen: str | None
+    by: str
+    verdicts: tuple[Verdict, ...]
+
+    def __str__(self) -> str:
+        width = max((len(verdict.name) for verdict in self.verdicts), default=0)
+        head = f"{self.chosen or 'no version'} takes {self.problem}, by {self.by}"
+        lines = [head]
+        for verdict in self.verdicts:
+            mark, status = self._status(verdict)
+            lines.append(f"{mark} {verdict.name:<{width}}  {verdict.title}: {status}")
+            lines += [f"  {'':<{width}}    - {line}" for line in verdict.reasons or verdict.notes]
+        return "\n".join(lines)
+
+    def _status(self, verdict: Verdict) -> tuple[str, str]:
+        if verdict.name == self.chosen:
+            return "*", "chosen"
+        return (" ", "can't") if verdict.reasons else (" ", "could")
+
+
+def explain_problem(problem: Problem, version: str = "auto") -> Explanation:
+    """Who answers the problem, every reason against the others, and what is done silently. Nothing is run."""
+    wanted, by = requested(version)
+    _known(wanted, "version")
+    verdicts = tuple(
+        Verdict(spec.name, spec.title, tuple(spec.unsupported(problem)), tuple(spec.notes(problem)) if spec.notes else ())
+        for spec in _specs.values()
+    )
+    try:
+        chosen = resolve(problem, wanted).name
+    except UnsupportedError:
+        chosen = None
+    return Explanation(problem, chosen, by, verdicts)

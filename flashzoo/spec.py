@@ -1,0 +1,202 @@
+"""What one call asks (`Problem`) and what one version declares (`Spec`).
+
+Both are frozen records of plain values. This module imports nothing but the standard library, so every question of
+dispatch can be asked, and tested, on a machine with no torch and no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from importlib.util import find_spec
+
+DTYPES = ("fp16", "bf16", "fp32", "fp64")
+
+FEATURES = {
+    "causal": "causal=True",
+    "window": "window_size",
+    "gqa": "fewer key/value heads than query heads",
+    "cross": "seqlen_q != seqlen_k",
+    "lse": "return_lse=True",
+    "deterministic": "deterministic=True",
+}
+"""What a call can ask for beyond plain attention, and how the caller asks for it."""
+
+Window = tuple[int | None, int | None]
+
+
+@lru_cache
+def _installed(package: str) -> bool:
+    return find_spec(package) is not None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of `flashzoo.attention`, without its data.
+
+    Build it by hand (`Problem(batch=1, seqlen_q=4096, ...)`) to ask about a GPU that isn't there, or let
+    `flashzoo.explain(q, k, v, ...)` build it from tensors.
+
+    Attributes:
+        batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim: sizes of q `(batch, seqlen_q, heads, head_dim)` and of
+            k and v `(batch, seqlen_k, heads_kv, head_dim)`.
+        dtype: one of `DTYPES`.
+        causal: query i sees key j only where `j <= i + seqlen_k - seqlen_q` (aligned bottom-right).
+        window: `(left, right)`, how many keys either side of the aligned diagonal are seen; None is unbounded.
+        lse: the caller wants the log-sum-exp too.
+        deterministic: the same bits in every run, gradients included.
+        grad: the call is recorded by autograd, so a backward pass may follow.
+        device: "cuda" or "cpu".
+        arch: compute capability as `10 * major + minor` (90 for Hopper); None on the CPU.
+    """
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads: int
+    heads_kv: int
+    head_dim: int
+    dtype: str = "bf16"
+    causal: bool = False
+    window: Window = (None, None)
+    lse: bool = False
+    deterministic: bool = False
+    grad: bool = False
+    device: str = "cuda"
+    arch: int | None = None
+
+    @cached_property
+    def features(self) -> frozenset[str]:
+        """The names in `FEATURES` that this call needs."""
+        asked = {
+            "causal": self.causal,
+            "window": self.window != (None, None),
+            "gqa": self.heads != self.heads_kv,
+            "cross": self.seqlen_q != self.seqlen_k,
+            "lse": self.lse,
+            "deterministic": self.deterministic,
+        }
+        return frozenset(name for name, needed in asked.items() if needed)
+
+    @cached_property
+    def span(self) -> Window:
+        """The visible band around the aligned diagonal, causal folded in: causal is a window with nothing on its right."""
+        left, right = self.window
+        return (left, 0 if right is None else min(right, 0)) if self.causal else (left, right)
+
+    @property
+    def blind_rows(self) -> int:
+        """How many of the first queries see no key."""
+        right = self.span[1]
+        return 0 if right is None else min(self.seqlen_q, max(0, self.seqlen_q - self.seqlen_k - right))
+
+    @property
+    def where(self) -> str:
+        """The hardware, in words: "CPU", "sm_90" or "a GPU of unknown architecture"."""
+        if self.device == "cpu":
+            return "CPU"
+        return f"sm_{self.arch}" if self.arch else "a GPU of unknown architecture"
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}:{self.heads_kv}"
+        lengths = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q}x{self.seqlen_k}"
+        text = f"batch {self.batch}, seqlen {lengths}, heads {heads}, head_dim {self.head_dim}, {self.dtype}"
+        if self.causal:
+            text += ", causal"
+        if self.window != (None, None):
+            text += f", window {self.window}"
+        text += "".join(f", {name}" for name in ("lse", "deterministic", "grad") if getattr(self, name))
+        return f"{text}, on {self.where}"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What one version of attention declares about itself. Data only: importing a Spec loads no kernel.
+
+    Attributes:
+        name: what `version=` takes.
+        title: one line for tables.
+        paper: where the algorithm is from.
+        impl: `"package.module:function"`, imported on first use and called as
+            `function(q, k, v, problem, softmax_scale) -> (out, lse or None)`. `out` must carry gradients where
+            `problem.grad`; `lse` (float32, natural log, `(batch, heads, seqlen_q)`) must be there where `problem.lse`.
+        dtypes: dtypes taken on a GPU.
+        cpu_dtypes: dtypes taken on CPU tensors; empty where the version does not run there.
+        arch: lowest and highest compute capability, None for no upper end.
+        head_dims: the head dims taken.
+        features: names from `FEATURES` that the forward pass honours.
+        backward: names from `FEATURES` that the backward pass honours; None where there is no backward pass.
+        requires: packages that must be installed.
+        auto: the devices, of "cuda" and "cpu", on which `version="auto"` may choose it.
+        memory: "linear" or "quadratic" in seqlen.
+        check: sentences for what the fields above can't say; empty where the problem is taken.
+        notes: sentences on what a call does silently (padding, copies, tile choice), for `explain`.
+    """
+
+    name: str
+    title: str
+    paper: str
+    impl: str
+    dtypes: tuple[str, ...] = ("fp16", "bf16")
+    cpu_dtypes: tuple[str, ...] = ()
+    arch: tuple[int, int | None] = (80, None)
+    head_dims: range = range(1, 257)
+    features: frozenset[str] = frozenset()
+    backward: frozenset[str] | None = None
+    requires: tuple[str, ...] = ()
+    auto: tuple[str, ...] = ("cuda",)
+    memory: str = "linear"
+    check: Callable[[Problem], list[str]] | None = None
+    notes: Callable[[Problem], list[str]] | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("features", "backward"):
+            unknown = sorted((getattr(self, field) or frozenset()) - FEATURES.keys())
+            if unknown:
+                raise ValueError(f"Spec {self.name!r}: {field} must be names from {sorted(FEATURES)}, got {unknown}")
+        for field in ("dtypes", "cpu_dtypes"):
+            unknown = [dtype for dtype in getattr(self, field) if dtype not in DTYPES]
+            if unknown:
+                raise ValueError(f"Spec {self.name!r}: {field} must be from {DTYPES}, got {unknown}")
+        if self.impl.count(":") != 1:
+            raise ValueError(f"Spec {self.name!r}: impl must be 'package.module:function', got {self.impl!r}")
+
+    def unsupported(self, problem: Problem) -> list[str]:
+        """Why this version can't take the problem, one sentence a reason, all of them; empty where it can."""
+        reasons = [f"needs the package {package!r}, which is not installed" for package in self.requires if not _installed(package)]
+        reasons += self._hardware(problem)
+        if problem.head_dim not in self.head_dims:
+            reasons.append(f"takes head_dim {_describe(self.head_dims)}, got {problem.head_dim}")
+        reasons += [f"does not support {FEATURES[name]}" for name in sorted(problem.features - self.features)]
+        if problem.grad and self.backward is None:
+            reasons.append("has no backward pass, and an input requires grad")
+        elif problem.grad and self.backward is not None:
+            missing = (problem.features & self.features) - self.backward
+            reasons += [f"its backward pass does not support {FEATURES[name]}" for name in sorted(missing)]
+        if self.check is not None:
+            reasons += self.check(problem)
+        return reasons
+
+    def _hardware(self, problem: Problem) -> list[str]:
+        if problem.device == "cpu":
+            if not self.cpu_dtypes:
+                return ["does not run on CPU tensors"]
+            if problem.dtype not in self.cpu_dtypes:
+                return [f"takes dtype {' or '.join(self.cpu_dtypes)} on the CPU, got {problem.dtype}"]
+            return []
+        reasons = []
+        lowest, highest = self.arch
+        if problem.arch is None:
+            reasons.append("needs a GPU whose architecture is known: pass arch=, such as arch=90")
+        elif problem.arch < lowest or (highest is not None and problem.arch > highest):
+            wanted = f"sm_{lowest} or newer" if highest is None else f"sm_{lowest} to sm_{highest}"
+            reasons.append(f"needs {wanted}, got sm_{problem.arch}")
+        if problem.dtype not in self.dtypes:
+            reasons.append(f"takes dtype {' or '.join(self.dtypes)}, got {problem.dtype}")
+        return reasons
+
+
+def _describe(head_dims: range) -> str:
+    text = f"{head_dims[0]} to {head_dims[-1]}"
+    return text if head_dims.step == 1 else f"{text} in steps of {head_dims.step}"

@@ -1,0 +1,23 @@
+"""FlashAttention-1 in Triton: keys and values in the outer loop. See README.md beside this file."""
+
+from flashzoo.spec import FEATURES, Problem, Spec
+
+
+def _notes(problem: Problem) -> list[str]:
+    from flashzoo.v1.config import describe
+
+    return describe(problem)
+
+
+SPEC = Spec(
+    name="v1",
+    title="FlashAttention-1, keys and values in the outer loop (Triton)",
+    paper="Dao et al. 2022, arXiv:2205.14135",
+    impl="flashzoo.v1.launch:attention",
+    dtypes=("fp16", "bf16", "fp32"),
+    cpu_dtypes=("fp16", "fp32"),
+    features=frozenset(FEATURES) - {"window"},
+    backward=frozenset(FEATURES) - {"window"},
+    requires=("triton",),
+    notes=_notes,
+)

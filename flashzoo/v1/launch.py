@@ -1,0 +1,105 @@
+"""FlashAttention-1 on the host: outputs, what lives in memory between steps, block sizes, grids."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashzoo._triton import Launch
+from flashzoo.autograd import differentiable
+from flashzoo.spec import Problem
+from flashzoo.v1 import kernels
+from flashzoo.v1.config import Tiles, block_d, tiles_for
+
+LOG2E = math.log2(math.e)
+# Programs that fill a GPU a few times over: with fewer heads than this, a head's rows are split among programs.
+ENOUGH_PROGRAMS = 16 * 132
+
+Strides = tuple[int, ...]
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of raw CUDA or CPU tensors; see `flashzoo.attention`."""
+    out = torch.empty_like(q)
+    out_acc = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    row_sum, row_max, lse = torch.empty((3, problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32, device=q.device)
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *out_acc.stride()[:3])
+    launch = forward_launch(problem, strides, tiles_for("forward", problem))
+    launch((q, k, v, out, out_acc, row_sum, row_max, lse), (softmax_scale * LOG2E,))
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    problem: Problem,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(dq, dk, dv)`; dq is summed in float32 in memory and rounded once at the end."""
+    if dout.stride(-1) != 1:
+        dout = dout.contiguous()
+    dlse_given = dlse is not None
+    dlse = lse if dlse is None else dlse.contiguous()
+    dq_acc = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    strides = tuple(stride for x in (q, k, v, out, dout, dq_acc, dk, dv) for stride in x.stride()[:3])
+    launch = backward_launch(problem, strides, dlse_given, tiles_for("backward", problem))
+    launch((q, k, v, out, dout, dq_acc, dk, dv, lse, dlse), (softmax_scale, softmax_scale * LOG2E))
+    return torch.empty_like(q).copy_(dq_acc), dk, dv
+
+
+attention = differentiable(forward, backward)
+
+
+@lru_cache(maxsize=1024)
+def forward_launch(problem: Problem, strides: Strides, tiles: Tiles) -> Launch:
+    heads = problem.batch * problem.heads
+    rows = rows_per_program(problem.seqlen_q, heads, tiles.block_q)
+    return Launch(
+        kernels.forward_kernel,
+        heads * -(-problem.seqlen_q // rows),
+        (*strides, problem.seqlen_q, problem.seqlen_k, problem.heads, problem.heads // problem.heads_kv, rows),
+        _constexprs(problem, tiles),
+        tiles.num_warps,
+        tiles.num_stages,
+    )
+
+
+@lru_cache(maxsize=1024)
+def backward_launch(problem: Problem, strides: Strides, dlse: bool, tiles: Tiles) -> Launch:
+    # Atomic additions to dQ come in any order. One program a head keeps the paper's, and with it the bits.
+    serial = problem.deterministic
+    return Launch(
+        kernels.backward_kernel,
+        problem.batch * problem.heads_kv * (1 if serial else -(-problem.seqlen_k // tiles.block_kv)),
+        (*strides, problem.seqlen_q, problem.seqlen_k, problem.heads_kv, problem.heads // problem.heads_kv),
+        {**_constexprs(problem, tiles), "DLSE": dlse, "SERIAL": serial},
+        tiles.num_warps,
+        tiles.num_stages,
+    )
+
+
+def rows_per_program(seqlen_q: int, heads: int, block_q: int) -> int:
+    """Rows of a head that one program owns, a multiple of block_q: all of them where there are heads enough."""
+    blocks = -(-seqlen_q // block_q)
+    ranges = min(blocks, -(-ENOUGH_PROGRAMS // heads))
+    return -(-blocks // ranges) * block_q
+
+
+def _constexprs(problem: Problem, tiles: Tiles) -> dict[str, Any]:
+    return {
+        "HEAD_DIM": problem.head_dim,
+        "BLOCK_D": block_d(problem.head_dim),
+        "BLOCK_Q": tiles.block_q,
+        "BLOCK_KV": tiles.block_kv,
+        "CAUSAL": problem.causal,
+    }

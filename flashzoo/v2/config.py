@@ -1,0 +1,113 @@
+"""Tile sizes of v2: which table, which row, and why. The tables come from `python -m bench.tune` where measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashzoo.spec import Problem
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How one kernel is cut.
+
+    Attributes:
+        block_q, block_kv: rows of a block of queries (the paper's B_r) and of keys (B_c).
+        num_warps, num_stages: warps of a program, and depth of the software pipeline over what it streams.
+        tma: read what streams by through TMA descriptors where its layout allows it.
+        registers: how many of the blocks that a program owns (Q; K and V; Q and dO) go to the tensor cores from registers
+            and not from shared memory. Needs tma.
+    """
+
+    block_q: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False
+    registers: int = 0
+
+    def __str__(self) -> str:
+        how = "TMA" if self.tma else "pointers"
+        return f"{self.block_q}x{self.block_kv} tiles, {self.num_warps} warps, {self.num_stages} stages, {how}" + (
+            f", {self.registers} operands in registers" if self.registers else ""
+        )
+
+
+# (kernel, width of the head dim's tile, bounded on the right): tiles. Measured on an H200, 16-bit inputs, Triton 3.6.
+HOPPER = {
+    ("forward", 64, False): Tiles(64, 64, 4, 3, tma=True, registers=1),
+    ("forward", 64, True): Tiles(64, 64, 4, 3, tma=True, registers=1),
+    ("forward", 128, False): Tiles(64, 64, 4, 3, tma=True, registers=1),
+    ("forward", 128, True): Tiles(64, 64, 4, 3, tma=True),
+    ("forward", 256, False): Tiles(64, 32, 4, 3, tma=True, registers=1),
+    ("forward", 256, True): Tiles(64, 32, 4, 3, tma=True, registers=1),
+    ("dkdv", 64, False): Tiles(32, 64, 4, 4, tma=True, registers=2),
+    ("dkdv", 64, True): Tiles(64, 64, 4, 3, tma=True, registers=2),
+    ("dkdv", 128, False): Tiles(64, 64, 4, 2, tma=True),
+    ("dkdv", 128, True): Tiles(64, 64, 4, 2, tma=True),
+    ("dkdv", 256, False): Tiles(64, 64, 8, 2, tma=True),
+    ("dkdv", 256, True): Tiles(64, 64, 8, 2, tma=True),
+    ("dq", 64, False): Tiles(64, 64, 4, 3, tma=True),
+    ("dq", 64, True): Tiles(64, 64, 4, 3, tma=True),
+    ("dq", 128, False): Tiles(64, 64, 4, 3, tma=True, registers=1),
+    ("dq", 128, True): Tiles(64, 64, 4, 3, tma=True, registers=1),
+    ("dq", 256, False): Tiles(64, 64, 4, 2, tma=True),
+    ("dq", 256, True): Tiles(64, 64, 4, 2, tma=True),
+}
+
+# Not measured: no such GPU is at hand. The largest tried that compile without spills for sm_80, sm_89 and sm_100, in the
+# 99 KB on chip that the smallest of them has.
+ANYWHERE = {
+    ("forward", 64): Tiles(64, 32, 4, 2),
+    ("forward", 128): Tiles(64, 32, 4, 2),
+    ("forward", 256): Tiles(64, 32, 8, 2),
+    ("dkdv", 64): Tiles(32, 64, 4, 1),
+    ("dkdv", 128): Tiles(64, 64, 8, 1),
+    ("dkdv", 256): Tiles(32, 32, 8, 1),
+    ("dq", 64): Tiles(32, 64, 4, 2),
+    ("dq", 128): Tiles(64, 64, 8, 2),
+    ("dq", 256): Tiles(32, 64, 8, 1),
+}
+
+# float32 products run on the CUDA cores ("ieee": no tensor core keeps float32), so tiles are small everywhere.
+FLOAT32 = {
+    ("forward", 64): Tiles(64, 32, 8, 1),
+    ("forward", 128): Tiles(32, 32, 8, 1),
+    ("forward", 256): Tiles(16, 16, 4, 1),
+    ("dkdv", 64): Tiles(32, 16, 8, 1),
+    ("dkdv", 128): Tiles(16, 32, 8, 1),
+    ("dkdv", 256): Tiles(16, 16, 8, 1),
+    ("dq", 64): Tiles(32, 32, 8, 1),
+    ("dq", 128): Tiles(16, 16, 8, 1),
+    ("dq", 256): Tiles(16, 16, 8, 1),
+}
+
+# The interpreter's cost is per operation, not per element: few, large tiles.
+INTERPRETED = Tiles(64, 64, 4, 1)
+
+
+def block_d(head_dim: int) -> int:
+    """Width of a tile that holds the head dim: a power of two, at least 16 for the tensor cores."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def tiles_for(kernel: str, problem: Problem) -> Tiles:
+    """The tiles of "forward", "dkdv" or "dq" for a problem."""
+    if problem.device == "cpu":
+        return INTERPRETED
+    width = max(64, block_d(problem.head_dim))
+    if problem.dtype == "fp32":
+        return FLOAT32[kernel, width]
+    if problem.arch == 90:
+        return HOPPER[kernel, width, problem.span[1] is not None]
+    return ANYWHERE[kernel, width]
+
+
+def describe(problem: Problem) -> list[str]:
+    """Sentences for `explain`: what runs, how it is cut, and what happens silently."""
+    lines = [f"{kernel}: {tiles_for(kernel, problem)}" for kernel in (("forward", "dkdv", "dq") if problem.grad else ("forward",))]
+    if problem.device == "cpu":
+        lines.append("runs in Triton's interpreter: exact, and slow")
+    if block_d(problem.head_dim) != problem.head_dim:
+        lines.append(f"head_dim {problem.head_dim} is padded to {block_d(problem.head_dim)} on chip, not in memory")
+    return lines

@@ -1,0 +1,623 @@
+"""FlashAttention-2 (Dao 2023, arXiv:2307.08691) on the device: Algorithm 1 forward, Algorithm 2 backward.
+
+Forward, one program for each block of queries of one head:
+1. Load the block of Q once; start with acc = 0, l_i = 0, m_i = -inf on chip.
+2. Stream the blocks of K and V that it sees: S = Q K^T, the row maxima, P = exp(S - m).
+3. Rescale acc and l_i by alpha = exp(m_old - m_new), then add P V and the row sums: acc stays unnormalised.
+4. After the last block divide once, O = acc / l_i, and write LSE = m_i + log(l_i).
+
+Backward, two kernels and no atomics, so the bits are the same in every run:
+5. `dkdv_kernel`: a program owns a block of keys and streams Q and dO, for every query head of its group.
+6. `dq_kernel`: a program owns a block of queries and streams K and V. S and dP are computed in both: seven products
+   where one pass over the pairs would have five, in exchange for no read-modify-write of dQ in memory.
+
+Compared with FA-1 (flashzoo/v1): the loops are swapped, so O never leaves the chip unfinished; normalisation is
+delayed to the end; one LSE in place of l and m. Left out: dropout.
+
+Programs of one head run together, so that what they stream stays in L2. On Hopper what streams by comes through TMA
+descriptors, LSE and delta included; what a program owns is read once by plain loads, unless the tensor cores are to
+take it from registers (see `load_block`).
+
+Causal is a window with nothing on its right (window_right = 0). Blocks the window cuts are masked, in loops of their
+own; blocks it leaves whole are not. Scores are in log2 units: exp2 with softmax_scale * log2(e) folded in.
+Comments A1.n and A2.n are line numbers of the paper's algorithms.
+"""
+
+import triton
+import triton.language as tl
+
+# Plain floats would do, but a kernel may read no globals other than constexprs.
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+# One compiled kernel for every length, batch and number of heads.
+SIZES = ["seqlen_q", "seqlen_k", "rows_padded", "heads", "heads_kv", "window_left", "window_right"]
+
+
+@triton.jit
+def load_block(
+    head, start, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr
+):  # fmt: skip
+    """Rows start .. start + ROWS of one head as a (ROWS, BLOCK_D) tile, zero beyond seqlen and HEAD_DIM.
+
+    A head is (tensor, its strides over batch, seqlen and heads, batch index, head index, seqlen). A left operand of tl.dot
+    that comes through TMA reaches the tensor cores from registers (the compiler does not look through the reshape), one
+    that a plain load brought from shared memory.
+    """
+    x, stride_b, stride_s, stride_h, b, h, seqlen = head
+    if TMA:
+        return x.load([b, start, h, 0]).reshape(ROWS, BLOCK_D)
+    else:
+        row = tl.arange(0, ROWS)
+        d = tl.arange(0, BLOCK_D)
+        base = x + tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h + tl.cast(start, tl.int64) * stride_s
+        tile = base + row[:, None].to(tl.int64) * stride_s + d[None, :]
+        if MASKED and HEAD_DIM < BLOCK_D:
+            return tl.load(tile, mask=(start + row < seqlen)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+        elif MASKED:
+            return tl.load(tile, mask=(start + row < seqlen)[:, None], other=0.0)
+        elif HEAD_DIM < BLOCK_D:
+            return tl.load(tile, mask=(d < HEAD_DIM)[None, :], other=0.0)
+        else:
+            return tl.load(tile)
+
+
+@triton.jit
+def store_block(head, tile, start, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The tile to rows start .. start + ROWS of one head, as far as they are there."""
+    x, stride_b, stride_s, stride_h, b, h, seqlen = head
+    row = start + tl.arange(0, ROWS)
+    d = tl.arange(0, BLOCK_D)
+    base = x + tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h
+    ptrs = base + row[:, None].to(tl.int64) * stride_s + d[None, :]
+    tl.store(ptrs, tile.to(x.dtype.element_ty), mask=(row < seqlen)[:, None] & (d < HEAD_DIM)[None, :])
+
+
+@triton.jit
+def load_statistic(x, bh, start, rows_padded, ROWS: tl.constexpr, TMA: tl.constexpr):
+    """Rows start .. start + ROWS of one head of delta or LSE, as `delta_kernel` left them."""
+    if TMA:
+        return x.load([bh, start]).reshape(ROWS)
+    else:
+        return tl.load(x + tl.cast(bh, tl.int64) * rows_padded + start + tl.arange(0, ROWS))
+
+
+@triton.jit
+def visible(row, col, band):
+    """Which keys `col` the queries `row` see.
+
+    The band is (shift, seqlen_k, window_left, window_right); shift = seqlen_k - seqlen_q aligns its diagonal bottom-right.
+    A side without a bound has one that nothing reaches.
+    """
+    shift, seqlen_k, window_left, window_right = band
+    offset = col - row - shift
+    return (col < seqlen_k) & (offset <= window_right) & (offset >= -window_left)
+
+
+@triton.jit
+def attend(
+    acc,
+    l_i,
+    m_i,
+    q,
+    k_head,
+    v_head,
+    row,
+    first,
+    last,
+    scale_log2,
+    band,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Take the keys first .. last into acc, l_i and m_i."""
+    for start in tl.range(first, last, BLOCK_KV):  # A1.6
+        k_j = load_block(k_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)  # A1.7
+        s = tl.dot(q, k_j.T, input_precision="ieee")  # A1.8
+        if MASKED:
+            col = start + tl.arange(0, BLOCK_KV)
+            seen = visible(row[:, None], col[None, :], band)
+            s = tl.where(seen, s * scale_log2, float("-inf"))
+            m_new = tl.maximum(m_i, tl.max(s, 1))
+            # A row that has seen no key yet keeps m = -inf, and -inf - -inf is NaN: its p and alpha are exp2(-inf - 0) = 0.
+            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+            p = tl.exp2(s - m_safe[:, None])
+            alpha = tl.exp2(m_i - m_safe)
+        else:
+            m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2)  # A1.9
+            p = tl.exp2(s * scale_log2 - m_new[:, None])
+            alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        v_j = load_block(v_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)
+        acc = tl.dot(p.to(v_j.dtype), v_j, acc * alpha[:, None], input_precision="ieee")  # A1.10
+        m_i = m_new
+    return acc, l_i, m_i
+
+
+@triton.jit(do_not_specialize=SIZES)
+def forward_kernel(
+    q,
+    k,
+    v,
+    o,
+    lse,
+    scale_log2,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    seqlen_q,
+    seqlen_k,
+    heads,
+    group,
+    window_left,
+    window_right,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    TMA: tl.constexpr,
+    Q_IN_REGISTERS: tl.constexpr,
+):
+    blocks = tl.cdiv(seqlen_q, BLOCK_Q)
+    bh = tl.program_id(0) // blocks
+    block = tl.program_id(0) - bh * blocks
+    if RIGHT:
+        block = blocks - 1 - block  # the block that sees most keys first, so that no long one starts last
+    b = bh // heads
+    h = bh - b * heads
+    h_kv = h // group
+    start_q = block * BLOCK_Q
+    shift = seqlen_k - seqlen_q
+    row = start_q + tl.arange(0, BLOCK_Q)
+    band = (shift, seqlen_k, window_left, window_right)
+    q_head = (q, stride_qb, stride_qs, stride_qh, b, h, seqlen_q)
+    k_head = (k, stride_kb, stride_ks, stride_kh, b, h_kv, seqlen_k)
+    v_head = (v, stride_vb, stride_vs, stride_vh, b, h_kv, seqlen_k)
+    o_head = (o, stride_ob, stride_os, stride_oh, b, h, seqlen_q)
+
+    q_i = load_block(q_head, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D, True, Q_IN_REGISTERS)  # A1.4
+    acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)  # A1.5
+    l_i = tl.zeros([BLOCK_Q], tl.float32)
+    m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+
+    # Keys first .. last are seen by some row of the block, whole_first .. whole_last by every row.
+    first = 0
+    whole_first = 0
+    last = seqlen_k
+    whole_last = seqlen_k
+    if LEFT:
+        first = tl.maximum(start_q + shift - window_left, 0) // BLOCK_KV * BLOCK_KV
+        whole_first = tl.maximum(start_q + BLOCK_Q - 1 + shift - window_left, 0)
+    if RIGHT:
+        last = tl.minimum(tl.maximum(start_q + BLOCK_Q + shift + window_right, 0), seqlen_k)
+        whole_last = tl.minimum(tl.maximum(start_q + 1 + shift + window_right, 0), seqlen_k)
+    whole_first = tl.minimum(tl.cdiv(whole_first, BLOCK_KV) * BLOCK_KV, tl.cdiv(last, BLOCK_KV) * BLOCK_KV)
+    whole_last = tl.maximum(whole_last // BLOCK_KV * BLOCK_KV, whole_first)
+
+    if LEFT:
+        acc, l_i, m_i = attend(
+            acc, l_i, m_i, q_i, k_head, v_head, row, first, whole_first, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA
+        )
+    acc, l_i, m_i = attend(
+        acc, l_i, m_i, q_i, k_head, v_head, row, whole_first, whole_last, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_KV, False, TMA
+    )
+    acc, l_i, m_i = attend(
+        acc, l_i, m_i, q_i, k_head, v_head, row, whole_last, last, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA
+    )
+
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that saw no key: O = 0, LSE = -inf
+    o_i = acc / l_safe[:, None]  # A1.12
+    lse_i = (m_i + tl.log2(l_safe)) * LN2  # A1.13
+    store_block(o_head, o_i, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D)  # A1.14
+    tl.store(lse + tl.cast(bh, tl.int64) * seqlen_q + row, lse_i, mask=row < seqlen_q)  # A1.15
+
+
+@triton.jit(do_not_specialize=SIZES)
+def delta_kernel(
+    o,
+    do,
+    lse,
+    dlse,
+    delta,
+    lse_log2,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    stride_dob,
+    stride_dos,
+    stride_doh,
+    seqlen_q,
+    rows_padded,
+    heads,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    DLSE: tl.constexpr,
+):
+    """delta = rowsum(dO * O) - dLSE, and LSE in log2 units.
+
+    Both are padded to whole blocks, so that no later load of them needs a mask. LSE is +inf in the padding and where a
+    row saw no key: P is 0 there.
+    """
+    blocks = rows_padded // BLOCK_Q
+    bh = tl.program_id(0) // blocks
+    start = (tl.program_id(0) - bh * blocks) * BLOCK_Q
+    b = bh // heads
+    h = bh - b * heads
+    row = start + tl.arange(0, BLOCK_Q)
+    o_head = (o, stride_ob, stride_os, stride_oh, b, h, seqlen_q)
+    do_head = (do, stride_dob, stride_dos, stride_doh, b, h, seqlen_q)
+    o_i = load_block(o_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, True, False)
+    do_i = load_block(do_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, True, False)
+    delta_i = tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), 1)  # A2.4
+    at = tl.cast(bh, tl.int64) * seqlen_q + row
+    if DLSE:
+        delta_i -= tl.load(dlse + at, mask=row < seqlen_q, other=0.0)
+    lse_i = tl.load(lse + at, mask=row < seqlen_q, other=float("-inf"))
+    at_padded = tl.cast(bh, tl.int64) * rows_padded + row
+    tl.store(delta + at_padded, delta_i)
+    tl.store(lse_log2 + at_padded, tl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E))
+
+
+@triton.jit
+def accumulate_dkdv(
+    dk,
+    dv,
+    k_j,
+    v_j,
+    q_head,
+    do_head,
+    statistics,
+    col,
+    first,
+    last,
+    scale_log2,
+    band,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Take the queries first .. last into dk and dv. Everything is transposed, (keys, queries), so that P^T and dS^T
+    go from one product into the next without leaving the registers."""
+    lse_log2, delta, bh, rows_padded = statistics
+    for start in tl.range(first, last, BLOCK_Q):  # A2.8
+        q_i = load_block(q_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED, TMA)  # A2.9
+        lse_i = load_statistic(lse_log2, bh, start, rows_padded, BLOCK_Q, TMA)
+        delta_i = load_statistic(delta, bh, start, rows_padded, BLOCK_Q, TMA)
+        s = tl.dot(k_j, q_i.T, input_precision="ieee")  # A2.10
+        p = tl.exp2(s * scale_log2 - lse_i[None, :])  # A2.11
+        if MASKED:
+            row = start + tl.arange(0, BLOCK_Q)
+            p = tl.where(visible(row[None, :], col[:, None], band), p, 0.0)
+        do_i = load_block(do_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED, TMA)
+        dv = tl.dot(p.to(do_i.dtype), do_i, dv, input_precision="ieee")  # A2.12
+        dp = tl.dot(v_j, do_i.T, input_precision="ieee")  # A2.13
+        ds = p * (dp - delta_i[None, :])  # A2.14
+        dk = tl.dot(ds.to(q_i.dtype), q_i, dk, input_precision="ieee")  # A2.16
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=SIZES)
+def dkdv_kernel(
+    q,
+    k,
+    v,
+    do,
+    dk,
+    dv,
+    lse_log2,
+    delta,
+    scale,
+    scale_log2,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    stride_dob,
+    stride_dos,
+    stride_doh,
+    stride_dkb,
+    stride_dks,
+    stride_dkh,
+    stride_dvb,
+    stride_dvs,
+    stride_dvh,
+    seqlen_q,
+    seqlen_k,
+    rows_padded,
+    heads_kv,
+    group,
+    window_left,
+    window_right,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    TMA: tl.constexpr,
+    K_IN_REGISTERS: tl.constexpr,
+    V_IN_REGISTERS: tl.constexpr,
+):
+    blocks = tl.cdiv(seqlen_k, BLOCK_KV)
+    bh_kv = tl.program_id(0) // blocks
+    block = tl.program_id(0) - bh_kv * blocks
+    b = bh_kv // heads_kv
+    h_kv = bh_kv - b * heads_kv
+    start_kv = block * BLOCK_KV
+    shift = seqlen_k - seqlen_q
+    col = start_kv + tl.arange(0, BLOCK_KV)
+    band = (shift, seqlen_k, window_left, window_right)
+    k_head = (k, stride_kb, stride_ks, stride_kh, b, h_kv, seqlen_k)
+    v_head = (v, stride_vb, stride_vs, stride_vh, b, h_kv, seqlen_k)
+    dk_head = (dk, stride_dkb, stride_dks, stride_dkh, b, h_kv, seqlen_k)
+    dv_head = (dv, stride_dvb, stride_dvs, stride_dvh, b, h_kv, seqlen_k)
+
+    k_j = load_block(k_head, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D, True, K_IN_REGISTERS)  # A2.6
+    v_j = load_block(v_head, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D, True, V_IN_REGISTERS)
+    dk_j = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)  # A2.7
+    dv_j = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
+
+    # Queries first .. last see some key of the block, whole_first .. whole_last every key.
+    first = 0
+    whole_first = 0
+    last = seqlen_q
+    whole_last = seqlen_q
+    if RIGHT:
+        first = tl.minimum(tl.maximum(start_kv - shift - window_right, 0), seqlen_q) // BLOCK_Q * BLOCK_Q
+        whole_first = tl.maximum(start_kv + BLOCK_KV - 1 - shift - window_right, 0)
+    if LEFT:
+        last = tl.minimum(tl.maximum(start_kv + BLOCK_KV - shift + window_left, 0), seqlen_q)
+        whole_last = tl.minimum(tl.maximum(start_kv + 1 - shift + window_left, 0), seqlen_q)
+    whole_first = tl.minimum(tl.cdiv(whole_first, BLOCK_Q) * BLOCK_Q, tl.cdiv(last, BLOCK_Q) * BLOCK_Q)
+    whole_last = tl.maximum(whole_last // BLOCK_Q * BLOCK_Q, whole_first)
+
+    for member in range(group):
+        h = h_kv * group + member
+        statistics = (lse_log2, delta, bh_kv * group + member, rows_padded)
+        q_head = (q, stride_qb, stride_qs, stride_qh, b, h, seqlen_q)
+        do_head = (do, stride_dob, stride_dos, stride_doh, b, h, seqlen_q)
+        if RIGHT:
+            dk_j, dv_j = accumulate_dkdv(
+                dk_j,
+                dv_j,
+                k_j,
+                v_j,
+                q_head,
+                do_head,
+                statistics,
+                col,
+                first,
+                whole_first,
+                scale_log2,
+                band,
+                HEAD_DIM,
+                BLOCK_D,
+                BLOCK_Q,
+                True,
+                TMA,
+            )
+        dk_j, dv_j = accumulate_dkdv(
+            dk_j,
+            dv_j,
+            k_j,
+            v_j,
+            q_head,
+            do_head,
+            statistics,
+            col,
+            whole_first,
+            whole_last,
+            scale_log2,
+            band,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_Q,
+            False,
+            TMA,
+        )
+        dk_j, dv_j = accumulate_dkdv(
+            dk_j,
+            dv_j,
+            k_j,
+            v_j,
+            q_head,
+            do_head,
+            statistics,
+            col,
+            whole_last,
+            last,
+            scale_log2,
+            band,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_Q,
+            True,
+            TMA,
+        )
+
+    store_block(dk_head, dk_j * scale, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D)  # A2.18
+    store_block(dv_head, dv_j, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def accumulate_dq(
+    dq,
+    q_i,
+    do_i,
+    lse_i,
+    delta_i,
+    k_head,
+    v_head,
+    row,
+    first,
+    last,
+    scale_log2,
+    band,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Take the keys first .. last into dq."""
+    for start in tl.range(first, last, BLOCK_KV):
+        k_j = load_block(k_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)
+        s = tl.dot(q_i, k_j.T, input_precision="ieee")
+        p = tl.exp2(s * scale_log2 - lse_i[:, None])
+        if MASKED:
+            col = start + tl.arange(0, BLOCK_KV)
+            p = tl.where(visible(row[:, None], col[None, :], band), p, 0.0)
+        v_j = load_block(v_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)
+        dp = tl.dot(do_i, v_j.T, input_precision="ieee")
+        ds = p * (dp - delta_i[:, None])
+        dq = tl.dot(ds.to(k_j.dtype), k_j, dq, input_precision="ieee")  # A2.15
+    return dq
+
+
+@triton.jit(do_not_specialize=SIZES)
+def dq_kernel(
+    q,
+    k,
+    v,
+    do,
+    dq,
+    lse_log2,
+    delta,
+    scale,
+    scale_log2,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    stride_dob,
+    stride_dos,
+    stride_doh,
+    stride_dqb,
+    stride_dqs,
+    stride_dqh,
+    seqlen_q,
+    seqlen_k,
+    rows_padded,
+    heads,
+    group,
+    window_left,
+    window_right,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    LEFT: tl.constexpr,
+    RIGHT: tl.constexpr,
+    TMA: tl.constexpr,
+    Q_IN_REGISTERS: tl.constexpr,
+    DO_IN_REGISTERS: tl.constexpr,
+):
+    blocks = tl.cdiv(seqlen_q, BLOCK_Q)
+    bh = tl.program_id(0) // blocks
+    block = tl.program_id(0) - bh * blocks
+    if RIGHT:
+        block = blocks - 1 - block  # the block that sees most keys first, so that no long one starts last
+    b = bh // heads
+    h = bh - b * heads
+    h_kv = h // group
+    start_q = block * BLOCK_Q
+    shift = seqlen_k - seqlen_q
+    row = start_q + tl.arange(0, BLOCK_Q)
+    band = (shift, seqlen_k, window_left, window_right)
+    q_head = (q, stride_qb, stride_qs, stride_qh, b, h, seqlen_q)
+    k_head = (k, stride_kb, stride_ks, stride_kh, b, h_kv, seqlen_k)
+    v_head = (v, stride_vb, stride_vs, stride_vh, b, h_kv, seqlen_k)
+    do_head = (do, stride_dob, stride_dos, stride_doh, b, h, seqlen_q)
+    dq_head = (dq, stride_dqb, stride_dqs, stride_dqh, b, h, seqlen_q)
+
+    q_i = load_block(q_head, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D, True, Q_IN_REGISTERS)
+    do_i = load_block(do_head, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D, True, DO_IN_REGISTERS)
+    lse_i = load_statistic(lse_log2, bh, start_q, rows_padded, BLOCK_Q, False)
+    delta_i = load_statistic(delta, bh, start_q, rows_padded, BLOCK_Q, False)
+    dq_i = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+
+    # As in forward_kernel: keys first .. last are seen by some row, whole_first .. whole_last by every row.
+    first = 0
+    whole_first = 0
+    last = seqlen_k
+    whole_last = seqlen_k
+    if LEFT:
+        first = tl.maximum(start_q + shift - window_left, 0) // BLOCK_KV * BLOCK_KV
+        whole_first = tl.maximum(start_q + BLOCK_Q - 1 + shift - window_left, 0)
+    if RIGHT:
+        last = tl.minimum(tl.maximum(start_q + BLOCK_Q + shift + window_right, 0), seqlen_k)
+        whole_last = tl.minimum(tl.maximum(start_q + 1 + shift + window_right, 0), seqlen_k)
+    whole_first = tl.minimum(tl.cdiv(whole_first, BLOCK_KV) * BLOCK_KV, tl.cdiv(last, BLOCK_KV) * BLOCK_KV)
+    whole_last = tl.maximum(whole_last // BLOCK_KV * BLOCK_KV, whole_first)
+
+    if LEFT:
+        dq_i = accumulate_dq(
+            dq_i,
+            q_i,
+            do_i,
+            lse_i,
+            delta_i,
+            k_head,
+            v_head,
+            row,
+            first,
+            whole_first,
+            scale_log2,
+            band,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_KV,
+            True,
+            TMA,
+        )
+    dq_i = accumulate_dq(
+        dq_i,
+        q_i,
+        do_i,
+        lse_i,
+        delta_i,
+        k_head,
+        v_head,
+        row,
+        whole_first,
+        whole_last,
+        scale_log2,
+        band,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_KV,
+        False,
+        TMA,
+    )
+    dq_i = accumulate_dq(
+        dq_i, q_i, do_i, lse_i, delta_i, k_head, v_head, row, whole_last, last, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA
+    )
+
+    store_block(dq_head, dq_i * scale, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D)

@@ -1,0 +1,178 @@
+"""FlashAttention-2 on the host: outputs, tiles, grids."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashzoo._triton import Launch, tma_can_take
+from flashzoo.autograd import differentiable
+from flashzoo.spec import Problem
+from flashzoo.v2 import kernels
+from flashzoo.v2.config import Tiles, block_d, tiles_for
+
+LOG2E = math.log2(math.e)
+# Rows that delta and LSE are padded to a multiple of: no block of queries is longer.
+LONGEST_BLOCK = 128
+
+Strides = tuple[int, ...]
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of raw CUDA or CPU tensors; see `flashzoo.attention`."""
+    out = torch.empty_like(q)
+    lse = torch.empty((problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32, device=q.device)
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3])
+    launch = forward_launch(problem, strides, tma_possible(q, k, v), tiles_for("forward", problem))
+    launch((q, k, v, out, lse), (softmax_scale * LOG2E,))
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    problem: Problem,
+    softmax_scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(dq, dk, dv)`: delta first, then dK and dV with K/V fixed, then dQ with Q fixed."""
+    if dout.stride(-1) != 1:
+        dout = dout.contiguous()
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    delta, lse_log2 = torch.empty((2, problem.batch * problem.heads, _padded(problem)), dtype=torch.float32, device=q.device)
+    dlse_given = dlse is not None
+    dlse = lse if dlse is None else dlse.contiguous()
+
+    launch = delta_launch(problem, (*out.stride()[:3], *dout.stride()[:3]), dlse_given)
+    launch((out, dout, lse, dlse, delta, lse_log2), ())
+
+    tma = tma_possible(q, k, v, dout)
+    floats = (softmax_scale, softmax_scale * LOG2E)
+    inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
+    launch = dkdv_launch(problem, (*inputs, *dk.stride()[:3], *dv.stride()[:3]), tma, tiles_for("dkdv", problem))
+    launch((q, k, v, dout, dk, dv, lse_log2, delta), floats)
+    launch = dq_launch(problem, (*inputs, *dq.stride()[:3]), tma, tiles_for("dq", problem))
+    launch((q, k, v, dout, dq, lse_log2, delta), floats)
+    return dq, dk, dv
+
+
+attention = differentiable(forward, backward)
+
+
+def tma_possible(*tensors: Tensor) -> bool:
+    """Whether tensor descriptors can read these as they lie."""
+    return tma_can_take(*((x.shape, x.stride(), x.itemsize, x.data_ptr()) for x in tensors))
+
+
+@lru_cache(maxsize=1024)
+def forward_launch(problem: Problem, strides: Strides, tma: bool, tiles: Tiles) -> Launch:
+    blocks = _blocks(problem.seqlen_q, tiles.block_q)
+    owned = _owned(tiles, tiles.block_q)
+    scalars = (*strides, problem.seqlen_q, problem.seqlen_k, problem.heads, _group(problem))
+    return Launch(
+        kernels.forward_kernel,
+        blocks * problem.batch * problem.heads,
+        (*scalars, *_window(problem)),
+        _constexprs(problem, tiles, tma, "Q_IN_REGISTERS"),
+        tiles.num_warps,
+        tiles.num_stages,
+        tma_tiles=_tma_tiles(problem, tiles, tma, owned[0], tiles.block_kv, tiles.block_kv, None, None),
+    )
+
+
+@lru_cache(maxsize=1024)
+def delta_launch(problem: Problem, strides: Strides, dlse: bool) -> Launch:
+    block_q = 64
+    return Launch(
+        kernels.delta_kernel,
+        _padded(problem) // block_q * problem.batch * problem.heads,
+        (*strides, problem.seqlen_q, _padded(problem), problem.heads),
+        {"HEAD_DIM": problem.head_dim, "BLOCK_D": block_d(problem.head_dim), "BLOCK_Q": block_q, "DLSE": dlse},
+        num_warps=4,
+        num_stages=1,
+    )
+
+
+@lru_cache(maxsize=1024)
+def dkdv_launch(problem: Problem, strides: Strides, tma: bool, tiles: Tiles) -> Launch:
+    blocks = _blocks(problem.seqlen_k, tiles.block_kv)
+    rows, owned = tiles.block_q, _owned(tiles, tiles.block_kv)
+    scalars = (*strides, problem.seqlen_q, problem.seqlen_k, _padded(problem), problem.heads_kv, _group(problem))
+    return Launch(
+        kernels.dkdv_kernel,
+        blocks * problem.batch * problem.heads_kv,
+        (*scalars, *_window(problem)),
+        _constexprs(problem, tiles, tma, "K_IN_REGISTERS", "V_IN_REGISTERS"),
+        tiles.num_warps,
+        tiles.num_stages,
+        tma_tiles=_tma_tiles(problem, tiles, tma, rows, owned[0], owned[1], rows, None, None, (1, rows), (1, rows)),
+    )
+
+
+@lru_cache(maxsize=1024)
+def dq_launch(problem: Problem, strides: Strides, tma: bool, tiles: Tiles) -> Launch:
+    blocks = _blocks(problem.seqlen_q, tiles.block_q)
+    owned = _owned(tiles, tiles.block_q)
+    scalars = (*strides, problem.seqlen_q, problem.seqlen_k, _padded(problem), problem.heads, _group(problem))
+    return Launch(
+        kernels.dq_kernel,
+        blocks * problem.batch * problem.heads,
+        (*scalars, *_window(problem)),
+        _constexprs(problem, tiles, tma, "Q_IN_REGISTERS", "DO_IN_REGISTERS"),
+        tiles.num_warps,
+        tiles.num_stages,
+        tma_tiles=_tma_tiles(problem, tiles, tma, owned[0], tiles.block_kv, tiles.block_kv, owned[1], None, None, None),
+    )
+
+
+def _constexprs(problem: Problem, tiles: Tiles, tma: bool, *owned: str) -> dict[str, Any]:
+    left, right = problem.span
+    return {
+        "HEAD_DIM": problem.head_dim,
+        "BLOCK_D": block_d(problem.head_dim),
+        "BLOCK_Q": tiles.block_q,
+        "BLOCK_KV": tiles.block_kv,
+        "LEFT": left is not None,
+        "RIGHT": right is not None,
+        "TMA": tiles.tma and tma,
+        **dict(zip(owned, [tiles.tma and tma and tiles.registers > i for i in range(len(owned))], strict=True)),
+    }
+
+
+def _tma_tiles(problem: Problem, tiles: Tiles, tma: bool, *rows: int | tuple[int, ...] | None) -> tuple[tuple[int, ...] | None, ...]:
+    """What TMA reads of each tensor: a tile of so many rows of one head, a tile as given, or nothing."""
+    if not (tiles.tma and tma):
+        return ()
+    return tuple((1, tile, 1, block_d(problem.head_dim)) if isinstance(tile, int) else tile for tile in rows)
+
+
+def _owned(tiles: Tiles, rows: int) -> list[int | None]:
+    """Of the two blocks that a program owns at most, the rows that TMA reads: those that go through registers."""
+    return [rows if tiles.registers > nth else None for nth in range(2)]
+
+
+def _padded(problem: Problem) -> int:
+    return _blocks(problem.seqlen_q, LONGEST_BLOCK) * LONGEST_BLOCK
+
+
+def _window(problem: Problem) -> tuple[int, int]:
+    # A bound past both sequences is none, and can't overflow the kernel's 32-bit row arithmetic.
+    furthest = problem.seqlen_q + problem.seqlen_k
+    left, right = (furthest if side is None else min(side, furthest) for side in problem.span)
+    return left, right
+
+
+def _group(problem: Problem) -> int:
+    return problem.heads // problem.heads_kv
+
+
+def _blocks(seqlen: int, block: int) -> int:
+    return -(-seqlen // block)

@@ -1,0 +1,323 @@
+"""Named problems, inputs from a seed, and the counts that go with them: visible pairs, FLOPs, bytes. No tolerances."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flashzoo.spec import Problem
+
+TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
+LOG_SUM_BYTES = 4  # lse, and FA-1's l and m, are float32 in every version
+
+PAPER_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+PAPER_BACKWARD_SEQLENS = (512, 2048, 8192, 16384)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A named problem.
+
+    Attributes:
+        name: unique, fit for a test id.
+        problem: sizes, causal and window; its dtype is a suggestion and its hardware is not set (see `on`).
+        tags: "smoke" (fits Triton's interpreter on two cores), "hard" (the shapes that break kernels), "large" (GPU
+            only), "paper" and "bench" (16k tokens, hidden 2048, forward), "bench_bwd" (the bench cells timed backward).
+        values: one of `VALUES`.
+    """
+
+    name: str
+    problem: Problem
+    tags: frozenset[str]
+    values: str = "randn"
+
+    def on(self, device: torch.device | str = "cpu", **changes: object) -> Problem:
+        """The problem on this device, with fields of `Problem` changed by name (`dtype="fp16"`, `grad=True`)."""
+        return replace(self.problem, **hardware(device), **changes)  # pyright: ignore[reportArgumentType]
+
+
+def hardware(device: torch.device | str) -> dict[str, object]:
+    """`Problem`'s fields device and arch for a torch device that is there."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return {"device": "cpu", "arch": None}
+    major, minor = torch.cuda.get_device_capability(device)
+    return {"device": "cuda", "arch": 10 * major + minor}
+
+
+def _workload(
+    name: str,
+    tags: str,
+    seqlen_q: int,
+    seqlen_k: int,
+    head_dim: int = 64,
+    heads: int = 2,
+    heads_kv: int | None = None,
+    batch: int = 1,
+    values: str = "randn",
+    **options: object,
+) -> Workload:
+    heads_kv = heads if heads_kv is None else heads_kv
+    problem = Problem(batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim, **options)  # pyright: ignore[reportArgumentType]
+    return Workload(name, problem, frozenset(tags.split()), values)
+
+
+def _paper() -> list[Workload]:
+    cells = []
+    for head_dim in (64, 128, 256):
+        for causal in (False, True):
+            for seqlen in PAPER_SEQLENS:
+                name = f"paper_d{head_dim}_{'causal' if causal else 'full'}_{seqlen}"
+                tags = "paper bench bench_bwd" if seqlen in PAPER_BACKWARD_SEQLENS else "paper bench"
+                heads, batch = 2048 // head_dim, 16384 // seqlen
+                cells.append(_workload(name, tags, seqlen, seqlen, head_dim, heads, batch=batch, causal=causal))
+    return cells
+
+
+_ALL = (
+    _workload("square", "smoke", 128, 128),
+    _workload("square_causal", "smoke", 128, 128, causal=True),
+    _workload("ragged", "smoke", 113, 190, batch=2),
+    _workload("ragged_causal", "smoke", 113, 190, causal=True),
+    _workload("wide_heads_causal", "smoke", 65, 97, 128, causal=True),
+    _workload("gqa3_causal", "smoke", 67, 131, heads=3, heads_kv=1, causal=True),
+    _workload("window", "smoke", 100, 130, window=(20, 10)),
+    _workload("window_causal", "smoke", 130, 130, window=(17, None), causal=True),
+    _workload("outliers", "smoke", 96, 129, values="outliers", causal=True),
+    _workload("one_by_one", "hard", 1, 1),
+    _workload("one_query", "hard", 1, 4097, heads=1),
+    _workload("one_query_causal", "hard", 1, 4097, heads=1, causal=True),
+    _workload("one_key", "hard", 130, 1, causal=True),
+    _workload("ragged_203", "hard", 113, 203, causal=True),
+    _workload("blind_rows", "hard", 203, 113, causal=True),
+    _workload("mostly_blind", "hard", 200, 3, causal=True),
+    _workload("block_minus_one", "hard", 127, 129, causal=True),
+    _workload("no_queries", "hard", 0, 64),
+    _workload("no_keys", "hard", 64, 0),
+    _workload("no_keys_causal", "hard", 64, 0, causal=True),
+    _workload("no_batch", "hard", 64, 64, batch=0),
+    _workload("gqa3", "hard", 70, 140, heads=6, heads_kv=2, batch=2),
+    _workload("mqa_causal", "hard", 130, 130, heads=5, heads_kv=1, causal=True),
+    *(_workload(f"head_dim_{d}", "hard", 65, 113, d, causal=d % 16 == 0) for d in (1, 8, 40, 59, 72, 96, 136, 192, 256)),
+    _workload("window_left_only", "hard", 150, 150, window=(0, None)),
+    _workload("window_right_only", "hard", 90, 170, window=(None, 5)),
+    _workload("window_itself", "hard", 129, 129, window=(0, 0)),
+    _workload("window_unseen", "hard", 200, 60, window=(8, 8)),
+    _workload("window_causal_gqa", "hard", 140, 200, heads=4, heads_kv=2, window=(33, 7), causal=True),
+    _workload("scores_x30", "hard", 113, 203, values="x30"),
+    _workload("scores_x30_causal", "hard", 129, 129, values="x30", causal=True),
+    _workload("low_scores", "hard", 96, 192, values="low_scores"),
+    _workload("large_scores_causal", "hard", 130, 130, values="large_scores", causal=True),
+    _workload("ramp", "hard", 80, 300, values="ramp"),
+    _workload("outliers_full", "hard", 128, 257, values="outliers"),
+    _workload("long_odd", "large", 8191, 8193, 128, heads=2),
+    _workload("long_odd_causal", "large", 8191, 8193, 64, heads=4, heads_kv=2, causal=True),
+    _workload("square_4096", "large", 4096, 4096, 128, heads=8, batch=2),
+    _workload("square_4096_causal", "large", 4096, 4096, 128, heads=8, batch=2, causal=True),
+    _workload("square_4096_d256_causal", "large", 4096, 4096, 256, heads=4, causal=True),
+    _workload("window_4096", "large", 4096, 4096, 64, heads=4, window=(512, 128)),
+    _workload("more_queries_causal", "large", 2500, 1111, 96, heads=4, causal=True),
+    _workload("decode", "large", 1, 65537, 128, heads=8, heads_kv=1, batch=4, causal=True),
+    _workload("many_heads", "large", 16, 16, 16, heads=64, batch=1100),
+    *_paper(),
+)
+
+
+def workloads(tag: str | None = None) -> list[Workload]:
+    """Every workload, or those with the tag, in a fixed order. Raises ValueError for an unknown tag."""
+    if tag is None:
+        return list(_ALL)
+    tags = sorted(frozenset().union(*(w.tags for w in _ALL)))
+    if tag not in tags:
+        raise ValueError(f"workloads: tag must be one of {', '.join(tags)}, got {tag!r}")
+    return [w for w in _ALL if tag in w.tags]
+
+
+def workload(name: str) -> Workload:
+    """The workload of this name. Raises ValueError for an unknown name."""
+    for candidate in _ALL:
+        if candidate.name == name:
+            return candidate
+    raise ValueError(f"workload: name must be one of {', '.join(w.name for w in _ALL)}, got {name!r}")
+
+
+def _plain(q: Tensor, k: Tensor, scale: float, generator: torch.Generator) -> None:
+    """randn as it is."""
+
+
+def _outliers(q: Tensor, k: Tensor, scale: float, generator: torch.Generator) -> None:
+    # As FlashAttention-3 tests its FP8: one element in a thousand from a normal of deviation 10.
+    for x in (q, k):
+        hit = torch.randn(x.shape, generator=generator, device=x.device).abs() > 3.29
+        x += hit * 10 * torch.randn(x.shape, generator=generator, device=x.device)
+
+
+def _x30(q: Tensor, k: Tensor, scale: float, generator: torch.Generator) -> None:
+    q *= 30
+
+
+def _shifted(score: float) -> Callable[[Tensor, Tensor, float, torch.Generator], None]:
+    """Every score moved to about `score` by one component of q and k."""
+
+    def shift(q: Tensor, k: Tensor, scale: float, generator: torch.Generator) -> None:
+        half = math.sqrt(abs(score) / scale)
+        q[..., 0], k[..., 0] = half, math.copysign(half, score)
+
+    return shift
+
+
+def _ramp(q: Tensor, k: Tensor, scale: float, generator: torch.Generator) -> None:
+    # The running maximum moves at every block, so every rescaling counts.
+    q[..., 0] = 4
+    k[..., 0] = torch.linspace(-5 / scale, 5 / scale, k.shape[1], device=k.device)[:, None]
+
+
+VALUES = {
+    "randn": _plain,
+    "outliers": _outliers,
+    "x30": _x30,
+    "low_scores": _shifted(-120),
+    "large_scores": _shifted(-1e5),
+    "ramp": _ramp,
+}
+"""Kinds of q and k: normal; with outliers; scores of deviation 30; all near -120 (exp(-lse) overflows float32); all near
+-1e5 (below a careless mask sentinel); rising by 40 along the keys. v and dout are normal."""
+
+
+def inputs(
+    source: Workload | Problem,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    values: str | None = None,
+    layout: str = "bshd",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and dout for a problem, drawn in float32 on the device and cast to the problem's dtype.
+
+    Args:
+        source: a workload, or a problem whose sizes and dtype are read.
+        seed: of a generator of its own; torch's global one is left alone. The same numbers come for every layout.
+        device: where the tensors are.
+        values: one of `VALUES`; the workload's own, or "randn", where None.
+        layout: one of `LAYOUTS`.
+
+    Returns:
+        q and dout `(batch, seqlen_q, heads, head_dim)`, k and v `(batch, seqlen_k, heads_kv, head_dim)`; none requires grad.
+
+    Raises:
+        ValueError: values or layout is unknown.
+    """
+    problem, own = (source.problem, source.values) if isinstance(source, Workload) else (source, "randn")
+    values = own if values is None else values
+    for name, given, known in (("values", values, VALUES), ("layout", layout, LAYOUTS)):
+        if given not in known:
+            raise ValueError(f"inputs: {name} must be one of {', '.join(known)}, got {given!r}")
+    generator = torch.Generator(device).manual_seed(seed)
+    q_shape = (problem.batch, problem.seqlen_q, problem.heads, problem.head_dim)
+    k_shape = (problem.batch, problem.seqlen_k, problem.heads_kv, problem.head_dim)
+    q, k, v, dout = (torch.randn(shape, generator=generator, device=device) for shape in (q_shape, k_shape, k_shape, q_shape))
+    VALUES[values](q, k, 1 / math.sqrt(problem.head_dim), generator)
+    dtype = TORCH_DTYPES[problem.dtype]
+    q, k, v, dout = (LAYOUTS[layout](x.to(dtype)) for x in (q, k, v, dout))
+    return q, k, v, dout
+
+
+def _packed(x: Tensor) -> Tensor:
+    batch, seqlen, heads, head_dim = x.shape
+    buffer = x.new_full((batch, seqlen, 3, heads, head_dim), math.nan)
+    buffer[:, :, 1] = x
+    return buffer[:, :, 1]
+
+
+def _padded(x: Tensor) -> Tensor:
+    buffer = x.new_full((*x.shape[:-1], x.shape[-1] + 1), math.nan)
+    buffer[..., :-1] = x
+    return buffer[..., :-1]
+
+
+def _offset(x: Tensor) -> Tensor:
+    buffer = x.new_full((x.numel() + 2,), math.nan)
+    buffer[1:-1] = x.flatten()
+    return buffer[1:-1].view(x.shape)
+
+
+LAYOUTS = {
+    "bshd": lambda x: x,
+    "bhsd": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "sbhd": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "packed": _packed,
+    "padded": _padded,
+    "offset": _offset,
+    "expanded": lambda x: x[:, :, :1].expand(x.shape),
+}
+"""Where the same `(batch, seqlen, heads, head_dim)` numbers lie: contiguous; views of head-first and sequence-first
+tensors; a slot of a fused qkv; rows of head_dim + 1; one element past an aligned address; one head for all (stride 0, so
+other numbers than the rest). What lies between is NaN."""
+
+
+def visible_pairs(problem: Problem) -> int:
+    """How many (query, key) pairs of one head are visible, in closed form."""
+    left, right = problem.span
+    shift = problem.seqlen_k - problem.seqlen_q
+    upto_right = problem.seqlen_q * problem.seqlen_k if right is None else _pairs_below(problem, shift + right)
+    return upto_right - (0 if left is None else _pairs_below(problem, shift - left - 1))
+
+
+def _pairs_below(problem: Problem, diagonal: int) -> int:
+    """Pairs with `key - query <= diagonal`: the sum over queries i of `clamp(i + diagonal + 1, 0, seqlen_k)`."""
+
+    def ramp(last: int) -> int:  # sum of min(t, seqlen_k) for t in 1..last
+        rising = max(0, min(last, problem.seqlen_k))
+        return rising * (rising + 1) // 2 + max(0, last - problem.seqlen_k) * problem.seqlen_k
+
+    return ramp(diagonal + problem.seqlen_q) - ramp(diagonal)
+
+
+def flops(problem: Problem, pass_: str = "fwd") -> float:
+    """Floating-point operations of the visible part: forward `4 * batch * heads * head_dim * pairs`, backward 2.5 times that.
+
+    Args:
+        pass_: "fwd" or "bwd" (the backward pass alone).
+    """
+    factors = {"fwd": 4, "bwd": 10}
+    if pass_ not in factors:
+        raise ValueError(f"flops: pass_ must be 'fwd' or 'bwd', got {pass_!r}")
+    return float(factors[pass_] * problem.batch * problem.heads * problem.head_dim * visible_pairs(problem))
+
+
+def hbm_bytes(problem: Problem, version_name: str, sram_bytes: int) -> float | None:
+    """Bytes that a forward pass moves to and from memory by its paper's own account, caches left out.
+
+    - standard: reads Q, K and V, writes O, and writes and reads S and P: Theta(N d + N^2).
+    - v1: K and V once; Q, O, l and m once for each block of `B_c = ceil(M / 4d)` keys: Theta(N^2 d^2 / M).
+    - v2: Q, O and lse once; K and V once for each block of `min(B_c, 128)` queries.
+
+    Blocks that nothing sees are skipped in proportion to the visible pairs.
+
+    Args:
+        version_name: as registered.
+        sram_bytes: on-chip memory of one multiprocessor.
+
+    Returns:
+        Bytes, or None for a version whose paper gives no formula.
+    """
+    size, rows, d = BYTES[problem.dtype], problem.batch * problem.heads, problem.head_dim
+    pairs = problem.seqlen_q * problem.seqlen_k
+    share = visible_pairs(problem) / pairs if pairs else 0.0
+    block = math.ceil(sram_bytes / size / (4 * d))
+    q_once = rows * problem.seqlen_q * d * size
+    kv_once = 2 * problem.batch * problem.heads_kv * problem.seqlen_k * d * size
+    if version_name == "standard":
+        return 2.0 * q_once + kv_once + 4 * rows * pairs * size
+    if version_name == "v1":
+        sweep = 3 * q_once + 4 * rows * problem.seqlen_q * LOG_SUM_BYTES
+        return kv_once + sweep * math.ceil(problem.seqlen_k / block) * share
+    if version_name == "v2":
+        kv_for_every_head = 2 * rows * problem.seqlen_k * d * size
+        sweeps = math.ceil(problem.seqlen_q / min(block, 128))
+        return 2 * q_once + rows * problem.seqlen_q * LOG_SUM_BYTES + kv_for_every_head * sweeps * share
+    return None

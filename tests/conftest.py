@@ -1,0 +1,90 @@
+"""Which versions the suite runs on, which problems each test gives them, and the poisoned memory every test starts from.
+
+pytest tests --versions v1,v2              only these
+pytest tests --variant-file my_variant.py  only what this file registers; `flashzoo check` does this
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+from support import CHOSEN, DEVICE, small, takes
+
+import flashzoo
+from flashzoo import Spec
+from flashzoo.cli import CommandError, load_variant
+
+POISON_BYTES = [1 << power for power in range(9, 29) for _ in range(4)]
+"""Blocks of every size class of the caching allocator, up to 256 MiB."""
+
+settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+settings.register_profile("random", deadline=None, print_blob=True)
+settings.load_profile("ci")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--versions", metavar="NAME[,NAME]", help="test only these versions")
+    parser.addoption("--variant-file", metavar="PATH", help="import this file first; without --versions, test only what it registers")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line(
+        "markers",
+        "asks({id: fields}, **fields): give the test `version` and `problem`, for every version and every set of fields of "
+        "`Problem` that this version takes",
+    )
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)  # the workers are the parallelism
+    config.stash[CHOSEN] = _chosen(config.getoption("--versions"), config.getoption("--variant-file"))
+
+
+def _chosen(names: str | None, variant_file: str | None) -> list[Spec]:
+    try:
+        added = load_variant(Path(variant_file)) if variant_file else []
+    except (CommandError, ImportError) as error:
+        raise pytest.UsageError(f"--variant-file: {error}") from error
+    known = flashzoo.versions()
+    chosen = names.split(",") if names else added or list(known)
+    unknown = [name for name in chosen if name not in known]
+    if unknown:
+        raise pytest.UsageError(f"--versions must be from {', '.join(known)}, got {', '.join(unknown)}")
+    return [known[name] for name in chosen]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    marker = metafunc.definition.get_closest_marker("asks")
+    if marker is None:
+        return
+    alternatives = marker.args[0] if marker.args else {"": {}}
+    cells = [
+        pytest.param(spec.name, problem, id="-".join(filter(None, (spec.name, name))))
+        for spec in metafunc.config.stash[CHOSEN]
+        for name, fields in alternatives.items()
+        if takes(spec, problem := small(spec, **marker.kwargs | fields))
+    ]
+    metafunc.parametrize(("version", "problem"), cells)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and DEVICE == "cpu":
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory():
+    """What was never written reads as NaN, so no result passes on what memory happened to hold."""
+    torch.manual_seed(0)
+    if DEVICE == "cuda":
+        blocks = [torch.full((size // 4,), torch.nan, device="cuda") for size in POISON_BYTES]
+        del blocks
+        yield
+    else:
+        torch.use_deterministic_algorithms(True)  # fills every empty tensor with NaN
+        yield
+        torch.use_deterministic_algorithms(False)

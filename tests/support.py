@@ -1,0 +1,119 @@
+"""Small tools of the suite: the problems a version takes here, and one way to call it and get its gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashzoo
+from flashzoo import Problem, Spec
+from flashzoo.accuracy import Judge
+from flashzoo.reference import Result
+from flashzoo.spec import FEATURES
+from flashzoo.workloads import hardware, inputs
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SMALL = Problem(batch=1, seqlen_q=40, seqlen_k=40, heads=2, heads_kv=2, head_dim=16, **hardware(DEVICE))  # pyright: ignore[reportArgumentType]
+
+CHOSEN = pytest.StashKey[list[Spec]]()
+"""The versions under test, in pytest's config."""
+
+Tensors = tuple[Tensor, Tensor, Tensor]
+
+
+def dtypes_of(spec: Spec) -> tuple[str, ...]:
+    """The dtypes that a version takes on the suite's device."""
+    return spec.cpu_dtypes if DEVICE == "cpu" else spec.dtypes
+
+
+def gives_lse(spec: Spec) -> bool:
+    """Whether lse and, if there are gradients at all, the gradient through it can be asked for."""
+    return "lse" in spec.features and (spec.backward is None or "lse" in spec.backward)
+
+
+def small(spec: Spec, **asked) -> Problem:
+    """A small plain problem in the version's first dtype, with lse if it gives one, and these fields in place of others."""
+    return dataclasses.replace(SMALL, **{"dtype": (*dtypes_of(spec), "fp32")[0], "lse": gives_lse(spec)} | asked)
+
+
+def takes(spec: Spec, problem: Problem) -> bool:
+    return not spec.unsupported(problem)
+
+
+def as_arguments(problem: Problem) -> dict:
+    """The keyword arguments of `flashzoo.attention` that ask for this problem."""
+    return {"causal": problem.causal, "window_size": problem.window, "deterministic": problem.deterministic}
+
+
+def draw(problem: Problem, seed: int = 0, **how) -> tuple[Tensors, Tensor, Tensor | None]:
+    """`(q, k, v)`, dout, and dlse where the problem asks for lse; `how` goes to `workloads.inputs`."""
+    q, k, v, dout = inputs(problem, seed, problem.device, **how)
+    generator = torch.Generator(problem.device).manual_seed(seed + 1)
+    dlse = torch.randn(problem.batch, problem.heads, problem.seqlen_q, generator=generator, device=problem.device)
+    return (q, k, v), dout, dlse if problem.lse else None
+
+
+def forward(version: str, tensors: Tensors, problem: Problem, softmax_scale: float | None = None) -> Result:
+    """One forward pass; lse is empty where the problem does not ask for it."""
+    arguments = as_arguments(problem) | {"softmax_scale": softmax_scale, "version": version}
+    if problem.lse:
+        return Result(*flashzoo.attention(*tensors, return_lse=True, **arguments))
+    return Result(flashzoo.attention(*tensors, **arguments), torch.empty(0))
+
+
+def both(
+    version: str,
+    tensors: Tensors,
+    problem: Problem,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    softmax_scale: float | None = None,
+) -> Result:
+    """Forward and backward. The tensors keep their strides and get no `.grad`."""
+    leaves = tuple(x.detach().requires_grad_() for x in tensors)
+    result = forward(version, leaves, problem, softmax_scale)  # pyright: ignore[reportArgumentType]
+    outputs, gradients = ((result.out,), (dout,)) if dlse is None else ((result.out, result.lse), (dout, dlse))
+    return Result(result.out.detach(), result.lse.detach(), *torch.autograd.grad(outputs, leaves, gradients))
+
+
+def accept(judge: Judge, result: Result) -> None:
+    """Fails with every rule of `flashzoo.accuracy` that the result breaks."""
+    broken = [str(check) for check in judge.checks(result) if not check.ok]
+    assert not broken, "\n".join(broken)
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Whether two tensors hold the same bits, NaNs and signs of zero included."""
+    return left.dtype == right.dtype and torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+
+
+def storage_of(x: Tensor) -> Tensor:
+    """A copy of every byte of the storage behind a view."""
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage()).clone()
+
+
+CALLS: list[Problem] = []
+"""What `toy` versions were called with."""
+
+
+def record(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, None]:
+    """An implementation that notes that it was called, and multiplies q by the scale."""
+    CALLS.append(problem)
+    return q * softmax_scale, None
+
+
+def toy(name: str = "toy", **fields) -> Spec:
+    """A version that takes everything but what the fields say, and calls `record`."""
+    everything = {
+        "title": "a toy",
+        "paper": "none",
+        "impl": f"{__name__}:record",
+        "dtypes": ("fp16", "bf16", "fp32"),
+        "cpu_dtypes": ("fp16", "fp32"),
+        "features": frozenset(FEATURES),
+        "backward": frozenset(FEATURES),
+    }
+    return Spec(name=name, **everything | fields)

@@ -1,0 +1,207 @@
+"""The benchmark's path on the CPU: cells, the gate before the clock, the results file, resuming, tables."""
+
+from __future__ import annotations
+
+import csv
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashzoo
+from bench import peers, plot, run
+from flashzoo.reference import standard
+from flashzoo.spec import Problem
+
+COLUMNS = (
+    "run,date,commit,gpu,torch,triton,cutlass_dsl,impl,pass,dtype,batch,seqlen_q,seqlen_k,heads,heads_kv,head_dim,causal,mask,density,"
+    "ms,ms_p10,ms_p90,tflops,max_err,rms_err"
+)
+TINY = "--device cpu --tokens 128 --hidden 64 --seqlens 64 --head-dims 16 --ms 1 --run r1 --commit c0ffee"
+
+
+def _bench(options: str, out: Path) -> int:
+    return run.main(f"{TINY} {options} --out {out}".split())
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _timed(path: Path) -> list[tuple[str, str, str]]:
+    return [(row["impl"], row["pass"], row["causal"]) for row in _rows(path) if row["pass"] != "gemm"]
+
+
+def doubled(q, k, v, problem, softmax_scale):
+    """A version that is wrong in every element."""
+    out, lse = standard(q, k, v, problem, softmax_scale)
+    return 2 * out, lse
+
+
+@pytest.fixture
+def wrong():
+    spec = flashzoo.Spec(
+        name="wrong",
+        title="twice the answer",
+        paper="none",
+        impl=f"{__name__}:doubled",
+        cpu_dtypes=("bf16",),
+        dtypes=("bf16",),
+        features=frozenset({"causal"}),
+        backward=frozenset({"causal"}),
+    )
+    yield flashzoo.register(spec).name
+    flashzoo.unregister("wrong")
+
+
+def test_both_passes_become_rows_of_the_agreed_columns(tmp_path):
+    out = tmp_path / "new" / "cpu.csv"
+    assert _bench("--impls standard,sdpa_math", out) == 0
+    assert out.read_text().splitlines()[0] == COLUMNS
+    expected = [(impl, pass_, causal) for pass_ in ("fwd", "bwd") for causal in "01" for impl in ("standard", "sdpa_math")]
+    assert _timed(out) == expected
+    for row in _rows(out):
+        assert (row["run"], row["commit"], row["gpu"], row["torch"]) == ("r1", "c0ffee", "cpu", torch.__version__)
+        assert 0 < float(row["ms_p10"]) <= float(row["ms"]) <= float(row["ms_p90"])
+        operations = {"gemm": 2 * 256**3, "fwd": 4 * 2 * 4 * 16, "bwd": 10 * 2 * 4 * 16}[row["pass"]]
+        pairs = {"gemm": 1, "fwd": 64 * 64, "bwd": 64 * 64}[row["pass"]] if row["causal"] == "0" else 64 * 65 // 2
+        assert float(row["tflops"]) == pytest.approx(operations * pairs / float(row["ms"]) / 1e9, rel=1e-3)
+    shape = ("batch", "seqlen_q", "seqlen_k", "heads", "heads_kv", "head_dim", "dtype", "mask", "density")
+    assert {tuple(row[name] for name in shape) for row in _rows(out) if row["pass"] != "gemm"} == {
+        ("2", "64", "64", "4", "4", "16", "bf16", "", "1")
+    }
+    assert all(0 < float(row["rms_err"]) < float(row["max_err"]) < 0.1 for row in _rows(out) if row["pass"] != "gemm")
+    assert [row["pass"] for row in _rows(out)].count("gemm") == 2
+
+
+def test_a_wrong_result_gets_no_speed(tmp_path, capsys, wrong):
+    out = tmp_path / "cpu.csv"
+    assert _bench(f"--impls {wrong},sdpa_math", out) == 1
+    assert {impl for impl, _, _ in _timed(out)} == {"sdpa_math"}
+    assert "wrong FAILED: WrongResultError: out, elementwise" in capsys.readouterr().out
+
+
+def test_an_error_in_one_element_of_the_sample_is_seen():
+    cell = run.Cell(Problem(2, 64, 64, 4, 4, 16, "fp32", device="cpu"))
+    tensors = run.inputs(cell.problem)
+    referee, result = run.Referee(cell, tensors), run.Contender("standard", cell, tensors).result()
+    assert float(str(referee.errors("standard", result)["max_err"])) < 1e-5
+    result.out[0, 63, 1, 15] += 1e-2
+    with pytest.raises(run.WrongResultError, match="elementwise"):
+        referee.errors("standard", result)
+
+
+def test_resume_skips_what_the_run_has(tmp_path):
+    out = tmp_path / "cpu.csv"
+    _bench("--impls sdpa_math --passes fwd --budget-s 0", out)
+    assert _timed(out) == [("sdpa_math", "fwd", "0")]
+    _bench("--impls sdpa_math --passes fwd --resume r1", out)
+    assert _timed(out) == [("sdpa_math", "fwd", "0"), ("sdpa_math", "fwd", "1")]
+    _bench("--impls sdpa_math --passes fwd --resume other", out)
+    assert len(_timed(out)) == 4
+
+
+def test_a_missing_peer_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(peers._LIBRARIES, "fa3", "no_such_library")
+    peers._function.cache_clear()
+    assert _bench("--impls fa3,sdpa_math --passes fwd", tmp_path / "cpu.csv") == 0
+    assert "fa3 is missing: needs no_such_library.flash_attn_func" in capsys.readouterr().out
+
+
+def test_the_fields_cells_are_36_forward_and_24_backward():
+    chosen = run.cells(run._parser().parse_args([]))
+    assert [cell.pass_ for cell in chosen] == ["fwd"] * 36 + ["bwd"] * 24
+    assert {cell.problem.batch * cell.problem.seqlen_q for cell in chosen} == {16384}
+    assert {cell.problem.heads * cell.problem.head_dim for cell in chosen} == {2048}
+    few = run.cells(run._parser().parse_args(["--head-dims=128", "--seqlens=512,8192", "--causal=1", "--passes=bwd"]))
+    assert [(cell.problem.head_dim, cell.problem.seqlen_q, cell.problem.causal) for cell in few] == [(128, 512, True), (128, 8192, True)]
+
+
+def test_a_new_version_is_timed_unasked(wrong):
+    assert run.default_impls("fwd")[-3:] == [wrong, "sdpa_flash", "flex"]
+    assert wrong in run.default_impls("bwd")
+    assert not {"sdpa", "standard"} & set(run.default_impls("bwd"))
+
+
+def test_repeats_are_spread_over_the_rounds():
+    order = []
+    operations: dict[str, run.Operation] = {name: partial(order.append, name) for name in "ab"}
+    times = run.Clock("cpu").turns(operations, {"a": 2, "b": 4})
+    assert "".join(order) == "babbab"
+    assert {name: len(taken) for name, taken in times.items()} == {"a": 2, "b": 4}
+
+
+@pytest.mark.parametrize("line", ["--tokens 128", "--impls v7", "--passes sideways", "--tokens 100 --hidden 64 --seqlens 64"])
+def test_a_malformed_command_line_is_refused(line, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run.main(line.split())
+    assert stopped.value.code == 2
+    assert "expected" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("causal", [False, True])
+def test_flex_means_what_flashzoo_means(causal):
+    problem = Problem(1, 32, 48, 4, 2, 16, "fp32", causal=causal, device="cpu")
+    q, k, v, _ = run.inputs(problem)
+    with pytest.MonkeyPatch.context() as patch:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        patch.setattr(peers, "_compiled_flex", lambda: flex_attention)  # compiling for the CPU would need a C++ compiler
+        out = peers.peer("flex", problem)(q, k, v)
+    torch.testing.assert_close(out, flashzoo.attention(q, k, v, causal=causal, version="standard"), rtol=0, atol=1e-5)
+
+
+def test_sdpa_peers_refuse_another_alignment():
+    with pytest.raises(NotImplementedError, match="top-left"):
+        peers.peer("sdpa_math", Problem(1, 32, 48, 2, 2, 16, causal=True))
+
+
+def _row(run_id: str, impl: str, pass_: str, seqlen: int, tflops: float) -> dict[str, str]:
+    fixed = {
+        "gpu": "NVIDIA H200",
+        "torch": "2",
+        "triton": "3",
+        "commit": "c",
+        "date": "d",
+        "dtype": "bf16",
+        "head_dim": "64",
+        "causal": "1",
+    }
+    return {**fixed, "run": run_id, "impl": impl, "pass": pass_, "seqlen_q": str(seqlen), "tflops": str(tflops)}
+
+
+RESULTS = [
+    _row("old", "v2", "fwd", 512, 999),
+    _row("new", "matmul", "gemm", 8192, 780),
+    *(_row("new", impl, "fwd", s, t) for impl, s, t in [("v2", 512, 200), ("flex", 512, 100), ("v2", 1024, 450), ("flex", 1024, 300)]),
+]
+
+
+def test_tables_show_the_last_run_alone():
+    text = plot.report(RESULTS)
+    assert "| 64 | yes | 512 | **200** | 100 |" in text
+    assert "| v2 |  | 1.73 (worst 1.50) |" in text
+    assert "matmul in the same run: 780" in text
+    assert "999" not in text
+    assert "Backward" not in text
+
+
+def test_tables_go_between_the_markers_and_nowhere_else(tmp_path):
+    readme, results = tmp_path / "README.md", tmp_path / "h200.csv"
+    readme.write_text(f"before\n{plot.BEGIN}\nstale\n{plot.END}\nafter\n")
+    with results.open("w", newline="") as file:
+        writer = csv.DictWriter(file, RESULTS[0])
+        writer.writeheader()
+        writer.writerows(RESULTS)
+    line = ["--csv", str(results), "--readme", str(readme), "--plots"]
+    assert plot.main(line) == 0
+    once = readme.read_text()
+    assert once.startswith("before\n") and once.endswith("\nafter\n") and "stale" not in once and "**200**" in once
+    assert plot.main(line) == 0
+    assert readme.read_text() == once
+    assert (tmp_path / "h200_fwd.png").stat().st_size > 1000
+    with pytest.raises(ValueError, match="results:begin"):
+        plot.place("no markers", "section")

@@ -1,0 +1,203 @@
+"""`flashzoo list | explain | compare | check`, and the table of `compare`."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from support import toy
+
+import flashzoo
+from flashzoo.cli import main
+from flashzoo.compare import compare_workload
+from flashzoo.workloads import workload
+
+TINY = ["--seq-len", "24", "--batch-size", "1", "--num-heads", "2", "--head-dim", "16", "--dtype", "fp32", "--device", "cpu"]
+WRONG = """
+import flashzoo
+from flashzoo.reference import standard
+
+def attention(q, k, v, problem, softmax_scale):
+    out, lse = standard(q, k, v, problem, softmax_scale)
+    return out * 1.01, lse
+
+flashzoo.register(flashzoo.Spec(name="one_percent_off", title="wrong", paper="none", impl=f"{__name__}:attention",
+    dtypes=("fp16",), cpu_dtypes=("fp16",), features=frozenset({"causal", "lse"}), backward=frozenset({"causal", "lse"})))
+"""
+
+
+@pytest.fixture
+def wrong_variant(tmp_path):
+    path = tmp_path / "one_percent_off.py"
+    path.write_text(WRONG)
+    return path
+
+
+@pytest.fixture
+def registered():
+    """Register specs for one test."""
+    names = []
+
+    def add(spec):
+        names.append(flashzoo.register(spec).name)
+
+    yield add
+    for name in names:
+        flashzoo.unregister(name)
+
+
+def failing(q, k, v, problem, softmax_scale):
+    raise RuntimeError("out of luck")
+
+
+def doubled(q, k, v, problem, softmax_scale):
+    out, lse = flashzoo.attention(q, k, v, version="standard", return_lse=True, softmax_scale=softmax_scale)
+    return 2 * out, lse
+
+
+def test_list_names_every_version(capsys):
+    assert main(["list"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"{name}: {spec.title}" in text for name, spec in flashzoo.versions().items())
+
+
+def test_explain_of_a_gpu_that_is_not_there(capsys):
+    size = ["--seq-len", "4096", "--head-dim", "128", "--num-heads", "16", "--batch-size", "8", "--dtype", "bf16", "--causal"]
+    assert main(["explain", "--arch", "90", *size]) == 0
+    expected = "v2 takes batch 8, seqlen 4096, heads 16, head_dim 128, bf16, causal, on sm_90"
+    assert capsys.readouterr().out.startswith(expected)
+
+
+def test_explain_where_nothing_can(capsys):
+    assert main(["explain", "--arch", "90", "--seq-len", "64", "--window", "8", "0", "--version", "v1"]) == 1
+    assert "does not support window_size" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["compare", *TINY, "--versions", "v9"], "v9"),
+        (["explain", "--version", "v9"], "got 'v9'"),
+        (["compare", *TINY, "--num-heads-kv", "3"], "must be a multiple"),
+        (["check", "v9"], "v9"),
+        (["check", "nowhere.py"], "not there"),
+        (["compare", *TINY[:-1], "cuda:99"], "cuda:99"),
+    ],
+)
+def test_bad_input_is_exit_code_2_and_a_sentence(arguments, text, capsys):
+    assert main(arguments) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["dance"], ["compare", "--seq-len", "-4"], ["compare", "--dtype", "int8"], ["list", "--extra"]], ids=str
+)
+def test_bad_usage_is_exit_code_2(arguments):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+
+
+def test_compare_prints_a_row_for_every_version(capsys):
+    assert main(["compare", *TINY, "--causal", "--backward"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in flashzoo.versions())
+
+
+def test_compare_as_json(capsys):
+    assert main(["compare", *TINY, "--causal", "--backward", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["problem"]["seqlen_q"] == 24 and record["problem"]["causal"] is True
+    rows = {row["version"]: row for row in record["rows"]}
+    assert rows.keys() == flashzoo.versions().keys()
+    for row in rows.values():
+        assert row["status"] == "ok", row["reasons"]
+        assert 0 <= row["out_max_err"] <= row["out_max_budget"]
+        assert row["dq_max_err"] is not None and row["forward_ms"] > 0 and row["backward_ms"] > 0
+    assert rows["v2"]["ran"] == "interpreter" and rows["sdpa"]["ran"] == "CPU"
+
+
+def test_compare_as_csv(capsys):
+    assert main(["compare", *TINY, "--versions", "standard,sdpa", "--csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["version"] for row in rows] == ["sdpa", "standard"]
+    assert all(float(row["forward_ms"]) > 0 and row["backward_ms"] == "" for row in rows)
+
+
+def test_compare_says_why_a_version_cannot():
+    problem = workload("window").on("cpu", dtype="fp32")
+    rows = {row.version: row for row in _compare(problem, versions=["v1", "sdpa"]).rows}
+    assert rows["v1"].status == "can't" and rows["v1"].reasons == ("does not support window_size",)
+    assert rows["v1"].forward is None and rows["sdpa"].status == "ok"
+
+
+def _compare(problem, **options):
+    return compare_workload(problem, device="cpu", progress=False, **options)
+
+
+def test_compare_times_nothing_that_is_wrong(registered):
+    registered(toy("doubled", impl=f"{__name__}:doubled"))
+    comparison = _compare(workload("square").on("cpu", dtype="fp32"), versions=["doubled", "standard"])
+    rows = {row.version: row for row in comparison.rows}
+    assert not comparison.ok
+    assert rows["doubled"].status == "fails" and rows["doubled"].forward is None
+    assert any(reason.startswith("out, ") and "exceeds" in reason for reason in rows["doubled"].reasons)
+    assert rows["standard"].status == "ok" and rows["standard"].forward is not None
+
+
+def test_compare_survives_a_version_that_raises(registered):
+    registered(toy("failing", impl=f"{__name__}:failing"))
+    comparison = _compare(workload("square").on("cpu", dtype="fp32"), versions=["failing", "standard"])
+    assert [row.status for row in comparison.rows] == ["ok", "error"]
+    assert comparison.rows[1].reasons == ("RuntimeError: out of luck",)
+
+
+def test_compare_leaves_its_inputs_alone():
+    tensors = [torch.randn(1, 20, 2, 16) for _ in range(3)]
+    before = [x.clone() for x in tensors]
+    comparison = flashzoo.compare(*tensors, causal=True, backward=True, versions=["standard", "sdpa"], progress=False)
+    assert comparison.ok
+    assert all(torch.equal(x, then) and x.grad is None and not x.requires_grad for x, then in zip(tensors, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"versions": ["v9"]}, ValueError, "versions must be from .*, got 'v9'"),
+        ({"k": torch.randn(1, 20, 3, 16)}, ValueError, "v must have the shape of k"),
+        ({"q": None}, TypeError, "q must be a torch.Tensor, got NoneType"),
+        ({"softmax_scale": math.nan}, ValueError, "softmax_scale must be finite"),
+    ],
+)
+def test_compare_refuses_what_attention_refuses(change, error, text):
+    arguments = {name: torch.randn(1, 20, 2, 16) for name in "qkv"} | change
+    with pytest.raises(error, match=text):
+        flashzoo.compare(**arguments)
+
+
+CHECKED = "test_counting or test_everything or test_forward and ragged_causal or test_gradients and gqa3_causal"
+
+
+def test_check_accepts_the_example(request, capfd):
+    arguments = ["check", str(request.config.rootpath / "examples" / "my_variant.py"), "-q", "-k", CHECKED, "-p", "no:cacheprovider"]
+    assert _main_in_a_process(arguments) == 0
+    assert "my_variant" in capfd.readouterr().out
+
+
+def test_check_refuses_a_wrong_variant(wrong_variant, capfd):
+    arguments = ["check", str(wrong_variant), "-q", "-k", "test_forward and square", "-p", "no:cacheprovider"]
+    assert _main_in_a_process(arguments) == 1
+    text = capfd.readouterr().out
+    assert "test_forward[one_percent_off-square-fp16]" in text and "exceeds" in text
+    assert "v2-" not in text, "only the variant is tested"
+
+
+def _main_in_a_process(arguments: list[str]) -> int:
+    # A process of its own: `check` imports the variant, which registers itself for good.
+    return subprocess.run([sys.executable, "-m", "flashzoo", *arguments], check=False).returncode

@@ -1,0 +1,88 @@
+"""Every tile table entry, compiled for real GPUs on a machine with none: it compiles, fits, and spills nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from flashzoo import Problem
+from flashzoo._triton.compile import SHARED_LIMIT, Resources, resources
+from flashzoo.v1 import launch as v1
+from flashzoo.v1.config import tiles_for as v1_tiles
+from flashzoo.v2 import launch as v2
+from flashzoo.v2.config import tiles_for as v2_tiles
+
+ARCHS = (80, 89, 90, 100)
+WIDTHS = (64, 128, 256)
+MATMUL = {80: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
+
+
+# Bytes of stack of a thread where a kernel is known to spill, arch 0 for float32; anything beyond fails.
+# Hopper: measured faster than every tile of the search that does not spill. float32: a product on the CUDA cores holds
+# whole rows of both operands in registers, whatever the tile.
+KNOWN_STACK: dict[tuple[str, str, int, int], int] = {}
+
+
+def compiled(version: str, kernel: str, problem: Problem) -> Resources:
+    """The launch that this problem would get, compiled for its architecture."""
+    half, single = problem.dtype, "fp32"
+
+    def strides(tensors: int) -> tuple[int, ...]:
+        return (problem.seqlen_q * problem.heads * problem.head_dim, problem.heads * problem.head_dim, problem.head_dim) * tensors
+
+    arch = problem.arch or 0
+    match version, kernel:
+        case "v1", "forward":
+            launch = v1.forward_launch(problem, strides(5), v1_tiles(kernel, problem))
+            return resources(launch, (half,) * 4 + (single,) * 4, 1, arch)
+        case "v1", "backward":
+            launch = v1.backward_launch(problem, strides(8), False, v1_tiles(kernel, problem))
+            return resources(launch, (half,) * 5 + (single,) + (half,) * 2 + (single,) * 2, 2, arch)
+        case "v2", "forward":
+            launch = v2.forward_launch(problem, strides(4), True, v2_tiles(kernel, problem))
+            return resources(launch, (half,) * 4 + (single,), 1, arch)
+        case "v2", "dkdv":
+            launch = v2.dkdv_launch(problem, strides(6), True, v2_tiles(kernel, problem))
+            return resources(launch, (half,) * 6 + (single,) * 2, 2, arch)
+        case "v2", "dq":
+            launch = v2.dq_launch(problem, strides(5), True, v2_tiles(kernel, problem))
+            return resources(launch, (half,) * 5 + (single,) * 2, 2, arch)
+    raise AssertionError(f"no kernel {kernel} in {version}")
+
+
+def cases() -> Iterator[tuple[str, str, int, int, str, bool]]:
+    for version, kernels in (("v1", ("forward", "backward")), ("v2", ("forward", "dkdv", "dq"))):
+        for kernel in kernels:
+            for width in WIDTHS:
+                for arch in ARCHS:
+                    for causal in (False, True):
+                        yield version, kernel, arch, width, "bf16", causal
+                yield version, kernel, 80, width, "fp32", True
+
+
+@pytest.mark.parametrize(("version", "kernel", "arch", "head_dim", "dtype", "causal"), cases())
+def test_compiles_and_does_not_spill(version: str, kernel: str, arch: int, head_dim: int, dtype: str, causal: bool) -> None:
+    problem = Problem(2, 4096, 4096, 16, 16, head_dim, dtype=dtype, causal=causal, grad=True, arch=arch)
+    read = compiled(version, kernel, problem)
+    known = KNOWN_STACK.get((version, kernel, arch if dtype != "fp32" else 0, head_dim), 0)
+    assert read.stack <= known, f"{read.stack} bytes of stack, {read.spills} spill instructions; known are {known} bytes"
+    assert known or read.spills == 0
+    assert read.shared <= SHARED_LIMIT[arch]
+    if dtype != "fp32":
+        assert read.opcodes.get(MATMUL[arch], 0) > 0, "the products must run on the tensor cores"
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
+@pytest.mark.parametrize("head_dim", WIDTHS)
+def test_v2_streams_through_tma_on_hopper(kernel: str, head_dim: int) -> None:
+    problem = Problem(2, 4096, 4096, 16, 16, head_dim, grad=True, arch=90)
+    assert v2_tiles(kernel, problem).tma
+    assert compiled("v2", kernel, problem).opcodes.get("UTMALDG", 0) > 0
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
+@pytest.mark.parametrize("window", [(128, None), (128, 128), (None, 64)])
+def test_v2_windows_and_groups_compile(kernel: str, window: tuple[int | None, int | None]) -> None:
+    problem = Problem(2, 4096, 4096, 16, 4, 96, window=window, grad=True, arch=90)
+    assert compiled("v2", kernel, problem).stack == 0

@@ -1,0 +1,576 @@
+"""Who answers a call, why the others don't, and what bad input gets. No GPU: problems are made by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import math
+
+import pytest
+import torch
+from support import CALLS, toy
+from torch.nn.functional import scaled_dot_product_attention
+
+import flashzoo
+from flashzoo import Problem, UnsupportedError, registry
+
+HOPPER = Problem(batch=2, seqlen_q=128, seqlen_k=128, heads=8, heads_kv=8, head_dim=64, device="cuda", arch=90)
+ON_CPU = dataclasses.replace(HOPPER, device="cpu", arch=None, dtype="fp32")
+
+
+@pytest.fixture(autouse=True)
+def _registry_as_it_was(monkeypatch):
+    """Every test may register, unregister and choose; none is felt by the next."""
+    flashzoo.versions()
+    monkeypatch.delenv(registry.ENVIRONMENT, raising=False)
+    monkeypatch.setattr(registry, "_plugin_errors", dict(registry._plugin_errors))
+    before = dict(registry._specs)
+    CALLS.clear()
+    yield
+    for name in list(registry._specs):
+        flashzoo.unregister(name)
+    for spec in before.values():
+        flashzoo.register(spec)
+
+
+@pytest.fixture
+def qkv():
+    return tuple(torch.randn(2, 6, 4, 8) for _ in range(3))
+
+
+class TestSpec:
+    def test_takes_what_it_declares(self):
+        assert toy().unsupported(HOPPER) == []
+
+    @pytest.mark.parametrize(
+        ("fields", "problem", "reason"),
+        [
+            ({"requires": ("no_such_package",)}, {}, "needs the package 'no_such_package', which is not installed"),
+            ({"arch": (90, 90)}, {"arch": 80}, "needs sm_90 to sm_90, got sm_80"),
+            ({"arch": (90, 99)}, {"arch": 100}, "needs sm_90 to sm_99, got sm_100"),
+            ({"arch": (90, None)}, {"arch": 89}, "needs sm_90 or newer, got sm_89"),
+            ({}, {"arch": None}, "needs a GPU whose architecture is known: pass arch=, such as arch=90"),
+            ({}, {"dtype": "fp64"}, "takes dtype fp16 or bf16 or fp32, got fp64"),
+            ({"cpu_dtypes": ()}, {"device": "cpu"}, "does not run on CPU tensors"),
+            ({}, {"device": "cpu", "dtype": "bf16"}, "takes dtype fp16 or fp32 on the CPU, got bf16"),
+            ({"head_dims": range(1, 129)}, {"head_dim": 129}, "takes head_dim 1 to 128, got 129"),
+            ({"head_dims": range(16, 257, 16)}, {"head_dim": 72}, "takes head_dim 16 to 256 in steps of 16, got 72"),
+            ({"features": frozenset()}, {"causal": True}, "does not support causal=True"),
+            ({"features": frozenset()}, {"window": (3, None)}, "does not support window_size"),
+            ({"features": frozenset()}, {"heads_kv": 2}, "does not support fewer key/value heads than query heads"),
+            ({"features": frozenset()}, {"seqlen_k": 64}, "does not support seqlen_q != seqlen_k"),
+            ({"features": frozenset()}, {"lse": True}, "does not support return_lse=True"),
+            ({"features": frozenset()}, {"deterministic": True}, "does not support deterministic=True"),
+            ({"backward": None}, {"grad": True}, "has no backward pass, and an input requires grad"),
+            ({"backward": frozenset()}, {"grad": True, "causal": True}, "its backward pass does not support causal=True"),
+            ({"check": lambda problem: ["the moon is full"]}, {}, "the moon is full"),
+        ],
+        ids=lambda value: value if isinstance(value, str) else None,
+    )
+    def test_refusal(self, fields, problem, reason):
+        assert toy(**fields).unsupported(dataclasses.replace(HOPPER, **problem)) == [reason]
+
+    def test_gives_every_reason_not_the_first(self):
+        spec = toy(arch=(90, None), dtypes=("fp16",), features=frozenset(), backward=None)
+        problem = dataclasses.replace(HOPPER, arch=80, dtype="fp32", causal=True, seqlen_k=4, grad=True)
+        assert len(spec.unsupported(problem)) == 5
+
+    @pytest.mark.parametrize("arch", [80, 89, 90, 100])
+    def test_arch_range_includes_its_ends(self, arch):
+        assert toy(arch=(arch, arch)).unsupported(dataclasses.replace(HOPPER, arch=arch)) == []
+
+    @pytest.mark.parametrize(
+        ("fields", "text"),
+        [
+            ({"features": frozenset({"softcap"})}, "features must be names from .* got \\['softcap'\\]"),
+            ({"backward": frozenset({"softcap"})}, "backward must be names from .* got \\['softcap'\\]"),
+            ({"dtypes": ("e5m2",)}, "dtypes must be from .* got \\['e5m2'\\]"),
+            ({"cpu_dtypes": ("int8",)}, "cpu_dtypes must be from .* got \\['int8'\\]"),
+            ({"impl": "no_colon"}, "impl must be 'package.module:function', got 'no_colon'"),
+        ],
+    )
+    def test_a_wrong_declaration_is_refused_at_once(self, fields, text):
+        with pytest.raises(ValueError, match=text):
+            toy(**fields)
+
+    def test_every_feature_is_a_field_a_problem_can_ask_for(self):
+        asked = dataclasses.replace(HOPPER, causal=True, window=(1, 1), heads_kv=2, seqlen_k=4, lse=True, deterministic=True)
+        assert asked.features == flashzoo.spec.FEATURES.keys()
+        assert HOPPER.features == frozenset()
+
+
+class TestRegister:
+    def test_appends_and_returns_the_spec(self):
+        spec = toy()
+        assert flashzoo.register(spec) is spec
+        assert list(flashzoo.versions())[-1] == "toy"
+
+    def test_before_sets_the_place_in_auto_order(self):
+        flashzoo.register(toy(), before="sdpa")
+        names = list(flashzoo.versions())
+        assert names.index("toy") == names.index("sdpa") - 1
+
+    @pytest.mark.parametrize("name", ["auto", "two words", "1st", ""])
+    def test_name_must_be_an_identifier(self, name):
+        with pytest.raises(ValueError, match=f"spec.name must be an identifier other than 'auto', got '{name}'"):
+            flashzoo.register(toy(name))
+
+    def test_name_must_be_free(self):
+        with pytest.raises(ValueError, match=r"the name 'sdpa' is taken by flashzoo.baselines:sdpa"):
+            flashzoo.register(toy("sdpa"))
+
+    def test_before_must_be_known(self):
+        with pytest.raises(ValueError, match=r"before must be one of .*sdpa.*, got 'nobody'"):
+            flashzoo.register(toy(), before="nobody")
+
+    def test_unregister_must_be_known(self):
+        with pytest.raises(ValueError, match=r"name must be one of .*sdpa.*, got 'nobody'"):
+            flashzoo.unregister("nobody")
+
+    def test_versions_is_a_copy(self):
+        flashzoo.versions().clear()
+        assert flashzoo.versions()
+
+    def test_a_call_sees_what_was_registered_after_an_equal_call(self, qkv):
+        flashzoo.attention(*qkv)
+        flashzoo.register(toy(), before=next(iter(flashzoo.versions())))
+        flashzoo.attention(*qkv)
+        assert len(CALLS) == 1
+
+    def test_a_call_does_not_reach_what_was_unregistered(self, qkv):
+        flashzoo.register(toy())
+        flashzoo.attention(*qkv, version="toy")
+        flashzoo.unregister("toy")
+        with pytest.raises(ValueError, match="got 'toy'"):
+            flashzoo.attention(*qkv, version="toy")
+
+    def test_a_name_taken_again_calls_the_new_version(self, qkv):
+        flashzoo.register(toy())
+        flashzoo.attention(*qkv, version="toy")
+        flashzoo.unregister("toy")
+        flashzoo.register(toy(features=frozenset()))
+        with pytest.raises(UnsupportedError):
+            flashzoo.attention(*qkv, version="toy", causal=True)
+
+
+class TestResolve:
+    def test_auto_takes_the_first_without_objection(self):
+        flashzoo.register(toy("second"), before="v2")
+        flashzoo.register(toy("first", arch=(100, None)), before="second")
+        assert registry.resolve(HOPPER).name == "second"
+        assert registry.resolve(dataclasses.replace(HOPPER, arch=100)).name == "first"
+
+    def test_auto_passes_over_what_does_not_offer_itself(self):
+        flashzoo.register(toy(auto=()), before="v2")
+        assert registry.resolve(HOPPER).name != "toy"
+        assert registry.resolve(HOPPER, "toy").name == "toy"
+
+    @pytest.mark.parametrize("arch", [80, 89, 90, 100])
+    @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+    @pytest.mark.parametrize(
+        "feature",
+        [{}, {"causal": True}, {"window": (8, 0)}, {"heads_kv": 2, "seqlen_k": 7}, {"deterministic": True, "grad": True}],
+        ids=str,
+    )
+    def test_auto_is_the_newest_kernel_on_every_gpu(self, arch, dtype, feature):
+        problem = dataclasses.replace(HOPPER, arch=arch, dtype=dtype, **feature)
+        able = [spec.name for spec in flashzoo.versions().values() if spec.auto and not spec.unsupported(problem)]
+        assert registry.resolve(problem).name == able[0]
+        assert able[0] not in ("sdpa", "standard")
+
+    @pytest.mark.parametrize("problem", [{"head_dim": 300}, {"dtype": "fp64"}, {"arch": 75}, {"arch": 70, "dtype": "fp16"}], ids=str)
+    def test_auto_ends_at_sdpa(self, problem):
+        assert registry.resolve(dataclasses.replace(HOPPER, **problem)).name == "sdpa"
+
+    def test_auto_on_the_cpu_is_torch(self, qkv):
+        assert flashzoo.explain(*qkv).chosen == "sdpa"
+
+    def test_what_even_sdpa_cannot_do_is_left_to_standard(self, qkv):
+        assert flashzoo.explain(*qkv, return_lse=True).chosen == "standard"
+
+    def test_auto_with_no_taker_says_why_of_each(self):
+        with pytest.raises(UnsupportedError) as error:
+            registry.resolve(dataclasses.replace(HOPPER, arch=30))
+        for name in flashzoo.versions():
+            assert f"  {name}: needs sm_" in str(error.value)
+
+    def test_a_name_never_falls_back(self):
+        with pytest.raises(UnsupportedError) as error:
+            registry.resolve(dataclasses.replace(HOPPER, window=(4, 0)), "v1")
+        text = str(error.value)
+        assert "version 'v1' can't take batch 2, seqlen 128, heads 8, head_dim 64, bf16, window (4, 0), on sm_90" in text
+        assert "  v1: does not support window_size" in text
+        assert "versions that would: v2, sdpa, standard" in text
+
+    def test_a_name_that_nobody_could_replace(self):
+        with pytest.raises(UnsupportedError, match="no registered version would"):
+            registry.resolve(dataclasses.replace(HOPPER, arch=30), "v2")
+
+    def test_a_name_nobody_has(self):
+        with pytest.raises(ValueError, match="version must be 'auto' or one of v2, v1, sdpa, standard, got 'v9'"):
+            registry.resolve(HOPPER, "v9")
+
+    @pytest.mark.parametrize("name", ["v1", "v2"])
+    def test_bf16_on_the_cpu_is_refused_by_the_interpreted_kernels(self, name):
+        with pytest.raises(UnsupportedError, match=f"{name}: takes dtype fp16 or fp32 on the CPU, got bf16"):
+            registry.resolve(dataclasses.replace(ON_CPU, dtype="bf16"), name)
+
+    @pytest.mark.parametrize("name", ["v1", "v2"])
+    def test_a_kernel_without_its_language_is_refused(self, name, monkeypatch):
+        monkeypatch.setattr(flashzoo.spec, "_installed", lambda package: package != "triton")
+        registry.resolve.cache_clear()
+        with pytest.raises(UnsupportedError, match="needs the package 'triton', which is not installed"):
+            registry.resolve(HOPPER, name)
+        assert registry.resolve(HOPPER).name == "sdpa"
+        registry.resolve.cache_clear()
+
+
+class TestOverride:
+    @pytest.fixture(autouse=True)
+    def _toys(self):
+        for name in ("by_argument", "by_context", "by_environment"):
+            flashzoo.register(toy(name))
+
+    def test_argument_then_context_then_environment_then_auto(self, qkv, monkeypatch):
+        def chosen(**options):
+            explanation = flashzoo.explain(*qkv, **options)
+            return explanation.chosen, explanation.by
+
+        assert chosen() == ("sdpa", "the default")
+        monkeypatch.setenv("FLASHZOO_VERSION", "by_environment")
+        assert chosen() == ("by_environment", "the environment variable FLASHZOO_VERSION")
+        with flashzoo.use("by_context"):
+            assert chosen() == ("by_context", "the context manager flashzoo.use()")
+            assert chosen(version="by_argument") == ("by_argument", "the argument version=")
+        assert chosen() == ("by_environment", "the environment variable FLASHZOO_VERSION")
+
+    @pytest.mark.parametrize("how", ["argument", "context", "environment"])
+    def test_the_call_follows_it(self, how, qkv, monkeypatch):
+        if how == "environment":
+            monkeypatch.setenv("FLASHZOO_VERSION", "by_environment")
+            flashzoo.attention(*qkv)
+        elif how == "context":
+            with flashzoo.use("by_context"):
+                flashzoo.attention(*qkv)
+        else:
+            flashzoo.attention(*qkv, version="by_argument")
+        assert len(CALLS) == 1
+
+    def test_blocks_nest_and_end_with_an_error(self, qkv):
+        with flashzoo.use("by_context"):
+            with pytest.raises(RuntimeError), flashzoo.use("by_argument"):
+                raise RuntimeError
+            assert flashzoo.explain(*qkv).chosen == "by_context"
+        assert flashzoo.explain(*qkv).chosen == "sdpa"
+
+    def test_auto_in_a_block_undoes_the_outer_one(self, qkv):
+        with flashzoo.use("by_context"), flashzoo.use("auto"):
+            assert flashzoo.explain(*qkv).chosen == "sdpa"
+
+    def test_use_must_name_a_version(self):
+        with pytest.raises(ValueError, match=r"use: version must be 'auto' or one of .*, got 'v9'"), flashzoo.use("v9"):
+            pass
+
+    def test_the_environment_must_name_a_version(self, qkv, monkeypatch):
+        monkeypatch.setenv("FLASHZOO_VERSION", "v9")
+        with pytest.raises(ValueError, match="got 'v9'"):
+            flashzoo.attention(*qkv)
+
+    def test_an_override_never_falls_back_either(self, qkv):
+        flashzoo.register(toy("narrow", features=frozenset()))
+        with flashzoo.use("narrow"), pytest.raises(UnsupportedError, match="narrow: does not support causal=True"):
+            flashzoo.attention(*qkv, causal=True)
+
+
+class TestExplain:
+    @pytest.mark.parametrize("arch", [80, 89, 90, 100])
+    def test_of_a_gpu_that_is_not_there(self, arch, qkv):
+        explanation = flashzoo.explain(*(x.bfloat16() for x in qkv), arch=arch)
+        assert explanation.chosen == "v2"
+        assert explanation.problem.where == f"sm_{arch}"
+        assert {verdict.name for verdict in explanation.verdicts} == set(flashzoo.versions())
+
+    def test_of_a_problem_alone(self):
+        assert flashzoo.explain(HOPPER).chosen == "v2"
+        assert flashzoo.explain(dataclasses.replace(HOPPER, window=(1, 1)), version="v1").chosen is None
+
+    def test_of_tensors_with_no_data(self):
+        q = torch.empty(1, 1 << 20, 64, 128, dtype=torch.bfloat16, device="meta")
+        assert flashzoo.explain(q, q, q, causal=True, arch=90).chosen == "v2"
+
+    def test_prints_who_was_chosen_and_every_reason(self):
+        text = str(flashzoo.explain(dataclasses.replace(HOPPER, window=(8, 0), lse=True)))
+        assert (
+            text.splitlines()[0] == "v2 takes batch 2, seqlen 128, heads 8, head_dim 64, bf16, window (8, 0), lse, on sm_90, by the default"
+        )
+        assert "* v2" in text
+        assert "- does not support window_size" in text
+        assert "- does not support return_lse=True" in text
+
+    def test_prints_that_nobody_takes_it(self):
+        assert str(flashzoo.explain(dataclasses.replace(HOPPER, arch=30))).startswith("no version takes ")
+
+    def test_says_that_kernels_are_interpreted_on_the_cpu(self):
+        for name in ("v1", "v2"):
+            verdict = next(verdict for verdict in flashzoo.explain(ON_CPU).verdicts if verdict.name == name)
+            assert any("interpreter" in note for note in verdict.notes)
+
+    def test_of_half_the_tensors(self, qkv):
+        with pytest.raises(TypeError, match="k and v must be tensors where q is one, got NoneType"):
+            flashzoo.explain(qkv[0])
+
+    def test_refuses_what_attention_refuses(self, qkv):
+        with pytest.raises(ValueError, match="softmax_scale must be finite, got nan"):
+            flashzoo.explain(*qkv, softmax_scale=math.nan)
+
+
+class TestPlugins:
+    @pytest.fixture
+    def installed(self, monkeypatch):
+        """Make these the installed entry points, unread as yet."""
+
+        def install(**found):
+            points = []
+            for name, value in found.items():
+                points.append(importlib.metadata.EntryPoint(name, "nowhere:at_all", registry.ENTRY_POINTS))
+                object.__setattr__(points[-1], "load", value)
+            monkeypatch.setattr(registry, "entry_points", lambda group: points if group == "flashzoo.versions" else [])
+            monkeypatch.setattr(registry, "_plugins_loaded", False)
+
+        return install
+
+    def test_a_plugin_is_a_version_like_any_other(self, installed, qkv):
+        installed(toy=toy)
+        assert "toy" in flashzoo.versions()
+        flashzoo.attention(*qkv, version="toy")
+        assert len(CALLS) == 1
+
+    def test_a_plugin_that_registers_itself_is_not_registered_twice(self, installed):
+        installed(toy=lambda: flashzoo.register(toy()))
+        assert "toy" in flashzoo.versions()
+        assert registry.plugin_errors() == {}
+
+    def test_a_broken_plugin_breaks_nothing_and_is_reported(self, installed, qkv):
+        def broken():
+            raise ImportError("no such shared library")
+
+        installed(broken=broken, wrong=lambda: "a string", taken=lambda: toy("sdpa"), toy=toy)
+        assert flashzoo.attention(*qkv).shape == qkv[0].shape
+        assert flashzoo.versions()["sdpa"].impl == "flashzoo.baselines:sdpa"
+        errors = registry.plugin_errors()
+        assert errors.keys() == {"broken", "wrong", "taken"}
+        assert errors["broken"] == "ImportError: no such shared library"
+        assert errors["wrong"] == "TypeError: expected a flashzoo.Spec, got str"
+        assert "the name 'sdpa' is taken" in errors["taken"]
+        assert "toy" in flashzoo.versions()
+
+
+def _changed(**changes):
+    """q, k, v of a good call with these in place of the good ones."""
+    return {name: torch.randn(2, 6, 4, 8) for name in "qkv"} | changes
+
+
+BAD_INPUT = {
+    "q is no tensor": ({"q": [1.0]}, TypeError, r"q must be a torch.Tensor, got list"),
+    "k is no tensor": ({"k": None}, TypeError, r"k must be a torch.Tensor, got NoneType"),
+    "v is sparse": ({"v": torch.zeros(2, 6, 4, 8).to_sparse()}, TypeError, r"v must be a dense tensor .* got torch.sparse_coo"),
+    "q has rank 3": ({"q": torch.randn(6, 4, 8)}, ValueError, r"q must have 4 dimensions .* got shape \(6, 4, 8\)"),
+    "k has rank 5": ({"k": torch.randn(1, 2, 6, 4, 8)}, ValueError, r"k must have 4 dimensions .* got shape \(1, 2, 6, 4, 8\)"),
+    "v has rank 0": ({"v": torch.tensor(1.0)}, ValueError, r"v must have 4 dimensions .* got shape \(\)"),
+    "batches differ": ({"q": torch.randn(3, 6, 4, 8)}, ValueError, r"k must have q's batch 3, got 2 .*q \(3, 6, 4, 8\)"),
+    "k and v batches differ": (
+        {"v": torch.randn(1, 6, 4, 8)},
+        ValueError,
+        r"v must have the shape of k \(2, 6, 4, 8\), got \(1, 6, 4, 8\)",
+    ),
+    "k and v lengths differ": (
+        {"v": torch.randn(2, 5, 4, 8)},
+        ValueError,
+        r"v must have the shape of k \(2, 6, 4, 8\), got \(2, 5, 4, 8\)",
+    ),
+    "k and v heads differ": ({"v": torch.randn(2, 6, 2, 8)}, ValueError, r"v must have the shape of k"),
+    "k and v head dims differ": ({"v": torch.randn(2, 6, 4, 16)}, ValueError, r"v must have the shape of k"),
+    "head dims differ": ({"q": torch.randn(2, 6, 4, 16)}, ValueError, r"k must have q's head_dim 16, got 8"),
+    "heads do not divide": ({"q": torch.randn(2, 6, 6, 8)}, ValueError, r"q's heads must be a multiple of k's, got 6 and 4"),
+    "more key heads than query heads": ({"q": torch.randn(2, 6, 2, 8)}, ValueError, r"q's heads must be a multiple of k's, got 2 and 4"),
+    "no heads": (dict.fromkeys("qkv", torch.randn(2, 6, 0, 8)), ValueError, r"heads and head_dim must be at least 1"),
+    "no head dim": (dict.fromkeys("qkv", torch.randn(2, 6, 4, 0)), ValueError, r"heads and head_dim must be at least 1"),
+    "integers": (
+        dict.fromkeys("qkv", torch.zeros(2, 6, 4, 8, dtype=torch.int32)),
+        TypeError,
+        r"must be of dtype fp16, .* got q torch.int32",
+    ),
+    "complex": (
+        dict.fromkeys("qkv", torch.zeros(2, 6, 4, 8, dtype=torch.complex64)),
+        TypeError,
+        r"must be of dtype fp16, .* got q torch.complex64",
+    ),
+    "q and k dtypes differ": (
+        {"q": torch.randn(2, 6, 4, 8).half()},
+        TypeError,
+        r"must have one dtype, got q torch.float16, k torch.float32, v torch.float32",
+    ),
+    "v dtype differs": ({"v": torch.randn(2, 6, 4, 8).bfloat16()}, TypeError, r"must have one dtype, got .* v torch.bfloat16"),
+    "devices differ": ({"k": torch.empty(2, 6, 4, 8, device="meta")}, ValueError, r"must be on one device, got q cpu, k meta, v cpu"),
+    "q's last dimension is strided": (
+        {"q": torch.randn(2, 6, 8, 4).transpose(2, 3)},
+        ValueError,
+        r"q must be contiguous in its last dimension \(stride 1\), got stride 4",
+    ),
+    "v's last dimension is expanded": (
+        {"v": torch.randn(2, 6, 4, 1).expand(2, 6, 4, 8)},
+        ValueError,
+        r"v must be contiguous in its last dimension \(stride 1\), got stride 0",
+    ),
+    "scale is NaN": ({"softmax_scale": math.nan}, ValueError, r"softmax_scale must be finite, got nan"),
+    "scale is infinite": ({"softmax_scale": -math.inf}, ValueError, r"softmax_scale must be finite, got -inf"),
+    "scale is a string": ({"softmax_scale": "0.1"}, TypeError, r"softmax_scale must be a float or None, got str"),
+    "scale is a tensor": ({"softmax_scale": torch.tensor(0.1)}, TypeError, r"softmax_scale must be a float or None, got Tensor"),
+    "scale is a bool": ({"softmax_scale": True}, TypeError, r"softmax_scale must be a float or None, got bool"),
+    "causal is a number": ({"causal": 1}, TypeError, r"causal must be a bool, got 1"),
+    "causal is None": ({"causal": None}, TypeError, r"causal must be a bool, got None"),
+    "deterministic is a string": ({"deterministic": "yes"}, TypeError, r"deterministic must be a bool, got 'yes'"),
+    "return_lse is a number": ({"return_lse": 1}, TypeError, r"return_lse must be a bool, got 1"),
+    "window is a number": ({"window_size": 4}, ValueError, r"window_size must be None or a pair .* got 4"),
+    "window has three sides": ({"window_size": (1, 2, 3)}, ValueError, r"window_size must be None or a pair .* got \(1, 2, 3\)"),
+    "window is below -1": ({"window_size": (-2, 0)}, ValueError, r"window_size must be None or a pair .* got \(-2, 0\)"),
+    "window is fractional": ({"window_size": (1.5, 0)}, ValueError, r"window_size must be None or a pair .* got \(1.5, 0\)"),
+    "version is unknown": ({"version": "v9"}, ValueError, r"version must be 'auto' or one of .*, got 'v9'"),
+    "version is None": ({"version": None}, ValueError, r"version must be 'auto' or one of .*, got None"),
+    "an argument nobody knows": ({"dropout_p": 0.1}, TypeError, r"unexpected keyword argument 'dropout_p'"),
+}
+
+
+class TestBadInput:
+    @pytest.mark.parametrize("case", BAD_INPUT)
+    def test_is_refused_before_any_launch(self, case):
+        changes, error, text = BAD_INPUT[case]
+        flashzoo.register(toy(), before="v2")
+        with pytest.raises(error, match=text):
+            flashzoo.attention(**_changed(**changes))
+        assert CALLS == []
+
+    @pytest.mark.parametrize(
+        ("good", "bad"),
+        [
+            ({"causal": True}, {"causal": 1}),
+            ({"causal": False}, {"causal": 0}),
+            ({"deterministic": True}, {"deterministic": 1.0}),
+            ({"softmax_scale": 1.0}, {"softmax_scale": True}),
+        ],
+        ids=str,
+    )
+    def test_is_refused_after_an_equal_good_call(self, good, bad):
+        """1 == True, so a cache keyed on equality lets the second call through."""
+        flashzoo.register(toy(), before="v2")
+        flashzoo.attention(**_changed(**good))
+        with pytest.raises((TypeError, ValueError)):
+            flashzoo.attention(**_changed(**bad))
+
+    def test_is_refused_again(self):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="got 'v9'"):
+                flashzoo.attention(**_changed(version="v9"))
+
+    def test_mixed_dtypes_under_autocast_are_refused_not_cast(self, qkv):
+        q, k, v = qkv
+        with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(TypeError, match="must have one dtype"):
+            flashzoo.attention(q, k, v.bfloat16())
+
+    def test_tensors_are_positional_and_options_are_not(self, qkv):
+        with pytest.raises(TypeError, match="positional"):
+            flashzoo.attention(*qkv, True)
+
+    def test_a_last_dimension_of_one_has_no_stride(self):
+        q = torch.randn(1, 3, 2, 4)[..., ::4]
+        assert flashzoo.attention(q, q, q).shape == (1, 3, 2, 1)
+
+
+class TestMeaning:
+    """What arguments are taken to mean, by whichever version answers."""
+
+    def test_scale_defaults_to_one_over_root_head_dim(self, qkv):
+        flashzoo.register(toy())
+        assert torch.equal(flashzoo.attention(*qkv, version="toy"), qkv[0] * (1 / math.sqrt(8)))
+
+    @pytest.mark.parametrize("window", [None, (None, None), (-1, -1), (-1, None), [-1, None]], ids=str)
+    def test_none_and_minus_one_both_mean_unbounded(self, window, qkv):
+        flashzoo.register(toy())
+        flashzoo.attention(*qkv, window_size=window, version="toy")
+        assert CALLS[0].window == (None, None)
+
+    def test_defaults_are_their_explicit_values(self, qkv):
+        explicit = {"causal": False, "softmax_scale": 8**-0.5, "window_size": (None, None), "deterministic": False, "return_lse": False}
+        assert torch.equal(flashzoo.attention(*qkv), flashzoo.attention(*qkv, **explicit, version="auto"))
+
+    def test_grad_is_asked_for_only_where_autograd_records(self, qkv):
+        flashzoo.register(toy())
+        q, k, v = qkv
+        flashzoo.attention(q, k, v, version="toy")
+        flashzoo.attention(q, k.clone().requires_grad_(), v, version="toy")
+        with torch.no_grad():
+            flashzoo.attention(q, k.clone().requires_grad_(), v, version="toy")
+        with torch.inference_mode():
+            flashzoo.attention(q, k.clone().requires_grad_(), v, version="toy")
+        assert [problem.grad for problem in CALLS] == [False, True, False, False]
+
+
+class TestSdpaAdapter:
+    @pytest.fixture
+    def bhsd(self):
+        return tuple(torch.randn(2, 4, 6, 8) for _ in range(3))
+
+    @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3}], ids=str)
+    def test_is_torch(self, options, bhsd):
+        torch.testing.assert_close(flashzoo.sdpa(*bhsd, **options), scaled_dot_product_attention(*bhsd, **options))
+
+    def test_groups_heads_where_told(self, bhsd):
+        q, k, v = bhsd[0], bhsd[1][:, :2], bhsd[2][:, :2]
+        torch.testing.assert_close(flashzoo.sdpa(q, k, v, enable_gqa=True), scaled_dot_product_attention(q, k, v, enable_gqa=True))
+        with pytest.raises(ValueError, match="enable_gqa: expected True where head counts differ, got False with 4 and 2 heads"):
+            flashzoo.sdpa(q, k, v)
+
+    def test_refuses_the_two_meanings_of_causal(self, bhsd):
+        with pytest.raises(ValueError, match=r"is_causal: .* expected equal lengths, got seqlen_q 3 and seqlen_k 6"):
+            flashzoo.sdpa(bhsd[0][:, :, :3], *bhsd[1:], is_causal=True)
+
+    def test_names_torchs_arguments(self, bhsd):
+        with pytest.raises(TypeError, match=r"key must be a torch.Tensor, got NoneType"):
+            flashzoo.sdpa(bhsd[0], None, bhsd[2])
+
+    def test_takes_a_version(self, bhsd):
+        with pytest.raises(ValueError, match="got 'v9'"):
+            flashzoo.sdpa(*bhsd, version="v9")
+
+
+EMPTY = {
+    "no batch": ((0, 6, 4, 8), (0, 6, 2, 8)),
+    "no queries": ((2, 0, 4, 8), (2, 6, 2, 8)),
+    "no keys": ((2, 6, 4, 8), (2, 0, 2, 8)),
+    "no queries, no keys": ((2, 0, 4, 8), (2, 0, 2, 8)),
+}
+
+
+class TestEmpty:
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("name", ["auto", "v1", "v2", "standard"])
+    @pytest.mark.parametrize("shapes", EMPTY.values(), ids=EMPTY)
+    def test_gives_zeros_minus_infinity_and_zero_gradients(self, shapes, name, causal):
+        q_shape, k_shape = shapes
+        q, k, v = (torch.randn(shape, requires_grad=True) for shape in (q_shape, k_shape, k_shape))
+        out, lse = flashzoo.attention(q, k, v, causal=causal, return_lse=True, version=name)
+        assert out.shape == q.shape and not out.any()
+        assert lse.shape == (q_shape[0], q_shape[2], q_shape[1]) and bool((lse == -math.inf).all())
+        gradients = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse)))
+        assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
+        assert not any(x.any() for x in gradients)
+
+    def test_still_asks_who_would_answer(self):
+        q = torch.randn(2, 0, 4, 8)
+        with pytest.raises(UnsupportedError, match="does not support window_size"):
+            flashzoo.attention(q, q, q, window_size=(1, 0), version="v1")
+
+    def test_no_keys_of_bad_numbers(self):
+        """The zeros must not be made from the inputs by a product: 0 * inf is NaN."""
+        q, k = torch.full((1, 3, 2, 4), math.inf), torch.empty(1, 0, 2, 4)
+        assert torch.equal(flashzoo.attention(q, k, k), torch.zeros_like(q))

@@ -1,0 +1,197 @@
+"""The rules of the house: which way imports point, what importing costs, and that kernels and papers' lines keep together."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+
+import flashzoo
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "flashzoo"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+VERSION_FOLDERS = sorted(path.parent for path in PACKAGE.glob("[!_]*/__init__.py"))
+KERNELS = [folder for folder in VERSION_FOLDERS if (folder / "kernels.py").is_file() or folder.name in ("v1", "v2")]
+IMPORT_SECONDS = 0.2
+
+# What each room may import besides the standard library; a version's folder may also import itself.
+MAY_IMPORT = {
+    "spec": set(),
+    "registry": {"flashzoo.spec"},
+    "api": {"torch", "flashzoo.registry", "flashzoo.spec"},
+    "autograd": {"torch", "flashzoo.spec"},
+    "reference": {"torch", "flashzoo.autograd", "flashzoo.spec"},
+    "baselines": {"torch", "flashzoo.reference", "flashzoo.spec"},
+    "workloads": {"torch", "flashzoo.spec"},
+    "accuracy": {"torch", "flashzoo.reference", "flashzoo.spec"},
+    "_triton": {"torch", "triton", "flashzoo._triton"},
+    "_cute": {"torch", "cutlass", "flashzoo._cute"},
+}
+A_VERSION_MAY_IMPORT = {"torch", "triton", "cutlass", "flashzoo._triton", "flashzoo._cute", "flashzoo.autograd", "flashzoo.spec"}
+# These look inside versions because that is their work.
+INSIDERS = {"tests/test_compile.py", "bench/tune.py"}
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def imported(path: Path) -> set[str]:
+    """Every module that a file imports, lazily too: `from flashzoo import v1` and `import flashzoo.v1` both as flashzoo.v1."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{relative(path)}:{node.lineno}: imports are absolute"
+            whole = node.module or ""
+            is_package = whole == "flashzoo" or (PACKAGE.parent / whole.replace(".", "/") / "__init__.py").is_file()
+            found |= {f"{whole}.{alias.name}" if is_package else whole for alias in node.names}
+    return {name for name in found if name.partition(".")[0] not in sys.stdlib_module_names}
+
+
+def within(name: str, allowed: set[str]) -> bool:
+    return any(name == room or name.startswith(f"{room}.") for room in allowed)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_imports_point_one_way(path):
+    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if PACKAGE / room in VERSION_FOLDERS:
+        allowed = A_VERSION_MAY_IMPORT | {f"flashzoo.{room}"}
+    elif room in MAY_IMPORT:
+        allowed = MAY_IMPORT[room]
+    else:  # __init__, compare, cli: anything but the inside of a version, of which __init__ registers the Specs
+        inside = {f"flashzoo.{folder.name}.{file.stem}" for folder in VERSION_FOLDERS for file in folder.glob("*.py")}
+        assert not {name for name in imported(path) if within(name, inside | {"triton", "cutlass", "flashzoo._triton", "flashzoo._cute"})}
+        return
+    assert {name for name in imported(path) if not within(name, allowed)} == set()
+
+
+@pytest.mark.parametrize("folder", VERSION_FOLDERS, ids=relative)
+def test_device_code_shares_nothing(folder):
+    """A kernel file reads alone beside its paper: it imports its language and no more."""
+    for path in folder.glob("kernels.py"):
+        assert {name.partition(".")[0] for name in imported(path)} <= {"triton", "cutlass"}
+
+
+@pytest.mark.parametrize(
+    "path", sorted([*(ROOT / "tests").glob("*.py"), *(ROOT / "bench").glob("*.py"), *(ROOT / "examples").glob("*.py")]), ids=relative
+)
+def test_tests_bench_and_examples_stay_outside(path):
+    special = re.fullmatch(r"tests/test_v\d\w*\.py", relative(path))
+    if relative(path) in INSIDERS or special:
+        return
+    inside = {f"flashzoo.{folder.name}" for folder in VERSION_FOLDERS} | {"flashzoo._triton", "flashzoo._cute"}
+    assert {name for name in imported(path) if within(name, inside)} == set()
+
+
+def in_fresh_process(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
+def test_import_loads_no_kernel_language_and_starts_no_gpu():
+    code = """if True:
+        import sys, torch
+        before = set(sys.modules)
+        import flashzoo
+        assert not torch.cuda.is_initialized()
+        print(*set(sys.modules) - before)
+    """
+    loaded = {name.partition(".")[0] for name in in_fresh_process(code).split()}
+    assert "flashzoo" in loaded
+    assert not loaded & {"triton", "cutlass", "rich", "matplotlib", "pytest", "pandas"}
+
+
+def test_asking_loads_no_kernel_language():
+    code = """if True:
+        import sys, torch, flashzoo
+        q = torch.empty(1, 8, 2, 16, dtype=torch.float16)
+        str(flashzoo.explain(q, q, q, arch=90)), flashzoo.versions(), flashzoo.attention(q, q, q, version="sdpa")
+        print(*sys.modules)
+    """
+    assert not {"triton", "cutlass"} & set(in_fresh_process(code).split())
+
+
+def test_import_is_quick():
+    """Beyond torch's own. The best of several runs: what else the machine does only ever adds."""
+    code = "import torch, time; start = time.perf_counter(); import flashzoo; print(time.perf_counter() - start)"
+    seconds = min(float(in_fresh_process(code)) for _ in range(5))
+    print(f"import flashzoo: {1e3 * seconds:.0f} ms beyond torch")
+    assert seconds < IMPORT_SECONDS
+
+
+def paper_lines_in_comments(path: Path) -> set[str]:
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+    comments = " ".join(token.string for token in tokens if token.type == tokenize.COMMENT)
+    return set(re.findall(r"\bA\d+\.\d+\b", comments))
+
+
+@pytest.mark.parametrize("folder", KERNELS, ids=relative)
+def test_kernel_and_readme_name_the_same_lines_of_the_paper(folder):
+    in_code = paper_lines_in_comments(folder / "kernels.py")
+    in_readme = re.findall(r"^\| (A\d+\.\d+) \|", (folder / "README.md").read_text(), re.MULTILINE)
+    assert in_code and in_code == set(in_readme)
+    assert len(in_readme) == len(set(in_readme)), "a line is listed twice"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_nothing_that_newer_triton_has_dropped(path):
+    names = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+    assert not names & {"make_block_ptr", "advance"}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_public_names_have_docstrings(path):
+    module = ast.parse(path.read_text())
+    is_overload = lambda node: any(isinstance(mark, ast.Name) and mark.id == "overload" for mark in node.decorator_list)  # noqa: E731
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    public = [node for node in module.body if isinstance(node, kinds) and not node.name.startswith("_") and not is_overload(node)]
+    in_version = path.parent in VERSION_FOLDERS and path.stem in ("kernels", "launch")  # a kernel is told in the file's head
+    missing = [node.name for node in public if not ast.get_docstring(node)]
+    assert ast.get_docstring(module), "the file"
+    assert missing == [] or in_version
+
+
+@pytest.mark.parametrize("spec", flashzoo.versions().values(), ids=lambda spec: spec.name)
+def test_every_impl_is_there_and_takes_the_contract(spec):
+    module, _, name = spec.impl.partition(":")
+    function = getattr(importlib.import_module(module), name)
+    assert list(inspect.signature(function).parameters) == ["q", "k", "v", "problem", "softmax_scale"]
+
+
+@pytest.mark.parametrize("folder", VERSION_FOLDERS, ids=relative)
+def test_a_version_is_data_readme_host_and_device(folder):
+    assert (folder / "README.md").is_file()
+    package = importlib.import_module(f"flashzoo.{folder.name}")
+    assert package.SPEC is flashzoo.versions()[package.SPEC.name]
+    assert package.SPEC.paper.partition("arXiv:")[2] in (folder / "README.md").read_text()
+
+
+def test_the_example_is_short():
+    assert len((ROOT / "examples" / "my_variant.py").read_text().splitlines()) <= 60
+
+
+def test_readme_has_every_version_and_the_markers_of_its_tables():
+    text = (ROOT / "README.md").read_text()
+    assert [name for name in flashzoo.versions() if f"| `{name}` |" not in text] == []
+    begins, ends = (re.findall(rf"<!-- ([\w-]+):{end} -->", text) for end in ("begin", "end"))
+    assert begins and begins == ends
+
+
+def test_readme_begins_with_the_two_commands():
+    head = "\n".join((ROOT / "README.md").read_text().splitlines()[:15])
+    assert "make compare" in head and "make test" in head
+
+
+def test_the_fixed_order_of_auto():
+    assert list(flashzoo.versions())[:4] == ["v2", "v1", "sdpa", "standard"]

@@ -1,0 +1,246 @@
+"""What must hold of any attention, whatever its numbers: no oracle, shapes and masks drawn by hypothesis.
+
+`--hypothesis-profile=random` draws new ones; the default draws the same in every run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from support import DEVICE, Tensors, both, draw, dtypes_of, forward, small, takes
+
+import flashzoo
+from flashzoo import Problem
+from flashzoo.reference import visible
+
+LENGTHS = (1, 2, 15, 16, 17, 33, 63, 64, 65, 129)
+HEAD_DIMS = (1, 5, 8, 16, 20, 33, 64)
+TOLERANCE = {"fp64": 2e-5, "fp32": 2e-5, "fp16": 4e-3, "bf16": 3e-2}
+asks = pytest.mark.asks
+
+
+@dataclass(frozen=True)
+class Call:
+    """One drawn call; its tensors come from the seed."""
+
+    problem: Problem
+    seed: int
+    scale: float | None
+
+    @property
+    def tensors(self) -> Tensors:
+        return draw(self.problem, self.seed)[0]
+
+
+def calls(version: str, masked: bool, **asked) -> st.SearchStrategy[Call]:
+    """Calls that the version takes, with sizes at and beside the edges of tiles."""
+    spec = flashzoo.versions()[version]
+    dtype = "fp32" if "fp32" in dtypes_of(spec) else dtypes_of(spec)[0]
+    sides = st.one_of(st.none(), st.integers(0, 70))
+
+    @st.composite
+    def drawn(pick) -> Call:
+        heads_kv = pick(st.integers(1, 2))
+        problem = small(
+            spec,
+            dtype=dtype,
+            batch=pick(st.integers(1, 2)),
+            seqlen_q=pick(st.sampled_from(LENGTHS)),
+            seqlen_k=pick(st.sampled_from(LENGTHS)),
+            heads=heads_kv * pick(st.integers(1, 3)),
+            heads_kv=heads_kv,
+            head_dim=pick(st.sampled_from(HEAD_DIMS)),
+            causal=masked and pick(st.booleans()),
+            window=(pick(sides), pick(sides)) if masked and "window" in spec.features else (None, None),
+            **asked,
+        )
+        assume(takes(spec, problem))
+        return Call(problem, pick(st.integers(0, 1 << 20)), pick(st.sampled_from((None, 0.05, 1.0))))
+
+    return drawn()
+
+
+def for_all(strategy: st.SearchStrategy[Call], version: str, holds: Callable[[Call], None]) -> None:
+    """Hypothesis, with fewer examples where a kernel is interpreted."""
+    interpreted = DEVICE == "cpu" and "triton" in flashzoo.versions()[version].requires
+
+    @settings(max_examples=8 if interpreted else 60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+    @given(strategy)
+    def test(call: Call) -> None:
+        holds(call)
+
+    test()
+
+
+def assert_near(found: torch.Tensor, expected: torch.Tensor, problem: Problem) -> None:
+    tolerance = TOLERANCE[problem.dtype]
+    torch.testing.assert_close(found, expected.to(found.dtype), rtol=tolerance, atol=tolerance)
+
+
+def seeing(problem: Problem) -> torch.Tensor:
+    """`(seqlen_q,)` bool: rows that see a key."""
+    return torch.arange(problem.seqlen_q, device=problem.device) >= problem.blind_rows
+
+
+@asks()
+def test_order_of_keys_does_not_matter(version, problem):
+    def holds(call):
+        q, k, v = call.tensors
+        order = torch.randperm(call.problem.seqlen_k, generator=torch.Generator().manual_seed(call.seed)).to(k.device)
+        out = forward(version, (q, k, v), call.problem, call.scale).out
+        assert_near(forward(version, (q, k[:, order], v[:, order]), call.problem, call.scale).out, out, call.problem)
+
+    for_all(calls(version, masked=False), version, holds)
+
+
+@asks()
+def test_one_vector_added_to_every_key_shifts_scores_only(version, problem):
+    def holds(call):
+        q, k, v = call.tensors
+        scale = call.scale or call.problem.head_dim**-0.5
+        direction = 0.5 * torch.ones_like(k[:, :1])
+        before = forward(version, (q, k, v), call.problem, scale)
+        after = forward(version, (q, k + direction, v), call.problem, scale)
+        assert_near(after.out, before.out, call.problem)
+        if call.problem.lse:
+            shift = scale * 0.5 * q.float().sum(-1).transpose(1, 2)
+            assert_near(after.lse, before.lse + shift, call.problem)
+
+    for_all(calls(version, masked=True), version, holds)
+
+
+@asks()
+def test_linear_in_v(version, problem):
+    def holds(call):
+        q, k, v = call.tensors
+        other = draw(call.problem, call.seed + 1)[0][2]
+        left, right, mixed = (forward(version, (q, k, x), call.problem, call.scale).out for x in (v, other, 0.5 * v - 2 * other))
+        assert_near(mixed, 0.5 * left - 2 * right, call.problem)
+
+    for_all(calls(version, masked=True), version, holds)
+
+
+@asks(lse=True)
+def test_two_parts_merge_into_the_whole_through_lse(version, problem):
+    def holds(call):
+        problem = call.problem
+        assume(problem.seqlen_k > 1)
+        q, k, v = call.tensors
+        whole = forward(version, (q, k, v), problem, call.scale)
+        cut = 1 + call.seed % (problem.seqlen_k - 1)
+        parts = []
+        for keys in (slice(None, cut), slice(cut, None)):
+            part = replace(problem, seqlen_k=len(range(problem.seqlen_k)[keys]))
+            parts.append(forward(version, (q, k[:, keys], v[:, keys]), part, call.scale))
+        lse = torch.logaddexp(parts[0].lse, parts[1].lse)
+        merged = sum(part.out.float() * (part.lse - lse).exp().transpose(1, 2)[..., None] for part in parts)
+        assert_near(lse, whole.lse, problem)
+        assert_near(whole.out.float(), merged, problem)
+
+    for_all(calls(version, masked=False), version, holds)
+
+
+@asks()
+def test_the_last_queries_alone_see_what_they_saw_among_all(version, problem):
+    """Bottom-right alignment: decoding a row gives that row of the whole. Seen in ROCm flash-attention #158, FA #2595."""
+
+    def holds(call):
+        problem = call.problem
+        q, k, v = call.tensors
+        first = call.seed % problem.seqlen_q
+        whole = forward(version, (q, k, v), problem, call.scale)
+        tail = forward(version, (q[:, first:], k, v), replace(problem, seqlen_q=problem.seqlen_q - first), call.scale)
+        assert_near(tail.out, whole.out[:, first:], problem)
+        if problem.lse:
+            assert_near(tail.lse, whole.lse[:, :, first:], problem)
+
+    for_all(calls(version, masked=True), version, holds)
+
+
+@asks()
+def test_outputs_lie_in_the_hull_of_the_values(version, problem):
+    def holds(call):
+        problem = call.problem
+        q, k, v = call.tensors
+        out = forward(version, (q, k, v), problem, call.scale).out[:, seeing(problem)]
+        lowest, highest = (x.repeat_interleave(problem.heads // problem.heads_kv, 2) for x in (v.amin(1, True), v.amax(1, True)))
+        slack = 4 * torch.finfo(v.dtype).eps * v.abs().max()
+        assert bool((out >= lowest - slack).all()) and bool((out <= highest + slack).all())
+
+    for_all(calls(version, masked=True), version, holds)
+
+
+@asks()
+def test_values_of_one_give_one(version, problem):
+    def holds(call):
+        q, k, v = call.tensors
+        out = forward(version, (q, k, torch.ones_like(v)), call.problem, call.scale).out
+        assert_near(out, seeing(call.problem)[None, :, None, None].expand_as(out), call.problem)
+
+    for_all(calls(version, masked=True), version, holds)
+
+
+@asks(lse=True)
+def test_lse_of_equal_scores_counts_the_keys(version, problem):
+    def holds(call):
+        problem = call.problem
+        q, k, v = call.tensors
+        lse = forward(version, (torch.zeros_like(q), k, v), problem, call.scale).lse
+        seen = visible(problem, q.device)
+        count = torch.full((problem.seqlen_q,), problem.seqlen_k, device=q.device) if seen is None else seen.sum(1)
+        torch.testing.assert_close(lse, count.double().log().float().expand_as(lse), rtol=1e-6, atol=1e-6)
+
+    for_all(calls(version, masked=True), version, holds)
+
+
+@asks()
+def test_every_key_twice_changes_only_lse(version, problem):
+    def holds(call):
+        q, k, v = call.tensors
+        twice = replace(call.problem, seqlen_k=2 * call.problem.seqlen_k)
+        once = forward(version, (q, k, v), call.problem, call.scale)
+        doubled = forward(version, (q, torch.cat((k, k), 1), torch.cat((v, v), 1)), twice, call.scale)
+        assert_near(doubled.out, once.out, call.problem)
+        if call.problem.lse:
+            assert_near(doubled.lse, once.lse + math.log(2), call.problem)
+
+    for_all(calls(version, masked=False), version, holds)
+
+
+@asks(grad=True)
+def test_gradients_of_scores_balance(version, problem):
+    """Both q . dQ and k . dK are the derivative with respect to the logarithm of the scale, summed head by head."""
+
+    def holds(call):
+        problem = call.problem
+        (q, k, v), dout, dlse = draw(problem, call.seed)
+        result = both(version, (q, k, v), problem, dout, dlse, call.scale)
+        assert result.dq is not None and result.dk is not None
+        by_query = (q.double() * result.dq.double()).sum((1, 3)).view(problem.batch, problem.heads_kv, -1).sum(2)
+        by_key = (k.double() * result.dk.double()).sum((1, 3))
+        size = (q.double() * result.dq.double()).abs().sum() + (k.double() * result.dk.double()).abs().sum()
+        assert bool(((by_query - by_key).abs() <= TOLERANCE[problem.dtype] * (1 + size)).all())
+
+    for_all(calls(version, masked=True, grad=True), version, holds)
+
+
+@asks(grad=True)
+def test_gradients_of_values_hand_on_the_whole_of_dout(version, problem):
+    """Each row of P sums to 1, so dV summed over keys is dO summed over the rows that see a key."""
+
+    def holds(call):
+        problem = call.problem
+        tensors, dout, _ = draw(problem, call.seed)
+        result = both(version, tensors, problem, dout, None, call.scale)
+        assert result.dv is not None
+        given_out = dout[:, seeing(problem)].double().sum(1).view(problem.batch, problem.heads_kv, -1, problem.head_dim).sum(2)
+        slack = TOLERANCE[problem.dtype] * (1 + dout.double().abs().sum())
+        assert bool(((result.dv.double().sum(1) - given_out).abs() <= slack).all())
+
+    for_all(calls(version, masked=True, grad=True), version, holds)

@@ -1,0 +1,164 @@
+"""The oracle is what everything is held against, so it is held against torch's own autograd and torch's own attention."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from support import both, draw
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from flashzoo import Problem
+from flashzoo.reference import Result, oracle, visible
+
+PLAIN = {"batch": 2, "seqlen_q": 7, "seqlen_k": 7, "heads": 4, "heads_kv": 4, "head_dim": 5}
+PROBLEMS = {
+    "plain": {},
+    "causal": {"causal": True},
+    "causal, more keys": {"causal": True, "seqlen_k": 12},
+    "causal, rows that see nothing": {"causal": True, "seqlen_k": 3},
+    "window": {"window": (2, 1)},
+    "window to the left, causal": {"window": (2, None), "causal": True, "seqlen_k": 9},
+    "window that misses every key of some rows": {"window": (0, 0), "seqlen_k": 3},
+    "grouped heads": {"heads_kv": 2, "causal": True},
+    "one key head": {"heads_kv": 1},
+}
+
+
+@pytest.fixture(params=PROBLEMS.values(), ids=PROBLEMS)
+def problem(request) -> Problem:
+    return Problem(**PLAIN | request.param, dtype="fp64", device="cpu", lse=True)
+
+
+def naive_mask(problem: Problem) -> Tensor:
+    """Visibility from its definition in words, one pair at a time."""
+    left, right = problem.window
+    seen = torch.zeros(problem.seqlen_q, problem.seqlen_k, dtype=torch.bool)
+    for i in range(problem.seqlen_q):
+        aligned = i + problem.seqlen_k - problem.seqlen_q
+        for j in range(problem.seqlen_k):
+            after_left = left is None or j >= aligned - left
+            before_right = right is None or j <= aligned + right
+            seen[i, j] = after_left and before_right and (not problem.causal or j <= aligned)
+    return seen
+
+
+def naive(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scale: float) -> tuple[Tensor, Tensor]:
+    """Dense masked softmax that autograd can differentiate, written with einsum and no code of the package."""
+    group = problem.heads // problem.heads_kv
+    k, v = (torch.stack([x[:, :, h // group] for h in range(problem.heads)], 2) for x in (k, v))
+    seen = naive_mask(problem)
+    s = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    weights = torch.where(seen, s, torch.zeros(())).exp() * seen
+    total = weights.sum(-1)
+    sees = total > 0
+    safe = torch.where(sees, total, torch.ones(()))
+    out = torch.einsum("bhij,bjhd->bihd", weights / safe[..., None], v)
+    return out, torch.where(sees, safe.log(), torch.tensor(-math.inf))
+
+
+def differentiated(function, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor) -> Result:
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out, lse = function(*leaves)
+    # A row that sees nothing has a constant lse: its gradient must reach nothing.
+    return Result(out.detach(), lse.detach(), *torch.autograd.grad((out, lse), leaves, (dout, dlse)))
+
+
+def assert_close(got: Result, expected: Result, tolerance: float) -> None:
+    for name, value in expected.items().items():
+        torch.testing.assert_close(
+            got.items()[name], value, rtol=tolerance, atol=tolerance, check_dtype=False, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def test_mask_is_its_definition(problem):
+    seen = visible(problem)
+    expected = naive_mask(problem)
+    assert torch.equal(torch.ones_like(expected) if seen is None else seen, expected)
+
+
+def test_blind_rows_are_the_rows_that_see_nothing(problem):
+    blind = (~naive_mask(problem)).all(1)
+    assert problem.blind_rows == int(blind.sum())
+    assert bool(blind[: problem.blind_rows].all())
+
+
+@pytest.mark.parametrize("scale", [0.4, 0.0, -0.7])
+def test_oracle_is_autograd_of_the_dense_softmax(problem, scale):
+    (q, k, v), dout, dlse = draw(problem)
+    expected = differentiated(lambda *x: naive(*x, problem, scale), q, k, v, dout, dlse)
+    assert_close(oracle(q, k, v, problem, scale, dout, dlse), expected, 1e-12)
+
+
+def test_oracle_gradients_are_finite_differences(problem):
+    (q, k, v), dout, dlse = draw(problem)
+    dlse[..., : problem.blind_rows] = 0  # a difference of two -inf says nothing
+
+    def loss(*tensors: Tensor) -> Tensor:
+        result = oracle(*tensors, problem, 0.4)
+        return (result.out * dout).sum() + (result.lse.nan_to_num(neginf=0) * dlse).sum()
+
+    gradients = oracle(q, k, v, problem, 0.4, dout, dlse)
+    step = 1e-5
+    for at, gradient in enumerate((gradients.dq, gradients.dk, gradients.dv)):
+        direction = torch.randn_like(gradient)
+        ahead, behind = ([x + sign * step * direction if i == at else x for i, x in enumerate((q, k, v))] for sign in (1, -1))
+        measured = (loss(*ahead) - loss(*behind)) / (2 * step)
+        torch.testing.assert_close((gradient * direction).sum(), measured, rtol=1e-7, atol=1e-7)
+
+
+def test_oracle_is_torch_attention(problem):
+    (q, k, v), *_ = draw(problem)
+    out = scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=naive_mask(problem), enable_gqa=True).transpose(
+        1, 2
+    )
+    got = oracle(q, k, v, problem, problem.head_dim**-0.5).out
+    sees = naive_mask(problem).any(1)
+    torch.testing.assert_close(got[:, sees], out[:, sees], rtol=1e-12, atol=1e-12)
+    assert not got[:, ~sees].any()
+
+
+def test_oracle_in_float32_is_near_float64(problem):
+    (q, k, v), dout, dlse = draw(problem)
+    got = oracle(q, k, v, problem, 0.4, dout, dlse, dtype=torch.float32)
+    assert got.out.dtype == got.lse.dtype == got.dk.dtype == torch.float32
+    assert_close(got, oracle(q, k, v, problem, 0.4, dout, dlse), 1e-4)
+
+
+def test_oracle_survives_scores_that_overflow_exp(problem):
+    tensors, dout, dlse = draw(problem)
+    q, k, v = (x * 1000 for x in tensors)
+    assert all(value.isfinite().all() for name, value in oracle(q, k, v, problem, 1.0, dout, dlse).items().items() if name != "lse")
+
+
+@pytest.mark.parametrize("sizes", [{"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}, {"seqlen_q": 0, "seqlen_k": 0}], ids=str)
+def test_oracle_of_nothing(sizes):
+    problem = Problem(**PLAIN | sizes, dtype="fp64", device="cpu", lse=True)
+    (q, k, v), dout, dlse = draw(problem)
+    result = oracle(q, k, v, problem, 1.0, dout, dlse)
+    assert result.out.shape == q.shape and result.lse.shape == (problem.batch, problem.heads, problem.seqlen_q)
+    assert not result.out.any() and bool((result.lse == -math.inf).all())
+    assert [x.shape for x in (result.dq, result.dk, result.dv)] == [q.shape, k.shape, v.shape]
+    assert not any(x.any() for x in (result.dq, result.dk, result.dv))
+
+
+def test_standard_in_float64_is_the_oracle(problem):
+    tensors, dout, dlse = draw(problem)
+    got = both("standard", tensors, problem, dout, dlse)
+    assert_close(got, oracle(*tensors, problem, problem.head_dim**-0.5, dout, dlse), 2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_standard_is_close_to_the_oracle(dtype):
+    problem = Problem(
+        batch=1, seqlen_q=96, seqlen_k=128, heads=4, heads_kv=2, head_dim=64, dtype=dtype, causal=True, lse=True, device="cpu"
+    )
+    tensors, dout, dlse = draw(problem)
+    result = both("standard", tensors, problem, dout, dlse)
+    ideal = oracle(*tensors, problem, problem.head_dim**-0.5, dout, dlse)
+    step = torch.finfo(tensors[0].dtype).eps
+    for name, value in result.items().items():
+        error = (value.double() - ideal.items()[name]).norm() / ideal.items()[name].norm()
+        assert error < 2 * max(step, 1e-6), f"{name}: relative error {error:.1e}, expected under two roundings to {dtype}"

@@ -1,0 +1,584 @@
+"""THE suite: everything that a version declares, held to one oracle by one rule. A new Spec gets all of it with no edit.
+
+Cases are made from the Specs and `flashzoo.workloads`. A version is spared only what `spec.unsupported` says, and what it
+says is tested too. Everything goes through `flashzoo.attention(..., version=name)`. "Seen in" names a bug that some
+attention kernel had and that the test would catch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import mmap
+import threading
+from dataclasses import dataclass
+from functools import lru_cache
+
+import pytest
+import torch
+from support import (
+    CHOSEN,
+    DEVICE,
+    Tensors,
+    accept,
+    both,
+    draw,
+    dtypes_of,
+    forward,
+    gives_lse,
+    same_bits,
+    small,
+    storage_of,
+    takes,
+)
+from torch import Tensor
+
+import flashzoo
+from flashzoo import Problem, Spec, UnsupportedError
+from flashzoo.accuracy import Judge
+from flashzoo.reference import Result, visible
+from flashzoo.spec import FEATURES
+from flashzoo.workloads import LAYOUTS, TORCH_DTYPES, Workload, workloads
+
+ON_GPU = DEVICE == "cuda"
+asks = pytest.mark.asks
+
+
+# What a version declares, it does; what it does not declare, it refuses.
+
+
+@dataclass(frozen=True)
+class Case:
+    """One version on one workload in one dtype."""
+
+    version: str
+    workload: Workload
+    problem: Problem
+
+    def __str__(self) -> str:
+        asked = "-deterministic" if self.problem.deterministic else ""
+        return f"{self.version}-{self.workload.name}-{self.problem.dtype}{asked}"
+
+
+def cases(specs: list[Spec], grad: bool) -> list[Case]:
+    """Every case that the versions declare to take, those that share inputs next to one another."""
+    found = []
+    for workload in [w for tag in (("smoke", "hard", "large") if ON_GPU else ("smoke", "hard")) for w in workloads(tag)]:
+        for dtype in TORCH_DTYPES:
+            for deterministic in (False, True) if "smoke" in workload.tags else (False,):
+                for spec in specs:
+                    problem = workload.on(DEVICE, dtype=dtype, lse=gives_lse(spec), deterministic=deterministic, grad=grad)
+                    if takes(spec, problem):
+                        found.append(Case(spec.name, workload, problem))
+    return found
+
+
+def refusals(spec: Spec) -> dict[str, tuple[Problem, str]]:
+    """For everything that the version does not declare, a problem that asks for it and what the refusal must say."""
+    beyond = {
+        "causal": {"causal": True},
+        "window": {"window": (3, 2)},
+        "gqa": {"heads_kv": 1},
+        "cross": {"seqlen_k": 24},
+        "lse": {"lse": True},
+        "deterministic": {"deterministic": True},
+    }
+    plain = small(spec, lse=False)
+    found = {name: (dataclasses.replace(plain, **beyond[name]), FEATURES[name]) for name in FEATURES.keys() - spec.features}
+    for name in spec.features - spec.backward if spec.backward is not None else ():
+        found[f"backward_{name}"] = (
+            dataclasses.replace(plain, grad=True, **beyond[name]),
+            f"backward pass does not support {FEATURES[name]}",
+        )
+    if spec.backward is None:
+        found["backward"] = dataclasses.replace(plain, grad=True), "has no backward pass"
+    for dtype in TORCH_DTYPES.keys() - set(dtypes_of(spec)):
+        where = "takes dtype" if dtypes_of(spec) else "does not run on CPU tensors"
+        found[dtype] = dataclasses.replace(plain, dtype=dtype), where
+    undeclared = [d for d in range(1, 1025) if d not in spec.head_dims]
+    if undeclared:
+        found[f"head_dim_{undeclared[0]}"] = dataclasses.replace(plain, head_dim=undeclared[0]), "takes head_dim"
+    return found
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    specs = metafunc.config.stash[CHOSEN]
+    if "case" in metafunc.fixturenames:
+        metafunc.parametrize("case", cases(specs, grad="gradients" in metafunc.function.__name__), ids=str)
+    if "spec" in metafunc.fixturenames:
+        metafunc.parametrize("spec", specs, ids=lambda spec: spec.name)
+    if "refused" in metafunc.fixturenames:
+        cells = [
+            pytest.param(spec.name, *refusal, id=f"{spec.name}-{name}")
+            for spec in specs
+            for name, refusal in sorted(refusals(spec).items())
+        ]
+        metafunc.parametrize(("version", "refused", "text"), cells)
+
+
+@lru_cache(maxsize=4)
+def drawn(workload: Workload, dtype: str, lse: bool, grad: bool) -> tuple[Tensors, Tensor, Tensor | None, Judge]:
+    """Inputs, gradients and the Judge of a workload; the versions that are tested on it one after the other share them."""
+    problem = workload.on(DEVICE, dtype=dtype, lse=lse, grad=grad)
+    tensors, dout, dlse = draw(problem, values=workload.values)
+    judge = Judge(*tensors, problem, None, dout=dout if grad else None, dlse=dlse if grad else None)
+    return tensors, dout, dlse, judge
+
+
+def test_forward(case):
+    tensors, _, _, judge = drawn(case.workload, case.problem.dtype, case.problem.lse, False)
+    accept(judge, forward(case.version, tensors, case.problem))
+
+
+def test_gradients(case):
+    tensors, dout, dlse, judge = drawn(case.workload, case.problem.dtype, case.problem.lse, True)
+    accept(judge, both(case.version, tensors, case.problem, dout, dlse))
+
+
+def test_everything_declared_is_exercised(spec):
+    if not takes(spec, small(spec)):
+        pytest.skip(f"{spec.name} takes nothing here: {'; '.join(spec.unsupported(small(spec)))}")
+    exercised = cases([spec], grad=False)
+    assert {case.problem.dtype for case in exercised} == set(dtypes_of(spec))
+    assert frozenset().union(*(case.problem.features for case in exercised)) == spec.features
+    if spec.backward is not None:
+        assert frozenset().union(*(case.problem.features for case in cases([spec], grad=True))) == spec.backward
+
+
+def test_everything_undeclared_is_refused(version, refused, text):
+    tensors = tuple(x.requires_grad_(refused.grad) for x in draw(refused)[0])
+    with pytest.raises(UnsupportedError, match=f"{version}: .*{text}"):
+        forward(version, tensors, refused)
+
+
+# Probes with one right answer, and no tolerance.
+
+MASKS = {
+    "full": {},
+    "causal": {"causal": True},
+    "causal_more_keys": {"causal": True, "seqlen_k": 190},
+    "causal_more_queries": {"causal": True, "seqlen_k": 67},
+    "window": {"window": (20, 10)},
+    "window_left": {"window": (0, None), "seqlen_k": 190},
+    "window_right": {"window": (None, 3), "seqlen_k": 67},
+    "window_causal": {"window": (33, None), "causal": True, "seqlen_k": 190},
+    "window_itself": {"window": (0, 0)},
+}
+
+
+def seen_pairs(problem: Problem) -> Tensor:
+    """`(seqlen_q, seqlen_k)` bool; `test_reference` holds `visible` to its definition in words."""
+    seen = visible(problem, problem.device)
+    return torch.ones(problem.seqlen_q, problem.seqlen_k, dtype=torch.bool, device=problem.device) if seen is None else seen
+
+
+@asks(dtype="fp16", batch=2, heads=6, heads_kv=2, seqlen_q=130, seqlen_k=190, head_dim=64)
+def test_needle(version, problem):
+    """Every query has one key, its score so far above the rest that softmax is exactly one-hot, so out is that value.
+
+    Seen in levanter #449, native-sparse #27, FA 4d9c722a: wrong key/value head of a group.
+    """
+    (q, k, v), *_ = draw(problem)
+    k.copy_(torch.where(k > 0, 1.0, -1.0))
+    wanted = torch.randint(problem.seqlen_k, q.shape[:3], device=q.device)
+    expected = torch.empty_like(q)
+    for b in range(problem.batch):
+        for h in range(problem.heads):
+            q[b, :, h] = 4 * k[b, wanted[b, :, h], h // 3]
+            expected[b, :, h] = v[b, wanted[b, :, h], h // 3]
+    assert torch.equal(forward(version, (q, k, v), problem, softmax_scale=1.0).out, expected)
+
+
+@asks(MASKS, dtype="fp16", seqlen_q=130, seqlen_k=130, heads=1, heads_kv=1)
+def test_counting(version, problem):
+    """Equal scores and one-hot values: out times the number of visible keys counts those of each group, as integers.
+
+    Seen in FA 9e5e8bc9, #282, PyTorch #108108 (alignment), FlexAttention and ROCm window off-by-ones.
+    """
+    (q, k, v), *_ = draw(problem)
+    groups = torch.nn.functional.one_hot(torch.arange(problem.seqlen_k, device=q.device) % problem.head_dim, problem.head_dim)
+    v.copy_(groups[None, :, None])
+    result = forward(version, (torch.zeros_like(q), k, v), problem)
+    seen = seen_pairs(problem)
+    visible = seen.sum(1)
+    counted = (result.out[0, :, 0].double() * visible[:, None]).round()
+    assert torch.equal(counted, seen.double() @ groups.double())
+    if problem.lse:
+        torch.testing.assert_close(result.lse[0, 0], visible.double().log().float(), rtol=1e-6, atol=1e-6)
+
+
+TILE = 128 if ON_GPU else 64
+"""No tile is larger: the interpreter's are 64."""
+SHIFTS = range(-TILE - 1, TILE + 2) if ON_GPU else (-65, -64, -63, -62, -2, -1, 1, 2, 31, 32, 33, 61, 62, 63, 64, 65)
+
+
+@asks({"causal": {"causal": True}, "window": {"window": (TILE + 3, 1)}}, grad=True, seqlen_q=TILE + 6, seqlen_k=1, heads=1, heads_kv=1)
+def test_every_place_of_the_diagonal_in_a_tile(version, problem):
+    """Blocks that are seen whole, in part and not at all change places as seqlen_k - seqlen_q goes round a tile."""
+    for shift in SHIFTS:
+        shifted = dataclasses.replace(problem, seqlen_k=problem.seqlen_q + shift)
+        tensors, dout, dlse = draw(shifted)
+        accept(Judge(*tensors, shifted, None, dout, dlse), both(version, tensors, shifted, dout, dlse))
+
+
+@asks({"plain": {}, "causal": {"causal": True}}, dtype="fp16", seqlen_q=70, seqlen_k=70)
+@pytest.mark.parametrize("factor", [2.0, -1.0, 0.5])
+def test_powers_of_two_pass_through(version, problem, factor):
+    (q, k, v), *_ = draw(problem)
+    v = v.abs() + 1  # far from the subnormals, where halving rounds
+    out = forward(version, (q, k, v), problem).out
+    assert torch.equal(forward(version, (q, k, factor * v), problem).out, factor * out)
+    if factor > 0:
+        scale = problem.head_dim**-0.5
+        assert torch.equal(forward(version, (factor * q, k, v), problem, scale / factor).out, out)
+        assert torch.equal(forward(version, (q, factor * k, v), problem, scale / factor).out, out)
+
+
+@asks({"plain": {}, "gqa_causal": {"heads": 6, "heads_kv": 3, "causal": True}}, batch=3, heads=3, heads_kv=3, seqlen_q=70, seqlen_k=70)
+def test_heads_and_batches_do_not_meet(version, problem):
+    """Permuted heads and batches give permuted outputs, bit for bit."""
+    (q, k, v), *_ = draw(problem)
+    batches, kv_heads = torch.tensor([2, 0, 1]), torch.tensor([1, 2, 0])
+    group = problem.heads // problem.heads_kv
+    heads = (kv_heads[:, None] * group + torch.arange(group)).flatten()
+    out = forward(version, (q, k, v), problem).out[batches][:, :, heads]
+    moved = (q[batches][:, :, heads], k[batches][:, :, kv_heads], v[batches][:, :, kv_heads])
+    assert same_bits(forward(version, moved, problem).out, out)
+
+
+@asks(batch=2, heads=2, heads_kv=2, seqlen_q=70, seqlen_k=70)
+def test_bad_numbers_stay_in_their_head(version, problem):
+    tensors, *_ = draw(problem)
+    sound = forward(version, tensors, problem).out
+    tensors[1][1, 3, 0] = torch.nan
+    tensors[2][1, 5, 0] = torch.inf
+    out = forward(version, tensors, problem).out
+    assert out[1, :, 0].isnan().all()
+    untouched = torch.tensor([[True, True], [False, True]], device=out.device)
+    assert same_bits(out.transpose(1, 2)[untouched], sound.transpose(1, 2)[untouched])
+
+
+# What a row sees, and numbers at the edge.
+
+BLIND = {
+    "causal": {"causal": True, "seqlen_q": 150, "seqlen_k": 20},
+    "causal_one_key": {"causal": True, "seqlen_q": 70, "seqlen_k": 1},
+    "window": {"window": (4, 4), "seqlen_q": 150, "seqlen_k": 60},
+    "window_causal": {"window": (4, None), "causal": True, "seqlen_q": 150, "seqlen_k": 60},
+}
+
+
+@asks(BLIND, grad=True)
+def test_rows_that_see_nothing(version, problem):
+    """Output and gradients exactly 0, lse exactly -inf. Seen in PyTorch #103963, FA 26d7d92f: -inf - -inf is NaN."""
+    tensors, dout, dlse = draw(problem)
+    result = both(version, tensors, problem, dout, dlse)
+    blind = ~seen_pairs(problem).any(1)
+    assert blind.sum() == problem.blind_rows > 0
+    assert not result.out[:, blind].any()
+    assert result.dq is not None and not result.dq[:, blind].any()
+    if problem.lse:
+        assert torch.equal(result.lse == -math.inf, blind.expand_as(result.lse))
+    accept(Judge(*tensors, problem, None, dout, dlse), result)
+
+
+@asks({"plain": {}, "blind_rows": {"causal": True, "seqlen_q": 70, "seqlen_k": 50}}, grad=True)
+def test_any_finite_scale(version, problem):
+    """One shape, several scales, one process: none is baked into a cached kernel. Seen in FA #1461: -inf * scale <= 0."""
+    tensors, dout, dlse = draw(problem)
+    for scale in (0.25, -0.3, 0.0, 3.0, 1):
+        accept(Judge(*tensors, problem, scale, dout, dlse), both(version, tensors, problem, dout, dlse, scale))
+
+
+@asks({"plain": {}, "causal": {"causal": True}}, grad=True, seqlen_q=50, seqlen_k=90, head_dim=20)
+def test_nothing_past_the_end_is_read(version, problem):
+    """q, k, v and dout are cut from longer tensors that go on with NaN. Seen in FA #1745, #1974, #2374, FlashInfer #942."""
+    tensors, dout, dlse = draw(problem)
+    cut_tensors = tuple(cut_from_longer(x) for x in tensors)
+    accept(Judge(*tensors, problem, None, dout, dlse), both(version, cut_tensors, problem, cut_from_longer(dout), dlse))
+
+
+def cut_from_longer(x: Tensor) -> Tensor:
+    """The same numbers, in a tensor that is NaN before, after, beside and below them."""
+    batch, seqlen, heads, head_dim = x.shape
+    longer = x.new_full((batch + 2, seqlen + 200, heads + 2, head_dim + 12), torch.nan)
+    view = longer[1:-1, 100:-100, 1:-1, 4:-8]
+    return view.copy_(x)
+
+
+# Where the numbers lie.
+
+LAYOUT_PROBLEM = {"batch": 2, "heads": 4, "heads_kv": 2, "seqlen_q": 50, "seqlen_k": 70, "head_dim": 24}
+
+
+@asks({"plain": {}, "causal": {"causal": True}}, grad=True, **LAYOUT_PROBLEM)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(version, problem, layout):
+    """Any strides, offsets and overlaps; inputs and what lies between them stay as they were.
+
+    Seen in FA #2189, PyTorch #191937 (expand), FA #2745, xformers #813 (alignment), SageAttention #386 (views), FA 9ee0ff1d
+    (O's offset from dO's strides).
+    """
+    tensors, dout, dlse = draw(problem, layout=layout)
+    before = [storage_of(x) for x in (*tensors, dout)]
+    accept(Judge(*tensors, problem, None, dout, dlse), both(version, tensors, problem, dout, dlse))
+    assert all(torch.equal(storage_of(x), then) for x, then in zip((*tensors, dout), before, strict=True))
+
+
+@asks(grad=True, **LAYOUT_PROBLEM)
+def test_each_tensor_in_a_layout_of_its_own(version, problem):
+    """And one shape in several layouts, one after the other. Seen in FA #2298: stride 0 baked into a cached kernel."""
+    names = [name for name in LAYOUTS if name != "expanded"]
+    tensors, dout, dlse = draw(problem)
+    judge = Judge(*tensors, problem, None, dout, dlse)
+    expanded, expanded_dout, _ = draw(problem, layout="expanded")
+    accept(Judge(*expanded, problem, None, expanded_dout, dlse), both(version, expanded, problem, expanded_dout, dlse))
+    for turn in range(len(names)):
+        *moved, moved_dout = (LAYOUTS[names[(turn + i) % len(names)]](x) for i, x in enumerate((*tensors, dout)))
+        accept(judge, both(version, tuple(moved), problem, moved_dout, dlse))
+
+
+@asks(grad=True, causal=True)
+def test_gradient_of_a_sum(version, problem):
+    """`(out.sum() + lse.sum()).backward()` hands over gradients whose strides are all 0."""
+    tensors, dout, dlse = draw(problem)
+    ones = torch.ones((), dtype=dout.dtype, device=dout.device).expand_as(dout)
+    lse_ones = None if dlse is None else torch.ones((), device=dlse.device).expand_as(dlse)
+    accept(Judge(*tensors, problem, None, ones, lse_ones), both(version, tensors, problem, ones, lse_ones))
+
+
+@asks({"plain": {}, "causal": {"causal": True}}, grad=True, batch=2, heads=2, heads_kv=2, head_dim=16)
+@pytest.mark.parametrize("axis", ["batch", "seqlen", "heads"])
+def test_offsets_past_2_to_31_elements(version, problem, axis):
+    """A view whose strides reach past what 32 bits count. Seen in FA #2260, #1500, PyTorch #190857, fla #1080."""
+    tensors, dout, dlse = draw(problem)
+    *far, far_dout = spread((*tensors, dout), axis)
+    accept(Judge(*tensors, problem, None, dout, dlse), both(version, tuple(far), problem, far_dout, dlse))
+
+
+def spread(tensors: tuple[Tensor, ...], axis: str) -> list[Tensor]:
+    """The same numbers, the last along the axis 2**31 elements after the first, all in one storage."""
+    at = ("batch", "seqlen", "heads").index(axis)
+    shape = tensors[0].shape
+    inside = [size for i, size in enumerate(shape) if i != at]
+    strides = [inside[1] * inside[2], inside[2], 1]
+    strides.insert(at, -(-(2**31) // (shape[at] - 1)) // 64 * 64 + 64)
+    slot = math.prod(inside)
+    storage = unwritten(2**31 + 2**16 + shape[at] * 64 + len(tensors) * slot, tensors[0])
+    return [storage.as_strided(shape, strides, i * slot).copy_(x) for i, x in enumerate(tensors)]
+
+
+def unwritten(elements: int, like: Tensor) -> Tensor:
+    """Memory for so many elements; on the CPU pages that nobody touches cost nothing."""
+    if ON_GPU:
+        return torch.empty(elements, dtype=like.dtype, device=like.device)
+    return torch.frombuffer(mmap.mmap(-1, elements * like.itemsize), dtype=like.dtype)
+
+
+# What autograd may ask.
+
+
+@asks(grad=True, heads=4, heads_kv=2, seqlen_k=70)
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "qv", "kv"])
+def test_some_inputs_require_grad(version, problem, wanted):
+    """Seen in FA #906, PyTorch #136101."""
+    tensors, dout, dlse = draw(problem)
+    inputs_by_name = dict(zip("qkv", tensors, strict=True))
+    leaves = {name: inputs_by_name[name].requires_grad_() for name in wanted}
+    result = forward(version, tensors, problem)
+    outputs, given = ((result.out,), (dout,)) if dlse is None else ((result.out, result.lse), (dout, dlse))
+    gradients = torch.autograd.grad(outputs, tuple(leaves.values()), given)
+    found = Result(result.out.detach(), result.lse.detach(), **{f"d{name}": x for name, x in zip(leaves, gradients, strict=True)})
+    accept(Judge(*tensors, problem, None, dout, dlse), found)
+
+
+@asks(grad=True, lse=True, causal=True, seqlen_k=70)
+def test_gradient_through_lse_alone(version, problem):
+    """Seen in the review of cudnn-frontend PR 554: the gradient of a returned LSE was dropped."""
+    tensors, dout, dlse = draw(problem)
+    leaves = tuple(x.clone().requires_grad_() for x in tensors)
+    result = forward(version, leaves, problem)
+    gradients = torch.autograd.grad(result.lse, leaves, dlse)
+    judge = Judge(*tensors, problem, None, torch.zeros_like(dout), dlse)
+    accept(judge, Result(result.out.detach(), result.lse.detach(), *gradients))
+
+
+@asks(grad=True, dtype="fp32", lse=False)
+def test_double_backward_raises_or_is_right(version, problem):
+    """Seen in PyTorch #116350: an autograd.Function gives a wrong second derivative with no error."""
+    tensors, dout, _ = draw(problem)
+
+    def second_derivative(attention, tensors):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        first = torch.autograd.grad(attention(*leaves), leaves, dout.to(leaves[0].dtype), create_graph=True)
+        # Each leaf is in the second loss itself too, so a first derivative that autograd lost track of raises no error.
+        return torch.autograd.grad([(x * leaf).sum() for x, leaf in zip(first, leaves, strict=True)], leaves)
+
+    def dense(q, k, v):
+        weights = torch.softmax(torch.einsum("bihd,bjhd->bhij", q, k) * problem.head_dim**-0.5, -1)
+        return torch.einsum("bhij,bjhd->bihd", weights, v)
+
+    expected = second_derivative(dense, [x.double() for x in tensors])
+    try:
+        found = second_derivative(lambda q, k, v: flashzoo.attention(q, k, v, version=version), tensors)
+    except (NotImplementedError, RuntimeError):
+        return
+    for value, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(value, right.float(), rtol=1e-3, atol=1e-3)
+
+
+@asks(grad=True, dtype="fp32", causal=True)
+def test_autocast_changes_nothing(version, problem):
+    """Seen in musubi-tuner #1037, diffusers #14104; torch's own attention and matmul round to 16 bits there."""
+    tensors, dout, dlse = draw(problem)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        result = both(version, tensors, problem, dout, dlse)
+    accept(Judge(*tensors, problem, None, dout, dlse), result)
+
+
+@asks()
+def test_inference_mode(version, problem):
+    with torch.inference_mode():
+        tensors, *_ = draw(problem)
+        result = forward(version, tensors, problem)
+    accept(Judge(*tensors, problem, None), result)
+
+
+# The same call again.
+
+REPEATS = 50 if ON_GPU else 3
+BUSY = (
+    {"batch": 8, "heads": 8, "heads_kv": 2, "seqlen_q": 513, "seqlen_k": 640, "head_dim": 64} if ON_GPU else {"heads_kv": 1, "seqlen_k": 70}
+)
+
+
+@asks({"plain": {}, "causal": {"causal": True}, "mqa": {"heads_kv": 1}}, **BUSY | {"deterministic": True, "grad": True})
+def test_deterministic_means_the_same_bits(version, problem):
+    """Seen in FA #2158, c5f6ff49 (GQA gradients), #2244, ab66326a (deterministic=True that was not)."""
+    tensors, dout, dlse = draw(problem)
+    first = both(version, tensors, problem, dout, dlse).items()
+    for _ in range(REPEATS):
+        again = both(version, tensors, problem, dout, dlse).items()
+        assert [name for name in first if not same_bits(first[name], again[name])] == []
+
+
+@asks({"plain": {}, "causal": {"causal": True}}, grad=True, heads_kv=1, seqlen_k=70)
+def test_threads(version, problem):
+    """Several threads at once, each with inputs of its own. Seen in Triton #8437, FlashInfer #4476 (shared workspace)."""
+    drawn_by = [draw(problem, seed) for seed in range(4)]
+    results: dict[int, Result] = {}
+
+    def work(seed: int) -> None:
+        tensors, dout, dlse = drawn_by[seed]
+        results[seed] = both(version, tensors, problem, dout, dlse)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed, (tensors, dout, dlse) in enumerate(drawn_by):
+        accept(Judge(*tensors, problem, None, dout, dlse), results[seed])
+
+
+def test_cpu_tensors_where_there_is_a_gpu_too(spec):
+    problem = dataclasses.replace(small(spec), device="cpu", arch=None, dtype=(*spec.cpu_dtypes, "fp32")[0])
+    if not takes(spec, problem):
+        pytest.skip(f"{spec.name}: {'; '.join(spec.unsupported(problem))}")
+    tensors, *_ = draw(problem)
+    accept(Judge(*tensors, problem, None), forward(spec.name, tensors, problem))
+
+
+# What only a GPU has.
+
+
+@pytest.mark.gpu
+@asks({"plain": {}, "causal": {"causal": True}}, grad=True, **BUSY)
+def test_cuda_graph(version, problem):
+    """Captured once, replayed on other numbers. Seen in Triton #10596 (autotuning in capture), FA #2620 (a sync)."""
+    tensors, dout, dlse = draw(problem, seed=0)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        both(version, tensors, problem, dout, dlse)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = both(version, tensors, problem, dout, dlse)
+    others, other_dout, other_dlse = draw(problem, seed=1)
+    for held, other in zip((*tensors, dout), (*others, other_dout), strict=True):
+        held.copy_(other)
+    if dlse is not None and other_dlse is not None:
+        dlse.copy_(other_dlse)
+    graph.replay()
+    accept(Judge(*others, problem, None, other_dout, other_dlse), result)
+
+
+@pytest.mark.gpu
+@asks(grad=True, causal=True, **BUSY)
+def test_side_stream(version, problem):
+    """The inputs arrive late, on a stream of their own. Seen in FA #1957, xformers test_cuda_streams."""
+    tensors, dout, dlse = draw(problem)
+    late = tuple(torch.full_like(x, torch.nan) for x in tensors)
+    both(version, tensors, problem, dout, dlse)  # compiled before the clock below starts
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        for x, value in zip(late, tensors, strict=True):
+            x.copy_(value)
+        result = both(version, late, problem, dout, dlse)
+    stream.synchronize()
+    accept(Judge(*tensors, problem, None, dout, dlse), result)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@asks(grad=True, causal=True)
+def test_tensors_on_another_device_than_the_current_one(version, problem):
+    """Seen in FlashInfer #452, xformers #681, PyTorch #141010."""
+    tensors, dout, dlse = draw(problem)
+    there = torch.device("cuda", 1)
+    moved = tuple(x.to(there) for x in tensors)
+    with torch.cuda.device(0):
+        result = both(version, moved, problem, dout.to(there), None if dlse is None else dlse.to(there))
+        assert torch.cuda.current_device() == 0
+    assert result.out.device == there
+    accept(Judge(*tensors, problem, None, dout, dlse), Result(**{name: x.to("cuda:0") for name, x in result.items().items()}))
+
+
+@pytest.mark.gpu
+@asks(grad=True, causal=True, batch=(1 << 17) + 2, seqlen_q=16, seqlen_k=16, heads=16, heads_kv=16, head_dim=64)
+def test_tensors_of_more_than_2_to_31_elements(version, problem):
+    """The last batch lies past 32 bits, and so does the grid past 65535. Seen in PyTorch #142228, FA #1500, FlashInfer #3125."""
+    free, _ = torch.cuda.mem_get_info()
+    if free < 100 << 30:
+        pytest.skip(f"needs 100 GiB of free GPU memory, {free >> 30} GiB are")
+    tensors, dout, dlse = draw(problem)
+    result = both(version, tensors, problem, dout, dlse)
+    last = slice(-2, None)
+    tail = dataclasses.replace(problem, batch=2)
+    judge = Judge(*(x[last] for x in tensors), tail, None, dout[last], None if dlse is None else dlse[last])
+    accept(
+        judge, Result(**{name: x[last] for name, x in result.items().items() if x.numel()} | ({} if problem.lse else {"lse": result.lse}))
+    )
+
+
+@pytest.mark.gpu
+def test_memory_grows_as_declared(spec):
+    """Peak memory of a forward and backward pass beyond its inputs, at twice the length."""
+    problem = small(spec, grad=True, causal=True, heads=4, heads_kv=4, head_dim=64)
+    if not takes(spec, problem):
+        pytest.skip(f"{spec.name}: {'; '.join(spec.unsupported(problem))}")
+    short, long = (peak_bytes(spec.name, dataclasses.replace(problem, seqlen_q=n, seqlen_k=n)) for n in (4096, 8192))
+    assert long / short < 2.2 if spec.memory == "linear" else long / short > 3
+
+
+def peak_bytes(version: str, problem: Problem) -> int:
+    tensors, dout, dlse = draw(problem)
+    both(version, tensors, problem, dout, dlse)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    both(version, tensors, problem, dout, dlse)
+    return torch.cuda.max_memory_allocated() - held
