@@ -204,8 +204,12 @@ class Judge:
             _tightest(name, "elementwise", error, self._lse_budget()),
         ]
 
+    def _lse_size(self) -> Tensor:
+        lse = self.reference.items()["lse"]
+        return lse.masked_fill(~lse.isfinite(), 0).abs()
+
     def _lse_budget(self) -> Tensor:
-        size = torch.maximum(self.reference.lse.masked_fill(~self.reference.lse.isfinite(), 0).abs(), self._terms["lse"])
+        size = torch.maximum(self._lse_size(), self._terms["lse"])
         return LSE_ATOL[self.problem.dtype] + LSE_ULPS * _EPS32 * size
 
     def _gradient_checks(self, name: str, error: Tensor, value: Tensor) -> list[Check]:
@@ -228,7 +232,7 @@ class Judge:
         """Relative error of the P that a backward pass recomputes from scores and LSE: each is rounded at its own size, and
         exp turns that into a relative error, which no normalisation divides out again."""
         rounding = _EPS32 if self._dtype != torch.float64 else 0.0
-        return max(self._eps, rounding * _top(self.reference.lse.masked_fill(~self.reference.lse.isfinite(), 0).abs()))
+        return max(self._eps, rounding * _top(self._lse_size()))
 
     def _cancelled(self, name: str) -> float:
         """The rounding that a gradient cancels from, where it is no larger than that; else 0."""

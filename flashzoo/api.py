@@ -72,8 +72,9 @@ def attention(
             back. Overridden, where "auto", by `flashzoo.use(...)` and then by the environment variable FLASHZOO_VERSION.
 
     Returns:
-        out of q's shape, dtype and device; with `return_lse` the pair `(out, lse)`, lse in natural log, float32,
-        `(batch, heads, seqlen_q)`. Both are differentiable, once. A row that sees no key gives 0, and -inf in lse.
+        out of q's shape, dtype and device, under autocast too; with `return_lse` the pair `(out, lse)`, lse in natural
+        log, float32 (float64 for float64 inputs), `(batch, heads, seqlen_q)`. Both are differentiable, once. A row that
+        sees no key gives 0, and -inf in lse.
 
     Raises:
         TypeError, ValueError: an argument is malformed; the text names it, what was expected and what was got.

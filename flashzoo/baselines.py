@@ -55,13 +55,14 @@ def _needs_mask(problem: Problem) -> bool:
 def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, None]:
     """torch's attention under `Spec.impl`'s contract; torch aligns causal top-left, so other shapes get a mask."""
     masked = _needs_mask(problem)
-    out = scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)),
-        attn_mask=visible(problem, q.device) if masked else None,
-        is_causal=problem.causal and not masked,
-        scale=softmax_scale,
-        enable_gqa=problem.heads != problem.heads_kv,
-    ).transpose(1, 2)
+    with torch.autocast(q.device.type, enabled=False):  # it would change the dtype
+        out = scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (q, k, v)),
+            attn_mask=visible(problem, q.device) if masked else None,
+            is_causal=problem.causal and not masked,
+            scale=softmax_scale,
+            enable_gqa=problem.heads != problem.heads_kv,
+        ).transpose(1, 2)
     if problem.blind_rows:
         rows = torch.arange(problem.seqlen_q, device=q.device) < problem.blind_rows
         out = out.masked_fill(rows[:, None, None], 0)

@@ -348,7 +348,7 @@ class _Bench:
             gradients = torch.autograd.grad(out, leaves, self.dout)
             seconds["backward"] = time.perf_counter() - start
         log_sum = None if log_sum is None else log_sum.detach()
-        return Result(out.detach(), log_sum, *gradients), seconds  # pyright: ignore[reportArgumentType]
+        return Result(out.detach(), log_sum, *gradients), seconds
 
     def _forward(self, name: str, leaves: tuple[Tensor, ...], lse: bool) -> Any:
         q, k, v = leaves

@@ -14,7 +14,10 @@ attention that the papers start from: three passes, with S and P written to and 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,10 +28,10 @@ from flashzoo.spec import Problem
 
 @dataclass(frozen=True)
 class Result:
-    """One attention's outputs and, where asked for, gradients, each `(batch, seqlen, heads, head_dim)` but lse."""
+    """One attention's outputs and, where asked for, lse `(batch, heads, seqlen_q)` and gradients `(batch, seqlen, heads, head_dim)`."""
 
     out: Tensor
-    lse: Tensor
+    lse: Tensor | None = None
     dq: Tensor | None = None
     dk: Tensor | None = None
     dv: Tensor | None = None
@@ -167,4 +170,16 @@ def _seqlen_first(x: Tensor, problem: Problem) -> Tensor:
     return x.view(problem.batch, problem.heads, problem.seqlen_q, -1).transpose(1, 2)
 
 
-standard = differentiable(_forward, _backward)
+def _without_autocast(function: Callable) -> Callable:
+    """Products in the dtypes as given: autocast would round S and lse too."""
+
+    @wraps(function)
+    def exact(*arguments: Any) -> Any:
+        device = next(x.device.type for x in arguments if isinstance(x, Tensor))
+        with torch.autocast(device, enabled=False):
+            return function(*arguments)
+
+    return exact
+
+
+standard = differentiable(_without_autocast(_forward), _without_autocast(_backward))

@@ -347,10 +347,10 @@ def test_gradient_of_a_sum(version, problem):
     accept(Judge(*tensors, problem, None, ones, lse_ones), both(version, tensors, problem, ones, lse_ones))
 
 
-@asks({"plain": {}, "causal": {"causal": True}}, grad=True, batch=2, heads=2, heads_kv=2, head_dim=16)
+@asks({"plain": {}, "causal": {"causal": True}}, grad=True, batch=3, heads=3, heads_kv=3, head_dim=16)
 @pytest.mark.parametrize("axis", ["batch", "seqlen", "heads"])
 def test_offsets_past_2_to_31_elements(version, problem, axis):
-    """A view whose strides reach past what 32 bits count. Seen in FA #2260, #1500, PyTorch #190857, fla #1080."""
+    """Strides that fit 32 bits, times indices that take the product past them. Seen in FA #2260, #1500, PyTorch #190857, fla #1080."""
     tensors, dout, dlse = draw(problem)
     *far, far_dout = spread((*tensors, dout), axis)
     accept(Judge(*tensors, problem, None, dout, dlse), both(version, tuple(far), problem, far_dout, dlse))

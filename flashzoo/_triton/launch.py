@@ -12,15 +12,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from flashzoo._triton.interpreter import interpret
 
 
-def tma_can_take(*tensors: tuple[tuple[int, ...], tuple[int, ...], int, int]) -> bool:
-    """Whether TMA can read tensors of these (shape, strides, bytes per element, address): 16-byte aligned throughout."""
-    for shape, strides, itemsize, address in tensors:
-        steps = [stride * itemsize for stride, size in zip(strides[:-1], shape[:-1], strict=True) if size > 1]
-        if address % 16 or any(step % 16 or step == 0 for step in steps):
-            return False
-    return True
-
-
 class Launch:
     """One kernel, one grid, one choice of scalars and constexprs; calling it with the tensors launches it.
 

@@ -40,18 +40,18 @@ HOPPER: dict[tuple[str, int], Tiles] = {
     ("backward", 256): Tiles(32, 64, 8, 1, "measured"),
 }
 ANYWHERE: dict[tuple[str, int], Tiles] = {
-    ("forward", 64): Tiles(64, 64, 4, 1, "compiles"),
-    ("forward", 128): Tiles(64, 32, 4, 1, "compiles"),
-    ("forward", 256): Tiles(32, 32, 8, 1, "compiles"),
-    ("backward", 64): Tiles(32, 64, 8, 1, "compiles"),
-    ("backward", 128): Tiles(32, 32, 8, 1, "compiles"),
-    ("backward", 256): Tiles(16, 32, 8, 1, "compiles"),
+    ("forward", 64): Tiles(64, 32, 4, 2, "compiles"),
+    ("forward", 128): Tiles(32, 32, 8, 1, "compiles"),
+    ("forward", 256): Tiles(64, 32, 8, 1, "compiles"),
+    ("backward", 64): Tiles(64, 32, 4, 1, "compiles"),
+    ("backward", 128): Tiles(64, 64, 8, 1, "compiles"),
+    ("backward", 256): Tiles(32, 32, 8, 1, "compiles"),
 }
 FLOAT32: dict[tuple[str, int], Tiles] = {
-    ("forward", 64): Tiles(32, 32, 4, 1, "compiles"),
-    ("forward", 128): Tiles(16, 32, 4, 1, "compiles"),
+    ("forward", 64): Tiles(32, 64, 8, 1, "compiles"),
+    ("forward", 128): Tiles(16, 16, 8, 1, "compiles"),
     ("forward", 256): Tiles(16, 16, 8, 1, "compiles"),
-    ("backward", 64): Tiles(16, 16, 4, 1, "compiles"),
+    ("backward", 64): Tiles(16, 16, 8, 1, "compiles"),
     ("backward", 128): Tiles(16, 16, 4, 1, "compiles"),
     ("backward", 256): Tiles(16, 16, 8, 1, "compiles"),
 }

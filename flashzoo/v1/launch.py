@@ -25,8 +25,8 @@ Strides = tuple[int, ...]
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of raw CUDA or CPU tensors; see `flashzoo.attention`."""
     out = torch.empty_like(q)
-    out_acc = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    row_sum, row_max, lse = torch.empty((3, problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32, device=q.device)
+    out_acc = q.new_empty(q.shape, dtype=torch.float32)
+    row_sum, row_max, lse = q.new_empty((3, problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *out_acc.stride()[:3])
     launch = forward_launch(problem, strides, tiles_for("forward", problem))
     launch((q, k, v, out, out_acc, row_sum, row_max, lse), (softmax_scale * LOG2E,))
@@ -49,7 +49,7 @@ def backward(
         dout = dout.contiguous()
     dlse_given = dlse is not None
     dlse = lse if dlse is None else dlse.contiguous()
-    dq_acc = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    dq_acc = q.new_zeros(q.shape, dtype=torch.float32)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     strides = tuple(stride for x in (q, k, v, out, dout, dq_acc, dk, dv) for stride in x.stride()[:3])
     launch = backward_launch(problem, strides, dlse_given, tiles_for("backward", problem))

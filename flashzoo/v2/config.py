@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashzoo.spec import Problem
 
@@ -86,6 +86,10 @@ FLOAT32 = {
 INTERPRETED = Tiles(64, 64, 4, 1)
 
 
+# Up to so many keys a descriptor costs the host more (some 5 us each) than TMA saves the GPU.
+SHORT = 256
+
+
 def block_d(head_dim: int) -> int:
     """Width of a tile that holds the head dim: a power of two, at least 16 for the tensor cores."""
     return max(16, 1 << (head_dim - 1).bit_length())
@@ -99,7 +103,9 @@ def tiles_for(kernel: str, problem: Problem) -> Tiles:
     if problem.dtype == "fp32":
         return FLOAT32[kernel, width]
     if problem.arch == 90:
-        return HOPPER[kernel, width, problem.span[1] is not None]
+        tiles = HOPPER[kernel, width, problem.span[1] is not None]
+        short = max(problem.seqlen_q, problem.seqlen_k) <= SHORT
+        return replace(tiles, tma=False, registers=0) if short else tiles
     return ANYWHERE[kernel, width]
 
 

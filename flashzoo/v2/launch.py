@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashzoo._triton import Launch, tma_can_take
+from flashzoo._triton import Launch
 from flashzoo.autograd import differentiable
 from flashzoo.spec import Problem
 from flashzoo.v2 import kernels
@@ -25,9 +26,9 @@ Strides = tuple[int, ...]
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of raw CUDA or CPU tensors; see `flashzoo.attention`."""
     out = torch.empty_like(q)
-    lse = torch.empty((problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32, device=q.device)
+    lse = q.new_empty((problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3])
-    launch = forward_launch(problem, strides, tma_possible(q, k, v), tiles_for("forward", problem))
+    launch = forward_launch(problem, strides, aligned(q, k, v))
     launch((q, k, v, out, lse), (softmax_scale * LOG2E,))
     return out, lse
 
@@ -47,19 +48,19 @@ def backward(
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    delta, lse_log2 = torch.empty((2, problem.batch * problem.heads, _padded(problem)), dtype=torch.float32, device=q.device)
+    delta, lse_log2 = q.new_empty((2, problem.batch * problem.heads, _padded(problem)), dtype=torch.float32)
     dlse_given = dlse is not None
     dlse = lse if dlse is None else dlse.contiguous()
 
     launch = delta_launch(problem, (*out.stride()[:3], *dout.stride()[:3]), dlse_given)
     launch((out, dout, lse, dlse, delta, lse_log2), ())
 
-    tma = tma_possible(q, k, v, dout)
     floats = (softmax_scale, softmax_scale * LOG2E)
     inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
-    launch = dkdv_launch(problem, (*inputs, *dk.stride()[:3], *dv.stride()[:3]), tma, tiles_for("dkdv", problem))
+    by_tma = aligned(q, k, v, dout)
+    launch = dkdv_launch(problem, (*inputs, *dk.stride()[:3], *dv.stride()[:3]), by_tma)
     launch((q, k, v, dout, dk, dv, lse_log2, delta), floats)
-    launch = dq_launch(problem, (*inputs, *dq.stride()[:3]), tma, tiles_for("dq", problem))
+    launch = dq_launch(problem, (*inputs, *dq.stride()[:3]), by_tma)
     launch((q, k, v, dout, dq, lse_log2, delta), floats)
     return dq, dk, dv
 
@@ -67,29 +68,39 @@ def backward(
 attention = differentiable(forward, backward)
 
 
-def tma_possible(*tensors: Tensor) -> bool:
-    """Whether tensor descriptors can read these as they lie."""
-    return tma_can_take(*((x.shape, x.stride(), x.itemsize, x.data_ptr()) for x in tensors))
+def aligned(*tensors: Tensor) -> bool:
+    """Whether every tensor starts at a multiple of 16 bytes, as TMA asks."""
+    addresses = 0
+    for tensor in tensors:
+        addresses |= tensor.data_ptr()
+    return not addresses & 15
 
 
 @lru_cache(maxsize=1024)
-def forward_launch(problem: Problem, strides: Strides, tma: bool, tiles: Tiles) -> Launch:
-    blocks = _blocks(problem.seqlen_q, tiles.block_q)
+def forward_launch(problem: Problem, strides: Strides, aligned: bool, tiles: Tiles | None = None) -> Launch:
+    """The launch of `forward_kernel`.
+
+    Args:
+        strides: over batch, seqlen and heads of q, k, v and out.
+        aligned: whether q, k and v start at multiples of 16 bytes.
+        tiles: to try others than the table's.
+    """
+    tiles = _usable(tiles or tiles_for("forward", problem), problem, aligned, strides[:9])
     owned = _owned(tiles, tiles.block_q)
-    scalars = (*strides, problem.seqlen_q, problem.seqlen_k, problem.heads, _group(problem))
     return Launch(
         kernels.forward_kernel,
-        blocks * problem.batch * problem.heads,
-        (*scalars, *_window(problem)),
-        _constexprs(problem, tiles, tma, "Q_IN_REGISTERS"),
+        _blocks(problem.seqlen_q, tiles.block_q) * problem.batch * problem.heads,
+        (*strides, problem.seqlen_q, problem.seqlen_k, problem.heads, _group(problem), *_window(problem)),
+        _constexprs(problem, tiles, "Q_IN_REGISTERS"),
         tiles.num_warps,
         tiles.num_stages,
-        tma_tiles=_tma_tiles(problem, tiles, tma, owned[0], tiles.block_kv, tiles.block_kv, None, None),
+        tma_tiles=_tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, None, None),
     )
 
 
 @lru_cache(maxsize=1024)
 def delta_launch(problem: Problem, strides: Strides, dlse: bool) -> Launch:
+    """The launch of `delta_kernel`; strides of out and dout."""
     block_q = 64
     return Launch(
         kernels.delta_kernel,
@@ -102,38 +113,48 @@ def delta_launch(problem: Problem, strides: Strides, dlse: bool) -> Launch:
 
 
 @lru_cache(maxsize=1024)
-def dkdv_launch(problem: Problem, strides: Strides, tma: bool, tiles: Tiles) -> Launch:
-    blocks = _blocks(problem.seqlen_k, tiles.block_kv)
+def dkdv_launch(problem: Problem, strides: Strides, aligned: bool, tiles: Tiles | None = None) -> Launch:
+    """The launch of `dkdv_kernel`; strides of q, k, v, dout, dk and dv, the rest as in `forward_launch`."""
+    tiles = _usable(tiles or tiles_for("dkdv", problem), problem, aligned, strides[:12])
     rows, owned = tiles.block_q, _owned(tiles, tiles.block_kv)
-    scalars = (*strides, problem.seqlen_q, problem.seqlen_k, _padded(problem), problem.heads_kv, _group(problem))
     return Launch(
         kernels.dkdv_kernel,
-        blocks * problem.batch * problem.heads_kv,
-        (*scalars, *_window(problem)),
-        _constexprs(problem, tiles, tma, "K_IN_REGISTERS", "V_IN_REGISTERS"),
+        _blocks(problem.seqlen_k, tiles.block_kv) * problem.batch * problem.heads_kv,
+        (*strides, problem.seqlen_q, problem.seqlen_k, _padded(problem), problem.heads_kv, _group(problem), *_window(problem)),
+        _constexprs(problem, tiles, "K_IN_REGISTERS", "V_IN_REGISTERS"),
         tiles.num_warps,
         tiles.num_stages,
-        tma_tiles=_tma_tiles(problem, tiles, tma, rows, owned[0], owned[1], rows, None, None, (1, rows), (1, rows)),
+        tma_tiles=_tma_tiles(problem, tiles, rows, owned[0], owned[1], rows, None, None, (1, rows), (1, rows)),
     )
 
 
 @lru_cache(maxsize=1024)
-def dq_launch(problem: Problem, strides: Strides, tma: bool, tiles: Tiles) -> Launch:
-    blocks = _blocks(problem.seqlen_q, tiles.block_q)
+def dq_launch(problem: Problem, strides: Strides, aligned: bool, tiles: Tiles | None = None) -> Launch:
+    """The launch of `dq_kernel`; strides of q, k, v, dout and dq, the rest as in `forward_launch`."""
+    tiles = _usable(tiles or tiles_for("dq", problem), problem, aligned, strides[:12])
     owned = _owned(tiles, tiles.block_q)
-    scalars = (*strides, problem.seqlen_q, problem.seqlen_k, _padded(problem), problem.heads, _group(problem))
     return Launch(
         kernels.dq_kernel,
-        blocks * problem.batch * problem.heads,
-        (*scalars, *_window(problem)),
-        _constexprs(problem, tiles, tma, "Q_IN_REGISTERS", "DO_IN_REGISTERS"),
+        _blocks(problem.seqlen_q, tiles.block_q) * problem.batch * problem.heads,
+        (*strides, problem.seqlen_q, problem.seqlen_k, _padded(problem), problem.heads, _group(problem), *_window(problem)),
+        _constexprs(problem, tiles, "Q_IN_REGISTERS", "DO_IN_REGISTERS"),
         tiles.num_warps,
         tiles.num_stages,
-        tma_tiles=_tma_tiles(problem, tiles, tma, owned[0], tiles.block_kv, tiles.block_kv, owned[1], None, None, None),
+        tma_tiles=_tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, owned[1], None, None, None),
     )
 
 
-def _constexprs(problem: Problem, tiles: Tiles, tma: bool, *owned: str) -> dict[str, Any]:
+def _usable(tiles: Tiles, problem: Problem, aligned: bool, strides: Strides) -> Tiles:
+    """The tiles, by plain loads where TMA can't read q, k, v (and dout) as they lie: in steps of 16 bytes, none of 0."""
+    q_sizes = (problem.batch, problem.seqlen_q, problem.heads)
+    kv_sizes = (problem.batch, problem.seqlen_k, problem.heads_kv)
+    steps = [stride for stride, size in zip(strides, (*q_sizes, *kv_sizes, *kv_sizes, *q_sizes), strict=False) if size > 1]
+    elements = 4 if problem.dtype == "fp32" else 8
+    readable = aligned and all(step > 0 and step % elements == 0 for step in steps)
+    return tiles if readable or not tiles.tma else replace(tiles, tma=False, registers=0)
+
+
+def _constexprs(problem: Problem, tiles: Tiles, *owned: str) -> dict[str, Any]:
     left, right = problem.span
     return {
         "HEAD_DIM": problem.head_dim,
@@ -142,14 +163,14 @@ def _constexprs(problem: Problem, tiles: Tiles, tma: bool, *owned: str) -> dict[
         "BLOCK_KV": tiles.block_kv,
         "LEFT": left is not None,
         "RIGHT": right is not None,
-        "TMA": tiles.tma and tma,
-        **dict(zip(owned, [tiles.tma and tma and tiles.registers > i for i in range(len(owned))], strict=True)),
+        "TMA": tiles.tma,
+        **{name: tiles.registers > nth for nth, name in enumerate(owned)},
     }
 
 
-def _tma_tiles(problem: Problem, tiles: Tiles, tma: bool, *rows: int | tuple[int, ...] | None) -> tuple[tuple[int, ...] | None, ...]:
+def _tma_tiles(problem: Problem, tiles: Tiles, *rows: int | tuple[int, ...] | None) -> tuple[tuple[int, ...] | None, ...]:
     """What TMA reads of each tensor: a tile of so many rows of one head, a tile as given, or nothing."""
-    if not (tiles.tma and tma):
+    if not tiles.tma:
         return ()
     return tuple((1, tile, 1, block_d(problem.head_dim)) if isinstance(tile, int) else tile for tile in rows)
 

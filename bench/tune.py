@@ -1,0 +1,115 @@
+"""Find the tiles of v1 and v2 on this GPU: every candidate checked, then timed. `python -m bench.tune --help`
+
+One entry of a version's table is replaced at a time, and the version is called as users call it: a candidate that the
+referee of `bench.run` refuses, or that does not compile or fit, gets no time. Prints the fastest for each entry and
+length, to be put into `config.py`; nothing is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import torch
+
+from bench.run import Cell, Clock, Contender, Referee, WrongResultError
+from flashzoo.spec import Problem
+from flashzoo.v1 import config as v1_config
+from flashzoo.v1 import launch as v1_launch
+from flashzoo.v2 import config as v2_config
+from flashzoo.v2 import launch as v2_launch
+from flashzoo.workloads import hardware, inputs
+
+KERNELS = {"v1": ("forward", "backward"), "v2": ("forward", "dkdv", "dq")}
+REGISTERS, SHARED_BYTES = 255, 227 << 10
+BLOCKS, WARPS, STAGES = (32, 64, 128), (4, 8), (1, 2, 3, 4)
+
+
+def candidates(version: str, kernel: str, width: int) -> Iterator[Any]:
+    """Tiles whose accumulators and scores fit the registers and whose operands fit shared memory, by a rough count."""
+    for block_q, block_kv, warps, stages in product(BLOCKS, BLOCKS, WARPS, STAGES):
+        by_queries = kernel in ("forward", "dq")
+        owned, streamed = (block_q, block_kv) if by_queries else (block_kv, block_q)
+        accumulators = owned * width * (1 if by_queries else 2)
+        scores = block_q * block_kv * (1 if kernel == "forward" else 2)
+        shared = 2 * width * (owned * (1 if kernel == "forward" else 2) + streamed * 2 * stages)
+        if (accumulators + scores) / (32 * warps) > REGISTERS or shared > SHARED_BYTES or owned < 64 * warps // 8:
+            continue
+        if version == "v1":
+            yield v1_config.Tiles(block_q, block_kv, warps, stages, "measured")
+        else:
+            yield v2_config.Tiles(block_q, block_kv, warps, stages)
+            for registers in range(2 if kernel == "forward" else 3):
+                yield v2_config.Tiles(block_q, block_kv, warps, stages, tma=True, registers=registers)
+
+
+@contextmanager
+def entry(version: str, kernel: str, problem: Problem, tiles: Any) -> Iterator[None]:
+    """The version's table with this one entry replaced."""
+    width = max(64, v2_config.block_d(problem.head_dim))
+    table: dict[Any, Any] = v1_config.HOPPER if version == "v1" else v2_config.HOPPER
+    if version == "v1":
+        key, launches = (kernel, width), (v1_launch.forward_launch, v1_launch.backward_launch)
+    else:
+        key = (kernel, width, problem.span[1] is not None)
+        launches = (v2_launch.forward_launch, v2_launch.dkdv_launch, v2_launch.dq_launch)
+    before = table[key]
+    try:
+        table[key] = tiles
+        for launch in launches:
+            launch.cache_clear()
+        yield
+    finally:
+        table[key] = before
+        for launch in launches:
+            launch.cache_clear()
+
+
+def tune(version: str, kernel: str, cell: Cell, clock: Clock, ms_each: float) -> list[tuple[float, Any]]:
+    """Milliseconds and tiles of every candidate that is right, fastest first."""
+    tensors = inputs(cell.problem, device="cuda")
+    referee = Referee(cell, tensors)
+    found = []
+    for tiles in candidates(version, kernel, cell.problem.head_dim):
+        with entry(version, kernel, cell.problem, tiles):
+            try:
+                contender = Contender(version, cell, tensors)
+                referee.errors(version, contender.result())
+            except (WrongResultError, RuntimeError) as error:  # Triton's OutOfResources and compile errors are RuntimeErrors
+                print(f"  {tiles}: {type(error).__name__}: {str(error).splitlines()[0][:100]}", file=sys.stderr)
+                continue
+            times = sorted(clock.measure({"candidate": contender.run}, ms_each)["candidate"])
+            found.append((times[len(times) // 2], tiles))
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line. Returns 0."""
+    parser = argparse.ArgumentParser(prog="python -m bench.tune", description=__doc__.splitlines()[0])  # pyright: ignore[reportOptionalMemberAccess]
+    parser.add_argument("--version", choices=KERNELS, default="v2")
+    parser.add_argument("--kernel", help="one of the version's kernels; all where not given")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--seqlens", type=int, nargs="+", default=[512, 2048, 16384])
+    parser.add_argument("--ms", type=float, default=20.0, help="milliseconds of measuring for each candidate")
+    parser.add_argument("--top", type=int, default=3, help="how many to print")
+    args = parser.parse_args(argv)
+    clock = Clock("cuda")
+    for kernel, head_dim, causal in product([args.kernel] if args.kernel else KERNELS[args.version], args.head_dims, (False, True)):
+        for seqlen in args.seqlens:
+            heads = 2048 // head_dim
+            problem = Problem(16384 // seqlen, seqlen, seqlen, heads, heads, head_dim, causal=causal, grad=kernel != "forward")
+            cell = Cell(replace(problem, **hardware("cuda")))
+            print(f"{args.version} {kernel} {cell}")
+            for ms, tiles in tune(args.version, kernel, cell, clock, args.ms)[: args.top]:
+                print(f"  {ms:.3f} ms  {tiles}", flush=True)
+            torch.cuda.empty_cache()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
