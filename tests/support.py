@@ -57,11 +57,11 @@ def draw(problem: Problem, seed: int = 0, **how) -> tuple[Tensors, Tensor, Tenso
 
 
 def forward(version: str, tensors: Tensors, problem: Problem, softmax_scale: float | None = None) -> Result:
-    """One forward pass; lse is empty where the problem does not ask for it."""
+    """One forward pass; lse is None where the problem does not ask for it."""
     arguments = as_arguments(problem) | {"softmax_scale": softmax_scale, "version": version}
     if problem.lse:
         return Result(*flashzoo.attention(*tensors, return_lse=True, **arguments))
-    return Result(flashzoo.attention(*tensors, **arguments), torch.empty(0))
+    return Result(flashzoo.attention(*tensors, **arguments))
 
 
 def both(
@@ -76,7 +76,9 @@ def both(
     leaves = tuple(x.detach().requires_grad_() for x in tensors)
     result = forward(version, leaves, problem, softmax_scale)  # pyright: ignore[reportArgumentType]
     outputs, gradients = ((result.out,), (dout,)) if dlse is None else ((result.out, result.lse), (dout, dlse))
-    return Result(result.out.detach(), result.lse.detach(), *torch.autograd.grad(outputs, leaves, gradients))
+    return Result(
+        result.out.detach(), None if result.lse is None else result.lse.detach(), *torch.autograd.grad(outputs, leaves, gradients)
+    )
 
 
 def accept(judge: Judge, result: Result) -> None:

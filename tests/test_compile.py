@@ -18,10 +18,24 @@ WIDTHS = (64, 128, 256)
 TENSOR_CORES = {"HMMA", "HGMMA", "UTCHMMA"}
 
 
-# Bytes of stack of a thread where a kernel is known to spill, arch 0 for float32; anything beyond fails.
-# Hopper: measured faster than every tile of the search that does not spill. float32: a product on the CUDA cores holds
-# whole rows of both operands in registers, whatever the tile.
-KNOWN_STACK: dict[tuple[str, str, int, int], int] = {}
+# Bytes of stack of a thread where a kernel is known to spill with Triton 3.6 or 3.9; anything beyond fails. Arch 0 stands
+# for float32. Hopper: measured faster, spills and all, than every candidate of bench/tune.py that does not spill.
+# float32: a product on the CUDA cores holds whole rows of both operands in registers, whatever the tile.
+KNOWN_STACK = {
+    ("v1", "forward", 80, 64): 16,
+    ("v1", "forward", 90, 256): 384,
+    ("v1", "forward", 0, 256): 272,
+    ("v1", "backward", 90, 128): 384,
+    ("v1", "backward", 90, 256): 24,
+    ("v1", "backward", 0, 128): 496,
+    ("v1", "backward", 0, 256): 504,
+    ("v2", "forward", 90, 256): 184,
+    ("v2", "dkdv", 90, 128): 136,
+    ("v2", "dkdv", 90, 256): 440,
+    ("v2", "dq", 90, 256): 192,
+    ("v2", "dq", 0, 128): 8,
+    ("v2", "dq", 0, 256): 240,
+}
 
 
 def compiled(version: str, kernel: str, problem: Problem) -> Resources:
@@ -81,13 +95,12 @@ def test_v2_streams_through_tma_on_hopper(kernel: str, head_dim: int) -> None:
     assert {"UTMALDG", "HGMMA"} <= compiled("v2", kernel, problem).opcodes.keys()
 
 
-@pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
 @pytest.mark.parametrize("head_dim", WIDTHS)
-def test_v2_short_problems_on_hopper(kernel: str, head_dim: int) -> None:
-    problem = Problem(2, 128, 128, 16, 16, head_dim, causal=True, grad=True, arch=90)
-    assert not v2_tiles(kernel, problem).tma
-    read = compiled("v2", kernel, problem)
-    assert read.stack <= KNOWN_STACK.get(("v2", kernel, 90, head_dim), 0) and read.shared <= SHARED_LIMIT[90]
+def test_v2_short_problems_on_hopper(head_dim: int) -> None:
+    problem = Problem(2, 128, 128, 16, 16, head_dim, causal=True, arch=90)
+    assert not v2_tiles("forward", problem).tma
+    read = compiled("v2", "forward", problem)
+    assert read.stack <= KNOWN_STACK.get(("v2", "forward", 90, head_dim), 0) and read.shared <= SHARED_LIMIT[90]
 
 
 @pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])

@@ -104,7 +104,7 @@ def tiles_for(kernel: str, problem: Problem) -> Tiles:
         return FLOAT32[kernel, width]
     if problem.arch == 90:
         tiles = HOPPER[kernel, width, problem.span[1] is not None]
-        short = max(problem.seqlen_q, problem.seqlen_k) <= SHORT
+        short = kernel == "forward" and max(problem.seqlen_q, problem.seqlen_k) <= SHORT
         return replace(tiles, tma=False, registers=0) if short else tiles
     return ANYWHERE[kernel, width]
 
