@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from flashzoo.registry import Explanation, explain_problem, implementation, requested, resolve
+from flashzoo.registry import Explanation, explain_problem, implementation, remembered, requested, resolve
 from flashzoo.spec import Problem, Window
 
 _DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -81,16 +80,16 @@ def attention(
         flashzoo.UnsupportedError: the named version, or under "auto" every version, has a reason against the call.
     """
     wanted, _ = requested(version)
-    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad) if _tensors(q, k, v) else False
-    if type(window_size) is list:
-        window_size = tuple(window_size)  # pyright: ignore[reportAssignmentType]
-    run, problem, scale, empty = _plan(
-        *_described(q), *_described(k), *_described(v), causal, softmax_scale, window_size, deterministic, return_lse, grad, wanted
-    )
-    if empty:
-        out, lse = _nothing_to_see(q, k, v)
-    else:
-        out, lse = run(-q if scale < 0 else q, k, v, problem, abs(scale))
+    if window_size is not None:
+        window_size = _normalised(window_size)
+    try:
+        grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        tensors = (*_described(q), *_described(k), *_described(v))
+    except AttributeError:
+        _check_tensors(q, k, v)
+        raise
+    run, problem, scale, negative = _plan(*tensors, causal, softmax_scale, window_size, deterministic, return_lse, grad, wanted)
+    out, lse = run(-q if negative else q, k, v, problem, scale)
     return (out, lse) if return_lse else out
 
 
@@ -123,7 +122,7 @@ def explain(
         return explain_problem(q, version)
     if k is None or v is None:
         raise TypeError(f"explain: k and v must be tensors where q is one, got {type(k).__name__} and {type(v).__name__}")
-    _tensors(q, k, v)
+    _check_tensors(q, k, v)
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     _check_scale(softmax_scale)
     tensors = (_described(q), _described(k), _described(v))
@@ -156,7 +155,7 @@ def sdpa(
     Raises:
         ValueError: is_causal with seqlen_q != seqlen_k, or fewer key heads than query heads without enable_gqa.
     """
-    _tensors(query, key, value, names=("query", "key", "value"))
+    _check_tensors(query, key, value, names=("query", "key", "value"))
     if query.ndim == key.ndim == 4:
         if is_causal and query.shape[2] != key.shape[2]:
             raise ValueError(
@@ -171,36 +170,36 @@ def sdpa(
 
 
 # What a plan, and so the cache of plans, depends on. Not the strides but the last: kernels take them as they come.
-_Described = tuple[torch.Size, int, torch.dtype, torch.device]
+_Described = tuple[torch.Size, int, torch.dtype, torch.device, torch.layout]
 
 
 def _described(x: Tensor) -> _Described:
-    return x.shape, x.stride(-1) if x.ndim else 1, x.dtype, x.device
+    return x.shape, x.stride(-1) if x.ndim else 1, x.dtype, x.device, x.layout
 
 
-def _tensors(q: Any, k: Any, v: Any, names: tuple[str, str, str] = ("q", "k", "v")) -> bool:
+def _check_tensors(q: Any, k: Any, v: Any, names: tuple[str, str, str] = ("q", "k", "v")) -> None:
     for name, x in zip(names, (q, k, v), strict=True):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.layout != torch.strided:
-            raise TypeError(f"{name} must be a dense tensor (torch.strided), got {x.layout}")
-    return True
 
 
-@lru_cache(maxsize=4096)
+@remembered
 def _plan(
     q_shape: torch.Size,
     q_last: int,
     q_dtype: torch.dtype,
     q_device: torch.device,
+    q_layout: torch.layout,
     k_shape: torch.Size,
     k_last: int,
     k_dtype: torch.dtype,
     k_device: torch.device,
+    k_layout: torch.layout,
     v_shape: torch.Size,
     v_last: int,
     v_dtype: torch.dtype,
     v_device: torch.device,
+    v_layout: torch.layout,
     causal: bool,
     softmax_scale: float | None,
     window_size: Window | None,
@@ -209,13 +208,20 @@ def _plan(
     grad: bool,
     version: str,
 ) -> tuple[Callable, Problem, float, bool]:
-    """Everything about a call that its data don't decide, once for each kind of call."""
+    """Everything about a call that its data don't decide, once for each kind of call.
+
+    Returns:
+        The implementation, the problem, the size of the softmax scale, and whether it is negative.
+    """
+    q = (q_shape, q_last, q_dtype, q_device, q_layout)
+    k = (k_shape, k_last, k_dtype, k_device, k_layout)
+    v = (v_shape, v_last, v_dtype, v_device, v_layout)
     scale = _check_scale(softmax_scale)
-    tensors = ((q_shape, q_last, q_dtype, q_device), (k_shape, k_last, k_dtype, k_device), (v_shape, v_last, v_dtype, v_device))
-    problem = problem_of(tensors, causal, window_size, deterministic, return_lse, grad, None)
+    problem = problem_of((q, k, v), causal, window_size, deterministic, return_lse, grad, None)
     spec = resolve(problem, version)
-    empty = 0 in q_shape or 0 in k_shape
-    return implementation(spec), problem, 1 / math.sqrt(problem.head_dim) if scale is None else scale, empty
+    run = _nothing_to_see if 0 in q_shape or 0 in k_shape else implementation(spec)
+    scale = 1 / math.sqrt(problem.head_dim) if scale is None else scale
+    return run, problem, abs(scale), scale < 0
 
 
 def _check_scale(scale: float | None) -> float | None:
@@ -238,8 +244,10 @@ def problem_of(
     arch: int | None,
 ) -> Problem:
     """The Problem of a call, each argument checked once and by name."""
-    (q_shape, _, q_dtype, q_device), (k_shape, _, k_dtype, k_device), (v_shape, _, v_dtype, v_device) = tensors
-    for name, (shape, last, _, _) in zip("qkv", tensors, strict=True):
+    (q_shape, _, q_dtype, q_device, _), (k_shape, _, k_dtype, k_device, _), (v_shape, _, v_dtype, v_device, _) = tensors
+    for name, (shape, last, _, _, layout) in zip("qkv", tensors, strict=True):
+        if layout != torch.strided:
+            raise TypeError(f"{name} must be a dense tensor (torch.strided), got {layout}")
         if len(shape) != 4:
             raise ValueError(f"{name} must have 4 dimensions (batch, seqlen, heads, head_dim), got shape {tuple(shape)}")
         if last != 1 and shape[-1] > 1:
@@ -309,7 +317,7 @@ def _hardware(device: torch.device, arch: int | None) -> tuple[str, int | None]:
     raise ValueError(f"q, k and v must be on a CPU or CUDA device, got {device}")
 
 
-def _nothing_to_see(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _nothing_to_see(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, Tensor]:
     """The answer where there is no query or no key: zeros and -inf, with zero gradients for all three inputs."""
     # One of the two is empty, so these sums reach no number: they only tie k and v to the result for autograd.
     tie = (k.sum() + v.sum()) * 0

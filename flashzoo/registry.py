@@ -14,13 +14,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from typing import TypeVar
 
 from flashzoo.spec import Problem, Spec
 
 ENTRY_POINTS = "flashzoo.versions"
 ENVIRONMENT = "FLASHZOO_VERSION"
 
+Answer = TypeVar("Answer", bound=Callable)
+
 _specs: dict[str, Spec] = {}
+_caches: list[Callable[[], None]] = []
 _plugin_errors: dict[str, str] = {}
 _plugins_loaded = False
 _chosen: ContextVar[str | None] = ContextVar("flashzoo_version", default=None)
@@ -65,9 +69,19 @@ def unregister(name: str) -> None:
     _forget()
 
 
+def remembered(function: Answer) -> Answer:
+    """`functools.lru_cache` for answers that hold until a version is registered or unregistered.
+
+    Typed, so that an equal argument of another type (1 for True) is looked at anew.
+    """
+    cached = lru_cache(maxsize=4096, typed=True)(function)
+    _caches.append(cached.cache_clear)
+    return cached  # pyright: ignore[reportReturnType]
+
+
 def _forget() -> None:
-    resolve.cache_clear()
-    implementation.cache_clear()
+    for clear in _caches:
+        clear()
 
 
 def versions() -> dict[str, Spec]:
@@ -134,7 +148,7 @@ def _known(version: object, what: str) -> None:
         raise ValueError(f"{what} must be 'auto' or one of {', '.join(_specs)}, got {version!r}")
 
 
-@lru_cache(maxsize=4096)
+@remembered
 def resolve(problem: Problem, version: str = "auto") -> Spec:
     """The version that takes the problem.
 
@@ -161,7 +175,7 @@ def _reasons(problem: Problem, specs: list[Spec]) -> str:
     return "\n".join(f"  {spec.name}: {reason}" for spec in specs for reason in spec.unsupported(problem))
 
 
-@lru_cache(maxsize=256)
+@remembered
 def implementation(spec: Spec) -> Callable:
     """The function behind `spec.impl`, imported on first use."""
     module, _, name = spec.impl.partition(":")

@@ -81,6 +81,11 @@ def both(
     )
 
 
+def detached(result: Result) -> tuple[Tensor, Tensor | None]:
+    """out and lse without their history."""
+    return result.out.detach(), None if result.lse is None else result.lse.detach()
+
+
 def accept(judge: Judge, result: Result) -> None:
     """Fails with every rule of `flashzoo.accuracy` that the result breaks."""
     broken = [str(check) for check in judge.checks(result) if not check.ok]
@@ -117,5 +122,6 @@ def toy(name: str = "toy", **fields) -> Spec:
         "cpu_dtypes": ("fp16", "fp32"),
         "features": frozenset(FEATURES),
         "backward": frozenset(FEATURES),
+        "auto": ("cuda", "cpu"),
     }
     return Spec(name=name, **everything | fields)

@@ -22,6 +22,7 @@ from support import (
     Tensors,
     accept,
     both,
+    detached,
     draw,
     dtypes_of,
     forward,
@@ -388,7 +389,7 @@ def test_some_inputs_require_grad(version, problem, wanted):
     result = forward(version, tensors, problem)
     outputs, given = ((result.out,), (dout,)) if dlse is None else ((result.out, result.lse), (dout, dlse))
     gradients = torch.autograd.grad(outputs, tuple(leaves.values()), given)
-    found = Result(result.out.detach(), result.lse.detach(), **{f"d{name}": x for name, x in zip(leaves, gradients, strict=True)})
+    found = Result(*detached(result), **{f"d{name}": x for name, x in zip(leaves, gradients, strict=True)})
     accept(Judge(*tensors, problem, None, dout, dlse), found)
 
 

@@ -25,6 +25,7 @@ class Launch:
         scalars: the integer parameters, in order.
         constexprs: the constexpr parameters by name, in order.
         num_warps, num_stages: Triton's options.
+        aligned: every tensor of every call starts at a multiple of 16 bytes.
         tma_tiles: for each tensor, the tile that TMA reads of it, to pass it as a tensor descriptor, or None to pass it
             as a pointer; empty to pass all as pointers.
     """
@@ -37,6 +38,7 @@ class Launch:
         constexprs: dict[str, Any],
         num_warps: int,
         num_stages: int,
+        aligned: bool = False,
         tma_tiles: tuple[tuple[int, ...] | None, ...] = (),
     ) -> None:
         self.kernel = kernel
@@ -44,6 +46,7 @@ class Launch:
         self.constexprs = constexprs
         self.options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
         self.tma_tiles = tma_tiles
+        self._aligned = aligned
         self._grid = (programs, 1, 1)
         self._rest = (*scalars, *constexprs.values())
         self._compiled: dict[tuple[int, ...], Any] = {}
@@ -61,7 +64,7 @@ class Launch:
                 self._launch(device, tensors, floats)
 
     def _launch(self, device: int, tensors: tuple[Tensor, ...], floats: tuple[float, ...]) -> None:
-        key = (device, *[tensor.data_ptr() & 15 for tensor in tensors])
+        key = (device,) if self._aligned else (device, *[tensor.data_ptr() & 15 for tensor in tensors])
         if self.tma_tiles:
             arguments = [_descriptor(x, tile) if tile else x for x, tile in zip(tensors, self.tma_tiles, strict=True)]
         else:

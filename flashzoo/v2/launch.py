@@ -82,7 +82,7 @@ def forward_launch(problem: Problem, strides: Strides, aligned: bool, tiles: Til
 
     Args:
         strides: over batch, seqlen and heads of q, k, v and out.
-        aligned: whether q, k and v start at multiples of 16 bytes.
+        aligned: whether q, k and v start at multiples of 16 bytes, as out and lse do.
         tiles: to try others than the table's.
     """
     tiles = _usable(tiles or tiles_for("forward", problem), problem, aligned, strides[:9])
@@ -94,6 +94,7 @@ def forward_launch(problem: Problem, strides: Strides, aligned: bool, tiles: Til
         _constexprs(problem, tiles, "Q_IN_REGISTERS"),
         tiles.num_warps,
         tiles.num_stages,
+        aligned,
         tma_tiles=_tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, None, None),
     )
 
@@ -124,6 +125,7 @@ def dkdv_launch(problem: Problem, strides: Strides, aligned: bool, tiles: Tiles 
         _constexprs(problem, tiles, "K_IN_REGISTERS", "V_IN_REGISTERS"),
         tiles.num_warps,
         tiles.num_stages,
+        aligned,
         tma_tiles=_tma_tiles(problem, tiles, rows, owned[0], owned[1], rows, None, None, (1, rows), (1, rows)),
     )
 
@@ -140,6 +142,7 @@ def dq_launch(problem: Problem, strides: Strides, aligned: bool, tiles: Tiles | 
         _constexprs(problem, tiles, "Q_IN_REGISTERS", "DO_IN_REGISTERS"),
         tiles.num_warps,
         tiles.num_stages,
+        aligned,
         tma_tiles=_tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, owned[1], None, None, None),
     )
 
