@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from flashzoo.reference import visible
@@ -15,6 +16,9 @@ _EVERY_HEAD_DIM = range(1, 1 << 16)
 def _sdpa_notes(problem: Problem) -> list[str]:
     return ["builds the (seqlen_q, seqlen_k) mask as a tensor"] if _needs_mask(problem) else []
 
+
+_LARGE_SCORES = "gradients lose digits where scores are about 1e5: P is recomputed from a rounded log-sum-exp"
+_SDPA_FAULTS = (("cuda", "test_gradients[sdpa-large_scores_causal", _LARGE_SCORES),)
 
 STANDARD = Spec(
     name="standard",
@@ -33,7 +37,7 @@ STANDARD = Spec(
 
 SDPA = Spec(
     name="sdpa",
-    title="torch.nn.functional.scaled_dot_product_attention, torch's choice of kernel",
+    title="torch.nn.functional.scaled_dot_product_attention, any of its kernels but cuDNN's",
     paper="docs.pytorch.org",
     impl="flashzoo.baselines:sdpa",
     dtypes=("fp16", "bf16", "fp32", "fp64"),
@@ -43,8 +47,14 @@ SDPA = Spec(
     features=frozenset({"causal", "window", "gqa", "cross"}),
     backward=frozenset({"causal", "window", "gqa", "cross"}),
     auto=("cuda", "cpu"),
+    faults=_SDPA_FAULTS,
     notes=_sdpa_notes,
 )
+
+
+# cuDNN's is left out. torch 2.11 on an H200: NaN gradients where every score is about -120, where a tile is partly blind
+# and at softmax_scale 0; layouts that are not 16-byte aligned end in a misaligned address, which loses the CUDA context.
+_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def _needs_mask(problem: Problem) -> bool:
@@ -55,7 +65,7 @@ def _needs_mask(problem: Problem) -> bool:
 def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, None]:
     """torch's attention under `Spec.impl`'s contract; torch aligns causal top-left, so other shapes get a mask."""
     masked = _needs_mask(problem)
-    with torch.autocast(q.device.type, enabled=False):  # it would change the dtype
+    with torch.autocast(q.device.type, enabled=False), sdpa_kernel(_BACKENDS):  # autocast would change the dtype
         out = scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (q, k, v)),
             attn_mask=visible(problem, q.device) if masked else None,

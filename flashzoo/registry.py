@@ -224,13 +224,17 @@ class Explanation:
         return (" ", "can't") if verdict.reasons else (" ", "could")
 
 
+def _notes(spec: Spec, problem: Problem) -> list[str]:
+    faults = [f"known fault: {sentence}" for device, _, sentence in spec.faults if device == problem.device]
+    return [*(spec.notes(problem) if spec.notes else []), *dict.fromkeys(faults)]
+
+
 def explain_problem(problem: Problem, version: str = "auto") -> Explanation:
     """Who answers the problem, every reason against the others, and what is done silently. Nothing is run."""
     wanted, by = requested(version)
     _known(wanted, "version")
     verdicts = tuple(
-        Verdict(spec.name, spec.title, tuple(spec.unsupported(problem)), tuple(spec.notes(problem)) if spec.notes else ())
-        for spec in _specs.values()
+        Verdict(spec.name, spec.title, tuple(spec.unsupported(problem)), tuple(_notes(spec, problem))) for spec in _specs.values()
     )
     try:
         chosen = resolve(problem, wanted).name

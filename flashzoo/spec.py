@@ -130,6 +130,8 @@ class Spec:
         requires: packages that must be installed.
         auto: the devices, of "cuda" and "cpu", on which `version="auto"` may choose it.
         memory: "linear" or "quadratic" in seqlen.
+        faults: `(device, start of a test's id, sentence)`: what is known to be wrong in code that is not ours. The suite
+            skips those cases and gives the sentence as its reason; `explain` tells it.
         check: sentences for what the fields above can't say; empty where the problem is taken.
         notes: sentences on what a call does silently (padding, copies, tile choice), for `explain`.
     """
@@ -147,6 +149,7 @@ class Spec:
     requires: tuple[str, ...] = ()
     auto: tuple[str, ...] = ("cuda",)
     memory: str = "linear"
+    faults: tuple[tuple[str, str, str], ...] = ()
     check: Callable[[Problem], list[str]] | None = None
     notes: Callable[[Problem], list[str]] | None = None
 

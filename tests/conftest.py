@@ -74,6 +74,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and DEVICE == "cpu":
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        for spec in flashzoo.versions().values():
+            for device, where, sentence in spec.faults:
+                if device == DEVICE and item.name.startswith(where):
+                    item.add_marker(pytest.mark.skip(reason=f"known fault of {spec.name}: {sentence}"))
 
 
 @pytest.fixture(autouse=True)
