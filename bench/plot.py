@@ -6,6 +6,9 @@ import argparse
 import csv
 from math import exp, log
 from pathlib import Path
+from typing import Any
+
+import flashzoo
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 ROOT = Path(__file__).parent.parent
@@ -48,10 +51,10 @@ def table_of(table: Speeds) -> str:
 
 
 def ratios_of(table: Speeds) -> str:
-    """Markdown: each implementation's speed over each other's, as geometric mean and worst cell of those that have both."""
+    """Markdown: each version's speed over every other's, as geometric mean and worst cell of those that have both."""
     names = impls(table)
     lines = [f"| | {' | '.join(f'over {name}' for name in names)} |", "|---" * (1 + len(names)) + "|"]
-    for name in names:
+    for name in (name for name in names if name in flashzoo.versions()):
         shown = [_ratio([cell[name] / cell[other] for cell in table.values() if name in cell and other in cell]) for other in names]
         lines.append(f"| {name} | {' | '.join('' if other == name else text for other, text in zip(names, shown, strict=True))} |")
     return "\n".join(lines)
@@ -96,21 +99,46 @@ def draw(rows: list[Row], results: Path) -> list[Path]:
 
     paths = []
     for pass_, title in PASSES.items():
-        table = speeds(last_run(rows, pass_))
-        panels = sorted({shape[:2] for shape in table})
-        if not panels:
+        mine = last_run(rows, pass_)
+        if not mine:
             continue
-        figure = Figure(figsize=(4 * len(panels), 3.6), layout="constrained")
-        for axes, (head_dim, causal) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
-            for name in impls(table):
-                points = {shape[2]: cell[name] for shape, cell in table.items() if shape[:2] == (head_dim, causal) and name in cell}
-                axes.plot(list(points), list(points.values()), marker="o", label=name)
-            axes.set_title(f"{title}, head_dim {head_dim}{', causal' if causal else ''}")
-            axes.set(xlabel="seqlen", ylabel="TFLOP/s", xscale="log", ylim=(0, None))
-            axes.legend(fontsize="small")
+        table = speeds(mine)
+        masks, head_dims = (sorted({shape[i] for shape in table}) for i in (1, 0))
+        figure = Figure(figsize=(4 * len(head_dims), 3.2 * len(masks)), layout="constrained")
+        panels = figure.subplots(len(masks), len(head_dims), squeeze=False, sharex=True, sharey=True)
+        for causal, line in zip(masks, panels, strict=True):
+            for head_dim, axes in zip(head_dims, line, strict=True):
+                _panel(axes, table, head_dim, bool(causal))
+        for axes in panels[:, 0]:
+            axes.set_ylabel("TFLOP/s")
+        for axes in panels[-1]:
+            axes.set_xlabel("seqlen, 16k tokens in all")
+        figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(impls(table)))
+        figure.suptitle(f"{title}, {mine[0]['dtype']}, {mine[0]['gpu']}")
         paths.append(results.with_name(f"{results.stem}_{pass_}.png"))
         figure.savefig(paths[-1], dpi=110)
     return paths
+
+
+def _panel(axes: Any, table: Speeds, head_dim: int, causal: bool) -> None:
+    cells = {shape[2]: cell for shape, cell in table.items() if shape[:2] == (head_dim, causal)}
+    for name in impls(table):
+        points = {seqlen: cell[name] for seqlen, cell in cells.items() if name in cell}
+        ours = name in flashzoo.versions()
+        axes.plot(
+            list(points),
+            list(points.values()),
+            marker="o",
+            markersize=4,
+            linewidth=2 if ours else 1,
+            linestyle="-" if ours else "--",
+            label=name,
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(cells), [f"{seqlen // 1024}k" if seqlen >= 1024 else str(seqlen) for seqlen in cells])
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    axes.set_title(f"head_dim {head_dim}{', causal' if causal else ''}", fontsize="medium")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -27,10 +27,8 @@ class Tiles:
     registers: int = 0
 
     def __str__(self) -> str:
-        how = "TMA" if self.tma else "pointers"
-        return f"{self.block_q}x{self.block_kv} tiles, {self.num_warps} warps, {self.num_stages} stages, {how}" + (
-            f", {self.registers} operands in registers" if self.registers else ""
-        )
+        how = f"TMA, {self.registers} owned from registers" if self.tma else "plain loads"
+        return f"{self.block_q}x{self.block_kv} tiles, {self.num_warps} warps, {self.num_stages} stages, {how}"
 
 
 # (kernel, width of the head dim's tile, bounded on the right): tiles. Measured on an H200, 16-bit inputs, Triton 3.6.
@@ -105,15 +103,24 @@ def tiles_for(kernel: str, problem: Problem) -> Tiles:
     if problem.arch == 90:
         tiles = HOPPER[kernel, width, problem.span[1] is not None]
         short = kernel == "forward" and max(problem.seqlen_q, problem.seqlen_k) <= SHORT
-        return replace(tiles, tma=False, registers=0) if short else tiles
+        return replace(tiles, tma=False, registers=0) if short or problem.head_dim % 8 else tiles
     return ANYWHERE[kernel, width]
 
 
 def describe(problem: Problem) -> list[str]:
-    """Sentences for `explain`: what runs, how it is cut, and what happens silently."""
-    lines = [f"{kernel}: {tiles_for(kernel, problem)}" for kernel in (("forward", "dkdv", "dq") if problem.grad else ("forward",))]
+    """Sentences for `explain`: what runs, how it is cut and why so, and what happens silently."""
+    kernels = ("forward", "dkdv", "dq") if problem.grad else ("forward",)
+    lines = [f"{kernel}: {tiles_for(kernel, problem)}" for kernel in kernels]
     if problem.device == "cpu":
         lines.append("runs in Triton's interpreter: exact, and slow")
+    elif problem.dtype == "fp32":
+        lines.append("tiles: small, as float32 products run on the CUDA cores")
+    elif problem.arch == 90:
+        lines.append("tiles: fastest of bench/tune.py on an H200")
+        if problem.head_dim % 8:
+            lines.append(f"head_dim {problem.head_dim} is no multiple of 16 bytes, which TMA needs: plain loads")
+    else:
+        lines.append("tiles: chosen to compile without spills, not measured on such a GPU")
     if block_d(problem.head_dim) != problem.head_dim:
         lines.append(f"head_dim {problem.head_dim} is padded to {block_d(problem.head_dim)} on chip, not in memory")
     return lines
