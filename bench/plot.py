@@ -14,6 +14,11 @@ BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 ROOT = Path(__file__).parent.parent
 PASSES = {"fwd": "Forward", "bwd": "Backward"}
 
+# The same colour for the same implementation in every picture.
+COLOURS = {
+    name: f"C{i}" for i, name in enumerate(("v2", "v1", "standard", "sdpa_flash", "sdpa_cudnn", "flex", "v3", "blocksparse", "fa3", "fa4"))
+}
+
 Row = dict[str, str]
 Shape = tuple[int, bool, int]
 Speeds = dict[Shape, dict[str, float]]
@@ -64,8 +69,8 @@ def _ratio(values: list[float]) -> str:
     return f"{exp(sum(map(log, values)) / len(values)):.2f} (worst {min(values):.2f})" if values else "-"
 
 
-def report(rows: list[Row]) -> str:
-    """The whole section, as markdown."""
+def report(rows: list[Row], results: Path) -> str:
+    """The whole section, as markdown; `results` is the CSV file that the pictures lie beside."""
     parts = []
     for pass_, title in PASSES.items():
         mine = last_run(rows, pass_)
@@ -78,6 +83,7 @@ def report(rows: list[Row]) -> str:
             f"### {title}, {of['dtype']}",
             f"{of['gpu']}, {versions}, run {of['run']} of {of['date']}. TFLOP/s, medians; a bf16 matmul in the same run: {matmul}.",
             table_of(table),
+            f"![{title}, TFLOP/s against seqlen](bench/results/{results.stem}_{pass_}.png)",
             "Geometric mean of the speed ratios over the cells that both ran, and the worst cell:",
             ratios_of(table),
         ]
@@ -109,6 +115,7 @@ def draw(rows: list[Row], results: Path) -> list[Path]:
         for causal, line in zip(masks, panels, strict=True):
             for head_dim, axes in zip(head_dims, line, strict=True):
                 _panel(axes, table, head_dim, bool(causal))
+        panels[0, 0].set_ylim(bottom=0)
         for axes in panels[:, 0]:
             axes.set_ylabel("TFLOP/s")
         for axes in panels[-1]:
@@ -136,7 +143,6 @@ def _panel(axes: Any, table: Speeds, head_dim: int, causal: bool) -> None:
         )
     axes.set_xscale("log", base=2)
     axes.set_xticks(list(cells), [f"{seqlen // 1024}k" if seqlen >= 1024 else str(seqlen) for seqlen in cells])
-    axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     axes.set_title(f"head_dim {head_dim}{', causal' if causal else ''}", fontsize="medium")
 
@@ -150,7 +156,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     with args.csv.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    args.readme.write_text(place(args.readme.read_text(), report(rows)))
+    args.readme.write_text(place(args.readme.read_text(), report(rows, args.csv)))
     for path in draw(rows, args.csv) if args.plots else []:
         print(path)
     return 0

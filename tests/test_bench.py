@@ -181,7 +181,7 @@ RESULTS = [
 
 
 def test_tables_show_the_last_run_alone():
-    text = plot.report(RESULTS)
+    text = plot.report(RESULTS, Path("h200.csv"))
     assert "| 64 | yes | 512 | **200** | 100 |" in text
     assert "| v2 |  | 1.73 (worst 1.50) |" in text
     assert "matmul in the same run: 780" in text
