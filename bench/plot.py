@@ -135,6 +135,7 @@ def _panel(axes: Any, table: Speeds, head_dim: int, causal: bool) -> None:
         axes.plot(
             list(points),
             list(points.values()),
+            color=COLOURS.get(name),
             marker="o",
             markersize=4,
             linewidth=2 if ours else 1,
