@@ -86,6 +86,8 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float
             scale=softmax_scale,
             enable_gqa=problem.heads != problem.heads_kv,
         ).transpose(1, 2)
+    if problem.grad:
+        out.register_hook(_readable)
     if problem.blind_rows:
         rows = torch.arange(problem.seqlen_q, device=q.device) < problem.blind_rows
         out = out.masked_fill(rows[:, None, None], 0)

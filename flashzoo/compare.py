@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -35,6 +36,8 @@ from flashzoo.workloads import Workload, flops, hbm_bytes, inputs
 
 INTERPRETER_SCORES = 1 << 19
 """Most score elements (batch * heads * seqlen_q * seqlen_k) that are given to Triton's interpreter: some seconds' work."""
+QUADRATIC_BYTES = 20
+"""Bytes for each score element that a version holds which materialises S and P: S, P and dP in float32, their roundings."""
 L2_FLUSH_BYTES = 256 << 20
 GPU_SECONDS, CPU_SECONDS = 2.0, 2.0  # of timing in all, shared by the versions; never less than MIN_REPEATS each
 MIN_REPEATS, MAX_REPEATS = 3, 100
@@ -249,6 +252,10 @@ def compare_workload(
     )
 
 
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def peak_tflops(gpu: str, dtype: str) -> float | None:
     """Dense peak of a GPU by its name (`torch.cuda.get_device_name()`) and a dtype of `Problem`; None where not known."""
     for name, half, single in PEAKS:
@@ -304,6 +311,11 @@ class _Bench:
         if row.ran == "interpreter" and scores > INTERPRETER_SCORES:
             reason = f"too large for Triton's interpreter here (limit {INTERPRETER_SCORES} score elements, got {scores})"
             return replace(row, status="too large", reasons=(reason,), ran="")
+        needed = scores * QUADRATIC_BYTES if spec.memory == "quadratic" else 0
+        # A GPU says when its memory is full; on the CPU the system would end the process.
+        if not self.on_gpu and needed > _memory_bytes() // 2:
+            reason = f"needs some {needed / 1e9:.0f} GB for its scores, more than half of this machine's {_memory_bytes() / 1e9:.0f} GB"
+            return replace(row, status="no memory", reasons=(reason,), ran="")
         try:
             return self._judged(spec, row)
         except torch.cuda.OutOfMemoryError as error:
