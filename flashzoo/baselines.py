@@ -11,12 +11,20 @@ from flashzoo.reference import visible
 from flashzoo.spec import FEATURES, Problem, Spec
 
 _EVERY_HEAD_DIM = range(1, 1 << 16)
+LARGEST_GRID = 65535
+"""Programs along the second and third dimension of a CUDA grid; torch's kernels lay the batch along one."""
 
 
 def _sdpa_notes(problem: Problem) -> list[str]:
     mask = ["builds the (seqlen_q, seqlen_k) mask as a tensor"] if _needs_mask(problem) else []
     copies = ["copies inputs whose rows do not start at multiples of 16 bytes"] if problem.device == "cuda" else []
     return mask + copies
+
+
+def _sdpa_limits(problem: Problem) -> list[str]:
+    if problem.device == "cuda" and problem.batch > LARGEST_GRID:
+        return [f"its CUDA kernels take a batch of at most {LARGEST_GRID}, got {problem.batch}"]
+    return []
 
 
 _LARGE_SCORES = "gradients lose digits where scores are about 1e5: P is recomputed from a rounded log-sum-exp"
@@ -54,6 +62,7 @@ SDPA = Spec(
     backward=frozenset({"causal", "window", "gqa", "cross"}),
     auto=("cuda", "cpu"),
     faults=_SDPA_FAULTS,
+    check=_sdpa_limits,
     notes=_sdpa_notes,
 )
 
