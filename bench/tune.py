@@ -72,7 +72,7 @@ def entry(version: str, kernel: str, problem: Problem, tiles: Any) -> Iterator[N
 
 def tune(version: str, kernel: str, cell: Cell, clock: Clock, ms_each: float) -> list[tuple[float, Any]]:
     """Milliseconds and tiles of every candidate that is right, fastest first."""
-    tensors = inputs(cell.problem, device="cuda")
+    tensors = inputs(cell.problem, device=cell.problem.device)
     referee = Referee(cell, tensors)
     found = []
     for tiles in candidates(version, kernel, cell.problem.head_dim):

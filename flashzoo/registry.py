@@ -198,20 +198,25 @@ class Explanation:
 
     Attributes:
         problem: what was asked.
+        wanted: the version that was asked for, or "auto".
         chosen: name of the version that runs, or None where none can.
         by: who asked for it: argument, context manager, environment or default.
         verdicts: one for each registered version, in `auto` order.
     """
 
     problem: Problem
+    wanted: str
     chosen: str | None
     by: str
     verdicts: tuple[Verdict, ...]
 
     def __str__(self) -> str:
         width = max((len(verdict.name) for verdict in self.verdicts), default=0)
-        head = f"{self.chosen or 'no version'} takes {self.problem}, by {self.by}"
-        lines = [head]
+        if self.chosen:
+            lines = [f"{self.chosen} takes {self.problem}, by {self.by}"]
+        else:
+            nobody_takes = "no version takes" if self.wanted == "auto" else f"{self.wanted} can't take"
+            lines = [f"{nobody_takes} {self.problem}"]
         for verdict in self.verdicts:
             mark, status = self._status(verdict)
             lines.append(f"{mark} {verdict.name:<{width}}  {verdict.title}: {status}")
@@ -240,4 +245,4 @@ def explain_problem(problem: Problem, version: str = "auto") -> Explanation:
         chosen = resolve(problem, wanted).name
     except UnsupportedError:
         chosen = None
-    return Explanation(problem, chosen, by, verdicts)
+    return Explanation(problem, wanted, chosen, by, verdicts)

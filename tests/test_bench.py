@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import flashzoo
-from bench import peers, plot, run
+from bench import peers, plot, run, tune
 from flashzoo.reference import standard
 from flashzoo.spec import Problem
+from flashzoo.v1 import config as v1_config
+from flashzoo.v2 import config as v2_config
 
 COLUMNS = (
     "run,date,commit,gpu,torch,triton,cutlass_dsl,impl,pass,dtype,batch,seqlen_q,seqlen_k,heads,heads_kv,head_dim,causal,mask,density,"
@@ -205,3 +207,27 @@ def test_tables_go_between_the_markers_and_nowhere_else(tmp_path):
     assert (tmp_path / "h200_fwd.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="results:begin"):
         plot.place("no markers", "section")
+
+
+@pytest.mark.parametrize(("version", "table"), [("v1", v1_config.HOPPER), ("v2", v2_config.HOPPER)])
+def test_the_tuner_tries_what_the_table_holds(version, table):
+    for (kernel, width, *_), tiles in table.items():
+        assert tiles in list(tune.candidates(version, kernel, width))
+
+
+def test_the_tuner_replaces_one_entry_and_puts_it_back():
+    problem = Problem(1, 40, 40, 1, 1, 64, dtype="fp16", device="cpu")
+    before, other = dict(v2_config.HOPPER), v2_config.Tiles(128, 32, 8, 1)
+    with tune.entry("v2", "dq", problem, other):
+        changed = {key for key, tiles in v2_config.HOPPER.items() if tiles != before[key]}
+        assert changed == {("dq", 64, False)} and v2_config.HOPPER["dq", 64, False] == other
+    assert before == v2_config.HOPPER
+
+
+def test_the_tuner_times_right_candidates(monkeypatch):
+    some = [v2_config.Tiles(64, 64, 4, 1), v2_config.Tiles(32, 32, 4, 1)]
+    monkeypatch.setattr(tune, "candidates", lambda *_: iter(some))
+    cell = run.Cell(Problem(1, 40, 40, 1, 1, 64, dtype="fp16", device="cpu"))
+    found = tune.tune("v2", "forward", cell, run.Clock("cpu"), 1.0)
+    assert sorted(map(str, some)) == sorted(str(tiles) for _, tiles in found)
+    assert all(ms > 0 for ms, _ in found) and found == sorted(found, key=lambda pair: pair[0])

@@ -19,7 +19,7 @@ TENSOR_CORES = {"HMMA", "HGMMA", "UTCHMMA"}
 
 
 # Bytes of stack of a thread where a kernel is known to spill with Triton 3.6 or 3.9; anything beyond fails. Arch 0 stands
-# for float32. Hopper: measured faster, spills and all, than every candidate of bench/tune.py that does not spill.
+# for float32. Hopper: measured faster, spills and all, than every candidate tried that does not spill.
 # float32: a product on the CUDA cores holds whole rows of both operands in registers, whatever the tile.
 KNOWN_STACK = {
     ("v1", "forward", 80, 64): 16,

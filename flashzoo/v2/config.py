@@ -116,7 +116,7 @@ def describe(problem: Problem) -> list[str]:
     elif problem.dtype == "fp32":
         lines.append("tiles: small, as float32 products run on the CUDA cores")
     elif problem.arch == 90:
-        lines.append("tiles: fastest of bench/tune.py on an H200")
+        lines.append("tiles: the fastest measured on an H200")
         if problem.head_dim % 8:
             lines.append(f"head_dim {problem.head_dim} is no multiple of 16 bytes, which TMA needs: plain loads")
     else:
