@@ -35,9 +35,7 @@ SIZES = ["seqlen_q", "seqlen_k", "rows_padded", "heads", "heads_kv", "window_lef
 
 
 @triton.jit
-def load_block(
-    head, start, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr
-):  # fmt: skip
+def load_block(head, start, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr):
     """Rows start .. start + ROWS of one head as a (ROWS, BLOCK_D) tile, zero beyond seqlen and HEAD_DIM.
 
     A head is (tensor, its strides over batch, seqlen and heads, batch index, head index, seqlen). A left operand of tl.dot
