@@ -322,4 +322,5 @@ def _nothing_to_see(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_s
     # One of the two is empty, so these sums reach no number: they only tie k and v to the result for autograd.
     tie = (k.sum() + v.sum()) * 0
     out = q.masked_fill(torch.ones((), dtype=torch.bool, device=q.device), 0) + tie
-    return out, out.float().sum(-1).transpose(1, 2) - math.inf
+    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    return out, out.to(lse_dtype).sum(-1).transpose(1, 2) - math.inf

@@ -9,7 +9,6 @@ import pytest
 from flashzoo import Problem
 from flashzoo._triton.compile import SHARED_LIMIT, Resources, resources
 from flashzoo.v1 import launch as v1
-from flashzoo.v1.config import tiles_for as v1_tiles
 from flashzoo.v2 import launch as v2
 from flashzoo.v2.config import tiles_for as v2_tiles
 
@@ -38,31 +37,23 @@ KNOWN_STACK = {
 }
 
 
+# How each kernel is launched: by which function, with strides of how many tensors and what else; its tensor parameters
+# (h in the problem's dtype, f in float32) and how many floats follow them.
+LAUNCHES = {
+    ("v1", "forward"): (v1.forward_launch, 5, (), "hhhhffff", 1),
+    ("v1", "backward"): (v1.backward_launch, 8, (False,), "hhhhhfhhff", 2),
+    ("v2", "forward"): (v2.forward_launch, 4, (True,), "hhhhf", 1),
+    ("v2", "dkdv"): (v2.dkdv_launch, 6, (True,), "hhhhhhff", 2),
+    ("v2", "dq"): (v2.dq_launch, 5, (True,), "hhhhhff", 2),
+}
+
+
 def compiled(version: str, kernel: str, problem: Problem) -> Resources:
     """The launch that this problem would get, compiled for its architecture."""
-    half, single = problem.dtype, "fp32"
-
-    def strides(tensors: int) -> tuple[int, ...]:
-        return (problem.seqlen_q * problem.heads * problem.head_dim, problem.heads * problem.head_dim, problem.head_dim) * tensors
-
-    arch = problem.arch or 0
-    match version, kernel:
-        case "v1", "forward":
-            launch = v1.forward_launch(problem, strides(5), v1_tiles(kernel, problem))
-            return resources(launch, (half,) * 4 + (single,) * 4, 1, arch)
-        case "v1", "backward":
-            launch = v1.backward_launch(problem, strides(8), False, v1_tiles(kernel, problem))
-            return resources(launch, (half,) * 5 + (single,) + (half,) * 2 + (single,) * 2, 2, arch)
-        case "v2", "forward":
-            launch = v2.forward_launch(problem, strides(4), True)
-            return resources(launch, (half,) * 4 + (single,), 1, arch)
-        case "v2", "dkdv":
-            launch = v2.dkdv_launch(problem, strides(6), True)
-            return resources(launch, (half,) * 6 + (single,) * 2, 2, arch)
-        case "v2", "dq":
-            launch = v2.dq_launch(problem, strides(5), True)
-            return resources(launch, (half,) * 5 + (single,) * 2, 2, arch)
-    raise AssertionError(f"no kernel {kernel} in {version}")
+    launch, tensors, more, parameters, floats = LAUNCHES[version, kernel]
+    strides = (problem.seqlen_q * problem.heads * problem.head_dim, problem.heads * problem.head_dim, problem.head_dim) * tensors
+    types = tuple({"h": problem.dtype, "f": "fp32"}[parameter] for parameter in parameters)
+    return resources(launch(problem, strides, *more), types, floats, problem.arch or 0)
 
 
 def cases() -> Iterator[tuple[str, str, int, int, str, bool]]:

@@ -51,24 +51,22 @@ def resources(launch: Launch, types: tuple[str, ...], floats: int, arch: int) ->
     """
     tiles = launch.tma_tiles or (None,) * len(types)
     tensors = [f"tensordesc<{kind}{list(tile)}>" if tile else f"*{kind}" for kind, tile in zip(types, tiles, strict=True)]
-    names = launch.kernel.arg_names
-    exact = {len(types) + floats + i for i in range(len(launch.scalars)) if names[len(types) + floats + i] not in _unspecialised(launch)}
     kinds = [*tensors, *["fp32"] * floats, *["i32"] * len(launch.scalars), *["constexpr"] * len(launch.constexprs)]
     constexprs = dict(launch.constexprs)
-    attributes = {(i,): [["tt.divisibility", 16]] for i, tile in enumerate(tiles) if not tile}
-    for i in exact:
-        scalar = launch.scalars[i - len(types) - floats]
+    divisible = [i for i, tile in enumerate(tiles) if not tile]
+    names = launch.kernel.arg_names
+    # What Triton's own launch path sees in an integer: whether it is 1, and whether 16 divides it.
+    for i, scalar in enumerate(launch.scalars, len(types) + floats):
+        if names[i] in launch.kernel.do_not_specialize:
+            continue
         if scalar == 1:
             kinds[i], constexprs[names[i]] = "constexpr", 1
         elif scalar % 16 == 0:
-            attributes[(i,)] = [["tt.divisibility", 16]]
+            divisible.append(i)
+    attributes = {(i,): [["tt.divisibility", 16]] for i in divisible}
     source = ASTSource(launch.kernel, dict(zip(names, kinds, strict=True)), constexprs, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=launch.options)
     return _read(compiled.asm["cubin"], compiled.metadata.shared)
-
-
-def _unspecialised(launch: Launch) -> list[str]:
-    return list(launch.kernel.do_not_specialize)
 
 
 def _read(cubin: bytes, shared: int) -> Resources:

@@ -28,7 +28,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: fl
     out_acc = q.new_empty(q.shape, dtype=torch.float32)
     row_sum, row_max, lse = q.new_empty((3, problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *out_acc.stride()[:3])
-    launch = forward_launch(problem, strides, tiles_for("forward", problem))
+    launch = forward_launch(problem, strides)
     launch((q, k, v, out, out_acc, row_sum, row_max, lse), (softmax_scale * LOG2E,))
     return out, lse
 
@@ -52,7 +52,7 @@ def backward(
     dq_acc = q.new_zeros(q.shape, dtype=torch.float32)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     strides = tuple(stride for x in (q, k, v, out, dout, dq_acc, dk, dv) for stride in x.stride()[:3])
-    launch = backward_launch(problem, strides, dlse_given, tiles_for("backward", problem))
+    launch = backward_launch(problem, strides, dlse_given)
     launch((q, k, v, out, dout, dq_acc, dk, dv, lse, dlse), (softmax_scale, softmax_scale * LOG2E))
     return torch.empty_like(q).copy_(dq_acc), dk, dv
 
@@ -61,7 +61,9 @@ attention = differentiable(forward, backward)
 
 
 @lru_cache(maxsize=1024)
-def forward_launch(problem: Problem, strides: Strides, tiles: Tiles) -> Launch:
+def forward_launch(problem: Problem, strides: Strides) -> Launch:
+    """The launch of `forward_kernel`; strides over batch, seqlen and heads of q, k, v, out and its float32 accumulator."""
+    tiles = tiles_for("forward", problem)
     heads = problem.batch * problem.heads
     rows = rows_per_program(problem.seqlen_q, heads, tiles.block_q)
     return Launch(
@@ -75,7 +77,9 @@ def forward_launch(problem: Problem, strides: Strides, tiles: Tiles) -> Launch:
 
 
 @lru_cache(maxsize=1024)
-def backward_launch(problem: Problem, strides: Strides, dlse: bool, tiles: Tiles) -> Launch:
+def backward_launch(problem: Problem, strides: Strides, dlse: bool) -> Launch:
+    """The launch of `backward_kernel`; strides of q, k, v, out, dout, the accumulator of dq, dk and dv."""
+    tiles = tiles_for("backward", problem)
     # Atomic additions to dQ come in any order. One program a head keeps the paper's, and with it the bits.
     serial = problem.deterministic
     return Launch(

@@ -77,15 +77,14 @@ def aligned(*tensors: Tensor) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def forward_launch(problem: Problem, strides: Strides, aligned: bool, tiles: Tiles | None = None) -> Launch:
+def forward_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
     """The launch of `forward_kernel`.
 
     Args:
         strides: over batch, seqlen and heads of q, k, v and out.
         aligned: whether q, k and v start at multiples of 16 bytes, as out and lse do.
-        tiles: to try others than the table's.
     """
-    tiles = _usable(tiles or tiles_for("forward", problem), problem, aligned, strides[:9])
+    tiles = _usable(tiles_for("forward", problem), problem, aligned, strides[:9])
     owned = _owned(tiles, tiles.block_q)
     return Launch(
         kernels.forward_kernel,
@@ -114,9 +113,9 @@ def delta_launch(problem: Problem, strides: Strides, dlse: bool) -> Launch:
 
 
 @lru_cache(maxsize=1024)
-def dkdv_launch(problem: Problem, strides: Strides, aligned: bool, tiles: Tiles | None = None) -> Launch:
+def dkdv_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
     """The launch of `dkdv_kernel`; strides of q, k, v, dout, dk and dv, the rest as in `forward_launch`."""
-    tiles = _usable(tiles or tiles_for("dkdv", problem), problem, aligned, strides[:12])
+    tiles = _usable(tiles_for("dkdv", problem), problem, aligned, strides[:12])
     rows, owned = tiles.block_q, _owned(tiles, tiles.block_kv)
     return Launch(
         kernels.dkdv_kernel,
@@ -131,9 +130,9 @@ def dkdv_launch(problem: Problem, strides: Strides, aligned: bool, tiles: Tiles 
 
 
 @lru_cache(maxsize=1024)
-def dq_launch(problem: Problem, strides: Strides, aligned: bool, tiles: Tiles | None = None) -> Launch:
+def dq_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
     """The launch of `dq_kernel`; strides of q, k, v, dout and dq, the rest as in `forward_launch`."""
-    tiles = _usable(tiles or tiles_for("dq", problem), problem, aligned, strides[:12])
+    tiles = _usable(tiles_for("dq", problem), problem, aligned, strides[:12])
     owned = _owned(tiles, tiles.block_q)
     return Launch(
         kernels.dq_kernel,
