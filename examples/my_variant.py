@@ -13,11 +13,11 @@ BLOCK_KV = 64
 
 @torch.autocast("cpu", enabled=False)
 @torch.autocast("cuda", enabled=False)
-def forward(q, k, v, problem, softmax_scale):  # (batch, seqlen, heads, head_dim) in; out alike and lse (batch, heads, seqlen_q)
+def forward(q, k, v, problem, softmax_scale):  # (batch, seqlen, heads, head_dim) in; out alike, as wide as v, lse (batch, heads, seqlen_q)
     q_h, k_h, v_h = (x.transpose(1, 2).float().repeat_interleave(problem.heads // x.shape[2], 1) for x in (q, k, v))
     left, right = (math.inf if side is None else side for side in problem.span)
     diagonal = torch.arange(problem.seqlen_q, device=q.device)[:, None] + problem.seqlen_k - problem.seqlen_q
-    m_i, l_i, acc = q_h.new_full((*q_h.shape[:3], 1), -math.inf), q_h.new_zeros((*q_h.shape[:3], 1)), torch.zeros_like(q_h)
+    m_i, l_i, acc = (q_h.new_full((*q_h.shape[:3], width), start) for width, start in ((1, -math.inf), (1, 0), (problem.head_dim_v, 0)))
     positions = torch.arange(problem.seqlen_k, device=q.device)
     for keys, k_j, v_j in zip(positions.split(BLOCK_KV), k_h.split(BLOCK_KV, 2), v_h.split(BLOCK_KV, 2), strict=True):
         s = q_h @ k_j.mT * softmax_scale

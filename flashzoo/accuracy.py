@@ -104,7 +104,7 @@ class Judge:
         q, k, v: as in `flashzoo.attention`, CPU or GPU; never modified.
         problem: of these tensors. Its lse says whether results are judged by their lse.
         softmax_scale: the factor on the scores; `1 / sqrt(head_dim)` where None.
-        dout: gradient of out, shape of q; gradients are judged where it is given.
+        dout: gradient of out, in its shape; gradients are judged where it is given.
         dlse: gradient of lse `(batch, heads, seqlen_q)`, or None; needs dout.
 
     Attributes:
@@ -210,7 +210,7 @@ class Judge:
 
     def _rms_budget(self) -> Tensor:
         problem = self.problem
-        elements = (problem.seqlen_q - problem.blind_rows) * problem.head_dim
+        elements = (problem.seqlen_q - problem.blind_rows) * problem.head_dim_v
         rounding = RMS_ROUNDING * self._eps * _head_rms(self.reference.out)
         return _spread(min(elements, self._pairs)) * torch.maximum(OUT_RMS[problem.dtype] * self._yard_rms, rounding)
 
@@ -265,7 +265,8 @@ def _yardstick(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scale: float, 
     """`standard` on as many (batch, key/value head) slices at a time as fit in `_SLICE_SCORES`."""
     grad = dout is not None
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out, lse = q.new_zeros(q.shape), q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=wide)
+    out = q.new_zeros((*q.shape[:3], v.shape[3]))
+    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=wide)
     dq, dk, dv = (x.new_zeros(x.shape) if grad else None for x in (q, k, v))
     whole = Result(out, lse, dq, dk, dv)
     if 0 in q.shape or 0 in k.shape:

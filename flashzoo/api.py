@@ -60,7 +60,7 @@ def attention(
             a transposed view of a `(batch, heads, seqlen, head_dim)` tensor passes with no copy.
         k: `(batch, seqlen_k, heads_kv, head_dim)`, dtype and device of q. `heads` is a multiple of `heads_kv`; query
             head h reads key/value head `h // (heads // heads_kv)`.
-        v: shape of k.
+        v: `(batch, seqlen_k, heads_kv, head_dim_v)`, dtype and device of q. `head_dim_v` is mostly `head_dim`.
         causal: query i sees key j only where `j <= i + seqlen_k - seqlen_q`: the last query sees the last key.
         softmax_scale: finite float, `1 / sqrt(head_dim)` where None. A negative one costs a copy of q.
         window_size: `(left, right)`: query i sees the keys from `i + seqlen_k - seqlen_q - left` to
@@ -71,9 +71,9 @@ def attention(
             back. Overridden, where "auto", by `flashzoo.use(...)` and then by the environment variable FLASHZOO_VERSION.
 
     Returns:
-        out of q's shape, dtype and device, under autocast too; with `return_lse` the pair `(out, lse)`, lse in natural
-        log, float32 (float64 for float64 inputs), `(batch, heads, seqlen_q)`. Both are differentiable, once. A row that
-        sees no key gives 0, and -inf in lse.
+        out `(batch, seqlen_q, heads, head_dim_v)`, q's dtype and device, under autocast too; with `return_lse` the pair
+        `(out, lse)`, lse in natural log, float32 (float64 for float64 inputs), `(batch, heads, seqlen_q)`. Both are
+        differentiable, once. A row that sees no key gives 0, and -inf in lse.
 
     Raises:
         TypeError, ValueError: an argument is malformed; the text names it, what was expected and what was got.
@@ -144,13 +144,14 @@ def sdpa(
 
     Args:
         query: `(batch, heads, seqlen_q, head_dim)`.
-        key, value: `(batch, heads_kv, seqlen_k, head_dim)`.
+        key: `(batch, heads_kv, seqlen_k, head_dim)`.
+        value: `(batch, heads_kv, seqlen_k, head_dim_v)`.
         is_causal: torch aligns it top-left and flashzoo bottom-right, so it is refused where seqlen_q != seqlen_k.
         scale, enable_gqa: as in torch.
         version: as in `attention`.
 
     Returns:
-        out of query's shape.
+        out `(batch, heads, seqlen_q, head_dim_v)`.
 
     Raises:
         ValueError: is_causal with seqlen_q != seqlen_k, or fewer key heads than query heads without enable_gqa.
@@ -254,13 +255,14 @@ def problem_of(
             raise ValueError(f"{name} must be contiguous in its last dimension (stride 1), got stride {last} for shape {tuple(shape)}")
     shapes = f"q {tuple(q_shape)}, k {tuple(k_shape)}, v {tuple(v_shape)}"
     (batch, seqlen_q, heads, head_dim), (batch_k, seqlen_k, heads_kv, head_dim_k) = q_shape, k_shape
-    if k_shape != v_shape:
-        raise ValueError(f"v must have the shape of k {tuple(k_shape)}, got {tuple(v_shape)}")
+    *sizes_v, head_dim_v = v_shape
+    if sizes_v != [batch_k, seqlen_k, heads_kv]:
+        raise ValueError(f"v must have k's batch, seqlen and heads {tuple(k_shape[:3])}, got {tuple(sizes_v)} ({shapes})")
     if batch != batch_k:
         raise ValueError(f"k must have q's batch {batch}, got {batch_k} ({shapes})")
     if head_dim != head_dim_k:
         raise ValueError(f"k must have q's head_dim {head_dim}, got {head_dim_k} ({shapes})")
-    if head_dim < 1 or heads < 1 or heads_kv < 1:
+    if min(head_dim, head_dim_v, heads, heads_kv) < 1:
         raise ValueError(f"heads and head_dim must be at least 1, got {shapes}")
     if heads % heads_kv:
         raise ValueError(f"q's heads must be a multiple of k's, got {heads} and {heads_kv} ({shapes})")
@@ -282,6 +284,7 @@ def problem_of(
         heads=heads,
         heads_kv=heads_kv,
         head_dim=head_dim,
+        head_dim_v=head_dim_v,
         dtype=_DTYPE_NAMES[q_dtype],
         causal=causal,
         window=_normalised(window_size),
@@ -319,8 +322,7 @@ def _hardware(device: torch.device, arch: int | None) -> tuple[str, int | None]:
 
 def _nothing_to_see(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, Tensor]:
     """The answer where there is no query or no key: zeros and -inf, with zero gradients for all three inputs."""
-    # One of the two is empty, so these sums reach no number: they only tie k and v to the result for autograd.
-    tie = (k.sum() + v.sum()) * 0
-    out = q.masked_fill(torch.ones((), dtype=torch.bool, device=q.device), 0) + tie
+    # For autograd the zeros must come from the inputs: each adds the sum of none of its numbers, whatever they are.
+    out = q.new_zeros((*q.shape[:3], problem.head_dim_v)) + sum(x[:0].sum() for x in (q, k, v))
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     return out, out.to(lse_dtype).sum(-1).transpose(1, 2) - math.inf

@@ -16,9 +16,13 @@ LARGEST_GRID = 65535
 
 
 def _sdpa_notes(problem: Problem) -> list[str]:
-    mask = ["builds the (seqlen_q, seqlen_k) mask as a tensor"] if _needs_mask(problem) else []
-    copies = ["copies inputs whose rows do not start at multiples of 16 bytes"] if problem.device == "cuda" else []
-    return mask + copies
+    other_kernel = "torch's flash kernel needs v as wide as q: its memory-efficient one runs where it can, else math, quadratic in memory"
+    notes = {
+        "builds the (seqlen_q, seqlen_k) mask as a tensor": _needs_mask(problem),
+        "copies inputs whose rows do not start at multiples of 16 bytes": problem.device == "cuda",
+        other_kernel: "head_dim_v" in problem.features,
+    }
+    return [note for note, holds in notes.items() if holds]
 
 
 def _sdpa_limits(problem: Problem) -> list[str]:
@@ -58,8 +62,8 @@ SDPA = Spec(
     cpu_dtypes=("fp16", "bf16", "fp32", "fp64"),
     arch=(50, None),
     head_dims=_EVERY_HEAD_DIM,
-    features=frozenset({"causal", "window", "gqa", "cross"}),
-    backward=frozenset({"causal", "window", "gqa", "cross"}),
+    features=frozenset({"causal", "window", "gqa", "cross", "head_dim_v"}),
+    backward=frozenset({"causal", "window", "gqa", "cross", "head_dim_v"}),
     auto=("cuda", "cpu"),
     faults=_SDPA_FAULTS,
     check=_sdpa_limits,

@@ -207,7 +207,8 @@ def compare(
     with torch.set_grad_enabled(backward), _bar(progress, len(specs) + 2) as step:
         problem = explain(*_leaves((q, k, v), backward), softmax_scale=softmax_scale, **options).problem
         generator = torch.Generator(q.device).manual_seed(seed)
-        dout = torch.randn(q.shape, generator=generator, device=q.device).to(q.dtype) if backward else None
+        out_shape = (*q.shape[:3], v.shape[3])
+        dout = torch.randn(out_shape, generator=generator, device=q.device).to(q.dtype) if backward else None
         step("oracle")
         judge = Judge(q, k, v, replace(problem, lse=True), softmax_scale, dout)
         bench = _Bench((q.detach(), k.detach(), v.detach()), dout, problem, softmax_scale, options, judge)

@@ -28,7 +28,7 @@ from flashzoo.spec import Problem
 
 @dataclass(frozen=True)
 class Result:
-    """One attention's outputs and, where asked for, lse `(batch, heads, seqlen_q)` and gradients `(batch, seqlen, heads, head_dim)`."""
+    """One attention's out and, where asked for, lse `(batch, heads, seqlen_q)` and gradients, each in the shape of its input."""
 
     out: Tensor
     lse: Tensor | None = None
@@ -81,7 +81,8 @@ def oracle(
     """
     group = q.shape[2] // k.shape[2]
     batch, seqlen_q, heads, _ = q.shape
-    out, lse = torch.zeros_like(q, dtype=dtype), q.new_full((batch, heads, seqlen_q), -math.inf, dtype=dtype)
+    out = q.new_zeros((batch, seqlen_q, heads, v.shape[3]), dtype=dtype)
+    lse = q.new_full((batch, heads, seqlen_q), -math.inf, dtype=dtype)
     dq, dk, dv = (torch.zeros_like(x, dtype=dtype) if dout is not None else None for x in (q, k, v))
     if 0 in q.shape or 0 in k.shape:
         return Result(out, lse, dq, dk, dv)

@@ -7,7 +7,7 @@ dispatch can be asked, and tested, on a machine with no torch and no GPU.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
 
@@ -18,6 +18,7 @@ FEATURES = {
     "window": "window_size",
     "gqa": "fewer key/value heads than query heads",
     "cross": "seqlen_q != seqlen_k",
+    "head_dim_v": "v's head_dim different from q's",
     "lse": "return_lse=True",
     "deterministic": "deterministic=True",
 }
@@ -40,7 +41,9 @@ class Problem:
 
     Attributes:
         batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim: sizes of q `(batch, seqlen_q, heads, head_dim)` and of
-            k and v `(batch, seqlen_k, heads_kv, head_dim)`.
+            k `(batch, seqlen_k, heads_kv, head_dim)`.
+        head_dim_v: the last size of v and out, by keyword only; None stands for head_dim and is replaced by it, so
+            `replace(problem, head_dim=...)` keeps the old width of v unless it is given head_dim_v=None too.
         dtype: one of `DTYPES`.
         causal: query i sees key j only where `j <= i + seqlen_k - seqlen_q` (aligned bottom-right).
         window: `(left, right)`, how many keys either side of the aligned diagonal are seen; None is unbounded.
@@ -57,6 +60,7 @@ class Problem:
     heads: int
     heads_kv: int
     head_dim: int
+    head_dim_v: int = field(default=None, kw_only=True)  # pyright: ignore[reportAssignmentType]
     dtype: str = "bf16"
     causal: bool = False
     window: Window = (None, None)
@@ -66,6 +70,10 @@ class Problem:
     device: str = "cuda"
     arch: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.head_dim_v is None:
+            object.__setattr__(self, "head_dim_v", self.head_dim)
+
     @cached_property
     def features(self) -> frozenset[str]:
         """The names in `FEATURES` that this call needs."""
@@ -74,6 +82,7 @@ class Problem:
             "window": self.window != (None, None),
             "gqa": self.heads != self.heads_kv,
             "cross": self.seqlen_q != self.seqlen_k,
+            "head_dim_v": self.head_dim != self.head_dim_v,
             "lse": self.lse,
             "deterministic": self.deterministic,
         }
@@ -101,7 +110,8 @@ class Problem:
     def __str__(self) -> str:
         heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}:{self.heads_kv}"
         lengths = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q}x{self.seqlen_k}"
-        text = f"batch {self.batch}, seqlen {lengths}, heads {heads}, head_dim {self.head_dim}, {self.dtype}"
+        head_dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
+        text = f"batch {self.batch}, seqlen {lengths}, heads {heads}, head_dim {head_dims}, {self.dtype}"
         if self.causal:
             text += ", causal"
         if self.window != (None, None):
@@ -124,7 +134,7 @@ class Spec:
         dtypes: dtypes taken on a GPU.
         cpu_dtypes: dtypes taken on CPU tensors; empty where the version does not run there.
         arch: lowest and highest compute capability, None for no upper end.
-        head_dims: the head dims taken.
+        head_dims: the head dims taken, of q and k and of v.
         features: names from `FEATURES` that the forward pass honours.
         backward: names from `FEATURES` that the backward pass honours; None where there is no backward pass.
         requires: packages that must be installed.
@@ -154,14 +164,14 @@ class Spec:
     notes: Callable[[Problem], list[str]] | None = None
 
     def __post_init__(self) -> None:
-        for field in ("features", "backward"):
-            unknown = sorted((getattr(self, field) or frozenset()) - FEATURES.keys())
+        for name in ("features", "backward"):
+            unknown = sorted((getattr(self, name) or frozenset()) - FEATURES.keys())
             if unknown:
-                raise ValueError(f"Spec {self.name!r}: {field} must be names from {sorted(FEATURES)}, got {unknown}")
-        for field in ("dtypes", "cpu_dtypes"):
-            unknown = [dtype for dtype in getattr(self, field) if dtype not in DTYPES]
+                raise ValueError(f"Spec {self.name!r}: {name} must be names from {sorted(FEATURES)}, got {unknown}")
+        for name in ("dtypes", "cpu_dtypes"):
+            unknown = [dtype for dtype in getattr(self, name) if dtype not in DTYPES]
             if unknown:
-                raise ValueError(f"Spec {self.name!r}: {field} must be from {DTYPES}, got {unknown}")
+                raise ValueError(f"Spec {self.name!r}: {name} must be from {DTYPES}, got {unknown}")
         if self.impl.count(":") != 1:
             raise ValueError(f"Spec {self.name!r}: impl must be 'package.module:function', got {self.impl!r}")
 
@@ -169,8 +179,9 @@ class Spec:
         """Why this version can't take the problem, one sentence a reason, all of them; empty where it can."""
         reasons = [f"needs the package {package!r}, which is not installed" for package in self.requires if not _installed(package)]
         reasons += self._hardware(problem)
-        if problem.head_dim not in self.head_dims:
-            reasons.append(f"takes head_dim {_describe(self.head_dims)}, got {problem.head_dim}")
+        for name in ("head_dim", "head_dim_v") if "head_dim_v" in problem.features else ("head_dim",):
+            if getattr(problem, name) not in self.head_dims:
+                reasons.append(f"takes {name} {_describe(self.head_dims)}, got {getattr(problem, name)}")
         reasons += [f"does not support {FEATURES[name]}" for name in sorted(problem.features - self.features)]
         if problem.grad and self.backward is None:
             reasons.append("has no backward pass, and an input requires grad")

@@ -89,6 +89,8 @@ _ALL = (
     _workload("window", "smoke", 100, 130, window=(20, 10)),
     _workload("window_causal", "smoke", 130, 130, window=(17, None), causal=True),
     _workload("outliers", "smoke", 96, 129, values="outliers", causal=True),
+    _workload("narrow_values", "smoke", 96, 96, 64, head_dim_v=32),
+    _workload("wide_values_causal", "smoke", 65, 97, 32, head_dim_v=64, causal=True),
     _workload("one_by_one", "hard", 1, 1),
     _workload("one_query", "hard", 1, 4097, heads=1),
     _workload("one_query_causal", "hard", 1, 4097, heads=1, causal=True),
@@ -104,6 +106,10 @@ _ALL = (
     _workload("gqa3", "hard", 70, 140, heads=6, heads_kv=2, batch=2),
     _workload("mqa_causal", "hard", 130, 130, heads=5, heads_kv=1, causal=True),
     *(_workload(f"head_dim_{d}", "hard", 65, 113, d, causal=d % 16 == 0) for d in (1, 8, 40, 59, 72, 96, 136, 192, 256)),
+    _workload("head_dim_192_128", "hard", 113, 203, 192, head_dim_v=128),
+    _workload("head_dim_192_128_causal_gqa", "hard", 130, 130, 192, heads=4, heads_kv=2, head_dim_v=128, causal=True),
+    _workload("head_dim_40_59_blind_rows", "hard", 113, 70, 40, head_dim_v=59, batch=2, causal=True),
+    _workload("head_dim_8_1_window", "hard", 65, 113, 8, head_dim_v=1, window=(20, 10)),
     _workload("window_left_only", "hard", 150, 150, window=(0, None)),
     _workload("window_right_only", "hard", 90, 170, window=(None, 5)),
     _workload("window_itself", "hard", 129, 129, window=(0, 0)),
@@ -120,6 +126,7 @@ _ALL = (
     _workload("square_4096", "large", 4096, 4096, 128, heads=8, batch=2),
     _workload("square_4096_causal", "large", 4096, 4096, 128, heads=8, batch=2, causal=True),
     _workload("square_4096_d256_causal", "large", 4096, 4096, 256, heads=4, causal=True),
+    _workload("square_4096_d192_128_causal", "large", 4096, 4096, 192, heads=8, head_dim_v=128, causal=True),
     _workload("window_4096", "large", 4096, 4096, 64, heads=4, window=(512, 128)),
     _workload("more_queries_causal", "large", 2500, 1111, 96, heads=4, causal=True),
     _workload("decode", "large", 1, 65537, 128, heads=8, heads_kv=1, batch=4, causal=True),
@@ -206,7 +213,8 @@ def inputs(
         layout: one of `LAYOUTS`.
 
     Returns:
-        q and dout `(batch, seqlen_q, heads, head_dim)`, k and v `(batch, seqlen_k, heads_kv, head_dim)`; none requires grad.
+        q `(batch, seqlen_q, heads, head_dim)`, k `(batch, seqlen_k, heads_kv, head_dim)`, and v and dout (out's shape) with
+        head_dim_v in place of head_dim; none requires grad.
 
     Raises:
         ValueError: values or layout is unknown.
@@ -217,10 +225,12 @@ def inputs(
         if given not in known:
             raise ValueError(f"inputs: {name} must be one of {', '.join(known)}, got {given!r}")
     generator = torch.Generator(device).manual_seed(seed)
-    q_shape = (problem.batch, problem.seqlen_q, problem.heads, problem.head_dim)
-    k_shape = (problem.batch, problem.seqlen_k, problem.heads_kv, problem.head_dim)
-    q, k, v, dout = (torch.randn(shape, generator=generator, device=device) for shape in (q_shape, k_shape, k_shape, q_shape))
-    VALUES[values](q, k, 1 / math.sqrt(problem.head_dim), generator)
+    of_queries = (problem.batch, problem.seqlen_q, problem.heads)
+    of_keys = (problem.batch, problem.seqlen_k, problem.heads_kv)
+    d, dv = problem.head_dim, problem.head_dim_v
+    shapes = ((*of_queries, d), (*of_keys, d), (*of_keys, dv), (*of_queries, dv))
+    q, k, v, dout = (torch.randn(shape, generator=generator, device=device) for shape in shapes)
+    VALUES[values](q, k, 1 / math.sqrt(d), generator)
     dtype = TORCH_DTYPES[problem.dtype]
     q, k, v, dout = (LAYOUTS[layout](x.to(dtype)) for x in (q, k, v, dout))
     return q, k, v, dout

@@ -36,7 +36,8 @@ def gives_lse(spec: Spec) -> bool:
 
 def small(spec: Spec, **asked) -> Problem:
     """A small plain problem in the version's first dtype, with lse if it gives one, and these fields in place of others."""
-    return dataclasses.replace(SMALL, **{"dtype": (*dtypes_of(spec), "fp32")[0], "lse": gives_lse(spec)} | asked)
+    plain = {"dtype": (*dtypes_of(spec), "fp32")[0], "lse": gives_lse(spec), "head_dim_v": None}  # v as wide as q, whatever is asked
+    return dataclasses.replace(SMALL, **plain | asked)
 
 
 def takes(spec: Spec, problem: Problem) -> bool:

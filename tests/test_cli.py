@@ -170,7 +170,7 @@ def test_compare_leaves_its_inputs_alone():
     ("change", "error", "text"),
     [
         ({"versions": ["v9"]}, ValueError, "versions must be from .*, got 'v9'"),
-        ({"k": torch.randn(1, 20, 3, 16)}, ValueError, "v must have the shape of k"),
+        ({"k": torch.randn(1, 20, 3, 16)}, ValueError, "v must have k's batch, seqlen and heads"),
         ({"q": None}, TypeError, "q must be a torch.Tensor, got NoneType"),
         ({"softmax_scale": math.nan}, ValueError, "softmax_scale must be finite"),
     ],

@@ -54,15 +54,23 @@ class TestSpec:
             ({"cpu_dtypes": ()}, {"device": "cpu"}, "does not run on CPU tensors"),
             ({}, {"device": "cpu", "dtype": "bf16"}, "takes dtype fp16 or fp32 on the CPU, got bf16"),
             ({"head_dims": range(1, 129)}, {"head_dim": 129}, "takes head_dim 1 to 128, got 129"),
+            ({"head_dims": range(1, 129)}, {"head_dim_v": 129}, "takes head_dim_v 1 to 128, got 129"),
+            ({"head_dims": range(1, 129)}, {"head_dim": 129, "head_dim_v": 129}, "takes head_dim 1 to 128, got 129"),
             ({"head_dims": range(16, 257, 16)}, {"head_dim": 72}, "takes head_dim 16 to 256 in steps of 16, got 72"),
             ({"features": frozenset()}, {"causal": True}, "does not support causal=True"),
             ({"features": frozenset()}, {"window": (3, None)}, "does not support window_size"),
             ({"features": frozenset()}, {"heads_kv": 2}, "does not support fewer key/value heads than query heads"),
             ({"features": frozenset()}, {"seqlen_k": 64}, "does not support seqlen_q != seqlen_k"),
+            ({"features": frozenset()}, {"head_dim_v": 32}, "does not support v's head_dim different from q's"),
             ({"features": frozenset()}, {"lse": True}, "does not support return_lse=True"),
             ({"features": frozenset()}, {"deterministic": True}, "does not support deterministic=True"),
             ({"backward": None}, {"grad": True}, "has no backward pass, and an input requires grad"),
             ({"backward": frozenset()}, {"grad": True, "causal": True}, "its backward pass does not support causal=True"),
+            (
+                {"backward": frozenset()},
+                {"grad": True, "head_dim_v": 32},
+                "its backward pass does not support v's head_dim different from q's",
+            ),
             ({"check": lambda problem: ["the moon is full"]}, {}, "the moon is full"),
         ],
         ids=lambda value: value if isinstance(value, str) else None,
@@ -94,9 +102,16 @@ class TestSpec:
             toy(**fields)
 
     def test_every_feature_is_a_field_a_problem_can_ask_for(self):
-        asked = dataclasses.replace(HOPPER, causal=True, window=(1, 1), heads_kv=2, seqlen_k=4, lse=True, deterministic=True)
+        sizes = {"heads_kv": 2, "seqlen_k": 4, "head_dim_v": 32}
+        asked = dataclasses.replace(HOPPER, causal=True, window=(1, 1), lse=True, deterministic=True, **sizes)
         assert asked.features == flashzoo.spec.FEATURES.keys()
         assert HOPPER.features == frozenset()
+
+    def test_v_is_as_wide_as_q_unless_said(self):
+        said = dataclasses.replace(HOPPER, head_dim_v=64)
+        assert HOPPER.head_dim_v == 64 and said == HOPPER and hash(said) == hash(HOPPER)
+        assert "head_dim 64, bf16" in str(HOPPER)
+        assert "head_dim 192/128, bf16" in str(dataclasses.replace(HOPPER, head_dim=192, head_dim_v=128))
 
 
 class TestRegister:
@@ -178,7 +193,11 @@ class TestResolve:
         assert registry.resolve(problem).name == able[0]
         assert able[0] not in ("sdpa", "standard")
 
-    @pytest.mark.parametrize("problem", [{"head_dim": 300}, {"dtype": "fp64"}, {"arch": 75}, {"arch": 70, "dtype": "fp16"}], ids=str)
+    @pytest.mark.parametrize(
+        "problem",
+        [{"head_dim": 300, "head_dim_v": None}, {"head_dim_v": 32}, {"dtype": "fp64"}, {"arch": 75}, {"arch": 70, "dtype": "fp16"}],
+        ids=str,
+    )
     def test_auto_ends_at_sdpa(self, problem):
         assert registry.resolve(dataclasses.replace(HOPPER, **problem)).name == "sdpa"
 
@@ -381,20 +400,24 @@ BAD_INPUT = {
     "k and v batches differ": (
         {"v": torch.randn(1, 6, 4, 8)},
         ValueError,
-        r"v must have the shape of k \(2, 6, 4, 8\), got \(1, 6, 4, 8\)",
+        r"v must have k's batch, seqlen and heads \(2, 6, 4\), got \(1, 6, 4\) \(q .*, k .*, v \(1, 6, 4, 8\)\)",
     ),
     "k and v lengths differ": (
-        {"v": torch.randn(2, 5, 4, 8)},
+        {"v": torch.randn(2, 5, 4, 16)},
         ValueError,
-        r"v must have the shape of k \(2, 6, 4, 8\), got \(2, 5, 4, 8\)",
+        r"v must have k's batch, seqlen and heads \(2, 6, 4\), got \(2, 5, 4\) \(q .*, k .*, v \(2, 5, 4, 16\)\)",
     ),
-    "k and v heads differ": ({"v": torch.randn(2, 6, 2, 8)}, ValueError, r"v must have the shape of k"),
-    "k and v head dims differ": ({"v": torch.randn(2, 6, 4, 16)}, ValueError, r"v must have the shape of k"),
+    "k and v heads differ": (
+        {"v": torch.randn(2, 6, 2, 8)},
+        ValueError,
+        r"v must have k's batch, seqlen and heads \(2, 6, 4\), got \(2, 6, 2\)",
+    ),
     "head dims differ": ({"q": torch.randn(2, 6, 4, 16)}, ValueError, r"k must have q's head_dim 16, got 8"),
     "heads do not divide": ({"q": torch.randn(2, 6, 6, 8)}, ValueError, r"q's heads must be a multiple of k's, got 6 and 4"),
     "more key heads than query heads": ({"q": torch.randn(2, 6, 2, 8)}, ValueError, r"q's heads must be a multiple of k's, got 2 and 4"),
     "no heads": (dict.fromkeys("qkv", torch.randn(2, 6, 0, 8)), ValueError, r"heads and head_dim must be at least 1"),
     "no head dim": (dict.fromkeys("qkv", torch.randn(2, 6, 4, 0)), ValueError, r"heads and head_dim must be at least 1"),
+    "no head dim of v": ({"v": torch.randn(2, 6, 4, 0)}, ValueError, r"heads and head_dim must be at least 1, got .* v \(2, 6, 4, 0\)"),
     "integers": (
         dict.fromkeys("qkv", torch.zeros(2, 6, 4, 8, dtype=torch.int32)),
         TypeError,
@@ -493,6 +516,14 @@ class TestMeaning:
         flashzoo.register(toy())
         assert torch.equal(flashzoo.attention(*qkv, version="toy"), qkv[0] * (1 / math.sqrt(8)))
 
+    def test_v_sets_the_width_of_out_and_not_the_scale(self, qkv):
+        q, k, _ = qkv
+        v = torch.randn(2, 6, 4, 32)
+        out = flashzoo.attention(q, k, v)
+        assert out.shape == v.shape
+        torch.testing.assert_close(out, flashzoo.attention(q, k, v, softmax_scale=8**-0.5))
+        assert flashzoo.explain(q, k, v).problem.head_dim_v == 32
+
     @pytest.mark.parametrize("window", [None, (None, None), (-1, -1), (-1, None), [-1, None]], ids=str)
     def test_none_and_minus_one_both_mean_unbounded(self, window, qkv):
         flashzoo.register(toy())
@@ -530,6 +561,10 @@ class TestSdpaAdapter:
         with pytest.raises(ValueError, match="enable_gqa: expected True where head counts differ, got False with 4 and 2 heads"):
             flashzoo.sdpa(q, k, v)
 
+    def test_takes_values_of_another_width(self, bhsd):
+        q, k, v = *bhsd[:2], torch.randn(2, 4, 6, 16)
+        torch.testing.assert_close(flashzoo.sdpa(q, k, v), scaled_dot_product_attention(q, k, v))
+
     def test_refuses_the_two_meanings_of_causal(self, bhsd):
         with pytest.raises(ValueError, match=r"is_causal: .* expected equal lengths, got seqlen_q 3 and seqlen_k 6"):
             flashzoo.sdpa(bhsd[0][:, :, :3], *bhsd[1:], is_causal=True)
@@ -552,18 +587,27 @@ EMPTY = {
 
 
 class TestEmpty:
+    @staticmethod
+    def check(q_shape, k_shape, v_shape, **options):
+        q, k, v = (torch.randn(shape, requires_grad=True) for shape in (q_shape, k_shape, v_shape))
+        out, lse = flashzoo.attention(q, k, v, return_lse=True, **options)
+        assert out.shape == (*q_shape[:3], v_shape[3]) and not out.any()
+        assert lse.shape == (q_shape[0], q_shape[2], q_shape[1]) and bool((lse == -math.inf).all())
+        gradients = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse)))
+        assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
+        assert not any(x.any() for x in gradients)
+
     @pytest.mark.parametrize("causal", [False, True])
     @pytest.mark.parametrize("name", ["auto", "v1", "v2", "standard"])
     @pytest.mark.parametrize("shapes", EMPTY.values(), ids=EMPTY)
     def test_gives_zeros_minus_infinity_and_zero_gradients(self, shapes, name, causal):
         q_shape, k_shape = shapes
-        q, k, v = (torch.randn(shape, requires_grad=True) for shape in (q_shape, k_shape, k_shape))
-        out, lse = flashzoo.attention(q, k, v, causal=causal, return_lse=True, version=name)
-        assert out.shape == q.shape and not out.any()
-        assert lse.shape == (q_shape[0], q_shape[2], q_shape[1]) and bool((lse == -math.inf).all())
-        gradients = torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse)))
-        assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
-        assert not any(x.any() for x in gradients)
+        self.check(q_shape, k_shape, k_shape, causal=causal, version=name)
+
+    @pytest.mark.parametrize("shapes", EMPTY.values(), ids=EMPTY)
+    def test_is_as_wide_as_v(self, shapes):
+        q_shape, k_shape = shapes
+        self.check(q_shape, k_shape, (*k_shape[:3], 5))
 
     def test_still_asks_who_would_answer(self):
         q = torch.randn(2, 0, 4, 8)

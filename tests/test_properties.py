@@ -56,6 +56,7 @@ def calls(version: str, masked: bool, **asked) -> st.SearchStrategy[Call]:
             heads=heads_kv * pick(st.integers(1, 3)),
             heads_kv=heads_kv,
             head_dim=pick(st.sampled_from(HEAD_DIMS)),
+            head_dim_v=pick(st.sampled_from((None, *HEAD_DIMS))) if "head_dim_v" in spec.features else None,
             causal=masked and pick(st.booleans()),
             window=(pick(sides), pick(sides)) if masked and "window" in spec.features else (None, None),
             **asked,
@@ -239,7 +240,7 @@ def test_gradients_of_values_hand_on_the_whole_of_dout(version, problem):
         tensors, dout, _ = draw(problem, call.seed)
         result = both(version, tensors, problem, dout, None, call.scale)
         assert result.dv is not None
-        given_out = dout[:, seeing(problem)].double().sum(1).view(problem.batch, problem.heads_kv, -1, problem.head_dim).sum(2)
+        given_out = dout[:, seeing(problem)].double().sum(1).view(problem.batch, problem.heads_kv, -1, problem.head_dim_v).sum(2)
         slack = TOLERANCE[problem.dtype] * (1 + dout.double().abs().sum())
         assert bool(((result.dv.double().sum(1) - given_out).abs() <= slack).all())
 

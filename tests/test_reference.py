@@ -24,6 +24,8 @@ PROBLEMS = {
     "window that misses every key of some rows": {"window": (0, 0), "seqlen_k": 3},
     "grouped heads": {"heads_kv": 2, "causal": True},
     "one key head": {"heads_kv": 1},
+    "narrow values": {"head_dim_v": 3, "causal": True, "seqlen_k": 9},
+    "wide values, grouped heads": {"head_dim_v": 8, "heads_kv": 2, "seqlen_k": 3, "causal": True},
 }
 
 
@@ -133,12 +135,14 @@ def test_oracle_survives_scores_that_overflow_exp(problem):
     assert all(value.isfinite().all() for name, value in oracle(q, k, v, problem, 1.0, dout, dlse).items().items() if name != "lse")
 
 
-@pytest.mark.parametrize("sizes", [{"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}, {"seqlen_q": 0, "seqlen_k": 0}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}, {"seqlen_q": 0, "seqlen_k": 0}, {"seqlen_k": 0, "head_dim_v": 3}], ids=str
+)
 def test_oracle_of_nothing(sizes):
     problem = Problem(**PLAIN | sizes, dtype="fp64", device="cpu", lse=True)
     (q, k, v), dout, dlse = draw(problem)
     result = oracle(q, k, v, problem, 1.0, dout, dlse)
-    assert result.out.shape == q.shape and result.lse.shape == (problem.batch, problem.heads, problem.seqlen_q)
+    assert result.out.shape == dout.shape and result.lse.shape == (problem.batch, problem.heads, problem.seqlen_q)
     assert not result.out.any() and bool((result.lse == -math.inf).all())
     assert [x.shape for x in (result.dq, result.dk, result.dv)] == [q.shape, k.shape, v.shape]
     assert not any(x.any() for x in (result.dq, result.dk, result.dv))

@@ -81,6 +81,7 @@ def refusals(spec: Spec) -> dict[str, tuple[Problem, str]]:
         "window": {"window": (3, 2)},
         "gqa": {"heads_kv": 1},
         "cross": {"seqlen_k": 24},
+        "head_dim_v": {"head_dim_v": 8},
         "lse": {"lse": True},
         "deterministic": {"deterministic": True},
     }
@@ -98,7 +99,8 @@ def refusals(spec: Spec) -> dict[str, tuple[Problem, str]]:
         found[dtype] = dataclasses.replace(plain, dtype=dtype), where
     undeclared = [d for d in range(1, 1025) if d not in spec.head_dims]
     if undeclared:
-        found[f"head_dim_{undeclared[0]}"] = dataclasses.replace(plain, head_dim=undeclared[0]), "takes head_dim"
+        found[f"head_dim_{undeclared[0]}"] = small(spec, lse=False, head_dim=undeclared[0]), "takes head_dim "
+        found[f"head_dim_v_{undeclared[0]}"] = dataclasses.replace(plain, head_dim_v=undeclared[0]), "takes head_dim_v "
     return found
 
 
@@ -164,6 +166,7 @@ MASKS = {
     "window_right": {"window": (None, 3), "seqlen_k": 67},
     "window_causal": {"window": (33, None), "causal": True, "seqlen_k": 190},
     "window_itself": {"window": (0, 0)},
+    "causal_narrow_values": {"causal": True, "head_dim_v": 8},
 }
 
 
@@ -197,7 +200,7 @@ def test_counting(version, problem):
     Seen in FA 9e5e8bc9, #282, PyTorch #108108 (alignment), FlexAttention and ROCm window off-by-ones.
     """
     (q, k, v), *_ = draw(problem)
-    groups = torch.nn.functional.one_hot(torch.arange(problem.seqlen_k, device=q.device) % problem.head_dim, problem.head_dim)
+    groups = torch.nn.functional.one_hot(torch.arange(problem.seqlen_k, device=q.device) % problem.head_dim_v, problem.head_dim_v)
     v.copy_(groups[None, :, None])
     result = forward(version, (torch.zeros_like(q), k, v), problem)
     seen = seen_pairs(problem)
@@ -291,7 +294,7 @@ def test_any_finite_scale(version, problem):
         accept(Judge(*tensors, problem, scale, dout, dlse), both(version, tensors, problem, dout, dlse, scale))
 
 
-@asks({"plain": {}, "causal": {"causal": True}}, grad=True, seqlen_q=50, seqlen_k=90, head_dim=20)
+@asks({"plain": {}, "causal": {"causal": True}, "narrow_values": {"head_dim_v": 12}}, grad=True, seqlen_q=50, seqlen_k=90, head_dim=20)
 def test_nothing_past_the_end_is_read(version, problem):
     """q, k, v and dout are cut from longer tensors that go on with NaN. Seen in FA #1745, #1974, #2374, FlashInfer #942."""
     tensors, dout, dlse = draw(problem)
@@ -312,7 +315,7 @@ def cut_from_longer(x: Tensor) -> Tensor:
 LAYOUT_PROBLEM = {"batch": 2, "heads": 4, "heads_kv": 2, "seqlen_q": 50, "seqlen_k": 70, "head_dim": 24}
 
 
-@asks({"plain": {}, "causal": {"causal": True}}, grad=True, **LAYOUT_PROBLEM)
+@asks({"plain": {}, "causal": {"causal": True}, "wide_values": {"head_dim_v": 40}}, grad=True, **LAYOUT_PROBLEM)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(version, problem, layout):
     """Any strides, offsets and overlaps; inputs and what lies between them stay as they were.

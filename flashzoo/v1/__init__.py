@@ -16,8 +16,8 @@ SPEC = Spec(
     impl="flashzoo.v1.launch:attention",
     dtypes=("fp16", "bf16", "fp32"),
     cpu_dtypes=("fp16", "fp32"),
-    features=frozenset(FEATURES) - {"window"},
-    backward=frozenset(FEATURES) - {"window"},
+    features=frozenset(FEATURES) - {"window", "head_dim_v"},
+    backward=frozenset(FEATURES) - {"window", "head_dim_v"},
     requires=("triton",),
     notes=_notes,
 )

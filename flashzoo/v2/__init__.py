@@ -16,8 +16,8 @@ SPEC = Spec(
     impl="flashzoo.v2.launch:attention",
     dtypes=("fp16", "bf16", "fp32"),
     cpu_dtypes=("fp16", "fp32"),
-    features=frozenset(FEATURES),
-    backward=frozenset(FEATURES),
+    features=frozenset(FEATURES) - {"head_dim_v"},
+    backward=frozenset(FEATURES) - {"head_dim_v"},
     requires=("triton",),
     notes=_notes,
 )
