@@ -288,15 +288,18 @@ def _pairs_below(problem: Problem, diagonal: int) -> int:
 
 
 def flops(problem: Problem, pass_: str = "fwd") -> float:
-    """Floating-point operations of the visible part: forward `4 * batch * heads * head_dim * pairs`, backward 2.5 times that.
+    """Floating-point operations of the products, over the visible pairs: `2 * batch * heads * pairs` times the widths.
+
+    Forward, S is as wide as head_dim and O as head_dim_v. Backward, S, dQ and dK are as wide as head_dim, dP and dV as
+    head_dim_v: 2.5 times the forward pass where the two are equal.
 
     Args:
         pass_: "fwd" or "bwd" (the backward pass alone).
     """
-    factors = {"fwd": 4, "bwd": 10}
-    if pass_ not in factors:
+    widths = {"fwd": problem.head_dim + problem.head_dim_v, "bwd": 3 * problem.head_dim + 2 * problem.head_dim_v}
+    if pass_ not in widths:
         raise ValueError(f"flops: pass_ must be 'fwd' or 'bwd', got {pass_!r}")
-    return float(factors[pass_] * problem.batch * problem.heads * problem.head_dim * visible_pairs(problem))
+    return float(2 * problem.batch * problem.heads * visible_pairs(problem) * widths[pass_])
 
 
 def hbm_bytes(problem: Problem, version_name: str, sram_bytes: int) -> float | None:
@@ -306,7 +309,8 @@ def hbm_bytes(problem: Problem, version_name: str, sram_bytes: int) -> float | N
     - v1: K and V once; Q, O, l and m once for each block of `B_c = ceil(M / 4d)` keys: Theta(N^2 d^2 / M).
     - v2: Q, O and lse once; K and V once for each block of `min(B_c, 128)` queries.
 
-    Blocks that nothing sees are skipped in proportion to the visible pairs.
+    Blocks that nothing sees are skipped in proportion to the visible pairs. Where v's head_dim differs, V and O are as
+    wide as it, and 4d, the width of a row of each of Q, K, V and O, becomes 2 (d + d_v).
 
     Args:
         version_name: as registered.
@@ -315,19 +319,20 @@ def hbm_bytes(problem: Problem, version_name: str, sram_bytes: int) -> float | N
     Returns:
         Bytes, or None for a version whose paper gives no formula.
     """
-    size, rows, d = BYTES[problem.dtype], problem.batch * problem.heads, problem.head_dim
+    size, rows = BYTES[problem.dtype], problem.batch * problem.heads
+    d, dv = problem.head_dim, problem.head_dim_v
     pairs = problem.seqlen_q * problem.seqlen_k
     share = visible_pairs(problem) / pairs if pairs else 0.0
-    block = math.ceil(sram_bytes / size / (4 * d))
-    q_once = rows * problem.seqlen_q * d * size
-    kv_once = 2 * problem.batch * problem.heads_kv * problem.seqlen_k * d * size
+    block = math.ceil(sram_bytes / size / (2 * (d + dv)))
+    q_once, o_once = (rows * problem.seqlen_q * width * size for width in (d, dv))
+    kv_once = problem.batch * problem.heads_kv * problem.seqlen_k * (d + dv) * size
     if version_name == "standard":
-        return 2.0 * q_once + kv_once + 4 * rows * pairs * size
+        return float(q_once + o_once + kv_once + 4 * rows * pairs * size)
     if version_name == "v1":
-        sweep = 3 * q_once + 4 * rows * problem.seqlen_q * LOG_SUM_BYTES
+        sweep = q_once + 2 * o_once + 4 * rows * problem.seqlen_q * LOG_SUM_BYTES
         return kv_once + sweep * math.ceil(problem.seqlen_k / block) * share
     if version_name == "v2":
-        kv_for_every_head = 2 * rows * problem.seqlen_k * d * size
+        kv_for_every_head = rows * problem.seqlen_k * (d + dv) * size
         sweeps = math.ceil(problem.seqlen_q / min(block, 128))
-        return 2 * q_once + rows * problem.seqlen_q * LOG_SUM_BYTES + kv_for_every_head * sweeps * share
+        return q_once + o_once + rows * problem.seqlen_q * LOG_SUM_BYTES + kv_for_every_head * sweeps * share
     return None
