@@ -33,6 +33,7 @@ DESCRIBES = (
     "num_heads",
     "num_heads_kv",
     "head_dim",
+    "head_dim_v",
     "dtype",
     "causal",
     "window",
@@ -108,6 +109,7 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--num-heads", type=_positive)
     group.add_argument("--num-heads-kv", type=_positive, help="fewer than --num-heads for GQA (default: the same)")
     group.add_argument("--head-dim", type=_positive)
+    group.add_argument("--head-dim-v", type=_positive, help="of values and of out (default: --head-dim)")
     group.add_argument("--dtype", choices=DTYPES)
     group.add_argument("--causal", action="store_true", default=None, help="the last query sees the last key")
     group.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), help="keys seen on either side; -1 is unbounded")
@@ -139,14 +141,14 @@ def _asked(args: argparse.Namespace, on_gpu: bool, arch: int | None = None, lse:
     size = (ON_GPU if on_gpu else ON_CPU) | given
     seq_len_k, heads_kv = size.get("seq_len_k", size["seq_len"]), size.get("num_heads_kv", size["num_heads"])
 
-    def meta(seqlen: int, heads: int) -> torch.Tensor:
-        shape, dtype = (size["batch_size"], seqlen, heads, size["head_dim"]), TORCH_DTYPES[size["dtype"]]
+    def meta(seqlen: int, heads: int, head_dim: int = size["head_dim"]) -> torch.Tensor:
+        shape, dtype = (size["batch_size"], seqlen, heads, head_dim), TORCH_DTYPES[size["dtype"]]
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=size.get("backward", False))
 
     return flashzoo.explain(
         meta(size["seq_len"], size["num_heads"]),
         meta(seq_len_k, heads_kv),
-        meta(seq_len_k, heads_kv),
+        meta(seq_len_k, heads_kv, size.get("head_dim_v", size["head_dim"])),
         causal=size.get("causal", False),
         window_size=tuple(size["window"]) if "window" in size else None,
         deterministic=size.get("deterministic", False),

@@ -74,6 +74,13 @@ def test_explain_of_a_gpu_that_is_not_there(capsys):
     assert capsys.readouterr().out.startswith(expected)
 
 
+def test_explain_of_values_of_another_width(capsys):
+    assert main(["explain", "--arch", "90", "--head-dim", "192", "--head-dim-v", "128", "--dtype", "bf16"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("sdpa takes ") and "head_dim 192/128, bf16" in text
+    assert "does not support v's head_dim different from q's" in text
+
+
 def test_explain_where_nothing_can(capsys):
     assert main(["explain", "--arch", "90", "--seq-len", "64", "--window", "8", "0", "--version", "v1"]) == 1
     assert "does not support window_size" in capsys.readouterr().out
@@ -108,6 +115,13 @@ def test_compare_prints_a_row_for_every_version(capsys):
     assert main(["compare", *TINY, "--causal", "--backward"]) == 0
     text = capsys.readouterr().out
     assert all(name in text for name in flashzoo.versions())
+
+
+def test_compare_of_values_of_another_width(capsys):
+    assert main(["compare", *TINY, "--head-dim-v", "8", "--backward", "--json"]) == 0
+    rows = {row["version"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert {name for name, row in rows.items() if row["status"] == "ok"} >= {"sdpa", "standard"}
+    assert "v's head_dim different from q's" in rows["v1"]["reasons"]
 
 
 def test_compare_as_json(capsys):
