@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import csv
 import os
+import random
 import subprocess
 import sys
 import time
@@ -199,13 +200,18 @@ class Clock:
         self.flushed = torch.empty(FLUSH_BYTES if self.cuda else 0, dtype=torch.int8, device=device)
 
     def turns(self, operations: dict[str, Operation], repeats: dict[str, int]) -> dict[str, list[float]]:
-        """Milliseconds of every repeat, by name; the repeats of each operation are spread evenly over the rounds."""
+        """Milliseconds of every repeat, by name; the repeats of each operation are spread evenly over the rounds.
+
+        Each round has an order of its own: a GPU at its power limit is slower behind an operation that draws more, and
+        none shall always follow the same one.
+        """
         rounds = max(repeats.values())
         stops = {name: [] for name in operations}
+        shuffle = random.Random(0).sample
         for turn in range(rounds):
-            for name, run in operations.items():
+            for name in shuffle(list(operations), len(operations)):
                 if turn * repeats[name] // rounds != (turn + 1) * repeats[name] // rounds:
-                    stops[name].append(self._once(run))
+                    stops[name].append(self._once(operations[name]))
         return {name: [stop() for stop in waiting] for name, waiting in stops.items()}
 
     def _once(self, run: Operation) -> Callable[[], float]:

@@ -6,7 +6,7 @@ print(flashzoo.explain(q, k, v, causal=True))                   # who was chosen
 print(flashzoo.compare(q, k, v, causal=True))                   # error, ms, TFLOP/s and memory of every version
 """
 
-from flashzoo import baselines, v1, v2
+from flashzoo import baselines, v1, v2, v3
 from flashzoo.api import attention, explain, sdpa
 from flashzoo.compare import compare
 from flashzoo.registry import UnsupportedError, register, unregister, use, versions
@@ -29,6 +29,7 @@ __all__ = [
 ]
 
 # The order of `auto`, newest first. `sdpa` takes what no kernel of ours does; `standard` what even sdpa can't (lse).
+register(v3.SPEC)
 register(v2.SPEC)
 register(v1.SPEC)
 register(baselines.SDPA)

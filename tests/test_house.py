@@ -196,4 +196,4 @@ def test_readme_begins_with_the_two_commands():
 
 
 def test_the_fixed_order_of_auto():
-    assert list(flashzoo.versions())[:4] == ["v2", "v1", "sdpa", "standard"]
+    assert list(flashzoo.versions())[:5] == ["v3", "v2", "v1", "sdpa", "standard"]

@@ -1,0 +1,99 @@
+"""Compiled kernels on disk, so that a process compiles nothing that one before it has compiled.
+
+Where: the folder that the environment variable FLASHZOO_CACHE_DIR names, or `flashzoo` in the user's cache folder
+(XDG_CACHE_HOME, ~/.cache). FLASHZOO_CACHE_DIR=off turns it off.
+
+A file's name is a digest of everything that the kernel depends on: what it is specialised for, the sources it is made of,
+the releases of CuTe DSL and of Python. Its content begins with a digest of the rest, so that a damaged file is compiled
+anew. It appears under its name only when it is complete, so that processes can share the folder without locks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+
+FOLDER = "FLASHZOO_CACHE_DIR"
+
+_FORMAT = "1"
+_DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True)
+class Image:
+    """A compiled kernel: its symbol, and its machine code."""
+
+    name: str
+    cubin: bytes
+
+
+def cached(identity: tuple[str, ...], sources: Path, build: Callable[[], Image]) -> Image:
+    """The image from the disk, or built and written there.
+
+    Args:
+        identity: what the kernel is specialised for.
+        sources: the folder whose Python files, with those beside this one, say what is built.
+        build: makes the image.
+    """
+    folder = _folder()
+    if folder is None:
+        return build()
+    parts = (_FORMAT, version("nvidia-cutlass-dsl"), platform.python_version(), _digest_of(sources), _digest_of(Path(__file__).parent))
+    path = folder / f"{hashlib.sha256(repr((*parts, *identity)).encode()).hexdigest()}.cubin"
+    image = _read(path)
+    if image is None:
+        image = build()
+        _write(path, image)
+    return image
+
+
+def _folder() -> Path | None:
+    given = os.environ.get(FOLDER)
+    if given == "off":
+        return None
+    if given:
+        return Path(given)
+    home = os.environ.get("XDG_CACHE_HOME")
+    return (Path(home) if home else Path.home() / ".cache") / "flashzoo"
+
+
+@lru_cache
+def _digest_of(sources: Path) -> str:
+    digest = hashlib.sha256()
+    for path in sorted(sources.glob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)} ".encode() + content)
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> Image | None:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, rest = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    if hashlib.sha256(rest).digest() != digest:
+        return None
+    name, _, cubin = rest.partition(b"\n")
+    return Image(name.decode(), cubin)
+
+
+def _write(path: Path, image: Image) -> None:
+    rest = image.name.encode() + b"\n" + image.cubin
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
+            file.write(hashlib.sha256(rest).digest() + rest)
+        os.replace(file.name, path)
+    except OSError as error:
+        warnings.warn(
+            f"flashzoo can't keep a compiled kernel in {path.parent} ({error}); set {FOLDER} to a folder, or to off", stacklevel=2
+        )

@@ -1,0 +1,23 @@
+"""FlashAttention-3 in CuTe DSL: TMA, WGMMA and warps with roles, on Hopper. See README.md beside this file."""
+
+from flashzoo.spec import FEATURES, Problem, Spec
+
+
+def _notes(problem: Problem) -> list[str]:
+    from flashzoo.v3.config import describe
+
+    return describe(problem)
+
+
+SPEC = Spec(
+    name="v3",
+    title="FlashAttention-3, warp-specialised with ping-pong (CuTe DSL)",
+    paper="Shah et al. 2024, arXiv:2407.08608",
+    impl="flashzoo.v3.launch:attention",
+    dtypes=("fp16", "bf16"),
+    arch=(90, 90),
+    head_dims=range(8, 257, 8),
+    features=frozenset(FEATURES),
+    requires=("cutlass",),
+    notes=_notes,
+)

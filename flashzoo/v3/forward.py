@@ -1,0 +1,549 @@
+"""FlashAttention-3's forward pass for one Hopper GPU, in CuTe DSL. Lines marked A1.x and A2.x are the paper's algorithms 1 and 2.
+
+1. One thread block stays on each multiprocessor and works on tile after tile: 64 queries of one head for each of its
+   consumer warpgroups.
+2. The producer, one warp, has TMA bring Q, and K and V block by block, last block first, into rings of slots in shared
+   memory. Two mbarriers for each slot say that it is full and that it is empty.
+3. A consumer warpgroup computes S = Q K^T on the tensor cores (WGMMA), P and l by online softmax in registers, and adds P V
+   to O, P going into the product straight from registers.
+4. Overlap inside a warpgroup: S of the next block is issued before O += P V of this one, and the softmax of the next runs
+   while that product does.
+5. Ping-pong between warpgroups: they issue their products in turns, so that one's softmax runs under another's products.
+6. O / l goes to memory by way of shared memory and TMA while the next tile has begun.
+
+What differs from v2: loads and products are asynchronous and are waited for where they are needed, by warps with roles of
+their own, and not by a compiler's schedule. Left out of the paper: FP8 and clusters with multicast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Constexpr, Float16, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu.common import OperandMajorMode
+from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
+from cutlass.utils import hopper_helpers
+
+from flashzoo.v3.config import WARPGROUP, WARPGROUP_ROWS, Kernel
+from flashzoo.v3.mask import Bounds, mask_scores
+from flashzoo.v3.schedule import Blocks, Schedule
+from flashzoo.v3.softmax import Softmax, rows_of, scale_rows
+
+DTYPES = {"fp16": Float16, "bf16": BFloat16}
+
+# Registers of a thread, by the number of consumer warpgroups (setmaxnreg): of the 64 K, the producer gives up most of its share.
+PRODUCER_REGISTERS = {1: 56, 2: 24, 3: 32}
+CONSUMER_REGISTERS = {1: 256, 2: 240, 3: 160}
+
+WARPS = 4
+"""Of a warpgroup."""
+
+LN2 = 0.6931471805599453
+
+
+class NamedBarrier(IntEnum):
+    """Hardware barriers of the block, the first of one for each consumer warpgroup; 0 is `sync_threads`."""
+
+    TURN = 1  # where it waits for its turn to issue products
+    STORE = 4  # where its warps wait for one another around storing O
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Slots that go round between the producer and the consumers. Use n of the ring is of slot `n % slots`."""
+
+    full: cute.Pointer
+    empty: cute.Pointer
+    slots: Constexpr[int]
+
+    @staticmethod
+    def allocate(smem: cutlass.memory.SmemAllocator, slots: int) -> Ring:
+        """Two mbarriers for each slot."""
+        return Ring(smem.allocate_array(Int64, slots), smem.allocate_array(Int64, slots), slots)
+
+    def initialise(self, consumer_warps: int) -> None:
+        """By one thread: TMA or one producer thread fills a slot, every consumer warp empties it."""
+        for slot in range(self.slots):
+            cute.arch.mbarrier_init(self.full + slot, 1)
+            cute.arch.mbarrier_init(self.empty + slot, consumer_warps)
+
+    def slot(self, n: Int32) -> Int32:
+        """Slot of use n."""
+        return n % self.slots if self.slots > 1 else Int32(0)
+
+    def wait_full(self, n: Int32) -> None:
+        """Until use n has been filled."""
+        cute.arch.mbarrier_wait(self.full + self.slot(n), n // self.slots & 1)
+
+    def wait_empty(self, n: Int32) -> None:
+        """Until what lay in the slot before use n has been consumed; at once where that is nothing."""
+        cute.arch.mbarrier_wait(self.empty + self.slot(n), n // self.slots & 1 ^ 1)
+
+    @cute.jit
+    def release(self, n: Int32):
+        """Use n is consumed, as far as this warp goes."""
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.empty + self.slot(n))
+
+
+@dataclass(frozen=True)
+class OnChip:
+    """The block's shared memory: slots of 64 queries, of blocks of K and of V, O on its way out, the next tile's number."""
+
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    o: cute.Tensor
+    tile: cute.Tensor
+    q_ring: Ring
+    k_ring: Ring
+    v_ring: Ring
+    tile_ring: Ring
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """What one consumer warpgroup has in hand on one tile.
+
+    Attributes:
+        me: which warpgroup.
+        on_chip: shared memory.
+        mma_qk, mma_pv: the two products.
+        q, k, v: their operands in shared memory; k and v with all slots.
+        p: P in registers, in 16 bits, in the layout of an operand.
+        o: the accumulator.
+        s_shape: shape of a block of scores in registers.
+        softmax: running state of this thread's two rows.
+        bounds: the keys that they see.
+    """
+
+    me: Int32
+    on_chip: OnChip
+    mma_qk: cute.TiledMma
+    mma_pv: cute.TiledMma
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    p: cute.Tensor
+    o: cute.Tensor
+    s_shape: Constexpr[tuple]
+    softmax: Softmax
+    bounds: Bounds
+
+
+class Forward:
+    """The program of one `Kernel`."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.tiles = kernel.tiles
+        self.dtype = DTYPES[kernel.dtype]
+
+    @cute.jit
+    def __call__(
+        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Pointer, schedule: Schedule, scale_log2: Float32
+    ):
+        """What is compiled. It is never run: `flashzoo._cute.driver` launches the kernel with descriptors of its own.
+
+        Args:
+            q, o: (head_dim, packed heads, queries, heads, batch).
+            k, v: (head_dim, keys, heads, batch).
+        """
+        tiles, kernel = self.tiles, self.kernel
+        layouts = (
+            self.shared_layout(WARPGROUP_ROWS, kernel.width, tiles.consumers * tiles.q_stages),
+            self.shared_layout(tiles.block_kv, kernel.width, tiles.stages),
+            self.shared_layout(tiles.block_kv, kernel.width_v, tiles.stages),
+            self.shared_layout(WARPGROUP_ROWS, kernel.width_o, tiles.consumers),
+        )
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        atoms = []
+        for operation, x, layout in zip((load, load, load, store), (q, k, v, o), layouts, strict=True):
+            rows = cute.rank(x) - 3
+            rows_first = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[rows, *[i for i in range(cute.rank(x)) if i != rows]]))
+            box = cute.select(layout, mode=[0, 1])
+            atoms.append(cpasync.make_tiled_tma_atom(operation, rows_first, box, cute.product_each(box.shape))[0])
+        self.device(*atoms, lse, schedule, scale_log2, *layouts).launch(
+            grid=[1, 1, 1], block=[kernel.threads, 1, 1], smem=kernel.shared_bytes, min_blocks_per_mp=1
+        )
+
+    def shared_layout(self, rows: int, width: int, slots: int) -> cute.ComposedLayout:
+        """(rows, width, slots), swizzled as TMA writes and WGMMA reads it."""
+        kind = hopper_helpers.get_smem_layout_atom(cutlass.tensor_utils.LayoutEnum.ROW_MAJOR, self.dtype, width)
+        return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.dtype), (rows, width, slots), (0, 1, 2))
+
+    @cute.kernel
+    def device(
+        self,
+        tma_q: cute.CopyAtom,
+        tma_k: cute.CopyAtom,
+        tma_v: cute.CopyAtom,
+        tma_o: cute.CopyAtom,
+        lse: cute.Pointer,
+        schedule: Schedule,
+        scale_log2: Float32,
+        q_layout: cute.ComposedLayout,
+        k_layout: cute.ComposedLayout,
+        v_layout: cute.ComposedLayout,
+        o_layout: cute.ComposedLayout,
+    ):
+        """One thread block: rings, then each warpgroup to its role."""
+        tiles = self.tiles
+        smem = cutlass.memory.SmemAllocator()
+        # A1.1
+        on_chip = OnChip(
+            *[smem.allocate_tensor(self.dtype, x.outer, 1024, swizzle=x.inner) for x in (q_layout, k_layout, v_layout, o_layout)],
+            cute.make_tensor(smem.allocate_array(Int32, 1), cute.make_layout(1)),
+            *[Ring.allocate(smem, slots) for slots in (tiles.consumers * tiles.q_stages, tiles.stages, tiles.stages, 1)],
+        )
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            for tma in (tma_q, tma_k, tma_v, tma_o):
+                cpasync.prefetch_descriptor(tma)
+            with cute.arch.elect_one():
+                on_chip.q_ring.initialise(WARPS)
+                for ring in (on_chip.k_ring, on_chip.v_ring, on_chip.tile_ring):
+                    ring.initialise(WARPS * tiles.consumers)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        if warp < WARPS:  # A1.2
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS[tiles.consumers])  # A1.3
+            if warp == 0:
+                self.produce(schedule, on_chip, tma_q, tma_k, tma_v)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS[tiles.consumers])  # A1.12, A2.1
+            self.consume(schedule, on_chip, scale_log2, tma_o, lse)
+
+    @cute.jit
+    def produce(self, schedule: Schedule, on_chip: OnChip, tma_q: cute.CopyAtom, tma_k: cute.CopyAtom, tma_v: cute.CopyAtom):
+        """The producer warp: tile after tile, what the consumers will wait for, in the order in which they do."""
+        tiles = self.tiles
+        loaded = Int32(0)  # blocks of K and V so far, over all tiles
+        turn = Int32(0)  # tiles so far
+        tile = cute.arch.block_idx()[0]
+        while schedule.exists(tile):
+            following = schedule.fetch()
+            block, head, batch = schedule.place(tile)
+            begin, end = schedule.blocks_of_tile(block)
+            head_kv = head // schedule.group
+            self.load_block(tma_k, on_chip.k, on_chip.k_ring, loaded, end - 1, head_kv, batch)
+            for w in cutlass.range_constexpr(tiles.consumers):
+                n = turn * tiles.consumers + w
+                first = (block * tiles.block_q + w * WARPGROUP_ROWS) >> schedule.pack
+                on_chip.q_ring.wait_empty(n)
+                slot = on_chip.q_ring.slot(n)
+                load(tma_q, on_chip.q[None, None, slot], (0, 0, first, head, batch), on_chip.q_ring.full + slot)  # A1.4, A1.5
+            for i in cutlass.range(end - 1 - begin, unroll=1):  # A1.6
+                n = end - 2 - i
+                if const_expr(tiles.overlap):  # the consumers want the next K before this V
+                    self.load_block(tma_k, on_chip.k, on_chip.k_ring, loaded + 1, n, head_kv, batch)
+                self.load_block(tma_v, on_chip.v, on_chip.v_ring, loaded, n + 1, head_kv, batch)
+                if const_expr(not tiles.overlap):
+                    self.load_block(tma_k, on_chip.k, on_chip.k_ring, loaded + 1, n, head_kv, batch)
+                loaded += 1
+            self.load_block(tma_v, on_chip.v, on_chip.v_ring, loaded, begin, head_kv, batch)
+            loaded += 1
+            on_chip.tile_ring.wait_empty(turn)
+            with cute.arch.elect_one():
+                on_chip.tile[0] = following
+                cute.arch.mbarrier_arrive(on_chip.tile_ring.full)
+            tile = following
+            turn += 1
+
+    @cute.jit
+    def load_block(self, tma: cute.CopyAtom, slots: cute.Tensor, ring: Ring, loaded: Int32, n: Int32, head: Int32, batch: Int32):
+        """Block n of K or V into the ring's next slot."""
+        ring.wait_empty(loaded)  # A1.7
+        slot = ring.slot(loaded)
+        load(tma, slots[None, None, slot], (0, n * self.tiles.block_kv, head, batch), ring.full + slot)  # A1.8, A1.9
+
+    @cute.jit
+    def consume(self, schedule: Schedule, on_chip: OnChip, scale_log2: Float32, tma_o: cute.CopyAtom, lse: cute.Pointer):
+        """A consumer warpgroup: its 64 rows of tile after tile."""
+        kernel, tiles = self.kernel, self.tiles
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        lane = cute.arch.lane_idx()
+        me = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPS - 1)
+        # WGMMA gives a thread two rows, 8 apart, and pairs of columns, 8 apart.
+        row, column = thread // 32 * 16 + lane // 4, lane % 4 * 2
+
+        mma_qk = hopper_helpers.make_trivial_tiled_mma(
+            *(self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K), Float32, (1, 1, 1), (WARPGROUP_ROWS, tiles.block_kv)
+        )
+        mma_pv = self.mma_of_p(kernel.width_v)
+        qk, pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
+        v_columns_first = cute.make_tensor(on_chip.v.iterator, cute.select(on_chip.v.layout, mode=[1, 0, 2]))
+        q_slots = mma_qk.make_fragment_A(qk.partition_A(on_chip.q))
+        k = mma_qk.make_fragment_B(qk.partition_B(on_chip.k))
+        v = mma_pv.make_fragment_B(pv.partition_B(v_columns_first))
+        p = cute.make_rmem_tensor(pv.partition_shape_A((WARPGROUP_ROWS, tiles.block_kv)), self.dtype)
+        o = cute.make_rmem_tensor(pv.partition_shape_C((WARPGROUP_ROWS, kernel.width_v)), Float32)
+        s_shape = qk.partition_shape_C((WARPGROUP_ROWS, tiles.block_kv))
+        softmax = Softmax(cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32), scale_log2)
+
+        if me == 0:
+            self.pass_turn(Int32(tiles.consumers - 1))  # the first turn is warpgroup 0's
+        used = Int32(0)  # blocks of K and V so far, over all tiles
+        turn = Int32(0)  # tiles so far
+        tile = cute.arch.block_idx()[0]
+        while schedule.exists(tile):
+            block, head, batch = schedule.place(tile)
+            begin, end = schedule.blocks_of_tile(block)
+            first_row = block * tiles.block_q + me * WARPGROUP_ROWS
+            n = turn * tiles.consumers + me
+            q = q_slots[None, None, None, on_chip.q_ring.slot(n)]
+            bounds = schedule.bounds(first_row + row, column)
+            consumer = Consumer(me, on_chip, mma_qk, mma_pv, q, k, v, p, o, s_shape, softmax, bounds)
+            on_chip.q_ring.wait_full(n)  # A1.14, A2.3
+            used = self.attend(consumer, used, n, begin, end, schedule.blocks_of_rows(first_row, begin, end))
+            on_chip.tile_ring.wait_full(turn)
+            tile = on_chip.tile[0]
+            cute.arch.sync_warp()  # every lane has read it
+            on_chip.tile_ring.release(turn)
+            turn += 1
+            self.store(schedule, consumer, tma_o, lse, batch, head, first_row, row)
+        cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory goes with the block
+
+    def mma_of_p(self, columns: int) -> cute.TiledMma:
+        """P from registers times so many columns of V."""
+        return hopper_helpers.make_trivial_tiled_mma(
+            *(self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.MN), Float32, (1, 1, 1), (WARPGROUP_ROWS, columns),
+            a_source=warpgroup.OperandSource.RMEM,
+        )  # fmt: skip
+
+    @cute.jit
+    def attend(self, consumer: Consumer, used: Int32, q_use: Int32, begin: Int32, end: Int32, mine: Blocks) -> Int32:
+        """One tile's rows of O, not yet divided by l, and of the softmax state. Returns the new `used`.
+
+        The blocks that only other warpgroups' rows see are skipped; those that cross the edge of the visible band are masked.
+        """
+        kernel, tiles = self.kernel, self.tiles
+        step = self.step_overlapped if const_expr(tiles.overlap) else self.step_serial
+        consumer.softmax.reset()  # A1.13, A2.2
+        consumer.o.fill(0.0)
+        if const_expr(not tiles.overlap):
+            self.wait_turn(consumer.me)
+        used = self.skip(consumer, used, end - mine.end)
+        last_key = (mine.end - 1) * tiles.block_kv
+        if const_expr(tiles.overlap):
+            self.first_scores(consumer, used, last_key)
+        else:
+            used = step(consumer, used, last_key, kernel.left, True)
+        if const_expr(kernel.right):
+            for i in cutlass.range(mine.end - 1 - mine.right, unroll=1):
+                used = step(consumer, used, (mine.end - 2 - i) * tiles.block_kv, kernel.left, True)
+        for i in cutlass.range(mine.right - mine.left, unroll=1):  # A1.15, A2.7
+            used = step(consumer, used, (mine.right - 1 - i) * tiles.block_kv, False, False)
+        if const_expr(kernel.left):
+            for i in cutlass.range(mine.left - mine.begin, unroll=1):
+                used = step(consumer, used, (mine.left - 1 - i) * tiles.block_kv, True, False)
+        consumer.on_chip.q_ring.release(q_use)
+        if const_expr(tiles.overlap):
+            used = self.last_product(consumer, used)
+        if const_expr(kernel.left):
+            used = self.skip(consumer, used, mine.begin - begin)
+        if const_expr(not tiles.overlap):
+            self.pass_turn(consumer.me)
+        return used
+
+    @cute.jit
+    def first_scores(self, consumer: Consumer, used: Int32, first_key: Int32):
+        """P of the first block; its product with V is left to the next step."""
+        k_ring = consumer.on_chip.k_ring
+        s = cute.make_rmem_tensor(consumer.s_shape, Float32)
+        k_ring.wait_full(used)
+        gemm(consumer.mma_qk, s, consumer.q, consumer.k[None, None, None, k_ring.slot(used)], True)  # A2.4
+        warpgroup.wait_group(0)
+        k_ring.release(used)  # A2.5
+        mask_scores(s, consumer.bounds, first_key, self.kernel.left, True)
+        consumer.softmax.step(s)  # A2.6
+        to_16_bits(s, consumer.p)
+
+    @cute.jit
+    def step_overlapped(
+        self, consumer: Consumer, used: Int32, first_key: Int32, mask_left: Constexpr[bool], mask_right: Constexpr[bool]
+    ) -> Int32:
+        """P of the next block, while the P before it is multiplied with V."""
+        k_ring, v_ring = consumer.on_chip.k_ring, consumer.on_chip.v_ring
+        s = cute.make_rmem_tensor(consumer.s_shape, Float32)
+        k_ring.wait_full(used + 1)  # A2.8
+        self.wait_turn(consumer.me)
+        gemm(consumer.mma_qk, s, consumer.q, consumer.k[None, None, None, k_ring.slot(used + 1)], True)  # A2.9
+        v_ring.wait_full(used)  # A2.10
+        gemm(consumer.mma_pv, consumer.o, consumer.p, consumer.v[None, None, None, v_ring.slot(used)], False)  # A2.11
+        self.pass_turn(consumer.me)
+        warpgroup.wait_group(1)  # A2.12
+        k_ring.release(used + 1)
+        if const_expr(mask_left or mask_right):
+            mask_scores(s, consumer.bounds, first_key, mask_left, mask_right)
+        rescale, alpha = consumer.softmax.step(s)  # A2.13
+        warpgroup.wait_group(0)  # A2.14
+        v_ring.release(used)  # A2.15
+        to_16_bits(s, consumer.p)  # A2.16
+        if rescale:
+            scale_rows(consumer.o, alpha)
+        return used + 1
+
+    @cute.jit
+    def last_product(self, consumer: Consumer, used: Int32) -> Int32:
+        """O += P V of the last block."""
+        v_ring = consumer.on_chip.v_ring
+        v_ring.wait_full(used)  # A2.18
+        gemm(consumer.mma_pv, consumer.o, consumer.p, consumer.v[None, None, None, v_ring.slot(used)], False)  # A2.19
+        warpgroup.wait_group(0)
+        v_ring.release(used)
+        return used + 1
+
+    @cute.jit
+    def step_serial(
+        self, consumer: Consumer, used: Int32, first_key: Int32, mask_left: Constexpr[bool], mask_right: Constexpr[bool]
+    ) -> Int32:
+        """One block without overlap: scores, softmax, product, each waited for. For the ablation."""
+        k_ring, v_ring = consumer.on_chip.k_ring, consumer.on_chip.v_ring
+        s = cute.make_rmem_tensor(consumer.s_shape, Float32)
+        k_ring.wait_full(used)  # A1.16
+        gemm(consumer.mma_qk, s, consumer.q, consumer.k[None, None, None, k_ring.slot(used)], True)  # A1.17
+        self.pass_turn(consumer.me)
+        warpgroup.wait_group(0)
+        k_ring.release(used)
+        if const_expr(mask_left or mask_right):
+            mask_scores(s, consumer.bounds, first_key, mask_left, mask_right)
+        rescale, alpha = consumer.softmax.step(s)  # A1.18, A1.19
+        to_16_bits(s, consumer.p)
+        if rescale:
+            scale_rows(consumer.o, alpha)
+        v_ring.wait_full(used)  # A1.20
+        self.wait_turn(consumer.me)
+        gemm(consumer.mma_pv, consumer.o, consumer.p, consumer.v[None, None, None, v_ring.slot(used)], False)  # A1.21
+        warpgroup.wait_group(0)
+        v_ring.release(used)  # A1.22
+        return used + 1
+
+    @cute.jit
+    def skip(self, consumer: Consumer, used: Int32, blocks: Int32) -> Int32:
+        """Give blocks back unused, in step with the other warpgroups' turns."""
+        k_ring, v_ring = consumer.on_chip.k_ring, consumer.on_chip.v_ring
+        for _ in cutlass.range(blocks, unroll=1):
+            k_ring.wait_full(used)
+            k_ring.release(used)
+            if const_expr(self.tiles.overlap):
+                self.wait_turn(consumer.me)
+                self.pass_turn(consumer.me)
+            else:
+                self.pass_turn(consumer.me)
+                self.wait_turn(consumer.me)
+            v_ring.wait_full(used)
+            v_ring.release(used)
+            used += 1
+        return used
+
+    @cute.jit
+    def wait_turn(self, me: Int32):
+        """Ping-pong: until the warpgroup before this one has issued its products."""
+        if const_expr(self.tiles.ping_pong):
+            cute.arch.barrier(barrier_id=NamedBarrier.TURN + me, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def pass_turn(self, me: Int32):
+        """Ping-pong: the next warpgroup may issue its products."""
+        if const_expr(self.tiles.ping_pong):
+            following = Int32(0) if me == self.tiles.consumers - 1 else me + 1
+            cute.arch.barrier_arrive(barrier_id=NamedBarrier.TURN + following, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def store(
+        self,
+        schedule: Schedule,
+        consumer: Consumer,
+        tma_o: cute.CopyAtom,
+        lse: cute.Pointer,
+        batch: Int32,
+        head: Int32,
+        first_row: Int32,
+        row: Int32,
+    ):
+        """O / l and LSE of 64 rows to memory. TMA leaves out rows and columns outside of the tensor."""
+        o, softmax = consumer.o, consumer.softmax
+        thread, lane = cute.arch.thread_idx()[0] % WARPGROUP, cute.arch.lane_idx()
+        by = cute.make_rmem_tensor(2, Float32)
+        for r in cutlass.range_constexpr(2):
+            total = cute.arch.warp_reduction_sum(softmax.l[r], threads_in_group=4)
+            blind = total == 0.0
+            by[r] = Float32(0.0) if blind else cute.arch.rcp_approx(total)
+            if blind:  # 0 whatever V holds, inf and NaN too
+                rows_of(o)[None, r, None].fill(0.0)
+            packed_row = first_row + row + 8 * r
+            position, packed_head = packed_row >> schedule.pack, packed_row & ((1 << schedule.pack) - 1)
+            if position < schedule.seqlen_q and lane % 4 == 0:
+                value = -Float32.inf if blind else (softmax.reference[r] + cute.math.log2(total, fastmath=True)) * LN2
+                of_head = ((Int64(batch) * schedule.heads + head) << schedule.pack) + packed_head
+                cute.make_tensor(lse + (of_head * schedule.seqlen_q + position), cute.make_layout(1))[0] = value
+        scale_rows(o, by)  # A1.24, A2.20
+        rounded = cute.make_rmem_tensor(cute.size(o), self.dtype)
+        to_16_bits(o, rounded)
+
+        width = self.kernel.width_o
+        mma = self.mma_of_p(width)
+        to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype), mma).get_slice(thread)
+        staged = consumer.on_chip.o[None, None, consumer.me]
+        for column in cutlass.range_constexpr(0, self.kernel.width_v, width):
+            part = cute.make_tensor(rounded.iterator + column // 2, mma.get_slice(0).partition_shape_C((WARPGROUP_ROWS, width)))
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # what was staged before is on its way
+            self.meet(consumer.me)
+            cute.copy(to_chip, to_chip.retile(part), to_chip.partition_D(staged))
+            cute.arch.fence_proxy("async.shared", space="cta")
+            self.meet(consumer.me)
+            if thread < 32:
+                memory, on_chip = box_of(tma_o, staged, (column, 0, first_row >> schedule.pack, head, batch))
+                cute.copy(tma_o, on_chip, memory)  # A1.25
+                cute.arch.cp_async_bulk_commit_group()
+
+    @cute.jit
+    def meet(self, me: Int32):
+        """The warps of one warpgroup wait for one another."""
+        cute.arch.barrier(barrier_id=NamedBarrier.STORE + me, number_of_threads=WARPGROUP)
+
+
+@cute.jit
+def gemm(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, zero: Constexpr[bool]):
+    """Issue `acc = a b^T` (zero) or `acc += a b^T` as one group of WGMMAs; wait for the group before touching acc."""
+    atom = cute.make_mma_atom(mma.op)
+    warpgroup.fence()
+    for i in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        atom.set(warpgroup.Field.ACCUMULATE, not (zero and i == 0))
+        cute.gemm(atom, acc, a[None, None, i], b[None, None, i], acc)
+    warpgroup.commit_group()
+
+
+@cute.jit
+def load(tma: cute.CopyAtom, tile: cute.Tensor, origin: tuple, full: cute.Pointer):
+    """Have TMA read the box at `origin` into a tile, and arrive at `full` when it is there."""
+    memory, on_chip = box_of(tma, tile, origin)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, cute.size(tile) * tile.element_type.width // 8)
+    cute.copy(tma, memory, on_chip, tma_bar_ptr=full)
+
+
+@cute.jit
+def box_of(tma: cute.CopyAtom, tile: cute.Tensor, origin: tuple):
+    """The two sides of a TMA copy: the box at `origin` (head dim first, rows third from the end), and the tile (rows, width)."""
+    rows, width = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
+    box = cute.make_identity_tensor((width, *[1] * (len(origin) - 4), rows, 1, 1))
+    at_origin = cute.group_modes(cute.domain_offset(origin, box), 0, len(origin))
+    columns_first = cute.make_tensor(tile.iterator, cute.select(tile.layout, mode=[1, 0]))
+    on_chip, memory = cpasync.tma_partition(tma, 0, cute.make_layout(1), cute.group_modes(columns_first, 0, 2), at_origin)
+    return memory, on_chip
+
+
+@cute.jit
+def to_16_bits(x: cute.Tensor, y: cute.Tensor):
+    """Round. WGMMA's result and its operand have the same layout, register by register; a pair is one instruction."""
+    x_pairs = cute.make_tensor(x.iterator, cute.make_layout((2, cute.size(x) // 2)))
+    y_pairs = cute.make_tensor(y.iterator, cute.make_layout((2, cute.size(y) // 2)))
+    for i in cutlass.range_constexpr(cute.size(y) // 2):
+        y_pairs[None, i].store(x_pairs[None, i].load().to(y.element_type))

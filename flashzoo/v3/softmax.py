@@ -1,0 +1,90 @@
+"""Online softmax on the registers of one thread, which holds two rows of a warpgroup's WGMMA results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, const_expr
+
+NOTHING_SEEN = -1e30
+"""The reference of a row that has seen no key: below any score, and finite, so that -inf less it is still -inf."""
+
+RESCALE_ABOVE = 8.0
+"""How far, in log2, a row's maximum may outgrow its reference before O is rescaled."""
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """Running state of a thread's two rows.
+
+    The paper takes scores relative to the maximum so far, and rescales O whenever that grows. Any reference near it does:
+    what P and l gain is divided out in the end. So the reference here follows the maximum only when that is more than
+    `RESCALE_ABOVE` beyond it (FlashAttention-4's idea for Blackwell). P is then at most 2^8, which costs 16-bit floats no
+    precision, and O is rescaled a few times in all rather than once a block.
+
+    Attributes:
+        reference: what the rows' scores are taken relative to, in log2 units.
+        l: this thread's part of the rows' sums of P.
+        scale_log2: softmax scale times log2 e.
+    """
+
+    reference: cute.Tensor
+    l: cute.Tensor
+    scale_log2: Float32
+
+    def reset(self) -> None:
+        """Begin with rows that have seen nothing."""
+        self.reference.fill(NOTHING_SEEN)
+        self.l.fill(0.0)
+
+    @cute.jit
+    def step(self, s: cute.Tensor) -> tuple[Boolean, cute.Tensor]:
+        """Turn a block's scores into P in place; returns whether O must be rescaled, for the whole warp alike, and by what."""
+        rows = rows_of(s)
+        tops = [maximum(rows[None, r, None]) * self.scale_log2 for r in range(2)]
+        grown = tops[0] > self.reference[0] + RESCALE_ABOVE or tops[1] > self.reference[1] + RESCALE_ABOVE
+        rescale = cute.arch.vote_any_sync(grown)
+        alpha = cute.make_rmem_tensor(2, Float32)
+        alpha.fill(1.0)
+        if rescale:
+            for r in cutlass.range_constexpr(2):
+                reference = cute.arch.fmax(self.reference[r], tops[r])
+                alpha[r] = cute.math.exp2(self.reference[r] - reference, fastmath=True)
+                self.reference[r] = reference
+                self.l[r] = self.l[r] * alpha[r]
+        for r in cutlass.range_constexpr(2):
+            row = rows[None, r, None]
+            sums = [self.l[r], None, None, None]  # four chains, as one would wait for itself
+            for i in cutlass.range_constexpr(cute.size(row)):
+                p = cute.math.exp2(row[i] * self.scale_log2 - self.reference[r], fastmath=True)
+                row[i] = p
+                sums[i % 4] = p if const_expr(sums[i % 4] is None) else sums[i % 4] + p
+            self.l[r] = (sums[0] + sums[1]) + (sums[2] + sums[3])
+        return rescale, alpha
+
+
+@cute.jit
+def maximum(row: cute.Tensor) -> Float32:
+    """Of a whole row of scores, which four neighbouring lanes hold."""
+    tops = [row[i] for i in range(4)]
+    for i in cutlass.range_constexpr(4, cute.size(row)):
+        tops[i % 4] = cute.arch.fmax(tops[i % 4], row[i])
+    top = cute.arch.fmax(cute.arch.fmax(tops[0], tops[1]), cute.arch.fmax(tops[2], tops[3]))
+    return cute.arch.warp_reduction_max(top, threads_in_group=4)
+
+
+@cute.jit
+def scale_rows(acc: cute.Tensor, by: cute.Tensor):
+    """Multiply each of a thread's two rows of a WGMMA result by its factor."""
+    rows = rows_of(acc)
+    for i in cutlass.range_constexpr(cute.size(acc) // 4):
+        for r in cutlass.range_constexpr(2):
+            for c in cutlass.range_constexpr(2):
+                rows[c, r, i] = rows[c, r, i] * by[r]
+
+
+def rows_of(acc: cute.Tensor) -> cute.Tensor:
+    """A WGMMA result's registers as (pair, row, pairs): pairs of columns, 8 apart, of the rows `lane / 4` and 8 below."""
+    return cute.make_tensor(acc.iterator, cute.make_layout((2, 2, cute.size(acc) // 4)))
