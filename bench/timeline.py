@@ -79,9 +79,8 @@ def draw(times: Times) -> None:
     def text(x: float, y: float, words: str, size: float = 9.5, colour: str = TEXT, ha: str = "center", **more) -> None:
         axes.text(x, y, words, fontsize=0.75 * size, color=colour, ha=ha, va="center_baseline", **more)
 
-    def box(x: float, y: float, width: float, height: float, colour: str, edge: str = PANEL, alpha: float = 1, corner: float = 3) -> None:
-        style = f"round,pad=0,rounding_size={corner}"
-        axes.add_patch(patches.FancyBboxPatch((x, y), width, height, style, facecolor=colour, edgecolor=edge, linewidth=0.8, alpha=alpha))
+    def box(x: float, y: float, w: float, h: float, colour: str, edge: str = PANEL, alpha: float = 1, corner: float = 3) -> None:
+        axes.add_patch(patches.FancyBboxPatch((x, y), w, h, f"round,pad=0,rounding_size={corner}", fc=colour, ec=edge, lw=0.8, alpha=alpha))
 
     box(1, 1, WIDTH - 2, HEIGHT - 2, PANEL, EDGE, corner=10)
     start, end = (times["S", n, 0][0] for n in (2, 3))

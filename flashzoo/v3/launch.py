@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import struct
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,47 +12,51 @@ from torch import Tensor
 
 from flashzoo._cute.cache import cached
 from flashzoo._cute.compile import compile_for
-from flashzoo._cute.driver import Function, current_stream, tensor_map
+from flashzoo._cute.driver import Function, TensorMap, current_stream
 from flashzoo.spec import Problem
 from flashzoo.v3.config import WARPGROUP_ROWS, Kernel, kernel_for, pack_for
 
 ARCH = "sm_90a"
 LOG2E = math.log2(math.e)
 
-# The kernel's parameters as they lie in memory: TMA descriptors of q, k, v and out; lse; Schedule's fields; the scale.
-PARAMETERS = struct.Struct("<128s128s128s128sQ10iQf")
-PARAMETER_BYTES = (*[128] * 4, 8, *[4] * 10, 8, 4)
+# The kernel's parameters: TMA descriptors of q, k, v and out; lse; Schedule's fields; the scale.
+PARAMETERS = (*["128s"] * 4, "Q", *["i"] * 10, "Q", "f")
 
 # A scale of 0 makes all scores equal. So does this one, and -inf times it stays -inf.
 SMALLEST_SCALE = 1e-30
 
-# Under a causal mask tiles go section by section of heads whose K and V take so many bytes: L2 has 50 MB.
+# Under a causal mask, how many heads' tiles are interleaved, longest first: as many as have K and V of so many bytes, which
+# L2 keeps from one tile of a head to the next. Fewer than the least and one head's tiles read far apart, the most is enough.
 SECTION_BYTES = 32 << 20
+SECTION_HEADS = (16, 64)
 
 Strides = tuple[int, ...]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of CUDA tensors; see `flashzoo.attention`."""
-    q, k, v = (x if readable(x) else x.contiguous() for x in (q, k, v))
-    out = torch.empty_like(q) if problem.head_dim == problem.head_dim_v else q.new_empty((*q.shape[:3], problem.head_dim_v))
-    lse = q.new_empty((problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32)
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3])
-    launch = forward_launch(problem, kernel_for(problem), strides, q.get_device())
-    launch(q, k, v, out, lse, softmax_scale)
-    return out, lse
+    misaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+    launch = None if misaligned else forward_launch(problem, q.stride(), k.stride(), v.stride(), q.get_device())
+    if launch is None:
+        q, k, v = (x if readable(x.shape, x.stride(), x.data_ptr()) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
+        return attention(q, k, v, problem, softmax_scale)
+    return launch(q, k, v, softmax_scale)
 
 
-def readable(x: Tensor) -> bool:
-    """Whether TMA can read a tensor where it lies: starts and strides in steps of 16 bytes, nothing broadcast."""
-    steps = [stride for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
-    return x.data_ptr() % 16 == 0 and all(step > 0 and step % 8 == 0 for step in steps)
+def readable(shape: Strides, strides: Strides, address: int = 0) -> bool:
+    """Whether TMA can read a tensor where it lies: start and strides in steps of 16 bytes, nothing broadcast."""
+    steps = [stride for stride, size in zip(strides[:-1], shape[:-1], strict=True) if size > 1]
+    return not address & 15 and all(step > 0 and step % 8 == 0 for step in steps)
 
 
 @lru_cache(maxsize=1024)
-def forward_launch(problem: Problem, kernel: Kernel, strides: Strides, device: int) -> ForwardLaunch:
-    """The launch for a problem, compiled or taken from the cache on disk where this process has no such kernel yet."""
-    return ForwardLaunch(problem, kernel, strides, device)
+def forward_launch(problem: Problem, q_strides: Strides, k_strides: Strides, v_strides: Strides, device: int) -> ForwardLaunch | None:
+    """The launch for a problem, or None where TMA can't read tensors of these strides."""
+    p = problem
+    shapes = ((p.batch, p.seqlen_q, p.heads, p.head_dim), *[(p.batch, p.seqlen_k, p.heads_kv, d) for d in (p.head_dim, p.head_dim_v)])
+    if not all(readable(*pair) for pair in zip(shapes, (q_strides, k_strides, v_strides), strict=True)):
+        return None
+    return ForwardLaunch(problem, kernel_for(problem), q_strides, k_strides, v_strides, device)
 
 
 class ForwardLaunch:
@@ -61,80 +64,94 @@ class ForwardLaunch:
 
     Args:
         problem: the sizes.
-        kernel: what runs; any that fits the problem, `kernel_for(problem)` being the fastest.
-        strides: over batch, seqlen and heads of q, k, v and out.
+        kernel: what runs; any that fits the problem, of which `kernel_for(problem)` is the fastest known.
+        q_strides, k_strides, v_strides: such that `readable`.
         device: index of the GPU.
     """
 
-    def __init__(self, problem: Problem, kernel: Kernel, strides: Strides, device: int) -> None:
+    def __init__(self, problem: Problem, kernel: Kernel, q_strides: Strides, k_strides: Strides, v_strides: Strides, device: int) -> None:
         p, tiles = problem, kernel.tiles
+        self._device = device
+        self._out_shape = (p.batch, p.seqlen_q, p.heads, p.head_dim_v)
+        self._lse_shape = (p.batch, p.heads, p.seqlen_q)
+        self._out_strides = torch.empty(self._out_shape, device="meta").stride()
+        if p.head_dim_v == p.head_dim:  # the layout of q, if that is dense
+            self._out_strides = torch.empty_like(torch.empty_strided(self._out_shape, q_strides, device="meta")).stride()
+
         pack = pack_for(p, tiles.block_q)
         heads, group = p.heads >> pack, p.heads // p.heads_kv >> pack
-        rows = ((p.seqlen_q, p.heads), (p.seqlen_k, p.heads_kv), (p.seqlen_k, p.heads_kv), (p.seqlen_q, p.heads))
-        # Bytes; the stride of a dimension of size 1 means nothing to torch and may be anything, TMA wants steps of 16.
-        steps = [
-            tuple(2 * step if size > 1 else 16 for step, size in zip(strides[3 * i : 3 * i + 3], (p.batch, *rows[i]), strict=True))
-            for i in range(4)
-        ]
 
-        def by_query(width: int, head_dim: int, batch: int, row: int, head: int) -> partial[bytes]:
-            """Head dim, packed heads, queries, heads, batch: a box holds 64 rows, packed heads of one query side by side."""
+        def by_query(head_dim: int, width: int, strides: Strides) -> TensorMap:
+            """Head dim, packed heads, queries, heads, batch: a box holds 64 rows, the packed heads of a query side by side."""
+            batch, row, head = _bytes(strides, (p.batch, p.seqlen_q, p.heads))
             sizes = (head_dim, 1 << pack, p.seqlen_q, heads, p.batch)
             box = (1 << pack, WARPGROUP_ROWS >> pack, 1, 1)
-            return partial(_tensor_map, p.dtype, sizes, (head, row, head << pack, batch), width, box)
+            return _tensor_map(p.dtype, sizes, (head, row, head << pack, batch), width, box)
 
-        def by_key(width: int, head_dim: int, batch: int, row: int, head: int) -> partial[bytes]:
+        def by_key(head_dim: int, width: int, strides: Strides) -> TensorMap:
+            """Head dim, keys, heads, batch: a box holds a block of keys."""
+            batch, row, head = _bytes(strides, (p.batch, p.seqlen_k, p.heads_kv))
             sizes = (head_dim, p.seqlen_k, p.heads_kv, p.batch)
-            return partial(_tensor_map, p.dtype, sizes, (row, head, batch), width, (tiles.block_kv, 1, 1))
+            return _tensor_map(p.dtype, sizes, (row, head, batch), width, (tiles.block_kv, 1, 1))
 
-        self._maps = (
-            by_query(kernel.width, p.head_dim, *steps[0]),
-            by_key(kernel.width, p.head_dim, *steps[1]),
-            by_key(kernel.width_v, p.head_dim_v, *steps[2]),
-            by_query(kernel.width_o, p.head_dim_v, *steps[3]),
-        )
+        self._q = by_query(p.head_dim, kernel.width, q_strides)
+        self._k = by_key(p.head_dim, kernel.width, k_strides)
+        self._v = by_key(p.head_dim_v, kernel.width_v, v_strides)
+        self._out = by_query(p.head_dim_v, kernel.width_o, self._out_strides)
         blocks_q, batch_heads = -(-(p.seqlen_q << pack) // tiles.block_q), p.batch * heads
         self._blocks = min(torch.cuda.get_device_properties(device).multi_processor_count, blocks_q * batch_heads)
-        self._sizes = (
-            *(p.seqlen_q, p.seqlen_k, heads, group, pack),
-            *window(p),
-            *(blocks_q, batch_heads, min(batch_heads, section(p, kernel, group))),
-        )
+        section = min(batch_heads, _section(p, kernel, group))
+        self._sizes = (p.seqlen_q, p.seqlen_k, heads, group, pack, *_window(p), blocks_q, batch_heads, section)
         self._function = function_for(kernel).on(device)
-        self._device = device
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_scale: float) -> None:
-        """Launch on the current stream of the tensors' device."""
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+        """`(out, lse)`, launched on the current stream of the tensors' device."""
         if self._device != torch.cuda.current_device():
             with torch.cuda.device(self._device):
-                return self(q, k, v, out, lse, softmax_scale)
+                return self(q, k, v, softmax_scale)
+        out = torch.empty_strided(self._out_shape, self._out_strides, dtype=q.dtype, device=q.device)
+        lse = torch.empty(self._lse_shape, dtype=torch.float32, device=q.device)
         stream = current_stream(self._device)
-        maps = [describe(x.data_ptr()) for describe, x in zip(self._maps, (q, k, v, out), strict=True)]
-        scale = max(softmax_scale * LOG2E, SMALLEST_SCALE)
-        arguments = PARAMETERS.pack(*maps, lse.data_ptr(), *self._sizes, counter(self._device, stream).data_ptr(), scale)
-        self._function(self._blocks, stream, arguments)
+        self._function(
+            self._blocks,
+            stream,
+            self._q.at(q.data_ptr()),
+            self._k.at(k.data_ptr()),
+            self._v.at(v.data_ptr()),
+            self._out.at(out.data_ptr()),
+            lse.data_ptr(),
+            *self._sizes,
+            counter(self._device, stream).data_ptr(),
+            max(softmax_scale * LOG2E, SMALLEST_SCALE),
+        )
+        return out, lse
 
 
-@lru_cache(maxsize=4096)
-def _tensor_map(dtype: str, sizes: Strides, strides: Strides, width: int, box: tuple[int, ...], address: int) -> bytes:
-    """The TMA descriptor of a tensor for tiles of that width: rows on chip are 128 bytes, or 64 where only those divide it."""
+def _bytes(strides: Strides, sizes: Strides) -> list[int]:
+    """In bytes. The stride of a dimension of size 1 means nothing to torch and may be anything, but TMA wants steps of 16."""
+    return [2 * stride if size > 1 else 16 for stride, size in zip(strides, sizes, strict=False)]
+
+
+def _tensor_map(dtype: str, sizes: Strides, strides: Strides, width: int, box: Strides) -> TensorMap:
+    """For tiles of that width: rows on chip are 128 bytes, or 64 where only those divide it."""
     columns = 64 if width % 64 == 0 else 32
-    return tensor_map(address, dtype, sizes, strides, (columns, *box), 2 * columns)
+    return TensorMap(dtype, sizes, strides, (columns, *box), 2 * columns)
 
 
-def window(problem: Problem) -> tuple[int, int]:
+def _window(problem: Problem) -> tuple[int, int]:
     """How many keys either side of the diagonal are seen. A bound past both sequences is none, and can't overflow 32 bits."""
     furthest = problem.seqlen_q + problem.seqlen_k
     left, right = (furthest if side is None else min(side, furthest) for side in problem.span)
     return left, right
 
 
-def section(problem: Problem, kernel: Kernel, group: int) -> int:
-    """How many heads' tiles are interleaved, longest first. One, where all tiles are as long."""
+def _section(problem: Problem, kernel: Kernel, group: int) -> int:
+    """How many heads' tiles are interleaved, longest first; one, where all tiles are as long."""
     if kernel.left or not kernel.right:
         return 1
+    least, most = SECTION_HEADS
     bytes_of_head = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
-    return max(1, SECTION_BYTES // bytes_of_head) * group
+    return max(least, min(most, SECTION_BYTES // bytes_of_head * group))
 
 
 _counters: dict[tuple[int, int], Tensor] = {}
@@ -157,7 +174,7 @@ def counter(device: int, stream: int) -> Tensor:
 def function_for(kernel: Kernel) -> Function:
     """The kernel, loaded: from the cache on disk, or compiled into it."""
     image = cached((ARCH, repr(kernel)), Path(__file__).parent, lambda: compile_for(ARCH, *program(kernel)))
-    return Function(image, kernel.threads, kernel.shared_bytes, PARAMETER_BYTES)
+    return Function(image, kernel.threads, kernel.shared_bytes, PARAMETERS)
 
 
 def program(kernel: Kernel) -> tuple[Any, tuple[Any, ...]]:
@@ -176,5 +193,5 @@ def program(kernel: Kernel) -> tuple[Any, tuple[Any, ...]]:
 
     lse, counter = (make_ptr(dtype, 16, cute.AddressSpace.gmem, assumed_align=4) for dtype in (Float32, Int32))
     tensors = (tensor(kernel.width, 5), tensor(kernel.width, 4), tensor(kernel.width_v, 4), tensor(kernel.width_v, 5))
-    schedule = Schedule(*(kernel, *[Int32(1)] * 10, counter))
+    schedule = Schedule(kernel, *[Int32(1)] * 10, counter=counter)
     return Forward(kernel), (*tensors, lse, schedule, Float32(1.0))
