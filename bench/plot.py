@@ -13,6 +13,7 @@ import flashzoo
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 ROOT = Path(__file__).parent.parent
 PASSES = {"fwd": "Forward", "bwd": "Backward"}
+TOKENS = 16384
 
 # The same colour for the same implementation in every picture.
 COLOURS = {
@@ -25,8 +26,8 @@ Speeds = dict[Shape, dict[str, float]]
 
 
 def last_run(rows: list[Row], pass_: str) -> list[Row]:
-    """The rows of this pass that belong to the run at the end of the file: ratios hold within a run only."""
-    mine = [row for row in rows if row["pass"] == pass_]
+    """The rows of this pass, at the field's sizes, of the run nearest the end of the file: ratios hold within a run only."""
+    mine = [row for row in rows if row["pass"] == pass_ and int(row["batch"]) * int(row["seqlen_q"]) == TOKENS]
     return [row for row in mine if row["run"] == mine[-1]["run"]]
 
 

@@ -1,4 +1,4 @@
-"""Find the tiles of v1 and v2 on this GPU: every candidate checked, then timed. `python -m bench.tune --help`
+"""Find the tiles of v1, v2 and v3 on this GPU: every candidate checked, then timed. `python -m bench.tune --help`
 
 One entry of a version's table is replaced at a time, and the version is called as users call it: a candidate that the
 referee of `bench.run` refuses, or that does not compile or fit, gets no time. Prints the fastest for each entry and
@@ -23,15 +23,20 @@ from flashzoo.v1 import config as v1_config
 from flashzoo.v1 import launch as v1_launch
 from flashzoo.v2 import config as v2_config
 from flashzoo.v2 import launch as v2_launch
+from flashzoo.v3 import config as v3_config
+from flashzoo.v3 import launch as v3_launch
 from flashzoo.workloads import hardware, inputs
 
-KERNELS = {"v1": ("forward", "backward"), "v2": ("forward", "dkdv", "dq")}
+KERNELS = {"v1": ("forward", "backward"), "v2": ("forward", "dkdv", "dq"), "v3": ("forward",)}
 REGISTERS, SHARED_BYTES = 255, 227 << 10
 BLOCKS, WARPS, STAGES = (32, 64, 128), (4, 8), (1, 2, 3, 4)
 
 
 def candidates(version: str, kernel: str, width: int) -> Iterator[Any]:
     """Tiles whose accumulators and scores fit the registers and whose operands fit shared memory, by a rough count."""
+    if version == "v3":
+        yield from _v3_candidates(width)
+        return
     for block_q, block_kv, warps, stages in product(BLOCKS, BLOCKS, WARPS, STAGES):
         by_queries = kernel in ("forward", "dq")
         owned, streamed = (block_q, block_kv) if by_queries else (block_kv, block_q)
@@ -48,13 +53,25 @@ def candidates(version: str, kernel: str, width: int) -> Iterator[Any]:
                 yield v2_config.Tiles(block_q, block_kv, warps, stages, tma=True, registers=registers)
 
 
+def _v3_candidates(width: int) -> Iterator[v3_config.Tiles]:
+    for consumers, block_kv, stages, q_stages, ping_pong in product((2, 3), range(48, 193, 16), (2, 3), (1, 2), (True, False)):
+        tiles = v3_config.Tiles(consumers, block_kv, stages, q_stages, ping_pong)
+        kernel = v3_config.Kernel("bf16", width, width, False, True, tiles)
+        registers = (block_kv + width + block_kv // 2) // 2  # of S, O and P, of a thread's two rows
+        if kernel.shared_bytes <= v3_config.SHARED_LIMIT and registers < {2: 230, 3: 150}[consumers]:
+            yield tiles
+
+
 @contextmanager
 def entry(version: str, kernel: str, problem: Problem, tiles: Any) -> Iterator[None]:
     """The version's table with this one entry replaced."""
     width = max(64, v2_config.block_d(problem.head_dim))
-    table: dict[Any, Any] = v1_config.HOPPER if version == "v1" else v2_config.HOPPER
+    tables = {"v1": v1_config.HOPPER, "v2": v2_config.HOPPER, "v3": v3_config.table(problem)}
+    table: dict[Any, Any] = tables[version]
     if version == "v1":
         key, launches = (kernel, width), (v1_launch.forward_launch, v1_launch.backward_launch)
+    elif version == "v3":
+        key, launches = v3_config.widths_of(problem), (v3_launch.forward_launch,)
     else:
         key = (kernel, width, problem.span[1] is not None)
         launches = (v2_launch.forward_launch, v2_launch.dkdv_launch, v2_launch.dq_launch)

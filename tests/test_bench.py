@@ -15,6 +15,7 @@ from flashzoo.reference import standard
 from flashzoo.spec import Problem
 from flashzoo.v1 import config as v1_config
 from flashzoo.v2 import config as v2_config
+from flashzoo.v3 import config as v3_config
 
 COLUMNS = (
     "run,date,commit,gpu,torch,triton,cutlass_dsl,impl,pass,dtype,batch,seqlen_q,seqlen_k,heads,heads_kv,head_dim,causal,mask,density,"
@@ -131,7 +132,8 @@ def test_repeats_are_spread_over_the_rounds():
     order = []
     operations: dict[str, run.Operation] = {name: partial(order.append, name) for name in "ab"}
     times = run.Clock("cpu").turns(operations, {"a": 2, "b": 4})
-    assert "".join(order) == "babbab"
+    rounds = ["".join(order)[i:j] for i, j in ((0, 1), (1, 3), (3, 4), (4, 6))]
+    assert ["".join(sorted(one)) for one in rounds] == ["b", "ab", "b", "ab"]
     assert {name: len(taken) for name, taken in times.items()} == {"a": 2, "b": 4}
 
 
@@ -172,7 +174,8 @@ def _row(run_id: str, impl: str, pass_: str, seqlen: int, tflops: float) -> dict
         "head_dim": "64",
         "causal": "1",
     }
-    return {**fixed, "run": run_id, "impl": impl, "pass": pass_, "seqlen_q": str(seqlen), "tflops": str(tflops)}
+    sizes = {"batch": str(16384 // seqlen), "seqlen_q": str(seqlen)}
+    return {**fixed, **sizes, "run": run_id, "impl": impl, "pass": pass_, "tflops": str(tflops)}
 
 
 RESULTS = [
@@ -182,8 +185,18 @@ RESULTS = [
 ]
 
 
+def test_rounds_have_orders_of_their_own():
+    order = []
+    operations: dict[str, run.Operation] = {name: partial(order.append, name) for name in "abc"}
+    run.Clock("cpu").turns(operations, dict.fromkeys("abc", 40))
+    rounds = [tuple(order[i : i + 3]) for i in range(0, 120, 3)]
+    assert all(set(one) == set("abc") for one in rounds) and len(set(rounds)) > 3
+
+
 def test_tables_show_the_last_run_alone():
-    text = plot.report(RESULTS, Path("h200.csv"))
+    ablation = {**_row("ablation", "v3_serial", "fwd", 8448, 998), "batch": "4"}  # not at the field's sizes
+    text = plot.report([*RESULTS, ablation], Path("h200.csv"))
+    assert "998" not in text
     assert "| 64 | yes | 512 | **200** | 100 |" in text
     assert "| v2 |  | 1.73 (worst 1.50) |" in text
     assert "matmul in the same run: 780" in text
@@ -213,6 +226,12 @@ def test_tables_go_between_the_markers_and_nowhere_else(tmp_path):
 def test_the_tuner_tries_what_the_table_holds(version, table):
     for (kernel, width, *_), tiles in table.items():
         assert tiles in list(tune.candidates(version, kernel, width))
+
+
+@pytest.mark.parametrize("table", [v3_config.HOPPER, v3_config.SHORT])
+def test_the_tuner_tries_what_v3s_tables_hold(table):
+    for (width, width_v), tiles in table.items():
+        assert width != width_v or tiles in list(tune.candidates("v3", "forward", width))
 
 
 def test_the_tuner_replaces_one_entry_and_puts_it_back():

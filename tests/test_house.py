@@ -38,7 +38,7 @@ MAY_IMPORT = {
 }
 A_VERSION_MAY_IMPORT = {"torch", "triton", "cutlass", "flashzoo._triton", "flashzoo._cute", "flashzoo.autograd", "flashzoo.spec"}
 # These look inside versions because that is their work.
-INSIDERS = {"tests/test_bench.py", "tests/test_compile.py", "bench/tune.py"}
+INSIDERS = {"tests/test_bench.py", "tests/test_compile.py", "bench/ablation.py", "bench/tune.py"}
 
 
 def relative(path: Path) -> str:

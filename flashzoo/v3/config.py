@@ -110,14 +110,23 @@ def width_for(head_dim: int) -> int:
     return next(width for width in WIDTHS if head_dim <= width)
 
 
+def widths_of(problem: Problem) -> tuple[int, int]:
+    """The key of `HOPPER` and `SHORT` for a problem: its widths, or where those have no tiles of their own, the wider for both."""
+    width, width_v = width_for(problem.head_dim), width_for(problem.head_dim_v)
+    widest = max(width, width_v)
+    return (width, width_v) if (width, width_v) in HOPPER else (widest, widest)
+
+
 def kernel_for(problem: Problem) -> Kernel:
     """The kernel of a problem."""
-    width, width_v = width_for(problem.head_dim), width_for(problem.head_dim_v)
     left, right = problem.span
-    widest = max(width, width_v)
-    fits = (width, width_v) if (width, width_v) in HOPPER else (widest, widest)
-    tiles = SHORT.get(fits, HOPPER[fits]) if problem.seqlen_q < LONG else HOPPER[fits]
-    return Kernel(problem.dtype, width, width_v, left is not None, right is not None, tiles)
+    widths = width_for(problem.head_dim), width_for(problem.head_dim_v)
+    return Kernel(problem.dtype, *widths, left is not None, right is not None, table(problem)[widths_of(problem)])
+
+
+def table(problem: Problem) -> dict[tuple[int, int], Tiles]:
+    """The table that a problem's tiles are in."""
+    return SHORT if problem.seqlen_q < LONG and widths_of(problem) in SHORT else HOPPER
 
 
 def pack_for(problem: Problem, block_q: int) -> int:
