@@ -145,7 +145,8 @@ def describe(problem: Problem) -> list[str]:
     """Sentences for `explain`: how the problem is cut and why so, and what happens silently."""
     kernel = kernel_for(problem)
     lines = [f"forward: {kernel.tiles}", "tiles: the fastest measured on an H200"]
-    for name, head_dim, width in (("head_dim", problem.head_dim, kernel.width), ("head_dim_v", problem.head_dim_v, kernel.width_v)):
+    of_v = [("head_dim_v", problem.head_dim_v, kernel.width_v)] if problem.head_dim_v != problem.head_dim else []
+    for name, head_dim, width in (("head_dim", problem.head_dim, kernel.width), *of_v):
         if head_dim != width:
             lines.append(f"{name} {head_dim} is padded to {width} on chip, not in memory")
     if pack := pack_for(problem, kernel.tiles.block_q):
