@@ -22,7 +22,7 @@ from enum import IntEnum
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Constexpr, Float16, Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Boolean, Constexpr, Float16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
@@ -329,19 +329,20 @@ class Forward:
         if const_expr(not tiles.overlap):
             self.wait_turn(consumer.me)
         used = self.skip(consumer, used, end - mine.end)
-        last_key = (mine.end - 1) * tiles.block_kv
+        last = mine.end - 1
         if const_expr(tiles.overlap):
-            self.first_scores(consumer, used, last_key)
+            self.first_scores(consumer, used, last * tiles.block_kv, mine.right < mine.end)
         else:
-            used = step(consumer, used, last_key, kernel.left, True)
+            used = step(consumer, used, last * tiles.block_kv, kernel.left, True)
+        right, left = cutlass.min(mine.right, last), cutlass.min(mine.left, last)
         if const_expr(kernel.right):
-            for i in cutlass.range(mine.end - 1 - mine.right, unroll=1):
-                used = step(consumer, used, (mine.end - 2 - i) * tiles.block_kv, kernel.left, True)
-        for i in cutlass.range(mine.right - mine.left, unroll=1):  # A1.15, A2.7
-            used = step(consumer, used, (mine.right - 1 - i) * tiles.block_kv, False, False)
+            for i in cutlass.range(last - right, unroll=1):
+                used = step(consumer, used, (last - 1 - i) * tiles.block_kv, kernel.left, True)
+        for i in cutlass.range(right - left, unroll=1):  # A1.15, A2.7
+            used = step(consumer, used, (right - 1 - i) * tiles.block_kv, False, False)
         if const_expr(kernel.left):
-            for i in cutlass.range(mine.left - mine.begin, unroll=1):
-                used = step(consumer, used, (mine.left - 1 - i) * tiles.block_kv, True, False)
+            for i in cutlass.range(left - mine.begin, unroll=1):
+                used = step(consumer, used, (left - 1 - i) * tiles.block_kv, True, False)
         consumer.on_chip.q_ring.release(q_use)
         if const_expr(tiles.overlap):
             used = self.last_product(consumer, used)
@@ -352,7 +353,7 @@ class Forward:
         return used
 
     @cute.jit
-    def first_scores(self, consumer: Consumer, used: Int32, first_key: Int32):
+    def first_scores(self, consumer: Consumer, used: Int32, first_key: Int32, crosses: Boolean):
         """P of the first block; its product with V is left to the next step."""
         k_ring = consumer.on_chip.k_ring
         s = cute.make_rmem_tensor(consumer.s_shape, Float32)
@@ -360,7 +361,8 @@ class Forward:
         gemm(consumer.mma_qk, s, consumer.q, consumer.k[None, None, None, k_ring.slot(used)], True)  # A2.4
         warpgroup.wait_group(0)
         k_ring.release(used)  # A2.5
-        mask_scores(s, consumer.bounds, first_key, self.kernel.left, True)
+        if crosses or const_expr(self.kernel.left):
+            mask_scores(s, consumer.bounds, first_key, self.kernel.left, True)
         consumer.softmax.step(s)  # A2.6
         to_16_bits(s, consumer.p)
 

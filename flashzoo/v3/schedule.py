@@ -122,7 +122,7 @@ class Schedule:
         if const_expr(self.kernel.left):
             begin = cutlass.max(begin, cutlass.min(end - 1, (self.diagonal(first) - self.window_left) // size))
             left = cutlass.max(begin, (self.diagonal(last) - self.window_left + size - 1) // size)
-        right = cutlass.max(begin, cutlass.min(right, end - 1))  # the block that comes first is masked in any case
+        right = cutlass.max(begin, cutlass.min(right, end))
         return Blocks(begin, cutlass.min(left, right), right, end)
 
     @cute.jit
