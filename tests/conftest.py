@@ -40,6 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)  # the workers are the parallelism
+    # Compiled kernels on disk: not in the user's cache, but one folder for all workers, from one run to the next.
+    os.environ.setdefault("FLASHZOO_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "kernels"))
     config.stash[CHOSEN] = _chosen(config.getoption("--versions"), config.getoption("--variant-file"))
 
 

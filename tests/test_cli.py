@@ -70,14 +70,14 @@ def test_list_names_every_version(capsys):
 def test_explain_of_a_gpu_that_is_not_there(capsys):
     size = ["--seq-len", "4096", "--head-dim", "128", "--num-heads", "16", "--batch-size", "8", "--dtype", "bf16", "--causal"]
     assert main(["explain", "--arch", "90", *size]) == 0
-    expected = "v2 takes batch 8, seqlen 4096, heads 16, head_dim 128, bf16, causal, on sm_90"
+    expected = "v3 takes batch 8, seqlen 4096, heads 16, head_dim 128, bf16, causal, on sm_90"
     assert capsys.readouterr().out.startswith(expected)
 
 
 def test_explain_of_values_of_another_width(capsys):
     assert main(["explain", "--arch", "90", "--head-dim", "192", "--head-dim-v", "128", "--dtype", "bf16"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("sdpa takes ") and "head_dim 192/128, bf16" in text
+    assert text.startswith("v3 takes ") and "head_dim 192/128, bf16" in text
     assert "does not support v's head_dim different from q's" in text
 
 
@@ -130,7 +130,9 @@ def test_compare_as_json(capsys):
     assert record["problem"]["seqlen_q"] == 24 and record["problem"]["causal"] is True
     rows = {row["version"]: row for row in record["rows"]}
     assert rows.keys() == flashzoo.versions().keys()
-    for row in rows.values():
+    assert {name for name, row in rows.items() if row["status"] == "can't"} == {"v3"}
+    assert "does not run on CPU tensors" in rows["v3"]["reasons"]
+    for row in (row for name, row in rows.items() if name != "v3"):
         assert row["status"] == "ok", row["reasons"]
         assert 0 <= row["out_max_err"] <= row["out_max_budget"]
         assert row["dq_max_err"] is not None and row["forward_ms"] > 0 and row["backward_ms"] > 0

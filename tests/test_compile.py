@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Iterator
+from itertools import product
 
+import cutlass.cute as cute
 import pytest
 
 from flashzoo import Problem
-from flashzoo._triton.compile import SHARED_LIMIT, Resources, resources
+from flashzoo._cute.compile import compile_for
+from flashzoo._sass import SHARED_LIMIT, Resources, read
+from flashzoo._triton.compile import resources
 from flashzoo.v1 import launch as v1
 from flashzoo.v2 import launch as v2
 from flashzoo.v2.config import tiles_for as v2_tiles
+from flashzoo.v3 import launch as v3
+from flashzoo.v3.config import HOPPER as V3_TILES
+from flashzoo.v3.config import LONG, WARPGROUP, Kernel
+from flashzoo.v3.config import SHORT as V3_SHORT
+from flashzoo.v3.config import kernel_for as v3_kernel
+from flashzoo.v3.forward import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 
 ARCHS = (80, 89, 90, 100)
 WIDTHS = (64, 128, 256)
@@ -66,7 +78,7 @@ def cases() -> Iterator[tuple[str, str, int, int, str, bool]]:
                 yield version, kernel, 80, width, "fp32", True
 
 
-@pytest.mark.parametrize(("version", "kernel", "arch", "head_dim", "dtype", "causal"), cases())
+@pytest.mark.parametrize(("version", "kernel", "arch", "head_dim", "dtype", "causal"), [*cases()])
 def test_compiles_and_does_not_spill(version: str, kernel: str, arch: int, head_dim: int, dtype: str, causal: bool) -> None:
     problem = Problem(2, 4096, 4096, 16, 16, head_dim, dtype=dtype, causal=causal, grad=True, arch=arch)
     read = compiled(version, kernel, problem)
@@ -99,3 +111,74 @@ def test_v2_short_problems_on_hopper(head_dim: int) -> None:
 def test_v2_windows_and_groups_compile(kernel: str, window: tuple[int | None, int | None]) -> None:
     problem = Problem(2, 4096, 4096, 16, 4, 96, window=window, grad=True, arch=90)
     assert compiled("v2", kernel, problem).stack <= KNOWN_STACK.get(("v2", kernel, 90, 128), 0)
+
+
+V3_MASKS = {"full": {}, "left": {"window": (128, None)}, "causal": {"causal": True}, "window": {"window": (128, 64)}}
+V3_FALL_BACK = ((64, 128), (128, 64), (96, 192), (256, 64))
+"""Widths without tiles of their own, which get those of the wider one."""
+
+
+def v3_cases() -> Iterator[tuple[str, int, int, int, str, dict[str, bool]]]:
+    for seqlen_q, tiles in ((LONG, V3_TILES), (LONG - 1, V3_SHORT)):
+        for (width, width_v), mask in product(tiles, V3_MASKS):
+            yield "bf16", seqlen_q, width, width_v, mask, {}
+    for width in WIDTHS:
+        yield "fp16", LONG, width, width, "causal", {}
+    for width, width_v in V3_FALL_BACK:
+        yield "bf16", LONG, width, width_v, "causal", {}
+    for overlap, ping_pong in product((False, True), repeat=2):  # the ablations, one of which is the default again
+        yield "bf16", LONG, 128, 128, "causal", {"overlap": overlap, "ping_pong": ping_pong}
+
+
+@pytest.fixture
+def host_code(monkeypatch) -> list[str]:
+    """The host code of everything that CuTe DSL compiles, as LLVM's text."""
+    compiler, found = cute.compile, []
+
+    def compile_and_tell(*arguments, **options):
+        compiled = compiler(*arguments, **options)
+        found.append(str(compiled.ir_module))
+        return compiled
+
+    monkeypatch.setattr(cute, "compile", compile_and_tell)
+    return found
+
+
+def too_little_shared(code: str) -> bool:
+    """Whether the launch asks for less shared memory than the kernel lays out.
+
+    CuTe DSL adds up what a kernel allocates, and its host code, which we never run, prints a message where a launch asks
+    for less. It is a constant condition: where it is false the message is defined and used by nothing.
+    """
+    (message,) = re.findall(r"@(\w+)\(.*shared memory usage in .* may exceed available memory", code)
+    return f"addressof @{message} " in code
+
+
+def v3_compiled(kernel: Kernel) -> Resources:
+    return read(compile_for(v3.ARCH, *v3.program(kernel)).cubin, kernel.shared_bytes)
+
+
+@pytest.mark.parametrize(("dtype", "seqlen_q", "width", "width_v", "mask", "ablated"), [*v3_cases()], ids=str)
+def test_v3_compiles_and_does_not_spill(
+    dtype: str, seqlen_q: int, width: int, width_v: int, mask: str, ablated: dict[str, bool], host_code
+) -> None:
+    problem = Problem(2, seqlen_q, 4096, 16, 16, width, head_dim_v=width_v, dtype=dtype, arch=90, **V3_MASKS[mask])
+    kernel = v3_kernel(problem)
+    kernel = dataclasses.replace(kernel, tiles=dataclasses.replace(kernel.tiles, **ablated))
+    compiled = v3_compiled(kernel)
+    assert compiled.stack == 0 and compiled.spills == 0, f"{compiled.stack} bytes of stack, {compiled.spills} spill instructions"
+    assert compiled.opcodes.keys() >= {"HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"}, "WGMMA, TMA both ways, registers by role"
+    assert "HMMA" not in compiled.opcodes
+    consumers = kernel.tiles.consumers
+    wanted = PRODUCER_REGISTERS[consumers] + consumers * CONSUMER_REGISTERS[consumers]
+    assert WARPGROUP * wanted <= kernel.threads * compiled.registers, "the consumers would wait for registers for ever"
+    assert compiled.shared <= SHARED_LIMIT[90]
+    assert not too_little_shared(host_code[0])
+
+
+def test_a_launch_with_too_little_shared_memory_is_seen(host_code, monkeypatch) -> None:
+    kernel = v3_kernel(Problem(2, 4096, 4096, 16, 16, 64, arch=90))
+    enough = kernel.shared_bytes
+    monkeypatch.setattr(Kernel, "shared_bytes", enough - 8)
+    v3_compiled(kernel)
+    assert too_little_shared(host_code[0])

@@ -170,13 +170,13 @@ class TestRegister:
 
 class TestResolve:
     def test_auto_takes_the_first_without_objection(self):
-        flashzoo.register(toy("second"), before="v2")
+        flashzoo.register(toy("second"), before="v3")
         flashzoo.register(toy("first", arch=(100, None)), before="second")
         assert registry.resolve(HOPPER).name == "second"
         assert registry.resolve(dataclasses.replace(HOPPER, arch=100)).name == "first"
 
     def test_auto_passes_over_what_does_not_offer_itself(self):
-        flashzoo.register(toy(auto=()), before="v2")
+        flashzoo.register(toy(auto=()), before="v3")
         assert registry.resolve(HOPPER).name != "toy"
         assert registry.resolve(HOPPER, "toy").name == "toy"
 
@@ -195,7 +195,15 @@ class TestResolve:
 
     @pytest.mark.parametrize(
         "problem",
-        [{"head_dim": 300, "head_dim_v": None}, {"head_dim_v": 32}, {"dtype": "fp64"}, {"arch": 75}, {"arch": 70, "dtype": "fp16"}],
+        [
+            {"head_dim": 300, "head_dim_v": None},
+            {"head_dim_v": 32, "arch": 80},
+            {"head_dim_v": 36},
+            {"head_dim_v": 32, "grad": True},
+            {"dtype": "fp64"},
+            {"arch": 75},
+            {"arch": 70, "dtype": "fp16"},
+        ],
         ids=str,
     )
     def test_auto_ends_at_sdpa(self, problem):
@@ -219,14 +227,14 @@ class TestResolve:
         text = str(error.value)
         assert "version 'v1' can't take batch 2, seqlen 128, heads 8, head_dim 64, bf16, window (4, 0), on sm_90" in text
         assert "  v1: does not support window_size" in text
-        assert "versions that would: v2, sdpa, standard" in text
+        assert "versions that would: v3, v2, sdpa, standard" in text
 
     def test_a_name_that_nobody_could_replace(self):
         with pytest.raises(UnsupportedError, match="no registered version would"):
             registry.resolve(dataclasses.replace(HOPPER, arch=30), "v2")
 
     def test_a_name_nobody_has(self):
-        with pytest.raises(ValueError, match="version must be 'auto' or one of v2, v1, sdpa, standard, got 'v9'"):
+        with pytest.raises(ValueError, match="version must be 'auto' or one of v3, v2, v1, sdpa, standard, got 'v9'"):
             registry.resolve(HOPPER, "v9")
 
     @pytest.mark.parametrize("name", ["v1", "v2"])
@@ -234,14 +242,29 @@ class TestResolve:
         with pytest.raises(UnsupportedError, match=f"{name}: takes dtype fp16 or fp32 on the CPU, got bf16"):
             registry.resolve(dataclasses.replace(ON_CPU, dtype="bf16"), name)
 
-    @pytest.mark.parametrize("name", ["v1", "v2"])
-    def test_a_kernel_without_its_language_is_refused(self, name, monkeypatch):
-        monkeypatch.setattr(flashzoo.spec, "_installed", lambda package: package != "triton")
+    @pytest.mark.parametrize(("name", "language", "left"), [("v1", "triton", "v3"), ("v2", "triton", "v3"), ("v3", "cutlass", "v2")])
+    def test_a_kernel_without_its_language_is_refused(self, name, language, left, monkeypatch):
+        monkeypatch.setattr(flashzoo.spec, "_installed", lambda package: package != language)
         registry.resolve.cache_clear()
-        with pytest.raises(UnsupportedError, match="needs the package 'triton', which is not installed"):
+        with pytest.raises(UnsupportedError, match=f"needs the package '{language}', which is not installed"):
             registry.resolve(HOPPER, name)
+        assert registry.resolve(HOPPER).name == left
+        registry.resolve.cache_clear()
+
+    def test_without_any_kernel_language_auto_is_torch(self, monkeypatch):
+        monkeypatch.setattr(flashzoo.spec, "_installed", lambda package: package not in ("triton", "cutlass"))
+        registry.resolve.cache_clear()
         assert registry.resolve(HOPPER).name == "sdpa"
         registry.resolve.cache_clear()
+
+    @pytest.mark.parametrize(
+        "problem",
+        [{"arch": 80}, {"arch": 89}, {"arch": 100}, {"dtype": "fp32"}, {"head_dim": 60, "head_dim_v": None}, {"grad": True}],
+        ids=str,
+    )
+    def test_auto_goes_on_to_v2_where_v3_cannot(self, problem):
+        assert registry.resolve(HOPPER).name == "v3"
+        assert registry.resolve(dataclasses.replace(HOPPER, **problem)).name == "v2"
 
 
 class TestOverride:
@@ -302,27 +325,27 @@ class TestOverride:
 
 
 class TestExplain:
-    @pytest.mark.parametrize("arch", [80, 89, 90, 100])
-    def test_of_a_gpu_that_is_not_there(self, arch, qkv):
+    @pytest.mark.parametrize(("arch", "chosen"), [(80, "v2"), (89, "v2"), (90, "v3"), (100, "v2")])
+    def test_of_a_gpu_that_is_not_there(self, arch, chosen, qkv):
         explanation = flashzoo.explain(*(x.bfloat16() for x in qkv), arch=arch)
-        assert explanation.chosen == "v2"
+        assert explanation.chosen == chosen
         assert explanation.problem.where == f"sm_{arch}"
         assert {verdict.name for verdict in explanation.verdicts} == set(flashzoo.versions())
 
     def test_of_a_problem_alone(self):
-        assert flashzoo.explain(HOPPER).chosen == "v2"
+        assert flashzoo.explain(HOPPER).chosen == "v3"
         assert flashzoo.explain(dataclasses.replace(HOPPER, window=(1, 1)), version="v1").chosen is None
 
     def test_of_tensors_with_no_data(self):
         q = torch.empty(1, 1 << 20, 64, 128, dtype=torch.bfloat16, device="meta")
-        assert flashzoo.explain(q, q, q, causal=True, arch=90).chosen == "v2"
+        assert flashzoo.explain(q, q, q, causal=True, arch=90).chosen == "v3"
 
     def test_prints_who_was_chosen_and_every_reason(self):
         text = str(flashzoo.explain(dataclasses.replace(HOPPER, window=(8, 0), lse=True)))
         assert (
-            text.splitlines()[0] == "v2 takes batch 2, seqlen 128, heads 8, head_dim 64, bf16, window (8, 0), lse, on sm_90, by the default"
+            text.splitlines()[0] == "v3 takes batch 2, seqlen 128, heads 8, head_dim 64, bf16, window (8, 0), lse, on sm_90, by the default"
         )
-        assert "* v2" in text
+        assert "* v3" in text
         assert "- does not support window_size" in text
         assert "- does not support return_lse=True" in text
 
@@ -468,7 +491,7 @@ class TestBadInput:
     @pytest.mark.parametrize("case", BAD_INPUT)
     def test_is_refused_before_any_launch(self, case):
         changes, error, text = BAD_INPUT[case]
-        flashzoo.register(toy(), before="v2")
+        flashzoo.register(toy(), before="v3")
         with pytest.raises(error, match=text):
             flashzoo.attention(**_changed(**changes))
         assert CALLS == []
@@ -485,7 +508,7 @@ class TestBadInput:
     )
     def test_is_refused_after_an_equal_good_call(self, good, bad):
         """1 == True, so a cache keyed on equality lets the second call through."""
-        flashzoo.register(toy(), before="v2")
+        flashzoo.register(toy(), before="v3")
         flashzoo.attention(**_changed(**good))
         with pytest.raises((TypeError, ValueError)):
             flashzoo.attention(**_changed(**bad))

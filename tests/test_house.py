@@ -20,9 +20,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flashzoo"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 VERSION_FOLDERS = sorted(path.parent for path in PACKAGE.glob("[!_]*/__init__.py"))
-KERNELS = [folder for folder in VERSION_FOLDERS if (folder / "kernels.py").is_file() or folder.name in ("v1", "v2")]
+DEVICE_CODE = {
+    folder: [path for path in sorted(folder.glob("*.py")) if path.stem not in ("__init__", "config", "launch")]
+    for folder in VERSION_FOLDERS
+}
 IMPORT_SECONDS = 0.2
 
+PLUMBING = {"flashzoo._sass", "flashzoo._triton", "flashzoo._cute"}
 # What each room may import besides the standard library; a version's folder may also import itself.
 MAY_IMPORT = {
     "spec": set(),
@@ -33,7 +37,8 @@ MAY_IMPORT = {
     "baselines": {"torch", "flashzoo.reference", "flashzoo.spec"},
     "workloads": {"torch", "flashzoo.spec"},
     "accuracy": {"torch", "flashzoo.reference", "flashzoo.spec", "flashzoo.workloads"},
-    "_triton": {"torch", "triton", "flashzoo._triton"},
+    "_sass": set(),
+    "_triton": {"torch", "triton", "flashzoo._sass", "flashzoo._triton"},
     "_cute": {"torch", "cutlass", "flashzoo._cute"},
 }
 A_VERSION_MAY_IMPORT = {"torch", "triton", "cutlass", "flashzoo._triton", "flashzoo._cute", "flashzoo.autograd", "flashzoo.spec"}
@@ -72,7 +77,7 @@ def test_imports_point_one_way(path):
         allowed = MAY_IMPORT[room]
     else:  # __init__, compare, cli: anything but the inside of a version, of which __init__ registers the Specs
         inside = {f"flashzoo.{folder.name}.{file.stem}" for folder in VERSION_FOLDERS for file in folder.glob("*.py")}
-        assert not {name for name in imported(path) if within(name, inside | {"triton", "cutlass", "flashzoo._triton", "flashzoo._cute"})}
+        assert not {name for name in imported(path) if within(name, inside | {"triton", "cutlass"} | PLUMBING)}
         return
     assert {name for name in imported(path) if not within(name, allowed)} == set()
 
@@ -91,7 +96,7 @@ def test_tests_bench_and_examples_stay_outside(path):
     special = re.fullmatch(r"tests/test_v\d\w*\.py", relative(path))
     if relative(path) in INSIDERS or special:
         return
-    inside = {f"flashzoo.{folder.name}" for folder in VERSION_FOLDERS} | {"flashzoo._triton", "flashzoo._cute"}
+    inside = {f"flashzoo.{folder.name}" for folder in VERSION_FOLDERS} | PLUMBING
     assert {name for name in imported(path) if within(name, inside)} == set()
 
 
@@ -136,9 +141,9 @@ def paper_lines_in_comments(path: Path) -> set[str]:
     return set(re.findall(r"\bA\d+\.\d+\b", comments))
 
 
-@pytest.mark.parametrize("folder", KERNELS, ids=relative)
+@pytest.mark.parametrize("folder", VERSION_FOLDERS, ids=relative)
 def test_kernel_and_readme_name_the_same_lines_of_the_paper(folder):
-    in_code = paper_lines_in_comments(folder / "kernels.py")
+    in_code = set().union(*map(paper_lines_in_comments, DEVICE_CODE[folder]))
     in_readme = re.findall(r"^\| (A\d+\.\d+) \|", (folder / "README.md").read_text(), re.MULTILINE)
     assert in_code and in_code == set(in_readme)
     assert len(in_readme) == len(set(in_readme)), "a line is listed twice"

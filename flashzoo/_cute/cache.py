@@ -80,9 +80,9 @@ def _read(path: Path) -> Image | None:
     except OSError:
         return None
     digest, rest = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-    if hashlib.sha256(rest).digest() != digest:
-        return None
     name, _, cubin = rest.partition(b"\n")
+    if hashlib.sha256(rest).digest() != digest or not name.isascii() or not cubin:
+        return None
     return Image(name.decode(), cubin)
 
 

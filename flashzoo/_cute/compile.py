@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Callable
 from typing import Any
 
 from flashzoo._cute.cache import Image
+
+# CuTe DSL keeps what it is compiling in places that all threads share: two at once fail.
+_lock = threading.Lock()
 
 
 def compile_for(arch: str, program: Callable[..., Any], arguments: tuple[Any, ...]) -> Image:
@@ -18,7 +22,7 @@ def compile_for(arch: str, program: Callable[..., Any], arguments: tuple[Any, ..
     """
     import cutlass.cute as cute
 
-    with tempfile.TemporaryDirectory() as folder:  # what is kept is also written to a file
+    with _lock, tempfile.TemporaryDirectory() as folder:  # what is kept is also written to a file
         compiled = cute.compile(program, *arguments, options=f"--gpu-arch {arch} --keep-cubin --dump-dir {folder}")
     (name,) = compiled.kernel_info
     return Image(name, compiled.artifacts.CUBIN)
