@@ -22,7 +22,7 @@ TMA_SWIZZLES = {32: 1, 64: 2, 128: 3}
 """CUtensorMapSwizzle by the bytes of a row of the box."""
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_PROMOTE_L2_256B = 3  # CU_TENSOR_MAP_L2_PROMOTION_L2_256B
+_PROMOTE_L2_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 _TENSOR_MAP_BYTES = 128
 _TENSOR_MAP_ALIGNMENT = 64
 _BUFFER_POINTER, _BUFFER_SIZE = 1, 2  # CU_LAUNCH_PARAM_*
@@ -68,7 +68,7 @@ class TensorMap:
         self._first = (TMA_DTYPES[dtype], rank)
         sides = (c_uint64 * rank)(*sizes), (c_uint64 * (rank - 1))(*strides)
         self._shape = (*sides, (c_uint32 * rank)(*box), (c_uint32 * rank)(*[1] * rank))
-        self._last = (0, TMA_SWIZZLES[row_bytes], _PROMOTE_L2_256B, 0)  # not interleaved; zeros outside
+        self._last = (0, TMA_SWIZZLES[row_bytes], _PROMOTE_L2_128B, 0)  # not interleaved; zeros outside
         self.at = lru_cache(maxsize=1024)(self._at)
 
     def _at(self, address: int) -> bytes:
