@@ -12,6 +12,9 @@ from torch import Tensor
 from flashzoo.registry import Explanation, explain_problem, implementation, remembered, requested, resolve
 from flashzoo.spec import Problem, Window
 
+LARGEST_SCALE = 1e30
+"""Of softmax_scale: scores are float32, and beyond this even small ones would be infinite."""
+
 _DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
@@ -62,7 +65,7 @@ def attention(
             head h reads key/value head `h // (heads // heads_kv)`.
         v: `(batch, seqlen_k, heads_kv, head_dim_v)`, dtype and device of q. `head_dim_v` is mostly `head_dim`.
         causal: query i sees key j only where `j <= i + seqlen_k - seqlen_q`: the last query sees the last key.
-        softmax_scale: finite float, `1 / sqrt(head_dim)` where None. A negative one costs a copy of q.
+        softmax_scale: finite float of at most 1e30, `1 / sqrt(head_dim)` where None. A negative one costs a copy of q.
         window_size: `(left, right)`: query i sees the keys from `i + seqlen_k - seqlen_q - left` to
             `i + seqlen_k - seqlen_q + right`; None or -1 on a side means no bound there.
         deterministic: the same bits in every run, gradients included; a version that can't promise it is not taken.
@@ -232,6 +235,8 @@ def _check_scale(scale: float | None) -> float | None:
         raise TypeError(f"softmax_scale must be a float or None, got {type(scale).__name__}")
     if not math.isfinite(scale):
         raise ValueError(f"softmax_scale must be finite, got {scale}")
+    if abs(scale) > LARGEST_SCALE:
+        raise ValueError(f"softmax_scale must be at most {LARGEST_SCALE:g} in size, got {scale}")
     return float(scale)
 
 

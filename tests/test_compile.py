@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import struct
 from collections.abc import Iterator
 from itertools import product
 
@@ -174,6 +175,16 @@ def test_v3_compiles_and_does_not_spill(
     assert WARPGROUP * wanted <= kernel.threads * compiled.registers, "the consumers would wait for registers for ever"
     assert compiled.shared <= SHARED_LIMIT[90]
     assert not too_little_shared(host_code[0])
+
+
+def test_v3_has_the_parameters_that_its_launch_packs(tmp_path) -> None:
+    """By number and size; where they lie, the driver says when it has loaded a kernel."""
+    program, arguments = v3.program(v3_kernel(Problem(2, 4096, 4096, 16, 16, 64, arch=90)))
+    compiled = cute.compile(program, *arguments, options=f"--gpu-arch {v3.ARCH} --keep-ptx --dump-dir {tmp_path}")
+    entry = compiled.artifacts.PTX.partition(".entry")[2].partition("{")[0]
+    scalars = {"u32": 4, "f32": 4, "u64": 8, "b32": 4, "b64": 8}
+    declared = re.findall(r"\.param (?:\.align \d+ )?\.(\w+)[^,\n]*?(?:\[(\d+)\])?,?\n", entry)
+    assert [int(size) if size else scalars[kind] for kind, size in declared] == [struct.calcsize(kind) for kind in v3.PARAMETERS]
 
 
 def test_a_launch_with_too_little_shared_memory_is_seen(host_code, monkeypatch) -> None:

@@ -469,6 +469,7 @@ BAD_INPUT = {
         r"v must be contiguous in its last dimension \(stride 1\), got stride 0",
     ),
     "scale is NaN": ({"softmax_scale": math.nan}, ValueError, r"softmax_scale must be finite, got nan"),
+    "scale is too large": ({"softmax_scale": -1e31}, ValueError, r"softmax_scale must be at most 1e\+30 in size, got -1e\+31"),
     "scale is infinite": ({"softmax_scale": -math.inf}, ValueError, r"softmax_scale must be finite, got -inf"),
     "scale is a string": ({"softmax_scale": "0.1"}, TypeError, r"softmax_scale must be a float or None, got str"),
     "scale is a tensor": ({"softmax_scale": torch.tensor(0.1)}, TypeError, r"softmax_scale must be a float or None, got Tensor"),

@@ -4,7 +4,7 @@ Where: the folder that the environment variable FLASHZOO_CACHE_DIR names, or `fl
 (XDG_CACHE_HOME, ~/.cache). FLASHZOO_CACHE_DIR=off turns it off.
 
 A file's name is a digest of everything that the kernel depends on: what it is specialised for, the sources it is made of,
-the releases of CuTe DSL and of Python. Its content begins with a digest of the rest, so that a damaged file is compiled
+the release of CuTe DSL. Its content begins with a digest of the rest, so that a damaged file is compiled
 anew. It appears under its name only when it is complete, so that processes can share the folder without locks.
 """
 
@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
-import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
+from uuid import uuid4
 
 FOLDER = "FLASHZOO_CACHE_DIR"
 
@@ -46,7 +45,7 @@ def cached(identity: tuple[str, ...], sources: Path, build: Callable[[], Image])
     folder = _folder()
     if folder is None:
         return build()
-    parts = (_FORMAT, version("nvidia-cutlass-dsl"), platform.python_version(), _digest_of(sources), _digest_of(Path(__file__).parent))
+    parts = (_FORMAT, version("nvidia-cutlass-dsl"), _digest_of(sources), _digest_of(Path(__file__).parent))
     path = folder / f"{hashlib.sha256(repr((*parts, *identity)).encode()).hexdigest()}.cubin"
     image = _read(path)
     if image is None:
@@ -60,9 +59,11 @@ def _folder() -> Path | None:
     if given == "off":
         return None
     if given:
-        return Path(given)
-    home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "flashzoo"
+        return Path(given).expanduser()
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flashzoo"
+    except RuntimeError:  # a user without a home
+        return None
 
 
 @lru_cache
@@ -90,9 +91,12 @@ def _write(path: Path, image: Image) -> None:
     rest = image.name.encode() + b"\n" + image.cubin
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-            file.write(hashlib.sha256(rest).digest() + rest)
-        os.replace(file.name, path)
+        unfinished = path.with_suffix(f".{uuid4().hex}.tmp")
+        try:
+            unfinished.write_bytes(hashlib.sha256(rest).digest() + rest)
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
     except OSError as error:
         warnings.warn(
             f"flashzoo can't keep a compiled kernel in {path.parent} ({error}); set {FOLDER} to a folder, or to off", stacklevel=2

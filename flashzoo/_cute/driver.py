@@ -51,6 +51,21 @@ def current_stream(device: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device)
 
 
+def _make_current(device: int) -> bool:
+    """Give this thread the device's primary context, the one that torch uses, if it has none: whether that was so.
+
+    A thread has none until the CUDA runtime had something to do in it; torch's own memory, for one, needs no runtime.
+    """
+    handle, context = c_int(), c_void_p()
+    _check(_driver().cuCtxGetCurrent(byref(context)), "finding this thread's context")
+    if context:
+        return False
+    _check(_driver().cuDeviceGet(byref(handle), device), f"finding device {device}")
+    _check(_driver().cuDevicePrimaryCtxRetain(byref(context), handle), f"finding the context of device {device}")
+    _check(_driver().cuCtxSetCurrent(context), f"making the context of device {device} current")
+    return True
+
+
 class TensorMap:
     """TMA descriptors (CUtensorMap) of tensors that differ in their address only; elements outside of them read as zeros.
 
@@ -113,9 +128,11 @@ class Function:
     def _offset(self, parameters: tuple[str, ...]) -> int:
         """Where the first parameter lies; the others must follow it as in a C struct."""
         found, offset, size = [], c_size_t(), c_size_t()
-        while not _driver().cuKernelGetParamInfo(self._kernel, c_size_t(len(found)), byref(offset), byref(size)):
+        for i in range(len(parameters)):
+            error = _driver().cuKernelGetParamInfo(self._kernel, c_size_t(i), byref(offset), byref(size))
+            _check(error, f"finding parameter {i} of {len(parameters)}")
             found.append((offset.value, size.value))
-        start = found[0][0] if found else 0
+        start = found[0][0]
         # Padding goes before what needs it: an array of none of a type ends where one of them would begin.
         begins = [struct.calcsize("@" + "".join(parameters[:i]) + "0" + kind[-1]) for i, kind in enumerate(parameters)]
         expected = [(start + begin, struct.calcsize(kind)) for begin, kind in zip(begins, parameters, strict=True)]
@@ -133,11 +150,14 @@ class Function:
             _check(error, f"asking for {self._shared} bytes of shared memory on device {device}")
         return self
 
-    def __call__(self, blocks: int, stream: int, *arguments: bytes | int | float) -> None:
-        """Launch on a stream of the current device."""
+    def __call__(self, device: int, blocks: int, stream: int, *arguments: bytes | int | float) -> None:
+        """Launch on a stream of the current device, which is `device`."""
         memory = self._memory()
         self._layout.pack_into(memory, self._start, *arguments)
         extra = _Extra(_BUFFER_POINTER, ctypes.addressof(memory), _BUFFER_SIZE, self._size_address, 0)
-        error = self._launch(self._kernel, blocks, 1, 1, self._threads, 1, 1, self._shared, stream, None, extra)
+        launch = (self._kernel, blocks, 1, 1, self._threads, 1, 1, self._shared, stream, None, extra)
+        error = self._launch(*launch)
+        if error and _make_current(device):
+            error = self._launch(*launch)
         if error:
             _check(error, "launching a kernel")

@@ -74,9 +74,7 @@ class ForwardLaunch:
         self._device = device
         self._out_shape = (p.batch, p.seqlen_q, p.heads, p.head_dim_v)
         self._lse_shape = (p.batch, p.heads, p.seqlen_q)
-        self._out_strides = torch.empty(self._out_shape, device="meta").stride()
-        if p.head_dim_v == p.head_dim:  # the layout of q, if that is dense
-            self._out_strides = torch.empty_like(torch.empty_strided(self._out_shape, q_strides, device="meta")).stride()
+        self._out_strides = _dense(self._out_shape, q_strides)
 
         pack = pack_for(p, tiles.block_q)
         heads, group = p.heads >> pack, p.heads // p.heads_kv >> pack
@@ -113,8 +111,7 @@ class ForwardLaunch:
         lse = torch.empty(self._lse_shape, dtype=torch.float32, device=q.device)
         stream = current_stream(self._device)
         self._function(
-            self._blocks,
-            stream,
+            *(self._device, self._blocks, stream),
             self._q.at(q.data_ptr()),
             self._k.at(k.data_ptr()),
             self._v.at(v.data_ptr()),
@@ -125,6 +122,14 @@ class ForwardLaunch:
             max(softmax_scale * LOG2E, SMALLEST_SCALE),
         )
         return out, lse
+
+
+def _dense(shape: Strides, order: Strides) -> Strides:
+    """Strides of a tensor without gaps, whose dimensions follow one another as those of other strides do."""
+    strides, step = [0] * len(shape), 1
+    for i in sorted(range(len(shape)), key=order.__getitem__):
+        strides[i], step = step, step * shape[i]
+    return tuple(strides)
 
 
 def _bytes(strides: Strides, sizes: Strides) -> list[int]:
@@ -165,9 +170,10 @@ def counter(device: int, stream: int) -> Tensor:
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")
-    if (device, stream) not in _counters:
-        _counters[device, stream] = torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")
-    return _counters[device, stream]
+    found = _counters.get((device, stream))
+    if found is None:  # of two threads that come here at once both take the one that is kept
+        found = _counters.setdefault((device, stream), torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}"))
+    return found
 
 
 @cache
