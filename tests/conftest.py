@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
-from support import CHOSEN, DEVICE, small, takes
+from support import CHOSEN, DEVICE, asked
 
 import flashzoo
 from flashzoo import Spec
@@ -35,8 +35,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line(
         "markers",
-        "asks({id: fields}, **fields): give the test `version` and `problem`, for every version and every set of fields of "
-        "`Problem` that this version takes",
+        "asks({id: fields}, both=False, **fields): give the test `version` and `problem`, for every version and every set of fields "
+        "of `Problem` that this version takes; both=True is for tests that call `support.both`: grad=True, or where the version has "
+        "no such backward pass grad=False, so that its forward pass is held to the same",
     )
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)  # the workers are the parallelism
@@ -67,7 +68,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         pytest.param(spec.name, problem, id="-".join(filter(None, (spec.name, name))))
         for spec in metafunc.config.stash[CHOSEN]
         for name, fields in alternatives.items()
-        if takes(spec, problem := small(spec, **marker.kwargs | fields))
+        for problem in asked(spec, **marker.kwargs | fields)
     ]
     metafunc.parametrize(("version", "problem"), cells)
 

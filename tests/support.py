@@ -44,6 +44,12 @@ def takes(spec: Spec, problem: Problem) -> bool:
     return not spec.unsupported(problem)
 
 
+def asked(spec: Spec, both: bool = False, **fields) -> list[Problem]:
+    """The small problem with these fields if the version takes it, else none; of `both` passes the forward pass where it has no other."""
+    problems = [small(spec, **fields | more) for more in ({"grad": True}, {"grad": False})] if both else [small(spec, **fields)]
+    return [problem for problem in problems if takes(spec, problem)][:1]
+
+
 def as_arguments(problem: Problem) -> dict:
     """The keyword arguments of `flashzoo.attention` that ask for this problem."""
     return {"causal": problem.causal, "window_size": problem.window, "deterministic": problem.deterministic}
@@ -73,7 +79,9 @@ def both(
     dlse: Tensor | None = None,
     softmax_scale: float | None = None,
 ) -> Result:
-    """Forward and backward. The tensors keep their strides and get no `.grad`."""
+    """Forward and backward; forward alone where the problem asks for no gradients. The tensors keep their strides and get no `.grad`."""
+    if not problem.grad:
+        return forward(version, tensors, problem, softmax_scale)
     leaves = tuple(x.detach().requires_grad_() for x in tensors)
     result = forward(version, leaves, problem, softmax_scale)  # pyright: ignore[reportArgumentType]
     outputs, gradients = ((result.out,), (dout,)) if dlse is None else ((result.out, result.lse), (dout, dlse))

@@ -31,7 +31,7 @@ PROBLEMS = {
 
 @pytest.fixture(params=PROBLEMS.values(), ids=PROBLEMS)
 def problem(request) -> Problem:
-    return Problem(**PLAIN | request.param, dtype="fp64", device="cpu", lse=True)
+    return Problem(**PLAIN | request.param, dtype="fp64", device="cpu", lse=True, grad=True)
 
 
 def naive_mask(problem: Problem) -> Tensor:
@@ -156,9 +156,8 @@ def test_standard_in_float64_is_the_oracle(problem):
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 def test_standard_is_close_to_the_oracle(dtype):
-    problem = Problem(
-        batch=1, seqlen_q=96, seqlen_k=128, heads=4, heads_kv=2, head_dim=64, dtype=dtype, causal=True, lse=True, device="cpu"
-    )
+    sizes = {"batch": 1, "seqlen_q": 96, "seqlen_k": 128, "heads": 4, "heads_kv": 2, "head_dim": 64}
+    problem = Problem(**sizes, dtype=dtype, causal=True, lse=True, grad=True, device="cpu")
     tensors, dout, dlse = draw(problem)
     result = both("standard", tensors, problem, dout, dlse)
     ideal = oracle(*tensors, problem, problem.head_dim**-0.5, dout, dlse)

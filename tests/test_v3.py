@@ -445,7 +445,7 @@ def test_ablations_give_the_same(problem, how):
     torch.testing.assert_close(out, expected.out, rtol=rounding, atol=rounding * expected.out.abs().max().item())
 
 
-# What the suite asks of gradients too, of the forward pass alone: it passes v3 by until v3 has a backward pass.
+# The suite's own goes round a tile of 128 queries, one to a head, at head dim 16: one kernel of v3's, and less than one of its tiles.
 
 TILINGS = {
     "three_warpgroups": {"head_dim": 64},
@@ -467,25 +467,6 @@ def test_every_place_of_the_diagonal_in_a_tile(tiling, band):
         problem = replace(PLAIN, **sizes, seqlen_k=198 + shift)
         tensors, *_ = draw(problem)
         accept(Judge(*tensors, problem, None), forward("v3", tensors, problem))
-
-
-@gpu
-@on_hopper
-@pytest.mark.parametrize("mask", [{}, {"causal": True, "seqlen_k": 50}], ids=["plain", "blind_rows"])
-def test_any_scale(mask):
-    problem = replace(PLAIN, lse=True, **mask)
-    tensors, *_ = draw(problem)
-    for scale in (0.25, -0.3, 0.0, 3.0, 1):
-        accept(Judge(*tensors, problem, scale), forward("v3", tensors, problem, scale))
-
-
-@gpu
-@on_hopper
-def test_tensors_of_more_than_2_to_31_elements():
-    problem = Problem((1 << 17) + 2, 16, 16, 16, 16, 64, causal=True, lse=True, arch=90)
-    q, k, v = (torch.randn(problem.batch, 16, 16, 64, dtype=torch.bfloat16, device="cuda") for _ in range(3))
-    result = forward("v3", (q, k, v), problem)
-    accept(Judge(q[-2:], k[-2:], v[-2:], replace(problem, batch=2), None), Result(result.out[-2:], result.lse[-2:]))
 
 
 # In processes of their own.

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from flashzoo import Problem
 from flashzoo.workloads import flops, hbm_bytes
 
-PLAIN = Problem(batch=2, seqlen_q=7, seqlen_k=9, heads=4, heads_kv=2, head_dim=16, dtype="fp32", device="cpu")
+PLAIN = Problem(batch=2, seqlen_q=7, seqlen_k=9, heads=4, heads_kv=2, head_dim=16, dtype="fp32", grad=True, device="cpu")
 WIDTHS = [(16, 16), (24, 16), (8, 24)]
 
 
