@@ -27,10 +27,6 @@ OUT_RMS = {"fp16": 1.3, "bf16": 1.3, "fp32": 3.0, "fp64": 3.0}
 truncation doubles it, accumulating in bf16 more. In fp32 the order is all there is: 256 products added one by one err 3
 times what 16 sums of 16 do, and the next coarser thing, TF32, a thousand times."""
 SUMMED = 4.0
-"""Float32 roundings of the terms P |V| that an fp32 or fp64 out is summed from, allowed to every element before the three
-rules above: where thousands of values cancel, a yardstick that splits its sums (cuBLAS) is closer than any running sum can
-be (3 to 12 times at 4097 and 65537 keys on an H200). A dropped key would be 1/seqlen_k of a term, TF32 a thousand roundings."""
-SUMMED = 4.0
 """Roundings, at the accumulator's precision, of the terms P |V| that an fp32 or fp64 out is summed from, allowed to every
 element before the three rules above: where thousands of values cancel, a yardstick that splits its sums (cuBLAS) is closer
 than a running sum can be (3 to 12 times at 4097 and 65537 keys on an H200). A dropped key would be 1/seqlen_k of a term,
