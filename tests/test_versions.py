@@ -11,6 +11,7 @@ import dataclasses
 import math
 import mmap
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -480,19 +481,17 @@ def test_deterministic_means_the_same_bits(version, problem):
 def test_threads(version, problem):
     """Several threads at once, each with inputs of its own. Seen in Triton #8437, FlashInfer #4476 (shared workspace)."""
     drawn_by = [draw(problem, seed) for seed in range(4)]
-    results: dict[int, Result] = {}
+    together = threading.Barrier(4)
 
-    def work(seed: int) -> None:
+    def work(seed: int) -> Result:
         tensors, dout, dlse = drawn_by[seed]
-        results[seed] = both(version, tensors, problem, dout, dlse)
+        together.wait()
+        return both(version, tensors, problem, dout, dlse)
 
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for seed, (tensors, dout, dlse) in enumerate(drawn_by):
-        accept(Judge(*tensors, problem, None, dout, dlse), results[seed])
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(work, range(4)))
+    for (tensors, dout, dlse), result in zip(drawn_by, results, strict=True):
+        accept(Judge(*tensors, problem, None, dout, dlse), result)
 
 
 def test_cpu_tensors_where_there_is_a_gpu_too(spec):

@@ -51,7 +51,7 @@ def current_stream(device: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device)
 
 
-def _make_current(device: int) -> bool:
+def make_current(device: int) -> bool:
     """Give this thread the device's primary context, the one that torch uses, if it has none: whether that was so.
 
     A thread has none until the CUDA runtime had something to do in it; torch's own memory, for one, needs no runtime.
@@ -157,7 +157,7 @@ class Function:
         extra = _Extra(_BUFFER_POINTER, ctypes.addressof(memory), _BUFFER_SIZE, self._size_address, 0)
         launch = (self._kernel, blocks, 1, 1, self._threads, 1, 1, self._shared, stream, None, extra)
         error = self._launch(*launch)
-        if error and _make_current(device):
+        if error and make_current(device):
             error = self._launch(*launch)
         if error:
             _check(error, "launching a kernel")

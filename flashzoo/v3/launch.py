@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashzoo._cute.cache import cached
 from flashzoo._cute.compile import compile_for
-from flashzoo._cute.driver import Function, TensorMap, current_stream
+from flashzoo._cute.driver import Function, TensorMap, current_stream, make_current
 from flashzoo.spec import Problem
 from flashzoo.v3.config import WARPGROUP_ROWS, Kernel, kernel_for, pack_for
 
@@ -100,6 +100,7 @@ class ForwardLaunch:
         self._blocks = min(torch.cuda.get_device_properties(device).multi_processor_count, blocks_q * batch_heads)
         section = min(batch_heads, _section(p, kernel, group))
         self._sizes = (p.seqlen_q, p.seqlen_k, heads, group, pack, *_window(p), blocks_q, batch_heads, section)
+        make_current(torch.cuda.current_device())  # the driver looks into a kernel only from a thread that has a context
         self._function = function_for(kernel).on(device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
