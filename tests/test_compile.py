@@ -160,6 +160,7 @@ def v3_compiled(kernel: Kernel) -> Resources:
 
 
 @pytest.mark.parametrize(("dtype", "seqlen_q", "width", "width_v", "mask", "ablated"), [*v3_cases()], ids=str)
+@pytest.mark.filterwarnings("error")  # users would see them at their first call
 def test_v3_compiles_and_does_not_spill(
     dtype: str, seqlen_q: int, width: int, width_v: int, mask: str, ablated: dict[str, bool], host_code
 ) -> None:

@@ -545,7 +545,8 @@ def box_of(tma: cute.CopyAtom, tile: cute.Tensor, origin: tuple):
 @cute.jit
 def to_16_bits(x: cute.Tensor, y: cute.Tensor):
     """Round. WGMMA's result and its operand have the same layout, register by register; a pair is one instruction."""
-    x_pairs = cute.make_tensor(x.iterator, cute.make_layout((2, cute.size(x) // 2)))
-    y_pairs = cute.make_tensor(y.iterator, cute.make_layout((2, cute.size(y) // 2)))
-    for i in cutlass.range_constexpr(cute.size(y) // 2):
-        y_pairs[None, i].store(x_pairs[None, i].load().to(y.element_type))
+    x_parts = cute.make_tensor(x.iterator, cute.make_layout((2, 4, cute.size(x) // 8)))
+    y_parts = cute.make_tensor(y.iterator, cute.make_layout((2, 4, cute.size(y) // 8)))
+    for i in cutlass.range_constexpr(cute.size(y) // 8):
+        for j in cutlass.range_constexpr(4):
+            y_parts[None, j, i].store(x_parts[None, j, i].load().to(y.element_type))
