@@ -84,7 +84,7 @@ class Row:
         version, title: as registered.
         status: "ok"; "fails" (a check exceeds its budget); "can't" (the Spec has reasons against the problem); "too
             large" (for Triton's interpreter); "no memory"; "error" (it raised).
-        reasons: why not "ok", one sentence each.
+        reasons: why not "ok", or why the forward pass alone where both were asked for; one sentence each.
         ran: "GPU", "CPU", "interpreter" (Triton's, on the CPU), or "" where nothing ran.
         checks: every rule that was applied.
         errors, budgets: by tensor (out, lse, dq, dk, dv): largest and RMS absolute error, and what they may be.
@@ -191,7 +191,7 @@ def compare(
 
     Args:
         q, k, v, causal, softmax_scale, window_size, deterministic: as in `flashzoo.attention`. Never modified.
-        backward: gradients too, for a dout drawn from a standard normal.
+        backward: gradients too, for a dout drawn from a standard normal, of the versions that have a backward pass.
         versions: names of versions; all that are registered where None.
         progress: show a bar on stderr while it works; where None, if stderr is a terminal and rich is installed.
         seed: of dout.
@@ -304,9 +304,9 @@ class _Bench:
     def row(self, spec: Spec) -> Row:
         """The version's row, untimed but for the interpreter's one run."""
         row = Row(spec.name, spec.title, "ok", hbm_bytes=hbm_bytes(self.problem, spec.name, self.shared))
-        reasons = spec.unsupported(self.problem)
-        if reasons:
+        if reasons := spec.unsupported(self._asked(spec)):
             return replace(row, status="can't", reasons=tuple(reasons), hbm_bytes=None)
+        row = replace(row, reasons=tuple(f"forward pass alone: {reason}" for reason in spec.unsupported(self.problem)))
         row = replace(row, ran="GPU" if self.on_gpu else "interpreter" if "triton" in spec.requires else "CPU")
         scores = self.problem.batch * self.problem.heads * self.problem.seqlen_q * self.problem.seqlen_k
         if row.ran == "interpreter" and scores > INTERPRETER_SCORES:
@@ -325,15 +325,20 @@ class _Bench:
         except Exception as error:  # a version's failure is a row of the table, not the end of it
             return replace(row, status="error", reasons=(f"{type(error).__name__}: {error}",))
 
+    def _asked(self, spec: Spec) -> Problem:
+        """The problem, or its forward pass alone where the backward pass is all that the version has against it."""
+        alone = replace(self.problem, grad=False)
+        return alone if spec.unsupported(self.problem) and not spec.unsupported(alone) else self.problem
+
     def _judged(self, spec: Spec, row: Row) -> Row:
-        lse = not spec.unsupported(replace(self.problem, lse=True))
+        lse = not spec.unsupported(replace(self._asked(spec), lse=True))
         implementation(spec)  # an import is no part of the interpreter's time
         if self.on_gpu:
-            self._run(spec.name, lse)  # compiles, and makes the libraries' workspaces, which are nobody's peak
+            self._run(spec, lse)  # compiles, and makes the libraries' workspaces, which are nobody's peak
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)
-        result, seconds = self._run(spec.name, lse)
+        result, seconds = self._run(spec, lse)
         if self.on_gpu:
             row = replace(row, memory_bytes=torch.cuda.max_memory_allocated(self.device) - before)
         checks = tuple(self.judge.checks(result))
@@ -348,15 +353,15 @@ class _Bench:
             row = replace(row, **timings)
         return row
 
-    def _run(self, name: str, lse: bool) -> tuple[Result, dict[str, float]]:
+    def _run(self, spec: Spec, lse: bool) -> tuple[Result, dict[str, float]]:
         """One call with what was asked for, and the seconds of each pass by the wall clock (meaningless on a GPU)."""
-        leaves = _leaves(self.tensors, self.dout is not None)
+        leaves = _leaves(self.tensors, self._asked(spec).grad)
         start = time.perf_counter()
-        returned = self._forward(name, leaves, lse)
+        returned = self._forward(spec.name, leaves, lse)
         seconds = {"forward": time.perf_counter() - start}
         out, log_sum = returned if isinstance(returned, tuple) else (returned, None)
         gradients = ()
-        if self.dout is not None:
+        if self._asked(spec).grad:
             start = time.perf_counter()
             gradients = torch.autograd.grad(out, leaves, self.dout)
             seconds["backward"] = time.perf_counter() - start
@@ -373,8 +378,8 @@ class _Bench:
         launches: dict[tuple[str, str], Callable[[], Any]] = {}
         for name in names:
             launches[name, "forward"] = partial(self._forward, name, self.tensors, False)
-            if self.dout is not None:
-                leaves = _leaves(self.tensors, self.dout is not None)
+            if self._asked(registered()[name]).grad:
+                leaves = _leaves(self.tensors, True)
                 out = self._forward(name, leaves, False)
                 launches[name, "backward"] = partial(torch.autograd.grad, out, leaves, self.dout, retain_graph=True)
         timings = (_time_on_gpu if self.on_gpu else _time_on_cpu)(launches, self.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import math
@@ -144,6 +145,22 @@ def test_compare_as_csv(capsys):
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [row["version"] for row in rows] == ["sdpa", "standard"]
     assert all(float(row["forward_ms"]) > 0 and row["backward_ms"] == "" for row in rows)
+
+
+@pytest.fixture
+def forward_only():
+    flashzoo.register(dataclasses.replace(flashzoo.versions()["standard"], name="forward_only", backward=None))
+    yield
+    flashzoo.unregister("forward_only")
+
+
+def test_compare_shows_the_forward_pass_of_a_version_that_has_no_other(forward_only):
+    problem = workload("gqa3").on("cpu", dtype="fp32")
+    rows = {row.version: row for row in _compare(problem, versions=["forward_only", "standard"], backward=True).rows}
+    row = rows["forward_only"]
+    assert row.status == "ok" and row.forward is not None and row.backward is None and set(row.errors) == {"out", "lse"}
+    assert row.reasons == ("forward pass alone: has no backward pass, and an input requires grad",)
+    assert rows["standard"].backward is not None and rows["standard"].reasons == ()
 
 
 def test_compare_says_why_a_version_cannot():
