@@ -104,6 +104,8 @@ _ALL = (
     _workload("no_keys_causal", "hard", 64, 0, causal=True),
     _workload("no_batch", "hard", 64, 64, batch=0),
     _workload("gqa3", "hard", 70, 140, heads=6, heads_kv=2, batch=2),
+    _workload("gqa6_causal", "hard", 70, 140, 128, heads=12, heads_kv=2, causal=True),
+    _workload("gqa7", "hard", 70, 140, heads=7, heads_kv=1),
     _workload("mqa_causal", "hard", 130, 130, heads=5, heads_kv=1, causal=True),
     *(_workload(f"head_dim_{d}", "hard", 65, 113, d, causal=d % 16 == 0) for d in (1, 8, 40, 59, 72, 96, 136, 192, 256)),
     _workload("head_dim_192_128", "hard", 113, 203, 192, head_dim_v=128),
