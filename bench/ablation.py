@@ -51,6 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in SWITCHES:
         flashzoo.register(replace(SPEC, name=name, title=f"v3, {SWITCHES[name]}", impl=f"{__name__}:{name}"))
     given = sys.argv[1:] if argv is None else argv
+    # No workers: a process that compiles ahead would not know the four.
     chosen = ["--head-dims", "64,128,256", "--workers", "0", "--impls", ",".join(SWITCHES)]
     return run.main([*SIZE, *chosen, *given])
 

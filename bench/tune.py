@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bench.run import Cell, Clock, Contender, Referee, WrongResultError
+from bench.run import Cell, Clock, Contender, Referee
 from flashzoo.spec import Problem
 from flashzoo.v1 import config as v1_config
 from flashzoo.v1 import launch as v1_launch
@@ -58,7 +58,7 @@ def _v3_candidates(width: int) -> Iterator[v3_config.Tiles]:
         tiles = v3_config.Tiles(consumers, block_kv, stages, q_stages, ping_pong)
         kernel = v3_config.Kernel("bf16", width, width, False, True, tiles)
         registers = (block_kv + width + block_kv // 2) // 2  # of S, O and P, of a thread's two rows
-        if kernel.shared_bytes <= v3_config.SHARED_LIMIT and registers < {2: 230, 3: 150}[consumers]:
+        if kernel.shared_bytes <= SHARED_BYTES and registers < {2: 230, 3: 150}[consumers]:
             yield tiles
 
 
@@ -97,8 +97,9 @@ def tune(version: str, kernel: str, cell: Cell, clock: Clock, ms_each: float) ->
             try:
                 contender = Contender(version, cell, tensors)
                 referee.errors(version, contender.result())
-            except (WrongResultError, RuntimeError) as error:  # Triton's OutOfResources and compile errors are RuntimeErrors
-                print(f"  {tiles}: {type(error).__name__}: {str(error).splitlines()[0][:100]}", file=sys.stderr)
+            except Exception as error:  # a wrong result, or whatever a compiler raises: a candidate's failure is not the search's
+                first_line = (str(error).splitlines() or [""])[0]
+                print(f"  {tiles}: {type(error).__name__}: {first_line[:100]}", file=sys.stderr)
                 continue
             times = sorted(clock.measure({"candidate": contender.run}, ms_each)["candidate"])
             found.append((times[len(times) // 2], tiles))

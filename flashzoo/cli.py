@@ -175,7 +175,6 @@ def _list(args: argparse.Namespace) -> int:
 
 
 def _facts(spec: Spec) -> dict[str, str]:
-    lowest, highest = spec.arch
     dims = spec.head_dims
     backward = (
         "no" if spec.backward is None else "yes" if spec.backward >= spec.features else f"only with {', '.join(sorted(spec.backward))}"
@@ -183,7 +182,7 @@ def _facts(spec: Spec) -> dict[str, str]:
     return {
         "paper": spec.paper,
         "dtypes": f"{', '.join(spec.dtypes)} on a GPU; {', '.join(spec.cpu_dtypes) or 'none'} on the CPU",
-        "arch": f"sm_{lowest} or newer" if highest is None else f"sm_{lowest} to sm_{highest}",
+        "arch": spec.arch_text,
         "head_dim": f"{dims[0]} to {dims[-1]}" + (f" in steps of {dims.step}" if dims.step > 1 else ""),
         "features": ", ".join(name for name in FEATURES if name in spec.features) or "none",
         "backward": backward,

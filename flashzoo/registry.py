@@ -184,7 +184,7 @@ def implementation(spec: Spec) -> Callable:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One version's answer to a problem: its reasons against (none where it can), and what it does silently."""
+    """One version's answer to a problem: its reasons against or, where it has none, what it does silently."""
 
     name: str
     title: str
@@ -229,6 +229,11 @@ class Explanation:
         return (" ", "can't") if verdict.reasons else (" ", "could")
 
 
+def _verdict(spec: Spec, problem: Problem) -> Verdict:
+    reasons = spec.unsupported(problem)  # notes may take for granted that the version takes the problem
+    return Verdict(spec.name, spec.title, tuple(reasons), () if reasons else tuple(_notes(spec, problem)))
+
+
 def _notes(spec: Spec, problem: Problem) -> list[str]:
     faults = [f"known fault: {sentence}" for device, _, sentence in spec.faults if device == problem.device]
     return [*(spec.notes(problem) if spec.notes else []), *dict.fromkeys(faults)]
@@ -238,9 +243,7 @@ def explain_problem(problem: Problem, version: str = "auto") -> Explanation:
     """Who answers the problem, every reason against the others, and what is done silently. Nothing is run."""
     wanted, by = requested(version)
     _known(wanted, "version")
-    verdicts = tuple(
-        Verdict(spec.name, spec.title, tuple(spec.unsupported(problem)), tuple(_notes(spec, problem))) for spec in _specs.values()
-    )
+    verdicts = tuple(_verdict(spec, problem) for spec in _specs.values())
     try:
         chosen = resolve(problem, wanted).name
     except UnsupportedError:

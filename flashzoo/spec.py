@@ -26,6 +26,9 @@ FEATURES = {
 
 Window = tuple[int | None, int | None]
 
+_DISTRIBUTIONS = {"cutlass": "nvidia-cutlass-dsl[cu13]"}
+"""What pip calls a package, where that is not its own name."""
+
 
 @lru_cache
 def _installed(package: str) -> bool:
@@ -177,7 +180,11 @@ class Spec:
 
     def unsupported(self, problem: Problem) -> list[str]:
         """Why this version can't take the problem, one sentence a reason, all of them; empty where it can."""
-        reasons = [f"needs the package {package!r}, which is not installed" for package in self.requires if not _installed(package)]
+        reasons = [
+            f"needs the package {package!r}, which is not installed (pip install {_DISTRIBUTIONS.get(package, package)!r})"
+            for package in self.requires
+            if not _installed(package)
+        ]
         reasons += self._hardware(problem)
         for name in ("head_dim", "head_dim_v") if "head_dim_v" in problem.features else ("head_dim",):
             if getattr(problem, name) not in self.head_dims:
@@ -192,6 +199,14 @@ class Spec:
             reasons += self.check(problem)
         return reasons
 
+    @property
+    def arch_text(self) -> str:
+        """The GPUs it runs on, in words."""
+        lowest, highest = self.arch
+        if highest is None:
+            return f"sm_{lowest} or newer"
+        return f"sm_{lowest}" if lowest == highest else f"sm_{lowest} to sm_{highest}"
+
     def _hardware(self, problem: Problem) -> list[str]:
         if problem.device == "cpu":
             if not self.cpu_dtypes:
@@ -204,8 +219,7 @@ class Spec:
         if problem.arch is None:
             reasons.append("needs a GPU whose architecture is known: pass arch=, such as arch=90")
         elif problem.arch < lowest or (highest is not None and problem.arch > highest):
-            wanted = f"sm_{lowest} or newer" if highest is None else f"sm_{lowest} to sm_{highest}"
-            reasons.append(f"needs {wanted}, got sm_{problem.arch}")
+            reasons.append(f"needs {self.arch_text}, got sm_{problem.arch}")
         if problem.dtype not in self.dtypes:
             reasons.append(f"takes dtype {' or '.join(self.dtypes)}, got {problem.dtype}")
         return reasons

@@ -228,7 +228,7 @@ def test_the_tuner_tries_what_the_table_holds(version, table):
         assert tiles in list(tune.candidates(version, kernel, width))
 
 
-@pytest.mark.parametrize("table", [v3_config.HOPPER, v3_config.SHORT])
+@pytest.mark.parametrize("table", [v3_config.HOPPER, v3_config.HOPPER_SHORT])
 def test_the_tuner_tries_what_v3s_tables_hold(table):
     for (width, width_v), tiles in table.items():
         assert width != width_v or tiles in list(tune.candidates("v3", "forward", width))

@@ -20,8 +20,8 @@ from flashzoo.v2 import launch as v2
 from flashzoo.v2.config import tiles_for as v2_tiles
 from flashzoo.v3 import launch as v3
 from flashzoo.v3.config import HOPPER as V3_TILES
+from flashzoo.v3.config import HOPPER_SHORT as V3_SHORT
 from flashzoo.v3.config import LONG, WARPGROUP, Kernel
-from flashzoo.v3.config import SHORT as V3_SHORT
 from flashzoo.v3.config import kernel_for as v3_kernel
 from flashzoo.v3.forward import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 

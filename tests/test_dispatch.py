@@ -45,8 +45,8 @@ class TestSpec:
     @pytest.mark.parametrize(
         ("fields", "problem", "reason"),
         [
-            ({"requires": ("no_such_package",)}, {}, "needs the package 'no_such_package', which is not installed"),
-            ({"arch": (90, 90)}, {"arch": 80}, "needs sm_90 to sm_90, got sm_80"),
+            ({"requires": ("nosuch",)}, {}, "needs the package 'nosuch', which is not installed (pip install 'nosuch')"),
+            ({"arch": (90, 90)}, {"arch": 80}, "needs sm_90, got sm_80"),
             ({"arch": (90, 99)}, {"arch": 100}, "needs sm_90 to sm_99, got sm_100"),
             ({"arch": (90, None)}, {"arch": 89}, "needs sm_90 or newer, got sm_89"),
             ({}, {"arch": None}, "needs a GPU whose architecture is known: pass arch=, such as arch=90"),
@@ -236,6 +236,11 @@ class TestResolve:
     def test_a_name_nobody_has(self):
         with pytest.raises(ValueError, match="version must be 'auto' or one of v3, v2, v1, sdpa, standard, got 'v9'"):
             registry.resolve(HOPPER, "v9")
+
+    @pytest.mark.parametrize("fields", [{"head_dim": 264, "head_dim_v": None}, {"head_dim_v": 264}], ids=str)
+    def test_what_nobody_has_tiles_for_is_explained(self, fields):
+        text = str(flashzoo.explain(dataclasses.replace(HOPPER, **fields)))
+        assert "v3" in text and "got 264" in text
 
     @pytest.mark.parametrize("name", ["v1", "v2"])
     def test_bf16_on_the_cpu_is_refused_by_the_interpreted_kernels(self, name):

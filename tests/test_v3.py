@@ -18,12 +18,12 @@ from support import accept, draw, forward, same_bits, storage_of
 
 from flashzoo import Problem
 from flashzoo._cute import cache
-from flashzoo._cute.cache import FOLDER, Image, cached
+from flashzoo._cute.cache import ENVIRONMENT, Image, cached
 from flashzoo._sass import SHARED_LIMIT
 from flashzoo.accuracy import Judge
 from flashzoo.reference import Result
 from flashzoo.v3 import launch
-from flashzoo.v3.config import HOPPER, LONG, SHORT, WARPGROUP_ROWS, WIDTHS, describe, kernel_for, pack_for
+from flashzoo.v3.config import HOPPER, HOPPER_SHORT, LONG, WARPGROUP_ROWS, WIDTHS, describe, kernel_for, pack_for
 from flashzoo.workloads import LAYOUTS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,7 +59,7 @@ class Builder:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv(FOLDER, str(tmp_path / "kernels"))
+    monkeypatch.setenv(ENVIRONMENT, str(tmp_path / "kernels"))
     return tmp_path / "kernels"
 
 
@@ -134,14 +134,14 @@ class TestCache:
         assert build.calls == 1
 
     def test_off(self, sources, monkeypatch, tmp_path):
-        monkeypatch.setenv(FOLDER, "off")
+        monkeypatch.setenv(ENVIRONMENT, "off")
         monkeypatch.chdir(tmp_path)
         build = Builder()
         assert [cached(("a",), sources, build) for _ in range(2)] == [IMAGE] * 2
         assert build.calls == 2 and list(tmp_path.iterdir()) == [sources]
 
     def test_lies_in_the_users_cache_folder_unless_told(self, sources, monkeypatch, tmp_path):
-        monkeypatch.delenv(FOLDER)
+        monkeypatch.delenv(ENVIRONMENT)
         monkeypatch.setenv("HOME", str(tmp_path / "home"))
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
         cached(("a",), sources, Builder())
@@ -151,8 +151,8 @@ class TestCache:
         assert kept(tmp_path / "xdg" / "flashzoo").is_file()
 
     def test_a_folder_that_cannot_be_is_a_warning(self, sources, monkeypatch):
-        monkeypatch.setenv(FOLDER, str(sources / "kernel.py" / "folder"))  # root may write anywhere, but not below a file
-        with pytest.warns(UserWarning, match=f"can't keep a compiled kernel in .*; set {FOLDER} to a folder, or to off"):
+        monkeypatch.setenv(ENVIRONMENT, str(sources / "kernel.py" / "folder"))  # root may write anywhere, but not below a file
+        with pytest.warns(UserWarning, match=f"can't keep a compiled kernel in .*; set {ENVIRONMENT} to a folder, or to off"):
             assert cached(("a",), sources, Builder()) == IMAGE
 
     def test_an_interrupted_writer_leaves_nothing_that_is_read(self, folder, sources, monkeypatch):
@@ -210,7 +210,7 @@ def test_a_second_process_compiles_nothing_and_imports_no_cutlass(folder):
 
 def test_threads_that_compile_at_once(monkeypatch):
     """CuTe DSL compiles one program at a time, in one thread; two threads' first calls come at any time."""
-    monkeypatch.setenv(FOLDER, "off")
+    monkeypatch.setenv(ENVIRONMENT, "off")
     monkeypatch.setattr(launch, "Function", lambda image, *_: image)
     launch.function_for.cache_clear()
     kernels = [kernel_for(replace(PLAIN, causal=causal)) for causal in (False, True)]
@@ -235,7 +235,7 @@ def test_every_head_dim_has_a_kernel_that_fits():
         assert kernel.width_v == min(width for width in WIDTHS if width >= head_dim_v)
         assert kernel.shared_bytes <= SHARED_LIMIT[90]
         assert kernel.width_v % kernel.width_o == 0, "O is staged in equal parts"
-        assert kernel.tiles in (*HOPPER.values(), *SHORT.values())
+        assert kernel.tiles in (*HOPPER.values(), *HOPPER_SHORT.values())
 
 
 @pytest.mark.parametrize(

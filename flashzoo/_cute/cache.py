@@ -5,13 +5,15 @@ Where: the folder that the environment variable FLASHZOO_CACHE_DIR names, or `fl
 
 A file's name is a digest of everything that the kernel depends on: what it is specialised for, the sources it is made of,
 the release of CuTe DSL. Its content begins with a digest of the rest, so that a damaged file is compiled
-anew. It appears under its name only when it is complete, so that processes can share the folder without locks.
+anew. It appears under its name only when it is complete, so that processes can share the folder without locks. Nothing
+removes what an older release has left; the folder may be deleted at any time.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,10 +22,12 @@ from importlib.metadata import version
 from pathlib import Path
 from uuid import uuid4
 
-FOLDER = "FLASHZOO_CACHE_DIR"
+ENVIRONMENT = "FLASHZOO_CACHE_DIR"
 
 _FORMAT = "1"
 _DIGEST_BYTES = 32
+# One thread at a time builds: CuTe DSL can do no other, and the next may find in the folder what it came for.
+_lock = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -43,25 +47,24 @@ def cached(identity: tuple[str, ...], sources: Path, build: Callable[[], Image])
         build: makes the image.
     """
     folder = _folder()
-    if folder is None:
-        return build()
-    parts = (_FORMAT, version("nvidia-cutlass-dsl"), _digest_of(sources), _digest_of(Path(__file__).parent))
-    path = folder / f"{hashlib.sha256(repr((*parts, *identity)).encode()).hexdigest()}.cubin"
-    image = _read(path)
-    if image is None:
-        image = build()
-        _write(path, image)
-    return image
+    with _lock:
+        if folder is None:
+            return build()
+        parts = (_FORMAT, version("nvidia-cutlass-dsl"), _digest_of(sources), _digest_of(Path(__file__).parent))
+        path = folder / f"{hashlib.sha256(repr((*parts, *identity)).encode()).hexdigest()}.cubin"
+        image = _read(path)
+        if image is None:
+            image = build()
+            _write(path, image)
+        return image
 
 
 def _folder() -> Path | None:
-    given = os.environ.get(FOLDER)
+    given = os.environ.get(ENVIRONMENT)
     if given == "off":
         return None
-    if given:
-        return Path(given).expanduser()
     try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flashzoo"
+        return Path(given).expanduser() if given else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flashzoo"
     except RuntimeError:  # a user without a home
         return None
 
@@ -99,5 +102,5 @@ def _write(path: Path, image: Image) -> None:
             unfinished.unlink(missing_ok=True)
     except OSError as error:
         warnings.warn(
-            f"flashzoo can't keep a compiled kernel in {path.parent} ({error}); set {FOLDER} to a folder, or to off", stacklevel=2
+            f"flashzoo can't keep a compiled kernel in {path.parent} ({error}); set {ENVIRONMENT} to a folder, or to off", stacklevel=2
         )

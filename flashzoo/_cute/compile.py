@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-import threading
 from collections.abc import Callable
 from typing import Any
 
 from flashzoo._cute.cache import Image
-
-# CuTe DSL keeps what it is compiling in places that all threads share: two at once fail.
-_lock = threading.Lock()
 
 
 def compile_for(arch: str, program: Callable[..., Any], arguments: tuple[Any, ...]) -> Image:
@@ -19,10 +15,12 @@ def compile_for(arch: str, program: Callable[..., Any], arguments: tuple[Any, ..
     Args:
         arch: such as "sm_90a".
         program, arguments: as `cute.compile` takes them.
+
+    CuTe DSL keeps what it is compiling where all threads see it: one at a time, as `cached` sees to.
     """
     import cutlass.cute as cute
 
-    with _lock, tempfile.TemporaryDirectory() as folder:  # what is kept is also written to a file
+    with tempfile.TemporaryDirectory() as folder:  # what is kept is also written to a file
         compiled = cute.compile(program, *arguments, options=f"--gpu-arch {arch} --keep-cubin --dump-dir {folder}")
     (name,) = compiled.kernel_info
     return Image(name, compiled.artifacts.CUBIN)

@@ -18,7 +18,7 @@ from flashzoo._cute.cache import Image
 TMA_DTYPES = {"fp16": 6, "bf16": 9}
 """CUtensorMapDataType of our dtypes."""
 
-TMA_SWIZZLES = {32: 1, 64: 2, 128: 3}
+TMA_SWIZZLES = {64: 2, 128: 3}
 """CUtensorMapSwizzle by the bytes of a row of the box."""
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -46,12 +46,12 @@ def _check(error: int, what: str) -> None:
 
 
 def current_stream(device: int) -> int:
-    """Handle of the current stream of a device, by the function that torch's own generated code uses: it costs a tenth of
-    `torch.cuda.current_stream`."""
+    """Handle of the current stream of a device."""
+    # The function that torch's own generated code uses: it costs a tenth of `torch.cuda.current_stream`.
     return torch._C._cuda_getCurrentRawStream(device)
 
 
-def make_current(device: int) -> bool:
+def _make_current(device: int) -> bool:
     """Give this thread the device's primary context, the one that torch uses, if it has none: whether that was so.
 
     A thread has none until the CUDA runtime had something to do in it; torch's own memory, for one, needs no runtime.
@@ -74,7 +74,7 @@ class TensorMap:
         sizes: innermost dimension first, which is contiguous.
         strides: in bytes, of all dimensions but the innermost; multiples of 16.
         box: sizes of what one TMA instruction moves.
-        row_bytes: bytes of a row of the box: 32, 64 or 128, which is the swizzle on chip.
+        row_bytes: bytes of a row of the box: 64 or 128, which is the swizzle on chip.
     """
 
     def __init__(self, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], row_bytes: int) -> None:
@@ -116,6 +116,7 @@ class Function:
     def __init__(self, image: Image, threads: int, shared: int, parameters: tuple[str, ...]) -> None:
         self._threads, self._shared = threads, shared
         self._library, self._kernel = c_void_p(), c_void_p()
+        _make_current(torch.cuda.current_device())  # the driver looks into a kernel only from a thread that has a context
         _check(_driver().cuLibraryLoadData(byref(self._library), image.cubin, None, None, 0, None, None, 0), "loading a kernel")
         _check(_driver().cuLibraryGetKernel(byref(self._kernel), self._library, image.name.encode()), f"finding {image.name}")
         self._launch = _driver().cuLaunchKernel
@@ -137,7 +138,8 @@ class Function:
         begins = [struct.calcsize("@" + "".join(parameters[:i]) + "0" + kind[-1]) for i, kind in enumerate(parameters)]
         expected = [(start + begin, struct.calcsize(kind)) for begin, kind in zip(begins, parameters, strict=True)]
         if found != expected:
-            raise RuntimeError(f"the kernel's parameters lie at (offset, size) {found}, expected {expected}: another release of CuTe DSL?")
+            text = f"the kernel's parameters lie at (offset, size) {found}, expected {expected}"
+            raise RuntimeError(f"{text}: not the layout of nvidia-cutlass-dsl 4.8.1, with which this is known to work")
         return start
 
     @cache  # noqa: B019 - as many as devices, and a Function lives as long as the process
@@ -157,7 +159,7 @@ class Function:
         extra = _Extra(_BUFFER_POINTER, ctypes.addressof(memory), _BUFFER_SIZE, self._size_address, 0)
         launch = (self._kernel, blocks, 1, 1, self._threads, 1, 1, self._shared, stream, None, extra)
         error = self._launch(*launch)
-        if error and make_current(device):
+        if error and _make_current(device):
             error = self._launch(*launch)
         if error:
             _check(error, "launching a kernel")

@@ -11,7 +11,7 @@ def _notes(problem: Problem) -> list[str]:
 
 SPEC = Spec(
     name="v3",
-    title="FlashAttention-3, warp-specialised with ping-pong (CuTe DSL)",
+    title="FlashAttention-3, warps with roles and softmax under the products (CuTe DSL)",
     paper="Shah et al. 2024, arXiv:2407.08608",
     impl="flashzoo.v3.launch:attention",
     dtypes=("fp16", "bf16"),

@@ -12,9 +12,6 @@ WARPGROUP = 128
 WARPGROUP_ROWS = 64
 """Queries of a consumer warpgroup: the M of one WGMMA."""
 
-SHARED_LIMIT = 227 << 10
-"""Bytes of shared memory that a block can have on Hopper."""
-
 WIDTHS = (64, 96, 128, 192, 256)
 """Head dims that have tiles of their own; TMA fills what a smaller one leaves with zeros."""
 
@@ -46,8 +43,8 @@ class Tiles:
 
     def __str__(self) -> str:
         how = [name for name, on in (("ping-pong", self.ping_pong), ("overlap", self.overlap)) if on]
-        size = f"{self.block_q}x{self.block_kv} tiles, {self.consumers} consumer warpgroups, {self.stages} stages"
-        return f"{size}, {' and '.join(how) or 'serial'}"
+        size = f"{self.block_q}x{self.block_kv} tiles, {self.consumers} consumer warpgroups"
+        return f"{size}, {self.stages} stages, {self.q_stages} of queries, {' and '.join(how) or 'serial'}"
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ HOPPER = {
 
 # The same for fewer queries than `LONG`, where it differs: three warpgroups read K and V from L2 for 192 queries at a time,
 # which the long sequences want, two leave fewer rows of the last tile empty.
-SHORT = {(128, 128): Tiles(2, 128, q_stages=2, ping_pong=False)}
+HOPPER_SHORT = {(128, 128): Tiles(2, 128, q_stages=2, ping_pong=False)}
 LONG = 2048
 
 
@@ -111,7 +108,7 @@ def width_for(head_dim: int) -> int:
 
 
 def widths_of(problem: Problem) -> tuple[int, int]:
-    """The key of `HOPPER` and `SHORT` for a problem: its widths, or where those have no tiles of their own, the wider for both."""
+    """The key of the tables for a problem: its widths, or where those have no tiles of their own, the wider for both."""
     width, width_v = width_for(problem.head_dim), width_for(problem.head_dim_v)
     widest = max(width, width_v)
     return (width, width_v) if (width, width_v) in HOPPER else (widest, widest)
@@ -126,7 +123,7 @@ def kernel_for(problem: Problem) -> Kernel:
 
 def table(problem: Problem) -> dict[tuple[int, int], Tiles]:
     """The table that a problem's tiles are in."""
-    return SHORT if problem.seqlen_q < LONG and widths_of(problem) in SHORT else HOPPER
+    return HOPPER_SHORT if problem.seqlen_q < LONG and widths_of(problem) in HOPPER_SHORT else HOPPER
 
 
 def pack_for(problem: Problem, block_q: int) -> int:
@@ -144,7 +141,10 @@ def pack_for(problem: Problem, block_q: int) -> int:
 def describe(problem: Problem) -> list[str]:
     """Sentences for `explain`: how the problem is cut and why so, and what happens silently."""
     kernel = kernel_for(problem)
-    lines = [f"forward: {kernel.tiles}", "tiles: the fastest measured on an H200"]
+    lines = [f"forward: {kernel.tiles}"]
+    widths = kernel.width, kernel.width_v
+    own = f"tiles: those of head_dim {max(widths)}, not measured for {problem.head_dim}/{problem.head_dim_v}"
+    lines.append("tiles: the fastest measured on an H200" if widths in HOPPER else own)
     of_v = [("head_dim_v", problem.head_dim_v, kernel.width_v)] if problem.head_dim_v != problem.head_dim else []
     for name, head_dim, width in (("head_dim", problem.head_dim, kernel.width), *of_v):
         if head_dim != width:

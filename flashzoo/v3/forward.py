@@ -8,7 +8,8 @@
    to O, P going into the product straight from registers.
 4. Overlap inside a warpgroup: S of the next block is issued before O += P V of this one, and the softmax of the next runs
    while that product does.
-5. Ping-pong between warpgroups: they issue their products in turns, so that one's softmax runs under another's products.
+5. Ping-pong between warpgroups, where their tiles ask for it: they issue their products in turns, so that one's softmax
+   runs under another's products.
 6. O / l goes to memory by way of shared memory and TMA while the next tile has begun.
 
 What differs from v2: loads and products are asynchronous and are waited for where they are needed, by warps with roles of
@@ -35,7 +36,8 @@ from flashzoo.v3.softmax import Softmax, rows_of, scale_rows
 
 DTYPES = {"fp16": Float16, "bf16": BFloat16}
 
-# Registers of a thread, by the number of consumer warpgroups (setmaxnreg): of the 64 K, the producer gives up most of its share.
+# Registers of a thread, by the number of consumer warpgroups (setmaxnreg): of a multiprocessor's 64 K the producer gives up most
+# of its share. No table has one consumer: it is the smallest kernel there is, for tests.
 PRODUCER_REGISTERS = {1: 56, 2: 24, 3: 32}
 CONSUMER_REGISTERS = {1: 256, 2: 240, 3: 160}
 
@@ -545,6 +547,7 @@ def box_of(tma: cute.CopyAtom, tile: cute.Tensor, origin: tuple):
 @cute.jit
 def to_16_bits(x: cute.Tensor, y: cute.Tensor):
     """Round. WGMMA's result and its operand have the same layout, register by register; a pair is one instruction."""
+    # Pairs by fours, only because CuTe DSL warns its users of loops of 64 and more.
     x_parts = cute.make_tensor(x.iterator, cute.make_layout((2, 4, cute.size(x) // 8)))
     y_parts = cute.make_tensor(y.iterator, cute.make_layout((2, 4, cute.size(y) // 8)))
     for i in cutlass.range_constexpr(cute.size(y) // 8):

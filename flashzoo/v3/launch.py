@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashzoo._cute.cache import cached
 from flashzoo._cute.compile import compile_for
-from flashzoo._cute.driver import Function, TensorMap, current_stream, make_current
+from flashzoo._cute.driver import Function, TensorMap, current_stream
 from flashzoo.spec import Problem
 from flashzoo.v3.config import WARPGROUP_ROWS, Kernel, kernel_for, pack_for
 
@@ -30,7 +30,7 @@ SMALLEST_SCALE = 1e-30
 SECTION_BYTES = 32 << 20
 SECTION_HEADS = (16, 64)
 
-Strides = tuple[int, ...]
+Ints = tuple[int, ...]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, Tensor]:
@@ -43,14 +43,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: 
     return launch(q, k, v, softmax_scale)
 
 
-def readable(shape: Strides, strides: Strides, address: int = 0) -> bool:
+def readable(shape: Ints, strides: Ints, address: int = 0) -> bool:
     """Whether TMA can read a tensor where it lies: start and strides in steps of 16 bytes, nothing broadcast."""
     steps = [stride for stride, size in zip(strides[:-1], shape[:-1], strict=True) if size > 1]
     return not address & 15 and all(step > 0 and step % 8 == 0 for step in steps)
 
 
 @lru_cache(maxsize=1024)
-def forward_launch(problem: Problem, q_strides: Strides, k_strides: Strides, v_strides: Strides, device: int) -> ForwardLaunch | None:
+def forward_launch(problem: Problem, q_strides: Ints, k_strides: Ints, v_strides: Ints, device: int) -> ForwardLaunch | None:
     """The launch for a problem, or None where TMA can't read tensors of these strides."""
     p = problem
     shapes = ((p.batch, p.seqlen_q, p.heads, p.head_dim), *[(p.batch, p.seqlen_k, p.heads_kv, d) for d in (p.head_dim, p.head_dim_v)])
@@ -69,7 +69,7 @@ class ForwardLaunch:
         device: index of the GPU.
     """
 
-    def __init__(self, problem: Problem, kernel: Kernel, q_strides: Strides, k_strides: Strides, v_strides: Strides, device: int) -> None:
+    def __init__(self, problem: Problem, kernel: Kernel, q_strides: Ints, k_strides: Ints, v_strides: Ints, device: int) -> None:
         p, tiles = problem, kernel.tiles
         self._device = device
         self._out_shape = (p.batch, p.seqlen_q, p.heads, p.head_dim_v)
@@ -79,14 +79,14 @@ class ForwardLaunch:
         pack = pack_for(p, tiles.block_q)
         heads, group = p.heads >> pack, p.heads // p.heads_kv >> pack
 
-        def by_query(head_dim: int, width: int, strides: Strides) -> TensorMap:
+        def by_query(head_dim: int, width: int, strides: Ints) -> TensorMap:
             """Head dim, packed heads, queries, heads, batch: a box holds 64 rows, the packed heads of a query side by side."""
             batch, row, head = _bytes(strides, (p.batch, p.seqlen_q, p.heads))
             sizes = (head_dim, 1 << pack, p.seqlen_q, heads, p.batch)
             box = (1 << pack, WARPGROUP_ROWS >> pack, 1, 1)
             return _tensor_map(p.dtype, sizes, (head, row, head << pack, batch), width, box)
 
-        def by_key(head_dim: int, width: int, strides: Strides) -> TensorMap:
+        def by_key(head_dim: int, width: int, strides: Ints) -> TensorMap:
             """Head dim, keys, heads, batch: a box holds a block of keys."""
             batch, row, head = _bytes(strides, (p.batch, p.seqlen_k, p.heads_kv))
             sizes = (head_dim, p.seqlen_k, p.heads_kv, p.batch)
@@ -100,7 +100,6 @@ class ForwardLaunch:
         self._blocks = min(torch.cuda.get_device_properties(device).multi_processor_count, blocks_q * batch_heads)
         section = min(batch_heads, _section(p, kernel, group))
         self._sizes = (p.seqlen_q, p.seqlen_k, heads, group, pack, *_window(p), blocks_q, batch_heads, section)
-        make_current(torch.cuda.current_device())  # the driver looks into a kernel only from a thread that has a context
         self._function = function_for(kernel).on(device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
@@ -125,20 +124,20 @@ class ForwardLaunch:
         return out, lse
 
 
-def _dense(shape: Strides, order: Strides) -> Strides:
-    """Strides of a tensor without gaps, whose dimensions follow one another as those of other strides do."""
+def _dense(shape: Ints, order: Ints) -> Ints:
+    """Ints of a tensor without gaps, whose dimensions follow one another as those of other strides do."""
     strides, step = [0] * len(shape), 1
     for i in sorted(range(len(shape)), key=order.__getitem__):
         strides[i], step = step, step * shape[i]
     return tuple(strides)
 
 
-def _bytes(strides: Strides, sizes: Strides) -> list[int]:
+def _bytes(strides: Ints, sizes: Ints) -> list[int]:
     """In bytes. The stride of a dimension of size 1 means nothing to torch and may be anything, but TMA wants steps of 16."""
     return [2 * stride if size > 1 else 16 for stride, size in zip(strides, sizes, strict=False)]
 
 
-def _tensor_map(dtype: str, sizes: Strides, strides: Strides, width: int, box: Strides) -> TensorMap:
+def _tensor_map(dtype: str, sizes: Ints, strides: Ints, width: int, box: Ints) -> TensorMap:
     """For tiles of that width: rows on chip are 128 bytes, or 64 where only those divide it."""
     columns = 64 if width % 64 == 0 else 32
     return TensorMap(dtype, sizes, strides, (columns, *box), 2 * columns)
@@ -198,7 +197,7 @@ def program(kernel: Kernel) -> tuple[Any, tuple[Any, ...]]:
         strides = (1, *[cute.sym_int64(divisibility=8) for _ in range(rank - 1)])
         return make_fake_tensor(DTYPES[kernel.dtype], sizes, strides, assumed_align=16)
 
-    lse, counter = (make_ptr(dtype, 16, cute.AddressSpace.gmem, assumed_align=4) for dtype in (Float32, Int32))
+    lse, tile_counter = (make_ptr(dtype, 16, cute.AddressSpace.gmem, assumed_align=4) for dtype in (Float32, Int32))
     tensors = (tensor(kernel.width, 5), tensor(kernel.width, 4), tensor(kernel.width_v, 4), tensor(kernel.width_v, 5))
-    schedule = Schedule(kernel, *[Int32(1)] * 10, counter=counter)
+    schedule = Schedule(kernel, *[Int32(1)] * 10, counter=tile_counter)
     return Forward(kernel), (*tensors, lse, schedule, Float32(1.0))

@@ -8,8 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, const_expr
 
-NOTHING_SEEN = -1e30
-"""The reference of a row that has seen no key: below any score, and finite, so that -inf less it is still -inf."""
+NOTHING_SEEN = -3e38
+"""The reference of a row that has seen no key: below what float32 scores can be, and finite, so that -inf less it is -inf."""
 
 RESCALE_ABOVE = 8.0
 """How far, in log2, a row's maximum may outgrow its reference before O is rescaled."""
