@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from bench.run import Cell, Clock, Contender, Referee
+from flashzoo._sass import SHARED_LIMIT
 from flashzoo.spec import Problem
 from flashzoo.v1 import config as v1_config
 from flashzoo.v1 import launch as v1_launch
@@ -28,7 +29,7 @@ from flashzoo.v3 import launch as v3_launch
 from flashzoo.workloads import hardware, inputs
 
 KERNELS = {"v1": ("forward", "backward"), "v2": ("forward", "dkdv", "dq"), "v3": ("forward",)}
-REGISTERS, SHARED_BYTES = 255, 227 << 10
+REGISTERS, SHARED_BYTES = 255, SHARED_LIMIT[90]
 BLOCKS, WARPS, STAGES = (32, 64, 128), (4, 8), (1, 2, 3, 4)
 
 

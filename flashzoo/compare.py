@@ -304,7 +304,8 @@ class _Bench:
     def row(self, spec: Spec) -> Row:
         """The version's row, untimed but for the interpreter's one run."""
         row = Row(spec.name, spec.title, "ok", hbm_bytes=hbm_bytes(self.problem, spec.name, self.shared))
-        if reasons := spec.unsupported(self._asked(spec)):
+        asked = self._asked(spec)
+        if reasons := spec.unsupported(asked):
             return replace(row, status="can't", reasons=tuple(reasons), hbm_bytes=None)
         row = replace(row, reasons=tuple(f"forward pass alone: {reason}" for reason in spec.unsupported(self.problem)))
         row = replace(row, ran="GPU" if self.on_gpu else "interpreter" if "triton" in spec.requires else "CPU")
@@ -318,7 +319,7 @@ class _Bench:
             reason = f"needs some {needed / 1e9:.0f} GB for its scores, more than half of this machine's {_memory_bytes() / 1e9:.0f} GB"
             return replace(row, status="no memory", reasons=(reason,), ran="")
         try:
-            return self._judged(spec, row)
+            return self._judged(spec, asked, row)
         except torch.cuda.OutOfMemoryError as error:
             torch.cuda.empty_cache()
             return replace(row, status="no memory", reasons=(str(error).split(".")[0],))
@@ -330,15 +331,15 @@ class _Bench:
         alone = replace(self.problem, grad=False)
         return alone if spec.unsupported(self.problem) and not spec.unsupported(alone) else self.problem
 
-    def _judged(self, spec: Spec, row: Row) -> Row:
-        lse = not spec.unsupported(replace(self._asked(spec), lse=True))
+    def _judged(self, spec: Spec, problem: Problem, row: Row) -> Row:
+        problem = replace(problem, lse=not spec.unsupported(replace(problem, lse=True)))
         implementation(spec)  # an import is no part of the interpreter's time
         if self.on_gpu:
-            self._run(spec, lse)  # compiles, and makes the libraries' workspaces, which are nobody's peak
+            self._run(spec.name, problem)  # compiles, and makes the libraries' workspaces, which are nobody's peak
             torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             before = torch.cuda.memory_allocated(self.device)
-        result, seconds = self._run(spec, lse)
+        result, seconds = self._run(spec.name, problem)
         if self.on_gpu:
             row = replace(row, memory_bytes=torch.cuda.max_memory_allocated(self.device) - before)
         checks = tuple(self.judge.checks(result))
@@ -353,15 +354,15 @@ class _Bench:
             row = replace(row, **timings)
         return row
 
-    def _run(self, spec: Spec, lse: bool) -> tuple[Result, dict[str, float]]:
+    def _run(self, name: str, problem: Problem) -> tuple[Result, dict[str, float]]:
         """One call with what was asked for, and the seconds of each pass by the wall clock (meaningless on a GPU)."""
-        leaves = _leaves(self.tensors, self._asked(spec).grad)
+        leaves = _leaves(self.tensors, problem.grad)
         start = time.perf_counter()
-        returned = self._forward(spec.name, leaves, lse)
+        returned = self._forward(name, leaves, problem.lse)
         seconds = {"forward": time.perf_counter() - start}
         out, log_sum = returned if isinstance(returned, tuple) else (returned, None)
         gradients = ()
-        if self._asked(spec).grad:
+        if problem.grad:
             start = time.perf_counter()
             gradients = torch.autograd.grad(out, leaves, self.dout)
             seconds["backward"] = time.perf_counter() - start
@@ -374,11 +375,11 @@ class _Bench:
 
     def timed(self, rows: list[Row]) -> list[Row]:
         """The rows with times, TFLOP/s and share of the peak, the versions interleaved."""
-        names = [row.version for row in rows if row.status == "ok" and row.ran in ("GPU", "CPU")]
+        able = {row.version: row.errors for row in rows if row.status == "ok" and row.ran in ("GPU", "CPU")}
         launches: dict[tuple[str, str], Callable[[], Any]] = {}
-        for name in names:
+        for name, errors in able.items():
             launches[name, "forward"] = partial(self._forward, name, self.tensors, False)
-            if self._asked(registered()[name]).grad:
+            if "dq" in errors:  # its gradients were judged
                 leaves = _leaves(self.tensors, True)
                 out = self._forward(name, leaves, False)
                 launches[name, "backward"] = partial(torch.autograd.grad, out, leaves, self.dout, retain_graph=True)

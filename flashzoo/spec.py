@@ -98,6 +98,13 @@ class Problem:
         return (left, 0 if right is None else min(right, 0)) if self.causal else (left, right)
 
     @property
+    def reach(self) -> tuple[int, int]:
+        """`span` in numbers: a side past both sequences together is unbounded, and can't overflow a kernel's 32-bit arithmetic."""
+        furthest = self.seqlen_q + self.seqlen_k
+        left, right = (furthest if side is None else min(side, furthest) for side in self.span)
+        return left, right
+
+    @property
     def blind_rows(self) -> int:
         """How many of the first queries see no key."""
         right = self.span[1]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from flashzoo.reference import Result
 from flashzoo.spec import FEATURES
 from flashzoo.workloads import hardware, inputs
 
+ROOT = Path(__file__).resolve().parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SMALL = Problem(batch=1, seqlen_q=40, seqlen_k=40, heads=2, heads_kv=2, head_dim=16, **hardware(DEVICE))  # pyright: ignore[reportArgumentType]
 
@@ -22,6 +26,13 @@ CHOSEN = pytest.StashKey[list[Spec]]()
 """The versions under test, in pytest's config."""
 
 Tensors = tuple[Tensor, Tensor, Tensor]
+
+
+def in_fresh_process(code: str) -> str:
+    """What a new process prints; its error text where it fails."""
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 def dtypes_of(spec: Spec) -> tuple[str, ...]:

@@ -107,6 +107,12 @@ class TestSpec:
         assert asked.features == flashzoo.spec.FEATURES.keys()
         assert HOPPER.features == frozenset()
 
+    @pytest.mark.parametrize(
+        ("window", "expected"), [((None, None), (300, 300)), ((1 << 40, 0), (300, 0)), ((7, 1 << 31), (7, 300))], ids=str
+    )
+    def test_a_window_past_both_sequences_reaches_no_further(self, window, expected):
+        assert dataclasses.replace(HOPPER, seqlen_q=100, seqlen_k=200, window=window).reach == expected
+
     def test_v_is_as_wide_as_q_unless_said(self):
         said = dataclasses.replace(HOPPER, head_dim_v=64)
         assert HOPPER.head_dim_v == 64 and said == HOPPER and hash(said) == hash(HOPPER)

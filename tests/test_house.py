@@ -7,16 +7,15 @@ import importlib
 import inspect
 import io
 import re
-import subprocess
 import sys
 import tokenize
 from pathlib import Path
 
 import pytest
+from support import ROOT, in_fresh_process
 
 import flashzoo
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flashzoo"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 VERSION_FOLDERS = sorted(path.parent for path in PACKAGE.glob("[!_]*/__init__.py"))
@@ -98,10 +97,6 @@ def test_tests_bench_and_examples_stay_outside(path):
         return
     inside = {f"flashzoo.{folder.name}" for folder in VERSION_FOLDERS} | PLUMBING
     assert {name for name in imported(path) if within(name, inside)} == set()
-
-
-def in_fresh_process(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
 def test_import_loads_no_kernel_language_and_starts_no_gpu():

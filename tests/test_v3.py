@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import accept, draw, forward, same_bits, storage_of
+from support import ROOT, accept, draw, forward, in_fresh_process, same_bits, storage_of
 
 from flashzoo import Problem
 from flashzoo._cute import cache
@@ -26,21 +26,12 @@ from flashzoo.v3 import launch
 from flashzoo.v3.config import HOPPER, HOPPER_SHORT, LONG, WARPGROUP_ROWS, WIDTHS, describe, kernel_for, pack_for
 from flashzoo.workloads import LAYOUTS
 
-ROOT = Path(__file__).resolve().parent.parent
-
 gpu = pytest.mark.gpu
 on_hopper = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="v3 runs on Hopper, sm_90, alone"
 )
 
 IMAGE = Image("kernel_of_a_test", bytes(range(256)) * 8)
-
-
-def in_fresh_process(code: str) -> str:
-    """What a new process prints; its error text where it fails."""
-    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
-    return process.stdout
 
 
 # Compiled kernels on disk.
@@ -286,11 +277,6 @@ def test_describe_says_what_happens_silently():
     assert "head_dim_v 40 is padded to 64 on chip, not in memory" in lines
     assert "8 query heads of a key/value head share a tile" in lines
     assert lines[-1].startswith("copies what TMA can't read in place")
-
-
-@pytest.mark.parametrize(("span", "expected"), [((None, None), (300, 300)), ((1 << 40, 0), (300, 0)), ((7, 1 << 31), (7, 300))], ids=str)
-def test_a_window_past_both_sequences_is_cut_to_32_bits(span, expected):
-    assert launch._window(replace(PLAIN, seqlen_q=100, seqlen_k=200, window=span)) == expected
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -51,17 +51,22 @@ def current_stream(device: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device)
 
 
+def _handle(device: int) -> c_int:
+    handle = c_int()
+    _check(_driver().cuDeviceGet(byref(handle), device), f"finding device {device}")
+    return handle
+
+
 def _make_current(device: int) -> bool:
     """Give this thread the device's primary context, the one that torch uses, if it has none: whether that was so.
 
     A thread has none until the CUDA runtime had something to do in it; torch's own memory, for one, needs no runtime.
     """
-    handle, context = c_int(), c_void_p()
+    context = c_void_p()
     _check(_driver().cuCtxGetCurrent(byref(context)), "finding this thread's context")
     if context:
         return False
-    _check(_driver().cuDeviceGet(byref(handle), device), f"finding device {device}")
-    _check(_driver().cuDevicePrimaryCtxRetain(byref(context), handle), f"finding the context of device {device}")
+    _check(_driver().cuDevicePrimaryCtxRetain(byref(context), _handle(device)), f"finding the context of device {device}")
     _check(_driver().cuCtxSetCurrent(context), f"making the context of device {device} current")
     return True
 
@@ -146,9 +151,7 @@ class Function:
     def on(self, device: int) -> Function:
         """Itself, prepared for a device."""
         if self._shared > 48 << 10:
-            handle = c_int()
-            _check(_driver().cuDeviceGet(byref(handle), device), f"finding device {device}")
-            error = _driver().cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, self._shared, self._kernel, handle)
+            error = _driver().cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, self._shared, self._kernel, _handle(device))
             _check(error, f"asking for {self._shared} bytes of shared memory on device {device}")
         return self
 

@@ -1,13 +1,7 @@
 """FlashAttention-1 in Triton: keys and values in the outer loop. See README.md beside this file."""
 
-from flashzoo.spec import FEATURES, Problem, Spec
-
-
-def _notes(problem: Problem) -> list[str]:
-    from flashzoo.v1.config import describe
-
-    return describe(problem)
-
+from flashzoo.spec import FEATURES, Spec
+from flashzoo.v1.config import describe
 
 SPEC = Spec(
     name="v1",
@@ -19,5 +13,5 @@ SPEC = Spec(
     features=frozenset(FEATURES) - {"window", "head_dim_v"},
     backward=frozenset(FEATURES) - {"window", "head_dim_v"},
     requires=("triton",),
-    notes=_notes,
+    notes=describe,
 )

@@ -1,13 +1,7 @@
 """FlashAttention-2 in Triton: programs own query blocks, keys and values stream by. See README.md beside this file."""
 
-from flashzoo.spec import FEATURES, Problem, Spec
-
-
-def _notes(problem: Problem) -> list[str]:
-    from flashzoo.v2.config import describe
-
-    return describe(problem)
-
+from flashzoo.spec import FEATURES, Spec
+from flashzoo.v2.config import describe
 
 SPEC = Spec(
     name="v2",
@@ -19,5 +13,5 @@ SPEC = Spec(
     features=frozenset(FEATURES) - {"head_dim_v"},
     backward=frozenset(FEATURES) - {"head_dim_v"},
     requires=("triton",),
-    notes=_notes,
+    notes=describe,
 )

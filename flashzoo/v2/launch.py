@@ -89,7 +89,7 @@ def forward_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
     return Launch(
         kernels.forward_kernel,
         _blocks(problem.seqlen_q, tiles.block_q) * problem.batch * problem.heads,
-        (*strides, problem.seqlen_q, problem.seqlen_k, problem.heads, _group(problem), *_window(problem)),
+        (*strides, problem.seqlen_q, problem.seqlen_k, problem.heads, _group(problem), *problem.reach),
         _constexprs(problem, tiles, "Q_IN_REGISTERS"),
         tiles.num_warps,
         tiles.num_stages,
@@ -120,7 +120,7 @@ def dkdv_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
     return Launch(
         kernels.dkdv_kernel,
         _blocks(problem.seqlen_k, tiles.block_kv) * problem.batch * problem.heads_kv,
-        (*strides, problem.seqlen_q, problem.seqlen_k, _padded(problem), problem.heads_kv, _group(problem), *_window(problem)),
+        (*strides, problem.seqlen_q, problem.seqlen_k, _padded(problem), problem.heads_kv, _group(problem), *problem.reach),
         _constexprs(problem, tiles, "K_IN_REGISTERS", "V_IN_REGISTERS"),
         tiles.num_warps,
         tiles.num_stages,
@@ -137,7 +137,7 @@ def dq_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
     return Launch(
         kernels.dq_kernel,
         _blocks(problem.seqlen_q, tiles.block_q) * problem.batch * problem.heads,
-        (*strides, problem.seqlen_q, problem.seqlen_k, _padded(problem), problem.heads, _group(problem), *_window(problem)),
+        (*strides, problem.seqlen_q, problem.seqlen_k, _padded(problem), problem.heads, _group(problem), *problem.reach),
         _constexprs(problem, tiles, "Q_IN_REGISTERS", "DO_IN_REGISTERS"),
         tiles.num_warps,
         tiles.num_stages,
@@ -184,13 +184,6 @@ def _owned(tiles: Tiles, rows: int) -> list[int | None]:
 
 def _padded(problem: Problem) -> int:
     return _blocks(problem.seqlen_q, LONGEST_BLOCK) * LONGEST_BLOCK
-
-
-def _window(problem: Problem) -> tuple[int, int]:
-    # A bound past both sequences is none, and can't overflow the kernel's 32-bit row arithmetic.
-    furthest = problem.seqlen_q + problem.seqlen_k
-    left, right = (furthest if side is None else min(side, furthest) for side in problem.span)
-    return left, right
 
 
 def _group(problem: Problem) -> int:

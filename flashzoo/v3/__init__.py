@@ -1,13 +1,7 @@
 """FlashAttention-3 in CuTe DSL: TMA, WGMMA and warps with roles, on Hopper. See README.md beside this file."""
 
-from flashzoo.spec import FEATURES, Problem, Spec
-
-
-def _notes(problem: Problem) -> list[str]:
-    from flashzoo.v3.config import describe
-
-    return describe(problem)
-
+from flashzoo.spec import FEATURES, Spec
+from flashzoo.v3.config import describe
 
 SPEC = Spec(
     name="v3",
@@ -19,5 +13,5 @@ SPEC = Spec(
     head_dims=range(8, 257, 8),
     features=frozenset(FEATURES),
     requires=("cutlass",),
-    notes=_notes,
+    notes=describe,
 )

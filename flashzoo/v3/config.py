@@ -12,9 +12,6 @@ WARPGROUP = 128
 WARPGROUP_ROWS = 64
 """Queries of a consumer warpgroup: the M of one WGMMA."""
 
-WIDTHS = (64, 96, 128, 192, 256)
-"""Head dims that have tiles of their own; TMA fills what a smaller one leaves with zeros."""
-
 
 @dataclass(frozen=True)
 class Tiles:
@@ -100,6 +97,9 @@ HOPPER = {
 # which the long sequences want, two leave fewer rows of the last tile empty.
 HOPPER_SHORT = {(128, 128): Tiles(2, 128, q_stages=2, ping_pong=False)}
 LONG = 2048
+
+WIDTHS = tuple(sorted(width for width, width_v in HOPPER if width == width_v))
+"""Head dims that have tiles of their own; TMA fills what a smaller one leaves with zeros."""
 
 
 def width_for(head_dim: int) -> int:

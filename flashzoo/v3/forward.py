@@ -136,6 +136,16 @@ class Consumer:
     softmax: Softmax
     bounds: Bounds
 
+    def issue_scores(self, n: Int32) -> cute.Tensor:
+        """Registers that will hold Q times the n-th block of K, once the group of WGMMAs is waited for."""
+        s = cute.make_rmem_tensor(self.s_shape, Float32)
+        gemm(self.mma_qk, s, self.q, self.k[None, None, None, self.on_chip.k_ring.slot(n)], True)
+        return s
+
+    def issue_product(self, n: Int32) -> None:
+        """Have P times the n-th block of V added to O, a group of WGMMAs to wait for."""
+        gemm(self.mma_pv, self.o, self.p, self.v[None, None, None, self.on_chip.v_ring.slot(n)], False)
+
 
 class Forward:
     """The program of one `Kernel`."""
@@ -358,9 +368,8 @@ class Forward:
     def first_scores(self, consumer: Consumer, used: Int32, first_key: Int32, crosses: Boolean):
         """P of the first block; its product with V is left to the next step."""
         k_ring = consumer.on_chip.k_ring
-        s = cute.make_rmem_tensor(consumer.s_shape, Float32)
         k_ring.wait_full(used)
-        gemm(consumer.mma_qk, s, consumer.q, consumer.k[None, None, None, k_ring.slot(used)], True)  # A2.4
+        s = consumer.issue_scores(used)  # A2.4
         warpgroup.wait_group(0)
         k_ring.release(used)  # A2.5
         if crosses or const_expr(self.kernel.left):
@@ -374,12 +383,11 @@ class Forward:
     ) -> Int32:
         """P of the next block, while the P before it is multiplied with V."""
         k_ring, v_ring = consumer.on_chip.k_ring, consumer.on_chip.v_ring
-        s = cute.make_rmem_tensor(consumer.s_shape, Float32)
         k_ring.wait_full(used + 1)  # A2.8
         self.wait_turn(consumer.me)
-        gemm(consumer.mma_qk, s, consumer.q, consumer.k[None, None, None, k_ring.slot(used + 1)], True)  # A2.9
+        s = consumer.issue_scores(used + 1)  # A2.9
         v_ring.wait_full(used)  # A2.10
-        gemm(consumer.mma_pv, consumer.o, consumer.p, consumer.v[None, None, None, v_ring.slot(used)], False)  # A2.11
+        consumer.issue_product(used)  # A2.11
         self.pass_turn(consumer.me)
         warpgroup.wait_group(1)  # A2.12
         k_ring.release(used + 1)
@@ -398,7 +406,7 @@ class Forward:
         """O += P V of the last block."""
         v_ring = consumer.on_chip.v_ring
         v_ring.wait_full(used)  # A2.18
-        gemm(consumer.mma_pv, consumer.o, consumer.p, consumer.v[None, None, None, v_ring.slot(used)], False)  # A2.19
+        consumer.issue_product(used)  # A2.19
         warpgroup.wait_group(0)
         v_ring.release(used)
         return used + 1
@@ -409,9 +417,8 @@ class Forward:
     ) -> Int32:
         """One block without overlap: scores, softmax, product, each waited for. For the ablation."""
         k_ring, v_ring = consumer.on_chip.k_ring, consumer.on_chip.v_ring
-        s = cute.make_rmem_tensor(consumer.s_shape, Float32)
         k_ring.wait_full(used)  # A1.16
-        gemm(consumer.mma_qk, s, consumer.q, consumer.k[None, None, None, k_ring.slot(used)], True)  # A1.17
+        s = consumer.issue_scores(used)  # A1.17
         self.pass_turn(consumer.me)
         warpgroup.wait_group(0)
         k_ring.release(used)
@@ -423,7 +430,7 @@ class Forward:
             scale_rows(consumer.o, alpha)
         v_ring.wait_full(used)  # A1.20
         self.wait_turn(consumer.me)
-        gemm(consumer.mma_pv, consumer.o, consumer.p, consumer.v[None, None, None, v_ring.slot(used)], False)  # A1.21
+        consumer.issue_product(used)  # A1.21
         warpgroup.wait_group(0)
         v_ring.release(used)  # A1.22
         return used + 1

@@ -99,7 +99,7 @@ class ForwardLaunch:
         blocks_q, batch_heads = -(-(p.seqlen_q << pack) // tiles.block_q), p.batch * heads
         self._blocks = min(torch.cuda.get_device_properties(device).multi_processor_count, blocks_q * batch_heads)
         section = min(batch_heads, _section(p, kernel, group))
-        self._sizes = (p.seqlen_q, p.seqlen_k, heads, group, pack, *_window(p), blocks_q, batch_heads, section)
+        self._sizes = (p.seqlen_q, p.seqlen_k, heads, group, pack, *p.reach, blocks_q, batch_heads, section)
         self._function = function_for(kernel).on(device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
@@ -125,7 +125,7 @@ class ForwardLaunch:
 
 
 def _dense(shape: Ints, order: Ints) -> Ints:
-    """Ints of a tensor without gaps, whose dimensions follow one another as those of other strides do."""
+    """Strides of a tensor without gaps, whose dimensions follow one another as those of other strides do."""
     strides, step = [0] * len(shape), 1
     for i in sorted(range(len(shape)), key=order.__getitem__):
         strides[i], step = step, step * shape[i]
@@ -141,13 +141,6 @@ def _tensor_map(dtype: str, sizes: Ints, strides: Ints, width: int, box: Ints) -
     """For tiles of that width: rows on chip are 128 bytes, or 64 where only those divide it."""
     columns = 64 if width % 64 == 0 else 32
     return TensorMap(dtype, sizes, strides, (columns, *box), 2 * columns)
-
-
-def _window(problem: Problem) -> tuple[int, int]:
-    """How many keys either side of the diagonal are seen. A bound past both sequences is none, and can't overflow 32 bits."""
-    furthest = problem.seqlen_q + problem.seqlen_k
-    left, right = (furthest if side is None else min(side, furthest) for side in problem.span)
-    return left, right
 
 
 def _section(problem: Problem, kernel: Kernel, group: int) -> int:
