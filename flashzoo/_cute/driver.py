@@ -99,7 +99,10 @@ class TensorMap:
         """
         memory = (c_char * (_TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT))()
         start = -ctypes.addressof(memory) % _TENSOR_MAP_ALIGNMENT
-        error = _driver().cuTensorMapEncodeTiled(ctypes.addressof(memory) + start, *self._first, address, *self._shape, *self._last)
+        arguments = (ctypes.addressof(memory) + start, *self._first, address, *self._shape, *self._last)
+        error = _driver().cuTensorMapEncodeTiled(*arguments)
+        if error and _make_current(torch.cuda.current_device()):
+            error = _driver().cuTensorMapEncodeTiled(*arguments)
         if error:
             _check(error, f"{self._text}, address {address:#x}")
         return memory.raw[start : start + _TENSOR_MAP_BYTES]
