@@ -3,6 +3,8 @@
 `python -m bench.ablation` times the four at the paper's size, fp16, {batch 4, seqlen 8448, hidden 2048}, without a mask, for
 head dims 64, 128 and 256, with the tiles that v3 has for them; further arguments are `bench.run`'s. Each of the four is
 registered as a version of its own, so each is held to the oracle like any other.
+
+`python -m bench.ablation --fp8` times v3_fp8 beside itself with two-level accumulation switched off, on e4m3 inputs.
 """
 
 from __future__ import annotations
@@ -10,17 +12,19 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from functools import lru_cache, partial
+from typing import Any
 
 from torch import Tensor
 
 import flashzoo
 from bench import run
 from flashzoo import Problem
-from flashzoo.v3 import SPEC
+from flashzoo.v3 import FP8_SPEC, SPEC
 from flashzoo.v3.config import kernel_for
 from flashzoo.v3.launch import ForwardLaunch
 
 SIZE = ["--passes", "fwd", "--dtype", "fp16", "--tokens", "33792", "--seqlens", "8448", "--hidden", "2048", "--causal", "0"]
+FP8_SIZE = ["--passes", "fwd", "--dtype", "e4m3", "--seqlens", "4096,16384"]
 
 Ints = tuple[int, ...]
 
@@ -45,13 +49,50 @@ v3_ping_pong = partial(attention, ping_pong=True, overlap=False)
 v3_serial = partial(attention, ping_pong=False, overlap=False)
 NAMES = ("v3_ping_pong_overlap", "v3_overlap", "v3_ping_pong", "v3_serial")
 
+ONE_LEVEL = "v3_fp8_one_level"
+
+
+@lru_cache
+def fp8_launch_of(
+    problem: Problem, strides: tuple[Ints, Ints, Ints], of_blocks: bool, transposed: bool, device: int, **switches: bool
+) -> Any:
+    """v3_fp8's launch with these switches of its kernel set."""
+    from flashzoo.v3.config import kernel_fp8_for
+    from flashzoo.v3.launch_fp8 import ForwardLaunchFp8
+
+    return ForwardLaunchFp8(problem, replace(kernel_fp8_for(problem, of_blocks, transposed), **switches), *strides, device)
+
+
+def v3_fp8_one_level(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, descales: tuple[Tensor | None, Tensor | None, Tensor | None]
+) -> tuple[Tensor, Tensor]:
+    """v3_fp8 with O summed by the tensor core alone, on tensors that TMA reads where they lie."""
+    from flashzoo.v3.config import prepares
+    from flashzoo.v3.quantize import transpose_v
+
+    transposed = prepares(problem)
+    v = transpose_v(v) if transposed else v
+    of_blocks = any(descale is not None and descale.ndim == 3 for descale in descales[1:])
+    launch = fp8_launch_of(problem, (q.stride(), k.stride(), v.stride()), of_blocks, transposed, q.get_device(), two_level=False)
+    return launch(q, k, v, softmax_scale, descales)
+
+
+def register_one_level() -> None:
+    """Make `ONE_LEVEL` a version; it takes e4m3 inputs alone."""
+    title = "v3_fp8 without two-level accumulation"
+    flashzoo.register(replace(FP8_SPEC, name=ONE_LEVEL, title=title, impl=f"{__name__}:{ONE_LEVEL}", quantizes=(), fp8_rms=(), auto=()))
+
 
 def main(argv: list[str] | None = None) -> int:
-    """Register the four, run the benchmark."""
+    """Register the four, or with `--fp8` the one, run the benchmark."""
+    given = sys.argv[1:] if argv is None else argv
+    if "--fp8" in given:
+        register_one_level()
+        chosen = ["--head-dims", "64,128,256", "--workers", "0", "--impls", f"{FP8_SPEC.name},{ONE_LEVEL}"]
+        return run.main([*FP8_SIZE, *chosen, *(word for word in given if word != "--fp8")])
     for name in NAMES:
         title = f"v3: {name.removeprefix('v3_').replace('_', ' ')}"
         flashzoo.register(replace(SPEC, name=name, title=title, impl=f"{__name__}:{name}"))
-    given = sys.argv[1:] if argv is None else argv
     # No workers: a process that compiles ahead would not know the four.
     chosen = ["--head-dims", "64,128,256", "--workers", "0", "--impls", ",".join(NAMES)]
     return run.main([*SIZE, *chosen, *given])

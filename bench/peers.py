@@ -2,11 +2,12 @@
 
 Every peer takes q `(batch, seqlen_q, heads, head_dim)` and k, v `(batch, seqlen_k, heads_kv, head_dim)`, fp16 or bf16,
 any strides, and returns out of q's shape, with gradients where an input asks for them. A layout of its own is met with
-transposed views, no copies.
+transposed views, no copies. Those of `FP8_PEERS` take e4m3, whose descales are 1, and have no gradients there.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache, partial
 from importlib import import_module
@@ -32,8 +33,10 @@ def peer(name: str, problem: Problem) -> Attention:
     Raises:
         KeyError: no peer has that name.
         ImportError: the library behind it is not installed, or too old to hold the function.
-        NotImplementedError: the peer means something else by this problem.
+        NotImplementedError: the peer means something else by this problem, or does not take its dtype.
     """
+    if problem.dtype == "e4m3" and name not in FP8_PEERS:
+        raise NotImplementedError(f"e4m3 is taken by {' and '.join(FP8_PEERS)}, got {name}")
     return PEERS[name](problem)
 
 
@@ -47,11 +50,14 @@ def missing(name: str) -> str | None:
     return None
 
 
-def _sdpa(backend: SDPBackend, problem: Problem) -> Attention:
+def _refuse_top_left(library: str, problem: Problem) -> None:
     if problem.causal and problem.seqlen_q != problem.seqlen_k:
-        raise NotImplementedError(
-            f"torch aligns causal top-left: expected equal lengths, got seqlen_q {problem.seqlen_q} and seqlen_k {problem.seqlen_k}"
-        )
+        lengths = f"seqlen_q {problem.seqlen_q} and seqlen_k {problem.seqlen_k}"
+        raise NotImplementedError(f"{library} aligns causal top-left: expected equal lengths, got {lengths}")
+
+
+def _sdpa(backend: SDPBackend, problem: Problem) -> Attention:
+    _refuse_top_left("torch", problem)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -94,17 +100,22 @@ def _flex(problem: Problem) -> Attention:
     return attention
 
 
-_LIBRARIES = {"fa2": "flash_attn", "fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
+_LIBRARIES = {
+    "fa2": "flash_attn.flash_attn_func",
+    "fa3": "flash_attn_interface.flash_attn_func",
+    "fa4": "flash_attn.cute.flash_attn_func",
+    "cudnn_fp8": "cudnn.pygraph",
+}
 
 
 @lru_cache
 def _function(name: str) -> Callable[..., Any]:
-    module = _LIBRARIES[name]
+    module, _, function = _LIBRARIES[name].rpartition(".")
     try:
         # flash_attn is there without fa2 where only fa4, which lives inside it, is installed
-        return import_module(module).flash_attn_func
+        return getattr(import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise ImportError(f"needs {module}.flash_attn_func, which is not installed ({error})") from error
+        raise ImportError(f"needs {_LIBRARIES[name]}, which is not installed ({error})") from error
 
 
 def _library(name: str, problem: Problem) -> Attention:
@@ -117,11 +128,107 @@ def _library(name: str, problem: Problem) -> Attention:
     return attention
 
 
+CUDNN_P_SCALE = 64.0
+"""What cuDNN multiplies P by before it rounds it to e4m3: as in NVIDIA's own tests, far from underflow and from 448."""
+
+
+def _cudnn_fp8(problem: Problem) -> Attention:
+    """cuDNN's FP8 forward pass (nvidia-cudnn-frontend, on the libcudnn that torch has loaded).
+
+    On Hopper it writes nothing but e4m3, so out is e4m3, with a scale of 1: half the bytes that ours has, and coarser. Two
+    maxima, of P and of out, are written as well.
+    """
+    _refuse_top_left("cuDNN in FP8 on Hopper", problem)
+    if problem.dtype != "e4m3":
+        raise NotImplementedError(f"takes e4m3, got {problem.dtype}")
+    _function("cudnn_fp8")
+    graphs: dict[tuple[tuple[int, ...], ...], CudnnFp8] = {}
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        layout = q.stride(), k.stride(), v.stride()
+        if layout not in graphs:
+            graphs[layout] = CudnnFp8(problem, q, k, v)
+        return graphs[layout](q, k, v)
+
+    return attention
+
+
+class CudnnFp8:
+    """cuDNN's graph of FP8 attention for tensors that lie like these, built, and called as a function of such tensors.
+
+    Args:
+        problem: causal, with top-left alignment, is read from it.
+        q, k, v: e4m3, on the GPU that the graph is for, in `(batch, seqlen, heads, head_dim)`; any strides.
+        out_dtype: of out; Hopper knows e4m3 alone, Blackwell bf16 and fp16 too.
+
+    Raises:
+        cudnn.cudnnGraphNotSupportedError: this cuDNN has no kernel for it on this GPU.
+    """
+
+    def __init__(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out_dtype: torch.dtype = torch.float8_e4m3fn) -> None:
+        self._cudnn = cudnn = import_module("cudnn")
+        self._device, self._out_dtype = q.device, out_dtype
+        self._handle = _cudnn_handle(q.get_device())
+        e4m3, fp32 = cudnn.data_type.FP8_E4M3, cudnn.data_type.FLOAT
+        outs = {torch.float8_e4m3fn: e4m3, torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}
+        graph = cudnn.pygraph(io_data_type=e4m3, intermediate_data_type=fp32, compute_data_type=fp32, handle=self._handle)
+
+        def tensor(x: Tensor, dtype: Any) -> Any:
+            return graph.tensor(dim=list(x.shape), stride=list(x.stride()), data_type=dtype)
+
+        def number(value: float) -> Tensor:
+            return torch.full((1, 1, 1, 1), value, dtype=torch.float32, device=q.device)
+
+        self._inputs = [tensor(x.transpose(1, 2), e4m3) for x in (q, k, v)]
+        scales = dict.fromkeys(("descale_q", "descale_k", "descale_v", "scale_o"), 1.0)
+        scales |= {"scale_s": CUDNN_P_SCALE, "descale_s": 1 / CUDNN_P_SCALE}
+        numbers = {name: number(value) for name, value in scales.items()}
+        described = {name: tensor(x, fp32) for name, x in numbers.items()}
+        mask = {"right_bound": 0, "diagonal_alignment": cudnn.diagonal_alignment.TOP_LEFT} if problem.causal else {}
+        self._out, _, *maxima = graph.sdpa_fp8(
+            **dict(zip("qkv", self._inputs, strict=True)),
+            **described,
+            **mask,
+            attn_scale=1 / math.sqrt(problem.head_dim),
+            generate_stats=False,
+        )
+        shape = self._empty(q, v).transpose(1, 2)
+        self._out.set_output(True).set_dim(list(shape.shape)).set_stride(list(shape.stride())).set_data_type(outs[out_dtype])
+        for maximum in maxima:
+            maximum.set_output(True).set_dim([1] * 4).set_stride([1] * 4).set_data_type(fp32)
+        graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        self._graph = graph
+        self._constants = {described[name]: x for name, x in numbers.items()} | {maximum: number(0) for maximum in maxima}
+        self._workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=q.device)
+
+    def _empty(self, q: Tensor, v: Tensor) -> Tensor:
+        return torch.empty((*q.shape[:3], v.shape[3]), dtype=self._out_dtype, device=self._device)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Out `(batch, seqlen_q, heads, head_dim)`, on the current stream of the tensors' device."""
+        out = self._empty(q, v)
+        self._cudnn.set_stream(self._handle, torch.cuda.current_stream(self._device).cuda_stream)
+        given = dict(zip(self._inputs, (q, k, v), strict=True))
+        self._graph.execute({**given, **self._constants, self._out: out}, self._workspace, handle=self._handle)
+        return out
+
+
+@lru_cache
+def _cudnn_handle(device: int) -> Any:
+    # cuDNN binds a handle to the device that is current as it is made.
+    with torch.cuda.device(device):
+        return import_module("cudnn").create_handle()
+
+
 PEERS: dict[str, Callable[[Problem], Attention]] = {
     "sdpa_flash": partial(_sdpa, SDPBackend.FLASH_ATTENTION),
     "sdpa_cudnn": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
     "sdpa_math": partial(_sdpa, SDPBackend.MATH),
     "flex": _flex,
-    **{name: partial(_library, name) for name in _LIBRARIES},
+    **{name: partial(_library, name) for name in ("fa2", "fa3", "fa4")},
+    "cudnn_fp8": _cudnn_fp8,
 }
 """What each peer makes of a problem, by the names that results have."""
+
+FP8_PEERS = ("fa3", "cudnn_fp8")
+"""Those that take e4m3."""

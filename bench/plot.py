@@ -12,22 +12,40 @@ import flashzoo
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 ROOT = Path(__file__).parent.parent
-PASSES = {"fwd": "Forward", "bwd": "Backward"}
+FP8, END_TO_END = "e4m3", "end_to_end"
+TABLES = {
+    "fwd": "Forward",
+    "fwd_e4m3": "Forward on FP8 inputs",
+    "fwd_end_to_end": "Forward from 16 bits through FP8, quantisation included",
+    "bwd": "Backward",
+}
+"""Which runs a table is of, and its title: a pass, and what sets the run apart."""
 TOKENS = 16384
 
 # The same colour for the same implementation in every picture.
 COLOURS = {
     name: f"C{i}" for i, name in enumerate(("v2", "v1", "standard", "sdpa_flash", "sdpa_cudnn", "flex", "v3", "blocksparse", "fa3", "fa4"))
-}
+} | {"v3_fp8": "C1", "v3_fp8_end_to_end": "C1", "cudnn_fp8": "C4"}
 
 Row = dict[str, str]
 Shape = tuple[int, bool, int]
 Speeds = dict[Shape, dict[str, float]]
 
 
-def last_run(rows: list[Row], pass_: str) -> list[Row]:
-    """The rows of this pass, at the field's sizes, of the run nearest the end of the file: ratios hold within a run only."""
-    mine = [row for row in rows if row["pass"] == pass_ and int(row["batch"]) * int(row["seqlen_q"]) == TOKENS]
+def last_run(rows: list[Row], table: str) -> list[Row]:
+    """A table's rows, at the field's sizes, of the run nearest the end of the file: ratios hold within a run only.
+
+    Args:
+        rows: of the results file.
+        table: one of `TABLES`. A run that times anything end to end is of that table, and of no other with its pass.
+    """
+    quantized = {row["run"] for row in rows if row["impl"].endswith(END_TO_END)}
+
+    def table_of_row(row: Row) -> str:
+        kind = FP8 if row["dtype"] == FP8 else END_TO_END if row["run"] in quantized and row["pass"] == "fwd" else ""
+        return f"{row['pass']}_{kind}" if kind else row["pass"]
+
+    mine = [row for row in rows if table_of_row(row) == table and int(row["batch"]) * int(row["seqlen_q"]) == TOKENS]
     return [row for row in mine if row["run"] == mine[-1]["run"]]
 
 
@@ -60,10 +78,14 @@ def ratios_of(table: Speeds) -> str:
     """Markdown: each version's speed over every other's, as geometric mean and worst cell of those that have both."""
     names = impls(table)
     lines = [f"| | {' | '.join(f'over {name}' for name in names)} |", "|---" * (1 + len(names)) + "|"]
-    for name in (name for name in names if name in flashzoo.versions()):
+    for name in (name for name in names if _ours(name)):
         shown = [_ratio([cell[name] / cell[other] for cell in table.values() if name in cell and other in cell]) for other in names]
         lines.append(f"| {name} | {' | '.join('' if other == name else text for other, text in zip(names, shown, strict=True))} |")
     return "\n".join(lines)
+
+
+def _ours(name: str) -> bool:
+    return name.removesuffix(f"_{END_TO_END}") in flashzoo.versions()
 
 
 def _ratio(values: list[float]) -> str:
@@ -73,18 +95,20 @@ def _ratio(values: list[float]) -> str:
 def report(rows: list[Row], results: Path) -> str:
     """The whole section, as markdown; `results` is the CSV file that the pictures lie beside."""
     parts = []
-    for pass_, title in PASSES.items():
-        mine = last_run(rows, pass_)
+    for name, title in TABLES.items():
+        mine = last_run(rows, name)
         if not mine:
             continue
         table, of = speeds(mine), mine[0]
-        matmul = ", ".join(f"{float(row['tflops']):.0f}" for row in rows if row["pass"] == "gemm" and row["run"] == of["run"])
+        dtype, matmul_of = (FP8, f"an {FP8} matmul") if of["dtype"] == FP8 else ("bf16", "a bf16 matmul")
+        matmuls = [row for row in rows if row["pass"] == "gemm" and (row["run"], row["dtype"]) == (of["run"], dtype)]
+        matmul = ", ".join(f"{float(row['tflops']):.0f}" for row in matmuls)
         versions = f"torch {of['torch']}, triton {of['triton']}, commit {of['commit']}"
         parts += [
             f"### {title}, {of['dtype']}",
-            f"{of['gpu']}, {versions}, run {of['run']} of {of['date']}. TFLOP/s, medians; a bf16 matmul in the same run: {matmul}.",
+            f"{of['gpu']}, {versions}, run {of['run']} of {of['date']}. TFLOP/s, medians; {matmul_of} in the same run: {matmul}.",
             table_of(table),
-            f"![{title}, TFLOP/s against seqlen](bench/results/{results.stem}_{pass_}.png)",
+            f"![{title}, TFLOP/s against seqlen](bench/results/{results.stem}_{name}.png)",
             "Geometric mean of the speed ratios over the cells that both ran, and the worst cell:",
             ratios_of(table),
         ]
@@ -101,12 +125,12 @@ def place(text: str, section: str) -> str:
 
 
 def draw(rows: list[Row], results: Path) -> list[Path]:
-    """A picture for each pass beside the results file: TFLOP/s over seqlen, a panel for each head dim and mask."""
+    """A picture for each table beside the results file: TFLOP/s over seqlen, a panel for each head dim and mask."""
     from matplotlib.figure import Figure
 
     paths = []
-    for pass_, title in PASSES.items():
-        mine = last_run(rows, pass_)
+    for name, title in TABLES.items():
+        mine = last_run(rows, name)
         if not mine:
             continue
         table = speeds(mine)
@@ -123,7 +147,7 @@ def draw(rows: list[Row], results: Path) -> list[Path]:
             axes.set_xlabel("seqlen, 16k tokens in all")
         figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(impls(table)))
         figure.suptitle(f"{title}, {mine[0]['dtype']}, {mine[0]['gpu']}")
-        paths.append(results.with_name(f"{results.stem}_{pass_}.png"))
+        paths.append(results.with_name(f"{results.stem}_{name}.png"))
         figure.savefig(paths[-1], dpi=110)
     return paths
 
@@ -132,7 +156,7 @@ def _panel(axes: Any, table: Speeds, head_dim: int, causal: bool) -> None:
     cells = {shape[2]: cell for shape, cell in table.items() if shape[:2] == (head_dim, causal)}
     for name in impls(table):
         points = {seqlen: cell[name] for seqlen, cell in cells.items() if name in cell}
-        ours = name in flashzoo.versions()
+        ours = _ours(name)
         axes.plot(
             list(points),
             list(points.values()),

@@ -3,7 +3,8 @@
 For each cell (a shape and a pass) every implementation runs once at full size, and two heads of what it returns are held
 against the oracle; one that fails gets no speed. The others are then timed in turns, so that a warming GPU is unfair to
 none: flush L2, CUDA event, call, CUDA event. The backward pass is timed alone. A bf16 matmul, timed before and after,
-says what the GPU could do in this run.
+says what the GPU could do in this run; with `--dtype e4m3`, where inputs are FP8 and there is no backward pass, an FP8 one
+too. A version that quantizes 16-bit inputs is timed so, end to end, under its name with `_end_to_end` behind it.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ from importlib.metadata import version as package_version
 from math import ceil
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 import flashzoo
-from bench.peers import PEERS, Attention, missing, peer
+from bench.peers import FP8_PEERS, PEERS, Attention, missing, peer
 from flashzoo.accuracy import Judge
 from flashzoo.reference import Result
 from flashzoo.spec import Problem
-from flashzoo.workloads import flops, hardware, inputs, workloads
+from flashzoo.workloads import TORCH_DTYPES, flops, hardware, inputs, workloads
 
 RUN_FIELDS = ("run", "date", "commit", "gpu", "torch", "triton", "cutlass_dsl")
 SHAPE_FIELDS = ("pass", "dtype", "batch", "seqlen_q", "seqlen_k", "heads", "heads_kv", "head_dim", "causal")
@@ -44,6 +46,8 @@ FIELDS: tuple[str, ...] = (*RUN_FIELDS, "impl", *SHAPE_FIELDS, *RESULT_FIELDS)
 TAGS = {"fwd": "bench", "bwd": "bench_bwd"}
 PASSES = tuple(TAGS)
 DEFAULT_PEERS = ("sdpa_flash", "flex")
+END_TO_END = "_end_to_end"
+"""Ends the name of a version that is timed with `precision="fp8"` on 16-bit inputs, quantisation included."""
 MATMUL_SIZE = {"cuda": 8192, "cpu": 256}
 SETTLE_MS = 400
 FLUSH_BYTES = 256 << 20
@@ -86,11 +90,16 @@ def cells(args: argparse.Namespace) -> list[Cell]:
     """The cells that the arguments leave, in the workloads' order; of other sizes where `--tokens` and `--hidden` are given."""
     own = bool(args.tokens)
     chosen = []
-    for pass_ in args.passes:
+    for pass_ in passes(args):
         problems = _sized(args) if own else [w.problem for w in workloads(TAGS[pass_])]
-        here = {**hardware(args.device), "dtype": args.dtype, "grad": pass_ == "bwd"}
+        here = {**hardware(args.device), "dtype": args.dtype, "out_dtype": None, "grad": pass_ == "bwd"}
         chosen += [Cell(replace(p, **here)) for p in problems if own or _wanted(p, args)]
     return chosen
+
+
+def passes(args: argparse.Namespace) -> list[str]:
+    """Those asked for; where none are, all that the dtype has: e4m3 has no backward pass."""
+    return args.passes or [pass_ for pass_ in PASSES if (pass_, args.dtype) != ("bwd", "e4m3")]
 
 
 def _sized(args: argparse.Namespace) -> list[Problem]:
@@ -107,32 +116,45 @@ def _wanted(problem: Problem, args: argparse.Namespace) -> bool:
     return all(not wanted or size in wanted for size, wanted in sizes)
 
 
-def default_impls(pass_: str) -> list[str]:
-    """Every registered version but `sdpa`, which the peers stand for, and the peers; backward only what needs linear memory."""
-    specs = [spec for spec in flashzoo.versions().values() if spec.name != "sdpa"]
+def default_impls(pass_: str, dtype: str = "bf16") -> list[str]:
+    """Every registered version of that dtype but `sdpa`, which the peers stand for, and the peers; backward only what needs
+    linear memory."""
+    specs = [spec for spec in flashzoo.versions().values() if spec.name != "sdpa" and dtype in (*spec.dtypes, *spec.cpu_dtypes)]
     if pass_ == "bwd":
         specs = [spec for spec in specs if spec.backward is not None and spec.memory == "linear"]
-    return [*(spec.name for spec in specs), *DEFAULT_PEERS]
+    peers = FP8_PEERS if dtype == "e4m3" else DEFAULT_PEERS
+    return [*(spec.name for spec in specs), *peers]
+
+
+def end_to_end_impls() -> list[str]:
+    """The names under which versions are timed with quantisation included."""
+    return [f"{spec.name}{END_TO_END}" for spec in flashzoo.versions().values() if spec.quantizes]
+
+
+def precision(impl: str) -> Literal["fp8"] | None:
+    """What is asked of that implementation beyond its inputs' dtype."""
+    return "fp8" if impl.endswith(END_TO_END) else None
 
 
 def attention(impl: str, problem: Problem) -> Attention:
     """The version or peer of that name as a function of q, k and v."""
     if impl in PEERS:
         return peer(impl, problem)
-    return partial(flashzoo.attention, causal=problem.causal, window_size=problem.window, version=impl)
+    version = impl.removesuffix(END_TO_END)
+    return partial(flashzoo.attention, causal=problem.causal, window_size=problem.window, precision=precision(impl), version=version)
 
 
 class Contender:
     """One implementation on one cell's inputs. Making it runs the forward pass where the backward pass is the cell's.
 
     Args:
-        impl: a version or a peer.
+        impl: a version, perhaps end to end, or a peer.
         cell: what to run.
         tensors: q, k, v and dout.
     """
 
     def __init__(self, impl: str, cell: Cell, tensors: tuple[Tensor, ...]) -> None:
-        self.impl, self.grad = impl, cell.problem.grad
+        self.impl, self.grad, self.out_dtype = impl, cell.problem.grad, TORCH_DTYPES[cell.problem.out_dtype]
         self.function = attention(impl, cell.problem)
         *self.leaves, self.dout = tensors
         if self.grad:
@@ -150,7 +172,8 @@ class Contender:
         """One run's out and, in a backward cell, gradients."""
         found = self.run()
         out, gradients = (self.out.detach(), found) if self.grad else (found[0], ())
-        return Result(out, None, *gradients)
+        # A peer may have another dtype for out, as cuDNN in FP8; it is judged in ours.
+        return Result(out.to(self.out_dtype) if self.impl in PEERS else out, None, *gradients)
 
 
 class Referee:
@@ -166,9 +189,17 @@ class Referee:
         group = problem.heads // problem.heads_kv
         self.heads_kv = min(problem.heads_kv, ceil(2 / group))
         self.heads = self.heads_kv * group
-        sample = replace(problem, batch=1, heads=self.heads, heads_kv=self.heads_kv, lse=False)
-        q, k, v, dout = (x[:1, :, :n] for x, n in zip(tensors, (self.heads, self.heads_kv, self.heads_kv, self.heads), strict=True))
-        self.judge = Judge(q, k, v, sample, None, dout if problem.grad else None)
+        self.sample = replace(problem, batch=1, heads=self.heads, heads_kv=self.heads_kv, lse=False)
+        self.tensors = [x[:1, :, :n] for x, n in zip(tensors, (self.heads, self.heads_kv, self.heads_kv, self.heads), strict=True)]
+        self.judges: dict[str | None, Judge] = {}
+
+    def judge(self, impl: str) -> Judge:
+        """Of what that implementation is asked for, which may err more where it quantizes its inputs."""
+        asked = precision(impl)
+        if asked not in self.judges:
+            q, k, v, dout = self.tensors
+            self.judges[asked] = Judge(q, k, v, replace(self.sample, precision=asked), None, dout if self.sample.grad else None)
+        return self.judges[asked]
 
     def errors(self, impl: str, result: Result) -> Row:
         """The columns max_err and rms_err: of out, or the worst of the gradients.
@@ -179,11 +210,11 @@ class Referee:
         heads = {"dk": self.heads_kv, "dv": self.heads_kv}
         parts = {name: x[:1, :, : heads.get(name, self.heads)] for name, x in result.items().items() if name != "lse"}
         sliced = Result(**parts)
-        slack = PEER_SLACK if impl in PEERS else 1
-        failed = [str(check) for check in self.judge.checks(sliced) if not check.used <= slack]
+        slack, judge = PEER_SLACK if impl in PEERS else 1, self.judge(impl)
+        failed = [str(check) for check in judge.checks(sliced) if not check.used <= slack]
         if failed:
             raise WrongResultError("; ".join(failed))
-        found = self.judge.errors(sliced)
+        found = judge.errors(sliced)
         of_pass = [found[name] for name in ("dq", "dk", "dv") if name in found] or [found["out"]]
         return {"max_err": f"{max(top for top, _ in of_pass):.3e}", "rms_err": f"{max(rms for _, rms in of_pass):.3e}"}
 
@@ -246,14 +277,29 @@ def timing(times: list[float], operations: float) -> Row:
     return {"ms": f"{middle:.5g}", "ms_p10": f"{low:.5g}", "ms_p90": f"{high:.5g}", "tflops": f"{operations / middle / 1e9:.5g}"}
 
 
-def ceiling(clock: Clock, device: str, ms_each: float) -> Row:
-    """The row of the bf16 matmul; run first for `SETTLE_MS`, so that the clocks settle."""
+def ceilings(clock: Clock, device: str, ms_each: float, dtype: str) -> list[Row]:
+    """The row of the bf16 matmul, and for cells in e4m3 that of the FP8 one."""
+    return [ceiling(clock, device, ms_each, product) for product in (("bf16", "e4m3") if dtype == "e4m3" else ("bf16",))]
+
+
+def ceiling(clock: Clock, device: str, ms_each: float, dtype: str) -> Row:
+    """The row of a matmul in bf16 or e4m3; run first for `SETTLE_MS`, so that the clocks settle."""
     size = MATMUL_SIZE[device]
-    a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
-    times = clock.measure({"matmul": lambda: (a @ b,)}, ms_each + SETTLE_MS)["matmul"]
-    shape = {"pass": "gemm", "dtype": "bf16", "batch": 1, "seqlen_q": size, "seqlen_k": size, "heads": 1, "heads_kv": 1, "head_dim": size}
+    a, b = (torch.randn(size, size, device=device).to(TORCH_DTYPES[dtype]) for _ in range(2))
+    times = clock.measure({"matmul": lambda: (PRODUCTS[dtype](a, b),)}, ms_each + SETTLE_MS)["matmul"]
+    shape = {"pass": "gemm", "dtype": dtype, "batch": 1, "seqlen_q": size, "seqlen_k": size, "heads": 1, "heads_kv": 1, "head_dim": size}
     settled = times[len(times) // 2 :]
     return {**shape, "impl": "matmul", "causal": 0, "mask": "", "density": 1, **timing(settled, 2.0 * size**3)}
+
+
+def _fp8_product(a: Tensor, b: Tensor) -> Tensor:
+    # Both operands along k, the only way that FP8 tensor cores take them, and their fast accumulation: the highest rate there is.
+    one = torch.ones((), device=a.device)
+    scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+    return scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+PRODUCTS = {"bf16": torch.matmul, "e4m3": _fp8_product}
 
 
 class Results:
@@ -365,7 +411,8 @@ def compile_ahead(todo: list[Cell], impls: dict[str, list[str]], workers: int) -
     for cell in todo:
         for impl in impls[cell.pass_]:
             shape = (cell.problem.seqlen_q,) if impl == "flex" else ()
-            if shape or (impl in flashzoo.versions() and flashzoo.versions()[impl].requires):
+            spec = flashzoo.versions().get(impl.removesuffix(END_TO_END))
+            if shape or (spec and spec.requires):
                 jobs.setdefault((impl, cell.pass_, cell.problem.head_dim, cell.problem.causal, *shape), []).append(cell)
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_compile_in_one_thread) as pool:
         for job in [pool.submit(_compile, key[0], group) for key, group in jobs.items()]:
@@ -402,7 +449,7 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = [*flashzoo.versions(), *PEERS]
+    known = [*flashzoo.versions(), *end_to_end_impls(), *PEERS]
     truth = {"0": False, "1": True}
 
     def names(choices: list[str] | tuple[str, ...]) -> Callable[[str], list[str]]:
@@ -420,14 +467,16 @@ def _parser() -> argparse.ArgumentParser:
     def truths(text: str) -> list[bool]:
         return [truth[name] for name in names(list(truth))(text)]
 
-    parser.add_argument("--impls", type=names(known), help="versions and peers; default: every version, sdpa_flash and flex")
-    parser.add_argument("--passes", type=names(PASSES), default=list(PASSES), help="fwd,bwd")
+    parser.add_argument(
+        "--impls", type=names(known), help=f"versions, also end to end, and peers: {', '.join(known)}; default: what takes the dtype"
+    )
+    parser.add_argument("--passes", type=names(PASSES), help="fwd,bwd; default: those that the dtype has")
     parser.add_argument("--head-dims", type=numbers, help="only these, such as 64,128")
     parser.add_argument("--seqlens", type=numbers, help="only these")
     parser.add_argument("--causal", type=truths, default=[False, True], help="only 0 or only 1")
     parser.add_argument("--tokens", type=int, help="other sizes than the field's: batch * seqlen; needs --hidden")
     parser.add_argument("--hidden", type=int, help="other sizes than the field's: heads * head_dim; needs --tokens")
-    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32"))
+    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32", "e4m3"))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--ms", type=float, default=80, help="measured time for each implementation and cell")
     parser.add_argument("--budget-s", type=float, default=float("inf"), help="stop after the cell at hand once so much time is gone")
@@ -444,6 +493,8 @@ def main(argv: list[str] | None = None) -> int:
     started = time.monotonic()
     parser = _parser()
     args = parser.parse_args(argv)
+    if args.dtype == "e4m3" and "bwd" in passes(args):
+        parser.error(f"--passes: expected fwd for e4m3, which has no backward pass, got {','.join(args.passes)}")
     if bool(args.tokens) != bool(args.hidden):
         parser.error("--tokens and --hidden: expected both or neither")
     for name, whole, parts in (("--tokens", args.tokens, args.seqlens), ("--hidden", args.hidden, args.head_dims)):
@@ -452,7 +503,7 @@ def main(argv: list[str] | None = None) -> int:
     results = Results(args.out or results_path(args.device), args.resume or args.run, args.device, args.commit or _head_commit())
     measured = results.measured()
     todo = [cell for cell in cells(args) if cell.key not in measured]
-    impls = {pass_: args.impls or default_impls(pass_) for pass_ in args.passes}
+    impls = {pass_: args.impls or default_impls(pass_, args.dtype) for pass_ in passes(args)}
     print(f"run {results.run}, {len(todo)} cells, {gpu_name(args.device)}, into {results.path}")
     for impl in dict.fromkeys(impl for chosen in impls.values() for impl in chosen):
         if why := missing(impl):
@@ -467,7 +518,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(todo: list[Cell], impls: dict[str, list[str]], results: Results, args: argparse.Namespace, started: float) -> bool:
     clock = Clock(args.device)
     failed = False
-    results.append([ceiling(clock, args.device, args.ms)])
+    results.append(ceilings(clock, args.device, args.ms, args.dtype))
     with _progress(len(todo)) as say:
         for position, cell in enumerate(todo, 1):
             rows, refused = measure(cell, [impl for impl in impls[cell.pass_] if not missing(impl)], clock, args.ms)
@@ -479,7 +530,7 @@ def _run(todo: list[Cell], impls: dict[str, list[str]], results: Results, args: 
             if time.monotonic() - started > args.budget_s and position < len(todo):
                 say(f"stopped after {position} of {len(todo)} cells, {args.budget_s:.0f} s are gone; go on with --resume {results.run}")
                 break
-    results.append([ceiling(clock, args.device, args.ms)])
+    results.append(ceilings(clock, args.device, args.ms, args.dtype))
     print(f"{time.monotonic() - started:.0f} s")
     return failed
 

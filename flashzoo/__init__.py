@@ -7,7 +7,7 @@ print(flashzoo.compare(q, k, v, causal=True))                   # error, ms, TFL
 """
 
 from flashzoo import baselines, v1, v2, v3
-from flashzoo.api import attention, explain, sdpa
+from flashzoo.api import attention, explain, quantize, sdpa
 from flashzoo.compare import compare
 from flashzoo.registry import UnsupportedError, register, unregister, use, versions
 from flashzoo.spec import Problem, Spec
@@ -21,6 +21,7 @@ __all__ = [
     "attention",
     "compare",
     "explain",
+    "quantize",
     "register",
     "sdpa",
     "unregister",
@@ -30,6 +31,7 @@ __all__ = [
 
 # The order of `auto`, newest first. `sdpa` takes what no kernel of ours does; `standard` what even sdpa can't (lse).
 register(v3.SPEC)
+register(v3.FP8_SPEC)
 register(v2.SPEC)
 register(v1.SPEC)
 register(baselines.SDPA)

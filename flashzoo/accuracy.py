@@ -4,6 +4,10 @@ The oracle is float64 on the same inputs. The yardstick is `standard`: the same 
 (scores and sums in float32; P, dS and outputs rounded to the I/O dtype). A version may err a little more than the
 yardstick does on these very inputs, and no more. Maximum, worst row and RMS are all held, because each is blind to
 faults that another sees: one wrong row hides in an RMS, a bias on every element hides under a maximum.
+
+The constants are kept by `Problem.numerics`. For "e4m3" the oracle takes the inputs times their descales, so what errs is P and the
+tensor core's sums. For "fp8" it takes the 16-bit inputs themselves, and what errs most is their quantisation, which the yardstick does
+in the plainest way: one scale for each head. A version with finer scales or a rotation may use all that it gains.
 """
 
 from __future__ import annotations
@@ -14,41 +18,46 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flashzoo.reference import Result, oracle, standard
+from flashzoo.reference import HOPPER_SUM_BITS, NO_DESCALES, Descales, Result, dequantized, oracle, rotated, standard
 from flashzoo.spec import Problem
-from flashzoo.workloads import visible_pairs
+from flashzoo.workloads import TORCH_DTYPES, visible_pairs
 
 OUT_MAX = 3.0
 """Elementwise, out may err this many times the yardstick's largest error: extremes of two samples differ by less."""
 OUT_ROW = 3.0
 """The same for the worst row's relative L2; one row that misses a key or a block stands out here."""
-OUT_RMS = {"fp16": 1.3, "bf16": 1.3, "fp32": 3.0, "fp64": 3.0}
+OUT_RMS = {"fp16": 1.3, "bf16": 1.3, "fp32": 3.0, "fp64": 3.0, "e4m3": 1.3, "fp8": 1.3}
 """A head's RMS error over the yardstick's. In 16 bits roundings make the error, whatever the order of summation:
 truncation doubles it, accumulating in bf16 more. In fp32 the order is all there is: 256 products added one by one err 3
-times what 16 sums of 16 do, and the next coarser thing, TF32, a thousand times."""
+times what 16 sums of 16 do, and the next coarser thing, TF32, a thousand times. In FP8 it is roundings again."""
 SUMMED = 4.0
 """Roundings, at the accumulator's precision, of the terms P |V| that an fp32 or fp64 out is summed from, allowed to every
 element before the three rules above: where thousands of values cancel, a yardstick that splits its sums (cuBLAS) is closer
 than a running sum can be (3 to 12 times at 4097 and 65537 keys on an H200). A dropped key would be 1/seqlen_k of a term,
 TF32 a thousand roundings."""
-GRAD_L2 = {"fp16": 1.5, "bf16": 1.5, "fp32": 4.0, "fp64": 4.0}
+GRAD_L2 = {"fp16": 1.5, "bf16": 1.5, "fp32": 4.0, "fp64": 4.0, "fp8": 1.5}
 """A gradient's L2 error over the yardstick's; looser than out's in 16 bits because P and dS are rounded as well, and in
 fp32 because its sums may be as long as the sequence (3.3 measured at 65537 keys against cuBLAS)."""
-GRAD_MAX = {"fp16": 4.0, "bf16": 4.0, "fp32": 6.0, "fp64": 6.0}
+GRAD_MAX = {"fp16": 4.0, "bf16": 4.0, "fp32": 6.0, "fp64": 6.0, "fp8": 4.0}
 """A gradient's largest error over the yardstick's: tails are longer where atomics or split sums add up, and see GRAD_L2."""
 SPREAD = 4.0
 """An RMS of n independent roundings scatters by about 1/sqrt(n) of itself; four such deviations are allowed. A head's out
-has no more of them than visible elements, nor than visible pairs (a row with one key has one P); a gradient has the pairs."""
+has no more of them than visible elements, nor than visible pairs (a row with one key has one P); a gradient has the pairs. In
+FP8 the elements of a row err together, with the largest of its P and its scores, so neither has more than rows."""
 RMS_ROUNDING = 0.25
 """Rounding to nearest leaves an RMS of about 0.2 eps of the values. A yardstick that is exact by luck (one key, a
 one-hot softmax) gets this much in place of its own error, so that a rounding is never forbidden but a truncation (0.4) is."""
 ROW_FLOOR = 0.1
 """Rows smaller than this share of their head's RMS row count as if so large: a row that cancels to nearly 0, common
 only at head dims of a few elements, would make any relative error huge. Rows that are exactly 0 must be met exactly."""
-LSE_ATOL = {"fp16": 1e-3, "bf16": 1e-3, "fp32": 2e-5, "fp64": 2e-5}
+LSE_ATOL = {"fp16": 1e-3, "bf16": 1e-3, "fp32": 2e-5, "fp64": 2e-5, "e4m3": 1e-3, "fp8": 1e-3}
 """LSE stays in float32 and sees no output rounding, so this is tight: wrong units or one extra key exceed it."""
 LSE_ULPS = 4.0
-"""Float32 roundings allowed in LSE, at the size of the largest score its row can hold (Cauchy-Schwarz) or of LSE itself."""
+"""Roundings of scores, in `_score_eps`, allowed in LSE, at the size of the largest that its row can hold (Cauchy-Schwarz) or of
+LSE itself."""
+LSE_QUANTIZED = 3.0
+"""With precision="fp8", LSE may err this many times the yardstick's largest error as well: scores of quantised q and k are off by
+hundredths, the same way for all keys of a query whose own rounding they share."""
 CANCELLED = 4.0
 """Float32 roundings of the terms that a gradient cancels from. One that is smaller everywhere (a single visible key
 makes dQ and dK exactly 0) has no relative error to speak of, and is held to this instead."""
@@ -58,6 +67,7 @@ ORACLE_EPS = 1e-12
 held to it, since their own eps would ask more of the oracle than it has."""
 
 _EPS32 = torch.finfo(torch.float32).eps
+_FP8 = ("e4m3", "fp8")
 _SLICE_SCORES = 1 << 28  # score elements the yardstick holds at a time: 1 GB in float32
 
 
@@ -100,8 +110,9 @@ class Judge:
         q, k, v: as in `flashzoo.attention`, CPU or GPU; never modified.
         problem: of these tensors. Its lse says whether results are judged by their lse.
         softmax_scale: the factor on the scores; `1 / sqrt(head_dim)` where None.
-        dout: gradient of out, in its shape; gradients are judged where it is given.
+        dout: gradient of out, in its shape; gradients are judged where it is given, unless the inputs are e4m3: those have none.
         dlse: gradient of lse `(batch, heads, seqlen_q)`, or None; needs dout.
+        descales: of q, k and v where they are e4m3, as in `flashzoo.attention`.
 
     Attributes:
         reference: the oracle's `Result`, float64.
@@ -117,29 +128,42 @@ class Judge:
         softmax_scale: float | None,
         dout: Tensor | None = None,
         dlse: Tensor | None = None,
+        descales: Descales = NO_DESCALES,
     ) -> None:
         scale = 1 / math.sqrt(problem.head_dim) if softmax_scale is None else softmax_scale
         q, k, v = q.detach(), k.detach(), v.detach()
         self.problem = problem
-        self._dtype, self._eps = q.dtype, max(torch.finfo(q.dtype).eps, ORACLE_EPS)
+        self._dtype = TORCH_DTYPES[problem.out_dtype]
+        self._eps = max(torch.finfo(self._dtype).eps, ORACLE_EPS)
+        if problem.dtype == "e4m3":
+            dout = dlse = None
+        self.yardstick = _yardstick(q, k, v, problem, scale, dout, dlse, descales)
+        if problem.dtype == "e4m3":
+            q, k, v = (dequantized(x, descale) for x, descale in zip((q, k, v), descales, strict=True))
         self.reference = oracle(q, k, v, problem, scale, dout, dlse)
-        self.yardstick = _yardstick(q, k, v, problem, scale, dout, dlse)
         self._pairs = visible_pairs(problem)
         self._summed = self._summation_slack(q, k, v, scale)
         self._terms = _largest_terms(q, k, v, problem, scale, dout)
-        self._yard = {name: _absolute(value, self.reference.items()[name]) for name, value in self.yardstick.items().items()}
-        # Of the yardstick's errors only these figures are needed again.
-        self._yard_max = {name: _top(error) for name, error in self._yard.items()}
-        self._yard_row = _top(_row_errors(self._yard["out"], self.reference.out))
-        self._yard_rms = _head_rms(self._yard["out"])
-        self._yard_l2 = {name: float(error.norm()) for name, error in self._yard.items() if name in _GRADIENTS}
-        del self._yard
+        yards = [self._errors_of(self.yardstick)]
+        self._plain_rms = _head_rms(yards[0]["out"])
+        if problem.precision == "fp8":
+            plain = replace(problem, grad=False)
+            yards.append(self._errors_of(_yardstick(rotated(q), rotated(k), v, plain, scale, None, None, descales)))
+        # Of the yardsticks' errors only these figures are needed again.
+        self._yard_max = {name: max(_top(yard[name]) for yard in yards if name in yard) for name in yards[0]}
+        self._yard_row = max(_top(_row_errors(yard["out"], self.reference.out)) for yard in yards)
+        self._yard_rms = torch.stack([_head_rms(yard["out"]) for yard in yards]).amax(0)
+        self._yard_l2 = {name: float(error.norm()) for name, error in yards[0].items() if name in _GRADIENTS}
 
-    def checks(self, result: Result) -> list[Check]:
+    def _errors_of(self, result: Result) -> dict[str, Tensor]:
+        return {name: _absolute(value, self.reference.items()[name]) for name, value in result.items().items()}
+
+    def checks(self, result: Result, rms: float | None = None) -> list[Check]:
         """Every rule applied to every tensor that the result has; the result is correct where all are `ok`.
 
         Args:
             result: out, lse (only where `problem.lse`; else it is not looked at) and gradients.
+            rms: how many times the yardstick's the RMS error of a head's out may be, where that is less than `OUT_RMS`.
 
         Raises:
             ValueError: a tensor has another shape or dtype than the call promises.
@@ -154,6 +178,8 @@ class Judge:
             if ref.numel():
                 rules = {"out": self._out_checks, "lse": self._lse_checks}.get(name, self._gradient_checks)
                 found += rules(name, _absolute(value, ref), value)
+                if name == "out" and rms is not None:
+                    found.append(_tightest(name, "worst head's RMS, as declared", _head_rms(_absolute(value, ref)), self._rms_budget(rms)))
         return found
 
     def errors(self, result: Result) -> dict[str, tuple[float, float]]:
@@ -204,11 +230,13 @@ class Judge:
         tiny = torch.finfo(self._dtype).smallest_normal * self._eps  # the smallest subnormal: what the dtype can't resolve
         return (OUT_MAX * self._yard_max["out"] + tiny + self._eps * row_max).expand_as(self.reference.out)
 
-    def _rms_budget(self) -> Tensor:
+    def _rms_budget(self, factor: float | None = None) -> Tensor:
         problem = self.problem
-        elements = (problem.seqlen_q - problem.blind_rows) * problem.head_dim_v
+        rows = problem.seqlen_q - problem.blind_rows
+        independent = rows if problem.numerics in _FP8 else min(rows * problem.head_dim_v, self._pairs)
         rounding = RMS_ROUNDING * self._eps * _head_rms(self.reference.out)
-        return _spread(min(elements, self._pairs)) * torch.maximum(OUT_RMS[problem.dtype] * self._yard_rms, rounding)
+        rms = OUT_RMS[problem.numerics] * self._yard_rms if factor is None else factor * self._plain_rms
+        return _spread(independent) * torch.maximum(rms, rounding)
 
     def _lse_checks(self, name: str, error: Tensor, value: Tensor) -> list[Check]:
         misplaced = (value == -math.inf) != (self.reference.lse == -math.inf)
@@ -223,7 +251,18 @@ class Judge:
 
     def _lse_budget(self) -> Tensor:
         size = torch.maximum(self._lse_size(), self._terms["lse"])
-        return LSE_ATOL[self.problem.dtype] + LSE_ULPS * _EPS32 * size
+        budget = LSE_ATOL[self.problem.numerics] + LSE_ULPS * self._score_eps() * size
+        if self.problem.numerics == "fp8":
+            budget = budget + LSE_QUANTIZED * self._spread_of_rows() * self._yard_max["lse"]
+        return budget
+
+    def _score_eps(self) -> float:
+        """The rounding of a score: float32's, or what Hopper's FP8 tensor core keeps."""
+        return 2.0**-HOPPER_SUM_BITS if self.problem.numerics in _FP8 else _EPS32
+
+    def _spread_of_rows(self) -> float:
+        problem = self.problem
+        return _spread((problem.seqlen_q - problem.blind_rows) * problem.batch * problem.heads)
 
     def _gradient_checks(self, name: str, error: Tensor, value: Tensor) -> list[Check]:
         return [
@@ -233,12 +272,13 @@ class Judge:
 
     def _gradient_l2_budget(self, name: str) -> float:
         ref = self.reference.items()[name]
-        spread = _spread(self._pairs * self.problem.batch * self.problem.heads)
-        budget = GRAD_L2[self.problem.dtype] * spread * self._yard_l2[name] + self._recomputed() * float(ref.norm())
+        fp8 = self.problem.numerics in _FP8
+        spread = self._spread_of_rows() if fp8 else _spread(self._pairs * self.problem.batch * self.problem.heads)
+        budget = GRAD_L2[self.problem.numerics] * spread * self._yard_l2[name] + self._recomputed() * float(ref.norm())
         return max(budget, self._cancelled(name) * math.sqrt(ref.numel()))
 
     def _gradient_max_budget(self, name: str) -> float:
-        budget = GRAD_MAX[self.problem.dtype] * self._yard_max[name] + self._recomputed() * _top(self.reference.items()[name].abs())
+        budget = GRAD_MAX[self.problem.numerics] * self._yard_max[name] + self._recomputed() * _top(self.reference.items()[name].abs())
         return max(budget, self._cancelled(name))
 
     def _recomputed(self) -> float:
@@ -257,11 +297,20 @@ class Judge:
 _GRADIENTS = ("dq", "dk", "dv")
 
 
-def _yardstick(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scale: float, dout: Tensor | None, dlse: Tensor | None) -> Result:
+def _yardstick(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    scale: float,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    descales: Descales,
+) -> Result:
     """`standard` on as many (batch, key/value head) slices at a time as fit in `_SLICE_SCORES`."""
     grad = dout is not None
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = q.new_zeros((*q.shape[:3], v.shape[3]))
+    out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=TORCH_DTYPES[problem.out_dtype])
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=wide)
     dq, dk, dv = (x.new_zeros(x.shape) if grad else None for x in (q, k, v))
     whole = Result(out, lse, dq, dk, dv)
@@ -278,18 +327,21 @@ def _yardstick(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scale: float, 
             cut |= dict.fromkeys(("dk", "dv"), (at, slice(None), kv))
             inputs = [x[cut[name]] for x, name in ((q, "dq"), (k, "dk"), (v, "dv"))]
             gradients = [None if x is None else x[cut[name]] for x, name in ((dout, "out"), (dlse, "lse"))]
-            for name, value in _standard(inputs, problem, scale, gradients).items().items():
+            q_scale, k_scale, v_scale = descales
+            q_scale = None if q_scale is None else q_scale[at, heads if q_scale.ndim == 3 else kv]
+            some = (q_scale, None if k_scale is None else k_scale[at, kv], None if v_scale is None else v_scale[at, kv])
+            for name, value in _standard(inputs, problem, scale, gradients, some).items().items():
                 whole.items()[name][cut[name]] = value
     return whole
 
 
-def _standard(inputs: list[Tensor], problem: Problem, scale: float, gradients: list[Tensor | None]) -> Result:
+def _standard(inputs: list[Tensor], problem: Problem, scale: float, gradients: list[Tensor | None], descales: Descales) -> Result:
     (batch, _, heads, _), heads_kv = inputs[0].shape, inputs[1].shape[2]
     dout, dlse = gradients
     problem = replace(problem, batch=batch, heads=heads, heads_kv=heads_kv, lse=True, grad=dout is not None)
-    leaves = [x.detach().requires_grad_(dout is not None) for x in inputs]
+    leaves = q, k, v = [x.detach().requires_grad_(dout is not None) for x in inputs]
     with torch.enable_grad():
-        out, lse = standard(*leaves, problem, scale)
+        out, lse = standard(q, k, v, problem, scale, descales)
         assert lse is not None, "standard gives lse where problem.lse"
         if dout is None:
             return Result(out, lse)

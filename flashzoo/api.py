@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from flashzoo.registry import Explanation, explain_problem, implementation, remembered, requested, resolve
-from flashzoo.spec import Problem, Window
+from flashzoo.spec import DESCALE_BLOCK, OUT_DTYPES, PRECISIONS, QUANTIZABLE, Problem, Window
 
 LARGEST_SCALE = 1e30
 """Of softmax_scale: scores are float32, and beyond this even small ones would be infinite."""
 
-_DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64"}
+_DTYPE_NAMES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.float8_e4m3fn: "e4m3",
+}
+_OUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @overload
@@ -30,6 +38,11 @@ def attention(
     deterministic: bool = ...,
     return_lse: Literal[False] = ...,
     version: str = ...,
+    precision: Literal["fp8"] | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    q_descale: Tensor | None = ...,
+    k_descale: Tensor | None = ...,
+    v_descale: Tensor | None = ...,
 ) -> Tensor: ...
 @overload
 def attention(
@@ -43,6 +56,11 @@ def attention(
     deterministic: bool = ...,
     return_lse: Literal[True],
     version: str = ...,
+    precision: Literal["fp8"] | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    q_descale: Tensor | None = ...,
+    k_descale: Tensor | None = ...,
+    v_descale: Tensor | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
@@ -55,12 +73,17 @@ def attention(
     deterministic: bool = False,
     return_lse: bool = False,
     version: str = "auto",
+    precision: Literal["fp8"] | None = None,
+    out_dtype: torch.dtype | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention, `softmax(q k^T * softmax_scale) v`, by the version that is asked for or the best that can.
 
     Args:
-        q: `(batch, seqlen_q, heads, head_dim)`, fp16, bf16 or fp32; any strides with a contiguous last dimension, so
-            a transposed view of a `(batch, heads, seqlen, head_dim)` tensor passes with no copy.
+        q: `(batch, seqlen_q, heads, head_dim)`, fp16, bf16, fp32, fp64 or e4m3 (`torch.float8_e4m3fn`); any strides with a
+            contiguous last dimension, so a transposed view of a `(batch, heads, seqlen, head_dim)` tensor passes with no copy.
         k: `(batch, seqlen_k, heads_kv, head_dim)`, dtype and device of q. `heads` is a multiple of `heads_kv`; query
             head h reads key/value head `h // (heads // heads_kv)`.
         v: `(batch, seqlen_k, heads_kv, head_dim_v)`, dtype and device of q. `head_dim_v` is mostly `head_dim`.
@@ -72,11 +95,19 @@ def attention(
         return_lse: return the log-sum-exp of each row of scores too.
         version: a name from `flashzoo.versions()`, or "auto" for the newest that can take the call. A name never falls
             back. Overridden, where "auto", by `flashzoo.use(...)` and then by the environment variable FLASHZOO_VERSION.
+        precision: "fp8" quantises fp16 or bf16 inputs to e4m3 for the forward pass; the backward pass runs in 16 bits, on the
+            inputs as they are. Nothing is quantised where it is None.
+        out_dtype: with e4m3 inputs, `torch.bfloat16` (None means it) or `torch.float16`. Other inputs have their own dtype out.
+        q_descale: with e4m3 inputs, what q is multiplied by to be the real one: float32, on q's device, any strides,
+            `(batch, heads_kv)` or one for each 128 rows of a head, `(batch, heads, ceil(seqlen_q / 128))`; None is 1. Positive
+            and finite, which is not looked at: it lies on the device.
+        k_descale, v_descale: the same for k and v, `(batch, heads_kv)` or `(batch, heads_kv, ceil(seqlen_k / 128))`.
 
     Returns:
-        out `(batch, seqlen_q, heads, head_dim_v)`, q's dtype and device, under autocast too; with `return_lse` the pair
-        `(out, lse)`, lse in natural log, float32 (float64 for float64 inputs), `(batch, heads, seqlen_q)`. Both are
-        differentiable, once. A row that sees no key gives 0, and -inf in lse.
+        out `(batch, seqlen_q, heads, head_dim_v)`, q's dtype (for e4m3 see out_dtype) and device, under autocast too; with
+        `return_lse` the pair `(out, lse)`, lse in natural log, float32 (float64 for float64 inputs), `(batch, heads,
+        seqlen_q)`. Both are differentiable, once, but for e4m3 inputs, which have no gradients. A row that sees no key gives 0,
+        and -inf in lse.
 
     Raises:
         TypeError, ValueError: an argument is malformed; the text names it, what was expected and what was got.
@@ -91,8 +122,16 @@ def attention(
     except AttributeError:
         _check_tensors(q, k, v)
         raise
-    run, problem, scale, negative = _plan(*tensors, causal, softmax_scale, window_size, deterministic, return_lse, grad, wanted)
-    out, lse = run(-q if negative else q, k, v, problem, scale)
+    form = None if precision is None and out_dtype is None else _form(precision, out_dtype)
+    run, problem, scale, negative, e4m3 = _plan(*tensors, causal, softmax_scale, window_size, deterministic, return_lse, grad, wanted, form)
+    if negative:
+        q = _negative(q)
+    if e4m3 or not (q_descale is k_descale is v_descale is None):
+        descales = (q_descale, k_descale, v_descale)
+        _check_descales(descales, problem, q.device)
+        out, lse = run(q, k, v, problem, scale, descales)
+    else:
+        out, lse = run(q, k, v, problem, scale)
     return (out, lse) if return_lse else out
 
 
@@ -107,6 +146,11 @@ def explain(
     deterministic: bool = False,
     return_lse: bool = False,
     version: str = "auto",
+    precision: Literal["fp8"] | None = None,
+    out_dtype: torch.dtype | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     arch: int | None = None,
 ) -> Explanation:
     """Who would answer a call of `attention` with these arguments, and every reason against the others. Runs nothing.
@@ -129,8 +173,33 @@ def explain(
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     _check_scale(softmax_scale)
     tensors = (_described(q), _described(k), _described(v))
-    problem = problem_of(tensors, causal, window_size, deterministic, return_lse, grad, arch)
+    problem = problem_of(tensors, causal, window_size, deterministic, return_lse, grad, arch, _form(precision, out_dtype))
+    if q_descale is not None or k_descale is not None or v_descale is not None:
+        _check_descales((q_descale, k_descale, v_descale), problem, q.device)
     return explain_problem(problem, version)
+
+
+def quantize(
+    q: Tensor, k: Tensor, v: Tensor, *, rotate: bool = True, smooth: bool = True, scales: Literal["block", "head"] = "block"
+) -> Any:
+    """fp16 or bf16 inputs of `attention` as e4m3 ones with descales: what `precision="fp8"` does, to be kept and used again.
+
+    Args:
+        q, k, v: as in `attention`, v as wide as q, head_dim a multiple of 16 up to 256.
+        rotate: multiply q and k by one orthogonal matrix (signs and Hadamard), which leaves their products as they were and
+            spreads an outlier over the whole head dim.
+        smooth: subtract from k its mean over the sequence, which softmax does not see.
+        scales: a scale for each 128 rows of a head ("block"), or one for each (batch, key/value head) ("head").
+
+    Returns:
+        `flashzoo.v3.quantize.Quantized`, a named tuple: q, k, v in e4m3; q_descale, k_descale, v_descale as `attention` takes
+        them; lse_shift `(batch, heads, seqlen_q)`, float32, of which `softmax_scale` times is to be added to the LSE (None
+        unless smooth).
+
+    Raises:
+        TypeError, ValueError: an argument is malformed.
+    """
+    return import_module("flashzoo.v3.quantize").quantize(q, k, v, rotate=rotate, smooth=smooth, scales=scales)
 
 
 def sdpa(
@@ -173,6 +242,11 @@ def sdpa(
     return attention(*inputs, causal=is_causal, softmax_scale=scale, version=version).transpose(1, 2)
 
 
+def _negative(x: Tensor) -> Tensor:
+    # torch has no arithmetic for e4m3, whose sign is its first bit
+    return (x.view(torch.uint8) ^ 128).view(x.dtype) if x.dtype == torch.float8_e4m3fn else -x
+
+
 # What a plan, and so the cache of plans, depends on. Not the strides but the last: kernels take them as they come.
 _Described = tuple[torch.Size, int, torch.dtype, torch.device, torch.layout]
 
@@ -211,21 +285,59 @@ def _plan(
     return_lse: bool,
     grad: bool,
     version: str,
-) -> tuple[Callable, Problem, float, bool]:
+    form: _Form | None,
+) -> tuple[Callable, Problem, float, bool, bool]:
     """Everything about a call that its data don't decide, once for each kind of call.
 
     Returns:
-        The implementation, the problem, the size of the softmax scale, and whether it is negative.
+        The implementation, the problem, the size of the softmax scale, whether it is negative, whether the inputs are e4m3.
     """
     q = (q_shape, q_last, q_dtype, q_device, q_layout)
     k = (k_shape, k_last, k_dtype, k_device, k_layout)
     v = (v_shape, v_last, v_dtype, v_device, v_layout)
     scale = _check_scale(softmax_scale)
-    problem = problem_of((q, k, v), causal, window_size, deterministic, return_lse, grad, None)
+    problem = problem_of((q, k, v), causal, window_size, deterministic, return_lse, grad, None, form)
     spec = resolve(problem, version)
     run = _nothing_to_see if 0 in q_shape or 0 in k_shape else implementation(spec)
     scale = 1 / math.sqrt(problem.head_dim) if scale is None else scale
-    return run, problem, abs(scale), scale < 0
+    return run, problem, abs(scale), scale < 0, problem.dtype == "e4m3"
+
+
+_Form = tuple[str | None, str | None]  # precision and the name of out_dtype, each None where not given
+
+
+def _form(precision: Any, out_dtype: Any) -> _Form:
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be None or 'fp8', got {precision!r}")
+    if out_dtype is None:
+        return precision, None
+    if not isinstance(out_dtype, torch.dtype) or _DTYPE_NAMES.get(out_dtype) not in OUT_DTYPES:
+        raise TypeError(f"out_dtype must be None, {' or '.join(map(str, _OUT_DTYPES.values()))}, got {out_dtype!r}")
+    return precision, _DTYPE_NAMES[out_dtype]
+
+
+def _check_descales(descales: tuple[Any, Any, Any], problem: Problem, device: torch.device) -> None:
+    p = problem
+    for name, x, heads, seqlen in zip("qkv", descales, (p.heads, p.heads_kv, p.heads_kv), (p.seqlen_q, *[p.seqlen_k] * 2), strict=True):
+        if x is None:
+            continue
+        name = f"{name}_descale"
+        if p.dtype != "e4m3":
+            raise ValueError(f"{name} is for e4m3 inputs (torch.float8_e4m3fn), got it with {p.dtype} ones")
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
+        if x.dtype != torch.float32:
+            raise TypeError(f"{name} must be of dtype torch.float32, got {x.dtype}")
+        if x.device != device:
+            raise ValueError(f"{name} must be on q's device {device}, got {x.device}")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} has no gradient, got one that requires grad")
+        by_head, by_block = (p.batch, p.heads_kv), (p.batch, heads, -(-seqlen // DESCALE_BLOCK))
+        if x.shape not in (by_head, by_block):
+            raise ValueError(
+                f"{name} must have shape (batch, heads_kv) {by_head}, or (batch, {'heads' if name[0] == 'q' else 'heads_kv'}, "
+                f"blocks of {DESCALE_BLOCK} rows) {by_block}, got {tuple(x.shape)}"
+            )
 
 
 def _check_scale(scale: float | None) -> float | None:
@@ -248,6 +360,7 @@ def problem_of(
     lse: bool,
     grad: bool,
     arch: int | None,
+    form: _Form | None = None,
 ) -> Problem:
     """The Problem of a call, each argument checked once and by name."""
     (q_shape, _, q_dtype, q_device, _), (k_shape, _, k_dtype, k_device, _), (v_shape, _, v_dtype, v_device, _) = tensors
@@ -278,6 +391,12 @@ def problem_of(
         raise TypeError(f"q, k and v must be of dtype {', '.join(_DTYPE_NAMES.values())}, got {dtypes}")
     if not q_device == k_device == v_device:
         raise ValueError(f"q, k and v must be on one device, got q {q_device}, k {k_device}, v {v_device}")
+    dtype = _DTYPE_NAMES[q_dtype]
+    precision, out_dtype = form or (None, None)
+    if precision is not None and dtype not in QUANTIZABLE:
+        raise TypeError(f"precision={precision!r} quantises {' or '.join(QUANTIZABLE)} inputs, got {dtypes}")
+    if out_dtype is not None and dtype != "e4m3":
+        raise TypeError(f"out_dtype is for e4m3 inputs (out has the dtype of others), got {_OUT_DTYPES[out_dtype]} with {dtypes}")
     for name, flag in (("causal", causal), ("deterministic", deterministic), ("return_lse", lse)):
         if not isinstance(flag, bool):
             raise TypeError(f"{name} must be a bool, got {flag!r}")
@@ -290,7 +409,7 @@ def problem_of(
         heads_kv=heads_kv,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        dtype=_DTYPE_NAMES[q_dtype],
+        dtype=dtype,
         causal=causal,
         window=_normalised(window_size),
         lse=lse,
@@ -298,6 +417,8 @@ def problem_of(
         grad=grad,
         device=device,
         arch=arch,
+        precision=precision,
+        out_dtype=out_dtype,  # pyright: ignore[reportArgumentType]
     )
 
 
@@ -325,9 +446,14 @@ def _hardware(device: torch.device, arch: int | None) -> tuple[str, int | None]:
     raise ValueError(f"q, k and v must be on a CPU or CUDA device, got {device}")
 
 
-def _nothing_to_see(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, Tensor]:
+def _nothing_to_see(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, descales: object = None
+) -> tuple[Tensor, Tensor]:
     """The answer where there is no query or no key: zeros and -inf, with zero gradients for all three inputs."""
-    # For autograd the zeros must come from the inputs: each adds the sum of none of its numbers, whatever they are.
-    out = q.new_zeros((*q.shape[:3], problem.head_dim_v)) + sum(x[:0].sum() for x in (q, k, v))
-    lse_dtype = torch.promote_types(q.dtype, torch.float32)
+    e4m3 = problem.dtype == "e4m3"
+    out = q.new_zeros((*q.shape[:3], problem.head_dim_v), dtype=_OUT_DTYPES[problem.out_dtype] if e4m3 else q.dtype)
+    if problem.grad:
+        # For autograd the zeros must come from the inputs: each adds the sum of none of its numbers, whatever they are.
+        out = out + sum(x[:0].sum() for x in (q, k, v))
+    lse_dtype = torch.promote_types(out.dtype, torch.float32)
     return out, out.to(lse_dtype).sum(-1).transpose(1, 2) - math.inf

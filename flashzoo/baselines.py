@@ -40,19 +40,27 @@ _SDPA_FAULTS = (
     ("cuda", "test_any_finite_scale[sdpa", _ZERO_SCALE),
 )
 
+
+def _standard_notes(problem: Problem) -> list[str]:
+    plain = "quantises q, k and v to e4m3 with one scale a head, and rotates nothing: the papers' plain FP8"
+    return [plain] if problem.precision == "fp8" else []
+
+
 STANDARD = Spec(
     name="standard",
     title="three-pass attention that writes S and P to memory",
     paper="Vaswani et al. 2017, arXiv:1706.03762; Algorithm 0 of Dao et al. 2022, arXiv:2205.14135",
     impl="flashzoo.reference:standard",
-    dtypes=("fp16", "bf16", "fp32", "fp64"),
-    cpu_dtypes=("fp16", "bf16", "fp32", "fp64"),
+    dtypes=("fp16", "bf16", "fp32", "fp64", "e4m3"),
+    cpu_dtypes=("fp16", "bf16", "fp32", "fp64", "e4m3"),
+    quantizes=("fp16", "bf16"),
     arch=(70, None),
     head_dims=_EVERY_HEAD_DIM,
     features=frozenset(FEATURES),
     backward=frozenset(FEATURES),
     auto=("cuda", "cpu"),
     memory="quadratic",
+    notes=_standard_notes,
 )
 
 SDPA = Spec(

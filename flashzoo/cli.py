@@ -15,7 +15,7 @@ import torch
 import flashzoo
 from flashzoo.compare import Comparison, compare_workload
 from flashzoo.registry import plugin_errors
-from flashzoo.spec import DTYPES, FEATURES, Problem, Spec
+from flashzoo.spec import DTYPES, FEATURES, PRECISIONS, Problem, Spec
 from flashzoo.workloads import TORCH_DTYPES, hardware
 
 ROOT = Path(flashzoo.__file__).resolve().parent.parent
@@ -35,6 +35,7 @@ DESCRIBES = (
     "head_dim",
     "head_dim_v",
     "dtype",
+    "precision",
     "causal",
     "window",
     "deterministic",
@@ -111,6 +112,7 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--head-dim", type=_positive)
     group.add_argument("--head-dim-v", type=_positive, help="of values and of out (default: --head-dim)")
     group.add_argument("--dtype", choices=DTYPES)
+    group.add_argument("--precision", choices=[name for name in PRECISIONS if name], help="quantise 16-bit inputs to this")
     group.add_argument("--causal", action="store_true", default=None, help="the last query sees the last key")
     group.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), help="keys seen on either side; -1 is unbounded")
     group.add_argument("--deterministic", action="store_true", default=None)
@@ -153,6 +155,7 @@ def _asked(args: argparse.Namespace, on_gpu: bool, arch: int | None = None, lse:
         window_size=tuple(size["window"]) if "window" in size else None,
         deterministic=size.get("deterministic", False),
         return_lse=lse,
+        precision=size.get("precision"),
         arch=arch,
     ).problem
 
@@ -182,6 +185,7 @@ def _facts(spec: Spec) -> dict[str, str]:
     return {
         "paper": spec.paper,
         "dtypes": f"{', '.join(spec.dtypes)} on a GPU; {', '.join(spec.cpu_dtypes) or 'none'} on the CPU",
+        "quantizes": f'{", ".join(spec.quantizes) or "none"} with precision="fp8"',
         "arch": spec.arch_text,
         "head_dim": f"{dims[0]} to {dims[-1]}" + (f" in steps of {dims.step}" if dims.step > 1 else ""),
         "features": ", ".join(name for name in FEATURES if name in spec.features) or "none",

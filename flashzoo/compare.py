@@ -21,7 +21,7 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from importlib.util import find_spec
 from platform import python_version
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from flashzoo.reference import Result
 from flashzoo.registry import implementation
 from flashzoo.registry import versions as registered
 from flashzoo.spec import Problem, Spec, Window
-from flashzoo.workloads import Workload, flops, hbm_bytes, inputs
+from flashzoo.workloads import TORCH_DTYPES, Workload, descales, flops, hbm_bytes, inputs
 
 INTERPRETER_SCORES = 1 << 19
 """Most score elements (batch * heads * seqlen_q * seqlen_k) that are given to Triton's interpreter: some seconds' work."""
@@ -64,6 +64,8 @@ PEAKS = (
 )
 """Dense peak TFLOP/s by NVIDIA's datasheets and whitepapers: 16-bit tensor cores with float32 accumulation, then float32
 outside tensor cores. The first name found in the GPU's own counts."""
+NO_FP8 = ("A100", "A800", "A30", "A10", "RTX 3090", "V100")
+"""Those of `PEAKS` without FP8 tensor cores; with them, FP8's peak is twice that of 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,11 @@ def compare(
     softmax_scale: float | None = None,
     window_size: Window | None = None,
     deterministic: bool = False,
+    precision: Literal["fp8"] | None = None,
+    out_dtype: torch.dtype | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     backward: bool = False,
     versions: Sequence[str] | None = None,
     progress: bool | None = None,
@@ -190,7 +197,8 @@ def compare(
     """Run every version on these inputs, hold each to the oracle, and time those that pass.
 
     Args:
-        q, k, v, causal, softmax_scale, window_size, deterministic: as in `flashzoo.attention`. Never modified.
+        q, k, v, causal, softmax_scale, window_size, deterministic, precision, out_dtype, q_descale, k_descale, v_descale: as in
+            `flashzoo.attention`. Never modified.
         backward: gradients too, for a dout drawn from a standard normal, of the versions that have a backward pass.
         versions: names of versions; all that are registered where None.
         progress: show a bar on stderr while it works; where None, if stderr is a terminal and rich is installed.
@@ -202,7 +210,8 @@ def compare(
     Raises:
         TypeError, ValueError: an argument is malformed, as in `flashzoo.attention`, or a version is unknown.
     """
-    options = {"causal": causal, "window_size": window_size, "deterministic": deterministic}
+    options = {"causal": causal, "window_size": window_size, "deterministic": deterministic, "precision": precision}
+    options |= {"out_dtype": out_dtype, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     specs = _chosen(versions)
     with torch.set_grad_enabled(backward), _bar(progress, len(specs) + 2) as step:
         problem = explain(*_leaves((q, k, v), backward), softmax_scale=softmax_scale, **options).problem
@@ -210,7 +219,7 @@ def compare(
         out_shape = (*q.shape[:3], v.shape[3])
         dout = torch.randn(out_shape, generator=generator, device=q.device).to(q.dtype) if backward else None
         step("oracle")
-        judge = Judge(q, k, v, replace(problem, lse=True), softmax_scale, dout)
+        judge = Judge(q, k, v, replace(problem, lse=True), softmax_scale, dout, descales=(q_descale, k_descale, v_descale))
         bench = _Bench((q.detach(), k.detach(), v.detach()), dout, problem, softmax_scale, options, judge)
         rows = []
         for spec in specs:
@@ -233,12 +242,14 @@ def compare_workload(
     """`compare` on inputs drawn for a workload or a problem; see `flashzoo.workloads.inputs`.
 
     Args:
-        source: sizes, dtype, causal, window and deterministic are read from it, its hardware is not.
+        source: sizes, dtypes, precision, causal, window and deterministic are read from it, its hardware is not. e4m3 inputs get
+            descales by block.
         device: the GPU if there is one, else the CPU, where None.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     problem = source.problem if isinstance(source, Workload) else source
     q, k, v, _ = inputs(source, seed, device)
+    q_descale, k_descale, v_descale = descales(problem, "block" if problem.dtype == "e4m3" else None, seed, device)
     return compare(
         q,
         k,
@@ -246,6 +257,11 @@ def compare_workload(
         causal=problem.causal,
         window_size=problem.window,
         deterministic=problem.deterministic,
+        precision="fp8" if problem.precision else None,
+        out_dtype=TORCH_DTYPES[problem.out_dtype] if problem.dtype == "e4m3" else None,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
         backward=backward,
         versions=versions,
         progress=progress,
@@ -257,11 +273,12 @@ def _memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def peak_tflops(gpu: str, dtype: str) -> float | None:
-    """Dense peak of a GPU by its name (`torch.cuda.get_device_name()`) and a dtype of `Problem`; None where not known."""
+def peak_tflops(gpu: str, numerics: str) -> float | None:
+    """Dense peak of a GPU by its name (`torch.cuda.get_device_name()`) and `Problem.numerics`; None where not known."""
     for name, half, single in PEAKS:
         if re.search(rf"\b{name}\b", gpu):
-            return {"fp16": half, "bf16": half, "fp32": single}.get(dtype)
+            fp8 = None if name in NO_FP8 else 2 * half
+            return {"fp16": half, "bf16": half, "fp32": single, "e4m3": fp8, "fp8": fp8}.get(numerics)
     return None
 
 
@@ -293,7 +310,8 @@ class _Bench:
     ) -> None:
         self.tensors, self.dout, self.problem, self.scale, self.options, self.judge = tensors, dout, problem, scale, options, judge
         self.device = tensors[0].device
-        self.peak = peak_tflops(torch.cuda.get_device_name(self.device), problem.dtype) if self.on_gpu else None
+        name = torch.cuda.get_device_name(self.device) if self.on_gpu else ""
+        self.peaks = {"forward": peak_tflops(name, problem.numerics), "backward": peak_tflops(name, problem.dtype)}
         properties = torch.cuda.get_device_properties(self.device) if self.on_gpu else None
         self.shared = getattr(properties, "shared_memory_per_block_optin", HOPPER_SHARED_BYTES)
 
@@ -390,7 +408,8 @@ class _Bench:
         values: dict[str, Any] = dict(timings)
         for name, timing in timings.items():
             tflops = flops(self.problem, "fwd" if name == "forward" else "bwd") / timing.ms * 1e-9
-            values |= {f"{name}_tflops": tflops, f"{name}_peak": 100 * tflops / self.peak if self.peak else None}
+            peak = self.peaks[name]
+            values |= {f"{name}_tflops": tflops, f"{name}_peak": 100 * tflops / peak if peak else None}
         return replace(row, **values)
 
 

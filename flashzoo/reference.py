@@ -9,6 +9,10 @@ with these meanings, once for every version: causal and windows are aligned bott
 `standard` is the same with the numerics of a flash kernel: scores, sums and accumulators in float32; P, dS and O
 rounded to the I/O dtype. Its error is the yardstick that every version's error is held against. It is also the
 attention that the papers start from: three passes, with S and P written to and read from memory.
+
+In FP8 the real inputs are q, k and v times their descales. `standard` then has the numerics of an FP8 kernel on Hopper: e4m3
+products, S summed in the tensor cores' 13 bits, P times 2^8 rounded to e4m3, l summed from P before that rounding. What is not
+e4m3 already, `precision="fp8"`, it quantises with one scale for each head; its backward pass is the 16-bit one, with FP8's O and LSE.
 """
 
 from __future__ import annotations
@@ -23,7 +27,25 @@ import torch
 from torch import Tensor
 
 from flashzoo.autograd import differentiable
-from flashzoo.spec import Problem
+from flashzoo.spec import DESCALE_BLOCK, Problem
+
+E4M3 = torch.float8_e4m3fn
+LARGEST_E4M3 = 448.0
+P_SCALE = 256.0
+"""P, at most 1, is e4m3 times this: the largest power of two within e4m3's range, since below 2^-6 e4m3 has ever fewer bits."""
+HOPPER_K = 32
+"""Elements of the sum that one instruction of Hopper's FP8 tensor core adds to its accumulator."""
+HOPPER_EACH = 1 << 24
+"""Up to so many products at a time, each is cut as the tensor core cuts it, at the size of the largest that it is added to; where there
+are more, only their sum is: it takes a sum of a few large terms for the difference to show."""
+HOPPER_SUM_BITS = 13
+"""Mantissa bits of that accumulator, what is below them cut off (found by DeepSeek-V3, arXiv:2412.19437, and SageAttention2)."""
+
+OUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""What out may be in FP8."""
+
+Descales = tuple[Tensor | None, Tensor | None, Tensor | None]
+NO_DESCALES: Descales = (None, None, None)
 
 
 @dataclass(frozen=True)
@@ -54,6 +76,31 @@ def visible(problem: Problem, device: torch.device | str = "cpu") -> Tensor | No
     if right is not None:
         seen &= offset <= right
     return seen
+
+
+def dequantized(x: Tensor, descale: Tensor | None) -> Tensor:
+    """e4m3 q, k or v times its descale.
+
+    Args:
+        x: `(batch, seqlen, heads, head_dim)`.
+        descale: `(batch, heads_kv)`, `(batch, heads, ceil(seqlen / 128))`, or None for 1; float32.
+
+    Returns:
+        float64, where the product is exact, in the shape of x.
+    """
+    return x.double() if descale is None else x.double() * _of_rows(x, descale).double()
+
+
+def _of_rows(x: Tensor, descale: Tensor | None) -> Tensor:
+    """The descale as float32 `(batch, seqlen, heads, 1)`, each row of x under its own number."""
+    batch, seqlen, heads, _ = x.shape
+    if descale is None:
+        return torch.ones((), device=x.device).expand(batch, seqlen, heads, 1)
+    if descale.ndim == 2:  # one number for each key/value head, and so for its group of query heads
+        rows = descale.repeat_interleave(heads // descale.shape[1], 1)[..., None].expand(-1, -1, seqlen)
+    else:
+        rows = descale.repeat_interleave(DESCALE_BLOCK, 2)[..., :seqlen]
+    return rows.transpose(1, 2)[..., None]
 
 
 def oracle(
@@ -116,6 +163,9 @@ def _finite(lse: Tensor) -> Tensor:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, Tensor | None]:
+    if problem.precision == "fp8":
+        (q, q_descale), (k, k_descale), (v, v_descale) = (_quantized(x) for x in (q, k, v))
+        return _fp8_forward(q, k, v, problem, softmax_scale, (q_descale, k_descale, v_descale))
     s = _scores(q, k, problem, softmax_scale)
     lse = torch.logsumexp(s, -1).view(problem.batch, problem.heads, -1) if problem.lse or problem.grad else None
     p = torch.softmax(s, -1)
@@ -140,6 +190,64 @@ def _backward(
     group = problem.heads // problem.heads_kv
     dk, dv = (x.view(problem.batch, problem.heads_kv, group, problem.seqlen_k, -1).sum(2).transpose(1, 2) for x in (dk, dv))
     return _seqlen_first(dq.to(q.dtype), problem), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x in e4m3 and its descale by block, one number for each (batch, head): its largest element becomes e4m3's largest."""
+    largest = x.abs().amax((1, 3)).float()
+    descale = torch.where(largest == 0, 1.0, largest / LARGEST_E4M3)
+    quantized = (x.float() / descale[:, None, :, None]).clamp(-LARGEST_E4M3, LARGEST_E4M3).to(E4M3)
+    return quantized, descale[..., None].expand(-1, -1, -(-x.shape[1] // DESCALE_BLOCK))
+
+
+def rotated(x: Tensor) -> Tensor:
+    """x times an orthogonal matrix along the head dim, float32: random signs, and Hadamard matrices of the largest power of two in it.
+
+    q and k times the same one have the same scores. It spreads an outlier over all columns, and what all columns share over none.
+    """
+    head_dim = x.shape[-1]
+    size = head_dim & -head_dim
+    hadamard = torch.ones(1, 1, device=x.device)
+    while hadamard.shape[0] < size:
+        hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)], 0)
+    signs = torch.randint(0, 2, (head_dim,), generator=torch.Generator().manual_seed(0)).mul_(2).sub_(1).to(x.device)
+    parts = (x.float() * signs).unflatten(-1, (-1, size))
+    return (parts @ hadamard).flatten(-2) / math.sqrt(size)
+
+
+def _fp8_forward(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, descales: Descales
+) -> tuple[Tensor, Tensor | None]:
+    q_rows, k_rows, v_rows = (_heads_first(_of_rows(x, descale), problem) for x, descale in zip((q, k, v), descales, strict=True))
+    q_h, k_h, v_h = (_heads_first(x.to(torch.bfloat16), problem) for x in (q, k, v))  # bf16 holds every e4m3 number
+    # As kernels have it: one factor for a row and a block, and score - maximum by one rounding of a product and a difference.
+    s = _hopper_sums(q_h, k_h).double().mul_((softmax_scale * q_rows * k_rows.mT).double())
+    seen = visible(problem, q.device)
+    if seen is not None:
+        s.masked_fill_(~seen, -math.inf)
+    row_max = _finite(s.amax(-1, keepdim=True).float())
+    p = s.sub_(row_max).float().exp_()
+    l = p.sum(-1, keepdim=True)
+    blind = l == 0
+    lse = (row_max + l.log()).view(problem.batch, problem.heads, -1) if problem.lse or problem.grad else None
+    rounded = p.mul_(P_SCALE).to(E4M3).float()
+    out = torch.bmm(rounded, v_h.float().mul_(v_rows)).div_(P_SCALE * l.masked_fill(blind, 1)).to(OUT_DTYPES[problem.out_dtype])
+    return _seqlen_first(out, problem), lse
+
+
+def _hopper_sums(a: Tensor, b: Tensor) -> Tensor:
+    """`a b^T` of e4m3 numbers, the running sum cut to the tensor core's bits after each of its instructions."""
+    total = a.new_zeros((a.shape[0], a.shape[1], b.shape[1]), dtype=torch.float32)
+    each = total.numel() * HOPPER_K <= HOPPER_EACH
+    for a_part, b_part in zip(a.split(HOPPER_K, -1), b.split(HOPPER_K, -1), strict=True):
+        if each:
+            terms = torch.cat([a_part.float()[:, :, None] * b_part.float()[:, None], total[..., None]], -1)
+            exponent = torch.frexp(terms.abs().amax(-1, keepdim=True)).exponent - 1
+            total = torch.ldexp(torch.ldexp(terms, HOPPER_SUM_BITS - exponent).trunc().sum(-1), exponent[..., 0] - HOPPER_SUM_BITS)
+        else:
+            total += _matmul(a_part, b_part.mT)
+        total.view(torch.int32).bitwise_and_(-1 << (23 - HOPPER_SUM_BITS))  # clears the lower of float32's 23 bits
+    return total
 
 
 def _scores(q: Tensor, k: Tensor, problem: Problem, softmax_scale: float) -> Tensor:
@@ -183,4 +291,14 @@ def _without_autocast(function: Callable) -> Callable:
     return exact
 
 
-standard = differentiable(_without_autocast(_forward), _without_autocast(_backward))
+_differentiable = differentiable(_without_autocast(_forward), _without_autocast(_backward))
+_in_fp8 = _without_autocast(_fp8_forward)
+
+
+def standard(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, descales: Descales = NO_DESCALES
+) -> tuple[Tensor, Tensor | None]:
+    """Attention in three passes, with a flash kernel's numerics; see this file's head, and `Spec.impl`."""
+    if problem.dtype == "e4m3":
+        return _in_fp8(q, k, v, problem, softmax_scale, descales)
+    return _differentiable(q, k, v, problem, softmax_scale)

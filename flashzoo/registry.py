@@ -178,7 +178,25 @@ def _reasons(problem: Problem, specs: list[Spec]) -> str:
 @remembered
 def implementation(spec: Spec) -> Callable:
     """The function behind `spec.impl`, imported on first use."""
-    module, _, name = spec.impl.partition(":")
+    return _imported(spec.impl)
+
+
+@remembered
+def backward_of(problem: Problem) -> Callable:
+    """The backward pass of the first version that lends one (`Spec.backward_impl`) and takes the problem.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    lenders = [spec for spec in _specs.values() if spec.backward_impl is not None]
+    for spec in lenders:
+        if spec.backward_impl is not None and not spec.unsupported(problem):
+            return _imported(spec.backward_impl)
+    raise UnsupportedError(f"no version lends a backward pass for {problem}\n{_reasons(problem, lenders)}")
+
+
+def _imported(impl: str) -> Callable:
+    module, _, name = impl.partition(":")
     return getattr(import_module(module), name)
 
 

@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
 
-DTYPES = ("fp16", "bf16", "fp32", "fp64")
+DTYPES = ("fp16", "bf16", "fp32", "fp64", "e4m3")
+PRECISIONS = (None, "fp8")
+"""What a call may ask its products to be made in: its inputs' own dtype, or e4m3 to which 16-bit inputs are quantised."""
+QUANTIZABLE = ("fp16", "bf16")
+"""Dtypes that `precision="fp8"` quantises."""
+OUT_DTYPES = ("bf16", "fp16")
+"""What out may be where the inputs are e4m3, the default first."""
+DESCALE_BLOCK = 128
+"""Rows of q, k or v that share one number of a descale by block."""
 
 FEATURES = {
     "causal": "causal=True",
@@ -47,7 +55,7 @@ class Problem:
             k `(batch, seqlen_k, heads_kv, head_dim)`.
         head_dim_v: the last size of v and out, by keyword only; None stands for head_dim and is replaced by it, so
             `replace(problem, head_dim=...)` keeps the old width of v unless it is given head_dim_v=None too.
-        dtype: one of `DTYPES`.
+        dtype: of q, k and v, one of `DTYPES`.
         causal: query i sees key j only where `j <= i + seqlen_k - seqlen_q` (aligned bottom-right).
         window: `(left, right)`, how many keys either side of the aligned diagonal are seen; None is unbounded.
         lse: the caller wants the log-sum-exp too.
@@ -55,6 +63,9 @@ class Problem:
         grad: the call is recorded by autograd, so a backward pass may follow.
         device: "cuda" or "cpu".
         arch: compute capability as `10 * major + minor` (90 for Hopper); None on the CPU.
+        precision: of `PRECISIONS`.
+        out_dtype: of out. That of the inputs, whatever is given, but for e4m3: there one of `OUT_DTYPES`, for the first of
+            which None stands, so `replace(problem, dtype="e4m3")` keeps the old one unless it is given out_dtype=None too.
     """
 
     batch: int
@@ -72,10 +83,21 @@ class Problem:
     grad: bool = False
     device: str = "cuda"
     arch: int | None = None
+    precision: str | None = None
+    out_dtype: str = None  # pyright: ignore[reportAssignmentType]
 
     def __post_init__(self) -> None:
         if self.head_dim_v is None:
             object.__setattr__(self, "head_dim_v", self.head_dim)
+        if self.dtype != "e4m3":
+            object.__setattr__(self, "out_dtype", self.dtype)
+        elif self.out_dtype is None:
+            object.__setattr__(self, "out_dtype", OUT_DTYPES[0])
+
+    @property
+    def numerics(self) -> str:
+        """What the products are made in: "e4m3" of inputs that are it, "fp8" of inputs quantised to it, or the dtype."""
+        return self.precision or self.dtype
 
     @cached_property
     def features(self) -> frozenset[str]:
@@ -122,6 +144,10 @@ class Problem:
         lengths = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q}x{self.seqlen_k}"
         head_dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
         text = f"batch {self.batch}, seqlen {lengths}, heads {heads}, head_dim {head_dims}, {self.dtype}"
+        if self.precision is not None:
+            text += f" in {self.precision}"
+        if self.dtype == "e4m3":
+            text += f" to {self.out_dtype}"
         if self.causal:
             text += ", causal"
         if self.window != (None, None):
@@ -140,13 +166,21 @@ class Spec:
         paper: where the algorithm is from.
         impl: `"package.module:function"`, imported on first use and called as
             `function(q, k, v, problem, softmax_scale) -> (out, lse or None)`. `out` must carry gradients where
-            `problem.grad`; `lse` (float32, natural log, `(batch, heads, seqlen_q)`) must be there where `problem.lse`.
+            `problem.grad`; `lse` (float32, natural log, `(batch, heads, seqlen_q)`) must be there where `problem.lse`. For
+            e4m3 inputs a sixth argument `descales` follows: those of q, k and v, each a float32 tensor, of any strides, or None.
+            `out` has dtype `problem.out_dtype`.
         dtypes: dtypes taken on a GPU.
         cpu_dtypes: dtypes taken on CPU tensors; empty where the version does not run there.
+        quantizes: dtypes taken, wherever it runs, with `precision="fp8"`.
+        fp8_rms: `(kind of workloads.VALUES, factor)`: on such inputs, with `precision="fp8"`, no head's RMS error is more than
+            so many times the yardstick's, which is plain FP8: one scale a head, nothing rotated. It can only ask for more
+            than `flashzoo.accuracy` does of everybody.
         arch: lowest and highest compute capability, None for no upper end.
         head_dims: the head dims taken, of q and k and of v.
         features: names from `FEATURES` that the forward pass honours.
         backward: names from `FEATURES` that the backward pass honours; None where there is no backward pass.
+        backward_impl: `"package.module:function"`, for a backward pass that other versions may use too: called as
+            `function(dout, dlse or None, q, k, v, out, lse, problem, softmax_scale) -> (dq, dk, dv)`.
         requires: packages that must be installed.
         auto: the devices, of "cuda" and "cpu", on which `version="auto"` may choose it.
         memory: "linear" or "quadratic" in seqlen.
@@ -162,10 +196,13 @@ class Spec:
     impl: str
     dtypes: tuple[str, ...] = ("fp16", "bf16")
     cpu_dtypes: tuple[str, ...] = ()
+    quantizes: tuple[str, ...] = ()
+    fp8_rms: tuple[tuple[str, float], ...] = ()
     arch: tuple[int, int | None] = (80, None)
     head_dims: range = range(1, 257)
     features: frozenset[str] = frozenset()
     backward: frozenset[str] | None = None
+    backward_impl: str | None = None
     requires: tuple[str, ...] = ()
     auto: tuple[str, ...] = ("cuda",)
     memory: str = "linear"
@@ -182,8 +219,15 @@ class Spec:
             unknown = [dtype for dtype in getattr(self, name) if dtype not in DTYPES]
             if unknown:
                 raise ValueError(f"Spec {self.name!r}: {name} must be from {DTYPES}, got {unknown}")
-        if self.impl.count(":") != 1:
-            raise ValueError(f"Spec {self.name!r}: impl must be 'package.module:function', got {self.impl!r}")
+        unknown = [dtype for dtype in self.quantizes if dtype not in QUANTIZABLE]
+        if unknown:
+            raise ValueError(f"Spec {self.name!r}: quantizes must be from {QUANTIZABLE}, got {unknown}")
+        if self.fp8_rms and not self.quantizes:
+            raise ValueError(f"Spec {self.name!r}: fp8_rms is for a version that quantizes, got {self.fp8_rms}")
+        for name in ("impl", "backward_impl"):
+            given = getattr(self, name)
+            if given is not None and given.count(":") != 1:
+                raise ValueError(f"Spec {self.name!r}: {name} must be 'package.module:function', got {given!r}")
 
     def unsupported(self, problem: Problem) -> list[str]:
         """Why this version can't take the problem, one sentence a reason, all of them; empty where it can."""
@@ -202,6 +246,8 @@ class Spec:
         elif problem.grad and self.backward is not None:
             missing = (problem.features & self.features) - self.backward
             reasons += [f"its backward pass does not support {FEATURES[name]}" for name in sorted(missing)]
+            if problem.dtype == "e4m3":
+                reasons.append("e4m3 inputs have no gradients, and an input requires grad")
         if self.check is not None:
             reasons += self.check(problem)
         return reasons
@@ -216,20 +262,28 @@ class Spec:
 
     def _hardware(self, problem: Problem) -> list[str]:
         if problem.device == "cpu":
-            if not self.cpu_dtypes:
-                return ["does not run on CPU tensors"]
-            if problem.dtype not in self.cpu_dtypes:
-                return [f"takes dtype {' or '.join(self.cpu_dtypes)} on the CPU, got {problem.dtype}"]
-            return []
+            return self._numerics(problem, self.cpu_dtypes, " on the CPU") if self.cpu_dtypes else ["does not run on CPU tensors"]
         reasons = []
         lowest, highest = self.arch
         if problem.arch is None:
             reasons.append("needs a GPU whose architecture is known: pass arch=, such as arch=90")
         elif problem.arch < lowest or (highest is not None and problem.arch > highest):
             reasons.append(f"needs {self.arch_text}, got sm_{problem.arch}")
-        if problem.dtype not in self.dtypes:
-            reasons.append(f"takes dtype {' or '.join(self.dtypes)}, got {problem.dtype}")
-        return reasons
+        return reasons + self._numerics(problem, self.dtypes)
+
+    def _numerics(self, problem: Problem, dtypes: tuple[str, ...], where: str = "") -> list[str]:
+        by_precision = f'{" or ".join(self.quantizes)} with precision="fp8"'
+        if problem.precision is not None:
+            if not self.quantizes or problem.precision not in PRECISIONS:
+                return [f"does not support precision={problem.precision!r}"]
+            return [] if problem.dtype in self.quantizes else [f"takes dtype {by_precision}, got {problem.dtype}"]
+        if problem.dtype not in dtypes:
+            # A dtype that it takes by precision alone is worth a word; one that it takes in both ways is not.
+            also = f", or {by_precision}" if problem.dtype in self.quantizes else ""
+            return [f"takes dtype {' or '.join(dtypes)}{where}{also}, got {problem.dtype}"]
+        if problem.dtype == "e4m3" and problem.out_dtype not in OUT_DTYPES:
+            return [f"gives out in {' or '.join(OUT_DTYPES)} for e4m3 inputs, got {problem.out_dtype}"]
+        return []
 
 
 def _describe(head_dims: range) -> str:

@@ -9,10 +9,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flashzoo.spec import Problem
+from flashzoo.spec import DESCALE_BLOCK, Problem
 
-TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
-BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
+TORCH_DTYPES = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "e4m3": torch.float8_e4m3fn,
+}
+BYTES = {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()}
 LOG_SUM_BYTES = 4  # lse, and FA-1's l and m, are float32 in every version
 
 PAPER_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -37,8 +43,11 @@ class Workload:
     values: str = "randn"
 
     def on(self, device: torch.device | str = "cpu", **changes: object) -> Problem:
-        """The problem on this device, with fields of `Problem` changed by name (`dtype="fp16"`, `grad=True`)."""
-        return replace(self.problem, **hardware(device), **changes)  # pyright: ignore[reportArgumentType]
+        """The problem on this device, with fields of `Problem` changed by name (`dtype="fp16"`, `grad=True`).
+
+        out_dtype is the dtype's default unless it is among them.
+        """
+        return replace(self.problem, **{**hardware(device), "out_dtype": None, **changes})  # pyright: ignore[reportArgumentType]
 
 
 def hardware(device: torch.device | str) -> dict[str, object]:
@@ -122,6 +131,8 @@ _ALL = (
     _workload("low_scores", "hard", 96, 192, values="low_scores"),
     _workload("large_scores_causal", "hard", 130, 130, values="large_scores", causal=True),
     _workload("ramp", "hard", 80, 300, values="ramp"),
+    _workload("sink", "hard", 130, 300, values="sink"),
+    _workload("fp8_paper", "hard", 512, 512, values="fp8_paper"),
     _workload("outliers_full", "hard", 128, 257, values="outliers"),
     _workload("long_odd", "large", 8191, 8193, 128, heads=2),
     _workload("long_odd_causal", "large", 8191, 8193, 64, heads=4, heads_kv=2, causal=True),
@@ -155,35 +166,48 @@ def workload(name: str) -> Workload:
     raise ValueError(f"workload: name must be one of {', '.join(w.name for w in _ALL)}, got {name!r}")
 
 
-def _plain(q: Tensor, k: Tensor, scale: float, generator: torch.Generator) -> None:
+def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float, generator: torch.Generator) -> None:
     """randn as it is."""
 
 
-def _outliers(q: Tensor, k: Tensor, scale: float, generator: torch.Generator) -> None:
-    # As FlashAttention-3 tests its FP8: one element in a thousand from a normal of deviation 10.
-    for x in (q, k):
+def _outliers(q: Tensor, k: Tensor, v: Tensor, scale: float, generator: torch.Generator) -> None:
+    _with_outliers((q, k), generator)
+
+
+def _fp8_paper(q: Tensor, k: Tensor, v: Tensor, scale: float, generator: torch.Generator) -> None:
+    _with_outliers((q, k, v), generator)
+
+
+def _with_outliers(tensors: tuple[Tensor, ...], generator: torch.Generator) -> None:
+    # As FlashAttention-3 tests its FP8: to one element in a thousand, one from a normal of deviation 10 is added.
+    for x in tensors:
         hit = torch.randn(x.shape, generator=generator, device=x.device).abs() > 3.29
         x += hit * 10 * torch.randn(x.shape, generator=generator, device=x.device)
 
 
-def _x30(q: Tensor, k: Tensor, scale: float, generator: torch.Generator) -> None:
+def _x30(q: Tensor, k: Tensor, v: Tensor, scale: float, generator: torch.Generator) -> None:
     q *= 30
 
 
-def _shifted(score: float) -> Callable[[Tensor, Tensor, float, torch.Generator], None]:
+def _shifted(score: float) -> Callable[[Tensor, Tensor, Tensor, float, torch.Generator], None]:
     """Every score moved to about `score` by one component of q and k."""
 
-    def shift(q: Tensor, k: Tensor, scale: float, generator: torch.Generator) -> None:
+    def shift(q: Tensor, k: Tensor, v: Tensor, scale: float, generator: torch.Generator) -> None:
         half = math.sqrt(abs(score) / scale)
         q[..., 0], k[..., 0] = half, math.copysign(half, score)
 
     return shift
 
 
-def _ramp(q: Tensor, k: Tensor, scale: float, generator: torch.Generator) -> None:
+def _ramp(q: Tensor, k: Tensor, v: Tensor, scale: float, generator: torch.Generator) -> None:
     # The running maximum moves at every block, so every rescaling counts.
     q[..., 0] = 4
     k[..., 0] = torch.linspace(-5 / scale, 5 / scale, k.shape[1], device=k.device)[:, None]
+
+
+def _sink(q: Tensor, k: Tensor, v: Tensor, scale: float, generator: torch.Generator) -> None:
+    # Most of the rest of P is then below e4m3's smallest number, 2^-9, unless P is scaled before it is rounded.
+    q[..., 0], k[:, :1, :, 0] = 4, 2 / scale
 
 
 VALUES = {
@@ -193,9 +217,15 @@ VALUES = {
     "low_scores": _shifted(-120),
     "large_scores": _shifted(-1e5),
     "ramp": _ramp,
+    "sink": _sink,
+    "fp8_paper": _fp8_paper,
 }
 """Kinds of q and k: normal; with outliers; scores of deviation 30; all near -120 (exp(-lse) overflows float32); all near
--1e5 (below a careless mask sentinel); rising by 40 along the keys. v and dout are normal."""
+-1e5 (below a careless mask sentinel); rising by 40 along the keys; the first key 8 above the rest. v and dout are normal, but
+for "fp8_paper", whose v has outliers as its q and k have: the numbers of section 4.3 of the FlashAttention-3 paper."""
+
+DESCALES = (None, "head", "block")
+"""Kinds of descales of e4m3 tensors: none, one number for each (batch, key/value head), one for each block of rows."""
 
 
 def inputs(
@@ -205,7 +235,7 @@ def inputs(
     values: str | None = None,
     layout: str = "bshd",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v and dout for a problem, drawn in float32 on the device and cast to the problem's dtype.
+    """q, k, v and dout for a problem, drawn in float32 on the device and cast to the problem's dtype, e4m3 saturating.
 
     Args:
         source: a workload, or a problem whose sizes and dtype are read.
@@ -215,8 +245,8 @@ def inputs(
         layout: one of `LAYOUTS`.
 
     Returns:
-        q `(batch, seqlen_q, heads, head_dim)`, k `(batch, seqlen_k, heads_kv, head_dim)`, and v and dout (out's shape) with
-        head_dim_v in place of head_dim; none requires grad.
+        q `(batch, seqlen_q, heads, head_dim)`, k `(batch, seqlen_k, heads_kv, head_dim)`, and v and dout (out's shape and
+        dtype) with head_dim_v in place of head_dim; none requires grad.
 
     Raises:
         ValueError: values or layout is unknown.
@@ -232,10 +262,43 @@ def inputs(
     d, dv = problem.head_dim, problem.head_dim_v
     shapes = ((*of_queries, d), (*of_keys, d), (*of_keys, dv), (*of_queries, dv))
     q, k, v, dout = (torch.randn(shape, generator=generator, device=device) for shape in shapes)
-    VALUES[values](q, k, 1 / math.sqrt(d), generator)
-    dtype = TORCH_DTYPES[problem.dtype]
-    q, k, v, dout = (LAYOUTS[layout](x.to(dtype)) for x in (q, k, v, dout))
+    VALUES[values](q, k, v, 1 / math.sqrt(d), generator)
+    q, k, v, dout = (
+        LAYOUTS[layout](_cast(x, TORCH_DTYPES[name]))
+        for x, name in zip((q, k, v, dout), (*[problem.dtype] * 3, problem.out_dtype), strict=True)
+    )
     return q, k, v, dout
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    largest = torch.finfo(dtype).max
+    return x.clamp(-largest, largest).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)  # which gives NaN past its range
+
+
+def descales(
+    problem: Problem, kind: str | None = "block", seed: int = 0, device: torch.device | str = "cpu"
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """q_descale, k_descale and v_descale for e4m3 tensors of a problem: float32, from 1/2 to 2, no two alike.
+
+    Args:
+        kind: one of `DESCALES`: "head" gives three of `(batch, heads_kv)`, "block" gives q's
+            `(batch, heads, ceil(seqlen_q / 128))` and k's and v's `(batch, heads_kv, ceil(seqlen_k / 128))`, None gives None.
+
+    Raises:
+        ValueError: the kind is unknown.
+    """
+    if kind not in DESCALES:
+        raise ValueError(f"descales: kind must be one of {DESCALES}, got {kind!r}")
+    if kind is None:
+        return None, None, None
+    generator = torch.Generator(device).manual_seed(seed)
+    of_keys = (problem.batch, problem.heads_kv)
+    shapes = [of_keys] * 3
+    if kind == "block":
+        blocks_q, blocks_k = (-(-seqlen // DESCALE_BLOCK) for seqlen in (problem.seqlen_q, problem.seqlen_k))
+        shapes = [(problem.batch, problem.heads, blocks_q), *[(*of_keys, blocks_k)] * 2]
+    q, k, v = (torch.exp2(2 * torch.rand(shape, generator=generator, device=device) - 1) for shape in shapes)
+    return q, k, v
 
 
 def _packed(x: Tensor) -> Tensor:
@@ -321,12 +384,12 @@ def hbm_bytes(problem: Problem, version_name: str, sram_bytes: int) -> float | N
     Returns:
         Bytes, or None for a version whose paper gives no formula.
     """
-    size, rows = BYTES[problem.dtype], problem.batch * problem.heads
+    size, size_o, rows = BYTES[problem.dtype], BYTES[problem.out_dtype], problem.batch * problem.heads
     d, dv = problem.head_dim, problem.head_dim_v
     pairs = problem.seqlen_q * problem.seqlen_k
     share = visible_pairs(problem) / pairs if pairs else 0.0
     block = math.ceil(sram_bytes / size / (2 * (d + dv)))
-    q_once, o_once = (rows * problem.seqlen_q * width * size for width in (d, dv))
+    q_once, o_once = (rows * problem.seqlen_q * width for width in (d * size, dv * size_o))
     kv_once = problem.batch * problem.heads_kv * problem.seqlen_k * (d + dv) * size
     if version_name == "standard":
         return float(q_once + o_once + kv_once + 4 * rows * pairs * size)

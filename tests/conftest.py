@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import settings
-from support import CHOSEN, DEVICE, asked
+from support import CHOSEN, DEVICE, FP8, asked
 
 import flashzoo
 from flashzoo import Spec
@@ -35,9 +35,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line(
         "markers",
-        "asks({id: fields}, both=False, **fields): give the test `version` and `problem`, for every version and every set of fields "
-        "of `Problem` that this version takes; both=True is for tests that call `support.both`: grad=True, or where the version has "
-        "no such backward pass grad=False, so that its forward pass is held to the same",
+        "asks({id: fields}, both=False, fp8=('e4m3', 'fp8'), **fields): give the test `version` and `problem`, for every version and "
+        "every set of fields of `Problem` that this version takes; both=True is for tests that call `support.both`: grad=True, or where "
+        "the version has no such backward pass grad=False, so that its forward pass is held to the same; fp8 says in which kinds of FP8 "
+        "the question makes sense, besides the version's first dtype",
     )
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)  # the workers are the parallelism
@@ -65,7 +66,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     alternatives = marker.args[0] if marker.args else {"": {}}
     cells = [
-        pytest.param(spec.name, problem, id="-".join(filter(None, (spec.name, name))))
+        pytest.param(spec.name, problem, id="-".join(filter(None, (spec.name, name, problem.numerics if problem.numerics in FP8 else ""))))
         for spec in metafunc.config.stash[CHOSEN]
         for name, fields in alternatives.items()
         for problem in asked(spec, **marker.kwargs | fields)

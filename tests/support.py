@@ -14,9 +14,9 @@ from torch import Tensor
 import flashzoo
 from flashzoo import Problem, Spec
 from flashzoo.accuracy import Judge
-from flashzoo.reference import Result
+from flashzoo.reference import NO_DESCALES, Descales, Result
 from flashzoo.spec import FEATURES
-from flashzoo.workloads import hardware, inputs
+from flashzoo.workloads import TORCH_DTYPES, hardware, inputs
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,7 +47,8 @@ def gives_lse(spec: Spec) -> bool:
 
 def small(spec: Spec, **asked) -> Problem:
     """A small plain problem in the version's first dtype, with lse if it gives one, and these fields in place of others."""
-    plain = {"dtype": (*dtypes_of(spec), "fp32")[0], "lse": gives_lse(spec), "head_dim_v": None}  # v as wide as q, whatever is asked
+    # v is as wide as q, and out of the dtype's own default, whatever is asked
+    plain = {"dtype": (*dtypes_of(spec), "fp32")[0], "lse": gives_lse(spec), "head_dim_v": None, "out_dtype": None}
     return dataclasses.replace(SMALL, **plain | asked)
 
 
@@ -55,15 +56,37 @@ def takes(spec: Spec, problem: Problem) -> bool:
     return not spec.unsupported(problem)
 
 
-def asked(spec: Spec, both: bool = False, **fields) -> list[Problem]:
-    """The small problem with these fields if the version takes it, else none; of `both` passes the forward pass where it has no other."""
-    problems = [small(spec, **fields | more) for more in ({"grad": True}, {"grad": False})] if both else [small(spec, **fields)]
-    return [problem for problem in problems if takes(spec, problem)][:1]
+FP8 = ("e4m3", "fp8")
+"""`Problem.numerics` of e4m3 inputs, and of 16-bit ones under precision="fp8"."""
 
 
-def as_arguments(problem: Problem) -> dict:
+def asked(spec: Spec, both: bool = False, fp8: tuple[str, ...] = FP8, **fields) -> list[Problem]:
+    """The small problem with these fields, each time that the version takes it; of `both` passes the forward pass where it has no other.
+
+    It is asked in the version's first dtype and in those of `fp8`, or where the fields name a dtype in that alone.
+    """
+    ways = [{}]
+    if "dtype" not in fields:
+        plain = small(spec).dtype
+        ways = [] if plain == "e4m3" else [{}]
+        ways += [{"dtype": "e4m3"}] if "e4m3" in fp8 else []
+        ways += [{"dtype": spec.quantizes[0], "precision": "fp8"}] if "fp8" in fp8 and spec.quantizes else []
+    found = []
+    for way in ways:
+        problems = (
+            [small(spec, **fields | way | more) for more in ({"grad": True}, {"grad": False})] if both else [small(spec, **fields | way)]
+        )
+        found += [problem for problem in problems if takes(spec, problem)][:1]
+    return found
+
+
+def as_arguments(problem: Problem, descales: Descales = NO_DESCALES) -> dict:
     """The keyword arguments of `flashzoo.attention` that ask for this problem."""
-    return {"causal": problem.causal, "window_size": problem.window, "deterministic": problem.deterministic}
+    arguments = {"causal": problem.causal, "window_size": problem.window, "deterministic": problem.deterministic}
+    if problem.dtype == "e4m3":
+        arguments["out_dtype"] = TORCH_DTYPES[problem.out_dtype]
+        arguments |= dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
+    return arguments | {"precision": problem.precision}
 
 
 def draw(problem: Problem, seed: int = 0, **how) -> tuple[Tensors, Tensor, Tensor | None]:
@@ -74,9 +97,11 @@ def draw(problem: Problem, seed: int = 0, **how) -> tuple[Tensors, Tensor, Tenso
     return (q, k, v), dout, dlse if problem.lse else None
 
 
-def forward(version: str, tensors: Tensors, problem: Problem, softmax_scale: float | None = None) -> Result:
+def forward(
+    version: str, tensors: Tensors, problem: Problem, softmax_scale: float | None = None, descales: Descales = NO_DESCALES
+) -> Result:
     """One forward pass; lse is None where the problem does not ask for it."""
-    arguments = as_arguments(problem) | {"softmax_scale": softmax_scale, "version": version}
+    arguments = as_arguments(problem, descales) | {"softmax_scale": softmax_scale, "version": version}
     if problem.lse:
         return Result(*flashzoo.attention(*tensors, return_lse=True, **arguments))
     return Result(flashzoo.attention(*tensors, **arguments))
@@ -106,9 +131,9 @@ def detached(result: Result) -> tuple[Tensor, Tensor | None]:
     return result.out.detach(), None if result.lse is None else result.lse.detach()
 
 
-def accept(judge: Judge, result: Result) -> None:
-    """Fails with every rule of `flashzoo.accuracy` that the result breaks."""
-    broken = [str(check) for check in judge.checks(result) if not check.ok]
+def accept(judge: Judge, result: Result, rms: float | None = None) -> None:
+    """Fails with every rule of `flashzoo.accuracy` that the result breaks; rms is that of `Judge.checks`."""
+    broken = [str(check) for check in judge.checks(result, rms) if not check.ok]
     assert not broken, "\n".join(broken)
 
 

@@ -6,12 +6,14 @@ import dataclasses
 import math
 
 import pytest
-from support import both, draw
+import torch
+from support import both, draw, forward
 from torch import Tensor
 
-from flashzoo import Problem
+from flashzoo import Problem, reference
 from flashzoo.accuracy import Judge
-from flashzoo.reference import Result
+from flashzoo.reference import Descales, Result
+from flashzoo.workloads import descales
 
 PROBLEM = Problem(batch=1, seqlen_q=64, seqlen_k=64, heads=2, heads_kv=2, head_dim=32, causal=True, lse=True, grad=True, device="cpu")
 
@@ -85,3 +87,120 @@ def test_a_row_that_sees_nothing_must_be_exactly_zero():
         values = {key: x.clone() for key, x in sound.items().items()}
         values[name][0, 0, 0] = value
         assert not all(check.ok for check in judge.checks(Result(**values)))
+
+
+E4M3 = Problem(batch=1, seqlen_q=300, seqlen_k=260, heads=4, heads_kv=2, head_dim=64, dtype="e4m3", lse=True, device="cpu")
+
+
+def without(scales: Descales, at: int) -> tuple[Tensor | None, ...]:
+    return tuple(None if i == at else x for i, x in enumerate(scales))
+
+
+def of_the_next(scales: Descales, at: int) -> tuple[Tensor | None, ...]:
+    """One descale moved on by a block, or where there is one for a head by a head."""
+    return tuple(x.roll(1, -1) if i == at else x for i, x in enumerate(scales))
+
+
+@pytest.mark.parametrize("kind", [None, "head", "block"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_yardstick_of_e4m3_is_accepted(kind, causal):
+    problem = dataclasses.replace(E4M3, causal=causal)
+    tensors, *_ = draw(problem)
+    scales = descales(problem, kind)
+    judge = Judge(*tensors, problem, None, descales=scales)
+    assert [str(check) for check in judge.checks(forward("standard", tensors, problem, descales=scales)) if not check.ok] == []
+
+
+@pytest.mark.parametrize("kind", ["head", "block"])
+@pytest.mark.parametrize("fault", [without, of_the_next], ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("at", [0, 1, 2], ids="qkv")
+def test_a_descale_that_is_not_its_own_is_seen(kind, fault, at):
+    tensors, *_ = draw(E4M3)
+    scales = descales(E4M3, kind)
+    judge = Judge(*tensors, E4M3, None, descales=scales)
+    broken = {check.tensor for check in judge.checks(forward("standard", tensors, E4M3, descales=fault(scales, at))) if not check.ok}
+    assert broken == ({"out"} if at == 2 else {"out", "lse"})
+
+
+def test_a_p_that_was_not_scaled_is_seen(monkeypatch):
+    tensors, *_ = draw(E4M3, values="sink")
+    judge = Judge(*tensors, E4M3, None)
+    monkeypatch.setattr(reference, "P_SCALE", 1.0)
+    assert not all(check.ok for check in judge.checks(forward("standard", tensors, E4M3)))
+
+
+def test_a_p_past_the_largest_number_is_seen(monkeypatch):
+    """As under a maximum of the rows that is not the newest."""
+    tensors, *_ = draw(E4M3)
+    judge = Judge(*tensors, E4M3, None)
+    rounded = Tensor.to
+    monkeypatch.setattr(reference, "P_SCALE", 1024.0)
+    monkeypatch.setattr(Tensor, "to", lambda x, dtype: rounded(x.clamp(-448, 448) if dtype == reference.E4M3 else x, dtype))
+    assert not all(check.ok for check in judge.checks(forward("standard", tensors, E4M3)))
+
+
+@pytest.mark.parametrize("how", [{"dtype": "e4m3"}, {"dtype": "bf16", "precision": "fp8"}], ids=["e4m3", "fp8"])
+class TestFp8:
+    @pytest.fixture
+    def problem(self, how) -> Problem:
+        return dataclasses.replace(E4M3, **how, seqlen_k=160, out_dtype=None)
+
+    def refused(self, judge: Judge, result: Result) -> set[str]:
+        return {check.tensor for check in judge.checks(result) if not check.ok}
+
+    def test_a_missing_key_is_seen(self, problem):
+        few = dataclasses.replace(problem, seqlen_k=32)
+        (q, k, v), *_ = draw(few)
+        result = forward("standard", (q, k[:, :-1], v[:, :-1]), dataclasses.replace(few, seqlen_k=31))
+        assert "out" in self.refused(Judge(q, k, v, few, None), result)
+
+    def test_a_block_that_is_missing_in_the_sum_of_p_is_seen(self, problem):
+        (q, k, v), *_ = draw(problem)
+        sound = forward("standard", (q, k, v), problem)
+        last = forward("standard", (q, k[:, 128:], v[:, 128:]), dataclasses.replace(problem, seqlen_k=32))
+        rest = 1 - (last.lse - sound.lse).exp()
+        wrong = Result((sound.out.float() / rest.transpose(1, 2)[..., None]).to(sound.out.dtype), sound.lse + rest.log())
+        assert self.refused(Judge(q, k, v, problem, None), wrong) == {"out", "lse"}
+
+    def test_a_block_of_values_under_the_scale_of_another_is_seen(self, problem):
+        (q, k, v), *_ = draw(problem)
+        sound = forward("standard", (q, k, v), problem)
+        last = forward("standard", (q, k[:, 128:], v[:, 128:]), dataclasses.replace(problem, seqlen_k=32))
+        share = (last.lse - sound.lse).exp().transpose(1, 2)[..., None]
+        wrong = Result((sound.out.float() + 0.5 * share * last.out.float()).to(sound.out.dtype), sound.lse)
+        assert self.refused(Judge(q, k, v, problem, None), wrong) == {"out"}
+
+    def test_lse_less_what_a_smoothed_k_gave_up_is_seen(self, problem):
+        (q, k, v), *_ = draw(problem)
+        sound = forward("standard", (q, k, v), problem)
+        shift = torch.einsum("bihd,bhd->bhi", q.float(), k.float().mean(1).repeat_interleave(2, 1)) * problem.head_dim**-0.5
+        assert self.refused(Judge(q, k, v, problem, None), Result(sound.out, sound.lse - shift)) == {"lse"}
+
+    @pytest.mark.parametrize("fault", [one_row, nan, infinity, zeros], ids=lambda fault: fault.__name__)
+    @pytest.mark.parametrize("name", ["out", "lse"])
+    def test_a_fault_is_seen(self, problem, name, fault):
+        tensors, *_ = draw(problem)
+        judge = Judge(*tensors, problem, None)
+        values = {key: value.clone() for key, value in forward("standard", tensors, problem).items().items()}
+        fault(values[name])
+        assert self.refused(judge, Result(**values)) == {name}
+
+
+def test_a_tighter_budget_that_a_version_declares_is_held():
+    problem = dataclasses.replace(E4M3, dtype="bf16", precision="fp8", out_dtype=None)
+    tensors, *_ = draw(problem)
+    judge, result = Judge(*tensors, problem, None), forward("standard", tensors, problem)
+    assert all(check.ok for check in judge.checks(result, rms=1.0))
+    assert [check.rule for check in judge.checks(result, rms=0.4) if not check.ok] == ["worst head's RMS, as declared"]
+
+
+@pytest.mark.parametrize("name", ["dq", "dk", "dv"])
+@pytest.mark.parametrize("fault", [one_row, nan, infinity, zeros], ids=lambda fault: fault.__name__)
+def test_a_fault_in_a_gradient_under_fp8_is_seen(name, fault):
+    problem = dataclasses.replace(PROBLEM, dtype="bf16", precision="fp8", out_dtype=None)
+    tensors, dout, dlse = draw(problem)
+    judge, sound = Judge(*tensors, problem, None, dout, dlse), both("standard", tensors, problem, dout, dlse)
+    assert all(check.ok for check in judge.checks(sound))
+    values = {key: value.clone() for key, value in sound.items().items()}
+    fault(values[name])
+    assert {check.tensor for check in judge.checks(Result(**values)) if not check.ok} == {name}

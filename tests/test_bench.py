@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import csv
+import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import flashzoo
-from bench import peers, plot, run, tune
-from flashzoo.reference import standard
+from bench import ablation, fp8_error, peers, plot, run, tune
+from flashzoo.reference import dequantized, standard
 from flashzoo.spec import Problem
 from flashzoo.v1 import config as v1_config
 from flashzoo.v2 import config as v2_config
@@ -107,7 +110,7 @@ def test_resume_skips_what_the_run_has(tmp_path):
 
 
 def test_a_missing_peer_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(peers._LIBRARIES, "fa3", "no_such_library")
+    monkeypatch.setitem(peers._LIBRARIES, "fa3", "no_such_library.flash_attn_func")
     peers._function.cache_clear()
     assert _bench("--impls fa3,sdpa_math --passes fwd", tmp_path / "cpu.csv") == 0
     assert "fa3 is missing: needs no_such_library.flash_attn_func" in capsys.readouterr().out
@@ -137,7 +140,9 @@ def test_repeats_are_spread_over_the_rounds():
     assert {name: len(taken) for name, taken in times.items()} == {"a": 2, "b": 4}
 
 
-@pytest.mark.parametrize("line", ["--tokens 128", "--impls v7", "--passes sideways", "--tokens 100 --hidden 64 --seqlens 64"])
+@pytest.mark.parametrize(
+    "line", ["--tokens 128", "--impls v7", "--passes sideways", "--dtype e4m3 --passes bwd", "--tokens 100 --hidden 64 --seqlens 64"]
+)
 def test_a_malformed_command_line_is_refused(line, capsys):
     with pytest.raises(SystemExit) as stopped:
         run.main(line.split())
@@ -161,6 +166,164 @@ def test_flex_means_what_flashzoo_means(causal):
 def test_sdpa_peers_refuse_another_alignment():
     with pytest.raises(NotImplementedError, match="top-left"):
         peers.peer("sdpa_math", Problem(1, 32, 48, 2, 2, 16, causal=True))
+
+
+def test_fp8_inputs_become_rows_of_their_dtype(tmp_path):
+    out = tmp_path / "cpu.csv"
+    assert _bench("--impls standard --dtype e4m3", out) == 0
+    assert [(row["impl"], row["dtype"], row["pass"]) for row in _rows(out)] == [
+        ("matmul", "bf16", "gemm"),
+        ("matmul", "e4m3", "gemm"),
+        *[("standard", "e4m3", "fwd")] * 2,
+        ("matmul", "bf16", "gemm"),
+        ("matmul", "e4m3", "gemm"),
+    ]
+
+
+def test_a_version_is_timed_from_16_bits_through_fp8(tmp_path):
+    out = tmp_path / "cpu.csv"
+    assert _bench("--impls standard,standard_end_to_end --passes fwd --causal 0", out) == 0
+    fields = [(row["impl"], row["dtype"]) for row in _rows(out) if row["pass"] == "fwd"]
+    assert fields == [("standard", "bf16"), ("standard_end_to_end", "bf16")]
+    errors = {row["impl"]: float(row["rms_err"]) for row in _rows(out) if row["pass"] == "fwd"}
+    assert errors["standard_end_to_end"] > 3 * errors["standard"], "it was not quantised"
+
+
+def test_fp8_errors_are_no_excuse_in_16_bits():
+    cell = run.Cell(Problem(2, 64, 64, 4, 4, 16, "bf16", device="cpu"))
+    tensors = run.inputs(cell.problem)
+    referee, result = run.Referee(cell, tensors), run.Contender("standard_end_to_end", cell, tensors).result()
+    referee.errors("standard_end_to_end", result)
+    with pytest.raises(run.WrongResultError):
+        referee.errors("standard", result)
+
+
+def test_only_what_takes_the_dtype_is_timed_unasked():
+    assert "v3_fp8" in run.default_impls("fwd", "e4m3") and "v3_fp8" not in run.default_impls("fwd")
+    assert run.default_impls("fwd", "e4m3")[-2:] == list(peers.FP8_PEERS)
+    assert not [impl for impl in run.default_impls("fwd") if impl.endswith(run.END_TO_END)]
+    assert "v3_fp8_end_to_end" in run.end_to_end_impls()
+
+
+def test_peers_refuse_a_dtype_that_is_not_theirs():
+    with pytest.raises(NotImplementedError, match="e4m3 is taken by fa3 and cudnn_fp8, got sdpa_math"):
+        peers.peer("sdpa_math", Problem(1, 32, 32, 2, 2, 16, "e4m3"))
+    with pytest.raises(NotImplementedError, match="takes e4m3, got bf16"):
+        peers.peer("cudnn_fp8", Problem(1, 32, 32, 2, 2, 16))
+
+
+class FakeCudnn:
+    """As much of cuDNN's frontend as one FP8 graph needs: it notes what it is asked, and computes out with torch."""
+
+    class data_type:
+        FP8_E4M3, FLOAT, BFLOAT16, HALF = "e4m3", "fp32", "bf16", "fp16"
+
+    class heur_mode:
+        A, FALLBACK = "a", "fallback"
+
+    class diagonal_alignment:
+        TOP_LEFT = "top left"
+
+    class Node:
+        def __init__(self, **attributes):
+            self.attributes, self.output = attributes, False
+
+        def __getattr__(self, name):
+            assert name.startswith("set_")
+
+            def remember(value):
+                self.attributes[name.removeprefix("set_")] = value
+                return self
+
+            return remember
+
+    def create_handle(self):
+        return "handle"
+
+    def set_stream(self, handle, stream):
+        self.stream = stream
+
+    def pygraph(self, **options):
+        assert options["handle"] == "handle"
+        return self
+
+    def tensor(self, **attributes):
+        return self.Node(**attributes)
+
+    def sdpa_fp8(self, **asked):
+        self.asked = asked
+        self.outs = [self.Node() for _ in range(3)]
+        return self.outs[0], None, *self.outs[1:]
+
+    def build(self, modes):
+        assert all("output" in node.attributes and node.attributes["data_type"] for node in self.outs)
+
+    def get_workspace_size(self):
+        return 0
+
+    def execute(self, pack, workspace, handle):
+        assert set(pack) == {node for node in self.asked.values() if isinstance(node, self.Node)} | set(self.outs)
+        for node, x in pack.items():
+            view = x.transpose(1, 2) if x.shape[1] > 1 else x
+            assert (list(view.shape), list(view.stride())) == (node.attributes["dim"], node.attributes["stride"])
+        q, k, v = (pack[self.asked[name]] for name in "qkv")
+        causal = self.asked.get("right_bound") == 0
+        out = flashzoo.attention(q, k, v, causal=causal, softmax_scale=self.asked["attn_scale"], version="standard")
+        pack[self.outs[0]].copy_(out)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_cudnns_graph_is_given_what_it_asks_for(causal, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cudnn", FakeCudnn())
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=7))
+    peers._function.cache_clear()
+    cell = run.Cell(Problem(2, 48, 48, 4, 2, 16, "e4m3", causal=causal, device="cpu"))
+    tensors = run.inputs(cell.problem)
+    contender = run.Contender("cudnn_fp8", cell, tensors)
+    assert contender.run()[0].dtype == torch.float8_e4m3fn
+    run.Referee(cell, tensors).errors("cudnn_fp8", contender.result())
+    peers._function.cache_clear()
+    peers._cudnn_handle.cache_clear()
+
+
+@pytest.mark.parametrize("name", fp8_error.WAYS)
+def test_quantised_inputs_times_their_descales_are_the_inputs(name):
+    way = fp8_error.WAYS[name]
+    q, k, v, _ = run.inputs(Problem(2, 200, 300, 4, 2, 64, "fp32", device="cpu"), values="fp8_paper")
+    tensors, descales = way(q, k, v)
+    q_found, k_found, v_found = (dequantized(x, descale) for x, descale in zip(tensors, descales, strict=True))
+    if way.smooth:
+        k = k - k.mean(1, keepdim=True)
+    turn = fp8_error.rotation(64) if way.rotate else torch.eye(64)
+    for found, x in ((q_found @ turn.T.double(), q), (k_found @ turn.T.double(), k), (v_found, v)):
+        assert 0.02 < fp8_error.rmse(found, x.double()) / float(x.square().mean().sqrt()) < 0.035  # e4m3's three bits
+
+
+@pytest.mark.parametrize("size", [16, 48, 64, 96])
+def test_the_rotation_is_orthogonal(size):
+    turn = fp8_error.rotation(size)
+    torch.testing.assert_close(turn @ turn.T, torch.eye(size))
+
+
+def test_the_error_table_shows_what_rotation_does_and_long_sums_lose(capsys):
+    line = "--device cpu --head-dim 64 --seqlen 1024 --queries 128 --heads 4 --long 256,32768"
+    assert fp8_error.main(line.split()) == 0
+    lines = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    found = {cells[0]: cells[1:3] for cells in lines}
+    assert float(found["rotation"][0]) < 0.8 * float(found["per-tensor scales"][0])
+    assert float(found["one level"][0]) < 1.1 * float(found["two levels"][0])
+    assert float(found["one level"][1]) > 1.1 * float(found["two levels"][1])
+    assert float(found["two levels"][1]) < 1.1 * float(found["two levels"][0])
+
+
+def test_one_level_is_a_version_of_its_own():
+    ablation.register_one_level()
+    try:
+        spec = flashzoo.versions()[ablation.ONE_LEVEL]
+        assert spec.dtypes == ("e4m3",) and not spec.auto and not spec.quantizes
+    finally:
+        flashzoo.unregister(ablation.ONE_LEVEL)
 
 
 def _row(run_id: str, impl: str, pass_: str, seqlen: int, tflops: float) -> dict[str, str]:
@@ -202,6 +365,18 @@ def test_tables_show_the_last_run_alone():
     assert "matmul in the same run: 780" in text
     assert "999" not in text
     assert "Backward" not in text
+
+
+def test_fp8_runs_have_tables_of_their_own():
+    fp8 = [{**_row("fp8", impl, "fwd", 512, t), "dtype": "e4m3"} for impl, t in [("v3_fp8", 600), ("cudnn_fp8", 400)]]
+    matmuls = [{**_row("fp8", "matmul", "gemm", 8192, t), "dtype": dtype} for dtype, t in [("bf16", 770), ("e4m3", 1340)]]
+    whole = [_row("whole", impl, "fwd", 512, t) for impl, t in [("v3", 300), ("v3_fp8_end_to_end", 450)]]
+    text = plot.report([*RESULTS, *matmuls, *fp8, *whole], Path("h200.csv"))
+    sixteen, rest = text.split("### Forward on FP8 inputs, e4m3")
+    e4m3, end_to_end = rest.split("### Forward from 16 bits through FP8, quantisation included, bf16")
+    assert "| 64 | yes | 512 | **200** | 100 |" in sixteen and "a bf16 matmul in the same run: 780" in sixteen
+    assert "| 64 | yes | 512 | **600** | 400 |" in e4m3 and "an e4m3 matmul in the same run: 1340" in e4m3
+    assert "| 64 | yes | 512 | 300 | **450** |" in end_to_end and "| v3_fp8_end_to_end | 1.50 (worst 1.50) |  |" in end_to_end
 
 
 def test_tables_go_between_the_markers_and_nowhere_else(tmp_path):

@@ -16,7 +16,7 @@ from support import toy
 
 import flashzoo
 from flashzoo.cli import main
-from flashzoo.compare import compare_workload
+from flashzoo.compare import compare_workload, peak_tflops
 from flashzoo.workloads import workload
 
 TINY = ["--seq-len", "24", "--batch-size", "1", "--num-heads", "2", "--head-dim", "16", "--dtype", "fp32", "--device", "cpu"]
@@ -131,13 +131,55 @@ def test_compare_as_json(capsys):
     assert record["problem"]["seqlen_q"] == 24 and record["problem"]["causal"] is True
     rows = {row["version"]: row for row in record["rows"]}
     assert rows.keys() == flashzoo.versions().keys()
-    assert {name for name, row in rows.items() if row["status"] == "can't"} == {"v3"}
+    assert {name for name, row in rows.items() if row["status"] == "can't"} == {"v3", "v3_fp8"}
     assert "does not run on CPU tensors" in rows["v3"]["reasons"]
-    for row in (row for name, row in rows.items() if name != "v3"):
+    for row in (row for name, row in rows.items() if name not in ("v3", "v3_fp8")):
         assert row["status"] == "ok", row["reasons"]
         assert 0 <= row["out_max_err"] <= row["out_max_budget"]
         assert row["dq_max_err"] is not None and row["forward_ms"] > 0 and row["backward_ms"] > 0
     assert rows["v2"]["ran"] == "interpreter" and rows["sdpa"]["ran"] == "CPU"
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (["--dtype", "e4m3"], "e4m3 to bf16"),
+        (["--dtype", "bf16", "--precision", "fp8"], "bf16 in fp8"),
+        (["--dtype", "e4m3", "--backward"], "forward pass alone: e4m3 inputs have no gradients"),
+        (["--dtype", "fp16", "--precision", "fp8", "--backward"], "fp16 in fp8, grad"),
+    ],
+    ids=str,
+)
+def test_compare_in_fp8(how, words, capsys):
+    size = [word for word in TINY if word not in ("--dtype", "fp32")]
+    assert main(["compare", *size, *how]) == 0
+    assert words in capsys.readouterr().out
+    assert main(["compare", *size, *how, "--json"]) == 0
+    rows = {row["version"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert {name for name, row in rows.items() if row["status"] == "ok"} == {"standard"}
+    assert (rows["standard"]["dq_max_err"] is not None) == ("--precision" in how and "--backward" in how)
+
+
+def test_explain_in_fp8(capsys):
+    assert main(["explain", "--arch", "90", "--dtype", "e4m3"]) == 0
+    assert capsys.readouterr().out.startswith("v3_fp8 takes batch 8, seqlen 4096, heads 16, head_dim 128, e4m3 to bf16, on sm_90")
+    assert main(["explain", "--arch", "90", "--dtype", "bf16", "--precision", "fp8", "--backward"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("v3_fp8 takes ") and "bf16 in fp8, grad, on sm_90" in text
+    assert "does not support precision='fp8'" in text
+    assert main(["explain", "--arch", "90", "--dtype", "fp32", "--precision", "fp8"]) == 2
+    assert "precision='fp8' quantises fp16 or bf16 inputs" in capsys.readouterr().err
+
+
+def test_list_tells_what_is_quantised(capsys):
+    assert main(["list"]) == 0
+    text = capsys.readouterr().out
+    assert 'quantizes fp16, bf16 with precision="fp8"' in text and 'quantizes none with precision="fp8"' in text
+
+
+def test_fp8_has_twice_the_peak_where_there_is_any():
+    assert peak_tflops("NVIDIA H200", "e4m3") == peak_tflops("NVIDIA H200", "fp8") == 2 * peak_tflops("NVIDIA H200", "bf16")
+    assert peak_tflops("NVIDIA A100-SXM4-80GB", "e4m3") is None
 
 
 def test_compare_as_csv(capsys):

@@ -72,6 +72,23 @@ class TestSpec:
                 "its backward pass does not support v's head_dim different from q's",
             ),
             ({"check": lambda problem: ["the moon is full"]}, {}, "the moon is full"),
+            ({}, {"dtype": "e4m3", "out_dtype": None}, "takes dtype fp16 or bf16 or fp32, got e4m3"),
+            ({"dtypes": ("e4m3",)}, {"dtype": "e4m3", "out_dtype": "fp32"}, "gives out in bf16 or fp16 for e4m3 inputs, got fp32"),
+            ({"dtypes": ("e4m3",)}, {"dtype": "e4m3", "grad": True}, "e4m3 inputs have no gradients, and an input requires grad"),
+            (
+                {"dtypes": ("e4m3",), "backward": None},
+                {"dtype": "e4m3", "grad": True},
+                "has no backward pass, and an input requires grad",
+            ),
+            ({}, {"precision": "fp8"}, "does not support precision='fp8'"),
+            ({"quantizes": ("fp16",)}, {"precision": "fp8"}, 'takes dtype fp16 with precision="fp8", got bf16'),
+            ({"quantizes": ("bf16",)}, {"precision": "int4"}, "does not support precision='int4'"),
+            (
+                {"dtypes": ("e4m3",), "quantizes": ("fp16", "bf16")},
+                {},
+                'takes dtype e4m3, or fp16 or bf16 with precision="fp8", got bf16',
+            ),
+            ({"quantizes": ("fp16", "bf16"), "cpu_dtypes": ()}, {"precision": "fp8", "device": "cpu"}, "does not run on CPU tensors"),
         ],
         ids=lambda value: value if isinstance(value, str) else None,
     )
@@ -93,6 +110,8 @@ class TestSpec:
             ({"features": frozenset({"softcap"})}, "features must be names from .* got \\['softcap'\\]"),
             ({"backward": frozenset({"softcap"})}, "backward must be names from .* got \\['softcap'\\]"),
             ({"dtypes": ("e5m2",)}, "dtypes must be from .* got \\['e5m2'\\]"),
+            ({"quantizes": ("fp32",)}, "quantizes must be from .* got \\['fp32'\\]"),
+            ({"fp8_rms": (("randn", 1.0),)}, "fp8_rms is for a version that quantizes, got .*randn"),
             ({"cpu_dtypes": ("int8",)}, "cpu_dtypes must be from .* got \\['int8'\\]"),
             ({"impl": "no_colon"}, "impl must be 'package.module:function', got 'no_colon'"),
         ],
@@ -118,6 +137,19 @@ class TestSpec:
         assert HOPPER.head_dim_v == 64 and said == HOPPER and hash(said) == hash(HOPPER)
         assert "head_dim 64, bf16" in str(HOPPER)
         assert "head_dim 192/128, bf16" in str(dataclasses.replace(HOPPER, head_dim=192, head_dim_v=128))
+
+    def test_out_has_the_dtype_of_the_inputs_but_for_e4m3(self):
+        assert [dataclasses.replace(HOPPER, dtype=dtype).out_dtype for dtype in ("bf16", "fp16", "fp32")] == ["bf16", "fp16", "fp32"]
+        e4m3 = dataclasses.replace(HOPPER, dtype="e4m3", out_dtype=None)
+        assert e4m3.out_dtype == "bf16" and "head_dim 64, e4m3 to bf16" in str(e4m3)
+        assert dataclasses.replace(e4m3, causal=True, out_dtype="fp16").out_dtype == "fp16"
+        assert dataclasses.replace(dataclasses.replace(e4m3, out_dtype="fp16"), dtype="bf16").out_dtype == "bf16"
+
+    def test_precision_is_part_of_what_is_asked(self):
+        quantized = dataclasses.replace(HOPPER, precision="fp8")
+        assert quantized != HOPPER and len({HOPPER, quantized}) == 2
+        assert "head_dim 64, bf16 in fp8, on sm_90" in str(quantized)
+        assert (HOPPER.numerics, quantized.numerics) == ("bf16", "fp8")
 
 
 class TestRegister:
@@ -240,7 +272,7 @@ class TestResolve:
             registry.resolve(dataclasses.replace(HOPPER, arch=30), "v2")
 
     def test_a_name_nobody_has(self):
-        with pytest.raises(ValueError, match="version must be 'auto' or one of v3, v2, v1, sdpa, standard, got 'v9'"):
+        with pytest.raises(ValueError, match="version must be 'auto' or one of v3, v3_fp8, v2, v1, sdpa, standard, got 'v9'"):
             registry.resolve(HOPPER, "v9")
 
     @pytest.mark.parametrize("fields", [{"head_dim": 264, "head_dim_v": None}, {"head_dim_v": 264}], ids=str)
@@ -267,6 +299,25 @@ class TestResolve:
         registry.resolve.cache_clear()
         assert registry.resolve(HOPPER).name == "sdpa"
         registry.resolve.cache_clear()
+
+    @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "fp64"])
+    @pytest.mark.parametrize("arch", [80, 89, 90, 100])
+    def test_auto_never_quantises_unasked(self, dtype, arch):
+        for fields in ({}, {"causal": True, "grad": True}, {"lse": True, "heads_kv": 2}):
+            problem = dataclasses.replace(HOPPER, dtype=dtype, arch=arch, **fields)
+            assert registry.resolve(problem).name != "v3_fp8"
+            assert flashzoo.versions()["v3_fp8"].unsupported(problem)
+
+    @pytest.mark.parametrize(
+        "fields", [{"dtype": "e4m3", "out_dtype": None}, {"precision": "fp8"}, {"precision": "fp8", "dtype": "fp16", "grad": True}], ids=str
+    )
+    def test_fp8_is_v3s_on_hopper_and_standards_elsewhere(self, fields):
+        problem = dataclasses.replace(HOPPER, **fields)
+        assert registry.resolve(problem).name == "v3_fp8"
+        able = [spec.name for spec in flashzoo.versions().values() if not spec.unsupported(problem)]
+        assert able == ["v3_fp8", "standard"]
+        for other in ({"arch": 80}, {"arch": 100}, {"device": "cpu", "arch": None}, {"head_dim": 72, "head_dim_v": None}):
+            assert registry.resolve(dataclasses.replace(problem, **other)).name == "standard"
 
     @pytest.mark.parametrize(
         "problem",
@@ -423,6 +474,11 @@ def _changed(**changes):
     return {name: torch.randn(2, 6, 4, 8) for name in "qkv"} | changes
 
 
+def _fp8(**changes):
+    """The same in e4m3."""
+    return {name: torch.randn(2, 6, 4, 8).to(torch.float8_e4m3fn) for name in "qkv"} | changes
+
+
 BAD_INPUT = {
     "q is no tensor": ({"q": [1.0]}, TypeError, r"q must be a torch.Tensor, got list"),
     "k is no tensor": ({"k": None}, TypeError, r"k must be a torch.Tensor, got NoneType"),
@@ -495,6 +551,42 @@ BAD_INPUT = {
     "window is fractional": ({"window_size": (1.5, 0)}, ValueError, r"window_size must be None or a pair .* got \(1.5, 0\)"),
     "version is unknown": ({"version": "v9"}, ValueError, r"version must be 'auto' or one of .*, got 'v9'"),
     "version is None": ({"version": None}, ValueError, r"version must be 'auto' or one of .*, got None"),
+    "precision is unknown": ({"precision": "int8"}, ValueError, r"precision must be None or 'fp8', got 'int8'"),
+    "precision of fp32": ({"precision": "fp8"}, TypeError, r"precision='fp8' quantises fp16 or bf16 inputs, got q torch.float32"),
+    "precision of e4m3": (_fp8(precision="fp8"), TypeError, r"precision='fp8' quantises fp16 or bf16 inputs, got q torch.float8_e4m3fn"),
+    "out_dtype is a string": (_fp8(out_dtype="bf16"), TypeError, r"out_dtype must be None, torch.bfloat16 or torch.float16, got 'bf16'"),
+    "out_dtype is a list": (_fp8(out_dtype=[]), TypeError, r"out_dtype must be None, .* got \[\]"),
+    "out_dtype is fp32": (_fp8(out_dtype=torch.float32), TypeError, r"out_dtype must be None, .* got torch.float32"),
+    "out_dtype of fp32": (
+        {"out_dtype": torch.float16},
+        TypeError,
+        r"out_dtype is for e4m3 inputs .* got torch.float16 with q torch.float32",
+    ),
+    "a descale of fp32": ({"q_descale": torch.ones(2, 4)}, ValueError, r"q_descale is for e4m3 inputs .* got it with fp32 ones"),
+    "a descale is a number": (_fp8(v_descale=1.0), TypeError, r"v_descale must be a torch.Tensor or None, got float"),
+    "a descale of another dtype": (
+        _fp8(k_descale=torch.ones(2, 4).half()),
+        TypeError,
+        r"k_descale must be of dtype torch.float32, got torch.float16",
+    ),
+    "a descale elsewhere": (
+        _fp8(k_descale=torch.ones(2, 4, device="meta")),
+        ValueError,
+        r"k_descale must be on q's device cpu, got meta",
+    ),
+    "a descale with a gradient": (_fp8(q_descale=torch.ones(2, 4, requires_grad=True)), ValueError, r"q_descale has no gradient"),
+    "a descale of another batch": (
+        _fp8(q_descale=torch.ones(1, 4)),
+        ValueError,
+        r"q_descale must have shape \(batch, heads_kv\) \(2, 4\), or \(batch, heads, blocks of 128 rows\) \(2, 4, 1\), got \(1, 4\)",
+    ),
+    "a descale for each row": (
+        _fp8(v_descale=torch.ones(2, 4, 6)),
+        ValueError,
+        r"v_descale must have shape .*heads_kv, .* got \(2, 4, 6\)",
+    ),
+    "a single descale": (_fp8(k_descale=torch.ones(())), ValueError, r"k_descale must have shape .* got \(\)"),
+    "e4m3 mixed": (_fp8(v=torch.randn(2, 6, 4, 8).half()), TypeError, r"must have one dtype, got .* v torch.float16"),
     "an argument nobody knows": ({"dropout_p": 0.1}, TypeError, r"unexpected keyword argument 'dropout_p'"),
 }
 
@@ -503,7 +595,7 @@ class TestBadInput:
     @pytest.mark.parametrize("case", BAD_INPUT)
     def test_is_refused_before_any_launch(self, case):
         changes, error, text = BAD_INPUT[case]
-        flashzoo.register(toy(), before="v3")
+        flashzoo.register(toy(dtypes=flashzoo.spec.DTYPES, cpu_dtypes=flashzoo.spec.DTYPES, quantizes=("fp16", "bf16")), before="v3")
         with pytest.raises(error, match=text):
             flashzoo.attention(**_changed(**changes))
         assert CALLS == []
@@ -581,6 +673,98 @@ class TestMeaning:
         assert [problem.grad for problem in CALLS] == [False, True, False, False]
 
 
+DESCALES_SEEN = []
+
+
+def record_descales(q, k, v, problem, softmax_scale, descales):
+    CALLS.append(problem)
+    DESCALES_SEEN.append(descales)
+    return q, None
+
+
+class TestFp8:
+    @pytest.fixture(autouse=True)
+    def _registered(self):
+        """Versions that note what they get."""
+        DESCALES_SEEN.clear()
+        flashzoo.register(toy("fp8", impl=f"{__name__}:record_descales", dtypes=("e4m3",), cpu_dtypes=("e4m3",)))
+        flashzoo.register(toy("quantizing", quantizes=("fp16", "bf16")))
+
+    @pytest.mark.parametrize("kind", [None, "head", "block"])
+    def test_a_version_gets_the_descales_as_they_are(self, kind):
+        shapes = {None: [None] * 3, "head": [(2, 4)] * 3, "block": [(2, 4, 1)] * 3}[kind]
+        given = tuple(None if shape is None else torch.rand(shape) for shape in shapes)
+        names = dict(zip(("q_descale", "k_descale", "v_descale"), given, strict=True))
+        out = flashzoo.attention(**_fp8(**names), version="fp8")
+        assert out.dtype == torch.float8_e4m3fn and len(DESCALES_SEEN) == 1
+        assert all(found is x for found, x in zip(DESCALES_SEEN[0], given, strict=True))
+
+    def test_the_shapes_of_descales_follow_heads_and_lengths(self):
+        q, k = (torch.zeros(1, seqlen, heads, 16).to(torch.float8_e4m3fn) for seqlen, heads in ((257, 6), (128, 2)))
+        good = {"q_descale": (1, 6, 3), "k_descale": (1, 2, 1), "v_descale": (1, 2)}
+        flashzoo.attention(q, k, k, **{name: torch.ones(shape) for name, shape in good.items()}, version="fp8")
+        for name, shape in (("q_descale", (1, 6)), ("q_descale", (1, 2, 3)), ("k_descale", (1, 6, 1)), ("v_descale", (1, 2, 2))):
+            with pytest.raises(ValueError, match=f"{name} must have shape"):
+                flashzoo.attention(q, k, k, **{name: torch.ones(shape)}, version="fp8")
+
+    def test_explain_refuses_the_same(self):
+        with pytest.raises(ValueError, match="q_descale must have shape"):
+            flashzoo.explain(**_fp8(q_descale=torch.ones(3)))
+        with pytest.raises(ValueError, match="precision must be None or 'fp8', got 'fp4'"):
+            flashzoo.explain(**_fp8(precision="fp4"))
+        with pytest.raises(ValueError, match="k_descale is for e4m3 inputs"):
+            flashzoo.explain(**_changed(k_descale=torch.ones(2, 4)))
+
+    def test_explain_says_what_was_asked(self):
+        tensors = dict.fromkeys("qkv", torch.zeros(2, 6, 4, 16).to(torch.float8_e4m3fn))
+        asked = flashzoo.explain(**tensors, out_dtype=torch.float16, q_descale=torch.ones(2, 4), arch=90)
+        assert asked.problem.out_dtype == "fp16" and asked.chosen == "v3_fp8"
+        half = {name: x.half() for name, x in _changed().items()}
+        asked = flashzoo.explain(**half, precision="fp8", arch=90)
+        assert asked.problem.precision == "fp8" and "fp16 in fp8" in str(asked)
+
+    def test_precision_and_out_dtype_reach_the_problem_and_are_not_remembered(self):
+        half = {name: x.half() for name, x in _changed().items()}
+        for precision in (None, "fp8", None):
+            flashzoo.attention(**half, precision=precision, version="quantizing")
+        assert [problem.precision for problem in CALLS] == [None, "fp8", None]
+        CALLS.clear()
+        for out_dtype in (None, torch.float16, torch.bfloat16):
+            flashzoo.attention(**_fp8(), out_dtype=out_dtype, version="fp8")
+        assert [problem.out_dtype for problem in CALLS] == ["bf16", "fp16", "bf16"]
+
+    def test_a_negative_scale_turns_the_sign_of_every_number(self):
+        tensors = _fp8()
+        tensors["q"][0, 0, 0, :3] = torch.tensor([0.0, 2**-9, math.nan])
+        out = flashzoo.attention(**tensors, softmax_scale=-1.0, version="fp8").float()
+        expected = -tensors["q"].float()
+        assert torch.equal(out.nan_to_num(), expected.nan_to_num()) and torch.equal(out.isnan(), expected.isnan())
+
+    def test_out_and_lse_have_their_dtypes(self):
+        for out_dtype in (torch.float16, torch.bfloat16):
+            out, lse = flashzoo.attention(**_fp8(), out_dtype=out_dtype, return_lse=True)
+            assert out.dtype == out_dtype and lse.dtype == torch.float32
+        half = {name: x.half() for name, x in _changed().items()}
+        assert flashzoo.attention(**half, precision="fp8").dtype == torch.float16
+
+    def test_e4m3_has_no_gradients(self):
+        tensors = {name: x.requires_grad_() for name, x in _fp8().items()}
+        with pytest.raises(UnsupportedError, match="standard: e4m3 inputs have no gradients"):
+            flashzoo.attention(**tensors)
+        with torch.no_grad():
+            assert flashzoo.attention(**tensors).shape == (2, 6, 4, 8)
+
+    def test_no_other_version_drops_the_precision(self):
+        half = {name: x.half() for name, x in _changed().items()}
+        for name in ("v1", "v2", "sdpa"):
+            with pytest.raises(UnsupportedError, match=f"{name}: does not support precision='fp8'"):
+                flashzoo.attention(**half, precision="fp8", version=name)
+
+    def test_quantize_is_a_public_name(self):
+        with pytest.raises((TypeError, ValueError)):
+            flashzoo.quantize(*(torch.randn(1, 16, 2, 16, dtype=torch.float64) for _ in range(3)))
+
+
 class TestSdpaAdapter:
     @pytest.fixture
     def bhsd(self):
@@ -643,6 +827,24 @@ class TestEmpty:
     def test_is_as_wide_as_v(self, shapes):
         q_shape, k_shape = shapes
         self.check(q_shape, k_shape, (*k_shape[:3], 5))
+
+    @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("shapes", EMPTY.values(), ids=EMPTY)
+    def test_of_e4m3(self, shapes, out_dtype):
+        q, k = (torch.zeros(shape, dtype=torch.float8_e4m3fn) for shape in shapes)
+        blocks = torch.ones(q.shape[0], q.shape[2], -(-q.shape[1] // 128))
+        for scale in (None, -1.0):
+            out, lse = flashzoo.attention(q, k, k, softmax_scale=scale, out_dtype=out_dtype, q_descale=blocks, return_lse=True)
+            assert out.shape == q.shape and out.dtype == out_dtype and not out.any()
+            assert lse.shape == (q.shape[0], q.shape[2], q.shape[1]) and lse.dtype == torch.float32 and bool((lse == -math.inf).all())
+
+    @pytest.mark.parametrize("shapes", EMPTY.values(), ids=EMPTY)
+    def test_of_what_would_be_quantised(self, shapes):
+        q_shape, k_shape = shapes
+        q, k, v = (torch.randn(shape).half().requires_grad_() for shape in (q_shape, k_shape, k_shape))
+        out, lse = flashzoo.attention(q, k, v, precision="fp8", return_lse=True)
+        assert out.shape == q.shape and out.dtype == torch.float16 and not out.any()
+        assert not any(x.any() for x in torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse))))
 
     def test_still_asks_who_would_answer(self):
         q = torch.randn(2, 0, 4, 8)

@@ -6,12 +6,13 @@ import math
 
 import pytest
 import torch
-from support import both, draw
+from support import both, draw, forward
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from flashzoo import Problem
-from flashzoo.reference import Result, oracle, visible
+from flashzoo import Problem, reference
+from flashzoo.reference import Result, dequantized, oracle, visible
+from flashzoo.workloads import descales
 
 PLAIN = {"batch": 2, "seqlen_q": 7, "seqlen_k": 7, "heads": 4, "heads_kv": 4, "head_dim": 5}
 PROBLEMS = {
@@ -165,3 +166,53 @@ def test_standard_is_close_to_the_oracle(dtype):
     for name, value in result.items().items():
         error = (value.double() - ideal.items()[name]).norm() / ideal.items()[name].norm()
         assert error < 2 * max(step, 1e-6), f"{name}: relative error {error:.1e}, expected under two roundings to {dtype}"
+
+
+IN_FP8 = Problem(batch=2, seqlen_q=140, seqlen_k=260, heads=4, heads_kv=2, head_dim=64, dtype="e4m3", causal=True, lse=True, device="cpu")
+
+
+@pytest.mark.parametrize("kind", [None, "head", "block"])
+def test_dequantized_is_each_row_times_its_own_number(kind):
+    tensors, *_ = draw(IN_FP8)
+    for name, x, scale in zip("qkv", tensors, descales(IN_FP8, kind), strict=True):
+        found = dequantized(x, scale)
+        for b, row, head in ((0, 0, 0), (1, 127, 1), (1, 128, 0), (0, x.shape[1] - 1, x.shape[2] - 1)):
+            if kind is None:
+                number = 1.0
+            elif kind == "head":
+                number = float(scale[b, head // 2 if name == "q" else head])
+            else:
+                number = float(scale[b, head, row // 128])
+            assert torch.equal(found[b, row, head], x[b, row, head].double() * number)
+
+
+@pytest.mark.parametrize("kind", [None, "head", "block"])
+def test_standard_in_e4m3_is_close_to_the_oracle(kind):
+    tensors, *_ = draw(IN_FP8)
+    scales = descales(IN_FP8, kind)
+    result = forward("standard", tensors, IN_FP8, descales=scales)
+    real = (dequantized(x, scale) for x, scale in zip(tensors, scales, strict=True))
+    ideal = oracle(*real, IN_FP8, IN_FP8.head_dim**-0.5)
+    assert result.out.dtype == torch.bfloat16
+    assert (result.out - ideal.out).norm() < 2**-5 * ideal.out.norm(), "P is rounded to 4 bits, and rounded errors cancel in part"
+    assert (result.lse - ideal.lse).abs().max() < 4e-3
+
+
+def test_standard_quantises_to_within_a_rounding():
+    problem = Problem(batch=2, seqlen_q=9, seqlen_k=9, heads=2, heads_kv=2, head_dim=32, dtype="fp16", precision="fp8", device="cpu")
+    (x, *_), *_ = draw(problem)
+    x[1, :, 1] = 0
+    quantized, scale = reference._quantized(x)
+    assert scale.shape == (2, 2, 1) and quantized.dtype == torch.float8_e4m3fn
+    found = dequantized(quantized, scale)
+    largest = x.abs().amax((1, 3), keepdim=True).double()
+    assert bool(((found - x).abs() <= 2**-4 * x.abs() + 2**-9 / 448 * largest).all())
+    assert torch.equal(found.abs().amax((1, 3)).half(), x.abs().amax((1, 3)))
+
+
+def test_sums_keep_what_hoppers_tensor_core_keeps():
+    a = torch.tensor([[[32.0, *[0.0] * 31, 2**-9, *[0.0] * 31]]])
+    b = torch.ones(1, 1, 64)
+    assert float(reference._hopper_sums(a, b)) == 32, "2^-9 is the 14th bit below 32's"
+    a[..., 32] = 2**-8
+    assert float(reference._hopper_sums(a, b)) == 32 + 2**-8

@@ -37,10 +37,10 @@ from torch import Tensor
 
 import flashzoo
 from flashzoo import Problem, Spec, UnsupportedError
-from flashzoo.accuracy import Judge
-from flashzoo.reference import Result, visible
-from flashzoo.spec import FEATURES
-from flashzoo.workloads import LAYOUTS, TORCH_DTYPES, Workload, workloads
+from flashzoo.accuracy import OUT_RMS, Judge
+from flashzoo.reference import Descales, Result, visible
+from flashzoo.spec import FEATURES, QUANTIZABLE
+from flashzoo.workloads import DESCALES, LAYOUTS, TORCH_DTYPES, Workload, descales, workloads
 
 ON_GPU = DEVICE == "cuda"
 asks = pytest.mark.asks
@@ -51,28 +51,38 @@ asks = pytest.mark.asks
 
 @dataclass(frozen=True)
 class Case:
-    """One version on one workload in one dtype."""
+    """One version on one workload in one dtype, e4m3 with one kind of `workloads.DESCALES`."""
 
     version: str
     workload: Workload
     problem: Problem
+    descales: str | None = None
 
     def __str__(self) -> str:
-        asked = "-deterministic" if self.problem.deterministic else ""
-        return f"{self.version}-{self.workload.name}-{self.problem.dtype}{asked}"
+        how = [name for name, asked in (("fp8", self.problem.precision), ("deterministic", self.problem.deterministic)) if asked]
+        how += [f"by_{self.descales}"] if self.descales else []
+        return "-".join((self.version, self.workload.name, self.problem.dtype, *how))
 
 
 def cases(specs: list[Spec], grad: bool) -> list[Case]:
     """Every case that the versions declare to take, those that share inputs next to one another."""
     found = []
     for workload in [w for tag in (("smoke", "hard", "large") if ON_GPU else ("smoke", "hard")) for w in workloads(tag)]:
-        for dtype in TORCH_DTYPES:
-            for deterministic in (False, True) if "smoke" in workload.tags else (False,):
+        for dtype, precision, kind in NUMERICS:
+            for deterministic in (False, True) if "smoke" in workload.tags and kind is None else (False,):
                 for spec in specs:
-                    problem = workload.on(DEVICE, dtype=dtype, lse=gives_lse(spec), deterministic=deterministic, grad=grad)
+                    asked = {"dtype": dtype, "precision": precision, "out_dtype": "fp16" if kind == "head" else None}
+                    problem = workload.on(DEVICE, lse=gives_lse(spec), deterministic=deterministic, grad=grad, **asked)
                     if takes(spec, problem):
-                        found.append(Case(spec.name, workload, problem))
+                        found.append(Case(spec.name, workload, problem, kind))
     return found
+
+
+NUMERICS = [
+    *((dtype, None, kind) for dtype in TORCH_DTYPES for kind in (DESCALES if dtype == "e4m3" else (None,))),
+    *((dtype, "fp8", None) for dtype in QUANTIZABLE),
+]
+"""dtype, precision and kind of descales, in every way that they go together."""
 
 
 def refusals(spec: Spec) -> dict[str, tuple[Problem, str]]:
@@ -95,9 +105,14 @@ def refusals(spec: Spec) -> dict[str, tuple[Problem, str]]:
         )
     if spec.backward is None:
         found["backward"] = dataclasses.replace(plain, grad=True), "has no backward pass"
+    nowhere = "does not run on CPU tensors"
     for dtype in TORCH_DTYPES.keys() - set(dtypes_of(spec)):
-        where = "takes dtype" if dtypes_of(spec) else "does not run on CPU tensors"
-        found[dtype] = dataclasses.replace(plain, dtype=dtype), where
+        found[dtype] = dataclasses.replace(plain, dtype=dtype, out_dtype=None), "takes dtype" if dtypes_of(spec) else nowhere
+    for dtype in set(QUANTIZABLE) - set(spec.quantizes):
+        refusal = "takes dtype" if spec.quantizes else "does not support precision='fp8'"
+        found[f"{dtype}_fp8"] = dataclasses.replace(plain, dtype=dtype, precision="fp8"), refusal if dtypes_of(spec) else nowhere
+    if "e4m3" in dtypes_of(spec) and spec.backward is not None:
+        found["e4m3_backward"] = dataclasses.replace(plain, dtype="e4m3", out_dtype=None, grad=True), "e4m3 inputs have no gradients"
     undeclared = [d for d in range(1, 1025) if d not in spec.head_dims]
     if undeclared:
         found[f"head_dim_{undeclared[0]}"] = small(spec, lse=False, head_dim=undeclared[0]), "takes head_dim "
@@ -120,22 +135,28 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("version", "refused", "text"), cells)
 
 
+def drawn(case: Case) -> tuple[Tensors, Tensor, Tensor | None, Descales, Judge]:
+    """Inputs, gradients, descales and the Judge of a case; the versions that are tested on them one after the other share them."""
+    return _drawn(dataclasses.replace(case, version="", problem=dataclasses.replace(case.problem, deterministic=False)))
+
+
 @lru_cache(maxsize=4)
-def drawn(workload: Workload, dtype: str, lse: bool, grad: bool) -> tuple[Tensors, Tensor, Tensor | None, Judge]:
-    """Inputs, gradients and the Judge of a workload; the versions that are tested on it one after the other share them."""
-    problem = workload.on(DEVICE, dtype=dtype, lse=lse, grad=grad)
-    tensors, dout, dlse = draw(problem, values=workload.values)
-    judge = Judge(*tensors, problem, None, dout=dout if grad else None, dlse=dlse if grad else None)
-    return tensors, dout, dlse, judge
+def _drawn(case: Case) -> tuple[Tensors, Tensor, Tensor | None, Descales, Judge]:
+    problem = case.problem
+    tensors, dout, dlse = draw(problem, values=case.workload.values)
+    scales = descales(problem, case.descales, device=DEVICE)
+    judge = Judge(*tensors, problem, None, dout if problem.grad else None, dlse if problem.grad else None, scales)
+    return tensors, dout, dlse, scales, judge
 
 
 def test_forward(case):
-    tensors, _, _, judge = drawn(case.workload, case.problem.dtype, case.problem.lse, False)
-    accept(judge, forward(case.version, tensors, case.problem))
+    tensors, _, _, scales, judge = drawn(case)
+    declared = dict(flashzoo.versions()[case.version].fp8_rms).get(case.workload.values) if case.problem.precision else None
+    accept(judge, forward(case.version, tensors, case.problem, descales=scales), declared)
 
 
 def test_gradients(case):
-    tensors, dout, dlse, judge = drawn(case.workload, case.problem.dtype, case.problem.lse, True)
+    tensors, dout, dlse, _, judge = drawn(case)
     accept(judge, both(case.version, tensors, case.problem, dout, dlse))
 
 
@@ -143,7 +164,11 @@ def test_everything_declared_is_exercised(spec):
     if not takes(spec, small(spec)):
         pytest.skip(f"{spec.name} takes nothing here: {'; '.join(spec.unsupported(small(spec)))}")
     exercised = cases([spec], grad=False)
-    assert {case.problem.dtype for case in exercised} == set(dtypes_of(spec))
+    assert {case.problem.dtype for case in exercised if not case.problem.precision} == set(dtypes_of(spec))
+    quantized = [case for case in exercised if case.problem.precision]
+    assert {case.problem.dtype for case in quantized} == set(spec.quantizes)
+    assert {kind for kind, _ in spec.fp8_rms} <= {case.workload.values for case in quantized}
+    assert all(factor < OUT_RMS["fp8"] for _, factor in spec.fp8_rms), "everybody is held to that"
     assert frozenset().union(*(case.problem.features for case in exercised)) == spec.features
     if spec.backward is not None:
         assert frozenset().union(*(case.problem.features for case in cases([spec], grad=True))) == spec.backward
@@ -177,24 +202,32 @@ def seen_pairs(problem: Problem) -> Tensor:
     return torch.ones(problem.seqlen_q, problem.seqlen_k, dtype=torch.bool, device=problem.device) if seen is None else seen
 
 
-@asks(dtype="fp16", batch=2, heads=6, heads_kv=2, seqlen_q=130, seqlen_k=190, head_dim=64)
+@asks({dtype: {"dtype": dtype} for dtype in ("fp16", "e4m3")}, batch=2, heads=6, heads_kv=2, seqlen_q=130, seqlen_k=190, head_dim=64)
 def test_needle(version, problem):
     """Every query has one key, its score so far above the rest that softmax is exactly one-hot, so out is that value.
 
     Seen in levanter #449, native-sparse #27, FA 4d9c722a: wrong key/value head of a group.
     """
     (q, k, v), *_ = draw(problem)
-    k.copy_(torch.where(k > 0, 1.0, -1.0))
+    k.copy_(torch.where(k.float() > 0, 1.0, -1.0))
     wanted = torch.randint(problem.seqlen_k, q.shape[:3], device=q.device)
-    expected = torch.empty_like(q)
+    expected = torch.empty_like(q, dtype=TORCH_DTYPES[problem.out_dtype])
     for b in range(problem.batch):
         for h in range(problem.heads):
-            q[b, :, h] = 4 * k[b, wanted[b, :, h], h // 3]
+            q[b, :, h] = 4 * k.float()[b, wanted[b, :, h], h // 3]
             expected[b, :, h] = v[b, wanted[b, :, h], h // 3]
     assert torch.equal(forward(version, (q, k, v), problem, softmax_scale=1.0).out, expected)
 
 
-@asks(MASKS, dtype="fp16", seqlen_q=130, seqlen_k=130, heads=1, heads_kv=1)
+COUNTED = {
+    f"{name}-{of}": fields | dtype
+    for name, fields in MASKS.items()
+    for of, dtype in {"fp16": {"dtype": "fp16"}, "e4m3": {"dtype": "e4m3"}, "fp8": {"dtype": "bf16", "precision": "fp8"}}.items()
+}
+"""Equal scores make every P 1, and one and 0 are themselves in every dtype, quantised or not."""
+
+
+@asks(COUNTED, seqlen_q=130, seqlen_k=130, heads=1, heads_kv=1)
 def test_counting(version, problem):
     """Equal scores and one-hot values: out times the number of visible keys counts those of each group, as integers.
 
@@ -302,6 +335,7 @@ PADDED = {
     "narrow_values": {"head_dim_v": 12},
     "eights": {"head_dim": 24},  # all that some versions take; their rows start at multiples of 16 bytes, so TMA reads them in place
     "eights_narrow_values": {"head_dim": 40, "head_dim_v": 24, "causal": True},
+    "sixteens": {"head_dim": 48, "causal": True},  # the same for e4m3
 }
 
 
@@ -321,12 +355,118 @@ def cut_from_longer(x: Tensor) -> Tensor:
     return view.copy_(x)
 
 
+# What only FP8 has.
+
+AT_THE_EDGE = {"seqlen_q": 300, "seqlen_k": 280, "heads": 4, "heads_kv": 2, "head_dim": 64, "causal": True}
+OF_FP8 = {"e4m3": {"dtype": "e4m3"}, "fp8_fp16": {"dtype": "fp16", "precision": "fp8"}, "fp8_bf16": {"dtype": "bf16", "precision": "fp8"}}
+
+
+def _zeros(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for x in (q, k, v):
+        x.zero_()
+
+
+def _zero_blocks(q: Tensor, k: Tensor, v: Tensor) -> None:
+    q[:, :128], k[:, 128:256], v[:, :128] = 0, 0, 0
+
+
+def _zero_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
+    q[:, :, 0], k[:, :, 1], v[:, :, 0] = 0, 0, 0
+
+
+def _one_outlier(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for x in (q, k, v):
+        x[0, 200, 0, 3] = min(torch.finfo(x.dtype).max, 6e4)
+
+
+def _largest(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for x in (q, k, v):
+        x.copy_(x.float().sign() * 448)
+
+
+def _tiny(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for x in (q, k, v):  # quantisers may count as 0 what is below 2^-100, where a scale's reciprocal would overflow
+        x.copy_(x.float() * max(torch.finfo(x.dtype).tiny, 2.0**-90))
+
+
+def _constant_values(q: Tensor, k: Tensor, v: Tensor) -> None:
+    v.fill_(0.3)
+
+
+def _equal_keys(q: Tensor, k: Tensor, v: Tensor) -> None:
+    k.copy_(k[:, :1].expand(k.shape))
+
+
+EDGES = [_zeros, _zero_blocks, _zero_heads, _one_outlier, _largest, _tiny, _constant_values, _equal_keys]
+
+
+@asks(OF_FP8, **AT_THE_EDGE)
+@pytest.mark.parametrize("edge", EDGES, ids=lambda edge: edge.__name__[1:])
+def test_numbers_at_the_edge_of_fp8(version, problem, edge):
+    """A scale that is 0 or infinite, a P or a sum that overflows: no NaN and no infinity. Finite e4m3 numbers give no infinite
+    score; the mask does, and some rows here are blind.
+
+    Seen in FA 2409214a #2717 (P past 448 under a stale maximum).
+    """
+    tensors, *_ = draw(problem)
+    edge(*tensors)
+    result = forward(version, tensors, problem)
+    assert bool(result.out.isfinite().all())
+    accept(Judge(*tensors, problem, None), result)
+
+
+DESCALED = {"batch": 2, "heads": 4, "heads_kv": 2, "seqlen_q": 300, "seqlen_k": 260, "head_dim": 64, "dtype": "e4m3"}
+
+
+@asks({"plain": {}, "causal": {"causal": True}, "fp16": {"out_dtype": "fp16"}}, **DESCALED)
+@pytest.mark.parametrize("kinds", [("block", "head", None), (None, "block", "head"), ("head", None, "block")], ids=str)
+def test_each_descale_is_of_its_own_kind(version, problem, kinds):
+    tensors, *_ = draw(problem)
+    scales = tuple(descales(problem, kind, device=DEVICE)[at] for at, kind in enumerate(kinds))
+    accept(Judge(*tensors, problem, None, descales=scales), forward(version, tensors, problem, descales=scales))
+
+
+@asks(**DESCALED)
+@pytest.mark.parametrize("kind", ["head", "block"])
+def test_descales_lie_anywhere(version, problem, kind):
+    """Any strides, broadcast ones too, and what lies between is not read."""
+    tensors, *_ = draw(problem)
+    scales = descales(problem, kind, device=DEVICE)
+    expected = forward(version, tensors, problem, descales=scales)
+    apart = []
+    for x in scales:
+        longer = x.new_full((*(2 * size + 1 for size in x.shape),), torch.nan)
+        view = longer[tuple(slice(1, None, 2) for _ in x.shape)]
+        apart.append(view.copy_(x))
+    turned = tuple(x.movedim(0, -1).contiguous().movedim(-1, 0) for x in scales)
+    for moved in (tuple(apart), turned):
+        found = forward(version, tensors, problem, descales=moved)
+        assert same_bits(found.out, expected.out)
+    ones = tuple(torch.ones((), device=x.device).expand(x.shape) for x in scales)
+    assert same_bits(forward(version, tensors, problem, descales=ones).out, forward(version, tensors, problem).out)
+
+
+@asks({"plain": {}, "causal": {"causal": True}}, **DESCALED)
+@pytest.mark.parametrize("kind", ["head", "block"])
+def test_a_power_of_two_passes_through_descales(version, problem, kind):
+    tensors, *_ = draw(problem)
+    q_scale, k_scale, v_scale = descales(problem, kind, device=DEVICE)
+    scale = problem.head_dim**-0.5
+    out = forward(version, tensors, problem, scale, (q_scale, k_scale, v_scale)).out
+    assert torch.equal(forward(version, tensors, problem, scale, (q_scale, k_scale, 2 * v_scale)).out, 2 * out)
+    assert torch.equal(forward(version, tensors, problem, scale / 2, (2 * q_scale, k_scale, v_scale)).out, out)
+    assert torch.equal(forward(version, tensors, problem, 2 * scale, (q_scale, k_scale / 2, v_scale)).out, out)
+
+
 # Where the numbers lie.
 
 LAYOUT_PROBLEM = {"batch": 2, "heads": 4, "heads_kv": 2, "seqlen_q": 50, "seqlen_k": 70, "head_dim": 24}
 
 
-@asks({"plain": {}, "causal": {"causal": True}, "wide_values": {"head_dim_v": 40}}, both=True, **LAYOUT_PROBLEM)
+LAYOUT_ASKS = {"plain": {}, "causal": {"causal": True}, "wide_values": {"head_dim_v": 40}, "sixteens": {"head_dim": 48}}
+
+
+@asks(LAYOUT_ASKS, both=True, **LAYOUT_PROBLEM)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(version, problem, layout):
     """Any strides, offsets and overlaps; inputs and what lies between them stay as they were.
@@ -340,7 +480,7 @@ def test_layouts(version, problem, layout):
     assert all(torch.equal(storage_of(x), then) for x, then in zip((*tensors, dout), before, strict=True))
 
 
-@asks(both=True, **LAYOUT_PROBLEM)
+@asks({"": {}, "sixteens": {"head_dim": 48}}, both=True, **LAYOUT_PROBLEM)
 def test_each_tensor_in_a_layout_of_its_own(version, problem):
     """And one shape in several layouts, one after the other. Seen in FA #2298: stride 0 baked into a cached kernel."""
     names = [name for name in LAYOUTS if name != "expanded"]
@@ -442,7 +582,7 @@ def test_double_backward_raises_or_is_right(version, problem):
         torch.testing.assert_close(value, right.float(), rtol=1e-3, atol=1e-3)
 
 
-@asks(both=True, dtype="fp32", causal=True)
+@asks({"fp32": {"dtype": "fp32"}, "fp8": {"dtype": "fp16", "precision": "fp8"}, "e4m3": {"dtype": "e4m3"}}, both=True, causal=True)
 def test_autocast_changes_nothing(version, problem):
     """Seen in musubi-tuner #1037, diffusers #14104; torch's own attention and matmul round to 16 bits there."""
     tensors, dout, dlse = draw(problem)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
 from support import both, draw, forward
 from torch.utils.flop_counter import FlopCounterMode
 
 from flashzoo import Problem
-from flashzoo.workloads import flops, hbm_bytes
+from flashzoo.workloads import LAYOUTS, VALUES, descales, flops, hbm_bytes, inputs, workload
 
 PLAIN = Problem(batch=2, seqlen_q=7, seqlen_k=9, heads=4, heads_kv=2, head_dim=16, dtype="fp32", grad=True, device="cpu")
 WIDTHS = [(16, 16), (24, 16), (8, 24)]
@@ -42,3 +43,38 @@ def test_bytes_of_standard_are_those_of_its_tensors(widths):
     (q, k, v), dout, _ = draw(problem)
     scores = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k
     assert hbm_bytes(problem, "standard", 1 << 16) == 4 * (q.numel() + k.numel() + v.numel() + dout.numel() + 4 * scores)
+
+
+IN_E4M3 = dataclasses.replace(PLAIN, seqlen_q=130, seqlen_k=300, dtype="e4m3", out_dtype=None, grad=False)
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_e4m3_inputs_are_finite_and_lie_where_they_should(values, layout):
+    *tensors, dout = inputs(IN_E4M3, values=values, layout=layout)
+    assert {x.dtype for x in tensors} == {torch.float8_e4m3fn} and dout.dtype == torch.bfloat16
+    assert all(bool(x.float().isfinite().all()) for x in tensors)
+    if layout != "expanded":
+        plain = inputs(IN_E4M3, values=values)
+        assert all(torch.equal(x.float(), y.float()) for x, y in zip(tensors, plain, strict=False))
+
+
+def test_e4m3_inputs_are_the_others_rounded():
+    halves, rounded = (inputs(dataclasses.replace(IN_E4M3, dtype=dtype)) for dtype in ("fp32", "e4m3"))
+    for x, y in zip(halves[:3], rounded[:3], strict=True):
+        assert bool(((x - y.float()).abs() <= x.abs() / 16 + 2**-10).all())
+
+
+def test_descales_have_the_shapes_that_attention_takes():
+    assert descales(IN_E4M3, None) == (None, None, None)
+    assert [x.shape for x in descales(IN_E4M3, "head")] == [(2, 2)] * 3
+    assert [x.shape for x in descales(IN_E4M3, "block")] == [(2, 4, 2), (2, 2, 3), (2, 2, 3)]
+    for x in descales(IN_E4M3, "block"):
+        assert x.dtype == torch.float32 and x.min() >= 0.5 and x.max() <= 2 and x.unique().numel() == x.numel()
+    with pytest.raises(ValueError, match=r"kind must be one of .* got 'row'"):
+        descales(IN_E4M3, "row")
+
+
+def test_a_workload_in_another_dtype_has_that_dtypes_out():
+    assert [workload("square").on("cpu", dtype=dtype).out_dtype for dtype in ("fp32", "fp16", "e4m3")] == ["fp32", "fp16", "bf16"]
+    assert workload("square").on("cpu", dtype="e4m3", out_dtype="fp16").out_dtype == "fp16"

@@ -12,6 +12,7 @@ SPEC = Spec(
     cpu_dtypes=("fp16", "fp32"),
     features=frozenset(FEATURES) - {"window", "head_dim_v"},
     backward=frozenset(FEATURES) - {"window", "head_dim_v"},
+    backward_impl="flashzoo.v1.launch:backward",
     requires=("triton",),
     notes=describe,
 )

@@ -12,6 +12,7 @@ SPEC = Spec(
     cpu_dtypes=("fp16", "fp32"),
     features=frozenset(FEATURES) - {"head_dim_v"},
     backward=frozenset(FEATURES) - {"head_dim_v"},
+    backward_impl="flashzoo.v2.launch:backward",
     requires=("triton",),
     notes=describe,
 )

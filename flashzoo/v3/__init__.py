@@ -1,7 +1,7 @@
 """FlashAttention-3 in CuTe DSL: TMA, WGMMA and warps with roles, on Hopper. See README.md beside this file."""
 
 from flashzoo.spec import FEATURES, Spec
-from flashzoo.v3.config import describe
+from flashzoo.v3.config import describe, describe_fp8
 
 SPEC = Spec(
     name="v3",
@@ -14,4 +14,22 @@ SPEC = Spec(
     features=frozenset(FEATURES),
     requires=("cutlass",),
     notes=describe,
+)
+
+_FP8_FEATURES = frozenset({"causal", "window", "gqa", "cross", "lse", "deterministic"})
+
+FP8_SPEC = Spec(
+    name="v3_fp8",
+    title="FlashAttention-3 in FP8, with scales for blocks and sums promoted to float32 (CuTe DSL; Triton to quantise)",
+    paper="Shah et al. 2024, arXiv:2407.08608",
+    impl="flashzoo.v3.launch_fp8:attention",
+    dtypes=("e4m3",),
+    quantizes=("fp16", "bf16"),
+    fp8_rms=(("randn", 1.1), ("fp8_paper", 0.75)),
+    arch=(90, 90),
+    head_dims=range(16, 257, 16),
+    features=_FP8_FEATURES,
+    backward=_FP8_FEATURES,
+    requires=("cutlass", "triton"),
+    notes=describe_fp8,
 )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashzoo.spec import Problem
+from flashzoo.spec import DESCALE_BLOCK, Problem
 
 WARPGROUP = 128
 """Threads of a warpgroup, the four warps that issue one WGMMA."""
 
 WARPGROUP_ROWS = 64
 """Queries of a consumer warpgroup: the M of one WGMMA."""
+
+BYTES = {"fp16": 2, "bf16": 2, "e4m3": 1}
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,16 @@ class Kernel:
     tiles: Tiles
 
     @property
+    def out_dtype(self) -> str:
+        """Of out."""
+        return self.dtype
+
+    @property
+    def stages_of_v(self) -> int:
+        """Blocks of V on chip."""
+        return self.tiles.stages
+
+    @property
     def threads(self) -> int:
         """Threads of a block: a producer warpgroup and the consumers."""
         return WARPGROUP * (1 + self.tiles.consumers)
@@ -77,10 +89,40 @@ class Kernel:
         """Shared memory of a block: Q, K, V and O, two mbarriers for each slot, the number of a tile."""
         tiles = self.tiles
         elements = tiles.q_stages * tiles.block_q * self.width
-        elements += tiles.stages * tiles.block_kv * (self.width + self.width_v)
-        elements += tiles.block_q * self.width_o
-        slots = tiles.q_stages * tiles.consumers + 2 * tiles.stages + 1
-        return 2 * elements + 16 * slots + 8
+        elements += tiles.block_kv * (tiles.stages * self.width + self.stages_of_v * self.width_v)
+        slots = tiles.q_stages * tiles.consumers + tiles.stages + self.stages_of_v + 1
+        return BYTES[self.dtype] * elements + BYTES[self.out_dtype] * tiles.block_q * self.width_o + 16 * slots + 8
+
+
+@dataclass(frozen=True)
+class KernelFp8(Kernel):
+    """An FP8 forward kernel: `dtype` is "e4m3".
+
+    Attributes:
+        out: dtype of out, "bf16" or "fp16".
+        block_scales: K or V has a scale for each `DESCALE_BLOCK` rows, and not one for each head.
+        transposed: V comes as (head_dim, keys), in the order of `quantize.transpose_v`; else it is transposed on chip.
+        columns: of O, that are multiplied at a time where two_level.
+        raw_stages: blocks of V on chip that are yet to be transposed.
+        two_level: each block's product is added to O in float32, and not by the tensor core.
+    """
+
+    out: str
+    block_scales: bool
+    transposed: bool
+    columns: int
+    raw_stages: int
+    two_level: bool = True
+
+    @property
+    def out_dtype(self) -> str:
+        """Of out."""
+        return self.out
+
+    @property
+    def stages_of_v(self) -> int:
+        """Blocks of V on chip, transposed and not yet."""
+        return self.tiles.stages + (0 if self.transposed else self.raw_stages)
 
 
 # Width of q and k, width of v: tiles. The fastest measured on an H200, bf16, seqlens 512 to 16k, with and without a mask.
@@ -97,6 +139,31 @@ HOPPER = {
 # which the long sequences want, two leave fewer rows of the last tile empty.
 HOPPER_SHORT = {(128, 128): Tiles(2, 128, q_stages=2, ping_pong=False)}
 LONG = 2048
+
+
+@dataclass(frozen=True)
+class TilesFp8:
+    """How an FP8 kernel is cut.
+
+    Attributes:
+        tiles: with blocks of as many keys as share a scale: V transposed then has rows of 128 bytes.
+        columns: of O, that are multiplied at a time: as many as the registers hold twice.
+        raw_stages: blocks of V that wait to be transposed on chip.
+        prepare: from so many queries on, V is transposed once for all by a kernel of its own, which costs as much as copying it.
+    """
+
+    tiles: Tiles
+    columns: int
+    raw_stages: int
+    prepare: int
+
+
+# FP8, width of q, k and v. Measured as above.
+FP8 = {
+    64: TilesFp8(Tiles(3, DESCALE_BLOCK, stages=3, q_stages=2, overlap=False), columns=64, raw_stages=3, prepare=2048),
+    128: TilesFp8(Tiles(3, DESCALE_BLOCK, overlap=False), columns=128, raw_stages=2, prepare=16384),
+    256: TilesFp8(Tiles(2, DESCALE_BLOCK, overlap=False), columns=128, raw_stages=1, prepare=8192),
+}
 
 WIDTHS = tuple(sorted(width for width, width_v in HOPPER if width == width_v))
 """Head dims that have tiles of their own; TMA fills what a smaller one leaves with zeros."""
@@ -119,6 +186,32 @@ def kernel_for(problem: Problem) -> Kernel:
     left, right = problem.span
     widths = width_for(problem.head_dim), width_for(problem.head_dim_v)
     return Kernel(problem.dtype, *widths, left is not None, right is not None, table(problem)[widths_of(problem)])
+
+
+def kernel_fp8_for(problem: Problem, block_scales: bool, transposed: bool) -> KernelFp8:
+    """The FP8 kernel of a problem.
+
+    Args:
+        block_scales: whether the scales of k or v are those of blocks.
+        transposed: whether v comes transposed.
+    """
+    left, right = problem.span
+    width = width_fp8_for(problem.head_dim)
+    cut = FP8[width]
+    return KernelFp8(
+        *("e4m3", width, width, left is not None, right is not None, cut.tiles),
+        *(problem.out_dtype, block_scales, transposed, cut.columns, cut.raw_stages),
+    )
+
+
+def width_fp8_for(head_dim: int) -> int:
+    """The width of the FP8 tiles that hold a head dim."""
+    return next(width for width in FP8 if head_dim <= width)
+
+
+def prepares(problem: Problem) -> bool:
+    """Whether e4m3 V is transposed by a kernel of its own."""
+    return problem.seqlen_q >= FP8[width_fp8_for(problem.head_dim)].prepare
 
 
 def table(problem: Problem) -> dict[tuple[int, int], Tiles]:
@@ -152,4 +245,23 @@ def describe(problem: Problem) -> list[str]:
     if pack := pack_for(problem, kernel.tiles.block_q):
         lines.append(f"{1 << pack} query heads of a key/value head share a tile")
     lines.append("copies what TMA can't read in place: a start or stride that is no multiple of 16 bytes, a broadcast dimension")
+    return lines
+
+
+def describe_fp8(problem: Problem) -> list[str]:
+    """As `describe`, for FP8."""
+    quantised = problem.precision is not None
+    kernel = kernel_fp8_for(problem, quantised, quantised or prepares(problem))
+    lines = [f"forward: {kernel.tiles}, each block's product promoted to float32"]
+    if quantised:
+        lines.append("q, k and v are quantised to e4m3: k less a mean of its keys, q and k rotated, a scale for each 128 rows")
+    if problem.grad:
+        lines.append("backward: in 16 bits on the saved inputs, by the first versions that have a forward pass and lend a backward pass")
+    if problem.head_dim != kernel.width:
+        lines.append(f"head_dim {problem.head_dim} is padded to {kernel.width} on chip, not in memory")
+    if pack := pack_for(problem, kernel.tiles.block_q):
+        lines.append(f"{1 << pack} query heads of a key/value head share a tile")
+    if not quantised:
+        lines.append("v is transposed " + ("into memory of its own first" if kernel.transposed else "on chip"))
+        lines.append("copies what TMA can't read in place: a start or stride that is no multiple of 16 bytes, a broadcast dimension")
     return lines

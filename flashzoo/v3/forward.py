@@ -20,21 +20,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Constexpr, Float16, Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Boolean, Constexpr, Float8E4M3FN, Float16, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.utils import hopper_helpers
 
 from flashzoo.v3.config import WARPGROUP, WARPGROUP_ROWS, Kernel
-from flashzoo.v3.mask import Bounds, mask_scores
-from flashzoo.v3.schedule import Blocks, Schedule
+from flashzoo.v3.mask import mask_scores
+from flashzoo.v3.schedule import Blocks, Bounds, Schedule
 from flashzoo.v3.softmax import Softmax, rows_of, scale_rows
 
-DTYPES = {"fp16": Float16, "bf16": BFloat16}
+DTYPES = {"fp16": Float16, "bf16": BFloat16, "e4m3": Float8E4M3FN}
 
 # Registers of a thread, by the number of consumer warpgroups (setmaxnreg): of a multiprocessor's 64 K the producer gives up most
 # of its share. No table has one consumer: it is the smallest kernel there is, for tests.
@@ -67,10 +68,10 @@ class Ring:
         """Two mbarriers for each slot."""
         return Ring(smem.allocate_array(Int64, slots), smem.allocate_array(Int64, slots), slots)
 
-    def initialise(self, consumer_warps: int) -> None:
-        """By one thread: TMA or one producer thread fills a slot, every consumer warp empties it."""
+    def initialise(self, consumer_warps: int, producer_warps: int = 1) -> None:
+        """By one thread. TMA, or one thread of each producer warp, fills a slot; every consumer warp empties it."""
         for slot in range(self.slots):
-            cute.arch.mbarrier_init(self.full + slot, 1)
+            cute.arch.mbarrier_init(self.full + slot, producer_warps)
             cute.arch.mbarrier_init(self.empty + slot, consumer_warps)
 
     def slot(self, n: Int32) -> Int32:
@@ -105,6 +106,15 @@ class OnChip:
     k_ring: Ring
     v_ring: Ring
     tile_ring: Ring
+    raw: RawV | None = None
+
+
+@dataclass(frozen=True)
+class RawV:
+    """Where V lies as it came, when it is rearranged on chip: slots of (keys, head_dim), and their ring."""
+
+    v: cute.Tensor
+    ring: Ring
 
 
 @dataclass(frozen=True)
@@ -142,10 +152,6 @@ class Consumer:
         gemm(self.mma_qk, s, self.q, self.k[None, None, None, self.on_chip.k_ring.slot(n)], True)
         return s
 
-    def issue_product(self, n: Int32) -> None:
-        """Have P times the n-th block of V added to O, a group of WGMMAs to wait for."""
-        gemm(self.mma_pv, self.o, self.p, self.v[None, None, None, self.on_chip.v_ring.slot(n)], False)
-
 
 class Forward:
     """The program of one `Kernel`."""
@@ -154,23 +160,27 @@ class Forward:
         self.kernel = kernel
         self.tiles = kernel.tiles
         self.dtype = DTYPES[kernel.dtype]
+        self.dtype_o = DTYPES[kernel.out_dtype]
+        self.columns_of_product = kernel.width_v
+        self.registers = PRODUCER_REGISTERS[self.tiles.consumers], CONSUMER_REGISTERS[self.tiles.consumers]
+        self.helpers = 0
+        self.stages_of_loaded_v = kernel.tiles.stages
 
     @cute.jit
-    def __call__(
-        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Pointer, schedule: Schedule, scale_log2: Float32
-    ):
+    def __call__(self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Pointer, schedule: Schedule, scaling: Any):
         """What is compiled. It is never run: `flashzoo._cute.driver` launches the kernel with descriptors of its own.
 
         Args:
             q, o: (head_dim, packed heads, queries, heads, batch).
             k, v: (head_dim, keys, heads, batch).
+            scaling: of the scores: softmax scale times log2 e.
         """
         tiles, kernel = self.tiles, self.kernel
         layouts = (
-            self.shared_layout(WARPGROUP_ROWS, kernel.width, tiles.consumers * tiles.q_stages),
-            self.shared_layout(tiles.block_kv, kernel.width, tiles.stages),
-            self.shared_layout(tiles.block_kv, kernel.width_v, tiles.stages),
-            self.shared_layout(WARPGROUP_ROWS, kernel.width_o, tiles.consumers),
+            shared_layout(self.dtype, WARPGROUP_ROWS, kernel.width, tiles.consumers * tiles.q_stages),
+            shared_layout(self.dtype, tiles.block_kv, kernel.width, tiles.stages),
+            self.shared_layout_of_loaded_v(),
+            shared_layout(self.dtype_o, WARPGROUP_ROWS, kernel.width_o, tiles.consumers),
         )
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         atoms = []
@@ -179,14 +189,9 @@ class Forward:
             rows_first = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[rows, *[i for i in range(cute.rank(x)) if i != rows]]))
             box = cute.select(layout, mode=[0, 1])
             atoms.append(cpasync.make_tiled_tma_atom(operation, rows_first, box, cute.product_each(box.shape))[0])
-        self.device(*atoms, lse, schedule, scale_log2, *layouts).launch(
+        self.device(*atoms, lse, schedule, scaling, *layouts).launch(
             grid=[1, 1, 1], block=[kernel.threads, 1, 1], smem=kernel.shared_bytes, min_blocks_per_mp=1
         )
-
-    def shared_layout(self, rows: int, width: int, slots: int) -> cute.ComposedLayout:
-        """(rows, width, slots), swizzled as TMA writes and WGMMA reads it."""
-        kind = hopper_helpers.get_smem_layout_atom(cutlass.tensor_utils.LayoutEnum.ROW_MAJOR, self.dtype, width)
-        return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, self.dtype), (rows, width, slots), (0, 1, 2))
 
     @cute.kernel
     def device(
@@ -197,7 +202,7 @@ class Forward:
         tma_o: cute.CopyAtom,
         lse: cute.Pointer,
         schedule: Schedule,
-        scale_log2: Float32,
+        scaling: Any,
         q_layout: cute.ComposedLayout,
         k_layout: cute.ComposedLayout,
         v_layout: cute.ComposedLayout,
@@ -207,10 +212,13 @@ class Forward:
         tiles = self.tiles
         smem = cutlass.memory.SmemAllocator()
         # A1.1
+        q, k = (smem.allocate_tensor(self.dtype, x.outer, 1024, swizzle=x.inner) for x in (q_layout, k_layout))
+        v, raw = self.allocate_v(smem, v_layout)
         on_chip = OnChip(
-            *[smem.allocate_tensor(self.dtype, x.outer, 1024, swizzle=x.inner) for x in (q_layout, k_layout, v_layout, o_layout)],
+            *(q, k, v, smem.allocate_tensor(self.dtype_o, o_layout.outer, 1024, swizzle=o_layout.inner)),
             cute.make_tensor(smem.allocate_array(Int32, 1), cute.make_layout(1)),
             *[Ring.allocate(smem, slots) for slots in (tiles.consumers * tiles.q_stages, tiles.stages, tiles.stages, 1)],
+            None if raw is None else RawV(raw, Ring.allocate(smem, self.stages_of_loaded_v)),
         )
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
@@ -218,23 +226,30 @@ class Forward:
                 cpasync.prefetch_descriptor(tma)
             with cute.arch.elect_one():
                 on_chip.q_ring.initialise(WARPS)
-                for ring in (on_chip.k_ring, on_chip.v_ring, on_chip.tile_ring):
-                    ring.initialise(WARPS * tiles.consumers)
+                on_chip.k_ring.initialise(WARPS * tiles.consumers)
+                on_chip.v_ring.initialise(WARPS * tiles.consumers, self.helpers or 1)
+                on_chip.tile_ring.initialise(WARPS * tiles.consumers + self.helpers)
+                if const_expr(on_chip.raw is not None):
+                    on_chip.raw.ring.initialise(self.helpers)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         if warp < WARPS:  # A1.2
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS[tiles.consumers])  # A1.3
+            cute.arch.setmaxregister_decrease(self.registers[0])  # A1.3
             if warp == 0:
                 self.produce(schedule, on_chip, tma_q, tma_k, tma_v)
+            if const_expr(self.helpers > 0):  # noqa: SIM102 - one is known when compiled, the other when run
+                if warp > 0:
+                    self.help(schedule, on_chip, warp - 1)
         else:
-            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS[tiles.consumers])  # A1.12, A2.1
-            self.consume(schedule, on_chip, scale_log2, tma_o, lse)
+            cute.arch.setmaxregister_increase(self.registers[1])  # A1.12, A2.1
+            self.consume(schedule, on_chip, scaling, tma_o, lse)
 
     @cute.jit
     def produce(self, schedule: Schedule, on_chip: OnChip, tma_q: cute.CopyAtom, tma_k: cute.CopyAtom, tma_v: cute.CopyAtom):
         """The producer warp: tile after tile, what the consumers will wait for, in the order in which they do."""
         tiles = self.tiles
+        slots_of_v, ring_of_v = (on_chip.v, on_chip.v_ring) if const_expr(on_chip.raw is None) else (on_chip.raw.v, on_chip.raw.ring)
         loaded = Int32(0)  # blocks of K and V so far, over all tiles
         turn = Int32(0)  # tiles so far
         tile = cute.arch.block_idx()[0]
@@ -243,7 +258,7 @@ class Forward:
             block, head, batch = schedule.place(tile)
             begin, end = schedule.blocks_of_tile(block)
             head_kv = head // schedule.group
-            self.load_block(tma_k, on_chip.k, on_chip.k_ring, loaded, end - 1, head_kv, batch)
+            self.load_block(tma_k, on_chip.k, on_chip.k_ring, loaded, self.origin(end - 1, head_kv, batch))
             for w in cutlass.range_constexpr(tiles.consumers):
                 n = turn * tiles.consumers + w
                 first = (block * tiles.block_q + w * WARPGROUP_ROWS) >> schedule.pack
@@ -253,12 +268,12 @@ class Forward:
             for i in cutlass.range(end - 1 - begin, unroll=1):  # A1.6
                 n = end - 2 - i
                 if const_expr(tiles.overlap):  # the consumers want the next K before this V
-                    self.load_block(tma_k, on_chip.k, on_chip.k_ring, loaded + 1, n, head_kv, batch)
-                self.load_block(tma_v, on_chip.v, on_chip.v_ring, loaded, n + 1, head_kv, batch)
+                    self.load_block(tma_k, on_chip.k, on_chip.k_ring, loaded + 1, self.origin(n, head_kv, batch))
+                self.load_block(tma_v, slots_of_v, ring_of_v, loaded, self.origin_of_v(n + 1, head_kv, batch))
                 if const_expr(not tiles.overlap):
-                    self.load_block(tma_k, on_chip.k, on_chip.k_ring, loaded + 1, n, head_kv, batch)
+                    self.load_block(tma_k, on_chip.k, on_chip.k_ring, loaded + 1, self.origin(n, head_kv, batch))
                 loaded += 1
-            self.load_block(tma_v, on_chip.v, on_chip.v_ring, loaded, begin, head_kv, batch)
+            self.load_block(tma_v, slots_of_v, ring_of_v, loaded, self.origin_of_v(begin, head_kv, batch))
             loaded += 1
             on_chip.tile_ring.wait_empty(turn)
             with cute.arch.elect_one():
@@ -268,14 +283,33 @@ class Forward:
             turn += 1
 
     @cute.jit
-    def load_block(self, tma: cute.CopyAtom, slots: cute.Tensor, ring: Ring, loaded: Int32, n: Int32, head: Int32, batch: Int32):
-        """Block n of K or V into the ring's next slot."""
+    def load_block(self, tma: cute.CopyAtom, slots: cute.Tensor, ring: Ring, loaded: Int32, origin: tuple):
+        """The block of K or V at `origin` into the ring's next slot."""
         ring.wait_empty(loaded)  # A1.7
         slot = ring.slot(loaded)
-        load(tma, slots[None, None, slot], (0, n * self.tiles.block_kv, head, batch), ring.full + slot)  # A1.8, A1.9
+        load(tma, slots[None, None, slot], origin, ring.full + slot)  # A1.8, A1.9
+
+    def origin(self, n: Int32, head: Int32, batch: Int32) -> tuple:
+        """Where the n-th block of keys begins."""
+        return (0, n * self.tiles.block_kv, head, batch)
+
+    def origin_of_v(self, n: Int32, head: Int32, batch: Int32) -> tuple:
+        """Where the n-th block of V begins."""
+        return self.origin(n, head, batch)
+
+    def shared_layout_of_loaded_v(self) -> cute.ComposedLayout:
+        """(keys, head_dim, slots)."""
+        return shared_layout(self.dtype, self.tiles.block_kv, self.kernel.width_v, self.stages_of_loaded_v)
+
+    def allocate_v(self, smem: cutlass.memory.SmemAllocator, layout: cute.ComposedLayout) -> tuple[cute.Tensor, cute.Tensor | None]:
+        """The slots of V, to which it comes straight, and none where it lies as it came."""
+        return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner), None
+
+    def help(self, schedule: Schedule, on_chip: OnChip, helper: Int32) -> None:
+        """What the other warps of the producer's warpgroup do, where there are helpers."""
 
     @cute.jit
-    def consume(self, schedule: Schedule, on_chip: OnChip, scale_log2: Float32, tma_o: cute.CopyAtom, lse: cute.Pointer):
+    def consume(self, schedule: Schedule, on_chip: OnChip, scaling: Any, tma_o: cute.CopyAtom, lse: cute.Pointer):
         """A consumer warpgroup: its 64 rows of tile after tile."""
         kernel, tiles = self.kernel, self.tiles
         thread = cute.arch.thread_idx()[0] % WARPGROUP
@@ -287,16 +321,15 @@ class Forward:
         mma_qk = hopper_helpers.make_trivial_tiled_mma(
             *(self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K), Float32, (1, 1, 1), (WARPGROUP_ROWS, tiles.block_kv)
         )
-        mma_pv = self.mma_of_p(kernel.width_v)
+        mma_pv = self.mma_of_p(self.columns_of_product)
         qk, pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
-        v_columns_first = cute.make_tensor(on_chip.v.iterator, cute.select(on_chip.v.layout, mode=[1, 0, 2]))
         q_slots = mma_qk.make_fragment_A(qk.partition_A(on_chip.q))
         k = mma_qk.make_fragment_B(qk.partition_B(on_chip.k))
-        v = mma_pv.make_fragment_B(pv.partition_B(v_columns_first))
+        v = mma_pv.make_fragment_B(pv.partition_B(self.operand_of_v(on_chip.v)))
         p = cute.make_rmem_tensor(pv.partition_shape_A((WARPGROUP_ROWS, tiles.block_kv)), self.dtype)
         o = cute.make_rmem_tensor(pv.partition_shape_C((WARPGROUP_ROWS, kernel.width_v)), Float32)
         s_shape = qk.partition_shape_C((WARPGROUP_ROWS, tiles.block_kv))
-        softmax = Softmax(cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32), scale_log2)
+        softmax = self.softmax(scaling)
 
         if me == 0:
             self.pass_turn(Int32(tiles.consumers - 1))  # the first turn is warpgroup 0's
@@ -311,6 +344,7 @@ class Forward:
             q = q_slots[None, None, None, on_chip.q_ring.slot(n)]
             bounds = schedule.bounds(first_row + row, column)
             consumer = Consumer(me, on_chip, mma_qk, mma_pv, q, k, v, p, o, s_shape, softmax, bounds)
+            softmax.reset(schedule, batch, head, first_row + row)  # A1.13, A2.2
             on_chip.q_ring.wait_full(n)  # A1.14, A2.3
             used = self.attend(consumer, used, n, begin, end, schedule.blocks_of_rows(first_row, begin, end))
             on_chip.tile_ring.wait_full(turn)
@@ -320,6 +354,31 @@ class Forward:
             turn += 1
             self.store(schedule, consumer, tma_o, lse, batch, head, first_row, row)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory goes with the block
+
+    def softmax(self, scaling: Float32) -> Softmax:
+        """The state of this thread's rows."""
+        return Softmax(cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32), scaling)
+
+    def operand_of_v(self, v: cute.Tensor) -> cute.Tensor:
+        """The slots of V as (head_dim, keys, slots)."""
+        return cute.make_tensor(v.iterator, cute.select(v.layout, mode=[1, 0, 2]))
+
+    def to_operand(self, s: cute.Tensor, p: cute.Tensor) -> None:
+        """P as the operand of the next product."""
+        to_16_bits(s, p)
+
+    def issue_product(self, consumer: Consumer, n: Int32) -> None:
+        """Have P times the n-th block of V added to O, a group of WGMMAs to wait for."""
+        gemm(consumer.mma_pv, consumer.o, consumer.p, consumer.v[None, None, None, consumer.on_chip.v_ring.slot(n)], False)
+
+    def add(self, consumer: Consumer, product: None) -> None:
+        """What is left to do with a finished product: nothing, where the tensor core adds to O."""
+
+    @cute.jit
+    def rescale(self, consumer: Consumer, needed: Boolean, alpha: cute.Tensor):
+        """O to the rows' new reference."""
+        if needed:
+            scale_rows(consumer.o, alpha)
 
     def mma_of_p(self, columns: int) -> cute.TiledMma:
         """P from registers times so many columns of V."""
@@ -336,12 +395,12 @@ class Forward:
         """
         kernel, tiles = self.kernel, self.tiles
         step = self.step_overlapped if const_expr(tiles.overlap) else self.step_serial
-        consumer.softmax.reset()  # A1.13, A2.2
         consumer.o.fill(0.0)
         if const_expr(not tiles.overlap):
             self.wait_turn(consumer.me)
         used = self.skip(consumer, used, end - mine.end)
         last = mine.end - 1
+        consumer.softmax.expect(last * tiles.block_kv)
         if const_expr(tiles.overlap):
             self.first_scores(consumer, used, last * tiles.block_kv, mine.right < mine.end)
         else:
@@ -374,8 +433,8 @@ class Forward:
         k_ring.release(used)  # A2.5
         if crosses or const_expr(self.kernel.left):
             mask_scores(s, consumer.bounds, first_key, self.kernel.left, True)
-        consumer.softmax.step(s)  # A2.6
-        to_16_bits(s, consumer.p)
+        consumer.softmax.step(s, first_key)  # A2.6
+        self.to_operand(s, consumer.p)
 
     @cute.jit
     def step_overlapped(
@@ -387,18 +446,18 @@ class Forward:
         self.wait_turn(consumer.me)
         s = consumer.issue_scores(used + 1)  # A2.9
         v_ring.wait_full(used)  # A2.10
-        consumer.issue_product(used)  # A2.11
+        product = self.issue_product(consumer, used)  # A2.11
         self.pass_turn(consumer.me)
         warpgroup.wait_group(1)  # A2.12
         k_ring.release(used + 1)
         if const_expr(mask_left or mask_right):
             mask_scores(s, consumer.bounds, first_key, mask_left, mask_right)
-        rescale, alpha = consumer.softmax.step(s)  # A2.13
+        rescale, alpha = consumer.softmax.step(s, first_key)  # A2.13
         warpgroup.wait_group(0)  # A2.14
         v_ring.release(used)  # A2.15
-        to_16_bits(s, consumer.p)  # A2.16
-        if rescale:
-            scale_rows(consumer.o, alpha)
+        self.add(consumer, product)
+        self.to_operand(s, consumer.p)  # A2.16
+        self.rescale(consumer, rescale, alpha)
         return used + 1
 
     @cute.jit
@@ -406,9 +465,10 @@ class Forward:
         """O += P V of the last block."""
         v_ring = consumer.on_chip.v_ring
         v_ring.wait_full(used)  # A2.18
-        consumer.issue_product(used)  # A2.19
+        product = self.issue_product(consumer, used)  # A2.19
         warpgroup.wait_group(0)
         v_ring.release(used)
+        self.add(consumer, product)
         return used + 1
 
     @cute.jit
@@ -424,15 +484,15 @@ class Forward:
         k_ring.release(used)
         if const_expr(mask_left or mask_right):
             mask_scores(s, consumer.bounds, first_key, mask_left, mask_right)
-        rescale, alpha = consumer.softmax.step(s)  # A1.18, A1.19
-        to_16_bits(s, consumer.p)
-        if rescale:
-            scale_rows(consumer.o, alpha)
+        rescale, alpha = consumer.softmax.step(s, first_key)  # A1.18, A1.19
+        self.to_operand(s, consumer.p)
+        self.rescale(consumer, rescale, alpha)
         v_ring.wait_full(used)  # A1.20
         self.wait_turn(consumer.me)
-        consumer.issue_product(used)  # A1.21
+        product = self.issue_product(consumer, used)  # A1.21
         warpgroup.wait_group(0)
         v_ring.release(used)  # A1.22
+        self.add(consumer, product)
         return used + 1
 
     @cute.jit
@@ -485,22 +545,22 @@ class Forward:
         for r in cutlass.range_constexpr(2):
             total = cute.arch.warp_reduction_sum(softmax.l[r], threads_in_group=4)
             blind = total == 0.0
-            by[r] = Float32(0.0) if blind else cute.arch.rcp_approx(total)
+            by[r] = Float32(0.0) if blind else softmax.scale_of_o(total)
             if blind:  # 0 whatever V holds, inf and NaN too
                 rows_of(o)[None, r, None].fill(0.0)
             packed_row = first_row + row + 8 * r
             position, packed_head = packed_row >> schedule.pack, packed_row & ((1 << schedule.pack) - 1)
             if position < schedule.seqlen_q and lane % 4 == 0:
-                value = -Float32.inf if blind else (softmax.reference[r] + cute.math.log2(total, fastmath=True)) * LN2
+                value = -Float32.inf if blind else softmax.lse_log2(r, total) * LN2
                 of_head = ((Int64(batch) * schedule.heads + head) << schedule.pack) + packed_head
                 cute.make_tensor(lse + (of_head * schedule.seqlen_q + position), cute.make_layout(1))[0] = value
         scale_rows(o, by)  # A1.24, A2.20
-        rounded = cute.make_rmem_tensor(cute.size(o), self.dtype)
+        rounded = cute.make_rmem_tensor(cute.size(o), self.dtype_o)
         to_16_bits(o, rounded)
 
         width = self.kernel.width_o
         mma = self.mma_of_p(width)
-        to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype), mma).get_slice(thread)
+        to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype_o), mma).get_slice(thread)
         staged = consumer.on_chip.o[None, None, consumer.me]
         for column in cutlass.range_constexpr(0, self.kernel.width_v, width):
             part = cute.make_tensor(rounded.iterator + column // 2, mma.get_slice(0).partition_shape_C((WARPGROUP_ROWS, width)))
@@ -529,6 +589,12 @@ def gemm(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, z
         atom.set(warpgroup.Field.ACCUMULATE, not (zero and i == 0))
         cute.gemm(atom, acc, a[None, None, i], b[None, None, i], acc)
     warpgroup.commit_group()
+
+
+def shared_layout(dtype: type[cutlass.Numeric], rows: int, width: int, slots: int) -> cute.ComposedLayout:
+    """(rows, width, slots), swizzled as TMA writes and WGMMA reads it."""
+    kind = hopper_helpers.get_smem_layout_atom(cutlass.tensor_utils.LayoutEnum.ROW_MAJOR, dtype, width)
+    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, width, slots), (0, 1, 2))
 
 
 @cute.jit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from flashzoo._cute.cache import cached
 from flashzoo._cute.compile import compile_for
 from flashzoo._cute.driver import Function, TensorMap, current_stream
 from flashzoo.spec import Problem
-from flashzoo.v3.config import WARPGROUP_ROWS, Kernel, kernel_for, pack_for
+from flashzoo.v3.config import BYTES, WARPGROUP_ROWS, Kernel, kernel_for, pack_for
 
 ARCH = "sm_90a"
 LOG2E = math.log2(math.e)
+
+TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 # The kernel's parameters: TMA descriptors of q, k, v and out; lse; Schedule's fields; the scale.
 PARAMETERS = (*["128s"] * 4, "Q", *["i"] * 10, "Q", "f")
@@ -43,10 +46,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: 
     return launch(q, k, v, softmax_scale)
 
 
-def readable(shape: Ints, strides: Ints, address: int = 0) -> bool:
-    """Whether TMA can read a tensor where it lies: start and strides in steps of 16 bytes, nothing broadcast."""
-    steps = [stride for stride, size in zip(strides[:-1], shape[:-1], strict=True) if size > 1]
-    return not address & 15 and all(step > 0 and step % 8 == 0 for step in steps)
+def readable(shape: Ints, strides: Ints, address: int = 0, size: int = 2) -> bool:
+    """Whether TMA can read a tensor where it lies: start and strides in steps of 16 bytes, nothing broadcast; `size` is an element's."""
+    steps = [size * stride for stride, length in zip(strides[:-1], shape[:-1], strict=True) if length > 1]
+    return not address & 15 and all(step > 0 and step % 16 == 0 for step in steps)
 
 
 @lru_cache(maxsize=1024)
@@ -75,39 +78,46 @@ class ForwardLaunch:
         self._out_shape = (p.batch, p.seqlen_q, p.heads, p.head_dim_v)
         self._lse_shape = (p.batch, p.heads, p.seqlen_q)
         self._out_strides = _dense(self._out_shape, q_strides)
+        self._out_dtype = TORCH_DTYPES[kernel.out_dtype]
 
         pack = pack_for(p, tiles.block_q)
         heads, group = p.heads >> pack, p.heads // p.heads_kv >> pack
 
-        def by_query(head_dim: int, width: int, strides: Ints) -> TensorMap:
+        def by_query(dtype: str, head_dim: int, width: int, strides: Ints) -> TensorMap:
             """Head dim, packed heads, queries, heads, batch: a box holds 64 rows, the packed heads of a query side by side."""
-            batch, row, head = _bytes(strides, (p.batch, p.seqlen_q, p.heads))
+            batch, row, head = _bytes(dtype, strides, (p.batch, p.seqlen_q, p.heads))
             sizes = (head_dim, 1 << pack, p.seqlen_q, heads, p.batch)
             box = (1 << pack, WARPGROUP_ROWS >> pack, 1, 1)
-            return _tensor_map(p.dtype, sizes, (head, row, head << pack, batch), width, box)
+            return tensor_map(dtype, sizes, (head, row, head << pack, batch), width, box)
 
-        def by_key(head_dim: int, width: int, strides: Ints) -> TensorMap:
-            """Head dim, keys, heads, batch: a box holds a block of keys."""
-            batch, row, head = _bytes(strides, (p.batch, p.seqlen_k, p.heads_kv))
-            sizes = (head_dim, p.seqlen_k, p.heads_kv, p.batch)
-            return _tensor_map(p.dtype, sizes, (row, head, batch), width, (tiles.block_kv, 1, 1))
-
-        self._q = by_query(p.head_dim, kernel.width, q_strides)
-        self._k = by_key(p.head_dim, kernel.width, k_strides)
-        self._v = by_key(p.head_dim_v, kernel.width_v, v_strides)
-        self._out = by_query(p.head_dim_v, kernel.width_o, self._out_strides)
+        self._q = by_query(kernel.dtype, p.head_dim, kernel.width, q_strides)
+        self._k = map_of_keys(p, kernel.dtype, p.head_dim, kernel.width, tiles.block_kv, k_strides)
+        self._v = self.map_of_v(p, kernel, v_strides)
+        self._out = by_query(kernel.out_dtype, p.head_dim_v, kernel.width_o, self._out_strides)
         blocks_q, batch_heads = -(-(p.seqlen_q << pack) // tiles.block_q), p.batch * heads
         self._blocks = min(torch.cuda.get_device_properties(device).multi_processor_count, blocks_q * batch_heads)
         section = min(batch_heads, _section(p, kernel, group))
         self._sizes = (p.seqlen_q, p.seqlen_k, heads, group, pack, *p.reach, blocks_q, batch_heads, section)
-        self._function = function_for(kernel).on(device)
+        self._function = self.load(kernel).on(device)
+
+    def map_of_v(self, problem: Problem, kernel: Kernel, strides: Ints) -> TensorMap:
+        """Of a block of v."""
+        return map_of_keys(problem, kernel.dtype, problem.head_dim_v, kernel.width_v, kernel.tiles.block_kv, strides)
+
+    def load(self, kernel: Kernel) -> Function:
+        """The kernel, ready to be launched."""
+        return function_for(kernel)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
         """`(out, lse)`, launched on the current stream of the tensors' device."""
+        return self.launch(q, k, v, max(softmax_scale * LOG2E, SMALLEST_SCALE))
+
+    def launch(self, q: Tensor, k: Tensor, v: Tensor, *scaling: float) -> tuple[Tensor, Tensor]:
+        """The same, `scaling` being the parameters from the scale on."""
         if self._device != torch.cuda.current_device():
             with torch.cuda.device(self._device):
-                return self(q, k, v, softmax_scale)
-        out = torch.empty_strided(self._out_shape, self._out_strides, dtype=q.dtype, device=q.device)
+                return self.launch(q, k, v, *scaling)
+        out = torch.empty_strided(self._out_shape, self._out_strides, dtype=self._out_dtype, device=q.device)
         lse = torch.empty(self._lse_shape, dtype=torch.float32, device=q.device)
         stream = current_stream(self._device)
         self._function(
@@ -119,7 +129,7 @@ class ForwardLaunch:
             lse.data_ptr(),
             *self._sizes,
             counter(self._device, stream).data_ptr(),
-            max(softmax_scale * LOG2E, SMALLEST_SCALE),
+            *scaling,
         )
         return out, lse
 
@@ -132,15 +142,23 @@ def _dense(shape: Ints, order: Ints) -> Ints:
     return tuple(strides)
 
 
-def _bytes(strides: Ints, sizes: Ints) -> list[int]:
+def _bytes(dtype: str, strides: Ints, sizes: Ints) -> list[int]:
     """In bytes. The stride of a dimension of size 1 means nothing to torch and may be anything, but TMA wants steps of 16."""
-    return [2 * stride if size > 1 else 16 for stride, size in zip(strides, sizes, strict=False)]
+    return [BYTES[dtype] * stride if size > 1 else 16 for stride, size in zip(strides, sizes, strict=False)]
 
 
-def _tensor_map(dtype: str, sizes: Ints, strides: Ints, width: int, box: Ints) -> TensorMap:
+def tensor_map(dtype: str, sizes: Ints, strides: Ints, width: int, box: Ints) -> TensorMap:
     """For tiles of that width: rows on chip are 128 bytes, or 64 where only those divide it."""
-    columns = 64 if width % 64 == 0 else 32
-    return TensorMap(dtype, sizes, strides, (columns, *box), 2 * columns)
+    size = BYTES[dtype]
+    row_bytes = 128 if size * width % 128 == 0 else 64
+    return TensorMap(dtype, sizes, strides, (row_bytes // size, *box), row_bytes)
+
+
+def map_of_keys(problem: Problem, dtype: str, head_dim: int, width: int, block_kv: int, strides: Ints) -> TensorMap:
+    """Of k or v: head dim, keys, heads, batch; a box holds a block of keys."""
+    p = problem
+    batch, row, head = _bytes(dtype, strides, (p.batch, p.seqlen_k, p.heads_kv))
+    return tensor_map(dtype, (head_dim, p.seqlen_k, p.heads_kv, p.batch), (row, head, batch), width, (block_kv, 1, 1))
 
 
 def _section(problem: Problem, kernel: Kernel, group: int) -> int:
@@ -171,26 +189,58 @@ def counter(device: int, stream: int) -> Tensor:
 
 @cache
 def function_for(kernel: Kernel) -> Function:
-    """The kernel, loaded: from the cache on disk, or compiled into it."""
+    """The kernel, loaded."""
+    return load(kernel, program, PARAMETERS)
+
+
+def load(kernel: Kernel, program: Callable[[Any], tuple[Any, tuple[Any, ...]]], parameters: tuple[str, ...]) -> Function:
+    """The kernel of a program: from the cache on disk, or compiled into it."""
     image = cached((ARCH, repr(kernel)), Path(__file__).parent, lambda: compile_for(ARCH, *program(kernel)))
-    return Function(image, kernel.threads, kernel.shared_bytes, PARAMETERS)
+    return Function(image, kernel.threads, kernel.shared_bytes, parameters)
 
 
 def program(kernel: Kernel) -> tuple[Any, tuple[Any, ...]]:
     """The CuTe DSL program of a kernel, and arguments to compile it with: types and static sizes, no data."""
-    import cutlass.cute as cute
-    from cutlass import Float32, Int32
-    from cutlass.cute.runtime import make_fake_tensor, make_ptr
+    from cutlass import Float32
 
-    from flashzoo.v3.forward import DTYPES, Forward
+    from flashzoo.v3.forward import Forward
+
+    q, k, v, out, *others = example(kernel)
+    return Forward(kernel), (q, k, v, out, *others, Float32(1.0))
+
+
+def example(kernel: Kernel) -> list[Any]:
+    """Arguments of `Forward.__call__` but the last."""
+    from cutlass import Float32, Int32
+
     from flashzoo.v3.schedule import Schedule
 
-    def tensor(width: int, rank: int) -> Any:
-        sizes = (width, *[cute.sym_int32() for _ in range(rank - 1)])
-        strides = (1, *[cute.sym_int64(divisibility=8) for _ in range(rank - 1)])
-        return make_fake_tensor(DTYPES[kernel.dtype], sizes, strides, assumed_align=16)
+    tensors = [
+        fake_tensor(dtype, (width, *[None] * (rank - 1)))
+        for dtype, width, rank in (
+            (kernel.dtype, kernel.width, 5),
+            (kernel.dtype, kernel.width, 4),
+            (kernel.dtype, kernel.width_v, 4),
+            (kernel.out_dtype, kernel.width_v, 5),
+        )
+    ]
+    return [*tensors, fake_pointer(Float32), Schedule(kernel, *[Int32(1)] * 10, counter=fake_pointer(Int32))]
 
-    lse, tile_counter = (make_ptr(dtype, 16, cute.AddressSpace.gmem, assumed_align=4) for dtype in (Float32, Int32))
-    tensors = (tensor(kernel.width, 5), tensor(kernel.width, 4), tensor(kernel.width_v, 4), tensor(kernel.width_v, 5))
-    schedule = Schedule(kernel, *[Int32(1)] * 10, counter=tile_counter)
-    return Forward(kernel), (*tensors, lse, schedule, Float32(1.0))
+
+def fake_tensor(dtype: str, sizes: tuple[int | None, ...]) -> Any:
+    """What TMA can read: the first dimension contiguous, the strides of the others in steps of 16 bytes; None is a size not known."""
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_fake_tensor
+
+    from flashzoo.v3.forward import DTYPES
+
+    strides = (1, *[cute.sym_int64(divisibility=16 // BYTES[dtype]) for _ in sizes[1:]])
+    return make_fake_tensor(DTYPES[dtype], tuple(cute.sym_int32() if size is None else size for size in sizes), strides, assumed_align=16)
+
+
+def fake_pointer(dtype: Any) -> Any:
+    """To 32-bit numbers in memory."""
+    import cutlass.cute as cute
+    from cutlass.cute.runtime import make_ptr
+
+    return make_ptr(dtype, 16, cute.AddressSpace.gmem, assumed_align=4)

@@ -6,9 +6,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, const_expr
 
+from flashzoo.v3.schedule import Bounds
 from flashzoo.v3.softmax import rows_of
-
-Bounds = tuple[tuple[Int32, Int32], tuple[Int32, Int32]]
 
 
 @cute.jit

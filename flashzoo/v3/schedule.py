@@ -9,7 +9,8 @@ import cutlass.cute as cute
 from cutlass import Constexpr, Int32, const_expr
 
 from flashzoo.v3.config import WARPGROUP_ROWS, Kernel
-from flashzoo.v3.mask import Bounds
+
+Bounds = tuple[tuple[Int32, Int32], tuple[Int32, Int32]]
 
 
 @dataclass(frozen=True)

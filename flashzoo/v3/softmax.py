@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
+
+from flashzoo.v3.schedule import Schedule
 
 NOTHING_SEEN = -3e38
 """The reference of a row that has seen no key: below what float32 scores can be, and finite, so that -inf less it is -inf."""
@@ -34,13 +36,16 @@ class Softmax:
     l: cute.Tensor
     scale_log2: Float32
 
-    def reset(self) -> None:
+    def reset(self, schedule: Schedule, batch: Int32, head: Int32, row: Int32) -> None:
         """Begin with rows that have seen nothing."""
         self.reference.fill(NOTHING_SEEN)
         self.l.fill(0.0)
 
+    def expect(self, first_key: Int32) -> None:
+        """The next block begins at that key, which matters to scales of blocks only."""
+
     @cute.jit
-    def step(self, s: cute.Tensor) -> tuple[Boolean, cute.Tensor]:
+    def step(self, s: cute.Tensor, first_key: Int32) -> tuple[Boolean, cute.Tensor]:
         """Turn a block's scores into P in place; returns whether O must be rescaled, for the whole warp alike, and by what."""
         rows = rows_of(s)
         tops = [maximum(rows[None, r, None]) * self.scale_log2 for r in range(2)]
@@ -63,6 +68,14 @@ class Softmax:
                 sums[i % 4] = p if const_expr(sums[i % 4] is None) else sums[i % 4] + p
             self.l[r] = (sums[0] + sums[1]) + (sums[2] + sums[3])
         return rescale, alpha
+
+    def lse_log2(self, r: int, total: Float32) -> Float32:
+        """LSE of row r in log2 units, `total` being the sum of its P."""
+        return self.reference[r] + cute.math.log2(total, fastmath=True)
+
+    def scale_of_o(self, total: Float32) -> Float32:
+        """What the rows of O are multiplied by in the end."""
+        return cute.arch.rcp_approx(total)
 
 
 @cute.jit

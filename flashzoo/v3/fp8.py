@@ -1,0 +1,366 @@
+"""FlashAttention-3's forward pass in FP8: what differs from `forward.py`, which has the algorithm.
+
+1. Q, K and V are e4m3, and their products run at twice the rate (QGMMA). Each has scales, one a head or one a block of rows:
+   those of Q and K go into the scale of a row's scores, those of V into the factor that rescales O.
+2. FP8 operands must be contiguous along the dimension that is summed over, which for V is the keys. Either V comes transposed, or
+   the three idle warps of the producer's warpgroup transpose its blocks on chip, between two rings.
+3. The tensor core leaves a lane pairs of neighbouring scores, and wants P of four neighbouring keys. No P moves: within each 16 keys
+   V's are put in the order in which P lies in the registers.
+4. P is 2^8 at a row's maximum: e4m3 ends at 448 and thins out below 2^-6.
+5. The tensor core keeps about 14 bits of an FP8 sum. Two-level accumulation: a block's product starts from zero and is added to O in
+   float32 registers, by the same instruction that rescales O.
+
+With products this fast, registers are what is short, and the overlap inside a warpgroup (two blocks' worth of scores and
+products alive) costs more than it brings: blocks are serial, and warpgroups take turns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Constexpr, Float8E4M3FN, Float32, Int32, Int64, Uint32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu.common import OperandMajorMode
+from cutlass.utils import hopper_helpers
+
+from flashzoo.spec import DESCALE_BLOCK
+from flashzoo.v3.config import WARPGROUP_ROWS, KernelFp8
+from flashzoo.v3.forward import WARPS, Consumer, Forward, OnChip, gemm, shared_layout
+from flashzoo.v3.schedule import Schedule
+from flashzoo.v3.softmax import NOTHING_SEEN, maximum, rows_of, scale_rows
+
+REGISTERS = {2: (40, 232), 3: (32, 160)}
+"""Of a thread of the producer's warpgroup and of a consumer, by the number of consumer warpgroups: transposing takes some."""
+
+KEYS = DESCALE_BLOCK
+"""Of a block, so that it has one scale; and a row of V transposed is then the 128 bytes that swizzling works on."""
+
+P_EXPONENT = 8.0
+"""P of a row's maximum, in log2."""
+
+SCALES = (1e-30, 1e30)
+"""Between these scales are kept: with a 0 or an infinity the mask's -inf would become NaN, and so would O."""
+
+
+@dataclass(frozen=True)
+class Descale:
+    """What a tensor's e4m3 numbers are multiplied by: float32, one for each (batch, head) or block of `DESCALE_BLOCK` rows.
+
+    Attributes:
+        values: the numbers.
+        batch, head, block: their strides; 0 where they are the same for all.
+    """
+
+    values: cute.Pointer
+    batch: Int32
+    head: Int32
+    block: Int32
+
+    def at(self, batch: Int32, head: Int32, row: Int32) -> Float32:
+        """Of a row of the tensor."""
+        i = Int64(batch) * self.batch + head * self.head + row // DESCALE_BLOCK * self.block
+        return cute.make_tensor(self.values + i, cute.make_layout(1))[0]
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """From e4m3 products to scores and outputs.
+
+    Attributes:
+        scale_log2: softmax scale times log2 e.
+        q, k, v: of the tensors.
+        q_group: how many query heads share one of q's scales.
+    """
+
+    scale_log2: Float32
+    q: Descale
+    k: Descale
+    v: Descale
+    q_group: Int32
+
+
+@dataclass(frozen=True)
+class SoftmaxFp8:
+    """Running state of a thread's two rows, as `softmax.Softmax`, with P up to 2^`P_EXPONENT`.
+
+    O is kept in units of the scale of V's last block, so that a block's own scale costs nothing: it goes into alpha.
+
+    Attributes:
+        kernel: what is compiled.
+        scaling: the scales of all.
+        reference: the rows' maxima so far, in log2 units.
+        l: this thread's part of the rows' sums of P.
+        alpha: of the rows, what O is multiplied by before the product with the P at hand is added.
+        scale_log2: of the rows, softmax scale times log2 e times the scale of Q, and that of K where it has one a head.
+        v_scale: of V's last block.
+        ahead: the scales of the next block of K and of V, read a block early to hide the latency.
+        place: batch and head of key and value.
+    """
+
+    kernel: Constexpr[KernelFp8]
+    scaling: Scaling
+    reference: cute.Tensor
+    l: cute.Tensor
+    alpha: cute.Tensor
+    scale_log2: cute.Tensor
+    v_scale: cute.Tensor
+    ahead: cute.Tensor
+    place: cute.Tensor
+
+    @cute.jit
+    def reset(self, schedule: Schedule, batch: Int32, head: Int32, row: Int32):
+        """Begin with rows that have seen nothing: row `row` of the head's tiles, and the one 8 below."""
+        self.reference.fill(NOTHING_SEEN)
+        self.l.fill(0.0)
+        self.alpha.fill(0.0)
+        self.place[0], self.place[1] = batch, head // schedule.group
+        self.read_ahead(Int32(0))
+        self.v_scale[0] = limited(self.ahead[1])
+        for r in cutlass.range_constexpr(2):
+            of_head = ((row + 8 * r) & ((1 << schedule.pack) - 1)) + (head << schedule.pack)
+            position = cutlass.min((row + 8 * r) >> schedule.pack, schedule.seqlen_q - 1)
+            self.scale_log2[r] = self.scaling.scale_log2 * self.scaling.q.at(batch, of_head // self.scaling.q_group, position)
+            if const_expr(not self.kernel.block_scales):
+                self.scale_log2[r] = limited(self.scale_log2[r] * self.ahead[0])
+
+    @cute.jit
+    def read_ahead(self, key: Int32):
+        """The scales of the block that begins at a key."""
+        self.ahead[0] = self.scaling.k.at(self.place[0], self.place[1], key)
+        self.ahead[1] = self.scaling.v.at(self.place[0], self.place[1], key)
+
+    @cute.jit
+    def expect(self, first_key: Int32):
+        """The next block begins at that key."""
+        if const_expr(self.kernel.block_scales):
+            self.read_ahead(first_key)
+
+    @cute.jit
+    def step(self, s: cute.Tensor, first_key: Int32) -> tuple[Boolean, cute.Tensor]:
+        """Turn a block's scores into P in place; returns whether O must be rescaled, for the whole warp alike, and by what."""
+        scales, change = [self.scale_log2[0], self.scale_log2[1]], Float32(1.0)
+        if const_expr(self.kernel.block_scales):
+            scales = [limited(scale * self.ahead[0]) for scale in scales]
+            v_scale = limited(self.ahead[1])
+            change = cutlass.min(self.v_scale[0] * cute.arch.rcp_approx(v_scale), SCALES[1])
+            self.v_scale[0] = v_scale
+            self.read_ahead(cutlass.max(first_key - self.kernel.tiles.block_kv, 0))
+        alpha = cute.make_rmem_tensor(2, Float32)
+        rows = rows_of(s)
+        for r in cutlass.range_constexpr(2):
+            reference = cute.arch.fmax(self.reference[r], maximum(rows[None, r, None]) * scales[r])
+            shrunk = cute.math.exp2(self.reference[r] - reference, fastmath=True)
+            alpha[r] = shrunk * change
+            self.reference[r] = reference
+            self.l[r] = self.l[r] * shrunk
+        for r in cutlass.range_constexpr(2):
+            row, scale, below = rows[None, r, None], scales[r], self.reference[r] - P_EXPONENT
+            sums = [self.l[r], None, None, None]  # four chains, as one would wait for itself
+            for i in cutlass.range_constexpr(cute.size(row)):
+                p = cute.math.exp2(row[i] * scale - below, fastmath=True)
+                row[i] = p
+                sums[i % 4] = p if const_expr(sums[i % 4] is None) else sums[i % 4] + p
+            self.l[r] = (sums[0] + sums[1]) + (sums[2] + sums[3])
+        needed = Boolean(True)  # with two levels it costs nothing
+        if const_expr(not self.kernel.two_level):
+            needed = cute.arch.vote_any_sync(alpha[0] != 1.0 or alpha[1] != 1.0)
+        return needed, alpha
+
+    def lse_log2(self, r: int, total: Float32) -> Float32:
+        """LSE of row r in log2 units, `total` being the sum of its P."""
+        return self.reference[r] - P_EXPONENT + cute.math.log2(total, fastmath=True)
+
+    def scale_of_o(self, total: Float32) -> Float32:
+        """What the rows of O are multiplied by in the end."""
+        return self.v_scale[0] * cute.arch.rcp_approx(total)
+
+
+def limited(scale: Float32) -> Float32:
+    """Between `SCALES`."""
+    return cutlass.min(cutlass.max(scale, SCALES[0]), SCALES[1])
+
+
+class ForwardFp8(Forward):
+    """The program of one `KernelFp8`."""
+
+    def __init__(self, kernel: KernelFp8) -> None:
+        super().__init__(kernel)
+        self.two_level = kernel.two_level
+        self.columns_of_product = kernel.columns if kernel.two_level else kernel.width_v
+        if not kernel.transposed:
+            self.registers = REGISTERS[self.tiles.consumers]
+        self.helpers = 0 if kernel.transposed else WARPS - 1
+        self.stages_of_loaded_v = kernel.tiles.stages if kernel.transposed else kernel.raw_stages
+
+    def shared_layout_of_loaded_v(self) -> cute.ComposedLayout:
+        """(head_dim, keys, slots) where V comes transposed, or (keys, head_dim, slots)."""
+        rows_columns = (self.kernel.width_v, KEYS) if self.kernel.transposed else (KEYS, self.kernel.width_v)
+        return shared_layout(self.dtype, *rows_columns, self.stages_of_loaded_v)
+
+    def origin_of_v(self, n: Int32, head: Int32, batch: Int32) -> tuple:
+        """Where the n-th block of V begins."""
+        return (n * KEYS, 0, head, batch) if self.kernel.transposed else self.origin(n, head, batch)
+
+    def allocate_v(self, smem: cutlass.memory.SmemAllocator, layout: cute.ComposedLayout) -> tuple[cute.Tensor, cute.Tensor | None]:
+        """The slots of V as (head_dim, keys, slots), and those to which it comes where it is transposed on chip."""
+        loaded = smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
+        if self.kernel.transposed:
+            return loaded, None
+        layout = shared_layout(self.dtype, self.kernel.width_v, KEYS, self.tiles.stages)
+        return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner), loaded
+
+    @cute.jit
+    def help(self, schedule: Schedule, on_chip: OnChip, helper: Int32):
+        """A warp that transposes V: its share of every block of tile after tile."""
+        raw, v_ring = on_chip.raw, on_chip.v_ring
+        used = Int32(0)  # blocks of V so far, over all tiles
+        turn = Int32(0)  # tiles so far
+        tile = cute.arch.block_idx()[0]
+        while schedule.exists(tile):
+            block, _, _ = schedule.place(tile)
+            begin, end = schedule.blocks_of_tile(block)
+            for _ in cutlass.range(end - begin, unroll=1):
+                raw.ring.wait_full(used)
+                v_ring.wait_empty(used)
+                self.transpose(raw.v[None, None, raw.ring.slot(used)], on_chip.v[None, None, v_ring.slot(used)], helper)
+                cute.arch.fence_proxy("async.shared", space="cta")  # the tensor core is to see it
+                cute.arch.sync_warp()
+                raw.ring.release(used)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(v_ring.full + v_ring.slot(used))
+                used += 1
+            on_chip.tile_ring.wait_full(turn)
+            tile = on_chip.tile[0]
+            cute.arch.sync_warp()  # every lane has read it
+            on_chip.tile_ring.release(turn)
+            turn += 1
+
+    @cute.jit
+    def transpose(self, source: cute.Tensor, target: cute.Tensor, helper: Int32):
+        """This warp's share of a block of V, from (keys, head_dim) to (head_dim, keys in the order that P has them).
+
+        By squares of 16 keys and 32 columns. ldmatrix takes two neighbouring bytes for one 16-bit number and gives a lane, of each of
+        four 8 x 8 matrices, those of two neighbouring keys. From two matrices, 8 keys apart, come the four bytes of either column
+        that P has in one register; they are rows of the four matrices that stmatrix writes.
+
+        Addresses are put together here, since only the lane's part of the swizzle varies: within rows of 128 bytes (64 for
+        head dim 64) the 16-byte pieces are exchanged by the row's number.
+        """
+        width = self.kernel.width_v
+        line = min(width, KEYS)
+        lane = cute.arch.lane_idx()
+        upper_keys, upper_columns, row = lane >> 3 & 1, lane >> 4, lane & 7  # of a square: the row whose address the lane gives
+        column = (upper_columns << 4) + (row << 1) + upper_keys  # of a square: the same, where it is stored
+        load_from = source.iterator.toint() + ((upper_keys << 3) + row) * line
+        store_to = target.iterator.toint() + column * KEYS
+        swizzle = (upper_columns ^ (row if const_expr(line == KEYS) else row >> 1)) << 4
+        for turn in cutlass.range_constexpr(-(-KEYS // 16 // self.helpers)):
+            keys = helper + turn * self.helpers
+            if keys < KEYS // 16:
+                load_keys, store_keys = load_from + keys * (16 * line), store_to + ((keys ^ (column & 7)) << 4)
+                for pair in cutlass.range_constexpr(width // 64):  # two at a time hide some latency and fit the registers
+                    squares = [32 * (2 * pair + i) for i in range(2)]
+                    loaded = [load_transposed(load_keys + first // line * (KEYS * line) + (swizzle ^ first % line)) for first in squares]
+                    for i in cutlass.range_constexpr(2):
+                        store_pairs(store_keys + squares[i] * KEYS, loaded[i])
+
+    def operand_of_v(self, v: cute.Tensor) -> cute.Tensor:
+        """The slots of V as (head_dim, keys, slots), as they are."""
+        return v
+
+    def softmax(self, scaling: Scaling) -> SoftmaxFp8:
+        """The state of this thread's rows."""
+        floats = [cute.make_rmem_tensor(n, Float32) for n in (2, 2, 2, 2, 1, 2)]
+        return SoftmaxFp8(self.kernel, scaling, *floats, cute.make_rmem_tensor(2, Int32))
+
+    def mma_of_p(self, columns: int) -> cute.TiledMma:
+        """P from registers times so many columns of V."""
+        return hopper_helpers.make_trivial_tiled_mma(
+            *(Float8E4M3FN, Float8E4M3FN, OperandMajorMode.K, OperandMajorMode.K), Float32, (1, 1, 1), (WARPGROUP_ROWS, columns),
+            a_source=warpgroup.OperandSource.RMEM,
+        )  # fmt: skip
+
+    def to_operand(self, s: cute.Tensor, p: cute.Tensor) -> None:
+        """P as the operand of the next product."""
+        to_8_bits(s, p)
+
+    @cute.jit
+    def issue_product(self, consumer: Consumer, n: Int32) -> cute.Tensor | None:
+        """Issue P times the n-th block of V, a group of WGMMAs to wait for: its result, or None where that is added to O."""
+        v = consumer.v[None, None, None, consumer.on_chip.v_ring.slot(n)]
+        if const_expr(not self.two_level):
+            gemm(consumer.mma_pv, consumer.o, consumer.p, v, False)
+            return None
+        shape = consumer.mma_pv.get_slice(0).partition_shape_C((WARPGROUP_ROWS, self.columns_of_product))
+        parts = self.kernel.width_v // self.columns_of_product
+        product = cute.make_rmem_tensor(shape, Float32)
+        for part in cutlass.range_constexpr(parts):
+            gemm(consumer.mma_pv, product, consumer.p, columns_of(v, part), True)
+            if const_expr(part < parts - 1):
+                warpgroup.wait_group(0)
+                self.add_part(consumer, product, part)
+        return product
+
+    def add(self, consumer: Consumer, product: cute.Tensor | None) -> None:
+        """What is left of adding a block's finished product to O."""
+        if self.two_level:
+            self.add_part(consumer, product, self.kernel.width_v // self.columns_of_product - 1)
+
+    @cute.jit
+    def add_part(self, consumer: Consumer, product: cute.Tensor, part: Constexpr[int]):
+        """Some columns of O times alpha, plus those of a block's product."""
+        size = cute.size(product)
+        rows = rows_of(product)
+        o_rows = rows_of(cute.make_tensor(consumer.o.iterator + part * size, cute.make_layout(size)))
+        for i in cutlass.range_constexpr(size // 4):
+            for r in cutlass.range_constexpr(2):
+                for c in cutlass.range_constexpr(2):
+                    o_rows[c, r, i] = o_rows[c, r, i] * consumer.softmax.alpha[r] + rows[c, r, i]
+
+    @cute.jit
+    def rescale(self, consumer: Consumer, needed: Boolean, alpha: cute.Tensor):
+        """O to the rows' new reference, now or with the next product."""
+        if const_expr(self.two_level):
+            consumer.softmax.alpha[0], consumer.softmax.alpha[1] = alpha[0], alpha[1]
+        elif needed:
+            scale_rows(consumer.o, alpha)
+
+
+def load_transposed(source: Int32) -> tuple[Uint32, ...]:
+    """Four 8x8 matrices of 16-bit numbers, transposed; lane 8 i + j gives the address of row j of the i-th."""
+    return cute.arch.inline_ptx(
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32] * 4, read_only_args=[source],
+    )  # fmt: skip
+
+
+def store_pairs(target: Int32, a: tuple[Uint32, ...]) -> None:
+    """Of each two matrices of `load_transposed`, the lower bytes and the upper bytes, to rows whose addresses the lanes give."""
+    cute.arch.inline_ptx(
+        "{.reg .b32 e, o, f, p; prmt.b32 e, {$r1}, {$r2}, 0x6420; prmt.b32 o, {$r1}, {$r2}, 0x7531; prmt.b32 f, {$r3}, {$r4}, 0x6420; "
+        "prmt.b32 p, {$r3}, {$r4}, 0x7531; stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {e, o, f, p};}",
+        read_only_args=[target, *a],
+    )
+
+
+def columns_of(v: cute.Tensor, part: int) -> cute.Tensor:
+    """Of V as an operand, the columns of one WGMMA."""
+    v = v[None, part, None]
+    return cute.make_tensor(v.iterator, cute.make_layout((v.shape[0], 1, v.shape[1]), stride=(v.stride[0], 0, v.stride[1])))
+
+
+@cute.jit
+def to_8_bits(x: cute.Tensor, y: cute.Tensor):
+    """Round to e4m3. Of each row, the pairs of columns of two neighbouring results make four bytes of the operand."""
+    rows = rows_of(x)
+    words = cute.make_tensor(cute.recast_ptr(y.iterator, dtype=Uint32), cute.make_layout((2, cute.size(x) // 8)))
+    for i in cutlass.range_constexpr(cute.size(x) // 8):
+        for r in cutlass.range_constexpr(2):
+            words[r, i] = cute.arch.inline_ptx(
+                "{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; "
+                "mov.b32 {$w0}, {low, high};}",
+                write_only_types=[Uint32],
+                read_only_args=[rows[0, r, 2 * i], rows[1, r, 2 * i], rows[0, r, 2 * i + 1], rows[1, r, 2 * i + 1]],
+            )
