@@ -12,7 +12,7 @@ import flashzoo
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 ROOT = Path(__file__).parent.parent
-FP8, END_TO_END = "e4m3", "end_to_end"
+FP8, END_TO_END, ABLATED = "e4m3", "end_to_end", "one_level"
 TABLES = {
     "fwd": "Forward",
     "fwd_e4m3": "Forward on FP8 inputs",
@@ -37,8 +37,11 @@ def last_run(rows: list[Row], table: str) -> list[Row]:
 
     Args:
         rows: of the results file.
-        table: one of `TABLES`. A run that times anything end to end is of that table, and of no other with its pass.
+        table: one of `TABLES`. A run that times anything end to end is of that table, and of no other with its pass. One that
+            times an ablated kernel is of none.
     """
+    ablated = {row["run"] for row in rows if row["impl"].endswith(ABLATED)}
+    rows = [row for row in rows if row["run"] not in ablated]
     quantized = {row["run"] for row in rows if row["impl"].endswith(END_TO_END)}
 
     def table_of_row(row: Row) -> str:

@@ -371,7 +371,9 @@ def test_fp8_runs_have_tables_of_their_own():
     fp8 = [{**_row("fp8", impl, "fwd", 512, t), "dtype": "e4m3"} for impl, t in [("v3_fp8", 600), ("cudnn_fp8", 400)]]
     matmuls = [{**_row("fp8", "matmul", "gemm", 8192, t), "dtype": dtype} for dtype, t in [("bf16", 770), ("e4m3", 1340)]]
     whole = [_row("whole", impl, "fwd", 512, t) for impl, t in [("v3", 300), ("v3_fp8_end_to_end", 450)]]
-    text = plot.report([*RESULTS, *matmuls, *fp8, *whole], Path("h200.csv"))
+    ablation = [{**_row("later", impl, "fwd", 512, 999), "dtype": "e4m3"} for impl in ("v3_fp8", "v3_fp8_one_level")]
+    text = plot.report([*RESULTS, *matmuls, *fp8, *whole, *ablation], Path("h200.csv"))
+    assert "one_level" not in text and "999" not in text
     sixteen, rest = text.split("### Forward on FP8 inputs, e4m3")
     e4m3, end_to_end = rest.split("### Forward from 16 bits through FP8, quantisation included, bf16")
     assert "| 64 | yes | 512 | **200** | 100 |" in sixteen and "a bf16 matmul in the same run: 780" in sixteen

@@ -52,7 +52,7 @@ def forward_16(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale:
     """Of 16-bit tensors, quantised: K smoothed, Q and K rotated, a scale for each block, V transposed."""
     from flashzoo.v3.quantize import quantize_for
 
-    x = quantize_for(q, k, v, problem, want_shift=problem.lse or problem.grad)
+    x = quantize_for(q, k, v, problem, want_shift=problem.lse)
     run = forward_launch(problem, x.q.stride(), x.k.stride(), x.v.stride(), True, True, q.get_device())
     out, lse = run(x.q, x.k, x.v, softmax_scale, (x.q_descale, x.k_descale, x.v_descale))
     if x.lse_shift is not None:
