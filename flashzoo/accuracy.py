@@ -7,7 +7,9 @@ faults that another sees: one wrong row hides in an RMS, a bias on every element
 
 The constants are kept by `Problem.numerics`. For "e4m3" the oracle takes the inputs times their descales, so what errs is P and the
 tensor core's sums. For "fp8" it takes the 16-bit inputs themselves, and what errs most is their quantisation, which the yardstick does
-in the plainest way: one scale for each head. A version with finer scales or a rotation may use all that it gains.
+in the plainest way: one scale for each head. Or with q and k rotated too, where that errs more: rotation spreads outliers, for
+which it is made, but also one large number that all rows share, whose rounding had cancelled. A version with finer scales may use all
+that it gains, or promise it (`Spec.fp8_rms`).
 """
 
 from __future__ import annotations
@@ -116,7 +118,7 @@ class Judge:
 
     Attributes:
         reference: the oracle's `Result`, float64.
-        yardstick: the yardstick's `Result`.
+        yardstick: the yardstick's `Result`; with precision="fp8" the plain one's.
     """
 
     def __init__(

@@ -188,13 +188,13 @@ def quantize(
         q, k, v: as in `attention`, v as wide as q, head_dim a multiple of 16 up to 256.
         rotate: multiply q and k by one orthogonal matrix (signs and Hadamard), which leaves their products as they were and
             spreads an outlier over the whole head dim.
-        smooth: subtract from k its mean over the sequence, which softmax does not see.
+        smooth: subtract from k its mean, of 512 of its keys where there are more, which softmax does not see.
         scales: a scale for each 128 rows of a head ("block"), or one for each (batch, key/value head) ("head").
 
     Returns:
         `flashzoo.v3.quantize.Quantized`, a named tuple: q, k, v in e4m3; q_descale, k_descale, v_descale as `attention` takes
         them; lse_shift `(batch, heads, seqlen_q)`, float32, of which `softmax_scale` times is to be added to the LSE (None
-        unless smooth).
+        unless smooth). No gradients pass through it.
 
     Raises:
         TypeError, ValueError: an argument is malformed.

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -190,7 +190,7 @@ def backward_of(problem: Problem) -> Callable:
     """
     lenders = [spec for spec in _specs.values() if spec.backward_impl is not None]
     for spec in lenders:
-        if spec.backward_impl is not None and not spec.unsupported(problem):
+        if spec.backward_impl is not None and not spec.unsupported(replace(problem, grad=True)):
             return _imported(spec.backward_impl)
     raise UnsupportedError(f"no version lends a backward pass for {problem}\n{_reasons(problem, lenders)}")
 

@@ -22,7 +22,7 @@ from flashzoo._cute.cache import ENVIRONMENT, Image, cached
 from flashzoo._sass import SHARED_LIMIT
 from flashzoo.accuracy import Judge
 from flashzoo.reference import Result
-from flashzoo.v3 import launch
+from flashzoo.v3 import launch, launch_fp8
 from flashzoo.v3.config import HOPPER, HOPPER_SHORT, LONG, WARPGROUP_ROWS, WIDTHS, describe, kernel_for, pack_for
 from flashzoo.workloads import LAYOUTS
 
@@ -185,7 +185,7 @@ PLAIN = Problem(batch=1, seqlen_q=128, seqlen_k=128, heads=2, heads_kv=2, head_d
 KERNEL_OF_A_FRESH_PROCESS = """if True:
     import hashlib, sys
     from flashzoo import Problem
-    from flashzoo.v3 import launch
+    from flashzoo.v3 import launch, launch_fp8
     from flashzoo.v3.config import kernel_for
     launch.Function = lambda image, *_: image  # what would load it on a GPU
     image = launch.function_for(kernel_for(Problem(1, 128, 128, 2, 2, 64, arch=90)))
@@ -403,6 +403,19 @@ def test_a_thread_that_has_not_touched_the_gpu():
         result = pool.submit(forward, "v3", tensors, BUSY).result()  # memory and launch are cached by now
     torch.cuda.synchronize()
     assert same(result, expected)
+
+
+@gpu
+@on_hopper
+def test_a_scale_that_is_first_written_in_a_capture():
+    """A graph's memory holds nothing before its first replay, and what is cached must not lie there."""
+    problem = replace(BUSY, dtype="e4m3", out_dtype=None)
+    tensors, *_ = draw(problem)
+    expected = forward("v3_fp8", tensors, problem)
+    launch_fp8._ones.clear()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        forward("v3_fp8", tensors, problem)
+    assert same(forward("v3_fp8", tensors, problem), expected)
 
 
 ABLATED = {

@@ -51,7 +51,7 @@ class Kernel:
     """Everything that a forward kernel is compiled for; all else is an argument of its launch.
 
     Attributes:
-        dtype: "fp16" or "bf16".
+        dtype: "fp16" or "bf16", and "e4m3" for `KernelFp8`.
         width, width_v: of `WIDTHS`, for q and k, and for v and out.
         left, right: whether the visible band is bounded on that side.
         tiles: how it is cut.
@@ -113,6 +113,11 @@ class KernelFp8(Kernel):
     columns: int
     raw_stages: int
     two_level: bool = True
+
+    def __post_init__(self) -> None:
+        if self.tiles.block_kv != DESCALE_BLOCK or self.width_v % self.columns:
+            expected = f"blocks of {DESCALE_BLOCK} keys and columns that divide {self.width_v}"
+            raise ValueError(f"an FP8 kernel has {expected}, got {self.tiles.block_kv} and {self.columns}")
 
     @property
     def out_dtype(self) -> str:

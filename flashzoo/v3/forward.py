@@ -13,7 +13,7 @@
 6. O / l goes to memory by way of shared memory and TMA while the next tile has begun.
 
 What differs from v2: loads and products are asynchronous and are waited for where they are needed, by warps with roles of
-their own, and not by a compiler's schedule. Left out of the paper: FP8 and clusters with multicast.
+their own, and not by a compiler's schedule. FP8 is in `fp8.py`. Left out of the paper: clusters with multicast.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Consumer:
         on_chip: shared memory.
         mma_qk, mma_pv: the two products.
         q, k, v: their operands in shared memory; k and v with all slots.
-        p: P in registers, in 16 bits, in the layout of an operand.
+        p: P in registers, rounded, in the layout of an operand.
         o: the accumulator.
         s_shape: shape of a block of scores in registers.
         softmax: running state of this thread's two rows.
@@ -172,8 +172,8 @@ class Forward:
 
         Args:
             q, o: (head_dim, packed heads, queries, heads, batch).
-            k, v: (head_dim, keys, heads, batch).
-            scaling: of the scores: softmax scale times log2 e.
+            k, v: (head_dim, keys, heads, batch); v (keys, head_dim, ...) where an FP8 kernel takes it transposed.
+            scaling: of the scores: softmax scale times log2 e; in FP8 a `Scaling`.
         """
         tiles, kernel = self.tiles, self.kernel
         layouts = (
@@ -475,7 +475,7 @@ class Forward:
     def step_serial(
         self, consumer: Consumer, used: Int32, first_key: Int32, mask_left: Constexpr[bool], mask_right: Constexpr[bool]
     ) -> Int32:
-        """One block without overlap: scores, softmax, product, each waited for. For the ablation."""
+        """One block without overlap: scores, softmax, product, each waited for. For FP8, and the ablation."""
         k_ring, v_ring = consumer.on_chip.k_ring, consumer.on_chip.v_ring
         k_ring.wait_full(used)  # A1.16
         s = consumer.issue_scores(used)  # A1.17

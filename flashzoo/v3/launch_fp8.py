@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashzoo._cute.driver import Function, TensorMap
+from flashzoo._cute.driver import Function, TensorMap, current_stream
 from flashzoo.autograd import differentiable
 from flashzoo.registry import backward_of, implementation, resolve
 from flashzoo.spec import Problem
@@ -22,11 +22,11 @@ Descales = tuple[Tensor | None, Tensor | None, Tensor | None]
 # After launch's: the values and three strides of each tensor's scales; how many query heads share one of q's.
 PARAMETERS = (*launch.PARAMETERS, *("Q", "i", "i", "i") * 3, "i")
 
-PER_TENSOR: Descales = (None, None, None)
+NO_DESCALES: Descales = (None, None, None)
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, descales: Descales = PER_TENSOR
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, descales: Descales = NO_DESCALES
 ) -> tuple[Tensor, Tensor | None]:
     """`(out, lse)` of e4m3 CUDA tensors, or of 16-bit ones, which are quantised; see `flashzoo.attention`."""
     if problem.dtype == "e4m3":
@@ -38,7 +38,10 @@ def forward_fp8(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale
     """Of e4m3 tensors."""
     shapes_and_strides = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or not _readable(*shapes_and_strides):
-        q, k, v = (x if _readable(x.shape, x.stride()) and not x.data_ptr() & 15 else x.contiguous().clone() for x in (q, k, v))
+        q, k, v = (
+            x if _readable(x.shape, x.stride()) and not x.data_ptr() & 15 else x.clone(memory_format=torch.contiguous_format)
+            for x in (q, k, v)
+        )
     transposed = prepares(problem)
     if transposed:
         from flashzoo.v3.quantize import transpose_v
@@ -140,21 +143,28 @@ class ForwardLaunchFp8(ForwardLaunch):
         """
         q_descale = descales[0]
         group = self._group if q_descale is not None and q_descale.ndim == 2 else 1
-        scaling = [value for descale in descales for value in self._described(descale)]
+        none = one(self._device, current_stream(self._device))  # it must outlive the launch
+        scaling = [value for descale in descales for value in _described(none if descale is None else descale)]
         return self.launch(q, k, v, softmax_scale * LOG2E, *scaling, group)
 
-    def _described(self, descale: Tensor | None) -> tuple[int, int, int, int]:
-        """Address and strides of scales: (batch, heads), or (batch, heads, blocks)."""
-        if descale is None:
-            return one(self._device).data_ptr(), 0, 0, 0
-        batch, head, *block = descale.stride()
-        return descale.data_ptr(), batch, head, block[0] if block else 0
+
+def _described(descale: Tensor) -> tuple[int, int, int, int]:
+    """Address and strides of scales: (batch, heads, blocks), (batch, heads), or one for all."""
+    batch, head, block = (*descale.stride(), 0)[:3] if descale.ndim > 1 else (0, 0, 0)
+    return descale.data_ptr(), batch, head, block
 
 
-@cache
-def one(device: int) -> Tensor:
-    """The scale of tensors that have none."""
-    return torch.ones(1, dtype=torch.float32, device=f"cuda:{device}")
+_ones: dict[tuple[int, int], Tensor] = {}
+
+
+def one(device: int, stream: int) -> Tensor:
+    """The scale of tensors that have none, for one stream, on which it was written; see `launch.counter`."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.ones(1, dtype=torch.float32, device=f"cuda:{device}")
+    found = _ones.get((device, stream))
+    if found is None:
+        found = _ones.setdefault((device, stream), torch.ones(1, dtype=torch.float32, device=f"cuda:{device}"))
+    return found
 
 
 @cache
