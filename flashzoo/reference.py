@@ -220,16 +220,17 @@ def _fp8_forward(
 ) -> tuple[Tensor, Tensor | None]:
     q_rows, k_rows, v_rows = (_heads_first(_of_rows(x, descale), problem) for x, descale in zip((q, k, v), descales, strict=True))
     q_h, k_h, v_h = (_heads_first(x.to(torch.bfloat16), problem) for x in (q, k, v))  # bf16 holds every e4m3 number
-    # As kernels have it: one factor for a row and a block, and score - maximum by one rounding of a product and a difference.
-    s = _hopper_sums(q_h, k_h).double().mul_((softmax_scale * q_rows * k_rows.mT).double())
+    # As kernels have it: scores in log2 units by one factor for a row and a block, and score - maximum rounded once. At scores
+    # of millions the rounded maximum moves P by more than its own rounding.
+    s = _hopper_sums(q_h, k_h).double().mul_((softmax_scale * math.log2(math.e) * q_rows * k_rows.mT).double())
     seen = visible(problem, q.device)
     if seen is not None:
         s.masked_fill_(~seen, -math.inf)
     row_max = _finite(s.amax(-1, keepdim=True).float())
-    p = s.sub_(row_max).float().exp_()
+    p = s.sub_(row_max).float().exp2_()
     l = p.sum(-1, keepdim=True)
     blind = l == 0
-    lse = (row_max + l.log()).view(problem.batch, problem.heads, -1) if problem.lse or problem.grad else None
+    lse = (row_max + l.log2()).mul_(math.log(2)).view(problem.batch, problem.heads, -1) if problem.lse or problem.grad else None
     rounded = p.mul_(P_SCALE).to(E4M3).float()
     out = torch.bmm(rounded, v_h.float().mul_(v_rows)).div_(P_SCALE * l.masked_fill(blind, 1)).to(OUT_DTYPES[problem.out_dtype])
     return _seqlen_first(out, problem), lse
