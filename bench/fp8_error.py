@@ -24,7 +24,7 @@ from torch import Tensor
 
 import flashzoo
 from bench import ablation, peers
-from flashzoo.reference import HOPPER_K, HOPPER_SUM_BITS, LARGEST_E4M3, P_SCALE, dequantized, oracle
+from flashzoo.reference import HOPPER_K, HOPPER_SUM_BITS, LARGEST_E4M3, P_SCALE, dequantized, oracle, rotated
 from flashzoo.spec import DESCALE_BLOCK, Problem
 from flashzoo.workloads import TORCH_DTYPES, hardware, inputs
 
@@ -64,8 +64,7 @@ class Way:
         if self.smooth:
             k = k - k.mean(1, keepdim=True)
         if self.rotate:
-            turn = rotation(q.shape[-1]).to(q.device)
-            q, k = q @ turn, k @ turn
+            q, k = rotated(q), rotated(k)
         (q8, q_descale), (k8, k_descale), (v8, v_descale) = (self._rounded(x, k.shape[2]) for x in (q, k, v))
         return (q8, k8, v8), (q_descale, k_descale, v_descale)
 
@@ -93,16 +92,6 @@ WAYS = {
     "rotation, block scales": Way("block", rotate=True),
     "all together": Way("block", rotate=True, smooth=True),
 }
-
-
-def rotation(size: int, seed: int = 0) -> Tensor:
-    """A random orthogonal `(size, size)` float32 matrix: signs, then a Hadamard matrix of the largest power of two in size."""
-    generator = torch.Generator().manual_seed(seed)
-    signs = torch.randint(0, 2, (size,), generator=generator) * 2.0 - 1
-    hadamard = torch.ones(1, 1)
-    while size % (2 * len(hadamard)) == 0:
-        hadamard = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), hadamard) / math.sqrt(2)
-    return signs[:, None] * torch.kron(torch.eye(size // len(hadamard)), hadamard)
 
 
 def on_hopper(device: str) -> bool:

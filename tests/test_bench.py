@@ -14,7 +14,7 @@ import torch
 
 import flashzoo
 from bench import ablation, fp8_error, peers, plot, run, tune
-from flashzoo.reference import dequantized, standard
+from flashzoo.reference import dequantized, rotated, standard
 from flashzoo.spec import Problem
 from flashzoo.v1 import config as v1_config
 from flashzoo.v2 import config as v2_config
@@ -295,14 +295,14 @@ def test_quantised_inputs_times_their_descales_are_the_inputs(name):
     q_found, k_found, v_found = (dequantized(x, descale) for x, descale in zip(tensors, descales, strict=True))
     if way.smooth:
         k = k - k.mean(1, keepdim=True)
-    turn = fp8_error.rotation(64) if way.rotate else torch.eye(64)
+    turn = rotated(torch.eye(64)) if way.rotate else torch.eye(64)
     for found, x in ((q_found @ turn.T.double(), q), (k_found @ turn.T.double(), k), (v_found, v)):
         assert 0.02 < fp8_error.rmse(found, x.double()) / float(x.square().mean().sqrt()) < 0.035  # e4m3's three bits
 
 
 @pytest.mark.parametrize("size", [16, 48, 64, 96])
 def test_the_rotation_is_orthogonal(size):
-    turn = fp8_error.rotation(size)
+    turn = rotated(torch.eye(size))
     torch.testing.assert_close(turn @ turn.T, torch.eye(size))
 
 

@@ -185,7 +185,7 @@ PLAIN = Problem(batch=1, seqlen_q=128, seqlen_k=128, heads=2, heads_kv=2, head_d
 KERNEL_OF_A_FRESH_PROCESS = """if True:
     import hashlib, sys
     from flashzoo import Problem
-    from flashzoo.v3 import launch, launch_fp8
+    from flashzoo.v3 import launch
     from flashzoo.v3.config import kernel_for
     launch.Function = lambda image, *_: image  # what would load it on a GPU
     image = launch.function_for(kernel_for(Problem(1, 128, 128, 2, 2, 64, arch=90)))
@@ -304,7 +304,7 @@ def same(result: Result, expected: Result) -> bool:
 
 def counters_are_zero() -> bool:
     torch.cuda.synchronize()
-    return not any(counter.item() for counter in launch._counters.values())
+    return not any(counter.item() for counter in launch.counter.kept.values())
 
 
 @gpu
@@ -412,7 +412,7 @@ def test_a_scale_that_is_first_written_in_a_capture():
     problem = replace(BUSY, dtype="e4m3", out_dtype=None)
     tensors, *_ = draw(problem)
     expected = forward("v3_fp8", tensors, problem)
-    launch_fp8._ones.clear()
+    launch_fp8.one.kept.clear()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         forward("v3_fp8", tensors, problem)
     assert same(forward("v3_fp8", tensors, problem), expected)

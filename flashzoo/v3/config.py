@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from flashzoo.spec import DESCALE_BLOCK, Problem
@@ -174,9 +175,9 @@ WIDTHS = tuple(sorted(width for width, width_v in HOPPER if width == width_v))
 """Head dims that have tiles of their own; TMA fills what a smaller one leaves with zeros."""
 
 
-def width_for(head_dim: int) -> int:
-    """The width of the tiles that hold a head dim."""
-    return next(width for width in WIDTHS if head_dim <= width)
+def width_for(head_dim: int, widths: Iterable[int] = WIDTHS) -> int:
+    """The width of the tiles that hold a head dim: of `WIDTHS`, or in FP8 of `FP8`."""
+    return next(width for width in widths if head_dim <= width)
 
 
 def widths_of(problem: Problem) -> tuple[int, int]:
@@ -201,7 +202,7 @@ def kernel_fp8_for(problem: Problem, block_scales: bool, transposed: bool) -> Ke
         transposed: whether v comes transposed.
     """
     left, right = problem.span
-    width = width_fp8_for(problem.head_dim)
+    width = width_for(problem.head_dim, FP8)
     cut = FP8[width]
     return KernelFp8(
         *("e4m3", width, width, left is not None, right is not None, cut.tiles),
@@ -209,14 +210,9 @@ def kernel_fp8_for(problem: Problem, block_scales: bool, transposed: bool) -> Ke
     )
 
 
-def width_fp8_for(head_dim: int) -> int:
-    """The width of the FP8 tiles that hold a head dim."""
-    return next(width for width in FP8 if head_dim <= width)
-
-
 def prepares(problem: Problem) -> bool:
     """Whether e4m3 V is transposed by a kernel of its own."""
-    return problem.seqlen_q >= FP8[width_fp8_for(problem.head_dim)].prepare
+    return problem.seqlen_q >= FP8[width_for(problem.head_dim, FP8)].prepare
 
 
 def table(problem: Problem) -> dict[tuple[int, int], Tiles]:

@@ -15,7 +15,7 @@ from flashzoo.registry import backward_of, implementation, resolve
 from flashzoo.spec import Problem
 from flashzoo.v3 import launch
 from flashzoo.v3.config import KernelFp8, kernel_fp8_for, prepares
-from flashzoo.v3.launch import LOG2E, ForwardLaunch, Ints, example, fake_pointer, fake_tensor, load, readable, tensor_map
+from flashzoo.v3.launch import LOG2E, ForwardLaunch, Ints, PerStream, example, fake_pointer, fake_tensor, load, readable, tensor_map
 
 Descales = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -143,7 +143,7 @@ class ForwardLaunchFp8(ForwardLaunch):
         """
         q_descale = descales[0]
         group = self._group if q_descale is not None and q_descale.ndim == 2 else 1
-        none = one(self._device, current_stream(self._device))  # it must outlive the launch
+        none = one(self._device, current_stream(self._device))
         scaling = [value for descale in descales for value in _described(none if descale is None else descale)]
         return self.launch(q, k, v, softmax_scale * LOG2E, *scaling, group)
 
@@ -154,17 +154,8 @@ def _described(descale: Tensor) -> tuple[int, int, int, int]:
     return descale.data_ptr(), batch, head, block
 
 
-_ones: dict[tuple[int, int], Tensor] = {}
-
-
-def one(device: int, stream: int) -> Tensor:
-    """The scale of tensors that have none, for one stream, on which it was written; see `launch.counter`."""
-    if torch.cuda.is_current_stream_capturing():
-        return torch.ones(1, dtype=torch.float32, device=f"cuda:{device}")
-    found = _ones.get((device, stream))
-    if found is None:
-        found = _ones.setdefault((device, stream), torch.ones(1, dtype=torch.float32, device=f"cuda:{device}"))
-    return found
+one = PerStream(1.0, torch.float32)
+"""The scale of tensors that have none."""
 
 
 @cache
