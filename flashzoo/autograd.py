@@ -25,14 +25,18 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        # Without this a second derivative would be wrong with no error: the backward pass is not itself recorded.
-        if torch.is_grad_enabled():
-            raise NotImplementedError("flashzoo has no double backward: call backward or grad with create_graph=False")
+        refuse_double_backward()
         q, k, v, out, lse = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
         gradients = ctx.run_backward(dout, dlse, q, k, v, out, lse, ctx.problem, ctx.scale)
         return (*gradients, None, None, None)
+
+
+def refuse_double_backward() -> None:
+    """To begin a backward pass with that is not itself recorded: a second derivative would be wrong with no error."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError("flashzoo has no double backward: call backward or grad with create_graph=False")
 
 
 def differentiable(forward: Forward, backward: Backward) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -44,7 +48,8 @@ def differentiable(forward: Forward, backward: Backward) -> Callable[..., tuple[
         backward: `(dout, dlse or None, q, k, v, out, lse, problem, softmax_scale) -> (dq, dk, dv)`.
 
     Returns:
-        `(q, k, v, problem, softmax_scale) -> (out, lse)`, recorded by autograd only where `problem.grad`.
+        `(q, k, v, problem, softmax_scale) -> (out, lse)`, recorded by autograd only where `problem.grad`. Its attribute
+        `backward` is the backward pass as given, for who records calls by other means.
     """
     functions = (forward, backward)
 
@@ -53,4 +58,17 @@ def differentiable(forward: Forward, backward: Backward) -> Callable[..., tuple[
             return _Attention.apply(q, k, v, problem, softmax_scale, functions)  # pyright: ignore[reportReturnType]
         return forward(q, k, v, problem, softmax_scale)
 
+    attention.backward = backward  # pyright: ignore[reportFunctionMemberAccess]
     return attention
+
+
+def joined(forward: Forward, backward: Backward) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """One version's forward pass, an implementation that `Spec.impl` names, with a backward pass that another lends.
+
+    As `differentiable`; the forward pass is called with `problem.forward`, which asks for no gradients and for an LSE.
+    """
+
+    def alone(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, Tensor | None]:
+        return forward(q, k, v, problem.forward, softmax_scale)
+
+    return differentiable(alone, backward)

@@ -1,7 +1,8 @@
-"""Which version answers a call: `register`, `versions`, `resolve`, `explain_problem`. Standard library only.
+"""Which version answers a call: `register`, `versions`, `choose`, `explain_problem`. Standard library only.
 
-The order of registration is the order of `auto`: the first version with no objection is taken. An explicit name never
-falls back: it runs, or raises with its reasons and with the versions that would do.
+The order of registration is the order of `auto`: the first version with no objection is taken, or one that objects to the
+backward pass alone where another lends its own. An explicit name never falls back: it runs, backward pass included, or
+raises with its reasons and with the versions that would do.
 """
 
 from __future__ import annotations
@@ -148,9 +149,25 @@ def _known(version: object, what: str) -> None:
         raise ValueError(f"{what} must be 'auto' or one of {', '.join(_specs)}, got {version!r}")
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Who answers a problem.
+
+    Attributes:
+        forward: the version that runs.
+        backward: the version that lends its backward pass (`Spec.backward_impl`), where `forward` has none for the problem.
+    """
+
+    forward: Spec
+    backward: Spec | None = None
+
+    def __str__(self) -> str:
+        return self.forward.name if self.backward is None else f"{self.forward.name} forward, {self.backward.name} backward"
+
+
 @remembered
-def resolve(problem: Problem, version: str = "auto") -> Spec:
-    """The version that takes the problem.
+def choose(problem: Problem, version: str = "auto") -> Choice:
+    """Who takes the problem; under "auto" the backward pass may be another version's.
 
     Raises:
         ValueError: no version has that name.
@@ -158,17 +175,32 @@ def resolve(problem: Problem, version: str = "auto") -> Spec:
     """
     _known(version, "version")
     if version == "auto":
-        for spec in _specs.values():
-            if problem.device in spec.auto and not spec.unsupported(problem):
-                return spec
         candidates = [spec for spec in _specs.values() if problem.device in spec.auto]
+        for spec in candidates:
+            if not spec.unsupported(problem):
+                return Choice(spec)
+            if problem.grad and not spec.unsupported(problem.forward) and (lender := _lender(problem)):
+                return Choice(spec, lender)
         raise UnsupportedError(f"no version takes {problem}\n{_reasons(problem, candidates)}")
     spec = _specs[version]
     if spec.unsupported(problem):
         able = [s.name for s in _specs.values() if not s.unsupported(problem)]
         would = f"versions that would: {', '.join(able)}" if able else "no registered version would"
         raise UnsupportedError(f"version {version!r} can't take {problem}\n{_reasons(problem, [spec])}\n{would}")
-    return spec
+    return Choice(spec)
+
+
+def resolve(problem: Problem, version: str = "auto") -> Spec:
+    """The version whose forward pass answers: `choose(...).forward`, which also says whose backward pass."""
+    return choose(problem, version).forward
+
+
+def _lenders(problem: Problem) -> list[Spec]:
+    return [spec for spec in _specs.values() if spec.backward_impl is not None and problem.device in spec.auto]
+
+
+def _lender(problem: Problem) -> Spec | None:
+    return next((spec for spec in _lenders(problem) if not spec.unsupported(problem)), None)
 
 
 def _reasons(problem: Problem, specs: list[Spec]) -> str:
@@ -183,16 +215,23 @@ def implementation(spec: Spec) -> Callable:
 
 @remembered
 def backward_of(problem: Problem) -> Callable:
-    """The backward pass of the first version that lends one (`Spec.backward_impl`) and takes the problem.
+    """The backward pass of the first version that lends one (`Spec.backward_impl`) and takes the problem, as "auto" asks them.
 
     Raises:
         UnsupportedError: there is none.
     """
-    lenders = [spec for spec in _specs.values() if spec.backward_impl is not None]
-    for spec in lenders:
-        if spec.backward_impl is not None and not spec.unsupported(replace(problem, grad=True)):
-            return _imported(spec.backward_impl)
-    raise UnsupportedError(f"no version lends a backward pass for {problem}\n{_reasons(problem, lenders)}")
+    problem = replace(problem, grad=True)
+    lender = _lender(problem)
+    if lender is None:
+        raise UnsupportedError(f"no version lends a backward pass for {problem}\n{_reasons(problem, _lenders(problem))}")
+    return lent(lender)
+
+
+def lent(spec: Spec) -> Callable:
+    """The function behind `spec.backward_impl`, imported on first use."""
+    if spec.backward_impl is None:
+        raise ValueError(f"version {spec.name!r} lends no backward pass")
+    return _imported(spec.backward_impl)
 
 
 def _imported(impl: str) -> Callable:
@@ -202,7 +241,10 @@ def _imported(impl: str) -> Callable:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One version's answer to a problem: its reasons against or, where it has none, what it does silently."""
+    """One version's answer to a problem: its reasons against, and what it does silently where it takes it.
+
+    The version that is chosen for the forward pass alone has both: why its own backward pass is not taken, and its notes.
+    """
 
     name: str
     title: str
@@ -220,6 +262,7 @@ class Explanation:
         chosen: name of the version that runs, or None where none can.
         by: who asked for it: argument, context manager, environment or default.
         verdicts: one for each registered version, in `auto` order.
+        backward: name of the version that lends its backward pass to the chosen one, None where that has its own.
     """
 
     problem: Problem
@@ -227,29 +270,35 @@ class Explanation:
     chosen: str | None
     by: str
     verdicts: tuple[Verdict, ...]
+    backward: str | None = None
 
     def __str__(self) -> str:
         width = max((len(verdict.name) for verdict in self.verdicts), default=0)
         if self.chosen:
-            lines = [f"{self.chosen} takes {self.problem}, by {self.by}"]
+            who = f"{self.chosen} takes" if self.backward is None else f"{self.chosen} forward, {self.backward} backward take"
+            lines = [f"{who} {self.problem}, by {self.by}"]
         else:
             nobody_takes = "no version takes" if self.wanted == "auto" else f"{self.wanted} can't take"
             lines = [f"{nobody_takes} {self.problem}"]
         for verdict in self.verdicts:
             mark, status = self._status(verdict)
             lines.append(f"{mark} {verdict.name:<{width}}  {verdict.title}: {status}")
-            lines += [f"  {'':<{width}}    - {line}" for line in verdict.reasons or verdict.notes]
+            lines += [f"  {'':<{width}}    - {line}" for line in (*verdict.reasons, *verdict.notes)]
         return "\n".join(lines)
 
     def _status(self, verdict: Verdict) -> tuple[str, str]:
         if verdict.name == self.chosen:
-            return "*", "chosen"
+            return "*", "chosen" if self.backward is None else "chosen for the forward pass"
+        if verdict.name == self.backward:
+            return "*", "chosen for the backward pass"
         return (" ", "can't") if verdict.reasons else (" ", "could")
 
 
-def _verdict(spec: Spec, problem: Problem) -> Verdict:
-    reasons = spec.unsupported(problem)  # notes may take for granted that the version takes the problem
-    return Verdict(spec.name, spec.title, tuple(reasons), () if reasons else tuple(_notes(spec, problem)))
+def _verdict(spec: Spec, problem: Problem, choice: Choice | None) -> Verdict:
+    reasons = spec.unsupported(problem)
+    # Notes may take for granted that the version takes the problem.
+    taken = problem if not reasons else problem.forward if choice is not None and spec is choice.forward else None
+    return Verdict(spec.name, spec.title, tuple(reasons), () if taken is None else tuple(_notes(spec, taken)))
 
 
 def _notes(spec: Spec, problem: Problem) -> list[str]:
@@ -261,9 +310,10 @@ def explain_problem(problem: Problem, version: str = "auto") -> Explanation:
     """Who answers the problem, every reason against the others, and what is done silently. Nothing is run."""
     wanted, by = requested(version)
     _known(wanted, "version")
-    verdicts = tuple(_verdict(spec, problem) for spec in _specs.values())
     try:
-        chosen = resolve(problem, wanted).name
+        choice = choose(problem, wanted)
     except UnsupportedError:
-        chosen = None
-    return Explanation(problem, wanted, chosen, by, verdicts)
+        choice = None
+    verdicts = tuple(_verdict(spec, problem, choice) for spec in _specs.values())
+    chosen, lender = (choice.forward.name, choice.backward) if choice else (None, None)
+    return Explanation(problem, wanted, chosen, by, verdicts, lender.name if lender else None)

@@ -7,7 +7,7 @@ dispatch can be asked, and tested, on a machine with no torch and no GPU.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
 
@@ -119,6 +119,11 @@ class Problem:
         left, right = self.window
         return (left, 0 if right is None else min(right, 0)) if self.causal else (left, right)
 
+    @cached_property
+    def forward(self) -> Problem:
+        """The forward pass alone, with the LSE that a backward pass by another version starts from; itself where nothing is recorded."""
+        return replace(self, grad=False, lse=True) if self.grad else self
+
     @property
     def reach(self) -> tuple[int, int]:
         """`span` in numbers: a side past both sequences together is unbounded, and can't overflow a kernel's 32-bit arithmetic."""
@@ -179,9 +184,11 @@ class Spec:
         head_dims: the head dims taken, of q and k and of v.
         features: names from `FEATURES` that the forward pass honours.
         backward: names from `FEATURES` that the backward pass honours; None where there is no backward pass.
-        backward_impl: `"package.module:function"`, for a backward pass that other versions may use too: called as
+        backward_impl: `"package.module:function"`, for a backward pass that other versions may use too, under "auto" where
+            they give an LSE and have no backward pass of their own for a problem: called as
             `function(dout, dlse or None, q, k, v, out, lse, problem, softmax_scale) -> (dq, dk, dv)`.
         requires: packages that must be installed.
+        backward_requires: those that the backward pass needs beside them.
         auto: the devices, of "cuda" and "cpu", on which `version="auto"` may choose it.
         memory: "linear" or "quadratic" in seqlen.
         faults: `(device, start of a test's id, sentence)`: what is known to be wrong in code that is not ours. The suite
@@ -204,6 +211,7 @@ class Spec:
     backward: frozenset[str] | None = None
     backward_impl: str | None = None
     requires: tuple[str, ...] = ()
+    backward_requires: tuple[str, ...] = ()
     auto: tuple[str, ...] = ("cuda",)
     memory: str = "linear"
     faults: tuple[tuple[str, str, str], ...] = ()
@@ -231,11 +239,7 @@ class Spec:
 
     def unsupported(self, problem: Problem) -> list[str]:
         """Why this version can't take the problem, one sentence a reason, all of them; empty where it can."""
-        reasons = [
-            f"needs the package {package!r}, which is not installed (pip install {_DISTRIBUTIONS.get(package, package)!r})"
-            for package in self.requires
-            if not _installed(package)
-        ]
+        reasons = [f"needs the package {missing}" for missing in _missing(self.requires)]
         reasons += self._hardware(problem)
         for name in ("head_dim", "head_dim_v") if "head_dim_v" in problem.features else ("head_dim",):
             if getattr(problem, name) not in self.head_dims:
@@ -246,6 +250,7 @@ class Spec:
         elif problem.grad and self.backward is not None:
             missing = (problem.features & self.features) - self.backward
             reasons += [f"its backward pass does not support {FEATURES[name]}" for name in sorted(missing)]
+            reasons += [f"its backward pass needs the package {missing}" for missing in _missing(self.backward_requires)]
             if problem.dtype == "e4m3":
                 reasons.append("e4m3 inputs have no gradients, and an input requires grad")
         if self.check is not None:
@@ -284,6 +289,14 @@ class Spec:
         if problem.dtype == "e4m3" and problem.out_dtype not in OUT_DTYPES:
             return [f"gives out in {' or '.join(OUT_DTYPES)} for e4m3 inputs, got {problem.out_dtype}"]
         return []
+
+
+def _missing(packages: tuple[str, ...]) -> list[str]:
+    return [
+        f"{package!r}, which is not installed (pip install {_DISTRIBUTIONS.get(package, package)!r})"
+        for package in packages
+        if not _installed(package)
+    ]
 
 
 def _describe(head_dims: range) -> str:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,13 +101,18 @@ def draw(problem: Problem, seed: int = 0, **how) -> tuple[Tensors, Tensor, Tenso
 
 
 def forward(
-    version: str, tensors: Tensors, problem: Problem, softmax_scale: float | None = None, descales: Descales = NO_DESCALES
+    version: str,
+    tensors: Tensors,
+    problem: Problem,
+    softmax_scale: float | None = None,
+    descales: Descales = NO_DESCALES,
+    attention: Callable = flashzoo.attention,
 ) -> Result:
-    """One forward pass; lse is None where the problem does not ask for it."""
+    """One forward pass, by `flashzoo.attention` or what stands for it; lse is None where the problem does not ask for it."""
     arguments = as_arguments(problem, descales) | {"softmax_scale": softmax_scale, "version": version}
     if problem.lse:
-        return Result(*flashzoo.attention(*tensors, return_lse=True, **arguments))
-    return Result(flashzoo.attention(*tensors, **arguments))
+        return Result(*attention(*tensors, return_lse=True, **arguments))
+    return Result(attention(*tensors, **arguments))
 
 
 def both(
@@ -114,16 +122,32 @@ def both(
     dout: Tensor,
     dlse: Tensor | None = None,
     softmax_scale: float | None = None,
+    descales: Descales = NO_DESCALES,
+    attention: Callable = flashzoo.attention,
 ) -> Result:
     """Forward and backward; forward alone where the problem asks for no gradients. The tensors keep their strides and get no `.grad`."""
     if not problem.grad:
-        return forward(version, tensors, problem, softmax_scale)
+        return forward(version, tensors, problem, softmax_scale, descales, attention)
     leaves = tuple(x.detach().requires_grad_() for x in tensors)
-    result = forward(version, leaves, problem, softmax_scale)  # pyright: ignore[reportArgumentType]
+    result = forward(version, leaves, problem, softmax_scale, descales, attention)  # pyright: ignore[reportArgumentType]
     outputs, gradients = ((result.out,), (dout,)) if dlse is None else ((result.out, result.lse), (dout, dlse))
     return Result(
         result.out.detach(), None if result.lse is None else result.lse.detach(), *torch.autograd.grad(outputs, leaves, gradients)
     )
+
+
+def as_operator(
+    version: str, tensors: Tensors, problem: Problem, dout: Tensor, dlse: Tensor | None = None
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The arguments of `torch.ops.flashzoo.attention` and of `attention_backward` that ask for this problem."""
+    importlib.import_module("flashzoo.ops")
+    how = (None, problem.causal, *problem.window, problem.deterministic, problem.lse)
+    leaves = tuple(x.detach().requires_grad_(problem.grad) for x in tensors)
+    arguments = (*leaves, *how, problem.grad, version, problem.precision)
+    if not problem.grad:
+        return arguments, ()
+    out, lse = torch.ops.flashzoo.attention(*arguments)
+    return arguments, (dout, dlse, *tensors, out.detach(), lse.detach(), *how, version, problem.precision)
 
 
 def detached(result: Result) -> tuple[Tensor, Tensor | None]:
@@ -155,6 +179,26 @@ def record(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: flo
     """An implementation that notes that it was called, and multiplies q by the scale."""
     CALLS.append(problem)
     return q * softmax_scale, None
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    """An implementation that notes that it was called, for plain problems, with no gradients and always an LSE."""
+    CALLS.append(problem)
+    with torch.no_grad():
+        s = torch.einsum("bihd,bjhd->bhij", q, k) * softmax_scale
+        return torch.einsum("bhij,bjhd->bihd", s.softmax(-1), v), s.logsumexp(-1)
+
+
+def dense_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem, softmax_scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A backward pass to lend, which notes that it was called, made from the out and the LSE of whichever forward pass."""
+    CALLS.append(problem)
+    p = torch.exp(torch.einsum("bihd,bjhd->bhij", q, k) * softmax_scale - lse[..., None])
+    delta = (dout * out).sum(-1).transpose(1, 2) - (0 if dlse is None else dlse)
+    ds = p * (torch.einsum("bihd,bjhd->bhij", dout, v) - delta[..., None]) * softmax_scale
+    dq, dk = torch.einsum("bhij,bjhd->bihd", ds, k), torch.einsum("bhij,bihd->bjhd", ds, q)
+    return dq, dk, torch.einsum("bhij,bihd->bjhd", p, dout)
 
 
 def toy(name: str = "toy", **fields) -> Spec:

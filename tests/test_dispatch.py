@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from support import CALLS, toy
+from support import CALLS, dense, dense_backward, toy
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashzoo
@@ -31,6 +31,18 @@ def _registry_as_it_was(monkeypatch):
         flashzoo.unregister(name)
     for spec in before.values():
         flashzoo.register(spec)
+
+
+NAMES = {function: f"support:{function.__name__}" for function in (dense, dense_backward)}
+
+
+def _gradients(attention, qkv):
+    """Those of q, k and v, through out and, if it is given, through lse."""
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    outputs = attention(*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    generator = torch.Generator().manual_seed(1)
+    return torch.autograd.grad(outputs, leaves, [torch.randn(x.shape, generator=generator) for x in outputs])
 
 
 @pytest.fixture
@@ -226,8 +238,9 @@ class TestResolve:
         ids=str,
     )
     def test_auto_is_the_newest_kernel_on_every_gpu(self, arch, dtype, feature):
+        """For the forward pass; v2 lends its backward pass to all."""
         problem = dataclasses.replace(HOPPER, arch=arch, dtype=dtype, **feature)
-        able = [spec.name for spec in flashzoo.versions().values() if spec.auto and not spec.unsupported(problem)]
+        able = [spec.name for spec in flashzoo.versions().values() if spec.auto and not spec.unsupported(problem.forward)]
         assert registry.resolve(problem).name == able[0]
         assert able[0] not in ("sdpa", "standard")
 
@@ -237,7 +250,6 @@ class TestResolve:
             {"head_dim": 300, "head_dim_v": None},
             {"head_dim_v": 32, "arch": 80},
             {"head_dim_v": 36},
-            {"head_dim_v": 32, "grad": True},
             {"dtype": "fp64"},
             {"arch": 75},
             {"arch": 70, "dtype": "fp16"},
@@ -288,17 +300,24 @@ class TestResolve:
     @pytest.mark.parametrize(("name", "language", "left"), [("v1", "triton", "v3"), ("v2", "triton", "v3"), ("v3", "cutlass", "v2")])
     def test_a_kernel_without_its_language_is_refused(self, name, language, left, monkeypatch):
         monkeypatch.setattr(flashzoo.spec, "_installed", lambda package: package != language)
-        registry.resolve.cache_clear()
+        registry.choose.cache_clear()
         with pytest.raises(UnsupportedError, match=f"needs the package '{language}', which is not installed"):
             registry.resolve(HOPPER, name)
         assert registry.resolve(HOPPER).name == left
-        registry.resolve.cache_clear()
+        registry.choose.cache_clear()
+
+    def test_a_backward_pass_may_need_another_language(self, monkeypatch):
+        monkeypatch.setattr(flashzoo.spec, "_installed", lambda package: package != "triton")
+        registry.choose.cache_clear()
+        with pytest.raises(UnsupportedError, match="v3: its backward pass needs the package 'triton', which is not installed"):
+            registry.resolve(dataclasses.replace(HOPPER, grad=True), "v3")
+        registry.choose.cache_clear()
 
     def test_without_any_kernel_language_auto_is_torch(self, monkeypatch):
         monkeypatch.setattr(flashzoo.spec, "_installed", lambda package: package not in ("triton", "cutlass"))
-        registry.resolve.cache_clear()
+        registry.choose.cache_clear()
         assert registry.resolve(HOPPER).name == "sdpa"
-        registry.resolve.cache_clear()
+        registry.choose.cache_clear()
 
     @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "fp64"])
     @pytest.mark.parametrize("arch", [80, 89, 90, 100])
@@ -321,12 +340,132 @@ class TestResolve:
 
     @pytest.mark.parametrize(
         "problem",
-        [{"arch": 80}, {"arch": 89}, {"arch": 100}, {"dtype": "fp32"}, {"head_dim": 60, "head_dim_v": None}, {"grad": True}],
+        [{"arch": 80}, {"arch": 89}, {"arch": 100}, {"dtype": "fp32"}, {"head_dim": 60, "head_dim_v": None}],
         ids=str,
     )
     def test_auto_goes_on_to_v2_where_v3_cannot(self, problem):
         assert registry.resolve(HOPPER).name == "v3"
         assert registry.resolve(dataclasses.replace(HOPPER, **problem)).name == "v2"
+
+
+class TestLending:
+    """A version that has no backward pass for a problem, and another that lends its own."""
+
+    @staticmethod
+    def registered(lender: dict | None = None, **newer) -> None:
+        flashzoo.register(toy("older", impl=NAMES[dense], backward_impl=NAMES[dense_backward], **lender or {}), before="v3")
+        flashzoo.register(toy("newer", **{"impl": NAMES[dense], "backward": None} | newer), before="older")
+
+    @pytest.mark.parametrize("lse", [False, True])
+    def test_the_gradient_is_right(self, lse, qkv):
+        self.registered()
+        found, expected = (
+            _gradients(lambda *leaves, name=name: flashzoo.attention(*leaves, return_lse=lse, version=name), qkv)
+            for name in ("auto", "standard")
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+    def test_one_runs_forward_and_the_other_backward(self, qkv):
+        self.registered()
+        _gradients(flashzoo.attention, qkv)
+        forward, backward = CALLS
+        assert forward == dataclasses.replace(backward, grad=False, lse=True)
+        assert backward == flashzoo.explain(*(x.requires_grad_() for x in qkv)).problem
+
+    def test_explain_names_both_and_says_why(self):
+        self.registered(notes=lambda problem: [f"grad is {problem.grad}"])
+        explanation = flashzoo.explain(dataclasses.replace(ON_CPU, grad=True))
+        assert (explanation.chosen, explanation.backward) == ("newer", "older")
+        lines = str(explanation).splitlines()
+        assert lines[0].startswith("newer forward, older backward take batch 2") and lines[0].endswith("by the default")
+        assert [line for line in lines if line.startswith("*")] == [
+            "* newer     a toy: chosen for the forward pass",
+            "* older     a toy: chosen for the backward pass",
+        ]
+        assert [line.strip() for line in lines[2:4]] == ["- has no backward pass, and an input requires grad", "- grad is False"]
+
+    def test_the_choice_has_both_and_resolve_the_one_that_runs(self):
+        self.registered()
+        problem = dataclasses.replace(HOPPER, grad=True)
+        choice = registry.choose(problem)
+        assert (choice.forward.name, choice.backward.name, str(choice)) == ("newer", "older", "newer forward, older backward")
+        assert registry.resolve(problem).name == "newer"
+        assert str(registry.choose(HOPPER)) == "newer" and registry.choose(HOPPER).backward is None
+        assert flashzoo.explain(HOPPER).backward is None
+
+    def test_a_backward_pass_of_its_own_comes_first(self):
+        self.registered(backward=frozenset({"causal"}))
+        for fields, lent in (
+            ({}, False),
+            ({"causal": True}, False),
+            ({"deterministic": True}, True),
+            ({"causal": True, "lse": True}, True),
+        ):
+            assert bool(registry.choose(dataclasses.replace(HOPPER, grad=True, **fields)).backward) == lent
+
+    @pytest.mark.parametrize(
+        ("newer", "lender", "problem"),
+        [
+            ({}, {"backward": frozenset({"causal"})}, {"deterministic": True}),
+            ({}, {"features": frozenset(), "backward": frozenset()}, {"causal": True}),
+            ({}, {"head_dims": range(1, 9)}, {}),
+            ({}, {"auto": ()}, {}),
+            ({"features": frozenset()}, {}, {"causal": True}),
+            ({"features": frozenset({"causal"})}, {}, {}),
+            ({"auto": ()}, {}, {}),
+        ],
+        ids=["not deterministic", "not causal", "not so wide", "not under auto", "no forward", "no lse", "newer not under auto"],
+    )
+    def test_is_for_what_both_take(self, newer, lender, problem):
+        self.registered(lender, **newer)
+        choice = registry.choose(dataclasses.replace(HOPPER, grad=True, **problem))
+        assert str(choice) != "newer forward, older backward"
+
+    @pytest.mark.parametrize("fields", [{"dtype": "e4m3", "out_dtype": None}, {"precision": "fp8"}], ids=str)
+    def test_is_not_for_fp8(self, fields):
+        """e4m3 has no gradients, and what precision="fp8" means for the backward pass is its version's to say."""
+        self.registered(dtypes=("bf16", "e4m3"), quantizes=("bf16",))
+        problem = dataclasses.replace(HOPPER, **fields)
+        assert registry.choose(problem).forward.name == "newer"
+        if problem.precision:
+            assert str(registry.choose(dataclasses.replace(problem, grad=True))) == "v3_fp8"
+        else:
+            with pytest.raises(UnsupportedError, match="older: takes dtype fp16 or bf16 or fp32, got e4m3"):
+                registry.choose(dataclasses.replace(problem, grad=True))
+
+    def test_a_name_borrows_nothing(self, qkv):
+        self.registered()
+        with pytest.raises(UnsupportedError, match="newer: has no backward pass, and an input requires grad"):
+            flashzoo.attention(*(x.requires_grad_() for x in qkv), version="newer")
+        with flashzoo.use("newer"), pytest.raises(UnsupportedError):
+            flashzoo.attention(*qkv)
+
+    def test_where_nobody_lends_every_reason_is_said(self):
+        for name in list(flashzoo.versions()):
+            flashzoo.unregister(name)
+        flashzoo.register(toy("newer", backward=None))
+        flashzoo.register(toy("older", backward=frozenset(), backward_impl=NAMES[dense_backward]))
+        problem = dataclasses.replace(HOPPER, grad=True, causal=True, deterministic=True)
+        with pytest.raises(UnsupportedError) as error:
+            registry.choose(problem)
+        assert str(error.value).splitlines()[1:] == [
+            "  newer: has no backward pass, and an input requires grad",
+            "  older: its backward pass does not support causal=True",
+            "  older: its backward pass does not support deterministic=True",
+        ]
+        assert flashzoo.explain(problem).chosen is None
+        with pytest.raises(UnsupportedError, match=r"no version lends a backward pass for .*\n  older: its backward pass"):
+            registry.backward_of(problem)
+        with pytest.raises(ValueError, match="'newer' lends no backward pass"):
+            registry.lent(flashzoo.versions()["newer"])
+
+    def test_the_first_that_lends_is_taken(self):
+        self.registered()
+        flashzoo.register(toy("between", backward_impl=NAMES[dense_backward], arch=(90, 90)), before="older")
+        flashzoo.unregister("newer")
+        flashzoo.register(toy("newer", backward=None), before="between")
+        assert str(registry.choose(dataclasses.replace(HOPPER, grad=True))) == "newer forward, between backward"
+        assert str(registry.choose(dataclasses.replace(HOPPER, grad=True, arch=80))) == "newer forward, older backward"
 
 
 class TestOverride:

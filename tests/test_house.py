@@ -30,7 +30,9 @@ PLUMBING = {"flashzoo._sass", "flashzoo._triton", "flashzoo._cute"}
 MAY_IMPORT = {
     "spec": set(),
     "registry": {"flashzoo.spec"},
-    "api": {"torch", "flashzoo.registry", "flashzoo.spec"},
+    "api": {"torch", "flashzoo.ops", "flashzoo.plan", "flashzoo.registry", "flashzoo.spec"},
+    "ops": {"torch", "flashzoo.autograd", "flashzoo.plan", "flashzoo.registry", "flashzoo.spec"},
+    "plan": {"torch", "flashzoo.autograd", "flashzoo.registry", "flashzoo.spec"},
     "autograd": {"torch", "flashzoo.spec"},
     "reference": {"torch", "flashzoo.autograd", "flashzoo.spec"},
     "baselines": {"torch", "flashzoo.reference", "flashzoo.spec"},

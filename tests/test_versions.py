@@ -22,6 +22,7 @@ from support import (
     DEVICE,
     Tensors,
     accept,
+    as_operator,
     both,
     detached,
     draw,
@@ -34,6 +35,7 @@ from support import (
     takes,
 )
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import flashzoo
 from flashzoo import Problem, Spec, UnsupportedError
@@ -591,12 +593,64 @@ def test_autocast_changes_nothing(version, problem):
     accept(Judge(*tensors, problem, None, dout, dlse), result)
 
 
+@asks(grad=True, causal=True, seqlen_k=70)
+@pytest.mark.parametrize("reentrant", [False, True], ids=["hooks", "reentrant"])
+def test_activation_checkpointing(version, problem, reentrant):
+    """The forward pass runs a second time inside the backward pass, in autograd's thread."""
+    tensors, dout, dlse = draw(problem)
+
+    def checkpointed(q: Tensor, k: Tensor, v: Tensor, **options):
+        return checkpoint(lambda *x: flashzoo.attention(*x, **options), q, k, v, use_reentrant=reentrant)
+
+    # The reentrant kind records nothing of its own, so autograd.grad can't ask it: backward() does.
+    leaves = tuple(x.detach().requires_grad_() for x in tensors)
+    result = forward(version, leaves, problem, attention=checkpointed)
+    outputs, given = ((result.out,), (dout,)) if dlse is None else ((result.out, result.lse), (dout, dlse))
+    torch.autograd.backward(outputs, given)
+    accept(Judge(*tensors, problem, None, dout, dlse), Result(*detached(result), *(x.grad for x in leaves)))
+
+
 @asks()
 def test_inference_mode(version, problem):
     with torch.inference_mode():
         tensors, *_ = draw(problem)
         result = forward(version, tensors, problem)
     accept(Judge(*tensors, problem, None), result)
+
+
+# What traces a call: see test_ops for what no version decides.
+
+BACKENDS = ("aot_eager", "inductor")
+TRACED = {"plain": {}, "causal": {"causal": True, "heads": 4, "heads_kv": 2, "seqlen_k": 70}, "wide_values": {"head_dim_v": 24}}
+
+
+@asks(TRACED, both=True)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled(version, problem, backend):
+    """One graph, forward and backward, and the numbers of any other call."""
+    torch.compiler.reset()
+    tensors, dout, dlse = draw(problem)
+    scales = descales(problem, "block" if problem.dtype == "e4m3" else None, device=DEVICE)
+    judge = Judge(*tensors, problem, None, dout if problem.grad else None, dlse if problem.grad else None, scales)
+    compiled = torch.compile(flashzoo.attention, backend=backend, fullgraph=True)
+    for _ in range(2):
+        accept(judge, both(version, tensors, problem, dout, dlse, None, scales, compiled))
+
+
+@asks(TRACED | {"small": {"seqlen_q": 1, "seqlen_k": 3}}, both=True)
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "packed", "expanded"])
+def test_operators_are_what_their_fakes_say(version, problem, layout):
+    """Shapes, dtypes and strides; and by `opcheck` that they change no input, and that a traced backward pass is the eager one."""
+    torch.compiler.reset()
+    tensors, dout, dlse = draw(problem, layout=layout)
+    arguments, backward_arguments = as_operator(version, tensors, problem, dout, dlse)
+    check = torch.library.opcheck
+    # The rest of opcheck multiplies, which e4m3 tensors have no kernels for, and takes long.
+    whole = layout == "bshd" and problem.dtype != "e4m3"
+    tests = {"rtol": 1e-2, "atol": 1e-3} if whole else {"test_utils": "test_faketensor"}
+    check(torch.ops.flashzoo.attention.default, arguments, **tests)
+    if problem.grad:
+        check(torch.ops.flashzoo.attention_backward.default, backward_arguments, **tests)
 
 
 # The same call again.

@@ -15,7 +15,7 @@ import torch
 
 from flashzoo._cute.cache import Image
 
-TMA_DTYPES = {"fp16": 6, "bf16": 9, "e4m3": 0}
+TMA_DTYPES = {"fp16": 6, "bf16": 9, "fp32": 7, "e4m3": 0}
 """CUtensorMapDataType of our dtypes; of e4m3, which has none, that of bytes."""
 
 TMA_SWIZZLES = {64: 2, 128: 3}

@@ -12,7 +12,10 @@ SPEC = Spec(
     arch=(90, 90),
     head_dims=range(8, 257, 8),
     features=frozenset(FEATURES),
+    backward=frozenset(FEATURES),
+    backward_impl="flashzoo.v3.launch_backward:backward",
     requires=("cutlass",),
+    backward_requires=("triton",),
     notes=describe,
 )
 

@@ -13,7 +13,7 @@ WARPGROUP = 128
 WARPGROUP_ROWS = 64
 """Queries of a consumer warpgroup: the M of one WGMMA."""
 
-BYTES = {"fp16": 2, "bf16": 2, "e4m3": 1}
+BYTES = {"fp16": 2, "bf16": 2, "e4m3": 1, "fp32": 4}
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,112 @@ class KernelFp8(Kernel):
         return self.tiles.stages + (0 if self.transposed else self.raw_stages)
 
 
+@dataclass(frozen=True)
+class TilesBackward:
+    """How the backward kernel is cut. There are two ways:
+
+    By keys: each consumer warpgroup has 64 of the tile's keys, and dK and dV of them. By gradient, where a warpgroup's registers don't
+    hold both: one has dV and P, the other dK and dS, of the tile's 64 keys, and each half of the columns of dQ.
+
+    Attributes:
+        block_q: queries that are taken at a time.
+        block_kv: keys of a tile; 64 is cut by gradient.
+        stages: blocks of Q, and as many of dO, on chip at a time.
+        ds_stages: blocks of dS on chip: with 2, a warpgroup writes the next before the others have read the last.
+    """
+
+    block_q: int
+    block_kv: int = 128
+    stages: int = 2
+    ds_stages: int = 2
+
+    @property
+    def by_gradient(self) -> bool:
+        """Whether the warpgroups share keys, and each has a gradient of them."""
+        return self.block_kv == WARPGROUP_ROWS
+
+    @property
+    def consumers(self) -> int:
+        """Consumer warpgroups."""
+        return 2 if self.by_gradient else self.block_kv // WARPGROUP_ROWS
+
+    def __str__(self) -> str:
+        size = f"{self.block_kv} keys by {self.block_q} queries, {self.consumers} consumer warpgroups"
+        return f"{size}, {self.stages} stages of queries, {self.ds_stages} of dS"
+
+
+WRITERS = 3
+"""Writer warps of the backward pass in deterministic mode: all that the loader leaves."""
+
+
+@dataclass(frozen=True)
+class KernelBackward:
+    """Everything that a backward kernel is compiled for.
+
+    Attributes:
+        dtype: "fp16" or "bf16".
+        width, width_v: of `WIDTHS_BACKWARD`, for q and k, and for v and out.
+        left, right: whether the visible band is bounded on that side.
+        deterministic: dQ is accumulated in a fixed order.
+        tiles: how it is cut.
+    """
+
+    dtype: str
+    width: int
+    width_v: int
+    left: bool
+    right: bool
+    deterministic: bool
+    tiles: TilesBackward
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: a producer warpgroup and the consumers."""
+        return WARPGROUP * (1 + self.tiles.consumers)
+
+    @property
+    def dq_by_rows(self) -> bool:
+        """Whether each warpgroup computes dQ of 64 of the queries, and not some of its columns."""
+        return not self.tiles.by_gradient and self.tiles.block_q == WARPGROUP_ROWS * self.tiles.consumers
+
+    @property
+    def dq_part(self) -> tuple[int, int]:
+        """Queries and columns of a warpgroup's part of dQ."""
+        tiles = self.tiles
+        return (WARPGROUP_ROWS, self.width) if self.dq_by_rows else (tiles.block_q, self.width // tiles.consumers)
+
+    @property
+    def writers(self) -> int:
+        """Warps of the producer's warpgroup that see to dQ in memory, step by step in turns.
+
+        Deterministic, each step waits for others' sums to arrive, and for its own: one warp would not keep up. By gradient the
+        consumers add by themselves, and only their turns have to be seen to.
+        """
+        return WRITERS if self.deterministic else 0 if self.tiles.by_gradient else 1
+
+    @property
+    def handed(self) -> tuple[int, int]:
+        """Float32 numbers of a slot through which they are handed over, and slots: dQ to the writer, or P to the other warpgroup."""
+        tiles, (rows, columns) = self.tiles, self.dq_part
+        return (tiles.block_q * tiles.block_kv, 1) if tiles.by_gradient else (rows * columns, tiles.consumers)
+
+    @property
+    def uses_of_handed(self) -> int:
+        """Pairs of mbarriers for what is handed over: one for each slot and each writer that takes it."""
+        return self.handed[1] * (1 if self.tiles.by_gradient else self.writers)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: K, V, Q, dO, dS; in float32 what is handed over, delta and LSE; two mbarriers for each slot, the
+        number of a tile."""
+        tiles, (numbers, slots) = self.tiles, self.handed
+        elements = (tiles.block_kv + tiles.stages * tiles.block_q) * (self.width + self.width_v)
+        elements += tiles.ds_stages * tiles.block_q * tiles.block_kv
+        floats = numbers * slots + 2 * tiles.stages * tiles.block_q
+        rings = 2 * tiles.stages + tiles.ds_stages + self.uses_of_handed + max(1, self.writers) + 3
+        return BYTES[self.dtype] * elements + 4 * floats + 16 * rings + 8
+
+
 # Width of q and k, width of v: tiles. The fastest measured on an H200, bf16, seqlens 512 to 16k, with and without a mask.
 HOPPER = {
     (64, 64): Tiles(3, 128, stages=3, q_stages=2),
@@ -170,6 +276,15 @@ FP8 = {
     128: TilesFp8(Tiles(3, DESCALE_BLOCK, overlap=False), columns=128, raw_stages=2, prepare=16384),
     256: TilesFp8(Tiles(2, DESCALE_BLOCK, overlap=False), columns=128, raw_stages=1, prepare=8192),
 }
+
+# The backward pass, width of q, k and v.
+BACKWARD = {
+    64: TilesBackward(128),
+    128: TilesBackward(64),
+    256: TilesBackward(64, 64),
+}
+# The same where all keys are seen, where it differs.
+BACKWARD_FULL: dict[int, TilesBackward] = {}
 
 WIDTHS = tuple(sorted(width for width, width_v in HOPPER if width == width_v))
 """Head dims that have tiles of their own; TMA fills what a smaller one leaves with zeros."""
@@ -213,6 +328,14 @@ def kernel_fp8_for(problem: Problem, block_scales: bool, transposed: bool) -> Ke
 def prepares(problem: Problem) -> bool:
     """Whether e4m3 V is transposed by a kernel of its own."""
     return problem.seqlen_q >= FP8[width_for(problem.head_dim, FP8)].prepare
+
+
+def kernel_backward_for(problem: Problem) -> KernelBackward:
+    """The backward kernel of a problem."""
+    left, right = (side is not None for side in problem.span)
+    width = width_for(max(problem.head_dim, problem.head_dim_v), BACKWARD)
+    tiles = BACKWARD_FULL.get(width, BACKWARD[width]) if not left and not right else BACKWARD[width]
+    return KernelBackward(problem.dtype, width, width, left, right, problem.deterministic, tiles)
 
 
 def table(problem: Problem) -> dict[tuple[int, int], Tiles]:

@@ -35,7 +35,7 @@ from flashzoo.v3.mask import mask_scores
 from flashzoo.v3.schedule import Blocks, Bounds, Schedule
 from flashzoo.v3.softmax import Softmax, rows_of, scale_rows
 
-DTYPES = {"fp16": Float16, "bf16": BFloat16, "e4m3": Float8E4M3FN}
+DTYPES = {"fp16": Float16, "bf16": BFloat16, "e4m3": Float8E4M3FN, "fp32": Float32}
 
 # Registers of a thread, by the number of consumer warpgroups (setmaxnreg): of a multiprocessor's 64 K the producer gives up most
 # of its share. No table has one consumer: it is the smallest kernel there is, for tests.

@@ -14,8 +14,9 @@ from torch import Tensor
 from flashzoo._cute.cache import cached
 from flashzoo._cute.compile import compile_for
 from flashzoo._cute.driver import Function, TensorMap, current_stream
+from flashzoo.autograd import differentiable
 from flashzoo.spec import Problem
-from flashzoo.v3.config import BYTES, WARPGROUP_ROWS, Kernel, kernel_for, pack_for
+from flashzoo.v3.config import BYTES, WARPGROUP_ROWS, Kernel, KernelBackward, kernel_for, pack_for
 
 ARCH = "sm_90a"
 LOG2E = math.log2(math.e)
@@ -36,14 +37,24 @@ SECTION_HEADS = (16, 64)
 Ints = tuple[int, ...]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of CUDA tensors; see `flashzoo.attention`."""
+def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of raw CUDA tensors; see `flashzoo.attention`."""
     misaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
     launch = None if misaligned else forward_launch(problem, q.stride(), k.stride(), v.stride(), q.get_device())
     if launch is None:
         q, k, v = (x if readable(x.shape, x.stride(), x.data_ptr()) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
-        return attention(q, k, v, problem, softmax_scale)
+        return forward(q, k, v, problem, softmax_scale)
     return launch(q, k, v, softmax_scale)
+
+
+def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`launch_backward.backward`, imported where it is first needed."""
+    from flashzoo.v3.launch_backward import backward
+
+    return backward(*arguments)
+
+
+attention = differentiable(forward, backward)
 
 
 def readable(shape: Ints, strides: Ints, address: int = 0, size: int = 2) -> bool:
@@ -77,7 +88,7 @@ class ForwardLaunch:
         self._device = device
         self._out_shape = (p.batch, p.seqlen_q, p.heads, p.head_dim_v)
         self._lse_shape = (p.batch, p.heads, p.seqlen_q)
-        self._out_strides = _dense(self._out_shape, q_strides)
+        self._out_strides = dense(self._out_shape, q_strides)
         self._out_dtype = TORCH_DTYPES[kernel.out_dtype]
 
         pack = pack_for(p, tiles.block_q)
@@ -85,7 +96,7 @@ class ForwardLaunch:
 
         def by_query(dtype: str, head_dim: int, width: int, strides: Ints) -> TensorMap:
             """Head dim, packed heads, queries, heads, batch: a box holds 64 rows, the packed heads of a query side by side."""
-            batch, row, head = _bytes(dtype, strides, (p.batch, p.seqlen_q, p.heads))
+            batch, row, head = in_bytes(dtype, strides, (p.batch, p.seqlen_q, p.heads))
             sizes = (head_dim, 1 << pack, p.seqlen_q, heads, p.batch)
             box = (1 << pack, WARPGROUP_ROWS >> pack, 1, 1)
             return tensor_map(dtype, sizes, (head, row, head << pack, batch), width, box)
@@ -134,7 +145,7 @@ class ForwardLaunch:
         return out, lse
 
 
-def _dense(shape: Ints, order: Ints) -> Ints:
+def dense(shape: Ints, order: Ints) -> Ints:
     """Strides of a tensor without gaps, whose dimensions follow one another as those of other strides do."""
     strides, step = [0] * len(shape), 1
     for i in sorted(range(len(shape)), key=order.__getitem__):
@@ -142,7 +153,7 @@ def _dense(shape: Ints, order: Ints) -> Ints:
     return tuple(strides)
 
 
-def _bytes(dtype: str, strides: Ints, sizes: Ints) -> list[int]:
+def in_bytes(dtype: str, strides: Ints, sizes: Ints) -> list[int]:
     """In bytes. The stride of a dimension of size 1 means nothing to torch and may be anything, but TMA wants steps of 16."""
     return [BYTES[dtype] * stride if size > 1 else 16 for stride, size in zip(strides, sizes, strict=False)]
 
@@ -157,7 +168,7 @@ def tensor_map(dtype: str, sizes: Ints, strides: Ints, width: int, box: Ints) ->
 def map_of_keys(problem: Problem, dtype: str, head_dim: int, width: int, block_kv: int, strides: Ints) -> TensorMap:
     """Of k or v: head dim, keys, heads, batch; a box holds a block of keys."""
     p = problem
-    batch, row, head = _bytes(dtype, strides, (p.batch, p.seqlen_k, p.heads_kv))
+    batch, row, head = in_bytes(dtype, strides, (p.batch, p.seqlen_k, p.heads_kv))
     return tensor_map(dtype, (head_dim, p.seqlen_k, p.heads_kv, p.batch), (row, head, batch), width, (block_kv, 1, 1))
 
 
@@ -165,8 +176,12 @@ def _section(problem: Problem, kernel: Kernel, group: int) -> int:
     """How many heads' tiles are interleaved, longest first; one, where all tiles are as long."""
     if kernel.left or not kernel.right:
         return 1
+    return section_of(2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v), group)
+
+
+def section_of(bytes_of_head: int, group: int = 1) -> int:
+    """How many heads' tiles are interleaved where `group` heads share so many bytes."""
     least, most = SECTION_HEADS
-    bytes_of_head = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v)
     return max(least, min(most, SECTION_BYTES // bytes_of_head * group))
 
 
@@ -207,7 +222,7 @@ def function_for(kernel: Kernel) -> Function:
     return load(kernel, program, PARAMETERS)
 
 
-def load(kernel: Kernel, program: Callable[[Any], tuple[Any, tuple[Any, ...]]], parameters: tuple[str, ...]) -> Function:
+def load(kernel: Kernel | KernelBackward, program: Callable[[Any], tuple[Any, tuple[Any, ...]]], parameters: tuple[str, ...]) -> Function:
     """The kernel of a program: from the cache on disk, or compiled into it."""
     image = cached((ARCH, repr(kernel)), Path(__file__).parent, lambda: compile_for(ARCH, *program(kernel)))
     return Function(image, kernel.threads, kernel.shared_bytes, parameters)

@@ -6,11 +6,14 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Int32, const_expr
+from cutlass import Boolean, Constexpr, Int32, Int64, const_expr
 
-from flashzoo.v3.config import WARPGROUP_ROWS, Kernel
+from flashzoo.v3.config import WARPGROUP_ROWS, Kernel, KernelBackward
 
 Bounds = tuple[tuple[Int32, Int32], tuple[Int32, Int32]]
+
+NEVER = 1 << 30
+"""A query that there is not: of a key past the last one the first that sees it."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Schedule:
         group: of those, how many share a key/value head.
         pack: exponent of how many heads are packed.
         window_left, window_right: how many keys either side of the diagonal a query sees, where the kernel has that bound.
-        blocks_q: tiles of one head.
+        blocks: tiles of one head.
         batch_heads: batch times heads.
         heads_in_section: heads whose K and V fit in L2 together.
         counter: one zero in memory, for this launch alone until it ends.
@@ -50,14 +53,14 @@ class Schedule:
     pack: Int32
     window_left: Int32
     window_right: Int32
-    blocks_q: Int32
+    blocks: Int32
     batch_heads: Int32
     heads_in_section: Int32
     counter: cute.Pointer
 
     def exists(self, tile: Int32):
         """Whether a tile is one, and not past the last."""
-        return tile < self.blocks_q * self.batch_heads
+        return tile < self.blocks * self.batch_heads
 
     @cute.jit
     def fetch(self) -> Int32:
@@ -71,7 +74,7 @@ class Schedule:
             taken = cute.arch.inline_ptx(
                 "atom.global.inc.u32 {$w0}, [{$r0}], {$r1};",
                 write_only_types=[Int32],
-                read_only_args=[self.counter, self.blocks_q * self.batch_heads - 1],
+                read_only_args=[self.counter, self.blocks * self.batch_heads - 1],
             )
         return cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(taken, 0)
 
@@ -82,7 +85,7 @@ class Schedule:
         Section by section of heads, and within a section the last queries first: under a causal mask they see the most
         keys, and short tiles at the end leave no block working alone.
         """
-        tiles_in_section = self.heads_in_section * self.blocks_q
+        tiles_in_section = self.heads_in_section * self.blocks
         section = tile // tiles_in_section
         first_head = section * self.heads_in_section
         heads_here = cutlass.min(self.heads_in_section, self.batch_heads - first_head)
@@ -90,7 +93,11 @@ class Schedule:
         rank = place // heads_here
         batch_head = first_head + place - rank * heads_here
         batch = batch_head // self.heads
-        return self.blocks_q - 1 - rank, batch_head - batch * self.heads, batch
+        return self.block_of(rank), batch_head - batch * self.heads, batch
+
+    def block_of(self, rank: Int32) -> Int32:
+        """The block that is the rank-th of its head to be handed out."""
+        return self.blocks - 1 - rank
 
     @cute.jit
     def blocks_of_tile(self, block: Int32) -> tuple[Int32, Int32]:
@@ -143,3 +150,92 @@ class Schedule:
     def diagonal(self, position: Int32) -> Int32:
         """The key that a query is aligned with: the last query with the last key."""
         return position + self.seqlen_k - self.seqlen_q
+
+
+@dataclass(frozen=True)
+class ScheduleBackward(Schedule):
+    """The same for the backward pass, whose tiles are blocks of keys, each with all queries that see it.
+
+    `heads` are key/value heads, each with the queries of `group` heads; no heads are packed.
+    """
+
+    kernel: Constexpr[KernelBackward]
+
+    def block_of(self, rank: Int32) -> Int32:
+        """Under a causal mask the first keys are seen by the most queries, and go first.
+
+        In a fixed order of accumulation they go last: then a block of keys never waits for one that is handed out after it, and
+        rarely for one that is yet to begin.
+        """
+        return self.blocks - 1 - rank if const_expr(self.kernel.deterministic) else rank
+
+    @cute.jit
+    def blocks_of_tile(self, block: Int32) -> tuple[Int32, Int32]:
+        """First block of queries, some of which see some of the tile's keys, and one past the last.
+
+        At least one block, which is masked where no query sees any: tiles that nothing sees are no special case.
+        """
+        tiles = self.kernel.tiles
+        first_key, last_key = block * tiles.block_kv, (block + 1) * tiles.block_kv - 1
+        begin, queries = Int32(0), self.seqlen_q
+        if const_expr(self.kernel.right):
+            first = cutlass.min(first_key - self.window_right - self.diagonal(0), self.seqlen_q - 1)
+            begin = cutlass.max(0, first) // tiles.block_q
+        if const_expr(self.kernel.left):
+            queries = cutlass.min(queries, last_key + self.window_left - self.diagonal(0) + 1)
+        return begin, cutlass.max(begin + 1, (queries + tiles.block_q - 1) // tiles.block_q)
+
+    @cute.jit
+    def step(self, step: Int32, begin: Int32, end: Int32, head_kv: Int32) -> tuple[Int32, Int32]:
+        """Query head and block of queries of a tile's step: all blocks of one head, then of the next that shares the keys."""
+        head = step // (end - begin)
+        return head_kv * self.group + head, begin + step - head * (end - begin)
+
+    @cute.jit
+    def turn(self, block: Int32, block_q: Int32) -> Int32:
+        """How many blocks of keys add to dQ of a block of queries before this one; `NEVER` where it does not, as nothing is seen.
+
+        They add in the order in which they are handed out, the last of those that are seen first.
+        """
+        tiles = self.kernel.tiles
+        first_query, last_query = block_q * tiles.block_q, (block_q + 1) * tiles.block_q - 1
+        last = self.blocks - 1
+        if const_expr(self.kernel.right):
+            last = cutlass.min(last, (self.diagonal(last_query) + self.window_right) // tiles.block_kv)
+        sees = block <= last
+        if const_expr(self.kernel.left):
+            sees = sees and (block + 1) * tiles.block_kv - 1 >= self.diagonal(first_query) - self.window_left
+        return last - block if sees else Int32(NEVER)
+
+    @cute.jit
+    def crosses(self, first_key: Int32, first_query: Int32) -> Boolean:
+        """Whether some of a warpgroup's keys are not seen by some of a block's queries."""
+        tiles = self.kernel.tiles
+        last_key = first_key + WARPGROUP_ROWS - 1
+        crosses = last_key >= self.seqlen_k
+        if const_expr(self.kernel.right):
+            crosses = crosses or last_key > self.diagonal(first_query) + self.window_right
+        if const_expr(self.kernel.left):
+            crosses = crosses or first_key < self.diagonal(first_query + tiles.block_q - 1) - self.window_left
+        return crosses
+
+    @cute.jit
+    def bounds(self, row: Int32, column: Int32) -> Bounds:
+        """Of a thread's two keys, the first query that sees it and one past the last, counted from the thread's first column."""
+        bounds = []
+        for r in cutlass.range_constexpr(2):
+            key = row + 8 * r
+            lowest, highest = Int32(0), self.seqlen_q
+            if const_expr(self.kernel.right):
+                lowest = key - self.window_right - self.diagonal(0)
+            if const_expr(self.kernel.left):
+                highest = key + self.window_left - self.diagonal(0) + 1
+            lowest = lowest if key < self.seqlen_k else Int32(NEVER)
+            bounds.append((lowest - column, highest - column))
+        return tuple(bounds)
+
+    @cute.jit
+    def block_of_queries(self, head: Int32, block: Int32, batch: Int32) -> Int64:
+        """Number of a block of queries among those of all heads."""
+        block_q = self.kernel.tiles.block_q
+        return (Int64(batch) * self.heads * self.group + head) * ((self.seqlen_q + block_q - 1) // block_q) + block

@@ -1,0 +1,626 @@
+"""FlashAttention-3's backward pass for one Hopper GPU, in CuTe DSL.
+
+The paper leaves it to its code and gives no algorithm; the mathematics are FlashAttention-2's algorithm 2, whose lines the marks
+B1.x number.
+
+1. One thread block stays on each multiprocessor and works on tile after tile: a block of keys and values, and all queries that
+   see it, of every query head that shares them. dK and dV stay in registers.
+2. The loader, one warp, has TMA bring K and V once, and Q and dO block by block, with the LSE and delta of their rows.
+3. A consumer warpgroup has 64 of the keys. It computes S^T = K Q^T and dP^T = V dO^T, and from them P^T = exp(S^T - LSE) and
+   dS^T = P^T (dP^T - delta), with no online softmax: the forward pass has left the LSE. Transposed, because then P^T and dS^T
+   go into dV += P^T dO and dK += dS^T Q straight from registers.
+4. dQ += dS K needs the keys of all warpgroups: dS goes through shared memory, and each warpgroup computes a part of dQ.
+5. That part goes to shared memory, and the writer, a warp of its own, has TMA add it to dQ in memory, in float32. Blocks add
+   in the order in which they come; in deterministic mode each waits for its turn.
+6. dK and dV leave through the shared memory of K and V.
+
+Before it `delta.py` computes delta = rowsum(dO O) less the gradient of the LSE; after it dQ is rounded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu.common import OperandMajorMode
+from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
+from cutlass.utils import hopper_helpers
+
+from flashzoo.v3.config import WARPGROUP, WARPGROUP_ROWS, KernelBackward
+from flashzoo.v3.forward import CONSUMER_REGISTERS, DTYPES, PRODUCER_REGISTERS, WARPS, Ring, box_of, gemm, shared_layout, to_16_bits
+from flashzoo.v3.mask import mask_scores
+from flashzoo.v3.schedule import NEVER, Bounds, ScheduleBackward
+from flashzoo.v3.softmax import rows_of
+
+LOADER = 0
+"""The warp that loads; those after it, as many as there are, write."""
+
+
+class NamedBarrier(IntEnum):
+    """Hardware barriers of the block; 0 is `sync_threads`."""
+
+    CONSUMERS = 1  # where all consumers wait for one another
+
+
+@dataclass(frozen=True)
+class OnChip:
+    """The block's shared memory: K and V of the tile, slots of Q and dO with their rows' LSE and delta, of dS, and of what is
+    handed over in float32 as it lies in registers."""
+
+    k: cute.Tensor
+    v: cute.Tensor
+    q: cute.Tensor
+    do: cute.Tensor
+    ds: cute.Tensor
+    handed: cute.Tensor
+    lse: cute.Tensor
+    delta: cute.Tensor
+    tile: cute.Tensor
+    k_ring: Ring
+    v_ring: Ring
+    q_ring: Ring
+    do_ring: Ring
+    ds_ring: Ring
+    handed_ring: Ring
+    turn_ring: Ring
+    tile_ring: Ring
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """What one consumer warpgroup has in hand on one tile.
+
+    Attributes:
+        me: which warpgroup.
+        thread: of all consumers.
+        on_chip: shared memory.
+        mma_s, mma_dq: products whose operands are in shared memory: of scores, S^T and dP^T, and of dQ.
+        mma_dk, mma_dv: products whose first operand is in registers.
+        k, v: first operands of the scores; q, do: their second ones, all slots.
+        do_t, q_t: second operands of dV and dK, all slots.
+        ds, k_t: operands of dQ; ds with all slots.
+        dk, dv: the accumulators.
+        bounds: the queries that this thread's keys are seen by.
+        scale_log2: softmax scale times log2 e.
+    """
+
+    me: Int32
+    thread: Int32
+    on_chip: OnChip
+    mma_s: cute.TiledMma
+    mma_dq: cute.TiledMma
+    mma_dk: cute.TiledMma
+    mma_dv: cute.TiledMma
+    k: cute.Tensor
+    v: cute.Tensor
+    q: cute.Tensor
+    do: cute.Tensor
+    q_t: cute.Tensor
+    do_t: cute.Tensor
+    ds: cute.Tensor
+    k_t: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
+    bounds: Bounds
+    scale_log2: Float32
+
+
+class Backward:
+    """The program of one `KernelBackward`."""
+
+    def __init__(self, kernel: KernelBackward) -> None:
+        self.kernel = kernel
+        self.tiles = kernel.tiles
+        self.dtype = DTYPES[kernel.dtype]
+        self.part = kernel.dq_part[0] * kernel.dq_part[1]
+        self.takers = 1  # warps that take what is handed over
+        self.dq_transposed = kernel.tiles.block_q % WARPGROUP_ROWS != 0
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        do: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        lse: cute.Pointer,
+        delta: cute.Pointer,
+        dq: cute.Pointer,
+        turns: cute.Pointer,
+        schedule: ScheduleBackward,
+        scale_log2: Float32,
+        scale: Float32,
+    ):
+        """What is compiled. It is never run: `flashzoo._cute.driver` launches the kernel with descriptors of its own.
+
+        Args:
+            q, do: (head_dim, queries, heads, batch).
+            k, v, dk, dv: (head_dim, keys, heads, batch).
+            lse, delta: (batch, heads, padded queries), LSE in log2 units.
+            dq: (batch, heads, blocks of queries, consumers, a warpgroup's part as it lies in registers).
+            turns: where deterministic, how many blocks of keys have added to each block of dQ.
+            scale_log2: of the scores: softmax scale times log2 e.
+            scale: softmax scale.
+        """
+        tiles, kernel = self.tiles, self.kernel
+        layouts = (
+            shared_layout(self.dtype, tiles.block_kv, kernel.width, 1),
+            shared_layout(self.dtype, tiles.block_kv, kernel.width_v, 1),
+            shared_layout(self.dtype, tiles.block_q, kernel.width, tiles.stages),
+            shared_layout(self.dtype, tiles.block_q, kernel.width_v, tiles.stages),
+            shared_layout(self.dtype, tiles.block_q, tiles.block_kv, tiles.ds_stages),
+        )
+        k_layout, v_layout, q_layout, do_layout, _ = layouts
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        atoms = []
+        for operation, x, layout in (
+            (load, q, q_layout),
+            (load, k, k_layout),
+            (load, v, v_layout),
+            (load, do, do_layout),
+            (store, dk, k_layout),
+            (store, dv, v_layout),
+        ):
+            rows_first = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0, 2, 3]))
+            box = cute.select(layout, mode=[0, 1])
+            atoms.append(cpasync.make_tiled_tma_atom(operation, rows_first, box, cute.product_each(box.shape))[0])
+        self.device(*atoms, lse, delta, dq, turns, schedule, scale_log2, scale, *layouts).launch(
+            grid=[1, 1, 1], block=[kernel.threads, 1, 1], smem=kernel.shared_bytes, min_blocks_per_mp=1
+        )
+
+    @cute.kernel
+    def device(
+        self,
+        tma_q: cute.CopyAtom,
+        tma_k: cute.CopyAtom,
+        tma_v: cute.CopyAtom,
+        tma_do: cute.CopyAtom,
+        tma_dk: cute.CopyAtom,
+        tma_dv: cute.CopyAtom,
+        lse: cute.Pointer,
+        delta: cute.Pointer,
+        dq: cute.Pointer,
+        turns: cute.Pointer,
+        schedule: ScheduleBackward,
+        scale_log2: Float32,
+        scale: Float32,
+        k_layout: cute.ComposedLayout,
+        v_layout: cute.ComposedLayout,
+        q_layout: cute.ComposedLayout,
+        do_layout: cute.ComposedLayout,
+        ds_layout: cute.ComposedLayout,
+    ):
+        """One thread block: rings, then each warp to its role."""
+        kernel, tiles = self.kernel, self.tiles
+        smem = cutlass.memory.SmemAllocator()
+        on_chip = OnChip(
+            *[
+                smem.allocate_tensor(self.dtype, x.outer, 1024, swizzle=x.inner)
+                for x in (k_layout, v_layout, q_layout, do_layout, ds_layout)
+            ],
+            smem.allocate_tensor(Float32, cute.make_layout(self.kernel.handed), 128),
+            *[smem.allocate_tensor(Float32, cute.make_layout((tiles.block_q, tiles.stages)), 16) for _ in range(2)],
+            cute.make_tensor(smem.allocate_array(Int32, 1), cute.make_layout(1)),
+            *[
+                Ring.allocate(smem, slots)
+                for slots in (1, 1, tiles.stages, tiles.stages, tiles.ds_stages, kernel.uses_of_handed, max(1, kernel.writers), 1)
+            ],
+        )
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            for tma in (tma_q, tma_k, tma_v, tma_do, tma_dk, tma_dv):
+                cpasync.prefetch_descriptor(tma)
+            with cute.arch.elect_one():
+                on_chip.k_ring.initialise(1)
+                on_chip.v_ring.initialise(1)
+                on_chip.q_ring.initialise(WARPS * tiles.consumers)
+                on_chip.do_ring.initialise(WARPS * tiles.consumers)
+                on_chip.ds_ring.initialise(WARPS * tiles.consumers, WARPS)
+                on_chip.handed_ring.initialise(self.takers, WARPS)
+                on_chip.turn_ring.initialise(WARPS * tiles.consumers)
+                on_chip.tile_ring.initialise(WARPS * tiles.consumers + self.kernel.writers)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.sync_threads()
+
+        if warp < WARPS:
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS[tiles.consumers])
+            if warp == LOADER:
+                self.load(schedule, on_chip, tma_q, tma_k, tma_v, tma_do, lse, delta)
+            elif warp <= LOADER + kernel.writers:
+                self.write(schedule, on_chip, warp - LOADER - 1, dq, turns)
+        else:
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS[tiles.consumers])
+            self.consume(schedule, on_chip, tma_dk, tma_dv, dq, scale_log2, scale)
+
+    @cute.jit
+    def load(
+        self,
+        schedule: ScheduleBackward,
+        on_chip: OnChip,
+        tma_q: cute.CopyAtom,
+        tma_k: cute.CopyAtom,
+        tma_v: cute.CopyAtom,
+        tma_do: cute.CopyAtom,
+        lse: cute.Pointer,
+        delta: cute.Pointer,
+    ):
+        """The loader warp: tile after tile, what the consumers will wait for."""
+        tiles = self.tiles
+        loaded = Int32(0)  # blocks of Q and dO so far, over all tiles
+        turn = Int32(0)  # tiles so far
+        tile = cute.arch.block_idx()[0]
+        while schedule.exists(tile):
+            following = schedule.fetch()
+            block, head_kv, batch = schedule.place(tile)
+            begin, end = schedule.blocks_of_tile(block)
+            steps = schedule.group * (end - begin)
+            # The first blocks of Q and dO have room before K and V have: those are in use until dK and dV have left.
+            first = cutlass.min(steps, tiles.stages)
+            for i in cutlass.range(first, unroll=1):
+                self.load_queries(schedule, on_chip, tma_q, tma_do, lse, delta, loaded + i, i, begin, end, head_kv, batch)
+            origin = (0, block * tiles.block_kv, head_kv, batch)
+            for tma, x, ring in ((tma_k, on_chip.k, on_chip.k_ring), (tma_v, on_chip.v, on_chip.v_ring)):
+                ring.wait_empty(turn)
+                load(tma, x[None, None, 0], origin, ring.full)
+            for i in cutlass.range(first, steps, unroll=1):
+                self.load_queries(schedule, on_chip, tma_q, tma_do, lse, delta, loaded + i, i, begin, end, head_kv, batch)
+            loaded += steps
+            on_chip.tile_ring.wait_empty(turn)
+            with cute.arch.elect_one():
+                on_chip.tile[0] = following
+                cute.arch.mbarrier_arrive(on_chip.tile_ring.full)
+            tile = following
+            turn += 1
+
+    @cute.jit
+    def load_queries(
+        self,
+        schedule: ScheduleBackward,
+        on_chip: OnChip,
+        tma_q: cute.CopyAtom,
+        tma_do: cute.CopyAtom,
+        lse: cute.Pointer,
+        delta: cute.Pointer,
+        use: Int32,
+        step: Int32,
+        begin: Int32,
+        end: Int32,
+        head_kv: Int32,
+        batch: Int32,
+    ):
+        """Q and dO of a tile's step, with the LSE and delta of their rows."""
+        head, block = schedule.step(step, begin, end, head_kv)
+        row = block * self.tiles.block_q
+        origin = (0, row, head, batch)
+        first = schedule.block_of_queries(head, block, batch) * self.tiles.block_q
+        for tma, x, ring, values, column in (
+            (tma_q, on_chip.q, on_chip.q_ring, lse, on_chip.lse),
+            (tma_do, on_chip.do, on_chip.do_ring, delta, on_chip.delta),
+        ):
+            ring.wait_empty(use)
+            slot = ring.slot(use)
+            load(tma, x[None, None, slot], origin, ring.full + slot, values + first, column[None, slot])
+
+    @cute.jit
+    def write(self, schedule: ScheduleBackward, on_chip: OnChip, writer: Int32, dq: cute.Pointer, turns: cute.Pointer):
+        """A writer warp: has TMA add the warpgroups' parts of dQ to memory."""
+        tiles = self.tiles
+        written = Int32(0)
+        turn = Int32(0)
+        tile = cute.arch.block_idx()[0]
+        while schedule.exists(tile):
+            block, head_kv, batch = schedule.place(tile)
+            begin, end = schedule.blocks_of_tile(block)
+            steps = schedule.group * (end - begin)
+            for i in cutlass.range(self.first_turn(written, writer), steps, self.kernel.writers, unroll=1):
+                head, block_q = schedule.step(i, begin, end, head_kv)
+                of_block = schedule.block_of_queries(head, block_q, batch)
+                before = schedule.turn(block, block_q)
+                if const_expr(self.kernel.deterministic):
+                    wait_turn(turns + of_block, before)
+                for w in cutlass.range_constexpr(tiles.consumers):
+                    on_chip.handed_ring.wait_full((written + i) * tiles.consumers + w)
+                    add(dq + (of_block * tiles.consumers + w) * self.part, on_chip.handed[None, w])
+                    cute.arch.cp_async_bulk_commit_group()
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                for w in cutlass.range_constexpr(tiles.consumers):
+                    on_chip.handed_ring.release((written + i) * tiles.consumers + w)
+                if const_expr(self.kernel.deterministic):
+                    cute.arch.cp_async_bulk_wait_group(0)
+                    cute.arch.fence_proxy("async.global")
+                    pass_turn(turns + of_block, before)
+            written += steps
+            on_chip.tile_ring.wait_full(turn)
+            tile = on_chip.tile[0]
+            cute.arch.sync_warp()
+            on_chip.tile_ring.release(turn)
+            turn += 1
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def first_turn(self, before: Int32, writer: Int32) -> Int32:
+        """The first of a tile's steps that a writer takes, after so many steps of other tiles."""
+        return (writer - before % self.kernel.writers + self.kernel.writers) % self.kernel.writers if self.kernel.writers > 1 else Int32(0)
+
+    @cute.jit
+    def consume(
+        self,
+        schedule: ScheduleBackward,
+        on_chip: OnChip,
+        tma_dk: cute.CopyAtom,
+        tma_dv: cute.CopyAtom,
+        dq: cute.Pointer,
+        scale_log2: Float32,
+        scale: Float32,
+    ):
+        """A consumer warpgroup: its keys of tile after tile."""
+        kernel, tiles = self.kernel, self.tiles
+        thread = cute.arch.thread_idx()[0] - WARPGROUP
+        lane = cute.arch.lane_idx()
+        me = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPS - 1)
+        # WGMMA gives a thread two rows, here keys, 8 apart, and pairs of columns, here queries, 8 apart.
+        row, column = thread // 32 * 16 + lane // 4, lane % 4 * 2
+
+        mma_s = self.mma(OperandMajorMode.K, OperandMajorMode.K, (tiles.consumers, 1, 1), tiles.block_q)
+        mma_dv, mma_dk = (
+            self.mma(OperandMajorMode.K, OperandMajorMode.MN, (tiles.consumers, 1, 1), width, warpgroup.OperandSource.RMEM)
+            for width in (kernel.width_v, kernel.width)
+        )
+        mma_dq = self.mma_of_dq()
+        s, of_dv, of_dk, of_dq = (x.get_slice(me * WARPGROUP) for x in (mma_s, mma_dv, mma_dk, mma_dq))
+        k = mma_s.make_fragment_A(s.partition_A(on_chip.k[None, None, 0]))
+        v = mma_s.make_fragment_A(s.partition_A(on_chip.v[None, None, 0]))
+        q, do = (mma_s.make_fragment_B(s.partition_B(x)) for x in (on_chip.q, on_chip.do))
+        q_t = mma_dk.make_fragment_B(of_dk.partition_B(transposed(on_chip.q)))
+        do_t = mma_dv.make_fragment_B(of_dv.partition_B(transposed(on_chip.do)))
+        k_t = transposed(on_chip.k)
+        if const_expr(self.dq_transposed):
+            ds = mma_dq.make_fragment_B(of_dq.partition_B(on_chip.ds))
+            k_t = mma_dq.make_fragment_A(of_dq.partition_A(k_t))
+        else:
+            ds = mma_dq.make_fragment_A(of_dq.partition_A(on_chip.ds))
+            k_t = mma_dq.make_fragment_B(of_dq.partition_B(k_t))
+        k_t = k_t[None, None, None, 0]
+        dk = cute.make_rmem_tensor(of_dk.partition_shape_C((tiles.block_kv, kernel.width)), Float32)
+        dv = cute.make_rmem_tensor(of_dv.partition_shape_C((tiles.block_kv, kernel.width_v)), Float32)
+
+        used = Int32(0)  # blocks of Q and dO so far, over all tiles
+        turn = Int32(0)  # tiles so far
+        tile = cute.arch.block_idx()[0]
+        while schedule.exists(tile):
+            block, head_kv, batch = schedule.place(tile)
+            begin, end = schedule.blocks_of_tile(block)
+            first_key = block * tiles.block_kv
+            bounds = schedule.bounds(first_key + row, column)
+            consumer = Consumer(
+                *(me, thread, on_chip, mma_s, mma_dq, mma_dk, mma_dv, k, v, q, do, q_t, do_t, ds, k_t, dk, dv, bounds, scale_log2)
+            )
+            dk.fill(0.0)
+            dv.fill(0.0)
+            on_chip.k_ring.wait_full(turn)
+            on_chip.v_ring.wait_full(turn)
+            for _ in cutlass.range(schedule.group, unroll=1):
+                for m in cutlass.range(begin, end, unroll=1):
+                    first_query = m * tiles.block_q
+                    crosses = schedule.crosses(first_key + me * WARPGROUP_ROWS, first_query)
+                    self.step(consumer, used, first_query, crosses)
+                    used += 1
+            on_chip.tile_ring.wait_full(turn)
+            tile = on_chip.tile[0]
+            cute.arch.sync_warp()  # every lane has read it
+            on_chip.tile_ring.release(turn)
+            self.store(consumer, tma_dk, tma_dv, scale, (0, first_key, head_kv, batch), turn)
+            turn += 1
+
+    def mma(
+        self,
+        a_major: OperandMajorMode,
+        b_major: OperandMajorMode,
+        warpgroups: tuple[int, int, int],
+        columns: int,
+        a_source: warpgroup.OperandSource = warpgroup.OperandSource.SMEM,
+    ) -> cute.TiledMma:
+        """A product of all consumers, each with 64 rows and so many columns."""
+        return hopper_helpers.make_trivial_tiled_mma(
+            *(self.dtype, self.dtype, a_major, b_major, Float32, warpgroups, (WARPGROUP_ROWS, columns)), a_source=a_source
+        )
+
+    def mma_of_dq(self) -> cute.TiledMma:
+        """dQ = dS K; transposed, dQ^T = K^T dS^T, where 64 does not divide a block's queries."""
+        consumers = self.tiles.consumers
+        if self.dq_transposed:
+            return self.mma(OperandMajorMode.MN, OperandMajorMode.K, (consumers, 1, 1), self.tiles.block_q)
+        warpgroups = (consumers, 1, 1) if self.kernel.dq_by_rows else (1, consumers, 1)
+        return self.mma(OperandMajorMode.K, OperandMajorMode.MN, warpgroups, self.kernel.dq_part[1])
+
+    @cute.jit
+    def step(self, consumer: Consumer, used: Int32, first_query: Int32, crosses: cutlass.Boolean):
+        """One block of queries: its part of dK, dV and dQ."""
+        tiles, on_chip = self.tiles, consumer.on_chip
+        q_slot, do_slot = on_chip.q_ring.slot(used), on_chip.do_ring.slot(used)
+        s_shape = consumer.mma_s.get_slice(0).partition_shape_C((tiles.block_kv, tiles.block_q))
+        s, dp = (cute.make_rmem_tensor(s_shape, Float32) for _ in range(2))
+        on_chip.q_ring.wait_full(used)
+        gemm(consumer.mma_s, s, consumer.k, consumer.q[None, None, None, q_slot], True)
+        on_chip.do_ring.wait_full(used)
+        gemm(consumer.mma_s, dp, consumer.v, consumer.do[None, None, None, do_slot], True)
+        warpgroup.wait_group(1)
+        if crosses:
+            mask_scores(s, consumer.bounds, first_query, True, self.kernel.left)
+        self.exponentiate(s, self.columns(on_chip.lse[None, q_slot]), consumer.scale_log2)
+        warpgroup.wait_group(0)
+        p, ds = (
+            cute.make_rmem_tensor(mma.get_slice(0).partition_shape_A((tiles.block_kv, tiles.block_q)), self.dtype)
+            for mma in (consumer.mma_dv, consumer.mma_dk)
+        )
+        self.differentiate(s, dp, self.columns(on_chip.delta[None, do_slot]), p, ds)
+        gemm(consumer.mma_dv, consumer.dv, p, consumer.do_t[None, None, None, do_slot], False)
+
+        slot = used % tiles.ds_stages
+        to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(True, 4), self.dtype), consumer.mma_s)
+        to_chip = to_chip.get_slice(consumer.thread)
+        part = cute.make_tensor(ds.iterator, s_shape)
+        cute.copy(to_chip, to_chip.retile(part), to_chip.partition_D(transposed(on_chip.ds)[None, None, slot]))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.meet()
+
+        dq = self.issue_dq(consumer, slot)
+        warpgroup.wait_group(1)
+        on_chip.do_ring.release(used)
+        gemm(consumer.mma_dk, consumer.dk, ds, consumer.q_t[None, None, None, q_slot], False)
+        warpgroup.wait_group(1)
+        self.hand_over(consumer, dq, used)
+        warpgroup.wait_group(0)
+        on_chip.q_ring.release(used)
+
+    def columns(self, values: cute.Tensor) -> cute.Tensor:
+        """Of a block's LSE or delta, those of this thread's columns: (pair, pairs)."""
+        pairs = cute.make_layout((2, self.tiles.block_q // 8), stride=(1, 8))
+        return cute.make_tensor((values.iterator + cute.arch.lane_idx() % 4 * 2).align(8), pairs)
+
+    @cute.jit
+    def exponentiate(self, s: cute.Tensor, lse: cute.Tensor, scale_log2: Float32):
+        """S to P, in place. LSE is inf for rows that there are not, or that see nothing: their P is 0."""
+        rows = rows_of(s)
+        for i in cutlass.range_constexpr(cute.size(s) // 4):
+            pair = lse[None, i].load()
+            for r in cutlass.range_constexpr(2):
+                for c in cutlass.range_constexpr(2):
+                    rows[c, r, i] = cute.math.exp2(rows[c, r, i] * scale_log2 - pair[c], fastmath=True)
+
+    @cute.jit
+    def differentiate(self, p: cute.Tensor, dp: cute.Tensor, delta: cute.Tensor, p_rounded: cute.Tensor, ds_rounded: cute.Tensor):
+        """P rounded, and dS from dP, rounded: pair by pair, so that no register holds a number in both ways for long."""
+        p, dp, p_rounded, ds_rounded = (rows_of(x) for x in (p, dp, p_rounded, ds_rounded))
+        ds = cute.make_rmem_tensor(2, Float32)
+        for i in cutlass.range_constexpr(cute.size(p, mode=[2])):
+            pair = delta[None, i].load()
+            for r in cutlass.range_constexpr(2):
+                for c in cutlass.range_constexpr(2):
+                    ds[c] = p[c, r, i] * (dp[c, r, i] - pair[c])
+                p_rounded[None, r, i].store(p[None, r, i].load().to(self.dtype))
+                ds_rounded[None, r, i].store(ds.load().to(self.dtype))
+
+    @cute.jit
+    def issue_dq(self, consumer: Consumer, slot: Int32) -> cute.Tensor:
+        """Registers that will hold this warpgroup's part of dQ."""
+        tiles, mma = self.tiles, consumer.mma_dq
+        ds = consumer.ds[None, None, None, slot]
+        if const_expr(self.dq_transposed):
+            dq = cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C((self.kernel.width, tiles.block_q)), Float32)
+            gemm(mma, dq, consumer.k_t, ds, True)
+        else:
+            dq = cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C((tiles.block_q, self.kernel.width)), Float32)
+            gemm(mma, dq, ds, consumer.k_t, True)
+        return dq
+
+    @cute.jit
+    def hand_over(self, consumer: Consumer, dq: cute.Tensor, used: Int32):
+        """This warpgroup's part of dQ to the writer."""
+        on_chip, me = consumer.on_chip, consumer.me
+        n = used * self.tiles.consumers + me
+        fours = cute.make_layout((4, self.part // WARPGROUP // 4), stride=(1, 4 * WARPGROUP))
+        mine = (on_chip.handed[None, me].iterator + consumer.thread % WARPGROUP * 4).align(16)
+        # Each writer has mbarriers of its own, but there is one place: what the writer before took must be gone.
+        on_chip.handed_ring.wait_empty(n + (self.kernel.writers - 1) * self.tiles.consumers)
+        cute.autovec_copy(cute.make_tensor(dq.iterator, cute.make_layout(fours.shape)), cute.make_tensor(mine, fours))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(on_chip.handed_ring.full + on_chip.handed_ring.slot(n))
+
+    @cute.jit
+    def store(
+        self,
+        consumer: Consumer,
+        tma_dk: cute.CopyAtom,
+        tma_dv: cute.CopyAtom,
+        scale: Float32,
+        origin: tuple,
+        turn: Int32,
+    ):
+        """dK and dV of the tile to memory, where K and V were on chip. TMA leaves out rows and columns outside of the tensors."""
+        on_chip = consumer.on_chip
+        # The sign of turn is 0, which the compiler can't know. Addresses that are the same for all tiles it would work out
+        # once, and keep in registers that the steps need.
+        thread = consumer.thread + (turn >> 31)
+        for i in cutlass.range_constexpr(cute.size(consumer.dk)):
+            consumer.dk[i] = consumer.dk[i] * scale
+        self.meet()  # the others have read K
+        for mma, acc, staged in ((consumer.mma_dv, consumer.dv, on_chip.v), (consumer.mma_dk, consumer.dk, on_chip.k)):
+            rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
+            to_16_bits(acc, rounded)
+            to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype), mma).get_slice(thread)
+            cute.copy(to_chip, to_chip.retile(rounded), to_chip.partition_D(staged[None, None, 0]))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.meet()
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == WARPS:  # warp-uniform: else ptxas waits for every single WGMMA
+            for tma, staged in ((tma_dv, on_chip.v), (tma_dk, on_chip.k)):
+                memory, part = box_of(tma, staged[None, None, 0], origin)
+                cute.copy(tma, part, memory)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            on_chip.v_ring.release(turn)
+            on_chip.k_ring.release(turn)
+
+    @cute.jit
+    def meet(self):
+        """The consumers wait for one another."""
+        cute.arch.barrier(barrier_id=NamedBarrier.CONSUMERS, number_of_threads=self.tiles.consumers * WARPGROUP)
+
+
+@cute.jit
+def wait_turn(turn: cute.Pointer, before: Int32):
+    """Until so many blocks of keys have added to a block of dQ; at once where this one never does."""
+    if before != NEVER:
+        seen = Int32(-1)
+        while seen != before:
+            seen = cute.arch.inline_ptx("ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[turn])
+
+
+@cute.jit
+def pass_turn(turn: cute.Pointer, before: Int32):
+    """This warp has added to a block of dQ; what it added is in memory."""
+    if before != NEVER:
+        with cute.arch.elect_one():
+            cute.arch.inline_ptx("red.release.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[turn])
+
+
+@cute.jit
+def add(memory: cute.Pointer, on_chip: cute.Tensor):
+    """Have TMA add float32 values that lie one after the other to those in memory."""
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx(
+            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+            read_only_args=[memory, on_chip.iterator, Int32(4 * cute.size(on_chip))],
+        )
+
+
+def transposed(slots: cute.Tensor) -> cute.Tensor:
+    """Slots of (rows, width) as (width, rows)."""
+    return cute.make_tensor(slots.iterator, cute.select(slots.layout, mode=[1, 0, 2]))
+
+
+@cute.jit
+def load(
+    tma: cute.CopyAtom,
+    tile: cute.Tensor,
+    origin: tuple,
+    full: cute.Pointer,
+    values: cute.Pointer | None = None,
+    column: cute.Tensor | None = None,
+):
+    """Have TMA read the box at `origin` into a tile, and float32 values into a column beside it; arrive at `full` with both."""
+    memory, on_chip = box_of(tma, tile, origin)
+    floats = 0 if const_expr(column is None) else cute.size(column)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, cute.size(tile) * tile.element_type.width // 8 + 4 * floats)
+        if const_expr(column is not None):
+            source = cute.make_tensor(values.align(16), cute.make_layout(floats))
+            cute.copy(cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32), source, column, mbar_ptr=full)
+    cute.copy(tma, memory, on_chip, tma_bar_ptr=full)

@@ -1,0 +1,356 @@
+"""The backward pass where dK and dV of 64 keys don't fit in one warpgroup's registers: at wide head dims.
+
+What differs from `backward.py`: a tile has 64 keys, and both consumer warpgroups work on all of them.
+
+1. The warpgroup of V computes S^T and P^T, hands P^T to the other in float32 through shared memory, and adds P^T dO to dV.
+2. The warpgroup of K computes dP^T and, from it and P^T, dS^T, and adds dS^T Q to dK.
+3. dS goes through shared memory, and each computes half of the columns of dQ, and adds them to memory straight from registers.
+4. Each issues the next block's S^T or dP^T before it goes on with dQ of this one, so that the products run while it and
+   the other wait for one another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu.common import OperandMajorMode
+from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
+
+from flashzoo.v3.backward import Backward, OnChip, pass_turn, transposed, wait_turn
+from flashzoo.v3.config import WARPGROUP, WARPGROUP_ROWS, KernelBackward
+from flashzoo.v3.forward import WARPS, box_of, gemm, to_16_bits
+from flashzoo.v3.mask import mask_scores
+from flashzoo.v3.schedule import ScheduleBackward
+from flashzoo.v3.softmax import rows_of
+
+COLUMNS = 64
+"""Of dQ, that are computed at a time."""
+
+
+class Gradient(IntEnum):
+    """The consumer warpgroups."""
+
+    OF_V = 0
+    OF_K = 1
+
+
+class NamedBarrier(IntEnum):
+    """Beside `backward.NamedBarrier`, for each warpgroup, where its warps wait for one another."""
+
+    OWN = 2
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a consumer warpgroup has in hand on one tile.
+
+    Attributes:
+        schedule, on_chip: as everywhere.
+        thread: of the warpgroup.
+        mma_s, mma_acc, mma_dq: products: scores; of the gradient, whose first operand is in registers; of columns of dQ.
+        first, second: operands of the scores: K and Q, or V and dO; second with all slots.
+        factor: second operand of the gradient: dO, or Q, all slots.
+        ds, k_t: operands of dQ; ds with all slots, k_t with all columns.
+        acc: the gradient.
+        dq: its sum in memory.
+        begin, end: blocks of queries.
+        head_kv, batch, first_key: where the tile is.
+        scale_log2: softmax scale times log2 e.
+    """
+
+    schedule: ScheduleBackward
+    on_chip: OnChip
+    thread: Int32
+    mma_s: cute.TiledMma
+    mma_acc: cute.TiledMma
+    mma_dq: cute.TiledMma
+    first: cute.Tensor
+    second: cute.Tensor
+    factor: cute.Tensor
+    ds: cute.Tensor
+    k_t: cute.Tensor
+    acc: cute.Tensor
+    dq: cute.Pointer
+    begin: Int32
+    end: Int32
+    head_kv: Int32
+    batch: Int32
+    first_key: Int32
+    scale_log2: Float32
+
+
+class BackwardByGradient(Backward):
+    """The program of a `KernelBackward` whose tiles are cut by gradient."""
+
+    def __init__(self, kernel: KernelBackward) -> None:
+        super().__init__(kernel)
+        self.takers = WARPS
+
+    @cute.jit
+    def consume(
+        self,
+        schedule: ScheduleBackward,
+        on_chip: OnChip,
+        tma_dk: cute.CopyAtom,
+        tma_dv: cute.CopyAtom,
+        dq: cute.Pointer,
+        scale_log2: Float32,
+        scale: Float32,
+    ):
+        """A consumer warpgroup: its gradient of tile after tile."""
+        me = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPS - 1)
+        if me == Gradient.OF_V:
+            self.work(Gradient.OF_V, schedule, on_chip, tma_dv, dq, scale_log2, Float32(1.0))
+        else:
+            self.work(Gradient.OF_K, schedule, on_chip, tma_dk, dq, scale_log2, scale)
+
+    @cute.jit
+    def work(
+        self,
+        gradient: Constexpr[Gradient],
+        schedule: ScheduleBackward,
+        on_chip: OnChip,
+        tma: cute.CopyAtom,
+        dq: cute.Pointer,
+        scale_log2: Float32,
+        scale: Float32,
+    ):
+        """One warpgroup's part."""
+        tiles = self.tiles
+        of_v = gradient == Gradient.OF_V
+        width = self.kernel.width_v if of_v else self.kernel.width
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        mma_s = self.mma(OperandMajorMode.K, OperandMajorMode.K, (1, 1, 1), tiles.block_q)
+        mma_acc = self.mma(OperandMajorMode.K, OperandMajorMode.MN, (1, 1, 1), width, warpgroup.OperandSource.RMEM)
+        mma_dq = self.mma(OperandMajorMode.K, OperandMajorMode.MN, (1, 1, 1), COLUMNS)
+        s, of_acc, of_dq = (x.get_slice(0) for x in (mma_s, mma_acc, mma_dq))
+        kept, scored, factor = (on_chip.k, on_chip.q, on_chip.do) if of_v else (on_chip.v, on_chip.do, on_chip.q)
+        operands = (
+            mma_s.make_fragment_A(s.partition_A(kept[None, None, 0])),
+            mma_s.make_fragment_B(s.partition_B(scored)),
+            mma_acc.make_fragment_B(of_acc.partition_B(transposed(factor))),
+            mma_dq.make_fragment_A(of_dq.partition_A(on_chip.ds)),
+            mma_dq.make_fragment_B(of_dq.partition_B(transposed(on_chip.k)))[None, None, None, 0],
+        )
+        acc = cute.make_rmem_tensor(of_acc.partition_shape_C((tiles.block_kv, width)), Float32)
+
+        used = Int32(0)  # blocks of queries so far, over all tiles
+        turn = Int32(0)  # tiles so far
+        tile = cute.arch.block_idx()[0]
+        while schedule.exists(tile):
+            block, head_kv, batch = schedule.place(tile)
+            begin, end = schedule.blocks_of_tile(block)
+            first_key = block * tiles.block_kv
+            now = Tile(
+                *(schedule, on_chip, thread, mma_s, mma_acc, mma_dq, *operands, acc, dq),
+                *(begin, end, head_kv, batch, first_key, scale_log2),
+            )
+            acc.fill(0.0)
+            on_chip.k_ring.wait_full(turn)
+            on_chip.v_ring.wait_full(turn)
+            steps = schedule.group * (end - begin)
+            scores = cute.make_rmem_tensor(s.partition_shape_C((WARPGROUP_ROWS, tiles.block_q)), Float32)
+            self.issue_scores(now, gradient, used, True, scores)
+            for i in cutlass.range(steps, unroll=1):
+                self.step(now, gradient, used + i, i, scores, i + 1 < steps)
+            warpgroup.wait_group(0)
+            used += steps
+            on_chip.tile_ring.wait_full(turn)
+            tile = on_chip.tile[0]
+            cute.arch.sync_warp()  # every lane has read it
+            on_chip.tile_ring.release(turn)
+            self.store_gradient(now, gradient, tma, scale, turn)
+            turn += 1
+
+    @cute.jit
+    def issue_scores(self, tile: Tile, gradient: Constexpr[Gradient], use: Int32, exists: Boolean, scores: cute.Tensor):
+        """Have S^T, or dP^T, of a block computed; of whatever is in its slot where there is no such block, for nobody to read.
+
+        A branch around the product would cost more: ptxas then spills a good part of the accumulators.
+        """
+        ring = tile.on_chip.q_ring if const_expr(gradient == Gradient.OF_V) else tile.on_chip.do_ring
+        if exists:
+            ring.wait_full(use)
+        gemm(tile.mma_s, scores, tile.first, tile.second[None, None, None, ring.slot(use)], True)
+
+    @cute.jit
+    def step(self, tile: Tile, gradient: Constexpr[Gradient], use: Int32, step: Int32, scores: cute.Tensor, more: Boolean):
+        """One block of queries, whose scores are under way; and the next block's, if there is one."""
+        on_chip = tile.on_chip
+        of_v = const_expr(gradient == Gradient.OF_V)
+        ring, ring_of_factor = (on_chip.q_ring, on_chip.do_ring) if of_v else (on_chip.do_ring, on_chip.q_ring)
+        rounded = cute.make_rmem_tensor(tile.mma_acc.get_slice(0).partition_shape_A((WARPGROUP_ROWS, self.tiles.block_q)), self.dtype)
+        warpgroup.wait_group(0)
+        if const_expr(of_v):
+            self.make_p(tile, use, step, scores, rounded)
+        else:
+            self.make_ds(tile, use, scores, rounded)
+        ring.release(use)
+        ring_of_factor.wait_full(use)
+        gemm(tile.mma_acc, tile.acc, rounded, tile.factor[None, None, None, ring_of_factor.slot(use)], False)
+        on_chip.ds_ring.wait_full(use)
+        parts = self.kernel.dq_part[1] // COLUMNS
+        dq = self.issue_dq(tile, gradient, use, 0)
+        warpgroup.wait_group(0)
+        ring_of_factor.release(use)
+        for j in cutlass.range_constexpr(1, parts):
+            following = self.issue_dq(tile, gradient, use, j)
+            self.add_to_dq(tile, gradient, use, step, j - 1, dq)
+            warpgroup.wait_group(0)
+            dq = following
+        on_chip.ds_ring.release(use)
+        self.issue_scores(tile, gradient, use + 1, more, scores)
+        self.add_to_dq(tile, gradient, use, step, parts - 1, dq)
+
+    @cute.jit
+    def make_p(self, tile: Tile, use: Int32, step: Int32, s: cute.Tensor, p: cute.Tensor):
+        """P from S, rounded for this warpgroup, and handed over as it is."""
+        on_chip, schedule = tile.on_chip, tile.schedule
+        lane = cute.arch.lane_idx()
+        _, block = schedule.step(step, tile.begin, tile.end, tile.head_kv)
+        first_query = block * self.tiles.block_q
+        if schedule.crosses(tile.first_key, first_query):
+            bounds = schedule.bounds(tile.first_key + tile.thread // 32 * 16 + lane // 4, lane % 4 * 2)
+            mask_scores(s, bounds, first_query, True, self.kernel.left)
+        self.exponentiate(s, self.columns(on_chip.lse[None, on_chip.q_ring.slot(use)]), tile.scale_log2)
+        on_chip.handed_ring.wait_empty(use)
+        fours = self.fours(tile, cute.size(s))
+        cute.autovec_copy(cute.make_tensor(s.iterator, cute.make_layout(fours.shape)), fours)
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(on_chip.handed_ring.full)
+        to_16_bits(s, p)
+
+    @cute.jit
+    def make_ds(self, tile: Tile, use: Int32, dp: cute.Tensor, ds: cute.Tensor):
+        """dS from dP and the other warpgroup's P, rounded, and on chip for both."""
+        on_chip, tiles = tile.on_chip, self.tiles
+        fours = self.fours(tile, cute.size(dp))
+        p = cute.make_rmem_tensor(cute.size(dp), Float32)
+        on_chip.handed_ring.wait_full(use)
+        cute.autovec_copy(fours, cute.make_tensor(p.iterator, cute.make_layout(fours.shape)))
+        cute.arch.sync_warp()
+        on_chip.handed_ring.release(use)
+        delta = self.columns(on_chip.delta[None, on_chip.do_ring.slot(use)])
+        p_rows, dp_rows = rows_of(p), rows_of(dp)
+        for i in cutlass.range_constexpr(cute.size(dp) // 4):
+            pair = delta[None, i].load()
+            for r in cutlass.range_constexpr(2):
+                for c in cutlass.range_constexpr(2):
+                    dp_rows[c, r, i] = p_rows[c, r, i] * (dp_rows[c, r, i] - pair[c])
+        to_16_bits(dp, ds)
+        slot = on_chip.ds_ring.slot(use)
+        to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(True, 4), self.dtype), tile.mma_s).get_slice(tile.thread)
+        part = cute.make_tensor(ds.iterator, tile.mma_s.get_slice(0).partition_shape_C((tiles.block_kv, tiles.block_q)))
+        on_chip.ds_ring.wait_empty(use)
+        cute.copy(to_chip, to_chip.retile(part), to_chip.partition_D(transposed(on_chip.ds)[None, None, slot]))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(on_chip.ds_ring.full + slot)
+
+    def fours(self, tile: Tile, numbers: int) -> cute.Tensor:
+        """Where this thread's numbers lie that are handed over, by fours: (4, numbers / 4)."""
+        layout = cute.make_layout((4, numbers // 4), stride=(1, 4 * WARPGROUP))
+        return cute.make_tensor((tile.on_chip.handed[None, 0].iterator + tile.thread * 4).align(16), layout)
+
+    @cute.jit
+    def issue_dq(self, tile: Tile, gradient: Constexpr[Gradient], use: Int32, j: Constexpr[int]) -> cute.Tensor:
+        """Registers that will hold the j-th of this warpgroup's columns of dS K."""
+        dq = cute.make_rmem_tensor(tile.mma_dq.get_slice(0).partition_shape_C((self.tiles.block_q, COLUMNS)), Float32)
+        columns = int(gradient) * (self.kernel.dq_part[1] // COLUMNS) + j
+        gemm_of(tile.mma_dq, dq, tile.ds[None, None, None, tile.on_chip.ds_ring.slot(use)], tile.k_t[None, columns, None])
+        return dq
+
+    @cute.jit
+    def add_to_dq(self, tile: Tile, gradient: Constexpr[Gradient], use: Int32, step: Int32, j: Constexpr[int], dq: cute.Tensor):
+        """Those columns, added to memory; where deterministic, in turn."""
+        schedule, fours = tile.schedule, cute.size(dq) // 4
+        head, block_q = schedule.step(step, tile.begin, tile.end, tile.head_kv)
+        part = schedule.block_of_queries(head, block_q, tile.batch) * self.tiles.consumers + int(gradient)
+        memory = tile.dq + part * self.part + tile.thread * 4
+        turn_ring = tile.on_chip.turn_ring
+        if const_expr(self.kernel.deterministic and j == 0):
+            turn_ring.wait_full(use)
+        for i in cutlass.range_constexpr(fours):
+            add_four(memory + (j * fours + i) * 4 * WARPGROUP, dq, 4 * i)
+        if const_expr(self.kernel.deterministic and j == self.kernel.dq_part[1] // COLUMNS - 1):
+            cute.arch.sync_warp()
+            turn_ring.release(use)
+
+    @cute.jit
+    def write(self, schedule: ScheduleBackward, on_chip: OnChip, writer: Int32, dq: cute.Pointer, turns: cute.Pointer):
+        """A writer warp: waits for the consumers' turn to add to dQ, and passes it when they have."""
+        written = Int32(0)
+        turn = Int32(0)
+        tile = cute.arch.block_idx()[0]
+        while schedule.exists(tile):
+            block, head_kv, batch = schedule.place(tile)
+            begin, end = schedule.blocks_of_tile(block)
+            steps = schedule.group * (end - begin)
+            for i in cutlass.range(self.first_turn(written, writer), steps, self.kernel.writers, unroll=1):
+                head, block_q = schedule.step(i, begin, end, head_kv)
+                of_block = turns + schedule.block_of_queries(head, block_q, batch)
+                before = schedule.turn(block, block_q)
+                use = written + i
+                wait_turn(of_block, before)
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(on_chip.turn_ring.full + on_chip.turn_ring.slot(use))
+                # The consumers give back what they were given, and with it what they have written.
+                on_chip.turn_ring.wait_empty(use + self.kernel.writers)
+                pass_turn(of_block, before)
+            written += steps
+            on_chip.tile_ring.wait_full(turn)
+            tile = on_chip.tile[0]
+            cute.arch.sync_warp()
+            on_chip.tile_ring.release(turn)
+            turn += 1
+
+    @cute.jit
+    def store_gradient(self, tile: Tile, gradient: Constexpr[Gradient], tma: cute.CopyAtom, scale: Float32, turn: Int32):
+        """dV or dK of the tile to memory, where V or K was on chip."""
+        on_chip, acc = tile.on_chip, tile.acc
+        of_v = const_expr(gradient == Gradient.OF_V)
+        staged, ring = (on_chip.v, on_chip.v_ring) if of_v else (on_chip.k, on_chip.k_ring)
+        thread = tile.thread + (turn >> 31)  # as in `backward.py`
+        if const_expr(not of_v):
+            for i in cutlass.range_constexpr(cute.size(acc)):
+                acc[i] = acc[i] * scale
+        rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
+        to_16_bits(acc, rounded)
+        to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype), tile.mma_acc).get_slice(thread)
+        self.meet()  # the other has read K and V
+        cute.copy(to_chip, to_chip.retile(rounded), to_chip.partition_D(staged[None, None, 0]))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.meet_own(gradient)
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS == 0:
+            memory, part = box_of(tma, staged[None, None, 0], (0, tile.first_key, tile.head_kv, tile.batch))
+            cute.copy(tma, part, memory)
+            cute.arch.cp_async_bulk_commit_group()
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            ring.release(turn)
+
+    @cute.jit
+    def meet_own(self, gradient: Constexpr[Gradient]):
+        """The warps of one warpgroup wait for one another."""
+        cute.arch.barrier(barrier_id=NamedBarrier.OWN + int(gradient), number_of_threads=WARPGROUP)
+
+
+@cute.jit
+def gemm_of(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor):
+    """As `gemm`, for one block of columns of b."""
+    gemm(mma, acc, a, cute.make_tensor(b.iterator, cute.prepend(b.layout, cute.make_layout(1))), True)
+
+
+@cute.jit
+def add_four(memory: cute.Pointer, x: cute.Tensor, first: Constexpr[int]):
+    """Add four float32 numbers to those in memory."""
+    cute.arch.inline_ptx(
+        "red.relaxed.gpu.global.add.v4.f32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[memory, x[first], x[first + 1], x[first + 2], x[first + 3]],
+    )

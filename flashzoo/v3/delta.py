@@ -1,0 +1,118 @@
+"""Before and after the backward kernel, in Triton: delta and LSE as it reads them, dQ from zero to its rounded end.
+
+Both kernels move bytes and compute next to nothing; each program has a block of queries of one head.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def delta_kernel(
+    o,
+    do,
+    lse,
+    dlse,
+    delta,
+    lse_log2,
+    dq_sum,
+    turns,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    stride_dob,
+    stride_dos,
+    stride_doh,
+    seqlen_q,
+    blocks,
+    heads,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    SUMS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    ROWS: tl.constexpr,
+    DLSE: tl.constexpr,
+    DETERMINISTIC: tl.constexpr,
+):
+    """delta = rowsum(dO * O) - dLSE, LSE in log2 units, zeros for dQ and for the turns in which it is added to.
+
+    delta and LSE are padded to whole blocks of BLOCK_Q queries. LSE is +inf in the padding and where a row saw no key: P is 0
+    there. ROWS is the power of two that holds BLOCK_Q.
+    """
+    bh = tl.program_id(0) // blocks
+    block = tl.program_id(0) - bh * blocks
+    b = tl.cast(bh // heads, tl.int64)
+    h = bh % heads
+    row = block * BLOCK_Q + tl.arange(0, ROWS)
+    mine = tl.arange(0, ROWS) < BLOCK_Q
+    inside = mine & (row < seqlen_q)
+    column = tl.arange(0, BLOCK_DV)
+    of_v = inside[:, None] & (column < HEAD_DIM_V)[None, :]
+    row_64 = tl.cast(row, tl.int64)
+    o_i = tl.load(o + b * stride_ob + h * stride_oh + row_64[:, None] * stride_os + column[None, :], mask=of_v, other=0.0)
+    do_i = tl.load(do + b * stride_dob + h * stride_doh + row_64[:, None] * stride_dos + column[None, :], mask=of_v, other=0.0)
+    delta_i = tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), 1)
+    first = tl.cast(bh, tl.int64) * seqlen_q
+    if DLSE:
+        delta_i -= tl.load(dlse + first + row, mask=inside, other=0.0)
+    lse_i = tl.load(lse + first + row, mask=inside, other=float("-inf"))
+    padded = tl.cast(bh, tl.int64) * blocks * BLOCK_Q + row
+    tl.store(delta + padded, delta_i, mask=mine)
+    tl.store(lse_log2 + padded, tl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E), mask=mine)
+    sums = dq_sum + tl.cast(tl.program_id(0), tl.int64) * SUMS
+    for start in range(0, SUMS, 1024):
+        tl.store(sums + start + tl.arange(0, 1024), tl.zeros((1024,), tl.float32))
+    if DETERMINISTIC:
+        tl.store(turns + tl.program_id(0), 0)
+
+
+@triton.jit
+def round_kernel(
+    dq_sum,
+    dq,
+    scale,
+    stride_dqb,
+    stride_dqs,
+    stride_dqh,
+    seqlen_q,
+    blocks,
+    heads,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    PARTS: tl.constexpr,
+    BY_ROWS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    N: tl.constexpr,
+    EIGHTS: tl.constexpr,
+):
+    """dQ = scale * its sum over the keys, in the inputs' dtype. A program has a warpgroup's part of a block.
+
+    The sum lies as a WGMMA leaves its 64 x N result in registers, in fours: by eight columns, then by thread, which has pairs of
+    columns of two rows 8 apart. A part is 64 queries, or some columns of all queries of a block, transposed where a block has no 64 of
+    them. EIGHTS is the power of two that holds N / 8.
+    """
+    part = tl.program_id(0) % PARTS
+    of_block = tl.program_id(0) // PARTS
+    bh = of_block // blocks
+    b = tl.cast(bh // heads, tl.int64)
+    h = bh % heads
+    at = tl.arange(0, EIGHTS * 512)
+    sums = dq_sum + tl.cast(tl.program_id(0), tl.int64) * (64 * N)
+    sums = tl.load(sums + at, mask=at < 64 * N, other=0.0).reshape(EIGHTS, 4, 8, 4, 2, 2)
+    tile = (sums * scale).to(dq.dtype.element_ty).permute(1, 4, 2, 0, 3, 5).reshape(64, EIGHTS * 8)
+    m, n = tl.arange(0, 64), tl.arange(0, EIGHTS * 8)
+    if TRANSPOSED:
+        row, column, of_part = n[None, :], m[:, None], n[None, :] < N
+    else:
+        row, column, of_part = m[:, None], n[None, :], n[None, :] < N
+    if BY_ROWS:
+        row += part * 64
+    else:
+        column += part * (64 if TRANSPOSED else N)
+    row = tl.cast((of_block - bh * blocks) * BLOCK_Q + row, tl.int64)
+    inside = of_part & (row < seqlen_q) & (column < HEAD_DIM)
+    tl.store(dq + b * stride_dqb + h * stride_dqh + row * stride_dqs + column, tile, mask=inside)

@@ -1,0 +1,129 @@
+"""examples/train_gpt.py at tiny sizes: what it holds a loss curve against, and that a wrong version's curve is told from a right one's."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import re
+
+import pytest
+import torch
+from support import ROOT
+
+import flashzoo
+from flashzoo.baselines import sdpa
+
+TINY = "--device cpu --dtype fp32 --layers 2 --hidden 32 --head-dim 16 --seqlen 64 --batch 2"
+
+
+def _load(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+train_gpt = _load("train_gpt")
+
+
+def _train(options: str) -> int:
+    return train_gpt.main(f"{TINY} {options}".split())
+
+
+def without_gradient_of_k(q, k, v, problem, softmax_scale):
+    """A version whose output is right and whose gradients are not."""
+    return sdpa(q, k.detach(), v, problem, softmax_scale)
+
+
+@pytest.fixture
+def wrong():
+    spec = flashzoo.Spec(
+        name="wrong",
+        title="no gradient for k",
+        paper="none",
+        impl=f"{__name__}:without_gradient_of_k",
+        dtypes=("fp32",),
+        cpu_dtypes=("fp32",),
+        features=frozenset({"causal"}),
+        backward=frozenset({"causal"}),
+        auto=(),
+    )
+    yield flashzoo.register(spec).name
+    flashzoo.unregister("wrong")
+
+
+def test_right_versions_train_alike(tmp_path, capsys):
+    assert _train(f"--steps 3 --versions v2,sdpa,standard --out {tmp_path}") == 0
+    printed = capsys.readouterr().out
+    assert "v2 agrees with sdpa" in printed and "standard agrees with sdpa" in printed
+    with (tmp_path / "losses.csv").open(newline="") as file:
+        header, *rows = csv.reader(file)
+    assert header == ["step", "sdpa", "sdpa, reordered 1", "sdpa, reordered 2", "v2", "standard"]
+    assert [row[0] for row in rows] == ["1", "2", "3"]
+    first = torch.tensor([float(loss) for loss in rows[0][1:]])
+    assert (first - torch.tensor(256.0).log()).abs().max() < 0.3, "before training all bytes are as likely"
+    assert (tmp_path / "losses.png").stat().st_size > 0
+
+
+def test_a_wrong_gradient_is_told_from_noise(wrong, capsys):
+    assert _train(f"--steps 30 --lr 3e-3 --versions standard,{wrong}") == 1
+    printed = capsys.readouterr().out
+    assert "standard agrees with sdpa" in printed and "wrong PARTS from sdpa" in printed
+
+
+def test_curves_go_down():
+    args = train_gpt.arguments(f"{TINY} --steps 30 --lr 3e-3".split())
+    losses, seconds = train_gpt.train(args, "sdpa", "sdpa", None)
+    assert losses[-5:].mean() < losses[:5].mean() - 0.5 and seconds > 0
+
+
+def test_reordered_channels_are_the_same_training():
+    """In float64, where rounding is nothing: the yardstick is no other model."""
+    args = train_gpt.arguments(TINY.split())
+    ids = torch.randint(256, (2, args.seqlen))
+    found = []
+    for reordering in (None, 1):
+        torch.manual_seed(0)
+        model = train_gpt.GPT(args, "sdpa", reordering).double()
+        logits = model(ids)
+        logits.square().mean().backward()
+        found.append((logits, model.blocks[0].qkv.weight, model.blocks[0].qkv.weight.grad))
+    (logits, weight, gradient), (logits_1, weight_1, gradient_1) = found
+    order = torch.randperm(args.hidden, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(weight_1, weight[:, order]) and not torch.equal(weight_1, weight)
+    torch.testing.assert_close(logits_1, logits, rtol=0, atol=1e-12)
+    torch.testing.assert_close(gradient_1, gradient[:, order], rtol=1e-9, atol=1e-15)
+
+
+def test_a_curve_of_nan_parts():
+    args = train_gpt.arguments(f"{TINY} --steps 30 --versions standard".split())
+    right = torch.linspace(5, 3, 30, dtype=torch.float64)
+    curves = {"sdpa": right, "sdpa, reordered 1": right + 1e-3, "standard": right.clone()}
+    seconds = dict.fromkeys(curves, 1.0)
+    assert train_gpt.report(args, curves, seconds, ["sdpa, reordered 1"]) == 0
+    curves["standard"][-1] = torch.nan
+    assert train_gpt.report(args, curves, seconds, ["sdpa, reordered 1"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("--versions v3", "v3 can't take batch 2, seqlen 64"),
+        ("--versions v9", "version must be 'auto' or one of .*, got 'v9'"),
+        ("--head-dim 24", "--hidden: expected a multiple of --head-dim 24, got 32"),
+        ("--reorderings 0", "--reorderings: expected at least 1, got 0"),
+        (f"--seqlen 4096 --text {ROOT / 'Makefile'}", r"--text: expected more than --seqlen 4096 bytes, got \d+"),
+    ],
+)
+def test_refused_before_anything_is_trained(options, text, capsys):
+    with pytest.raises(SystemExit) as refusal:
+        _train(options)
+    assert refusal.value.code == 2
+    assert re.search(text, capsys.readouterr().err)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", ["", "--compile"])
+def test_what_auto_takes_trains_like_sdpa(options):
+    sizes = "--layers 2 --hidden 256 --head-dim 64 --seqlen 256 --batch 4 --steps 60"
+    assert train_gpt.main(f"{sizes} {options}".split()) == 0

@@ -1,0 +1,289 @@
+"""What traces a call: torch.compile and torch.export. What each version owes there is in THE suite; here is what none decides."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from support import CALLS, DEVICE, dense, dense_backward, in_fresh_process, toy
+from test_dispatch import BAD_INPUT, EMPTY, _changed
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import flashzoo
+from flashzoo import UnsupportedError, ops, registry
+from flashzoo.workloads import LAYOUTS
+
+close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
+"""Of float32: the same call, or another version's. How well a version does traced is THE suite's to judge."""
+ATTENTION, BACKWARD = torch.ops.flashzoo.attention.default, torch.ops.flashzoo.attention_backward.default
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled():
+    torch.compiler.reset()
+    CALLS.clear()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def toys():
+    """Versions that note their calls: `plain` alone, and `newer`, which borrows the backward pass of `older`."""
+    lender = {"impl": "support:dense", "backward_impl": f"support:{dense_backward.__name__}"}
+    flashzoo.register(toy("older", **lender), before="v3")
+    flashzoo.register(toy("newer", impl=f"support:{dense.__name__}", backward=None), before="older")
+    flashzoo.register(toy("plain"))
+    yield
+    for name in ("newer", "older", "plain"):
+        flashzoo.unregister(name)
+
+
+@pytest.fixture
+def qkv():
+    return tuple(torch.randn(2, 24, 4, 16, device=DEVICE) for _ in range(3))
+
+
+def compiled(function=flashzoo.attention, **options):
+    return torch.compile(function, fullgraph=True, **{"backend": "aot_eager"} | options)
+
+
+def gradients(function, tensors, **options):
+    """out and the gradients of its squares' sum."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out = function(*leaves, **options)
+    return out.detach(), *torch.autograd.grad(out.square().sum(), leaves)
+
+
+class TestImport:
+    def test_a_call_that_is_not_traced_loads_nothing_for_it(self):
+        code = """if True:
+            import sys, torch, flashzoo
+            q = torch.randn(1, 8, 2, 16, requires_grad=True)
+            flashzoo.attention(q, q, q, version="standard").sum().backward()
+            print(*({"flashzoo.ops", "torch._dynamo"} & set(sys.modules)))
+        """
+        assert in_fresh_process(code).split() == []
+
+    def test_the_first_call_may_be_a_traced_one(self):
+        """The operators are defined while a graph is made."""
+        code = """if True:
+            import torch, flashzoo
+            q = torch.randn(1, 8, 2, 16)
+            compiled = torch.compile(flashzoo.attention, backend="aot_eager", fullgraph=True)
+            print(torch.equal(compiled(q, q, q), flashzoo.attention(q, q, q)))
+        """
+        assert in_fresh_process(code).split() == ["True"]
+
+
+class TestGraph:
+    def test_a_call_is_one_node(self, qkv):
+        found = []
+
+        def backend(graph, _):
+            found.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+            return graph
+
+        compiled(backend=backend)(*qkv, causal=True)
+        assert found[0][0] in (ATTENTION, torch.ops.flashzoo.attention)
+        assert len([target for target in found[0] if "flashzoo" in str(target)]) == len(found) == 1
+
+    def test_the_same_kind_of_call_is_traced_once(self, qkv):
+        counter = CompileCounterWithBackend("aot_eager")
+        function = compiled(backend=counter)
+        for _ in range(3):
+            function(*(torch.randn_like(x) for x in qkv), causal=True, window_size=(3, None))
+        assert counter.frame_count == 1
+
+    def test_a_scale_that_changes(self, qkv):
+        """Each value has a graph of its own: torch makes constants of an operator's floats."""
+        function = compiled(lambda *x, scale: flashzoo.attention(*x, softmax_scale=scale))
+        for scale in (0.125, 0.25, -0.3, 0.125):
+            close(function(*qkv, scale=scale), flashzoo.attention(*qkv, softmax_scale=scale))
+
+    @pytest.mark.parametrize("dynamic", [True, None], ids=["dynamic", "automatic"])
+    def test_lengths_that_change(self, dynamic):
+        counter = CompileCounterWithBackend("aot_eager")
+        function = compiled(backend=counter, dynamic=dynamic)
+        for batch, length in ((6, 24), (3, 33), (5, 17), (7, 64)):
+            q, k, v = (torch.randn(batch, n, heads, 16, device=DEVICE) for n, heads in ((length, 4), (length + 5, 2), (length + 5, 2)))
+            options = {"causal": True, "window_size": (length, None), "version": "standard"}
+            close(gradients(function, (q, k, v), **options), gradients(flashzoo.attention, (q, k, v), **options))
+        assert counter.frame_count == (1 if dynamic else 2)
+
+    @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+    def test_a_block_of_a_model(self, backend, qkv):
+        class Block(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.qkv, self.out, self.norm = torch.nn.Linear(64, 192), torch.nn.Linear(64, 64), torch.nn.LayerNorm(64)
+
+            def forward(self, x):
+                q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, 16)).unbind(2)
+                return x + self.out(torch.nn.functional.gelu(flashzoo.attention(q, k, v, causal=True).flatten(2)))
+
+        block = Block().to(DEVICE)
+        x = qkv[0].flatten(2)
+        for parameters in (False, True):  # an eval pass, then a training step
+            torch.compiler.reset()
+            block.requires_grad_(parameters)
+            close(gradients(compiled(block, backend=backend), [x]), gradients(block, [x]))
+
+    @pytest.mark.parametrize("reentrant", [False, True], ids=["hooks", "reentrant"])
+    def test_checkpointed_inside(self, reentrant, qkv):
+        def block(q, k, v):
+            return checkpoint(lambda *x: flashzoo.attention(*x, causal=True) * 2, q.sin(), k, v, use_reentrant=reentrant)
+
+        def backward(function):
+            leaves = [x.detach().requires_grad_() for x in qkv]
+            function(*leaves).square().sum().backward()
+            return [x.grad for x in leaves]
+
+        close(backward(compiled(block)), backward(block))
+
+    def test_under_autocast(self, qkv):
+        def block(q, k, v):
+            with torch.autocast(DEVICE, torch.bfloat16):
+                return flashzoo.attention(q, k, v, version="standard")
+
+        for function in (compiled(block), block):
+            close(gradients(function, qkv), gradients(flashzoo.attention, qkv, version="standard"))
+
+    @pytest.mark.parametrize("scale", [-0.5, 0.0])
+    def test_any_scale(self, scale, qkv):
+        options = {"softmax_scale": scale, "version": "standard"}
+        close(gradients(compiled(), qkv, **options), gradients(flashzoo.attention, qkv, **options))
+        e4m3 = [x.to(torch.float8_e4m3fn) for x in qkv]
+        assert torch.equal(compiled()(*e4m3, **options), flashzoo.attention(*e4m3, **options))
+
+    @pytest.mark.parametrize("shapes", EMPTY.values(), ids=EMPTY)
+    def test_empty(self, shapes):
+        q_shape, k_shape = shapes
+        leaves = [torch.randn(shape, device=DEVICE, requires_grad=True) for shape in (q_shape, k_shape, k_shape)]
+        out, lse = compiled()(*leaves, return_lse=True)
+        assert out.shape == q_shape and not out.any() and bool((lse == -torch.inf).all())
+        assert not any(x.any() for x in torch.autograd.grad((out.sum(), lse.sum()), leaves))
+
+    def test_layout_and_names_of_torch(self, qkv):
+        close(compiled(flashzoo.sdpa)(*qkv, is_causal=True), flashzoo.sdpa(*qkv, is_causal=True))
+
+    @pytest.mark.parametrize("strict", [True, False])
+    def test_exported(self, strict, qkv):
+        class Model(torch.nn.Module):
+            def forward(self, q, k, v):
+                return flashzoo.attention(q, k, v, causal=True)
+
+        length = torch.export.Dim("length", min=2, max=4096)
+        program = torch.export.export(Model(), qkv, strict=strict, dynamic_shapes=({1: length},) * 3)
+        assert [node.target for node in program.graph.nodes if "flashzoo" in str(node.target)] == [ATTENTION]
+        longer = tuple(torch.randn(2, 77, 4, 16, device=DEVICE) for _ in range(3))
+        close(program.module()(*longer), Model()(*longer))
+
+
+class TestChoice:
+    def test_what_was_asked_for_when_it_was_traced(self, toys, qkv, monkeypatch):
+        def calls(function):
+            CALLS.clear()
+            function(*qkv)
+            return len(CALLS)
+
+        with flashzoo.use("plain"):
+            by_context = compiled(lambda *x: flashzoo.attention(*x))
+            assert calls(by_context) == 1
+        assert calls(by_context) == 1  # a graph keeps its version
+        monkeypatch.setenv(registry.ENVIRONMENT, "plain")
+        assert calls(compiled(lambda *x: flashzoo.attention(*x) + 1)) == 1
+        monkeypatch.delenv(registry.ENVIRONMENT)
+        assert calls(compiled(lambda *x: flashzoo.attention(*x, version="standard") + 2)) == 0
+
+    def test_a_backward_pass_that_is_lent(self, toys, qkv):
+        found = gradients(compiled(), qkv)
+        assert [problem.grad for problem in CALLS] == [False, True]
+        close(found, gradients(flashzoo.attention, qkv, version="standard"))
+
+    def test_a_version_is_told_whether_gradients_are_wanted(self, toys, qkv):
+        leaves = [x.requires_grad_() for x in qkv]
+        for grad in (True, False):
+            CALLS.clear()
+            with torch.set_grad_enabled(grad):
+                compiled()(*leaves, version="newer" if not grad else "auto")
+            assert len(CALLS) == 1
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        "case", [case for case in BAD_INPUT if case not in ("v is sparse", "version is None", "an argument nobody knows")]
+    )
+    def test_bad_input_is_told_in_our_words(self, case):
+        """By torch's exception where it stops the tracing, by ours where it stops the call."""
+        changes, _, text = BAD_INPUT[case]
+        with pytest.raises(Exception, match=text):
+            compiled()(**_changed(**changes))
+
+    def test_a_version_that_does_not_take_it(self, qkv):
+        with pytest.raises(UnsupportedError, match=r"version 'v1' can't take .*\n  v1: does not support window_size"):
+            compiled()(*qkv, window_size=(3, 3), version="v1")
+
+    def test_where_graphs_may_break_the_error_is_ours(self, qkv):
+        with pytest.raises(TypeError, match="causal must be a bool, got 1"):
+            torch.compile(flashzoo.attention, backend="aot_eager")(*qkv, causal=1)
+
+    def test_double_backward(self, qkv):
+        leaves = [x.requires_grad_() for x in qkv]
+        first = torch.autograd.grad(compiled()(*leaves).square().sum(), leaves, create_graph=True)
+        with pytest.raises(RuntimeError, match="double backward"):
+            torch.autograd.grad(first[0].square().sum(), leaves)
+        out, _ = ATTENTION(*leaves, grad=True)
+        with pytest.raises(NotImplementedError, match="flashzoo has no double backward"):
+            torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+
+    def test_an_operator_that_was_told_of_no_gradients_has_none(self, qkv):
+        out, lse = ATTENTION(*(x.requires_grad_() for x in qkv))
+        assert lse.numel() == 0
+        with pytest.raises(RuntimeError, match="expected the argument grad to be True"):
+            out.sum().backward()
+
+    def test_quantize_is_not_traced(self, qkv):
+        with pytest.raises(Exception, match="quantize can't be traced"):
+            compiled(lambda *x: flashzoo.quantize(*x).q)(*(x.half() for x in qkv))
+
+
+class TestModes:
+    @pytest.mark.parametrize("name", ["sdpa", "standard"])
+    def test_operators_below_a_dispatch_mode(self, name, qkv):
+        """There torch records nothing, but a backward pass that is torch's own must be."""
+        out, lse = ATTENTION(*qkv, grad=True, version=name)
+        arguments = (2 * out, None, *qkv, out, lse)
+        expected = BACKWARD(*arguments, version=name)
+        with FlopCounterMode(display=False):
+            found = BACKWARD(*arguments, version=name)
+        close(found, expected)
+        close((out, *found), gradients(flashzoo.attention, qkv, version=name))
+
+    @pytest.mark.parametrize("name", ["sdpa", "standard", "v2"])
+    @pytest.mark.parametrize("transform", ["grad", "vmap"])
+    def test_torch_func_is_right_or_refused(self, name, transform, qkv):
+        q, *_ = qkv
+
+        def loss(q):
+            return flashzoo.attention(q, q, q, version=name).square().sum()
+
+        try:
+            found = torch.func.grad(loss)(q) if transform == "grad" else torch.func.vmap(loss)(torch.stack([q, 2 * q]))
+        except (NotImplementedError, RuntimeError):
+            return
+        expected = gradients(lambda q: flashzoo.attention(q, q, q, version=name), [q])[1]
+        close(found, expected if transform == "grad" else torch.stack([loss(q), loss(2 * q)]))
+
+    @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "expanded"])
+    def test_outputs_lie_as_torch_would_lay_them(self, layout):
+        """Which is how kernels do, and then nothing is copied."""
+        x = LAYOUTS[layout](torch.randn(3, 10, 4, 8))
+        shape, strides = ops._dense(x)
+        assert (tuple(shape), tuple(strides)) == (x.shape, torch.empty_like(x).stride())
+        out = torch.empty_like(x)
+        assert ops._laid_out(out, shape, strides) is out
+        other = x.movedim(0, 2).contiguous().movedim(2, 0)
+        assert torch.equal(ops._laid_out(other, shape, strides), x) and ops._laid_out(other, shape, strides).stride() == out.stride()
