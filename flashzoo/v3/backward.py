@@ -24,7 +24,7 @@ from enum import IntEnum
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Constexpr, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
@@ -333,8 +333,7 @@ class Backward:
                     on_chip.handed_ring.release((written + i) * tiles.consumers + w)
                 if const_expr(self.kernel.deterministic):
                     cute.arch.cp_async_bulk_wait_group(0)
-                    cute.arch.fence_proxy("async.global")
-                    pass_turn(turns + of_block, before)
+                    pass_turn(turns + of_block, before, True)
             written += steps
             on_chip.tile_ring.wait_full(turn)
             tile = on_chip.tile[0]
@@ -404,12 +403,11 @@ class Backward:
             dv.fill(0.0)
             on_chip.k_ring.wait_full(turn)
             on_chip.v_ring.wait_full(turn)
-            for _ in cutlass.range(schedule.group, unroll=1):
-                for m in cutlass.range(begin, end, unroll=1):
-                    first_query = m * tiles.block_q
-                    crosses = schedule.crosses(first_key + me * WARPGROUP_ROWS, first_query)
-                    self.step(consumer, used, first_query, crosses)
-                    used += 1
+            for i in cutlass.range(schedule.group * (end - begin), unroll=1):
+                _, block_q = schedule.step(i, begin, end, head_kv)
+                first_query = block_q * tiles.block_q
+                self.step(consumer, used, first_query, schedule.crosses(first_key + me * WARPGROUP_ROWS, first_query))
+                used += 1
             on_chip.tile_ring.wait_full(turn)
             tile = on_chip.tile[0]
             cute.arch.sync_warp()  # every lane has read it
@@ -576,19 +574,20 @@ class Backward:
 
 @cute.jit
 def wait_turn(turn: cute.Pointer, before: Int32):
-    """Until so many blocks of keys have added to a block of dQ; at once where this one never does."""
+    """Until so many blocks of keys have added to a block of dQ; at once where this one never does. Nothing is read that they wrote."""
     if before != NEVER:
         seen = Int32(-1)
         while seen != before:
-            seen = cute.arch.inline_ptx("ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[turn])
+            seen = cute.arch.inline_ptx("ld.relaxed.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[turn])
 
 
 @cute.jit
-def pass_turn(turn: cute.Pointer, before: Int32):
-    """This warp has added to a block of dQ; what it added is in memory."""
+def pass_turn(turn: cute.Pointer, before: Int32, arrived: Constexpr[bool]):
+    """A block of keys has added to a block of dQ; `arrived` where its sums are known to be in memory, else a fence sees to it."""
+    order = "relaxed" if arrived else "release"
     if before != NEVER:
         with cute.arch.elect_one():
-            cute.arch.inline_ptx("red.release.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[turn])
+            cute.arch.inline_ptx(f"red.{order}.gpu.global.add.s32 [{{$r0}}], 1;", read_only_args=[turn])
 
 
 @cute.jit

@@ -303,7 +303,7 @@ class BackwardByGradient(Backward):
                     cute.arch.mbarrier_arrive(on_chip.turn_ring.full + on_chip.turn_ring.slot(use))
                 # The consumers give back what they were given, and with it what they have written.
                 on_chip.turn_ring.wait_empty(use + self.kernel.writers)
-                pass_turn(of_block, before)
+                pass_turn(of_block, before, False)
             written += steps
             on_chip.tile_ring.wait_full(turn)
             tile = on_chip.tile[0]

@@ -1,6 +1,7 @@
 """Before and after the backward kernel, in Triton: delta and LSE as it reads them, dQ from zero to its rounded end.
 
-Both kernels move bytes and compute next to nothing; each program has a block of queries of one head.
+Both kernels move bytes and compute next to nothing; each program has a block of queries of one head. They go through the heads from
+the last to the first, and the kernel between them from the first to the last: what one has written last, the next finds in L2.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ def delta_kernel(
     delta and LSE are padded to whole blocks of BLOCK_Q queries. LSE is +inf in the padding and where a row saw no key: P is 0
     there. ROWS is the power of two that holds BLOCK_Q.
     """
-    bh = tl.program_id(0) // blocks
-    block = tl.program_id(0) - bh * blocks
+    of_block = tl.num_programs(0) - 1 - tl.program_id(0)
+    bh = of_block // blocks
+    block = of_block - bh * blocks
     b = tl.cast(bh // heads, tl.int64)
     h = bh % heads
     row = block * BLOCK_Q + tl.arange(0, ROWS)
@@ -63,11 +65,11 @@ def delta_kernel(
     padded = tl.cast(bh, tl.int64) * blocks * BLOCK_Q + row
     tl.store(delta + padded, delta_i, mask=mine)
     tl.store(lse_log2 + padded, tl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E), mask=mine)
-    sums = dq_sum + tl.cast(tl.program_id(0), tl.int64) * SUMS
+    sums = dq_sum + tl.cast(of_block, tl.int64) * SUMS
     for start in range(0, SUMS, 1024):
         tl.store(sums + start + tl.arange(0, 1024), tl.zeros((1024,), tl.float32))
     if DETERMINISTIC:
-        tl.store(turns + tl.program_id(0), 0)
+        tl.store(turns + of_block, 0)
 
 
 @triton.jit
@@ -95,13 +97,14 @@ def round_kernel(
     columns of two rows 8 apart. A part is 64 queries, or some columns of all queries of a block, transposed where a block has no 64 of
     them. EIGHTS is the power of two that holds N / 8.
     """
-    part = tl.program_id(0) % PARTS
-    of_block = tl.program_id(0) // PARTS
+    of_part = tl.num_programs(0) - 1 - tl.program_id(0)
+    part = of_part % PARTS
+    of_block = of_part // PARTS
     bh = of_block // blocks
     b = tl.cast(bh // heads, tl.int64)
     h = bh % heads
     at = tl.arange(0, EIGHTS * 512)
-    sums = dq_sum + tl.cast(tl.program_id(0), tl.int64) * (64 * N)
+    sums = dq_sum + tl.cast(of_part, tl.int64) * (64 * N)
     sums = tl.load(sums + at, mask=at < 64 * N, other=0.0).reshape(EIGHTS, 4, 8, 4, 2, 2)
     tile = (sums * scale).to(dq.dtype.element_ty).permute(1, 4, 2, 0, 3, 5).reshape(64, EIGHTS * 8)
     m, n = tl.arange(0, 64), tl.arange(0, EIGHTS * 8)

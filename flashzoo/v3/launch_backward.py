@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 PARAMETERS = (*["128s"] * 6, *["Q"] * 4, *["i"] * 10, "Q", "f", "f")
 
 
+# Heads whose tiles are interleaved in deterministic mode: the blocks of keys of one head add to dQ one after the other, and
+# would begin one after the other too.
+DETERMINISTIC_SECTION = 8
+
+
 def backward(
     dout: Tensor,
     dlse: Tensor | None,
@@ -122,7 +127,9 @@ class BackwardLaunch:
         batch_heads = p.batch * p.heads_kv
         self._blocks = min(torch.cuda.get_device_properties(device).multi_processor_count, blocks * batch_heads)
         bytes_of_head = p.heads // p.heads_kv * p.seqlen_q * (BYTES[p.dtype] * (p.head_dim + p.head_dim_v) + 4 * p.head_dim)
-        section = min(batch_heads, section_of(bytes_of_head)) if kernel.right and not kernel.left else 1
+        uneven = kernel.right and not kernel.left
+        section = section_of(bytes_of_head) if uneven else DETERMINISTIC_SECTION if kernel.deterministic else 1
+        section = min(batch_heads, section)
         self._sizes = (p.seqlen_q, p.seqlen_k, p.heads_kv, p.heads // p.heads_kv, 0, *p.reach, blocks, batch_heads, section)
         self._function = function_for(kernel).on(device)
         self._delta = delta_launch(p, kernel, out_strides, dout_strides, dlse)

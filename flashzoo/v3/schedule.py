@@ -162,12 +162,8 @@ class ScheduleBackward(Schedule):
     kernel: Constexpr[KernelBackward]
 
     def block_of(self, rank: Int32) -> Int32:
-        """Under a causal mask the first keys are seen by the most queries, and go first.
-
-        In a fixed order of accumulation they go last: then a block of keys never waits for one that is handed out after it, and
-        rarely for one that is yet to begin.
-        """
-        return self.blocks - 1 - rank if const_expr(self.kernel.deterministic) else rank
+        """Under a causal mask the first keys are seen by the most queries, and go first."""
+        return rank
 
     @cute.jit
     def blocks_of_tile(self, block: Int32) -> tuple[Int32, Int32]:
@@ -187,25 +183,31 @@ class ScheduleBackward(Schedule):
 
     @cute.jit
     def step(self, step: Int32, begin: Int32, end: Int32, head_kv: Int32) -> tuple[Int32, Int32]:
-        """Query head and block of queries of a tile's step: all blocks of one head, then of the next that shares the keys."""
+        """Query head and block of queries of a tile's step: all blocks of one head, then of the next that shares the keys.
+
+        Deterministic, the last block first: all tiles see it that see any, and so from their first step on each follows the one before.
+        In the other order, under a causal mask, each would catch up with the one before and wait for it in every step.
+        """
         head = step // (end - begin)
-        return head_kv * self.group + head, begin + step - head * (end - begin)
+        block = step - head * (end - begin)
+        block = end - 1 - block if const_expr(self.kernel.deterministic) else begin + block
+        return head_kv * self.group + head, block
 
     @cute.jit
     def turn(self, block: Int32, block_q: Int32) -> Int32:
         """How many blocks of keys add to dQ of a block of queries before this one; `NEVER` where it does not, as nothing is seen.
 
-        They add in the order in which they are handed out, the last of those that are seen first.
+        They add in the order in which they are handed out, so that none waits for one that has not begun.
         """
         tiles = self.kernel.tiles
         first_query, last_query = block_q * tiles.block_q, (block_q + 1) * tiles.block_q - 1
-        last = self.blocks - 1
-        if const_expr(self.kernel.right):
-            last = cutlass.min(last, (self.diagonal(last_query) + self.window_right) // tiles.block_kv)
-        sees = block <= last
+        first, sees = Int32(0), True
         if const_expr(self.kernel.left):
-            sees = sees and (block + 1) * tiles.block_kv - 1 >= self.diagonal(first_query) - self.window_left
-        return last - block if sees else Int32(NEVER)
+            first = cutlass.max(0, self.diagonal(first_query) - self.window_left) // tiles.block_kv
+            sees = block >= first
+        if const_expr(self.kernel.right):
+            sees = sees and block * tiles.block_kv <= self.diagonal(last_query) + self.window_right
+        return block - first if sees else Int32(NEVER)
 
     @cute.jit
     def crosses(self, first_key: Int32, first_query: Int32) -> Boolean:
