@@ -23,6 +23,7 @@ class Resources:
         spills: instructions that store to or load from local memory.
         shared: bytes of shared memory of a block.
         opcodes: how often each machine instruction occurs.
+        code: the instructions, and the labels that they branch to, in order.
     """
 
     registers: int
@@ -30,6 +31,7 @@ class Resources:
     spills: int
     shared: int
     opcodes: dict[str, int]
+    code: tuple[str, ...]
 
 
 def read(cubin: bytes, shared: int) -> Resources:
@@ -48,10 +50,12 @@ def read(cubin: bytes, shared: int) -> Resources:
         usage = _run("cuobjdump", "-res-usage", file.name)
         sass = _run("nvdisasm", "-c", file.name)
     registers, stack = (int(x) for x in re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0])
+    code = tuple("".join(found) for found in re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.+?)\s*;|^(\.L_\w+):", sass, re.MULTILINE))
     opcodes: dict[str, int] = {}
-    for opcode in re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", sass, re.MULTILINE):
-        opcodes[opcode] = opcodes.get(opcode, 0) + 1
-    return Resources(registers, stack, opcodes.get("STL", 0) + opcodes.get("LDL", 0), shared, opcodes)
+    for instruction in code:
+        if opcode := re.match(r"(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", instruction):
+            opcodes[opcode[1]] = opcodes.get(opcode[1], 0) + 1
+    return Resources(registers, stack, opcodes.get("STL", 0) + opcodes.get("LDL", 0), shared, opcodes, code)
 
 
 def _run(tool: str, *arguments: str) -> str:

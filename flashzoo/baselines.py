@@ -93,9 +93,11 @@ def _needs_mask(problem: Problem) -> bool:
 
 def _readable(x: Tensor) -> Tensor:
     """The tensor, copied where torch's CUDA kernels would read it at misaligned addresses, which loses the CUDA context."""
+    if not x.is_cuda:
+        return x
     steps = [stride * x.itemsize for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
     aligned = x.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in steps)
-    return x if aligned or not x.is_cuda else x.clone(memory_format=torch.contiguous_format)
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, None]:

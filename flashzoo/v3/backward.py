@@ -1,7 +1,7 @@
 """FlashAttention-3's backward pass for one Hopper GPU, in CuTe DSL.
 
-The paper leaves it to its code and gives no algorithm; the mathematics are FlashAttention-2's algorithm 2, whose lines the marks
-B1.x number.
+What is computed is FlashAttention-2's algorithm 2, whose lines the comments name; the roles are those of FlashAttention-3's own code
+(`hopper/mainloop_bwd_sm90_tma_gmma_ws.hpp` in Dao-AILab/flash-attention).
 
 1. One thread block stays on each multiprocessor and works on tile after tile: a block of keys and values, and all queries that
    see it, of every query head that shares them. dK and dV stay in registers.
@@ -118,7 +118,6 @@ class Backward:
         self.dtype = DTYPES[kernel.dtype]
         self.part = kernel.dq_part[0] * kernel.dq_part[1]
         self.takers = 1  # warps that take what is handed over
-        self.dq_transposed = kernel.tiles.block_q % WARPGROUP_ROWS != 0
 
     @cute.jit
     def __call__(
@@ -326,7 +325,7 @@ class Backward:
                     wait_turn(turns + of_block, before)
                 for w in cutlass.range_constexpr(tiles.consumers):
                     on_chip.handed_ring.wait_full((written + i) * tiles.consumers + w)
-                    add(dq + (of_block * tiles.consumers + w) * self.part, on_chip.handed[None, w])
+                    add(dq + (of_block * tiles.consumers + w) * self.part, on_chip.handed[None, w])  # line 15
                     cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 for w in cutlass.range_constexpr(tiles.consumers):
@@ -377,14 +376,8 @@ class Backward:
         q, do = (mma_s.make_fragment_B(s.partition_B(x)) for x in (on_chip.q, on_chip.do))
         q_t = mma_dk.make_fragment_B(of_dk.partition_B(transposed(on_chip.q)))
         do_t = mma_dv.make_fragment_B(of_dv.partition_B(transposed(on_chip.do)))
-        k_t = transposed(on_chip.k)
-        if const_expr(self.dq_transposed):
-            ds = mma_dq.make_fragment_B(of_dq.partition_B(on_chip.ds))
-            k_t = mma_dq.make_fragment_A(of_dq.partition_A(k_t))
-        else:
-            ds = mma_dq.make_fragment_A(of_dq.partition_A(on_chip.ds))
-            k_t = mma_dq.make_fragment_B(of_dq.partition_B(k_t))
-        k_t = k_t[None, None, None, 0]
+        ds = mma_dq.make_fragment_A(of_dq.partition_A(on_chip.ds))
+        k_t = mma_dq.make_fragment_B(of_dq.partition_B(transposed(on_chip.k)))[None, None, None, 0]
         dk = cute.make_rmem_tensor(of_dk.partition_shape_C((tiles.block_kv, kernel.width)), Float32)
         dv = cute.make_rmem_tensor(of_dv.partition_shape_C((tiles.block_kv, kernel.width_v)), Float32)
 
@@ -400,10 +393,10 @@ class Backward:
                 *(me, thread, on_chip, mma_s, mma_dq, mma_dk, mma_dv, k, v, q, do, q_t, do_t, ds, k_t, dk, dv, bounds, scale_log2)
             )
             dk.fill(0.0)
-            dv.fill(0.0)
-            on_chip.k_ring.wait_full(turn)
+            dv.fill(0.0)  # line 7
+            on_chip.k_ring.wait_full(turn)  # line 6
             on_chip.v_ring.wait_full(turn)
-            for i in cutlass.range(schedule.group * (end - begin), unroll=1):
+            for i in cutlass.range(schedule.group * (end - begin), unroll=1):  # line 8
                 _, block_q = schedule.step(i, begin, end, head_kv)
                 first_query = block_q * tiles.block_q
                 self.step(consumer, used, first_query, schedule.crosses(first_key + me * WARPGROUP_ROWS, first_query))
@@ -429,10 +422,8 @@ class Backward:
         )
 
     def mma_of_dq(self) -> cute.TiledMma:
-        """dQ = dS K; transposed, dQ^T = K^T dS^T, where 64 does not divide a block's queries."""
+        """dQ = dS K: each warpgroup has 64 of its rows, which are queries, or else some of its columns."""
         consumers = self.tiles.consumers
-        if self.dq_transposed:
-            return self.mma(OperandMajorMode.MN, OperandMajorMode.K, (consumers, 1, 1), self.tiles.block_q)
         warpgroups = (consumers, 1, 1) if self.kernel.dq_by_rows else (1, consumers, 1)
         return self.mma(OperandMajorMode.K, OperandMajorMode.MN, warpgroups, self.kernel.dq_part[1])
 
@@ -443,21 +434,21 @@ class Backward:
         q_slot, do_slot = on_chip.q_ring.slot(used), on_chip.do_ring.slot(used)
         s_shape = consumer.mma_s.get_slice(0).partition_shape_C((tiles.block_kv, tiles.block_q))
         s, dp = (cute.make_rmem_tensor(s_shape, Float32) for _ in range(2))
-        on_chip.q_ring.wait_full(used)
-        gemm(consumer.mma_s, s, consumer.k, consumer.q[None, None, None, q_slot], True)
+        on_chip.q_ring.wait_full(used)  # line 9
+        gemm(consumer.mma_s, s, consumer.k, consumer.q[None, None, None, q_slot], True)  # line 10
         on_chip.do_ring.wait_full(used)
-        gemm(consumer.mma_s, dp, consumer.v, consumer.do[None, None, None, do_slot], True)
+        gemm(consumer.mma_s, dp, consumer.v, consumer.do[None, None, None, do_slot], True)  # line 13
         warpgroup.wait_group(1)
         if crosses:
             mask_scores(s, consumer.bounds, first_query, True, self.kernel.left)
-        self.exponentiate(s, self.columns(on_chip.lse[None, q_slot]), consumer.scale_log2)
+        self.exponentiate(s, self.columns(on_chip.lse[None, q_slot]), consumer.scale_log2)  # line 11
         warpgroup.wait_group(0)
         p, ds = (
             cute.make_rmem_tensor(mma.get_slice(0).partition_shape_A((tiles.block_kv, tiles.block_q)), self.dtype)
             for mma in (consumer.mma_dv, consumer.mma_dk)
         )
-        self.differentiate(s, dp, self.columns(on_chip.delta[None, do_slot]), p, ds)
-        gemm(consumer.mma_dv, consumer.dv, p, consumer.do_t[None, None, None, do_slot], False)
+        self.differentiate(s, dp, self.columns(on_chip.delta[None, do_slot]), p, ds)  # line 14
+        gemm(consumer.mma_dv, consumer.dv, p, consumer.do_t[None, None, None, do_slot], False)  # line 12
 
         slot = used % tiles.ds_stages
         to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(True, 4), self.dtype), consumer.mma_s)
@@ -467,10 +458,10 @@ class Backward:
         cute.arch.fence_proxy("async.shared", space="cta")
         self.meet()
 
-        dq = self.issue_dq(consumer, slot)
+        dq = self.issue_dq(consumer, slot)  # line 15, but for adding it
         warpgroup.wait_group(1)
         on_chip.do_ring.release(used)
-        gemm(consumer.mma_dk, consumer.dk, ds, consumer.q_t[None, None, None, q_slot], False)
+        gemm(consumer.mma_dk, consumer.dk, ds, consumer.q_t[None, None, None, q_slot], False)  # line 16
         warpgroup.wait_group(1)
         self.hand_over(consumer, dq, used)
         warpgroup.wait_group(0)
@@ -507,14 +498,9 @@ class Backward:
     @cute.jit
     def issue_dq(self, consumer: Consumer, slot: Int32) -> cute.Tensor:
         """Registers that will hold this warpgroup's part of dQ."""
-        tiles, mma = self.tiles, consumer.mma_dq
-        ds = consumer.ds[None, None, None, slot]
-        if const_expr(self.dq_transposed):
-            dq = cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C((self.kernel.width, tiles.block_q)), Float32)
-            gemm(mma, dq, consumer.k_t, ds, True)
-        else:
-            dq = cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C((tiles.block_q, self.kernel.width)), Float32)
-            gemm(mma, dq, ds, consumer.k_t, True)
+        mma = consumer.mma_dq
+        dq = cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C((self.tiles.block_q, self.kernel.width)), Float32)
+        gemm(mma, dq, consumer.ds[None, None, None, slot], consumer.k_t, True)
         return dq
 
     @cute.jit
@@ -560,7 +546,7 @@ class Backward:
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == WARPS:  # warp-uniform: else ptxas waits for every single WGMMA
             for tma, staged in ((tma_dv, on_chip.v), (tma_dk, on_chip.k)):
                 memory, part = box_of(tma, staged[None, None, 0], origin)
-                cute.copy(tma, part, memory)
+                cute.copy(tma, part, memory)  # line 18
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             on_chip.v_ring.release(turn)

@@ -162,7 +162,8 @@ class TilesBackward:
 
     def __str__(self) -> str:
         size = f"{self.block_kv} keys by {self.block_q} queries, {self.consumers} consumer warpgroups"
-        return f"{size}, {self.stages} stages of queries, {self.ds_stages} of dS"
+        whose = "one with dV and one with dK" if self.by_gradient else "each with 64 of the keys"
+        return f"{size}, {whose}, {self.stages} stages of queries"
 
 
 WRITERS = 3
@@ -175,7 +176,7 @@ class KernelBackward:
 
     Attributes:
         dtype: "fp16" or "bf16".
-        width, width_v: of `WIDTHS_BACKWARD`, for q and k, and for v and out.
+        width, width_v: keys of `BACKWARD`, for q and k, and for v and out.
         left, right: whether the visible band is bounded on that side.
         deterministic: dQ is accumulated in a fixed order.
         tiles: how it is cut.
@@ -283,8 +284,6 @@ BACKWARD = {
     128: TilesBackward(64),
     256: TilesBackward(64, 64),
 }
-# The same where all keys are seen, where it differs.
-BACKWARD_FULL: dict[int, TilesBackward] = {}
 
 WIDTHS = tuple(sorted(width for width, width_v in HOPPER if width == width_v))
 """Head dims that have tiles of their own; TMA fills what a smaller one leaves with zeros."""
@@ -334,8 +333,7 @@ def kernel_backward_for(problem: Problem) -> KernelBackward:
     """The backward kernel of a problem."""
     left, right = (side is not None for side in problem.span)
     width = width_for(max(problem.head_dim, problem.head_dim_v), BACKWARD)
-    tiles = BACKWARD_FULL.get(width, BACKWARD[width]) if not left and not right else BACKWARD[width]
-    return KernelBackward(problem.dtype, width, width, left, right, problem.deterministic, tiles)
+    return KernelBackward(problem.dtype, width, width, left, right, problem.deterministic, BACKWARD[width])
 
 
 def table(problem: Problem) -> dict[tuple[int, int], Tiles]:
@@ -368,6 +366,11 @@ def describe(problem: Problem) -> list[str]:
             lines.append(f"{name} {head_dim} is padded to {width} on chip, not in memory")
     if pack := pack_for(problem, kernel.tiles.block_q):
         lines.append(f"{1 << pack} query heads of a key/value head share a tile")
+    if problem.grad:
+        backward = kernel_backward_for(problem)
+        lines.append(f"backward: {backward.tiles}, head dims run at {backward.width}; dQ is summed in float32 memory of its own")
+        if problem.deterministic:
+            lines.append("backward: blocks of keys add to dQ in a fixed order, each after the one before")
     lines.append("copies what TMA can't read in place: a start or stride that is no multiple of 16 bytes, a broadcast dimension")
     return lines
 

@@ -87,15 +87,12 @@ def round_kernel(
     BLOCK_Q: tl.constexpr,
     PARTS: tl.constexpr,
     BY_ROWS: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
     N: tl.constexpr,
-    EIGHTS: tl.constexpr,
 ):
-    """dQ = scale * its sum over the keys, in the inputs' dtype. A program has a warpgroup's part of a block.
+    """dQ = scale * its sum over the keys, in the inputs' dtype. A program has a warpgroup's part of a block: 64 queries.
 
     The sum lies as a WGMMA leaves its 64 x N result in registers, in fours: by eight columns, then by thread, which has pairs of
-    columns of two rows 8 apart. A part is 64 queries, or some columns of all queries of a block, transposed where a block has no 64 of
-    them. EIGHTS is the power of two that holds N / 8.
+    columns of two rows 8 apart. The parts of a block are its queries by 64, or else columns by N.
     """
     of_part = tl.num_programs(0) - 1 - tl.program_id(0)
     part = of_part % PARTS
@@ -103,19 +100,13 @@ def round_kernel(
     bh = of_block // blocks
     b = tl.cast(bh // heads, tl.int64)
     h = bh % heads
-    at = tl.arange(0, EIGHTS * 512)
-    sums = dq_sum + tl.cast(of_part, tl.int64) * (64 * N)
-    sums = tl.load(sums + at, mask=at < 64 * N, other=0.0).reshape(EIGHTS, 4, 8, 4, 2, 2)
-    tile = (sums * scale).to(dq.dtype.element_ty).permute(1, 4, 2, 0, 3, 5).reshape(64, EIGHTS * 8)
-    m, n = tl.arange(0, 64), tl.arange(0, EIGHTS * 8)
-    if TRANSPOSED:
-        row, column, of_part = n[None, :], m[:, None], n[None, :] < N
-    else:
-        row, column, of_part = m[:, None], n[None, :], n[None, :] < N
+    sums = tl.load(dq_sum + tl.cast(of_part, tl.int64) * (64 * N) + tl.arange(0, 64 * N)).reshape(N // 8, 4, 8, 4, 2, 2)
+    tile = (sums * scale).to(dq.dtype.element_ty).permute(1, 4, 2, 0, 3, 5).reshape(64, N)
+    row, column = (of_block - bh * blocks) * BLOCK_Q + tl.arange(0, 64), tl.arange(0, N)
     if BY_ROWS:
         row += part * 64
     else:
-        column += part * (64 if TRANSPOSED else N)
-    row = tl.cast((of_block - bh * blocks) * BLOCK_Q + row, tl.int64)
-    inside = of_part & (row < seqlen_q) & (column < HEAD_DIM)
-    tl.store(dq + b * stride_dqb + h * stride_dqh + row * stride_dqs + column, tile, mask=inside)
+        column += part * N
+    row = tl.cast(row, tl.int64)[:, None]
+    inside = (row < seqlen_q) & (column < HEAD_DIM)[None, :]
+    tl.store(dq + b * stride_dqb + h * stride_dqh + row * stride_dqs + column[None, :], tile, mask=inside)

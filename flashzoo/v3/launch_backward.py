@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashzoo._cute.driver import Function, TensorMap, current_stream
 from flashzoo.spec import Problem
-from flashzoo.v3.config import BYTES, WARPGROUP_ROWS, KernelBackward, kernel_backward_for
+from flashzoo.v3.config import BYTES, KernelBackward, kernel_backward_for
 from flashzoo.v3.launch import (
     LOG2E,
     SMALLEST_SCALE,
@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 PARAMETERS = (*["128s"] * 6, *["Q"] * 4, *["i"] * 10, "Q", "f", "f")
 
 
-# Heads whose tiles are interleaved in deterministic mode: the blocks of keys of one head add to dQ one after the other, and
-# would begin one after the other too.
-DETERMINISTIC_SECTION = 8
+# Heads whose tiles are interleaved in deterministic mode: the blocks of keys of one head add to dQ one after the other, and would
+# wait for one another if they ran at the same time. By whether tiles are cut by gradient (there a head leaves L2 sooner), and
+# whether some are longer.
+DETERMINISTIC_SECTION = {(False, False): 32, (False, True): 64, (True, False): 8, (True, True): 16}
 
 
 def backward(
@@ -128,7 +129,9 @@ class BackwardLaunch:
         self._blocks = min(torch.cuda.get_device_properties(device).multi_processor_count, blocks * batch_heads)
         bytes_of_head = p.heads // p.heads_kv * p.seqlen_q * (BYTES[p.dtype] * (p.head_dim + p.head_dim_v) + 4 * p.head_dim)
         uneven = kernel.right and not kernel.left
-        section = section_of(bytes_of_head) if uneven else DETERMINISTIC_SECTION if kernel.deterministic else 1
+        section = section_of(bytes_of_head) if uneven else 1
+        if kernel.deterministic:
+            section = DETERMINISTIC_SECTION[tiles.by_gradient, uneven]
         section = min(batch_heads, section)
         self._sizes = (p.seqlen_q, p.seqlen_k, p.heads_kv, p.heads // p.heads_kv, 0, *p.reach, blocks, batch_heads, section)
         self._function = function_for(kernel).on(device)
@@ -191,14 +194,11 @@ def round_launch(problem: Problem, kernel: KernelBackward, dq_strides: Ints) -> 
 
     p, block_q = problem, kernel.tiles.block_q
     blocks = -(-p.seqlen_q // block_q)
-    rows, columns = kernel.dq_part
-    transposed = rows % WARPGROUP_ROWS != 0
-    parts = {"BY_ROWS": kernel.dq_by_rows, "TRANSPOSED": transposed, "N": rows if transposed else columns}
     return Launch(
         round_kernel,
         blocks * kernel.tiles.consumers * p.batch * p.heads,
         (*dq_strides[:3], p.seqlen_q, blocks, p.heads),
-        {"HEAD_DIM": p.head_dim, "BLOCK_Q": block_q, "PARTS": kernel.tiles.consumers, **parts, "EIGHTS": _power(parts["N"]) // 8},
+        {"HEAD_DIM": p.head_dim, "BLOCK_Q": block_q, "PARTS": kernel.tiles.consumers, "BY_ROWS": kernel.dq_by_rows, "N": kernel.dq_part[1]},
         num_warps=4,
         num_stages=1,
     )

@@ -85,6 +85,7 @@ def backward_16(
 
 
 of_16_bits = differentiable(forward_16, backward_16)
+attention.backward = backward_16  # pyright: ignore[reportFunctionMemberAccess] - as `differentiable` has it
 
 
 @lru_cache(maxsize=1024)
