@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import flashzoo
+from bench.run import parted
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 ROOT = Path(__file__).parent.parent
@@ -88,7 +89,7 @@ def ratios_of(table: Speeds) -> str:
 
 
 def _ours(name: str) -> bool:
-    return name.removesuffix(f"_{END_TO_END}") in flashzoo.versions()
+    return parted(name)[0] in flashzoo.versions()
 
 
 def _ratio(values: list[float]) -> str:

@@ -4,7 +4,8 @@ For each cell (a shape and a pass) every implementation runs once at full size, 
 against the oracle; one that fails gets no speed. The others are then timed in turns, so that a warming GPU is unfair to
 none: flush L2, CUDA event, call, CUDA event. The backward pass is timed alone. A bf16 matmul, timed before and after,
 says what the GPU could do in this run; with `--dtype e4m3`, where inputs are FP8 and there is no backward pass, an FP8 one
-too. A version that quantizes 16-bit inputs is timed so, end to end, under its name with `_end_to_end` behind it.
+too. A version that quantizes 16-bit inputs is timed so, end to end, under its name with `_end_to_end` behind it, and with
+`_deterministic` behind it any that has an order of accumulation which is fixed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from importlib.metadata import version as package_version
 from math import ceil
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,8 +47,8 @@ FIELDS: tuple[str, ...] = (*RUN_FIELDS, "impl", *SHAPE_FIELDS, *RESULT_FIELDS)
 TAGS = {"fwd": "bench", "bwd": "bench_bwd"}
 PASSES = tuple(TAGS)
 DEFAULT_PEERS = ("sdpa_flash", "flex")
-END_TO_END = "_end_to_end"
-"""Ends the name of a version that is timed with `precision="fp8"` on 16-bit inputs, quantisation included."""
+ENDINGS: dict[str, dict[str, Any]] = {"_end_to_end": {"precision": "fp8"}, "_deterministic": {"deterministic": True}}
+"""What may end the name of a version, and what it is then called with: on 16-bit inputs, quantisation included; in a fixed order."""
 MATMUL_SIZE = {"cuda": 8192, "cpu": 256}
 SETTLE_MS = 400
 FLUSH_BYTES = 256 << 20
@@ -126,29 +127,33 @@ def default_impls(pass_: str, dtype: str = "bf16") -> list[str]:
     return [*(spec.name for spec in specs), *peers]
 
 
-def end_to_end_impls() -> list[str]:
-    """The names under which versions are timed with quantisation included."""
-    return [f"{spec.name}{END_TO_END}" for spec in flashzoo.versions().values() if spec.quantizes]
+def names_with_endings() -> list[str]:
+    """The names of versions with each of `ENDINGS` that they can be called with."""
+    specs = flashzoo.versions().values()
+    can = {"_end_to_end": [spec for spec in specs if spec.quantizes]}
+    can["_deterministic"] = [spec for spec in specs if "deterministic" in spec.features]
+    return [f"{spec.name}{ending}" for ending in ENDINGS for spec in can[ending]]
 
 
-def precision(impl: str) -> Literal["fp8"] | None:
-    """What is asked of that implementation beyond its inputs' dtype."""
-    return "fp8" if impl.endswith(END_TO_END) else None
+def parted(impl: str) -> tuple[str, dict[str, Any]]:
+    """The name without its ending, and what that asks for."""
+    ending = next((ending for ending in ENDINGS if impl.endswith(ending) and impl not in flashzoo.versions()), "")
+    return impl.removesuffix(ending), ENDINGS.get(ending, {})
 
 
 def attention(impl: str, problem: Problem) -> Attention:
     """The version or peer of that name as a function of q, k and v."""
     if impl in PEERS:
         return peer(impl, problem)
-    version = impl.removesuffix(END_TO_END)
-    return partial(flashzoo.attention, causal=problem.causal, window_size=problem.window, precision=precision(impl), version=version)
+    version, options = parted(impl)
+    return partial(flashzoo.attention, causal=problem.causal, window_size=problem.window, version=version, **options)
 
 
 class Contender:
     """One implementation on one cell's inputs. Making it runs the forward pass where the backward pass is the cell's.
 
     Args:
-        impl: a version, perhaps end to end, or a peer.
+        impl: a version, perhaps with an ending, or a peer.
         cell: what to run.
         tensors: q, k, v and dout.
     """
@@ -195,11 +200,11 @@ class Referee:
 
     def judge(self, impl: str) -> Judge:
         """Of what that implementation is asked for, which may err more where it quantizes its inputs."""
-        asked = precision(impl)
-        if asked not in self.judges:
+        precision = parted(impl)[1].get("precision")
+        if precision not in self.judges:
             q, k, v, dout = self.tensors
-            self.judges[asked] = Judge(q, k, v, replace(self.sample, precision=asked), None, dout if self.sample.grad else None)
-        return self.judges[asked]
+            self.judges[precision] = Judge(q, k, v, replace(self.sample, precision=precision), None, dout if self.sample.grad else None)
+        return self.judges[precision]
 
     def errors(self, impl: str, result: Result) -> Row:
         """The columns max_err and rms_err: of out, or the worst of the gradients.
@@ -411,7 +416,7 @@ def compile_ahead(todo: list[Cell], impls: dict[str, list[str]], workers: int) -
     for cell in todo:
         for impl in impls[cell.pass_]:
             shape = (cell.problem.seqlen_q,) if impl == "flex" else ()
-            spec = flashzoo.versions().get(impl.removesuffix(END_TO_END))
+            spec = flashzoo.versions().get(parted(impl)[0])
             if shape or (spec and spec.requires):
                 jobs.setdefault((impl, cell.pass_, cell.problem.head_dim, cell.problem.causal, *shape), []).append(cell)
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_compile_in_one_thread) as pool:
@@ -449,7 +454,7 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = [*flashzoo.versions(), *end_to_end_impls(), *PEERS]
+    known = [*flashzoo.versions(), *names_with_endings(), *PEERS]
     truth = {"0": False, "1": True}
 
     def names(choices: list[str] | tuple[str, ...]) -> Callable[[str], list[str]]:
@@ -468,7 +473,9 @@ def _parser() -> argparse.ArgumentParser:
         return [truth[name] for name in names(list(truth))(text)]
 
     parser.add_argument(
-        "--impls", type=names(known), help=f"versions, also end to end, and peers: {', '.join(known)}; default: what takes the dtype"
+        "--impls",
+        type=names(known),
+        help=f"versions, also end to end or deterministic, and peers: {', '.join(known)}; default: what takes the dtype",
     )
     parser.add_argument("--passes", type=names(PASSES), help="fwd,bwd; default: those that the dtype has")
     parser.add_argument("--head-dims", type=numbers, help="only these, such as 64,128")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import sys
 from contextlib import nullcontext
 from functools import partial
@@ -14,6 +15,7 @@ import torch
 
 import flashzoo
 from bench import ablation, fp8_error, peers, plot, run, tune
+from flashzoo.autograd import differentiable
 from flashzoo.reference import dequantized, rotated, standard
 from flashzoo.spec import Problem
 from flashzoo.v1 import config as v1_config
@@ -201,8 +203,94 @@ def test_fp8_errors_are_no_excuse_in_16_bits():
 def test_only_what_takes_the_dtype_is_timed_unasked():
     assert "v3_fp8" in run.default_impls("fwd", "e4m3") and "v3_fp8" not in run.default_impls("fwd")
     assert run.default_impls("fwd", "e4m3")[-2:] == list(peers.FP8_PEERS)
-    assert not [impl for impl in run.default_impls("fwd") if impl.endswith(run.END_TO_END)]
-    assert "v3_fp8_end_to_end" in run.end_to_end_impls()
+    assert not [impl for pass_ in run.PASSES for impl in run.default_impls(pass_) if impl.endswith(tuple(run.ENDINGS))]
+    assert "v3_fp8_end_to_end" in run.names_with_endings()
+
+
+@pytest.fixture
+def called(monkeypatch) -> list[tuple[str, bool]]:
+    """Version and `deterministic` of every call."""
+    attention, calls = flashzoo.attention, []
+
+    def recorded(*tensors, version, deterministic=False, **options):
+        calls.append((version, deterministic))
+        return attention(*tensors, version=version, deterministic=deterministic, **options)
+
+    monkeypatch.setattr(flashzoo, "attention", recorded)
+    return calls
+
+
+def test_a_fixed_order_is_timed_under_its_own_name(tmp_path, called):
+    out = tmp_path / "cpu.csv"
+    assert _bench("--impls standard,standard_deterministic --passes bwd --causal 0", out) == 0
+    assert _timed(out) == [("standard", "bwd", "0"), ("standard_deterministic", "bwd", "0")]
+    assert set(called) == {("standard", False), ("standard", True)}
+    assert {"v3_deterministic", "standard_deterministic"} <= set(run.names_with_endings())
+
+
+def test_a_version_whose_own_name_has_an_ending_is_that_version():
+    spec = flashzoo.register(dataclasses.replace(flashzoo.versions()["standard"], name="mine_deterministic", auto=()))
+    try:
+        assert run.parted(spec.name) == ("mine_deterministic", {})
+        assert run.parted(f"{spec.name}_deterministic") == ("mine_deterministic", {"deterministic": True})
+    finally:
+        flashzoo.unregister(spec.name)
+
+
+def half_of_dk(dout, dlse, q, k, v, out, lse, problem, softmax_scale):
+    """A backward pass that is wrong in one gradient."""
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        dq, dk, dv = torch.autograd.grad(standard(*leaves, problem, softmax_scale)[0], leaves, dout)
+    return dq, dk / 2, dv
+
+
+attention_with_half_of_dk = differentiable(standard, half_of_dk)
+
+
+@pytest.fixture
+def wrong_backward():
+    spec = flashzoo.Spec(
+        name="wrong_backward",
+        title="half of one gradient",
+        paper="none",
+        impl=f"{__name__}:attention_with_half_of_dk",
+        cpu_dtypes=("bf16",),
+        dtypes=("bf16",),
+        features=frozenset({"causal", "deterministic"}),
+        backward=frozenset({"causal", "deterministic"}),
+    )
+    yield flashzoo.register(spec).name
+    flashzoo.unregister("wrong_backward")
+
+
+def test_a_wrong_gradient_gets_no_speed_however_it_is_asked_for(tmp_path, capsys, wrong_backward):
+    out = tmp_path / "cpu.csv"
+    assert _bench(f"--impls {wrong_backward},{wrong_backward}_deterministic,sdpa_math --passes fwd,bwd --causal 0", out) == 1
+    right = [(impl, "fwd", "0") for impl in (wrong_backward, f"{wrong_backward}_deterministic", "sdpa_math")]
+    assert _timed(out) == [*right, ("sdpa_math", "bwd", "0")]
+    said = capsys.readouterr().out
+    assert all(f"{impl} FAILED: WrongResultError: dk" in said for impl in (wrong_backward, f"{wrong_backward}_deterministic"))
+
+
+@pytest.mark.parametrize("name", ["fa4", "sdpa_cudnn", "flex"])
+def test_a_peers_gradients_are_held_to_the_oracle_too(name, monkeypatch):
+    """Right or wrong by what is behind the peer's name."""
+    factor = 1.0
+
+    def attention(problem):
+        def call(q, k, v):
+            return flashzoo.attention(q, torch.lerp(k.detach(), k, factor), v, causal=problem.causal, version="standard")
+
+        return call
+
+    monkeypatch.setitem(peers.PEERS, name, attention)
+    cell = run.Cell(Problem(2, 64, 64, 4, 4, 16, "bf16", causal=True, device="cpu", grad=True))
+    tensors = run.inputs(cell.problem)
+    run.Referee(cell, tensors).errors(name, run.Contender(name, cell, tensors).result())
+    factor = 0.5
+    with pytest.raises(run.WrongResultError, match="dk"):
+        run.Referee(cell, tensors).errors(name, run.Contender(name, cell, tensors).result())
 
 
 def test_peers_refuse_a_dtype_that_is_not_theirs():

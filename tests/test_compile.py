@@ -19,8 +19,20 @@ from flashzoo.v1 import launch as v1
 from flashzoo.v2 import launch as v2
 from flashzoo.v2.config import tiles_for as v2_tiles
 from flashzoo.v3 import launch as v3
+from flashzoo.v3 import launch_backward as v3_backward
 from flashzoo.v3 import launch_fp8 as v3_fp8
-from flashzoo.v3.config import FP8, LONG, WARPGROUP, Kernel, KernelFp8, kernel_fp8_for
+from flashzoo.v3.config import (
+    BACKWARD,
+    FP8,
+    LONG,
+    WARPGROUP,
+    Kernel,
+    KernelBackward,
+    KernelFp8,
+    TilesBackward,
+    kernel_backward_for,
+    kernel_fp8_for,
+)
 from flashzoo.v3.config import HOPPER as V3_TILES
 from flashzoo.v3.config import HOPPER_SHORT as V3_SHORT
 from flashzoo.v3.config import kernel_for as v3_kernel
@@ -157,8 +169,8 @@ def too_little_shared(code: str) -> bool:
     return f"addressof @{message} " in code
 
 
-def v3_compiled(kernel: Kernel) -> Resources:
-    launch = v3_fp8 if isinstance(kernel, KernelFp8) else v3
+def v3_compiled(kernel: Kernel | KernelBackward) -> Resources:
+    launch = v3_fp8 if isinstance(kernel, KernelFp8) else v3 if isinstance(kernel, Kernel) else v3_backward
     return read(compile_for(v3.ARCH, *launch.program(kernel)).cubin, kernel.shared_bytes)
 
 
@@ -217,11 +229,89 @@ def test_v3_fp8_compiles_and_spills_no_more_than_known(
     assert not too_little_shared(host_code[0])
 
 
-@pytest.mark.parametrize("launch", [v3, v3_fp8])
+def backward_cases() -> Iterator[tuple[str, int, str, bool]]:
+    for width, mask, deterministic in product(BACKWARD, V3_MASKS, (False, True)):
+        yield "bf16", width, mask, deterministic
+    for width, mask in product(BACKWARD, ("full", "causal")):
+        yield "fp16", width, mask, mask == "causal"
+
+
+def of_consumers(code: tuple[str, ...]) -> list[str]:
+    """What can run once a consumer has asked for its registers: the loader and the writers give theirs up, and end for themselves."""
+    places = {instruction: at for at, instruction in enumerate(code)}
+    reached: set[int] = set()
+    ahead = [at for at, instruction in enumerate(code) if "USETMAXREG.TRY_ALLOC" in instruction]
+    while ahead:
+        at = ahead.pop()
+        if at not in reached and at < len(code):
+            reached.add(at)
+            ahead += [places[label] for label in re.findall(r"`\((\.L_\w+)\)", code[at])]
+            ahead += [] if re.match(r"(BRA|EXIT)\b", code[at]) else [at + 1]
+    return [code[at] for at in sorted(reached)]
+
+
+def serialised(code: tuple[str, ...]) -> int:
+    """How many WGMMAs of a product wait for the one before, as all of a kernel do where ptxas finds too few registers or a branch
+    that may divide a warp: it says so nowhere but in its log, and they take a third longer.
+    """
+    found, sum_before, waited = 0, "", False
+    for instruction in code:
+        if "WARPGROUP.DEPBAR" in instruction:
+            waited = True
+        elif wgmma := re.search(r"GMMA\S* (R\d+), .*?(R\d+|RZ)(?:, gsb0|, !?UPT)*$", instruction):
+            found += waited and sum_before == wgmma[1] == wgmma[2]
+            sum_before, waited = wgmma[1], False
+    return found
+
+
+# Bytes of stack of a thread where the loader is known to spill, with its 24 registers, by width. It is where no side is bounded; a
+# consumer never does.
+BACKWARD_STACK = {64: 48, 128: 48, 256: 32}
+
+
+@pytest.mark.parametrize(("dtype", "width", "mask", "deterministic"), [*backward_cases()], ids=str)
+@pytest.mark.filterwarnings("error")
+def test_v3_backward_compiles_and_its_consumers_do_not_spill(dtype: str, width: int, mask: str, deterministic: bool, host_code) -> None:
+    asked = {"dtype": dtype, "grad": True, "deterministic": deterministic, "arch": 90}
+    kernel = kernel_backward_for(Problem(2, 4096, 4096, 16, 16, width, **asked, **V3_MASKS[mask]))
+    compiled = v3_compiled(kernel)
+    spills = [instruction for instruction in of_consumers(compiled.code) if re.search(r"\b(STL|LDL)\b", instruction)]
+    assert not spills, f"{len(spills)} spill instructions in the consumers' code"
+    known = BACKWARD_STACK[width] if mask == "full" else 0
+    assert compiled.stack <= known, f"{compiled.stack} bytes of stack, {compiled.spills} spill instructions; known are {known} bytes"
+    assert serialised(compiled.code) == 0
+    assert compiled.opcodes.keys() >= {"HGMMA", "UTMALDG", "UBLKCP", "UTMASTG", "USETMAXREG"}, "WGMMA, TMA both ways, registers by role"
+    assert "HMMA" not in compiled.opcodes
+    bulk, fours = "UBLKRED" in compiled.opcodes, any("REDG.E.ADD.F32x4" in instruction for instruction in compiled.code)
+    assert (bulk, fours) == (not kernel.tiles.by_gradient, kernel.tiles.by_gradient), "dQ is added to by TMA, or from registers by fours"
+    consumers = kernel.tiles.consumers
+    wanted = PRODUCER_REGISTERS[consumers] + consumers * CONSUMER_REGISTERS[consumers]
+    assert WARPGROUP * wanted <= kernel.threads * compiled.registers, "the consumers would wait for registers for ever"
+    assert compiled.shared <= SHARED_LIMIT[90]
+    assert not too_little_shared(host_code[0])
+
+
+def test_a_serialised_kernel_is_seen() -> None:
+    """With 128 queries at a time a consumer has too few registers at this width."""
+    compiled = v3_compiled(KernelBackward("bf16", 128, 128, False, False, False, TilesBackward(128)))
+    products = 5
+    assert serialised(compiled.code) == compiled.opcodes["HGMMA"] - products
+    assert any("STL" in instruction for instruction in of_consumers(compiled.code))
+
+
+LAUNCHES_OF_V3 = {
+    v3: v3_kernel,
+    v3_fp8: lambda problem: kernel_fp8_for(problem, True, False),
+    v3_backward: kernel_backward_for,
+}
+"""Which kernel each launches for a problem."""
+
+
+@pytest.mark.parametrize("launch", LAUNCHES_OF_V3, ids=lambda launch: launch.__name__)
 def test_v3_has_the_parameters_that_its_launch_packs(launch, tmp_path) -> None:
     """By number and size; where they lie, the driver says when it has loaded a kernel."""
     problem = Problem(2, 4096, 4096, 16, 16, 64, arch=90)
-    program, arguments = launch.program(v3_kernel(problem) if launch is v3 else kernel_fp8_for(problem, True, False))
+    program, arguments = launch.program(LAUNCHES_OF_V3[launch](problem))
     compiled = cute.compile(program, *arguments, options=f"--gpu-arch {v3.ARCH} --keep-ptx --dump-dir {tmp_path}")
     entry = compiled.artifacts.PTX.partition(".entry")[2].partition("{")[0]
     scalars = {"u32": 4, "f32": 4, "u64": 8, "b32": 4, "b64": 8}
@@ -229,9 +319,21 @@ def test_v3_has_the_parameters_that_its_launch_packs(launch, tmp_path) -> None:
     assert [int(size) if size else scalars[kind] for kind, size in declared] == [struct.calcsize(kind) for kind in launch.PARAMETERS]
 
 
-def test_a_launch_with_too_little_shared_memory_is_seen(host_code, monkeypatch) -> None:
-    kernel = v3_kernel(Problem(2, 4096, 4096, 16, 16, 64, arch=90))
+SHARED = {
+    "forward": v3_kernel(Problem(2, 4096, 4096, 16, 16, 64, arch=90)),
+    **{
+        f"backward-{width}-{deterministic}": kernel_backward_for(
+            Problem(2, 4096, 4096, 16, 16, width, arch=90, deterministic=deterministic)
+        )
+        for width, deterministic in product(BACKWARD, (False, True))
+    },
+}
+
+
+@pytest.mark.parametrize("kernel", SHARED.values(), ids=SHARED)
+def test_v3_asks_for_no_more_shared_memory_than_it_lays_out(kernel, host_code, monkeypatch) -> None:
+    """One mbarrier less is too little, and that is seen."""
     enough = kernel.shared_bytes
-    monkeypatch.setattr(Kernel, "shared_bytes", enough - 8)
+    monkeypatch.setattr(type(kernel), "shared_bytes", enough - 8)
     v3_compiled(kernel)
     assert too_little_shared(host_code[0])

@@ -533,8 +533,7 @@ class Backward:
         # The sign of turn is 0, which the compiler can't know. Addresses that are the same for all tiles it would work out
         # once, and keep in registers that the steps need.
         thread = consumer.thread + (turn >> 31)
-        for i in cutlass.range_constexpr(cute.size(consumer.dk)):
-            consumer.dk[i] = consumer.dk[i] * scale
+        consumer.dk.store(consumer.dk.load() * scale)
         self.meet()  # the others have read K
         for mma, acc, staged in ((consumer.mma_dv, consumer.dv, on_chip.v), (consumer.mma_dk, consumer.dk, on_chip.k)):
             rounded = cute.make_rmem_tensor(acc.shape, self.dtype)

@@ -319,8 +319,7 @@ class BackwardByGradient(Backward):
         staged, ring = (on_chip.v, on_chip.v_ring) if of_v else (on_chip.k, on_chip.k_ring)
         thread = tile.thread + (turn >> 31)  # as in `backward.py`
         if const_expr(not of_v):
-            for i in cutlass.range_constexpr(cute.size(acc)):
-                acc[i] = acc[i] * scale
+            acc.store(acc.load() * scale)
         rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
         to_16_bits(acc, rounded)
         to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype), tile.mma_acc).get_slice(thread)

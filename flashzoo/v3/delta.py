@@ -48,7 +48,7 @@ def delta_kernel(
     bh = of_block // blocks
     block = of_block - bh * blocks
     b = tl.cast(bh // heads, tl.int64)
-    h = bh % heads
+    h = tl.cast(bh % heads, tl.int64)
     row = block * BLOCK_Q + tl.arange(0, ROWS)
     mine = tl.arange(0, ROWS) < BLOCK_Q
     inside = mine & (row < seqlen_q)
@@ -99,7 +99,7 @@ def round_kernel(
     of_block = of_part // PARTS
     bh = of_block // blocks
     b = tl.cast(bh // heads, tl.int64)
-    h = bh % heads
+    h = tl.cast(bh % heads, tl.int64)
     sums = tl.load(dq_sum + tl.cast(of_part, tl.int64) * (64 * N) + tl.arange(0, 64 * N)).reshape(N // 8, 4, 8, 4, 2, 2)
     tile = (sums * scale).to(dq.dtype.element_ty).permute(1, 4, 2, 0, 3, 5).reshape(64, N)
     row, column = (of_block - bh * blocks) * BLOCK_Q + tl.arange(0, 64), tl.arange(0, N)

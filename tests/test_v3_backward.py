@@ -1,0 +1,475 @@
+"""What is special to v3's backward pass: who works on what, what is computed before and after it, tiles' edges, a fixed order."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import DEVICE, accept, both, draw, forward, same_bits, storage_of
+from torch import Tensor
+
+from flashzoo import Problem
+from flashzoo._triton.compile import resources
+from flashzoo.accuracy import Judge
+from flashzoo.reference import Result, visible
+from flashzoo.v3 import launch, launch_backward, schedule
+from flashzoo.v3.backward import Backward
+from flashzoo.v3.config import (
+    BACKWARD,
+    WARPGROUP,
+    WARPGROUP_ROWS,
+    WRITERS,
+    KernelBackward,
+    TilesBackward,
+    kernel_backward_for,
+)
+from flashzoo.v3.schedule import NEVER, ScheduleBackward
+from flashzoo.workloads import LAYOUTS, hardware
+
+gpu = pytest.mark.gpu
+on_hopper = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="v3 runs on Hopper, sm_90, alone"
+)
+
+PLAIN = Problem(batch=1, seqlen_q=128, seqlen_k=128, heads=2, heads_kv=2, head_dim=64, lse=True, grad=True, arch=90)
+BANDS = {
+    "full": {},
+    "causal": {"causal": True},
+    "itself": {"window": (0, 0)},
+    "left_1": {"window": (1, 0)},
+    "right_1": {"window": (0, 1)},
+    "left": {"window": (63, None)},
+    "right": {"window": (None, 5)},
+    "wide": {"window": (200, 100)},
+}
+on_bands = pytest.mark.parametrize("band", BANDS)
+LENGTHS = (1, 63, 64, 65, 79, 80, 81, 127, 128, 129, 191, 192, 200)
+
+
+# Who works on what: `ScheduleBackward` on numbers that are there already, held to every pair of query and key.
+
+TILINGS = {
+    "128x128": TilesBackward(128),
+    "128x64": TilesBackward(64),
+    "64x64": TilesBackward(64, 64),
+}
+
+
+@pytest.fixture
+def on_integers(monkeypatch):
+    """The schedule's methods as what they are without CuTe DSL: arithmetic."""
+    for name, method in vars(ScheduleBackward).items():
+        if hasattr(method, "__wrapped__"):
+            monkeypatch.setattr(ScheduleBackward, name, method.__wrapped__)
+    monkeypatch.setattr(ScheduleBackward, "place", ScheduleBackward.place.__wrapped__)
+    monkeypatch.setattr(schedule, "Int32", int)
+    monkeypatch.setattr(schedule, "Int64", int)
+    monkeypatch.setattr(schedule.cutlass, "range_constexpr", range)
+
+
+def schedule_of(problem: Problem, tiles: TilesBackward, section: int = 1) -> ScheduleBackward:
+    p = problem
+    kernel = replace(kernel_backward_for(p), tiles=tiles)
+    blocks, batch_heads = -(-p.seqlen_k // tiles.block_kv), p.batch * p.heads_kv
+    sizes = (p.seqlen_q, p.seqlen_k, p.heads_kv, p.heads // p.heads_kv, 0, *p.reach, blocks, batch_heads, min(section, batch_heads))
+    return ScheduleBackward(kernel, *sizes, counter=None)
+
+
+def scheduled() -> list[tuple[Problem, Tensor]]:
+    """Problems of all lengths against all, and whether a query sees a key `(seqlen_q, seqlen_k)`."""
+    problems = [
+        replace(PLAIN, seqlen_q=seqlen_q, seqlen_k=seqlen_k, deterministic=True, **band)
+        for seqlen_q, seqlen_k, band in itertools.product((1, 63, 64, 80, 129, 200, 515), (1, 64, 65, 128, 192, 321, 520), BANDS.values())
+    ]
+    everything = [torch.ones(p.seqlen_q, p.seqlen_k, dtype=torch.bool) for p in problems]
+    return [(p, every if (seen := visible(p, "cpu")) is None else seen) for p, every in zip(problems, everything, strict=True)]
+
+
+def blocks_that_see(plan: ScheduleBackward, seen: Tensor) -> Tensor:
+    """Whether some query of a block sees some key of a tile: (blocks of queries, tiles)."""
+    tiles = plan.kernel.tiles
+    padded = torch.nn.functional.pad(seen, (0, -seen.shape[1] % tiles.block_kv, 0, -seen.shape[0] % tiles.block_q))
+    return padded.view(-1, tiles.block_q, plan.blocks, tiles.block_kv).any(3).any(1)
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_a_tile_has_all_queries_that_see_it(tiling, on_integers):
+    for problem, seen in scheduled():
+        plan = schedule_of(problem, TILINGS[tiling])
+        pairs = blocks_that_see(plan, seen)
+        for block in range(plan.blocks):
+            begin, end = plan.blocks_of_tile(block)
+            inside = pairs[:, block].nonzero().flatten().tolist()
+            assert 0 <= begin < end <= len(pairs), f"{problem}: {begin} to {end} of {len(pairs)} blocks of queries"
+            assert not inside or (begin <= inside[0] and inside[-1] < end), f"{problem}: key block {block}"
+            steps = [plan.step(i, begin, end, 1) for i in range(plan.group * (end - begin))]
+            heads = range(plan.group, 2 * plan.group)
+            assert sorted(steps) == [(head, block_q) for head in heads for block_q in range(begin, end)]
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_only_what_is_seen_goes_unmasked(tiling, on_integers):
+    for problem, seen in scheduled():
+        plan = schedule_of(problem, TILINGS[tiling])
+        tiles = plan.kernel.tiles
+        for first_key in range(0, plan.blocks * tiles.block_kv, WARPGROUP_ROWS):
+            keys = seen[:, first_key : first_key + WARPGROUP_ROWS]
+            for first_query in range(0, problem.seqlen_q, tiles.block_q):
+                if not plan.crosses(first_key, first_query):
+                    whole = keys[first_query : first_query + tiles.block_q]
+                    assert whole.shape[1] == WARPGROUP_ROWS and whole.all(), f"{problem}: from key {first_key}, query {first_query}"
+
+
+def test_a_key_is_masked_to_the_queries_that_see_it(on_integers):
+    for problem, seen in scheduled():
+        plan = schedule_of(problem, TILINGS["128x64"])
+        queries = torch.arange(problem.seqlen_q)
+        for key in range(plan.blocks * plan.kernel.tiles.block_kv - 8):
+            for (lowest, highest), row in zip(plan.bounds(key, 2), (key, key + 8), strict=True):
+                found = queries - 2 >= lowest
+                if plan.kernel.left:
+                    found &= queries - 2 < highest
+                expected = seen[:, row] if row < problem.seqlen_k else torch.zeros_like(found)
+                assert torch.equal(found, expected), f"{problem}: key {row}"
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_turns_are_each_taken_once_and_by_who_was_handed_out_before(tiling, on_integers):
+    """Else a block waits for ever: for a turn that nobody has, or for a tile that waits behind itself."""
+    for problem, seen in scheduled():
+        plan = schedule_of(problem, TILINGS[tiling])
+        pairs = blocks_that_see(plan, seen)
+        handed_out = [plan.place(tile)[0] for tile in range(plan.blocks)]
+        for block_q in range(len(pairs)):
+            turns = {block: turn for block in handed_out if (turn := plan.turn(block, block_q)) != NEVER}
+            assert list(turns.values()) == [*range(len(turns))], f"{problem}: block of queries {block_q} in the order of tiles: {turns}"
+            assert {*pairs[block_q].nonzero().flatten().tolist()} <= turns.keys(), (
+                f"{problem}: block of queries {block_q} has a sum left out"
+            )
+            for block in turns:
+                begin, end = plan.blocks_of_tile(block)
+                assert begin <= block_q < end, f"{problem}: key block {block} has a turn at {block_q} that it never takes"
+
+
+@pytest.mark.parametrize("section", [1, 3, 8, 100])
+def test_every_tile_is_handed_out_once(section, on_integers):
+    problem = replace(PLAIN, batch=3, heads=12, heads_kv=6, seqlen_q=300, seqlen_k=1000, deterministic=True, causal=True)
+    plan = schedule_of(problem, TILINGS["128x64"], section)
+    tiles = [plan.place(tile) for tile in range(plan.blocks * plan.batch_heads)]
+    assert sorted(tiles) == [*itertools.product(range(plan.blocks), range(6), range(3))]
+    for head, batch in itertools.product(range(6), range(3)):
+        assert [place[0] for place in tiles if place[1:] == (head, batch)] == [plan.block_of(rank) for rank in range(plan.blocks)]
+
+
+@pytest.mark.parametrize("writers", [1, WRITERS])
+def test_every_step_has_one_writer(writers, monkeypatch):
+    monkeypatch.setattr("flashzoo.v3.backward.Int32", int)
+    program = SimpleNamespace(kernel=SimpleNamespace(writers=writers))
+    before = 0
+    for steps in (5, 1, 7, 2, 3, 4, 1, 1, 6):
+        taken = [(i, writer) for writer in range(writers) for i in range(Backward.first_turn(program, before, writer), steps, writers)]
+        assert sorted(taken) == [(i, (before + i) % writers) for i in range(steps)]
+        before += steps
+
+
+def test_every_head_dim_has_a_kernel():
+    for head_dim, head_dim_v, deterministic in itertools.product(range(8, 257, 8), range(8, 257, 8), (False, True)):
+        kernel = kernel_backward_for(replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim_v, deterministic=deterministic))
+        widest = max(head_dim, head_dim_v)
+        assert kernel.width == kernel.width_v == min(width for width in BACKWARD if width >= widest)
+        assert kernel.deterministic == deterministic and kernel.tiles in BACKWARD.values()
+
+
+# Before and after it: delta, and dQ from registers' order.
+
+KERNELS = {
+    **{f"table_{width}": KernelBackward("fp16", width, width, False, True, True, tiles) for width, tiles in BACKWARD.items()},
+    "by_rows": KernelBackward("fp16", 64, 64, False, False, False, TilesBackward(128)),
+    "by_columns": KernelBackward("fp16", 128, 128, False, False, True, TilesBackward(64)),
+    "by_gradient": KernelBackward("fp16", 256, 256, False, False, True, TilesBackward(64, 64)),
+}
+on_kernels = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+
+
+def guarded(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Memory with more of it on both sides, and all of it: NaN, or the lowest integer."""
+    size = math.prod(shape)
+    whole = torch.full((size + 128,), torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min, dtype=dtype, device=DEVICE)
+    return whole[64:-64].view(shape), whole
+
+
+@on_kernels
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "offset"])
+@pytest.mark.parametrize("with_dlse", [False, True], ids=["", "dlse"])
+@pytest.mark.parametrize("seqlen_q", [1, 64, 130])
+def test_delta_and_zeros(kernel, layout, with_dlse, seqlen_q):
+    """Delta is rowsum(dO O) - dLSE; LSE is in log2 units, +inf past the end and of rows that saw nothing; sums and turns begin at 0."""
+    problem = Problem(2, seqlen_q, 77, 3, 3, kernel.width - 24, dtype="fp16", lse=True, **hardware(DEVICE))
+    shape = 2, seqlen_q, 3, problem.head_dim
+    out, dout = (LAYOUTS[layout](torch.randn(shape, device=DEVICE).half()) for _ in range(2))
+    lse, dlse = torch.randn(2, 3, seqlen_q, device=DEVICE), torch.randn(2, 3, seqlen_q, device=DEVICE)
+    lse[1, 2, seqlen_q // 2] = -math.inf
+    block_q = kernel.tiles.block_q
+    blocks = -(-seqlen_q // block_q)
+    (delta, all_delta), (lse_log2, all_lse) = (guarded(2, 3, blocks * block_q) for _ in range(2))
+    dq_sum, all_sums = guarded(2, 3, blocks * block_q * kernel.width)
+    turns, all_turns = guarded(2, 3, blocks, dtype=torch.int32)
+    run = launch_backward.delta_launch(problem, kernel, out.stride(), dout.stride(), with_dlse)
+    run((out, dout, lse, dlse if with_dlse else lse, delta, lse_log2, dq_sum, turns), ())
+    expected = (out.double() * dout.double()).sum(3).transpose(1, 2) - (dlse.double() if with_dlse else 0)
+    torch.testing.assert_close(delta[..., :seqlen_q].double(), expected, rtol=1e-5, atol=1e-4)
+    assert not delta[..., seqlen_q:].any()
+    found = lse_log2[..., :seqlen_q].double()
+    blind = lse == -math.inf
+    torch.testing.assert_close(found[~blind], (lse.double() / math.log(2))[~blind], rtol=1e-6, atol=1e-6)
+    assert (found[blind] == math.inf).all() and (lse_log2[..., seqlen_q:] == math.inf).all()
+    assert not dq_sum.any()
+    assert not turns.any() if kernel.deterministic else (turns == torch.iinfo(torch.int32).min).all(), "there may be no memory behind them"
+    for whole in (all_delta, all_lse, all_sums):
+        assert whole[:64].isnan().all() and whole[-64:].isnan().all()
+    assert (all_turns[:64] < 0).all() and (all_turns[-64:] < 0).all()
+
+
+def as_registers(dq: Tensor, kernel: KernelBackward) -> Tensor:
+    """What the backward kernel leaves of dQ `(batch, seqlen_q, heads, head_dim)`: (batch, heads, blocks, consumers, numbers of a part).
+
+    By index from where WGMMA leaves element (m, n) of its 64 x N result (PTX, "register fragments of wgmma"): in a thread of the
+    warp of 16 rows, which has two rows 8 apart and of every eight columns two. A part lies by fours of registers, then by thread.
+    """
+    tiles, (rows, columns) = kernel.tiles, kernel.dq_part
+    blocks = -(-dq.shape[1] // tiles.block_q)
+    padding = (0, kernel.width - dq.shape[3], 0, 0, 0, blocks * tiles.block_q - dq.shape[1])
+    whole = torch.nn.functional.pad(dq, padding).permute(0, 2, 1, 3).reshape(dq.shape[0], dq.shape[2], blocks, tiles.block_q, kernel.width)
+    m, n = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    thread = m // 16 * 32 + m % 8 * 4 + n % 8 // 2
+    register = n // 8 * 4 + m // 8 % 2 * 2 + n % 2
+    at = register // 4 * (4 * WARPGROUP) + thread * 4 + register % 4
+    assert sorted(at.flatten().tolist()) == [*range(rows * columns)]
+    parts = []
+    for part in range(tiles.consumers):
+        row, column = (m + rows * part, n) if kernel.dq_by_rows else (m, n + columns * part)
+        numbers = torch.empty(*whole.shape[:3], rows * columns, dtype=dq.dtype, device=dq.device)
+        numbers[..., at.flatten()] = whole[..., row.flatten(), column.flatten()]
+        parts.append(numbers)
+    return torch.stack(parts, 3).contiguous()
+
+
+@on_kernels
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "padded"])
+@pytest.mark.parametrize(("seqlen_q", "narrower"), [(1, 0), (64, 8), (300, 56)])
+def test_dq_is_rounded_from_where_registers_lay(kernel, layout, seqlen_q, narrower):
+    problem = Problem(2, seqlen_q, 77, 3, 3, kernel.width - narrower, dtype="fp16", **hardware(DEVICE))
+    expected = torch.randn(2, seqlen_q, 3, problem.head_dim, device=DEVICE)
+    dq = LAYOUTS[layout](torch.full(expected.shape, torch.nan, device=DEVICE).half())
+    run = launch_backward.round_launch(problem, kernel, dq.stride())
+    run((as_registers(expected, kernel), dq), (0.37,))
+    wanted = LAYOUTS[layout]((expected * torch.tensor(0.37)).half())
+    assert same_bits(dq, wanted)
+    assert torch.equal(storage_of(dq), storage_of(wanted)), "what lies between was written"
+
+
+@on_kernels
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_both_compile_for_hopper(kernel, dtype):
+    kernel, strides = replace(kernel, dtype=dtype), (4096 * 16 * kernel.width, 16 * kernel.width, kernel.width)
+    problem = Problem(2, 4096, 4096, 16, 16, kernel.width, dtype=dtype, arch=90)
+    before = launch_backward.delta_launch(problem, kernel, strides, strides, True)
+    after = launch_backward.round_launch(problem, kernel, strides)
+    for compiled in (
+        resources(before, (dtype, dtype, *["fp32"] * 5, "i32"), 0, 90),
+        resources(after, ("fp32", dtype), 1, 90),
+    ):
+        assert compiled.stack == 0 and compiled.spills == 0, f"{compiled.stack} bytes of stack"
+
+
+# On the GPU: lengths around tiles' edges.
+
+
+def sampled(head_dim: int, band: str, count: int = 6) -> list[Problem]:
+    """Problems of this kind whose other fields are drawn, the same ones every time."""
+    chance = random.Random(f"{head_dim} {band}")
+    found = []
+    for i in range(count):
+        dtype = "fp16" if band in ("full", "causal") and i % 3 == 2 else "bf16"  # each dtype and band is a kernel to compile
+        group, heads_kv = chance.choice((1, 1, 2, 3, 8)), chance.choice((1, 2))
+        sizes = {"batch": chance.choice((1, 2)), "seqlen_q": chance.choice(LENGTHS), "seqlen_k": chance.choice(LENGTHS)}
+        heads = {"heads": group * heads_kv, "heads_kv": heads_kv, "head_dim": head_dim - 8 * (i % 4 == 3), "head_dim_v": None}
+        how = {"dtype": dtype, "out_dtype": None, "lse": chance.random() < 0.5, "deterministic": i % 3 == 1}
+        found.append(replace(PLAIN, **sizes, **heads, **how, **BANDS[band]))
+    return found
+
+
+def short(problem: Problem) -> str:
+    p = problem
+    how = [name for name in ("lse", "deterministic") if getattr(p, name)]
+    return "-".join((p.dtype, f"{p.batch}x{p.seqlen_q}x{p.seqlen_k}", f"{p.heads}of{p.heads_kv}", f"d{p.head_dim}", *how))
+
+
+SAMPLED = [
+    pytest.param(problem, id=f"{band}-{short(problem)}")
+    for head_dim, band in itertools.product((64, 128, 256), BANDS)
+    for problem in sampled(head_dim, band)
+]
+
+
+@gpu
+@on_hopper
+@pytest.mark.parametrize("problem", SAMPLED)
+def test_lengths_around_the_edges_of_tiles(problem):
+    tensors, dout, dlse = draw(problem)
+    found = both("v3", tensors, problem, dout, dlse)
+    accept(Judge(*tensors, problem, None, dout, dlse), found)
+    if problem.deterministic:
+        assert same_results(both("v3", tensors, problem, dout, dlse), found)
+
+
+def same_results(left: Result, right: Result) -> bool:
+    return all(same_bits(x, y) for x, y in zip(left.items().values(), right.items().values(), strict=True))
+
+
+@gpu
+@on_hopper
+@pytest.mark.parametrize("band", ["causal", "wide", "left"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_every_place_of_the_diagonal_in_a_tile(head_dim, band):
+    """Blocks of queries change from seen whole to seen in part to not seen at all."""
+    for shift in range(-130, 131, 9):
+        problem = replace(PLAIN, heads=1, heads_kv=1, seqlen_q=198, seqlen_k=198 + shift, head_dim=head_dim, head_dim_v=None, **BANDS[band])
+        tensors, dout, dlse = draw(problem)
+        accept(Judge(*tensors, problem, None, dout, dlse), both("v3", tensors, problem, dout, dlse))
+
+
+@gpu
+@on_hopper
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("head_dims", [(64, 128), (128, 64), (40, 200), (256, 64), (72, 8)], ids=str)
+def test_values_of_another_width(head_dims, deterministic):
+    head_dim, head_dim_v = head_dims
+    problem = replace(PLAIN, seqlen_q=130, seqlen_k=200, causal=True, deterministic=deterministic, head_dim=head_dim, head_dim_v=head_dim_v)
+    tensors, dout, dlse = draw(problem)
+    accept(Judge(*tensors, problem, None, dout, dlse), both("v3", tensors, problem, dout, dlse))
+
+
+@gpu
+@on_hopper
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_gradient_through_lse_alone(head_dim, deterministic):
+    problem = replace(
+        PLAIN, seqlen_q=200, seqlen_k=129, heads=4, causal=True, deterministic=deterministic, head_dim=head_dim, head_dim_v=None
+    )
+    tensors, dout, dlse = draw(problem)
+    leaves = tuple(x.clone().requires_grad_() for x in tensors)
+    result = forward("v3", leaves, problem)
+    gradients = torch.autograd.grad(result.lse, leaves, dlse)
+    found = Result(result.out.detach(), result.lse.detach(), *gradients)
+    accept(Judge(*tensors, problem, None, torch.zeros_like(dout), dlse), found)
+    assert not gradients[2].any(), "v has no part in LSE"
+
+
+# On the GPU: many tiles, few, and a fixed order.
+
+MANY = replace(PLAIN, batch=16, seqlen_q=300, seqlen_k=1100, heads=8, head_dim=128, head_dim_v=None, causal=True)
+"""More tiles than a GPU has multiprocessors, so that the counter hands them out; four heads to a tile."""
+SIZES = {"many": MANY, "few": replace(MANY, batch=1, heads=2), "one_tile": replace(MANY, batch=1, heads=8, heads_kv=1, seqlen_k=100)}
+
+
+def counters_are_zero() -> bool:
+    torch.cuda.synchronize()
+    return not any(counter.item() for counter in launch.counter.kept.values())
+
+
+@gpu
+@on_hopper
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("size", SIZES)
+def test_more_tiles_than_multiprocessors_and_fewer(size, head_dim, deterministic):
+    problem = replace(SIZES[size], head_dim=head_dim, head_dim_v=None, deterministic=deterministic)
+    tensors, dout, dlse = draw(problem)
+    accept(Judge(*tensors, problem, None, dout, dlse), both("v3", tensors, problem, dout, dlse))
+    assert counters_are_zero()
+
+
+@gpu
+@on_hopper
+@pytest.mark.parametrize("band", ["full", "causal", "wide"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_deterministic_is_the_same_bits_when_busy(head_dim, band):
+    lengths = {"batch": 2, "seqlen_q": 2048, "seqlen_k": 2048, "heads": 12, "heads_kv": 6}
+    problem = replace(PLAIN, **lengths, head_dim=head_dim, head_dim_v=None, deterministic=True, **BANDS[band])
+    tensors, dout, dlse = draw(problem)
+    leaves = tuple(x.requires_grad_() for x in tensors)
+    result = forward("v3", leaves, problem)
+
+    def gradients() -> tuple[Tensor, ...]:
+        return torch.autograd.grad((result.out, result.lse), leaves, (dout, dlse), retain_graph=True)
+
+    first = gradients()
+    few = tuple(x.detach()[:1, :, : 2 if x.shape[2] == 12 else 1] for x in (*leaves, dout, result.out, *first))
+    sample = replace(problem, batch=1, heads=2, heads_kv=1)
+    judge = Judge(*few[:3], sample, None, few[3], dlse[:1, :2])
+    accept(judge, Result(few[4], result.lse.detach()[:1, :2], *few[5:]))
+    for _ in range(50):
+        assert [name for name, x, y in zip(("dq", "dk", "dv"), gradients(), first, strict=True) if not same_bits(x, y)] == []
+    assert counters_are_zero()
+
+
+@gpu
+@on_hopper
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "expanded"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_each_tensor_in_a_layout_of_its_own(head_dim, layout):
+    """Out among them, which a caller of the operator hands over as it likes. Delta is summed in an order that is its layout's."""
+    problem = replace(MANY, batch=2, head_dim=head_dim, head_dim_v=None, deterministic=True)
+    tensors, dout, dlse = draw(problem)
+    judge, result = Judge(*tensors, problem, None, dout, dlse), forward("v3", tensors, problem)
+    given = (dout, *tensors, result.out)
+
+    def backward(dout: Tensor, *rest: Tensor) -> Result:
+        gradients = launch_backward.backward(dout, dlse, *rest, result.lse, problem, problem.head_dim**-0.5)
+        return Result(result.out, result.lse, *gradients)
+
+    expected = backward(*given)
+    for moved in ({0, 1, 2, 3, 4}, {0}, {1}, {2}, {3}, {4}):
+        found = backward(*(LAYOUTS[layout](x) if at in moved else x for at, x in enumerate(given)))
+        accept(judge, found)
+        assert same_bits(found.dv, expected.dv)
+
+
+@gpu
+@on_hopper
+def test_two_streams_at_once():
+    """Each stream has a tile counter of its own, and each call its own turns."""
+    problem = replace(MANY, deterministic=True)
+    drawn = [draw(problem, seed) for seed in range(2)]
+    expected = [both("v3", tensors, problem, dout, dlse) for tensors, dout, dlse in drawn]
+    streams = [torch.cuda.Stream() for _ in drawn]
+    torch.cuda.synchronize()
+    found = [[], []]
+    for _ in range(10):
+        for stream, (tensors, dout, dlse), results in zip(streams, drawn, found, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(both("v3", tensors, problem, dout, dlse))
+    torch.cuda.synchronize()
+    for results, wanted in zip(found, expected, strict=True):
+        assert all(same_results(result, wanted) for result in results)
+    assert counters_are_zero()
+
+
+@gpu
+@on_hopper
+def test_sizes_do_not_compile_again():
+    small = replace(PLAIN, causal=True)
+    both("v3", draw(small)[0], small, *draw(small)[1:])
+    compiled = launch_backward.function_for.cache_info().misses
+    for other in ({"batch": 3}, {"seqlen_q": 77}, {"seqlen_k": 513}, {"heads": 6}, {"heads": 8, "heads_kv": 1}, {"head_dim": 40}):
+        problem = replace(small, head_dim_v=None, **other)
+        tensors, dout, dlse = draw(problem)
+        accept(Judge(*tensors, problem, None, dout, dlse), both("v3", tensors, problem, dout, dlse))
+    assert launch_backward.function_for.cache_info().misses == compiled
