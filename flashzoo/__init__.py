@@ -6,7 +6,10 @@ print(flashzoo.explain(q, k, v, causal=True))                   # who was chosen
 print(flashzoo.compare(q, k, v, causal=True))                   # error, ms, TFLOP/s and memory of every version
 """
 
-from flashzoo import baselines, v1, v2, v3
+from importlib import import_module
+from typing import Any
+
+from flashzoo import baselines, blocksparse, v1, v2, v3
 from flashzoo.api import attention, explain, quantize, sdpa
 from flashzoo.compare import compare
 from flashzoo.registry import UnsupportedError, register, unregister, use, versions
@@ -15,6 +18,7 @@ from flashzoo.spec import Problem, Spec
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockMask",  # pyright: ignore[reportUnsupportedDunderAll]  # by __getattr__
     "Problem",
     "Spec",
     "UnsupportedError",
@@ -29,10 +33,19 @@ __all__ = [
     "versions",
 ]
 
-# The order of `auto`, newest first. `sdpa` takes what no kernel of ours does; `standard` what even sdpa can't (lse).
+# The order of `auto`, newest first. `blocksparse` is the first that takes a block mask; without one it takes nothing that v2
+# does not. `sdpa` takes what no kernel of ours does; `standard` what even sdpa can't (lse).
 register(v3.SPEC)
 register(v3.FP8_SPEC)
 register(v2.SPEC)
 register(v1.SPEC)
+register(blocksparse.SPEC)
 register(baselines.SDPA)
 register(baselines.STANDARD)
+
+
+def __getattr__(name: str) -> Any:
+    """`BlockMask`, imported on first use."""
+    if name == "BlockMask":
+        return import_module("flashzoo.blocksparse.mask").BlockMask
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flashzoo.reference import HOPPER_SUM_BITS, NO_DESCALES, Descales, Result, dequantized, oracle, rotated, standard
+from flashzoo.reference import HOPPER_SUM_BITS, NO_DESCALES, Descales, Result, dequantized, oracle, rotated, standard, visible
 from flashzoo.spec import Problem
 from flashzoo.workloads import TORCH_DTYPES, visible_pairs
 
@@ -115,6 +115,7 @@ class Judge:
         dout: gradient of out, in its shape; gradients are judged where it is given, unless the inputs are e4m3: those have none.
         dlse: gradient of lse `(batch, heads, seqlen_q)`, or None; needs dout.
         descales: of q, k and v where they are e4m3, as in `flashzoo.attention`.
+        mask: what the block mask shows, bool `(batch or 1, heads or 1, seqlen_q, seqlen_k)`, where the problem has one.
 
     Attributes:
         reference: the oracle's `Result`, float64.
@@ -131,7 +132,10 @@ class Judge:
         dout: Tensor | None = None,
         dlse: Tensor | None = None,
         descales: Descales = NO_DESCALES,
+        mask: Tensor | None = None,
     ) -> None:
+        if (mask is None) != (problem.block_mask is None):
+            raise ValueError(f"mask must be given where problem.block_mask is, got {problem.block_mask} and a mask {mask is not None}")
         scale = 1 / math.sqrt(problem.head_dim) if softmax_scale is None else softmax_scale
         q, k, v = q.detach(), k.detach(), v.detach()
         self.problem = problem
@@ -139,18 +143,21 @@ class Judge:
         self._eps = max(torch.finfo(self._dtype).eps, ORACLE_EPS)
         if problem.dtype == "e4m3":
             dout = dlse = None
-        self.yardstick = _yardstick(q, k, v, problem, scale, dout, dlse, descales)
+        self._mask = mask
+        self.yardstick = _yardstick(q, k, v, problem, scale, dout, dlse, descales, mask)
         if problem.dtype == "e4m3":
             q, k, v = (dequantized(x, descale) for x, descale in zip((q, k, v), descales, strict=True))
-        self.reference = oracle(q, k, v, problem, scale, dout, dlse)
-        self._pairs = visible_pairs(problem)
+        self.reference = oracle(q, k, v, problem, scale, dout, dlse, mask=mask)
+        self._rows, self._pairs = problem.seqlen_q - problem.blind_rows, visible_pairs(problem)
+        if mask is not None:
+            self._rows, self._pairs = _seen_by_a_head(problem, mask)
         self._summed = self._summation_slack(q, k, v, scale)
         self._terms = _largest_terms(q, k, v, problem, scale, dout)
         yards = [self._errors_of(self.yardstick)]
         self._plain_rms = _head_rms(yards[0]["out"])
         if problem.precision == "fp8":
             plain = replace(problem, grad=False)
-            yards.append(self._errors_of(_yardstick(rotated(q), rotated(k), v, plain, scale, None, None, descales)))
+            yards.append(self._errors_of(_yardstick(rotated(q), rotated(k), v, plain, scale, None, None, descales, mask)))
         # Of the yardsticks' errors only these figures are needed again.
         self._yard_max = {name: max(_top(yard[name]) for yard in yards if name in yard) for name in yards[0]}
         self._yard_row = max(_top(_row_errors(yard["out"], self.reference.out)) for yard in yards)
@@ -225,7 +232,7 @@ class Judge:
     def _summation_slack(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | float:
         if self.problem.dtype not in ("fp32", "fp64"):
             return 0.0  # rounding to 16 bits is a thousand times more
-        return SUMMED * self._eps * oracle(q, k, v.abs(), self.problem, scale).out
+        return SUMMED * self._eps * oracle(q, k, v.abs(), self.problem, scale, mask=self._mask).out
 
     def _out_budget(self) -> Tensor:
         row_max = self.reference.out.abs().amax(-1, keepdim=True)
@@ -234,8 +241,7 @@ class Judge:
 
     def _rms_budget(self, factor: float | None = None) -> Tensor:
         problem = self.problem
-        rows = problem.seqlen_q - problem.blind_rows
-        independent = rows if problem.numerics in _FP8 else min(rows * problem.head_dim_v, self._pairs)
+        independent = self._rows if problem.numerics in _FP8 else min(self._rows * problem.head_dim_v, self._pairs)
         rounding = RMS_ROUNDING * self._eps * _head_rms(self.reference.out)
         rms = OUT_RMS[problem.numerics] * self._yard_rms if factor is None else factor * self._plain_rms
         return _spread(independent) * torch.maximum(rms, rounding)
@@ -264,7 +270,7 @@ class Judge:
 
     def _spread_of_rows(self) -> float:
         problem = self.problem
-        return _spread((problem.seqlen_q - problem.blind_rows) * problem.batch * problem.heads)
+        return _spread(self._rows * problem.batch * problem.heads)
 
     def _gradient_checks(self, name: str, error: Tensor, value: Tensor) -> list[Check]:
         return [
@@ -308,6 +314,7 @@ def _yardstick(
     dout: Tensor | None,
     dlse: Tensor | None,
     descales: Descales,
+    mask: Tensor | None = None,
 ) -> Result:
     """`standard` on as many (batch, key/value head) slices at a time as fit in `_SLICE_SCORES`."""
     grad = dout is not None
@@ -332,23 +339,39 @@ def _yardstick(
             q_scale, k_scale, v_scale = descales
             q_scale = None if q_scale is None else q_scale[at, heads if q_scale.ndim == 3 else kv]
             some = (q_scale, None if k_scale is None else k_scale[at, kv], None if v_scale is None else v_scale[at, kv])
-            for name, value in _standard(inputs, problem, scale, gradients, some).items().items():
+            seen = mask
+            if seen is not None:
+                seen = seen if seen.shape[0] == 1 else seen[at]
+                seen = seen if seen.shape[1] == 1 else seen[:, heads]
+            for name, value in _standard(inputs, problem, scale, gradients, some, seen).items().items():
                 whole.items()[name][cut[name]] = value
     return whole
 
 
-def _standard(inputs: list[Tensor], problem: Problem, scale: float, gradients: list[Tensor | None], descales: Descales) -> Result:
+def _standard(
+    inputs: list[Tensor], problem: Problem, scale: float, gradients: list[Tensor | None], descales: Descales, mask: Tensor | None
+) -> Result:
     (batch, _, heads, _), heads_kv = inputs[0].shape, inputs[1].shape[2]
     dout, dlse = gradients
     problem = replace(problem, batch=batch, heads=heads, heads_kv=heads_kv, lse=True, grad=dout is not None)
     leaves = q, k, v = [x.detach().requires_grad_(dout is not None) for x in inputs]
     with torch.enable_grad():
-        out, lse = standard(q, k, v, problem, scale, descales)
+        out, lse = standard(q, k, v, problem, scale, descales, mask)
         assert lse is not None, "standard gives lse where problem.lse"
         if dout is None:
             return Result(out, lse)
         outputs, given = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse.to(lse.dtype)])
         return Result(out.detach(), lse.detach(), *torch.autograd.grad(outputs, leaves, given))
+
+
+def _seen_by_a_head(problem: Problem, mask: Tensor) -> tuple[int, int]:
+    """Rows that see a key, and pairs that are seen, of the head that has fewest of all that see anything."""
+    seen = visible(problem, mask.device, mask)
+    assert seen is not None
+    per_head = torch.stack([seen.any(-1).sum(-1), seen.sum((-1, -2))]).flatten(1)
+    per_head = per_head[:, per_head[1] > 0]
+    rows, pairs = per_head.amin(1).tolist() if per_head.numel() else (0, 0)
+    return rows, pairs
 
 
 def _largest_terms(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scale: float, dout: Tensor | None) -> dict[str, Tensor]:

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from flashzoo.plan import check_descales, check_scale, check_tensors, described, form_of, negated, normalised, plan, problem_of
+from flashzoo.plan import (
+    check_descales,
+    check_scale,
+    check_tensors,
+    described,
+    form_of,
+    mask_described,
+    negated,
+    normalised,
+    plan,
+    problem_of,
+)
 from flashzoo.registry import Explanation, explain_problem, requested
 from flashzoo.spec import Problem, Window
+
+if TYPE_CHECKING:
+    from flashzoo.blocksparse.mask import BlockMask
 
 
 @overload
@@ -31,6 +45,7 @@ def attention(
     q_descale: Tensor | None = ...,
     k_descale: Tensor | None = ...,
     v_descale: Tensor | None = ...,
+    block_mask: BlockMask | None = ...,
 ) -> Tensor: ...
 @overload
 def attention(
@@ -49,6 +64,7 @@ def attention(
     q_descale: Tensor | None = ...,
     k_descale: Tensor | None = ...,
     v_descale: Tensor | None = ...,
+    block_mask: BlockMask | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
@@ -66,6 +82,7 @@ def attention(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    block_mask: BlockMask | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention, `softmax(q k^T * softmax_scale) v`, by the version that is asked for or the best that can.
 
@@ -90,6 +107,9 @@ def attention(
             `(batch, heads_kv)` or one for each 128 rows of a head, `(batch, heads, ceil(seqlen_q / 128))`; None is 1. Positive
             and finite, which is not looked at: it lies on the device.
         k_descale, v_descale: the same for k and v, `(batch, heads_kv)` or `(batch, heads_kv, ceil(seqlen_k / 128))`.
+        block_mask: a `flashzoo.BlockMask` on q's device, of these lengths, its batch and heads q's or 1. A key is seen where it, causal
+            and window_size all say so. What it skips is not computed by versions that say so (`blocksparse`); `sdpa` and
+            `standard` make a dense mask of it.
 
     Returns:
         out `(batch, seqlen_q, heads, head_dim_v)`, q's dtype (for e4m3 see out_dtype) and device, under autocast too; with
@@ -106,7 +126,7 @@ def attention(
 
         return traced(
             *(q, k, v, causal, softmax_scale, window_size, deterministic, return_lse, version),
-            *(precision, out_dtype, q_descale, k_descale, v_descale),
+            *(precision, out_dtype, q_descale, k_descale, v_descale, block_mask),
         )
     wanted, _ = requested(version)
     if window_size is not None:
@@ -118,15 +138,18 @@ def attention(
         check_tensors(q, k, v)
         raise
     form = None if precision is None and out_dtype is None else form_of(precision, out_dtype)
-    run, problem, scale, negative, e4m3 = plan(*tensors, causal, softmax_scale, window_size, deterministic, return_lse, grad, wanted, form)
+    form_of_mask = None if block_mask is None else mask_described(block_mask)
+    how = (causal, softmax_scale, window_size, deterministic, return_lse, grad, wanted, form, form_of_mask)
+    run, problem, scale, negative, e4m3 = plan(*tensors, *how)
     if negative:
         q = negated(q)
+    masked = {} if block_mask is None else {"block_mask": block_mask}
     if e4m3 or not (q_descale is k_descale is v_descale is None):
         descales = (q_descale, k_descale, v_descale)
         check_descales(descales, problem, q.device)
-        out, lse = run(q, k, v, problem, scale, descales)
+        out, lse = run(q, k, v, problem, scale, descales, **masked)
     else:
-        out, lse = run(q, k, v, problem, scale)
+        out, lse = run(q, k, v, problem, scale, **masked)
     return (out, lse) if return_lse else out
 
 
@@ -146,6 +169,7 @@ def explain(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    block_mask: BlockMask | None = None,
     arch: int | None = None,
 ) -> Explanation:
     """Who would answer a call of `attention` with these arguments, and every reason against the others. Runs nothing.
@@ -168,7 +192,8 @@ def explain(
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     check_scale(softmax_scale)
     tensors = (described(q), described(k), described(v))
-    problem = problem_of(tensors, causal, window_size, deterministic, return_lse, grad, arch, form_of(precision, out_dtype))
+    form, mask = form_of(precision, out_dtype), mask_described(block_mask)
+    problem = problem_of(tensors, causal, window_size, deterministic, return_lse, grad, arch, form, mask)
     if q_descale is not None or k_descale is not None or v_descale is not None:
         check_descales((q_descale, k_descale, v_descale), problem, q.device)
     return explain_problem(problem, version)

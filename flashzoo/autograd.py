@@ -10,16 +10,16 @@ from torch import Tensor
 
 from flashzoo.spec import Problem
 
-Forward = Callable[[Tensor, Tensor, Tensor, Problem, float], tuple[Tensor, Tensor | None]]
+Forward = Callable[..., tuple[Tensor, Tensor | None]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: Problem, scale: float, functions: tuple[Forward, Backward]):
-        out, lse = functions[0](q, k, v, problem, scale)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: Problem, scale: float, functions: tuple[Forward, Backward], mask: dict):
+        out, lse = functions[0](q, k, v, problem, scale, **mask)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.problem, ctx.scale, ctx.run_backward = problem, scale, functions[1]
+        ctx.problem, ctx.scale, ctx.run_backward, ctx.mask = problem, scale, functions[1], mask
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -29,8 +29,8 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        gradients = ctx.run_backward(dout, dlse, q, k, v, out, lse, ctx.problem, ctx.scale)
-        return (*gradients, None, None, None)
+        gradients = ctx.run_backward(dout, dlse, q, k, v, out, lse, ctx.problem, ctx.scale, **ctx.mask)
+        return (*gradients, None, None, None, None)
 
 
 def refuse_double_backward() -> None:
@@ -48,15 +48,16 @@ def differentiable(forward: Forward, backward: Backward) -> Callable[..., tuple[
         backward: `(dout, dlse or None, q, k, v, out, lse, problem, softmax_scale) -> (dq, dk, dv)`.
 
     Returns:
-        `(q, k, v, problem, softmax_scale) -> (out, lse)`, recorded by autograd only where `problem.grad`. Its attribute
+        `(q, k, v, problem, softmax_scale, **mask) -> (out, lse)`, recorded by autograd only where `problem.grad`; `mask`, that is
+        `block_mask` or nothing, is handed to both functions. Its attribute
         `backward` is the backward pass as given, for who records calls by other means.
     """
     functions = (forward, backward)
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, Tensor | None]:
+    def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, **mask: Any) -> tuple[Tensor, Tensor | None]:
         if problem.grad:
-            return _Attention.apply(q, k, v, problem, softmax_scale, functions)  # pyright: ignore[reportReturnType]
-        return forward(q, k, v, problem, softmax_scale)
+            return _Attention.apply(q, k, v, problem, softmax_scale, functions, mask)  # pyright: ignore[reportReturnType]
+        return forward(q, k, v, problem, softmax_scale, **mask)
 
     attention.backward = backward  # pyright: ignore[reportFunctionMemberAccess]
     return attention

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from flashzoo.reference import visible
+from flashzoo.reference import dense, visible
 from flashzoo.spec import FEATURES, Problem, Spec
 
 _EVERY_HEAD_DIM = range(1, 1 << 16)
@@ -15,10 +17,14 @@ LARGEST_GRID = 65535
 """Programs along the second and third dimension of a CUDA grid; torch's kernels lay the batch along one."""
 
 
+_DENSE_MASK = "makes a dense (batch, heads, seqlen_q, seqlen_k) mask of the block mask, and skips nothing"
+
+
 def _sdpa_notes(problem: Problem) -> list[str]:
     other_kernel = "torch's flash kernel needs v as wide as q: its memory-efficient one runs where it can, else math, quadratic in memory"
     notes = {
         "builds the (seqlen_q, seqlen_k) mask as a tensor": _needs_mask(problem),
+        _DENSE_MASK: problem.block_mask is not None,
         "copies inputs whose rows do not start at multiples of 16 bytes": problem.device == "cuda",
         other_kernel: "head_dim_v" in problem.features,
     }
@@ -43,7 +49,8 @@ _SDPA_FAULTS = (
 
 def _standard_notes(problem: Problem) -> list[str]:
     plain = "quantises q, k and v to e4m3 with one scale a head, and rotates nothing: the papers' plain FP8"
-    return [plain] if problem.precision == "fp8" else []
+    notes = {plain: problem.precision == "fp8", _DENSE_MASK: problem.block_mask is not None}
+    return [note for note, holds in notes.items() if holds]
 
 
 STANDARD = Spec(
@@ -72,8 +79,8 @@ SDPA = Spec(
     cpu_dtypes=("fp16", "bf16", "fp32", "fp64"),
     arch=(50, None),
     head_dims=_EVERY_HEAD_DIM,
-    features=frozenset({"causal", "window", "gqa", "cross", "head_dim_v"}),
-    backward=frozenset({"causal", "window", "gqa", "cross", "head_dim_v"}),
+    features=frozenset({"causal", "window", "gqa", "cross", "head_dim_v", "block_mask"}),
+    backward=frozenset({"causal", "window", "gqa", "cross", "head_dim_v", "block_mask"}),
     auto=("cuda", "cpu"),
     faults=_SDPA_FAULTS,
     check=_sdpa_limits,
@@ -88,7 +95,7 @@ _BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 
 def _needs_mask(problem: Problem) -> bool:
     aligned_alike = problem.window == (None, None) and problem.seqlen_q == problem.seqlen_k
-    return problem.span != (None, None) and not aligned_alike
+    return problem.block_mask is not None or (problem.span != (None, None) and not aligned_alike)
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -100,20 +107,23 @@ def _readable(x: Tensor) -> Tensor:
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, None]:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, block_mask: Any = None) -> tuple[Tensor, None]:
     """torch's attention under `Spec.impl`'s contract; torch aligns causal top-left, so other shapes get a mask."""
     masked = _needs_mask(problem)
+    seen = visible(problem, q.device, dense(block_mask)) if masked else None
     with torch.autocast(q.device.type, enabled=False), sdpa_kernel(_BACKENDS):  # autocast would change the dtype
         out = scaled_dot_product_attention(
             *(_readable(x).transpose(1, 2) for x in (q, k, v)),
-            attn_mask=visible(problem, q.device) if masked else None,
+            attn_mask=seen,
             is_causal=problem.causal and not masked,
             scale=softmax_scale,
             enable_gqa=problem.heads != problem.heads_kv,
         ).transpose(1, 2)
     if problem.grad:
         out.register_hook(_readable)
-    if problem.blind_rows:
+    if block_mask is not None and seen is not None:
+        out = out.masked_fill(~seen.any(-1).transpose(1, 2)[..., None], 0)
+    elif problem.blind_rows:
         rows = torch.arange(problem.seqlen_q, device=q.device) < problem.blind_rows
         out = out.masked_fill(rows[:, None, None], 0)
     return out, None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from flashzoo.autograd import joined
 from flashzoo.registry import Choice, choose, implementation, lent, remembered
-from flashzoo.spec import DESCALE_BLOCK, OUT_DTYPES, PRECISIONS, QUANTIZABLE, Problem, Window
+from flashzoo.spec import DESCALE_BLOCK, OUT_DTYPES, PRECISIONS, QUANTIZABLE, MaskForm, Problem, Window
 
 LARGEST_SCALE = 1e30
 """Of softmax_scale: scores are float32, and beyond this even small ones would be infinite."""
@@ -39,6 +41,30 @@ Described = tuple[torch.Size, int, torch.dtype, torch.device, torch.layout]
 def described(x: Tensor) -> Described:
     """What a plan depends on, of one tensor."""
     return x.shape, x.stride(-1) if x.ndim else 1, x.dtype, x.device, x.layout
+
+
+Mask = tuple[MaskForm, int, int, torch.device]
+"""What a plan depends on, of a block mask: its form, seqlen_q, seqlen_k, and where it is."""
+
+
+def mask_described(block_mask: Any) -> Mask | None:
+    """What a plan depends on, of a block mask or None.
+
+    Raises:
+        TypeError: it is something else.
+        ValueError: it was made by hand, and `BlockMask.validate` finds fault with it.
+    """
+    if block_mask is None:
+        return None
+    if not isinstance(block_mask, _mask_class()):
+        raise TypeError(f"block_mask must be a flashzoo.BlockMask or None, got {type(block_mask).__name__}")
+    block_mask.check_once()
+    return MaskForm.of(block_mask), block_mask.seqlen_q, block_mask.seqlen_k, block_mask.device
+
+
+@cache
+def _mask_class() -> type:
+    return import_module("flashzoo.blocksparse.mask").BlockMask
 
 
 def check_tensors(q: Any, k: Any, v: Any, names: tuple[str, str, str] = ("q", "k", "v")) -> None:
@@ -73,6 +99,7 @@ def plan(
     grad: bool,
     version: str,
     form: Form | None,
+    mask: Mask | None,
 ) -> tuple[Callable, Problem, float, bool, bool]:
     """Everything about a call that its data don't decide, once for each kind of call.
 
@@ -83,7 +110,9 @@ def plan(
     k = (k_shape, k_last, k_dtype, k_device, k_layout)
     v = (v_shape, v_last, v_dtype, v_device, v_layout)
     scale = check_scale(softmax_scale)
-    problem = problem_of((q, k, v), causal, window_size, deterministic, return_lse, grad, None, form)
+    problem = problem_of((q, k, v), causal, window_size, deterministic, return_lse, grad, None, form, mask)
+    if mask is not None and mask[3] != q_device:
+        raise ValueError(f"block_mask must be on q's device {q_device}, got {mask[3]}")
     choice = choose(problem, version)
     run = _nothing_to_see if 0 in q_shape or 0 in k_shape else _implementation(choice)
     scale = 1 / math.sqrt(problem.head_dim) if scale is None else scale
@@ -202,6 +231,7 @@ def problem_of(
     grad: bool,
     arch: int | None,
     form: Form | None = None,
+    mask: Mask | None = None,
 ) -> Problem:
     """The Problem of a call, each argument checked once and by name."""
     check_shapes(tensors)
@@ -215,6 +245,8 @@ def problem_of(
         raise TypeError(f"out_dtype is for e4m3 inputs (out has the dtype of others), got {TORCH_OUT_DTYPES[out_dtype]} with q {q_dtype}")
     check_flags(causal, deterministic, lse)
     device, arch = _hardware(q_device, arch)
+    if mask is not None:
+        _check_mask(mask, batch, heads, seqlen_q, seqlen_k)
     return Problem(
         batch=batch,
         seqlen_q=seqlen_q,
@@ -233,7 +265,17 @@ def problem_of(
         arch=arch,
         precision=precision,
         out_dtype=out_dtype,  # pyright: ignore[reportArgumentType]
+        block_mask=None if mask is None else mask[0],
     )
+
+
+def _check_mask(mask: Mask, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
+    form, mask_q, mask_k, _ = mask
+    if (mask_q, mask_k) != (seqlen_q, seqlen_k):
+        raise ValueError(f"block_mask must be of seqlen_q and seqlen_k ({seqlen_q}, {seqlen_k}), got ({mask_q}, {mask_k})")
+    for name, size, of_mask in (("batch", batch, form.batch), ("heads", heads, form.heads)):
+        if of_mask not in (1, size):
+            raise ValueError(f"block_mask must have q's {name} {size}, or 1 where shared, got {of_mask}")
 
 
 def normalised(window_size: Any) -> Window:
@@ -262,7 +304,7 @@ def _hardware(device: torch.device, arch: int | None) -> tuple[str, int | None]:
 
 
 def _nothing_to_see(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, descales: object = None
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, descales: object = None, block_mask: object = None
 ) -> tuple[Tensor, Tensor]:
     """The answer where there is no query or no key: zeros and -inf, with zero gradients for all three inputs."""
     e4m3 = problem.dtype == "e4m3"

@@ -3,8 +3,8 @@
     S = Q K^T * softmax_scale,  P = softmax(S),  O = P V,  LSE_i = log sum_j exp(S_ij)
     dV = P^T dO,  dP = dO V^T,  delta_i = sum_d dO_id O_id - dLSE_i,  dS = P * (dP - delta),  dQ = dS K * scale,  dK = dS^T Q * scale
 
-with these meanings, once for every version: causal and windows are aligned bottom-right; a row that sees no key gives
-0, LSE -inf and gradients 0; query head h reads key/value head h // (heads // heads_kv).
+with these meanings, once for every version: causal and windows are aligned bottom-right; a block mask, here a dense one, hides what it
+hides beside them; a row that sees no key gives 0, LSE -inf and gradients 0; query head h reads key/value head h // (heads // heads_kv).
 
 `standard` is the same with the numerics of a flash kernel: scores, sums and accumulators in float32; P, dS and O
 rounded to the I/O dtype. Its error is the yardstick that every version's error is held against. It is also the
@@ -63,11 +63,15 @@ class Result:
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
-def visible(problem: Problem, device: torch.device | str = "cpu") -> Tensor | None:
-    """`(seqlen_q, seqlen_k)` bool, True where the query sees the key; None where all do."""
+def visible(problem: Problem, device: torch.device | str = "cpu", mask: Tensor | None = None) -> Tensor | None:
+    """`(seqlen_q, seqlen_k)` bool, True where the query sees the key; None where all do.
+
+    Args:
+        mask: bool, what a block mask shows, `(batch or 1, heads or 1, seqlen_q, seqlen_k)`; the answer then is of that shape.
+    """
     left, right = problem.span
     if left is None and right is None:
-        return None
+        return mask
     diagonal = torch.arange(problem.seqlen_q, device=device)[:, None] + (problem.seqlen_k - problem.seqlen_q)
     offset = torch.arange(problem.seqlen_k, device=device)[None, :] - diagonal
     seen = torch.ones_like(offset, dtype=torch.bool)
@@ -75,7 +79,12 @@ def visible(problem: Problem, device: torch.device | str = "cpu") -> Tensor | No
         seen &= offset >= -left
     if right is not None:
         seen &= offset <= right
-    return seen
+    return seen if mask is None else seen & mask
+
+
+def dense(block_mask: Any) -> Tensor | None:
+    """A `flashzoo.BlockMask` as `visible` takes it, which one that is dense already, or None, is."""
+    return block_mask if block_mask is None or isinstance(block_mask, Tensor) else block_mask.to_dense()
 
 
 def dequantized(x: Tensor, descale: Tensor | None) -> Tensor:
@@ -112,6 +121,7 @@ def oracle(
     dout: Tensor | None = None,
     dlse: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
+    mask: Tensor | None = None,
 ) -> Result:
     """Attention in float64, one key/value head at a time so that long problems fit.
 
@@ -122,6 +132,7 @@ def oracle(
         dout: gradient of out; gradients are computed where it is given.
         dlse: gradient of lse, `(batch, heads, seqlen_q)`; needs dout.
         dtype: float64 or float32.
+        mask: of a block mask, as in `visible`.
 
     Returns:
         A `Result` in `dtype`.
@@ -133,14 +144,16 @@ def oracle(
     dq, dk, dv = (torch.zeros_like(x, dtype=dtype) if dout is not None else None for x in (q, k, v))
     if 0 in q.shape or 0 in k.shape:
         return Result(out, lse, dq, dk, dv)
-    seen = visible(problem, q.device)
+    seen = visible(problem, q.device, mask)
+    if seen is not None:
+        seen = seen.expand(batch, heads, *seen.shape[-2:])
     for b in range(batch):
         for h in range(heads):
             kv = h // group
             q_h, k_h, v_h = q[b, :, h].to(dtype), k[b, :, kv].to(dtype), v[b, :, kv].to(dtype)
             s = q_h @ k_h.T * softmax_scale
             if seen is not None:
-                s.masked_fill_(~seen, -math.inf)
+                s.masked_fill_(~seen[b, h], -math.inf)
             row_lse = torch.logsumexp(s, -1)
             p = s.sub_(_finite(row_lse)[:, None]).exp_()
             out[b, :, h], lse[b, h] = p @ v_h, row_lse
@@ -162,27 +175,41 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -math.inf, 0)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, Tensor | None]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, block_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     if problem.precision == "fp8":
         (q, q_descale), (k, k_descale), (v, v_descale) = (_quantized(x) for x in (q, k, v))
-        return _fp8_forward(q, k, v, problem, softmax_scale, (q_descale, k_descale, v_descale))
-    s = _scores(q, k, problem, softmax_scale)
+        return _fp8_forward(q, k, v, problem, softmax_scale, (q_descale, k_descale, v_descale), block_mask)
+    s = _scores(q, k, problem, softmax_scale, block_mask)
     lse = torch.logsumexp(s, -1).view(problem.batch, problem.heads, -1) if problem.lse or problem.grad else None
     p = torch.softmax(s, -1)
-    p[:, : problem.blind_rows] = 0  # softmax gives NaN where a row sees nothing
+    if block_mask is None:
+        p[:, : problem.blind_rows] = 0  # softmax gives NaN where a row sees nothing
+    else:
+        p.masked_fill_((s == -math.inf).all(-1, keepdim=True), 0)
     out = _matmul(p.to(q.dtype), _heads_first(v, problem)).to(q.dtype)
     return _seqlen_first(out, problem), lse
 
 
 def _backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem, softmax_scale: float
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    problem: Problem,
+    softmax_scale: float,
+    block_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = problem.batch * problem.heads
     do, k_h, v_h = _heads_first(dout, problem), _heads_first(k, problem), _heads_first(v, problem)
     delta = (dout.to(_wide(q)) * out.to(_wide(q))).sum(-1).transpose(1, 2).reshape(rows, -1)
     if dlse is not None:
         delta = delta - dlse.reshape(rows, -1)
-    p = _scores(q, k, problem, softmax_scale).sub_(_finite(lse).reshape(rows, -1, 1)).exp_()
+    p = _scores(q, k, problem, softmax_scale, block_mask).sub_(_finite(lse).reshape(rows, -1, 1)).exp_()
     dv = _matmul(p.to(q.dtype).mT, do)
     ds = p.mul_(_matmul(do, v_h.mT).sub_(delta[..., None])).to(q.dtype)
     dq = _matmul(ds, k_h) * softmax_scale
@@ -216,16 +243,14 @@ def rotated(x: Tensor) -> Tensor:
 
 
 def _fp8_forward(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, descales: Descales
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, descales: Descales, block_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     q_rows, k_rows, v_rows = (_heads_first(_of_rows(x, descale), problem) for x, descale in zip((q, k, v), descales, strict=True))
     q_h, k_h, v_h = (_heads_first(x.to(torch.bfloat16), problem) for x in (q, k, v))  # bf16 holds every e4m3 number
     # As kernels have it: scores in log2 units by one factor for a row and a block, and score - maximum rounded once. At scores
     # of millions the rounded maximum moves P by more than its own rounding.
     s = _hopper_sums(q_h, k_h).double().mul_((softmax_scale * math.log2(math.e) * q_rows * k_rows.mT).double())
-    seen = visible(problem, q.device)
-    if seen is not None:
-        s.masked_fill_(~seen, -math.inf)
+    s = _hidden(s, problem, block_mask)
     row_max = _finite(s.amax(-1, keepdim=True).float())
     p = s.sub_(row_max).float().exp2_()
     l = p.sum(-1, keepdim=True)
@@ -251,10 +276,16 @@ def _hopper_sums(a: Tensor, b: Tensor) -> Tensor:
     return total
 
 
-def _scores(q: Tensor, k: Tensor, problem: Problem, softmax_scale: float) -> Tensor:
-    s = _matmul(_heads_first(q, problem), _heads_first(k, problem).mT).mul_(softmax_scale)
-    seen = visible(problem, q.device)
-    return s if seen is None else s.masked_fill_(~seen, -math.inf)
+def _scores(q: Tensor, k: Tensor, problem: Problem, softmax_scale: float, mask: Tensor | None) -> Tensor:
+    return _hidden(_matmul(_heads_first(q, problem), _heads_first(k, problem).mT).mul_(softmax_scale), problem, mask)
+
+
+def _hidden(s: Tensor, problem: Problem, mask: Tensor | None) -> Tensor:
+    """Scores `(batch * heads, seqlen_q, seqlen_k)`, those that nobody sees overwritten with -inf."""
+    seen = visible(problem, s.device, mask)
+    if seen is not None:
+        s.view(problem.batch, problem.heads, *s.shape[1:]).masked_fill_(~seen, -math.inf)
+    return s
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -284,10 +315,10 @@ def _without_autocast(function: Callable) -> Callable:
     """Products in the dtypes as given: autocast would round S and lse too."""
 
     @wraps(function)
-    def exact(*arguments: Any) -> Any:
+    def exact(*arguments: Any, **options: Any) -> Any:
         device = next(x.device.type for x in arguments if isinstance(x, Tensor))
         with torch.autocast(device, enabled=False):
-            return function(*arguments)
+            return function(*arguments, **options)
 
     return exact
 
@@ -297,9 +328,26 @@ _in_fp8 = _without_autocast(_fp8_forward)
 
 
 def standard(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, descales: Descales = NO_DESCALES
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    softmax_scale: float,
+    descales: Descales = NO_DESCALES,
+    block_mask: Any = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention in three passes, with a flash kernel's numerics; see this file's head, and `Spec.impl`."""
+    """Attention in three passes, with a flash kernel's numerics; see this file's head, and `Spec.impl`.
+
+    A block mask may be a dense one, as in `visible`, too.
+    """
+    mask = dense(block_mask)
     if problem.dtype == "e4m3":
-        return _in_fp8(q, k, v, problem, softmax_scale, descales)
-    return _differentiable(q, k, v, problem, softmax_scale)
+        return _in_fp8(q, k, v, problem, softmax_scale, descales, mask)
+    return _differentiable(q, k, v, problem, softmax_scale, block_mask=mask)
+
+
+def _standard_backward(*arguments: Any, block_mask: Any = None) -> tuple[Tensor, Tensor, Tensor]:
+    return _differentiable.backward(*arguments, block_mask=dense(block_mask))  # pyright: ignore[reportFunctionMemberAccess]
+
+
+standard.backward = _standard_backward  # pyright: ignore[reportFunctionMemberAccess]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
+from typing import Any
 
 DTYPES = ("fp16", "bf16", "fp32", "fp64", "e4m3")
 PRECISIONS = (None, "fp8")
@@ -29,6 +30,7 @@ FEATURES = {
     "head_dim_v": "v's head_dim different from q's",
     "lse": "return_lse=True",
     "deterministic": "deterministic=True",
+    "block_mask": "block_mask",
 }
 """What a call can ask for beyond plain attention, and how the caller asks for it."""
 
@@ -41,6 +43,49 @@ _DISTRIBUTIONS = {"cutlass": "nvidia-cutlass-dsl[cu13]"}
 @lru_cache
 def _installed(package: str) -> bool:
     return find_spec(package) is not None
+
+
+@dataclass(frozen=True)
+class MaskForm:
+    """A `flashzoo.BlockMask` without its lists: what the choice of a version and of its kernels may depend on.
+
+    Attributes:
+        block_q, block_kv: sizes of a block, in tokens.
+        batch, heads: for how many it has lists of their own; 1 where they are shared by all.
+        causal, window: what its partial blocks apply to their elements, as in `Problem`.
+        bits: they apply a mask of elements too.
+    """
+
+    block_q: int = 128
+    block_kv: int = 128
+    batch: int = 1
+    heads: int = 1
+    causal: bool = False
+    window: Window = (None, None)
+    bits: bool = False
+
+    @classmethod
+    def of(cls, mask: Any) -> MaskForm:
+        """That of a `BlockMask`."""
+        element = mask.element
+        return cls(mask.block_q, mask.block_kv, mask.batch, mask.heads, element.causal, element.window, element.bits is not None)
+
+    @property
+    def span(self) -> Window:
+        """The visible band of a partial block, causal folded in."""
+        return _span(self.causal, self.window)
+
+    def __str__(self) -> str:
+        text = f"block mask {self.block_q}x{self.block_kv}"
+        text += "".join(f" by {name}" for name in ("batch", "heads") if getattr(self, name) > 1)
+        how = [*(["causal"] if self.causal else []), *([f"window {self.window}"] if self.window != (None, None) else [])]
+        how += ["bits"] if self.bits else []
+        return f"{text} ({', '.join(how)})" if how else text
+
+
+def _span(causal: bool, window: Window) -> Window:
+    left, right = window
+    return (left, 0 if right is None else min(right, 0)) if causal else (left, right)
 
 
 @dataclass(frozen=True)
@@ -64,6 +109,7 @@ class Problem:
         device: "cuda" or "cpu".
         arch: compute capability as `10 * major + minor` (90 for Hopper); None on the CPU.
         precision: of `PRECISIONS`.
+        block_mask: the form of the mask by blocks, which says, beside causal and window, what is seen; None where there is none.
         out_dtype: of out. That of the inputs, whatever is given, but for e4m3: there one of `OUT_DTYPES`, for the first of
             which None stands, so `replace(problem, dtype="e4m3")` keeps the old one unless it is given out_dtype=None too.
     """
@@ -85,6 +131,7 @@ class Problem:
     arch: int | None = None
     precision: str | None = None
     out_dtype: str = None  # pyright: ignore[reportAssignmentType]
+    block_mask: MaskForm | None = None
 
     def __post_init__(self) -> None:
         if self.head_dim_v is None:
@@ -110,14 +157,14 @@ class Problem:
             "head_dim_v": self.head_dim != self.head_dim_v,
             "lse": self.lse,
             "deterministic": self.deterministic,
+            "block_mask": self.block_mask is not None,
         }
         return frozenset(name for name, needed in asked.items() if needed)
 
     @cached_property
     def span(self) -> Window:
         """The visible band around the aligned diagonal, causal folded in: causal is a window with nothing on its right."""
-        left, right = self.window
-        return (left, 0 if right is None else min(right, 0)) if self.causal else (left, right)
+        return _span(self.causal, self.window)
 
     @cached_property
     def forward(self) -> Problem:
@@ -127,13 +174,17 @@ class Problem:
     @property
     def reach(self) -> tuple[int, int]:
         """`span` in numbers: a side past both sequences together is unbounded, and can't overflow a kernel's 32-bit arithmetic."""
+        return self.reach_of(self.span)
+
+    def reach_of(self, span: Window) -> tuple[int, int]:
+        """Another span in numbers, as `reach`."""
         furthest = self.seqlen_q + self.seqlen_k
-        left, right = (furthest if side is None else min(side, furthest) for side in self.span)
+        left, right = (furthest if side is None else min(side, furthest) for side in span)
         return left, right
 
     @property
     def blind_rows(self) -> int:
-        """How many of the first queries see no key."""
+        """How many of the first queries see no key for causal's and window's sake; what a block mask does is in its lists."""
         right = self.span[1]
         return 0 if right is None else min(self.seqlen_q, max(0, self.seqlen_q - self.seqlen_k - right))
 
@@ -157,6 +208,8 @@ class Problem:
             text += ", causal"
         if self.window != (None, None):
             text += f", window {self.window}"
+        if self.block_mask is not None:
+            text += f", {self.block_mask}"
         text += "".join(f", {name}" for name in ("lse", "deterministic", "grad") if getattr(self, name))
         return f"{text}, on {self.where}"
 
@@ -173,7 +226,7 @@ class Spec:
             `function(q, k, v, problem, softmax_scale) -> (out, lse or None)`. `out` must carry gradients where
             `problem.grad`; `lse` (float32, natural log, `(batch, heads, seqlen_q)`) must be there where `problem.lse`. For
             e4m3 inputs a sixth argument `descales` follows: those of q, k and v, each a float32 tensor, of any strides, or None.
-            `out` has dtype `problem.out_dtype`.
+            Where `problem.block_mask`, the `flashzoo.BlockMask` comes by keyword, as `block_mask`. `out` has dtype `problem.out_dtype`.
         dtypes: dtypes taken on a GPU.
         cpu_dtypes: dtypes taken on CPU tensors; empty where the version does not run there.
         quantizes: dtypes taken, wherever it runs, with `precision="fp8"`.
@@ -186,7 +239,7 @@ class Spec:
         backward: names from `FEATURES` that the backward pass honours; None where there is no backward pass.
         backward_impl: `"package.module:function"`, for a backward pass that other versions may use too, under "auto" where
             they give an LSE and have no backward pass of their own for a problem: called as
-            `function(dout, dlse or None, q, k, v, out, lse, problem, softmax_scale) -> (dq, dk, dv)`.
+            `function(dout, dlse or None, q, k, v, out, lse, problem, softmax_scale) -> (dq, dk, dv)`. Never with a block mask.
         requires: packages that must be installed.
         backward_requires: those that the backward pass needs beside them.
         auto: the devices, of "cuda" and "cpu", on which `version="auto"` may choose it.

@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from flashzoo.spec import DESCALE_BLOCK, Problem
+from flashzoo.spec import DESCALE_BLOCK, MaskForm, Problem
+
+if TYPE_CHECKING:
+    from flashzoo.blocksparse.mask import BlockMask
 
 TORCH_DTYPES = {
     "fp16": torch.float16,
@@ -100,6 +105,9 @@ _ALL = (
     _workload("outliers", "smoke", 96, 129, values="outliers", causal=True),
     _workload("narrow_values", "smoke", 96, 96, 64, head_dim_v=32),
     _workload("wide_values_causal", "smoke", 65, 97, 32, head_dim_v=64, causal=True),
+    _workload("blocks", "smoke", 200, 260, block_mask=MaskForm(64, 64, heads=2)),
+    _workload("blocks_causal_gqa", "smoke", 150, 260, heads=4, heads_kv=2, block_mask=MaskForm(heads=4, causal=True)),
+    _workload("blocks_bits", "smoke", 260, 150, block_mask=MaskForm(64, 128, bits=True)),
     _workload("one_by_one", "hard", 1, 1),
     _workload("one_query", "hard", 1, 4097, heads=1),
     _workload("one_query_causal", "hard", 1, 4097, heads=1, causal=True),
@@ -134,6 +142,19 @@ _ALL = (
     _workload("sink", "hard", 130, 300, values="sink"),
     _workload("fp8_paper", "hard", 512, 512, values="fp8_paper"),
     _workload("outliers_full", "hard", 128, 257, values="outliers"),
+    _workload("blocks_window", "hard", 260, 203, batch=2, block_mask=MaskForm(128, 64, batch=2, window=(70, 20))),
+    _workload("blocks_bits_gqa", "hard", 140, 270, heads=6, heads_kv=2, batch=2, block_mask=MaskForm(batch=2, heads=6, bits=True)),
+    _workload("blocks_and_causal", "hard", 190, 260, causal=True, block_mask=MaskForm(64, 64)),
+    _workload("blocks_bits_and_window", "hard", 190, 150, window=(100, 40), block_mask=MaskForm(64, 64, bits=True)),
+    _workload("blocks_one_query", "hard", 1, 1025, heads=4, heads_kv=1, block_mask=MaskForm(128, 64, heads=4)),
+    _workload("blocks_no_keys", "hard", 64, 0, block_mask=MaskForm()),
+    _workload("blocks_scores_x30", "hard", 200, 200, values="x30", block_mask=MaskForm(64, 64, causal=True)),
+    _workload("blocks_low_scores", "hard", 130, 200, values="low_scores", block_mask=MaskForm(64, 64)),
+    *(_workload(f"blocks_head_dim_{d}", "hard", 130, 200, d, block_mask=MaskForm(64, 64, causal=True)) for d in (8, 59, 128, 256)),
+    _workload("blocks_narrow_values", "hard", 130, 200, 64, head_dim_v=32, block_mask=MaskForm(64, 64)),
+    _workload("blocks_4096", "large", 4096, 4096, 128, heads=8, batch=2, block_mask=MaskForm(heads=8)),
+    _workload("blocks_4096_causal", "large", 4096, 4096, 64, heads=8, heads_kv=2, block_mask=MaskForm(heads=8, causal=True)),
+    _workload("blocks_long_odd_bits", "large", 3001, 4099, 96, heads=4, block_mask=MaskForm(64, 128, bits=True)),
     _workload("long_odd", "large", 8191, 8193, 128, heads=2),
     _workload("long_odd_causal", "large", 8191, 8193, 64, heads=4, heads_kv=2, causal=True),
     _workload("square_4096", "large", 4096, 4096, 128, heads=8, batch=2),
@@ -299,6 +320,37 @@ def descales(
         shapes = [(problem.batch, problem.heads, blocks_q), *[(*of_keys, blocks_k)] * 2]
     q, k, v = (torch.exp2(2 * torch.rand(shape, generator=generator, device=device) - 1) for shape in shapes)
     return q, k, v
+
+
+def block_mask(problem: Problem, seed: int = 0, device: torch.device | str = "cpu") -> BlockMask | None:
+    """A block mask of the problem's form and sizes, its blocks drawn at random; None where the problem has none.
+
+    About two blocks of three are kept; of those that bits apply to, half are full and the others have a random half of their
+    elements. Where there are three rows of blocks or columns, one is empty.
+    """
+    form = problem.block_mask
+    if form is None:
+        return None
+    blocks = import_module("flashzoo.blocksparse.mask").BlockMask
+    generator = torch.Generator(device).manual_seed(seed)
+    n_q, n_k = -(-problem.seqlen_q // form.block_q), -(-problem.seqlen_k // form.block_kv)
+    shape = (form.batch, form.heads, n_q, n_k)
+    kept = torch.rand(shape, generator=generator, device=device) < 0.67
+    if n_q > 2:
+        kept[:, :, n_q // 2] = False
+    if n_k > 2:
+        kept[..., n_k // 2] = False
+    sizes = {"block_q": form.block_q, "block_kv": form.block_kv}
+    if not form.bits:
+        more = {"causal": form.causal, "window_size": form.window}
+        return blocks.from_blocks(kept, problem.seqlen_q, problem.seqlen_k, **more, **sizes)
+    whole = torch.rand(shape, generator=generator, device=device) < 0.5
+    kept, whole = (
+        x.repeat_interleave(form.block_q, 2).repeat_interleave(form.block_kv, 3)[..., : problem.seqlen_q, : problem.seqlen_k]
+        for x in (kept, whole)
+    )
+    elements = torch.rand(kept.shape, generator=generator, device=device) < 0.5
+    return blocks.from_dense(kept & (whole | elements), **sizes)
 
 
 def _packed(x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from flashzoo import Problem, Spec
 from flashzoo.accuracy import Judge
 from flashzoo.reference import NO_DESCALES, Descales, Result
 from flashzoo.spec import FEATURES
-from flashzoo.workloads import TORCH_DTYPES, hardware, inputs
+from flashzoo.workloads import TORCH_DTYPES, block_mask, hardware, inputs
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -89,7 +90,28 @@ def as_arguments(problem: Problem, descales: Descales = NO_DESCALES) -> dict:
     if problem.dtype == "e4m3":
         arguments["out_dtype"] = TORCH_DTYPES[problem.out_dtype]
         arguments |= dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
+    if problem.block_mask is not None:
+        arguments["block_mask"] = mask_of(problem)
     return arguments | {"precision": problem.precision}
+
+
+def mask_of(problem: Problem) -> flashzoo.BlockMask | None:
+    """The block mask that stands for the problem's."""
+    sizes = {"heads": problem.heads, "heads_kv": problem.heads, "head_dim": 16, "head_dim_v": None, "dtype": "fp32"}
+    return _mask_of(
+        dataclasses.replace(SMALL, seqlen_q=problem.seqlen_q, seqlen_k=problem.seqlen_k, block_mask=problem.block_mask, **sizes)
+    )
+
+
+@lru_cache(maxsize=16)
+def _mask_of(problem: Problem) -> flashzoo.BlockMask | None:
+    return block_mask(problem, device=DEVICE)
+
+
+def seen_by(problem: Problem) -> Tensor | None:
+    """What that mask shows, as `Judge` takes it."""
+    mask = mask_of(problem)
+    return None if mask is None else mask.to_dense()
 
 
 def draw(problem: Problem, seed: int = 0, **how) -> tuple[Tensors, Tensor, Tensor | None]:

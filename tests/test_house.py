@@ -26,17 +26,18 @@ DEVICE_CODE = {
 IMPORT_SECONDS = 0.2
 
 PLUMBING = {"flashzoo._sass", "flashzoo._triton", "flashzoo._cute"}
-# What each room may import besides the standard library; a version's folder may also import itself.
+# What each room may import besides the standard library; a version's folder may also import itself. blocksparse.mask is BlockMask,
+# which users hand to `attention`.
 MAY_IMPORT = {
     "spec": set(),
     "registry": {"flashzoo.spec"},
-    "api": {"torch", "flashzoo.ops", "flashzoo.plan", "flashzoo.registry", "flashzoo.spec"},
+    "api": {"torch", "flashzoo.blocksparse.mask", "flashzoo.ops", "flashzoo.plan", "flashzoo.registry", "flashzoo.spec"},
     "ops": {"torch", "flashzoo.autograd", "flashzoo.plan", "flashzoo.registry", "flashzoo.spec"},
     "plan": {"torch", "flashzoo.autograd", "flashzoo.registry", "flashzoo.spec"},
     "autograd": {"torch", "flashzoo.spec"},
     "reference": {"torch", "flashzoo.autograd", "flashzoo.spec"},
     "baselines": {"torch", "flashzoo.reference", "flashzoo.spec"},
-    "workloads": {"torch", "flashzoo.spec"},
+    "workloads": {"torch", "flashzoo.blocksparse.mask", "flashzoo.spec"},
     "accuracy": {"torch", "flashzoo.reference", "flashzoo.spec", "flashzoo.workloads"},
     "_sass": set(),
     "_triton": {"torch", "triton", "flashzoo._sass", "flashzoo._triton"},
@@ -172,7 +173,9 @@ def test_every_impl_is_there_and_takes_the_contract(spec):
     module, _, name = spec.impl.partition(":")
     function = getattr(importlib.import_module(module), name)
     more = ["descales"] if "e4m3" in spec.dtypes else []
-    assert list(inspect.signature(function).parameters) == ["q", "k", "v", "problem", "softmax_scale", *more]
+    more += ["block_mask"] if "block_mask" in spec.features else []
+    taken = [name for name, parameter in inspect.signature(function).parameters.items() if parameter.kind != parameter.VAR_KEYWORD]
+    assert taken == ["q", "k", "v", "problem", "softmax_scale", *more]
 
 
 @pytest.mark.parametrize("folder", VERSION_FOLDERS, ids=relative)
@@ -200,4 +203,4 @@ def test_readme_begins_with_the_two_commands():
 
 
 def test_the_fixed_order_of_auto():
-    assert list(flashzoo.versions())[:6] == ["v3", "v3_fp8", "v2", "v1", "sdpa", "standard"]
+    assert list(flashzoo.versions())[:7] == ["v3", "v3_fp8", "v2", "v1", "blocksparse", "sdpa", "standard"]

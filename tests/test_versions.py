@@ -30,6 +30,7 @@ from support import (
     forward,
     gives_lse,
     same_bits,
+    seen_by,
     small,
     storage_of,
     takes,
@@ -41,7 +42,7 @@ import flashzoo
 from flashzoo import Problem, Spec, UnsupportedError
 from flashzoo.accuracy import OUT_RMS, Judge
 from flashzoo.reference import Descales, Result, visible
-from flashzoo.spec import FEATURES, QUANTIZABLE
+from flashzoo.spec import FEATURES, QUANTIZABLE, MaskForm
 from flashzoo.workloads import DESCALES, LAYOUTS, TORCH_DTYPES, Workload, descales, workloads
 
 ON_GPU = DEVICE == "cuda"
@@ -97,6 +98,7 @@ def refusals(spec: Spec) -> dict[str, tuple[Problem, str]]:
         "head_dim_v": {"head_dim_v": 8},
         "lse": {"lse": True},
         "deterministic": {"deterministic": True},
+        "block_mask": {"block_mask": MaskForm()},
     }
     plain = small(spec, lse=False)
     found = {name: (dataclasses.replace(plain, **beyond[name]), FEATURES[name]) for name in FEATURES.keys() - spec.features}
@@ -147,7 +149,7 @@ def _drawn(case: Case) -> tuple[Tensors, Tensor, Tensor | None, Descales, Judge]
     problem = case.problem
     tensors, dout, dlse = draw(problem, values=case.workload.values)
     scales = descales(problem, case.descales, device=DEVICE)
-    judge = Judge(*tensors, problem, None, dout if problem.grad else None, dlse if problem.grad else None, scales)
+    judge = Judge(*tensors, problem, None, dout if problem.grad else None, dlse if problem.grad else None, scales, seen_by(problem))
     return tensors, dout, dlse, scales, judge
 
 

@@ -1,0 +1,17 @@
+"""Block-sparse FlashAttention in Triton: v2's kernels walking lists of blocks. See README.md beside this file."""
+
+from flashzoo.blocksparse.config import describe
+from flashzoo.spec import FEATURES, Spec
+
+SPEC = Spec(
+    name="blocksparse",
+    title="block-sparse FlashAttention, v2 over the blocks that a mask keeps (Triton)",
+    paper="Dao, Fu, Ermon, Rudra, Ré 2022, arXiv:2205.14135, Algorithm 5",
+    impl="flashzoo.blocksparse.launch:attention",
+    dtypes=("fp16", "bf16", "fp32"),
+    cpu_dtypes=("fp16", "fp32"),
+    features=frozenset(FEATURES) - {"head_dim_v"},
+    backward=frozenset(FEATURES) - {"head_dim_v"},
+    requires=("triton",),
+    notes=describe,
+)

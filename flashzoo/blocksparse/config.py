@@ -1,0 +1,121 @@
+"""Tile sizes of blocksparse: which table, which row, and why. No tile is longer than a block of a mask, and all divide it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from flashzoo.spec import Problem
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How one kernel is cut.
+
+    Attributes:
+        block_q, block_kv: rows of a block of queries (the paper's B_r) and of keys (B_c).
+        num_warps, num_stages: warps of a program, and depth of the software pipeline over what it streams.
+        tma: read what streams by through TMA descriptors where its layout allows it.
+        registers: how many of the blocks that a program owns (Q; K and V; Q and dO) go to the tensor cores from registers
+            and not from shared memory. Needs tma.
+    """
+
+    block_q: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+    tma: bool = False
+    registers: int = 0
+
+    def __str__(self) -> str:
+        how = f"TMA, {self.registers} owned from registers" if self.tma else "plain loads"
+        return f"{self.block_q}x{self.block_kv} tiles, {self.num_warps} warps, {self.num_stages} stages, {how}"
+
+
+# (kernel, width of the head dim's tile): tiles. Those that v2 was measured to be fastest with on an H200, 16-bit inputs, Triton 3.6.
+HOPPER = {
+    ("forward", 64): Tiles(64, 64, 4, 3, tma=True, registers=1),
+    ("forward", 128): Tiles(64, 64, 4, 3, tma=True, registers=1),
+    ("forward", 256): Tiles(64, 32, 4, 3, tma=True, registers=1),
+    ("dkdv", 64): Tiles(64, 64, 4, 3, tma=True, registers=2),
+    ("dkdv", 128): Tiles(64, 64, 4, 2, tma=True),
+    ("dkdv", 256): Tiles(64, 64, 8, 2, tma=True),
+    ("dq", 64): Tiles(64, 64, 4, 3, tma=True),
+    ("dq", 128): Tiles(64, 64, 4, 3, tma=True, registers=1),
+    ("dq", 256): Tiles(64, 64, 4, 2, tma=True),
+}
+
+# Not measured: no such GPU is at hand. The largest tried that compile without spills for sm_80, sm_89 and sm_100, in the
+# 99 KB on chip that the smallest of them has.
+ANYWHERE = {
+    ("forward", 64): Tiles(64, 32, 4, 2),
+    ("forward", 128): Tiles(64, 32, 4, 2),
+    ("forward", 256): Tiles(64, 32, 8, 2),
+    ("dkdv", 64): Tiles(32, 64, 4, 1),
+    ("dkdv", 128): Tiles(64, 64, 8, 1),
+    ("dkdv", 256): Tiles(32, 32, 8, 1),
+    ("dq", 64): Tiles(32, 64, 4, 2),
+    ("dq", 128): Tiles(64, 64, 8, 2),
+    ("dq", 256): Tiles(32, 64, 8, 1),
+}
+
+# float32 products run on the CUDA cores ("ieee": no tensor core keeps float32), so tiles are small everywhere.
+FLOAT32 = {
+    ("forward", 64): Tiles(64, 32, 8, 1),
+    ("forward", 128): Tiles(32, 32, 8, 1),
+    ("forward", 256): Tiles(16, 16, 4, 1),
+    ("dkdv", 64): Tiles(32, 16, 8, 1),
+    ("dkdv", 128): Tiles(16, 32, 8, 1),
+    ("dkdv", 256): Tiles(16, 16, 8, 1),
+    ("dq", 64): Tiles(32, 32, 8, 1),
+    ("dq", 128): Tiles(16, 16, 8, 1),
+    ("dq", 256): Tiles(16, 16, 8, 1),
+}
+
+# The interpreter's cost is per operation, not per element: few, large tiles.
+INTERPRETED = Tiles(64, 64, 4, 1)
+
+
+# Up to so many keys a descriptor costs the host more (some 5 us each) than TMA saves the GPU.
+SHORT = 256
+
+
+def block_d(head_dim: int) -> int:
+    """Width of a tile that holds the head dim: a power of two, at least 16 for the tensor cores."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def tiles_for(kernel: str, problem: Problem) -> Tiles:
+    """The tiles of "forward", "dkdv" or "dq" for a problem."""
+    if problem.device == "cpu":
+        return INTERPRETED
+    width = max(64, block_d(problem.head_dim))
+    if problem.dtype == "fp32":
+        return FLOAT32[kernel, width]
+    if problem.arch == 90:
+        tiles = HOPPER[kernel, width]
+        short = kernel == "forward" and max(problem.seqlen_q, problem.seqlen_k) <= SHORT
+        return replace(tiles, tma=False, registers=0) if short or problem.head_dim % 8 else tiles
+    return ANYWHERE[kernel, width]
+
+
+def describe(problem: Problem) -> list[str]:
+    """Sentences for `explain`: what runs, how it is cut and why so, and what happens silently."""
+    kernels = ("forward", "dkdv", "dq") if problem.grad else ("forward",)
+    lines = [f"{kernel}: {tiles_for(kernel, problem)}" for kernel in kernels]
+    if problem.block_mask is None:
+        lines.append("no block_mask: one of causal and window_size alone is made, and kept for calls of this size")
+    elif problem.span != (None, None):
+        lines.append("causal and window_size are put into the block mask at every call; block_mask & BlockMask.causal(...) does it once")
+    if problem.device == "cpu":
+        lines.append("runs in Triton's interpreter: exact, and slow")
+    elif problem.dtype == "fp32":
+        lines.append("tiles: small, as float32 products run on the CUDA cores")
+    elif problem.arch == 90:
+        lines.append("tiles: those of v2, the fastest measured there on an H200")
+        if problem.head_dim % 8:
+            lines.append(f"head_dim {problem.head_dim} is no multiple of 16 bytes, which TMA needs: plain loads")
+    else:
+        lines.append("tiles: chosen to compile without spills, not measured on such a GPU")
+    if block_d(problem.head_dim) != problem.head_dim:
+        lines.append(f"head_dim {problem.head_dim} is padded to {block_d(problem.head_dim)} on chip, not in memory")
+    return lines

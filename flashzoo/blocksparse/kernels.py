@@ -1,0 +1,807 @@
+"""Block-sparse FlashAttention (Algorithm 5 of Dao et al. 2022, arXiv:2205.14135) on the device, as a change to FlashAttention-2.
+
+What v2 has, so have these kernels, in the same order under the same names; `diff flashzoo/v2/kernels.py` shows what is new:
+1. A program walks a list: the blocks that its row (column, for dK and dV) keeps. What is skipped costs nothing, not a test.
+2. Partial blocks come first in a list, and are masked element by element; then full ones, without a mask. The last full one
+   may reach past the last key, and is masked there in a loop of its own.
+3. Programs start with the longest rows, by the mask's `order`, so that no long one starts last.
+4. A row whose list is empty gives O = 0, LSE = -inf and dQ = 0.
+
+A block of the mask is a whole number of tiles, MASK_Q / BLOCK_Q by MASK_KV / BLOCK_KV; loops count tiles. What a partial block
+applies is a band (causal, window), as everywhere, and bits where there are any (BITS). Left out: dropout.
+
+Scores are in log2 units: exp2 with softmax_scale * log2(e) folded in. Comments A5.n are line numbers of Algorithm 5, A1.n and
+A2.n of FlashAttention-2's (Dao 2023, arXiv:2307.08691).
+"""
+
+import triton
+import triton.language as tl
+
+# Plain floats would do, but a kernel may read no globals other than constexprs.
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+# One compiled kernel for every length, batch and number of heads.
+SIZES = ["seqlen_q", "seqlen_k", "rows_padded", "heads", "heads_kv", "window_left", "window_right"]
+SIZES += ["stride_mask_b", "stride_mask_h", "width", "n_bits"]
+
+
+@triton.jit
+def load_block(head, start, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr):
+    """Rows start .. start + ROWS of one head as a (ROWS, BLOCK_D) tile, zero beyond seqlen and HEAD_DIM.
+
+    A head is (tensor, its strides over batch, seqlen and heads, batch index, head index, seqlen). A left operand of tl.dot
+    that comes through TMA reaches the tensor cores from registers (the compiler does not look through the reshape), one
+    that a plain load brought from shared memory.
+    """
+    x, stride_b, stride_s, stride_h, b, h, seqlen = head
+    if TMA:
+        return x.load([b, start, h, 0]).reshape(ROWS, BLOCK_D)
+    else:
+        row = tl.arange(0, ROWS)
+        d = tl.arange(0, BLOCK_D)
+        base = x + tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h + tl.cast(start, tl.int64) * stride_s
+        tile = base + row[:, None].to(tl.int64) * stride_s + d[None, :]
+        if MASKED and HEAD_DIM < BLOCK_D:
+            return tl.load(tile, mask=(start + row < seqlen)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+        elif MASKED:
+            return tl.load(tile, mask=(start + row < seqlen)[:, None], other=0.0)
+        elif HEAD_DIM < BLOCK_D:
+            return tl.load(tile, mask=(d < HEAD_DIM)[None, :], other=0.0)
+        else:
+            return tl.load(tile)
+
+
+@triton.jit
+def store_block(head, tile, start, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The tile to rows start .. start + ROWS of one head, as far as they are there."""
+    x, stride_b, stride_s, stride_h, b, h, seqlen = head
+    row = start + tl.arange(0, ROWS)
+    d = tl.arange(0, BLOCK_D)
+    base = x + tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h
+    ptrs = base + row[:, None].to(tl.int64) * stride_s + d[None, :]
+    tl.store(ptrs, tile.to(x.dtype.element_ty), mask=(row < seqlen)[:, None] & (d < HEAD_DIM)[None, :])
+
+
+@triton.jit
+def load_statistic(x, bh, start, rows_padded, ROWS: tl.constexpr, TMA: tl.constexpr):
+    """Rows start .. start + ROWS of one head of delta or LSE, as `delta_kernel` left them."""
+    if TMA:
+        return x.load([bh, start]).reshape(ROWS)
+    else:
+        return tl.load(x + tl.cast(bh, tl.int64) * rows_padded + start + tl.arange(0, ROWS))
+
+
+@triton.jit
+def list_of(mask, head, row, rows, there, seqlen, MASK_Q: tl.constexpr, MASK_KV: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The list of one of `rows` rows of blocks, empty unless `there`: blocks of ROWS along seqlen, walked in tiles of BLOCK.
+
+    Returns the list; and, counted in tiles, where its full blocks begin, where those end that lie within seqlen, and its end.
+    The list is (block numbers, places of their bits, bits of the head).
+    """
+    counts, full, indices, bit_index, bits, width, n_bits = mask
+    at = head * rows + row
+    kept = tl.load(counts + at, mask=there, other=0)
+    whole = tl.load(full + at, mask=there, other=0)
+    first = tl.cast(at, tl.int64) * width
+    blocks = (indices + first, bit_index + first, bits + tl.cast(head, tl.int64) * n_bits * (MASK_Q * MASK_KV // 8))
+    whole_first = (kept - whole) * (ROWS // BLOCK)
+    whole_last = kept * (ROWS // BLOCK)
+    last = whole_last
+    # Full blocks ascend: if one reaches past the end it is the last.
+    left = seqlen - tl.load(indices + first + kept - 1, mask=whole > 0, other=0) * ROWS
+    if (whole > 0) & (left < ROWS):
+        whole_last -= ROWS // BLOCK
+        last = whole_last + tl.cdiv(left, BLOCK)
+    return blocks, whole_first, whole_last, last
+
+
+@triton.jit
+def block_of(blocks, nth, MASK_Q: tl.constexpr, MASK_KV: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
+    """The first row of the nth tile of a list, and where the bits of its block begin."""
+    indices, bit_index, bits = blocks
+    start = tl.load(indices + nth // (ROWS // BLOCK)) * ROWS + nth % (ROWS // BLOCK) * BLOCK
+    if BITS:
+        bits += tl.load(bit_index + nth // (ROWS // BLOCK)).to(tl.int64) * (MASK_Q * MASK_KV // 8)
+    return start, bits
+
+
+@triton.jit
+def visible(row, col, band):
+    """Which keys `col` the queries `row` see.
+
+    The band is (shift, seqlen_k, window_left, window_right); shift = seqlen_k - seqlen_q aligns its diagonal bottom-right.
+    A side without a bound has one that nothing reaches.
+    """
+    shift, seqlen_k, window_left, window_right = band
+    offset = col - row - shift
+    return (col < seqlen_k) & (offset <= window_right) & (offset >= -window_left)
+
+
+@triton.jit
+def load_bits(bits, start_q, start_kv, MASK_Q: tl.constexpr, MASK_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """Which keys from start_kv the queries from start_q see by the bits of their block, (BLOCK_Q, BLOCK_KV)."""
+    row = start_q % MASK_Q + tl.arange(0, BLOCK_Q)
+    byte = start_kv % MASK_KV // 8 + tl.arange(0, BLOCK_KV // 8)
+    eight = tl.load(bits + (row[:, None] * (MASK_KV // 8) + byte[None, :]))
+    return (((eight[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1) != 0).reshape(BLOCK_Q, BLOCK_KV)
+
+
+@triton.jit
+def attend(
+    acc,
+    l_i,
+    m_i,
+    q,
+    k_head,
+    v_head,
+    row,
+    start_q,
+    blocks,
+    first,
+    last,
+    scale_log2,
+    band,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    MASK_Q: tl.constexpr,
+    MASK_KV: tl.constexpr,
+    MASKED: tl.constexpr,
+    BITS: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Take the tiles first .. last of the list of blocks into acc, l_i and m_i."""
+    for nth in tl.range(first, last):  # A1.6, A5.8
+        start, bits = block_of(blocks, nth, MASK_Q, MASK_KV, MASK_KV, BLOCK_KV, BITS)
+        k_j = load_block(k_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)  # A1.7
+        s = tl.dot(q, k_j.T, input_precision="ieee")  # A1.8
+        if MASKED:
+            col = start + tl.arange(0, BLOCK_KV)
+            seen = visible(row[:, None], col[None, :], band)  # A5.11
+            if BITS:
+                seen = seen & load_bits(bits, start_q, start, MASK_Q, MASK_KV, BLOCK_Q, BLOCK_KV)
+            s = tl.where(seen, s * scale_log2, float("-inf"))
+            m_new = tl.maximum(m_i, tl.max(s, 1))
+            # A row that has seen no key yet keeps m = -inf, and -inf - -inf is NaN: its p and alpha are exp2(-inf - 0) = 0.
+            m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+            p = tl.exp2(s - m_safe[:, None])
+            alpha = tl.exp2(m_i - m_safe)
+        else:
+            m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2)  # A1.9
+            p = tl.exp2(s * scale_log2 - m_new[:, None])
+            alpha = tl.exp2(m_i - m_new)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        v_j = load_block(v_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)
+        acc = tl.dot(p.to(v_j.dtype), v_j, acc * alpha[:, None], input_precision="ieee")  # A1.10
+        m_i = m_new
+    return acc, l_i, m_i
+
+
+@triton.jit(do_not_specialize=SIZES)
+def forward_kernel(
+    q,
+    k,
+    v,
+    o,
+    lse,
+    order,
+    counts,
+    full,
+    indices,
+    bit_index,
+    bits,
+    scale_log2,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    seqlen_q,
+    seqlen_k,
+    heads,
+    group,
+    window_left,
+    window_right,
+    stride_mask_b,
+    stride_mask_h,
+    width,
+    n_bits,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    MASK_Q: tl.constexpr,
+    MASK_KV: tl.constexpr,
+    BITS: tl.constexpr,
+    TMA: tl.constexpr,
+    Q_IN_REGISTERS: tl.constexpr,
+):
+    rows = tl.cdiv(seqlen_q, MASK_Q)
+    tiles = rows * (MASK_Q // BLOCK_Q)
+    bh = tl.program_id(0) // tiles
+    tile = tl.program_id(0) - bh * tiles
+    b = bh // heads
+    h = bh - b * heads
+    h_kv = h // group
+    mask = (counts, full, indices, bit_index, bits, width, n_bits)
+    mask_head = b * stride_mask_b + h * stride_mask_h
+    mask_row = tl.load(order + mask_head * rows + tile // (MASK_Q // BLOCK_Q))  # the longest first, so that none starts last
+    start_q = mask_row * MASK_Q + tile % (MASK_Q // BLOCK_Q) * BLOCK_Q
+    shift = seqlen_k - seqlen_q
+    row = start_q + tl.arange(0, BLOCK_Q)
+    band = (shift, seqlen_k, window_left, window_right)
+    ends = (shift, seqlen_k, seqlen_q + seqlen_k, seqlen_q + seqlen_k)
+    q_head = (q, stride_qb, stride_qs, stride_qh, b, h, seqlen_q)
+    k_head = (k, stride_kb, stride_ks, stride_kh, b, h_kv, seqlen_k)
+    v_head = (v, stride_vb, stride_vs, stride_vh, b, h_kv, seqlen_k)
+    o_head = (o, stride_ob, stride_os, stride_oh, b, h, seqlen_q)
+
+    q_i = load_block(q_head, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D, True, Q_IN_REGISTERS)  # A1.4
+    acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)  # A1.5
+    l_i = tl.zeros([BLOCK_Q], tl.float32)
+    m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+
+    blocks, whole_first, whole_last, last = list_of(
+        mask, mask_head, mask_row, rows, start_q < seqlen_q, seqlen_k, MASK_Q, MASK_KV, MASK_KV, BLOCK_KV
+    )
+    acc, l_i, m_i = attend(
+        acc,
+        l_i,
+        m_i,
+        q_i,
+        k_head,
+        v_head,
+        row,
+        start_q,
+        blocks,
+        0,
+        whole_first,
+        scale_log2,
+        band,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_Q,
+        BLOCK_KV,
+        MASK_Q,
+        MASK_KV,
+        True,
+        BITS,
+        TMA,
+    )
+    acc, l_i, m_i = attend(
+        acc,
+        l_i,
+        m_i,
+        q_i,
+        k_head,
+        v_head,
+        row,
+        start_q,
+        blocks,
+        whole_first,
+        whole_last,
+        scale_log2,
+        ends,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_Q,
+        BLOCK_KV,
+        MASK_Q,
+        MASK_KV,
+        False,
+        False,
+        TMA,
+    )
+    acc, l_i, m_i = attend(
+        acc,
+        l_i,
+        m_i,
+        q_i,
+        k_head,
+        v_head,
+        row,
+        start_q,
+        blocks,
+        whole_last,
+        last,
+        scale_log2,
+        ends,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_Q,
+        BLOCK_KV,
+        MASK_Q,
+        MASK_KV,
+        True,
+        False,
+        TMA,
+    )
+
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that saw no key: O = 0, LSE = -inf
+    o_i = acc / l_safe[:, None]  # A1.12
+    lse_i = (m_i + tl.log2(l_safe)) * LN2  # A1.13
+    store_block(o_head, o_i, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D)  # A1.14
+    tl.store(lse + tl.cast(bh, tl.int64) * seqlen_q + row, lse_i, mask=row < seqlen_q)  # A1.15
+
+
+@triton.jit(do_not_specialize=SIZES)
+def delta_kernel(
+    o,
+    do,
+    lse,
+    dlse,
+    delta,
+    lse_log2,
+    stride_ob,
+    stride_os,
+    stride_oh,
+    stride_dob,
+    stride_dos,
+    stride_doh,
+    seqlen_q,
+    rows_padded,
+    heads,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    DLSE: tl.constexpr,
+):
+    """delta = rowsum(dO * O) - dLSE, and LSE in log2 units.
+
+    Both are padded to whole blocks, so that no later load of them needs a mask. LSE is +inf in the padding and where a
+    row saw no key: P is 0 there.
+    """
+    blocks = rows_padded // BLOCK_Q
+    bh = tl.program_id(0) // blocks
+    start = (tl.program_id(0) - bh * blocks) * BLOCK_Q
+    b = bh // heads
+    h = bh - b * heads
+    row = start + tl.arange(0, BLOCK_Q)
+    o_head = (o, stride_ob, stride_os, stride_oh, b, h, seqlen_q)
+    do_head = (do, stride_dob, stride_dos, stride_doh, b, h, seqlen_q)
+    o_i = load_block(o_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, True, False)
+    do_i = load_block(do_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, True, False)
+    delta_i = tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), 1)  # A2.4
+    at = tl.cast(bh, tl.int64) * seqlen_q + row
+    if DLSE:
+        delta_i -= tl.load(dlse + at, mask=row < seqlen_q, other=0.0)
+    lse_i = tl.load(lse + at, mask=row < seqlen_q, other=float("-inf"))
+    at_padded = tl.cast(bh, tl.int64) * rows_padded + row
+    tl.store(delta + at_padded, delta_i)
+    tl.store(lse_log2 + at_padded, tl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E))
+
+
+@triton.jit
+def accumulate_dkdv(
+    dk,
+    dv,
+    k_j,
+    v_j,
+    q_head,
+    do_head,
+    statistics,
+    col,
+    start_kv,
+    blocks,
+    first,
+    last,
+    scale_log2,
+    band,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    MASK_Q: tl.constexpr,
+    MASK_KV: tl.constexpr,
+    MASKED: tl.constexpr,
+    BITS: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Take the tiles first .. last of the list of blocks into dk and dv. Everything is transposed, (keys, queries), so that
+    P^T and dS^T go from one product into the next without leaving the registers."""
+    lse_log2, delta, bh, rows_padded = statistics
+    for nth in tl.range(first, last):  # A2.8
+        start, bits = block_of(blocks, nth, MASK_Q, MASK_KV, MASK_Q, BLOCK_Q, BITS)
+        q_i = load_block(q_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED, TMA)  # A2.9
+        lse_i = load_statistic(lse_log2, bh, start, rows_padded, BLOCK_Q, TMA)
+        delta_i = load_statistic(delta, bh, start, rows_padded, BLOCK_Q, TMA)
+        s = tl.dot(k_j, q_i.T, input_precision="ieee")  # A2.10
+        p = tl.exp2(s * scale_log2 - lse_i[None, :])  # A2.11
+        if MASKED:
+            row = start + tl.arange(0, BLOCK_Q)
+            p = tl.where(visible(row[None, :], col[:, None], band), p, 0.0)
+            if BITS:
+                p = tl.where(load_bits(bits, start, start_kv, MASK_Q, MASK_KV, BLOCK_Q, BLOCK_KV).T, p, 0.0)
+        do_i = load_block(do_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED, TMA)
+        dv = tl.dot(p.to(do_i.dtype), do_i, dv, input_precision="ieee")  # A2.12
+        dp = tl.dot(v_j, do_i.T, input_precision="ieee")  # A2.13
+        ds = p * (dp - delta_i[None, :])  # A2.14
+        dk = tl.dot(ds.to(q_i.dtype), q_i, dk, input_precision="ieee")  # A2.16
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=SIZES)
+def dkdv_kernel(
+    q,
+    k,
+    v,
+    do,
+    dk,
+    dv,
+    lse_log2,
+    delta,
+    order,
+    counts,
+    full,
+    indices,
+    bit_index,
+    bits,
+    scale,
+    scale_log2,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    stride_dob,
+    stride_dos,
+    stride_doh,
+    stride_dkb,
+    stride_dks,
+    stride_dkh,
+    stride_dvb,
+    stride_dvs,
+    stride_dvh,
+    seqlen_q,
+    seqlen_k,
+    rows_padded,
+    heads_kv,
+    group,
+    window_left,
+    window_right,
+    stride_mask_b,
+    stride_mask_h,
+    width,
+    n_bits,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    MASK_Q: tl.constexpr,
+    MASK_KV: tl.constexpr,
+    BITS: tl.constexpr,
+    TMA: tl.constexpr,
+    K_IN_REGISTERS: tl.constexpr,
+    V_IN_REGISTERS: tl.constexpr,
+):
+    columns = tl.cdiv(seqlen_k, MASK_KV)
+    tiles = columns * (MASK_KV // BLOCK_KV)
+    bh_kv = tl.program_id(0) // tiles
+    tile = tl.program_id(0) - bh_kv * tiles
+    b = bh_kv // heads_kv
+    h_kv = bh_kv - b * heads_kv
+    mask = (counts, full, indices, bit_index, bits, width, n_bits)
+    mask_head = b * stride_mask_b + h_kv * group * stride_mask_h
+    # The longest first, by the lists of the group's first head.
+    mask_column = tl.load(order + mask_head * columns + tile // (MASK_KV // BLOCK_KV))
+    start_kv = mask_column * MASK_KV + tile % (MASK_KV // BLOCK_KV) * BLOCK_KV
+    shift = seqlen_k - seqlen_q
+    col = start_kv + tl.arange(0, BLOCK_KV)
+    band = (shift, seqlen_k, window_left, window_right)
+    ends = (shift, seqlen_k, seqlen_q + seqlen_k, seqlen_q + seqlen_k)
+    k_head = (k, stride_kb, stride_ks, stride_kh, b, h_kv, seqlen_k)
+    v_head = (v, stride_vb, stride_vs, stride_vh, b, h_kv, seqlen_k)
+    dk_head = (dk, stride_dkb, stride_dks, stride_dkh, b, h_kv, seqlen_k)
+    dv_head = (dv, stride_dvb, stride_dvs, stride_dvh, b, h_kv, seqlen_k)
+
+    k_j = load_block(k_head, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D, True, K_IN_REGISTERS)  # A2.6
+    v_j = load_block(v_head, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D, True, V_IN_REGISTERS)
+    dk_j = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)  # A2.7
+    dv_j = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
+
+    for member in range(group):
+        h = h_kv * group + member
+        statistics = (lse_log2, delta, bh_kv * group + member, rows_padded)
+        q_head = (q, stride_qb, stride_qs, stride_qh, b, h, seqlen_q)
+        do_head = (do, stride_dob, stride_dos, stride_doh, b, h, seqlen_q)
+        blocks, whole_first, whole_last, last = list_of(
+            mask, mask_head + member * stride_mask_h, mask_column, columns, start_kv < seqlen_k, seqlen_q, MASK_Q, MASK_KV, MASK_Q, BLOCK_Q
+        )
+        dk_j, dv_j = accumulate_dkdv(
+            dk_j,
+            dv_j,
+            k_j,
+            v_j,
+            q_head,
+            do_head,
+            statistics,
+            col,
+            start_kv,
+            blocks,
+            0,
+            whole_first,
+            scale_log2,
+            band,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_Q,
+            BLOCK_KV,
+            MASK_Q,
+            MASK_KV,
+            True,
+            BITS,
+            TMA,
+        )
+        dk_j, dv_j = accumulate_dkdv(
+            dk_j,
+            dv_j,
+            k_j,
+            v_j,
+            q_head,
+            do_head,
+            statistics,
+            col,
+            start_kv,
+            blocks,
+            whole_first,
+            whole_last,
+            scale_log2,
+            ends,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_Q,
+            BLOCK_KV,
+            MASK_Q,
+            MASK_KV,
+            False,
+            False,
+            TMA,
+        )
+        dk_j, dv_j = accumulate_dkdv(
+            dk_j,
+            dv_j,
+            k_j,
+            v_j,
+            q_head,
+            do_head,
+            statistics,
+            col,
+            start_kv,
+            blocks,
+            whole_last,
+            last,
+            scale_log2,
+            ends,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_Q,
+            BLOCK_KV,
+            MASK_Q,
+            MASK_KV,
+            True,
+            False,
+            TMA,
+        )
+
+    store_block(dk_head, dk_j * scale, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D)  # A2.18
+    store_block(dv_head, dv_j, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def accumulate_dq(
+    dq,
+    q_i,
+    do_i,
+    lse_i,
+    delta_i,
+    k_head,
+    v_head,
+    row,
+    start_q,
+    blocks,
+    first,
+    last,
+    scale_log2,
+    band,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    MASK_Q: tl.constexpr,
+    MASK_KV: tl.constexpr,
+    MASKED: tl.constexpr,
+    BITS: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Take the tiles first .. last of the list of blocks into dq."""
+    for nth in tl.range(first, last):
+        start, bits = block_of(blocks, nth, MASK_Q, MASK_KV, MASK_KV, BLOCK_KV, BITS)
+        k_j = load_block(k_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)
+        s = tl.dot(q_i, k_j.T, input_precision="ieee")
+        p = tl.exp2(s * scale_log2 - lse_i[:, None])
+        if MASKED:
+            col = start + tl.arange(0, BLOCK_KV)
+            p = tl.where(visible(row[:, None], col[None, :], band), p, 0.0)
+            if BITS:
+                p = tl.where(load_bits(bits, start_q, start, MASK_Q, MASK_KV, BLOCK_Q, BLOCK_KV), p, 0.0)
+        v_j = load_block(v_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)
+        dp = tl.dot(do_i, v_j.T, input_precision="ieee")
+        ds = p * (dp - delta_i[:, None])
+        dq = tl.dot(ds.to(k_j.dtype), k_j, dq, input_precision="ieee")  # A2.15
+    return dq
+
+
+@triton.jit(do_not_specialize=SIZES)
+def dq_kernel(
+    q,
+    k,
+    v,
+    do,
+    dq,
+    lse_log2,
+    delta,
+    order,
+    counts,
+    full,
+    indices,
+    bit_index,
+    bits,
+    scale,
+    scale_log2,
+    stride_qb,
+    stride_qs,
+    stride_qh,
+    stride_kb,
+    stride_ks,
+    stride_kh,
+    stride_vb,
+    stride_vs,
+    stride_vh,
+    stride_dob,
+    stride_dos,
+    stride_doh,
+    stride_dqb,
+    stride_dqs,
+    stride_dqh,
+    seqlen_q,
+    seqlen_k,
+    rows_padded,
+    heads,
+    group,
+    window_left,
+    window_right,
+    stride_mask_b,
+    stride_mask_h,
+    width,
+    n_bits,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    MASK_Q: tl.constexpr,
+    MASK_KV: tl.constexpr,
+    BITS: tl.constexpr,
+    TMA: tl.constexpr,
+    Q_IN_REGISTERS: tl.constexpr,
+    DO_IN_REGISTERS: tl.constexpr,
+):
+    rows = tl.cdiv(seqlen_q, MASK_Q)
+    tiles = rows * (MASK_Q // BLOCK_Q)
+    bh = tl.program_id(0) // tiles
+    tile = tl.program_id(0) - bh * tiles
+    b = bh // heads
+    h = bh - b * heads
+    h_kv = h // group
+    mask = (counts, full, indices, bit_index, bits, width, n_bits)
+    mask_head = b * stride_mask_b + h * stride_mask_h
+    mask_row = tl.load(order + mask_head * rows + tile // (MASK_Q // BLOCK_Q))  # the longest first, so that none starts last
+    start_q = mask_row * MASK_Q + tile % (MASK_Q // BLOCK_Q) * BLOCK_Q
+    shift = seqlen_k - seqlen_q
+    row = start_q + tl.arange(0, BLOCK_Q)
+    band = (shift, seqlen_k, window_left, window_right)
+    ends = (shift, seqlen_k, seqlen_q + seqlen_k, seqlen_q + seqlen_k)
+    q_head = (q, stride_qb, stride_qs, stride_qh, b, h, seqlen_q)
+    k_head = (k, stride_kb, stride_ks, stride_kh, b, h_kv, seqlen_k)
+    v_head = (v, stride_vb, stride_vs, stride_vh, b, h_kv, seqlen_k)
+    do_head = (do, stride_dob, stride_dos, stride_doh, b, h, seqlen_q)
+    dq_head = (dq, stride_dqb, stride_dqs, stride_dqh, b, h, seqlen_q)
+
+    q_i = load_block(q_head, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D, True, Q_IN_REGISTERS)
+    do_i = load_block(do_head, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D, True, DO_IN_REGISTERS)
+    lse_i = load_statistic(lse_log2, bh, start_q, rows_padded, BLOCK_Q, False)
+    delta_i = load_statistic(delta, bh, start_q, rows_padded, BLOCK_Q, False)
+    dq_i = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+
+    blocks, whole_first, whole_last, last = list_of(
+        mask, mask_head, mask_row, rows, start_q < seqlen_q, seqlen_k, MASK_Q, MASK_KV, MASK_KV, BLOCK_KV
+    )
+    dq_i = accumulate_dq(
+        dq_i,
+        q_i,
+        do_i,
+        lse_i,
+        delta_i,
+        k_head,
+        v_head,
+        row,
+        start_q,
+        blocks,
+        0,
+        whole_first,
+        scale_log2,
+        band,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_Q,
+        BLOCK_KV,
+        MASK_Q,
+        MASK_KV,
+        True,
+        BITS,
+        TMA,
+    )
+    dq_i = accumulate_dq(
+        dq_i,
+        q_i,
+        do_i,
+        lse_i,
+        delta_i,
+        k_head,
+        v_head,
+        row,
+        start_q,
+        blocks,
+        whole_first,
+        whole_last,
+        scale_log2,
+        ends,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_Q,
+        BLOCK_KV,
+        MASK_Q,
+        MASK_KV,
+        False,
+        False,
+        TMA,
+    )
+    dq_i = accumulate_dq(
+        dq_i,
+        q_i,
+        do_i,
+        lse_i,
+        delta_i,
+        k_head,
+        v_head,
+        row,
+        start_q,
+        blocks,
+        whole_last,
+        last,
+        scale_log2,
+        ends,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_Q,
+        BLOCK_KV,
+        MASK_Q,
+        MASK_KV,
+        True,
+        False,
+        TMA,
+    )
+
+    store_block(dq_head, dq_i * scale, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D)

@@ -1,0 +1,277 @@
+"""Block-sparse FlashAttention on the host: the mask, outputs, tiles, grids."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashzoo._triton import Launch
+from flashzoo.autograd import differentiable
+from flashzoo.blocksparse import kernels
+from flashzoo.blocksparse.config import Tiles, block_d, tiles_for
+from flashzoo.blocksparse.lists import Lists
+from flashzoo.blocksparse.mask import BlockMask
+from flashzoo.spec import MaskForm, Problem, Window
+
+LOG2E = math.log2(math.e)
+# Rows that delta and LSE are padded to a multiple of: no block of queries is longer.
+LONGEST_BLOCK = 128
+# TMA reads nothing of the mask.
+_POINTERS = (None,) * 6
+
+Strides = tuple[int, ...]
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, block_mask: BlockMask | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """`(out, lse)`; see `flashzoo.attention`."""
+    problem, block_mask = _masked(problem, block_mask, q.device)
+    return _differentiable(q, k, v, problem, softmax_scale, block_mask=block_mask)
+
+
+def _backward(*arguments: Any, block_mask: BlockMask | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    *inputs, problem, softmax_scale = arguments
+    problem, block_mask = _masked(problem, block_mask, inputs[0].device)
+    return backward(*inputs, problem, softmax_scale, block_mask)
+
+
+attention.backward = _backward  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _masked(problem: Problem, block_mask: BlockMask | None, device: torch.device) -> tuple[Problem, BlockMask]:
+    """The call with all that it asks to be masked in a block mask."""
+    if block_mask is not None and problem.span == (None, None):
+        return problem, block_mask
+    band = (problem.seqlen_q, problem.seqlen_k, problem.causal, problem.window, device)
+    # What is made while a graph is captured is the graph's, and holds nothing until it is replayed.
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    banded = _made(*band) if capturing else _kept(*band)
+    mask = banded if block_mask is None else block_mask & banded
+    return _by_mask(problem, MaskForm.of(mask)), mask
+
+
+def _made(seqlen_q: int, seqlen_k: int, causal: bool, window: Window, device: torch.device) -> BlockMask:
+    with torch.inference_mode(False):
+        return BlockMask.sliding_window(seqlen_q, seqlen_k, window_size=window, causal=causal, device=device)
+
+
+@lru_cache(maxsize=32)
+def _kept(*band: Any) -> BlockMask:
+    mask = _made(*band)
+    if mask.device.type == "cuda":
+        torch.cuda.current_stream(mask.device).synchronize()  # the next call may come on another stream
+    return mask
+
+
+@lru_cache(maxsize=1024)
+def _by_mask(problem: Problem, form: MaskForm) -> Problem:
+    return replace(problem, causal=False, window=(None, None), block_mask=form)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, block_mask: BlockMask) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of raw CUDA or CPU tensors, with no causal or window beside the mask."""
+    out = torch.empty_like(q)
+    lse = q.new_empty((problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32)
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3])
+    rows = _tensors(block_mask, block_mask.rows)
+    launch = forward_launch(problem, strides, aligned(q, k, v, *rows), _sizes(block_mask, block_mask.rows))
+    launch((q, k, v, out, lse, *rows), (softmax_scale * LOG2E,))
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    problem: Problem,
+    softmax_scale: float,
+    block_mask: BlockMask,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(dq, dk, dv)`: delta first, then dK and dV with K/V fixed, then dQ with Q fixed."""
+    if dout.stride(-1) != 1:
+        dout = dout.contiguous()
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    delta, lse_log2 = q.new_empty((2, problem.batch * problem.heads, _padded(problem)), dtype=torch.float32)
+    dlse_given = dlse is not None
+    dlse = lse if dlse is None else dlse.contiguous()
+
+    launch = delta_launch(problem, (*out.stride()[:3], *dout.stride()[:3]), dlse_given)
+    launch((out, dout, lse, dlse, delta, lse_log2), ())
+
+    floats = (softmax_scale, softmax_scale * LOG2E)
+    inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
+    columns, rows = _tensors(block_mask, block_mask.columns), _tensors(block_mask, block_mask.rows)
+    by_tma = aligned(q, k, v, dout, *columns, *rows)
+    launch = dkdv_launch(problem, (*inputs, *dk.stride()[:3], *dv.stride()[:3]), by_tma, _sizes(block_mask, block_mask.columns))
+    launch((q, k, v, dout, dk, dv, lse_log2, delta, *columns), floats)
+    launch = dq_launch(problem, (*inputs, *dq.stride()[:3]), by_tma, _sizes(block_mask, block_mask.rows))
+    launch((q, k, v, dout, dq, lse_log2, delta, *rows), floats)
+    return dq, dk, dv
+
+
+_differentiable = differentiable(forward, backward)
+
+
+def _tensors(mask: BlockMask, lists: Lists) -> tuple[Tensor, ...]:
+    """What the kernels read of a mask; where there are no bits any tensor stands for what is not read."""
+    counts, bit_index, bits = lists.counts, lists.bit_index, mask.element.bits
+    where_bits = (counts, counts) if bit_index is None or bits is None else (bit_index, bits)
+    return (lists.order, counts, lists.full, lists.indices, *where_bits)
+
+
+def _sizes(mask: BlockMask, lists: Lists) -> tuple[int, ...]:
+    """Strides over batch and heads in heads, 0 where shared, width of the lists, and for how many blocks a head has bits."""
+    bits = mask.element.bits
+    return mask.heads if mask.batch > 1 else 0, int(mask.heads > 1), lists.width, 0 if bits is None else bits.shape[2]
+
+
+def aligned(*tensors: Tensor) -> bool:
+    """Whether every tensor starts at a multiple of 16 bytes, as TMA asks."""
+    addresses = 0
+    for tensor in tensors:
+        addresses |= tensor.data_ptr()
+    return not addresses & 15
+
+
+@lru_cache(maxsize=1024)
+def forward_launch(problem: Problem, strides: Strides, aligned: bool, sizes: tuple[int, ...]) -> Launch:
+    """The launch of `forward_kernel`.
+
+    Args:
+        strides: over batch, seqlen and heads of q, k, v and out.
+        aligned: whether q, k, v and the mask's tensors start at multiples of 16 bytes, as out and lse do.
+        sizes: of the mask, as `_sizes` gives them.
+    """
+    tiles = _usable(tiles_for("forward", problem), problem, aligned, strides[:9])
+    owned = _owned(tiles, tiles.block_q)
+    return Launch(
+        kernels.forward_kernel,
+        _tiles(problem.seqlen_q, _form(problem).block_q, tiles.block_q) * problem.batch * problem.heads,
+        (*strides, problem.seqlen_q, problem.seqlen_k, problem.heads, _group(problem), *_reach(problem), *sizes),
+        _constexprs(problem, tiles, "Q_IN_REGISTERS"),
+        tiles.num_warps,
+        tiles.num_stages,
+        aligned,
+        tma_tiles=_tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, None, None, *_POINTERS),
+    )
+
+
+@lru_cache(maxsize=1024)
+def delta_launch(problem: Problem, strides: Strides, dlse: bool) -> Launch:
+    """The launch of `delta_kernel`; strides of out and dout."""
+    block_q = 64
+    return Launch(
+        kernels.delta_kernel,
+        _padded(problem) // block_q * problem.batch * problem.heads,
+        (*strides, problem.seqlen_q, _padded(problem), problem.heads),
+        {"HEAD_DIM": problem.head_dim, "BLOCK_D": block_d(problem.head_dim), "BLOCK_Q": block_q, "DLSE": dlse},
+        num_warps=4,
+        num_stages=1,
+    )
+
+
+@lru_cache(maxsize=1024)
+def dkdv_launch(problem: Problem, strides: Strides, aligned: bool, sizes: tuple[int, ...]) -> Launch:
+    """The launch of `dkdv_kernel`; strides of q, k, v, dout, dk and dv, the rest as in `forward_launch`."""
+    tiles = _usable(tiles_for("dkdv", problem), problem, aligned, strides[:12])
+    rows, owned = tiles.block_q, _owned(tiles, tiles.block_kv)
+    return Launch(
+        kernels.dkdv_kernel,
+        _tiles(problem.seqlen_k, _form(problem).block_kv, tiles.block_kv) * problem.batch * problem.heads_kv,
+        (*strides, problem.seqlen_q, problem.seqlen_k, _padded(problem), problem.heads_kv, _group(problem), *_reach(problem), *sizes),
+        _constexprs(problem, tiles, "K_IN_REGISTERS", "V_IN_REGISTERS"),
+        tiles.num_warps,
+        tiles.num_stages,
+        aligned,
+        tma_tiles=_tma_tiles(problem, tiles, rows, owned[0], owned[1], rows, None, None, (1, rows), (1, rows), *_POINTERS),
+    )
+
+
+@lru_cache(maxsize=1024)
+def dq_launch(problem: Problem, strides: Strides, aligned: bool, sizes: tuple[int, ...]) -> Launch:
+    """The launch of `dq_kernel`; strides of q, k, v, dout and dq, the rest as in `forward_launch`."""
+    tiles = _usable(tiles_for("dq", problem), problem, aligned, strides[:12])
+    owned = _owned(tiles, tiles.block_q)
+    return Launch(
+        kernels.dq_kernel,
+        _tiles(problem.seqlen_q, _form(problem).block_q, tiles.block_q) * problem.batch * problem.heads,
+        (*strides, problem.seqlen_q, problem.seqlen_k, _padded(problem), problem.heads, _group(problem), *_reach(problem), *sizes),
+        _constexprs(problem, tiles, "Q_IN_REGISTERS", "DO_IN_REGISTERS"),
+        tiles.num_warps,
+        tiles.num_stages,
+        aligned,
+        tma_tiles=_tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, owned[1], None, None, None, *_POINTERS),
+    )
+
+
+def _usable(tiles: Tiles, problem: Problem, aligned: bool, strides: Strides) -> Tiles:
+    """The tiles, by plain loads where TMA can't read q, k, v (and dout) as they lie: in steps of 16 bytes, none of 0."""
+    q_sizes = (problem.batch, problem.seqlen_q, problem.heads)
+    kv_sizes = (problem.batch, problem.seqlen_k, problem.heads_kv)
+    steps = [stride for stride, size in zip(strides, (*q_sizes, *kv_sizes, *kv_sizes, *q_sizes), strict=False) if size > 1]
+    elements = 4 if problem.dtype == "fp32" else 8
+    readable = aligned and all(step > 0 and step % elements == 0 for step in steps)
+    return tiles if readable or not tiles.tma else replace(tiles, tma=False, registers=0)
+
+
+def _constexprs(problem: Problem, tiles: Tiles, *owned: str) -> dict[str, Any]:
+    form = _form(problem)
+    return {
+        "HEAD_DIM": problem.head_dim,
+        "BLOCK_D": block_d(problem.head_dim),
+        "BLOCK_Q": tiles.block_q,
+        "BLOCK_KV": tiles.block_kv,
+        "MASK_Q": form.block_q,
+        "MASK_KV": form.block_kv,
+        "BITS": form.bits,
+        "TMA": tiles.tma,
+        **{name: tiles.registers > nth for nth, name in enumerate(owned)},
+    }
+
+
+def _tma_tiles(problem: Problem, tiles: Tiles, *rows: int | tuple[int, ...] | None) -> tuple[tuple[int, ...] | None, ...]:
+    """What TMA reads of each tensor: a tile of so many rows of one head, a tile as given, or nothing."""
+    if not tiles.tma:
+        return ()
+    return tuple((1, tile, 1, block_d(problem.head_dim)) if isinstance(tile, int) else tile for tile in rows)
+
+
+def _owned(tiles: Tiles, rows: int) -> list[int | None]:
+    """Of the two blocks that a program owns at most, the rows that TMA reads: those that go through registers."""
+    return [rows if tiles.registers > nth else None for nth in range(2)]
+
+
+def _form(problem: Problem) -> MaskForm:
+    assert problem.block_mask is not None, "`_masked` gives every call a mask"
+    return problem.block_mask
+
+
+def _reach(problem: Problem) -> tuple[int, int]:
+    return problem.reach_of(_form(problem).span)
+
+
+def _padded(problem: Problem) -> int:
+    return _blocks(problem.seqlen_q, LONGEST_BLOCK) * LONGEST_BLOCK
+
+
+def _group(problem: Problem) -> int:
+    return problem.heads // problem.heads_kv
+
+
+def _tiles(seqlen: int, block: int, tile: int) -> int:
+    """How many tiles there are in all the blocks of the mask along seqlen."""
+    return _blocks(seqlen, block) * (block // tile)
+
+
+def _blocks(seqlen: int, block: int) -> int:
+    return -(-seqlen // block)

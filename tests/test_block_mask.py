@@ -1,0 +1,771 @@
+"""`flashzoo.BlockMask`: builders against formulas of their own, lists against dense masks, algebra, errors, no waiting for a GPU."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import DEVICE, in_fresh_process
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.nn.attention.flex_attention import BlockMask as FlexMask
+from torch.nn.attention.flex_attention import create_block_mask, create_mask
+
+from flashzoo import BlockMask, Problem
+from flashzoo.reference import visible
+
+LENGTHS = [(1, 1), (64, 64), (256, 256), (300, 300), (100, 300), (300, 100), (513, 130), (1, 700), (129, 127)]
+BLOCKS = [(128, 128), (64, 64), (64, 128), (128, 64)]
+Sizes = tuple[int, int, int, int]  # seqlen_q, seqlen_k, block_q, block_kv
+SIZES = [(*lengths, *BLOCKS[(nth + more) % 4]) for nth, lengths in enumerate(LENGTHS) for more in (0, 2)]
+EVERY_SIZE = pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: "{}x{}-{}x{}".format(*sizes))
+
+
+def positions(sizes: Sizes) -> tuple[Tensor, Tensor, Tensor]:
+    """Query and key numbers, and how far a key is after the aligned diagonal."""
+    q, k = torch.arange(sizes[0], device=DEVICE)[:, None], torch.arange(sizes[1], device=DEVICE)[None, :]
+    return q, k, k - q - (sizes[1] - sizes[0])
+
+
+def how(sizes: Sizes) -> dict:
+    return {"block_q": sizes[2], "block_kv": sizes[3], "device": DEVICE}
+
+
+def by_blocks(blocks: list[list[bool]], sizes: Sizes) -> Tensor:
+    """The elements of a block matrix."""
+    matrix = torch.tensor(blocks, dtype=torch.bool, device=DEVICE).view(-(-sizes[0] // sizes[2]), -(-sizes[1] // sizes[3]))
+    return matrix.repeat_interleave(sizes[2], 0).repeat_interleave(sizes[3], 1)[: sizes[0], : sizes[1]]
+
+
+def over_blocks(kept: Callable[[int, int], bool], sizes: Sizes) -> Tensor:
+    """The elements of the blocks (i, j) that are kept, where i and j number squares of the larger block size."""
+    square = max(sizes[2:])
+    n_q, n_k = -(-sizes[0] // sizes[2]), -(-sizes[1] // sizes[3])
+    return by_blocks([[kept(i * sizes[2] // square, j * sizes[3] // square) for j in range(n_k)] for i in range(n_q)], sizes)
+
+
+def by_window(left: int | None, right: int | None) -> Callable:
+    def build(sizes: Sizes) -> tuple[BlockMask, Tensor]:
+        problem = Problem(1, sizes[0], sizes[1], 1, 1, 64, window=(left, right))
+        seen = visible(problem, DEVICE)
+        dense = torch.ones(sizes[:2], dtype=torch.bool, device=DEVICE) if seen is None else seen
+        return BlockMask.sliding_window(*sizes[:2], window_size=(left, right), **how(sizes)), dense
+
+    return build
+
+
+def causal(sizes: Sizes) -> tuple[BlockMask, Tensor]:
+    return BlockMask.causal(*sizes[:2], **how(sizes)), positions(sizes)[2] <= 0
+
+
+def causal_window(sizes: Sizes) -> tuple[BlockMask, Tensor]:
+    offset = positions(sizes)[2]
+    mask = BlockMask.sliding_window(*sizes[:2], window_size=(70, 30), causal=True, **how(sizes))
+    return mask, (offset <= 0) & (offset >= -70)
+
+
+def by_globals(tokens: int) -> Callable:
+    def build(sizes: Sizes) -> tuple[BlockMask, Tensor]:
+        q, k, offset = positions(sizes)
+        mask = BlockMask.local_global(*sizes[:2], window_size=(33, 65), global_tokens=tokens, **how(sizes))
+        return mask, ((offset >= -33) & (offset <= 65)) | (k < tokens) | (q + sizes[1] - sizes[0] < tokens)
+
+    return build
+
+
+def strided(sizes: Sizes) -> tuple[BlockMask, Tensor]:
+    square = max(sizes[2:])
+    level = -(-sizes[1] // square) - -(-sizes[0] // square)
+    mask = BlockMask.strided(*sizes[:2], stride=3, local=2, **how(sizes))
+    return mask, over_blocks(lambda i, j: (i + level - j) % 3 == 0 or abs(i + level - j) < 2, sizes)
+
+
+def butterfly(sizes: Sizes) -> tuple[BlockMask, Tensor]:
+    powers = [0, *(1 << n for n in range(20))]
+    return BlockMask.butterfly(*sizes[:2], **how(sizes)), over_blocks(lambda i, j: i ^ j in powers, sizes)
+
+
+def cut(seqlen: int, at: tuple[float, ...]) -> list[int]:
+    """Lengths of documents, one of them empty, that leave the last tokens to none."""
+    ends = [0, *(int(seqlen * share) for share in at)]
+    return [end - start for start, end in pairwise(ends)]
+
+
+def belonging(lengths: list[int], seqlen: int, none: int) -> Tensor:
+    """The document of each token, by counting."""
+    tokens = [document for document, length in enumerate(lengths) for _ in range(length)]
+    return torch.tensor((tokens + [none] * seqlen)[:seqlen], dtype=torch.int64, device=DEVICE)
+
+
+def documents(sizes: Sizes) -> tuple[BlockMask, Tensor]:
+    lengths, lengths_k = cut(sizes[0], (0.2, 0.2, 0.7, 0.9)), cut(sizes[1], (0.5, 0.6, 0.8, 0.95))
+    mask = BlockMask.documents(lengths, lengths_k=lengths_k, seqlen_q=sizes[0], seqlen_k=sizes[1], **how(sizes))
+    return mask, belonging(lengths, sizes[0], -1)[:, None] == belonging(lengths_k, sizes[1], -2)
+
+
+def documents_of_a_batch(sizes: Sizes) -> tuple[BlockMask, Tensor]:
+    batch = [cut(sizes[0], (0.3, 0.55, 1.0)), cut(sizes[0], (0.0, 0.9, 0.9))]
+    mask = BlockMask.documents(
+        torch.tensor(batch, device=DEVICE), seqlen_q=sizes[0], seqlen_k=sizes[1], block_q=sizes[2], block_kv=sizes[3]
+    )
+    dense = [belonging(lengths, sizes[0], -1)[:, None] == belonging(lengths, sizes[1], -2) for lengths in batch]
+    return mask, torch.stack(dense)[:, None]
+
+
+def drawn(sizes: Sizes, *shape: int, seed: int = 0) -> Tensor:
+    """A random block matrix, or a random dense mask."""
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def n_blocks(sizes: Sizes) -> tuple[int, int]:
+    return -(-sizes[0] // sizes[2]), -(-sizes[1] // sizes[3])
+
+
+def from_blocks(sizes: Sizes) -> tuple[BlockMask, Tensor]:
+    blocks = drawn(sizes, 2, 3, *n_blocks(sizes)) < 0.5
+    dense = torch.stack([torch.stack([by_blocks(head.tolist(), sizes) for head in one]) for one in blocks])
+    return BlockMask.from_blocks(blocks, *sizes[:2], block_q=sizes[2], block_kv=sizes[3]), dense
+
+
+def from_causal_blocks(sizes: Sizes) -> tuple[BlockMask, Tensor]:
+    blocks = drawn(sizes, *n_blocks(sizes)) < 0.5
+    mask = BlockMask.from_blocks(blocks, *sizes[:2], causal=True, window_size=(150, 3), block_q=sizes[2], block_kv=sizes[3])
+    offset = positions(sizes)[2]
+    return mask, by_blocks(blocks.tolist(), sizes) & (offset <= 0) & (offset >= -150)
+
+
+def from_full_blocks(sizes: Sizes) -> tuple[BlockMask, Tensor]:
+    blocks, full = drawn(sizes, *n_blocks(sizes)) < 0.5, drawn(sizes, *n_blocks(sizes), seed=1) < 0.3
+    mask = BlockMask.from_blocks(blocks, *sizes[:2], full=full, causal=True, block_q=sizes[2], block_kv=sizes[3])
+    return mask, by_blocks(full.tolist(), sizes) | (by_blocks(blocks.tolist(), sizes) & (positions(sizes)[2] <= 0))
+
+
+def from_dense(sizes: Sizes) -> tuple[BlockMask, Tensor]:
+    noise = drawn(sizes, 2, 1, *sizes[:2]) < 0.1
+    dense = from_blocks(sizes)[1] | (noise & from_blocks(sizes)[1].roll(1, 1))
+    return BlockMask.from_dense(dense, block_q=sizes[2], block_kv=sizes[3]), dense
+
+
+def from_flat_dense(sizes: Sizes) -> tuple[BlockMask, Tensor]:
+    dense = drawn(sizes, sizes[1], sizes[0]).T < 0.01  # rows that are not contiguous
+    return BlockMask.from_dense(dense, block_q=sizes[2], block_kv=sizes[3]), dense
+
+
+def top_k(sizes: Sizes) -> tuple[BlockMask, Tensor]:
+    n_q, n_k = n_blocks(sizes)
+    scores = (drawn(sizes, n_q, n_k) * 4).floor()  # with equal ones
+    scores[:, ::3] = torch.nan
+    in_band = BlockMask.causal(*sizes[:2], **how(sizes)).to_dense()[0, 0]
+    blocks = [[False] * n_k for _ in range(n_q)]
+    for i, row in enumerate(scores.tolist()):
+        whole = in_band[i * sizes[2] : (i + 1) * sizes[2]]
+        possible = [j for j, score in enumerate(row) if score == score and whole[:, j * sizes[3] : (j + 1) * sizes[3]].any()]
+        for j in sorted(possible, key=lambda j, row=row: -row[j])[:2]:
+            blocks[i][j] = True
+    mask = BlockMask.top_k(scores, 2, *sizes[:2], causal=True, block_q=sizes[2], block_kv=sizes[3])
+    return mask, by_blocks(blocks, sizes) & in_band
+
+
+def from_flex(sizes: Sizes) -> tuple[BlockMask, Tensor]:
+    document = torch.arange(max(sizes[:2]), device=DEVICE) // 150  # with nothing to read past the ends
+
+    def mask_mod(b, h, q, k):
+        return (document[q] == document[k]) & (k <= q + 40 * h) | (k < 10 * b)
+
+    arguments = (mask_mod, 2, 3, *sizes[:2])
+    flex = create_block_mask(*arguments, device=DEVICE, BLOCK_SIZE=sizes[2:])
+    return BlockMask.from_flex(flex), create_mask(*arguments, device=DEVICE)
+
+
+BUILDERS = {
+    "causal": causal,
+    "causal window": causal_window,
+    **{f"window {sides}": by_window(*sides) for sides in [(None, None), (0, 0), (63, 64), (None, 10), (200, None), (1 << 40, 1)]},
+    **{f"{tokens} global": by_globals(tokens) for tokens in (0, 1, 64, 128, 130, 1 << 40)},
+    "strided": strided,
+    "butterfly": butterfly,
+    "documents": documents,
+    "documents of a batch": documents_of_a_batch,
+    "from_blocks": from_blocks,
+    "from_blocks causal": from_causal_blocks,
+    "from_blocks full": from_full_blocks,
+    "from_dense": from_dense,
+    "from_dense flat": from_flat_dense,
+    "top_k": top_k,
+    "from_flex": from_flex,
+}
+EVERY_BUILDER = pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
+
+
+def block_of(dense: Tensor, i: int, j: int, mask: BlockMask) -> Tensor:
+    return dense[..., i * mask.block_q : (i + 1) * mask.block_q, j * mask.block_kv : (j + 1) * mask.block_kv]
+
+
+def in_partial_block(mask: BlockMask, b: int, h: int, i: int, j: int, where: int) -> Tensor:
+    """What a kernel applies to a partial block, told without the package's own tools."""
+    q = torch.arange(i * mask.block_q, min((i + 1) * mask.block_q, mask.seqlen_q))
+    k = torch.arange(j * mask.block_kv, min((j + 1) * mask.block_kv, mask.seqlen_k))
+    left, right = mask.element.span
+    offset = k - q[:, None] - (mask.seqlen_k - mask.seqlen_q)
+    seen = torch.ones_like(offset, dtype=torch.bool)
+    seen &= offset <= (1 << 40 if right is None else right)
+    seen &= offset >= -(1 << 40 if left is None else left)
+    if mask.element.bits is not None:
+        words = mask.element.bits[b, h, where].cpu()
+        seen &= torch.stack([words[:, c // 8] >> (c % 8) & 1 for c in range(mask.block_kv)], 1).bool()[: len(q), : len(k)]
+    return seen
+
+
+def check_lists(mask: BlockMask, dense: Tensor) -> None:
+    """Both lists and the bits say what the dense mask says: what has nothing to see is skipped, what sees all is full."""
+    dense = dense.expand(mask.batch, mask.heads, mask.seqlen_q, mask.seqlen_k).cpu()
+    n_q, n_k = n_blocks((mask.seqlen_q, mask.seqlen_k, mask.block_q, mask.block_kv))
+    for lists, n, m in ((mask.rows, n_q, n_k), (mask.columns, n_k, n_q)):
+        assert all(x.dtype == torch.int32 and x.is_contiguous() for x in (lists.counts, lists.full, lists.indices, lists.order))
+        counts, full, indices, order = (x.tolist() for x in (lists.counts, lists.full, lists.indices, lists.order))
+        where = [] if lists.bit_index is None else lists.bit_index.tolist()
+        for b in range(mask.batch):
+            for h in range(mask.heads):
+                for row in range(n):
+                    pairs = {other: (row, other) if lists is mask.rows else (other, row) for other in range(m)}
+                    blocks = {other: block_of(dense[b, h], *pair, mask) for other, pair in pairs.items()}
+                    whole = [other for other, block in blocks.items() if block.all()]
+                    partial = [other for other, block in blocks.items() if block.any() and other not in whole]
+                    assert counts[b][h][row] == len(whole) + len(partial) and full[b][h][row] == len(whole)
+                    rest = [0] * (lists.width - len(whole) - len(partial))
+                    assert indices[b][h][row] == partial + whole + rest
+                    assert not where or where[b][h][row][len(partial) :] == [0] * (lists.width - len(partial))
+                    for nth, other in enumerate(partial):
+                        applied = in_partial_block(mask, b, h, *pairs[other], where[b][h][row][nth] if where else 0)
+                        assert torch.equal(applied, blocks[other])
+                assert sorted(order[b][h]) == [*range(n)]
+                assert [counts[b][h][row] for row in order[b][h]] == sorted(counts[b][h], reverse=True)
+
+
+@EVERY_SIZE
+@EVERY_BUILDER
+def test_a_builder_is_its_formula(build, sizes):
+    mask, dense = build(sizes)
+    expected = dense.expand(mask.batch, mask.heads, *sizes[:2])
+    assert mask.to_dense().shape == expected.shape and torch.equal(mask.to_dense(), expected)
+    check_lists(mask, dense)
+    assert replace(mask).validate()
+
+
+@settings(max_examples=150)
+@given(
+    st.tuples(st.integers(1, 1200), st.integers(1, 1200), st.sampled_from((64, 128)), st.sampled_from((64, 128))),
+    st.one_of(
+        st.builds(by_window, st.one_of(st.none(), st.integers(0, 1300)), st.one_of(st.none(), st.integers(0, 1300))),
+        st.builds(by_globals, st.integers(0, 1300)),
+        st.sampled_from([causal, strided, butterfly, documents, documents_of_a_batch, from_flat_dense, top_k]),
+    ),
+)
+def test_a_builder_is_its_formula_at_any_size(sizes, build):
+    """There is room for as many blocks as any sizes lead to."""
+    mask, dense = build(sizes)
+    assert torch.equal(mask.to_dense(), dense.expand(mask.batch, mask.heads, *sizes[:2]))
+    check_lists(mask, dense)
+
+
+@EVERY_BUILDER
+def test_shares(build):
+    mask, dense = build((300, 200, 64, 128))
+    kept = sum(block_of(dense, i, j, mask).flatten(-2).any(-1).float().mean().item() for i in range(5) for j in range(2))
+    assert mask.density == pytest.approx(kept / 10)
+    assert mask.visible == pytest.approx(dense.float().mean().item())
+
+
+@EVERY_BUILDER
+def test_compact_is_the_same_in_less(build):
+    mask, dense = build((300, 513, 128, 64))
+    compact = mask.compact()
+    check_lists(compact, dense)
+    for small, lists in ((compact.rows, mask.rows), (compact.columns, mask.columns)):
+        assert small.width == lists.counts.max()
+    if compact.element.bits is not None:
+        partials = (mask.rows.counts - mask.rows.full).sum(-1)
+        assert compact.element.bits.shape[2] == partials.max()
+
+
+@pytest.mark.parametrize("sizes", [(0, 0, 64, 64), (0, 100, 64, 64), (100, 0, 64, 64)], ids=str)
+@pytest.mark.parametrize(
+    "build", [causal, by_globals(1), by_globals(64), strided, butterfly, documents, from_blocks, from_dense, from_flat_dense, top_k]
+)
+def test_nothing_to_see(build, sizes):
+    mask, _ = build(sizes)
+    assert mask.to_dense().shape[2:] == sizes[:2] and not mask.to_dense().any()
+    assert replace(mask).validate() and mask.density == mask.visible == 0 and "no blocks" in str(mask)
+    assert (mask & mask | mask).compact().to_dense().shape[2:] == sizes[:2]
+
+
+def test_tokens_of_no_document_take_no_room():
+    mask = BlockMask.documents([10, 0, 300], seqlen_q=4000, seqlen_k=5000, device=DEVICE)
+    assert mask.element.bits.shape[2] < 200 and mask.rows.counts.sum() == 9
+    assert mask.validate().to_dense().sum() == 10 * 10 + 300 * 300
+
+
+def test_defaults():
+    mask = BlockMask.documents([10, 20])
+    assert (mask.seqlen_q, mask.seqlen_k, mask.block_q, mask.block_kv, mask.batch, mask.heads) == (30, 30, 128, 128, 1, 1)
+    assert mask.device == torch.get_default_device()
+    assert BlockMask.causal(200).seqlen_k == 200
+
+
+# Random blocks
+
+
+def chosen(mask: BlockMask) -> Tensor:
+    return mask.rows.indices.cpu()
+
+
+def test_random_blocks():
+    mask = BlockMask.random(8192, 4096, blocks=5, seed=3, batch=2, heads=4, block_q=64, device=DEVICE)
+    assert mask.rows.counts.shape == (2, 4, 128) and (mask.rows.counts == 5).all() and (mask.rows.full == 5).all()
+    check_lists(mask, mask.to_dense())
+    times = torch.bincount(chosen(mask).flatten().long(), minlength=32).float()
+    assert times.sum() == 5120 and (times - 160).abs().max() < 5 * 160**0.5  # all blocks are as likely
+    assert len({tuple(row) for row in chosen(mask).flatten(0, 2).tolist()}) > 1000  # rows, heads and batches are drawn apart
+    with_others = BlockMask.random(8192, 4096, blocks=5, seed=4, batch=2, heads=4, block_q=64, device=DEVICE)
+    assert not torch.equal(chosen(mask), chosen(with_others))
+    assert (BlockMask.random(100, blocks=9, device=DEVICE).rows.counts == 1).all()
+    assert BlockMask.random(100, blocks=0, device=DEVICE).density == 0
+
+
+def test_random_blocks_are_the_same_everywhere():
+    assert chosen(BlockMask.random(512, 4096, blocks=4, seed=-7, device=DEVICE)).tolist() == GOLDEN
+
+
+GOLDEN = [[[[21, 29, 30, 31], [15, 17, 20, 25], [2, 11, 23, 27], [19, 24, 25, 30]]]]
+
+
+# Algebra
+
+
+def masks(sizes: Sizes) -> st.SearchStrategy[tuple[BlockMask, Tensor]]:
+    """Expressions of masks, beside the same ones of dense masks."""
+    sides = st.one_of(st.none(), st.integers(0, 300))
+    seeds = st.integers(0, 1 << 20)
+    leaves = st.one_of(
+        st.sampled_from([build for name, build in BUILDERS.items() if name != "from_flex"]).map(lambda build: build(sizes)),
+        st.builds(lambda left, right: by_window(left, right)(sizes), sides, sides),
+        st.builds(lambda tokens: by_globals(tokens)(sizes), st.integers(0, 300)),
+        st.builds(lambda seed: _dense_of_heads(sizes, seed), seeds),
+    )
+
+    def combined(children: st.SearchStrategy) -> st.SearchStrategy:
+        def combine(a: tuple[BlockMask, Tensor], b: tuple[BlockMask, Tensor], union: bool) -> tuple[BlockMask, Tensor]:
+            return (a[0] | b[0], a[1] | b[1]) if union else (a[0] & b[0], a[1] & b[1])
+
+        return st.builds(combine, children, children, st.booleans())
+
+    return st.recursive(leaves, combined, max_leaves=4).filter(lambda drawn: drawn[0].batch in (1, 2))
+
+
+def _dense_of_heads(sizes: Sizes, seed: int) -> tuple[BlockMask, Tensor]:
+    dense = drawn(sizes, 1, 3, *sizes[:2], seed=seed) < 0.02
+    return BlockMask.from_dense(dense, block_q=sizes[2], block_kv=sizes[3]), dense
+
+
+@pytest.mark.parametrize("sizes", [(300, 200, 64, 128), (200, 300, 128, 64), (256, 256, 128, 128)], ids=str)
+def test_and_and_or_are_those_of_the_elements(sizes):
+    @settings(max_examples=60)
+    @given(masks(sizes))
+    def holds(drawn_mask: tuple[BlockMask, Tensor]) -> None:
+        mask, dense = drawn_mask
+        assert torch.equal(mask.to_dense(), dense.expand(mask.batch, mask.heads, *sizes[:2]))
+        check_lists(mask, dense)
+        assert replace(mask).validate()
+
+    holds()
+
+
+def test_bands_need_no_bits():
+    """What a band can say exactly stays one, which is faster and takes no memory."""
+    sizes = (1000, 1300, 128, 64)
+    window, triangle = by_window(100, 70)(sizes)[0], causal(sizes)[0]
+    both = window & triangle
+    assert both.element.bits is None and both.element.span == (100, 0) and both.rows.width == window.rows.width
+    assert (triangle | triangle).element.bits is None
+    assert (triangle & butterfly(sizes)[0]).element.bits is None
+    sinks = triangle & by_window(100, None)(sizes)[0] | BlockMask.from_blocks(
+        (torch.arange(21, device=DEVICE) < 1).expand(8, 21), *sizes[:2], block_kv=64
+    )
+    assert sinks.element.bits is None and sinks.element.span == (100, 0)
+    assert (sinks | sinks).element.bits is None and (sinks & butterfly(sizes)[0]).element.bits is None
+    q, k, offset = positions(sizes)
+    check_lists(sinks, ((offset <= 0) & (offset >= -100)) | (k < 64) & (q >= 0))
+    check_lists(sinks & triangle, (((offset <= 0) & (offset >= -100)) | (k < 64)) & (offset <= 0))
+    assert by_globals(128)((1024, 1024, 128, 64))[0].element.bits is None
+
+
+def test_narrow_lists_widen():
+    one, other = (BlockMask.random(8192, blocks=3, seed=seed, device=DEVICE) for seed in (0, 1))
+    both = one | other
+    assert both.rows.counts.max() == both.rows.width == 6
+    assert torch.equal(both.to_dense(), one.to_dense() | other.to_dense())
+
+
+def test_partial_blocks_that_the_band_does_not_cut():
+    """Lists made by hand may call partial what the band shows all or nothing of."""
+    mask = BlockMask.butterfly(1500, device=DEVICE)
+    expected = mask.to_dense() & (positions((1500, 1500, 128, 128))[2] <= 0)
+    mask = changed(mask, "element", BlockMask.causal(1).element)
+    for name in ("rows.full", "columns.full"):
+        mask = changed(mask, name, torch.zeros_like(mask.rows.full))
+    assert torch.equal(mask.to_dense(), expected) and mask.visible == pytest.approx(expected.float().mean().item())
+    window, dense = by_window(200, 30)((1500, 1500, 128, 128))
+    for combined, elements in ((mask & window, expected & dense), (mask | window, expected | dense), (mask.compact(), expected)):
+        check_lists(combined, elements)
+
+
+def test_masks_of_other_sizes_do_not_combine():
+    mask = BlockMask.causal(256, device=DEVICE)
+    for other, name in (
+        (BlockMask.causal(128, 256, device=DEVICE), "seqlen_q"),
+        (BlockMask.causal(256, 128, device=DEVICE), "seqlen_k"),
+        (BlockMask.causal(256, block_q=64, device=DEVICE), "block_q"),
+        (BlockMask.causal(256, block_kv=64, device=DEVICE), "block_kv"),
+        (BlockMask.causal(256, device="meta"), "device"),
+    ):
+        with pytest.raises(ValueError, match=f"same {name}"):
+            _ = mask & other
+    two, three = (BlockMask.random(256, blocks=1, heads=heads, device=DEVICE) for heads in (2, 3))
+    with pytest.raises(ValueError, match="same heads or 1, got 2 and 3"):
+        _ = two | three
+    for other in (None, True, torch.ones(256, 256)):
+        with pytest.raises(TypeError):
+            _ = mask & other
+
+
+# FlexAttention's masks
+
+
+def test_flex_without_full_blocks_or_a_mask_mod():
+    counts, indices = torch.tensor([[[1, 2, 0]]], device=DEVICE).int(), torch.tensor([[[[2, 0, 0], [2, 0, 1], [0, 1, 2]]]], device=DEVICE)
+    mask = BlockMask.from_flex(FlexMask.from_kv_blocks(counts, indices.int(), seq_lengths=(300, 384)))
+    assert mask.rows.counts.tolist() == [[[1, 2, 0]]] and mask.rows.full.tolist() == [[[1, 2, 0]]]
+    assert mask.rows.indices[0, 0].tolist() == [[2, 0, 0], [0, 2, 0], [0, 0, 0]]
+    assert mask.element.bits is None and (mask.seqlen_q, mask.seqlen_k) == (300, 384)
+
+
+def test_flex_block_sizes_and_types():
+    flex = create_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512, device=DEVICE, BLOCK_SIZE=256)
+    with pytest.raises(ValueError, match=r"block_q must be one of \(64, 128\), got 256"):
+        BlockMask.from_flex(flex)
+    with pytest.raises(TypeError, match=r"mask must be a torch\.nn\.attention\.flex_attention\.BlockMask, got Tensor"):
+        BlockMask.from_flex(torch.ones(2, 2))
+
+
+def test_flex_indices_outside_are_passed_over():
+    counts, indices = torch.tensor([[[3]]], device=DEVICE).int(), torch.tensor([[[[1, 9, -1]]]], device=DEVICE).int()
+    flex = FlexMask((100, 200), counts, indices, *[None] * 6, BLOCK_SIZE=(128, 128), mask_mod=lambda b, h, q, k: k < 150)
+    mask = BlockMask.from_flex(flex)
+    assert mask.rows.counts.tolist() == [[[1]]] and torch.equal(mask.to_dense().sum(-1).unique().cpu(), torch.tensor([22]))
+
+
+# What a mask must be
+
+
+def changed(mask: BlockMask, path: str, value) -> BlockMask:
+    """The mask with another value of a field, or of a field of a field."""
+    name, _, inner = path.partition(".")
+    return replace(mask, **{name: replace(getattr(mask, name), **{inner: value}) if inner else value})
+
+
+def put(mask: BlockMask, path: str, where: tuple, value: int) -> BlockMask:
+    """The mask with one element of a tensor changed."""
+    x = mask
+    for name in path.split("."):
+        x = getattr(x, name)
+    x = x.clone()
+    x[where] = value
+    return changed(mask, path, x)
+
+
+def mixed() -> BlockMask:
+    """Three rows of blocks, with partial and full ones, two heads and bits."""
+    q, k, _ = positions((300, 500, 128, 128))
+    dense = torch.stack([(k <= q + 150), (k <= q + 150) | (k > 300)])[None]
+    return BlockMask.from_dense(dense)
+
+
+VALUES = {  # field, element, value, error
+    "count over width": ("rows.counts", (0, 1, 2), 5, r"rows\.counts must be 0 to 4, .* got 5 at \(0, 1, 2\)"),
+    "count below 0": ("columns.counts", (0, 0, 1), -1, r"columns\.counts must be 0 to 3, .* got -1 at \(0, 0, 1\)"),
+    "more full than counted": ("rows.full", (0, 0, 0), 4, r"rows\.full must be 0 to rows\.counts, got 4 at \(0, 0, 0\)"),
+    "full below 0": ("rows.full", (0, 1, 0), -2, r"rows\.full must be 0 to rows\.counts, got -2 at \(0, 1, 0\)"),
+    "index too high": ("rows.indices", (0, 0, 2, 0), 4, r"rows\.indices must be blocks 0 to 3, got 4 at \(0, 0, 2, 0\)"),
+    "index far too high": ("rows.indices", (0, 0, 2, 0), 1 << 30, r"rows\.indices must be blocks 0 to 3, got 1073741824"),
+    "index below 0": ("columns.indices", (0, 1, 0, 0), -1, r"columns\.indices must be blocks 0 to 2, got -1 at \(0, 1, 0, 0\)"),
+    "unsorted or doubled": ("columns.indices", (0, 0, 0, 1), 0, r"columns\.indices must be each part ascending, no block twice, got 0"),
+    "partial and full": ("rows.indices", (0, 0, 0, 0), 0, r"rows\.indices must be no block both partial and full, got 0"),
+    "other blocks than rows": ("columns.indices", (0, 0, 3, 0), 0, r"columns must be of the blocks of rows"),
+    "order outside": ("rows.order", (0, 0, 0), 3, r"rows\.order must be rows 0 to 2, got 3 at \(0, 0, 0\)"),
+    "order twice": ("rows.order", (0, 0, 1), 1, r"rows\.order must be a permutation of the rows, of which one is missing, got 2"),
+    "bits outside": ("rows.bit_index", (0, 0, 0, 0), 12, r"rows\.bit_index must be 0 to 11, got 12 at \(0, 0, 0, 0\)"),
+    "bits below 0": ("columns.bit_index", (0, 0, 3, 0), -1, r"columns\.bit_index must be 0 to 11, got -1"),
+    "other bits than rows": ("columns.bit_index", (0, 0, 3, 0), 0, r"columns\.bit_index must be that of rows"),
+}
+
+
+@pytest.mark.parametrize("case", VALUES.values(), ids=VALUES)
+def test_values_that_are_refused(case):
+    path, where, value, error = case
+    mask = put(mixed(), path, where, value)
+    with pytest.raises(ValueError, match=f"block_mask: {error}"):
+        mask.validate()
+    # Nothing that looks at its blocks takes it on trust.
+    for use in (mask.to_dense, mask.compact, mask.check_once, lambda: mask & mixed(), lambda: mixed() | mask, lambda: mask.visible):
+        with pytest.raises(ValueError, match="block_mask: "):
+            use()
+
+
+def test_rows_in_another_order_are_refused():
+    mask = BlockMask.causal(300, device=DEVICE)
+    order = torch.tensor([[[0, 1, 2]]], dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match=r"rows\.order must be from the longest row to the shortest"):
+        changed(mask, "rows.order", order).validate()
+
+
+def test_a_full_block_beyond_the_band_is_not_tight():
+    mask = BlockMask.from_blocks(
+        torch.ones(3, 3, dtype=torch.bool, device=DEVICE), 300, full=torch.eye(3, device=DEVICE).bool(), causal=True
+    )
+    assert mask.validate()
+    with pytest.raises(ValueError, match="tight must be False"):
+        replace(mask, tight=True).validate()
+
+
+SHAPES = {  # field, its new value, error
+    "dtype": ("rows.counts", lambda x: x.long(), r"rows\.counts must be of dtype torch\.int32, got torch\.int64"),
+    "dtype of bits": ("element.bits", lambda x: x.int(), r"element\.bits must be of dtype torch\.uint8, got torch\.int32"),
+    "rows": ("rows.full", lambda x: x[..., :2].contiguous(), r"rows\.full must have shape \(1, 2, 3\), got \(1, 2, 2\)"),
+    "heads": ("heads", lambda _: 3, r"rows\.counts must have shape \(1, 3, 3\), got \(1, 2, 3\)"),
+    "lengths": ("seqlen_k", lambda _: 700, r"columns\.counts must have shape \(1, 2, 6\), got \(1, 2, 4\)"),
+    "width": ("rows.bit_index", lambda x: x[..., :2].contiguous(), r"rows\.bit_index must have shape \(1, 2, 3, 4\), got \(1, 2, 3, 2\)"),
+    "dimensions": ("columns.indices", lambda x: x[0], r"columns\.indices must have shape \(1, 2, 4, 3\), got \(2, 4, 3\)"),
+    "words": (
+        "element.bits",
+        lambda x: x[..., :8].contiguous(),
+        r"element\.bits must have shape \(1, 2, 12, 128, 16\), got \(1, 2, 12, 128, 8\)",
+    ),
+    "device": ("columns.order", lambda x: x.to("meta"), r"columns\.order must be on .* as rows\.counts is, got meta"),
+    "strides": ("rows.counts", lambda x: x.mT.contiguous().mT, r"rows\.counts must be contiguous, got strides"),
+    "no tensor": ("rows.order", lambda _: [0, 1, 2], r"rows\.order must be a torch\.Tensor, got list"),
+    "no tensor first": ("rows.counts", lambda _: None, r"rows\.counts must be a torch\.Tensor, got NoneType"),
+    "bits without index": ("columns.bit_index", lambda _: None, r"columns\.bit_index must be a tensor, as there are bits, got None"),
+    "index without bits": ("element.bits", lambda _: None, r"rows\.bit_index must be None, as there are no bits, got a tensor"),
+    "lists": ("rows", lambda _: None, r"rows must be Lists, got NoneType"),
+    "block size": ("block_q", lambda _: 96, r"block_q must be one of \(64, 128\), got 96"),
+    "length below 0": ("seqlen_q", lambda _: -1, r"seqlen_q must be an int, 0 or more, got -1"),
+    "no heads": ("heads", lambda _: 0, r"heads must be an int, 1 or more, got 0"),
+    "window": ("element.window", lambda _: (-3, 0), r"element\.window_size must be None or a pair .* got \(-3, 0\)"),
+    "window -1": ("element.window", lambda _: (-1, 0), r"element\.window must have None for a side without a bound, got \(-1, 0\)"),
+}
+
+
+@pytest.mark.parametrize("case", SHAPES.values(), ids=SHAPES)
+def test_tensors_that_are_refused(case):
+    path, change, error = case
+    mask = mixed()
+    value = mask
+    for name in path.split("."):
+        value = getattr(value, name)
+    with pytest.raises(ValueError, match=f"block_mask: {error}"):
+        changed(mask, path, change(value)).validate()
+
+
+def test_what_has_passed_is_not_checked_again(monkeypatch):
+    passed, calls = replace(mixed()).validate(), []
+    monkeypatch.setattr(BlockMask, "validate", lambda self: calls.append(self))
+    for mask in (passed, mixed(), mixed().to(DEVICE)):
+        mask.check_once()
+    assert not calls
+    by_hand = replace(mixed())
+    by_hand.check_once()
+    assert calls == [by_hand]
+
+
+ARGUMENTS = {
+    "length": (ValueError, "seqlen_q must be an int, 0 or more, got -1", lambda: BlockMask.causal(-1)),
+    "length of keys": (ValueError, "seqlen_k must be an int, 0 or more, got 2.0", lambda: BlockMask.causal(1, 2.0)),
+    "block": (ValueError, r"block_kv must be one of \(64, 128\), got 32", lambda: BlockMask.butterfly(64, block_kv=32)),
+    "window": (ValueError, "window_size must be None or a pair", lambda: BlockMask.sliding_window(64, window_size=3)),
+    "window side": (ValueError, r"got \(-2, 0\)", lambda: BlockMask.local_global(64, window_size=(-2, 0), global_tokens=0)),
+    "globals": (ValueError, "global_tokens must be an int", lambda: BlockMask.local_global(64, window_size=None, global_tokens=None)),
+    "stride": (ValueError, "stride must be an int, 1 or more, got 0", lambda: BlockMask.strided(64, stride=0)),
+    "local": (ValueError, "local must be an int, 0 or more, got True", lambda: BlockMask.strided(64, stride=1, local=True)),
+    "heads": (ValueError, "heads must be an int, 1 or more, got 0", lambda: BlockMask.random(64, blocks=1, heads=0)),
+    "matrix": (
+        ValueError,
+        r"blocks must have shape \(2, 1\) .* got \(1, 1\)",
+        lambda: BlockMask.from_blocks(torch.ones(1, 1).bool(), 130, 1),
+    ),
+    "matrix dtype": (TypeError, r"blocks must be of dtype torch\.bool", lambda: BlockMask.from_blocks(torch.ones(1, 1), 1)),
+    "no matrix": (TypeError, r"blocks must be a torch\.Tensor, got list", lambda: BlockMask.from_blocks([[True]], 1)),
+    "full": (
+        ValueError,
+        "full must have the shape and device of blocks",
+        lambda: BlockMask.from_blocks(torch.ones(1, 2, 1, 1).bool(), 1, full=torch.ones(1, 1).bool()),
+    ),
+    "dense": (ValueError, r"mask must have shape .* got \(1, 2, 3\)", lambda: BlockMask.from_dense(torch.ones(1, 2, 3).bool())),
+    "dense dtype": (TypeError, r"mask must be of dtype torch\.bool", lambda: BlockMask.from_dense(torch.ones(2, 3))),
+    "scores": (TypeError, "scores must be floating point", lambda: BlockMask.top_k(torch.ones(1, 1).int(), 1, 1)),
+    "k": (ValueError, "k must be an int, 0 or more, got -1", lambda: BlockMask.top_k(torch.ones(1, 1), -1, 1)),
+    "lengths": (ValueError, "lengths must be an int, 0 or more, got -5", lambda: BlockMask.documents([3, -5])),
+    "lengths on the device": (ValueError, "seqlen_q is required where lengths is a tensor", lambda: BlockMask.documents(torch.tensor([3]))),
+    "floating lengths": (ValueError, "lengths must be ints of shape", lambda: BlockMask.documents(torch.ones(2), seqlen_q=3)),
+    "other documents": (ValueError, "lengths_k must be of as many documents", lambda: BlockMask.documents([3, 4], lengths_k=[7])),
+    "other batch": (
+        ValueError,
+        "lengths_k must be of as many documents",
+        lambda: BlockMask.documents(torch.ones(2, 1).int(), lengths_k=torch.ones(3, 1).int(), seqlen_q=9, seqlen_k=9),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ARGUMENTS.values(), ids=ARGUMENTS)
+def test_arguments_that_are_refused(case):
+    kind, error, build = case
+    with pytest.raises(kind, match=error):
+        build()
+
+
+# Pictures
+
+
+def test_the_picture_tells_skipped_partial_and_full(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "24")
+    assert str(BlockMask.causal(300, device=DEVICE)).splitlines()[:5] == [
+        "BlockMask 300 x 300 in blocks of 128 x 128, causal",
+        "66.67% of blocks kept, 50.17% of pairs seen",
+        "+..",
+        "#+.",
+        "##+",
+    ]
+    assert repr(BlockMask.random(300, blocks=1, heads=2)) == "<BlockMask 300 x 300 in blocks of 128 x 128, 2 heads, on cpu>"
+
+
+@pytest.mark.parametrize("lengths", [(65536, 65536), (1000, 65536), (65536, 1000), (10000, 10000), (12800, 9000)], ids=str)
+@pytest.mark.parametrize("terminal", [(80, 24), (200, 50), (30, 10)], ids=str)
+def test_the_picture_fits_the_terminal(lengths, terminal, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(terminal[0]))
+    monkeypatch.setenv("LINES", str(terminal[1]))
+    lines = str(BlockMask.sliding_window(*lengths, window_size=(2000, 0), device=DEVICE)).splitlines()
+    drawn_lines = [line for line in lines if set(line) <= set(".-+#")]
+    assert 1 <= len(drawn_lines) <= max(8, terminal[1] - 5) and len(lines) <= max(12, terminal[1])
+    assert min(lengths[1] // 128, 15) <= len(drawn_lines[0]) <= terminal[0]
+    assert len({len(line) for line in drawn_lines}) == 1 and {"."} < set("".join(drawn_lines)) <= set(".-+#")
+
+
+def test_plot():
+    pytest.importorskip("matplotlib")
+    figure = mixed().plot(head=0)
+    (axes,) = figure.axes
+    assert axes.images[0].get_array().tolist() == [[2, 1, 1, 0], [2, 2, 1, 1], [2, 2, 2, 1]]
+    assert axes.images[0].get_extent() == [0, 512, 384, 0]
+    figure.canvas.draw()
+
+
+def test_plot_says_what_it_needs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in [name for name in sys.modules if name.startswith("matplotlib.")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ImportError, match=r"pip install flashzoo\[report\]"):
+        BlockMask.causal(64).plot()
+
+
+# What it costs
+
+
+def test_it_is_imported_on_first_use():
+    code = """if True:
+        import sys, flashzoo
+        before = "flashzoo.blocksparse.mask" in sys.modules
+        flashzoo.BlockMask.causal(64)
+        print(before, "triton" in sys.modules, "matplotlib" in sys.modules)
+        flashzoo.nothing_of_that_name
+    """
+    with pytest.raises(AssertionError, match="module 'flashzoo' has no attribute 'nothing_of_that_name'"):
+        in_fresh_process(code)
+    assert in_fresh_process(code.replace("flashzoo.nothing_of_that_name", "")).split() == ["False"] * 3
+
+
+def test_another_device():
+    mask = mixed().to("cpu")
+    assert mask.device.type == "cpu" and torch.equal(mask.to_dense(), mixed().to_dense().cpu())
+    assert mask.to(DEVICE).element.bits.device.type == DEVICE
+    assert mask.to("meta").device.type == "meta"
+
+
+def flex_mask(device: str) -> FlexMask:
+    return create_block_mask(lambda b, h, q, k: (q >= k) & (k > q - 100), None, 2, 700, 700, device=device)
+
+
+def build_everything(device: str, flex: FlexMask) -> list[BlockMask]:
+    """A mask of every builder, and combinations."""
+    n = 700
+    lengths = torch.tensor([[100, 300, 0, 200]], device=device)
+    dense = torch.zeros(1, 2, n, n, dtype=torch.bool, device=device)
+    blocks = torch.ones(6, 6, dtype=torch.bool, device=device)
+    made = [
+        BlockMask.causal(n, device=device),
+        BlockMask.sliding_window(n, window_size=(100, 20), device=device),
+        BlockMask.local_global(n, window_size=(100, 20), global_tokens=50, device=device),
+        BlockMask.strided(n, stride=2, device=device),
+        BlockMask.butterfly(n, device=device),
+        BlockMask.random(n, blocks=2, device=device),
+        BlockMask.documents([300, 200], seqlen_q=n, device=device),
+        BlockMask.documents(lengths, seqlen_q=n),
+        BlockMask.from_blocks(blocks, n, causal=True),
+        BlockMask.from_blocks(blocks, n, full=blocks, causal=True),
+        BlockMask.from_dense(dense),
+        BlockMask.from_flex(flex),
+        BlockMask.top_k(torch.zeros(6, 6, device=device), 2, n, causal=True),
+    ]
+    made += [made[0] & made[1], made[0] & made[7], made[2] | made[4], made[11] & made[10]]
+    made[-1].to_dense()
+    return made
+
+
+def test_no_builder_looks_at_values():
+    """A tensor without values refuses every read, so no builder needs one."""
+    with FakeTensorMode():
+        made = build_everything("cpu", flex_mask("cpu"))
+        with pytest.raises(DataDependentOutputException):
+            _ = made[0].density
+    assert len(made) == 17
+
+
+@pytest.mark.gpu
+def test_no_builder_waits_for_the_gpu():
+    flex = flex_mask("cuda")
+    build_everything("cuda", flex)  # what PyTorch does once may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        build_everything("cuda", flex)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_a_64k_window_is_built_within_a_millisecond():
+    seconds = []
+    for _ in range(30):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        BlockMask.sliding_window(65536, window_size=(1024, None), causal=True, device="cuda")
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    median = sorted(seconds)[len(seconds) // 2]
+    print(f"a 64k causal window: {1e3 * median:.2f} ms")
+    assert median < 1e-3
