@@ -120,6 +120,7 @@ class Judge:
     Attributes:
         reference: the oracle's `Result`, float64.
         yardstick: the yardstick's `Result`; with precision="fp8" the plain one's.
+        shown: the share of the pairs, of those that causal and window leave, that the mask shows; 1 where there is none.
     """
 
     def __init__(
@@ -149,8 +150,11 @@ class Judge:
             q, k, v = (dequantized(x, descale) for x, descale in zip((q, k, v), descales, strict=True))
         self.reference = oracle(q, k, v, problem, scale, dout, dlse, mask=mask)
         self._rows, self._pairs = problem.seqlen_q - problem.blind_rows, visible_pairs(problem)
+        self.shown = 1.0
         if mask is not None:
-            self._rows, self._pairs = _seen_by_a_head(problem, mask)
+            in_band = self._pairs
+            self._rows, self._pairs, mean = _seen_by_a_head(problem, mask)
+            self.shown = mean / in_band if in_band else 0.0
         self._summed = self._summation_slack(q, k, v, scale)
         self._terms = _largest_terms(q, k, v, problem, scale, dout)
         yards = [self._errors_of(self.yardstick)]
@@ -364,14 +368,14 @@ def _standard(
         return Result(out.detach(), lse.detach(), *torch.autograd.grad(outputs, leaves, given))
 
 
-def _seen_by_a_head(problem: Problem, mask: Tensor) -> tuple[int, int]:
-    """Rows that see a key, and pairs that are seen, of the head that has fewest of all that see anything."""
+def _seen_by_a_head(problem: Problem, mask: Tensor) -> tuple[int, int, float]:
+    """Rows that see a key, and pairs that are seen, of the head that has fewest of all that see anything; and the pairs in the mean."""
     seen = visible(problem, mask.device, mask)
     assert seen is not None
     per_head = torch.stack([seen.any(-1).sum(-1), seen.sum((-1, -2))]).flatten(1)
-    per_head = per_head[:, per_head[1] > 0]
-    rows, pairs = per_head.amin(1).tolist() if per_head.numel() else (0, 0)
-    return rows, pairs
+    seeing = per_head[:, per_head[1] > 0]
+    rows, pairs = seeing.amin(1).tolist() if seeing.numel() else (0, 0)
+    return rows, pairs, float(per_head[1].double().mean())
 
 
 def _largest_terms(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scale: float, dout: Tensor | None) -> dict[str, Tensor]:

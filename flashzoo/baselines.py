@@ -23,7 +23,7 @@ _DENSE_MASK = "makes a dense (batch, heads, seqlen_q, seqlen_k) mask of the bloc
 def _sdpa_notes(problem: Problem) -> list[str]:
     other_kernel = "torch's flash kernel needs v as wide as q: its memory-efficient one runs where it can, else math, quadratic in memory"
     notes = {
-        "builds the (seqlen_q, seqlen_k) mask as a tensor": _needs_mask(problem),
+        "builds the (seqlen_q, seqlen_k) mask as a tensor": _needs_mask(problem) and problem.block_mask is None,
         _DENSE_MASK: problem.block_mask is not None,
         "copies inputs whose rows do not start at multiples of 16 bytes": problem.device == "cuda",
         other_kernel: "head_dim_v" in problem.features,

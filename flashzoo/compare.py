@@ -21,7 +21,7 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from importlib.util import find_spec
 from platform import python_version
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,7 +32,10 @@ from flashzoo.reference import Result
 from flashzoo.registry import implementation
 from flashzoo.registry import versions as registered
 from flashzoo.spec import Problem, Spec, Window
-from flashzoo.workloads import TORCH_DTYPES, Workload, descales, flops, hbm_bytes, inputs
+from flashzoo.workloads import TORCH_DTYPES, Workload, block_mask, descales, flops, hbm_bytes, inputs
+
+if TYPE_CHECKING:
+    from flashzoo.blocksparse.mask import BlockMask
 
 INTERPRETER_SCORES = 1 << 19
 """Most score elements (batch * heads * seqlen_q * seqlen_k) that are given to Triton's interpreter: some seconds' work."""
@@ -189,6 +192,7 @@ def compare(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    block_mask: BlockMask | None = None,
     backward: bool = False,
     versions: Sequence[str] | None = None,
     progress: bool | None = None,
@@ -197,8 +201,8 @@ def compare(
     """Run every version on these inputs, hold each to the oracle, and time those that pass.
 
     Args:
-        q, k, v, causal, softmax_scale, window_size, deterministic, precision, out_dtype, q_descale, k_descale, v_descale: as in
-            `flashzoo.attention`. Never modified.
+        q, k, v, causal, softmax_scale, window_size, deterministic, precision, out_dtype, q_descale, k_descale, v_descale,
+            block_mask: as in `flashzoo.attention`. Never modified.
         backward: gradients too, for a dout drawn from a standard normal, of the versions that have a backward pass.
         versions: names of versions; all that are registered where None.
         progress: show a bar on stderr while it works; where None, if stderr is a terminal and rich is installed.
@@ -211,7 +215,7 @@ def compare(
         TypeError, ValueError: an argument is malformed, as in `flashzoo.attention`, or a version is unknown.
     """
     options = {"causal": causal, "window_size": window_size, "deterministic": deterministic, "precision": precision}
-    options |= {"out_dtype": out_dtype, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    options |= {"out_dtype": out_dtype, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "block_mask": block_mask}
     specs = _chosen(versions)
     with torch.set_grad_enabled(backward), _bar(progress, len(specs) + 2) as step:
         problem = explain(*_leaves((q, k, v), backward), softmax_scale=softmax_scale, **options).problem
@@ -219,7 +223,8 @@ def compare(
         out_shape = (*q.shape[:3], v.shape[3])
         dout = torch.randn(out_shape, generator=generator, device=q.device).to(q.dtype) if backward else None
         step("oracle")
-        judge = Judge(q, k, v, replace(problem, lse=True), softmax_scale, dout, descales=(q_descale, k_descale, v_descale))
+        seen = None if block_mask is None else block_mask.to_dense()
+        judge = Judge(q, k, v, replace(problem, lse=True), softmax_scale, dout, descales=(q_descale, k_descale, v_descale), mask=seen)
         bench = _Bench((q.detach(), k.detach(), v.detach()), dout, problem, softmax_scale, options, judge)
         rows = []
         for spec in specs:
@@ -243,7 +248,7 @@ def compare_workload(
 
     Args:
         source: sizes, dtypes, precision, causal, window and deterministic are read from it, its hardware is not. e4m3 inputs get
-            descales by block.
+            descales by block, and a problem with a block mask one of its form, from `flashzoo.workloads.block_mask`.
         device: the GPU if there is one, else the CPU, where None.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -262,6 +267,7 @@ def compare_workload(
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
+        block_mask=block_mask(problem, seed, device),
         backward=backward,
         versions=versions,
         progress=progress,
@@ -407,7 +413,7 @@ class _Bench:
     def _with_times(self, row: Row, timings: dict[str, Timing]) -> Row:
         values: dict[str, Any] = dict(timings)
         for name, timing in timings.items():
-            tflops = flops(self.problem, "fwd" if name == "forward" else "bwd") / timing.ms * 1e-9
+            tflops = flops(self.problem, "fwd" if name == "forward" else "bwd", self.judge.shown) / timing.ms * 1e-9
             peak = self.peaks[name]
             values |= {f"{name}_tflops": tflops, f"{name}_peak": 100 * tflops / peak if peak else None}
         return replace(row, **values)

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from flashzoo.autograd import refuse_double_backward
+from flashzoo.blocksparse.lists import Lists
+from flashzoo.blocksparse.mask import BlockMask, Element
 from flashzoo.plan import (
     Form,
     check_descales,
@@ -28,6 +30,7 @@ from flashzoo.plan import (
     check_tensors,
     described,
     form_of,
+    mask_described,
     negated,
     normalised,
     plan,
@@ -41,19 +44,20 @@ _HOW = (
     "float? softmax_scale=None, bool causal=False, SymInt? window_left=None, SymInt? window_right=None, "
     "bool deterministic=False, bool return_lse=False"
 )
+_MASK = "Tensor[]? mask_tensors=None, SymInt[]? mask_sizes=None"
 _DESCALES = "Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None"
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)  # out lies in the order of the strides that q had when it was traced
 
 torch.library.define(
     NAME,
     f"(Tensor q, Tensor k, Tensor v, {_HOW}, bool grad=False, str version='auto', str? precision=None, "
-    f"ScalarType? out_dtype=None, {_DESCALES}) -> (Tensor out, Tensor lse)",
+    f"ScalarType? out_dtype=None, {_DESCALES}, {_MASK}) -> (Tensor out, Tensor lse)",
     tags=_TAGS,
 )
 torch.library.define(
     BACKWARD_NAME,
     f"(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_HOW}, "
-    "str version='auto', str? precision=None) -> (Tensor dq, Tensor dk, Tensor dv)",
+    f"str version='auto', str? precision=None, {_MASK}) -> (Tensor dq, Tensor dk, Tensor dv)",
     tags=_TAGS,
 )
 
@@ -80,6 +84,7 @@ def traced(
     q_descale: Tensor | None,
     k_descale: Tensor | None,
     v_descale: Tensor | None,
+    block_mask: BlockMask | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`flashzoo.attention` of what is being traced."""
     # What the operator's schema would convert, or refuse in words of its own.
@@ -88,13 +93,47 @@ def traced(
     check_scale(softmax_scale)
     form_of(precision, out_dtype)
     check_descales_alone((q_descale, k_descale, v_descale), q.device)
+    if block_mask is not None and not isinstance(block_mask, BlockMask):
+        raise TypeError(f"block_mask must be a flashzoo.BlockMask or None, got {type(block_mask).__name__}")
     left, right = normalised(window_size)
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     out, lse = torch.ops.flashzoo.attention(
         *(q, k, v, softmax_scale, causal, left, right, deterministic, return_lse, grad, _requested(version)),
-        *(precision, out_dtype, q_descale, k_descale, v_descale),
+        *(precision, out_dtype, q_descale, k_descale, v_descale, *as_arguments(block_mask)),
     )
     return (out, lse) if return_lse else out
+
+
+def as_arguments(mask: BlockMask | None) -> tuple[list[Tensor] | None, list[int] | None]:
+    """A block mask as the operators take it, mask_tensors and mask_sizes."""
+    if mask is None:
+        return None, None
+    tensors = []
+    for lists in (mask.rows, mask.columns):
+        tensors += [lists.counts, lists.full, lists.indices, lists.order]
+    element, (left, right) = mask.element, mask.element.window
+    if element.bits is not None:
+        tensors += [mask.rows.bit_index, mask.columns.bit_index, element.bits]
+    sizes = [mask.seqlen_q, mask.seqlen_k, mask.block_q, mask.block_kv, mask.batch, mask.heads]
+    flags = [int(element.causal), int(mask.tight), int(mask._checked)]
+    return tensors, [*sizes, -1 if left is None else left, -1 if right is None else right, *flags]
+
+
+def _block_mask(tensors: Sequence[Tensor] | None, sizes: Sequence[int] | None) -> BlockMask | None:
+    """The block mask of which these are the arguments."""
+    if tensors is None or sizes is None:
+        return None
+    seqlen_q, seqlen_k, block_q, block_kv, batch, heads, left, right, causal, tight, checked = sizes
+    rows_bits, columns_bits, bits = tensors[8:] or (None, None, None)
+    rows, columns = (
+        Lists(*some, bit_index=bit_index)  # pyright: ignore[reportCallIssue]
+        for some, bit_index in ((tensors[:4], rows_bits), (tensors[4:8], columns_bits))
+    )
+    element = Element(bool(causal), (None if left < 0 else left, None if right < 0 else right), bits)
+    mask = BlockMask(seqlen_q, seqlen_k, block_q, block_kv, batch, heads, rows, columns, element, bool(tight))
+    if checked:  # as it was when it was taken apart
+        object.__setattr__(mask, "_checked", True)
+    return mask
 
 
 @torch.library.impl(NAME, "default")
@@ -115,15 +154,19 @@ def _attention(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    mask_tensors: Sequence[Tensor] | None = None,
+    mask_sizes: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     window = (window_left, window_right)
     form = form_of(precision, out_dtype)
-    run, problem, scale, negative, e4m3 = _plan(q, k, v, causal, softmax_scale, window, deterministic, return_lse, grad, version, form)
+    mask = _block_mask(mask_tensors, mask_sizes)
+    how = (causal, softmax_scale, window, deterministic, return_lse, grad, version, form)
+    run, problem, scale, negative, e4m3 = _plan(q, k, v, *how, mask)
     descales = (q_descale, k_descale, v_descale)
     check_descales(descales, problem, q.device)
     # The graph records the call, so the version must not: it is asked for its forward pass alone.
     more = (descales,) if e4m3 else ()
-    out, lse = run(negated(q) if negative else q, k, v, problem.forward, scale, *more)
+    out, lse = run(negated(q) if negative else q, k, v, problem.forward, scale, *more, **_masked(mask))
     out = _laid_out(out, *_dense(q, problem.head_dim_v))
     shape = _lse_shape(q, return_lse, grad)
     if lse is None or lse.shape != shape:  # nobody asked for it, and a version may give it or not
@@ -149,6 +192,8 @@ def _fake_attention(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    mask_tensors: Sequence[Tensor] | None = None,
+    mask_sizes: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     check_shapes((described(q), described(k), described(v)))
     dtype = (out_dtype or torch.bfloat16) if q.dtype == torch.float8_e4m3fn else q.dtype
@@ -173,18 +218,22 @@ def _attention_backward(
     return_lse: bool = False,
     version: str = "auto",
     precision: str | None = None,
+    mask_tensors: Sequence[Tensor] | None = None,
+    mask_sizes: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     window = (window_left, window_right)
     form = (precision, None)
-    run, problem, scale, negative, _ = _plan(q, k, v, causal, softmax_scale, window, deterministic, return_lse, True, version, form)
+    mask = _block_mask(mask_tensors, mask_sizes)
+    how = (causal, softmax_scale, window, deterministic, return_lse, True, version, form)
+    run, problem, scale, negative, _ = _plan(q, k, v, *how, mask)
     if negative:
         q = negated(q)
     # Below a dispatch mode nothing is recorded, whatever enable_grad() says; this undoes that.
     with torch.inference_mode(False), torch.no_grad():
         if hasattr(run, "backward"):
-            dq, dk, dv = run.backward(dout, dlse, q, k, v, out, lse, problem, scale)
+            dq, dk, dv = run.backward(dout, dlse, q, k, v, out, lse, problem, scale, **_masked(mask))
         else:
-            dq, dk, dv = _recorded_anew(run, dout, dlse, q, k, v, problem, scale)
+            dq, dk, dv = _recorded_anew(run, dout, dlse, q, k, v, problem, scale, **_masked(mask))
     if negative:
         dq = -dq
     dq, dk, dv = (_laid_out(dx, *_dense(x)) for dx, x in ((dq, q), (dk, k), (dv, v)))
@@ -192,12 +241,12 @@ def _attention_backward(
 
 
 def _recorded_anew(
-    run: Callable, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, problem: Problem, scale: float
+    run: Callable, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, problem: Problem, scale: float, **mask: BlockMask
 ) -> tuple[Tensor, ...]:
     """The gradients of a version that leaves its backward pass to autograd: its forward pass once more, recorded."""
     leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
     with torch.enable_grad():
-        out, lse = run(*leaves, problem, scale)
+        out, lse = run(*leaves, problem, scale, **mask)
     outputs, gradients = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
     return torch.autograd.grad(outputs, leaves, gradients)
 
@@ -213,23 +262,23 @@ def _fake_attention_backward(
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *how = inputs
     softmax_scale, causal, left, right, deterministic, return_lse, ctx.grad, version, precision = how[:9]
-    ctx.save_for_backward(q, k, v, *output)
+    mask_tensors, ctx.mask_sizes = how[13:]
+    ctx.save_for_backward(q, k, v, *output, *(mask_tensors or ()))
     if not return_lse:
         ctx.mark_non_differentiable(output[1])
     ctx.how = (softmax_scale, causal, left, right, deterministic, return_lse, version, precision)
-    ctx.inputs = len(inputs)
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
     refuse_double_backward()
     if not ctx.grad:
         raise RuntimeError(f"{NAME}: an input requires grad, expected the argument grad to be True, got False")
-    q, k, v, out, lse = ctx.saved_tensors
+    q, k, v, out, lse, *mask_tensors = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(out)
-    gradients = torch.ops.flashzoo.attention_backward(dout, dlse, q, k, v, out, lse, *ctx.how)
-    return (*gradients, *[None] * (ctx.inputs - 3))
+    gradients = torch.ops.flashzoo.attention_backward(dout, dlse, q, k, v, out, lse, *ctx.how, mask_tensors or None, ctx.mask_sizes)
+    return (*gradients, *[None] * 13, [None] * len(mask_tensors) if mask_tensors else None, None)
 
 
 torch.library.register_autograd(NAME, _differentiate, setup_context=_keep)
@@ -247,9 +296,14 @@ def _plan(
     grad: bool,
     version: str,
     form: Form,
+    mask: BlockMask | None,
 ) -> tuple[Callable, Problem, float, bool, bool]:
     tensors = (*described(q), *described(k), *described(v))
-    return plan(*tensors, causal, softmax_scale, window, deterministic, lse, grad, version, form)
+    return plan(*tensors, causal, softmax_scale, window, deterministic, lse, grad, version, form, mask_described(mask))
+
+
+def _masked(mask: BlockMask | None) -> dict[str, BlockMask]:
+    return {} if mask is None else {"block_mask": mask}
 
 
 def _dense(x: Tensor, width: int | None = None) -> tuple[list[int], list[int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -56,15 +55,10 @@ def mask_described(block_mask: Any) -> Mask | None:
     """
     if block_mask is None:
         return None
-    if not isinstance(block_mask, _mask_class()):
+    if not isinstance(block_mask, import_module("flashzoo.blocksparse.mask").BlockMask):
         raise TypeError(f"block_mask must be a flashzoo.BlockMask or None, got {type(block_mask).__name__}")
     block_mask.check_once()
     return MaskForm.of(block_mask), block_mask.seqlen_q, block_mask.seqlen_k, block_mask.device
-
-
-@cache
-def _mask_class() -> type:
-    return import_module("flashzoo.blocksparse.mask").BlockMask
 
 
 def check_tensors(q: Any, k: Any, v: Any, names: tuple[str, str, str] = ("q", "k", "v")) -> None:

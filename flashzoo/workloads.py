@@ -387,7 +387,7 @@ other numbers than the rest). What lies between is NaN."""
 
 
 def visible_pairs(problem: Problem) -> int:
-    """How many (query, key) pairs of one head are visible, in closed form."""
+    """How many (query, key) pairs of one head are visible by causal and window, in closed form."""
     left, right = problem.span
     shift = problem.seqlen_k - problem.seqlen_q
     upto_right = problem.seqlen_q * problem.seqlen_k if right is None else _pairs_below(problem, shift + right)
@@ -404,7 +404,7 @@ def _pairs_below(problem: Problem, diagonal: int) -> int:
     return ramp(diagonal + problem.seqlen_q) - ramp(diagonal)
 
 
-def flops(problem: Problem, pass_: str = "fwd") -> float:
+def flops(problem: Problem, pass_: str = "fwd", shown: float = 1.0) -> float:
     """Floating-point operations of the products, over the visible pairs: `2 * batch * heads * pairs` times the widths.
 
     Forward, S is as wide as head_dim and O as head_dim_v. Backward, S, dQ and dK are as wide as head_dim, dP and dV as
@@ -412,11 +412,12 @@ def flops(problem: Problem, pass_: str = "fwd") -> float:
 
     Args:
         pass_: "fwd" or "bwd" (the backward pass alone).
+        shown: the share of the pairs, of those that causal and window leave, that a block mask shows.
     """
     widths = {"fwd": problem.head_dim + problem.head_dim_v, "bwd": 3 * problem.head_dim + 2 * problem.head_dim_v}
     if pass_ not in widths:
         raise ValueError(f"flops: pass_ must be 'fwd' or 'bwd', got {pass_!r}")
-    return float(2 * problem.batch * problem.heads * visible_pairs(problem) * widths[pass_])
+    return float(2 * problem.batch * problem.heads * visible_pairs(problem) * shown * widths[pass_])
 
 
 def hbm_bytes(problem: Problem, version_name: str, sram_bytes: int) -> float | None:

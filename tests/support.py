@@ -97,10 +97,8 @@ def as_arguments(problem: Problem, descales: Descales = NO_DESCALES) -> dict:
 
 def mask_of(problem: Problem) -> flashzoo.BlockMask | None:
     """The block mask that stands for the problem's."""
-    sizes = {"heads": problem.heads, "heads_kv": problem.heads, "head_dim": 16, "head_dim_v": None, "dtype": "fp32"}
-    return _mask_of(
-        dataclasses.replace(SMALL, seqlen_q=problem.seqlen_q, seqlen_k=problem.seqlen_k, block_mask=problem.block_mask, **sizes)
-    )
+    sizes = {"seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k, "block_mask": problem.block_mask}
+    return _mask_of(dataclasses.replace(SMALL, **sizes))
 
 
 @lru_cache(maxsize=16)

@@ -36,9 +36,9 @@ def attention(
 
 
 def _backward(*arguments: Any, block_mask: BlockMask | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    *inputs, problem, softmax_scale = arguments
-    problem, block_mask = _masked(problem, block_mask, inputs[0].device)
-    return backward(*inputs, problem, softmax_scale, block_mask)
+    *tensors, problem, softmax_scale = arguments
+    problem, block_mask = _masked(problem, block_mask, tensors[0].device)
+    return backward(*tensors, problem=problem, softmax_scale=softmax_scale, block_mask=block_mask)
 
 
 attention.backward = _backward  # pyright: ignore[reportFunctionMemberAccess]
@@ -48,7 +48,8 @@ def _masked(problem: Problem, block_mask: BlockMask | None, device: torch.device
     """The call with all that it asks to be masked in a block mask."""
     if block_mask is not None and problem.span == (None, None):
         return problem, block_mask
-    band = (problem.seqlen_q, problem.seqlen_k, problem.causal, problem.window, device)
+    form = problem.block_mask or MaskForm()
+    band = (problem.seqlen_q, problem.seqlen_k, problem.causal, problem.window, form.block_q, form.block_kv, device)
     # What is made while a graph is captured is the graph's, and holds nothing until it is replayed.
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     banded = _made(*band) if capturing else _kept(*band)
@@ -56,9 +57,11 @@ def _masked(problem: Problem, block_mask: BlockMask | None, device: torch.device
     return _by_mask(problem, MaskForm.of(mask)), mask
 
 
-def _made(seqlen_q: int, seqlen_k: int, causal: bool, window: Window, device: torch.device) -> BlockMask:
+def _made(seqlen_q: int, seqlen_k: int, causal: bool, window: Window, block_q: int, block_kv: int, device: torch.device) -> BlockMask:
     with torch.inference_mode(False):
-        return BlockMask.sliding_window(seqlen_q, seqlen_k, window_size=window, causal=causal, device=device)
+        return BlockMask.sliding_window(
+            seqlen_q, seqlen_k, window_size=window, causal=causal, block_q=block_q, block_kv=block_kv, device=device
+        )
 
 
 @lru_cache(maxsize=32)

@@ -1,0 +1,338 @@
+"""Block masks: what THE suite, which draws them at random by their form, does not say of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from support import DEVICE, SMALL, accept, both, draw, forward, same_bits, takes
+from torch import Tensor
+
+import flashzoo
+from flashzoo import BlockMask, Problem
+from flashzoo.accuracy import Judge
+from flashzoo.reference import Result
+from flashzoo.spec import MaskForm
+from flashzoo.workloads import block_mask, workloads
+
+on = {"device": DEVICE}
+MASKED = ("blocksparse", "sdpa", "standard")
+DTYPES = ("fp16", "fp32")
+
+
+def problem_of(mask: BlockMask, version: str = "blocksparse", **fields) -> Problem:
+    """A small problem that has room for the mask, with gradients and, where the version gives one, an LSE."""
+    heads = mask.heads if mask.heads > 1 else 2
+    plain = {"batch": mask.batch, "heads": heads, "heads_kv": heads, "head_dim": 32, "head_dim_v": None, "dtype": "fp32", "out_dtype": None}
+    asked = {"grad": True, "lse": version != "sdpa", "block_mask": MaskForm.of(mask)}
+    return replace(SMALL, seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, **plain | asked | fields)
+
+
+def run(mask: BlockMask, tensors, problem: Problem, dout: Tensor, dlse: Tensor | None, version: str = "blocksparse") -> Result:
+    """Forward and backward with this very mask."""
+    return both(version, tensors, replace(problem, block_mask=None), dout, dlse, attention=partial(flashzoo.attention, block_mask=mask))
+
+
+def check(mask: BlockMask, version: str = "blocksparse", **fields) -> Result:
+    """What the version gives, held to the oracle with the dense mask."""
+    problem = problem_of(mask, version, **fields)
+    tensors, dout, dlse = draw(problem)
+    result = run(mask, tensors, problem, dout, dlse, version)
+    accept(Judge(*tensors, problem, None, dout, dlse, mask=mask.to_dense()), result)
+    return result
+
+
+def dense(*shape: int, seed: int = 0) -> Tensor:
+    """Elements in blocks of all three kinds."""
+    generator = torch.Generator().manual_seed(seed)
+    kinds = torch.randint(0, 3, (*shape[:-2], -(-shape[-2] // 64), -(-shape[-1] // 64)), generator=generator)
+    kinds = kinds.repeat_interleave(64, -2).repeat_interleave(64, -1)[..., : shape[-2], : shape[-1]]
+    return ((kinds == 2) | (kinds == 1) & (torch.rand(shape, generator=generator) < 0.4)).to(DEVICE)
+
+
+PATTERNS = {
+    "causal": lambda: BlockMask.causal(200, 330, **on),
+    "causal_more_queries": lambda: BlockMask.causal(330, 200, block_q=64, **on),
+    "window": lambda: BlockMask.sliding_window(300, 333, window_size=(40, 20), block_kv=64, **on),
+    "window_causal": lambda: BlockMask.sliding_window(260, window_size=(90, None), causal=True, block_q=64, block_kv=64, **on),
+    "local_global": lambda: BlockMask.local_global(300, 270, window_size=(30, 30), global_tokens=70, **on),
+    "sinks": lambda: BlockMask.local_global(300, window_size=(50, 0), global_tokens=4, **on) & BlockMask.causal(300, **on),
+    "strided": lambda: BlockMask.strided(300, stride=3, block_q=64, block_kv=64, **on),
+    "butterfly": lambda: BlockMask.butterfly(500, block_q=64, block_kv=64, **on),
+    "random": lambda: BlockMask.random(300, 400, blocks=2, batch=2, heads=4, block_kv=64, **on),
+    "documents": lambda: BlockMask.documents([100, 31, 0, 140], **on),
+    "documents_causal": lambda: BlockMask.documents([100, 31, 140], **on) & BlockMask.causal(271, **on),
+    "dense": lambda: BlockMask.from_dense(dense(270, 203)),
+    "dense_by_heads": lambda: BlockMask.from_dense(dense(2, 4, 140, 200), block_q=64, block_kv=128),
+    "dense_by_batch": lambda: BlockMask.from_dense(dense(3, 1, 70, 65), block_q=128, block_kv=64),
+    "top_k": lambda: BlockMask.top_k(torch.rand(1, 2, 5, 4, generator=torch.Generator().manual_seed(0)).to(DEVICE), 2, 300, 250, block_q=64,
+                                     block_kv=64, causal=True),
+    "everything": lambda: BlockMask.sliding_window(200, 130, window_size=None, **on),
+    "nothing": lambda: BlockMask.from_blocks(torch.zeros(2, 3, dtype=torch.bool, device=DEVICE), 200, 300),
+    "one_token": lambda: BlockMask.causal(1, **on),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns(pattern, dtype):
+    mask = PATTERNS[pattern]()
+    check(mask, dtype=dtype, heads_kv=2 if mask.heads == 4 else 1)
+
+
+@pytest.mark.parametrize("version", ["sdpa", "standard"])
+@pytest.mark.parametrize("pattern", ["causal_more_queries", "random", "dense_by_heads", "dense_by_batch", "nothing"])
+def test_dense_masks_of_block_masks(pattern, version):
+    mask = PATTERNS[pattern]()
+    check(mask, version, heads_kv=2 if mask.heads == 4 else 1)
+
+
+@pytest.mark.parametrize("block_q", [64, 128])
+@pytest.mark.parametrize("block_kv", [64, 128])
+def test_every_length_around_a_block(block_q, block_kv):
+    for seqlen_q, seqlen_k in ((63, 129), (64, 128), (65, 127), (128, 64), (129, 65), (127, 192)):
+        kept = torch.ones(-(-seqlen_q // block_q), -(-seqlen_k // block_kv), dtype=torch.bool, device=DEVICE)
+        check(BlockMask.from_blocks(kept, seqlen_q, seqlen_k, block_q=block_q, block_kv=block_kv), heads_kv=1)
+
+
+def test_bits_and_a_band():
+    """No builder gives both, but a mask may have them."""
+    masks = [BlockMask.from_dense(dense(200, 200, seed=1)), BlockMask.causal(200, **on)]
+    both_of = replace(masks[0], element=replace(masks[0].element, causal=True, window=(150, None))).validate()
+    check(both_of)
+    full = masks[0].rows.full.sum()
+    assert bool((both_of.to_dense() != masks[0].to_dense()).any()) or not full
+
+
+def test_rows_and_columns_that_keep_nothing():
+    kept = torch.tensor([[1, 0, 0], [0, 0, 0], [1, 0, 1]], dtype=torch.bool, device=DEVICE)
+    result = check(BlockMask.from_blocks(kept, 300, 300))
+    rows = columns = slice(128, 256)
+    assert not result.out[:, rows].any() and not result.dq[:, rows].any()
+    assert not result.dk[:, columns].any() and not result.dv[:, columns].any()
+    assert bool((result.lse[:, :, rows] == -torch.inf).all())
+    assert bool(result.lse[:, :, :128].isfinite().all())
+
+
+def test_what_is_skipped_is_not_read():
+    """NaN where no kept block looks changes nothing."""
+    kept = torch.tensor([[1, 0, 1, 0], [0, 0, 1, 0], [1, 0, 0, 0]], dtype=torch.bool, device=DEVICE)
+    mask = BlockMask.from_blocks(kept, 150, 256, block_q=64, block_kv=64)
+    problem = problem_of(mask)
+    (q, k, v), dout, dlse = draw(problem)
+    sound = run(mask, (q, k, v), problem, dout, dlse)
+    for x in (k, v):
+        x[:, 64:128] = torch.nan
+        x[:, 192:] = torch.nan
+    found = run(mask, (q, k, v), problem, dout, dlse)
+    assert [name for name, x in sound.items().items() if not same_bits(found.items()[name], x)] == []
+
+
+def test_nothing_past_the_end_is_read():
+    """Neither of the inputs nor, past counts, of the lists."""
+    mask = BlockMask.from_dense(dense(150, 203), block_q=64, block_kv=64)
+
+    def spoiled(lists):
+        past = torch.arange(lists.width, device=DEVICE) >= lists.counts[..., None]
+        spoil = {"indices": lists.indices.masked_fill(past, 1 << 30), "bit_index": lists.bit_index.masked_fill(past, 1 << 30)}
+        return replace(lists, **spoil)
+
+    mask = replace(mask, rows=spoiled(mask.rows), columns=spoiled(mask.columns)).validate()
+    problem = problem_of(mask, heads_kv=1)
+    tensors, dout, dlse = draw(problem)
+    longer = []
+    for x in (*tensors, dout):
+        buffer = x.new_full((x.shape[0], x.shape[1] + 200, x.shape[2] + 1, x.shape[3] + 16), torch.nan)
+        longer.append(buffer[:, 100:-100, 1:, 8:-8].copy_(x))
+    result = run(mask, tuple(longer[:3]), problem, longer[3], dlse)
+    accept(Judge(*tensors, problem, None, dout, dlse, mask=mask.to_dense()), result)
+
+
+def test_all_blocks_are_v2():
+    """The same tiles in the same order, so on the CPU the same bits; on a GPU tiles may differ."""
+    mask = PATTERNS["everything"]()
+    problem = problem_of(mask)
+    tensors, dout, dlse = draw(problem)
+    masked, plain = (
+        run(mask, tensors, problem, dout, dlse).items(),
+        both("v2", tensors, replace(problem, block_mask=None), dout, dlse).items(),
+    )
+    for name, x in plain.items():
+        assert same_bits(masked[name], x) if DEVICE == "cpu" else torch.allclose(masked[name], x, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("version", MASKED)
+def test_causal_beside_a_mask(version):
+    """A key is seen where both say so; as if the mask said both."""
+    mask = PATTERNS["random"]()
+    problem = problem_of(mask, version, heads_kv=2, window=(100, 0))
+    tensors, dout, dlse = draw(problem)
+    result = run(mask, tensors, problem, dout, dlse, version)
+    accept(Judge(*tensors, problem, None, dout, dlse, mask=mask.to_dense()), result)
+    composed = mask & BlockMask.sliding_window(mask.seqlen_q, mask.seqlen_k, window_size=(100, 0), block_kv=64, **on)
+    alone = replace(problem, window=(None, None), block_mask=MaskForm.of(composed))
+    accept(Judge(*tensors, alone, None, dout, dlse, mask=composed.to_dense()), result)
+
+
+def test_the_same_bits_in_every_run():
+    mask = PATTERNS["dense_by_heads"]()
+    problem = problem_of(mask, heads_kv=2, deterministic=True)
+    tensors, dout, dlse = draw(problem)
+    first, again = (run(mask, tensors, problem, dout, dlse).items() for _ in range(2))
+    assert [name for name in first if not same_bits(first[name], again[name])] == []
+
+
+class TestDispatch:
+    @pytest.mark.parametrize("arch", [80, 90, 100])
+    def test_auto_takes_it_for_a_mask_and_for_nothing_else(self, arch):
+        for workload in workloads():
+            for dtype in ("fp16", "bf16", "fp32"):
+                problem = replace(workload.problem, dtype=dtype, out_dtype=None, device="cuda", arch=arch, grad=True)
+                masked = problem.block_mask is not None and problem.head_dim == problem.head_dim_v
+                assert (flashzoo.explain(problem).chosen == "blocksparse") == masked
+
+    def test_on_the_cpu_auto_makes_a_dense_mask(self):
+        q = torch.randn(1, 70, 2, 16)
+        assert flashzoo.explain(q, q, q, block_mask=BlockMask.causal(70)).chosen == "sdpa"
+
+    @pytest.mark.parametrize("version", [name for name in flashzoo.versions() if name not in MASKED])
+    def test_others_refuse_it(self, version):
+        spec = flashzoo.versions()[version]
+        asked = replace(SMALL, block_mask=MaskForm())
+        assert "does not support block_mask" in spec.unsupported(asked)
+        assert not takes(spec, asked)
+
+    def test_explain_tells_its_form(self):
+        q = torch.empty(2, 200, 4, 64, dtype=torch.bfloat16, device="meta")
+        text = str(flashzoo.explain(q, q, q, block_mask=BlockMask.sliding_window(200, window_size=(9, 0), causal=True), arch=90))
+        assert "block mask 128x128 (causal, window (9, 0))" in text and "blocksparse takes" in text
+
+    def test_explain_tells_what_happens_without_one(self):
+        problem = replace(SMALL, device="cuda", arch=90, dtype="bf16", out_dtype=None, causal=True)
+        assert "no block_mask: one of causal and window_size alone is made" in str(flashzoo.explain(problem, version="blocksparse"))
+        beside = replace(problem, block_mask=MaskForm())
+        assert "put into the block mask at every call" in str(flashzoo.explain(beside, version="blocksparse"))
+
+
+class TestErrors:
+    @pytest.fixture
+    def qkv(self):
+        return tuple(torch.randn(2, 200, heads, 16, device=DEVICE) for heads in (4, 2, 2))
+
+    @pytest.mark.parametrize("version", ["auto", *MASKED])
+    @pytest.mark.parametrize(
+        ("mask", "text"),
+        [
+            (lambda: BlockMask.causal(128, 200, **on), r"seqlen_q and seqlen_k \(200, 200\), got \(128, 200\)"),
+            (lambda: BlockMask.causal(200, 100, **on), r"got \(200, 100\)"),
+            (lambda: BlockMask.random(200, blocks=1, heads=2, **on), "block_mask must have q's heads 4, or 1 where shared, got 2"),
+            (lambda: BlockMask.random(200, blocks=1, batch=3, **on), "block_mask must have q's batch 2, or 1 where shared, got 3"),
+            (lambda: BlockMask.causal(200, device="meta"), "block_mask must be on q's device .*, got meta"),
+        ],
+    )
+    def test_a_mask_that_does_not_fit(self, qkv, mask, text, version):
+        with pytest.raises(ValueError, match=text):
+            flashzoo.attention(*qkv, block_mask=mask(), version=version)
+
+    @pytest.mark.parametrize("version", ["auto", *MASKED])
+    def test_not_a_mask(self, qkv, version):
+        with pytest.raises(TypeError, match=r"block_mask must be a flashzoo.BlockMask or None, got Tensor"):
+            flashzoo.attention(*qkv, block_mask=torch.ones(200, 200, dtype=torch.bool), version=version)
+
+    @pytest.mark.parametrize("version", ["auto", *MASKED])
+    def test_a_mask_made_by_hand_is_looked_at_before_it_is_used(self, qkv, version):
+        mask = BlockMask.causal(200, **on)
+        bad = replace(mask, rows=replace(mask.rows, indices=mask.rows.indices + 7))
+        with pytest.raises(ValueError, match=r"block_mask: rows.indices must be blocks 0 to 1, got 7"):
+            flashzoo.attention(*qkv, block_mask=bad, version=version)
+        sound = replace(mask, rows=replace(mask.rows, indices=mask.rows.indices.clone()))
+        expected = flashzoo.attention(*qkv, block_mask=mask, version=version)
+        assert torch.equal(flashzoo.attention(*qkv, block_mask=sound, version=version), expected)
+
+
+class TestTraced:
+    @pytest.mark.parametrize("version", MASKED)
+    @pytest.mark.parametrize("pattern", ["causal", "dense_by_heads"])
+    @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+    def test_compiled(self, pattern, version, backend):
+        """One graph, with the mask as an argument, in both passes."""
+        torch.compiler.reset()
+        mask = PATTERNS[pattern]()
+        problem = problem_of(mask, version, heads_kv=2)
+        tensors, dout, dlse = draw(problem)
+        compiled = torch.compile(flashzoo.attention, backend=backend, fullgraph=True)
+        attention = partial(compiled, block_mask=mask)
+        result = both(version, tensors, replace(problem, block_mask=None), dout, dlse, attention=attention)
+        accept(Judge(*tensors, problem, None, dout, dlse, mask=mask.to_dense()), result)
+
+    def test_operators_are_what_their_fakes_say(self):
+        ops = pytest.importorskip("flashzoo.ops")
+        for pattern in ("window", "dense"):
+            mask = PATTERNS[pattern]()
+            problem = problem_of(mask)
+            leaves = [x.requires_grad_() for x in draw(problem)[0]]
+            how = (None, False, None, None, False, True, True, "blocksparse", None, None, None, None, None)
+            arguments = (*leaves, *how, *ops.as_arguments(mask))
+            torch.library.opcheck(torch.ops.flashzoo.attention.default, arguments, rtol=1e-2, atol=1e-3)
+
+    def test_a_bad_mask_is_refused(self):
+        torch.compiler.reset()
+        q = torch.randn(1, 70, 2, 16, device=DEVICE)
+        compiled = torch.compile(flashzoo.attention, backend="aot_eager")
+        with pytest.raises(TypeError, match=r"block_mask must be a flashzoo.BlockMask or None, got Tensor"):
+            compiled(q, q, q, block_mask=torch.ones(70, 70, dtype=torch.bool))
+        mask = BlockMask.causal(70, **on)
+        bad = replace(mask, rows=replace(mask.rows, indices=mask.rows.indices + 7))
+        with pytest.raises(ValueError, match=r"rows.indices must be blocks 0 to 0, got 7"):
+            compiled(q, q, q, block_mask=bad)
+
+
+def test_workloads_have_masks_of_their_form():
+    forms = 0
+    for workload in workloads():
+        problem = workload.problem
+        mask = block_mask(problem, device=DEVICE) if "large" not in workload.tags else None
+        if mask is not None:
+            assert MaskForm.of(mask) == problem.block_mask
+            forms += 1
+    assert forms > 5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("version", ["blocksparse"])
+def test_cuda_graph(version):
+    """A mask that was there before the capture, and one that is made during it from causal alone."""
+    for mask in (PATTERNS["dense_by_heads"](), None):
+        sizes = (mask.seqlen_q, mask.seqlen_k) if mask else (333, 333)
+        problem = problem_of(mask or BlockMask.causal(*sizes, **on), heads=4, heads_kv=2, batch=2, dtype="bf16", out_dtype=None)
+        tensors, dout, dlse = draw(problem)
+        plain = replace(problem, block_mask=None, causal=mask is None)
+        attention = partial(flashzoo.attention, block_mask=mask)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            both(version, tensors, plain, dout, dlse, attention=attention)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = both(version, tensors, plain, dout, dlse, attention=attention)
+        graph.replay()
+        judged = replace(plain, block_mask=None) if mask is None else problem
+        accept(Judge(*tensors, judged, None, dout, dlse, mask=None if mask is None else mask.to_dense()), result)
+
+
+@pytest.mark.gpu
+def test_a_call_does_not_wait_for_the_gpu():
+    mask = BlockMask.documents(torch.tensor([300, 212], device="cuda"), seqlen_q=512)
+    problem = problem_of(mask, dtype="bf16", out_dtype=None, lse=False, grad=False)
+    tensors, *_ = draw(problem)
+    attention = partial(flashzoo.attention, block_mask=mask)
+    plain = replace(problem, block_mask=None)
+    forward("blocksparse", tensors, plain, attention=attention)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        forward("blocksparse", tensors, plain, attention=attention)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
