@@ -15,6 +15,9 @@ from flashzoo import Problem
 from flashzoo._cute.compile import compile_for
 from flashzoo._sass import SHARED_LIMIT, Resources, read
 from flashzoo._triton.compile import resources
+from flashzoo.blocksparse import launch as blocksparse
+from flashzoo.blocksparse.config import tiles_for as blocksparse_tiles
+from flashzoo.spec import MaskForm
 from flashzoo.v1 import launch as v1
 from flashzoo.v2 import launch as v2
 from flashzoo.v2.config import tiles_for as v2_tiles
@@ -65,13 +68,17 @@ KNOWN_STACK = {
 
 
 # How each kernel is launched: by which function, with strides of how many tensors and what else; its tensor parameters
-# (h in the problem's dtype, f in float32) and how many floats follow them.
+# (h in the problem's dtype, f in float32, i in int32, b bits) and how many floats follow them.
+MASK_SIZES = (0, 1, 32, 100)
 LAUNCHES = {
     ("v1", "forward"): (v1.forward_launch, 5, (), "hhhhffff", 1),
     ("v1", "backward"): (v1.backward_launch, 8, (False,), "hhhhhfhhff", 2),
     ("v2", "forward"): (v2.forward_launch, 4, (True,), "hhhhf", 1),
     ("v2", "dkdv"): (v2.dkdv_launch, 6, (True,), "hhhhhhff", 2),
     ("v2", "dq"): (v2.dq_launch, 5, (True,), "hhhhhff", 2),
+    ("blocksparse", "forward"): (blocksparse.forward_launch, 4, (True, MASK_SIZES), "hhhhfiiiiib", 1),
+    ("blocksparse", "dkdv"): (blocksparse.dkdv_launch, 6, (True, MASK_SIZES), "hhhhhhffiiiiib", 2),
+    ("blocksparse", "dq"): (blocksparse.dq_launch, 5, (True, MASK_SIZES), "hhhhhffiiiiib", 2),
 }
 
 
@@ -79,12 +86,16 @@ def compiled(version: str, kernel: str, problem: Problem) -> Resources:
     """The launch that this problem would get, compiled for its architecture."""
     launch, tensors, more, parameters, floats = LAUNCHES[version, kernel]
     strides = (problem.seqlen_q * problem.heads * problem.head_dim, problem.heads * problem.head_dim, problem.head_dim) * tensors
-    types = tuple({"h": problem.dtype, "f": "fp32"}[parameter] for parameter in parameters)
+    types = tuple({"h": problem.dtype, "f": "fp32", "i": "i32", "b": "u8"}[parameter] for parameter in parameters)
     return resources(launch(problem, strides, *more), types, floats, problem.arch or 0)
 
 
 def cases() -> Iterator[tuple[str, str, int, int, str, bool]]:
-    for version, kernels in (("v1", ("forward", "backward")), ("v2", ("forward", "dkdv", "dq"))):
+    for version, kernels in (
+        ("v1", ("forward", "backward")),
+        ("v2", ("forward", "dkdv", "dq")),
+        ("blocksparse", ("forward", "dkdv", "dq")),
+    ):
         for kernel in kernels:
             for width in WIDTHS:
                 for arch in ARCHS:
@@ -96,6 +107,8 @@ def cases() -> Iterator[tuple[str, str, int, int, str, bool]]:
 @pytest.mark.parametrize(("version", "kernel", "arch", "head_dim", "dtype", "causal"), [*cases()])
 def test_compiles_and_does_not_spill(version: str, kernel: str, arch: int, head_dim: int, dtype: str, causal: bool) -> None:
     problem = Problem(2, 4096, 4096, 16, 16, head_dim, dtype=dtype, causal=causal, grad=True, arch=arch)
+    if version == "blocksparse":
+        problem = dataclasses.replace(problem, causal=False, block_mask=MaskForm(heads=16, bits=causal))
     read = compiled(version, kernel, problem)
     known = KNOWN_STACK.get((version, kernel, arch if dtype != "fp32" else 0, head_dim), 0)
     assert read.stack <= known, f"{read.stack} bytes of stack, {read.spills} spill instructions; known are {known} bytes"
@@ -111,6 +124,18 @@ def test_v2_streams_through_tma_on_hopper(kernel: str, head_dim: int) -> None:
     problem = Problem(2, 4096, 4096, 16, 16, head_dim, grad=True, arch=90)
     assert v2_tiles(kernel, problem).tma
     assert {"UTMALDG", "HGMMA"} <= compiled("v2", kernel, problem).opcodes.keys()
+
+
+@pytest.mark.parametrize("form", [MaskForm(64, 64), MaskForm(128, 64, causal=True), MaskForm(64, 128, batch=2, bits=True)], ids=str)
+@pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
+@pytest.mark.parametrize("head_dim", WIDTHS)
+def test_blocksparse_streams_through_tma_on_hopper(kernel: str, head_dim: int, form: MaskForm) -> None:
+    """Which block comes next is read from memory, and still nothing waits for anything but TMA. Every shape of block compiles."""
+    problem = Problem(2, 4096, 4096, 16, 4, head_dim, grad=True, arch=90, block_mask=form)
+    assert blocksparse_tiles(kernel, problem).tma
+    read = compiled("blocksparse", kernel, problem)
+    assert {"UTMALDG", "HGMMA"} <= read.opcodes.keys()
+    assert read.stack <= KNOWN_STACK.get(("blocksparse", kernel, 90, head_dim), 0) and read.shared <= SHARED_LIMIT[90]
 
 
 @pytest.mark.parametrize("head_dim", WIDTHS)
