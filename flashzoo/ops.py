@@ -262,7 +262,7 @@ def _fake_attention_backward(
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *how = inputs
     softmax_scale, causal, left, right, deterministic, return_lse, ctx.grad, version, precision = how[:9]
-    mask_tensors, ctx.mask_sizes = how[13:]
+    mask_tensors, ctx.mask_sizes = how[13:] or (None, None)
     ctx.save_for_backward(q, k, v, *output, *(mask_tensors or ()))
     if not return_lse:
         ctx.mark_non_differentiable(output[1])
@@ -278,7 +278,10 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
     if dout is None:
         dout = torch.zeros_like(out)
     gradients = torch.ops.flashzoo.attention_backward(dout, dlse, q, k, v, out, lse, *ctx.how, mask_tensors or None, ctx.mask_sizes)
-    return (*gradients, *[None] * 13, [None] * len(mask_tensors) if mask_tensors else None, None)
+    others: list[Any] = [None] * (len(ctx.needs_input_grad) - 3)  # as many as were given: a graph leaves out trailing defaults
+    if mask_tensors:
+        others[13] = [None] * len(mask_tensors)
+    return (*gradients, *others)
 
 
 torch.library.register_autograd(NAME, _differentiate, setup_context=_keep)

@@ -91,11 +91,8 @@ def compiled(version: str, kernel: str, problem: Problem) -> Resources:
 
 
 def cases() -> Iterator[tuple[str, str, int, int, str, bool]]:
-    for version, kernels in (
-        ("v1", ("forward", "backward")),
-        ("v2", ("forward", "dkdv", "dq")),
-        ("blocksparse", ("forward", "dkdv", "dq")),
-    ):
+    in_three = ("forward", "dkdv", "dq")
+    for version, kernels in (("v1", ("forward", "backward")), ("v2", in_three), ("blocksparse", in_three)):
         for kernel in kernels:
             for width in WIDTHS:
                 for arch in ARCHS:

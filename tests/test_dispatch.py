@@ -13,6 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flashzoo
 from flashzoo import Problem, UnsupportedError, registry
+from flashzoo.spec import MaskForm
 
 HOPPER = Problem(batch=2, seqlen_q=128, seqlen_k=128, heads=8, heads_kv=8, head_dim=64, device="cuda", arch=90)
 ON_CPU = dataclasses.replace(HOPPER, device="cpu", arch=None, dtype="fp32")
@@ -134,7 +135,7 @@ class TestSpec:
 
     def test_every_feature_is_a_field_a_problem_can_ask_for(self):
         sizes = {"heads_kv": 2, "seqlen_k": 4, "head_dim_v": 32}
-        asked = dataclasses.replace(HOPPER, causal=True, window=(1, 1), lse=True, deterministic=True, **sizes)
+        asked = dataclasses.replace(HOPPER, causal=True, window=(1, 1), lse=True, deterministic=True, block_mask=MaskForm(), **sizes)
         assert asked.features == flashzoo.spec.FEATURES.keys()
         assert HOPPER.features == frozenset()
 
@@ -277,14 +278,14 @@ class TestResolve:
         text = str(error.value)
         assert "version 'v1' can't take batch 2, seqlen 128, heads 8, head_dim 64, bf16, window (4, 0), on sm_90" in text
         assert "  v1: does not support window_size" in text
-        assert "versions that would: v3, v2, sdpa, standard" in text
+        assert "versions that would: v3, v2, blocksparse, sdpa, standard" in text
 
     def test_a_name_that_nobody_could_replace(self):
         with pytest.raises(UnsupportedError, match="no registered version would"):
             registry.resolve(dataclasses.replace(HOPPER, arch=30), "v2")
 
     def test_a_name_nobody_has(self):
-        with pytest.raises(ValueError, match="version must be 'auto' or one of v3, v3_fp8, v2, v1, sdpa, standard, got 'v9'"):
+        with pytest.raises(ValueError, match="version must be 'auto' or one of v3, v3_fp8, v2, v1, blocksparse, sdpa, standard, got 'v9'"):
             registry.resolve(HOPPER, "v9")
 
     @pytest.mark.parametrize("fields", [{"head_dim": 264, "head_dim_v": None}, {"head_dim_v": 264}], ids=str)
@@ -379,8 +380,8 @@ class TestLending:
         lines = str(explanation).splitlines()
         assert lines[0].startswith("newer forward, older backward take batch 2") and lines[0].endswith("by the default")
         assert [line for line in lines if line.startswith("*")] == [
-            "* newer     a toy: chosen for the forward pass",
-            "* older     a toy: chosen for the backward pass",
+            "* newer        a toy: chosen for the forward pass",
+            "* older        a toy: chosen for the backward pass",
         ]
         assert [line.strip() for line in lines[2:4]] == ["- has no backward pass, and an input requires grad", "- grad is False"]
 

@@ -6,7 +6,7 @@ from flashzoo.spec import FEATURES, Spec
 SPEC = Spec(
     name="blocksparse",
     title="block-sparse FlashAttention, v2 over the blocks that a mask keeps (Triton)",
-    paper="Dao, Fu, Ermon, Rudra, Ré 2022, arXiv:2205.14135, Algorithm 5",
+    paper="Algorithm 5 of Dao et al. 2022, arXiv:2205.14135",
     impl="flashzoo.blocksparse.launch:attention",
     dtypes=("fp16", "bf16", "fp32"),
     cpu_dtypes=("fp16", "fp32"),
