@@ -69,7 +69,6 @@ def on_integers(monkeypatch):
     monkeypatch.setattr(ScheduleBackward, "place", ScheduleBackward.place.__wrapped__)
     monkeypatch.setattr(schedule, "Int32", int)
     monkeypatch.setattr(schedule, "Int64", int)
-    monkeypatch.setattr(schedule.cutlass, "range_constexpr", range)
 
 
 def schedule_of(problem: Problem, tiles: TilesBackward, section: int = 1) -> ScheduleBackward:

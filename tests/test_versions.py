@@ -506,6 +506,15 @@ def test_gradient_of_a_sum(version, problem):
     accept(Judge(*tensors, problem, None, ones, lse_ones), both(version, tensors, problem, ones, lse_ones))
 
 
+@asks(grad=True, causal=True, heads=4, heads_kv=2, head_dim=16)
+def test_a_gradient_with_gaps_in_its_last_dimension(version, problem):
+    """Inputs have none, but what autograd hands over may lie in any way."""
+    tensors, dout, dlse = draw(problem)
+    wide = torch.full((*dout.shape[:3], 2 * dout.shape[3]), torch.nan, dtype=dout.dtype, device=dout.device)
+    wide[..., ::2] = dout
+    accept(Judge(*tensors, problem, None, dout, dlse), both(version, tensors, problem, wide[..., ::2], dlse))
+
+
 @asks({"plain": {}, "causal": {"causal": True}}, both=True, batch=3, heads=3, heads_kv=3, head_dim=16)
 @pytest.mark.parametrize("axis", ["batch", "seqlen", "heads"])
 def test_offsets_past_2_to_31_elements(version, problem, axis):

@@ -58,7 +58,8 @@ def backward(
     launch = None if misaligned else backward_launch(problem, *strides, out.stride(), dlse is not None, q.get_device())
     if launch is None:
         q, k, v, dout = (
-            x if readable(x.shape, x.stride(), x.data_ptr()) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v, dout)
+            x if x.stride(-1) == 1 and readable(x.shape, x.stride(), x.data_ptr()) else x.clone(memory_format=torch.contiguous_format)
+            for x in (q, k, v, dout)
         )
         return backward(dout, dlse, q, k, v, out, lse, problem, softmax_scale)
     return launch(dout, dlse, q, k, v, out, lse, softmax_scale)

@@ -221,20 +221,20 @@ class ScheduleBackward(Schedule):
             crosses = crosses or first_key < self.diagonal(first_query + tiles.block_q - 1) - self.window_left
         return crosses
 
-    @cute.jit
     def bounds(self, row: Int32, column: Int32) -> Bounds:
         """Of a thread's two keys, the first query that sees it and one past the last, counted from the thread's first column."""
-        bounds = []
-        for r in cutlass.range_constexpr(2):
-            key = row + 8 * r
-            lowest, highest = Int32(0), self.seqlen_q
-            if const_expr(self.kernel.right):
-                lowest = key - self.window_right - self.diagonal(0)
-            if const_expr(self.kernel.left):
-                highest = key + self.window_left - self.diagonal(0) + 1
-            lowest = lowest if key < self.seqlen_k else Int32(NEVER)
-            bounds.append((lowest - column, highest - column))
-        return tuple(bounds)
+        return self.bounds_of(row, column), self.bounds_of(row + 8, column)
+
+    @cute.jit
+    def bounds_of(self, key: Int32, column: Int32) -> tuple[Int32, Int32]:
+        """The same of one key."""
+        lowest, highest = Int32(0), self.seqlen_q
+        if const_expr(self.kernel.right):
+            lowest = key - self.window_right - self.diagonal(0)
+        if const_expr(self.kernel.left):
+            highest = key + self.window_left - self.diagonal(0) + 1
+        lowest = lowest if key < self.seqlen_k else Int32(NEVER)
+        return lowest - column, highest - column
 
     @cute.jit
     def block_of_queries(self, head: Int32, block: Int32, batch: Int32) -> Int64:
