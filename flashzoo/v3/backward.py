@@ -143,7 +143,7 @@ class Backward:
             k, v, dk, dv: (head_dim, keys, heads, batch).
             lse, delta: (batch, heads, padded queries), LSE in log2 units.
             dq: (batch, heads, blocks of queries, consumers, a warpgroup's part as it lies in registers).
-            turns: where deterministic, how many blocks of keys have added to each block of dQ.
+            turns: where deterministic, how many blocks of keys have added to each part of a block of dQ.
             scale_log2: of the scores: softmax scale times log2 e.
             scale: softmax scale.
         """

@@ -220,8 +220,8 @@ class KernelBackward:
 
     @property
     def turns(self) -> int:
-        """Parts of a block of dQ that have turns, or are counted, by themselves. By gradient the columns that a warpgroup adds at a time:
-        then the next block of keys can begin on the first while this one is at the last."""
+        """Parts of a block of dQ that have turns of their own. By gradient the columns that a warpgroup adds at a time: then the next
+        block of keys can begin on the first while this one is at the last."""
         return self.dq_part[1] // COLUMNS if self.tiles.by_gradient else 1
 
     @property
