@@ -217,7 +217,7 @@ def test_delta_and_zeros(kernel, layout, with_dlse, seqlen_q):
     blocks = -(-seqlen_q // block_q)
     (delta, all_delta), (lse_log2, all_lse) = (guarded(2, 3, blocks * block_q) for _ in range(2))
     dq_sum, all_sums = guarded(2, 3, blocks * block_q * kernel.width)
-    turns, all_turns = guarded(2, 3, blocks, dtype=torch.int32)
+    turns, all_turns = guarded(2, 3, blocks, kernel.turns, dtype=torch.int32)
     run = launch_backward.delta_launch(problem, kernel, out.stride(), dout.stride(), with_dlse)
     run((out, dout, lse, dlse if with_dlse else lse, delta, lse_log2, dq_sum, turns), ())
     expected = (out.double() * dout.double()).sum(3).transpose(1, 2) - (dlse.double() if with_dlse else 0)

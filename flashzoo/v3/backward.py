@@ -143,7 +143,7 @@ class Backward:
             k, v, dk, dv: (head_dim, keys, heads, batch).
             lse, delta: (batch, heads, padded queries), LSE in log2 units.
             dq: (batch, heads, blocks of queries, consumers, a warpgroup's part as it lies in registers).
-            turns: where deterministic, how many blocks of keys have added to each block of dQ.
+            turns: where deterministic, how many blocks of keys have added to each part of a block of dQ.
             scale_log2: of the scores: softmax scale times log2 e.
             scale: softmax scale.
         """
@@ -396,11 +396,11 @@ class Backward:
             dv.fill(0.0)  # line 7
             on_chip.k_ring.wait_full(turn)  # line 6
             on_chip.v_ring.wait_full(turn)
-            for i in cutlass.range(schedule.group * (end - begin), unroll=1):  # line 8
-                _, block_q = schedule.step(i, begin, end, head_kv)
-                first_query = block_q * tiles.block_q
-                self.step(consumer, used, first_query, schedule.crosses(first_key + me * WARPGROUP_ROWS, first_query))
-                used += 1
+            for _ in cutlass.range(schedule.group, unroll=1):
+                for i in cutlass.range(end - begin, unroll=1):  # line 8
+                    first_query = schedule.nth(i, begin, end) * tiles.block_q
+                    self.step(consumer, used, first_query, schedule.crosses(first_key + me * WARPGROUP_ROWS, first_query))
+                    used += 1
             on_chip.tile_ring.wait_full(turn)
             tile = on_chip.tile[0]
             cute.arch.sync_warp()  # every lane has read it

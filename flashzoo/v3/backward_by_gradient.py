@@ -22,14 +22,11 @@ from cutlass.cute.nvgpu.common import OperandMajorMode
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 
 from flashzoo.v3.backward import Backward, OnChip, pass_turn, transposed, wait_turn
-from flashzoo.v3.config import WARPGROUP, WARPGROUP_ROWS, KernelBackward
+from flashzoo.v3.config import COLUMNS, WARPGROUP, WARPGROUP_ROWS, KernelBackward
 from flashzoo.v3.forward import WARPS, box_of, gemm, to_16_bits
 from flashzoo.v3.mask import mask_scores
 from flashzoo.v3.schedule import ScheduleBackward
 from flashzoo.v3.softmax import rows_of
-
-COLUMNS = 64
-"""Of dQ, that are computed at a time."""
 
 
 class Gradient(IntEnum):
@@ -194,7 +191,7 @@ class BackwardByGradient(Backward):
         ring_of_factor.wait_full(use)
         gemm(tile.mma_acc, tile.acc, rounded, tile.factor[None, None, None, ring_of_factor.slot(use)], False)
         on_chip.ds_ring.wait_full(use)
-        parts = self.kernel.dq_part[1] // COLUMNS
+        parts = self.kernel.turns
         dq = self.issue_dq(tile, gradient, use, 0)
         warpgroup.wait_group(0)
         ring_of_factor.release(use)
@@ -263,7 +260,7 @@ class BackwardByGradient(Backward):
     def issue_dq(self, tile: Tile, gradient: Constexpr[Gradient], use: Int32, j: Constexpr[int]) -> cute.Tensor:
         """Registers that will hold the j-th of this warpgroup's columns of dS K."""
         dq = cute.make_rmem_tensor(tile.mma_dq.get_slice(0).partition_shape_C((self.tiles.block_q, COLUMNS)), Float32)
-        columns = int(gradient) * (self.kernel.dq_part[1] // COLUMNS) + j
+        columns = int(gradient) * self.kernel.turns + j
         gemm_of(tile.mma_dq, dq, tile.ds[None, None, None, tile.on_chip.ds_ring.slot(use)], tile.k_t[None, columns, None])
         return dq
 
@@ -274,28 +271,29 @@ class BackwardByGradient(Backward):
         head, block_q = schedule.step(step, tile.begin, tile.end, tile.head_kv)
         part = schedule.block_of_queries(head, block_q, tile.batch) * self.tiles.consumers + int(gradient)
         memory = tile.dq + part * self.part + tile.thread * 4
-        turn_ring = tile.on_chip.turn_ring
-        if const_expr(self.kernel.deterministic and j == 0):
-            turn_ring.wait_full(use)
+        turn_ring, turn = tile.on_chip.turn_ring, use * self.kernel.turns + j
+        if const_expr(self.kernel.deterministic):
+            turn_ring.wait_full(turn)
         for i in cutlass.range_constexpr(fours):
             add_four(memory + (j * fours + i) * 4 * WARPGROUP, dq, 4 * i)
-        if const_expr(self.kernel.deterministic and j == self.kernel.dq_part[1] // COLUMNS - 1):
+        if const_expr(self.kernel.deterministic):
             cute.arch.sync_warp()
-            turn_ring.release(use)
+            turn_ring.release(turn)
 
     @cute.jit
     def write(self, schedule: ScheduleBackward, on_chip: OnChip, writer: Int32, dq: cute.Pointer, turns: cute.Pointer):
-        """A writer warp: waits for the consumers' turn to add to dQ, and passes it when they have."""
+        """A writer warp: waits for the consumers' turn to add to some columns of dQ, and passes it when they have."""
+        parts = self.kernel.turns
         written = Int32(0)
         turn = Int32(0)
         tile = cute.arch.block_idx()[0]
         while schedule.exists(tile):
             block, head_kv, batch = schedule.place(tile)
             begin, end = schedule.blocks_of_tile(block)
-            steps = schedule.group * (end - begin)
+            steps = schedule.group * (end - begin) * parts
             for i in cutlass.range(self.first_turn(written, writer), steps, self.kernel.writers, unroll=1):
-                head, block_q = schedule.step(i, begin, end, head_kv)
-                of_block = turns + schedule.block_of_queries(head, block_q, batch)
+                head, block_q = schedule.step(i // parts, begin, end, head_kv)
+                of_block = turns + (schedule.block_of_queries(head, block_q, batch) * parts + i % parts)
                 before = schedule.turn(block, block_q)
                 use = written + i
                 wait_turn(of_block, before)

@@ -166,6 +166,9 @@ class TilesBackward:
         return f"{size}, {whose}, {self.stages} stages of queries"
 
 
+COLUMNS = 64
+"""Of dQ, that a warpgroup computes at a time where tiles are cut by gradient."""
+
 WRITERS = 3
 """Writer warps of the backward pass in deterministic mode: all that the loader leaves."""
 
@@ -214,6 +217,12 @@ class KernelBackward:
         consumers add by themselves, and only their turns have to be seen to.
         """
         return WRITERS if self.deterministic else 0 if self.tiles.by_gradient else 1
+
+    @property
+    def turns(self) -> int:
+        """Parts of a block of dQ that have turns of their own. By gradient the columns that a warpgroup adds at a time: then the next
+        block of keys can begin on the first while this one is at the last."""
+        return self.dq_part[1] // COLUMNS if self.tiles.by_gradient else 1
 
     @property
     def handed(self) -> tuple[int, int]:

@@ -37,7 +37,7 @@ def delta_kernel(
     BLOCK_Q: tl.constexpr,
     ROWS: tl.constexpr,
     DLSE: tl.constexpr,
-    DETERMINISTIC: tl.constexpr,
+    TURNS: tl.constexpr,
 ):
     """delta = rowsum(dO * O) - dLSE, LSE in log2 units, zeros for dQ and for the turns in which it is added to.
 
@@ -68,8 +68,8 @@ def delta_kernel(
     sums = dq_sum + tl.cast(of_block, tl.int64) * SUMS
     for start in range(0, SUMS, 1024):
         tl.store(sums + start + tl.arange(0, 1024), tl.zeros((1024,), tl.float32))
-    if DETERMINISTIC:
-        tl.store(turns + of_block, 0)
+    if TURNS:
+        tl.store(turns + of_block * TURNS + tl.arange(0, TURNS), tl.zeros((TURNS,), tl.int32))
 
 
 @triton.jit

@@ -116,7 +116,7 @@ class BackwardLaunch:
         blocks_q, blocks = -(-p.seqlen_q // tiles.block_q), -(-p.seqlen_k // tiles.block_kv)
         self._statistics_shape = (2, p.batch * p.heads, blocks_q * tiles.block_q)
         self._sum_shape = (p.batch * p.heads * blocks_q * tiles.block_q * kernel.width,)
-        self._turns_shape = (p.batch * p.heads * blocks_q if kernel.deterministic else 0,)
+        self._turns_shape = (p.batch * p.heads * blocks_q * kernel.turns if kernel.deterministic else 0,)
 
         def by_query(shape: Ints, width: int, strides: Ints) -> TensorMap:
             batch, row, head = in_bytes(p.dtype, strides, shape[:3])
@@ -182,7 +182,7 @@ def delta_launch(problem: Problem, kernel: KernelBackward, out_strides: Ints, do
         delta_kernel,
         blocks * p.batch * p.heads,
         (*out_strides[:3], *dout_strides[:3], p.seqlen_q, blocks, p.heads),
-        {**sizes, "BLOCK_Q": block_q, "ROWS": _power(block_q), "DLSE": dlse, "DETERMINISTIC": kernel.deterministic},
+        {**sizes, "BLOCK_Q": block_q, "ROWS": _power(block_q), "DLSE": dlse, "TURNS": kernel.turns if kernel.deterministic else 0},
         num_warps=4,
         num_stages=1,
     )

@@ -181,17 +181,19 @@ class ScheduleBackward(Schedule):
             queries = cutlass.min(queries, last_key + self.window_left - self.diagonal(0) + 1)
         return begin, cutlass.max(begin + 1, (queries + tiles.block_q - 1) // tiles.block_q)
 
-    @cute.jit
-    def step(self, step: Int32, begin: Int32, end: Int32, head_kv: Int32) -> tuple[Int32, Int32]:
-        """Query head and block of queries of a tile's step: all blocks of one head, then of the next that shares the keys.
+    def nth(self, i: Int32, begin: Int32, end: Int32) -> Int32:
+        """The block of queries that a tile takes i-th of one head.
 
         Deterministic, the last block first: all tiles see it that see any, and so from their first step on each follows the one before.
         In the other order, under a causal mask, each would catch up with the one before and wait for it in every step.
         """
+        return end - 1 - i if const_expr(self.kernel.deterministic) else begin + i
+
+    @cute.jit
+    def step(self, step: Int32, begin: Int32, end: Int32, head_kv: Int32) -> tuple[Int32, Int32]:
+        """Query head and block of queries of a tile's step: all blocks of one head, then of the next that shares the keys."""
         head = step // (end - begin)
-        block = step - head * (end - begin)
-        block = end - 1 - block if const_expr(self.kernel.deterministic) else begin + block
-        return head_kv * self.group + head, block
+        return head_kv * self.group + head, self.nth(step - head * (end - begin), begin, end)
 
     @cute.jit
     def turn(self, block: Int32, block_q: Int32) -> Int32:
