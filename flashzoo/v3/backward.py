@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -205,7 +206,7 @@ class Backward:
             ],
             smem.allocate_tensor(Float32, cute.make_layout(self.kernel.handed), 128),
             *[smem.allocate_tensor(Float32, cute.make_layout((tiles.block_q, tiles.stages)), 16) for _ in range(2)],
-            cute.make_tensor(smem.allocate_array(Int32, 1), cute.make_layout(1)),
+            cute.make_tensor(smem.allocate_array(Int32, kernel.words_of_tile), cute.make_layout(kernel.words_of_tile)),
             *[
                 Ring.allocate(smem, slots)
                 for slots in (1, 1, tiles.stages, tiles.stages, tiles.ds_stages, kernel.uses_of_handed, max(1, kernel.writers), 1)
@@ -253,26 +254,27 @@ class Backward:
         tiles = self.tiles
         loaded = Int32(0)  # blocks of Q and dO so far, over all tiles
         turn = Int32(0)  # tiles so far
-        tile = cute.arch.block_idx()[0]
+        tile = schedule.first()
         while schedule.exists(tile):
-            following = schedule.fetch()
+            number = schedule.fetch()
             block, head_kv, batch = schedule.place(tile)
-            begin, end = schedule.blocks_of_tile(block)
+            begin, end = schedule.extent(tile, block)
             steps = schedule.group * (end - begin)
             # The first blocks of Q and dO have room before K and V have: those are in use until dK and dV have left.
             first = cutlass.min(steps, tiles.stages)
             for i in cutlass.range(first, unroll=1):
-                self.load_queries(schedule, on_chip, tma_q, tma_do, lse, delta, loaded + i, i, begin, end, head_kv, batch)
+                self.load_queries(schedule, on_chip, tma_q, tma_do, lse, delta, loaded + i, tile, i, begin, end, head_kv, batch)
+            following = schedule.described(number)
             origin = (0, block * tiles.block_kv, head_kv, batch)
             for tma, x, ring in ((tma_k, on_chip.k, on_chip.k_ring), (tma_v, on_chip.v, on_chip.v_ring)):
                 ring.wait_empty(turn)
                 load(tma, x[None, None, 0], origin, ring.full)
             for i in cutlass.range(first, steps, unroll=1):
-                self.load_queries(schedule, on_chip, tma_q, tma_do, lse, delta, loaded + i, i, begin, end, head_kv, batch)
+                self.load_queries(schedule, on_chip, tma_q, tma_do, lse, delta, loaded + i, tile, i, begin, end, head_kv, batch)
             loaded += steps
             on_chip.tile_ring.wait_empty(turn)
             with cute.arch.elect_one():
-                on_chip.tile[0] = following
+                schedule.tell(on_chip.tile, following)
                 cute.arch.mbarrier_arrive(on_chip.tile_ring.full)
             tile = following
             turn += 1
@@ -287,6 +289,7 @@ class Backward:
         lse: cute.Pointer,
         delta: cute.Pointer,
         use: Int32,
+        tile: Any,
         step: Int32,
         begin: Int32,
         end: Int32,
@@ -294,7 +297,8 @@ class Backward:
         batch: Int32,
     ):
         """Q and dO of a tile's step, with the LSE and delta of their rows."""
-        head, block = schedule.step(step, begin, end, head_kv)
+        head, n = schedule.step(step, begin, end, head_kv)
+        block = schedule.block_q(tile, n)
         row = block * self.tiles.block_q
         origin = (0, row, head, batch)
         first = schedule.block_of_queries(head, block, batch) * self.tiles.block_q
@@ -312,13 +316,14 @@ class Backward:
         tiles = self.tiles
         written = Int32(0)
         turn = Int32(0)
-        tile = cute.arch.block_idx()[0]
+        tile = schedule.first()
         while schedule.exists(tile):
             block, head_kv, batch = schedule.place(tile)
-            begin, end = schedule.blocks_of_tile(block)
+            begin, end = schedule.extent(tile, block)
             steps = schedule.group * (end - begin)
             for i in cutlass.range(self.first_turn(written, writer), steps, self.kernel.writers, unroll=1):
-                head, block_q = schedule.step(i, begin, end, head_kv)
+                head, n = schedule.step(i, begin, end, head_kv)
+                block_q = schedule.block_q(tile, n)
                 of_block = schedule.block_of_queries(head, block_q, batch)
                 before = schedule.turn(block, block_q)
                 if const_expr(self.kernel.deterministic):
@@ -335,7 +340,7 @@ class Backward:
                     pass_turn(turns + of_block, before, True)
             written += steps
             on_chip.tile_ring.wait_full(turn)
-            tile = on_chip.tile[0]
+            tile = schedule.told(on_chip.tile)
             cute.arch.sync_warp()
             on_chip.tile_ring.release(turn)
             turn += 1
@@ -383,10 +388,10 @@ class Backward:
 
         used = Int32(0)  # blocks of Q and dO so far, over all tiles
         turn = Int32(0)  # tiles so far
-        tile = cute.arch.block_idx()[0]
+        tile = schedule.first()
         while schedule.exists(tile):
             block, head_kv, batch = schedule.place(tile)
-            begin, end = schedule.blocks_of_tile(block)
+            begin, end = schedule.extent(tile, block)
             first_key = block * tiles.block_kv
             bounds = schedule.bounds(first_key + row, column)
             consumer = Consumer(
@@ -398,11 +403,11 @@ class Backward:
             on_chip.v_ring.wait_full(turn)
             for _ in cutlass.range(schedule.group, unroll=1):
                 for i in cutlass.range(end - begin, unroll=1):  # line 8
-                    first_query = schedule.nth(i, begin, end) * tiles.block_q
-                    self.step(consumer, used, first_query, schedule.crosses(first_key + me * WARPGROUP_ROWS, first_query))
+                    n = schedule.nth(i, begin, end)
+                    self.step(schedule, tile, consumer, used, n, schedule.crosses(tile, first_key + me * WARPGROUP_ROWS, n))
                     used += 1
             on_chip.tile_ring.wait_full(turn)
-            tile = on_chip.tile[0]
+            tile = schedule.told(on_chip.tile)
             cute.arch.sync_warp()  # every lane has read it
             on_chip.tile_ring.release(turn)
             self.store(consumer, tma_dk, tma_dv, scale, (0, first_key, head_kv, batch), turn)
@@ -428,8 +433,8 @@ class Backward:
         return self.mma(OperandMajorMode.K, OperandMajorMode.MN, warpgroups, self.kernel.dq_part[1])
 
     @cute.jit
-    def step(self, consumer: Consumer, used: Int32, first_query: Int32, crosses: cutlass.Boolean):
-        """One block of queries: its part of dK, dV and dQ."""
+    def step(self, schedule: ScheduleBackward, tile: Any, consumer: Consumer, used: Int32, n: Int32, crosses: cutlass.Boolean):
+        """One block of queries, the n-th that the tile walks: its part of dK, dV and dQ."""
         tiles, on_chip = self.tiles, consumer.on_chip
         q_slot, do_slot = on_chip.q_ring.slot(used), on_chip.do_ring.slot(used)
         s_shape = consumer.mma_s.get_slice(0).partition_shape_C((tiles.block_kv, tiles.block_q))
@@ -440,7 +445,7 @@ class Backward:
         gemm(consumer.mma_s, dp, consumer.v, consumer.do[None, None, None, do_slot], True)  # line 13
         warpgroup.wait_group(1)
         if crosses:
-            mask_scores(s, consumer.bounds, first_query, True, self.kernel.left)
+            self.mask(schedule, tile, n, s, consumer.bounds)
         self.exponentiate(s, self.columns(on_chip.lse[None, q_slot]), consumer.scale_log2)  # line 11
         warpgroup.wait_group(0)
         p, ds = (
@@ -466,6 +471,10 @@ class Backward:
         self.hand_over(consumer, dq, used)
         warpgroup.wait_group(0)
         on_chip.q_ring.release(used)
+
+    def mask(self, schedule: ScheduleBackward, tile: Any, n: Int32, s: cute.Tensor, bounds: Bounds) -> None:
+        """Set what is not seen, of the scores of the n-th block of queries that a tile walks, to -inf."""
+        mask_scores(s, bounds, n * self.tiles.block_q, True, self.kernel.left)
 
     def columns(self, values: cute.Tensor) -> cute.Tensor:
         """Of a block's LSE or delta, those of this thread's columns: (pair, pairs)."""

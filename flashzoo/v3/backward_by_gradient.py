@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -24,7 +25,6 @@ from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from flashzoo.v3.backward import Backward, OnChip, pass_turn, transposed, wait_turn
 from flashzoo.v3.config import COLUMNS, WARPGROUP, WARPGROUP_ROWS, KernelBackward
 from flashzoo.v3.forward import WARPS, box_of, gemm, to_16_bits
-from flashzoo.v3.mask import mask_scores
 from flashzoo.v3.schedule import ScheduleBackward
 from flashzoo.v3.softmax import rows_of
 
@@ -55,6 +55,7 @@ class Tile:
         ds, k_t: operands of dQ; ds with all slots, k_t with all columns.
         acc: the gradient.
         dq: its sum in memory.
+        entry: the tile, as the schedule has it.
         begin, end: blocks of queries.
         head_kv, batch, first_key: where the tile is.
         scale_log2: softmax scale times log2 e.
@@ -73,6 +74,7 @@ class Tile:
     k_t: cute.Tensor
     acc: cute.Tensor
     dq: cute.Pointer
+    entry: Any
     begin: Int32
     end: Int32
     head_kv: Int32
@@ -138,27 +140,27 @@ class BackwardByGradient(Backward):
 
         used = Int32(0)  # blocks of queries so far, over all tiles
         turn = Int32(0)  # tiles so far
-        tile = cute.arch.block_idx()[0]
+        tile = schedule.first()
         while schedule.exists(tile):
             block, head_kv, batch = schedule.place(tile)
-            begin, end = schedule.blocks_of_tile(block)
+            begin, end = schedule.extent(tile, block)
             first_key = block * tiles.block_kv
             now = Tile(
                 *(schedule, on_chip, thread, mma_s, mma_acc, mma_dq, *operands, acc, dq),
-                *(begin, end, head_kv, batch, first_key, scale_log2),
+                *(tile, begin, end, head_kv, batch, first_key, scale_log2),
             )
             acc.fill(0.0)
             on_chip.k_ring.wait_full(turn)
             on_chip.v_ring.wait_full(turn)
             steps = schedule.group * (end - begin)
             scores = cute.make_rmem_tensor(s.partition_shape_C((WARPGROUP_ROWS, tiles.block_q)), Float32)
-            self.issue_scores(now, gradient, used, True, scores)
+            self.issue_scores(now, gradient, used, schedule.walks(begin, end), scores)
             for i in cutlass.range(steps, unroll=1):
                 self.step(now, gradient, used + i, i, scores, i + 1 < steps)
             warpgroup.wait_group(0)
             used += steps
             on_chip.tile_ring.wait_full(turn)
-            tile = on_chip.tile[0]
+            tile = schedule.told(on_chip.tile)
             cute.arch.sync_warp()  # every lane has read it
             on_chip.tile_ring.release(turn)
             self.store_gradient(now, gradient, tma, scale, turn)
@@ -209,11 +211,10 @@ class BackwardByGradient(Backward):
         """P from S, rounded for this warpgroup, and handed over as it is."""
         on_chip, schedule = tile.on_chip, tile.schedule
         lane = cute.arch.lane_idx()
-        _, block = schedule.step(step, tile.begin, tile.end, tile.head_kv)
-        first_query = block * self.tiles.block_q
-        if schedule.crosses(tile.first_key, first_query):
+        _, n = schedule.step(step, tile.begin, tile.end, tile.head_kv)
+        if schedule.crosses(tile.entry, tile.first_key, n):
             bounds = schedule.bounds(tile.first_key + tile.thread // 32 * 16 + lane // 4, lane % 4 * 2)
-            mask_scores(s, bounds, first_query, True, self.kernel.left)
+            self.mask(schedule, tile.entry, n, s, bounds)
         self.exponentiate(s, self.columns(on_chip.lse[None, on_chip.q_ring.slot(use)]), tile.scale_log2)
         on_chip.handed_ring.wait_empty(use)
         fours = self.fours(tile, cute.size(s))
@@ -268,8 +269,8 @@ class BackwardByGradient(Backward):
     def add_to_dq(self, tile: Tile, gradient: Constexpr[Gradient], use: Int32, step: Int32, j: Constexpr[int], dq: cute.Tensor):
         """Those columns, added to memory; where deterministic, in turn."""
         schedule, fours = tile.schedule, cute.size(dq) // 4
-        head, block_q = schedule.step(step, tile.begin, tile.end, tile.head_kv)
-        part = schedule.block_of_queries(head, block_q, tile.batch) * self.tiles.consumers + int(gradient)
+        head, n = schedule.step(step, tile.begin, tile.end, tile.head_kv)
+        part = schedule.block_of_queries(head, schedule.block_q(tile.entry, n), tile.batch) * self.tiles.consumers + int(gradient)
         memory = tile.dq + part * self.part + tile.thread * 4
         turn_ring, turn = tile.on_chip.turn_ring, use * self.kernel.turns + j
         if const_expr(self.kernel.deterministic):
@@ -286,13 +287,14 @@ class BackwardByGradient(Backward):
         parts = self.kernel.turns
         written = Int32(0)
         turn = Int32(0)
-        tile = cute.arch.block_idx()[0]
+        tile = schedule.first()
         while schedule.exists(tile):
             block, head_kv, batch = schedule.place(tile)
-            begin, end = schedule.blocks_of_tile(block)
+            begin, end = schedule.extent(tile, block)
             steps = schedule.group * (end - begin) * parts
             for i in cutlass.range(self.first_turn(written, writer), steps, self.kernel.writers, unroll=1):
-                head, block_q = schedule.step(i // parts, begin, end, head_kv)
+                head, n = schedule.step(i // parts, begin, end, head_kv)
+                block_q = schedule.block_q(tile, n)
                 of_block = turns + (schedule.block_of_queries(head, block_q, batch) * parts + i % parts)
                 before = schedule.turn(block, block_q)
                 use = written + i
@@ -304,7 +306,7 @@ class BackwardByGradient(Backward):
                 pass_turn(of_block, before, False)
             written += steps
             on_chip.tile_ring.wait_full(turn)
-            tile = on_chip.tile[0]
+            tile = schedule.told(on_chip.tile)
             cute.arch.sync_warp()
             on_chip.tile_ring.release(turn)
             turn += 1

@@ -199,6 +199,11 @@ class KernelBackward:
         return WARPGROUP * (1 + self.tiles.consumers)
 
     @property
+    def words_of_tile(self) -> int:
+        """32-bit words through which a tile is handed over: its number."""
+        return 1
+
+    @property
     def dq_by_rows(self) -> bool:
         """Whether each warpgroup computes dQ of 64 of the queries, and not some of its columns."""
         return not self.tiles.by_gradient and self.tiles.block_q == WARPGROUP_ROWS * self.tiles.consumers
@@ -237,14 +242,13 @@ class KernelBackward:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: K, V, Q, dO, dS; in float32 what is handed over, delta and LSE; two mbarriers for each slot, the
-        number of a tile."""
+        """Shared memory of a block: K, V, Q, dO, dS; in float32 what is handed over, delta and LSE; two mbarriers for each slot, a tile."""
         tiles, (numbers, slots) = self.tiles, self.handed
         elements = (tiles.block_kv + tiles.stages * tiles.block_q) * (self.width + self.width_v)
         elements += tiles.ds_stages * tiles.block_q * tiles.block_kv
         floats = numbers * slots + 2 * tiles.stages * tiles.block_q
         rings = 2 * tiles.stages + tiles.ds_stages + self.uses_of_handed + max(1, self.writers) + 3
-        return BYTES[self.dtype] * elements + 4 * floats + 16 * rings + 8
+        return BYTES[self.dtype] * elements + 4 * floats + 16 * rings + -(-4 * self.words_of_tile // 8) * 8
 
 
 # Width of q and k, width of v: tiles. The fastest measured on an H200, bf16, seqlens 512 to 16k, with and without a mask.
