@@ -58,13 +58,32 @@ class Schedule:
     heads_in_section: Int32
     counter: cute.Pointer
 
+    # What stands for a tile is the schedule's own affair: `first` and `described` make it, `tell` and `told` hand it on, and who
+    # works on it gives it back unread. Here it is the tile's number.
+
+    def first(self) -> Int32:
+        """The tile that a thread block begins with."""
+        return cute.arch.block_idx()[0]
+
+    def described(self, number: Int32) -> Int32:
+        """The tile of a number; the producer's to make, and early."""
+        return number
+
+    def tell(self, slot: cute.Tensor, tile: Int32) -> None:
+        """Hand a tile over through shared memory."""
+        slot[0] = tile
+
+    def told(self, slot: cute.Tensor) -> Int32:
+        """The tile that was handed over."""
+        return slot[0]
+
     def exists(self, tile: Int32):
         """Whether a tile is one, and not past the last."""
         return tile < self.blocks * self.batch_heads
 
     @cute.jit
     def fetch(self) -> Int32:
-        """The next tile that no block has taken; to be called by a whole warp.
+        """The number of the next tile that no block has taken; to be called by a whole warp.
 
         Every block starts at the tile of its own number and fetches once for each tile it works on. That makes as many
         fetches as there are tiles, and the counter wraps to 0 at exactly that many: it is ready for the next launch.
@@ -80,24 +99,37 @@ class Schedule:
 
     @cute.jit
     def place(self, tile: Int32) -> tuple[Int32, Int32, Int32]:
-        """`(block of queries, head, batch)` of a tile.
+        """`(block of queries, head, batch)` of a tile."""
+        rank, head, batch = self.rank_of(tile)
+        return self.block_of(rank), head, batch
+
+    def rank_of(self, number: Int32) -> tuple[Int32, Int32, Int32]:
+        """The how-manieth of its head a tile is to be handed out, head, batch.
 
         Section by section of heads, and within a section the last queries first: under a causal mask they see the most
         keys, and short tiles at the end leave no block working alone.
         """
         tiles_in_section = self.heads_in_section * self.blocks
-        section = tile // tiles_in_section
+        section = number // tiles_in_section
         first_head = section * self.heads_in_section
         heads_here = cutlass.min(self.heads_in_section, self.batch_heads - first_head)
-        place = tile - section * tiles_in_section
+        place = number - section * tiles_in_section
         rank = place // heads_here
         batch_head = first_head + place - rank * heads_here
         batch = batch_head // self.heads
-        return self.block_of(rank), batch_head - batch * self.heads, batch
+        return rank, batch_head - batch * self.heads, batch
 
     def block_of(self, rank: Int32) -> Int32:
         """The block that is the rank-th of its head to be handed out."""
         return self.blocks - 1 - rank
+
+    def extent(self, tile: Int32, block: Int32) -> tuple[Int32, Int32]:
+        """First of the blocks of keys that a tile walks, and one past the last: it walks from the last to the first."""
+        return self.blocks_of_tile(block)
+
+    def first_key(self, tile: Int32, n: Int32) -> Int32:
+        """Where the n-th block of keys that a tile walks begins."""
+        return n * self.kernel.tiles.block_kv
 
     @cute.jit
     def blocks_of_tile(self, block: Int32) -> tuple[Int32, Int32]:
