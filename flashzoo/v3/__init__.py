@@ -1,7 +1,7 @@
 """FlashAttention-3 in CuTe DSL: TMA, WGMMA and warps with roles, on Hopper. See README.md beside this file."""
 
 from flashzoo.spec import FEATURES, Spec
-from flashzoo.v3.config import describe, describe_fp8
+from flashzoo.v3.config import describe, describe_fp8, refusals
 
 SPEC = Spec(
     name="v3",
@@ -11,11 +11,12 @@ SPEC = Spec(
     dtypes=("fp16", "bf16"),
     arch=(90, 90),
     head_dims=range(8, 257, 8),
-    features=frozenset(FEATURES) - {"block_mask"},
+    features=frozenset(FEATURES),
     backward=frozenset(FEATURES) - {"block_mask"},
     backward_impl="flashzoo.v3.launch_backward:backward",
     requires=("cutlass",),
     backward_requires=("triton",),
+    check=refusals,
     notes=describe,
 )
 

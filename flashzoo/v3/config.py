@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from flashzoo.spec import DESCALE_BLOCK, Problem
+from flashzoo.spec import DESCALE_BLOCK, Problem, Window
 
 WARPGROUP = 128
 """Threads of a warpgroup, the four warps that issue one WGMMA."""
 
 WARPGROUP_ROWS = 64
 """Queries of a consumer warpgroup: the M of one WGMMA."""
+
+MASK_Q = 128
+"""Queries of a block of those masks that block-sparse kernels take: a tile's."""
 
 BYTES = {"fp16": 2, "bf16": 2, "e4m3": 1, "fp32": 4}
 
@@ -86,13 +89,47 @@ class Kernel:
         return self.width_v // -(-self.width_v // 128)
 
     @property
+    def words_of_tile(self) -> int:
+        """32-bit words through which a tile is handed over: its number."""
+        return 1
+
+    @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: Q, K, V and O, two mbarriers for each slot, the number of a tile."""
+        """Shared memory of a block: Q, K, V and O, two mbarriers for each slot, a tile."""
         tiles = self.tiles
         elements = tiles.q_stages * tiles.block_q * self.width
         elements += tiles.block_kv * (tiles.stages * self.width + self.stages_of_v * self.width_v)
         slots = tiles.q_stages * tiles.consumers + tiles.stages + self.stages_of_v + 1
-        return BYTES[self.dtype] * elements + BYTES[self.out_dtype] * tiles.block_q * self.width_o + 16 * slots + 8
+        return BYTES[self.dtype] * elements + BYTES[self.out_dtype] * tiles.block_q * self.width_o + 16 * slots + -(-4 * self.words_of_tile // 8) * 8
+
+
+@dataclass(frozen=True)
+class KernelSparse(Kernel):
+    """A block-sparse forward kernel: its tiles are rows of the block mask, `left` and `right` bound the band of partial blocks.
+
+    Attributes:
+        mask_kv: keys of a block of the mask.
+        bits: partial blocks have a mask of elements too.
+    """
+
+    mask_kv: int
+    bits: bool
+
+    def __post_init__(self) -> None:
+        tiles = self.tiles
+        if tiles.block_q != MASK_Q or self.mask_kv % tiles.block_kv or tiles.block_kv % 32 or not tiles.overlap:
+            expected = f"{MASK_Q} queries, overlap and, of blocks of {self.mask_kv} keys, a part in steps of 32"
+            raise ValueError(f"a block-sparse kernel has {expected}, got {tiles}")
+
+    @property
+    def parts(self) -> int:
+        """Blocks of keys that make one of the mask's."""
+        return self.mask_kv // self.tiles.block_kv
+
+    @property
+    def words_of_tile(self) -> int:
+        """32-bit words through which a tile is handed over: its number, its row, how much the row keeps."""
+        return 4
 
 
 @dataclass(frozen=True)
@@ -267,6 +304,23 @@ HOPPER_SHORT = {(128, 128): Tiles(2, 128, q_stages=2, ping_pong=False)}
 LONG = 2048
 
 
+# Block-sparse: width of q and k, width of v, keys of a block of the mask. Not measured yet.
+SPARSE = {
+    (64, 64, 128): Tiles(2, 128, stages=3, q_stages=2),
+    (96, 96, 128): Tiles(2, 128, q_stages=2),
+    (128, 128, 128): Tiles(2, 128, q_stages=2, ping_pong=False),
+    (192, 128, 128): Tiles(2, 64, stages=3, ping_pong=False),
+    (192, 192, 128): Tiles(2, 64, stages=3),
+    (256, 256, 128): Tiles(2, 64),
+    (64, 64, 64): Tiles(2, 64, stages=6, q_stages=2),
+    (96, 96, 64): Tiles(2, 64, stages=4, q_stages=2),
+    (128, 128, 64): Tiles(2, 64, stages=4, q_stages=2, ping_pong=False),
+    (192, 128, 64): Tiles(2, 64, stages=3, ping_pong=False),
+    (192, 192, 64): Tiles(2, 64, stages=3),
+    (256, 256, 64): Tiles(2, 64),
+}
+
+
 @dataclass(frozen=True)
 class TilesFp8:
     """How an FP8 kernel is cut.
@@ -314,11 +368,19 @@ def widths_of(problem: Problem) -> tuple[int, int]:
     return (width, width_v) if (width, width_v) in HOPPER else (widest, widest)
 
 
+def band_of(problem: Problem) -> Window:
+    """The visible band; with a block mask that of its partial blocks."""
+    return problem.span if problem.block_mask is None else problem.block_mask.span
+
+
 def kernel_for(problem: Problem) -> Kernel:
     """The kernel of a problem."""
-    left, right = problem.span
+    left, right = (side is not None for side in band_of(problem))
     widths = width_for(problem.head_dim), width_for(problem.head_dim_v)
-    return Kernel(problem.dtype, *widths, left is not None, right is not None, table(problem)[widths_of(problem)])
+    mask = problem.block_mask
+    if mask is None:
+        return Kernel(problem.dtype, *widths, left, right, table(problem)[widths_of(problem)])
+    return KernelSparse(problem.dtype, *widths, left, right, SPARSE[*widths_of(problem), mask.block_kv], mask.block_kv, mask.bits)
 
 
 def kernel_fp8_for(problem: Problem, block_scales: bool, transposed: bool) -> KernelFp8:
@@ -358,12 +420,21 @@ def pack_for(problem: Problem, block_q: int) -> int:
     """How many query heads of one key/value head share a tile, as a power of two's exponent: 0 is none.
 
     Packed heads read K and V once, and fill tiles that a short sequence of queries would leave empty. It pays where it
-    saves a tenth of the tiles; otherwise it only spoils the order in which tiles reuse L2.
+    saves a tenth of the tiles; otherwise it only spoils the order in which tiles reuse L2. With a block mask a tile is a row of
+    it, and one head's.
     """
+    if problem.block_mask is not None:
+        return 0
     group = problem.heads // problem.heads_kv
     pack = min((group & -group).bit_length() - 1, WARPGROUP_ROWS.bit_length() - 1)  # the largest power of two in both
     apart, packed = (-(-(problem.seqlen_q << p) // block_q) << pack - p for p in (0, pack))
     return pack if packed <= 0.9 * apart else 0
+
+
+def refusals(problem: Problem) -> list[str]:
+    """Sentences on what `Spec` can't say that v3 does not take."""
+    mask = problem.block_mask
+    return [] if mask is None or mask.block_q == MASK_Q else [f"takes block masks with block_q {MASK_Q}, got {mask.block_q}"]
 
 
 def describe(problem: Problem) -> list[str]:
@@ -372,7 +443,10 @@ def describe(problem: Problem) -> list[str]:
     lines = [f"forward: {kernel.tiles}"]
     widths = kernel.width, kernel.width_v
     own = f"tiles: those of head_dim {max(widths)}, not measured for {problem.head_dim}/{problem.head_dim_v}"
-    lines.append("tiles: the fastest measured on an H200" if widths in HOPPER else own)
+    if problem.block_mask is not None:
+        lines.append("a tile is a row of the block mask, whose list of blocks it walks, the longest rows first; not measured yet")
+    else:
+        lines.append("tiles: the fastest measured on an H200" if widths in HOPPER else own)
     of_v = [("head_dim_v", problem.head_dim_v, kernel.width_v)] if problem.head_dim_v != problem.head_dim else []
     for name, head_dim, width in (("head_dim", problem.head_dim, kernel.width), *of_v):
         if head_dim != width:

@@ -31,8 +31,8 @@ from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.utils import hopper_helpers
 
 from flashzoo.v3.config import WARPGROUP, WARPGROUP_ROWS, Kernel
-from flashzoo.v3.mask import mask_scores
-from flashzoo.v3.schedule import Blocks, Bounds, Schedule
+from flashzoo.v3.mask import Mask
+from flashzoo.v3.schedule import Schedule
 from flashzoo.v3.softmax import Softmax, rows_of, scale_rows
 
 DTYPES = {"fp16": Float16, "bf16": BFloat16, "e4m3": Float8E4M3FN, "fp32": Float32}
@@ -95,7 +95,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class OnChip:
-    """The block's shared memory: slots of 64 queries, of blocks of K and of V, O on its way out, the next tile's number."""
+    """The block's shared memory: slots of 64 queries, of blocks of K and of V, O on its way out, the next tile."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -130,7 +130,7 @@ class Consumer:
         o: the accumulator.
         s_shape: shape of a block of scores in registers.
         softmax: running state of this thread's two rows.
-        bounds: the keys that they see.
+        row, column: of the warpgroup's scores, the first that this thread has: it has two rows, 8 apart, and pairs of columns, 8 apart.
     """
 
     me: Int32
@@ -144,7 +144,8 @@ class Consumer:
     o: cute.Tensor
     s_shape: Constexpr[tuple]
     softmax: Softmax
-    bounds: Bounds
+    row: Int32
+    column: Int32
 
     def issue_scores(self, n: Int32) -> cute.Tensor:
         """Registers that will hold Q times the n-th block of K, once the group of WGMMAs is waited for."""
@@ -209,14 +210,14 @@ class Forward:
         o_layout: cute.ComposedLayout,
     ):
         """One thread block: rings, then each warpgroup to its role."""
-        tiles = self.tiles
+        kernel, tiles = self.kernel, self.tiles
         smem = cutlass.memory.SmemAllocator()
         # A1.1
         q, k = (smem.allocate_tensor(self.dtype, x.outer, 1024, swizzle=x.inner) for x in (q_layout, k_layout))
         v, raw = self.allocate_v(smem, v_layout)
         on_chip = OnChip(
             *(q, k, v, smem.allocate_tensor(self.dtype_o, o_layout.outer, 1024, swizzle=o_layout.inner)),
-            cute.make_tensor(smem.allocate_array(Int32, 1), cute.make_layout(1)),
+            cute.make_tensor(smem.allocate_array(Int32, kernel.words_of_tile), cute.make_layout(kernel.words_of_tile)),
             *[Ring.allocate(smem, slots) for slots in (tiles.consumers * tiles.q_stages, tiles.stages, tiles.stages, 1)],
             None if raw is None else RawV(raw, Ring.allocate(smem, self.stages_of_loaded_v)),
         )
@@ -252,32 +253,34 @@ class Forward:
         slots_of_v, ring_of_v = (on_chip.v, on_chip.v_ring) if const_expr(on_chip.raw is None) else (on_chip.raw.v, on_chip.raw.ring)
         loaded = Int32(0)  # blocks of K and V so far, over all tiles
         turn = Int32(0)  # tiles so far
-        tile = cute.arch.block_idx()[0]
+        tile = schedule.first()
         while schedule.exists(tile):
-            following = schedule.fetch()
+            number = schedule.fetch()
             block, head, batch = schedule.place(tile)
-            begin, end = schedule.blocks_of_tile(block)
+            begin, end = schedule.extent(tile, block)
             head_kv = head // schedule.group
-            self.load_block(tma_k, on_chip.k, on_chip.k_ring, loaded, self.origin(end - 1, head_kv, batch))
+            self.load_block(tma_k, on_chip.k, on_chip.k_ring, loaded, self.origin(schedule.first_key(tile, end - 1), head_kv, batch))
             for w in cutlass.range_constexpr(tiles.consumers):
                 n = turn * tiles.consumers + w
                 first = (block * tiles.block_q + w * WARPGROUP_ROWS) >> schedule.pack
                 on_chip.q_ring.wait_empty(n)
                 slot = on_chip.q_ring.slot(n)
                 load(tma_q, on_chip.q[None, None, slot], (0, 0, first, head, batch), on_chip.q_ring.full + slot)  # A1.4, A1.5
+            following = schedule.described(number)
             for i in cutlass.range(end - 1 - begin, unroll=1):  # A1.6
                 n = end - 2 - i
+                next_key, this_key = schedule.first_key(tile, n), schedule.first_key(tile, n + 1)
                 if const_expr(tiles.overlap):  # the consumers want the next K before this V
-                    self.load_block(tma_k, on_chip.k, on_chip.k_ring, loaded + 1, self.origin(n, head_kv, batch))
-                self.load_block(tma_v, slots_of_v, ring_of_v, loaded, self.origin_of_v(n + 1, head_kv, batch))
+                    self.load_block(tma_k, on_chip.k, on_chip.k_ring, loaded + 1, self.origin(next_key, head_kv, batch))
+                self.load_block(tma_v, slots_of_v, ring_of_v, loaded, self.origin_of_v(this_key, head_kv, batch))
                 if const_expr(not tiles.overlap):
-                    self.load_block(tma_k, on_chip.k, on_chip.k_ring, loaded + 1, self.origin(n, head_kv, batch))
+                    self.load_block(tma_k, on_chip.k, on_chip.k_ring, loaded + 1, self.origin(next_key, head_kv, batch))
                 loaded += 1
-            self.load_block(tma_v, slots_of_v, ring_of_v, loaded, self.origin_of_v(begin, head_kv, batch))
+            self.load_block(tma_v, slots_of_v, ring_of_v, loaded, self.origin_of_v(schedule.first_key(tile, begin), head_kv, batch))
             loaded += 1
             on_chip.tile_ring.wait_empty(turn)
             with cute.arch.elect_one():
-                on_chip.tile[0] = following
+                schedule.tell(on_chip.tile, following)
                 cute.arch.mbarrier_arrive(on_chip.tile_ring.full)
             tile = following
             turn += 1
@@ -289,13 +292,13 @@ class Forward:
         slot = ring.slot(loaded)
         load(tma, slots[None, None, slot], origin, ring.full + slot)  # A1.8, A1.9
 
-    def origin(self, n: Int32, head: Int32, batch: Int32) -> tuple:
-        """Where the n-th block of keys begins."""
-        return (0, n * self.tiles.block_kv, head, batch)
+    def origin(self, first_key: Int32, head: Int32, batch: Int32) -> tuple:
+        """Where a block of keys begins."""
+        return (0, first_key, head, batch)
 
-    def origin_of_v(self, n: Int32, head: Int32, batch: Int32) -> tuple:
-        """Where the n-th block of V begins."""
-        return self.origin(n, head, batch)
+    def origin_of_v(self, first_key: Int32, head: Int32, batch: Int32) -> tuple:
+        """Where a block of V begins."""
+        return self.origin(first_key, head, batch)
 
     def shared_layout_of_loaded_v(self) -> cute.ComposedLayout:
         """(keys, head_dim, slots)."""
@@ -335,24 +338,21 @@ class Forward:
             self.pass_turn(Int32(tiles.consumers - 1))  # the first turn is warpgroup 0's
         used = Int32(0)  # blocks of K and V so far, over all tiles
         turn = Int32(0)  # tiles so far
-        tile = cute.arch.block_idx()[0]
+        tile = schedule.first()
         while schedule.exists(tile):
             block, head, batch = schedule.place(tile)
-            begin, end = schedule.blocks_of_tile(block)
             first_row = block * tiles.block_q + me * WARPGROUP_ROWS
             n = turn * tiles.consumers + me
             q = q_slots[None, None, None, on_chip.q_ring.slot(n)]
-            bounds = schedule.bounds(first_row + row, column)
-            consumer = Consumer(me, on_chip, mma_qk, mma_pv, q, k, v, p, o, s_shape, softmax, bounds)
+            consumer = Consumer(me, on_chip, mma_qk, mma_pv, q, k, v, p, o, s_shape, softmax, row, column)
             softmax.reset(schedule, batch, head, first_row + row)  # A1.13, A2.2
-            on_chip.q_ring.wait_full(n)  # A1.14, A2.3
-            used = self.attend(consumer, used, n, begin, end, schedule.blocks_of_rows(first_row, begin, end))
+            used = self.attend(schedule, tile, block, consumer, used, n)
             on_chip.tile_ring.wait_full(turn)
-            tile = on_chip.tile[0]
+            tile = schedule.told(on_chip.tile)
             cute.arch.sync_warp()  # every lane has read it
             on_chip.tile_ring.release(turn)
             turn += 1
-            self.store(schedule, consumer, tma_o, lse, batch, head, first_row, row)
+            self.store(schedule, consumer, tma_o, lse, batch, head, first_row)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory goes with the block
 
     def softmax(self, scaling: Float32) -> Softmax:
@@ -388,13 +388,19 @@ class Forward:
         )  # fmt: skip
 
     @cute.jit
-    def attend(self, consumer: Consumer, used: Int32, q_use: Int32, begin: Int32, end: Int32, mine: Blocks) -> Int32:
+    def attend(self, schedule: Schedule, tile: Any, block: Int32, consumer: Consumer, used: Int32, q_use: Int32) -> Int32:
         """One tile's rows of O, not yet divided by l, and of the softmax state. Returns the new `used`.
 
         The blocks that only other warpgroups' rows see are skipped; those that cross the edge of the visible band are masked.
         """
         kernel, tiles = self.kernel, self.tiles
         step = self.step_overlapped if const_expr(tiles.overlap) else self.step_serial
+        first_row = block * tiles.block_q + consumer.me * WARPGROUP_ROWS
+        begin, end = schedule.extent(tile, block)
+        bounds = schedule.bounds(first_row + consumer.row, consumer.column)
+        consumer.on_chip.q_ring.wait_full(q_use)  # A1.14, A2.3
+        mine = schedule.blocks_of_rows(first_row, begin, end)
+        both, only_left = Mask(bounds, kernel.left, True), Mask(bounds, True, False)
         consumer.o.fill(0.0)
         if const_expr(not tiles.overlap):
             self.wait_turn(consumer.me)
@@ -402,18 +408,18 @@ class Forward:
         last = mine.end - 1
         consumer.softmax.expect(last * tiles.block_kv)
         if const_expr(tiles.overlap):
-            self.first_scores(consumer, used, last * tiles.block_kv, mine.right < mine.end)
+            self.first_scores(consumer, used, last * tiles.block_kv, both, mine.right < mine.end or kernel.left)
         else:
-            used = step(consumer, used, last * tiles.block_kv, kernel.left, True)
+            used = step(consumer, used, last * tiles.block_kv, both)
         right, left = cutlass.min(mine.right, last), cutlass.min(mine.left, last)
         if const_expr(kernel.right):
             for i in cutlass.range(last - right, unroll=1):
-                used = step(consumer, used, (last - 1 - i) * tiles.block_kv, kernel.left, True)
+                used = step(consumer, used, (last - 1 - i) * tiles.block_kv, both)
         for i in cutlass.range(right - left, unroll=1):  # A1.15, A2.7
-            used = step(consumer, used, (right - 1 - i) * tiles.block_kv, False, False)
+            used = step(consumer, used, (right - 1 - i) * tiles.block_kv, None)
         if const_expr(kernel.left):
             for i in cutlass.range(left - mine.begin, unroll=1):
-                used = step(consumer, used, (left - 1 - i) * tiles.block_kv, True, False)
+                used = step(consumer, used, (left - 1 - i) * tiles.block_kv, only_left)
         consumer.on_chip.q_ring.release(q_use)
         if const_expr(tiles.overlap):
             used = self.last_product(consumer, used)
@@ -424,22 +430,20 @@ class Forward:
         return used
 
     @cute.jit
-    def first_scores(self, consumer: Consumer, used: Int32, first_key: Int32, crosses: Boolean):
-        """P of the first block; its product with V is left to the next step."""
+    def first_scores(self, consumer: Consumer, used: Int32, first_key: Int32, mask: Mask, crosses: Boolean):
+        """P of the first block, masked where it crosses an edge; its product with V is left to the next step."""
         k_ring = consumer.on_chip.k_ring
         k_ring.wait_full(used)
         s = consumer.issue_scores(used)  # A2.4
         warpgroup.wait_group(0)
         k_ring.release(used)  # A2.5
-        if crosses or const_expr(self.kernel.left):
-            mask_scores(s, consumer.bounds, first_key, self.kernel.left, True)
+        if crosses:
+            mask.apply(s, first_key)
         consumer.softmax.step(s, first_key)  # A2.6
         self.to_operand(s, consumer.p)
 
     @cute.jit
-    def step_overlapped(
-        self, consumer: Consumer, used: Int32, first_key: Int32, mask_left: Constexpr[bool], mask_right: Constexpr[bool]
-    ) -> Int32:
+    def step_overlapped(self, consumer: Consumer, used: Int32, first_key: Int32, mask: Mask | None) -> Int32:
         """P of the next block, while the P before it is multiplied with V."""
         k_ring, v_ring = consumer.on_chip.k_ring, consumer.on_chip.v_ring
         k_ring.wait_full(used + 1)  # A2.8
@@ -450,8 +454,8 @@ class Forward:
         self.pass_turn(consumer.me)
         warpgroup.wait_group(1)  # A2.12
         k_ring.release(used + 1)
-        if const_expr(mask_left or mask_right):
-            mask_scores(s, consumer.bounds, first_key, mask_left, mask_right)
+        if const_expr(mask is not None):
+            mask.apply(s, first_key)
         rescale, alpha = consumer.softmax.step(s, first_key)  # A2.13
         warpgroup.wait_group(0)  # A2.14
         v_ring.release(used)  # A2.15
@@ -472,9 +476,7 @@ class Forward:
         return used + 1
 
     @cute.jit
-    def step_serial(
-        self, consumer: Consumer, used: Int32, first_key: Int32, mask_left: Constexpr[bool], mask_right: Constexpr[bool]
-    ) -> Int32:
+    def step_serial(self, consumer: Consumer, used: Int32, first_key: Int32, mask: Mask | None) -> Int32:
         """One block without overlap: scores, softmax, product, each waited for. For FP8, and the ablation."""
         k_ring, v_ring = consumer.on_chip.k_ring, consumer.on_chip.v_ring
         k_ring.wait_full(used)  # A1.16
@@ -482,8 +484,8 @@ class Forward:
         self.pass_turn(consumer.me)
         warpgroup.wait_group(0)
         k_ring.release(used)
-        if const_expr(mask_left or mask_right):
-            mask_scores(s, consumer.bounds, first_key, mask_left, mask_right)
+        if const_expr(mask is not None):
+            mask.apply(s, first_key)
         rescale, alpha = consumer.softmax.step(s, first_key)  # A1.18, A1.19
         self.to_operand(s, consumer.p)
         self.rescale(consumer, rescale, alpha)
@@ -536,7 +538,6 @@ class Forward:
         batch: Int32,
         head: Int32,
         first_row: Int32,
-        row: Int32,
     ):
         """O / l and LSE of 64 rows to memory. TMA leaves out rows and columns outside of the tensor."""
         o, softmax = consumer.o, consumer.softmax
@@ -548,7 +549,7 @@ class Forward:
             by[r] = Float32(0.0) if blind else softmax.scale_of_o(total)
             if blind:  # 0 whatever V holds, inf and NaN too
                 rows_of(o)[None, r, None].fill(0.0)
-            packed_row = first_row + row + 8 * r
+            packed_row = first_row + consumer.row + 8 * r
             position, packed_head = packed_row >> schedule.pack, packed_row & ((1 << schedule.pack) - 1)
             if position < schedule.seqlen_q and lane % 4 == 0:
                 value = -Float32.inf if blind else softmax.lse_log2(r, total) * LN2

@@ -199,9 +199,9 @@ class ForwardFp8(Forward):
         rows_columns = (self.kernel.width_v, KEYS) if self.kernel.transposed else (KEYS, self.kernel.width_v)
         return shared_layout(self.dtype, *rows_columns, self.stages_of_loaded_v)
 
-    def origin_of_v(self, n: Int32, head: Int32, batch: Int32) -> tuple:
-        """Where the n-th block of V begins."""
-        return (n * KEYS, 0, head, batch) if self.kernel.transposed else self.origin(n, head, batch)
+    def origin_of_v(self, first_key: Int32, head: Int32, batch: Int32) -> tuple:
+        """Where a block of V begins."""
+        return (first_key, 0, head, batch) if self.kernel.transposed else self.origin(first_key, head, batch)
 
     def allocate_v(self, smem: cutlass.memory.SmemAllocator, layout: cute.ComposedLayout) -> tuple[cute.Tensor, cute.Tensor | None]:
         """The slots of V as (head_dim, keys, slots), and those to which it comes where it is transposed on chip."""
@@ -217,10 +217,10 @@ class ForwardFp8(Forward):
         raw, v_ring = on_chip.raw, on_chip.v_ring
         used = Int32(0)  # blocks of V so far, over all tiles
         turn = Int32(0)  # tiles so far
-        tile = cute.arch.block_idx()[0]
+        tile = schedule.first()
         while schedule.exists(tile):
             block, _, _ = schedule.place(tile)
-            begin, end = schedule.blocks_of_tile(block)
+            begin, end = schedule.extent(tile, block)
             for _ in cutlass.range(end - begin, unroll=1):
                 raw.ring.wait_full(used)
                 v_ring.wait_empty(used)
@@ -232,7 +232,7 @@ class ForwardFp8(Forward):
                     cute.arch.mbarrier_arrive(v_ring.full + v_ring.slot(used))
                 used += 1
             on_chip.tile_ring.wait_full(turn)
-            tile = on_chip.tile[0]
+            tile = schedule.told(on_chip.tile)
             cute.arch.sync_warp()  # every lane has read it
             on_chip.tile_ring.release(turn)
             turn += 1

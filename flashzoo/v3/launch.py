@@ -16,7 +16,7 @@ from flashzoo._cute.compile import compile_for
 from flashzoo._cute.driver import Function, TensorMap, current_stream
 from flashzoo.autograd import differentiable
 from flashzoo.spec import Problem
-from flashzoo.v3.config import BYTES, WARPGROUP_ROWS, Kernel, KernelBackward, kernel_for, pack_for
+from flashzoo.v3.config import BYTES, WARPGROUP_ROWS, Kernel, KernelBackward, band_of, kernel_for, pack_for
 
 ARCH = "sm_90a"
 LOG2E = math.log2(math.e)
@@ -37,13 +37,18 @@ SECTION_HEADS = (16, 64)
 Ints = tuple[int, ...]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, block_mask: Any = None
+) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of raw CUDA tensors; see `flashzoo.attention`."""
+    if block_mask is not None:
+        from flashzoo.v3.launch_sparse import forward_sparse
+
+        return forward_sparse(q, k, v, problem, softmax_scale, block_mask)
     misaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
     launch = None if misaligned else forward_launch(problem, q.stride(), k.stride(), v.stride(), q.get_device())
     if launch is None:
-        q, k, v = (x if readable(x.shape, x.stride(), x.data_ptr()) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
-        return forward(q, k, v, problem, softmax_scale)
+        return forward(*made_readable(q, k, v), problem, softmax_scale)
     return launch(q, k, v, softmax_scale)
 
 
@@ -63,12 +68,22 @@ def readable(shape: Ints, strides: Ints, address: int = 0, size: int = 2) -> boo
     return not address & 15 and all(step > 0 and step % 16 == 0 for step in steps)
 
 
+def made_readable(*tensors: Tensor) -> list[Tensor]:
+    """The tensors, and copies of those that TMA can't read where they lie."""
+    return [x if readable(x.shape, x.stride(), x.data_ptr()) else x.clone(memory_format=torch.contiguous_format) for x in tensors]
+
+
+def all_readable(problem: Problem, *strides: Ints) -> bool:
+    """Whether TMA can read q, k and v of these strides, wherever they start."""
+    p = problem
+    shapes = ((p.batch, p.seqlen_q, p.heads, p.head_dim), *[(p.batch, p.seqlen_k, p.heads_kv, d) for d in (p.head_dim, p.head_dim_v)])
+    return all(readable(*pair) for pair in zip(shapes, strides, strict=True))
+
+
 @lru_cache(maxsize=1024)
 def forward_launch(problem: Problem, q_strides: Ints, k_strides: Ints, v_strides: Ints, device: int) -> ForwardLaunch | None:
     """The launch for a problem, or None where TMA can't read tensors of these strides."""
-    p = problem
-    shapes = ((p.batch, p.seqlen_q, p.heads, p.head_dim), *[(p.batch, p.seqlen_k, p.heads_kv, d) for d in (p.head_dim, p.head_dim_v)])
-    if not all(readable(*pair) for pair in zip(shapes, (q_strides, k_strides, v_strides), strict=True)):
+    if not all_readable(problem, q_strides, k_strides, v_strides):
         return None
     return ForwardLaunch(problem, kernel_for(problem), q_strides, k_strides, v_strides, device)
 
@@ -108,7 +123,7 @@ class ForwardLaunch:
         blocks_q, batch_heads = -(-(p.seqlen_q << pack) // tiles.block_q), p.batch * heads
         self._blocks = min(torch.cuda.get_device_properties(device).multi_processor_count, blocks_q * batch_heads)
         section = min(batch_heads, _section(p, kernel, group))
-        self._sizes = (p.seqlen_q, p.seqlen_k, heads, group, pack, *p.reach, blocks_q, batch_heads, section)
+        self._sizes = (p.seqlen_q, p.seqlen_k, heads, group, pack, *p.reach_of(band_of(p)), blocks_q, batch_heads, section)
         self._function = self.load(kernel).on(device)
 
     def map_of_v(self, problem: Problem, kernel: Kernel, strides: Ints) -> TensorMap:
@@ -238,8 +253,8 @@ def program(kernel: Kernel) -> tuple[Any, tuple[Any, ...]]:
     return Forward(kernel), (q, k, v, out, *others, Float32(1.0))
 
 
-def example(kernel: Kernel) -> list[Any]:
-    """Arguments of `Forward.__call__` but the last."""
+def example(kernel: Kernel, schedule: Any = None, more: tuple[Any, ...] = ()) -> list[Any]:
+    """Arguments of `Forward.__call__` but the last; the schedule's class where it is not `Schedule`, and the fields it has more."""
     from cutlass import Float32, Int32
 
     from flashzoo.v3.schedule import Schedule
@@ -253,7 +268,7 @@ def example(kernel: Kernel) -> list[Any]:
             (kernel.out_dtype, kernel.width_v, 5),
         )
     ]
-    return [*tensors, fake_pointer(Float32), Schedule(kernel, *[Int32(1)] * 10, counter=fake_pointer(Int32))]
+    return [*tensors, fake_pointer(Float32), (schedule or Schedule)(kernel, *[Int32(1)] * 10, fake_pointer(Int32), *more)]
 
 
 def fake_tensor(dtype: str, sizes: tuple[int | None, ...]) -> Any:

@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, const_expr
 
 from flashzoo.v3.schedule import Bounds
 from flashzoo.v3.softmax import rows_of
+
+
+@dataclass(frozen=True)
+class Mask:
+    """What a thread's part of a block of scores is masked by.
+
+    Attributes:
+        bounds: of its two rows, the first visible key and one past the last, counted from its first column.
+        left, right: whether to look at that bound.
+    """
+
+    bounds: Bounds
+    left: Constexpr[bool]
+    right: Constexpr[bool]
+
+    def apply(self, s: cute.Tensor, first_key: Int32) -> None:
+        """Set what is not seen to -inf."""
+        mask_scores(s, self.bounds, first_key, self.left, self.right)
 
 
 @cute.jit

@@ -1,0 +1,231 @@
+"""The forward pass of block-sparse attention: `forward.py` with a list of blocks of keys in place of a range.
+
+1. A tile is one row of the block mask: the queries of two warpgroups. Its list has the partial blocks first, then the full
+   ones, each part ascending; as in the dense kernel it is walked from its end to its start.
+2. What comes first may cross the end of the keys, and is masked by that where it does. The other full blocks are not masked at
+   all. The partial ones are masked by the band and the bits of the mask's elements, and by the end of the keys.
+3. The producer alone reads which block comes next; a consumer does for the blocks that it masks. And the producer, a tile ahead,
+   looks up the row of the following tile and how much it keeps, which is handed over with the tile's number.
+4. A row that keeps nothing is a block that is masked whole, wherever it lies: no special case.
+
+Rows are handed out from the longest to the shortest, so that no thread block is left with a long one at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32, const_expr
+
+from flashzoo.v3.config import WARPGROUP_ROWS, KernelSparse
+from flashzoo.v3.forward import Consumer, Forward
+from flashzoo.v3.schedule import NEVER, Bounds, Schedule
+from flashzoo.v3.softmax import rows_of
+
+
+@dataclass(frozen=True)
+class Row:
+    """A tile: a row of one head's block mask.
+
+    Attributes:
+        number: of the tile, in the order in which they are handed out.
+        block: which row.
+        partial, kept: how many of its blocks are partial, and how many there are in all.
+    """
+
+    number: Int32
+    block: Int32
+    partial: Int32
+    kept: Int32
+
+
+@dataclass(frozen=True)
+class ScheduleSparse(Schedule):
+    """The same with a block mask, whose `Lists` of rows these are. No heads are packed.
+
+    `blocks` are the mask's rows; `window_left` and `window_right` the band that partial blocks apply.
+
+    Attributes:
+        list_batch, list_head: strides over batch and heads, in heads that have lists; 0 where they are shared.
+        width: of the lists.
+        bit_blocks: for how many blocks a head has bits.
+        order, counts, full, indices, bit_index: the lists; any address where they have no room for anything.
+        bits: of elements, four bytes at a time.
+    """
+
+    kernel: Constexpr[KernelSparse]
+    list_batch: Int32
+    list_head: Int32
+    width: Int32
+    bit_blocks: Int32
+    order: cute.Pointer
+    counts: cute.Pointer
+    full: cute.Pointer
+    indices: cute.Pointer
+    bit_index: cute.Pointer
+    bits: cute.Pointer
+
+    def first(self) -> Row:
+        """The tile that a thread block begins with."""
+        return self.described(cute.arch.block_idx()[0])
+
+    def described(self, number: Int32) -> Row:
+        """The tile of a number; past the last one, what is read of the last."""
+        rank, head, batch = self.rank_of(cutlass.min(number, self.blocks * self.batch_heads - 1))
+        rows = self.list_of(head, batch) * self.blocks
+        block = at(self.order, rows + rank)
+        kept = at(self.counts, rows + block)
+        return Row(number, block, kept - at(self.full, rows + block), kept)
+
+    def tell(self, slot: cute.Tensor, tile: Row) -> None:
+        """Hand a tile over through shared memory."""
+        slot[0], slot[1], slot[2], slot[3] = tile.number, tile.block, tile.partial, tile.kept
+
+    def told(self, slot: cute.Tensor) -> Row:
+        """The tile that was handed over."""
+        return Row(slot[0], slot[1], slot[2], slot[3])
+
+    def exists(self, tile: Row):
+        """Whether a tile is one, and not past the last."""
+        return tile.number < self.blocks * self.batch_heads
+
+    def place(self, tile: Row) -> tuple[Int32, Int32, Int32]:
+        """`(block of queries, head, batch)` of a tile."""
+        _, head, batch = self.rank_of(tile.number)
+        return tile.block, head, batch
+
+    def extent(self, tile: Row, block: Int32) -> tuple[Int32, Int32]:
+        """First of the blocks of keys that a tile walks, and one past the last: places in its list, at least one."""
+        return Int32(0), cutlass.max(1, tile.kept * self.kernel.parts)
+
+    def first_key(self, tile: Row, n: Int32) -> Int32:
+        """Where the n-th block of keys that a tile walks begins; anywhere, where it keeps none."""
+        tiles, parts = self.kernel.tiles, self.kernel.parts
+        return at(self.indices, self.place_in_lists(tile, n)) * self.kernel.mask_kv + n % parts * tiles.block_kv
+
+    def bits_of(self, tile: Row, n: Int32) -> Int32:
+        """Where the bits of the n-th block lie that a tile walks, a partial one."""
+        return at(self.bit_index, self.place_in_lists(tile, n))
+
+    @cute.jit
+    def words(self, tile: Row, n: Int32, slot: Int32, row: Int32, words: cute.Tensor):
+        """Read the bits at `slot`, of the n-th block: of row `row` of the tile and the one 8 below, `(words, 2)`."""
+        tiles, parts = self.kernel.tiles, self.kernel.parts
+        _, head, batch = self.rank_of(tile.number)
+        words_of_row = self.kernel.mask_kv // 32
+        first = (Int64(self.list_of(head, batch)) * self.bit_blocks + slot) * (tiles.block_q * words_of_row)
+        for r in cutlass.range_constexpr(2):
+            place = first + ((row + 8 * r) * words_of_row + n % parts * (tiles.block_kv // 32))
+            source = cute.make_tensor((self.bits + place).align(tiles.block_kv // 8), cute.make_layout(tiles.block_kv // 32))
+            cute.autovec_copy(source, words[None, r])
+
+    def place_in_lists(self, tile: Row, n: Int32) -> Int64:
+        """Of the n-th block that a tile walks, among the entries of all lists."""
+        _, head, batch = self.rank_of(tile.number)
+        return (Int64(self.list_of(head, batch)) * self.blocks + tile.block) * self.width + n // self.kernel.parts
+
+    def list_of(self, head: Int32, batch: Int32) -> Int32:
+        """Which of the heads that have lists."""
+        return batch * self.list_batch + head * self.list_head
+
+
+@dataclass(frozen=True)
+class MaskSparse:
+    """What a thread's part of a block of scores is masked by.
+
+    Attributes:
+        bounds: of its two rows, the first visible key and one past the last, counted from its first column.
+        column: its first column.
+        left: whether to look at the bound on the left.
+        words: bits of its two rows, `(words, 2)`, or None.
+    """
+
+    bounds: Bounds
+    column: Int32
+    left: Constexpr[bool]
+    words: cute.Tensor | None = None
+
+    @cute.jit
+    def apply(self, s: cute.Tensor, first_key: Int32):
+        """Set what is not seen to -inf.
+
+        The bounds become bits too, counted from the thread's first column as they are: a test for each score, not one a bound.
+        """
+        rows = rows_of(s)
+        for r in cutlass.range_constexpr(2):
+            lowest, highest = self.bounds[r][0] - first_key, self.bounds[r][1] - first_key
+            for word in cutlass.range_constexpr(cute.size(s) // 16):
+                begin = cutlass.max(lowest - 32 * word, 0) if const_expr(self.left) else Int32(0)
+                seen = ones(begin, cutlass.max(highest - 32 * word - begin, 0))
+                if const_expr(self.words is not None):
+                    seen = seen & (self.words[word, r] >> self.column)
+                for i in cutlass.range_constexpr(4):
+                    for c in cutlass.range_constexpr(2):
+                        score = rows[c, r, 4 * word + i]
+                        rows[c, r, 4 * word + i] = score if (seen & (1 << 8 * i + c)) != 0 else -Float32.inf
+
+
+class ForwardSparse(Forward):
+    """The program of one `KernelSparse`."""
+
+    kernel: KernelSparse
+
+    @cute.jit
+    def attend(self, schedule: ScheduleSparse, tile: Row, block: Int32, consumer: Consumer, used: Int32, q_use: Int32) -> Int32:
+        """One tile's rows of O, not yet divided by l, and of the softmax state. Returns the new `used`."""
+        kernel, tiles = self.kernel, self.tiles
+        row = consumer.me * WARPGROUP_ROWS + consumer.row
+        _, end = schedule.extent(tile, block)
+        last = end - 1
+        nothing = tile.kept == 0
+        begins_partial = not nothing and tile.partial == tile.kept
+        partial = cutlass.min(tile.partial * kernel.parts, last)  # blocks, but for the first of the walk
+        # Past what a row keeps its list says nothing.
+        first_key = Int32(0) if nothing else schedule.first_key(tile, last)
+        limit = Int32(-NEVER) if nothing else schedule.seqlen_k
+
+        bounds = schedule.bounds(block * tiles.block_q + row, consumer.column)
+        keys = (Int32(-NEVER), limit - consumer.column)
+        words, bits_ahead = None, Int32(0)
+        if const_expr(kernel.bits):
+            words = cute.make_rmem_tensor((tiles.block_kv // 32, 2), Uint32)
+            bits_ahead = schedule.bits_of(tile, cutlass.max(partial - 1, 0))
+            words.fill(0xFFFFFFFF)
+            if begins_partial:
+                schedule.words(tile, last, schedule.bits_of(tile, last), row, words)
+        of_first = tuple([tuple([b if begins_partial else k for b, k in zip(of_row, keys, strict=True)]) for of_row in bounds])
+        consumer.on_chip.q_ring.wait_full(q_use)  # A1.14, A2.3
+        consumer.o.fill(0.0)
+        crosses = begins_partial or first_key + tiles.block_kv > limit
+        self.first_scores(consumer, used, first_key, MaskSparse(of_first, consumer.column, kernel.left, words), crosses)
+        full = last - partial
+        if const_expr(kernel.parts > 1):  # the other half of a full block that crosses the end of the keys
+            crossing = cutlass.min(full, 1 if first_key > limit else 0)
+            for _ in cutlass.range(crossing, unroll=1):
+                used = self.step_overlapped(consumer, used, first_key - tiles.block_kv, MaskSparse((keys, keys), consumer.column, False))
+            full -= crossing
+        for _ in cutlass.range(full, unroll=1):  # A1.15, A2.7
+            used = self.step_overlapped(consumer, used, Int32(0), None)
+        mask = MaskSparse(bounds, consumer.column, kernel.left, words)
+        for i in cutlass.range(partial, unroll=1):
+            n = partial - 1 - i
+            first_key = schedule.first_key(tile, n)
+            if const_expr(kernel.bits):  # read before the products are waited for, and where they lie a block before
+                schedule.words(tile, n, bits_ahead, row, words)
+                bits_ahead = schedule.bits_of(tile, cutlass.max(n - 1, 0))
+            used = self.step_overlapped(consumer, used, first_key, mask)
+        consumer.on_chip.q_ring.release(q_use)
+        return self.last_product(consumer, used)
+
+
+def at(values: cute.Pointer, i: Any) -> Int32:
+    """One of the numbers in memory."""
+    return cute.make_tensor(values + i, cute.make_layout(1))[0]
+
+
+def ones(begin: Int32, count: Int32) -> Uint32:
+    """So many bits from `begin` on; what is past the last bit is left out."""
+    return cute.arch.inline_ptx("bmsk.clamp.b32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[begin, count])
