@@ -445,7 +445,7 @@ class Backward:
         gemm(consumer.mma_s, dp, consumer.v, consumer.do[None, None, None, do_slot], True)  # line 13
         warpgroup.wait_group(1)
         if crosses:
-            self.mask(schedule, tile, n, s, consumer.bounds)
+            self.mask(schedule, tile, n, s, consumer.bounds, consumer.thread)
         self.exponentiate(s, self.columns(on_chip.lse[None, q_slot]), consumer.scale_log2)  # line 11
         warpgroup.wait_group(0)
         p, ds = (
@@ -472,7 +472,7 @@ class Backward:
         warpgroup.wait_group(0)
         on_chip.q_ring.release(used)
 
-    def mask(self, schedule: ScheduleBackward, tile: Any, n: Int32, s: cute.Tensor, bounds: Bounds) -> None:
+    def mask(self, schedule: ScheduleBackward, tile: Any, n: Int32, s: cute.Tensor, bounds: Bounds, thread: Int32) -> None:
         """Set what is not seen, of the scores of the n-th block of queries that a tile walks, to -inf."""
         mask_scores(s, bounds, n * self.tiles.block_q, True, self.kernel.left)
 

@@ -214,7 +214,7 @@ class BackwardByGradient(Backward):
         _, n = schedule.step(step, tile.begin, tile.end, tile.head_kv)
         if schedule.crosses(tile.entry, tile.first_key, n):
             bounds = schedule.bounds(tile.first_key + tile.thread // 32 * 16 + lane // 4, lane % 4 * 2)
-            self.mask(schedule, tile.entry, n, s, bounds)
+            self.mask(schedule, tile.entry, n, s, bounds, tile.thread)
         self.exponentiate(s, self.columns(on_chip.lse[None, on_chip.q_ring.slot(use)]), tile.scale_log2)
         on_chip.handed_ring.wait_empty(use)
         fours = self.fours(tile, cute.size(s))

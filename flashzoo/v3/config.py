@@ -100,7 +100,8 @@ class Kernel:
         elements = tiles.q_stages * tiles.block_q * self.width
         elements += tiles.block_kv * (tiles.stages * self.width + self.stages_of_v * self.width_v)
         slots = tiles.q_stages * tiles.consumers + tiles.stages + self.stages_of_v + 1
-        return BYTES[self.dtype] * elements + BYTES[self.out_dtype] * tiles.block_q * self.width_o + 16 * slots + -(-4 * self.words_of_tile // 8) * 8
+        out = BYTES[self.out_dtype] * tiles.block_q * self.width_o
+        return BYTES[self.dtype] * elements + out + 16 * slots + 8 * -(-self.words_of_tile // 2)
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ class KernelSparse(Kernel):
     @property
     def words_of_tile(self) -> int:
         """32-bit words through which a tile is handed over: its number, its row, how much the row keeps."""
-        return 4
+        return 5
 
 
 @dataclass(frozen=True)
@@ -240,6 +241,14 @@ class KernelBackward:
         """32-bit words through which a tile is handed over: its number."""
         return 1
 
+    def blocks_q(self, seqlen_q: int) -> int:
+        """Blocks of queries of a head, for which there are sums of dQ, LSE and delta."""
+        return -(-seqlen_q // self.tiles.block_q)
+
+    def blocks_kv(self, seqlen_k: int) -> int:
+        """Tiles of a head."""
+        return -(-seqlen_k // self.tiles.block_kv)
+
     @property
     def dq_by_rows(self) -> bool:
         """Whether each warpgroup computes dQ of 64 of the queries, and not some of its columns."""
@@ -285,7 +294,50 @@ class KernelBackward:
         elements += tiles.ds_stages * tiles.block_q * tiles.block_kv
         floats = numbers * slots + 2 * tiles.stages * tiles.block_q
         rings = 2 * tiles.stages + tiles.ds_stages + self.uses_of_handed + max(1, self.writers) + 3
-        return BYTES[self.dtype] * elements + 4 * floats + 16 * rings + -(-4 * self.words_of_tile // 8) * 8
+        return BYTES[self.dtype] * elements + 4 * floats + 16 * rings + 8 * -(-self.words_of_tile // 2)
+
+
+@dataclass(frozen=True)
+class KernelBackwardSparse(KernelBackward):
+    """A block-sparse backward kernel: its tiles are columns of the block mask or parts of them, `left` and `right` bound the band of
+    partial blocks.
+
+    Attributes:
+        mask_kv: keys of a block of the mask.
+        bits: partial blocks have a mask of elements too.
+    """
+
+    mask_kv: int
+    bits: bool
+
+    def __post_init__(self) -> None:
+        tiles = self.tiles
+        if MASK_Q % tiles.block_q or self.mask_kv % tiles.block_kv or self.deterministic:
+            expected = f"{MASK_Q} queries by {self.mask_kv} keys, or parts of them, and any order"
+            raise ValueError(f"a block-sparse kernel has {expected}, got {tiles}, deterministic={self.deterministic}")
+
+    @property
+    def parts(self) -> int:
+        """Blocks of queries that make one of the mask's."""
+        return MASK_Q // self.tiles.block_q
+
+    @property
+    def parts_of_column(self) -> int:
+        """Tiles that make a column of the mask."""
+        return self.mask_kv // self.tiles.block_kv
+
+    @property
+    def words_of_tile(self) -> int:
+        """32-bit words through which a tile is handed over, as in `KernelSparse`."""
+        return 5
+
+    def blocks_q(self, seqlen_q: int) -> int:
+        """The same, for whole blocks of the mask."""
+        return -(-seqlen_q // MASK_Q) * self.parts
+
+    def blocks_kv(self, seqlen_k: int) -> int:
+        """The same, for whole columns of the mask."""
+        return -(-seqlen_k // self.mask_kv) * self.parts_of_column
 
 
 # Width of q and k, width of v: tiles. The fastest measured on an H200, bf16, seqlens 512 to 16k, with and without a mask.
@@ -380,7 +432,7 @@ def kernel_for(problem: Problem) -> Kernel:
     mask = problem.block_mask
     if mask is None:
         return Kernel(problem.dtype, *widths, left, right, table(problem)[widths_of(problem)])
-    return KernelSparse(problem.dtype, *widths, left, right, SPARSE[*widths_of(problem), mask.block_kv], mask.block_kv, mask.bits)
+    return KernelSparse(problem.dtype, *widths, left, right, SPARSE[(*widths_of(problem), mask.block_kv)], mask.block_kv, mask.bits)
 
 
 def kernel_fp8_for(problem: Problem, block_scales: bool, transposed: bool) -> KernelFp8:
@@ -406,9 +458,11 @@ def prepares(problem: Problem) -> bool:
 
 def kernel_backward_for(problem: Problem) -> KernelBackward:
     """The backward kernel of a problem."""
-    left, right = (side is not None for side in problem.span)
+    left, right = (side is not None for side in band_of(problem))
     width = width_for(max(problem.head_dim, problem.head_dim_v), BACKWARD)
-    return KernelBackward(problem.dtype, width, width, left, right, problem.deterministic, BACKWARD[width])
+    how = (problem.dtype, width, width, left, right, problem.deterministic, BACKWARD[width])
+    mask = problem.block_mask
+    return KernelBackward(*how) if mask is None else KernelBackwardSparse(*how, mask.block_kv, mask.bits)
 
 
 def table(problem: Problem) -> dict[tuple[int, int], Tiles]:
@@ -433,8 +487,22 @@ def pack_for(problem: Problem, block_q: int) -> int:
 
 def refusals(problem: Problem) -> list[str]:
     """Sentences on what `Spec` can't say that v3 does not take."""
-    mask = problem.block_mask
-    return [] if mask is None or mask.block_q == MASK_Q else [f"takes block masks with block_q {MASK_Q}, got {mask.block_q}"]
+    mask, found = problem.block_mask, []
+    if mask is None:
+        return found
+    if mask.block_q != MASK_Q:
+        found.append(f"takes block masks with block_q {MASK_Q}, got {mask.block_q}")
+    if problem.grad:
+        tile = BACKWARD[width_for(max(problem.head_dim, problem.head_dim_v), BACKWARD)].block_kv
+        if mask.block_kv % tile:
+            found.append(
+                f"its backward pass takes block masks with block_kv in multiples of {tile} at these head dims, got {mask.block_kv}"
+            )
+        if mask.heads > 1 and problem.heads != problem.heads_kv:
+            found.append("its backward pass takes block masks that are shared by the heads of a key/value head, got one by heads")
+        if problem.deterministic:
+            found.append("its backward pass has no deterministic mode with a block mask")
+    return found
 
 
 def describe(problem: Problem) -> list[str]:

@@ -37,9 +37,7 @@ SECTION_HEADS = (16, 64)
 Ints = tuple[int, ...]
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, block_mask: Any = None
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, block_mask: Any = None) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of raw CUDA tensors; see `flashzoo.attention`."""
     if block_mask is not None:
         from flashzoo.v3.launch_sparse import forward_sparse
@@ -63,9 +61,12 @@ attention = differentiable(forward, backward)
 
 
 def readable(shape: Ints, strides: Ints, address: int = 0, size: int = 2) -> bool:
-    """Whether TMA can read a tensor where it lies: start and strides in steps of 16 bytes, nothing broadcast; `size` is an element's."""
+    """Whether TMA can read a tensor where it lies: rows without gaps, start and strides in steps of 16 bytes, nothing broadcast.
+
+    `size` is an element's, in bytes.
+    """
     steps = [size * stride for stride, length in zip(strides[:-1], shape[:-1], strict=True) if length > 1]
-    return not address & 15 and all(step > 0 and step % 16 == 0 for step in steps)
+    return strides[-1] == 1 and not address & 15 and all(step > 0 and step % 16 == 0 for step in steps)
 
 
 def made_readable(*tensors: Tensor) -> list[Tensor]:
@@ -74,10 +75,11 @@ def made_readable(*tensors: Tensor) -> list[Tensor]:
 
 
 def all_readable(problem: Problem, *strides: Ints) -> bool:
-    """Whether TMA can read q, k and v of these strides, wherever they start."""
+    """Whether TMA can read q, k and v, and dout if that is given, of these strides, wherever they start."""
     p = problem
-    shapes = ((p.batch, p.seqlen_q, p.heads, p.head_dim), *[(p.batch, p.seqlen_k, p.heads_kv, d) for d in (p.head_dim, p.head_dim_v)])
-    return all(readable(*pair) for pair in zip(shapes, strides, strict=True))
+    of_keys = [(p.batch, p.seqlen_k, p.heads_kv, head_dim) for head_dim in (p.head_dim, p.head_dim_v)]
+    shapes = ((p.batch, p.seqlen_q, p.heads, p.head_dim), *of_keys, (p.batch, p.seqlen_q, p.heads, p.head_dim_v))
+    return all(readable(*pair) for pair in zip(shapes, strides, strict=False))
 
 
 @lru_cache(maxsize=1024)

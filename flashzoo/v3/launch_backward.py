@@ -10,20 +10,21 @@ from torch import Tensor
 
 from flashzoo._cute.driver import Function, TensorMap, current_stream
 from flashzoo.spec import Problem
-from flashzoo.v3.config import BYTES, KernelBackward, kernel_backward_for
+from flashzoo.v3.config import BYTES, KernelBackward, band_of, kernel_backward_for
 from flashzoo.v3.launch import (
     LOG2E,
     SMALLEST_SCALE,
     TORCH_DTYPES,
     Ints,
+    all_readable,
     counter,
     dense,
     fake_pointer,
     fake_tensor,
     in_bytes,
     load,
+    made_readable,
     map_of_keys,
-    readable,
     section_of,
     tensor_map,
 )
@@ -51,16 +52,18 @@ def backward(
     lse: Tensor,
     problem: Problem,
     softmax_scale: float,
+    block_mask: Any = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(dq, dk, dv)` of CUDA tensors: delta, the kernel, dQ rounded."""
+    if block_mask is not None:
+        from flashzoo.v3.launch_sparse_backward import backward_sparse
+
+        return backward_sparse(dout, dlse, q, k, v, out, lse, problem, softmax_scale, block_mask)
     misaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15
     strides = q.stride(), k.stride(), v.stride(), dout.stride()
     launch = None if misaligned else backward_launch(problem, *strides, out.stride(), dlse is not None, q.get_device())
     if launch is None:
-        q, k, v, dout = (
-            x if x.stride(-1) == 1 and readable(x.shape, x.stride(), x.data_ptr()) else x.clone(memory_format=torch.contiguous_format)
-            for x in (q, k, v, dout)
-        )
+        q, k, v, dout = made_readable(q, k, v, dout)
         return backward(dout, dlse, q, k, v, out, lse, problem, softmax_scale)
     return launch(dout, dlse, q, k, v, out, lse, softmax_scale)
 
@@ -70,14 +73,8 @@ def backward_launch(
     problem: Problem, q_strides: Ints, k_strides: Ints, v_strides: Ints, dout_strides: Ints, out_strides: Ints, dlse: bool, device: int
 ) -> BackwardLaunch | None:
     """The launches for a problem, or None where TMA can't read tensors of these strides."""
-    p = problem
-    shapes = (
-        (p.batch, p.seqlen_q, p.heads, p.head_dim),
-        *[(p.batch, p.seqlen_k, p.heads_kv, head_dim) for head_dim in (p.head_dim, p.head_dim_v)],
-        (p.batch, p.seqlen_q, p.heads, p.head_dim_v),
-    )
     strides = (q_strides, k_strides, v_strides, dout_strides)
-    if not all(x[-1] == 1 and readable(shape, x) for shape, x in zip(shapes, strides, strict=True)):
+    if not all_readable(problem, *strides):
         return None
     return BackwardLaunch(problem, kernel_backward_for(problem), *strides, out_strides, dlse, device)
 
@@ -113,7 +110,7 @@ class BackwardLaunch:
         self._gradients = [(shape, dense(shape, strides)) for shape, strides in ((of_q, q_strides), (of_k, k_strides), (of_v, v_strides))]
         self._dtype = TORCH_DTYPES[kernel.dtype]
         (_, dq_strides), (_, dk_strides), (_, dv_strides) = self._gradients
-        blocks_q, blocks = -(-p.seqlen_q // tiles.block_q), -(-p.seqlen_k // tiles.block_kv)
+        blocks_q, blocks = kernel.blocks_q(p.seqlen_q), kernel.blocks_kv(p.seqlen_k)
         self._statistics_shape = (2, p.batch * p.heads, blocks_q * tiles.block_q)
         self._sum_shape = (p.batch * p.heads * blocks_q * tiles.block_q * kernel.width,)
         self._turns_shape = (p.batch * p.heads * blocks_q * kernel.turns if kernel.deterministic else 0,)
@@ -134,18 +131,31 @@ class BackwardLaunch:
         if kernel.deterministic:
             section = DETERMINISTIC_SECTION[tiles.by_gradient, uneven]
         section = min(batch_heads, section)
-        self._sizes = (p.seqlen_q, p.seqlen_k, p.heads_kv, p.heads // p.heads_kv, 0, *p.reach, blocks, batch_heads, section)
-        self._function = function_for(kernel).on(device)
+        self._sizes = (p.seqlen_q, p.seqlen_k, p.heads_kv, p.heads // p.heads_kv, 0, *p.reach_of(band_of(p)), blocks, batch_heads, section)
+        self._function = self.load(kernel).on(device)
         self._delta = delta_launch(p, kernel, out_strides, dout_strides, dlse)
         self._round = round_launch(p, kernel, dq_strides)
 
+    def load(self, kernel: KernelBackward) -> Function:
+        """The kernel, ready to be launched."""
+        return function_for(kernel)
+
     def __call__(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, softmax_scale: float
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        softmax_scale: float,
+        of_mask: Ints = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`(dq, dk, dv)`, launched on the current stream of the tensors' device."""
+        """`(dq, dk, dv)`, launched on the current stream of the tensors' device; `of_mask` are the parameters of a block mask."""
         if self._device != torch.cuda.current_device():
             with torch.cuda.device(self._device):
-                return self(dout, dlse, q, k, v, out, lse, softmax_scale)
+                return self(dout, dlse, q, k, v, out, lse, softmax_scale, of_mask)
         dq, dk, dv = (torch.empty_strided(shape, strides, dtype=self._dtype, device=q.device) for shape, strides in self._gradients)
         delta, lse_log2 = torch.empty(self._statistics_shape, dtype=torch.float32, device=q.device)
         dq_sum = torch.empty(self._sum_shape, dtype=torch.float32, device=q.device)
@@ -163,6 +173,7 @@ class BackwardLaunch:
             *(lse_log2.data_ptr(), delta.data_ptr(), dq_sum.data_ptr(), turns.data_ptr()),
             *self._sizes,
             counter(self._device, stream).data_ptr(),
+            *of_mask,
             max(softmax_scale * LOG2E, SMALLEST_SCALE),
             softmax_scale,
         )
@@ -176,7 +187,7 @@ def delta_launch(problem: Problem, kernel: KernelBackward, out_strides: Ints, do
     from flashzoo.v3.delta import delta_kernel
 
     p, block_q = problem, kernel.tiles.block_q
-    blocks = -(-p.seqlen_q // block_q)
+    blocks = kernel.blocks_q(p.seqlen_q)
     sizes = {"HEAD_DIM_V": p.head_dim_v, "BLOCK_DV": _power(p.head_dim_v), "SUMS": block_q * kernel.width}
     return Launch(
         delta_kernel,
@@ -194,7 +205,7 @@ def round_launch(problem: Problem, kernel: KernelBackward, dq_strides: Ints) -> 
     from flashzoo.v3.delta import round_kernel
 
     p, block_q = problem, kernel.tiles.block_q
-    blocks = -(-p.seqlen_q // block_q)
+    blocks = kernel.blocks_q(p.seqlen_q)
     return Launch(
         round_kernel,
         blocks * kernel.tiles.consumers * p.batch * p.heads,
@@ -218,11 +229,22 @@ def function_for(kernel: KernelBackward) -> Function:
 
 def program(kernel: KernelBackward) -> tuple[Any, tuple[Any, ...]]:
     """As `launch.program`."""
-    from cutlass import Float32, Int32
+    from cutlass import Float32
 
     from flashzoo.v3.backward import Backward
     from flashzoo.v3.backward_by_gradient import BackwardByGradient
     from flashzoo.v3.schedule import ScheduleBackward
+
+    return (BackwardByGradient if kernel.tiles.by_gradient else Backward)(kernel), (
+        *example(kernel, ScheduleBackward),
+        Float32(1.0),
+        Float32(1.0),
+    )
+
+
+def example(kernel: KernelBackward, schedule: Any, more: tuple[Any, ...] = ()) -> list[Any]:
+    """Arguments of `Backward.__call__` but the scales; the schedule's class, and the fields that it has more."""
+    from cutlass import Float32, Int32
 
     tensors = [
         fake_tensor(dtype, (width, None, None, None))
@@ -232,11 +254,4 @@ def program(kernel: KernelBackward) -> tuple[Any, tuple[Any, ...]]:
         )
     ]
     pointers = [*[fake_pointer(Float32) for _ in range(3)], fake_pointer(Int32)]
-    schedule = ScheduleBackward(kernel, *[Int32(1)] * 10, counter=fake_pointer(Int32))
-    return (BackwardByGradient if kernel.tiles.by_gradient else Backward)(kernel), (
-        *tensors,
-        *pointers,
-        schedule,
-        Float32(1.0),
-        Float32(1.0),
-    )
+    return [*tensors, *pointers, schedule(kernel, *[Int32(1)] * 10, fake_pointer(Int32), *more)]

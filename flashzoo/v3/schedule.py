@@ -228,7 +228,7 @@ class ScheduleBackward(Schedule):
 
     @cute.jit
     def step(self, step: Int32, begin: Int32, end: Int32, head_kv: Int32) -> tuple[Int32, Int32]:
-        """Query head, and which of the blocks that the tile walks, of a tile's step: all blocks of one head, then of the next that shares the keys."""
+        """Query head and which of its blocks, of a tile's step: all that the tile walks of one head, then of the next that shares the keys."""
         head = step // (end - begin)
         return head_kv * self.group + head, self.nth(step - head * (end - begin), begin, end)
 
@@ -283,5 +283,4 @@ class ScheduleBackward(Schedule):
     @cute.jit
     def block_of_queries(self, head: Int32, block: Int32, batch: Int32) -> Int64:
         """Number of a block of queries among those of all heads."""
-        block_q = self.kernel.tiles.block_q
-        return (Int64(batch) * self.heads * self.group + head) * ((self.seqlen_q + block_q - 1) // block_q) + block
+        return (Int64(batch) * self.heads * self.group + head) * self.kernel.blocks_q(self.seqlen_q) + block

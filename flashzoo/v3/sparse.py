@@ -18,7 +18,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Constexpr, Float32, Int32, Int64, Uint32, const_expr
 
 from flashzoo.v3.config import WARPGROUP_ROWS, KernelSparse
 from flashzoo.v3.forward import Consumer, Forward
@@ -32,11 +32,13 @@ class Row:
 
     Attributes:
         number: of the tile, in the order in which they are handed out.
+        list: which of the lists of all heads.
         block: which row.
         partial, kept: how many of its blocks are partial, and how many there are in all.
     """
 
     number: Int32
+    list: Int32
     block: Int32
     partial: Int32
     kept: Int32
@@ -78,15 +80,15 @@ class ScheduleSparse(Schedule):
         rows = self.list_of(head, batch) * self.blocks
         block = at(self.order, rows + rank)
         kept = at(self.counts, rows + block)
-        return Row(number, block, kept - at(self.full, rows + block), kept)
+        return Row(number, rows + block, block, kept - at(self.full, rows + block), kept)
 
     def tell(self, slot: cute.Tensor, tile: Row) -> None:
         """Hand a tile over through shared memory."""
-        slot[0], slot[1], slot[2], slot[3] = tile.number, tile.block, tile.partial, tile.kept
+        slot[0], slot[1], slot[2], slot[3], slot[4] = tile.number, tile.list, tile.block, tile.partial, tile.kept
 
     def told(self, slot: cute.Tensor) -> Row:
         """The tile that was handed over."""
-        return Row(slot[0], slot[1], slot[2], slot[3])
+        return Row(slot[0], slot[1], slot[2], slot[3], slot[4])
 
     def exists(self, tile: Row):
         """Whether a tile is one, and not past the last."""
@@ -114,9 +116,8 @@ class ScheduleSparse(Schedule):
     def words(self, tile: Row, n: Int32, slot: Int32, row: Int32, words: cute.Tensor):
         """Read the bits at `slot`, of the n-th block: of row `row` of the tile and the one 8 below, `(words, 2)`."""
         tiles, parts = self.kernel.tiles, self.kernel.parts
-        _, head, batch = self.rank_of(tile.number)
         words_of_row = self.kernel.mask_kv // 32
-        first = (Int64(self.list_of(head, batch)) * self.bit_blocks + slot) * (tiles.block_q * words_of_row)
+        first = (Int64(tile.list // self.blocks) * self.bit_blocks + slot) * (tiles.block_q * words_of_row)
         for r in cutlass.range_constexpr(2):
             place = first + ((row + 8 * r) * words_of_row + n % parts * (tiles.block_kv // 32))
             source = cute.make_tensor((self.bits + place).align(tiles.block_kv // 8), cute.make_layout(tiles.block_kv // 32))
@@ -124,8 +125,7 @@ class ScheduleSparse(Schedule):
 
     def place_in_lists(self, tile: Row, n: Int32) -> Int64:
         """Of the n-th block that a tile walks, among the entries of all lists."""
-        _, head, batch = self.rank_of(tile.number)
-        return (Int64(self.list_of(head, batch)) * self.blocks + tile.block) * self.width + n // self.kernel.parts
+        return Int64(tile.list) * self.width + n // self.kernel.parts
 
     def list_of(self, head: Int32, batch: Int32) -> Int32:
         """Which of the heads that have lists."""
