@@ -228,7 +228,7 @@ class ScheduleBackward(Schedule):
 
     @cute.jit
     def step(self, step: Int32, begin: Int32, end: Int32, head_kv: Int32) -> tuple[Int32, Int32]:
-        """Query head and which of its blocks, of a tile's step: all that the tile walks of one head, then of the next that shares the keys."""
+        """Query head and which of its blocks, of a step of a tile: all blocks of one head, then of the next that shares the keys."""
         head = step // (end - begin)
         return head_kv * self.group + head, self.nth(step - head * (end - begin), begin, end)
 

@@ -81,7 +81,7 @@ class _Masked:
             whole = Int32(NEVER) if lowest > NEVER // 2 else Int32(-NEVER)
             of_block.append((lowest if partial else whole, highest if partial else Int32(NEVER)))
         mask_scores(s, tuple(of_block), first_query, True, kernel.left)
-        if const_expr(kernel.bits):
+        if const_expr(kernel.bits):  # noqa: SIM102 - one is known when compiled, the other when run
             if partial:
                 self.mask_by_bits(schedule, tile, n, s, thread)
 
