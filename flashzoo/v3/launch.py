@@ -282,9 +282,9 @@ def fake_tensor(dtype: str, sizes: tuple[int | None, ...]) -> Any:
     return make_fake_tensor(DTYPES[dtype], tuple(cute.sym_int32() if size is None else size for size in sizes), strides, assumed_align=16)
 
 
-def fake_pointer(dtype: Any) -> Any:
-    """To 32-bit numbers in memory."""
+def fake_pointer(dtype: Any, align: int = 4) -> Any:
+    """To 32-bit numbers in memory, at multiples of so many bytes."""
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_ptr
 
-    return make_ptr(dtype, 16, cute.AddressSpace.gmem, assumed_align=4)
+    return make_ptr(dtype, 16, cute.AddressSpace.gmem, assumed_align=align)

@@ -102,6 +102,6 @@ def program(kernel: KernelSparse) -> tuple[Any, tuple[Any, ...]]:
 
     from flashzoo.v3.sparse import ForwardSparse, ScheduleSparse
 
-    lists = (*[Int32(1)] * 4, *[fake_pointer(Int32)] * 5, fake_pointer(Uint32))
+    lists = (*[Int32(1)] * 4, *[fake_pointer(Int32)] * 5, fake_pointer(Uint32, align=16))
     q, k, v, *others = example(kernel, ScheduleSparse, lists)
     return ForwardSparse(kernel), (q, k, v, *others, Float32(1.0))
