@@ -140,17 +140,6 @@ class ScheduleSparse(Schedule):
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """Where the bits of the next partial block are read from, as `ScheduleSparse.read_bits` takes it."""
-
-    schedule: ScheduleSparse
-    tile: Row
-    n: Int32
-    slot: Int32
-    row: Int32
-
-
-@dataclass(frozen=True)
 class MaskSparse:
     """What a thread's part of a block of scores is masked by.
 
@@ -159,14 +148,12 @@ class MaskSparse:
         column: its first column.
         left: whether to look at the bound on the left.
         words: bits of its two rows, `(words, 2)`, or None.
-        ahead: whose bits are read into `words` once these are used, or None: a block ahead of their own use.
     """
 
     bounds: Bounds
     column: Int32
     left: Constexpr[bool]
     words: cute.Tensor | None = None
-    ahead: Ahead | None = None
 
     @cute.jit
     def apply(self, s: cute.Tensor, first_key: Int32):
@@ -186,9 +173,6 @@ class MaskSparse:
                     for c in cutlass.range_constexpr(2):
                         score = rows[c, r, 4 * word + i]
                         rows[c, r, 4 * word + i] = score if (seen & (1 << 8 * i + c)) != 0 else -Float32.inf
-        if const_expr(self.words is not None and self.ahead is not None):
-            ahead = self.ahead
-            ahead.schedule.read_bits(ahead.tile, ahead.n, ahead.slot, ahead.row, self.words)
 
 
 class ForwardSparse(Forward):
@@ -211,18 +195,18 @@ class ForwardSparse(Forward):
         bounds = schedule.bounds(block * tiles.block_q + row, column)
         keys = (Int32(-NEVER), limit - column)
 
-        words, words_of_first = None, None
-        if const_expr(kernel.bits):  # they are read a block ahead, and where they lie two
-            words, words_of_first = (cute.make_rmem_tensor((tiles.block_kv // 32, 2), Uint32) for _ in range(2))
-            words.fill(0)
+        words, words_ahead = None, None
+        if const_expr(kernel.bits):  # read a block ahead, and where they lie two; where the block lies, one
+            words, words_ahead = (cute.make_rmem_tensor((tiles.block_kv // 32, 2), Uint32) for _ in range(2))
+            words_ahead.fill(0)
             if partial > 0:
-                schedule.read_bits(tile, partial - 1, tile.slot, row, words)
+                schedule.read_bits(tile, partial - 1, tile.slot, row, words_ahead)
             for i in cutlass.range_constexpr(tiles.block_kv // 32):
                 for r in cutlass.range_constexpr(2):
-                    words_of_first[i, r] = words[i, r] if begins_partial else Uint32(0xFFFFFFFF)
+                    words[i, r] = words_ahead[i, r] if begins_partial else Uint32(0xFFFFFFFF)
         slot = schedule.slot_of(tile, cutlass.max(partial - 2, 0))
         of_first = tuple([tuple([b if begins_partial else k for b, k in zip(of_row, keys, strict=True)]) for of_row in bounds])
-        first = MaskSparse(of_first, column, kernel.left, words_of_first)
+        first = MaskSparse(of_first, column, kernel.left, words)
 
         consumer.on_chip.q_ring.wait_full(q_use)  # A1.14, A2.3
         consumer.o.fill(0.0)
@@ -230,8 +214,9 @@ class ForwardSparse(Forward):
         if begins_partial:
             partial -= 1
             if const_expr(kernel.bits):
-                schedule.read_bits(tile, cutlass.max(partial - 1, 0), slot, row, words)
+                schedule.read_bits(tile, cutlass.max(partial - 1, 0), slot, row, words_ahead)
             slot = schedule.slot_of(tile, cutlass.max(partial - 2, 0))
+        key = schedule.first_key(tile, cutlass.max(partial - 1, 0))
         full = last - partial
         if const_expr(kernel.parts > 1):  # the other part of a full block that crosses the end of the keys
             crossing = cutlass.min(full, 1 if first_key > limit else 0)
@@ -240,11 +225,14 @@ class ForwardSparse(Forward):
             full -= crossing
         for _ in cutlass.range(full, unroll=1):  # A1.15, A2.7
             used = self.step_overlapped(consumer, used, Int32(0), None)
+        mask = MaskSparse(bounds, column, kernel.left, words)
         for i in cutlass.range(partial, unroll=1):
             n = partial - 1 - i
-            mask = MaskSparse(bounds, column, kernel.left, words, Ahead(schedule, tile, cutlass.max(n - 1, 0), slot, row))
-            slot = schedule.slot_of(tile, cutlass.max(n - 2, 0))
-            used = self.step_overlapped(consumer, used, schedule.first_key(tile, n), mask)
+            if const_expr(kernel.bits):
+                words.store(words_ahead.load())
+                schedule.read_bits(tile, cutlass.max(n - 1, 0), slot, row, words_ahead)
+            first_key, key, slot = key, schedule.first_key(tile, cutlass.max(n - 1, 0)), schedule.slot_of(tile, cutlass.max(n - 2, 0))
+            used = self.step_overlapped(consumer, used, first_key, mask)
         consumer.on_chip.q_ring.release(q_use)
         return self.last_product(consumer, used)
 
