@@ -75,10 +75,6 @@ class Memory:
     def __add__(self, n: int) -> Memory:
         return Memory(self.values, self.first + n)
 
-    def align(self, size: int) -> Memory:
-        assert 4 * self.first % size == 0
-        return self
-
     def __getitem__(self, i: int) -> int:
         assert 0 <= self.first + i < len(self.values), "read outside of the tensor"
         return self.values[self.first + i]
@@ -93,8 +89,19 @@ class Table(dict):
     def __getitem__(self, key):
         return (self, key[1]) if key[0] is None else super().__getitem__(key)
 
+    def load(self) -> Table:
+        return self
+
+    def store(self, other: Table) -> None:
+        self.update(other)
+
     def fill(self, value: int) -> None:
         self.update({(i, j): value for i in range(self.shape[0]) for j in range(self.shape[1])})
+
+
+def assume(x: int, divby: int) -> int:
+    assert x % divby == 0
+    return x
 
 
 def copy(source: Memory, target: tuple[Table, int]) -> None:
@@ -120,7 +127,7 @@ def on_integers(monkeypatch):
         for name in ("Int32", "Int64"):
             monkeypatch.setattr(module, name, int)
     monkeypatch.setattr(sparse, "Float32", SimpleNamespace(inf=math.inf))
-    cute = {"make_tensor": lambda x, _: x, "make_layout": int, "make_rmem_tensor": lambda shape, _: Table(shape), "autovec_copy": copy}
+    cute = {"make_tensor": lambda x, _: x, "make_layout": int, "make_rmem_tensor": lambda shape, _: Table(shape), "autovec_copy": copy, "assume": assume}
     monkeypatch.setattr(sparse, "cute", SimpleNamespace(size=lambda s: len(s), arch=SimpleNamespace(block_idx=lambda: (0, 0, 0)), **cute))
     monkeypatch.setattr(sparse, "rows_of", lambda s: s)
     monkeypatch.setattr(sparse, "ones", ones)
