@@ -105,7 +105,7 @@ def attention(
             and finite, which is not looked at: it lies on the device.
         k_descale, v_descale: the same for k and v, `(batch, heads_kv)` or `(batch, heads_kv, ceil(seqlen_k / 128))`.
         block_mask: a `flashzoo.BlockMask` on q's device, of these lengths, its batch and heads q's or 1. A key is seen where it, causal
-            and window_size all say so; with them some tens of small operations make another mask at every call, which
+            and window_size all say so; with them some hundreds of small operations make another mask at every call, which
             `block_mask & BlockMask.causal(...)` does once. `blocksparse` skips what the mask skips; `sdpa` and `standard` make a
             dense mask of it.
 
@@ -171,7 +171,7 @@ def explain(
     block_mask: BlockMask | None = None,
     arch: int | None = None,
 ) -> Explanation:
-    """Who would answer a call of `attention` with these arguments, and every reason against the others. Runs nothing.
+    """Who would answer a call of `attention` with these arguments, and every reason against the others. Runs none of them.
 
     Args:
         q, k, v: as in `attention`, on any device ("meta" too), or a `Problem` alone in place of all three.

@@ -56,7 +56,7 @@ def check_mask(block_mask: Any) -> None:
 def banded(block_mask: Any, causal: Any, window_size: Any) -> tuple[BlockMask, Mask]:
     """The block mask that versions are handed, with causal and the window put into it, and what a plan depends on of it.
 
-    Without causal and window it is the one given, at no cost; with them some tens of small operations make another.
+    Without causal and window it is the one given, at no cost; with them some hundreds of small operations make another.
 
     Raises:
         TypeError, ValueError: an argument is malformed; the mask was made by hand, and `BlockMask.validate` finds fault with it.

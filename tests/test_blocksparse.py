@@ -262,6 +262,25 @@ class TestHanded:
         [(problem, given)] = handed
         assert given is None and problem.causal and problem.block_mask is None
 
+    def test_a_lent_backward_pass_gets_it_too(self, handed, monkeypatch):
+        lent_to = []
+
+        def lent(dout, dlse, q, k, v, out, lse, problem, softmax_scale, block_mask=None):
+            lent_to.append((problem, block_mask))
+            return dout, dout, dout
+
+        monkeypatch.setattr(support, "lent", lent, raising=False)
+        flashzoo.register(toy("lender", backward_impl="support:lent"), before="v3")
+        flashzoo.register(toy("borrower", impl="support:handed", backward=None), before="lender")
+        try:
+            q = torch.randn(1, 300, 2, 16, device=DEVICE, requires_grad=True)
+            flashzoo.attention(q, q, q, causal=True, block_mask=BlockMask.strided(300, stride=2, **on)).sum().backward()
+        finally:
+            flashzoo.unregister("borrower")
+            flashzoo.unregister("lender")
+        assert handed[0][1] is lent_to[0][1] is not None
+        assert lent_to[0][0].block_mask == handed[0][1].form and not lent_to[0][0].causal
+
 
 class Operations(TorchDispatchMode):
     """The names of the operations within."""
