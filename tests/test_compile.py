@@ -65,12 +65,14 @@ KNOWN_STACK = {
     ("v2", "dq", 0, 128): 8,
     ("v2", "dq", 0, 256): 240,
     ("blocksparse", "forward", 80, 64): 24,
+    ("blocksparse", "forward", 89, 64): 16,
     ("blocksparse", "forward", 100, 64): 8,
     ("blocksparse", "forward", 90, 256): 240,
     ("blocksparse", "forward", 0, 256): 32,
     ("blocksparse", "dkdv", 90, 128): 256,
     ("blocksparse", "dkdv", 90, 256): 576,
-    ("blocksparse", "dq", 90, 256): 24,
+    ("blocksparse", "dq", 100, 128): 8,
+    ("blocksparse", "dq", 90, 256): 136,
     ("blocksparse", "dq", 0, 256): 256,
 }
 
