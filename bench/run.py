@@ -118,9 +118,10 @@ def _wanted(problem: Problem, args: argparse.Namespace) -> bool:
 
 
 def default_impls(pass_: str, dtype: str = "bf16") -> list[str]:
-    """Every registered version of that dtype but `sdpa`, which the peers stand for, and the peers; backward only what needs
-    linear memory."""
-    specs = [spec for spec in flashzoo.versions().values() if spec.name != "sdpa" and dtype in (*spec.dtypes, *spec.cpu_dtypes)]
+    """Every registered version of that dtype but `sdpa`, which the peers stand for, and `blocksparse`, as no cell has a block mask; and
+    the peers. Backward only what needs linear memory."""
+    specs = [spec for spec in flashzoo.versions().values() if dtype in (*spec.dtypes, *spec.cpu_dtypes)]
+    specs = [spec for spec in specs if spec.name not in ("sdpa", "blocksparse")]
     if pass_ == "bwd":
         specs = [spec for spec in specs if spec.backward is not None and spec.memory == "linear"]
     peers = FP8_PEERS if dtype == "e4m3" else DEFAULT_PEERS

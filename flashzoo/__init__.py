@@ -6,11 +6,9 @@ print(flashzoo.explain(q, k, v, causal=True))                   # who was chosen
 print(flashzoo.compare(q, k, v, causal=True))                   # error, ms, TFLOP/s and memory of every version
 """
 
-from importlib import import_module
-from typing import Any
-
 from flashzoo import baselines, blocksparse, v1, v2, v3
 from flashzoo.api import attention, explain, quantize, sdpa
+from flashzoo.blocksparse.mask import BlockMask
 from flashzoo.compare import compare
 from flashzoo.registry import UnsupportedError, register, unregister, use, versions
 from flashzoo.spec import Problem, Spec
@@ -18,7 +16,7 @@ from flashzoo.spec import Problem, Spec
 __version__ = "0.1.0"
 
 __all__ = [
-    "BlockMask",  # pyright: ignore[reportUnsupportedDunderAll]  # by __getattr__
+    "BlockMask",
     "Problem",
     "Spec",
     "UnsupportedError",
@@ -42,10 +40,3 @@ register(v1.SPEC)
 register(blocksparse.SPEC)
 register(baselines.SDPA)
 register(baselines.STANDARD)
-
-
-def __getattr__(name: str) -> Any:
-    """`BlockMask`, imported on first use."""
-    if name == "BlockMask":
-        return import_module("flashzoo.blocksparse.mask").BlockMask
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

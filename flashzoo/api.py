@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from flashzoo.blocksparse.mask import BlockMask
 from flashzoo.plan import (
+    banded,
     check_descales,
     check_scale,
     check_tensors,
     described,
     form_of,
-    mask_described,
     negated,
-    normalised,
     plan,
     problem_of,
 )
 from flashzoo.registry import Explanation, explain_problem, requested
-from flashzoo.spec import Problem, Window
-
-if TYPE_CHECKING:
-    from flashzoo.blocksparse.mask import BlockMask
+from flashzoo.spec import Problem, Window, normalised
 
 
 @overload
@@ -108,8 +105,9 @@ def attention(
             and finite, which is not looked at: it lies on the device.
         k_descale, v_descale: the same for k and v, `(batch, heads_kv)` or `(batch, heads_kv, ceil(seqlen_k / 128))`.
         block_mask: a `flashzoo.BlockMask` on q's device, of these lengths, its batch and heads q's or 1. A key is seen where it, causal
-            and window_size all say so. What it skips is not computed by versions that say so (`blocksparse`); `sdpa` and
-            `standard` make a dense mask of it.
+            and window_size all say so; with them some hundreds of small operations make another mask at every call, which
+            `block_mask & BlockMask.causal(...)` does once. `blocksparse` skips what the mask skips; `sdpa` and `standard` make a
+            dense mask of it.
 
     Returns:
         out `(batch, seqlen_q, heads, head_dim_v)`, q's dtype (for e4m3 see out_dtype) and device, under autocast too; with
@@ -138,12 +136,13 @@ def attention(
         check_tensors(q, k, v)
         raise
     form = None if precision is None and out_dtype is None else form_of(precision, out_dtype)
-    form_of_mask = None if block_mask is None else mask_described(block_mask)
-    how = (causal, softmax_scale, window_size, deterministic, return_lse, grad, wanted, form, form_of_mask)
+    masked, mask = {}, None
+    if block_mask is not None:
+        masked["block_mask"], mask = banded(block_mask, causal, window_size)
+    how = (causal, softmax_scale, window_size, deterministic, return_lse, grad, wanted, form, mask)
     run, problem, scale, negative, e4m3 = plan(*tensors, *how)
     if negative:
         q = negated(q)
-    masked = {} if block_mask is None else {"block_mask": block_mask}
     if e4m3 or not (q_descale is k_descale is v_descale is None):
         descales = (q_descale, k_descale, v_descale)
         check_descales(descales, problem, q.device)
@@ -172,7 +171,7 @@ def explain(
     block_mask: BlockMask | None = None,
     arch: int | None = None,
 ) -> Explanation:
-    """Who would answer a call of `attention` with these arguments, and every reason against the others. Runs nothing.
+    """Who would answer a call of `attention` with these arguments, and every reason against the others. Runs none of them.
 
     Args:
         q, k, v: as in `attention`, on any device ("meta" too), or a `Problem` alone in place of all three.
@@ -192,7 +191,8 @@ def explain(
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     check_scale(softmax_scale)
     tensors = (described(q), described(k), described(v))
-    form, mask = form_of(precision, out_dtype), mask_described(block_mask)
+    form = form_of(precision, out_dtype)
+    mask = None if block_mask is None else banded(block_mask, causal, window_size)[1]
     problem = problem_of(tensors, causal, window_size, deterministic, return_lse, grad, arch, form, mask)
     if q_descale is not None or k_descale is not None or v_descale is not None:
         check_descales((q_descale, k_descale, v_descale), problem, q.device)

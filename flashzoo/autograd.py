@@ -48,9 +48,9 @@ def differentiable(forward: Forward, backward: Backward) -> Callable[..., tuple[
         backward: `(dout, dlse or None, q, k, v, out, lse, problem, softmax_scale) -> (dq, dk, dv)`.
 
     Returns:
-        `(q, k, v, problem, softmax_scale, **mask) -> (out, lse)`, recorded by autograd only where `problem.grad`; `mask`, that is
-        `block_mask` or nothing, is handed to both functions. Its attribute
-        `backward` is the backward pass as given, for who records calls by other means.
+        `(q, k, v, problem, softmax_scale, **mask) -> (out, lse)`, recorded by autograd only where `problem.grad`; mask, which is
+        `block_mask` or nothing, is handed to both functions. Its attribute `backward` is the backward pass as given, for who
+        records calls by other means.
     """
     functions = (forward, backward)
 
@@ -69,7 +69,7 @@ def joined(forward: Forward, backward: Backward) -> Callable[..., tuple[Tensor, 
     As `differentiable`; the forward pass is called with `problem.forward`, which asks for no gradients and for an LSE.
     """
 
-    def alone(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, Tensor | None]:
-        return forward(q, k, v, problem.forward, softmax_scale)
+    def alone(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, **mask: Any) -> tuple[Tensor, Tensor | None]:
+        return forward(q, k, v, problem.forward, softmax_scale, **mask)
 
     return differentiable(alone, backward)

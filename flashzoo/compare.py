@@ -21,21 +21,19 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from importlib.util import find_spec
 from platform import python_version
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from flashzoo.accuracy import Check, Judge
 from flashzoo.api import attention, explain
+from flashzoo.blocksparse.mask import BlockMask
 from flashzoo.reference import Result
 from flashzoo.registry import implementation
 from flashzoo.registry import versions as registered
 from flashzoo.spec import Problem, Spec, Window
 from flashzoo.workloads import TORCH_DTYPES, Workload, block_mask, descales, flops, hbm_bytes, inputs
-
-if TYPE_CHECKING:
-    from flashzoo.blocksparse.mask import BlockMask
 
 INTERPRETER_SCORES = 1 << 19
 """Most score elements (batch * heads * seqlen_q * seqlen_k) that are given to Triton's interpreter: some seconds' work."""

@@ -18,25 +18,25 @@ import torch
 from torch import Tensor
 
 from flashzoo.autograd import refuse_double_backward
-from flashzoo.blocksparse.lists import Lists
-from flashzoo.blocksparse.mask import BlockMask, Element
+from flashzoo.blocksparse.mask import BlockMask
 from flashzoo.plan import (
     Form,
+    Mask,
+    banded,
     check_descales,
     check_descales_alone,
     check_flags,
+    check_mask,
     check_scale,
     check_shapes,
     check_tensors,
     described,
     form_of,
-    mask_described,
     negated,
-    normalised,
     plan,
 )
 from flashzoo.registry import requested
-from flashzoo.spec import Problem, Window
+from flashzoo.spec import Problem, Window, normalised
 
 NAME, BACKWARD_NAME = "flashzoo::attention", "flashzoo::attention_backward"
 
@@ -93,47 +93,27 @@ def traced(
     check_scale(softmax_scale)
     form_of(precision, out_dtype)
     check_descales_alone((q_descale, k_descale, v_descale), q.device)
-    if block_mask is not None and not isinstance(block_mask, BlockMask):
-        raise TypeError(f"block_mask must be a flashzoo.BlockMask or None, got {type(block_mask).__name__}")
+    parts = None, None
+    if block_mask is not None:
+        check_mask(block_mask)
+        parts = block_mask.parts()
     left, right = normalised(window_size)
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     out, lse = torch.ops.flashzoo.attention(
         *(q, k, v, softmax_scale, causal, left, right, deterministic, return_lse, grad, _requested(version)),
-        *(precision, out_dtype, q_descale, k_descale, v_descale, *as_arguments(block_mask)),
+        *(precision, out_dtype, q_descale, k_descale, v_descale, *parts),
     )
     return (out, lse) if return_lse else out
 
 
-def as_arguments(mask: BlockMask | None) -> tuple[list[Tensor] | None, list[int] | None]:
-    """A block mask as the operators take it, mask_tensors and mask_sizes."""
-    if mask is None:
-        return None, None
-    tensors = []
-    for lists in (mask.rows, mask.columns):
-        tensors += [lists.counts, lists.full, lists.indices, lists.order]
-    element, (left, right) = mask.element, mask.element.window
-    if element.bits is not None:
-        tensors += [mask.rows.bit_index, mask.columns.bit_index, element.bits]
-    sizes = [mask.seqlen_q, mask.seqlen_k, mask.block_q, mask.block_kv, mask.batch, mask.heads]
-    flags = [int(element.causal), int(mask.tight), int(mask._checked)]
-    return tensors, [*sizes, -1 if left is None else left, -1 if right is None else right, *flags]
-
-
-def _block_mask(tensors: Sequence[Tensor] | None, sizes: Sequence[int] | None) -> BlockMask | None:
-    """The block mask of which these are the arguments."""
+def _banded(
+    tensors: Sequence[Tensor] | None, sizes: Sequence[int] | None, causal: bool, window: Window
+) -> tuple[dict[str, BlockMask], Mask | None]:
+    """The block mask that the version is handed, as its keyword argument if there is one, and what a plan depends on of it."""
     if tensors is None or sizes is None:
-        return None
-    seqlen_q, seqlen_k, block_q, block_kv, batch, heads, left, right, causal, tight, checked = sizes
-    rows_bits, columns_bits, bits = tensors[8:] or (None, None, None)
-    rows, columns = (
-        Lists(*some, bit_index=bit_index)  # pyright: ignore[reportCallIssue]
-        for some, bit_index in ((tensors[:4], rows_bits), (tensors[4:8], columns_bits))
-    )
-    element = Element(bool(causal), (None if left < 0 else left, None if right < 0 else right), bits)
-    mask = BlockMask(seqlen_q, seqlen_k, block_q, block_kv, batch, heads, rows, columns, element, bool(tight))
-    if checked:  # as it was when it was taken apart
-        object.__setattr__(mask, "_checked", True)
-    return mask
+        return {}, None
+    block_mask, mask = banded(BlockMask.of_parts(tensors, sizes), causal, window)
+    return {"block_mask": block_mask}, mask
 
 
 @torch.library.impl(NAME, "default")
@@ -159,14 +139,14 @@ def _attention(
 ) -> tuple[Tensor, Tensor]:
     window = (window_left, window_right)
     form = form_of(precision, out_dtype)
-    mask = _block_mask(mask_tensors, mask_sizes)
-    how = (causal, softmax_scale, window, deterministic, return_lse, grad, version, form)
-    run, problem, scale, negative, e4m3 = _plan(q, k, v, *how, mask)
+    masked, mask = _banded(mask_tensors, mask_sizes, causal, window)
+    how = (causal, softmax_scale, window, deterministic, return_lse, grad, version, form, mask)
+    run, problem, scale, negative, e4m3 = _plan(q, k, v, *how)
     descales = (q_descale, k_descale, v_descale)
     check_descales(descales, problem, q.device)
     # The graph records the call, so the version must not: it is asked for its forward pass alone.
     more = (descales,) if e4m3 else ()
-    out, lse = run(negated(q) if negative else q, k, v, problem.forward, scale, *more, **_masked(mask))
+    out, lse = run(negated(q) if negative else q, k, v, problem.forward, scale, *more, **masked)
     out = _laid_out(out, *_dense(q, problem.head_dim_v))
     shape = _lse_shape(q, return_lse, grad)
     if lse is None or lse.shape != shape:  # nobody asked for it, and a version may give it or not
@@ -223,17 +203,17 @@ def _attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     window = (window_left, window_right)
     form = (precision, None)
-    mask = _block_mask(mask_tensors, mask_sizes)
-    how = (causal, softmax_scale, window, deterministic, return_lse, True, version, form)
-    run, problem, scale, negative, _ = _plan(q, k, v, *how, mask)
+    masked, mask = _banded(mask_tensors, mask_sizes, causal, window)
+    how = (causal, softmax_scale, window, deterministic, return_lse, True, version, form, mask)
+    run, problem, scale, negative, _ = _plan(q, k, v, *how)
     if negative:
         q = negated(q)
     # Below a dispatch mode nothing is recorded, whatever enable_grad() says; this undoes that.
     with torch.inference_mode(False), torch.no_grad():
         if hasattr(run, "backward"):
-            dq, dk, dv = run.backward(dout, dlse, q, k, v, out, lse, problem, scale, **_masked(mask))
+            dq, dk, dv = run.backward(dout, dlse, q, k, v, out, lse, problem, scale, **masked)
         else:
-            dq, dk, dv = _recorded_anew(run, dout, dlse, q, k, v, problem, scale, **_masked(mask))
+            dq, dk, dv = _recorded_anew(run, dout, dlse, q, k, v, problem, scale, **masked)
     if negative:
         dq = -dq
     dq, dk, dv = (_laid_out(dx, *_dense(x)) for dx, x in ((dq, q), (dk, k), (dv, v)))
@@ -299,14 +279,10 @@ def _plan(
     grad: bool,
     version: str,
     form: Form,
-    mask: BlockMask | None,
+    mask: Mask | None,
 ) -> tuple[Callable, Problem, float, bool, bool]:
     tensors = (*described(q), *described(k), *described(v))
-    return plan(*tensors, causal, softmax_scale, window, deterministic, lse, grad, version, form, mask_described(mask))
-
-
-def _masked(mask: BlockMask | None) -> dict[str, BlockMask]:
-    return {} if mask is None else {"block_mask": mask}
+    return plan(*tensors, causal, softmax_scale, window, deterministic, lse, grad, version, form, mask)
 
 
 def _dense(x: Tensor, width: int | None = None) -> tuple[list[int], list[int]]:

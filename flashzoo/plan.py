@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from importlib import import_module
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashzoo.autograd import joined
+from flashzoo.blocksparse.mask import BlockMask
 from flashzoo.registry import Choice, choose, implementation, lent, remembered
-from flashzoo.spec import DESCALE_BLOCK, OUT_DTYPES, PRECISIONS, QUANTIZABLE, MaskForm, Problem, Window
+from flashzoo.spec import DESCALE_BLOCK, OUT_DTYPES, PRECISIONS, QUANTIZABLE, MaskForm, Problem, Window, normalised
 
 LARGEST_SCALE = 1e30
 """Of softmax_scale: scores are float32, and beyond this even small ones would be infinite."""
@@ -46,19 +47,27 @@ Mask = tuple[MaskForm, int, int, torch.device]
 """What a plan depends on, of a block mask: its form, seqlen_q, seqlen_k, and where it is."""
 
 
-def mask_described(block_mask: Any) -> Mask | None:
-    """What a plan depends on, of a block mask or None.
+def check_mask(block_mask: Any) -> None:
+    """TypeError where it is no block mask."""
+    if not isinstance(block_mask, BlockMask):
+        raise TypeError(f"block_mask must be a flashzoo.BlockMask or None, got {type(block_mask).__name__}")
+
+
+def banded(block_mask: Any, causal: Any, window_size: Any) -> tuple[BlockMask, Mask]:
+    """The block mask that versions are handed, with causal and the window put into it, and what a plan depends on of it.
+
+    Without causal and window it is the one given, at no cost; with them some hundreds of small operations make another.
 
     Raises:
-        TypeError: it is something else.
-        ValueError: it was made by hand, and `BlockMask.validate` finds fault with it.
+        TypeError, ValueError: an argument is malformed; the mask was made by hand, and `BlockMask.validate` finds fault with it.
     """
-    if block_mask is None:
-        return None
-    if not isinstance(block_mask, import_module("flashzoo.blocksparse.mask").BlockMask):
-        raise TypeError(f"block_mask must be a flashzoo.BlockMask or None, got {type(block_mask).__name__}")
-    block_mask.check_once()
-    return MaskForm.of(block_mask), block_mask.seqlen_q, block_mask.seqlen_k, block_mask.device
+    check_mask(block_mask)
+    mask, window = block_mask.check_once(), normalised(window_size)
+    check_flags(causal)
+    if causal or window != (None, None):
+        sizes = {"block_q": mask.block_q, "block_kv": mask.block_kv, "device": mask.device}
+        mask &= mask.sliding_window(mask.seqlen_q, mask.seqlen_k, window_size=window, causal=causal, **sizes)
+    return mask, (mask.form, mask.seqlen_q, mask.seqlen_k, mask.device)
 
 
 def check_tensors(q: Any, k: Any, v: Any, names: tuple[str, str, str] = ("q", "k", "v")) -> None:
@@ -108,6 +117,8 @@ def plan(
     if mask is not None and mask[3] != q_device:
         raise ValueError(f"block_mask must be on q's device {q_device}, got {mask[3]}")
     choice = choose(problem, version)
+    if mask is not None:  # it has them in it
+        problem = replace(problem, causal=False, window=(None, None))
     run = _nothing_to_see if 0 in q_shape or 0 in k_shape else _implementation(choice)
     scale = 1 / math.sqrt(problem.head_dim) if scale is None else scale
     return run, problem, abs(scale), scale < 0, problem.dtype == "e4m3"
@@ -209,7 +220,7 @@ def check_shapes(tensors: tuple[Described, Described, Described]) -> None:
         raise ValueError(f"q, k and v must be on one device, got q {q_device}, k {k_device}, v {v_device}")
 
 
-def check_flags(causal: Any, deterministic: Any, return_lse: Any) -> None:
+def check_flags(causal: Any, deterministic: Any = False, return_lse: Any = False) -> None:
     """TypeError where one is no bool."""
     for name, flag in (("causal", causal), ("deterministic", deterministic), ("return_lse", return_lse)):
         if not isinstance(flag, bool):
@@ -240,7 +251,7 @@ def problem_of(
     check_flags(causal, deterministic, lse)
     device, arch = _hardware(q_device, arch)
     if mask is not None:
-        _check_mask(mask, batch, heads, seqlen_q, seqlen_k)
+        _check_sizes(mask, batch, heads, seqlen_q, seqlen_k)
     return Problem(
         batch=batch,
         seqlen_q=seqlen_q,
@@ -263,27 +274,13 @@ def problem_of(
     )
 
 
-def _check_mask(mask: Mask, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
+def _check_sizes(mask: Mask, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
     form, mask_q, mask_k, _ = mask
     if (mask_q, mask_k) != (seqlen_q, seqlen_k):
         raise ValueError(f"block_mask must be of seqlen_q and seqlen_k ({seqlen_q}, {seqlen_k}), got ({mask_q}, {mask_k})")
     for name, size, of_mask in (("batch", batch, form.batch), ("heads", heads, form.heads)):
         if of_mask not in (1, size):
             raise ValueError(f"block_mask must have q's {name} {size}, or 1 where shared, got {of_mask}")
-
-
-def normalised(window_size: Any) -> Window:
-    """window_size with None for every side that is not bounded."""
-    if window_size is None:
-        return None, None
-    expected = "window_size must be None or a pair (left, right) of None, -1 or ints >= 0"
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise ValueError(f"{expected}, got {window_size!r}")
-    for side in window_size:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < -1):
-            raise ValueError(f"{expected}, got {window_size!r}")
-    left, right = (None if side == -1 else side for side in window_size)
-    return left, right
 
 
 def _hardware(device: torch.device, arch: int | None) -> tuple[str, int | None]:

@@ -64,16 +64,10 @@ class MaskForm:
     window: Window = (None, None)
     bits: bool = False
 
-    @classmethod
-    def of(cls, mask: Any) -> MaskForm:
-        """That of a `BlockMask`."""
-        element = mask.element
-        return cls(mask.block_q, mask.block_kv, mask.batch, mask.heads, element.causal, element.window, element.bits is not None)
-
     @property
     def span(self) -> Window:
         """The visible band of a partial block, causal folded in."""
-        return _span(self.causal, self.window)
+        return span_of(self.causal, self.window)
 
     def __str__(self) -> str:
         text = f"block mask {self.block_q}x{self.block_kv}"
@@ -83,9 +77,24 @@ class MaskForm:
         return f"{text} ({', '.join(how)})" if how else text
 
 
-def _span(causal: bool, window: Window) -> Window:
+def span_of(causal: bool, window: Window) -> Window:
+    """The visible band around the aligned diagonal: causal is a window with nothing on its right."""
     left, right = window
     return (left, 0 if right is None else min(right, 0)) if causal else (left, right)
+
+
+def normalised(window_size: Any) -> Window:
+    """window_size with None for every side that is not bounded."""
+    if window_size is None:
+        return None, None
+    expected = "window_size must be None or a pair (left, right) of None, -1 or ints >= 0"
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(f"{expected}, got {window_size!r}")
+    for side in window_size:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < -1):
+            raise ValueError(f"{expected}, got {window_size!r}")
+    left, right = (None if side == -1 else side for side in window_size)
+    return left, right
 
 
 @dataclass(frozen=True)
@@ -109,7 +118,7 @@ class Problem:
         device: "cuda" or "cpu".
         arch: compute capability as `10 * major + minor` (90 for Hopper); None on the CPU.
         precision: of `PRECISIONS`.
-        block_mask: the form of the mask by blocks, which says, beside causal and window, what is seen; None where there is none.
+        block_mask: the form of the block mask, causal and window put into it; None where there is none.
         out_dtype: of out. That of the inputs, whatever is given, but for e4m3: there one of `OUT_DTYPES`, for the first of
             which None stands, so `replace(problem, dtype="e4m3")` keeps the old one unless it is given out_dtype=None too.
     """
@@ -163,8 +172,8 @@ class Problem:
 
     @cached_property
     def span(self) -> Window:
-        """The visible band around the aligned diagonal, causal folded in: causal is a window with nothing on its right."""
-        return _span(self.causal, self.window)
+        """The visible band around the aligned diagonal, causal folded in."""
+        return span_of(self.causal, self.window)
 
     @cached_property
     def forward(self) -> Problem:
@@ -226,7 +235,8 @@ class Spec:
             `function(q, k, v, problem, softmax_scale) -> (out, lse or None)`. `out` must carry gradients where
             `problem.grad`; `lse` (float32, natural log, `(batch, heads, seqlen_q)`) must be there where `problem.lse`. For
             e4m3 inputs a sixth argument `descales` follows: those of q, k and v, each a float32 tensor, of any strides, or None.
-            Where `problem.block_mask`, the `flashzoo.BlockMask` comes by keyword, as `block_mask`. `out` has dtype `problem.out_dtype`.
+            Where `problem.block_mask`, the `flashzoo.BlockMask` comes by keyword, as `block_mask`; it has the call's causal and
+            window in it, and the problem has none. `out` has dtype `problem.out_dtype`.
         dtypes: dtypes taken on a GPU.
         cpu_dtypes: dtypes taken on CPU tensors; empty where the version does not run there.
         quantizes: dtypes taken, wherever it runs, with `precision="fp8"`.
@@ -239,7 +249,7 @@ class Spec:
         backward: names from `FEATURES` that the backward pass honours; None where there is no backward pass.
         backward_impl: `"package.module:function"`, for a backward pass that other versions may use too, under "auto" where
             they give an LSE and have no backward pass of their own for a problem: called as
-            `function(dout, dlse or None, q, k, v, out, lse, problem, softmax_scale) -> (dq, dk, dv)`. Never with a block mask.
+            `function(dout, dlse or None, q, k, v, out, lse, problem, softmax_scale) -> (dq, dk, dv)`, with a block mask as `impl`.
         requires: packages that must be installed.
         backward_requires: those that the backward pass needs beside them.
         auto: the devices, of "cuda" and "cpu", on which `version="auto"` may choose it.

@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from flashzoo.blocksparse.mask import BlockMask
 from flashzoo.spec import DESCALE_BLOCK, MaskForm, Problem
-
-if TYPE_CHECKING:
-    from flashzoo.blocksparse.mask import BlockMask
 
 TORCH_DTYPES = {
     "fp16": torch.float16,
@@ -331,7 +328,6 @@ def block_mask(problem: Problem, seed: int = 0, device: torch.device | str = "cp
     form = problem.block_mask
     if form is None:
         return None
-    blocks = import_module("flashzoo.blocksparse.mask").BlockMask
     generator = torch.Generator(device).manual_seed(seed)
     n_q, n_k = -(-problem.seqlen_q // form.block_q), -(-problem.seqlen_k // form.block_kv)
     shape = (form.batch, form.heads, n_q, n_k)
@@ -340,17 +336,16 @@ def block_mask(problem: Problem, seed: int = 0, device: torch.device | str = "cp
         kept[:, :, n_q // 2] = False
     if n_k > 2:
         kept[..., n_k // 2] = False
-    sizes = {"block_q": form.block_q, "block_kv": form.block_kv}
+    sizes: dict[str, Any] = {"block_q": form.block_q, "block_kv": form.block_kv}
     if not form.bits:
-        more = {"causal": form.causal, "window_size": form.window}
-        return blocks.from_blocks(kept, problem.seqlen_q, problem.seqlen_k, **more, **sizes)
+        return BlockMask.from_blocks(kept, problem.seqlen_q, problem.seqlen_k, causal=form.causal, window_size=form.window, **sizes)
     whole = torch.rand(shape, generator=generator, device=device) < 0.5
     kept, whole = (
         x.repeat_interleave(form.block_q, 2).repeat_interleave(form.block_kv, 3)[..., : problem.seqlen_q, : problem.seqlen_k]
         for x in (kept, whole)
     )
     elements = torch.rand(kept.shape, generator=generator, device=device) < 0.5
-    return blocks.from_dense(kept & (whole | elements), **sizes)
+    return BlockMask.from_dense(kept & (whole | elements), **sizes)
 
 
 def _packed(x: Tensor) -> Tensor:

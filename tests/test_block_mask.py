@@ -687,17 +687,13 @@ def test_plot_says_what_it_needs(monkeypatch):
 # What it costs
 
 
-def test_it_is_imported_on_first_use():
+def test_it_loads_no_kernel_language_and_no_plots():
     code = """if True:
         import sys, flashzoo
-        before = "flashzoo.blocksparse.mask" in sys.modules
-        flashzoo.BlockMask.causal(64)
-        print(before, "triton" in sys.modules, "matplotlib" in sys.modules)
-        flashzoo.nothing_of_that_name
+        print(flashzoo.BlockMask.causal(64))
+        print("triton" in sys.modules, "matplotlib" in sys.modules)
     """
-    with pytest.raises(AssertionError, match="module 'flashzoo' has no attribute 'nothing_of_that_name'"):
-        in_fresh_process(code)
-    assert in_fresh_process(code.replace("flashzoo.nothing_of_that_name", "")).split() == ["False"] * 3
+    assert in_fresh_process(code).split()[-2:] == ["False", "False"]
 
 
 def test_another_device():

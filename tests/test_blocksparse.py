@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from functools import partial
 
 import pytest
+import support
 import torch
-from support import DEVICE, SMALL, accept, both, draw, forward, same_bits, takes
+from support import DEVICE, SMALL, accept, both, draw, forward, same_bits, takes, toy
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashzoo
 from flashzoo import BlockMask, Problem
@@ -26,7 +29,7 @@ def problem_of(mask: BlockMask, version: str = "blocksparse", **fields) -> Probl
     """A small problem that has room for the mask, with gradients and, where the version gives one, an LSE."""
     heads = mask.heads if mask.heads > 1 else 2
     plain = {"batch": mask.batch, "heads": heads, "heads_kv": heads, "head_dim": 32, "head_dim_v": None, "dtype": "fp32", "out_dtype": None}
-    asked = {"grad": True, "lse": version != "sdpa", "block_mask": MaskForm.of(mask)}
+    asked = {"grad": True, "lse": version != "sdpa", "block_mask": mask.form}
     return replace(SMALL, seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k, **plain | asked | fields)
 
 
@@ -172,7 +175,7 @@ def test_causal_beside_a_mask(version):
     result = run(mask, tensors, problem, dout, dlse, version)
     accept(Judge(*tensors, problem, None, dout, dlse, mask=mask.to_dense()), result)
     composed = mask & BlockMask.sliding_window(mask.seqlen_q, mask.seqlen_k, window_size=(100, 0), block_kv=64, **on)
-    alone = replace(problem, window=(None, None), block_mask=MaskForm.of(composed))
+    alone = replace(problem, window=(None, None), block_mask=composed.form)
     accept(Judge(*tensors, alone, None, dout, dlse, mask=composed.to_dense()), result)
 
 
@@ -211,9 +214,84 @@ class TestDispatch:
 
     def test_explain_tells_what_happens_without_one(self):
         problem = replace(SMALL, device="cuda", arch=90, dtype="bf16", out_dtype=None, causal=True)
-        assert "no block_mask: one of causal and window_size alone is made" in str(flashzoo.explain(problem, version="blocksparse"))
+        assert "no block_mask: one of causal and window_size alone is made at every call" in str(
+            flashzoo.explain(problem, version="blocksparse")
+        )
         beside = replace(problem, block_mask=MaskForm())
         assert "put into the block mask at every call" in str(flashzoo.explain(beside, version="blocksparse"))
+
+
+class TestHanded:
+    """What a version is called with."""
+
+    @pytest.fixture
+    def handed(self, monkeypatch):
+        calls = []
+
+        def implementation(q, k, v, problem, softmax_scale, block_mask=None):
+            calls.append((problem, block_mask))
+            return q, None
+
+        monkeypatch.setattr(support, "handed", implementation, raising=False)
+        flashzoo.register(toy(impl="support:handed"))
+        yield calls
+        flashzoo.unregister("toy")
+
+    @pytest.mark.parametrize(("causal", "window"), [(True, None), (False, (70, 3)), (True, (70, -1))])
+    def test_a_mask_with_causal_and_window_in_it(self, handed, causal, window):
+        q, mask = torch.randn(1, 300, 2, 16, device=DEVICE), BlockMask.strided(300, stride=2, block_q=64, block_kv=64, **on)
+        flashzoo.attention(q, q, q, causal=causal, window_size=window, block_mask=mask, version="toy")
+        [(problem, given)] = handed
+        band = BlockMask.sliding_window(300, window_size=window, causal=causal, block_q=64, block_kv=64, **on)
+        assert torch.equal(given.to_dense(), (mask & band).to_dense())
+        assert problem.span == (None, None) and problem.block_mask == given.form
+        explained = flashzoo.explain(q, q, q, causal=causal, window_size=window, block_mask=mask).problem
+        assert explained.block_mask == given.form and explained.causal == causal
+
+    def test_the_mask_itself_where_there_is_neither(self, handed, monkeypatch):
+        """And nothing is done with it: no check again, no operation."""
+        q, mask = torch.randn(1, 300, 2, 16, device=DEVICE), BlockMask.causal(300, **on)
+        monkeypatch.setattr(BlockMask, "validate", None)
+        with Operations() as operations:
+            flashzoo.attention(q, q, q, block_mask=mask, version="toy")
+        assert handed[0][1] is mask and operations.names == []
+
+    def test_nothing_where_there_is_none(self, handed):
+        q = torch.randn(1, 30, 2, 16, device=DEVICE)
+        flashzoo.attention(q, q, q, causal=True, version="toy")
+        [(problem, given)] = handed
+        assert given is None and problem.causal and problem.block_mask is None
+
+    def test_a_lent_backward_pass_gets_it_too(self, handed, monkeypatch):
+        lent_to = []
+
+        def lent(dout, dlse, q, k, v, out, lse, problem, softmax_scale, block_mask=None):
+            lent_to.append((problem, block_mask))
+            return dout, dout, dout
+
+        monkeypatch.setattr(support, "lent", lent, raising=False)
+        flashzoo.register(toy("lender", backward_impl="support:lent"), before="v3")
+        flashzoo.register(toy("borrower", impl="support:handed", backward=None), before="lender")
+        try:
+            q = torch.randn(1, 300, 2, 16, device=DEVICE, requires_grad=True)
+            flashzoo.attention(q, q, q, causal=True, block_mask=BlockMask.strided(300, stride=2, **on)).sum().backward()
+        finally:
+            flashzoo.unregister("borrower")
+            flashzoo.unregister("lender")
+        assert handed[0][1] is lent_to[0][1] is not None
+        assert lent_to[0][0].block_mask == handed[0][1].form and not lent_to[0][0].causal
+
+
+class Operations(TorchDispatchMode):
+    """The names of the operations within."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **kwargs or {})
 
 
 class TestErrors:
@@ -268,13 +346,13 @@ class TestTraced:
         accept(Judge(*tensors, problem, None, dout, dlse, mask=mask.to_dense()), result)
 
     def test_operators_are_what_their_fakes_say(self):
-        ops = pytest.importorskip("flashzoo.ops")
+        importlib.import_module("flashzoo.ops")  # defines them
         for pattern in ("window", "dense"):
             mask = PATTERNS[pattern]()
             problem = problem_of(mask)
             leaves = [x.requires_grad_() for x in draw(problem)[0]]
             how = (None, False, None, None, False, True, True, "blocksparse", None, None, None, None, None)
-            arguments = (*leaves, *how, *ops.as_arguments(mask))
+            arguments = (*leaves, *how, *mask.parts())
             torch.library.opcheck(torch.ops.flashzoo.attention.default, arguments, rtol=1e-2, atol=1e-3)
 
     def test_a_bad_mask_is_refused(self):
@@ -295,14 +373,13 @@ def test_workloads_have_masks_of_their_form():
         problem = workload.problem
         mask = block_mask(problem, device=DEVICE) if "large" not in workload.tags else None
         if mask is not None:
-            assert MaskForm.of(mask) == problem.block_mask
+            assert mask.form == problem.block_mask
             forms += 1
     assert forms > 5
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("version", ["blocksparse"])
-def test_cuda_graph(version):
+def test_cuda_graph():
     """A mask that was there before the capture, and one that is made during it from causal alone."""
     for mask in (PATTERNS["dense_by_heads"](), None):
         sizes = (mask.seqlen_q, mask.seqlen_k) if mask else (333, 333)
@@ -313,13 +390,13 @@ def test_cuda_graph(version):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            both(version, tensors, plain, dout, dlse, attention=attention)
+            both("blocksparse", tensors, plain, dout, dlse, attention=attention)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            result = both(version, tensors, plain, dout, dlse, attention=attention)
+            result = both("blocksparse", tensors, plain, dout, dlse, attention=attention)
         graph.replay()
-        judged = replace(plain, block_mask=None) if mask is None else problem
+        judged = plain if mask is None else problem
         accept(Judge(*tensors, judged, None, dout, dlse, mask=None if mask is None else mask.to_dense()), result)
 
 

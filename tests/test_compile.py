@@ -48,7 +48,7 @@ TENSOR_CORES = {"HMMA", "HGMMA", "UTCHMMA"}
 
 
 # Bytes of stack of a thread where a kernel is known to spill with Triton 3.6 or 3.9; anything beyond fails. Arch 0 stands
-# for float32. Hopper: measured faster, spills and all, than every candidate tried that does not spill.
+# for float32. Hopper: measured faster, spills and all, than every candidate tried that does not spill; blocksparse's are v2's.
 # float32: a product on the CUDA cores holds whole rows of both operands in registers, whatever the tile.
 KNOWN_STACK = {
     ("v1", "forward", 80, 64): 16,
@@ -64,6 +64,16 @@ KNOWN_STACK = {
     ("v2", "dq", 90, 256): 192,
     ("v2", "dq", 0, 128): 8,
     ("v2", "dq", 0, 256): 240,
+    ("blocksparse", "forward", 80, 64): 24,
+    ("blocksparse", "forward", 89, 64): 16,
+    ("blocksparse", "forward", 100, 64): 8,
+    ("blocksparse", "forward", 90, 256): 240,
+    ("blocksparse", "forward", 0, 256): 32,
+    ("blocksparse", "dkdv", 90, 128): 256,
+    ("blocksparse", "dkdv", 90, 256): 576,
+    ("blocksparse", "dq", 100, 128): 8,
+    ("blocksparse", "dq", 90, 256): 136,
+    ("blocksparse", "dq", 0, 256): 256,
 }
 
 

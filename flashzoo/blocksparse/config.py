@@ -45,7 +45,7 @@ HOPPER = {
 }
 
 # Not measured: no such GPU is at hand. The largest tried that compile without spills for sm_80, sm_89 and sm_100, in the
-# 99 KB on chip that the smallest of them has.
+# 99 KB on chip that the smallest of them has; masks with bits spill some bytes.
 ANYWHERE = {
     ("forward", 64): Tiles(64, 32, 4, 2),
     ("forward", 128): Tiles(64, 32, 4, 2),
@@ -103,7 +103,7 @@ def describe(problem: Problem) -> list[str]:
     kernels = ("forward", "dkdv", "dq") if problem.grad else ("forward",)
     lines = [f"{kernel}: {tiles_for(kernel, problem)}" for kernel in kernels]
     if problem.block_mask is None:
-        lines.append("no block_mask: one of causal and window_size alone is made, and kept for calls of this size")
+        lines.append("no block_mask: one of causal and window_size alone is made at every call; BlockMask.sliding_window(...) does it once")
     elif problem.span != (None, None):
         lines.append("causal and window_size are put into the block mask at every call; block_mask & BlockMask.causal(...) does it once")
     if problem.device == "cpu":

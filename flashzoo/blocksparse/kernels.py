@@ -73,18 +73,19 @@ def load_statistic(x, bh, start, rows_padded, ROWS: tl.constexpr, TMA: tl.conste
 
 
 @triton.jit
-def list_of(mask, head, row, rows, there, seqlen, MASK_Q: tl.constexpr, MASK_KV: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def list_of(mask, head, row, rows, there, seqlen, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """The list of one of `rows` rows of blocks, empty unless `there`: blocks of ROWS along seqlen, walked in tiles of BLOCK.
 
     Returns the list; and, counted in tiles, where its full blocks begin, where those end that lie within seqlen, and its end.
-    The list is (block numbers, places of their bits, bits of the head).
+    A list is (block numbers, ROWS, (places of their bits, bits of the head, MASK_Q, MASK_KV)).
     """
-    counts, full, indices, bit_index, bits, width, n_bits = mask
+    counts, full, indices, bit_index, bits, width, n_bits, MASK_Q, MASK_KV = mask
     at = head * rows + row
     kept = tl.load(counts + at, mask=there, other=0)
     whole = tl.load(full + at, mask=there, other=0)
     first = tl.cast(at, tl.int64) * width
-    blocks = (indices + first, bit_index + first, bits + tl.cast(head, tl.int64) * n_bits * (MASK_Q * MASK_KV // 8))
+    bits += tl.cast(head, tl.int64) * n_bits * (MASK_Q * MASK_KV // 8)
+    blocks = (indices + first, ROWS, (bit_index + first, bits, MASK_Q, MASK_KV))
     whole_first = (kept - whole) * (ROWS // BLOCK)
     whole_last = kept * (ROWS // BLOCK)
     last = whole_last
@@ -97,13 +98,10 @@ def list_of(mask, head, row, rows, there, seqlen, MASK_Q: tl.constexpr, MASK_KV:
 
 
 @triton.jit
-def block_of(blocks, nth, MASK_Q: tl.constexpr, MASK_KV: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
-    """The first row of the nth tile of a list, and where the bits of its block begin."""
-    indices, bit_index, bits = blocks
-    start = tl.load(indices + nth // (ROWS // BLOCK)) * ROWS + nth % (ROWS // BLOCK) * BLOCK
-    if BITS:
-        bits += tl.load(bit_index + nth // (ROWS // BLOCK)).to(tl.int64) * (MASK_Q * MASK_KV // 8)
-    return start, bits
+def start_of(blocks, nth, BLOCK: tl.constexpr):
+    """The first row of the nth tile of a list."""
+    indices, ROWS, _ = blocks
+    return tl.load(indices + nth // (ROWS // BLOCK)) * ROWS + nth % (ROWS // BLOCK) * BLOCK
 
 
 @triton.jit
@@ -119,12 +117,14 @@ def visible(row, col, band):
 
 
 @triton.jit
-def load_bits(bits, start_q, start_kv, MASK_Q: tl.constexpr, MASK_KV: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """Which keys from start_kv the queries from start_q see by the bits of their block, (BLOCK_Q, BLOCK_KV)."""
-    row = start_q % MASK_Q + tl.arange(0, BLOCK_Q)
+def visible_by_bits(row, start_kv, blocks, nth, BLOCK: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """Which of the BLOCK_KV keys from start_kv the queries `row` see by the bits of the block that a list's nth tile lies in."""
+    _, ROWS, of_list = blocks
+    bit_index, bits, MASK_Q, MASK_KV = of_list
+    bits += tl.load(bit_index + nth // (ROWS // BLOCK)).to(tl.int64) * (MASK_Q * MASK_KV // 8)
     byte = start_kv % MASK_KV // 8 + tl.arange(0, BLOCK_KV // 8)
-    eight = tl.load(bits + (row[:, None] * (MASK_KV // 8) + byte[None, :]))
-    return (((eight[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1) != 0).reshape(BLOCK_Q, BLOCK_KV)
+    eight = tl.load(bits + (row % MASK_Q)[:, None] * (MASK_KV // 8) + byte[None, :])
+    return (((eight[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1) != 0).reshape(row.shape[0], BLOCK_KV)
 
 
 @triton.jit
@@ -136,7 +136,6 @@ def attend(
     k_head,
     v_head,
     row,
-    start_q,
     blocks,
     first,
     last,
@@ -144,24 +143,21 @@ def attend(
     band,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
-    MASK_Q: tl.constexpr,
-    MASK_KV: tl.constexpr,
     MASKED: tl.constexpr,
     BITS: tl.constexpr,
     TMA: tl.constexpr,
 ):
     """Take the tiles first .. last of the list of blocks into acc, l_i and m_i."""
     for nth in tl.range(first, last):  # A1.6, A5.8
-        start, bits = block_of(blocks, nth, MASK_Q, MASK_KV, MASK_KV, BLOCK_KV, BITS)
+        start = start_of(blocks, nth, BLOCK_KV)
         k_j = load_block(k_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)  # A1.7
         s = tl.dot(q, k_j.T, input_precision="ieee")  # A1.8
         if MASKED:
             col = start + tl.arange(0, BLOCK_KV)
             seen = visible(row[:, None], col[None, :], band)  # A5.11
             if BITS:
-                seen = seen & load_bits(bits, start_q, start, MASK_Q, MASK_KV, BLOCK_Q, BLOCK_KV)
+                seen = seen & visible_by_bits(row, start, blocks, nth, BLOCK_KV, BLOCK_KV)
             s = tl.where(seen, s * scale_log2, float("-inf"))
             m_new = tl.maximum(m_i, tl.max(s, 1))
             # A row that has seen no key yet keeps m = -inf, and -inf - -inf is NaN: its p and alpha are exp2(-inf - 0) = 0.
@@ -232,7 +228,7 @@ def forward_kernel(
     b = bh // heads
     h = bh - b * heads
     h_kv = h // group
-    mask = (counts, full, indices, bit_index, bits, width, n_bits)
+    mask = (counts, full, indices, bit_index, bits, width, n_bits, MASK_Q, MASK_KV)
     mask_head = b * stride_mask_b + h * stride_mask_h
     mask_row = tl.load(order + mask_head * rows + tile // (MASK_Q // BLOCK_Q))  # the longest first, so that none starts last
     start_q = mask_row * MASK_Q + tile % (MASK_Q // BLOCK_Q) * BLOCK_Q
@@ -250,8 +246,9 @@ def forward_kernel(
     l_i = tl.zeros([BLOCK_Q], tl.float32)
     m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
 
-    blocks, whole_first, whole_last, last = list_of(
-        mask, mask_head, mask_row, rows, start_q < seqlen_q, seqlen_k, MASK_Q, MASK_KV, MASK_KV, BLOCK_KV
+    blocks, whole_first, whole_last, last = list_of(mask, mask_head, mask_row, rows, start_q < seqlen_q, seqlen_k, MASK_KV, BLOCK_KV)
+    acc, l_i, m_i = attend(
+        acc, l_i, m_i, q_i, k_head, v_head, row, blocks, 0, whole_first, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_KV, True, BITS, TMA
     )
     acc, l_i, m_i = attend(
         acc,
@@ -261,31 +258,6 @@ def forward_kernel(
         k_head,
         v_head,
         row,
-        start_q,
-        blocks,
-        0,
-        whole_first,
-        scale_log2,
-        band,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_Q,
-        BLOCK_KV,
-        MASK_Q,
-        MASK_KV,
-        True,
-        BITS,
-        TMA,
-    )
-    acc, l_i, m_i = attend(
-        acc,
-        l_i,
-        m_i,
-        q_i,
-        k_head,
-        v_head,
-        row,
-        start_q,
         blocks,
         whole_first,
         whole_last,
@@ -293,37 +265,13 @@ def forward_kernel(
         ends,
         HEAD_DIM,
         BLOCK_D,
-        BLOCK_Q,
         BLOCK_KV,
-        MASK_Q,
-        MASK_KV,
         False,
         False,
         TMA,
     )
     acc, l_i, m_i = attend(
-        acc,
-        l_i,
-        m_i,
-        q_i,
-        k_head,
-        v_head,
-        row,
-        start_q,
-        blocks,
-        whole_last,
-        last,
-        scale_log2,
-        ends,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_Q,
-        BLOCK_KV,
-        MASK_Q,
-        MASK_KV,
-        True,
-        False,
-        TMA,
+        acc, l_i, m_i, q_i, k_head, v_head, row, blocks, whole_last, last, scale_log2, ends, HEAD_DIM, BLOCK_D, BLOCK_KV, True, False, TMA
     )
 
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that saw no key: O = 0, LSE = -inf
@@ -399,9 +347,6 @@ def accumulate_dkdv(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    MASK_Q: tl.constexpr,
-    MASK_KV: tl.constexpr,
     MASKED: tl.constexpr,
     BITS: tl.constexpr,
     TMA: tl.constexpr,
@@ -410,7 +355,7 @@ def accumulate_dkdv(
     P^T and dS^T go from one product into the next without leaving the registers."""
     lse_log2, delta, bh, rows_padded = statistics
     for nth in tl.range(first, last):  # A2.8
-        start, bits = block_of(blocks, nth, MASK_Q, MASK_KV, MASK_Q, BLOCK_Q, BITS)
+        start = start_of(blocks, nth, BLOCK_Q)
         q_i = load_block(q_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED, TMA)  # A2.9
         lse_i = load_statistic(lse_log2, bh, start, rows_padded, BLOCK_Q, TMA)
         delta_i = load_statistic(delta, bh, start, rows_padded, BLOCK_Q, TMA)
@@ -420,7 +365,7 @@ def accumulate_dkdv(
             row = start + tl.arange(0, BLOCK_Q)
             p = tl.where(visible(row[None, :], col[:, None], band), p, 0.0)
             if BITS:
-                p = tl.where(load_bits(bits, start, start_kv, MASK_Q, MASK_KV, BLOCK_Q, BLOCK_KV).T, p, 0.0)
+                p = tl.where(visible_by_bits(row, start_kv, blocks, nth, BLOCK_Q, col.shape[0]).T, p, 0.0)
         do_i = load_block(do_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED, TMA)
         dv = tl.dot(p.to(do_i.dtype), do_i, dv, input_precision="ieee")  # A2.12
         dp = tl.dot(v_j, do_i.T, input_precision="ieee")  # A2.13
@@ -493,7 +438,7 @@ def dkdv_kernel(
     tile = tl.program_id(0) - bh_kv * tiles
     b = bh_kv // heads_kv
     h_kv = bh_kv - b * heads_kv
-    mask = (counts, full, indices, bit_index, bits, width, n_bits)
+    mask = (counts, full, indices, bit_index, bits, width, n_bits, MASK_Q, MASK_KV)
     mask_head = b * stride_mask_b + h_kv * group * stride_mask_h
     # The longest first, by the lists of the group's first head.
     mask_column = tl.load(order + mask_head * columns + tile // (MASK_KV // BLOCK_KV))
@@ -518,7 +463,7 @@ def dkdv_kernel(
         q_head = (q, stride_qb, stride_qs, stride_qh, b, h, seqlen_q)
         do_head = (do, stride_dob, stride_dos, stride_doh, b, h, seqlen_q)
         blocks, whole_first, whole_last, last = list_of(
-            mask, mask_head + member * stride_mask_h, mask_column, columns, start_kv < seqlen_k, seqlen_q, MASK_Q, MASK_KV, MASK_Q, BLOCK_Q
+            mask, mask_head + member * stride_mask_h, mask_column, columns, start_kv < seqlen_k, seqlen_q, MASK_Q, BLOCK_Q
         )
         dk_j, dv_j = accumulate_dkdv(
             dk_j,
@@ -538,9 +483,6 @@ def dkdv_kernel(
             HEAD_DIM,
             BLOCK_D,
             BLOCK_Q,
-            BLOCK_KV,
-            MASK_Q,
-            MASK_KV,
             True,
             BITS,
             TMA,
@@ -563,9 +505,6 @@ def dkdv_kernel(
             HEAD_DIM,
             BLOCK_D,
             BLOCK_Q,
-            BLOCK_KV,
-            MASK_Q,
-            MASK_KV,
             False,
             False,
             TMA,
@@ -588,9 +527,6 @@ def dkdv_kernel(
             HEAD_DIM,
             BLOCK_D,
             BLOCK_Q,
-            BLOCK_KV,
-            MASK_Q,
-            MASK_KV,
             True,
             False,
             TMA,
@@ -610,7 +546,6 @@ def accumulate_dq(
     k_head,
     v_head,
     row,
-    start_q,
     blocks,
     first,
     last,
@@ -618,17 +553,14 @@ def accumulate_dq(
     band,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
-    MASK_Q: tl.constexpr,
-    MASK_KV: tl.constexpr,
     MASKED: tl.constexpr,
     BITS: tl.constexpr,
     TMA: tl.constexpr,
 ):
     """Take the tiles first .. last of the list of blocks into dq."""
     for nth in tl.range(first, last):
-        start, bits = block_of(blocks, nth, MASK_Q, MASK_KV, MASK_KV, BLOCK_KV, BITS)
+        start = start_of(blocks, nth, BLOCK_KV)
         k_j = load_block(k_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)
         s = tl.dot(q_i, k_j.T, input_precision="ieee")
         p = tl.exp2(s * scale_log2 - lse_i[:, None])
@@ -636,7 +568,7 @@ def accumulate_dq(
             col = start + tl.arange(0, BLOCK_KV)
             p = tl.where(visible(row[:, None], col[None, :], band), p, 0.0)
             if BITS:
-                p = tl.where(load_bits(bits, start_q, start, MASK_Q, MASK_KV, BLOCK_Q, BLOCK_KV), p, 0.0)
+                p = tl.where(visible_by_bits(row, start, blocks, nth, BLOCK_KV, BLOCK_KV), p, 0.0)
         v_j = load_block(v_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)
         dp = tl.dot(do_i, v_j.T, input_precision="ieee")
         ds = p * (dp - delta_i[:, None])
@@ -705,7 +637,7 @@ def dq_kernel(
     b = bh // heads
     h = bh - b * heads
     h_kv = h // group
-    mask = (counts, full, indices, bit_index, bits, width, n_bits)
+    mask = (counts, full, indices, bit_index, bits, width, n_bits, MASK_Q, MASK_KV)
     mask_head = b * stride_mask_b + h * stride_mask_h
     mask_row = tl.load(order + mask_head * rows + tile // (MASK_Q // BLOCK_Q))  # the longest first, so that none starts last
     start_q = mask_row * MASK_Q + tile % (MASK_Q // BLOCK_Q) * BLOCK_Q
@@ -725,9 +657,7 @@ def dq_kernel(
     delta_i = load_statistic(delta, bh, start_q, rows_padded, BLOCK_Q, False)
     dq_i = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
-    blocks, whole_first, whole_last, last = list_of(
-        mask, mask_head, mask_row, rows, start_q < seqlen_q, seqlen_k, MASK_Q, MASK_KV, MASK_KV, BLOCK_KV
-    )
+    blocks, whole_first, whole_last, last = list_of(mask, mask_head, mask_row, rows, start_q < seqlen_q, seqlen_k, MASK_KV, BLOCK_KV)
     dq_i = accumulate_dq(
         dq_i,
         q_i,
@@ -737,7 +667,6 @@ def dq_kernel(
         k_head,
         v_head,
         row,
-        start_q,
         blocks,
         0,
         whole_first,
@@ -745,10 +674,7 @@ def dq_kernel(
         band,
         HEAD_DIM,
         BLOCK_D,
-        BLOCK_Q,
         BLOCK_KV,
-        MASK_Q,
-        MASK_KV,
         True,
         BITS,
         TMA,
@@ -762,7 +688,6 @@ def dq_kernel(
         k_head,
         v_head,
         row,
-        start_q,
         blocks,
         whole_first,
         whole_last,
@@ -770,10 +695,7 @@ def dq_kernel(
         ends,
         HEAD_DIM,
         BLOCK_D,
-        BLOCK_Q,
         BLOCK_KV,
-        MASK_Q,
-        MASK_KV,
         False,
         False,
         TMA,
@@ -787,7 +709,6 @@ def dq_kernel(
         k_head,
         v_head,
         row,
-        start_q,
         blocks,
         whole_last,
         last,
@@ -795,10 +716,7 @@ def dq_kernel(
         ends,
         HEAD_DIM,
         BLOCK_D,
-        BLOCK_Q,
         BLOCK_KV,
-        MASK_Q,
-        MASK_KV,
         True,
         False,
         TMA,

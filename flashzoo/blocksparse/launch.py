@@ -16,7 +16,7 @@ from flashzoo.blocksparse import kernels
 from flashzoo.blocksparse.config import Tiles, block_d, tiles_for
 from flashzoo.blocksparse.lists import Lists
 from flashzoo.blocksparse.mask import BlockMask
-from flashzoo.spec import MaskForm, Problem, Window
+from flashzoo.spec import MaskForm, Problem
 
 LOG2E = math.log2(math.e)
 # Rows that delta and LSE are padded to a multiple of: no block of queries is longer.
@@ -45,40 +45,16 @@ attention.backward = _backward  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _masked(problem: Problem, block_mask: BlockMask | None, device: torch.device) -> tuple[Problem, BlockMask]:
-    """The call with all that it asks to be masked in a block mask."""
-    if block_mask is not None and problem.span == (None, None):
-        return problem, block_mask
-    form = problem.block_mask or MaskForm()
-    band = (problem.seqlen_q, problem.seqlen_k, problem.causal, problem.window, form.block_q, form.block_kv, device)
-    # What is made while a graph is captured is the graph's, and holds nothing until it is replayed.
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    banded = _made(*band) if capturing else _kept(*band)
-    mask = banded if block_mask is None else block_mask & banded
-    return _by_mask(problem, MaskForm.of(mask)), mask
-
-
-def _made(seqlen_q: int, seqlen_k: int, causal: bool, window: Window, block_q: int, block_kv: int, device: torch.device) -> BlockMask:
-    with torch.inference_mode(False):
-        return BlockMask.sliding_window(
-            seqlen_q, seqlen_k, window_size=window, causal=causal, block_q=block_q, block_kv=block_kv, device=device
-        )
-
-
-@lru_cache(maxsize=32)
-def _kept(*band: Any) -> BlockMask:
-    mask = _made(*band)
-    if mask.device.type == "cuda":
-        torch.cuda.current_stream(mask.device).synchronize()  # the next call may come on another stream
-    return mask
-
-
-@lru_cache(maxsize=1024)
-def _by_mask(problem: Problem, form: MaskForm) -> Problem:
-    return replace(problem, causal=False, window=(None, None), block_mask=form)
+    """A call without a block mask as one with that of causal and window alone."""
+    if block_mask is None:
+        band = {"window_size": problem.window, "causal": problem.causal}
+        block_mask = BlockMask.sliding_window(problem.seqlen_q, problem.seqlen_k, **band, device=device)
+        problem = replace(problem, causal=False, window=(None, None), block_mask=block_mask.form)
+    return problem, block_mask
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, block_mask: BlockMask) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of raw CUDA or CPU tensors, with no causal or window beside the mask."""
+    """`(out, lse)` of raw CUDA or CPU tensors."""
     out = torch.empty_like(q)
     lse = q.new_empty((problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3])

@@ -17,6 +17,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from flashzoo.blocksparse import picture
 from flashzoo.blocksparse.lists import FULL, Check, Lists, checks, codes_of, first_flaw, lists_of, shape_errors, slots_of, tensor_errors
-from flashzoo.spec import Window
+from flashzoo.spec import MaskForm, Window, normalised, span_of
 
 BLOCKS = (64, 128)
 """What block_q and block_kv may be."""
@@ -51,8 +52,7 @@ class Element:
     @property
     def span(self) -> Window:
         """The visible band around the aligned diagonal, causal folded in."""
-        left, right = self.window
-        return (left, 0 if right is None else min(right, 0)) if self.causal else (left, right)
+        return span_of(self.causal, self.window)
 
 
 Blocks = tuple[Tensor, Tensor]
@@ -191,7 +191,7 @@ class BlockMask:
             window_size: `(left, right)`, a side None or -1 where unbounded.
         """
         grid = _grid(seqlen_q, seqlen_k, block_q, block_kv, device)
-        return _banded(grid, Element(causal, _window(window_size)))
+        return _banded(grid, Element(causal, normalised(window_size)))
 
     @staticmethod
     def local_global(
@@ -212,7 +212,7 @@ class BlockMask:
         """
         grid = _grid(seqlen_q, seqlen_k, block_q, block_kv, device)
         n, shift = min(_count("global_tokens", global_tokens), seqlen_q + grid.seqlen_k), grid.shift
-        element = Element(window=_window(window_size))
+        element = Element(window=normalised(window_size))
         q_first, q_last, k_first, k_last = grid.edges()
         kept, full = grid.band(element.span)
         kept = kept | (k_first < n) | (q_first + shift < n)
@@ -360,7 +360,7 @@ class BlockMask:
             causal, window_size: what applies to the other ones.
         """
         grid = _grid(seqlen_q, seqlen_k, block_q, block_kv, _tensor("blocks", blocks, torch.bool).device)
-        element = Element(bool(causal), _window(window_size))
+        element = Element(bool(causal), normalised(window_size))
         kept = _matrix_of("blocks", blocks, grid)
         in_band, whole = grid.band(element.span)
         if full is None:
@@ -455,7 +455,7 @@ class BlockMask:
         grid = _grid(seqlen_q, seqlen_k, block_q, block_kv, _tensor("scores", scores, None).device)
         if not scores.dtype.is_floating_point:
             raise TypeError(f"scores must be floating point, got {scores.dtype}")
-        element = Element(bool(causal), _window(window_size))
+        element = Element(bool(causal), normalised(window_size))
         given = _matrix_of("scores", scores, grid)
         in_band, whole = grid.band(element.span)
         possible = in_band & (given > -torch.inf)
@@ -469,6 +469,12 @@ class BlockMask:
     def device(self) -> torch.device:
         """Where its tensors are."""
         return self.rows.counts.device
+
+    @cached_property
+    def form(self) -> MaskForm:
+        """What it is without its lists."""
+        element = self.element
+        return MaskForm(self.block_q, self.block_kv, self.batch, self.heads, element.causal, element.window, element.bits is not None)
 
     @property
     def density(self) -> float:
@@ -509,6 +515,28 @@ class BlockMask:
         element = self.element if self.element.bits is None else replace(self.element, bits=self.element.bits.to(device))
         moved = replace(self, rows=self.rows.to(device), columns=self.columns.to(device), element=element)
         return _known(moved) if self._checked else moved
+
+    def parts(self) -> tuple[list[Tensor], list[int]]:
+        """Its tensors, and everything else as ints: what an operator of `torch.library` takes."""
+        tensors = []
+        for lists in (self.rows, self.columns):
+            tensors += [lists.counts, lists.full, lists.indices, lists.order]
+        element, (left, right) = self.element, self.element.window
+        if element.bits is not None:
+            tensors += [self.rows.bit_index, self.columns.bit_index, element.bits]
+        sizes = [self.seqlen_q, self.seqlen_k, self.block_q, self.block_kv, self.batch, self.heads]
+        flags = [int(element.causal), int(self.tight), int(self._checked)]
+        return tensors, [*sizes, -1 if left is None else left, -1 if right is None else right, *flags]
+
+    @staticmethod
+    def of_parts(tensors: Sequence[Tensor], sizes: Sequence[int]) -> BlockMask:
+        """What `parts` took apart."""
+        seqlen_q, seqlen_k, block_q, block_kv, batch, heads, left, right, causal, tight, checked = sizes
+        of_rows, of_columns, bits = tensors[8:] or (None, None, None)
+        rows, columns = Lists(*tensors[:4], of_rows), Lists(*tensors[4:8], of_columns)  # pyright: ignore[reportCallIssue]
+        element = Element(bool(causal), normalised((left, right)), bits)
+        mask = BlockMask(seqlen_q, seqlen_k, block_q, block_kv, batch, heads, rows, columns, element, bool(tight))
+        return _known(mask) if checked else mask
 
     def compact(self) -> BlockMask:
         """The same in as little memory as it takes. Synchronises once; worth it for a mask with bits that is kept."""
@@ -623,7 +651,7 @@ class BlockMask:
             for error in tensor_errors("element.bits", bits, torch.uint8, shape, self.device):
                 yield f"block_mask: {error}"
         try:
-            if _window(self.element.window) != self.element.window:
+            if normalised(self.element.window) != self.element.window:
                 yield f"block_mask: element.window must have None for a side without a bound, got {self.element.window}"
         except ValueError as error:
             yield f"block_mask: element.{error}"
@@ -878,20 +906,6 @@ def _grid(seqlen_q: int, seqlen_k: int | None, block_q: int, block_kv: int, devi
             raise ValueError(f"{name} must be one of {BLOCKS}, got {block!r}")
     device = torch.get_default_device() if device is None else torch.device(device)
     return _Grid(_count("seqlen_q", seqlen_q), _count("seqlen_k", seqlen_k), block_q, block_kv, device)
-
-
-def _window(window_size: Any) -> Window:
-    """window_size with None for every side that is not bounded."""
-    if window_size is None:
-        return None, None
-    expected = "window_size must be None or a pair (left, right) of None, -1 or ints >= 0"
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise ValueError(f"{expected}, got {window_size!r}")
-    for side in window_size:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < -1):
-            raise ValueError(f"{expected}, got {window_size!r}")
-    left, right = (None if side == -1 else side for side in window_size)
-    return left, right
 
 
 def _count(name: str, value: Any, least: int = 0) -> int:
