@@ -22,7 +22,6 @@ TMA_SWIZZLES = {64: 2, 128: 3}
 """CUtensorMapSwizzle by the bytes of a row of the box."""
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in percent
 _PROMOTE_L2_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 _TENSOR_MAP_BYTES = 128
 _TENSOR_MAP_ALIGNMENT = 64
@@ -155,9 +154,8 @@ class Function:
     def on(self, device: int) -> Function:
         """Itself, prepared for a device."""
         if self._shared > 48 << 10:
-            for attribute, value in ((_MAX_DYNAMIC_SHARED, self._shared), (_SHARED_CARVEOUT, 100)):
-                error = _driver().cuKernelSetAttribute(attribute, value, self._kernel, _handle(device))
-                _check(error, f"asking for {self._shared} bytes of shared memory on device {device}")
+            error = _driver().cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, self._shared, self._kernel, _handle(device))
+            _check(error, f"asking for {self._shared} bytes of shared memory on device {device}")
         return self
 
     def __call__(self, device: int, blocks: int, stream: int, *arguments: bytes | int | float) -> None:

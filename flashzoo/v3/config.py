@@ -30,7 +30,6 @@ class Tiles:
         q_stages: with 2, the queries of the next tile arrive while those of this one are in use.
         ping_pong: the warpgroups take turns in issuing their products, so that one's run under the other's softmax.
         overlap: inside a warpgroup, the product for the next block's scores is issued before the softmax of this one.
-        residents: thread blocks on a multiprocessor, each with its tile.
     """
 
     consumers: int
@@ -39,7 +38,6 @@ class Tiles:
     q_stages: int = 1
     ping_pong: bool = True
     overlap: bool = True
-    residents: int = 1
 
     @property
     def block_q(self) -> int:

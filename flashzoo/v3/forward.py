@@ -37,10 +37,10 @@ from flashzoo.v3.softmax import Softmax, rows_of, scale_rows
 
 DTYPES = {"fp16": Float16, "bf16": BFloat16, "e4m3": Float8E4M3FN, "fp32": Float32}
 
-# Registers of a thread, by the number of consumer warpgroups on a multiprocessor (setmaxnreg): of its 64 K the producer gives up most
+# Registers of a thread, by the number of consumer warpgroups (setmaxnreg): of a multiprocessor's 64 K the producer gives up most
 # of its share. No table has one consumer: it is the smallest kernel there is, for tests.
-PRODUCER_REGISTERS = {1: 56, 2: 24, 3: 32, 4: 24}
-CONSUMER_REGISTERS = {1: 256, 2: 240, 3: 160, 4: 104}
+PRODUCER_REGISTERS = {1: 56, 2: 24, 3: 32}
+CONSUMER_REGISTERS = {1: 256, 2: 240, 3: 160}
 
 WARPS = 4
 """Of a warpgroup."""
@@ -163,8 +163,7 @@ class Forward:
         self.dtype = DTYPES[kernel.dtype]
         self.dtype_o = DTYPES[kernel.out_dtype]
         self.columns_of_product = kernel.width_v
-        consumers = self.tiles.consumers * self.tiles.residents
-        self.registers = PRODUCER_REGISTERS[consumers], CONSUMER_REGISTERS[consumers]
+        self.registers = PRODUCER_REGISTERS[self.tiles.consumers], CONSUMER_REGISTERS[self.tiles.consumers]
         self.helpers = 0
         self.stages_of_loaded_v = kernel.tiles.stages
 
@@ -192,11 +191,7 @@ class Forward:
             box = cute.select(layout, mode=[0, 1])
             atoms.append(cpasync.make_tiled_tma_atom(operation, rows_first, box, cute.product_each(box.shape))[0])
         self.device(*atoms, lse, schedule, scaling, *layouts).launch(
-            grid=[1, 1, 1],
-            block=[kernel.threads, 1, 1],
-            smem=kernel.shared_bytes,
-            min_blocks_per_mp=tiles.residents,
-            preferred_smem_carveout=100,
+            grid=[1, 1, 1], block=[kernel.threads, 1, 1], smem=kernel.shared_bytes, min_blocks_per_mp=1
         )
 
     @cute.kernel
