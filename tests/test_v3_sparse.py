@@ -127,7 +127,13 @@ def on_integers(monkeypatch):
         for name in ("Int32", "Int64"):
             monkeypatch.setattr(module, name, int)
     monkeypatch.setattr(sparse, "Float32", SimpleNamespace(inf=math.inf))
-    cute = {"make_tensor": lambda x, _: x, "make_layout": int, "make_rmem_tensor": lambda shape, _: Table(shape), "autovec_copy": copy, "assume": assume}
+    cute = {
+        "make_tensor": lambda x, _: x,
+        "make_layout": int,
+        "make_rmem_tensor": lambda shape, _: Table(shape),
+        "autovec_copy": copy,
+        "assume": assume,
+    }
     monkeypatch.setattr(sparse, "cute", SimpleNamespace(size=lambda s: len(s), arch=SimpleNamespace(block_idx=lambda: (0, 0, 0)), **cute))
     monkeypatch.setattr(sparse, "rows_of", lambda s: s)
     monkeypatch.setattr(sparse, "ones", ones)

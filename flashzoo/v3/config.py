@@ -100,7 +100,12 @@ class Kernel:
         elements = tiles.q_stages * tiles.block_q * self.width
         elements += tiles.block_kv * (tiles.stages * self.width + self.stages_of_v * self.width_v)
         slots = tiles.q_stages * tiles.consumers + tiles.stages + self.stages_of_v + 1
-        return BYTES[self.dtype] * elements + BYTES[self.out_dtype] * tiles.block_q * self.width_o + 16 * slots + -(-4 * self.words_of_tile // 8) * 8
+        return (
+            BYTES[self.dtype] * elements
+            + BYTES[self.out_dtype] * tiles.block_q * self.width_o
+            + 16 * slots
+            + -(-4 * self.words_of_tile // 8) * 8
+        )
 
 
 @dataclass(frozen=True)

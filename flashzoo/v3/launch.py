@@ -37,9 +37,7 @@ SECTION_HEADS = (16, 64)
 Ints = tuple[int, ...]
 
 
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, block_mask: Any = None
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, block_mask: Any = None) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of raw CUDA tensors; see `flashzoo.attention`."""
     if block_mask is not None:
         from flashzoo.v3.launch_sparse import forward_sparse

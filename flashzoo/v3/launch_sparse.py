@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache, lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flashzoo._cute.driver import Function

@@ -18,7 +18,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Constexpr, Float32, Int32, Int64, Uint32, const_expr
 
 from flashzoo.v3.config import WARPGROUP_ROWS, KernelSparse
 from flashzoo.v3.forward import Consumer, Forward
