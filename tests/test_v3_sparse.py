@@ -214,6 +214,11 @@ def with_band(mask: BlockMask, **band) -> BlockMask:
     return replace(mask, element=replace(mask.element, **band), tight=False)
 
 
+def nothing(seqlen_q: int, seqlen_k: int, block_kv: int) -> BlockMask:
+    blocks = torch.zeros(-(-seqlen_q // MASK_Q), -(-seqlen_k // block_kv), dtype=torch.bool)
+    return BlockMask.from_blocks(blocks, seqlen_q, seqlen_k, block_kv=block_kv)
+
+
 MASKS = {
     "causal": lambda kv: BlockMask.causal(200, 330, block_kv=kv),
     "causal_more_queries": lambda kv: BlockMask.causal(330, 200, block_kv=kv),
@@ -228,7 +233,7 @@ MASKS = {
     "rubbish": lambda kv: with_rubbish_past_counts(BlockMask.from_dense(dense(300, 203), block_kv=kv)),
     "full_past_the_end": lambda kv: BlockMask.sliding_window(130, 70, window_size=None, block_kv=kv),
     "full_past_the_end_by_more": lambda kv: BlockMask.sliding_window(20, 257, window_size=None, block_kv=kv),
-    "nothing": lambda kv: with_rubbish_past_counts(BlockMask.from_blocks(torch.zeros(2, -(-300 // kv), dtype=torch.bool), 200, 300, block_kv=kv)),
+    "nothing": lambda kv: with_rubbish_past_counts(nothing(200, 300, kv)),
     "no_room": lambda kv: BlockMask.random(200, 300, blocks=0, block_kv=kv),
 }  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from flashzoo.spec import DESCALE_BLOCK, Problem, Window
+from flashzoo.spec import DESCALE_BLOCK, Problem
 
 WARPGROUP = 128
 """Threads of a warpgroup, the four warps that issue one WGMMA."""
@@ -100,12 +100,8 @@ class Kernel:
         elements = tiles.q_stages * tiles.block_q * self.width
         elements += tiles.block_kv * (tiles.stages * self.width + self.stages_of_v * self.width_v)
         slots = tiles.q_stages * tiles.consumers + tiles.stages + self.stages_of_v + 1
-        return (
-            BYTES[self.dtype] * elements
-            + BYTES[self.out_dtype] * tiles.block_q * self.width_o
-            + 16 * slots
-            + -(-4 * self.words_of_tile // 8) * 8
-        )
+        staged = BYTES[self.out_dtype] * tiles.block_q * self.width_o
+        return BYTES[self.dtype] * elements + staged + 16 * slots + -(-4 * self.words_of_tile // 8) * 8
 
 
 @dataclass(frozen=True)
@@ -360,19 +356,23 @@ def widths_of(problem: Problem) -> tuple[int, int]:
     return (width, width_v) if (width, width_v) in HOPPER else (widest, widest)
 
 
-def band_of(problem: Problem) -> Window:
-    """The visible band; with a block mask that of its partial blocks."""
-    return problem.span if problem.block_mask is None else problem.block_mask.span
-
-
 def kernel_for(problem: Problem) -> Kernel:
     """The kernel of a problem."""
-    left, right = (side is not None for side in band_of(problem))
+    if problem.block_mask is not None:
+        return kernel_sparse_for(problem)
+    left, right = problem.span
     widths = width_for(problem.head_dim), width_for(problem.head_dim_v)
+    return Kernel(problem.dtype, *widths, left is not None, right is not None, table(problem)[widths_of(problem)])
+
+
+def kernel_sparse_for(problem: Problem) -> KernelSparse:
+    """The kernel of a problem with a block mask."""
     mask = problem.block_mask
-    if mask is None:
-        return Kernel(problem.dtype, *widths, left, right, table(problem)[widths_of(problem)])
-    return KernelSparse(problem.dtype, *widths, left, right, SPARSE[*widths_of(problem), mask.block_kv], mask.block_kv, mask.bits)
+    assert mask is not None
+    left, right = mask.span
+    widths = width_for(problem.head_dim), width_for(problem.head_dim_v)
+    tiles = SPARSE[(*widths_of(problem), mask.block_kv)]
+    return KernelSparse(problem.dtype, *widths, left is not None, right is not None, tiles, mask.block_kv, mask.bits)
 
 
 def kernel_fp8_for(problem: Problem, block_scales: bool, transposed: bool) -> KernelFp8:

@@ -16,7 +16,7 @@ from flashzoo._cute.compile import compile_for
 from flashzoo._cute.driver import Function, TensorMap, current_stream
 from flashzoo.autograd import differentiable
 from flashzoo.spec import Problem
-from flashzoo.v3.config import BYTES, WARPGROUP_ROWS, Kernel, KernelBackward, band_of, kernel_for, pack_for
+from flashzoo.v3.config import BYTES, WARPGROUP_ROWS, Kernel, KernelBackward, kernel_for, pack_for
 
 ARCH = "sm_90a"
 LOG2E = math.log2(math.e)
@@ -66,9 +66,10 @@ def readable(shape: Ints, strides: Ints, address: int = 0, size: int = 2) -> boo
     return not address & 15 and all(step > 0 and step % 16 == 0 for step in steps)
 
 
-def made_readable(*tensors: Tensor) -> list[Tensor]:
-    """The tensors, and copies of those that TMA can't read where they lie."""
-    return [x if readable(x.shape, x.stride(), x.data_ptr()) else x.clone(memory_format=torch.contiguous_format) for x in tensors]
+def made_readable(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors, but copies of those that TMA can't read where they lie."""
+    q, k, v = (x if readable(x.shape, x.stride(), x.data_ptr()) else x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
+    return q, k, v
 
 
 def all_readable(problem: Problem, *strides: Ints) -> bool:
@@ -120,8 +121,9 @@ class ForwardLaunch:
         self._out = by_query(kernel.out_dtype, p.head_dim_v, kernel.width_o, self._out_strides)
         blocks_q, batch_heads = -(-(p.seqlen_q << pack) // tiles.block_q), p.batch * heads
         self._blocks = min(torch.cuda.get_device_properties(device).multi_processor_count, blocks_q * batch_heads)
+        band = p.span if p.block_mask is None else p.block_mask.span
         section = min(batch_heads, _section(p, kernel, group))
-        self._sizes = (p.seqlen_q, p.seqlen_k, heads, group, pack, *p.reach_of(band_of(p)), blocks_q, batch_heads, section)
+        self._sizes = (p.seqlen_q, p.seqlen_k, heads, group, pack, *p.reach_of(band), blocks_q, batch_heads, section)
         self._function = self.load(kernel).on(device)
 
     def map_of_v(self, problem: Problem, kernel: Kernel, strides: Ints) -> TensorMap:
@@ -266,7 +268,8 @@ def example(kernel: Kernel, schedule: Any = None, more: tuple[Any, ...] = ()) ->
             (kernel.out_dtype, kernel.width_v, 5),
         )
     ]
-    return [*tensors, fake_pointer(Float32), (schedule or Schedule)(kernel, *[Int32(1)] * 10, fake_pointer(Int32), *more)]
+    sizes = [Int32(1)] * 10
+    return [*tensors, fake_pointer(Float32), (schedule or Schedule)(kernel, *sizes, fake_pointer(Int32), *more)]  # pyright: ignore[reportCallIssue]
 
 
 def fake_tensor(dtype: str, sizes: tuple[int | None, ...]) -> Any:

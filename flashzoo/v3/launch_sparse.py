@@ -10,7 +10,7 @@ from torch import Tensor
 from flashzoo._cute.driver import Function
 from flashzoo.spec import Problem
 from flashzoo.v3 import launch
-from flashzoo.v3.config import KernelSparse, kernel_for
+from flashzoo.v3.config import KernelSparse, kernel_sparse_for
 from flashzoo.v3.launch import (
     LOG2E,
     SMALLEST_SCALE,
@@ -50,7 +50,7 @@ def forward_launch(
     """The launch for a problem, or None where TMA can't read tensors of these strides."""
     if not all_readable(problem, q_strides, k_strides, v_strides):
         return None
-    return ForwardLaunchSparse(problem, kernel_for(problem), q_strides, k_strides, v_strides, sizes, device)
+    return ForwardLaunchSparse(problem, kernel_sparse_for(problem), q_strides, k_strides, v_strides, sizes, device)
 
 
 class ForwardLaunchSparse(ForwardLaunch):
