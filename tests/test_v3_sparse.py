@@ -260,7 +260,9 @@ def test_threads_let_through_what_the_mask_shows(pattern, head_dim, block_kv, on
         expected = shown[heads_own][block * MASK_Q : (block + 1) * MASK_Q]
         assert torch.equal(let_through(plan, tile)[: len(expected)], expected), f"batch {batch}, head {head}, row {block}"
     assert len(tiles) == plan.blocks * plan.batch_heads, "every row once"
-    assert not plan.exists(plan.described(plan.blocks * plan.batch_heads + 5))
+    past = [0] * plan.kernel.words_of_tile
+    plan.tell(past, plan.described(plan.blocks * plan.batch_heads + 5))
+    assert not plan.exists(plan.told(past)), "and nothing is read for it that is not there"
 
 
 def test_the_longest_rows_go_first(on_integers):

@@ -76,7 +76,7 @@ class ScheduleSparse(Schedule):
 
     def described(self, number: Int32) -> Row:
         """The tile of a number; past the last one, what is read of the last."""
-        rank, head, batch = self.rank_of(cutlass.min(number, self.blocks * self.batch_heads - 1))
+        rank, head, batch = self.rank_of(self.not_past_the_last(number))
         rows = self.list_of(head, batch) * self.blocks
         block = at(self.order, rows + rank)
         kept = at(self.counts, rows + block)
@@ -92,7 +92,12 @@ class ScheduleSparse(Schedule):
 
     def with_slot(self, tile: Row) -> Row:
         """The tile with `slot`: read here, it is there when the tile begins."""
-        return replace(tile, slot=self.slot_of(tile, cutlass.max(tile.partial * self.kernel.parts - 1, 0)))
+        there = replace(tile, number=self.not_past_the_last(tile.number))
+        return replace(tile, slot=self.slot_of(there, cutlass.max(tile.partial * self.kernel.parts - 1, 0)))
+
+    def not_past_the_last(self, number: Int32) -> Int32:
+        """The number of a tile that there is."""
+        return cutlass.min(number, self.blocks * self.batch_heads - 1)
 
     def exists(self, tile: Row):
         """Whether a tile is one, and not past the last."""
