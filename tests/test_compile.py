@@ -24,14 +24,17 @@ from flashzoo.v2.config import tiles_for as v2_tiles
 from flashzoo.v3 import launch as v3
 from flashzoo.v3 import launch_backward as v3_backward
 from flashzoo.v3 import launch_fp8 as v3_fp8
+from flashzoo.v3 import launch_sparse as v3_sparse
 from flashzoo.v3.config import (
     BACKWARD,
     FP8,
     LONG,
+    SPARSE,
     WARPGROUP,
     Kernel,
     KernelBackward,
     KernelFp8,
+    KernelSparse,
     TilesBackward,
     kernel_backward_for,
     kernel_fp8_for,
@@ -202,7 +205,8 @@ def too_little_shared(code: str) -> bool:
 
 
 def v3_compiled(kernel: Kernel | KernelBackward) -> Resources:
-    launch = v3_fp8 if isinstance(kernel, KernelFp8) else v3 if isinstance(kernel, Kernel) else v3_backward
+    of_type = ((KernelFp8, v3_fp8), (KernelSparse, v3_sparse), (Kernel, v3), (KernelBackward, v3_backward))
+    launch = next(launch for kind, launch in of_type if isinstance(kernel, kind))
     return read(compile_for(v3.ARCH, *launch.program(kernel)).cubin, kernel.shared_bytes)
 
 
@@ -218,6 +222,40 @@ def test_v3_compiles_and_does_not_spill(
     assert compiled.stack == 0 and compiled.spills == 0, f"{compiled.stack} bytes of stack, {compiled.spills} spill instructions"
     assert compiled.opcodes.keys() >= {"HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"}, "WGMMA, TMA both ways, registers by role"
     assert "HMMA" not in compiled.opcodes
+    consumers = kernel.tiles.consumers
+    wanted = PRODUCER_REGISTERS[consumers] + consumers * CONSUMER_REGISTERS[consumers]
+    assert WARPGROUP * wanted <= kernel.threads * compiled.registers, "the consumers would wait for registers for ever"
+    assert compiled.shared <= SHARED_LIMIT[90]
+    assert not too_little_shared(host_code[0])
+
+
+SPARSE_MASKS = {
+    "full": {},
+    "bits": {"bits": True},
+    "causal": {"causal": True},
+    "left": {"window": (128, None)},
+    "bits_and_window": {"bits": True, "window": (128, 64)},
+}
+"""What partial blocks apply."""
+
+
+def sparse_cases() -> Iterator[tuple[int, int, int, str]]:
+    for widths_and_block in SPARSE:
+        for mask in SPARSE_MASKS if widths_and_block in ((128, 128, 128), (256, 256, 128)) else ("full", "bits_and_window"):
+            yield *widths_and_block, mask
+
+
+@pytest.mark.parametrize(("width", "width_v", "block_kv", "mask"), [*sparse_cases()], ids=str)
+@pytest.mark.filterwarnings("error")
+def test_v3_sparse_compiles_and_does_not_spill(width: int, width_v: int, block_kv: int, mask: str, host_code) -> None:
+    form = MaskForm(128, block_kv, **SPARSE_MASKS[mask])
+    kernel = v3_kernel(Problem(2, 4096, 4096, 16, 16, width, head_dim_v=width_v, arch=90, block_mask=form))
+    assert isinstance(kernel, KernelSparse) and kernel.tiles == SPARSE[width, width_v, block_kv]
+    compiled = v3_compiled(kernel)
+    assert compiled.stack == 0 and compiled.spills == 0, f"{compiled.stack} bytes of stack, {compiled.spills} spill instructions"
+    assert compiled.opcodes.keys() >= {"HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"}, "WGMMA, TMA both ways, registers by role"
+    loads = [instruction for instruction in compiled.code if f"LDG.E.{kernel.tiles.block_kv} " in instruction]
+    assert bool(loads) == kernel.bits, "a row's bits are one load"
     consumers = kernel.tiles.consumers
     wanted = PRODUCER_REGISTERS[consumers] + consumers * CONSUMER_REGISTERS[consumers]
     assert WARPGROUP * wanted <= kernel.threads * compiled.registers, "the consumers would wait for registers for ever"
@@ -334,6 +372,7 @@ def test_a_serialised_kernel_is_seen() -> None:
 LAUNCHES_OF_V3 = {
     v3: v3_kernel,
     v3_fp8: lambda problem: kernel_fp8_for(problem, True, False),
+    v3_sparse: lambda problem: v3_kernel(dataclasses.replace(problem, block_mask=MaskForm())),
     v3_backward: kernel_backward_for,
 }
 """Which kernel each launches for a problem."""
@@ -353,6 +392,7 @@ def test_v3_has_the_parameters_that_its_launch_packs(launch, tmp_path) -> None:
 
 SHARED = {
     "forward": v3_kernel(Problem(2, 4096, 4096, 16, 16, 64, arch=90)),
+    "sparse": v3_kernel(Problem(2, 4096, 4096, 16, 16, 64, arch=90, block_mask=MaskForm())),
     **{
         f"backward-{width}-{deterministic}": kernel_backward_for(
             Problem(2, 4096, 4096, 16, 16, width, arch=90, deterministic=deterministic)

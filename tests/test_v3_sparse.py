@@ -19,7 +19,7 @@ from flashzoo._sass import SHARED_LIMIT
 from flashzoo.spec import MaskForm
 from flashzoo.v3 import schedule, sparse
 from flashzoo.v3.config import MASK_Q, SPARSE, WARPGROUP_ROWS, describe, kernel_for, pack_for
-from flashzoo.v3.launch_sparse import _sizes
+from flashzoo.v3.launch_sparse import parameters_of
 from flashzoo.v3.schedule import Schedule
 from flashzoo.v3.sparse import ForwardSparse, MaskSparse, ScheduleSparse
 
@@ -127,7 +127,13 @@ def on_integers(monkeypatch):
         for name in ("Int32", "Int64"):
             monkeypatch.setattr(module, name, int)
     monkeypatch.setattr(sparse, "Float32", SimpleNamespace(inf=math.inf))
-    cute = {"make_tensor": lambda x, _: x, "make_layout": int, "make_rmem_tensor": lambda shape, _: Table(shape), "autovec_copy": copy, "assume": assume}
+    cute = {
+        "make_tensor": lambda x, _: x,
+        "make_layout": int,
+        "make_rmem_tensor": lambda shape, _: Table(shape),
+        "autovec_copy": copy,
+        "assume": assume,
+    }
     monkeypatch.setattr(sparse, "cute", SimpleNamespace(size=lambda s: len(s), arch=SimpleNamespace(block_idx=lambda: (0, 0, 0)), **cute))
     monkeypatch.setattr(sparse, "rows_of", lambda s: s)
     monkeypatch.setattr(sparse, "ones", ones)
@@ -142,7 +148,7 @@ def schedule_of(mask: BlockMask, problem: Problem) -> ScheduleSparse:
     if bits is not None:
         words = bits.flatten().view(torch.int32).long() & 0xFFFFFFFF
         of_bits = [Memory(rows.bit_index.flatten().tolist()), Memory(words.tolist())]
-    return ScheduleSparse(kernel_for(p), *sizes, None, *_sizes(mask), *lists, *of_bits)
+    return ScheduleSparse(kernel_for(p), *sizes, None, *parameters_of(mask, mask.rows)[:4], *lists, *of_bits)
 
 
 def walked(plan: ScheduleSparse, tile: sparse.Row, me: int, row: int, column: int) -> tuple[list[int], list[dict]]:
@@ -208,6 +214,11 @@ def with_band(mask: BlockMask, **band) -> BlockMask:
     return replace(mask, element=replace(mask.element, **band), tight=False)
 
 
+def nothing(seqlen_q: int, seqlen_k: int, block_kv: int) -> BlockMask:
+    blocks = torch.zeros(-(-seqlen_q // MASK_Q), -(-seqlen_k // block_kv), dtype=torch.bool)
+    return BlockMask.from_blocks(blocks, seqlen_q, seqlen_k, block_kv=block_kv)
+
+
 MASKS = {
     "causal": lambda kv: BlockMask.causal(200, 330, block_kv=kv),
     "causal_more_queries": lambda kv: BlockMask.causal(330, 200, block_kv=kv),
@@ -222,7 +233,7 @@ MASKS = {
     "rubbish": lambda kv: with_rubbish_past_counts(BlockMask.from_dense(dense(300, 203), block_kv=kv)),
     "full_past_the_end": lambda kv: BlockMask.sliding_window(130, 70, window_size=None, block_kv=kv),
     "full_past_the_end_by_more": lambda kv: BlockMask.sliding_window(20, 257, window_size=None, block_kv=kv),
-    "nothing": lambda kv: with_rubbish_past_counts(BlockMask.from_blocks(torch.zeros(2, -(-300 // kv), dtype=torch.bool), 200, 300, block_kv=kv)),
+    "nothing": lambda kv: with_rubbish_past_counts(nothing(200, 300, kv)),
     "no_room": lambda kv: BlockMask.random(200, 300, blocks=0, block_kv=kv),
 }  # fmt: skip
 
@@ -249,7 +260,9 @@ def test_threads_let_through_what_the_mask_shows(pattern, head_dim, block_kv, on
         expected = shown[heads_own][block * MASK_Q : (block + 1) * MASK_Q]
         assert torch.equal(let_through(plan, tile)[: len(expected)], expected), f"batch {batch}, head {head}, row {block}"
     assert len(tiles) == plan.blocks * plan.batch_heads, "every row once"
-    assert not plan.exists(plan.described(plan.blocks * plan.batch_heads + 5))
+    past = [0] * plan.kernel.words_of_tile
+    plan.tell(past, plan.described(plan.blocks * plan.batch_heads + 5))
+    assert not plan.exists(plan.told(past)), "and nothing is read for it that is not there"
 
 
 def test_the_longest_rows_go_first(on_integers):

@@ -427,12 +427,21 @@ def band_of(problem: Problem) -> Window:
 
 def kernel_for(problem: Problem) -> Kernel:
     """The kernel of a problem."""
-    left, right = (side is not None for side in band_of(problem))
+    if problem.block_mask is not None:
+        return kernel_sparse_for(problem)
+    left, right = (side is not None for side in problem.span)
     widths = width_for(problem.head_dim), width_for(problem.head_dim_v)
+    return Kernel(problem.dtype, *widths, left, right, table(problem)[widths_of(problem)])
+
+
+def kernel_sparse_for(problem: Problem) -> KernelSparse:
+    """The kernel of a problem with a block mask."""
     mask = problem.block_mask
-    if mask is None:
-        return Kernel(problem.dtype, *widths, left, right, table(problem)[widths_of(problem)])
-    return KernelSparse(problem.dtype, *widths, left, right, SPARSE[(*widths_of(problem), mask.block_kv)], mask.block_kv, mask.bits)
+    assert mask is not None
+    left, right = (side is not None for side in mask.span)
+    widths = width_for(problem.head_dim), width_for(problem.head_dim_v)
+    tiles = SPARSE[(*widths_of(problem), mask.block_kv)]
+    return KernelSparse(problem.dtype, *widths, left, right, tiles, mask.block_kv, mask.bits)
 
 
 def kernel_fp8_for(problem: Problem, block_scales: bool, transposed: bool) -> KernelFp8:

@@ -46,7 +46,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: fl
     misaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
     launch = None if misaligned else forward_launch(problem, q.stride(), k.stride(), v.stride(), q.get_device())
     if launch is None:
-        return forward(*made_readable(q, k, v), problem, softmax_scale)
+        return forward(made_readable(q), made_readable(k), made_readable(v), problem, softmax_scale)
     return launch(q, k, v, softmax_scale)
 
 
@@ -69,9 +69,9 @@ def readable(shape: Ints, strides: Ints, address: int = 0, size: int = 2) -> boo
     return strides[-1] == 1 and not address & 15 and all(step > 0 and step % 16 == 0 for step in steps)
 
 
-def made_readable(*tensors: Tensor) -> list[Tensor]:
-    """The tensors, and copies of those that TMA can't read where they lie."""
-    return [x if readable(x.shape, x.stride(), x.data_ptr()) else x.clone(memory_format=torch.contiguous_format) for x in tensors]
+def made_readable(x: Tensor) -> Tensor:
+    """The tensor, or a copy if TMA can't read it where it lies."""
+    return x if readable(x.shape, x.stride(), x.data_ptr()) else x.clone(memory_format=torch.contiguous_format)
 
 
 def all_readable(problem: Problem, *strides: Ints) -> bool:
@@ -270,7 +270,8 @@ def example(kernel: Kernel, schedule: Any = None, more: tuple[Any, ...] = ()) ->
             (kernel.out_dtype, kernel.width_v, 5),
         )
     ]
-    return [*tensors, fake_pointer(Float32), (schedule or Schedule)(kernel, *[Int32(1)] * 10, fake_pointer(Int32), *more)]
+    sizes = [Int32(1)] * 10
+    return [*tensors, fake_pointer(Float32), (schedule or Schedule)(kernel, *sizes, fake_pointer(Int32), *more)]  # pyright: ignore[reportCallIssue]
 
 
 def fake_tensor(dtype: str, sizes: tuple[int | None, ...]) -> Any:
@@ -284,9 +285,9 @@ def fake_tensor(dtype: str, sizes: tuple[int | None, ...]) -> Any:
     return make_fake_tensor(DTYPES[dtype], tuple(cute.sym_int32() if size is None else size for size in sizes), strides, assumed_align=16)
 
 
-def fake_pointer(dtype: Any) -> Any:
-    """To 32-bit numbers in memory."""
+def fake_pointer(dtype: Any, align: int = 4) -> Any:
+    """To 32-bit numbers in memory, at a multiple of so many bytes."""
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_ptr
 
-    return make_ptr(dtype, 16, cute.AddressSpace.gmem, assumed_align=4)
+    return make_ptr(dtype, 16, cute.AddressSpace.gmem, assumed_align=align)

@@ -63,7 +63,7 @@ def backward(
     strides = q.stride(), k.stride(), v.stride(), dout.stride()
     launch = None if misaligned else backward_launch(problem, *strides, out.stride(), dlse is not None, q.get_device())
     if launch is None:
-        q, k, v, dout = made_readable(q, k, v, dout)
+        q, k, v, dout = (made_readable(x) for x in (q, k, v, dout))
         return backward(dout, dlse, q, k, v, out, lse, problem, softmax_scale)
     return launch(dout, dlse, q, k, v, out, lse, softmax_scale)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from flashzoo._cute.driver import Function
 from flashzoo.spec import Problem
 from flashzoo.v3 import launch
-from flashzoo.v3.config import KernelSparse, kernel_for
+from flashzoo.v3.config import KernelSparse, kernel_sparse_for
 from flashzoo.v3.launch import (
     LOG2E,
     SMALLEST_SCALE,
@@ -32,13 +32,13 @@ def forward_sparse(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_sc
     misaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
     run = None if misaligned else forward_launch(problem, q.stride(), k.stride(), v.stride(), q.get_device())
     if run is None:
-        return forward_sparse(*made_readable(q, k, v), problem, softmax_scale, block_mask)
+        return forward_sparse(made_readable(q), made_readable(k), made_readable(v), problem, softmax_scale, block_mask)
     return run(q, k, v, softmax_scale, parameters_of(block_mask, block_mask.rows))
 
 
 def parameters_of(mask: Any, lists: Any) -> Ints:
     """What a kernel takes of a `BlockMask` and its rows or columns: strides over batch and heads in heads, 0 where shared, width of the
-    lists, for how many blocks a head has bits, and addresses."""
+    lists, for how many blocks a head has bits, and addresses. Bits start at a multiple of 16 bytes."""
     bits, counts = mask.element.bits, lists.counts.data_ptr()
     # Where lists have no room for anything they have no address either, and their first entry is read all the same.
     addresses = (lists.order.data_ptr(), counts, lists.full.data_ptr(), lists.indices.data_ptr() or counts)
@@ -52,7 +52,7 @@ def forward_launch(problem: Problem, q_strides: Ints, k_strides: Ints, v_strides
     """The launch for a problem, or None where TMA can't read tensors of these strides."""
     if not all_readable(problem, q_strides, k_strides, v_strides):
         return None
-    return ForwardLaunchSparse(problem, kernel_for(problem), q_strides, k_strides, v_strides, device)
+    return ForwardLaunchSparse(problem, kernel_sparse_for(problem), q_strides, k_strides, v_strides, device)
 
 
 class ForwardLaunchSparse(ForwardLaunch):
@@ -86,4 +86,4 @@ def fake_lists() -> tuple[Any, ...]:
     """What a schedule has of a block mask, to compile with."""
     from cutlass import Int32, Uint32
 
-    return (*[Int32(1)] * 4, *[fake_pointer(Int32)] * 5, fake_pointer(Uint32))
+    return (*[Int32(1)] * 4, *[fake_pointer(Int32)] * 5, fake_pointer(Uint32, align=16))

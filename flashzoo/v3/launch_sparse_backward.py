@@ -36,7 +36,7 @@ def backward_sparse(
     strides = q.stride(), k.stride(), v.stride(), dout.stride()
     run = None if misaligned else backward_launch(problem, *strides, out.stride(), dlse is not None, q.get_device())
     if run is None:
-        q, k, v, dout = made_readable(q, k, v, dout)
+        q, k, v, dout = (made_readable(x) for x in (q, k, v, dout))
         return backward_sparse(dout, dlse, q, k, v, out, lse, problem, softmax_scale, block_mask)
     return run(dout, dlse, q, k, v, out, lse, softmax_scale, parameters_of(block_mask, block_mask.columns))
 

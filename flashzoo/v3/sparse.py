@@ -13,7 +13,7 @@ Rows are handed out from the longest to the shortest, so that no thread block is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -35,6 +35,7 @@ class Row:
         list: which of the lists of all heads.
         block: which row.
         partial, kept: how many of its blocks are partial, and how many there are in all.
+        slot: where the bits of its last partial block lie; for consumers, and where there are bits.
     """
 
     number: Int32
@@ -42,6 +43,7 @@ class Row:
     block: Int32
     partial: Int32
     kept: Int32
+    slot: Int32
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class ScheduleSparse(Schedule):
 
     def first(self) -> Row:
         """The tile that a thread block begins with."""
-        return self.described(cute.arch.block_idx()[0])
+        return self.with_slot(self.described(cute.arch.block_idx()[0]))
 
     def described(self, number: Int32) -> Row:
         """The tile of a number; past the last one, what is read of the last."""
@@ -80,7 +82,7 @@ class ScheduleSparse(Schedule):
         rows = self.list_of(head, batch) * self.blocks
         block = at(self.order, rows + rank)
         kept = at(self.counts, rows + block)
-        return Row(number, rows + block, block, kept - at(self.full, rows + block), kept)
+        return Row(number, rows + block, block, kept - at(self.full, rows + block), kept, Int32(0))
 
     def tell(self, slot: cute.Tensor, tile: Row) -> None:
         """Hand a tile over through shared memory."""
@@ -88,7 +90,11 @@ class ScheduleSparse(Schedule):
 
     def told(self, slot: cute.Tensor) -> Row:
         """The tile that was handed over."""
-        return Row(slot[0], slot[1], slot[2], slot[3], slot[4])
+        return self.with_slot(Row(slot[0], slot[1], slot[2], slot[3], slot[4], Int32(0)))
+
+    def with_slot(self, tile: Row) -> Row:
+        """The tile with `slot`: read here, it is there when the tile begins."""
+        return replace(tile, slot=self.slot_of(tile, cutlass.max(tile.partial * self.kernel.parts - 1, 0)))
 
     def exists(self, tile: Row):
         """Whether a tile is one, and not past the last."""
@@ -108,19 +114,20 @@ class ScheduleSparse(Schedule):
         tiles, parts = self.kernel.tiles, self.kernel.parts
         return at(self.indices, self.place_in_lists(tile, n)) * self.kernel.mask_kv + n % parts * tiles.block_kv
 
-    def bits_of(self, tile: Row, n: Int32) -> Int32:
-        """Where the bits of the n-th block lie that a tile walks, a partial one."""
-        return at(self.bit_index, self.place_in_lists(tile, n))
+    def slot_of(self, tile: Row, n: Int32) -> Int32:
+        """Where the bits of the n-th block lie that a tile walks, a partial one; nowhere without bits."""
+        return Int32(0) if not self.kernel.bits else at(self.bit_index, self.place_in_lists(tile, n))
 
     @cute.jit
-    def words(self, tile: Row, n: Int32, slot: Int32, row: Int32, words: cute.Tensor):
-        """Read the bits at `slot`, of the n-th block: of row `row` of the tile and the one 8 below, `(words, 2)`."""
+    def read_bits(self, tile: Row, n: Int32, slot: Int32, row: Int32, words: cute.Tensor):
+        """Read the bits at `slot`, of the n-th block: of row `row` of the tile and the one 8 below, into `(words, 2)`."""
         tiles, parts = self.kernel.tiles, self.kernel.parts
         words_of_row = self.kernel.mask_kv // 32
         first = (Int64(tile.list // self.blocks) * self.bit_blocks + slot) * (tiles.block_q * words_of_row)
         for r in cutlass.range_constexpr(2):
             place = first + ((row + 8 * r) * words_of_row + n % parts * (tiles.block_kv // 32))
-            source = cute.make_tensor((self.bits + place).align(tiles.block_kv // 8), cute.make_layout(tiles.block_kv // 32))
+            place = cute.assume(place, divby=tiles.block_kv // 32)
+            source = cute.make_tensor(self.bits + place, cute.make_layout(tiles.block_kv // 32))
             cute.autovec_copy(source, words[None, r])
 
     def place_in_lists(self, tile: Row, n: Int32) -> Int64:
@@ -177,45 +184,54 @@ class ForwardSparse(Forward):
     def attend(self, schedule: ScheduleSparse, tile: Row, block: Int32, consumer: Consumer, used: Int32, q_use: Int32) -> Int32:
         """One tile's rows of O, not yet divided by l, and of the softmax state. Returns the new `used`."""
         kernel, tiles = self.kernel, self.tiles
-        row = consumer.me * WARPGROUP_ROWS + consumer.row
+        column, row = consumer.column, consumer.me * WARPGROUP_ROWS + consumer.row
         _, end = schedule.extent(tile, block)
-        last = end - 1
+        last, partial = end - 1, tile.partial * kernel.parts
         nothing = tile.kept == 0
         begins_partial = not nothing and tile.partial == tile.kept
-        partial = cutlass.min(tile.partial * kernel.parts, last)  # blocks, but for the first of the walk
         # Past what a row keeps its list says nothing.
         first_key = Int32(0) if nothing else schedule.first_key(tile, last)
         limit = Int32(-NEVER) if nothing else schedule.seqlen_k
+        bounds = schedule.bounds(block * tiles.block_q + row, column)
+        keys = (Int32(-NEVER), limit - column)
 
-        bounds = schedule.bounds(block * tiles.block_q + row, consumer.column)
-        keys = (Int32(-NEVER), limit - consumer.column)
-        words, bits_ahead = None, Int32(0)
-        if const_expr(kernel.bits):
-            words = cute.make_rmem_tensor((tiles.block_kv // 32, 2), Uint32)
-            bits_ahead = schedule.bits_of(tile, cutlass.max(partial - 1, 0))
-            words.fill(0xFFFFFFFF)
-            if begins_partial:
-                schedule.words(tile, last, schedule.bits_of(tile, last), row, words)
+        words, words_ahead = None, None
+        if const_expr(kernel.bits):  # read a block ahead, and where they lie two; where the block lies, one
+            words, words_ahead = (cute.make_rmem_tensor((tiles.block_kv // 32, 2), Uint32) for _ in range(2))
+            words_ahead.fill(0)
+            if partial > 0:
+                schedule.read_bits(tile, partial - 1, tile.slot, row, words_ahead)
+            for i in cutlass.range_constexpr(tiles.block_kv // 32):
+                for r in cutlass.range_constexpr(2):
+                    words[i, r] = words_ahead[i, r] if begins_partial else Uint32(0xFFFFFFFF)
+        slot = schedule.slot_of(tile, cutlass.max(partial - 2, 0))
         of_first = tuple([tuple([b if begins_partial else k for b, k in zip(of_row, keys, strict=True)]) for of_row in bounds])
+        first = MaskSparse(of_first, column, kernel.left, words)
+
         consumer.on_chip.q_ring.wait_full(q_use)  # A1.14, A2.3
         consumer.o.fill(0.0)
-        crosses = begins_partial or first_key + tiles.block_kv > limit
-        self.first_scores(consumer, used, first_key, MaskSparse(of_first, consumer.column, kernel.left, words), crosses)
+        self.first_scores(consumer, used, first_key, first, begins_partial or first_key + tiles.block_kv > limit)
+        if begins_partial:
+            partial -= 1
+            if const_expr(kernel.bits):
+                schedule.read_bits(tile, cutlass.max(partial - 1, 0), slot, row, words_ahead)
+            slot = schedule.slot_of(tile, cutlass.max(partial - 2, 0))
+        key = schedule.first_key(tile, cutlass.max(partial - 1, 0))
         full = last - partial
-        if const_expr(kernel.parts > 1):  # the other half of a full block that crosses the end of the keys
+        if const_expr(kernel.parts > 1):  # the other part of a full block that crosses the end of the keys
             crossing = cutlass.min(full, 1 if first_key > limit else 0)
             for _ in cutlass.range(crossing, unroll=1):
-                used = self.step_overlapped(consumer, used, first_key - tiles.block_kv, MaskSparse((keys, keys), consumer.column, False))
+                used = self.step_overlapped(consumer, used, first_key - tiles.block_kv, MaskSparse((keys, keys), column, False))
             full -= crossing
         for _ in cutlass.range(full, unroll=1):  # A1.15, A2.7
             used = self.step_overlapped(consumer, used, Int32(0), None)
-        mask = MaskSparse(bounds, consumer.column, kernel.left, words)
+        mask = MaskSparse(bounds, column, kernel.left, words)
         for i in cutlass.range(partial, unroll=1):
             n = partial - 1 - i
-            first_key = schedule.first_key(tile, n)
-            if const_expr(kernel.bits):  # read before the products are waited for, and where they lie a block before
-                schedule.words(tile, n, bits_ahead, row, words)
-                bits_ahead = schedule.bits_of(tile, cutlass.max(n - 1, 0))
+            if const_expr(kernel.bits):
+                words.store(words_ahead.load())
+                schedule.read_bits(tile, cutlass.max(n - 1, 0), slot, row, words_ahead)
+            first_key, key, slot = key, schedule.first_key(tile, cutlass.max(n - 1, 0)), schedule.slot_of(tile, cutlass.max(n - 2, 0))
             used = self.step_overlapped(consumer, used, first_key, mask)
         consumer.on_chip.q_ring.release(q_use)
         return self.last_product(consumer, used)

@@ -38,7 +38,11 @@ class ScheduleBackwardSparse(ScheduleSparse, ScheduleBackward):
         lists = self.list_of(head_kv * self.group, batch) * self.columns
         column = at(self.order, lists + rank // parts)
         kept = at(self.counts, lists + column)
-        return Row(number, lists + column, column * parts + rank % parts, kept - at(self.full, lists + column), kept)
+        return Row(number, lists + column, column * parts + rank % parts, kept - at(self.full, lists + column), kept, Int32(0))
+
+    def with_slot(self, tile: Row) -> Row:
+        """As it is: bits are read where they are used."""
+        return tile
 
     @property
     def columns(self) -> Int32:
@@ -93,7 +97,7 @@ class _Masked:
         key = tile.block % kernel.parts_of_column * tiles.block_kv + thread // 32 * 16 + lane // 4
         query = n % kernel.parts * tiles.block_q + lane % 4 * 2
         words_of_row = kernel.mask_kv // 32
-        slot = Int64(tile.list // schedule.columns) * schedule.bit_blocks + schedule.bits_of(tile, n)
+        slot = Int64(tile.list // schedule.columns) * schedule.bit_blocks + schedule.slot_of(tile, n)
         words = schedule.bits + (slot * (MASK_Q * words_of_row) + (query * words_of_row + key // 32))
         rows = rows_of(s)
         for i in cutlass.range_constexpr(cute.size(s) // 4):
