@@ -567,6 +567,11 @@ SHAPES = {  # field, its new value, error
     "block size": ("block_q", lambda _: 96, r"block_q must be one of \(64, 128\), got 96"),
     "length below 0": ("seqlen_q", lambda _: -1, r"seqlen_q must be an int, 0 or more, got -1"),
     "no heads": ("heads", lambda _: 0, r"heads must be an int, 1 or more, got 0"),
+    "start": (
+        "element.bits",
+        lambda x: torch.cat([x.flatten(), x.flatten()[:8]])[8:].view(x.shape),
+        r"element\.bits must start at a multiple of 16 bytes, got one 8 bytes past it",
+    ),
     "window": ("element.window", lambda _: (-3, 0), r"element\.window_size must be None or a pair .* got \(-3, 0\)"),
     "window -1": ("element.window", lambda _: (-1, 0), r"element\.window must have None for a side without a bound, got \(-1, 0\)"),
 }
@@ -703,14 +708,16 @@ def test_another_device():
     assert mask.to("meta").device.type == "meta"
 
 
+LENGTHS = [100, 300, 0, 200]
+
+
 def flex_mask(device: str) -> FlexMask:
     return create_block_mask(lambda b, h, q, k: (q >= k) & (k > q - 100), None, 2, 700, 700, device=device)
 
 
-def build_everything(device: str, flex: FlexMask) -> list[BlockMask]:
-    """A mask of every builder, and combinations."""
+def build_everything(device: str, flex: FlexMask, lengths: Tensor) -> list[BlockMask]:
+    """A mask of every builder, and combinations; `lengths` of documents, `(1, 4)`."""
     n = 700
-    lengths = torch.tensor([[100, 300, 0, 200]], device=device)
     dense = torch.zeros(1, 2, n, n, dtype=torch.bool, device=device)
     blocks = torch.ones(6, 6, dtype=torch.bool, device=device)
     made = [
@@ -736,7 +743,7 @@ def build_everything(device: str, flex: FlexMask) -> list[BlockMask]:
 def test_no_builder_looks_at_values():
     """A tensor without values refuses every read, so no builder needs one."""
     with FakeTensorMode():
-        made = build_everything("cpu", flex_mask("cpu"))
+        made = build_everything("cpu", flex_mask("cpu"), torch.tensor([LENGTHS]))
         with pytest.raises(DataDependentOutputException):
             _ = made[0].density
     assert len(made) == 17
@@ -744,11 +751,11 @@ def test_no_builder_looks_at_values():
 
 @pytest.mark.gpu
 def test_no_builder_waits_for_the_gpu():
-    flex = flex_mask("cuda")
-    build_everything("cuda", flex)  # what PyTorch does once may wait
+    given = flex_mask("cuda"), torch.tensor([LENGTHS], device="cuda")  # which waits by itself
+    build_everything("cuda", *given)  # what PyTorch does once may wait
     torch.cuda.set_sync_debug_mode("error")
     try:
-        build_everything("cuda", flex)
+        build_everything("cuda", *given)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -18,6 +18,7 @@ from flashzoo import BlockMask, Problem
 from flashzoo.accuracy import Judge
 from flashzoo.reference import Result
 from flashzoo.spec import MaskForm
+from flashzoo.v3.config import refusals
 from flashzoo.workloads import block_mask, workloads
 
 on = {"device": DEVICE}
@@ -189,12 +190,17 @@ def test_the_same_bits_in_every_run():
 
 class TestDispatch:
     @pytest.mark.parametrize("arch", [80, 90, 100])
-    def test_auto_takes_it_for_a_mask_and_for_nothing_else(self, arch):
+    def test_auto_takes_it_for_masks_that_v3_refuses_and_for_nothing_else(self, arch):
         for workload in workloads():
             for dtype in ("fp16", "bf16", "fp32"):
                 problem = replace(workload.problem, dtype=dtype, out_dtype=None, device="cuda", arch=arch, grad=True)
-                masked = problem.block_mask is not None and problem.head_dim == problem.head_dim_v
-                assert (flashzoo.explain(problem).chosen == "blocksparse") == masked
+                chosen = flashzoo.explain(problem).chosen
+                if problem.block_mask is None:
+                    assert chosen != "blocksparse"
+                elif arch == 90 and dtype != "fp32" and problem.head_dim % 8 == problem.head_dim_v % 8 == 0 and not refusals(problem):
+                    assert chosen == "v3"
+                else:
+                    assert chosen == ("blocksparse" if problem.head_dim == problem.head_dim_v else "sdpa")
 
     def test_on_the_cpu_auto_makes_a_dense_mask(self):
         q = torch.randn(1, 70, 2, 16)

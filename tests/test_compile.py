@@ -25,6 +25,7 @@ from flashzoo.v3 import launch as v3
 from flashzoo.v3 import launch_backward as v3_backward
 from flashzoo.v3 import launch_fp8 as v3_fp8
 from flashzoo.v3 import launch_sparse as v3_sparse
+from flashzoo.v3 import launch_sparse_backward as v3_sparse_backward
 from flashzoo.v3.config import (
     BACKWARD,
     FP8,
@@ -33,11 +34,13 @@ from flashzoo.v3.config import (
     WARPGROUP,
     Kernel,
     KernelBackward,
+    KernelBackwardSparse,
     KernelFp8,
     KernelSparse,
     TilesBackward,
     kernel_backward_for,
     kernel_fp8_for,
+    refusals,
 )
 from flashzoo.v3.config import HOPPER as V3_TILES
 from flashzoo.v3.config import HOPPER_SHORT as V3_SHORT
@@ -205,7 +208,8 @@ def too_little_shared(code: str) -> bool:
 
 
 def v3_compiled(kernel: Kernel | KernelBackward) -> Resources:
-    of_type = ((KernelFp8, v3_fp8), (KernelSparse, v3_sparse), (Kernel, v3), (KernelBackward, v3_backward))
+    of_type = ((KernelFp8, v3_fp8), (KernelSparse, v3_sparse), (Kernel, v3))
+    of_type += ((KernelBackwardSparse, v3_sparse_backward), (KernelBackward, v3_backward))
     launch = next(launch for kind, launch in of_type if isinstance(kernel, kind))
     return read(compile_for(v3.ARCH, *launch.program(kernel)).cubin, kernel.shared_bytes)
 
@@ -344,10 +348,35 @@ BACKWARD_STACK = {64: 48, 128: 48, 256: 32}
 def test_v3_backward_compiles_and_its_consumers_do_not_spill(dtype: str, width: int, mask: str, deterministic: bool, host_code) -> None:
     asked = {"dtype": dtype, "grad": True, "deterministic": deterministic, "arch": 90}
     kernel = kernel_backward_for(Problem(2, 4096, 4096, 16, 16, width, **asked, **V3_MASKS[mask]))
+    held_to_its_registers(kernel, BACKWARD_STACK[width] if mask == "full" else 0, host_code)
+
+
+SPARSE_BACKWARD_STACK = {64: 0, 128: 0, 256: 0}
+
+
+def sparse_backward_cases() -> Iterator[tuple[str, int, int, str]]:
+    for width, block_kv in ((64, 128), (128, 128), (256, 128), (256, 64)):
+        for mask in SPARSE_MASKS if block_kv == 128 else ("full", "bits_and_window"):
+            yield "bf16", width, block_kv, mask
+    for width in BACKWARD:
+        yield "fp16", width, 128, "bits_and_window"
+
+
+@pytest.mark.parametrize(("dtype", "width", "block_kv", "mask"), [*sparse_backward_cases()], ids=str)
+@pytest.mark.filterwarnings("error")
+def test_v3_sparse_backward_compiles_and_its_consumers_do_not_spill(dtype: str, width: int, block_kv: int, mask: str, host_code) -> None:
+    form = MaskForm(128, block_kv, **SPARSE_MASKS[mask])
+    problem = Problem(2, 4096, 4096, 16, 16, width, dtype=dtype, grad=True, arch=90, block_mask=form)
+    kernel = kernel_backward_for(problem)
+    assert isinstance(kernel, KernelBackwardSparse) and kernel.tiles == BACKWARD[width] and not refusals(problem)
+    held_to_its_registers(kernel, SPARSE_BACKWARD_STACK[width], host_code)
+
+
+def held_to_its_registers(kernel: KernelBackward, known: int, host_code: list[str]) -> None:
+    """A backward kernel compiles to what it is meant to, and its consumers have the registers that they need; `known` is the loader's stack."""
     compiled = v3_compiled(kernel)
     spills = [instruction for instruction in of_consumers(compiled.code) if re.search(r"\b(STL|LDL)\b", instruction)]
     assert not spills, f"{len(spills)} spill instructions in the consumers' code"
-    known = BACKWARD_STACK[width] if mask == "full" else 0
     assert compiled.stack <= known, f"{compiled.stack} bytes of stack, {compiled.spills} spill instructions; known are {known} bytes"
     assert serialised(compiled.code) == 0
     assert compiled.opcodes.keys() >= {"HGMMA", "UTMALDG", "UBLKCP", "UTMASTG", "USETMAXREG"}, "WGMMA, TMA both ways, registers by role"
@@ -374,6 +403,7 @@ LAUNCHES_OF_V3 = {
     v3_fp8: lambda problem: kernel_fp8_for(problem, True, False),
     v3_sparse: lambda problem: v3_kernel(dataclasses.replace(problem, block_mask=MaskForm())),
     v3_backward: kernel_backward_for,
+    v3_sparse_backward: lambda problem: kernel_backward_for(dataclasses.replace(problem, grad=True, block_mask=MaskForm())),
 }
 """Which kernel each launches for a problem."""
 
@@ -398,6 +428,10 @@ SHARED = {
             Problem(2, 4096, 4096, 16, 16, width, arch=90, deterministic=deterministic)
         )
         for width, deterministic in product(BACKWARD, (False, True))
+    },
+    **{
+        f"sparse_backward-{width}": kernel_backward_for(Problem(2, 4096, 4096, 16, 16, width, arch=90, block_mask=MaskForm()))
+        for width in BACKWARD
     },
 }
 

@@ -118,8 +118,8 @@ def test_only_what_is_seen_goes_unmasked(tiling, on_integers):
         tiles = plan.kernel.tiles
         for first_key in range(0, plan.blocks * tiles.block_kv, WARPGROUP_ROWS):
             keys = seen[:, first_key : first_key + WARPGROUP_ROWS]
-            for first_query in range(0, problem.seqlen_q, tiles.block_q):
-                if not plan.crosses(first_key, first_query):
+            for n, first_query in enumerate(range(0, problem.seqlen_q, tiles.block_q)):
+                if not plan.crosses(None, first_key, n):
                     whole = keys[first_query : first_query + tiles.block_q]
                     assert whole.shape[1] == WARPGROUP_ROWS and whole.all(), f"{problem}: from key {first_key}, query {first_query}"
 

@@ -29,6 +29,8 @@ from flashzoo.spec import MaskForm, Window, normalised, span_of
 
 BLOCKS = (64, 128)
 """What block_q and block_kv may be."""
+BITS_ALIGNMENT = 16
+"""Bytes, at a multiple of which the bits begin: v3 reads so many at once."""
 ELEMENTS = 1 << 24
 """Elements of blocks that are looked at in one step, so that a step's memory is some hundred MB."""
 
@@ -42,7 +44,8 @@ class Element:
     Attributes:
         causal, window: as in `flashzoo.attention`: aligned bottom-right, window sides None where unbounded.
         bits: uint8 `(batch, heads, blocks, block_q, block_kv / 8)`, contiguous; bit t of byte c of row r says whether query r of
-            the block sees its key 8 c + t. Which of the `blocks` is whose is in `Lists.bit_index`.
+            the block sees its key 8 c + t. Which of the `blocks` is whose is in `Lists.bit_index`. They start at a multiple of
+            `BITS_ALIGNMENT` bytes.
     """
 
     causal: bool = False
@@ -650,6 +653,8 @@ class BlockMask:
             shape = (*sizes, bits.shape[2] if bits.ndim == 5 else "blocks", self.block_q, self.block_kv // 8)
             for error in tensor_errors("element.bits", bits, torch.uint8, shape, self.device):
                 yield f"block_mask: {error}"
+            if past := bits.data_ptr() % BITS_ALIGNMENT:
+                yield f"block_mask: element.bits must start at a multiple of {BITS_ALIGNMENT} bytes, got one {past} bytes past it"
         try:
             if normalised(self.element.window) != self.element.window:
                 yield f"block_mask: element.window must have None for a side without a bound, got {self.element.window}"
