@@ -242,8 +242,8 @@ class KernelBackward:
         return 1
 
     def blocks_q(self, seqlen_q: int) -> int:
-        """Blocks of queries of a head, for which there are sums of dQ, LSE and delta."""
-        return -(-seqlen_q // self.tiles.block_q)
+        """Blocks of queries of a head, for which there are sums of dQ, LSE and delta. Kernels compute it too."""
+        return (seqlen_q + self.tiles.block_q - 1) // self.tiles.block_q
 
     def blocks_kv(self, seqlen_k: int) -> int:
         """Tiles of a head."""
@@ -333,7 +333,7 @@ class KernelBackwardSparse(KernelBackward):
 
     def blocks_q(self, seqlen_q: int) -> int:
         """The same, for whole blocks of the mask."""
-        return -(-seqlen_q // MASK_Q) * self.parts
+        return (seqlen_q + MASK_Q - 1) // MASK_Q * self.parts
 
     def blocks_kv(self, seqlen_k: int) -> int:
         """The same, for whole columns of the mask."""
