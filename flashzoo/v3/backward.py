@@ -264,7 +264,6 @@ class Backward:
             first = cutlass.min(steps, tiles.stages)
             for i in cutlass.range(first, unroll=1):
                 self.load_queries(schedule, on_chip, tma_q, tma_do, lse, delta, loaded + i, tile, i, begin, end, head_kv, batch)
-            following = schedule.described(number)
             origin = (0, block * tiles.block_kv, head_kv, batch)
             for tma, x, ring in ((tma_k, on_chip.k, on_chip.k_ring), (tma_v, on_chip.v, on_chip.v_ring)):
                 ring.wait_empty(turn)
@@ -272,6 +271,7 @@ class Backward:
             for i in cutlass.range(first, steps, unroll=1):
                 self.load_queries(schedule, on_chip, tma_q, tma_do, lse, delta, loaded + i, tile, i, begin, end, head_kv, batch)
             loaded += steps
+            following = schedule.described(number)
             on_chip.tile_ring.wait_empty(turn)
             with cute.arch.elect_one():
                 schedule.tell(on_chip.tile, following)

@@ -167,6 +167,11 @@ class Forward:
         self.helpers = 0
         self.stages_of_loaded_v = kernel.tiles.stages
 
+    @property
+    def hands_out(self) -> bool:
+        """Whether a warp of its own looks up which tile is next; where helpers have all of them, the producer does."""
+        return self.helpers == 0
+
     @cute.jit
     def __call__(self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Pointer, schedule: Schedule, scaling: Any):
         """What is compiled. It is never run: `flashzoo._cute.driver` launches the kernel with descriptors of its own.
@@ -229,7 +234,7 @@ class Forward:
                 on_chip.q_ring.initialise(WARPS)
                 on_chip.k_ring.initialise(WARPS * tiles.consumers)
                 on_chip.v_ring.initialise(WARPS * tiles.consumers, self.helpers or 1)
-                on_chip.tile_ring.initialise(WARPS * tiles.consumers + self.helpers)
+                on_chip.tile_ring.initialise(WARPS * tiles.consumers + self.helpers + int(self.hands_out))
                 if const_expr(on_chip.raw is not None):
                     on_chip.raw.ring.initialise(self.helpers)
         cute.arch.mbarrier_init_fence()
@@ -239,6 +244,9 @@ class Forward:
             cute.arch.setmaxregister_decrease(self.registers[0])  # A1.3
             if warp == 0:
                 self.produce(schedule, on_chip, tma_q, tma_k, tma_v)
+            if const_expr(self.hands_out):  # noqa: SIM102 - one is known when compiled, the other when run
+                if warp == 1:
+                    self.hand_out(schedule, on_chip)
             if const_expr(self.helpers > 0):  # noqa: SIM102 - one is known when compiled, the other when run
                 if warp > 0:
                     self.help(schedule, on_chip, warp - 1)
@@ -255,35 +263,63 @@ class Forward:
         turn = Int32(0)  # tiles so far
         tile = schedule.first()
         while schedule.exists(tile):
-            number = schedule.fetch()
+            number = schedule.fetch() if const_expr(not self.hands_out) else Int32(0)
             block, head, batch = schedule.place(tile)
             begin, end = schedule.extent(tile, block)
             head_kv = head // schedule.group
-            self.load_block(tma_k, on_chip.k, on_chip.k_ring, loaded, self.origin(schedule.first_key(tile, end - 1), head_kv, batch))
+            first_key = schedule.first_key(tile, end - 1)
+            self.load_block(tma_k, on_chip.k, on_chip.k_ring, loaded, self.origin(first_key, head_kv, batch))
             for w in cutlass.range_constexpr(tiles.consumers):
                 n = turn * tiles.consumers + w
                 first = (block * tiles.block_q + w * WARPGROUP_ROWS) >> schedule.pack
                 on_chip.q_ring.wait_empty(n)
                 slot = on_chip.q_ring.slot(n)
                 load(tma_q, on_chip.q[None, None, slot], (0, 0, first, head, batch), on_chip.q_ring.full + slot)  # A1.4, A1.5
-            following = schedule.described(number)
             for i in cutlass.range(end - 1 - begin, unroll=1):  # A1.6
                 n = end - 2 - i
-                next_key, this_key = schedule.first_key(tile, n), schedule.first_key(tile, n + 1)
+                next_key = schedule.first_key(tile, n)
                 if const_expr(tiles.overlap):  # the consumers want the next K before this V
                     self.load_block(tma_k, on_chip.k, on_chip.k_ring, loaded + 1, self.origin(next_key, head_kv, batch))
-                self.load_block(tma_v, slots_of_v, ring_of_v, loaded, self.origin_of_v(this_key, head_kv, batch))
+                self.load_block(tma_v, slots_of_v, ring_of_v, loaded, self.origin_of_v(first_key, head_kv, batch))
                 if const_expr(not tiles.overlap):
                     self.load_block(tma_k, on_chip.k, on_chip.k_ring, loaded + 1, self.origin(next_key, head_kv, batch))
+                first_key = next_key
                 loaded += 1
-            self.load_block(tma_v, slots_of_v, ring_of_v, loaded, self.origin_of_v(schedule.first_key(tile, begin), head_kv, batch))
+            self.load_block(tma_v, slots_of_v, ring_of_v, loaded, self.origin_of_v(first_key, head_kv, batch))
             loaded += 1
-            on_chip.tile_ring.wait_empty(turn)
-            with cute.arch.elect_one():
-                schedule.tell(on_chip.tile, following)
-                cute.arch.mbarrier_arrive(on_chip.tile_ring.full)
-            tile = following
+            if const_expr(self.hands_out):
+                tile = self.take_over(schedule, on_chip, turn)
+            else:
+                tile = schedule.described(number)
+                self.hand_over(schedule, on_chip, tile, turn)
             turn += 1
+
+    @cute.jit
+    def hand_out(self, schedule: Schedule, on_chip: OnChip):
+        """The warp that looks up one tile after the other, each while the one before it is worked on."""
+        turn = Int32(0)
+        tile = schedule.first()
+        while schedule.exists(tile):
+            tile = schedule.described(schedule.fetch())
+            self.hand_over(schedule, on_chip, tile, turn)
+            turn += 1
+
+    @cute.jit
+    def hand_over(self, schedule: Schedule, on_chip: OnChip, tile: Any, turn: Int32):
+        """The next tile to all who work on this one."""
+        on_chip.tile_ring.wait_empty(turn)
+        with cute.arch.elect_one():
+            schedule.tell(on_chip.tile, tile)
+            cute.arch.mbarrier_arrive(on_chip.tile_ring.full)
+
+    @cute.jit
+    def take_over(self, schedule: Schedule, on_chip: OnChip, turn: Int32) -> Any:
+        """The next tile, by a whole warp."""
+        on_chip.tile_ring.wait_full(turn)
+        tile = schedule.told(on_chip.tile)
+        cute.arch.sync_warp()  # every lane has read it
+        on_chip.tile_ring.release(turn)
+        return tile
 
     @cute.jit
     def load_block(self, tma: cute.CopyAtom, slots: cute.Tensor, ring: Ring, loaded: Int32, origin: tuple):
@@ -347,10 +383,7 @@ class Forward:
             consumer = Consumer(me, on_chip, mma_qk, mma_pv, q, k, v, p, o, s_shape, softmax, row, column)
             softmax.reset(schedule, batch, head, first_row + row)  # A1.13, A2.2
             used = self.attend(schedule, tile, block, consumer, used, n)
-            on_chip.tile_ring.wait_full(turn)
-            tile = schedule.told(on_chip.tile)
-            cute.arch.sync_warp()  # every lane has read it
-            on_chip.tile_ring.release(turn)
+            tile = self.take_over(schedule, on_chip, turn)
             turn += 1
             self.store(schedule, consumer, tma_o, lse, batch, head, first_row)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory goes with the block

@@ -231,10 +231,7 @@ class ForwardFp8(Forward):
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(v_ring.full + v_ring.slot(used))
                 used += 1
-            on_chip.tile_ring.wait_full(turn)
-            tile = schedule.told(on_chip.tile)
-            cute.arch.sync_warp()  # every lane has read it
-            on_chip.tile_ring.release(turn)
+            tile = self.take_over(schedule, on_chip, turn)
             turn += 1
 
     @cute.jit
