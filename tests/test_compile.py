@@ -373,7 +373,7 @@ def test_v3_sparse_backward_compiles_and_its_consumers_do_not_spill(dtype: str, 
 
 
 def held_to_its_registers(kernel: KernelBackward, known: int, host_code: list[str]) -> None:
-    """A backward kernel compiles to what it is meant to, and its consumers have the registers that they need; `known` is the loader's stack."""
+    """A backward kernel compiles to what it is meant to, its consumers within their registers; `known` is the loader's stack."""
     compiled = v3_compiled(kernel)
     spills = [instruction for instruction in of_consumers(compiled.code) if re.search(r"\b(STL|LDL)\b", instruction)]
     assert not spills, f"{len(spills)} spill instructions in the consumers' code"

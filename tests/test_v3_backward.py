@@ -25,6 +25,7 @@ from flashzoo.v3.config import (
     WARPGROUP_ROWS,
     WRITERS,
     KernelBackward,
+    KernelBackwardSparse,
     TilesBackward,
     kernel_backward_for,
 )
@@ -191,6 +192,7 @@ KERNELS = {
     "by_rows": KernelBackward("fp16", 64, 64, False, False, False, TilesBackward(128)),
     "by_columns": KernelBackward("fp16", 128, 128, False, False, True, TilesBackward(64)),
     "by_gradient": KernelBackward("fp16", 256, 256, False, False, True, TilesBackward(64, 64)),
+    "sparse": KernelBackwardSparse("fp16", 128, 128, False, False, False, TilesBackward(64), 128, False),
 }
 on_kernels = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 
@@ -213,8 +215,7 @@ def test_delta_and_zeros(kernel, layout, with_dlse, seqlen_q):
     out, dout = (LAYOUTS[layout](torch.randn(shape, device=DEVICE).half()) for _ in range(2))
     lse, dlse = torch.randn(2, 3, seqlen_q, device=DEVICE), torch.randn(2, 3, seqlen_q, device=DEVICE)
     lse[1, 2, seqlen_q // 2] = -math.inf
-    block_q = kernel.tiles.block_q
-    blocks = -(-seqlen_q // block_q)
+    block_q, blocks = kernel.tiles.block_q, kernel.blocks_q(seqlen_q)
     (delta, all_delta), (lse_log2, all_lse) = (guarded(2, 3, blocks * block_q) for _ in range(2))
     dq_sum, all_sums = guarded(2, 3, blocks * block_q * kernel.width)
     turns, all_turns = guarded(2, 3, blocks, kernel.turns, dtype=torch.int32)
@@ -241,7 +242,7 @@ def as_registers(dq: Tensor, kernel: KernelBackward) -> Tensor:
     warp of 16 rows, which has two rows 8 apart and of every eight columns two. A part lies by fours of registers, then by thread.
     """
     tiles, (rows, columns) = kernel.tiles, kernel.dq_part
-    blocks = -(-dq.shape[1] // tiles.block_q)
+    blocks = kernel.blocks_q(dq.shape[1])
     padding = (0, kernel.width - dq.shape[3], 0, 0, 0, blocks * tiles.block_q - dq.shape[1])
     whole = torch.nn.functional.pad(dq, padding).permute(0, 2, 1, 3).reshape(dq.shape[0], dq.shape[2], blocks, tiles.block_q, kernel.width)
     m, n = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")

@@ -1,4 +1,4 @@
-"""What is special to v3's block-sparse forward pass: its schedule and masks on integers, and which masks it takes.
+"""What is special to v3's block-sparse kernels: their schedules and masks on integers, and which masks they take.
 
 What it computes THE suite and test_blocksparse.py say; what it compiles to test_compile.py.
 """
@@ -14,14 +14,29 @@ import torch
 from torch import Tensor
 
 import flashzoo
-from flashzoo import BlockMask, Problem
+from flashzoo import BlockMask, Problem, UnsupportedError
 from flashzoo._sass import SHARED_LIMIT
+from flashzoo.blocksparse.lists import Lists, codes_of
 from flashzoo.spec import MaskForm
-from flashzoo.v3 import schedule, sparse
-from flashzoo.v3.config import MASK_Q, SPARSE, WARPGROUP_ROWS, describe, kernel_for, pack_for
+from flashzoo.v3 import mask as mask_module
+from flashzoo.v3 import schedule, sparse, sparse_backward
+from flashzoo.v3.config import (
+    BACKWARD,
+    MASK_Q,
+    SPARSE,
+    WARPGROUP,
+    WARPGROUP_ROWS,
+    KernelBackwardSparse,
+    describe,
+    kernel_backward_for,
+    kernel_for,
+    pack_for,
+    refusals,
+)
 from flashzoo.v3.launch_sparse import parameters_of
-from flashzoo.v3.schedule import Schedule
+from flashzoo.v3.schedule import Schedule, ScheduleBackward
 from flashzoo.v3.sparse import ForwardSparse, MaskSparse, ScheduleSparse
+from flashzoo.v3.sparse_backward import BackwardSparse, ScheduleBackwardSparse
 
 PLAIN = Problem(1, 256, 256, 2, 2, 64, arch=90, block_mask=MaskForm())
 
@@ -55,9 +70,85 @@ def test_no_other_field_asks_for_another_kernel():
     assert {kernel_for(replace(PLAIN, **other)) for other in others} == {kernel_for(PLAIN)}
 
 
-def test_blocks_of_64_queries_are_refused_and_heads_are_not_packed():
-    verdict = {one.name: one for one in flashzoo.explain(replace(PLAIN, block_mask=MaskForm(block_q=64)), version="auto").verdicts}["v3"]
-    assert "takes block masks with block_q 128, got 64" in verdict.reasons
+REFUSED = {
+    "block_q": ({"block_mask": MaskForm(block_q=64)}, "takes block masks with block_q 128, got 64"),
+    "block_kv": (
+        {"grad": True, "block_mask": MaskForm(block_kv=64)},
+        "its backward pass takes block masks with block_kv in multiples of 128 at these head dims, got 64",
+    ),
+    "heads": (
+        {"grad": True, "heads": 4, "block_mask": MaskForm(heads=4)},
+        "its backward pass takes block masks with heads 1 for 4 query heads on 2 key/value heads, got 4",
+    ),
+    "deterministic": ({"grad": True, "deterministic": True}, "its backward pass takes block masks with deterministic=False, got True"),
+}
+
+
+@pytest.mark.parametrize("refused", REFUSED)
+def test_masks_that_are_refused(refused):
+    fields, sentence = REFUSED[refused]
+    problem = replace(PLAIN, **fields)
+    assert refusals(problem) == [sentence]
+    explained = flashzoo.explain(problem, version="auto")
+    assert sentence in {one.name: one for one in explained.verdicts}["v3"].reasons and explained.chosen == "blocksparse"
+    assert refusals(replace(problem, block_mask=None)) == [], "nothing that a mask has no part in"
+    if problem.grad:
+        assert refusals(replace(problem, grad=False)) == []
+
+
+def test_all_that_is_refused_is_said_at_once():
+    form = MaskForm(64, 64, heads=4)
+    assert len(refusals(replace(PLAIN, grad=True, deterministic=True, heads=4, block_mask=form))) == len(REFUSED)
+    q, kv = torch.zeros(1, 256, 4, 64, dtype=torch.float16, requires_grad=True), torch.zeros(1, 256, 2, 64, dtype=torch.float16)
+    mask = BlockMask.random(256, blocks=1, heads=4, block_q=64, block_kv=64)
+    with pytest.raises(UnsupportedError) as error:
+        flashzoo.attention(q, kv, kv, block_mask=mask, deterministic=True, version="v3")
+    assert all(sentence in str(error.value) for _, sentence in REFUSED.values())
+
+
+def test_what_a_backward_kernel_can_cut_is_taken():
+    for head_dim, head_dim_v, block_kv in ((64, 64, 128), (128, 128, 128), (256, 256, 128), (256, 256, 64), (64, 136, 64)):
+        form = MaskForm(block_kv=block_kv, heads=2, window=(9, 0), bits=True)
+        problem = replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim_v, grad=True, block_mask=form)
+        kernel = kernel_backward_for(problem)
+        assert refusals(problem) == [] and isinstance(kernel, KernelBackwardSparse)
+        assert kernel.tiles in BACKWARD.values() and kernel.shared_bytes <= SHARED_LIMIT[90]
+        assert kernel.parts * kernel.tiles.block_q == MASK_Q and kernel.parts_of_column * kernel.tiles.block_kv == block_kv
+        assert (kernel.left, kernel.right, kernel.bits) == (True, True, True)
+    assert flashzoo.explain(replace(PLAIN, grad=True)).chosen == "v3"
+    with pytest.raises(ValueError, match="128 queries by 64 keys, or parts of them, and any order, got 128 keys by 128 queries"):
+        kernel_backward_for(replace(PLAIN, grad=True, block_mask=MaskForm(block_kv=64)))
+    with pytest.raises(ValueError, match="deterministic=True"):
+        kernel_backward_for(replace(PLAIN, grad=True, deterministic=True))
+
+
+def test_sums_and_statistics_are_of_whole_rows_of_the_mask():
+    for head_dim in BACKWARD:
+        kernel = kernel_backward_for(replace(PLAIN, head_dim=head_dim, head_dim_v=None, grad=True))
+        for seqlen in (1, 63, 64, 65, 127, 128, 129, 191, 300):
+            rows = -(-seqlen // MASK_Q)
+            assert kernel.blocks_q(seqlen) * kernel.tiles.block_q == rows * MASK_Q
+            assert kernel.blocks_kv(seqlen) * kernel.tiles.block_kv == rows * 128
+
+
+def test_what_a_launch_takes_of_a_mask():
+    plain, bits = BlockMask.random(300, blocks=1), BlockMask.from_dense(dense(2, 2, 300, 200))
+    assert parameters_of(plain, plain.rows)[:4] == (0, 0, plain.rows.width, 0)
+    assert parameters_of(plain, plain.rows)[8:] == (0, 0), "no bits"
+    for lists in (bits.rows, bits.columns):
+        found = parameters_of(bits, lists)
+        assert found[:4] == (2, 1, lists.width, bits.element.bits.shape[2])
+        assert found[4:9] == tuple(x.data_ptr() for x in (lists.order, lists.counts, lists.full, lists.indices, lists.bit_index))
+        assert found[9] == bits.element.bits.data_ptr() and found[9] % 16 == 0
+    by_batch = BlockMask.from_dense(dense(2, 1, 70, 65))
+    assert parameters_of(by_batch, by_batch.rows)[:2] == (1, 0)
+    by_heads = BlockMask.random(300, blocks=1, heads=3)
+    assert parameters_of(by_heads, by_heads.rows)[:2] == (0, 1)
+    nowhere = BlockMask.random(200, 300, blocks=0)
+    assert nowhere.rows.width == 0 and parameters_of(nowhere, nowhere.rows)[7] == nowhere.rows.counts.data_ptr(), "an address all the same"
+
+
+def test_heads_are_not_packed():
     assert flashzoo.explain(PLAIN).chosen == "v3"
     assert pack_for(replace(PLAIN, heads=8, heads_kv=1, seqlen_q=1), MASK_Q) == 0
     assert any("a row of the block mask" in line for line in describe(PLAIN))
@@ -117,16 +208,19 @@ def ones(begin: int, count: int) -> int:
 @pytest.fixture
 def on_integers(monkeypatch):
     """The device's code as what it is without CuTe DSL: arithmetic."""
-    for owner in (Schedule, ScheduleSparse, MaskSparse, ForwardSparse):
+    owners = (Schedule, ScheduleBackward, ScheduleSparse, ScheduleBackwardSparse, MaskSparse, ForwardSparse, sparse_backward._Masked)
+    for owner in owners:
         for name, method in vars(owner).items():
             if hasattr(method, "__wrapped__"):
                 monkeypatch.setattr(owner, name, method.__wrapped__)
     arithmetic = {"min": min, "max": max, "range": lambda n, unroll: range(n), "range_constexpr": range}
-    for module in (schedule, sparse):
+    for module in (schedule, sparse, sparse_backward, mask_module):
         monkeypatch.setattr(module, "cutlass", SimpleNamespace(**arithmetic))
         for name in ("Int32", "Int64"):
-            monkeypatch.setattr(module, name, int)
-    monkeypatch.setattr(sparse, "Float32", SimpleNamespace(inf=math.inf))
+            monkeypatch.setattr(module, name, int, raising=False)
+        if module is not schedule:
+            monkeypatch.setattr(module, "Float32", SimpleNamespace(inf=math.inf))
+            monkeypatch.setattr(module, "rows_of", lambda s: s)
     cute = {
         "make_tensor": lambda x, _: x,
         "make_layout": int,
@@ -134,21 +228,38 @@ def on_integers(monkeypatch):
         "autovec_copy": copy,
         "assume": assume,
     }
-    monkeypatch.setattr(sparse, "cute", SimpleNamespace(size=lambda s: len(s), arch=SimpleNamespace(block_idx=lambda: (0, 0, 0)), **cute))
-    monkeypatch.setattr(sparse, "rows_of", lambda s: s)
+    arch = SimpleNamespace(block_idx=lambda: (0, 0, 0), lane_idx=lambda: LANE[0])
+    for module in (sparse, sparse_backward, mask_module):
+        monkeypatch.setattr(module, "cute", SimpleNamespace(size=lambda s: len(s), arch=arch, **cute))
+    monkeypatch.setattr(sparse_backward, "mask_scores", mask_module.mask_scores.__wrapped__)
     monkeypatch.setattr(sparse, "ones", ones)
 
 
-def schedule_of(mask: BlockMask, problem: Problem) -> ScheduleSparse:
-    p, rows, bits = problem, mask.rows, mask.element.bits
-    blocks, batch_heads = -(-p.seqlen_q // MASK_Q), p.batch * p.heads
-    sizes = (p.seqlen_q, p.seqlen_k, p.heads, p.heads // p.heads_kv, 0, *p.reach_of(p.block_mask.span), blocks, batch_heads, batch_heads)
-    lists = [Memory(x.flatten().tolist()) for x in (rows.order, rows.counts, rows.full, rows.indices if rows.width else rows.counts)]
-    of_bits = [Memory([]), Memory([])]
+LANE = [0]
+"""Of the thread whose turn it is."""
+
+
+def in_memory(mask: BlockMask, lists: Lists) -> tuple[int | Memory, ...]:
+    """What a schedule has of a mask."""
+    bits, of_bits = mask.element.bits, [Memory([]), Memory([])]
     if bits is not None:
         words = bits.flatten().view(torch.int32).long() & 0xFFFFFFFF
-        of_bits = [Memory(rows.bit_index.flatten().tolist()), Memory(words.tolist())]
-    return ScheduleSparse(kernel_for(p), *sizes, None, *parameters_of(mask, mask.rows)[:4], *lists, *of_bits)
+        of_bits = [Memory(lists.bit_index.flatten().tolist()), Memory(words.tolist())]
+    tensors = (lists.order, lists.counts, lists.full, lists.indices if lists.width else lists.counts)
+    return (*parameters_of(mask, lists)[:4], *[Memory(x.flatten().tolist()) for x in tensors], *of_bits)
+
+
+def schedule_of(mask: BlockMask, problem: Problem) -> ScheduleSparse:
+    p, blocks, batch_heads = problem, -(-problem.seqlen_q // MASK_Q), problem.batch * problem.heads
+    sizes = (p.seqlen_q, p.seqlen_k, p.heads, p.heads // p.heads_kv, 0, *p.reach_of(p.block_mask.span), blocks, batch_heads, batch_heads)
+    return ScheduleSparse(kernel_for(p), *sizes, None, *in_memory(mask, mask.rows))
+
+
+def backward_schedule_of(mask: BlockMask, problem: Problem) -> ScheduleBackwardSparse:
+    p, kernel = problem, kernel_backward_for(problem)
+    blocks, batch_heads = kernel.blocks_kv(p.seqlen_k), p.batch * p.heads_kv
+    sizes = (p.seqlen_q, p.seqlen_k, p.heads_kv, p.heads // p.heads_kv, 0, *p.reach_of(p.block_mask.span), blocks, batch_heads, 2)
+    return ScheduleBackwardSparse(kernel, *sizes, None, *in_memory(mask, mask.columns))
 
 
 def walked(plan: ScheduleSparse, tile: sparse.Row, me: int, row: int, column: int) -> tuple[list[int], list[dict]]:
@@ -206,7 +317,7 @@ def with_rubbish_past_counts(mask: BlockMask) -> BlockMask:
         bit_index = None if lists.bit_index is None else lists.bit_index.masked_fill(past, 1 << 30)
         return replace(lists, indices=lists.indices.masked_fill(past, 1 << 30), bit_index=bit_index)
 
-    return replace(mask, rows=spoiled(mask.rows))
+    return replace(mask, rows=spoiled(mask.rows), columns=spoiled(mask.columns))
 
 
 def with_band(mask: BlockMask, **band) -> BlockMask:
@@ -238,13 +349,16 @@ MASKS = {
 }  # fmt: skip
 
 
+def problem_of(mask: BlockMask, head_dim: int, **fields) -> Problem:
+    sizes = {"batch": 2, "seqlen_q": mask.seqlen_q, "seqlen_k": mask.seqlen_k, "head_dim": head_dim, "head_dim_v": None}
+    return replace(PLAIN, block_mask=mask.form, **sizes, **fields)
+
+
 @pytest.mark.parametrize(("head_dim", "block_kv"), [(64, 128), (64, 64), (256, 128)], ids=["128_keys", "64_keys", "128_keys_in_halves"])
 @pytest.mark.parametrize("pattern", MASKS)
 def test_threads_let_through_what_the_mask_shows(pattern, head_dim, block_kv, on_integers):
     mask = MASKS[pattern](block_kv)
-    form = MaskForm(128, block_kv, mask.batch, mask.heads, mask.element.causal, mask.element.window, mask.element.bits is not None)
-    sizes = {"batch": 2, "seqlen_q": mask.seqlen_q, "seqlen_k": mask.seqlen_k, "head_dim": head_dim, "head_dim_v": None}
-    plan = schedule_of(mask, replace(PLAIN, block_mask=form, **sizes))
+    plan = schedule_of(mask, problem_of(mask, head_dim))
     shown = mask.to_dense()
     tiles = {}
     for number in range(plan.blocks * plan.batch_heads):
@@ -268,5 +382,82 @@ def test_threads_let_through_what_the_mask_shows(pattern, head_dim, block_kv, on
 def test_the_longest_rows_go_first(on_integers):
     mask = BlockMask.causal(1024)
     plan = schedule_of(mask, replace(PLAIN, seqlen_q=1024, seqlen_k=1024, block_mask=MaskForm(causal=True)))
+    kept = [plan.described(number).kept for number in range(plan.blocks * plan.batch_heads)]
+    assert kept == sorted(kept, reverse=True)
+
+
+# The backward pass's: a tile is a column, or half of one.
+
+
+def let_through_of(plan: ScheduleBackwardSparse, tile: sparse.Row, n: int) -> Tensor:
+    """Of the n-th block of queries that a tile walks, whether its keys are let through: `(block_q, block_kv)`."""
+    kernel, tiles = plan.kernel, plan.kernel.tiles
+    found = torch.zeros(tiles.block_q, tiles.block_kv, dtype=torch.bool)
+    program = SimpleNamespace(kernel=kernel)
+    program.mask_by_bits = lambda *arguments: BackwardSparse.mask_by_bits(program, *arguments)
+    first_key = tile.block * tiles.block_kv
+    for thread in range(WARPGROUP * tiles.block_kv // WARPGROUP_ROWS):
+        LANE[0] = thread % 32
+        row, column = thread // 32 * 16 + LANE[0] // 4, LANE[0] % 4 * 2
+        scores = {(c, r, i): 0.0 for c in range(2) for r in range(2) for i in range(tiles.block_q // 8)}
+        if plan.crosses(tile, first_key + thread // WARPGROUP * WARPGROUP_ROWS, n):
+            BackwardSparse.mask(program, plan, tile, n, scores, plan.bounds(first_key + row, column), thread)
+        for (c, r, i), score in scores.items():
+            found[column + 8 * i + c, row + 8 * r] = score == 0.0
+    return found
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "block_kv"),
+    [(64, 128), (128, 128), (256, 128), (256, 64)],
+    ids=["128_queries", "64_queries", "columns_in_halves", "64_keys"],
+)
+@pytest.mark.parametrize("pattern", MASKS)
+def test_columns_let_through_what_the_mask_shows(pattern, head_dim, block_kv, on_integers):
+    mask = MASKS[pattern](block_kv)
+    problem = problem_of(mask, head_dim, grad=True, heads=2 * (mask.heads == 1) + 2)
+    assert not refusals(problem)
+    plan = backward_schedule_of(mask, problem)
+    kernel, tiles, shown = plan.kernel, plan.kernel.tiles, mask.to_dense()
+    sums = problem.batch * problem.heads * kernel.blocks_q(problem.seqlen_q)
+    kept = (codes_of(mask.columns, -(-mask.seqlen_q // MASK_Q)) > 0).sum(-1)
+    places, added = set(), {}
+    for number in range(plan.blocks * plan.batch_heads):
+        told = [0] * kernel.words_of_tile
+        plan.tell(told, plan.described(number))
+        tile = plan.told(told)
+        assert plan.exists(tile)
+        block, head_kv, batch = plan.place(tile)
+        places.add((batch, head_kv, block))
+        begin, end = plan.extent(tile, block)
+        lists = batch % mask.batch, head_kv % mask.heads
+        steps = [plan.step(i, begin, end, head_kv) for i in range(plan.group * (end - begin))]
+        assert bool(steps) == plan.walks(begin, end) == bool(kept[lists][block // kernel.parts_of_column])
+        assert len(steps) == plan.group * kernel.parts * kept[lists][block // kernel.parts_of_column]
+        for head, n in steps:
+            assert head // plan.group == head_kv
+            block_q = plan.block_q(tile, n)
+            of_sum = plan.block_of_queries(head, block_q, batch)
+            assert 0 <= block_q < kernel.blocks_q(problem.seqlen_q) and 0 <= of_sum < sums
+            assert (of_sum, block) not in added, "a block of queries twice"
+            added[of_sum, block] = None
+        expected = shown[lists][:, block * tiles.block_kv : (block + 1) * tiles.block_kv]
+        found = torch.zeros(kernel.blocks_q(problem.seqlen_q) * tiles.block_q, tiles.block_kv, dtype=torch.bool)
+        if (batch, head_kv) == lists:  # others have the same lists
+            for n in range(begin, end):
+                first = plan.block_q(tile, n) * tiles.block_q
+                found[first : first + tiles.block_q] = let_through_of(plan, tile, n)
+            assert torch.equal(found[: mask.seqlen_q, : expected.shape[1]], expected), f"batch {batch}, head {head_kv}, tile {block}"
+            assert not found[: mask.seqlen_q, expected.shape[1] :].any(), "a key past the last"
+    assert len(places) == plan.blocks * plan.batch_heads, "every tile once"
+    past = [0] * kernel.words_of_tile
+    plan.tell(past, plan.described(plan.blocks * plan.batch_heads + 5))
+    assert not plan.exists(plan.told(past)), "and nothing is read for it that is not there"
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_the_longest_columns_go_first(head_dim, on_integers):
+    mask = BlockMask.causal(1024)
+    plan = backward_schedule_of(mask, replace(problem_of(mask, head_dim, grad=True), batch=1))
     kept = [plan.described(number).kept for number in range(plan.blocks * plan.batch_heads)]
     assert kept == sorted(kept, reverse=True)

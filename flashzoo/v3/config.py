@@ -508,9 +508,10 @@ def refusals(problem: Problem) -> list[str]:
                 f"its backward pass takes block masks with block_kv in multiples of {tile} at these head dims, got {mask.block_kv}"
             )
         if mask.heads > 1 and problem.heads != problem.heads_kv:
-            found.append("its backward pass takes block masks that are shared by the heads of a key/value head, got one by heads")
+            shared = f"{problem.heads} query heads on {problem.heads_kv} key/value heads"
+            found.append(f"its backward pass takes block masks with heads 1 for {shared}, got {mask.heads}")
         if problem.deterministic:
-            found.append("its backward pass has no deterministic mode with a block mask")
+            found.append("its backward pass takes block masks with deterministic=False, got True")
     return found
 
 
