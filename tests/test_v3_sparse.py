@@ -269,6 +269,7 @@ def walked(plan: ScheduleSparse, tile: sparse.Row, me: int, row: int, column: in
     begin, end = plan.extent(tile, block)
     for n in reversed(range(begin, end)):
         keys.append(plan.first_key(tile, n))
+    assert tile.kept or keys == [plan.seqlen_k], "nothing is loaded of what no list has"
 
     def step(consumer, used: int, first_key: int, mask: MaskSparse | None, crosses: bool = True) -> int:
         n = len(seen)  # `used` counts products, which the first scores leave to the next step

@@ -6,7 +6,7 @@
    all. The partial ones are masked by the band and the bits of the mask's elements, and by the end of the keys.
 3. The producer alone reads which block comes next; a consumer does for the blocks that it masks. And the producer, a tile ahead,
    looks up the row of the following tile and how much it keeps, which is handed over with the tile's number.
-4. A row that keeps nothing is a block that is masked whole, wherever it lies: no special case.
+4. A row that keeps nothing is a block past the last key, masked whole: no special case.
 
 Rows are handed out from the longest to the shortest, so that no thread block is left with a long one at the end.
 """
@@ -109,10 +109,12 @@ class ScheduleSparse(Schedule):
         """First of the blocks of keys that a tile walks, and one past the last: places in its list, at least one."""
         return Int32(0), cutlass.max(1, tile.kept * self.kernel.parts)
 
+    @cute.jit
     def first_key(self, tile: Row, n: Int32) -> Int32:
-        """Where the n-th block of keys that a tile walks begins; anywhere, where it keeps none."""
+        """Where the n-th block of keys that a tile walks begins; past the last key, where it keeps none: zeros are loaded, and no NaN."""
         tiles, parts = self.kernel.tiles, self.kernel.parts
-        return at(self.indices, self.place_in_lists(tile, n)) * self.kernel.mask_kv + n % parts * tiles.block_kv
+        key = at(self.indices, self.place_in_lists(tile, n)) * self.kernel.mask_kv + n % parts * tiles.block_kv
+        return self.seqlen_k if tile.kept == 0 else key
 
     def slot_of(self, tile: Row, n: Int32) -> Int32:
         """Where the bits of the n-th block lie that a tile walks, a partial one; nowhere without bits."""
