@@ -155,7 +155,13 @@ class Consumer:
 
 
 class Forward:
-    """The program of one `Kernel`."""
+    """The program of one `Kernel`.
+
+    Attributes:
+        hands_out: whether a warp of its own looks up which tile is next, and not the producer.
+    """
+
+    hands_out = False
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -166,11 +172,6 @@ class Forward:
         self.registers = PRODUCER_REGISTERS[self.tiles.consumers], CONSUMER_REGISTERS[self.tiles.consumers]
         self.helpers = 0
         self.stages_of_loaded_v = kernel.tiles.stages
-
-    @property
-    def hands_out(self) -> bool:
-        """Whether a warp of its own looks up which tile is next; where helpers have all of them, the producer does."""
-        return self.helpers == 0
 
     @cute.jit
     def __call__(self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Pointer, schedule: Schedule, scaling: Any):

@@ -4,8 +4,8 @@
    ones, each part ascending; as in the dense kernel it is walked from its end to its start.
 2. What comes first may cross the end of the keys, and is masked by that where it does. The other full blocks are not masked at
    all. The partial ones are masked by the band and the bits of the mask's elements, and by the end of the keys.
-3. The producer alone reads which block comes next; a consumer does for the blocks that it masks. And the producer, a tile ahead,
-   looks up the row of the following tile and how much it keeps, which is handed over with the tile's number.
+3. The producer alone reads which block comes next; a consumer does for the blocks that it masks. A warp of its own, a tile ahead,
+   looks up the row of the following tile and how much it keeps, and hands that over with the tile's number.
 4. A row that keeps nothing is a block past the last key, masked whole: no special case.
 
 Rows are handed out from the longest to the shortest, so that no thread block is left with a long one at the end.
@@ -181,6 +181,7 @@ class ForwardSparse(Forward):
     """The program of one `KernelSparse`."""
 
     kernel: KernelSparse
+    hands_out = True
 
     @cute.jit
     def attend(self, schedule: ScheduleSparse, tile: Row, block: Int32, consumer: Consumer, used: Int32, q_use: Int32) -> Int32:
