@@ -39,7 +39,7 @@ PARAMETERS = (*["128s"] * 6, *["Q"] * 4, *["i"] * 10, "Q", "f", "f")
 # Heads whose tiles are interleaved in deterministic mode: the blocks of keys of one head add to dQ one after the other, and would
 # wait for one another if they ran at the same time. By whether tiles are cut by gradient (there a head leaves L2 sooner), and
 # whether some are longer.
-DETERMINISTIC_SECTION = {(False, False): 32, (False, True): 64, (True, False): 8, (True, True): 16}
+DETERMINISTIC_SECTION = {(False, False): 32, (False, True): 64, (True, False): 8, (True, True): 32}
 
 
 def backward(
