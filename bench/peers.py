@@ -9,6 +9,7 @@ transposed views, no copies. Those of `FP8_PEERS` take e4m3, whose descales are 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from functools import lru_cache, partial
 from importlib import import_module
@@ -147,6 +148,7 @@ _LIBRARIES = {
 @lru_cache
 def _function(name: str) -> Callable[..., Any]:
     module, _, function = _LIBRARIES[name].rpartition(".")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # fa4 reads it as it is imported: kernels compiled ahead are kept
     try:
         # flash_attn is there without fa2 where only fa4, which lives inside it, is installed
         return getattr(import_module(module), function)
@@ -165,7 +167,7 @@ def _library(name: str, problem: Problem) -> Attention:
 
 
 def _fa4_masked(problem: Problem, pattern: Pattern) -> Attention:
-    """flash-attn-4's block sparsity. On sm_90 it wants blocks of 128 keys, as its tiles are, forward and backward, at head dims up to 128."""
+    """flash-attn-4's block sparsity. On sm_90 it wants blocks of as many keys as its tiles have: up to head dim 128 that is 128."""
     function = _function("fa4")
     tensors = import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
     by_rows, by_columns = (

@@ -4,9 +4,11 @@ For each cell (a shape and a pass) every implementation runs once at full size, 
 against the oracle; one that fails gets no speed. The others are then timed in turns, so that a warming GPU is unfair to
 none: flush L2, CUDA event, call, CUDA event. The backward pass is timed alone. A bf16 matmul, timed before and after,
 says what the GPU could do in this run; with `--dtype e4m3`, where inputs are FP8 and there is no backward pass, an FP8 one
-too. With `--masks` cells have block masks (`bench.masks`), and the FLOPs of what those show; what takes none runs in the dense cells
-beside them. Long cells and masked ones are checked on 1024 queries from everywhere. A version that quantizes 16-bit inputs is timed so, end to end, under its name with `_end_to_end` behind it, and with
+too. A version that quantizes 16-bit inputs is timed so, end to end, under its name with `_end_to_end` behind it, and with
 `_deterministic` behind it any that has an order of accumulation which is fixed.
+
+With `--masks` cells have block masks (`bench.masks`), and the FLOPs of the pairs that those show; what takes no block mask runs in
+the dense cells beside them. Masked cells, and dense ones of more than 16k tokens, are checked on 1024 queries from everywhere.
 """
 
 from __future__ import annotations
@@ -607,8 +609,9 @@ def _parser() -> argparse.ArgumentParser:
         "--masks",
         type=mask_names,
         help="cells with block masks: `default`, or names of the forms dense (no mask, as --causal says), ones, causal, window1024, "
-        f"butterfly, random/4, local/4 (a quarter of the blocks); default: {','.join((DENSE, *masks.NAMES))}, in one sequence of 16k tokens "
-        "with hidden 2048 and one of 64k with hidden 512, head dims 128 and 64, unless --tokens and --hidden, --seqlens, --head-dims",
+        f"butterfly, random/4, local/4 (a quarter of the blocks); `default` is {','.join((DENSE, *masks.NAMES))}. In one sequence of 16k "
+        "tokens with hidden 2048 and one of 64k with hidden 512, head dims 128 and 64, unless --tokens, --hidden, --seqlens and "
+        "--head-dims say otherwise",
     )
     parser.add_argument("--passes", type=names(PASSES), help="fwd,bwd; default: those that the dtype has")
     parser.add_argument("--head-dims", type=numbers, help="only these, such as 64,128")
