@@ -2,12 +2,14 @@
 
 Every peer takes q `(batch, seqlen_q, heads, head_dim)` and k, v `(batch, seqlen_k, heads_kv, head_dim)`, fp16 or bf16,
 any strides, and returns out of q's shape, with gradients where an input asks for them. A layout of its own is met with
-transposed views, no copies. Those of `FP8_PEERS` take e4m3, whose descales are 1, and have no gradients there.
+transposed views, no copies. Those of `FP8_PEERS` take e4m3, whose descales are 1, and have no gradients there. Those of
+`MASKED_PEERS` take a block mask, which is made into one of their own before the first call.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from functools import lru_cache, partial
 from importlib import import_module
@@ -18,23 +20,29 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from bench.masks import BLOCK, Pattern
 from flashzoo.spec import Problem
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def peer(name: str, problem: Problem) -> Attention:
+def peer(name: str, problem: Problem, pattern: Pattern | None = None) -> Attention:
     """The peer of that name, ready to be called on the problem's tensors; nothing runs or compiles before the call.
 
     Args:
         name: a key of `PEERS`.
         problem: sizes and causal are read from it.
+        pattern: the block mask, where there is one; the problem is then not causal.
 
     Raises:
         KeyError: no peer has that name.
         ImportError: the library behind it is not installed, or too old to hold the function.
-        NotImplementedError: the peer means something else by this problem, or does not take its dtype.
+        NotImplementedError: the peer means something else by this problem, or does not take its dtype or block masks.
     """
+    if pattern is not None:
+        if name not in MASKED_PEERS:
+            raise NotImplementedError(f"block masks are taken by {' and '.join(MASKED_PEERS)}, got {name}")
+        return MASKED_PEERS[name](problem, pattern)
     if problem.dtype == "e4m3" and name not in FP8_PEERS:
         raise NotImplementedError(f"e4m3 is taken by {' and '.join(FP8_PEERS)}, got {name}")
     return PEERS[name](problem)
@@ -100,6 +108,35 @@ def _flex(problem: Problem) -> Attention:
     return attention
 
 
+def _flex_masked(problem: Problem, pattern: Pattern) -> Attention:
+    """One graph for all masks of a shape: partial and full blocks are in lists of equal sizes, and the band's width is a tensor's value.
+
+    Only a partial block's elements are asked about, of which a mask has none, one or two in a row.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    (partial, full), device = pattern.lists(), pattern.mask.device
+    seqlens = problem.seqlen_q, problem.seqlen_k
+    mask = BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=_flex_band(pattern.left, device), seq_lengths=seqlens)
+    compiled = _compiled_flex()
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask, enable_gqa=problem.heads != problem.heads_kv)
+        return out.transpose(1, 2)
+
+    return attention
+
+
+@lru_cache
+def _flex_band(left: int | None, device: torch.device) -> Callable[..., Tensor]:
+    furthest = torch.tensor(torch.iinfo(torch.int32).max if left is None else left, dtype=torch.int32, device=device)
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j <= i) & (i - j <= furthest)
+
+    return visible
+
+
 _LIBRARIES = {
     "fa2": "flash_attn.flash_attn_func",
     "fa3": "flash_attn_interface.flash_attn_func",
@@ -111,6 +148,7 @@ _LIBRARIES = {
 @lru_cache
 def _function(name: str) -> Callable[..., Any]:
     module, _, function = _LIBRARIES[name].rpartition(".")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # fa4 reads it as it is imported: kernels compiled ahead are kept
     try:
         # flash_attn is there without fa2 where only fa4, which lives inside it, is installed
         return getattr(import_module(module), function)
@@ -126,6 +164,38 @@ def _library(name: str, problem: Problem) -> Attention:
         return out[0] if isinstance(out, tuple) else out
 
     return attention
+
+
+def _fa4_masked(problem: Problem, pattern: Pattern) -> Attention:
+    """flash-attn-4's block sparsity. On sm_90 it wants blocks of as many keys as its tiles have: up to head dim 128 that is 128."""
+    function = _function("fa4")
+    tensors = import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
+    by_rows, by_columns = (
+        tensors(*partial, *full, block_size=(BLOCK, BLOCK)) for partial, full in (pattern.lists(), pattern.lists(by_columns=True))
+    )
+    band = _fa4_band(pattern.left) if pattern.has_partial else None
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = function(q, k, v, mask_mod=band, block_sparse_tensors=by_rows, block_sparse_tensors_bwd=by_columns)
+        return out[0] if isinstance(out, tuple) else out
+
+    return attention
+
+
+@lru_cache
+def _fa4_band(left: int | None) -> Callable[..., Any]:
+    """What a partial block's elements are asked, in fa4's language: numbers come as vectors of one."""
+    cute, utils, int32 = import_module("cutlass.cute"), import_module("flash_attn.cute.utils"), import_module("cutlass").Int32
+
+    @cute.jit
+    def causal(batch: Any, head: Any, i: Any, j: Any, seqlen_info: Any, aux_tensors: Any) -> Any:
+        return j <= i
+
+    @cute.jit
+    def window(batch: Any, head: Any, i: Any, j: Any, seqlen_info: Any, aux_tensors: Any) -> Any:
+        return (j <= i) & (j >= i - utils.scalar_to_ssa(left, int32))
+
+    return causal if left is None else window
 
 
 CUDNN_P_SCALE = 64.0
@@ -229,6 +299,9 @@ PEERS: dict[str, Callable[[Problem], Attention]] = {
     "cudnn_fp8": _cudnn_fp8,
 }
 """What each peer makes of a problem, by the names that results have."""
+
+MASKED_PEERS: dict[str, Callable[[Problem, Pattern], Attention]] = {"flex": _flex_masked, "fa4": _fa4_masked}
+"""Those that take block masks."""
 
 FP8_PEERS = ("fa3", "cudnn_fp8")
 """Those that take e4m3."""

@@ -6,6 +6,9 @@ none: flush L2, CUDA event, call, CUDA event. The backward pass is timed alone. 
 says what the GPU could do in this run; with `--dtype e4m3`, where inputs are FP8 and there is no backward pass, an FP8 one
 too. A version that quantizes 16-bit inputs is timed so, end to end, under its name with `_end_to_end` behind it, and with
 `_deterministic` behind it any that has an order of accumulation which is fixed.
+
+With `--masks` cells have block masks (`bench.masks`), and the FLOPs of the pairs that those show; what takes no block mask runs in
+the dense cells beside them. Masked cells, and dense ones of more than 16k tokens, are checked on 1024 queries from everywhere.
 """
 
 from __future__ import annotations
@@ -34,25 +37,35 @@ import torch
 from torch import Tensor
 
 import flashzoo
-from bench.peers import FP8_PEERS, PEERS, Attention, missing, peer
+from bench import masks
+from bench.peers import FP8_PEERS, MASKED_PEERS, PEERS, Attention, missing, peer
 from flashzoo.accuracy import Judge
 from flashzoo.reference import Result
-from flashzoo.spec import Problem
+from flashzoo.spec import MaskForm, Problem
 from flashzoo.workloads import TORCH_DTYPES, flops, hardware, inputs, workloads
 
 RUN_FIELDS = ("run", "date", "commit", "gpu", "torch", "triton", "cutlass_dsl")
 SHAPE_FIELDS = ("pass", "dtype", "batch", "seqlen_q", "seqlen_k", "heads", "heads_kv", "head_dim", "causal")
 RESULT_FIELDS = ("mask", "density", "ms", "ms_p10", "ms_p90", "tflops", "max_err", "rms_err")
+KEY_FIELDS = (*SHAPE_FIELDS, "mask")
 FIELDS: tuple[str, ...] = (*RUN_FIELDS, "impl", *SHAPE_FIELDS, *RESULT_FIELDS)
 TAGS = {"fwd": "bench", "bwd": "bench_bwd"}
 PASSES = tuple(TAGS)
 DEFAULT_PEERS = ("sdpa_flash", "flex")
+MASKED_SIZES = ((16384, 2048), (65536, 512))
+"""Tokens, of one sequence, and hidden sizes of a run with block masks."""
+MASKED_HEAD_DIMS = (128, 64)
+DENSE = "dense"
+"""What stands among the names of masks for none."""
 ENDINGS: dict[str, dict[str, Any]] = {"_end_to_end": {"precision": "fp8"}, "_deterministic": {"deterministic": True}}
 """What may end the name of a version, and what it is then called with: on 16-bit inputs, quantisation included; in a fixed order."""
+MASKED_ONLY = "blocksparse"
 MATMUL_SIZE = {"cuda": 8192, "cpu": 256}
 SETTLE_MS = 400
 FLUSH_BYTES = 256 << 20
 MIN_REPEATS, MAX_REPEATS = 10, 300
+WHOLE, QUERIES = 16384, 1024
+"""Dense cells of at most so many queries are checked in all of them, others and masked ones in so many."""
 PEER_SLACK = 4.0
 """A peer's numerics are its own (another rounding of P, atomics): it is refused a speed where it errs this many times
 what a version may. Versions get no slack."""
@@ -63,9 +76,10 @@ Operation = Callable[[], object]
 
 @dataclass(frozen=True)
 class Cell:
-    """One shape and pass; `problem.grad` says which pass."""
+    """One shape, pass and block mask; `problem.grad` says which pass, and mask is one of `bench.masks` or empty."""
 
     problem: Problem
+    mask: str = ""
 
     @property
     def pass_(self) -> str:
@@ -73,29 +87,75 @@ class Cell:
 
     @property
     def fields(self) -> Row:
-        """The columns that say what was asked."""
+        """The columns that say what was asked, but for `density`."""
         shape = {name: getattr(self.problem, name) for name in SHAPE_FIELDS[1:]}
-        return {**shape, "pass": self.pass_, "causal": int(self.problem.causal), "mask": "", "density": 1}
+        return {**shape, "pass": self.pass_, "causal": int(self.problem.causal), "mask": self.mask}
 
     @property
     def key(self) -> tuple[str, ...]:
-        """The shape and pass as a results file holds them."""
-        return tuple(str(self.fields[name]) for name in SHAPE_FIELDS)
+        """The shape, pass and mask as a results file holds them."""
+        return tuple(str(self.fields[name]) for name in KEY_FIELDS)
+
+    @property
+    def pattern(self) -> masks.Pattern | None:
+        """The block mask, on the problem's device."""
+        return masks.pattern(self.mask, self.problem.seqlen_q, self.problem.device) if self.mask else None
+
+    @property
+    def density(self) -> float:
+        """The share of the pairs, of those that causal leaves, that the block mask shows."""
+        return self.pattern.visible if self.pattern else 1
+
+    @property
+    def queries(self) -> Tensor | None:
+        """The queries that are checked; None where all are. One of each run of equally many, at ever other places in a block."""
+        seqlen = self.problem.seqlen_q
+        if not self.mask and seqlen <= WHOLE:
+            return None
+        step = max(1, seqlen // QUERIES)
+        first = torch.arange(0, seqlen, step, device=self.problem.device)
+        return (first + first // step * 37 % step).clamp(max=seqlen - 1)
 
     def __str__(self) -> str:
         p = self.problem
-        return f"{self.pass_} d{p.head_dim:<3} {'causal' if p.causal else 'full':<6} {p.batch}x{p.seqlen_q}x{p.heads}"
+        shape = f"{p.batch}x{p.seqlen_q}x{p.heads}"
+        what = f"{self.mask:<10}" if self.mask else f"{'causal' if p.causal else 'full':<6}"
+        return f"{self.pass_} d{p.head_dim:<3} {what} {shape}"
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
-    """The cells that the arguments leave, in the workloads' order; of other sizes where `--tokens` and `--hidden` are given."""
+    """The cells that the arguments leave, in the workloads' order; of other sizes where `--tokens` and `--hidden` are given.
+
+    With `--masks` head dim by head dim, size by size, and pass by pass: the dense cells, then the masked ones.
+    """
+    if args.masks:
+        return list(_masked(args))
     own = bool(args.tokens)
     chosen = []
     for pass_ in passes(args):
         problems = _sized(args) if own else [w.problem for w in workloads(TAGS[pass_])]
-        here = {**hardware(args.device), "dtype": args.dtype, "out_dtype": None, "grad": pass_ == "bwd"}
-        chosen += [Cell(replace(p, **here)) for p in problems if own or _wanted(p, args)]
+        chosen += [Cell(_here(p, pass_, args)) for p in problems if own or _wanted(p, args)]
     return chosen
+
+
+def _here(problem: Problem, pass_: str, args: argparse.Namespace) -> Problem:
+    return replace(problem, **hardware(args.device), dtype=args.dtype, out_dtype=None, grad=pass_ == "bwd")  # pyright: ignore[reportArgumentType]
+
+
+def _masked(args: argparse.Namespace) -> Iterator[Cell]:
+    if args.tokens:
+        sizes = [(args.tokens, seqlen, args.hidden) for seqlen in args.seqlens or (args.tokens,)]
+    else:
+        sizes = [(tokens, tokens, hidden) for tokens, hidden in MASKED_SIZES if tokens in (args.seqlens or (tokens,))]
+    for head_dim in args.head_dims or MASKED_HEAD_DIMS:
+        for tokens, seqlen, hidden in sizes:
+            heads = hidden // head_dim
+            problem = Problem(tokens // seqlen, seqlen, seqlen, heads, heads, head_dim)
+            for pass_ in passes(args):
+                here = _here(problem, pass_, args)
+                dense = args.causal if DENSE in args.masks else ()
+                yield from (Cell(replace(here, causal=causal)) for causal in dense)
+                yield from (Cell(here, mask) for mask in args.masks if mask != DENSE)
 
 
 def passes(args: argparse.Namespace) -> list[str]:
@@ -117,15 +177,31 @@ def _wanted(problem: Problem, args: argparse.Namespace) -> bool:
     return all(not wanted or size in wanted for size, wanted in sizes)
 
 
-def default_impls(pass_: str, dtype: str = "bf16") -> list[str]:
-    """Every registered version of that dtype but `sdpa`, which the peers stand for, and `blocksparse`, as no cell has a block mask; and
-    the peers. Backward only what needs linear memory."""
+def default_impls(pass_: str, dtype: str = "bf16", masked: bool = False) -> list[str]:
+    """Every registered version of that dtype but `sdpa`, which the peers stand for, and `blocksparse`, where no cell has a block mask; and
+    the peers. Backward, and with block masks, only what needs linear memory."""
     specs = [spec for spec in flashzoo.versions().values() if dtype in (*spec.dtypes, *spec.cpu_dtypes)]
-    specs = [spec for spec in specs if spec.name not in ("sdpa", "blocksparse")]
+    specs = [spec for spec in specs if spec.name != "sdpa" and (masked or spec.name != MASKED_ONLY)]
     if pass_ == "bwd":
-        specs = [spec for spec in specs if spec.backward is not None and spec.memory == "linear"]
-    peers = FP8_PEERS if dtype == "e4m3" else DEFAULT_PEERS
+        specs = [spec for spec in specs if spec.backward is not None]
+    if pass_ == "bwd" or masked:
+        specs = [spec for spec in specs if spec.memory == "linear"]
+    peers = FP8_PEERS if dtype == "e4m3" else MASKED_PEERS if masked else DEFAULT_PEERS
     return [*(spec.name for spec in specs), *peers]
+
+
+def fitting(impls: list[str], cell: Cell, masked: bool) -> list[str]:
+    """Those that are for the cell: of versions, in a masked one, those that take a block mask, and in a dense one of a run with masks
+    all but `blocksparse`, which is v2 there."""
+    specs = flashzoo.versions()
+
+    def fits(impl: str) -> bool:
+        spec = specs.get(parted(impl)[0])
+        if cell.mask:
+            return spec is None or "block_mask" in spec.features
+        return not (masked and impl == MASKED_ONLY)
+
+    return [impl for impl in impls if fits(impl)]
 
 
 def names_with_endings() -> list[str]:
@@ -142,11 +218,14 @@ def parted(impl: str) -> tuple[str, dict[str, Any]]:
     return impl.removesuffix(ending), ENDINGS.get(ending, {})
 
 
-def attention(impl: str, problem: Problem) -> Attention:
+def attention(impl: str, cell: Cell) -> Attention:
     """The version or peer of that name as a function of q, k and v."""
+    problem, pattern = cell.problem, cell.pattern
     if impl in PEERS:
-        return peer(impl, problem)
+        return peer(impl, problem, pattern) if pattern else peer(impl, problem)
     version, options = parted(impl)
+    if pattern:
+        options = {**options, "block_mask": pattern.mask}
     return partial(flashzoo.attention, causal=problem.causal, window_size=problem.window, version=version, **options)
 
 
@@ -161,22 +240,30 @@ class Contender:
 
     def __init__(self, impl: str, cell: Cell, tensors: tuple[Tensor, ...]) -> None:
         self.impl, self.grad, self.out_dtype = impl, cell.problem.grad, TORCH_DTYPES[cell.problem.out_dtype]
-        self.function = attention(impl, cell.problem)
+        self.queries = cell.queries
+        self.function = attention(impl, cell)
         *self.leaves, self.dout = tensors
         if self.grad:
             self.leaves = [x.detach().requires_grad_() for x in self.leaves]
             self.out = self.function(*self.leaves)
 
-    def run(self) -> tuple[Tensor, ...]:
-        """What is timed: the forward pass, giving `(out,)`, or the backward pass alone, giving `(dq, dk, dv)`."""
+    def run(self, dout: Tensor | None = None) -> tuple[Tensor, ...]:
+        """What is timed: the forward pass, giving `(out,)`, or the backward pass alone, giving `(dq, dk, dv)`.
+
+        Args:
+            dout: another gradient of out than the inputs'.
+        """
         if self.grad:
-            return torch.autograd.grad(self.out, self.leaves, self.dout, retain_graph=True)
+            return torch.autograd.grad(self.out, self.leaves, self.dout if dout is None else dout, retain_graph=True)
         with torch.no_grad():
             return (self.function(*self.leaves),)
 
     def result(self) -> Result:
-        """One run's out and, in a backward cell, gradients."""
-        found = self.run()
+        """One run's out and, in a backward cell, gradients; where only some queries are checked, those of these queries' out alone."""
+        dout = None
+        if self.grad and self.queries is not None:
+            dout = torch.zeros_like(self.dout).index_copy_(1, self.queries, self.dout[:, self.queries])
+        found = self.run(dout)
         out, gradients = (self.out.detach(), found) if self.grad else (found[0], ())
         # A peer may have another dtype for out, as cuDNN in FP8; it is judged in ours.
         return Result(out.to(self.out_dtype) if self.impl in PEERS else out, None, *gradients)
@@ -184,6 +271,9 @@ class Contender:
 
 class Referee:
     """Holds full-size results of one cell against the oracle, on the first batch element and two heads (or one group).
+
+    Where only some queries are checked (`Cell.queries`), the oracle computes these, on all keys. Gradients then are those of these
+    queries' out: so dk and dv are known in full, and every block of a mask has its part in them.
 
     Args:
         cell: what ran.
@@ -197,6 +287,15 @@ class Referee:
         self.heads = self.heads_kv * group
         self.sample = replace(problem, batch=1, heads=self.heads, heads_kv=self.heads_kv, lse=False)
         self.tensors = [x[:1, :, :n] for x, n in zip(tensors, (self.heads, self.heads_kv, self.heads_kv, self.heads), strict=True)]
+        self.queries, self.mask = cell.queries, None
+        if self.queries is not None:
+            self.tensors = [x if i in (1, 2) else x[:, self.queries] for i, x in enumerate(self.tensors)]
+            if cell.pattern:
+                self.mask = cell.pattern.of_queries(self.queries)
+            elif problem.causal:
+                self.mask = masks.in_band(self.queries, problem.seqlen_k)[None, None]
+            form = None if self.mask is None else MaskForm()
+            self.sample = replace(self.sample, seqlen_q=len(self.queries), causal=False, block_mask=form)
         self.judges: dict[str | None, Judge] = {}
 
     def judge(self, impl: str) -> Judge:
@@ -204,7 +303,8 @@ class Referee:
         precision = parted(impl)[1].get("precision")
         if precision not in self.judges:
             q, k, v, dout = self.tensors
-            self.judges[precision] = Judge(q, k, v, replace(self.sample, precision=precision), None, dout if self.sample.grad else None)
+            sample = replace(self.sample, precision=precision)
+            self.judges[precision] = Judge(q, k, v, sample, None, dout if sample.grad else None, mask=self.mask)
         return self.judges[precision]
 
     def errors(self, impl: str, result: Result) -> Row:
@@ -215,6 +315,8 @@ class Referee:
         """
         heads = {"dk": self.heads_kv, "dv": self.heads_kv}
         parts = {name: x[:1, :, : heads.get(name, self.heads)] for name, x in result.items().items() if name != "lse"}
+        if self.queries is not None:
+            parts |= {name: parts[name][:, self.queries] for name in ("out", "dq") if name in parts}
         sliced = Result(**parts)
         slack, judge = PEER_SLACK if impl in PEERS else 1, self.judge(impl)
         failed = [str(check) for check in judge.checks(sliced) if not check.used <= slack]
@@ -345,7 +447,7 @@ class Results:
         if not self.path.exists():
             return set()
         with self.path.open(newline="") as file:
-            return {tuple(row[name] for name in SHAPE_FIELDS) for row in csv.DictReader(file) if row["run"] == self.run}
+            return {tuple(row[name] for name in KEY_FIELDS) for row in csv.DictReader(file) if row["run"] == self.run}
 
 
 def gpu_name(device: str) -> str:
@@ -394,8 +496,9 @@ def measure(cell: Cell, impls: list[str], clock: Clock, ms_each: float) -> tuple
             refused[impl] = f"FAILED: {type(error).__name__}: {_one_line(error)}"
         _free(clock)
     times = clock.measure({impl: contender.run for impl, contender in contenders.items()}, ms_each) if contenders else {}
-    operations = flops(cell.problem, cell.pass_)
-    return [{**cell.fields, "impl": impl, **errors[impl], **timing(times[impl], operations)} for impl in contenders], refused
+    operations = flops(cell.problem, cell.pass_, cell.density)
+    fields = {**cell.fields, "density": f"{cell.density:.6g}"}
+    return [{**fields, "impl": impl, **errors[impl], **timing(times[impl], operations)} for impl in contenders], refused
 
 
 def _one_line(error: Exception) -> str:
@@ -408,21 +511,37 @@ def _free(clock: Clock) -> None:
 
 
 def compile_ahead(todo: list[Cell], impls: dict[str, list[str]], workers: int) -> None:
-    """Fill the disk caches of Triton and torch.compile from several processes, so that the run itself hardly compiles.
+    """Fill the disk caches of Triton, torch.compile and CuTe DSL from several processes, so that the run itself hardly compiles.
 
-    Versions compile once for a head dim and mask, FlexAttention for every shape. What fails here fails again, and is
-    reported, in the run.
+    Versions and fa4 compile once for a head dim and mask, FlexAttention for every shape, but not for every block mask. What fails here
+    fails again, and is reported, in the run.
     """
-    jobs: dict[tuple, list[Cell]] = {}
-    for cell in todo:
-        for impl in impls[cell.pass_]:
-            shape = (cell.problem.seqlen_q,) if impl == "flex" else ()
-            spec = flashzoo.versions().get(parted(impl)[0])
-            if shape or (spec and spec.requires):
-                jobs.setdefault((impl, cell.pass_, cell.problem.head_dim, cell.problem.causal, *shape), []).append(cell)
+    jobs = compile_jobs(todo, impls)
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_compile_in_one_thread) as pool:
-        for job in [pool.submit(_compile, key[0], group) for key, group in jobs.items()]:
+        for job in [pool.submit(_compile, impl, group) for impl, group in jobs]:
             job.exception()
+
+
+def compile_jobs(todo: list[Cell], impls: dict[str, list[str]]) -> list[tuple[str, list[Cell]]]:
+    """What `compile_ahead` has a process do each: an implementation and cells that share its kernels, forward before backward.
+
+    A kernel may still have variants, by whether a stride is a multiple of 16: so a process runs all of its cells.
+    """
+    masked = any(cell.mask for cell in todo)
+    jobs: dict[tuple, list[Cell]] = {}
+    for cell in sorted(todo, key=lambda cell: cell.problem.grad):
+        problem = cell.problem
+        kind = cell.pattern.kind if cell.pattern else "causal" if problem.causal else "full"
+        for impl in fitting(impls[cell.pass_], cell, masked):
+            spec = flashzoo.versions().get(parted(impl)[0])
+            if impl == "flex":
+                of = (problem.batch, problem.seqlen_q, "masked" if cell.mask else kind)
+            elif impl == "fa4" or (spec and spec.requires):
+                of = (bool(cell.mask), kind)
+            else:
+                continue
+            jobs.setdefault((impl, cell.pass_, problem.head_dim, *of), []).append(cell)
+    return [(key[0], group) for key, group in jobs.items()]
 
 
 def _compile_in_one_thread() -> None:
@@ -467,6 +586,13 @@ def _parser() -> argparse.ArgumentParser:
 
         return parse
 
+    def mask_names(text: str) -> list[str]:
+        found = [DENSE, *masks.NAMES] if text == "default" else text.split(",")
+        unknown = [name for name in found if name != DENSE and not masks.known(name)]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"expected names of the form {DENSE}|{masks.FORMS}, got {', '.join(unknown)}")
+        return found
+
     def numbers(text: str) -> list[int]:
         return [int(number) for number in text.split(",")]
 
@@ -476,7 +602,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--impls",
         type=names(known),
-        help=f"versions, also end to end or deterministic, and peers: {', '.join(known)}; default: what takes the dtype",
+        help=f"versions, also end to end or deterministic, and peers: {', '.join(known)}; default: what takes the dtype (and, with "
+        "--masks, block masks or none)",
+    )
+    parser.add_argument(
+        "--masks",
+        type=mask_names,
+        help="cells with block masks: `default`, or names of the forms dense (no mask, as --causal says), ones, causal, window1024, "
+        f"butterfly, random/4, local/4 (a quarter of the blocks); `default` is {','.join((DENSE, *masks.NAMES))}. In one sequence of 16k "
+        "tokens with hidden 2048 and one of 64k with hidden 512, head dims 128 and 64, unless --tokens, --hidden, --seqlens and "
+        "--head-dims say otherwise",
     )
     parser.add_argument("--passes", type=names(PASSES), help="fwd,bwd; default: those that the dtype has")
     parser.add_argument("--head-dims", type=numbers, help="only these, such as 64,128")
@@ -503,6 +638,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.dtype == "e4m3" and "bwd" in passes(args):
         parser.error(f"--passes: expected fwd for e4m3, which has no backward pass, got {','.join(args.passes)}")
+    if args.dtype == "e4m3" and args.masks:
+        parser.error("--masks: expected 16 or 32 bits, got e4m3, which takes no block mask")
     if bool(args.tokens) != bool(args.hidden):
         parser.error("--tokens and --hidden: expected both or neither")
     for name, whole, parts in (("--tokens", args.tokens, args.seqlens), ("--hidden", args.hidden, args.head_dims)):
@@ -511,7 +648,7 @@ def main(argv: list[str] | None = None) -> int:
     results = Results(args.out or results_path(args.device), args.resume or args.run, args.device, args.commit or _head_commit())
     measured = results.measured()
     todo = [cell for cell in cells(args) if cell.key not in measured]
-    impls = {pass_: args.impls or default_impls(pass_, args.dtype) for pass_ in passes(args)}
+    impls = {pass_: args.impls or default_impls(pass_, args.dtype, bool(args.masks)) for pass_ in passes(args)}
     print(f"run {results.run}, {len(todo)} cells, {gpu_name(args.device)}, into {results.path}")
     for impl in dict.fromkeys(impl for chosen in impls.values() for impl in chosen):
         if why := missing(impl):
@@ -529,7 +666,8 @@ def _run(todo: list[Cell], impls: dict[str, list[str]], results: Results, args: 
     results.append(ceilings(clock, args.device, args.ms, args.dtype))
     with _progress(len(todo)) as say:
         for position, cell in enumerate(todo, 1):
-            rows, refused = measure(cell, [impl for impl in impls[cell.pass_] if not missing(impl)], clock, args.ms)
+            there = [impl for impl in fitting(impls[cell.pass_], cell, bool(args.masks)) if not missing(impl)]
+            rows, refused = measure(cell, there, clock, args.ms)
             _free(clock)
             results.append(rows)
             failed |= any(reason.startswith("FAILED") for impl, reason in refused.items() if impl not in PEERS)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import dataclasses
 import sys
+from collections import namedtuple
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 import flashzoo
-from bench import ablation, fp8_error, peers, plot, run, tune
+from bench import ablation, fp8_error, masks, peers, plot, run, tune
 from flashzoo.autograd import differentiable
 from flashzoo.reference import dequantized, rotated, standard
 from flashzoo.spec import Problem
@@ -424,6 +426,7 @@ def _row(run_id: str, impl: str, pass_: str, seqlen: int, tflops: float) -> dict
         "dtype": "bf16",
         "head_dim": "64",
         "causal": "1",
+        "mask": "",
     }
     sizes = {"batch": str(16384 // seqlen), "seqlen_q": str(seqlen)}
     return {**fixed, **sizes, "run": run_id, "impl": impl, "pass": pass_, "tflops": str(tflops)}
@@ -515,3 +518,254 @@ def test_the_tuner_times_right_candidates(monkeypatch):
     found = tune.tune("v2", "forward", cell, run.Clock("cpu"), 1.0)
     assert sorted(map(str, some)) == sorted(str(tiles) for _, tiles in found)
     assert all(ms > 0 for ms, _ in found) and found == sorted(found, key=lambda pair: pair[0])
+
+
+MASKED = "--device cpu --dtype fp16 --tokens 256 --hidden 16 --head-dims 16 --ms 1 --run r1 --commit c0ffee"
+
+
+@pytest.fixture
+def hurried(monkeypatch):
+    """Triton's interpreter is slow."""
+    monkeypatch.setattr(run, "MIN_REPEATS", 1)
+
+
+def _parsed(line: str) -> argparse.Namespace:
+    return run._parser().parse_args(["--device", "cpu", *line.split()])
+
+
+def _masked_bench(options: str, out: Path) -> int:
+    return run.main(f"{MASKED} {options} --out {out}".split())
+
+
+def test_masked_cells_become_rows_beside_dense_ones(tmp_path, hurried):
+    out = tmp_path / "cpu.csv"
+    assert _masked_bench("--masks dense,ones,local/2,causal --causal 0 --impls v2,blocksparse", out) == 0
+    found = [(row["impl"], row["pass"], row["mask"], row["density"]) for row in _rows(out) if row["pass"] != "gemm"]
+    densities = {"ones": "1", "local/2": "0.5", "causal": "0.501953"}
+    masked = [("blocksparse", mask, density) for mask, density in densities.items()]
+    assert found == [(impl, pass_, *of) for pass_ in ("fwd", "bwd") for impl, *of in (("v2", "", "1"), *masked)]
+    for row in _rows(out):
+        if row["pass"] != "gemm":
+            operations = {"fwd": 4, "bwd": 10}[row["pass"]] * 256 * 256 * 16 * float(row["density"])
+            assert float(row["tflops"]) == pytest.approx(operations / float(row["ms"]) / 1e9, rel=1e-3)
+
+
+def test_resume_tells_masks_apart(tmp_path, hurried):
+    out = tmp_path / "cpu.csv"
+    _masked_bench("--masks ones --passes fwd --impls blocksparse", out)
+    _masked_bench("--masks dense,ones,local/2 --causal 0 --passes fwd --impls standard,blocksparse --resume r1", out)
+    assert [row["mask"] for row in _rows(out) if row["impl"] == "blocksparse"] == ["ones", "local/2"]
+    assert [row["mask"] for row in _rows(out) if row["impl"] == "standard"] == ["", "local/2"]
+
+
+def test_a_peer_without_block_masks_is_named(tmp_path, capsys):
+    assert _masked_bench("--masks local/2 --passes fwd --impls sdpa_math", tmp_path / "cpu.csv") == 0
+    assert "sdpa_math skipped: block masks are taken by flex and fa4, got sdpa_math" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("line", ["--masks randum/2", "--masks local", "--masks ones --dtype e4m3 --passes fwd"])
+def test_masks_that_are_not_there_are_refused(line, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run.main(line.split())
+    assert stopped.value.code == 2
+    assert "expected" in capsys.readouterr().err
+
+
+def test_a_run_with_masks_is_the_issues():
+    chosen = run.cells(_parsed("--masks default"))
+    assert len(chosen) == 2 * 2 * 2 * (2 + len(masks.NAMES))
+    sizes = [(128, 16384, 16), (128, 65536, 4), (64, 16384, 32), (64, 65536, 8)]
+    assert list(dict.fromkeys((c.problem.head_dim, c.problem.seqlen_q, c.problem.heads) for c in chosen)) == sizes
+    assert {cell.problem.batch for cell in chosen} == {1}
+    assert not [cell for cell in chosen if cell.mask and cell.problem.causal]
+    assert {"v3", "blocksparse", "v2", "flex", "fa4"} <= set(run.default_impls("bwd", masked=True))
+    few = run.cells(_parsed("--masks butterfly --tokens 1024 --hidden 128 --seqlens 256,512"))
+    assert {(c.problem.batch, c.problem.seqlen_q) for c in few} == {(4, 256), (2, 512)}
+
+
+PATTERNS = ("ones", "causal", "window200", "butterfly", "random/2", "random/4", "local/2", "local/4")
+
+
+@pytest.mark.parametrize("seqlen", [1024, 1000])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_pattern_is_its_mask(name, seqlen):
+    pattern = masks.pattern(name, seqlen, "cpu")
+    dense = pattern.mask.to_dense()
+    assert torch.equal(pattern.of_queries(torch.arange(seqlen)), dense)
+    assert pattern.visible == pytest.approx(float(dense.double().mean()))
+    if "/" in name:
+        kept = 8 // int(name.partition("/")[2])
+        assert set((pattern.blocks[1].sum(1)).tolist()) == {kept}, "every row keeps as many"
+    for by_columns in (False, True):
+        for (counts, numbers), blocks in zip(pattern.lists(by_columns), pattern.blocks, strict=True):
+            for i, row in enumerate(blocks.mT if by_columns else blocks):
+                assert numbers[0, 0, i, : counts[0, 0, i]].tolist() == row.nonzero().flatten().tolist()
+
+
+def test_a_window_sees_so_many_keys():
+    seen = masks.pattern("window200", 1024, "cpu").mask.to_dense()[0, 0]
+    assert seen[1000].nonzero().flatten().tolist() == list(range(801, 1001))
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["fwd", "bwd"])
+def test_every_block_has_its_part_in_what_is_checked(grad):
+    """A result that lacks one block, whichever, or has one too many, gets no speed."""
+    cell = run.Cell(Problem(1, 512, 512, 1, 1, 16, "fp16", device="cpu", grad=grad), "random/2")
+    tensors = run.inputs(cell.problem)
+    referee, contender = run.Referee(cell, tensors), run.Contender("standard", cell, tensors)
+    referee.errors("standard", contender.result())
+    assert cell.pattern is not None
+    blocks = cell.pattern.blocks[1]
+    for at in range(16):
+        other = blocks.clone().flatten()
+        other[at] = ~other[at]
+        mask = flashzoo.BlockMask.from_blocks(other.view(4, 4), 512)
+        contender.function = partial(flashzoo.attention, version="standard", block_mask=mask)
+        if grad:
+            contender.out = contender.function(*contender.leaves)
+        result = contender.result()
+        if grad:  # the gradients alone
+            result = dataclasses.replace(result, out=run.Contender("standard", cell, tensors).result().out)
+        with pytest.raises(run.WrongResultError):
+            referee.errors("standard", result)
+
+
+def test_the_queries_of_a_long_cell_are_from_everywhere():
+    queries = run.Cell(Problem(1, 65536, 65536, 4, 4, 128, device="cpu")).queries
+    assert queries is not None and len(queries) == 1024
+    assert (queries // 128).unique().numel() == 512 and (queries % 64).unique().numel() == 64
+    assert run.Cell(Problem(1, 16384, 16384, 4, 4, 128, device="cpu")).queries is None
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_long_dense_cell_is_checked_on_some_queries(causal, monkeypatch):
+    monkeypatch.setattr(run, "WHOLE", 128)
+    monkeypatch.setattr(run, "QUERIES", 64)
+    cell = run.Cell(Problem(1, 256, 256, 2, 2, 16, "fp16", causal=causal, device="cpu", grad=True))
+    tensors = run.inputs(cell.problem)
+    referee, contender = run.Referee(cell, tensors), run.Contender("standard", cell, tensors)
+    result = contender.result()
+    referee.errors("standard", result)
+    assert result.dk is not None and cell.queries is not None
+    result.dk[0, 0, 0, 0] += 1
+    with pytest.raises(run.WrongResultError, match="dk"):
+        referee.errors("standard", result)
+    result = contender.result()
+    result.out[0, cell.queries[5], 1, 3] += 0.1
+    with pytest.raises(run.WrongResultError, match="out"):
+        referee.errors("standard", result)
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_flex_is_given_the_same_mask(name, monkeypatch):
+    given = []
+    monkeypatch.setattr(peers, "_compiled_flex", lambda: lambda q, k, v, block_mask, enable_gqa: given.append(block_mask) or q)
+    pattern, problem = masks.pattern(name, 1024, "cpu"), Problem(1, 1024, 1024, 2, 2, 16, "fp16", device="cpu")
+    q, k, v, _ = run.inputs(problem)
+    peers.peer("flex", problem, pattern)(q, k, v)
+    (mask,) = given
+    i, j = torch.arange(1024)[:, None], torch.arange(1024)
+    lists = ((mask.full_kv_num_blocks, mask.full_kv_indices), (mask.kv_num_blocks, mask.kv_indices))
+    full, some = (_of_lists(*of) for of in lists)
+    assert torch.equal(full | some & mask.mask_mod(None, None, i, j), pattern.mask.to_dense()[0, 0])
+    lists = ((mask.full_q_num_blocks, mask.full_q_indices), (mask.q_num_blocks, mask.q_indices))
+    full, some = (_of_lists(*of).mT for of in lists)
+    assert torch.equal(full | some & mask.mask_mod(None, None, i, j), pattern.mask.to_dense()[0, 0])
+
+
+def _of_lists(counts: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """bool, elements, of lists of blocks of 128 by 128."""
+    blocks = torch.zeros(numbers.shape[2], numbers.shape[3], dtype=torch.bool)
+    for i, count in enumerate(counts[0, 0].tolist()):
+        blocks[i, numbers[0, 0, i, :count].long()] = True
+    return blocks.repeat_interleave(128, 0).repeat_interleave(128, 1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_flex_compiles_once_for_all_masks_of_a_shape(monkeypatch):
+    from torch._dynamo.testing import CompileCounterWithBackend
+    from torch.nn.attention.flex_attention import flex_attention
+
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(flex_attention, backend=counter, dynamic=False, fullgraph=True)
+    monkeypatch.setattr(peers, "_compiled_flex", lambda: compiled)
+    problem = Problem(1, 256, 256, 1, 1, 16, "fp32", device="cpu")
+    q, k, v, _ = run.inputs(problem)
+    for name in ("causal", "ones", "random/2", "window100", "butterfly"):
+        peers.peer("flex", problem, masks.pattern(name, 256, "cpu"))(q, k, v)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("name", ["random/2", "causal", "window200"])
+def test_fa4_is_given_the_same_mask(name, monkeypatch):
+    given = {}
+    tensors = namedtuple(
+        "Tensors", ["mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", "block_size"], defaults=[None, None, None]
+    )
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.block_sparsity", SimpleNamespace(BlockSparseTensorsTorch=tensors))
+    monkeypatch.setattr(peers, "_function", lambda name: lambda q, k, v, **options: (given.update(options) or q, None))
+    monkeypatch.setattr(peers, "_fa4_band", lambda left: left)
+    pattern, problem = masks.pattern(name, 1024, "cpu"), Problem(1, 1024, 1024, 2, 2, 16, "fp16", device="cpu")
+    q, k, v, _ = run.inputs(problem)
+    peers.peer("fa4", problem, pattern)(q, k, v)
+    band = torch.ones(()).bool() if name == "random/2" else masks.in_band(torch.arange(1024), 1024, given["mask_mod"])
+    for argument, turned in (("block_sparse_tensors", False), ("block_sparse_tensors_bwd", True)):
+        lists = given[argument]
+        assert lists.block_size == (128, 128)
+        partial, full = _of_lists(lists.mask_block_cnt, lists.mask_block_idx), _of_lists(lists.full_block_cnt, lists.full_block_idx)
+        partial, full = (partial.mT, full.mT) if turned else (partial, full)
+        assert torch.equal(full | partial & band, pattern.mask.to_dense()[0, 0])
+
+
+def test_what_is_compiled_ahead_shares_kernels():
+    todo = run.cells(_parsed("--masks default --head-dims 128 --passes fwd"))
+    impls = ["v3", "v2", "blocksparse", "flex", "fa4", "sdpa_flash"]
+    jobs = run.compile_jobs(todo, {"fwd": impls})
+    counts = {impl: [len(group) for name, group in jobs if name == impl] for impl in impls}
+    assert {impl: len(groups) for impl, groups in counts.items()} == {
+        **{"v3": 5, "v2": 2, "blocksparse": 3},  # full, causal; plain, causal, window
+        **{"flex": 6, "fa4": 5, "sdpa_flash": 0},  # of each length full, causal, any mask
+    }
+    assert sum(counts["v3"]) == len(todo) and sum(counts["blocksparse"]) == len(todo) - 4
+
+
+def _sparse_rows(tmp_path: Path) -> list[dict[str, str]]:
+    """A made-up run: every block-sparse kernel takes its share of the dense kernel's time and a tenth more."""
+    path = tmp_path / "made.csv"
+    results = run.Results(path, "sparse", "cpu", "c0ffee")
+    line = "--masks dense,ones,causal,random/2,random/4,local/2,butterfly --causal 0 --head-dims 64 --tokens 2048 --hidden 64"
+    chosen = [cell for size in ("2048", "1024") for cell in run.cells(_parsed(f"{line} --seqlens {size}"))]
+    for cell in chosen:
+        dense = {"v1": 40.0, "v2": 20.0, "v3": 10.0, "flex": 30.0, "fa4": 12.0}
+        masked = {
+            impl: dense[of] * cell.density * 1.1 for impl, of in (("v3", "v3"), ("blocksparse", "v2"), ("flex", "flex"), ("fa4", "fa4"))
+        }
+        times = masked if cell.mask else dense
+        numbers = {"density": f"{cell.density:.6g}", "tflops": 1, "ms_p10": 1, "ms_p90": 1, "max_err": 0, "rms_err": 0}
+        results.append([{**cell.fields, **numbers, "impl": impl, "ms": f"{ms:.5g}"} for impl, ms in times.items()])
+    return _rows(path)
+
+
+def test_the_block_sparse_run_has_a_table_and_no_other_has_its_rows(tmp_path):
+    rows = _sparse_rows(tmp_path)
+    sparse = plot.sparse_run(rows)
+    assert sparse is not None and plot.last_run([{**row, "batch": "8"} for row in rows], "fwd") == []
+    size = "fwd", 64, 2048
+    assert sparse.speedup(size, "random/4", "blocksparse") == pytest.approx(4 / 1.1, rel=1e-3), "over v2"
+    assert sparse.speedup(size, "random/4", "v1") is None
+    assert (sparse.tokens, sorted(sparse.butterfly["bwd", 64])) == (2048, [1024, 2048])
+    table = plot.sparse_table(sparse).splitlines()
+    assert "| random/4 | 25.00% | 64 | 2048 | fwd | - | - | **2.75** (3.64x) | 8.25 (3.64x) | 3.3 (3.64x) | 5.5 (3.64x) |" in table
+    assert "| none | 100.00% | 64 | 2048 | fwd | 40 | 20 | **10** | 30 | 12 | - |" in table
+    assert "| v3 | 1.20 (worst 1.20) |" in plot.sparse_ratios(sparse)
+    section = plot.report(rows, tmp_path / "h200.csv")
+    assert "### Block-sparse, bf16" in section and "### Forward" not in section
+    assert "h200_blocksparse.png" in section and "50.0% at 1k, 31.2% at 2k" in section
+
+
+def test_the_block_sparse_run_has_pictures(tmp_path):
+    pytest.importorskip("matplotlib")
+    drawn = plot.draw(_sparse_rows(tmp_path), tmp_path / "h200.csv")
+    assert [path.name for path in drawn] == ["h200_blocksparse.png", "h200_butterfly.png"]
+    assert all(path.stat().st_size > 10_000 for path in drawn)
+    assert plot.sparse_run([{"mask": "", "run": "r"}]) is None
