@@ -106,7 +106,7 @@ def attention(
         k_descale, v_descale: the same for k and v, `(batch, heads_kv)` or `(batch, heads_kv, ceil(seqlen_k / 128))`.
         block_mask: a `flashzoo.BlockMask` on q's device, of these lengths, its batch and heads q's or 1. A key is seen where it, causal
             and window_size all say so; with them some hundreds of small operations make another mask at every call, which
-            `block_mask & BlockMask.causal(...)` does once. `blocksparse` skips what the mask skips; `sdpa` and `standard` make a
+            `block_mask & BlockMask.causal(...)` does once. `v3` and `blocksparse` skip what the mask skips; `sdpa` and `standard` make a
             dense mask of it.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Which tile a thread block works on next, and which keys the tile's rows see."""
+"""Which tile a thread block works on next, and which keys the tile's rows see. With a block mask both are in its lists: `sparse.py`."""
 
 from __future__ import annotations
 
@@ -125,7 +125,8 @@ class Schedule:
         return self.blocks - 1 - rank
 
     def extent(self, tile: Int32, block: Int32) -> tuple[Int32, Int32]:
-        """First of the blocks of keys that a tile walks, and one past the last: it walks from the last to the first."""
+        """First of what a tile walks, and one past the last: here blocks of keys, from the last to the first. With a block mask they are
+        places in its list."""
         return self.blocks_of_tile(block)
 
     def first_key(self, tile: Int32, n: Int32) -> Int32:
