@@ -22,7 +22,6 @@ from flashzoo import BlockMask, Problem
 from flashzoo.accuracy import Judge
 from flashzoo.reference import Result
 from flashzoo.spec import MaskForm
-from flashzoo.v3.config import refusals
 from flashzoo.workloads import block_mask, workloads
 
 on = {"device": DEVICE}
@@ -269,8 +268,8 @@ class TestDispatch:
                 chosen = flashzoo.explain(problem).chosen
                 if problem.block_mask is None:
                     assert chosen != "blocksparse"
-                elif arch == 90 and dtype != "fp32" and problem.head_dim % 8 == problem.head_dim_v % 8 == 0 and not refusals(problem):
-                    assert chosen == "v3"
+                elif takes(SPECS["v3"], problem):
+                    assert chosen == "v3" and arch == 90 and problem.block_mask.block_q == 128
                 else:
                     assert chosen == ("blocksparse" if problem.head_dim == problem.head_dim_v else "sdpa")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
@@ -205,14 +205,28 @@ def ones(begin: int, count: int) -> int:
     return ((1 << count) - 1 << begin) & 0xFFFFFFFF
 
 
+def as_written(*owners) -> list[tuple[object, str, FunctionType]]:
+    """The functions that CuTe DSL compiles, each a copy: it rewrites them in place when it first compiles one."""
+    found = []
+    for owner in owners:
+        for name, method in vars(owner).items():
+            if function := getattr(method, "__wrapped__", None):
+                copy = FunctionType(function.__code__, function.__globals__, name, function.__defaults__, function.__closure__)
+                copy.__kwdefaults__ = function.__kwdefaults__
+                found.append((owner, name, copy))
+    return found
+
+
+METHODS = (Schedule, ScheduleBackward, ScheduleSparse, ScheduleBackwardSparse, MaskSparse, ForwardSparse, sparse_backward._Masked)
+AS_WRITTEN = as_written(*METHODS, mask_module)
+AS_WRITTEN += [(sparse_backward, name, function) for owner, name, function in AS_WRITTEN if owner is mask_module]
+
+
 @pytest.fixture
 def on_integers(monkeypatch):
     """The device's code as what it is without CuTe DSL: arithmetic."""
-    owners = (Schedule, ScheduleBackward, ScheduleSparse, ScheduleBackwardSparse, MaskSparse, ForwardSparse, sparse_backward._Masked)
-    for owner in owners:
-        for name, method in vars(owner).items():
-            if hasattr(method, "__wrapped__"):
-                monkeypatch.setattr(owner, name, method.__wrapped__)
+    for owner, name, method in AS_WRITTEN:
+        monkeypatch.setattr(owner, name, method)
     arithmetic = {"min": min, "max": max, "range": lambda n, unroll: range(n), "range_constexpr": range}
     for module in (schedule, sparse, sparse_backward, mask_module):
         monkeypatch.setattr(module, "cutlass", SimpleNamespace(**arithmetic))
@@ -231,7 +245,6 @@ def on_integers(monkeypatch):
     arch = SimpleNamespace(block_idx=lambda: (0, 0, 0), lane_idx=lambda: LANE[0])
     for module in (sparse, sparse_backward, mask_module):
         monkeypatch.setattr(module, "cute", SimpleNamespace(size=lambda s: len(s), arch=arch, **cute))
-    monkeypatch.setattr(sparse_backward, "mask_scores", mask_module.mask_scores.__wrapped__)
     monkeypatch.setattr(sparse, "ones", ones)
 
 
