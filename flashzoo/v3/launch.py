@@ -50,11 +50,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: fl
     return launch(q, k, v, softmax_scale)
 
 
-def backward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def backward(*arguments: Any, block_mask: Any = None) -> tuple[Tensor, Tensor, Tensor]:
     """`launch_backward.backward`, imported where it is first needed."""
     from flashzoo.v3.launch_backward import backward
 
-    return backward(*arguments)
+    return backward(*arguments, block_mask=block_mask)
 
 
 attention = differentiable(forward, backward)
