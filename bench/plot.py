@@ -14,6 +14,7 @@ from bench.run import PASSES, parted
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench" / "results" / "h200.csv"
 FP8, END_TO_END, ABLATED = "e4m3", "end_to_end", "one_level"
 TABLES = {
     "fwd": "Forward",
@@ -38,6 +39,12 @@ Row = dict[str, str]
 Shape = tuple[int, bool, int]
 Size = tuple[str, int, int]
 Speeds = dict[Shape, dict[str, float]]
+
+
+def read(results: Path) -> list[Row]:
+    """The rows of a results file."""
+    with results.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def last_run(rows: list[Row], table: str) -> list[Row]:
@@ -194,7 +201,9 @@ def _sparse_report(rows: list[Row], results: Path) -> list[str]:
             "One sequence, hidden 2048 at 16k tokens and 512 at 64k, blocks of 128 x 128 that all heads share. `random/8` keeps an eighth "
             "of each row's blocks, drawn at random, `local/8` as many around the diagonal; density is the share of pairs that are seen. In "
             "brackets the speed-up over the implementation's own dense kernel in the same run (v2's for `blocksparse`).",
+            f"<details>\n<summary>All {sum(map(len, run.ms.values()))} cells</summary>",
             sparse_table(run),
+            "</details>",
             f"![Speed-up over the dense kernel against 1/density](bench/results/{results.stem}_blocksparse.png)",
             "Geometric mean of the speed ratios over the masked cells that both ran, and the worst cell:",
             sparse_ratios(run),
@@ -392,12 +401,11 @@ def _panel(axes: Any, table: Speeds, head_dim: int, causal: bool) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Render tables into the README, and with `--plots` pictures beside the CSV file."""
     parser = argparse.ArgumentParser(prog="python -m bench.plot", description=__doc__)
-    parser.add_argument("--csv", type=Path, default=ROOT / "bench" / "results" / "h200.csv")
+    parser.add_argument("--csv", type=Path, default=RESULTS)
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
     parser.add_argument("--plots", action="store_true", help="draw bench/results/*.png too")
     args = parser.parse_args(argv)
-    with args.csv.open(newline="") as file:
-        rows = list(csv.DictReader(file))
+    rows = read(args.csv)
     args.readme.write_text(place(args.readme.read_text(), report(rows, args.csv)))
     for path in draw(rows, args.csv) if args.plots else []:
         print(path)
