@@ -9,7 +9,7 @@ STAMP := $(VENV)/.flashzoo-installed
 PINS := constraints.txt constraints-torch.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help compare test lint format bench clean
+.PHONY: help compare test lint format bench report clean
 
 help: ## say what each target does
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,6 +31,10 @@ format: $(STAMP) ## ruff's formatter and its safe fixes
 
 bench: $(STAMP) ## time versions and peers on this GPU, into bench/results
 	$(BIN)/python -m bench.run $(ARGS)
+
+report: $(STAMP) ## the README's tables and pictures, and report.html, from bench/results
+	$(BIN)/python -m bench.plot --plots
+	$(BIN)/flashzoo report $(ARGS)
 
 clean: ## remove the environment and every cache
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .benchmarks build *.egg-info

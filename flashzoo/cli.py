@@ -1,4 +1,4 @@
-"""The command line: `flashzoo list | explain | compare | check | bench`. Exit code 0 is well, 1 a failed check, 2 bad input."""
+"""The command line: `flashzoo list | explain | compare | check | bench | report`. Exit code 0 is well, 1 a failed check, 2 bad input."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from flashzoo.workloads import TORCH_DTYPES, hardware
 
 ROOT = Path(flashzoo.__file__).resolve().parent.parent
 """The repository's root where flashzoo runs from a checkout."""
+
+FROM_CHECKOUT = {"bench": ("bench.run",), "report": ("bench.report", "matplotlib", "markdown_it")}
+"""Commands that are modules beside the package, and the packages that these need. They take every argument themselves, `--help` too."""
 
 ON_GPU = {"batch_size": 8, "seq_len": 4096, "num_heads": 16, "head_dim": 128, "dtype": "bf16"}
 ON_CPU = {"batch_size": 1, "seq_len": 128, "num_heads": 2, "head_dim": 64, "dtype": "fp16"}
@@ -73,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, run: Callable[..., int], text: str, passes_on: bool = False) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=text, description=text, add_help=name != "bench")
+        made = commands.add_parser(name, help=text, description=text, add_help=name not in FROM_CHECKOUT)
         made.set_defaults(run=run, passes_on=passes_on)
         return made
 
@@ -97,7 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     check = command("check", _check, "run the whole test suite on your own variant; further arguments go to pytest", passes_on=True)
     check.add_argument("target", help="a Python file that calls flashzoo.register, or NAME[,NAME] of registered versions")
 
-    command("bench", _bench, "time versions and peers on this GPU; arguments go to bench/run.py", passes_on=True)
+    command("bench", _from_checkout, "time versions and peers on this GPU; arguments go to bench/run.py", passes_on=True)
+    command("report", _from_checkout, "one HTML file of what bench measured; arguments go to bench/report.py", passes_on=True)
     return parser
 
 
@@ -288,9 +292,12 @@ def _check(args: argparse.Namespace, pytest_arguments: list[str]) -> int:
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 
-def _bench(args: argparse.Namespace, bench_arguments: list[str]) -> int:
-    script = ROOT / "bench" / "run.py"
+def _from_checkout(args: argparse.Namespace, arguments: list[str]) -> int:
+    name, *packages = FROM_CHECKOUT[args.command]
+    script = (ROOT / name.replace(".", "/")).with_suffix(".py")
     if not script.is_file():
-        raise CommandError(f"the benchmark is not here: expected {script}; run from a checkout (pip install -e .)")
+        raise CommandError(f"{name} is not here: expected {script}; run from a checkout (pip install -e .)")
+    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
+        raise CommandError(f"{' and '.join(missing)} must be installed: pip install 'flashzoo[report]'")
     sys.path.insert(0, str(ROOT))
-    return importlib.import_module("bench.run").main(bench_arguments)
+    return importlib.import_module(name).main(arguments)

@@ -1,0 +1,193 @@
+"""A results file as one HTML file: the README's tables and pictures, who has no row and why, and every run with all its rows.
+
+`flashzoo report -o report.html`, or `python -m bench.report`. It needs no GPU, and what it writes needs nothing else: pictures are in
+it, and tables sort by a few lines of JavaScript of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from base64 import b64encode
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from markdown_it import MarkdownIt
+
+import flashzoo
+from bench import plot
+from bench.run import KEY_FIELDS, RUN_FIELDS, parted
+from flashzoo.spec import MaskForm, Problem
+
+PAGE = Path(__file__).parent / "page.html"
+SIZES = ("batch", "seqlen_q", "seqlen_k", "heads", "heads_kv", "head_dim")
+ARCHS = {
+    **dict.fromkeys(("A100", "A800", "A30"), 80),
+    **dict.fromkeys(("A10", "3090"), 86),
+    **dict.fromkeys(("L4", "L40S", "4090"), 89),
+    **dict.fromkeys(("H20", "H100", "H200", "H800", "GH200"), 90),
+    **{"B200": 100, "B300": 103},
+}
+"""Compute capability, which results files don't hold, by a word of the GPU's name."""
+NO_OBJECTION = "takes them; it was not asked in this run, or gave no right result"
+
+Rows = list[plot.Row]
+
+
+def page(rows: Rows, results: Path) -> str:
+    """The whole file.
+
+    Args:
+        rows: of the results file, one at least.
+        results: that file; its name is that of the pictures.
+    """
+    title = f"flashzoo on {', '.join(dict.fromkeys(row['gpu'] for row in rows))}"
+    runs = list(_by_run(rows).values())
+    tables = shown(rows)
+    parts = [
+        f"# {_text(title)}",
+        f"From {results.name}: {len(rows)} results of {len(runs)} runs, the last of {rows[-1]['date']}. Medians of interleaved repeats "
+        "with the L2 cache flushed; each result was checked before it was timed. Each table is of one run: ratios hold within a run, "
+        "and runs of different days differ by up to a tenth. A click on a column's head sorts a table.",
+        plot.report(rows, results).replace("### ", "## "),
+        "## Who has no row, and why",
+        "Versions that are not in some cells of a table, and what they declare against those cells, as they are in this checkout. Packages "
+        "are taken to be there.",
+        _table(("table", "version", "cells", "why"), absent(tables)),
+        "## Names",
+        _table(("name", "what it is", "paper"), ((spec.name, spec.title, spec.paper) for spec in flashzoo.versions().values())),
+        "## Runs",
+        "The matmul is what the GPU sustained when hot, at the run's beginning and end. Attention cells run cooler, and can be above it.",
+        _table((*RUN_FIELDS, "rows", "matmul, TFLOP/s", "table", "implementations"), (_run(mine, tables) for mine in runs)),
+        *(part for mine in runs for part in _rows_of(mine)),
+    ]
+    with TemporaryDirectory() as folder:
+        pictures = {path.name: _data(path) for path in plot.draw(rows, Path(folder) / results.name)}
+    nav, body = _html("\n\n".join(parts), pictures)
+    text = PAGE.read_text(encoding="utf-8")
+    for mark, what in (("title", escape(title)), ("nav", nav), ("body", body)):
+        text = text.replace(f"<!--{mark}-->", what)
+    return text
+
+
+def shown(rows: Rows) -> dict[str, Rows]:
+    """The rows of each table, by its title."""
+    tables = {title: plot.last_run(rows, name) for name, title in plot.TABLES.items()}
+    sparse = plot.sparse_run(rows)
+    tables["Block-sparse"] = sparse.rows if sparse else []
+    return {title: mine for title, mine in tables.items() if mine}
+
+
+def absent(tables: dict[str, Rows]) -> Iterator[tuple[str, str, str, str]]:
+    """For each table, each version that has no row in some of its cells: title, version, how many cells of how many, and why."""
+    for title, mine in tables.items():
+        there = {(row["impl"], *_cell(row)) for row in mine}
+        cells = list({_cell(row): row for row in mine}.values())
+        named = [impl for impl in dict.fromkeys(row["impl"] for row in mine) if parted(impl)[0] in flashzoo.versions()]
+        for impl in dict.fromkeys((*flashzoo.versions(), *named)):
+            why = Counter(_objections(impl, row) for row in cells if (impl, *_cell(row)) not in there)
+            for reasons, count in why.items():
+                yield title, impl, f"{count} of {len(cells)}", reasons
+
+
+def _cell(row: plot.Row) -> tuple[str, ...]:
+    return tuple(row[name] for name in KEY_FIELDS)
+
+
+def _objections(impl: str, row: plot.Row) -> str:
+    name, options = parted(impl)
+    problem = Problem(
+        **{size: int(row[size]) for size in SIZES},
+        dtype=row["dtype"],
+        causal=row["causal"] == "1",
+        grad=row["pass"] == "bwd",
+        block_mask=MaskForm() if row["mask"] else None,
+        device="cpu" if row["gpu"] == "cpu" else "cuda",
+        arch=next((arch for word, arch in ARCHS.items() if re.search(rf"\b{word}\b", row["gpu"])), None),
+        **options,
+    )
+    spec = replace(flashzoo.versions()[name], requires=(), backward_requires=())
+    return "; ".join(spec.unsupported(problem)) or NO_OBJECTION
+
+
+def _by_run(rows: Rows) -> dict[str, Rows]:
+    runs = {}
+    for row in rows:
+        runs.setdefault(row["run"], []).append(row)
+    return runs
+
+
+def _run(mine: Rows, tables: dict[str, Rows]) -> list[str]:
+    products = [row for row in mine if row["pass"] == "gemm"]
+    rates = {dtype: [f"{float(row['tflops']):.0f}" for row in products if row["dtype"] == dtype] for dtype in ("bf16", "e4m3")}
+    return [
+        *(mine[0][field] for field in RUN_FIELDS),
+        str(len(mine)),
+        "; ".join(f"{dtype} {', '.join(found)}" for dtype, found in rates.items() if found),
+        ", ".join(title for title, of in tables.items() if of[0]["run"] == mine[0]["run"]),
+        ", ".join(dict.fromkeys(row["impl"] for row in mine if row["pass"] != "gemm")),
+    ]
+
+
+def _rows_of(mine: Rows) -> list[str]:
+    """Every column that says something of some row, folded."""
+    columns = [name for name in mine[0] if name not in RUN_FIELDS and any(row[name] for row in mine)]
+    summary = f"<details>\n<summary>All {len(mine)} rows of {escape(mine[0]['run'])}</summary>"
+    return [summary, _table(columns, ([row[name] for name in columns] for row in mine)), "</details>"]
+
+
+def _table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in markdown; what is in its cells is taken as it is."""
+    names = list(columns)
+    lines = [names, ["---"] * len(names), *(map(_text, row) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _text(cell: str) -> str:
+    """Markdown of the text, none of whose characters means anything."""
+    return re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", cell)
+
+
+def _data(picture: Path) -> str:
+    return f"data:image/png;base64,{b64encode(picture.read_bytes()).decode()}"
+
+
+def _html(text: str, pictures: dict[str, str]) -> tuple[str, str]:
+    """Links to the headings, and the markdown as HTML with the pictures in it."""
+    markdown = MarkdownIt("commonmark").enable("table").disable("html_inline")
+    tokens, links = markdown.parse(text), []
+    for token, inside in pairwise(tokens):
+        if token.type == "heading_open" and token.tag == "h2":
+            token.attrSet("id", f"part{len(links)}")
+            links.append(f'<a href="#part{len(links)}">{escape(inside.content)}</a>')
+        for child in token.children or ():
+            if child.type == "image":
+                child.attrSet("src", pictures[Path(str(child.attrGet("src"))).name])
+    body = markdown.renderer.render(tokens, markdown.options, {})
+    body = body.replace("<table>", '<div class="scroll">\n<table>').replace("</table>", "</table>\n</div>")
+    return "\n".join(links), body
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write the file and print its path."""
+    parser = argparse.ArgumentParser(prog="flashzoo report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), help="the file to write (default: report.html)")
+    parser.add_argument("--csv", type=Path, default=plot.RESULTS, help="the results file (default: bench/results/h200.csv)")
+    args = parser.parse_args(argv)
+    if not args.csv.is_file():
+        parser.error(f"--csv: expected a results file of `flashzoo bench`, got {args.csv}, which is not there")
+    rows = plot.read(args.csv)
+    if not rows:
+        parser.error(f"--csv: expected results, got {args.csv} without a row")
+    args.out.write_text(page(rows, args.csv), encoding="utf-8")
+    print(args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
