@@ -298,7 +298,9 @@ def walked(plan: ScheduleSparse, tile: sparse.Row, me: int, row: int, column: in
     nothing = SimpleNamespace(fill=lambda *_: None, wait_full=lambda *_: None, release=lambda *_: None)
     consumer = SimpleNamespace(me=me, row=row, column=column, o=nothing, on_chip=SimpleNamespace(q_ring=nothing))
     program = {"kernel": plan.kernel, "tiles": plan.kernel.tiles, "last_product": lambda _, used: used + 1}
-    program = SimpleNamespace(**program, first_scores=step, step_overlapped=step)
+    program = SimpleNamespace(**program, first_scores=step, step_overlapped=step, step_serial=step)
+    program.scores, program.pass_turn = lambda *_: None, lambda _: None
+    program.rest_of_step = lambda consumer, _, *arguments: step(consumer, *arguments)
     assert ForwardSparse.attend(program, plan, tile, block, consumer, 0, 0) == len(keys)
     assert len(seen) == len(keys), "the consumers walk as many blocks as the producer loads"
     return keys, seen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from flashzoo.spec import DESCALE_BLOCK, Problem, Window
 
@@ -30,6 +31,8 @@ class Tiles:
         q_stages: with 2, the queries of the next tile arrive while those of this one are in use.
         ping_pong: the warpgroups take turns in issuing their products, so that one's run under the other's softmax.
         overlap: inside a warpgroup, the product for the next block's scores is issued before the softmax of this one.
+        teams: how many tiles a thread block works on at a time, each with consumers, a producer and shared memory of its own. Only
+            block-sparse kernels have more than one.
     """
 
     consumers: int
@@ -38,6 +41,7 @@ class Tiles:
     q_stages: int = 1
     ping_pong: bool = True
     overlap: bool = True
+    teams: int = 1
 
     @property
     def block_q(self) -> int:
@@ -46,7 +50,8 @@ class Tiles:
 
     def __str__(self) -> str:
         how = [name for name, on in (("ping-pong", self.ping_pong), ("overlap", self.overlap)) if on]
-        size = f"{self.block_q}x{self.block_kv} tiles, {self.consumers} consumer warpgroups"
+        at_a_time = "" if self.teams == 1 else f"{self.teams} at a time, each with "
+        size = f"{self.block_q}x{self.block_kv} tiles, {at_a_time}{self.consumers} consumer warpgroups"
         return f"{size}, {self.stages} stages, {self.q_stages} of queries, {' and '.join(how) or 'serial'}"
 
 
@@ -68,6 +73,10 @@ class Kernel:
     right: bool
     tiles: Tiles
 
+    def __post_init__(self) -> None:
+        if self.tiles.teams != 1:
+            raise ValueError(f"a kernel without a block mask has one team, got {self.tiles}")
+
     @property
     def out_dtype(self) -> str:
         """Of out."""
@@ -81,7 +90,12 @@ class Kernel:
     @property
     def threads(self) -> int:
         """Threads of a block: a producer warpgroup and the consumers."""
-        return WARPGROUP * (1 + self.tiles.consumers)
+        return WARPGROUP * (1 + self.teams * self.tiles.consumers)
+
+    @property
+    def teams(self) -> int:
+        """How many tiles a thread block works on at a time."""
+        return self.tiles.teams
 
     @property
     def width_o(self) -> int:
@@ -101,7 +115,7 @@ class Kernel:
         elements += tiles.block_kv * (tiles.stages * self.width + self.stages_of_v * self.width_v)
         slots = tiles.q_stages * tiles.consumers + tiles.stages + self.stages_of_v + 1
         out = BYTES[self.out_dtype] * tiles.block_q * self.width_o
-        return BYTES[self.dtype] * elements + out + 16 * slots + 8 * -(-self.words_of_tile // 2)
+        return tiles.teams * (BYTES[self.dtype] * elements + out + 16 * slots) + 8 * -(-tiles.teams * self.words_of_tile // 2)
 
 
 @dataclass(frozen=True)
@@ -118,8 +132,8 @@ class KernelSparse(Kernel):
 
     def __post_init__(self) -> None:
         tiles = self.tiles
-        if tiles.block_q != MASK_Q or self.mask_kv % tiles.block_kv or tiles.block_kv % 32 or not tiles.overlap:
-            expected = f"{MASK_Q} queries, overlap and, of blocks of {self.mask_kv} keys, a part in steps of 32"
+        if tiles.block_q != MASK_Q or self.mask_kv % tiles.block_kv or tiles.block_kv % 32:
+            expected = f"{MASK_Q} queries and, of blocks of {self.mask_kv} keys, a part in steps of 32"
             raise ValueError(f"a block-sparse kernel has {expected}, got {tiles}")
 
     @property
@@ -235,6 +249,9 @@ class KernelBackward:
     def threads(self) -> int:
         """Threads of a block: a producer warpgroup and the consumers."""
         return WARPGROUP * (1 + self.tiles.consumers)
+
+    teams: ClassVar[int] = 1
+    """How many tiles a thread block works on at a time."""
 
     @property
     def words_of_tile(self) -> int:
@@ -359,13 +376,13 @@ LONG = 2048
 # Block-sparse: width of q and k, width of v, keys of a block of the mask. The fastest of those tried on an H200 at widths 64 and 128
 # with blocks of 128; the others were not tried against any.
 SPARSE = {
-    (64, 64, 128): Tiles(2, 128, stages=3, q_stages=2),
+    (64, 64, 128): Tiles(2, 64, stages=4, q_stages=2, overlap=False, teams=2),
     (96, 96, 128): Tiles(2, 128, q_stages=2),
     (128, 128, 128): Tiles(2, 128, q_stages=2, ping_pong=False),
     (192, 128, 128): Tiles(2, 64, stages=3, ping_pong=False),
     (192, 192, 128): Tiles(2, 64, stages=3),
     (256, 256, 128): Tiles(2, 64),
-    (64, 64, 64): Tiles(2, 64, stages=6, q_stages=2),
+    (64, 64, 64): Tiles(2, 64, stages=4, q_stages=2, overlap=False, teams=2),
     (96, 96, 64): Tiles(2, 64, stages=4, q_stages=2),
     (128, 128, 64): Tiles(2, 64, stages=4, q_stages=2, ping_pong=False),
     (192, 128, 64): Tiles(2, 64, stages=3, ping_pong=False),

@@ -30,7 +30,7 @@ from cutlass.cute.nvgpu.common import OperandMajorMode
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.utils import hopper_helpers
 
-from flashzoo.v3.config import WARPGROUP, WARPGROUP_ROWS, Kernel
+from flashzoo.v3.config import WARPGROUP, WARPGROUP_ROWS, Kernel, Tiles
 from flashzoo.v3.mask import Mask
 from flashzoo.v3.schedule import Schedule
 from flashzoo.v3.softmax import Softmax, rows_of, scale_rows
@@ -39,8 +39,8 @@ DTYPES = {"fp16": Float16, "bf16": BFloat16, "e4m3": Float8E4M3FN, "fp32": Float
 
 # Registers of a thread, by the number of consumer warpgroups (setmaxnreg): of a multiprocessor's 64 K the producer gives up most
 # of its share. No table has one consumer: it is the smallest kernel there is, for tests.
-PRODUCER_REGISTERS = {1: 56, 2: 24, 3: 32}
-CONSUMER_REGISTERS = {1: 256, 2: 240, 3: 160}
+PRODUCER_REGISTERS = {1: 56, 2: 24, 3: 32, 4: 24}
+CONSUMER_REGISTERS = {1: 256, 2: 240, 3: 160, 4: 112}
 
 WARPS = 4
 """Of a warpgroup."""
@@ -52,7 +52,7 @@ class NamedBarrier(IntEnum):
     """Hardware barriers of the block, the first of one for each consumer warpgroup; 0 is `sync_threads`."""
 
     TURN = 1  # where it waits for its turn to issue products
-    STORE = 4  # where its warps wait for one another around storing O
+    STORE = 5  # where its warps wait for one another around storing O
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ class Ring:
     slots: Constexpr[int]
 
     @staticmethod
-    def allocate(smem: cutlass.memory.SmemAllocator, slots: int) -> Ring:
-        """Two mbarriers for each slot."""
-        return Ring(smem.allocate_array(Int64, slots), smem.allocate_array(Int64, slots), slots)
+    def allocate(smem: cutlass.memory.SmemAllocator, slots: int, teams: int = 1) -> Ring:
+        """Two mbarriers for each slot of the first team's ring, the others' behind it."""
+        return Ring(smem.allocate_array(Int64, teams * slots), smem.allocate_array(Int64, teams * slots), slots)
 
-    def initialise(self, consumer_warps: int, producer_warps: int = 1) -> None:
+    def initialise(self, consumer_warps: int, producer_warps: int = 1, teams: int = 1) -> None:
         """By one thread. TMA, or one thread of each producer warp, fills a slot; every consumer warp empties it."""
-        for slot in range(self.slots):
+        for slot in range(teams * self.slots):
             cute.arch.mbarrier_init(self.full + slot, producer_warps)
             cute.arch.mbarrier_init(self.empty + slot, consumer_warps)
 
@@ -92,6 +92,10 @@ class Ring:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + self.slot(n))
 
+    def of_team(self, team: Int32) -> Ring:
+        """A team's ring, where the first team's is this and the others' lie behind it."""
+        return Ring(self.full + team * self.slots, self.empty + team * self.slots, self.slots)
+
 
 @dataclass(frozen=True)
 class OnChip:
@@ -108,6 +112,13 @@ class OnChip:
     tile_ring: Ring
     raw: RawV | None = None
 
+    def of_team(self, team: Int32, tiles: Constexpr[Tiles], words: Constexpr[int]) -> OnChip:
+        """A team's shared memory, where the first team's is this and the others' lie behind it."""
+        slots = tiles.consumers * tiles.q_stages, tiles.stages, tiles.stages, tiles.consumers
+        tensors = [cute.domain_offset((0, 0, team * n), x) for n, x in zip(slots, (self.q, self.k, self.v, self.o), strict=True)]
+        rings = [ring.of_team(team) for ring in (self.q_ring, self.k_ring, self.v_ring, self.tile_ring)]
+        return OnChip(*tensors, cute.make_tensor(self.tile.iterator + team * words, self.tile.layout), *rings)
+
 
 @dataclass(frozen=True)
 class RawV:
@@ -122,7 +133,7 @@ class Consumer:
     """What one consumer warpgroup has in hand on one tile.
 
     Attributes:
-        me: which warpgroup.
+        me: which warpgroup of its team.
         on_chip: shared memory.
         mma_qk, mma_pv: the two products.
         q, k, v: their operands in shared memory; k and v with all slots.
@@ -169,7 +180,8 @@ class Forward:
         self.dtype = DTYPES[kernel.dtype]
         self.dtype_o = DTYPES[kernel.out_dtype]
         self.columns_of_product = kernel.width_v
-        self.registers = PRODUCER_REGISTERS[self.tiles.consumers], CONSUMER_REGISTERS[self.tiles.consumers]
+        warpgroups = self.tiles.teams * self.tiles.consumers
+        self.registers = PRODUCER_REGISTERS[warpgroups], CONSUMER_REGISTERS[warpgroups]
         self.helpers = 0
         self.stages_of_loaded_v = kernel.tiles.stages
 
@@ -184,10 +196,10 @@ class Forward:
         """
         tiles, kernel = self.tiles, self.kernel
         layouts = (
-            shared_layout(self.dtype, WARPGROUP_ROWS, kernel.width, tiles.consumers * tiles.q_stages),
-            shared_layout(self.dtype, tiles.block_kv, kernel.width, tiles.stages),
+            shared_layout(self.dtype, WARPGROUP_ROWS, kernel.width, tiles.teams * tiles.consumers * tiles.q_stages),
+            shared_layout(self.dtype, tiles.block_kv, kernel.width, tiles.teams * tiles.stages),
             self.shared_layout_of_loaded_v(),
-            shared_layout(self.dtype_o, WARPGROUP_ROWS, kernel.width_o, tiles.consumers),
+            shared_layout(self.dtype_o, WARPGROUP_ROWS, kernel.width_o, tiles.teams * tiles.consumers),
         )
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         atoms = []
@@ -223,8 +235,8 @@ class Forward:
         v, raw = self.allocate_v(smem, v_layout)
         on_chip = OnChip(
             *(q, k, v, smem.allocate_tensor(self.dtype_o, o_layout.outer, 1024, swizzle=o_layout.inner)),
-            cute.make_tensor(smem.allocate_array(Int32, kernel.words_of_tile), cute.make_layout(kernel.words_of_tile)),
-            *[Ring.allocate(smem, slots) for slots in (tiles.consumers * tiles.q_stages, tiles.stages, tiles.stages, 1)],
+            cute.make_tensor(smem.allocate_array(Int32, tiles.teams * kernel.words_of_tile), cute.make_layout(kernel.words_of_tile)),
+            *[Ring.allocate(smem, slots, tiles.teams) for slots in (tiles.consumers * tiles.q_stages, tiles.stages, tiles.stages, 1)],
             None if raw is None else RawV(raw, Ring.allocate(smem, self.stages_of_loaded_v)),
         )
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -232,21 +244,25 @@ class Forward:
             for tma in (tma_q, tma_k, tma_v, tma_o):
                 cpasync.prefetch_descriptor(tma)
             with cute.arch.elect_one():
-                on_chip.q_ring.initialise(WARPS)
-                on_chip.k_ring.initialise(WARPS * tiles.consumers)
-                on_chip.v_ring.initialise(WARPS * tiles.consumers, self.helpers or 1)
-                on_chip.tile_ring.initialise(WARPS * tiles.consumers + self.helpers + int(self.hands_out))
+                on_chip.q_ring.initialise(WARPS, teams=tiles.teams)
+                on_chip.k_ring.initialise(WARPS * tiles.consumers, teams=tiles.teams)
+                on_chip.v_ring.initialise(WARPS * tiles.consumers, self.helpers or 1, tiles.teams)
+                on_chip.tile_ring.initialise(WARPS * tiles.consumers + self.helpers + int(self.hands_out), teams=tiles.teams)
                 if const_expr(on_chip.raw is not None):
                     on_chip.raw.ring.initialise(self.helpers)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
+        role = warp  # in the producer's warpgroup
+        if const_expr(tiles.teams > 1):
+            role = warp % (WARPS // tiles.teams)
+            on_chip = on_chip.of_team(own_team(tiles), tiles, kernel.words_of_tile)
         if warp < WARPS:  # A1.2
             cute.arch.setmaxregister_decrease(self.registers[0])  # A1.3
-            if warp == 0:
+            if role == 0:
                 self.produce(schedule, on_chip, tma_q, tma_k, tma_v)
             if const_expr(self.hands_out):  # noqa: SIM102 - one is known when compiled, the other when run
-                if warp == 1:
+                if role == 1:
                     self.hand_out(schedule, on_chip)
             if const_expr(self.helpers > 0):  # noqa: SIM102 - one is known when compiled, the other when run
                 if warp > 0:
@@ -339,7 +355,7 @@ class Forward:
 
     def shared_layout_of_loaded_v(self) -> cute.ComposedLayout:
         """(keys, head_dim, slots)."""
-        return shared_layout(self.dtype, self.tiles.block_kv, self.kernel.width_v, self.stages_of_loaded_v)
+        return shared_layout(self.dtype, self.tiles.block_kv, self.kernel.width_v, self.tiles.teams * self.stages_of_loaded_v)
 
     def allocate_v(self, smem: cutlass.memory.SmemAllocator, layout: cute.ComposedLayout) -> tuple[cute.Tensor, cute.Tensor | None]:
         """The slots of V, to which it comes straight, and none where it lies as it came."""
@@ -355,6 +371,8 @@ class Forward:
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         lane = cute.arch.lane_idx()
         me = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPS - 1)
+        if const_expr(tiles.teams > 1):
+            me = me % tiles.consumers
         # WGMMA gives a thread two rows, 8 apart, and pairs of columns, 8 apart.
         row, column = thread // 32 * 16 + lane // 4, lane % 4 * 2
 
@@ -466,15 +484,21 @@ class Forward:
     @cute.jit
     def first_scores(self, consumer: Consumer, used: Int32, first_key: Int32, mask: Mask, crosses: Boolean):
         """P of the first block, masked where it crosses an edge; its product with V is left to the next step."""
-        k_ring = consumer.on_chip.k_ring
-        k_ring.wait_full(used)
-        s = consumer.issue_scores(used)  # A2.4
-        warpgroup.wait_group(0)
-        k_ring.release(used)  # A2.5
+        s = self.scores(consumer, used)  # A2.4, A2.5
         if crosses:
             mask.apply(s, first_key)
         consumer.softmax.step(s, first_key)  # A2.6
         self.to_operand(s, consumer.p)
+
+    @cute.jit
+    def scores(self, consumer: Consumer, used: Int32) -> cute.Tensor:
+        """Scores of a block, waited for, whoever's turn it is."""
+        k_ring = consumer.on_chip.k_ring
+        k_ring.wait_full(used)
+        s = consumer.issue_scores(used)
+        warpgroup.wait_group(0)
+        k_ring.release(used)
+        return s
 
     @cute.jit
     def step_overlapped(self, consumer: Consumer, used: Int32, first_key: Int32, mask: Mask | None) -> Int32:
@@ -511,15 +535,24 @@ class Forward:
 
     @cute.jit
     def step_serial(self, consumer: Consumer, used: Int32, first_key: Int32, mask: Mask | None) -> Int32:
-        """One block without overlap: scores, softmax, product, each waited for. For FP8, and the ablation."""
-        k_ring, v_ring = consumer.on_chip.k_ring, consumer.on_chip.v_ring
+        """One block without overlap: scores, softmax, product, each waited for."""
+        k_ring = consumer.on_chip.k_ring
         k_ring.wait_full(used)  # A1.16
         s = consumer.issue_scores(used)  # A1.17
         self.pass_turn(consumer.me)
         warpgroup.wait_group(0)
         k_ring.release(used)
-        if const_expr(mask is not None):
-            mask.apply(s, first_key)
+        return self.rest_of_step(consumer, s, used, first_key, mask)
+
+    @cute.jit
+    def rest_of_step(
+        self, consumer: Consumer, s: cute.Tensor, used: Int32, first_key: Int32, mask: Mask | None, crosses: Boolean | bool = True
+    ) -> Int32:
+        """What follows the scores of a block; they are masked where it crosses an edge."""
+        v_ring = consumer.on_chip.v_ring
+        if const_expr(mask is not None):  # noqa: SIM102 - one is known when compiled, the other when run
+            if crosses:
+                mask.apply(s, first_key)
         rescale, alpha = consumer.softmax.step(s, first_key)  # A1.18, A1.19
         self.to_operand(s, consumer.p)
         self.rescale(consumer, rescale, alpha)
@@ -553,14 +586,18 @@ class Forward:
     def wait_turn(self, me: Int32):
         """Ping-pong: until the warpgroup before this one has issued its products."""
         if const_expr(self.tiles.ping_pong):
-            cute.arch.barrier(barrier_id=NamedBarrier.TURN + me, number_of_threads=2 * WARPGROUP)
+            cute.arch.barrier(barrier_id=NamedBarrier.TURN + self.of_block(me), number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def pass_turn(self, me: Int32):
         """Ping-pong: the next warpgroup may issue its products."""
         if const_expr(self.tiles.ping_pong):
             following = Int32(0) if me == self.tiles.consumers - 1 else me + 1
-            cute.arch.barrier_arrive(barrier_id=NamedBarrier.TURN + following, number_of_threads=2 * WARPGROUP)
+            cute.arch.barrier_arrive(barrier_id=NamedBarrier.TURN + self.of_block(following), number_of_threads=2 * WARPGROUP)
+
+    def of_block(self, me: Int32) -> Int32:
+        """Number among the block's consumer warpgroups of one of this team's."""
+        return me if self.tiles.teams == 1 else own_team(self.tiles) * self.tiles.consumers + me
 
     @cute.jit
     def store(
@@ -612,7 +649,14 @@ class Forward:
     @cute.jit
     def meet(self, me: Int32):
         """The warps of one warpgroup wait for one another."""
-        cute.arch.barrier(barrier_id=NamedBarrier.STORE + me, number_of_threads=WARPGROUP)
+        cute.arch.barrier(barrier_id=NamedBarrier.STORE + self.of_block(me), number_of_threads=WARPGROUP)
+
+
+@cute.jit
+def own_team(tiles: Constexpr[Tiles]) -> Int32:
+    """The team of the warp that asks: each has as many of the producer's warpgroup, and warpgroups of consumers of its own."""
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    return warp // (WARPS // tiles.teams) if warp < WARPS else (warp // WARPS - 1) // tiles.consumers
 
 
 @cute.jit

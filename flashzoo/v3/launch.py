@@ -123,7 +123,7 @@ class ForwardLaunch:
         self._v = self.map_of_v(p, kernel, v_strides)
         self._out = by_query(kernel.out_dtype, p.head_dim_v, kernel.width_o, self._out_strides)
         blocks_q, batch_heads = -(-(p.seqlen_q << pack) // tiles.block_q), p.batch * heads
-        self._blocks = min(torch.cuda.get_device_properties(device).multi_processor_count, blocks_q * batch_heads)
+        self._blocks = min(torch.cuda.get_device_properties(device).multi_processor_count, -(-blocks_q * batch_heads // tiles.teams))
         section = min(batch_heads, _section(p, kernel, group))
         self._sizes = (p.seqlen_q, p.seqlen_k, heads, group, pack, *p.reach_of(band_of(p)), blocks_q, batch_heads, section)
         self._function = self.load(kernel).on(device)

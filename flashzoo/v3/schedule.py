@@ -96,7 +96,11 @@ class Schedule:
                 write_only_types=[Int32],
                 read_only_args=[self.counter, self.blocks * self.batch_heads - 1],
             )
-        return cute.arch.grid_dim()[0] + cute.arch.shuffle_sync(taken, 0)
+        return self.begun() + cute.arch.shuffle_sync(taken, 0)
+
+    def begun(self) -> Int32:
+        """How many tiles the thread blocks begin with."""
+        return cute.arch.grid_dim()[0]
 
     @cute.jit
     def place(self, tile: Int32) -> tuple[Int32, Int32, Int32]:

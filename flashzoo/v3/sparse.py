@@ -7,6 +7,8 @@
 3. The producer alone reads which block comes next; a consumer does for the blocks that it masks. A warp of its own, a tile ahead,
    looks up the row of the following tile and how much it keeps, and hands that over with the tile's number.
 4. A row that keeps nothing is a block past the last key, masked whole: no special case.
+5. Where registers allow (head dim 64) a thread block works on two tiles at a time, with two teams of its warps: a row of the mask
+   is two warpgroups' queries, and two are too few to keep the tensor cores busy under their softmax.
 
 Rows are handed out from the longest to the shortest, so that no thread block is left with a long one at the end.
 """
@@ -21,7 +23,7 @@ import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, Int64, Uint32, const_expr
 
 from flashzoo.v3.config import WARPGROUP_ROWS, KernelSparse
-from flashzoo.v3.forward import Consumer, Forward
+from flashzoo.v3.forward import Consumer, Forward, own_team
 from flashzoo.v3.schedule import NEVER, Bounds, Schedule
 from flashzoo.v3.softmax import rows_of
 
@@ -73,8 +75,15 @@ class ScheduleSparse(Schedule):
     bits: cute.Pointer
 
     def first(self) -> Row:
-        """The tile that a thread block begins with."""
-        return self.with_slot(self.described(cute.arch.block_idx()[0]))
+        """The tile that a team begins with."""
+        number = cute.arch.block_idx()[0]
+        if const_expr(self.kernel.teams > 1):
+            number = number * self.kernel.teams + own_team(self.kernel.tiles)
+        return self.with_slot(self.described(number))
+
+    def begun(self) -> Int32:
+        """How many tiles the teams begin with."""
+        return cute.arch.grid_dim()[0] * self.kernel.teams
 
     def described(self, number: Int32) -> Row:
         """The tile of a number; past the last one, what is read of the last."""
@@ -187,6 +196,7 @@ class ForwardSparse(Forward):
     def attend(self, schedule: ScheduleSparse, tile: Row, block: Int32, consumer: Consumer, used: Int32, q_use: Int32) -> Int32:
         """One tile's rows of O, not yet divided by l, and of the softmax state. Returns the new `used`."""
         kernel, tiles = self.kernel, self.tiles
+        step = self.step_overlapped if const_expr(tiles.overlap) else self.step_serial
         column, row = consumer.column, consumer.me * WARPGROUP_ROWS + consumer.row
         _, end = schedule.extent(tile, block)
         last, partial = end - 1, tile.partial * kernel.parts
@@ -213,7 +223,11 @@ class ForwardSparse(Forward):
 
         consumer.on_chip.q_ring.wait_full(q_use)  # A1.14, A2.3
         consumer.o.fill(0.0)
-        self.first_scores(consumer, used, first_key, first, begins_partial or first_key + tiles.block_kv > limit)
+        crosses = begins_partial or first_key + tiles.block_kv > limit
+        if const_expr(tiles.overlap):
+            self.first_scores(consumer, used, first_key, first, crosses)
+        else:
+            used = self.rest_of_step(consumer, self.scores(consumer, used), used, first_key, first, crosses)
         if begins_partial:
             partial -= 1
             if const_expr(kernel.bits):
@@ -224,10 +238,10 @@ class ForwardSparse(Forward):
         if const_expr(kernel.parts > 1):  # the other part of a full block that crosses the end of the keys
             crossing = cutlass.min(full, 1 if first_key > limit else 0)
             for _ in cutlass.range(crossing, unroll=1):
-                used = self.step_overlapped(consumer, used, first_key - tiles.block_kv, MaskSparse((keys, keys), column, False))
+                used = step(consumer, used, first_key - tiles.block_kv, MaskSparse((keys, keys), column, False))
             full -= crossing
         for _ in cutlass.range(full, unroll=1):  # A1.15, A2.7
-            used = self.step_overlapped(consumer, used, Int32(0), None)
+            used = step(consumer, used, Int32(0), None)
         mask = MaskSparse(bounds, column, kernel.left, words)
         for i in cutlass.range(partial, unroll=1):
             n = partial - 1 - i
@@ -235,9 +249,13 @@ class ForwardSparse(Forward):
                 words.store(words_ahead.load())
                 schedule.read_bits(tile, cutlass.max(n - 1, 0), slot, row, words_ahead)
             first_key, key, slot = key, schedule.first_key(tile, cutlass.max(n - 1, 0)), schedule.slot_of(tile, cutlass.max(n - 2, 0))
-            used = self.step_overlapped(consumer, used, first_key, mask)
+            used = step(consumer, used, first_key, mask)
         consumer.on_chip.q_ring.release(q_use)
-        return self.last_product(consumer, used)
+        if const_expr(tiles.overlap):
+            used = self.last_product(consumer, used)
+        else:
+            self.pass_turn(consumer.me)
+        return used
 
 
 def at(values: cute.Pointer, i: Any) -> Int32:
