@@ -46,7 +46,21 @@ from flashzoo.workloads import TORCH_DTYPES, flops, hardware, inputs, workloads
 
 RUN_FIELDS = ("run", "date", "commit", "gpu", "torch", "triton", "cutlass_dsl")
 SHAPE_FIELDS = ("pass", "dtype", "batch", "seqlen_q", "seqlen_k", "heads", "heads_kv", "head_dim", "causal")
-RESULT_FIELDS = ("mask", "density", "ms", "ms_p10", "ms_p90", "tflops", "max_err", "rms_err")
+RESULT_FIELDS = (
+    "mask",
+    "density",
+    "ms",
+    "ms_p10",
+    "ms_p90",
+    "tflops",
+    "max_err",
+    "rms_err",
+    "peak_mib",
+    "host_us",
+    "compile_s",
+    "dram_mib",
+    "why",
+)
 KEY_FIELDS = (*SHAPE_FIELDS, "mask")
 FIELDS: tuple[str, ...] = (*RUN_FIELDS, "impl", *SHAPE_FIELDS, *RESULT_FIELDS)
 TAGS = {"fwd": "bench", "bwd": "bench_bwd"}
@@ -468,7 +482,8 @@ def _version_of(package: str) -> str:
         return ""
 
 
-def _head_commit() -> str:
+def head_commit() -> str:
+    """The commit that is checked out, marked where files differ from it; "unknown" where there is no git."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
@@ -645,7 +660,7 @@ def main(argv: list[str] | None = None) -> int:
     for name, whole, parts in (("--tokens", args.tokens, args.seqlens), ("--hidden", args.hidden, args.head_dims)):
         if whole and any(whole % part for part in parts or ()):
             parser.error(f"{name}: expected a multiple of each of {parts}, got {whole}")
-    results = Results(args.out or results_path(args.device), args.resume or args.run, args.device, args.commit or _head_commit())
+    results = Results(args.out or results_path(args.device), args.resume or args.run, args.device, args.commit or head_commit())
     measured = results.measured()
     todo = [cell for cell in cells(args) if cell.key not in measured]
     impls = {pass_: args.impls or default_impls(pass_, args.dtype, bool(args.masks)) for pass_ in passes(args)}

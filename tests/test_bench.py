@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import flashzoo
-from bench import ablation, fp8_error, masks, peers, plot, run, tune
+from bench import ablation, fp8_error, masks, peers, pictures, plot, run, runs, tune
 from flashzoo.autograd import differentiable
 from flashzoo.reference import dequantized, rotated, standard
 from flashzoo.spec import Problem
@@ -26,7 +26,7 @@ from flashzoo.v3 import config as v3_config
 
 COLUMNS = (
     "run,date,commit,gpu,torch,triton,cutlass_dsl,impl,pass,dtype,batch,seqlen_q,seqlen_k,heads,heads_kv,head_dim,causal,mask,density,"
-    "ms,ms_p10,ms_p90,tflops,max_err,rms_err"
+    "ms,ms_p10,ms_p90,tflops,max_err,rms_err,peak_mib,host_us,compile_s,dram_mib,why"
 )
 TINY = "--device cpu --tokens 128 --hidden 64 --seqlens 64 --head-dims 16 --ms 1 --run r1 --commit c0ffee"
 
@@ -748,8 +748,8 @@ def _sparse_rows(tmp_path: Path) -> list[dict[str, str]]:
 
 def test_the_block_sparse_run_has_a_table_and_no_other_has_its_rows(tmp_path):
     rows = _sparse_rows(tmp_path)
-    sparse = plot.sparse_run(rows)
-    assert sparse is not None and plot.last_run([{**row, "batch": "8"} for row in rows], "fwd") == []
+    sparse = runs.sparse_run(rows)
+    assert sparse is not None and runs.last_run([{**row, "batch": "8"} for row in rows], "fwd") == []
     size = "fwd", 64, 2048
     assert sparse.speedup(size, "random/4", "blocksparse") == pytest.approx(4 / 1.1, rel=1e-3), "over v2"
     assert sparse.speedup(size, "random/4", "v1") is None
@@ -765,7 +765,7 @@ def test_the_block_sparse_run_has_a_table_and_no_other_has_its_rows(tmp_path):
 
 def test_the_block_sparse_run_has_pictures(tmp_path):
     pytest.importorskip("matplotlib")
-    drawn = plot.draw(_sparse_rows(tmp_path), tmp_path / "h200.csv")
+    drawn = pictures.draw(_sparse_rows(tmp_path), tmp_path / "h200.csv")
     assert [path.name for path in drawn] == ["h200_blocksparse.png", "h200_butterfly.png"]
     assert all(path.stat().st_size > 10_000 for path in drawn)
-    assert plot.sparse_run([{"mask": "", "run": "r"}]) is None
+    assert runs.sparse_run([{"mask": "", "run": "r"}]) is None
