@@ -18,10 +18,8 @@ from flashzoo.compare import peak_tflops
 NOT_MEASURED = "not measured"
 HEAD = ("claim", "where", "the paper", "measured here", "run")
 ABLATION = {
-    "v3_ping_pong_overlap": "with both",
-    "v3_ping_pong": "without overlap",
-    "v3_overlap": "without ping-pong",
-    "v3_serial": "neither",
+    **{"v3_ping_pong_overlap": "with both", "v3_ping_pong": "without overlap"},
+    **{"v3_overlap": "without ping-pong", "v3_serial": "neither"},
 }
 GENERATIONS = ("v3", "v2", "v1", "standard")
 WORDS = {"fwd": "forward", "bwd": "backward"}

@@ -7,6 +7,7 @@ import csv
 import dataclasses
 import sys
 from collections import namedtuple
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -41,7 +42,11 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 def _timed(path: Path) -> list[tuple[str, str, str]]:
-    return [(row["impl"], row["pass"], row["causal"]) for row in _rows(path) if row["pass"] != "gemm"]
+    return [(row["impl"], row["pass"], row["causal"]) for row in _rows(path) if row["pass"] != "gemm" and not row["why"]]
+
+
+def _why(path: Path) -> list[tuple[str, str, str]]:
+    return [(row["impl"], row["causal"], row["why"]) for row in _rows(path) if row["why"]]
 
 
 def doubled(q, k, v, problem, softmax_scale):
@@ -83,6 +88,8 @@ def test_both_passes_become_rows_of_the_agreed_columns(tmp_path):
         ("2", "64", "64", "4", "4", "16", "bf16", "", "1")
     }
     assert all(0 < float(row["rms_err"]) < float(row["max_err"]) < 0.1 for row in _rows(out) if row["pass"] != "gemm")
+    assert all(float(row["compile_s"]) > 0 for row in _rows(out) if row["pass"] != "gemm")
+    assert not {row[name] for row in _rows(out) for name in ("peak_mib", "host_us", "dram_mib", "why")} - {""}, "there is no GPU here"
     assert [row["pass"] for row in _rows(out)].count("gemm") == 2
 
 
@@ -103,6 +110,130 @@ def test_an_error_in_one_element_of_the_sample_is_seen():
         referee.errors("standard", result)
 
 
+@pytest.fixture
+def broken(monkeypatch) -> list[run.Cell]:
+    """A peer that can't run: the cells that it was tried on."""
+    tried = []
+
+    def attention(problem):
+        def call(q, k, v):
+            tried.append(problem)
+            raise RuntimeError("no such\n  kernel")
+
+        return call
+
+    monkeypatch.setitem(peers.PEERS, "flex", attention)
+    return tried
+
+
+def _forget_libraries() -> None:
+    for remembered in (peers._function, peers.missing):
+        remembered.cache_clear()
+
+
+@pytest.fixture
+def absent(monkeypatch) -> Iterator[str]:
+    """A peer whose library is not there."""
+    monkeypatch.setitem(peers._LIBRARIES, "fa3", peers.Library("no_such_library.flash_attn_func", "no-such-library"))
+    _forget_libraries()
+    yield "fa3"
+    _forget_libraries()
+
+
+def test_what_has_no_result_has_a_row_that_says_why(tmp_path, wrong, broken, absent, monkeypatch):
+    def full(problem):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setitem(peers.PEERS, "sdpa_math", full)
+    out = tmp_path / "cpu.csv"
+    assert _bench(f"--impls v3,{absent},{wrong},flex,sdpa_math,sdpa_cudnn,standard --passes fwd --causal 1", out) == 1
+    *others, (last, _, why) = _why(out)
+    assert [(impl, why) for impl, _, why in (*others[:2], *others[3:])] == [
+        ("v3", "refused: does not run on CPU tensors"),
+        ("fa3", "missing: needs no_such_library.flash_attn_func, which is not installed (No module named 'no_such_library')"),
+        ("flex", "FAILED: RuntimeError: no such kernel"),
+        ("sdpa_math", "out of memory"),
+    ]
+    assert others[2][0] == wrong and others[2][2].startswith("FAILED: WrongResultError: out, elementwise")
+    assert (last, why) == ("sdpa_cudnn", "refused: torch has no CUDNN_ATTENTION kernel for it")
+    assert _timed(out) == [("standard", "fwd", "1")]
+    results = ("ms", "ms_p10", "ms_p90", "tflops", "max_err", "rms_err", "compile_s")
+    assert not {row[name] for row in _rows(out) if row["why"] for name in results} - {""}
+    shape = {tuple(row[name] for name in run.KEY_FIELDS) for row in _rows(out) if row["pass"] != "gemm"}
+    assert len(shape) == 1, "they are rows of the same cell"
+
+
+def test_a_peers_failure_is_not_the_runs(tmp_path, broken):
+    assert _bench("--impls standard,flex --passes fwd", tmp_path / "cpu.csv") == 0
+
+
+def test_resume_finishes_the_cells_that_lack_some_implementations(tmp_path, called):
+    out = tmp_path / "cpu.csv"
+    _bench("--impls standard --passes fwd --causal 0", out)
+    called.clear()
+    _bench("--impls standard,sdpa,sdpa_math --passes fwd --resume r1", out)
+    expected = [("standard", "0"), ("sdpa", "0"), ("sdpa_math", "0"), ("standard", "1"), ("sdpa", "1"), ("sdpa_math", "1")]
+    assert [(impl, causal) for impl, _, causal in _timed(out)] == expected
+    before = out.read_text()
+    called.clear()
+    _bench("--impls standard,sdpa,sdpa_math --passes fwd --resume r1", out)
+    assert not called and out.read_text() == before, "nothing was left to do"
+
+
+def test_resume_tries_again_only_what_was_missing(tmp_path, broken, absent, monkeypatch):
+    out, line = tmp_path / "cpu.csv", "--impls standard,v3,flex,fa3 --passes fwd --causal 0 --resume r1"
+    _bench(line, out)
+    assert [impl for impl, _, _ in _why(out)] == ["v3", "flex", "fa3"]
+    tried = len(broken)
+    _bench(line, out)
+    assert len(_rows(out)) == 4 + 2 and len(broken) == tried == 1
+    monkeypatch.setitem(peers.PEERS, "fa3", peers.PEERS["sdpa_math"])
+    monkeypatch.delitem(peers._LIBRARIES, "fa3")
+    _forget_libraries()
+    _bench(line, out)
+    assert _timed(out) == [("standard", "fwd", "0"), ("fa3", "fwd", "0")] and len(broken) == 1
+
+
+def test_a_run_killed_as_it_wrote_is_mended(tmp_path, capsys):
+    out, line = tmp_path / "cpu.csv", "--impls standard,sdpa_math --passes fwd --causal 0"
+    _bench(line, out)
+    whole = out.read_text().splitlines(keepends=True)
+    assert [row.split(",")[7] for row in whole] == ["impl", "matmul", "standard", "sdpa_math", "matmul"]
+    for kept, left in ((whole[:3], whole[3][:90]), (whole[:3], whole[3][:-1]), ([], whole[0][:20]), ([], "")):
+        out.write_text("".join(kept) + left)
+        capsys.readouterr()
+        _bench(f"{line} --resume r1", out)
+        assert [impl for impl, _, _ in _timed(out)] == ["standard", "sdpa_math"]
+        assert out.read_text().startswith("".join(kept) or whole[0])
+        assert (f"ended within a row, which is cut off: {left}\n" in capsys.readouterr().out) == bool(left)
+
+
+@pytest.mark.parametrize("text", ["run,date,ms\nold,d,1\n", "run,date,ms\nold,d", "ms,run", "a poem"])
+def test_another_file_is_refused_and_left_alone(text, tmp_path, capsys):
+    out = tmp_path / "cpu.csv"
+    out.write_text(text)
+    with pytest.raises(SystemExit) as stopped:
+        _bench("--impls sdpa_math", out)
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert "--out: expected a file with the columns run,date,commit" in said and f"with {text.splitlines()[0]}" in said
+    assert out.read_text() == text
+
+
+def test_what_costs_the_process_its_gpu_ends_the_run_and_is_not_tried_again(tmp_path, broken, monkeypatch, capsys):
+    out, line = tmp_path / "cpu.csv", "--impls standard,v3,flex,sdpa_math --passes fwd --resume r1"
+    monkeypatch.setattr(run.Clock, "lost", property(lambda clock: len(broken) > 0))
+    assert _bench(line, out) == 1
+    assert _timed(out) == [] and [(impl, causal) for impl, causal, _ in _why(out)] == [("v3", "0"), ("flex", "0")]
+    assert "stopped after 1 of 2 cells" in capsys.readouterr().out
+    monkeypatch.setattr(run.Clock, "lost", False)
+    monkeypatch.setitem(peers.PEERS, "flex", peers.PEERS["sdpa_math"])
+    assert _bench(line, out) == 0
+    assert sorted(_timed(out)) == sorted(
+        (impl, "fwd", causal) for impl in ("standard", "sdpa_math", "flex") for causal in "01" if (impl, causal) != ("flex", "0")
+    )
+
+
 def test_resume_skips_what_the_run_has(tmp_path):
     out = tmp_path / "cpu.csv"
     _bench("--impls sdpa_math --passes fwd --budget-s 0", out)
@@ -113,11 +244,17 @@ def test_resume_skips_what_the_run_has(tmp_path):
     assert len(_timed(out)) == 4
 
 
-def test_a_missing_peer_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(peers._LIBRARIES, "fa3", "no_such_library.flash_attn_func")
-    peers._function.cache_clear()
-    assert _bench("--impls fa3,sdpa_math --passes fwd", tmp_path / "cpu.csv") == 0
-    assert "fa3 is missing: needs no_such_library.flash_attn_func" in capsys.readouterr().out
+def test_a_missing_peer_is_named(tmp_path, capsys, absent):
+    assert _bench(f"--impls {absent},sdpa_math --passes fwd", tmp_path / "cpu.csv") == 0
+    assert capsys.readouterr().out.count("fa3 is missing: needs no_such_library.flash_attn_func") == 1
+
+
+def test_peers_are_listed_with_their_packages(capsys, absent):
+    assert run.main(["--list"]) == 0
+    listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert list(listed) == list(peers.PEERS)
+    assert listed["flex"] == listed["sdpa_efficient"] == f"torch {torch.__version__}"
+    assert listed["fa3"].startswith("needs no_such_library.flash_attn_func, which is not installed")
 
 
 def test_the_fields_cells_are_36_forward_and_24_backward():
@@ -130,9 +267,26 @@ def test_the_fields_cells_are_36_forward_and_24_backward():
 
 
 def test_a_new_version_is_timed_unasked(wrong):
-    assert run.default_impls("fwd")[-3:] == [wrong, "sdpa_flash", "flex"]
+    named = ["fa4", "fa3", "fa2", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "flex", "xformers"]
+    assert run.default_impls("fwd")[-9:] == [wrong, *named]
     assert wrong in run.default_impls("bwd")
     assert not {"sdpa", "standard", "blocksparse"} & set(run.default_impls("bwd"))
+
+
+def test_a_length_behind_a_name_is_the_only_one(tmp_path):
+    out = tmp_path / "cpu.csv"
+    options = "--tokens 64 --hidden 16 --seqlens 32,64 --head-dims 16 --causal 1 --passes fwd --impls standard,standard_deterministic@64"
+    assert _bench(options, out) == 0
+    found = [(row["impl"], row["seqlen_q"]) for row in _rows(out) if row["pass"] == "fwd"]
+    assert found == [("standard", "32"), ("standard", "64"), ("standard_deterministic", "64")]
+
+
+def test_a_backward_run_has_a_fixed_order_at_one_length():
+    chosen = {cell: run.fitting(run.default_impls("bwd"), cell, False) for cell in run.cells(_parsed("--passes bwd"))}
+    assert {cell.problem.seqlen_q for cell, impls in chosen.items() if "v3_deterministic" in impls} == {8192}
+    assert all("v3" in impls for impls in chosen.values())
+    others = run.default_impls("fwd"), run.default_impls("bwd", masked=True), run.default_impls("bwd", "fp32")
+    assert not [impl for impls in others for impl in impls if "deterministic" in impl]
 
 
 def test_repeats_are_spread_over_the_rounds():
@@ -145,13 +299,31 @@ def test_repeats_are_spread_over_the_rounds():
 
 
 @pytest.mark.parametrize(
-    "line", ["--tokens 128", "--impls v7", "--passes sideways", "--dtype e4m3 --passes bwd", "--tokens 100 --hidden 64 --seqlens 64"]
+    ("line", "named"),
+    [
+        ("--tokens 128", "--tokens without --hidden"),
+        ("--impls v7", "v7"),
+        ("--impls v2,v7@64", "v7"),
+        ("--impls v2@long", "v2@long"),
+        ("--passes sideways", "sideways"),
+        ("--dtype e4m3 --passes bwd", "bwd"),
+        ("--tokens 100 --hidden 64 --seqlens 64", "100"),
+        ("--head-dims 64,x", "'x'"),
+        ("--seqlens 0", "'0'"),
+        ("--causal 2", "2"),
+        ("--ms -3", "'-3'"),
+        ("--budget-s soon", "'soon'"),
+        ("--workers 1.5", "'1.5'"),
+        ("--head-dims 48", "--head-dims [48]"),
+        pytest.param("--device cuda", "cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")),
+    ],
 )
-def test_a_malformed_command_line_is_refused(line, capsys):
+def test_a_malformed_command_line_is_refused(line, named, capsys):
     with pytest.raises(SystemExit) as stopped:
         run.main(line.split())
     assert stopped.value.code == 2
-    assert "expected" in capsys.readouterr().err
+    argument, said = line.split()[0], capsys.readouterr().err.partition("error: ")[2]
+    assert ("expected" in said and named in said.partition("got ")[2] and argument in said) or "--passes" in said
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -555,12 +727,12 @@ def test_resume_tells_masks_apart(tmp_path, hurried):
     _masked_bench("--masks ones --passes fwd --impls blocksparse", out)
     _masked_bench("--masks dense,ones,local/2 --causal 0 --passes fwd --impls standard,blocksparse --resume r1", out)
     assert [row["mask"] for row in _rows(out) if row["impl"] == "blocksparse"] == ["ones", "local/2"]
-    assert [row["mask"] for row in _rows(out) if row["impl"] == "standard"] == ["", "local/2"]
+    assert [row["mask"] for row in _rows(out) if row["impl"] == "standard"] == ["", "ones", "local/2"]
 
 
 def test_a_peer_without_block_masks_is_named(tmp_path, capsys):
     assert _masked_bench("--masks local/2 --passes fwd --impls sdpa_math", tmp_path / "cpu.csv") == 0
-    assert "sdpa_math skipped: block masks are taken by flex and fa4, got sdpa_math" in capsys.readouterr().out
+    assert "sdpa_math refused: block masks are taken by flex and fa4, got sdpa_math" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("line", ["--masks randum/2", "--masks local", "--masks ones --dtype e4m3 --passes fwd"])
@@ -720,7 +892,7 @@ def test_fa4_is_given_the_same_mask(name, monkeypatch):
 def test_what_is_compiled_ahead_shares_kernels():
     todo = run.cells(_parsed("--masks default --head-dims 128 --passes fwd"))
     impls = ["v3", "v2", "blocksparse", "flex", "fa4", "sdpa_flash"]
-    jobs = run.compile_jobs(todo, {"fwd": impls})
+    jobs = run.compile_jobs({cell: run.fitting(impls, cell, True) for cell in todo})
     counts = {impl: [len(group) for name, group in jobs if name == impl] for impl in impls}
     assert {impl: len(groups) for impl, groups in counts.items()} == {
         **{"v3": 5, "v2": 2, "blocksparse": 3},  # full, causal; plain, causal, window
