@@ -51,7 +51,7 @@ SETS = (
         run.main,
         (
             f"{MASKED} dense,ones,random/2,random/4,random/8,random/16,window1024 --seqlens 16384 --impls v3,blocksparse,v2,fa4,flex",
-            f"{MASKED} dense,random/16,window1024,butterfly --seqlens 65536 --impls v3,blocksparse,v2,v1,fa4,flex",
+            f"{MASKED} dense,ones,random/4,random/16,window1024,butterfly --seqlens 65536 --impls v3,blocksparse,v2,v1,fa4,flex",
             f"{MASKED} dense,butterfly --head-dims 128 --tokens 65536 --hidden 512 --seqlens 512,2048,8192,32768 "
             "--impls v3,blocksparse,v2,v1",
         ),

@@ -20,6 +20,7 @@ import argparse
 import math
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -230,8 +231,6 @@ def main(argv: list[str] | None = None) -> int:
     hopper = on_hopper(args.device)
     heads = args.heads or (16 if cuda else 4)
     queries = args.queries or (args.seqlen if cuda else min(args.seqlen, 1024))
-    if hopper:
-        ablation.register_one_level()
     problem = Problem(1, queries, args.seqlen, heads, heads, args.head_dim, **hardware(args.device))  # pyright: ignore[reportArgumentType]
     where = torch.cuda.get_device_name() if hopper else f"emulated in torch on {args.device}"
     print(f"RMSE of out against float64, {queries} queries, {args.seqlen} keys, {heads} heads, head_dim {args.head_dim}; {where}\n")
@@ -244,7 +243,9 @@ def main(argv: list[str] | None = None) -> int:
     lengths = [int(number) for number in args.long.split(",")]
     few = replace(problem, seqlen_q=min(queries, DESCALE_BLOCK), heads=2, heads_kv=2)
     print(f"\nRMSE over the root mean square of out, N(0, 1), {few.seqlen_q} queries, 2 heads, rotation, smoothing and block scales\n")
-    print(table(["keys", *map(str, lengths)], [dict(errors_of_long(replace(few, seqlen_k=n), args.device)) for n in lengths]))
+    with ablation.registered(ablation.ONE_LEVEL_SPEC) if hopper else nullcontext():
+        of_lengths = [dict(errors_of_long(replace(few, seqlen_k=n), args.device)) for n in lengths]
+    print(table(["keys", *map(str, lengths)], of_lengths))
     return 0
 
 

@@ -26,6 +26,7 @@ COLOURS = {
 PEERS = {
     **{"fa4": ("#555555", "s"), "fa3": ("#555555", "v"), "fa2": ("#999999", "v"), "cudnn_fp8": ("#777777", "^")},
     **{"sdpa_cudnn": ("#777777", "^"), "sdpa_flash": ("#a5a5a5", "D"), "flex": ("#a5a5a5", "P"), "xformers": ("#a5a5a5", "X")},
+    **{"sdpa_efficient": ("#bbbbbb", "<"), "sdpa_math": ("#bbbbbb", ">")},
 }
 """Grey and mark of a peer; others are as light as they come."""
 SHARED = ("random", "local")
@@ -107,9 +108,9 @@ def _style(name: str, dashed: bool | None = None) -> dict[str, Any]:
     if not ours(name):
         colour, marker = PEERS.get(name, ("#bbbbbb", "x"))
         return {"color": colour, "marker": marker, "markersize": 4, "linewidth": 1.1, "linestyle": "--", "zorder": 2}
-    end_to_end = name.endswith(runs.END_TO_END)
-    line = "--" if (end_to_end if dashed is None else dashed) else "-"
-    return {"color": COLOURS.get(name, BLACK), "marker": "o", "markersize": 5, "linewidth": 2.2, "linestyle": line, "zorder": 3}
+    line = "--" if (name.endswith(runs.END_TO_END) if dashed is None else dashed) else "-"
+    top = 4 if name == "v3" else 3
+    return {"color": COLOURS.get(name, BLACK), "marker": "o", "markersize": 5, "linewidth": 2.2, "linestyle": line, "zorder": top}
 
 
 def _line(axes: Any, name: str, points: dict[Any, float], dashed: bool | None = None) -> Any:
@@ -138,6 +139,8 @@ def _of_generations(rows: list[Row]) -> dict[str, list[Row]]:
 
 def _generations(rows: list[Row], tables: dict[str, list[Row]]) -> Any:
     """The picture at the top of the README: bars of each generation and of the best peer by length, a panel for each pass."""
+    from matplotlib.patheffects import withStroke
+
     gpu = next(iter(tables.values()))[0]["gpu"]
     figure, panels = _figure(
         1, len(tables), f"Three generations of FlashAttention on one {gpu}: bf16, causal, head dim 128", (5.9, 3.4), sharey=True
@@ -159,7 +162,8 @@ def _generations(rows: list[Row], tables: dict[str, list[Row]]) -> Any:
             drawn = axes.bar(at, list(found.values()), width * 0.92, color=colour)
             labels[name] = drawn
             if name == "v3":
-                axes.bar_label(drawn, fmt="%.0f", fontsize=9, padding=1, color=colour, weight="bold")
+                edge = [withStroke(linewidth=2.5, foreground="white")]
+                axes.bar_label(drawn, fmt="%.0f", fontsize=9, padding=1, color=colour, weight="bold", path_effects=edge)
         if products := runs.matmul(rows, mine[0]["run"]):
             labels["bf16 matmul"] = _ceiling(axes, products)
         axes.set_xticks(range(len(cells)), [length(n) for n in cells])
@@ -339,15 +343,16 @@ def _roofline(rows: list[Row], mine: list[Row]) -> Any:
         labels[name] = axes.scatter(intensity, speed, 30, facecolors="none", edgecolors=colour, zorder=3)
         if bytes_seen := seen.get((name, runs.shape_of(row))):
             axes.plot([intensity, work / bytes_seen], [speed, speed], color=colour, linewidth=0.8, alpha=0.6)
-            labels[f"{name}, DRAM's counters"] = axes.scatter(work / bytes_seen, speed, 30, color=colour, zorder=3)
+            axes.scatter(work / bytes_seen, speed, 30, color=colour, zorder=3)
     rate, source = bandwidth(rows, mine[0]["gpu"])
     products = runs.matmul(rows, mine[0]["run"])
     for axes, head_dim in zip(panels[0], head_dims, strict=True):
         axes.set_title(f"head dim {head_dim}")
         axes.set_xscale("log")
         axes.set_yscale("log")
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        low, high = axes.get_xlim()
+        for axis, steps in ((axes.xaxis, (1, 2, 5) if high < 100 * low else (1,)), (axes.yaxis, (1, 2, 5))):
+            axis.set_major_locator(LogLocator(subs=steps))
             axis.set_major_formatter(lambda x, _: f"{x:g}")
             axis.set_minor_formatter(NullFormatter())
         if products:
@@ -358,9 +363,8 @@ def _roofline(rows: list[Row], mine: list[Row]) -> Any:
         for axes in panels[0]:
             labels[f"memory, {rate:.1f} TB/s ({source})"] = axes.plot(ends, [rate * x for x in ends], color=BLACK, linewidth=1.2)[0]
     panels[0, 0].set_ylabel("TFLOP/s")
-    figure.supxlabel(
-        "FLOPs for each byte that the algorithm moves, caches left out" + "; filled: that DRAM moved" * bool(seen), fontsize=10
-    )
+    moved = "FLOPs for each byte that the algorithm moves, caches left out" + "; filled: that DRAM moved, by its counters" * bool(seen)
+    panels[0, len(head_dims) // 2].set_xlabel(moved)
     _legend(figure, labels)
     return figure
 

@@ -126,29 +126,32 @@ def cells(args: argparse.Namespace) -> list[run.Cell]:
 
 
 def call_each(todo: list[run.Cell]) -> None:
-    """Under ncu: one call of each version on each cell between marks, and for each a line, its number or why it could not be."""
+    """Under ncu: one call of each version on each cell between marks, and for each a line, "" or why there is none."""
     others = torch.ones(run.FLUSH_BYTES, dtype=torch.int8, device="cuda")
     for cell in todo:
         tensors = inputs(cell.problem, device="cuda")
         for version in VERSIONS:
+            why = run.objection(version, cell) or ""
             try:
-                contender = run.Contender(version, cell, tensors)
-                contender.run()
-                others.sum()  # reads: what is in L2 then need not be written
-                torch.cuda.synchronize()
-                torch.cuda.profiler.start()
-                torch.cuda._sleep(1)
-                contender.run()
-                torch.cuda._sleep(1)
-                others.sum()
-                torch.cuda.synchronize()
-                torch.cuda.profiler.stop()
-                why = ""
+                if not why:
+                    _call(run.Contender(version, cell, tensors), others)
             except torch.OutOfMemoryError:
-                why = "out of memory"
-            contender = None
+                why = run.NO_MEMORY
             torch.cuda.empty_cache()
             print(json.dumps(why), flush=True)
+
+
+def _call(contender: run.Contender, others: torch.Tensor) -> None:
+    contender.run()
+    others.sum()  # reads: what is then in L2 need not be written
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    torch.cuda._sleep(1)
+    contender.run()
+    torch.cuda._sleep(1)
+    others.sum()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
 
 
 def measured(arguments: list[str]) -> tuple[list[str], list[float]]:
@@ -161,7 +164,7 @@ def measured(arguments: list[str]) -> tuple[list[str], list[float]]:
         TrafficError: ncu is missing or reads no counter.
     """
     if not (ncu := shutil.which("ncu")):
-        raise TrafficError("missing: ncu (Nsight Compute, part of the CUDA toolkit) is not on the PATH")
+        raise TrafficError(f"{run.MISSING}: ncu (Nsight Compute, part of the CUDA toolkit) is not on the PATH")
     with TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         how = ["--clock-control", "none", "--cache-control", "none", "--profile-from-start", "off", "--print-units", "base"]
@@ -170,11 +173,14 @@ def measured(arguments: list[str]) -> tuple[list[str], list[float]]:
         done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
         text = log.read_text() if log.exists() else ""
     if REFUSED in text + done.stdout + done.stderr:
-        raise TrafficError(f"refused: the driver keeps its counters from this user ({REFUSED}); run as root, or see its page on the web")
-    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('"')]
+        raise TrafficError(f"{run.REFUSED}: the driver keeps its counters from this user ({REFUSED}); run as root")
     if done.returncode:
-        raise TrafficError(f"FAILED: ncu ended with {done.returncode}: {' '.join((text + done.stderr).split())[-400:]}")
-    return said, by_call(kernels(text))
+        raise TrafficError(f"{run.FAILED}: ncu ended with {done.returncode}: {' '.join((text + done.stderr).split())[-400:]}")
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('"')]
+    moved = by_call(kernels(text))
+    if len(moved) != said.count(""):
+        raise TrafficError(f"{run.FAILED}: expected the kernels of {said.count('')} calls from ncu, got those of {len(moved)}")
+    return said, moved
 
 
 def copy_row(clock: run.Clock, ms_each: float) -> run.Row:
@@ -220,6 +226,7 @@ def main(argv: list[str] | None = None) -> int:
     sizes = [f"--{name}={','.join(map(str, getattr(args, name.replace('-', '_'))))}" for name in ("passes", "head-dims", "seqlens")]
     results = run.Results(args.out or run.results_path("cuda"), args.run, "cuda", args.commit or run.head_commit()) if args.run else None
     rows, error = [copy_row(run.Clock("cuda"), 100)], None
+    torch.cuda.empty_cache()
     try:
         said, moved = measured(sizes)
         numbers_left = iter(moved)

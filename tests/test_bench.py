@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import flashzoo
-from bench import ablation, fp8_error, masks, peers, pictures, plot, run, runs, tune
+from bench import ablation, claims, fp8_error, masks, peers, pictures, plot, run, runs, tune
 from flashzoo.autograd import differentiable
 from flashzoo.reference import dequantized, rotated, standard
 from flashzoo.spec import Problem
@@ -579,13 +579,41 @@ def test_the_error_table_shows_what_rotation_does_and_long_sums_lose(capsys):
     assert float(found["two levels"][1]) < 1.1 * float(found["two levels"][0])
 
 
+def test_errors_are_rows_of_the_results_file(tmp_path, capsys):
+    out = tmp_path / "cpu.csv"
+    line = f"--device cpu --head-dim 64 --seqlen 256 --queries 64 --heads 1 --long 256 --run e1 --commit c0ffee --out {out}"
+    assert fp8_error.main(line.split()) == 0
+    first = capsys.readouterr().out.split("RMSE over")[0]
+    shown = {cells[0]: cells[1:3] for cells in (line.strip("| ").split(" | ") for line in first.splitlines() if line.startswith("|"))}
+    rows = _rows(out)
+    assert {(row["pass"], row["run"], row["head_dim"], row["tflops"]) for row in rows} == {
+        ("error_fp8_paper", "e1", "64", ""),
+        ("error_randn", "e1", "64", ""),
+    }
+    found = {(row["impl"], row["dtype"]): float(row["rms_err"]) for row in rows if row["pass"] == "error_fp8_paper"}
+    assert found["standard", "fp16"] == pytest.approx(float(shown["16 bits: fp16"][0]), rel=1e-2)
+    assert found["standard_rotation_block_scales", "e4m3"] == pytest.approx(float(shown["rotation, block scales"][0]), rel=1e-2)
+    assert len(rows) == 2 * (len(shown) - 2), "one for each line and kind of inputs, the head and its rule apart"
+
+
+def test_an_errors_name_is_its_kernels_and_way():
+    def impl(name: str) -> tuple[object, object]:
+        row = fp8_error.row(name, 1e-3, Problem(1, 256, 256, 1, 1, 64), "fp8_paper", hopper=True)
+        return row["impl"], row["dtype"]
+
+    assert impl("16 bits: bf16") == ("v3", "bf16")
+    assert impl("per-tensor scales") == ("v3_fp8_per_tensor_scales", "e4m3")
+    assert impl('precision="fp8"') == ("v3_fp8_end_to_end", "e4m3")
+    assert impl("standard attention, per-tensor scales") == ("standard_per_tensor_scales", "e4m3")
+    assert impl("cudnn_fp8, no scales") == ("cudnn_fp8", "e4m3")
+    assert impl("rotation, block scales") == (claims.QUANTIZED[0], "e4m3")
+
+
 def test_one_level_is_a_version_of_its_own():
-    ablation.register_one_level()
-    try:
+    with ablation.registered(ablation.ONE_LEVEL_SPEC):
         spec = flashzoo.versions()[ablation.ONE_LEVEL]
         assert spec.dtypes == ("e4m3",) and not spec.auto and not spec.quantizes
-    finally:
-        flashzoo.unregister(ablation.ONE_LEVEL)
+    assert ablation.ONE_LEVEL not in flashzoo.versions()
 
 
 def _row(run_id: str, impl: str, pass_: str, seqlen: int, tflops: float) -> dict[str, str]:
