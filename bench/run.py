@@ -52,11 +52,24 @@ from flashzoo.workloads import TORCH_DTYPES, flops, hardware, inputs, workloads
 
 RUN_FIELDS = ("run", "date", "commit", "gpu", "torch", "triton", "cutlass_dsl")
 SHAPE_FIELDS = ("pass", "dtype", "batch", "seqlen_q", "seqlen_k", "heads", "heads_kv", "head_dim", "causal")
-COST_FIELDS = ("peak_mib", "host_us", "compile_s", "dram_mib")
-RESULT_FIELDS = ("mask", "density", "ms", "ms_p10", "ms_p90", "tflops", "max_err", "rms_err", *COST_FIELDS, "why")
-"""The last six: MiB that one call takes at most beyond what it finds, by torch's allocator; microseconds of the host until a call returns,
-on an idle GPU; seconds of the cell's first call, in the process that compiled it; MiB between the chip and its memory, which are not
-measured here; and why there is no result. The first two are empty on the CPU."""
+RESULT_FIELDS = (
+    "mask",
+    "density",
+    "ms",
+    "ms_p10",
+    "ms_p90",
+    "tflops",
+    "max_err",
+    "rms_err",
+    "peak_mib",
+    "host_us",
+    "compile_s",
+    "dram_mib",
+    "why",
+)
+"""The last five: MiB that one call takes at most beyond what it finds, by torch's allocator; microseconds of the host until a call returns,
+on an idle GPU; seconds of the cell's first call, in the process that compiled ahead or in the run; MiB that a call reads from and writes to
+the GPU's memory, which is not measured here; and why there is no result. On the CPU the first two are empty."""
 KEY_FIELDS = (*SHAPE_FIELDS, "mask")
 FIELDS: tuple[str, ...] = (*RUN_FIELDS, "impl", *SHAPE_FIELDS, *RESULT_FIELDS)
 TAGS = {"fwd": "bench", "bwd": "bench_bwd"}
@@ -568,7 +581,8 @@ def _version_of(package: str) -> str:
         return ""
 
 
-def _head_commit() -> str:
+def head_commit() -> str:
+    """The commit that is checked out, marked where files differ from it; "unknown" where there is no git."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
@@ -850,7 +864,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     _check(args, parser)
     try:
-        results = Results(args.out or results_path(args.device), args.resume or args.run, args.device, args.commit or _head_commit())
+        results = Results(args.out or results_path(args.device), args.resume or args.run, args.device, args.commit or head_commit())
     except ValueError as error:
         parser.error(f"--out: {error}")
     impls = {pass_: args.impls or default_impls(pass_, args.dtype, bool(args.masks)) for pass_ in passes(args)}
