@@ -841,11 +841,16 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if bool(args.tokens) != bool(args.hidden):
         given, other = ("--tokens", "--hidden") if args.tokens else ("--hidden", "--tokens")
         parser.error(f"--tokens and --hidden: expected both or neither, got {given} without {other}")
-    for name, whole, parts in (("--tokens", args.tokens, args.seqlens), ("--hidden", args.hidden, args.head_dims)):
-        if whole and any(whole % part for part in parts or ()):
-            parser.error(f"{name}: expected a multiple of each of {parts}, got {whole}")
-    if not cells(args):
-        got = f"--head-dims {args.head_dims}, --seqlens {args.seqlens}"
+    chosen = [cell.problem for cell in cells(args)]
+    for name, whole, parts in (
+        ("--tokens", args.tokens, {problem.seqlen_q for problem in chosen}),
+        ("--hidden", args.hidden, {problem.head_dim for problem in chosen}),
+    ):
+        if whole and any(whole % part for part in parts):
+            parser.error(f"{name}: expected a multiple of each of {', '.join(map(str, sorted(parts)))}, got {whole}")
+    if not chosen:
+        sizes = {"--head-dims": args.head_dims, "--seqlens": args.seqlens}
+        got = " ".join(f"{name} {','.join(map(str, given))}" for name, given in sizes.items() if given)
         parser.error(f"expected sizes that a cell of the field's has, or --tokens and --hidden for others, got {got}")
 
 
