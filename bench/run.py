@@ -662,7 +662,7 @@ def compile_ahead(todo: Work, workers: int) -> dict[tuple[str, Cell], float]:
             impl, group = waiting[future]
             found = {} if future.exception() else future.result()
             seconds |= {(impl, cell): taken for cell, taken in found.items()}
-            say(f"{impl}, {group[0]}: {f'{sum(found.values()):.1f} s' if found else 'nothing'}")
+            say(f"{impl}, {group[0]}: {f'{sum(found.values()):.1f} s' if found else 'not compiled'}")
     return seconds
 
 
