@@ -136,7 +136,7 @@ def memory(rows: list[Row]) -> Found | None:
     taken: dict[str, dict[int, float]] = {}
     for (_, _, seqlen), cell in runs.speeds(mine, "peak_mib").items():
         for impl in (impl for impl in GENERATIONS if cell.get(impl)):
-            taken.setdefault(impl, {})[seqlen] = cell[impl] * seqlen / runs.TOKENS
+            taken.setdefault(impl, {})[seqlen] = cell[impl] * seqlen / runs.tokens_of(mine[0])
     parts = []
     for impl, by_length in taken.items():
         first, last = min(by_length), max(by_length)

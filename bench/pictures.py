@@ -45,6 +45,9 @@ LOOK: dict[Any, Any] = {
         "legend.handlelength": 2.6,
     },
 }
+GENERATIONS = ("standard", "v1", "v2", "v3")
+ORDER = (*GENERATIONS[:-1], BEST_PEER, GENERATIONS[-1])
+"""Of the bars of the picture at the top of the README."""
 PANEL, DPI, TONES = (3.9, 2.9), 120, 128
 WORDS = {"fwd": "forward", "bwd": "backward"}
 
@@ -124,6 +127,10 @@ def _by_length(axes: Any, lengths: Iterable[int]) -> None:
     axes.minorticks_off()
 
 
+def _seqlen(row: Row) -> str:
+    return f"seqlen, {length(runs.tokens_of(row))} tokens in all"
+
+
 def _outer(panels: Panels, x: str, y: str) -> None:
     for axes in panels[:, 0]:
         axes.set_ylabel(y)
@@ -134,26 +141,22 @@ def _outer(panels: Panels, x: str, y: str) -> None:
 def _of_generations(rows: list[Row]) -> dict[str, list[Row]]:
     tables = {pass_: runs.last_run(rows, pass_) for pass_ in runs.PASSES}
     tables = {pass_: [row for row in mine if row["head_dim"] == "128" and row["causal"] == "1"] for pass_, mine in tables.items()}
-    return {pass_: mine for pass_, mine in tables.items() if mine}
+    return {pass_: mine for pass_, mine in tables.items() if any(row["impl"] in GENERATIONS for row in mine)}
 
 
 def _generations(rows: list[Row], tables: dict[str, list[Row]]) -> Any:
     """The picture at the top of the README: bars of each generation and of the best peer by length, a panel for each pass."""
     from matplotlib.patheffects import withStroke
 
-    gpu = next(iter(tables.values()))[0]["gpu"]
-    figure, panels = _figure(
-        1, len(tables), f"Three generations of FlashAttention on one {gpu}: bf16, causal, head dim 128", (5.9, 3.4), sharey=True
-    )
+    first = next(iter(tables.values()))[0]
+    title = f"Three generations of FlashAttention on one {first['gpu']}: {first['dtype']}, causal, head dim 128"
+    figure, panels = _figure(1, len(tables), title, (5.9, 3.4), sharey=True)
     labels = {}
     for axes, (table, mine) in zip(panels[0], tables.items(), strict=True):
         cells = {shape[2]: cell for shape, cell in runs.speeds(mine).items()}
-        known = [name for name in ("standard", "v1", "v2") if any(name in cell for cell in cells.values())]
-        bars = {name: {n: cell[name] for n, cell in cells.items() if name in cell} for name in known}
-        bars[BEST_PEER] = {
-            n: max(peers) for n, cell in cells.items() if (peers := [speed for name, speed in cell.items() if not ours(name)])
-        }
-        bars["v3"] = {n: cell["v3"] for n, cell in cells.items() if "v3" in cell}
+        peers = {n: [speed for name, speed in cell.items() if not ours(name)] for n, cell in cells.items()}
+        bars = {name: {n: cell[name] for n, cell in cells.items() if name in cell} for name in ORDER}
+        bars[BEST_PEER] = {n: max(found) for n, found in peers.items() if found}
         bars = {name: found for name, found in bars.items() if found}
         width = 0.84 / len(bars)
         for place, (name, found) in enumerate(bars.items()):
@@ -169,10 +172,9 @@ def _generations(rows: list[Row], tables: dict[str, list[Row]]) -> Any:
         axes.set_xticks(range(len(cells)), [length(n) for n in cells])
         axes.grid(axis="x", visible=False)
         axes.set_title(WORDS[table])
-    _outer(panels, "seqlen, 16k tokens in all", "TFLOP/s")
+    _outer(panels, _seqlen(mine[0]), "TFLOP/s")
     # Either panel may lack one of the generations: the legend has them in their order all the same.
-    order = ["standard", "v1", "v2", BEST_PEER, "v3", "bf16 matmul"]
-    _legend(figure, {name: labels[name] for name in order if name in labels})
+    _legend(figure, {name: labels[name] for name in (*ORDER, "bf16 matmul") if name in labels})
     return figure
 
 
@@ -193,7 +195,7 @@ def _lines(rows: list[Row], mine: list[Row], title: str) -> Any:
         if products := runs.matmul(rows, mine[0]["run"], factors):
             labels[f"{factors} matmul"] = _ceiling(axes, products)
     panels[0, 0].set_ylim(bottom=0)
-    _outer(panels, "seqlen, 16k tokens in all", "TFLOP/s")
+    _outer(panels, _seqlen(mine[0]), "TFLOP/s")
     _legend(figure, labels)
     return figure
 
@@ -283,7 +285,7 @@ def _errors(rows: list[Row], mine: list[Row]) -> Any:
             kept["marker"] = "*"
         size = 70 if ours(row["impl"]) else 36
         drawn = axes.scatter(float(row["tflops"]), float(row["rms_err"]), size, facecolors=fill, edgecolors=style["color"], **kept)
-        if row["causal"] == "0":
+        if row["causal"] == "0" or name not in labels:
             labels[name] = drawn
     for axes, head_dim in zip(panels[0], head_dims, strict=True):
         axes.set_yscale("log")
@@ -302,16 +304,16 @@ def _of_memory(rows: list[Row]) -> dict[str, list[Row]]:
 
 def _memory(rows: list[Row], tables: dict[str, list[Row]]) -> Any:
     """Memory that a call takes beyond its inputs against seqlen, for one sequence, a panel for each pass."""
-    head_dim = 128 if any(row["head_dim"] == "128" for mine in tables.values() for row in mine) else 64
-    gpu = next(iter(tables.values()))[0]["gpu"]
-    figure, panels = _figure(
-        1, len(tables), f"Memory beyond the inputs, one sequence, hidden 2048, head dim {head_dim}, {gpu}", (4.9, 3.2), sharey=True
-    )
+    head_dims = {int(row["head_dim"]) for mine in tables.values() for row in mine}
+    head_dim = 128 if 128 in head_dims else min(head_dims)
+    of = next(row for mine in tables.values() for row in mine if row["head_dim"] == str(head_dim))
+    title = f"Memory beyond the inputs, one sequence, {of['heads']} heads of {head_dim}, {of['dtype']}, {of['gpu']}"
+    figure, panels = _figure(1, len(tables), title, (4.9, 3.2), sharey=True)
     labels = {}
     for axes, (pass_, mine) in zip(panels[0], tables.items(), strict=True):
         taken = {shape[2]: cell for shape, cell in runs.speeds(mine, "peak_mib").items() if shape[0] == head_dim}
         for name in runs.impls(runs.speeds(mine, "peak_mib")):
-            points = {n: cell[name] * n / runs.TOKENS for n, cell in taken.items() if cell.get(name)}
+            points = {n: cell[name] * n / runs.tokens_of(mine[0]) for n, cell in taken.items() if cell.get(name)}
             labels[name] = _line(axes, name, points)
         _by_length(axes, taken)
         axes.set_yscale("log", base=2)

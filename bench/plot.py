@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable, Container, Iterable
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,8 @@ def table_of(table: Speeds) -> str:
     lines = [f"| head_dim | causal | seqlen | {' | '.join(names)} |", "|---" * (3 + len(names)) + "|"]
     for (head_dim, causal, seqlen), cell in table.items():
         best = max(cell.values())
-        shown = [f"**{cell[name]:.0f}**" if cell.get(name) == best else f"{cell[name]:.0f}" if name in cell else "-" for name in names]
+        texts = {name: f"{speed:.0f}" if speed >= 10 else f"{speed:.2g}" for name, speed in cell.items()}
+        shown = [f"**{texts[name]}**" if cell.get(name) == best else texts.get(name, "-") for name in names]
         lines.append(f"| {head_dim} | {'yes' if causal else 'no'} | {seqlen} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
@@ -142,7 +144,8 @@ def _origin(rows: list[Row], of: Row, dtype: str, what: str) -> str:
     versions = f"torch {of['torch']}, triton {of['triton']}, commit {of['commit']}"
     product = f"{'an' if dtype == FP8 else 'a'} {dtype} matmul in the same run: {products}"
     unit = "" if what.startswith("TFLOP/s") else " TFLOP/s"
-    return f"{of['gpu']}, {versions}, run {of['run']} of {of['date']}. {what}; {product}{unit}."
+    gpu, run = (re.sub(r"([\\`*_<>&|\[\]])", r"\\\1", of[field]) for field in ("gpu", "run"))  # names of others', as text
+    return f"{gpu}, {versions}, run {run} of {of['date']}. {what}; {product}{unit}."
 
 
 def _ratio(values: list[float]) -> str:

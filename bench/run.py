@@ -52,11 +52,24 @@ from flashzoo.workloads import TORCH_DTYPES, flops, hardware, inputs, workloads
 
 RUN_FIELDS = ("run", "date", "commit", "gpu", "torch", "triton", "cutlass_dsl")
 SHAPE_FIELDS = ("pass", "dtype", "batch", "seqlen_q", "seqlen_k", "heads", "heads_kv", "head_dim", "causal")
-COST_FIELDS = ("peak_mib", "host_us", "compile_s", "dram_mib")
-RESULT_FIELDS = ("mask", "density", "ms", "ms_p10", "ms_p90", "tflops", "max_err", "rms_err", *COST_FIELDS, "why")
-"""The last six: MiB that one call takes at most beyond what it finds, by torch's allocator; microseconds of the host until a call returns,
-on an idle GPU; seconds of the cell's first call, in the process that compiled it; MiB between the chip and its memory, which
-`bench.traffic` measures; and why there is no result. The first two are empty on the CPU."""
+RESULT_FIELDS = (
+    "mask",
+    "density",
+    "ms",
+    "ms_p10",
+    "ms_p90",
+    "tflops",
+    "max_err",
+    "rms_err",
+    "peak_mib",
+    "host_us",
+    "compile_s",
+    "dram_mib",
+    "why",
+)
+"""The last five: MiB that one call takes at most beyond what it finds, by torch's allocator; microseconds of the host until a call returns,
+on an idle GPU; seconds of the cell's first call, in the process that compiled ahead or in the run; MiB that a call reads from and writes to
+the GPU's memory, which `bench.traffic` measures; and why there is no result. On the CPU the first two are empty."""
 KEY_FIELDS = (*SHAPE_FIELDS, "mask")
 FIELDS: tuple[str, ...] = (*RUN_FIELDS, "impl", *SHAPE_FIELDS, *RESULT_FIELDS)
 TAGS = {"fwd": "bench", "bwd": "bench_bwd"}
@@ -649,7 +662,7 @@ def compile_ahead(todo: Work, workers: int) -> dict[tuple[str, Cell], float]:
             impl, group = waiting[future]
             found = {} if future.exception() else future.result()
             seconds |= {(impl, cell): taken for cell, taken in found.items()}
-            say(f"{impl}, {group[0]}: {f'{sum(found.values()):.1f} s' if found else 'nothing'}")
+            say(f"{impl}, {group[0]}: {f'{sum(found.values()):.1f} s' if found else 'not compiled'}")
     return seconds
 
 
@@ -828,11 +841,16 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if bool(args.tokens) != bool(args.hidden):
         given, other = ("--tokens", "--hidden") if args.tokens else ("--hidden", "--tokens")
         parser.error(f"--tokens and --hidden: expected both or neither, got {given} without {other}")
-    for name, whole, parts in (("--tokens", args.tokens, args.seqlens), ("--hidden", args.hidden, args.head_dims)):
-        if whole and any(whole % part for part in parts or ()):
-            parser.error(f"{name}: expected a multiple of each of {parts}, got {whole}")
-    if not cells(args):
-        got = f"--head-dims {args.head_dims}, --seqlens {args.seqlens}"
+    chosen = [cell.problem for cell in cells(args)]
+    for name, whole, parts in (
+        ("--tokens", args.tokens, {problem.seqlen_q for problem in chosen}),
+        ("--hidden", args.hidden, {problem.head_dim for problem in chosen}),
+    ):
+        if whole and any(whole % part for part in parts):
+            parser.error(f"{name}: expected a multiple of each of {', '.join(map(str, sorted(parts)))}, got {whole}")
+    if not chosen:
+        sizes = {"--head-dims": args.head_dims, "--seqlens": args.seqlens}
+        got = " ".join(f"{name} {','.join(map(str, given))}" for name, given in sizes.items() if given)
         parser.error(f"expected sizes that a cell of the field's has, or --tokens and --hidden for others, got {got}")
 
 

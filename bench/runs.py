@@ -61,6 +61,8 @@ def measured(rows: list[Row]) -> list[Row]:
 def last_run(rows: list[Row], table: str) -> list[Row]:
     """A table's rows, at the field's sizes, of the run nearest the end of the file.
 
+    Where no row is of the field's sizes, as in a run on a CPU, they are at the sizes of the last row.
+
     Args:
         rows: of the results file.
         table: one of `TABLES`. A run that times anything end to end is of that table, and of no other with its pass. One that
@@ -79,7 +81,14 @@ def _of_table(rows: list[Row], table: str) -> list[Row]:
         kind = FP8 if row["dtype"] == FP8 else END_TO_END if row["run"] in quantized and row["pass"] == "fwd" else ""
         return f"{row['pass']}_{kind}" if kind else row["pass"]
 
-    return [row for row in rows if table_of_row(row) == table and int(row["batch"]) * int(row["seqlen_q"]) == TOKENS]
+    mine = [row for row in rows if table_of_row(row) == table]
+    sizes = [tokens_of(row) for row in mine]
+    return [row for row, size in zip(mine, sizes, strict=True) if size == (TOKENS if TOKENS in sizes else sizes[-1])]
+
+
+def tokens_of(row: Row) -> int:
+    """Of all sequences together."""
+    return int(row["batch"]) * int(row["seqlen_q"])
 
 
 def problem_of(row: Row) -> Problem:
@@ -204,14 +213,14 @@ def sparse_run(rows: list[Row]) -> Sparse | None:
         if mask:
             found.densities[mask, seqlen] = float(row["density"])
         if mask == BUTTERFLY:
-            tokens.setdefault(int(row["batch"]) * seqlen, set()).add(seqlen)
+            tokens.setdefault(tokens_of(row), set()).add(seqlen)
         if row["batch"] == "1":
             name = "causal=True" if row["causal"] == "1" else mask
             found.ms.setdefault((*of, seqlen), {}).setdefault(name, {})[impl] = float(row["ms"])
     whole = max(tokens, key=lambda n: len(tokens[n]), default=0)
     for row in rows:
         seqlen = int(row["seqlen_q"])
-        if int(row["batch"]) * seqlen == whole and row["mask"] in ("", BUTTERFLY) and row["causal"] == "0":
+        if tokens_of(row) == whole and row["mask"] in ("", BUTTERFLY) and row["causal"] == "0":
             cells = found.butterfly.setdefault((row["pass"], int(row["head_dim"])), {})
             cells.setdefault(seqlen, {}).setdefault(not row["mask"], {})[row["impl"]] = float(row["ms"])
     sizes = dict(sorted(found.ms.items(), key=lambda item: (-item[0][1], item[0][2], PASSES.index(item[0][0]))))

@@ -6,6 +6,7 @@ import argparse
 import csv
 import dataclasses
 import sys
+import time
 from collections import namedtuple
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -18,6 +19,7 @@ import torch
 
 import flashzoo
 from bench import ablation, claims, fp8_error, masks, peers, pictures, plot, run, runs, tune
+from flashzoo import cli
 from flashzoo.autograd import differentiable
 from flashzoo.reference import dequantized, rotated, standard
 from flashzoo.spec import Problem
@@ -250,7 +252,7 @@ def test_a_missing_peer_is_named(tmp_path, capsys, absent):
 
 
 def test_peers_are_listed_with_their_packages(capsys, absent):
-    assert run.main(["--list"]) == 0
+    assert cli.main(["bench", "--list"]) == 0
     listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert list(listed) == list(peers.PEERS)
     assert listed["flex"] == listed["sdpa_efficient"] == f"torch {torch.__version__}"
@@ -289,6 +291,94 @@ def test_a_backward_run_has_a_fixed_order_at_one_length():
     assert not [impl for impls in others for impl in impls if "deterministic" in impl]
 
 
+class FakeGpu:
+    """torch.cuda's allocator and queue, as far as `Clock.costs` asks them."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.given, self.most, self.busy = 100 << 20, 0, True
+        for name in ("synchronize", "reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+
+    def synchronize(self) -> None:
+        self.busy = False
+
+    def reset_peak_memory_stats(self) -> None:
+        self.most = self.given
+
+    def memory_allocated(self) -> int:
+        return self.given
+
+    def max_memory_allocated(self) -> int:
+        return self.most
+
+    def call(self) -> None:
+        assert not self.busy, "an operation was still running"
+        self.busy, self.most = True, max(self.most, self.given + (24 << 20))
+        time.sleep(1e-3)
+
+
+def test_memory_and_host_time_are_of_one_call_on_an_idle_gpu(monkeypatch):
+    gpu, clock = FakeGpu(monkeypatch), run.Clock("cpu")
+    gpu.most = 900 << 20  # of something before
+    assert clock.costs(gpu.call) == {}
+    clock.cuda = True
+    costs = clock.costs(gpu.call)
+    assert list(costs) == ["peak_mib", "host_us"] and costs["peak_mib"] == "24"
+    assert 1e3 <= float(str(costs["host_us"])) < 1e5
+
+
+def test_slow_calls_are_few():
+    calls = []
+    assert run.Clock("cpu").host_us(lambda: calls.append(time.sleep(0.06))) >= 6e4
+    assert len(calls) == 1
+
+
+@pytest.mark.gpu
+def test_a_gpus_rows_say_what_a_call_costs(tmp_path):
+    out = tmp_path / "gpu.csv"
+    options = "--tokens 4096 --hidden 256 --seqlens 2048 --head-dims 64 --causal 0 --ms 1 --impls v2,sdpa_math,sdpa_flash"
+    assert run.main(f"{options} --workers 2 --out {out}".split()) == 0
+    found = {(row["pass"], row["impl"]): row for row in _rows(out) if row["pass"] != "gemm"}
+    assert len(found) == 6
+    out_mib = 4096 * 256 * 2 / 2**20
+    for (pass_, impl), row in found.items():
+        assert 1 < float(row["host_us"]) < 1e5 and 0 < float(row["compile_s"]) < 600
+        least = out_mib * (3 if pass_ == "bwd" else 1)
+        scores = 2 * 4 * 2048 * 2048 * 2 / 2**20
+        assert least <= float(row["peak_mib"]) and (float(row["peak_mib"]) >= scores) == (impl == "sdpa_math")
+
+
+def test_what_is_compiled_ahead_is_timed(capsys):
+    cell = run.Cell(Problem(1, 16, 16, 1, 1, 16, dtype="fp16", device="cpu"))
+    other = dataclasses.replace(cell, problem=dataclasses.replace(cell.problem, dtype="bf16", out_dtype=None))
+    seconds = run.compile_ahead({cell: ["v2", "standard"], other: ["v2"]}, workers=1)
+    assert list(seconds) == [("v2", cell)] and 0 < seconds["v2", cell] < 60, "v2 takes no bf16 here, and standard compiles nothing"
+    assert "[1/1, 0 s left] v2, fwd d16" in capsys.readouterr().out
+    clock = run.Clock("cpu")
+    ahead, in_run = run.measure(cell, ["v2", "standard"], clock, 1, {("v2", cell): 123.4})
+    assert ahead["compile_s"] == "123" and 0 < float(str(in_run["compile_s"])) < 60
+
+
+def test_a_terminal_shows_the_time_left(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert _bench("--impls standard,sdpa_math --passes fwd,bwd", tmp_path / "cpu.csv") == 0
+    said = capsys.readouterr().out
+    assert all(text in said for text in ("measuring", "100%", "0:00:00")) and said.count("TFLOP/s") == 4
+
+
+def test_other_outputs_say_the_time_left(monkeypatch, capsys):
+    now = 50.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with run._progress(4, "measuring") as say:
+        for line in "ab":
+            now += 7
+            say(line)
+    assert capsys.readouterr().out == "[1/4, 21 s left] a\n[2/4, 14 s left] b\n"
+
+
 def test_repeats_are_spread_over_the_rounds():
     order = []
     operations: dict[str, run.Operation] = {name: partial(order.append, name) for name in "ab"}
@@ -308,13 +398,16 @@ def test_repeats_are_spread_over_the_rounds():
         ("--passes sideways", "sideways"),
         ("--dtype e4m3 --passes bwd", "bwd"),
         ("--tokens 100 --hidden 64 --seqlens 64", "100"),
+        ("--hidden 32 --tokens 64", "32"),
+        ("--hidden 192 --tokens 256 --masks ones", "192"),
         ("--head-dims 64,x", "'x'"),
         ("--seqlens 0", "'0'"),
         ("--causal 2", "2"),
         ("--ms -3", "'-3'"),
         ("--budget-s soon", "'soon'"),
         ("--workers 1.5", "'1.5'"),
-        ("--head-dims 48", "--head-dims [48]"),
+        ("--head-dims 48", "--head-dims 48"),
+        ("--seqlens 3,5 --masks ones", "--seqlens 3,5"),
         pytest.param("--device cuda", "cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")),
     ],
 )
@@ -322,8 +415,9 @@ def test_a_malformed_command_line_is_refused(line, named, capsys):
     with pytest.raises(SystemExit) as stopped:
         run.main(line.split())
     assert stopped.value.code == 2
-    argument, said = line.split()[0], capsys.readouterr().err.partition("error: ")[2]
-    assert ("expected" in said and named in said.partition("got ")[2] and argument in said) or "--passes" in said
+    said = capsys.readouterr().err.partition("error: ")[2]
+    assert "expected" in said and named in said.partition("got ")[2]
+    assert any(word in said for word in line.split() if word.startswith("--")), "which argument"
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -474,6 +568,76 @@ def test_peers_refuse_a_dtype_that_is_not_theirs():
         peers.peer("cudnn_fp8", Problem(1, 32, 32, 2, 2, 16))
 
 
+def test_libraries_refuse_32_bits():
+    for name in ("fa2", "fa3", "fa4"):
+        with pytest.raises(NotImplementedError, match="takes fp16 and bf16, got fp32"):
+            peers.peer(name, Problem(1, 32, 32, 2, 2, 16, "fp32"))
+
+
+def _fake_library(monkeypatch, **modules) -> list[dict]:
+    """Put these modules, by name, in place of a library's. Returns what its function is called with besides q, k and v."""
+    asked = []
+
+    def function(q, k, v, **options):
+        asked.append(options)
+        if q.ndim == 5:  # as xformers has groups of heads
+            assert q.shape[2:4] == k.shape[2:4] == v.shape[2:4], "heads of keys are to be repeated by the caller"
+            assert k.stride(3) == v.stride(3) == 0, "with no copy"
+            out = flashzoo.attention(*(x.flatten(2, 3) for x in (q, k, v)), causal=options["attn_bias"] is not None, version="standard")
+            return out.unflatten(2, q.shape[2:4])
+        causal = options["causal"] if "causal" in options else options["attn_bias"] is not None
+        return flashzoo.attention(q, k, v, causal=causal, version="standard")
+
+    for name, attributes in modules.items():
+        given = {attribute: value or function for attribute, value in attributes.items()}
+        monkeypatch.setitem(sys.modules, name.replace("__", "."), SimpleNamespace(**given))
+    _forget_libraries()
+    return asked
+
+
+@pytest.fixture
+def fresh_libraries() -> Iterator[None]:
+    yield
+    _forget_libraries()
+
+
+class BottomRight:
+    """What xformers calls causal, aligned as ours."""
+
+
+LIBRARIES = {
+    "fa2": {"flash_attn": {"flash_attn_func": None}},
+    "fa3": {"flash_attn_interface": {"flash_attn_func": None}},
+    "fa4": {"flash_attn__cute": {"flash_attn_func": None}},
+    "xformers": {
+        "xformers__ops": {"memory_efficient_attention": None},
+        "xformers__ops__fmha__attn_bias": {"LowerTriangularFromBottomRightMask": BottomRight},
+    },
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("heads_kv", "grad"), [(4, True), (2, False)])
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_library_is_called_as_it_wants(name, heads_kv, grad, causal, monkeypatch, fresh_libraries):
+    asked = _fake_library(monkeypatch, **LIBRARIES[name])
+    assert peers.missing(name) is None
+    cell = run.Cell(Problem(2, 40, 72, 4, heads_kv, 16, "bf16", causal=causal, device="cpu", grad=grad))
+    tensors = run.inputs(cell.problem)
+    run.Referee(cell, tensors).errors(name, run.Contender(name, cell, tensors).result())
+    (options,) = asked
+    if name == "xformers":
+        assert set(options) == {"attn_bias"} and isinstance(options["attn_bias"], BottomRight) == causal
+    else:
+        assert options == {"causal": causal}
+
+
+def test_flash_attn_without_its_function_is_missing(monkeypatch, fresh_libraries):
+    """As where flash-attn-4 alone is installed, which lives inside the name."""
+    _fake_library(monkeypatch, flash_attn={})
+    assert "needs flash_attn.flash_attn_func, which is not installed" in str(peers.missing("fa2"))
+
+
 class FakeCudnn:
     """As much of cuDNN's frontend as one FP8 graph needs: it notes what it is asked, and computes out with torch."""
 
@@ -539,13 +703,13 @@ def test_cudnns_graph_is_given_what_it_asks_for(causal, monkeypatch):
     monkeypatch.setitem(sys.modules, "cudnn", FakeCudnn())
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=7))
-    peers._function.cache_clear()
+    _forget_libraries()
     cell = run.Cell(Problem(2, 48, 48, 4, 2, 16, "e4m3", causal=causal, device="cpu"))
     tensors = run.inputs(cell.problem)
     contender = run.Contender("cudnn_fp8", cell, tensors)
     assert contender.run()[0].dtype == torch.float8_e4m3fn
     run.Referee(cell, tensors).errors("cudnn_fp8", contender.result())
-    peers._function.cache_clear()
+    _forget_libraries()
     peers._cudnn_handle.cache_clear()
 
 

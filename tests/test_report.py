@@ -203,6 +203,18 @@ def test_what_is_missing_breaks_no_page(rows, tmp_path):
     Page(report.page(rows, results))
 
 
+def test_a_run_of_other_sizes_alone_has_a_table_and_pictures(tmp_path):
+    """As on a CPU, whose speeds need digits."""
+    sizes = [{"batch": 512 // seqlen, "seqlen_q": seqlen, "seqlen_k": seqlen, "tflops": 3.2e-5 * seqlen} for seqlen in (64, 512)]
+    rows = [
+        _row("small", impl, gpu="cpu", dtype="fp16", causal=1, heads=2, peak_mib="", **size) for size in sizes for impl in ("v2", "own")
+    ]
+    text = plot.report(rows, tmp_path / "cpu.csv")
+    assert "| 64 | yes | 64 | **0.002** | **0.002** |" in text and "| 64 | yes | 512 | **0.016** | **0.016** |" in text
+    assert [path.name for path in pictures.draw(rows, tmp_path / "cpu.csv")] == ["cpu_fwd.png", "cpu_errors.png"]
+    assert plot.report([*rows, *_generations()], tmp_path / "cpu.csv").count("0.016") == 0, "the field's sizes are wanted first"
+
+
 def test_a_peer_is_grey_and_a_version_of_ones_own_is_not():
     grey = pictures._style("flex")["color"].strip("#")
     assert grey[:2] == grey[2:4] == grey[4:] and pictures._style("mine")["color"] == pictures.BLACK
