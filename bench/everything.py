@@ -1,7 +1,7 @@
 """All that the README shows, measured into one results file and drawn: `make report`, or `python -m bench.everything`.
 
-On a machine with an NVIDIA GPU it goes through `SETS`, each a run of its own into bench/results/<gpu>.csv, in some 13 minutes on an H200
-with 16 cores. What was stopped goes on where it is called again with the same `--run`. Then it draws the pictures, and writes the README's
+On a machine with an NVIDIA GPU it goes through `SETS`, each a run of its own into bench/results/<gpu>.csv. What was
+stopped goes on where it is called again with the same `--run`. Then it draws the pictures, and writes the README's
 section, where that is of this GPU, and report.html. Without a GPU it does only that, from the committed results.
 """
 
