@@ -127,7 +127,7 @@ def cells(args: argparse.Namespace) -> list[run.Cell]:
 
 def call_each(todo: list[run.Cell]) -> None:
     """Under ncu: one call of each version on each cell between marks, and for each a line, "" or why there is none."""
-    others = torch.ones(run.FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    others = torch.ones(run.FLUSH_BYTES // 4, device="cuda")  # float32, since torch sums integers in a copy of 64 bits
     for cell in todo:
         tensors = inputs(cell.problem, device="cuda")
         for version in VERSIONS:
