@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import re
 from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
@@ -50,6 +51,8 @@ def read(results: Path) -> list[Row]:
 def last_run(rows: list[Row], table: str) -> list[Row]:
     """A table's rows, at the field's sizes, of the run nearest the end of the file: ratios hold within a run only.
 
+    Where no row is of the field's sizes, as in a run on a CPU, they are at the sizes of the last row.
+
     Args:
         rows: of the results file.
         table: one of `TABLES`. A run that times anything end to end is of that table, and of no other with its pass. One that
@@ -63,8 +66,15 @@ def last_run(rows: list[Row], table: str) -> list[Row]:
         kind = FP8 if row["dtype"] == FP8 else END_TO_END if row["run"] in quantized and row["pass"] == "fwd" else ""
         return f"{row['pass']}_{kind}" if kind else row["pass"]
 
-    mine = [row for row in rows if table_of_row(row) == table and int(row["batch"]) * int(row["seqlen_q"]) == TOKENS]
+    mine = [row for row in rows if table_of_row(row) == table]
+    sizes = [tokens_of(row) for row in mine]
+    mine = [row for row, size in zip(mine, sizes, strict=True) if size == (TOKENS if TOKENS in sizes else sizes[-1])]
     return [row for row in mine if row["run"] == mine[-1]["run"]]
+
+
+def tokens_of(row: Row) -> int:
+    """Of all sequences together."""
+    return int(row["batch"]) * int(row["seqlen_q"])
 
 
 def speeds(rows: list[Row]) -> Speeds:
@@ -87,7 +97,8 @@ def table_of(table: Speeds) -> str:
     lines = [f"| head_dim | causal | seqlen | {' | '.join(names)} |", "|---" * (3 + len(names)) + "|"]
     for (head_dim, causal, seqlen), cell in table.items():
         best = max(cell.values())
-        shown = [f"**{cell[name]:.0f}**" if cell.get(name) == best else f"{cell[name]:.0f}" if name in cell else "-" for name in names]
+        texts = {name: f"{speed:.0f}" if speed >= 10 else f"{speed:.2g}" for name, speed in cell.items()}
+        shown = [f"**{texts[name]}**" if cell.get(name) == best else texts.get(name, "-") for name in names]
         lines.append(f"| {head_dim} | {'yes' if causal else 'no'} | {seqlen} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
@@ -231,7 +242,8 @@ def _origin(rows: list[Row], of: Row, dtype: str, product: str, what: str) -> st
     matmul = ", ".join(f"{float(row['tflops']):.0f}" for row in matmuls)
     versions = f"torch {of['torch']}, triton {of['triton']}, commit {of['commit']}"
     unit = "" if what.startswith("TFLOP/s") else " TFLOP/s"
-    return f"{of['gpu']}, {versions}, run {of['run']} of {of['date']}. {what}; {product} in the same run: {matmul}{unit}."
+    gpu, run = (re.sub(r"([\\`*_<>&|\[\]])", r"\\\1", of[field]) for field in ("gpu", "run"))  # names of others', as text
+    return f"{gpu}, {versions}, run {run} of {of['date']}. {what}; {product} in the same run: {matmul}{unit}."
 
 
 def _ours(name: str) -> bool:
@@ -292,7 +304,7 @@ def draw(rows: list[Row], results: Path) -> list[Path]:
         for axes in panels[:, 0]:
             axes.set_ylabel("TFLOP/s")
         for axes in panels[-1]:
-            axes.set_xlabel("seqlen, 16k tokens in all")
+            axes.set_xlabel(f"seqlen, {_length(tokens_of(mine[0]))} tokens in all")
         figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(impls(table)))
         figure.suptitle(f"{title}, {mine[0]['dtype']}, {mine[0]['gpu']}")
         paths.append(results.with_name(f"{results.stem}_{name}.png"))
@@ -384,7 +396,7 @@ def _plot(axes: Any, name: str, points: dict[Any, float], dashed: bool | None = 
     dashed = not ours if dashed is None else dashed
     width, style = 2 if ours else 1, "--" if dashed else "-"
     return axes.plot(
-        list(points), list(points.values()), color=COLOURS.get(name), marker="o", markersize=4, linewidth=width, linestyle=style
+        list(points), list(points.values()), color=COLOURS.get(name, "black"), marker="o", markersize=4, linewidth=width, linestyle=style
     )[0]
 
 

@@ -190,6 +190,13 @@ def default_impls(pass_: str, dtype: str = "bf16", masked: bool = False) -> list
     return [*(spec.name for spec in specs), *peers]
 
 
+def foreign(impls: dict[str, list[str]]) -> list[str]:
+    """Those, by pass, that are versions from outside of flashzoo."""
+    specs = flashzoo.versions()
+    found = {impl: specs.get(parted(impl)[0]) for chosen in impls.values() for impl in chosen}
+    return [impl for impl, spec in found.items() if spec and not spec.impl.startswith("flashzoo.")]
+
+
 def fitting(impls: list[str], cell: Cell, masked: bool) -> list[str]:
     """Those that are for the cell: of versions, in a masked one, those that take a block mask, and in a dense one of a run with masks
     all but `blocksparse`, which is v2 there."""
@@ -645,10 +652,12 @@ def main(argv: list[str] | None = None) -> int:
     for name, whole, parts in (("--tokens", args.tokens, args.seqlens), ("--hidden", args.hidden, args.head_dims)):
         if whole and any(whole % part for part in parts or ()):
             parser.error(f"{name}: expected a multiple of each of {parts}, got {whole}")
+    impls = {pass_: args.impls or default_impls(pass_, args.dtype, bool(args.masks)) for pass_ in passes(args)}
+    if not args.out and (own := foreign(impls)):
+        parser.error(f"--out: expected a file of your own for {', '.join(own)}, which this repository's results don't have")
     results = Results(args.out or results_path(args.device), args.resume or args.run, args.device, args.commit or _head_commit())
     measured = results.measured()
     todo = [cell for cell in cells(args) if cell.key not in measured]
-    impls = {pass_: args.impls or default_impls(pass_, args.dtype, bool(args.masks)) for pass_ in passes(args)}
     print(f"run {results.run}, {len(todo)} cells, {gpu_name(args.device)}, into {results.path}")
     for impl in dict.fromkeys(impl for chosen in impls.values() for impl in chosen):
         if why := missing(impl):

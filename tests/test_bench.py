@@ -458,6 +458,18 @@ def test_tables_show_the_last_run_alone():
     assert "Backward" not in text
 
 
+def test_a_run_of_other_sizes_alone_has_a_table_and_a_picture(tmp_path):
+    """As on a CPU, whose speeds need digits."""
+    rows = [
+        {**_row("small", impl, "fwd", seqlen, 3.2e-5 * seqlen), "batch": str(512 // seqlen)}
+        for impl in ("v2", "own")
+        for seqlen in (64, 512)
+    ]
+    text = plot.report(rows, tmp_path / "cpu.csv")
+    assert "| 64 | yes | 64 | **0.002** | **0.002** |" in text and "| 64 | yes | 512 | **0.016** | **0.016** |" in text
+    assert [path.name for path in plot.draw(rows, tmp_path / "cpu.csv")] == ["cpu_fwd.png"]
+
+
 def test_fp8_runs_have_tables_of_their_own():
     fp8 = [{**_row("fp8", impl, "fwd", 512, t), "dtype": "e4m3"} for impl, t in [("v3_fp8", 600), ("cudnn_fp8", 400)]]
     matmuls = [{**_row("fp8", "matmul", "gemm", 8192, t), "dtype": dtype} for dtype, t in [("bf16", 770), ("e4m3", 1340)]]
