@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 from hypothesis import settings
-from support import CHOSEN, DEVICE, FP8, asked
+from support import CHOSEN, DEVICE, FP8, ROOT, asked
 
 import flashzoo
 from flashzoo import Spec
@@ -26,6 +26,9 @@ settings.load_profile("ci")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--versions", metavar="NAME[,NAME]", help="test only these versions")
+    saved = ROOT / "tests" / "host_baseline.json"
+    parser.addoption("--host-baseline", metavar="FILE", default=str(saved), help=f"what host costs are held to (default: {saved.name})")
+    parser.addoption("--update-host-baseline", action="store_true", help="write the host costs that are measured, and compare none")
 
 
 def pytest_configure(config: pytest.Config) -> None:
