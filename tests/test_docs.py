@@ -7,6 +7,7 @@ machines without and with one, and what `fails` must.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -17,6 +18,9 @@ from pathlib import Path
 
 import pytest
 from support import DEVICE, ROOT
+
+import flashzoo
+from flashzoo._triton.compile import resources
 
 pytest.importorskip("matplotlib")
 
@@ -68,6 +72,23 @@ def test_from_an_empty_folder_to_a_package(tmp_path, environment):
     page = (folder / "lazy.html").read_text()
     assert "<th>lazy</th>" in page and "data:image/png" in page
     assert results == {path: path.stat().st_mtime_ns for path in (ROOT / "bench" / "results").iterdir()}
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_the_kernel_compiles_for_a_gpu(tmp_path, monkeypatch, arch):
+    """What the interpreter runs, the compiler may reject."""
+    (text,) = (text for language, word, text in blocks(TUTORIAL) if word == "lazy.py")
+    (tmp_path / "lazy.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        lazy = importlib.import_module("lazy")
+        for head_dim, causal in ((64, False), (128, True)):
+            problem = flashzoo.Problem(1, 4096, 4096, 16, 16, head_dim, causal=causal, arch=arch)
+            launch = lazy.launch_of(problem, (4096 * 16 * head_dim, 16 * head_dim, head_dim) * 4)
+            assert resources(launch, (*["bf16"] * 4, "fp32"), 1, arch).spills == 0
+    finally:
+        flashzoo.unregister("lazy")
+        sys.modules.pop("lazy")
 
 
 def test_what_is_not_run_names_what_is_there():

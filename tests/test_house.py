@@ -46,7 +46,14 @@ MAY_IMPORT = {
 A_VERSION_MAY_IMPORT = {"torch", "triton", "cutlass", "flashzoo._triton", "flashzoo._cute"}
 A_VERSION_MAY_IMPORT |= {BLOCK_MASK, "flashzoo.autograd", "flashzoo.registry", "flashzoo.spec"}
 # These look inside versions because that is their work.
-INSIDERS = {"tests/test_bench.py", "tests/test_compile.py", "tests/test_quantize.py", "bench/ablation.py", "bench/tune.py"}
+INSIDERS = {
+    "tests/test_bench.py",
+    "tests/test_compile.py",
+    "tests/test_docs.py",
+    "tests/test_quantize.py",
+    "bench/ablation.py",
+    "bench/tune.py",
+}
 
 
 def relative(path: Path) -> str:
