@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,7 +38,7 @@ def environment(tmp_path) -> dict[str, str]:
     home = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
     (packages,) = home.glob("lib/python*/site-packages")
-    seen = [str(ROOT), *dict.fromkeys((sysconfig.get_path("purelib"), sysconfig.get_path("platlib")))]
+    seen = [str(ROOT), *(path for path in sys.path if path.endswith("-packages"))]
     (packages / "tests.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in seen))
     for name, module in (("flashzoo", "flashzoo"), ("pip", "pip")):
         script = home / "bin" / name
