@@ -37,9 +37,8 @@ format: $(STAMP) ## ruff's formatter and its safe fixes
 bench: $(STAMP) ## time versions and peers on this GPU, into bench/results
 	$(BIN)/python -m bench.run $(ARGS)
 
-report: $(STAMP) ## the README's tables and pictures, and report.html, from bench/results
-	$(BIN)/python -m bench.plot --plots
-	$(BIN)/flashzoo report $(ARGS)
+report: $(STAMP) ## measure all that the README shows, if there is a GPU; draw it, here and in report.html
+	$(BIN)/python -m bench.everything $(ARGS)
 
 clean: ## remove the environment and every cache
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .benchmarks build *.egg-info

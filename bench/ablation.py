@@ -10,6 +10,8 @@ registered as a version of its own, so each is held to the oracle like any other
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -18,7 +20,7 @@ from torch import Tensor
 
 import flashzoo
 from bench import run
-from flashzoo import Problem
+from flashzoo import Problem, Spec
 from flashzoo.v3 import FP8_SPEC, SPEC
 from flashzoo.v3.config import kernel_for
 from flashzoo.v3.launch import ForwardLaunch
@@ -77,25 +79,43 @@ def v3_fp8_one_level(
     return launch(q, k, v, softmax_scale, descales)
 
 
-def register_one_level() -> None:
-    """Make `ONE_LEVEL` a version; it takes e4m3 inputs alone."""
-    title = "v3_fp8 without two-level accumulation"
-    flashzoo.register(replace(FP8_SPEC, name=ONE_LEVEL, title=title, impl=f"{__name__}:{ONE_LEVEL}", quantizes=(), fp8_rms=(), auto=()))
+VARIANTS = [
+    replace(SPEC, name=name, title=f"v3: {name.removeprefix('v3_').replace('_', ' ')}", impl=f"{__name__}:{name}") for name in NAMES
+]
+ONE_LEVEL_SPEC = replace(
+    FP8_SPEC,
+    name=ONE_LEVEL,
+    title="v3_fp8 without two-level accumulation",
+    impl=f"{__name__}:{ONE_LEVEL}",
+    quantizes=(),
+    fp8_rms=(),
+    auto=(),
+)
+"""It takes e4m3 inputs alone."""
+
+
+@contextmanager
+def registered(*specs: Spec) -> Iterator[None]:
+    """These are versions for as long as the block runs."""
+    for spec in specs:
+        flashzoo.register(spec)
+    try:
+        yield
+    finally:
+        for spec in specs:
+            flashzoo.unregister(spec.name)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Register the four, or with `--fp8` the one, run the benchmark."""
+    """Run the benchmark with the four, or with `--fp8` the one."""
     given = sys.argv[1:] if argv is None else argv
+    specs, size, names = VARIANTS, SIZE, NAMES
     if "--fp8" in given:
-        register_one_level()
-        chosen = ["--head-dims", "64,128,256", "--workers", "0", "--impls", f"{FP8_SPEC.name},{ONE_LEVEL}"]
-        return run.main([*FP8_SIZE, *chosen, *(word for word in given if word != "--fp8")])
-    for name in NAMES:
-        title = f"v3: {name.removeprefix('v3_').replace('_', ' ')}"
-        flashzoo.register(replace(SPEC, name=name, title=title, impl=f"{__name__}:{name}"))
-    # No workers: a process that compiles ahead would not know the four.
-    chosen = ["--head-dims", "64,128,256", "--workers", "0", "--impls", ",".join(NAMES)]
-    return run.main([*SIZE, *chosen, *given])
+        specs, size, names = [ONE_LEVEL_SPEC], FP8_SIZE, (FP8_SPEC.name, ONE_LEVEL)
+    # No workers: a process that compiles ahead would not know them.
+    chosen = ["--head-dims", "64,128,256", "--workers", "0", "--impls", ",".join(names)]
+    with registered(*specs):
+        return run.main([*size, *chosen, *(word for word in given if word != "--fp8")])
 
 
 if __name__ == "__main__":

@@ -8,6 +8,9 @@ outliers of q and k meet, so a head more or less moves it by some percent.
 The second has N(0, 1) inputs with few queries and ever more keys: what stays of the tensor core's 13-bit sums where each block's
 is promoted to float32 (two-level accumulation), and where not.
 
+With `--run` the first table's errors are rows of the results file too: their pass is `error_fp8_paper` or `error_randn`, by the inputs,
+`rms_err` the error, and there is no time.
+
 Without a Hopper GPU both are an emulation, `flashzoo.reference.standard` on the same e4m3 numbers, and say so.
 """
 
@@ -15,15 +18,19 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 import flashzoo
-from bench import ablation, peers
+from bench import ablation, peers, run
+from bench.runs import ERROR
 from flashzoo.reference import HOPPER_K, HOPPER_SUM_BITS, LARGEST_E4M3, P_SCALE, dequantized, oracle, rotated
 from flashzoo.spec import DESCALE_BLOCK, Problem
 from flashzoo.workloads import TORCH_DTYPES, hardware, inputs
@@ -140,6 +147,19 @@ def errors(problem: Problem, values: str, device: str) -> Iterator[tuple[str, fl
         yield f"{name}, no scales", rmse(peers.peer(name, asked)(*(x.to(torch.float8_e4m3fn) for x in tensors)), right)
 
 
+def row(name: str, error: float, problem: Problem, values: str, hopper: bool) -> run.Row:
+    """An error of the first table, under its name there, as a row of the results file."""
+    version = "v3_fp8" if hopper else "standard"
+    named = {'precision="fp8"': "v3_fp8_end_to_end", **{f"{peer}, no scales": peer for peer in peers.FP8_PEERS}}
+    dtype, impl = "e4m3", named.get(name) or f"{version}_{name}"
+    if name.startswith("16 bits: "):
+        dtype, impl = name.removeprefix("16 bits: "), version.removesuffix("_fp8")
+    elif name.startswith("standard attention, "):
+        impl = name.replace(" attention,", "")
+    fields = {**run.Cell(problem).fields, "pass": ERROR + values, "dtype": dtype, "density": 1}
+    return {**fields, "impl": re.sub(r"\W+", "_", impl), "rms_err": f"{error:.3e}"}
+
+
 def sums(p: Tensor, v: Tensor, block: int) -> Tensor:
     """`p v` as Hopper's FP8 tensor core sums it, promoted to float32 after each block of keys.
 
@@ -203,22 +223,29 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--queries", type=int, help="of each head; default: the seqlen, without a GPU 1024")
     parser.add_argument("--heads", type=int, help="default: 16, without a GPU 4")
     parser.add_argument("--long", default="4096,131072", help="keys of the second table's columns")
+    parser.add_argument("--run", help="id of the run's rows; without it none are written")
+    parser.add_argument("--out", type=Path, help="the CSV file; default: bench/results/<gpu>.csv")
+    parser.add_argument("--commit", help="what is measured, where there is no git")
     args = parser.parse_args(argv)
     cuda = args.device == "cuda"
     hopper = on_hopper(args.device)
     heads = args.heads or (16 if cuda else 4)
     queries = args.queries or (args.seqlen if cuda else min(args.seqlen, 1024))
-    if hopper:
-        ablation.register_one_level()
     problem = Problem(1, queries, args.seqlen, heads, heads, args.head_dim, **hardware(args.device))  # pyright: ignore[reportArgumentType]
     where = torch.cuda.get_device_name() if hopper else f"emulated in torch on {args.device}"
     print(f"RMSE of out against float64, {queries} queries, {args.seqlen} keys, {heads} heads, head_dim {args.head_dim}; {where}\n")
     columns = [dict(errors(problem, values, args.device)) for values in VALUES.values()]
     print(table(["", *VALUES, "the paper, outliers"], columns, PAPER))
+    if args.run:
+        results = run.Results(args.out or run.results_path(args.device), args.run, args.device, args.commit or run.head_commit())
+        of_values = zip(VALUES.values(), columns, strict=True)
+        results.append([row(name, error, problem, values, hopper) for values, column in of_values for name, error in column.items()])
     lengths = [int(number) for number in args.long.split(",")]
     few = replace(problem, seqlen_q=min(queries, DESCALE_BLOCK), heads=2, heads_kv=2)
     print(f"\nRMSE over the root mean square of out, N(0, 1), {few.seqlen_q} queries, 2 heads, rotation, smoothing and block scales\n")
-    print(table(["keys", *map(str, lengths)], [dict(errors_of_long(replace(few, seqlen_k=n), args.device)) for n in lengths]))
+    with ablation.registered(ablation.ONE_LEVEL_SPEC) if hopper else nullcontext():
+        of_lengths = [dict(errors_of_long(replace(few, seqlen_k=n), args.device)) for n in lengths]
+    print(table(["keys", *map(str, lengths)], of_lengths))
     return 0
 
 

@@ -3,17 +3,19 @@
 Every peer takes q `(batch, seqlen_q, heads, head_dim)` and k, v `(batch, seqlen_k, heads_kv, head_dim)`, fp16 or bf16,
 any strides, and returns out of q's shape, with gradients where an input asks for them. A layout of its own is met with
 transposed views, no copies. Those of `FP8_PEERS` take e4m3, whose descales are 1, and have no gradients there. Those of
-`MASKED_PEERS` take a block mask, which is made into one of their own before the first call.
+`MASKED_PEERS` take a block mask, which is made into one of their own before the first call. What a peer does not take is a
+NotImplementedError, its own or one from here.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable
 from functools import lru_cache, partial
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,6 +50,12 @@ def peer(name: str, problem: Problem, pattern: Pattern | None = None) -> Attenti
     return PEERS[name](problem)
 
 
+def package(name: str) -> str:
+    """The package that the peer is of, by the name that it is installed under."""
+    return _LIBRARIES[name].package if name in _LIBRARIES else "torch"
+
+
+@lru_cache
 def missing(name: str) -> str | None:
     """Why the peer can't be used on this machine, or None where it can."""
     try:
@@ -69,8 +77,13 @@ def _sdpa(backend: SDPBackend, problem: Problem) -> Attention:
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        with sdpa_kernel(backend):
-            out = scaled_dot_product_attention(q, k, v, is_causal=problem.causal, enable_gqa=problem.heads != problem.heads_kv)
+        try:
+            with sdpa_kernel(backend):
+                out = scaled_dot_product_attention(q, k, v, is_causal=problem.causal, enable_gqa=problem.heads != problem.heads_kv)
+        except RuntimeError as error:
+            if not re.match("No (available kernel|viable backend)", str(error)):
+                raise
+            raise NotImplementedError(f"torch has no {backend.name} kernel for it") from error
         return out.transpose(1, 2)
 
     return attention
@@ -137,31 +150,55 @@ def _flex_band(left: int | None, device: torch.device) -> Callable[..., Tensor]:
     return visible
 
 
+class Library(NamedTuple):
+    """A function, with its module, and the package that has it."""
+
+    function: str
+    package: str
+
+
 _LIBRARIES = {
-    "fa2": "flash_attn.flash_attn_func",
-    "fa3": "flash_attn_interface.flash_attn_func",
-    "fa4": "flash_attn.cute.flash_attn_func",
-    "cudnn_fp8": "cudnn.pygraph",
+    "fa4": Library("flash_attn.cute.flash_attn_func", "flash-attn-4"),
+    "fa3": Library("flash_attn_interface.flash_attn_func", "flash-attn-3"),
+    "fa2": Library("flash_attn.flash_attn_func", "flash-attn"),
+    "xformers": Library("xformers.ops.memory_efficient_attention", "xformers"),
+    "cudnn_fp8": Library("cudnn.pygraph", "nvidia-cudnn-frontend"),
 }
 
 
 @lru_cache
 def _function(name: str) -> Callable[..., Any]:
-    module, _, function = _LIBRARIES[name].rpartition(".")
+    module, _, function = _LIBRARIES[name].function.rpartition(".")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # fa4 reads it as it is imported: kernels compiled ahead are kept
     try:
         # flash_attn is there without fa2 where only fa4, which lives inside it, is installed
         return getattr(import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise ImportError(f"needs {_LIBRARIES[name]}, which is not installed ({error})") from error
+        raise ImportError(f"needs {_LIBRARIES[name].function}, which is not installed ({error})") from error
 
 
 def _library(name: str, problem: Problem) -> Attention:
+    if problem.dtype == "fp32":
+        raise NotImplementedError("takes fp16 and bf16, got fp32")
     function = _function(name)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = function(q, k, v, causal=problem.causal)
         return out[0] if isinstance(out, tuple) else out
+
+    return attention
+
+
+def _xformers(problem: Problem) -> Attention:
+    """Whichever of its kernels xformers chooses. It takes groups of heads in a dimension of their own, and those forward alone."""
+    function, group = _function("xformers"), problem.heads // problem.heads_kv
+    bias = import_module("xformers.ops.fmha.attn_bias").LowerTriangularFromBottomRightMask() if problem.causal else None
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if group == 1:
+            return function(q, k, v, attn_bias=bias)
+        k, v = (x.unsqueeze(3).expand(-1, -1, -1, group, -1) for x in (k, v))
+        return function(q.unflatten(2, (problem.heads_kv, group)), k, v, attn_bias=bias).flatten(2, 3)
 
     return attention
 
@@ -291,14 +328,19 @@ def _cudnn_handle(device: int) -> Any:
 
 
 PEERS: dict[str, Callable[[Problem], Attention]] = {
-    "sdpa_flash": partial(_sdpa, SDPBackend.FLASH_ATTENTION),
+    **{name: partial(_library, name) for name in ("fa4", "fa3", "fa2")},
     "sdpa_cudnn": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
+    "sdpa_flash": partial(_sdpa, SDPBackend.FLASH_ATTENTION),
+    "sdpa_efficient": partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION),
     "sdpa_math": partial(_sdpa, SDPBackend.MATH),
     "flex": _flex,
-    **{name: partial(_library, name) for name in ("fa2", "fa3", "fa4")},
+    "xformers": _xformers,
     "cudnn_fp8": _cudnn_fp8,
 }
 """What each peer makes of a problem, by the names that results have."""
+
+LINEAR_PEERS = tuple(name for name in PEERS if name not in ("sdpa_math", "cudnn_fp8"))
+"""Those that take 16 bits and need linear memory."""
 
 MASKED_PEERS: dict[str, Callable[[Problem, Pattern], Attention]] = {"flex": _flex_masked, "fa4": _fa4_masked}
 """Those that take block masks."""

@@ -20,23 +20,13 @@ from tempfile import TemporaryDirectory
 from markdown_it import MarkdownIt
 
 import flashzoo
-from bench import plot
+from bench import pictures, plot, runs
 from bench.run import KEY_FIELDS, RUN_FIELDS, parted
-from flashzoo.spec import MaskForm, Problem
 
 PAGE = Path(__file__).parent / "page.html"
-SIZES = ("batch", "seqlen_q", "seqlen_k", "heads", "heads_kv", "head_dim")
-ARCHS = {
-    **dict.fromkeys(("A100", "A800", "A30"), 80),
-    **dict.fromkeys(("A10", "3090"), 86),
-    **dict.fromkeys(("L4", "L40S", "4090"), 89),
-    **dict.fromkeys(("H20", "H100", "H200", "H800", "GH200"), 90),
-    **{"B200": 100, "B300": 103},
-}
-"""Compute capability, which results files don't hold, by a word of the GPU's name."""
 NO_OBJECTION = "takes them; it was not asked in this run, or gave no right result"
 
-Rows = list[plot.Row]
+Rows = list[runs.Row]
 
 
 def page(rows: Rows, results: Path) -> str:
@@ -47,28 +37,29 @@ def page(rows: Rows, results: Path) -> str:
         results: that file; its name is that of the pictures.
     """
     title = f"flashzoo on {', '.join(dict.fromkeys(row['gpu'] for row in rows))}"
-    runs = list(_by_run(rows).values())
+    by_run = list(_by_run(rows).values())
     tables = shown(rows)
     parts = [
         f"# {_text(title)}",
-        f"From {results.name}: {len(rows)} results of {len(runs)} runs, the last of {rows[-1]['date']}. Medians of interleaved repeats "
-        "with the L2 cache flushed; each result was checked before it was timed. Each table is of one run: ratios hold within a run, "
-        "and runs of different days differ by up to a tenth. A click on a column's head sorts a table.",
+        f"From {results.name}: {len(runs.measured(rows))} results of {len(by_run)} runs, the last of {rows[-1]['date']}. Medians of "
+        "interleaved repeats with the L2 cache flushed; each result was checked before it was timed. Each table is of one run: ratios hold "
+        "within a run, and runs of different days differ by up to a tenth. A click on a column's head sorts a table.",
+        *plot.picture_of(pictures.pictures(rows), results, "generations", "Generations, TFLOP/s by sequence length"),
         plot.report(rows, results).replace("### ", "## "),
         "## Who has no row, and why",
-        "Versions that are not in some cells of a table, and what they declare against those cells, as they are in this checkout. Packages "
-        "are taken to be there.",
-        _table(("table", "version", "cells", "why"), absent(tables)),
+        "Who is not in some cells of a table: what the run said of it, or else what a version declares against those cells, as it is in "
+        "this checkout and packages taken to be there.",
+        _table(("table", "name", "cells", "why"), absent(tables, rows)),
         "## Names",
         _table(("name", "what it is", "paper"), ((spec.name, spec.title, spec.paper) for spec in flashzoo.versions().values())),
         "## Runs",
         "The matmul is what the GPU sustained when hot, at the run's beginning and end. Attention cells run cooler, and can be above it.",
-        _table((*RUN_FIELDS, "rows", "matmul, TFLOP/s", "table", "implementations"), (_run(mine, tables) for mine in runs)),
-        *(part for mine in runs for part in _rows_of(mine)),
+        _table((*RUN_FIELDS, "rows", "matmul, TFLOP/s", "table", "implementations"), (_run(mine, tables) for mine in by_run)),
+        *(part for mine in by_run for part in _rows_of(mine)),
     ]
     with TemporaryDirectory() as folder:
-        pictures = {path.name: _data(path) for path in plot.draw(rows, Path(folder) / results.name)}
-    nav, body = _html("\n\n".join(parts), pictures)
+        drawn = {path.name: _data(path) for path in pictures.draw(rows, Path(folder) / results.name)}
+    nav, body = _html("\n\n".join(parts), drawn)
     text = PAGE.read_text(encoding="utf-8")
     for mark, what in (("title", escape(title)), ("nav", nav), ("body", body)):
         text = text.replace(f"<!--{mark}-->", what)
@@ -77,60 +68,59 @@ def page(rows: Rows, results: Path) -> str:
 
 def shown(rows: Rows) -> dict[str, Rows]:
     """The rows of each table, by its title."""
-    tables = {title: plot.last_run(rows, name) for name, title in plot.TABLES.items()}
-    sparse = plot.sparse_run(rows)
+    tables = {title: runs.last_run(rows, name) for name, title in runs.TABLES.items()}
+    sparse = runs.sparse_run(rows)
     tables["Block-sparse"] = sparse.rows if sparse else []
     return {title: mine for title, mine in tables.items() if mine}
 
 
-def absent(tables: dict[str, Rows]) -> Iterator[tuple[str, str, str, str]]:
-    """For each table, each version that has no row in some of its cells: title, version, how many cells of how many, and why."""
+def absent(tables: dict[str, Rows], rows: Rows) -> Iterator[tuple[str, str, str, str]]:
+    """For each table, each implementation that has no result in some of its cells: title, name, how many cells of how many, and why.
+
+    Args:
+        tables: as `shown` has them.
+        rows: of the results file, those that say why there is no result among them.
+    """
     for title, mine in tables.items():
+        run, kinds = mine[0]["run"], {(row["pass"], row["dtype"]) for row in mine}
+        said = [row for row in rows if row.get("why") and row["run"] == run and (row["pass"], row["dtype"]) in kinds]
+        whys = {(row["impl"], *_cell(row)): row["why"] for row in said}
         there = {(row["impl"], *_cell(row)) for row in mine}
-        cells = list({_cell(row): row for row in mine}.values())
-        named = [impl for impl in dict.fromkeys(row["impl"] for row in mine) if parted(impl)[0] in flashzoo.versions()]
-        for impl in dict.fromkeys((*flashzoo.versions(), *named)):
-            why = Counter(_objections(impl, row) for row in cells if (impl, *_cell(row)) not in there)
+        cells = list({_cell(row): row for row in (*mine, *said)}.values())
+        for impl in dict.fromkeys((*flashzoo.versions(), *(row["impl"] for row in (*mine, *said)))):
+            names = [(impl, *_cell(row)) for row in cells]
+            known = parted(impl)[0] in flashzoo.versions()
+            lacking = [(name, row) for name, row in zip(names, cells, strict=True) if name not in there and (known or name in whys)]
+            why = Counter(whys.get(name) or _objections(impl, row) for name, row in lacking)
             for reasons, count in why.items():
                 yield title, impl, f"{count} of {len(cells)}", reasons
 
 
-def _cell(row: plot.Row) -> tuple[str, ...]:
+def _cell(row: runs.Row) -> tuple[str, ...]:
     return tuple(row[name] for name in KEY_FIELDS)
 
 
-def _objections(impl: str, row: plot.Row) -> str:
-    name, options = parted(impl)
-    problem = Problem(
-        **{size: int(row[size]) for size in SIZES},
-        dtype=row["dtype"],
-        causal=row["causal"] == "1",
-        grad=row["pass"] == "bwd",
-        block_mask=MaskForm() if row["mask"] else None,
-        device="cpu" if row["gpu"] == "cpu" else "cuda",
-        arch=next((arch for word, arch in ARCHS.items() if re.search(rf"\b{word}\b", row["gpu"])), None),
-        **options,
-    )
-    spec = replace(flashzoo.versions()[name], requires=(), backward_requires=())
-    return "; ".join(spec.unsupported(problem)) or NO_OBJECTION
+def _objections(impl: str, row: runs.Row) -> str:
+    spec = replace(flashzoo.versions()[parted(impl)[0]], requires=(), backward_requires=())
+    return "; ".join(spec.unsupported(runs.problem_of({**row, "impl": impl}))) or NO_OBJECTION
 
 
 def _by_run(rows: Rows) -> dict[str, Rows]:
-    runs = {}
+    found = {}
     for row in rows:
-        runs.setdefault(row["run"], []).append(row)
-    return runs
+        found.setdefault(row["run"], []).append(row)
+    return found
 
 
 def _run(mine: Rows, tables: dict[str, Rows]) -> list[str]:
-    products = [row for row in mine if row["pass"] == "gemm"]
+    products = [row for row in mine if row["pass"] == runs.GEMM]
     rates = {dtype: [f"{float(row['tflops']):.0f}" for row in products if row["dtype"] == dtype] for dtype in ("bf16", "e4m3")}
     return [
         *(mine[0][field] for field in RUN_FIELDS),
         str(len(mine)),
         "; ".join(f"{dtype} {', '.join(found)}" for dtype, found in rates.items() if found),
         ", ".join(title for title, of in tables.items() if of[0]["run"] == mine[0]["run"]),
-        ", ".join(dict.fromkeys(row["impl"] for row in mine if row["pass"] != "gemm")),
+        ", ".join(dict.fromkeys(row["impl"] for row in mine if row["pass"] not in (runs.GEMM, runs.COPY))),
     ]
 
 
@@ -177,11 +167,11 @@ def main(argv: list[str] | None = None) -> int:
     """Write the file and print its path."""
     parser = argparse.ArgumentParser(prog="flashzoo report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), help="the file to write (default: report.html)")
-    parser.add_argument("--csv", type=Path, default=plot.RESULTS, help="the results file (default: bench/results/h200.csv)")
+    parser.add_argument("--csv", type=Path, default=runs.RESULTS, help="the results file (default: bench/results/h200.csv)")
     args = parser.parse_args(argv)
     if not args.csv.is_file():
         parser.error(f"--csv: expected a results file of `flashzoo bench`, got {args.csv}, which is not there")
-    rows = plot.read(args.csv)
+    rows = runs.read(args.csv)
     if not rows:
         parser.error(f"--csv: expected results, got {args.csv} without a row")
     args.out.write_text(page(rows, args.csv), encoding="utf-8")

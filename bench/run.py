@@ -1,4 +1,4 @@
-"""Versions and peers over the field's shapes, in one run: correct first, then timed in turns. `python -m bench.run --help`
+"""Versions and peers over the field's shapes, in one run: correct first, then timed in turns. `flashzoo bench --help`
 
 For each cell (a shape and a pass) every implementation runs once at full size, and two heads of what it returns are held
 against the oracle; one that fails gets no speed. The others are then timed in turns, so that a warming GPU is unfair to
@@ -9,6 +9,10 @@ too. A version that quantizes 16-bit inputs is timed so, end to end, under its n
 
 With `--masks` cells have block masks (`bench.masks`), and the FLOPs of the pairs that those show; what takes no block mask runs in
 the dense cells beside them. Masked cells, and dense ones of more than 16k tokens, are checked on 1024 queries from everywhere.
+
+Each implementation that is asked for has a row in each cell: its result, or in the column `why` the reason that there is none, which
+begins with "refused", "missing", "out of memory" or "FAILED". `--resume` adds the rows that a run lacks. It tries nothing again but
+what was missing and is there now: what failed once would fail for ever.
 """
 
 from __future__ import annotations
@@ -20,17 +24,19 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
-from math import ceil
+from math import ceil, inf
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -38,7 +44,7 @@ from torch import Tensor
 
 import flashzoo
 from bench import masks
-from bench.peers import FP8_PEERS, MASKED_PEERS, PEERS, Attention, missing, peer
+from bench.peers import FP8_PEERS, LINEAR_PEERS, MASKED_PEERS, PEERS, Attention, missing, package, peer
 from flashzoo.accuracy import Judge
 from flashzoo.reference import Result
 from flashzoo.spec import MaskForm, Problem
@@ -46,12 +52,30 @@ from flashzoo.workloads import TORCH_DTYPES, flops, hardware, inputs, workloads
 
 RUN_FIELDS = ("run", "date", "commit", "gpu", "torch", "triton", "cutlass_dsl")
 SHAPE_FIELDS = ("pass", "dtype", "batch", "seqlen_q", "seqlen_k", "heads", "heads_kv", "head_dim", "causal")
-RESULT_FIELDS = ("mask", "density", "ms", "ms_p10", "ms_p90", "tflops", "max_err", "rms_err")
+RESULT_FIELDS = (
+    "mask",
+    "density",
+    "ms",
+    "ms_p10",
+    "ms_p90",
+    "tflops",
+    "max_err",
+    "rms_err",
+    "peak_mib",
+    "host_us",
+    "compile_s",
+    "dram_mib",
+    "why",
+)
+"""The last five: MiB that one call takes at most beyond what it finds, by torch's allocator; microseconds of the host until a call returns,
+on an idle GPU; seconds of the cell's first call, in the process that compiled ahead or in the run; MiB that a call reads from and writes to
+the GPU's memory, which `bench.traffic` measures; and why there is no result. On the CPU the first two are empty."""
 KEY_FIELDS = (*SHAPE_FIELDS, "mask")
 FIELDS: tuple[str, ...] = (*RUN_FIELDS, "impl", *SHAPE_FIELDS, *RESULT_FIELDS)
 TAGS = {"fwd": "bench", "bwd": "bench_bwd"}
 PASSES = tuple(TAGS)
-DEFAULT_PEERS = ("sdpa_flash", "flex")
+DEFAULT_MODES = {"bwd": ("v3_deterministic@8192",)}
+"""What runs unasked besides the versions as they are: at one length, which shows what a fixed order costs."""
 MASKED_SIZES = ((16384, 2048), (65536, 512))
 """Tokens, of one sequence, and hidden sizes of a run with block masks."""
 MASKED_HEAD_DIMS = (128, 64)
@@ -64,11 +88,16 @@ MATMUL_SIZE = {"cuda": 8192, "cpu": 256}
 SETTLE_MS = 400
 FLUSH_BYTES = 256 << 20
 MIN_REPEATS, MAX_REPEATS = 10, 300
+HOST_CALLS, HOST_S = 20, 0.05
+"""The host is timed over so many calls, or as many as take so long."""
 WHOLE, QUERIES = 16384, 1024
 """Dense cells of at most so many queries are checked in all of them, others and masked ones in so many."""
 PEER_SLACK = 4.0
 """A peer's numerics are its own (another rounding of P, atomics): it is refused a speed where it errs this many times
 what a version may. Versions get no slack."""
+
+MISSING, REFUSED, NO_MEMORY, FAILED = "missing", "refused", "out of memory", "FAILED"
+"""What the column `why` begins with."""
 
 Row = dict[str, object]
 Operation = Callable[[], object]
@@ -121,6 +150,10 @@ class Cell:
         shape = f"{p.batch}x{p.seqlen_q}x{p.heads}"
         what = f"{self.mask:<10}" if self.mask else f"{'causal' if p.causal else 'full':<6}"
         return f"{self.pass_} d{p.head_dim:<3} {what} {shape}"
+
+
+Work = dict[Cell, list[str]]
+"""What is to be measured: for each cell these implementations."""
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
@@ -178,37 +211,42 @@ def _wanted(problem: Problem, args: argparse.Namespace) -> bool:
 
 
 def default_impls(pass_: str, dtype: str = "bf16", masked: bool = False) -> list[str]:
-    """Every registered version of that dtype but `sdpa`, which the peers stand for, and `blocksparse`, where no cell has a block mask; and
-    the peers. Backward, and with block masks, only what needs linear memory."""
+    """Every registered version of that dtype but `sdpa`, which the peers stand for, and `blocksparse`, where no cell has a block mask;
+    `DEFAULT_MODES`; and the peers that need linear memory, there or not. Backward, and with block masks, versions that need it too."""
     specs = [spec for spec in flashzoo.versions().values() if dtype in (*spec.dtypes, *spec.cpu_dtypes)]
     specs = [spec for spec in specs if spec.name != "sdpa" and (masked or spec.name != MASKED_ONLY)]
     if pass_ == "bwd":
         specs = [spec for spec in specs if spec.backward is not None]
     if pass_ == "bwd" or masked:
         specs = [spec for spec in specs if spec.memory == "linear"]
-    peers = FP8_PEERS if dtype == "e4m3" else MASKED_PEERS if masked else DEFAULT_PEERS
-    return [*(spec.name for spec in specs), *peers]
+    names = [spec.name for spec in specs]
+    modes = [] if masked else [mode for mode in DEFAULT_MODES.get(pass_, ()) if parted(mode.partition("@")[0])[0] in names]
+    peers = FP8_PEERS if dtype == "e4m3" else MASKED_PEERS if masked else LINEAR_PEERS
+    return [*names, *modes, *peers]
 
 
 def foreign(impls: dict[str, list[str]]) -> list[str]:
     """Those, by pass, that are versions from outside of flashzoo."""
     specs = flashzoo.versions()
-    found = {impl: specs.get(parted(impl)[0]) for chosen in impls.values() for impl in chosen}
+    found = {impl: specs.get(parted(impl.partition("@")[0])[0]) for chosen in impls.values() for impl in chosen}
     return [impl for impl, spec in found.items() if spec and not spec.impl.startswith("flashzoo.")]
 
 
 def fitting(impls: list[str], cell: Cell, masked: bool) -> list[str]:
     """Those that are for the cell: of versions, in a masked one, those that take a block mask, and in a dense one of a run with masks
-    all but `blocksparse`, which is v2 there."""
+    all but `blocksparse`, which is v2 there; what has a length behind its name, at that length."""
     specs = flashzoo.versions()
 
-    def fits(impl: str) -> bool:
+    def fits(impl: str, seqlen: str) -> bool:
         spec = specs.get(parted(impl)[0])
+        if seqlen and int(seqlen) != cell.problem.seqlen_q:
+            return False
         if cell.mask:
             return spec is None or "block_mask" in spec.features
         return not (masked and impl == MASKED_ONLY)
 
-    return [impl for impl in impls if fits(impl)]
+    parts = [impl.partition("@") for impl in impls]
+    return list(dict.fromkeys(impl for impl, _, seqlen in parts if fits(impl, seqlen)))
 
 
 def names_with_endings() -> list[str]:
@@ -234,6 +272,17 @@ def attention(impl: str, cell: Cell) -> Attention:
     if pattern:
         options = {**options, "block_mask": pattern.mask}
     return partial(flashzoo.attention, causal=problem.causal, window_size=problem.window, version=version, **options)
+
+
+def objection(impl: str, cell: Cell) -> str | None:
+    """Why the cell is not given to the implementation, as the column `why` holds it; None where nothing is declared against it."""
+    if impl in PEERS:
+        reason = missing(impl)
+        return reason and f"{MISSING}: {reason}"
+    version, options = parted(impl)
+    form = cell.pattern.mask.form if cell.pattern else None
+    reasons = flashzoo.versions()[version].unsupported(replace(cell.problem, block_mask=form, **options))
+    return f"{REFUSED}: {'; '.join(reasons)}" if reasons else None
 
 
 class Contender:
@@ -274,6 +323,16 @@ class Contender:
         out, gradients = (self.out.detach(), found) if self.grad else (found[0], ())
         # A peer may have another dtype for out, as cuDNN in FP8; it is judged in ours.
         return Result(out.to(self.out_dtype) if self.impl in PEERS else out, None, *gradients)
+
+
+def first_call(impl: str, cell: Cell, tensors: tuple[Tensor, ...]) -> tuple[Contender, Result, float]:
+    """The implementation on these inputs, what it gives, and the seconds that this took: what it compiles is compiled here."""
+    start = time.perf_counter()
+    contender = Contender(impl, cell, tensors)
+    result = contender.result()
+    if cell.problem.device == "cuda":
+        torch.cuda.synchronize()
+    return contender, result, time.perf_counter() - start
 
 
 class Referee:
@@ -385,6 +444,42 @@ class Clock:
         repeats = {name: min(MAX_REPEATS, max(MIN_REPEATS, ceil(ms_each / sorted(times)[1]))) for name, times in guess.items()}
         return self.turns(operations, repeats)
 
+    def costs(self, run: Operation) -> Row:
+        """The columns peak_mib and host_us of an operation that has run before; on the CPU none."""
+        return {"peak_mib": f"{self.peak_mib(run):.5g}", "host_us": f"{self.host_us(run):.4g}"} if self.cuda else {}
+
+    def peak_mib(self, run: Operation) -> float:
+        """MiB that one call takes at most, what it returns included, beyond what torch's allocator had given out before it."""
+        self.wait()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+    def host_us(self, run: Operation) -> float:
+        """Microseconds until a call returns that finds the GPU idle, the median of some."""
+        taken, until = [], time.perf_counter() + HOST_S
+        while not taken or (len(taken) < HOST_CALLS and time.perf_counter() < until):
+            self.wait()
+            start = time.perf_counter()
+            run()
+            taken.append(time.perf_counter() - start)
+        return median(taken) * 1e6
+
+    def wait(self) -> None:
+        """Until the GPU is idle. Raises RuntimeError where an operation before has cost this process its GPU."""
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    @property
+    def lost(self) -> bool:
+        """Whether an operation, such as one that read where it must not, has cost this process its GPU."""
+        try:
+            self.wait()
+        except RuntimeError:
+            return True
+        return False
+
 
 def timing(times: list[float], operations: float) -> Row:
     """The columns ms, ms_p10, ms_p90 and tflops of a list of milliseconds."""
@@ -420,15 +515,21 @@ PRODUCTS = {"bf16": torch.matmul, "e4m3": _fp8_product}
 class Results:
     """The rows of one run, appended to a CSV file cell by cell.
 
+    What a run that was killed has written of its last row is cut off, with a line that says so, and no row is added to columns of others.
+
     Args:
         path: the file; its header is written where it isn't there yet.
         run: the id that all rows share.
         device: "cuda" or "cpu".
         commit: what was measured.
+
+    Raises:
+        ValueError: the file has other columns.
     """
 
     def __init__(self, path: Path, run: str, device: str, commit: str) -> None:
         self.path, self.run = path, run
+        self._mend()
         self.common: Row = {
             "run": run,
             "date": datetime.now(timezone.utc).date().isoformat(),
@@ -442,19 +543,31 @@ class Results:
     def append(self, rows: list[Row]) -> None:
         """Write the rows, what this run has in common filled in."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = not self.path.exists()
+        fresh = not self.path.exists() or not self.path.stat().st_size
         with self.path.open("a", newline="") as file:
             writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
             if fresh:
                 writer.writeheader()
             writer.writerows({**self.common, **row} for row in rows)
 
-    def measured(self) -> set[tuple[str, ...]]:
-        """`Cell.key` of every cell that this run has rows of."""
+    def settled(self) -> set[tuple[str, ...]]:
+        """The implementation and `Cell.key` of every row that this run has, but for what was missing and is there now."""
         if not self.path.exists():
             return set()
         with self.path.open(newline="") as file:
-            return {tuple(row[name] for name in KEY_FIELDS) for row in csv.DictReader(file) if row["run"] == self.run}
+            rows = [row for row in csv.DictReader(file) if row["run"] == self.run]
+        rows = [row for row in rows if missing(row["impl"]) or not row["why"].startswith(MISSING)]
+        return {(row["impl"], *(row[name] for name in KEY_FIELDS)) for row in rows}
+
+    def _mend(self) -> None:
+        text = self.path.read_bytes() if self.path.exists() else b""
+        header, columns = text.partition(b"\n")[0].decode(errors="replace"), ",".join(FIELDS)
+        if header != columns and not (b"\n" not in text and columns.startswith(header)):
+            raise ValueError(f"expected a file with the columns {columns}, got {self.path} with {header}")
+        part = text.rpartition(b"\n")[2]
+        if part:
+            print(f"{self.path} ended within a row, which is cut off: {part.decode(errors='replace')}")
+            os.truncate(self.path, len(text) - len(part))
 
 
 def gpu_name(device: str) -> str:
@@ -475,7 +588,8 @@ def _version_of(package: str) -> str:
         return ""
 
 
-def _head_commit() -> str:
+def head_commit() -> str:
+    """The commit that is checked out, marked where files differ from it; "unknown" where there is no git."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
@@ -485,27 +599,47 @@ def _head_commit() -> str:
     return f"{head}-dirty" if changed else head
 
 
-def measure(cell: Cell, impls: list[str], clock: Clock, ms_each: float) -> tuple[list[Row], dict[str, str]]:
-    """A row for each implementation that is right on this cell, and for each other one why it has none."""
+def measure(cell: Cell, impls: list[str], clock: Clock, ms_each: float, ahead: Mapping[tuple[str, Cell], float]) -> list[Row]:
+    """A row for each implementation: what it took where it is right on this cell, else why it has no result.
+
+    Where one costs the process its GPU, only the rows of those that have no result: the others are for another process to measure.
+
+    Args:
+        ahead: seconds of first calls that another process made, to compile.
+    """
     tensors = inputs(cell.problem, device=cell.problem.device)
     referee = Referee(cell, tensors)
-    contenders, errors, refused = {}, {}, {}
+    contenders: dict[str, Contender] = {}
+    found: dict[str, Row] = {}
     for impl in impls:
         try:
-            contender = Contender(impl, cell, tensors)
-            errors[impl] = referee.errors(impl, contender.result())
-            contenders[impl] = contender
+            if why := objection(impl, cell):
+                found[impl] = {"why": why}
+            else:
+                contender, seconds, found[impl] = _admitted(impl, cell, tensors, referee)
+                found[impl] |= {**clock.costs(contender.run), "compile_s": f"{ahead.get((impl, cell), seconds):.3g}"}
+                contenders[impl] = contender
         except torch.OutOfMemoryError:
-            refused[impl] = "skipped: out of memory"
+            found[impl] = {"why": NO_MEMORY}
         except (ImportError, NotImplementedError) as error:
-            refused[impl] = f"skipped: {_one_line(error)}"
+            found[impl] = {"why": f"{MISSING if isinstance(error, ImportError) else REFUSED}: {_one_line(error)}"}
         except Exception as error:  # one implementation's failure must not cost the others their rows
-            refused[impl] = f"FAILED: {type(error).__name__}: {_one_line(error)}"
+            found[impl] = {"why": f"{FAILED}: {type(error).__name__}: {_one_line(error)}"}
+            if clock.lost:
+                contenders = {}
+                break
         _free(clock)
     times = clock.measure({impl: contender.run for impl, contender in contenders.items()}, ms_each) if contenders else {}
     operations = flops(cell.problem, cell.pass_, cell.density)
+    for impl in contenders:
+        found[impl] |= timing(times[impl], operations)
     fields = {**cell.fields, "density": f"{cell.density:.6g}"}
-    return [{**fields, "impl": impl, **errors[impl], **timing(times[impl], operations)} for impl in contenders], refused
+    return [{**fields, "impl": impl, **row} for impl, row in found.items() if impl in contenders or "why" in row]
+
+
+def _admitted(impl: str, cell: Cell, tensors: tuple[Tensor, ...], referee: Referee) -> tuple[Contender, float, Row]:
+    contender, result, seconds = first_call(impl, cell, tensors)
+    return contender, seconds, referee.errors(impl, result)
 
 
 def _one_line(error: Exception) -> str:
@@ -517,29 +651,38 @@ def _free(clock: Clock) -> None:
         torch.cuda.empty_cache()
 
 
-def compile_ahead(todo: list[Cell], impls: dict[str, list[str]], workers: int) -> None:
+def compile_ahead(todo: Work, workers: int) -> dict[tuple[str, Cell], float]:
     """Fill the disk caches of Triton, torch.compile and CuTe DSL from several processes, so that the run itself hardly compiles.
 
     Versions and fa4 compile once for a head dim and mask, FlexAttention for every shape, but not for every block mask. What fails here
     fails again, and is reported, in the run.
+
+    Returns:
+        The seconds of each first call: long where it compiled, short where another cell's kernels serve.
     """
-    jobs = compile_jobs(todo, impls)
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_compile_in_one_thread) as pool:
-        for job in [pool.submit(_compile, impl, group) for impl, group in jobs]:
-            job.exception()
+    jobs = compile_jobs(todo)
+    seconds = {}
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_compile_in_one_thread)
+    with pool, _progress(len(jobs), "compiling ahead") as say:
+        waiting = {pool.submit(_compile, impl, group): (impl, group) for impl, group in jobs}
+        for future in as_completed(waiting):
+            impl, group = waiting[future]
+            found = {} if future.exception() else future.result()
+            seconds |= {(impl, cell): taken for cell, taken in found.items()}
+            say(f"{impl}, {group[0]}: {f'{sum(found.values()):.1f} s' if found else 'not compiled'}")
+    return seconds
 
 
-def compile_jobs(todo: list[Cell], impls: dict[str, list[str]]) -> list[tuple[str, list[Cell]]]:
+def compile_jobs(todo: Work) -> list[tuple[str, list[Cell]]]:
     """What `compile_ahead` has a process do each: an implementation and cells that share its kernels, forward before backward.
 
     A kernel may still have variants, by whether a stride is a multiple of 16: so a process runs all of its cells.
     """
-    masked = any(cell.mask for cell in todo)
     jobs: dict[tuple, list[Cell]] = {}
     for cell in sorted(todo, key=lambda cell: cell.problem.grad):
         problem = cell.problem
         kind = cell.pattern.kind if cell.pattern else "causal" if problem.causal else "full"
-        for impl in fitting(impls[cell.pass_], cell, masked):
+        for impl in todo[cell]:
             spec = flashzoo.versions().get(parted(impl)[0])
             if impl == "flex":
                 of = (problem.batch, problem.seqlen_q, "masked" if cell.mask else kind)
@@ -555,22 +698,44 @@ def _compile_in_one_thread() -> None:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 
-def _compile(impl: str, group: list[Cell]) -> None:
+def _compile(impl: str, group: list[Cell]) -> dict[Cell, float]:
+    """Seconds of each cell's first call, where it has one. What a process imports, once for many calls, is imported before."""
+    seconds = {}
+    spec = flashzoo.versions().get(parted(impl)[0])
     for cell in group:
-        Contender(impl, cell, inputs(cell.problem, device=cell.problem.device)).run()
-        torch.cuda.empty_cache()
+        try:
+            if objection(impl, cell):
+                continue
+            for name in spec.requires if spec else ():
+                import_module(name)
+            attention(impl, cell)
+            seconds[cell] = first_call(impl, cell, inputs(cell.problem, device=cell.problem.device))[2]
+        except Exception:  # the run meets it again, and reports it
+            continue
+        finally:
+            torch.cuda.empty_cache()
+    return seconds
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Callable[[str], None]]:
-    """A function that prints a cell's line; under a terminal a bar beside it."""
+def _progress(total: int, what: str) -> Iterator[Callable[[str], None]]:
+    """A function that prints the line of one of so many steps. The time left is before it or, under a terminal, in a bar beneath."""
     if not sys.stdout.isatty():
-        yield partial(print, flush=True)
+        started, done = time.monotonic(), 0
+
+        def tell(line: str) -> None:
+            nonlocal done
+            done += 1
+            left = (time.monotonic() - started) / done * (total - done)
+            print(f"[{done}/{total}, {left:.0f} s left] {line}", flush=True)
+
+        yield tell
         return
     from rich.progress import Progress
 
-    with Progress() as bar:
-        task = bar.add_task("cells", total=total)
+    # The speed of all steps up to now: of the last half minute there may be none.
+    with Progress(speed_estimate_period=inf) as bar:
+        task = bar.add_task(what, total=total)
 
         def say(line: str) -> None:
             bar.console.print(line, highlight=False, markup=False)
@@ -580,8 +745,8 @@ def _progress(total: int) -> Iterator[Callable[[str], None]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = [*flashzoo.versions(), *names_with_endings(), *PEERS]
+    parser = argparse.ArgumentParser(prog="flashzoo bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    versions, modes = list(flashzoo.versions()), names_with_endings()
     truth = {"0": False, "1": True}
 
     def names(choices: list[str] | tuple[str, ...]) -> Callable[[str], list[str]]:
@@ -593,6 +758,14 @@ def _parser() -> argparse.ArgumentParser:
 
         return parse
 
+    def impl_names(text: str) -> list[str]:
+        found = text.split(",")
+        names([*versions, *modes, *PEERS])(",".join(name.partition("@")[0] for name in found))
+        for name, at, seqlen in (name.partition("@") for name in found):
+            if at and not seqlen.isdecimal():
+                raise argparse.ArgumentTypeError(f"expected {name}@ and a length, such as {name}@8192, got {name}@{seqlen}")
+        return found
+
     def mask_names(text: str) -> list[str]:
         found = [DENSE, *masks.NAMES] if text == "default" else text.split(",")
         unknown = [name for name in found if name != DENSE and not masks.known(name)]
@@ -600,93 +773,156 @@ def _parser() -> argparse.ArgumentParser:
             raise argparse.ArgumentTypeError(f"expected names of the form {DENSE}|{masks.FORMS}, got {', '.join(unknown)}")
         return found
 
+    def whole(text: str, least: int = 1) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected an integer of at least {least}, got {text!r}")
+        return int(text)
+
     def numbers(text: str) -> list[int]:
-        return [int(number) for number in text.split(",")]
+        return [whole(number) for number in text.split(",")]
+
+    def amount(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = -1.0
+        if not number >= 0:
+            raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
+        return number
 
     def truths(text: str) -> list[bool]:
         return [truth[name] for name in names(list(truth))(text)]
 
-    parser.add_argument(
+    what = parser.add_argument_group("what runs")
+    what.add_argument(
         "--impls",
-        type=names(known),
-        help=f"versions, also end to end or deterministic, and peers: {', '.join(known)}; default: what takes the dtype (and, with "
-        "--masks, block masks or none)",
+        metavar="NAME,...",
+        type=impl_names,
+        help=f"versions ({', '.join(versions)}), these with {' or '.join(ENDINGS)} behind the name, and peers ({', '.join(PEERS)}); with "
+        "@8192 behind the name in cells of this seqlen alone. Default: what takes the dtype, and with --masks block masks or none",
     )
-    parser.add_argument(
+    what.add_argument("--passes", metavar="PASS,...", type=names(PASSES), help="fwd,bwd (default: those that the dtype has)")
+    what.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32", "e4m3"), help="of the inputs (default: bf16)")
+    what.add_argument(
         "--masks",
+        metavar="NAME,...",
         type=mask_names,
-        help="cells with block masks: `default`, or names of the forms dense (no mask, as --causal says), ones, causal, window1024, "
-        f"butterfly, random/4, local/4 (a quarter of the blocks); `default` is {','.join((DENSE, *masks.NAMES))}. In one sequence of 16k "
-        "tokens with hidden 2048 and one of 64k with hidden 512, head dims 128 and 64, unless --tokens, --hidden, --seqlens and "
-        "--head-dims say otherwise",
+        help="cells with block masks: dense (none, as --causal says), ones, causal, window1024, butterfly, random/4 and local/4 (a quarter "
+        f"of the blocks), with any numbers; `default` is dense, {', '.join(masks.NAMES)}. In one sequence of 16k tokens with hidden 2048 "
+        "and one of 64k with hidden 512, head dims 128 and 64, unless the sizes below say otherwise",
     )
-    parser.add_argument("--passes", type=names(PASSES), help="fwd,bwd; default: those that the dtype has")
-    parser.add_argument("--head-dims", type=numbers, help="only these, such as 64,128")
-    parser.add_argument("--seqlens", type=numbers, help="only these")
-    parser.add_argument("--causal", type=truths, default=[False, True], help="only 0 or only 1")
-    parser.add_argument("--tokens", type=int, help="other sizes than the field's: batch * seqlen; needs --hidden")
-    parser.add_argument("--hidden", type=int, help="other sizes than the field's: heads * head_dim; needs --tokens")
-    parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32", "e4m3"))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
-    parser.add_argument("--ms", type=float, default=80, help="measured time for each implementation and cell")
-    parser.add_argument("--budget-s", type=float, default=float("inf"), help="stop after the cell at hand once so much time is gone")
-    parser.add_argument("--run", default=datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S"), help="id of the run's rows")
-    parser.add_argument("--resume", metavar="RUN", help="go on with this run: skip the cells it has in the file")
-    parser.add_argument("--commit", help="what is measured, where there is no git")
-    parser.add_argument("--out", type=Path, help="the CSV file; default: bench/results/<gpu>.csv")
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 1) - 2), help="processes that compile ahead; 0: none")
+    what.add_argument("--list", action="store_true", help="say which peers there are, installed or missing, and do no more")
+    sizes = parser.add_argument_group("sizes")
+    sizes.add_argument("--head-dims", metavar="N,...", type=numbers, help="only these, such as 64,128")
+    sizes.add_argument("--seqlens", metavar="N,...", type=numbers, help="only these, such as 512,8192")
+    sizes.add_argument("--causal", metavar="0,1", type=truths, default=[False, True], help="only 0 or only 1")
+    sizes.add_argument("--tokens", metavar="N", type=whole, help="other sizes than the field's: batch * seqlen; needs --hidden")
+    sizes.add_argument("--hidden", metavar="N", type=whole, help="other sizes than the field's: heads * head_dim; needs --tokens")
+    how = parser.add_argument_group("how")
+    how.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    how.add_argument("--ms", type=amount, default=80.0, help="measured time for each implementation and cell (default: 80)")
+    how.add_argument("--budget-s", metavar="S", type=amount, default=inf, help="stop after the cell at hand once so much time is gone")
+    how.add_argument(
+        "--workers",
+        metavar="N",
+        type=partial(whole, least=0),
+        default=max(1, (os.cpu_count() or 1) - 2),
+        help="processes that compile ahead, on a GPU (default: the cores but two); 0: none",
+    )
+    results = parser.add_argument_group("results")
+    results.add_argument("--out", metavar="CSV", type=Path, help="the file that rows are appended to (default: bench/results/<gpu>.csv)")
+    results.add_argument("--run", metavar="ID", default=datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S"), help="of the run's rows")
+    results.add_argument("--resume", metavar="ID", help="go on with this run: measure only what it has no row of")
+    results.add_argument("--commit", metavar="ID", help="what is measured, where there is no git")
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark; 1 where a version gave a wrong result or an error, else 0 (what was skipped has not failed)."""
-    started = time.monotonic()
-    parser = _parser()
-    args = parser.parse_args(argv)
+def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Arguments that don't go together are an error of the parser's."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: expected cpu, since torch sees no GPU, got cuda")
     if args.dtype == "e4m3" and "bwd" in passes(args):
         parser.error(f"--passes: expected fwd for e4m3, which has no backward pass, got {','.join(args.passes)}")
     if args.dtype == "e4m3" and args.masks:
         parser.error("--masks: expected 16 or 32 bits, got e4m3, which takes no block mask")
     if bool(args.tokens) != bool(args.hidden):
-        parser.error("--tokens and --hidden: expected both or neither")
-    for name, whole, parts in (("--tokens", args.tokens, args.seqlens), ("--hidden", args.hidden, args.head_dims)):
-        if whole and any(whole % part for part in parts or ()):
-            parser.error(f"{name}: expected a multiple of each of {parts}, got {whole}")
+        given, other = ("--tokens", "--hidden") if args.tokens else ("--hidden", "--tokens")
+        parser.error(f"--tokens and --hidden: expected both or neither, got {given} without {other}")
+    chosen = [cell.problem for cell in cells(args)]
+    for name, whole, parts in (
+        ("--tokens", args.tokens, {problem.seqlen_q for problem in chosen}),
+        ("--hidden", args.hidden, {problem.head_dim for problem in chosen}),
+    ):
+        if whole and any(whole % part for part in parts):
+            parser.error(f"{name}: expected a multiple of each of {', '.join(map(str, sorted(parts)))}, got {whole}")
+    if not chosen:
+        sizes = {"--head-dims": args.head_dims, "--seqlens": args.seqlens}
+        got = " ".join(f"{name} {','.join(map(str, given))}" for name, given in sizes.items() if given)
+        parser.error(f"expected sizes that a cell of the field's has, or --tokens and --hidden for others, got {got}")
+
+
+def listing() -> str:
+    """Every peer, a line each: the package that it is of, and that package's version or why the peer is missing."""
+    return "\n".join(f"{name:<15} {missing(name) or f'{package(name)} {_version_of(package(name))}'}" for name in PEERS)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; 1 where a version gave a wrong result or an error, else 0 (what was refused or is missing has not failed)."""
+    started = time.monotonic()
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.list:
+        print(listing())
+        return 0
+    _check(args, parser)
     impls = {pass_: args.impls or default_impls(pass_, args.dtype, bool(args.masks)) for pass_ in passes(args)}
     if not args.out and (own := foreign(impls)):
         parser.error(f"--out: expected a file of your own for {', '.join(own)}, which this repository's results don't have")
-    results = Results(args.out or results_path(args.device), args.resume or args.run, args.device, args.commit or _head_commit())
-    measured = results.measured()
-    todo = [cell for cell in cells(args) if cell.key not in measured]
-    print(f"run {results.run}, {len(todo)} cells, {gpu_name(args.device)}, into {results.path}")
-    for impl in dict.fromkeys(impl for chosen in impls.values() for impl in chosen):
+    try:
+        results = Results(args.out or results_path(args.device), args.resume or args.run, args.device, args.commit or head_commit())
+    except ValueError as error:
+        parser.error(f"--out: {error}")
+    settled = results.settled()
+    todo: Work = {}
+    for cell in cells(args):
+        left = [impl for impl in fitting(impls[cell.pass_], cell, bool(args.masks)) if (impl, *cell.key) not in settled]
+        if left:
+            todo[cell] = left
+    print(f"run {results.run}, {len(todo)} cells, {gpu_name(args.device)}, into {results.path}", flush=True)
+    for impl in dict.fromkeys(impl for chosen in todo.values() for impl in chosen):
         if why := missing(impl):
-            print(f"{impl} is missing: {why}")
-    if args.device == "cuda" and args.workers:
-        compile_ahead(todo, impls, args.workers)
-        print(f"compiled ahead, {time.monotonic() - started:.0f} s", flush=True)
-    failed = _run(todo, impls, results, args, started)
+            print(f"{impl} is missing: {why}", flush=True)
+    ahead = compile_ahead(todo, args.workers) if todo and args.device == "cuda" and args.workers else {}
+    failed = _run(todo, results, args, started, ahead) if todo else False
+    print(f"{time.monotonic() - started:.0f} s")
     return int(failed)
 
 
-def _run(todo: list[Cell], impls: dict[str, list[str]], results: Results, args: argparse.Namespace, started: float) -> bool:
-    clock = Clock(args.device)
-    failed = False
+def _run(todo: Work, results: Results, args: argparse.Namespace, started: float, ahead: Mapping[tuple[str, Cell], float]) -> bool:
+    """Whether a version failed."""
+    clock, failed, stopped = Clock(args.device), False, ""
     results.append(ceilings(clock, args.device, args.ms, args.dtype))
-    with _progress(len(todo)) as say:
-        for position, cell in enumerate(todo, 1):
-            there = [impl for impl in fitting(impls[cell.pass_], cell, bool(args.masks)) if not missing(impl)]
-            rows, refused = measure(cell, there, clock, args.ms)
-            _free(clock)
+    with _progress(len(todo), "measuring") as say:
+        for position, (cell, impls) in enumerate(todo.items(), 1):
+            rows = measure(cell, impls, clock, args.ms, ahead)
             results.append(rows)
-            failed |= any(reason.startswith("FAILED") for impl, reason in refused.items() if impl not in PEERS)
-            speeds = [f"{row['impl']} {float(str(row['tflops'])):.3g}" for row in rows]
-            say(f"{cell}: {', '.join(speeds)} TFLOP/s" + "".join(f"\n    {impl} {reason}" for impl, reason in refused.items()))
-            if time.monotonic() - started > args.budget_s and position < len(todo):
-                say(f"stopped after {position} of {len(todo)} cells, {args.budget_s:.0f} s are gone; go on with --resume {results.run}")
+            speeds = [f"{row['impl']} {float(str(row['tflops'])):.3g}" for row in rows if "why" not in row]
+            reasons = {str(row["impl"]): str(row["why"]) for row in rows if "why" in row}
+            failed |= any(why.startswith(FAILED) for impl, why in reasons.items() if impl not in PEERS)
+            untold = [f"\n    {impl} {why}" for impl, why in reasons.items() if not missing(impl)]
+            measured = f"{', '.join(speeds)} TFLOP/s" if speeds else "no result"
+            say(f"{cell}: {measured}{''.join(untold)}")
+            if clock.lost:
+                stopped, failed = "the last of these has cost this process its GPU", True
                 break
-    results.append(ceilings(clock, args.device, args.ms, args.dtype))
-    print(f"{time.monotonic() - started:.0f} s")
+            _free(clock)
+            if time.monotonic() - started > args.budget_s and position < len(todo):
+                stopped = f"{args.budget_s:.0f} s are gone"
+                break
+    if stopped:
+        print(f"stopped after {position} of {len(todo)} cells, {stopped}; go on with --resume {results.run}")
+    if not clock.lost:
+        results.append(ceilings(clock, args.device, args.ms, args.dtype))
     return failed
 
 

@@ -6,7 +6,9 @@ import argparse
 import csv
 import dataclasses
 import sys
+import time
 from collections import namedtuple
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,8 @@ import pytest
 import torch
 
 import flashzoo
-from bench import ablation, fp8_error, masks, peers, plot, run, tune
+from bench import ablation, claims, fp8_error, masks, peers, pictures, plot, run, runs, tune
+from flashzoo import cli
 from flashzoo.autograd import differentiable
 from flashzoo.reference import dequantized, rotated, standard
 from flashzoo.spec import Problem
@@ -26,7 +29,7 @@ from flashzoo.v3 import config as v3_config
 
 COLUMNS = (
     "run,date,commit,gpu,torch,triton,cutlass_dsl,impl,pass,dtype,batch,seqlen_q,seqlen_k,heads,heads_kv,head_dim,causal,mask,density,"
-    "ms,ms_p10,ms_p90,tflops,max_err,rms_err"
+    "ms,ms_p10,ms_p90,tflops,max_err,rms_err,peak_mib,host_us,compile_s,dram_mib,why"
 )
 TINY = "--device cpu --tokens 128 --hidden 64 --seqlens 64 --head-dims 16 --ms 1 --run r1 --commit c0ffee"
 
@@ -41,7 +44,11 @@ def _rows(path: Path) -> list[dict[str, str]]:
 
 
 def _timed(path: Path) -> list[tuple[str, str, str]]:
-    return [(row["impl"], row["pass"], row["causal"]) for row in _rows(path) if row["pass"] != "gemm"]
+    return [(row["impl"], row["pass"], row["causal"]) for row in _rows(path) if row["pass"] != "gemm" and not row["why"]]
+
+
+def _why(path: Path) -> list[tuple[str, str, str]]:
+    return [(row["impl"], row["causal"], row["why"]) for row in _rows(path) if row["why"]]
 
 
 def doubled(q, k, v, problem, softmax_scale):
@@ -83,6 +90,8 @@ def test_both_passes_become_rows_of_the_agreed_columns(tmp_path):
         ("2", "64", "64", "4", "4", "16", "bf16", "", "1")
     }
     assert all(0 < float(row["rms_err"]) < float(row["max_err"]) < 0.1 for row in _rows(out) if row["pass"] != "gemm")
+    assert all(float(row["compile_s"]) > 0 for row in _rows(out) if row["pass"] != "gemm")
+    assert not {row[name] for row in _rows(out) for name in ("peak_mib", "host_us", "dram_mib", "why")} - {""}, "there is no GPU here"
     assert [row["pass"] for row in _rows(out)].count("gemm") == 2
 
 
@@ -103,6 +112,130 @@ def test_an_error_in_one_element_of_the_sample_is_seen():
         referee.errors("standard", result)
 
 
+@pytest.fixture
+def broken(monkeypatch) -> list[run.Cell]:
+    """A peer that can't run: the cells that it was tried on."""
+    tried = []
+
+    def attention(problem):
+        def call(q, k, v):
+            tried.append(problem)
+            raise RuntimeError("no such\n  kernel")
+
+        return call
+
+    monkeypatch.setitem(peers.PEERS, "flex", attention)
+    return tried
+
+
+def _forget_libraries() -> None:
+    for remembered in (peers._function, peers.missing):
+        remembered.cache_clear()
+
+
+@pytest.fixture
+def absent(monkeypatch) -> Iterator[str]:
+    """A peer whose library is not there."""
+    monkeypatch.setitem(peers._LIBRARIES, "fa3", peers.Library("no_such_library.flash_attn_func", "no-such-library"))
+    _forget_libraries()
+    yield "fa3"
+    _forget_libraries()
+
+
+def test_what_has_no_result_has_a_row_that_says_why(tmp_path, wrong, broken, absent, monkeypatch):
+    def full(problem):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setitem(peers.PEERS, "sdpa_math", full)
+    out = tmp_path / "cpu.csv"
+    assert _bench(f"--impls v3,{absent},{wrong},flex,sdpa_math,sdpa_cudnn,standard --passes fwd --causal 1", out) == 1
+    *others, (last, _, why) = _why(out)
+    assert [(impl, why) for impl, _, why in (*others[:2], *others[3:])] == [
+        ("v3", "refused: does not run on CPU tensors"),
+        ("fa3", "missing: needs no_such_library.flash_attn_func, which is not installed (No module named 'no_such_library')"),
+        ("flex", "FAILED: RuntimeError: no such kernel"),
+        ("sdpa_math", "out of memory"),
+    ]
+    assert others[2][0] == wrong and others[2][2].startswith("FAILED: WrongResultError: out, elementwise")
+    assert (last, why) == ("sdpa_cudnn", "refused: torch has no CUDNN_ATTENTION kernel for it")
+    assert _timed(out) == [("standard", "fwd", "1")]
+    results = ("ms", "ms_p10", "ms_p90", "tflops", "max_err", "rms_err", "compile_s")
+    assert not {row[name] for row in _rows(out) if row["why"] for name in results} - {""}
+    shape = {tuple(row[name] for name in run.KEY_FIELDS) for row in _rows(out) if row["pass"] != "gemm"}
+    assert len(shape) == 1, "they are rows of the same cell"
+
+
+def test_a_peers_failure_is_not_the_runs(tmp_path, broken):
+    assert _bench("--impls standard,flex --passes fwd", tmp_path / "cpu.csv") == 0
+
+
+def test_resume_finishes_the_cells_that_lack_some_implementations(tmp_path, called):
+    out = tmp_path / "cpu.csv"
+    _bench("--impls standard --passes fwd --causal 0", out)
+    called.clear()
+    _bench("--impls standard,sdpa,sdpa_math --passes fwd --resume r1", out)
+    expected = [("standard", "0"), ("sdpa", "0"), ("sdpa_math", "0"), ("standard", "1"), ("sdpa", "1"), ("sdpa_math", "1")]
+    assert [(impl, causal) for impl, _, causal in _timed(out)] == expected
+    before = out.read_text()
+    called.clear()
+    _bench("--impls standard,sdpa,sdpa_math --passes fwd --resume r1", out)
+    assert not called and out.read_text() == before, "nothing was left to do"
+
+
+def test_resume_tries_again_only_what_was_missing(tmp_path, broken, absent, monkeypatch):
+    out, line = tmp_path / "cpu.csv", "--impls standard,v3,flex,fa3 --passes fwd --causal 0 --resume r1"
+    _bench(line, out)
+    assert [impl for impl, _, _ in _why(out)] == ["v3", "flex", "fa3"]
+    tried = len(broken)
+    _bench(line, out)
+    assert len(_rows(out)) == 4 + 2 and len(broken) == tried == 1
+    monkeypatch.setitem(peers.PEERS, "fa3", peers.PEERS["sdpa_math"])
+    monkeypatch.delitem(peers._LIBRARIES, "fa3")
+    _forget_libraries()
+    _bench(line, out)
+    assert _timed(out) == [("standard", "fwd", "0"), ("fa3", "fwd", "0")] and len(broken) == 1
+
+
+def test_a_run_killed_as_it_wrote_is_mended(tmp_path, capsys):
+    out, line = tmp_path / "cpu.csv", "--impls standard,sdpa_math --passes fwd --causal 0"
+    _bench(line, out)
+    whole = out.read_text().splitlines(keepends=True)
+    assert [row.split(",")[7] for row in whole] == ["impl", "matmul", "standard", "sdpa_math", "matmul"]
+    for kept, left in ((whole[:3], whole[3][:90]), (whole[:3], whole[3][:-1]), ([], whole[0][:20]), ([], "")):
+        out.write_text("".join(kept) + left)
+        capsys.readouterr()
+        _bench(f"{line} --resume r1", out)
+        assert [impl for impl, _, _ in _timed(out)] == ["standard", "sdpa_math"]
+        assert out.read_text().startswith("".join(kept) or whole[0])
+        assert (f"ended within a row, which is cut off: {left}\n" in capsys.readouterr().out) == bool(left)
+
+
+@pytest.mark.parametrize("text", ["run,date,ms\nold,d,1\n", "run,date,ms\nold,d", "ms,run", "a poem"])
+def test_another_file_is_refused_and_left_alone(text, tmp_path, capsys):
+    out = tmp_path / "cpu.csv"
+    out.write_text(text)
+    with pytest.raises(SystemExit) as stopped:
+        _bench("--impls sdpa_math", out)
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert "--out: expected a file with the columns run,date,commit" in said and f"with {text.splitlines()[0]}" in said
+    assert out.read_text() == text
+
+
+def test_what_costs_the_process_its_gpu_ends_the_run_and_is_not_tried_again(tmp_path, broken, monkeypatch, capsys):
+    out, line = tmp_path / "cpu.csv", "--impls standard,v3,flex,sdpa_math --passes fwd --resume r1"
+    monkeypatch.setattr(run.Clock, "lost", property(lambda clock: len(broken) > 0))
+    assert _bench(line, out) == 1
+    assert _timed(out) == [] and [(impl, causal) for impl, causal, _ in _why(out)] == [("v3", "0"), ("flex", "0")]
+    assert "stopped after 1 of 2 cells" in capsys.readouterr().out
+    monkeypatch.setattr(run.Clock, "lost", False)
+    monkeypatch.setitem(peers.PEERS, "flex", peers.PEERS["sdpa_math"])
+    assert _bench(line, out) == 0
+    assert sorted(_timed(out)) == sorted(
+        (impl, "fwd", causal) for impl in ("standard", "sdpa_math", "flex") for causal in "01" if (impl, causal) != ("flex", "0")
+    )
+
+
 def test_resume_skips_what_the_run_has(tmp_path):
     out = tmp_path / "cpu.csv"
     _bench("--impls sdpa_math --passes fwd --budget-s 0", out)
@@ -113,11 +246,17 @@ def test_resume_skips_what_the_run_has(tmp_path):
     assert len(_timed(out)) == 4
 
 
-def test_a_missing_peer_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(peers._LIBRARIES, "fa3", "no_such_library.flash_attn_func")
-    peers._function.cache_clear()
-    assert _bench("--impls fa3,sdpa_math --passes fwd", tmp_path / "cpu.csv") == 0
-    assert "fa3 is missing: needs no_such_library.flash_attn_func" in capsys.readouterr().out
+def test_a_missing_peer_is_named(tmp_path, capsys, absent):
+    assert _bench(f"--impls {absent},sdpa_math --passes fwd", tmp_path / "cpu.csv") == 0
+    assert capsys.readouterr().out.count("fa3 is missing: needs no_such_library.flash_attn_func") == 1
+
+
+def test_peers_are_listed_with_their_packages(capsys, absent):
+    assert cli.main(["bench", "--list"]) == 0
+    listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert list(listed) == list(peers.PEERS)
+    assert listed["flex"] == listed["sdpa_efficient"] == f"torch {torch.__version__}"
+    assert listed["fa3"].startswith("needs no_such_library.flash_attn_func, which is not installed")
 
 
 def test_the_fields_cells_are_36_forward_and_24_backward():
@@ -130,9 +269,114 @@ def test_the_fields_cells_are_36_forward_and_24_backward():
 
 
 def test_a_new_version_is_timed_unasked(wrong):
-    assert run.default_impls("fwd")[-3:] == [wrong, "sdpa_flash", "flex"]
+    named = ["fa4", "fa3", "fa2", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "flex", "xformers"]
+    assert run.default_impls("fwd")[-9:] == [wrong, *named]
     assert wrong in run.default_impls("bwd")
     assert not {"sdpa", "standard", "blocksparse"} & set(run.default_impls("bwd"))
+
+
+def test_a_length_behind_a_name_is_the_only_one(tmp_path):
+    out = tmp_path / "cpu.csv"
+    options = "--tokens 64 --hidden 16 --seqlens 32,64 --head-dims 16 --causal 1 --passes fwd --impls standard,standard_deterministic@64"
+    assert _bench(options, out) == 0
+    found = [(row["impl"], row["seqlen_q"]) for row in _rows(out) if row["pass"] == "fwd"]
+    assert found == [("standard", "32"), ("standard", "64"), ("standard_deterministic", "64")]
+
+
+def test_a_backward_run_has_a_fixed_order_at_one_length():
+    chosen = {cell: run.fitting(run.default_impls("bwd"), cell, False) for cell in run.cells(_parsed("--passes bwd"))}
+    assert {cell.problem.seqlen_q for cell, impls in chosen.items() if "v3_deterministic" in impls} == {8192}
+    assert all("v3" in impls for impls in chosen.values())
+    others = run.default_impls("fwd"), run.default_impls("bwd", masked=True), run.default_impls("bwd", "fp32")
+    assert not [impl for impls in others for impl in impls if "deterministic" in impl]
+
+
+class FakeGpu:
+    """torch.cuda's allocator and queue, as far as `Clock.costs` asks them."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.given, self.most, self.busy = 100 << 20, 0, True
+        for name in ("synchronize", "reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+
+    def synchronize(self) -> None:
+        self.busy = False
+
+    def reset_peak_memory_stats(self) -> None:
+        self.most = self.given
+
+    def memory_allocated(self) -> int:
+        return self.given
+
+    def max_memory_allocated(self) -> int:
+        return self.most
+
+    def call(self) -> None:
+        assert not self.busy, "an operation was still running"
+        self.busy, self.most = True, max(self.most, self.given + (24 << 20))
+        time.sleep(1e-3)
+
+
+def test_memory_and_host_time_are_of_one_call_on_an_idle_gpu(monkeypatch):
+    gpu, clock = FakeGpu(monkeypatch), run.Clock("cpu")
+    gpu.most = 900 << 20  # of something before
+    assert clock.costs(gpu.call) == {}
+    clock.cuda = True
+    costs = clock.costs(gpu.call)
+    assert list(costs) == ["peak_mib", "host_us"] and costs["peak_mib"] == "24"
+    assert 1e3 <= float(str(costs["host_us"])) < 1e5
+
+
+def test_slow_calls_are_few():
+    calls = []
+    assert run.Clock("cpu").host_us(lambda: calls.append(time.sleep(0.06))) >= 6e4
+    assert len(calls) == 1
+
+
+@pytest.mark.gpu
+def test_a_gpus_rows_say_what_a_call_costs(tmp_path):
+    out = tmp_path / "gpu.csv"
+    options = "--tokens 4096 --hidden 256 --seqlens 2048 --head-dims 64 --causal 0 --ms 1 --impls v2,sdpa_math,sdpa_flash"
+    assert run.main(f"{options} --workers 2 --out {out}".split()) == 0
+    found = {(row["pass"], row["impl"]): row for row in _rows(out) if row["pass"] != "gemm"}
+    assert len(found) == 6
+    out_mib = 4096 * 256 * 2 / 2**20
+    for (pass_, impl), row in found.items():
+        assert 1 < float(row["host_us"]) < 1e5 and 0 < float(row["compile_s"]) < 600
+        least = out_mib * (3 if pass_ == "bwd" else 1)
+        scores = 2 * 4 * 2048 * 2048 * 2 / 2**20
+        assert least <= float(row["peak_mib"]) and (float(row["peak_mib"]) >= scores) == (impl == "sdpa_math")
+
+
+def test_what_is_compiled_ahead_is_timed(capsys):
+    cell = run.Cell(Problem(1, 16, 16, 1, 1, 16, dtype="fp16", device="cpu"))
+    other = dataclasses.replace(cell, problem=dataclasses.replace(cell.problem, dtype="bf16", out_dtype=None))
+    seconds = run.compile_ahead({cell: ["v2", "standard"], other: ["v2"]}, workers=1)
+    assert list(seconds) == [("v2", cell)] and 0 < seconds["v2", cell] < 60, "v2 takes no bf16 here, and standard compiles nothing"
+    assert "[1/1, 0 s left] v2, fwd d16" in capsys.readouterr().out
+    clock = run.Clock("cpu")
+    ahead, in_run = run.measure(cell, ["v2", "standard"], clock, 1, {("v2", cell): 123.4})
+    assert ahead["compile_s"] == "123" and 0 < float(str(in_run["compile_s"])) < 60
+
+
+def test_a_terminal_shows_the_time_left(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("rich")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert _bench("--impls standard,sdpa_math --passes fwd,bwd", tmp_path / "cpu.csv") == 0
+    said = capsys.readouterr().out
+    assert all(text in said for text in ("measuring", "100%", "0:00:00")) and said.count("TFLOP/s") == 4
+
+
+def test_other_outputs_say_the_time_left(monkeypatch, capsys):
+    now = 50.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    with run._progress(4, "measuring") as say:
+        for line in "ab":
+            now += 7
+            say(line)
+    assert capsys.readouterr().out == "[1/4, 21 s left] a\n[2/4, 14 s left] b\n"
 
 
 def test_repeats_are_spread_over_the_rounds():
@@ -145,13 +389,35 @@ def test_repeats_are_spread_over_the_rounds():
 
 
 @pytest.mark.parametrize(
-    "line", ["--tokens 128", "--impls v7", "--passes sideways", "--dtype e4m3 --passes bwd", "--tokens 100 --hidden 64 --seqlens 64"]
+    ("line", "named"),
+    [
+        ("--tokens 128", "--tokens without --hidden"),
+        ("--impls v7", "v7"),
+        ("--impls v2,v7@64", "v7"),
+        ("--impls v2@long", "v2@long"),
+        ("--passes sideways", "sideways"),
+        ("--dtype e4m3 --passes bwd", "bwd"),
+        ("--tokens 100 --hidden 64 --seqlens 64", "100"),
+        ("--hidden 32 --tokens 64", "32"),
+        ("--hidden 192 --tokens 256 --masks ones", "192"),
+        ("--head-dims 64,x", "'x'"),
+        ("--seqlens 0", "'0'"),
+        ("--causal 2", "2"),
+        ("--ms -3", "'-3'"),
+        ("--budget-s soon", "'soon'"),
+        ("--workers 1.5", "'1.5'"),
+        ("--head-dims 48", "--head-dims 48"),
+        ("--seqlens 3,5 --masks ones", "--seqlens 3,5"),
+        pytest.param("--device cuda", "cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")),
+    ],
 )
-def test_a_malformed_command_line_is_refused(line, capsys):
+def test_a_malformed_command_line_is_refused(line, named, capsys):
     with pytest.raises(SystemExit) as stopped:
         run.main(line.split())
     assert stopped.value.code == 2
-    assert "expected" in capsys.readouterr().err
+    said = capsys.readouterr().err.partition("error: ")[2]
+    assert "expected" in said and named in said.partition("got ")[2]
+    assert any(word in said for word in line.split() if word.startswith("--")), "which argument"
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -302,6 +568,76 @@ def test_peers_refuse_a_dtype_that_is_not_theirs():
         peers.peer("cudnn_fp8", Problem(1, 32, 32, 2, 2, 16))
 
 
+def test_libraries_refuse_32_bits():
+    for name in ("fa2", "fa3", "fa4"):
+        with pytest.raises(NotImplementedError, match="takes fp16 and bf16, got fp32"):
+            peers.peer(name, Problem(1, 32, 32, 2, 2, 16, "fp32"))
+
+
+def _fake_library(monkeypatch, **modules) -> list[dict]:
+    """Put these modules, by name, in place of a library's. Returns what its function is called with besides q, k and v."""
+    asked = []
+
+    def function(q, k, v, **options):
+        asked.append(options)
+        if q.ndim == 5:  # as xformers has groups of heads
+            assert q.shape[2:4] == k.shape[2:4] == v.shape[2:4], "heads of keys are to be repeated by the caller"
+            assert k.stride(3) == v.stride(3) == 0, "with no copy"
+            out = flashzoo.attention(*(x.flatten(2, 3) for x in (q, k, v)), causal=options["attn_bias"] is not None, version="standard")
+            return out.unflatten(2, q.shape[2:4])
+        causal = options["causal"] if "causal" in options else options["attn_bias"] is not None
+        return flashzoo.attention(q, k, v, causal=causal, version="standard")
+
+    for name, attributes in modules.items():
+        given = {attribute: value or function for attribute, value in attributes.items()}
+        monkeypatch.setitem(sys.modules, name.replace("__", "."), SimpleNamespace(**given))
+    _forget_libraries()
+    return asked
+
+
+@pytest.fixture
+def fresh_libraries() -> Iterator[None]:
+    yield
+    _forget_libraries()
+
+
+class BottomRight:
+    """What xformers calls causal, aligned as ours."""
+
+
+LIBRARIES = {
+    "fa2": {"flash_attn": {"flash_attn_func": None}},
+    "fa3": {"flash_attn_interface": {"flash_attn_func": None}},
+    "fa4": {"flash_attn__cute": {"flash_attn_func": None}},
+    "xformers": {
+        "xformers__ops": {"memory_efficient_attention": None},
+        "xformers__ops__fmha__attn_bias": {"LowerTriangularFromBottomRightMask": BottomRight},
+    },
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("heads_kv", "grad"), [(4, True), (2, False)])
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_library_is_called_as_it_wants(name, heads_kv, grad, causal, monkeypatch, fresh_libraries):
+    asked = _fake_library(monkeypatch, **LIBRARIES[name])
+    assert peers.missing(name) is None
+    cell = run.Cell(Problem(2, 40, 72, 4, heads_kv, 16, "bf16", causal=causal, device="cpu", grad=grad))
+    tensors = run.inputs(cell.problem)
+    run.Referee(cell, tensors).errors(name, run.Contender(name, cell, tensors).result())
+    (options,) = asked
+    if name == "xformers":
+        assert set(options) == {"attn_bias"} and isinstance(options["attn_bias"], BottomRight) == causal
+    else:
+        assert options == {"causal": causal}
+
+
+def test_flash_attn_without_its_function_is_missing(monkeypatch, fresh_libraries):
+    """As where flash-attn-4 alone is installed, which lives inside the name."""
+    _fake_library(monkeypatch, flash_attn={})
+    assert "needs flash_attn.flash_attn_func, which is not installed" in str(peers.missing("fa2"))
+
+
 class FakeCudnn:
     """As much of cuDNN's frontend as one FP8 graph needs: it notes what it is asked, and computes out with torch."""
 
@@ -367,13 +703,13 @@ def test_cudnns_graph_is_given_what_it_asks_for(causal, monkeypatch):
     monkeypatch.setitem(sys.modules, "cudnn", FakeCudnn())
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=7))
-    peers._function.cache_clear()
+    _forget_libraries()
     cell = run.Cell(Problem(2, 48, 48, 4, 2, 16, "e4m3", causal=causal, device="cpu"))
     tensors = run.inputs(cell.problem)
     contender = run.Contender("cudnn_fp8", cell, tensors)
     assert contender.run()[0].dtype == torch.float8_e4m3fn
     run.Referee(cell, tensors).errors("cudnn_fp8", contender.result())
-    peers._function.cache_clear()
+    _forget_libraries()
     peers._cudnn_handle.cache_clear()
 
 
@@ -407,13 +743,41 @@ def test_the_error_table_shows_what_rotation_does_and_long_sums_lose(capsys):
     assert float(found["two levels"][1]) < 1.1 * float(found["two levels"][0])
 
 
+def test_errors_are_rows_of_the_results_file(tmp_path, capsys):
+    out = tmp_path / "cpu.csv"
+    line = f"--device cpu --head-dim 64 --seqlen 256 --queries 64 --heads 1 --long 256 --run e1 --commit c0ffee --out {out}"
+    assert fp8_error.main(line.split()) == 0
+    first = capsys.readouterr().out.split("RMSE over")[0]
+    shown = {cells[0]: cells[1:3] for cells in (line.strip("| ").split(" | ") for line in first.splitlines() if line.startswith("|"))}
+    rows = _rows(out)
+    assert {(row["pass"], row["run"], row["head_dim"], row["tflops"]) for row in rows} == {
+        ("error_fp8_paper", "e1", "64", ""),
+        ("error_randn", "e1", "64", ""),
+    }
+    found = {(row["impl"], row["dtype"]): float(row["rms_err"]) for row in rows if row["pass"] == "error_fp8_paper"}
+    assert found["standard", "fp16"] == pytest.approx(float(shown["16 bits: fp16"][0]), rel=1e-2)
+    assert found["standard_rotation_block_scales", "e4m3"] == pytest.approx(float(shown["rotation, block scales"][0]), rel=1e-2)
+    assert len(rows) == 2 * (len(shown) - 2), "one for each line and kind of inputs, the head and its rule apart"
+
+
+def test_an_errors_name_is_its_kernels_and_way():
+    def impl(name: str) -> tuple[object, object]:
+        row = fp8_error.row(name, 1e-3, Problem(1, 256, 256, 1, 1, 64), "fp8_paper", hopper=True)
+        return row["impl"], row["dtype"]
+
+    assert impl("16 bits: bf16") == ("v3", "bf16")
+    assert impl("per-tensor scales") == ("v3_fp8_per_tensor_scales", "e4m3")
+    assert impl('precision="fp8"') == ("v3_fp8_end_to_end", "e4m3")
+    assert impl("standard attention, per-tensor scales") == ("standard_per_tensor_scales", "e4m3")
+    assert impl("cudnn_fp8, no scales") == ("cudnn_fp8", "e4m3")
+    assert impl("rotation, block scales") == (claims.QUANTIZED[0], "e4m3")
+
+
 def test_one_level_is_a_version_of_its_own():
-    ablation.register_one_level()
-    try:
+    with ablation.registered(ablation.ONE_LEVEL_SPEC):
         spec = flashzoo.versions()[ablation.ONE_LEVEL]
         assert spec.dtypes == ("e4m3",) and not spec.auto and not spec.quantizes
-    finally:
-        flashzoo.unregister(ablation.ONE_LEVEL)
+    assert ablation.ONE_LEVEL not in flashzoo.versions()
 
 
 def _row(run_id: str, impl: str, pass_: str, seqlen: int, tflops: float) -> dict[str, str]:
@@ -456,18 +820,6 @@ def test_tables_show_the_last_run_alone():
     assert "matmul in the same run: 780" in text
     assert "999" not in text
     assert "Backward" not in text
-
-
-def test_a_run_of_other_sizes_alone_has_a_table_and_a_picture(tmp_path):
-    """As on a CPU, whose speeds need digits."""
-    rows = [
-        {**_row("small", impl, "fwd", seqlen, 3.2e-5 * seqlen), "batch": str(512 // seqlen)}
-        for impl in ("v2", "own")
-        for seqlen in (64, 512)
-    ]
-    text = plot.report(rows, tmp_path / "cpu.csv")
-    assert "| 64 | yes | 64 | **0.002** | **0.002** |" in text and "| 64 | yes | 512 | **0.016** | **0.016** |" in text
-    assert [path.name for path in plot.draw(rows, tmp_path / "cpu.csv")] == ["cpu_fwd.png"]
 
 
 def test_fp8_runs_have_tables_of_their_own():
@@ -567,12 +919,12 @@ def test_resume_tells_masks_apart(tmp_path, hurried):
     _masked_bench("--masks ones --passes fwd --impls blocksparse", out)
     _masked_bench("--masks dense,ones,local/2 --causal 0 --passes fwd --impls standard,blocksparse --resume r1", out)
     assert [row["mask"] for row in _rows(out) if row["impl"] == "blocksparse"] == ["ones", "local/2"]
-    assert [row["mask"] for row in _rows(out) if row["impl"] == "standard"] == ["", "local/2"]
+    assert [row["mask"] for row in _rows(out) if row["impl"] == "standard"] == ["", "ones", "local/2"]
 
 
 def test_a_peer_without_block_masks_is_named(tmp_path, capsys):
     assert _masked_bench("--masks local/2 --passes fwd --impls sdpa_math", tmp_path / "cpu.csv") == 0
-    assert "sdpa_math skipped: block masks are taken by flex and fa4, got sdpa_math" in capsys.readouterr().out
+    assert "sdpa_math refused: block masks are taken by flex and fa4, got sdpa_math" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("line", ["--masks randum/2", "--masks local", "--masks ones --dtype e4m3 --passes fwd"])
@@ -732,7 +1084,7 @@ def test_fa4_is_given_the_same_mask(name, monkeypatch):
 def test_what_is_compiled_ahead_shares_kernels():
     todo = run.cells(_parsed("--masks default --head-dims 128 --passes fwd"))
     impls = ["v3", "v2", "blocksparse", "flex", "fa4", "sdpa_flash"]
-    jobs = run.compile_jobs(todo, {"fwd": impls})
+    jobs = run.compile_jobs({cell: run.fitting(impls, cell, True) for cell in todo})
     counts = {impl: [len(group) for name, group in jobs if name == impl] for impl in impls}
     assert {impl: len(groups) for impl, groups in counts.items()} == {
         **{"v3": 5, "v2": 2, "blocksparse": 3},  # full, causal; plain, causal, window
@@ -760,8 +1112,8 @@ def _sparse_rows(tmp_path: Path) -> list[dict[str, str]]:
 
 def test_the_block_sparse_run_has_a_table_and_no_other_has_its_rows(tmp_path):
     rows = _sparse_rows(tmp_path)
-    sparse = plot.sparse_run(rows)
-    assert sparse is not None and plot.last_run([{**row, "batch": "8"} for row in rows], "fwd") == []
+    sparse = runs.sparse_run(rows)
+    assert sparse is not None and runs.last_run([{**row, "batch": "8"} for row in rows], "fwd") == []
     size = "fwd", 64, 2048
     assert sparse.speedup(size, "random/4", "blocksparse") == pytest.approx(4 / 1.1, rel=1e-3), "over v2"
     assert sparse.speedup(size, "random/4", "v1") is None
@@ -777,7 +1129,7 @@ def test_the_block_sparse_run_has_a_table_and_no_other_has_its_rows(tmp_path):
 
 def test_the_block_sparse_run_has_pictures(tmp_path):
     pytest.importorskip("matplotlib")
-    drawn = plot.draw(_sparse_rows(tmp_path), tmp_path / "h200.csv")
+    drawn = pictures.draw(_sparse_rows(tmp_path), tmp_path / "h200.csv")
     assert [path.name for path in drawn] == ["h200_blocksparse.png", "h200_butterfly.png"]
     assert all(path.stat().st_size > 10_000 for path in drawn)
-    assert plot.sparse_run([{"mask": "", "run": "r"}]) is None
+    assert runs.sparse_run([{"mask": "", "run": "r"}]) is None

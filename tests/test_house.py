@@ -52,6 +52,7 @@ INSIDERS = {
     "tests/test_docs.py",
     "tests/test_quantize.py",
     "bench/ablation.py",
+    "bench/traffic.py",
     "bench/tune.py",
 }
 

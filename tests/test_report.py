@@ -1,8 +1,9 @@
-"""The HTML report: one well-formed file that needs no other, with every run's rows in it and who has none."""
+"""What is made of a results file: claims, pictures, the README's section, and the HTML report, which needs no other file."""
 
 from __future__ import annotations
 
 import csv
+import re
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from support import ROOT
 
-from bench import plot, report, run
+from bench import claims, everything, pictures, plot, report, run, runs
 from flashzoo import cli
 
 pytest.importorskip("matplotlib")
@@ -66,7 +67,7 @@ def _row(run_id: str, impl: str, pass_: str = "fwd", **fields: object) -> dict[s
         **{"dtype": "bf16", "batch": 16, "seqlen_q": 1024, "seqlen_k": 1024, "heads": 32, "heads_kv": 32, "head_dim": 64, "causal": 0},
         **{"mask": "", "density": 1, "ms": 2.5, "ms_p10": 2.25, "ms_p90": 2.75, "tflops": 400, "max_err": "1.2e-03", "rms_err": "1.6e-04"},
     }
-    return {field: str({**fixed, "run": run_id, "impl": impl, "pass": pass_, **fields}[field]) for field in run.FIELDS}
+    return {field: str({**fixed, "run": run_id, "impl": impl, "pass": pass_, **fields}.get(field, "")) for field in run.FIELDS}
 
 
 ROWS = [
@@ -74,6 +75,8 @@ ROWS = [
     _row("new", "matmul", "gemm", tflops=690.4, max_err="", rms_err=""),
     *(_row("new", impl, causal=causal, tflops=tflops) for impl, causal, tflops in [("v3", 0, 512.5), ("v2", 0, 400), ("v3", 1, 300)]),
     _row("back", "v3", "bwd", tflops=505),
+    _row("back", "fa3", "bwd", tflops="", ms="", rms_err="", why="missing: needs flash_attn_interface"),
+    _row("back", "v1", "bwd", tflops="", ms="", rms_err="", why="FAILED: WrongResultError: dq"),
     _row("eight", "v3_fp8", dtype="e4m3", tflops=901),
     *(
         _row("sparse", impl, pass_, batch=1, seqlen_q=16384, seqlen_k=16384, mask=mask, density=density, ms=ms)
@@ -81,6 +84,148 @@ ROWS = [
         for impl, mask, density, ms in [("v3", "", 1, 8), ("v3", "random/4", 0.25, 2), ("blocksparse", "random/4", 0.25, 3)]
     ),
 ]
+
+
+def _generations(run_id: str = "all", **fields: object) -> list[dict[str, str]]:
+    """A run at two lengths, both passes: v1 twice as fast as standard, v2 three times v1, v3 one and a half times v2, the peer 2 % less."""
+    speeds = {"standard": 50, "v1": 100, "v2": 300, "v3": 450, "fa4": 441}
+    cells = [(pass_, seqlen, head_dim) for pass_ in ("fwd", "bwd") for seqlen in (1024, 4096) for head_dim in (64, 128)]
+
+    def row(impl: str, pass_: str, seqlen: int, head_dim: int) -> dict[str, str]:
+        heads, batch = 2048 // head_dim, 16384 // seqlen
+        size = {"batch": batch, "seqlen_q": seqlen, "seqlen_k": seqlen, "heads": heads, "heads_kv": heads, "head_dim": head_dim}
+        mib = batch * seqlen * (seqlen if impl == "standard" else 64) / 2**14
+        work = 4 * batch * heads * seqlen**2 * head_dim * (1 if pass_ == "fwd" else 2.5)
+        return _row(run_id, impl, pass_, **size, tflops=speeds[impl], ms=work / speeds[impl] / 1e9, peak_mib=mib, **fields)
+
+    return [row(impl, *cell) for cell in cells for impl in speeds if (impl, cell[0]) != ("standard", "bwd")]
+
+
+def _claim(rows: list[dict[str, str]], what: str) -> tuple[str, str]:
+    """The answer to the claim, and its runs."""
+    ((*_, answer, of),) = (row for row in claims.answers(rows) if row[0] == what)
+    return answer, of
+
+
+EIGHT = [_row("eight", impl, dtype="e4m3", tflops=tflops) for impl, tflops in (("v3_fp8", 900), ("cudnn_fp8", 750))]
+WHOLE = [_row("whole", impl, tflops=tflops) for impl, tflops in (("v3", 400), ("v3_fp8_end_to_end", 500))]
+ERRORS = [
+    _row("error", impl, "error_fp8_paper", dtype="e4m3", seqlen_q=8192, ms="", tflops="", rms_err=error)
+    for impl, error in zip(claims.QUANTIZED, ("9.0e-3", "2.4e-2", "9.2e-3", "2.1e-2"), strict=True)
+]
+ABLATION = [
+    _row("parts", impl, dtype="fp16", batch=4, seqlen_q=8448, head_dim=128, tflops=tflops)
+    for impl, tflops in zip(claims.ABLATION, (700, 550, 680, 600), strict=True)
+]
+TRAFFIC = [
+    _row("bytes", impl, f"traffic_{pass_}", ms="", tflops="", dram_mib=mib)
+    for pass_ in ("fwd", "bwd")
+    for impl, mib in (("standard", 4000), ("v1", 500), ("v2", 260), ("v3", 257))
+] + [_row("bytes", "copy", "copy", batch=1, seqlen_q=16384, head_dim=8192, heads=1, ms=0.125, tflops="")]
+
+
+def test_each_claim_is_answered_by_its_rows():
+    rows = [*_generations(), *EIGHT, *WHOLE, *ERRORS, *ABLATION, *TRAFFIC, *(row for row in ROWS if row["run"] == "sparse")]
+    assert _claim(rows, "FA-1 over standard attention, forward") == ("2.00x (2.00x to 2.00x in 2 cells)", "all"), "no more than 2k keys"
+    assert _claim(rows, "FA-2 over FA-1, backward") == ("3.00x (3.00x to 3.00x in 4 cells)", "all")
+    assert _claim(rows, "FA-3 over FA-2, forward") == ("1.50x (1.50x to 1.50x in 4 cells)", "all")
+    speed, _ = _claim(rows, "FA-3 in 16 bits")
+    assert speed == "450 TFLOP/s (head dim 64, 1k), 46% of the data sheet's 989"
+    assert _claim(rows, "FP8 over 16 bits, FP8 inputs") == ("2.00x (2.00x to 2.00x in 1 cells); of two runs", "eight, all")
+    assert _claim(rows, "FP8 over 16 bits, quantisation included") == ("1.25x (1.25x to 1.25x in 1 cells)", "whole")
+    memory, _ = _claim(rows, "Memory linear in the length")
+    assert (
+        memory == "v3 4x for 4x the keys (16 MiB at 4k); v2 4x for 4x the keys (16 MiB at 4k); v1 4x for 4x the keys (16 MiB at 4k); "
+        "standard 16x for 4x the keys (1024 MiB at 4k)"
+    )
+    moved, of = _claim(rows, "Fewer bytes moved than standard attention")
+    assert moved.endswith("DRAM's counters: forward 8.0x at 1k; backward 8.0x at 1k") and of == "bytes"
+    sparse = "forward: 1/4 kept 4.0x; backward: 1/4 kept 4.0x", "sparse"
+    assert _claim(rows, "Block-sparse: time by the share of blocks kept") == sparse
+    parts = "700 with both, 550 without overlap, 680 without ping-pong, 600 neither (TFLOP/s)"
+    assert _claim(rows, "FA-3's two overlaps") == (parts, "parts")
+    error = "2.7x less: 9.0e-03 for 2.4e-02; rotation alone 9.2e-03, block scales alone 2.1e-02"
+    assert _claim(rows, "FP8's error (RMSE)") == (error, "error")
+    assert not [row for row in claims.answers(rows) if claims.NOT_MEASURED in row[3]]
+
+
+def test_a_claim_without_rows_says_so():
+    assert {row[3] for row in claims.answers([_row("one", "flex", head_dim=128)])} == {claims.NOT_MEASURED}
+    forward = [row for row in _generations() if row["pass"] == "fwd"]
+    assert _claim(forward, "FA-2 over FA-1, backward") == (claims.NOT_MEASURED, "")
+    moved, of = _claim(forward, "Fewer bytes moved than standard attention")
+    assert re.fullmatch(r"[\d.]+x by the paper's formula, [\d.]+x by our tiles \(forward, 1k\); DRAM's counters: not measured", moved)
+    assert of == ""
+
+
+def test_claims_are_of_the_last_run_that_has_both_sides():
+    rows = [*_generations("first"), *(row for row in _generations("second") if row["impl"] != "standard")]
+    assert _claim(rows, "FA-1 over standard attention, forward")[1] == "first"
+    assert _claim(rows, "FA-2 over FA-1, forward")[1] == "second"
+    failed = [row | {"tflops": "", "ms": "", "why": "FAILED: it did"} for row in _generations("third")]
+    assert _claim([*rows, *failed], "FA-2 over FA-1, forward")[1] == "second", "rows that say why there is no result are none"
+
+
+def test_every_picture_is_drawn(tmp_path):
+    from PIL import Image
+
+    rows = [*_generations(causal=1), *_generations(), *EIGHT, *WHOLE, *TRAFFIC, *(row for row in ROWS if row["run"] == "sparse")]
+    rows += [_row("sparse", "v3", batch=32, seqlen_q=512, seqlen_k=512, mask=mask, ms=1, density=0.5) for mask in ("", "butterfly")]
+    rows += [_row("sparse", "v3", batch=1, seqlen_q=16384, seqlen_k=16384, mask="butterfly", ms=2, density=0.1)]
+    drawn = pictures.draw(rows, tmp_path / "h200.csv")
+    names = ["generations", *runs.TABLES, "speedups", "errors", "memory", "roofline", "blocksparse", "butterfly"]
+    assert [path.name for path in drawn] == [f"h200_{name}.png" for name in names]
+    for path in drawn:
+        picture = Image.open(path).convert("RGB")
+        assert picture.width > 500 and len(picture.getcolors(1 << 24) or ()) > 8 and path.stat().st_size < 200_000
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [_row("one", "v3")],
+        [_row("one", "v3", "bwd", causal=1, head_dim=128)],
+        [_row("one", "mine"), _row("one", "v2")],
+        TRAFFIC,
+        ERRORS,
+        EIGHT,
+        [row for row in ROWS if row["run"] == "sparse" and row["pass"] == "bwd"],
+        [_row("one", "v3", tflops="", ms="", rms_err="", why="out of memory")],
+        [_row("one", "v3", gpu="NVIDIA H100 80GB HBM3")],
+        [_row("one", "v2", gpu="Some GPU"), _row("one", "standard", gpu="Some GPU")],
+    ],
+)
+def test_what_is_missing_breaks_no_page(rows, tmp_path):
+    results = tmp_path / "h100.csv"
+    section = plot.report(rows, results)
+    drawn = {path.name for path in pictures.draw(rows, results)}
+    assert set(re.findall(r"bench/results/(\S+\.png)", section)) == drawn - {"h100_generations.png"}, "a picture that is shown is drawn"
+    Page(report.page(rows, results))
+
+
+def test_a_run_of_other_sizes_alone_has_a_table_and_pictures(tmp_path):
+    """As on a CPU, whose speeds need digits."""
+    sizes = [{"batch": 512 // seqlen, "seqlen_q": seqlen, "seqlen_k": seqlen, "tflops": 3.2e-5 * seqlen} for seqlen in (64, 512)]
+    rows = [
+        _row("small", impl, gpu="cpu", dtype="fp16", causal=1, heads=2, peak_mib="", **size) for size in sizes for impl in ("v2", "own")
+    ]
+    text = plot.report(rows, tmp_path / "cpu.csv")
+    assert "| 64 | yes | 64 | **0.002** | **0.002** |" in text and "| 64 | yes | 512 | **0.016** | **0.016** |" in text
+    assert [path.name for path in pictures.draw(rows, tmp_path / "cpu.csv")] == ["cpu_fwd.png", "cpu_errors.png"]
+    assert plot.report([*rows, *_generations()], tmp_path / "cpu.csv").count("0.016") == 0, "the field's sizes are wanted first"
+
+
+def test_a_peer_is_grey_and_a_version_of_ones_own_is_not():
+    grey = pictures._style("flex")["color"].strip("#")
+    assert grey[:2] == grey[2:4] == grey[4:] and pictures._style("mine")["color"] == pictures.BLACK
+    assert len({pictures._style(name)["color"] for name in ("v1", "v2", "v3", "v3_fp8", "blocksparse", "standard", "mine")}) == 7
+
+
+def test_memory_is_as_fast_as_a_copy_or_as_the_data_sheet_says():
+    rate, source = pictures.bandwidth(TRAFFIC, "NVIDIA H200")
+    assert source == "a copy" and rate == pytest.approx(4 * 16384 * 8192 / 0.125e-3 / 1e12)
+    assert pictures.bandwidth([], "NVIDIA H200") == (4.8, "data sheet")
+    assert pictures.bandwidth([], "a GPU of one's own") == (None, "")
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +240,7 @@ def results(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def text(results) -> str:
-    return report.page(plot.read(results), results)
+    return report.page(runs.read(results), results)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +254,7 @@ def test_the_file_needs_no_other(text, page):
     assert {address[1:] for address in page.addresses if address.startswith("#")} <= set(page.ids)
     assert "default-src 'none'" in text
     pictures = [address for address in page.addresses if address.startswith("data:image/png;base64,")]
-    assert len(pictures) == page.tags["img"] == 4 and all(len(address) > 10_000 for address in pictures)
+    assert len(pictures) == page.tags["img"] == 7 and all(len(address) > 5_000 for address in pictures)
 
 
 def test_tables_sort(text, page):
@@ -130,21 +275,24 @@ def test_the_tables_are_the_readmes(page):
     assert page.table("mask", "density")[1] == ["random/4", "25.00%", "64", "16384", "fwd", "2 (4.00x)", "3"]
 
 
-def test_each_run_has_its_environment(page):
+def test_each_run_has_its_environment(page, text):
     runs = page.table(*run.RUN_FIELDS)
     assert [found[0] for found in runs] == ["old", "new", "back", "eight", "sparse"]
     same = ["2026-11-22", "c0ffee", "NVIDIA H200", "2.11", "3.6", "4.8"]
     assert runs[1] == ["new", *same, "4", "bf16 690", "Forward", "v3, v2"]
     assert runs[0] == ["old", *same, "1", "", "", "v1"], "no table is of it"
+    assert "13 results of 5 runs" in text
 
 
 def test_who_has_no_row_says_why(page):
-    absent = [tuple(row) for row in page.table("table", "version", "cells", "why")]
+    absent = [tuple(row) for row in page.table("table", "name", "cells", "why")]
     assert ("Forward", "v2", "1 of 2", report.NO_OBJECTION) in absent
     assert ("Forward on FP8 inputs", "v2", "1 of 1", "takes dtype fp16 or bf16 or fp32, got e4m3") in absent
     assert ("Block-sparse", "v2", "2 of 4", "does not support block_mask") in absent
     assert ("Block-sparse", "blocksparse", "2 of 4", report.NO_OBJECTION) in absent
     assert not [row for row in absent if row[:2] in (("Forward", "v3"), ("Backward", "v3"), ("Block-sparse", "v3"))]
+    assert ("Backward", "fa3", "1 of 1", "missing: needs flash_attn_interface") in absent, "what the run said, of a peer too"
+    assert ("Backward", "v1", "1 of 1", "FAILED: WrongResultError: dq") in absent
 
 
 def test_names_of_others_are_text(results):
@@ -178,6 +326,25 @@ def test_a_missing_package_is_named(monkeypatch, capsys):
     assert "no_such_package must be installed: pip install 'flashzoo[report]'" in capsys.readouterr().err
 
 
+def test_without_a_gpu_all_is_drawn_from_what_is_there(results, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(everything.torch.cuda, "is_available", lambda: False)
+    before = results.read_text()
+    copied = tmp_path / "h100.csv"
+    copied.write_text(before)
+    readme = (ROOT / "README.md").read_text()
+    assert everything.main(["--out", str(copied), "-o", str(tmp_path / "report.html")]) == 0
+    assert "nothing is measured" in capsys.readouterr().out and copied.read_text() == before
+    assert (tmp_path / "h100_fwd.png").exists() and Page((tmp_path / "report.html").read_text()).tags["img"]
+    assert (ROOT / "README.md").read_text() == readme, "it shows another file"
+
+
+def test_the_readmes_pictures_are_there():
+    readme = (ROOT / "README.md").read_text()
+    shown = re.findall(r"!\[[^]]*\]\(([^)]+)\)", readme)
+    assert len(shown) > 8 and all((ROOT / path).is_file() for path in shown)
+    assert "![" in readme[:2500], "the first screen has one"
+
+
 def test_the_readme_is_what_the_results_file_says():
     readme = (ROOT / "README.md").read_text()
-    assert plot.place(readme, plot.report(plot.read(plot.RESULTS), plot.RESULTS)) == readme
+    assert plot.place(readme, plot.report(runs.read(runs.RESULTS), runs.RESULTS)) == readme

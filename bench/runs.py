@@ -1,0 +1,236 @@
+"""What a results file holds, run by run: which rows a table, a picture or a claim is of. Ratios hold within one run only."""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass, replace
+from math import exp, log
+from pathlib import Path
+
+from bench.peers import PEERS
+from bench.run import PASSES, parted
+from flashzoo.spec import MaskForm, Problem
+
+RESULTS = Path(__file__).parent / "results" / "h200.csv"
+FP8, END_TO_END, ABLATED = "e4m3", "end_to_end", "one_level"
+TABLES = {
+    "fwd": "Forward",
+    "fwd_e4m3": "Forward on FP8 inputs",
+    "fwd_end_to_end": "Forward from 16 bits through FP8, quantisation included",
+    "bwd": "Backward",
+}
+"""Which runs a table is of, and its title: a pass, and what sets the run apart."""
+ERROR, TRAFFIC, COPY, GEMM = "error_", "traffic_", "copy", "gemm"
+"""Passes that time no attention, or what they begin with: `bench.fp8_error`'s, `bench.traffic`'s, and a copy and a matmul, the ceilings."""
+TOKENS = 16384
+BUTTERFLY = "butterfly"
+DENSE_OF = {"blocksparse": "v2"}
+"""The dense kernel that a block-sparse one is held against, where it has another name."""
+BEST_PEER = "the best peer"
+
+ARCHS = {
+    **dict.fromkeys(("A100", "A800", "A30"), 80),
+    **dict.fromkeys(("A10", "3090"), 86),
+    **dict.fromkeys(("L4", "L40S", "4090"), 89),
+    **dict.fromkeys(("H20", "H100", "H200", "H800", "GH200"), 90),
+    **{"B200": 100, "B300": 103},
+}
+"""Compute capability, which results files don't hold, by a word of the GPU's name."""
+SIZES = ("batch", "seqlen_q", "seqlen_k", "heads", "heads_kv", "head_dim")
+
+Row = dict[str, str]
+Shape = tuple[int, bool, int]
+"""head_dim, causal, seqlen."""
+Size = tuple[str, int, int]
+"""pass, head_dim, seqlen."""
+Speeds = dict[Shape, dict[str, float]]
+
+
+def read(results: Path) -> list[Row]:
+    """The rows of a results file."""
+    with results.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def measured(rows: list[Row]) -> list[Row]:
+    """Those that are results, and don't say why there is none."""
+    return [row for row in rows if not row.get("why")]
+
+
+def last_run(rows: list[Row], table: str) -> list[Row]:
+    """A table's rows, at the field's sizes, of the run nearest the end of the file.
+
+    Where no row is of the field's sizes, as in a run on a CPU, they are at the sizes of the last row.
+
+    Args:
+        rows: of the results file.
+        table: one of `TABLES`. A run that times anything end to end is of that table, and of no other with its pass. One that
+            times an ablated kernel is of none, nor one with block masks.
+    """
+    mine = _of_table(rows, table)
+    return [row for row in mine if row["run"] == mine[-1]["run"]]
+
+
+def _of_table(rows: list[Row], table: str) -> list[Row]:
+    others = {row["run"] for row in rows if row["impl"].endswith(ABLATED) or row["mask"]}
+    rows = [row for row in measured(rows) if row["run"] not in others]
+    quantized = {row["run"] for row in rows if row["impl"].endswith(END_TO_END)}
+
+    def table_of_row(row: Row) -> str:
+        kind = FP8 if row["dtype"] == FP8 else END_TO_END if row["run"] in quantized and row["pass"] == "fwd" else ""
+        return f"{row['pass']}_{kind}" if kind else row["pass"]
+
+    mine = [row for row in rows if table_of_row(row) == table]
+    sizes = [tokens_of(row) for row in mine]
+    return [row for row, size in zip(mine, sizes, strict=True) if size == (TOKENS if TOKENS in sizes else sizes[-1])]
+
+
+def tokens_of(row: Row) -> int:
+    """Of all sequences together."""
+    return int(row["batch"]) * int(row["seqlen_q"])
+
+
+def problem_of(row: Row) -> Problem:
+    """What a row of pass `fwd` or `bwd` was asked."""
+    return Problem(
+        **{size: int(row[size]) for size in SIZES},
+        dtype=row["dtype"],
+        causal=row["causal"] == "1",
+        grad=row["pass"] == "bwd",
+        block_mask=MaskForm() if row["mask"] else None,
+        device="cpu" if row["gpu"] == "cpu" else "cuda",
+        arch=next((arch for word, arch in ARCHS.items() if re.search(rf"\b{word}\b", row["gpu"])), None),
+        **parted(row["impl"])[1],
+    )
+
+
+def shape_of(row: Row) -> Shape:
+    """What sets a row of a table apart from the others, besides its implementation."""
+    return int(row["head_dim"]), row["causal"] == "1", int(row["seqlen_q"])
+
+
+def speeds(rows: list[Row], column: str = "tflops") -> Speeds:
+    """TFLOP/s, or another column where it is filled, by shape, then by implementation, in the file's order."""
+    table: Speeds = {}
+    for row in rows:
+        if row.get(column):
+            table.setdefault(shape_of(row), {})[row["impl"]] = float(row[column])
+    return dict(sorted(table.items()))
+
+
+def impls(table: Speeds) -> list[str]:
+    """Every implementation in the table, in the order met."""
+    return list(dict.fromkeys(impl for cell in table.values() for impl in cell))
+
+
+def ours(impl: str) -> bool:
+    """Whether it is a version, ours or a reader's own, and no peer."""
+    return impl not in PEERS
+
+
+def mean(values: list[float]) -> float:
+    """The geometric one."""
+    return exp(sum(map(log, values)) / len(values))
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """One implementation's speed over another's, by shape, in the cells of one run that have both."""
+
+    run: str
+    values: dict[Shape, float]
+
+    def of(self, head_dim: int) -> list[float]:
+        """Those of a head dim."""
+        return [value for shape, value in self.values.items() if shape[0] == head_dim]
+
+
+def over(rows: list[Row], impl: str, other: str, table: str) -> Ratios | None:
+    """Speed of `impl` over that of `other`, in the last run of the table (one of `TABLES`) that has both; None where none has.
+
+    `other` may be `BEST_PEER`: in each cell the fastest of the peers.
+    """
+    mine = _of_table(rows, table)
+    for run in reversed(dict.fromkeys(row["run"] for row in mine)):
+        cells = speeds([row for row in mine if row["run"] == run])
+        values = {}
+        for shape, cell in cells.items():
+            rivals = [speed for name, speed in cell.items() if (not ours(name) if other == BEST_PEER else name == other)]
+            if impl in cell and rivals:
+                values[shape] = cell[impl] / max(rivals)
+        if values:
+            return Ratios(run, values)
+    return None
+
+
+def matmul(rows: list[Row], run: str, dtype: str = "bf16") -> list[float]:
+    """TFLOP/s of that run's matrix products in bf16 or e4m3, in its order."""
+    return [float(row["tflops"]) for row in rows if row["pass"] == GEMM and (row["run"], row["dtype"]) == (run, dtype)]
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """The block-sparse run nearest the end of the file.
+
+    Attributes:
+        rows: all of it, the dense cells too.
+        ms: by pass, head_dim and seqlen, then by mask (that of a dense cell is "", or "causal=True"), then by implementation; of one
+            sequence.
+        densities: by mask and seqlen.
+        butterfly: as ms, but by pass and head_dim, then by seqlen, then by whether the cell is dense; of as many tokens in all.
+        tokens: of `butterfly`.
+    """
+
+    rows: list[Row]
+    ms: dict[Size, dict[str, dict[str, float]]]
+    densities: dict[tuple[str, int], float]
+    butterfly: dict[tuple[str, int], dict[int, dict[bool, dict[str, float]]]]
+    tokens: int
+
+    def speedup(self, size: Size, mask: str, impl: str) -> float | None:
+        """Of an implementation with a mask over its own dense kernel, where both ran."""
+        sparse, dense = self.ms[size].get(mask, {}).get(impl), self.ms[size].get("", {}).get(DENSE_OF.get(impl, impl))
+        return None if sparse is None or dense is None else dense / sparse
+
+    @property
+    def butterfly_lengths(self) -> list[int]:
+        """The lengths at which the butterfly was timed."""
+        return sorted({seqlen for cells in self.butterfly.values() for seqlen in cells if (BUTTERFLY, seqlen) in self.densities})
+
+
+def sparse_run(rows: list[Row]) -> Sparse | None:
+    """The last run with block masks; None where there is none."""
+    rows = measured(rows)
+    runs = [row["run"] for row in rows if row["mask"]]
+    rows = [row for row in rows if runs and row["run"] == runs[-1] and row["pass"] not in (GEMM, COPY)]
+    if not rows:
+        return None
+    found = Sparse(rows, {}, {}, {}, 0)
+    tokens = {}
+    for row in rows:
+        seqlen, mask, impl, of = int(row["seqlen_q"]), row["mask"], row["impl"], (row["pass"], int(row["head_dim"]))
+        if mask:
+            found.densities[mask, seqlen] = float(row["density"])
+        if mask == BUTTERFLY:
+            tokens.setdefault(tokens_of(row), set()).add(seqlen)
+        if row["batch"] == "1":
+            name = "causal=True" if row["causal"] == "1" else mask
+            found.ms.setdefault((*of, seqlen), {}).setdefault(name, {})[impl] = float(row["ms"])
+    whole = max(tokens, key=lambda n: len(tokens[n]), default=0)
+    for row in rows:
+        seqlen = int(row["seqlen_q"])
+        if tokens_of(row) == whole and row["mask"] in ("", BUTTERFLY) and row["causal"] == "0":
+            cells = found.butterfly.setdefault((row["pass"], int(row["head_dim"])), {})
+            cells.setdefault(seqlen, {}).setdefault(not row["mask"], {})[row["impl"]] = float(row["ms"])
+    sizes = dict(sorted(found.ms.items(), key=lambda item: (-item[0][1], item[0][2], PASSES.index(item[0][0]))))
+    # A length that has nothing but the butterfly is of its picture alone.
+    sizes = {size: cells for size, cells in sizes.items() if set(cells) - {"", BUTTERFLY}}
+    # One length is no curve.
+    curves = {of: dict(sorted(cells.items())) for of, cells in found.butterfly.items() if len(cells) > 1}
+    return replace(found, ms=sizes, tokens=whole, butterfly=curves)
+
+
+def length(seqlen: int) -> str:
+    """16k for 16384."""
+    return f"{seqlen // 1024}k" if seqlen >= 1024 else str(seqlen)
