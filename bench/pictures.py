@@ -192,7 +192,8 @@ def _lines(rows: list[Row], mine: list[Row], title: str) -> Any:
     for axes, cells in columns:
         for name in runs.impls(speeds):
             labels[name] = _line(axes, name, {n: cell[name] for n, cell in cells.items() if name in cell})
-        if products := runs.matmul(rows, mine[0]["run"], factors):
+        products = runs.matmul(rows, mine[0]["run"], factors)
+        if products and mine[0]["gpu"] != "cpu":  # of which an interpreter is thousands of times away
             labels[f"{factors} matmul"] = _ceiling(axes, products)
     panels[0, 0].set_ylim(bottom=0)
     _outer(panels, _seqlen(mine[0]), "TFLOP/s")

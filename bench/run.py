@@ -225,6 +225,13 @@ def default_impls(pass_: str, dtype: str = "bf16", masked: bool = False) -> list
     return [*names, *modes, *peers]
 
 
+def foreign(impls: dict[str, list[str]]) -> list[str]:
+    """Those, by pass, that are versions from outside of flashzoo."""
+    specs = flashzoo.versions()
+    found = {impl: specs.get(parted(impl.partition("@")[0])[0]) for chosen in impls.values() for impl in chosen}
+    return [impl for impl, spec in found.items() if spec and not spec.impl.startswith("flashzoo.")]
+
+
 def fitting(impls: list[str], cell: Cell, masked: bool) -> list[str]:
     """Those that are for the cell: of versions, in a masked one, those that take a block mask, and in a dense one of a run with masks
     all but `blocksparse`, which is v2 there; what has a length behind its name, at that length."""
@@ -868,11 +875,13 @@ def main(argv: list[str] | None = None) -> int:
         print(listing())
         return 0
     _check(args, parser)
+    impls = {pass_: args.impls or default_impls(pass_, args.dtype, bool(args.masks)) for pass_ in passes(args)}
+    if not args.out and (own := foreign(impls)):
+        parser.error(f"--out: expected a file of your own for {', '.join(own)}, which this repository's results don't have")
     try:
         results = Results(args.out or results_path(args.device), args.resume or args.run, args.device, args.commit or head_commit())
     except ValueError as error:
         parser.error(f"--out: {error}")
-    impls = {pass_: args.impls or default_impls(pass_, args.dtype, bool(args.masks)) for pass_ in passes(args)}
     settled = results.settled()
     todo: Work = {}
     for cell in cells(args):

@@ -1,10 +1,15 @@
-"""The command line: `flashzoo list | explain | compare | check | bench | report`. Exit code 0 is well, 1 a failed check, 2 bad input."""
+"""The command line: `flashzoo list | explain | compare | check | bench | report`. Exit code 0 is well, 1 a failed check, 2 bad input.
+
+Every command takes a Python file that registers versions as its first argument, and then has these among the others.
+"""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import importlib.util
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +19,7 @@ import torch
 
 import flashzoo
 from flashzoo.compare import Comparison, compare_workload
-from flashzoo.registry import plugin_errors
+from flashzoo.registry import FILES, load_file, plugin_errors
 from flashzoo.spec import DTYPES, FEATURES, PRECISIONS, Problem, Spec
 from flashzoo.workloads import TORCH_DTYPES, hardware
 
@@ -59,11 +64,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # who read what is printed has gone, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        return 128 + signal.SIGPIPE
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
     if rest and not args.passes_on:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
+        _load(getattr(args, "file", None))
         return args.run(args, rest) if args.passes_on else args.run(args)
     except (ValueError, TypeError, flashzoo.UnsupportedError) as error:
         print(f"flashzoo {args.command}: {error}", file=sys.stderr)
@@ -78,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     def command(name: str, run: Callable[..., int], text: str, passes_on: bool = False) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=text, description=text, add_help=name not in FROM_CHECKOUT)
         made.set_defaults(run=run, passes_on=passes_on)
+        if not passes_on:
+            made.add_argument("file", nargs="?", metavar="FILE.py", help="a Python file that calls flashzoo.register: its versions too")
         return made
 
     command("list", _list, "what versions there are, what each takes, and whether it can run here")
@@ -100,8 +119,10 @@ def _parser() -> argparse.ArgumentParser:
     check = command("check", _check, "run the whole test suite on your own variant; further arguments go to pytest", passes_on=True)
     check.add_argument("target", help="a Python file that calls flashzoo.register, or NAME[,NAME] of registered versions")
 
-    command("bench", _from_checkout, "time versions and peers on this GPU; arguments go to bench/run.py", passes_on=True)
-    command("report", _from_checkout, "one HTML file of what bench measured; arguments go to bench/report.py", passes_on=True)
+    command("bench", _from_checkout, "time versions and peers on this GPU; arguments behind a FILE.py go to bench/run.py", passes_on=True)
+    command(
+        "report", _from_checkout, "one HTML file of what bench measured; arguments behind a FILE.py go to bench/report.py", passes_on=True
+    )
     return parser
 
 
@@ -244,32 +265,13 @@ def _device(name: str | None) -> torch.device:
     return torch.device(name)
 
 
-def load_variant(path: Path) -> list[str]:
-    """Import a file that registers versions, under its own name, so that `impl="my_variant:attention"` resolves.
-
-    Args:
-        path: a Python file; its folder goes on `sys.path`.
-
-    Returns:
-        The names it registered.
-
-    Raises:
-        CommandError: there is no such file, its name is another module's, or it registers nothing.
-    """
-    path = path.resolve()
-    if not path.is_file():
-        raise CommandError(f"expected a Python file or the name of a version, got {str(path)!r}, which is not there")
-    before = flashzoo.versions()
-    sys.path.insert(0, str(path.parent))
-    module = importlib.import_module(path.stem)
-    if Path(module.__file__ or "").resolve() != path:
-        raise CommandError(
-            f"{path.name} can't be imported as {path.stem!r}: that name is {module.__file__ or 'a built-in module'}; rename it"
-        )
-    added = [name for name in flashzoo.versions() if name not in before]
-    if not added:
-        raise CommandError(f"{path} registered no version: expected it to call flashzoo.register(flashzoo.Spec(...))")
-    return added
+def _load(file: str | None) -> list[str]:
+    """Have the versions that a file registers, in this process and in those that it starts. Returns their names."""
+    if file is None:
+        return []
+    names = load_file(file)
+    os.environ[FILES] = os.pathsep.join(filter(None, (str(Path(file).resolve()), os.environ.get(FILES))))
+    return names
 
 
 def _check(args: argparse.Namespace, pytest_arguments: list[str]) -> int:
@@ -279,16 +281,14 @@ def _check(args: argparse.Namespace, pytest_arguments: list[str]) -> int:
     if importlib.util.find_spec("pytest") is None:
         raise CommandError("pytest is not installed: pip install 'flashzoo[test]'")
     if args.target.endswith(".py"):
-        path = Path(args.target).resolve()
-        names, chosen = load_variant(path), ["--variant-file", str(path)]
+        names = _load(args.target)
     else:
-        names, chosen = _names(args.target), []
+        names = _names(args.target)
         unknown = [name for name in names if name not in flashzoo.versions()]
         if unknown:
             raise CommandError(f"expected a .py file or names from {', '.join(flashzoo.versions())}, got {', '.join(map(repr, unknown))}")
     print(f"the suite on {', '.join(names)}: {suite}", flush=True)
-    chosen += ["--versions", ",".join(names)]
-    command = [sys.executable, "-m", "pytest", str(suite), *chosen, *pytest_arguments]
+    command = [sys.executable, "-m", "pytest", str(suite), "--versions", ",".join(names), *pytest_arguments]
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 
@@ -299,5 +299,7 @@ def _from_checkout(args: argparse.Namespace, arguments: list[str]) -> int:
         raise CommandError(f"{name} is not here: expected {script}; run from a checkout (pip install -e .)")
     if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
         raise CommandError(f"{' and '.join(missing)} must be installed: pip install 'flashzoo[report]'")
+    if arguments and arguments[0].endswith(".py"):
+        _load(arguments.pop(0))
     sys.path.insert(0, str(ROOT))
     return importlib.import_module(name).main(arguments)

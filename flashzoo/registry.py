@@ -8,6 +8,7 @@ raises with its reasons and with the versions that would do.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,12 +16,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TypeVar
 
 from flashzoo.spec import Problem, Spec
 
 ENTRY_POINTS = "flashzoo.versions"
 ENVIRONMENT = "FLASHZOO_VERSION"
+FILES = "FLASHZOO_VARIANTS"
+"""Environment variable with files that register versions, joined as in PATH: plug-ins without a package."""
 
 Answer = TypeVar("Answer", bound=Callable)
 
@@ -92,7 +96,7 @@ def versions() -> dict[str, Spec]:
 
 
 def plugin_errors() -> dict[str, str]:
-    """Entry points in the group `flashzoo.versions` that could not be loaded, and why."""
+    """Entry points in the group `flashzoo.versions`, and files in `FLASHZOO_VARIANTS`, that could not be loaded, and why."""
     _load_plugins()
     return dict(_plugin_errors)
 
@@ -113,6 +117,40 @@ def _load_plugins() -> None:
                 register(spec)
         except Exception as error:  # any failure of a third party's code is reported, by explain and by list
             _plugin_errors[entry.name] = f"{type(error).__name__}: {error}"
+    for path in filter(None, os.environ.get(FILES, "").split(os.pathsep)):
+        try:
+            load_file(path)
+        except Exception as error:
+            _plugin_errors[path] = f"{type(error).__name__}: {error}"
+
+
+def load_file(path: str | Path) -> list[str]:
+    """Import a file that registers versions, under its own name, so that `impl=f"{__name__}:attention"` resolves.
+
+    Args:
+        path: a Python file; its folder goes on `sys.path`.
+
+    Returns:
+        The names it registered, now or earlier.
+
+    Raises:
+        ValueError: there is no such file, its name is another module's, or it registers nothing.
+    """
+    path = Path(path).resolve()
+    if not path.is_file():
+        raise ValueError(f"expected a Python file, got {str(path)!r}, which is not there")
+    before = set(_specs)
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    module = import_module(path.stem)
+    if Path(module.__file__ or "").resolve() != path:
+        raise ValueError(
+            f"{path.name} can't be imported as {path.stem!r}: that name is {module.__file__ or 'a built-in module'}; rename it"
+        )
+    added = [name for name, spec in _specs.items() if name not in before or spec.impl.partition(":")[0] == path.stem]
+    if not added:
+        raise ValueError(f"{path} registered no version: expected it to call flashzoo.register(flashzoo.Spec(...))")
+    return added
 
 
 @contextmanager

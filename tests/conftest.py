@@ -1,22 +1,20 @@
 """Which versions the suite runs on, which problems each test gives them, and the poisoned memory every test starts from.
 
-pytest tests --versions v1,v2              only these
-pytest tests --variant-file my_variant.py  only what this file registers; `flashzoo check` does this
+`pytest tests --versions v1,v2` runs it on these alone. `flashzoo check` adds that, and names a variant's file in FLASHZOO_VARIANTS.
 """
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
-from support import CHOSEN, DEVICE, FP8, asked
+from support import CHOSEN, DEVICE, FP8, ROOT, asked
 
 import flashzoo
 from flashzoo import Spec
-from flashzoo.cli import CommandError, load_variant
+from flashzoo.registry import plugin_errors
 
 POISON_BYTES = [1 << power for power in range(9, 29) for _ in range(4)]
 """Blocks of every size class of the caching allocator, up to 256 MiB."""
@@ -28,7 +26,9 @@ settings.load_profile("ci")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--versions", metavar="NAME[,NAME]", help="test only these versions")
-    parser.addoption("--variant-file", metavar="PATH", help="import this file first; without --versions, test only what it registers")
+    saved = ROOT / "tests" / "host_baseline.json"
+    parser.addoption("--host-baseline", metavar="FILE", default=str(saved), help=f"what host costs are held to (default: {saved.name})")
+    parser.addoption("--update-host-baseline", action="store_true", help="write the host costs that are measured, and compare none")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,19 +44,16 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)  # the workers are the parallelism
     # Compiled kernels on disk: not in the user's cache, but one folder for all workers, from one run to the next.
     os.environ.setdefault("FLASHZOO_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "kernels"))
-    config.stash[CHOSEN] = _chosen(config.getoption("--versions"), config.getoption("--variant-file"))
+    config.stash[CHOSEN] = _chosen(config.getoption("--versions"))
 
 
-def _chosen(names: str | None, variant_file: str | None) -> list[Spec]:
-    try:
-        added = load_variant(Path(variant_file)) if variant_file else []
-    except (CommandError, ImportError) as error:
-        raise pytest.UsageError(f"--variant-file: {error}") from error
+def _chosen(names: str | None) -> list[Spec]:
     known = flashzoo.versions()
-    chosen = names.split(",") if names else added or list(known)
+    chosen = names.split(",") if names else list(known)
     unknown = [name for name in chosen if name not in known]
     if unknown:
-        raise pytest.UsageError(f"--versions must be from {', '.join(known)}, got {', '.join(unknown)}")
+        broken = "".join(f"\n{name} could not be loaded: {error}" for name, error in plugin_errors().items())
+        raise pytest.UsageError(f"--versions must be from {', '.join(known)}, got {', '.join(unknown)}{broken}")
     return [known[name] for name in chosen]
 
 

@@ -1,4 +1,4 @@
-"""`flashzoo list | explain | compare | check`, and the table of `compare`."""
+"""`flashzoo list | explain | compare | check | bench | report`, and the table of `compare`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 
 import pytest
 import torch
-from support import toy
+from support import ROOT, in_fresh_process, toy
 
 import flashzoo
 from flashzoo.cli import main
@@ -53,6 +53,18 @@ def registered():
         flashzoo.unregister(name)
 
 
+@pytest.fixture
+def own_variant(tmp_path, monkeypatch):
+    """A file that registers `own`, which is undone, and what `main` leaves for processes that it starts."""
+    monkeypatch.delenv("FLASHZOO_VARIANTS", raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    path = tmp_path / "own_variant.py"
+    path.write_text(WRONG.replace("one_percent_off", "own").replace("1.01", "1").replace('"fp16"', '"fp32"'))
+    yield path
+    sys.modules.pop("own_variant", None)
+    flashzoo.unregister("own")
+
+
 def failing(q, k, v, problem, softmax_scale):
     raise RuntimeError("out of luck")
 
@@ -66,6 +78,60 @@ def test_list_names_every_version(capsys):
     assert main(["list"]) == 0
     text = capsys.readouterr().out
     assert all(f"{name}: {spec.title}" in text for name, spec in flashzoo.versions().items())
+
+
+@pytest.mark.parametrize("arguments", [["list"], ["explain"], ["compare", "--versions", "own,standard"]], ids=lambda words: words[0])
+def test_every_command_takes_a_variants_file(arguments, own_variant, capsys):
+    command, *options = arguments
+    size = [] if command == "list" else TINY if command == "compare" else TINY[:-2]
+    assert main([command, str(own_variant), *size, *options]) == 0
+    assert "own" in capsys.readouterr().out
+
+
+def test_bench_and_report_take_a_variants_file(own_variant, tmp_path):
+    results, page = tmp_path / "own.csv", tmp_path / "own.html"
+    size = f"--device cpu --dtype fp32 --tokens 64 --hidden 32 --head-dims 16 --ms 1 --passes fwd --causal 1 --out {results}"
+    assert main(["bench", str(own_variant), "--impls", "own,standard", *size.split()]) == 0
+    assert [row["impl"] for row in csv.DictReader(results.open())] == ["matmul", "own", "standard", "matmul"]
+    pytest.importorskip("matplotlib")
+    assert main(["report", str(own_variant), "--csv", str(results), "-o", str(page)]) == 0
+    assert "<td>own</td>" in page.read_text() and "data:image/png" in page.read_text()
+
+
+def test_a_variant_is_there_in_processes_that_a_command_starts(own_variant, capsys):
+    assert main(["list", str(own_variant)]) == 0
+    code = f"import sys; sys.path.append({str(ROOT / 'tests')!r}); import flashzoo; print(*flashzoo.versions())"
+    assert "own" in in_fresh_process(code).split()
+
+
+def test_results_of_a_variant_need_a_file_of_their_own(own_variant, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", str(own_variant), "--impls", "own,standard", "--device", "cpu"])
+    assert stop.value.code == 2
+    assert "--out: expected a file of your own for own" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("absent.py", None, "absent.py', which is not there"),
+        ("idle.py", "", "registered no version"),
+        ("json.py", "", "can't be imported as 'json'"),
+    ],
+)
+def test_a_file_that_is_no_variant(name, text, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    assert main(["list", str(tmp_path / name)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    """As if SIGPIPE had ended it, which is what other tools let happen."""
+    command = f"{sys.executable} -m flashzoo list | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("141\n", "")
 
 
 def test_explain_of_a_gpu_that_is_not_there(capsys):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import math
+import os
+import sys
 
 import pytest
 import torch
@@ -607,6 +609,16 @@ class TestPlugins:
         assert errors["wrong"] == "TypeError: expected a flashzoo.Spec, got str"
         assert "the name 'sdpa' is taken" in errors["taken"]
         assert "toy" in flashzoo.versions()
+
+    def test_a_file_named_in_the_environment_is_a_plugin(self, installed, monkeypatch, tmp_path):
+        good, broken = tmp_path / "variant_of_a_file.py", tmp_path / "broken_variant.py"
+        good.write_text("import flashzoo, support\nflashzoo.register(support.toy('from_a_file'))")
+        broken.write_text("import no_such_module")
+        monkeypatch.setenv("FLASHZOO_VARIANTS", os.pathsep.join(map(str, (broken, good))))
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        installed()
+        assert "from_a_file" in flashzoo.versions()
+        assert registry.plugin_errors() == {str(broken): "ModuleNotFoundError: No module named 'no_such_module'"}
 
 
 def _changed(**changes):

@@ -1,26 +1,44 @@
-"""What a call costs the host before any kernel runs. Limits scale with the machine's own speed; the microseconds are printed."""
+"""What flashzoo costs the host before any kernel runs, held to a saved baseline. `make host` measures, one process, after the other tests.
+
+Costs are in calibrations: over the time of a loop of plain Python, of which one batch runs behind each batch of what is measured, so
+that both have the same machine, and the best batch of each counts, since what else the machine does only ever adds. A cost may be
+`SLACK` times the baseline's. Where the tests run side by side pytest-benchmark measures nothing; then each function is called once.
+
+`make host ARGS=--update-host-baseline` writes the baseline of this hardware: a CPU's, or that of a GPU by its name.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+import json
 import math
+import os
+import platform
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from support import toy
+from support import DEVICE, ROOT, in_fresh_process, toy
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashzoo
+from flashzoo.registry import implementation
+from flashzoo.workloads import TORCH_DTYPES
 
-DISPATCH_US = 10.0
-EXPLAIN_US = 200.0
-TINY_CALL_US = {"v3": 30.0}
-"""What a call on a tiny problem may cost in all, for the versions that promise it."""
-CALIBRATION_US = 30.0
-"""What `calibration` takes on the machine that the limits are meant for."""
+SLACK = 1.5
+PROMISED = {"dispatch": 1 / 3, "explain": 20 / 3, "call v3": 1.0, "import": 20e3 / 3}
+"""Calibrations that no baseline may raise: 10, 200 and 30 us and 0.2 s where a calibration takes 30 us."""
 OVER_SDPA = 40 / 37
 """The host's cost of v2 over that of torch's attention with the same transposes, on a GPU."""
+BATCH_S, ROUNDS = 1e-3, 150
+WHERE = torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
 
 
 def calibration() -> int:
@@ -32,20 +50,66 @@ def calibration() -> int:
     return total
 
 
-def best_us(function: Callable[[], object], calls: int = 200) -> float:
-    """Microseconds of one call: the best of 15 batches, since what else the machine does only ever adds."""
-
-    def batch() -> float:
-        start = time.perf_counter()
-        for _ in range(calls):
-            function()
-        return (time.perf_counter() - start) / calls * 1e6
-
-    return min(batch() for _ in range(15))
+def seconds(function: Callable[[], object], calls: int, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Of one call, in a batch of them."""
+    start = clock()
+    for _ in range(calls):
+        function()
+    return (clock() - start) / calls
 
 
-def limit(microseconds: float) -> float:
-    return microseconds * max(1.0, best_us(calibration) / CALIBRATION_US)
+class Baseline:
+    """The saved costs of this hardware, by subject; or what is written in their place.
+
+    Args:
+        path: a JSON file: by hardware the Python and torch that were measured, and the costs.
+        update: write what is measured, and compare nothing.
+    """
+
+    def __init__(self, path: Path, update: bool) -> None:
+        self.path, self.update = path, update
+
+    def hold(self, subject: str, cost: float) -> None:
+        """Fails where the cost, in calibrations, is more than `SLACK` times the saved one, or than what is promised."""
+        everywhere = json.loads(self.path.read_text()) if self.path.exists() else {}
+        here = everywhere.setdefault(WHERE, {"costs": {}})
+        if self.update:
+            here |= {"python": platform.python_version(), "torch": torch.__version__}
+            here["costs"] = dict(sorted({**here["costs"], subject: float(f"{cost:.3g}")}.items()))
+            self.path.write_text(json.dumps(everywhere, indent=2, sort_keys=True) + "\n")
+        elif subject not in here["costs"]:
+            pytest.skip(f"{self.path.name} has no {subject!r} of {WHERE}: --update-host-baseline writes it")
+        saved, promised = here["costs"][subject], PROMISED.get(subject, math.inf)
+        print(f"{subject}: {cost:.3g} calibrations, {cost / saved:.2f} of the baseline")
+        of = f"the baseline of Python {here['python']} and torch {here['torch']}"
+        assert cost <= SLACK * saved, f"{subject} costs {cost / saved:.2f} times {of}, {SLACK} are allowed"
+        assert cost <= promised, f"{subject} costs {cost:.3g} calibrations, {promised:.3g} are promised"
+
+
+@pytest.fixture
+def baseline(request):
+    options = request.config.option
+    return Baseline(Path(options.host_baseline), options.update_host_baseline)
+
+
+@pytest.fixture
+def costs(benchmark, baseline):
+    """`costs(subject, function)` measures a call of the function and holds it to the baseline."""
+    deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+
+    def measure(subject: str, function: Callable[[], object]) -> None:
+        function()
+        torch.use_deterministic_algorithms(False)  # conftest's way to poison memory has a cost of its own
+        torch.set_num_threads(1)
+        calls = max(1, round(BATCH_S / min(seconds(function, 3) for _ in range(3))))
+        loops = []
+        benchmark.pedantic(function, rounds=ROUNDS, iterations=calls, teardown=lambda: loops.append(seconds(calibration, 20)))
+        if not benchmark.disabled:
+            baseline.hold(subject, benchmark.stats.stats.min / min(loops))
+
+    yield measure
+    torch.use_deterministic_algorithms(deterministic)
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -54,9 +118,8 @@ def qkv():
 
 
 @pytest.fixture
-def registered():
-    flashzoo.register(toy("costless", impl=f"{__name__}:costless"))
-    yield
+def costless_version():
+    yield flashzoo.register(toy("costless", impl=f"{__name__}:costless")).name
     flashzoo.unregister("costless")
 
 
@@ -64,53 +127,128 @@ def costless(q, k, v, problem, softmax_scale):
     return q, None
 
 
-def test_dispatch(benchmark, qkv, registered):
+def test_dispatch(costs, qkv, costless_version):
     """A call of `attention` whose version does nothing is dispatch alone."""
-
-    def dispatch():
-        return flashzoo.attention(*qkv, causal=True, version="costless")
-
-    benchmark(dispatch)
-    spent, allowed = best_us(dispatch), limit(DISPATCH_US)
-    print(f"dispatch {spent:.2f} us, limit {allowed:.1f} us")
-    assert spent < allowed
+    costs("dispatch", lambda: flashzoo.attention(*qkv, causal=True, version=costless_version))
 
 
-def test_explain(benchmark, qkv):
-    def explain():
-        return flashzoo.explain(*qkv, causal=True, arch=90)
+def test_explain(costs, qkv):
+    costs("explain", lambda: flashzoo.explain(*qkv, causal=True, arch=90))
 
-    benchmark(explain)
-    spent, allowed = best_us(explain), limit(EXPLAIN_US)
-    print(f"explain {spent:.1f} us, limit {allowed:.0f} us")
-    assert spent < allowed
+
+IMPORT = f"""
+import sys, time, torch
+from collections.abc import Callable
+
+{inspect.getsource(calibration)}
+{inspect.getsource(seconds)}
+
+def imported():
+    for name in set(sys.modules) - known:
+        del sys.modules[name]
+    return seconds(lambda: __import__("flashzoo"), 1, time.process_time)
+
+known = set(sys.modules)
+imports, loops = zip(*((imported(), seconds(calibration, 200, time.process_time)) for _ in range(30)))
+print(min(imports) / min(loops))
+"""
+"""Prints the cost of importing flashzoo, and all that it brings beyond torch, from files that are in memory. In the processor's time: an
+import takes longer than a loaded machine leaves a process to itself."""
+
+
+def test_import(benchmark, baseline):
+    printed = benchmark.pedantic(in_fresh_process, (IMPORT,))
+    if not benchmark.disabled:
+        baseline.hold("import", float(printed))
+
+
+@pytest.fixture
+def no_launch(monkeypatch):
+    """Kernels are found, their arguments made, and nothing is launched: what the host does for a call, on a machine without a GPU."""
+    monkeypatch.setattr("flashzoo._triton.launch.interpret", lambda *arguments: None)
+    number = torch.zeros(1)
+    kernel = SimpleNamespace(on=lambda device: lambda *arguments: None)
+    for module in ("flashzoo.v3.launch", "flashzoo.v3.launch_fp8"):
+        monkeypatch.setattr(f"{module}.function_for", lambda of: kernel)
+        monkeypatch.setattr(f"{module}.current_stream", lambda device: 0)
+    monkeypatch.setattr("flashzoo._cute.driver.TensorMap._at", lambda self, address: bytes(128))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor gives as its own
+    monkeypatch.setattr("flashzoo.v3.launch.PerStream.__call__", lambda self, device, stream: number)
+
+
+@pytest.mark.parametrize("name", flashzoo.versions())
+def test_launch(costs, no_launch, name):
+    """From tensors to a kernel's arguments. `sdpa` and `standard`, which launch nothing of their own, run, on a tiny problem."""
+    spec = flashzoo.versions()[name]
+    device = {"device": "cpu"} if spec.cpu_dtypes else {"device": "cuda", "arch": 90}
+    problem = flashzoo.Problem(1, 16, 16, 2, 2, 64, dtype=spec.dtypes[0], **device)
+    mask = {"block_mask": flashzoo.BlockMask.causal(16, 16)} if name == "blocksparse" else {}
+    if mask:
+        problem = dataclasses.replace(problem, block_mask=mask["block_mask"].form)
+    q, k, v = (torch.randn(1, 16, 2, 64).to(TORCH_DTYPES[problem.dtype]) for _ in range(3))
+    attention = implementation(spec)
+    costs(f"launch {name}", lambda: attention(q, k, v, problem, 0.125, **mask))
+
+
+TORCH = "torch"
+"""Torch's own attention, among the calls on a GPU."""
+
+
+def tiny_call(name: str) -> Callable[[], object]:
+    """A call of a version, or of torch's attention with the transposes that bring it to our layout, on a GPU."""
+    q, k, v = (torch.randn(1, 64, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    if name != TORCH:
+        precision = "fp8" if flashzoo.versions()[name].quantizes and "bf16" not in flashzoo.versions()[name].dtypes else None
+        return lambda: flashzoo.attention(q, k, v, causal=True, version=name, precision=precision)
+    return lambda: scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name, spec in flashzoo.versions().items() if spec.requires])
-def test_a_tiny_call_on_the_gpu(benchmark, name):
-    major, minor = torch.cuda.get_device_capability()
-    problem = flashzoo.Problem(1, 64, 64, 2, 2, 64, causal=True, arch=10 * major + minor)
-    if reasons := flashzoo.versions()[name].unsupported(problem):
-        pytest.skip(f"{name}: {'; '.join(reasons)}")
-    q, k, v = (torch.randn(1, 64, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-
-    def call():
-        return flashzoo.attention(q, k, v, causal=True, version=name)
-
-    def torchs():
-        return scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True).transpose(1, 2)
-
-    for function in (call, torchs):
-        function()
-    benchmark(call)
+@pytest.mark.parametrize("name", [*flashzoo.versions(), TORCH])
+def test_a_tiny_call_on_the_gpu(costs, name):
+    call = tiny_call(name)
+    try:
+        call()
+    except flashzoo.UnsupportedError as error:
+        pytest.skip(str(error))
     torch.cuda.synchronize()
-    spent = best_us(call)
-    torch.cuda.synchronize()
-    sdpa = best_us(torchs)
-    torch.cuda.synchronize()
-    allowed = limit(TINY_CALL_US.get(name, math.inf))
-    print(f"{name}: {spent:.1f} us of the host's time, limit {allowed:.1f} us, torch's attention {sdpa:.1f} us")
-    assert spent < allowed
-    if name == "v2":
-        assert spent < OVER_SDPA * sdpa
+    costs(f"call {name}", call)
+
+
+@pytest.mark.gpu
+def test_v2_costs_the_host_what_torchs_attention_does():
+    best = {name: math.inf for name in ("v2", TORCH)}
+    calls = {name: tiny_call(name) for name in best}
+    for _ in range(ROUNDS):
+        for name, call in calls.items():
+            best[name] = min(best[name], seconds(call, 100))
+            torch.cuda.synchronize()
+    assert best["v2"] < OVER_SDPA * best[TORCH]
+
+
+TWICE = """
+import flashzoo
+
+once = flashzoo.explain
+flashzoo.explain = lambda *arguments, **how: (once(*arguments, **how), once(*arguments, **how))[0]
+"""
+
+
+def test_twice_the_cost_is_seen(tmp_path):
+    """Against a baseline of its own, so that what else this machine does now is in both."""
+    (tmp_path / "twice.py").write_text(TWICE)
+
+    def measured(*options: str) -> tuple[int, str]:
+        how = ("-k", "test_explain", "-p", "no:cacheprovider", "--host-baseline", str(tmp_path / "baseline.json"))
+        command = [sys.executable, "-m", "pytest", __file__, "--benchmark-only", *how, *options]
+        alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+        environment = alone | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return done.returncode, done.stdout
+
+    for options in (("--update-host-baseline",), ()):
+        code, printed = measured(*options)
+        assert code == 0, printed
+    code, printed = measured("-p", "twice")
+    assert code == 1 and re.search(r"explain costs (1\.[6-9]|2\.[0-4])\d* times the baseline of .*, 1.5 are allowed", printed), printed
