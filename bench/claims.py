@@ -164,7 +164,10 @@ def traffic(rows: list[Row]) -> Found | None:
         both = {seqlen: cell for (_, _, seqlen), cell in cells.items() if {"standard", "v1"} <= cell.keys()}
         if both:
             parts.append(f"{word} " + ", ".join(f"{cell['standard'] / cell['v1']:.1f}x at {runs.length(n)}" for n, cell in both.items()))
-    return Found(f"{formula}; DRAM's counters: {'; '.join(parts) or NOT_MEASURED}", (mine[0]["run"],) if mine else ())
+    return Found(
+        f"{formula}; DRAM's counters, `standard` in passes over float32: {'; '.join(parts) or NOT_MEASURED}",
+        (mine[0]["run"],) if mine else (),
+    )
 
 
 CLAIMS = (
