@@ -37,7 +37,7 @@ class Set:
     resumes: bool = True
 
 
-MASKED = "--causal 0 --ms 30 --masks"
+MASKED = "--ms 30 --masks"
 SETS = (
     Set("fwd", run.main, ("--passes fwd --ms 40",)),
     Set("bwd", run.main, ("--passes bwd --ms 40",)),
@@ -50,9 +50,10 @@ SETS = (
         "blocksparse",
         run.main,
         (
-            f"{MASKED} dense,ones,random/2,random/4,random/8,random/16,window1024 --seqlens 16384 --impls v3,blocksparse,v2,fa4,flex",
-            f"{MASKED} dense,ones,random/4,random/16,window1024,butterfly --seqlens 65536 --impls v3,blocksparse,v2,v1,fa4,flex",
-            f"{MASKED} dense,butterfly --head-dims 128 --tokens 65536 --hidden 512 --seqlens 512,2048,8192,32768 "
+            f"{MASKED} dense,ones,causal,random/2,random/4,random/8,random/16,window1024 --seqlens 16384 "
+            "--impls v3,blocksparse,v2,fa4,flex",
+            f"{MASKED} dense,ones,random/4,random/16,window1024,butterfly --causal 0 --seqlens 65536 --impls v3,blocksparse,v2,v1,fa4,flex",
+            f"{MASKED} dense,butterfly --causal 0 --head-dims 128 --tokens 65536 --hidden 512 --seqlens 512,2048,8192,32768 "
             "--impls v3,blocksparse,v2,v1",
         ),
     ),
