@@ -139,7 +139,7 @@ def test_each_claim_is_answered_by_its_rows():
         "standard 16x for 4x the keys (1024 MiB at 4k)"
     )
     moved, of = _claim(rows, "Fewer bytes moved than standard attention")
-    assert moved.endswith("DRAM's counters: forward 8.0x at 1k; backward 8.0x at 1k") and of == "bytes"
+    assert moved.endswith("DRAM's counters, `standard` in passes over float32: forward 8.0x at 1k; backward 8.0x at 1k") and of == "bytes"
     sparse = "forward: 1/4 kept 4.0x; backward: 1/4 kept 4.0x", "sparse"
     assert _claim(rows, "Block-sparse: time by the share of blocks kept") == sparse
     parts = "700 with both, 550 without overlap, 680 without ping-pong, 600 neither (TFLOP/s)"
@@ -154,7 +154,10 @@ def test_a_claim_without_rows_says_so():
     forward = [row for row in _generations() if row["pass"] == "fwd"]
     assert _claim(forward, "FA-2 over FA-1, backward") == (claims.NOT_MEASURED, "")
     moved, of = _claim(forward, "Fewer bytes moved than standard attention")
-    assert re.fullmatch(r"[\d.]+x by the paper's formula, [\d.]+x by our tiles \(forward, 1k\); DRAM's counters: not measured", moved)
+    assert re.fullmatch(
+        r"[\d.]+x by the paper's formula, [\d.]+x by our tiles \(forward, 1k\); DRAM's counters, `standard` in passes over float32: not measured",
+        moved,
+    )
     assert of == ""
 
 
