@@ -260,7 +260,7 @@ def test_v3_sparse_compiles_and_does_not_spill(width: int, width_v: int, block_k
     assert compiled.opcodes.keys() >= {"HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"}, "WGMMA, TMA both ways, registers by role"
     loads = [instruction for instruction in compiled.code if f"LDG.E.{kernel.tiles.block_kv} " in instruction]
     assert bool(loads) == kernel.bits, "a row's bits are one load"
-    consumers = kernel.tiles.consumers
+    consumers = kernel.teams * kernel.tiles.consumers
     wanted = PRODUCER_REGISTERS[consumers] + consumers * CONSUMER_REGISTERS[consumers]
     assert WARPGROUP * wanted <= kernel.threads * compiled.registers, "the consumers would wait for registers for ever"
     assert compiled.shared <= SHARED_LIMIT[90]
