@@ -336,7 +336,9 @@ def _roofline(rows: list[Row], mine: list[Row]) -> Any:
     seen = [row for row in runs.measured(rows) if row["pass"] == f"{TRAFFIC}fwd" and row.get("dram_mib")]
     seen = {(row["impl"], runs.shape_of(row)): float(row["dram_mib"]) * 2**20 for row in seen}
     head_dims = sorted({int(row["head_dim"]) for row in mine})
-    figure, panels = _figure(1, len(head_dims), f"Roofline, forward, bf16, {mine[0]['gpu']}", (4.1, 3.3), sharex=True, sharey=True)
+    figure, panels = _figure(
+        1, len(head_dims), f"Roofline, forward, {mine[0]['dtype']}, {mine[0]['gpu']}", (4.1, 3.3), sharex=True, sharey=True
+    )
     labels = {}
     for row in mine:
         axes, name = panels[0, head_dims.index(int(row["head_dim"]))], row["impl"]

@@ -170,6 +170,16 @@ def test_claims_are_of_the_last_run_that_has_both_sides():
     assert _claim([*rows, *failed], "FA-2 over FA-1, forward")[1] == "second", "rows that say why there is no result are none"
 
 
+def test_a_run_of_two_dtypes_has_a_table_of_one():
+    rows = [_row("one", impl, dtype=dtype, tflops=tflops) for dtype, tflops in (("bf16", 400), ("fp32", 50)) for impl in ("v2", "v1")]
+    mixed = [*rows[:3], _row("one", "v1", dtype="fp16", tflops=100)]
+    assert {row["dtype"] for row in runs.last_run(rows, "fwd")} == {"fp32"}
+    assert _claim(mixed, "FA-2 over FA-1, forward") == ("1.00x (1.00x to 1.00x in 1 cells)", "one"), "both sides are of bf16"
+    sparse = [_row("two", "v3", dtype=dtype, mask="random/4", ms=ms) for dtype, ms in (("fp16", 8), ("bf16", 2))]
+    found = runs.sparse_run(sparse)
+    assert found is not None and {row["dtype"] for row in found.rows} == {"bf16"}
+
+
 def test_every_picture_is_drawn(tmp_path):
     from PIL import Image
 
