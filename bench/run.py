@@ -863,6 +863,11 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     ):
         if whole and any(whole % part for part in parts):
             parser.error(f"{name}: expected a multiple of each of {', '.join(map(str, sorted(parts)))}, got {whole}")
+    if args.masks and not args.hidden:
+        hidden = [size for _, size in MASKED_SIZES]
+        if uneven := [head_dim for head_dim in args.head_dims or () if any(size % head_dim for size in hidden)]:
+            expected = f"divisors of {' and '.join(map(str, hidden))}, or --tokens and --hidden"
+            parser.error(f"--head-dims: expected {expected}, got {','.join(map(str, uneven))}")
     if not chosen:
         sizes = {"--head-dims": args.head_dims, "--seqlens": args.seqlens}
         got = " ".join(f"{name} {','.join(map(str, given))}" for name, given in sizes.items() if given)

@@ -424,6 +424,7 @@ def test_repeats_are_spread_over_the_rounds():
         ("--workers 1.5", "'1.5'"),
         ("--head-dims 48", "--head-dims 48"),
         ("--seqlens 3,5 --masks ones", "--seqlens 3,5"),
+        ("--head-dims 64,96 --masks ones", "96"),
         pytest.param("--device cuda", "cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")),
     ],
 )
