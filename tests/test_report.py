@@ -229,6 +229,14 @@ def test_a_run_of_other_sizes_alone_has_a_table_and_pictures(tmp_path):
     assert plot.report([*rows, *_generations()], tmp_path / "cpu.csv").count("0.016") == 0, "the field's sizes are wanted first"
 
 
+def test_a_runs_commits_are_named_and_who_was_not_installed(tmp_path):
+    rows = [_row("one", "v3", commit="aaa"), _row("one", "v2", commit="bbb"), _row("two", "v2", "bwd", commit="ccc")]
+    rows += [_row("one", impl, tflops="", ms="", why="missing: needs it") for impl in ("fa3", "v2", "xformers")]
+    text = plot.report(rows, tmp_path / "h200.csv")
+    assert "commit aaa and bbb and c0ffee, run one" in text and "commit ccc, run two" in text
+    assert text.count("Not installed: fa3, xformers.") == text.count("Not installed") == 1
+
+
 def test_a_peer_is_grey_and_a_version_of_ones_own_is_not():
     grey = pictures._style("flex")["color"].strip("#")
     assert grey[:2] == grey[2:4] == grey[4:] and pictures._style("mine")["color"] == pictures.BLACK
