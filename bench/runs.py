@@ -23,6 +23,7 @@ TABLES = {
 """Which runs a table is of, and its title: a pass, and what sets the run apart."""
 ERROR, TRAFFIC, COPY, GEMM = "error_", "traffic_", "copy", "gemm"
 """Passes that time no attention, or what they begin with: `bench.fp8_error`'s, `bench.traffic`'s, and a copy and a matmul, the ceilings."""
+WORDS = {"fwd": "forward", "bwd": "backward"}
 TOKENS = 16384
 BUTTERFLY = "butterfly"
 DENSE_OF = {"blocksparse": "v2"}
