@@ -24,7 +24,6 @@ ABLATION = {
 GENERATIONS = ("v3", "v2", "v1", "standard")
 FA2 = "sdpa_flash"
 """FlashAttention-2 as its authors wrote it, in torch: what FA-3's paper is held against. v2 is in Triton, and faster on Hopper."""
-WORDS = {"fwd": "forward", "bwd": "backward"}
 QUANTIZED = ("v3_fp8_rotation_block_scales", "standard_per_tensor_scales", "v3_fp8_rotation", "v3_fp8_block_scales")
 """Ways of table 3: the paper's, the plain one, and the two halves of the paper's."""
 
@@ -126,7 +125,7 @@ def sparse(rows: list[Row]) -> Found | None:
             if kind == "random" and (faster_by := run.speedup(size, mask, "v3")):
                 times.setdefault(size[0], {}).setdefault(int(share), []).append(faster_by)
     parts = [
-        f"{WORDS[pass_]}: " + ", ".join(f"1/{share} kept {runs.mean(values):.1f}x" for share, values in sorted(found.items()))
+        f"{runs.WORDS[pass_]}: " + ", ".join(f"1/{share} kept {runs.mean(values):.1f}x" for share, values in sorted(found.items()))
         for pass_, found in times.items()
     ]
     return Found("; ".join(parts), (run.rows[0]["run"],)) if parts else None
@@ -161,7 +160,7 @@ def traffic(rows: list[Row]) -> Found | None:
     mine = [row for row in runs.measured(rows) if row["pass"].startswith(TRAFFIC) and row["head_dim"] == "64"]
     mine = [row for row in mine if row["run"] == mine[-1]["run"]]
     parts = []
-    for pass_, word in WORDS.items():
+    for pass_, word in runs.WORDS.items():
         cells = runs.speeds([row for row in mine if row["pass"] == TRAFFIC + pass_], "dram_mib")
         both = {seqlen: cell for (_, _, seqlen), cell in cells.items() if {"standard", "v1"} <= cell.keys()}
         if both:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+import flashzoo
 from bench import ablation, fp8_error, plot, report, run, runs, traffic
 
 
@@ -75,7 +76,8 @@ def measure(sets: tuple[Set, ...], name: str, out: Path, commit: str, budget_s: 
     started, failed = time.monotonic(), 0
     for chosen in sets:
         run_id = f"{name}-{chosen.name}"
-        if not chosen.resumes and out.exists() and any(row["run"] == run_id for row in runs.read(out)):
+        # A copy alone is the traffic of which no counter could be read.
+        if not chosen.resumes and out.exists() and any(row["run"] == run_id and row["pass"] != runs.COPY for row in runs.read(out)):
             print(f"run {run_id} is there")
             continue
         for line in chosen.lines:
@@ -118,6 +120,8 @@ def main(argv: list[str] | None = None) -> int:
     wanted = args.sets.split(",")
     if unknown := set(wanted) - {chosen.name for chosen in SETS}:
         parser.error(f"--sets: expected names from {', '.join(chosen.name for chosen in SETS)}, got {', '.join(sorted(unknown))}")
+    if gpu and not args.out and (own := run.foreign({"": list(flashzoo.versions())})):
+        parser.error(f"--out: expected a file of your own for {', '.join(own)}, which this repository's results don't have")
     failed = 0
     if gpu:
         sets = tuple(chosen for chosen in SETS if chosen.name in wanted)

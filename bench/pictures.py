@@ -49,7 +49,6 @@ GENERATIONS = ("standard", "v1", "v2", "v3")
 ORDER = (*GENERATIONS[:-1], BEST_PEER, GENERATIONS[-1])
 """Of the bars of the picture at the top of the README."""
 PANEL, DPI, TONES = (3.9, 2.9), 120, 128
-WORDS = {"fwd": "forward", "bwd": "backward"}
 
 Panels = Any
 
@@ -171,7 +170,7 @@ def _generations(rows: list[Row], tables: dict[str, list[Row]]) -> Any:
             labels["bf16 matmul"] = _ceiling(axes, products)
         axes.set_xticks(range(len(cells)), [length(n) for n in cells])
         axes.grid(axis="x", visible=False)
-        axes.set_title(WORDS[table])
+        axes.set_title(runs.WORDS[table])
     _outer(panels, _seqlen(mine[0]), "TFLOP/s")
     # Either panel may lack one of the generations: the legend has them in their order all the same.
     _legend(figure, {name: labels[name] for name in (*ORDER, "bf16 matmul") if name in labels})
@@ -319,7 +318,7 @@ def _memory(rows: list[Row], tables: dict[str, list[Row]]) -> Any:
         _by_length(axes, taken)
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter(lambda mib, _: f"{mib / 1024:g} GiB" if mib >= 1024 else f"{mib:g} MiB")
-        axes.set_title(WORDS[pass_])
+        axes.set_title(runs.WORDS[pass_])
     _outer(panels, "seqlen", "peak, of one sequence")
     _legend(figure, labels)
     return figure
@@ -336,7 +335,9 @@ def _roofline(rows: list[Row], mine: list[Row]) -> Any:
     seen = [row for row in runs.measured(rows) if row["pass"] == f"{TRAFFIC}fwd" and row.get("dram_mib")]
     seen = {(row["impl"], runs.shape_of(row)): float(row["dram_mib"]) * 2**20 for row in seen}
     head_dims = sorted({int(row["head_dim"]) for row in mine})
-    figure, panels = _figure(1, len(head_dims), f"Roofline, forward, bf16, {mine[0]['gpu']}", (4.1, 3.3), sharex=True, sharey=True)
+    figure, panels = _figure(
+        1, len(head_dims), f"Roofline, forward, {mine[0]['dtype']}, {mine[0]['gpu']}", (4.1, 3.3), sharex=True, sharey=True
+    )
     labels = {}
     for row in mine:
         axes, name = panels[0, head_dims.index(int(row["head_dim"]))], row["impl"]
@@ -401,7 +402,7 @@ def _curves(rows: list[Row], run: Sparse) -> Any:
             axes.set_yscale("log", base=2)
             for axis in (axes.xaxis, axes.yaxis):
                 axis.set_major_formatter(lambda x, _: f"{x:g}")
-            axes.set_title(f"{WORDS[pass_]}, {kind}, head dim {head_dim}, {length(seqlen)}")
+            axes.set_title(f"{runs.WORDS[pass_]}, {kind}, head dim {head_dim}, {length(seqlen)}")
     _outer(panels, "1/density", "speed-up over dense")
     _legend(figure, labels)
     return figure
@@ -430,7 +431,7 @@ def _butterflies(rows: list[Row], run: Sparse) -> Any:
             axes.set_xscale("log", base=2)
             axes.set_xticks(lengths, [f"{length(seqlen)}\n{run.densities[BUTTERFLY, seqlen]:.1%}" for seqlen in lengths], fontsize=8.5)
             axes.minorticks_off()
-            axes.set_title(f"{WORDS[pass_]}, head dim {head_dim}")
+            axes.set_title(f"{runs.WORDS[pass_]}, head dim {head_dim}")
     _outer(panels, f"seqlen, {length(run.tokens)} tokens in all; density of the butterfly", "ms")
     _legend(figure, labels)
     return figure

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from bench import claims, pictures, runs, traffic
+from bench.run import MISSING
 from bench.runs import BUTTERFLY, FP8, RESULTS, TABLES, Row, Sparse, Speeds, impls, last_run, length, ours, sparse_run, speeds
 
 Picture = Callable[[str, str], list[str]]
@@ -141,11 +142,16 @@ def folded(summary: str, text: str) -> list[str]:
 def _origin(rows: list[Row], of: Row, dtype: str, what: str) -> str:
     """A sentence on what a run was made with."""
     products = ", ".join(f"{speed:.0f}" for speed in runs.matmul(rows, of["run"], dtype))
-    versions = f"torch {of['torch']}, triton {of['triton']}, commit {of['commit']}"
+    mine = [row for row in rows if row["run"] == of["run"]]
+    commits = " and ".join(dict.fromkeys(row["commit"] for row in mine))
+    versions = f"torch {of['torch']}, triton {of['triton']}, commit {commits}"
     product = f"{'an' if dtype == FP8 else 'a'} {dtype} matmul in the same run: {products}"
     unit = "" if what.startswith("TFLOP/s") else " TFLOP/s"
     gpu, run = (re.sub(r"([\\`*_<>&|\[\]])", r"\\\1", of[field]) for field in ("gpu", "run"))  # names of others', as text
-    return f"{gpu}, {versions}, run {run} of {of['date']}. {what}; {product}{unit}."
+    there = {row["impl"] for row in runs.measured(mine)}
+    absent = dict.fromkeys(row["impl"] for row in mine if row.get("why", "").startswith(MISSING) and row["impl"] not in there)
+    missing = f" Not installed: {', '.join(absent)}." if absent else ""
+    return f"{gpu}, {versions}, run {run} of {of['date']}. {what}; {product}{unit}.{missing}"
 
 
 def _ratio(values: list[float]) -> str:

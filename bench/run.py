@@ -281,8 +281,11 @@ def objection(impl: str, cell: Cell) -> str | None:
         return reason and f"{MISSING}: {reason}"
     version, options = parted(impl)
     form = cell.pattern.mask.form if cell.pattern else None
-    reasons = flashzoo.versions()[version].unsupported(replace(cell.problem, block_mask=form, **options))
-    return f"{REFUSED}: {'; '.join(reasons)}" if reasons else None
+    spec, asked = flashzoo.versions()[version], replace(cell.problem, block_mask=form, **options)
+    if not (reasons := spec.unsupported(asked)):
+        return None
+    installed = replace(spec, requires=(), backward_requires=())
+    return f"{REFUSED if installed.unsupported(asked) else MISSING}: {'; '.join(reasons)}"
 
 
 class Contender:
@@ -550,14 +553,19 @@ class Results:
                 writer.writeheader()
             writer.writerows({**self.common, **row} for row in rows)
 
-    def settled(self) -> set[tuple[str, ...]]:
-        """The implementation and `Cell.key` of every row that this run has, but for what was missing and is there now."""
-        if not self.path.exists():
-            return set()
-        with self.path.open(newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row["run"] == self.run]
-        rows = [row for row in rows if missing(row["impl"]) or not row["why"].startswith(MISSING)]
-        return {(row["impl"], *(row[name] for name in KEY_FIELDS)) for row in rows}
+    def lacking(self) -> Callable[[str, Cell], bool]:
+        """Whether this run has no row of the implementation in the cell, or one that says it was missing, which it is no longer."""
+        rows = []
+        if self.path.exists():
+            with self.path.open(newline="") as file:
+                rows = [row for row in csv.DictReader(file) if row["run"] == self.run]
+        whys = {(row["impl"], *(row[name] for name in KEY_FIELDS)): row["why"] for row in rows}
+
+        def lacks(impl: str, cell: Cell) -> bool:
+            why = whys.get((impl, *cell.key))
+            return why is None or (why.startswith(MISSING) and not (objection(impl, cell) or "").startswith(MISSING))
+
+        return lacks
 
     def _mend(self) -> None:
         text = self.path.read_bytes() if self.path.exists() else b""
@@ -855,6 +863,11 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     ):
         if whole and any(whole % part for part in parts):
             parser.error(f"{name}: expected a multiple of each of {', '.join(map(str, sorted(parts)))}, got {whole}")
+    if args.masks and not args.hidden:
+        hidden = [size for _, size in MASKED_SIZES]
+        if uneven := [head_dim for head_dim in args.head_dims or () if any(size % head_dim for size in hidden)]:
+            expected = f"divisors of {' and '.join(map(str, hidden))}, or --tokens and --hidden"
+            parser.error(f"--head-dims: expected {expected}, got {','.join(map(str, uneven))}")
     if not chosen:
         sizes = {"--head-dims": args.head_dims, "--seqlens": args.seqlens}
         got = " ".join(f"{name} {','.join(map(str, given))}" for name, given in sizes.items() if given)
@@ -882,10 +895,10 @@ def main(argv: list[str] | None = None) -> int:
         results = Results(args.out or results_path(args.device), args.resume or args.run, args.device, args.commit or head_commit())
     except ValueError as error:
         parser.error(f"--out: {error}")
-    settled = results.settled()
+    lacks = results.lacking()
     todo: Work = {}
     for cell in cells(args):
-        left = [impl for impl in fitting(impls[cell.pass_], cell, bool(args.masks)) if (impl, *cell.key) not in settled]
+        left = [impl for impl in fitting(impls[cell.pass_], cell, bool(args.masks)) if lacks(impl, cell)]
         if left:
             todo[cell] = left
     print(f"run {results.run}, {len(todo)} cells, {gpu_name(args.device)}, into {results.path}", flush=True)

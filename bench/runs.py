@@ -23,6 +23,7 @@ TABLES = {
 """Which runs a table is of, and its title: a pass, and what sets the run apart."""
 ERROR, TRAFFIC, COPY, GEMM = "error_", "traffic_", "copy", "gemm"
 """Passes that time no attention, or what they begin with: `bench.fp8_error`'s, `bench.traffic`'s, and a copy and a matmul, the ceilings."""
+WORDS = {"fwd": "forward", "bwd": "backward"}
 TOKENS = 16384
 BUTTERFLY = "butterfly"
 DENSE_OF = {"blocksparse": "v2"}
@@ -59,7 +60,7 @@ def measured(rows: list[Row]) -> list[Row]:
 
 
 def last_run(rows: list[Row], table: str) -> list[Row]:
-    """A table's rows, at the field's sizes, of the run nearest the end of the file.
+    """A table's rows, at the field's sizes, of the run nearest the end of the file, in the dtype of its last row.
 
     Where no row is of the field's sizes, as in a run on a CPU, they are at the sizes of the last row.
 
@@ -69,7 +70,12 @@ def last_run(rows: list[Row], table: str) -> list[Row]:
             times an ablated kernel is of none, nor one with block masks.
     """
     mine = _of_table(rows, table)
-    return [row for row in mine if row["run"] == mine[-1]["run"]]
+    return [row for row in mine if _measurement(row) == _measurement(mine[-1])]
+
+
+def _measurement(row: Row) -> tuple[str, str]:
+    """What a table is of: one run, and of that one dtype."""
+    return row["run"], row["dtype"]
 
 
 def _of_table(rows: list[Row], table: str) -> list[Row]:
@@ -152,15 +158,15 @@ def over(rows: list[Row], impl: str, other: str, table: str) -> Ratios | None:
     `other` may be `BEST_PEER`: in each cell the fastest of the peers.
     """
     mine = _of_table(rows, table)
-    for run in reversed(dict.fromkeys(row["run"] for row in mine)):
-        cells = speeds([row for row in mine if row["run"] == run])
+    for of in reversed(dict.fromkeys(map(_measurement, mine))):
+        cells = speeds([row for row in mine if _measurement(row) == of])
         values = {}
         for shape, cell in cells.items():
             rivals = [speed for name, speed in cell.items() if (not ours(name) if other == BEST_PEER else name == other)]
             if impl in cell and rivals:
                 values[shape] = cell[impl] / max(rivals)
         if values:
-            return Ratios(run, values)
+            return Ratios(of[0], values)
     return None
 
 
@@ -202,8 +208,8 @@ class Sparse:
 def sparse_run(rows: list[Row]) -> Sparse | None:
     """The last run with block masks; None where there is none."""
     rows = measured(rows)
-    runs = [row["run"] for row in rows if row["mask"]]
-    rows = [row for row in rows if runs and row["run"] == runs[-1] and row["pass"] not in (GEMM, COPY)]
+    of = [_measurement(row) for row in rows if row["mask"]]
+    rows = [row for row in rows if of and _measurement(row) == of[-1] and row["pass"] not in (GEMM, COPY)]
     if not rows:
         return None
     found = Sparse(rows, {}, {}, {}, 0)

@@ -219,6 +219,8 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("bench.traffic needs an NVIDIA GPU", file=sys.stderr)
         return 1
+    if unknown := [name for name in args.passes if name not in run.PASSES]:
+        parser.error(f"--passes: expected names from {', '.join(run.PASSES)}, got {', '.join(unknown)}")
     todo = cells(args)
     if args.child:
         call_each(todo)

@@ -197,6 +197,21 @@ def test_resume_tries_again_only_what_was_missing(tmp_path, broken, absent, monk
     assert _timed(out) == [("standard", "fwd", "0"), ("fa3", "fwd", "0")] and len(broken) == 1
 
 
+def test_a_version_whose_package_is_missing_is_tried_again_once_it_is_there(tmp_path):
+    needy = dataclasses.replace(flashzoo.versions()["standard"], name="needy", requires=("no_such_package",), auto=())
+    out, line = tmp_path / "cpu.csv", "--impls standard,needy --passes fwd --causal 0 --resume r1"
+    try:
+        for spec, timed in ((needy, ["standard"]), (needy, ["standard"]), (dataclasses.replace(needy, requires=()), ["standard", "needy"])):
+            flashzoo.unregister("needy") if "needy" in flashzoo.versions() else None
+            flashzoo.register(spec)
+            _bench(line, out)
+            assert [impl for impl, _, _ in _timed(out)] == timed
+            ((impl, _, why),) = _why(out)
+            assert impl == "needy" and why.startswith("missing: needs the package 'no_such_package'")
+    finally:
+        flashzoo.unregister("needy")
+
+
 def test_a_run_killed_as_it_wrote_is_mended(tmp_path, capsys):
     out, line = tmp_path / "cpu.csv", "--impls standard,sdpa_math --passes fwd --causal 0"
     _bench(line, out)
@@ -409,6 +424,7 @@ def test_repeats_are_spread_over_the_rounds():
         ("--workers 1.5", "'1.5'"),
         ("--head-dims 48", "--head-dims 48"),
         ("--seqlens 3,5 --masks ones", "--seqlens 3,5"),
+        ("--head-dims 64,96 --masks ones", "96"),
         pytest.param("--device cuda", "cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")),
     ],
 )

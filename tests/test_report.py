@@ -170,6 +170,16 @@ def test_claims_are_of_the_last_run_that_has_both_sides():
     assert _claim([*rows, *failed], "FA-2 over FA-1, forward")[1] == "second", "rows that say why there is no result are none"
 
 
+def test_a_run_of_two_dtypes_has_a_table_of_one():
+    rows = [_row("one", impl, dtype=dtype, tflops=tflops) for dtype, tflops in (("bf16", 400), ("fp32", 50)) for impl in ("v2", "v1")]
+    mixed = [*rows[:3], _row("one", "v1", dtype="fp16", tflops=100)]
+    assert {row["dtype"] for row in runs.last_run(rows, "fwd")} == {"fp32"}
+    assert _claim(mixed, "FA-2 over FA-1, forward") == ("1.00x (1.00x to 1.00x in 1 cells)", "one"), "both sides are of bf16"
+    sparse = [_row("two", "v3", dtype=dtype, mask="random/4", ms=ms) for dtype, ms in (("fp16", 8), ("bf16", 2))]
+    found = runs.sparse_run(sparse)
+    assert found is not None and {row["dtype"] for row in found.rows} == {"bf16"}
+
+
 def test_every_picture_is_drawn(tmp_path):
     from PIL import Image
 
@@ -217,6 +227,14 @@ def test_a_run_of_other_sizes_alone_has_a_table_and_pictures(tmp_path):
     assert "| 64 | yes | 64 | **0.002** | **0.002** |" in text and "| 64 | yes | 512 | **0.016** | **0.016** |" in text
     assert [path.name for path in pictures.draw(rows, tmp_path / "cpu.csv")] == ["cpu_fwd.png", "cpu_errors.png"]
     assert plot.report([*rows, *_generations()], tmp_path / "cpu.csv").count("0.016") == 0, "the field's sizes are wanted first"
+
+
+def test_a_runs_commits_are_named_and_who_was_not_installed(tmp_path):
+    rows = [_row("one", "v3", commit="aaa"), _row("one", "v2", commit="bbb"), _row("two", "v2", "bwd", commit="ccc")]
+    rows += [_row("one", impl, tflops="", ms="", why="missing: needs it") for impl in ("fa3", "v2", "xformers")]
+    text = plot.report(rows, tmp_path / "h200.csv")
+    assert "commit aaa and bbb and c0ffee, run one" in text and "commit ccc, run two" in text
+    assert text.count("Not installed: fa3, xformers.") == text.count("Not installed") == 1
 
 
 def test_a_peer_is_grey_and_a_version_of_ones_own_is_not():

@@ -163,6 +163,23 @@ def test_every_set_is_measured_and_a_broken_one_stops_no_other(called, tmp_path,
     assert ["--run", "h200-x-three", *where] not in called, "it is there"
 
 
+def test_traffic_without_its_counters_is_tried_again(called, tmp_path):
+    out = tmp_path / "h200.csv"
+    run.Results(out, "x-three", "cpu", "c").append([{"impl": runs.COPY, "pass": runs.COPY}])
+    everything.measure(everything.SETS[2:], "x", out, "c", float("inf"))
+    everything.measure(everything.SETS[2:], "x", out, "c", float("inf"))
+    assert len(called) == 1
+
+
+def test_the_repositorys_results_have_no_versions_of_others(monkeypatch, capsys):
+    monkeypatch.setattr(everything.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(run, "results_path", lambda device: Path("h200.csv"))
+    monkeypatch.setattr(run, "foreign", lambda impls: ["lazy"])
+    with pytest.raises(SystemExit):
+        everything.main([])
+    assert "--out: expected a file of your own for lazy" in capsys.readouterr().err
+
+
 def test_a_budget_takes_from_the_end(called, tmp_path, capsys, monkeypatch):
     now = iter(range(0, 1000, 100))
     monkeypatch.setattr(everything.time, "monotonic", lambda: next(now))
@@ -175,4 +192,6 @@ def test_the_sets_are_what_the_benchmarks_take():
     parser = run._parser()
     for chosen in everything.SETS:
         for line in chosen.lines if chosen.main is run.main else ():
-            assert run.cells(parser.parse_args([*line.split(), "--device", "cpu"])), line
+            args = parser.parse_args([*line.split(), "--device", "cpu"])
+            run._check(args, parser)
+            assert run.cells(args), line
