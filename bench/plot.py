@@ -209,6 +209,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no-readme", action="store_true", help="leave the README alone: it shows another GPU")
     parser.add_argument("--plots", action="store_true", help="draw bench/results/*.png too")
     args = parser.parse_args(argv)
+    if not args.csv.is_file():
+        parser.error(f"--csv: expected a results file of `flashzoo bench`, got {args.csv}, which is not there")
     rows = runs.read(args.csv)
     if not args.no_readme:
         args.readme.write_text(place(args.readme.read_text(), report(rows, args.csv)))

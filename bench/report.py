@@ -171,6 +171,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not args.csv.is_file():
         parser.error(f"--csv: expected a results file of `flashzoo bench`, got {args.csv}, which is not there")
+    if not args.out.parent.is_dir():
+        parser.error(f"--out: expected a file in a folder that is there, got {args.out}")
     rows = runs.read(args.csv)
     if not rows:
         parser.error(f"--csv: expected results, got {args.csv} without a row")

@@ -342,6 +342,15 @@ def test_a_file_without_results_is_refused(content, tmp_path, capsys):
     assert "--csv: expected" in capsys.readouterr().err
 
 
+def test_a_folder_or_file_that_is_not_there_is_named(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["report", "-o", str(tmp_path / "none" / "report.html")])
+    assert "--out: expected a file in a folder that is there, got " in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        plot.main(["--csv", str(tmp_path / "none.csv"), "--no-readme"])
+    assert "none.csv, which is not there" in capsys.readouterr().err
+
+
 def test_a_missing_package_is_named(monkeypatch, capsys):
     monkeypatch.setitem(cli.FROM_CHECKOUT, "report", ("bench.report", "no_such_package"))
     assert cli.main(["report"]) == 2
