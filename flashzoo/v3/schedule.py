@@ -86,7 +86,7 @@ class Schedule:
     def fetch(self) -> Int32:
         """The number of the next tile that no block has taken; to be called by a whole warp.
 
-        Every block starts at the tile of its own number and fetches once for each tile it works on. That makes as many
+        Every team starts at a tile of its own and fetches once for each tile it works on. That makes as many
         fetches as there are tiles, and the counter wraps to 0 at exactly that many: it is ready for the next launch.
         """
         taken = Int32(0)
@@ -96,11 +96,7 @@ class Schedule:
                 write_only_types=[Int32],
                 read_only_args=[self.counter, self.blocks * self.batch_heads - 1],
             )
-        return self.begun() + cute.arch.shuffle_sync(taken, 0)
-
-    def begun(self) -> Int32:
-        """How many tiles the thread blocks begin with."""
-        return cute.arch.grid_dim()[0]
+        return cute.arch.grid_dim()[0] * self.kernel.teams + cute.arch.shuffle_sync(taken, 0)
 
     @cute.jit
     def place(self, tile: Int32) -> tuple[Int32, Int32, Int32]:

@@ -81,10 +81,6 @@ class ScheduleSparse(Schedule):
             number = number * self.kernel.teams + own_team(self.kernel.tiles)
         return self.with_slot(self.described(number))
 
-    def begun(self) -> Int32:
-        """How many tiles the teams begin with."""
-        return cute.arch.grid_dim()[0] * self.kernel.teams
-
     def described(self, number: Int32) -> Row:
         """The tile of a number; past the last one, what is read of the last."""
         rank, head, batch = self.rank_of(cutlass.min(number, self.blocks * self.batch_heads - 1))
