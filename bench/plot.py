@@ -204,13 +204,11 @@ def place(text: str, section: str) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Render tables into the README, and with `--plots` pictures beside the CSV file."""
     parser = argparse.ArgumentParser(prog="python -m bench.plot", description=__doc__)
-    parser.add_argument("--csv", type=Path, default=RESULTS)
+    parser.add_argument("--csv", type=runs.results_file, default=str(RESULTS))
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
     parser.add_argument("--no-readme", action="store_true", help="leave the README alone: it shows another GPU")
     parser.add_argument("--plots", action="store_true", help="draw bench/results/*.png too")
     args = parser.parse_args(argv)
-    if not args.csv.is_file():
-        parser.error(f"--csv: expected a results file of `flashzoo bench`, got {args.csv}, which is not there")
     rows = runs.read(args.csv)
     if not args.no_readme:
         args.readme.write_text(place(args.readme.read_text(), report(rows, args.csv)))

@@ -167,10 +167,8 @@ def main(argv: list[str] | None = None) -> int:
     """Write the file and print its path."""
     parser = argparse.ArgumentParser(prog="flashzoo report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), help="the file to write (default: report.html)")
-    parser.add_argument("--csv", type=Path, default=runs.RESULTS, help="the results file (default: bench/results/h200.csv)")
+    parser.add_argument("--csv", type=runs.results_file, default=str(runs.RESULTS), help="results (default: bench/results/h200.csv)")
     args = parser.parse_args(argv)
-    if not args.csv.is_file():
-        parser.error(f"--csv: expected a results file of `flashzoo bench`, got {args.csv}, which is not there")
     if not args.out.parent.is_dir():
         parser.error(f"--out: expected a file in a folder that is there, got {args.out}")
     rows = runs.read(args.csv)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from argparse import ArgumentTypeError
 from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
@@ -52,6 +53,14 @@ def read(results: Path) -> list[Row]:
     """The rows of a results file."""
     with results.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def results_file(text: str) -> Path:
+    """An argument that names a results file. Raises ArgumentTypeError where it is not there."""
+    path = Path(text)
+    if not path.is_file():
+        raise ArgumentTypeError(f"expected a results file of `flashzoo bench`, got {path}, which is not there")
+    return path
 
 
 def measured(rows: list[Row]) -> list[Row]:
