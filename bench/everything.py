@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import flashzoo
-from bench import ablation, fp8_error, plot, report, run, runs, traffic
+from bench import ablation, fp8_error, masks, plot, report, run, runs, traffic
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Set:
 
 
 MASKED = "--ms 30 --masks"
+SHARED = ",".join(name for name in masks.NAMES if "/" in name)
+"""The masks of the curves of speed-up against density."""
 SETS = (
     Set("fwd", run.main, ("--passes fwd --ms 40",)),
     Set("bwd", run.main, ("--passes bwd --ms 40",)),
@@ -51,9 +53,8 @@ SETS = (
         "blocksparse",
         run.main,
         (
-            f"{MASKED} dense,ones,causal,random/2,random/4,random/8,random/16,window1024 --seqlens 16384 "
-            "--impls v3,blocksparse,v2,fa4,flex",
-            f"{MASKED} dense,ones,random/4,random/16,window1024,butterfly --causal 0 --seqlens 65536 --impls v3,blocksparse,v2,v1,fa4,flex",
+            f"{MASKED} dense,ones,causal,{SHARED},window1024 --seqlens 16384 --impls v3,blocksparse,v2,fa4,flex",
+            f"{MASKED} dense,ones,{SHARED},window1024,butterfly --causal 0 --seqlens 65536 --impls v3,blocksparse,v2,v1,fa4,flex",
             f"{MASKED} dense,butterfly --causal 0 --head-dims 128 --tokens 65536 --hidden 512 --seqlens 512,2048,8192,32768 "
             "--impls v3,blocksparse,v2,v1",
         ),
@@ -76,16 +77,17 @@ def measure(sets: tuple[Set, ...], name: str, out: Path, commit: str, budget_s: 
     started, failed = time.monotonic(), 0
     for chosen in sets:
         run_id = f"{name}-{chosen.name}"
-        # A copy alone is the traffic of which no counter could be read.
-        if not chosen.resumes and out.exists() and any(row["run"] == run_id and row["pass"] != runs.COPY for row in runs.read(out)):
-            print(f"run {run_id} is there")
-            continue
         for line in chosen.lines:
+            # A copy alone is the traffic of which no counter could be read.
+            begun = out.exists() and any(row["run"] == run_id and row["pass"] != runs.COPY for row in runs.read(out))
+            if begun and not chosen.resumes:
+                print(f"run {run_id} is there")
+                continue
             left = budget_s - (time.monotonic() - started)
             if left < LEAST_S:
                 print(f"stopped before {run_id}: {budget_s:.0f} s are gone; go on with --run {name}")
                 return failed
-            how = ["--resume", run_id, "--budget-s", str(left)] if chosen.resumes else ["--run", run_id]
+            how = ["--resume" if begun else "--run", run_id, *(["--budget-s", str(left)] if chosen.resumes else [])]
             try:
                 failed |= chosen.main([*line.split(), *how, "--out", str(out), "--commit", commit])
             except Exception:

@@ -227,6 +227,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="the CSV file; default: bench/results/<gpu>.csv")
     parser.add_argument("--commit", help="what is measured, where there is no git")
     args = parser.parse_args(argv)
+    results = run.results_of(args, args.run, args.device, parser) if args.run else None
     cuda = args.device == "cuda"
     hopper = on_hopper(args.device)
     heads = args.heads or (16 if cuda else 4)
@@ -236,8 +237,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"RMSE of out against float64, {queries} queries, {args.seqlen} keys, {heads} heads, head_dim {args.head_dim}; {where}\n")
     columns = [dict(errors(problem, values, args.device)) for values in VALUES.values()]
     print(table(["", *VALUES, "the paper, outliers"], columns, PAPER))
-    if args.run:
-        results = run.Results(args.out or run.results_path(args.device), args.run, args.device, args.commit or run.head_commit())
+    if results:
         of_values = zip(VALUES.values(), columns, strict=True)
         results.append([row(name, error, problem, values, hopper) for values, column in of_values for name, error in column.items()])
     lengths = [int(number) for number in args.long.split(",")]

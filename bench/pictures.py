@@ -24,7 +24,7 @@ COLOURS = {
 }
 """Of what is ours; a version of a reader's own is black."""
 PEERS = {
-    **{"fa4": ("#555555", "s"), "fa3": ("#555555", "v"), "fa2": ("#999999", "v"), "cudnn_fp8": ("#777777", "^")},
+    **{"fa4": ("#555555", "s"), "fa3": ("#555555", "v"), "fa2": ("#999999", "v"), "cudnn_fp8": ("#333333", "p")},
     **{"sdpa_cudnn": ("#777777", "^"), "sdpa_flash": ("#a5a5a5", "D"), "flex": ("#a5a5a5", "P"), "xformers": ("#a5a5a5", "X")},
     **{"sdpa_efficient": ("#bbbbbb", "<"), "sdpa_math": ("#bbbbbb", ">")},
 }
@@ -101,7 +101,9 @@ def _figure(lines: int, columns: int, title: str, size: tuple[float, float] = PA
 
 
 def _legend(figure: Any, labels: dict[str, Any]) -> None:
-    lines = -(-len(labels) // 7)
+    # A column is as wide as the longest label, at this size of letters, and its mark.
+    columns = max(1, int(figure.get_figwidth() / (0.5 + 0.08 * max(map(len, labels)))))
+    lines = -(-len(labels) // columns)
     figure.legend(labels.values(), labels, loc="outside lower center", ncols=-(-len(labels) // lines))
 
 
@@ -283,6 +285,8 @@ def _errors(rows: list[Row], mine: list[Row]) -> Any:
         kept = {key: style[key] for key in ("marker", "zorder")}
         if row["impl"].endswith(runs.END_TO_END):
             kept["marker"] = "*"
+        elif row["dtype"] == "e4m3" and ours(row["impl"]):
+            kept["marker"] = "d"
         size = 70 if ours(row["impl"]) else 36
         drawn = axes.scatter(float(row["tflops"]), float(row["rms_err"]), size, facecolors=fill, edgecolors=style["color"], **kept)
         if row["causal"] == "0" or name not in labels:
@@ -312,9 +316,12 @@ def _memory(rows: list[Row], tables: dict[str, list[Row]]) -> Any:
     labels = {}
     for axes, (pass_, mine) in zip(panels[0], tables.items(), strict=True):
         taken = {shape[2]: cell for shape, cell in runs.speeds(mine, "peak_mib").items() if shape[0] == head_dim}
+        ends = {}
         for name in runs.impls(runs.speeds(mine, "peak_mib")):
             points = {n: cell[name] * n / runs.tokens_of(mine[0]) for n, cell in taken.items() if cell.get(name)}
             labels[name] = _line(axes, name, points)
+            ends |= {name: points[max(taken)]} if max(taken) in points else {}
+        _name_ends(axes, max(taken), ends)
         _by_length(axes, taken)
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter(lambda mib, _: f"{mib / 1024:g} GiB" if mib >= 1024 else f"{mib:g} MiB")
@@ -322,6 +329,21 @@ def _memory(rows: list[Row], tables: dict[str, list[Row]]) -> Any:
     _outer(panels, "seqlen", "peak, of one sequence")
     _legend(figure, labels)
     return figure
+
+
+def _name_ends(axes: Any, end: int, values: dict[str, float]) -> None:
+    """Names at the right ends of lines, since many lie on one another: those of equal values side by side, near ones beneath."""
+    ranked = sorted(values, key=lambda name: -values[name])
+    texts: list[tuple[float, str]] = []
+    for before, name in zip(["", *ranked], ranked, strict=False):
+        drop = values[name] / values[before] if before else 0.0
+        if drop < 0.55:
+            texts.append((values[name], name))
+        else:
+            at, text = texts[-1]
+            texts[-1] = at, text + (", " if drop > 0.97 and len(text.split("\n")[-1]) < 18 else "\n") + name
+    for at, text in texts:
+        axes.annotate(text, (end, at), (7, 6), textcoords="offset points", va="top", fontsize=8.5)
 
 
 def _of_roofline(rows: list[Row]) -> list[Row]:

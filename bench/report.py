@@ -21,7 +21,7 @@ from markdown_it import MarkdownIt
 
 import flashzoo
 from bench import pictures, plot, runs
-from bench.run import KEY_FIELDS, RUN_FIELDS, parted
+from bench.run import GEMM, KEY_FIELDS, RUN_FIELDS, parted
 
 PAGE = Path(__file__).parent / "page.html"
 NO_OBJECTION = "takes them; it was not asked in this run, or gave no right result"
@@ -113,14 +113,14 @@ def _by_run(rows: Rows) -> dict[str, Rows]:
 
 
 def _run(mine: Rows, tables: dict[str, Rows]) -> list[str]:
-    products = [row for row in mine if row["pass"] == runs.GEMM]
+    products = [row for row in mine if row["pass"] == GEMM]
     rates = {dtype: [f"{float(row['tflops']):.0f}" for row in products if row["dtype"] == dtype] for dtype in ("bf16", "e4m3")}
     return [
         *(mine[0][field] for field in RUN_FIELDS),
         str(len(mine)),
         "; ".join(f"{dtype} {', '.join(found)}" for dtype, found in rates.items() if found),
         ", ".join(title for title, of in tables.items() if of[0]["run"] == mine[0]["run"]),
-        ", ".join(dict.fromkeys(row["impl"] for row in mine if row["pass"] not in (runs.GEMM, runs.COPY))),
+        ", ".join(dict.fromkeys(row["impl"] for row in mine if row["pass"] not in (GEMM, runs.COPY))),
     ]
 
 

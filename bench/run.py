@@ -98,6 +98,9 @@ what a version may. Versions get no slack."""
 
 MISSING, REFUSED, NO_MEMORY, FAILED = "missing", "refused", "out of memory", "FAILED"
 """What the column `why` begins with."""
+CROWDED = f"{NO_MEMORY}, with the tensors of all of the cell's implementations held: ask for fewer"
+GEMM = "gemm"
+"""The pass of a row that is a matrix product's."""
 
 Row = dict[str, object]
 Operation = Callable[[], object]
@@ -500,7 +503,7 @@ def ceiling(clock: Clock, device: str, ms_each: float, dtype: str) -> Row:
     size = MATMUL_SIZE[device]
     a, b = (torch.randn(size, size, device=device).to(TORCH_DTYPES[dtype]) for _ in range(2))
     times = clock.measure({"matmul": lambda: (PRODUCTS[dtype](a, b),)}, ms_each + SETTLE_MS)["matmul"]
-    shape = {"pass": "gemm", "dtype": dtype, "batch": 1, "seqlen_q": size, "seqlen_k": size, "heads": 1, "heads_kv": 1, "head_dim": size}
+    shape = {"pass": GEMM, "dtype": dtype, "batch": 1, "seqlen_q": size, "seqlen_k": size, "heads": 1, "heads_kv": 1, "head_dim": size}
     settled = times[len(times) // 2 :]
     return {**shape, "impl": "matmul", "causal": 0, "mask": "", "density": 1, **timing(settled, 2.0 * size**3)}
 
@@ -553,12 +556,33 @@ class Results:
                 writer.writeheader()
             writer.writerows({**self.common, **row} for row in rows)
 
+    def rows(self) -> list[dict[str, str]]:
+        """Those that the file has, of every run."""
+        if not self.path.exists():
+            return []
+        with self.path.open(newline="") as file:
+            return list(csv.DictReader(file))
+
+    def check_begun(self) -> None:
+        """Print what is not as it was when the run began.
+
+        Raises:
+            ValueError: the file has no row of the run, or it began on another GPU.
+        """
+        rows = self.rows()
+        began = next((row for row in rows if row["run"] == self.run), None)
+        if began is None:
+            last = ", ".join(list(dict.fromkeys(row["run"] for row in rows))[-5:])
+            raise ValueError(f"expected a run of {self.path}, which has {f'{last} last' if last else 'none'}, got {self.run}")
+        if began["gpu"] != self.common["gpu"]:
+            raise ValueError(f"expected the GPU on which {self.run} began, {began['gpu']}, got {self.common['gpu']}")
+        for name in ("commit", "torch", "triton", "cutlass_dsl"):
+            if began[name] != self.common[name]:
+                print(f"run {self.run} began with {name} {began[name]}, and goes on with {self.common[name]}")
+
     def lacking(self) -> Callable[[str, Cell], bool]:
         """Whether this run has no row of the implementation in the cell, or one that says it was missing, which it is no longer."""
-        rows = []
-        if self.path.exists():
-            with self.path.open(newline="") as file:
-                rows = [row for row in csv.DictReader(file) if row["run"] == self.run]
+        rows = [row for row in self.rows() if row["run"] == self.run]
         whys = {(row["impl"], *(row[name] for name in KEY_FIELDS)): row["why"] for row in rows}
 
         def lacks(impl: str, cell: Cell) -> bool:
@@ -637,10 +661,13 @@ def measure(cell: Cell, impls: list[str], clock: Clock, ms_each: float, ahead: M
                 contenders = {}
                 break
         _free(clock)
-    times = clock.measure({impl: contender.run for impl, contender in contenders.items()}, ms_each) if contenders else {}
     operations = flops(cell.problem, cell.pass_, cell.density)
-    for impl in contenders:
-        found[impl] |= timing(times[impl], operations)
+    try:
+        times = clock.measure({impl: contender.run for impl, contender in contenders.items()}, ms_each) if contenders else {}
+        for impl in contenders:
+            found[impl] |= timing(times[impl], operations)
+    except torch.OutOfMemoryError:  # each ran alone
+        found |= {impl: {"why": CROWDED} for impl in contenders}
     fields = {**cell.fields, "density": f"{cell.density:.6g}"}
     return [{**fields, "impl": impl, **row} for impl, row in found.items() if impl in contenders or "why" in row]
 
@@ -874,6 +901,14 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error(f"expected sizes that a cell of the field's has, or --tokens and --hidden for others, got {got}")
 
 
+def results_of(args: argparse.Namespace, run: str, device: str, parser: argparse.ArgumentParser) -> Results:
+    """What `--out` and `--commit` say; a file with other columns is an error of the parser's."""
+    try:
+        return Results(args.out or results_path(device), run, device, args.commit or head_commit())
+    except ValueError as error:
+        parser.error(f"--out: {error}")
+
+
 def listing() -> str:
     """Every peer, a line each: the package that it is of, and that package's version or why the peer is missing."""
     return "\n".join(f"{name:<15} {missing(name) or f'{package(name)} {_version_of(package(name))}'}" for name in PEERS)
@@ -891,10 +926,12 @@ def main(argv: list[str] | None = None) -> int:
     impls = {pass_: args.impls or default_impls(pass_, args.dtype, bool(args.masks)) for pass_ in passes(args)}
     if not args.out and (own := foreign(impls)):
         parser.error(f"--out: expected a file of your own for {', '.join(own)}, which this repository's results don't have")
+    results = results_of(args, args.resume or args.run, args.device, parser)
     try:
-        results = Results(args.out or results_path(args.device), args.resume or args.run, args.device, args.commit or head_commit())
+        if args.resume:
+            results.check_begun()
     except ValueError as error:
-        parser.error(f"--out: {error}")
+        parser.error(f"--resume: {error}")
     lacks = results.lacking()
     todo: Work = {}
     for cell in cells(args):

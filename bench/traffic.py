@@ -209,7 +209,7 @@ def main(argv: list[str] | None = None) -> int:
         return [int(number) for number in text.split(",")]
 
     parser.add_argument("--passes", type=lambda text: text.split(","), default=list(run.PASSES), help="fwd,bwd")
-    parser.add_argument("--head-dims", type=numbers, default=[64, 128])
+    parser.add_argument("--head-dims", type=numbers, default=[64, 128, 256])
     parser.add_argument("--seqlens", type=numbers, default=[1024, 4096, 16384])
     parser.add_argument("--run", help="id of the run's rows; without it none are written")
     parser.add_argument("--out", type=Path, help="the CSV file; default: bench/results/<gpu>.csv")
@@ -226,7 +226,7 @@ def main(argv: list[str] | None = None) -> int:
         call_each(todo)
         return 0
     sizes = [f"--{name}={','.join(map(str, getattr(args, name.replace('-', '_'))))}" for name in ("passes", "head-dims", "seqlens")]
-    results = run.Results(args.out or run.results_path("cuda"), args.run, "cuda", args.commit or run.head_commit()) if args.run else None
+    results = run.results_of(args, args.run, "cuda", parser) if args.run else None
     rows, error = [copy_row(run.Clock("cuda"), 100)], None
     torch.cuda.empty_cache()
     try:

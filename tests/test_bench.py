@@ -184,8 +184,9 @@ def test_resume_finishes_the_cells_that_lack_some_implementations(tmp_path, call
 
 
 def test_resume_tries_again_only_what_was_missing(tmp_path, broken, absent, monkeypatch):
-    out, line = tmp_path / "cpu.csv", "--impls standard,v3,flex,fa3 --passes fwd --causal 0 --resume r1"
+    out, line = tmp_path / "cpu.csv", "--impls standard,v3,flex,fa3 --passes fwd --causal 0"
     _bench(line, out)
+    line += " --resume r1"
     assert [impl for impl, _, _ in _why(out)] == ["v3", "flex", "fa3"]
     tried = len(broken)
     _bench(line, out)
@@ -199,12 +200,12 @@ def test_resume_tries_again_only_what_was_missing(tmp_path, broken, absent, monk
 
 def test_a_version_whose_package_is_missing_is_tried_again_once_it_is_there(tmp_path):
     needy = dataclasses.replace(flashzoo.versions()["standard"], name="needy", requires=("no_such_package",), auto=())
-    out, line = tmp_path / "cpu.csv", "--impls standard,needy --passes fwd --causal 0 --resume r1"
+    out, line = tmp_path / "cpu.csv", "--impls standard,needy --passes fwd --causal 0"
     try:
         for spec, timed in ((needy, ["standard"]), (needy, ["standard"]), (dataclasses.replace(needy, requires=()), ["standard", "needy"])):
             flashzoo.unregister("needy") if "needy" in flashzoo.versions() else None
             flashzoo.register(spec)
-            _bench(line, out)
+            _bench(f"{line} --resume r1" if out.exists() else line, out)
             assert [impl for impl, _, _ in _timed(out)] == timed
             ((impl, _, why),) = _why(out)
             assert impl == "needy" and why.startswith("missing: needs the package 'no_such_package'")
@@ -220,7 +221,7 @@ def test_a_run_killed_as_it_wrote_is_mended(tmp_path, capsys):
     for kept, left in ((whole[:3], whole[3][:90]), (whole[:3], whole[3][:-1]), ([], whole[0][:20]), ([], "")):
         out.write_text("".join(kept) + left)
         capsys.readouterr()
-        _bench(f"{line} --resume r1", out)
+        _bench(f"{line} --resume r1" if kept else line, out)
         assert [impl for impl, _, _ in _timed(out)] == ["standard", "sdpa_math"]
         assert out.read_text().startswith("".join(kept) or whole[0])
         assert (f"ended within a row, which is cut off: {left}\n" in capsys.readouterr().out) == bool(left)
@@ -238,15 +239,24 @@ def test_another_file_is_refused_and_left_alone(text, tmp_path, capsys):
     assert out.read_text() == text
 
 
+def test_another_file_is_refused_before_errors_are_measured(tmp_path, capsys):
+    out = tmp_path / "cpu.csv"
+    out.write_text("run,date,ms\n")
+    with pytest.raises(SystemExit):
+        fp8_error.main(["--device", "cpu", "--run", "r1", "--out", str(out)])
+    said = capsys.readouterr()
+    assert "--out: expected a file with the columns run,date,commit" in said.err and not said.out
+
+
 def test_what_costs_the_process_its_gpu_ends_the_run_and_is_not_tried_again(tmp_path, broken, monkeypatch, capsys):
-    out, line = tmp_path / "cpu.csv", "--impls standard,v3,flex,sdpa_math --passes fwd --resume r1"
+    out, line = tmp_path / "cpu.csv", "--impls standard,v3,flex,sdpa_math --passes fwd"
     monkeypatch.setattr(run.Clock, "lost", property(lambda clock: len(broken) > 0))
     assert _bench(line, out) == 1
     assert _timed(out) == [] and [(impl, causal) for impl, causal, _ in _why(out)] == [("v3", "0"), ("flex", "0")]
     assert "stopped after 1 of 2 cells" in capsys.readouterr().out
     monkeypatch.setattr(run.Clock, "lost", False)
     monkeypatch.setitem(peers.PEERS, "flex", peers.PEERS["sdpa_math"])
-    assert _bench(line, out) == 0
+    assert _bench(f"{line} --resume r1", out) == 0
     assert sorted(_timed(out)) == sorted(
         (impl, "fwd", causal) for impl in ("standard", "sdpa_math", "flex") for causal in "01" if (impl, causal) != ("flex", "0")
     )
@@ -258,8 +268,49 @@ def test_resume_skips_what_the_run_has(tmp_path):
     assert _timed(out) == [("sdpa_math", "fwd", "0")]
     _bench("--impls sdpa_math --passes fwd --resume r1", out)
     assert _timed(out) == [("sdpa_math", "fwd", "0"), ("sdpa_math", "fwd", "1")]
-    _bench("--impls sdpa_math --passes fwd --resume other", out)
+    _bench("--impls sdpa_math --passes fwd --run other", out)
     assert len(_timed(out)) == 4
+
+
+@pytest.mark.parametrize(("others", "said"), [((), "which has none"), (("a", "b"), "which has r1, a, b last")])
+def test_resume_is_of_a_run_that_is_there(others, said, tmp_path, capsys):
+    out = tmp_path / "cpu.csv"
+    for run_id in ("r1", *others) if others else ():
+        _bench(f"--impls sdpa_math --passes fwd --causal 0 --run {run_id}", out)
+    before = out.read_text() if others else None
+    with pytest.raises(SystemExit) as stopped:
+        _bench("--impls sdpa_math --passes fwd --resume r2", out)
+    assert stopped.value.code == 2
+    assert f"--resume: expected a run of {out}, {said}, got r2" in " ".join(capsys.readouterr().err.split())
+    assert (out.read_text() if out.exists() else None) == before
+
+
+def test_resume_is_on_the_same_gpu_and_says_what_else_is_new(tmp_path, capsys, monkeypatch):
+    out, line = tmp_path / "cpu.csv", "--impls sdpa_math --passes fwd"
+    _bench(f"{line} --causal 0", out)
+    _bench(f"{line} --resume r1 --commit decaf", out)
+    assert "run r1 began with commit c0ffee, and goes on with decaf" in capsys.readouterr().out
+    assert [row["commit"] for row in _rows(out) if row["impl"] == "sdpa_math"] == ["c0ffee", "decaf"]
+    monkeypatch.setattr(run, "gpu_name", lambda device: "NVIDIA H100")
+    with pytest.raises(SystemExit):
+        _bench(f"{line} --resume r1", out)
+    assert "--resume: expected the GPU on which r1 began, cpu, got NVIDIA H100" in capsys.readouterr().err
+
+
+def test_too_little_memory_for_all_at_once_ends_no_run(tmp_path, monkeypatch):
+    measured = run.Clock.measure
+
+    def full(clock, operations, ms_each):
+        if "standard" in operations:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return measured(clock, operations, ms_each)
+
+    monkeypatch.setattr(run.Clock, "measure", full)
+    out = tmp_path / "cpu.csv"
+    assert _bench("--impls standard,sdpa_math --passes fwd", out) == 0
+    assert _timed(out) == []
+    said = "out of memory, with the tensors of all of the cell's implementations held: ask for fewer"
+    assert _why(out) == [(impl, causal, said) for causal in "01" for impl in ("standard", "sdpa_math")]
 
 
 def test_a_missing_peer_is_named(tmp_path, capsys, absent):

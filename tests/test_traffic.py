@@ -150,11 +150,11 @@ def test_every_set_is_measured_and_a_broken_one_stops_no_other(called, tmp_path,
     out = tmp_path / "h200.csv"
     assert everything.measure(everything.SETS, "h200-x", out, "c0ffee", float("inf")) == 1
     where = ["--out", str(out), "--commit", "c0ffee"]
-    resumed = ["--resume", "h200-x-one", "--budget-s", "inf", *where]
+    resumed = ["h200-x-one", "--budget-s", "inf", *where]
     assert called == [
-        ["--first", *resumed],
-        ["--second", *resumed],
-        ["--broken", "--resume", "h200-x-two", *resumed[2:]],
+        ["--first", "--run", *resumed],
+        ["--second", "--resume", *resumed],
+        ["--broken", "--run", "h200-x-two", *resumed[1:]],
         ["--run", "h200-x-three", *where],
     ]
     assert [row["run"] for row in runs.read(out)] == ["h200-x-one", "h200-x-one", "h200-x-three"]
