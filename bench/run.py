@@ -8,7 +8,8 @@ too. A version that quantizes 16-bit inputs is timed so, end to end, under its n
 `_deterministic` behind it any that has an order of accumulation which is fixed.
 
 With `--masks` cells have block masks (`bench.masks`), and the FLOPs of the pairs that those show; what takes no block mask runs in
-the dense cells beside them. Masked cells, and dense ones of more than 16k tokens, are checked on 1024 queries from everywhere.
+the dense cells beside them. All cells of one size and pass, masked and dense, are timed in the same turns. Masked cells, and dense
+ones of more than 16k tokens, are checked on 1024 queries from everywhere.
 
 Each implementation that is asked for has a row in each cell: its result, or in the column `why` the reason that there is none, which
 begins with "refused", "missing", "out of memory" or "FAILED". `--resume` adds the rows that a run lacks. It tries nothing again but
@@ -24,7 +25,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -37,7 +38,7 @@ from math import ceil, inf
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -88,6 +89,8 @@ MATMUL_SIZE = {"cuda": 8192, "cpu": 256}
 SETTLE_MS = 400
 FLUSH_BYTES = 256 << 20
 MIN_REPEATS, MAX_REPEATS = 10, 300
+GOLDEN = 0.618034
+"""Steps of this size, modulo 1, are spread evenly however many they are."""
 HOST_CALLS, HOST_S = 20, 0.05
 """The host is timed over so many calls, or as many as take so long."""
 WHOLE, QUERIES = 16384, 1024
@@ -98,12 +101,13 @@ what a version may. Versions get no slack."""
 
 MISSING, REFUSED, NO_MEMORY, FAILED = "missing", "refused", "out of memory", "FAILED"
 """What the column `why` begins with."""
-CROWDED = f"{NO_MEMORY}, with the tensors of all of the cell's implementations held: ask for fewer"
+CROWDED = f"{NO_MEMORY}, with the tensors held of all that is timed in the same turns: ask for fewer"
 GEMM = "gemm"
 """The pass of a row that is a matrix product's."""
 
 Row = dict[str, object]
 Operation = Callable[[], object]
+Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -404,24 +408,25 @@ class WrongResultError(Exception):
 
 
 class Clock:
-    """Times operations in turns, on CUDA events or, on the CPU, on the process's own clock."""
+    """Times operations, which have any names, in turns, on CUDA events or, on the CPU, on the process's own clock."""
 
     def __init__(self, device: str) -> None:
         self.cuda = device == "cuda"
         self.flushed = torch.empty(FLUSH_BYTES if self.cuda else 0, dtype=torch.int8, device=device)
 
-    def turns(self, operations: dict[str, Operation], repeats: dict[str, int]) -> dict[str, list[float]]:
+    def turns(self, operations: Mapping[Name, Operation], repeats: Mapping[Name, int]) -> dict[Name, list[float]]:
         """Milliseconds of every repeat, by name; the repeats of each operation are spread evenly over the rounds.
 
-        Each round has an order of its own: a GPU at its power limit is slower behind an operation that draws more, and
-        none shall always follow the same one.
+        Each round has an order of its own, and operations with few repeats have other rounds: a GPU at its power limit is slower
+        behind an operation that draws more, and none shall always follow the same one.
         """
         rounds = max(repeats.values())
-        stops = {name: [] for name in operations}
+        first = {name: int(place * GOLDEN % 1 * rounds) for place, name in enumerate(operations)}
+        stops: dict[Name, list[Callable[[], float]]] = {name: [] for name in operations}
         shuffle = random.Random(0).sample
         for turn in range(rounds):
             for name in shuffle(list(operations), len(operations)):
-                if turn * repeats[name] // rounds != (turn + 1) * repeats[name] // rounds:
+                if (turn * repeats[name] + first[name]) // rounds != ((turn + 1) * repeats[name] + first[name]) // rounds:
                     stops[name].append(self._once(operations[name]))
         return {name: [stop() for stop in waiting] for name, waiting in stops.items()}
 
@@ -444,7 +449,7 @@ class Clock:
 
         return elapsed
 
-    def measure(self, operations: dict[str, Operation], ms_each: float) -> dict[str, list[float]]:
+    def measure(self, operations: Mapping[Name, Operation], ms_each: float) -> dict[Name, list[float]]:
         """Milliseconds, by name, of as many repeats as take about `ms_each` together."""
         guess = self.turns(operations, dict.fromkeys(operations, 3))
         repeats = {name: min(MAX_REPEATS, max(MIN_REPEATS, ceil(ms_each / sorted(times)[1]))) for name, times in guess.items()}
@@ -631,50 +636,73 @@ def head_commit() -> str:
     return f"{head}-dirty" if changed else head
 
 
-def measure(cell: Cell, impls: list[str], clock: Clock, ms_each: float, ahead: Mapping[tuple[str, Cell], float]) -> list[Row]:
-    """A row for each implementation: what it took where it is right on this cell, else why it has no result.
+def in_turns(todo: Work, masked: bool) -> list[Work]:
+    """What is timed together: a cell, or in a run with block masks all cells of one size and pass, masked and dense.
+
+    A GPU at its power limit is as fast as what runs beside lets it be: so only what is timed in the same turns has a ratio.
+    """
+    together: dict[Cell, Work] = {}
+    for cell, impls in todo.items():
+        of = Cell(replace(cell.problem, causal=False)) if masked else cell
+        together.setdefault(of, {})[cell] = impls
+    return list(together.values())
+
+
+def measure(work: Work, clock: Clock, ms_each: float, ahead: Mapping[tuple[str, Cell], float]) -> dict[Cell, list[Row]]:
+    """For each cell a row for each implementation: what it took where it is right on this cell, else why it has no result.
 
     Where one costs the process its GPU, only the rows of those that have no result: the others are for another process to measure.
 
     Args:
+        work: what is timed in turns, once each is checked.
         ahead: seconds of first calls that another process made, to compile.
     """
+    contenders: dict[tuple[Cell, str], Contender] = {}
+    found: dict[tuple[Cell, str], Row] = {}
+    for cell, impls in work.items():
+        contenders |= _admitted(cell, impls, clock, ahead, found)
+        if clock.lost:
+            contenders = {}
+            break
+    try:
+        times = clock.measure({key: contender.run for key, contender in contenders.items()}, ms_each) if contenders else {}
+        for (cell, impl), taken in times.items():
+            found[cell, impl] |= timing(taken, flops(cell.problem, cell.pass_, cell.density))
+    except torch.OutOfMemoryError:  # each ran alone
+        found |= {key: {"why": CROWDED} for key in contenders}
+    rows: dict[Cell, list[Row]] = {cell: [] for cell in work}
+    for (cell, impl), row in found.items():
+        if (cell, impl) in contenders or "why" in row:
+            rows[cell].append({**cell.fields, "density": f"{cell.density:.6g}", "impl": impl, **row})
+    return rows
+
+
+def _admitted(
+    cell: Cell, impls: list[str], clock: Clock, ahead: Mapping[tuple[str, Cell], float], found: dict[tuple[Cell, str], Row]
+) -> dict[tuple[Cell, str], Contender]:
+    """Those that are right on the cell; what is known of each so far goes into `found`."""
     tensors = inputs(cell.problem, device=cell.problem.device)
     referee = Referee(cell, tensors)
-    contenders: dict[str, Contender] = {}
-    found: dict[str, Row] = {}
+    contenders: dict[tuple[Cell, str], Contender] = {}
     for impl in impls:
         try:
             if why := objection(impl, cell):
-                found[impl] = {"why": why}
+                found[cell, impl] = {"why": why}
             else:
-                contender, seconds, found[impl] = _admitted(impl, cell, tensors, referee)
-                found[impl] |= {**clock.costs(contender.run), "compile_s": f"{ahead.get((impl, cell), seconds):.3g}"}
-                contenders[impl] = contender
+                contender, result, seconds = first_call(impl, cell, tensors)
+                row = referee.errors(impl, result)
+                row |= {**clock.costs(contender.run), "compile_s": f"{ahead.get((impl, cell), seconds):.3g}"}
+                found[cell, impl], contenders[cell, impl] = row, contender
         except torch.OutOfMemoryError:
-            found[impl] = {"why": NO_MEMORY}
+            found[cell, impl] = {"why": NO_MEMORY}
         except (ImportError, NotImplementedError) as error:
-            found[impl] = {"why": f"{MISSING if isinstance(error, ImportError) else REFUSED}: {_one_line(error)}"}
+            found[cell, impl] = {"why": f"{MISSING if isinstance(error, ImportError) else REFUSED}: {_one_line(error)}"}
         except Exception as error:  # one implementation's failure must not cost the others their rows
-            found[impl] = {"why": f"{FAILED}: {type(error).__name__}: {_one_line(error)}"}
+            found[cell, impl] = {"why": f"{FAILED}: {type(error).__name__}: {_one_line(error)}"}
             if clock.lost:
-                contenders = {}
                 break
         _free(clock)
-    operations = flops(cell.problem, cell.pass_, cell.density)
-    try:
-        times = clock.measure({impl: contender.run for impl, contender in contenders.items()}, ms_each) if contenders else {}
-        for impl in contenders:
-            found[impl] |= timing(times[impl], operations)
-    except torch.OutOfMemoryError:  # each ran alone
-        found |= {impl: {"why": CROWDED} for impl in contenders}
-    fields = {**cell.fields, "density": f"{cell.density:.6g}"}
-    return [{**fields, "impl": impl, **row} for impl, row in found.items() if impl in contenders or "why" in row]
-
-
-def _admitted(impl: str, cell: Cell, tensors: tuple[Tensor, ...], referee: Referee) -> tuple[Contender, float, Row]:
-    contender, result, seconds = first_call(impl, cell, tensors)
-    return contender, seconds, referee.errors(impl, result)
+    return contenders
 
 
 def _one_line(error: Exception) -> str:
@@ -950,30 +978,39 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(todo: Work, results: Results, args: argparse.Namespace, started: float, ahead: Mapping[tuple[str, Cell], float]) -> bool:
     """Whether a version failed."""
-    clock, failed, stopped = Clock(args.device), False, ""
+    clock, failed, stopped, done = Clock(args.device), False, "", 0
     results.append(ceilings(clock, args.device, args.ms, args.dtype))
     with _progress(len(todo), "measuring") as say:
-        for position, (cell, impls) in enumerate(todo.items(), 1):
-            rows = measure(cell, impls, clock, args.ms, ahead)
-            results.append(rows)
-            speeds = [f"{row['impl']} {float(str(row['tflops'])):.3g}" for row in rows if "why" not in row]
-            reasons = {str(row["impl"]): str(row["why"]) for row in rows if "why" in row}
-            failed |= any(why.startswith(FAILED) for impl, why in reasons.items() if impl not in PEERS)
-            untold = [f"\n    {impl} {why}" for impl, why in reasons.items() if not missing(impl)]
-            measured = f"{', '.join(speeds)} TFLOP/s" if speeds else "no result"
-            say(f"{cell}: {measured}{''.join(untold)}")
+        for work in in_turns(todo, bool(args.masks)):
+            for cell, rows in measure(work, clock, args.ms, ahead).items():
+                results.append(rows)
+                failed |= _failed(rows)
+                say(f"{cell}: {_told(rows)}")
+            done += len(work)
             if clock.lost:
                 stopped, failed = "the last of these has cost this process its GPU", True
                 break
             _free(clock)
-            if time.monotonic() - started > args.budget_s and position < len(todo):
+            if time.monotonic() - started > args.budget_s and done < len(todo):
                 stopped = f"{args.budget_s:.0f} s are gone"
                 break
     if stopped:
-        print(f"stopped after {position} of {len(todo)} cells, {stopped}; go on with --resume {results.run}")
+        print(f"stopped after {done} of {len(todo)} cells, {stopped}; go on with --resume {results.run}")
     if not clock.lost:
         results.append(ceilings(clock, args.device, args.ms, args.dtype))
     return failed
+
+
+def _failed(rows: list[Row]) -> bool:
+    """Whether a version, and no peer, has."""
+    return any(str(row.get("why")).startswith(FAILED) for row in rows if row["impl"] not in PEERS)
+
+
+def _told(rows: list[Row]) -> str:
+    """A cell's rows in words; who is missing was told before."""
+    speeds = [f"{row['impl']} {float(str(row['tflops'])):.3g}" for row in rows if "why" not in row]
+    reasons = [f"\n    {row['impl']} {row['why']}" for row in rows if "why" in row and not missing(str(row["impl"]))]
+    return f"{', '.join(speeds)} TFLOP/s{''.join(reasons)}" if speeds else f"no result{''.join(reasons)}"
 
 
 if __name__ == "__main__":

@@ -301,7 +301,7 @@ def test_too_little_memory_for_all_at_once_ends_no_run(tmp_path, monkeypatch):
     measured = run.Clock.measure
 
     def full(clock, operations, ms_each):
-        if "standard" in operations:
+        if "matmul" not in operations:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return measured(clock, operations, ms_each)
 
@@ -309,7 +309,7 @@ def test_too_little_memory_for_all_at_once_ends_no_run(tmp_path, monkeypatch):
     out = tmp_path / "cpu.csv"
     assert _bench("--impls standard,sdpa_math --passes fwd", out) == 0
     assert _timed(out) == []
-    said = "out of memory, with the tensors of all of the cell's implementations held: ask for fewer"
+    said = "out of memory, with the tensors held of all that is timed in the same turns: ask for fewer"
     assert _why(out) == [(impl, causal, said) for causal in "01" for impl in ("standard", "sdpa_math")]
 
 
@@ -422,7 +422,7 @@ def test_what_is_compiled_ahead_is_timed(capsys):
     assert list(seconds) == [("v2", cell)] and 0 < seconds["v2", cell] < 60, "v2 takes no bf16 here, and standard compiles nothing"
     assert "[1/1, 0 s left] v2, fwd d16" in capsys.readouterr().out
     clock = run.Clock("cpu")
-    ahead, in_run = run.measure(cell, ["v2", "standard"], clock, 1, {("v2", cell): 123.4})
+    ahead, in_run = run.measure({cell: ["v2", "standard"]}, clock, 1, {("v2", cell): 123.4})[cell]
     assert ahead["compile_s"] == "123" and 0 < float(str(in_run["compile_s"])) < 60
 
 
@@ -453,6 +453,35 @@ def test_repeats_are_spread_over_the_rounds():
     rounds = ["".join(order)[i:j] for i, j in ((0, 1), (1, 3), (3, 4), (4, 6))]
     assert ["".join(sorted(one)) for one in rounds] == ["b", "ab", "b", "ab"]
     assert {name: len(taken) for name, taken in times.items()} == {"a": 2, "b": 4}
+
+
+def test_what_has_few_repeats_is_not_all_in_the_same_rounds():
+    order = []
+    repeats = {**dict.fromkeys("abcdefgh", 10), "-": 120}
+    operations: dict[str, run.Operation] = {name: partial(order.append, name) for name in repeats}
+    times = run.Clock("cpu").turns(operations, repeats)
+    assert {name: len(taken) for name, taken in times.items()} == repeats
+    longest = max(map(len, "".join(order).split("-")))
+    assert longest <= 4, "of eight"
+
+
+def test_masked_and_dense_cells_of_a_size_are_timed_in_the_same_turns(tmp_path, monkeypatch):
+    together = []
+    measured = run.Clock.measure
+
+    def noting(clock, operations, ms_each):
+        together.append(list(operations))
+        return measured(clock, operations, ms_each)
+
+    monkeypatch.setattr(run.Clock, "measure", noting)
+    out = tmp_path / "cpu.csv"
+    assert _masked_bench("--masks dense,ones,local/2 --impls standard,sdpa", out) == 0
+    found = [{(cell.pass_, cell.mask, cell.problem.causal, impl) for cell, impl in keys} for keys in together if keys != ["matmul"]]
+    cells = [("", False), ("", True), ("ones", False), ("local/2", False)]
+    assert found == [{(pass_, *of, impl) for of in cells for impl in ("standard", "sdpa")} for pass_ in ("fwd", "bwd")]
+    together.clear()
+    assert _bench("--impls standard,sdpa --passes fwd", out) == 0
+    assert [len(keys) for keys in together if keys != ["matmul"]] == [2, 2], "without masks each cell by itself"
 
 
 @pytest.mark.parametrize(
