@@ -64,13 +64,13 @@ class Ring:
     slots: Constexpr[int]
 
     @staticmethod
-    def allocate(smem: cutlass.memory.SmemAllocator, slots: int, teams: int = 1) -> Ring:
-        """Two mbarriers for each slot of the first team's ring, the others' behind it."""
-        return Ring(smem.allocate_array(Int64, teams * slots), smem.allocate_array(Int64, teams * slots), slots)
+    def allocate(smem: cutlass.memory.SmemAllocator, slots: int) -> Ring:
+        """Two mbarriers for each slot."""
+        return Ring(smem.allocate_array(Int64, slots), smem.allocate_array(Int64, slots), slots)
 
-    def initialise(self, consumer_warps: int, producer_warps: int = 1, teams: int = 1) -> None:
+    def initialise(self, consumer_warps: int, producer_warps: int = 1) -> None:
         """By one thread. TMA, or one thread of each producer warp, fills a slot; every consumer warp empties it."""
-        for slot in range(teams * self.slots):
+        for slot in range(self.slots):
             cute.arch.mbarrier_init(self.full + slot, producer_warps)
             cute.arch.mbarrier_init(self.empty + slot, consumer_warps)
 
@@ -92,9 +92,10 @@ class Ring:
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + self.slot(n))
 
-    def of_team(self, team: Int32) -> Ring:
-        """A team's ring, where the first team's is this and the others' lie behind it."""
-        return Ring(self.full + team * self.slots, self.empty + team * self.slots, self.slots)
+    def of_team(self, team: Int32, teams: int) -> Ring:
+        """A team's ring, where this has the slots of all teams, one team's behind another's."""
+        slots = self.slots // teams
+        return Ring(self.full + team * slots, self.empty + team * slots, slots)
 
 
 @dataclass(frozen=True)
@@ -113,10 +114,10 @@ class OnChip:
     raw: RawV | None = None
 
     def of_team(self, team: Int32, tiles: Constexpr[Tiles], words: Constexpr[int]) -> OnChip:
-        """A team's shared memory, where the first team's is this and the others' lie behind it."""
+        """A team's shared memory, where this is that of all teams, one team's behind another's."""
         slots = tiles.consumers * tiles.q_stages, tiles.stages, tiles.stages, tiles.consumers
         tensors = [cute.domain_offset((0, 0, team * n), x) for n, x in zip(slots, (self.q, self.k, self.v, self.o), strict=True)]
-        rings = [ring.of_team(team) for ring in (self.q_ring, self.k_ring, self.v_ring, self.tile_ring)]
+        rings = [ring.of_team(team, tiles.teams) for ring in (self.q_ring, self.k_ring, self.v_ring, self.tile_ring)]
         return OnChip(*tensors, cute.make_tensor(self.tile.iterator + team * words, self.tile.layout), *rings)
 
 
@@ -236,7 +237,7 @@ class Forward:
         on_chip = OnChip(
             *(q, k, v, smem.allocate_tensor(self.dtype_o, o_layout.outer, 1024, swizzle=o_layout.inner)),
             cute.make_tensor(smem.allocate_array(Int32, tiles.teams * kernel.words_of_tile), cute.make_layout(kernel.words_of_tile)),
-            *[Ring.allocate(smem, slots, tiles.teams) for slots in (tiles.consumers * tiles.q_stages, tiles.stages, tiles.stages, 1)],
+            *[Ring.allocate(smem, tiles.teams * slots) for slots in (tiles.consumers * tiles.q_stages, tiles.stages, tiles.stages, 1)],
             None if raw is None else RawV(raw, Ring.allocate(smem, self.stages_of_loaded_v)),
         )
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -244,10 +245,10 @@ class Forward:
             for tma in (tma_q, tma_k, tma_v, tma_o):
                 cpasync.prefetch_descriptor(tma)
             with cute.arch.elect_one():
-                on_chip.q_ring.initialise(WARPS, teams=tiles.teams)
-                on_chip.k_ring.initialise(WARPS * tiles.consumers, teams=tiles.teams)
-                on_chip.v_ring.initialise(WARPS * tiles.consumers, self.helpers or 1, tiles.teams)
-                on_chip.tile_ring.initialise(WARPS * tiles.consumers + self.helpers + int(self.hands_out), teams=tiles.teams)
+                on_chip.q_ring.initialise(WARPS)
+                on_chip.k_ring.initialise(WARPS * tiles.consumers)
+                on_chip.v_ring.initialise(WARPS * tiles.consumers, self.helpers or 1)
+                on_chip.tile_ring.initialise(WARPS * tiles.consumers + self.helpers + int(self.hands_out))
                 if const_expr(on_chip.raw is not None):
                     on_chip.raw.ring.initialise(self.helpers)
         cute.arch.mbarrier_init_fence()
