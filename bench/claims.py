@@ -96,7 +96,7 @@ def eight_over_sixteen(rows: list[Row]) -> Found | None:
 def ablation(rows: list[Row]) -> Found | None:
     """v3 with ping-pong and overlap each on and off, at the paper's size."""
     mine = [row for row in runs.measured(rows) if row["impl"] in ABLATION and (row["pass"], row["head_dim"]) == ("fwd", "128")]
-    speeds = {row["impl"]: float(row["tflops"]) for row in mine if row["run"] == mine[-1]["run"]}
+    speeds = {row["impl"]: float(row["tflops"]) for row in runs.of_last(mine)}
     if speeds.keys() < ABLATION.keys():
         return None
     return Found(", ".join(f"{speeds[impl]:.0f} {name}" for impl, name in ABLATION.items()) + " (TFLOP/s)", (mine[-1]["run"],))
@@ -105,7 +105,7 @@ def ablation(rows: list[Row]) -> Found | None:
 def errors(rows: list[Row]) -> Found | None:
     """RMSE of FA-3's way to quantise beside the plain one's."""
     mine = [row for row in runs.measured(rows) if row["pass"] == f"{ERROR}fp8_paper"]
-    found = {row["impl"]: float(row["rms_err"]) for row in mine if row["run"] == mine[-1]["run"]}
+    found = {row["impl"]: float(row["rms_err"]) for row in runs.of_last(mine)}
     if not found.keys() >= set(QUANTIZED):
         return None
     both, plain, rotation, blocks = (found[impl] for impl in QUANTIZED)
@@ -157,8 +157,7 @@ def traffic(rows: list[Row]) -> Found | None:
     by_tiles = counted("standard", problem) / counted("v1", problem)
     by_paper = by_formula("standard", problem) / by_formula("v1", problem)
     formula = f"{by_paper:.1f}x by the paper's formula, {by_tiles:.1f}x by our tiles (forward, 1k)"
-    mine = [row for row in runs.measured(rows) if row["pass"].startswith(TRAFFIC) and row["head_dim"] == "64"]
-    mine = [row for row in mine if row["run"] == mine[-1]["run"]]
+    mine = runs.of_last([row for row in runs.measured(rows) if row["pass"].startswith(TRAFFIC) and row["head_dim"] == "64"])
     parts = []
     for pass_, word in runs.WORDS.items():
         cells = runs.speeds([row for row in mine if row["pass"] == TRAFFIC + pass_], "dram_mib")

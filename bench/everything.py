@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from math import inf
 from pathlib import Path
 
 import torch
@@ -79,7 +80,7 @@ def measure(sets: tuple[Set, ...], name: str, out: Path, commit: str, budget_s: 
         run_id = f"{name}-{chosen.name}"
         for line in chosen.lines:
             # A copy alone is the traffic of which no counter could be read.
-            begun = out.exists() and any(row["run"] == run_id and row["pass"] != runs.COPY for row in runs.read(out))
+            begun = any(row["run"] == run_id and row["pass"] != runs.COPY for row in run.read(out))
             if begun and not chosen.resumes:
                 print(f"run {run_id} is there")
                 continue
@@ -111,22 +112,20 @@ def main(argv: list[str] | None = None) -> int:
     )
     today = datetime.now(timezone.utc).strftime("%Y%m%d")
     gpu = torch.cuda.is_available()
-    parser.add_argument("--sets", default=",".join(chosen.name for chosen in SETS), help="only these (default: %(default)s)")
+    everything = [chosen.name for chosen in SETS]
+    parser.add_argument("--sets", type=run.names(everything), default=",".join(everything), help="only these (default: %(default)s)")
     parser.add_argument("--run", help="what the runs' ids begin with, and how one goes on (default: <gpu>-<today>)")
-    parser.add_argument("--budget-s", type=float, default=float("inf"), help="stop measuring after so many seconds")
+    parser.add_argument("--budget-s", type=run.amount, default=inf, help="stop measuring after so many seconds")
     parser.add_argument("--out", type=Path, help="the CSV file; default: bench/results/<gpu>.csv, without a GPU h200.csv")
     parser.add_argument("--commit", help="what is measured, where there is no git")
     parser.add_argument("-o", "--page", type=Path, default=Path("report.html"), help="the HTML page (default: report.html)")
     args = parser.parse_args(argv)
     out = args.out or (run.results_path("cuda") if gpu else runs.RESULTS)
-    wanted = args.sets.split(",")
-    if unknown := set(wanted) - {chosen.name for chosen in SETS}:
-        parser.error(f"--sets: expected names from {', '.join(chosen.name for chosen in SETS)}, got {', '.join(sorted(unknown))}")
-    if gpu and not args.out and (own := run.foreign({"": list(flashzoo.versions())})):
-        parser.error(f"--out: expected a file of your own for {', '.join(own)}, which this repository's results don't have")
+    if gpu:
+        run.check_out(args, flashzoo.versions(), parser)
     failed = 0
     if gpu:
-        sets = tuple(chosen for chosen in SETS if chosen.name in wanted)
+        sets = tuple(chosen for chosen in SETS if chosen.name in args.sets)
         failed = measure(sets, args.run or f"{out.stem}-{today}", out, args.commit or run.head_commit(), args.budget_s)
     else:
         print(f"no NVIDIA GPU: nothing is measured, {out} is drawn")

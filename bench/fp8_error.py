@@ -222,7 +222,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seqlen", type=int, default=8192)
     parser.add_argument("--queries", type=int, help="of each head; default: the seqlen, without a GPU 1024")
     parser.add_argument("--heads", type=int, help="default: 16, without a GPU 4")
-    parser.add_argument("--long", default="4096,131072", help="keys of the second table's columns")
+    parser.add_argument("--long", type=run.numbers, default="4096,131072", help="keys of the second table's columns")
     parser.add_argument("--run", help="id of the run's rows; without it none are written")
     parser.add_argument("--out", type=Path, help="the CSV file; default: bench/results/<gpu>.csv")
     parser.add_argument("--commit", help="what is measured, where there is no git")
@@ -240,12 +240,11 @@ def main(argv: list[str] | None = None) -> int:
     if results:
         of_values = zip(VALUES.values(), columns, strict=True)
         results.append([row(name, error, problem, values, hopper) for values, column in of_values for name, error in column.items()])
-    lengths = [int(number) for number in args.long.split(",")]
     few = replace(problem, seqlen_q=min(queries, DESCALE_BLOCK), heads=2, heads_kv=2)
     print(f"\nRMSE over the root mean square of out, N(0, 1), {few.seqlen_q} queries, 2 heads, rotation, smoothing and block scales\n")
     with ablation.registered(ablation.ONE_LEVEL_SPEC) if hopper else nullcontext():
-        of_lengths = [dict(errors_of_long(replace(few, seqlen_k=n), args.device)) for n in lengths]
-    print(table(["keys", *map(str, lengths)], of_lengths))
+        of_lengths = [dict(errors_of_long(replace(few, seqlen_k=n), args.device)) for n in args.long]
+    print(table(["keys", *map(str, args.long)], of_lengths))
     return 0
 
 

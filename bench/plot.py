@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from bench import claims, pictures, runs, traffic
-from bench.run import MISSING
+from bench.run import MISSING, read
 from bench.runs import BUTTERFLY, FP8, RESULTS, TABLES, Row, Sparse, Speeds, impls, last_run, length, ours, sparse_run, speeds
 
 Picture = Callable[[str, str], list[str]]
@@ -74,18 +74,18 @@ def sparse_table(run: Sparse) -> str:
             best = min(cell.values())
             shown = []
             for name in names:
-                ms, times = cell.get(name), None if mask in ("", "causal=True") else run.speedup(size, mask, name)
+                ms, times = cell.get(name), None if mask in runs.DENSE else run.speedup(size, mask, name)
                 text = "-" if ms is None else f"**{ms:.3g}**" if ms == best else f"{ms:.3g}"
                 shown.append(text + (f" ({times:.2f}x)" if times else ""))
             density = f"{run.densities.get((mask, seqlen), (seqlen + 1) / (2 * seqlen) if mask else 1):.2%}"
-            what = {"": "none", "causal=True": "none, causal=True"}.get(mask, mask)
+            what = {"": "none", runs.CAUSAL: f"none, {runs.CAUSAL}"}.get(mask, mask)
             lines.append(f"| {what} | {density} | {head_dim} | {seqlen} | {pass_} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 
 def sparse_ratios(run: Sparse) -> str:
     """Markdown: each of our versions' speed over every other implementation's and over the better peer, over the masked cells."""
-    masked = [cell for cells in run.ms.values() for mask, cell in cells.items() if mask not in ("", "causal=True")]
+    masked = [cell for cells in run.ms.values() for mask, cell in cells.items() if mask not in runs.DENSE]
     names = list(dict.fromkeys(impl for cell in masked for impl in cell))
     best = "over the better peer"
     lines = [f"| | {best} | {' | '.join(f'over {name}' for name in names)} |", "|---" * (2 + len(names)) + "|"]
@@ -120,8 +120,7 @@ def _sparse_report(run: Sparse, rows: list[Row], picture: Picture) -> Iterable[s
 
 def _traffic_report(rows: list[Row]) -> Iterable[str]:
     """A table of the bytes that the algorithms count and that DRAM's counters saw."""
-    mine = [row for row in rows if row["pass"].startswith(runs.TRAFFIC)]
-    mine = [row for row in mine if row["run"] == mine[-1]["run"]]
+    mine = runs.of_last([row for row in rows if row["pass"].startswith(runs.TRAFFIC)])
     if not mine:
         return
     lines = ["| version | head_dim | seqlen | pass | by the algorithm, MiB | by DRAM's counters, MiB |", "|---" * 6 + "|"]
@@ -209,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--no-readme", action="store_true", help="leave the README alone: it shows another GPU")
     parser.add_argument("--plots", action="store_true", help="draw bench/results/*.png too")
     args = parser.parse_args(argv)
-    rows = runs.read(args.csv)
+    rows = read(args.csv)
     if not args.no_readme:
         args.readme.write_text(place(args.readme.read_text(), report(rows, args.csv)))
     for path in pictures.draw(rows, args.csv) if args.plots else []:

@@ -11,7 +11,6 @@ import re
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +20,7 @@ from markdown_it import MarkdownIt
 
 import flashzoo
 from bench import pictures, plot, runs
-from bench.run import GEMM, KEY_FIELDS, RUN_FIELDS, parted
+from bench.run import GEMM, RUN_FIELDS, declared, key_of, parted, read
 
 PAGE = Path(__file__).parent / "page.html"
 NO_OBJECTION = "takes them; it was not asked in this run, or gave no right result"
@@ -84,11 +83,11 @@ def absent(tables: dict[str, Rows], rows: Rows) -> Iterator[tuple[str, str, str,
     for title, mine in tables.items():
         run, kinds = mine[0]["run"], {(row["pass"], row["dtype"]) for row in mine}
         said = [row for row in rows if row.get("why") and row["run"] == run and (row["pass"], row["dtype"]) in kinds]
-        whys = {(row["impl"], *_cell(row)): row["why"] for row in said}
-        there = {(row["impl"], *_cell(row)) for row in mine}
-        cells = list({_cell(row): row for row in (*mine, *said)}.values())
+        whys = {(row["impl"], *key_of(row)): row["why"] for row in said}
+        there = {(row["impl"], *key_of(row)) for row in mine}
+        cells = list({key_of(row): row for row in (*mine, *said)}.values())
         for impl in dict.fromkeys((*flashzoo.versions(), *(row["impl"] for row in (*mine, *said)))):
-            names = [(impl, *_cell(row)) for row in cells]
+            names = [(impl, *key_of(row)) for row in cells]
             known = parted(impl)[0] in flashzoo.versions()
             lacking = [(name, row) for name, row in zip(names, cells, strict=True) if name not in there and (known or name in whys)]
             why = Counter(whys.get(name) or _objections(impl, row) for name, row in lacking)
@@ -96,13 +95,8 @@ def absent(tables: dict[str, Rows], rows: Rows) -> Iterator[tuple[str, str, str,
                 yield title, impl, f"{count} of {len(cells)}", reasons
 
 
-def _cell(row: runs.Row) -> tuple[str, ...]:
-    return tuple(row[name] for name in KEY_FIELDS)
-
-
 def _objections(impl: str, row: runs.Row) -> str:
-    spec = replace(flashzoo.versions()[parted(impl)[0]], requires=(), backward_requires=())
-    return "; ".join(spec.unsupported(runs.problem_of({**row, "impl": impl}))) or NO_OBJECTION
+    return "; ".join(declared(parted(impl)[0]).unsupported(runs.problem_of({**row, "impl": impl}))) or NO_OBJECTION
 
 
 def _by_run(rows: Rows) -> dict[str, Rows]:
@@ -171,7 +165,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not args.out.parent.is_dir():
         parser.error(f"--out: expected a file in a folder that is there, got {args.out}")
-    rows = runs.read(args.csv)
+    rows = read(args.csv)
     if not rows:
         parser.error(f"--csv: expected results, got {args.csv} without a row")
     args.out.write_text(page(rows, args.csv), encoding="utf-8")

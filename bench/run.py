@@ -25,7 +25,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -48,7 +48,7 @@ from bench import masks
 from bench.peers import FP8_PEERS, LINEAR_PEERS, MASKED_PEERS, PEERS, Attention, missing, package, peer
 from flashzoo.accuracy import Judge
 from flashzoo.reference import Result
-from flashzoo.spec import MaskForm, Problem
+from flashzoo.spec import MaskForm, Problem, Spec
 from flashzoo.workloads import TORCH_DTYPES, flops, hardware, inputs, workloads
 
 RUN_FIELDS = ("run", "date", "commit", "gpu", "torch", "triton", "cutlass_dsl")
@@ -130,7 +130,7 @@ class Cell:
     @property
     def key(self) -> tuple[str, ...]:
         """The shape, pass and mask as a results file holds them."""
-        return tuple(str(self.fields[name]) for name in KEY_FIELDS)
+        return key_of(self.fields)
 
     @property
     def pattern(self) -> masks.Pattern | None:
@@ -232,10 +232,10 @@ def default_impls(pass_: str, dtype: str = "bf16", masked: bool = False) -> list
     return [*names, *modes, *peers]
 
 
-def foreign(impls: dict[str, list[str]]) -> list[str]:
-    """Those, by pass, that are versions from outside of flashzoo."""
+def foreign(impls: Iterable[str]) -> list[str]:
+    """Those that are versions from outside of flashzoo."""
     specs = flashzoo.versions()
-    found = {impl: specs.get(parted(impl.partition("@")[0])[0]) for chosen in impls.values() for impl in chosen}
+    found = {impl: specs.get(parted(impl.partition("@")[0])[0]) for impl in impls}
     return [impl for impl, spec in found.items() if spec and not spec.impl.startswith("flashzoo.")]
 
 
@@ -288,11 +288,15 @@ def objection(impl: str, cell: Cell) -> str | None:
         return reason and f"{MISSING}: {reason}"
     version, options = parted(impl)
     form = cell.pattern.mask.form if cell.pattern else None
-    spec, asked = flashzoo.versions()[version], replace(cell.problem, block_mask=form, **options)
-    if not (reasons := spec.unsupported(asked)):
+    asked = replace(cell.problem, block_mask=form, **options)
+    if not (reasons := flashzoo.versions()[version].unsupported(asked)):
         return None
-    installed = replace(spec, requires=(), backward_requires=())
-    return f"{REFUSED if installed.unsupported(asked) else MISSING}: {'; '.join(reasons)}"
+    return f"{REFUSED if declared(version).unsupported(asked) else MISSING}: {'; '.join(reasons)}"
+
+
+def declared(version: str) -> Spec:
+    """What a version declares, the packages that it needs taken to be there."""
+    return replace(flashzoo.versions()[version], requires=(), backward_requires=())
 
 
 class Contender:
@@ -508,9 +512,14 @@ def ceiling(clock: Clock, device: str, ms_each: float, dtype: str) -> Row:
     size = MATMUL_SIZE[device]
     a, b = (torch.randn(size, size, device=device).to(TORCH_DTYPES[dtype]) for _ in range(2))
     times = clock.measure({"matmul": lambda: (PRODUCTS[dtype](a, b),)}, ms_each + SETTLE_MS)["matmul"]
-    shape = {"pass": GEMM, "dtype": dtype, "batch": 1, "seqlen_q": size, "seqlen_k": size, "heads": 1, "heads_kv": 1, "head_dim": size}
     settled = times[len(times) // 2 :]
-    return {**shape, "impl": "matmul", "causal": 0, "mask": "", "density": 1, **timing(settled, 2.0 * size**3)}
+    return {**no_attention(GEMM, "matmul", dtype, size, size), **timing(settled, 2.0 * size**3)}
+
+
+def no_attention(pass_: str, impl: str, dtype: str, rows: int, columns: int) -> Row:
+    """The columns that say what ran, where it was no attention but had a matrix of so many rows and columns."""
+    shape = {"batch": 1, "seqlen_q": rows, "seqlen_k": rows, "heads": 1, "heads_kv": 1, "head_dim": columns, "causal": 0}
+    return {"pass": pass_, "impl": impl, "dtype": dtype, **shape, "mask": "", "density": 1}
 
 
 def _fp8_product(a: Tensor, b: Tensor) -> Tensor:
@@ -521,6 +530,19 @@ def _fp8_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 PRODUCTS = {"bf16": torch.matmul, "e4m3": _fp8_product}
+
+
+def read(results: Path) -> list[dict[str, str]]:
+    """The rows of a results file, of every run; none where it is not there."""
+    if not results.exists():
+        return []
+    with results.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def key_of(row: Mapping[str, object]) -> tuple[str, ...]:
+    """The cell that a row is of: `Cell.key`."""
+    return tuple(str(row[name]) for name in KEY_FIELDS)
 
 
 class Results:
@@ -561,20 +583,13 @@ class Results:
                 writer.writeheader()
             writer.writerows({**self.common, **row} for row in rows)
 
-    def rows(self) -> list[dict[str, str]]:
-        """Those that the file has, of every run."""
-        if not self.path.exists():
-            return []
-        with self.path.open(newline="") as file:
-            return list(csv.DictReader(file))
-
     def check_begun(self) -> None:
         """Print what is not as it was when the run began.
 
         Raises:
             ValueError: the file has no row of the run, or it began on another GPU.
         """
-        rows = self.rows()
+        rows = read(self.path)
         began = next((row for row in rows if row["run"] == self.run), None)
         if began is None:
             last = ", ".join(list(dict.fromkeys(row["run"] for row in rows))[-5:])
@@ -587,8 +602,7 @@ class Results:
 
     def lacking(self) -> Callable[[str, Cell], bool]:
         """Whether this run has no row of the implementation in the cell, or one that says it was missing, which it is no longer."""
-        rows = [row for row in self.rows() if row["run"] == self.run]
-        whys = {(row["impl"], *(row[name] for name in KEY_FIELDS)): row["why"] for row in rows}
+        whys = {(row["impl"], *key_of(row)): row["why"] for row in read(self.path) if row["run"] == self.run}
 
         def lacks(impl: str, cell: Cell) -> bool:
             why = whys.get((impl, *cell.key))
@@ -660,7 +674,9 @@ def measure(work: Work, clock: Clock, ms_each: float, ahead: Mapping[tuple[str, 
     contenders: dict[tuple[Cell, str], Contender] = {}
     found: dict[tuple[Cell, str], Row] = {}
     for cell, impls in work.items():
-        contenders |= _admitted(cell, impls, clock, ahead, found)
+        rows_of_cell, right = _admitted(cell, impls, clock, ahead)
+        found |= {(cell, impl): row for impl, row in rows_of_cell.items()}
+        contenders |= {(cell, impl): contender for impl, contender in right.items()}
         if clock.lost:
             contenders = {}
             break
@@ -678,31 +694,32 @@ def measure(work: Work, clock: Clock, ms_each: float, ahead: Mapping[tuple[str, 
 
 
 def _admitted(
-    cell: Cell, impls: list[str], clock: Clock, ahead: Mapping[tuple[str, Cell], float], found: dict[tuple[Cell, str], Row]
-) -> dict[tuple[Cell, str], Contender]:
-    """Those that are right on the cell; what is known of each so far goes into `found`."""
+    cell: Cell, impls: list[str], clock: Clock, ahead: Mapping[tuple[str, Cell], float]
+) -> tuple[dict[str, Row], dict[str, Contender]]:
+    """What is known of each implementation before it is timed, and those that are right on the cell."""
     tensors = inputs(cell.problem, device=cell.problem.device)
     referee = Referee(cell, tensors)
-    contenders: dict[tuple[Cell, str], Contender] = {}
+    found: dict[str, Row] = {}
+    contenders: dict[str, Contender] = {}
     for impl in impls:
         try:
             if why := objection(impl, cell):
-                found[cell, impl] = {"why": why}
+                found[impl] = {"why": why}
             else:
                 contender, result, seconds = first_call(impl, cell, tensors)
                 row = referee.errors(impl, result)
                 row |= {**clock.costs(contender.run), "compile_s": f"{ahead.get((impl, cell), seconds):.3g}"}
-                found[cell, impl], contenders[cell, impl] = row, contender
+                found[impl], contenders[impl] = row, contender
         except torch.OutOfMemoryError:
-            found[cell, impl] = {"why": NO_MEMORY}
+            found[impl] = {"why": NO_MEMORY}
         except (ImportError, NotImplementedError) as error:
-            found[cell, impl] = {"why": f"{MISSING if isinstance(error, ImportError) else REFUSED}: {_one_line(error)}"}
+            found[impl] = {"why": f"{MISSING if isinstance(error, ImportError) else REFUSED}: {_one_line(error)}"}
         except Exception as error:  # one implementation's failure must not cost the others their rows
-            found[cell, impl] = {"why": f"{FAILED}: {type(error).__name__}: {_one_line(error)}"}
+            found[impl] = {"why": f"{FAILED}: {type(error).__name__}: {_one_line(error)}"}
             if clock.lost:
                 break
         _free(clock)
-    return contenders
+    return found, contenders
 
 
 def _one_line(error: Exception) -> str:
@@ -807,19 +824,54 @@ def _progress(total: int, what: str) -> Iterator[Callable[[str], None]]:
         yield say
 
 
+def names(choices: Iterable[str]) -> Callable[[str], list[str]]:
+    """The type of an argument that lists some of these, with commas between."""
+    known = list(choices)
+
+    def parse(text: str) -> list[str]:
+        unknown = [name for name in text.split(",") if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"expected names from {', '.join(known)}, got {', '.join(unknown)}")
+        return text.split(",")
+
+    return parse
+
+
+def whole(text: str, least: int = 1) -> int:
+    """The type of an argument that is an integer of at least `least`."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least {least}, got {text!r}")
+    return int(text)
+
+
+def numbers(text: str) -> list[int]:
+    """The type of an argument that lists positive integers, with commas between."""
+    return [whole(number) for number in text.split(",")]
+
+
+def amount(text: str) -> float:
+    """The type of an argument that is a number, 0 or more."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not number >= 0:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
+    return number
+
+
+def _mask_names(text: str) -> list[str]:
+    found = [DENSE, *masks.NAMES] if text == "default" else text.split(",")
+    unknown = [name for name in found if name != DENSE and not masks.known(name)]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"expected names of the form {DENSE}|{masks.FORMS}, got {', '.join(unknown)}")
+    return found
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="flashzoo bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     versions, modes = list(flashzoo.versions()), names_with_endings()
     truth = {"0": False, "1": True}
-
-    def names(choices: list[str] | tuple[str, ...]) -> Callable[[str], list[str]]:
-        def parse(text: str) -> list[str]:
-            unknown = [name for name in text.split(",") if name not in choices]
-            if unknown:
-                raise argparse.ArgumentTypeError(f"expected names from {', '.join(choices)}, got {', '.join(unknown)}")
-            return text.split(",")
-
-        return parse
 
     def impl_names(text: str) -> list[str]:
         found = text.split(",")
@@ -829,32 +881,8 @@ def _parser() -> argparse.ArgumentParser:
                 raise argparse.ArgumentTypeError(f"expected {name}@ and a length, such as {name}@8192, got {name}@{seqlen}")
         return found
 
-    def mask_names(text: str) -> list[str]:
-        found = [DENSE, *masks.NAMES] if text == "default" else text.split(",")
-        unknown = [name for name in found if name != DENSE and not masks.known(name)]
-        if unknown:
-            raise argparse.ArgumentTypeError(f"expected names of the form {DENSE}|{masks.FORMS}, got {', '.join(unknown)}")
-        return found
-
-    def whole(text: str, least: int = 1) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"expected an integer of at least {least}, got {text!r}")
-        return int(text)
-
-    def numbers(text: str) -> list[int]:
-        return [whole(number) for number in text.split(",")]
-
-    def amount(text: str) -> float:
-        try:
-            number = float(text)
-        except ValueError:
-            number = -1.0
-        if not number >= 0:
-            raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
-        return number
-
     def truths(text: str) -> list[bool]:
-        return [truth[name] for name in names(list(truth))(text)]
+        return [truth[name] for name in names(truth)(text)]
 
     what = parser.add_argument_group("what runs")
     what.add_argument(
@@ -869,7 +897,7 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--masks",
         metavar="NAME,...",
-        type=mask_names,
+        type=_mask_names,
         help="cells with block masks: dense (none, as --causal says), ones, causal, window1024, butterfly, random/4 and local/4 (a quarter "
         f"of the blocks), with any numbers; `default` is dense, {', '.join(masks.NAMES)}. In one sequence of 16k tokens with hidden 2048 "
         "and one of 64k with hidden 512, head dims 128 and 64, unless the sizes below say otherwise",
@@ -912,12 +940,12 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         given, other = ("--tokens", "--hidden") if args.tokens else ("--hidden", "--tokens")
         parser.error(f"--tokens and --hidden: expected both or neither, got {given} without {other}")
     chosen = [cell.problem for cell in cells(args)]
-    for name, whole, parts in (
+    for name, total, parts in (
         ("--tokens", args.tokens, {problem.seqlen_q for problem in chosen}),
         ("--hidden", args.hidden, {problem.head_dim for problem in chosen}),
     ):
-        if whole and any(whole % part for part in parts):
-            parser.error(f"{name}: expected a multiple of each of {', '.join(map(str, sorted(parts)))}, got {whole}")
+        if total and any(total % part for part in parts):
+            parser.error(f"{name}: expected a multiple of each of {', '.join(map(str, sorted(parts)))}, got {total}")
     if args.masks and not args.hidden:
         hidden = [size for _, size in MASKED_SIZES]
         if uneven := [head_dim for head_dim in args.head_dims or () if any(size % head_dim for size in hidden)]:
@@ -927,6 +955,12 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         sizes = {"--head-dims": args.head_dims, "--seqlens": args.seqlens}
         got = " ".join(f"{name} {','.join(map(str, given))}" for name, given in sizes.items() if given)
         parser.error(f"expected sizes that a cell of the field's has, or --tokens and --hidden for others, got {got}")
+
+
+def check_out(args: argparse.Namespace, impls: Iterable[str], parser: argparse.ArgumentParser) -> None:
+    """Others' versions in this repository's results are an error of the parser's."""
+    if not args.out and (own := foreign(impls)):
+        parser.error(f"--out: expected a file of your own for {', '.join(own)}, which this repository's results don't have")
 
 
 def results_of(args: argparse.Namespace, run: str, device: str, parser: argparse.ArgumentParser) -> Results:
@@ -952,8 +986,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     _check(args, parser)
     impls = {pass_: args.impls or default_impls(pass_, args.dtype, bool(args.masks)) for pass_ in passes(args)}
-    if not args.out and (own := foreign(impls)):
-        parser.error(f"--out: expected a file of your own for {', '.join(own)}, which this repository's results don't have")
+    check_out(args, [impl for chosen in impls.values() for impl in chosen], parser)
     results = results_of(args, args.resume or args.run, args.device, parser)
     try:
         if args.resume:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import re
 from argparse import ArgumentTypeError
 from dataclasses import dataclass, replace
@@ -27,6 +26,9 @@ ERROR, TRAFFIC, COPY = "error_", "traffic_", "copy"
 WORDS = {"fwd": "forward", "bwd": "backward"}
 TOKENS = 16384
 BUTTERFLY = "butterfly"
+CAUSAL = "causal=True"
+DENSE = ("", CAUSAL)
+"""What stands for a mask in a dense cell of a run with block masks."""
 DENSE_OF = {"blocksparse": "v2"}
 """The dense kernel that a block-sparse one is held against, where it has another name."""
 BEST_PEER = "the best peer"
@@ -49,12 +51,6 @@ Size = tuple[str, int, int]
 Speeds = dict[Shape, dict[str, float]]
 
 
-def read(results: Path) -> list[Row]:
-    """The rows of a results file."""
-    with results.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def results_file(text: str) -> Path:
     """An argument that names a results file. Raises ArgumentTypeError where it is not there."""
     path = Path(text)
@@ -66,6 +62,11 @@ def results_file(text: str) -> Path:
 def measured(rows: list[Row]) -> list[Row]:
     """Those that are results, and don't say why there is none."""
     return [row for row in rows if not row.get("why")]
+
+
+def of_last(rows: list[Row]) -> list[Row]:
+    """Those of the last row's run."""
+    return [row for row in rows if row["run"] == rows[-1]["run"]]
 
 
 def last_run(rows: list[Row], table: str) -> list[Row]:
@@ -190,7 +191,7 @@ class Sparse:
 
     Attributes:
         rows: all of it, the dense cells too.
-        ms: by pass, head_dim and seqlen, then by mask (that of a dense cell is "", or "causal=True"), then by implementation; of one
+        ms: by pass, head_dim and seqlen, then by mask (that of a dense cell is one of `DENSE`), then by implementation; of one
             sequence.
         densities: by mask and seqlen.
         butterfly: as ms, but by pass and head_dim, then by seqlen, then by whether the cell is dense; of as many tokens in all.
@@ -230,7 +231,7 @@ def sparse_run(rows: list[Row]) -> Sparse | None:
         if mask == BUTTERFLY:
             tokens.setdefault(tokens_of(row), set()).add(seqlen)
         if row["batch"] == "1":
-            name = "causal=True" if row["causal"] == "1" else mask
+            name = CAUSAL if row["causal"] == "1" else mask
             found.ms.setdefault((*of, seqlen), {}).setdefault(name, {})[impl] = float(row["ms"])
     whole = max(tokens, key=lambda n: len(tokens[n]), default=0)
     for row in rows:

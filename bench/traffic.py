@@ -188,9 +188,7 @@ def copy_row(clock: run.Clock, ms_each: float) -> run.Row:
     source = torch.ones(COPIED, dtype=torch.bfloat16, device="cuda")
     target = torch.empty_like(source)
     times = clock.measure({COPY: lambda: target.copy_(source)}, ms_each)[COPY]
-    rows, columns = COPIED
-    shape = {"pass": COPY, "dtype": "bf16", "batch": 1, "seqlen_q": rows, "seqlen_k": rows, "heads": 1, "heads_kv": 1, "head_dim": columns}
-    return {**shape, "impl": COPY, "causal": 0, "mask": "", "density": 1, **run.timing(times, 1), "tflops": ""}
+    return {**run.no_attention(COPY, COPY, "bf16", *COPIED), **run.timing(times, 1), "tflops": ""}
 
 
 def copied(row: dict[str, str]) -> float:
@@ -205,12 +203,9 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m bench.traffic", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
-    def numbers(text: str) -> list[int]:
-        return [int(number) for number in text.split(",")]
-
-    parser.add_argument("--passes", type=lambda text: text.split(","), default=list(run.PASSES), help="fwd,bwd")
-    parser.add_argument("--head-dims", type=numbers, default=[64, 128, 256])
-    parser.add_argument("--seqlens", type=numbers, default=[1024, 4096, 16384])
+    parser.add_argument("--passes", type=run.names(run.PASSES), default=list(run.PASSES), help="fwd,bwd")
+    parser.add_argument("--head-dims", type=run.numbers, default=[64, 128, 256])
+    parser.add_argument("--seqlens", type=run.numbers, default=[1024, 4096, 16384])
     parser.add_argument("--run", help="id of the run's rows; without it none are written")
     parser.add_argument("--out", type=Path, help="the CSV file; default: bench/results/<gpu>.csv")
     parser.add_argument("--commit", help="what is measured, where there is no git")
@@ -219,8 +214,6 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print("bench.traffic needs an NVIDIA GPU", file=sys.stderr)
         return 1
-    if unknown := [name for name in args.passes if name not in run.PASSES]:
-        parser.error(f"--passes: expected names from {', '.join(run.PASSES)}, got {', '.join(unknown)}")
     todo = cells(args)
     if args.child:
         call_each(todo)

@@ -262,7 +262,7 @@ def results(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def text(results) -> str:
-    return report.page(runs.read(results), results)
+    return report.page(run.read(results), results)
 
 
 @pytest.fixture(scope="module")
@@ -378,4 +378,4 @@ def test_the_readmes_pictures_are_there():
 
 def test_the_readme_is_what_the_results_file_says():
     readme = (ROOT / "README.md").read_text()
-    assert plot.place(readme, plot.report(runs.read(runs.RESULTS), runs.RESULTS)) == readme
+    assert plot.place(readme, plot.report(run.read(runs.RESULTS), runs.RESULTS)) == readme

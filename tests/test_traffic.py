@@ -157,7 +157,7 @@ def test_every_set_is_measured_and_a_broken_one_stops_no_other(called, tmp_path,
         ["--broken", "--run", "h200-x-two", *resumed[1:]],
         ["--run", "h200-x-three", *where],
     ]
-    assert [row["run"] for row in runs.read(out)] == ["h200-x-one", "h200-x-one", "h200-x-three"]
+    assert [row["run"] for row in run.read(out)] == ["h200-x-one", "h200-x-one", "h200-x-three"]
     called.clear()
     everything.measure(everything.SETS, "h200-x", out, "c0ffee", float("inf"))
     assert ["--run", "h200-x-three", *where] not in called, "it is there"
