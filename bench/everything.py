@@ -73,7 +73,7 @@ def measure(sets: tuple[Set, ...], name: str, out: Path, commit: str, budget_s: 
         name: what the ids of the runs begin with.
         out: the results file.
         commit: what is measured.
-        budget_s: stop after so many seconds, at the end of the cell at hand.
+        budget_s: stop after so many seconds, at the end of what is timed together.
     """
     started, failed = time.monotonic(), 0
     for chosen in sets:
@@ -121,10 +121,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("-o", "--page", type=Path, default=Path("report.html"), help="the HTML page (default: report.html)")
     args = parser.parse_args(argv)
     out = args.out or (run.results_path("cuda") if gpu else runs.RESULTS)
-    if gpu:
-        run.check_out(args, flashzoo.versions(), parser)
     failed = 0
     if gpu:
+        run.check_out(args, flashzoo.versions(), parser)
         sets = tuple(chosen for chosen in SETS if chosen.name in args.sets)
         failed = measure(sets, args.run or f"{out.stem}-{today}", out, args.commit or run.head_commit(), args.budget_s)
     else:

@@ -912,7 +912,13 @@ def _parser() -> argparse.ArgumentParser:
     how = parser.add_argument_group("how")
     how.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     how.add_argument("--ms", type=amount, default=80.0, help="measured time for each implementation and cell (default: 80)")
-    how.add_argument("--budget-s", metavar="S", type=amount, default=inf, help="stop after the cell at hand once so much time is gone")
+    how.add_argument(
+        "--budget-s",
+        metavar="S",
+        type=amount,
+        default=inf,
+        help="stop once so much time is gone, after the cell at hand, or with --masks all of its size and pass",
+    )
     how.add_argument(
         "--workers",
         metavar="N",
