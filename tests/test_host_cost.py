@@ -227,6 +227,20 @@ def test_v2_costs_the_host_what_torchs_attention_does():
     assert best["v2"] < OVER_SDPA * best[TORCH]
 
 
+@pytest.mark.gpu
+def test_a_64k_window_is_built_within_a_millisecond(benchmark):
+    """From the call to the end of what it launched."""
+
+    def build() -> None:
+        flashzoo.BlockMask.sliding_window(65536, window_size=(1024, None), causal=True, device="cuda")
+        torch.cuda.synchronize()
+
+    build()
+    benchmark.pedantic(build, rounds=ROUNDS)
+    if not benchmark.disabled:
+        assert benchmark.stats.stats.median < 1e-3
+
+
 TWICE = """
 import flashzoo
 

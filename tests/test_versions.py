@@ -8,6 +8,7 @@ attention kernel had and that the test would catch.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import mmap
 import threading
@@ -788,12 +789,14 @@ def test_tensors_of_more_than_2_to_31_elements(version, problem):
 def test_memory_grows_as_declared(version, problem):
     """Peak memory of a forward and backward pass beyond its inputs, at twice the length."""
     short, long = (peak_bytes(version, dataclasses.replace(problem, seqlen_q=n, seqlen_k=n)) for n in (4096, 8192))
-    assert long / short < 2.2 if flashzoo.versions()[version].memory == "linear" else long / short > 3
+    least, most = (0, 2.2) if flashzoo.versions()[version].memory == "linear" else (3, math.inf)
+    assert least < long / short < most
 
 
 def peak_bytes(version: str, problem: Problem) -> int:
     tensors, dout, dlse = draw(problem)
     both(version, tensors, problem, dout, dlse)
+    gc.collect()  # of what other tests left, which would make room in between
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
