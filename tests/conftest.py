@@ -10,7 +10,7 @@ import os
 import pytest
 import torch
 from hypothesis import settings
-from support import CHOSEN, DEVICE, FP8, ROOT, asked
+from support import CHOSEN, DEVICE, FP8, ROOT, WORKER_BYTES, asked
 
 import flashzoo
 from flashzoo import Spec
@@ -18,6 +18,9 @@ from flashzoo.registry import plugin_errors
 
 POISON_BYTES = [1 << power for power in range(9, 29) for _ in range(4)]
 """Blocks of every size class of the caching allocator, up to 256 MiB."""
+
+KEPT_BYTES = 4 << 30
+"""What a process may keep of a GPU's memory from one test to the next."""
 
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("random", deadline=None, print_blob=True)
@@ -29,6 +32,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     saved = ROOT / "tests" / "host_baseline.json"
     parser.addoption("--host-baseline", metavar="FILE", default=str(saved), help=f"what host costs are held to (default: {saved.name})")
     parser.addoption("--update-host-baseline", action="store_true", help="write the host costs that are measured, and compare none")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """What `-n auto` is on a GPU, which the workers share; elsewhere as many as pytest-xdist says."""
+    if DEVICE == "cpu":
+        return None
+    memory = torch.cuda.get_device_properties(0).total_memory
+    return max(1, min(os.cpu_count() or 1, memory // WORKER_BYTES))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -89,6 +101,8 @@ def _poisoned_memory():
         blocks = [torch.full((size // 4,), torch.nan, device="cuda") for size in POISON_BYTES]
         del blocks
         yield
+        if torch.cuda.memory_reserved() > KEPT_BYTES:
+            torch.cuda.empty_cache()  # for the other workers
     else:
         torch.use_deterministic_algorithms(True)  # fills every empty tensor with NaN
         yield

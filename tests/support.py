@@ -24,6 +24,8 @@ from flashzoo.workloads import TORCH_DTYPES, block_mask, hardware, inputs
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WORKER_BYTES = 16 << 30
+"""Of a GPU's memory, for each process that runs tests on it; a test that needs more asks what is free."""
 SMALL = Problem(batch=1, seqlen_q=40, seqlen_k=40, heads=2, heads_kv=2, head_dim=16, **hardware(DEVICE))  # pyright: ignore[reportArgumentType]
 
 CHOSEN = pytest.StashKey[list[Spec]]()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -758,5 +757,3 @@ def test_no_builder_waits_for_the_gpu():
         build_everything("cuda", *given)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
