@@ -743,7 +743,7 @@ def compile_ahead(todo: Work, workers: int) -> dict[tuple[str, Cell], float]:
     jobs = compile_jobs(todo)
     seconds = {}
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_compile_in_one_thread)
-    with pool, _progress(len(jobs), "compiling ahead") as say:
+    with pool, progress(len(jobs), "compiling ahead") as say:
         waiting = {pool.submit(_compile, impl, group): (impl, group) for impl, group in jobs}
         for future in as_completed(waiting):
             impl, group = waiting[future]
@@ -798,7 +798,7 @@ def _compile(impl: str, group: list[Cell]) -> dict[Cell, float]:
 
 
 @contextmanager
-def _progress(total: int, what: str) -> Iterator[Callable[[str], None]]:
+def progress(total: int, what: str) -> Iterator[Callable[[str], None]]:
     """A function that prints the line of one of so many steps. The time left is before it or, under a terminal, in a bar beneath."""
     if not sys.stdout.isatty():
         started, done = time.monotonic(), 0
@@ -1019,7 +1019,7 @@ def _run(todo: Work, results: Results, args: argparse.Namespace, started: float,
     """Whether a version failed."""
     clock, failed, stopped, done = Clock(args.device), False, "", 0
     results.append(ceilings(clock, args.device, args.ms, args.dtype))
-    with _progress(len(todo), "measuring") as say:
+    with progress(len(todo), "measuring") as say:
         for work in in_turns(todo, bool(args.masks)):
             for cell, rows in measure(work, clock, args.ms, ahead).items():
                 results.append(rows)

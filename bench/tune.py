@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from bench.run import Cell, Clock, Contender, Referee
+from bench.run import Cell, Clock, Contender, Referee, progress
 from flashzoo._sass import SHARED_LIMIT
 from flashzoo.spec import Problem
 from flashzoo.v1 import config as v1_config
@@ -92,18 +92,20 @@ def tune(version: str, kernel: str, cell: Cell, clock: Clock, ms_each: float) ->
     """Milliseconds and tiles of every candidate that is right, fastest first."""
     tensors = inputs(cell.problem, device=cell.problem.device)
     referee = Referee(cell, tensors)
-    found = []
-    for tiles in candidates(version, kernel, cell.problem.head_dim):
-        with entry(version, kernel, cell.problem, tiles):
-            try:
-                contender = Contender(version, cell, tensors)
-                referee.errors(version, contender.result())
-            except Exception as error:  # a wrong result, or whatever a compiler raises: a candidate's failure is not the search's
-                first_line = (str(error).splitlines() or [""])[0]
-                print(f"  {tiles}: {type(error).__name__}: {first_line[:100]}", file=sys.stderr)
-                continue
-            times = sorted(clock.measure({"candidate": contender.run}, ms_each)["candidate"])
-            found.append((times[len(times) // 2], tiles))
+    found, tried = [], list(candidates(version, kernel, cell.problem.head_dim))
+    with progress(len(tried), f"{version} {kernel} {cell}") as say:
+        for tiles in tried:
+            with entry(version, kernel, cell.problem, tiles):
+                try:
+                    contender = Contender(version, cell, tensors)
+                    referee.errors(version, contender.result())
+                except Exception as error:  # a wrong result, or whatever a compiler raises: a candidate's failure is not the search's
+                    first_line = (str(error).splitlines() or [""])[0]
+                    say(f"{tiles}: {type(error).__name__}: {first_line[:100]}")
+                    continue
+                times = sorted(clock.measure({"candidate": contender.run}, ms_each)["candidate"])
+                found.append((times[len(times) // 2], tiles))
+                say(f"{tiles}: {found[-1][0]:.3f} ms")
     return sorted(found, key=lambda pair: pair[0])
 
 
@@ -123,8 +125,9 @@ def main(argv: list[str] | None = None) -> int:
             heads = 2048 // head_dim
             problem = Problem(16384 // seqlen, seqlen, seqlen, heads, heads, head_dim, causal=causal, grad=kernel != "forward")
             cell = Cell(replace(problem, **hardware("cuda")))
-            print(f"{args.version} {kernel} {cell}")
-            for ms, tiles in tune(args.version, kernel, cell, clock, args.ms)[: args.top]:
+            found = tune(args.version, kernel, cell, clock, args.ms)
+            print(f"{args.version} {kernel} {cell}, the fastest of {len(found)}:")
+            for ms, tiles in found[: args.top]:
                 print(f"  {ms:.3f} ms  {tiles}", flush=True)
             torch.cuda.empty_cache()
     return 0
