@@ -22,7 +22,6 @@ import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -223,9 +222,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--queries", type=int, help="of each head; default: the seqlen, without a GPU 1024")
     parser.add_argument("--heads", type=int, help="default: 16, without a GPU 4")
     parser.add_argument("--long", type=run.numbers, default="4096,131072", help="keys of the second table's columns")
-    parser.add_argument("--run", help="id of the run's rows; without it none are written")
-    parser.add_argument("--out", type=Path, help="the CSV file; default: bench/results/<gpu>.csv")
-    parser.add_argument("--commit", help="what is measured, where there is no git")
+    run.offer_rows(parser)
     args = parser.parse_args(argv)
     results = run.results_of(args, args.run, args.device, parser) if args.run else None
     cuda = args.device == "cuda"

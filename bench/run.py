@@ -969,6 +969,13 @@ def check_out(args: argparse.Namespace, impls: Iterable[str], parser: argparse.A
         parser.error(f"--out: expected a file of your own for {', '.join(own)}, which this repository's results don't have")
 
 
+def offer_rows(parser: argparse.ArgumentParser) -> None:
+    """The arguments of a command that appends rows only where it is told a run's id; `results_of` reads them."""
+    parser.add_argument("--run", help="id of the run's rows; without it none are written")
+    parser.add_argument("--out", type=Path, help="the CSV file; default: bench/results/<gpu>.csv")
+    parser.add_argument("--commit", help="what is measured, where there is no git")
+
+
 def results_of(args: argparse.Namespace, run: str, device: str, parser: argparse.ArgumentParser) -> Results:
     """What `--out` and `--commit` say; a file with other columns is an error of the parser's."""
     try:

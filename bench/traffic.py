@@ -206,9 +206,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--passes", type=run.names(run.PASSES), default=list(run.PASSES), help="fwd,bwd")
     parser.add_argument("--head-dims", type=run.numbers, default=[64, 128, 256])
     parser.add_argument("--seqlens", type=run.numbers, default=[1024, 4096, 16384])
-    parser.add_argument("--run", help="id of the run's rows; without it none are written")
-    parser.add_argument("--out", type=Path, help="the CSV file; default: bench/results/<gpu>.csv")
-    parser.add_argument("--commit", help="what is measured, where there is no git")
+    run.offer_rows(parser)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(given)
     if not torch.cuda.is_available():

@@ -439,7 +439,7 @@ def test_a_terminal_shows_the_time_left(tmp_path, monkeypatch, capsys):
 def test_other_outputs_say_the_time_left(monkeypatch, capsys):
     now = 50.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    with run._progress(4, "measuring") as say:
+    with run.progress(4, "measuring") as say:
         for line in "ab":
             now += 7
             say(line)
