@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 
 import pytest
 import torch
@@ -34,13 +35,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-host-baseline", action="store_true", help="write the host costs that are measured, and compare none")
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int | None:
-    """What `-n auto` is on a GPU, which the workers share; elsewhere as many as pytest-xdist says."""
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
+    """What `-n auto` is: on a GPU, which the workers share, no more than its memory holds."""
+    workers = yield
     if DEVICE == "cpu":
-        return None
-    memory = torch.cuda.get_device_properties(0).total_memory
-    return max(1, min(os.cpu_count() or 1, memory // WORKER_BYTES))
+        return workers
+    return max(1, min(workers, torch.cuda.get_device_properties(0).total_memory // WORKER_BYTES))
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -33,8 +33,8 @@ from flashzoo.registry import implementation
 from flashzoo.workloads import TORCH_DTYPES
 
 SLACK = 1.5
-PROMISED = {"dispatch": 1 / 3, "explain": 20 / 3, "call v3": 1.0, "import": 20e3 / 3, "64k window": 100 / 3}
-"""Calibrations that no baseline may raise: 10, 200 and 30 us, 0.2 s and 1 ms where a calibration takes 30 us."""
+PROMISED = {"dispatch": 1 / 3, "explain": 20 / 3, "call v3": 1.0, "import": 20e3 / 3}
+"""Calibrations that no baseline may raise: 10, 200 and 30 us and 0.2 s where a calibration takes 30 us."""
 OVER_SDPA = 40 / 37
 """The host's cost of v2 over that of torch's attention with the same transposes, on a GPU."""
 BATCH_S, ROUNDS = 1e-3, 150
@@ -228,14 +228,17 @@ def test_v2_costs_the_host_what_torchs_attention_does():
 
 
 @pytest.mark.gpu
-def test_building_a_64k_window(costs):
-    """A block mask's lists, from the call to the end of what it launched."""
+def test_a_64k_window_is_built_within_a_millisecond(benchmark):
+    """From the call to the end of what it launched: no ratio, but the promise itself."""
 
     def build() -> None:
         flashzoo.BlockMask.sliding_window(65536, window_size=(1024, None), causal=True, device="cuda")
         torch.cuda.synchronize()
 
-    costs("64k window", build)
+    build()
+    benchmark.pedantic(build, rounds=ROUNDS)
+    if not benchmark.disabled:
+        assert benchmark.stats.stats.median < 1e-3
 
 
 TWICE = """
