@@ -56,21 +56,12 @@ def lists_of(kept: Tensor, full: Tensor, width: int, slots: Tensor | None = None
         width: of the lists; no row keeps more.
         slots: int32, of the same shape: what `bit_index` holds for a partial block.
     """
-    m = kept.shape[-1]
-    partial = kept ^ full
-    n_partial, n_full = partial.sum(-1, dtype=torch.int32), full.sum(-1, dtype=torch.int32)
-    nth_partial, nth_full = partial.cumsum(-1, dtype=torch.int32), full.cumsum(-1, dtype=torch.int32)
-    place = torch.where(full, nth_full + n_partial[..., None], nth_partial) - 1
-    place = torch.where(kept, place, width).long()  # what is not kept goes behind the last place
-    number = torch.arange(m, dtype=torch.int32, device=kept.device).expand(kept.shape)
-    room = (*kept.shape[:-1], width + 1)
-    indices = number.new_zeros(room).scatter_(-1, place, number)[..., :width].contiguous()
-    counts = n_partial + n_full
+    kinds = torch.add(full.view(torch.int8), kept, alpha=-2).contiguous()  # -2 partial, -1 full, 0 skipped
+    kinds, numbers = (x[..., :width] for x in kinds.sort(dim=-1, stable=True))
+    counts, n_full = kept.sum(-1, dtype=torch.int32), full.sum(-1, dtype=torch.int32)
+    indices = numbers.int() * (kinds < 0)
     order = counts.argsort(dim=-1, descending=True, stable=True).int()
-    if slots is None:
-        return Lists(counts, n_full, indices, order)
-    place = torch.where(partial, place, width)
-    bit_index = number.new_zeros(room).scatter_(-1, place, slots)[..., :width].contiguous()
+    bit_index = None if slots is None else slots.gather(-1, numbers) * (kinds == -2)
     return Lists(counts, n_full, indices, order, bit_index)
 
 

@@ -92,7 +92,11 @@ class _Grid:
 
     def edges(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """First and last query of every row of blocks `(n_q, 1)`, first and last key of every column `(n_k,)`."""
-        q, k = (self.arange(self.n_q) * self.block_q)[:, None], self.arange(self.n_k) * self.block_kv
+        q, k = (
+            torch.arange(0, n * block, block, dtype=torch.int32, device=self.device)
+            for n, block in ((self.n_q, self.block_q), (self.n_k, self.block_kv))
+        )
+        q = q[:, None]
         return q, (q + (self.block_q - 1)).clamp(max=self.seqlen_q - 1), k, (k + (self.block_kv - 1)).clamp(max=self.seqlen_k - 1)
 
     def reach(self, span: Window) -> tuple[int, int]:
@@ -104,9 +108,10 @@ class _Grid:
     def band(self, span: Window) -> Blocks:
         """The blocks with an element in the band, and those with no other."""
         left, right = self.reach(span)
+        first, last = self.shift - left, self.shift + right  # of the keys that query 0 sees
         q_first, q_last, k_first, k_last = self.edges()
-        lowest, highest = k_first - (q_last + self.shift), k_last - (q_first + self.shift)  # offsets from the diagonal
-        kept, full = (lowest <= right) & (highest >= -left), (highest <= right) & (lowest >= -left)
+        lowest, highest = k_first - q_last, k_last - q_first
+        kept, full = (lowest <= last) & (highest >= first), (highest <= last) & (lowest >= first)
         return kept[None, None], full[None, None]
 
     def in_band(self, span: Window, q: Tensor, k: Tensor) -> Tensor:
