@@ -20,7 +20,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from flashzoo import BlockMask, Problem
 from flashzoo.reference import visible
 
-LENGTHS = [(1, 1), (64, 64), (256, 256), (300, 300), (100, 300), (300, 100), (513, 130), (1, 700), (129, 127)]
+LENGTHS = [(1, 1), (64, 64), (256, 256), (300, 300), (100, 300), (300, 100), (513, 130), (1, 700), (129, 127), (500, 510)]
 BLOCKS = [(128, 128), (64, 64), (64, 128), (128, 64)]
 Sizes = tuple[int, int, int, int]  # seqlen_q, seqlen_k, block_q, block_kv
 SIZES = [(*lengths, *BLOCKS[(nth + more) % 4]) for nth, lengths in enumerate(LENGTHS) for more in (0, 2)]
@@ -227,7 +227,8 @@ def check_lists(mask: BlockMask, dense: Tensor) -> None:
     dense = dense.expand(mask.batch, mask.heads, mask.seqlen_q, mask.seqlen_k).cpu()
     n_q, n_k = n_blocks((mask.seqlen_q, mask.seqlen_k, mask.block_q, mask.block_kv))
     for lists, n, m in ((mask.rows, n_q, n_k), (mask.columns, n_k, n_q)):
-        assert all(x.dtype == torch.int32 and x.is_contiguous() for x in (lists.counts, lists.full, lists.indices, lists.order))
+        tensors = (lists.counts, lists.full, lists.indices, lists.order)
+        assert all(x.dtype == torch.int32 and x.is_contiguous() and x.data_ptr() % 16 == 0 for x in tensors)
         counts, full, indices, order = (x.tolist() for x in (lists.counts, lists.full, lists.indices, lists.order))
         where = [] if lists.bit_index is None else lists.bit_index.tolist()
         for b in range(mask.batch):

@@ -725,9 +725,7 @@ def _made(
     slots: Tensor | None = None,
 ) -> BlockMask:
     """A mask of a block matrix; widths are at most how many blocks of a row, and of a column, are kept."""
-    row, column = widths or (grid.n_k, grid.n_q)
-    rows = lists_of(kept, full, row, slots)
-    columns = lists_of(kept.mT, full.mT, column, None if slots is None else slots.mT)
+    rows, columns = lists_of(kept, full, widths or (grid.n_k, grid.n_q), slots)
     sizes = (grid.seqlen_q, grid.seqlen_k, grid.block_q, grid.block_kv, kept.shape[0], kept.shape[1])
     return _known(BlockMask(*sizes, rows, columns, element, tight or (element.bits is None and element.span == (None, None))))
 
