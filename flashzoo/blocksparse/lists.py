@@ -15,6 +15,8 @@ from torch import Tensor
 
 PARTIAL, FULL = 1, 2
 """What `codes_of` says of a kept block; 0 of a skipped one."""
+TOGETHER = 1 << 20
+"""Entries up to which a square matrix is listed both ways at once: half the launches, a small mask's time, for twice the memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,8 +64,8 @@ def lists_of(kept: Tensor, full: Tensor, widths: tuple[int, int], slots: Tensor 
     """
     matrices = [kept, full] if slots is None else [kept, full, slots]
     n, m = kept.shape[-2:]
-    if n == m and n % 4 == 0 and widths[0] == widths[1]:
-        # Together: half the launches, which are a small mask's time. Rows by fours, so that the columns behind them start at 16 bytes.
+    if n == m and n % 4 == 0 and widths[0] == widths[1] and kept.numel() <= TOGETHER:
+        # With rows by fours the columns, which lie behind them, start at a multiple of 16 bytes too.
         both = _by_rows(widths[0], *(torch.stack((x, x.mT)) for x in matrices))
         return both.each(lambda x: x[0]), both.each(lambda x: x[1])
     return _by_rows(widths[0], *matrices), _by_rows(widths[1], *(x.mT for x in matrices))
