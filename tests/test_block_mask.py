@@ -229,7 +229,7 @@ def check_lists(mask: BlockMask, dense: Tensor) -> None:
     for lists, n, m in ((mask.rows, n_q, n_k), (mask.columns, n_k, n_q)):
         tensors = (lists.counts, lists.full, lists.indices, lists.order)
         assert all(x.dtype == torch.int32 and x.is_contiguous() and x.data_ptr() % 16 == 0 for x in tensors)
-        counts, full, indices, order = (x.tolist() for x in (lists.counts, lists.full, lists.indices, lists.order))
+        counts, full, indices, order = (x.tolist() for x in tensors)
         where = [] if lists.bit_index is None else lists.bit_index.tolist()
         for b in range(mask.batch):
             for h in range(mask.heads):

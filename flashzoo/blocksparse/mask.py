@@ -87,16 +87,13 @@ class _Grid:
         """From a query's number to the key on its aligned diagonal."""
         return self.seqlen_k - self.seqlen_q
 
-    def arange(self, n: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.arange(n, dtype=dtype, device=self.device)
+    def arange(self, n: int, dtype: torch.dtype = torch.int32, step: int = 1) -> Tensor:
+        """The first n multiples of step."""
+        return torch.arange(0, n * step, step, dtype=dtype, device=self.device)
 
     def edges(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """First and last query of every row of blocks `(n_q, 1)`, first and last key of every column `(n_k,)`."""
-        q, k = (
-            torch.arange(0, n * block, block, dtype=torch.int32, device=self.device)
-            for n, block in ((self.n_q, self.block_q), (self.n_k, self.block_kv))
-        )
-        q = q[:, None]
+        q, k = self.arange(self.n_q, step=self.block_q)[:, None], self.arange(self.n_k, step=self.block_kv)
         return q, (q + (self.block_q - 1)).clamp(max=self.seqlen_q - 1), k, (k + (self.block_kv - 1)).clamp(max=self.seqlen_k - 1)
 
     def reach(self, span: Window) -> tuple[int, int]:
