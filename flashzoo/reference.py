@@ -18,10 +18,10 @@ e4m3 already, `precision="fp8"`, it quantises with one scale for each head; its 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,6 +61,11 @@ class Result:
     def items(self) -> dict[str, Tensor]:
         """The tensors that are there, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
+
+    def at(self, part: Part) -> Result:
+        """Views of the tensors that are there."""
+        index = {"out": part.queries, "lse": part.rows, "dq": part.queries, "dk": part.keys, "dv": part.keys}
+        return Result(**{name: value[index[name]] for name, value in self.items().items()})
 
 
 def visible(problem: Problem, device: torch.device | str = "cpu", mask: Tensor | None = None) -> Tensor | None:
@@ -123,7 +128,7 @@ def oracle(
     dtype: torch.dtype = torch.float64,
     mask: Tensor | None = None,
 ) -> Result:
-    """Attention in float64, one key/value head at a time so that long problems fit.
+    """Attention in float64, some heads at a time so that long problems fit.
 
     Args:
         q, k, v: as in `flashzoo.attention`, any floating dtype, CPU or GPU; zero lengths are welcome.
@@ -137,37 +142,103 @@ def oracle(
     Returns:
         A `Result` in `dtype`.
     """
-    group = q.shape[2] // k.shape[2]
     batch, seqlen_q, heads, _ = q.shape
     out = q.new_zeros((batch, seqlen_q, heads, v.shape[3]), dtype=dtype)
     lse = q.new_full((batch, heads, seqlen_q), -math.inf, dtype=dtype)
     dq, dk, dv = (torch.zeros_like(x, dtype=dtype) if dout is not None else None for x in (q, k, v))
+    whole = Result(out, lse, dq, dk, dv)
+    for part in parts(q, k, ORACLE_SCORES[q.device.type]):
+        s, seen = scores(q, k, problem, softmax_scale, part, dtype, mask), whole.at(part)
+        seen.lse.copy_(torch.logsumexp(s, -1).flatten(1, 2))
+        p = probabilities(s, seen.lse)
+        seen.out.copy_(from_groups(p @ grouped(v[part.keys], part, dtype)))
+        if dout is not None:
+            of_part = None if dlse is None else dlse[part.rows]
+            for name, x in gradients(p, dout[part.queries], of_part, seen.out, q, k, v, softmax_scale, part).items():
+                seen.items()[name].copy_(x)
+    return whole
+
+
+class Part(NamedTuple):
+    """Indices of some (batch, head) slices: of what lies as q does, as k does, and as lse does; and how many heads share keys."""
+
+    queries: tuple[slice, ...]
+    keys: tuple[slice, ...]
+    rows: tuple[slice, ...]
+    group: int
+
+
+ORACLE_SCORES = {"cpu": 1 << 22, "cuda": 1 << 26}
+"""Scores that the oracle holds at a time: with some 4 numbers of 8 bytes for each, 2 GB on a GPU."""
+
+
+def parts(q: Tensor, k: Tensor, most: int) -> Iterator[Part]:
+    """Whole slices of q and k with at most so many scores, or one key/value head's where those are more; none where nothing is seen."""
     if 0 in q.shape or 0 in k.shape:
-        return Result(out, lse, dq, dk, dv)
-    seen = visible(problem, q.device, mask)
+        return
+    (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
+    group = heads // heads_kv
+    scores = group * seqlen_q * seqlen_k
+    some_heads = min(heads_kv, max(1, most // scores))
+    some_batches = max(1, most // (scores * heads_kv)) if some_heads == heads_kv else 1
+    for b in range(0, batch, some_batches):
+        for h in range(0, heads_kv, some_heads):
+            at, kv, every = slice(b, b + some_batches), slice(h, h + some_heads), slice(None)
+            of_queries = slice(h * group, (h + some_heads) * group)
+            yield Part((at, every, of_queries), (at, every, kv), (at, of_queries), group)
+
+
+def of_part(mask: Tensor | None, part: Part) -> Tensor | None:
+    """A mask as in `visible`, cut to a part."""
+    if mask is None or mask.ndim == 2:
+        return mask
+    at, heads = part.rows
+    mask = mask if mask.shape[0] == 1 else mask[at]
+    return mask if mask.shape[1] == 1 else mask[:, heads]
+
+
+def grouped(x: Tensor, part: Part, dtype: torch.dtype, of_queries: bool = False) -> Tensor:
+    """A part of q, k, v or dout as `(batch, heads_kv, group, seqlen, head_dim)`, the group 1 for keys."""
+    return x.to(dtype).transpose(1, 2).unflatten(1, (-1, part.group if of_queries else 1))
+
+
+def from_groups(x: Tensor) -> Tensor:
+    """`(batch, seqlen, heads, head_dim)` of what lies as `grouped`."""
+    return x.flatten(1, 2).transpose(1, 2)
+
+
+def scores(q: Tensor, k: Tensor, problem: Problem, softmax_scale: float, part: Part, dtype: torch.dtype, mask: Tensor | None) -> Tensor:
+    """Scores of a part, -inf where nobody sees: `(batch, heads_kv, group, seqlen_q, seqlen_k)`."""
+    s = grouped(q[part.queries], part, dtype, True) @ grouped(k[part.keys], part, dtype).mT * softmax_scale
+    seen = visible(problem, q.device, of_part(mask, part))
     if seen is not None:
-        seen = seen.expand(batch, heads, *seen.shape[-2:])
-    for b in range(batch):
-        for h in range(heads):
-            kv = h // group
-            q_h, k_h, v_h = q[b, :, h].to(dtype), k[b, :, kv].to(dtype), v[b, :, kv].to(dtype)
-            s = q_h @ k_h.T * softmax_scale
-            if seen is not None:
-                s.masked_fill_(~seen[b, h], -math.inf)
-            row_lse = torch.logsumexp(s, -1)
-            p = s.sub_(_finite(row_lse)[:, None]).exp_()
-            out[b, :, h], lse[b, h] = p @ v_h, row_lse
-            if dq is None or dk is None or dv is None or dout is None:
-                continue
-            do = dout[b, :, h].to(dtype)
-            delta = (do * out[b, :, h]).sum(-1)
-            if dlse is not None:
-                delta = delta - dlse[b, h].to(dtype)
-            dv[b, :, kv] += p.T @ do
-            ds = p.mul_(do @ v_h.T - delta[:, None])
-            dq[b, :, h] = ds @ k_h * softmax_scale
-            dk[b, :, kv] += ds.T @ q_h * softmax_scale
-    return Result(out, lse, dq, dk, dv)
+        s.masked_fill_(~(seen if seen.ndim == 2 else seen.expand(len(s), s.shape[1] * part.group, -1, -1).view(s.shape)), -math.inf)
+    return s
+
+
+def probabilities(s: Tensor, lse: Tensor) -> Tensor:
+    """exp(s - lse) in place of s, all 0 in a row that sees no key; lse `(batch, heads, seqlen_q)`."""
+    return s.sub_(_finite(lse).view(*s.shape[:-1], 1)).exp_()
+
+
+def gradients(
+    p: Tensor, dout: Tensor, dlse: Tensor | None, out: Tensor, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, part: Part
+) -> dict[str, Tensor]:
+    """dq, dk and dv of a part by the formulas above, from its P, which is overwritten with dS."""
+    dtype = p.dtype
+    do, q_h, k_h, v_h = (
+        grouped(dout, part, dtype, True),
+        grouped(q[part.queries], part, dtype, True),
+        grouped(k[part.keys], part, dtype),
+        grouped(v[part.keys], part, dtype),
+    )
+    delta = (do * grouped(out, part, dtype, True)).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse.to(dtype).view(delta.shape)
+    dv = (p.mT @ do).sum(2, keepdim=True)
+    ds = p.mul_((do @ v_h.mT).sub_(delta[..., None]))
+    dk = (ds.mT @ q_h).sum(2, keepdim=True) * softmax_scale
+    return {"dq": from_groups(ds @ k_h * softmax_scale), "dk": from_groups(dk), "dv": from_groups(dv)}
 
 
 def _finite(lse: Tensor) -> Tensor:

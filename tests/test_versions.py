@@ -7,14 +7,13 @@ attention kernel had and that the test would catch.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import math
 import mmap
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import pytest
@@ -64,6 +63,11 @@ class Case:
     problem: Problem
     descales: str | None = None
 
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """What its inputs, and so its Judge, are drawn by."""
+        return self.workload.name, self.problem.dtype, str(self.problem.precision), str(self.descales)
+
     def __str__(self) -> str:
         how = [name for name, asked in (("fp8", self.problem.precision), ("deterministic", self.problem.deterministic)) if asked]
         how += [f"by_{self.descales}"] if self.descales else []
@@ -82,6 +86,20 @@ def cases(specs: list[Spec], grad: bool) -> list[Case]:
                     if takes(spec, problem):
                         found.append(Case(spec.name, workload, problem, kind))
     return found
+
+
+def each_once(specs: list[Spec], grad: bool) -> list[Case]:
+    """The cases less what another test says of them already.
+
+    A backward pass is judged with the forward pass that it follows, so alone the latter is judged on the smoke workloads only.
+    `standard` is everybody's yardstick, held to the oracle by every Judge: it has cases of its own where it is alone.
+    """
+    found = cases(specs, grad)
+    if not grad:
+        with_gradients = {str(case) for case in cases(specs, True)}
+        found = [case for case in found if "smoke" in case.workload.tags or str(case) not in with_gradients]
+    of_others = {case.inputs for case in found if case.version != "standard"}
+    return [case for case in found if case.version != "standard" or case.inputs not in of_others]
 
 
 NUMERICS = [
@@ -104,33 +122,33 @@ def refusals(spec: Spec) -> dict[str, tuple[Problem, str]]:
         "block_mask": {"block_mask": MaskForm()},
     }
     plain = small(spec, lse=False)
-    found = {name: (dataclasses.replace(plain, **beyond[name]), FEATURES[name]) for name in FEATURES.keys() - spec.features}
+    found = {name: (replace(plain, **beyond[name]), FEATURES[name]) for name in FEATURES.keys() - spec.features}
     for name in spec.features - spec.backward if spec.backward is not None else ():
         found[f"backward_{name}"] = (
-            dataclasses.replace(plain, grad=True, **beyond[name]),
+            replace(plain, grad=True, **beyond[name]),
             f"backward pass does not support {FEATURES[name]}",
         )
     if spec.backward is None:
-        found["backward"] = dataclasses.replace(plain, grad=True), "has no backward pass"
+        found["backward"] = replace(plain, grad=True), "has no backward pass"
     nowhere = "does not run on CPU tensors"
     for dtype in TORCH_DTYPES.keys() - set(dtypes_of(spec)):
-        found[dtype] = dataclasses.replace(plain, dtype=dtype, out_dtype=None), "takes dtype" if dtypes_of(spec) else nowhere
+        found[dtype] = replace(plain, dtype=dtype, out_dtype=None), "takes dtype" if dtypes_of(spec) else nowhere
     for dtype in set(QUANTIZABLE) - set(spec.quantizes):
         refusal = "takes dtype" if spec.quantizes else "does not support precision='fp8'"
-        found[f"{dtype}_fp8"] = dataclasses.replace(plain, dtype=dtype, precision="fp8"), refusal if dtypes_of(spec) else nowhere
+        found[f"{dtype}_fp8"] = replace(plain, dtype=dtype, precision="fp8"), refusal if dtypes_of(spec) else nowhere
     if "e4m3" in dtypes_of(spec) and spec.backward is not None:
-        found["e4m3_backward"] = dataclasses.replace(plain, dtype="e4m3", out_dtype=None, grad=True), "e4m3 inputs have no gradients"
+        found["e4m3_backward"] = replace(plain, dtype="e4m3", out_dtype=None, grad=True), "e4m3 inputs have no gradients"
     undeclared = [d for d in range(1, 1025) if d not in spec.head_dims]
     if undeclared:
         found[f"head_dim_{undeclared[0]}"] = small(spec, lse=False, head_dim=undeclared[0]), "takes head_dim "
-        found[f"head_dim_v_{undeclared[0]}"] = dataclasses.replace(plain, head_dim_v=undeclared[0]), "takes head_dim_v "
+        found[f"head_dim_v_{undeclared[0]}"] = replace(plain, head_dim_v=undeclared[0]), "takes head_dim_v "
     return found
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     specs = metafunc.config.stash[CHOSEN]
     if "case" in metafunc.fixturenames:
-        metafunc.parametrize("case", cases(specs, grad="gradients" in metafunc.function.__name__), ids=str)
+        metafunc.parametrize("case", each_once(specs, grad="gradients" in metafunc.function.__name__), ids=str)
     if "spec" in metafunc.fixturenames:
         metafunc.parametrize("spec", specs, ids=lambda spec: spec.name)
     if "refused" in metafunc.fixturenames:
@@ -144,7 +162,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def drawn(case: Case) -> tuple[Tensors, Tensor, Tensor | None, Descales, Judge]:
     """Inputs, gradients, descales and the Judge of a case; the versions that are tested on them one after the other share them."""
-    return _drawn(dataclasses.replace(case, version="", problem=dataclasses.replace(case.problem, deterministic=False)))
+    return _drawn(replace(case, version="", problem=replace(case.problem, deterministic=False)))
 
 
 @lru_cache(maxsize=4)
@@ -261,7 +279,7 @@ SHIFTS = range(-TILE - 1, TILE + 2) if ON_GPU else (-65, -64, -63, -62, -2, -1, 
 def test_every_place_of_the_diagonal_in_a_tile(version, problem):
     """Blocks that are seen whole, in part and not at all change places as seqlen_k - seqlen_q goes round a tile."""
     for shift in SHIFTS:
-        shifted = dataclasses.replace(problem, seqlen_k=problem.seqlen_q + shift)
+        shifted = replace(problem, seqlen_k=problem.seqlen_q + shift)
         tensors, dout, dlse = draw(shifted)
         accept(Judge(*tensors, shifted, None, dout, dlse), both(version, tensors, shifted, dout, dlse))
 
@@ -703,7 +721,7 @@ def test_threads(version, problem):
 
 
 def test_cpu_tensors_where_there_is_a_gpu_too(spec):
-    problem = dataclasses.replace(small(spec), device="cpu", arch=None, dtype=(*spec.cpu_dtypes, "fp32")[0])
+    problem = replace(small(spec), device="cpu", arch=None, dtype=(*spec.cpu_dtypes, "fp32")[0])
     if not takes(spec, problem):
         pytest.skip(f"{spec.name}: {'; '.join(spec.unsupported(problem))}")
     tensors, *_ = draw(problem)
@@ -781,7 +799,7 @@ def test_tensors_of_more_than_2_to_31_elements(version, problem):
     tensors, dout, dlse = draw(problem)
     result = both(version, tensors, problem, dout, dlse)
     last = slice(-2, None)
-    tail = dataclasses.replace(problem, batch=2)
+    tail = replace(problem, batch=2)
     judge = Judge(*(x[last] for x in tensors), tail, None, dout[last], None if dlse is None else dlse[last])
     accept(
         judge, Result(**{name: x[last] for name, x in result.items().items() if x.numel()} | ({} if problem.lse else {"lse": result.lse}))
@@ -792,7 +810,7 @@ def test_tensors_of_more_than_2_to_31_elements(version, problem):
 @asks(both=True, causal=True, heads=4, heads_kv=4, head_dim=64)
 def test_memory_grows_as_declared(version, problem):
     """Peak memory of a forward and backward pass beyond its inputs, at twice the length."""
-    short, long = (peak_bytes(version, dataclasses.replace(problem, seqlen_q=n, seqlen_k=n)) for n in (4096, 8192))
+    short, long = (peak_bytes(version, replace(problem, seqlen_q=n, seqlen_k=n)) for n in (4096, 8192))
     least, most = (0, 2.2) if flashzoo.versions()[version].memory == "linear" else (3, math.inf)
     assert least < long / short < most
 

@@ -344,9 +344,32 @@ def magnitude(x):
 
 @triton.jit
 def words_of(x_0, x_1, x_8, x_9):
-    """Four e4m3 tiles as one of 32-bit words, the first lowest."""
+    """Four tiles of bytes as one of 32-bit words, the first lowest."""
     low = x_0.to(tl.uint8, bitcast=True).to(tl.int32) | (x_1.to(tl.uint8, bitcast=True).to(tl.int32) << 8)
     return low | (x_8.to(tl.uint8, bitcast=True).to(tl.int32) << 16) | (x_9.to(tl.uint8, bitcast=True).to(tl.int32) << 24)
+
+
+@triton.jit
+def e4m3_words_of(y_0, y_1, y_8, y_9, INTERPRETED: tl.constexpr):
+    """Four float32 tiles, rounded as `to_e4m3` does, as one of 32-bit words, the first lowest."""
+    if INTERPRETED:
+        return words_of(to_e4m3(y_0, True), to_e4m3(y_1, True), to_e4m3(y_8, True), to_e4m3(y_9, True))
+    else:
+        # No tile of bytes in between: Triton 3.6 rounds two elements of a tile at a time, and out of the bytes of such pairs, taken
+        # apart and put together anew, came wrong words wherever a thread had its elements of V one by one.
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }""",
+            "=r,r,r,r,r",
+            [y_0, y_1, y_8, y_9],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -388,11 +411,9 @@ def quantize_transposed(
     largest = tl.maximum(tl.maximum(magnitude(x_0), magnitude(x_1)), tl.maximum(magnitude(x_8), magnitude(x_9)))
     amax = tl.max(largest).to(tl.int16).to(v.dtype.element_ty, bitcast=True).to(tl.float32)
     scale = scale_of(descale + b_h * tl.cdiv(seqlen_k, ROWS) + block, amax, FIND_AND_USE, 1.0)
-    words = words_of(
-        to_e4m3(x_0.to(tl.float32) * scale, INTERPRETED),
-        to_e4m3(x_1.to(tl.float32) * scale, INTERPRETED),
-        to_e4m3(x_8.to(tl.float32) * scale, INTERPRETED),
-        to_e4m3(x_9.to(tl.float32) * scale, INTERPRETED),
+    words = e4m3_words_of(
+        *(x_0.to(tl.float32) * scale, x_1.to(tl.float32) * scale, x_8.to(tl.float32) * scale, x_9.to(tl.float32) * scale),
+        INTERPRETED,
     )
     store_transposed(out, b_h, start, words, seqlen_k, d, ROWS, HEAD_DIM)
 

@@ -1,0 +1,157 @@
+"""What the yardstick itself may err: its roundings, one by one, to first order, so that no fault of it is everybody's budget.
+
+`standard` rounds P, dS and what it returns to the I/O dtype; scores, sums and LSE to float32; in FP8 P to e4m3, scores to what the tensor
+core keeps, and with precision="fp8" q, k and v before all that. Roundings of different numbers are independent, so in a sum their squares
+are added, here in float64. out and LSE are held to this against the oracle. Gradients are held to it against the same formulas in
+float64 on the yardstick's own out and LSE, which is what a backward pass begins with: so nothing but its own roundings is allowed for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flashzoo.reference import (
+    HOPPER_SUM_BITS,
+    LARGEST_E4M3,
+    ORACLE_SCORES,
+    P_SCALE,
+    Part,
+    Result,
+    from_groups,
+    gradients,
+    grouped,
+    parts,
+    probabilities,
+    scores,
+)
+from flashzoo.spec import Problem
+from flashzoo.workloads import TORCH_DTYPES
+
+ROWS = 64
+"""Rows of a head that are judged together: so few that what is wrong in two of them shows, so many that luck does not."""
+E4M3_UNIT, E4M3_TINY = 2.0**-4, 2.0**-10
+"""Half the distance between e4m3 numbers: of normal ones as a share of them, and of subnormal ones."""
+RUNNING = 16
+"""A running sum of n terms gathers n / RUNNING times the square of one rounding of its terms and of itself."""
+LARGEST_EXPONENT = 20.0
+"""Of an error of a score: beyond, P is anything."""
+
+
+def of_blocks(x: Tensor) -> Tensor:
+    """L2 norms `(batch, heads, blocks)` of each `ROWS` rows of each head of x `(batch, seqlen, heads, head_dim)`."""
+    rows = x.square().sum(-1).transpose(1, 2)
+    blocks = -(-rows.shape[2] // ROWS)
+    return torch.nn.functional.pad(rows, (0, blocks * ROWS - rows.shape[2])).unflatten(2, (blocks, ROWS)).sum(3).sqrt()
+
+
+def of_yardstick(
+    yardstick: Result,
+    reference: Result,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    problem: Problem,
+    softmax_scale: float,
+    dout: Tensor | None = None,
+    dlse: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Result, Result]:
+    """The yardstick's errors, and the standard deviations that its roundings, each at its largest, should give them.
+
+    Args:
+        yardstick: of `standard`; its gradients are looked at where dout is given.
+        reference: the oracle's.
+        inputs: q, k and v as the oracle takes them: e4m3 ones times their descales.
+        problem, softmax_scale, dout, dlse, mask: as in `oracle`.
+    """
+    q, k, _ = inputs
+    right = Result(**{name: x.clone() for name, x in reference.items().items()})
+    sizes = Result(**{name: torch.zeros_like(x) for name, x in right.items().items()})
+    model = _Model(inputs, problem, softmax_scale)
+    for part in parts(q, k, ORACLE_SCORES[q.device.type] // 2):
+        s = scores(q, k, problem, softmax_scale, part, torch.float64, mask)
+        found = model.forward(s, reference.at(part), part)
+        if dout is not None:
+            mine, of_rows = yardstick.at(part), None if dlse is None else dlse[part.rows]
+            p = probabilities(s, mine.lse.double())
+            found |= model.backward(p, mine, dout[part.queries], of_rows, part)
+            for name, x in gradients(p, dout[part.queries], of_rows, mine.out, *inputs, softmax_scale, part).items():
+                right.at(part).items()[name].copy_(x)
+                found[name] += (model.unit * x).square_() + model.tiny**2
+        for name, x in found.items():
+            sizes.at(part).items()[name].copy_(x.sqrt_())
+    errors = {name: (yardstick.items()[name].double() - x).masked_fill_(~x.isfinite(), 0) for name, x in right.items().items()}
+    return Result(**errors), sizes
+
+
+class _Model:
+    """Variances of the errors of one problem, a part at a time."""
+
+    def __init__(self, inputs: tuple[Tensor, Tensor, Tensor], problem: Problem, softmax_scale: float) -> None:
+        self.inputs, self.scale = inputs, softmax_scale
+        kept = torch.finfo(TORCH_DTYPES[problem.out_dtype])
+        self.unit, self.tiny = kept.eps / 2, kept.tiny * kept.eps / 2
+        self.wide = torch.finfo(torch.float64 if problem.dtype == "fp64" else torch.float32).eps
+        self.quantised = problem.precision == "fp8"
+        self.in_fp8 = self.quantised or problem.dtype == "e4m3"
+        # of a head, of which the plainest quantiser makes one scale
+        self.largest = [x.double().abs().amax((1, 3), keepdim=True) if x.numel() else x for x in inputs]
+
+    def _of(self, at: int, part: Part, of: Sequence[Tensor] | None = None) -> Tensor:
+        """Of q, k and v the at-th, `grouped`; or of as many others."""
+        return grouped((of or self.inputs)[at][part.queries if at == 0 else part.keys], part, torch.float64, at == 0)
+
+    def _of_quantised(self, at: int, part: Part) -> Tensor:
+        finest = self._of(at, part, self.largest) * (E4M3_TINY / LARGEST_E4M3)
+        return (self._of(at, part) * E4M3_UNIT).square() + finest.square()
+
+    def _of_scores(self, s: Tensor, part: Part, in_fp8: bool) -> Tensor:
+        """Of exp(score), as a share of it."""
+        q, k = self._of(0, part).square(), self._of(1, part).square()
+        unit = 2.0 ** (1 - HOPPER_SUM_BITS) if in_fp8 else self.wide
+        found = (unit * self.scale) ** 2 * (1 + q.shape[-1] / RUNNING) * (q @ k.mT) + (unit * s).square()
+        if in_fp8 and self.quantised:
+            found += self.scale**2 * (self._of_quantised(0, part) @ k.mT + q @ self._of_quantised(1, part).mT)
+        return found.sqrt_().clamp_max_(LARGEST_EXPONENT).expm1_().square_()
+
+    def forward(self, s: Tensor, exact: Result, part: Part) -> dict[str, Tensor]:
+        """Of out and lse, from the scores, which are -inf where nobody sees."""
+        seen = s != -math.inf
+        p, v, o = probabilities(s.clone(), exact.lse), self._of(2, part).square(), grouped(exact.out, part, torch.float64, True).square()
+        of_scores = self._of_scores(s.masked_fill(~seen, 0), part, self.in_fp8)
+        # What all scores of a row have in common LSE gets, and out does not see: there what is left moves weight between values.
+        of_lse = (p * of_scores.sqrt()).sum(-1).flatten(1, 2).square_()
+        of_lse += (self.wide * exact.lse.masked_fill(exact.lse == -math.inf, 0)).square_() + self.wide**2
+        unit, tiny = (E4M3_UNIT, p.amax(-1, keepdim=True) * (E4M3_TINY / P_SCALE)) if self.in_fp8 else (self.unit, self.tiny)
+        sums = self.wide**2 * (1 + s.shape[-1] / RUNNING)
+        squares = p.square_()
+        moved = squares * of_scores
+        of_out = (squares * (unit**2 + sums) + tiny**2 * seen + moved) @ v + (moved.sum(-1, keepdim=True) + sums + self.unit**2) * o
+        if self.quantised:
+            of_out += squares @ self._of_quantised(2, part)
+        return {"out": from_groups(of_out + self.tiny**2), "lse": of_lse}
+
+    def backward(self, p: Tensor, mine: Result, dout: Tensor, dlse: Tensor | None, part: Part) -> dict[str, Tensor]:
+        """Of dq, dk and dv, but for what rounding them adds, from P by the yardstick's own LSE."""
+        q, k, v = (self._of(at, part) for at in range(3))
+        do, o = (grouped(x, part, torch.float64, True) for x in (dout, mine.out))
+        lse = mine.lse.double().masked_fill(mine.lse == -math.inf, 0).view(*p.shape[:-1], 1)
+        delta = (do * o).sum(-1, keepdim=True) - (0 if dlse is None else dlse.double().view(lse.shape))
+        dp, seen, squares = do @ v.mT, p > 0, p.square()
+        s = torch.where(seen, p.log() + lse, 0)
+        in_p = self._of_scores(s, part, False) + (self.wide * lse).square() + self.wide**2 * (1 + max(p.shape[-2:]) / RUNNING)
+        of_p = squares * (self.unit**2 + in_p) + self.tiny**2 * seen
+        sums = self.wide**2 * (1 + do.shape[-1] / RUNNING)
+        of_delta = sums * ((do * o).square().sum(-1, keepdim=True) + delta.square())
+        of_dp = sums * (do.square() @ v.square().mT + dp.square())
+        ds = p * (dp - delta)
+        of_ds = ds.square() * (self.unit**2 + in_p) + squares * (of_dp + of_delta) + self.tiny**2 * seen
+        # delta and LSE are one number for a row of dQ, whose terms then err together
+        together = of_delta * (p @ k).square() + (self.wide * lse).square() * (ds @ k).square()
+        return {
+            "dq": from_groups(self.scale**2 * (of_ds @ k.square() + together)),
+            "dk": from_groups(self.scale**2 * (of_ds.mT @ q.square()).sum(2, keepdim=True)),
+            "dv": from_groups((of_p.mT @ do.square()).sum(2, keepdim=True)),
+        }
