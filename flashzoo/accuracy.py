@@ -34,7 +34,7 @@ from flashzoo.reference import (
     standard,
     visible,
 )
-from flashzoo.roundings import ROWS, of_blocks, of_yardstick
+from flashzoo.roundings import ROWS, SMALLEST, of_blocks, of_yardstick
 from flashzoo.spec import Problem
 from flashzoo.workloads import TORCH_DTYPES, visible_pairs
 
@@ -56,7 +56,8 @@ GRAD_L2 = {"fp16": 1.5, "bf16": 1.5, "fp32": 4.0, "fp64": 4.0, "fp8": 1.5}
 fp32 because its sums may be as long as the sequence (3.3 measured at 65537 keys against cuBLAS)."""
 GRAD_ROWS = {"fp16": 1.5, "bf16": 1.5, "fp32": 4.0, "fp64": 4.0, "fp8": 1.5}
 """The L2 error of each `ROWS` rows of a head of a gradient over the yardstick's there, or over a rounding of what is there: the last
-keys under a causal mask, whose dV is small, are nothing in the norm of the whole tensor."""
+keys under a causal mask, whose dV is small, are nothing in the norm of the whole tensor. Beside a sink or an outlier a row's error is
+one rounding's, so of n rows chance makes the norm larger by some share of 1/sqrt(n), which is allowed once."""
 GRAD_MAX = {"fp16": 4.0, "bf16": 4.0, "fp32": 6.0, "fp64": 6.0, "fp8": 4.0}
 """A gradient's largest error over the yardstick's: tails are longer where atomics or split sums add up, and see GRAD_L2."""
 SPREAD = 4.0
@@ -92,7 +93,7 @@ held to it, since their own eps would ask more of the oracle than it has."""
 
 _EPS32 = torch.finfo(torch.float32).eps
 _FP8 = ("e4m3", "fp8")
-_SLICE_SCORES = 1 << 28  # score elements the yardstick holds at a time: 1 GB in float32
+_SLICE_SCORES = 1 << 27  # score elements the yardstick holds at a time: 512 MB in float32
 
 
 @dataclass(frozen=True)
@@ -322,8 +323,13 @@ class Judge:
 
     def _gradient_rows_budget(self, name: str) -> Tensor:
         ref = self.reference.items()[name]
-        rounding = max(RMS_ROUNDING * self._eps, self._recomputed() if self._recomputed() > self._eps else 0.0)
-        budget = GRAD_ROWS[self.problem.numerics] * (self._yard_blocks[name] + rounding * of_blocks(ref))
+        recomputed = self._recomputed() if self._recomputed() > self._eps else 0.0
+        budget = self._yard_blocks[name] + max(RMS_ROUNDING * self._eps, recomputed) * of_blocks(ref)
+        # what the dtype and a flushed exponential can't resolve
+        smallest = torch.finfo(self._dtype).smallest_normal * self._eps / 2 + SMALLEST * self._terms[f"{name} over P"]
+        budget += smallest * math.sqrt(ROWS * ref.shape[-1])
+        rows = (torch.arange(budget.shape[2], device=ref.device) * -ROWS + ref.shape[1]).clamp_max(ROWS)
+        budget = GRAD_ROWS[self.problem.numerics] * (1 + rows.rsqrt()) * budget
         return budget.clamp_min(self._cancelled(name) * math.sqrt(ROWS * ref.shape[-1]))
 
     def _gradient_l2_budget(self, name: str) -> float:
@@ -371,7 +377,7 @@ def _yardstick(
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=wide)
     dq, dk, dv = (x.new_zeros(x.shape) if grad else None for x in (q, k, v))
     whole = Result(out, lse, dq, dk, dv)
-    for part in parts(q, k, _SLICE_SCORES):
+    for part in parts(q, k, _SLICE_SCORES, whole_groups=True):
         some = [x[index] for x, index in ((q, part.queries), (k, part.keys), (v, part.keys))]
         given = [None if x is None else x[index] for x, index in ((dout, part.queries), (dlse, part.rows))]
         of_queries = part.rows if descales[0] is not None and descales[0].ndim == 3 else part.keys[::2]
@@ -408,7 +414,8 @@ def _seen_by_a_head(problem: Problem, mask: Tensor) -> tuple[int, int, float]:
 
 
 def _largest_terms(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scale: float, dout: Tensor | None) -> dict[str, Tensor]:
-    """Bounds on the terms that lse `(batch, heads, seqlen_q)`, dq, dk and dv (one number each) are summed from."""
+    """Bounds on the terms that lse `(batch, heads, seqlen_q)`, dq, dk and dv (one number each) are summed from; and on the sums of those
+    three if every P were 1."""
     wide = [x.to(torch.float64) if x is not None and x.numel() else q.new_zeros((1, 1, 1, 1), dtype=torch.float64) for x in (q, k, v, dout)]
     (q_norm, k_norm, v_norm, dout_norm) = (x.norm(dim=-1) for x in wide)
     group = problem.heads // problem.heads_kv
@@ -420,6 +427,9 @@ def _largest_terms(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scale: flo
         "dq": ds * wide[1].abs().max(),
         "dk": ds * wide[0].abs().max() * queries_per_key,
         "dv": torch.zeros(()),  # a sum of P dO: nothing in it cancels by construction
+        "dq over P": ds * wide[1].abs().max() * problem.seqlen_k,
+        "dk over P": ds * wide[0].abs().max() * problem.seqlen_q * group,
+        "dv over P": wide[3].abs().max() * problem.seqlen_q * group,
     }
 
 

@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import wraps
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -148,14 +149,14 @@ def oracle(
     dq, dk, dv = (torch.zeros_like(x, dtype=dtype) if dout is not None else None for x in (q, k, v))
     whole = Result(out, lse, dq, dk, dv)
     for part in parts(q, k, ORACLE_SCORES[q.device.type]):
-        s, seen = scores(q, k, problem, softmax_scale, part, dtype, mask), whole.at(part)
-        seen.lse.copy_(torch.logsumexp(s, -1).flatten(1, 2))
-        p = probabilities(s, seen.lse)
-        seen.out.copy_(from_groups(p @ grouped(v[part.keys], part, dtype)))
+        s = scores(q, k, problem, softmax_scale, part, dtype, mask)
+        lse[part.rows] = torch.logsumexp(s, -1).flatten(1, 2)
+        p = probabilities(s, lse[part.rows])
+        out[part.queries] = from_groups(p @ grouped(v[part.keys], part, dtype))
         if dout is not None:
-            of_part = None if dlse is None else dlse[part.rows]
-            for name, x in gradients(p, dout[part.queries], of_part, seen.out, q, k, v, softmax_scale, part).items():
-                seen.items()[name].copy_(x)
+            of_rows = None if dlse is None else dlse[part.rows]
+            for name, x in gradients(p, dout[part.queries], of_rows, out[part.queries], q, k, v, softmax_scale, part).items():
+                whole.at(part).items()[name].add_(x)  # to dk and dv every query head of a group adds
     return whole
 
 
@@ -169,23 +170,30 @@ class Part(NamedTuple):
 
 
 ORACLE_SCORES = {"cpu": 1 << 22, "cuda": 1 << 26}
-"""Scores that the oracle holds at a time: with some 4 numbers of 8 bytes for each, 2 GB on a GPU."""
+"""Scores that the oracle holds at a time, with some 4 numbers of 8 bytes for each, 2 GB on a GPU."""
 
 
-def parts(q: Tensor, k: Tensor, most: int) -> Iterator[Part]:
-    """Whole slices of q and k with at most so many scores, or one key/value head's where those are more; none where nothing is seen."""
+def parts(q: Tensor, k: Tensor, most: int, whole_groups: bool = False) -> Iterator[Part]:
+    """Slices of q and k with at most so many scores, or one head's where those are more; none where nothing is seen.
+
+    The query heads of a key/value head are taken apart only where they are too many, and never if `whole_groups`.
+    """
     if 0 in q.shape or 0 in k.shape:
         return
     (batch, seqlen_q, heads, _), (_, seqlen_k, heads_kv, _) = q.shape, k.shape
-    group = heads // heads_kv
-    scores = group * seqlen_q * seqlen_k
-    some_heads = min(heads_kv, max(1, most // scores))
-    some_batches = max(1, most // (scores * heads_kv)) if some_heads == heads_kv else 1
-    for b in range(0, batch, some_batches):
-        for h in range(0, heads_kv, some_heads):
-            at, kv, every = slice(b, b + some_batches), slice(h, h + some_heads), slice(None)
-            of_queries = slice(h * group, (h + some_heads) * group)
-            yield Part((at, every, of_queries), (at, every, kv), (at, of_queries), group)
+    group, every = heads // heads_kv, slice(None)
+    at_once = max(1, most // (seqlen_q * seqlen_k))  # heads
+    if at_once < group and not whole_groups:
+        for b, h in product(range(batch), range(heads_kv)):
+            for first in range(h * group, (h + 1) * group, at_once):
+                at, of_queries = slice(b, b + 1), slice(first, min(first + at_once, (h + 1) * group))
+                yield Part((at, every, of_queries), (at, every, slice(h, h + 1)), (at, of_queries), of_queries.stop - first)
+        return
+    some_heads = min(heads_kv, max(1, at_once // group))
+    some_batches = max(1, at_once // heads) if some_heads == heads_kv else 1
+    for b, h in product(range(0, batch, some_batches), range(0, heads_kv, some_heads)):
+        at, of_queries = slice(b, b + some_batches), slice(h * group, (h + some_heads) * group)
+        yield Part((at, every, of_queries), (at, every, slice(h, h + some_heads)), (at, of_queries), group)
 
 
 def of_part(mask: Tensor | None, part: Part) -> Tensor | None:

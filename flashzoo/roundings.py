@@ -37,6 +37,8 @@ E4M3_UNIT, E4M3_TINY = 2.0**-4, 2.0**-10
 """Half the distance between e4m3 numbers: of normal ones as a share of them, and of subnormal ones."""
 RUNNING = 16
 """A running sum of n terms gathers n / RUNNING times the square of one rounding of its terms and of itself."""
+SMALLEST = torch.finfo(torch.float32).tiny
+"""An exponential below may be 0."""
 LARGEST_EXPONENT = 20.0
 """Of an error of a score: beyond, P is anything."""
 
@@ -67,23 +69,26 @@ def of_yardstick(
         problem, softmax_scale, dout, dlse, mask: as in `oracle`.
     """
     q, k, _ = inputs
-    right = Result(**{name: x.clone() for name, x in reference.items().items()})
-    sizes = Result(**{name: torch.zeros_like(x) for name, x in right.items().items()})
+    exact, mine = reference.items(), yardstick.items()
+    sizes = {name: torch.zeros_like(x) for name, x in exact.items()}
+    right = {name: torch.zeros_like(x) if name in ("dq", "dk", "dv") else x for name, x in exact.items()}
     model = _Model(inputs, problem, softmax_scale)
     for part in parts(q, k, ORACLE_SCORES[q.device.type] // 2):
         s = scores(q, k, problem, softmax_scale, part, torch.float64, mask)
-        found = model.forward(s, reference.at(part), part)
+        found = model.forward(s, exact["lse"][part.rows], exact["out"][part.queries], part)
         if dout is not None:
-            mine, of_rows = yardstick.at(part), None if dlse is None else dlse[part.rows]
-            p = probabilities(s, mine.lse.double())
-            found |= model.backward(p, mine, dout[part.queries], of_rows, part)
-            for name, x in gradients(p, dout[part.queries], of_rows, mine.out, *inputs, softmax_scale, part).items():
-                right.at(part).items()[name].copy_(x)
-                found[name] += (model.unit * x).square_() + model.tiny**2
+            lse, out, do = mine["lse"][part.rows].double(), mine["out"][part.queries], dout[part.queries]
+            of_rows = None if dlse is None else dlse[part.rows]
+            p = probabilities(s, lse)
+            found |= model.backward(p, lse, out, do, of_rows, part)
+            for name, x in gradients(p, do, of_rows, out, *inputs, softmax_scale, part).items():
+                Result(**right).at(part).items()[name].add_(x)  # to dk and dv every query head of a group adds
         for name, x in found.items():
-            sizes.at(part).items()[name].copy_(x.sqrt_())
-    errors = {name: (yardstick.items()[name].double() - x).masked_fill_(~x.isfinite(), 0) for name, x in right.items().items()}
-    return Result(**errors), sizes
+            Result(**sizes).at(part).items()[name].add_(x)
+    for name in sizes.keys() & {"dq", "dk", "dv"}:
+        sizes[name] += (model.unit * right[name]).square_() + model.tiny**2
+    errors = {name: (mine[name].double() - x).masked_fill_(~x.isfinite(), 0) for name, x in right.items()}
+    return Result(**errors), Result(**{name: x.sqrt_() for name, x in sizes.items()})
 
 
 class _Model:
@@ -116,14 +121,14 @@ class _Model:
             found += self.scale**2 * (self._of_quantised(0, part) @ k.mT + q @ self._of_quantised(1, part).mT)
         return found.sqrt_().clamp_max_(LARGEST_EXPONENT).expm1_().square_()
 
-    def forward(self, s: Tensor, exact: Result, part: Part) -> dict[str, Tensor]:
+    def forward(self, s: Tensor, lse: Tensor, out: Tensor, part: Part) -> dict[str, Tensor]:
         """Of out and lse, from the scores, which are -inf where nobody sees."""
         seen = s != -math.inf
-        p, v, o = probabilities(s.clone(), exact.lse), self._of(2, part).square(), grouped(exact.out, part, torch.float64, True).square()
+        p, v, o = probabilities(s.clone(), lse), self._of(2, part).square(), grouped(out, part, torch.float64, True).square()
         of_scores = self._of_scores(s.masked_fill(~seen, 0), part, self.in_fp8)
         # What all scores of a row have in common LSE gets, and out does not see: there what is left moves weight between values.
         of_lse = (p * of_scores.sqrt()).sum(-1).flatten(1, 2).square_()
-        of_lse += (self.wide * exact.lse.masked_fill(exact.lse == -math.inf, 0)).square_() + self.wide**2
+        of_lse += (self.wide * lse.masked_fill(lse == -math.inf, 0)).square_() + self.wide**2
         unit, tiny = (E4M3_UNIT, p.amax(-1, keepdim=True) * (E4M3_TINY / P_SCALE)) if self.in_fp8 else (self.unit, self.tiny)
         sums = self.wide**2 * (1 + s.shape[-1] / RUNNING)
         squares = p.square_()
@@ -133,21 +138,22 @@ class _Model:
             of_out += squares @ self._of_quantised(2, part)
         return {"out": from_groups(of_out + self.tiny**2), "lse": of_lse}
 
-    def backward(self, p: Tensor, mine: Result, dout: Tensor, dlse: Tensor | None, part: Part) -> dict[str, Tensor]:
+    def backward(self, p: Tensor, lse: Tensor, out: Tensor, dout: Tensor, dlse: Tensor | None, part: Part) -> dict[str, Tensor]:
         """Of dq, dk and dv, but for what rounding them adds, from P by the yardstick's own LSE."""
         q, k, v = (self._of(at, part) for at in range(3))
-        do, o = (grouped(x, part, torch.float64, True) for x in (dout, mine.out))
-        lse = mine.lse.double().masked_fill(mine.lse == -math.inf, 0).view(*p.shape[:-1], 1)
+        do, o = (grouped(x, part, torch.float64, True) for x in (dout, out))
+        lse = lse.masked_fill(lse == -math.inf, 0).view(*p.shape[:-1], 1)
         delta = (do * o).sum(-1, keepdim=True) - (0 if dlse is None else dlse.double().view(lse.shape))
         dp, seen, squares = do @ v.mT, p > 0, p.square()
         s = torch.where(seen, p.log() + lse, 0)
         in_p = self._of_scores(s, part, False) + (self.wide * lse).square() + self.wide**2 * (1 + max(p.shape[-2:]) / RUNNING)
-        of_p = squares * (self.unit**2 + in_p) + self.tiny**2 * seen
+        of_p = squares * (self.unit**2 + in_p) + max(self.tiny, SMALLEST) ** 2 * seen
         sums = self.wide**2 * (1 + do.shape[-1] / RUNNING)
         of_delta = sums * ((do * o).square().sum(-1, keepdim=True) + delta.square())
         of_dp = sums * (do.square() @ v.square().mT + dp.square())
         ds = p * (dp - delta)
-        of_ds = ds.square() * (self.unit**2 + in_p) + squares * (of_dp + of_delta) + self.tiny**2 * seen
+        of_ds = ds.square() * (self.unit**2 + in_p) + squares * (of_dp + of_delta)
+        of_ds += (self.tiny**2 + (SMALLEST * (dp - delta)).square()) * seen
         # delta and LSE are one number for a row of dQ, whose terms then err together
         together = of_delta * (p @ k).square() + (self.wide * lse).square() * (ds @ k).square()
         return {
