@@ -365,10 +365,13 @@ def _packed(x: Tensor) -> Tensor:
     return buffer[:, :, 1]
 
 
-def _padded(x: Tensor) -> Tensor:
-    buffer = x.new_full((*x.shape[:-1], x.shape[-1] + 1), math.nan)
-    buffer[..., :-1] = x
-    return buffer[..., :-1]
+def _padded_by(elements: int) -> Callable[[Tensor], Tensor]:
+    def padded(x: Tensor) -> Tensor:
+        buffer = x.new_full((*x.shape[:-1], x.shape[-1] + elements), math.nan)
+        buffer[..., :-elements] = x
+        return buffer[..., :-elements]
+
+    return padded
 
 
 def _offset(x: Tensor) -> Tensor:
@@ -382,12 +385,13 @@ LAYOUTS = {
     "bhsd": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "sbhd": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
     "packed": _packed,
-    "padded": _padded,
+    "padded": _padded_by(1),
+    "padded_by_8": _padded_by(8),
     "offset": _offset,
     "expanded": lambda x: x[:, :, :1].expand(x.shape),
 }
 """Where the same `(batch, seqlen, heads, head_dim)` numbers lie: contiguous; views of head-first and sequence-first
-tensors; a slot of a fused qkv; rows of head_dim + 1; one element past an aligned address; one head for all (stride 0, so
+tensors; a slot of a fused qkv; rows of head_dim + 1 and + 8; one element past an aligned address; one head for all (stride 0, so
 other numbers than the rest). What lies between is NaN."""
 
 

@@ -24,7 +24,7 @@ from flashzoo.workloads import TORCH_DTYPES, block_mask, hardware, inputs
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WORKER_BYTES = 16 << 30
+WORKER_BYTES = 8 << 30
 """Of a GPU's memory, for each process that runs tests on it; a test that needs more asks what is free."""
 SMALL = Problem(batch=1, seqlen_q=40, seqlen_k=40, heads=2, heads_kv=2, head_dim=16, **hardware(DEVICE))  # pyright: ignore[reportArgumentType]
 
@@ -44,6 +44,11 @@ def in_fresh_process(code: str) -> str:
 def dtypes_of(spec: Spec) -> tuple[str, ...]:
     """The dtypes that a version takes on the suite's device."""
     return spec.cpu_dtypes if DEVICE == "cpu" else spec.dtypes
+
+
+def interpreted(version: str) -> bool:
+    """Whether Triton's interpreter runs it here, a thousand times slower than a GPU."""
+    return DEVICE == "cpu" and "triton" in flashzoo.versions()[version].requires
 
 
 def gives_lse(spec: Spec) -> bool:

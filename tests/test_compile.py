@@ -48,7 +48,7 @@ from flashzoo.v3.config import kernel_for as v3_kernel
 from flashzoo.v3.forward import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from flashzoo.v3.fp8 import REGISTERS
 
-ARCHS = (80, 89, 90, 100)
+ARCHS = (80, 90, 100)
 WIDTHS = (64, 128, 256)
 TENSOR_CORES = {"HMMA", "HGMMA", "UTCHMMA"}
 
@@ -71,7 +71,6 @@ KNOWN_STACK = {
     ("v2", "dq", 0, 128): 8,
     ("v2", "dq", 0, 256): 240,
     ("blocksparse", "forward", 80, 64): 24,
-    ("blocksparse", "forward", 89, 64): 16,
     ("blocksparse", "forward", 100, 64): 8,
     ("blocksparse", "forward", 90, 256): 240,
     ("blocksparse", "forward", 0, 256): 32,
@@ -126,7 +125,8 @@ def test_compiles_and_does_not_spill(version: str, kernel: str, arch: int, head_
     known = KNOWN_STACK.get((version, kernel, arch if dtype != "fp32" else 0, head_dim), 0)
     assert read.stack <= known, f"{read.stack} bytes of stack, {read.spills} spill instructions; known are {known} bytes"
     assert known or read.spills == 0
-    assert read.shared <= SHARED_LIMIT[arch]
+    # sm_80's tiles are those of sm_86, sm_89 and sm_120 as well, which have the same instructions and less on chip
+    assert read.shared <= SHARED_LIMIT[89 if arch == 80 else arch]
     if dtype != "fp32":
         assert TENSOR_CORES & read.opcodes.keys(), "the products must run on the tensor cores"
 
@@ -139,9 +139,12 @@ def test_v2_streams_through_tma_on_hopper(kernel: str, head_dim: int) -> None:
     assert {"UTMALDG", "HGMMA"} <= compiled("v2", kernel, problem).opcodes.keys()
 
 
-@pytest.mark.parametrize("form", [MaskForm(64, 64), MaskForm(128, 64, causal=True), MaskForm(64, 128, batch=2, bits=True)], ids=str)
+FORMS = {64: MaskForm(64, 64), 128: MaskForm(128, 64, causal=True), 256: MaskForm(64, 128, batch=2, bits=True)}
+"""By head dim: every shape of block once, and every width."""
+
+
+@pytest.mark.parametrize(("head_dim", "form"), FORMS.items(), ids=str)
 @pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
-@pytest.mark.parametrize("head_dim", WIDTHS)
 def test_blocksparse_streams_through_tma_on_hopper(kernel: str, head_dim: int, form: MaskForm) -> None:
     """Which block comes next is read from memory, and still nothing waits for anything but TMA. Every shape of block compiles."""
     problem = Problem(2, 4096, 4096, 16, 4, head_dim, grad=True, arch=90, block_mask=form)

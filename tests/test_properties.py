@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from support import DEVICE, Tensors, both, draw, dtypes_of, forward, small, takes
+from support import Tensors, both, draw, dtypes_of, forward, interpreted, small, takes
 
 import flashzoo
 from flashzoo import Problem
@@ -69,9 +69,8 @@ def calls(version: str, problem: Problem, masked: bool, **asked) -> st.SearchStr
 
 def for_all(strategy: st.SearchStrategy[Call], version: str, holds: Callable[[Call], None]) -> None:
     """Hypothesis, with fewer examples where a kernel is interpreted."""
-    interpreted = DEVICE == "cpu" and "triton" in flashzoo.versions()[version].requires
 
-    @settings(max_examples=8 if interpreted else 60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+    @settings(max_examples=5 if interpreted(version) else 60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
     @given(strategy)
     def test(call: Call) -> None:
         holds(call)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from support import DEVICE, same_bits, storage_of
@@ -22,6 +24,7 @@ from flashzoo.v3.quantize import (
     transpose_launch,
     transpose_v,
 )
+from flashzoo.workloads import LAYOUTS
 
 LARGEST = 448.0
 DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]  # the interpreter is wrong in bfloat16
@@ -205,6 +208,36 @@ def test_transpose_v(shape, strided):
     v = torch.randint(0, 256, size, dtype=torch.uint8, device=DEVICE)
     v8 = (v[..., 16:].transpose(1, 2) if strided else v).view(torch.float8_e4m3fn)
     assert same_bits(transpose_v(v8).view(torch.uint8), keys_in_order(v8.contiguous()))
+
+
+MOVED = [name for name in LAYOUTS if name not in ("bshd", "expanded")]
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 192, 256] if DEVICE == "cuda" else [80])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", MOVED if DEVICE == "cuda" else ["packed", "offset"])
+def test_where_a_tensor_lies_changes_no_bit(layout, dtype, head_dim):
+    """Of what is public and of what the kernel reads. V whose elements a thread has one by one was once wrong in every third byte."""
+    tensors = draw((2, 130, 270, 4, 2, head_dim), dtype)
+    ways = [
+        lambda *x: quantize_for(*x, problem_of(*x[:2]), True),
+        *(partial(quantize, rotate=rotate, scales=scales) for rotate, scales in ((True, "block"), (False, "head"))),
+    ]
+    for quantized in ways if DEVICE == "cuda" else ways[:1]:
+        expected = quantized(*tensors)
+        for at in range(3):
+            moved = [LAYOUTS[layout](x) if i == at else x for i, x in enumerate(tensors)]
+            before = storage_of(moved[at])
+            assert_same(quantized(*moved), expected)
+            assert torch.equal(storage_of(moved[at]), before)
+
+
+@pytest.mark.parametrize("head_dim", [16, 80, 256])
+@pytest.mark.parametrize("layout", MOVED)
+def test_transpose_v_of_any_layout(layout, head_dim):
+    v = torch.randint(0, 127, (2, 150, 3, head_dim), dtype=torch.uint8, device=DEVICE)
+    moved = LAYOUTS[layout](v.view(torch.float8_e4m3fn))
+    assert same_bits(transpose_v(moved).view(torch.uint8), keys_in_order(v.view(torch.float8_e4m3fn)))
 
 
 def test_strided_views_and_views_off_16_bytes():

@@ -82,7 +82,7 @@ class Cut(NamedTuple):
 # By width of the tile that holds the head dim.
 CUTS = {16: Cut(4), 32: Cut(4), 64: Cut(4, 3, 8), 128: Cut(4, 3, 8), 256: Cut(8, 3, 8)}
 
-# Warps of a program of `values_kernel`. With 4, Triton 3.6 is known to miscompile head dim 256: bytes of v come out wrong.
+# Warps of a program of `values_kernel`.
 VALUES_WARPS = 8
 
 # Runs of blocks are shorter where there would be fewer programs of `scores_kernel`.
@@ -355,8 +355,9 @@ def e4m3_words_of(y_0, y_1, y_8, y_9, INTERPRETED: tl.constexpr):
     if INTERPRETED:
         return words_of(to_e4m3(y_0, True), to_e4m3(y_1, True), to_e4m3(y_8, True), to_e4m3(y_9, True))
     else:
-        # No tile of bytes in between: Triton 3.6 rounds two elements of a tile at a time, and out of the bytes of such pairs, taken
-        # apart and put together anew, came wrong words wherever a thread had its elements of V one by one.
+        # Two roundings are a word, with no bytes in between. Triton rounds two neighbours in a tile at a time, and the bytes of such
+        # pairs, put together anew, are optimised wrongly by the ptxas of Triton 3.6: one of three was another's, in every layout of
+        # registers but those of a thread that has whole rows of 16 bytes (seen on an H200; right with ptxas's optimisation off).
         return tl.inline_asm_elementwise(
             """{
             .reg .b16 low, high;
