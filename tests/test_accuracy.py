@@ -7,12 +7,13 @@ import math
 
 import pytest
 import torch
-from support import both, draw, forward
+from support import both, draw, forward, seen_by
 from torch import Tensor
 
 from flashzoo import Problem, reference
 from flashzoo.accuracy import Judge
 from flashzoo.reference import Descales, Result
+from flashzoo.spec import MaskForm
 from flashzoo.workloads import descales
 
 PROBLEM = Problem(batch=1, seqlen_q=64, seqlen_k=64, heads=2, heads_kv=2, head_dim=32, causal=True, lse=True, grad=True, device="cpu")
@@ -62,6 +63,62 @@ def test_a_fault_is_seen(judged, name, fault):
     fault(values[name])
     broken = {check.tensor for check in judge.checks(Result(**values)) if not check.ok}
     assert broken == {name}
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize(("seqlen", "lost"), [(128, 2), (512, 16), (2048, 64)])
+@pytest.mark.parametrize("fault", [lambda x: x.zero_(), lambda x: x.neg_()], ids=["zeros", "sign"])
+def test_the_last_keys_count_though_few_see_them(dtype, seqlen, lost, fault):
+    """Under a causal mask their dV is next to nothing in the norm of the whole tensor."""
+    problem = dataclasses.replace(PROBLEM, dtype=dtype, seqlen_q=seqlen, seqlen_k=seqlen, heads=1, heads_kv=1)
+    tensors, dout, dlse = draw(problem)
+    judge = Judge(*tensors, problem, None, dout, dlse)
+    wrong = judge.yardstick.dv.clone()
+    fault(wrong[:, -lost:])
+    broken = [check for check in judge.checks(dataclasses.replace(judge.yardstick, dv=wrong)) if not check.ok]
+    assert {check.tensor for check in broken} == {"dv"}
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("masked", [False, True], ids=["dense", "masked"])
+@pytest.mark.parametrize(("at", "factor"), [(0, 1.05), (1, 1.05), (2, 1.05), (1, 1.5), (2, 1.3)], ids=str)
+def test_a_fault_of_the_yardstick_is_nobodys_budget(monkeypatch, dtype, masked, at, factor):
+    """Who errs as the yardstick does is refused with it, by what its roundings can explain."""
+    problem = dataclasses.replace(PROBLEM, dtype=dtype, causal=False, block_mask=MaskForm(64, 64) if masked else None, seqlen_k=130)
+    tensors, dout, dlse = draw(problem)
+    sound = reference._backward
+
+    def wrong(*arguments, **options):
+        found = list(sound(*arguments, **options))
+        found[at] = found[at] * factor
+        return tuple(found)
+
+    assert all(check.ok for check in Judge(*tensors, problem, None, dout, dlse, mask=seen_by(problem)).of_yardstick)
+    monkeypatch.setattr(reference, "_differentiable", reference.differentiable(reference._forward, wrong))
+    judge = Judge(*tensors, problem, None, dout, dlse, mask=seen_by(problem))
+    name = ("dq", "dk", "dv")[at]
+    assert [check.tensor for check in judge.checks(judge.yardstick) if not check.ok] == [f"the yardstick's {name}"]
+
+
+@pytest.mark.parametrize(
+    ("how", "factor"),
+    [({"dtype": "bf16"}, 1.02), ({"dtype": "e4m3"}, 1.1), ({"dtype": "bf16", "precision": "fp8"}, 1.3)],
+    ids=["bf16", "e4m3", "fp8"],
+)
+def test_a_fault_of_the_yardsticks_out_is_nobodys_budget(monkeypatch, how, factor):
+    problem = dataclasses.replace(E4M3, **how, out_dtype=None)
+    tensors, *_ = draw(problem)
+    name = "_in_fp8" if problem.dtype == "e4m3" else "_differentiable"
+    sound = getattr(reference, name)
+
+    def wrong(*arguments, **options):
+        out, lse = sound(*arguments, **options)
+        out[:, 64:128] *= factor
+        return out, lse
+
+    assert all(check.ok for check in Judge(*tensors, problem, None).of_yardstick)
+    monkeypatch.setattr(reference, name, wrong)
+    assert "the yardstick's out" in {check.tensor for check in Judge(*tensors, problem, None).of_yardstick if not check.ok}
 
 
 def test_lse_in_the_wrong_unit_is_seen(judged):
