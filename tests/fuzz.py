@@ -486,7 +486,7 @@ def run(seed: int, versions: list[str], device: str, jobs: int, seconds: float, 
             if worker.pipe in ready:
                 try:
                     message = worker.pipe.recv()
-                except EOFError:
+                except (EOFError, OSError):
                     worker.process.join()
                     lost = f"the process died, exit code {worker.process.exitcode}"
                 else:
@@ -502,7 +502,9 @@ def run(seed: int, versions: list[str], device: str, jobs: int, seconds: float, 
                 worker.process.kill()
                 lost = f"no answer in {HANGS_S} s"
             if lost:
-                summary.add(worker.line or "none yet", Outcome(flaws=[lost]))
+                summary.add(worker.line or f"none: configuration {worker.number}", Outcome(flaws=[lost]))
+                if summary.calls.total() >= most:
+                    break
                 workers[i] = started()
                 hand_out(workers[i], worker.number, worker.nth + 1)
     for worker in workers:
