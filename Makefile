@@ -9,7 +9,7 @@ STAMP := $(VENV)/.flashzoo-installed
 PINS := constraints.txt constraints-torch.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help compare test host lint format bench report clean
+.PHONY: help compare test fuzz host lint format bench report clean
 
 help: ## say what each target does
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -19,6 +19,9 @@ compare: $(STAMP) ## run every version side by side, on the GPU if there is one
 
 test: lint ## lint, then the tests
 	$(BIN)/python -m pytest -n $(JOBS) --benchmark-disable $(ARGS)
+
+fuzz: $(STAMP) ## random calls of every version, on the GPU if there is one, for a minute or ARGS="--seconds 280"
+	$(BIN)/python -m tests.fuzz $(ARGS)
 
 # Once more what failed: a machine that others load is at times not even fair to a ratio.
 HOST := $(BIN)/python -m pytest tests/test_host_cost.py --benchmark-only --benchmark-columns=min,median,iqr

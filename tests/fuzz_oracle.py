@@ -1,0 +1,262 @@
+"""What a fuzzed call must answer, and how far from it roundings can lead. Shares no line with `flashzoo.reference` or `.accuracy`.
+
+The answer is the plain formula in float64, all heads at once, with gradients by autograd. How far a result may be from it is
+worked out to first order from the same float64 numbers, in two parts that are kept apart:
+
+- random: roundings to the I/O dtype, of P, dS and what is stored, of which each is as likely up as down. A sum of n such
+  roundings errs by the root of the sum of their squares. A rounding to nearest is within one unit roundoff, `unit`.
+- linear: what may have one sign (sums in float32 and the tensor core's 13 bits, exponentials, scores and LSE rounded at their
+  own size, numbers too small for the dtype). These are added up as they are.
+
+Two rules then hold. `EACH` element is within so many times the random part, and the norm of every `ROWS` rows of a head within
+`BLOCK` times it, plus `LINEAR` times the linear part.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from fuzz_call import Call, Operands, in_band, offsets
+from torch import Tensor
+
+from flashzoo.spec import DESCALE_BLOCK
+from flashzoo.workloads import TORCH_DTYPES
+
+EACH = 5.0
+"""A rounding to nearest is evenly spread within a unit, so its deviation is at most 1/sqrt(3) of one, and 5 are 8.6 deviations: of
+the 1e10 elements that a run looks at a normal distribution has one beyond 6.5. The rest is for roundings made twice."""
+BLOCK = 2.0
+"""A block of rows averages most of that out. Where it does not, because all elements share one rounding (a row that sees a single
+key), that is within 1. A key that is dropped from n adds 1/sqrt(n) of out: 25 units at 100 keys in bf16."""
+LINEAR = 2.0
+"""The linear part is worked out without constants below 2: roundings by half a unit twice, exp2 of scores in other units."""
+ROWS = 64
+
+E4M3_UNIT = 2.0**-4
+E4M3_FLOOR = 2.0**-18
+"""Half of e4m3's smallest step, 2^-9, of a P that is scaled by 2^8."""
+HOPPER_K = 32
+HOPPER_SCORES = 5 * 2.0**-13
+"""What Hopper's FP8 tensor core cuts off a score, for an instruction of `HOPPER_K` terms: each term and the running sum are cut towards
+0 below 13 bits of the largest of them, of random signs, so that a deviation is sqrt(33 / 3), and 5 of them 4 times `LINEAR` times 2, as
+a score's size is counted twice where one term is most of it."""
+HOPPER_SUMS = 2 * 2.0**-13
+"""The same for P V, over P |V|, beside which a term is small: the running sum is cut 4 times before it is added up in float32."""
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """How a call's products are rounded.
+
+    Attributes:
+        unit: of what is stored, `unit_p` of P, as the second product reads it.
+        floor, floor_p: half the smallest step of each, and no less than what float32 flushes to zero.
+        eps: of the accumulators.
+        scores: of a score, over its size and that of its terms; `sums` of P V, over P |V|.
+        quantised: of q, k and v themselves; 0 where they are taken as they are.
+    """
+
+    unit: float
+    unit_p: float
+    floor: float
+    floor_p: float
+    eps: float
+    scores: float
+    sums: float
+    quantised: float = 0.0
+
+
+def numerics(call: Call) -> Numerics:
+    """Those of the call's forward pass."""
+    fp8 = call.dtype == "e4m3" or call.precision == "fp8" or call.entry == "quantize"
+    stored = torch.finfo(TORCH_DTYPES[(call.out_dtype or "bf16") if call.dtype == "e4m3" or call.entry == "quantize" else call.dtype])
+    accumulator = torch.finfo(torch.float64 if call.dtype == "fp64" else torch.float32)
+    unit, eps = stored.eps / 2, accumulator.eps * (4 if call.dtype == "fp64" else 1)  # the oracle errs in float64 as well
+    floor = max(stored.smallest_normal * unit, accumulator.smallest_normal)
+    quantised = 0.0 if call.dtype == "e4m3" or not fp8 else E4M3_UNIT
+    if fp8:
+        scores = HOPPER_SCORES * math.sqrt(max(1, call.head_dim / HOPPER_K))
+        return Numerics(unit, E4M3_UNIT, floor, E4M3_FLOOR, eps, scores, HOPPER_SUMS, quantised)
+    return Numerics(unit, unit, floor, floor, eps, _running(eps, call.head_dim), 0.0)
+
+
+def _running(eps: float, terms: int) -> float:
+    """A running sum of so many terms, over its size: half a unit for each, as good as random, and one more."""
+    return eps * (1 + math.sqrt(terms) / 2)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A tensor as it must be, and the two parts of what it may be off by, all float64 of one shape."""
+
+    value: Tensor
+    random: Tensor
+    linear: Tensor
+
+
+def expected(call: Call, given: Operands, seen: Tensor | None) -> dict[str, Expected]:
+    """out, lse and the gradients that the call asks for.
+
+    Args:
+        seen: what the block mask shows; None where there is none.
+    """
+    n = numerics(call)
+    inputs = [_real(x, scale) for x, scale in zip((given.q, given.k, given.v), given.descales, strict=True)]
+    leaves = [x.requires_grad_() for x in inputs]
+    q, k, v = (x.transpose(1, 2) for x in leaves)
+    k, v = (x.repeat_interleave(call.group, 1) for x in (k, v))
+    visible = in_band(offsets(call, q.device), call.span)
+    visible = visible if seen is None else visible & seen
+    scale, keys = call.softmax_scale, max(1, call.seqlen_k)
+    if not call.seqlen_k:  # whatever has no keys has no maximum either
+        k, v = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
+        visible = torch.zeros(call.seqlen_q, 1, dtype=torch.bool, device=q.device)
+
+    s = (q @ k.mT * scale).masked_fill(~visible, -math.inf)
+    top = s.detach().amax(-1, keepdim=True)
+    top = top.masked_fill(top == -math.inf, 0)
+    weights = torch.exp(s - top)
+    total = weights.sum(-1, keepdim=True)
+    blind = total == 0
+    p = weights / total.masked_fill(blind, 1)
+    out, lse = p @ v, (top + total.masked_fill(blind, 1).log())[..., 0]
+    dout, dlse = given.dout.double().transpose(1, 2), given.dlse.double()
+    dout = dout if call.through != "lse" else torch.zeros_like(dout)
+    dlse = dlse.masked_fill(blind[..., 0], 0) if call.through != "out" else torch.zeros_like(dlse)
+    gradients: list[Tensor] = []
+    if call.grad:
+        gradients = [x.transpose(1, 2) for x in torch.autograd.grad((out * dout).sum() + (lse * dlse).sum(), leaves)]
+
+    with torch.no_grad():
+        s, p, out, lse, q, k, v = (x.detach() for x in (s, p, out, lse, q, k, v))
+        size = s.masked_fill(~visible, 0).abs()
+        # Where one term is most of a score, partial sums are as large as that; else they walk at random.
+        sizes = (q.square() @ k.square().mT).sqrt() * abs(scale) + size
+        of_scores = size + size.amax(-1, keepdim=True)
+        # Relative errors of P: exp turns absolute ones of scores into them.
+        drift = _exp(n.scores * sizes + n.eps * (4 + of_scores))
+        spread = torch.zeros_like(s)
+        if n.quantised:
+            # Elements of q and k are rounded, rotated or not: then they are as large as the row's norm says.
+            even = q.square().sum(-1, keepdim=True) * k.square().sum(-1)[..., None, :] / call.head_dim
+            spread = _exp(abs(scale) * n.quantised * (2 * (q.square() @ k.square().mT + even)).sqrt())
+        relative = n.unit_p**2 + n.quantised**2 + spread.square()
+        long = n.eps * (4 + keys / 64)  # a running sum is rounded once for each block of keys
+        v_size = v.abs()
+        of_p = (p.square() * relative) @ v.square() + n.floor_p**2 * v.square().sum(-2, keepdim=True)
+        random = of_p.sqrt() + (p * spread).norm(dim=-1, keepdim=True) * out.abs() + n.unit * out.abs()
+        linear = (p * drift) @ v_size + (p @ v_size) * (long + n.sums) + n.floor
+        answers = {"out": Expected(out, random.masked_fill(blind, 0), linear.masked_fill(blind, 0))}
+        shift, drifted = (p * spread).norm(dim=-1), (p * drift).sum(-1) + n.eps * (4 + lse.abs() + keys / 64) + n.floor
+        if call.lse:
+            answers["lse"] = Expected(lse.masked_fill(blind[..., 0], -math.inf), shift, drifted)
+        if not call.grad:
+            return answers
+
+        # Backward, in 16 bits whatever the forward pass was: with its out and its LSE.
+        dp, size_dp = dout @ v.mT, dout.abs() @ v_size.mT
+        delta = (dout * out).sum(-1, keepdim=True) - dlse[..., None]
+        size_delta = (dout * out).abs().sum(-1, keepdim=True) + dlse.abs()[..., None]
+        off_delta = (dout * random).norm(dim=-1, keepdim=True)
+        drift = _exp(_running(n.eps, call.head_dim) * sizes + n.eps * (4 + of_scores + lse.abs()[..., None]) + drifted[..., None])
+        ds = p * (dp - delta)
+        random_ds = ds.square() * (n.unit**2 + shift.square()[..., None]) + (p * off_delta).square()
+        linear_ds = p * (drift * (dp - delta).abs() + n.eps * (4 * size_dp + 4 * size_delta) + (dout.abs() * linear).sum(-1, keepdim=True))
+        linear_ds += long * ds.abs() + n.floor * (1 + size_dp + size_delta)
+        common = shift[..., None] * (ds @ k).abs() + off_delta * (p @ k).abs()
+        random_dq = ((ds.square() * n.unit**2) @ k.square()).sqrt() + common
+        random_dk, linear_dk = random_ds.mT @ q.square(), linear_ds.mT @ q.abs() + n.eps * call.seqlen_q / 64 * (ds.abs().mT @ q.abs())
+        random_p = p.square() * (n.unit**2 + shift.square()[..., None])
+        random_dv, linear_dv = random_p.mT @ dout.square(), (p * drift).mT @ dout.abs() + n.floor * dout.abs().sum(-2, keepdim=True)
+        linear_dv += n.eps * (4 + call.seqlen_q / 64) * (p.mT @ dout.abs())
+        parts = {
+            "dq": (random_dq * abs(scale), linear_ds @ k.abs() * abs(scale)),
+            "dk": (_grouped(random_dk, call).sqrt() * abs(scale), _grouped(linear_dk, call) * abs(scale)),
+            "dv": (_grouped(random_dv, call).sqrt(), _grouped(linear_dv, call)),
+        }
+        of_heads = {"dk": ds.mT @ q * scale, "dv": p.mT @ dout}
+        for (name, (random, linear)), value in zip(parts.items(), gradients, strict=True):
+            if name[1] not in call.grad:
+                continue
+            value, random, linear = (x[..., : call.seqlen_k if name != "dq" else call.seqlen_q, :] for x in (value, random, linear))
+            random = random + n.unit * value.abs()
+            if name in of_heads and call.group > 1 and call.version in ("sdpa", "auto"):
+                # torch's kernels round each query head's share and each sum of two, as baselines.py says
+                shares = _grouped(of_heads[name].square(), call)[..., : call.seqlen_k, :].sqrt()
+                random = random + n.unit * math.sqrt(call.group) * shares
+            answers[name] = Expected(value, random, linear + n.floor)
+        return answers
+
+
+def _exp(error: Tensor) -> Tensor:
+    """Half the relative error of exp where its argument is off by twice so much, of which `LINEAR` makes the whole again."""
+    return torch.expm1((LINEAR * error).clamp(max=50)) / LINEAR
+
+
+def _real(x: Tensor, descale: Tensor | None) -> Tensor:
+    """float64 `(batch, seqlen, heads, head_dim)`, multiplied by its descale."""
+    x = x.detach().double()
+    if descale is None:
+        return x
+    rows = torch.arange(x.shape[1], device=x.device)
+    heads = torch.arange(x.shape[2], device=x.device)
+    if descale.ndim == 2:
+        factors = descale[:, None, heads // (x.shape[2] // descale.shape[1])].expand(x.shape[:3])
+    else:
+        factors = descale[:, heads][:, :, rows // DESCALE_BLOCK].transpose(1, 2)
+    return x * factors[..., None].double()
+
+
+def _grouped(x: Tensor, call: Call) -> Tensor:
+    """Summed over the query heads of a key/value head."""
+    return x.unflatten(1, (call.heads_kv, call.group)).sum(2)
+
+
+def shares(found: dict[str, Tensor], answers: dict[str, Expected]) -> dict[str, tuple[Tensor, Tensor]]:
+    """For each tensor the largest share of the bound that an element, and a block of rows, takes: at most 1 where right, NaN never is.
+
+    Args:
+        found: by the names of `answers`: out and gradients `(batch, seqlen, heads, head_dim)`, lse `(batch, heads, seqlen_q)`.
+    """
+    return {name: _shares(_by_head(name, value), answers[name]) for name, value in found.items()}
+
+
+def worst(name: str, value: Tensor, answer: Expected) -> str:
+    """The element that has least to spare, in words."""
+    value = _by_head(name, value)
+    used = _used(_error(value, answer), EACH * answer.random + LINEAR * answer.linear).nan_to_num(nan=math.inf)
+    at = int(used.argmax())
+    where = [int(x) for x in torch.unravel_index(torch.tensor(at), value.shape)]
+    place = dict(zip(("batch", "head", "row", "column"), where, strict=False))
+    bound = EACH * answer.random + LINEAR * answer.linear
+    beyond = int((~(used <= 1)).sum())
+    numbers = [float(x.flatten()[at]) for x in (value, answer.value, bound)]
+    return f"at {place}: {numbers[0]:.6g}, expected {numbers[1]:.6g} within {numbers[2]:.3g}; {beyond} of {used.numel()} elements beyond"
+
+
+def _by_head(name: str, x: Tensor) -> Tensor:
+    return (x[..., None] if name == "lse" else x.transpose(1, 2)).double()
+
+
+def _error(value: Tensor, answer: Expected) -> Tensor:
+    right = answer.value.view(value.shape)
+    return torch.where(value == right, 0.0, (value - right).abs())  # two -inf differ by NaN
+
+
+def _used(error: Tensor, bound: Tensor) -> Tensor:
+    return torch.where(error == 0, 0.0, error / bound.view(error.shape))
+
+
+def _shares(value: Tensor, answer: Expected) -> tuple[Tensor, Tensor]:
+    error, random, linear = (x.view(value.shape) for x in (_error(value, answer), answer.random, answer.linear))
+    if not error.numel():
+        return error.new_zeros(()), error.new_zeros(())
+    pad = (0, 0, 0, -error.shape[2] % ROWS)
+
+    def norms(x: Tensor) -> Tensor:
+        return torch.nn.functional.pad(x, pad).unflatten(2, (-1, ROWS)).square().sum((-1, -2)).sqrt()
+
+    of_blocks = _used(norms(error), BLOCK * norms(random) + LINEAR * norms(linear))
+    return _used(error, EACH * random + LINEAR * linear).amax(), of_blocks.amax()
