@@ -9,7 +9,7 @@ STAMP := $(VENV)/.flashzoo-installed
 PINS := constraints.txt constraints-torch.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help compare test host lint format bench report clean
+.PHONY: help compare test host mutants lint format bench report clean
 
 help: ## say what each target does
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -24,6 +24,9 @@ test: lint ## lint, then the tests
 HOST := $(BIN)/python -m pytest tests/test_host_cost.py --benchmark-only --benchmark-columns=min,median,iqr
 host: $(STAMP) ## what a call costs the host, held to tests/host_baseline.json
 	$(HOST) $(ARGS) || $(HOST) --last-failed $(ARGS)
+
+mutants: $(STAMP) ## put faults into the code, one at a time: does the suite see them?
+	$(BIN)/python tests/mutants.py $(ARGS)
 
 lint: $(STAMP) ## ruff and pyright, changing nothing
 	$(BIN)/ruff check .
