@@ -525,7 +525,7 @@ _STANDARD = (
         REFERENCE,
         "p.masked_fill_((s == -math.inf).all(-1, keepdim=True), 0)",
         "pass",
-        "test_rows_and_columns_that_keep_nothing[standard] or test_forward[standard-blocks_window-fp16]",
+        "test_forward[standard-blocks_window-fp16]",
     ),
     _fault(
         "standard/sums_of_ten_bits",
@@ -564,7 +564,12 @@ _V3 = (
     _fault(
         "v3/l_not_rescaled",
         "l is not rescaled with O, which shows only where a maximum outgrows its reference by 2^8",
-        *(SOFTMAX, "self.l[r] = self.l[r] * alpha[r]", "self.l[r] = self.l[r] + 0.0", "test_forward[v3-ramp-bf16]"),
+        *(
+            SOFTMAX,
+            "self.l[r] = self.l[r] * alpha[r]",
+            "self.l[r] = self.l[r] + 0.0",
+            "test_forward[v3-sink-bf16] or test_forward[v3-scores_x30-bf16]",
+        ),
         within="Softmax.step",
         gpu=True,
     ),
@@ -595,14 +600,14 @@ _V3 = (
     ),
     _fault(
         "v3/last_dv_zero_under_a_causal_mask",
-        "dV of the last of a tile's keys is zero, under a causal mask alone",
+        "in bf16 dV of the last of a tile's keys is zero under a causal mask: little beside what the first keys have",
         BACKWARD,
         "        self.meet()  # the others have read K\n",
         "        self.meet()  # the others have read K\n"
-        "        if const_expr(self.kernel.right):\n"
+        "        if const_expr(self.kernel.right and self.kernel.dtype == 'bf16'):\n"
         "            if consumer.thread >= self.tiles.consumers * WARPGROUP - 4:\n"
         "                rows_of(consumer.dv)[None, 1, None].fill(0.0)\n",
-        "test_gradients[v3-square_causal-bf16] or test_gradients[v3-square_causal-fp16]",
+        "test_gradients[v3-square_causal-bf16]",
         within="Backward.store",
         gpu=True,
     ),
@@ -676,7 +681,7 @@ _V3 = (
         V3_SPARSE,
         "crosses = begins_partial or first_key + tiles.block_kv > limit",
         "crosses = first_key + tiles.block_kv > limit",
-        "test_forward[v3-blocks_of_128_head_dim_64-bf16]",
+        "test_forward[v3-blocks_of_128_head_dim_64-bf16] or test_forward[v3-blocks_of_128_bits_gqa-bf16]",
         gpu=True,
     ),
 )
@@ -740,9 +745,9 @@ _V3_FP8 = (
         gpu=True,
     ),
     _fault(
-        "v3_fp8/largest_p_infinite_on_paper",
+        "v3_fp8/largest_p_past_the_largest_number",
         "P is 2^9 at a row's maximum, past e4m3's 448; seen in FA 2409214a #2717",
-        *(FP8, "P_EXPONENT = 8.0", "P_EXPONENT = 9.0", "test_counting[v3_fp8-window_itself-e4m3-e4m3] or test_forward[v3_fp8-ramp-e4m3]"),
+        *(FP8, "P_EXPONENT = 8.0", "P_EXPONENT = 9.0", "test_counting[v3_fp8-window_itself-e4m3-e4m3]"),
         gpu=True,
     ),
     _fault(
