@@ -1,7 +1,7 @@
 """Faults to put into the code one at a time, to see that the suite sees them: data for `mutants.py`.
 
-They are of the kind that gets past a review, many of them found in some attention kernel ("seen in"); what a test of everybody's
-would see at once, as results that are all wrong, is not here.
+They are of the kind that gets past a review; "seen in" names an attention kernel that had one like it. What makes every result wrong
+is not here: any test would see it.
 """
 
 from __future__ import annotations
