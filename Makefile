@@ -9,7 +9,7 @@ STAMP := $(VENV)/.flashzoo-installed
 PINS := constraints.txt constraints-torch.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help compare test fuzz host lint format bench report clean
+.PHONY: help compare test fuzz mutants seen host lint format bench report clean
 
 help: ## say what each target does
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -27,6 +27,9 @@ fuzz: $(STAMP) ## random calls of every version, on the GPU if there is one, for
 HOST := $(BIN)/python -m pytest tests/test_host_cost.py --benchmark-only --benchmark-columns=min,median,iqr
 host: $(STAMP) ## what a call costs the host, held to tests/host_baseline.json
 	$(HOST) $(ARGS) || $(HOST) --last-failed $(ARGS)
+
+mutants: $(STAMP) ## put faults into the code, one at a time: does the suite see them?
+	$(BIN)/python tests/mutants.py $(ARGS)
 
 lint: $(STAMP) ## ruff and pyright, changing nothing
 	$(BIN)/ruff check .

@@ -39,6 +39,7 @@ from support import (
     takes,
 )
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import flashzoo
@@ -393,6 +394,44 @@ def cut_from_longer(x: Tensor) -> Tensor:
     longer = x.new_full((batch + 2, seqlen + 200, heads + 2, head_dim + 16), torch.nan)
     view = longer[1:-1, 100:-100, 1:-1, 8:-8]
     return view.copy_(x)
+
+
+GUARD = 1 << 16
+"""Bytes on either side of an allocation."""
+ALLOCATE = {getattr(torch.ops.aten, f"{new}{what}") for new in ("", "new_") for what in ("empty", "empty_strided", "zeros")}
+ALLOCATE |= {torch.ops.aten.empty_like, torch.ops.aten.zeros_like}
+
+
+class Guarded(TorchDispatchMode):
+    """What is allocated meanwhile lies between bytes of our own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.around: list[Tensor] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        x = func(*args, **(kwargs or {}))
+        if func.overloadpacket not in ALLOCATE or not x.numel():
+            return x
+        bytes_of_x = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
+        longer = bytes_of_x.new_full((bytes_of_x.numel() + 2 * GUARD,), 0xA5)
+        longer[GUARD:-GUARD] = bytes_of_x
+        self.around += longer[:GUARD], longer[-GUARD:]
+        return torch.empty(0, dtype=x.dtype, device=x.device).set_(longer.untyped_storage(), GUARD // x.itemsize, x.shape, x.stride())
+
+    def intact(self) -> bool:
+        """Whether these bytes are what they were."""
+        return all(bool((x == 0xA5).all()) for x in self.around)
+
+
+@asks({"plain": {}, "causal": {"causal": True}}, both=True, seqlen_q=70, seqlen_k=90, head_dim=24)
+def test_nothing_past_the_end_is_written(version, problem):
+    """Rows and columns that fill up a tile are in no tensor; beside what a version allocates for itself lies what is another's."""
+    tensors, dout, dlse = draw(problem)
+    with Guarded() as guarded:
+        result = both(version, tensors, problem, dout, dlse)
+    assert guarded.intact()
+    accept(Judge(*tensors, problem, None, dout, dlse), result)
 
 
 # What only FP8 has.
