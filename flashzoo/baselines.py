@@ -107,6 +107,11 @@ def _readable(x: Tensor) -> Tensor:
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
+def _readable_gradient(dout: Tensor | None) -> Tensor | None:
+    """The same of out's gradient, which is None where nothing flows back into out."""
+    return None if dout is None else _readable(dout)
+
+
 def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, block_mask: Any = None) -> tuple[Tensor, None]:
     """torch's attention under `Spec.impl`'s contract; torch aligns causal top-left, so other shapes get a mask."""
     masked = _needs_mask(problem)
@@ -122,7 +127,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float
             enable_gqa=problem.heads != problem.heads_kv,
         ).transpose(1, 2)
     if problem.grad:
-        out.register_hook(_readable)
+        out.register_hook(_readable_gradient)
     if block_mask is not None and seen is not None:
         out = out.masked_fill(~seen.any(-1).transpose(1, 2)[..., None], 0)
     elif problem.blind_rows:

@@ -328,6 +328,27 @@ def test_rows_that_see_nothing(version, problem):
     accept(Judge(*tensors, problem, None, dout, dlse), result)
 
 
+MASKS_OF_GRADCHECK = {
+    "plain": {"seqlen_q": 6},
+    "causal": {"causal": True},
+    "window": {"window": (2, 1)},
+    "blind_rows": {"causal": True, "seqlen_q": 8, "lse": False},  # lse is -inf, which has no differences
+    "narrow_values": {"head_dim_v": 2},
+    "block_mask": {"block_mask": MaskForm(64, 64, bits=True), "lse": False},
+}
+
+
+@asks(MASKS_OF_GRADCHECK, dtype="fp64", grad=True, seqlen_q=4, seqlen_k=6, heads=2, heads_kv=1, head_dim=3)
+def test_gradients_are_those_of_finite_differences(version, problem):
+    """By torch's own check, which also lets some outputs have no gradient at all, and is of no other use below float64."""
+
+    def attention(*tensors):
+        return tuple(forward(version, tensors, problem).items().values())
+
+    tensors, _, _ = draw(problem)
+    assert torch.autograd.gradcheck(attention, [x.requires_grad_() for x in tensors])
+
+
 SCALED = {"plain": {}, "causal": {"causal": True, "seqlen_q": 70, "seqlen_k": 70}, "blind_rows": {"causal": True, "seqlen_k": 50}}
 
 
