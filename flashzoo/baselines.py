@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from flashzoo.reference import dense, visible
-from flashzoo.spec import FEATURES, Problem, Spec
+from flashzoo.spec import Problem, Spec
 
 _EVERY_HEAD_DIM = range(1, 1 << 16)
 LARGEST_GRID = 65535
@@ -53,6 +53,8 @@ def _standard_notes(problem: Problem) -> list[str]:
     return [note for note, holds in notes.items() if holds]
 
 
+_STANDARD_FEATURES = frozenset({"causal", "window", "gqa", "cross", "head_dim_v", "lse", "deterministic", "block_mask"})
+
 STANDARD = Spec(
     name="standard",
     title="three-pass attention that writes S and P to memory",
@@ -63,12 +65,14 @@ STANDARD = Spec(
     quantizes=("fp16", "bf16"),
     arch=(70, None),
     head_dims=_EVERY_HEAD_DIM,
-    features=frozenset(FEATURES),
-    backward=frozenset(FEATURES),
+    features=_STANDARD_FEATURES,
+    backward=_STANDARD_FEATURES,
     auto=("cuda", "cpu"),
     memory="quadratic",
     notes=_standard_notes,
 )
+
+_SDPA_FEATURES = frozenset({"causal", "window", "gqa", "cross", "head_dim_v", "block_mask"})
 
 SDPA = Spec(
     name="sdpa",
@@ -79,8 +83,8 @@ SDPA = Spec(
     cpu_dtypes=("fp16", "bf16", "fp32", "fp64"),
     arch=(50, None),
     head_dims=_EVERY_HEAD_DIM,
-    features=frozenset({"causal", "window", "gqa", "cross", "head_dim_v", "block_mask"}),
-    backward=frozenset({"causal", "window", "gqa", "cross", "head_dim_v", "block_mask"}),
+    features=_SDPA_FEATURES,
+    backward=_SDPA_FEATURES,
     auto=("cuda", "cpu"),
     faults=_SDPA_FAULTS,
     check=_sdpa_limits,
