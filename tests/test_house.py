@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "_cute": {"torch", "cutlass", "flashzoo._cute"},
 }
 A_VERSION_MAY_IMPORT = {"torch", "triton", "cutlass", "flashzoo._triton", "flashzoo._cute"}
-A_VERSION_MAY_IMPORT |= {BLOCK_MASK, "flashzoo.autograd", "flashzoo.registry", "flashzoo.spec"}
+A_VERSION_MAY_IMPORT |= {BLOCK_MASK, "flashzoo.autograd", "flashzoo.spec"}
 # These look inside versions because that is their work.
 INSIDERS = {
     "tests/test_bench.py",

@@ -10,14 +10,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import DEVICE, accept, both, draw, forward, same_bits, storage_of
+from support import DEVICE, accept, both, draw, forward, same_bits, storage_of, toy
 from torch import Tensor
 
+import flashzoo
 from flashzoo import Problem
 from flashzoo._triton.compile import resources
 from flashzoo.accuracy import Judge
 from flashzoo.reference import Result, visible
-from flashzoo.v3 import launch, launch_backward, schedule
+from flashzoo.spec import MaskForm
+from flashzoo.v3 import FP8_SPEC, SPEC, launch, launch_backward, launch_fp8, schedule
 from flashzoo.v3.backward import Backward
 from flashzoo.v3.config import (
     BACKWARD,
@@ -183,6 +185,45 @@ def test_every_head_dim_has_a_kernel():
         widest = max(head_dim, head_dim_v)
         assert kernel.width == kernel.width_v == min(width for width in BACKWARD if width >= widest)
         assert kernel.deterministic == deterministic and kernel.tiles in BACKWARD.values()
+
+
+# In FP8.
+
+
+def test_fp8_goes_back_by_v3s_own_passes(monkeypatch):
+    """Whoever else is registered, and would be taken under "auto"."""
+    ran = []
+    monkeypatch.setattr(launch, "forward", lambda *arguments: ran.append(arguments) or ("out", "lse"))
+    monkeypatch.setattr(launch, "backward", lambda *arguments: ran.append(arguments) or ("dq", "dk", "dv"))
+    flashzoo.register(toy("first", backward_impl="nowhere:backward"), before="v3")
+    problem = replace(PLAIN, precision="fp8", grad=True)
+    try:
+        gradients = launch_fp8.backward_16("dout", None, "q", "k", "v", "out in fp8", "lse in fp8", problem, 0.5)
+    finally:
+        flashzoo.unregister("first")
+    in_16_bits = replace(problem, precision=None)
+    assert ran == [("q", "k", "v", in_16_bits, 0.5), ("dout", None, "q", "k", "v", "out", "lse", in_16_bits, 0.5)]
+    assert gradients == ("dq", "dk", "dv")
+    lines = str(flashzoo.explain(problem, version="v3_fp8"))
+    assert "backward: v3's, in 16 bits" in lines and "it runs v3's forward pass again first" in lines
+
+
+FP8_ASKS = [{}, {"causal": True}, {"window": (5, 3)}, {"heads_kv": 1, "seqlen_k": 77}, {"deterministic": True}, {"lse": True}]
+FP8_ASKS += [{"head_dim_v": 64}, {"block_mask": MaskForm()}, {"dtype": "fp32"}, {"arch": 100}]
+
+
+@pytest.mark.parametrize("fields", FP8_ASKS, ids=str)
+def test_what_fp8_takes_with_gradients_v3_takes_too(fields):
+    """So that a refusal comes before anything runs."""
+    taken = 0
+    for dtype, head_dim in itertools.product(FP8_SPEC.quantizes, FP8_SPEC.head_dims):
+        asked = {"dtype": dtype, "head_dim": head_dim, "head_dim_v": None} | fields
+        problem = replace(PLAIN, precision="fp8", grad=True, **asked)
+        if not FP8_SPEC.unsupported(problem):
+            assert SPEC.unsupported(replace(problem, precision=None)) == []
+            taken += 1
+    everything = len(FP8_SPEC.quantizes) * len(FP8_SPEC.head_dims)
+    assert taken == (0 if fields in FP8_ASKS[-3:] else len(FP8_SPEC.quantizes) if "head_dim_v" in fields else everything)
 
 
 # Before and after it: delta, and dQ from registers' order.
