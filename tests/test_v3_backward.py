@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 from support import DEVICE, accept, both, draw, forward, same_bits, storage_of, toy
 from torch import Tensor
 
@@ -326,6 +327,20 @@ def test_both_compile_for_hopper(kernel, dtype):
         resources(after, ("fp32", dtype), 1, 90),
     ):
         assert compiled.stack == 0 and compiled.spills == 0, f"{compiled.stack} bytes of stack"
+
+
+@pytest.mark.parametrize("with_dlse", [False, True], ids=["", "dlse"])
+def test_one_kernel_serves_every_length(with_dlse, monkeypatch):
+    """And every batch and number of heads: 1 and what 16 divides are not kinds of their own."""
+    sources = []
+    compiled = triton.compile
+    monkeypatch.setattr(triton, "compile", lambda source, **how: sources.append(source.hash()) or compiled(source, **how))
+    kernel, strides = KERNELS["table_128"], (4096 * 16 * 128, 16 * 128, 128)
+    for sizes in ({"seqlen_q": 1}, {"seqlen_q": 16}, {"seqlen_q": 17}, {"seqlen_q": 2048}, {"heads": 1}, {"heads": 3}):
+        problem = replace(PLAIN, **{"heads": 16, "heads_kv": 1, "head_dim": 128, "head_dim_v": None} | sizes)
+        resources(launch_backward.delta_launch(problem, kernel, strides, strides, with_dlse), ("fp16", "fp16", *["fp32"] * 5, "i32"), 0, 90)
+        resources(launch_backward.round_launch(problem, kernel, strides), ("fp32", "fp16"), 1, 90)
+    assert len(sources) == 12 and len(set(sources)) == 2
 
 
 # On the GPU: lengths around tiles' edges.
