@@ -31,6 +31,9 @@ host: $(STAMP) ## what a call costs the host, held to tests/host_baseline.json
 mutants: $(STAMP) ## put faults into the code, one at a time: does the suite see them?
 	$(BIN)/python tests/mutants.py $(ARGS)
 
+seen: $(STAMP) ## the whole suite on this machine's GPU, and what was seen of it in tests/<gpu>_seen.json
+	$(BIN)/python tests/seen.py $(ARGS)
+
 lint: $(STAMP) ## ruff and pyright, changing nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -10,11 +10,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from flashzoo.reference import dense, visible
-from flashzoo.spec import FEATURES, Problem, Spec
+from flashzoo.spec import Problem, Spec
 
 _EVERY_HEAD_DIM = range(1, 1 << 16)
 LARGEST_GRID = 65535
 """Programs along the second and third dimension of a CUDA grid; torch's kernels lay the batch along one."""
+SMALLEST_SCALE = 2.0**-100
+"""Of softmax_scale, for torch, whose flash kernels multiply what a mask has made -inf by it, in float32: 0 would give NaN."""
 
 
 _DENSE_MASK = "makes a dense (batch, heads, seqlen_q, seqlen_k) mask of the block mask, and skips nothing"
@@ -38,12 +40,10 @@ def _sdpa_limits(problem: Problem) -> list[str]:
 
 
 _LARGE_SCORES = "gradients lose digits where scores are about 1e5: P is recomputed from a rounded log-sum-exp"
-_ZERO_SCALE = "softmax_scale=0 gives NaN: its flash kernel multiplies the mask's -inf by it"
 _GROUP_SUMS = "dk and dv are summed over many query heads in 16 bits"
 _SDPA_FAULTS = (
     ("cpu", "test_gradients[sdpa-gqa7-bf16", _GROUP_SUMS),
     ("cuda", "test_gradients[sdpa-large_scores_causal", _LARGE_SCORES),
-    ("cuda", "test_any_finite_scale[sdpa", _ZERO_SCALE),
 )
 
 
@@ -52,6 +52,8 @@ def _standard_notes(problem: Problem) -> list[str]:
     notes = {plain: problem.precision == "fp8", _DENSE_MASK: problem.block_mask is not None}
     return [note for note, holds in notes.items() if holds]
 
+
+_STANDARD_FEATURES = frozenset({"causal", "window", "gqa", "cross", "head_dim_v", "lse", "deterministic", "block_mask"})
 
 STANDARD = Spec(
     name="standard",
@@ -63,12 +65,14 @@ STANDARD = Spec(
     quantizes=("fp16", "bf16"),
     arch=(70, None),
     head_dims=_EVERY_HEAD_DIM,
-    features=frozenset(FEATURES),
-    backward=frozenset(FEATURES),
+    features=_STANDARD_FEATURES,
+    backward=_STANDARD_FEATURES,
     auto=("cuda", "cpu"),
     memory="quadratic",
     notes=_standard_notes,
 )
+
+_SDPA_FEATURES = frozenset({"causal", "window", "gqa", "cross", "head_dim_v", "block_mask"})
 
 SDPA = Spec(
     name="sdpa",
@@ -79,8 +83,8 @@ SDPA = Spec(
     cpu_dtypes=("fp16", "bf16", "fp32", "fp64"),
     arch=(50, None),
     head_dims=_EVERY_HEAD_DIM,
-    features=frozenset({"causal", "window", "gqa", "cross", "head_dim_v", "block_mask"}),
-    backward=frozenset({"causal", "window", "gqa", "cross", "head_dim_v", "block_mask"}),
+    features=_SDPA_FEATURES,
+    backward=_SDPA_FEATURES,
     auto=("cuda", "cpu"),
     faults=_SDPA_FAULTS,
     check=_sdpa_limits,
@@ -107,10 +111,17 @@ def _readable(x: Tensor) -> Tensor:
     return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
+def _readable_gradient(dout: Tensor | None) -> Tensor | None:
+    """The same of out's gradient, which is None where nothing flows back into out."""
+    return None if dout is None else _readable(dout)
+
+
 def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, block_mask: Any = None) -> tuple[Tensor, None]:
     """torch's attention under `Spec.impl`'s contract; torch aligns causal top-left, so other shapes get a mask."""
     masked = _needs_mask(problem)
     seen = visible(problem, q.device, dense(block_mask)) if masked else None
+    if softmax_scale < SMALLEST_SCALE:  # a part of it goes into q, which no mask is in
+        q, softmax_scale = q * (softmax_scale / SMALLEST_SCALE), SMALLEST_SCALE
     with torch.autocast(q.device.type, enabled=False), sdpa_kernel(_BACKENDS):  # autocast would change the dtype
         out = scaled_dot_product_attention(
             *(_readable(x).transpose(1, 2) for x in (q, k, v)),
@@ -120,7 +131,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float
             enable_gqa=problem.heads != problem.heads_kv,
         ).transpose(1, 2)
     if problem.grad:
-        out.register_hook(_readable)
+        out.register_hook(_readable_gradient)
     if block_mask is not None and seen is not None:
         out = out.masked_fill(~seen.any(-1).transpose(1, 2)[..., None], 0)
     elif problem.blind_rows:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -233,12 +233,9 @@ def resolve(problem: Problem, version: str = "auto") -> Spec:
     return choose(problem, version).forward
 
 
-def _lenders(problem: Problem) -> list[Spec]:
-    return [spec for spec in _specs.values() if spec.backward_impl is not None and problem.device in spec.auto]
-
-
 def _lender(problem: Problem) -> Spec | None:
-    return next((spec for spec in _lenders(problem) if not spec.unsupported(problem)), None)
+    lenders = (spec for spec in _specs.values() if spec.backward_impl is not None and problem.device in spec.auto)
+    return next((spec for spec in lenders if not spec.unsupported(problem)), None)
 
 
 def _reasons(problem: Problem, specs: list[Spec]) -> str:
@@ -249,20 +246,6 @@ def _reasons(problem: Problem, specs: list[Spec]) -> str:
 def implementation(spec: Spec) -> Callable:
     """The function behind `spec.impl`, imported on first use."""
     return _imported(spec.impl)
-
-
-@remembered
-def backward_of(problem: Problem) -> Callable:
-    """The backward pass of the first version that lends one (`Spec.backward_impl`) and takes the problem, as "auto" asks them.
-
-    Raises:
-        UnsupportedError: there is none.
-    """
-    problem = replace(problem, grad=True)
-    lender = _lender(problem)
-    if lender is None:
-        raise UnsupportedError(f"no version lends a backward pass for {problem}\n{_reasons(problem, _lenders(problem))}")
-    return lent(lender)
 
 
 def lent(spec: Spec) -> Callable:

@@ -1,10 +1,13 @@
-"""examples/train_gpt.py at tiny sizes: what it holds a loss curve against, and that a wrong version's curve is told from a right one's."""
+"""examples/my_variant.py passes `flashzoo check`; train_gpt.py at tiny sizes: what it holds a loss curve against, and that a wrong
+version's curve is told from a right one's."""
 
 from __future__ import annotations
 
 import csv
 import importlib.util
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,6 +15,18 @@ from support import ROOT
 
 import flashzoo
 from flashzoo.baselines import sdpa
+
+CHECKED = "not bf16 and not fp32 and not compiled and not fakes and not layout and not every_place and not scale"
+"""What `check` runs on my_variant.py here: every feature, forward and backward, in one dtype; a third of the whole, in under a minute."""
+
+
+def test_my_variant_is_all_that_it_declares():
+    command = [sys.executable, "-m", "flashzoo", "check", "examples/my_variant.py", "-q", "-k", CHECKED, "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed and int(passed[1]) > 150
+
 
 TINY = "--device cpu --dtype fp32 --layers 2 --hidden 32 --head-dim 16 --seqlen 64 --batch 2"
 

@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "_cute": {"torch", "cutlass", "flashzoo._cute"},
 }
 A_VERSION_MAY_IMPORT = {"torch", "triton", "cutlass", "flashzoo._triton", "flashzoo._cute"}
-A_VERSION_MAY_IMPORT |= {BLOCK_MASK, "flashzoo.autograd", "flashzoo.registry", "flashzoo.spec"}
+A_VERSION_MAY_IMPORT |= {BLOCK_MASK, "flashzoo.autograd", "flashzoo.spec"}
 # These look inside versions because that is their work.
 INSIDERS = {
     "tests/test_bench.py",
@@ -187,6 +187,19 @@ def test_a_version_is_data_readme_host_and_device(folder):
     package = importlib.import_module(f"flashzoo.{folder.name}")
     assert package.SPEC is flashzoo.versions()[package.SPEC.name]
     assert package.SPEC.paper.partition("arXiv:")[2] in (folder / "README.md").read_text()
+
+
+def of_every_feature(path: Path) -> list[int]:
+    """Lines of a file where a `Spec` gets its features from `spec.FEATURES`, and so those that come later too."""
+    tree = ast.parse(path.read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "flashzoo.spec"]
+    makes_one = any(isinstance(node, ast.Call) and "Spec" in ast.unparse(node.func) for node in ast.walk(tree))
+    return [node.lineno for node in imports if makes_one and "FEATURES" in (name.name for name in node.names)]
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *sorted((ROOT / "examples").glob("*.py"))], ids=relative)
+def test_features_are_declared_by_name(path):
+    assert of_every_feature(path) == []
 
 
 def test_the_example_is_short():

@@ -10,14 +10,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import DEVICE, accept, both, draw, forward, same_bits, storage_of
+import triton
+from support import DEVICE, accept, both, draw, forward, same_bits, storage_of, toy
 from torch import Tensor
 
+import flashzoo
 from flashzoo import Problem
 from flashzoo._triton.compile import resources
 from flashzoo.accuracy import Judge
 from flashzoo.reference import Result, visible
-from flashzoo.v3 import launch, launch_backward, schedule
+from flashzoo.spec import MaskForm
+from flashzoo.v3 import FP8_SPEC, SPEC, launch, launch_backward, launch_fp8, schedule
 from flashzoo.v3.backward import Backward
 from flashzoo.v3.config import (
     BACKWARD,
@@ -185,6 +188,45 @@ def test_every_head_dim_has_a_kernel():
         assert kernel.deterministic == deterministic and kernel.tiles in BACKWARD.values()
 
 
+# In FP8.
+
+
+def test_fp8_goes_back_by_v3s_own_passes(monkeypatch):
+    """Whoever else is registered, and would be taken under "auto"."""
+    ran = []
+    monkeypatch.setattr(launch, "forward", lambda *arguments: ran.append(arguments) or ("out", "lse"))
+    monkeypatch.setattr(launch, "backward", lambda *arguments: ran.append(arguments) or ("dq", "dk", "dv"))
+    flashzoo.register(toy("first", backward_impl="nowhere:backward"), before="v3")
+    problem = replace(PLAIN, precision="fp8", grad=True)
+    try:
+        gradients = launch_fp8.backward_16("dout", None, "q", "k", "v", "out in fp8", "lse in fp8", problem, 0.5)
+    finally:
+        flashzoo.unregister("first")
+    in_16_bits = replace(problem, precision=None)
+    assert ran == [("q", "k", "v", in_16_bits, 0.5), ("dout", None, "q", "k", "v", "out", "lse", in_16_bits, 0.5)]
+    assert gradients == ("dq", "dk", "dv")
+    lines = str(flashzoo.explain(problem, version="v3_fp8"))
+    assert "backward: v3's, in 16 bits" in lines and "it runs v3's forward pass again first" in lines
+
+
+FP8_ASKS = [{}, {"causal": True}, {"window": (5, 3)}, {"heads_kv": 1, "seqlen_k": 77}, {"deterministic": True}, {"lse": True}]
+FP8_ASKS += [{"head_dim_v": 64}, {"block_mask": MaskForm()}, {"dtype": "fp32"}, {"arch": 100}]
+
+
+@pytest.mark.parametrize("fields", FP8_ASKS, ids=str)
+def test_what_fp8_takes_with_gradients_v3_takes_too(fields):
+    """So that a refusal comes before anything runs."""
+    taken = 0
+    for dtype, head_dim in itertools.product(FP8_SPEC.quantizes, FP8_SPEC.head_dims):
+        asked = {"dtype": dtype, "head_dim": head_dim, "head_dim_v": None} | fields
+        problem = replace(PLAIN, precision="fp8", grad=True, **asked)
+        if not FP8_SPEC.unsupported(problem):
+            assert SPEC.unsupported(replace(problem, precision=None)) == []
+            taken += 1
+    everything = len(FP8_SPEC.quantizes) * len(FP8_SPEC.head_dims)
+    assert taken == (0 if fields in FP8_ASKS[-3:] else len(FP8_SPEC.quantizes) if "head_dim_v" in fields else everything)
+
+
 # Before and after it: delta, and dQ from registers' order.
 
 KERNELS = {
@@ -285,6 +327,20 @@ def test_both_compile_for_hopper(kernel, dtype):
         resources(after, ("fp32", dtype), 1, 90),
     ):
         assert compiled.stack == 0 and compiled.spills == 0, f"{compiled.stack} bytes of stack"
+
+
+@pytest.mark.parametrize("with_dlse", [False, True], ids=["", "dlse"])
+def test_one_kernel_serves_every_length(with_dlse, monkeypatch):
+    """And every batch and number of heads: 1 and what 16 divides are not kinds of their own."""
+    sources = []
+    compiled = triton.compile
+    monkeypatch.setattr(triton, "compile", lambda source, **how: sources.append(source.hash()) or compiled(source, **how))
+    kernel, strides = KERNELS["table_128"], (4096 * 16 * 128, 16 * 128, 128)
+    for sizes in ({"seqlen_q": 1}, {"seqlen_q": 16}, {"seqlen_q": 17}, {"seqlen_q": 2048}, {"heads": 1}, {"heads": 3}):
+        problem = replace(PLAIN, **{"heads": 16, "heads_kv": 1, "head_dim": 128, "head_dim_v": None} | sizes)
+        resources(launch_backward.delta_launch(problem, kernel, strides, strides, with_dlse), ("fp16", "fp16", *["fp32"] * 5, "i32"), 0, 90)
+        resources(launch_backward.round_launch(problem, kernel, strides), ("fp32", "fp16"), 1, 90)
+    assert len(sources) == 12 and len(set(sources)) == 2
 
 
 # On the GPU: lengths around tiles' edges.

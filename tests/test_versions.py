@@ -362,11 +362,36 @@ def test_rows_that_see_nothing(version, problem):
     accept(Judge(*tensors, problem, None, dout, dlse), result)
 
 
-@asks({"plain": {}, "blind_rows": {"causal": True, "seqlen_k": 50}}, both=True, seqlen_q=190, seqlen_k=190, head_dim=64)
+MASKS_OF_GRADCHECK = {
+    "plain": {"seqlen_q": 6},
+    "causal": {"causal": True},
+    "window": {"window": (2, 1)},
+    "blind_rows": {"causal": True, "seqlen_q": 8, "lse": False},  # lse is -inf, which has no differences
+    "narrow_values": {"head_dim_v": 2},
+    "block_mask": {"block_mask": MaskForm(64, 64, bits=True), "lse": False},
+}
+
+
+@asks(MASKS_OF_GRADCHECK, dtype="fp64", grad=True, seqlen_q=4, seqlen_k=6, heads=2, heads_kv=1, head_dim=3)
+def test_gradients_are_those_of_finite_differences(version, problem):
+    """By torch's own check, which also lets some outputs have no gradient at all, and is of no other use below float64."""
+
+    def attention(*tensors):
+        return tuple(forward(version, tensors, problem).items().values())
+
+    tensors, _, _ = draw(problem)
+    assert torch.autograd.gradcheck(attention, [x.requires_grad_() for x in tensors])
+
+
+SCALED = {"plain": {}, "causal": {"causal": True, "seqlen_q": 70, "seqlen_k": 70}, "blind_rows": {"causal": True, "seqlen_k": 50}}
+
+
+@asks(SCALED, both=True, seqlen_q=190, seqlen_k=190, head_dim=64)
 def test_any_finite_scale(version, problem):
-    """One shape, several scales, one process: none is baked into a cached kernel. Seen in FA #1461: -inf * scale <= 0."""
+    """One shape, several scales, one process: none is baked into a cached kernel. Seen in FA #1461: -inf * scale <= 0. The smallest
+    is 0 in float32."""
     tensors, dout, dlse = draw(problem)
-    for scale in (0.25, -0.3, 0.0, 3.0, 1):
+    for scale in (0.25, -0.3, 0.0, -1e-46, 3.0, 1):
         accept(Judge(*tensors, problem, scale, dout, dlse), both(version, tensors, problem, dout, dlse, scale))
 
 

@@ -1,7 +1,9 @@
 """Block-sparse FlashAttention in Triton: v2's kernels walking lists of blocks. See README.md beside this file."""
 
 from flashzoo.blocksparse.config import describe
-from flashzoo.spec import FEATURES, Spec
+from flashzoo.spec import Spec
+
+_FEATURES = frozenset({"causal", "window", "gqa", "cross", "lse", "deterministic", "block_mask"})
 
 SPEC = Spec(
     name="blocksparse",
@@ -10,8 +12,8 @@ SPEC = Spec(
     impl="flashzoo.blocksparse.launch:attention",
     dtypes=("fp16", "bf16", "fp32"),
     cpu_dtypes=("fp16", "fp32"),
-    features=frozenset(FEATURES) - {"head_dim_v"},
-    backward=frozenset(FEATURES) - {"head_dim_v"},
+    features=_FEATURES,
+    backward=_FEATURES,
     requires=("triton",),
     notes=describe,
 )

@@ -1,7 +1,9 @@
 """FlashAttention-1 in Triton: keys and values in the outer loop. See README.md beside this file."""
 
-from flashzoo.spec import FEATURES, Spec
+from flashzoo.spec import Spec
 from flashzoo.v1.config import describe
+
+_FEATURES = frozenset({"causal", "gqa", "cross", "lse", "deterministic"})
 
 SPEC = Spec(
     name="v1",
@@ -10,8 +12,8 @@ SPEC = Spec(
     impl="flashzoo.v1.launch:attention",
     dtypes=("fp16", "bf16", "fp32"),
     cpu_dtypes=("fp16", "fp32"),
-    features=frozenset(FEATURES) - {"window", "head_dim_v", "block_mask"},
-    backward=frozenset(FEATURES) - {"window", "head_dim_v", "block_mask"},
+    features=_FEATURES,
+    backward=_FEATURES,
     backward_impl="flashzoo.v1.launch:backward",
     requires=("triton",),
     notes=describe,

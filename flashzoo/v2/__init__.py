@@ -1,7 +1,9 @@
 """FlashAttention-2 in Triton: programs own query blocks, keys and values stream by. See README.md beside this file."""
 
-from flashzoo.spec import FEATURES, Spec
+from flashzoo.spec import Spec
 from flashzoo.v2.config import describe
+
+_FEATURES = frozenset({"causal", "window", "gqa", "cross", "lse", "deterministic"})
 
 SPEC = Spec(
     name="v2",
@@ -10,8 +12,8 @@ SPEC = Spec(
     impl="flashzoo.v2.launch:attention",
     dtypes=("fp16", "bf16", "fp32"),
     cpu_dtypes=("fp16", "fp32"),
-    features=frozenset(FEATURES) - {"head_dim_v", "block_mask"},
-    backward=frozenset(FEATURES) - {"head_dim_v", "block_mask"},
+    features=_FEATURES,
+    backward=_FEATURES,
     backward_impl="flashzoo.v2.launch:backward",
     requires=("triton",),
     notes=describe,

@@ -550,11 +550,16 @@ def describe(problem: Problem) -> list[str]:
     if pack := pack_for(problem, kernel.tiles.block_q):
         lines.append(f"{1 << pack} query heads of a key/value head share a tile")
     if problem.grad:
-        backward = kernel_backward_for(problem)
-        lines.append(f"backward: {backward.tiles}, head dims run at {backward.width}; dQ is summed in float32 memory of its own")
-        if problem.deterministic:
-            lines.append("backward: blocks of keys add to dQ in a fixed order, each after the one before")
+        lines += _describe_backward(problem)
     lines.append("copies what TMA can't read in place: a start or stride that is no multiple of 16 bytes, a broadcast dimension")
+    return lines
+
+
+def _describe_backward(problem: Problem) -> list[str]:
+    backward = kernel_backward_for(problem)
+    lines = [f"backward: {backward.tiles}, head dims run at {backward.width}; dQ is summed in float32 memory of its own"]
+    if problem.deterministic:
+        lines.append("backward: blocks of keys add to dQ in a fixed order, each after the one before")
     return lines
 
 
@@ -566,7 +571,8 @@ def describe_fp8(problem: Problem) -> list[str]:
     if quantised:
         lines.append("q, k and v are quantised to e4m3: k less a mean of its keys, q and k rotated, a scale for each 128 rows")
     if problem.grad:
-        lines.append("backward: in 16 bits on the saved inputs, by the first versions that have a forward pass and lend a backward pass")
+        lines.append("backward: v3's, in 16 bits on the saved inputs; it runs v3's forward pass again first, for O and LSE in 16 bits")
+        lines += _describe_backward(problem)
     if problem.head_dim != kernel.width:
         lines.append(f"head_dim {problem.head_dim} is padded to {kernel.width} on chip, not in memory")
     if pack := pack_for(problem, kernel.tiles.block_q):

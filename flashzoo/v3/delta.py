@@ -11,8 +11,11 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
+# One compiled kernel for every length, batch and number of heads.
+SIZES = ["seqlen_q", "blocks", "heads"]
 
-@triton.jit
+
+@triton.jit(do_not_specialize=SIZES)
 def delta_kernel(
     o,
     do,
@@ -72,7 +75,7 @@ def delta_kernel(
         tl.store(turns + of_block * TURNS + tl.arange(0, TURNS), tl.zeros((TURNS,), tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def round_kernel(
     dq_sum,
     dq,

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from flashzoo._cute.driver import Function, TensorMap, current_stream
 from flashzoo.autograd import differentiable
-from flashzoo.registry import backward_of, implementation, resolve
 from flashzoo.spec import Problem
 from flashzoo.v3 import launch
 from flashzoo.v3.config import KernelFp8, kernel_fp8_for, prepares
@@ -74,14 +73,14 @@ def backward_16(
     problem: Problem,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`(dq, dk, dv)` in 16 bits: of the saved inputs, and of the O and LSE of their forward pass in 16 bits.
+    """`(dq, dk, dv)` of the saved inputs, by v3 in 16 bits: its forward pass, run here once more, and its backward pass.
 
-    FP8's own would save that pass, but P is recomputed as exp(score - LSE): where scores are large, FP8's LSE is off by more than
-    its rounding, and a gradient by the exponential of that.
+    FP8's own O and LSE would save that forward pass, but P is recomputed as exp(score - LSE): where scores are large, FP8's LSE is
+    off by more than its rounding, and a gradient by the exponential of that. The LSE alone costs as much, all but P V.
     """
-    problem = replace(problem, precision=None, grad=False, lse=True)
-    out, lse = implementation(resolve(problem))(q, k, v, problem, softmax_scale)
-    return backward_of(problem)(dout, dlse, q, k, v, out, lse, problem, softmax_scale)
+    problem = replace(problem, precision=None)
+    out, lse = launch.forward(q, k, v, problem, softmax_scale)
+    return launch.backward(dout, dlse, q, k, v, out, lse, problem, softmax_scale)
 
 
 of_16_bits = differentiable(forward_16, backward_16)
