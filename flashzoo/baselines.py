@@ -16,7 +16,7 @@ _EVERY_HEAD_DIM = range(1, 1 << 16)
 LARGEST_GRID = 65535
 """Programs along the second and third dimension of a CUDA grid; torch's kernels lay the batch along one."""
 SMALLEST_SCALE = 2.0**-100
-"""Of softmax_scale, for torch, whose flash kernels multiply what a mask has made -inf by it, in float32: 0 would give NaN."""
+"""Of softmax_scale, for torch: its flash kernels multiply a mask's -inf by it, in float32, and 0 gives NaN."""
 
 
 _DENSE_MASK = "makes a dense (batch, heads, seqlen_q, seqlen_k) mask of the block mask, and skips nothing"

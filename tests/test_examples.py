@@ -1,5 +1,5 @@
-"""examples/my_variant.py passes `flashzoo check`; train_gpt.py at tiny sizes: what it holds a loss curve against, and that a wrong
-version's curve is told from a right one's."""
+"""examples/my_variant.py passes `flashzoo check`; train_gpt.py at tiny sizes: what it holds a loss curve against, and
+that a wrong version's curve is told from a right one's."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ import flashzoo
 from flashzoo.baselines import sdpa
 
 CHECKED = "not bf16 and not fp32 and not compiled and not fakes and not layout and not every_place and not scale"
-"""What `check` runs on my_variant.py here: every feature, forward and backward, in one dtype; a third of the whole, in under a minute."""
+"""What `check` runs of my_variant.py: every feature, both passes, in one dtype; a third of all, in under a minute."""
 
 
 def test_my_variant_is_all_that_it_declares():
-    command = [sys.executable, "-m", "flashzoo", "check", "examples/my_variant.py", "-q", "-k", CHECKED, "-p", "no:cacheprovider"]
+    check = ["check", "examples/my_variant.py", "-q", "-k", CHECKED, "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "flashzoo", *check]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout
     passed = re.search(r"(\d+) passed", done.stdout)

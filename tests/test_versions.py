@@ -374,7 +374,7 @@ MASKS_OF_GRADCHECK = {
 
 @asks(MASKS_OF_GRADCHECK, dtype="fp64", grad=True, seqlen_q=4, seqlen_k=6, heads=2, heads_kv=1, head_dim=3)
 def test_gradients_are_those_of_finite_differences(version, problem):
-    """By torch's own check, which also lets some outputs have no gradient at all, and is of no other use below float64."""
+    """By torch's own check, which also lets outputs have no gradient at all; below float64 it is of no use."""
 
     def attention(*tensors):
         return tuple(forward(version, tensors, problem).items().values())
@@ -383,13 +383,19 @@ def test_gradients_are_those_of_finite_differences(version, problem):
     assert torch.autograd.gradcheck(attention, [x.requires_grad_() for x in tensors])
 
 
-SCALED = {"plain": {}, "causal": {"causal": True, "seqlen_q": 70, "seqlen_k": 70}, "blind_rows": {"causal": True, "seqlen_k": 50}}
+SCALED = {
+    "plain": {},
+    "causal": {"causal": True, "seqlen_q": 70, "seqlen_k": 70},
+    "blind_rows": {"causal": True, "seqlen_k": 50},
+}
 
 
 @asks(SCALED, both=True, seqlen_q=190, seqlen_k=190, head_dim=64)
 def test_any_finite_scale(version, problem):
-    """One shape, several scales, one process: none is baked into a cached kernel. Seen in FA #1461: -inf * scale <= 0. The smallest
-    is 0 in float32."""
+    """One shape, several scales, one process: none is baked into a cached kernel. Seen in FA #1461: -inf * scale <= 0.
+
+    The smallest is 0 in float32.
+    """
     tensors, dout, dlse = draw(problem)
     for scale in (0.25, -0.3, 0.0, -1e-46, 3.0, 1):
         accept(Judge(*tensors, problem, scale, dout, dlse), both(version, tensors, problem, dout, dlse, scale))

@@ -557,7 +557,8 @@ def describe(problem: Problem) -> list[str]:
 
 def _describe_backward(problem: Problem) -> list[str]:
     backward = kernel_backward_for(problem)
-    lines = [f"backward: {backward.tiles}, head dims run at {backward.width}; dQ is summed in float32 memory of its own"]
+    run_at = f"head dims run at {backward.width}"
+    lines = [f"backward: {backward.tiles}, {run_at}; dQ is summed in float32 memory of its own"]
     if problem.deterministic:
         lines.append("backward: blocks of keys add to dQ in a fixed order, each after the one before")
     return lines
@@ -571,7 +572,7 @@ def describe_fp8(problem: Problem) -> list[str]:
     if quantised:
         lines.append("q, k and v are quantised to e4m3: k less a mean of its keys, q and k rotated, a scale for each 128 rows")
     if problem.grad:
-        lines.append("backward: v3's, in 16 bits on the saved inputs; it runs v3's forward pass again first, for O and LSE in 16 bits")
+        lines.append("backward: v3's, in 16 bits on the saved inputs; it runs v3's forward pass again first")
         lines += _describe_backward(problem)
     if problem.head_dim != kernel.width:
         lines.append(f"head_dim {problem.head_dim} is padded to {kernel.width} on chip, not in memory")

@@ -73,10 +73,10 @@ def backward_16(
     problem: Problem,
     softmax_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`(dq, dk, dv)` of the saved inputs, by v3 in 16 bits: its forward pass, run here once more, and its backward pass.
+    """`(dq, dk, dv)` of the saved inputs, by v3 in 16 bits: its forward pass, once more, and its backward pass.
 
-    FP8's own O and LSE would save that forward pass, but P is recomputed as exp(score - LSE): where scores are large, FP8's LSE is
-    off by more than its rounding, and a gradient by the exponential of that. The LSE alone costs as much, all but P V.
+    FP8's own O and LSE would save that forward pass, but P is recomputed as exp(score - LSE): where scores are large,
+    FP8's LSE is off by more than its rounding, and a gradient by the exponential of that.
     """
     problem = replace(problem, precision=None)
     out, lse = launch.forward(q, k, v, problem, softmax_scale)
