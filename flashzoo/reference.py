@@ -306,7 +306,7 @@ def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     return quantized, descale[..., None].expand(-1, -1, -(-x.shape[1] // DESCALE_BLOCK))
 
 
-def rotated(x: Tensor) -> Tensor:
+def rotated(x: Tensor, seed: int = 0) -> Tensor:
     """x times an orthogonal matrix along the head dim, float32: random signs, and Hadamard matrices of the largest power of two in it.
 
     q and k times the same one have the same scores. It spreads an outlier over all columns, and what all columns share over none.
@@ -316,7 +316,7 @@ def rotated(x: Tensor) -> Tensor:
     hadamard = torch.ones(1, 1, device=x.device)
     while hadamard.shape[0] < size:
         hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)], 0)
-    signs = torch.randint(0, 2, (head_dim,), generator=torch.Generator().manual_seed(0)).mul_(2).sub_(1).to(x.device)
+    signs = torch.randint(0, 2, (head_dim,), generator=torch.Generator().manual_seed(seed)).mul_(2).sub_(1).to(x.device)
     parts = (x.float() * signs).unflatten(-1, (-1, size))
     return (parts @ hadamard).flatten(-2) / math.sqrt(size)
 

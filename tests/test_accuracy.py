@@ -10,9 +10,9 @@ import torch
 from support import both, draw, forward, seen_by
 from torch import Tensor
 
-from flashzoo import Problem, reference
+from flashzoo import Problem, accuracy, reference
 from flashzoo.accuracy import Judge
-from flashzoo.reference import Descales, Result
+from flashzoo.reference import Descales, Result, rotated, standard
 from flashzoo.spec import MaskForm
 from flashzoo.workloads import descales
 
@@ -261,3 +261,27 @@ def test_a_fault_in_a_gradient_under_fp8_is_seen(name, fault):
     values = {key: value.clone() for key, value in sound.items().items()}
     fault(values[name])
     assert {check.tensor for check in judge.checks(Result(**values)) if not check.ok} == {name}
+
+
+FEW_ROWS = dataclasses.replace(E4M3, dtype="bf16", precision="fp8", out_dtype=None, seqlen_q=1, seqlen_k=256, heads=1, heads_kv=1)
+
+
+def test_fp8_of_one_row_is_not_held_to_one_rounding():
+    """Right results, whose rounding is another, at scores that few keys have all of: one in twenty was refused."""
+    problem = dataclasses.replace(FEW_ROWS, head_dim=64, head_dim_v=None)
+    refused = 0
+    for seed in range(60):
+        q, k, v = draw(problem, seed)[0]
+        q = q * 10
+        out, lse = standard(rotated(q, 99), rotated(k, 99), v, problem, 0.125)
+        refused += not all(check.ok for check in Judge(q, k, v, problem, 0.125).checks(Result(out, lse)))
+    assert refused == 0
+
+
+@pytest.mark.parametrize(("rows", "drawn"), [(1, 16), (4, 16), (5, 13), (63, 2), (64, 1), (300, 1)])
+def test_only_few_rows_are_drawn_again(rows, drawn, monkeypatch):
+    seeds = []
+    monkeypatch.setattr(accuracy, "rotated", lambda x, seed: seeds.append(seed) or rotated(x, seed))
+    problem = dataclasses.replace(FEW_ROWS, seqlen_q=rows, causal=False)
+    Judge(*draw(problem)[0], problem, None)
+    assert seeds == [seed for seed in range(drawn) for _ in "qk"]
