@@ -358,7 +358,7 @@ def _misshapen(call: Call, found: dict[str, Tensor]) -> Iterator[str]:
 
 
 def _bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.uint8)
+    return x.flatten().view(torch.uint8)  # of an empty tensor too, whose strides may be anything
 
 
 def _top(*numbers: float) -> float:

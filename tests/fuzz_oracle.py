@@ -32,6 +32,9 @@ BLOCK = 2.0
 key), that is within 1. A key that is dropped from n adds 1/sqrt(n) of out: 25 units at 100 keys in bf16."""
 LINEAR = 2.0
 """The linear part is worked out without constants below 2: roundings by half a unit twice, exp2 of scores in other units."""
+FEW_COLUMNS = 4
+"""Of q and k: P and dS are then functions of a few numbers, so which are rounded up and which down goes with k, by whom dS is multiplied
+next, and roundings add up as they are, not as squares do (seen at head dim 1 in bf16)."""
 ROWS = 64
 
 E4M3_UNIT = 2.0**-4
@@ -165,6 +168,8 @@ def expected(call: Call, given: Operands, seen: Tensor | None) -> dict[str, Expe
         random_ds = ds.square() * (n.unit**2 + shift.square()[..., None]) + (p * off_delta).square()
         linear_ds = p * (drift * (dp - delta).abs() + n.eps * (4 * size_dp + 4 * size_delta) + (dout.abs() * linear).sum(-1, keepdim=True))
         linear_ds += long * ds.abs() + n.floor * (1 + size_dp + size_delta)
+        if call.head_dim < FEW_COLUMNS:
+            linear_ds += n.unit / LINEAR * ds.abs()
         common = shift[..., None] * (ds @ k).abs() + off_delta * (p @ k).abs()
         random_dq = ((ds.square() * n.unit**2) @ k.square()).sqrt() + common
         random_dk, linear_dk = random_ds.mT @ q.square(), linear_ds.mT @ q.abs() + n.eps * call.seqlen_q / 64 * (ds.abs().mT @ q.abs())

@@ -190,7 +190,11 @@ def accept(judge: Judge, result: Result, rms: float | None = None) -> None:
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors hold the same bits, NaNs and signs of zero included."""
-    return left.dtype == right.dtype and torch.equal(left.contiguous().view(torch.uint8), right.contiguous().view(torch.uint8))
+    return (
+        left.dtype == right.dtype
+        and left.shape == right.shape
+        and torch.equal(left.flatten().view(torch.uint8), right.flatten().view(torch.uint8))
+    )
 
 
 def storage_of(x: Tensor) -> Tensor:
