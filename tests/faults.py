@@ -155,7 +155,7 @@ _V1 = (
         V1,
         'input_precision="ieee") / l_safe[:, None]',
         'input_precision="ieee") / l_safe[:, None]\n            acc = acc.to(v_j.dtype).to(tl.float32)',
-        "v1-one_query-",
+        "v1-one_query",
     ),
     _fault(
         "v1/gradient_of_lse_dropped",
