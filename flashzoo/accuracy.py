@@ -56,8 +56,8 @@ GRAD_L2 = {"fp16": 1.5, "bf16": 1.5, "fp32": 4.0, "fp64": 4.0, "fp8": 1.5}
 fp32 because its sums may be as long as the sequence (3.3 measured at 65537 keys against cuBLAS)."""
 GRAD_ROWS = {"fp16": 1.5, "bf16": 1.5, "fp32": 4.0, "fp64": 4.0, "fp8": 1.5}
 """The L2 error of each `ROWS` rows of a head of a gradient over the yardstick's there, or over a rounding of what is there: the last
-keys under a causal mask, whose dV is small, are nothing in the norm of the whole tensor. Beside a sink or an outlier a row's error is
-one rounding's, so of n rows chance makes the norm larger by some share of 1/sqrt(n), which is allowed once."""
+keys under a causal mask, whose dV is small, are nothing in the norm of the whole tensor. Beside a sink or an outlier, or where scores are
+large, a row's error is one rounding's and a few rows have most of it: what chance adds to the norm of n is allowed, 2/sqrt(n)."""
 GRAD_MAX = {"fp16": 4.0, "bf16": 4.0, "fp32": 6.0, "fp64": 6.0, "fp8": 4.0}
 """A gradient's largest error over the yardstick's: tails are longer where atomics or split sums add up, and see GRAD_L2."""
 SPREAD = 4.0
@@ -336,7 +336,7 @@ class Judge:
         smallest = torch.finfo(self._dtype).smallest_normal * self._eps / 2 + SMALLEST * self._terms[f"{name} over P"]
         budget += smallest * math.sqrt(ROWS * ref.shape[-1])
         rows = (torch.arange(budget.shape[2], device=ref.device) * -ROWS + ref.shape[1]).clamp_max(ROWS)
-        budget = GRAD_ROWS[self.problem.numerics] * (1 + rows.rsqrt()) * budget
+        budget = GRAD_ROWS[self.problem.numerics] * (1 + 2 * rows.rsqrt()) * budget
         return budget.clamp_min(self._cancelled(name) * math.sqrt(ROWS * ref.shape[-1]))
 
     def _gradient_l2_budget(self, name: str) -> float:

@@ -7,14 +7,14 @@ import math
 
 import pytest
 import torch
-from support import both, draw, forward, seen_by
+from support import both, draw, forward
 from torch import Tensor
 
 from flashzoo import Problem, accuracy, reference
 from flashzoo.accuracy import Judge
 from flashzoo.reference import Descales, Result, rotated, standard
 from flashzoo.spec import MaskForm
-from flashzoo.workloads import descales
+from flashzoo.workloads import block_mask, descales
 
 PROBLEM = Problem(batch=1, seqlen_q=64, seqlen_k=64, heads=2, heads_kv=2, head_dim=32, causal=True, lse=True, grad=True, device="cpu")
 
@@ -86,6 +86,8 @@ def test_a_fault_of_the_yardstick_is_nobodys_budget(monkeypatch, dtype, masked, 
     """Who errs as the yardstick does is refused with it, by what its roundings can explain."""
     problem = dataclasses.replace(PROBLEM, dtype=dtype, causal=False, block_mask=MaskForm(64, 64) if masked else None, seqlen_k=130)
     tensors, dout, dlse = draw(problem)
+    mask = block_mask(problem)
+    seen = None if mask is None else mask.to_dense()
     sound = reference._backward
 
     def wrong(*arguments, **options):
@@ -93,9 +95,9 @@ def test_a_fault_of_the_yardstick_is_nobodys_budget(monkeypatch, dtype, masked, 
         found[at] = found[at] * factor
         return tuple(found)
 
-    assert all(check.ok for check in Judge(*tensors, problem, None, dout, dlse, mask=seen_by(problem)).of_yardstick)
+    assert all(check.ok for check in Judge(*tensors, problem, None, dout, dlse, mask=seen).of_yardstick)
     monkeypatch.setattr(reference, "_differentiable", reference.differentiable(reference._forward, wrong))
-    judge = Judge(*tensors, problem, None, dout, dlse, mask=seen_by(problem))
+    judge = Judge(*tensors, problem, None, dout, dlse, mask=seen)
     name = ("dq", "dk", "dv")[at]
     assert [check.tensor for check in judge.checks(judge.yardstick) if not check.ok] == [f"the yardstick's {name}"]
 

@@ -23,7 +23,7 @@ from flashzoo import UnsupportedError
 from flashzoo.spec import FEATURES
 
 SEED = 7
-CONFIGURATIONS, CALLS = 6, 8
+CONFIGURATIONS, CALLS = (6, 8) if DEVICE == "cpu" else (3, 16)  # there each is a kernel or two to compile
 INTERPRETED = 2
 """Calls of a version whose kernels Triton's interpreter runs, each of a configuration of its own."""
 
