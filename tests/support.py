@@ -183,8 +183,8 @@ def detached(result: Result) -> tuple[Tensor, Tensor | None]:
 
 
 def accept(judge: Judge, result: Result, rms: float | None = None) -> None:
-    """Fails with every rule of `flashzoo.accuracy` that the result breaks; rms is that of `Judge.checks`."""
-    broken = [str(check) for check in judge.checks(result, rms) if not check.ok]
+    """Fails with every rule of `flashzoo.accuracy` that the result, or the yardstick, breaks; rms is that of `Judge.checks`."""
+    broken = [str(check) for check in (*judge.of_yardstick, *judge.checks(result, rms)) if not check.ok]
     assert not broken, "\n".join(broken)
 
 

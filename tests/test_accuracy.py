@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from support import both, draw, forward
+from support import accept, both, draw, forward
 from torch import Tensor
 
 from flashzoo import Problem, accuracy, reference
@@ -83,7 +83,7 @@ def test_the_last_keys_count_though_few_see_them(dtype, seqlen, lost, fault):
 @pytest.mark.parametrize("masked", [False, True], ids=["dense", "masked"])
 @pytest.mark.parametrize(("at", "factor"), [(0, 1.05), (1, 1.05), (2, 1.05), (1, 1.5), (2, 1.3)], ids=str)
 def test_a_fault_of_the_yardstick_is_nobodys_budget(monkeypatch, dtype, masked, at, factor):
-    """Who errs as the yardstick does is refused with it, by what its roundings can explain."""
+    """Who errs as the yardstick does is refused with it, by what its roundings can explain, in every test that accepts a result."""
     problem = dataclasses.replace(PROBLEM, dtype=dtype, causal=False, block_mask=MaskForm(64, 64) if masked else None, seqlen_k=130)
     tensors, dout, dlse = draw(problem)
     mask = block_mask(problem)
@@ -99,7 +99,9 @@ def test_a_fault_of_the_yardstick_is_nobodys_budget(monkeypatch, dtype, masked, 
     monkeypatch.setattr(reference, "_differentiable", reference.differentiable(reference._forward, wrong))
     judge = Judge(*tensors, problem, None, dout, dlse, mask=seen)
     name = ("dq", "dk", "dv")[at]
-    assert [check.tensor for check in judge.checks(judge.yardstick) if not check.ok] == [f"the yardstick's {name}"]
+    assert [check.tensor for check in judge.of_yardstick if not check.ok] == [f"the yardstick's {name}"]
+    with pytest.raises(AssertionError, match=f"the yardstick's {name}, beyond its roundings"):
+        accept(judge, judge.yardstick)
 
 
 @pytest.mark.parametrize(
