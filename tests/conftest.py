@@ -55,6 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)  # the workers are the parallelism
+    elif config.getoption("numprocesses", None):  # theirs and their children's; NumPy's threads wait for one another while others work
+        os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     # Compiled kernels on disk: not in the user's cache, but one folder for all workers, from one run to the next.
     os.environ.setdefault("FLASHZOO_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "kernels"))
     config.stash[CHOSEN] = _chosen(config.getoption("--versions"))
