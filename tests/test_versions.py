@@ -94,8 +94,8 @@ def each_once(specs: list[Spec], grad: bool) -> list[Case]:
     """The cases less what another test says of them already.
 
     A backward pass is judged with the forward pass that it follows, so alone the latter is judged on the smoke workloads only.
-    `standard` is everybody's yardstick, held to the oracle by every Judge: it has cases of its own where it is alone. An interpreted
-    kernel is NumPy's arithmetic in one dtype or another, so there the hard workloads take the dtypes in turns.
+    `standard` is everybody's yardstick, held to the oracle by every Judge: it has cases of its own where it is alone. Without a GPU the
+    hard workloads take an interpreted kernel's dtypes in turns, which there are NumPy's, and so the kinds of descales.
     """
     found = cases(specs, grad)
     if not grad:
@@ -103,15 +103,19 @@ def each_once(specs: list[Spec], grad: bool) -> list[Case]:
         found = [case for case in found if "smoke" in case.workload.tags or str(case) not in with_gradients]
     if not ON_GPU:
         turns = {workload.name: turn for turn, workload in enumerate(workloads("hard"))}
-        found = [case for case in found if not interpreted(case.version) or in_turn(case, turns.get(case.workload.name))]
+        found = [case for case in found if in_turn(case, turns.get(case.workload.name))]
     of_others = {case.inputs for case in found if case.version != "standard"}
     return [case for case in found if case.version != "standard" or case.inputs not in of_others]
 
 
 def in_turn(case: Case, turn: int | None) -> bool:
-    """Whether it is the turn of the case's dtype in the turn-th workload; None stands for every dtype's."""
+    """Whether it is the turn of an interpreted case's dtype, or of a kind of descales, in the turn-th workload; None is everybody's."""
+    if turn is None:
+        return True
+    if case.problem.dtype == "e4m3":
+        return case.descales == DESCALES[turn % len(DESCALES)]
     dtypes = dtypes_of(flashzoo.versions()[case.version])
-    return turn is None or case.problem.dtype == dtypes[turn % len(dtypes)]
+    return not interpreted(case.version) or case.problem.dtype == dtypes[turn % len(dtypes)]
 
 
 NUMERICS = [
