@@ -95,7 +95,7 @@ ORACLE_EPS = 1e-12
 """The oracle is exact to about this much: float64's rounding through long sums and scores of thousands. Fp64 results are
 held to it, since their own eps would ask more of the oracle than it has."""
 
-_EPS32 = torch.finfo(torch.float32).eps
+_EPS32, _EPS64 = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
 _FP8 = ("e4m3", "fp8")
 _SLICE_SCORES = 1 << 27  # score elements the yardstick holds at a time: 512 MB in float32
 
@@ -333,7 +333,7 @@ class Judge:
 
     def _gradient_rows_budget(self, name: str) -> Tensor:
         ref = self.reference.items()[name]
-        recomputed = self._recomputed() if self._recomputed() > self._eps else 0.0
+        recomputed = (_EPS64 if self._dtype == torch.float64 else _EPS32) * _top(self._lse_size())  # of P, as in `_recomputed`
         budget = self._yard_blocks[name] + max(RMS_ROUNDING * self._eps, recomputed) * of_blocks(ref)
         # what the dtype and a flushed exponential can't resolve
         smallest = torch.finfo(self._dtype).smallest_normal * self._eps / 2 + SMALLEST * self._terms[f"{name} over P"]
