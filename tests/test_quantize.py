@@ -218,7 +218,7 @@ MOVED = [name for name in LAYOUTS if name not in ("bshd", "expanded")]
 @pytest.mark.parametrize("layout", MOVED if DEVICE == "cuda" else ["packed", "offset"])
 def test_where_a_tensor_lies_changes_its_last_bits_at_most(layout, dtype, head_dim):
     """What the kernel reads, and what is public: a sum in another order may round another way, and no more. Where a thread has the
-    elements of V one by one, every third byte of it was another's once."""
+    elements of V one by one, one byte of nine was wrong once."""
     tensors = draw((2, 130, 270, 4, 2, head_dim), dtype)
     ways = [lambda *x: quantize_for(*x, problem_of(*x[:2]), True), partial(quantize, scales="head")]
     for quantized in ways if DEVICE == "cuda" else ways[:1]:

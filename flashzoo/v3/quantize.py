@@ -356,8 +356,8 @@ def e4m3_words_of(y_0, y_1, y_8, y_9, INTERPRETED: tl.constexpr):
         return words_of(to_e4m3(y_0, True), to_e4m3(y_1, True), to_e4m3(y_8, True), to_e4m3(y_9, True))
     else:
         # Two roundings are a word, with no bytes in between. Triton rounds two neighbours in a tile at a time, and the bytes of such
-        # pairs, put together anew, are optimised wrongly by the ptxas of Triton 3.6: one of three was another's, in every layout of
-        # registers but those of a thread that has whole rows of 16 bytes (seen on an H200; right with ptxas's optimisation off).
+        # pairs, put together anew, are optimised wrongly by the ptxas of Triton 3.6 in some layouts of registers, such as those of V
+        # whose elements a thread has one by one: a ninth of them came out wrong on an H200, and none with ptxas's optimisation off.
         return tl.inline_asm_elementwise(
             """{
             .reg .b16 low, high;
