@@ -346,9 +346,10 @@ def _hopper_sums(a: Tensor, b: Tensor) -> Tensor:
     each = total.numel() * HOPPER_K <= HOPPER_EACH
     for a_part, b_part in zip(a.split(HOPPER_K, -1), b.split(HOPPER_K, -1), strict=True):
         if each:
-            terms = torch.cat([a_part.float()[:, :, None] * b_part.float()[:, None], total[..., None]], -1)
-            exponent = torch.frexp(terms.abs().amax(-1, keepdim=True)).exponent - 1
-            total = torch.ldexp(torch.ldexp(terms, HOPPER_SUM_BITS - exponent).trunc().sum(-1), exponent[..., 0] - HOPPER_SUM_BITS)
+            terms = a_part.float()[:, :, None] * b_part.float()[:, None]
+            largest = torch.linalg.vector_norm(terms, math.inf, -1).maximum(total.abs())
+            scale = torch.ldexp(torch.ones_like(total), HOPPER_SUM_BITS + 1 - torch.frexp(largest).exponent)
+            total = (terms.mul_(scale[..., None]).trunc_().sum(-1) + total.mul_(scale).trunc_()).div_(scale)
         else:
             total += _matmul(a_part, b_part.mT)
         total.view(torch.int32).bitwise_and_(-1 << (23 - HOPPER_SUM_BITS))  # clears the lower of float32's 23 bits

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Generator
+from itertools import combinations
 
 import pytest
 import torch
@@ -30,6 +32,7 @@ settings.load_profile("ci")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--versions", metavar="NAME[,NAME]", help="test only these versions")
+    parser.addoption("--every-case", action="store_true", help="all cases of the tests marked covering, as on a GPU")
     saved = ROOT / "tests" / "host_baseline.json"
     parser.addoption("--host-baseline", metavar="FILE", default=str(saved), help=f"what host costs are held to (default: {saved.name})")
     parser.addoption("--update-host-baseline", action="store_true", help="write the host costs that are measured, and compare none")
@@ -52,6 +55,12 @@ def pytest_configure(config: pytest.Config) -> None:
         "every set of fields of `Problem` that this version takes; both=True is for tests that call `support.both`: grad=True, or where "
         "the version has no such backward pass grad=False, so that its forward pass is held to the same; fp8 says in which kinds of FP8 "
         "the question makes sense, besides the version's first dtype",
+    )
+    config.addinivalue_line(
+        "markers",
+        "covering(strength, *parameters): without a GPU, unless --every-case is given, only a covering array of its cases is run: every "
+        "value of every parameter is met, and with strength 2 every two values of these parameters (all where none is named) that any "
+        "case brings together",
     )
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)  # the workers are the parallelism
@@ -86,7 +95,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("version", "problem"), cells)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if DEVICE == "cpu" and not config.getoption("--every-case"):
+        left_out = spared(items)
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
     for item in items:
         if item.get_closest_marker("gpu") and DEVICE == "cpu":
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
@@ -94,6 +107,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             for device, where, sentence in spec.faults:
                 if device == DEVICE and item.name.startswith(where):
                     item.add_marker(pytest.mark.skip(reason=f"known fault of {spec.name}: {sentence}"))
+
+
+def spared(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Of the tests marked covering, the cases that their covering array can do without."""
+    tests = defaultdict(dict)
+    for item in items:
+        marker = item.get_closest_marker("covering")
+        if marker is not None and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            strength, *names = marker.args
+            values = sorted((name, repr(value)) for name, value in item.callspec.params.items())
+            together = combinations([value for value in values if not names or value[0] in names], strength)
+            tests[item.parent, item.originalname][item] = {*combinations(values, 1), *together}
+    left_out = set()
+    for cases in tests.values():
+        to_meet = set().union(*cases.values())
+        while to_meet:
+            item = max(cases, key=lambda item: len(cases[item] & to_meet))
+            to_meet -= cases.pop(item)
+        left_out |= cases.keys()
+    return left_out
 
 
 @pytest.fixture(autouse=True)

@@ -136,6 +136,7 @@ CASES = [
 """Interpreted, a dtype is NumPy's: there the patterns take them in turns."""
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("version", "dtype", "pattern", "sizes"), CASES)
 def test_patterns(version, dtype, pattern, sizes):
     mask = mask_of(pattern, **sizes)
@@ -143,6 +144,7 @@ def test_patterns(version, dtype, pattern, sizes):
     check(mask, version, dtype=dtype, heads_kv=max(1, shared))
 
 
+@pytest.mark.covering(2)
 @masked
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("pattern", ["causal", "dense"])
@@ -151,6 +153,7 @@ def test_every_width_of_tiles(pattern, head_dim, version):
     check(mask_of(pattern, block_q=128, block_kv=128), version, head_dim=head_dim, heads_kv=1)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("block_q", [64, 128])
 @pytest.mark.parametrize("block_kv", [64, 128])
 @masked

@@ -1,4 +1,7 @@
-"""Every tile table entry, compiled for real GPUs on a machine with none: it compiles, fits, and spills nothing."""
+"""Every tile table entry, compiled for real GPUs on a machine with none: it compiles, fits, and spills nothing.
+
+All of them with `--every-case` and where there is a GPU; else a covering array of them (see conftest.py).
+"""
 
 from __future__ import annotations
 
@@ -117,6 +120,7 @@ def cases() -> Iterator[tuple[str, str, int, int, str, bool]]:
                 yield version, kernel, 80, width, "fp32", True
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("version", "kernel", "arch", "head_dim", "dtype", "causal"), [*cases()])
 def test_compiles_and_does_not_spill(version: str, kernel: str, arch: int, head_dim: int, dtype: str, causal: bool) -> None:
     problem = Problem(2, 4096, 4096, 16, 16, head_dim, dtype=dtype, causal=causal, grad=True, arch=arch)
@@ -131,6 +135,7 @@ def test_compiles_and_does_not_spill(version: str, kernel: str, arch: int, head_
         assert TENSOR_CORES & read.opcodes.keys(), "the products must run on the tensor cores"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
 @pytest.mark.parametrize("head_dim", WIDTHS)
 def test_v2_streams_through_tma_on_hopper(kernel: str, head_dim: int) -> None:
@@ -139,6 +144,7 @@ def test_v2_streams_through_tma_on_hopper(kernel: str, head_dim: int) -> None:
     assert {"UTMALDG", "HGMMA"} <= compiled("v2", kernel, problem).opcodes.keys()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", [MaskForm(64, 64), MaskForm(128, 64, causal=True), MaskForm(64, 128, batch=2, bits=True)], ids=str)
 @pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
 @pytest.mark.parametrize("head_dim", WIDTHS)
@@ -159,6 +165,7 @@ def test_v2_short_problems_on_hopper(head_dim: int) -> None:
     assert read.stack <= KNOWN_STACK.get(("v2", "forward", 90, head_dim), 0) and read.shared <= SHARED_LIMIT[90]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
 @pytest.mark.parametrize("window", [(128, None), (128, 128), (None, 64)])
 def test_v2_windows_and_groups_compile(kernel: str, window: tuple[int | None, int | None]) -> None:
@@ -214,6 +221,7 @@ def v3_compiled(kernel: Kernel | KernelBackward) -> Resources:
     return read(compile_for(v3.ARCH, *launch.program(kernel)).cubin, kernel.shared_bytes)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("dtype", "seqlen_q", "width", "width_v", "mask", "ablated"), [*v3_cases()], ids=str)
 @pytest.mark.filterwarnings("error")  # users would see them at their first call
 def test_v3_compiles_and_does_not_spill(
@@ -249,6 +257,7 @@ def sparse_cases() -> Iterator[tuple[int, int, int, str]]:
             yield *widths_and_block, mask
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("width", "width_v", "block_kv", "mask"), [*sparse_cases()], ids=str)
 @pytest.mark.filterwarnings("error")
 def test_v3_sparse_compiles_and_does_not_spill(width: int, width_v: int, block_kv: int, mask: str, host_code) -> None:
@@ -283,6 +292,7 @@ def fp8_cases() -> Iterator[tuple[int, str, bool, bool, dict[str, object]]]:
         yield width, "full", True, True, {"out": "fp16"}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("width", "mask", "block_scales", "transposed", "changes"), [*fp8_cases()], ids=str)
 @pytest.mark.filterwarnings("error")
 def test_v3_fp8_compiles_and_spills_no_more_than_known(
@@ -343,6 +353,7 @@ def serialised(code: tuple[str, ...]) -> int:
 BACKWARD_STACK = {64: 48, 128: 48, 256: 32}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("dtype", "width", "mask", "deterministic"), [*backward_cases()], ids=str)
 @pytest.mark.filterwarnings("error")
 def test_v3_backward_compiles_and_its_consumers_do_not_spill(dtype: str, width: int, mask: str, deterministic: bool, host_code) -> None:
@@ -362,6 +373,7 @@ def sparse_backward_cases() -> Iterator[tuple[str, int, int, str]]:
         yield "fp16", width, 128, "bits_and_window"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("dtype", "width", "block_kv", "mask"), [*sparse_backward_cases()], ids=str)
 @pytest.mark.filterwarnings("error")
 def test_v3_sparse_backward_compiles_and_its_consumers_do_not_spill(dtype: str, width: int, block_kv: int, mask: str, host_code) -> None:
@@ -420,25 +432,20 @@ def test_v3_has_the_parameters_that_its_launch_packs(launch, tmp_path) -> None:
     assert [int(size) if size else scalars[kind] for kind, size in declared] == [struct.calcsize(kind) for kind in launch.PARAMETERS]
 
 
-SHARED = {
-    "forward": v3_kernel(Problem(2, 4096, 4096, 16, 16, 64, arch=90)),
-    "sparse": v3_kernel(Problem(2, 4096, 4096, 16, 16, 64, arch=90, block_mask=MaskForm())),
-    **{
-        f"backward-{width}-{deterministic}": kernel_backward_for(
-            Problem(2, 4096, 4096, 16, 16, width, arch=90, deterministic=deterministic)
-        )
-        for width, deterministic in product(BACKWARD, (False, True))
-    },
-    **{
-        f"sparse_backward-{width}": kernel_backward_for(Problem(2, 4096, 4096, 16, 16, width, arch=90, block_mask=MaskForm()))
-        for width in BACKWARD
-    },
-}
+def shared_cases() -> Iterator[tuple[str, int, bool]]:
+    yield "forward", 64, False
+    yield "sparse", 64, False
+    for width in BACKWARD:
+        yield from (("backward", width, False), ("backward", width, True), ("sparse_backward", width, False))
 
 
-@pytest.mark.parametrize("kernel", SHARED.values(), ids=SHARED)
-def test_v3_asks_for_no_more_shared_memory_than_it_lays_out(kernel, host_code, monkeypatch) -> None:
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("kind", "width", "deterministic"), [*shared_cases()])
+def test_v3_asks_for_no_more_shared_memory_than_it_lays_out(kind, width, deterministic, host_code, monkeypatch) -> None:
     """One mbarrier less is too little, and that is seen."""
+    form = MaskForm() if "sparse" in kind else None
+    problem = Problem(2, 4096, 4096, 16, 16, width, arch=90, deterministic=deterministic, block_mask=form)
+    kernel = kernel_backward_for(problem) if "backward" in kind else v3_kernel(problem)
     enough = kernel.shared_bytes
     monkeypatch.setattr(type(kernel), "shared_bytes", enough - 8)
     v3_compiled(kernel)

@@ -235,6 +235,7 @@ def test_where_a_tensor_lies_changes_its_last_bits_at_most(layout, dtype, head_d
             assert torch.equal(storage_of(moved[at]), before)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("head_dim", [16, 80, 256])
 @pytest.mark.parametrize("layout", MOVED)
 def test_transpose_v_of_any_layout(layout, head_dim):
@@ -343,6 +344,7 @@ def test_bfloat16_on_the_cpu_is_refused():
         quantize(*(x.bfloat16() for x in draw((1, 8, 9, 4, 2, 64))))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 192, 256])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_compiles_for_hopper_and_does_not_spill(head_dim, dtype):

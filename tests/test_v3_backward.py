@@ -245,6 +245,7 @@ def guarded(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Te
     return whole[64:-64].view(shape), whole
 
 
+@pytest.mark.covering(2)
 @on_kernels
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "offset"])
 @pytest.mark.parametrize("with_dlse", [False, True], ids=["", "dlse"])
@@ -300,6 +301,7 @@ def as_registers(dq: Tensor, kernel: KernelBackward) -> Tensor:
     return torch.stack(parts, 3).contiguous()
 
 
+@pytest.mark.covering(2)
 @on_kernels
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "padded"])
 @pytest.mark.parametrize(("seqlen_q", "narrower"), [(1, 0), (64, 8), (300, 56)])
@@ -314,6 +316,7 @@ def test_dq_is_rounded_from_where_registers_lay(kernel, layout, seqlen_q, narrow
     assert torch.equal(storage_of(dq), storage_of(wanted)), "what lies between was written"
 
 
+@pytest.mark.covering(1)
 @on_kernels
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_both_compile_for_hopper(kernel, dtype):

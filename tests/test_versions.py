@@ -31,7 +31,6 @@ from support import (
     dtypes_of,
     forward,
     gives_lse,
-    interpreted,
     same_bits,
     seen_by,
     small,
@@ -95,7 +94,7 @@ def each_once(specs: list[Spec], grad: bool) -> list[Case]:
 
     A backward pass is judged with the forward pass that it follows, so alone the latter is judged on the smoke workloads only.
     `standard` is everybody's yardstick, held to the oracle by every Judge: it has cases of its own where it is alone. Without a GPU the
-    hard workloads take an interpreted kernel's dtypes in turns, which there are NumPy's, and so the kinds of descales.
+    hard workloads take dtypes and kinds of descales in turns, but for torch's own kernel: an interpreted one's dtypes are NumPy's.
     """
     found = cases(specs, grad)
     if not grad:
@@ -109,13 +108,13 @@ def each_once(specs: list[Spec], grad: bool) -> list[Case]:
 
 
 def in_turn(case: Case, turn: int | None) -> bool:
-    """Whether it is the turn of an interpreted case's dtype, or of a kind of descales, in the turn-th workload; None is everybody's."""
+    """Whether it is the turn of a case's dtype, or of its kind of descales, in the turn-th workload; None is everybody's."""
     if turn is None:
         return True
     if case.problem.dtype == "e4m3":
         return case.descales == DESCALES[turn % len(DESCALES)]
     dtypes = dtypes_of(flashzoo.versions()[case.version])
-    return not interpreted(case.version) or case.problem.dtype == dtypes[turn % len(dtypes)]
+    return case.version == "sdpa" or case.problem.dtype == dtypes[turn % len(dtypes)]
 
 
 NUMERICS = [
@@ -514,6 +513,7 @@ def _equal_keys(q: Tensor, k: Tensor, v: Tensor) -> None:
 EDGES = [_zeros, _zero_blocks, _zero_heads, _one_outlier, _largest, _tiny, _constant_values, _equal_keys]
 
 
+@pytest.mark.covering(1)
 @asks(OF_FP8, **AT_THE_EDGE)
 @pytest.mark.parametrize("edge", EDGES, ids=lambda edge: edge.__name__[1:])
 def test_numbers_at_the_edge_of_fp8(version, problem, edge):
@@ -601,6 +601,7 @@ LAYOUT_ASKS = {
 }
 
 
+@pytest.mark.covering(2, "version", "layout")
 @asks(LAYOUT_ASKS, both=True, **LAYOUT_PROBLEM)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(version, problem, layout):
@@ -769,6 +770,7 @@ BACKENDS = ("aot_eager", "inductor")
 TRACED = {"plain": {}, "causal": {"causal": True, "heads": 4, "heads_kv": 2, "seqlen_k": 70}, "wide_values": {"head_dim_v": 24}}
 
 
+@pytest.mark.covering(2, "version", "backend")
 @asks(TRACED, both=True)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_compiled(version, problem, backend):
@@ -782,6 +784,7 @@ def test_compiled(version, problem, backend):
         accept(judge, both(version, tensors, problem, dout, dlse, None, scales, compiled))
 
 
+@pytest.mark.covering(2, "version", "layout")
 @asks(TRACED | {"small": {"seqlen_q": 1, "seqlen_k": 3}}, both=True)
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "packed", "expanded"])
 def test_operators_are_what_their_fakes_say(version, problem, layout):
