@@ -389,11 +389,15 @@ def _too_long_to_interpret(problem: Problem) -> list[str]:
         raise ValueError(f"{INTERPRETER_LIMIT} must be a number of blocks of {INTERPRETER_BLOCK}x{INTERPRETER_BLOCK} scores, got {given!r}")
     if problem.blocks <= int(given):
         return []
-    took = duration(problem.blocks * INTERPRETER_BLOCK_S * max(1, problem.head_dim / INTERPRETER_BLOCK))
     return [
-        f"is too large for Triton's interpreter: {problem.blocks} blocks of {INTERPRETER_BLOCK}x{INTERPRETER_BLOCK} scores, some {took}, "
-        f"and the limit is {given}; {INTERPRETER_LIMIT}={problem.blocks} lifts it"
+        f"is too large for Triton's interpreter: {problem.blocks} blocks of {INTERPRETER_BLOCK}x{INTERPRETER_BLOCK} scores, "
+        f"some {duration(interpreter_seconds(problem))}, and the limit is {given}; {INTERPRETER_LIMIT}={problem.blocks} lifts it"
     ]
+
+
+def interpreter_seconds(problem: Problem) -> float:
+    """About how long a forward pass takes in Triton's interpreter."""
+    return problem.blocks * INTERPRETER_BLOCK_S * max(1, problem.head_dim / INTERPRETER_BLOCK)
 
 
 def duration(seconds: float) -> str:

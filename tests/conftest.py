@@ -112,7 +112,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Genera
         return (yield)
     finally:
         stats["skipped"] = every  # the last line counts them
-        terminalreporter.write_line(f"{len(every) - len(other)} cases need a GPU and were not run")
+        terminalreporter.write_line(f"cases that need a GPU and were not run: {len(every) - len(other)}")
 
 
 @pytest.fixture(autouse=True)
