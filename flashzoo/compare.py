@@ -174,19 +174,18 @@ class Comparison:
         return self.text()
 
     def text(self, width: int = WIDTH) -> str:
-        """A table of what ran, one line each, and in words what did not, no line longer than width where a column is not.
+        """A table with a line for each version that ran, and in words why others did not; no line is longer than width.
 
-        Columns that say nothing are left out, and so are the least important ones of those that don't fit.
+        Columns that say nothing are left out, and of the others the least important ones where all don't fit.
         """
-        lines = [f"{self.problem}: {self.environment['device']}"]
+        lines = [f"{self.problem}: {self.environment['device'].removeprefix('CPU, ')}"]
         table = [_cells(row) for row in self.rows if row.checks]
         lines += ["", *_table(table, width), ""] if table else []
-        reasons: dict[str, list[str]] = {}
+        versions_by_why: dict[str, list[str]] = {}
         for row in self.rows:
             if row.reasons:
-                how = " " if row.status == "ok" else f" {row.status}: "
-                reasons.setdefault(f"{how}{'; '.join(row.reasons)}", []).append(row.version)
-        lines += [f"{', '.join(names)}{why}" for why, names in reasons.items()]
+                versions_by_why.setdefault(_why(row), []).append(row.version)
+        lines += [f"{', '.join(names)}{why}" for why, names in versions_by_why.items()]
         if table:
             lines.append(LEGEND)
         return "\n".join(part for line in lines for part in _wrapped(line, width))
@@ -647,8 +646,8 @@ DISPENSABLE += ("ran on", "memory", "out", "bwd TFLOP/s", "fwd TFLOP/s", "bwd ms
 """In the order in which columns are left out where all of them are too wide."""
 GAP = 2
 LEGEND = (
-    "budget: the share that the worst error takes of what flashzoo/accuracy.py allows. "
-    "out, lse, dq, dk, dv: largest error against the float64 oracle. ms: medians."
+    "budget: the worst error's share of what is allowed (flashzoo/accuracy.py). "
+    "out to dv: largest errors against a float64 oracle. ms: medians."
 )
 
 
@@ -672,6 +671,14 @@ def _cells(row: Row) -> dict[str, str]:
     if row.hbm_bytes is not None and row.ran == "GPU":
         cells["HBM by formula"] = _size(row.hbm_bytes)
     return cells
+
+
+def _why(row: Row) -> str:
+    """Why the row is not all that was asked for; of what a Spec has against the problem the first, since `explain` has the others."""
+    if row.status == "can't":
+        others = len(row.reasons) - 1
+        return f" can't: {row.reasons[0]}{f' (and {others} more)' if others else ''}"
+    return f"{': ' if row.status == 'ok' else f' {row.status}: '}{'; '.join(row.reasons)}"
 
 
 def _size(count: float) -> str:

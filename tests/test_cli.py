@@ -204,7 +204,7 @@ def test_a_table_on_the_cpu_has_a_line_for_each_version_and_what_says_something_
 MEASURED = Comparison(
     Problem(8, 4096, 4096, 16, 16, 128, causal=True, grad=True, arch=90),
     (
-        Row("v3_fp8", "", "can't", ("takes dtype e4m3, got bf16",)),
+        Row("v3_fp8", "", "can't", ("takes dtype e4m3, got bf16", "does not support window_size")),
         *(
             Row(
                 *(name, "", "ok", (), "GPU", (Check("out", "largest", 0.3, 1.0), Check("dq", "largest", 0.2, 0.4))),
@@ -228,6 +228,7 @@ def test_a_table_fits_and_loses_its_least_important_columns_first(width):
     assert {name: name in header for name in expected} == {name: width >= least for name, least in expected.items()}
     assert "ran on" not in header, "all of them on one GPU"
     assert sum("v3_fp8" in line for line in lines) == 1
+    assert "v3_fp8 can't: takes dtype e4m3, got bf16 (and 1 more)" in " ".join(" ".join(lines).split())
 
 
 def test_the_text_of_a_comparison_is_80_columns_wide_and_a_terminals_its_own(monkeypatch, capsys):
