@@ -44,7 +44,7 @@ format: $(STAMP) ## ruff's formatter and its safe fixes
 	$(BIN)/ruff format .
 
 bench: $(STAMP) ## time versions and peers on this GPU, into bench/results
-	$(BIN)/python -m bench.run $(ARGS)
+	$(BIN)/flashzoo bench $(ARGS)
 
 report: $(STAMP) ## measure all that the README shows, if there is a GPU; draw it, here and in report.html
 	$(BIN)/python -m bench.everything $(ARGS)

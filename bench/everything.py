@@ -73,7 +73,7 @@ def measure(sets: tuple[Set, ...], name: str, out: Path, commit: str, budget_s: 
         name: what the ids of the runs begin with.
         out: the results file.
         commit: what is measured.
-        budget_s: stop after so many seconds, at the end of what is timed together.
+        budget_s: stop after so many seconds.
     """
     started, failed = time.monotonic(), 0
     for chosen in sets:

@@ -22,6 +22,7 @@ import argparse
 import csv
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -47,8 +48,9 @@ import flashzoo
 from bench import masks
 from bench.peers import FP8_PEERS, LINEAR_PEERS, MASKED_PEERS, PEERS, Attention, missing, package, peer
 from flashzoo.accuracy import Judge
+from flashzoo.compare import expected_s
 from flashzoo.reference import Result
-from flashzoo.spec import MaskForm, Problem, Spec
+from flashzoo.spec import MaskForm, Problem, Spec, duration
 from flashzoo.workloads import TORCH_DTYPES, flops, hardware, inputs, workloads
 
 RUN_FIELDS = ("run", "date", "commit", "gpu", "torch", "triton", "cutlass_dsl")
@@ -89,6 +91,8 @@ MATMUL_SIZE = {"cuda": 8192, "cpu": 256}
 SETTLE_MS = 400
 FLUSH_BYTES = 256 << 20
 MIN_REPEATS, MAX_REPEATS = 10, 300
+LONGEST_S = 3600
+"""What is expected to take longer on a CPU needs a budget."""
 GOLDEN = 0.618034
 """Steps of this size, modulo 1, are spread evenly however many they are."""
 HOST_CALLS, HOST_S = 20, 0.05
@@ -411,18 +415,27 @@ class WrongResultError(Exception):
     """A result fails the rule of `flashzoo.accuracy`."""
 
 
-class Clock:
-    """Times operations, which have any names, in turns, on CUDA events or, on the CPU, on the process's own clock."""
+class OutOfTimeError(Exception):
+    """The clock's deadline is past."""
 
-    def __init__(self, device: str) -> None:
-        self.cuda = device == "cuda"
+
+class Clock:
+    """Times operations, which have any names, in turns, on CUDA events or, on the CPU, on the process's own clock.
+
+    Args:
+        device: "cuda" or "cpu".
+        deadline: of `time.monotonic`; nothing is begun after it.
+    """
+
+    def __init__(self, device: str, deadline: float = inf) -> None:
+        self.cuda, self.deadline = device == "cuda", deadline
         self.flushed = torch.empty(FLUSH_BYTES if self.cuda else 0, dtype=torch.int8, device=device)
 
     def turns(self, operations: Mapping[Name, Operation], repeats: Mapping[Name, int]) -> dict[Name, list[float]]:
         """Milliseconds of every repeat, by name; the repeats of each operation are spread evenly over the rounds.
 
         Each round has an order of its own, and operations with few repeats have other rounds: a GPU at its power limit is slower
-        behind an operation that draws more, and none shall always follow the same one.
+        behind an operation that draws more, and none shall always follow the same one. Raises OutOfTimeError.
         """
         rounds = max(repeats.values())
         first = {name: int(place * GOLDEN % 1 * rounds) for place, name in enumerate(operations)}
@@ -431,6 +444,7 @@ class Clock:
         for turn in range(rounds):
             for name in shuffle(list(operations), len(operations)):
                 if (turn * repeats[name] + first[name]) // rounds != ((turn + 1) * repeats[name] + first[name]) // rounds:
+                    self.check()
                     stops[name].append(self._once(operations[name]))
         return {name: [stop() for stop in waiting] for name, waiting in stops.items()}
 
@@ -458,6 +472,16 @@ class Clock:
         guess = self.turns(operations, dict.fromkeys(operations, 3))
         repeats = {name: min(MAX_REPEATS, max(MIN_REPEATS, ceil(ms_each / sorted(times)[1]))) for name, times in guess.items()}
         return self.turns(operations, repeats)
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether the deadline is past."""
+        return time.monotonic() > self.deadline
+
+    def check(self) -> None:
+        """Raises OutOfTimeError where it is."""
+        if self.out_of_time:
+            raise OutOfTimeError
 
     def costs(self, run: Operation) -> Row:
         """The columns peak_mib and host_us of an operation that has run before; on the CPU none."""
@@ -665,7 +689,8 @@ def in_turns(todo: Work, masked: bool) -> list[Work]:
 def measure(work: Work, clock: Clock, ms_each: float, ahead: Mapping[tuple[str, Cell], float]) -> dict[Cell, list[Row]]:
     """For each cell a row for each implementation: what it took where it is right on this cell, else why it has no result.
 
-    Where one costs the process its GPU, only the rows of those that have no result: the others are for another process to measure.
+    Where one costs the process its GPU, or the clock's deadline passes, only the rows of those that have no result: the others are for
+    another process, or time, to measure.
 
     Args:
         work: what is timed in turns, once each is checked.
@@ -686,6 +711,8 @@ def measure(work: Work, clock: Clock, ms_each: float, ahead: Mapping[tuple[str, 
             found[cell, impl] |= timing(taken, flops(cell.problem, cell.pass_, cell.density))
     except torch.OutOfMemoryError:  # each ran alone
         found |= {key: {"why": CROWDED} for key in contenders}
+    except OutOfTimeError:
+        contenders = {}
     rows: dict[Cell, list[Row]] = {cell: [] for cell in work}
     for (cell, impl), row in found.items():
         if (cell, impl) in contenders or "why" in row:
@@ -703,6 +730,7 @@ def _admitted(
     contenders: dict[str, Contender] = {}
     for impl in impls:
         try:
+            clock.check()
             if why := objection(impl, cell):
                 found[impl] = {"why": why}
             else:
@@ -710,6 +738,8 @@ def _admitted(
                 row = referee.errors(impl, result)
                 row |= {**clock.costs(contender.run), "compile_s": f"{ahead.get((impl, cell), seconds):.3g}"}
                 found[impl], contenders[impl] = row, contender
+        except OutOfTimeError:
+            break
         except torch.OutOfMemoryError:
             found[impl] = {"why": NO_MEMORY}
         except (ImportError, NotImplementedError) as error:
@@ -776,6 +806,7 @@ def compile_jobs(todo: Work) -> list[tuple[str, list[Cell]]]:
 
 def _compile_in_one_thread() -> None:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
 
 
 def _compile(impl: str, group: list[Cell]) -> dict[Cell, float]:
@@ -811,10 +842,10 @@ def progress(total: int, what: str) -> Iterator[Callable[[str], None]]:
 
         yield tell
         return
-    from rich.progress import Progress
+    from rich.progress import Progress, TimeElapsedColumn
 
     # The speed of all steps up to now: of the last half minute there may be none.
-    with Progress(speed_estimate_period=inf) as bar:
+    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), speed_estimate_period=inf) as bar:
         task = bar.add_task(what, total=total)
 
         def say(line: str) -> None:
@@ -917,7 +948,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="S",
         type=amount,
         default=inf,
-        help="stop once so much time is gone, after the cell at hand, or with --masks all of its size and pass",
+        help="stop once so much time is gone, after the call at hand; what was not timed yet of its cell, or with --masks of all of its "
+        "size and pass, is left to --resume",
     )
     how.add_argument(
         "--workers",
@@ -963,6 +995,14 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error(f"expected sizes that a cell of the field's has, or --tokens and --hidden for others, got {got}")
 
 
+def _check_size(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """The field's sizes on a CPU are an error of the parser's."""
+    if args.device == "cpu" and not args.tokens:
+        small = "small ones on a CPU, such as --tokens 256 --hidden 64 --dtype fp32"
+        why = "none" if torch.cuda.is_available() else "none on a machine with no GPU"
+        parser.error(f"--tokens and --hidden: expected {small}, got {why}; the field's sizes take a CPU days")
+
+
 def check_out(args: argparse.Namespace, impls: Iterable[str], parser: argparse.ArgumentParser) -> None:
     """Others' versions in this repository's results are an error of the parser's."""
     if not args.out and (own := foreign(impls)):
@@ -1000,6 +1040,7 @@ def main(argv: list[str] | None = None) -> int:
     _check(args, parser)
     impls = {pass_: args.impls or default_impls(pass_, args.dtype, bool(args.masks)) for pass_ in passes(args)}
     check_out(args, [impl for chosen in impls.values() for impl in chosen], parser)
+    _check_size(args, parser)
     results = results_of(args, args.resume or args.run, args.device, parser)
     try:
         if args.resume:
@@ -1012,7 +1053,12 @@ def main(argv: list[str] | None = None) -> int:
         left = [impl for impl in fitting(impls[cell.pass_], cell, bool(args.masks)) if lacks(impl, cell)]
         if left:
             todo[cell] = left
-    print(f"run {results.run}, {len(todo)} cells, {gpu_name(args.device)}, into {results.path}", flush=True)
+    expected = _expected_s(todo, args.ms) if args.device == "cpu" else 0.0
+    about = f"about {duration(expected)}" if expected <= LONGEST_S else f"more than {duration(LONGEST_S)}"
+    if expected > LONGEST_S and args.budget_s == inf:
+        parser.error(f"--budget-s: expected one for so much work, or smaller --tokens and --hidden, got none for {about} on a CPU")
+    where = f"{gpu_name(args.device)}, {about}" if expected >= 1 else gpu_name(args.device)
+    print(f"run {results.run}, {len(todo)} cells, {where}, into {results.path}", flush=True)
     for impl in dict.fromkeys(impl for chosen in todo.values() for impl in chosen):
         if why := missing(impl):
             print(f"{impl} is missing: {why}", flush=True)
@@ -1024,27 +1070,46 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(todo: Work, results: Results, args: argparse.Namespace, started: float, ahead: Mapping[tuple[str, Cell], float]) -> bool:
     """Whether a version failed."""
-    clock, failed, stopped, done = Clock(args.device), False, "", 0
-    results.append(ceilings(clock, args.device, args.ms, args.dtype))
-    with progress(len(todo), "measuring") as say:
-        for work in in_turns(todo, bool(args.masks)):
-            for cell, rows in measure(work, clock, args.ms, ahead).items():
-                results.append(rows)
-                failed |= _failed(rows)
-                say(f"{cell}: {_told(rows)}")
-            done += len(work)
-            if clock.lost:
-                stopped, failed = "the last of these has cost this process its GPU", True
-                break
-            _free(clock)
-            if time.monotonic() - started > args.budget_s and done < len(todo):
-                stopped = f"{args.budget_s:.0f} s are gone"
-                break
-    if stopped:
-        print(f"stopped after {done} of {len(todo)} cells, {stopped}; go on with --resume {results.run}")
+    clock, failed, stopped, done = Clock(args.device, started + args.budget_s), False, "", 0
+    untimed = Clock(args.device)  # a product of matrices takes half a second
+    results.append(ceilings(untimed, args.device, args.ms, args.dtype))
+    try:
+        with progress(len(todo), "measuring") as say:
+            for work in in_turns(todo, bool(args.masks)):
+                for cell, rows in measure(work, clock, args.ms, ahead).items():
+                    results.append(rows)
+                    failed |= _failed(rows)
+                    if len(rows) == len(work[cell]) or clock.lost:
+                        done += 1
+                        say(f"{cell}: {_told(rows)}")
+                if clock.lost:
+                    stopped, failed = "the last of these has cost this process its GPU", True
+                    break
+                _free(clock)
+                if clock.out_of_time and done < len(todo):
+                    stopped = f"{args.budget_s:.0f} s are gone"
+                    break
+    except KeyboardInterrupt:
+        stopped = "interrupted"
+        raise
+    finally:
+        if stopped:
+            print(f"stopped after {done} of {len(todo)} cells, {stopped}; go on with --resume {results.run}")
     if not clock.lost:
-        results.append(ceilings(clock, args.device, args.ms, args.dtype))
+        results.append(ceilings(untimed, args.device, args.ms, args.dtype))
     return failed
+
+
+def _expected_s(todo: Work, ms_each: float) -> float:
+    """About how many seconds it takes on a CPU, peers taken for `standard`; not all of them where that is past `LONGEST_S`."""
+    versions, total = flashzoo.versions(), 0.0
+    for cell, impls in todo.items():
+        specs = [versions.get(parted(impl)[0], versions["standard"]) for impl in impls]
+        judged = 2 / (cell.problem.batch * cell.problem.heads)
+        total += expected_s(cell.problem, specs, 4 + MIN_REPEATS, judged) + len(impls) * ms_each / 1e3
+        if total > LONGEST_S:
+            break
+    return total
 
 
 def _failed(rows: list[Row]) -> bool:

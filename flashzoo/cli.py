@@ -1,4 +1,5 @@
-"""The command line: `flashzoo list | explain | compare | check | bench | report`. Exit code 0 is well, 1 a failed check, 2 bad input.
+"""The command line: `flashzoo list | explain | compare | check | bench | report`. Exit code 0 is well, 1 a failed check, 2 bad input,
+130 the end by Ctrl-C.
 
 Every command takes a Python file that registers versions as its first argument, and then has these among the others.
 """
@@ -9,6 +10,7 @@ import argparse
 import importlib
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +20,7 @@ from pathlib import Path
 import torch
 
 import flashzoo
-from flashzoo.compare import Comparison, compare_workload
+from flashzoo.compare import WIDTH, Comparison, Interrupted, compare_workload
 from flashzoo.registry import FILES, load_file, plugin_errors
 from flashzoo.spec import DTYPES, FEATURES, PRECISIONS, Problem, Spec
 from flashzoo.workloads import TORCH_DTYPES, hardware
@@ -33,6 +35,9 @@ ON_GPU = {"batch_size": 8, "seq_len": 4096, "num_heads": 16, "head_dim": 128, "d
 ON_CPU = {"batch_size": 1, "seq_len": 128, "num_heads": 2, "head_dim": 64, "dtype": "fp16"}
 DEMO = {"causal": True, "backward": True}
 """What `compare` adds to these sizes where it is called with nothing that describes a problem."""
+
+BUDGET_S = 300
+"""The longest that `compare` may be expected to take unless it is told otherwise."""
 
 DESCRIBES = (
     "batch_size",
@@ -72,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # who read what is printed has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
         return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -112,6 +119,8 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--versions", type=_names, metavar="NAME[,NAME]", help="only these")
     compare.add_argument("--seed", type=int, default=0, help="of the inputs (default 0)")
     compare.add_argument("--device", help="cpu, cuda or cuda:1 (default: a GPU if there is one)")
+    text = f"on a CPU, refuse what is expected to take more than S seconds (default {BUDGET_S})"
+    compare.add_argument("--budget-s", type=_positive, default=BUDGET_S, metavar="S", help=text)
     output = compare.add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="print JSON in place of the table")
     output.add_argument("--csv", action="store_true", help="print CSV in place of the table")
@@ -239,10 +248,17 @@ def _compare(args: argparse.Namespace) -> int:
     device = _device(args.device)
     if all(getattr(args, name) is None for name in DESCRIBES):
         vars(args).update(DEMO)
-        where = "a GPU" if device.type == "cuda" else "a CPU, small enough for Triton's interpreter"
+        where = "a GPU" if device.type == "cuda" else "a CPU"
         print(f"No problem given: the default for {where}; see flashzoo compare --help.", file=sys.stderr)
     problem = _asked(args, on_gpu=device.type == "cuda", arch=hardware(device)["arch"])  # pyright: ignore[reportArgumentType]
-    comparison = compare_workload(problem, device=device, seed=args.seed, backward=problem.grad, versions=args.versions)
+    how = {"seed": args.seed, "backward": problem.grad, "versions": args.versions, "budget_s": args.budget_s}
+    try:
+        comparison = compare_workload(problem, device=device, **how)
+    except Interrupted as stop:
+        if stop.comparison.rows:
+            print(_rendered(stop.comparison, args))
+        print(f"flashzoo compare: interrupted before {', '.join(stop.left) or 'times were taken'}", file=sys.stderr)
+        raise
     print(_rendered(comparison, args))
     return 0 if comparison.ok else 1
 
@@ -250,7 +266,9 @@ def _compare(args: argparse.Namespace) -> int:
 def _rendered(comparison: Comparison, args: argparse.Namespace) -> str:
     if args.json:
         return comparison.to_json()
-    return comparison.to_csv().rstrip("\n") if args.csv else str(comparison)
+    if args.csv:
+        return comparison.to_csv().rstrip("\n")
+    return comparison.text(shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDTH)
 
 
 def _device(name: str | None) -> torch.device:
@@ -289,7 +307,12 @@ def _check(args: argparse.Namespace, pytest_arguments: list[str]) -> int:
             raise CommandError(f"expected a .py file or names from {', '.join(flashzoo.versions())}, got {', '.join(map(repr, unknown))}")
     print(f"the suite on {', '.join(names)}: {suite}", flush=True)
     command = [sys.executable, "-m", "pytest", str(suite), "--versions", ",".join(names), *pytest_arguments]
-    return subprocess.run(command, cwd=ROOT, check=False).returncode
+    with subprocess.Popen(command, cwd=ROOT) as suite_run:
+        try:
+            return suite_run.wait()
+        except KeyboardInterrupt:  # which pytest has had too: it says what it found so far
+            suite_run.wait()
+            raise
 
 
 def _from_checkout(args: argparse.Namespace, arguments: list[str]) -> int:

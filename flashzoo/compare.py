@@ -12,6 +12,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,15 +33,19 @@ from flashzoo.blocksparse.mask import BlockMask
 from flashzoo.reference import Result
 from flashzoo.registry import implementation
 from flashzoo.registry import versions as registered
-from flashzoo.spec import Problem, Spec, Window
-from flashzoo.workloads import TORCH_DTYPES, Workload, block_mask, descales, flops, hbm_bytes, inputs
+from flashzoo.spec import INTERPRETER_BLOCK, Problem, Spec, Window, duration, interpreter_seconds
+from flashzoo.workloads import TORCH_DTYPES, Workload, block_mask, descales, flops, hardware, hbm_bytes, inputs
 
-INTERPRETER_SCORES = 1 << 19
-"""Most score elements (batch * heads * seqlen_q * seqlen_k) that are given to Triton's interpreter: some seconds' work."""
+WIDTH = 80
+"""Columns of a comparison's text where no terminal says how many it has."""
+PART_SCORES = 1 << 20
+"""Score elements of the part of a larger problem that is run on the CPU to see how long the whole takes."""
+DOES = f"batch 1, heads 2, seqlen {4 * INTERPRETER_BLOCK}, in fp16"
+"""A problem that every version that runs on the CPU answers within seconds."""
 QUADRATIC_BYTES = 20
 """Bytes for each score element that a version holds which materialises S and P: S, P and dP in float32, their roundings."""
 L2_FLUSH_BYTES = 256 << 20
-GPU_SECONDS, CPU_SECONDS = 2.0, 2.0  # of timing in all, shared by the versions; never less than MIN_REPEATS each
+GPU_SECONDS, CPU_SECONDS = 2.0, 0.5  # of timing in all, shared by the versions; never less than MIN_REPEATS each
 MIN_REPEATS, MAX_REPEATS = 3, 100
 HOPPER_SHARED_BYTES = 227 << 10  # the on-chip memory that the IO formulas take where there is no GPU
 
@@ -85,8 +90,8 @@ class Row:
 
     Attributes:
         version, title: as registered.
-        status: "ok"; "fails" (a check exceeds its budget); "can't" (the Spec has reasons against the problem); "too
-            large" (for Triton's interpreter); "no memory"; "error" (it raised).
+        status: "ok"; "fails" (a check exceeds its budget); "can't" (the Spec has reasons against the problem); "no memory"; "error"
+            (it raised).
         reasons: why not "ok", or why the forward pass alone where both were asked for; one sentence each.
         ran: "GPU", "CPU", "interpreter" (Triton's, on the CPU), or "" where nothing ran.
         checks: every rule that was applied.
@@ -166,14 +171,37 @@ class Comparison:
         return text.getvalue()
 
     def __str__(self) -> str:
-        cells = [_cells(row) for row in self.rows]
-        columns = [name for name in (cells[0] if cells else {}) if any(row[name] for row in cells)]
-        table = [columns, *([row[name] for name in columns] for row in cells)]
-        lines = [f"{self.problem}: {self.environment['device']}"]
-        lines.append(_rich_table(table) if find_spec("rich") else _plain_table(table))
-        lines += [f"{row.version}: {row.status}: {reason}" for row in self.rows for reason in row.reasons]
-        lines.append("Errors: largest |result - float64 oracle| over its budget (the rule: flashzoo/accuracy.py). ms: median over p10-p90.")
-        return "\n".join(lines)
+        return self.text()
+
+    def text(self, width: int = WIDTH) -> str:
+        """A table with a line for each version that ran, and in words why others did not; no line is longer than width.
+
+        Columns that say nothing are left out, and of the others the least important ones where all don't fit.
+        """
+        lines = [f"{self.problem}: {self.environment['device'].removeprefix('CPU, ')}"]
+        table = [_cells(row) for row in self.rows if row.checks]
+        lines += ["", *_table(table, width), ""] if table else []
+        versions_by_why: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.reasons:
+                versions_by_why.setdefault(_why(row), []).append(row.version)
+        lines += [f"{', '.join(names)}{why}" for why, names in versions_by_why.items()]
+        if table:
+            lines.append(LEGEND)
+        return "\n".join(part for line in lines for part in _wrapped(line, width))
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C while `compare` was at work.
+
+    Attributes:
+        comparison: the rows that were finished, without times where none were taken yet.
+        left: the versions that did not run.
+    """
+
+    def __init__(self, comparison: Comparison, left: tuple[str, ...]) -> None:
+        super().__init__()
+        self.comparison, self.left = comparison, left
 
 
 def compare(
@@ -193,6 +221,7 @@ def compare(
     block_mask: BlockMask | None = None,
     backward: bool = False,
     versions: Sequence[str] | None = None,
+    budget_s: float | None = None,
     progress: bool | None = None,
     seed: int = 0,
 ) -> Comparison:
@@ -203,6 +232,7 @@ def compare(
             block_mask: as in `flashzoo.attention`. Never modified.
         backward: gradients too, for a dout drawn from a standard normal, of the versions that have a backward pass.
         versions: names of versions; all that are registered where None.
+        budget_s: the most seconds that this may be expected to take on the CPU, by a part of it which is run first; None: any.
         progress: show a bar on stderr while it works; where None, if stderr is a terminal and rich is installed.
         seed: of dout.
 
@@ -210,27 +240,49 @@ def compare(
         A `Comparison`. On the CPU, Triton's kernels run once in its interpreter, and only on small problems.
 
     Raises:
-        TypeError, ValueError: an argument is malformed, as in `flashzoo.attention`, or a version is unknown.
+        TypeError, ValueError: an argument is malformed, as in `flashzoo.attention`, a version is unknown, or budget_s too short.
+        flashzoo.compare.Interrupted: a KeyboardInterrupt that has the rows that were finished.
     """
     options = {"causal": causal, "window_size": window_size, "deterministic": deterministic, "precision": precision}
     options |= {"out_dtype": out_dtype, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "block_mask": block_mask}
     specs = _chosen(versions)
-    with torch.set_grad_enabled(backward), _bar(progress, len(specs) + 2) as step:
+    with torch.set_grad_enabled(backward), _bar(progress) as bar:
         problem = explain(*_leaves((q, k, v), backward), softmax_scale=softmax_scale, **options).problem
-        generator = torch.Generator(q.device).manual_seed(seed)
-        out_shape = (*q.shape[:3], v.shape[3])
-        dout = torch.randn(out_shape, generator=generator, device=q.device).to(q.dtype) if backward else None
-        step("oracle")
-        seen = None if block_mask is None else block_mask.to_dense()
-        judge = Judge(q, k, v, replace(problem, lse=True), softmax_scale, dout, descales=(q_descale, k_descale, v_descale), mask=seen)
-        bench = _Bench((q.detach(), k.detach(), v.detach()), dout, problem, softmax_scale, options, judge)
-        rows = []
+        _foresee(bar, problem, specs, budget_s)
+        return _compared(bar, (q, k, v), problem, softmax_scale, options, specs, seed)
+
+
+def _compared(
+    bar: _Bar,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    problem: Problem,
+    scale: float | None,
+    options: dict[str, Any],
+    specs: list[Spec],
+    seed: int,
+) -> Comparison:
+    """`compare`, gradients enabled where the problem has them; options are the keywords of `attention` but for the scale."""
+    q, k, v = tensors
+    generator = torch.Generator(q.device).manual_seed(seed)
+    out_shape = (*q.shape[:3], v.shape[3])
+    dout = torch.randn(out_shape, generator=generator, device=q.device).to(q.dtype) if problem.grad else None
+    environment, rows = _environment(q.device), []
+    try:
+        bar.step("oracle")
+        mask = options["block_mask"]
+        seen = None if mask is None else mask.to_dense()
+        of_inputs = tuple(options[name] for name in DESCALES)
+        judge = Judge(q, k, v, replace(problem, lse=True), scale, dout, descales=of_inputs, mask=seen)
+        bench = _Bench((q.detach(), k.detach(), v.detach()), dout, problem, scale, options, judge)
         for spec in specs:
-            step(spec.name)
+            bar.step(spec.name)
             rows.append(bench.row(spec))
-        step("timing")
+        bar.step("timing")
         rows = bench.timed(rows)
-    return Comparison(problem, tuple(rows), _environment(q.device))
+    except KeyboardInterrupt as stop:
+        left = tuple(spec.name for spec in specs[len(rows) :])
+        raise Interrupted(Comparison(problem, tuple(rows), environment), left) from stop
+    return Comparison(problem, tuple(rows), environment)
 
 
 def compare_workload(
@@ -240,6 +292,7 @@ def compare_workload(
     seed: int = 0,
     backward: bool = False,
     versions: Sequence[str] | None = None,
+    budget_s: float | None = None,
     progress: bool | None = None,
 ) -> Comparison:
     """`compare` on inputs drawn for a workload or a problem; see `flashzoo.workloads.inputs`.
@@ -248,29 +301,93 @@ def compare_workload(
         source: sizes, dtypes, precision, causal, window and deterministic are read from it, its hardware is not. e4m3 inputs get
             descales by block, and a problem with a block mask one of its form, from `flashzoo.workloads.block_mask`.
         device: the GPU if there is one, else the CPU, where None.
+        backward, versions, budget_s, progress: as in `compare`.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     problem = source.problem if isinstance(source, Workload) else source
-    q, k, v, _ = inputs(source, seed, device)
-    q_descale, k_descale, v_descale = descales(problem, "block" if problem.dtype == "e4m3" else None, seed, device)
-    return compare(
-        q,
-        k,
-        v,
-        causal=problem.causal,
-        window_size=problem.window,
-        deterministic=problem.deterministic,
-        precision="fp8" if problem.precision else None,
-        out_dtype=TORCH_DTYPES[problem.out_dtype] if problem.dtype == "e4m3" else None,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        block_mask=block_mask(problem, seed, device),
-        backward=backward,
-        versions=versions,
-        progress=progress,
-        seed=seed + 1,
-    )
+    specs = _chosen(versions)
+    with torch.set_grad_enabled(backward), _bar(progress) as bar:
+        problem = replace(problem, grad=backward, **hardware(device))
+        _foresee(bar, problem, specs, budget_s)
+        bar.step("inputs")
+        q, k, v, _ = inputs(source, seed, device)
+        options = _options(problem) | {"block_mask": block_mask(problem, seed, device)}
+        options |= zip(DESCALES, descales(problem, "block" if problem.dtype == "e4m3" else None, seed, device), strict=True)
+        problem = explain(*_leaves((q, k, v), backward), **options).problem
+        return _compared(bar, (q, k, v), problem, None, options, specs, seed + 1)
+
+
+DESCALES = ("q_descale", "k_descale", "v_descale")
+
+
+def _options(problem: Problem) -> dict[str, Any]:
+    """The arguments of `attention` that ask for a problem, but for tensors and masks."""
+    return {
+        "causal": problem.causal,
+        "window_size": problem.window,
+        "deterministic": problem.deterministic,
+        "precision": problem.precision,
+        "out_dtype": TORCH_DTYPES[problem.out_dtype] if problem.dtype == "e4m3" else None,
+        **dict.fromkeys((*DESCALES, "block_mask")),
+    }
+
+
+def _foresee(bar: _Bar, problem: Problem, specs: list[Spec], budget_s: float | None) -> None:
+    """Tell the bar what is to come. Raises ValueError where that takes longer than budget_s."""
+    bar.begin(len(specs) + 3)  # inputs, oracle, timing
+    expected = 0.0
+    if problem.device == "cpu":
+        once, repeated = ([spec for spec in specs if spec.interpreted(problem) == interpreted] for interpreted in (True, False))
+        expected = expected_s(problem, once, 1) + expected_s(problem, repeated, 2 + MIN_REPEATS)
+    if budget_s is not None and expected > budget_s:
+        took = f"{problem}, would take about {duration(expected)} there, longer than budget_s={budget_s:g}"
+        raise ValueError(f"{took}; what takes seconds: {DOES}")
+    bar.expect(expected)
+
+
+def expected_s(problem: Problem, specs: list[Spec], calls: int, judged: float = 1.0) -> float:
+    """About how many seconds versions take on the CPU, by blocks where Triton's interpreter runs them, else by a part of the problem.
+
+    Args:
+        calls: of each, with the backward pass where the problem has one.
+        judged: the share of the results that is held against the oracle.
+
+    Returns:
+        The seconds, without those of what is too small to matter.
+    """
+    taken = [spec for spec in specs if not spec.unsupported(replace(problem, grad=False))]
+    passes = 3 if problem.grad else 1
+    total = sum(calls * passes * interpreter_seconds(problem) for spec in taken if spec.interpreted(problem))
+    direct = [spec for spec in taken if not spec.interpreted(problem)]
+    if direct and _scores(problem) > 4 * PART_SCORES:
+        _part_s(problem, direct, PART_SCORES >> 8)  # what is done once for all, such as the choice of torch's kernels
+        judging, running = _part_s(problem, direct, PART_SCORES)
+        total += judged * judging + calls * running
+    return total
+
+
+def _part_s(problem: Problem, specs: list[Spec], scores: int) -> tuple[float, float]:
+    """The seconds that the oracle takes, and one call of each version, from a part of the problem with so many scores."""
+    group = problem.heads // problem.heads_kv
+    side = math.isqrt(scores // group) or 1
+    seqlen_q, seqlen_k = min(problem.seqlen_q, side), min(problem.seqlen_k, side)
+    room = max(1, scores // (group * seqlen_q * seqlen_k))
+    heads_kv = min(problem.heads_kv, room)
+    sizes = {"batch": max(1, min(problem.batch, room // heads_kv)), "heads": group * heads_kv, "heads_kv": heads_kv}
+    part = replace(problem, **sizes, seqlen_q=seqlen_q, seqlen_k=seqlen_k, block_mask=None)
+    q, k, v, dout = inputs(part, device="cpu")
+    start = time.perf_counter()
+    judge = Judge(q, k, v, replace(part, lse=True), None, dout if part.grad else None)
+    judged = time.perf_counter()
+    bench = _Bench((q, k, v), dout, part, None, _options(part), judge)
+    for spec in specs:
+        bench.row(spec)
+    whole = _scores(problem) / _scores(part)
+    return whole * (judged - start), whole * (time.perf_counter() - judged)
+
+
+def _scores(problem: Problem) -> int:
+    return problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k
 
 
 def _memory_bytes() -> int:
@@ -330,12 +447,8 @@ class _Bench:
         if reasons := spec.unsupported(asked):
             return replace(row, status="can't", reasons=tuple(reasons), hbm_bytes=None)
         row = replace(row, reasons=tuple(f"forward pass alone: {reason}" for reason in spec.unsupported(self.problem)))
-        row = replace(row, ran="GPU" if self.on_gpu else "interpreter" if "triton" in spec.requires else "CPU")
-        scores = self.problem.batch * self.problem.heads * self.problem.seqlen_q * self.problem.seqlen_k
-        if row.ran == "interpreter" and scores > INTERPRETER_SCORES:
-            reason = f"too large for Triton's interpreter here (limit {INTERPRETER_SCORES} score elements, got {scores})"
-            return replace(row, status="too large", reasons=(reason,), ran="")
-        needed = scores * QUADRATIC_BYTES if spec.memory == "quadratic" else 0
+        row = replace(row, ran="GPU" if self.on_gpu else "interpreter" if spec.interpreted(self.problem) else "CPU")
+        needed = _scores(self.problem) * QUADRATIC_BYTES if spec.memory == "quadratic" else 0
         # A GPU says when its memory is full; on the CPU the system would end the process.
         if not self.on_gpu and needed > _memory_bytes() // 2:
             reason = f"needs some {needed / 1e9:.0f} GB for its scores, more than half of this machine's {_memory_bytes() / 1e9:.0f} GB"
@@ -475,35 +588,97 @@ def _environment(device: torch.device) -> dict[str, str]:
     return {"device": name, "torch": str(torch.__version__), "triton": triton, "python": python_version()}
 
 
+class _Bar:
+    """What is at work, on stderr. With rich a bar of the steps, else a line for each; nothing where nobody is there to read it.
+
+    Args:
+        progress: rich's `Progress`, or None.
+        lines: whether to print lines where there is no `Progress`.
+    """
+
+    def __init__(self, progress: Any = None, lines: bool = False) -> None:
+        self.progress, self.lines = progress, lines
+        self.task = progress.add_task("", total=None, expected="") if progress else None
+        self.begun = 0
+
+    def begin(self, steps: int) -> None:
+        """So many steps are to come."""
+        if self.progress:
+            self.progress.update(self.task, total=steps, description="a part of it")
+        self.begun = 0
+
+    def expect(self, seconds: float) -> None:
+        """All of them take about so long, where that is worth a word."""
+        text = f"of about {duration(seconds)}" if seconds >= 2 else ""
+        if self.progress:
+            self.progress.update(self.task, expected=text)
+        elif self.lines and text:
+            print(text, file=sys.stderr)
+
+    def step(self, name: str) -> None:
+        """The step of this name begins."""
+        if self.progress:
+            self.progress.update(self.task, completed=self.begun, description=name)
+        elif self.lines:
+            print(name, file=sys.stderr)
+        self.begun += 1
+
+
 @contextmanager
-def _bar(wanted: bool | None, total: int) -> Iterator[Callable[[str], None]]:
-    """A function to call with the name of each step as it begins."""
-    if wanted is False or not find_spec("rich") or (wanted is None and not sys.stderr.isatty()):
-        yield lambda name: None
+def _bar(wanted: bool | None) -> Iterator[_Bar]:
+    shown = sys.stderr.isatty() if wanted is None else wanted
+    if not shown or not find_spec("rich"):
+        yield _Bar(lines=shown)
         return
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("", total=total)
-        yield lambda name: progress.update(task, advance=1, description=name)
+    columns = (TextColumn("{task.description:<12}"), BarColumn(24), TimeElapsedColumn(), TextColumn("{task.fields[expected]}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        yield _Bar(progress)
+
+
+COLUMNS = ("version", "result", "ran on", "budget", *TENSORS, "fwd ms", "fwd p10-p90", "fwd TFLOP/s", "fwd % of peak")
+COLUMNS += ("bwd ms", "bwd p10-p90", "bwd TFLOP/s", "bwd % of peak", "memory", "HBM by formula")
+"""Of a comparison's text, from left to right; what stands right of fwd ms or bwd ms is headed without the pass."""
+DISPENSABLE = ("HBM by formula", "bwd p10-p90", "fwd p10-p90", "lse", "bwd % of peak", "fwd % of peak", "dv", "dk", "dq")
+DISPENSABLE += ("ran on", "memory", "out", "bwd TFLOP/s", "fwd TFLOP/s", "bwd ms", "budget", "fwd ms", "result")
+"""In the order in which columns are left out where all of them are too wide."""
+GAP = 2
+LEGEND = (
+    "budget: the worst error's share of what is allowed (flashzoo/accuracy.py). "
+    "out to dv: largest errors against a float64 oracle. ms: medians."
+)
 
 
 def _cells(row: Row) -> dict[str, str]:
-    """The row as text by column; a cell's second line is the budget, or the spread, of the first."""
-    cells = {"version": row.version, "status": row.status, "ran on": row.ran}
-    for tensor in TENSORS:
-        error, budget = row.errors.get(tensor), row.budgets.get(tensor)
-        cells[tensor] = f"{error[0]:.1e}\n/{budget[0]:.1e}" if error and budget else ""
+    """The row as text by column; empty where it has nothing to say."""
+    cells = dict.fromkeys(COLUMNS, "") | {"version": row.version, "result": row.status, "ran on": row.ran}
+    cells["budget"] = f"{100 * max(check.used for check in row.checks):.0f}%"
+    cells |= {tensor: f"{largest:.1e}" for tensor, (largest, _) in row.errors.items()}
     for name, short in zip(PASSES, ("fwd", "bwd"), strict=True):
         timing, tflops, peak = (getattr(row, f"{name}{part}") for part in ("", "_tflops", "_peak"))
-        spread = f"\n{timing.p10:.3g}-{timing.p90:.3g}" if timing and timing.repeats > 1 else ""
-        cells[f"{short} ms"] = f"{timing.ms:.3g}{spread}" if timing else ""
-        cells[f"{short} TFLOP/s"] = "" if tflops is None else f"{tflops:.3g}"
-        cells[f"{short} %"] = "" if peak is None else f"{peak:.0f}"
-    cells["peak memory"] = "" if row.memory_bytes is None else _size(row.memory_bytes)
-    cells["HBM by formula"] = "" if row.hbm_bytes is None else _size(row.hbm_bytes)
+        if timing:
+            cells[f"{short} ms"] = f"{timing.ms:.3g}"
+        if timing and timing.repeats > 1:
+            cells[f"{short} p10-p90"] = f"{timing.p10:.3g}-{timing.p90:.3g}"
+        if tflops is not None and row.ran == "GPU":
+            cells[f"{short} TFLOP/s"] = f"{tflops:.3g}"
+        if peak is not None:
+            cells[f"{short} % of peak"] = f"{peak:.0f}"
+    if row.memory_bytes is not None:
+        cells["memory"] = _size(row.memory_bytes)
+    if row.hbm_bytes is not None and row.ran == "GPU":
+        cells["HBM by formula"] = _size(row.hbm_bytes)
     return cells
+
+
+def _why(row: Row) -> str:
+    """Why the row is not all that was asked for; of what a Spec has against the problem the first, since `explain` has the others."""
+    if row.status == "can't":
+        others = len(row.reasons) - 1
+        return f" can't: {row.reasons[0]}{f' (and {others} more)' if others else ''}"
+    return f"{': ' if row.status == 'ok' else f' {row.status}: '}{'; '.join(row.reasons)}"
 
 
 def _size(count: float) -> str:
@@ -514,26 +689,25 @@ def _size(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def _rich_table(table: list[list[str]]) -> str:
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+def _table(rows: list[dict[str, str]], width: int) -> list[str]:
+    """A line for the columns' names and one for each row."""
+    shown = [name for name in COLUMNS if any(row[name] for row in rows)]
+    if len({row["ran on"] for row in rows}) == 1:
+        shown.remove("ran on")  # the problem says where
+    header = {name: name if name.endswith(" ms") else name.removeprefix("fwd ").removeprefix("bwd ") for name in shown}
+    widths = {name: max(len(line[name]) for line in (header, *rows)) for name in shown}
+    for name in DISPENSABLE:
+        if sum(widths[name] + GAP for name in shown) - GAP <= width:
+            break
+        if name in shown:
+            shown.remove(name)
+    flush = {name: "<" if name in ("version", "result", "ran on") else ">" for name in shown}
+    return [(" " * GAP).join(f"{line[name]:{flush[name]}{widths[name]}}" for name in shown) for line in (header, *rows)]
 
-    rendered = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in table[0]:
-        rendered.add_column(name.replace(" ", "\n"), justify="left" if name in ("version", "status", "ran on") else "right", no_wrap=True)
-    for row in table[1:]:
-        rendered.add_row(*map(Text, row))
-    console = Console(file=io.StringIO(), width=1000)
-    console.print(rendered)
-    return console.file.getvalue().rstrip()  # pyright: ignore[reportAttributeAccessIssue]
 
-
-def _plain_table(table: list[list[str]]) -> str:
-    lines = [[cell.replace("\n", " ") for cell in row] for row in table]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in lines)
+def _wrapped(line: str, width: int) -> list[str]:
+    """The line in parts that fit."""
+    return [line] if len(line) <= width else textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _finite(value: Any) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
+from os import environ
 from typing import Any
 
 DTYPES = ("fp16", "bf16", "fp32", "fp64", "e4m3")
@@ -33,6 +34,13 @@ FEATURES = {
     "block_mask": "block_mask",
 }
 """What a call can ask for beyond plain attention, and how the caller asks for it."""
+
+INTERPRETER_LIMIT = "FLASHZOO_INTERPRETER_LIMIT"
+"""Environment variable with the most `Problem.blocks` that Triton's interpreter is given, in place of `INTERPRETER_BLOCKS`."""
+INTERPRETER_BLOCKS = 256
+INTERPRETER_BLOCK = 64
+INTERPRETER_BLOCK_S = 0.02
+"""Seconds of a block in the interpreter, forward, on a slow core, at head dims up to 64; wider ones take as much longer."""
 
 Window = tuple[int | None, int | None]
 
@@ -198,6 +206,12 @@ class Problem:
         return 0 if right is None else min(self.seqlen_q, max(0, self.seqlen_q - self.seqlen_k - right))
 
     @property
+    def blocks(self) -> int:
+        """Of `INTERPRETER_BLOCK` queries by as many keys, begun ones too: what time in Triton's interpreter goes by, not scores."""
+        rows, columns = (-(-seqlen // INTERPRETER_BLOCK) for seqlen in (self.seqlen_q, self.seqlen_k))
+        return self.batch * self.heads * rows * columns
+
+    @property
     def where(self) -> str:
         """The hardware, in words: "CPU", "sm_90" or "a GPU of unknown architecture"."""
         if self.device == "cpu":
@@ -250,7 +264,8 @@ class Spec:
         backward_impl: `"package.module:function"`, for a backward pass that other versions may use too, under "auto" where
             they give an LSE and have no backward pass of their own for a problem: called as
             `function(dout, dlse or None, q, k, v, out, lse, problem, softmax_scale) -> (dq, dk, dv)`, with a block mask as `impl`.
-        requires: packages that must be installed.
+        requires: packages that must be installed. What needs triton runs in its interpreter on CPU tensors, of at most
+            `INTERPRETER_BLOCKS` blocks.
         backward_requires: those that the backward pass needs beside them.
         auto: the devices, of "cuda" and "cpu", on which `version="auto"` may choose it.
         memory: "linear" or "quadratic" in seqlen.
@@ -316,9 +331,15 @@ class Spec:
             reasons += [f"its backward pass needs the package {missing}" for missing in _missing(self.backward_requires)]
             if problem.dtype == "e4m3":
                 reasons.append("e4m3 inputs have no gradients, and an input requires grad")
+        if self.interpreted(problem):
+            reasons += _too_long_to_interpret(problem)
         if self.check is not None:
             reasons += self.check(problem)
         return reasons
+
+    def interpreted(self, problem: Problem) -> bool:
+        """Whether Triton's interpreter is what runs it, a thousand times slower than a GPU."""
+        return problem.device == "cpu" and bool(self.cpu_dtypes) and "triton" in self.requires
 
     @property
     def arch_text(self) -> str:
@@ -360,6 +381,31 @@ def _missing(packages: tuple[str, ...]) -> list[str]:
         for package in packages
         if not _installed(package)
     ]
+
+
+def _too_long_to_interpret(problem: Problem) -> list[str]:
+    given = environ.get(INTERPRETER_LIMIT) or str(INTERPRETER_BLOCKS)
+    if not given.isascii() or not given.isdecimal():
+        raise ValueError(f"{INTERPRETER_LIMIT} must be a number of blocks of {INTERPRETER_BLOCK}x{INTERPRETER_BLOCK} scores, got {given!r}")
+    if problem.blocks <= int(given):
+        return []
+    return [
+        f"is too large for Triton's interpreter: {problem.blocks} blocks of {INTERPRETER_BLOCK}x{INTERPRETER_BLOCK} scores, "
+        f"some {duration(interpreter_seconds(problem))}, and the limit is {given}; {INTERPRETER_LIMIT}={problem.blocks} lifts it"
+    ]
+
+
+def interpreter_seconds(problem: Problem) -> float:
+    """About how long a forward pass takes in Triton's interpreter."""
+    return problem.blocks * INTERPRETER_BLOCK_S * max(1, problem.head_dim / INTERPRETER_BLOCK)
+
+
+def duration(seconds: float) -> str:
+    """A time in words, in the largest unit of which there are two."""
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def _describe(head_dims: range) -> str:

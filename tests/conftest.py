@@ -25,6 +25,9 @@ POISON_BYTES = [1 << power for power in range(9, 29) for _ in range(4)]
 KEPT_BYTES = 4 << 30
 """What a process may keep of a GPU's memory from one test to the next."""
 
+WANTS_GPU = "needs a CUDA device"
+"""Why a test that is marked `gpu` is skipped where there is none."""
+
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("random", deadline=None, print_blob=True)
 settings.load_profile("ci")
@@ -102,7 +105,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
     for item in items:
         if item.get_closest_marker("gpu") and DEVICE == "cpu":
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+            item.add_marker(pytest.mark.skip(reason=WANTS_GPU))
         for spec in flashzoo.versions().values():
             for device, where, sentence in spec.faults:
                 if device == DEVICE and item.name.startswith(where):
@@ -127,6 +130,22 @@ def spared(items: list[pytest.Item]) -> set[pytest.Item]:
             to_meet -= cases.pop(item)
         left_out |= cases.keys()
     return left_out
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None, None, None]:
+    """Says in one line how many cases want a GPU, where pytest would have a line for each place."""
+    stats = terminalreporter.stats
+    every = stats.get("skipped", [])
+    other = [report for report in every if WANTS_GPU not in str(report.longrepr)]
+    if len(other) == len(every):
+        return (yield)
+    stats["skipped"] = other
+    try:
+        return (yield)
+    finally:
+        stats["skipped"] = every  # the last line counts them
+        terminalreporter.write_line(f"cases that need a GPU and were not run: {len(every) - len(other)}")
 
 
 @pytest.fixture(autouse=True)

@@ -264,12 +264,71 @@ def test_what_costs_the_process_its_gpu_ends_the_run_and_is_not_tried_again(tmp_
 
 def test_resume_skips_what_the_run_has(tmp_path):
     out = tmp_path / "cpu.csv"
-    _bench("--impls sdpa_math --passes fwd --budget-s 0", out)
+    _bench("--impls sdpa_math --passes fwd --causal 0", out)
     assert _timed(out) == [("sdpa_math", "fwd", "0")]
     _bench("--impls sdpa_math --passes fwd --resume r1", out)
     assert _timed(out) == [("sdpa_math", "fwd", "0"), ("sdpa_math", "fwd", "1")]
     _bench("--impls sdpa_math --passes fwd --run other", out)
     assert len(_timed(out)) == 4
+
+
+def test_a_budget_holds_within_a_cell_and_the_rest_is_left_to_resume(tmp_path, monkeypatch, capsys):
+    out, line = tmp_path / "cpu.csv", "--impls standard,v3,sdpa_math --passes fwd --causal 0"
+    begun = []
+    first_call = run.first_call
+
+    def noting(impl, *rest):
+        begun.append(impl)
+        return first_call(impl, *rest)
+
+    monkeypatch.setattr(run, "first_call", noting)
+    monkeypatch.setattr(run.Clock, "out_of_time", property(lambda clock: clock.deadline < float("inf") and "standard" in begun))
+    assert _bench(f"{line} --budget-s 9", out) == 0
+    assert begun == ["standard"] and _timed(out) == [] and "9 s are gone; go on with --resume r1" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert _bench(f"{line} --resume r1", out) == 0
+    assert [impl for impl, _, _ in _timed(out)] == ["standard", "sdpa_math"]
+
+
+def test_nothing_is_timed_after_the_deadline():
+    calls = []
+    clock = run.Clock("cpu", time.monotonic() - 1)
+    with pytest.raises(run.OutOfTimeError):
+        clock.measure({"a": lambda: calls.append(1)}, 1)
+    assert not calls and clock.out_of_time and not run.Clock("cpu").out_of_time
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch, capsys):
+    out, measured = tmp_path / "cpu.csv", run.measure
+
+    def interrupted(work, *rest):
+        if any(cell.problem.causal for cell in work):
+            raise KeyboardInterrupt
+        return measured(work, *rest)
+
+    monkeypatch.setattr(run, "measure", interrupted)
+    assert cli.main(["bench", *TINY.split(), "--impls", "standard", "--passes", "fwd", "--out", str(out)]) == 130
+    assert _timed(out) == [("standard", "fwd", "0")]
+    assert "stopped after 1 of 2 cells, interrupted; go on with --resume r1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("", "--tokens and --hidden: expected small ones on a CPU, such as --tokens 256 --hidden 64 --dtype fp32, got none"),
+        (
+            "--tokens 65536 --hidden 4096",
+            "--budget-s: expected one for so much work, or smaller --tokens and --hidden, got none for more",
+        ),
+    ],
+)
+def test_what_would_take_a_cpu_days_is_refused_at_once(line, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys.modules["flashzoo.compare"], "PART_SCORES", 1 << 12)
+    out = tmp_path / "cpu.csv"
+    with pytest.raises(SystemExit) as stopped:
+        run.main(["--device", "cpu", "--out", str(out), *line.split()])
+    assert stopped.value.code == 2 and not out.exists()
+    assert said in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(("others", "said"), [((), "which has none"), (("a", "b"), "which has r1, a, b last")])

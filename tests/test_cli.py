@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import fcntl
 import io
 import json
 import math
+import os
+import pty
+import re
+import signal
+import struct
 import subprocess
 import sys
+import termios
 
 import pytest
 import torch
 from support import ROOT, in_fresh_process, toy
 
 import flashzoo
+from flashzoo import Problem
+from flashzoo.accuracy import Check
 from flashzoo.cli import main
-from flashzoo.compare import compare_workload, peak_tflops
+from flashzoo.compare import Comparison, Interrupted, Row, Timing, compare_workload, expected_s, peak_tflops
 from flashzoo.workloads import workload
 
 TINY = ["--seq-len", "24", "--batch-size", "1", "--num-heads", "2", "--head-dim", "16", "--dtype", "fp32", "--device", "cpu"]
@@ -72,6 +81,10 @@ def failing(q, k, v, problem, softmax_scale):
 def doubled(q, k, v, problem, softmax_scale):
     out, lse = flashzoo.attention(q, k, v, version="standard", return_lse=True, softmax_scale=softmax_scale)
     return 2 * out, lse
+
+
+def interrupted(q, k, v, problem, softmax_scale):
+    raise KeyboardInterrupt
 
 
 def test_list_names_every_version(capsys):
@@ -178,10 +191,122 @@ def test_bad_usage_is_exit_code_2(arguments):
     assert stop.value.code == 2
 
 
-def test_compare_prints_a_row_for_every_version(capsys):
+def test_a_table_on_the_cpu_has_a_line_for_each_version_and_what_says_something_there(capsys):
     assert main(["compare", *TINY, "--causal", "--backward"]) == 0
-    text = capsys.readouterr().out
-    assert all(name in text for name in flashzoo.versions())
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    header = next(line for line in lines if line.startswith("version")).split()
+    assert header == ["version", "result", "ran", "on", "budget", "out", "dq", "fwd", "ms", "bwd", "ms"]
+    assert [line.split()[0] for line in lines if " ok " in line] == ["v2", "v1", "blocksparse", "sdpa", "standard"]
+    assert lines.count("v3, v3_fp8 can't: does not run on CPU tensors") == 1
+
+
+MEASURED = Comparison(
+    Problem(8, 4096, 4096, 16, 16, 128, causal=True, grad=True, arch=90),
+    (
+        Row("v3_fp8", "", "can't", ("takes dtype e4m3, got bf16", "does not support window_size")),
+        *(
+            Row(
+                *(name, "", "ok", (), "GPU", (Check("out", "largest", 0.3, 1.0), Check("dq", "largest", 0.2, 0.4))),
+                *(dict.fromkeys(("out", "lse", "dq", "dk", "dv"), (1.25e-3, 1e-4)), {}),
+                *(Timing(0.83, 0.82, 0.85, 50), Timing(123.4, 122.0, 125.0, 9), 795.0, 12.2, 83.0, 1.2, 81 * 10**9, 3e9),
+            )
+            for name in ("v3", "blocksparse")
+        ),
+    ),
+    {"device": "NVIDIA H200"},
+)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 136, 200])
+def test_a_table_fits_and_loses_its_least_important_columns_first(width):
+    lines = MEASURED.text(width).splitlines()
+    header = next(line for line in lines if line.startswith("version"))
+    assert max(map(len, lines)) <= width
+    assert "fwd ms" in header and [line for line in lines if line.startswith("blocksparse  ok")]
+    expected = {"TFLOP/s": 60, "memory": 80, "dq": 100, "% of peak": 136, "HBM by formula": 200}
+    assert {name: name in header for name in expected} == {name: width >= least for name, least in expected.items()}
+    assert "ran on" not in header, "all of them on one GPU"
+    assert sum("v3_fp8" in line for line in lines) == 1
+    assert "v3_fp8 can't: takes dtype e4m3, got bf16 (and 1 more)" in " ".join(" ".join(lines).split())
+
+
+def test_the_text_of_a_comparison_is_80_columns_wide_and_a_terminals_its_own(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert str(MEASURED) == MEASURED.text(80) != MEASURED.text(200)
+    monkeypatch.setattr(sys.modules["flashzoo.cli"], "compare_workload", lambda *args, **how: MEASURED)
+    for isatty, width in ((False, 80), (True, 200)):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda isatty=isatty: isatty)
+        assert main(["compare", *TINY]) == 0
+        assert capsys.readouterr().out == MEASURED.text(width) + "\n"
+
+
+def test_compare_refuses_what_would_take_a_cpu_too_long_and_says_what_would_do(monkeypatch, capsys):
+    monkeypatch.setattr(sys.modules["flashzoo.compare"], "PART_SCORES", 1 << 12)
+    size = "--seq-len 65536 --batch-size 8 --num-heads 16 --head-dim 128 --causal --dtype bf16 --backward --device cpu"
+    assert main(["compare", *size.split()]) == 2
+    said = capsys.readouterr().err
+    assert re.search(r"on CPU, would take about \d+ (hours|days) there, longer than budget_s=300; what takes seconds: batch 1", said)
+    does = Problem(1, 256, 256, 2, 2, 128, dtype="fp16", grad=True, device="cpu")
+    assert "heads 2, seqlen 256, in fp16" in said
+    monkeypatch.undo()
+    assert expected_s(does, list(flashzoo.versions().values()), 1) < 15
+    assert not flashzoo.versions()["v1"].unsupported(does)
+
+
+def test_ctrl_c_leaves_what_was_finished(registered):
+    registered(toy("stopped", impl=f"{__name__}:interrupted"))
+    q = torch.randn(1, 20, 2, 16)
+    with pytest.raises(KeyboardInterrupt) as stop:
+        flashzoo.compare(q, q, q, versions=["standard", "stopped"], progress=False)
+    assert isinstance(stop.value, Interrupted) and stop.value.left == ("stopped",)
+    assert [(row.version, row.status) for row in stop.value.comparison.rows] == [("standard", "ok")]
+
+
+WAITING = """
+import sys, time
+def attention(q, k, v, problem, softmax_scale):
+    print("WAITING", file=sys.stderr, flush=True)
+    time.sleep(60)
+import flashzoo
+flashzoo.register(flashzoo.Spec(name="waiting", title="", paper="", impl=f"{__name__}:attention", cpu_dtypes=("fp32",)))
+"""
+
+
+def test_at_a_terminal_there_is_a_bar_before_torch_and_ctrl_c_ends_with_130_and_no_traceback(tmp_path):
+    (tmp_path / "waiting.py").write_text(WAITING)
+    # SIGINT as at a terminal: a shell's background jobs ignore it, and so would what they start.
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); import flashzoo_command as c; sys.exit(c.main())"
+    command = [sys.executable, "-c", code, "compare", str(tmp_path / "waiting.py"), *TINY, "--versions", "standard,waiting"]
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    said, told = b"", False
+    try:
+        while part := _read(ours):
+            said += part
+            if b"WAITING" in said and not told:
+                process.send_signal(signal.SIGINT)
+                told = True
+    finally:
+        process.kill()
+        os.close(ours)
+    assert process.wait() == 130, said.decode()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "\n", said.decode()).replace("\r", "\n")
+    assert text.split()[0] == "importing" and "Traceback" not in text
+    lines = [line for line in text.splitlines() if line.strip()]
+    assert max(map(len, lines)) <= 80
+    assert [line for line in lines if line.startswith("standard  ok")]
+    assert lines[-1] == "flashzoo compare: interrupted before waiting"
+
+
+def _read(terminal):
+    try:
+        return os.read(terminal, 1 << 16)
+    except OSError:  # how Linux says that nobody writes any more
+        return b""
 
 
 def test_compare_of_values_of_another_width(capsys):

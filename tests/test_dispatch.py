@@ -26,6 +26,7 @@ def _registry_as_it_was(monkeypatch):
     """Every test may register, unregister and choose; none is felt by the next."""
     flashzoo.versions()
     monkeypatch.delenv(registry.ENVIRONMENT, raising=False)
+    monkeypatch.delenv(flashzoo.spec.INTERPRETER_LIMIT, raising=False)
     monkeypatch.setattr(registry, "_plugin_errors", dict(registry._plugin_errors))
     before = dict(registry._specs)
     CALLS.clear()
@@ -299,6 +300,35 @@ class TestResolve:
     def test_bf16_on_the_cpu_is_refused_by_the_interpreted_kernels(self, name):
         with pytest.raises(UnsupportedError, match=f"{name}: takes dtype fp16 or fp32 on the CPU, got bf16"):
             registry.resolve(dataclasses.replace(ON_CPU, dtype="bf16"), name)
+
+    def test_what_triton_would_interpret_for_minutes_is_refused_before_any_launch(self):
+        flashzoo.register(toy("in_triton", requires=("triton",)))
+        q = torch.zeros(1, 1025, 1, 8)
+        with pytest.raises(UnsupportedError) as error:
+            flashzoo.attention(q, q, q, version="in_triton")
+        sentence = "is too large for Triton's interpreter: 289 blocks of 64x64 scores, some 6 s, and the limit is 256"
+        assert f"in_triton: {sentence}; FLASHZOO_INTERPRETER_LIMIT=289 lifts it" in str(error.value)
+        assert sentence in str(flashzoo.explain(q, q, q)) and not CALLS
+        with pytest.raises(UnsupportedError, match=sentence):
+            torch.compile(flashzoo.attention, backend="eager")(q, q, q, version="in_triton")
+        # Neither is what runs on a GPU, nor what needs no Triton.
+        assert not toy(requires=("triton",)).unsupported(dataclasses.replace(HOPPER, seqlen_q=1 << 20))
+        assert not toy().unsupported(dataclasses.replace(ON_CPU, seqlen_q=1 << 20))
+
+    def test_programs_of_one_row_count_as_blocks_for_the_interpreter(self):
+        problem = dataclasses.replace(ON_CPU, batch=257, heads=1, heads_kv=1, seqlen_q=1, seqlen_k=1)
+        assert "257 blocks" in toy(requires=("triton",)).unsupported(problem)[0]
+        assert not toy(requires=("triton",)).unsupported(dataclasses.replace(problem, batch=256))
+
+    def test_the_interpreters_limit_is_lifted_by_the_variable_that_the_error_names(self, monkeypatch):
+        flashzoo.register(toy("in_triton", requires=("triton",)))
+        q = torch.zeros(1, 1025, 1, 8)
+        monkeypatch.setenv("FLASHZOO_INTERPRETER_LIMIT", "289")
+        flashzoo.attention(q, q, q, version="in_triton")
+        assert len(CALLS) == 1
+        monkeypatch.setenv("FLASHZOO_INTERPRETER_LIMIT", "none")
+        with pytest.raises(ValueError, match="FLASHZOO_INTERPRETER_LIMIT must be a number of blocks of 64x64 scores, got 'none'"):
+            flashzoo.attention(*[torch.zeros(1, 1026, 1, 8)] * 3, version="in_triton")
 
     @pytest.mark.parametrize(("name", "language", "left"), [("v1", "triton", "v3"), ("v2", "triton", "v3"), ("v3", "cutlass", "v2")])
     def test_a_kernel_without_its_language_is_refused(self, name, language, left, monkeypatch):

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import conftest
 import pytest
 from support import ROOT
+
+pytest_plugins = ("pytester",)
 
 SEEN = sorted((ROOT / "tests").glob("*_seen.json"))
 
@@ -43,6 +47,20 @@ def test_outcomes_are_counted_by_what_they_were(tmp_path):
     assert (seen["commit"], seen["cases"], seen["passed"]) == ("abc", 5, 2)
     assert [name.rpartition("::")[2] for name in seen["failed"]] == ["test_broken"]
     assert seen["skipped"] == {"no room": 2}
+
+
+def test_what_wants_a_gpu_is_one_line_of_pytests_summary(pytester):
+    pytester.makepyfile(f"""
+        import pytest
+        @pytest.mark.parametrize("n", range(3))
+        def test_on_a_gpu(n): pytest.skip({conftest.WANTS_GPU!r})
+        def test_on_another(): pytest.skip({conftest.WANTS_GPU!r})
+        def test_spared(): pytest.skip("no room")
+    """)
+    summary = SimpleNamespace(pytest_terminal_summary=conftest.pytest_terminal_summary)
+    text = pytester.runpytest_inprocess("-ra", "-p", "no:cacheprovider", plugins=[summary]).stdout.str()
+    assert text.count(conftest.WANTS_GPU) == 0 and "no room" in text and "5 skipped" in text
+    assert text.count("cases that need a GPU and were not run: 4\n") == 1
 
 
 @pytest.mark.parametrize("path", SEEN, ids=lambda path: path.stem)
