@@ -22,6 +22,7 @@ from flashzoo.blocksparse.mask import BlockMask
 from flashzoo.plan import (
     Form,
     Mask,
+    Plan,
     banded,
     check_descales,
     check_descales_alone,
@@ -35,7 +36,7 @@ from flashzoo.plan import (
     negated,
     plan,
 )
-from flashzoo.registry import requested
+from flashzoo.registry import ARGUMENT, current, requested
 from flashzoo.spec import Problem, Window, normalised
 
 NAME, BACKWARD_NAME = "flashzoo::attention", "flashzoo::attention_backward"
@@ -141,12 +142,15 @@ def _attention(
     form = form_of(precision, out_dtype)
     masked, mask = _banded(mask_tensors, mask_sizes, causal, window)
     how = (causal, softmax_scale, window, deterministic, return_lse, grad, version, form, mask)
-    run, problem, scale, negative, e4m3 = _plan(q, k, v, *how)
+    planned = _plan(q, k, v, *how)
+    problem = planned.problem
     descales = (q_descale, k_descale, v_descale)
     check_descales(descales, problem, q.device)
     # The graph records the call, so the version must not: it is asked for its forward pass alone.
-    more = (descales,) if e4m3 else ()
-    out, lse = run(negated(q) if negative else q, k, v, problem.forward, scale, *more, **masked)
+    more = (descales,) if planned.e4m3 else ()
+    result = planned.run(negated(q) if planned.negative else q, k, v, problem.forward, planned.scale, *more, **masked)
+    planned.check(result, q, recorded=False)
+    out, lse = result
     out = _laid_out(out, *_dense(q, problem.head_dim_v))
     shape = _lse_shape(q, return_lse, grad)
     if lse is None or lse.shape != shape:  # nobody asked for it, and a version may give it or not
@@ -205,8 +209,9 @@ def _attention_backward(
     form = (precision, None)
     masked, mask = _banded(mask_tensors, mask_sizes, causal, window)
     how = (causal, softmax_scale, window, deterministic, return_lse, True, version, form, mask)
-    run, problem, scale, negative, _ = _plan(q, k, v, *how)
-    if negative:
+    planned = _plan(q, k, v, *how)
+    run, problem, scale = planned.run, planned.problem, planned.scale
+    if planned.negative:
         q = negated(q)
     # Below a dispatch mode nothing is recorded, whatever enable_grad() says; this undoes that.
     with torch.inference_mode(False), torch.no_grad():
@@ -214,7 +219,7 @@ def _attention_backward(
             dq, dk, dv = run.backward(dout, dlse, q, k, v, out, lse, problem, scale, **masked)
         else:
             dq, dk, dv = _recorded_anew(run, dout, dlse, q, k, v, problem, scale, **masked)
-    if negative:
+    if planned.negative:
         dq = -dq
     dq, dk, dv = (_laid_out(dx, *_dense(x)) for dx, x in ((dq, q), (dk, k), (dv, v)))
     return dq, dk, dv
@@ -280,9 +285,9 @@ def _plan(
     version: str,
     form: Form,
     mask: Mask | None,
-) -> tuple[Callable, Problem, float, bool, bool]:
+) -> Plan:
     tensors = (*described(q), *described(k), *described(v))
-    return plan(*tensors, causal, softmax_scale, window, deterministic, lse, grad, version, form, mask)
+    return plan(*tensors, causal, softmax_scale, window, deterministic, lse, grad, (version, ARGUMENT), form, mask, current())
 
 
 def _dense(x: Tensor, width: int | None = None) -> tuple[list[int], list[int]]:
