@@ -269,6 +269,14 @@ class Problem:
         return f"{text}, on {self.where}"
 
 
+_KINDS = {
+    **dict.fromkeys(("name", "title", "paper"), str),
+    **dict.fromkeys(("features", "backward"), frozenset),
+    **dict.fromkeys(("dtypes", "cpu_dtypes", "quantizes", "fp8_rms", "arch", "requires", "backward_requires", "auto", "faults"), tuple),
+}
+"""Of a Spec's fields, all hashable, so that what is found out about a Spec can be remembered."""
+
+
 @dataclass(frozen=True)
 class Spec:
     """What one version of attention declares about itself. Data only: importing a Spec loads no kernel.
@@ -304,6 +312,9 @@ class Spec:
             skips those cases and gives the sentence as its reason; `explain` tells it.
         check: sentences for what the fields above can't say; empty where the problem is taken.
         notes: sentences on what a call does silently (padding, copies, tile choice), for `explain`.
+
+    Raises:
+        TypeError, ValueError: a field is not of its kind, or names what nobody knows; the text names it and what was got.
     """
 
     name: str
@@ -328,6 +339,10 @@ class Spec:
     notes: Callable[[Problem], list[str]] | None = None
 
     def __post_init__(self) -> None:
+        for name, kind in _KINDS.items():
+            given = getattr(self, name)
+            if not isinstance(given, kind) and not (name == "backward" and given is None):
+                raise TypeError(f"Spec {self.name!r}: {name} must be a {kind.__name__}, got {given!r}")
         for name in ("features", "backward"):
             unknown = sorted((getattr(self, name) or frozenset()) - FEATURES.keys())
             if unknown:
