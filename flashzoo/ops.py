@@ -52,7 +52,7 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)  # out lies
 torch.library.define(
     NAME,
     f"(Tensor q, Tensor k, Tensor v, {_HOW}, bool grad=False, str version='auto', str? precision=None, "
-    f"ScalarType? out_dtype=None, {_DESCALES}, {_MASK}) -> (Tensor out, Tensor lse)",
+    f"ScalarType? out_dtype=None, {_DESCALES}, {_MASK}, str by='{ARGUMENT}') -> (Tensor out, Tensor lse)",
     tags=_TAGS,
 )
 torch.library.define(
@@ -64,10 +64,9 @@ torch.library.define(
 
 
 @torch.compiler.assume_constant_result
-def _requested(version: Any) -> str:
-    """The name that a graph holds: what the argument, flashzoo.use() and the environment say when it is traced."""
-    name, _ = requested(version)
-    return str(name)  # a bad one is refused when the graph runs, with the good ones
+def _requested(version: Any) -> tuple[str, str]:
+    """The name that a graph holds, and by whom: what the argument, flashzoo.use() and the environment say when it is traced."""
+    return requested(version if isinstance(version, str) else repr(version))  # a bad one is refused when the graph runs, with the good ones
 
 
 def traced(
@@ -100,9 +99,10 @@ def traced(
         parts = block_mask.parts()
     left, right = normalised(window_size)
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    name, by = _requested(version)
     out, lse = torch.ops.flashzoo.attention(
-        *(q, k, v, softmax_scale, causal, left, right, deterministic, return_lse, grad, _requested(version)),
-        *(precision, out_dtype, q_descale, k_descale, v_descale, *parts),
+        *(q, k, v, softmax_scale, causal, left, right, deterministic, return_lse, grad, name),
+        *(precision, out_dtype, q_descale, k_descale, v_descale, *parts, by),
     )
     return (out, lse) if return_lse else out
 
@@ -137,11 +137,12 @@ def _attention(
     v_descale: Tensor | None = None,
     mask_tensors: Sequence[Tensor] | None = None,
     mask_sizes: Sequence[int] | None = None,
+    by: str = ARGUMENT,
 ) -> tuple[Tensor, Tensor]:
     window = (window_left, window_right)
     form = form_of(precision, out_dtype)
     masked, mask = _banded(mask_tensors, mask_sizes, causal, window)
-    how = (causal, softmax_scale, window, deterministic, return_lse, grad, version, form, mask)
+    how = (causal, softmax_scale, window, deterministic, return_lse, grad, (version, by), form, mask)
     planned = _plan(q, k, v, *how)
     problem = planned.problem
     descales = (q_descale, k_descale, v_descale)
@@ -178,6 +179,7 @@ def _fake_attention(
     v_descale: Tensor | None = None,
     mask_tensors: Sequence[Tensor] | None = None,
     mask_sizes: Sequence[int] | None = None,
+    by: str = ARGUMENT,
 ) -> tuple[Tensor, Tensor]:
     check_shapes((described(q), described(k), described(v)))
     dtype = (out_dtype or torch.bfloat16) if q.dtype == torch.float8_e4m3fn else q.dtype
@@ -208,7 +210,7 @@ def _attention_backward(
     window = (window_left, window_right)
     form = (precision, None)
     masked, mask = _banded(mask_tensors, mask_sizes, causal, window)
-    how = (causal, softmax_scale, window, deterministic, return_lse, True, version, form, mask)
+    how = (causal, softmax_scale, window, deterministic, return_lse, True, (version, ARGUMENT), form, mask)
     planned = _plan(q, k, v, *how)
     run, problem, scale = planned.run, planned.problem, planned.scale
     if planned.negative:
@@ -247,7 +249,7 @@ def _fake_attention_backward(
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *how = inputs
     softmax_scale, causal, left, right, deterministic, return_lse, ctx.grad, version, precision = how[:9]
-    mask_tensors, ctx.mask_sizes = how[13:] or (None, None)
+    mask_tensors, ctx.mask_sizes = how[13:15] or (None, None)
     ctx.save_for_backward(q, k, v, *output, *(mask_tensors or ()))
     if not return_lse:
         ctx.mark_non_differentiable(output[1])
@@ -282,12 +284,12 @@ def _plan(
     deterministic: bool,
     lse: bool,
     grad: bool,
-    version: str,
+    asked: tuple[str, str],
     form: Form,
     mask: Mask | None,
 ) -> Plan:
     tensors = (*described(q), *described(k), *described(v))
-    return plan(*tensors, causal, softmax_scale, window, deterministic, lse, grad, (version, ARGUMENT), form, mask, current())
+    return plan(*tensors, causal, softmax_scale, window, deterministic, lse, grad, asked, form, mask, current())
 
 
 def _dense(x: Tensor, width: int | None = None) -> tuple[list[int], list[int]]:

@@ -47,6 +47,11 @@ class Zoo:
     specs: Mapping[str, Spec] = field(default_factory=dict)
     broken: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """A sentence for each plug-in that could not be loaded."""
+        return tuple(f"plug-in {name!r} could not be loaded: {error}" for name, error in self.broken.items())
+
 
 _zoo = Zoo()
 _changing = RLock()
@@ -241,12 +246,7 @@ def requested(version: str) -> tuple[str, str]:
 def _check_known(version: object, what: str, zoo: Zoo) -> None:
     if isinstance(version, str) and (version == "auto" or version in zoo.specs):
         return
-    broken = "".join(f"\n{sentence}" for sentence in _about_broken(zoo.broken))
-    raise ValueError(f"{what} must be 'auto' or one of {', '.join(zoo.specs)}, got {version!r}{broken}")
-
-
-def _about_broken(broken: Mapping[str, str]) -> list[str]:
-    return [f"plug-in {name!r} could not be loaded: {error}" for name, error in broken.items()]
+    raise ValueError("\n".join((f"{what} must be 'auto' or one of {', '.join(zoo.specs)}, got {version!r}", *zoo.missing)))
 
 
 def _asked_by(by: str) -> str:
@@ -367,7 +367,7 @@ class Explanation:
         by: who asked for it: argument, context manager, environment or default.
         verdicts: one for each registered version, in `auto` order.
         backward: name of the version that lends its backward pass to the chosen one, None where that has its own.
-        broken: the plug-ins that could not be loaded, and why.
+        missing: a sentence for each plug-in that could not be loaded.
     """
 
     problem: Problem
@@ -376,7 +376,7 @@ class Explanation:
     by: str
     verdicts: tuple[Verdict, ...]
     backward: str | None = None
-    broken: tuple[tuple[str, str], ...] = ()
+    missing: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         width = max((len(verdict.name) for verdict in self.verdicts), default=0)
@@ -390,7 +390,7 @@ class Explanation:
             mark, status = self._status(verdict)
             lines.append(f"{mark} {verdict.name:<{width}}  {verdict.title}: {status}")
             lines += [f"  {'':<{width}}    - {line}" for line in (*verdict.reasons, *verdict.notes)]
-        return "\n".join([*lines, *_about_broken(dict(self.broken))])
+        return "\n".join([*lines, *self.missing])
 
     def _status(self, verdict: Verdict) -> tuple[str, str]:
         if verdict.name == self.chosen:
@@ -422,4 +422,4 @@ def explain_problem(problem: Problem, version: str = "auto") -> Explanation:
         choice = None
     verdicts = tuple(_verdict(spec, problem, choice) for spec in zoo.specs.values())
     chosen, lender = (choice.forward.name, choice.backward) if choice else (None, None)
-    return Explanation(problem, wanted, chosen, by, verdicts, lender.name if lender else None, tuple(zoo.broken.items()))
+    return Explanation(problem, wanted, chosen, by, verdicts, lender.name if lender else None, zoo.missing)

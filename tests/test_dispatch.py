@@ -710,6 +710,8 @@ class TestPlugins:
                 ask(*qkv, version="broken")
         with pytest.raises(ValueError, match=f"got 'broken'\n{told}$"), flashzoo.use("broken"):
             pass
+        with pytest.raises(ValueError, match=f"versions must be from .*, got 'broken'\n{told}$"):
+            flashzoo.compare(*qkv, versions=["broken"])
 
     def test_a_plugin_that_ends_the_process_does_not(self, installed):
         installed(leaving=lambda: sys.exit("no GPU here"), toy=toy)
