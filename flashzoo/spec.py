@@ -90,24 +90,24 @@ def normalised(window_size: Any, name: str = "window_size") -> Window:
     """window_size with None for every side that is not bounded; name is what errors call it."""
     if window_size is None:
         return None, None
-    expected = f"{name} must be None or a pair (left, right) of None, -1 or ints from 0 to 2**63 - 1"
+    expected = "must be None or a pair (left, right) of None, -1 or ints from 0 to 2**63 - 1"
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise ValueError(f"{expected}, got {window_size!r}")
+        raise ValueError(f"{name} {expected}, got {window_size!r}")
     for side in window_size:
         if side is not None and (isinstance(side, bool) or not isinstance(side, int) or not -1 <= side <= LARGEST_SIDE):
-            raise ValueError(f"{expected}, got {window_size!r}")
+            raise ValueError(f"{name} {expected}, got {window_size!r}")
     left, right = (None if side == -1 else side for side in window_size)
     return left, right
 
 
-_SIZES = {"batch": 0, "seqlen_q": 0, "seqlen_k": 0, "heads": 1, "heads_kv": 1, "head_dim": 1, "head_dim_v": 1}
-"""The least of each of a problem's sizes."""
-_NAMES = {"dtype": DTYPES, "device": ("cuda", "cpu"), "precision": PRECISIONS}
+_SIZES = (("batch", 0), ("seqlen_q", 0), ("seqlen_k", 0), ("heads", 1), ("heads_kv", 1), ("head_dim", 1), ("head_dim_v", 1))
+"""A problem's sizes and the least of each."""
+_NAMES = (("dtype", DTYPES), ("device", ("cuda", "cpu")), ("precision", PRECISIONS))
 """What a problem's fields of words may be."""
 
 
 def _check_int(name: str, value: Any, least: int, more: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
+    if not isinstance(value, int) or value is True or value is False:
         raise TypeError(f"{name} must be an int{more}, got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
@@ -172,18 +172,21 @@ class Problem:
         self._check()
 
     def _check(self) -> None:
-        for name, least in _SIZES.items():
-            _check_int(name, getattr(self, name), least)
+        given = self.__dict__
+        for name, least in _SIZES:
+            _check_int(name, given[name], least)
         if self.arch is not None:
             _check_int("arch", self.arch, 1, ", such as 90, or None")
         if self.heads % self.heads_kv:
             raise ValueError(f"heads must be a multiple of heads_kv, got {self.heads} and {self.heads_kv}")
         for name in ("causal", "lse", "deterministic", "grad"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
-        for name, known in (_NAMES | {"out_dtype": OUT_DTYPES} if self.dtype == "e4m3" else _NAMES).items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {getattr(self, name)!r}")
+            if not isinstance(given[name], bool):
+                raise TypeError(f"{name} must be a bool, got {given[name]!r}")
+        for name, known in _NAMES:
+            if given[name] not in known:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {given[name]!r}")
+        if self.dtype == "e4m3" and self.out_dtype not in OUT_DTYPES:
+            raise ValueError(f"out_dtype must be one of {', '.join(map(repr, OUT_DTYPES))}, got {self.out_dtype!r}")
         if self.precision is not None and self.dtype not in QUANTIZABLE:
             raise ValueError(f"precision={self.precision!r} is for dtype {' or '.join(QUANTIZABLE)}, got {self.dtype}")
         if self.block_mask is not None:
@@ -272,6 +275,7 @@ class Problem:
 _KINDS = {
     **dict.fromkeys(("name", "title", "paper"), str),
     **dict.fromkeys(("features", "backward"), frozenset),
+    "head_dims": range,
     **dict.fromkeys(("dtypes", "cpu_dtypes", "quantizes", "fp8_rms", "arch", "requires", "backward_requires", "auto", "faults"), tuple),
 }
 """Of a Spec's fields, all hashable, so that what is found out about a Spec can be remembered."""
