@@ -26,7 +26,8 @@ from flashzoo import registry
 from flashzoo.spec import MaskForm
 
 THREADS = 8
-PLAIN = dataclasses.replace(SMALL, dtype="fp32")
+PLAIN = dataclasses.replace(SMALL, dtype="fp32", device="cpu", arch=None)
+"""Under "auto" `sdpa` takes it."""
 
 
 @pytest.fixture(autouse=True)
@@ -163,7 +164,7 @@ class TestRegisterBesideCalls:
         changed.set()
         calling.join()
         assert flashzoo.explain(q, q, q).chosen == "new"
-        assert torch.equal(flashzoo.attention(q, q, q, softmax_scale=None), q * 8**-0.5)
+        assert torch.equal(flashzoo.attention(q, q, q), q * 8**-0.5)
 
 
 def zeros(q, k, v, problem, softmax_scale):
@@ -207,7 +208,7 @@ class TestSdpa:
     @pytest.mark.parametrize("case", SDPA)
     @pytest.mark.parametrize("dtype", ["fp16", "fp32", "fp64"])
     def test_torchs_switches_are_not_touched(self, dtype, case):
-        problem = dataclasses.replace(PLAIN, dtype=dtype, grad=True, **{"head_dim_v": None} | SDPA[case])
+        problem = dataclasses.replace(SMALL, dtype=dtype, grad=True, **{"head_dim_v": None} | SDPA[case])
         before = switches()
         assert before[3]
         with Watched() as watched:
@@ -227,12 +228,13 @@ class TestSdpa:
     @pytest.mark.parametrize("case", SDPA)
     @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "fp64"])
     def test_is_what_torch_gives_without_cudnn(self, dtype, case, monkeypatch):
-        problem = dataclasses.replace(PLAIN, dtype=dtype, grad=True, **{"head_dim_v": None} | SDPA[case])
+        problem = dataclasses.replace(SMALL, dtype=dtype, grad=True, **{"head_dim_v": None} | SDPA[case])
         found = self.gradients(problem)
         monkeypatch.setattr("flashzoo.baselines._attend_on_gpu", torch.nn.functional.scaled_dot_product_attention)
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
             expected = self.gradients(problem)
-        assert all(same_bits(x, y) for x, y in zip(found, expected, strict=True))
+        assert same_bits(found[0], expected[0])
+        torch.testing.assert_close(found[1:], expected[1:])  # torch's backward kernels add in no fixed order
 
     @staticmethod
     def gradients(problem):
