@@ -107,7 +107,7 @@ _NAMES = (("dtype", DTYPES), ("device", ("cuda", "cpu")), ("precision", PRECISIO
 
 
 def _check_int(name: str, value: Any, least: int, more: str = "") -> None:
-    if not isinstance(value, int) or value is True or value is False:
+    if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} must be an int{more}, got {value!r}")
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
@@ -168,13 +168,15 @@ class Problem:
             object.__setattr__(self, "out_dtype", self.dtype)
         elif self.out_dtype is None:
             object.__setattr__(self, "out_dtype", OUT_DTYPES[0])
-        object.__setattr__(self, "window", normalised(self.window, "window"))
+        if self.window != (None, None):
+            object.__setattr__(self, "window", normalised(self.window, "window"))
         self._check()
 
     def _check(self) -> None:
         given = self.__dict__
         for name, least in _SIZES:
-            _check_int(name, given[name], least)
+            if type(given[name]) is not int or given[name] < least:
+                _check_int(name, given[name], least)
         if self.arch is not None:
             _check_int("arch", self.arch, 1, ", such as 90, or None")
         if self.heads % self.heads_kv:
