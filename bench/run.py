@@ -82,6 +82,8 @@ DEFAULT_MODES = {"bwd": ("v3_deterministic@8192",)}
 MASKED_SIZES = ((16384, 2048), (65536, 512))
 """Tokens, of one sequence, and hidden sizes of a run with block masks."""
 MASKED_HEAD_DIMS = (128, 64)
+OWN_HEAD_DIMS = (64,)
+"""Where `--tokens` and `--hidden` are given and no head dims are."""
 DENSE = "dense"
 """What stands among the names of masks for none."""
 ENDINGS: dict[str, dict[str, Any]] = {"_end_to_end": {"precision": "fp8"}, "_deterministic": {"deterministic": True}}
@@ -213,7 +215,7 @@ def _sized(args: argparse.Namespace) -> list[Problem]:
         return Problem(args.tokens // seqlen, seqlen, seqlen, heads, heads, head_dim, causal=causal)
 
     seqlens = args.seqlens or (args.tokens,)
-    return [sized(head_dim, causal, seqlen) for head_dim in args.head_dims or (64,) for causal in args.causal for seqlen in seqlens]
+    return [sized(head_dim, causal, seqlen) for head_dim in args.head_dims or OWN_HEAD_DIMS for causal in args.causal for seqlen in seqlens]
 
 
 def _wanted(problem: Problem, args: argparse.Namespace) -> bool:
@@ -977,13 +979,11 @@ def _check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if bool(args.tokens) != bool(args.hidden):
         given, other = ("--tokens", "--hidden") if args.tokens else ("--hidden", "--tokens")
         parser.error(f"--tokens and --hidden: expected both or neither, got {given} without {other}")
-    chosen = [cell.problem for cell in cells(args)]
-    for name, total, parts in (
-        ("--tokens", args.tokens, {problem.seqlen_q for problem in chosen}),
-        ("--hidden", args.hidden, {problem.head_dim for problem in chosen}),
-    ):
+    head_dims = args.head_dims or (MASKED_HEAD_DIMS if args.masks else OWN_HEAD_DIMS)
+    for name, total, parts in (("--tokens", args.tokens, args.seqlens or ()), ("--hidden", args.hidden, head_dims)):
         if total and any(total % part for part in parts):
-            parser.error(f"{name}: expected a multiple of each of {', '.join(map(str, sorted(parts)))}, got {total}")
+            parser.error(f"{name}: expected a multiple of each of {', '.join(map(str, sorted(set(parts))))}, got {total}")
+    chosen = cells(args)
     if args.masks and not args.hidden:
         hidden = [size for _, size in MASKED_SIZES]
         if uneven := [head_dim for head_dim in args.head_dims or () if any(size % head_dim for size in hidden)]:

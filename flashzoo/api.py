@@ -21,7 +21,7 @@ from flashzoo.plan import (
     plan,
     problem_of,
 )
-from flashzoo.registry import Explanation, explain_problem, requested
+from flashzoo.registry import Explanation, current, explain_problem, requested
 from flashzoo.spec import Problem, Window, normalised
 
 
@@ -126,7 +126,7 @@ def attention(
             *(q, k, v, causal, softmax_scale, window_size, deterministic, return_lse, version),
             *(precision, out_dtype, q_descale, k_descale, v_descale, block_mask),
         )
-    wanted, _ = requested(version)
+    asked = requested(version)
     if window_size is not None:
         window_size = normalised(window_size)
     try:
@@ -139,30 +139,82 @@ def attention(
     masked, mask = {}, None
     if block_mask is not None:
         masked["block_mask"], mask = banded(block_mask, causal, window_size)
-    how = (causal, softmax_scale, window_size, deterministic, return_lse, grad, wanted, form, mask)
-    run, problem, scale, negative, e4m3 = plan(*tensors, *how)
-    if negative:
+    how = (causal, softmax_scale, window_size, deterministic, return_lse, grad, asked, form, mask, current())
+    planned = plan(*tensors, *how)
+    problem = planned.problem
+    if planned.negative:
         q = negated(q)
-    if e4m3 or not (q_descale is k_descale is v_descale is None):
+    if planned.e4m3 or not (q_descale is k_descale is v_descale is None):
         descales = (q_descale, k_descale, v_descale)
         check_descales(descales, problem, q.device)
-        out, lse = run(q, k, v, problem, scale, descales, **masked)
+        result = planned.run(q, k, v, problem, planned.scale, descales, **masked)
     else:
-        out, lse = run(q, k, v, problem, scale, **masked)
+        result = planned.run(q, k, v, problem, planned.scale, **masked)
+    if not planned.checked:
+        planned.check(result, q, problem.grad)
+        planned.checked = True
+    out, lse = result
     return (out, lse) if return_lse else out
 
 
+@overload
+def explain(q: Problem, *, version: str = ...) -> Explanation: ...
+@overload
 def explain(
-    q: Tensor | Problem,
-    k: Tensor | None = None,
-    v: Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    softmax_scale: float | None = ...,
+    window_size: Window | None = ...,
+    deterministic: bool = ...,
+    return_lse: bool = ...,
+    version: str = ...,
+    precision: Literal["fp8"] | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    q_descale: Tensor | None = ...,
+    k_descale: Tensor | None = ...,
+    v_descale: Tensor | None = ...,
+    block_mask: BlockMask | None = ...,
+    arch: int | None = ...,
+) -> Explanation: ...
+def explain(q: Tensor | Problem, k: Tensor | None = None, v: Tensor | None = None, *, version: str = "auto", **options: Any) -> Explanation:
+    """Who would answer a call of `attention` with these arguments, and every reason against the others. Runs none of them.
+
+    Args:
+        q, k, v: as in `attention`, on any device ("meta" too), or a `Problem` alone in place of all three.
+        version: as in `attention`.
+        options: the other arguments of `attention`, and `arch`: ask about a GPU of this compute capability (90 for Hopper) in place
+            of the tensors' own device. A `Problem` says all that itself, and takes none of them.
+
+    Returns:
+        An `Explanation`; printing it gives a table.
+
+    Raises:
+        TypeError, ValueError: as `attention`; a `Problem` has other arguments than `version` beside it.
+    """
+    if not isinstance(q, Problem):
+        return explain_problem(_problem(q, k, v, **options), version)
+    beside = [*(name for name, x in (("k", k), ("v", v)) if x is not None), *options]
+    if beside:
+        raise TypeError(
+            f"explain: expected a Problem alone, or with version=, got {', '.join(beside)} beside it; "
+            "dataclasses.replace(problem, ...) changes what it asks for"
+        )
+    return explain_problem(q, version)
+
+
+def _problem(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     *,
     causal: bool = False,
     softmax_scale: float | None = None,
     window_size: Window | None = None,
     deterministic: bool = False,
     return_lse: bool = False,
-    version: str = "auto",
     precision: Literal["fp8"] | None = None,
     out_dtype: torch.dtype | None = None,
     q_descale: Tensor | None = None,
@@ -170,21 +222,8 @@ def explain(
     v_descale: Tensor | None = None,
     block_mask: BlockMask | None = None,
     arch: int | None = None,
-) -> Explanation:
-    """Who would answer a call of `attention` with these arguments, and every reason against the others. Runs none of them.
-
-    Args:
-        q, k, v: as in `attention`, on any device ("meta" too), or a `Problem` alone in place of all three.
-        arch: ask about a GPU of this compute capability (90 for Hopper) in place of the tensors' own device.
-
-    Returns:
-        An `Explanation`; printing it gives a table.
-
-    Raises:
-        TypeError, ValueError: as `attention`.
-    """
-    if isinstance(q, Problem):
-        return explain_problem(q, version)
+) -> Problem:
+    """What these arguments of `attention` ask for, each checked."""
     if k is None or v is None:
         raise TypeError(f"explain: k and v must be tensors where q is one, got {type(k).__name__} and {type(v).__name__}")
     check_tensors(q, k, v)
@@ -196,7 +235,7 @@ def explain(
     problem = problem_of(tensors, causal, window_size, deterministic, return_lse, grad, arch, form, mask)
     if q_descale is not None or k_descale is not None or v_descale is not None:
         check_descales((q_descale, k_descale, v_descale), problem, q.device)
-    return explain_problem(problem, version)
+    return problem
 
 
 def quantize(

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from flashzoo.reference import dense, visible
 from flashzoo.spec import Problem, Spec
@@ -92,11 +92,6 @@ SDPA = Spec(
 )
 
 
-# cuDNN's is left out. torch 2.11 on an H200: NaN gradients where every score is about -120, where a tile is partly blind
-# and at softmax_scale 0.
-_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-
 def _needs_mask(problem: Problem) -> bool:
     aligned_alike = problem.window == (None, None) and problem.seqlen_q == problem.seqlen_k
     return problem.block_mask is not None or (problem.span != (None, None) and not aligned_alike)
@@ -116,14 +111,46 @@ def _readable_gradient(dout: Tensor | None) -> Tensor | None:
     return None if dout is None else _readable(dout)
 
 
+def _attend_on_gpu(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float, enable_gqa: bool) -> Tensor:
+    """`scaled_dot_product_attention` of CUDA tensors `(batch, heads, seqlen, head_dim)`, by any of its kernels but cuDNN's.
+
+    torch's switch of cuDNN's kernel is the whole process's: turned off here, it would be off for other threads, and turned on there,
+    it would be on here. So no switch is touched. The kernel is chosen here, in torch's order and by torch's own answers to what each
+    can do, and handed what torch hands it: flash heads padded to a multiple of 8, the others a mask that is added to the scores.
+    """
+    # cuDNN's, of torch 2.11 on an H200: NaN gradients where every score is about -120, where a tile is partly blind and at softmax_scale 0.
+    asked = SDPAParams(q, k, v, attn_mask, 0.0, is_causal, enable_gqa)
+    if can_use_flash_attention(asked):
+        head_dim = q.shape[-1]
+        if head_dim % 8:
+            q, k, v = (pad(x, (0, -head_dim % 8)) for x in (q, k, v))
+        out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=is_causal, scale=scale)[0]
+        return out[..., :head_dim] if head_dim % 8 else out
+    bias = None if attn_mask is None else _bias(attn_mask, q)
+    if not enable_gqa and can_use_efficient_attention(asked):  # it has no heads that share keys
+        if bias is not None:
+            bias = bias.expand(*q.shape[:3], -1)
+        recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, recorded, is_causal=is_causal, scale=scale)[0]
+    return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, bias, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+
+
+def _bias(seen: Tensor, q: Tensor) -> Tensor:
+    """0 where a key is seen and -inf where not, in q's dtype; rows start at multiples of 16 elements, as the efficient kernel wants."""
+    *rows, seqlen_k = seen.shape
+    bias = q.new_zeros(*rows, seqlen_k + -seqlen_k % 16)[..., :seqlen_k]
+    return bias.masked_fill_(~seen, -torch.inf)
+
+
 def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, block_mask: Any = None) -> tuple[Tensor, None]:
     """torch's attention under `Spec.impl`'s contract; torch aligns causal top-left, so other shapes get a mask."""
     masked = _needs_mask(problem)
     seen = visible(problem, q.device, dense(block_mask)) if masked else None
     if softmax_scale < SMALLEST_SCALE:  # a part of it goes into q, which no mask is in
         q, softmax_scale = q * (softmax_scale / SMALLEST_SCALE), SMALLEST_SCALE
-    with torch.autocast(q.device.type, enabled=False), sdpa_kernel(_BACKENDS):  # autocast would change the dtype
-        out = scaled_dot_product_attention(
+    attend = _attend_on_gpu if q.is_cuda else scaled_dot_product_attention
+    with torch.autocast(q.device.type, enabled=False):  # it would change the dtype
+        out = attend(
             *(_readable(x).transpose(1, 2) for x in (q, k, v)),
             attn_mask=seen,
             is_causal=problem.causal and not masked,

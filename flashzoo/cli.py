@@ -21,7 +21,7 @@ import torch
 
 import flashzoo
 from flashzoo.compare import WIDTH, Comparison, Interrupted, compare_workload
-from flashzoo.registry import FILES, load_file, plugin_errors
+from flashzoo.registry import FILES, current, load_file
 from flashzoo.spec import DTYPES, FEATURES, PRECISIONS, Problem, Spec
 from flashzoo.workloads import TORCH_DTYPES, hardware
 
@@ -206,8 +206,8 @@ def _list(args: argparse.Namespace) -> int:
         for what, text in _facts(spec).items():
             print(f"    {what:<10}{text}")
         print(f"    {'here':<10}{'no: ' + '; '.join(reasons) if reasons else 'can run'}")
-    for name, error in plugin_errors().items():
-        print(f"plug-in {name!r} could not be loaded: {error}")
+    for sentence in current().missing:
+        print(sentence)
     return 0
 
 
@@ -304,7 +304,9 @@ def _check(args: argparse.Namespace, pytest_arguments: list[str]) -> int:
         names = _names(args.target)
         unknown = [name for name in names if name not in flashzoo.versions()]
         if unknown:
-            raise CommandError(f"expected a .py file or names from {', '.join(flashzoo.versions())}, got {', '.join(map(repr, unknown))}")
+            known = ", ".join(flashzoo.versions())
+            told = f"expected a .py file or names from {known}, got {', '.join(map(repr, unknown))}"
+            raise CommandError("\n".join((told, *current().missing)))
     print(f"the suite on {', '.join(names)}: {suite}", flush=True)
     command = [sys.executable, "-m", "pytest", str(suite), "--versions", ",".join(names), *pytest_arguments]
     with subprocess.Popen(command, cwd=ROOT) as suite_run:

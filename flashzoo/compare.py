@@ -31,7 +31,7 @@ from flashzoo.accuracy import Check, Judge
 from flashzoo.api import attention, explain
 from flashzoo.blocksparse.mask import BlockMask
 from flashzoo.reference import Result
-from flashzoo.registry import implementation
+from flashzoo.registry import current, implementation
 from flashzoo.registry import versions as registered
 from flashzoo.spec import INTERPRETER_BLOCK, Problem, Spec, Window, duration, interpreter_seconds
 from flashzoo.workloads import TORCH_DTYPES, Workload, block_mask, descales, flops, hardware, hbm_bytes, inputs
@@ -413,7 +413,7 @@ def _chosen(names: Sequence[str] | None) -> list[Spec]:
     known = registered()
     unknown = [name for name in names or () if name not in known]
     if unknown:
-        raise ValueError(f"versions must be from {', '.join(known)}, got {', '.join(map(repr, unknown))}")
+        raise ValueError("\n".join((f"versions must be from {', '.join(known)}, got {', '.join(map(repr, unknown))}", *current().missing)))
     return [spec for name, spec in known.items() if names is None or name in names]
 
 

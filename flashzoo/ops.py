@@ -22,6 +22,7 @@ from flashzoo.blocksparse.mask import BlockMask
 from flashzoo.plan import (
     Form,
     Mask,
+    Plan,
     banded,
     check_descales,
     check_descales_alone,
@@ -35,7 +36,7 @@ from flashzoo.plan import (
     negated,
     plan,
 )
-from flashzoo.registry import requested
+from flashzoo.registry import ARGUMENT, current, requested
 from flashzoo.spec import Problem, Window, normalised
 
 NAME, BACKWARD_NAME = "flashzoo::attention", "flashzoo::attention_backward"
@@ -51,7 +52,7 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)  # out lies
 torch.library.define(
     NAME,
     f"(Tensor q, Tensor k, Tensor v, {_HOW}, bool grad=False, str version='auto', str? precision=None, "
-    f"ScalarType? out_dtype=None, {_DESCALES}, {_MASK}) -> (Tensor out, Tensor lse)",
+    f"ScalarType? out_dtype=None, {_DESCALES}, {_MASK}, str by='{ARGUMENT}') -> (Tensor out, Tensor lse)",
     tags=_TAGS,
 )
 torch.library.define(
@@ -63,10 +64,9 @@ torch.library.define(
 
 
 @torch.compiler.assume_constant_result
-def _requested(version: Any) -> str:
-    """The name that a graph holds: what the argument, flashzoo.use() and the environment say when it is traced."""
-    name, _ = requested(version)
-    return str(name)  # a bad one is refused when the graph runs, with the good ones
+def _requested(version: Any) -> tuple[str, str]:
+    """The name that a graph holds, and by whom: what the argument, flashzoo.use() and the environment say when it is traced."""
+    return requested(version if isinstance(version, str) else repr(version))  # a bad one is refused when the graph runs, with the good ones
 
 
 def traced(
@@ -99,9 +99,10 @@ def traced(
         parts = block_mask.parts()
     left, right = normalised(window_size)
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    name, by = _requested(version)
     out, lse = torch.ops.flashzoo.attention(
-        *(q, k, v, softmax_scale, causal, left, right, deterministic, return_lse, grad, _requested(version)),
-        *(precision, out_dtype, q_descale, k_descale, v_descale, *parts),
+        *(q, k, v, softmax_scale, causal, left, right, deterministic, return_lse, grad, name),
+        *(precision, out_dtype, q_descale, k_descale, v_descale, *parts, by),
     )
     return (out, lse) if return_lse else out
 
@@ -136,17 +137,21 @@ def _attention(
     v_descale: Tensor | None = None,
     mask_tensors: Sequence[Tensor] | None = None,
     mask_sizes: Sequence[int] | None = None,
+    by: str = ARGUMENT,
 ) -> tuple[Tensor, Tensor]:
     window = (window_left, window_right)
     form = form_of(precision, out_dtype)
     masked, mask = _banded(mask_tensors, mask_sizes, causal, window)
-    how = (causal, softmax_scale, window, deterministic, return_lse, grad, version, form, mask)
-    run, problem, scale, negative, e4m3 = _plan(q, k, v, *how)
+    how = (causal, softmax_scale, window, deterministic, return_lse, grad, (version, by), form, mask)
+    planned = _plan(q, k, v, *how)
+    problem = planned.problem
     descales = (q_descale, k_descale, v_descale)
     check_descales(descales, problem, q.device)
     # The graph records the call, so the version must not: it is asked for its forward pass alone.
-    more = (descales,) if e4m3 else ()
-    out, lse = run(negated(q) if negative else q, k, v, problem.forward, scale, *more, **masked)
+    more = (descales,) if planned.e4m3 else ()
+    result = planned.run(negated(q) if planned.negative else q, k, v, problem.forward, planned.scale, *more, **masked)
+    planned.check(result, q, recorded=False)
+    out, lse = result
     out = _laid_out(out, *_dense(q, problem.head_dim_v))
     shape = _lse_shape(q, return_lse, grad)
     if lse is None or lse.shape != shape:  # nobody asked for it, and a version may give it or not
@@ -174,6 +179,7 @@ def _fake_attention(
     v_descale: Tensor | None = None,
     mask_tensors: Sequence[Tensor] | None = None,
     mask_sizes: Sequence[int] | None = None,
+    by: str = ARGUMENT,
 ) -> tuple[Tensor, Tensor]:
     check_shapes((described(q), described(k), described(v)))
     dtype = (out_dtype or torch.bfloat16) if q.dtype == torch.float8_e4m3fn else q.dtype
@@ -204,9 +210,10 @@ def _attention_backward(
     window = (window_left, window_right)
     form = (precision, None)
     masked, mask = _banded(mask_tensors, mask_sizes, causal, window)
-    how = (causal, softmax_scale, window, deterministic, return_lse, True, version, form, mask)
-    run, problem, scale, negative, _ = _plan(q, k, v, *how)
-    if negative:
+    how = (causal, softmax_scale, window, deterministic, return_lse, True, (version, ARGUMENT), form, mask)
+    planned = _plan(q, k, v, *how)
+    run, problem, scale = planned.run, planned.problem, planned.scale
+    if planned.negative:
         q = negated(q)
     # Below a dispatch mode nothing is recorded, whatever enable_grad() says; this undoes that.
     with torch.inference_mode(False), torch.no_grad():
@@ -214,7 +221,7 @@ def _attention_backward(
             dq, dk, dv = run.backward(dout, dlse, q, k, v, out, lse, problem, scale, **masked)
         else:
             dq, dk, dv = _recorded_anew(run, dout, dlse, q, k, v, problem, scale, **masked)
-    if negative:
+    if planned.negative:
         dq = -dq
     dq, dk, dv = (_laid_out(dx, *_dense(x)) for dx, x in ((dq, q), (dk, k), (dv, v)))
     return dq, dk, dv
@@ -242,7 +249,7 @@ def _fake_attention_backward(
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *how = inputs
     softmax_scale, causal, left, right, deterministic, return_lse, ctx.grad, version, precision = how[:9]
-    mask_tensors, ctx.mask_sizes = how[13:] or (None, None)
+    mask_tensors, ctx.mask_sizes = how[13:15] or (None, None)
     ctx.save_for_backward(q, k, v, *output, *(mask_tensors or ()))
     if not return_lse:
         ctx.mark_non_differentiable(output[1])
@@ -277,12 +284,12 @@ def _plan(
     deterministic: bool,
     lse: bool,
     grad: bool,
-    version: str,
+    asked: tuple[str, str],
     form: Form,
     mask: Mask | None,
-) -> tuple[Callable, Problem, float, bool, bool]:
+) -> Plan:
     tensors = (*described(q), *described(k), *described(v))
-    return plan(*tensors, causal, softmax_scale, window, deterministic, lse, grad, version, form, mask)
+    return plan(*tensors, causal, softmax_scale, window, deterministic, lse, grad, asked, form, mask, current())
 
 
 def _dense(x: Tensor, width: int | None = None) -> tuple[list[int], list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from flashzoo.autograd import joined
 from flashzoo.blocksparse.mask import BlockMask
-from flashzoo.registry import Choice, choose, implementation, lent, remembered
-from flashzoo.spec import DESCALE_BLOCK, OUT_DTYPES, PRECISIONS, QUANTIZABLE, MaskForm, Problem, Window, normalised
+from flashzoo.registry import Choice, Zoo, choose, implementation, lent, remembered
+from flashzoo.spec import DESCALE_BLOCK, OUT_DTYPES, PRECISIONS, QUANTIZABLE, MaskForm, Problem, Spec, Window, normalised
 
 LARGEST_SCALE = 1e30
 """Of softmax_scale: scores are float32, and beyond this even small ones would be infinite."""
@@ -77,6 +77,52 @@ def check_tensors(q: Any, k: Any, v: Any, names: tuple[str, str, str] = ("q", "k
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
 
 
+@dataclass(slots=True, eq=False)
+class Plan:
+    """Everything about a call that its data don't decide.
+
+    Attributes:
+        run: the implementation.
+        problem: what it is handed.
+        scale: the size of the softmax scale.
+        negative: whether the scale is negative.
+        e4m3: whether the inputs are.
+        spec: whose implementation it is.
+        checked: what `run` returned has been looked at, which is done once.
+    """
+
+    run: Callable
+    problem: Problem
+    scale: float
+    negative: bool
+    e4m3: bool
+    spec: Spec
+    checked: bool = False
+
+    def check(self, result: Any, q: Tensor, recorded: bool) -> None:
+        """TypeError where `run` did not return what `Spec.impl` says of q; recorded: autograd was to record it."""
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise self._wrong("a tuple (out, lse)", _told(result))
+        p, (out, lse) = self.problem, result
+        dtype = TORCH_OUT_DTYPES[p.out_dtype] if self.e4m3 else q.dtype
+        self._check_tensor("out", out, (p.batch, p.seqlen_q, p.heads, p.head_dim_v), dtype, q.device)
+        if p.lse:
+            self._check_tensor("lse", lse, (p.batch, p.heads, p.seqlen_q), torch.promote_types(dtype, torch.float32), q.device)
+        if recorded and not out.requires_grad:
+            raise self._wrong("an out that carries gradients", "one that does not require grad")
+
+    def _check_tensor(self, name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        if not isinstance(x, Tensor) or (x.shape, x.dtype, x.device) != (shape, dtype, device):
+            raise self._wrong(f"{name} as a Tensor {shape}, {dtype}, on {device}", _told(x))
+
+    def _wrong(self, expected: str, got: str) -> TypeError:
+        return TypeError(f"version {self.spec.name!r}: {self.spec.impl} must return {expected}, got {got}")
+
+
+def _told(x: Any) -> str:
+    return f"a Tensor {tuple(x.shape)}, {x.dtype}, on {x.device}" if isinstance(x, Tensor) else type(x).__name__
+
+
 @remembered
 def plan(
     q_shape: torch.Size,
@@ -100,15 +146,12 @@ def plan(
     deterministic: bool,
     return_lse: bool,
     grad: bool,
-    version: str,
+    asked: tuple[str, str],
     form: Form | None,
     mask: Mask | None,
-) -> tuple[Callable, Problem, float, bool, bool]:
-    """Everything about a call that its data don't decide, once for each kind of call.
-
-    Returns:
-        The implementation, the problem, the size of the softmax scale, whether it is negative, whether the inputs are e4m3.
-    """
+    zoo: Zoo,
+) -> Plan:
+    """The plan of a call, made once for each kind of call; asked is the version and who asks for it."""
     q = (q_shape, q_last, q_dtype, q_device, q_layout)
     k = (k_shape, k_last, k_dtype, k_device, k_layout)
     v = (v_shape, v_last, v_dtype, v_device, v_layout)
@@ -116,12 +159,12 @@ def plan(
     problem = problem_of((q, k, v), causal, window_size, deterministic, return_lse, grad, None, form, mask)
     if mask is not None and mask[3] != q_device:
         raise ValueError(f"block_mask must be on q's device {q_device}, got {mask[3]}")
-    choice = choose(problem, version)
+    choice = choose(problem, *asked, zoo)
     if mask is not None:  # it has them in it
         problem = replace(problem, causal=False, window=(None, None))
     run = _nothing_to_see if 0 in q_shape or 0 in k_shape else _implementation(choice)
     scale = 1 / math.sqrt(problem.head_dim) if scale is None else scale
-    return run, problem, abs(scale), scale < 0, problem.dtype == "e4m3"
+    return Plan(run, problem, abs(scale), scale < 0, problem.dtype == "e4m3", choice.forward)
 
 
 def _implementation(choice: Choice) -> Callable:
@@ -250,8 +293,8 @@ def problem_of(
         raise TypeError(f"out_dtype is for e4m3 inputs (out has the dtype of others), got {TORCH_OUT_DTYPES[out_dtype]} with q {q_dtype}")
     check_flags(causal, deterministic, lse)
     device, arch = _hardware(q_device, arch)
-    if mask is not None:
-        _check_sizes(mask, batch, heads, seqlen_q, seqlen_k)
+    if mask is not None and mask[1:3] != (seqlen_q, seqlen_k):
+        raise ValueError(f"block_mask must be of seqlen_q and seqlen_k ({seqlen_q}, {seqlen_k}), got ({mask[1]}, {mask[2]})")
     return Problem(
         batch=batch,
         seqlen_q=seqlen_q,
@@ -272,15 +315,6 @@ def problem_of(
         out_dtype=out_dtype,  # pyright: ignore[reportArgumentType]
         block_mask=None if mask is None else mask[0],
     )
-
-
-def _check_sizes(mask: Mask, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> None:
-    form, mask_q, mask_k, _ = mask
-    if (mask_q, mask_k) != (seqlen_q, seqlen_k):
-        raise ValueError(f"block_mask must be of seqlen_q and seqlen_k ({seqlen_q}, {seqlen_k}), got ({mask_q}, {mask_k})")
-    for name, size, of_mask in (("batch", batch, form.batch), ("heads", heads, form.heads)):
-        if of_mask not in (1, size):
-            raise ValueError(f"block_mask must have q's {name} {size}, or 1 where shared, got {of_mask}")
 
 
 def _hardware(device: torch.device, arch: int | None) -> tuple[str, int | None]:

@@ -3,20 +3,23 @@
 The order of registration is the order of `auto`: the first version with no objection is taken, or one that objects to the
 backward pass alone where another lends its own. An explicit name never falls back: it runs, backward pass included, or
 raises with its reasons and with the versions that would do.
+
+All of it may be called from any thread. What is registered is a `Zoo`, which never changes: another takes its place.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import import_module
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from threading import RLock
 from typing import TypeVar
 
 from flashzoo.spec import Problem, Spec
@@ -26,12 +29,36 @@ ENVIRONMENT = "FLASHZOO_VERSION"
 FILES = "FLASHZOO_VARIANTS"
 """Environment variable with files that register versions, joined as in PATH: plug-ins without a package."""
 
+ARGUMENT = "the argument version="
+"""Who asks for a version where a call does so itself."""
+
 Answer = TypeVar("Answer", bound=Callable)
 
-_specs: dict[str, Spec] = {}
+
+@dataclass(frozen=True, eq=False)
+class Zoo:
+    """What is registered at one moment. An answer that depends on it takes it as an argument, so none is remembered for another.
+
+    Attributes:
+        specs: the versions by name, in `auto` order.
+        broken: the plug-ins that could not be loaded, and why.
+    """
+
+    specs: Mapping[str, Spec] = field(default_factory=dict)
+    broken: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """A sentence for each plug-in that could not be loaded."""
+        return tuple(f"plug-in {name!r} could not be loaded: {error}" for name, error in self.broken.items())
+
+
+_zoo = Zoo()
+_changing = RLock()
 _caches: list[Callable[[], None]] = []
-_plugin_errors: dict[str, str] = {}
-_plugins_loaded = False
+_plugins = "unread"  # then "being read", then "read"
+# Not the lock of `_changing`: who imports a plug-in in another thread holds Python's lock of that import when it registers.
+_reading = RLock()
 _chosen: ContextVar[str | None] = ContextVar("flashzoo_version", default=None)
 
 
@@ -54,28 +81,37 @@ def register(spec: Spec, *, before: str | None = None) -> Spec:
     """
     if spec.name == "auto" or not spec.name.isidentifier():
         raise ValueError(f"register: spec.name must be an identifier other than 'auto', got {spec.name!r}")
-    if spec.name in _specs:
-        raise ValueError(f"register: the name {spec.name!r} is taken by {_specs[spec.name].impl}; unregister it first")
-    if before is not None and before not in _specs:
-        raise ValueError(f"register: before must be one of {', '.join(_specs)}, got {before!r}")
-    order = list(_specs.values())
-    order.insert(len(order) if before is None else [s.name for s in order].index(before), spec)
-    _specs.clear()
-    _specs.update((s.name, s) for s in order)
-    _forget()
+    with _changing:
+        specs = dict(_zoo.specs)
+        if spec.name in specs:
+            raise ValueError(f"register: the name {spec.name!r} is taken by {specs[spec.name].impl}; unregister it first")
+        if before is not None and before not in specs:
+            raise ValueError(f"register: before must be one of {', '.join(specs)}, got {before!r}")
+        order = list(specs.values())
+        order.insert(len(order) if before is None else list(specs).index(before), spec)
+        _change(specs={s.name: s for s in order})
     return spec
 
 
 def unregister(name: str) -> None:
     """Remove a version. Raises ValueError where no version has that name."""
-    if name not in _specs:
-        raise ValueError(f"unregister: name must be one of {', '.join(_specs)}, got {name!r}")
-    del _specs[name]
-    _forget()
+    with _changing:
+        specs = dict(_zoo.specs)
+        if name not in specs:
+            raise ValueError(f"unregister: name must be one of {', '.join(specs)}, got {name!r}")
+        del specs[name]
+        _change(specs=specs)
+
+
+def _change(**fields: Mapping) -> None:
+    global _zoo
+    with _changing:
+        _zoo = replace(_zoo, **fields)
+        _forget()
 
 
 def remembered(function: Answer) -> Answer:
-    """`functools.lru_cache` for answers that hold until a version is registered or unregistered.
+    """`functools.lru_cache`, emptied when a version is registered or unregistered; what depends on that takes a `Zoo`.
 
     Typed, so that an equal argument of another type (1 for True) is looked at anew.
     """
@@ -91,37 +127,55 @@ def _forget() -> None:
 
 def versions() -> dict[str, Spec]:
     """Every registered version by name, in `auto` order, those of installed plug-ins included."""
-    _load_plugins()
-    return dict(_specs)
+    return dict(current().specs)
 
 
 def plugin_errors() -> dict[str, str]:
     """Entry points in the group `flashzoo.versions`, and files in `FLASHZOO_VARIANTS`, that could not be loaded, and why."""
-    _load_plugins()
-    return dict(_plugin_errors)
+    return dict(current().broken)
 
 
-def _load_plugins() -> None:
+def current() -> Zoo:
+    """What is registered now. The first question loads the plug-ins, and whoever asks meanwhile in another thread waits."""
+    if _plugins != "read":
+        _read_plugins()
+    return _zoo
+
+
+def _read_plugins() -> None:
     # At the first question, not at import: a broken plug-in must not break `import flashzoo`.
-    global _plugins_loaded
-    if _plugins_loaded:
-        return
-    _plugins_loaded = True
-    for entry in entry_points(group=ENTRY_POINTS):
+    global _plugins
+    with _reading:
+        if _plugins != "unread":  # read by another thread meanwhile; or it is a plug-in that asks, and sees what came before it
+            return
+        _plugins = "being read"
         try:
-            spec = entry.load()
-            if not isinstance(spec, Spec):
-                raise TypeError(f"expected a flashzoo.Spec, got {type(spec).__name__}")
-            # A module that registers itself when imported has done the work already.
-            if _specs.get(spec.name) is not spec:
-                register(spec)
-        except Exception as error:  # any failure of a third party's code is reported, by explain and by list
-            _plugin_errors[entry.name] = f"{type(error).__name__}: {error}"
-    for path in filter(None, os.environ.get(FILES, "").split(os.pathsep)):
-        try:
-            load_file(path)
-        except Exception as error:
-            _plugin_errors[path] = f"{type(error).__name__}: {error}"
+            for entry in entry_points(group=ENTRY_POINTS):
+                _attempt(entry.name, lambda entry=entry: _load_entry(entry))
+            for path in filter(None, os.environ.get(FILES, "").split(os.pathsep)):
+                _attempt(path, lambda path=path: load_file(path))
+            _plugins = "read"
+        finally:
+            if _plugins != "read":  # interrupted: the next question starts anew
+                _plugins = "unread"
+
+
+def _attempt(name: str, load: Callable[[], object]) -> None:
+    try:
+        load()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a third party's code does, sys.exit() too, is told by explain, by list and by errors
+        _change(broken={**_zoo.broken, name: f"{type(error).__name__}: {error}"})
+
+
+def _load_entry(entry: EntryPoint) -> None:
+    spec = entry.load()
+    if not isinstance(spec, Spec):
+        raise TypeError(f"expected a flashzoo.Spec, got {type(spec).__name__}")
+    # A module that registers itself when imported has done the work already.
+    if _zoo.specs.get(spec.name) is not spec:
+        register(spec)
 
 
 def load_file(path: str | Path) -> list[str]:
@@ -139,7 +193,7 @@ def load_file(path: str | Path) -> list[str]:
     path = Path(path).resolve()
     if not path.is_file():
         raise ValueError(f"expected a Python file, got {str(path)!r}, which is not there")
-    before = set(_specs)
+    before = set(_zoo.specs)
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     module = import_module(path.stem)
@@ -147,7 +201,7 @@ def load_file(path: str | Path) -> list[str]:
         raise ValueError(
             f"{path.name} can't be imported as {path.stem!r}: that name is {module.__file__ or 'a built-in module'}; rename it"
         )
-    added = [name for name, spec in _specs.items() if name not in before or spec.impl.partition(":")[0] == path.stem]
+    added = [name for name, spec in _zoo.specs.items() if name not in before or spec.impl.partition(":")[0] == path.stem]
     if not added:
         raise ValueError(f"{path} registered no version: expected it to call flashzoo.register(flashzoo.Spec(...))")
     return added
@@ -157,10 +211,16 @@ def load_file(path: str | Path) -> list[str]:
 def use(version: str) -> Iterator[None]:
     """Within the block, calls that name no version use this one.
 
+    It holds for the block alone: for what it calls in the same thread, and for the asyncio tasks that it starts. A thread that it
+    starts chooses anew (`threading.Thread`, a pool's; `contextvars.copy_context().run` takes the choice along), and a thread that runs
+    beside it is not touched. So what a backward pass calls again, as activation checkpointing does, may not be under it: after the
+    block it is not, and on a GPU it runs in a thread of torch's. There give `version=`, or set the environment variable, which holds
+    for the whole process.
+
     Raises:
         ValueError: no version has that name.
     """
-    _known(version, "use: version")
+    _check_known(version, "use: version", current())
     token = _chosen.set(version)
     try:
         yield
@@ -170,8 +230,10 @@ def use(version: str) -> Iterator[None]:
 
 def requested(version: str) -> tuple[str, str]:
     """The version that a call asks for, and who asked: argument, then context manager, then environment, then auto."""
+    if not isinstance(version, str):
+        _check_known(version, "version", current())
     if version != "auto":
-        return version, "the argument version="
+        return version, ARGUMENT
     chosen = _chosen.get()
     if chosen is not None:
         return chosen, "the context manager flashzoo.use()"
@@ -181,10 +243,15 @@ def requested(version: str) -> tuple[str, str]:
     return "auto", "the default"
 
 
-def _known(version: object, what: str) -> None:
-    _load_plugins()
-    if version != "auto" and version not in _specs:
-        raise ValueError(f"{what} must be 'auto' or one of {', '.join(_specs)}, got {version!r}")
+def _check_known(version: object, what: str, zoo: Zoo) -> None:
+    if isinstance(version, str) and (version == "auto" or version in zoo.specs):
+        return
+    raise ValueError("\n".join((f"{what} must be 'auto' or one of {', '.join(zoo.specs)}, got {version!r}", *zoo.missing)))
+
+
+def _asked_by(by: str) -> str:
+    """Who named a version, to be put behind its name; nothing where the call itself did."""
+    return "" if by == ARGUMENT else f", by {by},"
 
 
 @dataclass(frozen=True)
@@ -203,28 +270,38 @@ class Choice:
         return self.forward.name if self.backward is None else f"{self.forward.name} forward, {self.backward.name} backward"
 
 
-@remembered
-def choose(problem: Problem, version: str = "auto") -> Choice:
+def choose(problem: Problem, version: str = "auto", by: str = ARGUMENT, zoo: Zoo | None = None) -> Choice:
     """Who takes the problem; under "auto" the backward pass may be another version's.
+
+    Args:
+        problem: what is asked.
+        version: the name that is asked for, or "auto".
+        by: who asks for it, for errors; `requested` gives both.
+        zoo: of whom to choose; of all that are registered now where None.
 
     Raises:
         ValueError: no version has that name.
         UnsupportedError: the named version can't take the problem, or under "auto" none can.
     """
-    _known(version, "version")
+    return _choose(problem, version, by, zoo or current())
+
+
+@remembered
+def _choose(problem: Problem, version: str, by: str, zoo: Zoo) -> Choice:
+    _check_known(version, f"version{_asked_by(by)}", zoo)
     if version == "auto":
-        candidates = [spec for spec in _specs.values() if problem.device in spec.auto]
+        candidates = [spec for spec in zoo.specs.values() if problem.device in spec.auto]
         for spec in candidates:
             if not spec.unsupported(problem):
                 return Choice(spec)
-            if problem.grad and not spec.unsupported(problem.forward) and (lender := _lender(problem)):
+            if problem.grad and not spec.unsupported(problem.forward) and (lender := _lender(problem, zoo)):
                 return Choice(spec, lender)
         raise UnsupportedError(f"no version takes {problem}\n{_reasons(problem, candidates)}")
-    spec = _specs[version]
+    spec = zoo.specs[version]
     if spec.unsupported(problem):
-        able = [s.name for s in _specs.values() if not s.unsupported(problem)]
+        able = [s.name for s in zoo.specs.values() if not s.unsupported(problem)]
         would = f"versions that would: {', '.join(able)}" if able else "no registered version would"
-        raise UnsupportedError(f"version {version!r} can't take {problem}\n{_reasons(problem, [spec])}\n{would}")
+        raise UnsupportedError(f"version {version!r}{_asked_by(by)} can't take {problem}\n{_reasons(problem, [spec])}\n{would}")
     return Choice(spec)
 
 
@@ -233,8 +310,8 @@ def resolve(problem: Problem, version: str = "auto") -> Spec:
     return choose(problem, version).forward
 
 
-def _lender(problem: Problem) -> Spec | None:
-    lenders = (spec for spec in _specs.values() if spec.backward_impl is not None and problem.device in spec.auto)
+def _lender(problem: Problem, zoo: Zoo) -> Spec | None:
+    lenders = (spec for spec in zoo.specs.values() if spec.backward_impl is not None and problem.device in spec.auto)
     return next((spec for spec in lenders if not spec.unsupported(problem)), None)
 
 
@@ -245,19 +322,25 @@ def _reasons(problem: Problem, specs: list[Spec]) -> str:
 @remembered
 def implementation(spec: Spec) -> Callable:
     """The function behind `spec.impl`, imported on first use."""
-    return _imported(spec.impl)
+    return _imported(spec, spec.impl)
 
 
 def lent(spec: Spec) -> Callable:
     """The function behind `spec.backward_impl`, imported on first use."""
     if spec.backward_impl is None:
         raise ValueError(f"version {spec.name!r} lends no backward pass")
-    return _imported(spec.backward_impl)
+    return _imported(spec, spec.backward_impl)
 
 
-def _imported(impl: str) -> Callable:
+def _imported(spec: Spec, impl: str) -> Callable:
     module, _, name = impl.partition(":")
-    return getattr(import_module(module), name)
+    try:
+        function = getattr(import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ImportError(f"version {spec.name!r}: expected a function at {impl!r}, got {type(error).__name__}: {error}") from error
+    if not callable(function):
+        raise ImportError(f"version {spec.name!r}: expected a function at {impl!r}, got {type(function).__name__}")
+    return function
 
 
 @dataclass(frozen=True)
@@ -284,6 +367,7 @@ class Explanation:
         by: who asked for it: argument, context manager, environment or default.
         verdicts: one for each registered version, in `auto` order.
         backward: name of the version that lends its backward pass to the chosen one, None where that has its own.
+        missing: a sentence for each plug-in that could not be loaded.
     """
 
     problem: Problem
@@ -292,6 +376,7 @@ class Explanation:
     by: str
     verdicts: tuple[Verdict, ...]
     backward: str | None = None
+    missing: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         width = max((len(verdict.name) for verdict in self.verdicts), default=0)
@@ -299,13 +384,13 @@ class Explanation:
             who = f"{self.chosen} takes" if self.backward is None else f"{self.chosen} forward, {self.backward} backward take"
             lines = [f"{who} {self.problem}, by {self.by}"]
         else:
-            nobody_takes = "no version takes" if self.wanted == "auto" else f"{self.wanted} can't take"
+            nobody_takes = "no version takes" if self.wanted == "auto" else f"{self.wanted}{_asked_by(self.by)} can't take"
             lines = [f"{nobody_takes} {self.problem}"]
         for verdict in self.verdicts:
             mark, status = self._status(verdict)
             lines.append(f"{mark} {verdict.name:<{width}}  {verdict.title}: {status}")
             lines += [f"  {'':<{width}}    - {line}" for line in (*verdict.reasons, *verdict.notes)]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.missing])
 
     def _status(self, verdict: Verdict) -> tuple[str, str]:
         if verdict.name == self.chosen:
@@ -329,12 +414,12 @@ def _notes(spec: Spec, problem: Problem) -> list[str]:
 
 def explain_problem(problem: Problem, version: str = "auto") -> Explanation:
     """Who answers the problem, every reason against the others, and what is done silently. Nothing is run."""
+    zoo = current()
     wanted, by = requested(version)
-    _known(wanted, "version")
     try:
-        choice = choose(problem, wanted)
+        choice = choose(problem, wanted, by, zoo)
     except UnsupportedError:
         choice = None
-    verdicts = tuple(_verdict(spec, problem, choice) for spec in _specs.values())
+    verdicts = tuple(_verdict(spec, problem, choice) for spec in zoo.specs.values())
     chosen, lender = (choice.forward.name, choice.backward) if choice else (None, None)
-    return Explanation(problem, wanted, chosen, by, verdicts, lender.name if lender else None)
+    return Explanation(problem, wanted, chosen, by, verdicts, lender.name if lender else None, zoo.missing)

@@ -23,6 +23,9 @@ OUT_DTYPES = ("bf16", "fp16")
 DESCALE_BLOCK = 128
 """Rows of q, k or v that share one number of a descale by block."""
 
+LARGEST_SIDE = 2**63 - 1
+"""Of a window: what a graph of torch's can hold."""
+
 FEATURES = {
     "causal": "causal=True",
     "window": "window_size",
@@ -91,18 +94,31 @@ def span_of(causal: bool, window: Window) -> Window:
     return (left, 0 if right is None else min(right, 0)) if causal else (left, right)
 
 
-def normalised(window_size: Any) -> Window:
-    """window_size with None for every side that is not bounded."""
+def normalised(window_size: Any, name: str = "window_size") -> Window:
+    """window_size with None for every side that is not bounded; name is what errors call it."""
     if window_size is None:
         return None, None
-    expected = "window_size must be None or a pair (left, right) of None, -1 or ints >= 0"
+    expected = "must be None or a pair (left, right) of None, -1 or ints from 0 to 2**63 - 1"
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise ValueError(f"{expected}, got {window_size!r}")
+        raise ValueError(f"{name} {expected}, got {window_size!r}")
     for side in window_size:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < -1):
-            raise ValueError(f"{expected}, got {window_size!r}")
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int) or not -1 <= side <= LARGEST_SIDE):
+            raise ValueError(f"{name} {expected}, got {window_size!r}")
     left, right = (None if side == -1 else side for side in window_size)
     return left, right
+
+
+_SIZES = (("batch", 0), ("seqlen_q", 0), ("seqlen_k", 0), ("heads", 1), ("heads_kv", 1), ("head_dim", 1), ("head_dim_v", 1))
+"""A problem's sizes and the least of each."""
+_NAMES = (("dtype", DTYPES), ("device", ("cuda", "cpu")), ("precision", PRECISIONS))
+"""What a problem's fields of words may be."""
+
+
+def _check_int(name: str, value: Any, least: int, more: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int{more}, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
 @dataclass(frozen=True)
@@ -119,7 +135,7 @@ class Problem:
             `replace(problem, head_dim=...)` keeps the old width of v unless it is given head_dim_v=None too.
         dtype: of q, k and v, one of `DTYPES`.
         causal: query i sees key j only where `j <= i + seqlen_k - seqlen_q` (aligned bottom-right).
-        window: `(left, right)`, how many keys either side of the aligned diagonal are seen; None is unbounded.
+        window: `(left, right)`, how many keys either side of the aligned diagonal are seen; None is unbounded, and -1 is replaced by it.
         lse: the caller wants the log-sum-exp too.
         deterministic: the same bits in every run, gradients included.
         grad: the call is recorded by autograd, so a backward pass may follow.
@@ -129,6 +145,9 @@ class Problem:
         block_mask: the form of the block mask, causal and window put into it; None where there is none.
         out_dtype: of out. That of the inputs, whatever is given, but for e4m3: there one of `OUT_DTYPES`, for the first of
             which None stands, so `replace(problem, dtype="e4m3")` keeps the old one unless it is given out_dtype=None too.
+
+    Raises:
+        TypeError, ValueError: a field is none that a call could ask for; the text names it, what was expected and what was got.
     """
 
     batch: int
@@ -157,6 +176,38 @@ class Problem:
             object.__setattr__(self, "out_dtype", self.dtype)
         elif self.out_dtype is None:
             object.__setattr__(self, "out_dtype", OUT_DTYPES[0])
+        if self.window != (None, None):
+            object.__setattr__(self, "window", normalised(self.window, "window"))
+        self._check()
+
+    def _check(self) -> None:
+        given = self.__dict__
+        for name, least in _SIZES:
+            if type(given[name]) is not int or given[name] < least:
+                _check_int(name, given[name], least)
+        if self.arch is not None:
+            _check_int("arch", self.arch, 1, ", such as 90, or None")
+        if self.heads % self.heads_kv:
+            raise ValueError(f"heads must be a multiple of heads_kv, got {self.heads} and {self.heads_kv}")
+        for name in ("causal", "lse", "deterministic", "grad"):
+            if not isinstance(given[name], bool):
+                raise TypeError(f"{name} must be a bool, got {given[name]!r}")
+        for name, known in _NAMES:
+            if given[name] not in known:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {given[name]!r}")
+        if self.dtype == "e4m3" and self.out_dtype not in OUT_DTYPES:
+            raise ValueError(f"out_dtype must be one of {', '.join(map(repr, OUT_DTYPES))}, got {self.out_dtype!r}")
+        if self.precision is not None and self.dtype not in QUANTIZABLE:
+            raise ValueError(f"precision={self.precision!r} is for dtype {' or '.join(QUANTIZABLE)}, got {self.dtype}")
+        if self.block_mask is not None:
+            self._check_form(self.block_mask)
+
+    def _check_form(self, form: Any) -> None:
+        if not isinstance(form, MaskForm):
+            raise TypeError(f"block_mask must be a MaskForm, such as a flashzoo.BlockMask's `form`, or None, got {type(form).__name__}")
+        for name in ("batch", "heads"):
+            if getattr(form, name) not in (1, getattr(self, name)):
+                raise ValueError(f"block_mask must have q's {name} {getattr(self, name)}, or 1 where shared, got {getattr(form, name)}")
 
     @property
     def numerics(self) -> str:
@@ -237,6 +288,15 @@ class Problem:
         return f"{text}, on {self.where}"
 
 
+_KINDS = {
+    **dict.fromkeys(("name", "title", "paper"), str),
+    **dict.fromkeys(("features", "backward"), frozenset),
+    "head_dims": range,
+    **dict.fromkeys(("dtypes", "cpu_dtypes", "quantizes", "fp8_rms", "arch", "requires", "backward_requires", "auto", "faults"), tuple),
+}
+"""Of a Spec's fields, all hashable, so that what is found out about a Spec can be remembered."""
+
+
 @dataclass(frozen=True)
 class Spec:
     """What one version of attention declares about itself. Data only: importing a Spec loads no kernel.
@@ -273,6 +333,9 @@ class Spec:
             skips those cases and gives the sentence as its reason; `explain` tells it.
         check: sentences for what the fields above can't say; empty where the problem is taken.
         notes: sentences on what a call does silently (padding, copies, tile choice), for `explain`.
+
+    Raises:
+        TypeError, ValueError: a field is not of its kind, or names what nobody knows; the text names it and what was got.
     """
 
     name: str
@@ -297,6 +360,10 @@ class Spec:
     notes: Callable[[Problem], list[str]] | None = None
 
     def __post_init__(self) -> None:
+        for name, kind in _KINDS.items():
+            given = getattr(self, name)
+            if not isinstance(given, kind) and not (name == "backward" and given is None):
+                raise TypeError(f"Spec {self.name!r}: {name} must be a {kind.__name__}, got {given!r}")
         for name in ("features", "backward"):
             unknown = sorted((getattr(self, name) or frozenset()) - FEATURES.keys())
             if unknown:
@@ -310,9 +377,9 @@ class Spec:
             raise ValueError(f"Spec {self.name!r}: quantizes must be from {QUANTIZABLE}, got {unknown}")
         if self.fp8_rms and not self.quantizes:
             raise ValueError(f"Spec {self.name!r}: fp8_rms is for a version that quantizes, got {self.fp8_rms}")
-        for name in ("impl", "backward_impl"):
-            given = getattr(self, name)
-            if given is not None and given.count(":") != 1:
+        for name, given in (("impl", self.impl), ("backward_impl", self.backward_impl)):
+            named = isinstance(given, str) and given.count(":") == 1 and all(given.split(":"))
+            if not named and (name == "impl" or given is not None):
                 raise ValueError(f"Spec {self.name!r}: {name} must be 'package.module:function', got {given!r}")
 
     def unsupported(self, problem: Problem) -> list[str]:
@@ -363,15 +430,13 @@ class Spec:
     def _numerics(self, problem: Problem, dtypes: tuple[str, ...], where: str = "") -> list[str]:
         by_precision = f'{" or ".join(self.quantizes)} with precision="fp8"'
         if problem.precision is not None:
-            if not self.quantizes or problem.precision not in PRECISIONS:
+            if not self.quantizes:
                 return [f"does not support precision={problem.precision!r}"]
             return [] if problem.dtype in self.quantizes else [f"takes dtype {by_precision}, got {problem.dtype}"]
         if problem.dtype not in dtypes:
             # A dtype that it takes by precision alone is worth a word; one that it takes in both ways is not.
             also = f", or {by_precision}" if problem.dtype in self.quantizes else ""
             return [f"takes dtype {' or '.join(dtypes)}{where}{also}, got {problem.dtype}"]
-        if problem.dtype == "e4m3" and problem.out_dtype not in OUT_DTYPES:
-            return [f"gives out in {' or '.join(OUT_DTYPES)} for e4m3 inputs, got {problem.out_dtype}"]
         return []
 
 

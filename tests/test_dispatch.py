@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata
 import math
 import os
+import re
 import sys
 
 import pytest
@@ -14,8 +15,9 @@ from support import CALLS, dense, dense_backward, toy
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashzoo
-from flashzoo import Problem, UnsupportedError, registry
+from flashzoo import BlockMask, Problem, UnsupportedError, plan, registry
 from flashzoo.spec import MaskForm
+from flashzoo.workloads import TORCH_DTYPES
 
 HOPPER = Problem(batch=2, seqlen_q=128, seqlen_k=128, heads=8, heads_kv=8, head_dim=64, device="cuda", arch=90)
 ON_CPU = dataclasses.replace(HOPPER, device="cpu", arch=None, dtype="fp32")
@@ -24,17 +26,10 @@ ON_CPU = dataclasses.replace(HOPPER, device="cpu", arch=None, dtype="fp32")
 @pytest.fixture(autouse=True)
 def _registry_as_it_was(monkeypatch):
     """Every test may register, unregister and choose; none is felt by the next."""
-    flashzoo.versions()
     monkeypatch.delenv(registry.ENVIRONMENT, raising=False)
     monkeypatch.delenv(flashzoo.spec.INTERPRETER_LIMIT, raising=False)
-    monkeypatch.setattr(registry, "_plugin_errors", dict(registry._plugin_errors))
-    before = dict(registry._specs)
+    monkeypatch.setattr(registry, "_zoo", registry.current())
     CALLS.clear()
-    yield
-    for name in list(registry._specs):
-        flashzoo.unregister(name)
-    for spec in before.values():
-        flashzoo.register(spec)
 
 
 NAMES = {function: f"support:{function.__name__}" for function in (dense, dense_backward)}
@@ -89,7 +84,6 @@ class TestSpec:
             ),
             ({"check": lambda problem: ["the moon is full"]}, {}, "the moon is full"),
             ({}, {"dtype": "e4m3", "out_dtype": None}, "takes dtype fp16 or bf16 or fp32, got e4m3"),
-            ({"dtypes": ("e4m3",)}, {"dtype": "e4m3", "out_dtype": "fp32"}, "gives out in bf16 or fp16 for e4m3 inputs, got fp32"),
             ({"dtypes": ("e4m3",)}, {"dtype": "e4m3", "grad": True}, "e4m3 inputs have no gradients, and an input requires grad"),
             (
                 {"dtypes": ("e4m3",), "backward": None},
@@ -98,7 +92,6 @@ class TestSpec:
             ),
             ({}, {"precision": "fp8"}, "does not support precision='fp8'"),
             ({"quantizes": ("fp16",)}, {"precision": "fp8"}, 'takes dtype fp16 with precision="fp8", got bf16'),
-            ({"quantizes": ("bf16",)}, {"precision": "int4"}, "does not support precision='int4'"),
             (
                 {"dtypes": ("e4m3",), "quantizes": ("fp16", "bf16")},
                 {},
@@ -130,10 +123,20 @@ class TestSpec:
             ({"fp8_rms": (("randn", 1.0),)}, "fp8_rms is for a version that quantizes, got .*randn"),
             ({"cpu_dtypes": ("int8",)}, "cpu_dtypes must be from .* got \\['int8'\\]"),
             ({"impl": "no_colon"}, "impl must be 'package.module:function', got 'no_colon'"),
+            ({"impl": "no_function:"}, "impl must be 'package.module:function', got 'no_function:'"),
+            ({"impl": dense}, "impl must be 'package.module:function', got <function dense"),
+            ({"impl": None}, "impl must be 'package.module:function', got None"),
+            ({"backward_impl": dense}, "backward_impl must be 'package.module:function', got <function dense"),
+            ({"features": ["causal"]}, "features must be a frozenset, got \\['causal'\\]"),
+            ({"backward": {"causal"}}, "backward must be a frozenset, got {'causal'}"),
+            ({"dtypes": ["fp16"]}, "dtypes must be a tuple, got \\['fp16'\\]"),
+            ({"cpu_dtypes": "fp16"}, "cpu_dtypes must be a tuple, got 'fp16'"),
+            ({"arch": 90}, "arch must be a tuple, got 90"),
+            ({"name": 1}, "name must be a str, got 1"),
         ],
     )
     def test_a_wrong_declaration_is_refused_at_once(self, fields, text):
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises((TypeError, ValueError), match=text):
             toy(**fields)
 
     def test_every_feature_is_a_field_a_problem_can_ask_for(self):
@@ -166,6 +169,56 @@ class TestSpec:
         assert quantized != HOPPER and len({HOPPER, quantized}) == 2
         assert "head_dim 64, bf16 in fp8, on sm_90" in str(quantized)
         assert (HOPPER.numerics, quantized.numerics) == ("bf16", "fp8")
+
+
+BAD_PROBLEMS = {
+    "batch is negative": ({"batch": -1}, ValueError, "batch must be at least 0, got -1"),
+    "batch is fractional": ({"batch": 2.0}, TypeError, "batch must be an int, got 2.0"),
+    "batch is a bool": ({"batch": True}, TypeError, "batch must be an int, got True"),
+    "a length is negative": ({"seqlen_k": -1}, ValueError, "seqlen_k must be at least 0, got -1"),
+    "no heads": ({"heads": 0}, ValueError, "heads must be at least 1, got 0"),
+    "no key heads": ({"heads_kv": 0}, ValueError, "heads_kv must be at least 1, got 0"),
+    "heads 3:2": ({"heads": 3, "heads_kv": 2}, ValueError, "heads must be a multiple of heads_kv, got 3 and 2"),
+    "no head dim": ({"head_dim": 0}, ValueError, "head_dim must be at least 1, got 0"),
+    "head dim of v is a list": ({"head_dim_v": [64]}, TypeError, r"head_dim_v must be an int, got \[64\]"),
+    "dtype is unknown": ({"dtype": "bfloat16"}, ValueError, "dtype must be one of 'fp16', .*, got 'bfloat16'"),
+    "dtype is torch's": ({"dtype": torch.bfloat16}, ValueError, "dtype must be one of 'fp16', .*, got torch.bfloat16"),
+    "dtype is a list": ({"dtype": ["bf16"]}, ValueError, r"dtype must be one of 'fp16', .*, got \['bf16'\]"),
+    "device is unknown": ({"device": "cuda:0"}, ValueError, "device must be one of 'cuda', 'cpu', got 'cuda:0'"),
+    "causal is a number": ({"causal": 1}, TypeError, "causal must be a bool, got 1"),
+    "lse is None": ({"lse": None}, TypeError, "lse must be a bool, got None"),
+    "deterministic is a list": ({"deterministic": [True]}, TypeError, r"deterministic must be a bool, got \[True\]"),
+    "grad is a string": ({"grad": "yes"}, TypeError, "grad must be a bool, got 'yes'"),
+    "window is below -1": ({"window": (-5, 0)}, ValueError, r"window must be None or a pair .*, got \(-5, 0\)"),
+    "window is a number": ({"window": 5}, ValueError, "window must be None or a pair .*, got 5"),
+    "window is past 64 bits": (
+        {"window": (2**63, 0)},
+        ValueError,
+        r"window must be .* from 0 to 2\*\*63 - 1, got \(9223372036854775808, 0\)",
+    ),
+    "arch is a string": ({"arch": "90"}, TypeError, "arch must be an int, such as 90, or None, got '90'"),
+    "arch is a version": ({"arch": (9, 0)}, TypeError, r"arch must be an int, such as 90, or None, got \(9, 0\)"),
+    "arch is 0": ({"arch": 0}, ValueError, "arch must be at least 1, got 0"),
+    "precision is unknown": ({"precision": "int4"}, ValueError, "precision must be one of None, 'fp8', got 'int4'"),
+    "precision of fp32": ({"precision": "fp8", "dtype": "fp32"}, ValueError, "precision='fp8' is for dtype fp16 or bf16, got fp32"),
+    "out_dtype of e4m3": ({"dtype": "e4m3", "out_dtype": "fp32"}, ValueError, "out_dtype must be one of 'bf16', 'fp16', got 'fp32'"),
+    "block_mask is a mask": ({"block_mask": BlockMask.causal(128)}, TypeError, "block_mask must be a MaskForm, .*, got BlockMask"),
+    "block_mask of 3 heads": ({"block_mask": MaskForm(heads=3)}, ValueError, "block_mask must have q's heads 8, or 1 where shared, got 3"),
+}
+
+
+class TestProblem:
+    """One made by hand is validated as a call is."""
+
+    @pytest.mark.parametrize("case", BAD_PROBLEMS)
+    def test_a_wrong_one_is_refused(self, case):
+        changes, error, text = BAD_PROBLEMS[case]
+        with pytest.raises(error, match=text):
+            dataclasses.replace(HOPPER, **changes)
+
+    @pytest.mark.parametrize("window", [None, (-1, -1), [None, -1]], ids=str)
+    def test_none_and_minus_one_both_mean_unbounded(self, window):
+        assert dataclasses.replace(HOPPER, window=window) == HOPPER
 
 
 class TestRegister:
@@ -333,24 +386,24 @@ class TestResolve:
     @pytest.mark.parametrize(("name", "language", "left"), [("v1", "triton", "v3"), ("v2", "triton", "v3"), ("v3", "cutlass", "v2")])
     def test_a_kernel_without_its_language_is_refused(self, name, language, left, monkeypatch):
         monkeypatch.setattr(flashzoo.spec, "_installed", lambda package: package != language)
-        registry.choose.cache_clear()
+        registry._forget()
         with pytest.raises(UnsupportedError, match=f"needs the package '{language}', which is not installed"):
             registry.resolve(HOPPER, name)
         assert registry.resolve(HOPPER).name == left
-        registry.choose.cache_clear()
+        registry._forget()
 
     def test_a_backward_pass_may_need_another_language(self, monkeypatch):
         monkeypatch.setattr(flashzoo.spec, "_installed", lambda package: package != "triton")
-        registry.choose.cache_clear()
+        registry._forget()
         with pytest.raises(UnsupportedError, match="v3: its backward pass needs the package 'triton', which is not installed"):
             registry.resolve(dataclasses.replace(HOPPER, grad=True), "v3")
-        registry.choose.cache_clear()
+        registry._forget()
 
     def test_without_any_kernel_language_auto_is_torch(self, monkeypatch):
         monkeypatch.setattr(flashzoo.spec, "_installed", lambda package: package not in ("triton", "cutlass"))
-        registry.choose.cache_clear()
+        registry._forget()
         assert registry.resolve(HOPPER).name == "sdpa"
-        registry.choose.cache_clear()
+        registry._forget()
 
     @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "fp64"])
     @pytest.mark.parametrize("arch", [80, 89, 90, 100])
@@ -541,14 +594,37 @@ class TestOverride:
         with flashzoo.use("by_context"), flashzoo.use("auto"):
             assert flashzoo.explain(*qkv).chosen == "sdpa"
 
-    def test_use_must_name_a_version(self):
-        with pytest.raises(ValueError, match=r"use: version must be 'auto' or one of .*, got 'v9'"), flashzoo.use("v9"):
+    @pytest.mark.parametrize("version", ["v9", None, ["v1"], {"v1"}, 1, torch.zeros(2)], ids=str)
+    def test_it_must_name_a_version(self, version, qkv):
+        text = rf"version must be 'auto' or one of .*, got {re.escape(repr(version))}"
+        with pytest.raises(ValueError, match=rf"use: {text}"), flashzoo.use(version):
             pass
+        for ask in (flashzoo.attention, flashzoo.explain):
+            with pytest.raises(ValueError, match=text):
+                ask(*qkv, version=version)
 
     def test_the_environment_must_name_a_version(self, qkv, monkeypatch):
         monkeypatch.setenv("FLASHZOO_VERSION", "v9")
-        with pytest.raises(ValueError, match="got 'v9'"):
-            flashzoo.attention(*qkv)
+        for ask in (flashzoo.attention, flashzoo.explain):
+            text = "version, by the environment variable FLASHZOO_VERSION, must be 'auto' or one of .*, got 'v9'"
+            with pytest.raises(ValueError, match=text):
+                ask(*qkv)
+
+    def test_a_refusal_names_who_chose(self, qkv, monkeypatch):
+        def refusal(version="auto"):
+            with pytest.raises(UnsupportedError) as error:
+                flashzoo.attention(*qkv, causal=True, version=version)
+            explanation = flashzoo.explain(*qkv, causal=True, version=version)
+            return [str(told).partition(" can't take batch 2")[0] for told in (error.value, explanation)]
+
+        flashzoo.register(toy("narrow", features=frozenset()))
+        monkeypatch.setenv("FLASHZOO_VERSION", "narrow")
+        assert refusal("narrow") == ["version 'narrow'", "narrow"]
+        by = ", by the environment variable FLASHZOO_VERSION,"
+        assert refusal() == [f"version 'narrow'{by}", f"narrow{by}"]
+        by = ", by the context manager flashzoo.use(),"
+        with flashzoo.use("narrow"):
+            assert refusal() == [f"version 'narrow'{by}", f"narrow{by}"]
 
     def test_an_override_never_falls_back_either(self, qkv):
         flashzoo.register(toy("narrow", features=frozenset()))
@@ -589,6 +665,20 @@ class TestExplain:
             verdict = next(verdict for verdict in flashzoo.explain(ON_CPU).verdicts if verdict.name == name)
             assert any("interpreter" in note for note in verdict.notes)
 
+    def test_a_problem_takes_no_other_argument(self):
+        text = r"expected a Problem alone, or with version=, got {} beside it; dataclasses.replace\(problem, ...\) changes what it asks for"
+        for beside in ({"causal": True}, {"causal": False, "arch": 90}, {"k": torch.zeros(2, 6, 4, 8), "window_size": None}):
+            with pytest.raises(TypeError, match=text.format(", ".join(beside))):
+                flashzoo.explain(HOPPER, **beside)
+
+    def test_an_argument_nobody_knows(self, qkv):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'dropout_p'"):
+            flashzoo.explain(*qkv, dropout_p=0.1)
+
+    def test_arch_is_a_number(self, qkv):
+        with pytest.raises(TypeError, match="arch must be an int, such as 90, or None, got '90'"):
+            flashzoo.explain(*qkv, arch="90")
+
     def test_of_half_the_tensors(self, qkv):
         with pytest.raises(TypeError, match="k and v must be tensors where q is one, got NoneType"):
             flashzoo.explain(qkv[0])
@@ -609,7 +699,7 @@ class TestPlugins:
                 points.append(importlib.metadata.EntryPoint(name, "nowhere:at_all", registry.ENTRY_POINTS))
                 object.__setattr__(points[-1], "load", value)
             monkeypatch.setattr(registry, "entry_points", lambda group: points if group == "flashzoo.versions" else [])
-            monkeypatch.setattr(registry, "_plugins_loaded", False)
+            monkeypatch.setattr(registry, "_plugins", "unread")
 
         return install
 
@@ -637,6 +727,39 @@ class TestPlugins:
         assert errors["wrong"] == "TypeError: expected a flashzoo.Spec, got str"
         assert "the name 'sdpa' is taken" in errors["taken"]
         assert "toy" in flashzoo.versions()
+
+    def test_a_broken_plugin_is_told_where_its_version_is_missed(self, installed, qkv):
+        def broken():
+            raise ImportError("no such shared library")
+
+        installed(broken=broken)
+        told = "plug-in 'broken' could not be loaded: ImportError: no such shared library"
+        assert str(flashzoo.explain(*qkv)).splitlines()[-1] == told
+        for ask in (flashzoo.attention, flashzoo.explain):
+            with pytest.raises(ValueError, match=f"got 'broken'\n{told}$"):
+                ask(*qkv, version="broken")
+        with pytest.raises(ValueError, match=f"got 'broken'\n{told}$"), flashzoo.use("broken"):
+            pass
+        with pytest.raises(ValueError, match=f"versions must be from .*, got 'broken'\n{told}$"):
+            flashzoo.compare(*qkv, versions=["broken"])
+
+    def test_a_plugin_that_ends_the_process_does_not(self, installed):
+        installed(leaving=lambda: sys.exit("no GPU here"), toy=toy)
+        assert "toy" in flashzoo.versions()
+        assert registry.plugin_errors() == {"leaving": "SystemExit: no GPU here"}
+
+    def test_who_interrupts_a_plugin_is_heard_and_the_next_question_starts_anew(self, installed):
+        interrupts = iter([KeyboardInterrupt])
+
+        def slow():
+            for interrupt in interrupts:
+                raise interrupt
+            return toy()
+
+        installed(slow=slow)
+        with pytest.raises(KeyboardInterrupt):
+            flashzoo.versions()
+        assert "toy" in flashzoo.versions() and registry.plugin_errors() == {}
 
     def test_a_file_named_in_the_environment_is_a_plugin(self, installed, monkeypatch, tmp_path):
         good, broken = tmp_path / "variant_of_a_file.py", tmp_path / "broken_variant.py"
@@ -728,6 +851,11 @@ BAD_INPUT = {
     "window is a number": ({"window_size": 4}, ValueError, r"window_size must be None or a pair .* got 4"),
     "window has three sides": ({"window_size": (1, 2, 3)}, ValueError, r"window_size must be None or a pair .* got \(1, 2, 3\)"),
     "window is below -1": ({"window_size": (-2, 0)}, ValueError, r"window_size must be None or a pair .* got \(-2, 0\)"),
+    "window is past 64 bits": (
+        {"window_size": (0, 2**63)},
+        ValueError,
+        r"window_size must be .* from 0 to 2\*\*63 - 1, got \(0, 9223372036854775808\)",
+    ),
     "window is fractional": ({"window_size": (1.5, 0)}, ValueError, r"window_size must be None or a pair .* got \(1.5, 0\)"),
     "version is unknown": ({"version": "v9"}, ValueError, r"version must be 'auto' or one of .*, got 'v9'"),
     "version is None": ({"version": None}, ValueError, r"version must be 'auto' or one of .*, got None"),
@@ -866,13 +994,70 @@ class TestMeaning:
         assert [problem.grad for problem in CALLS] == [False, True, False, False]
 
 
+class TestImplementation:
+    """A version's function that is not there, or does not give what it should."""
+
+    @pytest.mark.parametrize(
+        ("impl", "got"),
+        [
+            ("no_such_module:attention", "ModuleNotFoundError: No module named 'no_such_module'"),
+            ("support:no_such_function", "AttributeError: module 'support' has no attribute 'no_such_function'"),
+            ("support:SMALL", "Problem"),
+        ],
+    )
+    def test_one_that_is_missing_is_named(self, impl, got, qkv):
+        flashzoo.register(toy(impl=impl))
+        with pytest.raises(ImportError, match=rf"version 'toy': expected a function at '{impl}', got {got}"):
+            flashzoo.attention(*qkv, version="toy")
+
+    def test_a_missing_backward_pass_is_named(self, qkv):
+        flashzoo.register(toy("older", backward_impl="support:no_such_function"), before="v3")
+        flashzoo.register(toy("newer", backward=None), before="older")
+        with pytest.raises(ImportError, match="version 'older': expected a function at 'support:no_such_function', got AttributeError"):
+            flashzoo.attention(*(x.requires_grad_() for x in qkv))
+
+    @pytest.mark.parametrize(
+        ("give", "expected"),
+        [
+            (lambda q: q, "a tuple (out, lse), got a Tensor (2, 6, 4, 8), torch.float32, on cpu"),
+            (lambda q: (q, None, None), "a tuple (out, lse), got tuple"),
+            (lambda q: None, "a tuple (out, lse), got NoneType"),
+            (lambda q: (None, None), "out as a Tensor (2, 6, 4, 8), torch.float32, on cpu, got NoneType"),
+            (
+                lambda q: (q.mT, None),
+                "out as a Tensor (2, 6, 4, 8), torch.float32, on cpu, got a Tensor (2, 6, 8, 4), torch.float32, on cpu",
+            ),
+            (lambda q: (q.half(), None), "got a Tensor (2, 6, 4, 8), torch.float16, on cpu"),
+            (lambda q: (q.to("meta"), None), "got a Tensor (2, 6, 4, 8), torch.float32, on meta"),
+            (lambda q: (q.detach(), q[..., 0].mT), "an out that carries gradients, got one that does not require grad"),
+            (lambda q: (q, None), "lse as a Tensor (2, 4, 6), torch.float32, on cpu, got NoneType"),
+            (lambda q: (q, q[..., 0]), "lse as a Tensor (2, 4, 6), torch.float32, on cpu, got a Tensor (2, 6, 4), torch.float32, on cpu"),
+        ],
+    )
+    def test_one_that_gives_something_else_is_named(self, give, expected, qkv, monkeypatch):
+        monkeypatch.setattr("support.record", lambda q, k, v, problem, softmax_scale: give(q))
+        flashzoo.register(toy())
+        for _ in range(2):
+            with pytest.raises(TypeError, match=rf"version 'toy': support:record must return .*{re.escape(expected)}"):
+                flashzoo.attention(*(x.requires_grad_() for x in qkv), return_lse="lse as" in expected, version="toy")
+
+    def test_it_is_looked_at_once_for_each_kind_of_call(self, qkv, monkeypatch):
+        looked = []
+        check = plan.Plan.check
+        monkeypatch.setattr(plan.Plan, "check", lambda *arguments: looked.append(check(*arguments)))
+        flashzoo.register(toy())
+        for causal in (False, False, True, True, False):
+            flashzoo.attention(*qkv, causal=causal, version="toy")
+        assert len(looked) == 2
+
+
 DESCALES_SEEN = []
 
 
 def record_descales(q, k, v, problem, softmax_scale, descales):
     CALLS.append(problem)
     DESCALES_SEEN.append(descales)
-    return q, None
+    return q.to(TORCH_DTYPES[problem.out_dtype]), None
 
 
 class TestFp8:
@@ -889,7 +1074,7 @@ class TestFp8:
         given = tuple(None if shape is None else torch.rand(shape) for shape in shapes)
         names = dict(zip(("q_descale", "k_descale", "v_descale"), given, strict=True))
         out = flashzoo.attention(**_fp8(**names), version="fp8")
-        assert out.dtype == torch.float8_e4m3fn and len(DESCALES_SEEN) == 1
+        assert out.dtype == torch.bfloat16 and len(DESCALES_SEEN) == 1
         assert all(found is x for found, x in zip(DESCALES_SEEN[0], given, strict=True))
 
     def test_the_shapes_of_descales_follow_heads_and_lengths(self):

@@ -226,6 +226,23 @@ class TestErrors:
         with pytest.raises(UnsupportedError, match=r"version 'v1' can't take .*\n  v1: does not support window_size"):
             compiled()(*qkv, window_size=(3, 3), version="v1")
 
+    @pytest.mark.parametrize("grad", [False, True])
+    def test_a_refusal_names_the_environment_that_chose(self, grad, qkv, monkeypatch):
+        monkeypatch.setenv(registry.ENVIRONMENT, "v1")
+        graph = compiled()
+        with pytest.raises(UnsupportedError, match="version 'v1', by the environment variable FLASHZOO_VERSION, can't take"):
+            graph(*(x.requires_grad_(grad) for x in qkv), window_size=(3, 3))
+
+    @pytest.mark.parametrize("version", [None, ["v1"]], ids=str)
+    def test_a_version_is_a_name(self, version, qkv):
+        with pytest.raises(ValueError, match=r"version must be 'auto' or one of .*, got"):
+            compiled()(*qkv, version=version)
+
+    def test_a_version_that_gives_something_else_is_named(self, toys, qkv, monkeypatch):
+        monkeypatch.setattr("support.record", lambda q, *rest: q)
+        with pytest.raises(TypeError, match=r"version 'plain': support:record must return a tuple \(out, lse\), got a Tensor"):
+            compiled()(*qkv, version="plain")
+
     def test_where_graphs_may_break_the_error_is_ours(self, qkv):
         with pytest.raises(TypeError, match="causal must be a bool, got 1"):
             torch.compile(flashzoo.attention, backend="aot_eager")(*qkv, causal=1)
