@@ -29,6 +29,7 @@ from torch import Tensor
 from flashzoo.accuracy import Check, Judge
 from flashzoo.api import attention, explain
 from flashzoo.blocksparse.mask import BlockMask
+from flashzoo.plan import check_data
 from flashzoo.reference import Result
 from flashzoo.registry import implementation
 from flashzoo.registry import versions as registered
@@ -210,13 +211,16 @@ def compare(
         A `Comparison`. On the CPU, Triton's kernels run once in its interpreter, and only on small problems.
 
     Raises:
-        TypeError, ValueError: an argument is malformed, as in `flashzoo.attention`, or a version is unknown.
+        TypeError, ValueError: an argument is malformed, as in `flashzoo.attention`, a version is unknown, or an input has NaN or
+            infinity in it, of which there is no error to compare.
     """
     options = {"causal": causal, "window_size": window_size, "deterministic": deterministic, "precision": precision}
     options |= {"out_dtype": out_dtype, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "block_mask": block_mask}
     specs = _chosen(versions)
     with torch.set_grad_enabled(backward), _bar(progress, len(specs) + 2) as step:
         problem = explain(*_leaves((q, k, v), backward), softmax_scale=softmax_scale, **options).problem
+        check_data(q.device)
+        _check_finite(q=q, k=k, v=v, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
         generator = torch.Generator(q.device).manual_seed(seed)
         out_shape = (*q.shape[:3], v.shape[3])
         dout = torch.randn(out_shape, generator=generator, device=q.device).to(q.dtype) if backward else None
@@ -271,6 +275,14 @@ def compare_workload(
         progress=progress,
         seed=seed + 1,
     )
+
+
+def _check_finite(**tensors: Tensor | None) -> None:
+    for name, x in tensors.items():
+        if x is not None:
+            count = int((~(x.float() if x.dtype == torch.float8_e4m3fn else x).isfinite()).sum())
+            if count:
+                raise ValueError(f"compare: {name} must be finite, as no error of NaN or infinity can be told, got {count} that are not")
 
 
 def _memory_bytes() -> int:

@@ -34,7 +34,17 @@ FEATURES = {
 }
 """What a call can ask for beyond plain attention, and how the caller asks for it."""
 
+TRANSFORMS = {
+    "jvp": "forward-mode AD (torch.func.jvp, torch.autograd.forward_ad)",
+    "vmap": "torch.func.vmap",
+    "grad": "gradients within torch.func (grad, vjp, jacrev) or forward-mode AD",
+    "functionalize": "torch.func.functionalize",
+}
+"""What may be done to a call from around it, and what does it."""
+
 Window = tuple[int | None, int | None]
+LARGEST_WINDOW = (1 << 63) - 1
+"""Of window_size: what fits the integers of a graph; None is further."""
 
 _DISTRIBUTIONS = {"cutlass": "nvidia-cutlass-dsl[cu13]"}
 """What pip calls a package, where that is not its own name."""
@@ -83,15 +93,22 @@ def span_of(causal: bool, window: Window) -> Window:
     return (left, 0 if right is None else min(right, 0)) if causal else (left, right)
 
 
+def check_flags(**flags: Any) -> None:
+    """TypeError where one is no bool."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be a bool, got {flag!r}")
+
+
 def normalised(window_size: Any) -> Window:
     """window_size with None for every side that is not bounded."""
     if window_size is None:
         return None, None
-    expected = "window_size must be None or a pair (left, right) of None, -1 or ints >= 0"
+    expected = "window_size must be None or a pair (left, right) of None, -1 or ints >= 0, of at most 2**63 - 1"
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ValueError(f"{expected}, got {window_size!r}")
     for side in window_size:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < -1):
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int) or not -1 <= side <= LARGEST_WINDOW):
             raise ValueError(f"{expected}, got {window_size!r}")
     left, right = (None if side == -1 else side for side in window_size)
     return left, right
@@ -250,6 +267,8 @@ class Spec:
         backward_impl: `"package.module:function"`, for a backward pass that other versions may use too, under "auto" where
             they give an LSE and have no backward pass of their own for a problem: called as
             `function(dout, dlse or None, q, k, v, out, lse, problem, softmax_scale) -> (dq, dk, dv)`, with a block mask as `impl`.
+        transforms: names from `TRANSFORMS` under which its function is right, as one made of torch's own operations may be: a kernel
+            reads memory, in which there is neither a tangent nor a batch. All else is refused.
         requires: packages that must be installed.
         backward_requires: those that the backward pass needs beside them.
         auto: the devices, of "cuda" and "cpu", on which `version="auto"` may choose it.
@@ -273,6 +292,7 @@ class Spec:
     features: frozenset[str] = frozenset()
     backward: frozenset[str] | None = None
     backward_impl: str | None = None
+    transforms: frozenset[str] = frozenset()
     requires: tuple[str, ...] = ()
     backward_requires: tuple[str, ...] = ()
     auto: tuple[str, ...] = ("cuda",)
@@ -286,6 +306,9 @@ class Spec:
             unknown = sorted((getattr(self, name) or frozenset()) - FEATURES.keys())
             if unknown:
                 raise ValueError(f"Spec {self.name!r}: {name} must be names from {sorted(FEATURES)}, got {unknown}")
+        unknown = sorted(self.transforms - TRANSFORMS.keys())
+        if unknown:
+            raise ValueError(f"Spec {self.name!r}: transforms must be names from {sorted(TRANSFORMS)}, got {unknown}")
         for name in ("dtypes", "cpu_dtypes"):
             unknown = [dtype for dtype in getattr(self, name) if dtype not in DTYPES]
             if unknown:
