@@ -82,9 +82,9 @@ def visible(problem: Problem, device: torch.device | str = "cpu", mask: Tensor |
     offset = torch.arange(problem.seqlen_k, device=device)[None, :] - diagonal
     seen = torch.ones_like(offset, dtype=torch.bool)
     if left is not None:
-        seen &= offset >= -left
+        seen = seen & (offset >= -left)
     if right is not None:
-        seen &= offset <= right
+        seen = seen & (offset <= right)
     return seen if mask is None else seen & mask
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 from flashzoo.registry import UnsupportedError, choose, versions
 from flashzoo.spec import TRANSFORMS, Problem, Spec
@@ -54,6 +55,8 @@ def refuse_traced_forward_ad() -> None:
 
 def transforms_of(x: Tensor) -> frozenset[str]:
     """What a tensor is under: names in `TRANSFORMS`."""
+    if is_compiling():  # behind a graph break this is traced alone, and can't be
+        refuse_traced_forward_ad()
     found = set()
     if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
         found.add("jvp")
