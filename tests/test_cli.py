@@ -336,10 +336,10 @@ def test_compare_judges_no_input_with_nan_or_infinity(name, number):
 def test_compare_judges_no_e4m3_with_nan():
     tensors = {name: torch.randn(1, 20, 2, 16).to(torch.float8_e4m3fn) for name in "qkv"}
     tensors["v"].view(torch.uint8)[0, 3, 0, 1] = 127
-    with pytest.raises(ValueError, match="compare: v must be finite, .* got 1 that are not"):
+    with pytest.raises(ValueError, match=r"compare: v must be finite, .* got 1 that are not"):
         flashzoo.compare(**tensors, versions=["standard"], progress=False)
     tensors["v"] = tensors["k"]
-    with pytest.raises(ValueError, match="compare: k_descale must be finite, .* got 2 that are not"):
+    with pytest.raises(ValueError, match=r"compare: k_descale must be finite, .* got 2 that are not"):
         flashzoo.compare(**tensors, k_descale=torch.full((1, 2), math.nan), versions=["standard"], progress=False)
 
 

@@ -129,6 +129,7 @@ class TestSpec:
             ({"quantizes": ("fp32",)}, "quantizes must be from .* got \\['fp32'\\]"),
             ({"fp8_rms": (("randn", 1.0),)}, "fp8_rms is for a version that quantizes, got .*randn"),
             ({"cpu_dtypes": ("int8",)}, "cpu_dtypes must be from .* got \\['int8'\\]"),
+            ({"transforms": frozenset({"jit"})}, "transforms must be names from .* got \\['jit'\\]"),
             ({"impl": "no_colon"}, "impl must be 'package.module:function', got 'no_colon'"),
         ],
     )
@@ -895,6 +896,57 @@ class TestMeaning:
         assert [problem.grad for problem in CALLS] == [False, True, False, False]
 
 
+class TestTransforms:
+    """What every version is held to there is in THE suite."""
+
+    @pytest.fixture(autouse=True)
+    def _toys(self):
+        flashzoo.register(toy("plain"))
+        flashzoo.register(toy("composed", transforms=frozenset({"jvp", "vmap"})))
+
+    def test_a_version_that_declares_none_is_refused_with_those_that_would_do(self, qkv):
+        q, k, v = qkv
+        text = r"version 'plain' does not support torch.func.vmap, got q, v under it\nversions that would: sdpa, standard, composed"
+        with pytest.raises(UnsupportedError, match=text):
+            torch.func.vmap(lambda q: flashzoo.attention(q, k, q, version="plain"))(torch.stack([q, q]))
+        assert CALLS == []
+        torch.func.vmap(lambda q: flashzoo.attention(q, k, v, version="composed"))(torch.stack([q, q]))
+        assert len(CALLS) == 1
+
+    def test_tensors_beside_a_transform_are_not_under_it(self, qkv):
+        with torch.autograd.forward_ad.dual_level():
+            flashzoo.attention(*qkv, version="plain")
+        torch.func.vmap(lambda x: flashzoo.attention(*qkv, version="plain").sum() + x)(torch.ones(2))
+        assert len(CALLS) == 2
+
+    def test_auto_names_who_would_do(self, qkv):
+        q, k, v = qkv
+        with pytest.raises(UnsupportedError, match=r"version 'sdpa' does not support forward-mode AD .*\nversions that would: standard"):
+            torch.func.jvp(lambda q: flashzoo.attention(q, k, v), (q,), (q,))
+
+    def test_where_nobody_would_do(self, qkv):
+        with pytest.raises(UnsupportedError, match="no registered version would: call it outside of that"):
+            torch.func.hessian(lambda q: flashzoo.attention(q, *qkv[1:]).sum())(qkv[0])
+
+    def test_an_input_that_requires_grad_within_torch_func(self, qkv):
+        k = qkv[1].requires_grad_()
+        text = "version 'standard' does not support gradients within torch.func .*, got inputs that require grad"
+        with pytest.raises(UnsupportedError, match=text):
+            torch.func.vmap(lambda x: x * flashzoo.attention(k, k, k, version="standard").sum())(torch.ones(2))
+
+    @pytest.mark.parametrize("precision", ["fp8", None])
+    def test_no_tangent_goes_through_fp8(self, precision):
+        x = torch.randn(1, 6, 2, 16).half()
+        with torch.autograd.forward_ad.dual_level():
+            if precision:
+                arguments = {"q": torch.autograd.forward_ad.make_dual(x, x), "k": x, "v": x, "precision": precision}
+            else:
+                scale = torch.autograd.forward_ad.make_dual(torch.ones(1, 2), torch.ones(1, 2))
+                arguments = dict.fromkeys("qkv", x.to(torch.float8_e4m3fn)) | {"k_descale": scale}
+            with pytest.raises(UnsupportedError, match=r"'standard' does not support forward-mode AD .*, got (q|k_descale) under it"):
+                flashzoo.attention(**arguments)
+
+
 DESCALES_SEEN = []
 
 
@@ -1030,7 +1082,7 @@ class TestSdpaAdapter:
             ({"value": _nested(torch.strided)}, "value must be a dense tensor .* got a nested one"),
             ({"key": _nested(torch.jagged)}, "key must be a dense tensor .* got a nested one"),
         ],
-        ids=str,
+        ids=["is_causal", "enable_gqa", "scale", "sparse", "nested", "jagged"],
     )
     def test_refuses_what_attention_refuses(self, options, text, bhsd):
         with pytest.raises(TypeError, match=text):
