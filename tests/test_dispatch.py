@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from support import CALLS, dense, dense_backward, toy
+from support import CALLS, dense, dense_backward, lazily_negated, toy
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashzoo
@@ -974,7 +974,7 @@ class TestFp8:
         assert all(found is x for found, x in zip(DESCALES_SEEN[0], given, strict=True))
 
     def test_lazy_negatives_are_resolved_before_a_version_gets_them(self):
-        given = dict(zip(("q_descale", "k_descale", "v_descale"), (torch._neg_view(-torch.rand(2, 4)) for _ in range(3)), strict=True))
+        given = dict(zip(("q_descale", "k_descale", "v_descale"), (lazily_negated(torch.rand(2, 4)) for _ in range(3)), strict=True))
         flashzoo.attention(**_fp8(**given), version="fp8")
         assert not any(found.is_neg() for found in DESCALES_SEEN[0])
         assert all(torch.equal(found, x) for found, x in zip(DESCALES_SEEN[0], given.values(), strict=True))

@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "autograd": {"torch", "flashzoo.spec", "flashzoo.transforms"},
     "transforms": {"torch", "flashzoo.registry", "flashzoo.spec"},
     "reference": {"torch", "flashzoo.autograd", "flashzoo.spec"},
-    "baselines": {"torch", "flashzoo.reference", "flashzoo.spec"},
+    "baselines": {"torch", "flashzoo.reference", "flashzoo.spec", "flashzoo.transforms"},
     "workloads": {"torch", BLOCK_MASK, "flashzoo.spec"},
     "accuracy": {"torch", "flashzoo.reference", "flashzoo.roundings", "flashzoo.spec", "flashzoo.workloads"},
     "roundings": {"torch", "flashzoo.reference", "flashzoo.spec", "flashzoo.workloads"},

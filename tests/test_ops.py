@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from support import CALLS, DEVICE, dense, dense_backward, in_fresh_process, toy
+from support import CALLS, DEVICE, dense, dense_backward, in_fresh_process, lazily_negated, toy
 from test_dispatch import BAD_INPUT, EMPTY, _changed
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
@@ -302,7 +302,7 @@ class TestModes:
 
     @pytest.mark.parametrize("name", ["sdpa", "standard"])
     def test_lazy_negatives(self, name, qkv):
-        lazy = [torch._neg_view(-x) for x in qkv]
+        lazy = [lazily_negated(x) for x in qkv]
         function = compiled(partial(flashzoo.attention, version=name))
         close(gradients(function, lazy), gradients(flashzoo.attention, qkv, version=name))
 
