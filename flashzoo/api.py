@@ -12,6 +12,7 @@ from torch.compiler import is_compiling
 from flashzoo.blocksparse.mask import BlockMask
 from flashzoo.plan import (
     banded,
+    check_data,
     check_descales,
     check_scale,
     check_tensors,
@@ -22,7 +23,8 @@ from flashzoo.plan import (
     problem_of,
 )
 from flashzoo.registry import Explanation, current, explain_problem, requested
-from flashzoo.spec import Problem, Window, normalised
+from flashzoo.spec import Problem, Window, check_flags, normalised
+from flashzoo.transforms import check_transforms, refuse_transforms, transforming
 
 
 @overload
@@ -85,7 +87,8 @@ def attention(
 
     Args:
         q: `(batch, seqlen_q, heads, head_dim)`, fp16, bf16, fp32, fp64 or e4m3 (`torch.float8_e4m3fn`); any strides with a
-            contiguous last dimension, so a transposed view of a `(batch, heads, seqlen, head_dim)` tensor passes with no copy.
+            contiguous last dimension, so a transposed view of a `(batch, heads, seqlen, head_dim)` tensor passes with no copy. Lazily
+            negated numbers (`torch.Tensor.is_neg`) cost one, here and in k, v, descales and gradients.
         k: `(batch, seqlen_k, heads_kv, head_dim)`, dtype and device of q. `heads` is a multiple of `heads_kv`; query
             head h reads key/value head `h // (heads // heads_kv)`.
         v: `(batch, seqlen_k, heads_kv, head_dim_v)`, dtype and device of q. `head_dim_v` is mostly `head_dim`.
@@ -117,7 +120,9 @@ def attention(
 
     Raises:
         TypeError, ValueError: an argument is malformed; the text names it, what was expected and what was got.
-        flashzoo.UnsupportedError: the named version, or under "auto" every version, has a reason against the call.
+        flashzoo.UnsupportedError: the named version, or under "auto" every version, has a reason against the call; or the version that
+            answers is not right under what the call is under (`Spec.transforms`): forward-mode AD, or a transform of torch.func. `sdpa`
+            is under vmap, grad and vjp, `standard` under vmap and jvp.
     """
     if is_compiling():
         from flashzoo.ops import traced
@@ -132,7 +137,7 @@ def attention(
     try:
         grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         tensors = (*described(q), *described(k), *described(v))
-    except AttributeError:
+    except (AttributeError, RuntimeError):  # no tensor, or one without strides
         check_tensors(q, k, v)
         raise
     form = None if precision is None and out_dtype is None else form_of(precision, out_dtype)
@@ -140,13 +145,25 @@ def attention(
     if block_mask is not None:
         masked["block_mask"], mask = banded(block_mask, causal, window_size)
     how = (causal, softmax_scale, window_size, deterministic, return_lse, grad, asked, form, mask, current())
-    planned = plan(*tensors, *how)
+    try:
+        planned = plan(*tensors, *how)
+    except TypeError as error:
+        if "unhashable" in str(error):  # then the plan was not even looked up
+            check_flags(causal=causal, deterministic=deterministic, return_lse=return_lse)
+            check_scale(softmax_scale)
+        raise
     problem = planned.problem
+    if transforming():
+        named = {"q": q, "k": k, "v": v, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+        check_transforms(named, problem, planned.spec)
+    if q.is_neg() or k.is_neg() or v.is_neg():
+        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     if planned.negative:
         q = negated(q)
     if planned.e4m3 or not (q_descale is k_descale is v_descale is None):
         descales = (q_descale, k_descale, v_descale)
         check_descales(descales, problem, q.device)
+        descales = tuple(x if x is None else x.resolve_neg() for x in descales)
         result = planned.run(q, k, v, problem, planned.scale, descales, **masked)
     else:
         result = planned.run(q, k, v, problem, planned.scale, **masked)
@@ -261,6 +278,11 @@ def quantize(
     """
     if is_compiling():
         raise NotImplementedError("flashzoo.quantize can't be traced: call it outside of what torch.compile or torch.export sees")
+    check_tensors(q, k, v)
+    check_data(q.device, k.device, v.device)
+    check_flags(rotate=rotate, smooth=smooth)
+    refuse_transforms("flashzoo.quantize", q=q, k=k, v=v)
+    q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     return import_module("flashzoo.v3.quantize").quantize(q, k, v, rotate=rotate, smooth=smooth, scales=scales)
 
 
@@ -291,6 +313,7 @@ def sdpa(
         ValueError: is_causal with seqlen_q != seqlen_k, or fewer key heads than query heads without enable_gqa.
     """
     check_tensors(query, key, value, names=("query", "key", "value"))
+    check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     if query.ndim == key.ndim == 4:
         if is_causal and query.shape[2] != key.shape[2]:
             raise ValueError(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flashzoo.spec import Problem
+from flashzoo.transforms import refuse_transforms, transforming
 
 Forward = Callable[..., tuple[Tensor, Tensor | None]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
@@ -26,9 +27,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
         refuse_double_backward()
+        if transforming():
+            refuse_transforms("flashzoo's backward pass", dout=dout, dlse=dlse)
         q, k, v, out, lse = ctx.saved_tensors
-        if dout is None:
-            dout = torch.zeros_like(out)
+        # What a kernel reads is memory, where a number whose negative bit is set has the other sign.
+        dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
+        dlse = dlse if dlse is None else dlse.resolve_neg()
         gradients = ctx.run_backward(dout, dlse, q, k, v, out, lse, ctx.problem, ctx.scale, **ctx.mask)
         return (*gradients, None, None, None, None)
 

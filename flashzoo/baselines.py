@@ -11,6 +11,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from flashzoo.reference import dense, visible
 from flashzoo.spec import Problem, Spec
+from flashzoo.transforms import functorch_active
 
 _EVERY_HEAD_DIM = range(1, 1 << 16)
 LARGEST_GRID = 65535
@@ -67,6 +68,7 @@ STANDARD = Spec(
     head_dims=_EVERY_HEAD_DIM,
     features=_STANDARD_FEATURES,
     backward=_STANDARD_FEATURES,
+    transforms=frozenset({"jvp", "vmap", "functionalize"}),
     auto=("cuda", "cpu"),
     memory="quadratic",
     notes=_standard_notes,
@@ -85,6 +87,7 @@ SDPA = Spec(
     head_dims=_EVERY_HEAD_DIM,
     features=_SDPA_FEATURES,
     backward=_SDPA_FEATURES,
+    transforms=frozenset({"vmap", "grad", "functionalize"}),
     auto=("cuda", "cpu"),
     faults=_SDPA_FAULTS,
     check=_sdpa_limits,
@@ -101,6 +104,8 @@ def _readable(x: Tensor) -> Tensor:
     """The tensor, copied where torch's CUDA kernels would read it at misaligned addresses, which loses the CUDA context."""
     if not x.is_cuda:
         return x
+    if functorch_active():  # then it may have no address
+        return x.clone(memory_format=torch.contiguous_format)
     steps = [stride * x.itemsize for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
     aligned = x.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in steps)
     return x if aligned else x.clone(memory_format=torch.contiguous_format)

@@ -30,6 +30,7 @@ from torch import Tensor
 from flashzoo.accuracy import Check, Judge
 from flashzoo.api import attention, explain
 from flashzoo.blocksparse.mask import BlockMask
+from flashzoo.plan import check_data
 from flashzoo.reference import Result
 from flashzoo.registry import current, implementation
 from flashzoo.registry import versions as registered
@@ -240,7 +241,8 @@ def compare(
         A `Comparison`. On the CPU, Triton's kernels run once in its interpreter, and only on small problems.
 
     Raises:
-        TypeError, ValueError: an argument is malformed, as in `flashzoo.attention`, a version is unknown, or budget_s too short.
+        TypeError, ValueError: an argument is malformed, as in `flashzoo.attention`, a version is unknown, budget_s is too short, or an
+            input has NaN or infinity in it, of which there is no error to compare.
         flashzoo.compare.Interrupted: a KeyboardInterrupt that has the rows that were finished.
     """
     options = {"causal": causal, "window_size": window_size, "deterministic": deterministic, "precision": precision}
@@ -248,6 +250,8 @@ def compare(
     specs = _chosen(versions)
     with torch.set_grad_enabled(backward), _bar(progress) as bar:
         problem = explain(*_leaves((q, k, v), backward), softmax_scale=softmax_scale, **options).problem
+        check_data(q.device)
+        _check_finite(q=q, k=k, v=v, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
         _foresee(bar, problem, specs, budget_s)
         return _compared(bar, (q, k, v), problem, softmax_scale, options, specs, seed)
 
@@ -388,6 +392,14 @@ def _part_s(problem: Problem, specs: list[Spec], scores: int) -> tuple[float, fl
 
 def _scores(problem: Problem) -> int:
     return problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k
+
+
+def _check_finite(**tensors: Tensor | None) -> None:
+    for name, x in tensors.items():
+        if x is not None:
+            count = int((~(x.float() if x.dtype == torch.float8_e4m3fn else x).isfinite()).sum())
+            if count:
+                raise ValueError(f"compare: {name} must be finite, as no error of NaN or infinity can be told, got {count} that are not")
 
 
 def _memory_bytes() -> int:

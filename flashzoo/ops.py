@@ -26,7 +26,6 @@ from flashzoo.plan import (
     banded,
     check_descales,
     check_descales_alone,
-    check_flags,
     check_mask,
     check_scale,
     check_shapes,
@@ -37,7 +36,8 @@ from flashzoo.plan import (
     plan,
 )
 from flashzoo.registry import ARGUMENT, current, requested
-from flashzoo.spec import Problem, Window, normalised
+from flashzoo.spec import Problem, Window, check_flags, normalised
+from flashzoo.transforms import refuse_traced_forward_ad
 
 NAME, BACKWARD_NAME = "flashzoo::attention", "flashzoo::attention_backward"
 
@@ -89,7 +89,7 @@ def traced(
     """`flashzoo.attention` of what is being traced."""
     # What the operator's schema would convert, or refuse in words of its own.
     check_tensors(q, k, v)
-    check_flags(causal, deterministic, return_lse)
+    check_flags(causal=causal, deterministic=deterministic, return_lse=return_lse)
     check_scale(softmax_scale)
     form_of(precision, out_dtype)
     check_descales_alone((q_descale, k_descale, v_descale), q.device)
@@ -100,6 +100,7 @@ def traced(
     left, right = normalised(window_size)
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     name, by = _requested(version)
+    refuse_traced_forward_ad()
     out, lse = torch.ops.flashzoo.attention(
         *(q, k, v, softmax_scale, causal, left, right, deterministic, return_lse, grad, name),
         *(precision, out_dtype, q_descale, k_descale, v_descale, *parts, by),
@@ -139,6 +140,7 @@ def _attention(
     mask_sizes: Sequence[int] | None = None,
     by: str = ARGUMENT,
 ) -> tuple[Tensor, Tensor]:
+    refuse_traced_forward_ad()
     window = (window_left, window_right)
     form = form_of(precision, out_dtype)
     masked, mask = _banded(mask_tensors, mask_sizes, causal, window)
@@ -207,6 +209,7 @@ def _attention_backward(
     mask_tensors: Sequence[Tensor] | None = None,
     mask_sizes: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    refuse_traced_forward_ad()
     window = (window_left, window_right)
     form = (precision, None)
     masked, mask = _banded(mask_tensors, mask_sizes, causal, window)

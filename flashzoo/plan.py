@@ -13,7 +13,18 @@ from torch import Tensor
 from flashzoo.autograd import joined
 from flashzoo.blocksparse.mask import BlockMask
 from flashzoo.registry import Choice, Zoo, choose, implementation, lent, remembered
-from flashzoo.spec import DESCALE_BLOCK, OUT_DTYPES, PRECISIONS, QUANTIZABLE, MaskForm, Problem, Spec, Window, normalised
+from flashzoo.spec import (
+    DESCALE_BLOCK,
+    OUT_DTYPES,
+    PRECISIONS,
+    QUANTIZABLE,
+    MaskForm,
+    Problem,
+    Spec,
+    Window,
+    check_flags,
+    normalised,
+)
 
 LARGEST_SCALE = 1e30
 """Of softmax_scale: scores are float32, and beyond this even small ones would be infinite."""
@@ -35,12 +46,13 @@ def negated(x: Tensor) -> Tensor:
 
 
 # What a plan, and so the cache of plans, depends on. Not the strides but the last: kernels take them as they come.
-Described = tuple[torch.Size, int, torch.dtype, torch.device, torch.layout]
+# That is in a tuple, empty for a tensor of no dimensions.
+Described = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, torch.layout]
 
 
 def described(x: Tensor) -> Described:
     """What a plan depends on, of one tensor."""
-    return x.shape, x.stride(-1) if x.ndim else 1, x.dtype, x.device, x.layout
+    return x.shape, x.stride()[-1:], x.dtype, x.device, x.layout
 
 
 Mask = tuple[MaskForm, int, int, torch.device]
@@ -63,7 +75,7 @@ def banded(block_mask: Any, causal: Any, window_size: Any) -> tuple[BlockMask, M
     """
     check_mask(block_mask)
     mask, window = block_mask.check_once(), normalised(window_size)
-    check_flags(causal)
+    check_flags(causal=causal)
     if causal or window != (None, None):
         sizes = {"block_q": mask.block_q, "block_kv": mask.block_kv, "device": mask.device}
         mask &= mask.sliding_window(mask.seqlen_q, mask.seqlen_k, window_size=window, causal=causal, **sizes)
@@ -71,10 +83,26 @@ def banded(block_mask: Any, causal: Any, window_size: Any) -> tuple[BlockMask, M
 
 
 def check_tensors(q: Any, k: Any, v: Any, names: tuple[str, str, str] = ("q", "k", "v")) -> None:
-    """TypeError where one is no tensor."""
+    """TypeError where one is no tensor, or of a layout that has neither strides nor, where nested, one shape."""
     for name, x in zip(names, (q, k, v), strict=True):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        _check_layout(name, x.layout, x.is_nested)
+
+
+def _check_layout(name: str, layout: torch.layout, nested: bool = False) -> None:
+    dense = f"{name} must be a dense tensor (torch.strided)"
+    if nested or layout == torch.jagged:
+        instead = "pad it with torch.nested.to_padded_tensor, or pack its sequences into one with a BlockMask.documents"
+        raise TypeError(f"{dense}, got a nested one ({layout}): {instead}")
+    if layout != torch.strided:
+        raise TypeError(f"{dense}, got {layout}: call to_dense()")
+
+
+def check_data(*devices: torch.device) -> None:
+    """ValueError where tensors on one of these have no data."""
+    if any(device.type == "meta" for device in devices):
+        raise ValueError("q, k and v must have data, got device meta: flashzoo.explain answers about such tensors")
 
 
 @dataclass(slots=True, eq=False)
@@ -126,17 +154,17 @@ def _told(x: Any) -> str:
 @remembered
 def plan(
     q_shape: torch.Size,
-    q_last: int,
+    q_last: tuple[int, ...],
     q_dtype: torch.dtype,
     q_device: torch.device,
     q_layout: torch.layout,
     k_shape: torch.Size,
-    k_last: int,
+    k_last: tuple[int, ...],
     k_dtype: torch.dtype,
     k_device: torch.device,
     k_layout: torch.layout,
     v_shape: torch.Size,
-    v_last: int,
+    v_last: tuple[int, ...],
     v_dtype: torch.dtype,
     v_device: torch.device,
     v_layout: torch.layout,
@@ -157,6 +185,7 @@ def plan(
     v = (v_shape, v_last, v_dtype, v_device, v_layout)
     scale = check_scale(softmax_scale)
     problem = problem_of((q, k, v), causal, window_size, deterministic, return_lse, grad, None, form, mask)
+    check_data(q_device)
     if mask is not None and mask[3] != q_device:
         raise ValueError(f"block_mask must be on q's device {q_device}, got {mask[3]}")
     choice = choose(problem, *asked, zoo)
@@ -226,7 +255,7 @@ def check_scale(scale: Any) -> float | None:
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"softmax_scale must be a float or None, got {type(scale).__name__}")
     if not abs(scale) <= LARGEST_SCALE:  # true of NaN, and traced where the scale is an unknown number
-        limit = f"at most {LARGEST_SCALE:g} in size" if math.isfinite(scale) else "finite"
+        limit = f"at most {LARGEST_SCALE:g} in size" if isinstance(scale, int) or math.isfinite(scale) else "finite"
         raise ValueError(f"softmax_scale must be {limit}, got {scale}")
     return float(scale)
 
@@ -235,12 +264,11 @@ def check_shapes(tensors: tuple[Described, Described, Described]) -> None:
     """TypeError or ValueError where q, k and v are no inputs of attention, or do not go together."""
     (q_shape, _, q_dtype, q_device, _), (k_shape, _, k_dtype, k_device, _), (v_shape, _, v_dtype, v_device, _) = tensors
     for name, (shape, last, _, _, layout) in zip("qkv", tensors, strict=True):
-        if layout != torch.strided:
-            raise TypeError(f"{name} must be a dense tensor (torch.strided), got {layout}")
+        _check_layout(name, layout)
         if len(shape) != 4:
             raise ValueError(f"{name} must have 4 dimensions (batch, seqlen, heads, head_dim), got shape {tuple(shape)}")
-        if last != 1 and shape[-1] > 1:
-            raise ValueError(f"{name} must be contiguous in its last dimension (stride 1), got stride {last} for shape {tuple(shape)}")
+        if last != (1,) and shape[-1] > 1:
+            raise ValueError(f"{name} must be contiguous in its last dimension (stride 1), got stride {last[0]} for shape {tuple(shape)}")
     shapes = f"q {tuple(q_shape)}, k {tuple(k_shape)}, v {tuple(v_shape)}"
     (batch, _, heads, head_dim), (batch_k, seqlen_k, heads_kv, head_dim_k) = q_shape, k_shape
     *sizes_v, head_dim_v = v_shape
@@ -261,13 +289,6 @@ def check_shapes(tensors: tuple[Described, Described, Described]) -> None:
         raise TypeError(f"q, k and v must be of dtype {', '.join(_DTYPE_NAMES.values())}, got {dtypes}")
     if not q_device == k_device == v_device:
         raise ValueError(f"q, k and v must be on one device, got q {q_device}, k {k_device}, v {v_device}")
-
-
-def check_flags(causal: Any, deterministic: Any = False, return_lse: Any = False) -> None:
-    """TypeError where one is no bool."""
-    for name, flag in (("causal", causal), ("deterministic", deterministic), ("return_lse", return_lse)):
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be a bool, got {flag!r}")
 
 
 def problem_of(
@@ -291,7 +312,7 @@ def problem_of(
         raise TypeError(f"precision={precision!r} quantises {' or '.join(QUANTIZABLE)} inputs, got q {q_dtype}")
     if out_dtype is not None and dtype != "e4m3":
         raise TypeError(f"out_dtype is for e4m3 inputs (out has the dtype of others), got {TORCH_OUT_DTYPES[out_dtype]} with q {q_dtype}")
-    check_flags(causal, deterministic, lse)
+    check_flags(causal=causal, deterministic=deterministic, return_lse=lse)
     device, arch = _hardware(q_device, arch)
     if mask is not None and mask[1:3] != (seqlen_q, seqlen_k):
         raise ValueError(f"block_mask must be of seqlen_q and seqlen_k ({seqlen_q}, {seqlen_k}), got ({mask[1]}, {mask[2]})")

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flashzoo.autograd import differentiable
 from flashzoo.spec import DESCALE_BLOCK, Problem
@@ -82,9 +83,9 @@ def visible(problem: Problem, device: torch.device | str = "cpu", mask: Tensor |
     offset = torch.arange(problem.seqlen_k, device=device)[None, :] - diagonal
     seen = torch.ones_like(offset, dtype=torch.bool)
     if left is not None:
-        seen &= offset >= -left
+        seen = seen & (offset >= -left)
     if right is not None:
-        seen &= offset <= right
+        seen = seen & (offset <= right)
     return seen if mask is None else seen & mask
 
 
@@ -374,7 +375,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
     """Batched product of I/O-dtype operands, accumulated and returned in float32."""
-    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
+    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16) and forward_ad._current_level < 0:  # this bmm has no tangent
         return torch.bmm(a, b, out_dtype=torch.float32)  # the tensor cores' own accumulator, not rounded on the way out
     return torch.bmm(a.to(_wide(a)), b.to(_wide(b)))
 

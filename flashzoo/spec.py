@@ -44,6 +44,13 @@ INTERPRETER_BLOCKS = 256
 INTERPRETER_BLOCK = 64
 INTERPRETER_BLOCK_S = 0.02
 """Seconds of a block in the interpreter, forward, on a slow core, at head dims up to 64; wider ones take as much longer."""
+TRANSFORMS = {
+    "jvp": "forward-mode AD (torch.func.jvp, torch.autograd.forward_ad)",
+    "vmap": "torch.func.vmap",
+    "grad": "gradients within torch.func (grad, vjp, jacrev) or forward-mode AD",
+    "functionalize": "torch.func.functionalize",
+}
+"""What may be done to a call from around it, and what does it."""
 
 Window = tuple[int | None, int | None]
 
@@ -92,6 +99,13 @@ def span_of(causal: bool, window: Window) -> Window:
     """The visible band around the aligned diagonal: causal is a window with nothing on its right."""
     left, right = window
     return (left, 0 if right is None else min(right, 0)) if causal else (left, right)
+
+
+def check_flags(**flags: Any) -> None:
+    """TypeError where one is no bool."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be a bool, got {flag!r}")
 
 
 def normalised(window_size: Any, name: str = "window_size") -> Window:
@@ -324,6 +338,8 @@ class Spec:
         backward_impl: `"package.module:function"`, for a backward pass that other versions may use too, under "auto" where
             they give an LSE and have no backward pass of their own for a problem: called as
             `function(dout, dlse or None, q, k, v, out, lse, problem, softmax_scale) -> (dq, dk, dv)`, with a block mask as `impl`.
+        transforms: names from `TRANSFORMS` under which its function is right, as one made of torch's own operations may be: a kernel
+            reads memory, in which there is neither a tangent nor a batch. All else is refused.
         requires: packages that must be installed. What needs triton runs in its interpreter on CPU tensors, of at most
             `INTERPRETER_BLOCKS` blocks.
         backward_requires: those that the backward pass needs beside them.
@@ -351,6 +367,7 @@ class Spec:
     features: frozenset[str] = frozenset()
     backward: frozenset[str] | None = None
     backward_impl: str | None = None
+    transforms: frozenset[str] = frozenset()
     requires: tuple[str, ...] = ()
     backward_requires: tuple[str, ...] = ()
     auto: tuple[str, ...] = ("cuda",)
@@ -368,6 +385,9 @@ class Spec:
             unknown = sorted((getattr(self, name) or frozenset()) - FEATURES.keys())
             if unknown:
                 raise ValueError(f"Spec {self.name!r}: {name} must be names from {sorted(FEATURES)}, got {unknown}")
+        unknown = sorted(self.transforms - TRANSFORMS.keys())
+        if unknown:
+            raise ValueError(f"Spec {self.name!r}: transforms must be names from {sorted(TRANSFORMS)}, got {unknown}")
         for name in ("dtypes", "cpu_dtypes"):
             unknown = [dtype for dtype in getattr(self, name) if dtype not in DTYPES]
             if unknown:

@@ -46,6 +46,11 @@ def dtypes_of(spec: Spec) -> tuple[str, ...]:
     return spec.cpu_dtypes if DEVICE == "cpu" else spec.dtypes
 
 
+def lazily_negated(x: Tensor) -> Tensor:
+    """The same numbers, which lie in memory with the other sign, as those of `z.conj().imag` do."""
+    return torch._neg_view(-x)  # pyright: ignore[reportPrivateImportUsage]
+
+
 def interpreted(version: str) -> bool:
     """Whether Triton's interpreter runs it here, a thousand times slower than a GPU."""
     return DEVICE == "cpu" and "triton" in flashzoo.versions()[version].requires

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
+import flashzoo
 from flashzoo import BlockMask, Problem
 from flashzoo.reference import visible
 
@@ -572,6 +573,7 @@ SHAPES = {  # field, its new value, error
         lambda x: torch.cat([x.flatten(), x.flatten()[:8]])[8:].view(x.shape),
         r"element\.bits must start at a multiple of 16 bytes, got one 8 bytes past it",
     ),
+    "causal": ("element.causal", lambda _: "False", r"element\.causal must be a bool, got 'False'"),
     "window": ("element.window", lambda _: (-3, 0), r"element\.window_size must be None or a pair .* got \(-3, 0\)"),
     "window -1": ("element.window", lambda _: (-1, 0), r"element\.window must have None for a side without a bound, got \(-1, 0\)"),
 }
@@ -599,7 +601,51 @@ def test_what_has_passed_is_not_checked_again(monkeypatch):
     assert calls == [by_hand]
 
 
+@pytest.mark.parametrize("path", ["rows.counts", "rows.full", "rows.indices", "rows.order", "rows.bit_index", "columns.indices"])
+def test_what_was_changed_in_place_is_checked_again(path):
+    """A kernel would read keys that are not there."""
+    mask, q = mixed().to(DEVICE), torch.randn(1, 300, 2, 16, device=DEVICE)
+    k = torch.randn(1, 500, 2, 16, device=DEVICE)
+    flashzoo.attention(q, k, k, block_mask=mask)
+    lists, name = path.split(".")
+    x = getattr(getattr(mask, lists), name)
+    x.view(-1)[:1].fill_(999)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"block_mask: {lists}.{name} must be .* got 999"):
+            flashzoo.attention(q, k, k, block_mask=mask)
+    with pytest.raises(ValueError, match="block_mask: "):
+        flashzoo.attention(q, k, k, block_mask=mask.to(DEVICE))
+
+
+def test_what_was_changed_in_place_and_is_sound_passes_and_counts(monkeypatch):
+    mask = mixed()
+    dense = mask.to_dense()
+    mask.element.bits.bitwise_and_(0)
+    assert mask.check_once() is mask
+    assert mask.to_dense().sum() < dense.sum()
+    calls = []
+    monkeypatch.setattr(BlockMask, "validate", lambda self: calls.append(self))
+    mask.check_once()
+    assert not calls
+
+
+def test_masks_of_inference_mode_are_taken():
+    """Their tensors count no changes."""
+    with torch.inference_mode():
+        mask = mixed()
+        assert mask.check_once() is mask
+    assert replace(mask).check_once().check_once()
+
+
 ARGUMENTS = {
+    "causal": (TypeError, "causal must be a bool, got 'False'", lambda: BlockMask.sliding_window(64, window_size=None, causal="False")),
+    "causal of blocks": (
+        TypeError,
+        "causal must be a bool, got 1",
+        lambda: BlockMask.from_blocks(torch.ones(1, 1).bool(), 1, causal=1),
+    ),
+    "causal of scores": (TypeError, "causal must be a bool, got None", lambda: BlockMask.top_k(torch.ones(1, 1), 1, 1, causal=None)),
+    "window past 64 bits": (ValueError, r"from 0 to 2\*\*63 - 1", lambda: BlockMask.sliding_window(64, window_size=(1 << 63, 0))),
     "length": (ValueError, "seqlen_q must be an int, 0 or more, got -1", lambda: BlockMask.causal(-1)),
     "length of keys": (ValueError, "seqlen_k must be an int, 0 or more, got 2.0", lambda: BlockMask.causal(1, 2.0)),
     "block": (ValueError, r"block_kv must be one of \(64, 128\), got 32", lambda: BlockMask.butterfly(64, block_kv=32)),

@@ -439,12 +439,33 @@ def test_compare_leaves_its_inputs_alone():
         ({"k": torch.randn(1, 20, 3, 16)}, ValueError, "v must have k's batch, seqlen and heads"),
         ({"q": None}, TypeError, "q must be a torch.Tensor, got NoneType"),
         ({"softmax_scale": math.nan}, ValueError, "softmax_scale must be finite"),
+        ({"q": torch.randn(1, 20, 2, 16).to_sparse()}, TypeError, r"q must be a dense tensor .* got torch.sparse_coo: call to_dense\(\)"),
+        (dict.fromkeys("qkv", torch.empty(1, 20, 2, 16, device="meta")), ValueError, "q, k and v must have data, got device meta"),
     ],
 )
 def test_compare_refuses_what_attention_refuses(change, error, text):
     arguments = {name: torch.randn(1, 20, 2, 16) for name in "qkv"} | change
     with pytest.raises(error, match=text):
         flashzoo.compare(**arguments)
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_compare_judges_no_input_with_nan_or_infinity(name, number):
+    tensors = {name: torch.randn(1, 20, 2, 16) for name in "qkv"}
+    tensors[name][0, 3, :, 1] = number
+    with pytest.raises(ValueError, match=f"compare: {name} must be finite, .* got 2 that are not"):
+        flashzoo.compare(**tensors, versions=["standard"], progress=False)
+
+
+def test_compare_judges_no_e4m3_with_nan():
+    tensors = {name: torch.randn(1, 20, 2, 16).to(torch.float8_e4m3fn) for name in "qkv"}
+    tensors["v"].view(torch.uint8)[0, 3, 0, 1] = 127
+    with pytest.raises(ValueError, match=r"compare: v must be finite, .* got 1 that are not"):
+        flashzoo.compare(**tensors, versions=["standard"], progress=False)
+    tensors["v"] = tensors["k"]
+    with pytest.raises(ValueError, match=r"compare: k_descale must be finite, .* got 2 that are not"):
+        flashzoo.compare(**tensors, k_descale=torch.full((1, 2), math.nan), versions=["standard"], progress=False)
 
 
 def test_check_refuses_a_wrong_variant(wrong_variant, capfd):

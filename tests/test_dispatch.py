@@ -9,9 +9,10 @@ import os
 import re
 import sys
 
+import numpy as np
 import pytest
 import torch
-from support import CALLS, dense, dense_backward, toy
+from support import CALLS, dense, dense_backward, lazily_negated, toy
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashzoo
@@ -122,6 +123,7 @@ class TestSpec:
             ({"quantizes": ("fp32",)}, "quantizes must be from .* got \\['fp32'\\]"),
             ({"fp8_rms": (("randn", 1.0),)}, "fp8_rms is for a version that quantizes, got .*randn"),
             ({"cpu_dtypes": ("int8",)}, "cpu_dtypes must be from .* got \\['int8'\\]"),
+            ({"transforms": frozenset({"jit"})}, "transforms must be names from .* got \\['jit'\\]"),
             ({"impl": "no_colon"}, "impl must be 'package.module:function', got 'no_colon'"),
             ({"impl": "no_function:"}, "impl must be 'package.module:function', got 'no_function:'"),
             ({"impl": dense}, "impl must be 'package.module:function', got <function dense"),
@@ -782,10 +784,32 @@ def _fp8(**changes):
     return {name: torch.randn(2, 6, 4, 8).to(torch.float8_e4m3fn) for name in "qkv"} | changes
 
 
+def _nested(layout):
+    return torch.nested.nested_tensor([torch.randn(5, 4, 8), torch.randn(6, 4, 8)], layout=layout)
+
+
 BAD_INPUT = {
     "q is no tensor": ({"q": [1.0]}, TypeError, r"q must be a torch.Tensor, got list"),
     "k is no tensor": ({"k": None}, TypeError, r"k must be a torch.Tensor, got NoneType"),
+    "v is an array": ({"v": np.zeros((2, 6, 4, 8), np.float32)}, TypeError, r"v must be a torch.Tensor, got ndarray"),
     "v is sparse": ({"v": torch.zeros(2, 6, 4, 8).to_sparse()}, TypeError, r"v must be a dense tensor .* got torch.sparse_coo"),
+    "q is sparse by rows": (
+        {"q": torch.zeros(6, 8).to_sparse_csr()},
+        TypeError,
+        r"q must be a dense tensor \(torch.strided\), got torch.sparse_csr: call to_dense\(\)",
+    ),
+    "k is sparse by columns": ({"k": torch.zeros(6, 8).to_sparse_csc()}, TypeError, r"k must be a dense tensor .* got torch.sparse_csc"),
+    "v is nested": ({"v": _nested(torch.strided)}, TypeError, r"v must be a dense tensor .* got a nested one .*: pad it with"),
+    "q is nested by offsets": (
+        {"q": _nested(torch.jagged)},
+        TypeError,
+        r"q must be a dense tensor .* got a nested one \(torch.jagged\): pad it with .* or pack .* BlockMask.documents",
+    ),
+    "no data": (
+        dict.fromkeys("qkv", torch.empty(2, 6, 4, 8, device="meta")),
+        ValueError,
+        r"q, k and v must have data, got device meta: flashzoo.explain answers about such tensors",
+    ),
     "q has rank 3": ({"q": torch.randn(6, 4, 8)}, ValueError, r"q must have 4 dimensions .* got shape \(6, 4, 8\)"),
     "k has rank 5": ({"k": torch.randn(1, 2, 6, 4, 8)}, ValueError, r"k must have 4 dimensions .* got shape \(1, 2, 6, 4, 8\)"),
     "v has rank 0": ({"v": torch.tensor(1.0)}, ValueError, r"v must have 4 dimensions .* got shape \(\)"),
@@ -843,10 +867,18 @@ BAD_INPUT = {
     "scale is infinite": ({"softmax_scale": -math.inf}, ValueError, r"softmax_scale must be finite, got -inf"),
     "scale is a string": ({"softmax_scale": "0.1"}, TypeError, r"softmax_scale must be a float or None, got str"),
     "scale is a tensor": ({"softmax_scale": torch.tensor(0.1)}, TypeError, r"softmax_scale must be a float or None, got Tensor"),
+    "scale is a list": ({"softmax_scale": [0.1]}, TypeError, r"softmax_scale must be a float or None, got list"),
+    "scale is past floats": ({"softmax_scale": 10**400}, ValueError, r"softmax_scale must be at most 1e\+30 in size, got 10000"),
     "scale is a bool": ({"softmax_scale": True}, TypeError, r"softmax_scale must be a float or None, got bool"),
     "causal is a number": ({"causal": 1}, TypeError, r"causal must be a bool, got 1"),
+    "causal is a word": ({"causal": "False"}, TypeError, r"causal must be a bool, got 'False'"),
+    "causal is a list": ({"causal": [True]}, TypeError, r"causal must be a bool, got \[True\]"),
+    "causal is a tensor": ({"causal": torch.tensor(True)}, TypeError, r"causal must be a bool, got tensor\(True"),
+    "causal is NumPy's": ({"causal": np.bool_(True)}, TypeError, r"causal must be a bool, got (np\.)?True"),
     "causal is None": ({"causal": None}, TypeError, r"causal must be a bool, got None"),
     "deterministic is a string": ({"deterministic": "yes"}, TypeError, r"deterministic must be a bool, got 'yes'"),
+    "deterministic is a list": ({"deterministic": []}, TypeError, r"deterministic must be a bool, got \[\]"),
+    "return_lse is a list": ({"return_lse": [True]}, TypeError, r"return_lse must be a bool, got \[True\]"),
     "return_lse is a number": ({"return_lse": 1}, TypeError, r"return_lse must be a bool, got 1"),
     "window is a number": ({"window_size": 4}, ValueError, r"window_size must be None or a pair .* got 4"),
     "window has three sides": ({"window_size": (1, 2, 3)}, ValueError, r"window_size must be None or a pair .* got \(1, 2, 3\)"),
@@ -857,9 +889,25 @@ BAD_INPUT = {
         r"window_size must be .* from 0 to 2\*\*63 - 1, got \(0, 9223372036854775808\)",
     ),
     "window is fractional": ({"window_size": (1.5, 0)}, ValueError, r"window_size must be None or a pair .* got \(1.5, 0\)"),
+    "window is whole, but fractional": ({"window_size": (1.0, 0)}, ValueError, r"window_size must be None or a pair .* got \(1.0, 0\)"),
+    "window of bools": ({"window_size": (True, 0)}, ValueError, r"window_size must be None or a pair .* got \(True, 0\)"),
+    "window far past 64 bits": ({"window_size": (1 << 200, 0)}, ValueError, r"window_size must be .* from 0 to 2\*\*63 - 1, got \(16069"),
+    "mask is dense": (
+        {"block_mask": torch.ones(6, 6, dtype=torch.bool)},
+        TypeError,
+        r"block_mask must be a flashzoo.BlockMask or None, got Tensor",
+    ),
+    "mask is a list": ({"block_mask": [1]}, TypeError, r"block_mask must be a flashzoo.BlockMask or None, got list"),
+    "mask is a class": ({"block_mask": flashzoo.BlockMask}, TypeError, r"block_mask must be a flashzoo.BlockMask or None, got type"),
     "version is unknown": ({"version": "v9"}, ValueError, r"version must be 'auto' or one of .*, got 'v9'"),
     "version is None": ({"version": None}, ValueError, r"version must be 'auto' or one of .*, got None"),
     "precision is unknown": ({"precision": "int8"}, ValueError, r"precision must be None or 'fp8', got 'int8'"),
+    "precision is a list": ({"precision": ["fp8"]}, ValueError, r"precision must be None or 'fp8', got \['fp8'\]"),
+    "precision is a dtype": (
+        {"precision": torch.float8_e4m3fn},
+        ValueError,
+        r"precision must be None or 'fp8', got torch.float8_e4m3fn",
+    ),
     "precision of fp32": ({"precision": "fp8"}, TypeError, r"precision='fp8' quantises fp16 or bf16 inputs, got q torch.float32"),
     "precision of e4m3": (_fp8(precision="fp8"), TypeError, r"precision='fp8' quantises fp16 or bf16 inputs, got q torch.float8_e4m3fn"),
     "out_dtype is a string": (_fp8(out_dtype="bf16"), TypeError, r"out_dtype must be None, torch.bfloat16 or torch.float16, got 'bf16'"),
@@ -924,6 +972,17 @@ class TestBadInput:
         flashzoo.attention(**_changed(**good))
         with pytest.raises((TypeError, ValueError)):
             flashzoo.attention(**_changed(**bad))
+
+    @pytest.mark.parametrize("case", [case for case in BAD_INPUT if case not in ("no data", "k is no tensor")])
+    def test_is_refused_by_explain(self, case):
+        changes, error, text = BAD_INPUT[case]
+        with pytest.raises(error, match=text):
+            flashzoo.explain(**_changed(**changes))
+
+    def test_a_window_of_64_bits_is_unbounded(self, qkv):
+        for version in ("sdpa", "standard"):
+            found = flashzoo.attention(*qkv, window_size=((1 << 63) - 1, (1 << 63) - 1), version=version)
+            assert torch.equal(found, flashzoo.attention(*qkv, version=version))
 
     def test_is_refused_again(self):
         for _ in range(2):
@@ -1051,6 +1110,57 @@ class TestImplementation:
         assert len(looked) == 2
 
 
+class TestTransforms:
+    """What every version is held to there is in THE suite."""
+
+    @pytest.fixture(autouse=True)
+    def _toys(self):
+        flashzoo.register(toy("plain"))
+        flashzoo.register(toy("composed", transforms=frozenset({"jvp", "vmap"})))
+
+    def test_a_version_that_declares_none_is_refused_with_those_that_would_do(self, qkv):
+        q, k, v = qkv
+        text = r"version 'plain' does not support torch.func.vmap, got q, v under it\nversions that would: sdpa, standard, composed"
+        with pytest.raises(UnsupportedError, match=text):
+            torch.func.vmap(lambda q: flashzoo.attention(q, k, q, version="plain"))(torch.stack([q, q]))
+        assert CALLS == []
+        torch.func.vmap(lambda q: flashzoo.attention(q, k, v, version="composed"))(torch.stack([q, q]))
+        assert len(CALLS) == 1
+
+    def test_tensors_beside_a_transform_are_not_under_it(self, qkv):
+        with torch.autograd.forward_ad.dual_level():
+            flashzoo.attention(*qkv, version="plain")
+        torch.func.vmap(lambda x: flashzoo.attention(*qkv, version="plain").sum() + x)(torch.ones(2))
+        assert len(CALLS) == 2
+
+    def test_auto_names_who_would_do(self, qkv):
+        q, k, v = qkv
+        with pytest.raises(UnsupportedError, match=r"version 'sdpa' does not support forward-mode AD .*\nversions that would: standard"):
+            torch.func.jvp(lambda q: flashzoo.attention(q, k, v), (q,), (q,))
+
+    def test_where_nobody_would_do(self, qkv):
+        with pytest.raises(UnsupportedError, match="no registered version would: call it outside of that"):
+            torch.func.hessian(lambda q: flashzoo.attention(q, *qkv[1:]).sum())(qkv[0])
+
+    def test_an_input_that_requires_grad_within_torch_func(self, qkv):
+        k = qkv[1].requires_grad_()
+        text = "version 'standard' does not support gradients within torch.func .*, got inputs that require grad"
+        with pytest.raises(UnsupportedError, match=text):
+            torch.func.vmap(lambda x: x * flashzoo.attention(k, k, k, version="standard").sum())(torch.ones(2))
+
+    @pytest.mark.parametrize("precision", ["fp8", None])
+    def test_no_tangent_goes_through_fp8(self, precision):
+        x = torch.randn(1, 6, 2, 16).half()
+        with torch.autograd.forward_ad.dual_level():
+            if precision:
+                arguments = {"q": torch.autograd.forward_ad.make_dual(x, x), "k": x, "v": x, "precision": precision}
+            else:
+                scale = torch.autograd.forward_ad.make_dual(torch.ones(1, 2), torch.ones(1, 2))
+                arguments = dict.fromkeys("qkv", x.to(torch.float8_e4m3fn)) | {"k_descale": scale}
+            with pytest.raises(UnsupportedError, match=r"'standard' does not support forward-mode AD .*, got (q|k_descale) under it"):
+                flashzoo.attention(**arguments)
+
+
 DESCALES_SEEN = []
 
 
@@ -1076,6 +1186,12 @@ class TestFp8:
         out = flashzoo.attention(**_fp8(**names), version="fp8")
         assert out.dtype == torch.bfloat16 and len(DESCALES_SEEN) == 1
         assert all(found is x for found, x in zip(DESCALES_SEEN[0], given, strict=True))
+
+    def test_lazy_negatives_are_resolved_before_a_version_gets_them(self):
+        given = dict(zip(("q_descale", "k_descale", "v_descale"), (lazily_negated(torch.rand(2, 4)) for _ in range(3)), strict=True))
+        flashzoo.attention(**_fp8(**given), version="fp8")
+        assert not any(found.is_neg() for found in DESCALES_SEEN[0])
+        assert all(torch.equal(found, x) for found, x in zip(DESCALES_SEEN[0], given.values(), strict=True))
 
     def test_the_shapes_of_descales_follow_heads_and_lengths(self):
         q, k = (torch.zeros(1, seqlen, heads, 16).to(torch.float8_e4m3fn) for seqlen, heads in ((257, 6), (128, 2)))
@@ -1169,6 +1285,22 @@ class TestSdpaAdapter:
     def test_names_torchs_arguments(self, bhsd):
         with pytest.raises(TypeError, match=r"key must be a torch.Tensor, got NoneType"):
             flashzoo.sdpa(bhsd[0], None, bhsd[2])
+
+    @pytest.mark.parametrize(
+        ("options", "text"),
+        [
+            ({"is_causal": "False"}, "is_causal must be a bool, got 'False'"),
+            ({"enable_gqa": 1}, "enable_gqa must be a bool, got 1"),
+            ({"scale": [0.1]}, "softmax_scale must be a float or None, got list"),
+            ({"query": torch.zeros(6, 8).to_sparse_csr()}, "query must be a dense tensor .* got torch.sparse_csr"),
+            ({"value": _nested(torch.strided)}, "value must be a dense tensor .* got a nested one"),
+            ({"key": _nested(torch.jagged)}, "key must be a dense tensor .* got a nested one"),
+        ],
+        ids=["is_causal", "enable_gqa", "scale", "sparse", "nested", "jagged"],
+    )
+    def test_refuses_what_attention_refuses(self, options, text, bhsd):
+        with pytest.raises(TypeError, match=text):
+            flashzoo.sdpa(**dict(zip(("query", "key", "value"), bhsd, strict=True)) | options)
 
     def test_takes_a_version(self, bhsd):
         with pytest.raises(ValueError, match="got 'v9'"):

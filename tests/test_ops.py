@@ -6,9 +6,10 @@ from functools import partial
 
 import pytest
 import torch
-from support import CALLS, DEVICE, dense, dense_backward, in_fresh_process, toy
+from support import CALLS, DEVICE, dense, dense_backward, in_fresh_process, lazily_negated, toy
 from test_dispatch import BAD_INPUT, EMPTY, _changed
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -212,10 +213,13 @@ class TestChoice:
             assert len(CALLS) == 1
 
 
+UNTRACED = ("v is sparse", "q is sparse by rows", "k is sparse by columns", "v is nested", "v is an array", "no data")
+UNTRACED += ("causal is a tensor", "causal is NumPy's", "version is None", "an argument nobody knows")
+"""What torch refuses to trace in its own words, turns into a tensor, or, of tensors with no data, traces as any."""
+
+
 class TestErrors:
-    @pytest.mark.parametrize(
-        "case", [case for case in BAD_INPUT if case not in ("v is sparse", "version is None", "an argument nobody knows")]
-    )
+    @pytest.mark.parametrize("case", [case for case in BAD_INPUT if case not in UNTRACED])
     def test_bad_input_is_told_in_our_words(self, case):
         """By torch's exception where it stops the tracing, by ours where it stops the call."""
         changes, _, text = BAD_INPUT[case]
@@ -279,20 +283,45 @@ class TestModes:
         close(found, expected)
         close((out, *found), gradients(flashzoo.attention, qkv, version=name))
 
-    @pytest.mark.parametrize("name", ["sdpa", "standard", "v2"])
-    @pytest.mark.parametrize("transform", ["grad", "vmap"])
-    def test_torch_func_is_right_or_refused(self, name, transform, qkv):
-        q, *_ = qkv
+    FORWARD_AD = "a traced flashzoo.attention does not support forward-mode AD .*: call it outside of that, or untraced"
 
-        def loss(q):
-            return flashzoo.attention(q, q, q, version=name).square().sum()
+    @pytest.mark.parametrize("traced_before", [False, True])
+    def test_a_dual_tensor_does_not_lose_its_tangent(self, traced_before, qkv):
+        q, k, v = qkv
+        function = compiled(partial(flashzoo.attention, version="standard"))
+        if traced_before:
+            function(q, k, v)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(q, q)
+            for call in (function, partial(ATTENTION, version="standard")):
+                with pytest.raises(Exception, match=self.FORWARD_AD):
+                    call(dual, k, v)
 
-        try:
-            found = torch.func.grad(loss)(q) if transform == "grad" else torch.func.vmap(loss)(torch.stack([q, 2 * q]))
-        except (NotImplementedError, RuntimeError):
-            return
-        expected = gradients(lambda q: flashzoo.attention(q, q, q, version=name), [q])[1]
-        close(found, expected if transform == "grad" else torch.stack([loss(q), loss(2 * q)]))
+    def test_where_graphs_may_break_a_dual_tensor_is_as_untraced(self, qkv):
+        q, k, v = qkv
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(q, q)
+            function = torch.compile(partial(flashzoo.attention, version="standard"), backend="eager")
+            close(*(forward_ad.unpack_dual(x).tangent for x in (function(dual, k, v), flashzoo.attention(dual, k, v, version="standard"))))
+            with pytest.raises(UnsupportedError, match="version 'v2' does not support forward-mode AD"):
+                torch.compile(partial(flashzoo.attention, version="v2"), backend="eager")(dual, k, v)
+
+    def test_jvp_inside(self, qkv):
+        q, k, v = qkv
+        function = compiled(lambda q: torch.func.jvp(lambda q: flashzoo.attention(q, k, v, version="standard"), (q,), (q,)))
+        with pytest.raises(Exception, match=self.FORWARD_AD):
+            function(q)
+
+    def test_vmap_inside(self, qkv):
+        q, k, v = qkv
+        found = compiled(torch.func.vmap(lambda q: flashzoo.attention(q, k, v, causal=True)))(torch.stack([q, 2 * q]))
+        close(found, torch.stack([flashzoo.attention(x, k, v, causal=True) for x in (q, 2 * q)]))
+
+    @pytest.mark.parametrize("name", ["sdpa", "standard"])
+    def test_lazy_negatives(self, name, qkv):
+        lazy = [lazily_negated(x) for x in qkv]
+        function = compiled(partial(flashzoo.attention, version=name))
+        close(gradients(function, lazy), gradients(flashzoo.attention, qkv, version=name))
 
     @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "expanded"])
     def test_outputs_lie_as_torch_would_lay_them(self, layout):

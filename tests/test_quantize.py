@@ -6,9 +6,10 @@ from functools import partial
 
 import pytest
 import torch
-from support import DEVICE, same_bits, storage_of
+from support import DEVICE, lazily_negated, same_bits, storage_of
 from torch import Tensor
 
+import flashzoo
 from flashzoo import Problem
 from flashzoo._sass import SHARED_LIMIT
 from flashzoo._triton.compile import resources
@@ -336,6 +337,35 @@ def test_malformed_arguments_say_what_is_wrong():
         assert all(word in str(raised.value) for word in ["quantize", *words]), str(raised.value)
     with pytest.raises(ValueError, match="scales must be 'block' or 'head', got 'row'"):
         quantize(q, k, v, scales="row")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"q": [1.0]}, TypeError, "q must be a torch.Tensor, got list"),
+        ({"k": torch.zeros(8, 16).half().to_sparse_csr()}, TypeError, "k must be a dense tensor .* got torch.sparse_csr"),
+        ({"v": torch.nested.nested_tensor([torch.randn(9, 2, 64).half()])}, TypeError, "v must be a dense tensor .* got a nested one"),
+        ({name: torch.empty(1, 8, 2, 64, device="meta").half() for name in "qkv"}, ValueError, "must have data, got device meta"),
+        ({"rotate": "no"}, TypeError, "rotate must be a bool, got 'no'"),
+        ({"smooth": 1}, TypeError, "smooth must be a bool, got 1"),
+    ],
+    ids=["a list", "sparse", "nested", "no data", "rotate", "smooth"],
+)
+def test_what_the_public_name_refuses(change, error, text):
+    with pytest.raises(error, match=text):
+        flashzoo.quantize(**dict(zip("qkv", draw((1, 8, 9, 4, 2, 64)), strict=True)) | change)
+
+
+def test_lazy_negatives_are_resolved():
+    tensors = draw((1, 8, 9, 4, 2, 64))
+    found, expected = flashzoo.quantize(*(lazily_negated(x) for x in tensors)), flashzoo.quantize(*tensors)
+    assert all(torch.equal(x.float(), y.float()) for x, y in zip(found, expected, strict=True))
+
+
+def test_is_for_outside_of_transforms():
+    q, k, v = draw((2, 8, 9, 4, 2, 64))
+    with pytest.raises(NotImplementedError, match=r"flashzoo.quantize does not support q under torch.func.vmap: call it outside of that"):
+        torch.func.vmap(lambda q: flashzoo.quantize(q, k, v).q_descale)(torch.stack([q, q]))
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="says how the interpreter is refused")

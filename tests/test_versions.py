@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,6 +25,7 @@ from support import (
     WORKER_BYTES,
     Tensors,
     accept,
+    as_arguments,
     as_operator,
     both,
     detached,
@@ -31,6 +33,7 @@ from support import (
     dtypes_of,
     forward,
     gives_lse,
+    lazily_negated,
     same_bits,
     seen_by,
     small,
@@ -38,6 +41,7 @@ from support import (
     takes,
 )
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -45,7 +49,7 @@ import flashzoo
 from flashzoo import Problem, Spec, UnsupportedError
 from flashzoo.accuracy import OUT_RMS, Judge
 from flashzoo.reference import Descales, Result, visible
-from flashzoo.spec import FEATURES, QUANTIZABLE, MaskForm
+from flashzoo.spec import FEATURES, QUANTIZABLE, TRANSFORMS, MaskForm
 from flashzoo.workloads import DESCALES, LAYOUTS, TORCH_DTYPES, Workload, descales, workloads
 
 ON_GPU = DEVICE == "cuda"
@@ -728,6 +732,77 @@ def test_double_backward_raises_or_is_right(version, problem):
         return
     for value, right in zip(found, expected, strict=True):
         torch.testing.assert_close(value, right.float(), rtol=1e-3, atol=1e-3)
+
+
+def transformed(kind: str, attention: Callable[[Tensor], Tensor], q: Tensor, tangent: Tensor) -> Tensor:
+    """What comes out of a transform of `attention` as a function of q alone."""
+    if kind == "dual":
+        with forward_ad.dual_level():
+            found = forward_ad.unpack_dual(attention(forward_ad.make_dual(q, tangent))).tangent
+            return torch.full_like(q, torch.nan) if found is None else found
+    if kind == "jvp":
+        return torch.func.jvp(attention, (q,), (tangent,))[1]
+    if kind == "vmap":
+        return torch.func.vmap(attention)(torch.stack([q, tangent]))
+    if kind == "grad":
+        return torch.func.grad(lambda q: (attention(q) * tangent).sum())(q)
+    return torch.func.functionalize(attention)(q)
+
+
+@asks({"plain": {}, "causal": {"causal": True, "seqlen_k": 70}, "gqa": {"heads": 4, "heads_kv": 2}}, fp8=("fp8",), lse=False)
+@pytest.mark.parametrize("kind", ["dual", "jvp", "vmap", "grad", "functionalize"])
+def test_transforms_are_right_or_refused(version, problem, kind):
+    """A kernel reads no tangent: v1, v2 and v3 lost them with no error."""
+    (q, k, v), tangent, _ = draw(problem)
+    spec, name = flashzoo.versions()[version], "jvp" if kind == "dual" else kind
+    arguments = as_arguments(problem)
+
+    def dense(q: Tensor) -> Tensor:
+        group = problem.heads // problem.heads_kv
+        of_keys, of_values = (x.double().repeat_interleave(group, 2) for x in (k, v))
+        scores = torch.einsum("bihd,bjhd->bhij", q, of_keys) * problem.head_dim**-0.5
+        seen = visible(problem, q.device)
+        weights = torch.softmax(scores if seen is None else scores.masked_fill(~seen, -math.inf), -1)
+        return torch.einsum("bhij,bjhd->bihd", weights, of_values)
+
+    try:
+        found = transformed(kind, lambda q: flashzoo.attention(q, k, v, version=version, **arguments), q, tangent)
+    except UnsupportedError as error:
+        assert name not in spec.transforms or problem.precision
+        assert f"version {version!r} does not support {TRANSFORMS[name].split()[0]}" in str(error) and "got q under it" in str(error)
+        return
+    assert name in spec.transforms, "works, and is not declared"
+    expected = transformed(kind, dense, q.double(), tangent.double())
+    tolerance = 1e-4 if problem.dtype in ("fp32", "fp64") else 3e-2
+    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@asks(grad=True, causal=True, lse=False, fp8=("fp8",))
+def test_a_dual_gradient_is_right_or_refused(version, problem):
+    """The backward pass is linear in it, so its tangents are the gradients of the tangent."""
+    tensors, dout, _ = draw(problem)
+    tangent = dout.flip(1)
+    leaves = tuple(x.detach().requires_grad_() for x in tensors)
+    result = forward(version, leaves, problem)
+    with forward_ad.dual_level():
+        try:
+            found = torch.autograd.grad(result.out, leaves, forward_ad.make_dual(dout, tangent))
+        except NotImplementedError:
+            return
+        found = [forward_ad.unpack_dual(x).tangent for x in found]
+    expected = both(version, tensors, problem, tangent)
+    torch.testing.assert_close(found, [expected.dq, expected.dk, expected.dv])
+
+
+@asks({"plain": {}, "mask": {"block_mask": MaskForm(causal=True)}}, both=True, fp8=("fp8",), heads=4, heads_kv=2)
+def test_lazily_negated_numbers(version, problem):
+    """`z.conj().imag` lies in memory with the other sign, and a kernel reads memory."""
+    tensors, dout, dlse = draw(problem)
+    lazy, lazy_dout = tuple(lazily_negated(x) for x in tensors), lazily_negated(dout)
+    lazy_dlse = None if dlse is None else lazily_negated(dlse)
+    judge = Judge(*tensors, problem, None, dout if problem.grad else None, dlse if problem.grad else None, mask=seen_by(problem))
+    accept(judge, both(version, lazy, problem, lazy_dout, lazy_dlse))
+    assert all(x.is_neg() for x in (*lazy, lazy_dout))
 
 
 @asks({"fp32": {"dtype": "fp32"}, "fp8": {"dtype": "fp16", "precision": "fp8"}, "e4m3": {"dtype": "e4m3"}}, both=True, causal=True)

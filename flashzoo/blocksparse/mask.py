@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from flashzoo.blocksparse import picture
 from flashzoo.blocksparse.lists import FULL, Check, Lists, checks, codes_of, first_flaw, lists_of, shape_errors, slots_of, tensor_errors
-from flashzoo.spec import MaskForm, Window, normalised, span_of
+from flashzoo.spec import MaskForm, Window, check_flags, normalised, span_of
 
 BLOCKS = (64, 128)
 """What block_q and block_kv may be."""
@@ -170,6 +171,7 @@ class BlockMask:
     element: Element = Element()
     tight: bool = False
     _checked: bool = field(default=False, init=False)
+    _versions: int | None = field(default=None, init=False)  # what `_count_versions` said when it was checked
 
     # Builders: by a band.
 
@@ -195,6 +197,7 @@ class BlockMask:
         Args:
             window_size: `(left, right)`, a side None or -1 where unbounded.
         """
+        check_flags(causal=causal)
         grid = _grid(seqlen_q, seqlen_k, block_q, block_kv, device)
         return _banded(grid, Element(causal, normalised(window_size)))
 
@@ -364,8 +367,9 @@ class BlockMask:
             full: the blocks to which causal and window_size do not apply, of the same shape; kept too, wherever `blocks` is False.
             causal, window_size: what applies to the other ones.
         """
+        check_flags(causal=causal)
         grid = _grid(seqlen_q, seqlen_k, block_q, block_kv, _tensor("blocks", blocks, torch.bool).device)
-        element = Element(bool(causal), normalised(window_size))
+        element = Element(causal, normalised(window_size))
         kept = _matrix_of("blocks", blocks, grid)
         in_band, whole = grid.band(element.span)
         if full is None:
@@ -457,10 +461,11 @@ class BlockMask:
             scores: `(n_q, n_k)` or `(batch, heads, n_q, n_k)`, floating point. Of equal ones the first is taken; -inf and NaN never.
             causal, window_size: what applies to the elements of blocks.
         """
+        check_flags(causal=causal)
         grid = _grid(seqlen_q, seqlen_k, block_q, block_kv, _tensor("scores", scores, None).device)
         if not scores.dtype.is_floating_point:
             raise TypeError(f"scores must be floating point, got {scores.dtype}")
-        element = Element(bool(causal), normalised(window_size))
+        element = Element(causal, normalised(window_size))
         given = _matrix_of("scores", scores, grid)
         in_band, whole = grid.band(element.span)
         possible = in_band & (given > -torch.inf)
@@ -519,7 +524,7 @@ class BlockMask:
         """The same on another device."""
         element = self.element if self.element.bits is None else replace(self.element, bits=self.element.bits.to(device))
         moved = replace(self, rows=self.rows.to(device), columns=self.columns.to(device), element=element)
-        return _known(moved) if self._checked else moved
+        return _known(moved) if self._sound else moved
 
     def parts(self) -> tuple[list[Tensor], list[int]]:
         """Its tensors, and everything else as ints: what an operator of `torch.library` takes."""
@@ -630,8 +635,25 @@ class BlockMask:
         return _known(self)
 
     def check_once(self) -> BlockMask:
-        """`validate`, but for a mask that was made by a builder or has passed before: then nothing, at no cost."""
-        return self if self._checked else self.validate()
+        """`validate`, but for a mask that was made by a builder or has passed before, and was not changed in place since: then nothing.
+
+        What is changed through `.data`, by another library's kernel or in inference mode is not seen, nor is a change that a graph of
+        `torch.compile` does not know of.
+        """
+        return self if self._sound else self.validate()
+
+    @property
+    def _sound(self) -> bool:
+        return self._checked and (self._versions is None or is_compiling() or self._versions == self._count_versions())
+
+    def _count_versions(self) -> int:
+        """How often its tensors were changed in place, by torch's count."""
+        bits, versions = self.element.bits, 0
+        for x in (self.rows, self.columns):
+            versions += x.counts._version + x.full._version + x.indices._version + x.order._version
+            if bits is not None and x.bit_index is not None:
+                versions += x.bit_index._version
+        return versions if bits is None else versions + bits._version
 
     def _host_errors(self) -> Iterator[str]:
         for name in ("seqlen_q", "seqlen_k", "batch", "heads"):
@@ -657,6 +679,10 @@ class BlockMask:
                 yield f"block_mask: {error}"
             if past := bits.data_ptr() % BITS_ALIGNMENT:
                 yield f"block_mask: element.bits must start at a multiple of {BITS_ALIGNMENT} bytes, got one {past} bytes past it"
+        try:
+            check_flags(**{"element.causal": self.element.causal, "tight": self.tight})
+        except TypeError as error:
+            yield f"block_mask: {error}"
         try:
             if normalised(self.element.window) != self.element.window:
                 yield f"block_mask: element.window must have None for a side without a bound, got {self.element.window}"
@@ -709,6 +735,8 @@ class BlockMask:
 
 def _known(mask: BlockMask) -> BlockMask:
     object.__setattr__(mask, "_checked", True)
+    if not is_compiling() and not any(x.is_inference() for x in mask.parts()[0]):  # of inference mode there is no count
+        object.__setattr__(mask, "_versions", mask._count_versions())
     return mask
 
 
