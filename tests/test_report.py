@@ -354,7 +354,7 @@ def test_a_folder_or_file_that_is_not_there_is_named(tmp_path, capsys):
 def test_a_missing_package_is_named(monkeypatch, capsys):
     monkeypatch.setitem(cli.FROM_CHECKOUT, "report", ("bench.report", "no_such_package"))
     assert cli.main(["report"]) == 2
-    assert "no_such_package must be installed: pip install 'flashzoo[report]'" in capsys.readouterr().err
+    assert f"no_such_package must be installed: pip install -e '{ROOT}[report]'" in capsys.readouterr().err
 
 
 def test_without_a_gpu_all_is_drawn_from_what_is_there(results, tmp_path, capsys, monkeypatch):
