@@ -10,7 +10,7 @@ DEV := $(VENV)/.flashzoo-dev
 PINS := constraints.txt constraints-torch.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help compare test fuzz mutants seen host lint format bench report clean
+.PHONY: help compare test fuzz mutants seen host newcomer lint format bench report clean
 
 help: ## say what each target does
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -28,6 +28,9 @@ fuzz: $(DEV) ## random calls of every version, on the GPU if there is one, for a
 HOST := $(BIN)/python -m pytest tests/test_host_cost.py --benchmark-only --benchmark-columns=min,median,iqr
 host: $(DEV) ## what a call costs the host, held to tests/host_baseline.json
 	$(HOST) $(ARGS) || $(HOST) --last-failed $(ARGS)
+
+newcomer: $(DEV) ## a fresh clone and the wheel in fresh environments, and every command of the README
+	$(BIN)/python tests/newcomer.py
 
 mutants: $(DEV) ## put faults into the code, one at a time: does the suite see them?
 	$(BIN)/python tests/mutants.py $(ARGS)
