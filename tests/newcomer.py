@@ -63,6 +63,7 @@ def main() -> int:
                 found = Path(run(home / "bin" / "python", "-c", print_path, cwd=where).strip())
                 own = clone if kind == "the clone" or where == clone else home
                 assert found.is_relative_to(own), f"{kind}'s environment, in {name}: expected flashzoo of {own}, got {found}"
+                assert found.with_name("py.typed").is_file(), f"{kind} declares no types: expected py.typed beside {found}"
             say(kind, f"is imported from {', '.join(folders)}")
         readme(clone, home)
     print(f"{time.monotonic() - began:.0f} s")
