@@ -5,7 +5,8 @@
    the extra that `make compare` adds. What it asks for is linked from this environment, and not fetched again. `import flashzoo` is
    tried in four folders.
 3. The README, in the clone, at a terminal of 80 columns: every command, and every block of Python in turn. Blocks marked
-   `setup` make environments, and are not run. On a machine without a GPU those marked `gpu` must be refused, in time and in words.
+   `setup` make environments, and are not run, nor are those marked `gpu` where there is one, which take minutes. Where there is
+   none these must be refused, in time and in words.
 """
 
 from __future__ import annotations
@@ -122,7 +123,9 @@ def readme(clone: Path, home: Path) -> None:
     # As `make` leaves it once it has installed what is here.
     (home / ".flashzoo-run").touch()
     commands = [("", f"make compare VENV={home}")]
-    commands += [(mark, line) for language, mark, text in blocks if language == "sh" and mark != "setup" for line in text.splitlines()]
+    elsewhere = {"setup", "gpu"} if torch.cuda.is_available() else {"setup"}
+    shown = [(mark, text) for language, mark, text in blocks if language == "sh" and mark not in elsewhere]
+    commands += [(mark, line) for mark, text in shown for line in text.splitlines()]
     wrong = []
     for mark, line in commands:
         command = line.partition(" #")[0].strip()
@@ -141,7 +144,7 @@ def complaint_about(command: str, mark: str, ended: int, printed: str, spent: fl
         return "expected words for people"
     if command.startswith(NEEDS_MORE):
         return "" if ended == 2 and "pip install -e" in printed else "expected to be told what to install"
-    if mark == "gpu" and not torch.cuda.is_available():
+    if mark == "gpu":
         return "" if ended in (1, 2) and re.search(r"\b(GPU|CPU)\b", printed) else "expected to be refused without a GPU"
     if ended != command.startswith("diff "):
         return "expected it to run"
