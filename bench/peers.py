@@ -12,7 +12,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -72,13 +73,24 @@ def _refuse_top_left(library: str, problem: Problem) -> None:
         raise NotImplementedError(f"{library} aligns causal top-left: expected equal lengths, got {lengths}")
 
 
+@contextmanager
+def _math_in_16_bits() -> Iterator[None]:
+    """torch's math path, standard attention, in the inputs' dtype: unasked it makes float32 of 16 bits, and takes twice as long."""
+    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
+
+
 def _sdpa(backend: SDPBackend, problem: Problem) -> Attention:
     _refuse_top_left("torch", problem)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         try:
-            with sdpa_kernel(backend):
+            with sdpa_kernel(backend), _math_in_16_bits():
                 out = scaled_dot_product_attention(q, k, v, is_causal=problem.causal, enable_gqa=problem.heads != problem.heads_kv)
         except RuntimeError as error:
             if not re.match("No (available kernel|viable backend)", str(error)):

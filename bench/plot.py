@@ -8,15 +8,15 @@ from collections.abc import Callable, Container, Iterable
 from functools import partial
 from pathlib import Path
 
-from bench import claims, pictures, runs, traffic
+from bench import claims, pictures, readmes, runs, traffic
 from bench.run import MISSING, read
 from bench.runs import BUTTERFLY, FP8, RESULTS, TABLES, Row, Sparse, Speeds, impls, last_run, length, ours, sparse_run, speeds
 
 Picture = Callable[[str, str], list[str]]
 """`picture_of` the pictures that are drawn."""
 
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
-ROOT = Path(__file__).parent.parent
+SECTION = "results"
+"""The name of the section in the README."""
 RATIOS = "Geometric mean of the speed ratios over the cells that both ran, and the worst cell:"
 WORDS = {
     "speedups": (
@@ -191,26 +191,28 @@ def report(rows: list[Row], results: Path) -> str:
     return "\n\n".join(parts)
 
 
-def place(text: str, section: str) -> str:
-    """The text with the section between the markers. Raises ValueError where they are not there, once each and in order."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"expected {BEGIN} and after it {END}, got a text without them")
-    return f"{before}{BEGIN}\n\n{section}\n\n{END}{after}"
+def shown(rows: list[Row], results: Path) -> dict[Path, str]:
+    """The text of every README that shows figures, as these rows have them."""
+    found = {readmes.ROOT / path: readmes.written(path, rows) for path in readmes.SECTIONS}
+    readme = readmes.ROOT / "README.md"
+    return found | {readme: readmes.place(found[readme], SECTION, report(rows, results))}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Render tables into the README, and with `--plots` pictures beside the CSV file."""
+    """Render figures into the READMEs, and with `--plots` pictures beside the CSV file."""
     parser = argparse.ArgumentParser(prog="python -m bench.plot", description=__doc__)
     parser.add_argument("--csv", type=runs.results_file, default=str(RESULTS))
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
-    parser.add_argument("--no-readme", action="store_true", help="leave the README alone: it shows another GPU")
+    readme = parser.add_mutually_exclusive_group()
+    readme.add_argument("--readme", type=Path, help="write the section of tables into this file, and no other")
+    readme.add_argument("--no-readme", action="store_true", help="leave the READMEs alone: they show another GPU")
     parser.add_argument("--plots", action="store_true", help="draw bench/results/*.png too")
     args = parser.parse_args(argv)
     rows = read(args.csv)
-    if not args.no_readme:
-        args.readme.write_text(place(args.readme.read_text(), report(rows, args.csv)))
+    if args.readme:
+        args.readme.write_text(readmes.place(args.readme.read_text(), SECTION, report(rows, args.csv)))
+    elif not args.no_readme:
+        for path, text in shown(rows, args.csv).items():
+            path.write_text(text)
     for path in pictures.draw(rows, args.csv) if args.plots else []:
         print(path)
     return 0

@@ -172,12 +172,12 @@ class Judge:
         if problem.dtype == "e4m3":
             dout = dlse = None
         self._mask = mask
-        self.yardstick = _yardstick(q, k, v, problem, scale, dout, dlse, descales, mask)
+        self.yardstick: Result = _yardstick(q, k, v, problem, scale, dout, dlse, descales, mask)
         if problem.dtype == "e4m3":
             q, k, v = (dequantized(x, descale) for x, descale in zip((q, k, v), descales, strict=True))
-        self.reference = oracle(q, k, v, problem, scale, dout, dlse, mask=mask)
+        self.reference: Result = oracle(q, k, v, problem, scale, dout, dlse, mask=mask)
         self._rows, self._pairs = problem.seqlen_q - problem.blind_rows, visible_pairs(problem)
-        self.shown = 1.0
+        self.shown: float = 1.0
         if mask is not None:
             in_band = self._pairs
             self._rows, self._pairs, mean = _seen_by_a_head(problem, mask)

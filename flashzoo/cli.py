@@ -297,7 +297,7 @@ def _check(args: argparse.Namespace, pytest_arguments: list[str]) -> int:
     if not suite.is_file():
         raise CommandError(f"the suite is not here: expected {suite}; run from a checkout (pip install -e .)")
     if importlib.util.find_spec("pytest") is None:
-        raise CommandError("pytest is not installed: pip install 'flashzoo[test]'")
+        raise CommandError(f"pytest is not installed: pip install -e '{ROOT}[test]'")
     if args.target.endswith(".py"):
         names = _load(args.target)
     else:
@@ -323,7 +323,7 @@ def _from_checkout(args: argparse.Namespace, arguments: list[str]) -> int:
     if not script.is_file():
         raise CommandError(f"{name} is not here: expected {script}; run from a checkout (pip install -e .)")
     if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
-        raise CommandError(f"{' and '.join(missing)} must be installed: pip install 'flashzoo[report]'")
+        raise CommandError(f"{' and '.join(missing)} must be installed: pip install -e '{ROOT}[report]'")
     if arguments and arguments[0].endswith(".py"):
         _load(arguments.pop(0))
     sys.path.insert(0, str(ROOT))

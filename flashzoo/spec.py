@@ -404,8 +404,8 @@ class Spec:
 
     def unsupported(self, problem: Problem) -> list[str]:
         """Why this version can't take the problem, one sentence a reason, all of them; empty where it can."""
-        reasons = [f"needs the package {missing}" for missing in _missing(self.requires)]
-        reasons += self._hardware(problem)
+        # Where the hardware won't do, or the dtype, an installation would not help.
+        reasons = self._hardware(problem) or [f"needs the package {missing}" for missing in _missing(self.requires)]
         for name in ("head_dim", "head_dim_v") if "head_dim_v" in problem.features else ("head_dim",):
             if getattr(problem, name) not in self.head_dims:
                 reasons.append(f"takes {name} {_describe(self.head_dims)}, got {getattr(problem, name)}")

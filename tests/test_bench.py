@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import flashzoo
-from bench import ablation, claims, fp8_error, masks, peers, pictures, plot, run, runs, tune
+from bench import ablation, claims, fp8_error, masks, peers, pictures, plot, readmes, run, runs, tune
 from flashzoo import cli
 from flashzoo.autograd import differentiable
 from flashzoo.reference import dequantized, rotated, standard
@@ -994,7 +994,7 @@ def test_fp8_runs_have_tables_of_their_own():
 
 def test_tables_go_between_the_markers_and_nowhere_else(tmp_path):
     readme, results = tmp_path / "README.md", tmp_path / "h200.csv"
-    readme.write_text(f"before\n{plot.BEGIN}\nstale\n{plot.END}\nafter\n")
+    readme.write_text("before\n<!-- results:begin -->\nstale\n<!-- results:end -->\nafter\n")
     with results.open("w", newline="") as file:
         writer = csv.DictWriter(file, RESULTS[0])
         writer.writeheader()
@@ -1007,7 +1007,7 @@ def test_tables_go_between_the_markers_and_nowhere_else(tmp_path):
     assert readme.read_text() == once
     assert (tmp_path / "h200_fwd.png").stat().st_size > 1000
     with pytest.raises(ValueError, match="results:begin"):
-        plot.place("no markers", "section")
+        readmes.place("no markers", "results", "section")
 
 
 @pytest.mark.parametrize(("version", "table"), [("v1", v1_config.HOPPER), ("v2", v2_config.HOPPER)])

@@ -101,8 +101,26 @@ def test_what_is_not_run_names_what_is_there():
     assert apart["long"].strip() == "flashzoo check lazy.py -q -n 2" and f"\n{short}\n" in TUTORIAL
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+def test_the_readme_names_extras_that_are_there():
+    extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    named = re.findall(r"\.\[([\w,]+)\]", (ROOT / "README.md").read_text())
+    assert {"v3", "report"} <= {name for names in named for name in names.split(",")} <= set(extras)
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link to a heading of the page may say behind its #."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("flashzoo/*/README.md")])]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_links_lead_somewhere(page: Path):
     prose = re.sub(r"^```.*?^```$|`[^`]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
-    links = re.findall(r"\]\((?!https?:)([^)#]+)", prose)
-    assert links and [link for link in links if not (page.parent / link).exists()] == []
+    links = [link.partition("#") for link in re.findall(r"\]\((?!https?:)([^)]+)\)", prose)]
+    assert links
+    for name, _, anchor in links:
+        target = page.parent / name if name else page
+        assert target.exists() and (not anchor or anchor in anchors(target)), f"{name}#{anchor}"

@@ -44,7 +44,7 @@ class Launch:
         self.kernel = kernel
         self.scalars = scalars
         self.constexprs = constexprs
-        self.options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+        self.options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
         self.tma_tiles = tma_tiles
         self._aligned = aligned
         self._grid = (programs, 1, 1)

@@ -31,7 +31,7 @@ from cutlass.cute.nvgpu.common import OperandMajorMode
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.utils import hopper_helpers
 
-from flashzoo.v3.config import WARPGROUP, WARPGROUP_ROWS, KernelBackward
+from flashzoo.v3.config import WARPGROUP, WARPGROUP_ROWS, KernelBackward, TilesBackward
 from flashzoo.v3.forward import CONSUMER_REGISTERS, DTYPES, PRODUCER_REGISTERS, WARPS, Ring, box_of, gemm, shared_layout, to_16_bits
 from flashzoo.v3.mask import mask_scores
 from flashzoo.v3.schedule import NEVER, Bounds, ScheduleBackward
@@ -115,9 +115,9 @@ class Backward:
 
     def __init__(self, kernel: KernelBackward) -> None:
         self.kernel = kernel
-        self.tiles = kernel.tiles
-        self.dtype = DTYPES[kernel.dtype]
-        self.part = kernel.dq_part[0] * kernel.dq_part[1]
+        self.tiles: TilesBackward = kernel.tiles
+        self.dtype: type[cutlass.Numeric] = DTYPES[kernel.dtype]
+        self.part: int = kernel.dq_part[0] * kernel.dq_part[1]
         self.takers = 1  # warps that take what is handed over
 
     @cute.jit

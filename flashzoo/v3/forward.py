@@ -177,14 +177,14 @@ class Forward:
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
-        self.tiles = kernel.tiles
-        self.dtype = DTYPES[kernel.dtype]
-        self.dtype_o = DTYPES[kernel.out_dtype]
-        self.columns_of_product = kernel.width_v
+        self.tiles: Tiles = kernel.tiles
+        self.dtype: type[cutlass.Numeric] = DTYPES[kernel.dtype]
+        self.dtype_o: type[cutlass.Numeric] = DTYPES[kernel.out_dtype]
+        self.columns_of_product: int = kernel.width_v
         warpgroups = self.tiles.teams * self.tiles.consumers
-        self.registers = PRODUCER_REGISTERS[warpgroups], CONSUMER_REGISTERS[warpgroups]
+        self.registers: tuple[int, int] = PRODUCER_REGISTERS[warpgroups], CONSUMER_REGISTERS[warpgroups]
         self.helpers = 0
-        self.stages_of_loaded_v = kernel.tiles.stages
+        self.stages_of_loaded_v: int = kernel.tiles.stages
 
     @cute.jit
     def __call__(self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Pointer, schedule: Schedule, scaling: Any):
@@ -346,11 +346,11 @@ class Forward:
         slot = ring.slot(loaded)
         load(tma, slots[None, None, slot], origin, ring.full + slot)  # A1.8, A1.9
 
-    def origin(self, first_key: Int32, head: Int32, batch: Int32) -> tuple:
+    def origin(self, first_key: Int32, head: Int32, batch: Int32) -> tuple[Any, ...]:
         """Where a block of keys begins."""
         return (0, first_key, head, batch)
 
-    def origin_of_v(self, first_key: Int32, head: Int32, batch: Int32) -> tuple:
+    def origin_of_v(self, first_key: Int32, head: Int32, batch: Int32) -> tuple[Any, ...]:
         """Where a block of V begins."""
         return self.origin(first_key, head, batch)
 

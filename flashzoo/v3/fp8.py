@@ -17,6 +17,7 @@ products alive) costs more than it brings: blocks are serial, and warpgroups tak
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -187,7 +188,7 @@ class ForwardFp8(Forward):
 
     def __init__(self, kernel: KernelFp8) -> None:
         super().__init__(kernel)
-        self.two_level = kernel.two_level
+        self.two_level: bool = kernel.two_level
         self.columns_of_product = kernel.columns if kernel.two_level else kernel.width_v
         if not kernel.transposed:
             self.registers = REGISTERS[self.tiles.consumers]
@@ -199,7 +200,7 @@ class ForwardFp8(Forward):
         rows_columns = (self.kernel.width_v, KEYS) if self.kernel.transposed else (KEYS, self.kernel.width_v)
         return shared_layout(self.dtype, *rows_columns, self.stages_of_loaded_v)
 
-    def origin_of_v(self, first_key: Int32, head: Int32, batch: Int32) -> tuple:
+    def origin_of_v(self, first_key: Int32, head: Int32, batch: Int32) -> tuple[Any, ...]:
         """Where a block of V begins."""
         return (first_key, 0, head, batch) if self.kernel.transposed else self.origin(first_key, head, batch)
 

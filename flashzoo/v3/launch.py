@@ -229,7 +229,7 @@ class PerStream:
         return torch.full((1,), self._value, dtype=self._dtype, device=f"cuda:{device}")
 
 
-counter = PerStream(0, torch.int32)
+counter: PerStream = PerStream(0, torch.int32)
 """The zero that a launch counts its tiles in, and leaves as a zero."""
 
 

@@ -78,7 +78,7 @@ class Schedule:
         """The tile that was handed over."""
         return slot[0]
 
-    def exists(self, tile: Int32):
+    def exists(self, tile: Int32) -> Boolean:
         """Whether a tile is one, and not past the last."""
         return tile < self.blocks * self.batch_heads
 
@@ -215,7 +215,7 @@ class ScheduleBackward(Schedule):
             queries = cutlass.min(queries, last_key + self.window_left - self.diagonal(0) + 1)
         return begin, cutlass.max(begin + 1, (queries + tiles.block_q - 1) // tiles.block_q)
 
-    def walks(self, begin: Int32, end: Int32):
+    def walks(self, begin: Int32, end: Int32) -> bool | Boolean:
         """Whether a tile walks any block of queries."""
         return True
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32, const_expr
 
 from flashzoo.v3.config import WARPGROUP_ROWS, KernelSparse
 from flashzoo.v3.forward import Consumer, Forward, own_team
@@ -101,7 +101,7 @@ class ScheduleSparse(Schedule):
         """The tile with `slot`: read here, it is there when the tile begins."""
         return replace(tile, slot=self.slot_of(tile, cutlass.max(tile.partial * self.kernel.parts - 1, 0)))
 
-    def exists(self, tile: Row):
+    def exists(self, tile: Row) -> Boolean:
         """Whether a tile is one, and not past the last."""
         return tile.number < self.blocks * self.batch_heads
 

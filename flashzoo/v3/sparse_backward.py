@@ -53,7 +53,7 @@ class ScheduleBackwardSparse(ScheduleSparse, ScheduleBackward):
         """First of the blocks of queries that a tile walks, and one past the last: places in its list."""
         return Int32(0), tile.kept * self.kernel.parts
 
-    def walks(self, begin: Int32, end: Int32):
+    def walks(self, begin: Int32, end: Int32) -> Boolean:
         """Whether a tile walks any block of queries."""
         return begin < end
 

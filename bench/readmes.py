@@ -1,0 +1,295 @@
+"""The figures in the READMEs of versions, and the H100's in the project's: made from results files alone.
+
+A README's section `name` is what stands between `<!-- name:begin -->` and `<!-- name:end -->`; `bench.plot` writes all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from textwrap import fill
+
+from bench import runs
+from bench.run import read
+from bench.runs import ABLATED, BEST_PEER, ERROR, RESULTS, Row, Speeds
+from flashzoo.compare import peak_tflops
+
+ROOT = Path(__file__).parent.parent
+H100 = RESULTS.with_name("h100-80gb-hbm3.csv")
+
+NAMES = {
+    **{"fa4": "flash-attn-4", "sdpa_cudnn": "cuDNN", "sdpa_flash": "torch's FA-2", "flex": "FlexAttention"},
+    **{BEST_PEER: "the fastest other library of each cell", "cudnn_fp8": "cuDNN's FP8", "v3_deterministic": "v3, deterministic"},
+}
+ERRORS = {
+    "v3 fp16": ("v3 in fp16", "1.9e-4"),
+    "v3 bf16": ("v3 in bf16", ""),
+    "standard_per_tensor_scales e4m3": ("standard attention in FP8, a scale for each tensor", "2.4e-2"),
+    "cudnn_fp8 e4m3": ("cuDNN's FP8, no scales", ""),
+    "v3_fp8_per_tensor_scales e4m3": ("a scale for each tensor", ""),
+    "v3_fp8_block_scales e4m3": ("block scales", "2.4e-2"),
+    "v3_fp8_rotation e4m3": ("rotation", "9.3e-3"),
+    "v3_fp8_rotation_block_scales e4m3": ("rotation and block scales", "9.1e-3"),
+    "v3_fp8_end_to_end e4m3": ('`precision="fp8"`: rotation, block scales, smoothing', ""),
+}
+"""Ways to quantise, by implementation and dtype of the row: what the table calls them, and the paper's error."""
+ABLATION = {
+    "v3_ping_pong_overlap": ("ping-pong and overlap", "661"),
+    "v3_overlap": ("overlap, no ping-pong", ""),
+    "v3_ping_pong": ("ping-pong, no overlap", "582"),
+    "v3_serial": ("neither", ""),
+}
+"""What is on, and the paper's TFLOP/s at head dim 128."""
+HEAD_DIMS = (64, 128, 256)
+LONGEST = runs.TOKENS
+
+
+def name_of(impl: str) -> str:
+    """What prose and tables call it."""
+    return NAMES.get(impl, impl)
+
+
+def table(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """Markdown."""
+    head = list(head)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines))
+
+
+def origin(row: Row) -> str:
+    """Where a row is from."""
+    return f"{row['gpu']}, torch {row['torch']}, triton {row['triton']}, run `{row['run']}` of {row['date']}"
+
+
+def pair(cells: Speeds, head_dim: int, seqlen: int, impl: str) -> str:
+    """Speeds without and with a causal mask."""
+    found = [cells.get((head_dim, causal, seqlen), {}).get(impl) for causal in (False, True)]
+    return " / ".join("-" if speed is None else f"{speed:.0f}" for speed in found) if any(found) else ""
+
+
+def ratio(values: Iterable[float]) -> str:
+    """Geometric mean and the worst."""
+    values = list(values)
+    return f"{runs.mean(values):.2f}x (worst {min(values):.2f}x)"
+
+
+def ratio_of(rows: list[Row], impl: str, other: str, name: str) -> str:
+    """Speed over another's in the cells of a table; the run must be there."""
+    found = runs.over(rows, impl, other, name)
+    assert found
+    return ratio(found.values.values())
+
+
+def over(rows: list[Row], impl: str, others: Iterable[str], name: str) -> str:
+    """Speed over others', in words."""
+    return ", ".join(f"{ratio_of(rows, impl, other, name)} {name_of(other)}" for other in others)
+
+
+def speeds_at(rows: list[Row], name: str, impls: tuple[str, ...], lengths: tuple[int, ...]) -> str:
+    """A table of speeds, a row for each head dim and length."""
+    cells = runs.speeds(runs.last_run(rows, name))
+    lines = ([str(d), str(n), *(pair(cells, d, n, impl) for impl in impls)] for d in HEAD_DIMS for n in lengths)
+    return table(("head_dim", "seqlen", *map(name_of, impls)), lines)
+
+
+def what(rows: list[Row], name: str) -> str:
+    """The sentence above a table of speeds."""
+    mine = runs.last_run(rows, name)
+    products = " and ".join(f"{speed:.0f}" for speed in runs.matmul(rows, mine[0]["run"]))
+    return (
+        f"{mine[0]['dtype']}, hidden 2048, 16k tokens in all; TFLOP/s without / with a causal mask. {origin(mine[0])}; "
+        f"a bf16 matmul of 8192^3 in the same run: {products}."
+    )
+
+
+def v1(rows: list[Row]) -> Iterator[str]:
+    """Forward speeds and memory."""
+    yield what(rows, "fwd")
+    yield speeds_at(rows, "fwd", ("v1", "standard", "v2"), (LONGEST,))
+    taken = runs.speeds(runs.last_run(rows, "fwd"), "peak_mib")[128, False, LONGEST]
+    said = ", ".join(f"{impl} {taken[impl]:.0f} MiB" for impl in ("v2", "v1", "standard"))
+    yield f"Memory beyond the inputs, one sequence of 16k, 16 heads of head dim 128: {said}."
+
+
+def v2(rows: list[Row]) -> Iterator[str]:
+    """Speeds of both passes."""
+    for name, word in runs.WORDS.items():
+        cells = len(runs.speeds(runs.last_run(rows, name)))
+        yield f"{word.capitalize()}. {what(rows, name)}"
+        yield speeds_at(rows, name, ("v2", "flex", "sdpa_flash", "v1"), (LONGEST,))
+        yield f"Over all {cells} cells, geometric means: {over(rows, 'v2', ('flex', 'sdpa_flash', 'v1'), name)}."
+
+
+def forward(rows: list[Row]) -> Iterator[str]:
+    """v3's."""
+    yield what(rows, "fwd")
+    yield speeds_at(rows, "fwd", ("v3", "fa4", "sdpa_cudnn", "v2"), (512, 2048, LONGEST))
+    yield f"Over all cells, geometric means: {over(rows, 'v3', (BEST_PEER, 'fa4', 'sdpa_cudnn', 'v2', 'sdpa_flash'), 'fwd')}."
+
+
+def ablation(rows: list[Row]) -> Iterator[str]:
+    """Ping-pong and overlap each on and off; of each head dim the last run."""
+    mine = [row for row in runs.measured(rows) if row["impl"] in ABLATION and row["pass"] == "fwd"]
+    last = {d: runs.of_last([row for row in mine if row["head_dim"] == str(d)]) for d in HEAD_DIMS}
+    found = {d: {row["impl"]: f"{float(row['tflops']):.0f}" for row in of if row["head_dim"] == str(d)} for d, of in last.items()}
+    head = ("TFLOP/s", "paper, 128", *(f"{d} (`{of[0]['run']}`)" for d, of in last.items()))
+    lines = [(text, paper, *(found[d][impl] for d in HEAD_DIMS)) for impl, (text, paper) in ABLATION.items()]
+    yield table(head, [*lines, ("overlap, no warp specialisation", "570", "", "", "")])
+
+
+def sparse(rows: list[Row]) -> Iterator[str]:
+    """The share of 1/density that v3 reaches with random masks; of each mask the last run that has it."""
+    run = runs.sparse_run(rows)
+    assert run is not None
+    of = {"1": "ones"} | {f"1/{n}": f"random/{n}" for n in (2, 4, 8, 16, 32)}
+    reached: dict[tuple[runs.Size, str], float] = {}
+    ids: dict[str, str] = {}
+    for each in dict.fromkeys(row["run"] for row in rows if row["mask"]):
+        found = runs.sparse_run([row for row in rows if row["run"] == each])
+        for size, mask in ((size, mask) for size in (found.ms if found else ()) for mask in of.values()):
+            if found and (times := found.speedup(size, mask, "v3")):
+                reached[size, mask] = times * found.densities[mask, size[2]]
+                ids[mask] = each
+    others = "".join(f", {mask} `{each}`" for mask, each in ids.items() if each != run.rows[0]["run"])
+    yield (
+        f"{run.rows[0]['dtype']}, blocks of 128 x 128. {origin(run.rows[0])}{others}. The share of 1/density that is reached, of the "
+        "dense kernel's time in the same turns, by the share of blocks kept, drawn at random:"
+    )
+    lines = (
+        [
+            f"{runs.WORDS[pass_]}, head dim {d}, {runs.length(n)}",
+            *(f"{reached[(pass_, d, n), mask]:.2f}" if ((pass_, d, n), mask) in reached else "" for mask in of.values()),
+        ]
+        for pass_, d, n in run.ms
+    )
+    yield table(("", *of), lines)
+    masked = {
+        (size, mask): min(ms for impl, ms in cell.items() if not runs.ours(impl)) / cell["v3"]
+        for size, cells in run.ms.items()
+        for mask, cell in cells.items()
+        if mask not in runs.DENSE and "v3" in cell
+    }
+    by_part = {
+        f"{runs.WORDS[p]} at head dim {d} {runs.mean([v for (size, _), v in masked.items() if size[:2] == (p, d)]):.2f}x"
+        for p, d in sorted({size[:2] for size, _ in masked}, key=str)
+    }
+    yield (
+        f"Over the better of flash-attn-4's block sparsity and FlexAttention in each of {len(masked)} cells: {ratio(masked.values())}; "
+        f"{', '.join(sorted(by_part))}."
+    )
+
+
+def backward(rows: list[Row]) -> Iterator[str]:
+    """v3's."""
+    yield f"{what(rows, 'bwd')} 2.5 times the forward FLOPs; the deterministic mode is timed at seqlen 8192."
+    impls = ("v3", "fa4", "sdpa_cudnn", "flex", "v2", "v1", "v3_deterministic")
+    yield speeds_at(rows, "bwd", impls, (512, 2048, 8192, LONGEST))
+    best, slower = runs.over(rows, "v3", BEST_PEER, "bwd"), runs.over(rows, "v3_deterministic", "v3", "bwd")
+    assert best and slower
+    by_head_dim = ", ".join(f"{runs.mean(best.of(d)):.2f}x at {d}" for d in HEAD_DIMS)
+    kept = ", ".join(f"{min(slower.of(d)):.2f} to {max(slower.of(d)):.2f} at {d}" for d in HEAD_DIMS)
+    yield (
+        f"Over all cells, geometric means: {over(rows, 'v3', (BEST_PEER, 'v2', 'v1'), 'bwd')}; by head dim, over the "
+        f"fastest other library, {by_head_dim}. The deterministic mode has this share of the other's speed, by head dim: {kept}."
+    )
+
+
+def fp8(rows: list[Row]) -> Iterator[str]:
+    """v3_fp8's speeds: e4m3 inputs, quantisation included, and what two levels cost."""
+    mine, whole = runs.last_run(rows, "fwd_e4m3"), runs.over(rows, "v3_fp8_end_to_end", "v3", "fwd_end_to_end")
+    assert whole
+    lengths = sorted({seqlen for _, _, seqlen in whole.values})
+    yield f"- **e4m3 inputs**, scale 1: {over(rows, 'v3_fp8', ('cudnn_fp8',), 'fwd_e4m3')} in its run. {origin(mine[0])}."
+    yield (f"- **From bf16 inputs**, quantisation included, over v3 in bf16, seqlen {' / '.join(map(str, lengths))} (run `{whole.run}`):")
+    cells = {(d, causal): " / ".join(f"{whole.values[d, causal, n]:.2f}" for n in lengths) for d in HEAD_DIMS for causal in (False, True)}
+    yield table(("head_dim", "full", "causal"), ([str(d), cells[d, False], cells[d, True]] for d in HEAD_DIMS))
+    one = [row for row in runs.measured(rows) if row["impl"].endswith(ABLATED) and row["pass"] == "fwd"]
+    of = [row for row in rows if row["run"] == one[-1]["run"] and row["pass"] == "fwd"]
+    levels = {shape: cell["v3_fp8"] / cell["v3_fp8_one_level"] for shape, cell in runs.speeds(of).items() if "v3_fp8_one_level" in cell}
+    parts = ", ".join(
+        f"{d} {'causal' if causal else 'full'} {' / '.join(f'{levels[d, causal, n]:.2f}' for n in (4096, LONGEST))}"
+        for d in (64, 256)
+        for causal in (False, True)
+    )
+    yield f"- **Two levels** over one, speed at 4096 / {LONGEST}, by head dim: {parts} (run `{of[0]['run']}`)."
+
+
+def errors(rows: list[Row]) -> Iterator[str]:
+    """Table 3 of the paper."""
+    mine = [row for row in runs.of_last([row for row in rows if row["pass"] == f"{ERROR}fp8_paper"]) if not row["why"]]
+    found = {f"{row['impl']} {row['dtype']}": float(row["rms_err"]) for row in mine}
+    lines = ((text, f"{found[key]:.2e}", paper) for key, (text, paper) in ERRORS.items())
+    yield table((f"run `{mine[0]['run']}`", "RMSE", "the paper"), lines)
+
+
+def blocksparse(rows: list[Row]) -> Iterator[str]:
+    """The butterfly's fall of time, and FlexAttention."""
+    run = runs.sparse_run(rows)
+    assert run is not None
+    first, last = run.butterfly_lengths[0], run.butterfly_lengths[-1]
+    kept = " and ".join(f"{run.densities[runs.BUTTERFLY, n]:.0%} at {runs.length(n)}" for n in (first, last))
+    yield (
+        f"{run.rows[0]['dtype']}, {runs.length(run.tokens)} tokens in all, hidden 512, head dim 128. {origin(run.rows[0])}. The butterfly "
+        f"keeps {kept}; ms, and at {runs.length(last)} the speed-up over the own dense kernel, v2's for blocksparse:"
+    )
+    lines = []
+    for pass_, word in runs.WORDS.items():
+        cells = run.butterfly[pass_, 128]
+        for impl in ("blocksparse", "v3"):
+            kinds = (False, impl), (True, runs.DENSE_OF.get(impl, impl))
+            ms = [cells[n][is_dense][name] for is_dense, name in kinds for n in (first, last)]
+            lines.append([impl, word, *(f"{each:.2f}" for each in ms), f"{ms[3] / ms[1]:.0f}x"])
+    head = [f"{what}, {runs.length(n)}" for what in ("butterfly", "dense") for n in (first, last)]
+    yield table(("", "pass", *head, "speed-up"), lines)
+    masked = [cell for cells in run.ms.values() for mask, cell in cells.items() if mask not in runs.DENSE and "blocksparse" in cell]
+    against = ", ".join(f"{ratio(cell[other] / cell['blocksparse'] for cell in masked)} {NAMES[other]}" for other in ("flex", "fa4"))
+    yield f"Over all {len(masked)} masked cells of that run, each library with masks of its own: {against}."
+
+
+def h100(_: list[Row]) -> Iterator[str]:
+    """One sentence on another GPU."""
+    rows = read(H100)
+    mine, eight = runs.last_run(rows, "fwd"), runs.last_run(rows, "fwd_e4m3")
+    best, best8 = (max(float(row["tflops"]) for row in of if row["impl"] == impl) for of, impl in ((mine, "v3"), (eight, "v3_fp8")))
+    peak, lengths = peak_tflops(mine[0]["gpu"], "bf16"), sorted({int(row["seqlen_q"]) for row in mine})
+    assert peak
+    forward, backward = (ratio_of(rows, "v3", BEST_PEER, name) for name in runs.WORDS)
+    yield (
+        f"On an H100 of 700 W ([its CSV](bench/results/{H100.name}), seqlens {', '.join(map(str, lengths))}) v3 reaches "
+        f"{best:.0f} TFLOP/s, {best / peak:.0%} of the data sheet's {peak:.0f}. Over {NAMES[BEST_PEER]} it is {forward} "
+        f"forward and {backward} backward; v3_fp8 reaches {best8:.0f} TFLOP/s and is "
+        f"{over(rows, 'v3_fp8', ('cudnn_fp8',), 'fwd_e4m3')}."
+    )
+
+
+SECTIONS: dict[str, dict[str, Callable[[list[Row]], Iterator[str]]]] = {
+    "README.md": {"h100": h100},
+    "flashzoo/v1/README.md": {"results": v1},
+    "flashzoo/v2/README.md": {"results": v2},
+    "flashzoo/v3/README.md": {
+        **{"forward": forward, "ablation": ablation, "sparse": sparse, "backward": backward, "fp8": fp8, "errors": errors},
+    },
+    "flashzoo/blocksparse/README.md": {"results": blocksparse},
+}
+"""By file, from the root, then by the name of the section."""
+
+
+def place(text: str, name: str, section: str) -> str:
+    """The text with the section between its markers. Raises ValueError where they are not there, once each and in order."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if (text.count(begin), text.count(end)) != (1, 1) or text.index(begin) > text.index(end):
+        raise ValueError(f"expected {begin} and after it {end}, got a text without them")
+    return f"{text[: text.index(begin)]}{begin}\n\n{section}\n\n{text[text.index(end) :]}"
+
+
+def wrapped(part: str) -> str:
+    """A paragraph in lines of 120 columns; a table as it is."""
+    indent = "  " if part.startswith("- ") else ""
+    return part if part.startswith("|") else fill(part, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def written(path: str, rows: list[Row]) -> str:
+    """A README with its sections as the rows have them."""
+    text = (ROOT / path).read_text()
+    for name, of in SECTIONS[path].items():
+        text = place(text, name, "\n\n".join(map(wrapped, of(rows))))
+    return text

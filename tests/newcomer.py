@@ -1,0 +1,191 @@
+"""What a newcomer does, in a fresh clone and in fresh environments: `make newcomer`. Says what it does; ends with 1 where something fails.
+
+1. The package: sdist and wheel are built and checked, and a type checker sees its types.
+2. Two environments with nothing in them but what flashzoo asks for: the wheel's, and the clone's, installed in place and with
+   the extra that `make compare` adds. What it asks for is linked from this environment, and not fetched again. `import flashzoo` is
+   tried in four folders.
+3. The README, in the clone, at a terminal of 80 columns: every command, and every block of Python in turn. Blocks marked
+   `setup` make environments, and are not run, nor are those marked `gpu` where there is one, which take minutes. Where there is
+   none these must be refused, in time and in words.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from importlib.metadata import distribution
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parent.parent
+COLUMNS = 80
+FIRST_TABLE_S = 10
+COMMAND_S = 120
+TYPED = 0.95
+NEEDS_MORE = ("flashzoo check", "flashzoo report")
+"""Commands for which the plain package is not enough: they say what to install."""
+ALONE = {name: value for name, value in os.environ.items() if not name.startswith(("FLASHZOO", "PYTHON", "PYTEST", "COLUMNS"))}
+
+
+def main() -> int:
+    """Everything, in order."""
+    began = time.monotonic()
+    with TemporaryDirectory() as folder:
+        parent, empty = Path(folder) / "code", Path(folder) / "empty"
+        parent.mkdir()
+        empty.mkdir()
+        clone = parent / "flashzoo"
+        run("git", "clone", "--quiet", ROOT, clone)
+
+        run(sys.executable, "-m", "build", "--outdir", Path(folder) / "dist", cwd=clone)
+        made = sorted((Path(folder) / "dist").iterdir())
+        run(sys.executable, "-m", "twine", "check", "--strict", *made)
+        say("types", f"{typed(clone):.1%} are known")
+
+        folders = {"the clone": clone, "its parent": parent, "the package": clone / "flashzoo", "an empty folder": empty}
+        for kind, what in (("the wheel", [made[-1]]), ("the clone", ["-e", clone])):
+            home = environment(Path(folder) / kind.split()[-1], extra="cli" if kind == "the clone" else "")
+            run(sys.executable, "-m", "pip", "-q", "--python", home / "bin" / "python", "install", "--no-deps", *what)
+            for name, where in folders.items():
+                print_path = "import flashzoo; flashzoo.attention; print(flashzoo.__file__)"
+                found = Path(run(home / "bin" / "python", "-c", print_path, cwd=where).strip())
+                own = clone if kind == "the clone" or where == clone else home
+                assert found.is_relative_to(own), f"{kind}'s environment, in {name}: expected flashzoo of {own}, got {found}"
+                assert found.with_name("py.typed").is_file(), f"{kind} declares no types: expected py.typed beside {found}"
+            say(kind, f"is imported from {', '.join(folders)}")
+        readme(clone, home)
+    print(f"{time.monotonic() - began:.0f} s")
+    return 0
+
+
+def say(what: str, text: str) -> None:
+    """One line of the report."""
+    print(f"{what + ':':<12}{text}", flush=True)
+
+
+def run(*command: object, cwd: Path | None = None) -> str:
+    """What a command prints; a failure ends everything with its output."""
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=ALONE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}"
+    return done.stdout
+
+
+def typed(clone: Path) -> float:
+    """The share of the package's names whose types pyright knows."""
+    tool = [Path(sys.executable).parent / "pyright", "--pythonpath", sys.executable, "--outputjson"]
+    command = [*map(str, tool), "--verifytypes", "flashzoo", "--ignoreexternal"]
+    # It looks for a package on the path alone, and ends with 1 below 100 %.
+    done = subprocess.run(command, cwd=clone, env=ALONE | {"PYTHONPATH": str(clone)}, stdout=subprocess.PIPE, text=True)
+    share = json.loads(done.stdout)["typeCompleteness"]["completenessScore"]
+    assert share >= TYPED, f"expected {TYPED:.0%} of the types to be known, got {share:.1%}: {' '.join(command)}"
+    return share
+
+
+def environment(home: Path, extra: str) -> Path:
+    """A new virtual environment with what flashzoo and an extra of it ask for, as links to what is here, and nothing else."""
+    run(sys.executable, "-m", "venv", "--without-pip", home)
+    (packages,) = home.glob("lib/python*/site-packages")
+    wanted, seen = ["flashzoo"], set[str]()
+    while wanted:
+        name = wanted.pop()
+        there = distribution(name)
+        asked = map(Requirement, there.requires or ())
+        wanted += [each.name for each in asked if each.marker is None or each.marker.evaluate({"extra": extra})]
+        wanted = [each for each in wanted if each not in seen]
+        seen.add(name)
+        for top in {file.parts[0] for file in there.files or () if name != "flashzoo"} - {"..", "__pycache__"}:
+            if not (packages / top).exists():
+                (packages / top).symlink_to(Path(str(there.locate_file(top))).resolve())
+    return home
+
+
+def readme(clone: Path, home: Path) -> None:
+    """Every command and every block of Python of the README."""
+    blocks = re.findall(r"^```(\w+) ?(\w*)\n(.*?)^```$", (clone / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    code = "".join(text for language, _, text in blocks if language == "python")
+    ended, printed, spent = at_terminal([str(home / "bin" / "python"), "-c", code], clone, home)
+    assert ended == 0, f"the README's Python ended with {ended}\n{printed}"
+    say("python", f"{sum(language == 'python' for language, _, _ in blocks)} blocks, {spent:.1f} s")
+
+    # As `make` leaves it once it has installed what is here.
+    (home / ".flashzoo-run").touch()
+    commands = [("", f"make compare VENV={home}")]
+    elsewhere = {"setup", "gpu"} if torch.cuda.is_available() else {"setup"}
+    shown = [(mark, text) for language, mark, text in blocks if language == "sh" and mark not in elsewhere]
+    commands += [(mark, line) for mark, text in shown for line in text.splitlines()]
+    wrong = []
+    for mark, line in commands:
+        command = line.partition(" #")[0].strip()
+        ended, printed, spent = at_terminal(["bash", "-c", command], clone, home)
+        say("ran", f"{command.replace(str(home), '...')}: {ended}, {spent:.1f} s")
+        if complaint := complaint_about(command, mark, ended, printed, spent):
+            wrong.append(f"{command}: {complaint}, got {ended} after {spent:.1f} s and\n{printed}")
+    assert not wrong, "\n\n".join(wrong)
+
+
+def complaint_about(command: str, mark: str, ended: int, printed: str, spent: float) -> str:
+    """What was expected of a command of the README in vain; empty where all is well."""
+    if "Traceback" in printed or not printed.strip():
+        return "expected words for people"
+    if command.startswith(NEEDS_MORE):
+        return "" if ended == 2 and "pip install -e" in printed else "expected to be told what to install"
+    if mark == "gpu":
+        return "" if ended in (1, 2) and re.search(r"\b(GPU|CPU)\b", printed) else "expected to be refused without a GPU"
+    if ended != command.startswith("diff "):
+        return "expected it to run"
+    if " compare" in command and max(map(len, printed.splitlines())) > COLUMNS:
+        return f"expected lines of at most {COLUMNS} columns"
+    if command.startswith("make compare") and spent >= FIRST_TABLE_S:
+        return f"expected a table in {FIRST_TABLE_S} s"
+    return ""
+
+
+def at_terminal(command: list[str], cwd: Path, home: Path) -> tuple[int, str, float]:
+    """Run a command at a terminal of 80 columns: its exit code, what stands there in the end, and the seconds it took.
+
+    Where others load the machine, these are the processor's.
+    """
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
+    environment = ALONE | {"PATH": f"{home / 'bin'}:{os.environ['PATH']}", "TERM": "xterm-256color"}
+    began = time.monotonic()
+    process = subprocess.Popen(command, cwd=cwd, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    printed = b""
+    while True:
+        left = began + COMMAND_S - time.monotonic()
+        if left <= 0 or not select.select([ours], [], [], left)[0]:
+            os.killpg(process.pid, signal.SIGKILL)
+            break
+        try:
+            printed += os.read(ours, 1 << 16)
+        except OSError:  # the last process at the terminal has ended
+            break
+    os.close(ours)
+    text = re.sub(r"\x1b(\[[0-9;?]*[a-zA-Z]|\].*?(\x07|\x1b\\))", "", printed.decode(errors="replace"))
+    lines = (line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+    _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    spent = min(time.monotonic() - began, used.ru_utime + used.ru_stime)
+    return process.returncode, "\n".join(lines), spent
+
+
+if __name__ == "__main__":
+    try:
+        raise SystemExit(main())
+    except AssertionError as failure:
+        print(failure, file=sys.stderr)
+        raise SystemExit(1) from None
