@@ -43,14 +43,13 @@ MASKED = "--ms 30 --masks"
 SHARED = ",".join(name for name in masks.NAMES if "/" in name)
 """The masks of the curves of speed-up against density."""
 SETS = (
-    # Before "fwd": the last run of a table is shown, and this one has but a part of the cells.
-    Set("standard", run.main, ("--passes fwd --seqlens 512,1024,2048 --ms 40 --impls v1,standard,sdpa_math",)),
     Set("fwd", run.main, ("--passes fwd --ms 40",)),
     Set("bwd", run.main, ("--passes bwd --ms 40",)),
     Set("fp8", run.main, ("--dtype e4m3 --ms 40",)),
     Set("end-to-end", run.main, ("--passes fwd --seqlens 4096,8192,16384 --ms 40 --impls v3,v3_fp8_end_to_end",)),
     Set("traffic", traffic.main, ("",), resumes=False),
     Set("error", fp8_error.main, ("",), resumes=False),
+    Set("standard", run.main, ("--passes fwd --seqlens 512,1024,2048 --ms 40 --impls v1,standard,sdpa_math",)),
     Set("ablation", ablation.main, ("--head-dims 128",)),
     Set(
         "blocksparse",

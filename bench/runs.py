@@ -70,7 +70,7 @@ def of_last(rows: list[Row]) -> list[Row]:
 
 
 def last_run(rows: list[Row], table: str) -> list[Row]:
-    """A table's rows, at the field's sizes, of the run nearest the end of the file, in the dtype of its last row.
+    """A table's rows, at the field's sizes, of the run that has most of its cells, and of equal ones the last, in one dtype.
 
     Where no row is of the field's sizes, as in a run on a CPU, they are at the sizes of the last row.
 
@@ -79,8 +79,10 @@ def last_run(rows: list[Row], table: str) -> list[Row]:
         table: one of `TABLES`. A run that times anything end to end is of that table, and of no other with its pass. One that
             times an ablated kernel is of none, nor one with block masks.
     """
-    mine = _of_table(rows, table)
-    return [row for row in mine if _measurement(row) == _measurement(mine[-1])]
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in _of_table(rows, table):
+        found.setdefault(_measurement(row), []).append(row)
+    return max(reversed(found.values()), key=lambda mine: len({shape_of(row) for row in mine}), default=[])
 
 
 def _measurement(row: Row) -> tuple[str, str]:

@@ -333,8 +333,7 @@ class Judge:
 
     def _gradient_rows_budget(self, name: str) -> Tensor:
         ref = self.reference.items()[name]
-        recomputed = (_EPS64 if self._dtype == torch.float64 else _EPS32) * _top(self._lse_size())  # of P, as in `_recomputed`
-        budget = self._yard_blocks[name] + max(RMS_ROUNDING * self._eps, recomputed) * of_blocks(ref)
+        budget = self._yard_blocks[name] + max(RMS_ROUNDING * self._eps, self._of_scores()) * of_blocks(ref)
         # what the dtype and a flushed exponential can't resolve
         smallest = torch.finfo(self._dtype).smallest_normal * self._eps / 2 + SMALLEST * self._terms[f"{name} over P"]
         budget += smallest * math.sqrt(ROWS * ref.shape[-1])
@@ -356,8 +355,10 @@ class Judge:
     def _recomputed(self) -> float:
         """Relative error of the P that a backward pass recomputes from scores and LSE: each is rounded at its own size, and
         exp turns that into a relative error, which no normalisation divides out again."""
-        rounding = _EPS32 if self._dtype != torch.float64 else 0.0
-        return max(self._eps, rounding * _top(self._lse_size()))
+        return max(self._eps, self._of_scores())
+
+    def _of_scores(self) -> float:
+        return (_EPS64 if self._dtype == torch.float64 else _EPS32) * _top(self._lse_size())
 
     def _cancelled(self, name: str) -> float:
         """The rounding that a gradient cancels from, where it is no larger than that; else 0."""

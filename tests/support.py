@@ -109,8 +109,11 @@ def as_arguments(problem: Problem, descales: Descales = NO_DESCALES) -> dict:
 
 def mask_of(problem: Problem) -> flashzoo.BlockMask | None:
     """The block mask that stands for the problem's."""
-    sizes = {"seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k, "block_mask": problem.block_mask}
-    return _mask_of(dataclasses.replace(SMALL, **sizes))
+    form = problem.block_mask
+    if form is None:
+        return None
+    sizes = {"batch": form.batch, "heads": form.heads, "heads_kv": form.heads, "seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k}
+    return _mask_of(dataclasses.replace(SMALL, **sizes, block_mask=form))
 
 
 @lru_cache(maxsize=16)

@@ -396,12 +396,12 @@ class TestResolve:
 
     def test_explain_says_what_to_install_where_that_would_help(self, monkeypatch):
         monkeypatch.setattr(flashzoo.spec, "_installed", lambda package: package != "cutlass")
-        registry.choose.cache_clear()
+        registry._forget()
         explanation, needs = flashzoo.explain(HOPPER), "pip install 'nvidia-cutlass-dsl[cu13]'"
         assert explanation.chosen == "v2" and needs in str(explanation)
         for elsewhere in (dataclasses.replace(HOPPER, arch=80), ON_CPU):
             assert needs not in str(flashzoo.explain(elsewhere))
-        registry.choose.cache_clear()
+        registry._forget()
 
     def test_a_backward_pass_may_need_another_language(self, monkeypatch):
         monkeypatch.setattr(flashzoo.spec, "_installed", lambda package: package != "triton")

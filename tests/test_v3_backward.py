@@ -210,7 +210,7 @@ def test_fp8_goes_back_by_v3s_own_passes(monkeypatch):
 
 
 FP8_TAKES = [{}, {"causal": True}, {"window": (5, 3)}, {"heads_kv": 1, "seqlen_k": 77}, {"deterministic": True}]
-FP8_REFUSES = [{"block_mask": MaskForm()}, {"dtype": "fp32"}, {"arch": 100}, {"head_dim_v": 8}]
+FP8_REFUSES = [{"block_mask": MaskForm()}, {"arch": 100}, {"head_dim_v": 8}]
 
 
 @pytest.mark.parametrize("fields", [*FP8_TAKES, *FP8_REFUSES], ids=str)
