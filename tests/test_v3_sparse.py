@@ -33,7 +33,8 @@ from flashzoo.v3.config import (
     pack_for,
     refusals,
 )
-from flashzoo.v3.launch_sparse import parameters_of
+from flashzoo.v3.launch import lists_of
+from flashzoo.v3.programs import LISTS
 from flashzoo.v3.schedule import Schedule, ScheduleBackward
 from flashzoo.v3.sparse import ForwardSparse, MaskSparse, ScheduleSparse
 from flashzoo.v3.sparse_backward import BackwardSparse, ScheduleBackwardSparse
@@ -132,20 +133,22 @@ def test_sums_and_statistics_are_of_whole_rows_of_the_mask():
 
 
 def test_what_a_launch_takes_of_a_mask():
+    def taken(mask: BlockMask, lists: Lists) -> dict[str, int]:
+        return dict(zip(LISTS, lists_of(mask, lists), strict=True))
+
     plain, bits = BlockMask.random(300, blocks=1), BlockMask.from_dense(dense(2, 2, 300, 200))
-    assert parameters_of(plain, plain.rows)[:4] == (0, 0, plain.rows.width, 0)
-    assert parameters_of(plain, plain.rows)[8:] == (0, 0), "no bits"
+    nothing = {"list_batch": 0, "list_head": 0, "bit_blocks": 0, "bit_index": 0, "bits": 0}
+    assert taken(plain, plain.rows).items() >= {**nothing, "width": plain.rows.width}.items()
     for lists in (bits.rows, bits.columns):
-        found = parameters_of(bits, lists)
-        assert found[:4] == (2, 1, lists.width, bits.element.bits.shape[2])
-        assert found[4:9] == tuple(x.data_ptr() for x in (lists.order, lists.counts, lists.full, lists.indices, lists.bit_index))
-        assert found[9] == bits.element.bits.data_ptr() and found[9] % 16 == 0
-    by_batch = BlockMask.from_dense(dense(2, 1, 70, 65))
-    assert parameters_of(by_batch, by_batch.rows)[:2] == (1, 0)
-    by_heads = BlockMask.random(300, blocks=1, heads=3)
-    assert parameters_of(by_heads, by_heads.rows)[:2] == (0, 1)
+        found = taken(bits, lists)
+        sizes = {"list_batch": 2, "list_head": 1, "width": lists.width, "bit_blocks": bits.element.bits.shape[2]}
+        addresses = {name: getattr(lists, name).data_ptr() for name in ("order", "counts", "full", "indices", "bit_index")}
+        assert found == {**sizes, **addresses, "bits": bits.element.bits.data_ptr()} and found["bits"] % 16 == 0
+    for mask, strides in ((BlockMask.from_dense(dense(2, 1, 70, 65)), (1, 0)), (BlockMask.random(300, blocks=1, heads=3), (0, 1))):
+        assert lists_of(mask, mask.rows)[:2] == strides
     nowhere = BlockMask.random(200, 300, blocks=0)
-    assert nowhere.rows.width == 0 and parameters_of(nowhere, nowhere.rows)[7] == nowhere.rows.counts.data_ptr(), "an address all the same"
+    assert nowhere.rows.width == 0
+    assert taken(nowhere, nowhere.rows)["indices"] == nowhere.rows.counts.data_ptr(), "an address all the same"
 
 
 def test_heads_are_not_packed():
@@ -259,7 +262,7 @@ def in_memory(mask: BlockMask, lists: Lists) -> tuple[int | Memory, ...]:
         words = bits.flatten().view(torch.int32).long() & 0xFFFFFFFF
         of_bits = [Memory(lists.bit_index.flatten().tolist()), Memory(words.tolist())]
     tensors = (lists.order, lists.counts, lists.full, lists.indices if lists.width else lists.counts)
-    return (*parameters_of(mask, lists)[:4], *[Memory(x.flatten().tolist()) for x in tensors], *of_bits)
+    return (*lists_of(mask, lists)[:4], *[Memory(x.flatten().tolist()) for x in tensors], *of_bits)
 
 
 def schedule_of(mask: BlockMask, problem: Problem) -> ScheduleSparse:

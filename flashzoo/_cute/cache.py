@@ -43,7 +43,7 @@ def cached(identity: tuple[str, ...], sources: Path, build: Callable[[], Image])
 
     Args:
         identity: what the kernel is specialised for.
-        sources: the folder whose Python files, with those beside this one, say what is built.
+        sources: the folder whose Python files, and its folders', with those of this file's, say what is built.
         build: makes the image.
     """
     folder = _folder()
@@ -72,9 +72,9 @@ def _folder() -> Path | None:
 @lru_cache
 def _digest_of(sources: Path) -> str:
     digest = hashlib.sha256()
-    for path in sorted(sources.glob("*.py")):
+    for path in sorted(sources.rglob("*.py")):
         content = path.read_bytes()
-        digest.update(f"{path.name} {len(content)} ".encode() + content)
+        digest.update(f"{path.relative_to(sources).as_posix()} {len(content)} ".encode() + content)
     return digest.hexdigest()
 
 

@@ -7,12 +7,13 @@ runs without importing CuTe DSL, and a call costs a few microseconds of host tim
 from __future__ import annotations
 
 import ctypes
-import struct
+from collections.abc import Mapping
 from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from functools import cache, lru_cache
 
 import torch
 
+from flashzoo._cute.arguments import Arguments, Packer
 from flashzoo._cute.cache import Image
 
 TMA_DTYPES = {"fp16": 6, "bf16": 9, "fp32": 7, "e4m3": 0}
@@ -115,57 +116,74 @@ class Function:
         image: the kernel, compiled for the device's architecture.
         threads: of a block.
         shared: bytes of dynamic shared memory of a block.
-        parameters: format characters of the kernel's parameters, as the module `struct` has them; they lie as in a C struct.
+        arguments: the kernel's parameters, which lie as in a C struct.
 
     Raises:
         RuntimeError: the driver refuses the code, or the kernel's parameters lie otherwise in memory.
     """
 
-    def __init__(self, image: Image, threads: int, shared: int, parameters: tuple[str, ...]) -> None:
-        self._threads, self._shared = threads, shared
-        self._library, self._kernel = c_void_p(), c_void_p()
+    def __init__(self, image: Image, threads: int, shared: int, arguments: Arguments) -> None:
+        self.threads, self.shared, self.arguments = threads, shared, arguments
+        self._library, self.kernel = c_void_p(), c_void_p()
         _make_current(torch.cuda.current_device())  # the driver looks into a kernel only from a thread that has a context
         _check(_driver().cuLibraryLoadData(byref(self._library), image.cubin, None, None, 0, None, None, 0), "loading a kernel")
-        _check(_driver().cuLibraryGetKernel(byref(self._kernel), self._library, image.name.encode()), f"finding {image.name}")
-        self._launch = _driver().cuLaunchKernel
-        self._layout = struct.Struct("@" + "".join(parameters))
-        self._start = self._offset(parameters)
-        self._memory = c_char * (self._start + self._layout.size)
-        self._size = c_size_t(self._start + self._layout.size)
-        self._size_address = ctypes.addressof(self._size)
+        _check(_driver().cuLibraryGetKernel(byref(self.kernel), self._library, image.name.encode()), f"finding {image.name}")
+        self.start = self._offset()
 
-    def _offset(self, parameters: tuple[str, ...]) -> int:
+    def _offset(self) -> int:
         """Where the first parameter lies; the others must follow it as in a C struct."""
         found, offset, size = [], c_size_t(), c_size_t()
-        for i in range(len(parameters)):
-            error = _driver().cuKernelGetParamInfo(self._kernel, c_size_t(i), byref(offset), byref(size))
-            _check(error, f"finding parameter {i} of {len(parameters)}")
+        names = self.arguments.names
+        for i, name in enumerate(names):
+            error = _driver().cuKernelGetParamInfo(self.kernel, c_size_t(i), byref(offset), byref(size))
+            _check(error, f"finding parameter {i} of {len(names)}, {name}")
             found.append((offset.value, size.value))
         start = found[0][0]
-        # Padding goes before what needs it: an array of none of a type ends where one of them would begin.
-        begins = [struct.calcsize("@" + "".join(parameters[:i]) + "0" + kind[-1]) for i, kind in enumerate(parameters)]
-        expected = [(start + begin, struct.calcsize(kind)) for begin, kind in zip(begins, parameters, strict=True)]
+        expected = [(start + begin, size) for begin, size in self.arguments.places]
         if found != expected:
             text = f"the kernel's parameters lie at (offset, size) {found}, expected {expected}"
             raise RuntimeError(f"{text}: not the layout of nvidia-cutlass-dsl 4.8.1, with which this is known to work")
         return start
 
     @cache  # noqa: B019 - as many as devices, and a Function lives as long as the process
-    def on(self, device: int) -> Function:
-        """Itself, prepared for a device."""
-        if self._shared > 48 << 10:
-            error = _driver().cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, self._shared, self._kernel, _handle(device))
-            _check(error, f"asking for {self._shared} bytes of shared memory on device {device}")
-        return self
+    def _prepare(self, device: int) -> None:
+        if self.shared > 48 << 10:
+            error = _driver().cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, self.shared, self.kernel, _handle(device))
+            _check(error, f"asking for {self.shared} bytes of shared memory on device {device}")
 
-    def __call__(self, device: int, blocks: int, stream: int, *arguments: bytes | int | float) -> None:
-        """Launch on a stream of the current device, which is `device`."""
-        memory = self._memory()
-        self._layout.pack_into(memory, self._start, *arguments)
+    def bind(self, device: int, blocks: int, fixed: Mapping[str, int], given: tuple[str, ...]) -> Launch:
+        """A launch on a device with so many blocks; `fixed` and `given` as in `Packer`."""
+        self._prepare(device)
+        return Launch(self, device, blocks, Packer(self.arguments, self.start, fixed, given))
+
+
+class Launch:
+    """A kernel that lacks only the arguments that differ from call to call.
+
+    Args:
+        function: the kernel, prepared for the device.
+        device: index of the GPU.
+        blocks: how many thread blocks.
+        packer: of its arguments.
+    """
+
+    def __init__(self, function: Function, device: int, blocks: int, packer: Packer) -> None:
+        self._device, self._pack = device, packer
+        self._before = (function.kernel, blocks, 1, 1, function.threads, 1, 1, function.shared)
+        self._launch = _driver().cuLaunchKernel
+        self._size = c_size_t(packer.size)
+        self._size_address = ctypes.addressof(self._size)
+
+    def __call__(self, stream: int, *given: bytes | int | float) -> None:
+        """Launch on a stream of the current device, which is the launch's.
+
+        Raises:
+            RuntimeError: the driver refuses.
+        """
+        memory = self._pack(given)
         extra = _Extra(_BUFFER_POINTER, ctypes.addressof(memory), _BUFFER_SIZE, self._size_address, 0)
-        launch = (self._kernel, blocks, 1, 1, self._threads, 1, 1, self._shared, stream, None, extra)
-        error = self._launch(*launch)
-        if error and _make_current(device):
-            error = self._launch(*launch)
+        error = self._launch(*self._before, stream, None, extra)
+        if error and _make_current(self._device):
+            error = self._launch(*self._before, stream, None, extra)
         if error:
             _check(error, "launching a kernel")

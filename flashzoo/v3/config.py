@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
+from flashzoo.dtypes import BYTES
 from flashzoo.spec import DESCALE_BLOCK, Problem, Window
 
 WARPGROUP = 128
@@ -16,8 +17,6 @@ WARPGROUP_ROWS = 64
 
 MASK_Q = 128
 """Queries of a block of those masks that block-sparse kernels take: a tile's."""
-
-BYTES = {"fp16": 2, "bf16": 2, "e4m3": 1, "fp32": 4}
 
 
 @dataclass(frozen=True)

@@ -24,18 +24,17 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Constexpr, Float8E4M3FN, Float16, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.utils import hopper_helpers
 
+from flashzoo._cute.hopper.dtypes import DTYPES
 from flashzoo.v3.config import WARPGROUP, WARPGROUP_ROWS, Kernel, Tiles
 from flashzoo.v3.mask import Mask
 from flashzoo.v3.schedule import Schedule
 from flashzoo.v3.softmax import Softmax, rows_of, scale_rows
-
-DTYPES = {"fp16": Float16, "bf16": BFloat16, "e4m3": Float8E4M3FN, "fp32": Float32}
 
 # Registers of a thread, by the number of consumer warpgroups (setmaxnreg): of a multiprocessor's 64 K the producer gives up most
 # of its share. No table has one consumer: it is the smallest kernel there is, for tests.
