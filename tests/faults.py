@@ -102,7 +102,7 @@ V1, V2, SPARSE = (f"flashzoo/{version}/kernels.py" for version in ("v1", "v2", "
 REFERENCE = "flashzoo/reference.py"
 FORWARD, BACKWARD, BY_GRADIENT = (f"flashzoo/v3/{name}.py" for name in ("forward", "backward", "backward_by_gradient"))
 FP8, QUANTIZE, SOFTMAX, SCHEDULE, MASK, DELTA, V3_SPARSE = (
-    f"flashzoo/v3/{name}.py" for name in ("fp8", "quantize", "softmax", "schedule", "mask", "delta", "sparse")
+    f"flashzoo/v3/{name}.py" for name in ("fp8", "quantize_kernels", "softmax", "schedule", "mask", "delta", "sparse")
 )
 
 

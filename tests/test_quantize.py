@@ -14,7 +14,6 @@ from flashzoo._sass import SHARED_LIMIT
 from flashzoo._triton.compile import resources
 from flashzoo.spec import DESCALE_BLOCK
 from flashzoo.v3.quantize import (
-    FIND_AND_USE,
     SAMPLE,
     Plan,
     Quantized,
@@ -24,6 +23,7 @@ from flashzoo.v3.quantize import (
     transpose_launch,
     transpose_v,
 )
+from flashzoo.v3.quantize_kernels import FIND_AND_USE
 from flashzoo.workloads import LAYOUTS
 
 LARGEST = 448.0
