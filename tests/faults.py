@@ -718,7 +718,7 @@ _V3_FP8 = (
         "v3_fp8/sums_not_promoted",
         "O is summed by the tensor core, in some 14 bits, over all keys (DeepSeek-V3, section 3.3.2)",
         *(
-            "flashzoo/v3/config.py",
+            "flashzoo/v3/traits.py",
             "two_level: bool = True",
             "two_level: bool = False",
             "test_a_long_sum_keeps_its_small_terms[v3_fp8-e4m3",

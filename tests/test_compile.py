@@ -15,36 +15,24 @@ import pytest
 
 from flashzoo import Problem
 from flashzoo._cute.compile import compile_for
-from flashzoo._sass import SHARED_LIMIT, Resources, read
+from flashzoo._sass import Resources, read
 from flashzoo._triton.compile import resources
 from flashzoo.blocksparse import launch as blocksparse
 from flashzoo.blocksparse.config import tiles_for as blocksparse_tiles
+from flashzoo.gpu import SHARED_LIMIT, WARPGROUP
 from flashzoo.spec import MaskForm
 from flashzoo.v1 import launch as v1
 from flashzoo.v2 import launch as v2
 from flashzoo.v2.config import tiles_for as v2_tiles
-from flashzoo.v3.config import (
-    BACKWARD,
-    FP8,
-    LONG,
-    SPARSE,
-    WARPGROUP,
-    Kernel,
-    KernelBackward,
-    KernelBackwardSparse,
-    KernelFp8,
-    KernelSparse,
-    TilesBackward,
-    kernel_backward_for,
-    kernel_fp8_for,
-    refusals,
-)
+from flashzoo.v3.config import BACKWARD, FP8, LONG, SPARSE, kernel_backward_for, kernel_fp8_for
 from flashzoo.v3.config import HOPPER as V3_TILES
 from flashzoo.v3.config import HOPPER_SHORT as V3_SHORT
 from flashzoo.v3.config import kernel_for as v3_kernel
+from flashzoo.v3.explain import refusals
 from flashzoo.v3.forward import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from flashzoo.v3.fp8 import REGISTERS
 from flashzoo.v3.programs import ARCH, PROGRAMS, arguments_of, program
+from flashzoo.v3.traits import Kernel, KernelBackward, KernelBackwardSparse, KernelFp8, KernelSparse, TilesBackward
 
 ARCHS = (80, 89, 90, 100)
 WIDTHS = (64, 128, 256)

@@ -20,7 +20,11 @@ PACKAGE = ROOT / "flashzoo"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 VERSION_FOLDERS = sorted(path.parent for path in PACKAGE.glob("[!_]*/__init__.py"))
 DEVICE_CODE = {
-    folder: [path for path in sorted(folder.glob("*.py")) if path.stem not in ("__init__", "config", "launch", "launch_fp8", "programs")]
+    folder: [
+        path
+        for path in sorted(folder.glob("*.py"))
+        if path.stem not in ("__init__", "config", "launch", "launch_fp8", "programs", "traits", "explain")
+    ]
     for folder in VERSION_FOLDERS
 }
 
@@ -38,15 +42,16 @@ MAY_IMPORT = {
     "reference": {"torch", "flashzoo.autograd", "flashzoo.spec"},
     "baselines": {"torch", "flashzoo.reference", "flashzoo.spec"},
     "dtypes": {"torch"},
+    "gpu": set(),
     "workloads": {"torch", BLOCK_MASK, "flashzoo.dtypes", "flashzoo.spec"},
     "accuracy": {"torch", "flashzoo.reference", "flashzoo.roundings", "flashzoo.spec", "flashzoo.workloads"},
     "roundings": {"torch", "flashzoo.reference", "flashzoo.spec", "flashzoo.workloads"},
     "_sass": set(),
     "_triton": {"torch", "triton", "flashzoo._sass", "flashzoo._triton"},
-    "_cute": {"torch", "cutlass", "flashzoo._cute", "flashzoo.dtypes"},
+    "_cute": {"torch", "cutlass", "flashzoo._cute", "flashzoo.dtypes", "flashzoo.gpu"},
 }
 A_VERSION_MAY_IMPORT = {"torch", "triton", "cutlass", "flashzoo._triton", "flashzoo._cute"}
-A_VERSION_MAY_IMPORT |= {BLOCK_MASK, "flashzoo.autograd", "flashzoo.dtypes", "flashzoo.spec"}
+A_VERSION_MAY_IMPORT |= {BLOCK_MASK, "flashzoo.autograd", "flashzoo.dtypes", "flashzoo.gpu", "flashzoo.spec"}
 # These look inside versions because that is their work.
 INSIDERS = {
     "tests/test_bench.py",

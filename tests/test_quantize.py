@@ -10,8 +10,8 @@ from support import DEVICE, same_bits, storage_of
 from torch import Tensor
 
 from flashzoo import Problem
-from flashzoo._sass import SHARED_LIMIT
 from flashzoo._triton.compile import resources
+from flashzoo.gpu import SHARED_LIMIT
 from flashzoo.spec import DESCALE_BLOCK
 from flashzoo.v3.quantize import (
     SAMPLE,

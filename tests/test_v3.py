@@ -23,11 +23,12 @@ from flashzoo._cute.arguments import FLOAT, INT, Arguments, Packer, Record
 from flashzoo._cute.cache import ENVIRONMENT, Image, cached
 from flashzoo._cute.per_stream import tile_counter
 from flashzoo._cute.tma import readable
-from flashzoo._sass import SHARED_LIMIT
 from flashzoo.accuracy import Judge
+from flashzoo.gpu import SHARED_LIMIT, WARPGROUP_ROWS
 from flashzoo.reference import Result
 from flashzoo.v3 import launch, launch_fp8, programs
-from flashzoo.v3.config import HOPPER, HOPPER_SHORT, LONG, WARPGROUP_ROWS, WIDTHS, describe, kernel_for, kernel_fp8_for, pack_for
+from flashzoo.v3.config import HOPPER, HOPPER_SHORT, LONG, WIDTHS, kernel_for, kernel_fp8_for, pack_for
+from flashzoo.v3.explain import describe
 from flashzoo.workloads import LAYOUTS
 
 gpu = pytest.mark.gpu

@@ -19,21 +19,14 @@ from flashzoo import Problem
 from flashzoo._cute.per_stream import tile_counter
 from flashzoo._triton.compile import resources
 from flashzoo.accuracy import Judge
+from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS
 from flashzoo.reference import Result, visible
 from flashzoo.spec import MaskForm
 from flashzoo.v3 import FP8_SPEC, SPEC, launch, launch_fp8, programs, schedule
 from flashzoo.v3.backward import Backward
-from flashzoo.v3.config import (
-    BACKWARD,
-    WARPGROUP,
-    WARPGROUP_ROWS,
-    WRITERS,
-    KernelBackward,
-    KernelBackwardSparse,
-    TilesBackward,
-    kernel_backward_for,
-)
+from flashzoo.v3.config import BACKWARD, kernel_backward_for
 from flashzoo.v3.schedule import NEVER, ScheduleBackward
+from flashzoo.v3.traits import WRITERS, KernelBackward, KernelBackwardSparse, TilesBackward
 from flashzoo.workloads import LAYOUTS, hardware
 
 gpu = pytest.mark.gpu

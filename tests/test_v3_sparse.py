@@ -15,29 +15,19 @@ from torch import Tensor
 
 import flashzoo
 from flashzoo import BlockMask, Problem, UnsupportedError
-from flashzoo._sass import SHARED_LIMIT
 from flashzoo.blocksparse.lists import Lists, codes_of
+from flashzoo.gpu import SHARED_LIMIT, WARPGROUP, WARPGROUP_ROWS
 from flashzoo.spec import MaskForm
 from flashzoo.v3 import mask as mask_module
 from flashzoo.v3 import schedule, sparse, sparse_backward
-from flashzoo.v3.config import (
-    BACKWARD,
-    MASK_Q,
-    SPARSE,
-    WARPGROUP,
-    WARPGROUP_ROWS,
-    KernelBackwardSparse,
-    describe,
-    kernel_backward_for,
-    kernel_for,
-    pack_for,
-    refusals,
-)
+from flashzoo.v3.config import BACKWARD, SPARSE, kernel_backward_for, kernel_for, pack_for
+from flashzoo.v3.explain import describe, refusals
 from flashzoo.v3.launch import lists_of
 from flashzoo.v3.programs import LISTS
 from flashzoo.v3.schedule import Schedule, ScheduleBackward
 from flashzoo.v3.sparse import ForwardSparse, MaskSparse, ScheduleSparse
 from flashzoo.v3.sparse_backward import BackwardSparse, ScheduleBackwardSparse
+from flashzoo.v3.traits import MASK_Q, KernelBackwardSparse
 
 PLAIN = Problem(1, 256, 256, 2, 2, 64, arch=90, block_mask=MaskForm())
 

@@ -32,11 +32,12 @@ from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.utils import hopper_helpers
 
 from flashzoo._cute.hopper.dtypes import DTYPES
-from flashzoo.v3.config import WARPGROUP, WARPGROUP_ROWS, KernelBackward
-from flashzoo.v3.forward import CONSUMER_REGISTERS, PRODUCER_REGISTERS, WARPS, Ring, box_of, gemm, shared_layout, to_16_bits
+from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
+from flashzoo.v3.forward import CONSUMER_REGISTERS, PRODUCER_REGISTERS, Ring, box_of, gemm, shared_layout, to_16_bits
 from flashzoo.v3.mask import mask_scores
 from flashzoo.v3.schedule import NEVER, Bounds, ScheduleBackward
 from flashzoo.v3.softmax import rows_of
+from flashzoo.v3.traits import KernelBackward
 
 LOADER = 0
 """The warp that loads; those after it, as many as there are, write."""

@@ -22,11 +22,12 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 
+from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
 from flashzoo.v3.backward import Backward, OnChip, pass_turn, transposed, wait_turn
-from flashzoo.v3.config import COLUMNS, WARPGROUP, WARPGROUP_ROWS, KernelBackward
-from flashzoo.v3.forward import WARPS, box_of, gemm, to_16_bits
+from flashzoo.v3.forward import box_of, gemm, to_16_bits
 from flashzoo.v3.schedule import ScheduleBackward
 from flashzoo.v3.softmax import rows_of
+from flashzoo.v3.traits import COLUMNS, KernelBackward
 
 
 class Gradient(IntEnum):

@@ -31,18 +31,16 @@ from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.utils import hopper_helpers
 
 from flashzoo._cute.hopper.dtypes import DTYPES
-from flashzoo.v3.config import WARPGROUP, WARPGROUP_ROWS, Kernel, Tiles
+from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
 from flashzoo.v3.mask import Mask
 from flashzoo.v3.schedule import Schedule
 from flashzoo.v3.softmax import Softmax, rows_of, scale_rows
+from flashzoo.v3.traits import Kernel, Tiles
 
 # Registers of a thread, by the number of consumer warpgroups (setmaxnreg): of a multiprocessor's 64 K the producer gives up most
 # of its share. No table has one consumer: it is the smallest kernel there is, for tests.
 PRODUCER_REGISTERS = {1: 56, 2: 24, 3: 32, 4: 24}
 CONSUMER_REGISTERS = {1: 256, 2: 240, 3: 160, 4: 112}
-
-WARPS = 4
-"""Of a warpgroup."""
 
 LN2 = 0.6931471805599453
 

@@ -25,11 +25,12 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
 from cutlass.utils import hopper_helpers
 
+from flashzoo.gpu import WARPGROUP_ROWS, WARPS
 from flashzoo.spec import DESCALE_BLOCK
-from flashzoo.v3.config import WARPGROUP_ROWS, KernelFp8
-from flashzoo.v3.forward import WARPS, Consumer, Forward, OnChip, gemm, shared_layout
+from flashzoo.v3.forward import Consumer, Forward, OnChip, gemm, shared_layout
 from flashzoo.v3.schedule import Schedule
 from flashzoo.v3.softmax import NOTHING_SEEN, maximum, rows_of, scale_rows
+from flashzoo.v3.traits import KernelFp8
 
 REGISTERS = {2: (40, 232), 3: (32, 160)}
 """Of a thread of the producer's warpgroup and of a consumer, by the number of consumer warpgroups: transposing takes some."""

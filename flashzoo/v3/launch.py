@@ -14,18 +14,11 @@ from flashzoo._cute.per_stream import tile_counter
 from flashzoo._cute.tma import Ints, dense, in_bytes, made_readable, map_of_rows, readable, tensor_map
 from flashzoo.autograd import differentiable
 from flashzoo.dtypes import BYTES, TORCH_DTYPES
+from flashzoo.gpu import WARPGROUP_ROWS
 from flashzoo.spec import Problem
-from flashzoo.v3.config import (
-    WARPGROUP_ROWS,
-    Kernel,
-    KernelBackward,
-    KernelFp8,
-    band_of,
-    kernel_backward_for,
-    kernel_for,
-    pack_for,
-)
+from flashzoo.v3.config import band_of, kernel_backward_for, kernel_for, pack_for
 from flashzoo.v3.programs import LISTS, function_for
+from flashzoo.v3.traits import Kernel, KernelBackward, KernelFp8
 
 if TYPE_CHECKING:
     from flashzoo._triton import Launch as TritonLaunch

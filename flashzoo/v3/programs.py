@@ -13,7 +13,7 @@ from flashzoo._cute.arguments import FLOAT, INT, Arguments, Parameter, Pointer, 
 from flashzoo._cute.cache import cached
 from flashzoo._cute.compile import compile_for
 from flashzoo._cute.driver import Function
-from flashzoo.v3.config import Kernel, KernelBackward, KernelBackwardSparse, KernelFp8, KernelSparse
+from flashzoo.v3.traits import Kernel, KernelBackward, KernelBackwardSparse, KernelFp8, KernelSparse
 
 ARCH = "sm_90a"
 

@@ -9,7 +9,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Int32, Int64, const_expr
 
-from flashzoo.v3.config import WARPGROUP_ROWS, Kernel, KernelBackward
+from flashzoo.gpu import WARPGROUP_ROWS
+from flashzoo.v3.traits import Kernel, KernelBackward
 
 Bounds = tuple[tuple[Int32, Int32], tuple[Int32, Int32]]
 

@@ -22,10 +22,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, Int64, Uint32, const_expr
 
-from flashzoo.v3.config import WARPGROUP_ROWS, KernelSparse
+from flashzoo.gpu import WARPGROUP_ROWS
 from flashzoo.v3.forward import Consumer, Forward, own_team
 from flashzoo.v3.schedule import NEVER, Bounds, Schedule
 from flashzoo.v3.softmax import rows_of
+from flashzoo.v3.traits import KernelSparse
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64, const_expr
 
+from flashzoo.gpu import WARPGROUP_ROWS
 from flashzoo.v3.backward import Backward
 from flashzoo.v3.backward_by_gradient import BackwardByGradient
-from flashzoo.v3.config import MASK_Q, WARPGROUP_ROWS, KernelBackwardSparse
 from flashzoo.v3.mask import mask_scores
 from flashzoo.v3.schedule import NEVER, Bounds, ScheduleBackward
 from flashzoo.v3.softmax import rows_of
 from flashzoo.v3.sparse import Row, ScheduleSparse, at
+from flashzoo.v3.traits import MASK_Q, KernelBackwardSparse
 
 
 @dataclass(frozen=True)
