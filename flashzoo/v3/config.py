@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from flashzoo.gpu import WARPGROUP_ROWS
+from flashzoo.integers import cdiv
 from flashzoo.spec import DESCALE_BLOCK, Problem, Window
 from flashzoo.v3.traits import Kernel, KernelBackward, KernelBackwardSparse, KernelFp8, KernelSparse, Tiles, TilesBackward
 
@@ -160,5 +161,5 @@ def pack_for(problem: Problem, block_q: int) -> int:
         return 0
     group = problem.heads // problem.heads_kv
     pack = min((group & -group).bit_length() - 1, WARPGROUP_ROWS.bit_length() - 1)  # the largest power of two in both
-    apart, packed = (-(-(problem.seqlen_q << p) // block_q) << pack - p for p in (0, pack))
+    apart, packed = (cdiv(problem.seqlen_q << p, block_q) << pack - p for p in (0, pack))
     return pack if packed <= 0.9 * apart else 0

@@ -15,6 +15,7 @@ from flashzoo._cute.tma import Ints, dense, in_bytes, made_readable, map_of_rows
 from flashzoo.autograd import differentiable
 from flashzoo.dtypes import BYTES, TORCH_DTYPES
 from flashzoo.gpu import WARPGROUP_ROWS
+from flashzoo.integers import cdiv, next_power_of_2
 from flashzoo.spec import Problem
 from flashzoo.v3.config import band_of, kernel_backward_for, kernel_for, pack_for
 from flashzoo.v3.programs import LISTS, function_for
@@ -147,12 +148,12 @@ class ForwardLaunch:
         self._out = _map_of_queries(p, kernel.out_dtype, p.head_dim_v, kernel.width_o, pack, self._out_strides)
 
         heads, group = p.heads >> pack, p.heads // p.heads_kv >> pack
-        blocks_q, batch_heads = -(-(p.seqlen_q << pack) // tiles.block_q), p.batch * heads
+        blocks_q, batch_heads = cdiv(p.seqlen_q << pack, tiles.block_q), p.batch * heads
         section = 1
         if kernel.right and not kernel.left:  # else all tiles are as long
             section = _section_of(2 * p.seqlen_k * (p.head_dim + p.head_dim_v), group)
         schedule = _schedule(p, blocks_q, batch_heads, section, heads=heads, group=group, pack=pack)
-        blocks = min(_multiprocessors(device), -(-blocks_q * batch_heads // tiles.teams))
+        blocks = min(_multiprocessors(device), cdiv(blocks_q * batch_heads, tiles.teams))
         given = ("q", "k", "v", "out", "lse", "counter", *more)
         self._launch = function_for(kernel).bind(device, blocks, schedule, given)
 
@@ -325,12 +326,18 @@ def delta_launch(problem: Problem, kernel: KernelBackward, out_strides: Ints, do
 
     p, block_q = problem, kernel.tiles.block_q
     blocks = kernel.blocks_q(p.seqlen_q)
-    sizes = {"HEAD_DIM_V": p.head_dim_v, "BLOCK_DV": _power(p.head_dim_v), "SUMS": block_q * kernel.width}
+    sizes = {"HEAD_DIM_V": p.head_dim_v, "BLOCK_DV": next_power_of_2(p.head_dim_v, 16), "SUMS": block_q * kernel.width}
     return Launch(
         delta_kernel,
         blocks * p.batch * p.heads,
         (*out_strides[:3], *dout_strides[:3], p.seqlen_q, blocks, p.heads),
-        {**sizes, "BLOCK_Q": block_q, "ROWS": _power(block_q), "DLSE": dlse, "TURNS": kernel.turns if kernel.deterministic else 0},
+        {
+            **sizes,
+            "BLOCK_Q": block_q,
+            "ROWS": next_power_of_2(block_q, 16),
+            "DLSE": dlse,
+            "TURNS": kernel.turns if kernel.deterministic else 0,
+        },
         num_warps=4,
         num_stages=1,
     )
@@ -351,8 +358,3 @@ def round_launch(problem: Problem, kernel: KernelBackward, dq_strides: Ints) -> 
         num_warps=4,
         num_stages=1,
     )
-
-
-def _power(size: int) -> int:
-    """The power of two that holds it, of 16 at least."""
-    return max(16, 1 << (size - 1).bit_length())

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from flashzoo._triton import Launch
+from flashzoo.integers import cdiv, next_power_of_2
 from flashzoo.spec import DESCALE_BLOCK, Problem
 from flashzoo.v3.quantize_kernels import FIND, FIND_AND_USE, SIGNS, USE, scores_kernel, transpose_kernel, values_kernel
 
@@ -153,7 +154,7 @@ def power_of_two(head_dim: int) -> int:
 
 def padded(seqlen_k: int) -> int:
     """Row length of transposed v."""
-    return -(-seqlen_k // 16) * 16
+    return cdiv(seqlen_k, 16) * 16
 
 
 Strides = tuple[int, ...]
@@ -194,26 +195,26 @@ class Plan:
         self._q_shape = (p.batch, p.seqlen_q, p.heads, p.head_dim)
         self._k_shape = (p.batch, p.seqlen_k, p.heads_kv, p.head_dim)
         self._v_shape = (p.batch, p.heads_kv, p.head_dim, padded(p.seqlen_k)) if transposed else self._k_shape
-        blocks_q, blocks_k = _cdiv(p.seqlen_q, DESCALE_BLOCK), _cdiv(p.seqlen_k, DESCALE_BLOCK)
+        blocks_q, blocks_k = cdiv(p.seqlen_q, DESCALE_BLOCK), cdiv(p.seqlen_k, DESCALE_BLOCK)
         self._q_descale, self._k_descale = (p.batch, p.heads, blocks_q), (p.batch, p.heads_kv, blocks_k)
         self._shift_shape = (p.batch, p.heads, p.seqlen_q) if smooth and shift else None
 
-        block_d = max(16, 1 << (p.head_dim - 1).bit_length())
+        block_d = next_power_of_2(p.head_dim, 16)
         cut = self._cut = cut or CUTS[block_d]
         smooth = self._smooth = smooth and p.batch * p.seqlen_k * p.heads_kv > 0
         blocks_v = p.batch * p.heads_kv * blocks_k
         self._programs_v = blocks_v + (p.batch * p.heads_kv if smooth else 0)
         self._run = max(1, min(cut.run, (blocks_v + p.batch * p.heads * blocks_q) // PROGRAMS))
-        self._programs = p.batch * (p.heads * _cdiv(blocks_q, self._run) + p.heads_kv * _cdiv(blocks_k, self._run))
+        self._programs = p.batch * (p.heads * cdiv(blocks_q, self._run) + p.heads_kv * cdiv(blocks_k, self._run))
 
         mean = p.batch * p.heads_kv * p.head_dim if smooth else 0
         shift_shapes = () if self._shift_shape is None else (self._shift_shape,)
-        self._floats, end = _parts((self._q_descale, self._k_descale, self._k_descale, *shift_shapes), _cdiv(mean, 128) * 128)
+        self._floats, end = _parts((self._q_descale, self._k_descale, self._k_descale, *shift_shapes), cdiv(mean, 128) * 128)
         self._numbers, end = _parts((self._q_shape, self._k_shape, self._v_shape), end * 4)
         self._length = end // 4
 
         width = min(64, block_d)
-        shape = {"WIDTH": width, "CHUNKS": _cdiv(p.head_dim, width), "POWER": power_of_two(p.head_dim), "ROTATE": rotate}
+        shape = {"WIDTH": width, "CHUNKS": cdiv(p.head_dim, width), "POWER": power_of_two(p.head_dim), "ROTATE": rotate}
         self._of_values = {"HEAD_DIM": p.head_dim, "BLOCK_D": block_d, **shape, "TRANSPOSED": transposed}
         self._of_scores = {"HEAD_DIM": p.head_dim, **shape, "SMOOTH": smooth, "SHIFT": smooth and shift}
         self._problem = p
@@ -285,7 +286,7 @@ def _parts(shapes: tuple[tuple[int, ...], ...], start: int) -> tuple[list[Part],
     parts = []
     for shape in shapes:
         parts.append((shape, tuple(math.prod(shape[i + 1 :]) for i in range(len(shape))), start))
-        start += _cdiv(math.prod(shape), 128) * 128
+        start += cdiv(math.prod(shape), 128) * 128
     return parts, start
 
 
@@ -299,16 +300,12 @@ def transpose_launch(shape: tuple[int, ...], strides: Strides, tile: tuple[int, 
     """
     batch, seqlen_k, heads_kv, head_dim = shape
     keys, width, num_warps = tile
-    width = min(width, max(16, 1 << (head_dim - 1).bit_length()))
-    programs = batch * heads_kv * _cdiv(seqlen_k, keys) * _cdiv(head_dim, width)
+    width = min(width, next_power_of_2(head_dim, 16))
+    programs = batch * heads_kv * cdiv(seqlen_k, keys) * cdiv(head_dim, width)
     if not programs:
         return None
     constexprs = {"HEAD_DIM": head_dim, "WIDTH": width, "KEYS": keys}
     return Launch(transpose_kernel, programs, (*strides[:3], seqlen_k, heads_kv), constexprs, num_warps, 1)
-
-
-def _cdiv(x: int, y: int) -> int:
-    return -(-x // y)
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor) -> Problem:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from flashzoo.dtypes import BYTES
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS
+from flashzoo.integers import cdiv
 from flashzoo.spec import DESCALE_BLOCK
 
 MASK_Q = 128
@@ -93,7 +94,7 @@ class Kernel:
     @property
     def width_o(self) -> int:
         """Columns of O that a warpgroup stages on chip at a time, on their way to memory."""
-        return self.width_v // -(-self.width_v // 128)
+        return self.width_v // cdiv(self.width_v, 128)
 
     @property
     def words_of_tile(self) -> int:
@@ -108,7 +109,7 @@ class Kernel:
         elements += tiles.block_kv * (tiles.stages * self.width + self.stages_of_v * self.width_v)
         slots = tiles.q_stages * tiles.consumers + tiles.stages + self.stages_of_v + 1
         out = BYTES[self.out_dtype] * tiles.block_q * self.width_o
-        return tiles.teams * (BYTES[self.dtype] * elements + out + 16 * slots) + 8 * -(-tiles.teams * self.words_of_tile // 2)
+        return tiles.teams * (BYTES[self.dtype] * elements + out + 16 * slots) + 8 * cdiv(tiles.teams * self.words_of_tile, 2)
 
 
 @dataclass(frozen=True)
@@ -257,7 +258,7 @@ class KernelBackward:
 
     def blocks_kv(self, seqlen_k: int) -> int:
         """Tiles of a head."""
-        return -(-seqlen_k // self.tiles.block_kv)
+        return cdiv(seqlen_k, self.tiles.block_kv)
 
     @property
     def dq_by_rows(self) -> bool:
@@ -304,7 +305,7 @@ class KernelBackward:
         elements += tiles.ds_stages * tiles.block_q * tiles.block_kv
         floats = numbers * slots + 2 * tiles.stages * tiles.block_q
         rings = 2 * tiles.stages + tiles.ds_stages + self.uses_of_handed + max(1, self.writers) + 3
-        return BYTES[self.dtype] * elements + 4 * floats + 16 * rings + 8 * -(-self.words_of_tile // 2)
+        return BYTES[self.dtype] * elements + 4 * floats + 16 * rings + 8 * cdiv(self.words_of_tile, 2)
 
 
 @dataclass(frozen=True)
@@ -347,4 +348,4 @@ class KernelBackwardSparse(KernelBackward):
 
     def blocks_kv(self, seqlen_k: int) -> int:
         """The same, for whole columns of the mask."""
-        return -(-seqlen_k // self.mask_kv) * self.parts_of_column
+        return cdiv(seqlen_k, self.mask_kv) * self.parts_of_column
