@@ -15,6 +15,7 @@ import pytest
 
 from flashzoo import Problem
 from flashzoo._cute.compile import compile_for
+from flashzoo._cute.hopper.wgmma import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from flashzoo._sass import Resources, read
 from flashzoo._triton.compile import resources
 from flashzoo.blocksparse import launch as blocksparse
@@ -29,7 +30,6 @@ from flashzoo.v3.config import HOPPER as V3_TILES
 from flashzoo.v3.config import HOPPER_SHORT as V3_SHORT
 from flashzoo.v3.config import kernel_for as v3_kernel
 from flashzoo.v3.explain import refusals
-from flashzoo.v3.forward import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from flashzoo.v3.fp8 import REGISTERS
 from flashzoo.v3.programs import ARCH, PROGRAMS, arguments_of, program
 from flashzoo.v3.traits import Kernel, KernelBackward, KernelBackwardSparse, KernelFp8, KernelSparse, TilesBackward

@@ -16,16 +16,17 @@ from torch import Tensor
 
 import flashzoo
 from flashzoo import Problem
+from flashzoo._cute.hopper import tile_scheduler
+from flashzoo._cute.hopper.tile_scheduler import NEVER, TileSchedulerBackward
 from flashzoo._cute.per_stream import tile_counter
 from flashzoo._triton.compile import resources
 from flashzoo.accuracy import Judge
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS
 from flashzoo.reference import Result, visible
 from flashzoo.spec import MaskForm
-from flashzoo.v3 import FP8_SPEC, SPEC, launch, launch_fp8, programs, schedule
+from flashzoo.v3 import FP8_SPEC, SPEC, launch, launch_fp8, programs
 from flashzoo.v3.backward import Backward
 from flashzoo.v3.config import BACKWARD, kernel_backward_for
-from flashzoo.v3.schedule import NEVER, ScheduleBackward
 from flashzoo.v3.traits import WRITERS, KernelBackward, KernelBackwardSparse, TilesBackward
 from flashzoo.workloads import LAYOUTS, hardware
 
@@ -49,7 +50,7 @@ on_bands = pytest.mark.parametrize("band", BANDS)
 LENGTHS = (1, 63, 64, 65, 79, 80, 81, 127, 128, 129, 191, 192, 200)
 
 
-# Who works on what: `ScheduleBackward` on numbers that are there already, held to every pair of query and key.
+# Who works on what: `TileSchedulerBackward` on numbers that are there already, held to every pair of query and key.
 
 TILINGS = {
     "128x128": TilesBackward(128),
@@ -61,20 +62,20 @@ TILINGS = {
 @pytest.fixture
 def on_integers(monkeypatch):
     """The schedule's methods as what they are without CuTe DSL: arithmetic."""
-    for name, method in vars(ScheduleBackward).items():
+    for name, method in vars(TileSchedulerBackward).items():
         if hasattr(method, "__wrapped__"):
-            monkeypatch.setattr(ScheduleBackward, name, method.__wrapped__)
-    monkeypatch.setattr(ScheduleBackward, "place", ScheduleBackward.place.__wrapped__)
-    monkeypatch.setattr(schedule, "Int32", int)
-    monkeypatch.setattr(schedule, "Int64", int)
+            monkeypatch.setattr(TileSchedulerBackward, name, method.__wrapped__)
+    monkeypatch.setattr(TileSchedulerBackward, "place", TileSchedulerBackward.place.__wrapped__)
+    monkeypatch.setattr(tile_scheduler, "Int32", int)
+    monkeypatch.setattr(tile_scheduler, "Int64", int)
 
 
-def schedule_of(problem: Problem, tiles: TilesBackward, section: int = 1) -> ScheduleBackward:
+def schedule_of(problem: Problem, tiles: TilesBackward, section: int = 1) -> TileSchedulerBackward:
     p = problem
     kernel = replace(kernel_backward_for(p), tiles=tiles)
     blocks, batch_heads = -(-p.seqlen_k // tiles.block_kv), p.batch * p.heads_kv
     sizes = (p.seqlen_q, p.seqlen_k, p.heads_kv, p.heads // p.heads_kv, 0, *p.reach, blocks, batch_heads, min(section, batch_heads))
-    return ScheduleBackward(kernel, *sizes, counter=None)
+    return TileSchedulerBackward(kernel, *sizes, counter=None)
 
 
 def scheduled() -> list[tuple[Problem, Tensor]]:
@@ -87,7 +88,7 @@ def scheduled() -> list[tuple[Problem, Tensor]]:
     return [(p, every if (seen := visible(p, "cpu")) is None else seen) for p, every in zip(problems, everything, strict=True)]
 
 
-def blocks_that_see(plan: ScheduleBackward, seen: Tensor) -> Tensor:
+def blocks_that_see(plan: TileSchedulerBackward, seen: Tensor) -> Tensor:
     """Whether some query of a block sees some key of a tile: (blocks of queries, tiles)."""
     tiles = plan.kernel.tiles
     padded = torch.nn.functional.pad(seen, (0, -seen.shape[1] % tiles.block_kv, 0, -seen.shape[0] % tiles.block_q))

@@ -15,18 +15,19 @@ from torch import Tensor
 
 import flashzoo
 from flashzoo import BlockMask, Problem, UnsupportedError
+from flashzoo._cute.hopper import mask as mask_module
+from flashzoo._cute.hopper import tile_scheduler
+from flashzoo._cute.hopper.tile_scheduler import TileScheduler, TileSchedulerBackward
 from flashzoo.blocksparse.lists import Lists, codes_of
 from flashzoo.gpu import SHARED_LIMIT, WARPGROUP, WARPGROUP_ROWS
 from flashzoo.spec import MaskForm
-from flashzoo.v3 import mask as mask_module
-from flashzoo.v3 import schedule, sparse, sparse_backward
+from flashzoo.v3 import sparse, sparse_backward
 from flashzoo.v3.config import BACKWARD, SPARSE, kernel_backward_for, kernel_for, pack_for
 from flashzoo.v3.explain import describe, refusals
 from flashzoo.v3.launch import lists_of
 from flashzoo.v3.programs import LISTS
-from flashzoo.v3.schedule import Schedule, ScheduleBackward
-from flashzoo.v3.sparse import ForwardSparse, MaskSparse, ScheduleSparse
-from flashzoo.v3.sparse_backward import BackwardSparse, ScheduleBackwardSparse
+from flashzoo.v3.sparse import ForwardSparse, MaskSparse, TileSchedulerSparse
+from flashzoo.v3.sparse_backward import BackwardSparse, TileSchedulerBackwardSparse
 from flashzoo.v3.traits import MASK_Q, KernelBackwardSparse
 
 PLAIN = Problem(1, 256, 256, 2, 2, 64, arch=90, block_mask=MaskForm())
@@ -210,7 +211,15 @@ def as_written(*owners) -> list[tuple[object, str, FunctionType]]:
     return found
 
 
-METHODS = (Schedule, ScheduleBackward, ScheduleSparse, ScheduleBackwardSparse, MaskSparse, ForwardSparse, sparse_backward._Masked)
+METHODS = (
+    TileScheduler,
+    TileSchedulerBackward,
+    TileSchedulerSparse,
+    TileSchedulerBackwardSparse,
+    MaskSparse,
+    ForwardSparse,
+    sparse_backward._Masked,
+)
 AS_WRITTEN = as_written(*METHODS, mask_module)
 AS_WRITTEN += [(sparse_backward, name, function) for owner, name, function in AS_WRITTEN if owner is mask_module]
 
@@ -221,11 +230,11 @@ def on_integers(monkeypatch):
     for owner, name, method in AS_WRITTEN:
         monkeypatch.setattr(owner, name, method)
     arithmetic = {"min": min, "max": max, "range": lambda n, unroll: range(n), "range_constexpr": range}
-    for module in (schedule, sparse, sparse_backward, mask_module):
+    for module in (tile_scheduler, sparse, sparse_backward, mask_module):
         monkeypatch.setattr(module, "cutlass", SimpleNamespace(**arithmetic))
         for name in ("Int32", "Int64"):
             monkeypatch.setattr(module, name, int, raising=False)
-        if module is not schedule:
+        if module is not tile_scheduler:
             monkeypatch.setattr(module, "Float32", SimpleNamespace(inf=math.inf))
             monkeypatch.setattr(module, "rows_of", lambda s: s)
     cute = {
@@ -255,20 +264,20 @@ def in_memory(mask: BlockMask, lists: Lists) -> tuple[int | Memory, ...]:
     return (*lists_of(mask, lists)[:4], *[Memory(x.flatten().tolist()) for x in tensors], *of_bits)
 
 
-def schedule_of(mask: BlockMask, problem: Problem) -> ScheduleSparse:
+def schedule_of(mask: BlockMask, problem: Problem) -> TileSchedulerSparse:
     p, blocks, batch_heads = problem, -(-problem.seqlen_q // MASK_Q), problem.batch * problem.heads
     sizes = (p.seqlen_q, p.seqlen_k, p.heads, p.heads // p.heads_kv, 0, *p.reach_of(p.block_mask.span), blocks, batch_heads, batch_heads)
-    return ScheduleSparse(kernel_for(p), *sizes, None, *in_memory(mask, mask.rows))
+    return TileSchedulerSparse(kernel_for(p), *sizes, None, *in_memory(mask, mask.rows))
 
 
-def backward_schedule_of(mask: BlockMask, problem: Problem) -> ScheduleBackwardSparse:
+def backward_schedule_of(mask: BlockMask, problem: Problem) -> TileSchedulerBackwardSparse:
     p, kernel = problem, kernel_backward_for(problem)
     blocks, batch_heads = kernel.blocks_kv(p.seqlen_k), p.batch * p.heads_kv
     sizes = (p.seqlen_q, p.seqlen_k, p.heads_kv, p.heads // p.heads_kv, 0, *p.reach_of(p.block_mask.span), blocks, batch_heads, 2)
-    return ScheduleBackwardSparse(kernel, *sizes, None, *in_memory(mask, mask.columns))
+    return TileSchedulerBackwardSparse(kernel, *sizes, None, *in_memory(mask, mask.columns))
 
 
-def walked(plan: ScheduleSparse, tile: sparse.Row, me: int, row: int, column: int) -> tuple[list[int], list[dict]]:
+def walked(plan: TileSchedulerSparse, tile: sparse.Row, me: int, row: int, column: int) -> tuple[list[int], list[dict]]:
     """What one thread does on a tile: the producer's keys, and for each block which of its scores `(c, r, i)` are let through."""
     keys, seen = [], []
     block, _, _ = plan.place(tile)
@@ -288,8 +297,8 @@ def walked(plan: ScheduleSparse, tile: sparse.Row, me: int, row: int, column: in
         seen.append({place: score == 0.0 for place, score in scores.items()})
         return used + 1
 
-    nothing = SimpleNamespace(fill=lambda *_: None, wait_full=lambda *_: None, release=lambda *_: None)
-    consumer = SimpleNamespace(me=me, row=row, column=column, o=nothing, on_chip=SimpleNamespace(q_ring=nothing))
+    nothing = SimpleNamespace(fill=lambda *_: None, consumer_wait=lambda *_: None, consumer_release=lambda *_: None)
+    consumer = SimpleNamespace(me=me, row=row, column=column, o=nothing, on_chip=SimpleNamespace(q_pipeline=nothing))
     program = {"kernel": plan.kernel, "tiles": plan.kernel.tiles, "last_product": lambda _, used: used + 1}
     program = SimpleNamespace(**program, first_scores=step, step_overlapped=step, step_serial=step)
     program.scores, program.pass_turn = lambda *_: None, lambda _: None
@@ -299,7 +308,7 @@ def walked(plan: ScheduleSparse, tile: sparse.Row, me: int, row: int, column: in
     return keys, seen
 
 
-def let_through(plan: ScheduleSparse, tile: sparse.Row) -> Tensor:
+def let_through(plan: TileSchedulerSparse, tile: sparse.Row) -> Tensor:
     """Of a tile, whether a row sees a key: `(128, seqlen_k)`."""
     found = torch.zeros(MASK_Q, plan.seqlen_k, dtype=torch.bool)
     for me in range(2):
@@ -408,7 +417,7 @@ def test_the_longest_rows_go_first(on_integers):
 # The backward pass's: a tile is a column, or half of one.
 
 
-def let_through_of(plan: ScheduleBackwardSparse, tile: sparse.Row, n: int) -> Tensor:
+def let_through_of(plan: TileSchedulerBackwardSparse, tile: sparse.Row, n: int) -> Tensor:
     """Of the n-th block of queries that a tile walks, whether its keys are let through: `(block_q, block_kv)`."""
     kernel, tiles = plan.kernel, plan.kernel.tiles
     found = torch.zeros(tiles.block_q, tiles.block_kv, dtype=torch.bool)

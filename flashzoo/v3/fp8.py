@@ -3,7 +3,7 @@
 1. Q, K and V are e4m3, and their products run at twice the rate (QGMMA). Each has scales, one a head or one a block of rows:
    those of Q and K go into the scale of a row's scores, those of V into the factor that rescales O.
 2. FP8 operands must be contiguous along the dimension that is summed over, which for V is the keys. Either V comes transposed, or
-   the three idle warps of the producer's warpgroup transpose its blocks on chip, between two rings.
+   the three idle warps of the producer's warpgroup transpose its blocks on chip, between two pipelines.
 3. The tensor core leaves a lane pairs of neighbouring scores, and wants P of four neighbouring keys. No P moves: within each 16 keys
    V's are put in the order in which P lies in the registers.
 4. P is 2^8 at a row's maximum: e4m3 ends at 448 and thins out below 2^-6.
@@ -25,11 +25,12 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
 from cutlass.utils import hopper_helpers
 
+from flashzoo._cute.hopper.tile_scheduler import TileScheduler
+from flashzoo._cute.hopper.wgmma import gemm, rows_of, shared_layout
 from flashzoo.gpu import WARPGROUP_ROWS, WARPS
 from flashzoo.spec import DESCALE_BLOCK
-from flashzoo.v3.forward import Consumer, Forward, OnChip, gemm, shared_layout
-from flashzoo.v3.schedule import Schedule
-from flashzoo.v3.softmax import NOTHING_SEEN, maximum, rows_of, scale_rows
+from flashzoo.v3.forward import Consumer, Forward, OnChip
+from flashzoo.v3.softmax import NOTHING_SEEN, maximum, scale_rows
 from flashzoo.v3.traits import KernelFp8
 
 REGISTERS = {2: (40, 232), 3: (32, 160)}
@@ -111,7 +112,7 @@ class SoftmaxFp8:
     place: cute.Tensor
 
     @cute.jit
-    def reset(self, schedule: Schedule, batch: Int32, head: Int32, row: Int32):
+    def reset(self, schedule: TileScheduler, batch: Int32, head: Int32, row: Int32):
         """Begin with rows that have seen nothing: row `row` of the head's tiles, and the one 8 below."""
         self.reference.fill(NOTHING_SEEN)
         self.l.fill(0.0)
@@ -213,9 +214,9 @@ class ForwardFp8(Forward):
         return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner), loaded
 
     @cute.jit
-    def help(self, schedule: Schedule, on_chip: OnChip, helper: Int32):
+    def help(self, schedule: TileScheduler, on_chip: OnChip, helper: Int32):
         """A warp that transposes V: its share of every block of tile after tile."""
-        raw, v_ring = on_chip.raw, on_chip.v_ring
+        raw, v_pipeline = on_chip.raw, on_chip.v_pipeline
         used = Int32(0)  # blocks of V so far, over all tiles
         turn = Int32(0)  # tiles so far
         tile = schedule.first()
@@ -223,14 +224,14 @@ class ForwardFp8(Forward):
             block, _, _ = schedule.place(tile)
             begin, end = schedule.extent(tile, block)
             for _ in cutlass.range(end - begin, unroll=1):
-                raw.ring.wait_full(used)
-                v_ring.wait_empty(used)
-                self.transpose(raw.v[None, None, raw.ring.slot(used)], on_chip.v[None, None, v_ring.slot(used)], helper)
+                raw.pipeline.consumer_wait(used)
+                v_pipeline.producer_acquire(used)
+                self.transpose(raw.v[None, None, raw.pipeline.slot(used)], on_chip.v[None, None, v_pipeline.slot(used)], helper)
                 cute.arch.fence_proxy("async.shared", space="cta")  # the tensor core is to see it
                 cute.arch.sync_warp()
-                raw.ring.release(used)
+                raw.pipeline.consumer_release(used)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(v_ring.full + v_ring.slot(used))
+                    cute.arch.mbarrier_arrive(v_pipeline.full + v_pipeline.slot(used))
                 used += 1
             tile = self.take_over(schedule, on_chip, turn)
             turn += 1
@@ -287,7 +288,7 @@ class ForwardFp8(Forward):
     @cute.jit
     def issue_product(self, consumer: Consumer, n: Int32) -> cute.Tensor | None:
         """Issue P times the n-th block of V, a group of WGMMAs to wait for: its result, or None where that is added to O."""
-        v = consumer.v[None, None, None, consumer.on_chip.v_ring.slot(n)]
+        v = consumer.v[None, None, None, consumer.on_chip.v_pipeline.slot(n)]
         if const_expr(not self.two_level):
             gemm(consumer.mma_pv, consumer.o, consumer.p, v, False)
             return None

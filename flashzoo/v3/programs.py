@@ -22,14 +22,14 @@ SCHEDULE: dict[str, Parameter] = {
     **dict.fromkeys(("blocks", "batch_heads", "heads_in_section"), INT),
     "counter": Pointer("i32"),
 }
-"""Fields of `schedule.Schedule`."""
+"""Fields of `schedule.TileScheduler`."""
 
 LISTS: dict[str, Parameter] = {
     **dict.fromkeys(("list_batch", "list_head", "width", "bit_blocks"), INT),
     **dict.fromkeys(("order", "counts", "full", "indices", "bit_index"), Pointer("i32")),
     "bits": Pointer("u32", align=16),
 }
-"""Those that `sparse.ScheduleSparse` has more, of a block mask."""
+"""Those that `sparse.TileSchedulerSparse` has more, of a block mask."""
 
 DESCALE: dict[str, Parameter] = {"values": Pointer("fp32"), **dict.fromkeys(("batch", "head", "block"), INT)}
 """Fields of `fp8.Descale`."""
@@ -52,7 +52,7 @@ def _forward(kernel: Kernel, schedule: str, more: dict[str, Parameter], **scalin
 def _forward_fp8(kernel: KernelFp8) -> Arguments:
     descales = {name: Record("flashzoo.v3.fp8:Descale", DESCALE, prefix=f"{name}_") for name in ("q", "k", "v")}
     scaling = {"scale_log2": FLOAT, **descales, "q_group": INT}
-    return _forward(kernel, "flashzoo.v3.schedule:Schedule", {}, scaling=Record("flashzoo.v3.fp8:Scaling", scaling))
+    return _forward(kernel, "flashzoo._cute.hopper.tile_scheduler:TileScheduler", {}, scaling=Record("flashzoo.v3.fp8:Scaling", scaling))
 
 
 def _backward(kernel: KernelBackward, schedule: str, more: dict[str, Parameter]) -> Arguments:
@@ -85,21 +85,21 @@ class Program:
 PROGRAMS: dict[type[Kernel | KernelBackward], Program] = {
     Kernel: Program(
         "flashzoo.v3.forward:Forward",
-        lambda kernel: _forward(kernel, "flashzoo.v3.schedule:Schedule", {}, scale_log2=FLOAT),
+        lambda kernel: _forward(kernel, "flashzoo._cute.hopper.tile_scheduler:TileScheduler", {}, scale_log2=FLOAT),
     ),
     KernelSparse: Program(
         "flashzoo.v3.sparse:ForwardSparse",
-        lambda kernel: _forward(kernel, "flashzoo.v3.sparse:ScheduleSparse", LISTS, scale_log2=FLOAT),
+        lambda kernel: _forward(kernel, "flashzoo.v3.sparse:TileSchedulerSparse", LISTS, scale_log2=FLOAT),
     ),
     KernelFp8: Program("flashzoo.v3.fp8:ForwardFp8", _forward_fp8),
     KernelBackward: Program(
         "flashzoo.v3.backward:Backward",
-        lambda kernel: _backward(kernel, "flashzoo.v3.schedule:ScheduleBackward", {}),
+        lambda kernel: _backward(kernel, "flashzoo._cute.hopper.tile_scheduler:TileSchedulerBackward", {}),
         by_gradient="flashzoo.v3.backward_by_gradient:BackwardByGradient",
     ),
     KernelBackwardSparse: Program(
         "flashzoo.v3.sparse_backward:BackwardSparse",
-        lambda kernel: _backward(kernel, "flashzoo.v3.sparse_backward:ScheduleBackwardSparse", LISTS),
+        lambda kernel: _backward(kernel, "flashzoo.v3.sparse_backward:TileSchedulerBackwardSparse", LISTS),
         by_gradient="flashzoo.v3.sparse_backward:BackwardByGradientSparse",
     ),
 }

@@ -304,8 +304,8 @@ class KernelBackward:
         elements = (tiles.block_kv + tiles.stages * tiles.block_q) * (self.width + self.width_v)
         elements += tiles.ds_stages * tiles.block_q * tiles.block_kv
         floats = numbers * slots + 2 * tiles.stages * tiles.block_q
-        rings = 2 * tiles.stages + tiles.ds_stages + self.uses_of_handed + max(1, self.writers) + 3
-        return BYTES[self.dtype] * elements + 4 * floats + 16 * rings + 8 * cdiv(self.words_of_tile, 2)
+        pipelines = 2 * tiles.stages + tiles.ds_stages + self.uses_of_handed + max(1, self.writers) + 3
+        return BYTES[self.dtype] * elements + 4 * floats + 16 * pipelines + 8 * cdiv(self.words_of_tile, 2)
 
 
 @dataclass(frozen=True)
