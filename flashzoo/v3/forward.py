@@ -37,6 +37,7 @@ from flashzoo._cute.hopper.tile_scheduler import TileScheduler
 from flashzoo._cute.hopper.tma import box_of, load, tma_atom
 from flashzoo._cute.hopper.wgmma import CONSUMER_REGISTERS, PRODUCER_REGISTERS, gemm, rows_of, shared_layout, to_16_bits
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
+from flashzoo.v3.product import Product, RawV, ValuePath
 from flashzoo.v3.softmax import Softmax, scale_rows
 from flashzoo.v3.traits import Kernel, Tiles
 
@@ -73,14 +74,6 @@ class OnChip:
             pipeline.of_team(team, tiles.teams) for pipeline in (self.q_pipeline, self.k_pipeline, self.v_pipeline, self.tile_pipeline)
         ]
         return OnChip(*tensors, cute.make_tensor(self.tile.iterator + team * words, self.tile.layout), *pipelines)
-
-
-@dataclass(frozen=True)
-class RawV:
-    """Where V lies as it came, when it is rearranged on chip: slots of (keys, head_dim), and their pipeline."""
-
-    v: cute.Tensor
-    pipeline: Pipeline
 
 
 @dataclass(frozen=True)
@@ -125,6 +118,8 @@ class Forward:
 
     Attributes:
         hands_out: whether a warp of its own looks up which tile is next, and not the producer.
+        value: how V reaches the tensor core.
+        product: how P is multiplied with it.
     """
 
     hands_out = False
@@ -134,11 +129,9 @@ class Forward:
         self.tiles = kernel.tiles
         self.dtype = DTYPES[kernel.dtype]
         self.dtype_o = DTYPES[kernel.out_dtype]
-        self.columns_of_product = kernel.width_v
         warpgroups = self.tiles.teams * self.tiles.consumers
         self.registers = PRODUCER_REGISTERS[warpgroups], CONSUMER_REGISTERS[warpgroups]
-        self.helpers = 0
-        self.stages_of_loaded_v = kernel.tiles.stages
+        self.value, self.product = ValuePath(kernel), Product(kernel)
 
     @cute.jit
     def __call__(
@@ -155,7 +148,7 @@ class Forward:
         layouts = (
             shared_layout(self.dtype, WARPGROUP_ROWS, kernel.width, tiles.teams * tiles.consumers * tiles.q_stages),
             shared_layout(self.dtype, tiles.block_kv, kernel.width, tiles.teams * tiles.stages),
-            self.shared_layout_of_loaded_v(),
+            self.value.shared_layout(),
             shared_layout(self.dtype_o, WARPGROUP_ROWS, kernel.width_o, tiles.teams * tiles.consumers),
         )
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -186,12 +179,12 @@ class Forward:
         smem = cutlass.memory.SmemAllocator()
         # A1.1
         q, k = (smem.allocate_tensor(self.dtype, x.outer, 1024, swizzle=x.inner) for x in (q_layout, k_layout))
-        v, raw = self.allocate_v(smem, v_layout)
+        v, raw = self.value.allocate(smem, v_layout)
         on_chip = OnChip(
             *(q, k, v, smem.allocate_tensor(self.dtype_o, o_layout.outer, 1024, swizzle=o_layout.inner)),
             cute.make_tensor(smem.allocate_array(Int32, tiles.teams * kernel.words_of_tile), cute.make_layout(kernel.words_of_tile)),
             *[Pipeline.allocate(smem, tiles.teams * slots) for slots in (tiles.consumers * tiles.q_stages, tiles.stages, tiles.stages, 1)],
-            None if raw is None else RawV(raw, Pipeline.allocate(smem, self.stages_of_loaded_v)),
+            None if raw is None else RawV(raw, Pipeline.allocate(smem, self.value.stages)),
         )
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
@@ -200,10 +193,10 @@ class Forward:
             with cute.arch.elect_one():
                 on_chip.q_pipeline.initialize(WARPS)
                 on_chip.k_pipeline.initialize(WARPS * tiles.consumers)
-                on_chip.v_pipeline.initialize(WARPS * tiles.consumers, self.helpers or 1)
-                on_chip.tile_pipeline.initialize(WARPS * tiles.consumers + self.helpers + int(self.hands_out))
+                on_chip.v_pipeline.initialize(WARPS * tiles.consumers, self.value.helpers or 1)
+                on_chip.tile_pipeline.initialize(WARPS * tiles.consumers + self.value.helpers + int(self.hands_out))
                 if const_expr(on_chip.raw is not None):
-                    on_chip.raw.pipeline.initialize(self.helpers)
+                    on_chip.raw.pipeline.initialize(self.value.helpers)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -218,9 +211,9 @@ class Forward:
             if const_expr(self.hands_out):  # noqa: SIM102 - one is known when compiled, the other when run
                 if role == 1:
                     self.hand_out(schedule, on_chip)
-            if const_expr(self.helpers > 0):  # noqa: SIM102 - one is known when compiled, the other when run
+            if const_expr(self.value.helpers > 0):  # noqa: SIM102 - one is known when compiled, the other when run
                 if warp > 0:
-                    self.help(schedule, on_chip, warp - 1)
+                    self.value.help(schedule, on_chip, warp - 1)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])  # A1.12, A2.1
             self.consume(schedule, on_chip, scaling, tma_o, lse)
@@ -253,15 +246,15 @@ class Forward:
                 next_key = schedule.first_key(tile, n)
                 if const_expr(tiles.overlap):  # the consumers want the next K before this V
                     self.load_block(tma_k, on_chip.k, on_chip.k_pipeline, loaded + 1, self.origin(next_key, head_kv, batch))
-                self.load_block(tma_v, slots_of_v, pipeline_of_v, loaded, self.origin_of_v(first_key, head_kv, batch))
+                self.load_block(tma_v, slots_of_v, pipeline_of_v, loaded, self.value.origin(first_key, head_kv, batch))
                 if const_expr(not tiles.overlap):
                     self.load_block(tma_k, on_chip.k, on_chip.k_pipeline, loaded + 1, self.origin(next_key, head_kv, batch))
                 first_key = next_key
                 loaded += 1
-            self.load_block(tma_v, slots_of_v, pipeline_of_v, loaded, self.origin_of_v(first_key, head_kv, batch))
+            self.load_block(tma_v, slots_of_v, pipeline_of_v, loaded, self.value.origin(first_key, head_kv, batch))
             loaded += 1
             if const_expr(self.hands_out):
-                tile = self.take_over(schedule, on_chip, turn)
+                tile = take_over(schedule, on_chip, turn)
             else:
                 tile = schedule.described(number)
                 self.hand_over(schedule, on_chip, tile, turn)
@@ -286,15 +279,6 @@ class Forward:
             cute.arch.mbarrier_arrive(on_chip.tile_pipeline.full)
 
     @cute.jit
-    def take_over(self, schedule: TileScheduler, on_chip: OnChip, turn: Int32) -> Any:
-        """The next tile, by a whole warp."""
-        on_chip.tile_pipeline.consumer_wait(turn)
-        tile = schedule.told(on_chip.tile)
-        cute.arch.sync_warp()  # every lane has read it
-        on_chip.tile_pipeline.consumer_release(turn)
-        return tile
-
-    @cute.jit
     def load_block(self, tma: cute.CopyAtom, slots: cute.Tensor, pipeline: Pipeline, loaded: Int32, origin: tuple):
         """The block of K or V at `origin` into the pipeline's next slot."""
         pipeline.producer_acquire(loaded)  # A1.7
@@ -304,21 +288,6 @@ class Forward:
     def origin(self, first_key: Int32, head: Int32, batch: Int32) -> tuple:
         """Where a block of keys begins."""
         return (0, first_key, head, batch)
-
-    def origin_of_v(self, first_key: Int32, head: Int32, batch: Int32) -> tuple:
-        """Where a block of V begins."""
-        return self.origin(first_key, head, batch)
-
-    def shared_layout_of_loaded_v(self) -> cute.ComposedLayout:
-        """(keys, head_dim, slots)."""
-        return shared_layout(self.dtype, self.tiles.block_kv, self.kernel.width_v, self.tiles.teams * self.stages_of_loaded_v)
-
-    def allocate_v(self, smem: cutlass.memory.SmemAllocator, layout: cute.ComposedLayout) -> tuple[cute.Tensor, cute.Tensor | None]:
-        """The slots of V, to which it comes straight, and none where it lies as it came."""
-        return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner), None
-
-    def help(self, schedule: TileScheduler, on_chip: OnChip, helper: Int32) -> None:
-        """What the other warps of the producer's warpgroup do, where there are helpers."""
 
     @cute.jit
     def consume(self, schedule: TileScheduler, on_chip: OnChip, scaling: Any, tma_o: cute.CopyAtom, lse: cute.Pointer):
@@ -335,11 +304,11 @@ class Forward:
         mma_qk = hopper_helpers.make_trivial_tiled_mma(
             *(self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K), Float32, (1, 1, 1), (WARPGROUP_ROWS, tiles.block_kv)
         )
-        mma_pv = self.mma_of_p(self.columns_of_product)
+        mma_pv = self.product.mma(self.product.columns)
         qk, pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
         q_slots = mma_qk.make_fragment_A(qk.partition_A(on_chip.q))
         k = mma_qk.make_fragment_B(qk.partition_B(on_chip.k))
-        v = mma_pv.make_fragment_B(pv.partition_B(self.operand_of_v(on_chip.v)))
+        v = mma_pv.make_fragment_B(pv.partition_B(self.value.operand(on_chip.v)))
         p = cute.make_rmem_tensor(pv.partition_shape_A((WARPGROUP_ROWS, tiles.block_kv)), self.dtype)
         o = cute.make_rmem_tensor(pv.partition_shape_C((WARPGROUP_ROWS, kernel.width_v)), Float32)
         s_shape = qk.partition_shape_C((WARPGROUP_ROWS, tiles.block_kv))
@@ -358,7 +327,7 @@ class Forward:
             consumer = Consumer(me, on_chip, mma_qk, mma_pv, q, k, v, p, o, s_shape, softmax, row, column)
             softmax.reset(schedule, batch, head, first_row + row)  # A1.13, A2.2
             used = self.attend(schedule, tile, block, consumer, used, n)
-            tile = self.take_over(schedule, on_chip, turn)
+            tile = take_over(schedule, on_chip, turn)
             turn += 1
             self.store(schedule, consumer, tma_o, lse, batch, head, first_row)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory goes with the block
@@ -366,34 +335,6 @@ class Forward:
     def softmax(self, scaling: Float32) -> Softmax:
         """The state of this thread's rows."""
         return Softmax(cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32), scaling)
-
-    def operand_of_v(self, v: cute.Tensor) -> cute.Tensor:
-        """The slots of V as (head_dim, keys, slots)."""
-        return cute.make_tensor(v.iterator, cute.select(v.layout, mode=[1, 0, 2]))
-
-    def to_operand(self, s: cute.Tensor, p: cute.Tensor) -> None:
-        """P as the operand of the next product."""
-        to_16_bits(s, p)
-
-    def issue_product(self, consumer: Consumer, n: Int32) -> None:
-        """Have P times the n-th block of V added to O, a group of WGMMAs to wait for."""
-        gemm(consumer.mma_pv, consumer.o, consumer.p, consumer.v[None, None, None, consumer.on_chip.v_pipeline.slot(n)], False)
-
-    def add(self, consumer: Consumer, product: None) -> None:
-        """What is left to do with a finished product: nothing, where the tensor core adds to O."""
-
-    @cute.jit
-    def rescale(self, consumer: Consumer, needed: Boolean, alpha: cute.Tensor):
-        """O to the rows' new reference."""
-        if needed:
-            scale_rows(consumer.o, alpha)
-
-    def mma_of_p(self, columns: int) -> cute.TiledMma:
-        """P from registers times so many columns of V."""
-        return hopper_helpers.make_trivial_tiled_mma(
-            *(self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.MN), Float32, (1, 1, 1), (WARPGROUP_ROWS, columns),
-            a_source=warpgroup.OperandSource.RMEM,
-        )  # fmt: skip
 
     @cute.jit
     def attend(self, schedule: TileScheduler, tile: Any, block: Int32, consumer: Consumer, used: Int32, q_use: Int32) -> Int32:
@@ -444,7 +385,7 @@ class Forward:
         if crosses:
             mask.apply(s, first_key)
         consumer.softmax.step(s, first_key)  # A2.6
-        self.to_operand(s, consumer.p)
+        self.product.to_operand(s, consumer.p)
 
     @cute.jit
     def scores(self, consumer: Consumer, used: Int32) -> cute.Tensor:
@@ -464,7 +405,7 @@ class Forward:
         self.wait_turn(consumer.me)
         s = consumer.issue_scores(used + 1)  # A2.9
         v_pipeline.consumer_wait(used)  # A2.10
-        product = self.issue_product(consumer, used)  # A2.11
+        product = self.product.issue(consumer, used)  # A2.11
         self.pass_turn(consumer.me)
         warpgroup.wait_group(1)  # A2.12
         k_pipeline.consumer_release(used + 1)
@@ -473,9 +414,9 @@ class Forward:
         rescale, alpha = consumer.softmax.step(s, first_key)  # A2.13
         warpgroup.wait_group(0)  # A2.14
         v_pipeline.consumer_release(used)  # A2.15
-        self.add(consumer, product)
-        self.to_operand(s, consumer.p)  # A2.16
-        self.rescale(consumer, rescale, alpha)
+        self.product.add(consumer, product)
+        self.product.to_operand(s, consumer.p)  # A2.16
+        self.product.rescale(consumer, rescale, alpha)
         return used + 1
 
     @cute.jit
@@ -483,10 +424,10 @@ class Forward:
         """O += P V of the last block."""
         v_pipeline = consumer.on_chip.v_pipeline
         v_pipeline.consumer_wait(used)  # A2.18
-        product = self.issue_product(consumer, used)  # A2.19
+        product = self.product.issue(consumer, used)  # A2.19
         warpgroup.wait_group(0)
         v_pipeline.consumer_release(used)
-        self.add(consumer, product)
+        self.product.add(consumer, product)
         return used + 1
 
     @cute.jit
@@ -510,14 +451,14 @@ class Forward:
             if crosses:
                 mask.apply(s, first_key)
         rescale, alpha = consumer.softmax.step(s, first_key)  # A1.18, A1.19
-        self.to_operand(s, consumer.p)
-        self.rescale(consumer, rescale, alpha)
+        self.product.to_operand(s, consumer.p)
+        self.product.rescale(consumer, rescale, alpha)
         v_pipeline.consumer_wait(used)  # A1.20
         self.wait_turn(consumer.me)
-        product = self.issue_product(consumer, used)  # A1.21
+        product = self.product.issue(consumer, used)  # A1.21
         warpgroup.wait_group(0)
         v_pipeline.consumer_release(used)  # A1.22
-        self.add(consumer, product)
+        self.product.add(consumer, product)
         return used + 1
 
     @cute.jit
@@ -587,7 +528,7 @@ class Forward:
         to_16_bits(o, rounded)
 
         width = self.kernel.width_o
-        mma = self.mma_of_p(width)
+        mma = self.product.mma(width)
         to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype_o), mma).get_slice(thread)
         staged = consumer.on_chip.o[None, None, consumer.me]
         for column in cutlass.range_constexpr(0, self.kernel.width_v, width):
@@ -606,6 +547,16 @@ class Forward:
     def meet(self, me: Int32):
         """The warps of one warpgroup wait for one another."""
         cute.arch.barrier(barrier_id=NamedBarrier.STORE + self.of_block(me), number_of_threads=WARPGROUP)
+
+
+@cute.jit
+def take_over(schedule: TileScheduler, on_chip: OnChip, turn: Int32) -> Any:
+    """The next tile, by a whole warp."""
+    on_chip.tile_pipeline.consumer_wait(turn)
+    tile = schedule.told(on_chip.tile)
+    cute.arch.sync_warp()  # every lane has read it
+    on_chip.tile_pipeline.consumer_release(turn)
+    return tile
 
 
 @cute.jit

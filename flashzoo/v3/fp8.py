@@ -20,17 +20,17 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Constexpr, Float8E4M3FN, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
-from cutlass.utils import hopper_helpers
 
 from flashzoo._cute.hopper.tile_scheduler import TileScheduler
 from flashzoo._cute.hopper.wgmma import gemm, rows_of, shared_layout
 from flashzoo.gpu import WARPGROUP_ROWS, WARPS
 from flashzoo.spec import DESCALE_BLOCK
-from flashzoo.v3.forward import Consumer, Forward, OnChip
-from flashzoo.v3.softmax import NOTHING_SEEN, maximum, scale_rows
+from flashzoo.v3.forward import Consumer, Forward, OnChip, take_over
+from flashzoo.v3.product import Product, ValuePath
+from flashzoo.v3.softmax import NOTHING_SEEN, maximum
 from flashzoo.v3.traits import KernelFp8
 
 REGISTERS = {2: (40, 232), 3: (32, 160)}
@@ -184,34 +184,40 @@ def limited(scale: Float32) -> Float32:
     return cutlass.min(cutlass.max(scale, SCALES[0]), SCALES[1])
 
 
-class ForwardFp8(Forward):
-    """The program of one `KernelFp8`."""
+class ValueTransposed(ValuePath):
+    """V comes as (head_dim, keys), in the order of `quantize.transpose_v`."""
+
+    def shared_layout(self) -> cute.ComposedLayout:
+        """Of what TMA loads: (head_dim, keys, slots)."""
+        return shared_layout(self.dtype, self.kernel.width_v, KEYS, self.stages)
+
+    def origin(self, first_key: Int32, head: Int32, batch: Int32) -> tuple:
+        """Where a block of V begins in memory."""
+        return (first_key, 0, head, batch)
+
+    def operand(self, v: cute.Tensor) -> cute.Tensor:
+        """The slots that the tensor core reads as (head_dim, keys, slots), as they are."""
+        return v
+
+
+class ValueTransposedOnChip(ValuePath):
+    """V comes as it lies in memory, and warps of the producer's warpgroup transpose it."""
+
+    helpers = WARPS - 1
 
     def __init__(self, kernel: KernelFp8) -> None:
         super().__init__(kernel)
-        self.two_level = kernel.two_level
-        self.columns_of_product = kernel.columns if kernel.two_level else kernel.width_v
-        if not kernel.transposed:
-            self.registers = REGISTERS[self.tiles.consumers]
-        self.helpers = 0 if kernel.transposed else WARPS - 1
-        self.stages_of_loaded_v = kernel.tiles.stages if kernel.transposed else kernel.raw_stages
+        self.stages = kernel.raw_stages
 
-    def shared_layout_of_loaded_v(self) -> cute.ComposedLayout:
-        """(head_dim, keys, slots) where V comes transposed, or (keys, head_dim, slots)."""
-        rows_columns = (self.kernel.width_v, KEYS) if self.kernel.transposed else (KEYS, self.kernel.width_v)
-        return shared_layout(self.dtype, *rows_columns, self.stages_of_loaded_v)
-
-    def origin_of_v(self, first_key: Int32, head: Int32, batch: Int32) -> tuple:
-        """Where a block of V begins."""
-        return (first_key, 0, head, batch) if self.kernel.transposed else self.origin(first_key, head, batch)
-
-    def allocate_v(self, smem: cutlass.memory.SmemAllocator, layout: cute.ComposedLayout) -> tuple[cute.Tensor, cute.Tensor | None]:
-        """The slots of V as (head_dim, keys, slots), and those to which it comes where it is transposed on chip."""
+    def allocate(self, smem: cutlass.memory.SmemAllocator, layout: cute.ComposedLayout) -> tuple[cute.Tensor, cute.Tensor | None]:
+        """The slots that the tensor core reads, (head_dim, keys, slots), and those that TMA fills."""
         loaded = smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
-        if self.kernel.transposed:
-            return loaded, None
-        layout = shared_layout(self.dtype, self.kernel.width_v, KEYS, self.tiles.stages)
+        layout = shared_layout(self.dtype, self.kernel.width_v, KEYS, self.kernel.tiles.stages)
         return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner), loaded
+
+    def operand(self, v: cute.Tensor) -> cute.Tensor:
+        """The slots that the tensor core reads as (head_dim, keys, slots), as they are."""
+        return v
 
     @cute.jit
     def help(self, schedule: TileScheduler, on_chip: OnChip, helper: Int32):
@@ -233,7 +239,7 @@ class ForwardFp8(Forward):
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(v_pipeline.full + v_pipeline.slot(used))
                 used += 1
-            tile = self.take_over(schedule, on_chip, turn)
+            tile = take_over(schedule, on_chip, turn)
             turn += 1
 
     @cute.jit
@@ -265,47 +271,41 @@ class ForwardFp8(Forward):
                     for i in cutlass.range_constexpr(2):
                         store_pairs(store_keys + squares[i] * KEYS, loaded[i])
 
-    def operand_of_v(self, v: cute.Tensor) -> cute.Tensor:
-        """The slots of V as (head_dim, keys, slots), as they are."""
-        return v
 
-    def softmax(self, scaling: Scaling) -> SoftmaxFp8:
-        """The state of this thread's rows."""
-        floats = [cute.make_rmem_tensor(n, Float32) for n in (2, 2, 2, 2, 1, 2)]
-        return SoftmaxFp8(self.kernel, scaling, *floats, cute.make_rmem_tensor(2, Int32))
+class ProductFp8(Product):
+    """P in e4m3 from registers times V, added to O by the tensor core."""
 
-    def mma_of_p(self, columns: int) -> cute.TiledMma:
-        """P from registers times so many columns of V."""
-        return hopper_helpers.make_trivial_tiled_mma(
-            *(Float8E4M3FN, Float8E4M3FN, OperandMajorMode.K, OperandMajorMode.K), Float32, (1, 1, 1), (WARPGROUP_ROWS, columns),
-            a_source=warpgroup.OperandSource.RMEM,
-        )  # fmt: skip
+    v_major = OperandMajorMode.K
 
     def to_operand(self, s: cute.Tensor, p: cute.Tensor) -> None:
         """P as the operand of the next product."""
         to_8_bits(s, p)
 
+
+class ProductTwoLevel(ProductFp8):
+    """P in e4m3 times V, each block's product from zero, and added to O in float32 registers."""
+
+    def __init__(self, kernel: KernelFp8) -> None:
+        super().__init__(kernel)
+        self.columns = kernel.columns
+        self.parts = kernel.width_v // kernel.columns
+
     @cute.jit
-    def issue_product(self, consumer: Consumer, n: Int32) -> cute.Tensor | None:
-        """Issue P times the n-th block of V, a group of WGMMAs to wait for: its result, or None where that is added to O."""
+    def issue(self, consumer: Consumer, n: Int32) -> cute.Tensor:
+        """Issue P times the n-th block of V, a group of WGMMAs to wait for: its last columns, which are yet to be added to O."""
         v = consumer.v[None, None, None, consumer.on_chip.v_pipeline.slot(n)]
-        if const_expr(not self.two_level):
-            gemm(consumer.mma_pv, consumer.o, consumer.p, v, False)
-            return None
-        shape = consumer.mma_pv.get_slice(0).partition_shape_C((WARPGROUP_ROWS, self.columns_of_product))
-        parts = self.kernel.width_v // self.columns_of_product
+        shape = consumer.mma_pv.get_slice(0).partition_shape_C((WARPGROUP_ROWS, self.columns))
         product = cute.make_rmem_tensor(shape, Float32)
-        for part in cutlass.range_constexpr(parts):
+        for part in cutlass.range_constexpr(self.parts):
             gemm(consumer.mma_pv, product, consumer.p, columns_of(v, part), True)
-            if const_expr(part < parts - 1):
+            if const_expr(part < self.parts - 1):
                 warpgroup.wait_group(0)
                 self.add_part(consumer, product, part)
         return product
 
-    def add(self, consumer: Consumer, product: cute.Tensor | None) -> None:
-        """What is left of adding a block's finished product to O."""
-        if self.two_level:
-            self.add_part(consumer, product, self.kernel.width_v // self.columns_of_product - 1)
+    def add(self, consumer: Consumer, product: cute.Tensor) -> None:
+        """Those columns to O."""
+        self.add_part(consumer, product, self.parts - 1)
 
     @cute.jit
     def add_part(self, consumer: Consumer, product: cute.Tensor, part: Constexpr[int]):
@@ -318,13 +318,25 @@ class ForwardFp8(Forward):
                 for c in cutlass.range_constexpr(2):
                     o_rows[c, r, i] = o_rows[c, r, i] * consumer.softmax.alpha[r] + rows[c, r, i]
 
-    @cute.jit
-    def rescale(self, consumer: Consumer, needed: Boolean, alpha: cute.Tensor):
-        """O to the rows' new reference, now or with the next product."""
-        if const_expr(self.two_level):
-            consumer.softmax.alpha[0], consumer.softmax.alpha[1] = alpha[0], alpha[1]
-        elif needed:
-            scale_rows(consumer.o, alpha)
+    def rescale(self, consumer: Consumer, needed: Boolean, alpha: cute.Tensor) -> None:
+        """O to the rows' new reference, with the next product."""
+        consumer.softmax.alpha[0], consumer.softmax.alpha[1] = alpha[0], alpha[1]
+
+
+class ForwardFp8(Forward):
+    """The program of one `KernelFp8`."""
+
+    def __init__(self, kernel: KernelFp8) -> None:
+        super().__init__(kernel)
+        self.value = (ValueTransposed if kernel.transposed else ValueTransposedOnChip)(kernel)
+        self.product = (ProductTwoLevel if kernel.two_level else ProductFp8)(kernel)
+        if self.value.helpers:
+            self.registers = REGISTERS[self.tiles.consumers]
+
+    def softmax(self, scaling: Scaling) -> SoftmaxFp8:
+        """The state of this thread's rows."""
+        floats = [cute.make_rmem_tensor(n, Float32) for n in (2, 2, 2, 2, 1, 2)]
+        return SoftmaxFp8(self.kernel, scaling, *floats, cute.make_rmem_tensor(2, Int32))
 
 
 def load_transposed(source: Int32) -> tuple[Uint32, ...]:
