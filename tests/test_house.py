@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "roundings": {"torch", "flashzoo.reference", "flashzoo.spec", "flashzoo.workloads"},
     "_sass": set(),
     "_triton": {"torch", "triton", "flashzoo._sass", "flashzoo._triton", "flashzoo.integers", "flashzoo.spec"},
-    "_cute": {"torch", "cutlass", "flashzoo._cute", "flashzoo.dtypes", "flashzoo.gpu"},
+    "_cute": {"torch", "cuda", "cutlass", "flashzoo._cute", "flashzoo.dtypes", "flashzoo.gpu"},
 }
 A_VERSION_MAY_IMPORT = {"torch", "triton", "cutlass", "flashzoo._triton", "flashzoo._cute"}
 A_VERSION_MAY_IMPORT |= {BLOCK_MASK, "flashzoo.autograd", "flashzoo.dtypes", "flashzoo.gpu", "flashzoo.integers", "flashzoo.spec"}

@@ -1,7 +1,8 @@
 """The CUDA driver calls that a compiled kernel needs: load it, describe tensors to TMA, launch it.
 
 They are made here, through ctypes, and not by CuTe DSL's own host code, for two reasons: a kernel that lies in the cache
-runs without importing CuTe DSL, and a call costs a few microseconds of host time.
+runs without importing CuTe DSL, and a call costs a few microseconds of host time. The driver's numbers are cuda-bindings', which
+CuTe DSL brings.
 """
 
 from __future__ import annotations
@@ -11,32 +12,42 @@ from collections.abc import Mapping
 from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from functools import cache, lru_cache
 
+import cuda.bindings.driver as cuda
 import torch
 
 from flashzoo._cute.arguments import Arguments, Packer
 from flashzoo._cute.cache import Image
 
-TMA_DTYPES = {"fp16": 6, "bf16": 9, "fp32": 7, "e4m3": 0}
-"""CUtensorMapDataType of our dtypes; of e4m3, which has none, that of bytes."""
+_Dtype, _Swizzle = cuda.CUtensorMapDataType, cuda.CUtensorMapSwizzle
 
-TMA_SWIZZLES = {64: 2, 128: 3}
-"""CUtensorMapSwizzle by the bytes of a row of the box."""
+TMA_DTYPES = {
+    "fp16": int(_Dtype.CU_TENSOR_MAP_DATA_TYPE_FLOAT16),
+    "bf16": int(_Dtype.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16),
+    "fp32": int(_Dtype.CU_TENSOR_MAP_DATA_TYPE_FLOAT32),
+    "e4m3": int(_Dtype.CU_TENSOR_MAP_DATA_TYPE_UINT8),
+}
+"""Of our dtypes; of e4m3, which TMA does not know, that of bytes."""
 
-_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_PROMOTE_L2_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+TMA_SWIZZLES = {64: int(_Swizzle.CU_TENSOR_MAP_SWIZZLE_64B), 128: int(_Swizzle.CU_TENSOR_MAP_SWIZZLE_128B)}
+"""By the bytes of a row of the box."""
+
+_NOT_INTERLEAVED = int(cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE)
+_PROMOTE_L2_128B = int(cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B)
+_ZEROS_OUTSIDE = int(cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
+_MAX_DYNAMIC_SHARED = int(cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES)
 _TENSOR_MAP_BYTES = 128
 _TENSOR_MAP_ALIGNMENT = 64
-_BUFFER_POINTER, _BUFFER_SIZE = 1, 2  # CU_LAUNCH_PARAM_*
+_BUFFER_POINTER, _BUFFER_SIZE = int(cuda.CU_LAUNCH_PARAM_BUFFER_POINTER), int(cuda.CU_LAUNCH_PARAM_BUFFER_SIZE)
 _Extra = c_void_p * 5
 
 
 @cache
 def _driver() -> ctypes.CDLL:
-    cuda = ctypes.CDLL("libcuda.so.1")
+    library = ctypes.CDLL("libcuda.so.1")
     u64, u32 = POINTER(c_uint64), POINTER(c_uint32)
-    cuda.cuTensorMapEncodeTiled.argtypes = [c_void_p, c_int, c_uint32, c_void_p, u64, u64, u32, u32, c_int, c_int, c_int, c_int]
-    cuda.cuLaunchKernel.argtypes = [c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p]
-    return cuda
+    library.cuTensorMapEncodeTiled.argtypes = [c_void_p, c_int, c_uint32, c_void_p, u64, u64, u32, u32, *[c_int] * 4]
+    library.cuLaunchKernel.argtypes = [c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p]
+    return library
 
 
 def _check(error: int, what: str) -> None:
@@ -89,7 +100,7 @@ class TensorMap:
         self._first = (TMA_DTYPES[dtype], rank)
         sides = (c_uint64 * rank)(*sizes), (c_uint64 * (rank - 1))(*strides)
         self._shape = (*sides, (c_uint32 * rank)(*box), (c_uint32 * rank)(*[1] * rank))
-        self._last = (0, TMA_SWIZZLES[row_bytes], _PROMOTE_L2_128B, 0)  # not interleaved; zeros outside
+        self._last = (_NOT_INTERLEAVED, TMA_SWIZZLES[row_bytes], _PROMOTE_L2_128B, _ZEROS_OUTSIDE)
         self.at = lru_cache(maxsize=1024)(self._at)
 
     def _at(self, address: int) -> bytes:
