@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -35,6 +36,12 @@ gpu = pytest.mark.gpu
 on_hopper = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="v3 runs on Hopper, sm_90, alone"
 )
+
+V3, HOPPER_ROOM = ROOT / "flashzoo" / "v3", ROOT / "flashzoo" / "_cute" / "hopper"
+DEVICE = {
+    program.partition(":")[0].rpartition(".")[2] for each in programs.PROGRAMS.values() for program in (each.device, each.by_gradient)
+} - {""}
+"""Files of v3's programs."""
 
 IMAGE = Image("kernel_of_a_test", bytes(range(256)) * 8)
 
@@ -94,6 +101,25 @@ class TestCache:
         cached(("a",), folder_of(tmp_path / "moved", "tile = 64"), moved)
         cached(("a",), folder_of(tmp_path / "edited", "tile = 96"), edited)
         assert (moved.calls, edited.calls) == (0, 1)
+
+    def test_is_by_sources_in_folders_too(self, folder, sources):
+        cached(("a",), sources, Builder())
+        folder_of(sources / "hopper", "stages = 2")
+        build = Builder()
+        cache._digest_of.cache_clear()
+        cached(("a",), sources, build)
+        assert build.calls == 1
+
+    def test_is_by_all_that_kernels_are_made_of(self):
+        """But for the block of scales, which a kernel's tiles have too."""
+        made, todo = set(), {path for path in HOPPER_ROOM.glob("*.py")} | {V3 / f"{name}.py" for name in DEVICE}
+        while todo:
+            made.add(path := todo.pop())
+            text = path.read_text()
+            names = re.findall(r"^from (flashzoo[.\w]*) import", text, re.MULTILINE)
+            todo |= {ROOT / f"{name.replace('.', '/')}.py" for name in names} - made
+        outside = {path for path in made if not path.is_relative_to(V3) and not path.is_relative_to(HOPPER_ROOM)}
+        assert outside == {*cache.FACTS, ROOT / "flashzoo" / "spec.py"}
 
     def test_is_by_release_of_cute_dsl(self, folder, sources, monkeypatch):
         cached(("a",), sources, Builder())

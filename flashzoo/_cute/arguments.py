@@ -140,8 +140,8 @@ class Arguments:
     def __init__(self, **parameters: Parameter) -> None:
         self._parameters = parameters
         flat = [*_flat(parameters)]
-        self.names = tuple(name for name, _ in flat)
-        self.formats = tuple(parameter.format for _, parameter in flat)
+        self.names: tuple[str, ...] = tuple(name for name, _ in flat)
+        self.formats: tuple[str, ...] = tuple(parameter.format for _, parameter in flat)
         if len({*self.names}) < len(self.names):
             raise ValueError(f"a kernel's arguments must have names of their own, got {self.names}")
 

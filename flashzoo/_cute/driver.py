@@ -8,7 +8,7 @@ CuTe DSL brings.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from functools import cache, lru_cache
 
@@ -101,7 +101,7 @@ class TensorMap:
         sides = (c_uint64 * rank)(*sizes), (c_uint64 * (rank - 1))(*strides)
         self._shape = (*sides, (c_uint32 * rank)(*box), (c_uint32 * rank)(*[1] * rank))
         self._last = (_NOT_INTERLEAVED, TMA_SWIZZLES[row_bytes], _PROMOTE_L2_128B, _ZEROS_OUTSIDE)
-        self.at = lru_cache(maxsize=1024)(self._at)
+        self.at: Callable[[int], bytes] = lru_cache(maxsize=1024)(self._at)
 
     def _at(self, address: int) -> bytes:
         """The descriptor of the tensor that starts at an address, a multiple of 16.

@@ -33,5 +33,5 @@ class PerStream:
         return torch.full((1,), self._value, dtype=self._dtype, device=f"cuda:{device}")
 
 
-tile_counter = PerStream(0, torch.int32)
+tile_counter: PerStream = PerStream(0, torch.int32)
 """The zero that a launch counts its tiles in, and leaves as a zero."""

@@ -38,7 +38,7 @@ from flashzoo._cute.hopper.tile_scheduler import NEVER, Bounds, TileSchedulerBac
 from flashzoo._cute.hopper.tma import box_of, load, tma_atom
 from flashzoo._cute.hopper.wgmma import CONSUMER_REGISTERS, PRODUCER_REGISTERS, gemm, rows_of, shared_layout, to_16_bits, transposed
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
-from flashzoo.v3.traits import KernelBackward
+from flashzoo.v3.traits import KernelBackward, TilesBackward
 
 LOADER = 0
 """The warp that loads; those after it, as many as there are, write."""
@@ -118,9 +118,9 @@ class Backward:
 
     def __init__(self, kernel: KernelBackward) -> None:
         self.kernel = kernel
-        self.tiles = kernel.tiles
-        self.dtype = DTYPES[kernel.dtype]
-        self.part = kernel.dq_part[0] * kernel.dq_part[1]
+        self.tiles: TilesBackward = kernel.tiles
+        self.dtype: type[cutlass.Numeric] = DTYPES[kernel.dtype]
+        self.part: int = kernel.dq_part[0] * kernel.dq_part[1]
         self.takers = 1  # warps that take what is handed over
 
     @cute.jit

@@ -126,12 +126,13 @@ class Forward:
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
-        self.tiles = kernel.tiles
-        self.dtype = DTYPES[kernel.dtype]
-        self.dtype_o = DTYPES[kernel.out_dtype]
+        self.tiles: Tiles = kernel.tiles
+        self.dtype: type[cutlass.Numeric] = DTYPES[kernel.dtype]
+        self.dtype_o: type[cutlass.Numeric] = DTYPES[kernel.out_dtype]
         warpgroups = self.tiles.teams * self.tiles.consumers
-        self.registers = PRODUCER_REGISTERS[warpgroups], CONSUMER_REGISTERS[warpgroups]
-        self.value, self.product = ValuePath(kernel), Product(kernel)
+        self.registers: tuple[int, int] = PRODUCER_REGISTERS[warpgroups], CONSUMER_REGISTERS[warpgroups]
+        self.value: ValuePath = ValuePath(kernel)
+        self.product: Product = Product(kernel)
 
     @cute.jit
     def __call__(
@@ -285,7 +286,7 @@ class Forward:
         slot = pipeline.slot(loaded)
         load(tma, slots[None, None, slot], origin, pipeline.full + slot)  # A1.8, A1.9
 
-    def origin(self, first_key: Int32, head: Int32, batch: Int32) -> tuple:
+    def origin(self, first_key: Int32, head: Int32, batch: Int32) -> tuple[Any, ...]:
         """Where a block of keys begins."""
         return (0, first_key, head, batch)
 

@@ -17,6 +17,7 @@ products alive) costs more than it brings: blocks are serial, and warpgroups tak
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -191,7 +192,7 @@ class ValueTransposed(ValuePath):
         """Of what TMA loads: (head_dim, keys, slots)."""
         return shared_layout(self.dtype, self.kernel.width_v, KEYS, self.stages)
 
-    def origin(self, first_key: Int32, head: Int32, batch: Int32) -> tuple:
+    def origin(self, first_key: Int32, head: Int32, batch: Int32) -> tuple[Any, ...]:
         """Where a block of V begins in memory."""
         return (first_key, 0, head, batch)
 
@@ -203,11 +204,11 @@ class ValueTransposed(ValuePath):
 class ValueTransposedOnChip(ValuePath):
     """V comes as it lies in memory, and warps of the producer's warpgroup transpose it."""
 
-    helpers = WARPS - 1
+    helpers: int = WARPS - 1
 
     def __init__(self, kernel: KernelFp8) -> None:
         super().__init__(kernel)
-        self.stages = kernel.raw_stages
+        self.stages: int = kernel.raw_stages
 
     def allocate(self, smem: cutlass.memory.SmemAllocator, layout: cute.ComposedLayout) -> tuple[cute.Tensor, cute.Tensor | None]:
         """The slots that the tensor core reads, (head_dim, keys, slots), and those that TMA fills."""
@@ -275,7 +276,7 @@ class ValueTransposedOnChip(ValuePath):
 class ProductFp8(Product):
     """P in e4m3 from registers times V, added to O by the tensor core."""
 
-    v_major = OperandMajorMode.K
+    v_major: OperandMajorMode = OperandMajorMode.K
 
     def to_operand(self, s: cute.Tensor, p: cute.Tensor) -> None:
         """P as the operand of the next product."""
@@ -287,8 +288,8 @@ class ProductTwoLevel(ProductFp8):
 
     def __init__(self, kernel: KernelFp8) -> None:
         super().__init__(kernel)
-        self.columns = kernel.columns
-        self.parts = kernel.width_v // kernel.columns
+        self.columns: int = kernel.columns
+        self.parts: int = kernel.width_v // kernel.columns
 
     @cute.jit
     def issue(self, consumer: Consumer, n: Int32) -> cute.Tensor:
@@ -328,10 +329,10 @@ class ForwardFp8(Forward):
 
     def __init__(self, kernel: KernelFp8) -> None:
         super().__init__(kernel)
-        self.value = (ValueTransposed if kernel.transposed else ValueTransposedOnChip)(kernel)
-        self.product = (ProductTwoLevel if kernel.two_level else ProductFp8)(kernel)
+        self.value: ValuePath = (ValueTransposed if kernel.transposed else ValueTransposedOnChip)(kernel)
+        self.product: Product = (ProductTwoLevel if kernel.two_level else ProductFp8)(kernel)
         if self.value.helpers:
-            self.registers = REGISTERS[self.tiles.consumers]
+            self.registers: tuple[int, int] = REGISTERS[self.tiles.consumers]
 
     def softmax(self, scaling: Scaling) -> SoftmaxFp8:
         """The state of this thread's rows."""

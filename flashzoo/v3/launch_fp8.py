@@ -129,5 +129,5 @@ def _described(descale: Tensor) -> tuple[int, int, int, int]:
     return descale.data_ptr(), batch, head, block
 
 
-one = PerStream(1.0, torch.float32)
+one: PerStream = PerStream(1.0, torch.float32)
 """The scale of tensors that have none."""

@@ -37,19 +37,19 @@ class ValuePath:
         stages: blocks of V that TMA loads ahead.
     """
 
-    helpers = 0
+    helpers: int = 0
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
-        self.dtype = DTYPES[kernel.dtype]
-        self.stages = kernel.tiles.stages
+        self.dtype: type[cutlass.Numeric] = DTYPES[kernel.dtype]
+        self.stages: int = kernel.tiles.stages
 
     def shared_layout(self) -> cute.ComposedLayout:
         """Of what TMA loads: (keys, head_dim, slots)."""
         tiles = self.kernel.tiles
         return shared_layout(self.dtype, tiles.block_kv, self.kernel.width_v, tiles.teams * self.stages)
 
-    def origin(self, first_key: Int32, head: Int32, batch: Int32) -> tuple:
+    def origin(self, first_key: Int32, head: Int32, batch: Int32) -> tuple[Any, ...]:
         """Where a block of V begins in memory."""
         return (0, first_key, head, batch)
 
@@ -72,12 +72,12 @@ class Product:
         columns: of O, that are multiplied at a time.
     """
 
-    v_major = OperandMajorMode.MN
+    v_major: OperandMajorMode = OperandMajorMode.MN
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
-        self.dtype = DTYPES[kernel.dtype]
-        self.columns = kernel.width_v
+        self.dtype: type[cutlass.Numeric] = DTYPES[kernel.dtype]
+        self.columns: int = kernel.width_v
 
     def mma(self, columns: int) -> cute.TiledMma:
         """P times so many columns of V."""
