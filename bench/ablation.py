@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
 
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from bench import run
 from flashzoo import Problem, Spec
 from flashzoo.v3 import FP8_SPEC, SPEC
 from flashzoo.v3.config import kernel_for
-from flashzoo.v3.launch import ForwardLaunch
+from flashzoo.v3.launch import ForwardLaunch, in_log2
 
 SIZE = ["--passes", "fwd", "--dtype", "fp16", "--tokens", "33792", "--seqlens", "8448", "--hidden", "2048", "--causal", "0"]
 FP8_SIZE = ["--passes", "fwd", "--dtype", "e4m3", "--seqlens", "4096,16384"]
@@ -42,7 +41,7 @@ def launch_of(problem: Problem, q_strides: Ints, k_strides: Ints, v_strides: Int
 def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, **switches: bool) -> tuple[Tensor, Tensor]:
     """v3 with these switches of its tiles set, on tensors that TMA reads where they lie."""
     launch = launch_of(problem, q.stride(), k.stride(), v.stride(), q.get_device(), **switches)
-    return launch(q, k, v, softmax_scale)
+    return launch(q, k, v, in_log2(softmax_scale))
 
 
 v3_ping_pong_overlap = partial(attention, ping_pong=True, overlap=True)
@@ -57,12 +56,12 @@ ONE_LEVEL = "v3_fp8_one_level"
 @lru_cache
 def fp8_launch_of(
     problem: Problem, strides: tuple[Ints, Ints, Ints], of_blocks: bool, transposed: bool, device: int, **switches: bool
-) -> Any:
+) -> ForwardLaunch:
     """v3_fp8's launch with these switches of its kernel set."""
     from flashzoo.v3.config import kernel_fp8_for
-    from flashzoo.v3.launch_fp8 import ForwardLaunchFp8
+    from flashzoo.v3.launch_fp8 import SCALING
 
-    return ForwardLaunchFp8(problem, replace(kernel_fp8_for(problem, of_blocks, transposed), **switches), *strides, device)
+    return ForwardLaunch(problem, replace(kernel_fp8_for(problem, of_blocks, transposed), **switches), *strides, device, SCALING)
 
 
 def v3_fp8_one_level(
@@ -70,13 +69,14 @@ def v3_fp8_one_level(
 ) -> tuple[Tensor, Tensor]:
     """v3_fp8 with O summed by the tensor core alone, on tensors that TMA reads where they lie."""
     from flashzoo.v3.config import prepares
+    from flashzoo.v3.launch_fp8 import scaling_of
     from flashzoo.v3.quantize import transpose_v
 
     transposed = prepares(problem)
     v = transpose_v(v) if transposed else v
     of_blocks = any(descale is not None and descale.ndim == 3 for descale in descales[1:])
     launch = fp8_launch_of(problem, (q.stride(), k.stride(), v.stride()), of_blocks, transposed, q.get_device(), two_level=False)
-    return launch(q, k, v, softmax_scale, descales)
+    return launch(q, k, v, *scaling_of(problem, softmax_scale, descales, q.get_device()))
 
 
 VARIANTS = [

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from bench.run import Cell, Clock, Contender, Referee, progress
-from flashzoo._sass import SHARED_LIMIT
+from flashzoo.gpu import SHARED_LIMIT
 from flashzoo.spec import Problem
 from flashzoo.v1 import config as v1_config
 from flashzoo.v1 import launch as v1_launch
@@ -26,6 +26,7 @@ from flashzoo.v2 import config as v2_config
 from flashzoo.v2 import launch as v2_launch
 from flashzoo.v3 import config as v3_config
 from flashzoo.v3 import launch as v3_launch
+from flashzoo.v3 import traits as v3_traits
 from flashzoo.workloads import hardware, inputs
 
 KERNELS = {"v1": ("forward", "backward"), "v2": ("forward", "dkdv", "dq"), "v3": ("forward",)}
@@ -54,10 +55,10 @@ def candidates(version: str, kernel: str, width: int) -> Iterator[Any]:
                 yield v2_config.Tiles(block_q, block_kv, warps, stages, tma=True, registers=registers)
 
 
-def _v3_candidates(width: int) -> Iterator[v3_config.Tiles]:
+def _v3_candidates(width: int) -> Iterator[v3_traits.Tiles]:
     for consumers, block_kv, stages, q_stages, ping_pong in product((2, 3), range(48, 193, 16), (2, 3), (1, 2), (True, False)):
-        tiles = v3_config.Tiles(consumers, block_kv, stages, q_stages, ping_pong)
-        kernel = v3_config.Kernel("bf16", width, width, False, True, tiles)
+        tiles = v3_traits.Tiles(consumers, block_kv, stages, q_stages, ping_pong)
+        kernel = v3_traits.Kernel("bf16", width, width, False, True, tiles)
         registers = (block_kv + width + block_kv // 2) // 2  # of S, O and P, of a thread's two rows
         if kernel.shared_bytes <= SHARED_BYTES and registers < {2: 230, 3: 150}[consumers]:
             yield tiles

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-# Shared memory of one block in bytes, from the CUDA programming guide's table of compute capabilities.
-SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-
 
 @dataclass(frozen=True)
 class Resources:

@@ -30,6 +30,7 @@ from torch import Tensor
 from flashzoo.accuracy import Check, Judge
 from flashzoo.api import attention, explain
 from flashzoo.blocksparse.mask import BlockMask
+from flashzoo.gpu import SHARED_LIMIT
 from flashzoo.plan import check_data
 from flashzoo.reference import Result
 from flashzoo.registry import current, implementation
@@ -48,7 +49,6 @@ QUADRATIC_BYTES = 20
 L2_FLUSH_BYTES = 256 << 20
 GPU_SECONDS, CPU_SECONDS = 2.0, 0.5  # of timing in all, shared by the versions; never less than MIN_REPEATS each
 MIN_REPEATS, MAX_REPEATS = 3, 100
-HOPPER_SHARED_BYTES = 227 << 10  # the on-chip memory that the IO formulas take where there is no GPU
 
 PEAKS = (
     ("B200", 2250, 75),
@@ -446,7 +446,7 @@ class _Bench:
         name = torch.cuda.get_device_name(self.device) if self.on_gpu else ""
         self.peaks = {"forward": peak_tflops(name, problem.numerics), "backward": peak_tflops(name, problem.dtype)}
         properties = torch.cuda.get_device_properties(self.device) if self.on_gpu else None
-        self.shared = getattr(properties, "shared_memory_per_block_optin", HOPPER_SHARED_BYTES)
+        self.shared = getattr(properties, "shared_memory_per_block_optin", SHARED_LIMIT[90])  # where there is no GPU, Hopper's
 
     @property
     def on_gpu(self) -> bool:

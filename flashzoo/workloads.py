@@ -11,16 +11,9 @@ import torch
 from torch import Tensor
 
 from flashzoo.blocksparse.mask import BlockMask
+from flashzoo.dtypes import BYTES, TORCH_DTYPES
 from flashzoo.spec import DESCALE_BLOCK, MaskForm, Problem
 
-TORCH_DTYPES = {
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-    "e4m3": torch.float8_e4m3fn,
-}
-BYTES = {name: dtype.itemsize for name, dtype in TORCH_DTYPES.items()}
 LOG_SUM_BYTES = 4  # lse, and FA-1's l and m, are float32 in every version
 
 PAPER_SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)

@@ -101,9 +101,8 @@ class Fault:
 V1, V2, SPARSE = (f"flashzoo/{version}/kernels.py" for version in ("v1", "v2", "blocksparse"))
 REFERENCE = "flashzoo/reference.py"
 FORWARD, BACKWARD, BY_GRADIENT = (f"flashzoo/v3/{name}.py" for name in ("forward", "backward", "backward_by_gradient"))
-FP8, QUANTIZE, SOFTMAX, SCHEDULE, MASK, DELTA, V3_SPARSE = (
-    f"flashzoo/v3/{name}.py" for name in ("fp8", "quantize", "softmax", "schedule", "mask", "delta", "sparse")
-)
+FP8, QUANTIZE, SOFTMAX, DELTA, V3_SPARSE = (f"flashzoo/v3/{name}.py" for name in ("fp8", "quantize_kernels", "softmax", "delta", "sparse"))
+SCHEDULER, MASK = (f"flashzoo/_cute/hopper/{name}.py" for name in ("tile_scheduler", "mask"))
 
 
 def _fault(name: str, why: str, file: str, old: str, new: str, seen_by: str, within: str = "", **more) -> Fault:
@@ -544,21 +543,21 @@ _V3 = (
     _fault(
         "v3/partial_block_unmasked",
         "a block that only the last rows of a warpgroup see whole is not masked",
-        SCHEDULE,
+        SCHEDULER,
         "cutlass.max(0, self.diagonal(first) + self.window_right + 1) // size",
         "cutlass.max(0, self.diagonal(last) + self.window_right + 1) // size",
         "test_counting[v3-causal-fp16] or test_counting[v3-causal_more_keys-fp16]",
-        within="Schedule.blocks_of_rows",
+        within="TileScheduler.blocks_of_rows",
         gpu=True,
     ),
     _fault(
         "v3/last_block_of_keys_skipped",
         "the number of blocks of keys is rounded down",
-        SCHEDULE,
+        SCHEDULER,
         "(keys + tiles.block_kv - 1) // tiles.block_kv",
         "keys // tiles.block_kv",
         "test_counting[v3-full-fp16] or test_forward[v3-ragged-bf16]",
-        within="Schedule.blocks_of_tile",
+        within="TileScheduler.blocks_of_tile",
         gpu=True,
     ),
     _fault(
@@ -642,11 +641,11 @@ _V3 = (
     _fault(
         "v3/queries_masked_one_late",
         "for dK and dV a key is not seen by the query on its diagonal",
-        SCHEDULE,
+        SCHEDULER,
         "lowest = key - self.window_right - self.diagonal(0)",
         "lowest = key - self.window_right - self.diagonal(0) + 1",
         "test_gradients[v3-square_causal-bf16]",
-        within="ScheduleBackward.bounds_of",
+        within="TileSchedulerBackward.bounds_of",
         gpu=True,
     ),
     _fault(
@@ -718,7 +717,7 @@ _V3_FP8 = (
         "v3_fp8/sums_not_promoted",
         "O is summed by the tensor core, in some 14 bits, over all keys (DeepSeek-V3, section 3.3.2)",
         *(
-            "flashzoo/v3/config.py",
+            "flashzoo/v3/traits.py",
             "two_level: bool = True",
             "two_level: bool = False",
             "test_a_long_sum_keeps_its_small_terms[v3_fp8-e4m3",

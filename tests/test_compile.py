@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import struct
 from collections.abc import Iterator
 from itertools import product
 
@@ -16,40 +15,24 @@ import pytest
 
 from flashzoo import Problem
 from flashzoo._cute.compile import compile_for
-from flashzoo._sass import SHARED_LIMIT, Resources, read
+from flashzoo._cute.hopper.wgmma import CONSUMER_REGISTERS, PRODUCER_REGISTERS
+from flashzoo._sass import Resources, read
 from flashzoo._triton.compile import resources
 from flashzoo.blocksparse import launch as blocksparse
 from flashzoo.blocksparse.config import tiles_for as blocksparse_tiles
+from flashzoo.gpu import SHARED_LIMIT, WARPGROUP
 from flashzoo.spec import MaskForm
 from flashzoo.v1 import launch as v1
 from flashzoo.v2 import launch as v2
 from flashzoo.v2.config import tiles_for as v2_tiles
-from flashzoo.v3 import launch as v3
-from flashzoo.v3 import launch_backward as v3_backward
-from flashzoo.v3 import launch_fp8 as v3_fp8
-from flashzoo.v3 import launch_sparse as v3_sparse
-from flashzoo.v3 import launch_sparse_backward as v3_sparse_backward
-from flashzoo.v3.config import (
-    BACKWARD,
-    FP8,
-    LONG,
-    SPARSE,
-    WARPGROUP,
-    Kernel,
-    KernelBackward,
-    KernelBackwardSparse,
-    KernelFp8,
-    KernelSparse,
-    TilesBackward,
-    kernel_backward_for,
-    kernel_fp8_for,
-    refusals,
-)
+from flashzoo.v3.config import BACKWARD, FP8, LONG, SPARSE, kernel_backward_for, kernel_fp8_for
 from flashzoo.v3.config import HOPPER as V3_TILES
 from flashzoo.v3.config import HOPPER_SHORT as V3_SHORT
 from flashzoo.v3.config import kernel_for as v3_kernel
-from flashzoo.v3.forward import CONSUMER_REGISTERS, PRODUCER_REGISTERS
+from flashzoo.v3.explain import refusals
 from flashzoo.v3.fp8 import REGISTERS
+from flashzoo.v3.programs import ARCH, PROGRAMS, arguments_of, program
+from flashzoo.v3.traits import Kernel, KernelBackward, KernelBackwardSparse, KernelFp8, KernelSparse, TilesBackward
 
 ARCHS = (80, 89, 90, 100)
 WIDTHS = (64, 128, 256)
@@ -215,10 +198,7 @@ def too_little_shared(code: str) -> bool:
 
 
 def v3_compiled(kernel: Kernel | KernelBackward) -> Resources:
-    of_type = ((KernelFp8, v3_fp8), (KernelSparse, v3_sparse), (Kernel, v3))
-    of_type += ((KernelBackwardSparse, v3_sparse_backward), (KernelBackward, v3_backward))
-    launch = next(launch for kind, launch in of_type if isinstance(kernel, kind))
-    return read(compile_for(v3.ARCH, *launch.program(kernel)).cubin, kernel.shared_bytes)
+    return read(compile_for(ARCH, *program(kernel)).cubin, kernel.shared_bytes)
 
 
 @pytest.mark.covering(1)
@@ -410,26 +390,27 @@ def test_a_serialised_kernel_is_seen() -> None:
     assert any("STL" in instruction for instruction in of_consumers(compiled.code))
 
 
-LAUNCHES_OF_V3 = {
-    v3: v3_kernel,
-    v3_fp8: lambda problem: kernel_fp8_for(problem, True, False),
-    v3_sparse: lambda problem: v3_kernel(dataclasses.replace(problem, block_mask=MaskForm())),
-    v3_backward: kernel_backward_for,
-    v3_sparse_backward: lambda problem: kernel_backward_for(dataclasses.replace(problem, grad=True, block_mask=MaskForm())),
+KINDS = {
+    Kernel: v3_kernel,
+    KernelFp8: lambda problem: kernel_fp8_for(problem, True, False),
+    KernelSparse: lambda problem: v3_kernel(dataclasses.replace(problem, block_mask=MaskForm())),
+    KernelBackward: kernel_backward_for,
+    KernelBackwardSparse: lambda problem: kernel_backward_for(dataclasses.replace(problem, grad=True, block_mask=MaskForm())),
 }
-"""Which kernel each launches for a problem."""
+"""The kernel of a kind for a problem."""
 
 
-@pytest.mark.parametrize("launch", LAUNCHES_OF_V3, ids=lambda launch: launch.__name__)
-def test_v3_has_the_parameters_that_its_launch_packs(launch, tmp_path) -> None:
+@pytest.mark.parametrize("kind", PROGRAMS, ids=lambda kind: kind.__name__)
+def test_v3_has_the_parameters_that_its_launch_packs(kind, tmp_path) -> None:
     """By number and size; where they lie, the driver says when it has loaded a kernel."""
-    problem = Problem(2, 4096, 4096, 16, 16, 64, arch=90)
-    program, arguments = launch.program(LAUNCHES_OF_V3[launch](problem))
-    compiled = cute.compile(program, *arguments, options=f"--gpu-arch {v3.ARCH} --keep-ptx --dump-dir {tmp_path}")
+    kernel = KINDS[kind](Problem(2, 4096, 4096, 16, 16, 64, arch=90))
+    assert type(kernel) is kind
+    device, examples = program(kernel)
+    compiled = cute.compile(device, *examples, options=f"--gpu-arch {ARCH} --keep-ptx --dump-dir {tmp_path}")
     entry = compiled.artifacts.PTX.partition(".entry")[2].partition("{")[0]
     scalars = {"u32": 4, "f32": 4, "u64": 8, "b32": 4, "b64": 8}
     declared = re.findall(r"\.param (?:\.align \d+ )?\.(\w+)[^,\n]*?(?:\[(\d+)\])?,?\n", entry)
-    assert [int(size) if size else scalars[kind] for kind, size in declared] == [struct.calcsize(kind) for kind in launch.PARAMETERS]
+    assert [int(size) if size else scalars[kind] for kind, size in declared] == [size for _, size in arguments_of(kernel).places]
 
 
 def shared_cases() -> Iterator[tuple[str, int, bool]]:

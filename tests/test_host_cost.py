@@ -176,14 +176,14 @@ def no_launch(monkeypatch):
     """Kernels are found, their arguments made, and nothing is launched: what the host does for a call, on a machine without a GPU."""
     monkeypatch.setattr("flashzoo._triton.launch.interpret", lambda *arguments: None)
     number = torch.zeros(1)
-    kernel = SimpleNamespace(on=lambda device: lambda *arguments: None)
+    kernel = SimpleNamespace(bind=lambda *how: lambda *arguments: None)
+    monkeypatch.setattr("flashzoo.v3.launch.function_for", lambda of: kernel)
     for module in ("flashzoo.v3.launch", "flashzoo.v3.launch_fp8"):
-        monkeypatch.setattr(f"{module}.function_for", lambda of: kernel)
         monkeypatch.setattr(f"{module}.current_stream", lambda device: 0)
     monkeypatch.setattr("flashzoo._cute.driver.TensorMap._at", lambda self, address: bytes(128))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor gives as its own
-    monkeypatch.setattr("flashzoo.v3.launch.PerStream.__call__", lambda self, device, stream: number)
+    monkeypatch.setattr("flashzoo._cute.per_stream.PerStream.__call__", lambda self, device, stream: number)
 
 
 @pytest.mark.parametrize("name", flashzoo.versions())

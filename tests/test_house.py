@@ -19,10 +19,8 @@ import flashzoo
 PACKAGE = ROOT / "flashzoo"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 VERSION_FOLDERS = sorted(path.parent for path in PACKAGE.glob("[!_]*/__init__.py"))
-DEVICE_CODE = {
-    folder: [path for path in sorted(folder.glob("*.py")) if path.stem not in ("__init__", "config", "launch", "launch_fp8")]
-    for folder in VERSION_FOLDERS
-}
+HOST_CODE = ("__init__", "config", "explain", "launch", "launch_fp8", "programs", "traits")
+DEVICE_CODE = {folder: [path for path in sorted(folder.glob("*.py")) if path.stem not in HOST_CODE] for folder in VERSION_FOLDERS}
 
 PLUMBING = {"flashzoo._sass", "flashzoo._triton", "flashzoo._cute"}
 # What users hand to `attention` is the inside of no version.
@@ -38,15 +36,18 @@ MAY_IMPORT = {
     "transforms": {"torch", "flashzoo.registry", "flashzoo.spec"},
     "reference": {"torch", "flashzoo.autograd", "flashzoo.spec"},
     "baselines": {"torch", "flashzoo.reference", "flashzoo.spec", "flashzoo.transforms"},
-    "workloads": {"torch", BLOCK_MASK, "flashzoo.spec"},
+    "dtypes": {"torch"},
+    "gpu": set(),
+    "integers": set(),
+    "workloads": {"torch", BLOCK_MASK, "flashzoo.dtypes", "flashzoo.spec"},
     "accuracy": {"torch", "flashzoo.reference", "flashzoo.roundings", "flashzoo.spec", "flashzoo.workloads"},
     "roundings": {"torch", "flashzoo.reference", "flashzoo.spec", "flashzoo.workloads"},
     "_sass": set(),
-    "_triton": {"torch", "triton", "flashzoo._sass", "flashzoo._triton"},
-    "_cute": {"torch", "cutlass", "flashzoo._cute"},
+    "_triton": {"torch", "triton", "flashzoo._sass", "flashzoo._triton", "flashzoo.integers", "flashzoo.spec"},
+    "_cute": {"torch", "cuda", "cutlass", "flashzoo._cute", "flashzoo.dtypes", "flashzoo.gpu"},
 }
 A_VERSION_MAY_IMPORT = {"torch", "triton", "cutlass", "flashzoo._triton", "flashzoo._cute"}
-A_VERSION_MAY_IMPORT |= {BLOCK_MASK, "flashzoo.autograd", "flashzoo.spec"}
+A_VERSION_MAY_IMPORT |= {BLOCK_MASK, "flashzoo.autograd", "flashzoo.dtypes", "flashzoo.gpu", "flashzoo.integers", "flashzoo.spec"}
 # These look inside versions because that is their work.
 INSIDERS = {
     "tests/test_bench.py",

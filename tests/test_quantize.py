@@ -11,11 +11,10 @@ from torch import Tensor
 
 import flashzoo
 from flashzoo import Problem
-from flashzoo._sass import SHARED_LIMIT
 from flashzoo._triton.compile import resources
+from flashzoo.gpu import SHARED_LIMIT
 from flashzoo.spec import DESCALE_BLOCK
 from flashzoo.v3.quantize import (
-    FIND_AND_USE,
     SAMPLE,
     Plan,
     Quantized,
@@ -25,6 +24,7 @@ from flashzoo.v3.quantize import (
     transpose_launch,
     transpose_v,
 )
+from flashzoo.v3.quantize_kernels import FIND_AND_USE
 from flashzoo.workloads import LAYOUTS
 
 LARGEST = 448.0

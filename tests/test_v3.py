@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import struct
 import subprocess
 import sys
 import threading
@@ -18,18 +20,28 @@ from support import ROOT, accept, draw, forward, in_fresh_process, same_bits, st
 
 from flashzoo import Problem
 from flashzoo._cute import cache
+from flashzoo._cute.arguments import FLOAT, INT, Arguments, Packer, Record
 from flashzoo._cute.cache import ENVIRONMENT, Image, cached
-from flashzoo._sass import SHARED_LIMIT
+from flashzoo._cute.per_stream import tile_counter
+from flashzoo._cute.tma import readable
 from flashzoo.accuracy import Judge
+from flashzoo.gpu import SHARED_LIMIT, WARPGROUP_ROWS
 from flashzoo.reference import Result
-from flashzoo.v3 import launch, launch_fp8
-from flashzoo.v3.config import HOPPER, HOPPER_SHORT, LONG, WARPGROUP_ROWS, WIDTHS, describe, kernel_for, pack_for
+from flashzoo.v3 import launch, launch_fp8, programs
+from flashzoo.v3.config import HOPPER, HOPPER_SHORT, LONG, WIDTHS, kernel_for, kernel_fp8_for, pack_for
+from flashzoo.v3.explain import describe
 from flashzoo.workloads import LAYOUTS
 
 gpu = pytest.mark.gpu
 on_hopper = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="v3 runs on Hopper, sm_90, alone"
 )
+
+V3, HOPPER_ROOM = ROOT / "flashzoo" / "v3", ROOT / "flashzoo" / "_cute" / "hopper"
+DEVICE = {
+    program.partition(":")[0].rpartition(".")[2] for each in programs.PROGRAMS.values() for program in (each.device, each.by_gradient)
+} - {""}
+"""Files of v3's programs."""
 
 IMAGE = Image("kernel_of_a_test", bytes(range(256)) * 8)
 
@@ -89,6 +101,25 @@ class TestCache:
         cached(("a",), folder_of(tmp_path / "moved", "tile = 64"), moved)
         cached(("a",), folder_of(tmp_path / "edited", "tile = 96"), edited)
         assert (moved.calls, edited.calls) == (0, 1)
+
+    def test_is_by_sources_in_folders_too(self, folder, sources):
+        cached(("a",), sources, Builder())
+        folder_of(sources / "hopper", "stages = 2")
+        build = Builder()
+        cache._digest_of.cache_clear()
+        cached(("a",), sources, build)
+        assert build.calls == 1
+
+    def test_is_by_all_that_kernels_are_made_of(self):
+        """But for the block of scales, which a kernel's tiles have too."""
+        made, todo = set(), {path for path in HOPPER_ROOM.glob("*.py")} | {V3 / f"{name}.py" for name in DEVICE}
+        while todo:
+            made.add(path := todo.pop())
+            text = path.read_text()
+            names = re.findall(r"^from (flashzoo[.\w]*) import", text, re.MULTILINE)
+            todo |= {ROOT / f"{name.replace('.', '/')}.py" for name in names} - made
+        outside = {path for path in made if not path.is_relative_to(V3) and not path.is_relative_to(HOPPER_ROOM)}
+        assert outside == {*cache.FACTS, ROOT / "flashzoo" / "spec.py"}
 
     def test_is_by_release_of_cute_dsl(self, folder, sources, monkeypatch):
         cached(("a",), sources, Builder())
@@ -185,10 +216,10 @@ PLAIN = Problem(batch=1, seqlen_q=128, seqlen_k=128, heads=2, heads_kv=2, head_d
 KERNEL_OF_A_FRESH_PROCESS = """if True:
     import hashlib, sys
     from flashzoo import Problem
-    from flashzoo.v3 import launch
+    from flashzoo.v3 import programs
     from flashzoo.v3.config import kernel_for
-    launch.Function = lambda image, *_: image  # what would load it on a GPU
-    image = launch.function_for(kernel_for(Problem(1, 128, 128, 2, 2, 64, arch=90)))
+    programs.Function = lambda image, *_: image  # what would load it on a GPU
+    image = programs.function_for(kernel_for(Problem(1, 128, 128, 2, 2, 64, arch=90)))
     print(hashlib.sha256(image.cubin).hexdigest(), "cutlass" in sys.modules)
 """
 
@@ -202,17 +233,62 @@ def test_a_second_process_compiles_nothing_and_imports_no_cutlass(folder):
 def test_threads_that_compile_at_once(monkeypatch):
     """CuTe DSL compiles one program at a time, in one thread; two threads' first calls come at any time."""
     monkeypatch.setenv(ENVIRONMENT, "off")
-    monkeypatch.setattr(launch, "Function", lambda image, *_: image)
-    launch.function_for.cache_clear()
+    monkeypatch.setattr(programs, "Function", lambda image, *_: image)
+    programs.function_for.cache_clear()
     kernels = [kernel_for(replace(PLAIN, causal=causal)) for causal in (False, True)]
     images = {}
-    threads = [threading.Thread(target=lambda k=kernel: images.update({k: launch.function_for(k)})) for kernel in kernels]
+    threads = [threading.Thread(target=lambda k=kernel: images.update({k: programs.function_for(k)})) for kernel in kernels]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    launch.function_for.cache_clear()
+    programs.function_for.cache_clear()
     assert images.keys() == set(kernels) and len({image.cubin for image in images.values()}) == 2
+
+
+# A kernel's arguments.
+
+
+def packed(arguments: Arguments, fixed: dict[str, int], given: dict[str, object]) -> tuple[object, ...]:
+    """What a launch puts into memory for the kernel, behind 16 bytes of something else."""
+    memory = Packer(arguments, 16, fixed, tuple(given))(tuple(given.values())).raw
+    return struct.unpack("@" + "".join(arguments.formats), memory[16:])
+
+
+def test_arguments_lie_as_in_a_c_struct_whichever_are_fixed():
+    kernel = kernel_fp8_for(replace(PLAIN, dtype="e4m3"), True, False)
+    arguments = programs.arguments_of(kernel)
+    values = {
+        name: {"i": i, "Q": i << 40, "f": i / 2, "128s": bytes([i]) * 128}[kind]
+        for i, (name, kind) in enumerate(zip(arguments.names, arguments.formats, strict=True))
+    }
+    names = arguments.names
+    for begin, end in ((0, 0), (5, 15), (0, 4), (len(names) - 3, len(names)), (16, 22)):
+        fixed = {name: values[name] for name in names[begin:end]}
+        given = {name: values[name] for name in names if name not in fixed}
+        assert packed(arguments, fixed, given) == tuple(values.values())
+
+
+@pytest.mark.parametrize("change", ["one too few", "one too many", "another order", "fixed ones apart"])
+def test_a_launch_with_other_arguments_than_the_kernels_is_refused(change):
+    arguments = Arguments(a=INT, b=INT, c=FLOAT, d=FLOAT)
+    fixed, given = {
+        "one too few": ({"b": 1}, ("a", "c")),
+        "one too many": ({"b": 1}, ("a", "c", "d", "e")),
+        "another order": ({"b": 1}, ("a", "d", "c")),
+        "fixed ones apart": ({"a": 1, "c": 2.0}, ("b", "d")),
+    }[change]
+    assert packed(arguments, {"b": 1}, {"a": 0, "c": 2.0, "d": 3.0}) == (0, 1, 2.0, 3.0)
+    with pytest.raises(TypeError, match=r"the kernel's arguments are \('a', 'b', 'c', 'd'\), got "):
+        Packer(arguments, 0, fixed, given)
+
+
+def test_a_record_has_the_fields_that_are_declared():
+    swapped = {name: INT for name in ("batch", "values", "head", "block")}
+    with pytest.raises(TypeError, match=r"fp8:Descale must have the fields .*'batch', 'values'.*, got .*'values', 'batch'"):
+        Arguments(descale=Record("flashzoo.v3.fp8:Descale", swapped)).examples()
+    with pytest.raises(ValueError, match="names of their own"):
+        Arguments(a=INT, b=Record("flashzoo.v3.fp8:Descale", {"a": INT}))
 
 
 # From a problem to a kernel.
@@ -282,12 +358,12 @@ def test_describe_says_what_happens_silently():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_tma_can_read_in_place(layout):
     x = LAYOUTS[layout](torch.randn(2, 6, 4, 24).half())
-    assert launch.readable(x.shape, x.stride(), x.data_ptr()) == (layout in ("bshd", "bhsd", "sbhd", "packed", "padded_by_8"))
+    assert readable(x.shape, x.stride(), x.data_ptr()) == (layout in ("bshd", "bhsd", "sbhd", "packed", "padded_by_8"))
 
 
 def test_a_stride_that_leads_nowhere_is_no_reason_to_copy():
     x = torch.randn(1, 6, 4, 25).half()[:, :1, :1, :24]
-    assert launch.readable(x.shape, x.stride(), x.data_ptr())
+    assert readable(x.shape, x.stride(), x.data_ptr())
 
 
 # On the GPU: the tile counter, descriptors and launches, which v3's host code does itself.
@@ -304,7 +380,7 @@ def same(result: Result, expected: Result) -> bool:
 
 def counters_are_zero() -> bool:
     torch.cuda.synchronize()
-    return not any(counter.item() for counter in launch.counter.kept.values())
+    return not any(counter.item() for counter in tile_counter.kept.values())
 
 
 @gpu
@@ -324,12 +400,12 @@ def test_the_same_bits_every_time(problem):
 def test_sizes_do_not_compile_again():
     small = replace(PLAIN, causal=True)
     forward("v3", draw(small)[0], small)
-    compiled = launch.function_for.cache_info().misses
+    compiled = programs.function_for.cache_info().misses
     for other in ({"batch": 3}, {"seqlen_q": 77}, {"seqlen_k": 513}, {"heads": 6}, {"heads": 8, "heads_kv": 1}, {"head_dim": 40}):
         problem = replace(small, head_dim_v=None, **other)
         tensors, *_ = draw(problem)
         accept(Judge(*tensors, problem, None), forward("v3", tensors, problem))
-    assert launch.function_for.cache_info().misses == compiled
+    assert programs.function_for.cache_info().misses == compiled
 
 
 @gpu
@@ -438,7 +514,7 @@ def test_ablations_give_the_same(problem, how):
     kernel = kernel_for(problem)
     kernel = replace(kernel, tiles=replace(kernel.tiles, **ABLATED[how]))
     ablated = launch.ForwardLaunch(problem, kernel, q.stride(), k.stride(), v.stride(), q.get_device())
-    out, lse = ablated(q, k, v, problem.head_dim**-0.5)
+    out, lse = ablated(q, k, v, launch.in_log2(problem.head_dim**-0.5))
     accept(Judge(q, k, v, problem, None), Result(out, lse))
     rounding = torch.finfo(out.dtype).eps
     torch.testing.assert_close(out, expected.out, rtol=rounding, atol=rounding * expected.out.abs().max().item())

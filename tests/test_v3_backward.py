@@ -16,23 +16,18 @@ from torch import Tensor
 
 import flashzoo
 from flashzoo import Problem
+from flashzoo._cute.hopper import tile_scheduler
+from flashzoo._cute.hopper.tile_scheduler import NEVER, TileSchedulerBackward
+from flashzoo._cute.per_stream import tile_counter
 from flashzoo._triton.compile import resources
 from flashzoo.accuracy import Judge
+from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS
 from flashzoo.reference import Result, visible
 from flashzoo.spec import MaskForm
-from flashzoo.v3 import FP8_SPEC, SPEC, launch, launch_backward, launch_fp8, schedule
+from flashzoo.v3 import FP8_SPEC, SPEC, launch, launch_fp8, programs
 from flashzoo.v3.backward import Backward
-from flashzoo.v3.config import (
-    BACKWARD,
-    WARPGROUP,
-    WARPGROUP_ROWS,
-    WRITERS,
-    KernelBackward,
-    KernelBackwardSparse,
-    TilesBackward,
-    kernel_backward_for,
-)
-from flashzoo.v3.schedule import NEVER, ScheduleBackward
+from flashzoo.v3.config import BACKWARD, kernel_backward_for
+from flashzoo.v3.traits import WRITERS, KernelBackward, KernelBackwardSparse, TilesBackward
 from flashzoo.workloads import LAYOUTS, hardware
 
 gpu = pytest.mark.gpu
@@ -55,7 +50,7 @@ on_bands = pytest.mark.parametrize("band", BANDS)
 LENGTHS = (1, 63, 64, 65, 79, 80, 81, 127, 128, 129, 191, 192, 200)
 
 
-# Who works on what: `ScheduleBackward` on numbers that are there already, held to every pair of query and key.
+# Who works on what: `TileSchedulerBackward` on numbers that are there already, held to every pair of query and key.
 
 TILINGS = {
     "128x128": TilesBackward(128),
@@ -67,20 +62,20 @@ TILINGS = {
 @pytest.fixture
 def on_integers(monkeypatch):
     """The schedule's methods as what they are without CuTe DSL: arithmetic."""
-    for name, method in vars(ScheduleBackward).items():
+    for name, method in vars(TileSchedulerBackward).items():
         if hasattr(method, "__wrapped__"):
-            monkeypatch.setattr(ScheduleBackward, name, method.__wrapped__)
-    monkeypatch.setattr(ScheduleBackward, "place", ScheduleBackward.place.__wrapped__)
-    monkeypatch.setattr(schedule, "Int32", int)
-    monkeypatch.setattr(schedule, "Int64", int)
+            monkeypatch.setattr(TileSchedulerBackward, name, method.__wrapped__)
+    monkeypatch.setattr(TileSchedulerBackward, "place", TileSchedulerBackward.place.__wrapped__)
+    monkeypatch.setattr(tile_scheduler, "Int32", int)
+    monkeypatch.setattr(tile_scheduler, "Int64", int)
 
 
-def schedule_of(problem: Problem, tiles: TilesBackward, section: int = 1) -> ScheduleBackward:
+def schedule_of(problem: Problem, tiles: TilesBackward, section: int = 1) -> TileSchedulerBackward:
     p = problem
     kernel = replace(kernel_backward_for(p), tiles=tiles)
     blocks, batch_heads = -(-p.seqlen_k // tiles.block_kv), p.batch * p.heads_kv
     sizes = (p.seqlen_q, p.seqlen_k, p.heads_kv, p.heads // p.heads_kv, 0, *p.reach, blocks, batch_heads, min(section, batch_heads))
-    return ScheduleBackward(kernel, *sizes, counter=None)
+    return TileSchedulerBackward(kernel, *sizes, counter=None)
 
 
 def scheduled() -> list[tuple[Problem, Tensor]]:
@@ -93,7 +88,7 @@ def scheduled() -> list[tuple[Problem, Tensor]]:
     return [(p, every if (seen := visible(p, "cpu")) is None else seen) for p, every in zip(problems, everything, strict=True)]
 
 
-def blocks_that_see(plan: ScheduleBackward, seen: Tensor) -> Tensor:
+def blocks_that_see(plan: TileSchedulerBackward, seen: Tensor) -> Tensor:
     """Whether some query of a block sees some key of a tile: (blocks of queries, tiles)."""
     tiles = plan.kernel.tiles
     padded = torch.nn.functional.pad(seen, (0, -seen.shape[1] % tiles.block_kv, 0, -seen.shape[0] % tiles.block_q))
@@ -261,7 +256,7 @@ def test_delta_and_zeros(kernel, layout, with_dlse, seqlen_q):
     (delta, all_delta), (lse_log2, all_lse) = (guarded(2, 3, blocks * block_q) for _ in range(2))
     dq_sum, all_sums = guarded(2, 3, blocks * block_q * kernel.width)
     turns, all_turns = guarded(2, 3, blocks, kernel.turns, dtype=torch.int32)
-    run = launch_backward.delta_launch(problem, kernel, out.stride(), dout.stride(), with_dlse)
+    run = launch.delta_launch(problem, kernel, out.stride(), dout.stride(), with_dlse)
     run((out, dout, lse, dlse if with_dlse else lse, delta, lse_log2, dq_sum, turns), ())
     expected = (out.double() * dout.double()).sum(3).transpose(1, 2) - (dlse.double() if with_dlse else 0)
     torch.testing.assert_close(delta[..., :seqlen_q].double(), expected, rtol=1e-5, atol=1e-4)
@@ -309,7 +304,7 @@ def test_dq_is_rounded_from_where_registers_lay(kernel, layout, seqlen_q, narrow
     problem = Problem(2, seqlen_q, 77, 3, 3, kernel.width - narrower, dtype="fp16", **hardware(DEVICE))
     expected = torch.randn(2, seqlen_q, 3, problem.head_dim, device=DEVICE)
     dq = LAYOUTS[layout](torch.full(expected.shape, torch.nan, device=DEVICE).half())
-    run = launch_backward.round_launch(problem, kernel, dq.stride())
+    run = launch.round_launch(problem, kernel, dq.stride())
     run((as_registers(expected, kernel), dq), (0.37,))
     wanted = LAYOUTS[layout]((expected * torch.tensor(0.37)).half())
     assert same_bits(dq, wanted)
@@ -322,8 +317,8 @@ def test_dq_is_rounded_from_where_registers_lay(kernel, layout, seqlen_q, narrow
 def test_both_compile_for_hopper(kernel, dtype):
     kernel, strides = replace(kernel, dtype=dtype), (4096 * 16 * kernel.width, 16 * kernel.width, kernel.width)
     problem = Problem(2, 4096, 4096, 16, 16, kernel.width, dtype=dtype, arch=90)
-    before = launch_backward.delta_launch(problem, kernel, strides, strides, True)
-    after = launch_backward.round_launch(problem, kernel, strides)
+    before = launch.delta_launch(problem, kernel, strides, strides, True)
+    after = launch.round_launch(problem, kernel, strides)
     for compiled in (
         resources(before, (dtype, dtype, *["fp32"] * 5, "i32"), 0, 90),
         resources(after, ("fp32", dtype), 1, 90),
@@ -344,9 +339,9 @@ def test_one_kernel_serves_every_length(with_dlse, monkeypatch):
     kernel, strides = KERNELS["table_128"], (4096 * 16 * 128, 16 * 128, 128)
     for sizes in ({"seqlen_q": 1}, {"seqlen_q": 16}, {"seqlen_q": 17}, {"seqlen_q": 2048}, {"heads": 1}, {"heads": 3}):
         problem = replace(PLAIN, **{"heads": 16, "heads_kv": 1, "head_dim": 128, "head_dim_v": None} | sizes)
-        before = launch_backward.delta_launch(problem, kernel, strides, strides, with_dlse)
+        before = launch.delta_launch(problem, kernel, strides, strides, with_dlse)
         resources(before, ("fp16", "fp16", *["fp32"] * 5, "i32"), 0, 90)
-        resources(launch_backward.round_launch(problem, kernel, strides), ("fp32", "fp16"), 1, 90)
+        resources(launch.round_launch(problem, kernel, strides), ("fp32", "fp16"), 1, 90)
     assert len(sources) == 12 and len(set(sources)) == 2
 
 
@@ -444,7 +439,7 @@ SIZES = {"many": MANY, "few": replace(MANY, batch=1, heads=2), "one_tile": repla
 
 def counters_are_zero() -> bool:
     torch.cuda.synchronize()
-    return not any(counter.item() for counter in launch.counter.kept.values())
+    return not any(counter.item() for counter in tile_counter.kept.values())
 
 
 @gpu
@@ -495,7 +490,7 @@ def test_each_tensor_in_a_layout_of_its_own(head_dim, layout):
     given = (dout, *tensors, result.out)
 
     def backward(dout: Tensor, *rest: Tensor) -> Result:
-        gradients = launch_backward.backward(dout, dlse, *rest, result.lse, problem, problem.head_dim**-0.5)
+        gradients = launch.backward(dout, dlse, *rest, result.lse, problem, problem.head_dim**-0.5)
         return Result(result.out, result.lse, *gradients)
 
     expected = backward(*given)
@@ -530,9 +525,9 @@ def test_two_streams_at_once():
 def test_sizes_do_not_compile_again():
     small = replace(PLAIN, causal=True)
     both("v3", draw(small)[0], small, *draw(small)[1:])
-    compiled = launch_backward.function_for.cache_info().misses
+    compiled = programs.function_for.cache_info().misses
     for other in ({"batch": 3}, {"seqlen_q": 77}, {"seqlen_k": 513}, {"heads": 6}, {"heads": 8, "heads_kv": 1}, {"head_dim": 40}):
         problem = replace(small, head_dim_v=None, **other)
         tensors, dout, dlse = draw(problem)
         accept(Judge(*tensors, problem, None, dout, dlse), both("v3", tensors, problem, dout, dlse))
-    assert launch_backward.function_for.cache_info().misses == compiled
+    assert programs.function_for.cache_info().misses == compiled

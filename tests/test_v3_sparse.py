@@ -15,28 +15,20 @@ from torch import Tensor
 
 import flashzoo
 from flashzoo import BlockMask, Problem, UnsupportedError
-from flashzoo._sass import SHARED_LIMIT
+from flashzoo._cute.hopper import mask as mask_module
+from flashzoo._cute.hopper import tile_scheduler
+from flashzoo._cute.hopper.tile_scheduler import TileScheduler, TileSchedulerBackward
 from flashzoo.blocksparse.lists import Lists, codes_of
+from flashzoo.gpu import SHARED_LIMIT, WARPGROUP, WARPGROUP_ROWS
 from flashzoo.spec import MaskForm
-from flashzoo.v3 import mask as mask_module
-from flashzoo.v3 import schedule, sparse, sparse_backward
-from flashzoo.v3.config import (
-    BACKWARD,
-    MASK_Q,
-    SPARSE,
-    WARPGROUP,
-    WARPGROUP_ROWS,
-    KernelBackwardSparse,
-    describe,
-    kernel_backward_for,
-    kernel_for,
-    pack_for,
-    refusals,
-)
-from flashzoo.v3.launch_sparse import parameters_of
-from flashzoo.v3.schedule import Schedule, ScheduleBackward
-from flashzoo.v3.sparse import ForwardSparse, MaskSparse, ScheduleSparse
-from flashzoo.v3.sparse_backward import BackwardSparse, ScheduleBackwardSparse
+from flashzoo.v3 import sparse, sparse_backward
+from flashzoo.v3.config import BACKWARD, SPARSE, kernel_backward_for, kernel_for, pack_for
+from flashzoo.v3.explain import describe, refusals
+from flashzoo.v3.launch import lists_of
+from flashzoo.v3.programs import LISTS
+from flashzoo.v3.sparse import ForwardSparse, MaskSparse, TileSchedulerSparse
+from flashzoo.v3.sparse_backward import BackwardSparse, TileSchedulerBackwardSparse
+from flashzoo.v3.traits import MASK_Q, KernelBackwardSparse
 
 PLAIN = Problem(1, 256, 256, 2, 2, 64, arch=90, block_mask=MaskForm())
 
@@ -132,20 +124,22 @@ def test_sums_and_statistics_are_of_whole_rows_of_the_mask():
 
 
 def test_what_a_launch_takes_of_a_mask():
+    def taken(mask: BlockMask, lists: Lists) -> dict[str, int]:
+        return dict(zip(LISTS, lists_of(mask, lists), strict=True))
+
     plain, bits = BlockMask.random(300, blocks=1), BlockMask.from_dense(dense(2, 2, 300, 200))
-    assert parameters_of(plain, plain.rows)[:4] == (0, 0, plain.rows.width, 0)
-    assert parameters_of(plain, plain.rows)[8:] == (0, 0), "no bits"
+    nothing = {"list_batch": 0, "list_head": 0, "bit_blocks": 0, "bit_index": 0, "bits": 0}
+    assert taken(plain, plain.rows).items() >= {**nothing, "width": plain.rows.width}.items()
     for lists in (bits.rows, bits.columns):
-        found = parameters_of(bits, lists)
-        assert found[:4] == (2, 1, lists.width, bits.element.bits.shape[2])
-        assert found[4:9] == tuple(x.data_ptr() for x in (lists.order, lists.counts, lists.full, lists.indices, lists.bit_index))
-        assert found[9] == bits.element.bits.data_ptr() and found[9] % 16 == 0
-    by_batch = BlockMask.from_dense(dense(2, 1, 70, 65))
-    assert parameters_of(by_batch, by_batch.rows)[:2] == (1, 0)
-    by_heads = BlockMask.random(300, blocks=1, heads=3)
-    assert parameters_of(by_heads, by_heads.rows)[:2] == (0, 1)
+        found = taken(bits, lists)
+        sizes = {"list_batch": 2, "list_head": 1, "width": lists.width, "bit_blocks": bits.element.bits.shape[2]}
+        addresses = {name: getattr(lists, name).data_ptr() for name in ("order", "counts", "full", "indices", "bit_index")}
+        assert found == {**sizes, **addresses, "bits": bits.element.bits.data_ptr()} and found["bits"] % 16 == 0
+    for mask, strides in ((BlockMask.from_dense(dense(2, 1, 70, 65)), (1, 0)), (BlockMask.random(300, blocks=1, heads=3), (0, 1))):
+        assert lists_of(mask, mask.rows)[:2] == strides
     nowhere = BlockMask.random(200, 300, blocks=0)
-    assert nowhere.rows.width == 0 and parameters_of(nowhere, nowhere.rows)[7] == nowhere.rows.counts.data_ptr(), "an address all the same"
+    assert nowhere.rows.width == 0
+    assert taken(nowhere, nowhere.rows)["indices"] == nowhere.rows.counts.data_ptr(), "an address all the same"
 
 
 def test_heads_are_not_packed():
@@ -217,7 +211,15 @@ def as_written(*owners) -> list[tuple[object, str, FunctionType]]:
     return found
 
 
-METHODS = (Schedule, ScheduleBackward, ScheduleSparse, ScheduleBackwardSparse, MaskSparse, ForwardSparse, sparse_backward._Masked)
+METHODS = (
+    TileScheduler,
+    TileSchedulerBackward,
+    TileSchedulerSparse,
+    TileSchedulerBackwardSparse,
+    MaskSparse,
+    ForwardSparse,
+    sparse_backward._Masked,
+)
 AS_WRITTEN = as_written(*METHODS, mask_module)
 AS_WRITTEN += [(sparse_backward, name, function) for owner, name, function in AS_WRITTEN if owner is mask_module]
 
@@ -228,11 +230,11 @@ def on_integers(monkeypatch):
     for owner, name, method in AS_WRITTEN:
         monkeypatch.setattr(owner, name, method)
     arithmetic = {"min": min, "max": max, "range": lambda n, unroll: range(n), "range_constexpr": range}
-    for module in (schedule, sparse, sparse_backward, mask_module):
+    for module in (tile_scheduler, sparse, sparse_backward, mask_module):
         monkeypatch.setattr(module, "cutlass", SimpleNamespace(**arithmetic))
         for name in ("Int32", "Int64"):
             monkeypatch.setattr(module, name, int, raising=False)
-        if module is not schedule:
+        if module is not tile_scheduler:
             monkeypatch.setattr(module, "Float32", SimpleNamespace(inf=math.inf))
             monkeypatch.setattr(module, "rows_of", lambda s: s)
     cute = {
@@ -259,23 +261,23 @@ def in_memory(mask: BlockMask, lists: Lists) -> tuple[int | Memory, ...]:
         words = bits.flatten().view(torch.int32).long() & 0xFFFFFFFF
         of_bits = [Memory(lists.bit_index.flatten().tolist()), Memory(words.tolist())]
     tensors = (lists.order, lists.counts, lists.full, lists.indices if lists.width else lists.counts)
-    return (*parameters_of(mask, lists)[:4], *[Memory(x.flatten().tolist()) for x in tensors], *of_bits)
+    return (*lists_of(mask, lists)[:4], *[Memory(x.flatten().tolist()) for x in tensors], *of_bits)
 
 
-def schedule_of(mask: BlockMask, problem: Problem) -> ScheduleSparse:
+def schedule_of(mask: BlockMask, problem: Problem) -> TileSchedulerSparse:
     p, blocks, batch_heads = problem, -(-problem.seqlen_q // MASK_Q), problem.batch * problem.heads
     sizes = (p.seqlen_q, p.seqlen_k, p.heads, p.heads // p.heads_kv, 0, *p.reach_of(p.block_mask.span), blocks, batch_heads, batch_heads)
-    return ScheduleSparse(kernel_for(p), *sizes, None, *in_memory(mask, mask.rows))
+    return TileSchedulerSparse(kernel_for(p), *sizes, None, *in_memory(mask, mask.rows))
 
 
-def backward_schedule_of(mask: BlockMask, problem: Problem) -> ScheduleBackwardSparse:
+def backward_schedule_of(mask: BlockMask, problem: Problem) -> TileSchedulerBackwardSparse:
     p, kernel = problem, kernel_backward_for(problem)
     blocks, batch_heads = kernel.blocks_kv(p.seqlen_k), p.batch * p.heads_kv
     sizes = (p.seqlen_q, p.seqlen_k, p.heads_kv, p.heads // p.heads_kv, 0, *p.reach_of(p.block_mask.span), blocks, batch_heads, 2)
-    return ScheduleBackwardSparse(kernel, *sizes, None, *in_memory(mask, mask.columns))
+    return TileSchedulerBackwardSparse(kernel, *sizes, None, *in_memory(mask, mask.columns))
 
 
-def walked(plan: ScheduleSparse, tile: sparse.Row, me: int, row: int, column: int) -> tuple[list[int], list[dict]]:
+def walked(plan: TileSchedulerSparse, tile: sparse.Row, me: int, row: int, column: int) -> tuple[list[int], list[dict]]:
     """What one thread does on a tile: the producer's keys, and for each block which of its scores `(c, r, i)` are let through."""
     keys, seen = [], []
     block, _, _ = plan.place(tile)
@@ -295,8 +297,8 @@ def walked(plan: ScheduleSparse, tile: sparse.Row, me: int, row: int, column: in
         seen.append({place: score == 0.0 for place, score in scores.items()})
         return used + 1
 
-    nothing = SimpleNamespace(fill=lambda *_: None, wait_full=lambda *_: None, release=lambda *_: None)
-    consumer = SimpleNamespace(me=me, row=row, column=column, o=nothing, on_chip=SimpleNamespace(q_ring=nothing))
+    nothing = SimpleNamespace(fill=lambda *_: None, consumer_wait=lambda *_: None, consumer_release=lambda *_: None)
+    consumer = SimpleNamespace(me=me, row=row, column=column, o=nothing, on_chip=SimpleNamespace(q_pipeline=nothing))
     program = {"kernel": plan.kernel, "tiles": plan.kernel.tiles, "last_product": lambda _, used: used + 1}
     program = SimpleNamespace(**program, first_scores=step, step_overlapped=step, step_serial=step)
     program.scores, program.pass_turn = lambda *_: None, lambda _: None
@@ -306,7 +308,7 @@ def walked(plan: ScheduleSparse, tile: sparse.Row, me: int, row: int, column: in
     return keys, seen
 
 
-def let_through(plan: ScheduleSparse, tile: sparse.Row) -> Tensor:
+def let_through(plan: TileSchedulerSparse, tile: sparse.Row) -> Tensor:
     """Of a tile, whether a row sees a key: `(128, seqlen_k)`."""
     found = torch.zeros(MASK_Q, plan.seqlen_k, dtype=torch.bool)
     for me in range(2):
@@ -415,7 +417,7 @@ def test_the_longest_rows_go_first(on_integers):
 # The backward pass's: a tile is a column, or half of one.
 
 
-def let_through_of(plan: ScheduleBackwardSparse, tile: sparse.Row, n: int) -> Tensor:
+def let_through_of(plan: TileSchedulerBackwardSparse, tile: sparse.Row, n: int) -> Tensor:
     """Of the n-th block of queries that a tile walks, whether its keys are let through: `(block_q, block_kv)`."""
     kernel, tiles = plan.kernel, plan.kernel.tiles
     found = torch.zeros(tiles.block_q, tiles.block_kv, dtype=torch.bool)

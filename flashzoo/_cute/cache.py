@@ -24,6 +24,9 @@ from uuid import uuid4
 
 ENVIRONMENT = "FLASHZOO_CACHE_DIR"
 
+FACTS = tuple(Path(__file__).parents[1] / f"{name}.py" for name in ("dtypes", "gpu", "integers"))
+"""What kernels are made of besides the files of their version and of this folder."""
+
 _FORMAT = "1"
 _DIGEST_BYTES = 32
 # One thread at a time builds: CuTe DSL can do no other, and the next may find in the folder what it came for.
@@ -43,14 +46,14 @@ def cached(identity: tuple[str, ...], sources: Path, build: Callable[[], Image])
 
     Args:
         identity: what the kernel is specialised for.
-        sources: the folder whose Python files, with those beside this one, say what is built.
+        sources: the folder whose Python files, and its folders', say what is built, with those of this folder and `FACTS`.
         build: makes the image.
     """
     folder = _folder()
     with _lock:
         if folder is None:
             return build()
-        parts = (_FORMAT, version("nvidia-cutlass-dsl"), _digest_of(sources), _digest_of(Path(__file__).parent))
+        parts = (_FORMAT, version("nvidia-cutlass-dsl"), *map(_digest_of, (sources, Path(__file__).parent, *FACTS)))
         path = folder / f"{hashlib.sha256(repr((*parts, *identity)).encode()).hexdigest()}.cubin"
         image = _read(path)
         if image is None:
@@ -72,9 +75,9 @@ def _folder() -> Path | None:
 @lru_cache
 def _digest_of(sources: Path) -> str:
     digest = hashlib.sha256()
-    for path in sorted(sources.glob("*.py")):
+    for path in [sources] if sources.is_file() else sorted(sources.rglob("*.py")):
         content = path.read_bytes()
-        digest.update(f"{path.name} {len(content)} ".encode() + content)
+        digest.update(f"{path.relative_to(sources).as_posix()} {len(content)} ".encode() + content)
     return digest.hexdigest()
 
 

@@ -1,42 +1,53 @@
 """The CUDA driver calls that a compiled kernel needs: load it, describe tensors to TMA, launch it.
 
 They are made here, through ctypes, and not by CuTe DSL's own host code, for two reasons: a kernel that lies in the cache
-runs without importing CuTe DSL, and a call costs a few microseconds of host time.
+runs without importing CuTe DSL, and a call costs a few microseconds of host time. The driver's numbers are cuda-bindings', which
+CuTe DSL brings.
 """
 
 from __future__ import annotations
 
 import ctypes
-import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from functools import cache, lru_cache
 
+import cuda.bindings.driver as cuda
 import torch
 
+from flashzoo._cute.arguments import Arguments, Packer
 from flashzoo._cute.cache import Image
 
-TMA_DTYPES = {"fp16": 6, "bf16": 9, "fp32": 7, "e4m3": 0}
-"""CUtensorMapDataType of our dtypes; of e4m3, which has none, that of bytes."""
+_Dtype, _Swizzle = cuda.CUtensorMapDataType, cuda.CUtensorMapSwizzle
 
-TMA_SWIZZLES = {64: 2, 128: 3}
-"""CUtensorMapSwizzle by the bytes of a row of the box."""
+TMA_DTYPES = {
+    "fp16": int(_Dtype.CU_TENSOR_MAP_DATA_TYPE_FLOAT16),
+    "bf16": int(_Dtype.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16),
+    "fp32": int(_Dtype.CU_TENSOR_MAP_DATA_TYPE_FLOAT32),
+    "e4m3": int(_Dtype.CU_TENSOR_MAP_DATA_TYPE_UINT8),
+}
+"""Of our dtypes; of e4m3, which TMA does not know, that of bytes."""
 
-_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-_PROMOTE_L2_128B = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+TMA_SWIZZLES = {64: int(_Swizzle.CU_TENSOR_MAP_SWIZZLE_64B), 128: int(_Swizzle.CU_TENSOR_MAP_SWIZZLE_128B)}
+"""By the bytes of a row of the box."""
+
+_NOT_INTERLEAVED = int(cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE)
+_PROMOTE_L2_128B = int(cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B)
+_ZEROS_OUTSIDE = int(cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
+_MAX_DYNAMIC_SHARED = int(cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES)
 _TENSOR_MAP_BYTES = 128
 _TENSOR_MAP_ALIGNMENT = 64
-_BUFFER_POINTER, _BUFFER_SIZE = 1, 2  # CU_LAUNCH_PARAM_*
+_BUFFER_POINTER, _BUFFER_SIZE = int(cuda.CU_LAUNCH_PARAM_BUFFER_POINTER), int(cuda.CU_LAUNCH_PARAM_BUFFER_SIZE)
 _Extra = c_void_p * 5
 
 
 @cache
 def _driver() -> ctypes.CDLL:
-    cuda = ctypes.CDLL("libcuda.so.1")
+    library = ctypes.CDLL("libcuda.so.1")
     u64, u32 = POINTER(c_uint64), POINTER(c_uint32)
-    cuda.cuTensorMapEncodeTiled.argtypes = [c_void_p, c_int, c_uint32, c_void_p, u64, u64, u32, u32, c_int, c_int, c_int, c_int]
-    cuda.cuLaunchKernel.argtypes = [c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p]
-    return cuda
+    library.cuTensorMapEncodeTiled.argtypes = [c_void_p, c_int, c_uint32, c_void_p, u64, u64, u32, u32, *[c_int] * 4]
+    library.cuLaunchKernel.argtypes = [c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p]
+    return library
 
 
 def _check(error: int, what: str) -> None:
@@ -89,7 +100,7 @@ class TensorMap:
         self._first = (TMA_DTYPES[dtype], rank)
         sides = (c_uint64 * rank)(*sizes), (c_uint64 * (rank - 1))(*strides)
         self._shape = (*sides, (c_uint32 * rank)(*box), (c_uint32 * rank)(*[1] * rank))
-        self._last = (0, TMA_SWIZZLES[row_bytes], _PROMOTE_L2_128B, 0)  # not interleaved; zeros outside
+        self._last = (_NOT_INTERLEAVED, TMA_SWIZZLES[row_bytes], _PROMOTE_L2_128B, _ZEROS_OUTSIDE)
         self.at: Callable[[int], bytes] = lru_cache(maxsize=1024)(self._at)
 
     def _at(self, address: int) -> bytes:
@@ -116,57 +127,74 @@ class Function:
         image: the kernel, compiled for the device's architecture.
         threads: of a block.
         shared: bytes of dynamic shared memory of a block.
-        parameters: format characters of the kernel's parameters, as the module `struct` has them; they lie as in a C struct.
+        arguments: the kernel's parameters, which lie as in a C struct.
 
     Raises:
         RuntimeError: the driver refuses the code, or the kernel's parameters lie otherwise in memory.
     """
 
-    def __init__(self, image: Image, threads: int, shared: int, parameters: tuple[str, ...]) -> None:
-        self._threads, self._shared = threads, shared
-        self._library, self._kernel = c_void_p(), c_void_p()
+    def __init__(self, image: Image, threads: int, shared: int, arguments: Arguments) -> None:
+        self.threads, self.shared, self.arguments = threads, shared, arguments
+        self._library, self.kernel = c_void_p(), c_void_p()
         _make_current(torch.cuda.current_device())  # the driver looks into a kernel only from a thread that has a context
         _check(_driver().cuLibraryLoadData(byref(self._library), image.cubin, None, None, 0, None, None, 0), "loading a kernel")
-        _check(_driver().cuLibraryGetKernel(byref(self._kernel), self._library, image.name.encode()), f"finding {image.name}")
-        self._launch = _driver().cuLaunchKernel
-        self._layout = struct.Struct("@" + "".join(parameters))
-        self._start = self._offset(parameters)
-        self._memory = c_char * (self._start + self._layout.size)
-        self._size = c_size_t(self._start + self._layout.size)
-        self._size_address = ctypes.addressof(self._size)
+        _check(_driver().cuLibraryGetKernel(byref(self.kernel), self._library, image.name.encode()), f"finding {image.name}")
+        self.start = self._offset()
 
-    def _offset(self, parameters: tuple[str, ...]) -> int:
+    def _offset(self) -> int:
         """Where the first parameter lies; the others must follow it as in a C struct."""
         found, offset, size = [], c_size_t(), c_size_t()
-        for i in range(len(parameters)):
-            error = _driver().cuKernelGetParamInfo(self._kernel, c_size_t(i), byref(offset), byref(size))
-            _check(error, f"finding parameter {i} of {len(parameters)}")
+        names = self.arguments.names
+        for i, name in enumerate(names):
+            error = _driver().cuKernelGetParamInfo(self.kernel, c_size_t(i), byref(offset), byref(size))
+            _check(error, f"finding parameter {i} of {len(names)}, {name}")
             found.append((offset.value, size.value))
         start = found[0][0]
-        # Padding goes before what needs it: an array of none of a type ends where one of them would begin.
-        begins = [struct.calcsize("@" + "".join(parameters[:i]) + "0" + kind[-1]) for i, kind in enumerate(parameters)]
-        expected = [(start + begin, struct.calcsize(kind)) for begin, kind in zip(begins, parameters, strict=True)]
+        expected = [(start + begin, size) for begin, size in self.arguments.places]
         if found != expected:
             text = f"the kernel's parameters lie at (offset, size) {found}, expected {expected}"
             raise RuntimeError(f"{text}: not the layout of nvidia-cutlass-dsl 4.8.1, with which this is known to work")
         return start
 
     @cache  # noqa: B019 - as many as devices, and a Function lives as long as the process
-    def on(self, device: int) -> Function:
-        """Itself, prepared for a device."""
-        if self._shared > 48 << 10:
-            error = _driver().cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, self._shared, self._kernel, _handle(device))
-            _check(error, f"asking for {self._shared} bytes of shared memory on device {device}")
-        return self
+    def _prepare(self, device: int) -> None:
+        if self.shared > 48 << 10:
+            error = _driver().cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, self.shared, self.kernel, _handle(device))
+            _check(error, f"asking for {self.shared} bytes of shared memory on device {device}")
 
-    def __call__(self, device: int, blocks: int, stream: int, *arguments: bytes | int | float) -> None:
-        """Launch on a stream of the current device, which is `device`."""
-        memory = self._memory()
-        self._layout.pack_into(memory, self._start, *arguments)
+    def bind(self, device: int, blocks: int, fixed: Mapping[str, int], given: tuple[str, ...]) -> Launch:
+        """A launch on a device with so many blocks; `fixed` and `given` as in `Packer`."""
+        self._prepare(device)
+        return Launch(self, device, blocks, Packer(self.arguments, self.start, fixed, given))
+
+
+class Launch:
+    """A kernel that lacks only the arguments that differ from call to call.
+
+    Args:
+        function: the kernel, prepared for the device.
+        device: index of the GPU.
+        blocks: how many thread blocks.
+        packer: of its arguments.
+    """
+
+    def __init__(self, function: Function, device: int, blocks: int, packer: Packer) -> None:
+        self._device, self._pack = device, packer
+        self._before = (function.kernel, blocks, 1, 1, function.threads, 1, 1, function.shared)
+        self._launch = _driver().cuLaunchKernel
+        self._size = c_size_t(packer.size)
+        self._size_address = ctypes.addressof(self._size)
+
+    def __call__(self, stream: int, *given: bytes | int | float) -> None:
+        """Launch on a stream of the current device, which is the launch's.
+
+        Raises:
+            RuntimeError: the driver refuses.
+        """
+        memory = self._pack(given)
         extra = _Extra(_BUFFER_POINTER, ctypes.addressof(memory), _BUFFER_SIZE, self._size_address, 0)
-        launch = (self._kernel, blocks, 1, 1, self._threads, 1, 1, self._shared, stream, None, extra)
-        error = self._launch(*launch)
-        if error and _make_current(device):
-            error = self._launch(*launch)
+        error = self._launch(*self._before, stream, None, extra)
+        if error and _make_current(self._device):
+            error = self._launch(*self._before, stream, None, extra)
         if error:
             _check(error, "launching a kernel")

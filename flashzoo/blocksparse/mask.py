@@ -26,6 +26,7 @@ from torch.compiler import is_compiling
 
 from flashzoo.blocksparse import picture
 from flashzoo.blocksparse.lists import FULL, Check, Lists, checks, codes_of, first_flaw, lists_of, shape_errors, slots_of, tensor_errors
+from flashzoo.integers import cdiv
 from flashzoo.spec import MaskForm, Window, check_flags, normalised, span_of
 
 BLOCKS = (64, 128)
@@ -77,11 +78,11 @@ class _Grid:
 
     @property
     def n_q(self) -> int:
-        return _cdiv(self.seqlen_q, self.block_q)
+        return cdiv(self.seqlen_q, self.block_q)
 
     @property
     def n_k(self) -> int:
-        return _cdiv(self.seqlen_k, self.block_kv)
+        return cdiv(self.seqlen_k, self.block_kv)
 
     @property
     def shift(self) -> int:
@@ -121,14 +122,14 @@ class _Grid:
     def band_widths(self, span: Window) -> tuple[int, int]:
         """At most how many blocks of a row, and of a column, have an element in the band."""
         keys = sum(self.reach(span))
-        row = _cdiv(keys + self.block_q - 1, self.block_kv) + 1
-        column = _cdiv(keys + self.block_kv - 1, self.block_q) + 1
+        row = cdiv(keys + self.block_q - 1, self.block_kv) + 1
+        column = cdiv(keys + self.block_kv - 1, self.block_q) + 1
         return min(row, self.n_k), min(column, self.n_q)
 
     def band_partials(self, span: Window) -> int:
         """At most how many blocks a band cuts: each edge those of a row that its slanted line meets."""
         edges = sum(side is not None for side in span)
-        return self.n_q * min(edges * _cdiv(self.block_q + self.block_kv - 2, self.block_kv), self.n_k)
+        return self.n_q * min(edges * cdiv(self.block_q + self.block_kv - 2, self.block_kv), self.n_k)
 
     def positions(self, sites: Tensor) -> tuple[Tensor, Tensor]:
         """Queries `(..., block_q, 1)` and keys `(..., 1, block_kv)` of the blocks of these numbers, past the end in the last ones."""
@@ -258,7 +259,7 @@ class BlockMask:
         _count("stride", stride, 1)
         grid = _grid(seqlen_q, seqlen_k, block_q, block_kv, device)
         square = max(block_q, block_kv)
-        level = _cdiv(grid.seqlen_k, square) - _cdiv(seqlen_q, square)
+        level = cdiv(grid.seqlen_k, square) - cdiv(seqlen_q, square)
         i, j = _squares(grid)
         distance = i + level - j
         return _plain(grid, (distance % stride == 0) | (distance.abs() < _count("local", local)))
@@ -949,7 +950,3 @@ def _count(name: str, value: Any, least: int = 0) -> int:
 
 def _shape(x: Any) -> str:
     return str(tuple(x.shape)) if isinstance(x, Tensor) else repr(x)
-
-
-def _cdiv(x: int, y: int) -> int:
-    return -(-x // y)

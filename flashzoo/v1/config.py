@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashzoo.integers import cdiv, next_power_of_2
 from flashzoo.spec import Problem
 
 
@@ -60,13 +61,13 @@ INTERPRETED = Tiles(64, 64, 4, 1, "interpreter")
 
 def paper_tiles(head_dim: int, sram_bytes: int, itemsize: int) -> tuple[int, int]:
     """Algorithm 1, line 1: `(B_r, B_c)` with `B_c = ceil(M / 4d)` and `B_r = min(B_c, d)`, M in elements."""
-    block_kv = -(-sram_bytes // (itemsize * 4 * head_dim))
+    block_kv = cdiv(sram_bytes, itemsize * 4 * head_dim)
     return min(block_kv, head_dim), block_kv
 
 
 def block_d(head_dim: int) -> int:
     """Width of a tile that holds the head dim: a power of two, at least 16 for the tensor cores."""
-    return max(16, 1 << (head_dim - 1).bit_length())
+    return next_power_of_2(head_dim, 16)
 
 
 def tiles_for(kernel: str, problem: Problem) -> Tiles:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flashzoo._triton import Launch
 from flashzoo.autograd import differentiable
+from flashzoo.integers import cdiv
 from flashzoo.spec import Problem
 from flashzoo.v1 import kernels
 from flashzoo.v1.config import Tiles, block_d, tiles_for
@@ -68,7 +69,7 @@ def forward_launch(problem: Problem, strides: Strides) -> Launch:
     rows = rows_per_program(problem.seqlen_q, heads, tiles.block_q)
     return Launch(
         kernels.forward_kernel,
-        heads * -(-problem.seqlen_q // rows),
+        heads * cdiv(problem.seqlen_q, rows),
         (*strides, problem.seqlen_q, problem.seqlen_k, problem.heads, problem.heads // problem.heads_kv, rows),
         _constexprs(problem, tiles),
         tiles.num_warps,
@@ -84,7 +85,7 @@ def backward_launch(problem: Problem, strides: Strides, dlse: bool) -> Launch:
     serial = problem.deterministic
     return Launch(
         kernels.backward_kernel,
-        problem.batch * problem.heads_kv * (1 if serial else -(-problem.seqlen_k // tiles.block_kv)),
+        problem.batch * problem.heads_kv * (1 if serial else cdiv(problem.seqlen_k, tiles.block_kv)),
         (*strides, problem.seqlen_q, problem.seqlen_k, problem.heads_kv, problem.heads // problem.heads_kv),
         {**_constexprs(problem, tiles), "DLSE": dlse, "SERIAL": serial},
         tiles.num_warps,
@@ -94,9 +95,9 @@ def backward_launch(problem: Problem, strides: Strides, dlse: bool) -> Launch:
 
 def rows_per_program(seqlen_q: int, heads: int, block_q: int) -> int:
     """Rows of a head that one program owns, a multiple of block_q: all of them where there are heads enough."""
-    blocks = -(-seqlen_q // block_q)
-    ranges = min(blocks, -(-ENOUGH_PROGRAMS // heads))
-    return -(-blocks // ranges) * block_q
+    blocks = cdiv(seqlen_q, block_q)
+    ranges = min(blocks, cdiv(ENOUGH_PROGRAMS, heads))
+    return cdiv(blocks, ranges) * block_q
 
 
 def _constexprs(problem: Problem, tiles: Tiles) -> dict[str, Any]:

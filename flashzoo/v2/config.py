@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from flashzoo.integers import next_power_of_2
 from flashzoo.spec import Problem
 
 
@@ -90,7 +91,7 @@ SHORT = 256
 
 def block_d(head_dim: int) -> int:
     """Width of a tile that holds the head dim: a power of two, at least 16 for the tensor cores."""
-    return max(16, 1 << (head_dim - 1).bit_length())
+    return next_power_of_2(head_dim, 16)
 
 
 def tiles_for(kernel: str, problem: Problem) -> Tiles:

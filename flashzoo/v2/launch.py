@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashzoo._triton import Launch
+from flashzoo._triton.tiles import Strides, aligned, constexprs, launch_of_delta, padded, rows_of_owned, tma_tiles, usable
 from flashzoo.autograd import differentiable
+from flashzoo.integers import cdiv
 from flashzoo.spec import Problem
 from flashzoo.v2 import kernels
-from flashzoo.v2.config import Tiles, block_d, tiles_for
+from flashzoo.v2.config import tiles_for
 
 LOG2E = math.log2(math.e)
-# Rows that delta and LSE are padded to a multiple of: no block of queries is longer.
-LONGEST_BLOCK = 128
-
-Strides = tuple[int, ...]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, Tensor]:
@@ -48,7 +44,7 @@ def backward(
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    delta, lse_log2 = q.new_empty((2, problem.batch * problem.heads, _padded(problem)), dtype=torch.float32)
+    delta, lse_log2 = q.new_empty((2, problem.batch * problem.heads, padded(problem.seqlen_q)), dtype=torch.float32)
     dlse_given = dlse is not None
     dlse = lse if dlse is None else dlse.contiguous()
 
@@ -68,14 +64,6 @@ def backward(
 attention = differentiable(forward, backward)
 
 
-def aligned(*tensors: Tensor) -> bool:
-    """Whether every tensor starts at a multiple of 16 bytes, as TMA asks."""
-    addresses = 0
-    for tensor in tensors:
-        addresses |= tensor.data_ptr()
-    return not addresses & 15
-
-
 @lru_cache(maxsize=1024)
 def forward_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
     """The launch of `forward_kernel`.
@@ -84,111 +72,68 @@ def forward_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
         strides: over batch, seqlen and heads of q, k, v and out.
         aligned: whether q, k and v start at multiples of 16 bytes, as out and lse do.
     """
-    tiles = _usable(tiles_for("forward", problem), problem, aligned, strides[:9])
-    owned = _owned(tiles, tiles.block_q)
+    tiles = usable(tiles_for("forward", problem), problem, aligned, strides[:9])
+    owned = rows_of_owned(tiles, tiles.block_q)
     return Launch(
         kernels.forward_kernel,
-        _blocks(problem.seqlen_q, tiles.block_q) * problem.batch * problem.heads,
+        cdiv(problem.seqlen_q, tiles.block_q) * problem.batch * problem.heads,
         (*strides, problem.seqlen_q, problem.seqlen_k, problem.heads, _group(problem), *problem.reach),
-        _constexprs(problem, tiles, "Q_IN_REGISTERS"),
+        constexprs(problem, tiles, _masks(problem), "Q_IN_REGISTERS"),
         tiles.num_warps,
         tiles.num_stages,
         aligned,
-        tma_tiles=_tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, None, None),
+        tma_tiles=tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, None, None),
     )
 
 
 @lru_cache(maxsize=1024)
 def delta_launch(problem: Problem, strides: Strides, dlse: bool) -> Launch:
     """The launch of `delta_kernel`; strides of out and dout."""
-    block_q = 64
-    return Launch(
-        kernels.delta_kernel,
-        _padded(problem) // block_q * problem.batch * problem.heads,
-        (*strides, problem.seqlen_q, _padded(problem), problem.heads),
-        {"HEAD_DIM": problem.head_dim, "BLOCK_D": block_d(problem.head_dim), "BLOCK_Q": block_q, "DLSE": dlse},
-        num_warps=4,
-        num_stages=1,
-    )
+    return launch_of_delta(kernels.delta_kernel, problem, strides, dlse)
 
 
 @lru_cache(maxsize=1024)
 def dkdv_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
     """The launch of `dkdv_kernel`; strides of q, k, v, dout, dk and dv, the rest as in `forward_launch`."""
-    tiles = _usable(tiles_for("dkdv", problem), problem, aligned, strides[:12])
-    rows, owned = tiles.block_q, _owned(tiles, tiles.block_kv)
+    tiles = usable(tiles_for("dkdv", problem), problem, aligned, strides[:12])
+    rows, owned = tiles.block_q, rows_of_owned(tiles, tiles.block_kv)
     return Launch(
         kernels.dkdv_kernel,
-        _blocks(problem.seqlen_k, tiles.block_kv) * problem.batch * problem.heads_kv,
-        (*strides, problem.seqlen_q, problem.seqlen_k, _padded(problem), problem.heads_kv, _group(problem), *problem.reach),
-        _constexprs(problem, tiles, "K_IN_REGISTERS", "V_IN_REGISTERS"),
+        cdiv(problem.seqlen_k, tiles.block_kv) * problem.batch * problem.heads_kv,
+        (*strides, *_lengths(problem), problem.heads_kv, _group(problem), *problem.reach),
+        constexprs(problem, tiles, _masks(problem), "K_IN_REGISTERS", "V_IN_REGISTERS"),
         tiles.num_warps,
         tiles.num_stages,
         aligned,
-        tma_tiles=_tma_tiles(problem, tiles, rows, owned[0], owned[1], rows, None, None, (1, rows), (1, rows)),
+        tma_tiles=tma_tiles(problem, tiles, rows, owned[0], owned[1], rows, None, None, (1, rows), (1, rows)),
     )
 
 
 @lru_cache(maxsize=1024)
 def dq_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
     """The launch of `dq_kernel`; strides of q, k, v, dout and dq, the rest as in `forward_launch`."""
-    tiles = _usable(tiles_for("dq", problem), problem, aligned, strides[:12])
-    owned = _owned(tiles, tiles.block_q)
+    tiles = usable(tiles_for("dq", problem), problem, aligned, strides[:12])
+    owned = rows_of_owned(tiles, tiles.block_q)
     return Launch(
         kernels.dq_kernel,
-        _blocks(problem.seqlen_q, tiles.block_q) * problem.batch * problem.heads,
-        (*strides, problem.seqlen_q, problem.seqlen_k, _padded(problem), problem.heads, _group(problem), *problem.reach),
-        _constexprs(problem, tiles, "Q_IN_REGISTERS", "DO_IN_REGISTERS"),
+        cdiv(problem.seqlen_q, tiles.block_q) * problem.batch * problem.heads,
+        (*strides, *_lengths(problem), problem.heads, _group(problem), *problem.reach),
+        constexprs(problem, tiles, _masks(problem), "Q_IN_REGISTERS", "DO_IN_REGISTERS"),
         tiles.num_warps,
         tiles.num_stages,
         aligned,
-        tma_tiles=_tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, owned[1], None, None, None),
+        tma_tiles=tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, owned[1], None, None, None),
     )
 
 
-def _usable(tiles: Tiles, problem: Problem, aligned: bool, strides: Strides) -> Tiles:
-    """The tiles, by plain loads where TMA can't read q, k, v (and dout) as they lie: in steps of 16 bytes, none of 0."""
-    q_sizes = (problem.batch, problem.seqlen_q, problem.heads)
-    kv_sizes = (problem.batch, problem.seqlen_k, problem.heads_kv)
-    steps = [stride for stride, size in zip(strides, (*q_sizes, *kv_sizes, *kv_sizes, *q_sizes), strict=False) if size > 1]
-    elements = 4 if problem.dtype == "fp32" else 8
-    readable = aligned and all(step > 0 and step % elements == 0 for step in steps)
-    return tiles if readable or not tiles.tma else replace(tiles, tma=False, registers=0)
-
-
-def _constexprs(problem: Problem, tiles: Tiles, *owned: str) -> dict[str, Any]:
+def _masks(problem: Problem) -> dict[str, bool]:
     left, right = problem.span
-    return {
-        "HEAD_DIM": problem.head_dim,
-        "BLOCK_D": block_d(problem.head_dim),
-        "BLOCK_Q": tiles.block_q,
-        "BLOCK_KV": tiles.block_kv,
-        "LEFT": left is not None,
-        "RIGHT": right is not None,
-        "TMA": tiles.tma,
-        **{name: tiles.registers > nth for nth, name in enumerate(owned)},
-    }
+    return {"LEFT": left is not None, "RIGHT": right is not None}
 
 
-def _tma_tiles(problem: Problem, tiles: Tiles, *rows: int | tuple[int, ...] | None) -> tuple[tuple[int, ...] | None, ...]:
-    """What TMA reads of each tensor: a tile of so many rows of one head, a tile as given, or nothing."""
-    if not tiles.tma:
-        return ()
-    return tuple((1, tile, 1, block_d(problem.head_dim)) if isinstance(tile, int) else tile for tile in rows)
-
-
-def _owned(tiles: Tiles, rows: int) -> list[int | None]:
-    """Of the two blocks that a program owns at most, the rows that TMA reads: those that go through registers."""
-    return [rows if tiles.registers > nth else None for nth in range(2)]
-
-
-def _padded(problem: Problem) -> int:
-    return _blocks(problem.seqlen_q, LONGEST_BLOCK) * LONGEST_BLOCK
+def _lengths(problem: Problem) -> tuple[int, int, int]:
+    return problem.seqlen_q, problem.seqlen_k, padded(problem.seqlen_q)
 
 
 def _group(problem: Problem) -> int:
     return problem.heads // problem.heads_kv
-
-
-def _blocks(seqlen: int, block: int) -> int:
-    return -(-seqlen // block)

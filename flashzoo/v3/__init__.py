@@ -1,7 +1,7 @@
 """FlashAttention-3 in CuTe DSL: TMA, WGMMA and warps with roles, on Hopper. See README.md beside this file."""
 
 from flashzoo.spec import Spec
-from flashzoo.v3.config import describe, describe_fp8, refusals
+from flashzoo.v3.explain import describe, describe_fp8, refusals
 
 _FEATURES = frozenset({"causal", "window", "gqa", "cross", "head_dim_v", "lse", "deterministic", "block_mask"})
 
@@ -15,7 +15,7 @@ SPEC = Spec(
     head_dims=range(8, 257, 8),
     features=_FEATURES,
     backward=_FEATURES,
-    backward_impl="flashzoo.v3.launch_backward:backward",
+    backward_impl="flashzoo.v3.launch:backward",
     requires=("cutlass",),
     backward_requires=("triton",),
     check=refusals,

@@ -31,11 +31,14 @@ from cutlass.cute.nvgpu.common import OperandMajorMode
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.utils import hopper_helpers
 
-from flashzoo.v3.config import WARPGROUP, WARPGROUP_ROWS, KernelBackward, TilesBackward
-from flashzoo.v3.forward import CONSUMER_REGISTERS, DTYPES, PRODUCER_REGISTERS, WARPS, Ring, box_of, gemm, shared_layout, to_16_bits
-from flashzoo.v3.mask import mask_scores
-from flashzoo.v3.schedule import NEVER, Bounds, ScheduleBackward
-from flashzoo.v3.softmax import rows_of
+from flashzoo._cute.hopper.dtypes import DTYPES
+from flashzoo._cute.hopper.mask import mask_scores
+from flashzoo._cute.hopper.pipeline import Pipeline
+from flashzoo._cute.hopper.tile_scheduler import NEVER, Bounds, TileSchedulerBackward
+from flashzoo._cute.hopper.tma import box_of, load, tma_atom
+from flashzoo._cute.hopper.wgmma import CONSUMER_REGISTERS, PRODUCER_REGISTERS, gemm, rows_of, shared_layout, to_16_bits, transposed
+from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
+from flashzoo.v3.traits import KernelBackward, TilesBackward
 
 LOADER = 0
 """The warp that loads; those after it, as many as there are, write."""
@@ -61,14 +64,14 @@ class OnChip:
     lse: cute.Tensor
     delta: cute.Tensor
     tile: cute.Tensor
-    k_ring: Ring
-    v_ring: Ring
-    q_ring: Ring
-    do_ring: Ring
-    ds_ring: Ring
-    handed_ring: Ring
-    turn_ring: Ring
-    tile_ring: Ring
+    k_pipeline: Pipeline
+    v_pipeline: Pipeline
+    q_pipeline: Pipeline
+    do_pipeline: Pipeline
+    ds_pipeline: Pipeline
+    handed_pipeline: Pipeline
+    turn_pipeline: Pipeline
+    tile_pipeline: Pipeline
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ class Backward:
         delta: cute.Pointer,
         dq: cute.Pointer,
         turns: cute.Pointer,
-        schedule: ScheduleBackward,
+        schedule: TileSchedulerBackward,
         scale_log2: Float32,
         scale: Float32,
     ):
@@ -167,9 +170,7 @@ class Backward:
             (store, dk, k_layout),
             (store, dv, v_layout),
         ):
-            rows_first = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[1, 0, 2, 3]))
-            box = cute.select(layout, mode=[0, 1])
-            atoms.append(cpasync.make_tiled_tma_atom(operation, rows_first, box, cute.product_each(box.shape))[0])
+            atoms.append(tma_atom(operation, x, layout))
         self.device(*atoms, lse, delta, dq, turns, schedule, scale_log2, scale, *layouts).launch(
             grid=[1, 1, 1], block=[kernel.threads, 1, 1], smem=kernel.shared_bytes, min_blocks_per_mp=1
         )
@@ -187,7 +188,7 @@ class Backward:
         delta: cute.Pointer,
         dq: cute.Pointer,
         turns: cute.Pointer,
-        schedule: ScheduleBackward,
+        schedule: TileSchedulerBackward,
         scale_log2: Float32,
         scale: Float32,
         k_layout: cute.ComposedLayout,
@@ -196,7 +197,7 @@ class Backward:
         do_layout: cute.ComposedLayout,
         ds_layout: cute.ComposedLayout,
     ):
-        """One thread block: rings, then each warp to its role."""
+        """One thread block: pipelines, then each warp to its role."""
         kernel, tiles = self.kernel, self.tiles
         smem = cutlass.memory.SmemAllocator()
         on_chip = OnChip(
@@ -208,7 +209,7 @@ class Backward:
             *[smem.allocate_tensor(Float32, cute.make_layout((tiles.block_q, tiles.stages)), 16) for _ in range(2)],
             cute.make_tensor(smem.allocate_array(Int32, kernel.words_of_tile), cute.make_layout(kernel.words_of_tile)),
             *[
-                Ring.allocate(smem, slots)
+                Pipeline.allocate(smem, slots)
                 for slots in (1, 1, tiles.stages, tiles.stages, tiles.ds_stages, kernel.uses_of_handed, max(1, kernel.writers), 1)
             ],
         )
@@ -217,14 +218,14 @@ class Backward:
             for tma in (tma_q, tma_k, tma_v, tma_do, tma_dk, tma_dv):
                 cpasync.prefetch_descriptor(tma)
             with cute.arch.elect_one():
-                on_chip.k_ring.initialise(1)
-                on_chip.v_ring.initialise(1)
-                on_chip.q_ring.initialise(WARPS * tiles.consumers)
-                on_chip.do_ring.initialise(WARPS * tiles.consumers)
-                on_chip.ds_ring.initialise(WARPS * tiles.consumers, WARPS)
-                on_chip.handed_ring.initialise(self.takers, WARPS)
-                on_chip.turn_ring.initialise(WARPS * tiles.consumers)
-                on_chip.tile_ring.initialise(WARPS * tiles.consumers + self.kernel.writers)
+                on_chip.k_pipeline.initialize(1)
+                on_chip.v_pipeline.initialize(1)
+                on_chip.q_pipeline.initialize(WARPS * tiles.consumers)
+                on_chip.do_pipeline.initialize(WARPS * tiles.consumers)
+                on_chip.ds_pipeline.initialize(WARPS * tiles.consumers, WARPS)
+                on_chip.handed_pipeline.initialize(self.takers, WARPS)
+                on_chip.turn_pipeline.initialize(WARPS * tiles.consumers)
+                on_chip.tile_pipeline.initialize(WARPS * tiles.consumers + self.kernel.writers)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -241,7 +242,7 @@ class Backward:
     @cute.jit
     def load(
         self,
-        schedule: ScheduleBackward,
+        schedule: TileSchedulerBackward,
         on_chip: OnChip,
         tma_q: cute.CopyAtom,
         tma_k: cute.CopyAtom,
@@ -265,24 +266,24 @@ class Backward:
             for i in cutlass.range(first, unroll=1):
                 self.load_queries(schedule, on_chip, tma_q, tma_do, lse, delta, loaded + i, tile, i, begin, end, head_kv, batch)
             origin = (0, block * tiles.block_kv, head_kv, batch)
-            for tma, x, ring in ((tma_k, on_chip.k, on_chip.k_ring), (tma_v, on_chip.v, on_chip.v_ring)):
-                ring.wait_empty(turn)
-                load(tma, x[None, None, 0], origin, ring.full)
+            for tma, x, pipeline in ((tma_k, on_chip.k, on_chip.k_pipeline), (tma_v, on_chip.v, on_chip.v_pipeline)):
+                pipeline.producer_acquire(turn)
+                load(tma, x[None, None, 0], origin, pipeline.full)
             for i in cutlass.range(first, steps, unroll=1):
                 self.load_queries(schedule, on_chip, tma_q, tma_do, lse, delta, loaded + i, tile, i, begin, end, head_kv, batch)
             loaded += steps
             following = schedule.described(number)
-            on_chip.tile_ring.wait_empty(turn)
+            on_chip.tile_pipeline.producer_acquire(turn)
             with cute.arch.elect_one():
                 schedule.tell(on_chip.tile, following)
-                cute.arch.mbarrier_arrive(on_chip.tile_ring.full)
+                cute.arch.mbarrier_arrive(on_chip.tile_pipeline.full)
             tile = following
             turn += 1
 
     @cute.jit
     def load_queries(
         self,
-        schedule: ScheduleBackward,
+        schedule: TileSchedulerBackward,
         on_chip: OnChip,
         tma_q: cute.CopyAtom,
         tma_do: cute.CopyAtom,
@@ -302,16 +303,16 @@ class Backward:
         row = block * self.tiles.block_q
         origin = (0, row, head, batch)
         first = schedule.block_of_queries(head, block, batch) * self.tiles.block_q
-        for tma, x, ring, values, column in (
-            (tma_q, on_chip.q, on_chip.q_ring, lse, on_chip.lse),
-            (tma_do, on_chip.do, on_chip.do_ring, delta, on_chip.delta),
+        for tma, x, pipeline, values, column in (
+            (tma_q, on_chip.q, on_chip.q_pipeline, lse, on_chip.lse),
+            (tma_do, on_chip.do, on_chip.do_pipeline, delta, on_chip.delta),
         ):
-            ring.wait_empty(use)
-            slot = ring.slot(use)
-            load(tma, x[None, None, slot], origin, ring.full + slot, values + first, column[None, slot])
+            pipeline.producer_acquire(use)
+            slot = pipeline.slot(use)
+            load(tma, x[None, None, slot], origin, pipeline.full + slot, values + first, column[None, slot])
 
     @cute.jit
-    def write(self, schedule: ScheduleBackward, on_chip: OnChip, writer: Int32, dq: cute.Pointer, turns: cute.Pointer):
+    def write(self, schedule: TileSchedulerBackward, on_chip: OnChip, writer: Int32, dq: cute.Pointer, turns: cute.Pointer):
         """A writer warp: has TMA add the warpgroups' parts of dQ to memory."""
         tiles = self.tiles
         written = Int32(0)
@@ -329,20 +330,20 @@ class Backward:
                 if const_expr(self.kernel.deterministic):
                     wait_turn(turns + of_block, before)
                 for w in cutlass.range_constexpr(tiles.consumers):
-                    on_chip.handed_ring.wait_full((written + i) * tiles.consumers + w)
+                    on_chip.handed_pipeline.consumer_wait((written + i) * tiles.consumers + w)
                     add(dq + (of_block * tiles.consumers + w) * self.part, on_chip.handed[None, w])  # line 15
                     cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 for w in cutlass.range_constexpr(tiles.consumers):
-                    on_chip.handed_ring.release((written + i) * tiles.consumers + w)
+                    on_chip.handed_pipeline.consumer_release((written + i) * tiles.consumers + w)
                 if const_expr(self.kernel.deterministic):
                     cute.arch.cp_async_bulk_wait_group(0)
                     pass_turn(turns + of_block, before, True)
             written += steps
-            on_chip.tile_ring.wait_full(turn)
+            on_chip.tile_pipeline.consumer_wait(turn)
             tile = schedule.told(on_chip.tile)
             cute.arch.sync_warp()
-            on_chip.tile_ring.release(turn)
+            on_chip.tile_pipeline.consumer_release(turn)
             turn += 1
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -353,7 +354,7 @@ class Backward:
     @cute.jit
     def consume(
         self,
-        schedule: ScheduleBackward,
+        schedule: TileSchedulerBackward,
         on_chip: OnChip,
         tma_dk: cute.CopyAtom,
         tma_dv: cute.CopyAtom,
@@ -399,17 +400,17 @@ class Backward:
             )
             dk.fill(0.0)
             dv.fill(0.0)  # line 7
-            on_chip.k_ring.wait_full(turn)  # line 6
-            on_chip.v_ring.wait_full(turn)
+            on_chip.k_pipeline.consumer_wait(turn)  # line 6
+            on_chip.v_pipeline.consumer_wait(turn)
             for _ in cutlass.range(schedule.group, unroll=1):
                 for i in cutlass.range(end - begin, unroll=1):  # line 8
                     n = schedule.nth(i, begin, end)
                     self.step(schedule, tile, consumer, used, n, schedule.crosses(tile, first_key + me * WARPGROUP_ROWS, n))
                     used += 1
-            on_chip.tile_ring.wait_full(turn)
+            on_chip.tile_pipeline.consumer_wait(turn)
             tile = schedule.told(on_chip.tile)
             cute.arch.sync_warp()  # every lane has read it
-            on_chip.tile_ring.release(turn)
+            on_chip.tile_pipeline.consumer_release(turn)
             self.store(consumer, tma_dk, tma_dv, scale, (0, first_key, head_kv, batch), turn)
             turn += 1
 
@@ -433,15 +434,15 @@ class Backward:
         return self.mma(OperandMajorMode.K, OperandMajorMode.MN, warpgroups, self.kernel.dq_part[1])
 
     @cute.jit
-    def step(self, schedule: ScheduleBackward, tile: Any, consumer: Consumer, used: Int32, n: Int32, crosses: cutlass.Boolean):
+    def step(self, schedule: TileSchedulerBackward, tile: Any, consumer: Consumer, used: Int32, n: Int32, crosses: cutlass.Boolean):
         """One block of queries, the n-th that the tile walks: its part of dK, dV and dQ."""
         tiles, on_chip = self.tiles, consumer.on_chip
-        q_slot, do_slot = on_chip.q_ring.slot(used), on_chip.do_ring.slot(used)
+        q_slot, do_slot = on_chip.q_pipeline.slot(used), on_chip.do_pipeline.slot(used)
         s_shape = consumer.mma_s.get_slice(0).partition_shape_C((tiles.block_kv, tiles.block_q))
         s, dp = (cute.make_rmem_tensor(s_shape, Float32) for _ in range(2))
-        on_chip.q_ring.wait_full(used)  # line 9
+        on_chip.q_pipeline.consumer_wait(used)  # line 9
         gemm(consumer.mma_s, s, consumer.k, consumer.q[None, None, None, q_slot], True)  # line 10
-        on_chip.do_ring.wait_full(used)
+        on_chip.do_pipeline.consumer_wait(used)
         gemm(consumer.mma_s, dp, consumer.v, consumer.do[None, None, None, do_slot], True)  # line 13
         warpgroup.wait_group(1)
         if crosses:
@@ -465,14 +466,14 @@ class Backward:
 
         dq = self.issue_dq(consumer, slot)  # line 15, but for adding it
         warpgroup.wait_group(1)
-        on_chip.do_ring.release(used)
+        on_chip.do_pipeline.consumer_release(used)
         gemm(consumer.mma_dk, consumer.dk, ds, consumer.q_t[None, None, None, q_slot], False)  # line 16
         warpgroup.wait_group(1)
         self.hand_over(consumer, dq, used)
         warpgroup.wait_group(0)
-        on_chip.q_ring.release(used)
+        on_chip.q_pipeline.consumer_release(used)
 
-    def mask(self, schedule: ScheduleBackward, tile: Any, n: Int32, s: cute.Tensor, bounds: Bounds, thread: Int32) -> None:
+    def mask(self, schedule: TileSchedulerBackward, tile: Any, n: Int32, s: cute.Tensor, bounds: Bounds, thread: Int32) -> None:
         """Set what is not seen, of the scores of the n-th block of queries that a tile walks, to -inf."""
         mask_scores(s, bounds, n * self.tiles.block_q, True, self.kernel.left)
 
@@ -520,12 +521,12 @@ class Backward:
         fours = cute.make_layout((4, self.part // WARPGROUP // 4), stride=(1, 4 * WARPGROUP))
         mine = (on_chip.handed[None, me].iterator + consumer.thread % WARPGROUP * 4).align(16)
         # Each writer has mbarriers of its own, but there is one place: what the writer before took must be gone.
-        on_chip.handed_ring.wait_empty(n + (self.kernel.writers - 1) * self.tiles.consumers)
+        on_chip.handed_pipeline.producer_acquire(n + (self.kernel.writers - 1) * self.tiles.consumers)
         cute.autovec_copy(cute.make_tensor(dq.iterator, cute.make_layout(fours.shape)), cute.make_tensor(mine, fours))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(on_chip.handed_ring.full + on_chip.handed_ring.slot(n))
+            cute.arch.mbarrier_arrive(on_chip.handed_pipeline.full + on_chip.handed_pipeline.slot(n))
 
     @cute.jit
     def store(
@@ -557,8 +558,8 @@ class Backward:
                 cute.copy(tma, part, memory)  # line 18
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-            on_chip.v_ring.release(turn)
-            on_chip.k_ring.release(turn)
+            on_chip.v_pipeline.consumer_release(turn)
+            on_chip.k_pipeline.consumer_release(turn)
 
     @cute.jit
     def meet(self):
@@ -592,28 +593,3 @@ def add(memory: cute.Pointer, on_chip: cute.Tensor):
             "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
             read_only_args=[memory, on_chip.iterator, Int32(4 * cute.size(on_chip))],
         )
-
-
-def transposed(slots: cute.Tensor) -> cute.Tensor:
-    """Slots of (rows, width) as (width, rows)."""
-    return cute.make_tensor(slots.iterator, cute.select(slots.layout, mode=[1, 0, 2]))
-
-
-@cute.jit
-def load(
-    tma: cute.CopyAtom,
-    tile: cute.Tensor,
-    origin: tuple,
-    full: cute.Pointer,
-    values: cute.Pointer | None = None,
-    column: cute.Tensor | None = None,
-):
-    """Have TMA read the box at `origin` into a tile, and float32 values into a column beside it; arrive at `full` with both."""
-    memory, on_chip = box_of(tma, tile, origin)
-    floats = 0 if const_expr(column is None) else cute.size(column)
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(full, cute.size(tile) * tile.element_type.width // 8 + 4 * floats)
-        if const_expr(column is not None):
-            source = cute.make_tensor(values.align(16), cute.make_layout(floats))
-            cute.copy(cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32), source, column, mbar_ptr=full)
-    cute.copy(tma, memory, on_chip, tma_bar_ptr=full)

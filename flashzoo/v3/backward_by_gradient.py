@@ -22,11 +22,12 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 
-from flashzoo.v3.backward import Backward, OnChip, pass_turn, transposed, wait_turn
-from flashzoo.v3.config import COLUMNS, WARPGROUP, WARPGROUP_ROWS, KernelBackward
-from flashzoo.v3.forward import WARPS, box_of, gemm, to_16_bits
-from flashzoo.v3.schedule import ScheduleBackward
-from flashzoo.v3.softmax import rows_of
+from flashzoo._cute.hopper.tile_scheduler import TileSchedulerBackward
+from flashzoo._cute.hopper.tma import box_of
+from flashzoo._cute.hopper.wgmma import gemm, rows_of, to_16_bits, transposed
+from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
+from flashzoo.v3.backward import Backward, OnChip, pass_turn, wait_turn
+from flashzoo.v3.traits import COLUMNS, KernelBackward
 
 
 class Gradient(IntEnum):
@@ -61,7 +62,7 @@ class Tile:
         scale_log2: softmax scale times log2 e.
     """
 
-    schedule: ScheduleBackward
+    schedule: TileSchedulerBackward
     on_chip: OnChip
     thread: Int32
     mma_s: cute.TiledMma
@@ -93,7 +94,7 @@ class BackwardByGradient(Backward):
     @cute.jit
     def consume(
         self,
-        schedule: ScheduleBackward,
+        schedule: TileSchedulerBackward,
         on_chip: OnChip,
         tma_dk: cute.CopyAtom,
         tma_dv: cute.CopyAtom,
@@ -112,7 +113,7 @@ class BackwardByGradient(Backward):
     def work(
         self,
         gradient: Constexpr[Gradient],
-        schedule: ScheduleBackward,
+        schedule: TileSchedulerBackward,
         on_chip: OnChip,
         tma: cute.CopyAtom,
         dq: cute.Pointer,
@@ -150,8 +151,8 @@ class BackwardByGradient(Backward):
                 *(tile, begin, end, head_kv, batch, first_key, scale_log2),
             )
             acc.fill(0.0)
-            on_chip.k_ring.wait_full(turn)
-            on_chip.v_ring.wait_full(turn)
+            on_chip.k_pipeline.consumer_wait(turn)
+            on_chip.v_pipeline.consumer_wait(turn)
             steps = schedule.group * (end - begin)
             scores = cute.make_rmem_tensor(s.partition_shape_C((WARPGROUP_ROWS, tiles.block_q)), Float32)
             self.issue_scores(now, gradient, used, schedule.walks(begin, end), scores)
@@ -159,10 +160,10 @@ class BackwardByGradient(Backward):
                 self.step(now, gradient, used + i, i, scores, i + 1 < steps)
             warpgroup.wait_group(0)
             used += steps
-            on_chip.tile_ring.wait_full(turn)
+            on_chip.tile_pipeline.consumer_wait(turn)
             tile = schedule.told(on_chip.tile)
             cute.arch.sync_warp()  # every lane has read it
-            on_chip.tile_ring.release(turn)
+            on_chip.tile_pipeline.consumer_release(turn)
             self.store_gradient(now, gradient, tma, scale, turn)
             turn += 1
 
@@ -172,37 +173,37 @@ class BackwardByGradient(Backward):
 
         A branch around the product would cost more: ptxas then spills a good part of the accumulators.
         """
-        ring = tile.on_chip.q_ring if const_expr(gradient == Gradient.OF_V) else tile.on_chip.do_ring
+        pipeline = tile.on_chip.q_pipeline if const_expr(gradient == Gradient.OF_V) else tile.on_chip.do_pipeline
         if exists:
-            ring.wait_full(use)
-        gemm(tile.mma_s, scores, tile.first, tile.second[None, None, None, ring.slot(use)], True)
+            pipeline.consumer_wait(use)
+        gemm(tile.mma_s, scores, tile.first, tile.second[None, None, None, pipeline.slot(use)], True)
 
     @cute.jit
     def step(self, tile: Tile, gradient: Constexpr[Gradient], use: Int32, step: Int32, scores: cute.Tensor, more: Boolean):
         """One block of queries, whose scores are under way; and the next block's, if there is one."""
         on_chip = tile.on_chip
         of_v = const_expr(gradient == Gradient.OF_V)
-        ring, ring_of_factor = (on_chip.q_ring, on_chip.do_ring) if of_v else (on_chip.do_ring, on_chip.q_ring)
+        pipeline, pipeline_of_factor = (on_chip.q_pipeline, on_chip.do_pipeline) if of_v else (on_chip.do_pipeline, on_chip.q_pipeline)
         rounded = cute.make_rmem_tensor(tile.mma_acc.get_slice(0).partition_shape_A((WARPGROUP_ROWS, self.tiles.block_q)), self.dtype)
         warpgroup.wait_group(0)
         if const_expr(of_v):
             self.make_p(tile, use, step, scores, rounded)
         else:
             self.make_ds(tile, use, scores, rounded)
-        ring.release(use)
-        ring_of_factor.wait_full(use)
-        gemm(tile.mma_acc, tile.acc, rounded, tile.factor[None, None, None, ring_of_factor.slot(use)], False)
-        on_chip.ds_ring.wait_full(use)
+        pipeline.consumer_release(use)
+        pipeline_of_factor.consumer_wait(use)
+        gemm(tile.mma_acc, tile.acc, rounded, tile.factor[None, None, None, pipeline_of_factor.slot(use)], False)
+        on_chip.ds_pipeline.consumer_wait(use)
         parts = self.kernel.turns
         dq = self.issue_dq(tile, gradient, use, 0)
         warpgroup.wait_group(0)
-        ring_of_factor.release(use)
+        pipeline_of_factor.consumer_release(use)
         for j in cutlass.range_constexpr(1, parts):
             following = self.issue_dq(tile, gradient, use, j)
             self.add_to_dq(tile, gradient, use, step, j - 1, dq)
             warpgroup.wait_group(0)
             dq = following
-        on_chip.ds_ring.release(use)
+        on_chip.ds_pipeline.consumer_release(use)
         self.issue_scores(tile, gradient, use + 1, more, scores)
         self.add_to_dq(tile, gradient, use, step, parts - 1, dq)
 
@@ -215,13 +216,13 @@ class BackwardByGradient(Backward):
         if schedule.crosses(tile.entry, tile.first_key, n):
             bounds = schedule.bounds(tile.first_key + tile.thread // 32 * 16 + lane // 4, lane % 4 * 2)
             self.mask(schedule, tile.entry, n, s, bounds, tile.thread)
-        self.exponentiate(s, self.columns(on_chip.lse[None, on_chip.q_ring.slot(use)]), tile.scale_log2)
-        on_chip.handed_ring.wait_empty(use)
+        self.exponentiate(s, self.columns(on_chip.lse[None, on_chip.q_pipeline.slot(use)]), tile.scale_log2)
+        on_chip.handed_pipeline.producer_acquire(use)
         fours = self.fours(tile, cute.size(s))
         cute.autovec_copy(cute.make_tensor(s.iterator, cute.make_layout(fours.shape)), fours)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(on_chip.handed_ring.full)
+            cute.arch.mbarrier_arrive(on_chip.handed_pipeline.full)
         to_16_bits(s, p)
 
     @cute.jit
@@ -230,11 +231,11 @@ class BackwardByGradient(Backward):
         on_chip, tiles = tile.on_chip, self.tiles
         fours = self.fours(tile, cute.size(dp))
         p = cute.make_rmem_tensor(cute.size(dp), Float32)
-        on_chip.handed_ring.wait_full(use)
+        on_chip.handed_pipeline.consumer_wait(use)
         cute.autovec_copy(fours, cute.make_tensor(p.iterator, cute.make_layout(fours.shape)))
         cute.arch.sync_warp()
-        on_chip.handed_ring.release(use)
-        delta = self.columns(on_chip.delta[None, on_chip.do_ring.slot(use)])
+        on_chip.handed_pipeline.consumer_release(use)
+        delta = self.columns(on_chip.delta[None, on_chip.do_pipeline.slot(use)])
         p_rows, dp_rows = rows_of(p), rows_of(dp)
         for i in cutlass.range_constexpr(cute.size(dp) // 4):
             pair = delta[None, i].load()
@@ -242,15 +243,15 @@ class BackwardByGradient(Backward):
                 for c in cutlass.range_constexpr(2):
                     dp_rows[c, r, i] = p_rows[c, r, i] * (dp_rows[c, r, i] - pair[c])
         to_16_bits(dp, ds)
-        slot = on_chip.ds_ring.slot(use)
+        slot = on_chip.ds_pipeline.slot(use)
         to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(True, 4), self.dtype), tile.mma_s).get_slice(tile.thread)
         part = cute.make_tensor(ds.iterator, tile.mma_s.get_slice(0).partition_shape_C((tiles.block_kv, tiles.block_q)))
-        on_chip.ds_ring.wait_empty(use)
+        on_chip.ds_pipeline.producer_acquire(use)
         cute.copy(to_chip, to_chip.retile(part), to_chip.partition_D(transposed(on_chip.ds)[None, None, slot]))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(on_chip.ds_ring.full + slot)
+            cute.arch.mbarrier_arrive(on_chip.ds_pipeline.full + slot)
 
     def fours(self, tile: Tile, numbers: int) -> cute.Tensor:
         """Where this thread's numbers lie that are handed over, by fours: (4, numbers / 4)."""
@@ -262,7 +263,7 @@ class BackwardByGradient(Backward):
         """Registers that will hold the j-th of this warpgroup's columns of dS K."""
         dq = cute.make_rmem_tensor(tile.mma_dq.get_slice(0).partition_shape_C((self.tiles.block_q, COLUMNS)), Float32)
         columns = int(gradient) * self.kernel.turns + j
-        gemm_of(tile.mma_dq, dq, tile.ds[None, None, None, tile.on_chip.ds_ring.slot(use)], tile.k_t[None, columns, None])
+        gemm_of(tile.mma_dq, dq, tile.ds[None, None, None, tile.on_chip.ds_pipeline.slot(use)], tile.k_t[None, columns, None])
         return dq
 
     @cute.jit
@@ -272,17 +273,17 @@ class BackwardByGradient(Backward):
         head, n = schedule.step(step, tile.begin, tile.end, tile.head_kv)
         part = schedule.block_of_queries(head, schedule.block_q(tile.entry, n), tile.batch) * self.tiles.consumers + int(gradient)
         memory = tile.dq + part * self.part + tile.thread * 4
-        turn_ring, turn = tile.on_chip.turn_ring, use * self.kernel.turns + j
+        turn_pipeline, turn = tile.on_chip.turn_pipeline, use * self.kernel.turns + j
         if const_expr(self.kernel.deterministic):
-            turn_ring.wait_full(turn)
+            turn_pipeline.consumer_wait(turn)
         for i in cutlass.range_constexpr(fours):
             add_four(memory + (j * fours + i) * 4 * WARPGROUP, dq, 4 * i)
         if const_expr(self.kernel.deterministic):
             cute.arch.sync_warp()
-            turn_ring.release(turn)
+            turn_pipeline.consumer_release(turn)
 
     @cute.jit
-    def write(self, schedule: ScheduleBackward, on_chip: OnChip, writer: Int32, dq: cute.Pointer, turns: cute.Pointer):
+    def write(self, schedule: TileSchedulerBackward, on_chip: OnChip, writer: Int32, dq: cute.Pointer, turns: cute.Pointer):
         """A writer warp: waits for the consumers' turn to add to some columns of dQ, and passes it when they have."""
         parts = self.kernel.turns
         written = Int32(0)
@@ -300,15 +301,15 @@ class BackwardByGradient(Backward):
                 use = written + i
                 wait_turn(of_block, before)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(on_chip.turn_ring.full + on_chip.turn_ring.slot(use))
+                    cute.arch.mbarrier_arrive(on_chip.turn_pipeline.full + on_chip.turn_pipeline.slot(use))
                 # The consumers give back what they were given, and with it what they have written.
-                on_chip.turn_ring.wait_empty(use + self.kernel.writers)
+                on_chip.turn_pipeline.producer_acquire(use + self.kernel.writers)
                 pass_turn(of_block, before, False)
             written += steps
-            on_chip.tile_ring.wait_full(turn)
+            on_chip.tile_pipeline.consumer_wait(turn)
             tile = schedule.told(on_chip.tile)
             cute.arch.sync_warp()
-            on_chip.tile_ring.release(turn)
+            on_chip.tile_pipeline.consumer_release(turn)
             turn += 1
 
     @cute.jit
@@ -316,7 +317,7 @@ class BackwardByGradient(Backward):
         """dV or dK of the tile to memory, where V or K was on chip."""
         on_chip, acc = tile.on_chip, tile.acc
         of_v = const_expr(gradient == Gradient.OF_V)
-        staged, ring = (on_chip.v, on_chip.v_ring) if of_v else (on_chip.k, on_chip.k_ring)
+        staged, pipeline = (on_chip.v, on_chip.v_pipeline) if of_v else (on_chip.k, on_chip.k_pipeline)
         thread = tile.thread + (turn >> 31)  # as in `backward.py`
         if const_expr(not of_v):
             acc.store(acc.load() * scale)
@@ -332,7 +333,7 @@ class BackwardByGradient(Backward):
             cute.copy(tma, part, memory)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-            ring.release(turn)
+            pipeline.consumer_release(turn)
 
     @cute.jit
     def meet_own(self, gradient: Constexpr[Gradient]):

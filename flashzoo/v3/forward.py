@@ -2,7 +2,7 @@
 
 1. One thread block stays on each multiprocessor and works on tile after tile: 64 queries of one head for each of its
    consumer warpgroups.
-2. The producer, one warp, has TMA bring Q, and K and V block by block, last block first, into rings of slots in shared
+2. The producer, one warp, has TMA bring Q, and K and V block by block, last block first, into pipelines of slots in shared
    memory. Two mbarriers for each slot say that it is full and that it is empty.
 3. A consumer warpgroup computes S = Q K^T on the tensor cores (WGMMA), P and l by online softmax in registers, and adds P V
    to O, P going into the product straight from registers.
@@ -24,26 +24,22 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Constexpr, Float8E4M3FN, Float16, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.utils import hopper_helpers
 
-from flashzoo.v3.config import WARPGROUP, WARPGROUP_ROWS, Kernel, Tiles
-from flashzoo.v3.mask import Mask
-from flashzoo.v3.schedule import Schedule
-from flashzoo.v3.softmax import Softmax, rows_of, scale_rows
-
-DTYPES = {"fp16": Float16, "bf16": BFloat16, "e4m3": Float8E4M3FN, "fp32": Float32}
-
-# Registers of a thread, by the number of consumer warpgroups (setmaxnreg): of a multiprocessor's 64 K the producer gives up most
-# of its share. No table has one consumer: it is the smallest kernel there is, for tests.
-PRODUCER_REGISTERS = {1: 56, 2: 24, 3: 32, 4: 24}
-CONSUMER_REGISTERS = {1: 256, 2: 240, 3: 160, 4: 112}
-
-WARPS = 4
-"""Of a warpgroup."""
+from flashzoo._cute.hopper.dtypes import DTYPES
+from flashzoo._cute.hopper.mask import Mask
+from flashzoo._cute.hopper.pipeline import Pipeline
+from flashzoo._cute.hopper.tile_scheduler import TileScheduler
+from flashzoo._cute.hopper.tma import box_of, load, tma_atom
+from flashzoo._cute.hopper.wgmma import CONSUMER_REGISTERS, PRODUCER_REGISTERS, gemm, rows_of, shared_layout, to_16_bits
+from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
+from flashzoo.v3.product import Product, RawV, ValuePath
+from flashzoo.v3.softmax import Softmax, scale_rows
+from flashzoo.v3.traits import Kernel, Tiles
 
 LN2 = 0.6931471805599453
 
@@ -56,49 +52,6 @@ class NamedBarrier(IntEnum):
 
 
 @dataclass(frozen=True)
-class Ring:
-    """Slots that go round between the producer and the consumers. Use n of the ring is of slot `n % slots`."""
-
-    full: cute.Pointer
-    empty: cute.Pointer
-    slots: Constexpr[int]
-
-    @staticmethod
-    def allocate(smem: cutlass.memory.SmemAllocator, slots: int) -> Ring:
-        """Two mbarriers for each slot."""
-        return Ring(smem.allocate_array(Int64, slots), smem.allocate_array(Int64, slots), slots)
-
-    def initialise(self, consumer_warps: int, producer_warps: int = 1) -> None:
-        """By one thread. TMA, or one thread of each producer warp, fills a slot; every consumer warp empties it."""
-        for slot in range(self.slots):
-            cute.arch.mbarrier_init(self.full + slot, producer_warps)
-            cute.arch.mbarrier_init(self.empty + slot, consumer_warps)
-
-    def slot(self, n: Int32) -> Int32:
-        """Slot of use n."""
-        return n % self.slots if self.slots > 1 else Int32(0)
-
-    def wait_full(self, n: Int32) -> None:
-        """Until use n has been filled."""
-        cute.arch.mbarrier_wait(self.full + self.slot(n), n // self.slots & 1)
-
-    def wait_empty(self, n: Int32) -> None:
-        """Until what lay in the slot before use n has been consumed; at once where that is nothing."""
-        cute.arch.mbarrier_wait(self.empty + self.slot(n), n // self.slots & 1 ^ 1)
-
-    @cute.jit
-    def release(self, n: Int32):
-        """Use n is consumed, as far as this warp goes."""
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.empty + self.slot(n))
-
-    def of_team(self, team: Int32, teams: int) -> Ring:
-        """A team's ring, where this has the slots of all teams, one team's behind another's."""
-        slots = self.slots // teams
-        return Ring(self.full + team * slots, self.empty + team * slots, slots)
-
-
-@dataclass(frozen=True)
 class OnChip:
     """The block's shared memory: slots of 64 queries, of blocks of K and of V, O on its way out, the next tile."""
 
@@ -107,26 +60,20 @@ class OnChip:
     v: cute.Tensor
     o: cute.Tensor
     tile: cute.Tensor
-    q_ring: Ring
-    k_ring: Ring
-    v_ring: Ring
-    tile_ring: Ring
+    q_pipeline: Pipeline
+    k_pipeline: Pipeline
+    v_pipeline: Pipeline
+    tile_pipeline: Pipeline
     raw: RawV | None = None
 
     def of_team(self, team: Int32, tiles: Constexpr[Tiles], words: Constexpr[int]) -> OnChip:
         """A team's shared memory, where this is that of all teams, one team's behind another's."""
         slots = tiles.consumers * tiles.q_stages, tiles.stages, tiles.stages, tiles.consumers
         tensors = [cute.domain_offset((0, 0, team * n), x) for n, x in zip(slots, (self.q, self.k, self.v, self.o), strict=True)]
-        rings = [ring.of_team(team, tiles.teams) for ring in (self.q_ring, self.k_ring, self.v_ring, self.tile_ring)]
-        return OnChip(*tensors, cute.make_tensor(self.tile.iterator + team * words, self.tile.layout), *rings)
-
-
-@dataclass(frozen=True)
-class RawV:
-    """Where V lies as it came, when it is rearranged on chip: slots of (keys, head_dim), and their ring."""
-
-    v: cute.Tensor
-    ring: Ring
+        pipelines = [
+            pipeline.of_team(team, tiles.teams) for pipeline in (self.q_pipeline, self.k_pipeline, self.v_pipeline, self.tile_pipeline)
+        ]
+        return OnChip(*tensors, cute.make_tensor(self.tile.iterator + team * words, self.tile.layout), *pipelines)
 
 
 @dataclass(frozen=True)
@@ -162,7 +109,7 @@ class Consumer:
     def issue_scores(self, n: Int32) -> cute.Tensor:
         """Registers that will hold Q times the n-th block of K, once the group of WGMMAs is waited for."""
         s = cute.make_rmem_tensor(self.s_shape, Float32)
-        gemm(self.mma_qk, s, self.q, self.k[None, None, None, self.on_chip.k_ring.slot(n)], True)
+        gemm(self.mma_qk, s, self.q, self.k[None, None, None, self.on_chip.k_pipeline.slot(n)], True)
         return s
 
 
@@ -171,6 +118,8 @@ class Forward:
 
     Attributes:
         hands_out: whether a warp of its own looks up which tile is next, and not the producer.
+        value: how V reaches the tensor core.
+        product: how P is multiplied with it.
     """
 
     hands_out = False
@@ -180,14 +129,15 @@ class Forward:
         self.tiles: Tiles = kernel.tiles
         self.dtype: type[cutlass.Numeric] = DTYPES[kernel.dtype]
         self.dtype_o: type[cutlass.Numeric] = DTYPES[kernel.out_dtype]
-        self.columns_of_product: int = kernel.width_v
         warpgroups = self.tiles.teams * self.tiles.consumers
         self.registers: tuple[int, int] = PRODUCER_REGISTERS[warpgroups], CONSUMER_REGISTERS[warpgroups]
-        self.helpers = 0
-        self.stages_of_loaded_v: int = kernel.tiles.stages
+        self.value: ValuePath = ValuePath(kernel)
+        self.product: Product = Product(kernel)
 
     @cute.jit
-    def __call__(self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Pointer, schedule: Schedule, scaling: Any):
+    def __call__(
+        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Pointer, schedule: TileScheduler, scaling: Any
+    ):
         """What is compiled. It is never run: `flashzoo._cute.driver` launches the kernel with descriptors of its own.
 
         Args:
@@ -199,16 +149,13 @@ class Forward:
         layouts = (
             shared_layout(self.dtype, WARPGROUP_ROWS, kernel.width, tiles.teams * tiles.consumers * tiles.q_stages),
             shared_layout(self.dtype, tiles.block_kv, kernel.width, tiles.teams * tiles.stages),
-            self.shared_layout_of_loaded_v(),
+            self.value.shared_layout(),
             shared_layout(self.dtype_o, WARPGROUP_ROWS, kernel.width_o, tiles.teams * tiles.consumers),
         )
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
         atoms = []
         for operation, x, layout in zip((load, load, load, store), (q, k, v, o), layouts, strict=True):
-            rows = cute.rank(x) - 3
-            rows_first = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[rows, *[i for i in range(cute.rank(x)) if i != rows]]))
-            box = cute.select(layout, mode=[0, 1])
-            atoms.append(cpasync.make_tiled_tma_atom(operation, rows_first, box, cute.product_each(box.shape))[0])
+            atoms.append(tma_atom(operation, x, layout))
         self.device(*atoms, lse, schedule, scaling, *layouts).launch(
             grid=[1, 1, 1], block=[kernel.threads, 1, 1], smem=kernel.shared_bytes, min_blocks_per_mp=1
         )
@@ -221,36 +168,36 @@ class Forward:
         tma_v: cute.CopyAtom,
         tma_o: cute.CopyAtom,
         lse: cute.Pointer,
-        schedule: Schedule,
+        schedule: TileScheduler,
         scaling: Any,
         q_layout: cute.ComposedLayout,
         k_layout: cute.ComposedLayout,
         v_layout: cute.ComposedLayout,
         o_layout: cute.ComposedLayout,
     ):
-        """One thread block: rings, then each warpgroup to its role."""
+        """One thread block: pipelines, then each warpgroup to its role."""
         kernel, tiles = self.kernel, self.tiles
         smem = cutlass.memory.SmemAllocator()
         # A1.1
         q, k = (smem.allocate_tensor(self.dtype, x.outer, 1024, swizzle=x.inner) for x in (q_layout, k_layout))
-        v, raw = self.allocate_v(smem, v_layout)
+        v, raw = self.value.allocate(smem, v_layout)
         on_chip = OnChip(
             *(q, k, v, smem.allocate_tensor(self.dtype_o, o_layout.outer, 1024, swizzle=o_layout.inner)),
             cute.make_tensor(smem.allocate_array(Int32, tiles.teams * kernel.words_of_tile), cute.make_layout(kernel.words_of_tile)),
-            *[Ring.allocate(smem, tiles.teams * slots) for slots in (tiles.consumers * tiles.q_stages, tiles.stages, tiles.stages, 1)],
-            None if raw is None else RawV(raw, Ring.allocate(smem, self.stages_of_loaded_v)),
+            *[Pipeline.allocate(smem, tiles.teams * slots) for slots in (tiles.consumers * tiles.q_stages, tiles.stages, tiles.stages, 1)],
+            None if raw is None else RawV(raw, Pipeline.allocate(smem, self.value.stages)),
         )
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for tma in (tma_q, tma_k, tma_v, tma_o):
                 cpasync.prefetch_descriptor(tma)
             with cute.arch.elect_one():
-                on_chip.q_ring.initialise(WARPS)
-                on_chip.k_ring.initialise(WARPS * tiles.consumers)
-                on_chip.v_ring.initialise(WARPS * tiles.consumers, self.helpers or 1)
-                on_chip.tile_ring.initialise(WARPS * tiles.consumers + self.helpers + int(self.hands_out))
+                on_chip.q_pipeline.initialize(WARPS)
+                on_chip.k_pipeline.initialize(WARPS * tiles.consumers)
+                on_chip.v_pipeline.initialize(WARPS * tiles.consumers, self.value.helpers or 1)
+                on_chip.tile_pipeline.initialize(WARPS * tiles.consumers + self.value.helpers + int(self.hands_out))
                 if const_expr(on_chip.raw is not None):
-                    on_chip.raw.ring.initialise(self.helpers)
+                    on_chip.raw.pipeline.initialize(self.value.helpers)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
@@ -265,18 +212,20 @@ class Forward:
             if const_expr(self.hands_out):  # noqa: SIM102 - one is known when compiled, the other when run
                 if role == 1:
                     self.hand_out(schedule, on_chip)
-            if const_expr(self.helpers > 0):  # noqa: SIM102 - one is known when compiled, the other when run
+            if const_expr(self.value.helpers > 0):  # noqa: SIM102 - one is known when compiled, the other when run
                 if warp > 0:
-                    self.help(schedule, on_chip, warp - 1)
+                    self.value.help(schedule, on_chip, warp - 1)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])  # A1.12, A2.1
             self.consume(schedule, on_chip, scaling, tma_o, lse)
 
     @cute.jit
-    def produce(self, schedule: Schedule, on_chip: OnChip, tma_q: cute.CopyAtom, tma_k: cute.CopyAtom, tma_v: cute.CopyAtom):
+    def produce(self, schedule: TileScheduler, on_chip: OnChip, tma_q: cute.CopyAtom, tma_k: cute.CopyAtom, tma_v: cute.CopyAtom):
         """The producer warp: tile after tile, what the consumers will wait for, in the order in which they do."""
         tiles = self.tiles
-        slots_of_v, ring_of_v = (on_chip.v, on_chip.v_ring) if const_expr(on_chip.raw is None) else (on_chip.raw.v, on_chip.raw.ring)
+        slots_of_v, pipeline_of_v = (
+            (on_chip.v, on_chip.v_pipeline) if const_expr(on_chip.raw is None) else (on_chip.raw.v, on_chip.raw.pipeline)
+        )
         loaded = Int32(0)  # blocks of K and V so far, over all tiles
         turn = Int32(0)  # tiles so far
         tile = schedule.first()
@@ -286,34 +235,34 @@ class Forward:
             begin, end = schedule.extent(tile, block)
             head_kv = head // schedule.group
             first_key = schedule.first_key(tile, end - 1)
-            self.load_block(tma_k, on_chip.k, on_chip.k_ring, loaded, self.origin(first_key, head_kv, batch))
+            self.load_block(tma_k, on_chip.k, on_chip.k_pipeline, loaded, self.origin(first_key, head_kv, batch))
             for w in cutlass.range_constexpr(tiles.consumers):
                 n = turn * tiles.consumers + w
                 first = (block * tiles.block_q + w * WARPGROUP_ROWS) >> schedule.pack
-                on_chip.q_ring.wait_empty(n)
-                slot = on_chip.q_ring.slot(n)
-                load(tma_q, on_chip.q[None, None, slot], (0, 0, first, head, batch), on_chip.q_ring.full + slot)  # A1.4, A1.5
+                on_chip.q_pipeline.producer_acquire(n)
+                slot = on_chip.q_pipeline.slot(n)
+                load(tma_q, on_chip.q[None, None, slot], (0, 0, first, head, batch), on_chip.q_pipeline.full + slot)  # A1.4, A1.5
             for i in cutlass.range(end - 1 - begin, unroll=1):  # A1.6
                 n = end - 2 - i
                 next_key = schedule.first_key(tile, n)
                 if const_expr(tiles.overlap):  # the consumers want the next K before this V
-                    self.load_block(tma_k, on_chip.k, on_chip.k_ring, loaded + 1, self.origin(next_key, head_kv, batch))
-                self.load_block(tma_v, slots_of_v, ring_of_v, loaded, self.origin_of_v(first_key, head_kv, batch))
+                    self.load_block(tma_k, on_chip.k, on_chip.k_pipeline, loaded + 1, self.origin(next_key, head_kv, batch))
+                self.load_block(tma_v, slots_of_v, pipeline_of_v, loaded, self.value.origin(first_key, head_kv, batch))
                 if const_expr(not tiles.overlap):
-                    self.load_block(tma_k, on_chip.k, on_chip.k_ring, loaded + 1, self.origin(next_key, head_kv, batch))
+                    self.load_block(tma_k, on_chip.k, on_chip.k_pipeline, loaded + 1, self.origin(next_key, head_kv, batch))
                 first_key = next_key
                 loaded += 1
-            self.load_block(tma_v, slots_of_v, ring_of_v, loaded, self.origin_of_v(first_key, head_kv, batch))
+            self.load_block(tma_v, slots_of_v, pipeline_of_v, loaded, self.value.origin(first_key, head_kv, batch))
             loaded += 1
             if const_expr(self.hands_out):
-                tile = self.take_over(schedule, on_chip, turn)
+                tile = take_over(schedule, on_chip, turn)
             else:
                 tile = schedule.described(number)
                 self.hand_over(schedule, on_chip, tile, turn)
             turn += 1
 
     @cute.jit
-    def hand_out(self, schedule: Schedule, on_chip: OnChip):
+    def hand_out(self, schedule: TileScheduler, on_chip: OnChip):
         """The warp that looks up one tile after the other, each while the one before it is worked on."""
         turn = Int32(0)
         tile = schedule.first()
@@ -323,50 +272,26 @@ class Forward:
             turn += 1
 
     @cute.jit
-    def hand_over(self, schedule: Schedule, on_chip: OnChip, tile: Any, turn: Int32):
+    def hand_over(self, schedule: TileScheduler, on_chip: OnChip, tile: Any, turn: Int32):
         """The next tile to all who work on this one."""
-        on_chip.tile_ring.wait_empty(turn)
+        on_chip.tile_pipeline.producer_acquire(turn)
         with cute.arch.elect_one():
             schedule.tell(on_chip.tile, tile)
-            cute.arch.mbarrier_arrive(on_chip.tile_ring.full)
+            cute.arch.mbarrier_arrive(on_chip.tile_pipeline.full)
 
     @cute.jit
-    def take_over(self, schedule: Schedule, on_chip: OnChip, turn: Int32) -> Any:
-        """The next tile, by a whole warp."""
-        on_chip.tile_ring.wait_full(turn)
-        tile = schedule.told(on_chip.tile)
-        cute.arch.sync_warp()  # every lane has read it
-        on_chip.tile_ring.release(turn)
-        return tile
-
-    @cute.jit
-    def load_block(self, tma: cute.CopyAtom, slots: cute.Tensor, ring: Ring, loaded: Int32, origin: tuple):
-        """The block of K or V at `origin` into the ring's next slot."""
-        ring.wait_empty(loaded)  # A1.7
-        slot = ring.slot(loaded)
-        load(tma, slots[None, None, slot], origin, ring.full + slot)  # A1.8, A1.9
+    def load_block(self, tma: cute.CopyAtom, slots: cute.Tensor, pipeline: Pipeline, loaded: Int32, origin: tuple):
+        """The block of K or V at `origin` into the pipeline's next slot."""
+        pipeline.producer_acquire(loaded)  # A1.7
+        slot = pipeline.slot(loaded)
+        load(tma, slots[None, None, slot], origin, pipeline.full + slot)  # A1.8, A1.9
 
     def origin(self, first_key: Int32, head: Int32, batch: Int32) -> tuple[Any, ...]:
         """Where a block of keys begins."""
         return (0, first_key, head, batch)
 
-    def origin_of_v(self, first_key: Int32, head: Int32, batch: Int32) -> tuple[Any, ...]:
-        """Where a block of V begins."""
-        return self.origin(first_key, head, batch)
-
-    def shared_layout_of_loaded_v(self) -> cute.ComposedLayout:
-        """(keys, head_dim, slots)."""
-        return shared_layout(self.dtype, self.tiles.block_kv, self.kernel.width_v, self.tiles.teams * self.stages_of_loaded_v)
-
-    def allocate_v(self, smem: cutlass.memory.SmemAllocator, layout: cute.ComposedLayout) -> tuple[cute.Tensor, cute.Tensor | None]:
-        """The slots of V, to which it comes straight, and none where it lies as it came."""
-        return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner), None
-
-    def help(self, schedule: Schedule, on_chip: OnChip, helper: Int32) -> None:
-        """What the other warps of the producer's warpgroup do, where there are helpers."""
-
     @cute.jit
-    def consume(self, schedule: Schedule, on_chip: OnChip, scaling: Any, tma_o: cute.CopyAtom, lse: cute.Pointer):
+    def consume(self, schedule: TileScheduler, on_chip: OnChip, scaling: Any, tma_o: cute.CopyAtom, lse: cute.Pointer):
         """A consumer warpgroup: its 64 rows of tile after tile."""
         kernel, tiles = self.kernel, self.tiles
         thread = cute.arch.thread_idx()[0] % WARPGROUP
@@ -380,11 +305,11 @@ class Forward:
         mma_qk = hopper_helpers.make_trivial_tiled_mma(
             *(self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K), Float32, (1, 1, 1), (WARPGROUP_ROWS, tiles.block_kv)
         )
-        mma_pv = self.mma_of_p(self.columns_of_product)
+        mma_pv = self.product.mma(self.product.columns)
         qk, pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
         q_slots = mma_qk.make_fragment_A(qk.partition_A(on_chip.q))
         k = mma_qk.make_fragment_B(qk.partition_B(on_chip.k))
-        v = mma_pv.make_fragment_B(pv.partition_B(self.operand_of_v(on_chip.v)))
+        v = mma_pv.make_fragment_B(pv.partition_B(self.value.operand(on_chip.v)))
         p = cute.make_rmem_tensor(pv.partition_shape_A((WARPGROUP_ROWS, tiles.block_kv)), self.dtype)
         o = cute.make_rmem_tensor(pv.partition_shape_C((WARPGROUP_ROWS, kernel.width_v)), Float32)
         s_shape = qk.partition_shape_C((WARPGROUP_ROWS, tiles.block_kv))
@@ -399,11 +324,11 @@ class Forward:
             block, head, batch = schedule.place(tile)
             first_row = block * tiles.block_q + me * WARPGROUP_ROWS
             n = turn * tiles.consumers + me
-            q = q_slots[None, None, None, on_chip.q_ring.slot(n)]
+            q = q_slots[None, None, None, on_chip.q_pipeline.slot(n)]
             consumer = Consumer(me, on_chip, mma_qk, mma_pv, q, k, v, p, o, s_shape, softmax, row, column)
             softmax.reset(schedule, batch, head, first_row + row)  # A1.13, A2.2
             used = self.attend(schedule, tile, block, consumer, used, n)
-            tile = self.take_over(schedule, on_chip, turn)
+            tile = take_over(schedule, on_chip, turn)
             turn += 1
             self.store(schedule, consumer, tma_o, lse, batch, head, first_row)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory goes with the block
@@ -412,36 +337,8 @@ class Forward:
         """The state of this thread's rows."""
         return Softmax(cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32), scaling)
 
-    def operand_of_v(self, v: cute.Tensor) -> cute.Tensor:
-        """The slots of V as (head_dim, keys, slots)."""
-        return cute.make_tensor(v.iterator, cute.select(v.layout, mode=[1, 0, 2]))
-
-    def to_operand(self, s: cute.Tensor, p: cute.Tensor) -> None:
-        """P as the operand of the next product."""
-        to_16_bits(s, p)
-
-    def issue_product(self, consumer: Consumer, n: Int32) -> None:
-        """Have P times the n-th block of V added to O, a group of WGMMAs to wait for."""
-        gemm(consumer.mma_pv, consumer.o, consumer.p, consumer.v[None, None, None, consumer.on_chip.v_ring.slot(n)], False)
-
-    def add(self, consumer: Consumer, product: None) -> None:
-        """What is left to do with a finished product: nothing, where the tensor core adds to O."""
-
     @cute.jit
-    def rescale(self, consumer: Consumer, needed: Boolean, alpha: cute.Tensor):
-        """O to the rows' new reference."""
-        if needed:
-            scale_rows(consumer.o, alpha)
-
-    def mma_of_p(self, columns: int) -> cute.TiledMma:
-        """P from registers times so many columns of V."""
-        return hopper_helpers.make_trivial_tiled_mma(
-            *(self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.MN), Float32, (1, 1, 1), (WARPGROUP_ROWS, columns),
-            a_source=warpgroup.OperandSource.RMEM,
-        )  # fmt: skip
-
-    @cute.jit
-    def attend(self, schedule: Schedule, tile: Any, block: Int32, consumer: Consumer, used: Int32, q_use: Int32) -> Int32:
+    def attend(self, schedule: TileScheduler, tile: Any, block: Int32, consumer: Consumer, used: Int32, q_use: Int32) -> Int32:
         """One tile's rows of O, not yet divided by l, and of the softmax state. Returns the new `used`.
 
         The blocks that only other warpgroups' rows see are skipped; those that cross the edge of the visible band are masked.
@@ -451,7 +348,7 @@ class Forward:
         first_row = block * tiles.block_q + consumer.me * WARPGROUP_ROWS
         begin, end = schedule.extent(tile, block)
         bounds = schedule.bounds(first_row + consumer.row, consumer.column)
-        consumer.on_chip.q_ring.wait_full(q_use)  # A1.14, A2.3
+        consumer.on_chip.q_pipeline.consumer_wait(q_use)  # A1.14, A2.3
         mine = schedule.blocks_of_rows(first_row, begin, end)
         both, only_left = Mask(bounds, kernel.left, True), Mask(bounds, True, False)
         consumer.o.fill(0.0)
@@ -473,7 +370,7 @@ class Forward:
         if const_expr(kernel.left):
             for i in cutlass.range(left - mine.begin, unroll=1):
                 used = step(consumer, used, (left - 1 - i) * tiles.block_kv, only_left)
-        consumer.on_chip.q_ring.release(q_use)
+        consumer.on_chip.q_pipeline.consumer_release(q_use)
         if const_expr(tiles.overlap):
             used = self.last_product(consumer, used)
         if const_expr(kernel.left):
@@ -489,60 +386,60 @@ class Forward:
         if crosses:
             mask.apply(s, first_key)
         consumer.softmax.step(s, first_key)  # A2.6
-        self.to_operand(s, consumer.p)
+        self.product.to_operand(s, consumer.p)
 
     @cute.jit
     def scores(self, consumer: Consumer, used: Int32) -> cute.Tensor:
         """Scores of a block, waited for, whoever's turn it is."""
-        k_ring = consumer.on_chip.k_ring
-        k_ring.wait_full(used)
+        k_pipeline = consumer.on_chip.k_pipeline
+        k_pipeline.consumer_wait(used)
         s = consumer.issue_scores(used)
         warpgroup.wait_group(0)
-        k_ring.release(used)
+        k_pipeline.consumer_release(used)
         return s
 
     @cute.jit
     def step_overlapped(self, consumer: Consumer, used: Int32, first_key: Int32, mask: Mask | None) -> Int32:
         """P of the next block, while the P before it is multiplied with V."""
-        k_ring, v_ring = consumer.on_chip.k_ring, consumer.on_chip.v_ring
-        k_ring.wait_full(used + 1)  # A2.8
+        k_pipeline, v_pipeline = consumer.on_chip.k_pipeline, consumer.on_chip.v_pipeline
+        k_pipeline.consumer_wait(used + 1)  # A2.8
         self.wait_turn(consumer.me)
         s = consumer.issue_scores(used + 1)  # A2.9
-        v_ring.wait_full(used)  # A2.10
-        product = self.issue_product(consumer, used)  # A2.11
+        v_pipeline.consumer_wait(used)  # A2.10
+        product = self.product.issue(consumer, used)  # A2.11
         self.pass_turn(consumer.me)
         warpgroup.wait_group(1)  # A2.12
-        k_ring.release(used + 1)
+        k_pipeline.consumer_release(used + 1)
         if const_expr(mask is not None):
             mask.apply(s, first_key)
         rescale, alpha = consumer.softmax.step(s, first_key)  # A2.13
         warpgroup.wait_group(0)  # A2.14
-        v_ring.release(used)  # A2.15
-        self.add(consumer, product)
-        self.to_operand(s, consumer.p)  # A2.16
-        self.rescale(consumer, rescale, alpha)
+        v_pipeline.consumer_release(used)  # A2.15
+        self.product.add(consumer, product)
+        self.product.to_operand(s, consumer.p)  # A2.16
+        self.product.rescale(consumer, rescale, alpha)
         return used + 1
 
     @cute.jit
     def last_product(self, consumer: Consumer, used: Int32) -> Int32:
         """O += P V of the last block."""
-        v_ring = consumer.on_chip.v_ring
-        v_ring.wait_full(used)  # A2.18
-        product = self.issue_product(consumer, used)  # A2.19
+        v_pipeline = consumer.on_chip.v_pipeline
+        v_pipeline.consumer_wait(used)  # A2.18
+        product = self.product.issue(consumer, used)  # A2.19
         warpgroup.wait_group(0)
-        v_ring.release(used)
-        self.add(consumer, product)
+        v_pipeline.consumer_release(used)
+        self.product.add(consumer, product)
         return used + 1
 
     @cute.jit
     def step_serial(self, consumer: Consumer, used: Int32, first_key: Int32, mask: Mask | None) -> Int32:
         """One block without overlap: scores, softmax, product, each waited for."""
-        k_ring = consumer.on_chip.k_ring
-        k_ring.wait_full(used)  # A1.16
+        k_pipeline = consumer.on_chip.k_pipeline
+        k_pipeline.consumer_wait(used)  # A1.16
         s = consumer.issue_scores(used)  # A1.17
         self.pass_turn(consumer.me)
         warpgroup.wait_group(0)
-        k_ring.release(used)
+        k_pipeline.consumer_release(used)
         return self.rest_of_step(consumer, s, used, first_key, mask)
 
     @cute.jit
@@ -550,36 +447,36 @@ class Forward:
         self, consumer: Consumer, s: cute.Tensor, used: Int32, first_key: Int32, mask: Mask | None, crosses: Boolean | bool = True
     ) -> Int32:
         """What follows the scores of a block; they are masked where it crosses an edge."""
-        v_ring = consumer.on_chip.v_ring
+        v_pipeline = consumer.on_chip.v_pipeline
         if const_expr(mask is not None):  # noqa: SIM102 - one is known when compiled, the other when run
             if crosses:
                 mask.apply(s, first_key)
         rescale, alpha = consumer.softmax.step(s, first_key)  # A1.18, A1.19
-        self.to_operand(s, consumer.p)
-        self.rescale(consumer, rescale, alpha)
-        v_ring.wait_full(used)  # A1.20
+        self.product.to_operand(s, consumer.p)
+        self.product.rescale(consumer, rescale, alpha)
+        v_pipeline.consumer_wait(used)  # A1.20
         self.wait_turn(consumer.me)
-        product = self.issue_product(consumer, used)  # A1.21
+        product = self.product.issue(consumer, used)  # A1.21
         warpgroup.wait_group(0)
-        v_ring.release(used)  # A1.22
-        self.add(consumer, product)
+        v_pipeline.consumer_release(used)  # A1.22
+        self.product.add(consumer, product)
         return used + 1
 
     @cute.jit
     def skip(self, consumer: Consumer, used: Int32, blocks: Int32) -> Int32:
         """Give blocks back unused, in step with the other warpgroups' turns."""
-        k_ring, v_ring = consumer.on_chip.k_ring, consumer.on_chip.v_ring
+        k_pipeline, v_pipeline = consumer.on_chip.k_pipeline, consumer.on_chip.v_pipeline
         for _ in cutlass.range(blocks, unroll=1):
-            k_ring.wait_full(used)
-            k_ring.release(used)
+            k_pipeline.consumer_wait(used)
+            k_pipeline.consumer_release(used)
             if const_expr(self.tiles.overlap):
                 self.wait_turn(consumer.me)
                 self.pass_turn(consumer.me)
             else:
                 self.pass_turn(consumer.me)
                 self.wait_turn(consumer.me)
-            v_ring.wait_full(used)
-            v_ring.release(used)
+            v_pipeline.consumer_wait(used)
+            v_pipeline.consumer_release(used)
             used += 1
         return used
 
@@ -603,7 +500,7 @@ class Forward:
     @cute.jit
     def store(
         self,
-        schedule: Schedule,
+        schedule: TileScheduler,
         consumer: Consumer,
         tma_o: cute.CopyAtom,
         lse: cute.Pointer,
@@ -632,7 +529,7 @@ class Forward:
         to_16_bits(o, rounded)
 
         width = self.kernel.width_o
-        mma = self.mma_of_p(width)
+        mma = self.product.mma(width)
         to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype_o), mma).get_slice(thread)
         staged = consumer.on_chip.o[None, None, consumer.me]
         for column in cutlass.range_constexpr(0, self.kernel.width_v, width):
@@ -654,55 +551,17 @@ class Forward:
 
 
 @cute.jit
+def take_over(schedule: TileScheduler, on_chip: OnChip, turn: Int32) -> Any:
+    """The next tile, by a whole warp."""
+    on_chip.tile_pipeline.consumer_wait(turn)
+    tile = schedule.told(on_chip.tile)
+    cute.arch.sync_warp()  # every lane has read it
+    on_chip.tile_pipeline.consumer_release(turn)
+    return tile
+
+
+@cute.jit
 def own_team(tiles: Constexpr[Tiles]) -> Int32:
     """The team of the warp that asks: each has as many of the producer's warpgroup, and warpgroups of consumers of its own."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     return warp // (WARPS // tiles.teams) if warp < WARPS else (warp // WARPS - 1) // tiles.consumers
-
-
-@cute.jit
-def gemm(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, zero: Constexpr[bool]):
-    """Issue `acc = a b^T` (zero) or `acc += a b^T` as one group of WGMMAs; wait for the group before touching acc."""
-    atom = cute.make_mma_atom(mma.op)
-    warpgroup.fence()
-    for i in cutlass.range_constexpr(cute.size(a, mode=[2])):
-        atom.set(warpgroup.Field.ACCUMULATE, not (zero and i == 0))
-        cute.gemm(atom, acc, a[None, None, i], b[None, None, i], acc)
-    warpgroup.commit_group()
-
-
-def shared_layout(dtype: type[cutlass.Numeric], rows: int, width: int, slots: int) -> cute.ComposedLayout:
-    """(rows, width, slots), swizzled as TMA writes and WGMMA reads it."""
-    kind = hopper_helpers.get_smem_layout_atom(cutlass.tensor_utils.LayoutEnum.ROW_MAJOR, dtype, width)
-    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, width, slots), (0, 1, 2))
-
-
-@cute.jit
-def load(tma: cute.CopyAtom, tile: cute.Tensor, origin: tuple, full: cute.Pointer):
-    """Have TMA read the box at `origin` into a tile, and arrive at `full` when it is there."""
-    memory, on_chip = box_of(tma, tile, origin)
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(full, cute.size(tile) * tile.element_type.width // 8)
-    cute.copy(tma, memory, on_chip, tma_bar_ptr=full)
-
-
-@cute.jit
-def box_of(tma: cute.CopyAtom, tile: cute.Tensor, origin: tuple):
-    """The two sides of a TMA copy: the box at `origin` (head dim first, rows third from the end), and the tile (rows, width)."""
-    rows, width = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
-    box = cute.make_identity_tensor((width, *[1] * (len(origin) - 4), rows, 1, 1))
-    at_origin = cute.group_modes(cute.domain_offset(origin, box), 0, len(origin))
-    columns_first = cute.make_tensor(tile.iterator, cute.select(tile.layout, mode=[1, 0]))
-    on_chip, memory = cpasync.tma_partition(tma, 0, cute.make_layout(1), cute.group_modes(columns_first, 0, 2), at_origin)
-    return memory, on_chip
-
-
-@cute.jit
-def to_16_bits(x: cute.Tensor, y: cute.Tensor):
-    """Round. WGMMA's result and its operand have the same layout, register by register; a pair is one instruction."""
-    # Pairs by fours, only because CuTe DSL warns its users of loops of 64 and more.
-    x_parts = cute.make_tensor(x.iterator, cute.make_layout((2, 4, cute.size(x) // 8)))
-    y_parts = cute.make_tensor(y.iterator, cute.make_layout((2, 4, cute.size(y) // 8)))
-    for i in cutlass.range_constexpr(cute.size(y) // 8):
-        for j in cutlass.range_constexpr(4):
-            y_parts[None, j, i].store(x_parts[None, j, i].load().to(y.element_type))

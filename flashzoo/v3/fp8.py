@@ -3,7 +3,7 @@
 1. Q, K and V are e4m3, and their products run at twice the rate (QGMMA). Each has scales, one a head or one a block of rows:
    those of Q and K go into the scale of a row's scores, those of V into the factor that rescales O.
 2. FP8 operands must be contiguous along the dimension that is summed over, which for V is the keys. Either V comes transposed, or
-   the three idle warps of the producer's warpgroup transpose its blocks on chip, between two rings.
+   the three idle warps of the producer's warpgroup transpose its blocks on chip, between two pipelines.
 3. The tensor core leaves a lane pairs of neighbouring scores, and wants P of four neighbouring keys. No P moves: within each 16 keys
    V's are put in the order in which P lies in the registers.
 4. P is 2^8 at a row's maximum: e4m3 ends at 448 and thins out below 2^-6.
@@ -21,16 +21,18 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Constexpr, Float8E4M3FN, Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
-from cutlass.utils import hopper_helpers
 
+from flashzoo._cute.hopper.tile_scheduler import TileScheduler
+from flashzoo._cute.hopper.wgmma import gemm, rows_of, shared_layout
+from flashzoo.gpu import WARPGROUP_ROWS, WARPS
 from flashzoo.spec import DESCALE_BLOCK
-from flashzoo.v3.config import WARPGROUP_ROWS, KernelFp8
-from flashzoo.v3.forward import WARPS, Consumer, Forward, OnChip, gemm, shared_layout
-from flashzoo.v3.schedule import Schedule
-from flashzoo.v3.softmax import NOTHING_SEEN, maximum, rows_of, scale_rows
+from flashzoo.v3.forward import Consumer, Forward, OnChip, take_over
+from flashzoo.v3.product import Product, ValuePath
+from flashzoo.v3.softmax import NOTHING_SEEN, maximum
+from flashzoo.v3.traits import KernelFp8
 
 REGISTERS = {2: (40, 232), 3: (32, 160)}
 """Of a thread of the producer's warpgroup and of a consumer, by the number of consumer warpgroups: transposing takes some."""
@@ -111,7 +113,7 @@ class SoftmaxFp8:
     place: cute.Tensor
 
     @cute.jit
-    def reset(self, schedule: Schedule, batch: Int32, head: Int32, row: Int32):
+    def reset(self, schedule: TileScheduler, batch: Int32, head: Int32, row: Int32):
         """Begin with rows that have seen nothing: row `row` of the head's tiles, and the one 8 below."""
         self.reference.fill(NOTHING_SEEN)
         self.l.fill(0.0)
@@ -183,39 +185,45 @@ def limited(scale: Float32) -> Float32:
     return cutlass.min(cutlass.max(scale, SCALES[0]), SCALES[1])
 
 
-class ForwardFp8(Forward):
-    """The program of one `KernelFp8`."""
+class ValueTransposed(ValuePath):
+    """V comes as (head_dim, keys), in the order of `quantize.transpose_v`."""
+
+    def shared_layout(self) -> cute.ComposedLayout:
+        """Of what TMA loads: (head_dim, keys, slots)."""
+        return shared_layout(self.dtype, self.kernel.width_v, KEYS, self.stages)
+
+    def origin(self, first_key: Int32, head: Int32, batch: Int32) -> tuple[Any, ...]:
+        """Where a block of V begins in memory."""
+        return (first_key, 0, head, batch)
+
+    def operand(self, v: cute.Tensor) -> cute.Tensor:
+        """The slots that the tensor core reads as (head_dim, keys, slots), as they are."""
+        return v
+
+
+class ValueTransposedOnChip(ValuePath):
+    """V comes as it lies in memory, and warps of the producer's warpgroup transpose it."""
+
+    helpers: int = WARPS - 1
 
     def __init__(self, kernel: KernelFp8) -> None:
         super().__init__(kernel)
-        self.two_level: bool = kernel.two_level
-        self.columns_of_product = kernel.columns if kernel.two_level else kernel.width_v
-        if not kernel.transposed:
-            self.registers = REGISTERS[self.tiles.consumers]
-        self.helpers = 0 if kernel.transposed else WARPS - 1
-        self.stages_of_loaded_v = kernel.tiles.stages if kernel.transposed else kernel.raw_stages
+        self.stages: int = kernel.raw_stages
 
-    def shared_layout_of_loaded_v(self) -> cute.ComposedLayout:
-        """(head_dim, keys, slots) where V comes transposed, or (keys, head_dim, slots)."""
-        rows_columns = (self.kernel.width_v, KEYS) if self.kernel.transposed else (KEYS, self.kernel.width_v)
-        return shared_layout(self.dtype, *rows_columns, self.stages_of_loaded_v)
-
-    def origin_of_v(self, first_key: Int32, head: Int32, batch: Int32) -> tuple[Any, ...]:
-        """Where a block of V begins."""
-        return (first_key, 0, head, batch) if self.kernel.transposed else self.origin(first_key, head, batch)
-
-    def allocate_v(self, smem: cutlass.memory.SmemAllocator, layout: cute.ComposedLayout) -> tuple[cute.Tensor, cute.Tensor | None]:
-        """The slots of V as (head_dim, keys, slots), and those to which it comes where it is transposed on chip."""
+    def allocate(self, smem: cutlass.memory.SmemAllocator, layout: cute.ComposedLayout) -> tuple[cute.Tensor, cute.Tensor | None]:
+        """The slots that the tensor core reads, (head_dim, keys, slots), and those that TMA fills."""
         loaded = smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
-        if self.kernel.transposed:
-            return loaded, None
-        layout = shared_layout(self.dtype, self.kernel.width_v, KEYS, self.tiles.stages)
+        layout = shared_layout(self.dtype, self.kernel.width_v, KEYS, self.kernel.tiles.stages)
         return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner), loaded
 
+    def operand(self, v: cute.Tensor) -> cute.Tensor:
+        """The slots that the tensor core reads as (head_dim, keys, slots), as they are."""
+        return v
+
     @cute.jit
-    def help(self, schedule: Schedule, on_chip: OnChip, helper: Int32):
+    def help(self, schedule: TileScheduler, on_chip: OnChip, helper: Int32):
         """A warp that transposes V: its share of every block of tile after tile."""
-        raw, v_ring = on_chip.raw, on_chip.v_ring
+        raw, v_pipeline = on_chip.raw, on_chip.v_pipeline
         used = Int32(0)  # blocks of V so far, over all tiles
         turn = Int32(0)  # tiles so far
         tile = schedule.first()
@@ -223,16 +231,16 @@ class ForwardFp8(Forward):
             block, _, _ = schedule.place(tile)
             begin, end = schedule.extent(tile, block)
             for _ in cutlass.range(end - begin, unroll=1):
-                raw.ring.wait_full(used)
-                v_ring.wait_empty(used)
-                self.transpose(raw.v[None, None, raw.ring.slot(used)], on_chip.v[None, None, v_ring.slot(used)], helper)
+                raw.pipeline.consumer_wait(used)
+                v_pipeline.producer_acquire(used)
+                self.transpose(raw.v[None, None, raw.pipeline.slot(used)], on_chip.v[None, None, v_pipeline.slot(used)], helper)
                 cute.arch.fence_proxy("async.shared", space="cta")  # the tensor core is to see it
                 cute.arch.sync_warp()
-                raw.ring.release(used)
+                raw.pipeline.consumer_release(used)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(v_ring.full + v_ring.slot(used))
+                    cute.arch.mbarrier_arrive(v_pipeline.full + v_pipeline.slot(used))
                 used += 1
-            tile = self.take_over(schedule, on_chip, turn)
+            tile = take_over(schedule, on_chip, turn)
             turn += 1
 
     @cute.jit
@@ -264,47 +272,41 @@ class ForwardFp8(Forward):
                     for i in cutlass.range_constexpr(2):
                         store_pairs(store_keys + squares[i] * KEYS, loaded[i])
 
-    def operand_of_v(self, v: cute.Tensor) -> cute.Tensor:
-        """The slots of V as (head_dim, keys, slots), as they are."""
-        return v
 
-    def softmax(self, scaling: Scaling) -> SoftmaxFp8:
-        """The state of this thread's rows."""
-        floats = [cute.make_rmem_tensor(n, Float32) for n in (2, 2, 2, 2, 1, 2)]
-        return SoftmaxFp8(self.kernel, scaling, *floats, cute.make_rmem_tensor(2, Int32))
+class ProductFp8(Product):
+    """P in e4m3 from registers times V, added to O by the tensor core."""
 
-    def mma_of_p(self, columns: int) -> cute.TiledMma:
-        """P from registers times so many columns of V."""
-        return hopper_helpers.make_trivial_tiled_mma(
-            *(Float8E4M3FN, Float8E4M3FN, OperandMajorMode.K, OperandMajorMode.K), Float32, (1, 1, 1), (WARPGROUP_ROWS, columns),
-            a_source=warpgroup.OperandSource.RMEM,
-        )  # fmt: skip
+    v_major: OperandMajorMode = OperandMajorMode.K
 
     def to_operand(self, s: cute.Tensor, p: cute.Tensor) -> None:
         """P as the operand of the next product."""
         to_8_bits(s, p)
 
+
+class ProductTwoLevel(ProductFp8):
+    """P in e4m3 times V, each block's product from zero, and added to O in float32 registers."""
+
+    def __init__(self, kernel: KernelFp8) -> None:
+        super().__init__(kernel)
+        self.columns: int = kernel.columns
+        self.parts: int = kernel.width_v // kernel.columns
+
     @cute.jit
-    def issue_product(self, consumer: Consumer, n: Int32) -> cute.Tensor | None:
-        """Issue P times the n-th block of V, a group of WGMMAs to wait for: its result, or None where that is added to O."""
-        v = consumer.v[None, None, None, consumer.on_chip.v_ring.slot(n)]
-        if const_expr(not self.two_level):
-            gemm(consumer.mma_pv, consumer.o, consumer.p, v, False)
-            return None
-        shape = consumer.mma_pv.get_slice(0).partition_shape_C((WARPGROUP_ROWS, self.columns_of_product))
-        parts = self.kernel.width_v // self.columns_of_product
+    def issue(self, consumer: Consumer, n: Int32) -> cute.Tensor:
+        """Issue P times the n-th block of V, a group of WGMMAs to wait for: its last columns, which are yet to be added to O."""
+        v = consumer.v[None, None, None, consumer.on_chip.v_pipeline.slot(n)]
+        shape = consumer.mma_pv.get_slice(0).partition_shape_C((WARPGROUP_ROWS, self.columns))
         product = cute.make_rmem_tensor(shape, Float32)
-        for part in cutlass.range_constexpr(parts):
+        for part in cutlass.range_constexpr(self.parts):
             gemm(consumer.mma_pv, product, consumer.p, columns_of(v, part), True)
-            if const_expr(part < parts - 1):
+            if const_expr(part < self.parts - 1):
                 warpgroup.wait_group(0)
                 self.add_part(consumer, product, part)
         return product
 
-    def add(self, consumer: Consumer, product: cute.Tensor | None) -> None:
-        """What is left of adding a block's finished product to O."""
-        if self.two_level:
-            self.add_part(consumer, product, self.kernel.width_v // self.columns_of_product - 1)
+    def add(self, consumer: Consumer, product: cute.Tensor) -> None:
+        """Those columns to O."""
+        self.add_part(consumer, product, self.parts - 1)
 
     @cute.jit
     def add_part(self, consumer: Consumer, product: cute.Tensor, part: Constexpr[int]):
@@ -317,13 +319,25 @@ class ForwardFp8(Forward):
                 for c in cutlass.range_constexpr(2):
                     o_rows[c, r, i] = o_rows[c, r, i] * consumer.softmax.alpha[r] + rows[c, r, i]
 
-    @cute.jit
-    def rescale(self, consumer: Consumer, needed: Boolean, alpha: cute.Tensor):
-        """O to the rows' new reference, now or with the next product."""
-        if const_expr(self.two_level):
-            consumer.softmax.alpha[0], consumer.softmax.alpha[1] = alpha[0], alpha[1]
-        elif needed:
-            scale_rows(consumer.o, alpha)
+    def rescale(self, consumer: Consumer, needed: Boolean, alpha: cute.Tensor) -> None:
+        """O to the rows' new reference, with the next product."""
+        consumer.softmax.alpha[0], consumer.softmax.alpha[1] = alpha[0], alpha[1]
+
+
+class ForwardFp8(Forward):
+    """The program of one `KernelFp8`."""
+
+    def __init__(self, kernel: KernelFp8) -> None:
+        super().__init__(kernel)
+        self.value: ValuePath = (ValueTransposed if kernel.transposed else ValueTransposedOnChip)(kernel)
+        self.product: Product = (ProductTwoLevel if kernel.two_level else ProductFp8)(kernel)
+        if self.value.helpers:
+            self.registers: tuple[int, int] = REGISTERS[self.tiles.consumers]
+
+    def softmax(self, scaling: Scaling) -> SoftmaxFp8:
+        """The state of this thread's rows."""
+        floats = [cute.make_rmem_tensor(n, Float32) for n in (2, 2, 2, 2, 1, 2)]
+        return SoftmaxFp8(self.kernel, scaling, *floats, cute.make_rmem_tensor(2, Int32))
 
 
 def load_transposed(source: Int32) -> tuple[Uint32, ...]:

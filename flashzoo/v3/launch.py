@@ -1,77 +1,99 @@
-"""FlashAttention-3 on the host: outputs, TMA descriptors, compiled kernels, launches."""
+"""FlashAttention-3 on the host: outputs, TMA descriptors, launches; delta before and dQ's rounding after the backward kernel."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import cache, lru_cache
-from pathlib import Path
-from typing import Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from flashzoo._cute.cache import cached
-from flashzoo._cute.compile import compile_for
-from flashzoo._cute.driver import Function, TensorMap, current_stream
+from flashzoo._cute.driver import TensorMap, current_stream
+from flashzoo._cute.per_stream import tile_counter
+from flashzoo._cute.tma import Ints, dense, in_bytes, made_readable, map_of_rows, readable, tensor_map
 from flashzoo.autograd import differentiable
+from flashzoo.dtypes import BYTES, TORCH_DTYPES
+from flashzoo.gpu import WARPGROUP_ROWS
+from flashzoo.integers import cdiv, next_power_of_2
 from flashzoo.spec import Problem
-from flashzoo.v3.config import BYTES, WARPGROUP_ROWS, Kernel, KernelBackward, band_of, kernel_for, pack_for
+from flashzoo.v3.config import band_of, kernel_backward_for, kernel_for, pack_for
+from flashzoo.v3.programs import LISTS, function_for
+from flashzoo.v3.traits import Kernel, KernelBackward, KernelFp8
 
-ARCH = "sm_90a"
+if TYPE_CHECKING:
+    from flashzoo._triton import Launch as TritonLaunch
+
 LOG2E = math.log2(math.e)
-
-TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
-# The kernel's parameters: TMA descriptors of q, k, v and out; lse; Schedule's fields; the scale.
-PARAMETERS = (*["128s"] * 4, "Q", *["i"] * 10, "Q", "f")
 
 # A scale of 0 makes all scores equal. So does this one, and -inf times it stays -inf.
 SMALLEST_SCALE = 1e-30
+
+SCALE = ("scale_log2",)
+"""Names of the arguments that scale a kernel's scores, of one in 16 bits."""
 
 # Under a causal mask, how many heads' tiles are interleaved, longest first: as many as have K and V of so many bytes, which
 # L2 keeps from one tile of a head to the next. Fewer than the least and one head's tiles read far apart, the most is enough.
 SECTION_BYTES = 32 << 20
 SECTION_HEADS = (16, 64)
 
-Ints = tuple[int, ...]
+# Heads whose tiles are interleaved in deterministic mode: the blocks of keys of one head add to dQ one after the other, and would
+# wait for one another if they ran at the same time. By whether tiles are cut by gradient (there a head leaves L2 sooner), and
+# whether some are longer.
+DETERMINISTIC_SECTION = {(False, False): 32, (False, True): 64, (True, False): 8, (True, True): 32}
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, block_mask: Any = None) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of raw CUDA tensors; see `flashzoo.attention`."""
-    if block_mask is not None:
-        from flashzoo.v3.launch_sparse import forward_sparse
-
-        return forward_sparse(q, k, v, problem, softmax_scale, block_mask)
+    """`(out, lse)` of raw CUDA tensors; see `flashzoo.attention`. Causal and window are in the block mask, where there is one."""
     misaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
     launch = None if misaligned else forward_launch(problem, q.stride(), k.stride(), v.stride(), q.get_device())
     if launch is None:
-        return forward(made_readable(q), made_readable(k), made_readable(v), problem, softmax_scale)
-    return launch(q, k, v, softmax_scale)
+        return forward(made_readable(q), made_readable(k), made_readable(v), problem, softmax_scale, block_mask)
+    if block_mask is None:
+        return launch(q, k, v, in_log2(softmax_scale))
+    return launch(q, k, v, *lists_of(block_mask, block_mask.rows), in_log2(softmax_scale))
 
 
-def backward(*arguments: Any, block_mask: Any = None) -> tuple[Tensor, Tensor, Tensor]:
-    """`launch_backward.backward`, imported where it is first needed."""
-    from flashzoo.v3.launch_backward import backward
-
-    return backward(*arguments, block_mask=block_mask)
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    problem: Problem,
+    softmax_scale: float,
+    block_mask: Any = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(dq, dk, dv)` of CUDA tensors: delta, the kernel, dQ rounded."""
+    misaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15
+    strides = q.stride(), k.stride(), v.stride(), dout.stride()
+    launch = None if misaligned else backward_launch(problem, *strides, out.stride(), dlse is not None, q.get_device())
+    if launch is None:
+        q, k, v, dout = (made_readable(x) for x in (q, k, v, dout))
+        return backward(dout, dlse, q, k, v, out, lse, problem, softmax_scale, block_mask)
+    lists = () if block_mask is None else lists_of(block_mask, block_mask.columns)
+    return launch(dout, dlse, q, k, v, out, lse, softmax_scale, lists)
 
 
 attention = differentiable(forward, backward)
 
 
-def readable(shape: Ints, strides: Ints, address: int = 0, size: int = 2) -> bool:
-    """Whether TMA can read a tensor where it lies: rows without gaps, start and strides in steps of 16 bytes, nothing broadcast.
-
-    `size` is an element's, in bytes.
-    """
-    steps = [size * stride for stride, length in zip(strides[:-1], shape[:-1], strict=True) if length > 1]
-    return strides[-1] == 1 and not address & 15 and all(step > 0 and step % 16 == 0 for step in steps)
+def in_log2(softmax_scale: float) -> float:
+    """What a kernel multiplies scores by, in log2 units."""
+    return max(softmax_scale * LOG2E, SMALLEST_SCALE)
 
 
-def made_readable(x: Tensor) -> Tensor:
-    """The tensor, or a copy if TMA can't read it where it lies."""
-    return x if readable(x.shape, x.stride(), x.data_ptr()) else x.clone(memory_format=torch.contiguous_format)
+def lists_of(mask: Any, lists: Any) -> Ints:
+    """What a kernel takes of a `BlockMask` and its rows or columns: `programs.LISTS`. Strides over batch and heads are in heads, 0 where
+    shared; bits start at a multiple of 16 bytes."""
+    bits, counts = mask.element.bits, lists.counts.data_ptr()
+    # Where lists have no room for anything they have no address either, and their first entry is read all the same.
+    addresses = (lists.order.data_ptr(), counts, lists.full.data_ptr(), lists.indices.data_ptr() or counts)
+    of_bits = (0, 0) if bits is None else (lists.bit_index.data_ptr() or counts, bits.data_ptr())
+    strides = mask.heads if mask.batch > 1 else 0, int(mask.heads > 1)
+    return (*strides, lists.width, 0 if bits is None else bits.shape[2], *addresses, *of_bits)
 
 
 def all_readable(problem: Problem, *strides: Ints) -> bool:
@@ -87,7 +109,8 @@ def forward_launch(problem: Problem, q_strides: Ints, k_strides: Ints, v_strides
     """The launch for a problem, or None where TMA can't read tensors of these strides."""
     if not all_readable(problem, q_strides, k_strides, v_strides):
         return None
-    return ForwardLaunch(problem, kernel_for(problem), q_strides, k_strides, v_strides, device)
+    more = SCALE if problem.block_mask is None else (*LISTS, *SCALE)
+    return ForwardLaunch(problem, kernel_for(problem), q_strides, k_strides, v_strides, device, more)
 
 
 class ForwardLaunch:
@@ -96,11 +119,21 @@ class ForwardLaunch:
     Args:
         problem: the sizes.
         kernel: what runs; any that fits the problem, of which `kernel_for(problem)` is the fastest known.
-        q_strides, k_strides, v_strides: such that `readable`.
+        q_strides, k_strides, v_strides: such that `readable`; of `quantize.transpose_v` of v where the kernel takes that.
         device: index of the GPU.
+        more: names of the kernel's arguments that a call gives behind its tensors.
     """
 
-    def __init__(self, problem: Problem, kernel: Kernel, q_strides: Ints, k_strides: Ints, v_strides: Ints, device: int) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        kernel: Kernel,
+        q_strides: Ints,
+        k_strides: Ints,
+        v_strides: Ints,
+        device: int,
+        more: tuple[str, ...] = SCALE,
+    ) -> None:
         p, tiles = problem, kernel.tiles
         self._device = device
         self._out_shape = (p.batch, p.seqlen_q, p.heads, p.head_dim_v)
@@ -109,185 +142,219 @@ class ForwardLaunch:
         self._out_dtype = TORCH_DTYPES[kernel.out_dtype]
 
         pack = pack_for(p, tiles.block_q)
+        self._q = _map_of_queries(p, kernel.dtype, p.head_dim, kernel.width, pack, q_strides)
+        self._k = map_of_rows(kernel.dtype, (p.batch, p.seqlen_k, p.heads_kv, p.head_dim), k_strides, kernel.width, tiles.block_kv)
+        self._v = _map_of_v(p, kernel, v_strides)
+        self._out = _map_of_queries(p, kernel.out_dtype, p.head_dim_v, kernel.width_o, pack, self._out_strides)
+
         heads, group = p.heads >> pack, p.heads // p.heads_kv >> pack
+        blocks_q, batch_heads = cdiv(p.seqlen_q << pack, tiles.block_q), p.batch * heads
+        section = 1
+        if kernel.right and not kernel.left:  # else all tiles are as long
+            section = _section_of(2 * p.seqlen_k * (p.head_dim + p.head_dim_v), group)
+        schedule = _schedule(p, blocks_q, batch_heads, section, heads=heads, group=group, pack=pack)
+        blocks = min(_multiprocessors(device), cdiv(blocks_q * batch_heads, tiles.teams))
+        given = ("q", "k", "v", "out", "lse", "counter", *more)
+        self._launch = function_for(kernel).bind(device, blocks, schedule, given)
 
-        def by_query(dtype: str, head_dim: int, width: int, strides: Ints) -> TensorMap:
-            """Head dim, packed heads, queries, heads, batch: a box holds 64 rows, the packed heads of a query side by side."""
-            batch, row, head = in_bytes(dtype, strides, (p.batch, p.seqlen_q, p.heads))
-            sizes = (head_dim, 1 << pack, p.seqlen_q, heads, p.batch)
-            box = (1 << pack, WARPGROUP_ROWS >> pack, 1, 1)
-            return tensor_map(dtype, sizes, (head, row, head << pack, batch), width, box)
-
-        self._q = by_query(kernel.dtype, p.head_dim, kernel.width, q_strides)
-        self._k = map_of_keys(p, kernel.dtype, p.head_dim, kernel.width, tiles.block_kv, k_strides)
-        self._v = self.map_of_v(p, kernel, v_strides)
-        self._out = by_query(kernel.out_dtype, p.head_dim_v, kernel.width_o, self._out_strides)
-        blocks_q, batch_heads = -(-(p.seqlen_q << pack) // tiles.block_q), p.batch * heads
-        self._blocks = min(torch.cuda.get_device_properties(device).multi_processor_count, -(-blocks_q * batch_heads // tiles.teams))
-        section = min(batch_heads, _section(p, kernel, group))
-        self._sizes = (p.seqlen_q, p.seqlen_k, heads, group, pack, *p.reach_of(band_of(p)), blocks_q, batch_heads, section)
-        self._function = self.load(kernel).on(device)
-
-    def map_of_v(self, problem: Problem, kernel: Kernel, strides: Ints) -> TensorMap:
-        """Of a block of v."""
-        return map_of_keys(problem, kernel.dtype, problem.head_dim_v, kernel.width_v, kernel.tiles.block_kv, strides)
-
-    def load(self, kernel: Kernel) -> Function:
-        """The kernel, ready to be launched."""
-        return function_for(kernel)
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *more: float) -> tuple[Tensor, Tensor]:
         """`(out, lse)`, launched on the current stream of the tensors' device."""
-        return self.launch(q, k, v, max(softmax_scale * LOG2E, SMALLEST_SCALE))
-
-    def launch(self, q: Tensor, k: Tensor, v: Tensor, *scaling: float) -> tuple[Tensor, Tensor]:
-        """The same, `scaling` being the parameters from the scale on."""
         if self._device != torch.cuda.current_device():
             with torch.cuda.device(self._device):
-                return self.launch(q, k, v, *scaling)
+                return self(q, k, v, *more)
         out = torch.empty_strided(self._out_shape, self._out_strides, dtype=self._out_dtype, device=q.device)
         lse = torch.empty(self._lse_shape, dtype=torch.float32, device=q.device)
         stream = current_stream(self._device)
-        self._function(
-            *(self._device, self._blocks, stream),
+        self._launch(
+            stream,
             self._q.at(q.data_ptr()),
             self._k.at(k.data_ptr()),
             self._v.at(v.data_ptr()),
             self._out.at(out.data_ptr()),
             lse.data_ptr(),
-            *self._sizes,
-            counter(self._device, stream).data_ptr(),
-            *scaling,
+            tile_counter(self._device, stream).data_ptr(),
+            *more,
         )
         return out, lse
 
 
-def dense(shape: Ints, order: Ints) -> Ints:
-    """Strides of a tensor without gaps, whose dimensions follow one another as those of other strides do."""
-    strides, step = [0] * len(shape), 1
-    for i in sorted(range(len(shape)), key=order.__getitem__):
-        strides[i], step = step, step * shape[i]
-    return tuple(strides)
-
-
-def in_bytes(dtype: str, strides: Ints, sizes: Ints) -> list[int]:
-    """In bytes. The stride of a dimension of size 1 means nothing to torch and may be anything, but TMA wants steps of 16."""
-    return [BYTES[dtype] * stride if size > 1 else 16 for stride, size in zip(strides, sizes, strict=False)]
-
-
-def tensor_map(dtype: str, sizes: Ints, strides: Ints, width: int, box: Ints) -> TensorMap:
-    """For tiles of that width: rows on chip are 128 bytes, or 64 where only those divide it."""
-    size = BYTES[dtype]
-    row_bytes = 128 if size * width % 128 == 0 else 64
-    return TensorMap(dtype, sizes, strides, (row_bytes // size, *box), row_bytes)
-
-
-def map_of_keys(problem: Problem, dtype: str, head_dim: int, width: int, block_kv: int, strides: Ints) -> TensorMap:
-    """Of k or v: head dim, keys, heads, batch; a box holds a block of keys."""
+def _map_of_queries(problem: Problem, dtype: str, head_dim: int, width: int, pack: int, strides: Ints) -> TensorMap:
+    """Head dim, packed heads, queries, heads, batch: a box holds 64 rows, the packed heads of a query side by side."""
     p = problem
-    batch, row, head = in_bytes(dtype, strides, (p.batch, p.seqlen_k, p.heads_kv))
-    return tensor_map(dtype, (head_dim, p.seqlen_k, p.heads_kv, p.batch), (row, head, batch), width, (block_kv, 1, 1))
+    batch, row, head = in_bytes(dtype, strides, (p.batch, p.seqlen_q, p.heads))
+    sizes = (head_dim, 1 << pack, p.seqlen_q, p.heads >> pack, p.batch)
+    return tensor_map(dtype, sizes, (head, row, head << pack, batch), width, (1 << pack, WARPGROUP_ROWS >> pack, 1, 1))
 
 
-def _section(problem: Problem, kernel: Kernel, group: int) -> int:
-    """How many heads' tiles are interleaved, longest first; one, where all tiles are as long."""
-    if kernel.left or not kernel.right:
-        return 1
-    return section_of(2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v), group)
+def _map_of_v(problem: Problem, kernel: Kernel, strides: Ints) -> TensorMap:
+    """Of a block of v; where an FP8 kernel takes it transposed keys, head dim, heads, batch."""
+    p, block_kv = problem, kernel.tiles.block_kv
+    if isinstance(kernel, KernelFp8) and kernel.transposed:
+        batch, head, row, _ = strides
+        sizes = (row, p.head_dim, p.heads_kv, p.batch)  # a row is as long as there are keys, padded
+        return tensor_map(kernel.dtype, sizes, (row, head, batch), block_kv, (kernel.width_v, 1, 1))
+    return map_of_rows(kernel.dtype, (p.batch, p.seqlen_k, p.heads_kv, p.head_dim_v), strides, kernel.width_v, block_kv)
 
 
-def section_of(bytes_of_head: int, group: int = 1) -> int:
+def _schedule(problem: Problem, blocks: int, batch_heads: int, section: int, **of_heads: int) -> dict[str, int]:
+    """`programs.SCHEDULE` but for the counter."""
+    window_left, window_right = problem.reach_of(band_of(problem))
+    return {
+        "seqlen_q": problem.seqlen_q,
+        "seqlen_k": problem.seqlen_k,
+        **of_heads,
+        "window_left": window_left,
+        "window_right": window_right,
+        "blocks": blocks,
+        "batch_heads": batch_heads,
+        "heads_in_section": min(batch_heads, section),
+    }
+
+
+def _section_of(bytes_of_head: int, group: int = 1) -> int:
     """How many heads' tiles are interleaved where `group` heads share so many bytes."""
     least, most = SECTION_HEADS
     return max(least, min(most, SECTION_BYTES // bytes_of_head * group))
 
 
-class PerStream:
-    """A number in memory, one for each stream of each device.
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
-    Launches of one stream follow one another, so they share it. What is captured into a CUDA graph may be replayed beside
-    anything, so it gets one of its own, written by the graph.
+
+@lru_cache(maxsize=1024)
+def backward_launch(
+    problem: Problem, q_strides: Ints, k_strides: Ints, v_strides: Ints, dout_strides: Ints, out_strides: Ints, dlse: bool, device: int
+) -> BackwardLaunch | None:
+    """The launches for a problem, or None where TMA can't read tensors of these strides."""
+    strides = (q_strides, k_strides, v_strides, dout_strides)
+    if not all_readable(problem, *strides):
+        return None
+    return BackwardLaunch(problem, kernel_backward_for(problem), strides, out_strides, dlse, device)
+
+
+class BackwardLaunch:
+    """The backward kernel, and those before and after it, with everything about a call that its data don't decide.
 
     Args:
-        value, dtype: of the number.
+        problem: the sizes.
+        kernel: what runs; any that fits the problem.
+        strides: of q, k, v and dout, such that `readable`.
+        out_strides: any.
+        dlse: whether LSE has a gradient.
+        device: index of the GPU.
     """
 
-    def __init__(self, value: float, dtype: torch.dtype) -> None:
-        self._value, self._dtype = value, dtype
-        self.kept: dict[tuple[int, int], Tensor] = {}
+    def __init__(
+        self, problem: Problem, kernel: KernelBackward, strides: tuple[Ints, Ints, Ints, Ints], out_strides: Ints, dlse: bool, device: int
+    ) -> None:
+        p, tiles = problem, kernel.tiles
+        q_strides, k_strides, v_strides, dout_strides = strides
+        self._device = device
+        of_q, of_out = (p.batch, p.seqlen_q, p.heads, p.head_dim), (p.batch, p.seqlen_q, p.heads, p.head_dim_v)
+        of_k, of_v = ((p.batch, p.seqlen_k, p.heads_kv, head_dim) for head_dim in (p.head_dim, p.head_dim_v))
+        self._gradients = [(shape, dense(shape, order)) for shape, order in ((of_q, q_strides), (of_k, k_strides), (of_v, v_strides))]
+        self._dtype = TORCH_DTYPES[kernel.dtype]
+        (_, dq_strides), (_, dk_strides), (_, dv_strides) = self._gradients
+        blocks_q, blocks = kernel.blocks_q(p.seqlen_q), kernel.blocks_kv(p.seqlen_k)
+        self._statistics_shape = (2, p.batch * p.heads, blocks_q * tiles.block_q)
+        self._sum_shape = (p.batch * p.heads * blocks_q * tiles.block_q * kernel.width,)
+        self._turns_shape = (p.batch * p.heads * blocks_q * kernel.turns if kernel.deterministic else 0,)
 
-    def __call__(self, device: int, stream: int) -> Tensor:
-        """The number for a launch on that stream; it must outlive the launch."""
-        if torch.cuda.is_current_stream_capturing():
-            return self._new(device)
-        found = self.kept.get((device, stream))
-        if found is None:  # of two threads that come here at once both take the one that is kept
-            found = self.kept.setdefault((device, stream), self._new(device))
-        return found
+        self._q = map_of_rows(p.dtype, of_q, q_strides, kernel.width, tiles.block_q)
+        self._dout = map_of_rows(p.dtype, of_out, dout_strides, kernel.width_v, tiles.block_q)
+        self._k, self._dk = (map_of_rows(p.dtype, of_k, x, kernel.width, tiles.block_kv) for x in (k_strides, dk_strides))
+        self._v, self._dv = (map_of_rows(p.dtype, of_v, x, kernel.width_v, tiles.block_kv) for x in (v_strides, dv_strides))
 
-    def _new(self, device: int) -> Tensor:
-        return torch.full((1,), self._value, dtype=self._dtype, device=f"cuda:{device}")
+        group, batch_heads = p.heads // p.heads_kv, p.batch * p.heads_kv
+        uneven = kernel.right and not kernel.left
+        section = 1
+        if kernel.deterministic:
+            section = DETERMINISTIC_SECTION[tiles.by_gradient, uneven]
+        elif uneven:
+            section = _section_of(group * p.seqlen_q * (BYTES[p.dtype] * (p.head_dim + p.head_dim_v) + 4 * p.head_dim))
+        schedule = _schedule(p, blocks, batch_heads, section, heads=p.heads_kv, group=group, pack=0)
+        lists = () if p.block_mask is None else LISTS
+        given = ("q", "k", "v", "dout", "dk", "dv", "lse", "delta", "dq", "turns", "counter", *lists, *SCALE, "scale")
+        self._launch = function_for(kernel).bind(device, min(_multiprocessors(device), blocks * batch_heads), schedule, given)
+        self._delta = delta_launch(p, kernel, out_strides, dout_strides, dlse)
+        self._round = round_launch(p, kernel, dq_strides)
 
-
-counter: PerStream = PerStream(0, torch.int32)
-"""The zero that a launch counts its tiles in, and leaves as a zero."""
-
-
-@cache
-def function_for(kernel: Kernel) -> Function:
-    """The kernel, loaded."""
-    return load(kernel, program, PARAMETERS)
-
-
-def load(kernel: Kernel | KernelBackward, program: Callable[[Any], tuple[Any, tuple[Any, ...]]], parameters: tuple[str, ...]) -> Function:
-    """The kernel of a program: from the cache on disk, or compiled into it."""
-    image = cached((ARCH, repr(kernel)), Path(__file__).parent, lambda: compile_for(ARCH, *program(kernel)))
-    return Function(image, kernel.threads, kernel.shared_bytes, parameters)
-
-
-def program(kernel: Kernel) -> tuple[Any, tuple[Any, ...]]:
-    """The CuTe DSL program of a kernel, and arguments to compile it with: types and static sizes, no data."""
-    from cutlass import Float32
-
-    from flashzoo.v3.forward import Forward
-
-    q, k, v, out, *others = example(kernel)
-    return Forward(kernel), (q, k, v, out, *others, Float32(1.0))
-
-
-def example(kernel: Kernel, schedule: Any = None, more: tuple[Any, ...] = ()) -> list[Any]:
-    """Arguments of `Forward.__call__` but the last; the schedule's class where it is not `Schedule`, and the fields it has more."""
-    from cutlass import Float32, Int32
-
-    from flashzoo.v3.schedule import Schedule
-
-    tensors = [
-        fake_tensor(dtype, (width, *[None] * (rank - 1)))
-        for dtype, width, rank in (
-            (kernel.dtype, kernel.width, 5),
-            (kernel.dtype, kernel.width, 4),
-            (kernel.dtype, kernel.width_v, 4),
-            (kernel.out_dtype, kernel.width_v, 5),
+    def __call__(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        softmax_scale: float,
+        lists: Ints = (),
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`(dq, dk, dv)`, launched on the current stream of the tensors' device; `lists` as `lists_of` gives them."""
+        if self._device != torch.cuda.current_device():
+            with torch.cuda.device(self._device):
+                return self(dout, dlse, q, k, v, out, lse, softmax_scale, lists)
+        dq, dk, dv = (torch.empty_strided(shape, strides, dtype=self._dtype, device=q.device) for shape, strides in self._gradients)
+        delta, lse_log2 = torch.empty(self._statistics_shape, dtype=torch.float32, device=q.device)
+        dq_sum = torch.empty(self._sum_shape, dtype=torch.float32, device=q.device)
+        turns = torch.empty(self._turns_shape, dtype=torch.int32, device=q.device)
+        self._delta((out, dout, lse, lse if dlse is None else dlse.contiguous(), delta, lse_log2, dq_sum, turns), ())
+        stream = current_stream(self._device)
+        self._launch(
+            stream,
+            self._q.at(q.data_ptr()),
+            self._k.at(k.data_ptr()),
+            self._v.at(v.data_ptr()),
+            self._dout.at(dout.data_ptr()),
+            self._dk.at(dk.data_ptr()),
+            self._dv.at(dv.data_ptr()),
+            *(lse_log2.data_ptr(), delta.data_ptr(), dq_sum.data_ptr(), turns.data_ptr()),
+            tile_counter(self._device, stream).data_ptr(),
+            *lists,
+            in_log2(softmax_scale),
+            softmax_scale,
         )
-    ]
-    sizes = [Int32(1)] * 10
-    return [*tensors, fake_pointer(Float32), (schedule or Schedule)(kernel, *sizes, fake_pointer(Int32), *more)]  # pyright: ignore[reportCallIssue]
+        self._round((dq_sum, dq), (softmax_scale,))
+        return dq, dk, dv
 
 
-def fake_tensor(dtype: str, sizes: tuple[int | None, ...]) -> Any:
-    """What TMA can read: the first dimension contiguous, the strides of the others in steps of 16 bytes; None is a size not known."""
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_fake_tensor
+def delta_launch(problem: Problem, kernel: KernelBackward, out_strides: Ints, dout_strides: Ints, dlse: bool) -> TritonLaunch:
+    """The launch of `delta_kernel`."""
+    from flashzoo._triton import Launch  # here, so that a process that only asks what would run loads no Triton
+    from flashzoo.v3.delta import delta_kernel
 
-    from flashzoo.v3.forward import DTYPES
+    p, block_q = problem, kernel.tiles.block_q
+    blocks = kernel.blocks_q(p.seqlen_q)
+    sizes = {"HEAD_DIM_V": p.head_dim_v, "BLOCK_DV": next_power_of_2(p.head_dim_v, 16), "SUMS": block_q * kernel.width}
+    return Launch(
+        delta_kernel,
+        blocks * p.batch * p.heads,
+        (*out_strides[:3], *dout_strides[:3], p.seqlen_q, blocks, p.heads),
+        {
+            **sizes,
+            "BLOCK_Q": block_q,
+            "ROWS": next_power_of_2(block_q, 16),
+            "DLSE": dlse,
+            "TURNS": kernel.turns if kernel.deterministic else 0,
+        },
+        num_warps=4,
+        num_stages=1,
+    )
 
-    strides = (1, *[cute.sym_int64(divisibility=16 // BYTES[dtype]) for _ in sizes[1:]])
-    return make_fake_tensor(DTYPES[dtype], tuple(cute.sym_int32() if size is None else size for size in sizes), strides, assumed_align=16)
 
+def round_launch(problem: Problem, kernel: KernelBackward, dq_strides: Ints) -> TritonLaunch:
+    """The launch of `round_kernel`."""
+    from flashzoo._triton import Launch
+    from flashzoo.v3.delta import round_kernel
 
-def fake_pointer(dtype: Any, align: int = 4) -> Any:
-    """To 32-bit numbers in memory, at a multiple of so many bytes."""
-    import cutlass.cute as cute
-    from cutlass.cute.runtime import make_ptr
-
-    return make_ptr(dtype, 16, cute.AddressSpace.gmem, assumed_align=align)
+    p, block_q = problem, kernel.tiles.block_q
+    blocks = kernel.blocks_q(p.seqlen_q)
+    return Launch(
+        round_kernel,
+        blocks * kernel.tiles.consumers * p.batch * p.heads,
+        (*dq_strides[:3], p.seqlen_q, blocks, p.heads),
+        {"HEAD_DIM": p.head_dim, "BLOCK_Q": block_q, "PARTS": kernel.tiles.consumers, "BY_ROWS": kernel.dq_by_rows, "N": kernel.dq_part[1]},
+        num_warps=4,
+        num_stages=1,
+    )

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, lru_cache
-from typing import Any
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from flashzoo._cute.driver import Function, TensorMap, current_stream
+from flashzoo._cute.driver import current_stream
+from flashzoo._cute.per_stream import PerStream
+from flashzoo._cute.tma import Ints, made_readable, readable
 from flashzoo.autograd import differentiable
 from flashzoo.spec import Problem
 from flashzoo.v3 import launch
-from flashzoo.v3.config import KernelFp8, kernel_fp8_for, prepares
-from flashzoo.v3.launch import LOG2E, ForwardLaunch, Ints, PerStream, example, fake_pointer, fake_tensor, load, readable, tensor_map
+from flashzoo.v3.config import kernel_fp8_for, prepares
+from flashzoo.v3.launch import LOG2E, ForwardLaunch
+from flashzoo.v3.programs import DESCALE
 
 Descales = tuple[Tensor | None, Tensor | None, Tensor | None]
 
-# After launch's: the values and three strides of each tensor's scales; how many query heads share one of q's.
-PARAMETERS = (*launch.PARAMETERS, *("Q", "i", "i", "i") * 3, "i")
-
 NO_DESCALES: Descales = (None, None, None)
+
+SCALING = ("scale_log2", *(f"{tensor}_{name}" for tensor in ("q", "k", "v") for name in DESCALE), "q_group")
+"""Names of the arguments that `scaling_of` gives."""
 
 
 def attention(
@@ -37,17 +39,14 @@ def forward_fp8(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale
     """Of e4m3 tensors."""
     shapes_and_strides = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or not _readable(*shapes_and_strides):
-        q, k, v = (
-            x if _readable(x.shape, x.stride()) and not x.data_ptr() & 15 else x.clone(memory_format=torch.contiguous_format)
-            for x in (q, k, v)
-        )
+        q, k, v = made_readable(q), made_readable(k), made_readable(v)
     transposed = prepares(problem)
     if transposed:
         from flashzoo.v3.quantize import transpose_v
 
         v = transpose_v(v)
     run = forward_launch(problem, q.stride(), k.stride(), v.stride(), _of_blocks(descales), transposed, q.get_device())
-    return run(q, k, v, softmax_scale, descales)
+    return run(q, k, v, *scaling_of(problem, softmax_scale, descales, q.get_device()))
 
 
 def forward_16(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, Tensor]:
@@ -56,7 +55,8 @@ def forward_16(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale:
 
     x = quantize_for(q, k, v, problem, want_shift=problem.lse)
     run = forward_launch(problem, x.q.stride(), x.k.stride(), x.v.stride(), True, True, q.get_device())
-    out, lse = run(x.q, x.k, x.v, softmax_scale, (x.q_descale, x.k_descale, x.v_descale))
+    scaling = scaling_of(problem, softmax_scale, (x.q_descale, x.k_descale, x.v_descale), q.get_device())
+    out, lse = run(x.q, x.k, x.v, *scaling)
     if x.lse_shift is not None:
         lse.add_(x.lse_shift, alpha=softmax_scale)  # what smoothing took from every score of a row
     return out, lse
@@ -102,50 +102,25 @@ def _of_blocks(descales: Descales) -> bool:
 @lru_cache(maxsize=1024)
 def forward_launch(
     problem: Problem, q_strides: Ints, k_strides: Ints, v_strides: Ints, block_scales: bool, transposed: bool, device: int
-) -> ForwardLaunchFp8:
+) -> ForwardLaunch:
     """The launch for a problem."""
-    return ForwardLaunchFp8(problem, kernel_fp8_for(problem, block_scales, transposed), q_strides, k_strides, v_strides, device)
+    return ForwardLaunch(problem, kernel_fp8_for(problem, block_scales, transposed), q_strides, k_strides, v_strides, device, SCALING)
 
 
-class ForwardLaunchFp8(ForwardLaunch):
-    """`ForwardLaunch` of an FP8 kernel.
+def scaling_of(problem: Problem, softmax_scale: float, descales: Descales, device: int) -> tuple[float, ...]:
+    """The arguments of an FP8 kernel named in `SCALING`.
 
     Args:
         problem: the sizes.
-        kernel: what runs.
-        q_strides, k_strides, v_strides: such that `readable`; of `quantize.transpose_v` of v where the kernel takes that.
+        softmax_scale: positive or 0.
+        descales: of q, k and v, as in `flashzoo.attention`.
         device: index of the GPU.
     """
-
-    def __init__(self, problem: Problem, kernel: KernelFp8, q_strides: Ints, k_strides: Ints, v_strides: Ints, device: int) -> None:
-        super().__init__(problem, kernel, q_strides, k_strides, v_strides, device)
-        self._group = problem.heads // problem.heads_kv
-
-    def map_of_v(self, problem: Problem, kernel: KernelFp8, strides: Ints) -> TensorMap:
-        """Of a block of v; transposed: keys, head dim, heads, batch."""
-        if not kernel.transposed:
-            return super().map_of_v(problem, kernel, strides)
-        batch, head, row, _ = strides
-        sizes = (row, problem.head_dim, problem.heads_kv, problem.batch)  # a row is as long as there are keys, padded
-        return tensor_map("e4m3", sizes, (row, head, batch), kernel.tiles.block_kv, (kernel.width_v, 1, 1))
-
-    def load(self, kernel: KernelFp8) -> Function:
-        """The kernel, ready to be launched."""
-        return function_for(kernel)
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, descales: Descales) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """`(out, lse)`, launched on the current stream of the tensors' device.
-
-        Args:
-            q, k, v: e4m3, as the launch was made for.
-            softmax_scale: positive or 0.
-            descales: of q, k and v, as in `flashzoo.attention`.
-        """
-        q_descale = descales[0]
-        group = self._group if q_descale is not None and q_descale.ndim == 2 else 1
-        none = one(self._device, current_stream(self._device))
-        scaling = [value for descale in descales for value in _described(none if descale is None else descale)]
-        return self.launch(q, k, v, softmax_scale * LOG2E, *scaling, group)
+    q_descale = descales[0]
+    group = problem.heads // problem.heads_kv if q_descale is not None and q_descale.ndim == 2 else 1
+    none = one(device, current_stream(device))
+    described = [value for descale in descales for value in _described(none if descale is None else descale)]
+    return (softmax_scale * LOG2E, *described, group)
 
 
 def _described(descale: Tensor) -> tuple[int, int, int, int]:
@@ -156,22 +131,3 @@ def _described(descale: Tensor) -> tuple[int, int, int, int]:
 
 one: PerStream = PerStream(1.0, torch.float32)
 """The scale of tensors that have none."""
-
-
-@cache
-def function_for(kernel: KernelFp8) -> Function:
-    """The kernel, loaded."""
-    return load(kernel, program, PARAMETERS)
-
-
-def program(kernel: KernelFp8) -> tuple[Any, tuple[Any, ...]]:
-    """As `launch.program`."""
-    from cutlass import Float32, Int32
-
-    from flashzoo.v3.fp8 import Descale, ForwardFp8, Scaling
-
-    q, k, v, *others = example(kernel)
-    if kernel.transposed:
-        v = fake_tensor(kernel.dtype, (None, kernel.width_v, None, None))
-    descales = (Descale(fake_pointer(Float32), *[Int32(1)] * 3) for _ in range(3))
-    return ForwardFp8(kernel), (q, k, v, *others, Scaling(Float32(1.0), *descales, Int32(1)))  # pyright: ignore[reportCallIssue]

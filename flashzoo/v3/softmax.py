@@ -8,7 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from flashzoo.v3.schedule import Schedule
+from flashzoo._cute.hopper.tile_scheduler import TileScheduler
+from flashzoo._cute.hopper.wgmma import rows_of
 
 NOTHING_SEEN = -3e38
 """The reference of a row that has seen no key: below what float32 scores can be, and finite, so that -inf less it is -inf."""
@@ -36,7 +37,7 @@ class Softmax:
     l: cute.Tensor
     scale_log2: Float32
 
-    def reset(self, schedule: Schedule, batch: Int32, head: Int32, row: Int32) -> None:
+    def reset(self, schedule: TileScheduler, batch: Int32, head: Int32, row: Int32) -> None:
         """Begin with rows that have seen nothing."""
         self.reference.fill(NOTHING_SEEN)
         self.l.fill(0.0)
@@ -96,8 +97,3 @@ def scale_rows(acc: cute.Tensor, by: cute.Tensor):
         for r in cutlass.range_constexpr(2):
             for c in cutlass.range_constexpr(2):
                 rows[c, r, i] = rows[c, r, i] * by[r]
-
-
-def rows_of(acc: cute.Tensor) -> cute.Tensor:
-    """A WGMMA result's registers as (pair, row, pairs): pairs of columns, 8 apart, of the rows `lane / 4` and 8 below."""
-    return cute.make_tensor(acc.iterator, cute.make_layout((2, 2, cute.size(acc) // 4)))

@@ -22,10 +22,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32, const_expr
 
-from flashzoo.v3.config import WARPGROUP_ROWS, KernelSparse
+from flashzoo._cute.hopper.tile_scheduler import NEVER, Bounds, TileScheduler
+from flashzoo._cute.hopper.wgmma import rows_of
+from flashzoo.gpu import WARPGROUP_ROWS
 from flashzoo.v3.forward import Consumer, Forward, own_team
-from flashzoo.v3.schedule import NEVER, Bounds, Schedule
-from flashzoo.v3.softmax import rows_of
+from flashzoo.v3.traits import KernelSparse
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class ScheduleSparse(Schedule):
+class TileSchedulerSparse(TileScheduler):
     """The same with a block mask, whose `Lists` of rows these are. No heads are packed.
 
     `blocks` are the mask's rows; `window_left` and `window_right` the band that partial blocks apply.
@@ -189,7 +190,7 @@ class ForwardSparse(Forward):
     hands_out = True
 
     @cute.jit
-    def attend(self, schedule: ScheduleSparse, tile: Row, block: Int32, consumer: Consumer, used: Int32, q_use: Int32) -> Int32:
+    def attend(self, schedule: TileSchedulerSparse, tile: Row, block: Int32, consumer: Consumer, used: Int32, q_use: Int32) -> Int32:
         """One tile's rows of O, not yet divided by l, and of the softmax state. Returns the new `used`."""
         kernel, tiles = self.kernel, self.tiles
         step = self.step_overlapped if const_expr(tiles.overlap) else self.step_serial
@@ -217,7 +218,7 @@ class ForwardSparse(Forward):
         of_first = tuple([tuple([b if begins_partial else k for b, k in zip(of_row, keys, strict=True)]) for of_row in bounds])
         first = MaskSparse(of_first, column, kernel.left, words)
 
-        consumer.on_chip.q_ring.wait_full(q_use)  # A1.14, A2.3
+        consumer.on_chip.q_pipeline.consumer_wait(q_use)  # A1.14, A2.3
         consumer.o.fill(0.0)
         crosses = begins_partial or first_key + tiles.block_kv > limit
         if const_expr(tiles.overlap):
@@ -246,7 +247,7 @@ class ForwardSparse(Forward):
                 schedule.read_bits(tile, cutlass.max(n - 1, 0), slot, row, words_ahead)
             first_key, key, slot = key, schedule.first_key(tile, cutlass.max(n - 1, 0)), schedule.slot_of(tile, cutlass.max(n - 2, 0))
             used = step(consumer, used, first_key, mask)
-        consumer.on_chip.q_ring.release(q_use)
+        consumer.on_chip.q_pipeline.consumer_release(q_use)
         if const_expr(tiles.overlap):
             used = self.last_product(consumer, used)
         else:

@@ -16,17 +16,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64, const_expr
 
+from flashzoo._cute.hopper.mask import mask_scores
+from flashzoo._cute.hopper.tile_scheduler import NEVER, Bounds, TileSchedulerBackward
+from flashzoo._cute.hopper.wgmma import rows_of
+from flashzoo.gpu import WARPGROUP_ROWS
 from flashzoo.v3.backward import Backward
 from flashzoo.v3.backward_by_gradient import BackwardByGradient
-from flashzoo.v3.config import MASK_Q, WARPGROUP_ROWS, KernelBackwardSparse
-from flashzoo.v3.mask import mask_scores
-from flashzoo.v3.schedule import NEVER, Bounds, ScheduleBackward
-from flashzoo.v3.softmax import rows_of
-from flashzoo.v3.sparse import Row, ScheduleSparse, at
+from flashzoo.v3.sparse import Row, TileSchedulerSparse, at
+from flashzoo.v3.traits import MASK_Q, KernelBackwardSparse
 
 
 @dataclass(frozen=True)
-class ScheduleBackwardSparse(ScheduleSparse, ScheduleBackward):
+class TileSchedulerBackwardSparse(TileSchedulerSparse, TileSchedulerBackward):
     """The same with a block mask, whose `Lists` of columns these are; `blocks` are tiles."""
 
     kernel: Constexpr[KernelBackwardSparse]
@@ -74,7 +75,7 @@ class _Masked:
     kernel: KernelBackwardSparse
 
     @cute.jit
-    def mask(self, schedule: ScheduleBackwardSparse, tile: Row, n: Int32, s: cute.Tensor, bounds: Bounds, thread: Int32):
+    def mask(self, schedule: TileSchedulerBackwardSparse, tile: Row, n: Int32, s: cute.Tensor, bounds: Bounds, thread: Int32):
         """Set what is not seen, of the scores of the n-th block of queries that a tile walks, to -inf."""
         kernel, tiles = self.kernel, self.kernel.tiles
         partial = n < tile.partial * kernel.parts
@@ -90,7 +91,7 @@ class _Masked:
                 self.mask_by_bits(schedule, tile, n, s, thread)
 
     @cute.jit
-    def mask_by_bits(self, schedule: ScheduleBackwardSparse, tile: Row, n: Int32, s: cute.Tensor, thread: Int32):
+    def mask_by_bits(self, schedule: TileSchedulerBackwardSparse, tile: Row, n: Int32, s: cute.Tensor, thread: Int32):
         """The same by the bits of a partial block. Both keys of a thread are in one word of a query's bits."""
         kernel, tiles = self.kernel, self.kernel.tiles
         lane = cute.arch.lane_idx()

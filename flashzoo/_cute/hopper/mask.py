@@ -8,8 +8,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, const_expr
 
-from flashzoo.v3.schedule import Bounds
-from flashzoo.v3.softmax import rows_of
+from flashzoo._cute.hopper.tile_scheduler import Bounds
+from flashzoo._cute.hopper.wgmma import rows_of
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Int32, Int64, const_expr
 
-from flashzoo.v3.config import WARPGROUP_ROWS, Kernel, KernelBackward
+from flashzoo.gpu import WARPGROUP_ROWS
 
 Bounds = tuple[tuple[Int32, Int32], tuple[Int32, Int32]]
 
@@ -28,7 +28,7 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class TileScheduler:
     """The problem as the kernel sees it, and how its tiles are handed out.
 
     A row is a query of one head, or, where `2^pack` heads of a key/value head share a tile, row `(position << pack) + head`.
@@ -46,7 +46,7 @@ class Schedule:
         counter: one zero in memory, for this launch alone until it ends.
     """
 
-    kernel: Constexpr[Kernel]
+    kernel: Constexpr[Any]
     seqlen_q: Int32
     seqlen_k: Int32
     heads: Int32
@@ -187,13 +187,11 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class ScheduleBackward(Schedule):
+class TileSchedulerBackward(TileScheduler):
     """The same for the backward pass, whose tiles are blocks of keys, each with all queries that see it.
 
     `heads` are key/value heads, each with the queries of `group` heads; no heads are packed.
     """
-
-    kernel: Constexpr[KernelBackward]
 
     def block_of(self, rank: Int32) -> Int32:
         """Under a causal mask the first keys are seen by the most queries, and go first."""

@@ -1,0 +1,1 @@
+"""What any Hopper kernel in CuTe DSL needs on the device, whatever it computes."""

@@ -1,0 +1,7 @@
+"""Our dtypes as CuTe DSL's."""
+
+from __future__ import annotations
+
+from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Uint32
+
+DTYPES = {"fp16": Float16, "bf16": BFloat16, "e4m3": Float8E4M3FN, "fp32": Float32, "i32": Int32, "u32": Uint32}

@@ -1,0 +1,48 @@
+"""What TMA moves between memory and shared memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float32, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+
+def tma_atom(operation: Any, x: cute.Tensor, layout: cute.ComposedLayout) -> cute.CopyAtom:
+    """A TMA copy between a tensor, head dim first and rows third from the end, and stages (rows, width, stages) of that layout."""
+    rows = cute.rank(x) - 3
+    rows_first = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[rows, *[i for i in range(cute.rank(x)) if i != rows]]))
+    box = cute.select(layout, mode=[0, 1])
+    return cpasync.make_tiled_tma_atom(operation, rows_first, box, cute.product_each(box.shape))[0]
+
+
+@cute.jit
+def load(
+    tma: cute.CopyAtom,
+    tile: cute.Tensor,
+    origin: tuple,
+    full: cute.Pointer,
+    values: cute.Pointer | None = None,
+    column: cute.Tensor | None = None,
+):
+    """Have TMA read the box at `origin` into a tile, and float32 values into a column beside it; arrive at `full` with both."""
+    memory, on_chip = box_of(tma, tile, origin)
+    floats = 0 if const_expr(column is None) else cute.size(column)
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(full, cute.size(tile) * tile.element_type.width // 8 + 4 * floats)
+        if const_expr(column is not None):
+            source = cute.make_tensor(values.align(16), cute.make_layout(floats))
+            cute.copy(cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32), source, column, mbar_ptr=full)
+    cute.copy(tma, memory, on_chip, tma_bar_ptr=full)
+
+
+@cute.jit
+def box_of(tma: cute.CopyAtom, tile: cute.Tensor, origin: tuple):
+    """The two sides of a TMA copy: the box at `origin` (head dim first, rows third from the end), and the tile (rows, width)."""
+    rows, width = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
+    box = cute.make_identity_tensor((width, *[1] * (len(origin) - 4), rows, 1, 1))
+    at_origin = cute.group_modes(cute.domain_offset(origin, box), 0, len(origin))
+    columns_first = cute.make_tensor(tile.iterator, cute.select(tile.layout, mode=[1, 0]))
+    on_chip, memory = cpasync.tma_partition(tma, 0, cute.make_layout(1), cute.group_modes(columns_first, 0, 2), at_origin)
+    return memory, on_chip

@@ -1,0 +1,52 @@
+"""Products on the tensor cores: their operands in shared memory and their results in registers."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Constexpr
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.utils import hopper_helpers
+
+# Registers of a thread, by the number of consumer warpgroups (setmaxnreg): of a multiprocessor's 64 K the producer gives up most
+# of its share. No table has one consumer: it is the smallest kernel there is, for tests.
+PRODUCER_REGISTERS = {1: 56, 2: 24, 3: 32, 4: 24}
+CONSUMER_REGISTERS = {1: 256, 2: 240, 3: 160, 4: 112}
+
+
+@cute.jit
+def gemm(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, zero: Constexpr[bool]):
+    """Issue `acc = a b^T` (zero) or `acc += a b^T` as one group of WGMMAs; wait for the group before touching acc."""
+    atom = cute.make_mma_atom(mma.op)
+    warpgroup.fence()
+    for i in cutlass.range_constexpr(cute.size(a, mode=[2])):
+        atom.set(warpgroup.Field.ACCUMULATE, not (zero and i == 0))
+        cute.gemm(atom, acc, a[None, None, i], b[None, None, i], acc)
+    warpgroup.commit_group()
+
+
+def shared_layout(dtype: type[cutlass.Numeric], rows: int, width: int, slots: int) -> cute.ComposedLayout:
+    """(rows, width, slots), swizzled as TMA writes and WGMMA reads it."""
+    kind = hopper_helpers.get_smem_layout_atom(cutlass.tensor_utils.LayoutEnum.ROW_MAJOR, dtype, width)
+    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, width, slots), (0, 1, 2))
+
+
+def transposed(slots: cute.Tensor) -> cute.Tensor:
+    """Slots of (rows, width) as (width, rows)."""
+    return cute.make_tensor(slots.iterator, cute.select(slots.layout, mode=[1, 0, 2]))
+
+
+def rows_of(acc: cute.Tensor) -> cute.Tensor:
+    """A WGMMA result's registers as (pair, row, pairs): pairs of columns, 8 apart, of the rows `lane / 4` and 8 below."""
+    return cute.make_tensor(acc.iterator, cute.make_layout((2, 2, cute.size(acc) // 4)))
+
+
+@cute.jit
+def to_16_bits(x: cute.Tensor, y: cute.Tensor):
+    """Round. WGMMA's result and its operand have the same layout, register by register; a pair is one instruction."""
+    # Pairs by fours, only because CuTe DSL warns its users of loops of 64 and more.
+    x_parts = cute.make_tensor(x.iterator, cute.make_layout((2, 4, cute.size(x) // 8)))
+    y_parts = cute.make_tensor(y.iterator, cute.make_layout((2, 4, cute.size(y) // 8)))
+    for i in cutlass.range_constexpr(cute.size(y) // 8):
+        for j in cutlass.range_constexpr(4):
+            y_parts[None, j, i].store(x_parts[None, j, i].load().to(y.element_type))

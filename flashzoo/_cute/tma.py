@@ -1,0 +1,62 @@
+"""Which tensors TMA can read where they lie, and their descriptors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flashzoo._cute.driver import TensorMap
+from flashzoo.dtypes import BYTES
+
+Ints = tuple[int, ...]
+
+
+def readable(shape: Ints, strides: Ints, address: int = 0, size: int = 2) -> bool:
+    """Whether TMA can read a tensor where it lies: rows without gaps, start and strides in steps of 16 bytes, nothing broadcast.
+
+    `size` is an element's, in bytes.
+    """
+    steps = [size * stride for stride, length in zip(strides[:-1], shape[:-1], strict=True) if length > 1]
+    return strides[-1] == 1 and not address & 15 and all(step > 0 and step % 16 == 0 for step in steps)
+
+
+def made_readable(x: Tensor) -> Tensor:
+    """The tensor, or a copy if TMA can't read it where it lies."""
+    if readable(x.shape, x.stride(), x.data_ptr(), x.itemsize):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def dense(shape: Ints, order: Ints) -> Ints:
+    """Strides of a tensor without gaps, whose dimensions follow one another as those of other strides do."""
+    strides, step = [0] * len(shape), 1
+    for i in sorted(range(len(shape)), key=order.__getitem__):
+        strides[i], step = step, step * shape[i]
+    return tuple(strides)
+
+
+def in_bytes(dtype: str, strides: Ints, sizes: Ints) -> list[int]:
+    """In bytes. The stride of a dimension of size 1 means nothing to torch and may be anything, but TMA wants steps of 16."""
+    return [BYTES[dtype] * stride if size > 1 else 16 for stride, size in zip(strides, sizes, strict=False)]
+
+
+def tensor_map(dtype: str, sizes: Ints, strides: Ints, width: int, box: Ints) -> TensorMap:
+    """Descriptors for tiles of that width: rows on chip are 128 bytes, or 64 where only those divide it.
+
+    Args:
+        dtype: of the tensor.
+        sizes: innermost dimension first.
+        strides: in bytes, of all dimensions but the innermost.
+        width: of a tile, in elements.
+        box: sizes of what one instruction moves, but for the innermost dimension's.
+    """
+    size = BYTES[dtype]
+    row_bytes = 128 if size * width % 128 == 0 else 64
+    return TensorMap(dtype, sizes, strides, (row_bytes // size, *box), row_bytes)
+
+
+def map_of_rows(dtype: str, shape: Ints, strides: Ints, width: int, rows: int) -> TensorMap:
+    """Descriptors of a tensor `(batch, seqlen, heads, head_dim)`, as head dim, seqlen, heads, batch; a box holds so many rows."""
+    batch, seqlen, heads, head_dim = shape
+    by_batch, by_row, by_head = in_bytes(dtype, strides, shape[:3])
+    return tensor_map(dtype, (head_dim, seqlen, heads, batch), (by_row, by_head, by_batch), width, (rows, 1, 1))

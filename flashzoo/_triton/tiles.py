@@ -1,0 +1,103 @@
+"""What launches of tiled attention kernels have in common: which tiles TMA reads, constexprs, the kernel of delta."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from flashzoo._triton.launch import Launch
+from flashzoo.integers import cdiv, next_power_of_2
+from flashzoo.spec import Problem
+
+Strides = tuple[int, ...]
+
+# No side of a tile of the tensor cores is shorter.
+TENSOR_CORE = 16
+# Rows that delta and LSE are padded to a multiple of: no block of queries is longer.
+LONGEST_BLOCK = 128
+
+
+class Tiles(Protocol):
+    """How a kernel is cut, as far as it matters here; a dataclass.
+
+    Attributes:
+        block_q, block_kv: rows of a block of queries and of keys.
+        tma: read what streams by through TMA descriptors where its layout allows it.
+        registers: how many of the blocks that a program owns go to the tensor cores from registers.
+    """
+
+    @property
+    def block_q(self) -> int: ...
+    @property
+    def block_kv(self) -> int: ...
+    @property
+    def tma(self) -> bool: ...
+    @property
+    def registers(self) -> int: ...
+
+
+T = TypeVar("T", bound=Tiles)
+
+
+def aligned(*tensors: Tensor) -> bool:
+    """Whether every tensor starts at a multiple of 16 bytes, as TMA asks."""
+    addresses = 0
+    for tensor in tensors:
+        addresses |= tensor.data_ptr()
+    return not addresses & 15
+
+
+def usable(tiles: T, problem: Problem, aligned: bool, strides: Strides) -> T:
+    """The tiles, by plain loads where TMA can't read q, k, v (and dout) as they lie: in steps of 16 bytes, none of 0."""
+    q_sizes = (problem.batch, problem.seqlen_q, problem.heads)
+    kv_sizes = (problem.batch, problem.seqlen_k, problem.heads_kv)
+    steps = [stride for stride, size in zip(strides, (*q_sizes, *kv_sizes, *kv_sizes, *q_sizes), strict=False) if size > 1]
+    elements = 4 if problem.dtype == "fp32" else 8
+    readable = aligned and all(step > 0 and step % elements == 0 for step in steps)
+    return tiles if readable or not tiles.tma else replace(tiles, tma=False, registers=0)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+def constexprs(problem: Problem, tiles: Tiles, masks: dict[str, Any], *owned: str) -> dict[str, Any]:
+    """Constexprs of a kernel: its tile, what it masks by, whether TMA reads, and by name which owned blocks are in registers."""
+    return {
+        "HEAD_DIM": problem.head_dim,
+        "BLOCK_D": next_power_of_2(problem.head_dim, TENSOR_CORE),
+        "BLOCK_Q": tiles.block_q,
+        "BLOCK_KV": tiles.block_kv,
+        **masks,
+        "TMA": tiles.tma,
+        **{name: tiles.registers > nth for nth, name in enumerate(owned)},
+    }
+
+
+def tma_tiles(problem: Problem, tiles: Tiles, *rows: int | tuple[int, ...] | None) -> tuple[tuple[int, ...] | None, ...]:
+    """What TMA reads of each tensor: a tile of so many rows of one head, a tile as given, or nothing."""
+    if not tiles.tma:
+        return ()
+    return tuple((1, tile, 1, next_power_of_2(problem.head_dim, TENSOR_CORE)) if isinstance(tile, int) else tile for tile in rows)
+
+
+def rows_of_owned(tiles: Tiles, rows: int) -> list[int | None]:
+    """Of the two blocks that a program owns at most, the rows that TMA reads: those that go through registers."""
+    return [rows if tiles.registers > nth else None for nth in range(2)]
+
+
+def padded(seqlen_q: int) -> int:
+    """Rows of a head that delta and LSE have room for."""
+    return cdiv(seqlen_q, LONGEST_BLOCK) * LONGEST_BLOCK
+
+
+def launch_of_delta(kernel: JITFunction, problem: Problem, strides: Strides, dlse: bool) -> Launch:
+    """The launch of a `delta_kernel`; strides of out and dout."""
+    block_q, rows = 64, padded(problem.seqlen_q)
+    return Launch(
+        kernel,
+        rows // block_q * problem.batch * problem.heads,
+        (*strides, problem.seqlen_q, rows, problem.heads),
+        {"HEAD_DIM": problem.head_dim, "BLOCK_D": next_power_of_2(problem.head_dim, TENSOR_CORE), "BLOCK_Q": block_q, "DLSE": dlse},
+        num_warps=4,
+        num_stages=1,
+    )

@@ -1,0 +1,79 @@
+"""What v3 says of a problem: why it refuses it, how it is cut and why so, what happens silently."""
+
+from __future__ import annotations
+
+from flashzoo.spec import Problem
+from flashzoo.v3.config import BACKWARD, HOPPER, kernel_backward_for, kernel_for, kernel_fp8_for, pack_for, prepares, width_for
+from flashzoo.v3.traits import MASK_Q
+
+
+def refusals(problem: Problem) -> list[str]:
+    """Sentences on what `Spec` can't say that v3 does not take."""
+    mask, found = problem.block_mask, []
+    if mask is None:
+        return found
+    if mask.block_q != MASK_Q:
+        found.append(f"takes block masks with block_q {MASK_Q}, got {mask.block_q}")
+    if problem.grad:
+        tile = BACKWARD[width_for(max(problem.head_dim, problem.head_dim_v), BACKWARD)].block_kv
+        if mask.block_kv % tile:
+            found.append(
+                f"its backward pass takes block masks with block_kv in multiples of {tile} at these head dims, got {mask.block_kv}"
+            )
+        if mask.heads > 1 and problem.heads != problem.heads_kv:
+            shared = f"{problem.heads} query heads on {problem.heads_kv} key/value heads"
+            found.append(f"its backward pass takes block masks with heads 1 for {shared}, got {mask.heads}")
+        if problem.deterministic:
+            found.append("its backward pass takes block masks with deterministic=False, got True")
+    return found
+
+
+def describe(problem: Problem) -> list[str]:
+    """Sentences for `explain`: how the problem is cut and why so, and what happens silently."""
+    kernel = kernel_for(problem)
+    lines = [f"forward: {kernel.tiles}"]
+    widths = kernel.width, kernel.width_v
+    own = f"tiles: those of head_dim {max(widths)}, not measured for {problem.head_dim}/{problem.head_dim_v}"
+    if problem.block_mask is not None:
+        lines.append("a tile is a row of the block mask, whose list of blocks it walks, the longest rows first")
+    else:
+        lines.append("tiles: the fastest measured on an H200" if widths in HOPPER else own)
+    of_v = [("head_dim_v", problem.head_dim_v, kernel.width_v)] if problem.head_dim_v != problem.head_dim else []
+    for name, head_dim, width in (("head_dim", problem.head_dim, kernel.width), *of_v):
+        if head_dim != width:
+            lines.append(f"{name} {head_dim} is padded to {width} on chip, not in memory")
+    if pack := pack_for(problem, kernel.tiles.block_q):
+        lines.append(f"{1 << pack} query heads of a key/value head share a tile")
+    if problem.grad:
+        lines += _describe_backward(problem)
+    lines.append("copies what TMA can't read in place: a start or stride that is no multiple of 16 bytes, a broadcast dimension")
+    return lines
+
+
+def _describe_backward(problem: Problem) -> list[str]:
+    backward = kernel_backward_for(problem)
+    run_at = f"head dims run at {backward.width}"
+    lines = [f"backward: {backward.tiles}, {run_at}; dQ is summed in float32 memory of its own"]
+    if problem.deterministic:
+        lines.append("backward: blocks of keys add to dQ in a fixed order, each after the one before")
+    return lines
+
+
+def describe_fp8(problem: Problem) -> list[str]:
+    """As `describe`, for FP8."""
+    quantised = problem.precision is not None
+    kernel = kernel_fp8_for(problem, quantised, quantised or prepares(problem))
+    lines = [f"forward: {kernel.tiles}, each block's product promoted to float32"]
+    if quantised:
+        lines.append("q, k and v are quantised to e4m3: k less a mean of its keys, q and k rotated, a scale for each 128 rows")
+    if problem.grad:
+        lines.append("backward: v3's, in 16 bits on the saved inputs; it runs v3's forward pass again first")
+        lines += _describe_backward(problem)
+    if problem.head_dim != kernel.width:
+        lines.append(f"head_dim {problem.head_dim} is padded to {kernel.width} on chip, not in memory")
+    if pack := pack_for(problem, kernel.tiles.block_q):
+        lines.append(f"{1 << pack} query heads of a key/value head share a tile")
+    if not quantised:
+        lines.append("v is transposed " + ("into memory of its own first" if kernel.transposed else "on chip"))
+        lines.append("copies what TMA can't read in place: a start or stride that is no multiple of 16 bytes, a broadcast dimension")
+    return lines

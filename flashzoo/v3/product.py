@@ -1,0 +1,104 @@
+"""The product of P with V in 16 bits: how V reaches the tensor core, and how a block's product is added to O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.nvgpu.common import OperandMajorMode
+from cutlass.utils import hopper_helpers
+
+from flashzoo._cute.hopper.dtypes import DTYPES
+from flashzoo._cute.hopper.pipeline import Pipeline
+from flashzoo._cute.hopper.tile_scheduler import TileScheduler
+from flashzoo._cute.hopper.wgmma import gemm, shared_layout, to_16_bits, transposed
+from flashzoo.gpu import WARPGROUP_ROWS
+from flashzoo.v3.softmax import scale_rows
+from flashzoo.v3.traits import Kernel
+
+
+@dataclass(frozen=True)
+class RawV:
+    """Where V lies as it came, when it is rearranged on chip: slots of (keys, head_dim), and their pipeline."""
+
+    v: cute.Tensor
+    pipeline: Pipeline
+
+
+class ValuePath:
+    """V goes straight to where the tensor core reads it, as it lies in memory: keys, head dim.
+
+    Attributes:
+        helpers: how many warps of the producer's warpgroup work on V, beside the producer.
+        stages: blocks of V that TMA loads ahead.
+    """
+
+    helpers: int = 0
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.dtype: type[cutlass.Numeric] = DTYPES[kernel.dtype]
+        self.stages: int = kernel.tiles.stages
+
+    def shared_layout(self) -> cute.ComposedLayout:
+        """Of what TMA loads: (keys, head_dim, slots)."""
+        tiles = self.kernel.tiles
+        return shared_layout(self.dtype, tiles.block_kv, self.kernel.width_v, tiles.teams * self.stages)
+
+    def origin(self, first_key: Int32, head: Int32, batch: Int32) -> tuple[Any, ...]:
+        """Where a block of V begins in memory."""
+        return (0, first_key, head, batch)
+
+    def allocate(self, smem: cutlass.memory.SmemAllocator, layout: cute.ComposedLayout) -> tuple[cute.Tensor, cute.Tensor | None]:
+        """The slots that the tensor core reads, and those that TMA fills where these are others."""
+        return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner), None
+
+    def operand(self, v: cute.Tensor) -> cute.Tensor:
+        """The slots that the tensor core reads as (head_dim, keys, slots)."""
+        return transposed(v)
+
+    def help(self, schedule: TileScheduler, on_chip: Any, helper: Int32) -> None:
+        """What a helper does."""
+
+
+class Product:
+    """P from registers times V, added to O by the tensor core.
+
+    Attributes:
+        columns: of O, that are multiplied at a time.
+    """
+
+    v_major: OperandMajorMode = OperandMajorMode.MN
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.dtype: type[cutlass.Numeric] = DTYPES[kernel.dtype]
+        self.columns: int = kernel.width_v
+
+    def mma(self, columns: int) -> cute.TiledMma:
+        """P times so many columns of V."""
+        return hopper_helpers.make_trivial_tiled_mma(
+            *(self.dtype, self.dtype, OperandMajorMode.K, self.v_major), Float32, (1, 1, 1), (WARPGROUP_ROWS, columns),
+            a_source=warpgroup.OperandSource.RMEM,
+        )  # fmt: skip
+
+    def to_operand(self, s: cute.Tensor, p: cute.Tensor) -> None:
+        """P as the operand of the next product."""
+        to_16_bits(s, p)
+
+    def issue(self, consumer: Any, n: Int32) -> cute.Tensor | None:
+        """Issue P times the n-th block of V, a group of WGMMAs to wait for: its result, or None where that is added to O."""
+        gemm(consumer.mma_pv, consumer.o, consumer.p, consumer.v[None, None, None, consumer.on_chip.v_pipeline.slot(n)], False)
+
+    def add(self, consumer: Any, product: cute.Tensor | None) -> None:
+        """What is left of adding a block's finished product to O: nothing, where the tensor core does."""
+
+    @cute.jit
+    def rescale(self, consumer: Any, needed: Boolean, alpha: cute.Tensor):
+        """O to the rows' new reference."""
+        if needed:
+            scale_rows(consumer.o, alpha)

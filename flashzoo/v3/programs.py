@@ -1,0 +1,125 @@
+"""The kernels of v3: which program compiles each kind, and which arguments a launch of it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from flashzoo._cute.arguments import FLOAT, INT, Arguments, Parameter, Pointer, Record, Tma
+from flashzoo._cute.cache import cached
+from flashzoo._cute.compile import compile_for
+from flashzoo._cute.driver import Function
+from flashzoo.v3.traits import Kernel, KernelBackward, KernelBackwardSparse, KernelFp8, KernelSparse
+
+ARCH = "sm_90a"
+
+SCHEDULE: dict[str, Parameter] = {
+    **dict.fromkeys(("seqlen_q", "seqlen_k", "heads", "group", "pack", "window_left", "window_right"), INT),
+    **dict.fromkeys(("blocks", "batch_heads", "heads_in_section"), INT),
+    "counter": Pointer("i32"),
+}
+"""Fields of `schedule.TileScheduler`."""
+
+LISTS: dict[str, Parameter] = {
+    **dict.fromkeys(("list_batch", "list_head", "width", "bit_blocks"), INT),
+    **dict.fromkeys(("order", "counts", "full", "indices", "bit_index"), Pointer("i32")),
+    "bits": Pointer("u32", align=16),
+}
+"""Those that `sparse.TileSchedulerSparse` has more, of a block mask."""
+
+DESCALE: dict[str, Parameter] = {"values": Pointer("fp32"), **dict.fromkeys(("batch", "head", "block"), INT)}
+"""Fields of `fp8.Descale`."""
+
+
+def _forward(kernel: Kernel, schedule: str, more: dict[str, Parameter], **scaling: Parameter) -> Arguments:
+    packed, plain = (None,) * 4, (None,) * 3
+    transposed = isinstance(kernel, KernelFp8) and kernel.transposed
+    return Arguments(
+        q=Tma(kernel.dtype, (kernel.width, *packed)),
+        k=Tma(kernel.dtype, (kernel.width, *plain)),
+        v=Tma(kernel.dtype, (None, kernel.width_v, None, None) if transposed else (kernel.width_v, *plain)),
+        out=Tma(kernel.out_dtype, (kernel.width_v, *packed)),
+        lse=Pointer("fp32"),
+        schedule=Record(schedule, {**SCHEDULE, **more}, (kernel,)),
+        **scaling,
+    )
+
+
+def _forward_fp8(kernel: KernelFp8) -> Arguments:
+    descales = {name: Record("flashzoo.v3.fp8:Descale", DESCALE, prefix=f"{name}_") for name in ("q", "k", "v")}
+    scaling = {"scale_log2": FLOAT, **descales, "q_group": INT}
+    return _forward(kernel, "flashzoo._cute.hopper.tile_scheduler:TileScheduler", {}, scaling=Record("flashzoo.v3.fp8:Scaling", scaling))
+
+
+def _backward(kernel: KernelBackward, schedule: str, more: dict[str, Parameter]) -> Arguments:
+    of_q, of_v = (Tma(kernel.dtype, (width, None, None, None)) for width in (kernel.width, kernel.width_v))
+    return Arguments(
+        **{"q": of_q, "k": of_q, "v": of_v, "dout": of_v, "dk": of_q, "dv": of_v},
+        **dict.fromkeys(("lse", "delta", "dq"), Pointer("fp32")),
+        turns=Pointer("i32"),
+        schedule=Record(schedule, {**SCHEDULE, **more}, (kernel,)),
+        scale_log2=FLOAT,
+        scale=FLOAT,
+    )
+
+
+@dataclass(frozen=True)
+class Program:
+    """What compiles the kernels of a kind.
+
+    Attributes:
+        device: the CuTe DSL program, "module:class"; imported when a kernel is compiled.
+        arguments: of a kernel, in the order of the program's `__call__`.
+        by_gradient: the program where tiles are cut by gradient.
+    """
+
+    device: str
+    arguments: Callable[[Any], Arguments]
+    by_gradient: str = ""
+
+
+PROGRAMS: dict[type[Kernel | KernelBackward], Program] = {
+    Kernel: Program(
+        "flashzoo.v3.forward:Forward",
+        lambda kernel: _forward(kernel, "flashzoo._cute.hopper.tile_scheduler:TileScheduler", {}, scale_log2=FLOAT),
+    ),
+    KernelSparse: Program(
+        "flashzoo.v3.sparse:ForwardSparse",
+        lambda kernel: _forward(kernel, "flashzoo.v3.sparse:TileSchedulerSparse", LISTS, scale_log2=FLOAT),
+    ),
+    KernelFp8: Program("flashzoo.v3.fp8:ForwardFp8", _forward_fp8),
+    KernelBackward: Program(
+        "flashzoo.v3.backward:Backward",
+        lambda kernel: _backward(kernel, "flashzoo._cute.hopper.tile_scheduler:TileSchedulerBackward", {}),
+        by_gradient="flashzoo.v3.backward_by_gradient:BackwardByGradient",
+    ),
+    KernelBackwardSparse: Program(
+        "flashzoo.v3.sparse_backward:BackwardSparse",
+        lambda kernel: _backward(kernel, "flashzoo.v3.sparse_backward:TileSchedulerBackwardSparse", LISTS),
+        by_gradient="flashzoo.v3.sparse_backward:BackwardByGradientSparse",
+    ),
+}
+
+
+def arguments_of(kernel: Kernel | KernelBackward) -> Arguments:
+    """What a launch of the kernel takes."""
+    return PROGRAMS[type(kernel)].arguments(kernel)
+
+
+def program(kernel: Kernel | KernelBackward) -> tuple[Any, tuple[Any, ...]]:
+    """The CuTe DSL program of a kernel, and arguments to compile it with."""
+    of_kind = PROGRAMS[type(kernel)]
+    by_gradient = isinstance(kernel, KernelBackward) and kernel.tiles.by_gradient
+    module, _, name = (of_kind.by_gradient if by_gradient else of_kind.device).partition(":")
+    return getattr(import_module(module), name)(kernel), arguments_of(kernel).examples()
+
+
+@cache
+def function_for(kernel: Kernel | KernelBackward) -> Function:
+    """The kernel, from the cache on disk or compiled into it, and loaded."""
+    image = cached((ARCH, repr(kernel)), Path(__file__).parent, lambda: compile_for(ARCH, *program(kernel)))
+    return Function(image, kernel.threads, kernel.shared_bytes, arguments_of(kernel))

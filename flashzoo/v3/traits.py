@@ -1,0 +1,351 @@
+"""What a kernel of v3 is compiled for: how it is cut, and what follows from that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from flashzoo.dtypes import BYTES
+from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS
+from flashzoo.integers import cdiv
+from flashzoo.spec import DESCALE_BLOCK
+
+MASK_Q = 128
+"""Queries of a block of those masks that block-sparse kernels take: a tile's."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the forward kernel is cut and scheduled.
+
+    Attributes:
+        consumers: consumer warpgroups, each with 64 queries of the tile.
+        block_kv: keys of a block (the paper's B_c).
+        stages: blocks of K, and as many of V, on chip at a time.
+        q_stages: with 2, the queries of the next tile arrive while those of this one are in use.
+        ping_pong: the warpgroups take turns in issuing their products, so that one's run under the other's softmax.
+        overlap: inside a warpgroup, the product for the next block's scores is issued before the softmax of this one.
+        teams: how many tiles a thread block works on at a time, each with consumers, a producer and shared memory of its own. Only
+            block-sparse kernels have more than one.
+    """
+
+    consumers: int
+    block_kv: int
+    stages: int = 2
+    q_stages: int = 1
+    ping_pong: bool = True
+    overlap: bool = True
+    teams: int = 1
+
+    @property
+    def block_q(self) -> int:
+        """Queries of a tile (the paper's B_r)."""
+        return WARPGROUP_ROWS * self.consumers
+
+    def __str__(self) -> str:
+        how = [name for name, on in (("ping-pong", self.ping_pong), ("overlap", self.overlap)) if on]
+        at_a_time = "" if self.teams == 1 else f"{self.teams} at a time, each with "
+        size = f"{self.block_q}x{self.block_kv} tiles, {at_a_time}{self.consumers} consumer warpgroups"
+        return f"{size}, {self.stages} stages, {self.q_stages} of queries, {' and '.join(how) or 'serial'}"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Everything that a forward kernel is compiled for; all else is an argument of its launch.
+
+    Attributes:
+        dtype: "fp16" or "bf16", and "e4m3" for `KernelFp8`.
+        width, width_v: of `WIDTHS`, for q and k, and for v and out.
+        left, right: whether the visible band is bounded on that side.
+        tiles: how it is cut.
+    """
+
+    dtype: str
+    width: int
+    width_v: int
+    left: bool
+    right: bool
+    tiles: Tiles
+
+    def __post_init__(self) -> None:
+        if self.tiles.teams != 1:
+            raise ValueError(f"a kernel without a block mask has one team, got {self.tiles}")
+
+    @property
+    def out_dtype(self) -> str:
+        """Of out."""
+        return self.dtype
+
+    @property
+    def stages_of_v(self) -> int:
+        """Blocks of V on chip."""
+        return self.tiles.stages
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: a producer warpgroup and the consumers."""
+        return WARPGROUP * (1 + self.teams * self.tiles.consumers)
+
+    @property
+    def teams(self) -> int:
+        """How many tiles a thread block works on at a time."""
+        return self.tiles.teams
+
+    @property
+    def width_o(self) -> int:
+        """Columns of O that a warpgroup stages on chip at a time, on their way to memory."""
+        return self.width_v // cdiv(self.width_v, 128)
+
+    @property
+    def words_of_tile(self) -> int:
+        """32-bit words through which a tile is handed over: its number."""
+        return 1
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: Q, K, V and O, two mbarriers for each slot, a tile."""
+        tiles = self.tiles
+        elements = tiles.q_stages * tiles.block_q * self.width
+        elements += tiles.block_kv * (tiles.stages * self.width + self.stages_of_v * self.width_v)
+        slots = tiles.q_stages * tiles.consumers + tiles.stages + self.stages_of_v + 1
+        out = BYTES[self.out_dtype] * tiles.block_q * self.width_o
+        return tiles.teams * (BYTES[self.dtype] * elements + out + 16 * slots) + 8 * cdiv(tiles.teams * self.words_of_tile, 2)
+
+
+@dataclass(frozen=True)
+class KernelSparse(Kernel):
+    """A block-sparse forward kernel: its tiles are rows of the block mask, `left` and `right` bound the band of partial blocks.
+
+    Attributes:
+        mask_kv: keys of a block of the mask.
+        bits: partial blocks have a mask of elements too.
+    """
+
+    mask_kv: int
+    bits: bool
+
+    def __post_init__(self) -> None:
+        tiles = self.tiles
+        if tiles.block_q != MASK_Q or self.mask_kv % tiles.block_kv or tiles.block_kv % 32:
+            expected = f"{MASK_Q} queries and, of blocks of {self.mask_kv} keys, a part in steps of 32"
+            raise ValueError(f"a block-sparse kernel has {expected}, got {tiles}")
+
+    @property
+    def parts(self) -> int:
+        """Blocks of keys that make one of the mask's."""
+        return self.mask_kv // self.tiles.block_kv
+
+    @property
+    def words_of_tile(self) -> int:
+        """32-bit words through which a tile is handed over: its number, its row, how much the row keeps."""
+        return 5
+
+
+@dataclass(frozen=True)
+class KernelFp8(Kernel):
+    """An FP8 forward kernel: `dtype` is "e4m3".
+
+    Attributes:
+        out: dtype of out, "bf16" or "fp16".
+        block_scales: K or V has a scale for each `DESCALE_BLOCK` rows, and not one for each head.
+        transposed: V comes as (head_dim, keys), in the order of `quantize.transpose_v`; else it is transposed on chip.
+        columns: of O, that are multiplied at a time where two_level.
+        raw_stages: blocks of V on chip that are yet to be transposed.
+        two_level: each block's product is added to O in float32, and not by the tensor core.
+    """
+
+    out: str
+    block_scales: bool
+    transposed: bool
+    columns: int
+    raw_stages: int
+    two_level: bool = True
+
+    def __post_init__(self) -> None:
+        if self.tiles.block_kv != DESCALE_BLOCK or self.width_v % self.columns:
+            expected = f"blocks of {DESCALE_BLOCK} keys and columns that divide {self.width_v}"
+            raise ValueError(f"an FP8 kernel has {expected}, got {self.tiles.block_kv} and {self.columns}")
+
+    @property
+    def out_dtype(self) -> str:
+        """Of out."""
+        return self.out
+
+    @property
+    def stages_of_v(self) -> int:
+        """Blocks of V on chip, transposed and not yet."""
+        return self.tiles.stages + (0 if self.transposed else self.raw_stages)
+
+
+@dataclass(frozen=True)
+class TilesBackward:
+    """How the backward kernel is cut. There are two ways:
+
+    By keys: each consumer warpgroup has 64 of the tile's keys, and dK and dV of them. By gradient, where a warpgroup's registers don't
+    hold both: one has dV and P, the other dK and dS, of the tile's 64 keys, and each half of the columns of dQ.
+
+    Attributes:
+        block_q: queries that are taken at a time.
+        block_kv: keys of a tile; 64 is cut by gradient.
+        stages: blocks of Q, and as many of dO, on chip at a time.
+        ds_stages: blocks of dS on chip: with 2, a warpgroup writes the next before the others have read the last.
+    """
+
+    block_q: int
+    block_kv: int = 128
+    stages: int = 2
+    ds_stages: int = 2
+
+    @property
+    def by_gradient(self) -> bool:
+        """Whether the warpgroups share keys, and each has a gradient of them."""
+        return self.block_kv == WARPGROUP_ROWS
+
+    @property
+    def consumers(self) -> int:
+        """Consumer warpgroups."""
+        return 2 if self.by_gradient else self.block_kv // WARPGROUP_ROWS
+
+    def __str__(self) -> str:
+        size = f"{self.block_kv} keys by {self.block_q} queries, {self.consumers} consumer warpgroups"
+        whose = "one with dV and one with dK" if self.by_gradient else "each with 64 of the keys"
+        return f"{size}, {whose}, {self.stages} stages of queries"
+
+
+COLUMNS = 64
+"""Of dQ, that a warpgroup computes at a time where tiles are cut by gradient."""
+
+WRITERS = 3
+"""Writer warps of the backward pass in deterministic mode: all that the loader leaves."""
+
+
+@dataclass(frozen=True)
+class KernelBackward:
+    """Everything that a backward kernel is compiled for.
+
+    Attributes:
+        dtype: "fp16" or "bf16".
+        width, width_v: keys of `BACKWARD`, for q and k, and for v and out.
+        left, right: whether the visible band is bounded on that side.
+        deterministic: dQ is accumulated in a fixed order.
+        tiles: how it is cut.
+    """
+
+    dtype: str
+    width: int
+    width_v: int
+    left: bool
+    right: bool
+    deterministic: bool
+    tiles: TilesBackward
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: a producer warpgroup and the consumers."""
+        return WARPGROUP * (1 + self.tiles.consumers)
+
+    teams: ClassVar[int] = 1
+    """How many tiles a thread block works on at a time."""
+
+    @property
+    def words_of_tile(self) -> int:
+        """32-bit words through which a tile is handed over: its number."""
+        return 1
+
+    def blocks_q(self, seqlen_q: int) -> int:
+        """Blocks of queries of a head, for which there are sums of dQ, LSE and delta. Kernels compute it too."""
+        return (seqlen_q + self.tiles.block_q - 1) // self.tiles.block_q
+
+    def blocks_kv(self, seqlen_k: int) -> int:
+        """Tiles of a head."""
+        return cdiv(seqlen_k, self.tiles.block_kv)
+
+    @property
+    def dq_by_rows(self) -> bool:
+        """Whether each warpgroup computes dQ of 64 of the queries, and not some of its columns."""
+        return not self.tiles.by_gradient and self.tiles.block_q == WARPGROUP_ROWS * self.tiles.consumers
+
+    @property
+    def dq_part(self) -> tuple[int, int]:
+        """Queries and columns of a warpgroup's part of dQ."""
+        tiles = self.tiles
+        return (WARPGROUP_ROWS, self.width) if self.dq_by_rows else (tiles.block_q, self.width // tiles.consumers)
+
+    @property
+    def writers(self) -> int:
+        """Warps of the producer's warpgroup that see to dQ in memory, step by step in turns.
+
+        Deterministic, each step waits for others' sums to arrive, and for its own: one warp would not keep up. By gradient the
+        consumers add by themselves, and only their turns have to be seen to.
+        """
+        return WRITERS if self.deterministic else 0 if self.tiles.by_gradient else 1
+
+    @property
+    def turns(self) -> int:
+        """Parts of a block of dQ that have turns of their own. By gradient the columns that a warpgroup adds at a time: then the next
+        block of keys can begin on the first while this one is at the last."""
+        return self.dq_part[1] // COLUMNS if self.tiles.by_gradient else 1
+
+    @property
+    def handed(self) -> tuple[int, int]:
+        """Float32 numbers of a slot through which they are handed over, and slots: dQ to the writer, or P to the other warpgroup."""
+        tiles, (rows, columns) = self.tiles, self.dq_part
+        return (tiles.block_q * tiles.block_kv, 1) if tiles.by_gradient else (rows * columns, tiles.consumers)
+
+    @property
+    def uses_of_handed(self) -> int:
+        """Pairs of mbarriers for what is handed over: one for each slot and each writer that takes it."""
+        return self.handed[1] * (1 if self.tiles.by_gradient else self.writers)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block: K, V, Q, dO, dS; in float32 what is handed over, delta and LSE; two mbarriers for each slot, a tile."""
+        tiles, (numbers, slots) = self.tiles, self.handed
+        elements = (tiles.block_kv + tiles.stages * tiles.block_q) * (self.width + self.width_v)
+        elements += tiles.ds_stages * tiles.block_q * tiles.block_kv
+        floats = numbers * slots + 2 * tiles.stages * tiles.block_q
+        pipelines = 2 * tiles.stages + tiles.ds_stages + self.uses_of_handed + max(1, self.writers) + 3
+        return BYTES[self.dtype] * elements + 4 * floats + 16 * pipelines + 8 * cdiv(self.words_of_tile, 2)
+
+
+@dataclass(frozen=True)
+class KernelBackwardSparse(KernelBackward):
+    """A block-sparse backward kernel: its tiles are columns of the block mask or parts of them, `left` and `right` bound the band of
+    partial blocks.
+
+    Attributes:
+        mask_kv: keys of a block of the mask.
+        bits: partial blocks have a mask of elements too.
+    """
+
+    mask_kv: int
+    bits: bool
+
+    def __post_init__(self) -> None:
+        tiles = self.tiles
+        if MASK_Q % tiles.block_q or self.mask_kv % tiles.block_kv or self.deterministic:
+            expected = f"{MASK_Q} queries by {self.mask_kv} keys, or parts of them, and any order"
+            raise ValueError(f"a block-sparse kernel has {expected}, got {tiles}, deterministic={self.deterministic}")
+
+    @property
+    def parts(self) -> int:
+        """Blocks of queries that make one of the mask's."""
+        return MASK_Q // self.tiles.block_q
+
+    @property
+    def parts_of_column(self) -> int:
+        """Tiles that make a column of the mask."""
+        return self.mask_kv // self.tiles.block_kv
+
+    @property
+    def words_of_tile(self) -> int:
+        """32-bit words through which a tile is handed over, as in `KernelSparse`."""
+        return 5
+
+    def blocks_q(self, seqlen_q: int) -> int:
+        """The same, for whole blocks of the mask."""
+        return (seqlen_q + MASK_Q - 1) // MASK_Q * self.parts
+
+    def blocks_kv(self, seqlen_k: int) -> int:
+        """The same, for whole columns of the mask."""
+        return cdiv(seqlen_k, self.mask_kv) * self.parts_of_column
