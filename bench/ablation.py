@@ -69,14 +69,15 @@ def v3_fp8_one_level(
 ) -> tuple[Tensor, Tensor]:
     """v3_fp8 with O summed by the tensor core alone, on tensors that TMA reads where they lie."""
     from flashzoo.v3.config import prepares
-    from flashzoo.v3.launch_fp8 import scaling_of
+    from flashzoo.v3.launch_fp8 import or_one, scaling_of
     from flashzoo.v3.quantize import transpose_v
 
     transposed = prepares(problem)
     v = transpose_v(v) if transposed else v
     of_blocks = any(descale is not None and descale.ndim == 3 for descale in descales[1:])
     launch = fp8_launch_of(problem, (q.stride(), k.stride(), v.stride()), of_blocks, transposed, q.get_device(), two_level=False)
-    return launch(q, k, v, *scaling_of(problem, softmax_scale, descales, q.get_device()))
+    given = or_one(descales, q.get_device())
+    return launch(q, k, v, *scaling_of(problem, softmax_scale, given))
 
 
 VARIANTS = [

@@ -46,7 +46,8 @@ def forward_fp8(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale
 
         v = transpose_v(v)
     run = forward_launch(problem, q.stride(), k.stride(), v.stride(), _of_blocks(descales), transposed, q.get_device())
-    return run(q, k, v, *scaling_of(problem, softmax_scale, descales, q.get_device()))
+    given = or_one(descales, q.get_device())
+    return run(q, k, v, *scaling_of(problem, softmax_scale, given))
 
 
 def forward_16(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, Tensor]:
@@ -55,8 +56,7 @@ def forward_16(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale:
 
     x = quantize_for(q, k, v, problem, want_shift=problem.lse)
     run = forward_launch(problem, x.q.stride(), x.k.stride(), x.v.stride(), True, True, q.get_device())
-    scaling = scaling_of(problem, softmax_scale, (x.q_descale, x.k_descale, x.v_descale), q.get_device())
-    out, lse = run(x.q, x.k, x.v, *scaling)
+    out, lse = run(x.q, x.k, x.v, *scaling_of(problem, softmax_scale, (x.q_descale, x.k_descale, x.v_descale)))
     if x.lse_shift is not None:
         lse.add_(x.lse_shift, alpha=softmax_scale)  # what smoothing took from every score of a row
     return out, lse
@@ -107,19 +107,23 @@ def forward_launch(
     return ForwardLaunch(problem, kernel_fp8_for(problem, block_scales, transposed), q_strides, k_strides, v_strides, device, SCALING)
 
 
-def scaling_of(problem: Problem, softmax_scale: float, descales: Descales, device: int) -> tuple[float, ...]:
+def or_one(descales: Descales, device: int) -> tuple[Tensor, ...]:
+    """The descales, and `one` for each that is None."""
+    none = one(device, current_stream(device))
+    return tuple(none if descale is None else descale for descale in descales)
+
+
+def scaling_of(problem: Problem, softmax_scale: float, descales: tuple[Tensor, ...]) -> tuple[float, ...]:
     """The arguments of an FP8 kernel named in `SCALING`.
 
     Args:
         problem: the sizes.
         softmax_scale: positive or 0.
-        descales: of q, k and v, as in `flashzoo.attention`.
-        device: index of the GPU.
+        descales: of q, k and v, as `or_one` gives them. Only their addresses are taken: whoever calls holds them until
+            the launch, for in the capture of a graph nobody else may, and what is allocated next would lie where they did.
     """
-    q_descale = descales[0]
-    group = problem.heads // problem.heads_kv if q_descale is not None and q_descale.ndim == 2 else 1
-    none = one(device, current_stream(device))
-    described = [value for descale in descales for value in _described(none if descale is None else descale)]
+    group = problem.heads // problem.heads_kv if descales[0].ndim == 2 else 1
+    described = [value for descale in descales for value in _described(descale)]
     return (softmax_scale * LOG2E, *described, group)
 
 
