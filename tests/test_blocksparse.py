@@ -413,6 +413,7 @@ class TestErrors:
 
 
 class TestTraced:
+    @pytest.mark.covering(1)
     @masked
     @pytest.mark.parametrize("pattern", ["causal", "dense_by_heads"])
     @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

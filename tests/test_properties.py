@@ -70,7 +70,7 @@ def calls(version: str, problem: Problem, masked: bool, **asked) -> st.SearchStr
 def for_all(strategy: st.SearchStrategy[Call], version: str, holds: Callable[[Call], None]) -> None:
     """Hypothesis, with fewer examples where a kernel is interpreted."""
 
-    @settings(max_examples=8 if interpreted(version) else 60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+    @settings(max_examples=5 if interpreted(version) else 60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
     @given(strategy)
     def test(call: Call) -> None:
         holds(call)

@@ -397,6 +397,7 @@ SCALED = {
 }
 
 
+@pytest.mark.covering(1)
 @asks(SCALED, both=True, seqlen_q=190, seqlen_k=190, head_dim=64)
 def test_any_finite_scale(version, problem):
     """One shape, several scales, one process: none is baked into a cached kernel. Seen in FA #1461: -inf * scale <= 0.
@@ -623,6 +624,7 @@ def test_layouts(version, problem, layout):
 OWN_LAYOUTS = {name: fields for name, fields in LAYOUT_ASKS.items() if name in ("plain", "sixteens", "head_dim_80", "head_dim_256")}
 
 
+@pytest.mark.covering(1)
 @asks(OWN_LAYOUTS, both=True, **LAYOUT_PROBLEM)
 def test_each_tensor_in_a_layout_of_its_own(version, problem):
     """And one shape in several layouts, one after the other. Seen in FA #2298: stride 0 baked into a cached kernel."""
