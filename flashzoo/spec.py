@@ -203,9 +203,7 @@ class Problem:
             _check_int("arch", self.arch, 1, ", such as 90, or None")
         if self.heads % self.heads_kv:
             raise ValueError(f"heads must be a multiple of heads_kv, got {self.heads} and {self.heads_kv}")
-        for name in ("causal", "lse", "deterministic", "grad"):
-            if not isinstance(given[name], bool):
-                raise TypeError(f"{name} must be a bool, got {given[name]!r}")
+        check_flags(causal=self.causal, lse=self.lse, deterministic=self.deterministic, grad=self.grad)
         for name, known in _NAMES:
             if given[name] not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {given[name]!r}")
