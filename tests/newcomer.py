@@ -1,9 +1,9 @@
 """What a newcomer does, in a fresh clone and in fresh environments: `make newcomer`. Says what it does; ends with 1 where something fails.
 
 1. The package: sdist and wheel are built and checked, and a type checker sees its types.
-2. Two environments with nothing in them but what flashzoo asks for: the wheel's, and the clone's, installed in place and with
-   the extra that `make compare` adds. What it asks for is linked from this environment, and not fetched again. `import flashzoo` is
-   tried in four folders.
+2. Environments with nothing in them but what flashzoo asks for: the wheel's, and the clone's, installed in place with the extra that
+   `make compare` adds, and with those that the README names. What it asks for is linked from this environment, and not fetched again.
+   `import flashzoo` is tried in four folders.
 3. The README, in the clone, at a terminal of 80 columns: every command, and every block of Python in turn. Blocks marked
    `setup` make environments, and are not run, nor are those marked `gpu` where there is one, which take minutes. Where there is
    none these must be refused, in time and in words.
@@ -36,7 +36,7 @@ FIRST_TABLE_S = 10
 COMMAND_S = 120
 TYPED = 0.95
 NEEDS_MORE = ("flashzoo check", "flashzoo report")
-"""Commands for which the plain package is not enough: they say what to install."""
+"""Commands for which the plain package is not enough: there they say what to install, and run where that is."""
 ALONE = {name: value for name, value in os.environ.items() if not name.startswith(("FLASHZOO", "PYTHON", "PYTEST", "COLUMNS"))}
 
 
@@ -56,17 +56,24 @@ def main() -> int:
         say("types", f"{typed(clone):.1%} are known")
 
         folders = {"the clone": clone, "its parent": parent, "the package": clone / "flashzoo", "an empty folder": empty}
-        for kind, what in (("the wheel", [made[-1]]), ("the clone", ["-e", clone])):
-            home = environment(Path(folder) / kind.split()[-1], extra="cli" if kind == "the clone" else "")
+        homes = []
+        in_place = ["-e", clone]
+        for kind, what, extras in (
+            ("the wheel", [made[-1]], ()),
+            ("the clone", in_place, ("cli",)),
+            ("all extras", in_place, ("cli", "report", "test")),
+        ):
+            home = environment(Path(folder) / kind.split()[-1], extras)
+            homes.append(home)
             run(sys.executable, "-m", "pip", "-q", "--python", home / "bin" / "python", "install", "--no-deps", *what)
             for name, where in folders.items():
                 print_path = "import flashzoo; flashzoo.attention; print(flashzoo.__file__)"
                 found = Path(run(home / "bin" / "python", "-c", print_path, cwd=where).strip())
-                own = clone if kind == "the clone" or where == clone else home
+                own = clone if what == in_place or where == clone else home
                 assert found.is_relative_to(own), f"{kind}'s environment, in {name}: expected flashzoo of {own}, got {found}"
                 assert found.with_name("py.typed").is_file(), f"{kind} declares no types: expected py.typed beside {found}"
             say(kind, f"is imported from {', '.join(folders)}")
-        readme(clone, home)
+        readme(clone, *homes[1:])
     print(f"{time.monotonic() - began:.0f} s")
     return 0
 
@@ -94,17 +101,18 @@ def typed(clone: Path) -> float:
     return share
 
 
-def environment(home: Path, extra: str) -> Path:
-    """A new virtual environment with what flashzoo and an extra of it ask for, as links to what is here, and nothing else."""
+def environment(home: Path, extras: tuple[str, ...]) -> Path:
+    """A new virtual environment with what flashzoo and extras of it ask for, as links to what is here, and nothing else."""
     run(sys.executable, "-m", "venv", "--without-pip", home)
     (packages,) = home.glob("lib/python*/site-packages")
-    wanted, seen = ["flashzoo"], set[str]()
+    wanted, seen = [("flashzoo", extras)], set[str]()
     while wanted:
-        name = wanted.pop()
+        name, of_name = wanted.pop()
         there = distribution(name)
         asked = map(Requirement, there.requires or ())
-        wanted += [each.name for each in asked if each.marker is None or each.marker.evaluate({"extra": extra})]
-        wanted = [each for each in wanted if each not in seen]
+        asked = [each for each in asked if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in ("", *of_name))]
+        wanted += [(each.name, tuple(each.extras)) for each in asked]
+        wanted = [each for each in wanted if each[0] not in seen]
         seen.add(name)
         for top in {file.parts[0] for file in there.files or () if name != "flashzoo"} - {"..", "__pycache__"}:
             if not (packages / top).exists():
@@ -112,8 +120,8 @@ def environment(home: Path, extra: str) -> Path:
     return home
 
 
-def readme(clone: Path, home: Path) -> None:
-    """Every command and every block of Python of the README."""
+def readme(clone: Path, home: Path, home_of_extras: Path) -> None:
+    """Every command and every block of Python of the README, in an environment without its extras and what needs them in one with."""
     blocks = re.findall(r"^```(\w+) ?(\w*)\n(.*?)^```$", (clone / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     code = "".join(text for language, _, text in blocks if language == "python")
     ended, printed, spent = at_terminal([str(home / "bin" / "python"), "-c", code], clone, home)
@@ -129,18 +137,19 @@ def readme(clone: Path, home: Path) -> None:
     wrong = []
     for mark, line in commands:
         command = line.partition(" #")[0].strip()
-        ended, printed, spent = at_terminal(["bash", "-c", command], clone, home)
-        say("ran", f"{command.replace(str(home), '...')}: {ended}, {spent:.1f} s")
-        if complaint := complaint_about(command, mark, ended, printed, spent):
-            wrong.append(f"{command}: {complaint}, got {ended} after {spent:.1f} s and\n{printed}")
+        for where in (home, home_of_extras) if command.startswith(NEEDS_MORE) else (home,):
+            ended, printed, spent = at_terminal(["bash", "-c", command], clone, where)
+            say("ran", f"{command.replace(str(home), '...')}: {ended}, {spent:.1f} s")
+            if complaint := complaint_about(command, mark, ended, printed, spent, lacks=where == home):
+                wrong.append(f"{command}: {complaint}, got {ended} after {spent:.1f} s and\n{printed}")
     assert not wrong, "\n\n".join(wrong)
 
 
-def complaint_about(command: str, mark: str, ended: int, printed: str, spent: float) -> str:
-    """What was expected of a command of the README in vain; empty where all is well."""
+def complaint_about(command: str, mark: str, ended: int, printed: str, spent: float, lacks: bool) -> str:
+    """What was expected of a command of the README in vain, in an environment that lacks the extras or not; empty where all is well."""
     if "Traceback" in printed or not printed.strip():
         return "expected words for people"
-    if command.startswith(NEEDS_MORE):
+    if lacks and command.startswith(NEEDS_MORE):
         return "" if ended == 2 and "pip install -e" in printed else "expected to be told what to install"
     if mark == "gpu":
         return "" if ended in (1, 2) and re.search(r"\b(GPU|CPU)\b", printed) else "expected to be refused without a GPU"
