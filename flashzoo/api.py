@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from flashzoo.blocksparse.mask import BlockMask
+from flashzoo.masks.block_mask import BlockMask
 from flashzoo.plan import (
     banded,
     check_data,

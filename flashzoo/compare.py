@@ -29,8 +29,8 @@ from torch import Tensor
 
 from flashzoo.accuracy import Check, Judge
 from flashzoo.api import attention, explain
-from flashzoo.blocksparse.mask import BlockMask
 from flashzoo.gpu import SHARED_LIMIT
+from flashzoo.masks.block_mask import BlockMask
 from flashzoo.plan import check_data
 from flashzoo.reference import Result
 from flashzoo.registry import current, implementation

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from flashzoo.autograd import refuse_double_backward
-from flashzoo.blocksparse.mask import BlockMask
+from flashzoo.masks.block_mask import BlockMask
 from flashzoo.plan import (
     Form,
     Mask,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashzoo.autograd import joined
-from flashzoo.blocksparse.mask import BlockMask
+from flashzoo.masks.block_mask import BlockMask
 from flashzoo.registry import Choice, Zoo, choose, implementation, lent, remembered
 from flashzoo.spec import (
     DESCALE_BLOCK,

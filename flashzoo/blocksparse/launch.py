@@ -15,9 +15,9 @@ from flashzoo._triton.tiles import Strides, aligned, constexprs, launch_of_delta
 from flashzoo.autograd import differentiable
 from flashzoo.blocksparse import kernels
 from flashzoo.blocksparse.config import tiles_for
-from flashzoo.blocksparse.lists import Lists
-from flashzoo.blocksparse.mask import BlockMask
 from flashzoo.integers import cdiv
+from flashzoo.masks.block_mask import BlockMask
+from flashzoo.masks.lists import Lists
 from flashzoo.spec import MaskForm, Problem
 
 LOG2E = math.log2(math.e)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashzoo.blocksparse.lists import FULL
+from flashzoo.masks.lists import FULL
 
 
 def characters(codes: Tensor, width: int, height: int) -> str:

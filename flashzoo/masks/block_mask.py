@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from flashzoo.blocksparse import picture
-from flashzoo.blocksparse.lists import FULL, Check, Lists, checks, codes_of, first_flaw, lists_of, shape_errors, slots_of, tensor_errors
 from flashzoo.integers import cdiv
+from flashzoo.masks import picture
+from flashzoo.masks.lists import FULL, Check, Lists, checks, codes_of, first_flaw, lists_of, shape_errors, slots_of, tensor_errors
 from flashzoo.spec import MaskForm, Window, check_flags, normalised, span_of
 
 BLOCKS = (64, 128)
