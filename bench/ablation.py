@@ -20,6 +20,7 @@ from torch import Tensor
 import flashzoo
 from bench import run
 from flashzoo import Problem, Spec
+from flashzoo.call.operands import Operands
 from flashzoo.v3 import FP8_SPEC, SPEC
 from flashzoo.v3.config import kernel_for
 from flashzoo.v3.launch import ForwardLaunch, in_log2
@@ -38,10 +39,10 @@ def launch_of(problem: Problem, q_strides: Ints, k_strides: Ints, v_strides: Int
     return ForwardLaunch(problem, kernel, q_strides, k_strides, v_strides, device)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, **switches: bool) -> tuple[Tensor, Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands, **switches: bool) -> tuple[Tensor, Tensor]:
     """v3 with these switches of its tiles set, on tensors that TMA reads where they lie."""
     launch = launch_of(problem, q.stride(), k.stride(), v.stride(), q.get_device(), **switches)
-    return launch(q, k, v, in_log2(softmax_scale))
+    return launch(q, k, v, in_log2(problem.scale))
 
 
 v3_ping_pong_overlap = partial(attention, ping_pong=True, overlap=True)
@@ -64,9 +65,7 @@ def fp8_launch_of(
     return ForwardLaunch(problem, replace(kernel_fp8_for(problem, of_blocks, transposed), **switches), *strides, device, SCALING)
 
 
-def v3_fp8_one_level(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, descales: tuple[Tensor | None, Tensor | None, Tensor | None]
-) -> tuple[Tensor, Tensor]:
+def v3_fp8_one_level(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     """v3_fp8 with O summed by the tensor core alone, on tensors that TMA reads where they lie."""
     from flashzoo.v3.config import prepares
     from flashzoo.v3.launch_fp8 import or_one, scaling_of
@@ -74,10 +73,10 @@ def v3_fp8_one_level(
 
     transposed = prepares(problem)
     v = transpose_v(v) if transposed else v
-    of_blocks = any(descale is not None and descale.ndim == 3 for descale in descales[1:])
+    of_blocks = any(descale is not None and descale.ndim == 3 for descale in operands.descales[1:])
     launch = fp8_launch_of(problem, (q.stride(), k.stride(), v.stride()), of_blocks, transposed, q.get_device(), two_level=False)
-    given = or_one(descales, q.get_device())
-    return launch(q, k, v, *scaling_of(problem, softmax_scale, given))
+    given = or_one(operands.descales, q.get_device())
+    return launch(q, k, v, *scaling_of(problem, given))
 
 
 VARIANTS = [

@@ -30,8 +30,8 @@ from torch import Tensor
 import flashzoo
 from bench import ablation, peers, run
 from bench.runs import ERROR
+from flashzoo.call.problem import DESCALE_BLOCK, Problem
 from flashzoo.reference import HOPPER_K, HOPPER_SUM_BITS, LARGEST_E4M3, P_SCALE, dequantized, oracle, rotated
-from flashzoo.spec import DESCALE_BLOCK, Problem
 from flashzoo.workloads import TORCH_DTYPES, hardware, inputs
 
 VALUES = {"outliers": "fp8_paper", "N(0, 1)": "randn"}
@@ -113,7 +113,7 @@ def rmse(out: Tensor, exact: Tensor) -> float:
 def drawn(problem: Problem, values: str, device: str) -> tuple[Inputs, Tensor]:
     """q, k and v in float32, and out in float64: rounding the inputs to 16 bits counts as an error, as in the paper."""
     q, k, v, _ = inputs(replace(problem, dtype="fp32"), device=device, values=values)
-    return (q, k, v), oracle(q, k, v, problem, 1 / math.sqrt(problem.head_dim)).out
+    return (q, k, v), oracle(q, k, v, problem).out
 
 
 def attention_in(dtype: torch.dtype, tensors: Inputs, **how: Any) -> Tensor:

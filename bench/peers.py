@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.masks import BLOCK, Pattern
-from flashzoo.spec import Problem
+from flashzoo.call.problem import Problem
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -48,9 +48,11 @@ import flashzoo
 from bench import masks
 from bench.peers import FP8_PEERS, LINEAR_PEERS, MASKED_PEERS, PEERS, Attention, missing, package, peer
 from flashzoo.accuracy import Judge
+from flashzoo.call.forms import MaskForm
+from flashzoo.call.problem import Problem
 from flashzoo.compare import expected_s
 from flashzoo.reference import Result
-from flashzoo.spec import MaskForm, Problem, Spec, duration
+from flashzoo.spec import Spec, duration
 from flashzoo.workloads import TORCH_DTYPES, flops, hardware, inputs, workloads
 
 RUN_FIELDS = ("run", "date", "commit", "gpu", "torch", "triton", "cutlass_dsl")
@@ -390,7 +392,7 @@ class Referee:
         if precision not in self.judges:
             q, k, v, dout = self.tensors
             sample = replace(self.sample, precision=precision)
-            self.judges[precision] = Judge(q, k, v, sample, None, dout if sample.grad else None, mask=self.mask)
+            self.judges[precision] = Judge(q, k, v, sample, dout if sample.grad else None, mask=self.mask)
         return self.judges[precision]
 
     def errors(self, impl: str, result: Result) -> Row:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from bench.peers import PEERS
 from bench.run import GEMM, PASSES, parted
-from flashzoo.spec import MaskForm, Problem
+from flashzoo.call.forms import MaskForm
+from flashzoo.call.problem import Problem
 
 RESULTS = Path(__file__).parent / "results" / "h200.csv"
 FP8, END_TO_END, ABLATED = "e4m3", "end_to_end", "one_level"

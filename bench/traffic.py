@@ -24,7 +24,7 @@ import torch
 
 from bench import run
 from bench.runs import COPY, TOKENS, TRAFFIC
-from flashzoo.spec import Problem
+from flashzoo.call.problem import Problem
 from flashzoo.v1 import config as v1_config
 from flashzoo.v1.launch import rows_per_program
 from flashzoo.v2 import config as v2_config

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from bench.run import Cell, Clock, Contender, Referee, progress
+from flashzoo.call.problem import Problem
 from flashzoo.gpu import SHARED_LIMIT
-from flashzoo.spec import Problem
 from flashzoo.v1 import config as v1_config
 from flashzoo.v1 import launch as v1_launch
 from flashzoo.v2 import config as v2_config

@@ -11,14 +11,14 @@ FEATURES = frozenset({"causal", "window", "gqa", "cross", "head_dim_v", "lse", "
 
 @torch.autocast("cpu", enabled=False)
 @torch.autocast("cuda", enabled=False)
-def forward(q, k, v, problem, softmax_scale):  # (batch, seqlen, heads, head_dim) in; out alike, as wide as v, lse (batch, heads, seqlen_q)
+def forward(q, k, v, problem, operands):  # (batch, seqlen, heads, head_dim) in; out alike, as wide as v, lse (batch, heads, seqlen_q)
     q_h, k_h, v_h = (x.transpose(1, 2).float().repeat_interleave(problem.heads // x.shape[2], 1) for x in (q, k, v))
     left, right = (torch.inf if side is None else side for side in problem.span)
     diagonal = torch.arange(problem.seqlen_q, device=q.device)[:, None] + problem.seqlen_k - problem.seqlen_q
     m_i, l_i, acc = (q_h.new_full((*q_h.shape[:3], width), start) for width, start in ((1, -torch.inf), (1, 0), (problem.head_dim_v, 0)))
     positions = torch.arange(problem.seqlen_k, device=q.device)
     for keys, k_j, v_j in zip(positions.split(BLOCK_KV), k_h.split(BLOCK_KV, 2), v_h.split(BLOCK_KV, 2), strict=True):
-        s = q_h @ k_j.mT * softmax_scale
+        s = q_h @ k_j.mT * problem.scale
         s = s.masked_fill((keys - diagonal < -left) | (keys - diagonal > right), -torch.inf)
         m_new = torch.maximum(m_i, s.detach().amax(-1, keepdim=True))  # the result does not depend on it, so it needs no gradient
         shift = m_new.masked_fill(m_new == -torch.inf, 0)
@@ -32,10 +32,10 @@ def forward(q, k, v, problem, softmax_scale):  # (batch, seqlen, heads, head_dim
 
 @torch.autocast("cpu", enabled=False)
 @torch.autocast("cuda", enabled=False)
-def backward(dout, dlse, q, k, v, out, lse, problem, softmax_scale):  # keeps nothing: runs forward again, recorded by autograd
+def backward(dout, dlse, q, k, v, out, lse, problem, operands):  # keeps nothing: runs forward again, recorded by autograd
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     with torch.enable_grad():
-        outputs = forward(q, k, v, problem, softmax_scale)
+        outputs = forward(q, k, v, problem, operands)
     dq, dk, dv = torch.autograd.grad(outputs, (q, k, v), (dout, torch.zeros_like(lse) if dlse is None else dlse))
     return dq, dk, dv
 

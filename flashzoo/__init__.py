@@ -7,11 +7,12 @@ print(flashzoo.compare(q, k, v, causal=True))                   # error, ms, TFL
 """
 
 from flashzoo import baselines, blocksparse, v1, v2, v3
-from flashzoo.api import attention, explain, quantize, sdpa
+from flashzoo.call.api import attention, explain, quantize, sdpa
+from flashzoo.call.problem import Problem
 from flashzoo.compare import compare
 from flashzoo.masks.block_mask import BlockMask
 from flashzoo.registry import UnsupportedError, register, unregister, use, versions
-from flashzoo.spec import Problem, Spec
+from flashzoo.spec import Spec
 
 __version__ = "0.1.0"
 

@@ -21,10 +21,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from flashzoo.call.operands import NO_DESCALES, Descales, Operands
+from flashzoo.call.problem import Problem
 from flashzoo.reference import (
     HOPPER_SUM_BITS,
-    NO_DESCALES,
-    Descales,
     Result,
     dequantized,
     of_part,
@@ -35,7 +35,6 @@ from flashzoo.reference import (
     visible,
 )
 from flashzoo.roundings import ROWS, SMALLEST, of_blocks, of_yardstick
-from flashzoo.spec import Problem
 from flashzoo.workloads import TORCH_DTYPES, visible_pairs
 
 OUT_MAX = 3.0
@@ -138,7 +137,6 @@ class Judge:
     Args:
         q, k, v: as in `flashzoo.attention`, CPU or GPU; never modified.
         problem: of these tensors. Its lse says whether results are judged by their lse.
-        softmax_scale: the factor on the scores; `1 / sqrt(head_dim)` where None.
         dout: gradient of out, in its shape; gradients are judged where it is given, unless the inputs are e4m3: those have none.
         dlse: gradient of lse `(batch, heads, seqlen_q)`, or None; needs dout.
         descales: of q, k and v where they are e4m3, as in `flashzoo.attention`.
@@ -156,7 +154,6 @@ class Judge:
         k: Tensor,
         v: Tensor,
         problem: Problem,
-        softmax_scale: float | None,
         dout: Tensor | None = None,
         dlse: Tensor | None = None,
         descales: Descales = NO_DESCALES,
@@ -164,7 +161,6 @@ class Judge:
     ) -> None:
         if (mask is None) != (problem.block_mask is None):
             raise ValueError(f"mask must be given where problem.block_mask is, got {problem.block_mask} and a mask {mask is not None}")
-        scale = 1 / math.sqrt(problem.head_dim) if softmax_scale is None else softmax_scale
         q, k, v = q.detach(), k.detach(), v.detach()
         self.problem = problem
         self._dtype = TORCH_DTYPES[problem.out_dtype]
@@ -172,18 +168,18 @@ class Judge:
         if problem.dtype == "e4m3":
             dout = dlse = None
         self._mask = mask
-        self.yardstick: Result = _yardstick(q, k, v, problem, scale, dout, dlse, descales, mask)
+        self.yardstick: Result = _yardstick(q, k, v, problem, dout, dlse, descales, mask)
         if problem.dtype == "e4m3":
             q, k, v = (dequantized(x, descale) for x, descale in zip((q, k, v), descales, strict=True))
-        self.reference: Result = oracle(q, k, v, problem, scale, dout, dlse, mask=mask)
+        self.reference: Result = oracle(q, k, v, problem, dout, dlse, mask=mask)
         self._rows, self._pairs = problem.seqlen_q - problem.blind_rows, visible_pairs(problem)
         self.shown: float = 1.0
         if mask is not None:
             in_band = self._pairs
             self._rows, self._pairs, mean = _seen_by_a_head(problem, mask)
             self.shown = mean / in_band if in_band else 0.0
-        self._summed = self._summation_slack(q, k, v, scale)
-        self._terms = _largest_terms(q, k, v, problem, scale, dout)
+        self._summed = self._summation_slack(q, k, v)
+        self._terms = _largest_terms(q, k, v, problem, dout)
         yards = [self._errors_of(self.yardstick)]
         self._plain_rms = _head_rms(yards[0]["out"])
         if problem.precision == "fp8":
@@ -191,14 +187,14 @@ class Judge:
             enough, most = FP8_DRAWS
             for seed in range(max(1, min(most, -(-enough // max(1, self._rows))))):
                 turned = rotated(q, seed), rotated(k, seed)
-                yards.append(self._errors_of(_yardstick(*turned, v, plain, scale, None, None, descales, mask)))
+                yards.append(self._errors_of(_yardstick(*turned, v, plain, None, None, descales, mask)))
         # Of the yardsticks' errors only these figures are needed again.
         self._yard_max = {name: _pooled([_top(yard[name]) for yard in yards if name in yard]).item() for name in yards[0]}
         self._yard_row = _pooled([_top(_row_errors(yard["out"], self.reference.out)) for yard in yards]).item()
         self._yard_rms = _pooled([_head_rms(yard["out"]) for yard in yards])
         self._yard_l2 = {name: float(error.norm()) for name, error in yards[0].items() if name in _GRADIENTS}
         self._yard_blocks = {name: of_blocks(error) for name, error in yards[0].items() if name in _GRADIENTS}
-        self._of_yardstick = (self.yardstick, self.reference, (q, k, v), problem, scale, dout, dlse, mask)
+        self._of_yardstick = (self.yardstick, self.reference, (q, k, v), problem, dout, dlse, mask)
 
     def _errors_of(self, result: Result) -> dict[str, Tensor]:
         return {name: _absolute(value, self.reference.items()[name]) for name, value in result.items().items()}
@@ -281,10 +277,10 @@ class Judge:
             _tightest(name, "worst head's RMS", rms, rms_budget),
         ]
 
-    def _summation_slack(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor | float:
+    def _summation_slack(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | float:
         if self.problem.dtype not in ("fp32", "fp64"):
             return 0.0  # rounding to 16 bits is a thousand times more
-        return SUMMED * self._eps * oracle(q, k, v.abs(), self.problem, scale, mask=self._mask).out
+        return SUMMED * self._eps * oracle(q, k, v.abs(), self.problem, mask=self._mask).out
 
     def _out_budget(self) -> Tensor:
         row_max = self.reference.out.abs().amax(-1, keepdim=True)
@@ -375,7 +371,6 @@ def _yardstick(
     k: Tensor,
     v: Tensor,
     problem: Problem,
-    scale: float,
     dout: Tensor | None,
     dlse: Tensor | None,
     descales: Descales,
@@ -393,20 +388,19 @@ def _yardstick(
         given = [None if x is None else x[index] for x, index in ((dout, part.queries), (dlse, part.rows))]
         of_queries = part.rows if descales[0] is not None and descales[0].ndim == 3 else part.keys[::2]
         scales = [None if x is None else x[index] for x, index in zip(descales, (of_queries, part.keys[::2], part.keys[::2]), strict=True)]
-        for name, value in _standard(some, problem, scale, given, (scales[0], scales[1], scales[2]), of_part(mask, part)).items().items():
+        operands = Operands(scales[0], scales[1], scales[2], of_part(mask, part))  # pyright: ignore[reportArgumentType] - `standard` takes it
+        for name, value in _standard(some, problem, given, operands).items().items():
             whole.at(part).items()[name].copy_(value)
     return whole
 
 
-def _standard(
-    inputs: list[Tensor], problem: Problem, scale: float, gradients: list[Tensor | None], descales: Descales, mask: Tensor | None
-) -> Result:
+def _standard(inputs: list[Tensor], problem: Problem, gradients: list[Tensor | None], operands: Operands) -> Result:
     (batch, _, heads, _), heads_kv = inputs[0].shape, inputs[1].shape[2]
     dout, dlse = gradients
     problem = replace(problem, batch=batch, heads=heads, heads_kv=heads_kv, lse=True, grad=dout is not None)
     leaves = q, k, v = [x.detach().requires_grad_(dout is not None) for x in inputs]
     with torch.enable_grad():
-        out, lse = standard(q, k, v, problem, scale, descales, mask)
+        out, lse = standard(q, k, v, problem, operands)
         assert lse is not None, "standard gives lse where problem.lse"
         if dout is None:
             return Result(out, lse)
@@ -424,17 +418,17 @@ def _seen_by_a_head(problem: Problem, mask: Tensor) -> tuple[int, int, float]:
     return rows, pairs, float(per_head[1].double().mean())
 
 
-def _largest_terms(q: Tensor, k: Tensor, v: Tensor, problem: Problem, scale: float, dout: Tensor | None) -> dict[str, Tensor]:
+def _largest_terms(q: Tensor, k: Tensor, v: Tensor, problem: Problem, dout: Tensor | None) -> dict[str, Tensor]:
     """Bounds on the terms that lse `(batch, heads, seqlen_q)`, dq, dk and dv (one number each) are summed from; and on the sums of those
     three if every P were 1."""
     wide = [x.to(torch.float64) if x is not None and x.numel() else q.new_zeros((1, 1, 1, 1), dtype=torch.float64) for x in (q, k, v, dout)]
     (q_norm, k_norm, v_norm, dout_norm) = (x.norm(dim=-1) for x in wide)
     group = problem.heads // problem.heads_kv
     reach = k_norm.amax(1).repeat_interleave(group if k.numel() else 1, 1)[..., None]
-    ds = abs(scale) * dout_norm.max() * v_norm.max()
+    ds = abs(problem.scale) * dout_norm.max() * v_norm.max()
     queries_per_key = max(1.0, group * problem.seqlen_q / max(1, problem.seqlen_k))
     return {
-        "lse": abs(scale) * q_norm.transpose(1, 2) * reach,
+        "lse": abs(problem.scale) * q_norm.transpose(1, 2) * reach,
         "dq": ds * wide[1].abs().max(),
         "dk": ds * wide[0].abs().max() * queries_per_key,
         "dv": torch.zeros(()),  # a sum of P dO: nothing in it cancels by construction

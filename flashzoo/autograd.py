@@ -8,19 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashzoo.spec import Problem
+from flashzoo.call.problem import Problem
 from flashzoo.transforms import refuse_transforms, transforming
 
 Forward = Callable[..., tuple[Tensor, Tensor | None]]
-Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+Backward = Callable[..., tuple[Tensor | None, ...]]
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, problem: Problem, scale: float, functions: tuple[Forward, Backward], mask: dict):
-        out, lse = functions[0](q, k, v, problem, scale, **mask)
+    def forward(
+        ctx: Any, problem: Problem, operands: Any, functions: tuple[Forward, Backward], q: Tensor, k: Tensor, v: Tensor, *_: Tensor | None
+    ):
+        out, lse = functions[0](q, k, v, problem, operands)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.problem, ctx.scale, ctx.run_backward, ctx.mask = problem, scale, functions[1], mask
+        ctx.problem, ctx.operands, ctx.run_backward = problem, operands, functions[1]
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -33,8 +35,8 @@ class _Attention(torch.autograd.Function):
         # What a kernel reads is memory, where a number whose negative bit is set has the other sign.
         dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
         dlse = dlse if dlse is None else dlse.resolve_neg()
-        gradients = ctx.run_backward(dout, dlse, q, k, v, out, lse, ctx.problem, ctx.scale, **ctx.mask)
-        return (*gradients, None, None, None, None)
+        gradients = ctx.run_backward(dout, dlse, q, k, v, out, lse, ctx.problem, ctx.operands)
+        return (None, None, None, *gradients)
 
 
 def refuse_double_backward() -> None:
@@ -47,21 +49,21 @@ def differentiable(forward: Forward, backward: Backward) -> Callable[..., tuple[
     """An implementation that `Spec.impl` can name, from a pair of functions on raw tensors.
 
     Args:
-        forward: `(q, k, v, problem, softmax_scale) -> (out, lse)`; lse may be None where neither `problem.lse` nor
-            `problem.grad`.
-        backward: `(dout, dlse or None, q, k, v, out, lse, problem, softmax_scale) -> (dq, dk, dv)`.
+        forward: `(q, k, v, problem, operands) -> (out, lse)`; lse may be None where neither `problem.lse` nor `problem.grad`.
+        backward: `(dout, dlse or None, q, k, v, out, lse, problem, operands) -> (dq, dk, dv)`, and behind these the gradients of
+            `operands.differentiable`.
 
     Returns:
-        `(q, k, v, problem, softmax_scale, **mask) -> (out, lse)`, recorded by autograd only where `problem.grad`; mask, which is
-        `block_mask` or nothing, is handed to both functions. Its attribute `backward` is the backward pass as given, for who
-        records calls by other means.
+        `(q, k, v, problem, operands) -> (out, lse)`, recorded by autograd only where `problem.grad`. Its attribute `backward` is
+        the backward pass as given, for who records calls by other means.
     """
     functions = (forward, backward)
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, **mask: Any) -> tuple[Tensor, Tensor | None]:
+    def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Any) -> tuple[Tensor, Tensor | None]:
         if problem.grad:
-            return _Attention.apply(q, k, v, problem, softmax_scale, functions, mask)  # pyright: ignore[reportReturnType]
-        return forward(q, k, v, problem, softmax_scale, **mask)
+            more = operands.differentiable
+            return _Attention.apply(problem, operands, functions, q, k, v, *more)  # pyright: ignore[reportReturnType]
+        return forward(q, k, v, problem, operands)
 
     attention.backward = backward  # pyright: ignore[reportFunctionMemberAccess]
     return attention
@@ -72,8 +74,4 @@ def joined(forward: Forward, backward: Backward) -> Callable[..., tuple[Tensor, 
 
     As `differentiable`; the forward pass is called with `problem.forward`, which asks for no gradients and for an LSE.
     """
-
-    def alone(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, **mask: Any) -> tuple[Tensor, Tensor | None]:
-        return forward(q, k, v, problem.forward, softmax_scale, **mask)
-
-    return differentiable(alone, backward)
+    return differentiable(lambda q, k, v, problem, operands: forward(q, k, v, problem.forward, operands), backward)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from flashzoo.call.operands import Operands
+from flashzoo.call.problem import Problem
 from flashzoo.reference import dense, visible
-from flashzoo.spec import Problem, Spec
+from flashzoo.spec import Spec
 from flashzoo.transforms import functorch_active
 
 _EVERY_HEAD_DIM = range(1, 1 << 16)
@@ -147,24 +147,24 @@ def _bias(seen: Tensor, q: Tensor) -> Tensor:
     return bias.masked_fill_(~seen, -torch.inf)
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, block_mask: Any = None) -> tuple[Tensor, None]:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, None]:
     """torch's attention under `Spec.impl`'s contract; torch aligns causal top-left, so other shapes get a mask."""
-    masked = _needs_mask(problem)
-    seen = visible(problem, q.device, dense(block_mask)) if masked else None
-    if softmax_scale < SMALLEST_SCALE:  # a part of it goes into q, which no mask is in
-        q, softmax_scale = q * (softmax_scale / SMALLEST_SCALE), SMALLEST_SCALE
+    masked, scale = _needs_mask(problem), problem.scale
+    seen = visible(problem, q.device, dense(operands.block_mask)) if masked else None
+    if scale < SMALLEST_SCALE:  # a part of it goes into q, which no mask is in
+        q, scale = q * (scale / SMALLEST_SCALE), SMALLEST_SCALE
     attend = _attend_on_gpu if q.is_cuda else scaled_dot_product_attention
     with torch.autocast(q.device.type, enabled=False):  # it would change the dtype
         out = attend(
             *(_readable(x).transpose(1, 2) for x in (q, k, v)),
             attn_mask=seen,
             is_causal=problem.causal and not masked,
-            scale=softmax_scale,
+            scale=scale,
             enable_gqa=problem.heads != problem.heads_kv,
         ).transpose(1, 2)
     if problem.grad:
         out.register_hook(_readable_gradient)
-    if block_mask is not None and seen is not None:
+    if operands.block_mask is not None and seen is not None:
         out = out.masked_fill(~seen.any(-1).transpose(1, 2)[..., None], 0)
     elif problem.blind_rows:
         rows = torch.arange(problem.seqlen_q, device=q.device) < problem.blind_rows

@@ -20,9 +20,11 @@ from pathlib import Path
 import torch
 
 import flashzoo
+from flashzoo.call.features import FEATURES
+from flashzoo.call.problem import DTYPES, OPTIONS, Problem
 from flashzoo.compare import WIDTH, Comparison, Interrupted, compare_workload
 from flashzoo.registry import FILES, current, load_file
-from flashzoo.spec import DTYPES, FEATURES, PRECISIONS, Problem, Spec
+from flashzoo.spec import Spec
 from flashzoo.workloads import TORCH_DTYPES, hardware
 
 ROOT = Path(flashzoo.__file__).resolve().parent.parent
@@ -48,11 +50,8 @@ DESCRIBES = (
     "head_dim",
     "head_dim_v",
     "dtype",
-    "precision",
-    "causal",
-    "window",
-    "deterministic",
     "backward",
+    *(option.field for option in OPTIONS.values() if option.flag is not None),
 )
 
 
@@ -146,10 +145,9 @@ def _add_problem(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--head-dim", type=_positive)
     group.add_argument("--head-dim-v", type=_positive, help="of values and of out (default: --head-dim)")
     group.add_argument("--dtype", choices=DTYPES)
-    group.add_argument("--precision", choices=[name for name in PRECISIONS if name], help="quantise 16-bit inputs to this")
-    group.add_argument("--causal", action="store_true", default=None, help="the last query sees the last key")
-    group.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), help="keys seen on either side; -1 is unbounded")
-    group.add_argument("--deterministic", action="store_true", default=None)
+    for option in OPTIONS.values():
+        if option.flag is not None:
+            group.add_argument(f"--{option.field.replace('_', '-')}", default=None, **option.flag)
     group.add_argument("--backward", action="store_true", default=None, help="gradients too")
 
 
@@ -185,11 +183,8 @@ def _asked(args: argparse.Namespace, on_gpu: bool, arch: int | None = None, lse:
         meta(size["seq_len"], size["num_heads"]),
         meta(seq_len_k, heads_kv),
         meta(seq_len_k, heads_kv, size.get("head_dim_v", size["head_dim"])),
-        causal=size.get("causal", False),
-        window_size=tuple(size["window"]) if "window" in size else None,
-        deterministic=size.get("deterministic", False),
+        **{name: size[option.field] for name, option in OPTIONS.items() if option.field in size},
         return_lse=lse,
-        precision=size.get("precision"),
         arch=arch,
     ).problem
 

@@ -22,21 +22,24 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from importlib.util import find_spec
 from platform import python_version
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from flashzoo.accuracy import Check, Judge
-from flashzoo.api import attention, explain
+from flashzoo.call.api import Options, attention, explain, takes_options
+from flashzoo.call.check import check_data, options_of
+from flashzoo.call.problem import Problem
 from flashzoo.gpu import SHARED_LIMIT
-from flashzoo.masks.block_mask import BlockMask
-from flashzoo.plan import check_data
 from flashzoo.reference import Result
 from flashzoo.registry import current, implementation
 from flashzoo.registry import versions as registered
-from flashzoo.spec import INTERPRETER_BLOCK, Problem, Spec, Window, duration, interpreter_seconds
-from flashzoo.workloads import TORCH_DTYPES, Workload, block_mask, descales, flops, hardware, hbm_bytes, inputs
+from flashzoo.spec import INTERPRETER_BLOCK, Spec, duration, interpreter_seconds
+from flashzoo.workloads import Workload, block_mask, descales, flops, hardware, hbm_bytes, inputs
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 WIDTH = 80
 """Columns of a comparison's text where no terminal says how many it has."""
@@ -205,37 +208,29 @@ class Interrupted(KeyboardInterrupt):
         self.comparison, self.left = comparison, left
 
 
+@takes_options
 def compare(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    window_size: Window | None = None,
-    deterministic: bool = False,
-    precision: Literal["fp8"] | None = None,
-    out_dtype: torch.dtype | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    block_mask: BlockMask | None = None,
     backward: bool = False,
     versions: Sequence[str] | None = None,
     budget_s: float | None = None,
     progress: bool | None = None,
     seed: int = 0,
+    **options: Unpack[Options],
 ) -> Comparison:
     """Run every version on these inputs, hold each to the oracle, and time those that pass.
 
     Args:
-        q, k, v, causal, softmax_scale, window_size, deterministic, precision, out_dtype, q_descale, k_descale, v_descale,
-            block_mask: as in `flashzoo.attention`. Never modified.
+        q, k, v: as in `flashzoo.attention`. Never modified.
         backward: gradients too, for a dout drawn from a standard normal, of the versions that have a backward pass.
         versions: names of versions; all that are registered where None.
         budget_s: the most seconds that this may be expected to take on the CPU, by a part of it which is run first; None: any.
         progress: show a bar on stderr while it works; where None, if stderr is a terminal and rich is installed.
         seed: of dout.
+        options: the other arguments of `flashzoo.attention`.
 
     Returns:
         A `Comparison`. On the CPU, Triton's kernels run once in its interpreter, and only on small problems.
@@ -245,27 +240,24 @@ def compare(
             input has NaN or infinity in it, of which there is no error to compare.
         flashzoo.compare.Interrupted: a KeyboardInterrupt that has the rows that were finished.
     """
-    options = {"causal": causal, "window_size": window_size, "deterministic": deterministic, "precision": precision}
-    options |= {"out_dtype": out_dtype, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale, "block_mask": block_mask}
     specs = _chosen(versions)
     with torch.set_grad_enabled(backward), _bar(progress) as bar:
-        problem = explain(*_leaves((q, k, v), backward), softmax_scale=softmax_scale, **options).problem
+        problem = explain(*_leaves((q, k, v), backward), **options).problem
         check_data(q.device)
-        _check_finite(q=q, k=k, v=v, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+        _check_finite(q=q, k=k, v=v, **{name: options.get(name) for name in DESCALES})
         _foresee(bar, problem, specs, budget_s)
-        return _compared(bar, (q, k, v), problem, softmax_scale, options, specs, seed)
+        return _compared(bar, (q, k, v), problem, dict(options), specs, seed)
 
 
 def _compared(
     bar: _Bar,
     tensors: tuple[Tensor, Tensor, Tensor],
     problem: Problem,
-    scale: float | None,
     options: dict[str, Any],
     specs: list[Spec],
     seed: int,
 ) -> Comparison:
-    """`compare`, gradients enabled where the problem has them; options are the keywords of `attention` but for the scale."""
+    """`compare`, gradients enabled where the problem has them; options are the keywords of `attention`."""
     q, k, v = tensors
     generator = torch.Generator(q.device).manual_seed(seed)
     out_shape = (*q.shape[:3], v.shape[3])
@@ -273,11 +265,11 @@ def _compared(
     environment, rows = _environment(q.device), []
     try:
         bar.step("oracle")
-        mask = options["block_mask"]
+        mask = options.get("block_mask")
         seen = None if mask is None else mask.to_dense()
-        of_inputs = tuple(options[name] for name in DESCALES)
-        judge = Judge(q, k, v, replace(problem, lse=True), scale, dout, descales=of_inputs, mask=seen)
-        bench = _Bench((q.detach(), k.detach(), v.detach()), dout, problem, scale, options, judge)
+        of_inputs = (options.get("q_descale"), options.get("k_descale"), options.get("v_descale"))
+        judge = Judge(q, k, v, replace(problem, lse=True), dout, descales=of_inputs, mask=seen)
+        bench = _Bench((q.detach(), k.detach(), v.detach()), dout, problem, options, judge)
         for spec in specs:
             bar.step(spec.name)
             rows.append(bench.row(spec))
@@ -315,25 +307,13 @@ def compare_workload(
         _foresee(bar, problem, specs, budget_s)
         bar.step("inputs")
         q, k, v, _ = inputs(source, seed, device)
-        options = _options(problem) | {"block_mask": block_mask(problem, seed, device)}
+        options = options_of(problem) | {"block_mask": block_mask(problem, seed, device)}
         options |= zip(DESCALES, descales(problem, "block" if problem.dtype == "e4m3" else None, seed, device), strict=True)
         problem = explain(*_leaves((q, k, v), backward), **options).problem
-        return _compared(bar, (q, k, v), problem, None, options, specs, seed + 1)
+        return _compared(bar, (q, k, v), problem, options, specs, seed + 1)
 
 
 DESCALES = ("q_descale", "k_descale", "v_descale")
-
-
-def _options(problem: Problem) -> dict[str, Any]:
-    """The arguments of `attention` that ask for a problem, but for tensors and masks."""
-    return {
-        "causal": problem.causal,
-        "window_size": problem.window,
-        "deterministic": problem.deterministic,
-        "precision": problem.precision,
-        "out_dtype": TORCH_DTYPES[problem.out_dtype] if problem.dtype == "e4m3" else None,
-        **dict.fromkeys((*DESCALES, "block_mask")),
-    }
 
 
 def _foresee(bar: _Bar, problem: Problem, specs: list[Spec], budget_s: float | None) -> None:
@@ -381,9 +361,9 @@ def _part_s(problem: Problem, specs: list[Spec], scores: int) -> tuple[float, fl
     part = replace(problem, **sizes, seqlen_q=seqlen_q, seqlen_k=seqlen_k, block_mask=None)
     q, k, v, dout = inputs(part, device="cpu")
     start = time.perf_counter()
-    judge = Judge(q, k, v, replace(part, lse=True), None, dout if part.grad else None)
+    judge = Judge(q, k, v, replace(part, lse=True), dout if part.grad else None)
     judged = time.perf_counter()
-    bench = _Bench((q, k, v), dout, part, None, _options(part), judge)
+    bench = _Bench((q, k, v), dout, part, options_of(part), judge)
     for spec in specs:
         bench.row(spec)
     whole = _scores(problem) / _scores(part)
@@ -437,11 +417,10 @@ class _Bench:
         tensors: tuple[Tensor, Tensor, Tensor],
         dout: Tensor | None,
         problem: Problem,
-        scale: float | None,
         options: dict[str, Any],
         judge: Judge,
     ) -> None:
-        self.tensors, self.dout, self.problem, self.scale, self.options, self.judge = tensors, dout, problem, scale, options, judge
+        self.tensors, self.dout, self.problem, self.options, self.judge = tensors, dout, problem, options, judge
         self.device = tensors[0].device
         name = torch.cuda.get_device_name(self.device) if self.on_gpu else ""
         self.peaks = {"forward": peak_tflops(name, problem.numerics), "backward": peak_tflops(name, problem.dtype)}
@@ -518,7 +497,7 @@ class _Bench:
 
     def _forward(self, name: str, leaves: tuple[Tensor, ...], lse: bool) -> Any:
         q, k, v = leaves
-        return attention(q, k, v, softmax_scale=self.scale, return_lse=lse, version=name, **self.options)
+        return attention(q, k, v, return_lse=lse, version=name, **self.options)
 
     def timed(self, rows: list[Row]) -> list[Row]:
         """The rows with times, TFLOP/s and share of the peak, the versions interleaved."""

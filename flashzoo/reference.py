@@ -29,7 +29,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashzoo.autograd import differentiable
-from flashzoo.spec import DESCALE_BLOCK, Problem
+from flashzoo.call.operands import Operands
+from flashzoo.call.problem import DESCALE_BLOCK, Problem
 
 E4M3 = torch.float8_e4m3fn
 LARGEST_E4M3 = 448.0
@@ -45,9 +46,6 @@ HOPPER_SUM_BITS = 13
 
 OUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """What out may be in FP8."""
-
-Descales = tuple[Tensor | None, Tensor | None, Tensor | None]
-NO_DESCALES: Descales = (None, None, None)
 
 
 @dataclass(frozen=True)
@@ -124,7 +122,6 @@ def oracle(
     k: Tensor,
     v: Tensor,
     problem: Problem,
-    softmax_scale: float,
     dout: Tensor | None = None,
     dlse: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
@@ -134,8 +131,7 @@ def oracle(
 
     Args:
         q, k, v: as in `flashzoo.attention`, any floating dtype, CPU or GPU; zero lengths are welcome.
-        problem: causal and window are read from it.
-        softmax_scale: any finite float.
+        problem: causal, window and scale are read from it.
         dout: gradient of out; gradients are computed where it is given.
         dlse: gradient of lse, `(batch, heads, seqlen_q)`; needs dout.
         dtype: float64 or float32.
@@ -150,13 +146,13 @@ def oracle(
     dq, dk, dv = (torch.zeros_like(x, dtype=dtype) if dout is not None else None for x in (q, k, v))
     whole = Result(out, lse, dq, dk, dv)
     for part in parts(q, k, ORACLE_SCORES[q.device.type]):
-        s = scores(q, k, problem, softmax_scale, part, dtype, mask)
+        s = scores(q, k, problem, part, dtype, mask)
         lse[part.rows] = torch.logsumexp(s, -1).flatten(1, 2)
         p = probabilities(s, lse[part.rows])
         out[part.queries] = from_groups(p @ grouped(v[part.keys], part, dtype))
         if dout is not None:
             of_rows = None if dlse is None else dlse[part.rows]
-            for name, x in gradients(p, dout[part.queries], of_rows, out[part.queries], q, k, v, softmax_scale, part).items():
+            for name, x in gradients(p, dout[part.queries], of_rows, out[part.queries], q, k, v, problem.scale, part).items():
                 whole.at(part).items()[name].add_(x)  # to dk and dv every query head of a group adds
     return whole
 
@@ -216,9 +212,9 @@ def from_groups(x: Tensor) -> Tensor:
     return x.flatten(1, 2).transpose(1, 2)
 
 
-def scores(q: Tensor, k: Tensor, problem: Problem, softmax_scale: float, part: Part, dtype: torch.dtype, mask: Tensor | None) -> Tensor:
+def scores(q: Tensor, k: Tensor, problem: Problem, part: Part, dtype: torch.dtype, mask: Tensor | None) -> Tensor:
     """Scores of a part, -inf where nobody sees: `(batch, heads_kv, group, seqlen_q, seqlen_k)`."""
-    s = grouped(q[part.queries], part, dtype, True) @ grouped(k[part.keys], part, dtype).mT * softmax_scale
+    s = grouped(q[part.queries], part, dtype, True) @ grouped(k[part.keys], part, dtype).mT * problem.scale
     seen = visible(problem, q.device, of_part(mask, part))
     if seen is not None:
         s.masked_fill_(~(seen if seen.ndim == 2 else seen.expand(len(s), s.shape[1] * part.group, -1, -1).view(s.shape)), -math.inf)
@@ -255,16 +251,14 @@ def _finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -math.inf, 0)
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, block_mask: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor | None]:
     if problem.precision == "fp8":
         (q, q_descale), (k, k_descale), (v, v_descale) = (_quantized(x) for x in (q, k, v))
-        return _fp8_forward(q, k, v, problem, softmax_scale, (q_descale, k_descale, v_descale), block_mask)
-    s = _scores(q, k, problem, softmax_scale, block_mask)
+        return _fp8_forward(q, k, v, problem, Operands(q_descale, k_descale, v_descale, operands.block_mask))
+    s = _scores(q, k, problem, operands)
     lse = torch.logsumexp(s, -1).view(problem.batch, problem.heads, -1) if problem.lse or problem.grad else None
     p = torch.softmax(s, -1)
-    if block_mask is None:
+    if operands.block_mask is None:
         p[:, : problem.blind_rows] = 0  # softmax gives NaN where a row sees nothing
     else:
         p.masked_fill_((s == -math.inf).all(-1, keepdim=True), 0)
@@ -281,19 +275,18 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     problem: Problem,
-    softmax_scale: float,
-    block_mask: Tensor | None = None,
+    operands: Operands,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = problem.batch * problem.heads
     do, k_h, v_h = _heads_first(dout, problem), _heads_first(k, problem), _heads_first(v, problem)
     delta = (dout.to(_wide(q)) * out.to(_wide(q))).sum(-1).transpose(1, 2).reshape(rows, -1)
     if dlse is not None:
         delta = delta - dlse.reshape(rows, -1)
-    p = _scores(q, k, problem, softmax_scale, block_mask).sub_(_finite(lse).reshape(rows, -1, 1)).exp_()
+    p = _scores(q, k, problem, operands).sub_(_finite(lse).reshape(rows, -1, 1)).exp_()
     dv = _matmul(p.to(q.dtype).mT, do)
     ds = p.mul_(_matmul(do, v_h.mT).sub_(delta[..., None])).to(q.dtype)
-    dq = _matmul(ds, k_h) * softmax_scale
-    dk = _matmul(ds.mT, _heads_first(q, problem)) * softmax_scale
+    dq = _matmul(ds, k_h) * problem.scale
+    dk = _matmul(ds.mT, _heads_first(q, problem)) * problem.scale
     group = problem.heads // problem.heads_kv
     dk, dv = (x.view(problem.batch, problem.heads_kv, group, problem.seqlen_k, -1).sum(2).transpose(1, 2) for x in (dk, dv))
     return _seqlen_first(dq.to(q.dtype), problem), dk.to(k.dtype), dv.to(v.dtype)
@@ -322,15 +315,13 @@ def rotated(x: Tensor, seed: int = 0) -> Tensor:
     return (parts @ hadamard).flatten(-2) / math.sqrt(size)
 
 
-def _fp8_forward(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, descales: Descales, block_mask: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    q_rows, k_rows, v_rows = (_heads_first(_of_rows(x, descale), problem) for x, descale in zip((q, k, v), descales, strict=True))
+def _fp8_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor | None]:
+    q_rows, k_rows, v_rows = (_heads_first(_of_rows(x, descale), problem) for x, descale in zip((q, k, v), operands.descales, strict=True))
     q_h, k_h, v_h = (_heads_first(x.to(torch.bfloat16), problem) for x in (q, k, v))  # bf16 holds every e4m3 number
     # As kernels have it: scores in log2 units by one factor for a row and a block, and score - maximum rounded once. At scores
     # of millions the rounded maximum moves P by more than its own rounding.
-    s = _hopper_sums(q_h, k_h).double().mul_((softmax_scale * math.log2(math.e) * q_rows * k_rows.mT).double())
-    s = _hidden(s, problem, block_mask)
+    s = _hopper_sums(q_h, k_h).double().mul_((problem.scale * math.log2(math.e) * q_rows * k_rows.mT).double())
+    s = _hidden(s, problem, operands)
     row_max = _finite(s.amax(-1, keepdim=True).float())
     p = s.sub_(row_max).float().exp2_()
     l = p.sum(-1, keepdim=True)
@@ -357,13 +348,13 @@ def _hopper_sums(a: Tensor, b: Tensor) -> Tensor:
     return total
 
 
-def _scores(q: Tensor, k: Tensor, problem: Problem, softmax_scale: float, mask: Tensor | None) -> Tensor:
-    return _hidden(_matmul(_heads_first(q, problem), _heads_first(k, problem).mT).mul_(softmax_scale), problem, mask)
+def _scores(q: Tensor, k: Tensor, problem: Problem, operands: Operands) -> Tensor:
+    return _hidden(_matmul(_heads_first(q, problem), _heads_first(k, problem).mT).mul_(problem.scale), problem, operands)
 
 
-def _hidden(s: Tensor, problem: Problem, mask: Tensor | None) -> Tensor:
+def _hidden(s: Tensor, problem: Problem, operands: Operands) -> Tensor:
     """Scores `(batch * heads, seqlen_q, seqlen_k)`, those that nobody sees overwritten with -inf."""
-    seen = visible(problem, s.device, mask)
+    seen = visible(problem, s.device, dense(operands.block_mask))
     if seen is not None:
         s.view(problem.batch, problem.heads, *s.shape[1:]).masked_fill_(~seen, -math.inf)
     return s
@@ -408,27 +399,13 @@ _differentiable = differentiable(_without_autocast(_forward), _without_autocast(
 _in_fp8 = _without_autocast(_fp8_forward)
 
 
-def standard(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    problem: Problem,
-    softmax_scale: float,
-    descales: Descales = NO_DESCALES,
-    block_mask: Any = None,
-) -> tuple[Tensor, Tensor | None]:
+def standard(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor | None]:
     """Attention in three passes, with a flash kernel's numerics; see this file's head, and `Spec.impl`.
 
     A block mask may be a dense one, as in `visible`, too.
     """
-    mask = dense(block_mask)
-    if problem.dtype == "e4m3":
-        return _in_fp8(q, k, v, problem, softmax_scale, descales, mask)
-    return _differentiable(q, k, v, problem, softmax_scale, block_mask=mask)
+    run = _in_fp8 if problem.dtype == "e4m3" else _differentiable
+    return run(q, k, v, problem, operands)
 
 
-def _standard_backward(*arguments: Any, block_mask: Any = None) -> tuple[Tensor, Tensor, Tensor]:
-    return _differentiable.backward(*arguments, block_mask=dense(block_mask))  # pyright: ignore[reportFunctionMemberAccess]
-
-
-standard.backward = _standard_backward  # pyright: ignore[reportFunctionMemberAccess]
+standard.backward = _differentiable.backward  # pyright: ignore[reportFunctionMemberAccess]

@@ -22,7 +22,8 @@ from pathlib import Path
 from threading import RLock
 from typing import TypeVar
 
-from flashzoo.spec import Problem, Spec
+from flashzoo.call.problem import Problem
+from flashzoo.spec import Spec
 
 ENTRY_POINTS = "flashzoo.versions"
 ENVIRONMENT = "FLASHZOO_VERSION"

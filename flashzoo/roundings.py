@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from flashzoo.call.problem import Problem
 from flashzoo.reference import (
     HOPPER_SUM_BITS,
     LARGEST_E4M3,
@@ -28,7 +29,6 @@ from flashzoo.reference import (
     probabilities,
     scores,
 )
-from flashzoo.spec import Problem
 from flashzoo.workloads import TORCH_DTYPES
 
 ROWS = 64
@@ -55,7 +55,6 @@ def of_yardstick(
     reference: Result,
     inputs: tuple[Tensor, Tensor, Tensor],
     problem: Problem,
-    softmax_scale: float,
     dout: Tensor | None = None,
     dlse: Tensor | None = None,
     mask: Tensor | None = None,
@@ -66,22 +65,22 @@ def of_yardstick(
         yardstick: of `standard`; its gradients are looked at where dout is given.
         reference: the oracle's.
         inputs: q, k and v as the oracle takes them: e4m3 ones times their descales.
-        problem, softmax_scale, dout, dlse, mask: as in `oracle`.
+        problem, dout, dlse, mask: as in `oracle`.
     """
     q, k, _ = inputs
     exact, mine = reference.items(), yardstick.items()
     sizes = {name: torch.zeros_like(x) for name, x in exact.items()}
     right = {name: torch.zeros_like(x) if name in ("dq", "dk", "dv") else x for name, x in exact.items()}
-    model = _Model(inputs, problem, softmax_scale)
+    model = _Model(inputs, problem)
     for part in parts(q, k, ORACLE_SCORES[q.device.type] // 2):
-        s = scores(q, k, problem, softmax_scale, part, torch.float64, mask)
+        s = scores(q, k, problem, part, torch.float64, mask)
         found = model.forward(s, exact["lse"][part.rows], exact["out"][part.queries], part)
         if dout is not None:
             lse, out, do = mine["lse"][part.rows].double(), mine["out"][part.queries], dout[part.queries]
             of_rows = None if dlse is None else dlse[part.rows]
             p = probabilities(s, lse)
             found |= model.backward(p, lse, out, do, of_rows, part)
-            for name, x in gradients(p, do, of_rows, out, *inputs, softmax_scale, part).items():
+            for name, x in gradients(p, do, of_rows, out, *inputs, problem.scale, part).items():
                 Result(**right).at(part).items()[name].add_(x)  # to dk and dv every query head of a group adds
         for name, x in found.items():
             Result(**sizes).at(part).items()[name].add_(x)
@@ -94,8 +93,8 @@ def of_yardstick(
 class _Model:
     """Variances of the errors of one problem, a part at a time."""
 
-    def __init__(self, inputs: tuple[Tensor, Tensor, Tensor], problem: Problem, softmax_scale: float) -> None:
-        self.inputs, self.scale = inputs, softmax_scale
+    def __init__(self, inputs: tuple[Tensor, Tensor, Tensor], problem: Problem) -> None:
+        self.inputs, self.scale = inputs, problem.scale
         kept = torch.finfo(TORCH_DTYPES[problem.out_dtype])
         self.unit, self.tiny = kept.eps / 2, kept.tiny * kept.eps / 2
         self.wide = torch.finfo(torch.float64 if problem.dtype == "fp64" else torch.float32).eps

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
+from flashzoo.call.problem import Problem
 from flashzoo.registry import UnsupportedError, versions
-from flashzoo.spec import TRANSFORMS, Problem, Spec
+from flashzoo.spec import TRANSFORMS, Spec
 
 functorch_active = torch._C._are_functorch_transforms_active
 

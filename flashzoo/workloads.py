@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashzoo.call.forms import MaskForm
+from flashzoo.call.problem import DESCALE_BLOCK, Problem
 from flashzoo.dtypes import BYTES, TORCH_DTYPES
 from flashzoo.masks.block_mask import BlockMask
-from flashzoo.spec import DESCALE_BLOCK, MaskForm, Problem
 
 LOG_SUM_BYTES = 4  # lse, and FA-1's l and m, are float32 in every version
 

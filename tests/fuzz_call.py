@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from flashzoo import BlockMask, Problem
-from flashzoo.spec import DESCALE_BLOCK, MaskForm, span_of
+from flashzoo.call.forms import MaskForm, span_of
+from flashzoo.call.problem import DESCALE_BLOCK
 from flashzoo.workloads import TORCH_DTYPES, VALUES, hardware
 
 Device = torch.device | str

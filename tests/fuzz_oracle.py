@@ -21,7 +21,7 @@ import torch
 from fuzz_call import Call, Operands, in_band, offsets
 from torch import Tensor
 
-from flashzoo.spec import DESCALE_BLOCK
+from flashzoo.call.problem import DESCALE_BLOCK
 from flashzoo.workloads import TORCH_DTYPES
 
 EACH = 5.0

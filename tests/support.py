@@ -18,9 +18,11 @@ from torch import Tensor
 import flashzoo
 from flashzoo import Problem, Spec
 from flashzoo.accuracy import Judge
-from flashzoo.reference import NO_DESCALES, Descales, Result
-from flashzoo.spec import FEATURES
-from flashzoo.workloads import TORCH_DTYPES, block_mask, hardware, inputs
+from flashzoo.call.check import options_of
+from flashzoo.call.features import FEATURES
+from flashzoo.call.operands import NO_DESCALES, Descales, Operands
+from flashzoo.reference import Result
+from flashzoo.workloads import block_mask, hardware, inputs
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -98,13 +100,12 @@ def asked(spec: Spec, both: bool = False, fp8: tuple[str, ...] = FP8, **fields) 
 
 def as_arguments(problem: Problem, descales: Descales = NO_DESCALES) -> dict:
     """The keyword arguments of `flashzoo.attention` that ask for this problem."""
-    arguments = {"causal": problem.causal, "window_size": problem.window, "deterministic": problem.deterministic}
+    arguments = options_of(problem)
     if problem.dtype == "e4m3":
-        arguments["out_dtype"] = TORCH_DTYPES[problem.out_dtype]
         arguments |= dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
     if problem.block_mask is not None:
         arguments["block_mask"] = mask_of(problem)
-    return arguments | {"precision": problem.precision}
+    return arguments
 
 
 def mask_of(problem: Problem) -> flashzoo.BlockMask | None:
@@ -139,12 +140,11 @@ def forward(
     version: str,
     tensors: Tensors,
     problem: Problem,
-    softmax_scale: float | None = None,
     descales: Descales = NO_DESCALES,
     attention: Callable = flashzoo.attention,
 ) -> Result:
     """One forward pass, by `flashzoo.attention` or what stands for it; lse is None where the problem does not ask for it."""
-    arguments = as_arguments(problem, descales) | {"softmax_scale": softmax_scale, "version": version}
+    arguments = as_arguments(problem, descales) | {"version": version}
     if problem.lse:
         return Result(*attention(*tensors, return_lse=True, **arguments))
     return Result(attention(*tensors, **arguments))
@@ -156,15 +156,14 @@ def both(
     problem: Problem,
     dout: Tensor,
     dlse: Tensor | None = None,
-    softmax_scale: float | None = None,
     descales: Descales = NO_DESCALES,
     attention: Callable = flashzoo.attention,
 ) -> Result:
     """Forward and backward; forward alone where the problem asks for no gradients. The tensors keep their strides and get no `.grad`."""
     if not problem.grad:
-        return forward(version, tensors, problem, softmax_scale, descales, attention)
+        return forward(version, tensors, problem, descales, attention)
     leaves = tuple(x.detach().requires_grad_() for x in tensors)
-    result = forward(version, leaves, problem, softmax_scale, descales, attention)  # pyright: ignore[reportArgumentType]
+    result = forward(version, leaves, problem, descales, attention)  # pyright: ignore[reportArgumentType]
     outputs, gradients = ((result.out,), (dout,)) if dlse is None else ((result.out, result.lse), (dout, dlse))
     return Result(
         result.out.detach(), None if result.lse is None else result.lse.detach(), *torch.autograd.grad(outputs, leaves, gradients)
@@ -173,16 +172,18 @@ def both(
 
 def as_operator(
     version: str, tensors: Tensors, problem: Problem, dout: Tensor, dlse: Tensor | None = None
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments of `torch.ops.flashzoo.attention` and of `attention_backward` that ask for this problem."""
-    importlib.import_module("flashzoo.ops")
-    how = (None, problem.causal, *problem.window, problem.deterministic, problem.lse)
+    importlib.import_module("flashzoo.call.traced")
+    left, right = (-1 if side is None else side for side in problem.window)
+    how = {**options_of(problem), "window_size": [left, right], "return_lse": problem.lse, "version": version}
     leaves = tuple(x.detach().requires_grad_(problem.grad) for x in tensors)
-    arguments = (*leaves, *how, problem.grad, version, problem.precision)
+    arguments = {**dict(zip("qkv", leaves, strict=True)), **how, "grad": problem.grad}
     if not problem.grad:
-        return arguments, ()
-    out, lse = torch.ops.flashzoo.attention(*arguments)
-    return arguments, (dout, dlse, *tensors, out.detach(), lse.detach(), *how, version, problem.precision)
+        return arguments, {}
+    out, lse = torch.ops.flashzoo.attention(**arguments)
+    inputs = dict(zip("qkv", tensors, strict=True))
+    return arguments, {"dout": dout, "dlse": dlse, **inputs, "out": out.detach(), "lse": lse.detach(), **how}
 
 
 def detached(result: Result) -> tuple[Tensor, Tensor | None]:
@@ -214,29 +215,29 @@ CALLS: list[Problem] = []
 """What `toy` versions were called with."""
 
 
-def record(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, None]:
+def record(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, None]:
     """An implementation that notes that it was called, and multiplies q by the scale; k and v have gradients of 0."""
     CALLS.append(problem)
-    out = q * softmax_scale
+    out = q * problem.scale
     return (out + 0 * (k.sum() + v.sum()) if problem.grad else out), None
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, Tensor]:
+def dense(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     """An implementation that notes that it was called, for plain problems, with no gradients and always an LSE."""
     CALLS.append(problem)
     with torch.no_grad():
-        s = torch.einsum("bihd,bjhd->bhij", q, k) * softmax_scale
+        s = torch.einsum("bihd,bjhd->bhij", q, k) * problem.scale
         return torch.einsum("bhij,bjhd->bihd", s.softmax(-1), v), s.logsumexp(-1)
 
 
 def dense_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem, softmax_scale: float
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem, operands: Operands
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A backward pass to lend, which notes that it was called, made from the out and the LSE of whichever forward pass."""
     CALLS.append(problem)
-    p = torch.exp(torch.einsum("bihd,bjhd->bhij", q, k) * softmax_scale - lse[..., None])
+    p = torch.exp(torch.einsum("bihd,bjhd->bhij", q, k) * problem.scale - lse[..., None])
     delta = (dout * out).sum(-1).transpose(1, 2) - (0 if dlse is None else dlse)
-    ds = p * (torch.einsum("bihd,bjhd->bhij", dout, v) - delta[..., None]) * softmax_scale
+    ds = p * (torch.einsum("bihd,bjhd->bhij", dout, v) - delta[..., None]) * problem.scale
     dq, dk = torch.einsum("bhij,bjhd->bihd", ds, k), torch.einsum("bhij,bihd->bjhd", ds, q)
     return dq, dk, torch.einsum("bhij,bihd->bjhd", p, dout)
 

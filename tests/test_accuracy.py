@@ -12,8 +12,9 @@ from torch import Tensor
 
 from flashzoo import Problem, accuracy, reference
 from flashzoo.accuracy import Judge
-from flashzoo.reference import Descales, Result, rotated, standard
-from flashzoo.spec import MaskForm
+from flashzoo.call.forms import MaskForm
+from flashzoo.call.operands import Descales, Operands
+from flashzoo.reference import Result, rotated, standard
 from flashzoo.workloads import block_mask, descales
 
 PROBLEM = Problem(batch=1, seqlen_q=64, seqlen_k=64, heads=2, heads_kv=2, head_dim=32, causal=True, lse=True, grad=True, device="cpu")
@@ -47,7 +48,7 @@ def zeros(x: Tensor) -> None:
 def judged(request) -> tuple[Judge, Result]:
     problem = dataclasses.replace(PROBLEM, dtype=request.param)
     tensors, dout, dlse = draw(problem)
-    return Judge(*tensors, problem, None, dout, dlse), both("standard", tensors, problem, dout, dlse)
+    return Judge(*tensors, problem, dout, dlse), both("standard", tensors, problem, dout, dlse)
 
 
 def test_the_yardstick_is_accepted(judged):
@@ -72,7 +73,7 @@ def test_the_last_keys_count_though_few_see_them(dtype, seqlen, lost, fault):
     """Under a causal mask their dV is next to nothing in the norm of the whole tensor."""
     problem = dataclasses.replace(PROBLEM, dtype=dtype, seqlen_q=seqlen, seqlen_k=seqlen, heads=1, heads_kv=1)
     tensors, dout, dlse = draw(problem)
-    judge = Judge(*tensors, problem, None, dout, dlse)
+    judge = Judge(*tensors, problem, dout, dlse)
     wrong = judge.yardstick.dv.clone()
     fault(wrong[:, -lost:])
     broken = [check for check in judge.checks(dataclasses.replace(judge.yardstick, dv=wrong)) if not check.ok]
@@ -95,9 +96,9 @@ def test_a_fault_of_the_yardstick_is_nobodys_budget(monkeypatch, dtype, masked, 
         found[at] = found[at] * factor
         return tuple(found)
 
-    assert all(check.ok for check in Judge(*tensors, problem, None, dout, dlse, mask=seen).of_yardstick)
+    assert all(check.ok for check in Judge(*tensors, problem, dout, dlse, mask=seen).of_yardstick)
     monkeypatch.setattr(reference, "_differentiable", reference.differentiable(reference._forward, wrong))
-    judge = Judge(*tensors, problem, None, dout, dlse, mask=seen)
+    judge = Judge(*tensors, problem, dout, dlse, mask=seen)
     name = ("dq", "dk", "dv")[at]
     assert [check.tensor for check in judge.of_yardstick if not check.ok] == [f"the yardstick's {name}"]
     with pytest.raises(AssertionError, match=f"the yardstick's {name}, beyond its roundings"):
@@ -120,9 +121,9 @@ def test_a_fault_of_the_yardsticks_out_is_nobodys_budget(monkeypatch, how, facto
         out[:, 64:128] *= factor
         return out, lse
 
-    assert all(check.ok for check in Judge(*tensors, problem, None).of_yardstick)
+    assert all(check.ok for check in Judge(*tensors, problem).of_yardstick)
     monkeypatch.setattr(reference, name, wrong)
-    assert "the yardstick's out" in {check.tensor for check in Judge(*tensors, problem, None).of_yardstick if not check.ok}
+    assert "the yardstick's out" in {check.tensor for check in Judge(*tensors, problem).of_yardstick if not check.ok}
 
 
 def test_lse_in_the_wrong_unit_is_seen(judged):
@@ -141,7 +142,7 @@ def test_another_shape_or_dtype_is_an_error(judged, change):
 def test_a_row_that_sees_nothing_must_be_exactly_zero():
     problem = Problem(batch=1, seqlen_q=8, seqlen_k=3, heads=1, heads_kv=1, head_dim=16, dtype="fp16", causal=True, lse=True, device="cpu")
     tensors, *_ = draw(problem)
-    judge = Judge(*tensors, problem, None)
+    judge = Judge(*tensors, problem)
     sound = judge.yardstick
     assert all(check.ok for check in judge.checks(sound))
     for name, value in (("out", 1e-4), ("lse", -1e30)):
@@ -168,7 +169,7 @@ def test_the_yardstick_of_e4m3_is_accepted(kind, causal):
     problem = dataclasses.replace(E4M3, causal=causal)
     tensors, *_ = draw(problem)
     scales = descales(problem, kind)
-    judge = Judge(*tensors, problem, None, descales=scales)
+    judge = Judge(*tensors, problem, descales=scales)
     assert [str(check) for check in judge.checks(forward("standard", tensors, problem, descales=scales)) if not check.ok] == []
 
 
@@ -178,14 +179,14 @@ def test_the_yardstick_of_e4m3_is_accepted(kind, causal):
 def test_a_descale_that_is_not_its_own_is_seen(kind, fault, at):
     tensors, *_ = draw(E4M3)
     scales = descales(E4M3, kind)
-    judge = Judge(*tensors, E4M3, None, descales=scales)
+    judge = Judge(*tensors, E4M3, descales=scales)
     broken = {check.tensor for check in judge.checks(forward("standard", tensors, E4M3, descales=fault(scales, at))) if not check.ok}
     assert broken == ({"out"} if at == 2 else {"out", "lse"})
 
 
 def test_a_p_that_was_not_scaled_is_seen(monkeypatch):
     tensors, *_ = draw(E4M3, values="sink")
-    judge = Judge(*tensors, E4M3, None)
+    judge = Judge(*tensors, E4M3)
     monkeypatch.setattr(reference, "P_SCALE", 1.0)
     assert not all(check.ok for check in judge.checks(forward("standard", tensors, E4M3)))
 
@@ -193,7 +194,7 @@ def test_a_p_that_was_not_scaled_is_seen(monkeypatch):
 def test_a_p_past_the_largest_number_is_seen(monkeypatch):
     """As under a maximum of the rows that is not the newest."""
     tensors, *_ = draw(E4M3)
-    judge = Judge(*tensors, E4M3, None)
+    judge = Judge(*tensors, E4M3)
     rounded = Tensor.to
     monkeypatch.setattr(reference, "P_SCALE", 1024.0)
     monkeypatch.setattr(Tensor, "to", lambda x, dtype: rounded(x.clamp(-448, 448) if dtype == reference.E4M3 else x, dtype))
@@ -213,7 +214,7 @@ class TestFp8:
         few = dataclasses.replace(problem, seqlen_k=32)
         (q, k, v), *_ = draw(few)
         result = forward("standard", (q, k[:, :-1], v[:, :-1]), dataclasses.replace(few, seqlen_k=31))
-        assert "out" in self.refused(Judge(q, k, v, few, None), result)
+        assert "out" in self.refused(Judge(q, k, v, few), result)
 
     def test_a_block_that_is_missing_in_the_sum_of_p_is_seen(self, problem):
         (q, k, v), *_ = draw(problem)
@@ -221,7 +222,7 @@ class TestFp8:
         last = forward("standard", (q, k[:, 128:], v[:, 128:]), dataclasses.replace(problem, seqlen_k=32))
         rest = 1 - (last.lse - sound.lse).exp()
         wrong = Result((sound.out.float() / rest.transpose(1, 2)[..., None]).to(sound.out.dtype), sound.lse + rest.log())
-        assert self.refused(Judge(q, k, v, problem, None), wrong) == {"out", "lse"}
+        assert self.refused(Judge(q, k, v, problem), wrong) == {"out", "lse"}
 
     def test_a_block_of_values_under_the_scale_of_another_is_seen(self, problem):
         (q, k, v), *_ = draw(problem)
@@ -229,19 +230,19 @@ class TestFp8:
         last = forward("standard", (q, k[:, 128:], v[:, 128:]), dataclasses.replace(problem, seqlen_k=32))
         share = (last.lse - sound.lse).exp().transpose(1, 2)[..., None]
         wrong = Result((sound.out.float() + 0.5 * share * last.out.float()).to(sound.out.dtype), sound.lse)
-        assert self.refused(Judge(q, k, v, problem, None), wrong) == {"out"}
+        assert self.refused(Judge(q, k, v, problem), wrong) == {"out"}
 
     def test_lse_less_what_a_smoothed_k_gave_up_is_seen(self, problem):
         (q, k, v), *_ = draw(problem)
         sound = forward("standard", (q, k, v), problem)
         shift = torch.einsum("bihd,bhd->bhi", q.float(), k.float().mean(1).repeat_interleave(2, 1)) * problem.head_dim**-0.5
-        assert self.refused(Judge(q, k, v, problem, None), Result(sound.out, sound.lse - shift)) == {"lse"}
+        assert self.refused(Judge(q, k, v, problem), Result(sound.out, sound.lse - shift)) == {"lse"}
 
     @pytest.mark.parametrize("fault", [one_row, nan, infinity, zeros], ids=lambda fault: fault.__name__)
     @pytest.mark.parametrize("name", ["out", "lse"])
     def test_a_fault_is_seen(self, problem, name, fault):
         tensors, *_ = draw(problem)
-        judge = Judge(*tensors, problem, None)
+        judge = Judge(*tensors, problem)
         values = {key: value.clone() for key, value in forward("standard", tensors, problem).items().items()}
         fault(values[name])
         assert self.refused(judge, Result(**values)) == {name}
@@ -250,7 +251,7 @@ class TestFp8:
 def test_a_tighter_budget_that_a_version_declares_is_held():
     problem = dataclasses.replace(E4M3, dtype="bf16", precision="fp8", out_dtype=None)
     tensors, *_ = draw(problem)
-    judge, result = Judge(*tensors, problem, None), forward("standard", tensors, problem)
+    judge, result = Judge(*tensors, problem), forward("standard", tensors, problem)
     assert all(check.ok for check in judge.checks(result, rms=1.0))
     assert [check.rule for check in judge.checks(result, rms=0.4) if not check.ok] == ["worst head's RMS, as declared"]
 
@@ -260,7 +261,7 @@ def test_a_tighter_budget_that_a_version_declares_is_held():
 def test_a_fault_in_a_gradient_under_fp8_is_seen(name, fault):
     problem = dataclasses.replace(PROBLEM, dtype="bf16", precision="fp8", out_dtype=None)
     tensors, dout, dlse = draw(problem)
-    judge, sound = Judge(*tensors, problem, None, dout, dlse), both("standard", tensors, problem, dout, dlse)
+    judge, sound = Judge(*tensors, problem, dout, dlse), both("standard", tensors, problem, dout, dlse)
     assert all(check.ok for check in judge.checks(sound))
     values = {key: value.clone() for key, value in sound.items().items()}
     fault(values[name])
@@ -277,8 +278,8 @@ def test_fp8_of_one_row_is_not_held_to_one_rounding():
     for seed in range(60):
         q, k, v = draw(problem, seed)[0]
         q = q * 10
-        out, lse = standard(rotated(q, 99), rotated(k, 99), v, problem, 0.125)
-        refused += not all(check.ok for check in Judge(q, k, v, problem, 0.125).checks(Result(out, lse)))
+        out, lse = standard(rotated(q, 99), rotated(k, 99), v, problem, Operands())
+        refused += not all(check.ok for check in Judge(q, k, v, problem).checks(Result(out, lse)))
     assert refused == 0
 
 
@@ -287,5 +288,5 @@ def test_only_few_rows_are_drawn_again(rows, drawn, monkeypatch):
     seeds = []
     monkeypatch.setattr(accuracy, "rotated", lambda x, seed: seeds.append(seed) or rotated(x, seed))
     problem = dataclasses.replace(FEW_ROWS, seqlen_q=rows, causal=False)
-    Judge(*draw(problem)[0], problem, None)
+    Judge(*draw(problem)[0], problem)
     assert seeds == [seed for seed in range(drawn) for _ in "qk"]

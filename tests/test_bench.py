@@ -22,8 +22,8 @@ import flashzoo
 from bench import ablation, claims, fp8_error, masks, peers, pictures, plot, readmes, run, runs, tune
 from flashzoo import cli
 from flashzoo.autograd import differentiable
+from flashzoo.call.problem import Problem
 from flashzoo.reference import dequantized, rotated, standard
-from flashzoo.spec import Problem
 from flashzoo.v1 import config as v1_config
 from flashzoo.v2 import config as v2_config
 from flashzoo.v3 import config as v3_config
@@ -52,9 +52,9 @@ def _why(path: Path) -> list[tuple[str, str, str]]:
     return [(row["impl"], row["causal"], row["why"]) for row in _rows(path) if row["why"]]
 
 
-def doubled(q, k, v, problem, softmax_scale):
+def doubled(q, k, v, problem, operands):
     """A version that is wrong in every element."""
-    out, lse = standard(q, k, v, problem, softmax_scale)
+    out, lse = standard(q, k, v, problem, operands)
     return 2 * out, lse
 
 
@@ -661,11 +661,11 @@ def test_a_version_whose_own_name_has_an_ending_is_that_version():
         flashzoo.unregister(spec.name)
 
 
-def half_of_dk(dout, dlse, q, k, v, out, lse, problem, softmax_scale):
+def half_of_dk(dout, dlse, q, k, v, out, lse, problem, operands):
     """A backward pass that is wrong in one gradient."""
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        dq, dk, dv = torch.autograd.grad(standard(*leaves, problem, softmax_scale)[0], leaves, dout)
+        dq, dk, dv = torch.autograd.grad(standard(*leaves, problem, operands)[0], leaves, dout)
     return dq, dk / 2, dv
 
 

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flashzoo
 from flashzoo import BlockMask, Problem
 from flashzoo.accuracy import Judge
+from flashzoo.call.forms import MaskForm
 from flashzoo.reference import Result
-from flashzoo.spec import MaskForm
 from flashzoo.workloads import block_mask, workloads
 
 on = {"device": DEVICE}
@@ -68,7 +68,7 @@ def check(mask: BlockMask, version: str = "blocksparse", **fields) -> Result:
     problem = problem_of(mask, version, **fields)
     tensors, dout, dlse = draw(problem)
     result = run(mask, tensors, problem, dout, dlse, version)
-    accept(Judge(*tensors, problem, None, dout, dlse, mask=mask.to_dense()), result)
+    accept(Judge(*tensors, problem, dout, dlse, mask=mask.to_dense()), result)
     return result
 
 
@@ -224,7 +224,7 @@ def test_nothing_past_the_end_is_read(version):
         buffer = x.new_full((x.shape[0], x.shape[1] + 200, x.shape[2] + 1, x.shape[3] + 16), torch.nan)
         longer.append(buffer[:, 100:-100, 1:, 8:-8].copy_(x))
     result = run(mask, tuple(longer[:3]), problem, longer[3], dlse, version)
-    accept(Judge(*tensors, problem, None, dout, dlse, mask=mask.to_dense()), result)
+    accept(Judge(*tensors, problem, dout, dlse, mask=mask.to_dense()), result)
 
 
 def test_all_blocks_are_v2():
@@ -248,10 +248,10 @@ def test_causal_beside_a_mask(version):
     problem = problem_of(mask, version, heads_kv=2, window=(100, 0))
     tensors, dout, dlse = draw(problem)
     result = run(mask, tensors, problem, dout, dlse, version)
-    accept(Judge(*tensors, problem, None, dout, dlse, mask=mask.to_dense()), result)
+    accept(Judge(*tensors, problem, dout, dlse, mask=mask.to_dense()), result)
     composed = mask & BlockMask.sliding_window(mask.seqlen_q, mask.seqlen_k, window_size=(100, 0), **sizes, **on)
     alone = replace(problem, window=(None, None), block_mask=composed.form)
-    accept(Judge(*tensors, alone, None, dout, dlse, mask=composed.to_dense()), result)
+    accept(Judge(*tensors, alone, dout, dlse, mask=composed.to_dense()), result)
 
 
 @skipping
@@ -309,8 +309,8 @@ class TestHanded:
     def handed(self, monkeypatch):
         calls = []
 
-        def implementation(q, k, v, problem, softmax_scale, block_mask=None):
-            calls.append((problem, block_mask))
+        def implementation(q, k, v, problem, operands):
+            calls.append((problem, operands.block_mask))
             return q, None
 
         monkeypatch.setattr(support, "handed", implementation, raising=False)
@@ -346,8 +346,8 @@ class TestHanded:
     def test_a_lent_backward_pass_gets_it_too(self, handed, monkeypatch):
         lent_to = []
 
-        def lent(dout, dlse, q, k, v, out, lse, problem, softmax_scale, block_mask=None):
-            lent_to.append((problem, block_mask))
+        def lent(dout, dlse, q, k, v, out, lse, problem, operands):
+            lent_to.append((problem, operands.block_mask))
             return dout, dout, dout
 
         monkeypatch.setattr(support, "lent", lent, raising=False)
@@ -426,17 +426,17 @@ class TestTraced:
         compiled = torch.compile(flashzoo.attention, backend=backend, fullgraph=True)
         attention = partial(compiled, block_mask=mask)
         result = both(version, tensors, replace(problem, block_mask=None), dout, dlse, attention=attention)
-        accept(Judge(*tensors, problem, None, dout, dlse, mask=mask.to_dense()), result)
+        accept(Judge(*tensors, problem, dout, dlse, mask=mask.to_dense()), result)
 
     def test_operators_are_what_their_fakes_say(self):
-        importlib.import_module("flashzoo.ops")  # defines them
+        importlib.import_module("flashzoo.call.traced")  # defines them
         for pattern in ("window", "dense"):
             mask = mask_of(pattern)
             problem = problem_of(mask)
             leaves = [x.requires_grad_() for x in draw(problem)[0]]
-            how = (None, False, None, None, False, True, True, "blocksparse", None, None, None, None, None)
-            arguments = (*leaves, *how, *mask.parts())
-            torch.library.opcheck(torch.ops.flashzoo.attention.default, arguments, rtol=1e-2, atol=1e-3)
+            tensors, sizes = mask.parts()
+            how = {"return_lse": True, "grad": True, "version": "blocksparse", "block_mask_tensors": tensors, "block_mask_sizes": sizes}
+            torch.library.opcheck(torch.ops.flashzoo.attention.default, tuple(leaves), how, rtol=1e-2, atol=1e-3)
 
     def test_a_bad_mask_is_refused(self):
         torch.compiler.reset()
@@ -484,7 +484,7 @@ def test_cuda_graph(pattern, version):
         result = both(version, tensors, plain, dout, dlse, attention=attention)
     graph.replay()
     judged = plain if mask is None else problem
-    accept(Judge(*tensors, judged, None, dout, dlse, mask=None if mask is None else mask.to_dense()), result)
+    accept(Judge(*tensors, judged, dout, dlse, mask=None if mask is None else mask.to_dense()), result)
 
 
 @pytest.mark.gpu

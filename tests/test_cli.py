@@ -33,8 +33,8 @@ WRONG = """
 import flashzoo
 from flashzoo.reference import standard
 
-def attention(q, k, v, problem, softmax_scale):
-    out, lse = standard(q, k, v, problem, softmax_scale)
+def attention(q, k, v, problem, operands):
+    out, lse = standard(q, k, v, problem, operands)
     return out * 1.01, lse
 
 flashzoo.register(flashzoo.Spec(name="one_percent_off", title="wrong", paper="none", impl=f"{__name__}:attention",
@@ -74,16 +74,16 @@ def own_variant(tmp_path, monkeypatch):
     flashzoo.unregister("own")
 
 
-def failing(q, k, v, problem, softmax_scale):
+def failing(q, k, v, problem, operands):
     raise RuntimeError("out of luck")
 
 
-def doubled(q, k, v, problem, softmax_scale):
-    out, lse = flashzoo.attention(q, k, v, version="standard", return_lse=True, softmax_scale=softmax_scale)
+def doubled(q, k, v, problem, operands):
+    out, lse = flashzoo.attention(q, k, v, version="standard", return_lse=True, softmax_scale=problem.scale)
     return 2 * out, lse
 
 
-def interrupted(q, k, v, problem, softmax_scale):
+def interrupted(q, k, v, problem, operands):
     raise KeyboardInterrupt
 
 
@@ -265,7 +265,7 @@ def test_ctrl_c_leaves_what_was_finished(registered):
 
 WAITING = """
 import sys, time
-def attention(q, k, v, problem, softmax_scale):
+def attention(q, k, v, problem, operands):
     print("WAITING", file=sys.stderr, flush=True)
     time.sleep(60)
 import flashzoo

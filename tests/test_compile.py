@@ -20,8 +20,8 @@ from flashzoo._sass import Resources, read
 from flashzoo._triton.compile import resources
 from flashzoo.blocksparse import launch as blocksparse
 from flashzoo.blocksparse.config import tiles_for as blocksparse_tiles
+from flashzoo.call.forms import MaskForm
 from flashzoo.gpu import SHARED_LIMIT, WARPGROUP
-from flashzoo.spec import MaskForm
 from flashzoo.v1 import launch as v1
 from flashzoo.v2 import launch as v2
 from flashzoo.v2.config import tiles_for as v2_tiles

@@ -16,8 +16,11 @@ from support import CALLS, dense, dense_backward, lazily_negated, toy
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashzoo
-from flashzoo import BlockMask, Problem, UnsupportedError, plan, registry
-from flashzoo.spec import MaskForm
+from flashzoo import BlockMask, Problem, UnsupportedError, registry
+from flashzoo.call import plan
+from flashzoo.call.features import FEATURES
+from flashzoo.call.forms import MaskForm
+from flashzoo.call.problem import DTYPES
 from flashzoo.workloads import TORCH_DTYPES
 
 HOPPER = Problem(batch=2, seqlen_q=128, seqlen_k=128, heads=8, heads_kv=8, head_dim=64, device="cuda", arch=90)
@@ -144,7 +147,7 @@ class TestSpec:
     def test_every_feature_is_a_field_a_problem_can_ask_for(self):
         sizes = {"heads_kv": 2, "seqlen_k": 4, "head_dim_v": 32}
         asked = dataclasses.replace(HOPPER, causal=True, window=(1, 1), lse=True, deterministic=True, block_mask=MaskForm(), **sizes)
-        assert asked.features == flashzoo.spec.FEATURES.keys()
+        assert asked.features == FEATURES.keys()
         assert HOPPER.features == frozenset()
 
     @pytest.mark.parametrize(
@@ -201,7 +204,7 @@ BAD_PROBLEMS = {
     "arch is a string": ({"arch": "90"}, TypeError, "arch must be an int, such as 90, or None, got '90'"),
     "arch is a version": ({"arch": (9, 0)}, TypeError, r"arch must be an int, such as 90, or None, got \(9, 0\)"),
     "arch is 0": ({"arch": 0}, ValueError, "arch must be at least 1, got 0"),
-    "precision is unknown": ({"precision": "int4"}, ValueError, "precision must be one of None, 'fp8', got 'int4'"),
+    "precision is unknown": ({"precision": "int4"}, ValueError, "precision must be None or 'fp8', got 'int4'"),
     "precision of fp32": ({"precision": "fp8", "dtype": "fp32"}, ValueError, "precision='fp8' is for dtype fp16 or bf16, got fp32"),
     "out_dtype of e4m3": ({"dtype": "e4m3", "out_dtype": "fp32"}, ValueError, "out_dtype must be one of 'bf16', 'fp16', got 'fp32'"),
     "block_mask is a mask": ({"block_mask": BlockMask.causal(128)}, TypeError, "block_mask must be a MaskForm, .*, got BlockMask"),
@@ -678,7 +681,7 @@ class TestExplain:
 
     def test_a_problem_takes_no_other_argument(self):
         text = r"expected a Problem alone, or with version=, got {} beside it; dataclasses.replace\(problem, ...\) changes what it asks for"
-        for beside in ({"causal": True}, {"causal": False, "arch": 90}, {"k": torch.zeros(2, 6, 4, 8), "window_size": None}):
+        for beside in ({"causal": True}, {"arch": 90, "causal": False}, {"k": torch.zeros(2, 6, 4, 8), "window_size": None}):
             with pytest.raises(TypeError, match=text.format(", ".join(beside))):
                 flashzoo.explain(HOPPER, **beside)
 
@@ -960,7 +963,7 @@ class TestBadInput:
     @pytest.mark.parametrize("case", BAD_INPUT)
     def test_is_refused_before_any_launch(self, case):
         changes, error, text = BAD_INPUT[case]
-        flashzoo.register(toy(dtypes=flashzoo.spec.DTYPES, cpu_dtypes=flashzoo.spec.DTYPES, quantizes=("fp16", "bf16")), before="v3")
+        flashzoo.register(toy(dtypes=DTYPES, cpu_dtypes=DTYPES, quantizes=("fp16", "bf16")), before="v3")
         with pytest.raises(error, match=text):
             flashzoo.attention(**_changed(**changes))
         assert CALLS == []
@@ -1103,7 +1106,7 @@ class TestImplementation:
         ],
     )
     def test_one_that_gives_something_else_is_named(self, give, expected, qkv, monkeypatch):
-        monkeypatch.setattr("support.record", lambda q, k, v, problem, softmax_scale: give(q))
+        monkeypatch.setattr("support.record", lambda q, k, v, problem, operands: give(q))
         flashzoo.register(toy())
         for _ in range(2):
             with pytest.raises(TypeError, match=rf"version 'toy': support:record must return .*{re.escape(expected)}"):
@@ -1173,9 +1176,9 @@ class TestTransforms:
 DESCALES_SEEN = []
 
 
-def record_descales(q, k, v, problem, softmax_scale, descales):
+def record_descales(q, k, v, problem, operands):
     CALLS.append(problem)
-    DESCALES_SEEN.append(descales)
+    DESCALES_SEEN.append(operands.descales)
     return q.to(TORCH_DTYPES[problem.out_dtype]), None
 
 

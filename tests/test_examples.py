@@ -46,9 +46,9 @@ def _train(options: str) -> int:
     return train_gpt.main(f"{TINY} {options}".split())
 
 
-def without_gradient_of_k(q, k, v, problem, softmax_scale):
+def without_gradient_of_k(q, k, v, problem, operands):
     """A version whose output is right and whose gradients are not."""
-    return sdpa(q, k.detach(), v, problem, softmax_scale)
+    return sdpa(q, k.detach(), v, problem, operands)
 
 
 @pytest.fixture

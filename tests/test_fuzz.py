@@ -20,7 +20,7 @@ from support import CHOSEN, DEVICE, ROOT, same_bits
 
 import flashzoo
 from flashzoo import UnsupportedError
-from flashzoo.spec import FEATURES
+from flashzoo.call.features import FEATURES
 
 SEED = 7
 CONFIGURATIONS, CALLS = (6, 8) if DEVICE == "cpu" else (3, 16)  # there each is a kernel or two to compile
@@ -280,7 +280,7 @@ def test_a_process_that_dies_is_a_finding_of_its_call(tmp_path):
     variant = tmp_path / "doomed.py"
     variant.write_text(
         "import os, flashzoo\n"
-        "def attention(q, k, v, problem, softmax_scale):\n    os._exit(3)\n"
+        "def attention(q, k, v, problem, operands):\n    os._exit(3)\n"
         "flashzoo.register(flashzoo.Spec('doomed', '', '', 'doomed:attention', cpu_dtypes=('fp32',)))\n"
     )
     command = [sys.executable, "-m", "tests.fuzz", "--versions", "doomed", "--calls", "2", "--jobs", "1", "--seed", "3"]

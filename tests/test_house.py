@@ -25,30 +25,38 @@ DEVICE_CODE = {folder: [path for path in sorted(folder.glob("*.py")) if path.ste
 PLUMBING = {"flashzoo._sass", "flashzoo._triton", "flashzoo._cute"}
 # What users hand to `attention`.
 BLOCK_MASK = "flashzoo.masks"
-# What each room may import besides the standard library; a version's folder may also import itself.
+# What a version is handed.
+HANDED = {"flashzoo.call.forms", "flashzoo.call.operands", "flashzoo.call.problem"}
+CALL = {"flashzoo.call"}
+# What each room, or file of `call`, may import besides the standard library; a version's folder may also import itself.
 MAY_IMPORT = {
-    "spec": set(),
-    "registry": {"flashzoo.spec"},
-    "api": {"torch", BLOCK_MASK, "flashzoo.ops", "flashzoo.plan", "flashzoo.registry", "flashzoo.spec", "flashzoo.transforms"},
-    "ops": {"torch", BLOCK_MASK, "flashzoo.autograd", "flashzoo.plan", "flashzoo.registry", "flashzoo.spec", "flashzoo.transforms"},
-    "plan": {"torch", BLOCK_MASK, "flashzoo.autograd", "flashzoo.registry", "flashzoo.spec"},
-    "autograd": {"torch", "flashzoo.spec", "flashzoo.transforms"},
-    "transforms": {"torch", "flashzoo.registry", "flashzoo.spec"},
-    "reference": {"torch", "flashzoo.autograd", "flashzoo.spec"},
-    "baselines": {"torch", "flashzoo.reference", "flashzoo.spec", "flashzoo.transforms"},
+    "spec": {"flashzoo.call.features", "flashzoo.call.problem"},
+    "registry": {"flashzoo.call.problem", "flashzoo.spec"},
+    "call.forms": set(),
+    "call.features": {"flashzoo.call.forms"},
+    "call.problem": {"flashzoo.call.features", "flashzoo.call.forms"},
+    "call.operands": {"torch", BLOCK_MASK, "flashzoo.call.forms", "flashzoo.call.problem"},
+    "call.check": {"torch", "flashzoo.call.forms", "flashzoo.call.problem", "flashzoo.dtypes"},
+    "call.plan": {"torch", "flashzoo.autograd", "flashzoo.dtypes", "flashzoo.registry", "flashzoo.spec"} | CALL,
+    "call.api": {"torch", "typing_extensions", BLOCK_MASK, "flashzoo.registry", "flashzoo.transforms"} | CALL,
+    "call.traced": {"torch", "flashzoo.autograd", "flashzoo.registry", "flashzoo.transforms"} | CALL,
+    "autograd": {"torch", "flashzoo.call.problem", "flashzoo.transforms"},
+    "transforms": {"torch", "flashzoo.call.problem", "flashzoo.registry", "flashzoo.spec"},
+    "reference": {"torch", "flashzoo.autograd"} | HANDED,
+    "baselines": {"torch", "flashzoo.reference", "flashzoo.spec", "flashzoo.transforms"} | HANDED,
     "dtypes": {"torch"},
     "gpu": set(),
     "integers": set(),
-    "workloads": {"torch", BLOCK_MASK, "flashzoo.dtypes", "flashzoo.spec"},
-    "accuracy": {"torch", "flashzoo.reference", "flashzoo.roundings", "flashzoo.spec", "flashzoo.workloads"},
-    "roundings": {"torch", "flashzoo.reference", "flashzoo.spec", "flashzoo.workloads"},
-    "masks": {"torch", BLOCK_MASK, "flashzoo.integers", "flashzoo.spec"},
+    "workloads": {"torch", BLOCK_MASK, "flashzoo.dtypes", "flashzoo.call.forms", "flashzoo.call.problem"},
+    "accuracy": {"torch", "flashzoo.reference", "flashzoo.roundings", "flashzoo.workloads"} | HANDED,
+    "roundings": {"torch", "flashzoo.reference", "flashzoo.call.problem", "flashzoo.workloads"},
+    "masks": {"torch", BLOCK_MASK, "flashzoo.call.forms", "flashzoo.integers"},
     "_sass": set(),
-    "_triton": {"torch", "triton", "flashzoo._sass", "flashzoo._triton", "flashzoo.integers", "flashzoo.spec"},
+    "_triton": {"torch", "triton", "flashzoo._sass", "flashzoo._triton", "flashzoo.call.problem", "flashzoo.integers"},
     "_cute": {"torch", "cuda", "cutlass", "flashzoo._cute", "flashzoo.dtypes", "flashzoo.gpu"},
 }
 A_VERSION_MAY_IMPORT = {"torch", "triton", "cutlass", "flashzoo._triton", "flashzoo._cute"}
-A_VERSION_MAY_IMPORT |= {BLOCK_MASK, "flashzoo.autograd", "flashzoo.dtypes", "flashzoo.gpu", "flashzoo.integers", "flashzoo.spec"}
+A_VERSION_MAY_IMPORT |= {BLOCK_MASK, "flashzoo.autograd", "flashzoo.dtypes", "flashzoo.gpu", "flashzoo.integers", "flashzoo.spec"} | HANDED
 # These look inside versions because that is their work.
 INSIDERS = {
     "tests/test_bench.py",
@@ -86,6 +94,8 @@ def within(name: str, allowed: set[str]) -> bool:
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
 def test_imports_point_one_way(path):
     room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if room == "call":
+        room = f"call.{path.stem}"
     if PACKAGE / room in VERSION_FOLDERS:
         allowed = A_VERSION_MAY_IMPORT | {f"flashzoo.{room}"}
     elif room in MAY_IMPORT:
@@ -176,12 +186,8 @@ def test_public_names_have_docstrings(path):
 def test_every_impl_is_there_and_takes_the_contract(spec):
     module, _, name = spec.impl.partition(":")
     function = getattr(importlib.import_module(module), name)
-    more = ["descales"] if "e4m3" in spec.dtypes else []
-    parameters = inspect.signature(function).parameters.items()
-    taken = [name for name, parameter in parameters if parameter.kind != parameter.VAR_KEYWORD]
-    # What `differentiable` makes hands on what comes by keyword.
-    more += ["block_mask"] if "block_mask" in spec.features and len(taken) == len(parameters) else []
-    assert taken == ["q", "k", "v", "problem", "softmax_scale", *more]
+    taken = list(inspect.signature(function).parameters)
+    assert taken == ["q", "k", "v", "problem", "operands"]
 
 
 @pytest.mark.parametrize("folder", VERSION_FOLDERS, ids=relative)
@@ -193,9 +199,9 @@ def test_a_version_is_data_readme_host_and_device(folder):
 
 
 def of_every_feature(path: Path) -> list[int]:
-    """Lines of a file where a `Spec` gets its features from `spec.FEATURES`, and so those that come later too."""
+    """Lines of a file where a `Spec` gets its features from `features.FEATURES`, and so those that come later too."""
     tree = ast.parse(path.read_text())
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "flashzoo.spec"]
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "flashzoo.call.features"]
     makes_one = any(isinstance(node, ast.Call) and "Spec" in ast.unparse(node.func) for node in ast.walk(tree))
     return [node.lineno for node in imports if makes_one and "FEATURES" in (name.name for name in node.names)]
 

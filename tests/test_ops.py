@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import flashzoo
-from flashzoo import UnsupportedError, ops, registry
+from flashzoo import UnsupportedError, registry
+from flashzoo.call import traced
 from flashzoo.workloads import LAYOUTS
 
 close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
@@ -64,7 +65,7 @@ class TestImport:
             import sys, torch, flashzoo
             q = torch.randn(1, 8, 2, 16, requires_grad=True)
             flashzoo.attention(q, q, q, version="standard").sum().backward()
-            print(*({"flashzoo.ops", "torch._dynamo"} & set(sys.modules)))
+            print(*({"flashzoo.call.traced", "torch._dynamo"} & set(sys.modules)))
         """
         assert in_fresh_process(code).split() == []
 
@@ -327,9 +328,9 @@ class TestModes:
     def test_outputs_lie_as_torch_would_lay_them(self, layout):
         """Which is how kernels do, and then nothing is copied."""
         x = LAYOUTS[layout](torch.randn(3, 10, 4, 8))
-        shape, strides = ops._dense(x)
+        shape, strides = traced._dense(x)
         assert (tuple(shape), tuple(strides)) == (x.shape, torch.empty_like(x).stride())
         out = torch.empty_like(x)
-        assert ops._laid_out(out, shape, strides) is out
+        assert traced._laid_out(out, shape, strides) is out
         other = x.movedim(0, 2).contiguous().movedim(2, 0)
-        assert torch.equal(ops._laid_out(other, shape, strides), x) and ops._laid_out(other, shape, strides).stride() == out.stride()
+        assert torch.equal(traced._laid_out(other, shape, strides), x) and traced._laid_out(other, shape, strides).stride() == out.stride()

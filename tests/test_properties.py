@@ -31,7 +31,6 @@ class Call:
 
     problem: Problem
     seed: int
-    scale: float | None
 
     @property
     def tensors(self) -> Tensors:
@@ -59,10 +58,11 @@ def calls(version: str, problem: Problem, masked: bool, **asked) -> st.SearchStr
             head_dim_v=pick(st.sampled_from((None, *HEAD_DIMS))) if "head_dim_v" in spec.features else None,
             causal=masked and pick(st.booleans()),
             window=(pick(sides), pick(sides)) if masked and "window" in spec.features else (None, None),
+            softmax_scale=pick(st.sampled_from((None, 0.05, 1.0))),
             **asked,
         )
         assume(takes(spec, problem))
-        return Call(problem, pick(st.integers(0, 1 << 20)), pick(st.sampled_from((None, 0.05, 1.0))))
+        return Call(problem, pick(st.integers(0, 1 << 20)))
 
     return drawn()
 
@@ -93,8 +93,8 @@ def test_order_of_keys_does_not_matter(version, problem):
     def holds(call):
         q, k, v = call.tensors
         order = torch.randperm(call.problem.seqlen_k, generator=torch.Generator().manual_seed(call.seed)).to(k.device)
-        out = forward(version, (q, k, v), call.problem, call.scale).out
-        assert_near(forward(version, (q, k[:, order], v[:, order]), call.problem, call.scale).out, out, call.problem)
+        out = forward(version, (q, k, v), call.problem).out
+        assert_near(forward(version, (q, k[:, order], v[:, order]), call.problem).out, out, call.problem)
 
     for_all(calls(version, problem, masked=False), version, holds)
 
@@ -103,13 +103,12 @@ def test_order_of_keys_does_not_matter(version, problem):
 def test_one_vector_added_to_every_key_shifts_scores_only(version, problem):
     def holds(call):
         q, k, v = call.tensors
-        scale = call.scale or call.problem.head_dim**-0.5
         direction = 0.5 * torch.ones_like(k[:, :1])
-        before = forward(version, (q, k, v), call.problem, scale)
-        after = forward(version, (q, k + direction, v), call.problem, scale)
+        before = forward(version, (q, k, v), call.problem)
+        after = forward(version, (q, k + direction, v), call.problem)
         assert_near(after.out, before.out, call.problem)
         if call.problem.lse:
-            shift = scale * 0.5 * q.float().sum(-1).transpose(1, 2)
+            shift = call.problem.scale * 0.5 * q.float().sum(-1).transpose(1, 2)
             assert_near(after.lse, before.lse + shift, call.problem)
 
     for_all(calls(version, problem, masked=True), version, holds)
@@ -120,7 +119,7 @@ def test_linear_in_v(version, problem):
     def holds(call):
         q, k, v = call.tensors
         other = draw(call.problem, call.seed + 1)[0][2]
-        left, right, mixed = (forward(version, (q, k, x), call.problem, call.scale).out for x in (v, other, 0.5 * v - 2 * other))
+        left, right, mixed = (forward(version, (q, k, x), call.problem).out for x in (v, other, 0.5 * v - 2 * other))
         assert_near(mixed, 0.5 * left - 2 * right, call.problem)
 
     for_all(calls(version, problem, masked=True), version, holds)
@@ -132,12 +131,12 @@ def test_two_parts_merge_into_the_whole_through_lse(version, problem):
         problem = call.problem
         assume(problem.seqlen_k > 1)
         q, k, v = call.tensors
-        whole = forward(version, (q, k, v), problem, call.scale)
+        whole = forward(version, (q, k, v), problem)
         cut = 1 + call.seed % (problem.seqlen_k - 1)
         parts = []
         for keys in (slice(None, cut), slice(cut, None)):
             part = replace(problem, seqlen_k=len(range(problem.seqlen_k)[keys]))
-            parts.append(forward(version, (q, k[:, keys], v[:, keys]), part, call.scale))
+            parts.append(forward(version, (q, k[:, keys], v[:, keys]), part))
         lse = torch.logaddexp(parts[0].lse, parts[1].lse)
         merged = sum(part.out.float() * (part.lse - lse).exp().transpose(1, 2)[..., None] for part in parts)
         assert_near(lse, whole.lse, problem)
@@ -154,8 +153,8 @@ def test_the_last_queries_alone_see_what_they_saw_among_all(version, problem):
         problem = call.problem
         q, k, v = call.tensors
         first = call.seed % problem.seqlen_q
-        whole = forward(version, (q, k, v), problem, call.scale)
-        tail = forward(version, (q[:, first:], k, v), replace(problem, seqlen_q=problem.seqlen_q - first), call.scale)
+        whole = forward(version, (q, k, v), problem)
+        tail = forward(version, (q[:, first:], k, v), replace(problem, seqlen_q=problem.seqlen_q - first))
         assert_near(tail.out, whole.out[:, first:], problem)
         if problem.lse:
             assert_near(tail.lse, whole.lse[:, :, first:], problem)
@@ -168,7 +167,7 @@ def test_outputs_lie_in_the_hull_of_the_values(version, problem):
     def holds(call):
         problem = call.problem
         q, k, v = call.tensors
-        out = forward(version, (q, k, v), problem, call.scale).out[:, seeing(problem)]
+        out = forward(version, (q, k, v), problem).out[:, seeing(problem)]
         lowest, highest = (
             x.repeat_interleave(problem.heads // problem.heads_kv, 2) for x in (v.float().amin(1, True), v.float().amax(1, True))
         )
@@ -182,7 +181,7 @@ def test_outputs_lie_in_the_hull_of_the_values(version, problem):
 def test_values_of_one_give_one(version, problem):
     def holds(call):
         q, k, v = call.tensors
-        out = forward(version, (q, k, torch.ones_like(v)), call.problem, call.scale).out
+        out = forward(version, (q, k, torch.ones_like(v)), call.problem).out
         assert_near(out, seeing(call.problem)[None, :, None, None].expand_as(out), call.problem)
 
     for_all(calls(version, problem, masked=True), version, holds)
@@ -193,7 +192,7 @@ def test_lse_of_equal_scores_counts_the_keys(version, problem):
     def holds(call):
         problem = call.problem
         q, k, v = call.tensors
-        lse = forward(version, (torch.zeros_like(q), k, v), problem, call.scale).lse
+        lse = forward(version, (torch.zeros_like(q), k, v), problem).lse
         seen = visible(problem, q.device)
         count = torch.full((problem.seqlen_q,), problem.seqlen_k, device=q.device) if seen is None else seen.sum(1)
         torch.testing.assert_close(lse, count.double().log().float().expand_as(lse), rtol=1e-6, atol=1e-6)
@@ -206,8 +205,8 @@ def test_every_key_twice_changes_only_lse(version, problem):
     def holds(call):
         q, k, v = call.tensors
         twice = replace(call.problem, seqlen_k=2 * call.problem.seqlen_k)
-        once = forward(version, (q, k, v), call.problem, call.scale)
-        doubled = forward(version, (q, torch.cat((k, k), 1), torch.cat((v, v), 1)), twice, call.scale)
+        once = forward(version, (q, k, v), call.problem)
+        doubled = forward(version, (q, torch.cat((k, k), 1), torch.cat((v, v), 1)), twice)
         assert_near(doubled.out, once.out, call.problem)
         if call.problem.lse:
             assert_near(doubled.lse, once.lse + math.log(2), call.problem)
@@ -222,7 +221,7 @@ def test_gradients_of_scores_balance(version, problem):
     def holds(call):
         problem = call.problem
         (q, k, v), dout, dlse = draw(problem, call.seed)
-        result = both(version, (q, k, v), problem, dout, dlse, call.scale)
+        result = both(version, (q, k, v), problem, dout, dlse)
         assert result.dq is not None and result.dk is not None
         by_query = (q.double() * result.dq.double()).sum((1, 3)).view(problem.batch, problem.heads_kv, -1).sum(2)
         by_key = (k.double() * result.dk.double()).sum((1, 3))
@@ -239,7 +238,7 @@ def test_gradients_of_values_hand_on_the_whole_of_dout(version, problem):
     def holds(call):
         problem = call.problem
         tensors, dout, _ = draw(problem, call.seed)
-        result = both(version, tensors, problem, dout, None, call.scale)
+        result = both(version, tensors, problem, dout, None)
         assert result.dv is not None
         given_out = dout[:, seeing(problem)].double().sum(1).view(problem.batch, problem.heads_kv, -1, problem.head_dim_v).sum(2)
         slack = TOLERANCE[problem.dtype] * (1 + dout.double().abs().sum())

@@ -12,8 +12,8 @@ from torch import Tensor
 import flashzoo
 from flashzoo import Problem
 from flashzoo._triton.compile import resources
+from flashzoo.call.problem import DESCALE_BLOCK
 from flashzoo.gpu import SHARED_LIMIT
-from flashzoo.spec import DESCALE_BLOCK
 from flashzoo.v3.quantize import (
     SAMPLE,
     Plan,

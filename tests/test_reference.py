@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -92,18 +93,19 @@ def test_blind_rows_are_the_rows_that_see_nothing(problem):
 def test_oracle_is_autograd_of_the_dense_softmax(problem, scale):
     (q, k, v), dout, dlse = draw(problem)
     expected = differentiated(lambda *x: naive(*x, problem, scale), q, k, v, dout, dlse)
-    assert_close(oracle(q, k, v, problem, scale, dout, dlse), expected, 1e-12)
+    assert_close(oracle(q, k, v, replace(problem, softmax_scale=scale), dout, dlse), expected, 1e-12)
 
 
 def test_oracle_gradients_are_finite_differences(problem):
     (q, k, v), dout, dlse = draw(problem)
+    problem = replace(problem, softmax_scale=0.4)
     dlse[..., : problem.blind_rows] = 0  # a difference of two -inf says nothing
 
     def loss(*tensors: Tensor) -> Tensor:
-        result = oracle(*tensors, problem, 0.4)
+        result = oracle(*tensors, problem)
         return (result.out * dout).sum() + (result.lse.nan_to_num(neginf=0) * dlse).sum()
 
-    gradients = oracle(q, k, v, problem, 0.4, dout, dlse)
+    gradients = oracle(q, k, v, problem, dout, dlse)
     step = 1e-5
     for at, gradient in enumerate((gradients.dq, gradients.dk, gradients.dv)):
         direction = torch.randn_like(gradient)
@@ -117,7 +119,7 @@ def test_oracle_is_torch_attention(problem):
     out = scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=naive_mask(problem), enable_gqa=True).transpose(
         1, 2
     )
-    got = oracle(q, k, v, problem, problem.head_dim**-0.5).out
+    got = oracle(q, k, v, problem).out
     sees = naive_mask(problem).any(1)
     torch.testing.assert_close(got[:, sees], out[:, sees], rtol=1e-12, atol=1e-12)
     assert not got[:, ~sees].any()
@@ -125,15 +127,19 @@ def test_oracle_is_torch_attention(problem):
 
 def test_oracle_in_float32_is_near_float64(problem):
     (q, k, v), dout, dlse = draw(problem)
-    got = oracle(q, k, v, problem, 0.4, dout, dlse, dtype=torch.float32)
+    got = oracle(q, k, v, problem, dout, dlse, dtype=torch.float32)
     assert got.out.dtype == got.lse.dtype == got.dk.dtype == torch.float32
-    assert_close(got, oracle(q, k, v, problem, 0.4, dout, dlse), 1e-4)
+    assert_close(got, oracle(q, k, v, problem, dout, dlse), 1e-4)
 
 
 def test_oracle_survives_scores_that_overflow_exp(problem):
     tensors, dout, dlse = draw(problem)
     q, k, v = (x * 1000 for x in tensors)
-    assert all(value.isfinite().all() for name, value in oracle(q, k, v, problem, 1.0, dout, dlse).items().items() if name != "lse")
+    assert all(
+        value.isfinite().all()
+        for name, value in oracle(q, k, v, replace(problem, softmax_scale=1.0), dout, dlse).items().items()
+        if name != "lse"
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,7 +148,7 @@ def test_oracle_survives_scores_that_overflow_exp(problem):
 def test_oracle_of_nothing(sizes):
     problem = Problem(**PLAIN | sizes, dtype="fp64", device="cpu", lse=True)
     (q, k, v), dout, dlse = draw(problem)
-    result = oracle(q, k, v, problem, 1.0, dout, dlse)
+    result = oracle(q, k, v, replace(problem, softmax_scale=1.0), dout, dlse)
     assert result.out.shape == dout.shape and result.lse.shape == (problem.batch, problem.heads, problem.seqlen_q)
     assert not result.out.any() and bool((result.lse == -math.inf).all())
     assert [x.shape for x in (result.dq, result.dk, result.dv)] == [q.shape, k.shape, v.shape]
@@ -152,7 +158,7 @@ def test_oracle_of_nothing(sizes):
 def test_standard_in_float64_is_the_oracle(problem):
     tensors, dout, dlse = draw(problem)
     got = both("standard", tensors, problem, dout, dlse)
-    assert_close(got, oracle(*tensors, problem, problem.head_dim**-0.5, dout, dlse), 2e-6)
+    assert_close(got, oracle(*tensors, problem, dout, dlse), 2e-6)
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
@@ -161,7 +167,7 @@ def test_standard_is_close_to_the_oracle(dtype):
     problem = Problem(**sizes, dtype=dtype, causal=True, lse=True, grad=True, device="cpu")
     tensors, dout, dlse = draw(problem)
     result = both("standard", tensors, problem, dout, dlse)
-    ideal = oracle(*tensors, problem, problem.head_dim**-0.5, dout, dlse)
+    ideal = oracle(*tensors, problem, dout, dlse)
     step = torch.finfo(tensors[0].dtype).eps
     for name, value in result.items().items():
         error = (value.double() - ideal.items()[name]).norm() / ideal.items()[name].norm()
@@ -192,7 +198,7 @@ def test_standard_in_e4m3_is_close_to_the_oracle(kind):
     scales = descales(IN_FP8, kind)
     result = forward("standard", tensors, IN_FP8, descales=scales)
     real = (dequantized(x, scale) for x, scale in zip(tensors, scales, strict=True))
-    ideal = oracle(*real, IN_FP8, IN_FP8.head_dim**-0.5)
+    ideal = oracle(*real, IN_FP8)
     assert result.out.dtype == torch.bfloat16
     assert (result.out - ideal.out).norm() < 2**-5 * ideal.out.norm(), "P is rounded to 4 bits, and rounded errors cancel in part"
     assert (result.lse - ideal.lse).abs().max() < 4e-3

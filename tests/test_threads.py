@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashzoo
 from flashzoo import registry
-from flashzoo.spec import MaskForm
+from flashzoo.call.forms import MaskForm
 
 THREADS = 8
 PLAIN = dataclasses.replace(SMALL, dtype="fp32", device="cpu", arch=None)
@@ -167,7 +167,7 @@ class TestRegisterBesideCalls:
         assert torch.equal(flashzoo.attention(q, q, q), q * 8**-0.5)
 
 
-def zeros(q, k, v, problem, softmax_scale):
+def zeros(q, k, v, problem, operands):
     return torch.zeros_like(q), None
 
 

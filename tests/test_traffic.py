@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import everything, run, runs, traffic
-from flashzoo.spec import Problem
+from flashzoo.call.problem import Problem
 
 HEADER = (
     '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC","Section Name",'

@@ -389,7 +389,7 @@ def counters_are_zero() -> bool:
 def test_the_same_bits_every_time(problem):
     tensors, *_ = draw(problem)
     first = forward("v3", tensors, problem)
-    accept(Judge(*tensors, problem, None), first)
+    accept(Judge(*tensors, problem), first)
     for _ in range(50):
         assert same(forward("v3", tensors, problem), first)
     assert counters_are_zero()
@@ -404,7 +404,7 @@ def test_sizes_do_not_compile_again():
     for other in ({"batch": 3}, {"seqlen_q": 77}, {"seqlen_k": 513}, {"heads": 6}, {"heads": 8, "heads_kv": 1}, {"head_dim": 40}):
         problem = replace(small, head_dim_v=None, **other)
         tensors, *_ = draw(problem)
-        accept(Judge(*tensors, problem, None), forward("v3", tensors, problem))
+        accept(Judge(*tensors, problem), forward("v3", tensors, problem))
     assert programs.function_for.cache_info().misses == compiled
 
 
@@ -515,7 +515,7 @@ def test_ablations_give_the_same(problem, how):
     kernel = replace(kernel, tiles=replace(kernel.tiles, **ABLATED[how]))
     ablated = launch.ForwardLaunch(problem, kernel, q.stride(), k.stride(), v.stride(), q.get_device())
     out, lse = ablated(q, k, v, launch.in_log2(problem.head_dim**-0.5))
-    accept(Judge(q, k, v, problem, None), Result(out, lse))
+    accept(Judge(q, k, v, problem), Result(out, lse))
     rounding = torch.finfo(out.dtype).eps
     torch.testing.assert_close(out, expected.out, rtol=rounding, atol=rounding * expected.out.abs().max().item())
 
@@ -541,7 +541,7 @@ def test_every_place_of_the_diagonal_in_a_tile(tiling, band):
     for shift in range(-130, 131):
         problem = replace(PLAIN, **sizes, seqlen_k=198 + shift)
         tensors, *_ = draw(problem)
-        accept(Judge(*tensors, problem, None), forward("v3", tensors, problem))
+        accept(Judge(*tensors, problem), forward("v3", tensors, problem))
 
 
 # In processes of their own.

@@ -21,9 +21,9 @@ from flashzoo._cute.hopper.tile_scheduler import NEVER, TileSchedulerBackward
 from flashzoo._cute.per_stream import tile_counter
 from flashzoo._triton.compile import resources
 from flashzoo.accuracy import Judge
+from flashzoo.call.forms import MaskForm
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS
 from flashzoo.reference import Result, visible
-from flashzoo.spec import MaskForm
 from flashzoo.v3 import FP8_SPEC, SPEC, launch, launch_fp8, programs
 from flashzoo.v3.backward import Backward
 from flashzoo.v3.config import BACKWARD, kernel_backward_for
@@ -381,7 +381,7 @@ SAMPLED = [
 def test_lengths_around_the_edges_of_tiles(problem):
     tensors, dout, dlse = draw(problem)
     found = both("v3", tensors, problem, dout, dlse)
-    accept(Judge(*tensors, problem, None, dout, dlse), found)
+    accept(Judge(*tensors, problem, dout, dlse), found)
     if problem.deterministic:
         assert same_results(both("v3", tensors, problem, dout, dlse), found)
 
@@ -399,7 +399,7 @@ def test_every_place_of_the_diagonal_in_a_tile(head_dim, band):
     for shift in range(-130, 131, 9):
         problem = replace(PLAIN, heads=1, heads_kv=1, seqlen_q=198, seqlen_k=198 + shift, head_dim=head_dim, head_dim_v=None, **BANDS[band])
         tensors, dout, dlse = draw(problem)
-        accept(Judge(*tensors, problem, None, dout, dlse), both("v3", tensors, problem, dout, dlse))
+        accept(Judge(*tensors, problem, dout, dlse), both("v3", tensors, problem, dout, dlse))
 
 
 @gpu
@@ -410,7 +410,7 @@ def test_values_of_another_width(head_dims, deterministic):
     head_dim, head_dim_v = head_dims
     problem = replace(PLAIN, seqlen_q=130, seqlen_k=200, causal=True, deterministic=deterministic, head_dim=head_dim, head_dim_v=head_dim_v)
     tensors, dout, dlse = draw(problem)
-    accept(Judge(*tensors, problem, None, dout, dlse), both("v3", tensors, problem, dout, dlse))
+    accept(Judge(*tensors, problem, dout, dlse), both("v3", tensors, problem, dout, dlse))
 
 
 @gpu
@@ -426,7 +426,7 @@ def test_gradient_through_lse_alone(head_dim, deterministic):
     result = forward("v3", leaves, problem)
     gradients = torch.autograd.grad(result.lse, leaves, dlse)
     found = Result(result.out.detach(), result.lse.detach(), *gradients)
-    accept(Judge(*tensors, problem, None, torch.zeros_like(dout), dlse), found)
+    accept(Judge(*tensors, problem, torch.zeros_like(dout), dlse), found)
     assert not gradients[2].any(), "v has no part in LSE"
 
 
@@ -450,7 +450,7 @@ def counters_are_zero() -> bool:
 def test_more_tiles_than_multiprocessors_and_fewer(size, head_dim, deterministic):
     problem = replace(SIZES[size], head_dim=head_dim, head_dim_v=None, deterministic=deterministic)
     tensors, dout, dlse = draw(problem)
-    accept(Judge(*tensors, problem, None, dout, dlse), both("v3", tensors, problem, dout, dlse))
+    accept(Judge(*tensors, problem, dout, dlse), both("v3", tensors, problem, dout, dlse))
     assert counters_are_zero()
 
 
@@ -471,7 +471,7 @@ def test_deterministic_is_the_same_bits_when_busy(head_dim, band):
     first = gradients()
     few = tuple(x.detach()[:1, :, : 2 if x.shape[2] == 12 else 1] for x in (*leaves, dout, result.out, *first))
     sample = replace(problem, batch=1, heads=2, heads_kv=1)
-    judge = Judge(*few[:3], sample, None, few[3], dlse[:1, :2])
+    judge = Judge(*few[:3], sample, few[3], dlse[:1, :2])
     accept(judge, Result(few[4], result.lse.detach()[:1, :2], *few[5:]))
     for _ in range(50):
         assert [name for name, x, y in zip(("dq", "dk", "dv"), gradients(), first, strict=True) if not same_bits(x, y)] == []
@@ -486,7 +486,7 @@ def test_each_tensor_in_a_layout_of_its_own(head_dim, layout):
     """Out among them, which a caller of the operator hands over as it likes. Delta is summed in an order that is its layout's."""
     problem = replace(MANY, batch=2, head_dim=head_dim, head_dim_v=None, deterministic=True)
     tensors, dout, dlse = draw(problem)
-    judge, result = Judge(*tensors, problem, None, dout, dlse), forward("v3", tensors, problem)
+    judge, result = Judge(*tensors, problem, dout, dlse), forward("v3", tensors, problem)
     given = (dout, *tensors, result.out)
 
     def backward(dout: Tensor, *rest: Tensor) -> Result:
@@ -529,5 +529,5 @@ def test_sizes_do_not_compile_again():
     for other in ({"batch": 3}, {"seqlen_q": 77}, {"seqlen_k": 513}, {"heads": 6}, {"heads": 8, "heads_kv": 1}, {"head_dim": 40}):
         problem = replace(small, head_dim_v=None, **other)
         tensors, dout, dlse = draw(problem)
-        accept(Judge(*tensors, problem, None, dout, dlse), both("v3", tensors, problem, dout, dlse))
+        accept(Judge(*tensors, problem, dout, dlse), both("v3", tensors, problem, dout, dlse))
     assert programs.function_for.cache_info().misses == compiled

@@ -18,9 +18,9 @@ from flashzoo import BlockMask, Problem, UnsupportedError
 from flashzoo._cute.hopper import mask as mask_module
 from flashzoo._cute.hopper import tile_scheduler
 from flashzoo._cute.hopper.tile_scheduler import TileScheduler, TileSchedulerBackward
+from flashzoo.call.forms import MaskForm
 from flashzoo.gpu import SHARED_LIMIT, WARPGROUP, WARPGROUP_ROWS
 from flashzoo.masks.lists import Lists, codes_of
-from flashzoo.spec import MaskForm
 from flashzoo.v3 import sparse, sparse_backward
 from flashzoo.v3.config import BACKWARD, SPARSE, kernel_backward_for, kernel_for, pack_for
 from flashzoo.v3.explain import describe, refusals

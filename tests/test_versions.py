@@ -48,8 +48,12 @@ from torch.utils.checkpoint import checkpoint
 import flashzoo
 from flashzoo import Problem, Spec, UnsupportedError
 from flashzoo.accuracy import OUT_RMS, Judge
-from flashzoo.reference import Descales, Result, visible
-from flashzoo.spec import FEATURES, QUANTIZABLE, TRANSFORMS, MaskForm
+from flashzoo.call.features import FEATURES
+from flashzoo.call.forms import MaskForm
+from flashzoo.call.operands import Descales
+from flashzoo.call.problem import QUANTIZABLE
+from flashzoo.reference import Result, visible
+from flashzoo.spec import TRANSFORMS
 from flashzoo.workloads import DESCALES, LAYOUTS, TORCH_DTYPES, Workload, descales, workloads
 
 ON_GPU = DEVICE == "cuda"
@@ -130,22 +134,12 @@ NUMERICS = [
 
 def refusals(spec: Spec) -> dict[str, tuple[Problem, str]]:
     """For everything that the version does not declare, a problem that asks for it and what the refusal must say."""
-    beyond = {
-        "causal": {"causal": True},
-        "window": {"window": (3, 2)},
-        "gqa": {"heads_kv": 1},
-        "cross": {"seqlen_k": 24},
-        "head_dim_v": {"head_dim_v": 8},
-        "lse": {"lse": True},
-        "deterministic": {"deterministic": True},
-        "block_mask": {"block_mask": MaskForm()},
-    }
     plain = small(spec, lse=False)
-    found = {name: (replace(plain, **beyond[name]), FEATURES[name]) for name in FEATURES.keys() - spec.features}
+    found = {name: (replace(plain, **FEATURES[name].example), FEATURES[name].asked) for name in FEATURES.keys() - spec.features}
     for name in spec.features - spec.backward if spec.backward is not None else ():
         found[f"backward_{name}"] = (
-            replace(plain, grad=True, **beyond[name]),
-            f"backward pass does not support {FEATURES[name]}",
+            replace(plain, grad=True, **FEATURES[name].example),
+            f"backward pass does not support {FEATURES[name].asked}",
         )
     if spec.backward is None:
         found["backward"] = replace(plain, grad=True), "has no backward pass"
@@ -189,7 +183,7 @@ def _drawn(case: Case) -> tuple[Tensors, Tensor, Tensor | None, Descales, Judge]
     problem = case.problem
     tensors, dout, dlse = draw(problem, values=case.workload.values)
     scales = descales(problem, case.descales, device=DEVICE)
-    judge = Judge(*tensors, problem, None, dout if problem.grad else None, dlse if problem.grad else None, scales, seen_by(problem))
+    judge = Judge(*tensors, problem, dout if problem.grad else None, dlse if problem.grad else None, scales, seen_by(problem))
     return tensors, dout, dlse, scales, judge
 
 
@@ -264,7 +258,7 @@ def test_needle(version, problem):
         for h in range(problem.heads):
             q[b, :, h] = 4 * k.float()[b, wanted[b, :, h], h // 3]
             expected[b, :, h] = v[b, wanted[b, :, h], h // 3]
-    assert torch.equal(forward(version, (q, k, v), problem, softmax_scale=1.0).out, expected)
+    assert torch.equal(forward(version, (q, k, v), replace(problem, softmax_scale=1.0)).out, expected)
 
 
 COUNTED = {
@@ -304,7 +298,7 @@ def test_every_place_of_the_diagonal_in_a_tile(version, problem):
     for shift in SHIFTS:
         shifted = replace(problem, seqlen_k=problem.seqlen_q + shift)
         tensors, dout, dlse = draw(shifted)
-        accept(Judge(*tensors, shifted, None, dout, dlse), both(version, tensors, shifted, dout, dlse))
+        accept(Judge(*tensors, shifted, dout, dlse), both(version, tensors, shifted, dout, dlse))
 
 
 @asks({"plain": {}, "causal": {"causal": True}}, dtype="fp16", seqlen_q=70, seqlen_k=70)
@@ -315,9 +309,9 @@ def test_powers_of_two_pass_through(version, problem, factor):
     out = forward(version, (q, k, v), problem).out
     assert torch.equal(forward(version, (q, k, factor * v), problem).out, factor * out)
     if factor > 0:
-        scale = problem.head_dim**-0.5
-        assert torch.equal(forward(version, (factor * q, k, v), problem, scale / factor).out, out)
-        assert torch.equal(forward(version, (q, factor * k, v), problem, scale / factor).out, out)
+        scaled = replace(problem, softmax_scale=problem.scale / factor)
+        assert torch.equal(forward(version, (factor * q, k, v), scaled).out, out)
+        assert torch.equal(forward(version, (q, factor * k, v), scaled).out, out)
 
 
 @asks({"plain": {}, "gqa_causal": {"heads": 6, "heads_kv": 3, "causal": True}}, batch=3, heads=3, heads_kv=3, seqlen_q=70, seqlen_k=70)
@@ -366,7 +360,7 @@ def test_rows_that_see_nothing(version, problem):
         assert not result.dq[:, blind].any()
     if problem.lse:
         assert torch.equal(result.lse == -math.inf, blind.expand_as(result.lse))
-    accept(Judge(*tensors, problem, None, dout, dlse), result)
+    accept(Judge(*tensors, problem, dout, dlse), result)
 
 
 MASKS_OF_GRADCHECK = {
@@ -406,7 +400,8 @@ def test_any_finite_scale(version, problem):
     """
     tensors, dout, dlse = draw(problem)
     for scale in (0.25, -0.3, 0.0, -1e-46, 3.0, 1):
-        accept(Judge(*tensors, problem, scale, dout, dlse), both(version, tensors, problem, dout, dlse, scale))
+        scaled = replace(problem, softmax_scale=scale)
+        accept(Judge(*tensors, scaled, dout, dlse), both(version, tensors, scaled, dout, dlse))
 
 
 PADDED = {
@@ -424,7 +419,7 @@ def test_nothing_past_the_end_is_read(version, problem):
     """q, k, v and dout are cut from longer tensors that go on with NaN. Seen in FA #1745, #1974, #2374, FlashInfer #942."""
     tensors, dout, dlse = draw(problem)
     cut_tensors = tuple(cut_from_longer(x) for x in tensors)
-    accept(Judge(*tensors, problem, None, dout, dlse), both(version, cut_tensors, problem, cut_from_longer(dout), dlse))
+    accept(Judge(*tensors, problem, dout, dlse), both(version, cut_tensors, problem, cut_from_longer(dout), dlse))
 
 
 def cut_from_longer(x: Tensor) -> Tensor:
@@ -470,7 +465,7 @@ def test_nothing_past_the_end_is_written(version, problem):
     with Guarded() as guarded:
         result = both(version, tensors, problem, dout, dlse)
     assert guarded.intact()
-    accept(Judge(*tensors, problem, None, dout, dlse), result)
+    accept(Judge(*tensors, problem, dout, dlse), result)
 
 
 # What only FP8 has.
@@ -531,7 +526,7 @@ def test_numbers_at_the_edge_of_fp8(version, problem, edge):
     edge(*tensors)
     result = forward(version, tensors, problem)
     assert bool(result.out.isfinite().all())
-    accept(Judge(*tensors, problem, None), result)
+    accept(Judge(*tensors, problem), result)
 
 
 DESCALED = {"batch": 2, "heads": 4, "heads_kv": 2, "seqlen_q": 300, "seqlen_k": 260, "head_dim": 64, "dtype": "e4m3"}
@@ -542,7 +537,7 @@ DESCALED = {"batch": 2, "heads": 4, "heads_kv": 2, "seqlen_q": 300, "seqlen_k": 
 def test_each_descale_is_of_its_own_kind(version, problem, kinds):
     tensors, *_ = draw(problem)
     scales = tuple(descales(problem, kind, device=DEVICE)[at] for at, kind in enumerate(kinds))
-    accept(Judge(*tensors, problem, None, descales=scales), forward(version, tensors, problem, descales=scales))
+    accept(Judge(*tensors, problem, descales=scales), forward(version, tensors, problem, descales=scales))
 
 
 @asks(**DESCALED)
@@ -571,10 +566,10 @@ def test_a_power_of_two_passes_through_descales(version, problem, kind):
     tensors, *_ = draw(problem)
     q_scale, k_scale, v_scale = descales(problem, kind, device=DEVICE)
     scale = problem.head_dim**-0.5
-    out = forward(version, tensors, problem, scale, (q_scale, k_scale, v_scale)).out
-    assert torch.equal(forward(version, tensors, problem, scale, (q_scale, k_scale, 2 * v_scale)).out, 2 * out)
-    assert torch.equal(forward(version, tensors, problem, scale / 2, (2 * q_scale, k_scale, v_scale)).out, out)
-    assert torch.equal(forward(version, tensors, problem, 2 * scale, (q_scale, k_scale / 2, v_scale)).out, out)
+    out = forward(version, tensors, scaled(1), (q_scale, k_scale, v_scale)).out
+    assert torch.equal(forward(version, tensors, scaled(1), (q_scale, k_scale, 2 * v_scale)).out, 2 * out)
+    assert torch.equal(forward(version, tensors, scaled(0.5), (2 * q_scale, k_scale, v_scale)).out, out)
+    assert torch.equal(forward(version, tensors, scaled(2), (q_scale, k_scale / 2, v_scale)).out, out)
 
 
 LONG_SUM = {"seqlen_q": 70, "seqlen_k": 8192 if ON_GPU else 2048, "heads": 2, "heads_kv": 2, "head_dim": 64}
@@ -588,7 +583,8 @@ def test_a_long_sum_keeps_its_small_terms(version, problem):
     """
     q, k, v = draw(problem)[0]
     v.copy_(v.float().abs())
-    accept(Judge(q, k, v, problem, 0.0), forward(version, (q, k, v), problem, softmax_scale=0.0))
+    problem = replace(problem, softmax_scale=0.0)
+    accept(Judge(q, k, v, problem), forward(version, (q, k, v), problem))
 
 
 # Where the numbers lie.
@@ -617,7 +613,7 @@ def test_layouts(version, problem, layout):
     """
     tensors, dout, dlse = draw(problem, layout=layout)
     before = [storage_of(x) for x in (*tensors, dout)]
-    accept(Judge(*tensors, problem, None, dout, dlse), both(version, tensors, problem, dout, dlse))
+    accept(Judge(*tensors, problem, dout, dlse), both(version, tensors, problem, dout, dlse))
     assert all(torch.equal(storage_of(x), then) for x, then in zip((*tensors, dout), before, strict=True))
 
 
@@ -630,9 +626,9 @@ def test_each_tensor_in_a_layout_of_its_own(version, problem):
     """And one shape in several layouts, one after the other. Seen in FA #2298: stride 0 baked into a cached kernel."""
     names = [name for name in LAYOUTS if name != "expanded"]
     tensors, dout, dlse = draw(problem)
-    judge = Judge(*tensors, problem, None, dout, dlse)
+    judge = Judge(*tensors, problem, dout, dlse)
     expanded, expanded_dout, _ = draw(problem, layout="expanded")
-    accept(Judge(*expanded, problem, None, expanded_dout, dlse), both(version, expanded, problem, expanded_dout, dlse))
+    accept(Judge(*expanded, problem, expanded_dout, dlse), both(version, expanded, problem, expanded_dout, dlse))
     for turn in range(len(names)):
         *moved, moved_dout = (LAYOUTS[names[(turn + i) % len(names)]](x) for i, x in enumerate((*tensors, dout)))
         accept(judge, both(version, tuple(moved), problem, moved_dout, dlse))
@@ -644,7 +640,7 @@ def test_gradient_of_a_sum(version, problem):
     tensors, dout, dlse = draw(problem)
     ones = torch.ones((), dtype=dout.dtype, device=dout.device).expand_as(dout)
     lse_ones = None if dlse is None else torch.ones((), device=dlse.device).expand_as(dlse)
-    accept(Judge(*tensors, problem, None, ones, lse_ones), both(version, tensors, problem, ones, lse_ones))
+    accept(Judge(*tensors, problem, ones, lse_ones), both(version, tensors, problem, ones, lse_ones))
 
 
 @asks(grad=True, causal=True, heads=4, heads_kv=2, head_dim=16)
@@ -653,7 +649,7 @@ def test_a_gradient_with_gaps_in_its_last_dimension(version, problem):
     tensors, dout, dlse = draw(problem)
     wide = torch.full((*dout.shape[:3], 2 * dout.shape[3]), torch.nan, dtype=dout.dtype, device=dout.device)
     wide[..., ::2] = dout
-    accept(Judge(*tensors, problem, None, dout, dlse), both(version, tensors, problem, wide[..., ::2], dlse))
+    accept(Judge(*tensors, problem, dout, dlse), both(version, tensors, problem, wide[..., ::2], dlse))
 
 
 @asks({"plain": {}, "causal": {"causal": True}}, both=True, batch=3, heads=3, heads_kv=3, head_dim=16)
@@ -662,7 +658,7 @@ def test_offsets_past_2_to_31_elements(version, problem, axis):
     """Strides that fit 32 bits, times indices that take the product past them. Seen in FA #2260, #1500, PyTorch #190857, fla #1080."""
     tensors, dout, dlse = draw(problem)
     *far, far_dout = spread((*tensors, dout), axis)
-    accept(Judge(*tensors, problem, None, dout, dlse), both(version, tuple(far), problem, far_dout, dlse))
+    accept(Judge(*tensors, problem, dout, dlse), both(version, tuple(far), problem, far_dout, dlse))
 
 
 def spread(tensors: tuple[Tensor, ...], axis: str) -> list[Tensor]:
@@ -698,7 +694,7 @@ def test_some_inputs_require_grad(version, problem, wanted):
     outputs, given = ((result.out,), (dout,)) if dlse is None else ((result.out, result.lse), (dout, dlse))
     gradients = torch.autograd.grad(outputs, tuple(leaves.values()), given)
     found = Result(*detached(result), **{f"d{name}": x for name, x in zip(leaves, gradients, strict=True)})
-    accept(Judge(*tensors, problem, None, dout, dlse), found)
+    accept(Judge(*tensors, problem, dout, dlse), found)
 
 
 @asks(grad=True, lse=True, causal=True, seqlen_k=70)
@@ -708,7 +704,7 @@ def test_gradient_through_lse_alone(version, problem):
     leaves = tuple(x.clone().requires_grad_() for x in tensors)
     result = forward(version, leaves, problem)
     gradients = torch.autograd.grad(result.lse, leaves, dlse)
-    judge = Judge(*tensors, problem, None, torch.zeros_like(dout), dlse)
+    judge = Judge(*tensors, problem, torch.zeros_like(dout), dlse)
     accept(judge, Result(result.out.detach(), result.lse.detach(), *gradients))
 
 
@@ -802,7 +798,7 @@ def test_lazily_negated_numbers(version, problem):
     tensors, dout, dlse = draw(problem)
     lazy, lazy_dout = tuple(lazily_negated(x) for x in tensors), lazily_negated(dout)
     lazy_dlse = None if dlse is None else lazily_negated(dlse)
-    judge = Judge(*tensors, problem, None, dout if problem.grad else None, dlse if problem.grad else None, mask=seen_by(problem))
+    judge = Judge(*tensors, problem, dout if problem.grad else None, dlse if problem.grad else None, mask=seen_by(problem))
     accept(judge, both(version, lazy, problem, lazy_dout, lazy_dlse))
     assert all(x.is_neg() for x in (*lazy, lazy_dout))
 
@@ -813,7 +809,7 @@ def test_autocast_changes_nothing(version, problem):
     tensors, dout, dlse = draw(problem)
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         result = both(version, tensors, problem, dout, dlse)
-    accept(Judge(*tensors, problem, None, dout, dlse), result)
+    accept(Judge(*tensors, problem, dout, dlse), result)
 
 
 @asks(grad=True, causal=True, seqlen_k=70)
@@ -830,7 +826,7 @@ def test_activation_checkpointing(version, problem, reentrant):
     result = forward(version, leaves, problem, attention=checkpointed)
     outputs, given = ((result.out,), (dout,)) if dlse is None else ((result.out, result.lse), (dout, dlse))
     torch.autograd.backward(outputs, given)
-    accept(Judge(*tensors, problem, None, dout, dlse), Result(*detached(result), *(x.grad for x in leaves)))
+    accept(Judge(*tensors, problem, dout, dlse), Result(*detached(result), *(x.grad for x in leaves)))
 
 
 @asks()
@@ -838,7 +834,7 @@ def test_inference_mode(version, problem):
     with torch.inference_mode():
         tensors, *_ = draw(problem)
         result = forward(version, tensors, problem)
-    accept(Judge(*tensors, problem, None), result)
+    accept(Judge(*tensors, problem), result)
 
 
 # What traces a call: see test_ops for what no version decides.
@@ -855,10 +851,10 @@ def test_compiled(version, problem, backend):
     torch.compiler.reset()
     tensors, dout, dlse = draw(problem)
     scales = descales(problem, "block" if problem.dtype == "e4m3" else None, device=DEVICE)
-    judge = Judge(*tensors, problem, None, dout if problem.grad else None, dlse if problem.grad else None, scales)
+    judge = Judge(*tensors, problem, dout if problem.grad else None, dlse if problem.grad else None, scales)
     compiled = torch.compile(flashzoo.attention, backend=backend, fullgraph=True)
     for _ in range(2):
-        accept(judge, both(version, tensors, problem, dout, dlse, None, scales, compiled))
+        accept(judge, both(version, tensors, problem, dout, dlse, scales, compiled))
 
 
 @pytest.mark.covering(2, "version", "layout")
@@ -873,9 +869,9 @@ def test_operators_are_what_their_fakes_say(version, problem, layout):
     # The rest of opcheck multiplies, which e4m3 tensors have no kernels for, and takes long.
     whole = layout == "bshd" and problem.dtype != "e4m3"
     tests = {"rtol": 1e-2, "atol": 1e-3} if whole else {"test_utils": "test_faketensor"}
-    check(torch.ops.flashzoo.attention.default, arguments, **tests)
+    check(torch.ops.flashzoo.attention.default, (), arguments, **tests)
     if problem.grad:
-        check(torch.ops.flashzoo.attention_backward.default, backward_arguments, **tests)
+        check(torch.ops.flashzoo.attention_backward.default, (), backward_arguments, **tests)
 
 
 # The same call again.
@@ -910,7 +906,7 @@ def test_threads(version, problem):
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(work, range(4)))
     for (tensors, dout, dlse), result in zip(drawn_by, results, strict=True):
-        accept(Judge(*tensors, problem, None, dout, dlse), result)
+        accept(Judge(*tensors, problem, dout, dlse), result)
 
 
 def test_cpu_tensors_where_there_is_a_gpu_too(spec):
@@ -918,7 +914,7 @@ def test_cpu_tensors_where_there_is_a_gpu_too(spec):
     if not takes(spec, problem):
         pytest.skip(f"{spec.name}: {'; '.join(spec.unsupported(problem))}")
     tensors, *_ = draw(problem)
-    accept(Judge(*tensors, problem, None), forward(spec.name, tensors, problem))
+    accept(Judge(*tensors, problem), forward(spec.name, tensors, problem))
 
 
 # What only a GPU has.
@@ -943,7 +939,7 @@ def test_cuda_graph(version, problem):
     if dlse is not None and other_dlse is not None:
         dlse.copy_(other_dlse)
     graph.replay()
-    accept(Judge(*others, problem, None, other_dout, other_dlse), result)
+    accept(Judge(*others, problem, other_dout, other_dlse), result)
 
 
 @pytest.mark.gpu
@@ -961,7 +957,7 @@ def test_side_stream(version, problem):
             x.copy_(value)
         result = both(version, late, problem, dout, dlse)
     stream.synchronize()
-    accept(Judge(*tensors, problem, None, dout, dlse), result)
+    accept(Judge(*tensors, problem, dout, dlse), result)
 
 
 @pytest.mark.gpu
@@ -976,7 +972,7 @@ def test_tensors_on_another_device_than_the_current_one(version, problem):
         result = both(version, moved, problem, dout.to(there), None if dlse is None else dlse.to(there))
         assert torch.cuda.current_device() == 0
     assert result.out.device == there
-    accept(Judge(*tensors, problem, None, dout, dlse), Result(**{name: x.to("cuda:0") for name, x in result.items().items()}))
+    accept(Judge(*tensors, problem, dout, dlse), Result(**{name: x.to("cuda:0") for name, x in result.items().items()}))
 
 
 @pytest.mark.gpu
@@ -993,7 +989,7 @@ def test_tensors_of_more_than_2_to_31_elements(version, problem):
     result = both(version, tensors, problem, dout, dlse)
     last = slice(-2, None)
     tail = replace(problem, batch=2)
-    judge = Judge(*(x[last] for x in tensors), tail, None, dout[last], None if dlse is None else dlse[last])
+    judge = Judge(*(x[last] for x in tensors), tail, dout[last], None if dlse is None else dlse[last])
     accept(
         judge, Result(**{name: x[last] for name, x in result.items().items() if x.numel()} | ({} if problem.lse else {"lse": result.lse}))
     )

@@ -9,8 +9,8 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from flashzoo._triton.launch import Launch
+from flashzoo.call.problem import Problem
 from flashzoo.integers import cdiv, next_power_of_2
-from flashzoo.spec import Problem
 
 Strides = tuple[int, ...]
 

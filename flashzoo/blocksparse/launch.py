@@ -15,50 +15,27 @@ from flashzoo._triton.tiles import Strides, aligned, constexprs, launch_of_delta
 from flashzoo.autograd import differentiable
 from flashzoo.blocksparse import kernels
 from flashzoo.blocksparse.config import tiles_for
+from flashzoo.call.forms import MaskForm
+from flashzoo.call.operands import Operands
+from flashzoo.call.problem import Problem
 from flashzoo.integers import cdiv
 from flashzoo.masks.block_mask import BlockMask
 from flashzoo.masks.lists import Lists
-from flashzoo.spec import MaskForm, Problem
 
 LOG2E = math.log2(math.e)
 # TMA reads nothing of the mask.
 _POINTERS = (None,) * 6
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, block_mask: BlockMask | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """`(out, lse)`; see `flashzoo.attention`."""
-    problem, block_mask = _masked(problem, block_mask, q.device)
-    return _differentiable(q, k, v, problem, softmax_scale, block_mask=block_mask)
-
-
-def _backward(*arguments: Any, block_mask: BlockMask | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    *tensors, problem, softmax_scale = arguments
-    problem, block_mask = _masked(problem, block_mask, tensors[0].device)
-    return backward(*tensors, problem=problem, softmax_scale=softmax_scale, block_mask=block_mask)
-
-
-attention.backward = _backward  # pyright: ignore[reportFunctionMemberAccess]
-
-
-def _masked(problem: Problem, block_mask: BlockMask | None, device: torch.device) -> tuple[Problem, BlockMask]:
-    """A call without a block mask as one with that of causal and window alone."""
-    if block_mask is None:
-        band = {"window_size": problem.window, "causal": problem.causal}
-        block_mask = BlockMask.sliding_window(problem.seqlen_q, problem.seqlen_k, **band, device=device)
-        problem = replace(problem, causal=False, window=(None, None), block_mask=block_mask.form)
-    return problem, block_mask
-
-
-def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, block_mask: BlockMask) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of raw CUDA or CPU tensors."""
+    problem, block_mask = _masked(problem, operands, q.device)
     out = torch.empty_like(q)
     lse = q.new_empty((problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3])
     rows = _tensors(block_mask, block_mask.rows)
     launch = forward_launch(problem, strides, aligned(q, k, v, *rows), _sizes(block_mask, block_mask.rows))
-    launch((q, k, v, out, lse, *rows), (softmax_scale * LOG2E,))
+    launch((q, k, v, out, lse, *rows), (problem.scale * LOG2E,))
     return out, lse
 
 
@@ -71,10 +48,10 @@ def backward(
     out: Tensor,
     lse: Tensor,
     problem: Problem,
-    softmax_scale: float,
-    block_mask: BlockMask,
+    operands: Operands,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(dq, dk, dv)`: delta first, then dK and dV with K/V fixed, then dQ with Q fixed."""
+    problem, block_mask = _masked(problem, operands, q.device)
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -85,7 +62,7 @@ def backward(
     launch = delta_launch(problem, (*out.stride()[:3], *dout.stride()[:3]), dlse_given)
     launch((out, dout, lse, dlse, delta, lse_log2), ())
 
-    floats = (softmax_scale, softmax_scale * LOG2E)
+    floats = (problem.scale, problem.scale * LOG2E)
     inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
     columns, rows = _tensors(block_mask, block_mask.columns), _tensors(block_mask, block_mask.rows)
     by_tma = aligned(q, k, v, dout, *columns, *rows)
@@ -96,7 +73,16 @@ def backward(
     return dq, dk, dv
 
 
-_differentiable = differentiable(forward, backward)
+attention = differentiable(forward, backward)
+
+
+def _masked(problem: Problem, operands: Operands, device: torch.device) -> tuple[Problem, BlockMask]:
+    """A call without a block mask as one with that of causal and window alone."""
+    if operands.block_mask is not None:
+        return problem, operands.block_mask
+    band = {"window_size": problem.window, "causal": problem.causal}
+    block_mask = BlockMask.sliding_window(problem.seqlen_q, problem.seqlen_k, **band, device=device)
+    return replace(problem, causal=False, window=(None, None), block_mask=block_mask.form), block_mask
 
 
 def _tensors(mask: BlockMask, lists: Lists) -> tuple[Tensor, ...]:

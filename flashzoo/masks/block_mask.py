@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from flashzoo.call.forms import MaskForm, Window, check_flags, normalised, span_of
 from flashzoo.integers import cdiv
 from flashzoo.masks import picture
 from flashzoo.masks.lists import FULL, Check, Lists, checks, codes_of, first_flaw, lists_of, shape_errors, slots_of, tensor_errors
-from flashzoo.spec import MaskForm, Window, check_flags, normalised, span_of
 
 BLOCKS = (64, 128)
 """What block_q and block_kv may be."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashzoo.call.problem import Problem
 from flashzoo.integers import cdiv, next_power_of_2
-from flashzoo.spec import Problem
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from flashzoo._triton import Launch
 from flashzoo.autograd import differentiable
+from flashzoo.call.operands import Operands
+from flashzoo.call.problem import Problem
 from flashzoo.integers import cdiv
-from flashzoo.spec import Problem
 from flashzoo.v1 import kernels
 from flashzoo.v1.config import Tiles, block_d, tiles_for
 
@@ -23,14 +24,14 @@ ENOUGH_PROGRAMS = 16 * 132
 Strides = tuple[int, ...]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of raw CUDA or CPU tensors; see `flashzoo.attention`."""
     out = torch.empty_like(q)
     out_acc = q.new_empty(q.shape, dtype=torch.float32)
     row_sum, row_max, lse = q.new_empty((3, problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *out_acc.stride()[:3])
     launch = forward_launch(problem, strides)
-    launch((q, k, v, out, out_acc, row_sum, row_max, lse), (softmax_scale * LOG2E,))
+    launch((q, k, v, out, out_acc, row_sum, row_max, lse), (problem.scale * LOG2E,))
     return out, lse
 
 
@@ -43,7 +44,7 @@ def backward(
     out: Tensor,
     lse: Tensor,
     problem: Problem,
-    softmax_scale: float,
+    operands: Operands,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(dq, dk, dv)`; dq is summed in float32 in memory and rounded once at the end."""
     if dout.stride(-1) != 1:
@@ -54,7 +55,7 @@ def backward(
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     strides = tuple(stride for x in (q, k, v, out, dout, dq_acc, dk, dv) for stride in x.stride()[:3])
     launch = backward_launch(problem, strides, dlse_given)
-    launch((q, k, v, out, dout, dq_acc, dk, dv, lse, dlse), (softmax_scale, softmax_scale * LOG2E))
+    launch((q, k, v, out, dout, dq_acc, dk, dv, lse, dlse), (problem.scale, problem.scale * LOG2E))
     return torch.empty_like(q).copy_(dq_acc), dk, dv
 
 

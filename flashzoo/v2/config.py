@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from flashzoo.call.problem import Problem
 from flashzoo.integers import next_power_of_2
-from flashzoo.spec import Problem
 
 
 @dataclass(frozen=True)

@@ -11,21 +11,22 @@ from torch import Tensor
 from flashzoo._triton import Launch
 from flashzoo._triton.tiles import Strides, aligned, constexprs, launch_of_delta, padded, rows_of_owned, tma_tiles, usable
 from flashzoo.autograd import differentiable
+from flashzoo.call.operands import Operands
+from flashzoo.call.problem import Problem
 from flashzoo.integers import cdiv
-from flashzoo.spec import Problem
 from flashzoo.v2 import kernels
 from flashzoo.v2.config import tiles_for
 
 LOG2E = math.log2(math.e)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of raw CUDA or CPU tensors; see `flashzoo.attention`."""
     out = torch.empty_like(q)
     lse = q.new_empty((problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3])
     launch = forward_launch(problem, strides, aligned(q, k, v))
-    launch((q, k, v, out, lse), (softmax_scale * LOG2E,))
+    launch((q, k, v, out, lse), (problem.scale * LOG2E,))
     return out, lse
 
 
@@ -38,7 +39,7 @@ def backward(
     out: Tensor,
     lse: Tensor,
     problem: Problem,
-    softmax_scale: float,
+    operands: Operands,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(dq, dk, dv)`: delta first, then dK and dV with K/V fixed, then dQ with Q fixed."""
     if dout.stride(-1) != 1:
@@ -51,7 +52,7 @@ def backward(
     launch = delta_launch(problem, (*out.stride()[:3], *dout.stride()[:3]), dlse_given)
     launch((out, dout, lse, dlse, delta, lse_log2), ())
 
-    floats = (softmax_scale, softmax_scale * LOG2E)
+    floats = (problem.scale, problem.scale * LOG2E)
     inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
     by_tma = aligned(q, k, v, dout)
     launch = dkdv_launch(problem, (*inputs, *dk.stride()[:3], *dv.stride()[:3]), by_tma)

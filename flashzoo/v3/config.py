@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from flashzoo.call.forms import Window
+from flashzoo.call.problem import DESCALE_BLOCK, Problem
 from flashzoo.gpu import WARPGROUP_ROWS
 from flashzoo.integers import cdiv
-from flashzoo.spec import DESCALE_BLOCK, Problem, Window
 from flashzoo.v3.traits import Kernel, KernelBackward, KernelBackwardSparse, KernelFp8, KernelSparse, Tiles, TilesBackward
 
 # Width of q and k, width of v: tiles. The fastest measured on an H200, bf16, seqlens 512 to 16k, with and without a mask.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashzoo.spec import Problem
+from flashzoo.call.problem import Problem
 from flashzoo.v3.config import BACKWARD, HOPPER, kernel_backward_for, kernel_for, kernel_fp8_for, pack_for, prepares, width_for
 from flashzoo.v3.traits import MASK_Q
 

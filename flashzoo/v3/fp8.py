@@ -27,8 +27,8 @@ from cutlass.cute.nvgpu.common import OperandMajorMode
 
 from flashzoo._cute.hopper.tile_scheduler import TileScheduler
 from flashzoo._cute.hopper.wgmma import gemm, rows_of, shared_layout
+from flashzoo.call.problem import DESCALE_BLOCK
 from flashzoo.gpu import WARPGROUP_ROWS, WARPS
-from flashzoo.spec import DESCALE_BLOCK
 from flashzoo.v3.forward import Consumer, Forward, OnChip, take_over
 from flashzoo.v3.product import Product, ValuePath
 from flashzoo.v3.softmax import NOTHING_SEEN, maximum

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -13,10 +13,12 @@ from flashzoo._cute.driver import TensorMap, current_stream
 from flashzoo._cute.per_stream import tile_counter
 from flashzoo._cute.tma import Ints, dense, in_bytes, made_readable, map_of_rows, readable, tensor_map
 from flashzoo.autograd import differentiable
+from flashzoo.call.operands import Operands
+from flashzoo.call.problem import Problem
 from flashzoo.dtypes import BYTES, TORCH_DTYPES
 from flashzoo.gpu import WARPGROUP_ROWS
 from flashzoo.integers import cdiv, next_power_of_2
-from flashzoo.spec import Problem
+from flashzoo.masks.block_mask import BlockMask
 from flashzoo.v3.config import band_of, kernel_backward_for, kernel_for, pack_for
 from flashzoo.v3.programs import LISTS, function_for
 from flashzoo.v3.traits import Kernel, KernelBackward, KernelFp8
@@ -43,15 +45,14 @@ SECTION_HEADS = (16, 64)
 DETERMINISTIC_SECTION = {(False, False): 32, (False, True): 64, (True, False): 8, (True, True): 32}
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, block_mask: Any = None) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of raw CUDA tensors; see `flashzoo.attention`. Causal and window are in the block mask, where there is one."""
     misaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
     launch = None if misaligned else forward_launch(problem, q.stride(), k.stride(), v.stride(), q.get_device())
     if launch is None:
-        return forward(made_readable(q), made_readable(k), made_readable(v), problem, softmax_scale, block_mask)
-    if block_mask is None:
-        return launch(q, k, v, in_log2(softmax_scale))
-    return launch(q, k, v, *lists_of(block_mask, block_mask.rows), in_log2(softmax_scale))
+        return forward(made_readable(q), made_readable(k), made_readable(v), problem, operands)
+    lists = lists_of(operands.block_mask, "rows")
+    return launch(q, k, v, *lists, in_log2(problem.scale))
 
 
 def backward(
@@ -63,8 +64,7 @@ def backward(
     out: Tensor,
     lse: Tensor,
     problem: Problem,
-    softmax_scale: float,
-    block_mask: Any = None,
+    operands: Operands,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(dq, dk, dv)` of CUDA tensors: delta, the kernel, dQ rounded."""
     misaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15
@@ -72,9 +72,8 @@ def backward(
     launch = None if misaligned else backward_launch(problem, *strides, out.stride(), dlse is not None, q.get_device())
     if launch is None:
         q, k, v, dout = (made_readable(x) for x in (q, k, v, dout))
-        return backward(dout, dlse, q, k, v, out, lse, problem, softmax_scale, block_mask)
-    lists = () if block_mask is None else lists_of(block_mask, block_mask.columns)
-    return launch(dout, dlse, q, k, v, out, lse, softmax_scale, lists)
+        return backward(dout, dlse, q, k, v, out, lse, problem, operands)
+    return launch(dout, dlse, q, k, v, out, lse, problem.scale, lists_of(operands.block_mask, "columns"))
 
 
 attention = differentiable(forward, backward)
@@ -85,9 +84,14 @@ def in_log2(softmax_scale: float) -> float:
     return max(softmax_scale * LOG2E, SMALLEST_SCALE)
 
 
-def lists_of(mask: Any, lists: Any) -> Ints:
-    """What a kernel takes of a `BlockMask` and its rows or columns: `programs.LISTS`. Strides over batch and heads are in heads, 0 where
-    shared; bits start at a multiple of 16 bytes."""
+def lists_of(mask: BlockMask | None, which: Literal["rows", "columns"]) -> Ints:
+    """What a kernel takes of a block mask's rows or columns, `programs.LISTS`; nothing where there is no mask.
+
+    Strides over batch and heads are in heads, 0 where shared; bits start at a multiple of 16 bytes.
+    """
+    if mask is None:
+        return ()
+    lists = getattr(mask, which)
     bits, counts = mask.element.bits, lists.counts.data_ptr()
     # Where lists have no room for anything they have no address either, and their first entry is read all the same.
     addresses = (lists.order.data_ptr(), counts, lists.full.data_ptr(), lists.indices.data_ptr() or counts)

@@ -12,31 +12,27 @@ from flashzoo._cute.driver import current_stream
 from flashzoo._cute.per_stream import PerStream
 from flashzoo._cute.tma import Ints, made_readable, readable
 from flashzoo.autograd import differentiable
-from flashzoo.spec import Problem
+from flashzoo.call.operands import Descales, Operands
+from flashzoo.call.problem import Problem
 from flashzoo.v3 import launch
 from flashzoo.v3.config import kernel_fp8_for, prepares
 from flashzoo.v3.launch import LOG2E, ForwardLaunch
 from flashzoo.v3.programs import DESCALE
 
-Descales = tuple[Tensor | None, Tensor | None, Tensor | None]
-
-NO_DESCALES: Descales = (None, None, None)
-
 SCALING = ("scale_log2", *(f"{tensor}_{name}" for tensor in ("q", "k", "v") for name in DESCALE), "q_group")
 """Names of the arguments that `scaling_of` gives."""
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, descales: Descales = NO_DESCALES
-) -> tuple[Tensor, Tensor | None]:
+def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor | None]:
     """`(out, lse)` of e4m3 CUDA tensors, or of 16-bit ones, which are quantised; see `flashzoo.attention`."""
     if problem.dtype == "e4m3":
-        return forward_fp8(q, k, v, problem, softmax_scale, descales)
-    return of_16_bits(q, k, v, problem, softmax_scale)
+        return forward_fp8(q, k, v, problem, operands)
+    return of_16_bits(q, k, v, problem, operands)
 
 
-def forward_fp8(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float, descales: Descales) -> tuple[Tensor, Tensor]:
+def forward_fp8(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     """Of e4m3 tensors."""
+    descales = operands.descales
     shapes_and_strides = (q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
     if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15 or not _readable(*shapes_and_strides):
         q, k, v = made_readable(q), made_readable(k), made_readable(v)
@@ -47,18 +43,18 @@ def forward_fp8(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale
         v = transpose_v(v)
     run = forward_launch(problem, q.stride(), k.stride(), v.stride(), _of_blocks(descales), transposed, q.get_device())
     given = or_one(descales, q.get_device())
-    return run(q, k, v, *scaling_of(problem, softmax_scale, given))
+    return run(q, k, v, *scaling_of(problem, given))
 
 
-def forward_16(q: Tensor, k: Tensor, v: Tensor, problem: Problem, softmax_scale: float) -> tuple[Tensor, Tensor]:
+def forward_16(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     """Of 16-bit tensors, quantised: K smoothed, Q and K rotated, a scale for each block, V transposed."""
     from flashzoo.v3.quantize import quantize_for
 
     x = quantize_for(q, k, v, problem, want_shift=problem.lse)
     run = forward_launch(problem, x.q.stride(), x.k.stride(), x.v.stride(), True, True, q.get_device())
-    out, lse = run(x.q, x.k, x.v, *scaling_of(problem, softmax_scale, (x.q_descale, x.k_descale, x.v_descale)))
+    out, lse = run(x.q, x.k, x.v, *scaling_of(problem, (x.q_descale, x.k_descale, x.v_descale)))
     if x.lse_shift is not None:
-        lse.add_(x.lse_shift, alpha=softmax_scale)  # what smoothing took from every score of a row
+        lse.add_(x.lse_shift, alpha=problem.scale)  # what smoothing took from every score of a row
     return out, lse
 
 
@@ -71,7 +67,7 @@ def backward_16(
     out: Tensor,
     lse: Tensor,
     problem: Problem,
-    softmax_scale: float,
+    operands: Operands,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(dq, dk, dv)` of the saved inputs, by v3 in 16 bits: its forward pass, once more, and its backward pass.
 
@@ -79,8 +75,8 @@ def backward_16(
     FP8's LSE is off by more than its rounding, and a gradient by the exponential of that.
     """
     problem = replace(problem, precision=None)
-    out, lse = launch.forward(q, k, v, problem, softmax_scale)
-    return launch.backward(dout, dlse, q, k, v, out, lse, problem, softmax_scale)
+    out, lse = launch.forward(q, k, v, problem, operands)
+    return launch.backward(dout, dlse, q, k, v, out, lse, problem, operands)
 
 
 of_16_bits = differentiable(forward_16, backward_16)
@@ -113,18 +109,17 @@ def or_one(descales: Descales, device: int) -> tuple[Tensor, ...]:
     return tuple(none if descale is None else descale for descale in descales)
 
 
-def scaling_of(problem: Problem, softmax_scale: float, descales: tuple[Tensor, ...]) -> tuple[float, ...]:
+def scaling_of(problem: Problem, descales: tuple[Tensor, ...]) -> tuple[float, ...]:
     """The arguments of an FP8 kernel named in `SCALING`.
 
     Args:
-        problem: the sizes.
-        softmax_scale: positive or 0.
+        problem: sizes and scale.
         descales: of q, k and v, as `or_one` gives them. Only their addresses are taken: whoever calls holds them until
             the launch, for in the capture of a graph nobody else may, and what is allocated next would lie where they did.
     """
     group = problem.heads // problem.heads_kv if descales[0].ndim == 2 else 1
     described = [value for descale in descales for value in _described(descale)]
-    return (softmax_scale * LOG2E, *described, group)
+    return (problem.scale * LOG2E, *described, group)
 
 
 def _described(descale: Tensor) -> tuple[int, int, int, int]:

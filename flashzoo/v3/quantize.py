@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 
 from flashzoo._triton import Launch
+from flashzoo.call.problem import DESCALE_BLOCK, Problem
 from flashzoo.integers import cdiv, next_power_of_2
-from flashzoo.spec import DESCALE_BLOCK, Problem
 from flashzoo.v3.quantize_kernels import FIND, FIND_AND_USE, SIGNS, USE, scores_kernel, transpose_kernel, values_kernel
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from flashzoo.call.problem import DESCALE_BLOCK
 from flashzoo.dtypes import BYTES
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS
 from flashzoo.integers import cdiv
-from flashzoo.spec import DESCALE_BLOCK
 
 MASK_Q = 128
 """Queries of a block of those masks that block-sparse kernels take: a tile's."""

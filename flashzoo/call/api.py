@@ -2,86 +2,68 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from importlib import import_module
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from flashzoo.call.check import check_data, check_tensors, described, fields_of
+from flashzoo.call.forms import Window, check_flags
+from flashzoo.call.operands import NO_FORMS, NO_OPERANDS, OPERANDS, taken
+from flashzoo.call.plan import negated, plan, problem_of
+from flashzoo.call.problem import OPTIONS, Problem
 from flashzoo.masks.block_mask import BlockMask
-from flashzoo.plan import (
-    banded,
-    check_data,
-    check_descales,
-    check_scale,
-    check_tensors,
-    described,
-    form_of,
-    negated,
-    plan,
-    problem_of,
-)
 from flashzoo.registry import Explanation, current, explain_problem, requested
-from flashzoo.spec import Problem, Window, check_flags, normalised
 from flashzoo.transforms import check_transforms, refuse_transforms, transforming
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Call = TypeVar("Call", bound=Callable)
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of `attention` that say what is computed; `explain` and `compare` take them too."""
+
+    causal: bool
+    softmax_scale: float | None
+    window_size: Window | None
+    deterministic: bool
+    precision: Literal["fp8"] | None
+    out_dtype: torch.dtype | None
+    q_descale: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
+    block_mask: BlockMask | None
+
+
+def takes_options(call: Call) -> Call:
+    """A function of `**options: Unpack[Options]` that tells each of them by its name, in help() and to who inspects it."""
+    signature = inspect.signature(call)
+    named = [parameter for parameter in signature.parameters.values() if parameter.kind != parameter.VAR_KEYWORD]
+    defaults = {name: False if option.schema == "bool" else None for name, option in OPTIONS.items()}
+    for name, annotation in Options.__annotations__.items():
+        annotation = getattr(annotation, "__forward_arg__", annotation)
+        named.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=annotation))
+    call.__signature__ = signature.replace(parameters=named)  # pyright: ignore[reportFunctionMemberAccess]
+    return call
 
 
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = ...,
-    softmax_scale: float | None = ...,
-    window_size: Window | None = ...,
-    deterministic: bool = ...,
-    return_lse: Literal[False] = ...,
-    version: str = ...,
-    precision: Literal["fp8"] | None = ...,
-    out_dtype: torch.dtype | None = ...,
-    q_descale: Tensor | None = ...,
-    k_descale: Tensor | None = ...,
-    v_descale: Tensor | None = ...,
-    block_mask: BlockMask | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., version: str = ..., **options: Unpack[Options]
 ) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = ...,
-    softmax_scale: float | None = ...,
-    window_size: Window | None = ...,
-    deterministic: bool = ...,
-    return_lse: Literal[True],
-    version: str = ...,
-    precision: Literal["fp8"] | None = ...,
-    out_dtype: torch.dtype | None = ...,
-    q_descale: Tensor | None = ...,
-    k_descale: Tensor | None = ...,
-    v_descale: Tensor | None = ...,
-    block_mask: BlockMask | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], version: str = ..., **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]: ...
+@takes_options
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    window_size: Window | None = None,
-    deterministic: bool = False,
-    return_lse: bool = False,
-    version: str = "auto",
-    precision: Literal["fp8"] | None = None,
-    out_dtype: torch.dtype | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    block_mask: BlockMask | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, version: str = "auto", **options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention, `softmax(q k^T * softmax_scale) v`, by the version that is asked for or the best that can.
 
@@ -125,48 +107,37 @@ def attention(
             is under vmap, grad and vjp, `standard` under vmap and jvp.
     """
     if is_compiling():
-        from flashzoo.ops import traced
+        from flashzoo.call.traced import traced
 
-        return traced(
-            *(q, k, v, causal, softmax_scale, window_size, deterministic, return_lse, version),
-            *(precision, out_dtype, q_descale, k_descale, v_descale, block_mask),
-        )
+        return traced(q, k, v, return_lse, version, options)
     asked = requested(version)
-    if window_size is not None:
-        window_size = normalised(window_size)
+    operands, forms = NO_OPERANDS, NO_FORMS
+    if not OPERANDS.keys().isdisjoint(options):
+        operands = taken(options)
+        forms = operands.forms
     try:
         grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         tensors = (*described(q), *described(k), *described(v))
     except (AttributeError, RuntimeError):  # no tensor, or one without strides
         check_tensors(q, k, v)
         raise
-    form = None if precision is None and out_dtype is None else form_of(precision, out_dtype)
-    masked, mask = {}, None
-    if block_mask is not None:
-        masked["block_mask"], mask = banded(block_mask, causal, window_size)
-    how = (causal, softmax_scale, window_size, deterministic, return_lse, grad, asked, form, mask, current())
     try:
-        planned = plan(*tensors, *how)
+        planned = plan(asked, current(), return_lse, grad, forms, *tensors, **options)
     except TypeError as error:
-        if "unhashable" in str(error):  # then the plan was not even looked up
-            check_flags(causal=causal, deterministic=deterministic, return_lse=return_lse)
-            check_scale(softmax_scale)
-        raise
+        if "unhashable" not in str(error):
+            raise
+        check_flags(return_lse=return_lse)
+        fields_of(options)  # of what has no hash, a list as window_size alone is well
+        options["window_size"] = tuple(options["window_size"])
+        planned = plan(asked, current(), return_lse, grad, forms, *tensors, **options)
     problem = planned.problem
     if transforming():
-        named = {"q": q, "k": k, "v": v, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
-        check_transforms(named, problem, planned.spec)
+        check_transforms({"q": q, "k": k, "v": v, **operands.tensors}, problem, planned.spec)
     if q.is_neg() or k.is_neg() or v.is_neg():
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     if planned.negative:
         q = negated(q)
-    if planned.e4m3 or not (q_descale is k_descale is v_descale is None):
-        descales = (q_descale, k_descale, v_descale)
-        check_descales(descales, problem, q.device)
-        descales = tuple(x if x is None else x.resolve_neg() for x in descales)
-        result = planned.run(q, k, v, problem, planned.scale, descales, **masked)
-    else:
-        result = planned.run(q, k, v, problem, planned.scale, **masked)
+    result = planned.run(q, k, v, problem, operands)
     if not planned.checked:
         planned.check(result, q, problem.grad)
         planned.checked = True
@@ -182,28 +153,29 @@ def explain(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = ...,
-    softmax_scale: float | None = ...,
-    window_size: Window | None = ...,
-    deterministic: bool = ...,
     return_lse: bool = ...,
     version: str = ...,
-    precision: Literal["fp8"] | None = ...,
-    out_dtype: torch.dtype | None = ...,
-    q_descale: Tensor | None = ...,
-    k_descale: Tensor | None = ...,
-    v_descale: Tensor | None = ...,
-    block_mask: BlockMask | None = ...,
     arch: int | None = ...,
+    **options: Unpack[Options],
 ) -> Explanation: ...
-def explain(q: Tensor | Problem, k: Tensor | None = None, v: Tensor | None = None, *, version: str = "auto", **options: Any) -> Explanation:
+@takes_options
+def explain(
+    q: Tensor | Problem,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    return_lse: bool = False,
+    version: str = "auto",
+    arch: int | None = None,
+    **options: Any,
+) -> Explanation:
     """Who would answer a call of `attention` with these arguments, and every reason against the others. Runs none of them.
 
     Args:
         q, k, v: as in `attention`, on any device ("meta" too), or a `Problem` alone in place of all three.
         version: as in `attention`.
-        options: the other arguments of `attention`, and `arch`: ask about a GPU of this compute capability (90 for Hopper) in place
-            of the tensors' own device. A `Problem` says all that itself, and takes none of them.
+        arch: ask about a GPU of this compute capability (90 for Hopper) in place of the tensors' own device.
+        options: the other arguments of `attention`. A `Problem` says all that itself, and takes none but `version`.
 
     Returns:
         An `Explanation`; printing it gives a table.
@@ -212,47 +184,21 @@ def explain(q: Tensor | Problem, k: Tensor | None = None, v: Tensor | None = Non
         TypeError, ValueError: as `attention`; a `Problem` has other arguments than `version` beside it.
     """
     if not isinstance(q, Problem):
-        return explain_problem(_problem(q, k, v, **options), version)
-    beside = [*(name for name, x in (("k", k), ("v", v)) if x is not None), *options]
+        if k is None or v is None:
+            raise TypeError(f"explain: k and v must be tensors where q is one, got {type(k).__name__} and {type(v).__name__}")
+        check_tensors(q, k, v)
+        grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        forms = taken(options).forms
+        tensors = (described(q), described(k), described(v))
+        return explain_problem(problem_of(tensors, return_lse, grad, forms, arch, options), version)
+    given = {"k": k, "v": v, "arch": arch, "return_lse": return_lse or None}
+    beside = [*(name for name, x in given.items() if x is not None), *options]
     if beside:
         raise TypeError(
             f"explain: expected a Problem alone, or with version=, got {', '.join(beside)} beside it; "
             "dataclasses.replace(problem, ...) changes what it asks for"
         )
     return explain_problem(q, version)
-
-
-def _problem(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    window_size: Window | None = None,
-    deterministic: bool = False,
-    return_lse: bool = False,
-    precision: Literal["fp8"] | None = None,
-    out_dtype: torch.dtype | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    block_mask: BlockMask | None = None,
-    arch: int | None = None,
-) -> Problem:
-    """What these arguments of `attention` ask for, each checked."""
-    if k is None or v is None:
-        raise TypeError(f"explain: k and v must be tensors where q is one, got {type(k).__name__} and {type(v).__name__}")
-    check_tensors(q, k, v)
-    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    check_scale(softmax_scale)
-    tensors = (described(q), described(k), described(v))
-    form = form_of(precision, out_dtype)
-    mask = None if block_mask is None else banded(block_mask, causal, window_size)[1]
-    problem = problem_of(tensors, causal, window_size, deterministic, return_lse, grad, arch, form, mask)
-    if q_descale is not None or k_descale is not None or v_descale is not None:
-        check_descales((q_descale, k_descale, v_descale), problem, q.device)
-    return problem
 
 
 def quantize(

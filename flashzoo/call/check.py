@@ -1,0 +1,111 @@
+"""The arguments of a call, each checked by name: tensors and options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashzoo.call.forms import normalised
+from flashzoo.call.problem import OPTIONS, OUT_DTYPES, Problem
+from flashzoo.dtypes import TORCH_DTYPES
+
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+# What a plan, and so the cache of plans, depends on. Not the strides but the last: kernels take them as they come.
+# That is in a tuple, empty for a tensor of no dimensions.
+Described = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, torch.layout]
+
+
+def described(x: Tensor) -> Described:
+    """What a plan depends on, of one tensor."""
+    return x.shape, x.stride()[-1:], x.dtype, x.device, x.layout
+
+
+def check_tensors(q: Any, k: Any, v: Any, names: tuple[str, str, str] = ("q", "k", "v")) -> None:
+    """TypeError where one is no tensor, or of a layout that has neither strides nor, where nested, one shape."""
+    for name, x in zip(names, (q, k, v), strict=True):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        _check_layout(name, x.layout, x.is_nested)
+
+
+def _check_layout(name: str, layout: torch.layout, nested: bool = False) -> None:
+    dense = f"{name} must be a dense tensor (torch.strided)"
+    if nested or layout == torch.jagged:
+        instead = "pad it with torch.nested.to_padded_tensor, or pack its sequences into one with a BlockMask.documents"
+        raise TypeError(f"{dense}, got a nested one ({layout}): {instead}")
+    if layout != torch.strided:
+        raise TypeError(f"{dense}, got {layout}: call to_dense()")
+
+
+def check_data(*devices: torch.device) -> None:
+    """ValueError where tensors on one of these have no data."""
+    if any(device.type == "meta" for device in devices):
+        raise ValueError("q, k and v must have data, got device meta: flashzoo.explain answers about such tensors")
+
+
+def check_shapes(tensors: tuple[Described, Described, Described]) -> None:
+    """TypeError or ValueError where q, k and v are no inputs of attention, or do not go together."""
+    (q_shape, _, q_dtype, q_device, _), (k_shape, _, k_dtype, k_device, _), (v_shape, _, v_dtype, v_device, _) = tensors
+    for name, (shape, last, _, _, layout) in zip("qkv", tensors, strict=True):
+        _check_layout(name, layout)
+        if len(shape) != 4:
+            raise ValueError(f"{name} must have 4 dimensions (batch, seqlen, heads, head_dim), got shape {tuple(shape)}")
+        if last != (1,) and shape[-1] > 1:
+            raise ValueError(f"{name} must be contiguous in its last dimension (stride 1), got stride {last[0]} for shape {tuple(shape)}")
+    shapes = f"q {tuple(q_shape)}, k {tuple(k_shape)}, v {tuple(v_shape)}"
+    (batch, _, heads, head_dim), (batch_k, seqlen_k, heads_kv, head_dim_k) = q_shape, k_shape
+    *sizes_v, head_dim_v = v_shape
+    if sizes_v != [batch_k, seqlen_k, heads_kv]:
+        raise ValueError(f"v must have k's batch, seqlen and heads {tuple(k_shape[:3])}, got {tuple(sizes_v)} ({shapes})")
+    if batch != batch_k:
+        raise ValueError(f"k must have q's batch {batch}, got {batch_k} ({shapes})")
+    if head_dim != head_dim_k:
+        raise ValueError(f"k must have q's head_dim {head_dim}, got {head_dim_k} ({shapes})")
+    if any(size < 1 for size in (head_dim, head_dim_v, heads, heads_kv)):
+        raise ValueError(f"heads and head_dim must be at least 1, got {shapes}")
+    if heads % heads_kv:
+        raise ValueError(f"q's heads must be a multiple of k's, got {heads} and {heads_kv} ({shapes})")
+    dtypes = f"q {q_dtype}, k {k_dtype}, v {v_dtype}"
+    if not q_dtype == k_dtype == v_dtype:
+        raise TypeError(f"q, k and v must have one dtype, got {dtypes}")
+    if q_dtype not in DTYPE_NAMES:
+        raise TypeError(f"q, k and v must be of dtype {', '.join(TORCH_DTYPES)}, got {dtypes}")
+    if not q_device == k_device == v_device:
+        raise ValueError(f"q, k and v must be on one device, got q {q_device}, k {k_device}, v {v_device}")
+
+
+def _name_of_out_dtype(out_dtype: Any) -> str | None:
+    if out_dtype is None:
+        return None
+    if not isinstance(out_dtype, torch.dtype) or DTYPE_NAMES.get(out_dtype) not in OUT_DTYPES:
+        raise TypeError(f"out_dtype must be None, {' or '.join(str(TORCH_DTYPES[name]) for name in OUT_DTYPES)}, got {out_dtype!r}")
+    return DTYPE_NAMES[out_dtype]
+
+
+_TO_FIELD = {"window_size": normalised, "out_dtype": _name_of_out_dtype}
+"""What makes an option a field of `Problem`, where it is not one already; each checks it."""
+
+
+def fields_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `Problem` that these options of `attention` give, each checked by name."""
+    unknown = sorted(options.keys() - OPTIONS.keys())
+    if unknown:
+        raise TypeError(f"attention() got an unexpected keyword argument {unknown[0]!r}")
+    found = {}
+    for name, value in options.items():
+        if name in _TO_FIELD:
+            value = _TO_FIELD[name](value)
+        else:
+            OPTIONS[name].check(name, value)
+        found[OPTIONS[name].field] = value
+    return found
+
+
+def options_of(problem: Problem) -> dict[str, Any]:
+    """The options of `attention` that ask for a problem, beside its operands: the reverse of `fields_of`."""
+    found = {name: getattr(problem, option.field) for name, option in OPTIONS.items()}
+    return found | {"out_dtype": TORCH_DTYPES[problem.out_dtype] if problem.dtype == "e4m3" else None}

@@ -1,0 +1,40 @@
+"""What a call can ask for beyond plain attention: the table that errors, refusals, `explain`, `flashzoo list` and the suite are made from.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flashzoo.call.forms import MaskForm
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One thing that a version takes or refuses.
+
+    Attributes:
+        asked: how a caller asks for it, in words.
+        needed: whether a `Problem` needs it.
+        example: the fields by which a plain problem, one length and one number of heads for q and k, comes to need it and nothing else.
+    """
+
+    asked: str
+    needed: Callable[[Any], bool]
+    example: Mapping[str, Any]
+
+
+FEATURES = {
+    "causal": Feature("causal=True", lambda p: p.causal, {"causal": True}),
+    "window": Feature("window_size", lambda p: p.window != (None, None), {"window": (3, 2)}),
+    "gqa": Feature("fewer key/value heads than query heads", lambda p: p.heads != p.heads_kv, {"heads_kv": 1}),
+    "cross": Feature("seqlen_q != seqlen_k", lambda p: p.seqlen_q != p.seqlen_k, {"seqlen_k": 24}),
+    "head_dim_v": Feature("v's head_dim different from q's", lambda p: p.head_dim != p.head_dim_v, {"head_dim_v": 8}),
+    "lse": Feature("return_lse=True", lambda p: p.lse, {"lse": True}),
+    "deterministic": Feature("deterministic=True", lambda p: p.deterministic, {"deterministic": True}),
+    "block_mask": Feature("block_mask", lambda p: p.block_mask is not None, {"block_mask": MaskForm()}),
+}
+"""By the name that a `Spec` declares it under."""

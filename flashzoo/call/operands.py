@@ -1,0 +1,181 @@
+"""What goes with q, k and v that is no plain value: each operand with its checks, its hashable form, and its place in a torch operator."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashzoo.call.forms import check_flags, normalised
+from flashzoo.call.problem import DESCALE_BLOCK, Problem
+from flashzoo.masks.block_mask import BlockMask
+
+Descales = tuple[Tensor | None, Tensor | None, Tensor | None]
+NO_DESCALES: Descales = (None, None, None)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Operands:
+    """What a version is handed beside q, k and v; see `flashzoo.attention`. None where the call has none.
+
+    Attributes:
+        q_descale, k_descale, v_descale: of e4m3 inputs; float32, of any strides.
+        block_mask: the call's causal and window are in it.
+    """
+
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    block_mask: BlockMask | None = None
+
+    @property
+    def descales(self) -> Descales:
+        """Those of q, k and v."""
+        return self.q_descale, self.k_descale, self.v_descale
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that are one."""
+        return {name: x for name in OPERANDS if isinstance(x := getattr(self, name), Tensor)}
+
+    @property
+    def forms(self) -> Forms:
+        """What a plan depends on, of each in the order of `OPERANDS`."""
+        return tuple(None if (x := getattr(self, name)) is None else kind.form(name, x) for name, kind in OPERANDS.items())
+
+    @property
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """Those whose gradients a backward pass gives behind q's, k's and v's."""
+        return tuple(getattr(self, name) for name, kind in OPERANDS.items() if kind.gradient)
+
+
+Forms = tuple[Hashable, ...]
+
+
+class Operand(ABC):
+    """How one operand is checked, told to dispatch, and carried by a torch operator.
+
+    Attributes:
+        parts: what the operator takes for it: endings of its name, and types in the schema.
+        gradient: whether a backward pass gives one.
+    """
+
+    parts: Mapping[str, str] = {"": "Tensor?"}
+    gradient = False
+
+    @abstractmethod
+    def form(self, name: str, x: Any) -> Hashable:
+        """Its hashable part, on which dispatch may depend. TypeError where x is no such operand."""
+
+    @abstractmethod
+    def check(self, name: str, form: Any, device: torch.device) -> None:
+        """TypeError or ValueError where it does not go with q's device, whatever the sizes."""
+
+    @abstractmethod
+    def check_sizes(self, name: str, form: Any, problem: Problem) -> None:
+        """ValueError where it does not go with the problem."""
+
+    def fields(self, name: str, form: Any) -> dict[str, Any]:
+        """The fields of `Problem` that it gives."""
+        return {}
+
+    def prepared(self, x: Any, options: Mapping[str, Any]) -> Any:
+        """As versions are handed it; options are those of the call."""
+        return x.resolve_neg() if isinstance(x, Tensor) else x
+
+    def split(self, x: Any) -> tuple[Any, ...]:
+        """Its `parts`."""
+        return (x,)
+
+    def joined(self, *parts: Any) -> Any:
+        """What was split; None where the parts are."""
+        return parts[0]
+
+
+class _Descale(Operand):
+    def form(self, name: str, x: Any) -> Hashable:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
+        return x.shape, x.dtype, x.device, x.requires_grad and torch.is_grad_enabled()
+
+    def check(self, name: str, form: Any, device: torch.device) -> None:
+        _, dtype, where, recorded = form
+        if dtype != torch.float32:
+            raise TypeError(f"{name} must be of dtype torch.float32, got {dtype}")
+        if where != device:
+            raise ValueError(f"{name} must be on q's device {device}, got {where}")
+        if recorded:
+            raise ValueError(f"{name} has no gradient, got one that requires grad")
+
+    def check_sizes(self, name: str, form: Any, problem: Problem) -> None:
+        if problem.dtype != "e4m3":
+            raise ValueError(f"{name} is for e4m3 inputs (torch.float8_e4m3fn), got it with {problem.dtype} ones")
+        of_q = name == "q_descale"
+        heads, seqlen = (problem.heads, problem.seqlen_q) if of_q else (problem.heads_kv, problem.seqlen_k)
+        by_head, by_block = (problem.batch, problem.heads_kv), (problem.batch, heads, -(-seqlen // DESCALE_BLOCK))
+        if form[0] not in (by_head, by_block):
+            raise ValueError(
+                f"{name} must have shape (batch, heads_kv) {by_head}, or (batch, {'heads' if of_q else 'heads_kv'}, "
+                f"blocks of {DESCALE_BLOCK} rows) {by_block}, got {tuple(form[0])}"
+            )
+
+
+class _Mask(Operand):
+    parts: Mapping[str, str] = {"_tensors": "Tensor[]?", "_sizes": "SymInt[]?"}
+
+    def form(self, name: str, x: Any) -> Hashable:
+        if not isinstance(x, BlockMask):
+            raise TypeError(f"{name} must be a flashzoo.BlockMask or None, got {type(x).__name__}")
+        return x.form, x.seqlen_q, x.seqlen_k, x.device
+
+    def check(self, name: str, form: Any, device: torch.device) -> None:
+        if form[3] != device and device.type != "meta":  # `explain` is asked of shapes alone
+            raise ValueError(f"{name} must be on q's device {device}, got {form[3]}")
+
+    def check_sizes(self, name: str, form: Any, problem: Problem) -> None:
+        lengths = (problem.seqlen_q, problem.seqlen_k)
+        if form[1:3] != lengths:
+            raise ValueError(f"{name} must be of seqlen_q and seqlen_k {lengths}, got {form[1:3]}")
+
+    def fields(self, name: str, form: Any) -> dict[str, Any]:
+        return {name: form[0]}
+
+    def prepared(self, x: Any, options: Mapping[str, Any]) -> Any:
+        """With causal and the window put into it. Without them it is the one given, at no cost."""
+        if not isinstance(x, BlockMask):
+            return x
+        causal, window = options.get("causal", False), normalised(options.get("window_size"))
+        check_flags(causal=causal)
+        mask = x.check_once()
+        if causal or window != (None, None):
+            sizes = {"block_q": mask.block_q, "block_kv": mask.block_kv, "device": mask.device}
+            mask &= mask.sliding_window(mask.seqlen_q, mask.seqlen_k, window_size=window, causal=causal, **sizes)
+        return mask
+
+    def split(self, x: Any) -> tuple[Any, ...]:
+        return x.parts()
+
+    def joined(self, *parts: Any) -> Any:
+        return BlockMask.of_parts(*parts)
+
+
+OPERANDS: dict[str, Operand] = {"q_descale": _Descale(), "k_descale": _Descale(), "v_descale": _Descale(), "block_mask": _Mask()}
+"""By the argument's name, in the order of the fields of `Operands`."""
+
+NO_OPERANDS = Operands()
+NO_FORMS = NO_OPERANDS.forms
+
+
+def taken(options: dict[str, Any]) -> Operands:
+    """The operands among the arguments of a call, which leave `options`."""
+    found = {name: options.pop(name) for name in OPERANDS if name in options}
+    return Operands(**{name: None if x is None else OPERANDS[name].prepared(x, options) for name, x in found.items()})
+
+
+def given(forms: Forms) -> Iterator[tuple[str, Operand, Any]]:
+    """Name, kind and form of each operand that the call has."""
+    return ((name, kind, form) for (name, kind), form in zip(OPERANDS.items(), forms, strict=True) if form is not None)

@@ -1,0 +1,146 @@
+"""From the arguments of a call to a plan: tensors, options and operands to a Problem, the Problem to who answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashzoo.autograd import joined
+from flashzoo.call.check import DTYPE_NAMES, Described, check_data, check_shapes, fields_of
+from flashzoo.call.forms import check_flags
+from flashzoo.call.operands import Forms, Operands, given
+from flashzoo.call.problem import QUANTIZABLE, Problem
+from flashzoo.dtypes import TORCH_DTYPES
+from flashzoo.registry import Choice, Zoo, choose, implementation, lent, remembered
+from flashzoo.spec import Spec
+
+
+def negated(x: Tensor) -> Tensor:
+    """-x, of e4m3 too."""
+    # torch has no arithmetic for e4m3, whose sign is its first bit
+    return (x.view(torch.uint8) ^ 128).view(x.dtype) if x.dtype == torch.float8_e4m3fn else -x
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """Everything about a call that its data don't decide.
+
+    Attributes:
+        run: the implementation.
+        problem: what it is handed.
+        negative: whether the call's softmax_scale is: its size is the problem's, and q is to be negated.
+        spec: whose implementation it is.
+        checked: what `run` returned has been looked at, which is done once.
+    """
+
+    run: Callable
+    problem: Problem
+    negative: bool
+    spec: Spec
+    checked: bool = False
+
+    def check(self, result: Any, q: Tensor, recorded: bool) -> None:
+        """TypeError where `run` did not return what `Spec.impl` says of q; recorded: autograd was to record it."""
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise self._wrong("a tuple (out, lse)", _told(result))
+        p, (out, lse) = self.problem, result
+        dtype = TORCH_DTYPES[p.out_dtype]
+        self._check_tensor("out", out, (p.batch, p.seqlen_q, p.heads, p.head_dim_v), dtype, q.device)
+        if p.lse:
+            self._check_tensor("lse", lse, (p.batch, p.heads, p.seqlen_q), torch.promote_types(dtype, torch.float32), q.device)
+        if recorded and not out.requires_grad:
+            raise self._wrong("an out that carries gradients", "one that does not require grad")
+
+    def _check_tensor(self, name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        if not isinstance(x, Tensor) or (x.shape, x.dtype, x.device) != (shape, dtype, device):
+            raise self._wrong(f"{name} as a Tensor {shape}, {dtype}, on {device}", _told(x))
+
+    def _wrong(self, expected: str, got: str) -> TypeError:
+        return TypeError(f"version {self.spec.name!r}: {self.spec.impl} must return {expected}, got {got}")
+
+
+def _told(x: Any) -> str:
+    return f"a Tensor {tuple(x.shape)}, {x.dtype}, on {x.device}" if isinstance(x, Tensor) else type(x).__name__
+
+
+@remembered
+def plan(asked: tuple[str, str], zoo: Zoo, return_lse: bool, grad: bool, forms: Forms, *described: Any, **options: Any) -> Plan:
+    """The plan of a call, made once for each kind of call.
+
+    Args:
+        asked: the version, and who asks for it.
+        zoo: what is registered.
+        return_lse: as in `attention`.
+        grad: whether autograd records the call.
+        forms: of the operands.
+        described: q, k and v, as `check.described` gives them, one behind the other.
+        options: of `attention`, those that are in `OPTIONS`.
+    """
+    q, k, v = (described[first : first + 5] for first in (0, 5, 10))
+    problem = problem_of((q, k, v), return_lse, grad, forms, None, options)
+    device = q[3]
+    check_data(device)
+    choice = choose(problem, *asked, zoo)
+    if problem.block_mask is not None:  # it has them in it
+        problem = replace(problem, causal=False, window=(None, None))
+    negative = problem.scale < 0
+    if negative:
+        problem = replace(problem, softmax_scale=-problem.scale)
+    run = _nothing_to_see if 0 in q[0] or 0 in k[0] else _implementation(choice)
+    return Plan(run, problem, negative, choice.forward)
+
+
+def _implementation(choice: Choice) -> Callable:
+    run = implementation(choice.forward)
+    return run if choice.backward is None else joined(run, lent(choice.backward))
+
+
+def problem_of(
+    tensors: tuple[Described, Described, Described], return_lse: bool, grad: bool, forms: Forms, arch: int | None, options: dict[str, Any]
+) -> Problem:
+    """The Problem of a call, each argument checked once and by name."""
+    check_shapes(tensors)
+    (q_shape, _, q_dtype, q_device, _), (k_shape, *_), (v_shape, *_) = tensors
+    (batch, seqlen_q, heads, head_dim), (_, seqlen_k, heads_kv, _), head_dim_v = q_shape, k_shape, v_shape[3]
+    dtype, asked = DTYPE_NAMES[q_dtype], fields_of(options)
+    check_flags(return_lse=return_lse)
+    if asked.get("precision") is not None and dtype not in QUANTIZABLE:
+        raise TypeError(f"precision={asked['precision']!r} quantises {' or '.join(QUANTIZABLE)} inputs, got q {q_dtype}")
+    if asked.get("out_dtype") is not None and dtype != "e4m3":
+        raise TypeError(f"out_dtype is for e4m3 inputs (out has the dtype of others), got {options['out_dtype']} with q {q_dtype}")
+    device, arch = _hardware(q_device, arch)
+    for name, kind, form in given(forms):
+        kind.check(name, form, q_device)
+        asked |= kind.fields(name, form)
+    sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads": heads, "heads_kv": heads_kv}
+    sizes |= {"head_dim": head_dim, "head_dim_v": head_dim_v}
+    problem = Problem(**sizes, dtype=dtype, lse=return_lse, grad=grad, device=device, arch=arch, **asked)
+    for name, kind, form in given(forms):
+        kind.check_sizes(name, form, problem)
+    return problem
+
+
+def _hardware(device: torch.device, arch: int | None) -> tuple[str, int | None]:
+    if arch is not None:
+        return "cuda", arch
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return "cuda", 10 * major + minor
+    if device.type in ("cpu", "meta"):
+        return "cpu", None
+    raise ValueError(f"q, k and v must be on a CPU or CUDA device, got {device}")
+
+
+def _nothing_to_see(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
+    """The answer where there is no query or no key: zeros and -inf, with zero gradients for all inputs."""
+    out = q.new_zeros((*q.shape[:3], problem.head_dim_v), dtype=TORCH_DTYPES[problem.out_dtype])
+    if problem.grad:
+        # For autograd the zeros must come from the inputs: each adds the sum of none of its numbers, whatever they are.
+        out = out + sum(x[:0].sum() for x in (q, k, v, *operands.differentiable) if x is not None)
+    lse_dtype = torch.promote_types(out.dtype, torch.float32)
+    return out, out.to(lse_dtype).sum(-1).transpose(1, 2) - math.inf

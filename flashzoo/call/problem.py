@@ -1,0 +1,270 @@
+"""What one call asks: `Problem`, a frozen record of plain values, and the options of `attention` that its fields are.
+
+Standard library only, so every question of dispatch can be asked, and tested, on a machine with no torch and no GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from flashzoo.call.features import FEATURES
+from flashzoo.call.forms import MaskForm, Window, check_flags, normalised, span_of
+
+DTYPES = ("fp16", "bf16", "fp32", "fp64", "e4m3")
+PRECISIONS = (None, "fp8")
+"""What a call may ask its products to be made in: its inputs' own dtype, or e4m3 to which 16-bit inputs are quantised."""
+QUANTIZABLE = ("fp16", "bf16")
+"""Dtypes that `precision="fp8"` quantises."""
+OUT_DTYPES = ("bf16", "fp16")
+"""What out may be where the inputs are e4m3, the default first."""
+DESCALE_BLOCK = 128
+"""Rows of q, k or v that share one number of a descale by block."""
+
+LARGEST_SCALE = 1e30
+"""Of softmax_scale: scores are float32, and beyond this even small ones would be infinite."""
+
+_SIZES = (("batch", 0), ("seqlen_q", 0), ("seqlen_k", 0), ("heads", 1), ("heads_kv", 1), ("head_dim", 1), ("head_dim_v", 1))
+"""A problem's sizes and the least of each."""
+_NAMES = (("dtype", DTYPES), ("device", ("cuda", "cpu")))
+"""What a problem's fields of words may be."""
+
+
+def _check_int(name: str, value: Any, least: int, more: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int{more}, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def _check_flag(name: str, value: Any) -> None:
+    check_flags(**{name: value})
+
+
+def _check_window(name: str, value: Any) -> None:
+    normalised(value, name)
+
+
+def _check_precision(name: str, value: Any) -> None:
+    if value not in PRECISIONS:
+        raise ValueError(f"{name} must be None or 'fp8', got {value!r}")
+
+
+def _check_out_dtype(name: str, value: Any) -> None:
+    if value is not None and value not in DTYPES:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, DTYPES))} or None, got {value!r}")
+
+
+def _check_scale(name: str, scale: Any) -> None:
+    if scale is None:
+        return
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise TypeError(f"{name} must be a float or None, got {type(scale).__name__}")
+    if not abs(scale) <= LARGEST_SCALE:  # true of NaN, and traced where the scale is an unknown number
+        limit = f"at most {LARGEST_SCALE:g} in size" if isinstance(scale, int) or math.isfinite(scale) else "finite"
+        raise ValueError(f"{name} must be {limit}, got {scale}")
+
+
+def option(
+    default: Any, schema: str, check: Callable[[str, Any], object], *, argument: str | None = None, flag: dict[str, Any] | None = None
+) -> Any:
+    """A field of `Problem` that a keyword argument of `attention` gives.
+
+    Args:
+        default: of the field.
+        schema: the argument's type in the schema of a torch operator, where every default but a flag's is None.
+        check: called with the argument's name and value; raises TypeError or ValueError where it is malformed.
+        argument: its name; the field's where None.
+        flag: the keywords of `argparse.ArgumentParser.add_argument` for the command line; None where it has no flag.
+    """
+    return field(default=default, metadata={"schema": schema, "check": check, "argument": argument, "flag": flag})
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of `flashzoo.attention`, without its data.
+
+    Build it by hand (`Problem(batch=1, seqlen_q=4096, ...)`) to ask about a GPU that isn't there, or let
+    `flashzoo.explain(q, k, v, ...)` build it from tensors.
+
+    Attributes:
+        batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim: sizes of q `(batch, seqlen_q, heads, head_dim)` and of
+            k `(batch, seqlen_k, heads_kv, head_dim)`.
+        head_dim_v: the last size of v and out, by keyword only; None stands for head_dim and is replaced by it, so
+            `replace(problem, head_dim=...)` keeps the old width of v unless it is given head_dim_v=None too.
+        dtype: of q, k and v, one of `DTYPES`.
+        softmax_scale: what scores are multiplied by; None is `1 / sqrt(head_dim)`, see `scale`.
+        causal: query i sees key j only where `j <= i + seqlen_k - seqlen_q` (aligned bottom-right).
+        window: `(left, right)`, how many keys either side of the aligned diagonal are seen; None is unbounded, and -1 is replaced by it.
+        lse: the caller wants the log-sum-exp too.
+        deterministic: the same bits in every run, gradients included.
+        grad: the call is recorded by autograd, so a backward pass may follow.
+        device: "cuda" or "cpu".
+        arch: compute capability as `10 * major + minor` (90 for Hopper); None on the CPU.
+        precision: of `PRECISIONS`.
+        block_mask: the form of the block mask, causal and window put into it; None where there is none.
+        out_dtype: of out. That of the inputs, whatever is given, but for e4m3: there one of `OUT_DTYPES`, for the first of
+            which None stands, so `replace(problem, dtype="e4m3")` keeps the old one unless it is given out_dtype=None too.
+
+    Raises:
+        TypeError, ValueError: a field is none that a call could ask for; the text names it, what was expected and what was got.
+    """
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int = field(default=None, kw_only=True)  # pyright: ignore[reportAssignmentType]
+    dtype: str = "bf16"
+    causal: bool = option(False, "bool", _check_flag, flag={"action": "store_true", "help": "the last query sees the last key"})
+    window: Window = option(
+        (None, None),
+        "SymInt[]?",
+        _check_window,
+        argument="window_size",
+        flag={"type": int, "nargs": 2, "metavar": ("LEFT", "RIGHT"), "help": "keys seen on either side; -1 is unbounded"},
+    )
+    softmax_scale: float | None = option(
+        None, "float?", _check_scale, flag={"type": float, "metavar": "S", "help": "of scores (default: 1 / sqrt(head_dim))"}
+    )
+    lse: bool = False
+    deterministic: bool = option(False, "bool", _check_flag, flag={"action": "store_true", "help": "the same bits in every run"})
+    grad: bool = False
+    device: str = "cuda"
+    arch: int | None = None
+    precision: str | None = option(
+        None, "str?", _check_precision, flag={"choices": [name for name in PRECISIONS if name], "help": "quantise 16-bit inputs to this"}
+    )
+    out_dtype: str = option(None, "ScalarType?", _check_out_dtype)
+    block_mask: MaskForm | None = None
+
+    def __post_init__(self) -> None:
+        if self.head_dim_v is None:
+            object.__setattr__(self, "head_dim_v", self.head_dim)
+        if self.dtype != "e4m3":
+            object.__setattr__(self, "out_dtype", self.dtype)
+        elif self.out_dtype is None:
+            object.__setattr__(self, "out_dtype", OUT_DTYPES[0])
+        if self.window != (None, None):
+            object.__setattr__(self, "window", normalised(self.window, "window"))
+        self._check()
+
+    def _check(self) -> None:
+        given = self.__dict__
+        for name, least in _SIZES:
+            if type(given[name]) is not int or given[name] < least:
+                _check_int(name, given[name], least)
+        if self.arch is not None:
+            _check_int("arch", self.arch, 1, ", such as 90, or None")
+        if self.heads % self.heads_kv:
+            raise ValueError(f"heads must be a multiple of heads_kv, got {self.heads} and {self.heads_kv}")
+        check_flags(lse=self.lse, grad=self.grad)
+        for option in OPTIONS.values():
+            option.check(option.field, given[option.field])
+        for name, known in _NAMES:
+            if given[name] not in known:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {given[name]!r}")
+        if self.dtype == "e4m3" and self.out_dtype not in OUT_DTYPES:
+            raise ValueError(f"out_dtype must be one of {', '.join(map(repr, OUT_DTYPES))}, got {self.out_dtype!r}")
+        if self.precision is not None and self.dtype not in QUANTIZABLE:
+            raise ValueError(f"precision={self.precision!r} is for dtype {' or '.join(QUANTIZABLE)}, got {self.dtype}")
+        if self.block_mask is not None:
+            self._check_form(self.block_mask)
+
+    def _check_form(self, form: Any) -> None:
+        if not isinstance(form, MaskForm):
+            raise TypeError(f"block_mask must be a MaskForm, such as a flashzoo.BlockMask's `form`, or None, got {type(form).__name__}")
+        for name in ("batch", "heads"):
+            if getattr(form, name) not in (1, getattr(self, name)):
+                raise ValueError(f"block_mask must have q's {name} {getattr(self, name)}, or 1 where shared, got {getattr(form, name)}")
+
+    @property
+    def numerics(self) -> str:
+        """What the products are made in: "e4m3" of inputs that are it, "fp8" of inputs quantised to it, or the dtype."""
+        return self.precision or self.dtype
+
+    @cached_property
+    def features(self) -> frozenset[str]:
+        """The names in `FEATURES` that this call needs."""
+        return frozenset(name for name, feature in FEATURES.items() if feature.needed(self))
+
+    @property
+    def scale(self) -> float:
+        """What scores are multiplied by."""
+        return 1 / math.sqrt(self.head_dim) if self.softmax_scale is None else self.softmax_scale
+
+    @cached_property
+    def span(self) -> Window:
+        """The visible band around the aligned diagonal, causal folded in."""
+        return span_of(self.causal, self.window)
+
+    @cached_property
+    def forward(self) -> Problem:
+        """The forward pass alone, with the LSE that a backward pass by another version starts from; itself where nothing is recorded."""
+        return replace(self, grad=False, lse=True) if self.grad else self
+
+    @property
+    def reach(self) -> tuple[int, int]:
+        """`span` in numbers: a side past both sequences together is unbounded, and can't overflow a kernel's 32-bit arithmetic."""
+        return self.reach_of(self.span)
+
+    def reach_of(self, span: Window) -> tuple[int, int]:
+        """Another span in numbers, as `reach`."""
+        furthest = self.seqlen_q + self.seqlen_k
+        left, right = (furthest if side is None else min(side, furthest) for side in span)
+        return left, right
+
+    @property
+    def blind_rows(self) -> int:
+        """How many of the first queries see no key for causal's and window's sake; what a block mask does is in its lists."""
+        right = self.span[1]
+        return 0 if right is None else min(self.seqlen_q, max(0, self.seqlen_q - self.seqlen_k - right))
+
+    @property
+    def where(self) -> str:
+        """The hardware, in words: "CPU", "sm_90" or "a GPU of unknown architecture"."""
+        if self.device == "cpu":
+            return "CPU"
+        return f"sm_{self.arch}" if self.arch else "a GPU of unknown architecture"
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}:{self.heads_kv}"
+        lengths = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q}x{self.seqlen_k}"
+        head_dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
+        text = f"batch {self.batch}, seqlen {lengths}, heads {heads}, head_dim {head_dims}, {self.dtype}"
+        if self.precision is not None:
+            text += f" in {self.precision}"
+        if self.dtype == "e4m3":
+            text += f" to {self.out_dtype}"
+        if self.causal:
+            text += ", causal"
+        if self.window != (None, None):
+            text += f", window {self.window}"
+        if self.softmax_scale is not None:
+            text += f", softmax_scale {self.softmax_scale:g}"
+        if self.block_mask is not None:
+            text += f", {self.block_mask}"
+        text += "".join(f", {name}" for name in ("lse", "deterministic", "grad") if getattr(self, name))
+        return f"{text}, on {self.where}"
+
+
+class Option(NamedTuple):
+    """A keyword argument of `attention` that is a plain value: the field of `Problem` that it gives, and as in `option`."""
+
+    field: str
+    schema: str
+    check: Callable[[str, Any], object]
+    flag: dict[str, Any] | None
+
+
+OPTIONS = {
+    x.metadata["argument"] or x.name: Option(x.name, x.metadata["schema"], x.metadata["check"], x.metadata["flag"])
+    for x in fields(Problem)
+    if x.metadata
+}
+"""By the argument's name."""

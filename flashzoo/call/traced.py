@@ -1,0 +1,218 @@
+"""`attention` for what traces a call, `torch.compile` and `torch.export`: operators that a graph holds as one node each.
+
+flashzoo::attention           out and lse; records flashzoo::attention_backward
+flashzoo::attention_backward  dq, dk and dv, and the gradients of operands that have one
+
+Their arguments are made from `OPTIONS` and `OPERANDS`.
+
+A tracer learns shapes, dtypes and strides from the fakes. The bodies see real tensors, so every version works here as it does in a
+plain call, and sizes are looked at only there: a graph with dynamic shapes asks anew for each size. Outputs have no gaps,
+their dimensions in the order of those that they belong to (out's in q's), which is what kernels give as a rule; others are copied.
+Nothing here is imported, or run, by a call that is not traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from flashzoo.autograd import refuse_double_backward
+from flashzoo.call.check import check_shapes, check_tensors, described, fields_of
+from flashzoo.call.forms import check_flags, normalised
+from flashzoo.call.operands import OPERANDS, Operands, taken
+from flashzoo.call.plan import Plan, negated, plan
+from flashzoo.call.problem import OPTIONS, Problem
+from flashzoo.registry import ARGUMENT, current, requested
+from flashzoo.transforms import refuse_traced_forward_ad
+
+NAME, BACKWARD_NAME = "flashzoo::attention", "flashzoo::attention_backward"
+
+Named = dict[str, Any]
+"""Arguments of an operator by their names."""
+
+_OPTIONS = {name: f"{option.schema} {name}={False if option.schema == 'bool' else None}" for name, option in OPTIONS.items()}
+_PARTS = {f"{name}{end}": f"{type_} {name}{end}=None" for name, kind in OPERANDS.items() for end, type_ in kind.parts.items()}
+_HOW = {**_OPTIONS, **_PARTS, "return_lse": "bool return_lse=False", "version": "str version='auto'"}
+_INPUTS = {name: f"Tensor {name}" for name in ("q", "k", "v")}
+_FORWARD = {**_INPUTS, **_HOW, "grad": "bool grad=False", "by": f"str by='{ARGUMENT}'"}
+_SAVED = {"dout": "Tensor dout", "dlse": "Tensor? dlse", **_INPUTS, "out": "Tensor out", "lse": "Tensor lse"}
+_BACKWARD = {**_SAVED, **_HOW}
+_DIFFERENTIATED = [*_INPUTS, *(name for name, kind in OPERANDS.items() if kind.gradient)]
+"""What a backward pass has gradients of, in its order."""
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)  # out lies in the order of the strides that q had when it was traced
+
+torch.library.define(NAME, f"({', '.join(_FORWARD.values())}) -> (Tensor out, Tensor lse)", tags=_TAGS)
+torch.library.define(
+    BACKWARD_NAME, f"({', '.join(_BACKWARD.values())}) -> ({', '.join(f'Tensor d{name}' for name in _DIFFERENTIATED)})", tags=_TAGS
+)
+
+
+@torch.compiler.assume_constant_result
+def _requested(version: Any) -> tuple[str, str]:
+    """The name that a graph holds, and by whom: what the argument, flashzoo.use() and the environment say when it is traced."""
+    return requested(version if isinstance(version, str) else repr(version))  # a bad one is refused when the graph runs, with the good ones
+
+
+def traced(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, version: str, options: Named) -> Tensor | tuple[Tensor, Tensor]:
+    """`flashzoo.attention` of what is being traced."""
+    # What the operator's schema would convert, or refuse in words of its own.
+    check_tensors(q, k, v)
+    check_flags(return_lse=return_lse)
+    how = {name: x for name, x in options.items() if name not in OPERANDS}
+    fields_of(how)
+    window = normalised(how.get("window_size"))
+    how["window_size"] = None if window == (None, None) else [-1 if side is None else side for side in window]
+    for name, kind in OPERANDS.items():
+        x = options.get(name)
+        if x is not None:
+            kind.check(name, kind.form(name, x), q.device)
+            how |= {f"{name}{end}": part for end, part in zip(kind.parts, kind.split(x), strict=True)}
+    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    name, by = _requested(version)
+    refuse_traced_forward_ad()
+    out, lse = torch.ops.flashzoo.attention(q, k, v, **how, return_lse=return_lse, version=name, grad=grad, by=by)
+    return (out, lse) if return_lse else out
+
+
+def _planned(q: Tensor, k: Tensor, v: Tensor, how: Named, grad: bool, by: str = ARGUMENT) -> tuple[Plan, Operands]:
+    """The plan of an operator's arguments, as of a plain call, and what the version is handed beside q, k and v."""
+    options: Named = {name: how[name] for name in OPTIONS if name in how}
+    options["window_size"] = normalised(options.get("window_size"))
+    for name, kind in OPERANDS.items():
+        parts = [how.get(f"{name}{end}") for end in kind.parts]
+        if None not in parts:
+            options[name] = kind.joined(*parts)
+    operands = taken(options)
+    tensors = (*described(q), *described(k), *described(v))
+    asked = (how.get("version", "auto"), by)
+    return plan(asked, current(), how.get("return_lse", False), grad, operands.forms, *tensors, **options), operands
+
+
+@torch.library.impl(NAME, "default")
+def _attention(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    refuse_traced_forward_ad()
+    how = dict(zip(_FORWARD, arguments, strict=False)) | named
+    q, k, v, grad = how["q"], how["k"], how["v"], how.get("grad", False)
+    planned, operands = _planned(q, k, v, how, grad, how.get("by", ARGUMENT))
+    problem = planned.problem
+    # The graph records the call, so the version must not: it is asked for its forward pass alone.
+    result = planned.run(negated(q) if planned.negative else q, k, v, problem.forward, operands)
+    planned.check(result, q, recorded=False)
+    out, lse = result
+    out = _laid_out(out, *_dense(q, problem.head_dim_v))
+    shape = _lse_shape(q, how)
+    if lse is None or lse.shape != shape:  # nobody asked for it, and a version may give it or not
+        return out, out.new_zeros(shape, dtype=_lse_dtype(out))
+    return out, _laid_out(lse, shape, (shape[1] * shape[2], shape[2], 1))
+
+
+@torch.library.register_fake(NAME)
+def _fake_attention(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    how = dict(zip(_FORWARD, arguments, strict=False)) | named
+    q, k, v = how["q"], how["k"], how["v"]
+    check_shapes((described(q), described(k), described(v)))
+    dtype = (how.get("out_dtype") or torch.bfloat16) if q.dtype == torch.float8_e4m3fn else q.dtype
+    out = torch.empty_strided(*_dense(q, v.shape[3]), dtype=dtype, device=q.device)
+    return out, out.new_empty(_lse_shape(q, how), dtype=_lse_dtype(out))
+
+
+@torch.library.impl(BACKWARD_NAME, "default")
+def _attention_backward(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
+    refuse_traced_forward_ad()
+    how = dict(zip(_BACKWARD, arguments, strict=False)) | named
+    dout, dlse, q, k, v, out, lse = (how[name] for name in _SAVED)
+    planned, operands = _planned(q, k, v, how, grad=True)
+    run, problem = planned.run, planned.problem
+    if planned.negative:
+        q = negated(q)
+    # Below a dispatch mode nothing is recorded, whatever enable_grad() says; this undoes that.
+    with torch.inference_mode(False), torch.no_grad():
+        if hasattr(run, "backward"):
+            found = run.backward(dout, dlse, q, k, v, out, lse, problem, operands)
+        else:
+            found = _recorded_anew(run, dout, dlse, q, k, v, problem, operands)
+    pairs = zip((-found[0] if planned.negative else found[0], *found[1:]), _DIFFERENTIATED, strict=True)
+    return tuple(q.new_empty(0) if dx is None else _laid_out(dx, *_dense(how[name])) for dx, name in pairs)
+
+
+def _recorded_anew(
+    run: Callable, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands
+) -> tuple[Any, ...]:
+    """The gradients of a version that leaves its backward pass to autograd: its forward pass once more, recorded."""
+    recorded = {name: x.detach().requires_grad_() for name, x in operands.tensors.items() if name in _DIFFERENTIATED}
+    leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
+    with torch.enable_grad():
+        out, lse = run(*leaves, problem, replace(operands, **recorded))
+    outputs, gradients = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
+    found = torch.autograd.grad(outputs, (*leaves, *recorded.values()), gradients)
+    of_operands = dict(zip(recorded, found[3:], strict=True))
+    return (*found[:3], *(of_operands.get(name) for name in _DIFFERENTIATED[3:]))
+
+
+@torch.library.register_fake(BACKWARD_NAME)
+def _fake_attention_backward(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
+    how = dict(zip(_BACKWARD, arguments, strict=False)) | named
+    inputs = (how.get(name) for name in _DIFFERENTIATED)
+    return tuple(how["q"].new_empty(0) if x is None else x.new_empty_strided(*_dense(x)) for x in inputs)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    how = dict(zip(_FORWARD, inputs, strict=False))
+    leaves, ctx.tree = tree_flatten(how)
+    ctx.plain = [None if isinstance(x, Tensor) else x for x in leaves]
+    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in leaves), *output)
+    if not how.get("return_lse"):
+        ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    refuse_double_backward()
+    *tensors, out, lse = ctx.saved_tensors
+    how = tree_unflatten([plain if x is None else x for x, plain in zip(tensors, ctx.plain, strict=True)], ctx.tree)
+    if not how.get("grad"):
+        raise RuntimeError(f"{NAME}: an input requires grad, expected the argument grad to be True, got False")
+    if dout is None:
+        dout = torch.zeros_like(out)
+    asked = {name: x for name, x in how.items() if name in _BACKWARD}
+    found = torch.ops.flashzoo.attention_backward(dout, dlse, **asked, out=out, lse=lse)
+    gradients = {name: dx for name, dx in zip(_DIFFERENTIATED, found, strict=True) if how.get(name) is not None}
+    every = (gradients.get(name, [None] * len(x) if _is_tensors(x) else None) for name, x in how.items())
+    return tuple(every)[: len(ctx.needs_input_grad)]  # as many as were given: a graph leaves out trailing defaults
+
+
+def _is_tensors(x: Any) -> bool:
+    return isinstance(x, (list, tuple)) and bool(x) and isinstance(x[0], Tensor)
+
+
+torch.library.register_autograd(NAME, _differentiate, setup_context=_keep)
+
+
+def _dense(x: Tensor, width: int | None = None) -> tuple[list[int], list[int]]:
+    """Shape and strides of a tensor without gaps, as x but for the last size, its dimensions in the order of x's."""
+    shape = [*x.shape[:3], x.shape[3] if width is None else width]
+    strides, step = [1] * 4, shape[3]
+    for i in sorted(range(3), key=x.stride, reverse=True)[::-1]:
+        strides[i], step = step, step * shape[i]
+    return shape, strides
+
+
+def _laid_out(x: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """x, copied where its strides are not these, or it is part of a larger tensor."""
+    if not x.storage_offset() and all(size == 1 or found == stride for size, found, stride in zip(shape, x.stride(), strides, strict=True)):
+        return x
+    return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _lse_shape(q: Tensor, how: Named) -> tuple[int, ...]:
+    """Of what the operator gives as lse: nothing, where it is neither asked for nor kept for a backward pass."""
+    return (q.shape[0], q.shape[2], q.shape[1]) if how.get("return_lse") or how.get("grad") else (0,)
+
+
+def _lse_dtype(out: Tensor) -> torch.dtype:
+    return torch.promote_types(out.dtype, torch.float32)
