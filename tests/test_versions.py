@@ -565,7 +565,10 @@ def test_descales_lie_anywhere(version, problem, kind):
 def test_a_power_of_two_passes_through_descales(version, problem, kind):
     tensors, *_ = draw(problem)
     q_scale, k_scale, v_scale = descales(problem, kind, device=DEVICE)
-    scale = problem.head_dim**-0.5
+
+    def scaled(factor: float) -> Problem:
+        return replace(problem, softmax_scale=factor * problem.scale)
+
     out = forward(version, tensors, scaled(1), (q_scale, k_scale, v_scale)).out
     assert torch.equal(forward(version, tensors, scaled(1), (q_scale, k_scale, 2 * v_scale)).out, 2 * out)
     assert torch.equal(forward(version, tensors, scaled(0.5), (2 * q_scale, k_scale, v_scale)).out, out)
