@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import defaultdict
 from collections.abc import Generator
@@ -96,6 +97,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for problem in asked(spec, **marker.kwargs | fields)
     ]
     metafunc.parametrize(("version", "problem"), cells)
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: looked at by no later garbage collection, of which an interpreted kernel starts many."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -29,6 +29,7 @@ from support import DEVICE, ROOT, in_fresh_process, toy
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashzoo
+from flashzoo.call.operands import NO_OPERANDS, Operands
 from flashzoo.registry import implementation
 from flashzoo.workloads import TORCH_DTYPES
 
@@ -192,12 +193,13 @@ def test_launch(costs, no_launch, name):
     spec = flashzoo.versions()[name]
     device = {"device": "cpu"} if spec.cpu_dtypes else {"device": "cuda", "arch": 90}
     problem = flashzoo.Problem(1, 16, 16, 2, 2, 64, dtype=spec.dtypes[0], **device)
-    mask = {"block_mask": flashzoo.BlockMask.causal(16, 16)} if name == "blocksparse" else {}
-    if mask:
-        problem = dataclasses.replace(problem, block_mask=mask["block_mask"].form)
+    operands = NO_OPERANDS
+    if name == "blocksparse":
+        operands = Operands(block_mask=flashzoo.BlockMask.causal(16, 16))
+        problem = dataclasses.replace(problem, block_mask=operands.block_mask.form)
     q, k, v = (torch.randn(1, 16, 2, 64).to(TORCH_DTYPES[problem.dtype]) for _ in range(3))
     attention = implementation(spec)
-    costs(f"launch {name}", lambda: attention(q, k, v, problem, 0.125, **mask), calibration if spec.requires else arithmetic)
+    costs(f"launch {name}", lambda: attention(q, k, v, problem, operands), calibration if spec.requires else arithmetic)
 
 
 TORCH = "torch"
