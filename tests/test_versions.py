@@ -101,24 +101,27 @@ def each_once(specs: list[Spec], grad: bool) -> list[Case]:
     """The cases less what another test says of them already.
 
     A backward pass is judged with the forward pass that it follows, so alone the latter is judged on the smoke workloads only.
-    `standard` is everybody's yardstick, held to the oracle by every Judge: it has cases of its own where it is alone. Without a GPU the
-    hard workloads take dtypes and kinds of descales in turns, but for torch's own kernel: an interpreted one's dtypes are NumPy's.
+    `standard` is everybody's yardstick, held to the oracle by every Judge: it has cases of its own where it is alone.
+
+    Without a GPU the smoke workloads take determinism in turns, and the hard ones dtypes and kinds of descales, but for torch's own
+    kernel: an interpreted one's dtypes are NumPy's.
     """
     found = cases(specs, grad)
     if not grad:
         with_gradients = {str(case) for case in cases(specs, True)}
         found = [case for case in found if "smoke" in case.workload.tags or str(case) not in with_gradients]
     if not ON_GPU:
-        turns = {workload.name: turn for turn, workload in enumerate(workloads("hard"))}
-        found = [case for case in found if in_turn(case, turns.get(case.workload.name))]
+        turns = {workload.name: turn for turn, workload in enumerate(workloads())}
+        found = [case for case in found if in_turn(case, turns[case.workload.name])]
     of_others = {case.inputs for case in found if case.version != "standard"}
     return [case for case in found if case.version != "standard" or case.inputs not in of_others]
 
 
-def in_turn(case: Case, turn: int | None) -> bool:
-    """Whether it is the turn of a case's dtype, or of its kind of descales, in the turn-th workload; None is everybody's."""
-    if turn is None:
-        return True
+def in_turn(case: Case, turn: int) -> bool:
+    """Whether it is a case's turn in the turn-th workload: on a hard one its dtype's, or its kind of descales'; on a smoke one, where all
+    dtypes are, that of determinism in its dtype."""
+    if "smoke" in case.workload.tags:
+        return bool(case.descales) or (turn + [*TORCH_DTYPES].index(case.problem.dtype) + case.problem.deterministic) % 2 == 0
     if case.problem.dtype == "e4m3":
         return case.descales == DESCALES[turn % len(DESCALES)]
     dtypes = dtypes_of(flashzoo.versions()[case.version])

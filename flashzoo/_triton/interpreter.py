@@ -33,7 +33,7 @@ def _interpreting() -> Iterator[None]:
     # Triton restores what the kernel's own module sees, but not what the functions it calls see (tl.sum and others are
     # JIT functions with globals of their own). So this scope is opened around it, over all of triton.language.
     sees_all = types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core})
-    patch_tensor, compiled_call = interpreter._patch_lang_tensor, JITFunction.__call__
+    patch_tensor, compiled_call, np_dtype = interpreter._patch_lang_tensor, JITFunction.__call__, interpreter._get_np_dtype
 
     def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
@@ -44,15 +44,24 @@ def _interpreting() -> Iterator[None]:
     builder, sanitized = interpreter.interpreter_builder, interpreter.interpreter_builder.options
     builder.options = replace(sanitized, sanitize_overflow=False)
     interpreter._patch_lang_tensor = patch_tensor_and_index
+    interpreter._get_np_dtype = _np_dtype  # Triton's own makes a table of all dtypes at each operation
     scope = interpreter._patch_lang(sees_all)
     # Triton's own way there would patch the language once more for each call of each function: a third of the time.
     JITFunction.__call__ = lambda self, *args, **kwargs: _rewritten(self.fn)(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
-        interpreter._patch_lang_tensor, JITFunction.__call__ = patch_tensor, compiled_call
+        interpreter._patch_lang_tensor, JITFunction.__call__, interpreter._get_np_dtype = patch_tensor, compiled_call, np_dtype
         builder.options = sanitized
         scope.restore()
+
+
+_np_dtype_of_scalar = cache(interpreter._get_np_dtype)
+
+
+def _np_dtype(dtype: Any) -> Any:
+    scalar = dtype.scalar
+    return _np_dtype_of_scalar(tl.uint64 if scalar.is_ptr() else scalar)
 
 
 @cache

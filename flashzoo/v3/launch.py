@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from flashzoo.dtypes import BYTES, TORCH_DTYPES
 from flashzoo.gpu import WARPGROUP_ROWS
 from flashzoo.integers import cdiv, next_power_of_2
 from flashzoo.masks.block_mask import BlockMask
+from flashzoo.masks.lists import Lists
 from flashzoo.v3.config import band_of, kernel_backward_for, kernel_for, pack_for
 from flashzoo.v3.programs import LISTS, function_for
 from flashzoo.v3.traits import Kernel, KernelBackward, KernelFp8
@@ -51,7 +52,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operand
     launch = None if misaligned else forward_launch(problem, q.stride(), k.stride(), v.stride(), q.get_device())
     if launch is None:
         return forward(made_readable(q), made_readable(k), made_readable(v), problem, operands)
-    lists = lists_of(operands.block_mask, "rows")
+    mask = operands.block_mask
+    lists = () if mask is None else lists_of(mask, mask.rows)
     return launch(q, k, v, *lists, in_log2(problem.scale))
 
 
@@ -73,7 +75,9 @@ def backward(
     if launch is None:
         q, k, v, dout = (made_readable(x) for x in (q, k, v, dout))
         return backward(dout, dlse, q, k, v, out, lse, problem, operands)
-    return launch(dout, dlse, q, k, v, out, lse, problem.scale, lists_of(operands.block_mask, "columns"))
+    mask = operands.block_mask
+    lists = () if mask is None else lists_of(mask, mask.columns)
+    return launch(dout, dlse, q, k, v, out, lse, problem.scale, lists)
 
 
 attention = differentiable(forward, backward)
@@ -84,14 +88,11 @@ def in_log2(softmax_scale: float) -> float:
     return max(softmax_scale * LOG2E, SMALLEST_SCALE)
 
 
-def lists_of(mask: BlockMask | None, which: Literal["rows", "columns"]) -> Ints:
-    """What a kernel takes of a block mask's rows or columns, `programs.LISTS`; nothing where there is no mask.
+def lists_of(mask: BlockMask, lists: Lists) -> Ints:
+    """What a kernel takes of a block mask and its rows or columns: `programs.LISTS`.
 
     Strides over batch and heads are in heads, 0 where shared; bits start at a multiple of 16 bytes.
     """
-    if mask is None:
-        return ()
-    lists = getattr(mask, which)
     bits, counts = mask.element.bits, lists.counts.data_ptr()
     # Where lists have no room for anything they have no address either, and their first entry is read all the same.
     addresses = (lists.order.data_ptr(), counts, lists.full.data_ptr(), lists.indices.data_ptr() or counts)
