@@ -96,7 +96,7 @@ def lists_of(mask: BlockMask, lists: Lists) -> Ints:
     bits, counts = mask.element.bits, lists.counts.data_ptr()
     # Where lists have no room for anything they have no address either, and their first entry is read all the same.
     addresses = (lists.order.data_ptr(), counts, lists.full.data_ptr(), lists.indices.data_ptr() or counts)
-    of_bits = (0, 0) if bits is None else (lists.bit_index.data_ptr() or counts, bits.data_ptr())
+    of_bits = (0, 0) if bits is None or lists.bit_index is None else (lists.bit_index.data_ptr() or counts, bits.data_ptr())
     strides = mask.heads if mask.batch > 1 else 0, int(mask.heads > 1)
     return (*strides, lists.width, 0 if bits is None else bits.shape[2], *addresses, *of_bits)
 
