@@ -22,6 +22,7 @@ from flashzoo._cute.per_stream import tile_counter
 from flashzoo._triton.compile import resources
 from flashzoo.accuracy import Judge
 from flashzoo.call.forms import MaskForm
+from flashzoo.call.operands import NO_OPERANDS
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS
 from flashzoo.reference import Result, visible
 from flashzoo.v3 import FP8_SPEC, SPEC, launch, launch_fp8, programs
@@ -194,11 +195,11 @@ def test_fp8_goes_back_by_v3s_own_passes(monkeypatch):
     flashzoo.register(toy("first", backward_impl="nowhere:backward"), before="v3")
     problem = replace(PLAIN, precision="fp8", grad=True)
     try:
-        gradients = launch_fp8.backward_16("dout", None, "q", "k", "v", "out in fp8", "lse in fp8", problem, 0.5)
+        gradients = launch_fp8.backward_16("dout", None, "q", "k", "v", "out in fp8", "lse in fp8", problem, NO_OPERANDS)
     finally:
         flashzoo.unregister("first")
     in_16_bits = replace(problem, precision=None)
-    assert ran == [("q", "k", "v", in_16_bits, 0.5), ("dout", None, "q", "k", "v", "out", "lse", in_16_bits, 0.5)]
+    assert ran == [("q", "k", "v", in_16_bits, NO_OPERANDS), ("dout", None, "q", "k", "v", "out", "lse", in_16_bits, NO_OPERANDS)]
     assert gradients == ("dq", "dk", "dv")
     lines = str(flashzoo.explain(problem, version="v3_fp8"))
     assert "backward: v3's, in 16 bits" in lines and "it runs v3's forward pass again first" in lines
@@ -490,7 +491,7 @@ def test_each_tensor_in_a_layout_of_its_own(head_dim, layout):
     given = (dout, *tensors, result.out)
 
     def backward(dout: Tensor, *rest: Tensor) -> Result:
-        gradients = launch.backward(dout, dlse, *rest, result.lse, problem, problem.head_dim**-0.5)
+        gradients = launch.backward(dout, dlse, *rest, result.lse, problem, NO_OPERANDS)
         return Result(result.out, result.lse, *gradients)
 
     expected = backward(*given)
