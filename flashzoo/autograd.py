@@ -13,6 +13,7 @@ from flashzoo.transforms import refuse_transforms, transforming
 
 Forward = Callable[..., tuple[Tensor, Tensor | None]]
 Backward = Callable[..., tuple[Tensor | None, ...]]
+Prepared = Callable[[Problem, Any, torch.device], tuple[Problem, Any]]
 
 
 class _Attention(torch.autograd.Function):
@@ -45,27 +46,35 @@ def refuse_double_backward() -> None:
         raise NotImplementedError("flashzoo has no double backward: call backward or grad with create_graph=False")
 
 
-def differentiable(forward: Forward, backward: Backward) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def differentiable(forward: Forward, backward: Backward, prepared: Prepared | None = None) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """An implementation that `Spec.impl` can name, from a pair of functions on raw tensors.
 
     Args:
         forward: `(q, k, v, problem, operands) -> (out, lse)`; lse may be None where neither `problem.lse` nor `problem.grad`.
         backward: `(dout, dlse or None, q, k, v, out, lse, problem, operands) -> (dq, dk, dv)`, and behind these the gradients of
             `operands.differentiable`.
+        prepared: `(problem, operands, device) -> (problem, operands)`, what both are called with in place of the call's own; made once
+            for a forward pass and the backward pass that follows it. None: they are called with the call's own.
 
     Returns:
         `(q, k, v, problem, operands) -> (out, lse)`, recorded by autograd only where `problem.grad`. Its attribute `backward` is
-        the backward pass as given, for who records calls by other means.
+        the backward pass alone, for who records calls by other means.
     """
     functions = (forward, backward)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Any) -> tuple[Tensor, Tensor | None]:
+        if prepared is not None:
+            problem, operands = prepared(problem, operands, q.device)
         if problem.grad:
             more = operands.differentiable
             return _Attention.apply(problem, operands, functions, q, k, v, *more)  # pyright: ignore[reportReturnType]
         return forward(q, k, v, problem, operands)
 
-    attention.backward = backward  # pyright: ignore[reportFunctionMemberAccess]
+    def alone(*arguments: Any) -> tuple[Tensor | None, ...]:
+        *tensors, problem, operands = arguments
+        return backward(*tensors, *prepared(problem, operands, tensors[0].device))  # pyright: ignore[reportOptionalCall]
+
+    attention.backward = backward if prepared is None else alone  # pyright: ignore[reportFunctionMemberAccess]
     return attention
 
 

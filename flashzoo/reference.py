@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import product
 from typing import Any, NamedTuple
@@ -395,7 +395,11 @@ def _without_autocast(function: Callable) -> Callable:
     return exact
 
 
-_differentiable = differentiable(_without_autocast(_forward), _without_autocast(_backward))
+def _with_dense_mask(problem: Problem, operands: Operands, device: torch.device) -> tuple[Problem, Operands]:
+    return problem, replace(operands, block_mask=dense(operands.block_mask))  # pyright: ignore[reportArgumentType]
+
+
+_differentiable = differentiable(_without_autocast(_forward), _without_autocast(_backward), _with_dense_mask)
 _in_fp8 = _without_autocast(_fp8_forward)
 
 

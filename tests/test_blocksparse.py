@@ -343,6 +343,13 @@ class TestHanded:
         [(problem, given)] = handed
         assert given is None and problem.causal and problem.block_mask is None
 
+    def test_causal_alone_is_one_mask_for_both_passes(self, monkeypatch):
+        made, build = [], BlockMask.sliding_window
+        monkeypatch.setattr(BlockMask, "sliding_window", lambda *sizes, **how: made.append(how) or build(*sizes, **how))
+        q = torch.randn(1, 70, 2, 16, device=DEVICE, dtype=torch.float16, requires_grad=True)
+        flashzoo.attention(q, q, q, causal=True, version="blocksparse").sum().backward()
+        assert [how["causal"] for how in made] == [True]
+
     def test_a_lent_backward_pass_gets_it_too(self, handed, monkeypatch):
         lent_to = []
 

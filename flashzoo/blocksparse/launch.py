@@ -29,7 +29,7 @@ _POINTERS = (None,) * 6
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of raw CUDA or CPU tensors."""
-    problem, block_mask = _masked(problem, operands, q.device)
+    block_mask = _mask(operands)
     out = torch.empty_like(q)
     lse = q.new_empty((problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3])
@@ -51,7 +51,7 @@ def backward(
     operands: Operands,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(dq, dk, dv)`: delta first, then dK and dV with K/V fixed, then dQ with Q fixed."""
-    problem, block_mask = _masked(problem, operands, q.device)
+    block_mask = _mask(operands)
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -73,16 +73,22 @@ def backward(
     return dq, dk, dv
 
 
-attention = differentiable(forward, backward)
-
-
-def _masked(problem: Problem, operands: Operands, device: torch.device) -> tuple[Problem, BlockMask]:
+def _masked(problem: Problem, operands: Operands, device: torch.device) -> tuple[Problem, Operands]:
     """A call without a block mask as one with that of causal and window alone."""
     if operands.block_mask is not None:
-        return problem, operands.block_mask
+        return problem, operands
     band = {"window_size": problem.window, "causal": problem.causal}
     block_mask = BlockMask.sliding_window(problem.seqlen_q, problem.seqlen_k, **band, device=device)
-    return replace(problem, causal=False, window=(None, None), block_mask=block_mask.form), block_mask
+    problem = replace(problem, causal=False, window=(None, None), block_mask=block_mask.form)
+    return problem, replace(operands, block_mask=block_mask)
+
+
+attention = differentiable(forward, backward, _masked)
+
+
+def _mask(operands: Operands) -> BlockMask:
+    assert operands.block_mask is not None, "`_masked` gives every call a mask"
+    return operands.block_mask
 
 
 def _tensors(mask: BlockMask, lists: Lists) -> tuple[Tensor, ...]:

@@ -85,7 +85,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, how: Named, grad: bool, by: str = 
     options["window_size"] = normalised(options.get("window_size"))
     for name, kind in OPERANDS.items():
         parts = [how.get(f"{name}{end}") for end in kind.parts]
-        if None not in parts:
+        if all(part is not None for part in parts):
             options[name] = kind.joined(*parts)
     operands = taken(options)
     tensors = (*described(q), *described(k), *described(v))
