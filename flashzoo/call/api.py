@@ -13,7 +13,7 @@ from torch.compiler import is_compiling
 
 from flashzoo.call.check import check_data, check_tensors, described, fields_of
 from flashzoo.call.forms import Window, check_flags
-from flashzoo.call.operands import NO_FORMS, NO_OPERANDS, OPERANDS, taken
+from flashzoo.call.operands import taken
 from flashzoo.call.plan import negated, plan, problem_of
 from flashzoo.call.problem import OPTIONS, Problem
 from flashzoo.masks.block_mask import BlockMask
@@ -111,10 +111,7 @@ def attention(
 
         return traced(q, k, v, return_lse, version, options)
     asked = requested(version)
-    operands, forms = NO_OPERANDS, NO_FORMS
-    if not OPERANDS.keys().isdisjoint(options):
-        operands = taken(options)
-        forms = operands.forms
+    operands, forms = taken(options)
     try:
         grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         tensors = (*described(q), *described(k), *described(v))
@@ -188,7 +185,7 @@ def explain(
             raise TypeError(f"explain: k and v must be tensors where q is one, got {type(k).__name__} and {type(v).__name__}")
         check_tensors(q, k, v)
         grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        forms = taken(options).forms
+        _, forms = taken(options)
         tensors = (described(q), described(k), described(v))
         return explain_problem(problem_of(tensors, return_lse, grad, forms, arch, options), version)
     given = {"k": k, "v": v, "arch": arch, "return_lse": return_lse or None}

@@ -170,10 +170,13 @@ NO_OPERANDS = Operands()
 NO_FORMS = NO_OPERANDS.forms
 
 
-def taken(options: dict[str, Any]) -> Operands:
-    """The operands among the arguments of a call, which leave `options`."""
+def taken(options: dict[str, Any]) -> tuple[Operands, Forms]:
+    """The operands among the arguments of a call, which leave `options`, and their forms."""
+    if OPERANDS.keys().isdisjoint(options):
+        return NO_OPERANDS, NO_FORMS
     found = {name: options.pop(name) for name in OPERANDS if name in options}
-    return Operands(**{name: None if x is None else OPERANDS[name].prepared(x, options) for name, x in found.items()})
+    operands = Operands(**{name: None if x is None else OPERANDS[name].prepared(x, options) for name, x in found.items()})
+    return operands, operands.forms
 
 
 def given(forms: Forms) -> Iterator[tuple[str, Operand, Any]]:

@@ -164,8 +164,9 @@ class Problem:
         if self.heads % self.heads_kv:
             raise ValueError(f"heads must be a multiple of heads_kv, got {self.heads} and {self.heads_kv}")
         check_flags(lse=self.lse, grad=self.grad)
-        for option in OPTIONS.values():
-            option.check(option.field, given[option.field])
+        for name, default, check in _CHECKED:
+            if given[name] is not default:
+                check(name, given[name])
         for name, known in _NAMES:
             if given[name] not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {given[name]!r}")
@@ -268,3 +269,5 @@ OPTIONS = {
     if x.metadata
 }
 """By the argument's name."""
+_CHECKED = [(x.name, x.default, x.metadata["check"]) for x in fields(Problem) if x.metadata]
+"""The same for `Problem` itself, whose defaults need no check: every question of dispatch makes some problems."""

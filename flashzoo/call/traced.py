@@ -87,10 +87,10 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, how: Named, grad: bool, by: str = 
         parts = [how.get(f"{name}{end}") for end in kind.parts]
         if all(part is not None for part in parts):
             options[name] = kind.joined(*parts)
-    operands = taken(options)
+    operands, forms = taken(options)
     tensors = (*described(q), *described(k), *described(v))
     asked = (how.get("version", "auto"), by)
-    return plan(asked, current(), how.get("return_lse", False), grad, operands.forms, *tensors, **options), operands
+    return plan(asked, current(), how.get("return_lse", False), grad, forms, *tensors, **options), operands
 
 
 @torch.library.impl(NAME, "default")
