@@ -163,8 +163,8 @@ known = set(sys.modules)
 imports, loops = zip(*((imported(), seconds(calibration, 200, time.process_time)) for _ in range(30)))
 print(min(imports) / min(loops))
 """
-"""Prints the cost of importing flashzoo, and all that it brings beyond torch, from compiled files that are in memory. In the processor's time: an
-import takes longer than a loaded machine leaves a process to itself."""
+"""Prints the cost of importing flashzoo, and all that it brings beyond torch, from compiled files that are in memory. In the
+processor's time: an import takes longer than a loaded machine leaves a process to itself."""
 
 
 def test_import(benchmark, baseline):
