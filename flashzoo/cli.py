@@ -20,8 +20,7 @@ from pathlib import Path
 import torch
 
 import flashzoo
-from flashzoo.call.features import FEATURES
-from flashzoo.call.problem import DTYPES, OPTIONS, Problem
+from flashzoo.call.problem import DTYPES, FEATURES, OPTIONS, Problem
 from flashzoo.compare import WIDTH, Comparison, Interrupted, compare_workload
 from flashzoo.registry import FILES, current, load_file
 from flashzoo.spec import Spec

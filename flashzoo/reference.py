@@ -214,11 +214,19 @@ def from_groups(x: Tensor) -> Tensor:
 
 def scores(q: Tensor, k: Tensor, problem: Problem, part: Part, dtype: torch.dtype, mask: Tensor | None) -> Tensor:
     """Scores of a part, -inf where nobody sees: `(batch, heads_kv, group, seqlen_q, seqlen_k)`."""
-    s = grouped(q[part.queries], part, dtype, True) @ grouped(k[part.keys], part, dtype).mT * problem.scale
-    seen = visible(problem, q.device, of_part(mask, part))
-    if seen is not None:
-        s.masked_fill_(~(seen if seen.ndim == 2 else seen.expand(len(s), s.shape[1] * part.group, -1, -1).view(s.shape)), -math.inf)
-    return s
+    s = grouped(q[part.queries], part, dtype, True) @ grouped(k[part.keys], part, dtype).mT
+    return scored(s.flatten(1, 2), problem, of_part(mask, part)).view(s.shape)
+
+
+def scored(s: Tensor, problem: Problem, mask: Tensor | None) -> Tensor:
+    """Scores in place of products q k^T, `(batch, heads, seqlen_q, seqlen_k)`: for the oracle and for `standard`; mask as in `visible`."""
+    return hidden(s.mul_(problem.scale), problem, mask)
+
+
+def hidden(s: Tensor, problem: Problem, mask: Tensor | None) -> Tensor:
+    """Scores, those that nobody sees overwritten with -inf."""
+    seen = visible(problem, s.device, mask)
+    return s if seen is None else s.masked_fill_(~seen, -math.inf)
 
 
 def probabilities(s: Tensor, lse: Tensor) -> Tensor:
@@ -321,7 +329,7 @@ def _fp8_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Op
     # As kernels have it: scores in log2 units by one factor for a row and a block, and score - maximum rounded once. At scores
     # of millions the rounded maximum moves P by more than its own rounding.
     s = _hopper_sums(q_h, k_h).double().mul_((problem.scale * math.log2(math.e) * q_rows * k_rows.mT).double())
-    s = _hidden(s, problem, operands)
+    s = hidden(_by_batch(s, problem), problem, dense(operands.block_mask)).flatten(0, 1)
     row_max = _finite(s.amax(-1, keepdim=True).float())
     p = s.sub_(row_max).float().exp2_()
     l = p.sum(-1, keepdim=True)
@@ -349,15 +357,13 @@ def _hopper_sums(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _scores(q: Tensor, k: Tensor, problem: Problem, operands: Operands) -> Tensor:
-    return _hidden(_matmul(_heads_first(q, problem), _heads_first(k, problem).mT).mul_(problem.scale), problem, operands)
+    """Scores `(batch * heads, seqlen_q, seqlen_k)`."""
+    products = _matmul(_heads_first(q, problem), _heads_first(k, problem).mT)
+    return scored(_by_batch(products, problem), problem, dense(operands.block_mask)).flatten(0, 1)
 
 
-def _hidden(s: Tensor, problem: Problem, operands: Operands) -> Tensor:
-    """Scores `(batch * heads, seqlen_q, seqlen_k)`, those that nobody sees overwritten with -inf."""
-    seen = visible(problem, s.device, dense(operands.block_mask))
-    if seen is not None:
-        s.view(problem.batch, problem.heads, *s.shape[1:]).masked_fill_(~seen, -math.inf)
-    return s
+def _by_batch(x: Tensor, problem: Problem) -> Tensor:
+    return x.unflatten(0, (problem.batch, problem.heads))
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -8,8 +8,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from os import environ
 
-from flashzoo.call.features import FEATURES
-from flashzoo.call.problem import DTYPES, QUANTIZABLE, Problem
+from flashzoo.call.problem import DTYPES, FEATURES, QUANTIZABLE, Problem
 
 INTERPRETER_LIMIT = "FLASHZOO_INTERPRETER_LIMIT"
 """Environment variable with the most blocks that Triton's interpreter is given, in place of `INTERPRETER_BLOCKS`."""

@@ -37,7 +37,7 @@ from torch import Tensor
 
 import flashzoo
 from flashzoo import Spec, UnsupportedError
-from flashzoo.call.features import FEATURES
+from flashzoo.call.problem import FEATURES
 from flashzoo.workloads import TORCH_DTYPES, VALUES
 
 FOUND = Path(__file__).parent / "fuzz_found.txt"

@@ -19,8 +19,8 @@ import flashzoo
 from flashzoo import Problem, Spec
 from flashzoo.accuracy import Judge
 from flashzoo.call.check import options_of
-from flashzoo.call.features import FEATURES
 from flashzoo.call.operands import NO_DESCALES, Descales, Operands
+from flashzoo.call.problem import FEATURES
 from flashzoo.reference import Result
 from flashzoo.workloads import block_mask, hardware, inputs
 

@@ -18,9 +18,8 @@ from torch.nn.functional import scaled_dot_product_attention
 import flashzoo
 from flashzoo import BlockMask, Problem, UnsupportedError, registry
 from flashzoo.call import plan
-from flashzoo.call.features import FEATURES
 from flashzoo.call.forms import MaskForm
-from flashzoo.call.problem import DTYPES
+from flashzoo.call.problem import DTYPES, FEATURES
 from flashzoo.workloads import TORCH_DTYPES
 
 HOPPER = Problem(batch=2, seqlen_q=128, seqlen_k=128, heads=8, heads_kv=8, head_dim=64, device="cuda", arch=90)

@@ -20,7 +20,7 @@ from support import CHOSEN, DEVICE, ROOT, same_bits
 
 import flashzoo
 from flashzoo import UnsupportedError
-from flashzoo.call.features import FEATURES
+from flashzoo.call.problem import FEATURES
 
 SEED = 7
 CONFIGURATIONS, CALLS = (6, 8) if DEVICE == "cpu" else (3, 16)  # there each is a kernel or two to compile

@@ -30,7 +30,7 @@ HANDED = {"flashzoo.call.forms", "flashzoo.call.operands", "flashzoo.call.proble
 CALL = {"flashzoo.call"}
 # What each room, or file of `call`, may import besides the standard library; a version's folder may also import itself.
 MAY_IMPORT = {
-    "spec": {"flashzoo.call.features", "flashzoo.call.problem"},
+    "spec": {"flashzoo.call.problem"},
     "registry": {"flashzoo.call.problem", "flashzoo.spec"},
     "call.forms": set(),
     "call.features": {"flashzoo.call.forms"},
@@ -199,9 +199,9 @@ def test_a_version_is_data_readme_host_and_device(folder):
 
 
 def of_every_feature(path: Path) -> list[int]:
-    """Lines of a file where a `Spec` gets its features from `features.FEATURES`, and so those that come later too."""
+    """Lines of a file where a `Spec` gets its features from `problem.FEATURES`, and so those that come later too."""
     tree = ast.parse(path.read_text())
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "flashzoo.call.features"]
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "flashzoo.call.problem"]
     makes_one = any(isinstance(node, ast.Call) and "Spec" in ast.unparse(node.func) for node in ast.walk(tree))
     return [node.lineno for node in imports if makes_one and "FEATURES" in (name.name for name in node.names)]
 

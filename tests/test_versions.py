@@ -48,10 +48,9 @@ from torch.utils.checkpoint import checkpoint
 import flashzoo
 from flashzoo import Problem, Spec, UnsupportedError
 from flashzoo.accuracy import OUT_RMS, Judge
-from flashzoo.call.features import FEATURES
 from flashzoo.call.forms import MaskForm
 from flashzoo.call.operands import Descales
-from flashzoo.call.problem import QUANTIZABLE
+from flashzoo.call.problem import FEATURES, QUANTIZABLE
 from flashzoo.reference import Result, visible
 from flashzoo.spec import TRANSFORMS
 from flashzoo.workloads import DESCALES, LAYOUTS, TORCH_DTYPES, Workload, descales, workloads

@@ -1,6 +1,7 @@
-"""What a call can ask for beyond plain attention: the table that errors, refusals, `explain`, `flashzoo list` and the suite are made from.
+"""What a call can ask for beyond plain attention, where it is no option: by its shapes, its operands, or what it wants back.
 
-Standard library only.
+With the options that are features, which `problem.FEATURES` puts before these, it is the table that errors, refusals, `explain`,
+`flashzoo list` and the suite are made from. Standard library only.
 """
 
 from __future__ import annotations
@@ -27,14 +28,11 @@ class Feature:
     example: Mapping[str, Any]
 
 
-FEATURES = {
-    "causal": Feature("causal=True", lambda p: p.causal, {"causal": True}),
-    "window": Feature("window_size", lambda p: p.window != (None, None), {"window": (3, 2)}),
+BESIDE_OPTIONS = {
     "gqa": Feature("fewer key/value heads than query heads", lambda p: p.heads != p.heads_kv, {"heads_kv": 1}),
     "cross": Feature("seqlen_q != seqlen_k", lambda p: p.seqlen_q != p.seqlen_k, {"seqlen_k": 24}),
     "head_dim_v": Feature("v's head_dim different from q's", lambda p: p.head_dim != p.head_dim_v, {"head_dim_v": 8}),
     "lse": Feature("return_lse=True", lambda p: p.lse, {"lse": True}),
-    "deterministic": Feature("deterministic=True", lambda p: p.deterministic, {"deterministic": True}),
     "block_mask": Feature("block_mask", lambda p: p.block_mask is not None, {"block_mask": MaskForm()}),
 }
 """By the name that a `Spec` declares it under."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from flashzoo.call.features import FEATURES
+from flashzoo.call.features import BESIDE_OPTIONS, Feature
 from flashzoo.call.forms import MaskForm, Window, check_flags, normalised, span_of
 
 DTYPES = ("fp16", "bf16", "fp32", "fp64", "e4m3")
@@ -69,7 +69,13 @@ def _check_scale(name: str, scale: Any) -> None:
 
 
 def option(
-    default: Any, schema: str, check: Callable[[str, Any], object], *, argument: str | None = None, flag: dict[str, Any] | None = None
+    default: Any,
+    schema: str,
+    check: Callable[[str, Any], object],
+    *,
+    argument: str | None = None,
+    flag: dict[str, Any] | None = None,
+    example: Any = None,
 ) -> Any:
     """A field of `Problem` that a keyword argument of `attention` gives.
 
@@ -79,8 +85,10 @@ def option(
         check: called with the argument's name and value; raises TypeError or ValueError where it is malformed.
         argument: its name; the field's where None.
         flag: the keywords of `argparse.ArgumentParser.add_argument` for the command line; None where it has no flag.
+        example: a value of the field other than its default, where it is a feature, which a version declares under the field's name
+            or refuses. None where every version takes it.
     """
-    return field(default=default, metadata={"schema": schema, "check": check, "argument": argument, "flag": flag})
+    return field(default=default, metadata={"schema": schema, "check": check, "argument": argument, "flag": flag, "example": example})
 
 
 @dataclass(frozen=True)
@@ -121,11 +129,14 @@ class Problem:
     head_dim: int
     head_dim_v: int = field(default=None, kw_only=True)  # pyright: ignore[reportAssignmentType]
     dtype: str = "bf16"
-    causal: bool = option(False, "bool", _check_flag, flag={"action": "store_true", "help": "the last query sees the last key"})
+    causal: bool = option(
+        False, "bool", _check_flag, example=True, flag={"action": "store_true", "help": "the last query sees the last key"}
+    )
     window: Window = option(
         (None, None),
         "SymInt[]?",
         _check_window,
+        example=(3, 2),
         argument="window_size",
         flag={"type": int, "nargs": 2, "metavar": ("LEFT", "RIGHT"), "help": "keys seen on either side; -1 is unbounded"},
     )
@@ -133,7 +144,9 @@ class Problem:
         None, "float?", _check_scale, flag={"type": float, "metavar": "S", "help": "of scores (default: 1 / sqrt(head_dim))"}
     )
     lse: bool = False
-    deterministic: bool = option(False, "bool", _check_flag, flag={"action": "store_true", "help": "the same bits in every run"})
+    deterministic: bool = option(
+        False, "bool", _check_flag, example=True, flag={"action": "store_true", "help": "the same bits in every run"}
+    )
     grad: bool = False
     device: str = "cuda"
     arch: int | None = None
@@ -242,32 +255,39 @@ class Problem:
             text += f" in {self.precision}"
         if self.dtype == "e4m3":
             text += f" to {self.out_dtype}"
-        if self.causal:
-            text += ", causal"
-        if self.window != (None, None):
-            text += f", window {self.window}"
-        if self.softmax_scale is not None:
-            text += f", softmax_scale {self.softmax_scale:g}"
+        for name, default, _ in _CHECKED:
+            value = getattr(self, name)
+            if value != default and name not in ("precision", "out_dtype"):
+                text += f", {name}" if value is True else f", {name} {value}"
         if self.block_mask is not None:
             text += f", {self.block_mask}"
-        text += "".join(f", {name}" for name in ("lse", "deterministic", "grad") if getattr(self, name))
+        text += "".join(f", {name}" for name in ("lse", "grad") if getattr(self, name))
         return f"{text}, on {self.where}"
 
 
 class Option(NamedTuple):
-    """A keyword argument of `attention` that is a plain value: the field of `Problem` that it gives, and as in `option`."""
+    """A keyword argument of `attention` that is a plain value: the field of `Problem` that it gives, its default, and as in `option`."""
 
     field: str
+    default: Any
     schema: str
     check: Callable[[str, Any], object]
     flag: dict[str, Any] | None
+    example: Any
+
+
+def _feature(argument: str, option: Option) -> Feature:
+    asked = f"{argument}=True" if option.example is True else argument
+    return Feature(asked, lambda problem: getattr(problem, option.field) != option.default, {option.field: option.example})
 
 
 OPTIONS = {
-    x.metadata["argument"] or x.name: Option(x.name, x.metadata["schema"], x.metadata["check"], x.metadata["flag"])
+    x.metadata["argument"] or x.name: Option(x.name, x.default, *(x.metadata[name] for name in Option._fields[2:]))
     for x in fields(Problem)
     if x.metadata
 }
 """By the argument's name."""
-_CHECKED = [(x.name, x.default, x.metadata["check"]) for x in fields(Problem) if x.metadata]
-"""The same for `Problem` itself, whose defaults need no check: every question of dispatch makes some problems."""
+FEATURES = {option.field: _feature(name, option) for name, option in OPTIONS.items() if option.example is not None} | BESIDE_OPTIONS
+"""By the name that a `Spec` declares it under."""
+_CHECKED = [(option.field, option.default, option.check) for option in OPTIONS.values()]
+"""What `Problem` checks of its options, of which a default needs no check: every question of dispatch makes some problems."""
