@@ -77,14 +77,19 @@ def visible(problem: Problem, device: torch.device | str = "cpu", mask: Tensor |
     left, right = problem.span
     if left is None and right is None:
         return mask
-    diagonal = torch.arange(problem.seqlen_q, device=device)[:, None] + (problem.seqlen_k - problem.seqlen_q)
-    offset = torch.arange(problem.seqlen_k, device=device)[None, :] - diagonal
+    offset = offsets(problem, device)
     seen = torch.ones_like(offset, dtype=torch.bool)
     if left is not None:
         seen = seen & (offset >= -left)
     if right is not None:
         seen = seen & (offset <= right)
     return seen if mask is None else seen & mask
+
+
+def offsets(problem: Problem, device: torch.device | str) -> Tensor:
+    """`(seqlen_q, seqlen_k)`: how far each key lies past its query's aligned diagonal."""
+    diagonal = torch.arange(problem.seqlen_q, device=device)[:, None] + (problem.seqlen_k - problem.seqlen_q)
+    return torch.arange(problem.seqlen_k, device=device)[None, :] - diagonal
 
 
 def dense(block_mask: Any) -> Tensor | None:

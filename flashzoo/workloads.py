@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashzoo.call.forms import MaskForm
-from flashzoo.call.problem import DESCALE_BLOCK, Problem
+from flashzoo.call.problem import DESCALE_BLOCK, OPTIONS, Problem
 from flashzoo.dtypes import BYTES, TORCH_DTYPES
 from flashzoo.masks.block_mask import BlockMask
 
@@ -167,6 +167,12 @@ _ALL = (
     _workload("decode", "large", 1, 65537, 128, heads=8, heads_kv=1, batch=4, causal=True),
     _workload("many_heads", "large", 16, 16, 16, heads=64, batch=1100),
     *_paper(),
+)
+_MET = frozenset({"deterministic"}).union(*(workload.problem.features for workload in _ALL))  # the suite asks for that of each
+_ALL += tuple(
+    _workload(option.field, "smoke", 96, 130, **{option.field: option.example})
+    for option in OPTIONS.values()
+    if option.example is not None and option.field not in _MET
 )
 
 

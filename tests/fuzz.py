@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # as pytest does, for `python -m
 
 import torch
 from fuzz_call import ALIGNED, LAYOUTS, MASKS, MASKS_BY_HEAD, UNALIGNED, Call, Device, Operands, block_mask, operands, parsed
-from fuzz_oracle import expected, shares, worst
+from fuzz_oracle import SCORES, expected, shares, worst
 from torch import Tensor
 
 import flashzoo
@@ -154,6 +154,7 @@ def configuration(random: Random, versions: list[str], device: str) -> Configura
         grad=grad,
         through=random.choice(("out", "both", "both", "lse")) if lse and grad else "out",
         out_dtype=random.choice((None, "bf16", "fp16")) if entry == "quantize" or (dtype == "e4m3" and entry != "sdpa") else None,
+        scored=tuple(f"{name}:{random.choice(values)}" for name, (values, _) in SCORES.items() if asks(name, 0.3)),
         mask=mask,
     )
     return Configuration(call, sides, _layouts(random), wild)
@@ -180,6 +181,8 @@ def calls(random: Random, drawn: Configuration, device: str) -> Iterator[Call]:
         if call.mask and not drawn.wild:  # `Spec.check` may refuse sizes, or masks beside what else is asked
             nearest += [replace(call, mask=f"{kind}:128x128:{by}"), replace(call, mask=f"{kind}:128x128:")]
             nearest += [replace(x, deterministic=False) for x in nearest]
+        if call.scored and not drawn.wild:
+            nearest += [replace(x, scored=()) for x in nearest]
         yield next((x for x in nearest if not spec.unsupported(x.problem(device))), call)
 
 
@@ -328,7 +331,7 @@ def answer(call: Call, given: Operands, mask: Any) -> dict[str, Tensor]:
             how = {"rotate": random.random() < 0.7, "smooth": random.random() < 0.7, "scales": random.choice(("block", "head"))}
             *inputs, q_scale, k_scale, v_scale, shift = flashzoo.quantize(*inputs, **how)
             descales = (q_scale, k_scale, v_scale)
-        options |= dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
+        options |= dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True)) | call.on_scores
         out, lse = flashzoo.attention(*inputs, return_lse=True, **options) if call.lse else (flashzoo.attention(*inputs, **options), None)
         if lse is not None and shift is not None:
             lse = lse + call.softmax_scale * shift

@@ -40,6 +40,7 @@ class Call:
         values: of `workloads.VALUES`.
         layouts: of `LAYOUTS`, for q, k, v and dout.
         descales: of q, k and v: "none", or "head" or "block" and a layout, such as "block/padded1".
+        scored: options that `fuzz_oracle.SCORES` knows, and their values: "decay:0.25".
         mask: kind, block sizes, and whether it has blocks of its own for each batch (b) and head (h): "dense:128x64:bh"; "" for none.
     """
 
@@ -65,6 +66,7 @@ class Call:
     layouts: tuple[str, ...] = ("bshd",) * 4
     descales: tuple[str, ...] = ("none",) * 3
     out_dtype: str | None = None
+    scored: tuple[str, ...] = ()
     mask: str = ""
     seed: int = 0
 
@@ -94,6 +96,11 @@ class Call:
         """The factor on the scores."""
         return 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
 
+    @property
+    def on_scores(self) -> dict[str, float]:
+        """What is `scored`, by name."""
+        return {name: float(value) for name, _, value in (word.partition(":") for word in self.scored)}
+
     def problem(self, device: Device) -> Problem:
         """What versions are asked; of the block mask only what the line says."""
         form = None
@@ -113,6 +120,7 @@ class Call:
             precision=self.precision,
             out_dtype=self.out_dtype,
             block_mask=form,
+            **self.on_scores,
             **hardware(device),
         )
 
@@ -146,6 +154,7 @@ _READERS = {
     "scale": float,
     "seed": int,
     "layouts": _words,
+    "scored": _words,
     "descales": _words,
 }
 

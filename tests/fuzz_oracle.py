@@ -15,6 +15,7 @@ Two rules then hold. `EACH` element is within so many times the random part, and
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,10 @@ FEW_COLUMNS = 4
 """Of q and k: P and dS are then functions of a few numbers, so which are rounded up and which down goes with k, by whom dS is multiplied
 next, and roundings add up as they are, not as squares do (seen at head dim 1 in bf16)."""
 ROWS = 64
+
+SCORES: dict[str, tuple[tuple[float, ...], Callable[[Tensor, Tensor, float], Tensor]]] = {}
+"""Options of `attention` that change scores: by name the values to draw, and new scores from those scaled, from how far each key lies past
+its query's diagonal, and from the value."""
 
 E4M3_UNIT = 2.0**-4
 E4M3_FLOOR = 2.0**-18
@@ -110,14 +115,19 @@ def expected(call: Call, given: Operands, seen: Tensor | None) -> dict[str, Expe
     leaves = [x.requires_grad_() for x in inputs]
     q, k, v = (x.transpose(1, 2) for x in leaves)
     k, v = (x.repeat_interleave(call.group, 1) for x in (k, v))
-    visible = in_band(offsets(call, q.device), call.span)
+    offset = offsets(call, q.device)
+    visible = in_band(offset, call.span)
     visible = visible if seen is None else visible & seen
     scale, keys = call.softmax_scale, max(1, call.seqlen_k)
     if not call.seqlen_k:  # whatever has no keys has no maximum either
         k, v = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
         visible = torch.zeros(call.seqlen_q, 1, dtype=torch.bool, device=q.device)
+        offset = visible.long()
 
-    s = (q @ k.mT * scale).masked_fill(~visible, -math.inf)
+    s = q @ k.mT * scale
+    for name, value in call.on_scores.items():
+        s = SCORES[name][1](s, offset, value)
+    s = s.masked_fill(~visible, -math.inf)
     top = s.detach().amax(-1, keepdim=True)
     top = top.masked_fill(top == -math.inf, 0)
     weights = torch.exp(s - top)

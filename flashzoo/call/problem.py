@@ -24,8 +24,8 @@ OUT_DTYPES = ("bf16", "fp16")
 DESCALE_BLOCK = 128
 """Rows of q, k or v that share one number of a descale by block."""
 
-LARGEST_SCALE = 1e30
-"""Of softmax_scale: scores are float32, and beyond this even small ones would be infinite."""
+LARGEST_NUMBER = 1e30
+"""Of softmax_scale and its like: scores are float32, and beyond this even small ones would be infinite."""
 
 _SIZES = (("batch", 0), ("seqlen_q", 0), ("seqlen_k", 0), ("heads", 1), ("heads_kv", 1), ("head_dim", 1), ("head_dim_v", 1))
 """A problem's sizes and the least of each."""
@@ -58,14 +58,14 @@ def _check_out_dtype(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, DTYPES))} or None, got {value!r}")
 
 
-def _check_scale(name: str, scale: Any) -> None:
-    if scale is None:
+def _check_number(name: str, number: Any) -> None:
+    if number is None:
         return
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise TypeError(f"{name} must be a float or None, got {type(scale).__name__}")
-    if not abs(scale) <= LARGEST_SCALE:  # true of NaN, and traced where the scale is an unknown number
-        limit = f"at most {LARGEST_SCALE:g} in size" if isinstance(scale, int) or math.isfinite(scale) else "finite"
-        raise ValueError(f"{name} must be {limit}, got {scale}")
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise TypeError(f"{name} must be a float or None, got {type(number).__name__}")
+    if not abs(number) <= LARGEST_NUMBER:  # true of NaN, and traced where it is unknown
+        limit = f"at most {LARGEST_NUMBER:g} in size" if isinstance(number, int) or math.isfinite(number) else "finite"
+        raise ValueError(f"{name} must be {limit}, got {number}")
 
 
 def option(
@@ -141,7 +141,7 @@ class Problem:
         flag={"type": int, "nargs": 2, "metavar": ("LEFT", "RIGHT"), "help": "keys seen on either side; -1 is unbounded"},
     )
     softmax_scale: float | None = option(
-        None, "float?", _check_scale, flag={"type": float, "metavar": "S", "help": "of scores (default: 1 / sqrt(head_dim))"}
+        None, "float?", _check_number, flag={"type": float, "metavar": "S", "help": "of scores (default: 1 / sqrt(head_dim))"}
     )
     lse: bool = False
     deterministic: bool = option(

@@ -1,0 +1,102 @@
+"""docs/add_an_option.md is true: an option that is added to a copy of the repository by its changes is asked for, checked, refused,
+traced, tested and fuzzed, and counted are the places that say it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import ROOT
+
+GUIDE = (ROOT / "docs" / "add_an_option.md").read_text()
+COPIED = ("flashzoo", "tests", "bench", "examples", "docs", "pyproject.toml", "README.md")
+PLACES = 5
+"""Files, at most, in which an option is said, before a kernel is touched."""
+
+
+def changes(text: str) -> list[tuple[str, str, str]]:
+    """Path, old text and new text of every block that is a change."""
+    found = []
+    for path, lines in re.findall(r"^```diff (\S+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        old, new = ("".join(line[1:] for line in lines.splitlines(keepends=True) if line[0] in kept) for kept in (" -", " +"))
+        found.append((path, old, new))
+    return found
+
+
+def in_words(command: list[str], tree: Path) -> str:
+    """What a command prints in the tree; its output is the reason where it fails."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "PYTHON"))}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory) -> Path:
+    """The copy with every change made."""
+    copy = tmp_path_factory.mktemp("tree")
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, copy / name)
+    for path, old, new in changes(GUIDE):
+        text = (copy / path).read_text()
+        assert text.count(old) == 1, f"{path} has {text.count(old)} of\n{old}"
+        (copy / path).write_text(text.replace(old, new))
+    return copy
+
+
+def test_it_is_said_in_few_places():
+    before_kernels = {path for path, _, _ in changes(GUIDE.partition("## 3.")[0])}
+    assert len(before_kernels) <= PLACES
+
+
+ASKED = """
+import pytest, torch, flashzoo
+q = torch.randn(1, 40, 2, 16)
+told = {verdict.name: verdict.reasons for verdict in flashzoo.explain(q, q, q, decay=0.25).verdicts}
+for name, reasons in told.items():
+    assert (name in TAKEN) == ("does not support decay" not in reasons), (name, reasons)
+for wrong, error in (("much", TypeError), (float("nan"), ValueError)):
+    with pytest.raises(error, match="decay must be"):
+        flashzoo.attention(q, q, q, decay=wrong)
+near, far = (flashzoo.attention(q, q, q, decay=decay, version="standard") for decay in (30.0, None))
+torch.testing.assert_close(near, q)
+assert not torch.equal(near, far)
+compiled = torch.compile(lambda q: flashzoo.attention(q, q, q, decay=0.25, version="standard"), backend="aot_eager", fullgraph=True)
+leaves = [q.clone().requires_grad_() for _ in range(2)]
+for call, leaf in zip((compiled, lambda q: flashzoo.attention(q, q, q, decay=0.25, version="standard")), leaves):
+    call(leaf).square().sum().backward()
+assert torch.equal(leaves[0].grad, leaves[1].grad)
+"""
+TAKEN = ("standard",)
+
+
+def test_it_is_asked_for_refused_and_traced(tree):
+    in_words(["-c", ASKED.replace("TAKEN", repr(TAKEN))], tree)
+
+
+def test_it_is_a_flag(tree):
+    printed = in_words(["-m", "flashzoo", "explain", "--arch", "90", "--decay", "0.25", "--version", "standard"], tree)
+    assert "decay 0.25" in printed and "standard takes" in printed
+
+
+def test_the_suite_has_it(tree):
+    """Each version that takes it is judged on a workload, each other one must refuse it, and the fuzzer draws it."""
+    command = ["-m", "pytest", "tests/test_versions.py", "tests/test_fuzz.py", "-p", "no:cacheprovider", "--benchmark-disable", "-v", "-k"]
+    printed = in_words([*command, "decay or declared_is_exercised or draws_all"], tree)
+    passed = re.findall(r"::(\S+) PASSED", printed)
+    for name in TAKEN:
+        assert any(test.startswith(f"test_gradients[{name}-decay-") for test in passed), printed
+    for name in ("v1", "blocksparse", "sdpa"):
+        assert f"test_everything_undeclared_is_refused[{name}-decay]" in passed, printed
+    assert "test_draws_all_that_is_declared_and_little_that_is_refused" in passed
