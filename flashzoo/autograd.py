@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -84,3 +85,22 @@ def joined(forward: Forward, backward: Backward) -> Callable[..., tuple[Tensor, 
     As `differentiable`; the forward pass is called with `problem.forward`, which asks for no gradients and for an LSE.
     """
     return differentiable(lambda q, k, v, problem, operands: forward(q, k, v, problem.forward, operands), backward)
+
+
+def unquantized(forward: Forward, anew: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """A quantised forward pass with the two passes of another implementation, on the saved inputs as they are, for a backward pass.
+
+    FP8's own O and LSE would save that forward pass, but P is recomputed as exp(score - LSE): where scores are large, FP8's LSE is off
+    by more than its rounding, and a gradient by the exponential of that.
+
+    Args:
+        anew: made by `differentiable`.
+    """
+
+    def backward(*arguments: Any) -> tuple[Tensor | None, ...]:
+        dout, dlse, q, k, v, _, _, problem, operands = arguments
+        problem = replace(problem, precision=None)
+        out, lse = anew(q, k, v, problem.forward, operands)
+        return anew.backward(dout, dlse, q, k, v, out, lse, problem, operands)
+
+    return differentiable(forward, backward)

@@ -333,6 +333,11 @@ def lent(spec: Spec) -> Callable:
     return _imported(spec, spec.backward_impl)
 
 
+def in_16_bits(spec: Spec) -> Callable | None:
+    """The implementation behind `spec.backward_16`, imported on first use; None where the version has none."""
+    return None if spec.backward_16 is None else _imported(spec, spec.backward_16)
+
+
 def _imported(spec: Spec, impl: str) -> Callable:
     module, _, name = impl.partition(":")
     try:

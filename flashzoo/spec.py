@@ -70,6 +70,8 @@ class Spec:
             they give an LSE and have no backward pass of their own for a problem: called as
             `function(dout, dlse or None, q, k, v, out, lse, problem, operands) -> (dq, dk, dv)`, and behind these the gradients of
             the operands that have one, in the order of `Operands`.
+        backward_16: `"package.module:function"`, for a version that quantizes: an implementation made by
+            `flashzoo.autograd.differentiable`, whose two passes on the inputs as they are stand in for its backward pass.
         transforms: names from `TRANSFORMS` under which its function is right, as one made of torch's own operations may be: a kernel
             reads memory, in which there is neither a tangent nor a batch. All else is refused.
         requires: packages that must be installed. What needs triton runs in its interpreter on CPU tensors, of at most
@@ -99,6 +101,7 @@ class Spec:
     features: frozenset[str] = frozenset()
     backward: frozenset[str] | None = None
     backward_impl: str | None = None
+    backward_16: str | None = None
     transforms: frozenset[str] = frozenset()
     requires: tuple[str, ...] = ()
     backward_requires: tuple[str, ...] = ()
@@ -129,7 +132,8 @@ class Spec:
             raise ValueError(f"Spec {self.name!r}: quantizes must be from {QUANTIZABLE}, got {unknown}")
         if self.fp8_rms and not self.quantizes:
             raise ValueError(f"Spec {self.name!r}: fp8_rms is for a version that quantizes, got {self.fp8_rms}")
-        for name, given in (("impl", self.impl), ("backward_impl", self.backward_impl)):
+        for name in ("impl", "backward_impl", "backward_16"):
+            given = getattr(self, name)
             named = isinstance(given, str) and given.count(":") == 1 and all(given.split(":"))
             if not named and (name == "impl" or given is not None):
                 raise ValueError(f"Spec {self.name!r}: {name} must be 'package.module:function', got {given!r}")

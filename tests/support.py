@@ -18,6 +18,7 @@ from torch import Tensor
 import flashzoo
 from flashzoo import Problem, Spec
 from flashzoo.accuracy import Judge
+from flashzoo.autograd import differentiable
 from flashzoo.call.check import options_of
 from flashzoo.call.operands import NO_DESCALES, Descales, Operands
 from flashzoo.call.problem import FEATURES
@@ -240,6 +241,9 @@ def dense_backward(
     ds = p * (torch.einsum("bihd,bjhd->bhij", dout, v) - delta[..., None]) * problem.scale
     dq, dk = torch.einsum("bhij,bjhd->bihd", ds, k), torch.einsum("bhij,bihd->bjhd", ds, q)
     return dq, dk, torch.einsum("bhij,bihd->bjhd", p, dout)
+
+
+dense_attention = differentiable(dense, dense_backward)
 
 
 def toy(name: str = "toy", **fields) -> Spec:

@@ -447,6 +447,21 @@ class TestResolve:
         assert registry.resolve(dataclasses.replace(HOPPER, **problem)).name == "v2"
 
 
+class TestUnquantized:
+    """A version that quantises, and whose backward pass is two passes of another implementation on the inputs as they are."""
+
+    def test_gradients_are_those_of_the_other(self, qkv):
+        flashzoo.register(toy("rough", impl="support:record", quantizes=("fp16",), backward_16="support:dense_attention", auto=()))
+        flashzoo.register(toy("fine", impl="support:dense_attention", auto=()))
+        halves = [x.half() for x in qkv]
+        found, expected = (
+            _gradients(lambda *leaves, how=how: flashzoo.attention(*leaves, **how), halves)
+            for how in ({"version": "rough", "precision": "fp8"}, {"version": "fine"})
+        )
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert [(problem.precision, problem.grad) for problem in CALLS[:3]] == [("fp8", True), (None, False), (None, True)]
+
+
 class TestLending:
     """A version that has no backward pass for a problem, and another that lends its own."""
 

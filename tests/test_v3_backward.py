@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
-from support import DEVICE, accept, both, draw, forward, same_bits, storage_of, toy
+from support import DEVICE, accept, both, draw, forward, same_bits, storage_of
 from torch import Tensor
 
 import flashzoo
@@ -25,7 +25,7 @@ from flashzoo.call.forms import MaskForm
 from flashzoo.call.operands import NO_OPERANDS
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS
 from flashzoo.reference import Result, visible
-from flashzoo.v3 import FP8_SPEC, SPEC, launch, launch_fp8, programs
+from flashzoo.v3 import FP8_SPEC, SPEC, launch, programs
 from flashzoo.v3.backward import Backward
 from flashzoo.v3.config import BACKWARD, kernel_backward_for
 from flashzoo.v3.traits import WRITERS, KernelBackward, KernelBackwardSparse, TilesBackward
@@ -187,21 +187,10 @@ def test_every_head_dim_has_a_kernel():
 # In FP8.
 
 
-def test_fp8_goes_back_by_v3s_own_passes(monkeypatch):
+def test_fp8_goes_back_by_v3s_own_passes():
     """Whoever else is registered, and would be taken under "auto"."""
-    ran = []
-    monkeypatch.setattr(launch, "forward", lambda *arguments: ran.append(arguments) or ("out", "lse"))
-    monkeypatch.setattr(launch, "backward", lambda *arguments: ran.append(arguments) or ("dq", "dk", "dv"))
-    flashzoo.register(toy("first", backward_impl="nowhere:backward"), before="v3")
-    problem = replace(PLAIN, precision="fp8", grad=True)
-    try:
-        gradients = launch_fp8.backward_16("dout", None, "q", "k", "v", "out in fp8", "lse in fp8", problem, NO_OPERANDS)
-    finally:
-        flashzoo.unregister("first")
-    in_16_bits = replace(problem, precision=None)
-    assert ran == [("q", "k", "v", in_16_bits, NO_OPERANDS), ("dout", None, "q", "k", "v", "out", "lse", in_16_bits, NO_OPERANDS)]
-    assert gradients == ("dq", "dk", "dv")
-    lines = str(flashzoo.explain(problem, version="v3_fp8"))
+    assert FP8_SPEC.backward_16 == SPEC.impl
+    lines = str(flashzoo.explain(replace(PLAIN, precision="fp8", grad=True), version="v3_fp8"))
     assert "backward: v3's, in 16 bits" in lines and "it runs v3's forward pass again first" in lines
 
 

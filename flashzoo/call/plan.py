@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashzoo.autograd import joined
+from flashzoo.autograd import joined, unquantized
 from flashzoo.call.check import DTYPE_NAMES, Described, check_data, check_shapes, fields_of
 from flashzoo.call.forms import check_flags
 from flashzoo.call.operands import Forms, Operands, given
 from flashzoo.call.problem import QUANTIZABLE, Problem
 from flashzoo.dtypes import TORCH_DTYPES
-from flashzoo.registry import Choice, Zoo, choose, implementation, lent, remembered
+from flashzoo.registry import Choice, Zoo, choose, implementation, in_16_bits, lent, remembered
 from flashzoo.spec import Spec
 
 
@@ -97,7 +97,10 @@ def plan(asked: tuple[str, str], zoo: Zoo, return_lse: bool, grad: bool, forms: 
 
 def _implementation(choice: Choice) -> Callable:
     run = implementation(choice.forward)
-    return run if choice.backward is None else joined(run, lent(choice.backward))
+    if choice.backward is not None:
+        return joined(run, lent(choice.backward))
+    anew = in_16_bits(choice.forward)
+    return run if anew is None else unquantized(run, anew)
 
 
 def problem_of(

@@ -36,6 +36,7 @@ FP8_SPEC = Spec(
     head_dims=range(16, 257, 16),
     features=_FP8_FEATURES,
     backward=_FP8_FEATURES,
+    backward_16="flashzoo.v3.launch:attention",
     requires=("cutlass", "triton"),
     notes=describe_fp8,
 )

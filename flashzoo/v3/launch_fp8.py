@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -11,10 +10,8 @@ from torch import Tensor
 from flashzoo._cute.driver import current_stream
 from flashzoo._cute.per_stream import PerStream
 from flashzoo._cute.tma import Ints, made_readable, readable
-from flashzoo.autograd import differentiable
 from flashzoo.call.operands import Descales, Operands
 from flashzoo.call.problem import Problem
-from flashzoo.v3 import launch
 from flashzoo.v3.config import kernel_fp8_for, prepares
 from flashzoo.v3.launch import LOG2E, ForwardLaunch
 from flashzoo.v3.programs import DESCALE
@@ -27,7 +24,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Opera
     """`(out, lse)` of e4m3 CUDA tensors, or of 16-bit ones, which are quantised; see `flashzoo.attention`."""
     if problem.dtype == "e4m3":
         return forward_fp8(q, k, v, problem, operands)
-    return of_16_bits(q, k, v, problem, operands)
+    return forward_16(q, k, v, problem, operands)
 
 
 def forward_fp8(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -56,31 +53,6 @@ def forward_16(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Oper
     if x.lse_shift is not None:
         lse.add_(x.lse_shift, alpha=problem.scale)  # what smoothing took from every score of a row
     return out, lse
-
-
-def backward_16(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    problem: Problem,
-    operands: Operands,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`(dq, dk, dv)` of the saved inputs, by v3 in 16 bits: its forward pass, once more, and its backward pass.
-
-    FP8's own O and LSE would save that forward pass, but P is recomputed as exp(score - LSE): where scores are large,
-    FP8's LSE is off by more than its rounding, and a gradient by the exponential of that.
-    """
-    problem = replace(problem, precision=None)
-    out, lse = launch.forward(q, k, v, problem, operands)
-    return launch.backward(dout, dlse, q, k, v, out, lse, problem, operands)
-
-
-of_16_bits = differentiable(forward_16, backward_16)
-attention.backward = backward_16  # pyright: ignore[reportFunctionMemberAccess] - as `differentiable` has it
 
 
 @lru_cache(maxsize=1024)
