@@ -11,6 +11,7 @@ from flashzoo.call.api import attention, explain, quantize, sdpa
 from flashzoo.call.problem import Problem
 from flashzoo.compare import compare
 from flashzoo.masks.block_mask import BlockMask
+from flashzoo.merge import merge
 from flashzoo.registry import UnsupportedError, register, unregister, use, versions
 from flashzoo.spec import Spec
 
@@ -24,6 +25,7 @@ __all__ = [
     "attention",
     "compare",
     "explain",
+    "merge",
     "quantize",
     "register",
     "sdpa",

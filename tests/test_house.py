@@ -50,6 +50,7 @@ MAY_IMPORT = {
     "workloads": {"torch", BLOCK_MASK, "flashzoo.dtypes", "flashzoo.call.forms", "flashzoo.call.problem"},
     "accuracy": {"torch", "flashzoo.reference", "flashzoo.roundings", "flashzoo.workloads"} | HANDED,
     "roundings": {"torch", "flashzoo.reference", "flashzoo.call.problem", "flashzoo.workloads"},
+    "merge": {"torch", "flashzoo.call.check"},
     "masks": {"torch", BLOCK_MASK, "flashzoo.call.forms", "flashzoo.integers"},
     "_sass": set(),
     "_triton": {"torch", "triton", "flashzoo._sass", "flashzoo._triton", "flashzoo.call.problem", "flashzoo.integers"},

@@ -116,7 +116,7 @@ def attention(
         grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         tensors = (*described(q), *described(k), *described(v))
     except (AttributeError, RuntimeError):  # no tensor, or one without strides
-        check_tensors(q, k, v)
+        check_tensors(q=q, k=k, v=v)
         raise
     try:
         planned = plan(asked, current(), return_lse, grad, forms, *tensors, **options)
@@ -183,7 +183,7 @@ def explain(
     if not isinstance(q, Problem):
         if k is None or v is None:
             raise TypeError(f"explain: k and v must be tensors where q is one, got {type(k).__name__} and {type(v).__name__}")
-        check_tensors(q, k, v)
+        check_tensors(q=q, k=k, v=v)
         grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         _, forms = taken(options)
         tensors = (described(q), described(k), described(v))
@@ -221,7 +221,7 @@ def quantize(
     """
     if is_compiling():
         raise NotImplementedError("flashzoo.quantize can't be traced: call it outside of what torch.compile or torch.export sees")
-    check_tensors(q, k, v)
+    check_tensors(q=q, k=k, v=v)
     check_data(q.device, k.device, v.device)
     check_flags(rotate=rotate, smooth=smooth)
     refuse_transforms("flashzoo.quantize", q=q, k=k, v=v)
@@ -255,7 +255,7 @@ def sdpa(
     Raises:
         ValueError: is_causal with seqlen_q != seqlen_k, or fewer key heads than query heads without enable_gqa.
     """
-    check_tensors(query, key, value, names=("query", "key", "value"))
+    check_tensors(query=query, key=key, value=value)
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
     if query.ndim == key.ndim == 4:
         if is_causal and query.shape[2] != key.shape[2]:

@@ -24,9 +24,9 @@ def described(x: Tensor) -> Described:
     return x.shape, x.stride()[-1:], x.dtype, x.device, x.layout
 
 
-def check_tensors(q: Any, k: Any, v: Any, names: tuple[str, str, str] = ("q", "k", "v")) -> None:
+def check_tensors(**tensors: Any) -> None:
     """TypeError where one is no tensor, or of a layout that has neither strides nor, where nested, one shape."""
-    for name, x in zip(names, (q, k, v), strict=True):
+    for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         _check_layout(name, x.layout, x.is_nested)

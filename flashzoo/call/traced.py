@@ -61,7 +61,7 @@ def _requested(version: Any) -> tuple[str, str]:
 def traced(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, version: str, options: Named) -> Tensor | tuple[Tensor, Tensor]:
     """`flashzoo.attention` of what is being traced."""
     # What the operator's schema would convert, or refuse in words of its own.
-    check_tensors(q, k, v)
+    check_tensors(q=q, k=k, v=v)
     check_flags(return_lse=return_lse)
     how = {name: x for name, x in options.items() if name not in OPERANDS}
     fields_of(how)
