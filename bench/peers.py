@@ -117,11 +117,11 @@ def _compiled_flex() -> Callable[..., Any]:
 def _flex(problem: Problem) -> Attention:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    mask, shift = None, problem.seqlen_k - problem.seqlen_q
+    mask, offset = None, problem.offset
     compiled = _compiled_flex()
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return j <= i + shift
+        return j <= i + offset
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         nonlocal mask

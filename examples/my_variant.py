@@ -14,7 +14,7 @@ FEATURES = frozenset({"causal", "window", "gqa", "cross", "head_dim_v", "lse", "
 def forward(q, k, v, problem, operands):  # (batch, seqlen, heads, head_dim) in; out alike, as wide as v, lse (batch, heads, seqlen_q)
     q_h, k_h, v_h = (x.transpose(1, 2).float().repeat_interleave(problem.heads // x.shape[2], 1) for x in (q, k, v))
     left, right = (torch.inf if side is None else side for side in problem.span)
-    diagonal = torch.arange(problem.seqlen_q, device=q.device)[:, None] + problem.seqlen_k - problem.seqlen_q
+    diagonal = torch.arange(problem.seqlen_q, device=q.device)[:, None] + problem.offset
     m_i, l_i, acc = (q_h.new_full((*q_h.shape[:3], width), start) for width, start in ((1, -torch.inf), (1, 0), (problem.head_dim_v, 0)))
     positions = torch.arange(problem.seqlen_k, device=q.device)
     for keys, k_j, v_j in zip(positions.split(BLOCK_KV), k_h.split(BLOCK_KV, 2), v_h.split(BLOCK_KV, 2), strict=True):

@@ -80,15 +80,15 @@ def visible(problem: Problem, device: torch.device | str = "cpu", mask: Tensor |
     offset = offsets(problem, device)
     seen = torch.ones_like(offset, dtype=torch.bool)
     if left is not None:
-        seen = seen & (offset >= -left)
+        seen = seen & (distance >= -left)
     if right is not None:
-        seen = seen & (offset <= right)
+        seen = seen & (distance <= right)
     return seen if mask is None else seen & mask
 
 
 def offsets(problem: Problem, device: torch.device | str) -> Tensor:
     """`(seqlen_q, seqlen_k)`: how far each key lies past its query's aligned diagonal."""
-    diagonal = torch.arange(problem.seqlen_q, device=device)[:, None] + (problem.seqlen_k - problem.seqlen_q)
+    diagonal = torch.arange(problem.seqlen_q, device=device)[:, None] + problem.offset
     return torch.arange(problem.seqlen_k, device=device)[None, :] - diagonal
 
 

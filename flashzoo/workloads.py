@@ -398,9 +398,8 @@ other numbers than the rest). What lies between is NaN."""
 def visible_pairs(problem: Problem) -> int:
     """How many (query, key) pairs of one head are visible by causal and window, in closed form."""
     left, right = problem.span
-    shift = problem.seqlen_k - problem.seqlen_q
-    upto_right = problem.seqlen_q * problem.seqlen_k if right is None else _pairs_below(problem, shift + right)
-    return upto_right - (0 if left is None else _pairs_below(problem, shift - left - 1))
+    upto_right = problem.seqlen_q * problem.seqlen_k if right is None else _pairs_below(problem, problem.offset + right)
+    return upto_right - (0 if left is None else _pairs_below(problem, problem.offset - left - 1))
 
 
 def _pairs_below(problem: Problem, diagonal: int) -> int:

@@ -212,6 +212,11 @@ class Problem:
         """What scores are multiplied by."""
         return 1 / math.sqrt(self.head_dim) if self.softmax_scale is None else self.softmax_scale
 
+    @property
+    def offset(self) -> int:
+        """From a query's number to that of the key on its aligned diagonal: the last query's is the last key."""
+        return self.seqlen_k - self.seqlen_q
+
     @cached_property
     def span(self) -> Window:
         """The visible band around the aligned diagonal, causal folded in."""
@@ -237,7 +242,7 @@ class Problem:
     def blind_rows(self) -> int:
         """How many of the first queries see no key for causal's and window's sake; what a block mask does is in its lists."""
         right = self.span[1]
-        return 0 if right is None else min(self.seqlen_q, max(0, self.seqlen_q - self.seqlen_k - right))
+        return 0 if right is None else min(self.seqlen_q, max(0, -self.offset - right))
 
     @property
     def where(self) -> str:

@@ -85,8 +85,8 @@ class _Grid:
         return cdiv(self.seqlen_k, self.block_kv)
 
     @property
-    def shift(self) -> int:
-        """From a query's number to the key on its aligned diagonal."""
+    def offset(self) -> int:
+        """From a query's number to that of the key on its aligned diagonal."""
         return self.seqlen_k - self.seqlen_q
 
     def arange(self, n: int, dtype: torch.dtype = torch.int32, step: int = 1) -> Tensor:
@@ -107,7 +107,7 @@ class _Grid:
     def band(self, span: Window) -> Blocks:
         """The blocks with an element in the band, and those with no other."""
         left, right = self.reach(span)
-        first, last = self.shift - left, self.shift + right  # of the keys that query 0 sees
+        first, last = self.offset - left, self.offset + right  # of the keys that query 0 sees
         q_first, q_last, k_first, k_last = self.edges()
         lowest, highest = k_first - q_last, k_last - q_first
         kept, full = (lowest <= last) & (highest >= first), (highest <= last) & (lowest >= first)
@@ -116,8 +116,8 @@ class _Grid:
     def in_band(self, span: Window, q: Tensor, k: Tensor) -> Tensor:
         """Whether these queries see these keys."""
         left, right = self.reach(span)
-        offset = k - (q + self.shift)
-        return (offset <= right) & (offset >= -left)
+        distance = k - (q + self.offset)
+        return (distance <= right) & (distance >= -left)
 
     def band_widths(self, span: Window) -> tuple[int, int]:
         """At most how many blocks of a row, and of a column, have an element in the band."""
@@ -220,20 +220,20 @@ class BlockMask:
             global_tokens: the first so many keys; and the queries whose aligned diagonal lies before that key.
         """
         grid = _grid(seqlen_q, seqlen_k, block_q, block_kv, device)
-        n, shift = min(_count("global_tokens", global_tokens), seqlen_q + grid.seqlen_k), grid.shift
+        n, offset = min(_count("global_tokens", global_tokens), seqlen_q + grid.seqlen_k), grid.offset
         element = Element(window=normalised(window_size))
         q_first, q_last, k_first, k_last = grid.edges()
         kept, full = grid.band(element.span)
-        kept = kept | (k_first < n) | (q_first + shift < n)
-        full = full | (k_last < n) | (q_last + shift < n)
+        kept = kept | (k_first < n) | (q_first + offset < n)
+        full = full | (k_last < n) | (q_last + offset < n)
         cut_column = 0 < n < grid.seqlen_k and n % block_kv
-        cut_row = 0 < n - shift < seqlen_q and (n - shift) % block_q
+        cut_row = 0 < n - offset < seqlen_q and (n - offset) % block_q
         if not (cut_column or cut_row):  # what is not full for a global token's sake, the band cuts
             return _made(grid, kept, full, element)
 
         def seen(sites: Tensor) -> Tensor:
             q, k = grid.positions(sites)
-            return grid.in_band(element.span, q, k) | (k < n) | (q + shift < n)
+            return grid.in_band(element.span, q, k) | (k < n) | (q + offset < n)
 
         most = grid.band_partials(element.span) + (grid.n_q if cut_column else 0) + (grid.n_k if cut_row else 0)
         return _with_bits(grid, (kept, full), most, seen)
