@@ -565,8 +565,8 @@ _V3 = (
         "l is not rescaled with O, which shows only where a maximum outgrows its reference by 2^8",
         *(
             SOFTMAX,
-            "self.l[r] = self.l[r] * alpha[r]",
-            "self.l[r] = self.l[r] + 0.0",
+            "self.row_sum[r] = self.row_sum[r] * alpha[r]",
+            "self.row_sum[r] = self.row_sum[r] + 0.0",
             "v3-sink- or v3-scores_x30-",
         ),
         within="Softmax.step",
@@ -575,7 +575,7 @@ _V3 = (
     _fault(
         "v3/lse_with_the_maximum_of_the_other_row",
         "LSE of the second of a thread's two rows is relative to the first one's maximum",
-        *(SOFTMAX, "self.reference[r] + cute.math.log2", "self.reference[0] + cute.math.log2", "test_forward[v3-square-bf16]"),
+        *(SOFTMAX, "self.row_max[r] + cute.math.log2", "self.row_max[0] + cute.math.log2", "test_forward[v3-square-bf16]"),
         within="Softmax.lse_log2",
         gpu=True,
     ),
@@ -594,20 +594,20 @@ _V3 = (
         "                rows_of(acc)[None, 1, None].fill(0.0)\n"
         "            to_16_bits(acc, rounded)\n",
         "test_gradients[v3-square-bf16]",
-        within="Backward.store",
+        within="Backward.epilogue",
         gpu=True,
     ),
     _fault(
         "v3/last_dv_zero_under_a_causal_mask",
         "in bf16 dV of the last of a tile's keys is zero under a causal mask: little beside what the first keys have",
         BACKWARD,
-        "        self.meet()  # the others have read K\n",
-        "        self.meet()  # the others have read K\n"
+        "        self.sync_consumers()  # the others have read K\n",
+        "        self.sync_consumers()  # the others have read K\n"
         "        if const_expr(self.kernel.right and self.kernel.dtype == 'bf16'):\n"
         "            if consumer.thread >= self.tiles.consumers * WARPGROUP - 4:\n"
         "                rows_of(consumer.dv)[None, 1, None].fill(0.0)\n",
         "test_gradients[v3-square_causal-bf16]",
-        within="Backward.store",
+        within="Backward.epilogue",
         gpu=True,
     ),
     _fault(
@@ -651,7 +651,7 @@ _V3 = (
     _fault(
         "v3/ds_read_before_it_is_written",
         "the warpgroups do not wait for one another between writing dS and computing dQ of it: a race",
-        *(BACKWARD, "        self.meet()\n", "\n", "test_gradients[v3-square-bf16] or v3-square_4096-"),
+        *(BACKWARD, "        self.sync_consumers()\n", "\n", "test_gradients[v3-square-bf16] or v3-square_4096-"),
         within="Backward.step",
         gpu=True,
     ),
@@ -659,10 +659,10 @@ _V3 = (
         "v3/deterministic_in_any_order",
         "in deterministic mode nobody waits for the blocks of keys before; seen in FA #2158, #2244",
         BACKWARD,
-        "wait_turn(turns + of_block, before)",
-        "wait_turn(turns + of_block, Int32(NEVER))",
+        "semaphore_wait(dq_semaphore + of_block, before)",
+        "semaphore_wait(dq_semaphore + of_block, Int32(NEVER))",
         "test_deterministic_means_the_same_bits[v3-plain]",
-        within="Backward.write",
+        within="Backward.store_dq",
         gpu=True,
     ),
     _fault(
@@ -743,8 +743,8 @@ _V3_FP8 = (
         "v3_fp8/lse_with_the_exponent_of_p",
         "LSE keeps the 2^8 that P is scaled by",
         FP8,
-        "return self.reference[r] - P_EXPONENT + cute.math.log2",
-        "return self.reference[r] + cute.math.log2",
+        "return self.row_max[r] - P_EXPONENT + cute.math.log2",
+        "return self.row_max[r] + cute.math.log2",
         "test_counting[v3_fp8-full-e4m3-e4m3]",
         gpu=True,
     ),

@@ -301,7 +301,7 @@ def backward_cases() -> Iterator[tuple[str, int, str, bool]]:
 
 
 def of_consumers(code: tuple[str, ...]) -> list[str]:
-    """What can run once a consumer has asked for its registers: the loader and the writers give theirs up, and end for themselves."""
+    """What can run once a consumer has asked for its registers: the producer and the writers give theirs up, and end for themselves."""
     places = {instruction: at for at, instruction in enumerate(code)}
     reached: set[int] = set()
     ahead = [at for at, instruction in enumerate(code) if "USETMAXREG.TRY_ALLOC" in instruction]
@@ -328,7 +328,7 @@ def serialised(code: tuple[str, ...]) -> int:
     return found
 
 
-# Bytes of stack of a thread where the loader is known to spill, with its 24 registers, by width. It is where no side is bounded; a
+# Bytes of stack of a thread where the producer is known to spill, with its 24 registers, by width. It is where no side is bounded; a
 # consumer never does.
 BACKWARD_STACK = {64: 48, 128: 48, 256: 32}
 
@@ -365,7 +365,7 @@ def test_v3_sparse_backward_compiles_and_its_consumers_do_not_spill(dtype: str, 
 
 
 def held_to_its_registers(kernel: KernelBackward, known: int, host_code: list[str]) -> None:
-    """A backward kernel compiles to what it is meant to, its consumers within their registers; `known` is the loader's stack."""
+    """A backward kernel compiles to what it is meant to, its consumers within their registers; `known` is the producer's stack."""
     compiled = v3_compiled(kernel)
     spills = [instruction for instruction in of_consumers(compiled.code) if re.search(r"\b(STL|LDL)\b", instruction)]
     assert not spills, f"{len(spills)} spill instructions in the consumers' code"

@@ -145,7 +145,7 @@ def test_turns_are_each_taken_once_and_by_who_was_handed_out_before(tiling, on_i
         pairs = blocks_that_see(plan, seen)
         handed_out = [plan.place(tile)[0] for tile in range(plan.blocks)]
         for block_q in range(len(pairs)):
-            turns = {block: turn for block in handed_out if (turn := plan.turn(block, block_q)) != NEVER}
+            turns = {block: turn for block in handed_out if (turn := plan.adds_before(block, block_q)) != NEVER}
             assert list(turns.values()) == [*range(len(turns))], f"{problem}: block of queries {block_q} in the order of tiles: {turns}"
             assert {*pairs[block_q].nonzero().flatten().tolist()} <= turns.keys(), (
                 f"{problem}: block of queries {block_q} has a sum left out"
@@ -171,7 +171,7 @@ def test_every_step_has_one_writer(writers, monkeypatch):
     program = SimpleNamespace(kernel=SimpleNamespace(writers=writers))
     before = 0
     for steps in (5, 1, 7, 2, 3, 4, 1, 1, 6):
-        taken = [(i, writer) for writer in range(writers) for i in range(Backward.first_turn(program, before, writer), steps, writers)]
+        taken = [(i, writer) for writer in range(writers) for i in range(Backward.first_step(program, before, writer), steps, writers)]
         assert sorted(taken) == [(i, (before + i) % writers) for i in range(steps)]
         before += steps
 
@@ -245,7 +245,7 @@ def test_delta_and_zeros(kernel, layout, with_dlse, seqlen_q):
     block_q, blocks = kernel.tiles.block_q, kernel.blocks_q(seqlen_q)
     (delta, all_delta), (lse_log2, all_lse) = (guarded(2, 3, blocks * block_q) for _ in range(2))
     dq_sum, all_sums = guarded(2, 3, blocks * block_q * kernel.width)
-    turns, all_turns = guarded(2, 3, blocks, kernel.turns, dtype=torch.int32)
+    turns, all_turns = guarded(2, 3, blocks, kernel.semaphores, dtype=torch.int32)
     run = launch.delta_launch(problem, kernel, out.stride(), dout.stride(), with_dlse)
     run((out, dout, lse, dlse if with_dlse else lse, delta, lse_log2, dq_sum, turns), ())
     expected = (out.double() * dout.double()).sum(3).transpose(1, 2) - (dlse.double() if with_dlse else 0)

@@ -277,7 +277,7 @@ def backward_schedule_of(mask: BlockMask, problem: Problem) -> TileSchedulerBack
     return TileSchedulerBackwardSparse(kernel, *sizes, None, *in_memory(mask, mask.columns))
 
 
-def walked(plan: TileSchedulerSparse, tile: sparse.Row, me: int, row: int, column: int) -> tuple[list[int], list[dict]]:
+def walked(plan: TileSchedulerSparse, tile: sparse.Row, wg_idx: int, row: int, column: int) -> tuple[list[int], list[dict]]:
     """What one thread does on a tile: the producer's keys, and for each block which of its scores `(c, r, i)` are let through."""
     keys, seen = [], []
     block, _, _ = plan.place(tile)
@@ -298,12 +298,12 @@ def walked(plan: TileSchedulerSparse, tile: sparse.Row, me: int, row: int, colum
         return used + 1
 
     nothing = SimpleNamespace(fill=lambda *_: None, consumer_wait=lambda *_: None, consumer_release=lambda *_: None)
-    consumer = SimpleNamespace(me=me, row=row, column=column, o=nothing, on_chip=SimpleNamespace(q_pipeline=nothing))
+    consumer = SimpleNamespace(wg_idx=wg_idx, row=row, column=column, o=nothing, storage=SimpleNamespace(q_pipeline=nothing))
     program = {"kernel": plan.kernel, "tiles": plan.kernel.tiles, "last_product": lambda _, used: used + 1}
     program = SimpleNamespace(**program, first_scores=step, step_overlapped=step, step_serial=step)
-    program.scores, program.pass_turn = lambda *_: None, lambda _: None
+    program.scores, program.warp_scheduler_barrier_arrive = lambda *_: None, lambda _: None
     program.rest_of_step = lambda consumer, _, *arguments: step(consumer, *arguments)
-    assert ForwardSparse.attend(program, plan, tile, block, consumer, 0, 0) == len(keys)
+    assert ForwardSparse.mainloop(program, plan, tile, block, consumer, 0, 0) == len(keys)
     assert len(seen) == len(keys), "the consumers walk as many blocks as the producer loads"
     return keys, seen
 
@@ -311,13 +311,13 @@ def walked(plan: TileSchedulerSparse, tile: sparse.Row, me: int, row: int, colum
 def let_through(plan: TileSchedulerSparse, tile: sparse.Row) -> Tensor:
     """Of a tile, whether a row sees a key: `(128, seqlen_k)`."""
     found = torch.zeros(MASK_Q, plan.seqlen_k, dtype=torch.bool)
-    for me in range(2):
+    for wg_idx in range(2):
         for row in (row for row in range(WARPGROUP_ROWS) if row % 16 < 8):
             for column in range(0, 8, 2):
-                for first_key, seen in zip(*walked(plan, tile, me, row, column), strict=True):
+                for first_key, seen in zip(*walked(plan, tile, wg_idx, row, column), strict=True):
                     for (c, r, i), visible in seen.items():
                         if visible:
-                            found[me * WARPGROUP_ROWS + row + 8 * r, first_key + column + 8 * i + c] = True
+                            found[wg_idx * WARPGROUP_ROWS + row + 8 * r, first_key + column + 8 * i + c] = True
     return found
 
 

@@ -5,13 +5,13 @@ What is computed is FlashAttention-2's algorithm 2, whose lines the comments nam
 
 1. One thread block stays on each multiprocessor and works on tile after tile: a block of keys and values, and all queries that
    see it, of every query head that shares them. dK and dV stay in registers.
-2. The loader, one warp, has TMA bring K and V once, and Q and dO block by block, with the LSE and delta of their rows.
+2. The producer, one warp, has TMA load K and V once, and Q and dO block by block, with the LSE and delta of their rows.
 3. A consumer warpgroup has 64 of the keys. It computes S^T = K Q^T and dP^T = V dO^T, and from them P^T = exp(S^T - LSE) and
    dS^T = P^T (dP^T - delta), with no online softmax: the forward pass has left the LSE. Transposed, because then P^T and dS^T
    go into dV += P^T dO and dK += dS^T Q straight from registers.
 4. dQ += dS K needs the keys of all warpgroups: dS goes through shared memory, and each warpgroup computes a part of dQ.
-5. That part goes to shared memory, and the writer, a warp of its own, has TMA add it to dQ in memory, in float32. Blocks add
-   in the order in which they come; in deterministic mode each waits for its turn.
+5. That part goes to shared memory, and the writer, a warp of its own, has TMA add it to dQ in memory, in float32. Tiles add
+   in the order in which they come; in deterministic mode in a fixed one, by semaphores in memory.
 6. dK and dV leave through the shared memory of K and V.
 
 Before it `delta.py` computes delta = rowsum(dO O) less the gradient of the LSE; after it dQ is rounded.
@@ -40,27 +40,27 @@ from flashzoo._cute.hopper.wgmma import CONSUMER_REGISTERS, PRODUCER_REGISTERS, 
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
 from flashzoo.v3.traits import KernelBackward, TilesBackward
 
-LOADER = 0
-"""The warp that loads; those after it, as many as there are, write."""
+PRODUCER = 0
+"""The warp that loads; the writers come after it."""
 
 
 class NamedBarrier(IntEnum):
     """Hardware barriers of the block; 0 is `sync_threads`."""
 
-    CONSUMERS = 1  # where all consumers wait for one another
+    CONSUMERS = 1  # all consumer warpgroups
 
 
 @dataclass(frozen=True)
-class OnChip:
-    """The block's shared memory: K and V of the tile, slots of Q and dO with their rows' LSE and delta, of dS, and of what is
-    handed over in float32 as it lies in registers."""
+class SharedStorage:
+    """A thread block's shared memory: K and V of the tile; stages of Q and dO with the LSE and delta of their rows, and of dS;
+    `exchange`, through which float32 registers go from warpgroup to writer, or to the other warpgroup."""
 
     k: cute.Tensor
     v: cute.Tensor
     q: cute.Tensor
     do: cute.Tensor
     ds: cute.Tensor
-    handed: cute.Tensor
+    exchange: cute.Tensor
     lse: cute.Tensor
     delta: cute.Tensor
     tile: cute.Tensor
@@ -69,32 +69,32 @@ class OnChip:
     q_pipeline: Pipeline
     do_pipeline: Pipeline
     ds_pipeline: Pipeline
-    handed_pipeline: Pipeline
-    turn_pipeline: Pipeline
+    exchange_pipeline: Pipeline
+    semaphore_pipeline: Pipeline
     tile_pipeline: Pipeline
 
 
 @dataclass(frozen=True)
 class Consumer:
-    """What one consumer warpgroup has in hand on one tile.
+    """A consumer warpgroup's operands and state for one tile.
 
     Attributes:
-        me: which warpgroup.
+        wg_idx: which warpgroup.
         thread: of all consumers.
-        on_chip: shared memory.
+        storage: shared memory.
         mma_s, mma_dq: products whose operands are in shared memory: of scores, S^T and dP^T, and of dQ.
         mma_dk, mma_dv: products whose first operand is in registers.
-        k, v: first operands of the scores; q, do: their second ones, all slots.
-        do_t, q_t: second operands of dV and dK, all slots.
-        ds, k_t: operands of dQ; ds with all slots.
+        k, v: first operands of the scores; q, do: their second ones, all stages.
+        do_t, q_t: second operands of dV and dK, all stages.
+        ds, k_t: operands of dQ; ds with all stages.
         dk, dv: the accumulators.
         bounds: the queries that this thread's keys are seen by.
         scale_log2: softmax scale times log2 e.
     """
 
-    me: Int32
+    wg_idx: Int32
     thread: Int32
-    on_chip: OnChip
+    storage: SharedStorage
     mma_s: cute.TiledMma
     mma_dq: cute.TiledMma
     mma_dk: cute.TiledMma
@@ -121,7 +121,7 @@ class Backward:
         self.tiles: TilesBackward = kernel.tiles
         self.dtype: type[cutlass.Numeric] = DTYPES[kernel.dtype]
         self.part: int = kernel.dq_part[0] * kernel.dq_part[1]
-        self.takers = 1  # warps that take what is handed over
+        self.exchange_readers = 1  # warps
 
     @cute.jit
     def __call__(
@@ -135,7 +135,7 @@ class Backward:
         lse: cute.Pointer,
         delta: cute.Pointer,
         dq: cute.Pointer,
-        turns: cute.Pointer,
+        dq_semaphore: cute.Pointer,
         schedule: TileSchedulerBackward,
         scale_log2: Float32,
         scale: Float32,
@@ -147,7 +147,7 @@ class Backward:
             k, v, dk, dv: (head_dim, keys, heads, batch).
             lse, delta: (batch, heads, padded queries), LSE in log2 units.
             dq: (batch, heads, blocks of queries, consumers, a warpgroup's part as it lies in registers).
-            turns: where deterministic, how many blocks of keys have added to each part of a block of dQ.
+            dq_semaphore: where deterministic, how many tiles have added to each part of a block of dQ.
             scale_log2: of the scores: softmax scale times log2 e.
             scale: softmax scale.
         """
@@ -171,7 +171,7 @@ class Backward:
             (store, dv, v_layout),
         ):
             atoms.append(tma_atom(operation, x, layout))
-        self.device(*atoms, lse, delta, dq, turns, schedule, scale_log2, scale, *layouts).launch(
+        self.device(*atoms, lse, delta, dq, dq_semaphore, schedule, scale_log2, scale, *layouts).launch(
             grid=[1, 1, 1], block=[kernel.threads, 1, 1], smem=kernel.shared_bytes, min_blocks_per_mp=1
         )
 
@@ -187,7 +187,7 @@ class Backward:
         lse: cute.Pointer,
         delta: cute.Pointer,
         dq: cute.Pointer,
-        turns: cute.Pointer,
+        dq_semaphore: cute.Pointer,
         schedule: TileSchedulerBackward,
         scale_log2: Float32,
         scale: Float32,
@@ -200,17 +200,17 @@ class Backward:
         """One thread block: pipelines, then each warp to its role."""
         kernel, tiles = self.kernel, self.tiles
         smem = cutlass.memory.SmemAllocator()
-        on_chip = OnChip(
+        storage = SharedStorage(
             *[
                 smem.allocate_tensor(self.dtype, x.outer, 1024, swizzle=x.inner)
                 for x in (k_layout, v_layout, q_layout, do_layout, ds_layout)
             ],
-            smem.allocate_tensor(Float32, cute.make_layout(self.kernel.handed), 128),
+            smem.allocate_tensor(Float32, cute.make_layout(self.kernel.exchange), 128),
             *[smem.allocate_tensor(Float32, cute.make_layout((tiles.block_q, tiles.stages)), 16) for _ in range(2)],
             cute.make_tensor(smem.allocate_array(Int32, kernel.words_of_tile), cute.make_layout(kernel.words_of_tile)),
             *[
-                Pipeline.allocate(smem, slots)
-                for slots in (1, 1, tiles.stages, tiles.stages, tiles.ds_stages, kernel.uses_of_handed, max(1, kernel.writers), 1)
+                Pipeline.allocate(smem, stages)
+                for stages in (1, 1, tiles.stages, tiles.stages, tiles.ds_stages, kernel.exchange_barriers, max(1, kernel.writers), 1)
             ],
         )
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -218,32 +218,32 @@ class Backward:
             for tma in (tma_q, tma_k, tma_v, tma_do, tma_dk, tma_dv):
                 cpasync.prefetch_descriptor(tma)
             with cute.arch.elect_one():
-                on_chip.k_pipeline.initialize(1)
-                on_chip.v_pipeline.initialize(1)
-                on_chip.q_pipeline.initialize(WARPS * tiles.consumers)
-                on_chip.do_pipeline.initialize(WARPS * tiles.consumers)
-                on_chip.ds_pipeline.initialize(WARPS * tiles.consumers, WARPS)
-                on_chip.handed_pipeline.initialize(self.takers, WARPS)
-                on_chip.turn_pipeline.initialize(WARPS * tiles.consumers)
-                on_chip.tile_pipeline.initialize(WARPS * tiles.consumers + self.kernel.writers)
+                storage.k_pipeline.initialize(1)
+                storage.v_pipeline.initialize(1)
+                storage.q_pipeline.initialize(WARPS * tiles.consumers)
+                storage.do_pipeline.initialize(WARPS * tiles.consumers)
+                storage.ds_pipeline.initialize(WARPS * tiles.consumers, WARPS)
+                storage.exchange_pipeline.initialize(self.exchange_readers, WARPS)
+                storage.semaphore_pipeline.initialize(WARPS * tiles.consumers)
+                storage.tile_pipeline.initialize(WARPS * tiles.consumers + self.kernel.writers)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         if warp < WARPS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS[tiles.consumers])
-            if warp == LOADER:
-                self.load(schedule, on_chip, tma_q, tma_k, tma_v, tma_do, lse, delta)
-            elif warp <= LOADER + kernel.writers:
-                self.write(schedule, on_chip, warp - LOADER - 1, dq, turns)
+            if warp == PRODUCER:
+                self.produce(schedule, storage, tma_q, tma_k, tma_v, tma_do, lse, delta)
+            elif warp <= PRODUCER + kernel.writers:
+                self.store_dq(schedule, storage, warp - PRODUCER - 1, dq, dq_semaphore)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS[tiles.consumers])
-            self.consume(schedule, on_chip, tma_dk, tma_dv, dq, scale_log2, scale)
+            self.consume(schedule, storage, tma_dk, tma_dv, dq, scale_log2, scale)
 
     @cute.jit
-    def load(
+    def produce(
         self,
         schedule: TileSchedulerBackward,
-        on_chip: OnChip,
+        storage: SharedStorage,
         tma_q: cute.CopyAtom,
         tma_k: cute.CopyAtom,
         tma_v: cute.CopyAtom,
@@ -251,10 +251,10 @@ class Backward:
         lse: cute.Pointer,
         delta: cute.Pointer,
     ):
-        """The loader warp: tile after tile, what the consumers will wait for."""
+        """The producer warp: tile after tile, what the consumers will wait for."""
         tiles = self.tiles
         loaded = Int32(0)  # blocks of Q and dO so far, over all tiles
-        turn = Int32(0)  # tiles so far
+        work_idx = Int32(0)  # tiles so far
         tile = schedule.first()
         while schedule.exists(tile):
             number = schedule.fetch()
@@ -264,27 +264,27 @@ class Backward:
             # The first blocks of Q and dO have room before K and V have: those are in use until dK and dV have left.
             first = cutlass.min(steps, tiles.stages)
             for i in cutlass.range(first, unroll=1):
-                self.load_queries(schedule, on_chip, tma_q, tma_do, lse, delta, loaded + i, tile, i, begin, end, head_kv, batch)
+                self.load_queries(schedule, storage, tma_q, tma_do, lse, delta, loaded + i, tile, i, begin, end, head_kv, batch)
             origin = (0, block * tiles.block_kv, head_kv, batch)
-            for tma, x, pipeline in ((tma_k, on_chip.k, on_chip.k_pipeline), (tma_v, on_chip.v, on_chip.v_pipeline)):
-                pipeline.producer_acquire(turn)
+            for tma, x, pipeline in ((tma_k, storage.k, storage.k_pipeline), (tma_v, storage.v, storage.v_pipeline)):
+                pipeline.producer_acquire(work_idx)
                 load(tma, x[None, None, 0], origin, pipeline.full)
             for i in cutlass.range(first, steps, unroll=1):
-                self.load_queries(schedule, on_chip, tma_q, tma_do, lse, delta, loaded + i, tile, i, begin, end, head_kv, batch)
+                self.load_queries(schedule, storage, tma_q, tma_do, lse, delta, loaded + i, tile, i, begin, end, head_kv, batch)
             loaded += steps
             following = schedule.described(number)
-            on_chip.tile_pipeline.producer_acquire(turn)
+            storage.tile_pipeline.producer_acquire(work_idx)
             with cute.arch.elect_one():
-                schedule.tell(on_chip.tile, following)
-                cute.arch.mbarrier_arrive(on_chip.tile_pipeline.full)
+                schedule.tell(storage.tile, following)
+                cute.arch.mbarrier_arrive(storage.tile_pipeline.full)
             tile = following
-            turn += 1
+            work_idx += 1
 
     @cute.jit
     def load_queries(
         self,
         schedule: TileSchedulerBackward,
-        on_chip: OnChip,
+        storage: SharedStorage,
         tma_q: cute.CopyAtom,
         tma_do: cute.CopyAtom,
         lse: cute.Pointer,
@@ -304,58 +304,60 @@ class Backward:
         origin = (0, row, head, batch)
         first = schedule.block_of_queries(head, block, batch) * self.tiles.block_q
         for tma, x, pipeline, values, column in (
-            (tma_q, on_chip.q, on_chip.q_pipeline, lse, on_chip.lse),
-            (tma_do, on_chip.do, on_chip.do_pipeline, delta, on_chip.delta),
+            (tma_q, storage.q, storage.q_pipeline, lse, storage.lse),
+            (tma_do, storage.do, storage.do_pipeline, delta, storage.delta),
         ):
             pipeline.producer_acquire(use)
-            slot = pipeline.slot(use)
-            load(tma, x[None, None, slot], origin, pipeline.full + slot, values + first, column[None, slot])
+            stage = pipeline.stage(use)
+            load(tma, x[None, None, stage], origin, pipeline.full + stage, values + first, column[None, stage])
 
     @cute.jit
-    def write(self, schedule: TileSchedulerBackward, on_chip: OnChip, writer: Int32, dq: cute.Pointer, turns: cute.Pointer):
+    def store_dq(
+        self, schedule: TileSchedulerBackward, storage: SharedStorage, writer: Int32, dq: cute.Pointer, dq_semaphore: cute.Pointer
+    ):
         """A writer warp: has TMA add the warpgroups' parts of dQ to memory."""
         tiles = self.tiles
         written = Int32(0)
-        turn = Int32(0)
+        work_idx = Int32(0)
         tile = schedule.first()
         while schedule.exists(tile):
             block, head_kv, batch = schedule.place(tile)
             begin, end = schedule.extent(tile, block)
             steps = schedule.group * (end - begin)
-            for i in cutlass.range(self.first_turn(written, writer), steps, self.kernel.writers, unroll=1):
+            for i in cutlass.range(self.first_step(written, writer), steps, self.kernel.writers, unroll=1):
                 head, n = schedule.step(i, begin, end, head_kv)
                 block_q = schedule.block_q(tile, n)
                 of_block = schedule.block_of_queries(head, block_q, batch)
-                before = schedule.turn(block, block_q)
+                before = schedule.adds_before(block, block_q)
                 if const_expr(self.kernel.deterministic):
-                    wait_turn(turns + of_block, before)
+                    semaphore_wait(dq_semaphore + of_block, before)
                 for w in cutlass.range_constexpr(tiles.consumers):
-                    on_chip.handed_pipeline.consumer_wait((written + i) * tiles.consumers + w)
-                    add(dq + (of_block * tiles.consumers + w) * self.part, on_chip.handed[None, w])  # line 15
+                    storage.exchange_pipeline.consumer_wait((written + i) * tiles.consumers + w)
+                    add(dq + (of_block * tiles.consumers + w) * self.part, storage.exchange[None, w])  # line 15
                     cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 for w in cutlass.range_constexpr(tiles.consumers):
-                    on_chip.handed_pipeline.consumer_release((written + i) * tiles.consumers + w)
+                    storage.exchange_pipeline.consumer_release((written + i) * tiles.consumers + w)
                 if const_expr(self.kernel.deterministic):
                     cute.arch.cp_async_bulk_wait_group(0)
-                    pass_turn(turns + of_block, before, True)
+                    semaphore_arrive(dq_semaphore + of_block, before, True)
             written += steps
-            on_chip.tile_pipeline.consumer_wait(turn)
-            tile = schedule.told(on_chip.tile)
+            storage.tile_pipeline.consumer_wait(work_idx)
+            tile = schedule.told(storage.tile)
             cute.arch.sync_warp()
-            on_chip.tile_pipeline.consumer_release(turn)
-            turn += 1
+            storage.tile_pipeline.consumer_release(work_idx)
+            work_idx += 1
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def first_turn(self, before: Int32, writer: Int32) -> Int32:
-        """The first of a tile's steps that a writer takes, after so many steps of other tiles."""
+    def first_step(self, before: Int32, writer: Int32) -> Int32:
+        """The first step of a tile that a writer takes, after `before` steps of earlier tiles: writers take steps round-robin."""
         return (writer - before % self.kernel.writers + self.kernel.writers) % self.kernel.writers if self.kernel.writers > 1 else Int32(0)
 
     @cute.jit
     def consume(
         self,
         schedule: TileSchedulerBackward,
-        on_chip: OnChip,
+        storage: SharedStorage,
         tma_dk: cute.CopyAtom,
         tma_dv: cute.CopyAtom,
         dq: cute.Pointer,
@@ -366,7 +368,7 @@ class Backward:
         kernel, tiles = self.kernel, self.tiles
         thread = cute.arch.thread_idx()[0] - WARPGROUP
         lane = cute.arch.lane_idx()
-        me = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPS - 1)
+        wg_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPS - 1)
         # WGMMA gives a thread two rows, here keys, 8 apart, and pairs of columns, here queries, 8 apart.
         row, column = thread // 32 * 16 + lane // 4, lane % 4 * 2
 
@@ -376,19 +378,19 @@ class Backward:
             for width in (kernel.width_v, kernel.width)
         )
         mma_dq = self.mma_of_dq()
-        s, of_dv, of_dk, of_dq = (x.get_slice(me * WARPGROUP) for x in (mma_s, mma_dv, mma_dk, mma_dq))
-        k = mma_s.make_fragment_A(s.partition_A(on_chip.k[None, None, 0]))
-        v = mma_s.make_fragment_A(s.partition_A(on_chip.v[None, None, 0]))
-        q, do = (mma_s.make_fragment_B(s.partition_B(x)) for x in (on_chip.q, on_chip.do))
-        q_t = mma_dk.make_fragment_B(of_dk.partition_B(transposed(on_chip.q)))
-        do_t = mma_dv.make_fragment_B(of_dv.partition_B(transposed(on_chip.do)))
-        ds = mma_dq.make_fragment_A(of_dq.partition_A(on_chip.ds))
-        k_t = mma_dq.make_fragment_B(of_dq.partition_B(transposed(on_chip.k)))[None, None, None, 0]
+        s, of_dv, of_dk, of_dq = (x.get_slice(wg_idx * WARPGROUP) for x in (mma_s, mma_dv, mma_dk, mma_dq))
+        k = mma_s.make_fragment_A(s.partition_A(storage.k[None, None, 0]))
+        v = mma_s.make_fragment_A(s.partition_A(storage.v[None, None, 0]))
+        q, do = (mma_s.make_fragment_B(s.partition_B(x)) for x in (storage.q, storage.do))
+        q_t = mma_dk.make_fragment_B(of_dk.partition_B(transposed(storage.q)))
+        do_t = mma_dv.make_fragment_B(of_dv.partition_B(transposed(storage.do)))
+        ds = mma_dq.make_fragment_A(of_dq.partition_A(storage.ds))
+        k_t = mma_dq.make_fragment_B(of_dq.partition_B(transposed(storage.k)))[None, None, None, 0]
         dk = cute.make_rmem_tensor(of_dk.partition_shape_C((tiles.block_kv, kernel.width)), Float32)
         dv = cute.make_rmem_tensor(of_dv.partition_shape_C((tiles.block_kv, kernel.width_v)), Float32)
 
         used = Int32(0)  # blocks of Q and dO so far, over all tiles
-        turn = Int32(0)  # tiles so far
+        work_idx = Int32(0)  # tiles so far
         tile = schedule.first()
         while schedule.exists(tile):
             block, head_kv, batch = schedule.place(tile)
@@ -396,23 +398,23 @@ class Backward:
             first_key = block * tiles.block_kv
             bounds = schedule.bounds(first_key + row, column)
             consumer = Consumer(
-                *(me, thread, on_chip, mma_s, mma_dq, mma_dk, mma_dv, k, v, q, do, q_t, do_t, ds, k_t, dk, dv, bounds, scale_log2)
+                *(wg_idx, thread, storage, mma_s, mma_dq, mma_dk, mma_dv, k, v, q, do, q_t, do_t, ds, k_t, dk, dv, bounds, scale_log2)
             )
             dk.fill(0.0)
             dv.fill(0.0)  # line 7
-            on_chip.k_pipeline.consumer_wait(turn)  # line 6
-            on_chip.v_pipeline.consumer_wait(turn)
+            storage.k_pipeline.consumer_wait(work_idx)  # line 6
+            storage.v_pipeline.consumer_wait(work_idx)
             for _ in cutlass.range(schedule.group, unroll=1):
                 for i in cutlass.range(end - begin, unroll=1):  # line 8
                     n = schedule.nth(i, begin, end)
-                    self.step(schedule, tile, consumer, used, n, schedule.crosses(tile, first_key + me * WARPGROUP_ROWS, n))
+                    self.step(schedule, tile, consumer, used, n, schedule.crosses(tile, first_key + wg_idx * WARPGROUP_ROWS, n))
                     used += 1
-            on_chip.tile_pipeline.consumer_wait(turn)
-            tile = schedule.told(on_chip.tile)
+            storage.tile_pipeline.consumer_wait(work_idx)
+            tile = schedule.told(storage.tile)
             cute.arch.sync_warp()  # every lane has read it
-            on_chip.tile_pipeline.consumer_release(turn)
-            self.store(consumer, tma_dk, tma_dv, scale, (0, first_key, head_kv, batch), turn)
-            turn += 1
+            storage.tile_pipeline.consumer_release(work_idx)
+            self.epilogue(consumer, tma_dk, tma_dv, scale, (0, first_key, head_kv, batch), work_idx)
+            work_idx += 1
 
     def mma(
         self,
@@ -436,42 +438,42 @@ class Backward:
     @cute.jit
     def step(self, schedule: TileSchedulerBackward, tile: Any, consumer: Consumer, used: Int32, n: Int32, crosses: cutlass.Boolean):
         """One block of queries, the n-th that the tile walks: its part of dK, dV and dQ."""
-        tiles, on_chip = self.tiles, consumer.on_chip
-        q_slot, do_slot = on_chip.q_pipeline.slot(used), on_chip.do_pipeline.slot(used)
+        tiles, storage = self.tiles, consumer.storage
+        q_stage, do_stage = storage.q_pipeline.stage(used), storage.do_pipeline.stage(used)
         s_shape = consumer.mma_s.get_slice(0).partition_shape_C((tiles.block_kv, tiles.block_q))
         s, dp = (cute.make_rmem_tensor(s_shape, Float32) for _ in range(2))
-        on_chip.q_pipeline.consumer_wait(used)  # line 9
-        gemm(consumer.mma_s, s, consumer.k, consumer.q[None, None, None, q_slot], True)  # line 10
-        on_chip.do_pipeline.consumer_wait(used)
-        gemm(consumer.mma_s, dp, consumer.v, consumer.do[None, None, None, do_slot], True)  # line 13
+        storage.q_pipeline.consumer_wait(used)  # line 9
+        gemm(consumer.mma_s, s, consumer.k, consumer.q[None, None, None, q_stage], True)  # line 10
+        storage.do_pipeline.consumer_wait(used)
+        gemm(consumer.mma_s, dp, consumer.v, consumer.do[None, None, None, do_stage], True)  # line 13
         warpgroup.wait_group(1)
         if crosses:
             self.mask(schedule, tile, n, s, consumer.bounds, consumer.thread)
-        self.exponentiate(s, self.columns(on_chip.lse[None, q_slot]), consumer.scale_log2)  # line 11
+        self.exponentiate(s, self.columns(storage.lse[None, q_stage]), consumer.scale_log2)  # line 11
         warpgroup.wait_group(0)
         p, ds = (
             cute.make_rmem_tensor(mma.get_slice(0).partition_shape_A((tiles.block_kv, tiles.block_q)), self.dtype)
             for mma in (consumer.mma_dv, consumer.mma_dk)
         )
-        self.differentiate(s, dp, self.columns(on_chip.delta[None, do_slot]), p, ds)  # line 14
-        gemm(consumer.mma_dv, consumer.dv, p, consumer.do_t[None, None, None, do_slot], False)  # line 12
+        self.differentiate(s, dp, self.columns(storage.delta[None, do_stage]), p, ds)  # line 14
+        gemm(consumer.mma_dv, consumer.dv, p, consumer.do_t[None, None, None, do_stage], False)  # line 12
 
-        slot = used % tiles.ds_stages
+        stage = used % tiles.ds_stages
         to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(True, 4), self.dtype), consumer.mma_s)
         to_chip = to_chip.get_slice(consumer.thread)
         part = cute.make_tensor(ds.iterator, s_shape)
-        cute.copy(to_chip, to_chip.retile(part), to_chip.partition_D(transposed(on_chip.ds)[None, None, slot]))
+        cute.copy(to_chip, to_chip.retile(part), to_chip.partition_D(transposed(storage.ds)[None, None, stage]))
         cute.arch.fence_proxy("async.shared", space="cta")
-        self.meet()
+        self.sync_consumers()
 
-        dq = self.issue_dq(consumer, slot)  # line 15, but for adding it
+        dq = self.issue_dq(consumer, stage)  # line 15, but for adding it
         warpgroup.wait_group(1)
-        on_chip.do_pipeline.consumer_release(used)
-        gemm(consumer.mma_dk, consumer.dk, ds, consumer.q_t[None, None, None, q_slot], False)  # line 16
+        storage.do_pipeline.consumer_release(used)
+        gemm(consumer.mma_dk, consumer.dk, ds, consumer.q_t[None, None, None, q_stage], False)  # line 16
         warpgroup.wait_group(1)
-        self.hand_over(consumer, dq, used)
+        self.stage_dq(consumer, dq, used)
         warpgroup.wait_group(0)
-        on_chip.q_pipeline.consumer_release(used)
+        storage.q_pipeline.consumer_release(used)
 
     def mask(self, schedule: TileSchedulerBackward, tile: Any, n: Int32, s: cute.Tensor, bounds: Bounds, thread: Int32) -> None:
         """Set what is not seen, of the scores of the n-th block of queries that a tile walks, to -inf."""
@@ -506,90 +508,90 @@ class Backward:
                 ds_rounded[None, r, i].store(ds.load().to(self.dtype))
 
     @cute.jit
-    def issue_dq(self, consumer: Consumer, slot: Int32) -> cute.Tensor:
+    def issue_dq(self, consumer: Consumer, stage: Int32) -> cute.Tensor:
         """Registers that will hold this warpgroup's part of dQ."""
         mma = consumer.mma_dq
         dq = cute.make_rmem_tensor(mma.get_slice(0).partition_shape_C((self.tiles.block_q, self.kernel.width)), Float32)
-        gemm(mma, dq, consumer.ds[None, None, None, slot], consumer.k_t, True)
+        gemm(mma, dq, consumer.ds[None, None, None, stage], consumer.k_t, True)
         return dq
 
     @cute.jit
-    def hand_over(self, consumer: Consumer, dq: cute.Tensor, used: Int32):
-        """This warpgroup's part of dQ to the writer."""
-        on_chip, me = consumer.on_chip, consumer.me
-        n = used * self.tiles.consumers + me
+    def stage_dq(self, consumer: Consumer, dq: cute.Tensor, used: Int32):
+        """This warpgroup's part of dQ to shared memory, for the writer."""
+        storage, wg_idx = consumer.storage, consumer.wg_idx
+        n = used * self.tiles.consumers + wg_idx
         fours = cute.make_layout((4, self.part // WARPGROUP // 4), stride=(1, 4 * WARPGROUP))
-        mine = (on_chip.handed[None, me].iterator + consumer.thread % WARPGROUP * 4).align(16)
-        # Each writer has mbarriers of its own, but there is one place: what the writer before took must be gone.
-        on_chip.handed_pipeline.producer_acquire(n + (self.kernel.writers - 1) * self.tiles.consumers)
+        mine = (storage.exchange[None, wg_idx].iterator + consumer.thread % WARPGROUP * 4).align(16)
+        # Each writer has mbarriers of its own for the same memory: the writer before must have read it.
+        storage.exchange_pipeline.producer_acquire(n + (self.kernel.writers - 1) * self.tiles.consumers)
         cute.autovec_copy(cute.make_tensor(dq.iterator, cute.make_layout(fours.shape)), cute.make_tensor(mine, fours))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(on_chip.handed_pipeline.full + on_chip.handed_pipeline.slot(n))
+            cute.arch.mbarrier_arrive(storage.exchange_pipeline.full + storage.exchange_pipeline.stage(n))
 
     @cute.jit
-    def store(
+    def epilogue(
         self,
         consumer: Consumer,
         tma_dk: cute.CopyAtom,
         tma_dv: cute.CopyAtom,
         scale: Float32,
         origin: tuple,
-        turn: Int32,
+        work_idx: Int32,
     ):
         """dK and dV of the tile to memory, where K and V were on chip. TMA leaves out rows and columns outside of the tensors."""
-        on_chip = consumer.on_chip
-        # The sign of turn is 0, which the compiler can't know. Addresses that are the same for all tiles it would work out
+        storage = consumer.storage
+        # The sign of work_idx is 0, which the compiler can't know. Addresses that are the same for all tiles it would work out
         # once, and keep in registers that the steps need.
-        thread = consumer.thread + (turn >> 31)
+        thread = consumer.thread + (work_idx >> 31)
         consumer.dk.store(consumer.dk.load() * scale)
-        self.meet()  # the others have read K
-        for mma, acc, staged in ((consumer.mma_dv, consumer.dv, on_chip.v), (consumer.mma_dk, consumer.dk, on_chip.k)):
+        self.sync_consumers()  # the others have read K
+        for mma, acc, staged in ((consumer.mma_dv, consumer.dv, storage.v), (consumer.mma_dk, consumer.dk, storage.k)):
             rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
             to_16_bits(acc, rounded)
             to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype), mma).get_slice(thread)
             cute.copy(to_chip, to_chip.retile(rounded), to_chip.partition_D(staged[None, None, 0]))
         cute.arch.fence_proxy("async.shared", space="cta")
-        self.meet()
+        self.sync_consumers()
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == WARPS:  # warp-uniform: else ptxas waits for every single WGMMA
-            for tma, staged in ((tma_dv, on_chip.v), (tma_dk, on_chip.k)):
-                memory, part = box_of(tma, staged[None, None, 0], origin)
-                cute.copy(tma, part, memory)  # line 18
+            for tma, staged in ((tma_dv, storage.v), (tma_dk, storage.k)):
+                gmem, smem = box_of(tma, staged[None, None, 0], origin)
+                cute.copy(tma, smem, gmem)  # line 18
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-            on_chip.v_pipeline.consumer_release(turn)
-            on_chip.k_pipeline.consumer_release(turn)
+            storage.v_pipeline.consumer_release(work_idx)
+            storage.k_pipeline.consumer_release(work_idx)
 
     @cute.jit
-    def meet(self):
-        """The consumers wait for one another."""
+    def sync_consumers(self):
+        """Barrier of all consumer warpgroups."""
         cute.arch.barrier(barrier_id=NamedBarrier.CONSUMERS, number_of_threads=self.tiles.consumers * WARPGROUP)
 
 
 @cute.jit
-def wait_turn(turn: cute.Pointer, before: Int32):
-    """Until so many blocks of keys have added to a block of dQ; at once where this one never does. Nothing is read that they wrote."""
+def semaphore_wait(semaphore: cute.Pointer, before: Int32):
+    """Until `before` tiles have added to a block of dQ; at once where it is `NEVER`. A relaxed load: nothing that they wrote is read."""
     if before != NEVER:
         seen = Int32(-1)
         while seen != before:
-            seen = cute.arch.inline_ptx("ld.relaxed.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[turn])
+            seen = cute.arch.inline_ptx("ld.relaxed.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[semaphore])
 
 
 @cute.jit
-def pass_turn(turn: cute.Pointer, before: Int32, arrived: Constexpr[bool]):
-    """A block of keys has added to a block of dQ; `arrived` where its sums are known to be in memory, else a fence sees to it."""
+def semaphore_arrive(semaphore: cute.Pointer, before: Int32, arrived: Constexpr[bool]):
+    """A tile has added to a block of dQ, unless `before` is `NEVER`; `arrived` where its sums are known to be in memory already."""
     order = "relaxed" if arrived else "release"
     if before != NEVER:
         with cute.arch.elect_one():
-            cute.arch.inline_ptx(f"red.{order}.gpu.global.add.s32 [{{$r0}}], 1;", read_only_args=[turn])
+            cute.arch.inline_ptx(f"red.{order}.gpu.global.add.s32 [{{$r0}}], 1;", read_only_args=[semaphore])
 
 
 @cute.jit
-def add(memory: cute.Pointer, on_chip: cute.Tensor):
+def add(memory: cute.Pointer, storage: cute.Tensor):
     """Have TMA add float32 values that lie one after the other to those in memory."""
     with cute.arch.elect_one():
         cute.arch.inline_ptx(
             "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
-            read_only_args=[memory, on_chip.iterator, Int32(4 * cute.size(on_chip))],
+            read_only_args=[memory, storage.iterator, Int32(4 * cute.size(storage))],
         )

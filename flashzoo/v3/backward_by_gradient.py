@@ -1,8 +1,8 @@
-"""The backward pass where dK and dV of 64 keys don't fit in one warpgroup's registers: at wide head dims.
+"""The backward pass where dK and dV of 64 keys don't fit in one warpgroup's registers: at head dims above 128.
 
 What differs from `backward.py`: a tile has 64 keys, and both consumer warpgroups work on all of them.
 
-1. The warpgroup of V computes S^T and P^T, hands P^T to the other in float32 through shared memory, and adds P^T dO to dV.
+1. The warpgroup of V computes S^T and P^T, leaves P^T to the other in shared memory, in float32, and adds P^T dO to dV.
 2. The warpgroup of K computes dP^T and, from it and P^T, dS^T, and adds dS^T Q to dK.
 3. dS goes through shared memory, and each computes half of the columns of dQ, and adds them to memory straight from registers.
 4. Each issues the next block's S^T or dP^T before it goes on with dQ of this one, so that the products run while it and
@@ -26,7 +26,7 @@ from flashzoo._cute.hopper.tile_scheduler import TileSchedulerBackward
 from flashzoo._cute.hopper.tma import box_of
 from flashzoo._cute.hopper.wgmma import gemm, rows_of, to_16_bits, transposed
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
-from flashzoo.v3.backward import Backward, OnChip, pass_turn, wait_turn
+from flashzoo.v3.backward import Backward, SharedStorage, semaphore_arrive, semaphore_wait
 from flashzoo.v3.traits import COLUMNS, KernelBackward
 
 
@@ -38,22 +38,22 @@ class Gradient(IntEnum):
 
 
 class NamedBarrier(IntEnum):
-    """Beside `backward.NamedBarrier`, for each warpgroup, where its warps wait for one another."""
+    """Beside `backward.NamedBarrier`."""
 
-    OWN = 2
+    EPILOGUE = 2  # the first of one a warpgroup, of its warps
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What a consumer warpgroup has in hand on one tile.
+    """A consumer warpgroup's operands and state for one tile.
 
     Attributes:
-        schedule, on_chip: as everywhere.
+        schedule, storage: as everywhere.
         thread: of the warpgroup.
         mma_s, mma_acc, mma_dq: products: scores; of the gradient, whose first operand is in registers; of columns of dQ.
-        first, second: operands of the scores: K and Q, or V and dO; second with all slots.
-        factor: second operand of the gradient: dO, or Q, all slots.
-        ds, k_t: operands of dQ; ds with all slots, k_t with all columns.
+        first, second: operands of the scores: K and Q, or V and dO; second with all stages.
+        factor: second operand of the gradient: dO, or Q, all stages.
+        ds, k_t: operands of dQ; ds with all stages, k_t with all columns.
         acc: the gradient.
         dq: its sum in memory.
         entry: the tile, as the schedule has it.
@@ -63,7 +63,7 @@ class Tile:
     """
 
     schedule: TileSchedulerBackward
-    on_chip: OnChip
+    storage: SharedStorage
     thread: Int32
     mma_s: cute.TiledMma
     mma_acc: cute.TiledMma
@@ -89,13 +89,13 @@ class BackwardByGradient(Backward):
 
     def __init__(self, kernel: KernelBackward) -> None:
         super().__init__(kernel)
-        self.takers = WARPS
+        self.exchange_readers = WARPS
 
     @cute.jit
     def consume(
         self,
         schedule: TileSchedulerBackward,
-        on_chip: OnChip,
+        storage: SharedStorage,
         tma_dk: cute.CopyAtom,
         tma_dv: cute.CopyAtom,
         dq: cute.Pointer,
@@ -103,18 +103,18 @@ class BackwardByGradient(Backward):
         scale: Float32,
     ):
         """A consumer warpgroup: its gradient of tile after tile."""
-        me = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPS - 1)
-        if me == Gradient.OF_V:
-            self.work(Gradient.OF_V, schedule, on_chip, tma_dv, dq, scale_log2, Float32(1.0))
+        wg_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPS - 1)
+        if wg_idx == Gradient.OF_V:
+            self.work(Gradient.OF_V, schedule, storage, tma_dv, dq, scale_log2, Float32(1.0))
         else:
-            self.work(Gradient.OF_K, schedule, on_chip, tma_dk, dq, scale_log2, scale)
+            self.work(Gradient.OF_K, schedule, storage, tma_dk, dq, scale_log2, scale)
 
     @cute.jit
     def work(
         self,
         gradient: Constexpr[Gradient],
         schedule: TileSchedulerBackward,
-        on_chip: OnChip,
+        storage: SharedStorage,
         tma: cute.CopyAtom,
         dq: cute.Pointer,
         scale_log2: Float32,
@@ -129,30 +129,30 @@ class BackwardByGradient(Backward):
         mma_acc = self.mma(OperandMajorMode.K, OperandMajorMode.MN, (1, 1, 1), width, warpgroup.OperandSource.RMEM)
         mma_dq = self.mma(OperandMajorMode.K, OperandMajorMode.MN, (1, 1, 1), COLUMNS)
         s, of_acc, of_dq = (x.get_slice(0) for x in (mma_s, mma_acc, mma_dq))
-        kept, scored, factor = (on_chip.k, on_chip.q, on_chip.do) if of_v else (on_chip.v, on_chip.do, on_chip.q)
+        kept, scored, factor = (storage.k, storage.q, storage.do) if of_v else (storage.v, storage.do, storage.q)
         operands = (
             mma_s.make_fragment_A(s.partition_A(kept[None, None, 0])),
             mma_s.make_fragment_B(s.partition_B(scored)),
             mma_acc.make_fragment_B(of_acc.partition_B(transposed(factor))),
-            mma_dq.make_fragment_A(of_dq.partition_A(on_chip.ds)),
-            mma_dq.make_fragment_B(of_dq.partition_B(transposed(on_chip.k)))[None, None, None, 0],
+            mma_dq.make_fragment_A(of_dq.partition_A(storage.ds)),
+            mma_dq.make_fragment_B(of_dq.partition_B(transposed(storage.k)))[None, None, None, 0],
         )
         acc = cute.make_rmem_tensor(of_acc.partition_shape_C((tiles.block_kv, width)), Float32)
 
         used = Int32(0)  # blocks of queries so far, over all tiles
-        turn = Int32(0)  # tiles so far
+        work_idx = Int32(0)  # tiles so far
         tile = schedule.first()
         while schedule.exists(tile):
             block, head_kv, batch = schedule.place(tile)
             begin, end = schedule.extent(tile, block)
             first_key = block * tiles.block_kv
             now = Tile(
-                *(schedule, on_chip, thread, mma_s, mma_acc, mma_dq, *operands, acc, dq),
+                *(schedule, storage, thread, mma_s, mma_acc, mma_dq, *operands, acc, dq),
                 *(tile, begin, end, head_kv, batch, first_key, scale_log2),
             )
             acc.fill(0.0)
-            on_chip.k_pipeline.consumer_wait(turn)
-            on_chip.v_pipeline.consumer_wait(turn)
+            storage.k_pipeline.consumer_wait(work_idx)
+            storage.v_pipeline.consumer_wait(work_idx)
             steps = schedule.group * (end - begin)
             scores = cute.make_rmem_tensor(s.partition_shape_C((WARPGROUP_ROWS, tiles.block_q)), Float32)
             self.issue_scores(now, gradient, used, schedule.walks(begin, end), scores)
@@ -160,30 +160,30 @@ class BackwardByGradient(Backward):
                 self.step(now, gradient, used + i, i, scores, i + 1 < steps)
             warpgroup.wait_group(0)
             used += steps
-            on_chip.tile_pipeline.consumer_wait(turn)
-            tile = schedule.told(on_chip.tile)
+            storage.tile_pipeline.consumer_wait(work_idx)
+            tile = schedule.told(storage.tile)
             cute.arch.sync_warp()  # every lane has read it
-            on_chip.tile_pipeline.consumer_release(turn)
-            self.store_gradient(now, gradient, tma, scale, turn)
-            turn += 1
+            storage.tile_pipeline.consumer_release(work_idx)
+            self.gradient_epilogue(now, gradient, tma, scale, work_idx)
+            work_idx += 1
 
     @cute.jit
     def issue_scores(self, tile: Tile, gradient: Constexpr[Gradient], use: Int32, exists: Boolean, scores: cute.Tensor):
-        """Have S^T, or dP^T, of a block computed; of whatever is in its slot where there is no such block, for nobody to read.
+        """Have S^T, or dP^T, of a block computed; of whatever is in its stage where there is no such block, for nobody to read.
 
         A branch around the product would cost more: ptxas then spills a good part of the accumulators.
         """
-        pipeline = tile.on_chip.q_pipeline if const_expr(gradient == Gradient.OF_V) else tile.on_chip.do_pipeline
+        pipeline = tile.storage.q_pipeline if const_expr(gradient == Gradient.OF_V) else tile.storage.do_pipeline
         if exists:
             pipeline.consumer_wait(use)
-        gemm(tile.mma_s, scores, tile.first, tile.second[None, None, None, pipeline.slot(use)], True)
+        gemm(tile.mma_s, scores, tile.first, tile.second[None, None, None, pipeline.stage(use)], True)
 
     @cute.jit
     def step(self, tile: Tile, gradient: Constexpr[Gradient], use: Int32, step: Int32, scores: cute.Tensor, more: Boolean):
         """One block of queries, whose scores are under way; and the next block's, if there is one."""
-        on_chip = tile.on_chip
+        storage = tile.storage
         of_v = const_expr(gradient == Gradient.OF_V)
-        pipeline, pipeline_of_factor = (on_chip.q_pipeline, on_chip.do_pipeline) if of_v else (on_chip.do_pipeline, on_chip.q_pipeline)
+        pipeline, pipeline_of_factor = (storage.q_pipeline, storage.do_pipeline) if of_v else (storage.do_pipeline, storage.q_pipeline)
         rounded = cute.make_rmem_tensor(tile.mma_acc.get_slice(0).partition_shape_A((WARPGROUP_ROWS, self.tiles.block_q)), self.dtype)
         warpgroup.wait_group(0)
         if const_expr(of_v):
@@ -192,9 +192,9 @@ class BackwardByGradient(Backward):
             self.make_ds(tile, use, scores, rounded)
         pipeline.consumer_release(use)
         pipeline_of_factor.consumer_wait(use)
-        gemm(tile.mma_acc, tile.acc, rounded, tile.factor[None, None, None, pipeline_of_factor.slot(use)], False)
-        on_chip.ds_pipeline.consumer_wait(use)
-        parts = self.kernel.turns
+        gemm(tile.mma_acc, tile.acc, rounded, tile.factor[None, None, None, pipeline_of_factor.stage(use)], False)
+        storage.ds_pipeline.consumer_wait(use)
+        parts = self.kernel.semaphores
         dq = self.issue_dq(tile, gradient, use, 0)
         warpgroup.wait_group(0)
         pipeline_of_factor.consumer_release(use)
@@ -203,39 +203,39 @@ class BackwardByGradient(Backward):
             self.add_to_dq(tile, gradient, use, step, j - 1, dq)
             warpgroup.wait_group(0)
             dq = following
-        on_chip.ds_pipeline.consumer_release(use)
+        storage.ds_pipeline.consumer_release(use)
         self.issue_scores(tile, gradient, use + 1, more, scores)
         self.add_to_dq(tile, gradient, use, step, parts - 1, dq)
 
     @cute.jit
     def make_p(self, tile: Tile, use: Int32, step: Int32, s: cute.Tensor, p: cute.Tensor):
-        """P from S, rounded for this warpgroup, and handed over as it is."""
-        on_chip, schedule = tile.on_chip, tile.schedule
+        """P from S: rounded for this warpgroup, in float32 for the other."""
+        storage, schedule = tile.storage, tile.schedule
         lane = cute.arch.lane_idx()
         _, n = schedule.step(step, tile.begin, tile.end, tile.head_kv)
         if schedule.crosses(tile.entry, tile.first_key, n):
             bounds = schedule.bounds(tile.first_key + tile.thread // 32 * 16 + lane // 4, lane % 4 * 2)
             self.mask(schedule, tile.entry, n, s, bounds, tile.thread)
-        self.exponentiate(s, self.columns(on_chip.lse[None, on_chip.q_pipeline.slot(use)]), tile.scale_log2)
-        on_chip.handed_pipeline.producer_acquire(use)
+        self.exponentiate(s, self.columns(storage.lse[None, storage.q_pipeline.stage(use)]), tile.scale_log2)
+        storage.exchange_pipeline.producer_acquire(use)
         fours = self.fours(tile, cute.size(s))
         cute.autovec_copy(cute.make_tensor(s.iterator, cute.make_layout(fours.shape)), fours)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(on_chip.handed_pipeline.full)
+            cute.arch.mbarrier_arrive(storage.exchange_pipeline.full)
         to_16_bits(s, p)
 
     @cute.jit
     def make_ds(self, tile: Tile, use: Int32, dp: cute.Tensor, ds: cute.Tensor):
         """dS from dP and the other warpgroup's P, rounded, and on chip for both."""
-        on_chip, tiles = tile.on_chip, self.tiles
+        storage, tiles = tile.storage, self.tiles
         fours = self.fours(tile, cute.size(dp))
         p = cute.make_rmem_tensor(cute.size(dp), Float32)
-        on_chip.handed_pipeline.consumer_wait(use)
+        storage.exchange_pipeline.consumer_wait(use)
         cute.autovec_copy(fours, cute.make_tensor(p.iterator, cute.make_layout(fours.shape)))
         cute.arch.sync_warp()
-        on_chip.handed_pipeline.consumer_release(use)
-        delta = self.columns(on_chip.delta[None, on_chip.do_pipeline.slot(use)])
+        storage.exchange_pipeline.consumer_release(use)
+        delta = self.columns(storage.delta[None, storage.do_pipeline.stage(use)])
         p_rows, dp_rows = rows_of(p), rows_of(dp)
         for i in cutlass.range_constexpr(cute.size(dp) // 4):
             pair = delta[None, i].load()
@@ -243,102 +243,104 @@ class BackwardByGradient(Backward):
                 for c in cutlass.range_constexpr(2):
                     dp_rows[c, r, i] = p_rows[c, r, i] * (dp_rows[c, r, i] - pair[c])
         to_16_bits(dp, ds)
-        slot = on_chip.ds_pipeline.slot(use)
+        stage = storage.ds_pipeline.stage(use)
         to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(True, 4), self.dtype), tile.mma_s).get_slice(tile.thread)
         part = cute.make_tensor(ds.iterator, tile.mma_s.get_slice(0).partition_shape_C((tiles.block_kv, tiles.block_q)))
-        on_chip.ds_pipeline.producer_acquire(use)
-        cute.copy(to_chip, to_chip.retile(part), to_chip.partition_D(transposed(on_chip.ds)[None, None, slot]))
+        storage.ds_pipeline.producer_acquire(use)
+        cute.copy(to_chip, to_chip.retile(part), to_chip.partition_D(transposed(storage.ds)[None, None, stage]))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(on_chip.ds_pipeline.full + slot)
+            cute.arch.mbarrier_arrive(storage.ds_pipeline.full + stage)
 
     def fours(self, tile: Tile, numbers: int) -> cute.Tensor:
-        """Where this thread's numbers lie that are handed over, by fours: (4, numbers / 4)."""
+        """This thread's part of `exchange`, by fours: (4, numbers / 4)."""
         layout = cute.make_layout((4, numbers // 4), stride=(1, 4 * WARPGROUP))
-        return cute.make_tensor((tile.on_chip.handed[None, 0].iterator + tile.thread * 4).align(16), layout)
+        return cute.make_tensor((tile.storage.exchange[None, 0].iterator + tile.thread * 4).align(16), layout)
 
     @cute.jit
     def issue_dq(self, tile: Tile, gradient: Constexpr[Gradient], use: Int32, j: Constexpr[int]) -> cute.Tensor:
         """Registers that will hold the j-th of this warpgroup's columns of dS K."""
         dq = cute.make_rmem_tensor(tile.mma_dq.get_slice(0).partition_shape_C((self.tiles.block_q, COLUMNS)), Float32)
-        columns = int(gradient) * self.kernel.turns + j
-        gemm_of(tile.mma_dq, dq, tile.ds[None, None, None, tile.on_chip.ds_pipeline.slot(use)], tile.k_t[None, columns, None])
+        columns = int(gradient) * self.kernel.semaphores + j
+        gemm_of(tile.mma_dq, dq, tile.ds[None, None, None, tile.storage.ds_pipeline.stage(use)], tile.k_t[None, columns, None])
         return dq
 
     @cute.jit
     def add_to_dq(self, tile: Tile, gradient: Constexpr[Gradient], use: Int32, step: Int32, j: Constexpr[int], dq: cute.Tensor):
-        """Those columns, added to memory; where deterministic, in turn."""
+        """Those columns, added to memory; where deterministic, in order."""
         schedule, fours = tile.schedule, cute.size(dq) // 4
         head, n = schedule.step(step, tile.begin, tile.end, tile.head_kv)
         part = schedule.block_of_queries(head, schedule.block_q(tile.entry, n), tile.batch) * self.tiles.consumers + int(gradient)
         memory = tile.dq + part * self.part + tile.thread * 4
-        turn_pipeline, turn = tile.on_chip.turn_pipeline, use * self.kernel.turns + j
+        semaphore_pipeline, semaphore_use = tile.storage.semaphore_pipeline, use * self.kernel.semaphores + j
         if const_expr(self.kernel.deterministic):
-            turn_pipeline.consumer_wait(turn)
+            semaphore_pipeline.consumer_wait(semaphore_use)
         for i in cutlass.range_constexpr(fours):
             add_four(memory + (j * fours + i) * 4 * WARPGROUP, dq, 4 * i)
         if const_expr(self.kernel.deterministic):
             cute.arch.sync_warp()
-            turn_pipeline.consumer_release(turn)
+            semaphore_pipeline.consumer_release(semaphore_use)
 
     @cute.jit
-    def write(self, schedule: TileSchedulerBackward, on_chip: OnChip, writer: Int32, dq: cute.Pointer, turns: cute.Pointer):
-        """A writer warp: waits for the consumers' turn to add to some columns of dQ, and passes it when they have."""
-        parts = self.kernel.turns
+    def store_dq(
+        self, schedule: TileSchedulerBackward, storage: SharedStorage, writer: Int32, dq: cute.Pointer, dq_semaphore: cute.Pointer
+    ):
+        """A writer warp: lets the consumers add to some columns of dQ when the tiles before have, then releases the semaphore."""
+        parts = self.kernel.semaphores
         written = Int32(0)
-        turn = Int32(0)
+        work_idx = Int32(0)
         tile = schedule.first()
         while schedule.exists(tile):
             block, head_kv, batch = schedule.place(tile)
             begin, end = schedule.extent(tile, block)
             steps = schedule.group * (end - begin) * parts
-            for i in cutlass.range(self.first_turn(written, writer), steps, self.kernel.writers, unroll=1):
+            for i in cutlass.range(self.first_step(written, writer), steps, self.kernel.writers, unroll=1):
                 head, n = schedule.step(i // parts, begin, end, head_kv)
                 block_q = schedule.block_q(tile, n)
-                of_block = turns + (schedule.block_of_queries(head, block_q, batch) * parts + i % parts)
-                before = schedule.turn(block, block_q)
+                of_block = dq_semaphore + (schedule.block_of_queries(head, block_q, batch) * parts + i % parts)
+                before = schedule.adds_before(block, block_q)
                 use = written + i
-                wait_turn(of_block, before)
+                semaphore_wait(of_block, before)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(on_chip.turn_pipeline.full + on_chip.turn_pipeline.slot(use))
-                # The consumers give back what they were given, and with it what they have written.
-                on_chip.turn_pipeline.producer_acquire(use + self.kernel.writers)
-                pass_turn(of_block, before, False)
+                    cute.arch.mbarrier_arrive(storage.semaphore_pipeline.full + storage.semaphore_pipeline.stage(use))
+                # The consumers' release comes behind their additions.
+                storage.semaphore_pipeline.producer_acquire(use + self.kernel.writers)
+                semaphore_arrive(of_block, before, False)
             written += steps
-            on_chip.tile_pipeline.consumer_wait(turn)
-            tile = schedule.told(on_chip.tile)
+            storage.tile_pipeline.consumer_wait(work_idx)
+            tile = schedule.told(storage.tile)
             cute.arch.sync_warp()
-            on_chip.tile_pipeline.consumer_release(turn)
-            turn += 1
+            storage.tile_pipeline.consumer_release(work_idx)
+            work_idx += 1
 
     @cute.jit
-    def store_gradient(self, tile: Tile, gradient: Constexpr[Gradient], tma: cute.CopyAtom, scale: Float32, turn: Int32):
+    def gradient_epilogue(self, tile: Tile, gradient: Constexpr[Gradient], tma: cute.CopyAtom, scale: Float32, work_idx: Int32):
         """dV or dK of the tile to memory, where V or K was on chip."""
-        on_chip, acc = tile.on_chip, tile.acc
+        storage, acc = tile.storage, tile.acc
         of_v = const_expr(gradient == Gradient.OF_V)
-        staged, pipeline = (on_chip.v, on_chip.v_pipeline) if of_v else (on_chip.k, on_chip.k_pipeline)
-        thread = tile.thread + (turn >> 31)  # as in `backward.py`
+        staged, pipeline = (storage.v, storage.v_pipeline) if of_v else (storage.k, storage.k_pipeline)
+        thread = tile.thread + (work_idx >> 31)  # as in `backward.py`
         if const_expr(not of_v):
             acc.store(acc.load() * scale)
         rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
         to_16_bits(acc, rounded)
         to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype), tile.mma_acc).get_slice(thread)
-        self.meet()  # the other has read K and V
+        self.sync_consumers()  # the other has read K and V
         cute.copy(to_chip, to_chip.retile(rounded), to_chip.partition_D(staged[None, None, 0]))
         cute.arch.fence_proxy("async.shared", space="cta")
-        self.meet_own(gradient)
+        self.sync_warpgroup(gradient)
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS == 0:
-            memory, part = box_of(tma, staged[None, None, 0], (0, tile.first_key, tile.head_kv, tile.batch))
-            cute.copy(tma, part, memory)
+            gmem, smem = box_of(tma, staged[None, None, 0], (0, tile.first_key, tile.head_kv, tile.batch))
+            cute.copy(tma, smem, gmem)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-            pipeline.consumer_release(turn)
+            pipeline.consumer_release(work_idx)
 
     @cute.jit
-    def meet_own(self, gradient: Constexpr[Gradient]):
-        """The warps of one warpgroup wait for one another."""
-        cute.arch.barrier(barrier_id=NamedBarrier.OWN + int(gradient), number_of_threads=WARPGROUP)
+    def sync_warpgroup(self, gradient: Constexpr[Gradient]):
+        """Barrier of a warpgroup's warps."""
+        cute.arch.barrier(barrier_id=NamedBarrier.EPILOGUE + int(gradient), number_of_threads=WARPGROUP)
 
 
 @cute.jit

@@ -1,7 +1,7 @@
-"""Before and after the backward kernel, in Triton: delta and LSE as it reads them, dQ from zero to its rounded end.
+"""Before and after the backward kernel, in Triton: delta, LSE in log2 units and zeros for dQ before it; dQ rounded after it.
 
-Both kernels move bytes and compute next to nothing; each program has a block of queries of one head. They go through the heads from
-the last to the first, and the kernel between them from the first to the last: what one has written last, the next finds in L2.
+Both kernels are bound by memory; each program has a block of queries of one head. They go through the heads from the last to the
+first, and the kernel between them from the first to the last: what one has written last, the next finds in L2.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def delta_kernel(
     delta,
     lse_log2,
     dq_sum,
-    turns,
+    dq_semaphore,
     stride_ob,
     stride_os,
     stride_oh,
@@ -40,9 +40,9 @@ def delta_kernel(
     BLOCK_Q: tl.constexpr,
     ROWS: tl.constexpr,
     DLSE: tl.constexpr,
-    TURNS: tl.constexpr,
+    SEMAPHORES: tl.constexpr,
 ):
-    """delta = rowsum(dO * O) - dLSE, LSE in log2 units, zeros for dQ and for the turns in which it is added to.
+    """delta = rowsum(dO * O) - dLSE, LSE in log2 units, zeros for dQ and for its semaphores.
 
     delta and LSE are padded to whole blocks of BLOCK_Q queries. LSE is +inf in the padding and where a row saw no key: P is 0
     there. ROWS is the power of two that holds BLOCK_Q.
@@ -71,8 +71,8 @@ def delta_kernel(
     sums = dq_sum + tl.cast(of_block, tl.int64) * SUMS
     for start in range(0, SUMS, 1024):
         tl.store(sums + start + tl.arange(0, 1024), tl.zeros((1024,), tl.float32))
-    if TURNS:
-        tl.store(turns + of_block * TURNS + tl.arange(0, TURNS), tl.zeros((TURNS,), tl.int32))
+    if SEMAPHORES:
+        tl.store(dq_semaphore + of_block * SEMAPHORES + tl.arange(0, SEMAPHORES), tl.zeros((SEMAPHORES,), tl.int32))
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -92,7 +92,7 @@ def round_kernel(
     BY_ROWS: tl.constexpr,
     N: tl.constexpr,
 ):
-    """dQ = scale * its sum over the keys, in the inputs' dtype. A program has a warpgroup's part of a block: 64 queries.
+    """dQ = scale * its sum over the keys, in the inputs' dtype. A program has one warpgroup's part of a block: 64 queries.
 
     The sum lies as a WGMMA leaves its 64 x N result in registers, in fours: by eight columns, then by thread, which has pairs of
     columns of two rows 8 apart. The parts of a block are its queries by 64, or else columns by N.

@@ -11,7 +11,7 @@
    float32 registers, by the same instruction that rescales O.
 
 With products this fast, registers are what is short, and the overlap inside a warpgroup (two blocks' worth of scores and
-products alive) costs more than it brings: blocks are serial, and warpgroups take turns.
+products alive) costs more than it brings: blocks are serial, with ping-pong between warpgroups.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from flashzoo._cute.hopper.tile_scheduler import TileScheduler
 from flashzoo._cute.hopper.wgmma import gemm, rows_of, shared_layout
 from flashzoo.call.problem import DESCALE_BLOCK
 from flashzoo.gpu import WARPGROUP_ROWS, WARPS
-from flashzoo.v3.forward import Consumer, Forward, OnChip, take_over
+from flashzoo.integers import cdiv
+from flashzoo.v3.forward import Consumer, Forward, SharedStorage, read_next
 from flashzoo.v3.product import Product, ValuePath
 from flashzoo.v3.softmax import NOTHING_SEEN, maximum
 from flashzoo.v3.traits import KernelFp8
@@ -93,8 +94,8 @@ class SoftmaxFp8:
     Attributes:
         kernel: what is compiled.
         scaling: the scales of all.
-        reference: the rows' maxima so far, in log2 units.
-        l: this thread's part of the rows' sums of P.
+        row_max: of the scores so far, in log2 units.
+        row_sum: this thread's part of the rows' sums of P.
         alpha: of the rows, what O is multiplied by before the product with the P at hand is added.
         scale_log2: of the rows, softmax scale times log2 e times the scale of Q, and that of K where it has one a head.
         v_scale: of V's last block.
@@ -104,8 +105,8 @@ class SoftmaxFp8:
 
     kernel: Constexpr[KernelFp8]
     scaling: Scaling
-    reference: cute.Tensor
-    l: cute.Tensor
+    row_max: cute.Tensor
+    row_sum: cute.Tensor
     alpha: cute.Tensor
     scale_log2: cute.Tensor
     v_scale: cute.Tensor
@@ -115,8 +116,8 @@ class SoftmaxFp8:
     @cute.jit
     def reset(self, schedule: TileScheduler, batch: Int32, head: Int32, row: Int32):
         """Begin with rows that have seen nothing: row `row` of the head's tiles, and the one 8 below."""
-        self.reference.fill(NOTHING_SEEN)
-        self.l.fill(0.0)
+        self.row_max.fill(NOTHING_SEEN)
+        self.row_sum.fill(0.0)
         self.alpha.fill(0.0)
         self.place[0], self.place[1] = batch, head // schedule.group
         self.read_ahead(Int32(0))
@@ -153,19 +154,19 @@ class SoftmaxFp8:
         alpha = cute.make_rmem_tensor(2, Float32)
         rows = rows_of(s)
         for r in cutlass.range_constexpr(2):
-            reference = cute.arch.fmax(self.reference[r], maximum(rows[None, r, None]) * scales[r])
-            shrunk = cute.math.exp2(self.reference[r] - reference, fastmath=True)
+            row_max = cute.arch.fmax(self.row_max[r], maximum(rows[None, r, None]) * scales[r])
+            shrunk = cute.math.exp2(self.row_max[r] - row_max, fastmath=True)
             alpha[r] = shrunk * change
-            self.reference[r] = reference
-            self.l[r] = self.l[r] * shrunk
+            self.row_max[r] = row_max
+            self.row_sum[r] = self.row_sum[r] * shrunk
         for r in cutlass.range_constexpr(2):
-            row, scale, below = rows[None, r, None], scales[r], self.reference[r] - P_EXPONENT
-            sums = [self.l[r], None, None, None]  # four chains, as one would wait for itself
+            row, scale, below = rows[None, r, None], scales[r], self.row_max[r] - P_EXPONENT
+            sums = [self.row_sum[r], None, None, None]  # four chains, as one would wait for itself
             for i in cutlass.range_constexpr(cute.size(row)):
                 p = cute.math.exp2(row[i] * scale - below, fastmath=True)
                 row[i] = p
                 sums[i % 4] = p if const_expr(sums[i % 4] is None) else sums[i % 4] + p
-            self.l[r] = (sums[0] + sums[1]) + (sums[2] + sums[3])
+            self.row_sum[r] = (sums[0] + sums[1]) + (sums[2] + sums[3])
         needed = Boolean(True)  # with two levels it costs nothing
         if const_expr(not self.kernel.two_level):
             needed = cute.arch.vote_any_sync(alpha[0] != 1.0 or alpha[1] != 1.0)
@@ -173,7 +174,7 @@ class SoftmaxFp8:
 
     def lse_log2(self, r: int, total: Float32) -> Float32:
         """LSE of row r in log2 units, `total` being the sum of its P."""
-        return self.reference[r] - P_EXPONENT + cute.math.log2(total, fastmath=True)
+        return self.row_max[r] - P_EXPONENT + cute.math.log2(total, fastmath=True)
 
     def scale_of_o(self, total: Float32) -> Float32:
         """What the rows of O are multiplied by in the end."""
@@ -189,7 +190,7 @@ class ValueTransposed(ValuePath):
     """V comes as (head_dim, keys), in the order of `quantize.transpose_v`."""
 
     def shared_layout(self) -> cute.ComposedLayout:
-        """Of what TMA loads: (head_dim, keys, slots)."""
+        """Of what TMA loads: (head_dim, keys, stages)."""
         return shared_layout(self.dtype, self.kernel.width_v, KEYS, self.stages)
 
     def origin(self, first_key: Int32, head: Int32, batch: Int32) -> tuple[Any, ...]:
@@ -197,7 +198,7 @@ class ValueTransposed(ValuePath):
         return (first_key, 0, head, batch)
 
     def operand(self, v: cute.Tensor) -> cute.Tensor:
-        """The slots that the tensor core reads as (head_dim, keys, slots), as they are."""
+        """The stages that the tensor core reads as (head_dim, keys, stages), as they are."""
         return v
 
 
@@ -211,21 +212,21 @@ class ValueTransposedOnChip(ValuePath):
         self.stages: int = kernel.raw_stages
 
     def allocate(self, smem: cutlass.memory.SmemAllocator, layout: cute.ComposedLayout) -> tuple[cute.Tensor, cute.Tensor | None]:
-        """The slots that the tensor core reads, (head_dim, keys, slots), and those that TMA fills."""
+        """The stages that the tensor core reads, (head_dim, keys, stages), and those that TMA fills."""
         loaded = smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
         layout = shared_layout(self.dtype, self.kernel.width_v, KEYS, self.kernel.tiles.stages)
         return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner), loaded
 
     def operand(self, v: cute.Tensor) -> cute.Tensor:
-        """The slots that the tensor core reads as (head_dim, keys, slots), as they are."""
+        """The stages that the tensor core reads as (head_dim, keys, stages), as they are."""
         return v
 
     @cute.jit
-    def help(self, schedule: TileScheduler, on_chip: OnChip, helper: Int32):
+    def help(self, schedule: TileScheduler, storage: SharedStorage, helper: Int32):
         """A warp that transposes V: its share of every block of tile after tile."""
-        raw, v_pipeline = on_chip.raw, on_chip.v_pipeline
+        raw, v_pipeline = storage.raw, storage.v_pipeline
         used = Int32(0)  # blocks of V so far, over all tiles
-        turn = Int32(0)  # tiles so far
+        work_idx = Int32(0)  # tiles so far
         tile = schedule.first()
         while schedule.exists(tile):
             block, _, _ = schedule.place(tile)
@@ -233,15 +234,15 @@ class ValueTransposedOnChip(ValuePath):
             for _ in cutlass.range(end - begin, unroll=1):
                 raw.pipeline.consumer_wait(used)
                 v_pipeline.producer_acquire(used)
-                self.transpose(raw.v[None, None, raw.pipeline.slot(used)], on_chip.v[None, None, v_pipeline.slot(used)], helper)
+                self.transpose(raw.v[None, None, raw.pipeline.stage(used)], storage.v[None, None, v_pipeline.stage(used)], helper)
                 cute.arch.fence_proxy("async.shared", space="cta")  # the tensor core is to see it
                 cute.arch.sync_warp()
                 raw.pipeline.consumer_release(used)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(v_pipeline.full + v_pipeline.slot(used))
+                    cute.arch.mbarrier_arrive(v_pipeline.full + v_pipeline.stage(used))
                 used += 1
-            tile = take_over(schedule, on_chip, turn)
-            turn += 1
+            tile = read_next(schedule, storage, work_idx)
+            work_idx += 1
 
     @cute.jit
     def transpose(self, source: cute.Tensor, target: cute.Tensor, helper: Int32):
@@ -262,8 +263,8 @@ class ValueTransposedOnChip(ValuePath):
         load_from = source.iterator.toint() + ((upper_keys << 3) + row) * line
         store_to = target.iterator.toint() + column * KEYS
         swizzle = (upper_columns ^ (row if const_expr(line == KEYS) else row >> 1)) << 4
-        for turn in cutlass.range_constexpr(-(-KEYS // 16 // self.helpers)):
-            keys = helper + turn * self.helpers
+        for i in cutlass.range_constexpr(cdiv(KEYS // 16, self.helpers)):
+            keys = helper + i * self.helpers
             if keys < KEYS // 16:
                 load_keys, store_keys = load_from + keys * (16 * line), store_to + ((keys ^ (column & 7)) << 4)
                 for pair in cutlass.range_constexpr(width // 64):  # two at a time hide some latency and fit the registers
@@ -294,7 +295,7 @@ class ProductTwoLevel(ProductFp8):
     @cute.jit
     def issue(self, consumer: Consumer, n: Int32) -> cute.Tensor:
         """Issue P times the n-th block of V, a group of WGMMAs to wait for: its last columns, which are yet to be added to O."""
-        v = consumer.v[None, None, None, consumer.on_chip.v_pipeline.slot(n)]
+        v = consumer.v[None, None, None, consumer.storage.v_pipeline.stage(n)]
         shape = consumer.mma_pv.get_slice(0).partition_shape_C((WARPGROUP_ROWS, self.columns))
         product = cute.make_rmem_tensor(shape, Float32)
         for part in cutlass.range_constexpr(self.parts):
@@ -320,7 +321,7 @@ class ProductTwoLevel(ProductFp8):
                     o_rows[c, r, i] = o_rows[c, r, i] * consumer.softmax.alpha[r] + rows[c, r, i]
 
     def rescale(self, consumer: Consumer, needed: Boolean, alpha: cute.Tensor) -> None:
-        """O to the rows' new reference, with the next product."""
+        """O to the rows' new maximum, with the next product."""
         consumer.softmax.alpha[0], consumer.softmax.alpha[1] = alpha[0], alpha[1]
 
 

@@ -263,7 +263,7 @@ class BackwardLaunch:
         blocks_q, blocks = kernel.blocks_q(p.seqlen_q), kernel.blocks_kv(p.seqlen_k)
         self._statistics_shape = (2, p.batch * p.heads, blocks_q * tiles.block_q)
         self._sum_shape = (p.batch * p.heads * blocks_q * tiles.block_q * kernel.width,)
-        self._turns_shape = (p.batch * p.heads * blocks_q * kernel.turns if kernel.deterministic else 0,)
+        self._semaphore_shape = (p.batch * p.heads * blocks_q * kernel.semaphores if kernel.deterministic else 0,)
 
         self._q = map_of_rows(p.dtype, of_q, q_strides, kernel.width, tiles.block_q)
         self._dout = map_of_rows(p.dtype, of_out, dout_strides, kernel.width_v, tiles.block_q)
@@ -279,7 +279,7 @@ class BackwardLaunch:
             section = _section_of(group * p.seqlen_q * (BYTES[p.dtype] * (p.head_dim + p.head_dim_v) + 4 * p.head_dim))
         schedule = _schedule(p, blocks, batch_heads, section, heads=p.heads_kv, group=group, pack=0)
         lists = () if p.block_mask is None else LISTS
-        given = ("q", "k", "v", "dout", "dk", "dv", "lse", "delta", "dq", "turns", "counter", *lists, *SCALE, "scale")
+        given = ("q", "k", "v", "dout", "dk", "dv", "lse", "delta", "dq", "dq_semaphore", "counter", *lists, *SCALE, "scale")
         self._launch = function_for(kernel).bind(device, min(_multiprocessors(device), blocks * batch_heads), schedule, given)
         self._delta = delta_launch(p, kernel, out_strides, dout_strides, dlse)
         self._round = round_launch(p, kernel, dq_strides)
@@ -303,8 +303,8 @@ class BackwardLaunch:
         dq, dk, dv = (torch.empty_strided(shape, strides, dtype=self._dtype, device=q.device) for shape, strides in self._gradients)
         delta, lse_log2 = torch.empty(self._statistics_shape, dtype=torch.float32, device=q.device)
         dq_sum = torch.empty(self._sum_shape, dtype=torch.float32, device=q.device)
-        turns = torch.empty(self._turns_shape, dtype=torch.int32, device=q.device)
-        self._delta((out, dout, lse, lse if dlse is None else dlse.contiguous(), delta, lse_log2, dq_sum, turns), ())
+        dq_semaphore = torch.empty(self._semaphore_shape, dtype=torch.int32, device=q.device)
+        self._delta((out, dout, lse, lse if dlse is None else dlse.contiguous(), delta, lse_log2, dq_sum, dq_semaphore), ())
         stream = current_stream(self._device)
         self._launch(
             stream,
@@ -314,7 +314,7 @@ class BackwardLaunch:
             self._dout.at(dout.data_ptr()),
             self._dk.at(dk.data_ptr()),
             self._dv.at(dv.data_ptr()),
-            *(lse_log2.data_ptr(), delta.data_ptr(), dq_sum.data_ptr(), turns.data_ptr()),
+            *(lse_log2.data_ptr(), delta.data_ptr(), dq_sum.data_ptr(), dq_semaphore.data_ptr()),
             tile_counter(self._device, stream).data_ptr(),
             *lists,
             in_log2(softmax_scale),
@@ -341,7 +341,7 @@ def delta_launch(problem: Problem, kernel: KernelBackward, out_strides: Ints, do
             "BLOCK_Q": block_q,
             "ROWS": next_power_of_2(block_q, 16),
             "DLSE": dlse,
-            "TURNS": kernel.turns if kernel.deterministic else 0,
+            "SEMAPHORES": kernel.semaphores if kernel.deterministic else 0,
         },
         num_warps=4,
         num_stages=1,

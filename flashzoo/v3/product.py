@@ -23,7 +23,7 @@ from flashzoo.v3.traits import Kernel
 
 @dataclass(frozen=True)
 class RawV:
-    """Where V lies as it came, when it is rearranged on chip: slots of (keys, head_dim), and their pipeline."""
+    """Where V lies as it came, when it is rearranged on chip: stages of (keys, head_dim), and their pipeline."""
 
     v: cute.Tensor
     pipeline: Pipeline
@@ -45,7 +45,7 @@ class ValuePath:
         self.stages: int = kernel.tiles.stages
 
     def shared_layout(self) -> cute.ComposedLayout:
-        """Of what TMA loads: (keys, head_dim, slots)."""
+        """Of what TMA loads: (keys, head_dim, stages)."""
         tiles = self.kernel.tiles
         return shared_layout(self.dtype, tiles.block_kv, self.kernel.width_v, tiles.teams * self.stages)
 
@@ -54,14 +54,14 @@ class ValuePath:
         return (0, first_key, head, batch)
 
     def allocate(self, smem: cutlass.memory.SmemAllocator, layout: cute.ComposedLayout) -> tuple[cute.Tensor, cute.Tensor | None]:
-        """The slots that the tensor core reads, and those that TMA fills where these are others."""
+        """The stages that the tensor core reads, and those that TMA fills where these are others."""
         return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner), None
 
     def operand(self, v: cute.Tensor) -> cute.Tensor:
-        """The slots that the tensor core reads as (head_dim, keys, slots)."""
+        """The stages that the tensor core reads as (head_dim, keys, stages)."""
         return transposed(v)
 
-    def help(self, schedule: TileScheduler, on_chip: Any, helper: Int32) -> None:
+    def help(self, schedule: TileScheduler, storage: Any, helper: Int32) -> None:
         """What a helper does."""
 
 
@@ -92,7 +92,7 @@ class Product:
 
     def issue(self, consumer: Any, n: Int32) -> cute.Tensor | None:
         """Issue P times the n-th block of V, a group of WGMMAs to wait for: its result, or None where that is added to O."""
-        gemm(consumer.mma_pv, consumer.o, consumer.p, consumer.v[None, None, None, consumer.on_chip.v_pipeline.slot(n)], False)
+        gemm(consumer.mma_pv, consumer.o, consumer.p, consumer.v[None, None, None, consumer.storage.v_pipeline.stage(n)], False)
 
     def add(self, consumer: Any, product: cute.Tensor | None) -> None:
         """What is left of adding a block's finished product to O: nothing, where the tensor core does."""

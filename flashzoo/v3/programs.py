@@ -60,7 +60,7 @@ def _backward(kernel: KernelBackward, schedule: str, more: dict[str, Parameter])
     return Arguments(
         **{"q": of_q, "k": of_q, "v": of_v, "dout": of_v, "dk": of_q, "dv": of_v},
         **dict.fromkeys(("lse", "delta", "dq"), Pointer("fp32")),
-        turns=Pointer("i32"),
+        dq_semaphore=Pointer("i32"),
         schedule=Record(schedule, {**SCHEDULE, **more}, (kernel,)),
         scale_log2=FLOAT,
         scale=FLOAT,

@@ -12,35 +12,35 @@ from flashzoo._cute.hopper.tile_scheduler import TileScheduler
 from flashzoo._cute.hopper.wgmma import rows_of
 
 NOTHING_SEEN = -3e38
-"""The reference of a row that has seen no key: below what float32 scores can be, and finite, so that -inf less it is -inf."""
+"""The maximum of a row that has seen no key: below what float32 scores can be, and finite, so that -inf less it is -inf."""
 
-RESCALE_ABOVE = 8.0
-"""How far, in log2, a row's maximum may outgrow its reference before O is rescaled."""
+RESCALE_THRESHOLD = 8.0
+"""How far, in log2, the scores of a row may outgrow its `row_max` before O is rescaled."""
 
 
 @dataclass(frozen=True)
 class Softmax:
     """Running state of a thread's two rows.
 
-    The paper takes scores relative to the maximum so far, and rescales O whenever that grows. Any reference near it does:
-    what P and l gain is divided out in the end. So the reference here follows the maximum only when that is more than
-    `RESCALE_ABOVE` beyond it (FlashAttention-4's idea for Blackwell). P is then at most 2^8, which costs 16-bit floats no
-    precision, and O is rescaled a few times in all rather than once a block.
+    The paper takes scores relative to the maximum so far, and rescales O whenever that grows. Any number near it does: what P and
+    l gain is divided out in the end. So `row_max` follows the true maximum only when that is more than `RESCALE_THRESHOLD` beyond it
+    (FlashAttention-4's idea for Blackwell). P is then at most 2^8, which costs 16-bit floats no precision, and O is rescaled a few
+    times in all rather than once a block.
 
     Attributes:
-        reference: what the rows' scores are taken relative to, in log2 units.
-        l: this thread's part of the rows' sums of P.
+        row_max: what the rows' scores are taken relative to, in log2 units.
+        row_sum: this thread's part of the rows' sums of P.
         scale_log2: softmax scale times log2 e.
     """
 
-    reference: cute.Tensor
-    l: cute.Tensor
+    row_max: cute.Tensor
+    row_sum: cute.Tensor
     scale_log2: Float32
 
     def reset(self, schedule: TileScheduler, batch: Int32, head: Int32, row: Int32) -> None:
         """Begin with rows that have seen nothing."""
-        self.reference.fill(NOTHING_SEEN)
-        self.l.fill(0.0)
+        self.row_max.fill(NOTHING_SEEN)
+        self.row_sum.fill(0.0)
 
     def expect(self, first_key: Int32) -> None:
         """The next block begins at that key, which matters to scales of blocks only."""
@@ -49,30 +49,30 @@ class Softmax:
     def step(self, s: cute.Tensor, first_key: Int32) -> tuple[Boolean, cute.Tensor]:
         """Turn a block's scores into P in place; returns whether O must be rescaled, for the whole warp alike, and by what."""
         rows = rows_of(s)
-        tops = [maximum(rows[None, r, None]) * self.scale_log2 for r in range(2)]
-        grown = tops[0] > self.reference[0] + RESCALE_ABOVE or tops[1] > self.reference[1] + RESCALE_ABOVE
+        maxima = [maximum(rows[None, r, None]) * self.scale_log2 for r in range(2)]
+        grown = maxima[0] > self.row_max[0] + RESCALE_THRESHOLD or maxima[1] > self.row_max[1] + RESCALE_THRESHOLD
         rescale = cute.arch.vote_any_sync(grown)
         alpha = cute.make_rmem_tensor(2, Float32)
         alpha.fill(1.0)
         if rescale:
             for r in cutlass.range_constexpr(2):
-                reference = cute.arch.fmax(self.reference[r], tops[r])
-                alpha[r] = cute.math.exp2(self.reference[r] - reference, fastmath=True)
-                self.reference[r] = reference
-                self.l[r] = self.l[r] * alpha[r]
+                row_max = cute.arch.fmax(self.row_max[r], maxima[r])
+                alpha[r] = cute.math.exp2(self.row_max[r] - row_max, fastmath=True)
+                self.row_max[r] = row_max
+                self.row_sum[r] = self.row_sum[r] * alpha[r]
         for r in cutlass.range_constexpr(2):
             row = rows[None, r, None]
-            sums = [self.l[r], None, None, None]  # four chains, as one would wait for itself
+            sums = [self.row_sum[r], None, None, None]  # four chains, as one would wait for itself
             for i in cutlass.range_constexpr(cute.size(row)):
-                p = cute.math.exp2(row[i] * self.scale_log2 - self.reference[r], fastmath=True)
+                p = cute.math.exp2(row[i] * self.scale_log2 - self.row_max[r], fastmath=True)
                 row[i] = p
                 sums[i % 4] = p if const_expr(sums[i % 4] is None) else sums[i % 4] + p
-            self.l[r] = (sums[0] + sums[1]) + (sums[2] + sums[3])
+            self.row_sum[r] = (sums[0] + sums[1]) + (sums[2] + sums[3])
         return rescale, alpha
 
     def lse_log2(self, r: int, total: Float32) -> Float32:
         """LSE of row r in log2 units, `total` being the sum of its P."""
-        return self.reference[r] + cute.math.log2(total, fastmath=True)
+        return self.row_max[r] + cute.math.log2(total, fastmath=True)
 
     def scale_of_o(self, total: Float32) -> Float32:
         """What the rows of O are multiplied by in the end."""
@@ -82,10 +82,10 @@ class Softmax:
 @cute.jit
 def maximum(row: cute.Tensor) -> Float32:
     """Of a whole row of scores, which four neighbouring lanes hold."""
-    tops = [row[i] for i in range(4)]
+    maxima = [row[i] for i in range(4)]
     for i in cutlass.range_constexpr(4, cute.size(row)):
-        tops[i % 4] = cute.arch.fmax(tops[i % 4], row[i])
-    top = cute.arch.fmax(cute.arch.fmax(tops[0], tops[1]), cute.arch.fmax(tops[2], tops[3]))
+        maxima[i % 4] = cute.arch.fmax(maxima[i % 4], row[i])
+    top = cute.arch.fmax(cute.arch.fmax(maxima[0], maxima[1]), cute.arch.fmax(maxima[2], maxima[3]))
     return cute.arch.warp_reduction_max(top, threads_in_group=4)
 
 

@@ -38,7 +38,7 @@ class Row:
         list: which of the lists of all heads.
         block: which row.
         partial, kept: how many of its blocks are partial, and how many there are in all.
-        slot: where the bits of its last partial block lie; for consumers, and where there are bits.
+        bit_block: where the bits of its last partial block lie; for consumers, and where there are bits.
     """
 
     number: Int32
@@ -46,7 +46,7 @@ class Row:
     block: Int32
     partial: Int32
     kept: Int32
-    slot: Int32
+    bit_block: Int32
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class TileSchedulerSparse(TileScheduler):
         number = cute.arch.block_idx()[0]
         if const_expr(self.kernel.teams > 1):
             number = number * self.kernel.teams + own_team(self.kernel.tiles)
-        return self.with_slot(self.described(number))
+        return self.with_bit_block(self.described(number))
 
     def described(self, number: Int32) -> Row:
         """The tile of a number; past the last one, what is read of the last."""
@@ -96,11 +96,11 @@ class TileSchedulerSparse(TileScheduler):
 
     def told(self, slot: cute.Tensor) -> Row:
         """The tile that was handed over."""
-        return self.with_slot(Row(slot[0], slot[1], slot[2], slot[3], slot[4], Int32(0)))
+        return self.with_bit_block(Row(slot[0], slot[1], slot[2], slot[3], slot[4], Int32(0)))
 
-    def with_slot(self, tile: Row) -> Row:
-        """The tile with `slot`: read here, it is there when the tile begins."""
-        return replace(tile, slot=self.slot_of(tile, cutlass.max(tile.partial * self.kernel.parts - 1, 0)))
+    def with_bit_block(self, tile: Row) -> Row:
+        """The tile with `bit_block`: read here, it is there when the tile begins."""
+        return replace(tile, bit_block=self.bit_block_of(tile, cutlass.max(tile.partial * self.kernel.parts - 1, 0)))
 
     def exists(self, tile: Row) -> Boolean:
         """Whether a tile is one, and not past the last."""
@@ -122,16 +122,16 @@ class TileSchedulerSparse(TileScheduler):
         key = at(self.indices, self.place_in_lists(tile, n)) * self.kernel.mask_kv + n % parts * tiles.block_kv
         return self.seqlen_k if tile.kept == 0 else key
 
-    def slot_of(self, tile: Row, n: Int32) -> Int32:
+    def bit_block_of(self, tile: Row, n: Int32) -> Int32:
         """Where the bits of the n-th block lie that a tile walks, a partial one; nowhere without bits."""
         return Int32(0) if not self.kernel.bits else at(self.bit_index, self.place_in_lists(tile, n))
 
     @cute.jit
-    def read_bits(self, tile: Row, n: Int32, slot: Int32, row: Int32, words: cute.Tensor):
-        """Read the bits at `slot`, of the n-th block: of row `row` of the tile and the one 8 below, into `(words, 2)`."""
+    def read_bits(self, tile: Row, n: Int32, bit_block: Int32, row: Int32, words: cute.Tensor):
+        """Read the bits at `bit_block`, of the n-th block: of row `row` of the tile and the one 8 below, into `(words, 2)`."""
         tiles, parts = self.kernel.tiles, self.kernel.parts
         words_of_row = self.kernel.mask_kv // 32
-        first = (Int64(tile.list // self.blocks) * self.bit_blocks + slot) * (tiles.block_q * words_of_row)
+        first = (Int64(tile.list // self.blocks) * self.bit_blocks + bit_block) * (tiles.block_q * words_of_row)
         for r in cutlass.range_constexpr(2):
             place = first + ((row + 8 * r) * words_of_row + n % parts * (tiles.block_kv // 32))
             place = cute.assume(place, divby=tiles.block_kv // 32)
@@ -187,14 +187,14 @@ class ForwardSparse(Forward):
     """The program of one `KernelSparse`."""
 
     kernel: KernelSparse
-    hands_out = True
+    scheduler_warp = True
 
     @cute.jit
-    def attend(self, schedule: TileSchedulerSparse, tile: Row, block: Int32, consumer: Consumer, used: Int32, q_use: Int32) -> Int32:
+    def mainloop(self, schedule: TileSchedulerSparse, tile: Row, block: Int32, consumer: Consumer, used: Int32, q_use: Int32) -> Int32:
         """One tile's rows of O, not yet divided by l, and of the softmax state. Returns the new `used`."""
         kernel, tiles = self.kernel, self.tiles
         step = self.step_overlapped if const_expr(tiles.overlap) else self.step_serial
-        column, row = consumer.column, consumer.me * WARPGROUP_ROWS + consumer.row
+        column, row = consumer.column, consumer.wg_idx * WARPGROUP_ROWS + consumer.row
         _, end = schedule.extent(tile, block)
         last, partial = end - 1, tile.partial * kernel.parts
         nothing = tile.kept == 0
@@ -210,15 +210,15 @@ class ForwardSparse(Forward):
             words, words_ahead = (cute.make_rmem_tensor((tiles.block_kv // 32, 2), Uint32) for _ in range(2))
             words_ahead.fill(0)
             if partial > 0:
-                schedule.read_bits(tile, partial - 1, tile.slot, row, words_ahead)
+                schedule.read_bits(tile, partial - 1, tile.bit_block, row, words_ahead)
             for i in cutlass.range_constexpr(tiles.block_kv // 32):
                 for r in cutlass.range_constexpr(2):
                     words[i, r] = words_ahead[i, r] if begins_partial else Uint32(0xFFFFFFFF)
-        slot = schedule.slot_of(tile, cutlass.max(partial - 2, 0))
+        bit_block = schedule.bit_block_of(tile, cutlass.max(partial - 2, 0))
         of_first = tuple([tuple([b if begins_partial else k for b, k in zip(of_row, keys, strict=True)]) for of_row in bounds])
         first = MaskSparse(of_first, column, kernel.left, words)
 
-        consumer.on_chip.q_pipeline.consumer_wait(q_use)  # A1.14, A2.3
+        consumer.storage.q_pipeline.consumer_wait(q_use)  # A1.14, A2.3
         consumer.o.fill(0.0)
         crosses = begins_partial or first_key + tiles.block_kv > limit
         if const_expr(tiles.overlap):
@@ -228,8 +228,8 @@ class ForwardSparse(Forward):
         if begins_partial:
             partial -= 1
             if const_expr(kernel.bits):
-                schedule.read_bits(tile, cutlass.max(partial - 1, 0), slot, row, words_ahead)
-            slot = schedule.slot_of(tile, cutlass.max(partial - 2, 0))
+                schedule.read_bits(tile, cutlass.max(partial - 1, 0), bit_block, row, words_ahead)
+            bit_block = schedule.bit_block_of(tile, cutlass.max(partial - 2, 0))
         key = schedule.first_key(tile, cutlass.max(partial - 1, 0))
         full = last - partial
         if const_expr(kernel.parts > 1):  # the other part of a full block that crosses the end of the keys
@@ -244,14 +244,18 @@ class ForwardSparse(Forward):
             n = partial - 1 - i
             if const_expr(kernel.bits):
                 words.store(words_ahead.load())
-                schedule.read_bits(tile, cutlass.max(n - 1, 0), slot, row, words_ahead)
-            first_key, key, slot = key, schedule.first_key(tile, cutlass.max(n - 1, 0)), schedule.slot_of(tile, cutlass.max(n - 2, 0))
+                schedule.read_bits(tile, cutlass.max(n - 1, 0), bit_block, row, words_ahead)
+            first_key, key, bit_block = (
+                key,
+                schedule.first_key(tile, cutlass.max(n - 1, 0)),
+                schedule.bit_block_of(tile, cutlass.max(n - 2, 0)),
+            )
             used = step(consumer, used, first_key, mask)
-        consumer.on_chip.q_pipeline.consumer_release(q_use)
+        consumer.storage.q_pipeline.consumer_release(q_use)
         if const_expr(tiles.overlap):
             used = self.last_product(consumer, used)
         else:
-            self.pass_turn(consumer.me)
+            self.warp_scheduler_barrier_arrive(consumer.wg_idx)
         return used
 
 

@@ -4,8 +4,8 @@ of a range.
 1. A tile is a column of the block mask, or a part of one. The heads that share its keys share its list.
 2. Of its list the partial blocks come first and are masked by the band and the bits of the mask's elements. Full ones are masked by
    the end of the keys alone, where their column crosses it.
-3. The loader, a tile ahead, looks up the column of the following tile and how much it keeps, as the forward pass's producer does. A
-   column that keeps nothing has no step: its dK and dV are the zeros they begin as.
+3. The producer, a tile ahead, looks up the column of the next tile and how much it keeps. A column that keeps nothing has no step: its
+   dK and dV stay zero.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TileSchedulerBackwardSparse(TileSchedulerSparse, TileSchedulerBackward):
         kept = at(self.counts, lists + column)
         return Row(number, lists + column, column * parts + rank % parts, kept - at(self.full, lists + column), kept, Int32(0))
 
-    def with_slot(self, tile: Row) -> Row:
+    def with_bit_block(self, tile: Row) -> Row:
         """As it is: bits are read where they are used."""
         return tile
 
@@ -98,8 +98,8 @@ class _Masked:
         key = tile.block % kernel.parts_of_column * tiles.block_kv + thread // 32 * 16 + lane // 4
         query = n % kernel.parts * tiles.block_q + lane % 4 * 2
         words_of_row = kernel.mask_kv // 32
-        slot = Int64(tile.list // schedule.columns) * schedule.bit_blocks + schedule.slot_of(tile, n)
-        words = schedule.bits + (slot * (MASK_Q * words_of_row) + (query * words_of_row + key // 32))
+        bit_block = Int64(tile.list // schedule.columns) * schedule.bit_blocks + schedule.bit_block_of(tile, n)
+        words = schedule.bits + (bit_block * (MASK_Q * words_of_row) + (query * words_of_row + key // 32))
         rows = rows_of(s)
         for i in cutlass.range_constexpr(cute.size(s) // 4):
             for c in cutlass.range_constexpr(2):

@@ -23,7 +23,7 @@ class Tiles:
         block_kv: keys of a block (the paper's B_c).
         stages: blocks of K, and as many of V, on chip at a time.
         q_stages: with 2, the queries of the next tile arrive while those of this one are in use.
-        ping_pong: the warpgroups take turns in issuing their products, so that one's run under the other's softmax.
+        ping_pong: the warpgroups issue their products one after the other, so that one's run under the other's softmax.
         overlap: inside a warpgroup, the product for the next block's scores is issued before the softmax of this one.
         teams: how many tiles a thread block works on at a time, each with consumers, a producer and shared memory of its own. Only
             block-sparse kernels have more than one.
@@ -56,7 +56,7 @@ class Kernel:
     Attributes:
         dtype: "fp16" or "bf16", and "e4m3" for `KernelFp8`.
         width, width_v: of `WIDTHS`, for q and k, and for v and out.
-        left, right: whether the visible band is bounded on that side.
+        left, right: whether the window is bounded on that side.
         tiles: how it is cut.
     """
 
@@ -103,18 +103,18 @@ class Kernel:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: Q, K, V and O, two mbarriers for each slot, a tile."""
+        """Shared memory of a thread block: Q, K, V and O, two mbarriers a stage, the next tile."""
         tiles = self.tiles
         elements = tiles.q_stages * tiles.block_q * self.width
         elements += tiles.block_kv * (tiles.stages * self.width + self.stages_of_v * self.width_v)
-        slots = tiles.q_stages * tiles.consumers + tiles.stages + self.stages_of_v + 1
+        stages = tiles.q_stages * tiles.consumers + tiles.stages + self.stages_of_v + 1
         out = BYTES[self.out_dtype] * tiles.block_q * self.width_o
-        return tiles.teams * (BYTES[self.dtype] * elements + out + 16 * slots) + 8 * cdiv(tiles.teams * self.words_of_tile, 2)
+        return tiles.teams * (BYTES[self.dtype] * elements + out + 16 * stages) + 8 * cdiv(tiles.teams * self.words_of_tile, 2)
 
 
 @dataclass(frozen=True)
 class KernelSparse(Kernel):
-    """A block-sparse forward kernel: its tiles are rows of the block mask, `left` and `right` bound the band of partial blocks.
+    """A block-sparse forward kernel: a tile is a row of the block mask; `left` and `right` bound the window of partial blocks.
 
     Attributes:
         mask_kv: keys of a block of the mask.
@@ -179,13 +179,13 @@ class KernelFp8(Kernel):
 
 @dataclass(frozen=True)
 class TilesBackward:
-    """How the backward kernel is cut. There are two ways:
+    """How the backward kernel is cut. There are two ways.
 
-    By keys: each consumer warpgroup has 64 of the tile's keys, and dK and dV of them. By gradient, where a warpgroup's registers don't
-    hold both: one has dV and P, the other dK and dS, of the tile's 64 keys, and each half of the columns of dQ.
+    By keys: each consumer warpgroup has 64 of the tile's keys, with their dK and dV. By gradient, where a warpgroup's registers don't
+    hold both: one warpgroup has dV and P of the tile's 64 keys, the other dK and dS, and each has half of the columns of dQ.
 
     Attributes:
-        block_q: queries that are taken at a time.
+        block_q: queries of a block.
         block_kv: keys of a tile; 64 is cut by gradient.
         stages: blocks of Q, and as many of dO, on chip at a time.
         ds_stages: blocks of dS on chip: with 2, a warpgroup writes the next before the others have read the last.
@@ -198,7 +198,7 @@ class TilesBackward:
 
     @property
     def by_gradient(self) -> bool:
-        """Whether the warpgroups share keys, and each has a gradient of them."""
+        """Whether both warpgroups have all of the tile's keys, and each one gradient."""
         return self.block_kv == WARPGROUP_ROWS
 
     @property
@@ -213,10 +213,10 @@ class TilesBackward:
 
 
 COLUMNS = 64
-"""Of dQ, that a warpgroup computes at a time where tiles are cut by gradient."""
+"""Columns of dQ that a warpgroup computes at a time where tiles are cut by gradient."""
 
 WRITERS = 3
-"""Writer warps of the backward pass in deterministic mode: all that the loader leaves."""
+"""Writer warps of the backward pass in deterministic mode: all of the producer's warpgroup but the producer."""
 
 
 @dataclass(frozen=True)
@@ -226,8 +226,8 @@ class KernelBackward:
     Attributes:
         dtype: "fp16" or "bf16".
         width, width_v: keys of `BACKWARD`, for q and k, and for v and out.
-        left, right: whether the visible band is bounded on that side.
-        deterministic: dQ is accumulated in a fixed order.
+        left, right: whether the window is bounded on that side.
+        deterministic: dQ is summed in a fixed order.
         tiles: how it is cut.
     """
 
@@ -273,44 +273,44 @@ class KernelBackward:
 
     @property
     def writers(self) -> int:
-        """Warps of the producer's warpgroup that see to dQ in memory, step by step in turns.
+        """Warps of the producer's warpgroup that add to dQ in memory; they take steps round-robin.
 
-        Deterministic, each step waits for others' sums to arrive, and for its own: one warp would not keep up. By gradient the
-        consumers add by themselves, and only their turns have to be seen to.
+        Deterministic, each step waits for other tiles' sums to arrive, and for its own: one warp would not keep up. By gradient the
+        consumers add to dQ themselves, and the writers only keep them in order.
         """
         return WRITERS if self.deterministic else 0 if self.tiles.by_gradient else 1
 
     @property
-    def turns(self) -> int:
-        """Parts of a block of dQ that have turns of their own. By gradient the columns that a warpgroup adds at a time: then the next
-        block of keys can begin on the first while this one is at the last."""
+    def semaphores(self) -> int:
+        """Semaphores of a block of dQ. By gradient one for the columns that a warpgroup adds at a time: the next tile can begin on the
+        first columns while this one is at the last."""
         return self.dq_part[1] // COLUMNS if self.tiles.by_gradient else 1
 
     @property
-    def handed(self) -> tuple[int, int]:
-        """Float32 numbers of a slot through which they are handed over, and slots: dQ to the writer, or P to the other warpgroup."""
+    def exchange(self) -> tuple[int, int]:
+        """Float32 numbers of a stage of `exchange`, and stages: dQ on its way to the writer, or P to the other warpgroup."""
         tiles, (rows, columns) = self.tiles, self.dq_part
         return (tiles.block_q * tiles.block_kv, 1) if tiles.by_gradient else (rows * columns, tiles.consumers)
 
     @property
-    def uses_of_handed(self) -> int:
-        """Pairs of mbarriers for what is handed over: one for each slot and each writer that takes it."""
-        return self.handed[1] * (1 if self.tiles.by_gradient else self.writers)
+    def exchange_barriers(self) -> int:
+        """Pairs of mbarriers of `exchange`: one for each stage and each writer that reads it."""
+        return self.exchange[1] * (1 if self.tiles.by_gradient else self.writers)
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a block: K, V, Q, dO, dS; in float32 what is handed over, delta and LSE; two mbarriers for each slot, a tile."""
-        tiles, (numbers, slots) = self.tiles, self.handed
+        """Shared memory of a thread block: K, V, Q, dO, dS; `exchange`, delta and LSE; two mbarriers a stage, the next tile."""
+        tiles, (numbers, stages) = self.tiles, self.exchange
         elements = (tiles.block_kv + tiles.stages * tiles.block_q) * (self.width + self.width_v)
         elements += tiles.ds_stages * tiles.block_q * tiles.block_kv
-        floats = numbers * slots + 2 * tiles.stages * tiles.block_q
-        pipelines = 2 * tiles.stages + tiles.ds_stages + self.uses_of_handed + max(1, self.writers) + 3
+        floats = numbers * stages + 2 * tiles.stages * tiles.block_q
+        pipelines = 2 * tiles.stages + tiles.ds_stages + self.exchange_barriers + max(1, self.writers) + 3
         return BYTES[self.dtype] * elements + 4 * floats + 16 * pipelines + 8 * cdiv(self.words_of_tile, 2)
 
 
 @dataclass(frozen=True)
 class KernelBackwardSparse(KernelBackward):
-    """A block-sparse backward kernel: its tiles are columns of the block mask or parts of them, `left` and `right` bound the band of
+    """A block-sparse backward kernel: a tile is a column of the block mask or a part of one; `left` and `right` bound the window of
     partial blocks.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Stages of shared memory between warps that fill them and warps that read them, and the mbarriers that say which is which."""
+"""Stages of shared memory between producer warps, which fill them, and consumer warps, which read them, guarded by mbarriers."""
 
 from __future__ import annotations
 
@@ -11,42 +11,47 @@ from cutlass import Constexpr, Int32, Int64
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Slots that go round between the producer and the consumers. Use n of the pipeline is of slot `n % slots`."""
+    """A ring of stages. They are filled in order: the n-th fill, from 0, is of stage `n % stages`, in phase `n // stages % 2`.
+
+    Attributes:
+        full, empty: mbarriers of each stage: that it is filled, and that it may be filled again.
+        stages: how many.
+    """
 
     full: cute.Pointer
     empty: cute.Pointer
-    slots: Constexpr[int]
+    stages: Constexpr[int]
 
     @staticmethod
-    def allocate(smem: cutlass.memory.SmemAllocator, slots: int) -> Pipeline:
-        """Two mbarriers for each slot."""
-        return Pipeline(smem.allocate_array(Int64, slots), smem.allocate_array(Int64, slots), slots)
+    def allocate(smem: cutlass.memory.SmemAllocator, stages: int) -> Pipeline:
+        """Two mbarriers for each stage."""
+        return Pipeline(smem.allocate_array(Int64, stages), smem.allocate_array(Int64, stages), stages)
 
     def initialize(self, consumer_warps: int, producer_warps: int = 1) -> None:
-        """By one thread. TMA, or one thread of each producer warp, fills a slot; every consumer warp empties it."""
-        for slot in range(self.slots):
-            cute.arch.mbarrier_init(self.full + slot, producer_warps)
-            cute.arch.mbarrier_init(self.empty + slot, consumer_warps)
+        """By one thread. A stage is full when TMA, or each producer warp, has arrived, and empty when each consumer warp has."""
+        for stage in range(self.stages):
+            cute.arch.mbarrier_init(self.full + stage, producer_warps)
+            cute.arch.mbarrier_init(self.empty + stage, consumer_warps)
 
-    def slot(self, n: Int32) -> Int32:
-        """Slot of use n."""
-        return n % self.slots if self.slots > 1 else Int32(0)
+    def stage(self, n: Int32) -> Int32:
+        """Stage of the n-th fill."""
+        return n % self.stages if self.stages > 1 else Int32(0)
 
     def consumer_wait(self, n: Int32) -> None:
-        """Until use n has been filled."""
-        cute.arch.mbarrier_wait(self.full + self.slot(n), n // self.slots & 1)
+        """Wait for the n-th fill."""
+        cute.arch.mbarrier_wait(self.full + self.stage(n), n // self.stages & 1)
 
     def producer_acquire(self, n: Int32) -> None:
-        """Until what lay in the slot before use n has been consumed; at once where that is nothing."""
-        cute.arch.mbarrier_wait(self.empty + self.slot(n), n // self.slots & 1 ^ 1)
+        """Wait until the stage of the n-th fill is empty: at once the first time."""
+        cute.arch.mbarrier_wait(self.empty + self.stage(n), n // self.stages & 1 ^ 1)
 
     @cute.jit
     def consumer_release(self, n: Int32):
-        """Use n is consumed, as far as this warp goes."""
+        """This warp has read the n-th fill."""
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(self.empty + self.slot(n))
+            cute.arch.mbarrier_arrive(self.empty + self.stage(n))
 
     def of_team(self, team: Int32, teams: int) -> Pipeline:
-        """A team's pipeline, where this has the slots of all teams, one team's behind another's."""
-        slots = self.slots // teams
-        return Pipeline(self.full + team * slots, self.empty + team * slots, slots)
+        """A team's part, where this pipeline has the stages of all teams, one team's behind another's."""
+        stages = self.stages // teams
+        return Pipeline(self.full + team * stages, self.empty + team * stages, stages)

@@ -236,7 +236,7 @@ class TileSchedulerBackward(TileScheduler):
         return n
 
     @cute.jit
-    def turn(self, block: Int32, block_q: Int32) -> Int32:
+    def adds_before(self, block: Int32, block_q: Int32) -> Int32:
         """How many blocks of keys add to dQ of a block of queries before this one; `NEVER` where it does not, as nothing is seen.
 
         They add in the order in which they are handed out, so that none waits for one that has not begun.

@@ -27,14 +27,14 @@ def load(
     column: cute.Tensor | None = None,
 ):
     """Have TMA read the box at `origin` into a tile, and float32 values into a column beside it; arrive at `full` with both."""
-    memory, on_chip = box_of(tma, tile, origin)
+    gmem, smem = box_of(tma, tile, origin)
     floats = 0 if const_expr(column is None) else cute.size(column)
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(full, cute.size(tile) * tile.element_type.width // 8 + 4 * floats)
         if const_expr(column is not None):
             source = cute.make_tensor(values.align(16), cute.make_layout(floats))
             cute.copy(cute.make_copy_atom(cpasync.CopyBulkG2SOp(), Float32), source, column, mbar_ptr=full)
-    cute.copy(tma, memory, on_chip, tma_bar_ptr=full)
+    cute.copy(tma, gmem, smem, tma_bar_ptr=full)
 
 
 @cute.jit
@@ -44,5 +44,5 @@ def box_of(tma: cute.CopyAtom, tile: cute.Tensor, origin: tuple):
     box = cute.make_identity_tensor((width, *[1] * (len(origin) - 4), rows, 1, 1))
     at_origin = cute.group_modes(cute.domain_offset(origin, box), 0, len(origin))
     columns_first = cute.make_tensor(tile.iterator, cute.select(tile.layout, mode=[1, 0]))
-    on_chip, memory = cpasync.tma_partition(tma, 0, cute.make_layout(1), cute.group_modes(columns_first, 0, 2), at_origin)
-    return memory, on_chip
+    smem, gmem = cpasync.tma_partition(tma, 0, cute.make_layout(1), cute.group_modes(columns_first, 0, 2), at_origin)
+    return gmem, smem

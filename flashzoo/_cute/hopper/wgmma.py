@@ -8,8 +8,8 @@ from cutlass import Constexpr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.utils import hopper_helpers
 
-# Registers of a thread, by the number of consumer warpgroups (setmaxnreg): of a multiprocessor's 64 K the producer gives up most
-# of its share. No table has one consumer: it is the smallest kernel there is, for tests.
+# Registers of a thread (setmaxnreg), by the number of consumer warpgroups: of a multiprocessor's 64 K the producer gives up most
+# of its share. No table of tiles has one consumer: that is for tests.
 PRODUCER_REGISTERS = {1: 56, 2: 24, 3: 32, 4: 24}
 CONSUMER_REGISTERS = {1: 256, 2: 240, 3: 160, 4: 112}
 
@@ -25,15 +25,15 @@ def gemm(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, z
     warpgroup.commit_group()
 
 
-def shared_layout(dtype: type[cutlass.Numeric], rows: int, width: int, slots: int) -> cute.ComposedLayout:
-    """(rows, width, slots), swizzled as TMA writes and WGMMA reads it."""
+def shared_layout(dtype: type[cutlass.Numeric], rows: int, width: int, stages: int) -> cute.ComposedLayout:
+    """(rows, width, stages), swizzled as TMA writes and WGMMA reads it."""
     kind = hopper_helpers.get_smem_layout_atom(cutlass.tensor_utils.LayoutEnum.ROW_MAJOR, dtype, width)
-    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, width, slots), (0, 1, 2))
+    return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, width, stages), (0, 1, 2))
 
 
-def transposed(slots: cute.Tensor) -> cute.Tensor:
-    """Slots of (rows, width) as (width, rows)."""
-    return cute.make_tensor(slots.iterator, cute.select(slots.layout, mode=[1, 0, 2]))
+def transposed(stages: cute.Tensor) -> cute.Tensor:
+    """Stages of (rows, width) as (width, rows)."""
+    return cute.make_tensor(stages.iterator, cute.select(stages.layout, mode=[1, 0, 2]))
 
 
 def rows_of(acc: cute.Tensor) -> cute.Tensor:
