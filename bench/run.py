@@ -21,12 +21,11 @@ from __future__ import annotations
 import argparse
 import csv
 import os
-import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -38,8 +37,7 @@ from importlib.metadata import version as package_version
 from math import ceil, inf
 from multiprocessing import get_context
 from pathlib import Path
-from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -53,6 +51,7 @@ from flashzoo.call.problem import Problem
 from flashzoo.compare import expected_s
 from flashzoo.reference import Result
 from flashzoo.spec import Spec, duration
+from flashzoo.timing import MIN_REPEATS, Clock, Operation, OutOfTimeError, Timing, with_peak
 from flashzoo.workloads import TORCH_DTYPES, flops, hardware, inputs, workloads
 
 RUN_FIELDS = ("run", "date", "commit", "gpu", "torch", "triton", "cutlass_dsl")
@@ -92,15 +91,8 @@ ENDINGS: dict[str, dict[str, Any]] = {"_end_to_end": {"precision": "fp8"}, "_det
 """What may end the name of a version, and what it is then called with: on 16-bit inputs, quantisation included; in a fixed order."""
 MASKED_ONLY = "blocksparse"
 MATMUL_SIZE = {"cuda": 8192, "cpu": 256}
-SETTLE_MS = 400
-FLUSH_BYTES = 256 << 20
-MIN_REPEATS, MAX_REPEATS = 10, 300
 LONGEST_S = 3600
 """What is expected to take longer on a CPU needs a budget."""
-GOLDEN = 0.618034
-"""Steps of this size, modulo 1, are spread evenly however many they are."""
-HOST_CALLS, HOST_S = 20, 0.05
-"""The host is timed over so many calls, or as many as take so long."""
 WHOLE, QUERIES = 16384, 1024
 """Dense cells of at most so many queries are checked in all of them, others and masked ones in so many."""
 PEER_SLACK = 4.0
@@ -114,8 +106,6 @@ GEMM = "gemm"
 """The pass of a row that is a matrix product's."""
 
 Row = dict[str, object]
-Operation = Callable[[], object]
-Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -419,115 +409,18 @@ class WrongResultError(Exception):
     """A result fails the rule of `flashzoo.accuracy`."""
 
 
-class OutOfTimeError(Exception):
-    """The clock's deadline is past."""
-
-
-class Clock:
-    """Times operations, which have any names, in turns, on CUDA events or, on the CPU, on the process's own clock.
-
-    Args:
-        device: "cuda" or "cpu".
-        deadline: of `time.monotonic`; nothing is begun after it.
-    """
-
-    def __init__(self, device: str, deadline: float = inf) -> None:
-        self.cuda, self.deadline = device == "cuda", deadline
-        self.flushed = torch.empty(FLUSH_BYTES if self.cuda else 0, dtype=torch.int8, device=device)
-
-    def turns(self, operations: Mapping[Name, Operation], repeats: Mapping[Name, int]) -> dict[Name, list[float]]:
-        """Milliseconds of every repeat, by name; the repeats of each operation are spread evenly over the rounds.
-
-        Each round has an order of its own, and operations with few repeats have other rounds: a GPU at its power limit is slower
-        behind an operation that draws more, and none shall always follow the same one. Raises OutOfTimeError.
-        """
-        rounds = max(repeats.values())
-        first = {name: int(place * GOLDEN % 1 * rounds) for place, name in enumerate(operations)}
-        stops: dict[Name, list[Callable[[], float]]] = {name: [] for name in operations}
-        shuffle = random.Random(0).sample
-        for turn in range(rounds):
-            for name in shuffle(list(operations), len(operations)):
-                if (turn * repeats[name] + first[name]) // rounds != ((turn + 1) * repeats[name] + first[name]) // rounds:
-                    self.check()
-                    stops[name].append(self._once(operations[name]))
-        return {name: [stop() for stop in waiting] for name, waiting in stops.items()}
-
-    def _once(self, run: Operation) -> Callable[[], float]:
-        if not self.cuda:
-            start = time.perf_counter()
-            run()
-            taken = (time.perf_counter() - start) * 1e3
-            return lambda: taken
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        # Besides emptying L2 this keeps the GPU busy while the host gets ahead, so that no launch is timed.
-        self.flushed.zero_()
-        begin.record()
-        run()
-        end.record()
-
-        def elapsed() -> float:
-            end.synchronize()
-            return begin.elapsed_time(end)
-
-        return elapsed
-
-    def measure(self, operations: Mapping[Name, Operation], ms_each: float) -> dict[Name, list[float]]:
-        """Milliseconds, by name, of as many repeats as take about `ms_each` together."""
-        guess = self.turns(operations, dict.fromkeys(operations, 3))
-        repeats = {name: min(MAX_REPEATS, max(MIN_REPEATS, ceil(ms_each / sorted(times)[1]))) for name, times in guess.items()}
-        return self.turns(operations, repeats)
-
-    @property
-    def out_of_time(self) -> bool:
-        """Whether the deadline is past."""
-        return time.monotonic() > self.deadline
-
-    def check(self) -> None:
-        """Raises OutOfTimeError where it is."""
-        if self.out_of_time:
-            raise OutOfTimeError
-
-    def costs(self, run: Operation) -> Row:
-        """The columns peak_mib and host_us of an operation that has run before; on the CPU none."""
-        return {"peak_mib": f"{self.peak_mib(run):.5g}", "host_us": f"{self.host_us(run):.4g}"} if self.cuda else {}
-
-    def peak_mib(self, run: Operation) -> float:
-        """MiB that one call takes at most, what it returns included, beyond what torch's allocator had given out before it."""
-        self.wait()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
-
-    def host_us(self, run: Operation) -> float:
-        """Microseconds until a call returns that finds the GPU idle, the median of some."""
-        taken, until = [], time.perf_counter() + HOST_S
-        while not taken or (len(taken) < HOST_CALLS and time.perf_counter() < until):
-            self.wait()
-            start = time.perf_counter()
-            run()
-            taken.append(time.perf_counter() - start)
-        return median(taken) * 1e6
-
-    def wait(self) -> None:
-        """Until the GPU is idle. Raises RuntimeError where an operation before has cost this process its GPU."""
-        if self.cuda:
-            torch.cuda.synchronize()
-
-    @property
-    def lost(self) -> bool:
-        """Whether an operation, such as one that read where it must not, has cost this process its GPU."""
-        try:
-            self.wait()
-        except RuntimeError:
-            return True
-        return False
+def costs(clock: Clock, run: Operation) -> Row:
+    """The columns peak_mib and host_us of an operation that has run before; on the CPU none."""
+    if not clock.cuda:
+        return {}
+    return {"peak_mib": f"{with_peak(run, clock.device)[1] / 2**20:.5g}", "host_us": f"{clock.host_us(run):.4g}"}
 
 
 def timing(times: list[float], operations: float) -> Row:
     """The columns ms, ms_p10, ms_p90 and tflops of a list of milliseconds."""
-    low, middle, high = torch.tensor(times, dtype=torch.float64).quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
-    return {"ms": f"{middle:.5g}", "ms_p10": f"{low:.5g}", "ms_p90": f"{high:.5g}", "tflops": f"{operations / middle / 1e9:.5g}"}
+    found = Timing.of(times)
+    speed = operations / found.ms / 1e9
+    return {"ms": f"{found.ms:.5g}", "ms_p10": f"{found.p10:.5g}", "ms_p90": f"{found.p90:.5g}", "tflops": f"{speed:.5g}"}
 
 
 def ceilings(clock: Clock, device: str, ms_each: float, dtype: str) -> list[Row]:
@@ -536,12 +429,11 @@ def ceilings(clock: Clock, device: str, ms_each: float, dtype: str) -> list[Row]
 
 
 def ceiling(clock: Clock, device: str, ms_each: float, dtype: str) -> Row:
-    """The row of a matmul in bf16 or e4m3; run first for `SETTLE_MS`, so that the clocks settle."""
+    """The row of a matmul in bf16 or e4m3, with the GPU's clocks settled."""
     size = MATMUL_SIZE[device]
     a, b = (torch.randn(size, size, device=device).to(TORCH_DTYPES[dtype]) for _ in range(2))
-    times = clock.measure({"matmul": lambda: (PRODUCTS[dtype](a, b),)}, ms_each + SETTLE_MS)["matmul"]
-    settled = times[len(times) // 2 :]
-    return {**no_attention(GEMM, "matmul", dtype, size, size), **timing(settled, 2.0 * size**3)}
+    times = clock.settled(lambda: PRODUCTS[dtype](a, b), ms_each)
+    return {**no_attention(GEMM, "matmul", dtype, size, size), **timing(times, 2.0 * size**3)}
 
 
 def no_attention(pass_: str, impl: str, dtype: str, rows: int, columns: int) -> Row:
@@ -740,7 +632,7 @@ def _admitted(
             else:
                 contender, result, seconds = first_call(impl, cell, tensors)
                 row = referee.errors(impl, result)
-                row |= {**clock.costs(contender.run), "compile_s": f"{ahead.get((impl, cell), seconds):.3g}"}
+                row |= {**costs(clock, contender.run), "compile_s": f"{ahead.get((impl, cell), seconds):.3g}"}
                 found[impl], contenders[impl] = row, contender
         except OutOfTimeError:
             break

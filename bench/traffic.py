@@ -25,6 +25,7 @@ import torch
 from bench import run
 from bench.runs import COPY, TOKENS, TRAFFIC
 from flashzoo.call.problem import Problem
+from flashzoo.timing import FLUSH_BYTES, Clock
 from flashzoo.v1 import config as v1_config
 from flashzoo.v1.launch import rows_per_program
 from flashzoo.v2 import config as v2_config
@@ -127,7 +128,7 @@ def cells(args: argparse.Namespace) -> list[run.Cell]:
 
 def call_each(todo: list[run.Cell]) -> None:
     """Under ncu: one call of each version on each cell between marks, and for each a line, "" or why there is none."""
-    others = torch.ones(run.FLUSH_BYTES // 4, device="cuda")  # float32, since torch sums integers in a copy of 64 bits
+    others = torch.ones(FLUSH_BYTES // 4, device="cuda")  # float32, since torch sums integers in a copy of 64 bits
     for cell in todo:
         tensors = inputs(cell.problem, device="cuda")
         for version in VERSIONS:
@@ -183,7 +184,7 @@ def measured(arguments: list[str]) -> tuple[list[str], list[float]]:
     return said, moved
 
 
-def copy_row(clock: run.Clock, ms_each: float) -> run.Row:
+def copy_row(clock: Clock, ms_each: float) -> run.Row:
     """The row of a copy on the device."""
     source = torch.ones(COPIED, dtype=torch.bfloat16, device="cuda")
     target = torch.empty_like(source)
@@ -218,7 +219,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     sizes = [f"--{name}={','.join(map(str, getattr(args, name.replace('-', '_'))))}" for name in ("passes", "head-dims", "seqlens")]
     results = run.results_of(args, args.run, "cuda", parser) if args.run else None
-    rows, error = [copy_row(run.Clock("cuda"), 100)], None
+    rows, error = [copy_row(Clock("cuda"), 100)], None
     torch.cuda.empty_cache()
     try:
         said, moved = measured(sizes)

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from bench.run import Cell, Clock, Contender, Referee, progress
+from bench.run import Cell, Contender, Referee, progress
 from flashzoo.call.problem import Problem
 from flashzoo.gpu import SHARED_LIMIT
+from flashzoo.timing import Clock, Timing
 from flashzoo.v1 import config as v1_config
 from flashzoo.v1 import launch as v1_launch
 from flashzoo.v2 import config as v2_config
@@ -104,8 +105,8 @@ def tune(version: str, kernel: str, cell: Cell, clock: Clock, ms_each: float) ->
                     first_line = (str(error).splitlines() or [""])[0]
                     say(f"{tiles}: {type(error).__name__}: {first_line[:100]}")
                     continue
-                times = sorted(clock.measure({"candidate": contender.run}, ms_each)["candidate"])
-                found.append((times[len(times) // 2], tiles))
+                times = clock.measure({"candidate": contender.run}, ms_each)["candidate"]
+                found.append((Timing.of(times).ms, tiles))
                 say(f"{tiles}: {found[-1][0]:.3f} ms")
     return sorted(found, key=lambda pair: pair[0])
 

@@ -14,7 +14,7 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -36,6 +36,7 @@ from flashzoo.reference import Result
 from flashzoo.registry import current, implementation
 from flashzoo.registry import versions as registered
 from flashzoo.spec import INTERPRETER_BLOCK, Spec, duration, interpreter_seconds
+from flashzoo.timing import MIN_SHARED, Clock, Operation, Timing, with_peak
 from flashzoo.workloads import Workload, block_mask, descales, flops, hardware, hbm_bytes, inputs
 
 if TYPE_CHECKING:
@@ -49,9 +50,8 @@ DOES = f"batch 1, heads 2, seqlen {4 * INTERPRETER_BLOCK}, in fp16"
 """A problem that every version that runs on the CPU answers within seconds."""
 QUADRATIC_BYTES = 20
 """Bytes for each score element that a version holds which materialises S and P: S, P and dP in float32, their roundings."""
-L2_FLUSH_BYTES = 256 << 20
-GPU_SECONDS, CPU_SECONDS = 2.0, 0.5  # of timing in all, shared by the versions; never less than MIN_REPEATS each
-MIN_REPEATS, MAX_REPEATS = 3, 100
+GPU_SECONDS, CPU_SECONDS = 2.0, 0.5
+"""Of timing in all, shared by the versions, which have `MIN_SHARED` repeats each in any case."""
 
 PEAKS = (
     ("B200", 2250, 75),
@@ -76,16 +76,6 @@ PEAKS = (
 outside tensor cores. The first name found in the GPU's own counts."""
 NO_FP8 = ("A100", "A800", "A30", "A10", "RTX 3090", "V100")
 """Those of `PEAKS` without FP8 tensor cores; with them, FP8's peak is twice that of 16 bits."""
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds of one pass: median, 10th and 90th percentile, and of how many runs."""
-
-    ms: float
-    p10: float
-    p90: float
-    repeats: int
 
 
 @dataclass(frozen=True)
@@ -322,7 +312,7 @@ def _foresee(bar: _Bar, problem: Problem, specs: list[Spec], budget_s: float | N
     expected = 0.0
     if problem.device == "cpu":
         once, repeated = ([spec for spec in specs if spec.interpreted(problem) == interpreted] for interpreted in (True, False))
-        expected = expected_s(problem, once, 1) + expected_s(problem, repeated, 2 + MIN_REPEATS)
+        expected = expected_s(problem, once, 1) + expected_s(problem, repeated, 2 + MIN_SHARED)
     if budget_s is not None and expected > budget_s:
         took = f"{problem}, would take about {duration(expected)} there, longer than budget_s={budget_s:g}"
         raise ValueError(f"{took}; what takes seconds: {DOES}")
@@ -462,12 +452,10 @@ class _Bench:
         implementation(spec)  # an import is no part of the interpreter's time
         if self.on_gpu:
             self._run(spec.name, problem)  # compiles, and makes the libraries' workspaces, which are nobody's peak
-            torch.cuda.synchronize(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            before = torch.cuda.memory_allocated(self.device)
-        result, seconds = self._run(spec.name, problem)
-        if self.on_gpu:
-            row = replace(row, memory_bytes=torch.cuda.max_memory_allocated(self.device) - before)
+            (result, seconds), memory = with_peak(lambda: self._run(spec.name, problem), self.device)
+            row = replace(row, memory_bytes=memory)
+        else:
+            result, seconds = self._run(spec.name, problem)
         checks = tuple(self.judge.checks(result))
         errors = self.judge.errors(result)
         budgets = {name: budget for name, budget in self.judge.budgets().items() if name in errors}
@@ -502,14 +490,15 @@ class _Bench:
     def timed(self, rows: list[Row]) -> list[Row]:
         """The rows with times, TFLOP/s and share of the peak, the versions interleaved."""
         able = {row.version: row.errors for row in rows if row.status == "ok" and row.ran in ("GPU", "CPU")}
-        launches: dict[tuple[str, str], Callable[[], Any]] = {}
+        launches: dict[tuple[str, str], Operation] = {}
         for name, errors in able.items():
             launches[name, "forward"] = partial(self._forward, name, self.tensors, False)
             if "dq" in errors:  # its gradients were judged
                 leaves = _leaves(self.tensors, True)
                 out = self._forward(name, leaves, False)
                 launches[name, "backward"] = partial(torch.autograd.grad, out, leaves, self.dout, retain_graph=True)
-        timings = (_time_on_gpu if self.on_gpu else _time_on_cpu)(launches, self.device)
+        times = Clock(self.device).share(launches, GPU_SECONDS if self.on_gpu else CPU_SECONDS)
+        timings = {key: Timing.of(taken) for key, taken in times.items()}
         return [self._with_times(row, {p: timings[row.version, p] for p in PASSES if (row.version, p) in timings}) for row in rows]
 
     def _with_times(self, row: Row, timings: dict[str, Timing]) -> Row:
@@ -519,55 +508,6 @@ class _Bench:
             peak = self.peaks[name]
             values |= {f"{name}_tflops": tflops, f"{name}_peak": 100 * tflops / peak if peak else None}
         return replace(row, **values)
-
-
-def _time_on_gpu(launches: dict[Any, Callable[[], Any]], device: torch.device) -> dict[Any, Timing]:
-    """Each launch by CUDA events, round by round, the L2 cache flushed before each."""
-    with torch.cuda.device(device):
-        flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.uint8, device=device)
-
-        def one_round() -> dict[Any, tuple[torch.cuda.Event, torch.cuda.Event]]:
-            events = {}
-            for key, launch in launches.items():
-                flush.zero_()
-                events[key] = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-                events[key][0].record()
-                launch()
-                events[key][1].record()
-            return events
-
-        one_round()
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        one_round()
-        torch.cuda.synchronize()
-        rounds = [one_round() for _ in range(_repeats(GPU_SECONDS, time.perf_counter() - start))]
-        torch.cuda.synchronize()
-    return {key: _timing([events[key][0].elapsed_time(events[key][1]) for events in rounds]) for key in launches}
-
-
-def _time_on_cpu(launches: dict[Any, Callable[[], Any]], device: torch.device) -> dict[Any, Timing]:
-    """Each launch by the wall clock, round by round."""
-
-    def one_round() -> dict[Any, float]:
-        spent = {}
-        for key, launch in launches.items():
-            start = time.perf_counter()
-            launch()
-            spent[key] = 1e3 * (time.perf_counter() - start)
-        return spent
-
-    rounds = [one_round() for _ in range(_repeats(CPU_SECONDS, sum(one_round().values()) / 1e3))]
-    return {key: _timing([spent[key] for spent in rounds]) for key in launches}
-
-
-def _repeats(seconds: float, one_round: float) -> int:
-    return max(MIN_REPEATS, min(MAX_REPEATS, int(seconds / max(one_round, 1e-9))))
-
-
-def _timing(ms: list[float]) -> Timing:
-    p10, median, p90 = torch.tensor(ms, dtype=torch.float64).quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)).tolist()
-    return Timing(median, p10, p90, len(ms))
 
 
 def _environment(device: torch.device) -> dict[str, str]:

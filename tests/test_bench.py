@@ -20,7 +20,7 @@ import torch
 
 import flashzoo
 from bench import ablation, claims, fp8_error, masks, peers, pictures, plot, readmes, run, runs, tune
-from flashzoo import cli
+from flashzoo import cli, timing
 from flashzoo.autograd import differentiable
 from flashzoo.call.problem import Problem
 from flashzoo.reference import dequantized, rotated, standard
@@ -250,11 +250,11 @@ def test_another_file_is_refused_before_errors_are_measured(tmp_path, capsys):
 
 def test_what_costs_the_process_its_gpu_ends_the_run_and_is_not_tried_again(tmp_path, broken, monkeypatch, capsys):
     out, line = tmp_path / "cpu.csv", "--impls standard,v3,flex,sdpa_math --passes fwd"
-    monkeypatch.setattr(run.Clock, "lost", property(lambda clock: len(broken) > 0))
+    monkeypatch.setattr(timing.Clock, "lost", property(lambda clock: len(broken) > 0))
     assert _bench(line, out) == 1
     assert _timed(out) == [] and [(impl, causal) for impl, causal, _ in _why(out)] == [("v3", "0"), ("flex", "0")]
     assert "stopped after 1 of 2 cells" in capsys.readouterr().out
-    monkeypatch.setattr(run.Clock, "lost", False)
+    monkeypatch.setattr(timing.Clock, "lost", False)
     monkeypatch.setitem(peers.PEERS, "flex", peers.PEERS["sdpa_math"])
     assert _bench(f"{line} --resume r1", out) == 0
     assert sorted(_timed(out)) == sorted(
@@ -282,7 +282,7 @@ def test_a_budget_holds_within_a_cell_and_the_rest_is_left_to_resume(tmp_path, m
         return first_call(impl, *rest)
 
     monkeypatch.setattr(run, "first_call", noting)
-    monkeypatch.setattr(run.Clock, "out_of_time", property(lambda clock: clock.deadline < float("inf") and "standard" in begun))
+    monkeypatch.setattr(timing.Clock, "out_of_time", property(lambda clock: clock.deadline < float("inf") and "standard" in begun))
     assert _bench(f"{line} --budget-s 9", out) == 0
     assert begun == ["standard"] and _timed(out) == [] and "9 s are gone; go on with --resume r1" in capsys.readouterr().out
     monkeypatch.undo()
@@ -292,10 +292,10 @@ def test_a_budget_holds_within_a_cell_and_the_rest_is_left_to_resume(tmp_path, m
 
 def test_nothing_is_timed_after_the_deadline():
     calls = []
-    clock = run.Clock("cpu", time.monotonic() - 1)
-    with pytest.raises(run.OutOfTimeError):
+    clock = timing.Clock("cpu", time.monotonic() - 1)
+    with pytest.raises(timing.OutOfTimeError):
         clock.measure({"a": lambda: calls.append(1)}, 1)
-    assert not calls and clock.out_of_time and not run.Clock("cpu").out_of_time
+    assert not calls and clock.out_of_time and not timing.Clock("cpu").out_of_time
 
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path, monkeypatch, capsys):
@@ -357,14 +357,14 @@ def test_resume_is_on_the_same_gpu_and_says_what_else_is_new(tmp_path, capsys, m
 
 
 def test_too_little_memory_for_all_at_once_ends_no_run(tmp_path, monkeypatch):
-    measured = run.Clock.measure
+    measured = timing.Clock.measure
 
     def full(clock, operations, ms_each):
-        if "matmul" not in operations:
+        if "settled" not in operations:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return measured(clock, operations, ms_each)
 
-    monkeypatch.setattr(run.Clock, "measure", full)
+    monkeypatch.setattr(timing.Clock, "measure", full)
     out = tmp_path / "cpu.csv"
     assert _bench("--impls standard,sdpa_math --passes fwd", out) == 0
     assert _timed(out) == []
@@ -418,23 +418,23 @@ def test_a_backward_run_has_a_fixed_order_at_one_length():
 
 
 class FakeGpu:
-    """torch.cuda's allocator and queue, as far as `Clock.costs` asks them."""
+    """torch.cuda's allocator and queue, as far as `run.costs` asks them."""
 
     def __init__(self, monkeypatch) -> None:
         self.given, self.most, self.busy = 100 << 20, 0, True
         for name in ("synchronize", "reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
 
-    def synchronize(self) -> None:
+    def synchronize(self, device) -> None:
         self.busy = False
 
-    def reset_peak_memory_stats(self) -> None:
+    def reset_peak_memory_stats(self, device) -> None:
         self.most = self.given
 
-    def memory_allocated(self) -> int:
+    def memory_allocated(self, device) -> int:
         return self.given
 
-    def max_memory_allocated(self) -> int:
+    def max_memory_allocated(self, device) -> int:
         return self.most
 
     def call(self) -> None:
@@ -444,18 +444,18 @@ class FakeGpu:
 
 
 def test_memory_and_host_time_are_of_one_call_on_an_idle_gpu(monkeypatch):
-    gpu, clock = FakeGpu(monkeypatch), run.Clock("cpu")
+    gpu, clock = FakeGpu(monkeypatch), timing.Clock("cpu")
     gpu.most = 900 << 20  # of something before
-    assert clock.costs(gpu.call) == {}
+    assert run.costs(clock, gpu.call) == {}
     clock.cuda = True
-    costs = clock.costs(gpu.call)
+    costs = run.costs(clock, gpu.call)
     assert list(costs) == ["peak_mib", "host_us"] and costs["peak_mib"] == "24"
     assert 1e3 <= float(str(costs["host_us"])) < 1e5
 
 
 def test_slow_calls_are_few():
     calls = []
-    assert run.Clock("cpu").host_us(lambda: calls.append(time.sleep(0.06))) >= 6e4
+    assert timing.Clock("cpu").host_us(lambda: calls.append(time.sleep(0.06))) >= 6e4
     assert len(calls) == 1
 
 
@@ -480,7 +480,7 @@ def test_what_is_compiled_ahead_is_timed(capsys):
     seconds = run.compile_ahead({cell: ["v2", "standard"], other: ["v2"]}, workers=1)
     assert list(seconds) == [("v2", cell)] and 0 < seconds["v2", cell] < 60, "v2 takes no bf16 here, and standard compiles nothing"
     assert "[1/1, 0 s left] v2, fwd d16" in capsys.readouterr().out
-    clock = run.Clock("cpu")
+    clock = timing.Clock("cpu")
     ahead, in_run = run.measure({cell: ["v2", "standard"]}, clock, 1, {("v2", cell): 123.4})[cell]
     assert ahead["compile_s"] == "123" and 0 < float(str(in_run["compile_s"])) < 60
 
@@ -507,8 +507,8 @@ def test_other_outputs_say_the_time_left(monkeypatch, capsys):
 
 def test_repeats_are_spread_over_the_rounds():
     order = []
-    operations: dict[str, run.Operation] = {name: partial(order.append, name) for name in "ab"}
-    times = run.Clock("cpu").turns(operations, {"a": 2, "b": 4})
+    operations: dict[str, timing.Operation] = {name: partial(order.append, name) for name in "ab"}
+    times = timing.Clock("cpu").turns(operations, {"a": 2, "b": 4})
     rounds = ["".join(order)[i:j] for i, j in ((0, 1), (1, 3), (3, 4), (4, 6))]
     assert ["".join(sorted(one)) for one in rounds] == ["b", "ab", "b", "ab"]
     assert {name: len(taken) for name, taken in times.items()} == {"a": 2, "b": 4}
@@ -517,8 +517,8 @@ def test_repeats_are_spread_over_the_rounds():
 def test_what_has_few_repeats_is_not_all_in_the_same_rounds():
     order = []
     repeats = {**dict.fromkeys("abcdefgh", 10), "-": 120}
-    operations: dict[str, run.Operation] = {name: partial(order.append, name) for name in repeats}
-    times = run.Clock("cpu").turns(operations, repeats)
+    operations: dict[str, timing.Operation] = {name: partial(order.append, name) for name in repeats}
+    times = timing.Clock("cpu").turns(operations, repeats)
     assert {name: len(taken) for name, taken in times.items()} == repeats
     longest = max(map(len, "".join(order).split("-")))
     assert longest <= 4, "of eight"
@@ -526,21 +526,21 @@ def test_what_has_few_repeats_is_not_all_in_the_same_rounds():
 
 def test_masked_and_dense_cells_of_a_size_are_timed_in_the_same_turns(tmp_path, monkeypatch):
     together = []
-    measured = run.Clock.measure
+    measured = timing.Clock.measure
 
     def noting(clock, operations, ms_each):
         together.append(list(operations))
         return measured(clock, operations, ms_each)
 
-    monkeypatch.setattr(run.Clock, "measure", noting)
+    monkeypatch.setattr(timing.Clock, "measure", noting)
     out = tmp_path / "cpu.csv"
     assert _masked_bench("--masks dense,ones,local/2 --impls standard,sdpa", out) == 0
-    found = [{(cell.pass_, cell.mask, cell.problem.causal, impl) for cell, impl in keys} for keys in together if keys != ["matmul"]]
+    found = [{(cell.pass_, cell.mask, cell.problem.causal, impl) for cell, impl in keys} for keys in together if keys != ["settled"]]
     cells = [("", False), ("", True), ("ones", False), ("local/2", False)]
     assert found == [{(pass_, *of, impl) for of in cells for impl in ("standard", "sdpa")} for pass_ in ("fwd", "bwd")]
     together.clear()
     assert _bench("--impls standard,sdpa --passes fwd", out) == 0
-    assert [len(keys) for keys in together if keys != ["matmul"]] == [2, 2], "without masks each cell by itself"
+    assert [len(keys) for keys in together if keys != ["settled"]] == [2, 2], "without masks each cell by itself"
 
 
 @pytest.mark.parametrize(
@@ -961,8 +961,8 @@ RESULTS = [
 
 def test_rounds_have_orders_of_their_own():
     order = []
-    operations: dict[str, run.Operation] = {name: partial(order.append, name) for name in "abc"}
-    run.Clock("cpu").turns(operations, dict.fromkeys("abc", 40))
+    operations: dict[str, timing.Operation] = {name: partial(order.append, name) for name in "abc"}
+    timing.Clock("cpu").turns(operations, dict.fromkeys("abc", 40))
     rounds = [tuple(order[i : i + 3]) for i in range(0, 120, 3)]
     assert all(set(one) == set("abc") for one in rounds) and len(set(rounds)) > 3
 
@@ -1035,7 +1035,7 @@ def test_the_tuner_times_right_candidates(monkeypatch):
     some = [v2_config.Tiles(64, 64, 4, 1), v2_config.Tiles(32, 32, 4, 1)]
     monkeypatch.setattr(tune, "candidates", lambda *_: iter(some))
     cell = run.Cell(Problem(1, 40, 40, 1, 1, 64, dtype="fp16", device="cpu"))
-    found = tune.tune("v2", "forward", cell, run.Clock("cpu"), 1.0)
+    found = tune.tune("v2", "forward", cell, timing.Clock("cpu"), 1.0)
     assert sorted(map(str, some)) == sorted(str(tiles) for _, tiles in found)
     assert all(ms > 0 for ms, _ in found) and found == sorted(found, key=lambda pair: pair[0])
 
@@ -1046,7 +1046,7 @@ MASKED = "--device cpu --dtype fp16 --tokens 256 --hidden 16 --head-dims 16 --ms
 @pytest.fixture
 def hurried(monkeypatch):
     """Triton's interpreter is slow."""
-    monkeypatch.setattr(run, "MIN_REPEATS", 1)
+    monkeypatch.setattr(timing, "MIN_REPEATS", 1)
 
 
 def _parsed(line: str) -> argparse.Namespace:

@@ -25,7 +25,8 @@ import flashzoo
 from flashzoo import Problem
 from flashzoo.accuracy import Check
 from flashzoo.cli import main
-from flashzoo.compare import Comparison, Interrupted, Row, Timing, compare_workload, expected_s, peak_tflops
+from flashzoo.compare import Comparison, Interrupted, Row, compare_workload, expected_s, peak_tflops
+from flashzoo.timing import Timing
 from flashzoo.workloads import workload
 
 TINY = ["--seq-len", "24", "--batch-size", "1", "--num-heads", "2", "--head-dim", "16", "--dtype", "fp32", "--device", "cpu"]

@@ -47,6 +47,7 @@ MAY_IMPORT = {
     "dtypes": {"torch"},
     "gpu": set(),
     "integers": set(),
+    "timing": {"torch"},
     "workloads": {"torch", BLOCK_MASK, "flashzoo.dtypes", "flashzoo.call.forms", "flashzoo.call.problem"},
     "accuracy": {"torch", "flashzoo.reference", "flashzoo.roundings", "flashzoo.workloads"} | HANDED,
     "roundings": {"torch", "flashzoo.reference", "flashzoo.call.problem", "flashzoo.workloads"},
