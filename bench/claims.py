@@ -13,7 +13,7 @@ from functools import partial
 from bench import runs
 from bench.runs import ERROR, TRAFFIC, Row
 from bench.traffic import by_formula, counted
-from flashzoo.compare import peak_tflops
+from flashzoo.gpu import peak_tflops
 
 NOT_MEASURED = "not measured"
 HEAD = ("claim", "where", "the paper", "measured here", "run")

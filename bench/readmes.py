@@ -12,7 +12,7 @@ from textwrap import fill
 from bench import runs
 from bench.run import read
 from bench.runs import ABLATED, BEST_PEER, ERROR, RESULTS, Row, Speeds
-from flashzoo.compare import peak_tflops
+from flashzoo.gpu import peak_tflops
 
 ROOT = Path(__file__).parent.parent
 H100 = RESULTS.with_name("h100-80gb-hbm3.csv")

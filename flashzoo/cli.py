@@ -21,7 +21,8 @@ import torch
 
 import flashzoo
 from flashzoo.call.problem import DTYPES, FEATURES, OPTIONS, Problem
-from flashzoo.compare import WIDTH, Comparison, Interrupted, compare_workload
+from flashzoo.compare import Interrupted, compare_workload
+from flashzoo.comparison import WIDTH, Comparison
 from flashzoo.registry import FILES, current, load_file
 from flashzoo.spec import Spec
 from flashzoo.workloads import TORCH_DTYPES, hardware

@@ -5,18 +5,13 @@ No time is reported for a result that fails the rule of `flashzoo.accuracy`.
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import math
 import os
-import re
 import sys
-import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
@@ -27,11 +22,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flashzoo.accuracy import Check, Judge
+from flashzoo.accuracy import Judge
 from flashzoo.call.api import Options, attention, explain, takes_options
 from flashzoo.call.check import check_data, options_of
 from flashzoo.call.problem import Problem
-from flashzoo.gpu import SHARED_LIMIT
+from flashzoo.comparison import PASSES, Comparison, Row
+from flashzoo.gpu import SHARED_LIMIT, peak_tflops
 from flashzoo.reference import Result
 from flashzoo.registry import current, implementation
 from flashzoo.registry import versions as registered
@@ -42,8 +38,6 @@ from flashzoo.workloads import Workload, block_mask, descales, flops, hardware, 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-WIDTH = 80
-"""Columns of a comparison's text where no terminal says how many it has."""
 PART_SCORES = 1 << 20
 """Score elements of the part of a larger problem that is run on the CPU to see how long the whole takes."""
 DOES = f"batch 1, heads 2, seqlen {4 * INTERPRETER_BLOCK}, in fp16"
@@ -52,137 +46,6 @@ QUADRATIC_BYTES = 20
 """Bytes for each score element that a version holds which materialises S and P: S, P and dP in float32, their roundings."""
 GPU_SECONDS, CPU_SECONDS = 2.0, 0.5
 """Of timing in all, shared by the versions, which have `MIN_SHARED` repeats each in any case."""
-
-PEAKS = (
-    ("B200", 2250, 75),
-    ("B300", 2250, 75),
-    ("H200", 989, 67),
-    ("GH200", 989, 67),
-    ("H100 PCIe", 756, 51),
-    ("H100 NVL", 835, 60),
-    ("H100", 989, 67),
-    ("H20", 148, 44),
-    ("A100", 312, 19.5),
-    ("A800", 312, 19.5),
-    ("A30", 165, 10.3),
-    ("A10", 125, 31.2),
-    ("L40S", 362, 91.6),
-    ("L4", 121, 30.3),
-    ("RTX 4090", 165, 82.6),
-    ("RTX 3090", 71, 35.6),
-    ("V100", 125, 15.7),
-)
-"""Dense peak TFLOP/s by NVIDIA's datasheets and whitepapers: 16-bit tensor cores with float32 accumulation, then float32
-outside tensor cores. The first name found in the GPU's own counts."""
-NO_FP8 = ("A100", "A800", "A30", "A10", "RTX 3090", "V100")
-"""Those of `PEAKS` without FP8 tensor cores; with them, FP8's peak is twice that of 16 bits."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """One version's line.
-
-    Attributes:
-        version, title: as registered.
-        status: "ok"; "fails" (a check exceeds its budget); "can't" (the Spec has reasons against the problem); "no memory"; "error"
-            (it raised).
-        reasons: why not "ok", or why the forward pass alone where both were asked for; one sentence each.
-        ran: "GPU", "CPU", "interpreter" (Triton's, on the CPU), or "" where nothing ran.
-        checks: every rule that was applied.
-        errors, budgets: by tensor (out, lse, dq, dk, dv): largest and RMS absolute error, and what they may be.
-        forward, backward: times, only where "ok".
-        forward_tflops, backward_tflops: TFLOP/s of the visible part; None for the interpreter.
-        forward_peak, backward_peak: the same in percent of the GPU's dense peak; None where that is not known.
-        memory_bytes: peak of GPU memory beyond the inputs, forward and backward; None on the CPU.
-        hbm_bytes: what the paper's IO formula says the forward pass moves; None where it has none.
-    """
-
-    version: str
-    title: str
-    status: str
-    reasons: tuple[str, ...] = ()
-    ran: str = ""
-    checks: tuple[Check, ...] = ()
-    errors: dict[str, tuple[float, float]] = field(default_factory=dict)
-    budgets: dict[str, tuple[float, float]] = field(default_factory=dict)
-    forward: Timing | None = None
-    backward: Timing | None = None
-    forward_tflops: float | None = None
-    backward_tflops: float | None = None
-    forward_peak: float | None = None
-    backward_peak: float | None = None
-    memory_bytes: int | None = None
-    hbm_bytes: float | None = None
-
-    def flat(self) -> dict[str, Any]:
-        """The row as plain values under one level of names, for CSV and JSON."""
-        values: dict[str, Any] = {"version": self.version, "status": self.status, "ran": self.ran, "reasons": "; ".join(self.reasons)}
-        for tensor in TENSORS:
-            for what, table in (("err", self.errors), ("budget", self.budgets)):
-                values[f"{tensor}_max_{what}"], values[f"{tensor}_rms_{what}"] = table.get(tensor, (None, None))
-        for name in PASSES:
-            timing = getattr(self, name)
-            values |= {f"{name}_{part}": getattr(timing, part, None) for part in ("ms", "p10", "p90", "repeats")}
-            values |= {f"{name}_{part}": getattr(self, f"{name}_{part}") for part in ("tflops", "peak")}
-        return values | {"memory_bytes": self.memory_bytes, "hbm_bytes": self.hbm_bytes}
-
-
-TENSORS = ("out", "lse", "dq", "dk", "dv")
-PASSES = ("forward", "backward")
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What `compare` found; printing it gives a table.
-
-    Attributes:
-        problem: what was asked of every version.
-        rows: one for each version, in `auto` order.
-        environment: device and the versions of the software, by name.
-    """
-
-    problem: Problem
-    rows: tuple[Row, ...]
-    environment: dict[str, str]
-
-    @property
-    def ok(self) -> bool:
-        """Whether every version that ran kept its budget. One that can't, or has no memory for it, does not count."""
-        return not any(row.status in ("fails", "error") for row in self.rows)
-
-    def to_json(self) -> str:
-        """An object with problem, environment and rows (every check included); numbers that aren't finite become null."""
-        rows = [row.flat() | {"checks": [vars(check) | {"ok": check.ok} for check in row.checks]} for row in self.rows]
-        record = {"problem": asdict(self.problem), "environment": self.environment, "rows": rows}
-        return json.dumps(_finite(record), indent=2)
-
-    def to_csv(self) -> str:
-        """One line for each version under a header; empty where there is nothing to say."""
-        text = io.StringIO()
-        writer = csv.DictWriter(text, list(self.rows[0].flat()) if self.rows else ["version"], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(row.flat() for row in self.rows)
-        return text.getvalue()
-
-    def __str__(self) -> str:
-        return self.text()
-
-    def text(self, width: int = WIDTH) -> str:
-        """A table with a line for each version that ran, and in words why others did not; no line is longer than width.
-
-        Columns that say nothing are left out, and of the others the least important ones where all don't fit.
-        """
-        lines = [f"{self.problem}: {self.environment['device'].removeprefix('CPU, ')}"]
-        table = [_cells(row) for row in self.rows if row.checks]
-        lines += ["", *_table(table, width), ""] if table else []
-        versions_by_why: dict[str, list[str]] = {}
-        for row in self.rows:
-            if row.reasons:
-                versions_by_why.setdefault(_why(row), []).append(row.version)
-        lines += [f"{', '.join(names)}{why}" for why, names in versions_by_why.items()]
-        if table:
-            lines.append(LEGEND)
-        return "\n".join(part for line in lines for part in _wrapped(line, width))
 
 
 class Interrupted(KeyboardInterrupt):
@@ -376,15 +239,6 @@ def _memory_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def peak_tflops(gpu: str, numerics: str) -> float | None:
-    """Dense peak of a GPU by its name (`torch.cuda.get_device_name()`) and `Problem.numerics`; None where not known."""
-    for name, half, single in PEAKS:
-        if re.search(rf"\b{name}\b", gpu):
-            fp8 = None if name in NO_FP8 else 2 * half
-            return {"fp16": half, "bf16": half, "fp32": single, "e4m3": fp8, "fp8": fp8}.get(numerics)
-    return None
-
-
 def _leaves(tensors: tuple[Tensor, ...], grad: bool) -> tuple[Tensor, ...]:
     if not all(isinstance(x, Tensor) for x in tensors):
         return tensors  # explain says what is wrong with them
@@ -567,84 +421,3 @@ def _bar(wanted: bool | None) -> Iterator[_Bar]:
     columns = (TextColumn("{task.description:<12}"), BarColumn(24), TimeElapsedColumn(), TextColumn("{task.fields[expected]}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         yield _Bar(progress)
-
-
-COLUMNS = ("version", "result", "ran on", "budget", *TENSORS, "fwd ms", "fwd p10-p90", "fwd TFLOP/s", "fwd % of peak")
-COLUMNS += ("bwd ms", "bwd p10-p90", "bwd TFLOP/s", "bwd % of peak", "memory", "HBM by formula")
-"""Of a comparison's text, from left to right; what stands right of fwd ms or bwd ms is headed without the pass."""
-DISPENSABLE = ("HBM by formula", "bwd p10-p90", "fwd p10-p90", "lse", "bwd % of peak", "fwd % of peak", "dv", "dk", "dq")
-DISPENSABLE += ("ran on", "memory", "out", "bwd TFLOP/s", "fwd TFLOP/s", "bwd ms", "budget", "fwd ms", "result")
-"""In the order in which columns are left out where all of them are too wide."""
-GAP = 2
-LEGEND = (
-    "budget: the worst error's share of what is allowed (flashzoo/accuracy.py). "
-    "out to dv: largest errors against a float64 oracle. ms: medians."
-)
-
-
-def _cells(row: Row) -> dict[str, str]:
-    """The row as text by column; empty where it has nothing to say."""
-    cells = dict.fromkeys(COLUMNS, "") | {"version": row.version, "result": row.status, "ran on": row.ran}
-    cells["budget"] = f"{100 * max(check.used for check in row.checks):.0f}%"
-    cells |= {tensor: f"{largest:.1e}" for tensor, (largest, _) in row.errors.items()}
-    for name, short in zip(PASSES, ("fwd", "bwd"), strict=True):
-        timing, tflops, peak = (getattr(row, f"{name}{part}") for part in ("", "_tflops", "_peak"))
-        if timing:
-            cells[f"{short} ms"] = f"{timing.ms:.3g}"
-        if timing and timing.repeats > 1:
-            cells[f"{short} p10-p90"] = f"{timing.p10:.3g}-{timing.p90:.3g}"
-        if tflops is not None and row.ran == "GPU":
-            cells[f"{short} TFLOP/s"] = f"{tflops:.3g}"
-        if peak is not None:
-            cells[f"{short} % of peak"] = f"{peak:.0f}"
-    if row.memory_bytes is not None:
-        cells["memory"] = _size(row.memory_bytes)
-    if row.hbm_bytes is not None and row.ran == "GPU":
-        cells["HBM by formula"] = _size(row.hbm_bytes)
-    return cells
-
-
-def _why(row: Row) -> str:
-    """Why the row is not all that was asked for; of what a Spec has against the problem the first, since `explain` has the others."""
-    if row.status == "can't":
-        others = len(row.reasons) - 1
-        return f" can't: {row.reasons[0]}{f' (and {others} more)' if others else ''}"
-    return f"{': ' if row.status == 'ok' else f' {row.status}: '}{'; '.join(row.reasons)}"
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} TB"
-
-
-def _table(rows: list[dict[str, str]], width: int) -> list[str]:
-    """A line for the columns' names and one for each row."""
-    shown = [name for name in COLUMNS if any(row[name] for row in rows)]
-    if len({row["ran on"] for row in rows}) == 1:
-        shown.remove("ran on")  # the problem says where
-    header = {name: name if name.endswith(" ms") else name.removeprefix("fwd ").removeprefix("bwd ") for name in shown}
-    widths = {name: max(len(line[name]) for line in (header, *rows)) for name in shown}
-    for name in DISPENSABLE:
-        if sum(widths[name] + GAP for name in shown) - GAP <= width:
-            break
-        if name in shown:
-            shown.remove(name)
-    flush = {name: "<" if name in ("version", "result", "ran on") else ">" for name in shown}
-    return [(" " * GAP).join(f"{line[name]:{flush[name]}{widths[name]}}" for name in shown) for line in (header, *rows)]
-
-
-def _wrapped(line: str, width: int) -> list[str]:
-    """The line in parts that fit."""
-    return [line] if len(line) <= width else textwrap.wrap(line, width, subsequent_indent="  ", break_on_hyphens=False)
-
-
-def _finite(value: Any) -> Any:
-    """The same with None for every number that JSON has no word for."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -25,7 +25,9 @@ import flashzoo
 from flashzoo import Problem
 from flashzoo.accuracy import Check
 from flashzoo.cli import main
-from flashzoo.compare import Comparison, Interrupted, Row, compare_workload, expected_s, peak_tflops
+from flashzoo.compare import Interrupted, compare_workload, expected_s
+from flashzoo.comparison import Comparison, Row
+from flashzoo.gpu import peak_tflops
 from flashzoo.timing import Timing
 from flashzoo.workloads import workload
 

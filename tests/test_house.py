@@ -48,6 +48,7 @@ MAY_IMPORT = {
     "gpu": set(),
     "integers": set(),
     "timing": {"torch"},
+    "comparison": {"flashzoo.accuracy", "flashzoo.call.problem", "flashzoo.timing"},
     "workloads": {"torch", BLOCK_MASK, "flashzoo.dtypes", "flashzoo.call.forms", "flashzoo.call.problem"},
     "accuracy": {"torch", "flashzoo.reference", "flashzoo.roundings", "flashzoo.workloads"} | HANDED,
     "roundings": {"torch", "flashzoo.reference", "flashzoo.call.problem", "flashzoo.workloads"},
