@@ -20,6 +20,8 @@ import torch
 
 import flashzoo
 from bench import ablation, fp8_error, masks, plot, report, run, runs, traffic
+from bench.arguments import amount, check_out, names
+from bench.rows import head_commit, read, results_path
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def measure(sets: tuple[Set, ...], name: str, out: Path, commit: str, budget_s: 
         run_id = f"{name}-{chosen.name}"
         for line in chosen.lines:
             # A copy alone is the traffic of which no counter could be read.
-            begun = any(row["run"] == run_id and row["pass"] != runs.COPY for row in run.read(out))
+            begun = any(row["run"] == run_id and row["pass"] != runs.COPY for row in read(out))
             if begun and not chosen.resumes:
                 print(f"run {run_id} is there")
                 continue
@@ -114,19 +116,19 @@ def main(argv: list[str] | None = None) -> int:
     today = datetime.now(timezone.utc).strftime("%Y%m%d")
     gpu = torch.cuda.is_available()
     everything = [chosen.name for chosen in SETS]
-    parser.add_argument("--sets", type=run.names(everything), default=",".join(everything), help="only these (default: %(default)s)")
+    parser.add_argument("--sets", type=names(everything), default=",".join(everything), help="only these (default: %(default)s)")
     parser.add_argument("--run", help="what the runs' ids begin with, and how one goes on (default: <gpu>-<today>)")
-    parser.add_argument("--budget-s", type=run.amount, default=inf, help="stop measuring after so many seconds")
+    parser.add_argument("--budget-s", type=amount, default=inf, help="stop measuring after so many seconds")
     parser.add_argument("--out", type=Path, help="the CSV file; default: bench/results/<gpu>.csv, without a GPU h200.csv")
     parser.add_argument("--commit", help="what is measured, where there is no git")
     parser.add_argument("-o", "--page", type=Path, default=Path("report.html"), help="the HTML page (default: report.html)")
     args = parser.parse_args(argv)
-    out = args.out or (run.results_path("cuda") if gpu else runs.RESULTS)
+    out = args.out or (results_path("cuda") if gpu else runs.RESULTS)
     failed = 0
     if gpu:
-        run.check_out(args, flashzoo.versions(), parser)
+        check_out(args, flashzoo.versions(), parser)
         sets = tuple(chosen for chosen in SETS if chosen.name in args.sets)
-        failed = measure(sets, args.run or f"{out.stem}-{today}", out, args.commit or run.head_commit(), args.budget_s)
+        failed = measure(sets, args.run or f"{out.stem}-{today}", out, args.commit or head_commit(), args.budget_s)
     else:
         print(f"no NVIDIA GPU: nothing is measured, {out} is drawn")
     render(out, args.page)

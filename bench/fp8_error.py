@@ -28,7 +28,10 @@ import torch
 from torch import Tensor
 
 import flashzoo
-from bench import ablation, peers, run
+from bench import ablation, peers
+from bench.arguments import numbers, offer_rows, results_of
+from bench.cells import Cell
+from bench.rows import Row
 from bench.runs import ERROR
 from flashzoo.call.problem import DESCALE_BLOCK, Problem
 from flashzoo.reference import HOPPER_K, HOPPER_SUM_BITS, LARGEST_E4M3, P_SCALE, dequantized, oracle, rotated
@@ -146,7 +149,7 @@ def errors(problem: Problem, values: str, device: str) -> Iterator[tuple[str, fl
         yield f"{name}, no scales", rmse(peers.peer(name, asked)(*(x.to(torch.float8_e4m3fn) for x in tensors)), right)
 
 
-def row(name: str, error: float, problem: Problem, values: str, hopper: bool) -> run.Row:
+def row(name: str, error: float, problem: Problem, values: str, hopper: bool) -> Row:
     """An error of the first table, under its name there, as a row of the results file."""
     version = "v3_fp8" if hopper else "standard"
     named = {'precision="fp8"': "v3_fp8_end_to_end", **{f"{peer}, no scales": peer for peer in peers.FP8_PEERS}}
@@ -155,7 +158,7 @@ def row(name: str, error: float, problem: Problem, values: str, hopper: bool) ->
         dtype, impl = name.removeprefix("16 bits: "), version.removesuffix("_fp8")
     elif name.startswith("standard attention, "):
         impl = name.replace(" attention,", "")
-    fields = {**run.Cell(problem).fields, "pass": ERROR + values, "dtype": dtype, "density": 1}
+    fields = {**Cell(problem).fields, "pass": ERROR + values, "dtype": dtype, "density": 1}
     return {**fields, "impl": re.sub(r"\W+", "_", impl), "rms_err": f"{error:.3e}"}
 
 
@@ -221,10 +224,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seqlen", type=int, default=8192)
     parser.add_argument("--queries", type=int, help="of each head; default: the seqlen, without a GPU 1024")
     parser.add_argument("--heads", type=int, help="default: 16, without a GPU 4")
-    parser.add_argument("--long", type=run.numbers, default="4096,131072", help="keys of the second table's columns")
-    run.offer_rows(parser)
+    parser.add_argument("--long", type=numbers, default="4096,131072", help="keys of the second table's columns")
+    offer_rows(parser)
     args = parser.parse_args(argv)
-    results = run.results_of(args, args.run, args.device, parser) if args.run else None
+    results = results_of(args, args.run, args.device, parser) if args.run else None
     cuda = args.device == "cuda"
     hopper = on_hopper(args.device)
     heads = args.heads or (16 if cuda else 4)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from bench import claims, pictures, readmes, runs, traffic
-from bench.run import MISSING, read
+from bench.rows import MISSING, read
 from bench.runs import BUTTERFLY, FP8, RESULTS, TABLES, Row, Sparse, Speeds, impls, last_run, length, ours, sparse_run, speeds
 
 Picture = Callable[[str, str], list[str]]

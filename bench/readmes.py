@@ -10,7 +10,7 @@ from pathlib import Path
 from textwrap import fill
 
 from bench import runs
-from bench.run import read
+from bench.rows import read
 from bench.runs import ABLATED, BEST_PEER, ERROR, RESULTS, Row, Speeds
 from flashzoo.gpu import peak_tflops
 

@@ -20,7 +20,8 @@ from markdown_it import MarkdownIt
 
 import flashzoo
 from bench import pictures, plot, runs
-from bench.run import GEMM, RUN_FIELDS, declared, key_of, parted, read
+from bench.contenders import declared, parted
+from bench.rows import GEMM, RUN_FIELDS, key_of, read
 
 PAGE = Path(__file__).parent / "page.html"
 NO_OBJECTION = "takes them; it was not asked in this run, or gave no right result"

@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
 
+from bench.cells import PASSES
+from bench.contenders import parted
 from bench.peers import PEERS
-from bench.run import GEMM, PASSES, parted
+from bench.rows import GEMM
 from flashzoo.call.forms import MaskForm
 from flashzoo.call.problem import Problem
 

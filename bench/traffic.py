@@ -22,7 +22,10 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from bench import run
+from bench.arguments import names, numbers, offer_rows, results_of
+from bench.cells import PASSES, Cell
+from bench.contenders import Contender, objection
+from bench.rows import FAILED, MISSING, NO_MEMORY, REFUSED, Row, no_attention, time_columns
 from bench.runs import COPY, TOKENS, TRAFFIC
 from flashzoo.call.problem import Problem
 from flashzoo.timing import FLUSH_BYTES, Clock
@@ -40,7 +43,7 @@ READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
 UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
 MARK = "spin_kernel"
 """What `torch.cuda._sleep` launches: one before a call, one between it and the flush behind it."""
-REFUSED = "ERR_NVGPUCTRPERM"
+DENIED = "ERR_NVGPUCTRPERM"
 
 Kernel = tuple[str, float, float]
 """Name, bytes read and bytes written."""
@@ -115,34 +118,34 @@ def by_call(launched: Iterable[Kernel]) -> list[float]:
     return calls
 
 
-def cells(args: argparse.Namespace) -> list[run.Cell]:
+def cells(args: argparse.Namespace) -> list[Cell]:
     """What is measured: each pass, head dim and length that the arguments say."""
 
-    def cell(pass_: str, head_dim: int, seqlen: int) -> run.Cell:
+    def cell(pass_: str, head_dim: int, seqlen: int) -> Cell:
         heads = HIDDEN // head_dim
         problem = Problem(TOKENS // seqlen, seqlen, seqlen, heads, heads, head_dim, **hardware("cuda"))  # pyright: ignore[reportArgumentType]
-        return run.Cell(replace(problem, dtype="bf16", out_dtype=None, grad=pass_ == "bwd"))
+        return Cell(replace(problem, dtype="bf16", out_dtype=None, grad=pass_ == "bwd"))
 
     return [cell(pass_, head_dim, seqlen) for pass_ in args.passes for head_dim in args.head_dims for seqlen in args.seqlens]
 
 
-def call_each(todo: list[run.Cell]) -> None:
+def call_each(todo: list[Cell]) -> None:
     """Under ncu: one call of each version on each cell between marks, and for each a line, "" or why there is none."""
     others = torch.ones(FLUSH_BYTES // 4, device="cuda")  # float32, since torch sums integers in a copy of 64 bits
     for cell in todo:
         tensors = inputs(cell.problem, device="cuda")
         for version in VERSIONS:
-            why = run.objection(version, cell) or ""
+            why = objection(version, cell) or ""
             try:
                 if not why:
-                    _call(run.Contender(version, cell, tensors), others)
+                    _call(Contender(version, cell, tensors), others)
             except torch.OutOfMemoryError:
-                why = run.NO_MEMORY
+                why = NO_MEMORY
             torch.cuda.empty_cache()
             print(json.dumps(why), flush=True)
 
 
-def _call(contender: run.Contender, others: torch.Tensor) -> None:
+def _call(contender: Contender, others: torch.Tensor) -> None:
     contender.run()
     others.sum()  # reads: what is then in L2 need not be written
     torch.cuda.synchronize()
@@ -165,7 +168,7 @@ def measured(arguments: list[str]) -> tuple[list[str], list[float]]:
         TrafficError: ncu is missing or reads no counter.
     """
     if not (ncu := shutil.which("ncu")):
-        raise TrafficError(f"{run.MISSING}: ncu (Nsight Compute, part of the CUDA toolkit) is not on the PATH")
+        raise TrafficError(f"{MISSING}: ncu (Nsight Compute, part of the CUDA toolkit) is not on the PATH")
     with TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
         how = ["--clock-control", "none", "--cache-control", "none", "--profile-from-start", "off", "--print-units", "base"]
@@ -173,23 +176,23 @@ def measured(arguments: list[str]) -> tuple[list[str], list[float]]:
         command += [sys.executable, "-m", "bench.traffic", "--child", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
         text = log.read_text() if log.exists() else ""
-    if REFUSED in text + done.stdout + done.stderr:
-        raise TrafficError(f"{run.REFUSED}: the driver keeps its counters from this user ({REFUSED}); run as root")
+    if DENIED in text + done.stdout + done.stderr:
+        raise TrafficError(f"{REFUSED}: the driver keeps its counters from this user ({DENIED}); run as root")
     if done.returncode:
-        raise TrafficError(f"{run.FAILED}: ncu ended with {done.returncode}: {' '.join((text + done.stderr).split())[-400:]}")
+        raise TrafficError(f"{FAILED}: ncu ended with {done.returncode}: {' '.join((text + done.stderr).split())[-400:]}")
     said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('"')]
     moved = by_call(kernels(text))
     if len(moved) != said.count(""):
-        raise TrafficError(f"{run.FAILED}: expected the kernels of {said.count('')} calls from ncu, got those of {len(moved)}")
+        raise TrafficError(f"{FAILED}: expected the kernels of {said.count('')} calls from ncu, got those of {len(moved)}")
     return said, moved
 
 
-def copy_row(clock: Clock, ms_each: float) -> run.Row:
+def copy_row(clock: Clock, ms_each: float) -> Row:
     """The row of a copy on the device."""
     source = torch.ones(COPIED, dtype=torch.bfloat16, device="cuda")
     target = torch.empty_like(source)
     times = clock.measure({COPY: lambda: target.copy_(source)}, ms_each)[COPY]
-    return {**run.no_attention(COPY, COPY, "bf16", *COPIED), **run.timing(times, 1), "tflops": ""}
+    return {**no_attention(COPY, COPY, "bf16", *COPIED), **time_columns(times, 1), "tflops": ""}
 
 
 def copied(row: dict[str, str]) -> float:
@@ -204,10 +207,10 @@ def main(argv: list[str] | None = None) -> int:
         prog="python -m bench.traffic", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
-    parser.add_argument("--passes", type=run.names(run.PASSES), default=list(run.PASSES), help="fwd,bwd")
-    parser.add_argument("--head-dims", type=run.numbers, default=[64, 128, 256])
-    parser.add_argument("--seqlens", type=run.numbers, default=[1024, 4096, 16384])
-    run.offer_rows(parser)
+    parser.add_argument("--passes", type=names(PASSES), default=list(PASSES), help="fwd,bwd")
+    parser.add_argument("--head-dims", type=numbers, default=[64, 128, 256])
+    parser.add_argument("--seqlens", type=numbers, default=[1024, 4096, 16384])
+    offer_rows(parser)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(given)
     if not torch.cuda.is_available():
@@ -218,7 +221,7 @@ def main(argv: list[str] | None = None) -> int:
         call_each(todo)
         return 0
     sizes = [f"--{name}={','.join(map(str, getattr(args, name.replace('-', '_'))))}" for name in ("passes", "head-dims", "seqlens")]
-    results = run.results_of(args, args.run, "cuda", parser) if args.run else None
+    results = results_of(args, args.run, "cuda", parser) if args.run else None
     rows, error = [copy_row(Clock("cuda"), 100)], None
     torch.cuda.empty_cache()
     try:
@@ -237,7 +240,7 @@ def main(argv: list[str] | None = None) -> int:
         results.append(rows)
     if error:
         print(f"no traffic was measured: {error}", file=sys.stderr)
-    return int(error is not None and not str(error).startswith((run.MISSING, run.REFUSED)))
+    return int(error is not None and not str(error).startswith((MISSING, REFUSED)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Find the tiles of v1, v2 and v3 on this GPU: every candidate checked, then timed. `python -m bench.tune --help`
 
 One entry of a version's table is replaced at a time, and the version is called as users call it: a candidate that the
-referee of `bench.run` refuses, or that does not compile or fit, gets no time. Prints the fastest for each entry and
+`bench.referee` refuses, or that does not compile or fit, gets no time. Prints the fastest for each entry and
 length, to be put into `config.py`; nothing is written.
 """
 
@@ -17,7 +17,10 @@ from typing import Any
 
 import torch
 
-from bench.run import Cell, Contender, Referee, progress
+from bench.cells import Cell
+from bench.contenders import Contender
+from bench.progress import progress
+from bench.referee import Referee
 from flashzoo.call.problem import Problem
 from flashzoo.gpu import SHARED_LIMIT
 from flashzoo.timing import Clock, Timing

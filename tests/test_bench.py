@@ -20,6 +20,13 @@ import torch
 
 import flashzoo
 from bench import ablation, claims, fp8_error, masks, peers, pictures, plot, readmes, run, runs, tune
+from bench.ahead import compile_ahead, compile_jobs
+from bench.arguments import parser_of
+from bench.cells import PASSES, Cell, cells
+from bench.contenders import ENDINGS, Contender, default_impls, fitting, names_with_endings, parted
+from bench.progress import progress
+from bench.referee import Referee, WrongResultError
+from bench.rows import KEY_FIELDS, Results
 from flashzoo import cli, timing
 from flashzoo.autograd import differentiable
 from flashzoo.call.problem import Problem
@@ -27,6 +34,7 @@ from flashzoo.reference import dequantized, rotated, standard
 from flashzoo.v1 import config as v1_config
 from flashzoo.v2 import config as v2_config
 from flashzoo.v3 import config as v3_config
+from flashzoo.workloads import inputs
 
 COLUMNS = (
     "run,date,commit,gpu,torch,triton,cutlass_dsl,impl,pass,dtype,batch,seqlen_q,seqlen_k,heads,heads_kv,head_dim,causal,mask,density,"
@@ -104,17 +112,17 @@ def test_a_wrong_result_gets_no_speed(tmp_path, capsys, wrong):
 
 
 def test_an_error_in_one_element_of_the_sample_is_seen():
-    cell = run.Cell(Problem(2, 64, 64, 4, 4, 16, "fp32", device="cpu"))
-    tensors = run.inputs(cell.problem)
-    referee, result = run.Referee(cell, tensors), run.Contender("standard", cell, tensors).result()
+    cell = Cell(Problem(2, 64, 64, 4, 4, 16, "fp32", device="cpu"))
+    tensors = inputs(cell.problem)
+    referee, result = Referee(cell, tensors), Contender("standard", cell, tensors).result()
     assert float(str(referee.errors("standard", result)["max_err"])) < 1e-5
     result.out[0, 63, 1, 15] += 1e-2
-    with pytest.raises(run.WrongResultError, match="elementwise"):
+    with pytest.raises(WrongResultError, match="elementwise"):
         referee.errors("standard", result)
 
 
 @pytest.fixture
-def broken(monkeypatch) -> list[run.Cell]:
+def broken(monkeypatch) -> list[Cell]:
     """A peer that can't run: the cells that it was tried on."""
     tried = []
 
@@ -162,7 +170,7 @@ def test_what_has_no_result_has_a_row_that_says_why(tmp_path, wrong, broken, abs
     assert _timed(out) == [("standard", "fwd", "1")]
     results = ("ms", "ms_p10", "ms_p90", "tflops", "max_err", "rms_err", "compile_s")
     assert not {row[name] for row in _rows(out) if row["why"] for name in results} - {""}
-    shape = {tuple(row[name] for name in run.KEY_FIELDS) for row in _rows(out) if row["pass"] != "gemm"}
+    shape = {tuple(row[name] for name in KEY_FIELDS) for row in _rows(out) if row["pass"] != "gemm"}
     assert len(shape) == 1, "they are rows of the same cell"
 
 
@@ -350,7 +358,7 @@ def test_resume_is_on_the_same_gpu_and_says_what_else_is_new(tmp_path, capsys, m
     _bench(f"{line} --resume r1 --commit decaf", out)
     assert "run r1 began with commit c0ffee, and goes on with decaf" in capsys.readouterr().out
     assert [row["commit"] for row in _rows(out) if row["impl"] == "sdpa_math"] == ["c0ffee", "decaf"]
-    monkeypatch.setattr(run, "gpu_name", lambda device: "NVIDIA H100")
+    monkeypatch.setattr("bench.rows.gpu_name", lambda device: "NVIDIA H100")
     with pytest.raises(SystemExit):
         _bench(f"{line} --resume r1", out)
     assert "--resume: expected the GPU on which r1 began, cpu, got NVIDIA H100" in capsys.readouterr().err
@@ -386,19 +394,19 @@ def test_peers_are_listed_with_their_packages(capsys, absent):
 
 
 def test_the_fields_cells_are_36_forward_and_24_backward():
-    chosen = run.cells(run._parser().parse_args([]))
+    chosen = cells(parser_of(None).parse_args([]))
     assert [cell.pass_ for cell in chosen] == ["fwd"] * 36 + ["bwd"] * 24
     assert {cell.problem.batch * cell.problem.seqlen_q for cell in chosen} == {16384}
     assert {cell.problem.heads * cell.problem.head_dim for cell in chosen} == {2048}
-    few = run.cells(run._parser().parse_args(["--head-dims=128", "--seqlens=512,8192", "--causal=1", "--passes=bwd"]))
+    few = cells(parser_of(None).parse_args(["--head-dims=128", "--seqlens=512,8192", "--causal=1", "--passes=bwd"]))
     assert [(cell.problem.head_dim, cell.problem.seqlen_q, cell.problem.causal) for cell in few] == [(128, 512, True), (128, 8192, True)]
 
 
 def test_a_new_version_is_timed_unasked(wrong):
     named = ["fa4", "fa3", "fa2", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "flex", "xformers"]
-    assert run.default_impls("fwd")[-9:] == [wrong, *named]
-    assert wrong in run.default_impls("bwd")
-    assert not {"sdpa", "standard", "blocksparse"} & set(run.default_impls("bwd"))
+    assert default_impls("fwd")[-9:] == [wrong, *named]
+    assert wrong in default_impls("bwd")
+    assert not {"sdpa", "standard", "blocksparse"} & set(default_impls("bwd"))
 
 
 def test_a_length_behind_a_name_is_the_only_one(tmp_path):
@@ -410,10 +418,10 @@ def test_a_length_behind_a_name_is_the_only_one(tmp_path):
 
 
 def test_a_backward_run_has_a_fixed_order_at_one_length():
-    chosen = {cell: run.fitting(run.default_impls("bwd"), cell, False) for cell in run.cells(_parsed("--passes bwd"))}
+    chosen = {cell: fitting(default_impls("bwd"), cell, False) for cell in cells(_parsed("--passes bwd"))}
     assert {cell.problem.seqlen_q for cell, impls in chosen.items() if "v3_deterministic" in impls} == {8192}
     assert all("v3" in impls for impls in chosen.values())
-    others = run.default_impls("fwd"), run.default_impls("bwd", masked=True), run.default_impls("bwd", "fp32")
+    others = default_impls("fwd"), default_impls("bwd", masked=True), default_impls("bwd", "fp32")
     assert not [impl for impls in others for impl in impls if "deterministic" in impl]
 
 
@@ -475,9 +483,9 @@ def test_a_gpus_rows_say_what_a_call_costs(tmp_path):
 
 
 def test_what_is_compiled_ahead_is_timed(capsys):
-    cell = run.Cell(Problem(1, 16, 16, 1, 1, 16, dtype="fp16", device="cpu"))
+    cell = Cell(Problem(1, 16, 16, 1, 1, 16, dtype="fp16", device="cpu"))
     other = dataclasses.replace(cell, problem=dataclasses.replace(cell.problem, dtype="bf16", out_dtype=None))
-    seconds = run.compile_ahead({cell: ["v2", "standard"], other: ["v2"]}, workers=1)
+    seconds = compile_ahead({cell: ["v2", "standard"], other: ["v2"]}, workers=1)
     assert list(seconds) == [("v2", cell)] and 0 < seconds["v2", cell] < 60, "v2 takes no bf16 here, and standard compiles nothing"
     assert "[1/1, 0 s left] v2, fwd d16" in capsys.readouterr().out
     clock = timing.Clock("cpu")
@@ -498,7 +506,7 @@ def test_a_terminal_shows_the_time_left(tmp_path, monkeypatch, capsys):
 def test_other_outputs_say_the_time_left(monkeypatch, capsys):
     now = 50.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    with run.progress(4, "measuring") as say:
+    with progress(4, "measuring") as say:
         for line in "ab":
             now += 7
             say(line)
@@ -580,7 +588,7 @@ def test_a_malformed_command_line_is_refused(line, named, capsys):
 @pytest.mark.parametrize("causal", [False, True])
 def test_flex_means_what_flashzoo_means(causal):
     problem = Problem(1, 32, 48, 4, 2, 16, "fp32", causal=causal, device="cpu")
-    q, k, v, _ = run.inputs(problem)
+    q, k, v, _ = inputs(problem)
     with pytest.MonkeyPatch.context() as patch:
         from torch.nn.attention.flex_attention import flex_attention
 
@@ -616,19 +624,19 @@ def test_a_version_is_timed_from_16_bits_through_fp8(tmp_path):
 
 
 def test_fp8_errors_are_no_excuse_in_16_bits():
-    cell = run.Cell(Problem(2, 64, 64, 4, 4, 16, "bf16", device="cpu"))
-    tensors = run.inputs(cell.problem)
-    referee, result = run.Referee(cell, tensors), run.Contender("standard_end_to_end", cell, tensors).result()
+    cell = Cell(Problem(2, 64, 64, 4, 4, 16, "bf16", device="cpu"))
+    tensors = inputs(cell.problem)
+    referee, result = Referee(cell, tensors), Contender("standard_end_to_end", cell, tensors).result()
     referee.errors("standard_end_to_end", result)
-    with pytest.raises(run.WrongResultError):
+    with pytest.raises(WrongResultError):
         referee.errors("standard", result)
 
 
 def test_only_what_takes_the_dtype_is_timed_unasked():
-    assert "v3_fp8" in run.default_impls("fwd", "e4m3") and "v3_fp8" not in run.default_impls("fwd")
-    assert run.default_impls("fwd", "e4m3")[-2:] == list(peers.FP8_PEERS)
-    assert not [impl for pass_ in run.PASSES for impl in run.default_impls(pass_) if impl.endswith(tuple(run.ENDINGS))]
-    assert "v3_fp8_end_to_end" in run.names_with_endings()
+    assert "v3_fp8" in default_impls("fwd", "e4m3") and "v3_fp8" not in default_impls("fwd")
+    assert default_impls("fwd", "e4m3")[-2:] == list(peers.FP8_PEERS)
+    assert not [impl for pass_ in PASSES for impl in default_impls(pass_) if impl.endswith(tuple(ENDINGS))]
+    assert "v3_fp8_end_to_end" in names_with_endings()
 
 
 @pytest.fixture
@@ -649,14 +657,14 @@ def test_a_fixed_order_is_timed_under_its_own_name(tmp_path, called):
     assert _bench("--impls standard,standard_deterministic --passes bwd --causal 0", out) == 0
     assert _timed(out) == [("standard", "bwd", "0"), ("standard_deterministic", "bwd", "0")]
     assert set(called) == {("standard", False), ("standard", True)}
-    assert {"v3_deterministic", "standard_deterministic"} <= set(run.names_with_endings())
+    assert {"v3_deterministic", "standard_deterministic"} <= set(names_with_endings())
 
 
 def test_a_version_whose_own_name_has_an_ending_is_that_version():
     spec = flashzoo.register(dataclasses.replace(flashzoo.versions()["standard"], name="mine_deterministic", auto=()))
     try:
-        assert run.parted(spec.name) == ("mine_deterministic", {})
-        assert run.parted(f"{spec.name}_deterministic") == ("mine_deterministic", {"deterministic": True})
+        assert parted(spec.name) == ("mine_deterministic", {})
+        assert parted(f"{spec.name}_deterministic") == ("mine_deterministic", {"deterministic": True})
     finally:
         flashzoo.unregister(spec.name)
 
@@ -709,12 +717,12 @@ def test_a_peers_gradients_are_held_to_the_oracle_too(name, monkeypatch):
         return call
 
     monkeypatch.setitem(peers.PEERS, name, attention)
-    cell = run.Cell(Problem(2, 64, 64, 4, 4, 16, "bf16", causal=True, device="cpu", grad=True))
-    tensors = run.inputs(cell.problem)
-    run.Referee(cell, tensors).errors(name, run.Contender(name, cell, tensors).result())
+    cell = Cell(Problem(2, 64, 64, 4, 4, 16, "bf16", causal=True, device="cpu", grad=True))
+    tensors = inputs(cell.problem)
+    Referee(cell, tensors).errors(name, Contender(name, cell, tensors).result())
     factor = 0.5
-    with pytest.raises(run.WrongResultError, match="dk"):
-        run.Referee(cell, tensors).errors(name, run.Contender(name, cell, tensors).result())
+    with pytest.raises(WrongResultError, match="dk"):
+        Referee(cell, tensors).errors(name, Contender(name, cell, tensors).result())
 
 
 def test_peers_refuse_a_dtype_that_is_not_theirs():
@@ -778,9 +786,9 @@ LIBRARIES = {
 def test_a_library_is_called_as_it_wants(name, heads_kv, grad, causal, monkeypatch, fresh_libraries):
     asked = _fake_library(monkeypatch, **LIBRARIES[name])
     assert peers.missing(name) is None
-    cell = run.Cell(Problem(2, 40, 72, 4, heads_kv, 16, "bf16", causal=causal, device="cpu", grad=grad))
-    tensors = run.inputs(cell.problem)
-    run.Referee(cell, tensors).errors(name, run.Contender(name, cell, tensors).result())
+    cell = Cell(Problem(2, 40, 72, 4, heads_kv, 16, "bf16", causal=causal, device="cpu", grad=grad))
+    tensors = inputs(cell.problem)
+    Referee(cell, tensors).errors(name, Contender(name, cell, tensors).result())
     (options,) = asked
     if name == "xformers":
         assert set(options) == {"attn_bias"} and isinstance(options["attn_bias"], BottomRight) == causal
@@ -860,11 +868,11 @@ def test_cudnns_graph_is_given_what_it_asks_for(causal, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=7))
     _forget_libraries()
-    cell = run.Cell(Problem(2, 48, 48, 4, 2, 16, "e4m3", causal=causal, device="cpu"))
-    tensors = run.inputs(cell.problem)
-    contender = run.Contender("cudnn_fp8", cell, tensors)
+    cell = Cell(Problem(2, 48, 48, 4, 2, 16, "e4m3", causal=causal, device="cpu"))
+    tensors = inputs(cell.problem)
+    contender = Contender("cudnn_fp8", cell, tensors)
     assert contender.run()[0].dtype == torch.float8_e4m3fn
-    run.Referee(cell, tensors).errors("cudnn_fp8", contender.result())
+    Referee(cell, tensors).errors("cudnn_fp8", contender.result())
     _forget_libraries()
     peers._cudnn_handle.cache_clear()
 
@@ -872,7 +880,7 @@ def test_cudnns_graph_is_given_what_it_asks_for(causal, monkeypatch):
 @pytest.mark.parametrize("name", fp8_error.WAYS)
 def test_quantised_inputs_times_their_descales_are_the_inputs(name):
     way = fp8_error.WAYS[name]
-    q, k, v, _ = run.inputs(Problem(2, 200, 300, 4, 2, 64, "fp32", device="cpu"), values="fp8_paper")
+    q, k, v, _ = inputs(Problem(2, 200, 300, 4, 2, 64, "fp32", device="cpu"), values="fp8_paper")
     tensors, descales = way(q, k, v)
     q_found, k_found, v_found = (dequantized(x, descale) for x, descale in zip(tensors, descales, strict=True))
     if way.smooth:
@@ -1034,7 +1042,7 @@ def test_the_tuner_replaces_one_entry_and_puts_it_back():
 def test_the_tuner_times_right_candidates(monkeypatch):
     some = [v2_config.Tiles(64, 64, 4, 1), v2_config.Tiles(32, 32, 4, 1)]
     monkeypatch.setattr(tune, "candidates", lambda *_: iter(some))
-    cell = run.Cell(Problem(1, 40, 40, 1, 1, 64, dtype="fp16", device="cpu"))
+    cell = Cell(Problem(1, 40, 40, 1, 1, 64, dtype="fp16", device="cpu"))
     found = tune.tune("v2", "forward", cell, timing.Clock("cpu"), 1.0)
     assert sorted(map(str, some)) == sorted(str(tiles) for _, tiles in found)
     assert all(ms > 0 for ms, _ in found) and found == sorted(found, key=lambda pair: pair[0])
@@ -1050,7 +1058,7 @@ def hurried(monkeypatch):
 
 
 def _parsed(line: str) -> argparse.Namespace:
-    return run._parser().parse_args(["--device", "cpu", *line.split()])
+    return parser_of(None).parse_args(["--device", "cpu", *line.split()])
 
 
 def _masked_bench(options: str, out: Path) -> int:
@@ -1092,14 +1100,14 @@ def test_masks_that_are_not_there_are_refused(line, capsys):
 
 
 def test_a_run_with_masks_is_the_issues():
-    chosen = run.cells(_parsed("--masks default"))
+    chosen = cells(_parsed("--masks default"))
     assert len(chosen) == 2 * 2 * 2 * (2 + len(masks.NAMES))
     sizes = [(128, 16384, 16), (128, 65536, 4), (64, 16384, 32), (64, 65536, 8)]
     assert list(dict.fromkeys((c.problem.head_dim, c.problem.seqlen_q, c.problem.heads) for c in chosen)) == sizes
     assert {cell.problem.batch for cell in chosen} == {1}
     assert not [cell for cell in chosen if cell.mask and cell.problem.causal]
-    assert {"v3", "blocksparse", "v2", "flex", "fa4"} <= set(run.default_impls("bwd", masked=True))
-    few = run.cells(_parsed("--masks butterfly --tokens 1024 --hidden 128 --seqlens 256,512"))
+    assert {"v3", "blocksparse", "v2", "flex", "fa4"} <= set(default_impls("bwd", masked=True))
+    few = cells(_parsed("--masks butterfly --tokens 1024 --hidden 128 --seqlens 256,512"))
     assert {(c.problem.batch, c.problem.seqlen_q) for c in few} == {(4, 256), (2, 512)}
 
 
@@ -1130,9 +1138,9 @@ def test_a_window_sees_so_many_keys():
 @pytest.mark.parametrize("grad", [False, True], ids=["fwd", "bwd"])
 def test_every_block_has_its_part_in_what_is_checked(grad):
     """A result that lacks one block, whichever, or has one too many, gets no speed."""
-    cell = run.Cell(Problem(1, 512, 512, 1, 1, 16, "fp16", device="cpu", grad=grad), "random/2")
-    tensors = run.inputs(cell.problem)
-    referee, contender = run.Referee(cell, tensors), run.Contender("standard", cell, tensors)
+    cell = Cell(Problem(1, 512, 512, 1, 1, 16, "fp16", device="cpu", grad=grad), "random/2")
+    tensors = inputs(cell.problem)
+    referee, contender = Referee(cell, tensors), Contender("standard", cell, tensors)
     referee.errors("standard", contender.result())
     assert cell.pattern is not None
     blocks = cell.pattern.blocks[1]
@@ -1145,34 +1153,34 @@ def test_every_block_has_its_part_in_what_is_checked(grad):
             contender.out = contender.function(*contender.leaves)
         result = contender.result()
         if grad:  # the gradients alone
-            result = dataclasses.replace(result, out=run.Contender("standard", cell, tensors).result().out)
-        with pytest.raises(run.WrongResultError):
+            result = dataclasses.replace(result, out=Contender("standard", cell, tensors).result().out)
+        with pytest.raises(WrongResultError):
             referee.errors("standard", result)
 
 
 def test_the_queries_of_a_long_cell_are_from_everywhere():
-    queries = run.Cell(Problem(1, 65536, 65536, 4, 4, 128, device="cpu")).queries
+    queries = Cell(Problem(1, 65536, 65536, 4, 4, 128, device="cpu")).queries
     assert queries is not None and len(queries) == 1024
     assert (queries // 128).unique().numel() == 512 and (queries % 64).unique().numel() == 64
-    assert run.Cell(Problem(1, 16384, 16384, 4, 4, 128, device="cpu")).queries is None
+    assert Cell(Problem(1, 16384, 16384, 4, 4, 128, device="cpu")).queries is None
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_long_dense_cell_is_checked_on_some_queries(causal, monkeypatch):
-    monkeypatch.setattr(run, "WHOLE", 128)
-    monkeypatch.setattr(run, "QUERIES", 64)
-    cell = run.Cell(Problem(1, 256, 256, 2, 2, 16, "fp16", causal=causal, device="cpu", grad=True))
-    tensors = run.inputs(cell.problem)
-    referee, contender = run.Referee(cell, tensors), run.Contender("standard", cell, tensors)
+    monkeypatch.setattr("bench.cells.WHOLE", 128)
+    monkeypatch.setattr("bench.cells.QUERIES", 64)
+    cell = Cell(Problem(1, 256, 256, 2, 2, 16, "fp16", causal=causal, device="cpu", grad=True))
+    tensors = inputs(cell.problem)
+    referee, contender = Referee(cell, tensors), Contender("standard", cell, tensors)
     result = contender.result()
     referee.errors("standard", result)
     assert result.dk is not None and cell.queries is not None
     result.dk[0, 0, 0, 0] += 1
-    with pytest.raises(run.WrongResultError, match="dk"):
+    with pytest.raises(WrongResultError, match="dk"):
         referee.errors("standard", result)
     result = contender.result()
     result.out[0, cell.queries[5], 1, 3] += 0.1
-    with pytest.raises(run.WrongResultError, match="out"):
+    with pytest.raises(WrongResultError, match="out"):
         referee.errors("standard", result)
 
 
@@ -1181,7 +1189,7 @@ def test_flex_is_given_the_same_mask(name, monkeypatch):
     given = []
     monkeypatch.setattr(peers, "_compiled_flex", lambda: lambda q, k, v, block_mask, enable_gqa: given.append(block_mask) or q)
     pattern, problem = masks.pattern(name, 1024, "cpu"), Problem(1, 1024, 1024, 2, 2, 16, "fp16", device="cpu")
-    q, k, v, _ = run.inputs(problem)
+    q, k, v, _ = inputs(problem)
     peers.peer("flex", problem, pattern)(q, k, v)
     (mask,) = given
     i, j = torch.arange(1024)[:, None], torch.arange(1024)
@@ -1210,7 +1218,7 @@ def test_flex_compiles_once_for_all_masks_of_a_shape(monkeypatch):
     compiled = torch.compile(flex_attention, backend=counter, dynamic=False, fullgraph=True)
     monkeypatch.setattr(peers, "_compiled_flex", lambda: compiled)
     problem = Problem(1, 256, 256, 1, 1, 16, "fp32", device="cpu")
-    q, k, v, _ = run.inputs(problem)
+    q, k, v, _ = inputs(problem)
     for name in ("causal", "ones", "random/2", "window100", "butterfly"):
         peers.peer("flex", problem, masks.pattern(name, 256, "cpu"))(q, k, v)
     assert counter.frame_count == 1
@@ -1226,7 +1234,7 @@ def test_fa4_is_given_the_same_mask(name, monkeypatch):
     monkeypatch.setattr(peers, "_function", lambda name: lambda q, k, v, **options: (given.update(options) or q, None))
     monkeypatch.setattr(peers, "_fa4_band", lambda left: left)
     pattern, problem = masks.pattern(name, 1024, "cpu"), Problem(1, 1024, 1024, 2, 2, 16, "fp16", device="cpu")
-    q, k, v, _ = run.inputs(problem)
+    q, k, v, _ = inputs(problem)
     peers.peer("fa4", problem, pattern)(q, k, v)
     band = torch.ones(()).bool() if name == "random/2" else masks.in_band(torch.arange(1024), 1024, given["mask_mod"])
     for argument, turned in (("block_sparse_tensors", False), ("block_sparse_tensors_bwd", True)):
@@ -1238,9 +1246,9 @@ def test_fa4_is_given_the_same_mask(name, monkeypatch):
 
 
 def test_what_is_compiled_ahead_shares_kernels():
-    todo = run.cells(_parsed("--masks default --head-dims 128 --passes fwd"))
+    todo = cells(_parsed("--masks default --head-dims 128 --passes fwd"))
     impls = ["v3", "v2", "blocksparse", "flex", "fa4", "sdpa_flash"]
-    jobs = run.compile_jobs({cell: run.fitting(impls, cell, True) for cell in todo})
+    jobs = compile_jobs({cell: fitting(impls, cell, True) for cell in todo})
     counts = {impl: [len(group) for name, group in jobs if name == impl] for impl in impls}
     assert {impl: len(groups) for impl, groups in counts.items()} == {
         **{"v3": 5, "v2": 2, "blocksparse": 3},  # full, causal; plain, causal, window
@@ -1252,9 +1260,9 @@ def test_what_is_compiled_ahead_shares_kernels():
 def _sparse_rows(tmp_path: Path) -> list[dict[str, str]]:
     """A made-up run: every block-sparse kernel takes its share of the dense kernel's time and a tenth more."""
     path = tmp_path / "made.csv"
-    results = run.Results(path, "sparse", "cpu", "c0ffee")
+    results = Results(path, "sparse", "cpu", "c0ffee")
     line = "--masks dense,ones,causal,random/2,random/4,local/2,butterfly --causal 0 --head-dims 64 --tokens 2048 --hidden 64"
-    chosen = [cell for size in ("2048", "1024") for cell in run.cells(_parsed(f"{line} --seqlens {size}"))]
+    chosen = [cell for size in ("2048", "1024") for cell in cells(_parsed(f"{line} --seqlens {size}"))]
     for cell in chosen:
         dense = {"v1": 40.0, "v2": 20.0, "v3": 10.0, "flex": 30.0, "fa4": 12.0}
         masked = {

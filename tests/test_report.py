@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from support import ROOT
 
-from bench import claims, everything, pictures, plot, report, run, runs
+from bench import claims, everything, pictures, plot, report, runs
+from bench.rows import FIELDS, RUN_FIELDS, read
 from flashzoo import cli
 
 pytest.importorskip("matplotlib")
@@ -67,7 +68,7 @@ def _row(run_id: str, impl: str, pass_: str = "fwd", **fields: object) -> dict[s
         **{"dtype": "bf16", "batch": 16, "seqlen_q": 1024, "seqlen_k": 1024, "heads": 32, "heads_kv": 32, "head_dim": 64, "causal": 0},
         **{"mask": "", "density": 1, "ms": 2.5, "ms_p10": 2.25, "ms_p90": 2.75, "tflops": 400, "max_err": "1.2e-03", "rms_err": "1.6e-04"},
     }
-    return {field: str({**fixed, "run": run_id, "impl": impl, "pass": pass_, **fields}.get(field, "")) for field in run.FIELDS}
+    return {field: str({**fixed, "run": run_id, "impl": impl, "pass": pass_, **fields}.get(field, "")) for field in FIELDS}
 
 
 ROWS = [
@@ -256,7 +257,7 @@ def test_memory_is_as_fast_as_a_copy_or_as_the_data_sheet_says():
 def results(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("results") / "h200.csv"
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, run.FIELDS)
+        writer = csv.DictWriter(file, FIELDS)
         writer.writeheader()
         writer.writerows(ROWS)
     return path
@@ -264,7 +265,7 @@ def results(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def text(results) -> str:
-    return report.page(run.read(results), results)
+    return report.page(read(results), results)
 
 
 @pytest.fixture(scope="module")
@@ -289,7 +290,7 @@ def test_tables_sort(text, page):
 def test_every_row_of_every_run_is_in_a_table(page):
     tables = [[dict(zip(header, row, strict=True)) for row in rows] for header, *rows in page.tables]
     for row in ROWS:
-        said = {name: value for name, value in row.items() if name not in run.RUN_FIELDS and value}
+        said = {name: value for name, value in row.items() if name not in RUN_FIELDS and value}
         assert any(said.items() <= found.items() for table in tables for found in table), row
 
 
@@ -300,7 +301,7 @@ def test_the_tables_are_the_readmes(page):
 
 
 def test_each_run_has_its_environment(page, text):
-    runs = page.table(*run.RUN_FIELDS)
+    runs = page.table(*RUN_FIELDS)
     assert [found[0] for found in runs] == ["old", "new", "back", "eight", "sparse"]
     same = ["2026-11-22", "c0ffee", "NVIDIA H200", "2.11", "3.6", "4.8"]
     assert runs[1] == ["new", *same, "4", "bf16 690", "Forward", "v3, v2"]
@@ -322,7 +323,7 @@ def test_who_has_no_row_says_why(page):
 def test_names_of_others_are_text(results):
     odd = _row("<b>|*x*", "v2", gpu="NVIDIA & <i>", batch=3)
     page = Page(report.page([odd], results))
-    assert page.table(*run.RUN_FIELDS)[0][:4] == ["<b>|*x*", "2026-11-22", "c0ffee", "NVIDIA & <i>"]
+    assert page.table(*RUN_FIELDS)[0][:4] == ["<b>|*x*", "2026-11-22", "c0ffee", "NVIDIA & <i>"]
     assert not page.tags["b"] + page.tags["i"] + page.tags["em"]
 
 
@@ -333,7 +334,7 @@ def test_the_command_writes_it(results, tmp_path, text, capsys):
     assert capsys.readouterr().out.strip() == str(out)
 
 
-@pytest.mark.parametrize("content", [None, ",".join(run.FIELDS)])
+@pytest.mark.parametrize("content", [None, ",".join(FIELDS)])
 def test_a_file_without_results_is_refused(content, tmp_path, capsys):
     path = tmp_path / "empty.csv"
     if content:
@@ -378,7 +379,7 @@ def test_the_readmes_pictures_are_there():
     assert "![" in readme[:2500], "the first screen has one"
 
 
-READMES = plot.shown(run.read(runs.RESULTS), runs.RESULTS)
+READMES = plot.shown(read(runs.RESULTS), runs.RESULTS)
 
 
 @pytest.mark.parametrize("path", READMES, ids=lambda path: path.relative_to(ROOT).as_posix())

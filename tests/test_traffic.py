@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from bench import everything, run, runs, traffic
+from bench.arguments import check, parser_of
+from bench.cells import cells
+from bench.rows import Results, read
 from flashzoo.call.problem import Problem
 
 HEADER = (
@@ -134,7 +137,7 @@ def called(monkeypatch, tmp_path) -> list[list[str]]:
         if "--broken" in line:
             raise RuntimeError("it broke")
         run_id = arguments.get("--resume") or arguments["--run"]
-        run.Results(Path(arguments["--out"]), run_id, "cpu", arguments["--commit"]).append([{"impl": "v3", "pass": "fwd"}])
+        Results(Path(arguments["--out"]), run_id, "cpu", arguments["--commit"]).append([{"impl": "v3", "pass": "fwd"}])
         return 0
 
     sets = (
@@ -157,7 +160,7 @@ def test_every_set_is_measured_and_a_broken_one_stops_no_other(called, tmp_path,
         ["--broken", "--run", "h200-x-two", *resumed[1:]],
         ["--run", "h200-x-three", *where],
     ]
-    assert [row["run"] for row in run.read(out)] == ["h200-x-one", "h200-x-one", "h200-x-three"]
+    assert [row["run"] for row in read(out)] == ["h200-x-one", "h200-x-one", "h200-x-three"]
     called.clear()
     everything.measure(everything.SETS, "h200-x", out, "c0ffee", float("inf"))
     assert ["--run", "h200-x-three", *where] not in called, "it is there"
@@ -165,7 +168,7 @@ def test_every_set_is_measured_and_a_broken_one_stops_no_other(called, tmp_path,
 
 def test_traffic_without_its_counters_is_tried_again(called, tmp_path):
     out = tmp_path / "h200.csv"
-    run.Results(out, "x-three", "cpu", "c").append([{"impl": runs.COPY, "pass": runs.COPY}])
+    Results(out, "x-three", "cpu", "c").append([{"impl": runs.COPY, "pass": runs.COPY}])
     everything.measure(everything.SETS[2:], "x", out, "c", float("inf"))
     everything.measure(everything.SETS[2:], "x", out, "c", float("inf"))
     assert len(called) == 1
@@ -173,8 +176,8 @@ def test_traffic_without_its_counters_is_tried_again(called, tmp_path):
 
 def test_the_repositorys_results_have_no_versions_of_others(monkeypatch, capsys):
     monkeypatch.setattr(everything.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(run, "results_path", lambda device: Path("h200.csv"))
-    monkeypatch.setattr(run, "foreign", lambda impls: ["lazy"])
+    monkeypatch.setattr(everything, "results_path", lambda device: Path("h200.csv"))
+    monkeypatch.setattr("bench.arguments.foreign", lambda impls: ["lazy"])
     with pytest.raises(SystemExit):
         everything.main([])
     assert "--out: expected a file of your own for lazy" in capsys.readouterr().err
@@ -189,9 +192,9 @@ def test_a_budget_takes_from_the_end(called, tmp_path, capsys, monkeypatch):
 
 
 def test_the_sets_are_what_the_benchmarks_take():
-    parser = run._parser()
+    parser = parser_of(None)
     for chosen in everything.SETS:
         for line in chosen.lines if chosen.main is run.main else ():
             args = parser.parse_args([*line.split(), "--device", "cpu"])
-            run._check(args, parser)
-            assert run.cells(args), line
+            check(args, parser)
+            assert cells(args), line

@@ -1,0 +1,188 @@
+"""Arguments of the benchmark's commands, and what is wrong with them in words."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterable
+from datetime import datetime, timezone
+from functools import partial
+from math import inf
+from pathlib import Path
+
+import torch
+
+import flashzoo
+from bench import masks
+from bench.cells import DENSE, MASKED_HEAD_DIMS, MASKED_SIZES, OWN_HEAD_DIMS, PASSES, cells, passes
+from bench.contenders import ENDINGS, foreign, names_with_endings
+from bench.peers import PEERS
+from bench.rows import Results, head_commit, results_path
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """Of `flashzoo bench`."""
+    parser = argparse.ArgumentParser(prog="flashzoo bench", description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    versions, modes = list(flashzoo.versions()), names_with_endings()
+    truth = {"0": False, "1": True}
+
+    def impl_names(text: str) -> list[str]:
+        found = text.split(",")
+        names([*versions, *modes, *PEERS])(",".join(name.partition("@")[0] for name in found))
+        for name, at, seqlen in (name.partition("@") for name in found):
+            if at and not seqlen.isdecimal():
+                raise argparse.ArgumentTypeError(f"expected {name}@ and a length, such as {name}@8192, got {name}@{seqlen}")
+        return found
+
+    def truths(text: str) -> list[bool]:
+        return [truth[name] for name in names(truth)(text)]
+
+    what = parser.add_argument_group("what runs")
+    what.add_argument(
+        "--impls",
+        metavar="NAME,...",
+        type=impl_names,
+        help=f"versions ({', '.join(versions)}), these with {' or '.join(ENDINGS)} behind the name, and peers ({', '.join(PEERS)}); with "
+        "@8192 behind the name in cells of this seqlen alone. Default: what takes the dtype, and with --masks block masks or none",
+    )
+    what.add_argument("--passes", metavar="PASS,...", type=names(PASSES), help="fwd,bwd (default: those that the dtype has)")
+    what.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32", "e4m3"), help="of the inputs (default: bf16)")
+    what.add_argument(
+        "--masks",
+        metavar="NAME,...",
+        type=_mask_names,
+        help="cells with block masks: dense (none, as --causal says), ones, causal, window1024, butterfly, random/4 and local/4 (a quarter "
+        f"of the blocks), with any numbers; `default` is dense, {', '.join(masks.NAMES)}. In one sequence of 16k tokens with hidden 2048 "
+        "and one of 64k with hidden 512, head dims 128 and 64, unless the sizes below say otherwise",
+    )
+    what.add_argument("--list", action="store_true", help="say which peers there are, installed or missing, and do no more")
+    sizes = parser.add_argument_group("sizes")
+    sizes.add_argument("--head-dims", metavar="N,...", type=numbers, help="only these, such as 64,128")
+    sizes.add_argument("--seqlens", metavar="N,...", type=numbers, help="only these, such as 512,8192")
+    sizes.add_argument("--causal", metavar="0,1", type=truths, default=[False, True], help="only 0 or only 1")
+    sizes.add_argument("--tokens", metavar="N", type=whole, help="other sizes than the field's: batch * seqlen; needs --hidden")
+    sizes.add_argument("--hidden", metavar="N", type=whole, help="other sizes than the field's: heads * head_dim; needs --tokens")
+    how = parser.add_argument_group("how")
+    how.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    how.add_argument("--ms", type=amount, default=80.0, help="measured time for each implementation and cell (default: 80)")
+    how.add_argument(
+        "--budget-s",
+        metavar="S",
+        type=amount,
+        default=inf,
+        help="stop once so much time is gone, after the call at hand; what was not timed yet of its cell, or with --masks of all of its "
+        "size and pass, is left to --resume",
+    )
+    how.add_argument(
+        "--workers",
+        metavar="N",
+        type=partial(whole, least=0),
+        default=max(1, (os.cpu_count() or 1) - 2),
+        help="processes that compile ahead, on a GPU (default: the cores but two); 0: none",
+    )
+    results = parser.add_argument_group("results")
+    results.add_argument("--out", metavar="CSV", type=Path, help="the file that rows are appended to (default: bench/results/<gpu>.csv)")
+    results.add_argument("--run", metavar="ID", default=datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S"), help="of the run's rows")
+    results.add_argument("--resume", metavar="ID", help="go on with this run: measure only what it has no row of")
+    results.add_argument("--commit", metavar="ID", help="what is measured, where there is no git")
+    return parser
+
+
+def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Arguments that don't go together are an error of the parser's."""
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: expected cpu, since torch sees no GPU, got cuda")
+    if args.dtype == "e4m3" and "bwd" in passes(args):
+        parser.error(f"--passes: expected fwd for e4m3, which has no backward pass, got {','.join(args.passes)}")
+    if args.dtype == "e4m3" and args.masks:
+        parser.error("--masks: expected 16 or 32 bits, got e4m3, which takes no block mask")
+    if bool(args.tokens) != bool(args.hidden):
+        given, other = ("--tokens", "--hidden") if args.tokens else ("--hidden", "--tokens")
+        parser.error(f"--tokens and --hidden: expected both or neither, got {given} without {other}")
+    head_dims = args.head_dims or (MASKED_HEAD_DIMS if args.masks else OWN_HEAD_DIMS)
+    for name, total, parts in (("--tokens", args.tokens, args.seqlens or ()), ("--hidden", args.hidden, head_dims)):
+        if total and any(total % part for part in parts):
+            parser.error(f"{name}: expected a multiple of each of {', '.join(map(str, sorted(set(parts))))}, got {total}")
+    chosen = cells(args)
+    if args.masks and not args.hidden:
+        hidden = [size for _, size in MASKED_SIZES]
+        if uneven := [head_dim for head_dim in args.head_dims or () if any(size % head_dim for size in hidden)]:
+            expected = f"divisors of {' and '.join(map(str, hidden))}, or --tokens and --hidden"
+            parser.error(f"--head-dims: expected {expected}, got {','.join(map(str, uneven))}")
+    if not chosen:
+        sizes = {"--head-dims": args.head_dims, "--seqlens": args.seqlens}
+        got = " ".join(f"{name} {','.join(map(str, given))}" for name, given in sizes.items() if given)
+        parser.error(f"expected sizes that a cell of the field's has, or --tokens and --hidden for others, got {got}")
+
+
+def check_size(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """The field's sizes on a CPU are an error of the parser's."""
+    if args.device == "cpu" and not args.tokens:
+        small = "small ones on a CPU, such as --tokens 256 --hidden 64 --dtype fp32"
+        why = "none" if torch.cuda.is_available() else "none on a machine with no GPU"
+        parser.error(f"--tokens and --hidden: expected {small}, got {why}; the field's sizes take a CPU days")
+
+
+def check_out(args: argparse.Namespace, impls: Iterable[str], parser: argparse.ArgumentParser) -> None:
+    """Others' versions in this repository's results are an error of the parser's."""
+    if not args.out and (own := foreign(impls)):
+        parser.error(f"--out: expected a file of your own for {', '.join(own)}, which this repository's results don't have")
+
+
+def offer_rows(parser: argparse.ArgumentParser) -> None:
+    """The arguments of a command that appends rows only where it is told a run's id; `results_of` reads them."""
+    parser.add_argument("--run", help="id of the run's rows; without it none are written")
+    parser.add_argument("--out", type=Path, help="the CSV file; default: bench/results/<gpu>.csv")
+    parser.add_argument("--commit", help="what is measured, where there is no git")
+
+
+def results_of(args: argparse.Namespace, run: str, device: str, parser: argparse.ArgumentParser) -> Results:
+    """What `--out` and `--commit` say; a file with other columns is an error of the parser's."""
+    try:
+        return Results(args.out or results_path(device), run, device, args.commit or head_commit())
+    except ValueError as error:
+        parser.error(f"--out: {error}")
+
+
+def names(choices: Iterable[str]) -> Callable[[str], list[str]]:
+    """The type of an argument that lists some of these, with commas between."""
+    known = list(choices)
+
+    def parse(text: str) -> list[str]:
+        unknown = [name for name in text.split(",") if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"expected names from {', '.join(known)}, got {', '.join(unknown)}")
+        return text.split(",")
+
+    return parse
+
+
+def whole(text: str, least: int = 1) -> int:
+    """The type of an argument that is an integer of at least `least`."""
+    if not text.isdecimal() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected an integer of at least {least}, got {text!r}")
+    return int(text)
+
+
+def numbers(text: str) -> list[int]:
+    """The type of an argument that lists positive integers, with commas between."""
+    return [whole(number) for number in text.split(",")]
+
+
+def amount(text: str) -> float:
+    """The type of an argument that is a number, 0 or more."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not number >= 0:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
+    return number
+
+
+def _mask_names(text: str) -> list[str]:
+    found = [DENSE, *masks.NAMES] if text == "default" else text.split(",")
+    unknown = [name for name in found if name != DENSE and not masks.known(name)]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"expected names of the form {DENSE}|{masks.FORMS}, got {', '.join(unknown)}")
+    return found

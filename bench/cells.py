@@ -1,0 +1,134 @@
+"""Cells: the shapes, passes and block masks that a run is of."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from bench import masks
+from bench.rows import SHAPE_FIELDS, Row, key_of
+from flashzoo.call.problem import Problem
+from flashzoo.workloads import hardware, workloads
+
+TAGS = {"fwd": "bench", "bwd": "bench_bwd"}
+PASSES = tuple(TAGS)
+MASKED_SIZES = ((16384, 2048), (65536, 512))
+"""Tokens, of one sequence, and hidden sizes of a run with block masks."""
+MASKED_HEAD_DIMS = (128, 64)
+OWN_HEAD_DIMS = (64,)
+"""Where `--tokens` and `--hidden` are given and no head dims are."""
+DENSE = "dense"
+"""What stands among the names of masks for none."""
+WHOLE, QUERIES = 16384, 1024
+"""Dense cells of at most so many queries are checked in all of them, others and masked ones in so many."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One shape, pass and block mask; `problem.grad` says which pass, and mask is one of `bench.masks` or empty."""
+
+    problem: Problem
+    mask: str = ""
+
+    @property
+    def pass_(self) -> str:
+        return "bwd" if self.problem.grad else "fwd"
+
+    @property
+    def fields(self) -> Row:
+        """The columns that say what was asked, but for `density`."""
+        shape = {name: getattr(self.problem, name) for name in SHAPE_FIELDS[1:]}
+        return {**shape, "pass": self.pass_, "causal": int(self.problem.causal), "mask": self.mask}
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """The shape, pass and mask as a results file holds them."""
+        return key_of(self.fields)
+
+    @property
+    def pattern(self) -> masks.Pattern | None:
+        """The block mask, on the problem's device."""
+        return masks.pattern(self.mask, self.problem.seqlen_q, self.problem.device) if self.mask else None
+
+    @property
+    def density(self) -> float:
+        """The share of the pairs, of those that causal leaves, that the block mask shows."""
+        return self.pattern.visible if self.pattern else 1
+
+    @property
+    def queries(self) -> Tensor | None:
+        """The queries that are checked; None where all are. One of each run of equally many, at ever other places in a block."""
+        seqlen = self.problem.seqlen_q
+        if not self.mask and seqlen <= WHOLE:
+            return None
+        step = max(1, seqlen // QUERIES)
+        first = torch.arange(0, seqlen, step, device=self.problem.device)
+        return (first + first // step * 37 % step).clamp(max=seqlen - 1)
+
+    def __str__(self) -> str:
+        p = self.problem
+        shape = f"{p.batch}x{p.seqlen_q}x{p.heads}"
+        what = f"{self.mask:<10}" if self.mask else f"{'causal' if p.causal else 'full':<6}"
+        return f"{self.pass_} d{p.head_dim:<3} {what} {shape}"
+
+
+Work = dict[Cell, list[str]]
+"""What is to be measured: for each cell these implementations."""
+
+
+def cells(args: argparse.Namespace) -> list[Cell]:
+    """The cells that the arguments leave, in the workloads' order; of other sizes where `--tokens` and `--hidden` are given.
+
+    With `--masks` head dim by head dim, size by size, and pass by pass: the dense cells, then the masked ones.
+    """
+    if args.masks:
+        return list(_masked(args))
+    own = bool(args.tokens)
+    chosen = []
+    for pass_ in passes(args):
+        problems = _sized(args) if own else [w.problem for w in workloads(TAGS[pass_])]
+        chosen += [Cell(_here(p, pass_, args)) for p in problems if own or _wanted(p, args)]
+    return chosen
+
+
+def _here(problem: Problem, pass_: str, args: argparse.Namespace) -> Problem:
+    return replace(problem, **hardware(args.device), dtype=args.dtype, out_dtype=None, grad=pass_ == "bwd")  # pyright: ignore[reportArgumentType]
+
+
+def _masked(args: argparse.Namespace) -> Iterator[Cell]:
+    if args.tokens:
+        sizes = [(args.tokens, seqlen, args.hidden) for seqlen in args.seqlens or (args.tokens,)]
+    else:
+        sizes = [(tokens, tokens, hidden) for tokens, hidden in MASKED_SIZES if tokens in (args.seqlens or (tokens,))]
+    for head_dim in args.head_dims or MASKED_HEAD_DIMS:
+        for tokens, seqlen, hidden in sizes:
+            heads = hidden // head_dim
+            problem = Problem(tokens // seqlen, seqlen, seqlen, heads, heads, head_dim)
+            for pass_ in passes(args):
+                here = _here(problem, pass_, args)
+                dense = args.causal if DENSE in args.masks else ()
+                yield from (Cell(replace(here, causal=causal)) for causal in dense)
+                yield from (Cell(here, mask) for mask in args.masks if mask != DENSE)
+
+
+def passes(args: argparse.Namespace) -> list[str]:
+    """Those asked for; where none are, all that the dtype has: e4m3 has no backward pass."""
+    return args.passes or [pass_ for pass_ in PASSES if (pass_, args.dtype) != ("bwd", "e4m3")]
+
+
+def _sized(args: argparse.Namespace) -> list[Problem]:
+    def sized(head_dim: int, causal: bool, seqlen: int) -> Problem:
+        heads = args.hidden // head_dim
+        return Problem(args.tokens // seqlen, seqlen, seqlen, heads, heads, head_dim, causal=causal)
+
+    seqlens = args.seqlens or (args.tokens,)
+    return [sized(head_dim, causal, seqlen) for head_dim in args.head_dims or OWN_HEAD_DIMS for causal in args.causal for seqlen in seqlens]
+
+
+def _wanted(problem: Problem, args: argparse.Namespace) -> bool:
+    sizes = ((problem.head_dim, args.head_dims), (problem.seqlen_q, args.seqlens), (problem.causal, args.causal))
+    return all(not wanted or size in wanted for size, wanted in sizes)

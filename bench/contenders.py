@@ -1,0 +1,158 @@
+"""Who is timed: versions and peers by their names, which cells each is for, and one of them on a cell's inputs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashzoo
+from bench.cells import Cell
+from bench.peers import FP8_PEERS, LINEAR_PEERS, MASKED_PEERS, PEERS, Attention, missing, peer
+from bench.rows import MISSING, REFUSED
+from flashzoo.reference import Result
+from flashzoo.spec import Spec
+from flashzoo.workloads import TORCH_DTYPES
+
+DEFAULT_MODES = {"bwd": ("v3_deterministic@8192",)}
+"""What runs unasked besides the versions as they are: at one length, which shows what a fixed order costs."""
+ENDINGS: dict[str, dict[str, Any]] = {"_end_to_end": {"precision": "fp8"}, "_deterministic": {"deterministic": True}}
+"""What may end the name of a version, and what it is then called with: on 16-bit inputs, quantisation included; in a fixed order."""
+MASKED_ONLY = "blocksparse"
+
+
+def default_impls(pass_: str, dtype: str = "bf16", masked: bool = False) -> list[str]:
+    """Every registered version of that dtype but `sdpa`, which the peers stand for, and `blocksparse`, where no cell has a block mask;
+    `DEFAULT_MODES`; and the peers that need linear memory, there or not. Backward, and with block masks, versions that need it too."""
+    specs = [spec for spec in flashzoo.versions().values() if dtype in (*spec.dtypes, *spec.cpu_dtypes)]
+    specs = [spec for spec in specs if spec.name != "sdpa" and (masked or spec.name != MASKED_ONLY)]
+    if pass_ == "bwd":
+        specs = [spec for spec in specs if spec.backward is not None]
+    if pass_ == "bwd" or masked:
+        specs = [spec for spec in specs if spec.memory == "linear"]
+    names = [spec.name for spec in specs]
+    modes = [] if masked else [mode for mode in DEFAULT_MODES.get(pass_, ()) if parted(mode.partition("@")[0])[0] in names]
+    peers = FP8_PEERS if dtype == "e4m3" else MASKED_PEERS if masked else LINEAR_PEERS
+    return [*names, *modes, *peers]
+
+
+def foreign(impls: Iterable[str]) -> list[str]:
+    """Those that are versions from outside of flashzoo."""
+    specs = flashzoo.versions()
+    found = {impl: specs.get(parted(impl.partition("@")[0])[0]) for impl in impls}
+    return [impl for impl, spec in found.items() if spec and not spec.impl.startswith("flashzoo.")]
+
+
+def fitting(impls: list[str], cell: Cell, masked: bool) -> list[str]:
+    """Those that are for the cell: of versions, in a masked one, those that take a block mask, and in a dense one of a run with masks
+    all but `blocksparse`, which is v2 there; what has a length behind its name, at that length."""
+    specs = flashzoo.versions()
+
+    def fits(impl: str, seqlen: str) -> bool:
+        spec = specs.get(parted(impl)[0])
+        if seqlen and int(seqlen) != cell.problem.seqlen_q:
+            return False
+        if cell.mask:
+            return spec is None or "block_mask" in spec.features
+        return not (masked and impl == MASKED_ONLY)
+
+    parts = [impl.partition("@") for impl in impls]
+    return list(dict.fromkeys(impl for impl, _, seqlen in parts if fits(impl, seqlen)))
+
+
+def names_with_endings() -> list[str]:
+    """The names of versions with each of `ENDINGS` that they can be called with."""
+    specs = flashzoo.versions().values()
+    can = {"_end_to_end": [spec for spec in specs if spec.quantizes]}
+    can["_deterministic"] = [spec for spec in specs if "deterministic" in spec.features]
+    return [f"{spec.name}{ending}" for ending in ENDINGS for spec in can[ending]]
+
+
+def parted(impl: str) -> tuple[str, dict[str, Any]]:
+    """The name without its ending, and what that asks for."""
+    ending = next((ending for ending in ENDINGS if impl.endswith(ending) and impl not in flashzoo.versions()), "")
+    return impl.removesuffix(ending), ENDINGS.get(ending, {})
+
+
+def attention(impl: str, cell: Cell) -> Attention:
+    """The version or peer of that name as a function of q, k and v."""
+    problem, pattern = cell.problem, cell.pattern
+    if impl in PEERS:
+        return peer(impl, problem, pattern) if pattern else peer(impl, problem)
+    version, options = parted(impl)
+    if pattern:
+        options = {**options, "block_mask": pattern.mask}
+    return partial(flashzoo.attention, causal=problem.causal, window_size=problem.window, version=version, **options)
+
+
+def objection(impl: str, cell: Cell) -> str | None:
+    """Why the cell is not given to the implementation, as the column `why` holds it; None where nothing is declared against it."""
+    if impl in PEERS:
+        reason = missing(impl)
+        return reason and f"{MISSING}: {reason}"
+    version, options = parted(impl)
+    form = cell.pattern.mask.form if cell.pattern else None
+    asked = replace(cell.problem, block_mask=form, **options)
+    if not (reasons := flashzoo.versions()[version].unsupported(asked)):
+        return None
+    return f"{REFUSED if declared(version).unsupported(asked) else MISSING}: {'; '.join(reasons)}"
+
+
+def declared(version: str) -> Spec:
+    """What a version declares, the packages that it needs taken to be there."""
+    return replace(flashzoo.versions()[version], requires=(), backward_requires=())
+
+
+class Contender:
+    """One implementation on one cell's inputs. Making it runs the forward pass where the backward pass is the cell's.
+
+    Args:
+        impl: a version, perhaps with an ending, or a peer.
+        cell: what to run.
+        tensors: q, k, v and dout.
+    """
+
+    def __init__(self, impl: str, cell: Cell, tensors: tuple[Tensor, ...]) -> None:
+        self.impl, self.grad, self.out_dtype = impl, cell.problem.grad, TORCH_DTYPES[cell.problem.out_dtype]
+        self.queries = cell.queries
+        self.function = attention(impl, cell)
+        *self.leaves, self.dout = tensors
+        if self.grad:
+            self.leaves = [x.detach().requires_grad_() for x in self.leaves]
+            self.out = self.function(*self.leaves)
+
+    def run(self, dout: Tensor | None = None) -> tuple[Tensor, ...]:
+        """What is timed: the forward pass, giving `(out,)`, or the backward pass alone, giving `(dq, dk, dv)`.
+
+        Args:
+            dout: another gradient of out than the inputs'.
+        """
+        if self.grad:
+            return torch.autograd.grad(self.out, self.leaves, self.dout if dout is None else dout, retain_graph=True)
+        with torch.no_grad():
+            return (self.function(*self.leaves),)
+
+    def result(self) -> Result:
+        """One run's out and, in a backward cell, gradients; where only some queries are checked, those of these queries' out alone."""
+        dout = None
+        if self.grad and self.queries is not None:
+            dout = torch.zeros_like(self.dout).index_copy_(1, self.queries, self.dout[:, self.queries])
+        found = self.run(dout)
+        out, gradients = (self.out.detach(), found) if self.grad else (found[0], ())
+        # A peer may have another dtype for out, as cuDNN in FP8; it is judged in ours.
+        return Result(out.to(self.out_dtype) if self.impl in PEERS else out, None, *gradients)
+
+
+def first_call(impl: str, cell: Cell, tensors: tuple[Tensor, ...]) -> tuple[Contender, Result, float]:
+    """The implementation on these inputs, what it gives, and the seconds that this took: what it compiles is compiled here."""
+    start = time.perf_counter()
+    contender = Contender(impl, cell, tensors)
+    result = contender.result()
+    if cell.problem.device == "cuda":
+        torch.cuda.synchronize()
+    return contender, result, time.perf_counter() - start

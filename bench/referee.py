@@ -1,0 +1,83 @@
+"""Correct before fast: results of full size, held against the oracle on a part of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+
+from torch import Tensor
+
+from bench import masks
+from bench.cells import Cell
+from bench.contenders import parted
+from bench.peers import PEERS
+from bench.rows import Row
+from flashzoo.accuracy import Judge
+from flashzoo.call.forms import MaskForm
+from flashzoo.reference import Result
+
+PEER_SLACK = 4.0
+"""A peer's numerics are its own (another rounding of P, atomics): it is refused a speed where it errs this many times
+what a version may. Versions get no slack."""
+
+
+class WrongResultError(Exception):
+    """A result fails the rule of `flashzoo.accuracy`."""
+
+
+class Referee:
+    """Holds full-size results of one cell against the oracle, on the first batch element and two heads (or one group).
+
+    Where only some queries are checked (`Cell.queries`), the oracle computes these, on all keys. Gradients then are those of these
+    queries' out: so dk and dv are known in full, and every block of a mask has its part in them.
+
+    Args:
+        cell: what ran.
+        tensors: q, k, v and dout at full size.
+    """
+
+    def __init__(self, cell: Cell, tensors: tuple[Tensor, ...]) -> None:
+        problem = cell.problem
+        group = problem.heads // problem.heads_kv
+        self.heads_kv = min(problem.heads_kv, ceil(2 / group))
+        self.heads = self.heads_kv * group
+        self.sample = replace(problem, batch=1, heads=self.heads, heads_kv=self.heads_kv, lse=False)
+        self.tensors = [x[:1, :, :n] for x, n in zip(tensors, (self.heads, self.heads_kv, self.heads_kv, self.heads), strict=True)]
+        self.queries, self.mask = cell.queries, None
+        if self.queries is not None:
+            self.tensors = [x if i in (1, 2) else x[:, self.queries] for i, x in enumerate(self.tensors)]
+            if cell.pattern:
+                self.mask = cell.pattern.of_queries(self.queries)
+            elif problem.causal:
+                self.mask = masks.in_band(self.queries, problem.seqlen_k)[None, None]
+            form = None if self.mask is None else MaskForm()
+            self.sample = replace(self.sample, seqlen_q=len(self.queries), causal=False, block_mask=form)
+        self.judges: dict[str | None, Judge] = {}
+
+    def judge(self, impl: str) -> Judge:
+        """Of what that implementation is asked for, which may err more where it quantizes its inputs."""
+        precision = parted(impl)[1].get("precision")
+        if precision not in self.judges:
+            q, k, v, dout = self.tensors
+            sample = replace(self.sample, precision=precision)
+            self.judges[precision] = Judge(q, k, v, sample, dout if sample.grad else None, mask=self.mask)
+        return self.judges[precision]
+
+    def errors(self, impl: str, result: Result) -> Row:
+        """The columns max_err and rms_err: of out, or the worst of the gradients.
+
+        Raises:
+            WrongResultError: a check fails; for a peer, by more than `PEER_SLACK`.
+        """
+        heads = {"dk": self.heads_kv, "dv": self.heads_kv}
+        parts = {name: x[:1, :, : heads.get(name, self.heads)] for name, x in result.items().items() if name != "lse"}
+        if self.queries is not None:
+            parts |= {name: parts[name][:, self.queries] for name in ("out", "dq") if name in parts}
+        sliced = Result(**parts)
+        slack, judge = PEER_SLACK if impl in PEERS else 1, self.judge(impl)
+        failed = [str(check) for check in judge.checks(sliced) if not check.used <= slack]
+        if failed:
+            raise WrongResultError("; ".join(failed))
+        found = judge.errors(sliced)
+        of_pass = [found[name] for name in ("dq", "dk", "dv") if name in found] or [found["out"]]
+        return {"max_err": f"{max(top for top, _ in of_pass):.3e}", "rms_err": f"{max(rms for _, rms in of_pass):.3e}"}
