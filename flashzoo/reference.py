@@ -77,8 +77,8 @@ def visible(problem: Problem, device: torch.device | str = "cpu", mask: Tensor |
     left, right = problem.span
     if left is None and right is None:
         return mask
-    offset = offsets(problem, device)
-    seen = torch.ones_like(offset, dtype=torch.bool)
+    distance = distances(problem, device)
+    seen = torch.ones_like(distance, dtype=torch.bool)
     if left is not None:
         seen = seen & (distance >= -left)
     if right is not None:
@@ -86,7 +86,7 @@ def visible(problem: Problem, device: torch.device | str = "cpu", mask: Tensor |
     return seen if mask is None else seen & mask
 
 
-def offsets(problem: Problem, device: torch.device | str) -> Tensor:
+def distances(problem: Problem, device: torch.device | str) -> Tensor:
     """`(seqlen_q, seqlen_k)`: how far each key lies past its query's aligned diagonal."""
     diagonal = torch.arange(problem.seqlen_q, device=device)[:, None] + problem.offset
     return torch.arange(problem.seqlen_k, device=device)[None, :] - diagonal
