@@ -506,8 +506,8 @@ _STANDARD = (
         "standard/scores_in_16_bits",
         "the yardstick's scores are rounded to the inputs' dtype, so everybody may err as much",
         REFERENCE,
-        "_heads_first(k, problem).mT).mul_(problem.scale), problem, operands)",
-        "_heads_first(k, problem).mT).to(q.dtype).to(_wide(q)).mul_(problem.scale), problem, operands)",
+        "products = _matmul(_heads_first(q, problem), _heads_first(k, problem).mT)",
+        "products = _matmul(_heads_first(q, problem), _heads_first(k, problem).mT).to(q.dtype).to(_wide(q))",
         "test_standard_is_close_to_the_oracle or test_gradients[standard-square-fp16] or test_forward[standard-square-bf16]",
     ),
     _fault(
