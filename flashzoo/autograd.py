@@ -80,7 +80,7 @@ def differentiable(forward: Forward, backward: Backward, prepared: Prepared | No
 
 
 def joined(forward: Forward, backward: Backward) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """One version's forward pass, an implementation that `Spec.impl` names, with a backward pass that another lends.
+    """One version's forward pass, an implementation that `Spec.impl` names, with the fallback backward of another.
 
     As `differentiable`; the forward pass is called with `problem.forward`, which asks for no gradients and for an LSE.
     """

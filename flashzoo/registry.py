@@ -1,7 +1,7 @@
 """Which version answers a call: `register`, `versions`, `choose`, `explain_problem`. Standard library only.
 
 The order of registration is the order of `auto`: the first version with no objection is taken, or one that objects to the
-backward pass alone where another lends its own. An explicit name never falls back: it runs, backward pass included, or
+backward pass alone where another has a fallback backward. An explicit name never falls back: it runs, backward pass included, or
 raises with its reasons and with the versions that would do.
 
 All of it may be called from any thread. What is registered is a `Zoo`, which never changes: another takes its place.
@@ -261,7 +261,7 @@ class Choice:
 
     Attributes:
         forward: the version that runs.
-        backward: the version that lends its backward pass (`Spec.backward_impl`), where `forward` has none for the problem.
+        backward: the version whose fallback backward runs (`Spec.backward_impl`), where `forward` has none for the problem.
     """
 
     forward: Spec
@@ -295,8 +295,8 @@ def _choose(problem: Problem, version: str, by: str, zoo: Zoo) -> Choice:
         for spec in candidates:
             if not spec.unsupported(problem):
                 return Choice(spec)
-            if problem.grad and not spec.unsupported(problem.forward) and (lender := _lender(problem, zoo)):
-                return Choice(spec, lender)
+            if problem.grad and not spec.unsupported(problem.forward) and (fallback := _fallback(problem, zoo)):
+                return Choice(spec, fallback)
         raise UnsupportedError(f"no version takes {problem}\n{_reasons(problem, candidates)}")
     spec = zoo.specs[version]
     if spec.unsupported(problem):
@@ -311,9 +311,9 @@ def resolve(problem: Problem, version: str = "auto") -> Spec:
     return choose(problem, version).forward
 
 
-def _lender(problem: Problem, zoo: Zoo) -> Spec | None:
-    lenders = (spec for spec in zoo.specs.values() if spec.backward_impl is not None and problem.device in spec.auto)
-    return next((spec for spec in lenders if not spec.unsupported(problem)), None)
+def _fallback(problem: Problem, zoo: Zoo) -> Spec | None:
+    fallbacks = (spec for spec in zoo.specs.values() if spec.backward_impl is not None and problem.device in spec.auto)
+    return next((spec for spec in fallbacks if not spec.unsupported(problem)), None)
 
 
 def _reasons(problem: Problem, specs: list[Spec]) -> str:
@@ -326,10 +326,10 @@ def implementation(spec: Spec) -> Callable:
     return _imported(spec, spec.impl)
 
 
-def lent(spec: Spec) -> Callable:
+def fallback_backward(spec: Spec) -> Callable:
     """The function behind `spec.backward_impl`, imported on first use."""
     if spec.backward_impl is None:
-        raise ValueError(f"version {spec.name!r} lends no backward pass")
+        raise ValueError(f"version {spec.name!r} has no fallback backward")
     return _imported(spec, spec.backward_impl)
 
 
@@ -372,7 +372,7 @@ class Explanation:
         chosen: name of the version that runs, or None where none can.
         by: who asked for it: argument, context manager, environment or default.
         verdicts: one for each registered version, in `auto` order.
-        backward: name of the version that lends its backward pass to the chosen one, None where that has its own.
+        backward: name of the version whose fallback backward the chosen one takes, None where that has its own.
         missing: a sentence for each plug-in that could not be loaded.
     """
 
@@ -427,5 +427,5 @@ def explain_problem(problem: Problem, version: str = "auto") -> Explanation:
     except UnsupportedError:
         choice = None
     verdicts = tuple(_verdict(spec, problem, choice) for spec in zoo.specs.values())
-    chosen, lender = (choice.forward.name, choice.backward) if choice else (None, None)
-    return Explanation(problem, wanted, chosen, by, verdicts, lender.name if lender else None, zoo.missing)
+    chosen, fallback = (choice.forward.name, choice.backward) if choice else (None, None)
+    return Explanation(problem, wanted, chosen, by, verdicts, fallback.name if fallback else None, zoo.missing)

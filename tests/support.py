@@ -234,7 +234,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands)
 def dense_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem, operands: Operands
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A backward pass to lend, which notes that it was called, made from the out and the LSE of whichever forward pass."""
+    """A fallback backward, which notes that it was called, made from the out and the LSE of whichever forward pass."""
     CALLS.append(problem)
     p = torch.exp(torch.einsum("bihd,bjhd->bhij", q, k) * problem.scale - lse[..., None])
     delta = (dout * out).sum(-1).transpose(1, 2) - (0 if dlse is None else dlse)

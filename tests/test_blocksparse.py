@@ -350,24 +350,24 @@ class TestHanded:
         flashzoo.attention(q, q, q, causal=True, version="blocksparse").sum().backward()
         assert [how["causal"] for how in made] == [True]
 
-    def test_a_lent_backward_pass_gets_it_too(self, handed, monkeypatch):
-        lent_to = []
+    def test_a_fallback_backward_gets_it_too(self, handed, monkeypatch):
+        went_to = []
 
-        def lent(dout, dlse, q, k, v, out, lse, problem, operands):
-            lent_to.append((problem, operands.block_mask))
+        def fallback(dout, dlse, q, k, v, out, lse, problem, operands):
+            went_to.append((problem, operands.block_mask))
             return dout, dout, dout
 
-        monkeypatch.setattr(support, "lent", lent, raising=False)
-        flashzoo.register(toy("lender", backward_impl="support:lent"), before="v3")
-        flashzoo.register(toy("borrower", impl="support:handed", backward=None), before="lender")
+        monkeypatch.setattr(support, "fallback", fallback, raising=False)
+        flashzoo.register(toy("fallback", backward_impl="support:fallback"), before="v3")
+        flashzoo.register(toy("without", impl="support:handed", backward=None), before="fallback")
         try:
             q = torch.randn(1, 300, 2, 16, device=DEVICE, requires_grad=True)
             flashzoo.attention(q, q, q, causal=True, block_mask=BlockMask.strided(300, stride=2, **on)).sum().backward()
         finally:
-            flashzoo.unregister("borrower")
-            flashzoo.unregister("lender")
-        assert handed[0][1] is lent_to[0][1] is not None
-        assert lent_to[0][0].block_mask == handed[0][1].form and not lent_to[0][0].causal
+            flashzoo.unregister("without")
+            flashzoo.unregister("fallback")
+        assert handed[0][1] is went_to[0][1] is not None
+        assert went_to[0][0].block_mask == handed[0][1].form and not went_to[0][0].causal
 
 
 class Operations(TorchDispatchMode):

@@ -299,7 +299,7 @@ class TestResolve:
         ids=str,
     )
     def test_auto_is_the_newest_kernel_on_every_gpu(self, arch, dtype, feature):
-        """For the forward pass; v2 lends its backward pass to all."""
+        """For the forward pass; v2 has a fallback backward for all."""
         problem = dataclasses.replace(HOPPER, arch=arch, dtype=dtype, **feature)
         able = [spec.name for spec in flashzoo.versions().values() if spec.auto and not spec.unsupported(problem.forward)]
         assert registry.resolve(problem).name == able[0]
@@ -462,12 +462,12 @@ class TestUnquantized:
         assert [(problem.precision, problem.grad) for problem in CALLS[:3]] == [("fp8", True), (None, False), (None, True)]
 
 
-class TestLending:
-    """A version that has no backward pass for a problem, and another that lends its own."""
+class TestFallbackBackward:
+    """A version that has no backward pass for a problem, and another with a fallback backward."""
 
     @staticmethod
-    def registered(lender: dict | None = None, **newer) -> None:
-        flashzoo.register(toy("older", impl=NAMES[dense], backward_impl=NAMES[dense_backward], **lender or {}), before="v3")
+    def registered(fallback: dict | None = None, **newer) -> None:
+        flashzoo.register(toy("older", impl=NAMES[dense], backward_impl=NAMES[dense_backward], **fallback or {}), before="v3")
         flashzoo.register(toy("newer", **{"impl": NAMES[dense], "backward": None} | newer), before="older")
 
     @pytest.mark.parametrize("lse", [False, True])
@@ -509,16 +509,16 @@ class TestLending:
 
     def test_a_backward_pass_of_its_own_comes_first(self):
         self.registered(backward=frozenset({"causal"}))
-        for fields, lent in (
+        for fields, falls_back in (
             ({}, False),
             ({"causal": True}, False),
             ({"deterministic": True}, True),
             ({"causal": True, "lse": True}, True),
         ):
-            assert bool(registry.choose(dataclasses.replace(HOPPER, grad=True, **fields)).backward) == lent
+            assert bool(registry.choose(dataclasses.replace(HOPPER, grad=True, **fields)).backward) == falls_back
 
     @pytest.mark.parametrize(
-        ("newer", "lender", "problem"),
+        ("newer", "fallback", "problem"),
         [
             ({}, {"backward": frozenset({"causal"})}, {"deterministic": True}),
             ({}, {"features": frozenset(), "backward": frozenset()}, {"causal": True}),
@@ -530,8 +530,8 @@ class TestLending:
         ],
         ids=["not deterministic", "not causal", "not so wide", "not under auto", "no forward", "no lse", "newer not under auto"],
     )
-    def test_is_for_what_both_take(self, newer, lender, problem):
-        self.registered(lender, **newer)
+    def test_is_for_what_both_take(self, newer, fallback, problem):
+        self.registered(fallback, **newer)
         choice = registry.choose(dataclasses.replace(HOPPER, grad=True, **problem))
         assert str(choice) != "newer forward, older backward"
 
@@ -554,7 +554,7 @@ class TestLending:
         with flashzoo.use("newer"), pytest.raises(UnsupportedError):
             flashzoo.attention(*qkv)
 
-    def test_where_nobody_lends_every_reason_is_said(self):
+    def test_where_nobody_has_one_every_reason_is_said(self):
         for name in list(flashzoo.versions()):
             flashzoo.unregister(name)
         flashzoo.register(toy("newer", backward=None))
@@ -568,10 +568,10 @@ class TestLending:
             "  older: its backward pass does not support deterministic=True",
         ]
         assert flashzoo.explain(problem).chosen is None
-        with pytest.raises(ValueError, match="'newer' lends no backward pass"):
-            registry.lent(flashzoo.versions()["newer"])
+        with pytest.raises(ValueError, match="'newer' has no fallback backward"):
+            registry.fallback_backward(flashzoo.versions()["newer"])
 
-    def test_the_first_that_lends_is_taken(self):
+    def test_the_first_that_has_one_is_taken(self):
         self.registered()
         flashzoo.register(toy("between", backward_impl=NAMES[dense_backward], arch=(90, 90)), before="older")
         flashzoo.unregister("newer")

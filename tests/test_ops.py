@@ -34,8 +34,8 @@ def _nothing_compiled():
 @pytest.fixture
 def toys():
     """Versions that note their calls: `plain` alone, and `newer`, which borrows the backward pass of `older`."""
-    lender = {"impl": "support:dense", "backward_impl": f"support:{dense_backward.__name__}"}
-    flashzoo.register(toy("older", **lender), before="v3")
+    fallback = {"impl": "support:dense", "backward_impl": f"support:{dense_backward.__name__}"}
+    flashzoo.register(toy("older", **fallback), before="v3")
     flashzoo.register(toy("newer", impl=f"support:{dense.__name__}", backward=None), before="older")
     flashzoo.register(toy("plain"))
     yield
@@ -200,7 +200,7 @@ class TestChoice:
         monkeypatch.delenv(registry.ENVIRONMENT)
         assert calls(compiled(lambda *x: flashzoo.attention(*x, version="standard") + 2)) == 0
 
-    def test_a_backward_pass_that_is_lent(self, toys, qkv):
+    def test_a_fallback_backward(self, toys, qkv):
         found = gradients(compiled(), qkv)
         assert [problem.grad for problem in CALLS] == [False, True]
         close(found, gradients(flashzoo.attention, qkv, version="standard"))

@@ -16,7 +16,7 @@ from flashzoo.call.forms import check_flags
 from flashzoo.call.operands import Forms, Operands, given
 from flashzoo.call.problem import QUANTIZABLE, Problem
 from flashzoo.dtypes import TORCH_DTYPES
-from flashzoo.registry import Choice, Zoo, choose, implementation, in_16_bits, lent, remembered
+from flashzoo.registry import Choice, Zoo, choose, fallback_backward, implementation, in_16_bits, remembered
 from flashzoo.spec import Spec
 
 
@@ -98,7 +98,7 @@ def plan(asked: tuple[str, str], zoo: Zoo, return_lse: bool, grad: bool, forms: 
 def _implementation(choice: Choice) -> Callable:
     run = implementation(choice.forward)
     if choice.backward is not None:
-        return joined(run, lent(choice.backward))
+        return joined(run, fallback_backward(choice.backward))
     anew = in_16_bits(choice.forward)
     return run if anew is None else unquantized(run, anew)
 
