@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy, deepcopy
 from dataclasses import replace
 from itertools import pairwise
+from pickle import dumps, loads
 
 import pytest
 import torch
@@ -637,7 +640,132 @@ def test_masks_of_inference_mode_are_taken():
     assert replace(mask).check_once().check_once()
 
 
+# With a band put into it
+
+
+def test_a_band_is_put_in_once():
+    mask = mixed()
+    causal = mask.banded(True)
+    assert torch.equal(causal.to_dense(), (mask & BlockMask.causal(300, 500, device=DEVICE)).to_dense())
+    assert mask.banded(True) is causal and mask.banded(True, (-1, None)) is causal
+    window = mask.banded(window_size=(70, 30))
+    assert torch.equal(window.to_dense(), (mask & BlockMask.sliding_window(300, 500, window_size=(70, 30), device=DEVICE)).to_dense())
+    assert mask.banded(True) is causal and mask.banded(False, [70, 30]) is window
+    assert mask.banded() is mask and mask.banded(window_size=(-1, -1)) is mask
+
+
+def test_attention_takes_the_band_that_is_kept(monkeypatch):
+    mask, q = mixed().to(DEVICE), torch.randn(1, 300, 2, 16, device=DEVICE)
+    k = torch.randn(1, 500, 2, 16, device=DEVICE)
+    out = flashzoo.attention(q, k, k, block_mask=mask, causal=True)
+    monkeypatch.setattr(BlockMask, "__and__", None)
+    assert torch.equal(flashzoo.attention(q, k, k, block_mask=mask, causal=True), out)
+
+
+def test_a_few_bands_are_kept():
+    mask = BlockMask.butterfly(300, device=DEVICE)
+    bands = [mask.banded(window_size=(width, 0)) for width in range(10)]
+    assert mask.banded(window_size=(9, 0)) is bands[9] and mask.banded(window_size=(2, 0)) is bands[2]
+    assert mask.banded(window_size=(0, 0)) is not bands[0]
+
+
+def test_a_band_is_put_in_anew_behind_a_change_in_place():
+    mask = mixed()
+    before = mask.banded(True)
+    dense = before.to_dense()
+    mask.element.bits.bitwise_and_(0)
+    after = mask.banded(True)
+    assert after is not before and after.to_dense().sum() < dense.sum() and mask.banded(True) is after
+    after.element.bits.bitwise_and_(0)  # nobody else may see what is done to one that was handed out
+    assert torch.equal(mask.banded(True).to_dense(), (mask & BlockMask.causal(300, 500, device=DEVICE)).to_dense())
+
+
+def test_a_mask_that_is_not_sound_gets_no_band():
+    mask = mixed()
+    mask.banded(True)
+    mask.rows.indices.view(-1)[:1].fill_(999)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"block_mask: rows\.indices must be .* got 999"):
+            mask.banded(True)
+
+
+OTHERS = {
+    "copy": copy,
+    "deepcopy": deepcopy,
+    "pickle": lambda mask: loads(dumps(mask)),
+    "to": lambda mask: mask.to(DEVICE),
+    "compact": BlockMask.compact,
+    "replace": replace,
+}
+
+
+@pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
+def test_another_mask_has_bands_of_its_own(make):
+    mask = mixed()
+    mask.element.bits.bitwise_or_(0)  # so that its tensors count from elsewhere than a copy's
+    band = mask.banded(True)
+    other = make(mask)
+    assert other.banded(True) is not band and torch.equal(other.banded(True).to_dense(), band.to_dense())
+    assert other.banded(True) is other.banded(True) and mask.banded(True) is band
+    if other.element.bits is not mask.element.bits:
+        other.element.bits.bitwise_and_(0)
+        assert other.banded(True).to_dense().sum() < band.to_dense().sum()
+
+
+def test_copies_are_checked_where_the_mask_would_be(monkeypatch):
+    sound, changed_since, by_hand = mixed(), mixed(), replace(mixed())
+    changed_since.element.bits.bitwise_and_(0)
+    calls = []
+    monkeypatch.setattr(BlockMask, "validate", lambda self: calls.append(self))
+    for mask, times in ((sound, 0), (changed_since, 1), (by_hand, 1)):
+        calls.clear()
+        deepcopy(mask).check_once()
+        assert len(calls) == times
+
+
+def test_no_band_is_kept_of_what_does_not_last():
+    with torch.inference_mode():
+        inside = mixed()
+    outside = mixed()
+    assert inside.banded(True) is not inside.banded(True)
+    with torch.inference_mode():
+        made = outside.banded(True)
+    assert outside.banded(True) is not made
+    mask, kept = mixed(), []
+    torch.func.grad(lambda x: (kept.append(mask.banded(True)), x)[1])(torch.zeros(()))
+    assert mask.banded(True) is not kept[0] and torch.equal(mask.banded(True).to_dense(), outside.banded(True).to_dense())
+    compiled = torch.compile(lambda x: x + mask.banded(True, (50, None)).rows.counts.sum(), backend="eager")
+    compiled(torch.zeros(1, device=DEVICE))
+    assert all(which[:2] == (True, (None, None)) for which in mask._bands)
+
+
+@pytest.mark.gpu
+def test_a_stream_and_a_graph_put_it_in_themselves():
+    mask, side = mixed(), torch.cuda.Stream()
+    band = mask.banded(True)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        other = mask.banded(True)
+        assert other is not band and mask.banded(True) is other
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = mask.banded(True)
+        assert mask.banded(True) is not captured
+    graph.replay()
+    assert mask.banded(True) is band and torch.equal(captured.to_dense(), band.to_dense())
+
+
+def test_threads_put_in_one_band():
+    mask = mixed()
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda _: mask.banded(True).to_dense(), range(32)))
+    assert all(torch.equal(dense, found[0]) for dense in found) and mask.banded(True) is mask.banded(True)
+
+
 ARGUMENTS = {
+    "band's causal": (TypeError, "causal must be a bool, got 1", lambda: BlockMask.butterfly(64).banded(1)),
+    "band's window": (ValueError, "window_size must be None or a pair", lambda: BlockMask.butterfly(64).banded(window_size=3)),
     "causal": (TypeError, "causal must be a bool, got 'False'", lambda: BlockMask.sliding_window(64, window_size=None, causal="False")),
     "causal of blocks": (
         TypeError,

@@ -90,9 +90,8 @@ def attention(
             and finite, which is not looked at: it lies on the device.
         k_descale, v_descale: the same for k and v, `(batch, heads_kv)` or `(batch, heads_kv, ceil(seqlen_k / 128))`.
         block_mask: a `flashzoo.BlockMask` on q's device, of these lengths, its batch and heads q's or 1. A key is seen where it, causal
-            and window_size all say so; with them some hundreds of small operations make another mask at every call, which
-            `block_mask & BlockMask.causal(...)` does once. `v3` and `blocksparse` skip what the mask skips; `sdpa` and `standard` make a
-            dense mask of it.
+            and window_size all say so; these are put into it by some hundreds of small operations at the first such call, and kept with it
+            (`BlockMask.banded`). `v3` and `blocksparse` skip what the mask skips; `sdpa` and `standard` make a dense mask of it.
 
     Returns:
         out `(batch, seqlen_q, heads, head_dim_v)`, q's dtype (for e4m3 see out_dtype) and device, under autocast too; with

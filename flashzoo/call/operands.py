@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashzoo.call.forms import check_flags, normalised
 from flashzoo.call.problem import DESCALE_BLOCK, Problem
 from flashzoo.masks.block_mask import BlockMask
 
@@ -145,16 +144,8 @@ class _Mask(Operand):
         return {name: form[0]}
 
     def prepared(self, x: Any, options: Mapping[str, Any]) -> Any:
-        """With causal and the window put into it. Without them it is the one given, at no cost."""
-        if not isinstance(x, BlockMask):
-            return x
-        causal, window = options.get("causal", False), normalised(options.get("window_size"))
-        check_flags(causal=causal)
-        mask = x.check_once()
-        if causal or window != (None, None):
-            sizes = {"block_q": mask.block_q, "block_kv": mask.block_kv, "device": mask.device}
-            mask &= mask.sliding_window(mask.seqlen_q, mask.seqlen_k, window_size=window, causal=causal, **sizes)
-        return mask
+        """With causal and the window put into it."""
+        return x.banded(options.get("causal", False), options.get("window_size")) if isinstance(x, BlockMask) else x
 
     def split(self, x: Any) -> tuple[Any, ...]:
         return x.parts()

@@ -18,6 +18,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from threading import Lock
 from typing import Any
 
 import torch
@@ -35,8 +36,11 @@ BITS_ALIGNMENT = 16
 """Bytes, at a multiple of which the bits begin: v3 reads so many at once."""
 ELEMENTS = 1 << 24
 """Elements of blocks that are looked at in one step, so that a step's memory is some hundred MB."""
+BANDS = 8
+"""How many masks that `banded` made a mask keeps."""
 
 Device = torch.device | str | None
+_keeping = Lock()
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,6 +177,7 @@ class BlockMask:
     tight: bool = False
     _checked: bool = field(default=False, init=False)
     _versions: int | None = field(default=None, init=False)  # what `_count_versions` said when it was checked
+    _bands: dict[tuple, BlockMask] = field(default_factory=dict, init=False)  # what `banded` made since then
 
     # Builders: by a band.
 
@@ -536,7 +541,7 @@ class BlockMask:
         if element.bits is not None:
             tensors += [self.rows.bit_index, self.columns.bit_index, element.bits]
         sizes = [self.seqlen_q, self.seqlen_k, self.block_q, self.block_kv, self.batch, self.heads]
-        flags = [int(element.causal), int(self.tight), int(self._checked)]
+        flags = [int(element.causal), int(self.tight), int(self._sound)]
         return tensors, [*sizes, -1 if left is None else left, -1 if right is None else right, *flags]
 
     @staticmethod
@@ -548,6 +553,10 @@ class BlockMask:
         element = Element(bool(causal), normalised((left, right)), bits)
         mask = BlockMask(seqlen_q, seqlen_k, block_q, block_kv, batch, heads, rows, columns, element, bool(tight))
         return _known(mask) if checked else mask
+
+    def __reduce__(self) -> tuple[Callable, tuple]:
+        """So copies, of which torch counts the changes anew, have a count of their own, and keep no bands."""
+        return BlockMask.of_parts, self.parts()
 
     def compact(self) -> BlockMask:
         """The same in as little memory as it takes. Synchronises once; worth it for a mask with bits that is kept."""
@@ -568,6 +577,37 @@ class BlockMask:
     def __or__(self, other: BlockMask) -> BlockMask:
         """What either sees."""
         return _combined(self, other, True) if isinstance(other, BlockMask) else NotImplemented
+
+    def banded(self, causal: bool = False, window_size: Window | None = None) -> BlockMask:
+        """It with a band put into it, as by `self & BlockMask.sliding_window(...)`. Itself where there is no band.
+
+        Made once for each band and each stream, by some hundreds of small operations, and kept with this mask, the last `BANDS` of them,
+        until a tensor of it is changed in place in a way that `check_once` sees. Made at every call where nothing may be kept: inside
+        `torch.compile`, transforms of torch.func and inference mode, and in the capture of a CUDA graph, whose memory is its own.
+
+        Args:
+            causal, window_size: as in `flashzoo.attention`.
+        """
+        check_flags(causal=causal)
+        band, device = Element(causal, normalised(window_size)), self.device
+        self.check_once()
+        if band.span == (None, None):
+            return self
+        on_gpu = device.type == "cuda"
+        if is_compiling() or (on_gpu and torch.cuda.is_current_stream_capturing()):
+            return self & _banded(self._grid, band)
+        # Each stream has its own: what another has made may not be there yet, and what it frees may still be read here.
+        which = (causal, band.window, torch.cuda.current_stream(device).cuda_stream if on_gpu else None)
+        bands = self._bands  # those of this check: a later one has a dict of its own
+        made = bands.get(which)
+        if made is None or not made._sound:
+            made = self & _banded(self._grid, band)
+            if self._lasting and made._lasting:
+                with _keeping:
+                    bands[which] = made
+                    if len(bands) > BANDS:
+                        del bands[next(iter(bands))]
+        return made
 
     # How it looks.
 
@@ -646,6 +686,12 @@ class BlockMask:
     @property
     def _sound(self) -> bool:
         return self._checked and (self._versions is None or is_compiling() or self._versions == self._count_versions())
+
+    @property
+    def _lasting(self) -> bool:
+        """Whether it may be kept: its changes are counted, and its tensors are not those of a transform or of a mode alone."""
+        plain = not torch._C._are_functorch_transforms_active() and all(type(x) is Tensor for x in self.parts()[0])
+        return self._versions is not None and plain
 
     def _count_versions(self) -> int:
         """How often its tensors were changed in place, by torch's count."""
@@ -736,6 +782,7 @@ class BlockMask:
 
 def _known(mask: BlockMask) -> BlockMask:
     object.__setattr__(mask, "_checked", True)
+    object.__setattr__(mask, "_bands", {})
     if not is_compiling() and not any(x.is_inference() for x in mask.parts()[0]):  # of inference mode there is no count
         object.__setattr__(mask, "_versions", mask._count_versions())
     return mask
