@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "accuracy": {"torch", "flashzoo.reference", "flashzoo.roundings", "flashzoo.workloads"} | HANDED,
     "roundings": {"torch", "flashzoo.reference", "flashzoo.call.problem", "flashzoo.workloads"},
     "merge": {"torch", "flashzoo.call.check"},
-    "masks": {"torch", BLOCK_MASK, "flashzoo.call.forms", "flashzoo.integers"},
+    "masks": {"torch", "typing_extensions", BLOCK_MASK, "flashzoo.call.forms", "flashzoo.integers"},
     "_sass": set(),
     "_triton": {"torch", "triton", "flashzoo._sass", "flashzoo._triton", "flashzoo.call.problem", "flashzoo.integers"},
     "_cute": {"torch", "cuda", "cutlass", "flashzoo._cute", "flashzoo.dtypes", "flashzoo.gpu"},

@@ -1,1 +1,1 @@
-"""Which keys a query sees, as a user holds it: `BlockMask`, its lists, its picture."""
+"""Which keys a query sees, as a user holds it: `BlockMask`, its builders, its lists, its picture."""
