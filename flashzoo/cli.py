@@ -28,7 +28,7 @@ from flashzoo.spec import Spec
 from flashzoo.workloads import TORCH_DTYPES, hardware
 
 ROOT = Path(flashzoo.__file__).resolve().parent.parent
-"""The repository's root where flashzoo runs from a checkout."""
+"""Where flashzoo and its suite are installed: in a checkout the repository's root."""
 
 FROM_CHECKOUT = {"bench": ("bench.run",), "report": ("bench.report", "matplotlib", "markdown_it")}
 """Commands that are modules beside the package, and the packages that these need. They take every argument themselves, `--help` too."""
@@ -288,11 +288,8 @@ def _load(file: str | None) -> list[str]:
 
 
 def _check(args: argparse.Namespace, pytest_arguments: list[str]) -> int:
-    suite = ROOT / "tests" / "test_versions.py"
-    if not suite.is_file():
-        raise CommandError(f"the suite is not here: expected {suite}; run from a checkout (pip install -e .)")
     if importlib.util.find_spec("pytest") is None:
-        raise CommandError(f"pytest is not installed: pip install -e '{ROOT}[test]'")
+        raise CommandError("pytest is not installed: pip install pytest pytest-xdist")
     if args.target.endswith(".py"):
         names = _load(args.target)
     else:
@@ -302,9 +299,12 @@ def _check(args: argparse.Namespace, pytest_arguments: list[str]) -> int:
             known = ", ".join(flashzoo.versions())
             told = f"expected a .py file or names from {known}, got {', '.join(map(repr, unknown))}"
             raise CommandError("\n".join((told, *current().missing)))
+    suite = ROOT / "flashzoo_suite"
     print(f"the suite on {', '.join(names)}: {suite}", flush=True)
-    command = [sys.executable, "-m", "pytest", str(suite), "--versions", ",".join(names), *pytest_arguments]
-    with subprocess.Popen(command, cwd=ROOT) as suite_run:
+    # With settings of its own, and not those of a project that it is run from or lies in.
+    alone = ["-c", os.devnull, f"--confcutdir={suite}", f"--rootdir={os.getcwd()}", "-ra", "--strict-markers"]
+    command = [sys.executable, "-m", "pytest", str(suite), *alone, "--versions", ",".join(names), *pytest_arguments]
+    with subprocess.Popen(command) as suite_run:
         try:
             return suite_run.wait()
         except KeyboardInterrupt:  # which pytest has had too: it says what it found so far

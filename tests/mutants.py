@@ -32,7 +32,7 @@ import torch
 from faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("flashzoo", "tests", "bench", "examples", "pyproject.toml", "README.md")
+COPIED = ("flashzoo", "flashzoo_suite", "tests", "bench", "examples", "pyproject.toml", "README.md")
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch", "triton", "pytest", "hypothesis"])
 """Every run is a process that begins with these imported, which would take it longer than most tests do."""
@@ -41,7 +41,7 @@ STARTING = Lock()
 KERNELS = ROOT / ".pytest_cache" / "kernels"
 """Compiled kernels, for all copies: the names of these files say what they are made of."""
 
-OF_EVERY_VERSION = ("tests/test_versions.py", "tests/test_properties.py")
+OF_EVERY_VERSION = ("flashzoo_suite", "tests/test_properties.py")
 OF_VERSION = {
     "blocksparse": ("tests/test_blocksparse.py",),
     "standard": ("tests/test_reference.py", "tests/test_accuracy.py"),
@@ -81,7 +81,7 @@ class Run:
     @property
     def last_begun(self) -> str:
         """Node id of the last test that began."""
-        begun = re.findall(r"^(tests/\S+?::\w+(?:\[.*?\])?)(?: |$)", self.output, re.MULTILINE)
+        begun = re.findall(r"^((?:flashzoo_suite|tests)/\S+?::\w+(?:\[.*?\])?)(?: |$)", self.output, re.MULTILINE)
         return begun[-1] if begun else ""
 
 

@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-from support import accept, both, draw, forward
 from torch import Tensor
 
 from flashzoo import Problem, accuracy, reference
@@ -16,6 +15,7 @@ from flashzoo.call.forms import MaskForm
 from flashzoo.call.operands import Descales, Operands
 from flashzoo.reference import Result, rotated, standard
 from flashzoo.workloads import block_mask, descales
+from flashzoo_suite.support import accept, both, draw, forward
 
 PROBLEM = Problem(batch=1, seqlen_q=64, seqlen_k=64, heads=2, heads_kv=2, head_dim=32, causal=True, lse=True, grad=True, device="cpu")
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import DEVICE, in_fresh_process
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
@@ -23,6 +22,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 import flashzoo
 from flashzoo import BlockMask, Problem
 from flashzoo.reference import visible
+from flashzoo_suite.support import DEVICE, in_fresh_process
 
 LENGTHS = [(1, 1), (64, 64), (256, 256), (300, 300), (100, 300), (300, 100), (513, 130), (1, 700), (129, 127), (500, 510)]
 BLOCKS = [(128, 128), (64, 64), (64, 128), (128, 64)]

@@ -11,9 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-import support
 import torch
-from support import DEVICE, SMALL, accept, both, draw, dtypes_of, forward, gives_lse, interpreted, same_bits, takes, toy
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -23,6 +21,8 @@ from flashzoo.accuracy import Judge
 from flashzoo.call.forms import MaskForm
 from flashzoo.reference import Result
 from flashzoo.workloads import block_mask, workloads
+from flashzoo_suite import support
+from flashzoo_suite.support import DEVICE, SMALL, accept, both, draw, dtypes_of, forward, gives_lse, interpreted, same_bits, takes, toy
 
 on = {"device": DEVICE}
 SPECS = flashzoo.versions()
@@ -314,7 +314,7 @@ class TestHanded:
             return q, None
 
         monkeypatch.setattr(support, "handed", implementation, raising=False)
-        flashzoo.register(toy(impl="support:handed"))
+        flashzoo.register(toy(impl="flashzoo_suite.support:handed"))
         yield calls
         flashzoo.unregister("toy")
 
@@ -358,8 +358,8 @@ class TestHanded:
             return dout, dout, dout
 
         monkeypatch.setattr(support, "fallback", fallback, raising=False)
-        flashzoo.register(toy("fallback", backward_impl="support:fallback"), before="v3")
-        flashzoo.register(toy("without", impl="support:handed", backward=None), before="fallback")
+        flashzoo.register(toy("fallback", backward_impl="flashzoo_suite.support:fallback"), before="v3")
+        flashzoo.register(toy("without", impl="flashzoo_suite.support:handed", backward=None), before="fallback")
         try:
             q = torch.randn(1, 300, 2, 16, device=DEVICE, requires_grad=True)
             flashzoo.attention(q, q, q, causal=True, block_mask=BlockMask.strided(300, stride=2, **on)).sum().backward()

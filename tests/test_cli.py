@@ -19,7 +19,6 @@ import termios
 
 import pytest
 import torch
-from support import ROOT, in_fresh_process, toy
 
 import flashzoo
 from flashzoo import Problem
@@ -30,6 +29,7 @@ from flashzoo.comparison import Comparison, Row
 from flashzoo.gpu import peak_tflops
 from flashzoo.timing import Timing
 from flashzoo.workloads import workload
+from flashzoo_suite.support import ROOT, in_fresh_process, toy
 
 TINY = ["--seq-len", "24", "--batch-size", "1", "--num-heads", "2", "--head-dim", "16", "--dtype", "fp32", "--device", "cpu"]
 WRONG = """

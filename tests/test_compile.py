@@ -1,6 +1,6 @@
 """Every tile table entry, compiled for real GPUs on a machine with none: it compiles, fits, and spills nothing.
 
-All of them with `--every-case` and where there is a GPU; else a covering array of them (see conftest.py).
+All of them with `--every-case` and where there is a GPU; else a covering array of them (see flashzoo_suite/plugin.py).
 """
 
 from __future__ import annotations

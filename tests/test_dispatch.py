@@ -12,7 +12,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from support import CALLS, dense, dense_backward, lazily_negated, toy
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashzoo
@@ -21,7 +20,9 @@ from flashzoo.call import plan
 from flashzoo.call.forms import MaskForm
 from flashzoo.call.problem import DTYPES, FEATURES
 from flashzoo.workloads import TORCH_DTYPES
+from flashzoo_suite.support import CALLS, dense, dense_backward, lazily_negated, toy
 
+SUPPORT = dense.__module__
 HOPPER = Problem(batch=2, seqlen_q=128, seqlen_k=128, heads=8, heads_kv=8, head_dim=64, device="cuda", arch=90)
 ON_CPU = dataclasses.replace(HOPPER, device="cpu", arch=None, dtype="fp32")
 
@@ -35,7 +36,7 @@ def _registry_as_it_was(monkeypatch):
     CALLS.clear()
 
 
-NAMES = {function: f"support:{function.__name__}" for function in (dense, dense_backward)}
+NAMES = {function: f"{function.__module__}:{function.__name__}" for function in (dense, dense_backward)}
 
 
 def _gradients(attention, qkv):
@@ -1086,8 +1087,8 @@ class TestImplementation:
         ("impl", "got"),
         [
             ("no_such_module:attention", "ModuleNotFoundError: No module named 'no_such_module'"),
-            ("support:no_such_function", "AttributeError: module 'support' has no attribute 'no_such_function'"),
-            ("support:SMALL", "Problem"),
+            (f"{SUPPORT}:no_such_function", f"AttributeError: module '{SUPPORT}' has no attribute 'no_such_function'"),
+            (f"{SUPPORT}:SMALL", "Problem"),
         ],
     )
     def test_one_that_is_missing_is_named(self, impl, got, qkv):
@@ -1096,9 +1097,9 @@ class TestImplementation:
             flashzoo.attention(*qkv, version="toy")
 
     def test_a_missing_backward_pass_is_named(self, qkv):
-        flashzoo.register(toy("older", backward_impl="support:no_such_function"), before="v3")
+        flashzoo.register(toy("older", backward_impl=f"{SUPPORT}:no_such_function"), before="v3")
         flashzoo.register(toy("newer", backward=None), before="older")
-        with pytest.raises(ImportError, match="version 'older': expected a function at 'support:no_such_function', got AttributeError"):
+        with pytest.raises(ImportError, match=rf"version 'older': expected a function at '{SUPPORT}:no_such_function', got AttributeError"):
             flashzoo.attention(*(x.requires_grad_() for x in qkv))
 
     @pytest.mark.parametrize(
@@ -1120,10 +1121,10 @@ class TestImplementation:
         ],
     )
     def test_one_that_gives_something_else_is_named(self, give, expected, qkv, monkeypatch):
-        monkeypatch.setattr("support.record", lambda q, k, v, problem, operands: give(q))
+        monkeypatch.setattr("flashzoo_suite.support.record", lambda q, k, v, problem, operands: give(q))
         flashzoo.register(toy())
         for _ in range(2):
-            with pytest.raises(TypeError, match=rf"version 'toy': support:record must return .*{re.escape(expected)}"):
+            with pytest.raises(TypeError, match=rf"version 'toy': {SUPPORT}:record must return .*{re.escape(expected)}"):
                 flashzoo.attention(*(x.requires_grad_() for x in qkv), return_lse="lse as" in expected, version="toy")
 
     def test_it_is_looked_at_once_for_each_kind_of_call(self, qkv, monkeypatch):

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import DEVICE, ROOT
 
 import flashzoo
 from flashzoo._triton.compile import resources
+from flashzoo_suite.support import DEVICE, ROOT
 
 pytest.importorskip("matplotlib")
 

@@ -11,10 +11,10 @@ import sys
 
 import pytest
 import torch
-from support import ROOT
 
 import flashzoo
 from flashzoo.baselines import sdpa
+from flashzoo_suite.support import ROOT
 
 CHECKED = "not bf16 and not fp32 and not compiled and not fakes and not layout and not every_place and not scale"
 """What `check` runs of my_variant.py: every feature, both passes, in one dtype; a third of all, in under a minute."""

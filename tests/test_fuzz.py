@@ -16,11 +16,11 @@ import fuzz_call
 import pytest
 import torch
 from fuzz_call import LAYOUTS, Call, Operands, operands, parsed
-from support import CHOSEN, DEVICE, ROOT, same_bits
 
 import flashzoo
 from flashzoo import UnsupportedError
 from flashzoo.call.problem import FEATURES
+from flashzoo_suite.support import CHOSEN, DEVICE, ROOT, same_bits
 
 SEED = 7
 CONFIGURATIONS, CALLS = (6, 8) if DEVICE == "cpu" else (3, 16)  # there each is a kernel or two to compile

@@ -25,13 +25,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import DEVICE, ROOT, in_fresh_process, toy
 from torch.nn.functional import scaled_dot_product_attention
 
 import flashzoo
 from flashzoo.call.operands import NO_OPERANDS, Operands
 from flashzoo.registry import implementation
 from flashzoo.workloads import TORCH_DTYPES
+from flashzoo_suite.support import DEVICE, ROOT, in_fresh_process, toy
 
 SLACK = 1.5
 PROMISED = {"dispatch": 1 / 3, "explain": 20 / 3, "call v3": 1.0, "import": 20e3 / 3}
@@ -109,7 +109,7 @@ def costs(benchmark, baseline):
 
     def measure(subject: str, function: Callable[[], object], unit: Callable[[], object] = calibration) -> None:
         function()
-        torch.use_deterministic_algorithms(False)  # conftest's way to poison memory has a cost of its own
+        torch.use_deterministic_algorithms(False)  # the suite's way to poison memory has a cost of its own
         torch.set_num_threads(1)
         calls = max(1, round(BATCH_S / min(seconds(function, 3) for _ in range(3))))
         loops = []

@@ -12,9 +12,9 @@ import tokenize
 from pathlib import Path
 
 import pytest
-from support import ROOT, in_fresh_process
 
 import flashzoo
+from flashzoo_suite.support import ROOT, in_fresh_process
 
 PACKAGE = ROOT / "flashzoo"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -60,6 +60,7 @@ MAY_IMPORT = {
 }
 A_VERSION_MAY_IMPORT = {"torch", "triton", "cutlass", "flashzoo._triton", "flashzoo._cute"}
 A_VERSION_MAY_IMPORT |= {BLOCK_MASK, "flashzoo.autograd", "flashzoo.dtypes", "flashzoo.gpu", "flashzoo.integers", "flashzoo.spec"} | HANDED
+OUTSIDE = ("flashzoo_suite", "tests", "bench", "examples")
 # These look inside versions because that is their work.
 INSIDERS = {
     "tests/test_bench.py",
@@ -117,9 +118,7 @@ def test_device_code_shares_nothing(folder):
         assert {name.partition(".")[0] for name in imported(path)} <= {"triton", "cutlass"}
 
 
-@pytest.mark.parametrize(
-    "path", sorted([*(ROOT / "tests").glob("*.py"), *(ROOT / "bench").glob("*.py"), *(ROOT / "examples").glob("*.py")]), ids=relative
-)
+@pytest.mark.parametrize("path", [path for folder in OUTSIDE for path in sorted((ROOT / folder).glob("*.py"))], ids=relative)
 def test_tests_bench_and_examples_stay_outside(path):
     special = re.fullmatch(r"tests/test_v\d\w*\.py", relative(path))
     if relative(path) in INSIDERS or special:

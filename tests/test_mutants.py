@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from faults import FAULTS, Change
 from mutants import Run, verdict
-from support import ROOT
+
+from flashzoo_suite.support import ROOT
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

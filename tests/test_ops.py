@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from support import CALLS, DEVICE, dense, dense_backward, in_fresh_process, lazily_negated, toy
 from test_dispatch import BAD_INPUT, EMPTY, _changed
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
@@ -17,6 +16,7 @@ import flashzoo
 from flashzoo import UnsupportedError, registry
 from flashzoo.call import traced
 from flashzoo.workloads import LAYOUTS
+from flashzoo_suite.support import CALLS, DEVICE, dense, dense_backward, in_fresh_process, lazily_negated, toy
 
 close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
 """Of float32: the same call, or another version's. How well a version does traced is THE suite's to judge."""
@@ -34,9 +34,9 @@ def _nothing_compiled():
 @pytest.fixture
 def toys():
     """Versions that note their calls: `plain` alone, and `newer`, which borrows the backward pass of `older`."""
-    fallback = {"impl": "support:dense", "backward_impl": f"support:{dense_backward.__name__}"}
+    fallback = {"impl": "flashzoo_suite.support:dense", "backward_impl": f"flashzoo_suite.support:{dense_backward.__name__}"}
     flashzoo.register(toy("older", **fallback), before="v3")
-    flashzoo.register(toy("newer", impl=f"support:{dense.__name__}", backward=None), before="older")
+    flashzoo.register(toy("newer", impl=f"flashzoo_suite.support:{dense.__name__}", backward=None), before="older")
     flashzoo.register(toy("plain"))
     yield
     for name in ("newer", "older", "plain"):
@@ -244,8 +244,8 @@ class TestErrors:
             compiled()(*qkv, version=version)
 
     def test_a_version_that_gives_something_else_is_named(self, toys, qkv, monkeypatch):
-        monkeypatch.setattr("support.record", lambda q, *rest: q)
-        with pytest.raises(TypeError, match=r"version 'plain': support:record must return a tuple \(out, lse\), got a Tensor"):
+        monkeypatch.setattr("flashzoo_suite.support.record", lambda q, *rest: q)
+        with pytest.raises(TypeError, match=r"version 'plain': \S+:record must return a tuple \(out, lse\), got a Tensor"):
             compiled()(*qkv, version="plain")
 
     def test_where_graphs_may_break_the_error_is_ours(self, qkv):

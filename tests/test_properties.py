@@ -13,11 +13,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from support import Tensors, both, draw, dtypes_of, forward, interpreted, small, takes
 
 import flashzoo
 from flashzoo import Problem
 from flashzoo.reference import visible
+from flashzoo_suite.support import Tensors, both, draw, dtypes_of, forward, interpreted, small, takes
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 63, 64, 65, 129)
 HEAD_DIMS = (1, 5, 8, 16, 20, 33, 64)

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from support import DEVICE, lazily_negated, same_bits, storage_of
 from torch import Tensor
 
 import flashzoo
@@ -26,6 +25,7 @@ from flashzoo.v3.quantize import (
 )
 from flashzoo.v3.quantize_kernels import FIND_AND_USE
 from flashzoo.workloads import LAYOUTS
+from flashzoo_suite.support import DEVICE, lazily_negated, same_bits, storage_of
 
 LARGEST = 448.0
 DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]  # the interpreter is wrong in bfloat16

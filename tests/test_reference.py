@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import both, draw, forward
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from flashzoo import Problem, reference
 from flashzoo.reference import Result, dequantized, oracle, visible
 from flashzoo.workloads import descales
+from flashzoo_suite.support import both, draw, forward
 
 PLAIN = {"batch": 2, "seqlen_q": 7, "seqlen_k": 7, "heads": 4, "heads_kv": 4, "head_dim": 5}
 PROBLEMS = {

@@ -9,11 +9,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from support import ROOT
 
 from bench import claims, everything, pictures, plot, report, runs
 from bench.rows import FIELDS, RUN_FIELDS, read
 from flashzoo import cli
+from flashzoo_suite.support import ROOT
 
 pytest.importorskip("matplotlib")
 

@@ -7,9 +7,10 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import conftest
 import pytest
-from support import ROOT
+
+from flashzoo_suite import plugin
+from flashzoo_suite.support import ROOT
 
 pytest_plugins = ("pytester",)
 
@@ -53,13 +54,13 @@ def test_what_wants_a_gpu_is_one_line_of_pytests_summary(pytester):
     pytester.makepyfile(f"""
         import pytest
         @pytest.mark.parametrize("n", range(3))
-        def test_on_a_gpu(n): pytest.skip({conftest.WANTS_GPU!r})
-        def test_on_another(): pytest.skip({conftest.WANTS_GPU!r})
+        def test_on_a_gpu(n): pytest.skip({plugin.WANTS_GPU!r})
+        def test_on_another(): pytest.skip({plugin.WANTS_GPU!r})
         def test_spared(): pytest.skip("no room")
     """)
-    summary = SimpleNamespace(pytest_terminal_summary=conftest.pytest_terminal_summary)
+    summary = SimpleNamespace(pytest_terminal_summary=plugin.pytest_terminal_summary)
     text = pytester.runpytest_inprocess("-ra", "-p", "no:cacheprovider", plugins=[summary]).stdout.str()
-    assert text.count(conftest.WANTS_GPU) == 0 and "no room" in text and "5 skipped" in text
+    assert text.count(plugin.WANTS_GPU) == 0 and "no room" in text and "5 skipped" in text
     assert text.count("cases that need a GPU and were not run: 4\n") == 1
 
 

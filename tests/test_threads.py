@@ -16,7 +16,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import DEVICE, SMALL, draw, mask_of, same_bits, toy
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import flashzoo
 from flashzoo import registry
 from flashzoo.call.forms import MaskForm
+from flashzoo_suite.support import DEVICE, SMALL, draw, mask_of, same_bits, toy
 
 THREADS = 8
 PLAIN = dataclasses.replace(SMALL, dtype="fp32", device="cpu", arch=None)

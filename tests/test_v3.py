@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import ROOT, accept, draw, forward, in_fresh_process, same_bits, storage_of
 
 from flashzoo import Problem
 from flashzoo._cute import cache
@@ -31,6 +30,7 @@ from flashzoo.v3 import launch, launch_fp8, programs
 from flashzoo.v3.config import HOPPER, HOPPER_SHORT, LONG, WIDTHS, kernel_for, kernel_fp8_for, pack_for
 from flashzoo.v3.explain import describe
 from flashzoo.workloads import LAYOUTS
+from flashzoo_suite.support import ROOT, accept, draw, forward, in_fresh_process, same_bits, storage_of
 
 gpu = pytest.mark.gpu
 on_hopper = pytest.mark.skipif(

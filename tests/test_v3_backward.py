@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
-from support import DEVICE, accept, both, draw, forward, same_bits, storage_of
 from torch import Tensor
 
 import flashzoo
@@ -30,6 +29,7 @@ from flashzoo.v3.backward import Backward
 from flashzoo.v3.config import BACKWARD, kernel_backward_for
 from flashzoo.v3.traits import WRITERS, KernelBackward, KernelBackwardSparse, TilesBackward
 from flashzoo.workloads import LAYOUTS, hardware
+from flashzoo_suite.support import DEVICE, accept, both, draw, forward, same_bits, storage_of, toy
 
 gpu = pytest.mark.gpu
 on_hopper = pytest.mark.skipif(

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 import torch
-from support import both, draw, forward
 from torch.utils.flop_counter import FlopCounterMode
 
 from flashzoo import Problem
 from flashzoo.workloads import LAYOUTS, VALUES, descales, flops, hbm_bytes, inputs, workload
+from flashzoo_suite.support import both, draw, forward
 
 PLAIN = Problem(batch=2, seqlen_q=7, seqlen_k=9, heads=4, heads_kv=2, head_dim=16, dtype="fp32", grad=True, device="cpu")
 WIDTHS = [(16, 16), (24, 16), (8, 24)]
