@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,7 +32,7 @@ ROOT = Path(flashzoo.__file__).resolve().parent.parent
 """Where flashzoo and its suite are installed: in a checkout the repository's root."""
 
 FROM_CHECKOUT = {"bench": ("bench.run",), "report": ("bench.report", "matplotlib", "markdown_it")}
-"""Commands that are modules beside the package, and the packages that these need. They take every argument themselves, `--help` too."""
+"""Commands that are modules of the repository, and the packages that these need. They take every argument themselves, `--help` too."""
 
 ON_GPU = {"batch_size": 8, "seq_len": 4096, "num_heads": 16, "head_dim": 128, "dtype": "bf16"}
 ON_CPU = {"batch_size": 1, "seq_len": 128, "num_heads": 2, "head_dim": 64, "dtype": "fp16"}
@@ -96,10 +97,11 @@ def _run(argv: Sequence[str] | None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="flashzoo", description="The generations of FlashAttention side by side.")
     parser.add_argument("--version", action="version", version=f"flashzoo {flashzoo.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
     def command(name: str, run: Callable[..., int], text: str, passes_on: bool = False) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=text, description=text, add_help=name not in FROM_CHECKOUT)
+        listed: dict[str, Any] = {} if name in FROM_CHECKOUT and not _script(name).is_file() else {"help": text}
+        made = commands.add_parser(name, description=text, add_help=name not in FROM_CHECKOUT, **listed)
         made.set_defaults(run=run, passes_on=passes_on)
         if not passes_on:
             made.add_argument("file", nargs="?", metavar="FILE.py", help="a Python file that calls flashzoo.register: its versions too")
@@ -312,11 +314,15 @@ def _check(args: argparse.Namespace, pytest_arguments: list[str]) -> int:
             raise
 
 
+def _script(command: str) -> Path:
+    """Where the module of a command of `FROM_CHECKOUT` is, if it is there."""
+    return (ROOT / FROM_CHECKOUT[command][0].replace(".", "/")).with_suffix(".py")
+
+
 def _from_checkout(args: argparse.Namespace, arguments: list[str]) -> int:
     name, *packages = FROM_CHECKOUT[args.command]
-    script = (ROOT / name.replace(".", "/")).with_suffix(".py")
-    if not script.is_file():
-        raise CommandError(f"{name} is not here: expected {script}; run from a checkout (pip install -e .)")
+    if not _script(args.command).is_file():
+        raise CommandError(f"expected {_script(args.command)}, which a clone has and a wheel has not: in a clone, pip install -e .")
     if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
         raise CommandError(f"{' and '.join(missing)} must be installed: pip install -e '{ROOT}[report]'")
     if arguments and arguments[0].endswith(".py"):

@@ -1,10 +1,11 @@
 """What a newcomer does, in a fresh clone and in fresh environments: `make newcomer`. Says what it does; ends with 1 where something fails.
 
 1. The package: sdist and wheel are built and checked, and a type checker sees its types.
-2. Environments with nothing in them but what flashzoo asks for: the wheel's, and the clone's, installed in place with the extra that
-   `make compare` adds, and with those that the README names. What it asks for is linked from this environment, and not fetched again.
-   `import flashzoo` is tried in four folders.
-3. The README, in the clone, at a terminal of 80 columns: every command, and every block of Python in turn. Blocks marked
+2. Environments with nothing in them but what flashzoo asks for: the wheel's, with what `flashzoo check` needs, and the clone's, installed
+   in place with the extra that `make compare` adds, and with those that the README names. What it asks for is linked from this
+   environment, and not fetched again. `import flashzoo` is tried in four folders.
+3. The wheel, in an empty folder: `flashzoo check` of the example and of the tutorial's variant; what only a clone has is refused in words.
+4. The README, in the clone, at a terminal of 80 columns: every command, and every block of Python in turn. Blocks marked
    `setup` make environments, and are not run, nor are those marked `gpu` where there is one, which take minutes. Where there is
    none these must be refused, in time and in words.
 """
@@ -59,9 +60,9 @@ def main() -> int:
         homes = []
         in_place = ["-e", clone]
         for kind, what, extras in (
-            ("the wheel", [made[-1]], ()),
+            ("the wheel", [made[-1]], ("check",)),
             ("the clone", in_place, ("cli",)),
-            ("all extras", in_place, ("cli", "report", "test")),
+            ("all extras", in_place, ("cli", "report", "check")),
         ):
             home = environment(Path(folder) / kind.split()[-1], extras)
             homes.append(home)
@@ -73,6 +74,7 @@ def main() -> int:
                 assert found.is_relative_to(own), f"{kind}'s environment, in {name}: expected flashzoo of {own}, got {found}"
                 assert found.with_name("py.typed").is_file(), f"{kind} declares no types: expected py.typed beside {found}"
             say(kind, f"is imported from {', '.join(folders)}")
+        checks(clone, homes[0], empty)
         readme(clone, *homes[1:])
     print(f"{time.monotonic() - began:.0f} s")
     return 0
@@ -120,6 +122,22 @@ def environment(home: Path, extras: tuple[str, ...]) -> Path:
     return home
 
 
+def checks(clone: Path, home: Path, empty: Path) -> None:
+    """`flashzoo check` of variants of one's own, and what is left out of the wheel, in an environment that has the wheel."""
+    tutorial = (clone / "docs" / "write_a_variant.md").read_text()
+    (lazy,) = re.findall(r"^```python lazy.py\n(.*?)^```$", tutorial, re.MULTILINE | re.DOTALL)
+    for name, text in (("my_variant.py", (clone / "examples" / "my_variant.py").read_text()), ("lazy.py", lazy)):
+        (empty / name).write_text(text)
+        printed = run(home / "bin" / "flashzoo", "check", name, "-q", "-n", "auto", cwd=empty)
+        say("checked", f"{name}: {printed.strip().splitlines()[-1]}")
+    helped = run(home / "bin" / "flashzoo", "--help", cwd=empty)
+    for command in ("bench", "report"):
+        done = subprocess.run([home / "bin" / "flashzoo", command], cwd=empty, env=ALONE, capture_output=True, text=True)
+        refused = done.returncode == 2 and f"flashzoo {command}: expected" in done.stderr
+        told = f"got {done.returncode}\n{done.stderr}\n{helped}"
+        assert refused and f"    {command} " not in helped, f"expected {command} to be refused and not listed, {told}"
+
+
 def readme(clone: Path, home: Path, home_of_extras: Path) -> None:
     """Every command and every block of Python of the README, in an environment without its extras and what needs them in one with."""
     blocks = re.findall(r"^```(\w+) ?(\w*)\n(.*?)^```$", (clone / "README.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -150,7 +168,7 @@ def complaint_about(command: str, mark: str, ended: int, printed: str, spent: fl
     if "Traceback" in printed or not printed.strip():
         return "expected words for people"
     if lacks and command.startswith(NEEDS_MORE):
-        return "" if ended == 2 and "pip install -e" in printed else "expected to be told what to install"
+        return "" if ended == 2 and "pip install" in printed else "expected to be told what to install"
     if mark == "gpu":
         return "" if ended in (1, 2) and re.search(r"\b(GPU|CPU)\b", printed) else "expected to be refused without a GPU"
     if ended != command.startswith("diff "):

@@ -478,3 +478,14 @@ def test_check_refuses_a_wrong_variant(wrong_variant, capfd):
     text = capfd.readouterr().out
     assert "test_forward[one_percent_off-square-fp16]" in text and "exceeds" in text
     assert "v2-" not in text, "only the variant is tested"
+
+
+@pytest.mark.parametrize("command", ["bench", "report"])
+def test_what_only_a_clone_has_is_refused_where_there_is_none(command, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("flashzoo.cli.ROOT", tmp_path)
+    assert main([command]) == 2
+    assert f"flashzoo {command}: expected {tmp_path}" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert f" {command} " not in shown and " check " in shown
