@@ -1,10 +1,16 @@
-"""What the tests of this repository have beside the suite's plugin: profiles of hypothesis, and options of `make host`."""
+"""What this repository's tests have beside the suite's plugin: profiles of hypothesis, options of `make host`, stand-ins for libraries."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+from bench_runs import forget_libraries
 from hypothesis import settings
 
+import flashzoo
+from bench import peers
+from flashzoo import Problem
 from flashzoo_suite.support import ROOT
 
 pytest_plugins = ("flashzoo_suite.plugin",)
@@ -18,3 +24,41 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     saved = ROOT / "tests" / "host_baseline.json"
     parser.addoption("--host-baseline", metavar="FILE", default=str(saved), help=f"what host costs are held to (default: {saved.name})")
     parser.addoption("--update-host-baseline", action="store_true", help="write the host costs that are measured, and compare none")
+
+
+@pytest.fixture
+def broken_peer(monkeypatch) -> list[Problem]:
+    """A peer, `flex`, that can't run: the problems that it was tried on."""
+    tried = []
+
+    def attention(problem):
+        def call(q, k, v):
+            tried.append(problem)
+            raise RuntimeError("no such\n  kernel")
+
+        return call
+
+    monkeypatch.setitem(peers.PEERS, "flex", attention)
+    return tried
+
+
+@pytest.fixture
+def absent_peer(monkeypatch) -> Iterator[str]:
+    """A peer whose library is not there."""
+    monkeypatch.setitem(peers._LIBRARIES, "fa3", peers.Library("no_such_library.flash_attn_func", "no-such-library"))
+    forget_libraries()
+    yield "fa3"
+    forget_libraries()
+
+
+@pytest.fixture
+def versions_called(monkeypatch) -> list[tuple[str, bool]]:
+    """Version and `deterministic` of every call."""
+    attention, calls = flashzoo.attention, []
+
+    def recorded(*tensors, version, deterministic=False, **options):
+        calls.append((version, deterministic))
+        return attention(*tensors, version=version, deterministic=deterministic, **options)
+
+    monkeypatch.setattr(flashzoo, "attention", recorded)
+    return calls

@@ -63,10 +63,10 @@ A_VERSION_MAY_IMPORT |= {BLOCK_MASK, "flashzoo.autograd", "flashzoo.dtypes", "fl
 OUTSIDE = ("flashzoo_suite", "tests", "bench", "examples")
 # These look inside versions because that is their work.
 INSIDERS = {
-    "tests/test_bench.py",
     "tests/test_compile.py",
     "tests/test_docs.py",
     "tests/test_quantize.py",
+    "tests/test_tune.py",
     "bench/ablation.py",
     "bench/traffic.py",
     "bench/tune.py",
