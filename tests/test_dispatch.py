@@ -452,8 +452,16 @@ class TestUnquantized:
     """A version that quantises, and whose backward pass is two passes of another implementation on the inputs as they are."""
 
     def test_gradients_are_those_of_the_other(self, qkv):
-        flashzoo.register(toy("rough", impl="support:record", quantizes=("fp16",), backward_16="support:dense_attention", auto=()))
-        flashzoo.register(toy("fine", impl="support:dense_attention", auto=()))
+        flashzoo.register(
+            toy(
+                "rough",
+                impl="flashzoo_suite.support:record",
+                quantizes=("fp16",),
+                backward_16="flashzoo_suite.support:dense_attention",
+                auto=(),
+            )
+        )
+        flashzoo.register(toy("fine", impl="flashzoo_suite.support:dense_attention", auto=()))
         halves = [x.half() for x in qkv]
         found, expected = (
             _gradients(lambda *leaves, how=how: flashzoo.attention(*leaves, **how), halves)

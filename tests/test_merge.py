@@ -8,13 +8,13 @@ from itertools import permutations
 
 import pytest
 import torch
-from support import DEVICE, accept, both, draw, same_bits, seen_by
 from torch import Tensor
 
 import flashzoo
 from flashzoo import BlockMask
 from flashzoo.accuracy import Judge
 from flashzoo.call.forms import MaskForm
+from flashzoo_suite.support import DEVICE, accept, both, draw, same_bits, seen_by
 
 asks = pytest.mark.asks
 Parts = tuple[list[Tensor], list[Tensor]]

@@ -12,10 +12,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import ROOT
+
+from flashzoo_suite.support import ROOT
 
 GUIDE = (ROOT / "docs" / "add_an_option.md").read_text()
-COPIED = ("flashzoo", "tests", "bench", "examples", "docs", "pyproject.toml", "README.md")
+COPIED = ("flashzoo", "flashzoo_suite", "tests", "bench", "examples", "docs", "pyproject.toml", "README.md")
 PLACES = 5
 """Files, at most, in which an option is said, before a kernel is touched."""
 
@@ -92,7 +93,17 @@ def test_it_is_a_flag(tree):
 
 def test_the_suite_has_it(tree):
     """Each version that takes it is judged on a workload, each other one must refuse it, and the fuzzer draws it."""
-    command = ["-m", "pytest", "tests/test_versions.py", "tests/test_fuzz.py", "-p", "no:cacheprovider", "--benchmark-disable", "-v", "-k"]
+    command = [
+        "-m",
+        "pytest",
+        "flashzoo_suite/test_declared.py",
+        "tests/test_fuzz.py",
+        "-p",
+        "no:cacheprovider",
+        "--benchmark-disable",
+        "-v",
+        "-k",
+    ]
     printed = in_words([*command, "decay or declared_is_exercised or draws_all"], tree)
     passed = re.findall(r"::(\S+) PASSED", printed)
     for name in TAKEN:

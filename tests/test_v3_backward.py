@@ -29,7 +29,7 @@ from flashzoo.v3.backward import Backward
 from flashzoo.v3.config import BACKWARD, kernel_backward_for
 from flashzoo.v3.traits import WRITERS, KernelBackward, KernelBackwardSparse, TilesBackward
 from flashzoo.workloads import LAYOUTS, hardware
-from flashzoo_suite.support import DEVICE, accept, both, draw, forward, same_bits, storage_of, toy
+from flashzoo_suite.support import DEVICE, accept, both, draw, forward, same_bits, storage_of
 
 gpu = pytest.mark.gpu
 on_hopper = pytest.mark.skipif(
