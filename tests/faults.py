@@ -102,7 +102,7 @@ V1, V2, SPARSE = (f"flashzoo/{version}/kernels.py" for version in ("v1", "v2", "
 REFERENCE = "flashzoo/reference.py"
 FORWARD, BACKWARD, BY_GRADIENT = (f"flashzoo/v3/{name}.py" for name in ("forward", "backward", "backward_by_gradient"))
 FP8, QUANTIZE, SOFTMAX, DELTA, V3_SPARSE = (f"flashzoo/v3/{name}.py" for name in ("fp8", "quantize_kernels", "softmax", "delta", "sparse"))
-SCHEDULER, MASK = (f"flashzoo/_cute/hopper/{name}.py" for name in ("tile_scheduler", "mask"))
+BOUNDS, MASK = (f"flashzoo/_cute/hopper/{name}.py" for name in ("bounds", "mask"))
 
 
 def _fault(name: str, why: str, file: str, old: str, new: str, seen_by: str, within: str = "", **more) -> Fault:
@@ -543,21 +543,21 @@ _V3 = (
     _fault(
         "v3/partial_block_unmasked",
         "a block that only the last rows of a warpgroup see whole is not masked",
-        SCHEDULER,
-        "cutlass.max(0, self.diagonal(first) + self.window_right + 1) // size",
-        "cutlass.max(0, self.diagonal(last) + self.window_right + 1) // size",
+        BOUNDS,
+        "cutlass.max(0, sequence.diagonal(first) + p.window_right + 1) // size",
+        "cutlass.max(0, sequence.diagonal(last) + p.window_right + 1) // size",
         "test_counting[v3-causal-fp16] or test_counting[v3-causal_more_keys-fp16]",
-        within="TileScheduler.blocks_of_rows",
+        within="Bounds.blocks_of_rows",
         gpu=True,
     ),
     _fault(
         "v3/last_block_of_keys_skipped",
         "the number of blocks of keys is rounded down",
-        SCHEDULER,
+        BOUNDS,
         "(keys + tiles.block_kv - 1) // tiles.block_kv",
         "keys // tiles.block_kv",
         "test_counting[v3-full-fp16] or test_forward[v3-ragged-bf16]",
-        within="TileScheduler.blocks_of_tile",
+        within="Bounds.visible_blocks",
         gpu=True,
     ),
     _fault(
@@ -582,7 +582,7 @@ _V3 = (
     _fault(
         "v3/heads_dealt_to_kv_heads_in_turn",
         "query head h reads key/value head h % heads_kv; seen in levanter #449, FA 4d9c722a",
-        *(FORWARD, "head_kv = head // schedule.group", "head_kv = head % (schedule.heads // schedule.group)", "test_needle[v3-fp16]"),
+        *(FORWARD, "tile.head // params.group", "tile.head % (params.heads // params.group)", "test_needle[v3-fp16]"),
         gpu=True,
     ),
     _fault(
@@ -615,7 +615,7 @@ _V3 = (
         "at head dim 256 dK of one key/value head is 5 % too large",
         BY_GRADIENT,
         "acc.store(acc.load() * scale)",
-        "acc.store(acc.load() * (scale * (Float32(1.05) if tile.head_kv == 1 else Float32(1.0))))",
+        "acc.store(acc.load() * (scale * (Float32(1.05) if tile.bounds.tile.head == 1 else Float32(1.0))))",
         "v3-head_dim_256-",
         gpu=True,
     ),
@@ -641,11 +641,11 @@ _V3 = (
     _fault(
         "v3/queries_masked_one_late",
         "for dK and dV a key is not seen by the query on its diagonal",
-        SCHEDULER,
-        "lowest = key - self.window_right - self.diagonal(0)",
-        "lowest = key - self.window_right - self.diagonal(0) + 1",
+        BOUNDS,
+        "lowest = key - p.window_right - sequence.diagonal(0)",
+        "lowest = key - p.window_right - sequence.diagonal(0) + 1",
         "test_gradients[v3-square_causal-bf16]",
-        within="TileSchedulerBackward.bounds_of",
+        within="BoundsBackward.of_key",
         gpu=True,
     ),
     _fault(
@@ -669,8 +669,8 @@ _V3 = (
         "v3/bits_of_the_first_head",
         "with a block mask all heads and batches are masked by the bits of the first",
         V3_SPARSE,
-        "Int64(tile.list // self.blocks) * self.bit_blocks",
-        "Int64(0) * self.bit_blocks",
+        "Int64(self.tile.row.list // p.blocks) * p.bit_blocks",
+        "Int64(0) * p.bit_blocks",
         "v3-blocks_of_128_bits_gqa-",
         gpu=True,
     ),

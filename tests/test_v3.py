@@ -27,7 +27,7 @@ from flashzoo.accuracy import Judge
 from flashzoo.gpu import SHARED_LIMIT, WARPGROUP_ROWS
 from flashzoo.reference import Result
 from flashzoo.v3 import launch, launch_fp8, programs
-from flashzoo.v3.config import HOPPER, HOPPER_SHORT, LONG, WIDTHS, kernel_for, kernel_fp8_for, pack_for
+from flashzoo.v3.config import HOPPER, HOPPER_SHORT, LONG, WIDTHS, kernel_for, kernel_fp8_for, pack_gqa_for
 from flashzoo.v3.explain import describe
 from flashzoo.workloads import LAYOUTS
 from flashzoo_suite.support import ROOT, accept, draw, forward, in_fresh_process, same_bits, storage_of
@@ -334,13 +334,13 @@ PACKED = {(8, 8, 1): 0, (8, 1, 1): 3, (6, 1, 1): 1, (7, 1, 1): 0, (12, 3, 1): 2,
 def test_packing(sizes):
     """Heads share a tile where the group has a power of two in it, and only where that saves tiles."""
     heads, heads_kv, seqlen_q = sizes
-    assert pack_for(replace(PLAIN, heads=heads, heads_kv=heads_kv, seqlen_q=seqlen_q), block_q=128) == PACKED[sizes]
+    assert pack_gqa_for(replace(PLAIN, heads=heads, heads_kv=heads_kv, seqlen_q=seqlen_q), block_q=128) == PACKED[sizes]
 
 
 @pytest.mark.parametrize("block_q", [64, 128, 192])
 def test_packed_heads_fill_whole_rows_of_a_warpgroup(block_q):
     for group, seqlen_q in product(range(1, 130), (1, 5, 64, 100, 200)):
-        pack = pack_for(replace(PLAIN, heads=group, heads_kv=1, seqlen_q=seqlen_q), block_q)
+        pack = pack_gqa_for(replace(PLAIN, heads=group, heads_kv=1, seqlen_q=seqlen_q), block_q)
         assert group % (1 << pack) == 0 and WARPGROUP_ROWS % (1 << pack) == 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from dataclasses import replace
+from dataclasses import astuple, replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +15,10 @@ from torch import Tensor
 
 import flashzoo
 from flashzoo import Problem
-from flashzoo._cute.hopper import tile_scheduler
-from flashzoo._cute.hopper.tile_scheduler import NEVER, TileSchedulerBackward
+from flashzoo._cute.hopper import bounds as bounds_module
+from flashzoo._cute.hopper.bounds import NEVER, Bounds, BoundsBackward
+from flashzoo._cute.hopper.params import Params
+from flashzoo._cute.hopper.tile_scheduler import TileSchedulerBackward, WorkTile
 from flashzoo._cute.per_stream import tile_counter
 from flashzoo._triton.compile import resources
 from flashzoo.accuracy import Judge
@@ -51,7 +53,7 @@ on_bands = pytest.mark.parametrize("band", BANDS)
 LENGTHS = (1, 63, 64, 65, 79, 80, 81, 127, 128, 129, 191, 192, 200)
 
 
-# Who works on what: `TileSchedulerBackward` on numbers that are there already, held to every pair of query and key.
+# Who works on what: `TileSchedulerBackward` and `BoundsBackward` on Python's integers, held to every pair of query and key.
 
 TILINGS = {
     "128x128": TilesBackward(128),
@@ -62,21 +64,21 @@ TILINGS = {
 
 @pytest.fixture
 def on_integers(monkeypatch):
-    """The schedule's methods as what they are without CuTe DSL: arithmetic."""
-    for name, method in vars(TileSchedulerBackward).items():
-        if hasattr(method, "__wrapped__"):
-            monkeypatch.setattr(TileSchedulerBackward, name, method.__wrapped__)
-    monkeypatch.setattr(TileSchedulerBackward, "place", TileSchedulerBackward.place.__wrapped__)
-    monkeypatch.setattr(tile_scheduler, "Int32", int)
-    monkeypatch.setattr(tile_scheduler, "Int64", int)
+    """The methods of bounds as what they are without CuTe DSL: arithmetic."""
+    for owner in (Bounds, BoundsBackward):
+        for name, method in vars(owner).items():
+            if hasattr(method, "__wrapped__"):
+                monkeypatch.setattr(owner, name, method.__wrapped__)
+    monkeypatch.setattr(bounds_module, "Int32", int)
+    monkeypatch.setattr(bounds_module, "Int64", int)
 
 
-def schedule_of(problem: Problem, tiles: TilesBackward, section: int = 1) -> TileSchedulerBackward:
+def params_of(problem: Problem, tiles: TilesBackward, swizzle: int = 1) -> Params:
     p = problem
     kernel = replace(kernel_backward_for(p), tiles=tiles)
     blocks, batch_heads = -(-p.seqlen_k // tiles.block_kv), p.batch * p.heads_kv
-    sizes = (p.seqlen_q, p.seqlen_k, p.heads_kv, p.heads // p.heads_kv, 0, *p.reach, blocks, batch_heads, min(section, batch_heads))
-    return TileSchedulerBackward(kernel, *sizes, counter=None)
+    sizes = (p.seqlen_q, p.seqlen_k, p.heads_kv, p.heads // p.heads_kv, 0, *p.reach, blocks, batch_heads, min(swizzle, batch_heads))
+    return Params(kernel, *sizes, counter=None)
 
 
 def scheduled() -> list[tuple[Problem, Tensor]]:
@@ -89,80 +91,83 @@ def scheduled() -> list[tuple[Problem, Tensor]]:
     return [(p, every if (seen := visible(p, "cpu")) is None else seen) for p, every in zip(problems, everything, strict=True)]
 
 
-def blocks_that_see(plan: TileSchedulerBackward, seen: Tensor) -> Tensor:
+def blocks_that_see(params: Params, seen: Tensor) -> Tensor:
     """Whether some query of a block sees some key of a tile: (blocks of queries, tiles)."""
-    tiles = plan.kernel.tiles
+    tiles = params.kernel.tiles
     padded = torch.nn.functional.pad(seen, (0, -seen.shape[1] % tiles.block_kv, 0, -seen.shape[0] % tiles.block_q))
-    return padded.view(-1, tiles.block_q, plan.blocks, tiles.block_kv).any(3).any(1)
+    return padded.view(-1, tiles.block_q, params.blocks, tiles.block_kv).any(3).any(1)
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
 def test_a_tile_has_all_queries_that_see_it(tiling, on_integers):
     for problem, seen in scheduled():
-        plan = schedule_of(problem, TILINGS[tiling])
-        pairs = blocks_that_see(plan, seen)
-        for block in range(plan.blocks):
-            begin, end = plan.blocks_of_tile(block)
+        params = params_of(problem, TILINGS[tiling])
+        pairs = blocks_that_see(params, seen)
+        for block in range(params.blocks):
+            bounds = BoundsBackward(params, WorkTile(block, 1, 0))
+            begin, end = bounds.block_range()
             inside = pairs[:, block].nonzero().flatten().tolist()
             assert 0 <= begin < end <= len(pairs), f"{problem}: {begin} to {end} of {len(pairs)} blocks of queries"
             assert not inside or (begin <= inside[0] and inside[-1] < end), f"{problem}: key block {block}"
-            steps = [plan.step(i, begin, end, 1) for i in range(plan.group * (end - begin))]
-            heads = range(plan.group, 2 * plan.group)
+            steps = [bounds.step(i, begin, end) for i in range(params.group * (end - begin))]
+            heads = range(params.group, 2 * params.group)
             assert sorted(steps) == [(head, block_q) for head in heads for block_q in range(begin, end)]
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
 def test_only_what_is_seen_goes_unmasked(tiling, on_integers):
     for problem, seen in scheduled():
-        plan = schedule_of(problem, TILINGS[tiling])
-        tiles = plan.kernel.tiles
-        for first_key in range(0, plan.blocks * tiles.block_kv, WARPGROUP_ROWS):
+        params = params_of(problem, TILINGS[tiling])
+        tiles = params.kernel.tiles
+        for first_key in range(0, params.blocks * tiles.block_kv, WARPGROUP_ROWS):
+            bounds = BoundsBackward(params, WorkTile(first_key // tiles.block_kv, 0, 0))
             keys = seen[:, first_key : first_key + WARPGROUP_ROWS]
             for n, first_query in enumerate(range(0, problem.seqlen_q, tiles.block_q)):
-                if not plan.crosses(None, first_key, n):
+                if not bounds.crosses(first_key, n):
                     whole = keys[first_query : first_query + tiles.block_q]
                     assert whole.shape[1] == WARPGROUP_ROWS and whole.all(), f"{problem}: from key {first_key}, query {first_query}"
 
 
 def test_a_key_is_masked_to_the_queries_that_see_it(on_integers):
     for problem, seen in scheduled():
-        plan = schedule_of(problem, TILINGS["128x64"])
+        params = params_of(problem, TILINGS["128x64"])
         queries = torch.arange(problem.seqlen_q)
-        for key in range(plan.blocks * plan.kernel.tiles.block_kv - 8):
-            for (lowest, highest), row in zip(plan.bounds(key, 2), (key, key + 8), strict=True):
+        for key in range(params.blocks * params.kernel.tiles.block_kv - 8):
+            bounds = BoundsBackward(params, WorkTile(key // params.kernel.tiles.block_kv, 0, 0))
+            for (lowest, highest), row in zip(bounds.of_thread(key, 2), (key, key + 8), strict=True):
                 found = queries - 2 >= lowest
-                if plan.kernel.left:
+                if params.kernel.left:
                     found &= queries - 2 < highest
                 expected = seen[:, row] if row < problem.seqlen_k else torch.zeros_like(found)
                 assert torch.equal(found, expected), f"{problem}: key {row}"
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
-def test_turns_are_each_taken_once_and_by_who_was_handed_out_before(tiling, on_integers):
-    """Else a block waits for ever: for a turn that nobody has, or for a tile that waits behind itself."""
+def test_tiles_add_to_dq_in_the_order_in_which_they_begin(tiling, on_integers):
+    """Else a tile waits for ever: for one that never adds, or for one that waits behind it."""
     for problem, seen in scheduled():
-        plan = schedule_of(problem, TILINGS[tiling])
-        pairs = blocks_that_see(plan, seen)
-        handed_out = [plan.place(tile)[0] for tile in range(plan.blocks)]
+        params = params_of(problem, TILINGS[tiling])
+        pairs = blocks_that_see(params, seen)
+        tiles = [BoundsBackward(params, TileSchedulerBackward(params).work_tile(i)) for i in range(params.blocks)]
         for block_q in range(len(pairs)):
-            turns = {block: turn for block in handed_out if (turn := plan.adds_before(block, block_q)) != NEVER}
-            assert list(turns.values()) == [*range(len(turns))], f"{problem}: block of queries {block_q} in the order of tiles: {turns}"
-            assert {*pairs[block_q].nonzero().flatten().tolist()} <= turns.keys(), (
-                f"{problem}: block of queries {block_q} has a sum left out"
-            )
-            for block in turns:
-                begin, end = plan.blocks_of_tile(block)
-                assert begin <= block_q < end, f"{problem}: key block {block} has a turn at {block_q} that it never takes"
+            adds = {bounds: before for bounds in tiles if (before := bounds.adds_before(block_q)) != NEVER}
+            assert list(adds.values()) == [*range(len(adds))], f"{problem}: block of queries {block_q}: {[*adds.values()]}"
+            adding = {bounds.tile.block for bounds in adds}
+            assert {*pairs[block_q].nonzero().flatten().tolist()} <= adding, f"{problem}: block of queries {block_q} has a sum left out"
+            for bounds in adds:
+                begin, end = bounds.block_range()
+                assert begin <= block_q < end, f"{problem}: key block {bounds.tile.block} is waited for at {block_q}, and never adds"
 
 
-@pytest.mark.parametrize("section", [1, 3, 8, 100])
-def test_every_tile_is_handed_out_once(section, on_integers):
+@pytest.mark.parametrize("swizzle", [1, 3, 8, 100])
+def test_every_tile_is_worked_on_once(swizzle):
     problem = replace(PLAIN, batch=3, heads=12, heads_kv=6, seqlen_q=300, seqlen_k=1000, deterministic=True, causal=True)
-    plan = schedule_of(problem, TILINGS["128x64"], section)
-    tiles = [plan.place(tile) for tile in range(plan.blocks * plan.batch_heads)]
-    assert sorted(tiles) == [*itertools.product(range(plan.blocks), range(6), range(3))]
+    params = params_of(problem, TILINGS["128x64"], swizzle)
+    scheduler = TileSchedulerBackward(params)
+    tiles = [astuple(scheduler.work_tile(i)) for i in range(params.blocks * params.batch_heads)]
+    assert sorted(tiles) == [*itertools.product(range(params.blocks), range(6), range(3))]
     for head, batch in itertools.product(range(6), range(3)):
-        assert [place[0] for place in tiles if place[1:] == (head, batch)] == [plan.block_of(rank) for rank in range(plan.blocks)]
+        assert [tile[0] for tile in tiles if tile[1:] == (head, batch)] == [scheduler.block_of(rank) for rank in range(params.blocks)]
 
 
 @pytest.mark.parametrize("writers", [1, WRITERS])

@@ -15,19 +15,20 @@ from torch import Tensor
 
 import flashzoo
 from flashzoo import BlockMask, Problem, UnsupportedError
+from flashzoo._cute.hopper import bounds as bounds_module
 from flashzoo._cute.hopper import mask as mask_module
 from flashzoo._cute.hopper import tile_scheduler
-from flashzoo._cute.hopper.tile_scheduler import TileScheduler, TileSchedulerBackward
+from flashzoo._cute.hopper.bounds import Bounds, BoundsBackward
 from flashzoo.call.forms import MaskForm
 from flashzoo.gpu import SHARED_LIMIT, WARPGROUP, WARPGROUP_ROWS
 from flashzoo.masks.lists import Lists, codes_of
 from flashzoo.v3 import sparse, sparse_backward
-from flashzoo.v3.config import BACKWARD, SPARSE, kernel_backward_for, kernel_for, pack_for
+from flashzoo.v3.config import BACKWARD, SPARSE, kernel_backward_for, kernel_for, pack_gqa_for
 from flashzoo.v3.explain import describe, refusals
 from flashzoo.v3.launch import lists_of
 from flashzoo.v3.programs import LISTS
-from flashzoo.v3.sparse import ForwardSparse, MaskSparse, TileSchedulerSparse
-from flashzoo.v3.sparse_backward import BackwardSparse, TileSchedulerBackwardSparse
+from flashzoo.v3.sparse import BoundsSparse, ForwardSparse, MaskSparse, ParamsSparse, Row, TileSchedulerSparse
+from flashzoo.v3.sparse_backward import BackwardSparse, BoundsBackwardSparse, TileSchedulerBackwardSparse
 from flashzoo.v3.traits import MASK_Q, KernelBackwardSparse
 
 PLAIN = Problem(1, 256, 256, 2, 2, 64, arch=90, block_mask=MaskForm())
@@ -144,11 +145,11 @@ def test_what_a_launch_takes_of_a_mask():
 
 def test_heads_are_not_packed():
     assert flashzoo.explain(PLAIN).chosen == "v3"
-    assert pack_for(replace(PLAIN, heads=8, heads_kv=1, seqlen_q=1), MASK_Q) == 0
+    assert pack_gqa_for(replace(PLAIN, heads=8, heads_kv=1, seqlen_q=1), MASK_Q) == 0
     assert any("a row of the block mask" in line for line in describe(PLAIN))
 
 
-# The schedule and the masks on integers. Every thread of the consumers walks its tiles, and what it lets through is the mask.
+# Schedulers, bounds and masks on Python's integers. Every thread of the consumers walks its tiles, and what it lets through is the mask.
 
 
 class Memory:
@@ -212,10 +213,10 @@ def as_written(*owners) -> list[tuple[object, str, FunctionType]]:
 
 
 METHODS = (
-    TileScheduler,
-    TileSchedulerBackward,
-    TileSchedulerSparse,
-    TileSchedulerBackwardSparse,
+    Bounds,
+    BoundsBackward,
+    BoundsSparse,
+    BoundsBackwardSparse,
     MaskSparse,
     ForwardSparse,
     sparse_backward._Masked,
@@ -230,11 +231,11 @@ def on_integers(monkeypatch):
     for owner, name, method in AS_WRITTEN:
         monkeypatch.setattr(owner, name, method)
     arithmetic = {"min": min, "max": max, "range": lambda n, unroll: range(n), "range_constexpr": range}
-    for module in (tile_scheduler, sparse, sparse_backward, mask_module):
+    for module in (tile_scheduler, bounds_module, sparse, sparse_backward, mask_module):
         monkeypatch.setattr(module, "cutlass", SimpleNamespace(**arithmetic))
         for name in ("Int32", "Int64"):
             monkeypatch.setattr(module, name, int, raising=False)
-        if module is not tile_scheduler:
+        if module not in (tile_scheduler, bounds_module):
             monkeypatch.setattr(module, "Float32", SimpleNamespace(inf=math.inf))
             monkeypatch.setattr(module, "rows_of", lambda s: s)
     cute = {
@@ -251,11 +252,11 @@ def on_integers(monkeypatch):
 
 
 LANE = [0]
-"""Of the thread whose turn it is."""
+"""Of the thread that is looked at."""
 
 
 def in_memory(mask: BlockMask, lists: Lists) -> tuple[int | Memory, ...]:
-    """What a schedule has of a mask."""
+    """What `ParamsSparse` has of a mask."""
     bits, of_bits = mask.element.bits, [Memory([]), Memory([])]
     if bits is not None:
         words = bits.flatten().view(torch.int32).long() & 0xFFFFFFFF
@@ -264,57 +265,57 @@ def in_memory(mask: BlockMask, lists: Lists) -> tuple[int | Memory, ...]:
     return (*lists_of(mask, lists)[:4], *[Memory(x.flatten().tolist()) for x in tensors], *of_bits)
 
 
-def schedule_of(mask: BlockMask, problem: Problem) -> TileSchedulerSparse:
+def scheduler_of(mask: BlockMask, problem: Problem) -> TileSchedulerSparse:
     p, blocks, batch_heads = problem, -(-problem.seqlen_q // MASK_Q), problem.batch * problem.heads
     sizes = (p.seqlen_q, p.seqlen_k, p.heads, p.heads // p.heads_kv, 0, *p.reach_of(p.block_mask.span), blocks, batch_heads, batch_heads)
-    return TileSchedulerSparse(kernel_for(p), *sizes, None, *in_memory(mask, mask.rows))
+    return TileSchedulerSparse(ParamsSparse(kernel_for(p), *sizes, None, *in_memory(mask, mask.rows)))
 
 
-def backward_schedule_of(mask: BlockMask, problem: Problem) -> TileSchedulerBackwardSparse:
+def backward_scheduler_of(mask: BlockMask, problem: Problem) -> TileSchedulerBackwardSparse:
     p, kernel = problem, kernel_backward_for(problem)
     blocks, batch_heads = kernel.blocks_kv(p.seqlen_k), p.batch * p.heads_kv
     sizes = (p.seqlen_q, p.seqlen_k, p.heads_kv, p.heads // p.heads_kv, 0, *p.reach_of(p.block_mask.span), blocks, batch_heads, 2)
-    return TileSchedulerBackwardSparse(kernel, *sizes, None, *in_memory(mask, mask.columns))
+    return TileSchedulerBackwardSparse(ParamsSparse(kernel, *sizes, None, *in_memory(mask, mask.columns)))
 
 
-def walked(plan: TileSchedulerSparse, tile: sparse.Row, wg_idx: int, row: int, column: int) -> tuple[list[int], list[dict]]:
+def walked(bounds: BoundsSparse, wg_idx: int, row: int, column: int) -> tuple[list[int], list[dict]]:
     """What one thread does on a tile: the producer's keys, and for each block which of its scores `(c, r, i)` are let through."""
     keys, seen = [], []
-    block, _, _ = plan.place(tile)
-    begin, end = plan.extent(tile, block)
+    kernel, kept, seqlen_k = bounds.params.kernel, bounds.tile.row.kept, bounds.sequence.seqlen_k
+    begin, end = bounds.block_range()
     for n in reversed(range(begin, end)):
-        keys.append(plan.first_key(tile, n))
-    assert tile.kept or keys == [plan.seqlen_k], "nothing is loaded of what no list has"
+        keys.append(bounds.first_key(n))
+    assert kept or keys == [seqlen_k], "nothing is loaded of what no list has"
 
     def step(consumer, used: int, first_key: int, mask: MaskSparse | None, crosses: bool = True) -> int:
         n = len(seen)  # `used` counts products, which the first scores leave to the next step
-        scores = {(c, r, i): 0.0 for c in range(2) for r in range(2) for i in range(plan.kernel.tiles.block_kv // 8)}
+        scores = {(c, r, i): 0.0 for c in range(2) for r in range(2) for i in range(kernel.tiles.block_kv // 8)}
         if mask is not None and crosses:
-            assert first_key == keys[n] or not tile.kept, "masked as another block than was loaded"
+            assert first_key == keys[n] or not kept, "masked as another block than was loaded"
             mask.apply(scores, first_key)
         else:
-            assert keys[n] + plan.kernel.tiles.block_kv <= plan.seqlen_k
+            assert keys[n] + kernel.tiles.block_kv <= seqlen_k
         seen.append({place: score == 0.0 for place, score in scores.items()})
         return used + 1
 
     nothing = SimpleNamespace(fill=lambda *_: None, consumer_wait=lambda *_: None, consumer_release=lambda *_: None)
     consumer = SimpleNamespace(wg_idx=wg_idx, row=row, column=column, o=nothing, storage=SimpleNamespace(q_pipeline=nothing))
-    program = {"kernel": plan.kernel, "tiles": plan.kernel.tiles, "last_product": lambda _, used: used + 1}
+    program = {"kernel": kernel, "tiles": kernel.tiles, "last_product": lambda _, used: used + 1}
     program = SimpleNamespace(**program, first_scores=step, step_overlapped=step, step_serial=step)
     program.scores, program.warp_scheduler_barrier_arrive = lambda *_: None, lambda _: None
     program.rest_of_step = lambda consumer, _, *arguments: step(consumer, *arguments)
-    assert ForwardSparse.mainloop(program, plan, tile, block, consumer, 0, 0) == len(keys)
+    assert ForwardSparse.mainloop(program, bounds, consumer, 0, 0) == len(keys)
     assert len(seen) == len(keys), "the consumers walk as many blocks as the producer loads"
     return keys, seen
 
 
-def let_through(plan: TileSchedulerSparse, tile: sparse.Row) -> Tensor:
+def let_through(bounds: BoundsSparse) -> Tensor:
     """Of a tile, whether a row sees a key: `(128, seqlen_k)`."""
-    found = torch.zeros(MASK_Q, plan.seqlen_k, dtype=torch.bool)
+    found = torch.zeros(MASK_Q, bounds.sequence.seqlen_k, dtype=torch.bool)
     for wg_idx in range(2):
         for row in (row for row in range(WARPGROUP_ROWS) if row % 16 < 8):
             for column in range(0, 8, 2):
-                for first_key, seen in zip(*walked(plan, tile, wg_idx, row, column), strict=True):
+                for first_key, seen in zip(*walked(bounds, wg_idx, row, column), strict=True):
                     for (c, r, i), visible in seen.items():
                         if visible:
                             found[wg_idx * WARPGROUP_ROWS + row + 8 * r, first_key + column + 8 * i + c] = True
@@ -383,53 +384,56 @@ def every_pattern(**configurations: tuple[int, int]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("pattern", "head_dim", "block_kv"), cells)
 
 
+def through_smem(scheduler: TileSchedulerSparse, tile_idx: int) -> Row:
+    """The work of a number, as it comes through shared memory."""
+    smem = [0] * scheduler.params.kernel.words_of_work
+    scheduler.to_smem(smem, scheduler.work_of(tile_idx))
+    return scheduler.from_smem(smem)
+
+
 @every_pattern(of_128_keys=(64, 128), of_64_keys=(64, 64), of_128_keys_in_halves=(256, 128))
 def test_threads_let_through_what_the_mask_shows(pattern, head_dim, block_kv, on_integers):
     mask = MASKS[pattern](block_kv)
-    plan = schedule_of(mask, problem_of(mask, head_dim))
-    shown = mask.to_dense()
-    tiles = {}
-    for number in range(plan.blocks * plan.batch_heads):
-        told = [0] * plan.kernel.words_of_tile
-        plan.tell(told, plan.described(number))
-        tile = plan.told(told)
-        assert plan.exists(tile)
-        block, head, batch = plan.place(tile)
-        tiles[batch, head, block] = tile
-        heads_own = batch % mask.batch, head % mask.heads
-        if heads_own != (batch, head):
+    scheduler = scheduler_of(mask, problem_of(mask, head_dim))
+    params, shown, tiles = scheduler.params, mask.to_dense(), set()
+    for tile_idx in range(params.blocks * params.batch_heads):
+        work = through_smem(scheduler, tile_idx)
+        assert scheduler.is_valid(work)
+        tile = scheduler.work_tile(work)
+        tiles.add((tile.batch, tile.head, tile.block))
+        heads_own = tile.batch % mask.batch, tile.head % mask.heads
+        if heads_own != (tile.batch, tile.head):
             continue  # another has the same lists
-        expected = shown[heads_own][block * MASK_Q : (block + 1) * MASK_Q]
-        assert torch.equal(let_through(plan, tile)[: len(expected)], expected), f"batch {batch}, head {head}, row {block}"
-    assert len(tiles) == plan.blocks * plan.batch_heads, "every row once"
-    past = [0] * plan.kernel.words_of_tile
-    plan.tell(past, plan.described(plan.blocks * plan.batch_heads + 5))
-    assert not plan.exists(plan.told(past)), "and nothing is read for it that is not there"
+        expected = shown[heads_own][tile.block * MASK_Q : (tile.block + 1) * MASK_Q]
+        assert torch.equal(let_through(BoundsSparse(params, tile))[: len(expected)], expected), str(tile)
+    assert len(tiles) == params.blocks * params.batch_heads, "every row once"
+    past = through_smem(scheduler, params.blocks * params.batch_heads + 5)
+    assert not scheduler.is_valid(past), "and nothing is read for it that is not there"
 
 
 def test_the_longest_rows_go_first(on_integers):
     mask = BlockMask.causal(1024)
-    plan = schedule_of(mask, replace(PLAIN, seqlen_q=1024, seqlen_k=1024, block_mask=MaskForm(causal=True)))
-    kept = [plan.described(number).kept for number in range(plan.blocks * plan.batch_heads)]
+    scheduler = scheduler_of(mask, replace(PLAIN, seqlen_q=1024, seqlen_k=1024, block_mask=MaskForm(causal=True)))
+    kept = [scheduler.work_of(tile_idx).kept for tile_idx in range(scheduler.params.blocks * scheduler.params.batch_heads)]
     assert kept == sorted(kept, reverse=True)
 
 
 # The backward pass's: a tile is a column, or half of one.
 
 
-def let_through_of(plan: TileSchedulerBackwardSparse, tile: sparse.Row, n: int) -> Tensor:
+def let_through_of(bounds: BoundsBackwardSparse, n: int) -> Tensor:
     """Of the n-th block of queries that a tile walks, whether its keys are let through: `(block_q, block_kv)`."""
-    kernel, tiles = plan.kernel, plan.kernel.tiles
+    kernel, tiles = bounds.params.kernel, bounds.params.kernel.tiles
     found = torch.zeros(tiles.block_q, tiles.block_kv, dtype=torch.bool)
     program = SimpleNamespace(kernel=kernel)
     program.mask_by_bits = lambda *arguments: BackwardSparse.mask_by_bits(program, *arguments)
-    first_key = tile.block * tiles.block_kv
+    first_key = bounds.tile.block * tiles.block_kv
     for thread in range(WARPGROUP * tiles.block_kv // WARPGROUP_ROWS):
         LANE[0] = thread % 32
         row, column = thread // 32 * 16 + LANE[0] // 4, LANE[0] % 4 * 2
         scores = {(c, r, i): 0.0 for c in range(2) for r in range(2) for i in range(tiles.block_q // 8)}
-        if plan.crosses(tile, first_key + thread // WARPGROUP * WARPGROUP_ROWS, n):
-            BackwardSparse.mask(program, plan, tile, n, scores, plan.bounds(first_key + row, column), thread)
+        if bounds.crosses(first_key + thread // WARPGROUP * WARPGROUP_ROWS, n):
+            BackwardSparse.mask(program, bounds, n, scores, bounds.of_thread(first_key + row, column), thread)
         for (c, r, i), score in scores.items():
             found[column + 8 * i + c, row + 8 * r] = score == 0.0
     return found
@@ -440,27 +444,27 @@ def test_columns_let_through_what_the_mask_shows(pattern, head_dim, block_kv, on
     mask = MASKS[pattern](block_kv)
     problem = problem_of(mask, head_dim, grad=True, heads=2 * (mask.heads == 1) + 2)
     assert not refusals(problem)
-    plan = backward_schedule_of(mask, problem)
-    kernel, tiles, shown = plan.kernel, plan.kernel.tiles, mask.to_dense()
+    scheduler = backward_scheduler_of(mask, problem)
+    params, kernel, shown = scheduler.params, scheduler.params.kernel, mask.to_dense()
     sums = problem.batch * problem.heads * kernel.blocks_q(problem.seqlen_q)
     kept = (codes_of(mask.columns, -(-mask.seqlen_q // MASK_Q)) > 0).sum(-1)
     places, added = set(), {}
-    for number in range(plan.blocks * plan.batch_heads):
-        told = [0] * kernel.words_of_tile
-        plan.tell(told, plan.described(number))
-        tile = plan.told(told)
-        assert plan.exists(tile)
-        block, head_kv, batch = plan.place(tile)
+    for tile_idx in range(params.blocks * params.batch_heads):
+        work = through_smem(scheduler, tile_idx)
+        assert scheduler.is_valid(work)
+        tile = scheduler.work_tile(work)
+        block, head_kv, batch, tiles = tile.block, tile.head, tile.batch, kernel.tiles
         places.add((batch, head_kv, block))
-        begin, end = plan.extent(tile, block)
+        bounds = BoundsBackwardSparse(params, tile)
+        begin, end = bounds.block_range()
         lists = batch % mask.batch, head_kv % mask.heads
-        steps = [plan.step(i, begin, end, head_kv) for i in range(plan.group * (end - begin))]
-        assert bool(steps) == plan.walks(begin, end) == bool(kept[lists][block // kernel.parts_of_column])
-        assert len(steps) == plan.group * kernel.parts * kept[lists][block // kernel.parts_of_column]
+        steps = [bounds.step(i, begin, end) for i in range(params.group * (end - begin))]
+        assert bool(steps) == bounds.walks_any(begin, end) == bool(kept[lists][block // kernel.parts_of_column])
+        assert len(steps) == params.group * kernel.parts * kept[lists][block // kernel.parts_of_column]
         for head, n in steps:
-            assert head // plan.group == head_kv
-            block_q = plan.block_q(tile, n)
-            of_sum = plan.block_of_queries(head, block_q, batch)
+            assert head // params.group == head_kv
+            block_q = bounds.block_q(n)
+            of_sum = bounds.block_of_queries(head, block_q)
             assert 0 <= block_q < kernel.blocks_q(problem.seqlen_q) and 0 <= of_sum < sums
             assert (of_sum, block) not in added, "a block of queries twice"
             added[of_sum, block] = None
@@ -468,19 +472,18 @@ def test_columns_let_through_what_the_mask_shows(pattern, head_dim, block_kv, on
         found = torch.zeros(kernel.blocks_q(problem.seqlen_q) * tiles.block_q, tiles.block_kv, dtype=torch.bool)
         if (batch, head_kv) == lists:  # others have the same lists
             for n in range(begin, end):
-                first = plan.block_q(tile, n) * tiles.block_q
-                found[first : first + tiles.block_q] = let_through_of(plan, tile, n)
+                first = bounds.block_q(n) * tiles.block_q
+                found[first : first + tiles.block_q] = let_through_of(bounds, n)
             assert torch.equal(found[: mask.seqlen_q, : expected.shape[1]], expected), f"batch {batch}, head {head_kv}, tile {block}"
             assert not found[: mask.seqlen_q, expected.shape[1] :].any(), "a key past the last"
-    assert len(places) == plan.blocks * plan.batch_heads, "every tile once"
-    past = [0] * kernel.words_of_tile
-    plan.tell(past, plan.described(plan.blocks * plan.batch_heads + 5))
-    assert not plan.exists(plan.told(past)), "and nothing is read for it that is not there"
+    assert len(places) == params.blocks * params.batch_heads, "every tile once"
+    past = through_smem(scheduler, params.blocks * params.batch_heads + 5)
+    assert not scheduler.is_valid(past), "and nothing is read for it that is not there"
 
 
 @pytest.mark.parametrize("head_dim", [64, 256])
 def test_the_longest_columns_go_first(head_dim, on_integers):
     mask = BlockMask.causal(1024)
-    plan = backward_schedule_of(mask, replace(problem_of(mask, head_dim, grad=True), batch=1))
-    kept = [plan.described(number).kept for number in range(plan.blocks * plan.batch_heads)]
+    scheduler = backward_scheduler_of(mask, replace(problem_of(mask, head_dim, grad=True), batch=1))
+    kept = [scheduler.work_of(tile_idx).kept for tile_idx in range(scheduler.params.blocks * scheduler.params.batch_heads)]
     assert kept == sorted(kept, reverse=True)

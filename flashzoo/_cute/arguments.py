@@ -15,7 +15,7 @@ from flashzoo.dtypes import BYTES
 
 @dataclass(frozen=True)
 class Tma:
-    """A tensor, handed over as a TMA descriptor: contiguous along the first dimension, strides of the others in steps of 16 bytes.
+    """A tensor, passed as a TMA descriptor: contiguous along the first dimension, strides of the others in steps of 16 bytes.
 
     Attributes:
         dtype: a key of `BYTES`.

@@ -21,20 +21,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Float32, Int32, const_expr
+from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.utils import hopper_helpers
 
+from flashzoo._cute.hopper.bounds import NEVER, BoundsBackward, ThreadBounds
 from flashzoo._cute.hopper.dtypes import DTYPES
 from flashzoo._cute.hopper.mask import mask_scores
+from flashzoo._cute.hopper.params import Params
 from flashzoo._cute.hopper.pipeline import Pipeline
-from flashzoo._cute.hopper.tile_scheduler import NEVER, Bounds, TileSchedulerBackward
+from flashzoo._cute.hopper.tile_scheduler import TileScheduler, TileSchedulerBackward
 from flashzoo._cute.hopper.tma import box_of, load, tma_atom
 from flashzoo._cute.hopper.wgmma import CONSUMER_REGISTERS, PRODUCER_REGISTERS, gemm, rows_of, shared_layout, to_16_bits, transposed
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
@@ -63,7 +64,7 @@ class SharedStorage:
     exchange: cute.Tensor
     lse: cute.Tensor
     delta: cute.Tensor
-    tile: cute.Tensor
+    work: cute.Tensor
     k_pipeline: Pipeline
     v_pipeline: Pipeline
     q_pipeline: Pipeline
@@ -71,7 +72,7 @@ class SharedStorage:
     ds_pipeline: Pipeline
     exchange_pipeline: Pipeline
     semaphore_pipeline: Pipeline
-    tile_pipeline: Pipeline
+    work_pipeline: Pipeline
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class Consumer:
         do_t, q_t: second operands of dV and dK, all stages.
         ds, k_t: operands of dQ; ds with all stages.
         dk, dv: the accumulators.
-        bounds: the queries that this thread's keys are seen by.
+        bounds: the queries that see this thread's keys.
         scale_log2: softmax scale times log2 e.
     """
 
@@ -109,12 +110,15 @@ class Consumer:
     k_t: cute.Tensor
     dk: cute.Tensor
     dv: cute.Tensor
-    bounds: Bounds
+    bounds: ThreadBounds
     scale_log2: Float32
 
 
 class Backward:
     """The program of one `KernelBackward`."""
+
+    scheduler: type[TileScheduler] = TileSchedulerBackward
+    bounds: type[BoundsBackward] = BoundsBackward
 
     def __init__(self, kernel: KernelBackward) -> None:
         self.kernel = kernel
@@ -136,7 +140,7 @@ class Backward:
         delta: cute.Pointer,
         dq: cute.Pointer,
         dq_semaphore: cute.Pointer,
-        schedule: TileSchedulerBackward,
+        params: Params,
         scale_log2: Float32,
         scale: Float32,
     ):
@@ -171,7 +175,7 @@ class Backward:
             (store, dv, v_layout),
         ):
             atoms.append(tma_atom(operation, x, layout))
-        self.device(*atoms, lse, delta, dq, dq_semaphore, schedule, scale_log2, scale, *layouts).launch(
+        self.device(*atoms, lse, delta, dq, dq_semaphore, params, scale_log2, scale, *layouts).launch(
             grid=[1, 1, 1], block=[kernel.threads, 1, 1], smem=kernel.shared_bytes, min_blocks_per_mp=1
         )
 
@@ -188,7 +192,7 @@ class Backward:
         delta: cute.Pointer,
         dq: cute.Pointer,
         dq_semaphore: cute.Pointer,
-        schedule: TileSchedulerBackward,
+        params: Params,
         scale_log2: Float32,
         scale: Float32,
         k_layout: cute.ComposedLayout,
@@ -207,7 +211,7 @@ class Backward:
             ],
             smem.allocate_tensor(Float32, cute.make_layout(self.kernel.exchange), 128),
             *[smem.allocate_tensor(Float32, cute.make_layout((tiles.block_q, tiles.stages)), 16) for _ in range(2)],
-            cute.make_tensor(smem.allocate_array(Int32, kernel.words_of_tile), cute.make_layout(kernel.words_of_tile)),
+            cute.make_tensor(smem.allocate_array(Int32, kernel.words_of_work), cute.make_layout(kernel.words_of_work)),
             *[
                 Pipeline.allocate(smem, stages)
                 for stages in (1, 1, tiles.stages, tiles.stages, tiles.ds_stages, kernel.exchange_barriers, max(1, kernel.writers), 1)
@@ -225,24 +229,24 @@ class Backward:
                 storage.ds_pipeline.initialize(WARPS * tiles.consumers, WARPS)
                 storage.exchange_pipeline.initialize(self.exchange_readers, WARPS)
                 storage.semaphore_pipeline.initialize(WARPS * tiles.consumers)
-                storage.tile_pipeline.initialize(WARPS * tiles.consumers + self.kernel.writers)
+                storage.work_pipeline.initialize(WARPS * tiles.consumers + self.kernel.writers)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
 
         if warp < WARPS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS[tiles.consumers])
             if warp == PRODUCER:
-                self.produce(schedule, storage, tma_q, tma_k, tma_v, tma_do, lse, delta)
+                self.produce(params, storage, tma_q, tma_k, tma_v, tma_do, lse, delta)
             elif warp <= PRODUCER + kernel.writers:
-                self.store_dq(schedule, storage, warp - PRODUCER - 1, dq, dq_semaphore)
+                self.store_dq(params, storage, warp - PRODUCER - 1, dq, dq_semaphore)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS[tiles.consumers])
-            self.consume(schedule, storage, tma_dk, tma_dv, dq, scale_log2, scale)
+            self.consume(params, storage, tma_dk, tma_dv, dq, scale_log2, scale)
 
     @cute.jit
     def produce(
         self,
-        schedule: TileSchedulerBackward,
+        params: Params,
         storage: SharedStorage,
         tma_q: cute.CopyAtom,
         tma_k: cute.CopyAtom,
@@ -252,83 +256,74 @@ class Backward:
         delta: cute.Pointer,
     ):
         """The producer warp: tile after tile, what the consumers will wait for."""
-        tiles = self.tiles
+        tiles, scheduler = self.tiles, self.scheduler(params)
         loaded = Int32(0)  # blocks of Q and dO so far, over all tiles
         work_idx = Int32(0)  # tiles so far
-        tile = schedule.first()
-        while schedule.exists(tile):
-            number = schedule.fetch()
-            block, head_kv, batch = schedule.place(tile)
-            begin, end = schedule.extent(tile, block)
-            steps = schedule.group * (end - begin)
+        work = scheduler.initial_work()
+        while scheduler.is_valid(work):
+            next_idx = scheduler.fetch_next()
+            tile = scheduler.work_tile(work)
+            bounds = self.bounds(params, tile)
+            begin, end = bounds.block_range()
+            steps = params.group * (end - begin)
             # The first blocks of Q and dO have room before K and V have: those are in use until dK and dV have left.
             first = cutlass.min(steps, tiles.stages)
             for i in cutlass.range(first, unroll=1):
-                self.load_queries(schedule, storage, tma_q, tma_do, lse, delta, loaded + i, tile, i, begin, end, head_kv, batch)
-            origin = (0, block * tiles.block_kv, head_kv, batch)
+                self.load_queries(bounds, storage, tma_q, tma_do, lse, delta, loaded + i, i, begin, end)
+            origin = (0, *bounds.sequence.origin_k(tile.block * tiles.block_kv, tile.head))
             for tma, x, pipeline in ((tma_k, storage.k, storage.k_pipeline), (tma_v, storage.v, storage.v_pipeline)):
                 pipeline.producer_acquire(work_idx)
                 load(tma, x[None, None, 0], origin, pipeline.full)
             for i in cutlass.range(first, steps, unroll=1):
-                self.load_queries(schedule, storage, tma_q, tma_do, lse, delta, loaded + i, tile, i, begin, end, head_kv, batch)
+                self.load_queries(bounds, storage, tma_q, tma_do, lse, delta, loaded + i, i, begin, end)
             loaded += steps
-            following = schedule.described(number)
-            storage.tile_pipeline.producer_acquire(work_idx)
-            with cute.arch.elect_one():
-                schedule.tell(storage.tile, following)
-                cute.arch.mbarrier_arrive(storage.tile_pipeline.full)
-            tile = following
+            work = scheduler.work_of(next_idx)
+            scheduler.publish(storage.work, storage.work_pipeline, work_idx, work)
             work_idx += 1
 
     @cute.jit
     def load_queries(
         self,
-        schedule: TileSchedulerBackward,
+        bounds: BoundsBackward,
         storage: SharedStorage,
         tma_q: cute.CopyAtom,
         tma_do: cute.CopyAtom,
         lse: cute.Pointer,
         delta: cute.Pointer,
-        use: Int32,
-        tile: Any,
+        loaded: Int32,
         step: Int32,
         begin: Int32,
         end: Int32,
-        head_kv: Int32,
-        batch: Int32,
     ):
         """Q and dO of a tile's step, with the LSE and delta of their rows."""
-        head, n = schedule.step(step, begin, end, head_kv)
-        block = schedule.block_q(tile, n)
-        row = block * self.tiles.block_q
-        origin = (0, row, head, batch)
-        first = schedule.block_of_queries(head, block, batch) * self.tiles.block_q
+        head, n = bounds.step(step, begin, end)
+        block = bounds.block_q(n)
+        origin = (0, *bounds.sequence.origin_q(block * self.tiles.block_q, head))
+        first = bounds.block_of_queries(head, block) * self.tiles.block_q
         for tma, x, pipeline, values, column in (
             (tma_q, storage.q, storage.q_pipeline, lse, storage.lse),
             (tma_do, storage.do, storage.do_pipeline, delta, storage.delta),
         ):
-            pipeline.producer_acquire(use)
-            stage = pipeline.stage(use)
+            pipeline.producer_acquire(loaded)
+            stage = pipeline.stage(loaded)
             load(tma, x[None, None, stage], origin, pipeline.full + stage, values + first, column[None, stage])
 
     @cute.jit
-    def store_dq(
-        self, schedule: TileSchedulerBackward, storage: SharedStorage, writer: Int32, dq: cute.Pointer, dq_semaphore: cute.Pointer
-    ):
+    def store_dq(self, params: Params, storage: SharedStorage, writer: Int32, dq: cute.Pointer, dq_semaphore: cute.Pointer):
         """A writer warp: has TMA add the warpgroups' parts of dQ to memory."""
-        tiles = self.tiles
+        tiles, scheduler = self.tiles, self.scheduler(params)
         written = Int32(0)
         work_idx = Int32(0)
-        tile = schedule.first()
-        while schedule.exists(tile):
-            block, head_kv, batch = schedule.place(tile)
-            begin, end = schedule.extent(tile, block)
-            steps = schedule.group * (end - begin)
+        work = scheduler.initial_work()
+        while scheduler.is_valid(work):
+            bounds = self.bounds(params, scheduler.work_tile(work))
+            begin, end = bounds.block_range()
+            steps = params.group * (end - begin)
             for i in cutlass.range(self.first_step(written, writer), steps, self.kernel.writers, unroll=1):
-                head, n = schedule.step(i, begin, end, head_kv)
-                block_q = schedule.block_q(tile, n)
-                of_block = schedule.block_of_queries(head, block_q, batch)
-                before = schedule.adds_before(block, block_q)
+                head, n = bounds.step(i, begin, end)
+                block_q = bounds.block_q(n)
+                of_block = bounds.block_of_queries(head, block_q)
+                before = bounds.adds_before(block_q)
                 if const_expr(self.kernel.deterministic):
                     semaphore_wait(dq_semaphore + of_block, before)
                 for w in cutlass.range_constexpr(tiles.consumers):
@@ -342,10 +337,7 @@ class Backward:
                     cute.arch.cp_async_bulk_wait_group(0)
                     semaphore_arrive(dq_semaphore + of_block, before, True)
             written += steps
-            storage.tile_pipeline.consumer_wait(work_idx)
-            tile = schedule.told(storage.tile)
-            cute.arch.sync_warp()
-            storage.tile_pipeline.consumer_release(work_idx)
+            work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
             work_idx += 1
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -356,7 +348,7 @@ class Backward:
     @cute.jit
     def consume(
         self,
-        schedule: TileSchedulerBackward,
+        params: Params,
         storage: SharedStorage,
         tma_dk: cute.CopyAtom,
         tma_dv: cute.CopyAtom,
@@ -365,7 +357,7 @@ class Backward:
         scale: Float32,
     ):
         """A consumer warpgroup: its keys of tile after tile."""
-        kernel, tiles = self.kernel, self.tiles
+        kernel, tiles, scheduler = self.kernel, self.tiles, self.scheduler(params)
         thread = cute.arch.thread_idx()[0] - WARPGROUP
         lane = cute.arch.lane_idx()
         wg_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPS - 1)
@@ -391,29 +383,27 @@ class Backward:
 
         used = Int32(0)  # blocks of Q and dO so far, over all tiles
         work_idx = Int32(0)  # tiles so far
-        tile = schedule.first()
-        while schedule.exists(tile):
-            block, head_kv, batch = schedule.place(tile)
-            begin, end = schedule.extent(tile, block)
-            first_key = block * tiles.block_kv
-            bounds = schedule.bounds(first_key + row, column)
+        work = scheduler.initial_work()
+        while scheduler.is_valid(work):
+            tile = scheduler.work_tile(work)
+            bounds = self.bounds(params, tile)
+            begin, end = bounds.block_range()
+            first_key = tile.block * tiles.block_kv
+            of_thread = bounds.of_thread(first_key + row, column)
             consumer = Consumer(
-                *(wg_idx, thread, storage, mma_s, mma_dq, mma_dk, mma_dv, k, v, q, do, q_t, do_t, ds, k_t, dk, dv, bounds, scale_log2)
+                *(wg_idx, thread, storage, mma_s, mma_dq, mma_dk, mma_dv, k, v, q, do, q_t, do_t, ds, k_t, dk, dv, of_thread, scale_log2)
             )
             dk.fill(0.0)
             dv.fill(0.0)  # line 7
             storage.k_pipeline.consumer_wait(work_idx)  # line 6
             storage.v_pipeline.consumer_wait(work_idx)
-            for _ in cutlass.range(schedule.group, unroll=1):
+            for _ in cutlass.range(params.group, unroll=1):
                 for i in cutlass.range(end - begin, unroll=1):  # line 8
-                    n = schedule.nth(i, begin, end)
-                    self.step(schedule, tile, consumer, used, n, schedule.crosses(tile, first_key + wg_idx * WARPGROUP_ROWS, n))
+                    n = bounds.nth(i, begin, end)
+                    self.step(bounds, consumer, used, n, bounds.crosses(first_key + wg_idx * WARPGROUP_ROWS, n))
                     used += 1
-            storage.tile_pipeline.consumer_wait(work_idx)
-            tile = schedule.told(storage.tile)
-            cute.arch.sync_warp()  # every lane has read it
-            storage.tile_pipeline.consumer_release(work_idx)
-            self.epilogue(consumer, tma_dk, tma_dv, scale, (0, first_key, head_kv, batch), work_idx)
+            work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
+            self.epilogue(consumer, tma_dk, tma_dv, scale, (0, *bounds.sequence.origin_k(first_key, tile.head)), work_idx)
             work_idx += 1
 
     def mma(
@@ -436,8 +426,8 @@ class Backward:
         return self.mma(OperandMajorMode.K, OperandMajorMode.MN, warpgroups, self.kernel.dq_part[1])
 
     @cute.jit
-    def step(self, schedule: TileSchedulerBackward, tile: Any, consumer: Consumer, used: Int32, n: Int32, crosses: cutlass.Boolean):
-        """One block of queries, the n-th that the tile walks: its part of dK, dV and dQ."""
+    def step(self, bounds: BoundsBackward, consumer: Consumer, used: Int32, n: Int32, crosses: Boolean):
+        """The tile's n-th block of queries: its part of dK, dV and dQ."""
         tiles, storage = self.tiles, consumer.storage
         q_stage, do_stage = storage.q_pipeline.stage(used), storage.do_pipeline.stage(used)
         s_shape = consumer.mma_s.get_slice(0).partition_shape_C((tiles.block_kv, tiles.block_q))
@@ -448,7 +438,7 @@ class Backward:
         gemm(consumer.mma_s, dp, consumer.v, consumer.do[None, None, None, do_stage], True)  # line 13
         warpgroup.wait_group(1)
         if crosses:
-            self.mask(schedule, tile, n, s, consumer.bounds, consumer.thread)
+            self.mask(bounds, n, s, consumer.bounds, consumer.thread)
         self.exponentiate(s, self.columns(storage.lse[None, q_stage]), consumer.scale_log2)  # line 11
         warpgroup.wait_group(0)
         p, ds = (
@@ -475,9 +465,9 @@ class Backward:
         warpgroup.wait_group(0)
         storage.q_pipeline.consumer_release(used)
 
-    def mask(self, schedule: TileSchedulerBackward, tile: Any, n: Int32, s: cute.Tensor, bounds: Bounds, thread: Int32) -> None:
-        """Set what is not seen, of the scores of the n-th block of queries that a tile walks, to -inf."""
-        mask_scores(s, bounds, n * self.tiles.block_q, True, self.kernel.left)
+    def mask(self, bounds: BoundsBackward, n: Int32, s: cute.Tensor, of_thread: ThreadBounds, thread: Int32) -> None:
+        """Set what is not seen, of the scores of the tile's n-th block of queries, to -inf."""
+        mask_scores(s, of_thread, n * self.tiles.block_q, True, self.kernel.left)
 
     def columns(self, values: cute.Tensor) -> cute.Tensor:
         """Of a block's LSE or delta, those of this thread's columns: (pair, pairs)."""

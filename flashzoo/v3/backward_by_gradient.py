@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -22,7 +21,8 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 
-from flashzoo._cute.hopper.tile_scheduler import TileSchedulerBackward
+from flashzoo._cute.hopper.bounds import BoundsBackward
+from flashzoo._cute.hopper.params import Params
 from flashzoo._cute.hopper.tma import box_of
 from flashzoo._cute.hopper.wgmma import gemm, rows_of, to_16_bits, transposed
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
@@ -48,7 +48,9 @@ class Tile:
     """A consumer warpgroup's operands and state for one tile.
 
     Attributes:
-        schedule, storage: as everywhere.
+        bounds: what the tile walks.
+        begin, end: its blocks of queries.
+        storage: shared memory.
         thread: of the warpgroup.
         mma_s, mma_acc, mma_dq: products: scores; of the gradient, whose first operand is in registers; of columns of dQ.
         first, second: operands of the scores: K and Q, or V and dO; second with all stages.
@@ -56,13 +58,13 @@ class Tile:
         ds, k_t: operands of dQ; ds with all stages, k_t with all columns.
         acc: the gradient.
         dq: its sum in memory.
-        entry: the tile, as the schedule has it.
-        begin, end: blocks of queries.
-        head_kv, batch, first_key: where the tile is.
+        first_key: of its block.
         scale_log2: softmax scale times log2 e.
     """
 
-    schedule: TileSchedulerBackward
+    bounds: BoundsBackward
+    begin: Int32
+    end: Int32
     storage: SharedStorage
     thread: Int32
     mma_s: cute.TiledMma
@@ -75,11 +77,6 @@ class Tile:
     k_t: cute.Tensor
     acc: cute.Tensor
     dq: cute.Pointer
-    entry: Any
-    begin: Int32
-    end: Int32
-    head_kv: Int32
-    batch: Int32
     first_key: Int32
     scale_log2: Float32
 
@@ -94,7 +91,7 @@ class BackwardByGradient(Backward):
     @cute.jit
     def consume(
         self,
-        schedule: TileSchedulerBackward,
+        params: Params,
         storage: SharedStorage,
         tma_dk: cute.CopyAtom,
         tma_dv: cute.CopyAtom,
@@ -105,15 +102,15 @@ class BackwardByGradient(Backward):
         """A consumer warpgroup: its gradient of tile after tile."""
         wg_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPS - 1)
         if wg_idx == Gradient.OF_V:
-            self.work(Gradient.OF_V, schedule, storage, tma_dv, dq, scale_log2, Float32(1.0))
+            self.run_gradient(Gradient.OF_V, params, storage, tma_dv, dq, scale_log2, Float32(1.0))
         else:
-            self.work(Gradient.OF_K, schedule, storage, tma_dk, dq, scale_log2, scale)
+            self.run_gradient(Gradient.OF_K, params, storage, tma_dk, dq, scale_log2, scale)
 
     @cute.jit
-    def work(
+    def run_gradient(
         self,
         gradient: Constexpr[Gradient],
-        schedule: TileSchedulerBackward,
+        params: Params,
         storage: SharedStorage,
         tma: cute.CopyAtom,
         dq: cute.Pointer,
@@ -121,7 +118,7 @@ class BackwardByGradient(Backward):
         scale: Float32,
     ):
         """One warpgroup's part."""
-        tiles = self.tiles
+        tiles, scheduler = self.tiles, self.scheduler(params)
         of_v = gradient == Gradient.OF_V
         width = self.kernel.width_v if of_v else self.kernel.width
         thread = cute.arch.thread_idx()[0] % WARPGROUP
@@ -141,30 +138,24 @@ class BackwardByGradient(Backward):
 
         used = Int32(0)  # blocks of queries so far, over all tiles
         work_idx = Int32(0)  # tiles so far
-        tile = schedule.first()
-        while schedule.exists(tile):
-            block, head_kv, batch = schedule.place(tile)
-            begin, end = schedule.extent(tile, block)
-            first_key = block * tiles.block_kv
-            now = Tile(
-                *(schedule, storage, thread, mma_s, mma_acc, mma_dq, *operands, acc, dq),
-                *(tile, begin, end, head_kv, batch, first_key, scale_log2),
-            )
+        work = scheduler.initial_work()
+        while scheduler.is_valid(work):
+            bounds = self.bounds(params, scheduler.work_tile(work))
+            begin, end = bounds.block_range()
+            first_key = bounds.tile.block * tiles.block_kv
+            tile = Tile(bounds, begin, end, storage, thread, mma_s, mma_acc, mma_dq, *operands, acc, dq, first_key, scale_log2)
             acc.fill(0.0)
             storage.k_pipeline.consumer_wait(work_idx)
             storage.v_pipeline.consumer_wait(work_idx)
-            steps = schedule.group * (end - begin)
+            steps = params.group * (end - begin)
             scores = cute.make_rmem_tensor(s.partition_shape_C((WARPGROUP_ROWS, tiles.block_q)), Float32)
-            self.issue_scores(now, gradient, used, schedule.walks(begin, end), scores)
+            self.issue_scores(tile, gradient, used, bounds.walks_any(begin, end), scores)
             for i in cutlass.range(steps, unroll=1):
-                self.step(now, gradient, used + i, i, scores, i + 1 < steps)
+                self.step(tile, gradient, used + i, i, scores, i + 1 < steps)
             warpgroup.wait_group(0)
             used += steps
-            storage.tile_pipeline.consumer_wait(work_idx)
-            tile = schedule.told(storage.tile)
-            cute.arch.sync_warp()  # every lane has read it
-            storage.tile_pipeline.consumer_release(work_idx)
-            self.gradient_epilogue(now, gradient, tma, scale, work_idx)
+            work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
+            self.gradient_epilogue(tile, gradient, tma, scale, work_idx)
             work_idx += 1
 
     @cute.jit
@@ -210,12 +201,12 @@ class BackwardByGradient(Backward):
     @cute.jit
     def make_p(self, tile: Tile, use: Int32, step: Int32, s: cute.Tensor, p: cute.Tensor):
         """P from S: rounded for this warpgroup, in float32 for the other."""
-        storage, schedule = tile.storage, tile.schedule
+        storage, bounds, first_key = tile.storage, tile.bounds, tile.first_key
         lane = cute.arch.lane_idx()
-        _, n = schedule.step(step, tile.begin, tile.end, tile.head_kv)
-        if schedule.crosses(tile.entry, tile.first_key, n):
-            bounds = schedule.bounds(tile.first_key + tile.thread // 32 * 16 + lane // 4, lane % 4 * 2)
-            self.mask(schedule, tile.entry, n, s, bounds, tile.thread)
+        _, n = bounds.step(step, tile.begin, tile.end)
+        if bounds.crosses(first_key, n):
+            of_thread = bounds.of_thread(first_key + tile.thread // 32 * 16 + lane // 4, lane % 4 * 2)
+            self.mask(bounds, n, s, of_thread, tile.thread)
         self.exponentiate(s, self.columns(storage.lse[None, storage.q_pipeline.stage(use)]), tile.scale_log2)
         storage.exchange_pipeline.producer_acquire(use)
         fours = self.fours(tile, cute.size(s))
@@ -269,9 +260,9 @@ class BackwardByGradient(Backward):
     @cute.jit
     def add_to_dq(self, tile: Tile, gradient: Constexpr[Gradient], use: Int32, step: Int32, j: Constexpr[int], dq: cute.Tensor):
         """Those columns, added to memory; where deterministic, in order."""
-        schedule, fours = tile.schedule, cute.size(dq) // 4
-        head, n = schedule.step(step, tile.begin, tile.end, tile.head_kv)
-        part = schedule.block_of_queries(head, schedule.block_q(tile.entry, n), tile.batch) * self.tiles.consumers + int(gradient)
+        bounds, fours = tile.bounds, cute.size(dq) // 4
+        head, n = bounds.step(step, tile.begin, tile.end)
+        part = bounds.block_of_queries(head, bounds.block_q(n)) * self.tiles.consumers + int(gradient)
         memory = tile.dq + part * self.part + tile.thread * 4
         semaphore_pipeline, semaphore_use = tile.storage.semaphore_pipeline, use * self.kernel.semaphores + j
         if const_expr(self.kernel.deterministic):
@@ -283,23 +274,21 @@ class BackwardByGradient(Backward):
             semaphore_pipeline.consumer_release(semaphore_use)
 
     @cute.jit
-    def store_dq(
-        self, schedule: TileSchedulerBackward, storage: SharedStorage, writer: Int32, dq: cute.Pointer, dq_semaphore: cute.Pointer
-    ):
+    def store_dq(self, params: Params, storage: SharedStorage, writer: Int32, dq: cute.Pointer, dq_semaphore: cute.Pointer):
         """A writer warp: lets the consumers add to some columns of dQ when the tiles before have, then releases the semaphore."""
-        parts = self.kernel.semaphores
+        parts, scheduler = self.kernel.semaphores, self.scheduler(params)
         written = Int32(0)
         work_idx = Int32(0)
-        tile = schedule.first()
-        while schedule.exists(tile):
-            block, head_kv, batch = schedule.place(tile)
-            begin, end = schedule.extent(tile, block)
-            steps = schedule.group * (end - begin) * parts
+        work = scheduler.initial_work()
+        while scheduler.is_valid(work):
+            bounds = self.bounds(params, scheduler.work_tile(work))
+            begin, end = bounds.block_range()
+            steps = params.group * (end - begin) * parts
             for i in cutlass.range(self.first_step(written, writer), steps, self.kernel.writers, unroll=1):
-                head, n = schedule.step(i // parts, begin, end, head_kv)
-                block_q = schedule.block_q(tile, n)
-                of_block = dq_semaphore + (schedule.block_of_queries(head, block_q, batch) * parts + i % parts)
-                before = schedule.adds_before(block, block_q)
+                head, n = bounds.step(i // parts, begin, end)
+                block_q = bounds.block_q(n)
+                of_block = dq_semaphore + (bounds.block_of_queries(head, block_q) * parts + i % parts)
+                before = bounds.adds_before(block_q)
                 use = written + i
                 semaphore_wait(of_block, before)
                 with cute.arch.elect_one():
@@ -308,10 +297,7 @@ class BackwardByGradient(Backward):
                 storage.semaphore_pipeline.producer_acquire(use + self.kernel.writers)
                 semaphore_arrive(of_block, before, False)
             written += steps
-            storage.tile_pipeline.consumer_wait(work_idx)
-            tile = schedule.told(storage.tile)
-            cute.arch.sync_warp()
-            storage.tile_pipeline.consumer_release(work_idx)
+            work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
             work_idx += 1
 
     @cute.jit
@@ -331,7 +317,8 @@ class BackwardByGradient(Backward):
         cute.arch.fence_proxy("async.shared", space="cta")
         self.sync_warpgroup(gradient)
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS == 0:
-            gmem, smem = box_of(tma, staged[None, None, 0], (0, tile.first_key, tile.head_kv, tile.batch))
+            origin = (0, *tile.bounds.sequence.origin_k(tile.first_key, tile.bounds.tile.head))
+            gmem, smem = box_of(tma, staged[None, None, 0], origin)
             cute.copy(tma, smem, gmem)
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)

@@ -151,7 +151,7 @@ def table(problem: Problem) -> dict[tuple[int, int], Tiles]:
     return HOPPER_SHORT if problem.seqlen_q < LONG and widths_of(problem) in HOPPER_SHORT else HOPPER
 
 
-def pack_for(problem: Problem, block_q: int) -> int:
+def pack_gqa_for(problem: Problem, block_q: int) -> int:
     """How many query heads of one key/value head share a tile, as a power of two's exponent: 0 is none.
 
     Packed heads read K and V once, and fill tiles that a short sequence of queries would leave empty. It pays where it

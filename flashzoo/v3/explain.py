@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flashzoo.call.problem import Problem
-from flashzoo.v3.config import BACKWARD, HOPPER, kernel_backward_for, kernel_for, kernel_fp8_for, pack_for, prepares, width_for
+from flashzoo.v3.config import BACKWARD, HOPPER, kernel_backward_for, kernel_for, kernel_fp8_for, pack_gqa_for, prepares, width_for
 from flashzoo.v3.traits import MASK_Q
 
 
@@ -42,7 +42,7 @@ def describe(problem: Problem) -> list[str]:
     for name, head_dim, width in (("head_dim", problem.head_dim, kernel.width), *of_v):
         if head_dim != width:
             lines.append(f"{name} {head_dim} is padded to {width} on chip, not in memory")
-    if pack := pack_for(problem, kernel.tiles.block_q):
+    if pack := pack_gqa_for(problem, kernel.tiles.block_q):
         lines.append(f"{1 << pack} query heads of a key/value head share a tile")
     if problem.grad:
         lines += _describe_backward(problem)
@@ -71,7 +71,7 @@ def describe_fp8(problem: Problem) -> list[str]:
         lines += _describe_backward(problem)
     if problem.head_dim != kernel.width:
         lines.append(f"head_dim {problem.head_dim} is padded to {kernel.width} on chip, not in memory")
-    if pack := pack_for(problem, kernel.tiles.block_q):
+    if pack := pack_gqa_for(problem, kernel.tiles.block_q):
         lines.append(f"{1 << pack} query heads of a key/value head share a tile")
     if not quantised:
         lines.append("v is transposed " + ("into memory of its own first" if kernel.transposed else "on chip"))

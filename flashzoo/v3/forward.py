@@ -30,8 +30,10 @@ from cutlass.cute.nvgpu.common import OperandMajorMode
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 from cutlass.utils import hopper_helpers
 
+from flashzoo._cute.hopper.bounds import Bounds
 from flashzoo._cute.hopper.dtypes import DTYPES
 from flashzoo._cute.hopper.mask import Mask
+from flashzoo._cute.hopper.params import Params
 from flashzoo._cute.hopper.pipeline import Pipeline
 from flashzoo._cute.hopper.tile_scheduler import TileScheduler
 from flashzoo._cute.hopper.tma import box_of, load, tma_atom
@@ -53,17 +55,17 @@ class NamedBarrier(IntEnum):
 
 @dataclass(frozen=True)
 class SharedStorage:
-    """A thread block's shared memory: stages of 64 queries, of blocks of K and of V; O on its way out; the next tile."""
+    """A thread block's shared memory: stages of 64 queries, of blocks of K and of V; O on its way out; the next tile's `Work`."""
 
     q: cute.Tensor
     k: cute.Tensor
     v: cute.Tensor
     o: cute.Tensor
-    tile: cute.Tensor
+    work: cute.Tensor
     q_pipeline: Pipeline
     k_pipeline: Pipeline
     v_pipeline: Pipeline
-    tile_pipeline: Pipeline
+    work_pipeline: Pipeline
     raw: RawV | None = None
 
     def of_team(self, team: Int32, tiles: Constexpr[Tiles], words: Constexpr[int]) -> SharedStorage:
@@ -71,9 +73,9 @@ class SharedStorage:
         stages = tiles.consumers * tiles.q_stages, tiles.stages, tiles.stages, tiles.consumers
         tensors = [cute.domain_offset((0, 0, team * n), x) for n, x in zip(stages, (self.q, self.k, self.v, self.o), strict=True)]
         pipelines = [
-            pipeline.of_team(team, tiles.teams) for pipeline in (self.q_pipeline, self.k_pipeline, self.v_pipeline, self.tile_pipeline)
+            pipeline.of_team(team, tiles.teams) for pipeline in (self.q_pipeline, self.k_pipeline, self.v_pipeline, self.work_pipeline)
         ]
-        return SharedStorage(*tensors, cute.make_tensor(self.tile.iterator + team * words, self.tile.layout), *pipelines)
+        return SharedStorage(*tensors, cute.make_tensor(self.work.iterator + team * words, self.work.layout), *pipelines)
 
 
 @dataclass(frozen=True)
@@ -117,11 +119,14 @@ class Forward:
     """The program of one `Kernel`.
 
     Attributes:
+        scheduler, bounds: what says which tile is next, and what it walks.
         scheduler_warp: whether a warp of its own looks up the next tile, in place of the producer.
         value: how V reaches the tensor core.
         product: how P is multiplied with it.
     """
 
+    scheduler: type[TileScheduler] = TileScheduler
+    bounds: type[Bounds] = Bounds
     scheduler_warp = False
 
     def __init__(self, kernel: Kernel) -> None:
@@ -135,9 +140,7 @@ class Forward:
         self.product: Product = Product(kernel)
 
     @cute.jit
-    def __call__(
-        self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Pointer, schedule: TileScheduler, scaling: Any
-    ):
+    def __call__(self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Pointer, params: Params, scaling: Any):
         """What is compiled. It is never run: `flashzoo._cute.driver` launches the kernel with descriptors of its own.
 
         Args:
@@ -156,7 +159,7 @@ class Forward:
         atoms = []
         for operation, x, layout in zip((load, load, load, store), (q, k, v, o), layouts, strict=True):
             atoms.append(tma_atom(operation, x, layout))
-        self.device(*atoms, lse, schedule, scaling, *layouts).launch(
+        self.device(*atoms, lse, params, scaling, *layouts).launch(
             grid=[1, 1, 1], block=[kernel.threads, 1, 1], smem=kernel.shared_bytes, min_blocks_per_mp=1
         )
 
@@ -168,7 +171,7 @@ class Forward:
         tma_v: cute.CopyAtom,
         tma_o: cute.CopyAtom,
         lse: cute.Pointer,
-        schedule: TileScheduler,
+        params: Params,
         scaling: Any,
         q_layout: cute.ComposedLayout,
         k_layout: cute.ComposedLayout,
@@ -183,7 +186,7 @@ class Forward:
         v, raw = self.value.allocate(smem, v_layout)
         storage = SharedStorage(
             *(q, k, v, smem.allocate_tensor(self.dtype_o, o_layout.outer, 1024, swizzle=o_layout.inner)),
-            cute.make_tensor(smem.allocate_array(Int32, tiles.teams * kernel.words_of_tile), cute.make_layout(kernel.words_of_tile)),
+            cute.make_tensor(smem.allocate_array(Int32, tiles.teams * kernel.words_of_work), cute.make_layout(kernel.words_of_work)),
             *[
                 Pipeline.allocate(smem, tiles.teams * stages)
                 for stages in (tiles.consumers * tiles.q_stages, tiles.stages, tiles.stages, 1)
@@ -198,7 +201,7 @@ class Forward:
                 storage.q_pipeline.initialize(WARPS)
                 storage.k_pipeline.initialize(WARPS * tiles.consumers)
                 storage.v_pipeline.initialize(WARPS * tiles.consumers, self.value.helpers or 1)
-                storage.tile_pipeline.initialize(WARPS * tiles.consumers + self.value.helpers + int(self.scheduler_warp))
+                storage.work_pipeline.initialize(WARPS * tiles.consumers + self.value.helpers + int(self.scheduler_warp))
                 if const_expr(storage.raw is not None):
                     storage.raw.pipeline.initialize(self.value.helpers)
         cute.arch.mbarrier_init_fence()
@@ -207,78 +210,72 @@ class Forward:
         role = warp  # in the producer's warpgroup
         if const_expr(tiles.teams > 1):
             role = warp % (WARPS // tiles.teams)
-            storage = storage.of_team(own_team(tiles), tiles, kernel.words_of_tile)
+            storage = storage.of_team(own_team(tiles), tiles, kernel.words_of_work)
         if warp < WARPS:  # A1.2
             cute.arch.setmaxregister_decrease(self.registers[0])  # A1.3
             if role == 0:
-                self.produce(schedule, storage, tma_q, tma_k, tma_v)
+                self.produce(params, storage, tma_q, tma_k, tma_v)
             if const_expr(self.scheduler_warp):  # noqa: SIM102 - one is known when compiled, the other when run
                 if role == 1:
-                    self.schedule_tiles(schedule, storage)
+                    self.schedule(params, storage)
             if const_expr(self.value.helpers > 0):  # noqa: SIM102 - one is known when compiled, the other when run
                 if warp > 0:
-                    self.value.help(schedule, storage, warp - 1)
+                    self.value.help(params, storage, warp - 1)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])  # A1.12, A2.1
-            self.consume(schedule, storage, scaling, tma_o, lse)
+            self.consume(params, storage, scaling, tma_o, lse)
 
     @cute.jit
-    def produce(self, schedule: TileScheduler, storage: SharedStorage, tma_q: cute.CopyAtom, tma_k: cute.CopyAtom, tma_v: cute.CopyAtom):
+    def produce(self, params: Params, storage: SharedStorage, tma_q: cute.CopyAtom, tma_k: cute.CopyAtom, tma_v: cute.CopyAtom):
         """The producer warp: tile after tile, what the consumers will wait for, in the order in which they do."""
-        tiles = self.tiles
+        tiles, scheduler = self.tiles, self.scheduler(params)
         v_stages, v_pipeline = (storage.v, storage.v_pipeline) if const_expr(storage.raw is None) else (storage.raw.v, storage.raw.pipeline)
         loaded = Int32(0)  # blocks of K and V so far, over all tiles
         work_idx = Int32(0)  # tiles so far
-        tile = schedule.first()
-        while schedule.exists(tile):
-            number = schedule.fetch() if const_expr(not self.scheduler_warp) else Int32(0)
-            block, head, batch = schedule.place(tile)
-            begin, end = schedule.extent(tile, block)
-            head_kv = head // schedule.group
-            first_key = schedule.first_key(tile, end - 1)
-            self.load_block(tma_k, storage.k, storage.k_pipeline, loaded, self.origin(first_key, head_kv, batch))
+        work = scheduler.initial_work()
+        while scheduler.is_valid(work):
+            next_idx = scheduler.fetch_next() if const_expr(not self.scheduler_warp) else Int32(0)
+            tile = scheduler.work_tile(work)
+            bounds = self.bounds(params, tile)
+            begin, end = bounds.block_range()
+            sequence, head_kv = bounds.sequence, tile.head // params.group
+            first_key = bounds.first_key(end - 1)
+            self.load_block(tma_k, storage.k, storage.k_pipeline, loaded, (0, *sequence.origin_k(first_key, head_kv)))
             for w in cutlass.range_constexpr(tiles.consumers):
                 n = work_idx * tiles.consumers + w
-                first = (block * tiles.block_q + w * WARPGROUP_ROWS) >> schedule.pack
+                first = (tile.block * tiles.block_q + w * WARPGROUP_ROWS) >> params.pack_gqa
                 storage.q_pipeline.producer_acquire(n)
                 stage = storage.q_pipeline.stage(n)
-                load(tma_q, storage.q[None, None, stage], (0, 0, first, head, batch), storage.q_pipeline.full + stage)  # A1.4, A1.5
+                origin = (0, 0, *sequence.origin_q(first, tile.head))
+                load(tma_q, storage.q[None, None, stage], origin, storage.q_pipeline.full + stage)  # A1.4, A1.5
             for i in cutlass.range(end - 1 - begin, unroll=1):  # A1.6
                 n = end - 2 - i
-                next_key = schedule.first_key(tile, n)
+                next_key = bounds.first_key(n)
                 if const_expr(tiles.overlap):  # the consumers want the next K before this V
-                    self.load_block(tma_k, storage.k, storage.k_pipeline, loaded + 1, self.origin(next_key, head_kv, batch))
-                self.load_block(tma_v, v_stages, v_pipeline, loaded, self.value.origin(first_key, head_kv, batch))
+                    self.load_block(tma_k, storage.k, storage.k_pipeline, loaded + 1, (0, *sequence.origin_k(next_key, head_kv)))
+                self.load_block(tma_v, v_stages, v_pipeline, loaded, self.value.origin(*sequence.origin_k(first_key, head_kv)))
                 if const_expr(not tiles.overlap):
-                    self.load_block(tma_k, storage.k, storage.k_pipeline, loaded + 1, self.origin(next_key, head_kv, batch))
+                    self.load_block(tma_k, storage.k, storage.k_pipeline, loaded + 1, (0, *sequence.origin_k(next_key, head_kv)))
                 first_key = next_key
                 loaded += 1
-            self.load_block(tma_v, v_stages, v_pipeline, loaded, self.value.origin(first_key, head_kv, batch))
+            self.load_block(tma_v, v_stages, v_pipeline, loaded, self.value.origin(*sequence.origin_k(first_key, head_kv)))
             loaded += 1
             if const_expr(self.scheduler_warp):
-                tile = read_next(schedule, storage, work_idx)
+                work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
             else:
-                tile = schedule.described(number)
-                self.publish_next(schedule, storage, tile, work_idx)
+                work = scheduler.work_of(next_idx)
+                scheduler.publish(storage.work, storage.work_pipeline, work_idx, work)
             work_idx += 1
 
     @cute.jit
-    def schedule_tiles(self, schedule: TileScheduler, storage: SharedStorage):
+    def schedule(self, params: Params, storage: SharedStorage):
         """The scheduler warp: looks up each tile while the one before it is worked on."""
-        work_idx = Int32(0)
-        tile = schedule.first()
-        while schedule.exists(tile):
-            tile = schedule.described(schedule.fetch())
-            self.publish_next(schedule, storage, tile, work_idx)
+        scheduler, work_idx = self.scheduler(params), Int32(0)
+        work = scheduler.initial_work()
+        while scheduler.is_valid(work):
+            work = scheduler.work_of(scheduler.fetch_next())
+            scheduler.publish(storage.work, storage.work_pipeline, work_idx, work)
             work_idx += 1
-
-    @cute.jit
-    def publish_next(self, schedule: TileScheduler, storage: SharedStorage, tile: Any, work_idx: Int32):
-        """Write the next tile to shared memory, for all warps that work on this one."""
-        storage.tile_pipeline.producer_acquire(work_idx)
-        with cute.arch.elect_one():
-            schedule.tell(storage.tile, tile)
-            cute.arch.mbarrier_arrive(storage.tile_pipeline.full)
 
     @cute.jit
     def load_block(self, tma: cute.CopyAtom, stages: cute.Tensor, pipeline: Pipeline, loaded: Int32, origin: tuple):
@@ -287,14 +284,10 @@ class Forward:
         stage = pipeline.stage(loaded)
         load(tma, stages[None, None, stage], origin, pipeline.full + stage)  # A1.8, A1.9
 
-    def origin(self, first_key: Int32, head: Int32, batch: Int32) -> tuple[Any, ...]:
-        """Where a block of keys begins."""
-        return (0, first_key, head, batch)
-
     @cute.jit
-    def consume(self, schedule: TileScheduler, storage: SharedStorage, scaling: Any, tma_o: cute.CopyAtom, lse: cute.Pointer):
+    def consume(self, params: Params, storage: SharedStorage, scaling: Any, tma_o: cute.CopyAtom, lse: cute.Pointer):
         """A consumer warpgroup: its 64 rows of tile after tile."""
-        kernel, tiles = self.kernel, self.tiles
+        kernel, tiles, scheduler = self.kernel, self.tiles, self.scheduler(params)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         lane = cute.arch.lane_idx()
         wg_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPS - 1)
@@ -320,18 +313,19 @@ class Forward:
             self.warp_scheduler_barrier_arrive(Int32(tiles.consumers - 1))  # warpgroup 0 issues first
         used = Int32(0)  # blocks of K and V so far, over all tiles
         work_idx = Int32(0)  # tiles so far
-        tile = schedule.first()
-        while schedule.exists(tile):
-            block, head, batch = schedule.place(tile)
-            first_row = block * tiles.block_q + wg_idx * WARPGROUP_ROWS
+        work = scheduler.initial_work()
+        while scheduler.is_valid(work):
+            tile = scheduler.work_tile(work)
+            bounds = self.bounds(params, tile)
+            first_row = tile.block * tiles.block_q + wg_idx * WARPGROUP_ROWS
             n = work_idx * tiles.consumers + wg_idx
             q = q_stages[None, None, None, storage.q_pipeline.stage(n)]
             consumer = Consumer(wg_idx, storage, mma_qk, mma_pv, q, k, v, p, o, s_shape, softmax, row, column)
-            softmax.reset(schedule, batch, head, first_row + row)  # A1.13, A2.2
-            used = self.mainloop(schedule, tile, block, consumer, used, n)
-            tile = read_next(schedule, storage, work_idx)
+            softmax.reset(bounds, first_row + row)  # A1.13, A2.2
+            used = self.mainloop(bounds, consumer, used, n)
+            work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
             work_idx += 1
-            self.epilogue(schedule, consumer, tma_o, lse, batch, head, first_row)
+            self.epilogue(bounds, consumer, tma_o, lse, first_row)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory goes with the block
 
     def softmax(self, scaling: Float32) -> Softmax:
@@ -339,19 +333,19 @@ class Forward:
         return Softmax(cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32), scaling)
 
     @cute.jit
-    def mainloop(self, schedule: TileScheduler, tile: Any, block: Int32, consumer: Consumer, used: Int32, q_use: Int32) -> Int32:
+    def mainloop(self, bounds: Bounds, consumer: Consumer, used: Int32, q_use: Int32) -> Int32:
         """One tile's rows of O, not yet divided by l, and of the softmax state. Returns the new `used`.
 
-        The blocks that only other warpgroups' rows see are skipped; those that cross the edge of the visible band are masked.
+        Blocks that only other warpgroups' rows see are skipped; those that an edge of the window crosses are masked.
         """
         kernel, tiles = self.kernel, self.tiles
         step = self.step_overlapped if const_expr(tiles.overlap) else self.step_serial
-        first_row = block * tiles.block_q + consumer.wg_idx * WARPGROUP_ROWS
-        begin, end = schedule.extent(tile, block)
-        bounds = schedule.bounds(first_row + consumer.row, consumer.column)
+        first_row = bounds.tile.block * tiles.block_q + consumer.wg_idx * WARPGROUP_ROWS
+        begin, end = bounds.block_range()
+        of_thread = bounds.of_thread(first_row + consumer.row, consumer.column)
         consumer.storage.q_pipeline.consumer_wait(q_use)  # A1.14, A2.3
-        mine = schedule.blocks_of_rows(first_row, begin, end)
-        both, only_left = Mask(bounds, kernel.left, True), Mask(bounds, True, False)
+        mine = bounds.blocks_of_rows(first_row, begin, end)
+        both, only_left = Mask(of_thread, kernel.left, True), Mask(of_thread, True, False)
         consumer.o.fill(0.0)
         if const_expr(not tiles.overlap):
             self.warp_scheduler_barrier_sync(consumer.wg_idx)
@@ -499,18 +493,9 @@ class Forward:
         return wg_idx if self.tiles.teams == 1 else own_team(self.tiles) * self.tiles.consumers + wg_idx
 
     @cute.jit
-    def epilogue(
-        self,
-        schedule: TileScheduler,
-        consumer: Consumer,
-        tma_o: cute.CopyAtom,
-        lse: cute.Pointer,
-        batch: Int32,
-        head: Int32,
-        first_row: Int32,
-    ):
+    def epilogue(self, bounds: Bounds, consumer: Consumer, tma_o: cute.CopyAtom, lse: cute.Pointer, first_row: Int32):
         """O / l and LSE of 64 rows to memory. TMA leaves out rows and columns outside of the tensor."""
-        o, softmax = consumer.o, consumer.softmax
+        o, softmax, params, sequence, head = consumer.o, consumer.softmax, bounds.params, bounds.sequence, bounds.tile.head
         thread, lane = cute.arch.thread_idx()[0] % WARPGROUP, cute.arch.lane_idx()
         by = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
@@ -520,11 +505,11 @@ class Forward:
             if blind:  # 0 whatever V holds, inf and NaN too
                 rows_of(o)[None, r, None].fill(0.0)
             packed_row = first_row + consumer.row + 8 * r
-            position, packed_head = packed_row >> schedule.pack, packed_row & ((1 << schedule.pack) - 1)
-            if position < schedule.seqlen_q and lane % 4 == 0:
+            position, packed_head = packed_row >> params.pack_gqa, packed_row & ((1 << params.pack_gqa) - 1)
+            if position < sequence.seqlen_q and lane % 4 == 0:
                 value = -Float32.inf if blind else softmax.lse_log2(r, total) * LN2
-                of_head = ((Int64(batch) * schedule.heads + head) << schedule.pack) + packed_head
-                cute.make_tensor(lse + (of_head * schedule.seqlen_q + position), cute.make_layout(1))[0] = value
+                of_head = ((Int64(sequence.batch) * params.heads + head) << params.pack_gqa) + packed_head
+                cute.make_tensor(lse + (of_head * sequence.seqlen_q + position), cute.make_layout(1))[0] = value
         scale_rows(o, by)  # A1.24, A2.20
         rounded = cute.make_rmem_tensor(cute.size(o), self.dtype_o)
         to_16_bits(o, rounded)
@@ -541,7 +526,7 @@ class Forward:
             cute.arch.fence_proxy("async.shared", space="cta")
             self.sync_warpgroup(consumer.wg_idx)
             if thread < 32:
-                gmem, smem = box_of(tma_o, staged, (column, 0, first_row >> schedule.pack, head, batch))
+                gmem, smem = box_of(tma_o, staged, (column, 0, *sequence.origin_q(first_row >> params.pack_gqa, head)))
                 cute.copy(tma_o, smem, gmem)  # A1.25
                 cute.arch.cp_async_bulk_commit_group()
 
@@ -549,16 +534,6 @@ class Forward:
     def sync_warpgroup(self, wg_idx: Int32):
         """Barrier of a warpgroup's warps."""
         cute.arch.barrier(barrier_id=NamedBarrier.EPILOGUE + self.of_block(wg_idx), number_of_threads=WARPGROUP)
-
-
-@cute.jit
-def read_next(schedule: TileScheduler, storage: SharedStorage, work_idx: Int32) -> Any:
-    """Read the next tile from shared memory; to be called by a whole warp."""
-    storage.tile_pipeline.consumer_wait(work_idx)
-    tile = schedule.told(storage.tile)
-    cute.arch.sync_warp()  # every lane has read it
-    storage.tile_pipeline.consumer_release(work_idx)
-    return tile
 
 
 @cute.jit

@@ -25,12 +25,14 @@ from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32, const_exp
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
 
+from flashzoo._cute.hopper.bounds import Bounds
+from flashzoo._cute.hopper.params import Params
 from flashzoo._cute.hopper.tile_scheduler import TileScheduler
 from flashzoo._cute.hopper.wgmma import gemm, rows_of, shared_layout
 from flashzoo.call.problem import DESCALE_BLOCK
 from flashzoo.gpu import WARPGROUP_ROWS, WARPS
 from flashzoo.integers import cdiv
-from flashzoo.v3.forward import Consumer, Forward, SharedStorage, read_next
+from flashzoo.v3.forward import Consumer, Forward, SharedStorage
 from flashzoo.v3.product import Product, ValuePath
 from flashzoo.v3.softmax import NOTHING_SEEN, maximum
 from flashzoo.v3.traits import KernelFp8
@@ -114,18 +116,19 @@ class SoftmaxFp8:
     place: cute.Tensor
 
     @cute.jit
-    def reset(self, schedule: TileScheduler, batch: Int32, head: Int32, row: Int32):
+    def reset(self, bounds: Bounds, row: Int32):
         """Begin with rows that have seen nothing: row `row` of the head's tiles, and the one 8 below."""
         self.row_max.fill(NOTHING_SEEN)
         self.row_sum.fill(0.0)
         self.alpha.fill(0.0)
-        self.place[0], self.place[1] = batch, head // schedule.group
+        params, head = bounds.params, bounds.tile.head
+        self.place[0], self.place[1] = bounds.tile.batch, head // params.group
         self.read_ahead(Int32(0))
         self.v_scale[0] = limited(self.ahead[1])
         for r in cutlass.range_constexpr(2):
-            of_head = ((row + 8 * r) & ((1 << schedule.pack) - 1)) + (head << schedule.pack)
-            position = cutlass.min((row + 8 * r) >> schedule.pack, schedule.seqlen_q - 1)
-            self.scale_log2[r] = self.scaling.scale_log2 * self.scaling.q.at(batch, of_head // self.scaling.q_group, position)
+            of_head = ((row + 8 * r) & ((1 << params.pack_gqa) - 1)) + (head << params.pack_gqa)
+            position = cutlass.min((row + 8 * r) >> params.pack_gqa, bounds.sequence.seqlen_q - 1)
+            self.scale_log2[r] = self.scaling.scale_log2 * self.scaling.q.at(bounds.tile.batch, of_head // self.scaling.q_group, position)
             if const_expr(not self.kernel.block_scales):
                 self.scale_log2[r] = limited(self.scale_log2[r] * self.ahead[0])
 
@@ -193,9 +196,9 @@ class ValueTransposed(ValuePath):
         """Of what TMA loads: (head_dim, keys, stages)."""
         return shared_layout(self.dtype, self.kernel.width_v, KEYS, self.stages)
 
-    def origin(self, first_key: Int32, head: Int32, batch: Int32) -> tuple[Any, ...]:
+    def origin(self, *row: Any) -> tuple[Any, ...]:
         """Where a block of V begins in memory."""
-        return (first_key, 0, head, batch)
+        return (row[0], 0, *row[1:])
 
     def operand(self, v: cute.Tensor) -> cute.Tensor:
         """The stages that the tensor core reads as (head_dim, keys, stages), as they are."""
@@ -222,15 +225,14 @@ class ValueTransposedOnChip(ValuePath):
         return v
 
     @cute.jit
-    def help(self, schedule: TileScheduler, storage: SharedStorage, helper: Int32):
+    def help(self, params: Params, storage: SharedStorage, helper: Int32):
         """A warp that transposes V: its share of every block of tile after tile."""
-        raw, v_pipeline = storage.raw, storage.v_pipeline
+        raw, v_pipeline, scheduler = storage.raw, storage.v_pipeline, TileScheduler(params)
         used = Int32(0)  # blocks of V so far, over all tiles
         work_idx = Int32(0)  # tiles so far
-        tile = schedule.first()
-        while schedule.exists(tile):
-            block, _, _ = schedule.place(tile)
-            begin, end = schedule.extent(tile, block)
+        work = scheduler.initial_work()
+        while scheduler.is_valid(work):
+            begin, end = Bounds(params, scheduler.work_tile(work)).block_range()
             for _ in cutlass.range(end - begin, unroll=1):
                 raw.pipeline.consumer_wait(used)
                 v_pipeline.producer_acquire(used)
@@ -241,7 +243,7 @@ class ValueTransposedOnChip(ValuePath):
                 with cute.arch.elect_one():
                     cute.arch.mbarrier_arrive(v_pipeline.full + v_pipeline.stage(used))
                 used += 1
-            tile = read_next(schedule, storage, work_idx)
+            work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
             work_idx += 1
 
     @cute.jit

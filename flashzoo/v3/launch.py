@@ -20,7 +20,7 @@ from flashzoo.gpu import WARPGROUP_ROWS
 from flashzoo.integers import cdiv, next_power_of_2
 from flashzoo.masks.block_mask import BlockMask
 from flashzoo.masks.lists import Lists
-from flashzoo.v3.config import band_of, kernel_backward_for, kernel_for, pack_for
+from flashzoo.v3.config import band_of, kernel_backward_for, kernel_for, pack_gqa_for
 from flashzoo.v3.programs import LISTS, function_for
 from flashzoo.v3.traits import Kernel, KernelBackward, KernelFp8
 
@@ -35,15 +35,14 @@ SMALLEST_SCALE = 1e-30
 SCALE = ("scale_log2",)
 """Names of the arguments that scale a kernel's scores, of one in 16 bits."""
 
-# Under a causal mask, how many heads' tiles are interleaved, longest first: as many as have K and V of so many bytes, which
-# L2 keeps from one tile of a head to the next. Fewer than the least and one head's tiles read far apart, the most is enough.
-SECTION_BYTES = 32 << 20
-SECTION_HEADS = (16, 64)
+# Under a causal mask, how many heads' tiles are interleaved, longest first: those whose K and V are so many bytes, which L2 keeps from
+# one tile of a head to its next. With fewer than the least, tiles of one head that run together read keys far apart.
+SWIZZLE_BYTES = 32 << 20
+SWIZZLE_HEADS = (16, 64)
 
-# Heads whose tiles are interleaved in deterministic mode: the blocks of keys of one head add to dQ one after the other, and would
-# wait for one another if they ran at the same time. By whether tiles are cut by gradient (there a head leaves L2 sooner), and
-# whether some are longer.
-DETERMINISTIC_SECTION = {(False, False): 32, (False, True): 64, (True, False): 8, (True, True): 32}
+# Heads whose tiles are interleaved in deterministic mode, where tiles of one head add to dQ one after the other, and would wait if they
+# ran at the same time. By whether tiles are cut by gradient (there a head leaves L2 sooner), and whether some are longer.
+DETERMINISTIC_SWIZZLE = {(False, False): 32, (False, True): 64, (True, False): 8, (True, True): 32}
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -146,7 +145,7 @@ class ForwardLaunch:
         self._out_strides = dense(self._out_shape, q_strides)
         self._out_dtype = TORCH_DTYPES[kernel.out_dtype]
 
-        pack = pack_for(p, tiles.block_q)
+        pack = pack_gqa_for(p, tiles.block_q)
         self._q = _map_of_queries(p, kernel.dtype, p.head_dim, kernel.width, pack, q_strides)
         self._k = map_of_rows(kernel.dtype, (p.batch, p.seqlen_k, p.heads_kv, p.head_dim), k_strides, kernel.width, tiles.block_kv)
         self._v = _map_of_v(p, kernel, v_strides)
@@ -154,13 +153,13 @@ class ForwardLaunch:
 
         heads, group = p.heads >> pack, p.heads // p.heads_kv >> pack
         blocks_q, batch_heads = cdiv(p.seqlen_q << pack, tiles.block_q), p.batch * heads
-        section = 1
+        swizzle = 1
         if kernel.right and not kernel.left:  # else all tiles are as long
-            section = _section_of(2 * p.seqlen_k * (p.head_dim + p.head_dim_v), group)
-        schedule = _schedule(p, blocks_q, batch_heads, section, heads=heads, group=group, pack=pack)
+            swizzle = _swizzle_of(2 * p.seqlen_k * (p.head_dim + p.head_dim_v), group)
+        params = _params(p, blocks_q, batch_heads, swizzle, heads=heads, group=group, pack_gqa=pack)
         blocks = min(_multiprocessors(device), cdiv(blocks_q * batch_heads, tiles.teams))
         given = ("q", "k", "v", "out", "lse", "counter", *more)
-        self._launch = function_for(kernel).bind(device, blocks, schedule, given)
+        self._launch = function_for(kernel).bind(device, blocks, params, given)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *more: float) -> tuple[Tensor, Tensor]:
         """`(out, lse)`, launched on the current stream of the tensors' device."""
@@ -201,8 +200,8 @@ def _map_of_v(problem: Problem, kernel: Kernel, strides: Ints) -> TensorMap:
     return map_of_rows(kernel.dtype, (p.batch, p.seqlen_k, p.heads_kv, p.head_dim_v), strides, kernel.width_v, block_kv)
 
 
-def _schedule(problem: Problem, blocks: int, batch_heads: int, section: int, **of_heads: int) -> dict[str, int]:
-    """`programs.SCHEDULE` but for the counter."""
+def _params(problem: Problem, blocks: int, batch_heads: int, swizzle: int, **of_heads: int) -> dict[str, int]:
+    """`programs.PARAMS` but for the counter."""
     window_left, window_right = problem.reach_of(band_of(problem))
     return {
         "seqlen_q": problem.seqlen_q,
@@ -212,14 +211,14 @@ def _schedule(problem: Problem, blocks: int, batch_heads: int, section: int, **o
         "window_right": window_right,
         "blocks": blocks,
         "batch_heads": batch_heads,
-        "heads_in_section": min(batch_heads, section),
+        "l2_swizzle": min(batch_heads, swizzle),
     }
 
 
-def _section_of(bytes_of_head: int, group: int = 1) -> int:
+def _swizzle_of(bytes_of_head: int, group: int = 1) -> int:
     """How many heads' tiles are interleaved where `group` heads share so many bytes."""
-    least, most = SECTION_HEADS
-    return max(least, min(most, SECTION_BYTES // bytes_of_head * group))
+    least, most = SWIZZLE_HEADS
+    return max(least, min(most, SWIZZLE_BYTES // bytes_of_head * group))
 
 
 def _multiprocessors(device: int) -> int:
@@ -272,15 +271,15 @@ class BackwardLaunch:
 
         group, batch_heads = p.heads // p.heads_kv, p.batch * p.heads_kv
         uneven = kernel.right and not kernel.left
-        section = 1
+        swizzle = 1
         if kernel.deterministic:
-            section = DETERMINISTIC_SECTION[tiles.by_gradient, uneven]
+            swizzle = DETERMINISTIC_SWIZZLE[tiles.by_gradient, uneven]
         elif uneven:
-            section = _section_of(group * p.seqlen_q * (BYTES[p.dtype] * (p.head_dim + p.head_dim_v) + 4 * p.head_dim))
-        schedule = _schedule(p, blocks, batch_heads, section, heads=p.heads_kv, group=group, pack=0)
+            swizzle = _swizzle_of(group * p.seqlen_q * (BYTES[p.dtype] * (p.head_dim + p.head_dim_v) + 4 * p.head_dim))
+        params = _params(p, blocks, batch_heads, swizzle, heads=p.heads_kv, group=group, pack_gqa=0)
         lists = () if p.block_mask is None else LISTS
         given = ("q", "k", "v", "dout", "dk", "dv", "lse", "delta", "dq", "dq_semaphore", "counter", *lists, *SCALE, "scale")
-        self._launch = function_for(kernel).bind(device, min(_multiprocessors(device), blocks * batch_heads), schedule, given)
+        self._launch = function_for(kernel).bind(device, min(_multiprocessors(device), blocks * batch_heads), params, given)
         self._delta = delta_launch(p, kernel, out_strides, dout_strides, dlse)
         self._round = round_launch(p, kernel, dq_strides)
 

@@ -13,8 +13,8 @@ from cutlass.cute.nvgpu.common import OperandMajorMode
 from cutlass.utils import hopper_helpers
 
 from flashzoo._cute.hopper.dtypes import DTYPES
+from flashzoo._cute.hopper.params import Params
 from flashzoo._cute.hopper.pipeline import Pipeline
-from flashzoo._cute.hopper.tile_scheduler import TileScheduler
 from flashzoo._cute.hopper.wgmma import gemm, shared_layout, to_16_bits, transposed
 from flashzoo.gpu import WARPGROUP_ROWS
 from flashzoo.v3.softmax import scale_rows
@@ -49,9 +49,9 @@ class ValuePath:
         tiles = self.kernel.tiles
         return shared_layout(self.dtype, tiles.block_kv, self.kernel.width_v, tiles.teams * self.stages)
 
-    def origin(self, first_key: Int32, head: Int32, batch: Int32) -> tuple[Any, ...]:
-        """Where a block of V begins in memory."""
-        return (0, first_key, head, batch)
+    def origin(self, *row: Any) -> tuple[Any, ...]:
+        """Where a block of V begins in memory: at a row as `SequenceInfo.origin_k` gives it."""
+        return (0, *row)
 
     def allocate(self, smem: cutlass.memory.SmemAllocator, layout: cute.ComposedLayout) -> tuple[cute.Tensor, cute.Tensor | None]:
         """The stages that the tensor core reads, and those that TMA fills where these are others."""
@@ -61,7 +61,7 @@ class ValuePath:
         """The stages that the tensor core reads as (head_dim, keys, stages)."""
         return transposed(v)
 
-    def help(self, schedule: TileScheduler, storage: Any, helper: Int32) -> None:
+    def help(self, params: Params, storage: Any, helper: Int32) -> None:
         """What a helper does."""
 
 

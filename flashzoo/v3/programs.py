@@ -17,25 +17,31 @@ from flashzoo.v3.traits import Kernel, KernelBackward, KernelBackwardSparse, Ker
 
 ARCH = "sm_90a"
 
-SCHEDULE: dict[str, Parameter] = {
-    **dict.fromkeys(("seqlen_q", "seqlen_k", "heads", "group", "pack", "window_left", "window_right"), INT),
-    **dict.fromkeys(("blocks", "batch_heads", "heads_in_section"), INT),
+PARAMS: dict[str, Parameter] = {
+    **dict.fromkeys(("seqlen_q", "seqlen_k", "heads", "group", "pack_gqa", "window_left", "window_right"), INT),
+    **dict.fromkeys(("blocks", "batch_heads", "l2_swizzle"), INT),
     "counter": Pointer("i32"),
 }
-"""Fields of `schedule.TileScheduler`."""
+"""Fields of `params.Params`."""
 
 LISTS: dict[str, Parameter] = {
     **dict.fromkeys(("list_batch", "list_head", "width", "bit_blocks"), INT),
     **dict.fromkeys(("order", "counts", "full", "indices", "bit_index"), Pointer("i32")),
     "bits": Pointer("u32", align=16),
 }
-"""Those that `sparse.TileSchedulerSparse` has more, of a block mask."""
+"""Those that `sparse.ParamsSparse` has more, of a block mask."""
 
 DESCALE: dict[str, Parameter] = {"values": Pointer("fp32"), **dict.fromkeys(("batch", "head", "block"), INT)}
 """Fields of `fp8.Descale`."""
 
 
-def _forward(kernel: Kernel, schedule: str, more: dict[str, Parameter], **scaling: Parameter) -> Arguments:
+def _params(kernel: Kernel | KernelBackward) -> Record:
+    if isinstance(kernel, (KernelSparse, KernelBackwardSparse)):
+        return Record("flashzoo.v3.sparse:ParamsSparse", {**PARAMS, **LISTS}, (kernel,))
+    return Record("flashzoo._cute.hopper.params:Params", PARAMS, (kernel,))
+
+
+def _forward(kernel: Kernel, **scaling: Parameter) -> Arguments:
     packed, plain = (None,) * 4, (None,) * 3
     transposed = isinstance(kernel, KernelFp8) and kernel.transposed
     return Arguments(
@@ -44,7 +50,7 @@ def _forward(kernel: Kernel, schedule: str, more: dict[str, Parameter], **scalin
         v=Tma(kernel.dtype, (None, kernel.width_v, None, None) if transposed else (kernel.width_v, *plain)),
         out=Tma(kernel.out_dtype, (kernel.width_v, *packed)),
         lse=Pointer("fp32"),
-        schedule=Record(schedule, {**SCHEDULE, **more}, (kernel,)),
+        params=_params(kernel),
         **scaling,
     )
 
@@ -52,16 +58,16 @@ def _forward(kernel: Kernel, schedule: str, more: dict[str, Parameter], **scalin
 def _forward_fp8(kernel: KernelFp8) -> Arguments:
     descales = {name: Record("flashzoo.v3.fp8:Descale", DESCALE, prefix=f"{name}_") for name in ("q", "k", "v")}
     scaling = {"scale_log2": FLOAT, **descales, "q_group": INT}
-    return _forward(kernel, "flashzoo._cute.hopper.tile_scheduler:TileScheduler", {}, scaling=Record("flashzoo.v3.fp8:Scaling", scaling))
+    return _forward(kernel, scaling=Record("flashzoo.v3.fp8:Scaling", scaling))
 
 
-def _backward(kernel: KernelBackward, schedule: str, more: dict[str, Parameter]) -> Arguments:
+def _backward(kernel: KernelBackward) -> Arguments:
     of_q, of_v = (Tma(kernel.dtype, (width, None, None, None)) for width in (kernel.width, kernel.width_v))
     return Arguments(
         **{"q": of_q, "k": of_q, "v": of_v, "dout": of_v, "dk": of_q, "dv": of_v},
         **dict.fromkeys(("lse", "delta", "dq"), Pointer("fp32")),
         dq_semaphore=Pointer("i32"),
-        schedule=Record(schedule, {**SCHEDULE, **more}, (kernel,)),
+        params=_params(kernel),
         scale_log2=FLOAT,
         scale=FLOAT,
     )
@@ -85,21 +91,21 @@ class Program:
 PROGRAMS: dict[type[Kernel | KernelBackward], Program] = {
     Kernel: Program(
         "flashzoo.v3.forward:Forward",
-        lambda kernel: _forward(kernel, "flashzoo._cute.hopper.tile_scheduler:TileScheduler", {}, scale_log2=FLOAT),
+        lambda kernel: _forward(kernel, scale_log2=FLOAT),
     ),
     KernelSparse: Program(
         "flashzoo.v3.sparse:ForwardSparse",
-        lambda kernel: _forward(kernel, "flashzoo.v3.sparse:TileSchedulerSparse", LISTS, scale_log2=FLOAT),
+        lambda kernel: _forward(kernel, scale_log2=FLOAT),
     ),
     KernelFp8: Program("flashzoo.v3.fp8:ForwardFp8", _forward_fp8),
     KernelBackward: Program(
         "flashzoo.v3.backward:Backward",
-        lambda kernel: _backward(kernel, "flashzoo._cute.hopper.tile_scheduler:TileSchedulerBackward", {}),
+        _backward,
         by_gradient="flashzoo.v3.backward_by_gradient:BackwardByGradient",
     ),
     KernelBackwardSparse: Program(
         "flashzoo.v3.sparse_backward:BackwardSparse",
-        lambda kernel: _backward(kernel, "flashzoo.v3.sparse_backward:TileSchedulerBackwardSparse", LISTS),
+        _backward,
         by_gradient="flashzoo.v3.sparse_backward:BackwardByGradientSparse",
     ),
 }

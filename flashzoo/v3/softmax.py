@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from flashzoo._cute.hopper.tile_scheduler import TileScheduler
+from flashzoo._cute.hopper.bounds import Bounds
 from flashzoo._cute.hopper.wgmma import rows_of
 
 NOTHING_SEEN = -3e38
@@ -37,7 +37,7 @@ class Softmax:
     row_sum: cute.Tensor
     scale_log2: Float32
 
-    def reset(self, schedule: TileScheduler, batch: Int32, head: Int32, row: Int32) -> None:
+    def reset(self, bounds: Bounds, row: Int32) -> None:
         """Begin with rows that have seen nothing."""
         self.row_max.fill(NOTHING_SEEN)
         self.row_sum.fill(0.0)

@@ -2,15 +2,15 @@
 
 1. A tile is one row of the block mask: the queries of two warpgroups. Its list has the partial blocks first, then the full
    ones, each part ascending; as in the dense kernel it is walked from its end to its start.
-2. What comes first may cross the end of the keys, and is masked by that where it does. The other full blocks are not masked at
-   all. The partial ones are masked by the band and the bits of the mask's elements, and by the end of the keys.
-3. The producer alone reads which block comes next; a consumer does for the blocks that it masks. A warp of its own, a tile ahead,
-   looks up the row of the following tile and how much it keeps, and hands that over with the tile's number.
+2. The block that is walked first may cross the end of the keys, and is masked by that where it does. The other full blocks are not
+   masked at all, the partial ones by the window, the bits of the mask's elements, and the end of the keys.
+3. The producer alone reads which block is next; a consumer does for the blocks that it masks. The scheduler warp looks up the row of
+   the next tile and how much it keeps, and tells them with the tile's number.
 4. A row that keeps nothing is a block past the last key, masked whole: no special case.
 5. Where registers allow (head dim 64) a thread block works on two tiles at a time, with two teams of its warps: a row of the mask
    is two warpgroups' queries, and two are too few to keep the tensor cores busy under their softmax.
 
-Rows are handed out from the longest to the shortest, so that no thread block is left with a long one at the end.
+Rows begin in the order of their lengths, the longest first (LPT), so that no thread block is left with a long one at the end.
 """
 
 from __future__ import annotations
@@ -22,26 +22,28 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32, const_expr
 
-from flashzoo._cute.hopper.tile_scheduler import NEVER, Bounds, TileScheduler
+from flashzoo._cute.hopper.bounds import NEVER, Bounds, ThreadBounds
+from flashzoo._cute.hopper.params import Params
+from flashzoo._cute.hopper.tile_scheduler import TileScheduler, WorkTile
 from flashzoo._cute.hopper.wgmma import rows_of
 from flashzoo.gpu import WARPGROUP_ROWS
 from flashzoo.v3.forward import Consumer, Forward, own_team
-from flashzoo.v3.traits import KernelSparse
+from flashzoo.v3.traits import KernelBackwardSparse, KernelSparse
 
 
 @dataclass(frozen=True)
 class Row:
-    """A tile: a row of one head's block mask.
+    """`Work` of a scheduler: a row of one head's block mask.
 
     Attributes:
-        number: of the tile, in the order in which they are handed out.
+        tile_idx: number of the tile.
         list: which of the lists of all heads.
         block: which row.
         partial, kept: how many of its blocks are partial, and how many there are in all.
-        bit_block: where the bits of its last partial block lie; for consumers, and where there are bits.
+        bit_block: which of the head's blocks of bits its last partial block has; for consumers, and where there are bits.
     """
 
-    number: Int32
+    tile_idx: Int32
     list: Int32
     block: Int32
     partial: Int32
@@ -50,20 +52,27 @@ class Row:
 
 
 @dataclass(frozen=True)
-class TileSchedulerSparse(TileScheduler):
-    """The same with a block mask, whose `Lists` of rows these are. No heads are packed.
+class RowTile(WorkTile):
+    """A tile, and its row."""
 
-    `blocks` are the mask's rows; `window_left` and `window_right` the band that partial blocks apply.
+    row: Row
+
+
+@dataclass(frozen=True)
+class ParamsSparse(Params):
+    """The same with a block mask, whose `Lists` of rows (columns, in the backward pass) these are. No heads are packed.
+
+    `blocks` are the tiles of a head; `window_left` and `window_right` are what partial blocks are masked by.
 
     Attributes:
         list_batch, list_head: strides over batch and heads, in heads that have lists; 0 where they are shared.
         width: of the lists.
-        bit_blocks: for how many blocks a head has bits.
+        bit_blocks: how many blocks of bits a head has.
         order, counts, full, indices, bit_index: the lists; any address where they have no room for anything.
         bits: of elements, four bytes at a time.
     """
 
-    kernel: Constexpr[KernelSparse]
+    kernel: Constexpr[KernelSparse | KernelBackwardSparse]
     list_batch: Int32
     list_head: Int32
     width: Int32
@@ -75,76 +84,96 @@ class TileSchedulerSparse(TileScheduler):
     bit_index: cute.Pointer
     bits: cute.Pointer
 
-    def first(self) -> Row:
-        """The tile that a team begins with."""
-        number = cute.arch.block_idx()[0]
-        if const_expr(self.kernel.teams > 1):
-            number = number * self.kernel.teams + own_team(self.kernel.tiles)
-        return self.with_bit_block(self.described(number))
-
-    def described(self, number: Int32) -> Row:
-        """The tile of a number; past the last one, what is read of the last."""
-        rank, head, batch = self.rank_of(cutlass.min(number, self.blocks * self.batch_heads - 1))
-        rows = self.list_of(head, batch) * self.blocks
-        block = at(self.order, rows + rank)
-        kept = at(self.counts, rows + block)
-        return Row(number, rows + block, block, kept - at(self.full, rows + block), kept, Int32(0))
-
-    def tell(self, slot: cute.Tensor, tile: Row) -> None:
-        """Hand a tile over through shared memory."""
-        slot[0], slot[1], slot[2], slot[3], slot[4] = tile.number, tile.list, tile.block, tile.partial, tile.kept
-
-    def told(self, slot: cute.Tensor) -> Row:
-        """The tile that was handed over."""
-        return self.with_bit_block(Row(slot[0], slot[1], slot[2], slot[3], slot[4], Int32(0)))
-
-    def with_bit_block(self, tile: Row) -> Row:
-        """The tile with `bit_block`: read here, it is there when the tile begins."""
-        return replace(tile, bit_block=self.bit_block_of(tile, cutlass.max(tile.partial * self.kernel.parts - 1, 0)))
-
-    def exists(self, tile: Row) -> Boolean:
-        """Whether a tile is one, and not past the last."""
-        return tile.number < self.blocks * self.batch_heads
-
-    def place(self, tile: Row) -> tuple[Int32, Int32, Int32]:
-        """`(block of queries, head, batch)` of a tile."""
-        _, head, batch = self.rank_of(tile.number)
-        return tile.block, head, batch
-
-    def extent(self, tile: Row, block: Int32) -> tuple[Int32, Int32]:
-        """First of the blocks of keys that a tile walks, and one past the last: places in its list, at least one."""
-        return Int32(0), cutlass.max(1, tile.kept * self.kernel.parts)
-
-    @cute.jit
-    def first_key(self, tile: Row, n: Int32) -> Int32:
-        """Where the n-th block of keys that a tile walks begins; past the last key, where it keeps none: zeros are loaded, and no NaN."""
-        tiles, parts = self.kernel.tiles, self.kernel.parts
-        key = at(self.indices, self.place_in_lists(tile, n)) * self.kernel.mask_kv + n % parts * tiles.block_kv
-        return self.seqlen_k if tile.kept == 0 else key
-
-    def bit_block_of(self, tile: Row, n: Int32) -> Int32:
-        """Where the bits of the n-th block lie that a tile walks, a partial one; nowhere without bits."""
-        return Int32(0) if not self.kernel.bits else at(self.bit_index, self.place_in_lists(tile, n))
-
-    @cute.jit
-    def read_bits(self, tile: Row, n: Int32, bit_block: Int32, row: Int32, words: cute.Tensor):
-        """Read the bits at `bit_block`, of the n-th block: of row `row` of the tile and the one 8 below, into `(words, 2)`."""
-        tiles, parts = self.kernel.tiles, self.kernel.parts
-        words_of_row = self.kernel.mask_kv // 32
-        first = (Int64(tile.list // self.blocks) * self.bit_blocks + bit_block) * (tiles.block_q * words_of_row)
-        for r in cutlass.range_constexpr(2):
-            place = first + ((row + 8 * r) * words_of_row + n % parts * (tiles.block_kv // 32))
-            place = cute.assume(place, divby=tiles.block_kv // 32)
-            source = cute.make_tensor(self.bits + place, cute.make_layout(tiles.block_kv // 32))
-            cute.autovec_copy(source, words[None, r])
-
-    def place_in_lists(self, tile: Row, n: Int32) -> Int64:
-        """Of the n-th block that a tile walks, among the entries of all lists."""
-        return Int64(tile.list) * self.width + n // self.kernel.parts
-
     def list_of(self, head: Int32, batch: Int32) -> Int32:
         """Which of the heads that have lists."""
         return batch * self.list_batch + head * self.list_head
+
+    def place_in_lists(self, row: Row, n: Int32) -> Int64:
+        """Of the n-th block that a tile walks, among the entries of all lists."""
+        return Int64(row.list) * self.width + n // self.kernel.parts
+
+    def bit_block_of(self, row: Row, n: Int32) -> Int32:
+        """Which block of bits the n-th block has that a tile walks, a partial one; any without bits."""
+        return Int32(0) if not self.kernel.bits else at(self.bit_index, self.place_in_lists(row, n))
+
+
+@dataclass(frozen=True)
+class TileSchedulerSparse(TileScheduler):
+    """The same with a block mask."""
+
+    params: ParamsSparse
+
+    def initial_work(self) -> Row:
+        """The work that a team begins with."""
+        tile_idx = cute.arch.block_idx()[0]
+        if const_expr(self.params.kernel.teams > 1):
+            tile_idx = tile_idx * self.params.kernel.teams + own_team(self.params.kernel.tiles)
+        return self.with_bit_block(self.work_of(tile_idx))
+
+    def work_of(self, tile_idx: Int32) -> Row:
+        """The work of a number; past the last one, what is read of the last."""
+        p = self.params
+        rank, head, batch = self.coordinates(cutlass.min(tile_idx, p.blocks * p.batch_heads - 1))
+        rows = p.list_of(head, batch) * p.blocks
+        block = at(p.order, rows + rank)
+        kept = at(p.counts, rows + block)
+        return Row(tile_idx, rows + block, block, kept - at(p.full, rows + block), kept, Int32(0))
+
+    def is_valid(self, work: Row) -> Boolean:
+        """Whether it is a tile, and not past the last."""
+        return work.tile_idx < self.params.blocks * self.params.batch_heads
+
+    def work_tile(self, work: Row) -> RowTile:
+        """Which tile it is."""
+        _, head, batch = self.coordinates(work.tile_idx)
+        return RowTile(work.block, head, batch, work)
+
+    def to_smem(self, smem: cute.Tensor, work: Row) -> None:
+        """Write it to shared memory."""
+        smem[0], smem[1], smem[2], smem[3], smem[4] = work.tile_idx, work.list, work.block, work.partial, work.kept
+
+    def from_smem(self, smem: cute.Tensor) -> Row:
+        """Read it from there."""
+        return self.with_bit_block(Row(smem[0], smem[1], smem[2], smem[3], smem[4], Int32(0)))
+
+    def with_bit_block(self, row: Row) -> Row:
+        """The row with `bit_block`: read here, it is there when the tile begins."""
+        return replace(row, bit_block=self.params.bit_block_of(row, cutlass.max(row.partial * self.params.kernel.parts - 1, 0)))
+
+
+@dataclass(frozen=True)
+class BoundsSparse(Bounds):
+    """The blocks of a tile's list, and the keys that the rows of partial ones see by the window."""
+
+    params: ParamsSparse
+    tile: RowTile
+
+    def block_range(self) -> tuple[Int32, Int32]:
+        """First of the blocks of keys that the tile walks, and one past the last: places in its list, at least one."""
+        return Int32(0), cutlass.max(1, self.tile.row.kept * self.params.kernel.parts)
+
+    @cute.jit
+    def first_key(self, n: Int32) -> Int32:
+        """Where the n-th block of keys begins; past the last key, where the row keeps none: zeros are loaded, and no NaN."""
+        p, row, parts = self.params, self.tile.row, self.params.kernel.parts
+        key = at(p.indices, p.place_in_lists(row, n)) * p.kernel.mask_kv + n % parts * p.kernel.tiles.block_kv
+        return self.sequence.seqlen_k if row.kept == 0 else key
+
+    def bit_block_of(self, n: Int32) -> Int32:
+        """Which block of bits the tile's n-th block has, a partial one; any without bits."""
+        return self.params.bit_block_of(self.tile.row, n)
+
+    @cute.jit
+    def read_bits(self, n: Int32, bit_block: Int32, row: Int32, words: cute.Tensor):
+        """Read the bits of the n-th block: of row `row` of the tile and the one 8 below, into `(words, 2)`."""
+        p, tiles, parts = self.params, self.params.kernel.tiles, self.params.kernel.parts
+        words_of_row = p.kernel.mask_kv // 32
+        first = (Int64(self.tile.row.list // p.blocks) * p.bit_blocks + bit_block) * (tiles.block_q * words_of_row)
+        for r in cutlass.range_constexpr(2):
+            place = first + ((row + 8 * r) * words_of_row + n % parts * (tiles.block_kv // 32))
+            place = cute.assume(place, divby=tiles.block_kv // 32)
+            source = cute.make_tensor(p.bits + place, cute.make_layout(tiles.block_kv // 32))
+            cute.autovec_copy(source, words[None, r])
 
 
 @dataclass(frozen=True)
@@ -158,7 +187,7 @@ class MaskSparse:
         words: bits of its two rows, `(words, 2)`, or None.
     """
 
-    bounds: Bounds
+    bounds: ThreadBounds
     column: Int32
     left: Constexpr[bool]
     words: cute.Tensor | None = None
@@ -187,22 +216,24 @@ class ForwardSparse(Forward):
     """The program of one `KernelSparse`."""
 
     kernel: KernelSparse
+    scheduler = TileSchedulerSparse
+    bounds = BoundsSparse
     scheduler_warp = True
 
     @cute.jit
-    def mainloop(self, schedule: TileSchedulerSparse, tile: Row, block: Int32, consumer: Consumer, used: Int32, q_use: Int32) -> Int32:
+    def mainloop(self, bounds: BoundsSparse, consumer: Consumer, used: Int32, q_use: Int32) -> Int32:
         """One tile's rows of O, not yet divided by l, and of the softmax state. Returns the new `used`."""
-        kernel, tiles = self.kernel, self.tiles
+        kernel, tiles, mask_row = self.kernel, self.tiles, bounds.tile.row
         step = self.step_overlapped if const_expr(tiles.overlap) else self.step_serial
         column, row = consumer.column, consumer.wg_idx * WARPGROUP_ROWS + consumer.row
-        _, end = schedule.extent(tile, block)
-        last, partial = end - 1, tile.partial * kernel.parts
-        nothing = tile.kept == 0
-        begins_partial = not nothing and tile.partial == tile.kept
+        _, end = bounds.block_range()
+        last, partial = end - 1, mask_row.partial * kernel.parts
+        nothing = mask_row.kept == 0
+        begins_partial = not nothing and mask_row.partial == mask_row.kept
         # Past what a row keeps its list says nothing.
-        first_key = Int32(0) if nothing else schedule.first_key(tile, last)
-        limit = Int32(-NEVER) if nothing else schedule.seqlen_k
-        bounds = schedule.bounds(block * tiles.block_q + row, column)
+        first_key = Int32(0) if nothing else bounds.first_key(last)
+        limit = Int32(-NEVER) if nothing else bounds.sequence.seqlen_k
+        of_thread = bounds.of_thread(bounds.tile.block * tiles.block_q + row, column)
         keys = (Int32(-NEVER), limit - column)
 
         words, words_ahead = None, None
@@ -210,12 +241,12 @@ class ForwardSparse(Forward):
             words, words_ahead = (cute.make_rmem_tensor((tiles.block_kv // 32, 2), Uint32) for _ in range(2))
             words_ahead.fill(0)
             if partial > 0:
-                schedule.read_bits(tile, partial - 1, tile.bit_block, row, words_ahead)
+                bounds.read_bits(partial - 1, mask_row.bit_block, row, words_ahead)
             for i in cutlass.range_constexpr(tiles.block_kv // 32):
                 for r in cutlass.range_constexpr(2):
                     words[i, r] = words_ahead[i, r] if begins_partial else Uint32(0xFFFFFFFF)
-        bit_block = schedule.bit_block_of(tile, cutlass.max(partial - 2, 0))
-        of_first = tuple([tuple([b if begins_partial else k for b, k in zip(of_row, keys, strict=True)]) for of_row in bounds])
+        bit_block = bounds.bit_block_of(cutlass.max(partial - 2, 0))
+        of_first = tuple([tuple([b if begins_partial else k for b, k in zip(of_row, keys, strict=True)]) for of_row in of_thread])
         first = MaskSparse(of_first, column, kernel.left, words)
 
         consumer.storage.q_pipeline.consumer_wait(q_use)  # A1.14, A2.3
@@ -228,9 +259,9 @@ class ForwardSparse(Forward):
         if begins_partial:
             partial -= 1
             if const_expr(kernel.bits):
-                schedule.read_bits(tile, cutlass.max(partial - 1, 0), bit_block, row, words_ahead)
-            bit_block = schedule.bit_block_of(tile, cutlass.max(partial - 2, 0))
-        key = schedule.first_key(tile, cutlass.max(partial - 1, 0))
+                bounds.read_bits(cutlass.max(partial - 1, 0), bit_block, row, words_ahead)
+            bit_block = bounds.bit_block_of(cutlass.max(partial - 2, 0))
+        key = bounds.first_key(cutlass.max(partial - 1, 0))
         full = last - partial
         if const_expr(kernel.parts > 1):  # the other part of a full block that crosses the end of the keys
             crossing = cutlass.min(full, 1 if first_key > limit else 0)
@@ -239,16 +270,16 @@ class ForwardSparse(Forward):
             full -= crossing
         for _ in cutlass.range(full, unroll=1):  # A1.15, A2.7
             used = step(consumer, used, Int32(0), None)
-        mask = MaskSparse(bounds, column, kernel.left, words)
+        mask = MaskSparse(of_thread, column, kernel.left, words)
         for i in cutlass.range(partial, unroll=1):
             n = partial - 1 - i
             if const_expr(kernel.bits):
                 words.store(words_ahead.load())
-                schedule.read_bits(tile, cutlass.max(n - 1, 0), bit_block, row, words_ahead)
+                bounds.read_bits(cutlass.max(n - 1, 0), bit_block, row, words_ahead)
             first_key, key, bit_block = (
                 key,
-                schedule.first_key(tile, cutlass.max(n - 1, 0)),
-                schedule.bit_block_of(tile, cutlass.max(n - 2, 0)),
+                bounds.first_key(cutlass.max(n - 1, 0)),
+                bounds.bit_block_of(cutlass.max(n - 2, 0)),
             )
             used = step(consumer, used, first_key, mask)
         consumer.storage.q_pipeline.consumer_release(q_use)

@@ -97,8 +97,8 @@ class Kernel:
         return self.width_v // cdiv(self.width_v, 128)
 
     @property
-    def words_of_tile(self) -> int:
-        """32-bit words through which a tile is handed over: its number."""
+    def words_of_work(self) -> int:
+        """32-bit words that tell of the next tile: its number."""
         return 1
 
     @property
@@ -109,7 +109,7 @@ class Kernel:
         elements += tiles.block_kv * (tiles.stages * self.width + self.stages_of_v * self.width_v)
         stages = tiles.q_stages * tiles.consumers + tiles.stages + self.stages_of_v + 1
         out = BYTES[self.out_dtype] * tiles.block_q * self.width_o
-        return tiles.teams * (BYTES[self.dtype] * elements + out + 16 * stages) + 8 * cdiv(tiles.teams * self.words_of_tile, 2)
+        return tiles.teams * (BYTES[self.dtype] * elements + out + 16 * stages) + 8 * cdiv(tiles.teams * self.words_of_work, 2)
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,8 @@ class KernelSparse(Kernel):
         return self.mask_kv // self.tiles.block_kv
 
     @property
-    def words_of_tile(self) -> int:
-        """32-bit words through which a tile is handed over: its number, its row, how much the row keeps."""
+    def words_of_work(self) -> int:
+        """32-bit words that tell of the next tile: the number, the row, how much it keeps."""
         return 5
 
 
@@ -248,8 +248,8 @@ class KernelBackward:
     """How many tiles a thread block works on at a time."""
 
     @property
-    def words_of_tile(self) -> int:
-        """32-bit words through which a tile is handed over: its number."""
+    def words_of_work(self) -> int:
+        """32-bit words that tell of the next tile: its number."""
         return 1
 
     def blocks_q(self, seqlen_q: int) -> int:
@@ -305,7 +305,7 @@ class KernelBackward:
         elements += tiles.ds_stages * tiles.block_q * tiles.block_kv
         floats = numbers * stages + 2 * tiles.stages * tiles.block_q
         pipelines = 2 * tiles.stages + tiles.ds_stages + self.exchange_barriers + max(1, self.writers) + 3
-        return BYTES[self.dtype] * elements + 4 * floats + 16 * pipelines + 8 * cdiv(self.words_of_tile, 2)
+        return BYTES[self.dtype] * elements + 4 * floats + 16 * pipelines + 8 * cdiv(self.words_of_work, 2)
 
 
 @dataclass(frozen=True)
@@ -338,8 +338,8 @@ class KernelBackwardSparse(KernelBackward):
         return self.mask_kv // self.tiles.block_kv
 
     @property
-    def words_of_tile(self) -> int:
-        """32-bit words through which a tile is handed over, as in `KernelSparse`."""
+    def words_of_work(self) -> int:
+        """32-bit words that tell of the next tile, as in `KernelSparse`."""
         return 5
 
     def blocks_q(self, seqlen_q: int) -> int:

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, const_expr
 
-from flashzoo._cute.hopper.tile_scheduler import Bounds
+from flashzoo._cute.hopper.bounds import ThreadBounds
 from flashzoo._cute.hopper.wgmma import rows_of
 
 
@@ -21,7 +21,7 @@ class Mask:
         left, right: whether to look at that bound.
     """
 
-    bounds: Bounds
+    bounds: ThreadBounds
     left: Constexpr[bool]
     right: Constexpr[bool]
 
@@ -31,7 +31,7 @@ class Mask:
 
 
 @cute.jit
-def mask_scores(s: cute.Tensor, bounds: Bounds, first_key: Int32, left: Constexpr[bool], right: Constexpr[bool]):
+def mask_scores(s: cute.Tensor, bounds: ThreadBounds, first_key: Int32, left: Constexpr[bool], right: Constexpr[bool]):
     """Set the scores outside of their rows' bounds to -inf.
 
     Args:
