@@ -153,13 +153,13 @@ def test_asking_loads_no_kernel_language():
 def paper_lines_in_comments(path: Path) -> set[str]:
     tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
     comments = " ".join(token.string for token in tokens if token.type == tokenize.COMMENT)
-    return set(re.findall(r"\bA\d+\.\d+\b", comments))
+    return set(re.findall(r"\b[AB]\d+\.\d+\b", comments))
 
 
 @pytest.mark.parametrize("folder", VERSION_FOLDERS, ids=relative)
 def test_kernel_and_readme_name_the_same_lines_of_the_paper(folder):
     in_code = set().union(*map(paper_lines_in_comments, DEVICE_CODE[folder]))
-    in_readme = re.findall(r"^\| (A\d+\.\d+) \|", (folder / "README.md").read_text(), re.MULTILINE)
+    in_readme = re.findall(r"^\| ([AB]\d+\.\d+) \|", (folder / "README.md").read_text(), re.MULTILINE)
     assert in_code and in_code == set(in_readme)
     assert len(in_readme) == len(set(in_readme)), "a line is listed twice"
 

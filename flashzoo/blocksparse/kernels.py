@@ -10,8 +10,8 @@ What v2 has, so have these kernels, in the same order under the same names; `dif
 A block of the mask is a whole number of tiles, MASK_Q / BLOCK_Q by MASK_KV / BLOCK_KV; loops count tiles. What a partial block
 applies is a band (causal, window), as everywhere, and bits where there are any (BITS). Left out: dropout.
 
-Scores are in log2 units: exp2 with softmax_scale * log2(e) folded in. Comments A5.n are line numbers of Algorithm 5, A1.n and
-A2.n of FlashAttention-2's (Dao 2023, arXiv:2307.08691).
+Scores are in log2 units: exp2 with softmax_scale * log2(e) folded in. Comments A5.n are lines of Algorithm 5; A1.n and B2.n of
+FlashAttention-2's (Dao 2023, arXiv:2307.08691) Algorithms 1 and 2, forward and backward.
 """
 
 import triton
@@ -318,7 +318,7 @@ def delta_kernel(
     do_head = (do, stride_dob, stride_dos, stride_doh, b, h, seqlen_q)
     o_i = load_block(o_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, True, False)
     do_i = load_block(do_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, True, False)
-    delta_i = tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), 1)  # A2.4
+    delta_i = tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), 1)  # B2.4
     at = tl.cast(bh, tl.int64) * seqlen_q + row
     if DLSE:
         delta_i -= tl.load(dlse + at, mask=row < seqlen_q, other=0.0)
@@ -354,23 +354,23 @@ def accumulate_dkdv(
     """Take the tiles first .. last of the list of blocks into dk and dv. Everything is transposed, (keys, queries), so that
     P^T and dS^T go from one product into the next without leaving the registers."""
     lse_log2, delta, bh, rows_padded = statistics
-    for nth in tl.range(first, last):  # A2.8
+    for nth in tl.range(first, last):  # B2.8
         start = start_of(blocks, nth, BLOCK_Q)
-        q_i = load_block(q_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED, TMA)  # A2.9
+        q_i = load_block(q_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED, TMA)  # B2.9
         lse_i = load_statistic(lse_log2, bh, start, rows_padded, BLOCK_Q, TMA)
         delta_i = load_statistic(delta, bh, start, rows_padded, BLOCK_Q, TMA)
-        s = tl.dot(k_j, q_i.T, input_precision="ieee")  # A2.10
-        p = tl.exp2(s * scale_log2 - lse_i[None, :])  # A2.11
+        s = tl.dot(k_j, q_i.T, input_precision="ieee")  # B2.10
+        p = tl.exp2(s * scale_log2 - lse_i[None, :])  # B2.11
         if MASKED:
             row = start + tl.arange(0, BLOCK_Q)
             p = tl.where(visible(row[None, :], col[:, None], band), p, 0.0)
             if BITS:
                 p = tl.where(visible_by_bits(row, start_kv, blocks, nth, BLOCK_Q, col.shape[0]).T, p, 0.0)
         do_i = load_block(do_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED, TMA)
-        dv = tl.dot(p.to(do_i.dtype), do_i, dv, input_precision="ieee")  # A2.12
-        dp = tl.dot(v_j, do_i.T, input_precision="ieee")  # A2.13
-        ds = p * (dp - delta_i[None, :])  # A2.14
-        dk = tl.dot(ds.to(q_i.dtype), q_i, dk, input_precision="ieee")  # A2.16
+        dv = tl.dot(p.to(do_i.dtype), do_i, dv, input_precision="ieee")  # B2.12
+        dp = tl.dot(v_j, do_i.T, input_precision="ieee")  # B2.13
+        ds = p * (dp - delta_i[None, :])  # B2.14
+        dk = tl.dot(ds.to(q_i.dtype), q_i, dk, input_precision="ieee")  # B2.16
     return dk, dv
 
 
@@ -452,9 +452,9 @@ def dkdv_kernel(
     dk_head = (dk, stride_dkb, stride_dks, stride_dkh, b, h_kv, seqlen_k)
     dv_head = (dv, stride_dvb, stride_dvs, stride_dvh, b, h_kv, seqlen_k)
 
-    k_j = load_block(k_head, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D, True, K_IN_REGISTERS)  # A2.6
+    k_j = load_block(k_head, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D, True, K_IN_REGISTERS)  # B2.6
     v_j = load_block(v_head, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D, True, V_IN_REGISTERS)
-    dk_j = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)  # A2.7
+    dk_j = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)  # B2.7
     dv_j = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
 
     for member in range(group):
@@ -532,7 +532,7 @@ def dkdv_kernel(
             TMA,
         )
 
-    store_block(dk_head, dk_j * scale, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D)  # A2.18
+    store_block(dk_head, dk_j * scale, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D)  # B2.18
     store_block(dv_head, dv_j, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D)
 
 
@@ -572,7 +572,7 @@ def accumulate_dq(
         v_j = load_block(v_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)
         dp = tl.dot(do_i, v_j.T, input_precision="ieee")
         ds = p * (dp - delta_i[:, None])
-        dq = tl.dot(ds.to(k_j.dtype), k_j, dq, input_precision="ieee")  # A2.15
+        dq = tl.dot(ds.to(k_j.dtype), k_j, dq, input_precision="ieee")  # B2.15
     return dq
 
 

@@ -16,7 +16,7 @@ Compared with standard attention: no (seqlen_q, seqlen_k) matrix in memory. Comp
 in float32 between steps; LSE stands for l and m in the backward pass; and the work of a head may be split, over ranges
 of rows forward (as FlashAttention 1.0 came to do) and over blocks of keys backward (its sequence-parallel mode, where
 dQ is added atomically). Left out: dropout, windows. Scores are in log2 units, with softmax_scale * log2(e) folded in.
-Comments A1.n and A4.n are line numbers of the paper's algorithms.
+Comments A1.n are lines of the paper's Algorithm 1, B1.n of its Algorithm 4, which goes backward.
 """
 
 import triton
@@ -242,13 +242,13 @@ def backward_kernel(
     dk_head = (dk, stride_dkb, stride_dks, stride_dkh, b, h_kv, seqlen_k)
     dv_head = (dv, stride_dvb, stride_dvs, stride_dvh, b, h_kv, seqlen_k)
 
-    for block in tl.range(first_block, last_block, num_stages=1):  # A4.6
+    for block in tl.range(first_block, last_block, num_stages=1):  # B1.6
         start_kv = block * BLOCK_KV
         col = start_kv + tl.arange(0, BLOCK_KV)
         tl.debug_barrier()
-        k_j = load_block(k_head, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D)  # A4.7
+        k_j = load_block(k_head, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D)  # B1.7
         v_j = load_block(v_head, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D)
-        dk_j = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)  # A4.8
+        dk_j = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)  # B1.8
         dv_j = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
         first_seeing = 0
         if CAUSAL:
@@ -259,23 +259,23 @@ def backward_kernel(
             q_head = (q, stride_qb, stride_qs, stride_qh, b, h, seqlen_q)
             o_head = (o, stride_ob, stride_os, stride_oh, b, h, seqlen_q)
             do_head = (do, stride_dob, stride_dos, stride_doh, b, h, seqlen_q)
-            for start_q in tl.range(first_seeing, seqlen_q, BLOCK_Q):  # A4.9
+            for start_q in tl.range(first_seeing, seqlen_q, BLOCK_Q):  # B1.9
                 row = start_q + tl.arange(0, BLOCK_Q)
                 at = bh * seqlen_q + row
-                q_i = load_block(q_head, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D)  # A4.10
+                q_i = load_block(q_head, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D)  # B1.10
                 o_i = load_block(o_head, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D)
                 do_i = load_block(do_head, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D)
                 lse_i = tl.load(lse + at, mask=row < seqlen_q, other=0.0) * LOG2E
-                s = tl.dot(q_i, k_j.T, input_precision="ieee") * scale_log2  # A4.11
-                seen = visible(row[:, None], col[None, :], shift, seqlen_k, CAUSAL) & (row < seqlen_q)[:, None]  # A4.12
-                p = tl.where(seen, tl.exp2(s - lse_i[:, None]), 0.0)  # A4.13
-                dv_j = tl.dot(p.to(do_i.dtype).T, do_i, dv_j, input_precision="ieee")  # A4.16
-                dp = tl.dot(do_i, v_j.T, input_precision="ieee")  # A4.17
-                delta_i = tl.sum(do_i.to(tl.float32) * o_i.to(tl.float32), 1)  # A4.19
+                s = tl.dot(q_i, k_j.T, input_precision="ieee") * scale_log2  # B1.11
+                seen = visible(row[:, None], col[None, :], shift, seqlen_k, CAUSAL) & (row < seqlen_q)[:, None]  # B1.12
+                p = tl.where(seen, tl.exp2(s - lse_i[:, None]), 0.0)  # B1.13
+                dv_j = tl.dot(p.to(do_i.dtype).T, do_i, dv_j, input_precision="ieee")  # B1.16
+                dp = tl.dot(do_i, v_j.T, input_precision="ieee")  # B1.17
+                delta_i = tl.sum(do_i.to(tl.float32) * o_i.to(tl.float32), 1)  # B1.19
                 if DLSE:
                     delta_i -= tl.load(dlse + at, mask=row < seqlen_q, other=0.0)
-                ds = (p * (dp - delta_i[:, None])).to(q_i.dtype)  # A4.20
-                dq_i = tl.dot(ds, k_j, input_precision="ieee") * scale  # A4.21
+                ds = (p * (dp - delta_i[:, None])).to(q_i.dtype)  # B1.20
+                dq_i = tl.dot(ds, k_j, input_precision="ieee") * scale  # B1.21
                 dq_base = dq_acc + tl.cast(b, tl.int64) * stride_ab + tl.cast(h, tl.int64) * stride_ah
                 rows = dq_base + row[:, None].to(tl.int64) * stride_as + d[None, :]
                 mask = (row < seqlen_q)[:, None] & (d < HEAD_DIM)[None, :]
@@ -283,6 +283,6 @@ def backward_kernel(
                     tl.store(rows, tl.load(rows, mask=mask, other=0.0) + dq_i, mask=mask)
                 else:
                     tl.atomic_add(rows, dq_i, mask=mask, sem="relaxed")
-                dk_j = tl.dot(ds.T, q_i, dk_j, input_precision="ieee")  # A4.22
-        store_block(dk_head, dk_j * scale, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D)  # A4.24
+                dk_j = tl.dot(ds.T, q_i, dk_j, input_precision="ieee")  # B1.22
+        store_block(dk_head, dk_j * scale, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D)  # B1.24
         store_block(dv_head, dv_j, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D)

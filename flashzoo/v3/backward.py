@@ -1,6 +1,6 @@
 """FlashAttention-3's backward pass for one Hopper GPU, in CuTe DSL.
 
-What is computed is FlashAttention-2's algorithm 2, whose lines the comments name; the roles are those of FlashAttention-3's own code
+What is computed is FlashAttention-2's Algorithm 2, whose lines are marked B2.x; the roles are those of FlashAttention-3's own code
 (`hopper/mainloop_bwd_sm90_tma_gmma_ws.hpp` in Dao-AILab/flash-attention).
 
 1. One thread block stays on each multiprocessor and works on tile after tile: a block of keys and values, and all queries that
@@ -328,7 +328,7 @@ class Backward:
                     semaphore_wait(dq_semaphore + of_block, before)
                 for w in cutlass.range_constexpr(tiles.consumers):
                     storage.exchange_pipeline.consumer_wait((written + i) * tiles.consumers + w)
-                    add(dq + (of_block * tiles.consumers + w) * self.part, storage.exchange[None, w])  # line 15
+                    add(dq + (of_block * tiles.consumers + w) * self.part, storage.exchange[None, w])  # B2.15
                     cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 for w in cutlass.range_constexpr(tiles.consumers):
@@ -394,11 +394,11 @@ class Backward:
                 *(wg_idx, thread, storage, mma_s, mma_dq, mma_dk, mma_dv, k, v, q, do, q_t, do_t, ds, k_t, dk, dv, of_thread, scale_log2)
             )
             dk.fill(0.0)
-            dv.fill(0.0)  # line 7
-            storage.k_pipeline.consumer_wait(work_idx)  # line 6
+            dv.fill(0.0)  # B2.7
+            storage.k_pipeline.consumer_wait(work_idx)  # B2.6
             storage.v_pipeline.consumer_wait(work_idx)
             for _ in cutlass.range(params.group, unroll=1):
-                for i in cutlass.range(end - begin, unroll=1):  # line 8
+                for i in cutlass.range(end - begin, unroll=1):  # B2.8
                     n = bounds.nth(i, begin, end)
                     self.step(bounds, consumer, used, n, bounds.crosses(first_key + wg_idx * WARPGROUP_ROWS, n))
                     used += 1
@@ -432,21 +432,21 @@ class Backward:
         q_stage, do_stage = storage.q_pipeline.stage(used), storage.do_pipeline.stage(used)
         s_shape = consumer.mma_s.get_slice(0).partition_shape_C((tiles.block_kv, tiles.block_q))
         s, dp = (cute.make_rmem_tensor(s_shape, Float32) for _ in range(2))
-        storage.q_pipeline.consumer_wait(used)  # line 9
-        gemm(consumer.mma_s, s, consumer.k, consumer.q[None, None, None, q_stage], True)  # line 10
+        storage.q_pipeline.consumer_wait(used)  # B2.9
+        gemm(consumer.mma_s, s, consumer.k, consumer.q[None, None, None, q_stage], True)  # B2.10
         storage.do_pipeline.consumer_wait(used)
-        gemm(consumer.mma_s, dp, consumer.v, consumer.do[None, None, None, do_stage], True)  # line 13
+        gemm(consumer.mma_s, dp, consumer.v, consumer.do[None, None, None, do_stage], True)  # B2.13
         warpgroup.wait_group(1)
         if crosses:
             self.mask(bounds, n, s, consumer.bounds, consumer.thread)
-        self.exponentiate(s, self.columns(storage.lse[None, q_stage]), consumer.scale_log2)  # line 11
+        self.exponentiate(s, self.columns(storage.lse[None, q_stage]), consumer.scale_log2)  # B2.11
         warpgroup.wait_group(0)
         p, ds = (
             cute.make_rmem_tensor(mma.get_slice(0).partition_shape_A((tiles.block_kv, tiles.block_q)), self.dtype)
             for mma in (consumer.mma_dv, consumer.mma_dk)
         )
-        self.differentiate(s, dp, self.columns(storage.delta[None, do_stage]), p, ds)  # line 14
-        gemm(consumer.mma_dv, consumer.dv, p, consumer.do_t[None, None, None, do_stage], False)  # line 12
+        self.differentiate(s, dp, self.columns(storage.delta[None, do_stage]), p, ds)  # B2.14
+        gemm(consumer.mma_dv, consumer.dv, p, consumer.do_t[None, None, None, do_stage], False)  # B2.12
 
         stage = used % tiles.ds_stages
         to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(True, 4), self.dtype), consumer.mma_s)
@@ -456,10 +456,10 @@ class Backward:
         cute.arch.fence_proxy("async.shared", space="cta")
         self.sync_consumers()
 
-        dq = self.issue_dq(consumer, stage)  # line 15, but for adding it
+        dq = self.issue_dq(consumer, stage)  # B2.15: dS K
         warpgroup.wait_group(1)
         storage.do_pipeline.consumer_release(used)
-        gemm(consumer.mma_dk, consumer.dk, ds, consumer.q_t[None, None, None, q_stage], False)  # line 16
+        gemm(consumer.mma_dk, consumer.dk, ds, consumer.q_t[None, None, None, q_stage], False)  # B2.16
         warpgroup.wait_group(1)
         self.stage_dq(consumer, dq, used)
         warpgroup.wait_group(0)
@@ -547,7 +547,7 @@ class Backward:
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == WARPS:  # warp-uniform: else ptxas waits for every single WGMMA
             for tma, staged in ((tma_dv, storage.v), (tma_dk, storage.k)):
                 gmem, smem = box_of(tma, staged[None, None, 0], origin)
-                cute.copy(tma, smem, gmem)  # line 18
+                cute.copy(tma, smem, gmem)  # B2.18
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             storage.v_pipeline.consumer_release(work_idx)

@@ -144,13 +144,13 @@ class BackwardByGradient(Backward):
             begin, end = bounds.block_range()
             first_key = bounds.tile.block * tiles.block_kv
             tile = Tile(bounds, begin, end, storage, thread, mma_s, mma_acc, mma_dq, *operands, acc, dq, first_key, scale_log2)
-            acc.fill(0.0)
+            acc.fill(0.0)  # B2.7
             storage.k_pipeline.consumer_wait(work_idx)
             storage.v_pipeline.consumer_wait(work_idx)
             steps = params.group * (end - begin)
             scores = cute.make_rmem_tensor(s.partition_shape_C((WARPGROUP_ROWS, tiles.block_q)), Float32)
             self.issue_scores(tile, gradient, used, bounds.walks_any(begin, end), scores)
-            for i in cutlass.range(steps, unroll=1):
+            for i in cutlass.range(steps, unroll=1):  # B2.8
                 self.step(tile, gradient, used + i, i, scores, i + 1 < steps)
             warpgroup.wait_group(0)
             used += steps
@@ -167,7 +167,7 @@ class BackwardByGradient(Backward):
         pipeline = tile.storage.q_pipeline if const_expr(gradient == Gradient.OF_V) else tile.storage.do_pipeline
         if exists:
             pipeline.consumer_wait(use)
-        gemm(tile.mma_s, scores, tile.first, tile.second[None, None, None, pipeline.stage(use)], True)
+        gemm(tile.mma_s, scores, tile.first, tile.second[None, None, None, pipeline.stage(use)], True)  # B2.10, B2.13
 
     @cute.jit
     def step(self, tile: Tile, gradient: Constexpr[Gradient], use: Int32, step: Int32, scores: cute.Tensor, more: Boolean):
@@ -183,7 +183,7 @@ class BackwardByGradient(Backward):
             self.make_ds(tile, use, scores, rounded)
         pipeline.consumer_release(use)
         pipeline_of_factor.consumer_wait(use)
-        gemm(tile.mma_acc, tile.acc, rounded, tile.factor[None, None, None, pipeline_of_factor.stage(use)], False)
+        gemm(tile.mma_acc, tile.acc, rounded, tile.factor[None, None, None, pipeline_of_factor.stage(use)], False)  # B2.12, B2.16
         storage.ds_pipeline.consumer_wait(use)
         parts = self.kernel.semaphores
         dq = self.issue_dq(tile, gradient, use, 0)
@@ -207,7 +207,7 @@ class BackwardByGradient(Backward):
         if bounds.crosses(first_key, n):
             of_thread = bounds.of_thread(first_key + tile.thread // 32 * 16 + lane // 4, lane % 4 * 2)
             self.mask(bounds, n, s, of_thread, tile.thread)
-        self.exponentiate(s, self.columns(storage.lse[None, storage.q_pipeline.stage(use)]), tile.scale_log2)
+        self.exponentiate(s, self.columns(storage.lse[None, storage.q_pipeline.stage(use)]), tile.scale_log2)  # B2.11
         storage.exchange_pipeline.producer_acquire(use)
         fours = self.fours(tile, cute.size(s))
         cute.autovec_copy(cute.make_tensor(s.iterator, cute.make_layout(fours.shape)), fours)
@@ -232,7 +232,7 @@ class BackwardByGradient(Backward):
             pair = delta[None, i].load()
             for r in cutlass.range_constexpr(2):
                 for c in cutlass.range_constexpr(2):
-                    dp_rows[c, r, i] = p_rows[c, r, i] * (dp_rows[c, r, i] - pair[c])
+                    dp_rows[c, r, i] = p_rows[c, r, i] * (dp_rows[c, r, i] - pair[c])  # B2.14
         to_16_bits(dp, ds)
         stage = storage.ds_pipeline.stage(use)
         to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(True, 4), self.dtype), tile.mma_s).get_slice(tile.thread)
@@ -268,7 +268,7 @@ class BackwardByGradient(Backward):
         if const_expr(self.kernel.deterministic):
             semaphore_pipeline.consumer_wait(semaphore_use)
         for i in cutlass.range_constexpr(fours):
-            add_four(memory + (j * fours + i) * 4 * WARPGROUP, dq, 4 * i)
+            add_four(memory + (j * fours + i) * 4 * WARPGROUP, dq, 4 * i)  # B2.15
         if const_expr(self.kernel.deterministic):
             cute.arch.sync_warp()
             semaphore_pipeline.consumer_release(semaphore_use)
@@ -319,7 +319,7 @@ class BackwardByGradient(Backward):
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS == 0:
             origin = (0, *tile.bounds.sequence.origin_k(tile.first_key, tile.bounds.tile.head))
             gmem, smem = box_of(tma, staged[None, None, 0], origin)
-            cute.copy(tma, smem, gmem)
+            cute.copy(tma, smem, gmem)  # B2.18
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             pipeline.consumer_release(work_idx)

@@ -60,7 +60,7 @@ def delta_kernel(
     row_64 = tl.cast(row, tl.int64)
     o_i = tl.load(o + b * stride_ob + h * stride_oh + row_64[:, None] * stride_os + column[None, :], mask=of_v, other=0.0)
     do_i = tl.load(do + b * stride_dob + h * stride_doh + row_64[:, None] * stride_dos + column[None, :], mask=of_v, other=0.0)
-    delta_i = tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), 1)
+    delta_i = tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), 1)  # B2.4
     first = tl.cast(bh, tl.int64) * seqlen_q
     if DLSE:
         delta_i -= tl.load(dlse + first + row, mask=inside, other=0.0)
