@@ -129,30 +129,18 @@ def visible_by_bits(row, start_kv, blocks, nth, BLOCK: tl.constexpr, BLOCK_KV: t
 
 @triton.jit
 def attend(
-    acc,
-    l_i,
-    m_i,
-    q,
-    k_head,
-    v_head,
-    row,
-    blocks,
-    first,
-    last,
-    scale_log2,
-    band,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    MASKED: tl.constexpr,
-    BITS: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """Take the tiles first .. last of the list of blocks into acc, l_i and m_i."""
+    state, queries, keys, span, scale_log2, band,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Take the tiles first .. last of a list of blocks, the span, into the state, acc, l_i and m_i."""
+    acc, l_i, m_i = state
+    q_i, row = queries
+    k_head, v_head = keys
+    blocks, first, last = span
     for nth in tl.range(first, last):  # A1.6, A5.8
         start = start_of(blocks, nth, BLOCK_KV)
         k_j = load_block(k_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)  # A1.7
-        s = tl.dot(q, k_j.T, input_precision="ieee")  # A1.8
+        s = tl.dot(q_i, k_j.T, input_precision="ieee")  # A1.8
         if MASKED:
             col = start + tl.arange(0, BLOCK_KV)
             seen = visible(row[:, None], col[None, :], band)  # A5.11
@@ -177,50 +165,13 @@ def attend(
 
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    q,
-    k,
-    v,
-    o,
-    lse,
-    order,
-    counts,
-    full,
-    indices,
-    bit_index,
-    bits,
-    scale_log2,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    seqlen_q,
-    seqlen_k,
-    heads,
-    group,
-    window_left,
-    window_right,
-    stride_mask_b,
-    stride_mask_h,
-    width,
-    n_bits,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    MASK_Q: tl.constexpr,
-    MASK_KV: tl.constexpr,
-    BITS: tl.constexpr,
-    TMA: tl.constexpr,
-    Q_IN_REGISTERS: tl.constexpr,
-):
+    q, k, v, o, lse, order, counts, full, indices, bit_index, bits, scale_log2,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
+    stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
+    seqlen_q, seqlen_k, heads, group, window_left, window_right, stride_mask_b, stride_mask_h, width, n_bits,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, MASK_Q: tl.constexpr,
+    MASK_KV: tl.constexpr, BITS: tl.constexpr, TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr,
+):  # fmt: skip
     rows = tl.cdiv(seqlen_q, MASK_Q)
     tiles = rows * (MASK_Q // BLOCK_Q)
     bh = tl.program_id(0) // tiles
@@ -247,32 +198,13 @@ def forward_kernel(
     m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
 
     blocks, whole_first, whole_last, last = list_of(mask, mask_head, mask_row, rows, start_q < seqlen_q, seqlen_k, MASK_KV, BLOCK_KV)
-    acc, l_i, m_i = attend(
-        acc, l_i, m_i, q_i, k_head, v_head, row, blocks, 0, whole_first, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_KV, True, BITS, TMA
-    )
-    acc, l_i, m_i = attend(
-        acc,
-        l_i,
-        m_i,
-        q_i,
-        k_head,
-        v_head,
-        row,
-        blocks,
-        whole_first,
-        whole_last,
-        scale_log2,
-        ends,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_KV,
-        False,
-        False,
-        TMA,
-    )
-    acc, l_i, m_i = attend(
-        acc, l_i, m_i, q_i, k_head, v_head, row, blocks, whole_last, last, scale_log2, ends, HEAD_DIM, BLOCK_D, BLOCK_KV, True, False, TMA
-    )
+    state, queries, keys = (acc, l_i, m_i), (q_i, row), (k_head, v_head)
+    span = (blocks, 0, whole_first)
+    state = attend(state, queries, keys, span, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_KV, True, BITS, TMA)
+    span = (blocks, whole_first, whole_last)
+    state = attend(state, queries, keys, span, scale_log2, ends, HEAD_DIM, BLOCK_D, BLOCK_KV, False, False, TMA)
+    span = (blocks, whole_last, last)
+    acc, l_i, m_i = attend(state, queries, keys, span, scale_log2, ends, HEAD_DIM, BLOCK_D, BLOCK_KV, True, False, TMA)
 
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that saw no key: O = 0, LSE = -inf
     o_i = acc / l_safe[:, None]  # A1.12
@@ -283,26 +215,11 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def delta_kernel(
-    o,
-    do,
-    lse,
-    dlse,
-    delta,
-    lse_log2,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    stride_dob,
-    stride_dos,
-    stride_doh,
-    seqlen_q,
-    rows_padded,
-    heads,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    DLSE: tl.constexpr,
-):
+    o, do, lse, dlse, delta, lse_log2,
+    stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh,
+    seqlen_q, rows_padded, heads,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, DLSE: tl.constexpr,
+):  # fmt: skip
     """delta = rowsum(dO * O) - dLSE, and LSE in log2 units.
 
     Both are padded to whole blocks, so that no later load of them needs a mask. LSE is +inf in the padding and where a
@@ -330,30 +247,15 @@ def delta_kernel(
 
 @triton.jit
 def accumulate_dkdv(
-    dk,
-    dv,
-    k_j,
-    v_j,
-    q_head,
-    do_head,
-    statistics,
-    col,
-    start_kv,
-    blocks,
-    first,
-    last,
-    scale_log2,
-    band,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    MASKED: tl.constexpr,
-    BITS: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """Take the tiles first .. last of the list of blocks into dk and dv. Everything is transposed, (keys, queries), so that
-    P^T and dS^T go from one product into the next without leaving the registers."""
-    lse_log2, delta, bh, rows_padded = statistics
+    gradients, keys, queries, span, scale_log2, band,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Take the tiles first .. last of a list of blocks, the span, into the gradients, dk and dv. Everything is transposed,
+    (keys, queries), so that P^T and dS^T go from one product into the next without leaving the registers."""
+    dk, dv = gradients
+    k_j, v_j, col, start_kv = keys
+    q_head, do_head, lse_log2, delta, bh, rows_padded = queries
+    blocks, first, last = span
     for nth in tl.range(first, last):  # B2.8
         start = start_of(blocks, nth, BLOCK_Q)
         q_i = load_block(q_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED, TMA)  # B2.9
@@ -376,62 +278,16 @@ def accumulate_dkdv(
 
 @triton.jit(do_not_specialize=SIZES)
 def dkdv_kernel(
-    q,
-    k,
-    v,
-    do,
-    dk,
-    dv,
-    lse_log2,
-    delta,
-    order,
-    counts,
-    full,
-    indices,
-    bit_index,
-    bits,
-    scale,
-    scale_log2,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
-    stride_dob,
-    stride_dos,
-    stride_doh,
-    stride_dkb,
-    stride_dks,
-    stride_dkh,
-    stride_dvb,
-    stride_dvs,
-    stride_dvh,
-    seqlen_q,
-    seqlen_k,
-    rows_padded,
-    heads_kv,
-    group,
-    window_left,
-    window_right,
-    stride_mask_b,
-    stride_mask_h,
-    width,
+    q, k, v, do, dk, dv, lse_log2, delta, order, counts, full, indices, bit_index, bits, scale, scale_log2,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
+    stride_vb, stride_vs, stride_vh, stride_dob, stride_dos, stride_doh,
+    stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
+    seqlen_q, seqlen_k, rows_padded, heads_kv, group, window_left, window_right, stride_mask_b, stride_mask_h, width,
     n_bits,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    MASK_Q: tl.constexpr,
-    MASK_KV: tl.constexpr,
-    BITS: tl.constexpr,
-    TMA: tl.constexpr,
-    K_IN_REGISTERS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, MASK_Q: tl.constexpr,
+    MASK_KV: tl.constexpr, BITS: tl.constexpr, TMA: tl.constexpr, K_IN_REGISTERS: tl.constexpr,
     V_IN_REGISTERS: tl.constexpr,
-):
+):  # fmt: skip
     columns = tl.cdiv(seqlen_k, MASK_KV)
     tiles = columns * (MASK_KV // BLOCK_KV)
     bh_kv = tl.program_id(0) // tiles
@@ -457,80 +313,22 @@ def dkdv_kernel(
     dk_j = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)  # B2.7
     dv_j = tl.zeros([BLOCK_KV, BLOCK_D], tl.float32)
 
+    gradients, keys = (dk_j, dv_j), (k_j, v_j, col, start_kv)
     for member in range(group):
         h = h_kv * group + member
-        statistics = (lse_log2, delta, bh_kv * group + member, rows_padded)
         q_head = (q, stride_qb, stride_qs, stride_qh, b, h, seqlen_q)
         do_head = (do, stride_dob, stride_dos, stride_doh, b, h, seqlen_q)
+        queries = (q_head, do_head, lse_log2, delta, bh_kv * group + member, rows_padded)
         blocks, whole_first, whole_last, last = list_of(
             mask, mask_head + member * stride_mask_h, mask_column, columns, start_kv < seqlen_k, seqlen_q, MASK_Q, BLOCK_Q
         )
-        dk_j, dv_j = accumulate_dkdv(
-            dk_j,
-            dv_j,
-            k_j,
-            v_j,
-            q_head,
-            do_head,
-            statistics,
-            col,
-            start_kv,
-            blocks,
-            0,
-            whole_first,
-            scale_log2,
-            band,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_Q,
-            True,
-            BITS,
-            TMA,
-        )
-        dk_j, dv_j = accumulate_dkdv(
-            dk_j,
-            dv_j,
-            k_j,
-            v_j,
-            q_head,
-            do_head,
-            statistics,
-            col,
-            start_kv,
-            blocks,
-            whole_first,
-            whole_last,
-            scale_log2,
-            ends,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_Q,
-            False,
-            False,
-            TMA,
-        )
-        dk_j, dv_j = accumulate_dkdv(
-            dk_j,
-            dv_j,
-            k_j,
-            v_j,
-            q_head,
-            do_head,
-            statistics,
-            col,
-            start_kv,
-            blocks,
-            whole_last,
-            last,
-            scale_log2,
-            ends,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_Q,
-            True,
-            False,
-            TMA,
-        )
+        span = (blocks, 0, whole_first)
+        gradients = accumulate_dkdv(gradients, keys, queries, span, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_Q, True, BITS, TMA)
+        span = (blocks, whole_first, whole_last)
+        gradients = accumulate_dkdv(gradients, keys, queries, span, scale_log2, ends, HEAD_DIM, BLOCK_D, BLOCK_Q, False, False, TMA)
+        span = (blocks, whole_last, last)
+        gradients = accumulate_dkdv(gradients, keys, queries, span, scale_log2, ends, HEAD_DIM, BLOCK_D, BLOCK_Q, True, False, TMA)
+    dk_j, dv_j = gradients
 
     store_block(dk_head, dk_j * scale, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D)  # B2.18
     store_block(dv_head, dv_j, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D)
@@ -538,27 +336,13 @@ def dkdv_kernel(
 
 @triton.jit
 def accumulate_dq(
-    dq,
-    q_i,
-    do_i,
-    lse_i,
-    delta_i,
-    k_head,
-    v_head,
-    row,
-    blocks,
-    first,
-    last,
-    scale_log2,
-    band,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    MASKED: tl.constexpr,
-    BITS: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """Take the tiles first .. last of the list of blocks into dq."""
+    dq, queries, keys, span, scale_log2, band,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Take the tiles first .. last of a list of blocks, the span, into dq."""
+    q_i, do_i, lse_i, delta_i, row = queries
+    k_head, v_head = keys
+    blocks, first, last = span
     for nth in tl.range(first, last):
         start = start_of(blocks, nth, BLOCK_KV)
         k_j = load_block(k_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)
@@ -578,58 +362,15 @@ def accumulate_dq(
 
 @triton.jit(do_not_specialize=SIZES)
 def dq_kernel(
-    q,
-    k,
-    v,
-    do,
-    dq,
-    lse_log2,
-    delta,
-    order,
-    counts,
-    full,
-    indices,
-    bit_index,
-    bits,
-    scale,
-    scale_log2,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
-    stride_dob,
-    stride_dos,
-    stride_doh,
-    stride_dqb,
-    stride_dqs,
-    stride_dqh,
-    seqlen_q,
-    seqlen_k,
-    rows_padded,
-    heads,
-    group,
-    window_left,
-    window_right,
-    stride_mask_b,
-    stride_mask_h,
-    width,
-    n_bits,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    MASK_Q: tl.constexpr,
-    MASK_KV: tl.constexpr,
-    BITS: tl.constexpr,
-    TMA: tl.constexpr,
-    Q_IN_REGISTERS: tl.constexpr,
+    q, k, v, do, dq, lse_log2, delta, order, counts, full, indices, bit_index, bits, scale, scale_log2,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
+    stride_vb, stride_vs, stride_vh, stride_dob, stride_dos, stride_doh,
+    stride_dqb, stride_dqs, stride_dqh,
+    seqlen_q, seqlen_k, rows_padded, heads, group, window_left, window_right, stride_mask_b, stride_mask_h, width, n_bits,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, MASK_Q: tl.constexpr,
+    MASK_KV: tl.constexpr, BITS: tl.constexpr, TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr,
     DO_IN_REGISTERS: tl.constexpr,
-):
+):  # fmt: skip
     rows = tl.cdiv(seqlen_q, MASK_Q)
     tiles = rows * (MASK_Q // BLOCK_Q)
     bh = tl.program_id(0) // tiles
@@ -658,68 +399,12 @@ def dq_kernel(
     dq_i = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
     blocks, whole_first, whole_last, last = list_of(mask, mask_head, mask_row, rows, start_q < seqlen_q, seqlen_k, MASK_KV, BLOCK_KV)
-    dq_i = accumulate_dq(
-        dq_i,
-        q_i,
-        do_i,
-        lse_i,
-        delta_i,
-        k_head,
-        v_head,
-        row,
-        blocks,
-        0,
-        whole_first,
-        scale_log2,
-        band,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_KV,
-        True,
-        BITS,
-        TMA,
-    )
-    dq_i = accumulate_dq(
-        dq_i,
-        q_i,
-        do_i,
-        lse_i,
-        delta_i,
-        k_head,
-        v_head,
-        row,
-        blocks,
-        whole_first,
-        whole_last,
-        scale_log2,
-        ends,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_KV,
-        False,
-        False,
-        TMA,
-    )
-    dq_i = accumulate_dq(
-        dq_i,
-        q_i,
-        do_i,
-        lse_i,
-        delta_i,
-        k_head,
-        v_head,
-        row,
-        blocks,
-        whole_last,
-        last,
-        scale_log2,
-        ends,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_KV,
-        True,
-        False,
-        TMA,
-    )
+    queries, keys = (q_i, do_i, lse_i, delta_i, row), (k_head, v_head)
+    span = (blocks, 0, whole_first)
+    dq_i = accumulate_dq(dq_i, queries, keys, span, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_KV, True, BITS, TMA)
+    span = (blocks, whole_first, whole_last)
+    dq_i = accumulate_dq(dq_i, queries, keys, span, scale_log2, ends, HEAD_DIM, BLOCK_D, BLOCK_KV, False, False, TMA)
+    span = (blocks, whole_last, last)
+    dq_i = accumulate_dq(dq_i, queries, keys, span, scale_log2, ends, HEAD_DIM, BLOCK_D, BLOCK_KV, True, False, TMA)
 
     store_block(dq_head, dq_i * scale, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D)

@@ -93,28 +93,36 @@ def visible(row, col, band):
 
 
 @triton.jit
+def visible_keys(start_q, band, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+    """Of a block of queries: keys first .. last are seen by some row, whole_first .. whole_last by every row."""
+    shift, seqlen_k, window_left, window_right = band
+    first = 0
+    whole_first = 0
+    last = seqlen_k
+    whole_last = seqlen_k
+    if LEFT:
+        first = tl.maximum(start_q + shift - window_left, 0) // BLOCK_KV * BLOCK_KV
+        whole_first = tl.maximum(start_q + BLOCK_Q - 1 + shift - window_left, 0)
+    if RIGHT:
+        last = tl.minimum(tl.maximum(start_q + BLOCK_Q + shift + window_right, 0), seqlen_k)
+        whole_last = tl.minimum(tl.maximum(start_q + 1 + shift + window_right, 0), seqlen_k)
+    whole_first = tl.minimum(tl.cdiv(whole_first, BLOCK_KV) * BLOCK_KV, tl.cdiv(last, BLOCK_KV) * BLOCK_KV)
+    whole_last = tl.maximum(whole_last // BLOCK_KV * BLOCK_KV, whole_first)
+    return first, whole_first, whole_last, last
+
+
+@triton.jit
 def attend(
-    acc,
-    l_i,
-    m_i,
-    q,
-    k_head,
-    v_head,
-    row,
-    first,
-    last,
-    scale_log2,
-    band,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    MASKED: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """Take the keys first .. last into acc, l_i and m_i."""
+    state, queries, keys, first, last, scale_log2, band,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Take the keys first .. last into the state, acc, l_i and m_i."""
+    acc, l_i, m_i = state
+    q_i, row = queries
+    k_head, v_head = keys
     for start in tl.range(first, last, BLOCK_KV):  # A1.6
         k_j = load_block(k_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)  # A1.7
-        s = tl.dot(q, k_j.T, input_precision="ieee")  # A1.8
+        s = tl.dot(q_i, k_j.T, input_precision="ieee")  # A1.8
         if MASKED:
             col = start + tl.arange(0, BLOCK_KV)
             seen = visible(row[:, None], col[None, :], band)
@@ -137,39 +145,13 @@ def attend(
 
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    q,
-    k,
-    v,
-    o,
-    lse,
-    scale_log2,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    seqlen_q,
-    seqlen_k,
-    heads,
-    group,
-    window_left,
-    window_right,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    TMA: tl.constexpr,
-    Q_IN_REGISTERS: tl.constexpr,
-):
+    q, k, v, o, lse, scale_log2,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
+    stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
+    seqlen_q, seqlen_k, heads, group, window_left, window_right,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr, TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr,
+):  # fmt: skip
     blocks = tl.cdiv(seqlen_q, BLOCK_Q)
     bh = tl.program_id(0) // blocks
     block = tl.program_id(0) - bh * blocks
@@ -192,30 +174,12 @@ def forward_kernel(
     l_i = tl.zeros([BLOCK_Q], tl.float32)
     m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
 
-    # Keys first .. last are seen by some row of the block, whole_first .. whole_last by every row.
-    first = 0
-    whole_first = 0
-    last = seqlen_k
-    whole_last = seqlen_k
+    first, whole_first, whole_last, last = visible_keys(start_q, band, BLOCK_Q, BLOCK_KV, LEFT, RIGHT)
+    state, queries, keys = (acc, l_i, m_i), (q_i, row), (k_head, v_head)
     if LEFT:
-        first = tl.maximum(start_q + shift - window_left, 0) // BLOCK_KV * BLOCK_KV
-        whole_first = tl.maximum(start_q + BLOCK_Q - 1 + shift - window_left, 0)
-    if RIGHT:
-        last = tl.minimum(tl.maximum(start_q + BLOCK_Q + shift + window_right, 0), seqlen_k)
-        whole_last = tl.minimum(tl.maximum(start_q + 1 + shift + window_right, 0), seqlen_k)
-    whole_first = tl.minimum(tl.cdiv(whole_first, BLOCK_KV) * BLOCK_KV, tl.cdiv(last, BLOCK_KV) * BLOCK_KV)
-    whole_last = tl.maximum(whole_last // BLOCK_KV * BLOCK_KV, whole_first)
-
-    if LEFT:
-        acc, l_i, m_i = attend(
-            acc, l_i, m_i, q_i, k_head, v_head, row, first, whole_first, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA
-        )
-    acc, l_i, m_i = attend(
-        acc, l_i, m_i, q_i, k_head, v_head, row, whole_first, whole_last, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_KV, False, TMA
-    )
-    acc, l_i, m_i = attend(
-        acc, l_i, m_i, q_i, k_head, v_head, row, whole_last, last, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA
-    )
+        state = attend(state, queries, keys, first, whole_first, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA)
+    state = attend(state, queries, keys, whole_first, whole_last, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_KV, False, TMA)
+    acc, l_i, m_i = attend(state, queries, keys, whole_last, last, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA)
 
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that saw no key: O = 0, LSE = -inf
     o_i = acc / l_safe[:, None]  # A1.12
@@ -226,26 +190,11 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def delta_kernel(
-    o,
-    do,
-    lse,
-    dlse,
-    delta,
-    lse_log2,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    stride_dob,
-    stride_dos,
-    stride_doh,
-    seqlen_q,
-    rows_padded,
-    heads,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    DLSE: tl.constexpr,
-):
+    o, do, lse, dlse, delta, lse_log2,
+    stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh,
+    seqlen_q, rows_padded, heads,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, DLSE: tl.constexpr,
+):  # fmt: skip
     """delta = rowsum(dO * O) - dLSE, and LSE in log2 units.
 
     Both are padded to whole blocks, so that no later load of them needs a mask. LSE is +inf in the padding and where a
@@ -273,27 +222,14 @@ def delta_kernel(
 
 @triton.jit
 def accumulate_dkdv(
-    dk,
-    dv,
-    k_j,
-    v_j,
-    q_head,
-    do_head,
-    statistics,
-    col,
-    first,
-    last,
-    scale_log2,
-    band,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    MASKED: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """Take the queries first .. last into dk and dv. Everything is transposed, (keys, queries), so that P^T and dS^T
-    go from one product into the next without leaving the registers."""
-    lse_log2, delta, bh, rows_padded = statistics
+    gradients, keys, queries, first, last, scale_log2, band,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """Take the queries first .. last into the gradients, dk and dv. Everything is transposed, (keys, queries), so that P^T and
+    dS^T go from one product into the next without leaving the registers."""
+    dk, dv = gradients
+    k_j, v_j, col = keys
+    q_head, do_head, lse_log2, delta, bh, rows_padded = queries
     for start in tl.range(first, last, BLOCK_Q):  # B2.8
         q_i = load_block(q_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED, TMA)  # B2.9
         lse_i = load_statistic(lse_log2, bh, start, rows_padded, BLOCK_Q, TMA)
@@ -313,51 +249,14 @@ def accumulate_dkdv(
 
 @triton.jit(do_not_specialize=SIZES)
 def dkdv_kernel(
-    q,
-    k,
-    v,
-    do,
-    dk,
-    dv,
-    lse_log2,
-    delta,
-    scale,
-    scale_log2,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
-    stride_dob,
-    stride_dos,
-    stride_doh,
-    stride_dkb,
-    stride_dks,
-    stride_dkh,
-    stride_dvb,
-    stride_dvs,
-    stride_dvh,
-    seqlen_q,
-    seqlen_k,
-    rows_padded,
-    heads_kv,
-    group,
-    window_left,
-    window_right,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    TMA: tl.constexpr,
-    K_IN_REGISTERS: tl.constexpr,
-    V_IN_REGISTERS: tl.constexpr,
-):
+    q, k, v, do, dk, dv, lse_log2, delta, scale, scale_log2,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
+    stride_vb, stride_vs, stride_vh, stride_dob, stride_dos, stride_doh,
+    stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
+    seqlen_q, seqlen_k, rows_padded, heads_kv, group, window_left, window_right,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr, TMA: tl.constexpr, K_IN_REGISTERS: tl.constexpr, V_IN_REGISTERS: tl.constexpr,
+):  # fmt: skip
     blocks = tl.cdiv(seqlen_k, BLOCK_KV)
     bh_kv = tl.program_id(0) // blocks
     block = tl.program_id(0) - bh_kv * blocks
@@ -391,69 +290,21 @@ def dkdv_kernel(
     whole_first = tl.minimum(tl.cdiv(whole_first, BLOCK_Q) * BLOCK_Q, tl.cdiv(last, BLOCK_Q) * BLOCK_Q)
     whole_last = tl.maximum(whole_last // BLOCK_Q * BLOCK_Q, whole_first)
 
+    gradients, keys = (dk_j, dv_j), (k_j, v_j, col)
     for member in range(group):
         h = h_kv * group + member
-        statistics = (lse_log2, delta, bh_kv * group + member, rows_padded)
         q_head = (q, stride_qb, stride_qs, stride_qh, b, h, seqlen_q)
         do_head = (do, stride_dob, stride_dos, stride_doh, b, h, seqlen_q)
+        queries = (q_head, do_head, lse_log2, delta, bh_kv * group + member, rows_padded)
         if RIGHT:
-            dk_j, dv_j = accumulate_dkdv(
-                dk_j,
-                dv_j,
-                k_j,
-                v_j,
-                q_head,
-                do_head,
-                statistics,
-                col,
-                first,
-                whole_first,
-                scale_log2,
-                band,
-                HEAD_DIM,
-                BLOCK_D,
-                BLOCK_Q,
-                True,
-                TMA,
+            gradients = accumulate_dkdv(
+                gradients, keys, queries, first, whole_first, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA
             )
-        dk_j, dv_j = accumulate_dkdv(
-            dk_j,
-            dv_j,
-            k_j,
-            v_j,
-            q_head,
-            do_head,
-            statistics,
-            col,
-            whole_first,
-            whole_last,
-            scale_log2,
-            band,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_Q,
-            False,
-            TMA,
+        gradients = accumulate_dkdv(
+            gradients, keys, queries, whole_first, whole_last, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_Q, False, TMA
         )
-        dk_j, dv_j = accumulate_dkdv(
-            dk_j,
-            dv_j,
-            k_j,
-            v_j,
-            q_head,
-            do_head,
-            statistics,
-            col,
-            whole_last,
-            last,
-            scale_log2,
-            band,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_Q,
-            True,
-            TMA,
-        )
+        gradients = accumulate_dkdv(gradients, keys, queries, whole_last, last, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA)
+    dk_j, dv_j = gradients
 
     store_block(dk_head, dk_j * scale, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D)  # B2.18
     store_block(dv_head, dv_j, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D)
@@ -461,25 +312,12 @@ def dkdv_kernel(
 
 @triton.jit
 def accumulate_dq(
-    dq,
-    q_i,
-    do_i,
-    lse_i,
-    delta_i,
-    k_head,
-    v_head,
-    row,
-    first,
-    last,
-    scale_log2,
-    band,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    MASKED: tl.constexpr,
-    TMA: tl.constexpr,
-):
+    dq, queries, keys, first, last, scale_log2, band,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
     """Take the keys first .. last into dq."""
+    q_i, do_i, lse_i, delta_i, row = queries
+    k_head, v_head = keys
     for start in tl.range(first, last, BLOCK_KV):
         k_j = load_block(k_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)
         s = tl.dot(q_i, k_j.T, input_precision="ieee")
@@ -496,47 +334,14 @@ def accumulate_dq(
 
 @triton.jit(do_not_specialize=SIZES)
 def dq_kernel(
-    q,
-    k,
-    v,
-    do,
-    dq,
-    lse_log2,
-    delta,
-    scale,
-    scale_log2,
-    stride_qb,
-    stride_qs,
-    stride_qh,
-    stride_kb,
-    stride_ks,
-    stride_kh,
-    stride_vb,
-    stride_vs,
-    stride_vh,
-    stride_dob,
-    stride_dos,
-    stride_doh,
-    stride_dqb,
-    stride_dqs,
-    stride_dqh,
-    seqlen_q,
-    seqlen_k,
-    rows_padded,
-    heads,
-    group,
-    window_left,
-    window_right,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_KV: tl.constexpr,
-    LEFT: tl.constexpr,
-    RIGHT: tl.constexpr,
-    TMA: tl.constexpr,
-    Q_IN_REGISTERS: tl.constexpr,
-    DO_IN_REGISTERS: tl.constexpr,
-):
+    q, k, v, do, dq, lse_log2, delta, scale, scale_log2,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
+    stride_vb, stride_vs, stride_vh, stride_dob, stride_dos, stride_doh,
+    stride_dqb, stride_dqs, stride_dqh,
+    seqlen_q, seqlen_k, rows_padded, heads, group, window_left, window_right,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr, TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr, DO_IN_REGISTERS: tl.constexpr,
+):  # fmt: skip
     blocks = tl.cdiv(seqlen_q, BLOCK_Q)
     bh = tl.program_id(0) // blocks
     block = tl.program_id(0) - bh * blocks
@@ -561,61 +366,11 @@ def dq_kernel(
     delta_i = load_statistic(delta, bh, start_q, rows_padded, BLOCK_Q, False)
     dq_i = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
-    # As in forward_kernel: keys first .. last are seen by some row, whole_first .. whole_last by every row.
-    first = 0
-    whole_first = 0
-    last = seqlen_k
-    whole_last = seqlen_k
+    first, whole_first, whole_last, last = visible_keys(start_q, band, BLOCK_Q, BLOCK_KV, LEFT, RIGHT)
+    queries, keys = (q_i, do_i, lse_i, delta_i, row), (k_head, v_head)
     if LEFT:
-        first = tl.maximum(start_q + shift - window_left, 0) // BLOCK_KV * BLOCK_KV
-        whole_first = tl.maximum(start_q + BLOCK_Q - 1 + shift - window_left, 0)
-    if RIGHT:
-        last = tl.minimum(tl.maximum(start_q + BLOCK_Q + shift + window_right, 0), seqlen_k)
-        whole_last = tl.minimum(tl.maximum(start_q + 1 + shift + window_right, 0), seqlen_k)
-    whole_first = tl.minimum(tl.cdiv(whole_first, BLOCK_KV) * BLOCK_KV, tl.cdiv(last, BLOCK_KV) * BLOCK_KV)
-    whole_last = tl.maximum(whole_last // BLOCK_KV * BLOCK_KV, whole_first)
-
-    if LEFT:
-        dq_i = accumulate_dq(
-            dq_i,
-            q_i,
-            do_i,
-            lse_i,
-            delta_i,
-            k_head,
-            v_head,
-            row,
-            first,
-            whole_first,
-            scale_log2,
-            band,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_KV,
-            True,
-            TMA,
-        )
-    dq_i = accumulate_dq(
-        dq_i,
-        q_i,
-        do_i,
-        lse_i,
-        delta_i,
-        k_head,
-        v_head,
-        row,
-        whole_first,
-        whole_last,
-        scale_log2,
-        band,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_KV,
-        False,
-        TMA,
-    )
-    dq_i = accumulate_dq(
-        dq_i, q_i, do_i, lse_i, delta_i, k_head, v_head, row, whole_last, last, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA
-    )
+        dq_i = accumulate_dq(dq_i, queries, keys, first, whole_first, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA)
+    dq_i = accumulate_dq(dq_i, queries, keys, whole_first, whole_last, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_KV, False, TMA)
+    dq_i = accumulate_dq(dq_i, queries, keys, whole_last, last, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA)
 
     store_block(dq_head, dq_i * scale, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D)

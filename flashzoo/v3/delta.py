@@ -17,31 +17,12 @@ SIZES = ["seqlen_q", "blocks", "heads"]
 
 @triton.jit(do_not_specialize=SIZES)
 def delta_kernel(
-    o,
-    do,
-    lse,
-    dlse,
-    delta,
-    lse_log2,
-    dq_sum,
-    dq_semaphore,
-    stride_ob,
-    stride_os,
-    stride_oh,
-    stride_dob,
-    stride_dos,
-    stride_doh,
-    seqlen_q,
-    blocks,
-    heads,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    SUMS: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    ROWS: tl.constexpr,
-    DLSE: tl.constexpr,
-    SEMAPHORES: tl.constexpr,
-):
+    o, do, lse, dlse, delta, lse_log2, dq_sum, dq_semaphore,
+    stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh,
+    seqlen_q, blocks, heads,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, SUMS: tl.constexpr, BLOCK_Q: tl.constexpr, ROWS: tl.constexpr,
+    DLSE: tl.constexpr, SEMAPHORES: tl.constexpr,
+):  # fmt: skip
     """delta = rowsum(dO * O) - dLSE, LSE in log2 units, zeros for dQ and for its semaphores.
 
     delta and LSE are padded to whole blocks of BLOCK_Q queries. LSE is +inf in the padding and where a row saw no key: P is 0
@@ -77,21 +58,11 @@ def delta_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def round_kernel(
-    dq_sum,
-    dq,
-    scale,
-    stride_dqb,
-    stride_dqs,
-    stride_dqh,
-    seqlen_q,
-    blocks,
-    heads,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    PARTS: tl.constexpr,
-    BY_ROWS: tl.constexpr,
-    N: tl.constexpr,
-):
+    dq_sum, dq, scale,
+    stride_dqb, stride_dqs, stride_dqh,
+    seqlen_q, blocks, heads,
+    HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, PARTS: tl.constexpr, BY_ROWS: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
     """dQ = scale * its sum over the keys, in the inputs' dtype. A program has one warpgroup's part of a block: 64 queries.
 
     The sum lies as a WGMMA leaves its 64 x N result in registers, in fours: by eight columns, then by thread, which has pairs of
