@@ -8,6 +8,7 @@ print(flashzoo.compare(q, k, v, causal=True))                   # error, ms, TFL
 
 from flashzoo import baselines, blocksparse, v1, v2, v3
 from flashzoo.call.api import attention, explain, quantize, sdpa
+from flashzoo.call.backward import attention_backward
 from flashzoo.call.problem import Problem
 from flashzoo.compare import compare
 from flashzoo.masks.block_mask import BlockMask
@@ -23,6 +24,7 @@ __all__ = [
     "Spec",
     "UnsupportedError",
     "attention",
+    "attention_backward",
     "compare",
     "explain",
     "merge",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashzoo.call.check import check_tensors
+from flashzoo.call.check import check_tensor, check_tensors
 
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LSE_DTYPES = (torch.float32, torch.float64)
@@ -62,20 +62,7 @@ def _check(outs: Any, lses: Any, out_dtype: Any) -> None:
         raise ValueError(f"outs[0] must have 4 dimensions (batch, seqlen_q, heads, head_dim_v), got shape {shape}")
     of_rows = (shape[0], shape[2], shape[1])
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-        _check_part(f"outs[{i}]", out, OUT_DTYPES, "outs[0]'s shape", shape, device)
-        _check_part(f"lses[{i}]", lse, LSE_DTYPES, "shape (batch, heads, seqlen_q)", of_rows, device)
+        check_tensor(f"outs[{i}]", out, "outs[0]'s shape", shape, OUT_DTYPES, "outs[0]'s", device)
+        check_tensor(f"lses[{i}]", lse, "shape (batch, heads, seqlen_q)", of_rows, LSE_DTYPES, "outs[0]'s", device)
     if out_dtype is not None and out_dtype not in OUT_DTYPES:
-        raise TypeError(f"out_dtype must be None or one of {_listed(OUT_DTYPES)}, got {out_dtype!r}")
-
-
-def _check_part(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], what: str, shape: tuple[int, ...], device: torch.device) -> None:
-    if x.shape != shape:
-        raise ValueError(f"{name} must have {what} {shape}, got {tuple(x.shape)}")
-    if x.dtype not in dtypes:
-        raise TypeError(f"{name} must be of dtype {_listed(dtypes)}, got {x.dtype}")
-    if x.device != device:
-        raise ValueError(f"{name} must be on outs[0]'s device {device}, got {x.device}")
-
-
-def _listed(dtypes: tuple[torch.dtype, ...]) -> str:
-    return ", ".join(map(str, dtypes))
+        raise TypeError(f"out_dtype must be None or one of {', '.join(map(str, OUT_DTYPES))}, got {out_dtype!r}")

@@ -290,20 +290,41 @@ def choose(problem: Problem, version: str = "auto", by: str = ARGUMENT, zoo: Zoo
 @remembered
 def _choose(problem: Problem, version: str, by: str, zoo: Zoo) -> Choice:
     _check_known(version, f"version{_asked_by(by)}", zoo)
+
+    def objections(spec: Spec) -> list[str]:
+        return spec.unsupported(problem)
+
     if version == "auto":
         candidates = [spec for spec in zoo.specs.values() if problem.device in spec.auto]
         for spec in candidates:
-            if not spec.unsupported(problem):
+            if not objections(spec):
                 return Choice(spec)
             if problem.grad and not spec.unsupported(problem.forward) and (fallback := _fallback(problem, zoo)):
                 return Choice(spec, fallback)
-        raise UnsupportedError(f"no version takes {problem}\n{_reasons(problem, candidates)}")
+        raise UnsupportedError(f"no version takes {problem}\n{_listed(candidates, objections)}")
     spec = zoo.specs[version]
-    if spec.unsupported(problem):
-        able = [s.name for s in zoo.specs.values() if not s.unsupported(problem)]
-        would = f"versions that would: {', '.join(able)}" if able else "no registered version would"
-        raise UnsupportedError(f"version {version!r}{_asked_by(by)} can't take {problem}\n{_reasons(problem, [spec])}\n{would}")
+    if objections(spec):
+        raise UnsupportedError(f"version {version!r}{_asked_by(by)} can't take {problem}\n{_instead(spec, objections, zoo)}")
     return Choice(spec)
+
+
+def choose_backward(problem: Problem, version: str, by: str, zoo: Zoo) -> Spec:
+    """Whose backward pass alone takes the problem; arguments and errors as of `choose`, implementations that would do are imported."""
+    _check_known(version, f"version{_asked_by(by)}", zoo)
+
+    def objections(spec: Spec) -> list[str]:
+        return spec.unsupported(problem) or ([] if backward_of(spec) else ["has no backward pass apart from its forward pass"])
+
+    if version == "auto":
+        candidates = [spec for spec in zoo.specs.values() if problem.device in spec.auto]
+        for spec in candidates:
+            if not objections(spec):
+                return spec
+        raise UnsupportedError(f"no version has a backward pass for {problem}\n{_listed(candidates, objections)}")
+    spec = zoo.specs[version]
+    if objections(spec):
+        raise UnsupportedError(f"version {version!r}{_asked_by(by)} has no backward pass for {problem}\n{_instead(spec, objections, zoo)}")
+    return spec
 
 
 def resolve(problem: Problem, version: str = "auto") -> Spec:
@@ -316,14 +337,27 @@ def _fallback(problem: Problem, zoo: Zoo) -> Spec | None:
     return next((spec for spec in fallbacks if not spec.unsupported(problem)), None)
 
 
-def _reasons(problem: Problem, specs: list[Spec]) -> str:
-    return "\n".join(f"  {spec.name}: {reason}" for spec in specs for reason in spec.unsupported(problem))
+def _listed(specs: list[Spec], objections: Callable[[Spec], list[str]]) -> str:
+    return "\n".join(f"  {spec.name}: {reason}" for spec in specs for reason in objections(spec))
+
+
+def _instead(spec: Spec, objections: Callable[[Spec], list[str]], zoo: Zoo) -> str:
+    """What one version has against a problem, and who would take it."""
+    able = [other.name for other in zoo.specs.values() if not objections(other)]
+    would = f"versions that would: {', '.join(able)}" if able else "no registered version would"
+    return f"{_listed([spec], objections)}\n{would}"
 
 
 @remembered
 def implementation(spec: Spec) -> Callable:
     """The function behind `spec.impl`, imported on first use."""
     return _imported(spec, spec.impl)
+
+
+def backward_of(spec: Spec) -> Callable | None:
+    """A version's backward pass alone, which starts from an out and an LSE of whoever; None where it has none apart from its forward."""
+    found = getattr(implementation(spec), "backward", None)
+    return fallback_backward(spec) if found is None and spec.backward_impl is not None else found
 
 
 def fallback_backward(spec: Spec) -> Callable:

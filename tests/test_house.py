@@ -39,6 +39,7 @@ MAY_IMPORT = {
     "call.check": {"torch", "flashzoo.call.forms", "flashzoo.call.problem", "flashzoo.dtypes"},
     "call.plan": {"torch", "flashzoo.autograd", "flashzoo.dtypes", "flashzoo.registry", "flashzoo.spec"} | CALL,
     "call.api": {"torch", "typing_extensions", BLOCK_MASK, "flashzoo.registry", "flashzoo.transforms"} | CALL,
+    "call.backward": {"torch", "typing_extensions", "flashzoo.registry", "flashzoo.transforms"} | CALL,
     "call.traced": {"torch", "flashzoo.autograd", "flashzoo.registry", "flashzoo.transforms"} | CALL,
     "autograd": {"torch", "flashzoo.call.problem", "flashzoo.transforms"},
     "transforms": {"torch", "flashzoo.call.problem", "flashzoo.registry", "flashzoo.spec"},

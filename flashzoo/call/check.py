@@ -41,6 +41,18 @@ def _check_layout(name: str, layout: torch.layout, nested: bool = False) -> None
         raise TypeError(f"{dense}, got {layout}: call to_dense()")
 
 
+def check_tensor(
+    name: str, x: Tensor, what: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], whose: str, device: torch.device
+) -> None:
+    """TypeError or ValueError where x is not of this shape, which is `what`, of one of these dtypes, and on this device, `whose`."""
+    if x.shape != shape:
+        raise ValueError(f"{name} must have {what} {shape}, got {tuple(x.shape)}")
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name} must be of dtype {', '.join(map(str, dtypes))}, got {x.dtype}")
+    if x.device != device:
+        raise ValueError(f"{name} must be on {whose} device {device}, got {x.device}")
+
+
 def check_data(*devices: torch.device) -> None:
     """ValueError where tensors on one of these have no data."""
     if any(device.type == "meta" for device in devices):

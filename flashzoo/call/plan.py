@@ -16,7 +16,7 @@ from flashzoo.call.forms import check_flags
 from flashzoo.call.operands import Forms, Operands, given
 from flashzoo.call.problem import QUANTIZABLE, Problem
 from flashzoo.dtypes import TORCH_DTYPES
-from flashzoo.registry import Choice, Zoo, choose, fallback_backward, implementation, in_16_bits, remembered
+from flashzoo.registry import Choice, Zoo, backward_of, choose, choose_backward, fallback_backward, implementation, in_16_bits, remembered
 from flashzoo.spec import Spec
 
 
@@ -86,13 +86,30 @@ def plan(asked: tuple[str, str], zoo: Zoo, return_lse: bool, grad: bool, forms: 
     device = q[3]
     check_data(device)
     choice = choose(problem, *asked, zoo)
+    run = _nothing_to_see if 0 in q[0] or 0 in k[0] else _implementation(choice)
+    return Plan(run, *_handed(problem), choice.forward)
+
+
+@remembered
+def plan_backward(asked: tuple[str, str], zoo: Zoo, through_lse: bool, forms: Forms, *described: Any, **options: Any) -> Plan:
+    """As `plan`, of a call of `attention_backward`: its `run` is a version's backward pass alone; through_lse: LSE has a gradient."""
+    q, k, v = (described[first : first + 5] for first in (0, 5, 10))
+    problem = problem_of((q, k, v), through_lse, True, forms, None, options)
+    check_data(q[3])
+    if problem.numerics in ("fp8", "e4m3"):
+        got = "e4m3 ones" if problem.precision is None else f"precision={problem.precision!r}"
+        raise ValueError(f"attention_backward is of fp16, bf16, fp32 or fp64 inputs as they are, got {got}")
+    spec = choose_backward(problem, *asked, zoo)
+    run = _no_gradients if 0 in q[0] or 0 in k[0] else backward_of(spec)
+    return Plan(run, *_handed(problem), spec)  # pyright: ignore[reportArgumentType] - who is chosen has one
+
+
+def _handed(problem: Problem) -> tuple[Problem, bool]:
+    """What a version is handed of a problem, and whether q is negated."""
     if problem.block_mask is not None:  # it has them in it
         problem = replace(problem, causal=False, window=(None, None))
     negative = problem.scale < 0
-    if negative:
-        problem = replace(problem, softmax_scale=-problem.scale)
-    run = _nothing_to_see if 0 in q[0] or 0 in k[0] else _implementation(choice)
-    return Plan(run, problem, negative, choice.forward)
+    return replace(problem, softmax_scale=-problem.scale) if negative else problem, negative
 
 
 def _implementation(choice: Choice) -> Callable:
@@ -147,3 +164,8 @@ def _nothing_to_see(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands:
         out = out + sum(x[:0].sum() for x in (q, k, v, *operands.differentiable) if x is not None)
     lse_dtype = torch.promote_types(out.dtype, torch.float32)
     return out, out.to(lse_dtype).sum(-1).transpose(1, 2) - math.inf
+
+
+def _no_gradients(_dout: Tensor, _dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    """The gradients where there is no query or no key."""
+    return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

@@ -1,0 +1,105 @@
+"""`attention_backward`: the backward pass of a version alone."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from flashzoo.call.api import Options, takes_options
+from flashzoo.call.check import check_tensor, check_tensors, described, fields_of
+from flashzoo.call.operands import taken
+from flashzoo.call.plan import negated, plan_backward
+from flashzoo.registry import current, requested
+from flashzoo.transforms import refuse_transforms, transforming
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+@takes_options
+def attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None,
+    lse: Tensor,
+    *,
+    dlse: Tensor | None = None,
+    delta: Tensor | None = None,
+    version: str = "auto",
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward pass of one version alone, from a given out and LSE, which may be those of more keys than k has.
+
+    With s the scores of `attention` times softmax_scale, -inf where nothing is seen, this is what is computed:
+
+        delta = rowsum(dout * out)    p = exp(s - lse)    ds = p * (dout v^T - delta + dlse)
+        dq = softmax_scale * ds k     dk = softmax_scale * ds^T q     dv = p^T dout
+
+    So where k and v are a part of the keys, and lse and out (or delta) those of the whole, as `flashzoo.merge` gives them, dk and dv are
+    the part's of the whole's gradients, and the dq of disjoint parts add up to the whole's. Rows whose lse is -inf give 0.
+
+    Args:
+        dout: gradient of out, `(batch, seqlen_q, heads, head_dim_v)`, q's dtype and device, any strides.
+        q, k, v: as in `attention`, fp16, bf16, fp32 or fp64.
+        out: as dout; may be None where delta is given, which then takes its place.
+        lse: natural log, `(batch, heads, seqlen_q)`, float32 (float64 for float64 inputs), q's device, any strides.
+        dlse: gradient of lse, as lse; None is 0.
+        delta: as lse; `dlse - delta` has the place of both, so that what a caller has summed already is not summed again.
+        version: as in `attention`; "auto" is the newest that has such a backward pass for the call.
+        options: those of `attention` with which out and lse were made, block_mask that of the keys in k. `precision`, `out_dtype` and
+            descales are for FP8, which has no backward pass of its own.
+
+    Returns:
+        `(dq, dk, dv)` in the shapes and the dtype of q, k and v, not recorded by autograd. With the out and the LSE of `attention` and the
+        same version and options they are the gradients that autograd gives, to the bit where the version's bits are always the same.
+
+    Raises:
+        TypeError, ValueError: an argument is malformed; the text names it, what was expected and what was got.
+        flashzoo.UnsupportedError: the named version, or under "auto" every version, has a reason against the call, or no backward pass
+            apart from its forward pass; the text names those that would do.
+        NotImplementedError: the call is traced, by torch.compile with fullgraph=True or by torch.export, or under a transform.
+    """
+    if is_compiling():
+        raise NotImplementedError("flashzoo.attention_backward can't be traced: call it outside of what torch.compile or torch.export sees")
+    given = {"dout": dout, "q": q, "k": k, "v": v, "lse": lse}
+    given |= {name: x for name, x in (("out", out), ("dlse", dlse), ("delta", delta)) if x is not None}
+    check_tensors(**given)
+    if out is None and delta is None:
+        raise ValueError("out or delta must be given, got None for both")
+    if transforming():
+        refuse_transforms("flashzoo.attention_backward", **given)
+    asked: dict[str, Any] = {**options}
+    operands, forms = taken(asked)
+    fields_of(asked)
+    if isinstance(asked.get("window_size"), list):  # which has no hash
+        asked["window_size"] = tuple(asked["window_size"])
+    tensors = (*described(q), *described(k), *described(v))
+    through_lse = dlse is not None or delta is not None
+    planned = plan_backward(requested(version), current(), through_lse, forms, *tensors, **asked)
+    of_out, of_lse = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
+    wide = torch.promote_types(q.dtype, torch.float32)
+    for name in ("dout", "out", "lse", "dlse", "delta"):
+        what, shape, dtype = ("seqlen_q, heads, head_dim_v", of_out, q.dtype) if "out" in name else ("heads, seqlen_q", of_lse, wide)
+        if name in given:
+            check_tensor(name, given[name], f"shape (batch, {what})", shape, (dtype,), "q's", q.device)
+
+    with torch.no_grad():
+        dout, q, k, v, lse = (x.resolve_neg() for x in (dout, q, k, v, lse))
+        # As no score is, so that p is 0, whatever keys are seen.
+        lse = lse.masked_fill(lse == -math.inf, math.inf).contiguous()
+        if delta is not None:
+            dlse = -delta if dlse is None else dlse - delta
+            out = dout.new_zeros((1, 1, 1, v.shape[3])).expand(of_out)
+        if planned.negative:
+            q = negated(q)
+        assert out is not None
+        out, dlse = out.resolve_neg(), None if dlse is None else dlse.resolve_neg()
+        out = out if out.stride(-1) == 1 else out.contiguous()
+        dq, dk, dv = planned.run(dout, dlse, q, k, v, out, lse, planned.problem, operands)
+        return -dq if planned.negative else dq, dk, dv
