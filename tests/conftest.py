@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 from bench_runs import forget_libraries
 from hypothesis import settings
 
 import flashzoo
 from bench import peers
-from flashzoo import Problem
-from flashzoo_suite.support import ROOT
+from flashzoo import Problem, registry, spec
+from flashzoo_suite.support import CALLS, ROOT
 
 pytest_plugins = ("flashzoo_suite.plugin",)
 
@@ -62,3 +63,18 @@ def versions_called(monkeypatch) -> list[tuple[str, bool]]:
 
     monkeypatch.setattr(flashzoo, "attention", recorded)
     return calls
+
+
+@pytest.fixture
+def registry_as_it_was(monkeypatch) -> None:
+    """A test may register, unregister and choose; none is felt by the next."""
+    monkeypatch.delenv(registry.ENVIRONMENT, raising=False)
+    monkeypatch.delenv(spec.INTERPRETER_LIMIT, raising=False)
+    monkeypatch.setattr(registry, "_zoo", registry.current())
+    CALLS.clear()
+
+
+@pytest.fixture
+def qkv() -> tuple[torch.Tensor, ...]:
+    """Small q, k and v in float32."""
+    return tuple(torch.randn(2, 6, 4, 8) for _ in range(3))
