@@ -29,7 +29,8 @@ from threading import Lock
 
 import pytest
 import torch
-from faults import FAULTS, Fault
+from fault import Fault
+from faults import FAULTS
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("flashzoo", "flashzoo_suite", "tests", "bench", "examples", "pyproject.toml", "README.md")
@@ -45,7 +46,13 @@ OF_EVERY_VERSION = ("flashzoo_suite", "tests/test_properties.py")
 OF_VERSION = {
     "blocksparse": ("tests/test_blocksparse.py",),
     "standard": ("tests/test_reference.py", "tests/test_accuracy.py"),
-    "v3": ("tests/test_v3.py", "tests/test_v3_backward.py", "tests/test_v3_sparse.py", "tests/test_blocksparse.py"),
+    "v3": (
+        "tests/test_v3.py",
+        "tests/test_v3_cache.py",
+        "tests/test_v3_backward.py",
+        "tests/test_v3_sparse.py",
+        "tests/test_blocksparse.py",
+    ),
     "v3_fp8": ("tests/test_quantize.py",),
 }
 """What is run of a version, beside what every version has."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from faults import FAULTS, Change
+from fault import Change
+from faults import FAULTS
 from mutants import Run, verdict
 
 from flashzoo_suite.support import ROOT
