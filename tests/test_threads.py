@@ -102,7 +102,7 @@ class TestFirstQuestion:
     def test_a_plugin_that_another_thread_imports_meanwhile_is_no_deadlock(self, plugins, monkeypatch, tmp_path):
         """Python holds a lock while it imports a module, and the module registers."""
         (tmp_path / "variant_imported_twice.py").write_text(
-            "import time\ntime.sleep(0.05)\nimport flashzoo, support\nSPEC = flashzoo.register(support.toy('twice'))"
+            "import time\ntime.sleep(0.05)\nfrom flashzoo_suite.support import flashzoo, toy\nSPEC = flashzoo.register(toy('twice'))"
         )
         monkeypatch.syspath_prepend(tmp_path)
         plugins(EntryPoint("twice", "variant_imported_twice:SPEC", registry.ENTRY_POINTS).load)
