@@ -128,6 +128,11 @@ def test_tests_bench_and_examples_stay_outside(path):
     assert {name for name in imported(path) if within(name, inside)} == set()
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "flashzoo_suite").glob("*.py")), ids=relative)
+def test_the_suite_needs_no_more_than_the_extra_check_brings(path):
+    assert {name.partition(".")[0] for name in imported(path)} <= {"flashzoo", "flashzoo_suite", "pytest", "torch"}
+
+
 def test_import_loads_no_kernel_language_and_starts_no_gpu():
     code = """if True:
         import sys, torch
