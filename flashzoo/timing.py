@@ -8,7 +8,6 @@ from collections.abc import Callable, Hashable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import ceil, inf
-from statistics import median
 from typing import TypeVar
 
 import torch
@@ -128,8 +127,8 @@ class Clock:
             self.wait()
             start = time.perf_counter()
             run()
-            taken.append(time.perf_counter() - start)
-        return median(taken) * 1e6
+            taken.append(1e3 * (time.perf_counter() - start))
+        return 1e3 * Timing.of(taken).ms
 
     def wait(self) -> None:
         """Until the GPU is idle. Raises RuntimeError where an operation before has cost this process its GPU."""
