@@ -283,7 +283,7 @@ class Judge:
         ]
 
     def _summation_slack(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | float:
-        if self.problem.dtype not in ("fp32", "fp64"):
+        if self.problem.out_dtype not in ("fp32", "fp64"):
             return 0.0  # rounding to 16 bits is a thousand times more
         return SUMMED * self._eps * oracle(q, k, v.abs(), self.problem, mask=self._mask).out
 

@@ -31,6 +31,7 @@ from torch.autograd import forward_ad
 from flashzoo.autograd import differentiable
 from flashzoo.call.operands import Operands
 from flashzoo.call.problem import DESCALE_BLOCK, Problem
+from flashzoo.dtypes import TORCH_DTYPES
 
 E4M3 = torch.float8_e4m3fn
 LARGEST_E4M3 = 448.0
@@ -43,9 +44,6 @@ HOPPER_EACH = 1 << 24
 are more, only their sum is: it takes a sum of a few large terms for the difference to show."""
 HOPPER_SUM_BITS = 13
 """Mantissa bits of that accumulator, what is below them cut off (found by DeepSeek-V3, arXiv:2412.19437, and SageAttention2)."""
-
-OUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""What out may be in FP8."""
 
 
 @dataclass(frozen=True)
@@ -275,7 +273,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operan
         p[:, : problem.blind_rows] = 0  # softmax gives NaN where a row sees nothing
     else:
         p.masked_fill_((s == -math.inf).all(-1, keepdim=True), 0)
-    out = _matmul(p.to(q.dtype), _heads_first(v, problem)).to(q.dtype)
+    out = _matmul(p.to(q.dtype), _heads_first(v, problem)).to(TORCH_DTYPES[problem.out_dtype])
     return _seqlen_first(out, problem), lse
 
 
@@ -341,7 +339,7 @@ def _fp8_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Op
     blind = l == 0
     lse = (row_max + l.log2()).mul_(math.log(2)).view(problem.batch, problem.heads, -1) if problem.lse or problem.grad else None
     rounded = p.mul_(P_SCALE).to(E4M3).float()
-    out = torch.bmm(rounded, v_h.float().mul_(v_rows)).div_(P_SCALE * l.masked_fill(blind, 1)).to(OUT_DTYPES[problem.out_dtype])
+    out = torch.bmm(rounded, v_h.float().mul_(v_rows)).div_(P_SCALE * l.masked_fill(blind, 1)).to(TORCH_DTYPES[problem.out_dtype])
     return _seqlen_first(out, problem), lse
 
 

@@ -97,6 +97,8 @@ class _Model:
         self.inputs, self.scale = inputs, problem.scale
         kept = torch.finfo(TORCH_DTYPES[problem.out_dtype])
         self.unit, self.tiny = kept.eps / 2, kept.tiny * kept.eps / 2
+        of_p = kept if problem.dtype == "e4m3" else torch.finfo(TORCH_DTYPES[problem.dtype])
+        self.unit_p, self.tiny_p = of_p.eps / 2, of_p.tiny * of_p.eps / 2
         self.wide = torch.finfo(torch.float64 if problem.dtype == "fp64" else torch.float32).eps
         self.quantised = problem.precision == "fp8"
         self.in_fp8 = self.quantised or problem.dtype == "e4m3"
@@ -128,7 +130,7 @@ class _Model:
         # What all scores of a row have in common LSE gets, and out does not see: there what is left moves weight between values.
         of_lse = (p * of_scores.sqrt()).sum(-1).flatten(1, 2).square_()
         of_lse += (self.wide * lse.masked_fill(lse == -math.inf, 0)).square_() + self.wide**2
-        unit, tiny = (E4M3_UNIT, p.amax(-1, keepdim=True) * (E4M3_TINY / P_SCALE)) if self.in_fp8 else (self.unit, self.tiny)
+        unit, tiny = (E4M3_UNIT, p.amax(-1, keepdim=True) * (E4M3_TINY / P_SCALE)) if self.in_fp8 else (self.unit_p, self.tiny_p)
         sums = self.wide**2 * (1 + s.shape[-1] / RUNNING)
         squares = p.square_()
         moved = squares * of_scores

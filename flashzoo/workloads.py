@@ -41,9 +41,10 @@ class Workload:
     def on(self, device: torch.device | str = "cpu", **changes: object) -> Problem:
         """The problem on this device, with fields of `Problem` changed by name (`dtype="fp16"`, `grad=True`).
 
-        out_dtype is the dtype's default unless it is among them.
+        out_dtype is the dtype's default unless it is among them, or the workload's is float32, which out of e4m3 can't be.
         """
-        return replace(self.problem, **{**hardware(device), "out_dtype": None, **changes})  # pyright: ignore[reportArgumentType]
+        out_dtype = "fp32" if self.problem.out_dtype == "fp32" and changes.get("dtype") != "e4m3" else None
+        return replace(self.problem, **{**hardware(device), "out_dtype": out_dtype, **changes})  # pyright: ignore[reportArgumentType]
 
 
 def hardware(device: torch.device | str) -> dict[str, object]:
@@ -96,6 +97,7 @@ _ALL = (
     _workload("outliers", "smoke", 96, 129, values="outliers", causal=True),
     _workload("narrow_values", "smoke", 96, 96, 64, head_dim_v=32),
     _workload("wide_values_causal", "smoke", 65, 97, 32, head_dim_v=64, causal=True),
+    _workload("unrounded_causal_gqa", "smoke", 96, 130, heads=4, causal=True, out_dtype="fp32", heads_kv=2),
     _workload("blocks", "smoke", 200, 260, block_mask=MaskForm(64, 64, heads=2)),
     _workload("blocks_causal_gqa", "smoke", 150, 260, heads=4, heads_kv=2, block_mask=MaskForm(heads=4, causal=True)),
     _workload("blocks_bits", "smoke", 260, 150, block_mask=MaskForm(64, 128, bits=True)),

@@ -65,7 +65,7 @@ def cases(specs: list[Spec], grad: bool) -> list[Case]:
         for dtype, precision, kind in NUMERICS:
             for deterministic in (False, True) if "smoke" in workload.tags and kind is None else (False,):
                 for spec in specs:
-                    asked = {"dtype": dtype, "precision": precision, "out_dtype": "fp16" if kind == "head" else None}
+                    asked = {"dtype": dtype, "precision": precision} | ({"out_dtype": "fp16"} if kind == "head" else {})
                     problem = workload.on(DEVICE, lse=gives_lse(spec), deterministic=deterministic, grad=grad, **asked)
                     if takes(spec, problem):
                         found.append(Case(spec.name, workload, problem, kind))

@@ -121,6 +121,15 @@ def test_powers_of_two_pass_through(version, problem, factor):
         assert torch.equal(forward(version, (q, factor * k, v), scaled).out, out)
 
 
+@asks({"plain": {}, "causal": {"causal": True}}, dtype="fp16", out_dtype="fp32", fp8=(), seqlen_q=70, seqlen_k=130)
+def test_an_unrounded_out_was_not_rounded_before(version, problem):
+    tensors, *_ = draw(problem)
+    out = forward(version, tensors, problem).out
+    assert (out != out.half()).float().mean() > 0.99
+    rounded = forward(version, tensors, replace(problem, out_dtype=None)).out
+    torch.testing.assert_close(out.half(), rounded, rtol=2**-10, atol=1e-6)  # a step of fp16
+
+
 @asks({"plain": {}, "gqa_causal": {"heads": 6, "heads_kv": 3, "causal": True}}, batch=3, heads=3, heads_kv=3, seqlen_q=70, seqlen_k=70)
 def test_heads_and_batches_do_not_meet(version, problem):
     """Permuted heads and batches give permuted outputs, bit for bit."""

@@ -37,7 +37,7 @@ from torch import Tensor
 
 import flashzoo
 from flashzoo import Spec, UnsupportedError
-from flashzoo.call.problem import FEATURES
+from flashzoo.call.problem import FEATURES, QUANTIZABLE
 from flashzoo.workloads import TORCH_DTYPES, VALUES
 
 FOUND = Path(__file__).parent / "fuzz_found.txt"
@@ -147,13 +147,15 @@ def configuration(random: Random, versions: list[str], device: str) -> Configura
         mask = f"{kind}:{sizes}:{random.choice(('', 'h', 'bh', 'b')) if kind in MASKS_BY_HEAD else ''}"
         causal, sides = causal and random.random() < 0.3, sides if random.random() < 0.3 else (False, False)
     lse = asks("lse", 0.5)
+    in_e4m3 = entry == "quantize" or (dtype == "e4m3" and entry != "sdpa")
+    unrounded = dtype in QUANTIZABLE and not in_e4m3 and asks("out_dtype", 0.2)
     call = Call(
         *(version, dtype, 1, 1, 1, 1, 1, head_dim, head_dim_v, entry, precision, causal),
         lse=lse,
         deterministic=asks("deterministic", 0.2),
         grad=grad,
         through=random.choice(("out", "both", "both", "lse")) if lse and grad else "out",
-        out_dtype=random.choice((None, "bf16", "fp16")) if entry == "quantize" or (dtype == "e4m3" and entry != "sdpa") else None,
+        out_dtype=random.choice((None, "bf16", "fp16")) if in_e4m3 else "fp32" if unrounded else None,
         scored=tuple(f"{name}:{random.choice(values)}" for name, (values, _) in SCORES.items() if asks(name, 0.3)),
         mask=mask,
     )
@@ -346,10 +348,9 @@ def answer(call: Call, given: Operands, mask: Any) -> dict[str, Tensor]:
 
 def _misshapen(call: Call, found: dict[str, Tensor]) -> Iterator[str]:
     stored = TORCH_DTYPES[call.dtype]
-    out = TORCH_DTYPES[call.out_dtype or "bf16"] if call.dtype == "e4m3" or call.entry == "quantize" else stored
     of_keys = (call.batch, call.seqlen_k, call.heads_kv)
     forms = {
-        "out": ((call.batch, call.seqlen_q, call.heads, call.head_dim_v), out),
+        "out": ((call.batch, call.seqlen_q, call.heads, call.head_dim_v), call.stored),
         "lse": ((call.batch, call.heads, call.seqlen_q), torch.float64 if call.dtype == "fp64" else torch.float32),
         "dq": ((call.batch, call.seqlen_q, call.heads, call.head_dim), stored),
         "dk": ((*of_keys, call.head_dim), stored),

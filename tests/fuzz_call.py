@@ -86,6 +86,12 @@ class Call:
         return self.heads // self.heads_kv
 
     @property
+    def stored(self) -> torch.dtype:
+        """Of out."""
+        in_e4m3 = self.dtype == "e4m3" or self.entry == "quantize"
+        return TORCH_DTYPES[self.out_dtype or ("bf16" if in_e4m3 else self.dtype)]
+
+    @property
     def span(self) -> Window:
         """The band that causal and the window leave, None for a side without a bound."""
         left, right = (None if side == -1 else side for side in self.window or (None, None))
@@ -251,12 +257,11 @@ def operands(call: Call, device: Device) -> Operands:
     if call.seqlen_q and call.seqlen_k:
         VALUES[call.values](q, k, v, 1 / math.sqrt(call.head_dim), generator)
     dtype = TORCH_DTYPES[call.dtype]
-    out_dtype = TORCH_DTYPES[call.out_dtype or "bf16"] if call.dtype == "e4m3" else dtype
     if call.dtype == "e4m3":
         q, k, v = (x.clamp_(-448, 448) for x in (q, k, v))
     wide = torch.float64 if call.dtype == "fp64" else torch.float32
     laid = [(x.to(dtype), LAYOUTS[name]) for x, name in zip((q, k, v), call.layouts, strict=False)]
-    laid += [(dout.to(out_dtype), LAYOUTS[call.layouts[3]]), (normal(*of_queries, call.heads, 1).to(wide), LAYOUTS[call.layouts[3]])]
+    laid += [(dout.to(call.stored), LAYOUTS[call.layouts[3]]), (normal(*of_queries, call.heads, 1).to(wide), LAYOUTS[call.layouts[3]])]
     kinds = [kind.partition("/") for kind in call.descales]
     for (kind, _, name), (seqlen, heads) in zip(kinds, ((call.seqlen_q, call.heads), *[(call.seqlen_k, call.heads_kv)] * 2), strict=True):
         shape = (call.batch, 1, call.heads_kv, 1) if kind == "head" else (call.batch, -(-seqlen // DESCALE_BLOCK), heads, 1)

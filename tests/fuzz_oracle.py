@@ -79,7 +79,7 @@ class Numerics:
 def numerics(call: Call) -> Numerics:
     """Those of the call's forward pass."""
     fp8 = call.dtype == "e4m3" or call.precision == "fp8" or call.entry == "quantize"
-    stored = torch.finfo(TORCH_DTYPES[(call.out_dtype or "bf16") if call.dtype == "e4m3" or call.entry == "quantize" else call.dtype])
+    stored = torch.finfo(call.stored)
     accumulator = torch.finfo(torch.float64 if call.dtype == "fp64" else torch.float32)
     unit, eps = stored.eps / 2, accumulator.eps * (4 if call.dtype == "fp64" else 1)  # the oracle errs in float64 as well
     floor = max(stored.smallest_normal * unit, accumulator.smallest_normal)
@@ -87,7 +87,9 @@ def numerics(call: Call) -> Numerics:
     if fp8:
         scores = HOPPER_SCORES * math.sqrt(max(1, call.head_dim / HOPPER_K))
         return Numerics(unit, E4M3_UNIT, floor, E4M3_FLOOR, eps, scores, HOPPER_SUMS, quantised)
-    return Numerics(unit, unit, floor, floor, eps, _running(eps, call.head_dim), 0.0)
+    of_p = torch.finfo(TORCH_DTYPES[call.dtype])
+    floor_p = max(of_p.smallest_normal * of_p.eps / 2, accumulator.smallest_normal)
+    return Numerics(unit, of_p.eps / 2, floor, floor_p, eps, _running(eps, call.head_dim), 0.0)
 
 
 def _running(eps: float, terms: int) -> float:

@@ -135,6 +135,15 @@ def test_delta_has_the_place_of_out():
             torch.testing.assert_close(found, expected)
 
 
+def test_an_unrounded_out_makes_delta():
+    given = {name: x if name == "lse" else x.half() for name, x in small().items()}
+    out = torch.randn_like(given["dout"], dtype=torch.float32)
+    delta = (given["dout"].float() * out).sum(-1).transpose(1, 2)
+    expected = flashzoo.attention_backward(**given | {"out": None}, delta=delta, version="standard")
+    found = flashzoo.attention_backward(**given | {"out": out}, version="standard")
+    assert all(same_bits(x, y) for x, y in zip(found, expected, strict=True))
+
+
 def test_auto_and_use():
     given = small()
     expected = flashzoo.attention_backward(**given, version="v2")
@@ -215,7 +224,8 @@ ERRORS = {
     ),
     "e4m3": (ValueError, "inputs as they are, got e4m3 ones", lambda: {name: x(2, 5, 4, 16).to(torch.float8_e4m3fn) for name in "qkv"}),
     "descale": (ValueError, "q_descale is for e4m3 inputs", lambda: {"q_descale": x(2, 2)}),
-    "out_dtype": (TypeError, "out_dtype is for e4m3 inputs", lambda: {"out_dtype": torch.float16}),
+    "out_dtype": (TypeError, "out_dtype of torch.float32 inputs must be None or torch.float32, got", lambda: {"out_dtype": torch.float16}),
+    "out's dtype": (TypeError, "out must be of dtype torch.float32, got torch.float16", lambda: {"out": x(2, 5, 4, 16).half()}),
     "mask": (
         ValueError,
         r"block_mask must be of seqlen_q and seqlen_k \(5, 7\)",

@@ -70,15 +70,15 @@ KNOWN_STACK = {
 
 
 # How each kernel is launched: by which function, with strides of how many tensors and what else; its tensor parameters
-# (h in the problem's dtype, f in float32, i in int32, b bits) and how many floats follow them.
+# (h in the problem's dtype, o in that of out, f in float32, i in int32, b bits) and how many floats follow them.
 MASK_SIZES = (0, 1, 32, 100)
 LAUNCHES = {
-    ("v1", "forward"): (v1.forward_launch, 5, (), "hhhhffff", 1),
+    ("v1", "forward"): (v1.forward_launch, 5, (), "hhhoffff", 1),
     ("v1", "backward"): (v1.backward_launch, 8, (False,), "hhhhhfhhff", 2),
-    ("v2", "forward"): (v2.forward_launch, 4, (True,), "hhhhf", 1),
+    ("v2", "forward"): (v2.forward_launch, 4, (True,), "hhhof", 1),
     ("v2", "dkdv"): (v2.dkdv_launch, 6, (True,), "hhhhhhff", 2),
     ("v2", "dq"): (v2.dq_launch, 5, (True,), "hhhhhff", 2),
-    ("blocksparse", "forward"): (blocksparse.forward_launch, 4, (True, MASK_SIZES), "hhhhfiiiiib", 1),
+    ("blocksparse", "forward"): (blocksparse.forward_launch, 4, (True, MASK_SIZES), "hhhofiiiiib", 1),
     ("blocksparse", "dkdv"): (blocksparse.dkdv_launch, 6, (True, MASK_SIZES), "hhhhhhffiiiiib", 2),
     ("blocksparse", "dq"): (blocksparse.dq_launch, 5, (True, MASK_SIZES), "hhhhhffiiiiib", 2),
 }
@@ -88,7 +88,7 @@ def compiled(version: str, kernel: str, problem: Problem) -> Resources:
     """The launch that this problem would get, compiled for its architecture."""
     launch, tensors, more, parameters, floats = LAUNCHES[version, kernel]
     strides = (problem.seqlen_q * problem.heads * problem.head_dim, problem.heads * problem.head_dim, problem.head_dim) * tensors
-    types = tuple({"h": problem.dtype, "f": "fp32", "i": "i32", "b": "u8"}[parameter] for parameter in parameters)
+    types = tuple({"h": problem.dtype, "o": problem.out_dtype, "f": "fp32", "i": "i32", "b": "u8"}[parameter] for parameter in parameters)
     return resources(launch(problem, strides, *more), types, floats, problem.arch or 0)
 
 
@@ -100,13 +100,16 @@ def cases() -> Iterator[tuple[str, str, int, int, str, bool]]:
                 for arch in ARCHS:
                     yield version, kernel, arch, width, "bf16", True
                 yield version, kernel, 90, width, "bf16", False
+                if kernel == "forward":
+                    yield version, kernel, 90, width, "bf16 to fp32", True
                 yield version, kernel, 80, width, "fp32", True
 
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize(("version", "kernel", "arch", "head_dim", "dtype", "causal"), [*cases()])
 def test_compiles_and_does_not_spill(version: str, kernel: str, arch: int, head_dim: int, dtype: str, causal: bool) -> None:
-    problem = Problem(2, 4096, 4096, 16, 16, head_dim, dtype=dtype, causal=causal, grad=True, arch=arch)
+    dtype, _, out_dtype = dtype.partition(" to ")
+    problem = Problem(2, 4096, 4096, 16, 16, head_dim, dtype=dtype, causal=causal, grad=True, arch=arch, out_dtype=out_dtype or dtype)
     if version == "blocksparse":
         problem = dataclasses.replace(problem, causal=False, block_mask=MaskForm(heads=16, bits=causal))
     read = compiled(version, kernel, problem)

@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "call.traced": {"torch", "flashzoo.autograd", "flashzoo.registry", "flashzoo.transforms"} | CALL,
     "autograd": {"torch", "flashzoo.call.problem", "flashzoo.transforms"},
     "transforms": {"torch", "flashzoo.call.problem", "flashzoo.registry", "flashzoo.spec"},
-    "reference": {"torch", "flashzoo.autograd"} | HANDED,
+    "reference": {"torch", "flashzoo.autograd", "flashzoo.dtypes"} | HANDED,
     "baselines": {"torch", "flashzoo.reference", "flashzoo.spec", "flashzoo.transforms"} | HANDED,
     "dtypes": {"torch"},
     "gpu": set(),

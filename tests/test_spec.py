@@ -112,7 +112,7 @@ class TestSpec:
             toy(**fields)
 
     def test_every_feature_is_a_field_a_problem_can_ask_for(self):
-        sizes = {"heads_kv": 2, "seqlen_k": 4, "head_dim_v": 32}
+        sizes = {"heads_kv": 2, "seqlen_k": 4, "head_dim_v": 32, "out_dtype": "fp32"}
         asked = dataclasses.replace(HOPPER, causal=True, window=(1, 1), lse=True, deterministic=True, block_mask=MaskForm(), **sizes)
         assert asked.features == FEATURES.keys()
         assert HOPPER.features == frozenset()
@@ -131,6 +131,9 @@ class TestSpec:
 
     def test_out_has_the_dtype_of_the_inputs_but_for_e4m3(self):
         assert [dataclasses.replace(HOPPER, dtype=dtype).out_dtype for dtype in ("bf16", "fp16", "fp32")] == ["bf16", "fp16", "fp32"]
+        unrounded = dataclasses.replace(HOPPER, out_dtype="fp32")
+        assert unrounded.out_dtype == "fp32" and "head_dim 64, bf16 to fp32" in str(unrounded)
+        assert dataclasses.replace(unrounded, dtype="fp16").out_dtype == "fp32"
         e4m3 = dataclasses.replace(HOPPER, dtype="e4m3", out_dtype=None)
         assert e4m3.out_dtype == "bf16" and "head_dim 64, e4m3 to bf16" in str(e4m3)
         assert dataclasses.replace(e4m3, causal=True, out_dtype="fp16").out_dtype == "fp16"

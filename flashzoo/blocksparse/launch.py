@@ -18,6 +18,7 @@ from flashzoo.blocksparse.config import tiles_for
 from flashzoo.call.forms import MaskForm
 from flashzoo.call.operands import Operands
 from flashzoo.call.problem import Problem
+from flashzoo.dtypes import TORCH_DTYPES
 from flashzoo.integers import cdiv
 from flashzoo.masks.block_mask import BlockMask
 from flashzoo.masks.lists import Lists
@@ -30,7 +31,7 @@ _POINTERS = (None,) * 6
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of raw CUDA or CPU tensors."""
     block_mask = _mask(operands)
-    out = torch.empty_like(q)
+    out = torch.empty_like(q, dtype=TORCH_DTYPES[problem.out_dtype])
     lse = q.new_empty((problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3])
     rows = _tensors(block_mask, block_mask.rows)

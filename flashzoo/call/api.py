@@ -84,7 +84,8 @@ def attention(
             back. Overridden, where "auto", by `flashzoo.use(...)` and then by the environment variable FLASHZOO_VERSION.
         precision: "fp8" quantises fp16 or bf16 inputs to e4m3 for the forward pass; the backward pass runs in 16 bits, on the
             inputs as they are. Nothing is quantised where it is None.
-        out_dtype: with e4m3 inputs, `torch.bfloat16` (None means it) or `torch.float16`. Other inputs have their own dtype out.
+        out_dtype: of out. That of the inputs where None; with 16-bit ones `torch.float32` leaves out as it was summed, for partial results
+            (`flashzoo.merge`), with no gradients. With e4m3 inputs `torch.bfloat16`, which None means there, or `torch.float16`.
         q_descale: with e4m3 inputs, what q is multiplied by to be the real one: float32, on q's device, any strides,
             `(batch, heads_kv)` or one for each 128 rows of a head, `(batch, heads, ceil(seqlen_q / 128))`; None is 1. Positive
             and finite, which is not looked at: it lies on the device.
@@ -94,7 +95,7 @@ def attention(
             (`BlockMask.banded`). `v3` and `blocksparse` skip what the mask skips; `sdpa` and `standard` make a dense mask of it.
 
     Returns:
-        out `(batch, seqlen_q, heads, head_dim_v)`, q's dtype (for e4m3 see out_dtype) and device, under autocast too; with
+        out `(batch, seqlen_q, heads, head_dim_v)`, q's dtype (see out_dtype) and device, under autocast too; with
         `return_lse` the pair `(out, lse)`, lse in natural log, float32 (float64 for float64 inputs), `(batch, heads,
         seqlen_q)`. Both are differentiable, once, but for e4m3 inputs, which have no gradients. A row that sees no key gives 0,
         and -inf in lse.

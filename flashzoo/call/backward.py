@@ -47,13 +47,14 @@ def attention_backward(
     Args:
         dout: gradient of out, `(batch, seqlen_q, heads, head_dim_v)`, q's dtype and device, any strides.
         q, k, v: as in `attention`, fp16, bf16, fp32 or fp64.
-        out: as dout; may be None where delta is given, which then takes its place.
+        out: as dout, or float32 (`attention(out_dtype=torch.float32)`, `merge`), of which delta is then made in float32; may be None where
+            delta is given, which then takes its place.
         lse: natural log, `(batch, heads, seqlen_q)`, float32 (float64 for float64 inputs), q's device, any strides.
         dlse: gradient of lse, as lse; None is 0.
         delta: as lse; `dlse - delta` has the place of both, so that what a caller has summed already is not summed again.
         version: as in `attention`; "auto" is the newest that has such a backward pass for the call.
-        options: those of `attention` with which out and lse were made, block_mask that of the keys in k. `precision`, `out_dtype` and
-            descales are for FP8, which has no backward pass of its own.
+        options: those of `attention` with which out and lse were made, block_mask that of the keys in k; no `out_dtype`, and neither
+            `precision` nor descales, as FP8 has no backward pass of its own.
 
     Returns:
         `(dq, dk, dv)` in the shapes and the dtype of q, k and v, not recorded by autograd. With the out and the LSE of `attention` and the
@@ -80,19 +81,22 @@ def attention_backward(
     if isinstance(asked.get("window_size"), list):  # which has no hash
         asked["window_size"] = tuple(asked["window_size"])
     tensors = (*described(q), *described(k), *described(v))
-    through_lse = dlse is not None or delta is not None
+    unrounded = out is not None and out.dtype != q.dtype
+    through_lse = dlse is not None or delta is not None or unrounded
     planned = plan_backward(requested(version), current(), through_lse, forms, *tensors, **asked)
     of_out, of_lse = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
     wide = torch.promote_types(q.dtype, torch.float32)
-    for name in ("dout", "out", "lse", "dlse", "delta"):
-        what, shape, dtype = ("seqlen_q, heads, head_dim_v", of_out, q.dtype) if "out" in name else ("heads, seqlen_q", of_lse, wide)
+    for name, *dtypes in (("dout", q.dtype), ("out", *dict.fromkeys((q.dtype, wide))), ("lse", wide), ("dlse", wide), ("delta", wide)):
+        what, shape = ("seqlen_q, heads, head_dim_v", of_out) if "out" in name else ("heads, seqlen_q", of_lse)
         if name in given:
-            check_tensor(name, given[name], f"shape (batch, {what})", shape, (dtype,), "q's", q.device)
+            check_tensor(name, given[name], f"shape (batch, {what})", shape, tuple(dtypes), "q's", q.device)
 
     with torch.no_grad():
         dout, q, k, v, lse = (x.resolve_neg() for x in (dout, q, k, v, lse))
         # As no score is, so that p is 0, whatever keys are seen.
         lse = lse.masked_fill(lse == -math.inf, math.inf).contiguous()
+        if delta is None and out is not None and unrounded:
+            delta = (dout * out).sum(-1).transpose(1, 2)
         if delta is not None:
             dlse = -delta if dlse is None else dlse - delta
             out = dout.new_zeros((1, 1, 1, v.shape[3])).expand(of_out)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashzoo.call.forms import normalised
-from flashzoo.call.problem import OPTIONS, OUT_DTYPES, Problem
+from flashzoo.call.problem import OPTIONS, Problem
 from flashzoo.dtypes import TORCH_DTYPES
 
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
@@ -93,8 +93,8 @@ def check_shapes(tensors: tuple[Described, Described, Described]) -> None:
 def _name_of_out_dtype(out_dtype: Any) -> str | None:
     if out_dtype is None:
         return None
-    if not isinstance(out_dtype, torch.dtype) or DTYPE_NAMES.get(out_dtype) not in OUT_DTYPES:
-        raise TypeError(f"out_dtype must be None, {' or '.join(str(TORCH_DTYPES[name]) for name in OUT_DTYPES)}, got {out_dtype!r}")
+    if not isinstance(out_dtype, torch.dtype) or out_dtype not in DTYPE_NAMES:
+        raise TypeError(f"out_dtype must be None or a torch.dtype of {', '.join(TORCH_DTYPES)}, got {out_dtype!r}")
     return DTYPE_NAMES[out_dtype]
 
 
@@ -120,4 +120,4 @@ def fields_of(options: Mapping[str, Any]) -> dict[str, Any]:
 def options_of(problem: Problem) -> dict[str, Any]:
     """The options of `attention` that ask for a problem, beside its operands: the reverse of `fields_of`."""
     found = {name: getattr(problem, option.field) for name, option in OPTIONS.items()}
-    return found | {"out_dtype": TORCH_DTYPES[problem.out_dtype] if problem.dtype == "e4m3" else None}
+    return found | {"out_dtype": TORCH_DTYPES[problem.out_dtype] if problem.out_dtype != problem.dtype else None}

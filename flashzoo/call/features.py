@@ -1,4 +1,4 @@
-"""What a call can ask for beyond plain attention, where it is no option: by its shapes, its operands, or what it wants back.
+"""What a call can ask for beyond plain attention, where no option alone says it: by its shapes, its operands, or what it wants back.
 
 With the options that are features, which `problem.FEATURES` puts before these, it is the table that errors, refusals, `explain`,
 `flashzoo list` and the suite are made from. Standard library only.
@@ -33,6 +33,11 @@ BESIDE_OPTIONS = {
     "cross": Feature("seqlen_q != seqlen_k", lambda p: p.seqlen_q != p.seqlen_k, {"seqlen_k": 24}),
     "head_dim_v": Feature("v's head_dim different from q's", lambda p: p.head_dim != p.head_dim_v, {"head_dim_v": 8}),
     "lse": Feature("return_lse=True", lambda p: p.lse, {"lse": True}),
+    "out_dtype": Feature(
+        "out_dtype=torch.float32 with 16-bit inputs",
+        lambda p: p.out_dtype == "fp32" and p.dtype != "fp32",
+        {"dtype": "fp16", "out_dtype": "fp32"},
+    ),
     "block_mask": Feature("block_mask", lambda p: p.block_mask is not None, {"block_mask": MaskForm()}),
 }
 """By the name that a `Spec` declares it under."""

@@ -14,7 +14,7 @@ from flashzoo.autograd import joined, unquantized
 from flashzoo.call.check import DTYPE_NAMES, Described, check_data, check_shapes, fields_of
 from flashzoo.call.forms import check_flags
 from flashzoo.call.operands import Forms, Operands, given
-from flashzoo.call.problem import QUANTIZABLE, Problem
+from flashzoo.call.problem import OUT_DTYPES, QUANTIZABLE, Problem
 from flashzoo.dtypes import TORCH_DTYPES
 from flashzoo.registry import Choice, Zoo, backward_of, choose, choose_backward, fallback_backward, implementation, in_16_bits, remembered
 from flashzoo.spec import Spec
@@ -131,8 +131,9 @@ def problem_of(
     check_flags(return_lse=return_lse)
     if asked.get("precision") is not None and dtype not in QUANTIZABLE:
         raise TypeError(f"precision={asked['precision']!r} quantises {' or '.join(QUANTIZABLE)} inputs, got q {q_dtype}")
-    if asked.get("out_dtype") is not None and dtype != "e4m3":
-        raise TypeError(f"out_dtype is for e4m3 inputs (out has the dtype of others), got {options['out_dtype']} with q {q_dtype}")
+    if asked.get("out_dtype") not in (None, *OUT_DTYPES[dtype]):
+        *others, last = (str(TORCH_DTYPES[name]) for name in OUT_DTYPES[dtype])
+        raise TypeError(f"out_dtype of {q_dtype} inputs must be {', '.join(('None', *others))} or {last}, got {options['out_dtype']}")
     device, arch = _hardware(q_device, arch)
     for name, kind, form in given(forms):
         kind.check(name, form, q_device)

@@ -19,8 +19,8 @@ PRECISIONS = (None, "fp8")
 """What a call may ask its products to be made in: its inputs' own dtype, or e4m3 to which 16-bit inputs are quantised."""
 QUANTIZABLE = ("fp16", "bf16")
 """Dtypes that `precision="fp8"` quantises."""
-OUT_DTYPES = ("bf16", "fp16")
-"""What out may be where the inputs are e4m3, the default first."""
+OUT_DTYPES = {"fp16": ("fp16", "fp32"), "bf16": ("bf16", "fp32"), "fp32": ("fp32",), "fp64": ("fp64",), "e4m3": ("bf16", "fp16")}
+"""What out may be, by the dtype of the inputs, the default first."""
 DESCALE_BLOCK = 128
 """Rows of q, k or v that share one number of a descale by block."""
 
@@ -114,8 +114,8 @@ class Problem:
         arch: compute capability as `10 * major + minor` (90 for Hopper); None on the CPU.
         precision: of `PRECISIONS`.
         block_mask: the form of the block mask, causal and window put into it; None where there is none.
-        out_dtype: of out. That of the inputs, whatever is given, but for e4m3: there one of `OUT_DTYPES`, for the first of
-            which None stands, so `replace(problem, dtype="e4m3")` keeps the old one unless it is given out_dtype=None too.
+        out_dtype: of out, one of `OUT_DTYPES`; None stands for the first, as does what inputs of another dtype than e4m3 can't have.
+            So `replace(problem, dtype=...)` keeps the old one, where it may, unless it is given out_dtype=None too.
 
     Raises:
         TypeError, ValueError: a field is none that a call could ask for; the text names it, what was expected and what was got.
@@ -159,10 +159,9 @@ class Problem:
     def __post_init__(self) -> None:
         if self.head_dim_v is None:
             object.__setattr__(self, "head_dim_v", self.head_dim)
-        if self.dtype != "e4m3":
-            object.__setattr__(self, "out_dtype", self.dtype)
-        elif self.out_dtype is None:
-            object.__setattr__(self, "out_dtype", OUT_DTYPES[0])
+        out_dtypes = OUT_DTYPES[self.dtype] if self.dtype in DTYPES else (None,)
+        if self.out_dtype is None or (self.dtype != "e4m3" and self.out_dtype not in out_dtypes):
+            object.__setattr__(self, "out_dtype", out_dtypes[0])
         if self.window != (None, None):
             object.__setattr__(self, "window", normalised(self.window, "window"))
         self._check()
@@ -183,8 +182,8 @@ class Problem:
         for name, known in _NAMES:
             if given[name] not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {given[name]!r}")
-        if self.dtype == "e4m3" and self.out_dtype not in OUT_DTYPES:
-            raise ValueError(f"out_dtype must be one of {', '.join(map(repr, OUT_DTYPES))}, got {self.out_dtype!r}")
+        if self.out_dtype not in OUT_DTYPES[self.dtype]:
+            raise ValueError(f"out_dtype must be one of {', '.join(map(repr, OUT_DTYPES[self.dtype]))}, got {self.out_dtype!r}")
         if self.precision is not None and self.dtype not in QUANTIZABLE:
             raise ValueError(f"precision={self.precision!r} is for dtype {' or '.join(QUANTIZABLE)}, got {self.dtype}")
         if self.block_mask is not None:
@@ -258,7 +257,7 @@ class Problem:
         text = f"batch {self.batch}, seqlen {lengths}, heads {heads}, head_dim {head_dims}, {self.dtype}"
         if self.precision is not None:
             text += f" in {self.precision}"
-        if self.dtype == "e4m3":
+        if self.out_dtype != self.dtype:
             text += f" to {self.out_dtype}"
         for name, default, _ in _CHECKED:
             value = getattr(self, name)

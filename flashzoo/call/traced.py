@@ -116,7 +116,7 @@ def _fake_attention(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
     how = dict(zip(_FORWARD, arguments, strict=False)) | named
     q, k, v = how["q"], how["k"], how["v"]
     check_shapes((described(q), described(k), described(v)))
-    dtype = (how.get("out_dtype") or torch.bfloat16) if q.dtype == torch.float8_e4m3fn else q.dtype
+    dtype = how.get("out_dtype") or (torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype)
     out = torch.empty_strided(*_dense(q, v.shape[3]), dtype=dtype, device=q.device)
     return out, out.new_empty(_lse_shape(q, how), dtype=_lse_dtype(out))
 

@@ -13,6 +13,7 @@ from flashzoo._triton import Launch
 from flashzoo.autograd import differentiable
 from flashzoo.call.operands import Operands
 from flashzoo.call.problem import Problem
+from flashzoo.dtypes import TORCH_DTYPES
 from flashzoo.integers import cdiv
 from flashzoo.v1 import kernels
 from flashzoo.v1.config import Tiles, block_d, tiles_for
@@ -26,7 +27,7 @@ Strides = tuple[int, ...]
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of raw CUDA or CPU tensors; see `flashzoo.attention`."""
-    out = torch.empty_like(q)
+    out = torch.empty_like(q, dtype=TORCH_DTYPES[problem.out_dtype])
     out_acc = q.new_empty(q.shape, dtype=torch.float32)
     row_sum, row_max, lse = q.new_empty((3, problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *out_acc.stride()[:3])

@@ -13,6 +13,7 @@ from flashzoo._triton.tiles import Strides, aligned, constexprs, launch_of_delta
 from flashzoo.autograd import differentiable
 from flashzoo.call.operands import Operands
 from flashzoo.call.problem import Problem
+from flashzoo.dtypes import TORCH_DTYPES
 from flashzoo.integers import cdiv
 from flashzoo.v2 import kernels
 from flashzoo.v2.config import tiles_for
@@ -22,7 +23,7 @@ LOG2E = math.log2(math.e)
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of raw CUDA or CPU tensors; see `flashzoo.attention`."""
-    out = torch.empty_like(q)
+    out = torch.empty_like(q, dtype=TORCH_DTYPES[problem.out_dtype])
     lse = q.new_empty((problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3])
     launch = forward_launch(problem, strides, aligned(q, k, v))
