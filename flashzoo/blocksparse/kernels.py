@@ -168,9 +168,11 @@ def forward_kernel(
     q, k, v, o, lse, order, counts, full, indices, bit_index, bits, scale_log2,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
-    seqlen_q, seqlen_k, heads, group, window_left, window_right, stride_mask_b, stride_mask_h, width, n_bits,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, MASK_Q: tl.constexpr,
-    MASK_KV: tl.constexpr, BITS: tl.constexpr, TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr,
+    seqlen_q, seqlen_k, heads, group, window_left, window_right,
+    stride_mask_b, stride_mask_h, width, n_bits,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    MASK_Q: tl.constexpr, MASK_KV: tl.constexpr, BITS: tl.constexpr,
+    TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     rows = tl.cdiv(seqlen_q, MASK_Q)
     tiles = rows * (MASK_Q // BLOCK_Q)
@@ -282,11 +284,11 @@ def dkdv_kernel(
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_dob, stride_dos, stride_doh,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
-    seqlen_q, seqlen_k, rows_padded, heads_kv, group, window_left, window_right, stride_mask_b, stride_mask_h, width,
-    n_bits,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, MASK_Q: tl.constexpr,
-    MASK_KV: tl.constexpr, BITS: tl.constexpr, TMA: tl.constexpr, K_IN_REGISTERS: tl.constexpr,
-    V_IN_REGISTERS: tl.constexpr,
+    seqlen_q, seqlen_k, rows_padded, heads_kv, group, window_left, window_right,
+    stride_mask_b, stride_mask_h, width, n_bits,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    MASK_Q: tl.constexpr, MASK_KV: tl.constexpr, BITS: tl.constexpr,
+    TMA: tl.constexpr, K_IN_REGISTERS: tl.constexpr, V_IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(seqlen_k, MASK_KV)
     tiles = columns * (MASK_KV // BLOCK_KV)
@@ -366,10 +368,11 @@ def dq_kernel(
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_dob, stride_dos, stride_doh,
     stride_dqb, stride_dqs, stride_dqh,
-    seqlen_q, seqlen_k, rows_padded, heads, group, window_left, window_right, stride_mask_b, stride_mask_h, width, n_bits,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, MASK_Q: tl.constexpr,
-    MASK_KV: tl.constexpr, BITS: tl.constexpr, TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr,
-    DO_IN_REGISTERS: tl.constexpr,
+    seqlen_q, seqlen_k, rows_padded, heads, group, window_left, window_right,
+    stride_mask_b, stride_mask_h, width, n_bits,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    MASK_Q: tl.constexpr, MASK_KV: tl.constexpr, BITS: tl.constexpr,
+    TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr, DO_IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     rows = tl.cdiv(seqlen_q, MASK_Q)
     tiles = rows * (MASK_Q // BLOCK_Q)

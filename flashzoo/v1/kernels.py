@@ -153,8 +153,8 @@ def backward_kernel(
     stride_dob, stride_dos, stride_doh, stride_ab, stride_as, stride_ah,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     seqlen_q, seqlen_k, heads_kv, group,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, CAUSAL: tl.constexpr,
-    DLSE: tl.constexpr, SERIAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    CAUSAL: tl.constexpr, DLSE: tl.constexpr, SERIAL: tl.constexpr,
 ):  # fmt: skip
     # SERIAL: a program walks all blocks of keys of its head, in order, so dQ is summed in one order. Else it has one.
     blocks = tl.cdiv(seqlen_k, BLOCK_KV)

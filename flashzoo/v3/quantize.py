@@ -214,7 +214,7 @@ class Plan:
         self._length = end // 4
 
         width = min(64, block_d)
-        shape = {"WIDTH": width, "CHUNKS": cdiv(p.head_dim, width), "POWER": power_of_two(p.head_dim), "ROTATE": rotate}
+        shape = {"WIDTH": width, "ROTATE": rotate}
         self._of_values = {"HEAD_DIM": p.head_dim, "BLOCK_D": block_d, **shape, "TRANSPOSED": transposed}
         self._of_scores = {"HEAD_DIM": p.head_dim, **shape, "SMOOTH": smooth, "SHIFT": smooth and shift}
         self._problem = p

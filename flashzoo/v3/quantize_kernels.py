@@ -102,38 +102,19 @@ def butterflies(ys, WIDTH: tl.constexpr, POWER: tl.constexpr):
 
 @triton.jit
 def quantize_rows(
-    x,
-    out,
-    descale,
-    mean,
-    shift,
-    stride_b,
-    stride_s,
-    stride_h,
-    b,
-    h,
-    first_block,
-    last_block,
-    seqlen,
-    heads,
-    heads_kv,
-    times,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    POWER: tl.constexpr,
-    ROTATE: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    SHIFT: tl.constexpr,
-    SCALES: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+    tensors, place, sizes,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROTATE: tl.constexpr, SMOOTH: tl.constexpr, SHIFT: tl.constexpr,
+    SCALES: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
     """Blocks of one head.
 
     Where SMOOTH `times` the mean is subtracted, which is 1 for k. Where SHIFT they are multiplied by it, if `times` is 0.
     """
+    x, stride_b, stride_s, stride_h, out, descale, mean, shift = tensors
+    b, h, first_block, last_block, times = place
+    seqlen, heads, heads_kv = sizes
+    CHUNKS: tl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
+    POWER: tl.constexpr = HEAD_DIM & -HEAD_DIM
     TO_TRUE: tl.constexpr = 2.0 * POWER**0.5 if ROTATE else 2.0  # small values to true ones
     blocks = tl.cdiv(seqlen, ROWS)
     b_h = b.to(tl.int64) * heads + h
@@ -236,23 +217,12 @@ def store_transposed(out, b_h, start, words, seqlen_k, d, KEYS: tl.constexpr, HE
 
 @triton.jit
 def quantize_transposed(
-    v,
-    out,
-    descale,
-    stride_b,
-    stride_s,
-    stride_h,
-    b,
-    h,
-    block,
-    seqlen_k,
-    heads_kv,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    tensors, place, sizes, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, INTERPRETED: tl.constexpr
 ):
     """A block of one head of v, keys along rows."""
+    v, stride_b, stride_s, stride_h, out, descale = tensors
+    b, h, block = place
+    seqlen_k, heads_kv = sizes
     b_h = b.to(tl.int64) * heads_kv + h
     head = v + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
     d = tl.arange(0, BLOCK_D)
@@ -273,25 +243,15 @@ def quantize_transposed(
 
 @triton.jit
 def mean_of_keys(
-    k,
-    mean,
-    stride_b,
-    stride_s,
-    stride_h,
-    b,
-    h,
-    seqlen_k,
-    heads_kv,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    POWER: tl.constexpr,
-    ROTATE: tl.constexpr,
-    ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    tensors, place, sizes,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROTATE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """The mean of the sample of one head's keys, small and rotated as `quantize_rows` has them."""
+    k, stride_b, stride_s, stride_h, mean = tensors
+    b, h = place
+    seqlen_k, heads_kv = sizes
+    CHUNKS: tl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
+    POWER: tl.constexpr = HEAD_DIM & -HEAD_DIM
     blocks = tl.cdiv(seqlen_k, ROWS)
     sampled = tl.minimum(blocks, SPLITS)
     head = k + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
@@ -318,43 +278,21 @@ def mean_of_keys(
 
 @triton.jit(do_not_specialize=SIZES)
 def values_kernel(
-    k,
-    v,
-    v8,
-    v_descale,
-    mean,
-    k_stride_b,
-    k_stride_s,
-    k_stride_h,
-    v_stride_b,
-    v_stride_s,
-    v_stride_h,
-    batch,
-    seqlen_k,
-    heads_kv,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    POWER: tl.constexpr,
-    ROTATE: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    SCALES: tl.constexpr,
-    ROWS: tl.constexpr,
-    MEAN_ROWS: tl.constexpr,
-    MEAN_SPLITS: tl.constexpr,
-    MEAN_STAGES: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+    k, v, v8, v_descale, mean,
+    k_stride_b, k_stride_s, k_stride_h, v_stride_b, v_stride_s, v_stride_h,
+    batch, seqlen_k, heads_kv,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, WIDTH: tl.constexpr, ROTATE: tl.constexpr, TRANSPOSED: tl.constexpr,
+    SCALES: tl.constexpr, ROWS: tl.constexpr, MEAN_ROWS: tl.constexpr, MEAN_SPLITS: tl.constexpr,
+    MEAN_STAGES: tl.constexpr, SMOOTH: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
     """Programs of the mean of k, which take longest, then of v; of neighbouring heads first, which is how they lie in memory."""
     program = tl.program_id(0)
     h = program % heads_kv
     means = batch * heads_kv if SMOOTH else 0
     if program < means:
         mean_of_keys(
-            *(k, mean, k_stride_b, k_stride_s, k_stride_h, program // heads_kv, h, seqlen_k, heads_kv),
-            *(HEAD_DIM, WIDTH, CHUNKS, POWER, ROTATE, MEAN_ROWS, MEAN_SPLITS, MEAN_STAGES),
+            *((k, k_stride_b, k_stride_s, k_stride_h, mean), (program // heads_kv, h), (seqlen_k, heads_kv)),
+            *(HEAD_DIM, WIDTH, ROTATE, MEAN_ROWS, MEAN_SPLITS, MEAN_STAGES),
         )
     else:
         blocks = tl.cdiv(seqlen_k, ROWS)
@@ -362,51 +300,24 @@ def values_kernel(
         block, b = rest % blocks, rest // blocks
         if TRANSPOSED:
             quantize_transposed(
-                *(v, v8, v_descale, v_stride_b, v_stride_s, v_stride_h, b, h, block, seqlen_k, heads_kv),
+                *((v, v_stride_b, v_stride_s, v_stride_h, v8, v_descale), (b, h, block), (seqlen_k, heads_kv)),
                 *(HEAD_DIM, BLOCK_D, ROWS, INTERPRETED),
             )
         else:
             quantize_rows(
-                *(v, v8, v_descale, mean, mean, v_stride_b, v_stride_s, v_stride_h),
-                *(b, h, block, block + 1, seqlen_k, heads_kv, heads_kv, 0),
-                *(HEAD_DIM, WIDTH, CHUNKS, POWER, False, False, False, SCALES, ROWS, 1, INTERPRETED),
+                *((v, v_stride_b, v_stride_s, v_stride_h, v8, v_descale, mean, mean), (b, h, block, block + 1, 0)),
+                *((seqlen_k, heads_kv, heads_kv), HEAD_DIM, WIDTH, False, False, False, SCALES, ROWS, 1, INTERPRETED),
             )
 
 
 @triton.jit(do_not_specialize=SIZES)
 def scores_kernel(
-    q,
-    k,
-    q8,
-    k8,
-    q_descale,
-    k_descale,
-    mean,
-    shift,
-    q_stride_b,
-    q_stride_s,
-    q_stride_h,
-    k_stride_b,
-    k_stride_s,
-    k_stride_h,
-    batch,
-    seqlen_q,
-    seqlen_k,
-    heads,
-    heads_kv,
-    run,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    POWER: tl.constexpr,
-    ROTATE: tl.constexpr,
-    SMOOTH: tl.constexpr,
-    SHIFT: tl.constexpr,
-    SCALES: tl.constexpr,
-    ROWS: tl.constexpr,
-    STAGES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):
+    q, k, q8, k8, q_descale, k_descale, mean, shift,
+    q_stride_b, q_stride_s, q_stride_h, k_stride_b, k_stride_s, k_stride_h,
+    batch, seqlen_q, seqlen_k, heads, heads_kv, run,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROTATE: tl.constexpr, SMOOTH: tl.constexpr, SHIFT: tl.constexpr,
+    SCALES: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
     """Programs of k, then of q, each of `run` blocks; of neighbouring heads first, which is how they lie in memory."""
     program = tl.program_id(0)
     blocks_q, blocks_k = tl.cdiv(seqlen_q, ROWS), tl.cdiv(seqlen_k, ROWS)
@@ -420,26 +331,16 @@ def scores_kernel(
         x, out, descale, stride_b, stride_s, stride_h = q, q8, q_descale, q_stride_b, q_stride_s, q_stride_h
         seqlen, of_heads, blocks, runs, times = seqlen_q, heads, blocks_q, runs_q, 0.0
     h, first, b = program % of_heads, program // of_heads % runs * run, program // of_heads // runs
-    quantize_rows(
-        *(x, out, descale, mean, shift, stride_b, stride_s, stride_h),
-        *(b, h, first, tl.minimum(first + run, blocks), seqlen, of_heads, heads_kv, times),
-        *(HEAD_DIM, WIDTH, CHUNKS, POWER, ROTATE, SMOOTH, SHIFT, SCALES, ROWS, STAGES, INTERPRETED),
-    )
+    tensors = (x, stride_b, stride_s, stride_h, out, descale, mean, shift)
+    place, sizes = (b, h, first, tl.minimum(first + run, blocks), times), (seqlen, of_heads, heads_kv)
+    quantize_rows(tensors, place, sizes, HEAD_DIM, WIDTH, ROTATE, SMOOTH, SHIFT, SCALES, ROWS, STAGES, INTERPRETED)
 
 
 @triton.jit(do_not_specialize=["seqlen_k", "heads_kv"])
 def transpose_kernel(
-    v,
-    out,
-    stride_b,
-    stride_s,
-    stride_h,
-    seqlen_k,
-    heads_kv,
-    HEAD_DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    KEYS: tl.constexpr,
-):
+    v, out, stride_b, stride_s, stride_h, seqlen_k, heads_kv,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     """KEYS keys of WIDTH columns of one head."""
     CHUNKS: tl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
     program = tl.program_id(0)
