@@ -23,6 +23,7 @@ from torch import Tensor
 
 from flashzoo.call.operands import NO_DESCALES, Descales, Operands
 from flashzoo.call.problem import Problem
+from flashzoo.integers import cdiv
 from flashzoo.reference import (
     HOPPER_SUM_BITS,
     Result,
@@ -186,7 +187,7 @@ class Judge:
         if problem.precision == "fp8":
             plain = replace(problem, grad=False)
             enough, most = FP8_DRAWS
-            for seed in range(max(1, min(most, -(-enough // max(1, self._rows))))):
+            for seed in range(max(1, min(most, cdiv(enough, max(1, self._rows))))):
                 turned = rotated(q, seed), rotated(k, seed)
                 yards.append(self._errors_of(_yardstick(*turned, v, plain, None, None, descales, mask)))
         # Of the yardsticks' errors only these figures are needed again.

@@ -32,6 +32,7 @@ from flashzoo.autograd import differentiable
 from flashzoo.call.operands import Operands
 from flashzoo.call.problem import DESCALE_BLOCK, Problem
 from flashzoo.dtypes import TORCH_DTYPES
+from flashzoo.integers import cdiv
 
 E4M3 = torch.float8_e4m3fn
 LARGEST_E4M3 = 448.0
@@ -308,7 +309,7 @@ def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     largest = x.abs().amax((1, 3)).float()
     descale = torch.where(largest == 0, 1.0, largest / LARGEST_E4M3)
     quantized = (x.float() / descale[:, None, :, None]).clamp(-LARGEST_E4M3, LARGEST_E4M3).to(E4M3)
-    return quantized, descale[..., None].expand(-1, -1, -(-x.shape[1] // DESCALE_BLOCK))
+    return quantized, descale[..., None].expand(-1, -1, cdiv(x.shape[1], DESCALE_BLOCK))
 
 
 def rotated(x: Tensor, seed: int = 0) -> Tensor:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flashzoo.call.problem import Problem
+from flashzoo.integers import cdiv
 from flashzoo.reference import (
     HOPPER_SUM_BITS,
     LARGEST_E4M3,
@@ -46,7 +47,7 @@ LARGEST_EXPONENT = 20.0
 def of_blocks(x: Tensor) -> Tensor:
     """L2 norms `(batch, heads, blocks)` of each `ROWS` rows of each head of x `(batch, seqlen, heads, head_dim)`."""
     rows = x.square().sum(-1).transpose(1, 2)
-    blocks = -(-rows.shape[2] // ROWS)
+    blocks = cdiv(rows.shape[2], ROWS)
     return torch.nn.functional.pad(rows, (0, blocks * ROWS - rows.shape[2])).unflatten(2, (blocks, ROWS)).sum(3).sqrt()
 
 

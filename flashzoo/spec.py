@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from os import environ
 
 from flashzoo.call.problem import DTYPES, FEATURES, QUANTIZABLE, Problem
+from flashzoo.integers import cdiv
 
 INTERPRETER_LIMIT = "FLASHZOO_INTERPRETER_LIMIT"
 """Environment variable with the most blocks that Triton's interpreter is given, in place of `INTERPRETER_BLOCKS`."""
@@ -219,7 +220,7 @@ def _too_long_to_interpret(problem: Problem) -> list[str]:
 
 def blocks_of(problem: Problem) -> int:
     """Of `INTERPRETER_BLOCK` queries by as many keys, begun ones too: what time in Triton's interpreter goes by, not scores."""
-    rows, columns = (-(-seqlen // INTERPRETER_BLOCK) for seqlen in (problem.seqlen_q, problem.seqlen_k))
+    rows, columns = (cdiv(seqlen, INTERPRETER_BLOCK) for seqlen in (problem.seqlen_q, problem.seqlen_k))
     return problem.batch * problem.heads * rows * columns
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from flashzoo.call.forms import MaskForm
 from flashzoo.call.problem import DESCALE_BLOCK, OPTIONS, Problem
 from flashzoo.dtypes import BYTES, TORCH_DTYPES
+from flashzoo.integers import cdiv
 from flashzoo.masks.block_mask import BlockMask
 
 LOG_SUM_BYTES = 4  # lse, and FA-1's l and m, are float32 in every version
@@ -325,7 +326,7 @@ def descales(
     of_keys = (problem.batch, problem.heads_kv)
     shapes = [of_keys] * 3
     if kind == "block":
-        blocks_q, blocks_k = (-(-seqlen // DESCALE_BLOCK) for seqlen in (problem.seqlen_q, problem.seqlen_k))
+        blocks_q, blocks_k = (cdiv(seqlen, DESCALE_BLOCK) for seqlen in (problem.seqlen_q, problem.seqlen_k))
         shapes = [(problem.batch, problem.heads, blocks_q), *[(*of_keys, blocks_k)] * 2]
     q, k, v = (torch.exp2(2 * torch.rand(shape, generator=generator, device=device) - 1) for shape in shapes)
     return q, k, v
@@ -341,7 +342,7 @@ def block_mask(problem: Problem, seed: int = 0, device: torch.device | str = "cp
     if form is None:
         return None
     generator = torch.Generator(device).manual_seed(seed)
-    n_q, n_k = -(-problem.seqlen_q // form.block_q), -(-problem.seqlen_k // form.block_kv)
+    n_q, n_k = cdiv(problem.seqlen_q, form.block_q), cdiv(problem.seqlen_k, form.block_kv)
     shape = (form.batch, form.heads, n_q, n_k)
     kept = torch.rand(shape, generator=generator, device=device) < 0.67
     if n_q > 2:

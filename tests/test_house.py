@@ -54,13 +54,13 @@ MAY_IMPORT = {
     "accuracy": {"torch", "flashzoo.reference", "flashzoo.roundings", "flashzoo.workloads"} | HANDED,
     "roundings": {"torch", "flashzoo.reference", "flashzoo.call.problem", "flashzoo.workloads"},
     "merge": {"torch", "flashzoo.call.check"},
-    "masks": {"torch", "typing_extensions", BLOCK_MASK, "flashzoo.call.forms", "flashzoo.integers"},
+    "masks": {"torch", "typing_extensions", BLOCK_MASK, "flashzoo.call.forms"},
     "_sass": set(),
-    "_triton": {"torch", "triton", "flashzoo._sass", "flashzoo._triton", "flashzoo.call.problem", "flashzoo.integers"},
+    "_triton": {"torch", "triton", "flashzoo._sass", "flashzoo._triton", "flashzoo.call.problem"},
     "_cute": {"torch", "cuda", "cutlass", "flashzoo._cute", "flashzoo.dtypes", "flashzoo.gpu"},
 }
 A_VERSION_MAY_IMPORT = {"torch", "triton", "cutlass", "flashzoo._triton", "flashzoo._cute"}
-A_VERSION_MAY_IMPORT |= {BLOCK_MASK, "flashzoo.autograd", "flashzoo.dtypes", "flashzoo.gpu", "flashzoo.integers", "flashzoo.spec"} | HANDED
+A_VERSION_MAY_IMPORT |= {BLOCK_MASK, "flashzoo.autograd", "flashzoo.dtypes", "flashzoo.gpu", "flashzoo.spec"} | HANDED
 OUTSIDE = ("flashzoo_suite", "tests", "bench", "examples")
 # These look inside versions because that is their work.
 INSIDERS = {
@@ -109,7 +109,19 @@ def test_imports_point_one_way(path):
         inside = {f"flashzoo.{folder.name}.{file.stem}" for folder in VERSION_FOLDERS for file in folder.glob("*.py")}
         assert not {name for name in imported(path) if within(name, inside | {"triton", "cutlass"} | PLUMBING)}
         return
-    assert {name for name in imported(path) if not within(name, allowed)} == set()
+    assert {name for name in imported(path) if not within(name, allowed | {"flashzoo.integers"})} == set()
+
+
+def divides_upwards(node: ast.AST) -> bool:
+    """Whether it is `-(-x // y)`."""
+    inside = node.operand if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) else None
+    return isinstance(inside, ast.BinOp) and isinstance(inside.op, ast.FloorDiv) and isinstance(inside.left, ast.UnaryOp)
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if path.stem != "integers"], ids=relative)
+def test_rounding_up_has_one_way(path):
+    """`flashzoo.integers.cdiv`, which all may import."""
+    assert [node.lineno for node in ast.walk(ast.parse(path.read_text())) if divides_upwards(node)] == []
 
 
 @pytest.mark.parametrize("folder", VERSION_FOLDERS, ids=relative)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flashzoo.call.problem import DESCALE_BLOCK, Problem
+from flashzoo.integers import cdiv
 from flashzoo.masks.block_mask import BlockMask
 
 Descales = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -115,7 +116,7 @@ class _Descale(Operand):
             raise ValueError(f"{name} is for e4m3 inputs (torch.float8_e4m3fn), got it with {problem.dtype} ones")
         of_q = name == "q_descale"
         heads, seqlen = (problem.heads, problem.seqlen_q) if of_q else (problem.heads_kv, problem.seqlen_k)
-        by_head, by_block = (problem.batch, problem.heads_kv), (problem.batch, heads, -(-seqlen // DESCALE_BLOCK))
+        by_head, by_block = (problem.batch, problem.heads_kv), (problem.batch, heads, cdiv(seqlen, DESCALE_BLOCK))
         if form[0] not in (by_head, by_block):
             raise ValueError(
                 f"{name} must have shape (batch, heads_kv) {by_head}, or (batch, {'heads' if of_q else 'heads_kv'}, "

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashzoo.integers import cdiv
 from flashzoo.masks.lists import FULL
 
 
@@ -21,8 +22,8 @@ def characters(codes: Tensor, width: int, height: int) -> str:
     if not codes.numel():
         return "no blocks"
     # Whole blocks a character. It is twice as high as wide, where there are so many that it can show that.
-    across = -(-n_k // width)
-    down = max(-(-n_q // height), 1 if across == 1 else min(2 * across, n_q))
+    across = cdiv(n_k, width)
+    down = max(cdiv(n_q, height), 1 if across == 1 else min(2 * across, n_q))
 
     def share(chosen: Tensor) -> Tensor:
         return torch.nn.functional.avg_pool2d(chosen.float()[None], (down, across), ceil_mode=True)[0]
