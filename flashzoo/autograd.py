@@ -59,7 +59,7 @@ def differentiable(forward: Forward, backward: Backward, prepared: Prepared | No
 
     Returns:
         `(q, k, v, problem, operands) -> (out, lse)`, recorded by autograd only where `problem.grad`. Its attribute `backward` is
-        the backward pass alone, for who records calls by other means.
+        the backward pass alone, for who records calls by other means, and for `flashzoo.attention_backward`.
     """
     functions = (forward, backward)
 
