@@ -52,6 +52,34 @@ class NamedBarrier(IntEnum):
 
 
 @dataclass(frozen=True)
+class TmaAtoms:
+    """TMA copies of the tensors: loads, but for dk and dv."""
+
+    q: cute.CopyAtom
+    k: cute.CopyAtom
+    v: cute.CopyAtom
+    do: cute.CopyAtom
+    dk: cute.CopyAtom
+    dv: cute.CopyAtom
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """What `delta.py` leaves in memory.
+
+    Attributes:
+        lse, delta: float32 (batch, heads, padded queries), LSE in log2 units.
+        dq: float32 (batch, heads, blocks of queries, consumers, a warpgroup's part as it lies in registers).
+        dq_semaphore: where deterministic, how many tiles have added to each part of a block of dQ.
+    """
+
+    lse: cute.Pointer
+    delta: cute.Pointer
+    dq: cute.Pointer
+    dq_semaphore: cute.Pointer
+
+
+@dataclass(frozen=True)
 class SharedStorage:
     """A thread block's shared memory: K and V of the tile; stages of Q and dO with the LSE and delta of their rows, and of dS;
     `exchange`, through which float32 registers go from warpgroup to writer, or to the other warpgroup."""
@@ -136,10 +164,7 @@ class Backward:
         do: cute.Tensor,
         dk: cute.Tensor,
         dv: cute.Tensor,
-        lse: cute.Pointer,
-        delta: cute.Pointer,
-        dq: cute.Pointer,
-        dq_semaphore: cute.Pointer,
+        workspace: Workspace,
         params: Params,
         scale_log2: Float32,
         scale: Float32,
@@ -149,9 +174,6 @@ class Backward:
         Args:
             q, do: (head_dim, queries, heads, batch).
             k, v, dk, dv: (head_dim, keys, heads, batch).
-            lse, delta: (batch, heads, padded queries), LSE in log2 units.
-            dq: (batch, heads, blocks of queries, consumers, a warpgroup's part as it lies in registers).
-            dq_semaphore: where deterministic, how many tiles have added to each part of a block of dQ.
             scale_log2: of the scores: softmax scale times log2 e.
             scale: softmax scale.
         """
@@ -175,23 +197,15 @@ class Backward:
             (store, dv, v_layout),
         ):
             atoms.append(tma_atom(operation, x, layout))
-        self.device(*atoms, lse, delta, dq, dq_semaphore, params, scale_log2, scale, *layouts).launch(
+        self.device(TmaAtoms(*atoms), workspace, params, scale_log2, scale, *layouts).launch(
             grid=[1, 1, 1], block=[kernel.threads, 1, 1], smem=kernel.shared_bytes, min_blocks_per_mp=1
         )
 
     @cute.kernel
     def device(
         self,
-        tma_q: cute.CopyAtom,
-        tma_k: cute.CopyAtom,
-        tma_v: cute.CopyAtom,
-        tma_do: cute.CopyAtom,
-        tma_dk: cute.CopyAtom,
-        tma_dv: cute.CopyAtom,
-        lse: cute.Pointer,
-        delta: cute.Pointer,
-        dq: cute.Pointer,
-        dq_semaphore: cute.Pointer,
+        tma: TmaAtoms,
+        workspace: Workspace,
         params: Params,
         scale_log2: Float32,
         scale: Float32,
@@ -219,8 +233,8 @@ class Backward:
         )
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for tma in (tma_q, tma_k, tma_v, tma_do, tma_dk, tma_dv):
-                cpasync.prefetch_descriptor(tma)
+            for atom in (tma.q, tma.k, tma.v, tma.do, tma.dk, tma.dv):
+                cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 storage.k_pipeline.initialize(1)
                 storage.v_pipeline.initialize(1)
@@ -236,25 +250,15 @@ class Backward:
         if warp < WARPS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS[tiles.consumers])
             if warp == PRODUCER:
-                self.produce(params, storage, tma_q, tma_k, tma_v, tma_do, lse, delta)
+                self.produce(params, storage, tma, workspace)
             elif warp <= PRODUCER + kernel.writers:
-                self.store_dq(params, storage, warp - PRODUCER - 1, dq, dq_semaphore)
+                self.store_dq(params, storage, warp - PRODUCER - 1, workspace)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS[tiles.consumers])
-            self.consume(params, storage, tma_dk, tma_dv, dq, scale_log2, scale)
+            self.consume(params, storage, tma, workspace, scale_log2, scale)
 
     @cute.jit
-    def produce(
-        self,
-        params: Params,
-        storage: SharedStorage,
-        tma_q: cute.CopyAtom,
-        tma_k: cute.CopyAtom,
-        tma_v: cute.CopyAtom,
-        tma_do: cute.CopyAtom,
-        lse: cute.Pointer,
-        delta: cute.Pointer,
-    ):
+    def produce(self, params: Params, storage: SharedStorage, tma: TmaAtoms, workspace: Workspace):
         """The producer warp: tile after tile, what the consumers will wait for."""
         tiles, scheduler = self.tiles, self.scheduler(params)
         loaded = Int32(0)  # blocks of Q and dO so far, over all tiles
@@ -269,13 +273,13 @@ class Backward:
             # The first blocks of Q and dO have room before K and V have: those are in use until dK and dV have left.
             first = cutlass.min(steps, tiles.stages)
             for i in cutlass.range(first, unroll=1):
-                self.load_queries(bounds, storage, tma_q, tma_do, lse, delta, loaded + i, i, begin, end)
+                self.load_queries(bounds, storage, tma, workspace, loaded + i, i, begin, end)
             origin = (0, *bounds.sequence.origin_k(tile.block * tiles.block_kv, tile.head))
-            for tma, x, pipeline in ((tma_k, storage.k, storage.k_pipeline), (tma_v, storage.v, storage.v_pipeline)):
+            for atom, x, pipeline in ((tma.k, storage.k, storage.k_pipeline), (tma.v, storage.v, storage.v_pipeline)):
                 pipeline.producer_acquire(work_idx)
-                load(tma, x[None, None, 0], origin, pipeline.full)
+                load(atom, x[None, None, 0], origin, pipeline.full)
             for i in cutlass.range(first, steps, unroll=1):
-                self.load_queries(bounds, storage, tma_q, tma_do, lse, delta, loaded + i, i, begin, end)
+                self.load_queries(bounds, storage, tma, workspace, loaded + i, i, begin, end)
             loaded += steps
             work = scheduler.work_of(next_idx)
             scheduler.publish(storage.work, storage.work_pipeline, work_idx, work)
@@ -286,10 +290,8 @@ class Backward:
         self,
         bounds: BoundsBackward,
         storage: SharedStorage,
-        tma_q: cute.CopyAtom,
-        tma_do: cute.CopyAtom,
-        lse: cute.Pointer,
-        delta: cute.Pointer,
+        tma: TmaAtoms,
+        workspace: Workspace,
         loaded: Int32,
         step: Int32,
         begin: Int32,
@@ -300,16 +302,16 @@ class Backward:
         block = bounds.block_q(n)
         origin = (0, *bounds.sequence.origin_q(block * self.tiles.block_q, head))
         first = bounds.block_of_queries(head, block) * self.tiles.block_q
-        for tma, x, pipeline, values, column in (
-            (tma_q, storage.q, storage.q_pipeline, lse, storage.lse),
-            (tma_do, storage.do, storage.do_pipeline, delta, storage.delta),
+        for atom, x, pipeline, values, column in (
+            (tma.q, storage.q, storage.q_pipeline, workspace.lse, storage.lse),
+            (tma.do, storage.do, storage.do_pipeline, workspace.delta, storage.delta),
         ):
             pipeline.producer_acquire(loaded)
             stage = pipeline.stage(loaded)
-            load(tma, x[None, None, stage], origin, pipeline.full + stage, values + first, column[None, stage])
+            load(atom, x[None, None, stage], origin, pipeline.full + stage, values + first, column[None, stage])
 
     @cute.jit
-    def store_dq(self, params: Params, storage: SharedStorage, writer: Int32, dq: cute.Pointer, dq_semaphore: cute.Pointer):
+    def store_dq(self, params: Params, storage: SharedStorage, writer: Int32, workspace: Workspace):
         """A writer warp: has TMA add the warpgroups' parts of dQ to memory."""
         tiles, scheduler = self.tiles, self.scheduler(params)
         written = Int32(0)
@@ -325,17 +327,17 @@ class Backward:
                 of_block = bounds.block_of_queries(head, block_q)
                 before = bounds.adds_before(block_q)
                 if const_expr(self.kernel.deterministic):
-                    semaphore_wait(dq_semaphore + of_block, before)
+                    semaphore_wait(workspace.dq_semaphore + of_block, before)
                 for w in cutlass.range_constexpr(tiles.consumers):
                     storage.exchange_pipeline.consumer_wait((written + i) * tiles.consumers + w)
-                    add(dq + (of_block * tiles.consumers + w) * self.part, storage.exchange[None, w])  # B2.15
+                    add(workspace.dq + (of_block * tiles.consumers + w) * self.part, storage.exchange[None, w])  # B2.15
                     cute.arch.cp_async_bulk_commit_group()
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 for w in cutlass.range_constexpr(tiles.consumers):
                     storage.exchange_pipeline.consumer_release((written + i) * tiles.consumers + w)
                 if const_expr(self.kernel.deterministic):
                     cute.arch.cp_async_bulk_wait_group(0)
-                    semaphore_arrive(dq_semaphore + of_block, before, True)
+                    semaphore_arrive(workspace.dq_semaphore + of_block, before, True)
             written += steps
             work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
             work_idx += 1
@@ -346,16 +348,7 @@ class Backward:
         return (writer - before % self.kernel.writers + self.kernel.writers) % self.kernel.writers if self.kernel.writers > 1 else Int32(0)
 
     @cute.jit
-    def consume(
-        self,
-        params: Params,
-        storage: SharedStorage,
-        tma_dk: cute.CopyAtom,
-        tma_dv: cute.CopyAtom,
-        dq: cute.Pointer,
-        scale_log2: Float32,
-        scale: Float32,
-    ):
+    def consume(self, params: Params, storage: SharedStorage, tma: TmaAtoms, workspace: Workspace, scale_log2: Float32, scale: Float32):
         """A consumer warpgroup: its keys of tile after tile."""
         kernel, tiles, scheduler = self.kernel, self.tiles, self.scheduler(params)
         thread = cute.arch.thread_idx()[0] - WARPGROUP
@@ -403,7 +396,7 @@ class Backward:
                     self.step(bounds, consumer, used, n, bounds.crosses(first_key + wg_idx * WARPGROUP_ROWS, n))
                     used += 1
             work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
-            self.epilogue(consumer, tma_dk, tma_dv, scale, (0, *bounds.sequence.origin_k(first_key, tile.head)), work_idx)
+            self.epilogue(consumer, tma, scale, (0, *bounds.sequence.origin_k(first_key, tile.head)), work_idx)
             work_idx += 1
 
     def mma(
@@ -521,15 +514,7 @@ class Backward:
             cute.arch.mbarrier_arrive(storage.exchange_pipeline.full + storage.exchange_pipeline.stage(n))
 
     @cute.jit
-    def epilogue(
-        self,
-        consumer: Consumer,
-        tma_dk: cute.CopyAtom,
-        tma_dv: cute.CopyAtom,
-        scale: Float32,
-        origin: tuple,
-        work_idx: Int32,
-    ):
+    def epilogue(self, consumer: Consumer, tma: TmaAtoms, scale: Float32, origin: tuple, work_idx: Int32):
         """dK and dV of the tile to memory, where K and V were on chip. TMA leaves out rows and columns outside of the tensors."""
         storage = consumer.storage
         # The sign of work_idx is 0, which the compiler can't know. Addresses that are the same for all tiles it would work out
@@ -545,9 +530,9 @@ class Backward:
         cute.arch.fence_proxy("async.shared", space="cta")
         self.sync_consumers()
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == WARPS:  # warp-uniform: else ptxas waits for every single WGMMA
-            for tma, staged in ((tma_dv, storage.v), (tma_dk, storage.k)):
-                gmem, smem = box_of(tma, staged[None, None, 0], origin)
-                cute.copy(tma, smem, gmem)  # B2.18
+            for atom, staged in ((tma.dv, storage.v), (tma.dk, storage.k)):
+                gmem, smem = box_of(atom, staged[None, None, 0], origin)
+                cute.copy(atom, smem, gmem)  # B2.18
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             storage.v_pipeline.consumer_release(work_idx)

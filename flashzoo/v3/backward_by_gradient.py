@@ -26,7 +26,7 @@ from flashzoo._cute.hopper.params import Params
 from flashzoo._cute.hopper.tma import box_of
 from flashzoo._cute.hopper.wgmma import gemm, rows_of, to_16_bits, transposed
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
-from flashzoo.v3.backward import Backward, SharedStorage, semaphore_arrive, semaphore_wait
+from flashzoo.v3.backward import Backward, SharedStorage, TmaAtoms, Workspace, semaphore_arrive, semaphore_wait
 from flashzoo.v3.traits import COLUMNS, KernelBackward
 
 
@@ -89,22 +89,13 @@ class BackwardByGradient(Backward):
         self.exchange_readers = WARPS
 
     @cute.jit
-    def consume(
-        self,
-        params: Params,
-        storage: SharedStorage,
-        tma_dk: cute.CopyAtom,
-        tma_dv: cute.CopyAtom,
-        dq: cute.Pointer,
-        scale_log2: Float32,
-        scale: Float32,
-    ):
+    def consume(self, params: Params, storage: SharedStorage, tma: TmaAtoms, workspace: Workspace, scale_log2: Float32, scale: Float32):
         """A consumer warpgroup: its gradient of tile after tile."""
         wg_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPS - 1)
         if wg_idx == Gradient.OF_V:
-            self.run_gradient(Gradient.OF_V, params, storage, tma_dv, dq, scale_log2, Float32(1.0))
+            self.run_gradient(Gradient.OF_V, params, storage, tma.dv, workspace.dq, scale_log2, Float32(1.0))
         else:
-            self.run_gradient(Gradient.OF_K, params, storage, tma_dk, dq, scale_log2, scale)
+            self.run_gradient(Gradient.OF_K, params, storage, tma.dk, workspace.dq, scale_log2, scale)
 
     @cute.jit
     def run_gradient(
@@ -274,7 +265,7 @@ class BackwardByGradient(Backward):
             semaphore_pipeline.consumer_release(semaphore_use)
 
     @cute.jit
-    def store_dq(self, params: Params, storage: SharedStorage, writer: Int32, dq: cute.Pointer, dq_semaphore: cute.Pointer):
+    def store_dq(self, params: Params, storage: SharedStorage, writer: Int32, workspace: Workspace):
         """A writer warp: lets the consumers add to some columns of dQ when the tiles before have, then releases the semaphore."""
         parts, scheduler = self.kernel.semaphores, self.scheduler(params)
         written = Int32(0)
@@ -287,7 +278,7 @@ class BackwardByGradient(Backward):
             for i in cutlass.range(self.first_step(written, writer), steps, self.kernel.writers, unroll=1):
                 head, n = bounds.step(i // parts, begin, end)
                 block_q = bounds.block_q(n)
-                of_block = dq_semaphore + (bounds.block_of_queries(head, block_q) * parts + i % parts)
+                of_block = workspace.dq_semaphore + (bounds.block_of_queries(head, block_q) * parts + i % parts)
                 before = bounds.adds_before(block_q)
                 use = written + i
                 semaphore_wait(of_block, before)

@@ -54,6 +54,16 @@ class NamedBarrier(IntEnum):
 
 
 @dataclass(frozen=True)
+class TmaAtoms:
+    """TMA copies of the tensors: loads, and of o stores."""
+
+    q: cute.CopyAtom
+    k: cute.CopyAtom
+    v: cute.CopyAtom
+    o: cute.CopyAtom
+
+
+@dataclass(frozen=True)
 class SharedStorage:
     """A thread block's shared memory: stages of 64 queries, of blocks of K and of V; O on its way out; the next tile's `Work`."""
 
@@ -159,17 +169,14 @@ class Forward:
         atoms = []
         for operation, x, layout in zip((load, load, load, store), (q, k, v, o), layouts, strict=True):
             atoms.append(tma_atom(operation, x, layout))
-        self.device(*atoms, lse, params, scaling, *layouts).launch(
+        self.device(TmaAtoms(*atoms), lse, params, scaling, *layouts).launch(
             grid=[1, 1, 1], block=[kernel.threads, 1, 1], smem=kernel.shared_bytes, min_blocks_per_mp=1
         )
 
     @cute.kernel
     def device(
         self,
-        tma_q: cute.CopyAtom,
-        tma_k: cute.CopyAtom,
-        tma_v: cute.CopyAtom,
-        tma_o: cute.CopyAtom,
+        tma: TmaAtoms,
         lse: cute.Pointer,
         params: Params,
         scaling: Any,
@@ -195,8 +202,8 @@ class Forward:
         )
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            for tma in (tma_q, tma_k, tma_v, tma_o):
-                cpasync.prefetch_descriptor(tma)
+            for atom in (tma.q, tma.k, tma.v, tma.o):
+                cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
                 storage.q_pipeline.initialize(WARPS)
                 storage.k_pipeline.initialize(WARPS * tiles.consumers)
@@ -214,7 +221,7 @@ class Forward:
         if warp < WARPS:  # A1.2
             cute.arch.setmaxregister_decrease(self.registers[0])  # A1.3
             if role == 0:
-                self.produce(params, storage, tma_q, tma_k, tma_v)
+                self.produce(params, storage, tma)
             if const_expr(self.scheduler_warp):  # noqa: SIM102 - one is known when compiled, the other when run
                 if role == 1:
                     self.schedule(params, storage)
@@ -223,10 +230,10 @@ class Forward:
                     self.value.help(params, storage, warp - 1)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])  # A1.12, A2.1
-            self.consume(params, storage, scaling, tma_o, lse)
+            self.consume(params, storage, scaling, tma, lse)
 
     @cute.jit
-    def produce(self, params: Params, storage: SharedStorage, tma_q: cute.CopyAtom, tma_k: cute.CopyAtom, tma_v: cute.CopyAtom):
+    def produce(self, params: Params, storage: SharedStorage, tma: TmaAtoms):
         """The producer warp: tile after tile, what the consumers will wait for, in the order in which they do."""
         tiles, scheduler = self.tiles, self.scheduler(params)
         v_stages, v_pipeline = (storage.v, storage.v_pipeline) if const_expr(storage.raw is None) else (storage.raw.v, storage.raw.pipeline)
@@ -240,25 +247,25 @@ class Forward:
             begin, end = bounds.block_range()
             sequence, head_kv = bounds.sequence, tile.head // params.group
             first_key = bounds.first_key(end - 1)
-            self.load_block(tma_k, storage.k, storage.k_pipeline, loaded, (0, *sequence.origin_k(first_key, head_kv)))
+            self.load_block(tma.k, storage.k, storage.k_pipeline, loaded, (0, *sequence.origin_k(first_key, head_kv)))
             for w in cutlass.range_constexpr(tiles.consumers):
                 n = work_idx * tiles.consumers + w
                 first = (tile.block * tiles.block_q + w * WARPGROUP_ROWS) >> params.pack_gqa
                 storage.q_pipeline.producer_acquire(n)
                 stage = storage.q_pipeline.stage(n)
                 origin = (0, 0, *sequence.origin_q(first, tile.head))
-                load(tma_q, storage.q[None, None, stage], origin, storage.q_pipeline.full + stage)  # A1.4, A1.5
+                load(tma.q, storage.q[None, None, stage], origin, storage.q_pipeline.full + stage)  # A1.4, A1.5
             for i in cutlass.range(end - 1 - begin, unroll=1):  # A1.6
                 n = end - 2 - i
                 next_key = bounds.first_key(n)
                 if const_expr(tiles.overlap):  # the consumers want the next K before this V
-                    self.load_block(tma_k, storage.k, storage.k_pipeline, loaded + 1, (0, *sequence.origin_k(next_key, head_kv)))
-                self.load_block(tma_v, v_stages, v_pipeline, loaded, self.value.origin(*sequence.origin_k(first_key, head_kv)))
+                    self.load_block(tma.k, storage.k, storage.k_pipeline, loaded + 1, (0, *sequence.origin_k(next_key, head_kv)))
+                self.load_block(tma.v, v_stages, v_pipeline, loaded, self.value.origin(*sequence.origin_k(first_key, head_kv)))
                 if const_expr(not tiles.overlap):
-                    self.load_block(tma_k, storage.k, storage.k_pipeline, loaded + 1, (0, *sequence.origin_k(next_key, head_kv)))
+                    self.load_block(tma.k, storage.k, storage.k_pipeline, loaded + 1, (0, *sequence.origin_k(next_key, head_kv)))
                 first_key = next_key
                 loaded += 1
-            self.load_block(tma_v, v_stages, v_pipeline, loaded, self.value.origin(*sequence.origin_k(first_key, head_kv)))
+            self.load_block(tma.v, v_stages, v_pipeline, loaded, self.value.origin(*sequence.origin_k(first_key, head_kv)))
             loaded += 1
             if const_expr(self.scheduler_warp):
                 work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
@@ -285,7 +292,7 @@ class Forward:
         load(tma, stages[None, None, stage], origin, pipeline.full + stage)  # A1.8, A1.9
 
     @cute.jit
-    def consume(self, params: Params, storage: SharedStorage, scaling: Any, tma_o: cute.CopyAtom, lse: cute.Pointer):
+    def consume(self, params: Params, storage: SharedStorage, scaling: Any, tma: TmaAtoms, lse: cute.Pointer):
         """A consumer warpgroup: its 64 rows of tile after tile."""
         kernel, tiles, scheduler = self.kernel, self.tiles, self.scheduler(params)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
@@ -325,7 +332,7 @@ class Forward:
             used = self.mainloop(bounds, consumer, used, n)
             work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
             work_idx += 1
-            self.epilogue(bounds, consumer, tma_o, lse, first_row)
+            self.epilogue(bounds, consumer, tma, lse, first_row)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory goes with the block
 
     def softmax(self, scaling: Float32) -> Softmax:
@@ -493,7 +500,7 @@ class Forward:
         return wg_idx if self.tiles.teams == 1 else own_team(self.tiles) * self.tiles.consumers + wg_idx
 
     @cute.jit
-    def epilogue(self, bounds: Bounds, consumer: Consumer, tma_o: cute.CopyAtom, lse: cute.Pointer, first_row: Int32):
+    def epilogue(self, bounds: Bounds, consumer: Consumer, tma: TmaAtoms, lse: cute.Pointer, first_row: Int32):
         """O / l and LSE of 64 rows to memory. TMA leaves out rows and columns outside of the tensor."""
         o, softmax, params, sequence, head = consumer.o, consumer.softmax, bounds.params, bounds.sequence, bounds.tile.head
         thread, lane = cute.arch.thread_idx()[0] % WARPGROUP, cute.arch.lane_idx()
@@ -526,8 +533,8 @@ class Forward:
             cute.arch.fence_proxy("async.shared", space="cta")
             self.sync_warpgroup(consumer.wg_idx)
             if thread < 32:
-                gmem, smem = box_of(tma_o, staged, (column, 0, *sequence.origin_q(first_row >> params.pack_gqa, head)))
-                cute.copy(tma_o, smem, gmem)  # A1.25
+                gmem, smem = box_of(tma.o, staged, (column, 0, *sequence.origin_q(first_row >> params.pack_gqa, head)))
+                cute.copy(tma.o, smem, gmem)  # A1.25
                 cute.arch.cp_async_bulk_commit_group()
 
     @cute.jit

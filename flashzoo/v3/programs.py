@@ -31,6 +31,9 @@ LISTS: dict[str, Parameter] = {
 }
 """Those that `sparse.ParamsSparse` has more, of a block mask."""
 
+WORKSPACE: dict[str, Parameter] = {**dict.fromkeys(("lse", "delta", "dq"), Pointer("fp32")), "dq_semaphore": Pointer("i32")}
+"""Fields of `backward.Workspace`."""
+
 DESCALE: dict[str, Parameter] = {"values": Pointer("fp32"), **dict.fromkeys(("batch", "head", "block"), INT)}
 """Fields of `fp8.Descale`."""
 
@@ -65,8 +68,7 @@ def _backward(kernel: KernelBackward) -> Arguments:
     of_q, of_v = (Tma(kernel.dtype, (width, None, None, None)) for width in (kernel.width, kernel.width_v))
     return Arguments(
         **{"q": of_q, "k": of_q, "v": of_v, "dout": of_v, "dk": of_q, "dv": of_v},
-        **dict.fromkeys(("lse", "delta", "dq"), Pointer("fp32")),
-        dq_semaphore=Pointer("i32"),
+        workspace=Record("flashzoo.v3.backward:Workspace", WORKSPACE),
         params=_params(kernel),
         scale_log2=FLOAT,
         scale=FLOAT,
