@@ -1,4 +1,4 @@
-"""What a kernel is called with, declared once by name: from it come the examples to compile with, the layout in memory, and the packing."""
+"""A kernel's arguments, declared once by name: what to compile with, the layout in memory and the packing follow from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Tma:
 
     Attributes:
         dtype: a key of `BYTES`.
-        sizes: of its dimensions; None is one not known when the kernel is compiled.
+        sizes: of its dimensions; None where the kernel is compiled for any.
     """
 
     dtype: str
@@ -44,7 +44,7 @@ class Pointer:
 
     Attributes:
         dtype: of what lies there.
-        align: the address is a multiple of so many bytes.
+        align: in bytes, what the address is a multiple of.
     """
 
     dtype: str
@@ -93,8 +93,8 @@ class Record:
     Attributes:
         of: the dataclass, "module:name", imported when the kernel is compiled.
         parameters: its fields, in its order.
-        constants: its first fields, which are none of the launch's affair.
-        prefix: of its fields' names among those of the kernel's arguments.
+        constants: its first fields, known when the kernel is compiled.
+        prefix: of its fields' names among the kernel's arguments.
     """
 
     of: str
@@ -128,7 +128,7 @@ def _flat(parameters: Mapping[str, Parameter], prefix: str = "") -> Iterator[tup
 
 
 class Arguments:
-    """The parameters of a kernel, in its order; those of a record lie where the record does.
+    """The parameters of a kernel, in order; a record's fields lie where the record does.
 
     Args:
         parameters: by name.
@@ -152,14 +152,14 @@ class Arguments:
     @cached_property
     def places(self) -> tuple[tuple[int, int], ...]:
         """Offset and size of each, as in a C struct."""
-        # Padding goes before what needs it: an array of none of a type ends where one of them would begin.
+        # `struct` pads before what it aligns: an array of no elements ends where an element may begin.
         formats = self.formats
         begins = [struct.calcsize("@" + "".join(formats[:i]) + "0" + kind[-1]) for i, kind in enumerate(formats)]
         return tuple((begin, struct.calcsize(kind)) for begin, kind in zip(begins, formats, strict=True))
 
 
 class Packer:
-    """Packs the arguments of a call, of which some are packed once for all.
+    """Packs the arguments of a call; those that all calls have in common are packed once.
 
     Args:
         arguments: of the kernel.

@@ -16,7 +16,7 @@ def compile_for(arch: str, program: Callable[..., Any], arguments: tuple[Any, ..
         arch: such as "sm_90a".
         program, arguments: as `cute.compile` takes them.
 
-    CuTe DSL keeps what it is compiling where all threads see it: one at a time, as `cached` sees to.
+    Only one thread at a time may compile, as `cached` ensures: CuTe DSL's state is the process's.
     """
     import cutlass.cute as cute
 

@@ -163,7 +163,7 @@ class Function:
             _check(error, f"asking for {self.shared} bytes of shared memory on device {device}")
 
     def bind(self, device: int, blocks: int, fixed: Mapping[str, int], given: tuple[str, ...]) -> Launch:
-        """A launch on a device with so many blocks; `fixed` and `given` as in `Packer`."""
+        """A launch of `blocks` thread blocks on a device; `fixed` and `given` as in `Packer`."""
         self._prepare(device)
         return Launch(self, device, blocks, Packer(self.arguments, self.start, fixed, given))
 

@@ -56,7 +56,7 @@ def tensor_map(dtype: str, sizes: Ints, strides: Ints, width: int, box: Ints) ->
 
 
 def map_of_rows(dtype: str, shape: Ints, strides: Ints, width: int, rows: int) -> TensorMap:
-    """Descriptors of a tensor `(batch, seqlen, heads, head_dim)`, as head dim, seqlen, heads, batch; a box holds so many rows."""
+    """Descriptors of a tensor `(batch, seqlen, heads, head_dim)`, as head dim, seqlen, heads, batch, for boxes of `rows` rows."""
     batch, seqlen, heads, head_dim = shape
     by_batch, by_row, by_head = in_bytes(dtype, strides, shape[:3])
     return tensor_map(dtype, (head_dim, seqlen, heads, batch), (by_row, by_head, by_batch), width, (rows, 1, 1))

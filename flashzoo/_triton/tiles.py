@@ -21,7 +21,7 @@ LONGEST_BLOCK = 128
 
 
 class Tiles(Protocol):
-    """How a kernel is cut, as far as it matters here; a dataclass.
+    """Tile sizes of a kernel, as far as they are needed here; a dataclass.
 
     Attributes:
         block_q, block_kv: rows of a block of queries and of keys.
@@ -74,7 +74,7 @@ def constexprs(problem: Problem, tiles: Tiles, masks: dict[str, Any], *owned: st
 
 
 def tma_tiles(problem: Problem, tiles: Tiles, *rows: int | tuple[int, ...] | None) -> tuple[tuple[int, ...] | None, ...]:
-    """What TMA reads of each tensor: a tile of so many rows of one head, a tile as given, or nothing."""
+    """What TMA reads of each tensor: a tile of that many rows of one head, a tile as given, or nothing."""
     if not tiles.tma:
         return ()
     return tuple((1, tile, 1, next_power_of_2(problem.head_dim, TENSOR_CORE)) if isinstance(tile, int) else tile for tile in rows)

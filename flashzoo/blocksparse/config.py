@@ -76,7 +76,7 @@ FLOAT32 = {
 INTERPRETED = Tiles(64, 64, 4, 1)
 
 
-# Up to so many keys a descriptor costs the host more (some 5 us each) than TMA saves the GPU.
+# Up to this many keys a descriptor costs the host more (some 5 us each) than TMA saves the GPU.
 SHORT = 256
 
 

@@ -62,7 +62,7 @@ def load_block(head, start, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D:
 
 @triton.jit
 def store_block(head, tile, start, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The tile to rows start .. start + ROWS of one head, as far as they are there."""
+    """Store the tile to rows start .. start + ROWS of one head, those that are within seqlen."""
     x, stride_b, stride_s, stride_h, b, h, seqlen = head
     row = start + tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_D)

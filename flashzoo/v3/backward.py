@@ -407,7 +407,7 @@ class Backward:
         columns: int,
         a_source: warpgroup.OperandSource = warpgroup.OperandSource.SMEM,
     ) -> cute.TiledMma:
-        """A product of all consumers, each with 64 rows and so many columns."""
+        """A product of all consumers, each with 64 rows and that many columns."""
         return hopper_helpers.make_trivial_tiled_mma(
             *(self.dtype, self.dtype, a_major, b_major, Float32, warpgroups, (WARPGROUP_ROWS, columns)), a_source=a_source
         )
@@ -469,7 +469,7 @@ class Backward:
 
     @cute.jit
     def exponentiate(self, s: cute.Tensor, lse: cute.Tensor, scale_log2: Float32):
-        """S to P, in place. LSE is inf for rows that there are not, or that see nothing: their P is 0."""
+        """S to P, in place. LSE is inf in the padding and for rows that see nothing: their P is 0."""
         rows = rows_of(s)
         for i in cutlass.range_constexpr(cute.size(s) // 4):
             pair = lse[None, i].load()

@@ -21,8 +21,8 @@ HOPPER = {
     (256, 256): Tiles(2, 64),
 }
 
-# The same for fewer queries than `LONG`, where it differs: three warpgroups read K and V from L2 for 192 queries at a time,
-# which the long sequences want, two leave fewer rows of the last tile empty.
+# Where others are faster under `LONG` queries: three warpgroups read K and V from L2 once for 192 queries, which pays in long
+# sequences; two leave fewer rows of the last tile empty.
 HOPPER_SHORT = {(128, 128): Tiles(2, 128, q_stages=2, ping_pong=False)}
 LONG = 2048
 
@@ -51,9 +51,9 @@ class TilesFp8:
 
     Attributes:
         tiles: with blocks of as many keys as share a scale: V transposed then has rows of 128 bytes.
-        columns: of O, that are multiplied at a time: as many as the registers hold twice.
+        columns: of O that one product computes: as many as the registers hold twice.
         raw_stages: blocks of V that wait to be transposed on chip.
-        prepare: from so many queries on, V is transposed once for all by a kernel of its own, which costs as much as copying it.
+        prepare: from this many queries on V is transposed beforehand, by a kernel of its own, which costs as much as a copy.
     """
 
     tiles: Tiles
@@ -152,7 +152,7 @@ def table(problem: Problem) -> dict[tuple[int, int], Tiles]:
 
 
 def pack_gqa_for(problem: Problem, block_q: int) -> int:
-    """How many query heads of one key/value head share a tile, as a power of two's exponent: 0 is none.
+    """Log2 of how many query heads of one key/value head share a tile.
 
     Packed heads read K and V once, and fill tiles that a short sequence of queries would leave empty. It pays where it
     saves a tenth of the tiles; otherwise it only spoils the order in which tiles reuse L2. With a block mask a tile is a row of

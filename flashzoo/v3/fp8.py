@@ -41,13 +41,13 @@ REGISTERS = {2: (40, 232), 3: (32, 160)}
 """Of a thread of the producer's warpgroup and of a consumer, by the number of consumer warpgroups: transposing takes some."""
 
 KEYS = DESCALE_BLOCK
-"""Of a block, so that it has one scale; and a row of V transposed is then the 128 bytes that swizzling works on."""
+"""Keys of a block, which share a scale; of V transposed they are a row of the 128 bytes that swizzling works on."""
 
 P_EXPONENT = 8.0
 """P of a row's maximum, in log2."""
 
 SCALES = (1e-30, 1e30)
-"""Between these scales are kept: with a 0 or an infinity the mask's -inf would become NaN, and so would O."""
+"""Scales are kept between these: 0 or infinity would make NaN of the mask's -inf, and so of O."""
 
 
 @dataclass(frozen=True)

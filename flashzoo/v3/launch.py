@@ -191,7 +191,7 @@ def _map_of_queries(problem: Problem, dtype: str, head_dim: int, width: int, pac
 
 
 def _map_of_v(problem: Problem, kernel: Kernel, strides: Ints) -> TensorMap:
-    """Of a block of v; where an FP8 kernel takes it transposed keys, head dim, heads, batch."""
+    """Head dim, keys, heads, batch; where an FP8 kernel takes v transposed keys, head dim, heads, batch."""
     p, block_kv = problem, kernel.tiles.block_kv
     if isinstance(kernel, KernelFp8) and kernel.transposed:
         batch, head, row, _ = strides
@@ -216,7 +216,7 @@ def _params(problem: Problem, blocks: int, batch_heads: int, swizzle: int, **of_
 
 
 def _swizzle_of(bytes_of_head: int, group: int = 1) -> int:
-    """How many heads' tiles are interleaved where `group` heads share so many bytes."""
+    """How many heads' tiles are interleaved, of which each group of `group` heads shares `bytes_of_head` bytes."""
     least, most = SWIZZLE_HEADS
     return max(least, min(most, SWIZZLE_BYTES // bytes_of_head * group))
 

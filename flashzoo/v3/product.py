@@ -23,7 +23,7 @@ from flashzoo.v3.traits import Kernel
 
 @dataclass(frozen=True)
 class RawV:
-    """Where V lies as it came, when it is rearranged on chip: stages of (keys, head_dim), and their pipeline."""
+    """V as TMA loads it, where it is transposed on chip: stages of (keys, head_dim), and their pipeline."""
 
     v: cute.Tensor
     pipeline: Pipeline
@@ -54,7 +54,7 @@ class ValuePath:
         return (0, *row)
 
     def allocate(self, smem: cutlass.memory.SmemAllocator, layout: cute.ComposedLayout) -> tuple[cute.Tensor, cute.Tensor | None]:
-        """The stages that the tensor core reads, and those that TMA fills where these are others."""
+        """The stages that the tensor core reads, and those that TMA fills where they differ."""
         return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner), None
 
     def operand(self, v: cute.Tensor) -> cute.Tensor:
@@ -80,7 +80,7 @@ class Product:
         self.columns: int = kernel.width_v
 
     def mma(self, columns: int) -> cute.TiledMma:
-        """P times so many columns of V."""
+        """The product of P with that many columns of V."""
         return hopper_helpers.make_trivial_tiled_mma(
             *(self.dtype, self.dtype, OperandMajorMode.K, self.v_major), Float32, (1, 1, 1), (WARPGROUP_ROWS, columns),
             a_source=warpgroup.OperandSource.RMEM,
@@ -95,10 +95,10 @@ class Product:
         gemm(consumer.mma_pv, consumer.o, consumer.p, consumer.v[None, None, None, consumer.storage.v_pipeline.stage(n)], False)
 
     def add(self, consumer: Any, product: cute.Tensor | None) -> None:
-        """What is left of adding a block's finished product to O: nothing, where the tensor core does."""
+        """Add a block's finished product to O: here the tensor core has."""
 
     @cute.jit
     def rescale(self, consumer: Any, needed: Boolean, alpha: cute.Tensor):
-        """O to the rows' new reference."""
+        """Rescale O to the rows' new maximum."""
         if needed:
             scale_rows(consumer.o, alpha)

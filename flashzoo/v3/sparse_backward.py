@@ -83,7 +83,7 @@ class _Masked:
         kernel, tiles = self.kernel, self.kernel.tiles
         partial = n < bounds.tile.row.partial * kernel.parts
         first_query = bounds.block_q(n) * tiles.block_q
-        # Of a full block what matters is which keys there are: `NEVER` is in the bounds of those that there are not.
+        # A full block is masked by the end of the keys alone: past it the bounds are `NEVER`.
         of_block = []
         for lowest, highest in of_thread:
             whole = Int32(NEVER) if lowest > NEVER // 2 else Int32(-NEVER)

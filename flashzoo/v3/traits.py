@@ -1,4 +1,4 @@
-"""What a kernel of v3 is compiled for: how it is cut, and what follows from that."""
+"""What a kernel of v3 is compiled for: its tiles, and what follows from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MASK_Q = 128
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the forward kernel is cut and scheduled.
+    """Tile sizes, stages and order of work of the forward kernel.
 
     Attributes:
         consumers: consumer warpgroups, each with 64 queries of the tile.
@@ -179,7 +179,7 @@ class KernelFp8(Kernel):
 
 @dataclass(frozen=True)
 class TilesBackward:
-    """How the backward kernel is cut. There are two ways.
+    """Tile sizes and stages of the backward kernel, which divides its work in one of two ways.
 
     By keys: each consumer warpgroup has 64 of the tile's keys, with their dK and dV. By gradient, where a warpgroup's registers don't
     hold both: one warpgroup has dV and P of the tile's 64 keys, the other dK and dS, and each has half of the columns of dQ.
