@@ -26,10 +26,10 @@ TMA_DTYPES = {
     "fp32": int(_Dtype.CU_TENSOR_MAP_DATA_TYPE_FLOAT32),
     "e4m3": int(_Dtype.CU_TENSOR_MAP_DATA_TYPE_UINT8),
 }
-"""Of our dtypes; of e4m3, which TMA does not know, that of bytes."""
+"""CUDA's number of each of our dtypes; for e4m3, which TMA does not know, that of bytes."""
 
 TMA_SWIZZLES = {64: int(_Swizzle.CU_TENSOR_MAP_SWIZZLE_64B), 128: int(_Swizzle.CU_TENSOR_MAP_SWIZZLE_128B)}
-"""By the bytes of a row of the box."""
+"""CUDA's number of the swizzle, by the bytes of a row of the box."""
 
 _NOT_INTERLEAVED = int(cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE)
 _PROMOTE_L2_128B = int(cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B)
@@ -169,7 +169,7 @@ class Function:
 
 
 class Launch:
-    """A kernel that lacks only the arguments that differ from call to call.
+    """A kernel and all arguments but those that differ from call to call.
 
     Args:
         function: the kernel, prepared for the device.

@@ -34,4 +34,4 @@ class PerStream:
 
 
 tile_counter: PerStream = PerStream(0, torch.int32)
-"""The zero that a launch counts its tiles in, and leaves as a zero."""
+"""The counter of a launch's tile scheduler: a zero before and after it."""

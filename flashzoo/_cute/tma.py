@@ -28,7 +28,7 @@ def made_readable(x: Tensor) -> Tensor:
 
 
 def dense(shape: Ints, order: Ints) -> Ints:
-    """Strides of a tensor without gaps, whose dimensions follow one another as those of other strides do."""
+    """Strides of a tensor without gaps, whose dimensions lie in memory in the order that the strides `order` give."""
     strides, step = [0] * len(shape), 1
     for i in sorted(range(len(shape)), key=order.__getitem__):
         strides[i], step = step, step * shape[i]
@@ -36,7 +36,7 @@ def dense(shape: Ints, order: Ints) -> Ints:
 
 
 def in_bytes(dtype: str, strides: Ints, sizes: Ints) -> list[int]:
-    """In bytes. The stride of a dimension of size 1 means nothing to torch and may be anything, but TMA wants steps of 16."""
+    """Strides in bytes. That of a dimension of size 1 means nothing to torch and may be anything, but TMA wants multiples of 16."""
     return [BYTES[dtype] * stride if size > 1 else 16 for stride, size in zip(strides, sizes, strict=False)]
 
 

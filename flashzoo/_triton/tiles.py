@@ -43,7 +43,7 @@ T = TypeVar("T", bound=Tiles)
 
 
 def aligned(*tensors: Tensor) -> bool:
-    """Whether every tensor starts at a multiple of 16 bytes, as TMA asks."""
+    """Whether every tensor starts at a multiple of 16 bytes, as TMA needs."""
     addresses = 0
     for tensor in tensors:
         addresses |= tensor.data_ptr()
@@ -51,7 +51,7 @@ def aligned(*tensors: Tensor) -> bool:
 
 
 def usable(tiles: T, problem: Problem, aligned: bool, strides: Strides) -> T:
-    """The tiles, by plain loads where TMA can't read q, k, v (and dout) as they lie: in steps of 16 bytes, none of 0."""
+    """The tiles, with plain loads where TMA can't read q, k, v (and dout) in place: strides must be positive multiples of 16 bytes."""
     q_sizes = (problem.batch, problem.seqlen_q, problem.heads)
     kv_sizes = (problem.batch, problem.seqlen_k, problem.heads_kv)
     steps = [stride for stride, size in zip(strides, (*q_sizes, *kv_sizes, *kv_sizes, *q_sizes), strict=False) if size > 1]
@@ -61,7 +61,7 @@ def usable(tiles: T, problem: Problem, aligned: bool, strides: Strides) -> T:
 
 
 def constexprs(problem: Problem, tiles: Tiles, masks: dict[str, Any], *owned: str) -> dict[str, Any]:
-    """Constexprs of a kernel: its tile, what it masks by, whether TMA reads, and by name which owned blocks are in registers."""
+    """Constexprs of a kernel: its tile, its masks, whether it reads by TMA, and by name which of its owned blocks are in registers."""
     return {
         "HEAD_DIM": problem.head_dim,
         "BLOCK_D": next_power_of_2(problem.head_dim, TENSOR_CORE),
@@ -81,7 +81,7 @@ def tma_tiles(problem: Problem, tiles: Tiles, *rows: int | tuple[int, ...] | Non
 
 
 def rows_of_owned(tiles: Tiles, rows: int) -> list[int | None]:
-    """Of the two blocks that a program owns at most, the rows that TMA reads: those that go through registers."""
+    """Rows that TMA reads of each of the two blocks that a program may own: of those that go through registers."""
     return [rows if tiles.registers > nth else None for nth in range(2)]
 
 

@@ -100,7 +100,7 @@ def tiles_for(kernel: str, problem: Problem) -> Tiles:
 
 
 def describe(problem: Problem) -> list[str]:
-    """Sentences for `explain`: what runs, how it is cut and why so, and what happens silently."""
+    """Sentences for `explain`: what runs, with which tiles and why, and what happens silently."""
     kernels = ("forward", "dkdv", "dq") if problem.grad else ("forward",)
     lines = [f"{kernel}: {tiles_for(kernel, problem)}" for kernel in kernels]
     if problem.block_mask is None:

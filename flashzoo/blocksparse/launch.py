@@ -75,7 +75,7 @@ def backward(
 
 
 def _masked(problem: Problem, operands: Operands, device: torch.device) -> tuple[Problem, Operands]:
-    """A call without a block mask as one with that of causal and window alone."""
+    """A call without a block mask as one with a mask of causal and window alone."""
     if operands.block_mask is not None:
         return problem, operands
     band = {"window_size": problem.window, "causal": problem.causal}
@@ -100,7 +100,7 @@ def _tensors(mask: BlockMask, lists: Lists) -> tuple[Tensor, ...]:
 
 
 def _sizes(mask: BlockMask, lists: Lists) -> tuple[int, ...]:
-    """Strides over batch and heads in heads, 0 where shared, width of the lists, and for how many blocks a head has bits."""
+    """Strides over batch and heads, in heads and 0 where shared; width of the lists; how many blocks of bits a head has."""
     bits = mask.element.bits
     return mask.heads if mask.batch > 1 else 0, int(mask.heads > 1), lists.width, 0 if bits is None else bits.shape[2]
 
@@ -198,5 +198,5 @@ def _group(problem: Problem) -> int:
 
 
 def _tiles(seqlen: int, block: int, tile: int) -> int:
-    """How many tiles there are in all the blocks of the mask along seqlen."""
+    """How many tiles all blocks of the mask along seqlen have."""
     return cdiv(seqlen, block) * (block // tile)

@@ -81,7 +81,7 @@ def tiles_for(kernel: str, problem: Problem) -> Tiles:
 
 
 def describe(problem: Problem) -> list[str]:
-    """Sentences for `explain`: what runs, how it is cut, and what happens silently."""
+    """Sentences for `explain`: what runs, with which tiles, and what happens silently."""
     lines = [f"{kernel}: {tiles_for(kernel, problem)}" for kernel in (("forward", "backward") if problem.grad else ("forward",))]
     if problem.arch in SRAM:
         block_q, block_kv = paper_tiles(problem.head_dim, SRAM[problem.arch], 4 if problem.dtype == "fp32" else 2)

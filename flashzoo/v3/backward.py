@@ -420,7 +420,7 @@ class Backward:
 
     @cute.jit
     def step(self, bounds: BoundsBackward, consumer: Consumer, used: Int32, n: Int32, crosses: Boolean):
-        """The tile's n-th block of queries: its part of dK, dV and dQ."""
+        """Take the tile's n-th block of queries into dK, dV and dQ."""
         tiles, storage = self.tiles, consumer.storage
         q_stage, do_stage = storage.q_pipeline.stage(used), storage.do_pipeline.stage(used)
         s_shape = consumer.mma_s.get_slice(0).partition_shape_C((tiles.block_kv, tiles.block_q))
@@ -469,7 +469,7 @@ class Backward:
 
     @cute.jit
     def exponentiate(self, s: cute.Tensor, lse: cute.Tensor, scale_log2: Float32):
-        """S to P, in place. LSE is inf in the padding and for rows that see nothing: their P is 0."""
+        """Turn S into P, in place. LSE is inf in the padding and for rows that see nothing: their P is 0."""
         rows = rows_of(s)
         for i in cutlass.range_constexpr(cute.size(s) // 4):
             pair = lse[None, i].load()
@@ -479,7 +479,7 @@ class Backward:
 
     @cute.jit
     def differentiate(self, p: cute.Tensor, dp: cute.Tensor, delta: cute.Tensor, p_rounded: cute.Tensor, ds_rounded: cute.Tensor):
-        """P rounded, and dS from dP, rounded: pair by pair, so that no register holds a number in both ways for long."""
+        """Round P, and dS, from dP: pair by pair, so that few numbers are in registers in both precisions at a time."""
         p, dp, p_rounded, ds_rounded = (rows_of(x) for x in (p, dp, p_rounded, ds_rounded))
         ds = cute.make_rmem_tensor(2, Float32)
         for i in cutlass.range_constexpr(cute.size(p, mode=[2])):
@@ -500,7 +500,7 @@ class Backward:
 
     @cute.jit
     def stage_dq(self, consumer: Consumer, dq: cute.Tensor, used: Int32):
-        """This warpgroup's part of dQ to shared memory, for the writer."""
+        """Write this warpgroup's part of dQ to shared memory, for the writer."""
         storage, wg_idx = consumer.storage, consumer.wg_idx
         n = used * self.tiles.consumers + wg_idx
         fours = cute.make_layout((4, self.part // WARPGROUP // 4), stride=(1, 4 * WARPGROUP))
@@ -515,7 +515,7 @@ class Backward:
 
     @cute.jit
     def epilogue(self, consumer: Consumer, tma: TmaAtoms, scale: Float32, origin: tuple, work_idx: Int32):
-        """dK and dV of the tile to memory, where K and V were on chip. TMA leaves out rows and columns outside of the tensors."""
+        """Write dK and dV of the tile to memory through the shared memory of K and V. TMA leaves out what is outside of the tensors."""
         storage = consumer.storage
         # The sign of work_idx is 0, which the compiler can't know. Addresses that are the same for all tiles it would work out
         # once, and keep in registers that the steps need.

@@ -191,7 +191,7 @@ class BackwardByGradient(Backward):
 
     @cute.jit
     def make_p(self, tile: Tile, use: Int32, step: Int32, s: cute.Tensor, p: cute.Tensor):
-        """P from S: rounded for this warpgroup, in float32 for the other."""
+        """Turn S into P: rounded for this warpgroup, in float32 for the other."""
         storage, bounds, first_key = tile.storage, tile.bounds, tile.first_key
         lane = cute.arch.lane_idx()
         _, n = bounds.step(step, tile.begin, tile.end)
@@ -250,7 +250,7 @@ class BackwardByGradient(Backward):
 
     @cute.jit
     def add_to_dq(self, tile: Tile, gradient: Constexpr[Gradient], use: Int32, step: Int32, j: Constexpr[int], dq: cute.Tensor):
-        """Those columns, added to memory; where deterministic, in order."""
+        """Add those columns to memory; where deterministic, in order."""
         bounds, fours = tile.bounds, cute.size(dq) // 4
         head, n = bounds.step(step, tile.begin, tile.end)
         part = bounds.block_of_queries(head, bounds.block_q(n)) * self.tiles.consumers + int(gradient)
@@ -293,7 +293,7 @@ class BackwardByGradient(Backward):
 
     @cute.jit
     def gradient_epilogue(self, tile: Tile, gradient: Constexpr[Gradient], tma: cute.CopyAtom, scale: Float32, work_idx: Int32):
-        """dV or dK of the tile to memory, where V or K was on chip."""
+        """Write dV or dK of the tile to memory through the shared memory of V or K."""
         storage, acc = tile.storage, tile.acc
         of_v = const_expr(gradient == Gradient.OF_V)
         staged, pipeline = (storage.v, storage.v_pipeline) if of_v else (storage.k, storage.k_pipeline)

@@ -1,4 +1,4 @@
-"""What v3 says of a problem: why it refuses it, how it is cut and why so, what happens silently."""
+"""What v3 says of a problem: why it refuses it, which tiles it gets and why, what happens silently."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from flashzoo.v3.traits import MASK_Q
 
 
 def refusals(problem: Problem) -> list[str]:
-    """Sentences on what `Spec` can't say that v3 does not take."""
+    """Sentences on what v3 refuses and the fields of its `Spec` can't say."""
     mask, found = problem.block_mask, []
     if mask is None:
         return found
@@ -29,7 +29,7 @@ def refusals(problem: Problem) -> list[str]:
 
 
 def describe(problem: Problem) -> list[str]:
-    """Sentences for `explain`: how the problem is cut and why so, and what happens silently."""
+    """Sentences for `explain`: which tiles and why, and what happens silently."""
     kernel = kernel_for(problem)
     lines = [f"forward: {kernel.tiles}"]
     widths = kernel.width, kernel.width_v

@@ -286,7 +286,7 @@ class Forward:
 
     @cute.jit
     def load_block(self, tma: cute.CopyAtom, stages: cute.Tensor, pipeline: Pipeline, loaded: Int32, origin: tuple):
-        """The block of K or V at `origin` into the pipeline's next stage."""
+        """Load the block of K or V at `origin` into the pipeline's next stage."""
         pipeline.producer_acquire(loaded)  # A1.7
         stage = pipeline.stage(loaded)
         load(tma, stages[None, None, stage], origin, pipeline.full + stage)  # A1.8, A1.9
@@ -501,7 +501,7 @@ class Forward:
 
     @cute.jit
     def epilogue(self, bounds: Bounds, consumer: Consumer, tma: TmaAtoms, lse: cute.Pointer, first_row: Int32):
-        """O / l and LSE of 64 rows to memory. TMA leaves out rows and columns outside of the tensor."""
+        """Write O / l and LSE of 64 rows to memory. TMA leaves out rows and columns outside of the tensor."""
         o, softmax, params, sequence, head = consumer.o, consumer.softmax, bounds.params, bounds.sequence, bounds.tile.head
         thread, lane = cute.arch.thread_idx()[0] % WARPGROUP, cute.arch.lane_idx()
         by = cute.make_rmem_tensor(2, Float32)

@@ -38,13 +38,13 @@ from flashzoo.v3.softmax import NOTHING_SEEN, maximum
 from flashzoo.v3.traits import KernelFp8
 
 REGISTERS = {2: (40, 232), 3: (32, 160)}
-"""Of a thread of the producer's warpgroup and of a consumer, by the number of consumer warpgroups: transposing takes some."""
+"""Registers of a thread of the producer's warpgroup, which transposes V, and of a consumer, by the number of consumer warpgroups."""
 
 KEYS = DESCALE_BLOCK
 """Keys of a block, which share a scale; of V transposed they are a row of the 128 bytes that swizzling works on."""
 
 P_EXPONENT = 8.0
-"""P of a row's maximum, in log2."""
+"""Log2 of P at a row's maximum."""
 
 SCALES = (1e-30, 1e30)
 """Scales are kept between these: 0 or infinity would make NaN of the mask's -inf, and so of O."""
@@ -65,7 +65,7 @@ class Descale:
     block: Int32
 
     def at(self, batch: Int32, head: Int32, row: Int32) -> Float32:
-        """Of a row of the tensor."""
+        """The scale of a row of the tensor."""
         i = Int64(batch) * self.batch + head * self.head + row // DESCALE_BLOCK * self.block
         return cute.make_tensor(self.values + i, cute.make_layout(1))[0]
 
@@ -117,7 +117,7 @@ class SoftmaxFp8:
 
     @cute.jit
     def reset(self, bounds: Bounds, row: Int32):
-        """Begin with rows that have seen nothing: row `row` of the head's tiles, and the one 8 below."""
+        """Begin with rows `row` and `row + 8`, which have seen no key."""
         self.row_max.fill(NOTHING_SEEN)
         self.row_sum.fill(0.0)
         self.alpha.fill(0.0)
@@ -134,13 +134,13 @@ class SoftmaxFp8:
 
     @cute.jit
     def read_ahead(self, key: Int32):
-        """The scales of the block that begins at a key."""
+        """Read the scales of the block that begins at a key."""
         self.ahead[0] = self.scaling.k.at(self.place[0], self.place[1], key)
         self.ahead[1] = self.scaling.v.at(self.place[0], self.place[1], key)
 
     @cute.jit
     def expect(self, first_key: Int32):
-        """The next block begins at that key."""
+        """Prepare for the next block, which begins at that key."""
         if const_expr(self.kernel.block_scales):
             self.read_ahead(first_key)
 
@@ -180,12 +180,12 @@ class SoftmaxFp8:
         return self.row_max[r] - P_EXPONENT + cute.math.log2(total, fastmath=True)
 
     def scale_of_o(self, total: Float32) -> Float32:
-        """What the rows of O are multiplied by in the end."""
+        """The factor of a row of O in the end."""
         return self.v_scale[0] * cute.arch.rcp_approx(total)
 
 
 def limited(scale: Float32) -> Float32:
-    """Between `SCALES`."""
+    """The scale, kept between `SCALES`."""
     return cutlass.min(cutlass.max(scale, SCALES[0]), SCALES[1])
 
 
@@ -308,12 +308,12 @@ class ProductTwoLevel(ProductFp8):
         return product
 
     def add(self, consumer: Consumer, product: cute.Tensor) -> None:
-        """Those columns to O."""
+        """Add those columns to O."""
         self.add_part(consumer, product, self.parts - 1)
 
     @cute.jit
     def add_part(self, consumer: Consumer, product: cute.Tensor, part: Constexpr[int]):
-        """Some columns of O times alpha, plus those of a block's product."""
+        """Multiply some columns of O by alpha, and add those of a block's product."""
         size = cute.size(product)
         rows = rows_of(product)
         o_rows = rows_of(cute.make_tensor(consumer.o.iterator + part * size, cute.make_layout(size)))
@@ -323,7 +323,7 @@ class ProductTwoLevel(ProductFp8):
                     o_rows[c, r, i] = o_rows[c, r, i] * consumer.softmax.alpha[r] + rows[c, r, i]
 
     def rescale(self, consumer: Consumer, needed: Boolean, alpha: cute.Tensor) -> None:
-        """O to the rows' new maximum, with the next product."""
+        """Leave alpha to the next product, which rescales O."""
         consumer.softmax.alpha[0], consumer.softmax.alpha[1] = alpha[0], alpha[1]
 
 
@@ -352,7 +352,7 @@ def load_transposed(source: Int32) -> tuple[Uint32, ...]:
 
 
 def store_pairs(target: Int32, a: tuple[Uint32, ...]) -> None:
-    """Of each two matrices of `load_transposed`, the lower bytes and the upper bytes, to rows whose addresses the lanes give."""
+    """Store the lower and the upper bytes of each two matrices of `load_transposed` as rows whose addresses the lanes give."""
     cute.arch.inline_ptx(
         "{.reg .b32 e, o, f, p; prmt.b32 e, {$r1}, {$r2}, 0x6420; prmt.b32 o, {$r1}, {$r2}, 0x7531; prmt.b32 f, {$r3}, {$r4}, 0x6420; "
         "prmt.b32 p, {$r3}, {$r4}, 0x7531; stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {e, o, f, p};}",
@@ -361,7 +361,7 @@ def store_pairs(target: Int32, a: tuple[Uint32, ...]) -> None:
 
 
 def columns_of(v: cute.Tensor, part: int) -> cute.Tensor:
-    """Of V as an operand, the columns of one WGMMA."""
+    """The columns of V, as an operand, that one WGMMA takes."""
     v = v[None, part, None]
     return cute.make_tensor(v.iterator, cute.make_layout((v.shape[0], 1, v.shape[1]), stride=(v.stride[0], 0, v.stride[1])))
 

@@ -39,7 +39,7 @@ class Quantized(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How `scores_kernel` is cut.
+    """Warps, pipeline and blocks of a program of `scores_kernel`.
 
     Attributes:
         num_warps: warps of a program.
@@ -66,7 +66,7 @@ PROGRAMS = 528
 MEAN = {"MEAN_ROWS": 64, "MEAN_SPLITS": 8, "MEAN_STAGES": 2}
 
 SAMPLE = MEAN["MEAN_ROWS"] * MEAN["MEAN_SPLITS"]
-"""How many keys the mean of k is taken of: of n blocks of 64 those with number `i * n // 8`, i = 0..7, or all of up to 8."""
+"""Keys that the mean of k is taken of: of n blocks of 64 those of number `i * n // 8`, i = 0..7, or all where there are at most 8."""
 
 # Keys and columns of the tile of a program of `transpose_kernel`, and its warps.
 TRANSPOSE = (128, 64, 4)
@@ -101,7 +101,7 @@ def quantize(q: Tensor, k: Tensor, v: Tensor, *, rotate: bool = True, smooth: bo
 
 
 def quantize_for(q: Tensor, k: Tensor, v: Tensor, problem: Problem, want_shift: bool) -> Quantized:
-    """What the FP8 kernel reads, of 16-bit q, k and v: `quantize` with block scales, rotated and smoothed, and v transposed.
+    """16-bit q, k and v as the FP8 kernel reads them: `quantize` with block scales, rotated and smoothed, and v transposed.
 
     Args:
         q, k, v: as in `quantize`, not checked again.
@@ -233,7 +233,7 @@ class Plan:
         return values, scores
 
     def run(self, launches: tuple[Launch, Launch], q: Tensor, k: Tensor, v: Tensor, out: Quantized, mean: Tensor) -> None:
-        """Both kernels, of which the first leaves the mean of k, small and rotated, in `mean`."""
+        """Launch both kernels, of which the first leaves the mean of k, small and rotated, in `mean`."""
         values, scores = launches
         if self._programs_v:
             values((k, v, out.v, out.v_descale, mean), ())
@@ -242,13 +242,13 @@ class Plan:
             scores((q, k, out.q, out.k, out.q_descale, out.k_descale, mean, shift), ())
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Quantized:
-        """With block scales."""
+        """Quantise with block scales."""
         out, mean = self.empty(q.device)
         self.run((self.values, self.scores), q, k, v, out, mean)
         return out
 
     def by_head(self, q: Tensor, k: Tensor, v: Tensor) -> Quantized:
-        """With one scale for each batch and kv head: the largest of its blocks' magnitudes first, then the quantisation."""
+        """Quantise with one scale for each batch and kv head: first the largest magnitude of its blocks, then the quantisation."""
         out, mean = self.empty(q.device)
         self.run(self._launches(FIND), q, k, v, out, mean)
         batch, heads_kv = self._problem.batch, self._problem.heads_kv
@@ -266,7 +266,7 @@ class Plan:
         return out._replace(**dict(zip(names, scales, strict=True)))
 
     def empty(self, device: torch.device) -> tuple[Quantized, Tensor]:
-        """Where the results go, and what begins with the place of the mean: one allocation, and few views, as each costs a microsecond."""
+        """Memory for the results, and all of it, which begins with the mean: one allocation and few views, as each costs a microsecond."""
         floats = torch.empty(self._length, dtype=torch.float32, device=device)
         numbers = floats.view(torch.float8_e4m3fn)
         out = [numbers.as_strided(*part) for part in self._numbers] + [floats.as_strided(*part) for part in self._floats]

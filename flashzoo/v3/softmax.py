@@ -38,12 +38,12 @@ class Softmax:
     scale_log2: Float32
 
     def reset(self, bounds: Bounds, row: Int32) -> None:
-        """Begin with rows that have seen nothing."""
+        """Begin with rows that have seen no key."""
         self.row_max.fill(NOTHING_SEEN)
         self.row_sum.fill(0.0)
 
     def expect(self, first_key: Int32) -> None:
-        """The next block begins at that key, which matters to scales of blocks only."""
+        """Prepare for the next block, which begins at that key: nothing to do without scales."""
 
     @cute.jit
     def step(self, s: cute.Tensor, first_key: Int32) -> tuple[Boolean, cute.Tensor]:
@@ -75,13 +75,13 @@ class Softmax:
         return self.row_max[r] + cute.math.log2(total, fastmath=True)
 
     def scale_of_o(self, total: Float32) -> Float32:
-        """What the rows of O are multiplied by in the end."""
+        """The factor of a row of O in the end."""
         return cute.arch.rcp_approx(total)
 
 
 @cute.jit
 def maximum(row: cute.Tensor) -> Float32:
-    """Of a whole row of scores, which four neighbouring lanes hold."""
+    """The maximum of a whole row of scores, which four neighbouring lanes hold."""
     maxima = [row[i] for i in range(4)]
     for i in cutlass.range_constexpr(4, cute.size(row)):
         maxima[i % 4] = cute.arch.fmax(maxima[i % 4], row[i])
