@@ -8,7 +8,7 @@ What v2 has, so have these kernels, in the same order under the same names; `dif
 4. A row whose list is empty gives O = 0, LSE = -inf and dQ = 0.
 
 A block of the mask is a whole number of tiles, MASK_Q / BLOCK_Q by MASK_KV / BLOCK_KV; loops count tiles. What a partial block
-applies is a band (causal, window), as everywhere, and bits where there are any (BITS). Left out: dropout.
+is masked by is a window, causal folded in, as everywhere, and bits where there are any (BITS). Left out: dropout.
 
 Scores are in log2 units: exp2 with softmax_scale * log2(e) folded in. Comments A5.n are lines of Algorithm 5; A1.n and B2.n of
 FlashAttention-2's (Dao 2023, arXiv:2307.08691) Algorithms 1 and 2, forward and backward.
@@ -73,13 +73,13 @@ def load_statistic(x, bh, start, rows_padded, ROWS: tl.constexpr, TMA: tl.conste
 
 
 @triton.jit
-def list_of(mask, head, row, rows, there, seqlen, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def list_of(lists, head, row, rows, there, seqlen, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """The list of one of `rows` rows of blocks, empty unless `there`: blocks of ROWS along seqlen, walked in tiles of BLOCK.
 
     Returns the list; and, counted in tiles, where its full blocks begin, where those end that lie within seqlen, and its end.
     A list is (block numbers, ROWS, (places of their bits, bits of the head, MASK_Q, MASK_KV)).
     """
-    counts, full, indices, bit_index, bits, width, n_bits, MASK_Q, MASK_KV = mask
+    counts, full, indices, bit_index, bits, width, n_bits, MASK_Q, MASK_KV = lists
     at = head * rows + row
     kept = tl.load(counts + at, mask=there, other=0)
     whole = tl.load(full + at, mask=there, other=0)
@@ -105,13 +105,13 @@ def start_of(blocks, nth, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def visible(row, col, band):
+def visible(row, col, window):
     """Which keys `col` the queries `row` see.
 
-    The band is (shift, seqlen_k, window_left, window_right); shift = seqlen_k - seqlen_q aligns its diagonal bottom-right.
-    A side without a bound has one that nothing reaches.
+    The window is (shift, seqlen_k, window_left, window_right); shift = seqlen_k - seqlen_q aligns its diagonal bottom-right.
+    An unbounded side has a bound that nothing reaches.
     """
-    shift, seqlen_k, window_left, window_right = band
+    shift, seqlen_k, window_left, window_right = window
     offset = col - row - shift
     return (col < seqlen_k) & (offset <= window_right) & (offset >= -window_left)
 
@@ -129,7 +129,7 @@ def visible_by_bits(row, start_kv, blocks, nth, BLOCK: tl.constexpr, BLOCK_KV: t
 
 @triton.jit
 def attend(
-    state, queries, keys, span, scale_log2, band,
+    state, queries, keys, span, scale_log2, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Take the tiles first .. last of a list of blocks, the span, into the state, acc, l_i and m_i."""
@@ -143,7 +143,7 @@ def attend(
         s = tl.dot(q_i, k_j.T, input_precision="ieee")  # A1.8
         if MASKED:
             col = start + tl.arange(0, BLOCK_KV)
-            seen = visible(row[:, None], col[None, :], band)  # A5.11
+            seen = visible(row[:, None], col[None, :], window)  # A5.11
             if BITS:
                 seen = seen & visible_by_bits(row, start, blocks, nth, BLOCK_KV, BLOCK_KV)
             s = tl.where(seen, s * scale_log2, float("-inf"))
@@ -181,14 +181,14 @@ def forward_kernel(
     b = bh // heads
     h = bh - b * heads
     h_kv = h // group
-    mask = (counts, full, indices, bit_index, bits, width, n_bits, MASK_Q, MASK_KV)
+    lists = (counts, full, indices, bit_index, bits, width, n_bits, MASK_Q, MASK_KV)
     mask_head = b * stride_mask_b + h * stride_mask_h
     mask_row = tl.load(order + mask_head * rows + tile // (MASK_Q // BLOCK_Q))  # the longest first, so that none starts last
     start_q = mask_row * MASK_Q + tile % (MASK_Q // BLOCK_Q) * BLOCK_Q
     shift = seqlen_k - seqlen_q
     row = start_q + tl.arange(0, BLOCK_Q)
-    band = (shift, seqlen_k, window_left, window_right)
-    ends = (shift, seqlen_k, seqlen_q + seqlen_k, seqlen_q + seqlen_k)
+    window = (shift, seqlen_k, window_left, window_right)
+    no_window = (shift, seqlen_k, seqlen_q + seqlen_k, seqlen_q + seqlen_k)
     q_head = (q, stride_qb, stride_qs, stride_qh, b, h, seqlen_q)
     k_head = (k, stride_kb, stride_ks, stride_kh, b, h_kv, seqlen_k)
     v_head = (v, stride_vb, stride_vs, stride_vh, b, h_kv, seqlen_k)
@@ -199,14 +199,14 @@ def forward_kernel(
     l_i = tl.zeros([BLOCK_Q], tl.float32)
     m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
 
-    blocks, whole_first, whole_last, last = list_of(mask, mask_head, mask_row, rows, start_q < seqlen_q, seqlen_k, MASK_KV, BLOCK_KV)
+    blocks, whole_first, whole_last, last = list_of(lists, mask_head, mask_row, rows, start_q < seqlen_q, seqlen_k, MASK_KV, BLOCK_KV)
     state, queries, keys = (acc, l_i, m_i), (q_i, row), (k_head, v_head)
     span = (blocks, 0, whole_first)
-    state = attend(state, queries, keys, span, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_KV, True, BITS, TMA)
+    state = attend(state, queries, keys, span, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, BITS, TMA)
     span = (blocks, whole_first, whole_last)
-    state = attend(state, queries, keys, span, scale_log2, ends, HEAD_DIM, BLOCK_D, BLOCK_KV, False, False, TMA)
+    state = attend(state, queries, keys, span, scale_log2, no_window, HEAD_DIM, BLOCK_D, BLOCK_KV, False, False, TMA)
     span = (blocks, whole_last, last)
-    acc, l_i, m_i = attend(state, queries, keys, span, scale_log2, ends, HEAD_DIM, BLOCK_D, BLOCK_KV, True, False, TMA)
+    acc, l_i, m_i = attend(state, queries, keys, span, scale_log2, no_window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, False, TMA)
 
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that saw no key: O = 0, LSE = -inf
     o_i = acc / l_safe[:, None]  # A1.12
@@ -249,7 +249,7 @@ def delta_kernel(
 
 @triton.jit
 def accumulate_dkdv(
-    gradients, keys, queries, span, scale_log2, band,
+    gradients, keys, queries, span, scale_log2, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Take the tiles first .. last of a list of blocks, the span, into the gradients, dk and dv. Everything is transposed,
@@ -267,7 +267,7 @@ def accumulate_dkdv(
         p = tl.exp2(s * scale_log2 - lse_i[None, :])  # B2.11
         if MASKED:
             row = start + tl.arange(0, BLOCK_Q)
-            p = tl.where(visible(row[None, :], col[:, None], band), p, 0.0)
+            p = tl.where(visible(row[None, :], col[:, None], window), p, 0.0)
             if BITS:
                 p = tl.where(visible_by_bits(row, start_kv, blocks, nth, BLOCK_Q, col.shape[0]).T, p, 0.0)
         do_i = load_block(do_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED, TMA)
@@ -296,15 +296,15 @@ def dkdv_kernel(
     tile = tl.program_id(0) - bh_kv * tiles
     b = bh_kv // heads_kv
     h_kv = bh_kv - b * heads_kv
-    mask = (counts, full, indices, bit_index, bits, width, n_bits, MASK_Q, MASK_KV)
+    lists = (counts, full, indices, bit_index, bits, width, n_bits, MASK_Q, MASK_KV)
     mask_head = b * stride_mask_b + h_kv * group * stride_mask_h
     # The longest first, by the lists of the group's first head.
     mask_column = tl.load(order + mask_head * columns + tile // (MASK_KV // BLOCK_KV))
     start_kv = mask_column * MASK_KV + tile % (MASK_KV // BLOCK_KV) * BLOCK_KV
     shift = seqlen_k - seqlen_q
     col = start_kv + tl.arange(0, BLOCK_KV)
-    band = (shift, seqlen_k, window_left, window_right)
-    ends = (shift, seqlen_k, seqlen_q + seqlen_k, seqlen_q + seqlen_k)
+    window = (shift, seqlen_k, window_left, window_right)
+    no_window = (shift, seqlen_k, seqlen_q + seqlen_k, seqlen_q + seqlen_k)
     k_head = (k, stride_kb, stride_ks, stride_kh, b, h_kv, seqlen_k)
     v_head = (v, stride_vb, stride_vs, stride_vh, b, h_kv, seqlen_k)
     dk_head = (dk, stride_dkb, stride_dks, stride_dkh, b, h_kv, seqlen_k)
@@ -322,14 +322,14 @@ def dkdv_kernel(
         do_head = (do, stride_dob, stride_dos, stride_doh, b, h, seqlen_q)
         queries = (q_head, do_head, lse_log2, delta, bh_kv * group + member, rows_padded)
         blocks, whole_first, whole_last, last = list_of(
-            mask, mask_head + member * stride_mask_h, mask_column, columns, start_kv < seqlen_k, seqlen_q, MASK_Q, BLOCK_Q
+            lists, mask_head + member * stride_mask_h, mask_column, columns, start_kv < seqlen_k, seqlen_q, MASK_Q, BLOCK_Q
         )
         span = (blocks, 0, whole_first)
-        gradients = accumulate_dkdv(gradients, keys, queries, span, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_Q, True, BITS, TMA)
+        gradients = accumulate_dkdv(gradients, keys, queries, span, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_Q, True, BITS, TMA)
         span = (blocks, whole_first, whole_last)
-        gradients = accumulate_dkdv(gradients, keys, queries, span, scale_log2, ends, HEAD_DIM, BLOCK_D, BLOCK_Q, False, False, TMA)
+        gradients = accumulate_dkdv(gradients, keys, queries, span, scale_log2, no_window, HEAD_DIM, BLOCK_D, BLOCK_Q, False, False, TMA)
         span = (blocks, whole_last, last)
-        gradients = accumulate_dkdv(gradients, keys, queries, span, scale_log2, ends, HEAD_DIM, BLOCK_D, BLOCK_Q, True, False, TMA)
+        gradients = accumulate_dkdv(gradients, keys, queries, span, scale_log2, no_window, HEAD_DIM, BLOCK_D, BLOCK_Q, True, False, TMA)
     dk_j, dv_j = gradients
 
     store_block(dk_head, dk_j * scale, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D)  # B2.18
@@ -338,7 +338,7 @@ def dkdv_kernel(
 
 @triton.jit
 def accumulate_dq(
-    dq, queries, keys, span, scale_log2, band,
+    dq, queries, keys, span, scale_log2, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Take the tiles first .. last of a list of blocks, the span, into dq."""
@@ -352,7 +352,7 @@ def accumulate_dq(
         p = tl.exp2(s * scale_log2 - lse_i[:, None])
         if MASKED:
             col = start + tl.arange(0, BLOCK_KV)
-            p = tl.where(visible(row[:, None], col[None, :], band), p, 0.0)
+            p = tl.where(visible(row[:, None], col[None, :], window), p, 0.0)
             if BITS:
                 p = tl.where(visible_by_bits(row, start, blocks, nth, BLOCK_KV, BLOCK_KV), p, 0.0)
         v_j = load_block(v_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)
@@ -381,14 +381,14 @@ def dq_kernel(
     b = bh // heads
     h = bh - b * heads
     h_kv = h // group
-    mask = (counts, full, indices, bit_index, bits, width, n_bits, MASK_Q, MASK_KV)
+    lists = (counts, full, indices, bit_index, bits, width, n_bits, MASK_Q, MASK_KV)
     mask_head = b * stride_mask_b + h * stride_mask_h
     mask_row = tl.load(order + mask_head * rows + tile // (MASK_Q // BLOCK_Q))  # the longest first, so that none starts last
     start_q = mask_row * MASK_Q + tile % (MASK_Q // BLOCK_Q) * BLOCK_Q
     shift = seqlen_k - seqlen_q
     row = start_q + tl.arange(0, BLOCK_Q)
-    band = (shift, seqlen_k, window_left, window_right)
-    ends = (shift, seqlen_k, seqlen_q + seqlen_k, seqlen_q + seqlen_k)
+    window = (shift, seqlen_k, window_left, window_right)
+    no_window = (shift, seqlen_k, seqlen_q + seqlen_k, seqlen_q + seqlen_k)
     q_head = (q, stride_qb, stride_qs, stride_qh, b, h, seqlen_q)
     k_head = (k, stride_kb, stride_ks, stride_kh, b, h_kv, seqlen_k)
     v_head = (v, stride_vb, stride_vs, stride_vh, b, h_kv, seqlen_k)
@@ -401,13 +401,13 @@ def dq_kernel(
     delta_i = load_statistic(delta, bh, start_q, rows_padded, BLOCK_Q, False)
     dq_i = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
-    blocks, whole_first, whole_last, last = list_of(mask, mask_head, mask_row, rows, start_q < seqlen_q, seqlen_k, MASK_KV, BLOCK_KV)
+    blocks, whole_first, whole_last, last = list_of(lists, mask_head, mask_row, rows, start_q < seqlen_q, seqlen_k, MASK_KV, BLOCK_KV)
     queries, keys = (q_i, do_i, lse_i, delta_i, row), (k_head, v_head)
     span = (blocks, 0, whole_first)
-    dq_i = accumulate_dq(dq_i, queries, keys, span, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_KV, True, BITS, TMA)
+    dq_i = accumulate_dq(dq_i, queries, keys, span, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, BITS, TMA)
     span = (blocks, whole_first, whole_last)
-    dq_i = accumulate_dq(dq_i, queries, keys, span, scale_log2, ends, HEAD_DIM, BLOCK_D, BLOCK_KV, False, False, TMA)
+    dq_i = accumulate_dq(dq_i, queries, keys, span, scale_log2, no_window, HEAD_DIM, BLOCK_D, BLOCK_KV, False, False, TMA)
     span = (blocks, whole_last, last)
-    dq_i = accumulate_dq(dq_i, queries, keys, span, scale_log2, ends, HEAD_DIM, BLOCK_D, BLOCK_KV, True, False, TMA)
+    dq_i = accumulate_dq(dq_i, queries, keys, span, scale_log2, no_window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, False, TMA)
 
     store_block(dq_head, dq_i * scale, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D)

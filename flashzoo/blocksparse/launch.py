@@ -78,8 +78,8 @@ def _masked(problem: Problem, operands: Operands, device: torch.device) -> tuple
     """A call without a block mask as one with a mask of causal and window alone."""
     if operands.block_mask is not None:
         return problem, operands
-    band = {"window_size": problem.window, "causal": problem.causal}
-    block_mask = BlockMask.sliding_window(problem.seqlen_q, problem.seqlen_k, **band, device=device)
+    window = {"window_size": problem.window, "causal": problem.causal}
+    block_mask = BlockMask.sliding_window(problem.seqlen_q, problem.seqlen_k, **window, device=device)
     problem = replace(problem, causal=False, window=(None, None), block_mask=block_mask.form)
     return problem, replace(operands, block_mask=block_mask)
 

@@ -81,21 +81,21 @@ def load_statistic(x, bh, start, rows_padded, ROWS: tl.constexpr, TMA: tl.conste
 
 
 @triton.jit
-def visible(row, col, band):
+def visible(row, col, window):
     """Which keys `col` the queries `row` see.
 
-    The band is (shift, seqlen_k, window_left, window_right); shift = seqlen_k - seqlen_q aligns its diagonal bottom-right.
-    A side without a bound has one that nothing reaches.
+    The window is (shift, seqlen_k, window_left, window_right); shift = seqlen_k - seqlen_q aligns its diagonal bottom-right.
+    An unbounded side has a bound that nothing reaches.
     """
-    shift, seqlen_k, window_left, window_right = band
+    shift, seqlen_k, window_left, window_right = window
     offset = col - row - shift
     return (col < seqlen_k) & (offset <= window_right) & (offset >= -window_left)
 
 
 @triton.jit
-def visible_keys(start_q, band, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+def visible_keys(start_q, window, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr):
     """Of a block of queries: keys first .. last are seen by some row, whole_first .. whole_last by every row."""
-    shift, seqlen_k, window_left, window_right = band
+    shift, seqlen_k, window_left, window_right = window
     first = 0
     whole_first = 0
     last = seqlen_k
@@ -113,7 +113,7 @@ def visible_keys(start_q, band, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, L
 
 @triton.jit
 def attend(
-    state, queries, keys, first, last, scale_log2, band,
+    state, queries, keys, first, last, scale_log2, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Take the keys first .. last into the state, acc, l_i and m_i."""
@@ -125,7 +125,7 @@ def attend(
         s = tl.dot(q_i, k_j.T, input_precision="ieee")  # A1.8
         if MASKED:
             col = start + tl.arange(0, BLOCK_KV)
-            seen = visible(row[:, None], col[None, :], band)
+            seen = visible(row[:, None], col[None, :], window)
             s = tl.where(seen, s * scale_log2, float("-inf"))
             m_new = tl.maximum(m_i, tl.max(s, 1))
             # A row that has seen no key yet keeps m = -inf, and -inf - -inf is NaN: its p and alpha are exp2(-inf - 0) = 0.
@@ -163,7 +163,7 @@ def forward_kernel(
     start_q = block * BLOCK_Q
     shift = seqlen_k - seqlen_q
     row = start_q + tl.arange(0, BLOCK_Q)
-    band = (shift, seqlen_k, window_left, window_right)
+    window = (shift, seqlen_k, window_left, window_right)
     q_head = (q, stride_qb, stride_qs, stride_qh, b, h, seqlen_q)
     k_head = (k, stride_kb, stride_ks, stride_kh, b, h_kv, seqlen_k)
     v_head = (v, stride_vb, stride_vs, stride_vh, b, h_kv, seqlen_k)
@@ -174,12 +174,12 @@ def forward_kernel(
     l_i = tl.zeros([BLOCK_Q], tl.float32)
     m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
 
-    first, whole_first, whole_last, last = visible_keys(start_q, band, BLOCK_Q, BLOCK_KV, LEFT, RIGHT)
+    first, whole_first, whole_last, last = visible_keys(start_q, window, BLOCK_Q, BLOCK_KV, LEFT, RIGHT)
     state, queries, keys = (acc, l_i, m_i), (q_i, row), (k_head, v_head)
     if LEFT:
-        state = attend(state, queries, keys, first, whole_first, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA)
-    state = attend(state, queries, keys, whole_first, whole_last, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_KV, False, TMA)
-    acc, l_i, m_i = attend(state, queries, keys, whole_last, last, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA)
+        state = attend(state, queries, keys, first, whole_first, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA)
+    state = attend(state, queries, keys, whole_first, whole_last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, False, TMA)
+    acc, l_i, m_i = attend(state, queries, keys, whole_last, last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA)
 
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that saw no key: O = 0, LSE = -inf
     o_i = acc / l_safe[:, None]  # A1.12
@@ -222,7 +222,7 @@ def delta_kernel(
 
 @triton.jit
 def accumulate_dkdv(
-    gradients, keys, queries, first, last, scale_log2, band,
+    gradients, keys, queries, first, last, scale_log2, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Take the queries first .. last into the gradients, dk and dv. Everything is transposed, (keys, queries), so that P^T and
@@ -238,7 +238,7 @@ def accumulate_dkdv(
         p = tl.exp2(s * scale_log2 - lse_i[None, :])  # B2.11
         if MASKED:
             row = start + tl.arange(0, BLOCK_Q)
-            p = tl.where(visible(row[None, :], col[:, None], band), p, 0.0)
+            p = tl.where(visible(row[None, :], col[:, None], window), p, 0.0)
         do_i = load_block(do_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED, TMA)
         dv = tl.dot(p.to(do_i.dtype), do_i, dv, input_precision="ieee")  # B2.12
         dp = tl.dot(v_j, do_i.T, input_precision="ieee")  # B2.13
@@ -265,7 +265,7 @@ def dkdv_kernel(
     start_kv = block * BLOCK_KV
     shift = seqlen_k - seqlen_q
     col = start_kv + tl.arange(0, BLOCK_KV)
-    band = (shift, seqlen_k, window_left, window_right)
+    window = (shift, seqlen_k, window_left, window_right)
     k_head = (k, stride_kb, stride_ks, stride_kh, b, h_kv, seqlen_k)
     v_head = (v, stride_vb, stride_vs, stride_vh, b, h_kv, seqlen_k)
     dk_head = (dk, stride_dkb, stride_dks, stride_dkh, b, h_kv, seqlen_k)
@@ -298,12 +298,12 @@ def dkdv_kernel(
         queries = (q_head, do_head, lse_log2, delta, bh_kv * group + member, rows_padded)
         if RIGHT:
             gradients = accumulate_dkdv(
-                gradients, keys, queries, first, whole_first, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA
+                gradients, keys, queries, first, whole_first, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA
             )
         gradients = accumulate_dkdv(
-            gradients, keys, queries, whole_first, whole_last, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_Q, False, TMA
+            gradients, keys, queries, whole_first, whole_last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_Q, False, TMA
         )
-        gradients = accumulate_dkdv(gradients, keys, queries, whole_last, last, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA)
+        gradients = accumulate_dkdv(gradients, keys, queries, whole_last, last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA)
     dk_j, dv_j = gradients
 
     store_block(dk_head, dk_j * scale, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D)  # B2.18
@@ -312,7 +312,7 @@ def dkdv_kernel(
 
 @triton.jit
 def accumulate_dq(
-    dq, queries, keys, first, last, scale_log2, band,
+    dq, queries, keys, first, last, scale_log2, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Take the keys first .. last into dq."""
@@ -324,7 +324,7 @@ def accumulate_dq(
         p = tl.exp2(s * scale_log2 - lse_i[:, None])
         if MASKED:
             col = start + tl.arange(0, BLOCK_KV)
-            p = tl.where(visible(row[:, None], col[None, :], band), p, 0.0)
+            p = tl.where(visible(row[:, None], col[None, :], window), p, 0.0)
         v_j = load_block(v_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)
         dp = tl.dot(do_i, v_j.T, input_precision="ieee")
         ds = p * (dp - delta_i[:, None])
@@ -353,7 +353,7 @@ def dq_kernel(
     start_q = block * BLOCK_Q
     shift = seqlen_k - seqlen_q
     row = start_q + tl.arange(0, BLOCK_Q)
-    band = (shift, seqlen_k, window_left, window_right)
+    window = (shift, seqlen_k, window_left, window_right)
     q_head = (q, stride_qb, stride_qs, stride_qh, b, h, seqlen_q)
     k_head = (k, stride_kb, stride_ks, stride_kh, b, h_kv, seqlen_k)
     v_head = (v, stride_vb, stride_vs, stride_vh, b, h_kv, seqlen_k)
@@ -366,11 +366,11 @@ def dq_kernel(
     delta_i = load_statistic(delta, bh, start_q, rows_padded, BLOCK_Q, False)
     dq_i = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
-    first, whole_first, whole_last, last = visible_keys(start_q, band, BLOCK_Q, BLOCK_KV, LEFT, RIGHT)
+    first, whole_first, whole_last, last = visible_keys(start_q, window, BLOCK_Q, BLOCK_KV, LEFT, RIGHT)
     queries, keys = (q_i, do_i, lse_i, delta_i, row), (k_head, v_head)
     if LEFT:
-        dq_i = accumulate_dq(dq_i, queries, keys, first, whole_first, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA)
-    dq_i = accumulate_dq(dq_i, queries, keys, whole_first, whole_last, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_KV, False, TMA)
-    dq_i = accumulate_dq(dq_i, queries, keys, whole_last, last, scale_log2, band, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA)
+        dq_i = accumulate_dq(dq_i, queries, keys, first, whole_first, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA)
+    dq_i = accumulate_dq(dq_i, queries, keys, whole_first, whole_last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, False, TMA)
+    dq_i = accumulate_dq(dq_i, queries, keys, whole_last, last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA)
 
     store_block(dq_head, dq_i * scale, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D)

@@ -92,8 +92,8 @@ def widths_of(problem: Problem) -> tuple[int, int]:
     return (width, width_v) if (width, width_v) in HOPPER else (widest, widest)
 
 
-def band_of(problem: Problem) -> Window:
-    """The visible band; with a block mask that of its partial blocks."""
+def window_of(problem: Problem) -> Window:
+    """The window; with a block mask that of its partial blocks."""
     return problem.span if problem.block_mask is None else problem.block_mask.span
 
 
@@ -139,7 +139,7 @@ def prepares(problem: Problem) -> bool:
 
 def kernel_backward_for(problem: Problem) -> KernelBackward:
     """The backward kernel of a problem."""
-    left, right = (side is not None for side in band_of(problem))
+    left, right = (side is not None for side in window_of(problem))
     width = width_for(max(problem.head_dim, problem.head_dim_v), BACKWARD)
     how = (problem.dtype, width, width, left, right, problem.deterministic, BACKWARD[width])
     mask = problem.block_mask

@@ -20,7 +20,7 @@ from flashzoo.gpu import WARPGROUP_ROWS
 from flashzoo.integers import cdiv, next_power_of_2
 from flashzoo.masks.block_mask import BlockMask
 from flashzoo.masks.lists import Lists
-from flashzoo.v3.config import band_of, kernel_backward_for, kernel_for, pack_gqa_for
+from flashzoo.v3.config import kernel_backward_for, kernel_for, pack_gqa_for, window_of
 from flashzoo.v3.programs import LISTS, function_for
 from flashzoo.v3.traits import Kernel, KernelBackward, KernelFp8
 
@@ -202,7 +202,7 @@ def _map_of_v(problem: Problem, kernel: Kernel, strides: Ints) -> TensorMap:
 
 def _params(problem: Problem, blocks: int, batch_heads: int, swizzle: int, **of_heads: int) -> dict[str, int]:
     """`programs.PARAMS` but for the counter."""
-    window_left, window_right = problem.reach_of(band_of(problem))
+    window_left, window_right = problem.reach_of(window_of(problem))
     return {
         "seqlen_q": problem.seqlen_q,
         "seqlen_k": problem.seqlen_k,

@@ -2,7 +2,7 @@
 of a range.
 
 1. A tile is a column of the block mask, or a part of one. The heads that share its keys share its list.
-2. Of its list the partial blocks come first and are masked by the band and the bits of the mask's elements. Full ones are masked by
+2. Of its list the partial blocks come first and are masked by the window and the bits of the mask's elements. Full ones are masked by
    the end of the keys alone, where their column crosses it.
 3. The producer, a tile ahead, looks up the column of the next tile and how much it keeps. A column that keeps nothing has no step: its
    dK and dV stay zero.
