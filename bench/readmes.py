@@ -1,4 +1,4 @@
-"""The figures in the READMEs of versions, and the H100's in the project's: made from results files alone.
+"""The figures in the READMEs of versions, and the H100's in the project's, made from results files; its table of versions, from Specs.
 
 A README's section `name` is what stands between `<!-- name:begin -->` and `<!-- name:end -->`; `bench.plot` writes all.
 """
@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from textwrap import fill
 
+import flashzoo
 from bench import runs
 from bench.rows import read
 from bench.runs import ABLATED, BEST_PEER, ERROR, RESULTS, Row, Speeds
+from flashzoo.call.problem import FEATURES
 from flashzoo.gpu import peak_tflops
 
 ROOT = Path(__file__).parent.parent
@@ -261,8 +263,33 @@ def h100(_: list[Row]) -> Iterator[str]:
     )
 
 
+def versions(_: list[Row]) -> Iterator[str]:
+    """The project's table of versions, and of their features by name."""
+
+    def lacks(has: frozenset[str], of: Iterable[str]) -> str:
+        return ", ".join(f"`{name}`" for name in of if name not in has)
+
+    lines = []
+    for name, spec in flashzoo.versions().items():
+        home = f"flashzoo/{spec.impl.split('.')[1]}/README.md"
+        less = ""
+        if spec.backward is None:
+            less = "none"
+        elif missing := lacks(spec.backward, (feature for feature in FEATURES if feature in spec.features)):
+            less = f"not {missing}"
+        elif spec.backward_16:
+            less = "in 16 bits"
+        missing = lacks(spec.features, FEATURES)
+        dtypes = ", ".join(spec.dtypes) + (f"; by `precision`: {', '.join(spec.quantizes)}" if spec.quantizes else "")
+        link = f"[`{name}`]({home})" if (ROOT / home).exists() else f"`{name}`"
+        lines.append([link, spec.title, spec.arch_text, dtypes, f"all but {missing}" if missing else "all", less or "all of these"])
+    yield table(("name", "what it is", "GPU", "dtypes", "features", "in its backward pass"), lines)
+    asked = "; ".join(f"`{name}`, {feature.asked}" for name, feature in FEATURES.items())
+    yield f"Features, and how a call asks for each: {asked}."
+
+
 SECTIONS: dict[str, dict[str, Callable[[list[Row]], Iterator[str]]]] = {
-    "README.md": {"h100": h100},
+    "README.md": {"h100": h100, "versions": versions},
     "flashzoo/v1/README.md": {"results": v1},
     "flashzoo/v2/README.md": {"results": v2},
     "flashzoo/v3/README.md": {

@@ -10,6 +10,7 @@ from flashzoo import baselines, blocksparse, v1, v2, v3
 from flashzoo.call.api import attention, explain, quantize, sdpa
 from flashzoo.call.backward import attention_backward
 from flashzoo.call.problem import Problem
+from flashzoo.call.validate import validate
 from flashzoo.compare import compare
 from flashzoo.masks.block_mask import BlockMask
 from flashzoo.merge import merge
@@ -33,6 +34,7 @@ __all__ = [
     "sdpa",
     "unregister",
     "use",
+    "validate",
     "versions",
 ]
 

@@ -161,8 +161,9 @@ class Judge:
         descales: Descales = NO_DESCALES,
         mask: Tensor | None = None,
     ) -> None:
-        if (mask is None) != (problem.block_mask is None):
-            raise ValueError(f"mask must be given where problem.block_mask is, got {problem.block_mask} and a mask {mask is not None}")
+        masked = problem.block_mask is not None or problem.sequences is not None
+        if (mask is not None) != masked:
+            raise ValueError(f"mask must be given with a block mask or packed sequences, got {problem} and a mask {mask is not None}")
         q, k, v = q.detach(), k.detach(), v.detach()
         self.problem = problem
         self._dtype = TORCH_DTYPES[problem.out_dtype]

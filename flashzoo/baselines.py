@@ -9,7 +9,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from flashzoo.call.operands import Operands
 from flashzoo.call.problem import Problem
-from flashzoo.reference import dense, visible
+from flashzoo.reference import shown, visible
 from flashzoo.spec import Spec
 from flashzoo.transforms import functorch_active
 
@@ -21,12 +21,14 @@ SMALLEST_SCALE = 2.0**-100
 
 
 _DENSE_MASK = "makes a dense (batch, heads, seqlen_q, seqlen_k) mask of the block mask, and skips nothing"
+_DENSE_LENGTHS = "makes a dense (total_q, total_k) mask that keeps sequences apart, and skips nothing"
 
 
 def _sdpa_notes(problem: Problem) -> list[str]:
     other_kernel = "torch's flash kernel needs v as wide as q: its memory-efficient one runs where it can, else math, quadratic in memory"
     notes = {
-        "builds the (seqlen_q, seqlen_k) mask as a tensor": _needs_mask(problem) and problem.block_mask is None,
+        "builds the (seqlen_q, seqlen_k) mask as a tensor": _needs_mask(problem) and not problem.features & {"block_mask", "packed"},
+        _DENSE_LENGTHS: "packed" in problem.features,
         _DENSE_MASK: problem.block_mask is not None,
         "copies inputs whose rows do not start at multiples of 16 bytes": problem.device == "cuda",
         other_kernel: "head_dim_v" in problem.features,
@@ -50,11 +52,15 @@ _SDPA_FAULTS = (
 
 def _standard_notes(problem: Problem) -> list[str]:
     plain = "quantises q, k and v to e4m3 with one scale a head, and rotates nothing: the papers' plain FP8"
-    notes = {plain: problem.precision == "fp8", _DENSE_MASK: problem.block_mask is not None}
+    notes = {
+        plain: problem.precision == "fp8",
+        _DENSE_MASK: problem.block_mask is not None,
+        _DENSE_LENGTHS: "packed" in problem.features,
+    }
     return [note for note, holds in notes.items() if holds]
 
 
-_STANDARD_FEATURES = frozenset({"causal", "window", "gqa", "cross", "head_dim_v", "lse", "deterministic", "block_mask"})
+_STANDARD_FEATURES = frozenset({"causal", "window", "gqa", "cross", "head_dim_v", "lse", "deterministic", "packed", "used_k", "block_mask"})
 
 STANDARD = Spec(
     name="standard",
@@ -74,7 +80,7 @@ STANDARD = Spec(
     notes=_standard_notes,
 )
 
-_SDPA_FEATURES = frozenset({"causal", "window", "gqa", "cross", "head_dim_v", "block_mask"})
+_SDPA_FEATURES = frozenset({"causal", "window", "gqa", "cross", "head_dim_v", "packed", "used_k", "block_mask"})
 
 SDPA = Spec(
     name="sdpa",
@@ -97,7 +103,7 @@ SDPA = Spec(
 
 def _needs_mask(problem: Problem) -> bool:
     aligned_alike = problem.window == (None, None) and problem.seqlen_q == problem.seqlen_k
-    return problem.block_mask is not None or (problem.span != (None, None) and not aligned_alike)
+    return problem.block_mask is not None or problem.sequences is not None or (problem.span != (None, None) and not aligned_alike)
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -150,7 +156,7 @@ def _bias(seen: Tensor, q: Tensor) -> Tensor:
 def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, None]:
     """torch's attention under `Spec.impl`'s contract; torch aligns causal top-left, so other shapes get a mask."""
     masked, scale = _needs_mask(problem), problem.scale
-    seen = visible(problem, q.device, dense(operands.block_mask)) if masked else None
+    seen = visible(problem, q.device, shown(problem, operands)) if masked else None
     if scale < SMALLEST_SCALE:  # a part of it goes into q, which no mask is in
         q, scale = q * (scale / SMALLEST_SCALE), SMALLEST_SCALE
     attend = _attend_on_gpu if q.is_cuda else scaled_dot_product_attention
@@ -164,7 +170,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) 
         ).transpose(1, 2)
     if problem.grad:
         out.register_hook(_readable_gradient)
-    if operands.block_mask is not None and seen is not None:
+    if seen is not None and seen.ndim == 4:
         out = out.masked_fill(~seen.any(-1).transpose(1, 2)[..., None], 0)
     elif problem.blind_rows:
         rows = torch.arange(problem.seqlen_q, device=q.device) < problem.blind_rows

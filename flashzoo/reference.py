@@ -3,8 +3,9 @@
     S = Q K^T * softmax_scale,  P = softmax(S),  O = P V,  LSE_i = log sum_j exp(S_ij)
     dV = P^T dO,  dP = dO V^T,  delta_i = sum_d dO_id O_id - dLSE_i,  dS = P * (dP - delta),  dQ = dS K * scale,  dK = dS^T Q * scale
 
-with these meanings, once for every version: causal and windows are aligned bottom-right; a block mask, here a dense one, hides what it
-hides beside them; a row that sees no key gives 0, LSE -inf and gradients 0; query head h reads key/value head h // (heads // heads_kv).
+with these meanings, once for every version: causal and windows are aligned bottom-right, of packed sequences in each; a block mask,
+here a dense one, hides what it hides beside them; a row that sees no key gives 0, LSE -inf and gradients 0; query head h reads
+key/value head h // (heads // heads_kv).
 
 `standard` is the same with the numerics of a flash kernel: scores, sums and accumulators in float32; P, dS and O
 rounded to the I/O dtype. Its error is the yardstick that every version's error is held against. It is also the
@@ -71,10 +72,10 @@ def visible(problem: Problem, device: torch.device | str = "cpu", mask: Tensor |
     """`(seqlen_q, seqlen_k)` bool, True where the query sees the key; None where all do.
 
     Args:
-        mask: bool, what a block mask shows, `(batch or 1, heads or 1, seqlen_q, seqlen_k)`; the answer then is of that shape.
+        mask: bool, what the call's operands show, as `shown`: the answer then is of that shape. Of packed sequences it is the answer.
     """
     left, right = problem.span
-    if left is None and right is None:
+    if problem.sequences is not None or (left is None and right is None):
         return mask
     distance = distances(problem, device)
     seen = torch.ones_like(distance, dtype=torch.bool)
@@ -91,9 +92,13 @@ def distances(problem: Problem, device: torch.device | str) -> Tensor:
     return torch.arange(problem.seqlen_k, device=device)[None, :] - diagonal
 
 
-def dense(block_mask: Any) -> Tensor | None:
-    """A `flashzoo.BlockMask` as `visible` takes it, which one that is dense already, or None, is."""
-    return block_mask if block_mask is None or isinstance(block_mask, Tensor) else block_mask.to_dense()
+def shown(problem: Problem, operands: Operands) -> Tensor | None:
+    """`(batch or 1, heads or 1, seqlen_q, seqlen_k)` bool, the keys that a block mask shows, or that are of the query's own sequence and in
+    its band; None where there is neither. A block mask may be dense, and so the answer, already."""
+    mask, ranges = operands.block_mask, operands.ranges
+    if mask is not None:
+        return mask if isinstance(mask, Tensor) else mask.to_dense()
+    return None if ranges is None else ranges.visible(problem.span, problem.seqlen_q, problem.seqlen_k)[None, None]
 
 
 def dequantized(x: Tensor, descale: Tensor | None) -> Tensor:
@@ -270,7 +275,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operan
     s = _scores(q, k, problem, operands)
     lse = torch.logsumexp(s, -1).view(problem.batch, problem.heads, -1) if problem.lse or problem.grad else None
     p = torch.softmax(s, -1)
-    if operands.block_mask is None:
+    if operands.block_mask is None and problem.sequences is None:
         p[:, : problem.blind_rows] = 0  # softmax gives NaN where a row sees nothing
     else:
         p.masked_fill_((s == -math.inf).all(-1, keepdim=True), 0)
@@ -333,7 +338,7 @@ def _fp8_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Op
     # As kernels have it: scores in log2 units by one factor for a row and a block, and score - maximum rounded once. At scores
     # of millions the rounded maximum moves P by more than its own rounding.
     s = _hopper_sums(q_h, k_h).double().mul_((problem.scale * math.log2(math.e) * q_rows * k_rows.mT).double())
-    s = hidden(_by_batch(s, problem), problem, dense(operands.block_mask)).flatten(0, 1)
+    s = hidden(_by_batch(s, problem), problem, shown(problem, operands)).flatten(0, 1)
     row_max = _finite(s.amax(-1, keepdim=True).float())
     p = s.sub_(row_max).float().exp2_()
     l = p.sum(-1, keepdim=True)
@@ -363,7 +368,7 @@ def _hopper_sums(a: Tensor, b: Tensor) -> Tensor:
 def _scores(q: Tensor, k: Tensor, problem: Problem, operands: Operands) -> Tensor:
     """Scores `(batch * heads, seqlen_q, seqlen_k)`."""
     products = _matmul(_heads_first(q, problem), _heads_first(k, problem).mT)
-    return scored(_by_batch(products, problem), problem, dense(operands.block_mask)).flatten(0, 1)
+    return scored(_by_batch(products, problem), problem, shown(problem, operands)).flatten(0, 1)
 
 
 def _by_batch(x: Tensor, problem: Problem) -> Tensor:
@@ -406,7 +411,7 @@ def _without_autocast(function: Callable) -> Callable:
 
 
 def _with_dense_mask(problem: Problem, operands: Operands, device: torch.device) -> tuple[Problem, Operands]:
-    return problem, replace(operands, block_mask=dense(operands.block_mask))  # pyright: ignore[reportArgumentType]
+    return problem, replace(operands, block_mask=shown(problem, operands))  # pyright: ignore[reportArgumentType]
 
 
 _differentiable = differentiable(_without_autocast(_forward), _without_autocast(_backward), _with_dense_mask)

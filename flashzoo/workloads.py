@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from flashzoo.call.forms import MaskForm
 from flashzoo.call.problem import DESCALE_BLOCK, OPTIONS, Problem
 from flashzoo.dtypes import BYTES, TORCH_DTYPES
 from flashzoo.integers import cdiv
+from flashzoo.lengths import Ranges
 from flashzoo.masks.block_mask import BlockMask
 
 LOG_SUM_BYTES = 4  # lse, and FA-1's l and m, are float32 in every version
@@ -101,6 +103,10 @@ _ALL = (
     _workload("blocks", "smoke", 200, 260, block_mask=MaskForm(64, 64, heads=2)),
     _workload("blocks_causal_gqa", "smoke", 150, 260, heads=4, heads_kv=2, block_mask=MaskForm(heads=4, causal=True)),
     _workload("blocks_bits", "smoke", 260, 150, block_mask=MaskForm(64, 128, bits=True)),
+    _workload("packed", "smoke", 190, 190, sequences=4),
+    _workload("packed_causal_gqa", "smoke", 170, 170, heads=4, heads_kv=2, sequences=5, causal=True),
+    _workload("packed_cross_window", "smoke", 150, 210, sequences=4, window=(30, 9)),
+    _workload("packed_used", "smoke", 120, 200, sequences=3, used_k=True, causal=True),
     _workload("one_by_one", "hard", 1, 1),
     _workload("one_query", "hard", 1, 4097, heads=1),
     _workload("one_query_causal", "hard", 1, 4097, heads=1, causal=True),
@@ -153,6 +159,17 @@ _ALL = (
     _workload("blocks_of_128_scores_x30", "hard", 200, 200, values="x30", block_mask=MaskForm(causal=True)),
     _workload("blocks_of_128_low_scores", "hard", 200, 300, values="low_scores", block_mask=MaskForm(bits=True)),
     _workload("blocks_of_128_wide_values", "hard", 130, 200, 64, head_dim_v=128, block_mask=MaskForm(window=(90, None))),
+    _workload("packed_alone_causal", "hard", 130, 203, sequences=1, causal=True),
+    _workload("packed_many", "hard", 150, 150, sequences=90, causal=True),
+    _workload("packed_none", "hard", 40, 40, sequences=0),
+    _workload("packed_mqa_head_dim_128", "hard", 203, 203, 128, heads=3, heads_kv=1, sequences=3, causal=True),
+    _workload("packed_head_dim_59", "hard", 140, 90, 59, sequences=6, window=(20, 0)),
+    _workload("packed_narrow_values", "hard", 130, 130, 64, head_dim_v=32, sequences=3),
+    _workload("packed_scores_x30", "hard", 192, 192, values="x30", sequences=2, causal=True),
+    _workload("packed_low_scores", "hard", 130, 200, values="low_scores", sequences=3),
+    _workload("packed_4096_causal", "large", 4096, 4096, 128, heads=8, heads_kv=2, sequences=9, causal=True),
+    _workload("packed_1500_sequences", "large", 8191, 8191, 64, heads=4, sequences=1500, causal=True),
+    _workload("packed_used_d256", "large", 2048, 3001, 256, heads=2, sequences=7, used_k=True, window=(200, 0)),
     _workload("blocks_4096", "large", 4096, 4096, 128, heads=8, batch=2, block_mask=MaskForm(heads=8)),
     _workload("blocks_4096_causal", "large", 4096, 4096, 64, heads=8, heads_kv=2, block_mask=MaskForm(heads=8, causal=True)),
     _workload("blocks_of_128_long_odd_bits", "large", 3001, 4099, 96, heads=4, heads_kv=2, block_mask=MaskForm(bits=True)),
@@ -361,6 +378,30 @@ def block_mask(problem: Problem, seed: int = 0, device: torch.device | str = "cp
     return BlockMask.from_dense(kept & (whole | elements), **sizes)
 
 
+def ranges(problem: Problem, seed: int = 0, device: torch.device | str = "cpu") -> Ranges | None:
+    """Lengths for the problem's packed sequences, drawn at random; None where it has none.
+
+    Of four sequences or more one has no queries, and where q and k have other lengths one has no keys; the last rows are nobody's.
+    """
+    if problem.sequences is None:
+        return None
+    random, sequences = Random(seed), problem.sequences
+
+    def drawn(total: int, empty: int) -> Tensor:
+        cuts = [0, *sorted(random.randint(0, total) for _ in range(sequences - 1)), total - total // 9][: sequences + 1]
+        if sequences > 3:
+            cuts[empty + 1] = cuts[empty]
+        return torch.tensor(sorted(cuts), dtype=torch.int32, device=device)
+
+    q = drawn(problem.seqlen_q, 1)
+    k = q if problem.seqlen_q == problem.seqlen_k else drawn(problem.seqlen_k, 2)
+    used = None
+    if problem.used_k:
+        lengths = (k[1:] - k[:-1]).tolist()
+        used = torch.tensor([random.randint(0, length) for length in lengths], dtype=torch.int32, device=device)
+    return Ranges(q, k, used)
+
+
 def _packed(x: Tensor) -> Tensor:
     batch, seqlen, heads, head_dim = x.shape
     buffer = x.new_full((batch, seqlen, 3, heads, head_dim), math.nan)
@@ -399,7 +440,9 @@ other numbers than the rest). What lies between is NaN."""
 
 
 def visible_pairs(problem: Problem) -> int:
-    """How many (query, key) pairs of one head are visible by causal and window, in closed form."""
+    """How many (query, key) pairs of one head are visible by causal and window, in closed form; all where sequences are packed."""
+    if problem.sequences is not None:
+        return problem.seqlen_q * problem.seqlen_k
     left, right = problem.span
     upto_right = problem.seqlen_q * problem.seqlen_k if right is None else _pairs_below(problem, problem.offset + right)
     return upto_right - (0 if left is None else _pairs_below(problem, problem.offset - left - 1))

@@ -172,8 +172,8 @@ _V2 = (
         "v2/statistics_of_the_first_head_of_a_group",
         "LSE and delta are those of the group's first head; seen in FA c5f6ff49",
         V2,
-        "delta, bh_kv * group + member, rows_padded)",
-        "delta, bh_kv * group, rows_padded)",
+        "(bh_kv * group + member, rows_padded, first_q, rows_q)",
+        "(bh_kv * group, rows_padded, first_q, rows_q)",
         "test_gradients[v2-gqa3_causal-fp32]",
     ),
     fault(

@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -31,7 +32,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))  # as pytest does, for `python -m tests.fuzz`
 
 import torch
-from fuzz_call import ALIGNED, LAYOUTS, MASKS, MASKS_BY_HEAD, UNALIGNED, Call, Device, Operands, block_mask, operands, parsed
+from fuzz_call import ALIGNED, LAYOUTS, MASKS, MASKS_BY_HEAD, UNALIGNED, Call, Device, Operands, block_mask, cu_seqlens, operands, parsed
 from fuzz_oracle import SCORES, expected, shares, worst
 from torch import Tensor
 
@@ -156,6 +157,8 @@ def configuration(random: Random, versions: list[str], device: str) -> Configura
         grad=grad,
         through=random.choice(("out", "both", "both", "lse")) if lse and grad else "out",
         out_dtype=random.choice((None, "bf16", "fp16")) if in_e4m3 else "fp32" if unrounded else None,
+        lengths=() if (packed := not mask and entry == "attention" and asks("packed", 0.3)) else None,
+        used=() if packed and asks("used_k", 0.4) else None,
         scored=tuple(f"{name}:{random.choice(values)}" for name, (values, _) in SCORES.items() if asks(name, 0.3)),
         mask=mask,
     )
@@ -229,12 +232,27 @@ def _call(random: Random, drawn: Configuration, device: str) -> Call:
     if plain.dtype == "e4m3" and plain.entry != "sdpa":
         kinds = ("none", "head", "block", "block")
         descales = tuple(kind if kind == "none" else f"{kind}/{random.choice(list(LAYOUTS))}" for kind in random.choices(kinds, k=3))
+    rows: dict[str, Any] = {}
+    if plain.lengths is not None:
+        batch, count = 1, random.choice((1, 2, 3, 5, 30))
+        keys = rows["lengths"] = _lengths(random, lengths[0], count)
+        if not equal:
+            keys = rows["lengths_k"] = _lengths(random, lengths[1], count)
+        if plain.used is not None:
+            rows["used"] = tuple(random.choice((0, n, random.randint(0, n))) for n in keys)
     sizes = (batch, *lengths, heads_kv * group, heads_kv)
     names = ("batch", "seqlen_q", "seqlen_k", "heads", "heads_kv")
     more: dict[str, Any] = dict(zip(names, sizes, strict=True))
     return replace(
-        plain, **more, window=window, scale=scale, values=values, layouts=layouts, descales=descales, seed=random.randrange(1 << 24)
+        plain, **more, **rows, window=window, scale=scale, values=values, layouts=layouts, descales=descales, seed=random.randrange(1 << 24)
     )
+
+
+def _lengths(random: Random, total: int, count: int) -> tuple[int, ...]:
+    """Lengths of so many sequences, of which some may have none, that leave rows over at times."""
+    total = random.choice((total, random.randint(0, total)))
+    cuts = sorted(random.choice((0, total, random.randint(0, total), random.randint(0, total))) for _ in range(count - 1))
+    return tuple(end - first for first, end in pairwise((0, *cuts, total)))
 
 
 def _length(random: Random, device: str) -> int:
@@ -334,6 +352,7 @@ def answer(call: Call, given: Operands, mask: Any) -> dict[str, Tensor]:
             *inputs, q_scale, k_scale, v_scale, shift = flashzoo.quantize(*inputs, **how)
             descales = (q_scale, k_scale, v_scale)
         options |= dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True)) | call.on_scores
+        options |= cu_seqlens(call, given.q.device)
         out, lse = flashzoo.attention(*inputs, return_lse=True, **options) if call.lse else (flashzoo.attention(*inputs, **options), None)
         if lse is not None and shift is not None:
             lse = lse + call.softmax_scale * shift

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
 from random import Random
 from typing import Any
 
@@ -40,6 +41,9 @@ class Call:
         values: of `workloads.VALUES`.
         layouts: of `LAYOUTS`, for q, k, v and dout.
         descales: of q, k and v: "none", or "head" or "block" and a layout, such as "block/padded1".
+        lengths, lengths_k, used: of packed sequences their queries and keys, and how many of these are used; all in a batch of one, behind
+            one another from its first row on. None where sequences are not packed; no lengths_k where they are the queries', no `used`
+            where all keys are.
         scored: options that `fuzz_oracle.SCORES` knows, and their values: "decay:0.25".
         mask: kind, block sizes, and whether it has blocks of its own for each batch (b) and head (h): "dense:128x64:bh"; "" for none.
     """
@@ -66,6 +70,9 @@ class Call:
     layouts: tuple[str, ...] = ("bshd",) * 4
     descales: tuple[str, ...] = ("none",) * 3
     out_dtype: str | None = None
+    lengths: tuple[int, ...] | None = None
+    lengths_k: tuple[int, ...] | None = None
+    used: tuple[int, ...] | None = None
     scored: tuple[str, ...] = ()
     mask: str = ""
     seed: int = 0
@@ -126,6 +133,8 @@ class Call:
             precision=self.precision,
             out_dtype=self.out_dtype,
             block_mask=form,
+            sequences=None if self.lengths is None else len(self.lengths),
+            used_k=self.used is not None,
             **self.on_scores,
             **hardware(device),
         )
@@ -159,6 +168,7 @@ _READERS = {
     "window": lambda text: tuple(None if side == "None" else int(side) for side in _words(text)),
     "scale": float,
     "seed": int,
+    **dict.fromkeys(("lengths", "lengths_k", "used"), lambda text: tuple(int(word) for word in _words(text) if word)),
     "layouts": _words,
     "scored": _words,
     "descales": _words,
@@ -306,6 +316,31 @@ def in_band(offset: Tensor, span: Window) -> Tensor:
         seen &= offset >= -left
     if right is not None:
         seen &= offset <= right
+    return seen
+
+
+def cu_seqlens(call: Call, device: Device) -> dict[str, Tensor]:
+    """The call's lengths as `flashzoo.attention` takes them; none where it packs nothing."""
+    if call.lengths is None:
+        return {}
+    found = {"cu_seqlens_q": (0, *accumulate(call.lengths))}
+    if call.lengths_k is not None:
+        found["cu_seqlens_k"] = (0, *accumulate(call.lengths_k))
+    if call.used is not None:
+        found["seqused_k"] = call.used
+    return {name: torch.tensor(numbers, dtype=torch.int32, device=device) for name, numbers in found.items()}
+
+
+def of_sequences(call: Call, device: Device) -> Tensor:
+    """`(seqlen_q, seqlen_k)` bool: what each of the packed sequences sees of its own, by its own diagonal."""
+    assert call.lengths is not None
+    seen = torch.zeros(call.seqlen_q, call.seqlen_k, dtype=torch.bool, device=device)
+    keys = call.lengths if call.lengths_k is None else call.lengths_k
+    first_q = first_k = 0
+    for n_q, n_k, used in zip(call.lengths, keys, keys if call.used is None else call.used, strict=True):
+        alone = replace(call, seqlen_q=n_q, seqlen_k=used)
+        seen[first_q : first_q + n_q, first_k : first_k + used] = in_band(offsets(alone, device), call.span)
+        first_q, first_k = first_q + n_q, first_k + n_k
     return seen
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from fuzz_call import Call, Operands, in_band, offsets
+from fuzz_call import Call, Operands, in_band, of_sequences, offsets
 from torch import Tensor
 
 from flashzoo.call.problem import DESCALE_BLOCK
@@ -119,6 +119,8 @@ def expected(call: Call, given: Operands, seen: Tensor | None) -> dict[str, Expe
     k, v = (x.repeat_interleave(call.group, 1) for x in (k, v))
     offset = offsets(call, q.device)
     visible = in_band(offset, call.span)
+    if call.lengths is not None:
+        visible = of_sequences(call, q.device)
     visible = visible if seen is None else visible & seen
     scale, keys = call.softmax_scale, max(1, call.seqlen_k)
     if not call.seqlen_k:  # whatever has no keys has no maximum either

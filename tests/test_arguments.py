@@ -47,10 +47,10 @@ BAD_INPUT = {
     ),
     "k is sparse by columns": ({"k": torch.zeros(6, 8).to_sparse_csc()}, TypeError, r"k must be a dense tensor .* got torch.sparse_csc"),
     "v is nested": ({"v": _nested(torch.strided)}, TypeError, r"v must be a dense tensor .* got a nested one .*: pad it with"),
-    "q is nested by offsets": (
+    "q alone is nested by offsets": (
         {"q": _nested(torch.jagged)},
         TypeError,
-        r"q must be a dense tensor .* got a nested one \(torch.jagged\): pad it with .* or pack .* BlockMask.documents",
+        r"k must be a nested tensor of layout torch.jagged, as all three or none, got Tensor torch.strided",
     ),
     "no data": (
         dict.fromkeys("qkv", torch.empty(2, 6, 4, 8, device="meta")),

@@ -17,6 +17,7 @@ from flashzoo import Problem
 from flashzoo._cute.compile import compile_for
 from flashzoo._cute.hopper.wgmma import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from flashzoo._sass import Resources, read
+from flashzoo._triton import packed
 from flashzoo._triton.compile import resources
 from flashzoo.blocksparse import launch as blocksparse
 from flashzoo.blocksparse.config import tiles_for as blocksparse_tiles
@@ -70,14 +71,15 @@ KNOWN_STACK = {
 
 
 # How each kernel is launched: by which function, with strides of how many tensors and what else; its tensor parameters
-# (h in the problem's dtype, o in that of out, f in float32, i in int32, b bits) and how many floats follow them.
+# (h in the problem's dtype, o in that of out, f in float32, i in int32, b bits, t the table of packed
+# sequences) and how many floats follow them.
 MASK_SIZES = (0, 1, 32, 100)
 LAUNCHES = {
     ("v1", "forward"): (v1.forward_launch, 5, (), "hhhoffff", 1),
     ("v1", "backward"): (v1.backward_launch, 8, (False,), "hhhhhfhhff", 2),
-    ("v2", "forward"): (v2.forward_launch, 4, (True,), "hhhof", 1),
-    ("v2", "dkdv"): (v2.dkdv_launch, 6, (True,), "hhhhhhff", 2),
-    ("v2", "dq"): (v2.dq_launch, 5, (True,), "hhhhhff", 2),
+    ("v2", "forward"): (v2.forward_launch, 4, (True,), "hhhoft", 1),
+    ("v2", "dkdv"): (v2.dkdv_launch, 6, (True,), "hhhhhhfft", 2),
+    ("v2", "dq"): (v2.dq_launch, 5, (True,), "hhhhhfft", 2),
     ("blocksparse", "forward"): (blocksparse.forward_launch, 4, (True, MASK_SIZES), "hhhofiiiiib", 1),
     ("blocksparse", "dkdv"): (blocksparse.dkdv_launch, 6, (True, MASK_SIZES), "hhhhhhffiiiiib", 2),
     ("blocksparse", "dq"): (blocksparse.dq_launch, 5, (True, MASK_SIZES), "hhhhhffiiiiib", 2),
@@ -88,7 +90,9 @@ def compiled(version: str, kernel: str, problem: Problem) -> Resources:
     """The launch that this problem would get, compiled for its architecture."""
     launch, tensors, more, parameters, floats = LAUNCHES[version, kernel]
     strides = (problem.seqlen_q * problem.heads * problem.head_dim, problem.heads * problem.head_dim, problem.head_dim) * tensors
-    types = tuple({"h": problem.dtype, "o": problem.out_dtype, "f": "fp32", "i": "i32", "b": "u8"}[parameter] for parameter in parameters)
+    kinds = {"h": problem.dtype, "o": problem.out_dtype, "f": "fp32", "i": "i32", "b": "u8"}
+    kinds["t"] = None if problem.sequences is None else "i32"
+    types = tuple(kinds[parameter] for parameter in parameters)
     return resources(launch(problem, strides, *more), types, floats, problem.arch or 0)
 
 
@@ -149,6 +153,25 @@ def test_v2_short_problems_on_hopper(head_dim: int) -> None:
     assert not v2_tiles("forward", problem).tma
     read = compiled("v2", "forward", problem)
     assert read.stack <= KNOWN_STACK.get(("v2", "forward", 90, head_dim), 0) and read.shared <= SHARED_LIMIT[90]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
+@pytest.mark.parametrize("head_dim", WIDTHS)
+@pytest.mark.parametrize("arch", [80, 90])
+def test_v2_of_packed_sequences(kernel: str, head_dim: int, arch: int) -> None:
+    """By plain loads, which stop where the sequence does."""
+    problem = Problem(1, 8192, 8192, 16, 4, head_dim, sequences=9, causal=True, grad=True, arch=arch)
+    read = compiled("v2", kernel, problem)
+    assert "UTMALDG" not in read.opcodes and read.shared <= SHARED_LIMIT[arch]
+    assert read.stack == 0
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_the_table_of_packed_sequences(arch: int) -> None:
+    for causal, of_keys, used in product((False, True), repeat=3):
+        problem = Problem(1, 8192, 8192, 16, 4, 64, sequences=9, causal=causal, used_k=used, arch=arch)
+        assert resources(packed._launch(problem, 128, of_keys), ("i32",) * 4, 0, arch).stack <= 16
 
 
 @pytest.mark.covering(1)

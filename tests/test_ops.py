@@ -214,7 +214,15 @@ class TestChoice:
             assert len(CALLS) == 1
 
 
-UNTRACED = ("v is sparse", "q is sparse by rows", "k is sparse by columns", "v is nested", "v is an array", "no data")
+UNTRACED = (
+    "v is sparse",
+    "q is sparse by rows",
+    "k is sparse by columns",
+    "v is nested",
+    "q alone is nested by offsets",
+    "v is an array",
+    "no data",
+)
 UNTRACED += ("causal is a tensor", "causal is NumPy's", "version is None", "an argument nobody knows")
 """What torch refuses to trace in its own words, turns into a tensor, or, of tensors with no data, traces as any."""
 

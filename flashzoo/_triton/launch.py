@@ -51,8 +51,11 @@ class Launch:
         self._rest = (*scalars, *constexprs.values())
         self._compiled: dict[tuple[int, ...], Any] = {}
 
-    def __call__(self, tensors: tuple[Tensor, ...], floats: tuple[float, ...]) -> None:
-        """Launch on the current stream of the tensors' device, or in the interpreter where they are on the CPU."""
+    def __call__(self, tensors: tuple[Any, ...], floats: tuple[float, ...]) -> None:
+        """Launch on the current stream of the tensors' device, or in the interpreter where they are on the CPU.
+
+        A kernel is compiled without the tensors, of which the first is never one, that are None.
+        """
         if not tensors[0].is_cuda:
             interpret(self.kernel, self._grid, (*tensors, *floats, *self.scalars), self.constexprs)
             return
@@ -63,8 +66,8 @@ class Launch:
             with torch.cuda.device(device):
                 self._launch(device, tensors, floats)
 
-    def _launch(self, device: int, tensors: tuple[Tensor, ...], floats: tuple[float, ...]) -> None:
-        key = (device,) if self._aligned else (device, *[tensor.data_ptr() & 15 for tensor in tensors])
+    def _launch(self, device: int, tensors: tuple[Any, ...], floats: tuple[float, ...]) -> None:
+        key = (device,) if self._aligned else (device, *[0 if tensor is None else tensor.data_ptr() & 15 for tensor in tensors])
         if self.tma_tiles:
             arguments = [_descriptor(x, tile) if tile else x for x, tile in zip(tensors, self.tma_tiles, strict=True)]
         else:

@@ -56,7 +56,8 @@ def usable(tiles: T, problem: Problem, aligned: bool, strides: Strides) -> T:
     kv_sizes = (problem.batch, problem.seqlen_k, problem.heads_kv)
     steps = [stride for stride, size in zip(strides, (*q_sizes, *kv_sizes, *kv_sizes, *q_sizes), strict=False) if size > 1]
     elements = 4 if problem.dtype == "fp32" else 8
-    readable = aligned and all(step > 0 and step % elements == 0 for step in steps)
+    # TMA would read on into the next of packed sequences, and what is there may be no number.
+    readable = problem.sequences is None and aligned and all(step > 0 and step % elements == 0 for step in steps)
     return tiles if readable or not tiles.tma else replace(tiles, tma=False, registers=0)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 

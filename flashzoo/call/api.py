@@ -14,6 +14,7 @@ from torch.compiler import is_compiling
 from flashzoo.call.check import check_data, check_tensors, described, fields_of
 from flashzoo.call.forms import Window, check_flags
 from flashzoo.call.operands import taken
+from flashzoo.call.packed import as_batch, of_nested, of_rows, rows_of_nested
 from flashzoo.call.plan import negated, plan, problem_of
 from flashzoo.call.problem import OPTIONS, Problem
 from flashzoo.masks.block_mask import BlockMask
@@ -39,6 +40,11 @@ class Options(TypedDict, total=False):
     k_descale: Tensor | None
     v_descale: Tensor | None
     block_mask: BlockMask | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    seqused_k: Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
 
 
 def takes_options(call: Call) -> Call:
@@ -67,10 +73,16 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention, `softmax(q k^T * softmax_scale) v`, by the version that is asked for or the best that can.
 
+    Packed sequences lie behind one another in tensors of three dimensions, and `cu_seqlens_q` says where each begins: all that is said
+    below of `seqlen` then holds of each sequence. A sequence's bits don't depend on what else is packed with it. Rows of no sequence
+    give 0, -inf in lse and gradients of 0.
+
     Args:
         q: `(batch, seqlen_q, heads, head_dim)`, fp16, bf16, fp32, fp64 or e4m3 (`torch.float8_e4m3fn`); any strides with a
             contiguous last dimension, so a transposed view of a `(batch, heads, seqlen, head_dim)` tensor passes with no copy. Lazily
             negated numbers (`torch.Tensor.is_neg`) cost one, here and in k, v, descales and gradients.
+            Packed: `(total_q, heads, head_dim)`, that as a batch of one, or a nested tensor of layout `torch.jagged`, `(batch, seqlen,
+            heads, head_dim)` with one length for each of the batch.
         k: `(batch, seqlen_k, heads_kv, head_dim)`, dtype and device of q. `heads` is a multiple of `heads_kv`; query
             head h reads key/value head `h // (heads // heads_kv)`.
         v: `(batch, seqlen_k, heads_kv, head_dim_v)`, dtype and device of q. `head_dim_v` is mostly `head_dim`.
@@ -93,12 +105,19 @@ def attention(
         block_mask: a `flashzoo.BlockMask` on q's device, of these lengths, its batch and heads q's or 1. A key is seen where it, causal
             and window_size all say so; these are put into it by some hundreds of small operations at the first such call, and kept with it
             (`BlockMask.banded`). `v3` and `blocksparse` skip what the mask skips; `sdpa` and `standard` make a dense mask of it.
+        cu_seqlens_q: of packed sequences, int32 `(sequences + 1,)` on q's device: sequence i has the rows from `cu_seqlens_q[i]` to
+            `cu_seqlens_q[i + 1]` of q. Its values are not read by the host, and what lies outside of q is cut off;
+            `flashzoo.validate` looks at them.
+        cu_seqlens_k: the same for k and v; None where they are q's, and k has as many rows.
+        seqused_k: int32 `(sequences,)`: of each sequence's keys only so many, from its first on, are there.
+        max_seqlen_q, max_seqlen_k: no sequence is longer. Nothing depends on them but `explain`.
 
     Returns:
         out `(batch, seqlen_q, heads, head_dim_v)`, q's dtype (see out_dtype) and device, under autocast too; with
         `return_lse` the pair `(out, lse)`, lse in natural log, float32 (float64 for float64 inputs), `(batch, heads,
         seqlen_q)`. Both are differentiable, once, but for e4m3 inputs, which have no gradients. A row that sees no key gives 0,
-        and -inf in lse.
+        and -inf in lse. Packed: `(total_q, heads, head_dim_v)` and `(heads, total_q)`; of nested tensors
+        out is nested, with q's lengths.
 
     Raises:
         TypeError, ValueError: an argument is malformed; the text names it, what was expected and what was got.
@@ -106,6 +125,10 @@ def attention(
             answers is not right under what the call is under (`Spec.transforms`): forward-mode AD, or a transform of torch.func. `sdpa`
             is under vmap, grad and vjp, `standard` under vmap and jvp.
     """
+    if getattr(q, "is_nested", False):
+        return of_nested(attention, q, k, v, return_lse=return_lse, version=version, **options)
+    if "cu_seqlens_q" in options and getattr(q, "ndim", 4) == 3:
+        return of_rows(attention, q, k, v, return_lse=return_lse, version=version, **options)
     if is_compiling():
         from flashzoo.call.traced import traced
 
@@ -180,6 +203,11 @@ def explain(
     Raises:
         TypeError, ValueError: as `attention`; a `Problem` has other arguments than `version` beside it.
     """
+    if getattr(q, "is_nested", False):
+        (q, k, v), lengths = rows_of_nested(q, k, v, options)
+        options |= lengths
+    if "cu_seqlens_q" in options and isinstance(q, Tensor) and q.ndim == 3:
+        q, k, v = as_batch(q, k, v)
     if not isinstance(q, Problem):
         if k is None or v is None:
             raise TypeError(f"explain: k and v must be tensors where q is one, got {type(k).__name__} and {type(v).__name__}")

@@ -12,6 +12,7 @@ from torch.compiler import is_compiling
 from flashzoo.call.api import Options, takes_options
 from flashzoo.call.check import check_tensor, check_tensors, described, fields_of
 from flashzoo.call.operands import taken
+from flashzoo.call.packed import as_batch
 from flashzoo.call.plan import negated, plan_backward
 from flashzoo.registry import current, requested
 from flashzoo.transforms import refuse_transforms, transforming
@@ -66,6 +67,12 @@ def attention_backward(
             apart from its forward pass; the text names those that would do.
         NotImplementedError: the call is traced, by torch.compile with fullgraph=True or by torch.export, or under a transform.
     """
+    if "cu_seqlens_q" in options and getattr(q, "ndim", 4) == 3:
+        batch = [None if x is None else x[None] for x in (dout, out, lse, dlse, delta)]
+        dout, out, lse, dlse, delta = batch  # pyright: ignore[reportAssignmentType]
+        how = {"dlse": dlse, "delta": delta, "version": version, **options}
+        dq, dk, dv = attention_backward(dout, *as_batch(q, k, v), out, lse, **how)
+        return dq[0], dk[0], dv[0]
     if is_compiling():
         raise NotImplementedError("flashzoo.attention_backward can't be traced: call it outside of what torch.compile or torch.export sees")
     given = {"dout": dout, "q": q, "k": k, "v": v, "lse": lse}

@@ -65,7 +65,8 @@ def check_shapes(tensors: tuple[Described, Described, Described]) -> None:
     for name, (shape, last, _, _, layout) in zip("qkv", tensors, strict=True):
         _check_layout(name, layout)
         if len(shape) != 4:
-            raise ValueError(f"{name} must have 4 dimensions (batch, seqlen, heads, head_dim), got shape {tuple(shape)}")
+            rows = "; packed rows (total, heads, head_dim) go with cu_seqlens_q" if len(shape) == 3 else ""
+            raise ValueError(f"{name} must have 4 dimensions (batch, seqlen, heads, head_dim), got shape {tuple(shape)}{rows}")
         if last != (1,) and shape[-1] > 1:
             raise ValueError(f"{name} must be contiguous in its last dimension (stride 1), got stride {last[0]} for shape {tuple(shape)}")
     shapes = f"q {tuple(q_shape)}, k {tuple(k_shape)}, v {tuple(v_shape)}"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flashzoo.call.problem import DESCALE_BLOCK, Problem
 from flashzoo.integers import cdiv
+from flashzoo.lengths import Ranges
 from flashzoo.masks.block_mask import BlockMask
 
 Descales = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -25,12 +26,23 @@ class Operands:
     Attributes:
         q_descale, k_descale, v_descale: of e4m3 inputs; float32, of any strides.
         block_mask: the call's causal and window are in it.
+        cu_seqlens_q, cu_seqlens_k, seqused_k: of packed sequences, int32 without gaps, see `ranges`.
     """
 
     q_descale: Tensor | None = None
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
     block_mask: BlockMask | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_k: Tensor | None = None
+
+    @property
+    def ranges(self) -> Ranges | None:
+        """Which rows are whose, where sequences are packed."""
+        if self.cu_seqlens_q is None:
+            return None
+        return Ranges(self.cu_seqlens_q, self.cu_seqlens_q if self.cu_seqlens_k is None else self.cu_seqlens_k, self.seqused_k)
 
     @property
     def descales(self) -> Descales:
@@ -155,8 +167,44 @@ class _Mask(Operand):
         return BlockMask.of_parts(*parts)
 
 
-OPERANDS: dict[str, Operand] = {"q_descale": _Descale(), "k_descale": _Descale(), "v_descale": _Descale(), "block_mask": _Mask()}
+class _Lengths(Operand):
+    def form(self, name: str, x: Any) -> Hashable:
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
+        return x.shape, x.dtype, x.device, x.is_contiguous()
+
+    def check(self, name: str, form: Any, device: torch.device) -> None:
+        shape, dtype, where, contiguous = form
+        if dtype != torch.int32:
+            raise TypeError(f"{name} must be of dtype torch.int32, got {dtype}")
+        if where != device:
+            raise ValueError(f"{name} must be on q's device {device}, got {where}")
+        if len(shape) != 1 or not contiguous or not (shape[0] or name == "seqused_k"):
+            of = "(sequences,)" if name == "seqused_k" else "(sequences + 1,)"
+            raise ValueError(f"{name} must be contiguous, of shape {of}, got shape {tuple(shape)}{'' if contiguous else ' with gaps'}")
+
+    def check_sizes(self, name: str, form: Any, problem: Problem) -> None:
+        if problem.sequences is None:
+            raise ValueError(f"{name} goes with cu_seqlens_q, got it without")
+        expected = problem.sequences + (name != "seqused_k")
+        if form[0] != (expected,):
+            raise ValueError(
+                f"{name} must have shape ({expected},), as cu_seqlens_q has {problem.sequences} sequences, got {tuple(form[0])}"
+            )
+
+    def fields(self, name: str, form: Any) -> dict[str, Any]:
+        return {"cu_seqlens_q": {"sequences": form[0][0] - 1}, "seqused_k": {"used_k": True}}.get(name, {})
+
+
+OPERANDS: dict[str, Operand] = {
+    **dict.fromkeys(("q_descale", "k_descale", "v_descale"), _Descale()),
+    "block_mask": _Mask(),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), _Lengths()),
+}
 """By the argument's name, in the order of the fields of `Operands`."""
+
+K_LENGTHS = list(OPERANDS).index("cu_seqlens_k")
+"""Its place among forms."""
 
 NO_OPERANDS = Operands()
 NO_FORMS = NO_OPERANDS.forms

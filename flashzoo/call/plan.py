@@ -13,7 +13,7 @@ from torch import Tensor
 from flashzoo.autograd import joined, unquantized
 from flashzoo.call.check import DTYPE_NAMES, Described, check_data, check_shapes, fields_of
 from flashzoo.call.forms import check_flags
-from flashzoo.call.operands import Forms, Operands, given
+from flashzoo.call.operands import K_LENGTHS, Forms, Operands, given
 from flashzoo.call.problem import OUT_DTYPES, QUANTIZABLE, Problem
 from flashzoo.dtypes import TORCH_DTYPES
 from flashzoo.registry import Choice, Zoo, backward_of, choose, choose_backward, fallback_backward, implementation, in_16_bits, remembered
@@ -143,6 +143,8 @@ def problem_of(
     problem = Problem(**sizes, dtype=dtype, lse=return_lse, grad=grad, device=device, arch=arch, **asked)
     for name, kind, form in given(forms):
         kind.check_sizes(name, form, problem)
+    if problem.sequences is not None and seqlen_q != seqlen_k and forms[K_LENGTHS] is None:
+        raise ValueError(f"cu_seqlens_k may be left out where k has as many rows as q, got {seqlen_q} of q and {seqlen_k} of k")
     return problem
 
 

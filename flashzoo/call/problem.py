@@ -31,6 +31,8 @@ _SIZES = (("batch", 0), ("seqlen_q", 0), ("seqlen_k", 0), ("heads", 1), ("heads_
 """A problem's sizes and the least of each."""
 _NAMES = (("dtype", DTYPES), ("device", ("cuda", "cpu")))
 """What a problem's fields of words may be."""
+_OF_PACKED = (("used_k", "seqused_k"), ("max_seqlen_q", "max_seqlen_q"), ("max_seqlen_k", "max_seqlen_k"))
+"""Fields that say something of packed sequences, and the arguments that give them."""
 
 
 def _check_int(name: str, value: Any, least: int, more: str = "") -> None:
@@ -46,6 +48,11 @@ def _check_flag(name: str, value: Any) -> None:
 
 def _check_window(name: str, value: Any) -> None:
     normalised(value, name)
+
+
+def _check_length(name: str, value: Any) -> None:
+    if value is not None:
+        _check_int(name, value, 0, " or None")
 
 
 def _check_precision(name: str, value: Any) -> None:
@@ -114,6 +121,10 @@ class Problem:
         arch: compute capability as `10 * major + minor` (90 for Hopper); None on the CPU.
         precision: of `PRECISIONS`.
         block_mask: the form of the block mask, causal and window put into it; None where there is none.
+        sequences: how many of them share the rows of q, k and v, which lie behind one another; batch is 1 then, seqlen_q and seqlen_k
+            are the rows in all, and causal and windows are aligned in each. None where each of the batch has a sequence of its own.
+        used_k: of each sequence's keys only some are used, how many is on the device.
+        max_seqlen_q, max_seqlen_k: no sequence has more queries, or keys; None where the caller does not say. Only with sequences.
         out_dtype: of out, one of `OUT_DTYPES`; None stands for the first, as does what inputs of another dtype than e4m3 can't have.
             So `replace(problem, dtype=...)` keeps the old one, where it may, unless it is given out_dtype=None too.
 
@@ -155,6 +166,10 @@ class Problem:
     )
     out_dtype: str = option(None, "ScalarType?", _check_out_dtype)
     block_mask: MaskForm | None = None
+    sequences: int | None = None
+    used_k: bool = False
+    max_seqlen_q: int | None = option(None, "SymInt?", _check_length)
+    max_seqlen_k: int | None = option(None, "SymInt?", _check_length)
 
     def __post_init__(self) -> None:
         if self.head_dim_v is None:
@@ -175,7 +190,7 @@ class Problem:
             _check_int("arch", self.arch, 1, ", such as 90, or None")
         if self.heads % self.heads_kv:
             raise ValueError(f"heads must be a multiple of heads_kv, got {self.heads} and {self.heads_kv}")
-        check_flags(lse=self.lse, grad=self.grad)
+        check_flags(lse=self.lse, grad=self.grad, used_k=self.used_k)
         for name, default, check in _CHECKED:
             if given[name] is not default:
                 check(name, given[name])
@@ -188,6 +203,21 @@ class Problem:
             raise ValueError(f"precision={self.precision!r} is for dtype {' or '.join(QUANTIZABLE)}, got {self.dtype}")
         if self.block_mask is not None:
             self._check_form(self.block_mask)
+        if self.sequences is not None:
+            self._check_packed()
+        else:
+            for name, argument in _OF_PACKED:
+                if given[name]:
+                    raise ValueError(f"{argument} goes with packed sequences (cu_seqlens_q), got it without")
+
+    def _check_packed(self) -> None:
+        _check_int("sequences", self.sequences, 0, " or None")
+        if self.batch != 1:
+            raise ValueError(f"batch must be 1 where sequences share its rows, got {self.batch}")
+        if self.block_mask is not None:
+            raise ValueError(
+                "block_mask does not go with packed sequences (cu_seqlens_q): BlockMask.documents is a mask that keeps them apart"
+            )
 
     def _check_form(self, form: Any) -> None:
         if not isinstance(form, MaskForm):
@@ -239,7 +269,8 @@ class Problem:
 
     @property
     def blind_rows(self) -> int:
-        """How many of the first queries see no key for causal's and window's sake; what a block mask does is in its lists."""
+        """How many of the first queries see no key for causal's and window's sake; what a block mask does is in its lists. Not of packed
+        sequences, each of which has its own."""
         right = self.span[1]
         return 0 if right is None else min(self.seqlen_q, max(0, -self.offset - right))
 
@@ -254,7 +285,8 @@ class Problem:
         heads = f"{self.heads}" if self.heads == self.heads_kv else f"{self.heads}:{self.heads_kv}"
         lengths = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q}x{self.seqlen_k}"
         head_dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
-        text = f"batch {self.batch}, seqlen {lengths}, heads {heads}, head_dim {head_dims}, {self.dtype}"
+        batch = f"batch {self.batch}" if self.sequences is None else f"{self.sequences} packed sequences"
+        text = f"{batch}, seqlen {lengths}, heads {heads}, head_dim {head_dims}, {self.dtype}"
         if self.precision is not None:
             text += f" in {self.precision}"
         if self.out_dtype != self.dtype:

@@ -3,7 +3,7 @@
 from flashzoo.spec import Spec
 from flashzoo.v2.config import describe
 
-_FEATURES = frozenset({"causal", "window", "gqa", "cross", "lse", "deterministic"})
+_FEATURES = frozenset({"causal", "window", "gqa", "cross", "lse", "deterministic", "packed", "used_k"})
 
 SPEC = Spec(
     name="v2",
@@ -16,5 +16,6 @@ SPEC = Spec(
     backward=_FEATURES,
     backward_impl="flashzoo.v2.launch:backward",
     requires=("triton",),
+    batch_invariant=True,
     notes=describe,
 )

@@ -54,6 +54,19 @@ HOPPER = {
     ("dq", 256, True): Tiles(64, 64, 4, 2, tma=True),
 }
 
+# Packed sequences on Hopper, by plain loads. Not measured: the largest tried that compile for it without spills.
+HOPPER_PACKED = {
+    ("forward", 64): Tiles(64, 64, 4, 2),
+    ("forward", 128): Tiles(64, 64, 4, 2),
+    ("forward", 256): Tiles(64, 32, 8, 2),
+    ("dkdv", 64): Tiles(64, 64, 8, 2),
+    ("dkdv", 128): Tiles(64, 32, 8, 1),
+    ("dkdv", 256): Tiles(64, 32, 8, 1),
+    ("dq", 64): Tiles(64, 64, 4, 2),
+    ("dq", 128): Tiles(64, 64, 4, 2),
+    ("dq", 256): Tiles(64, 32, 8, 2),
+}
+
 # Not measured: no such GPU is at hand. The largest tried that compile without spills for sm_80, sm_89 and sm_100, in the
 # 99 KB on chip that the smallest of them has.
 ANYWHERE = {
@@ -101,6 +114,8 @@ def tiles_for(kernel: str, problem: Problem) -> Tiles:
     width = max(64, block_d(problem.head_dim))
     if problem.dtype == "fp32":
         return FLOAT32[kernel, width]
+    if problem.arch == 90 and problem.sequences is not None:
+        return HOPPER_PACKED[kernel, width]
     if problem.arch == 90:
         tiles = HOPPER[kernel, width, problem.span[1] is not None]
         short = kernel == "forward" and max(problem.seqlen_q, problem.seqlen_k) <= SHORT
@@ -116,6 +131,10 @@ def describe(problem: Problem) -> list[str]:
         lines.append("runs in Triton's interpreter: exact, and slow")
     elif problem.dtype == "fp32":
         lines.append("tiles: small, as float32 products run on the CUDA cores")
+    elif problem.arch == 90 and problem.sequences is not None:
+        lines.append(
+            "packed sequences: plain loads, which stop where a sequence does; tiles chosen to compile without spills, not measured"
+        )
     elif problem.arch == 90:
         lines.append("tiles: the fastest measured on an H200")
         if problem.head_dim % 8:

@@ -14,6 +14,9 @@ Backward, two kernels and no atomics, so the bits are the same in every run:
 Compared with FA-1 (flashzoo/v1): the loops are swapped, so O never leaves the chip unfinished; normalisation is
 delayed to the end; one LSE in place of l and m. Left out: dropout.
 
+Packed sequences (PACKED) share a batch of one. Which block of which sequence a program has is in a table that another kernel makes on
+the device (flashzoo/_triton/packed_kernels.py): there the heads of one block run together, the blocks with most work first.
+
 Programs of one head run together, so that what they stream stays in L2. On Hopper what streams by comes through TMA
 descriptors, LSE and delta included; what a program owns is read once by plain loads, unless the tensor cores are to
 take it from registers (see `load_block`).
@@ -38,17 +41,17 @@ SIZES = ["seqlen_q", "seqlen_k", "rows_padded", "heads", "heads_kv", "window_lef
 def load_block(head, start, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr):
     """Rows start .. start + ROWS of one head as a (ROWS, BLOCK_D) tile, zero beyond seqlen and HEAD_DIM.
 
-    A head is (tensor, its strides over batch, seqlen and heads, batch index, head index, seqlen). A left operand of tl.dot
+    A head is (tensor, its strides over batch, seqlen and heads, batch index, head index, first row, rows). A left operand of tl.dot
     that comes through TMA reaches the tensor cores from registers (the compiler does not look through the reshape), one
     that a plain load brought from shared memory.
     """
-    x, stride_b, stride_s, stride_h, b, h, seqlen = head
+    x, stride_b, stride_s, stride_h, b, h, first, seqlen = head
     if TMA:
-        return x.load([b, start, h, 0]).reshape(ROWS, BLOCK_D)
+        return x.load([b, first + start, h, 0]).reshape(ROWS, BLOCK_D)
     else:
         row = tl.arange(0, ROWS)
         d = tl.arange(0, BLOCK_D)
-        base = x + tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h + tl.cast(start, tl.int64) * stride_s
+        base = x + tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h + tl.cast(first + start, tl.int64) * stride_s
         tile = base + row[:, None].to(tl.int64) * stride_s + d[None, :]
         if MASKED and HEAD_DIM < BLOCK_D:
             return tl.load(tile, mask=(start + row < seqlen)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
@@ -63,21 +66,38 @@ def load_block(head, start, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D:
 @triton.jit
 def store_block(head, tile, start, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Store the tile to rows start .. start + ROWS of one head, those that are within seqlen."""
-    x, stride_b, stride_s, stride_h, b, h, seqlen = head
+    x, stride_b, stride_s, stride_h, b, h, first, seqlen = head
     row = start + tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_D)
     base = x + tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h
-    ptrs = base + row[:, None].to(tl.int64) * stride_s + d[None, :]
+    ptrs = base + (first + row)[:, None].to(tl.int64) * stride_s + d[None, :]
     tl.store(ptrs, tile.to(x.dtype.element_ty), mask=(row < seqlen)[:, None] & (d < HEAD_DIM)[None, :])
 
 
 @triton.jit
-def load_statistic(x, bh, start, rows_padded, ROWS: tl.constexpr, TMA: tl.constexpr):
-    """Rows start .. start + ROWS of one head of delta or LSE, as `delta_kernel` left them."""
+def load_statistic(x, rows, start, beyond, ROWS: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr):
+    """Rows start .. start + ROWS of one head of delta or LSE, as `delta_kernel` left them, padded: masked, with `beyond` past the last,
+    they need to be where another sequence follows. The rows are (number of the head, rows padded, first row, rows)."""
+    bh, rows_padded, first, seqlen = rows
     if TMA:
-        return x.load([bh, start]).reshape(ROWS)
+        return x.load([bh, first + start]).reshape(ROWS)
     else:
-        return tl.load(x + tl.cast(bh, tl.int64) * rows_padded + start + tl.arange(0, ROWS))
+        row = start + tl.arange(0, ROWS)
+        at = x + tl.cast(bh, tl.int64) * rows_padded + first + row
+        return tl.load(at, mask=row < seqlen, other=beyond) if MASKED else tl.load(at)
+
+
+@triton.jit
+def packed_tile(tiles, at, seqlen_q, seqlen_k):
+    """An entry of the table: where the block starts in its sequence, first row and rows of the sequence's queries and of its keys, and
+    rows of the side that the block is of. Within the tensors, whatever the table holds."""
+    entry = tiles + at * 6
+    start = tl.maximum(tl.load(entry), 0)
+    first_q = tl.minimum(tl.maximum(tl.load(entry + 1), 0), seqlen_q)
+    rows_q = tl.minimum(tl.maximum(tl.load(entry + 2), 0), seqlen_q - first_q)
+    first_k = tl.minimum(tl.maximum(tl.load(entry + 3), 0), seqlen_k)
+    rows_k = tl.minimum(tl.maximum(tl.load(entry + 4), 0), seqlen_k - first_k)
+    return start, first_q, rows_q, first_k, rows_k, tl.load(entry + 5)
 
 
 @triton.jit
@@ -145,29 +165,36 @@ def attend(
 
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    q, k, v, o, lse, scale_log2,
+    q, k, v, o, lse, tiles, scale_log2,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
     seqlen_q, seqlen_k, heads, group, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(seqlen_q, BLOCK_Q)
-    bh = tl.program_id(0) // blocks
-    block = tl.program_id(0) - bh * blocks
-    if RIGHT:
-        block = blocks - 1 - block  # the block that sees most keys first, so that no long one starts last
+    if PACKED:
+        at = tl.program_id(0) // heads
+        bh = tl.program_id(0) - at * heads
+        start_q, first_q, rows_q, first_k, rows_k, _ = packed_tile(tiles, at, seqlen_q, seqlen_k)
+        if start_q >= rows_q:
+            return
+    else:
+        blocks = tl.cdiv(seqlen_q, BLOCK_Q)
+        bh = tl.program_id(0) // blocks
+        block = tl.program_id(0) - bh * blocks
+        if RIGHT:
+            block = blocks - 1 - block  # the block that sees most keys first, so that no long one starts last
+        start_q = block * BLOCK_Q
+        first_q, rows_q, first_k, rows_k = 0, seqlen_q, 0, seqlen_k
     b = bh // heads
     h = bh - b * heads
     h_kv = h // group
-    start_q = block * BLOCK_Q
-    shift = seqlen_k - seqlen_q
     row = start_q + tl.arange(0, BLOCK_Q)
-    window = (shift, seqlen_k, window_left, window_right)
-    q_head = (q, stride_qb, stride_qs, stride_qh, b, h, seqlen_q)
-    k_head = (k, stride_kb, stride_ks, stride_kh, b, h_kv, seqlen_k)
-    v_head = (v, stride_vb, stride_vs, stride_vh, b, h_kv, seqlen_k)
-    o_head = (o, stride_ob, stride_os, stride_oh, b, h, seqlen_q)
+    window = (rows_k - rows_q, rows_k, window_left, window_right)
+    q_head = (q, stride_qb, stride_qs, stride_qh, b, h, first_q, rows_q)
+    k_head = (k, stride_kb, stride_ks, stride_kh, b, h_kv, first_k, rows_k)
+    v_head = (v, stride_vb, stride_vs, stride_vh, b, h_kv, first_k, rows_k)
+    o_head = (o, stride_ob, stride_os, stride_oh, b, h, first_q, rows_q)
 
     q_i = load_block(q_head, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D, True, Q_IN_REGISTERS)  # A1.4
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)  # A1.5
@@ -185,7 +212,7 @@ def forward_kernel(
     o_i = acc / l_safe[:, None]  # A1.12
     lse_i = (m_i + tl.log2(l_safe)) * LN2  # A1.13
     store_block(o_head, o_i, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D)  # A1.14
-    tl.store(lse + tl.cast(bh, tl.int64) * seqlen_q + row, lse_i, mask=row < seqlen_q)  # A1.15
+    tl.store(lse + tl.cast(bh, tl.int64) * seqlen_q + first_q + row, lse_i, mask=row < rows_q)  # A1.15
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -206,8 +233,8 @@ def delta_kernel(
     b = bh // heads
     h = bh - b * heads
     row = start + tl.arange(0, BLOCK_Q)
-    o_head = (o, stride_ob, stride_os, stride_oh, b, h, seqlen_q)
-    do_head = (do, stride_dob, stride_dos, stride_doh, b, h, seqlen_q)
+    o_head = (o, stride_ob, stride_os, stride_oh, b, h, 0, seqlen_q)
+    do_head = (do, stride_dob, stride_dos, stride_doh, b, h, 0, seqlen_q)
     o_i = load_block(o_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, True, False)
     do_i = load_block(do_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, True, False)
     delta_i = tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), 1)  # B2.4
@@ -223,17 +250,18 @@ def delta_kernel(
 @triton.jit
 def accumulate_dkdv(
     gradients, keys, queries, first, last, scale_log2, window,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     """Take the queries first .. last into the gradients, dk and dv. Everything is transposed, (keys, queries), so that P^T and
     dS^T go from one product into the next without leaving the registers."""
     dk, dv = gradients
     k_j, v_j, col = keys
-    q_head, do_head, lse_log2, delta, bh, rows_padded = queries
+    q_head, do_head, lse_log2, delta, rows = queries
     for start in tl.range(first, last, BLOCK_Q):  # B2.8
         q_i = load_block(q_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED, TMA)  # B2.9
-        lse_i = load_statistic(lse_log2, bh, start, rows_padded, BLOCK_Q, TMA)
-        delta_i = load_statistic(delta, bh, start, rows_padded, BLOCK_Q, TMA)
+        lse_i = load_statistic(lse_log2, rows, start, float("inf"), BLOCK_Q, MASKED and PACKED, TMA)
+        delta_i = load_statistic(delta, rows, start, 0.0, BLOCK_Q, MASKED and PACKED, TMA)
         s = tl.dot(k_j, q_i.T, input_precision="ieee")  # B2.10
         p = tl.exp2(s * scale_log2 - lse_i[None, :])  # B2.11
         if MASKED:
@@ -249,27 +277,36 @@ def accumulate_dkdv(
 
 @triton.jit(do_not_specialize=SIZES)
 def dkdv_kernel(
-    q, k, v, do, dk, dv, lse_log2, delta, scale, scale_log2,
+    q, k, v, do, dk, dv, lse_log2, delta, tiles, scale, scale_log2,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_dob, stride_dos, stride_doh,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     seqlen_q, seqlen_k, rows_padded, heads_kv, group, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, TMA: tl.constexpr, K_IN_REGISTERS: tl.constexpr, V_IN_REGISTERS: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr,
+    TMA: tl.constexpr, K_IN_REGISTERS: tl.constexpr, V_IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(seqlen_k, BLOCK_KV)
-    bh_kv = tl.program_id(0) // blocks
-    block = tl.program_id(0) - bh_kv * blocks
+    if PACKED:
+        at = tl.program_id(0) // heads_kv
+        bh_kv = tl.program_id(0) - at * heads_kv
+        start_kv, first_q, rows_q, first_k, rows_k, owned = packed_tile(tiles, at, seqlen_q, seqlen_k)
+        owned = tl.minimum(owned, seqlen_k - first_k)
+        if start_kv >= owned:
+            return
+    else:
+        blocks = tl.cdiv(seqlen_k, BLOCK_KV)
+        bh_kv = tl.program_id(0) // blocks
+        start_kv = (tl.program_id(0) - bh_kv * blocks) * BLOCK_KV
+        first_q, rows_q, first_k, rows_k, owned = 0, seqlen_q, 0, seqlen_k, seqlen_k
     b = bh_kv // heads_kv
     h_kv = bh_kv - b * heads_kv
-    start_kv = block * BLOCK_KV
-    shift = seqlen_k - seqlen_q
+    shift = rows_k - rows_q
     col = start_kv + tl.arange(0, BLOCK_KV)
-    window = (shift, seqlen_k, window_left, window_right)
-    k_head = (k, stride_kb, stride_ks, stride_kh, b, h_kv, seqlen_k)
-    v_head = (v, stride_vb, stride_vs, stride_vh, b, h_kv, seqlen_k)
-    dk_head = (dk, stride_dkb, stride_dks, stride_dkh, b, h_kv, seqlen_k)
-    dv_head = (dv, stride_dvb, stride_dvs, stride_dvh, b, h_kv, seqlen_k)
+    window = (shift, rows_k, window_left, window_right)
+    k_head = (k, stride_kb, stride_ks, stride_kh, b, h_kv, first_k, rows_k)
+    v_head = (v, stride_vb, stride_vs, stride_vh, b, h_kv, first_k, rows_k)
+    dk_head = (dk, stride_dkb, stride_dks, stride_dkh, b, h_kv, first_k, owned)
+    dv_head = (dv, stride_dvb, stride_dvs, stride_dvh, b, h_kv, first_k, owned)
 
     k_j = load_block(k_head, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D, True, K_IN_REGISTERS)  # B2.6
     v_j = load_block(v_head, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D, True, V_IN_REGISTERS)
@@ -279,32 +316,37 @@ def dkdv_kernel(
     # Queries first .. last see some key of the block, whole_first .. whole_last every key.
     first = 0
     whole_first = 0
-    last = seqlen_q
-    whole_last = seqlen_q
+    last = rows_q
+    whole_last = rows_q
     if RIGHT:
-        first = tl.minimum(tl.maximum(start_kv - shift - window_right, 0), seqlen_q) // BLOCK_Q * BLOCK_Q
+        first = tl.minimum(tl.maximum(start_kv - shift - window_right, 0), rows_q) // BLOCK_Q * BLOCK_Q
         whole_first = tl.maximum(start_kv + BLOCK_KV - 1 - shift - window_right, 0)
     if LEFT:
-        last = tl.minimum(tl.maximum(start_kv + BLOCK_KV - shift + window_left, 0), seqlen_q)
-        whole_last = tl.minimum(tl.maximum(start_kv + 1 - shift + window_left, 0), seqlen_q)
+        last = tl.minimum(tl.maximum(start_kv + BLOCK_KV - shift + window_left, 0), rows_q)
+        whole_last = tl.minimum(tl.maximum(start_kv + 1 - shift + window_left, 0), rows_q)
     whole_first = tl.minimum(tl.cdiv(whole_first, BLOCK_Q) * BLOCK_Q, tl.cdiv(last, BLOCK_Q) * BLOCK_Q)
     whole_last = tl.maximum(whole_last // BLOCK_Q * BLOCK_Q, whole_first)
 
     gradients, keys = (dk_j, dv_j), (k_j, v_j, col)
     for member in range(group):
         h = h_kv * group + member
-        q_head = (q, stride_qb, stride_qs, stride_qh, b, h, seqlen_q)
-        do_head = (do, stride_dob, stride_dos, stride_doh, b, h, seqlen_q)
-        queries = (q_head, do_head, lse_log2, delta, bh_kv * group + member, rows_padded)
+        q_head = (q, stride_qb, stride_qs, stride_qh, b, h, first_q, rows_q)
+        do_head = (do, stride_dob, stride_dos, stride_doh, b, h, first_q, rows_q)
+        queries = (q_head, do_head, lse_log2, delta, (bh_kv * group + member, rows_padded, first_q, rows_q))
         if RIGHT:
             gradients = accumulate_dkdv(
-                gradients, keys, queries, first, whole_first, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA
+                gradients, keys, queries, first, whole_first, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_Q, True, PACKED, TMA
             )
         gradients = accumulate_dkdv(
-            gradients, keys, queries, whole_first, whole_last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_Q, False, TMA
+            gradients, keys, queries, whole_first, whole_last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_Q, False, PACKED, TMA
         )
-        gradients = accumulate_dkdv(gradients, keys, queries, whole_last, last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA)
+        gradients = accumulate_dkdv(
+            gradients, keys, queries, whole_last, last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_Q, True, PACKED, TMA
+        )
     dk_j, dv_j = gradients
+    if PACKED:  # of the rows that are stored some may be keys that are not used
+        dk_j = tl.where((col < rows_k)[:, None], dk_j, 0.0)
+        dv_j = tl.where((col < rows_k)[:, None], dv_j, 0.0)
 
     store_block(dk_head, dk_j * scale, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D)  # B2.18
     store_block(dv_head, dv_j, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D)
@@ -334,36 +376,45 @@ def accumulate_dq(
 
 @triton.jit(do_not_specialize=SIZES)
 def dq_kernel(
-    q, k, v, do, dq, lse_log2, delta, scale, scale_log2,
+    q, k, v, do, dq, lse_log2, delta, tiles, scale, scale_log2,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_dob, stride_dos, stride_doh,
     stride_dqb, stride_dqs, stride_dqh,
     seqlen_q, seqlen_k, rows_padded, heads, group, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr, DO_IN_REGISTERS: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr,
+    TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr, DO_IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(seqlen_q, BLOCK_Q)
-    bh = tl.program_id(0) // blocks
-    block = tl.program_id(0) - bh * blocks
-    if RIGHT:
-        block = blocks - 1 - block  # the block that sees most keys first, so that no long one starts last
+    if PACKED:
+        at = tl.program_id(0) // heads
+        bh = tl.program_id(0) - at * heads
+        start_q, first_q, rows_q, first_k, rows_k, _ = packed_tile(tiles, at, seqlen_q, seqlen_k)
+        if start_q >= rows_q:
+            return
+    else:
+        blocks = tl.cdiv(seqlen_q, BLOCK_Q)
+        bh = tl.program_id(0) // blocks
+        block = tl.program_id(0) - bh * blocks
+        if RIGHT:
+            block = blocks - 1 - block  # the block that sees most keys first, so that no long one starts last
+        start_q = block * BLOCK_Q
+        first_q, rows_q, first_k, rows_k = 0, seqlen_q, 0, seqlen_k
     b = bh // heads
     h = bh - b * heads
     h_kv = h // group
-    start_q = block * BLOCK_Q
-    shift = seqlen_k - seqlen_q
     row = start_q + tl.arange(0, BLOCK_Q)
-    window = (shift, seqlen_k, window_left, window_right)
-    q_head = (q, stride_qb, stride_qs, stride_qh, b, h, seqlen_q)
-    k_head = (k, stride_kb, stride_ks, stride_kh, b, h_kv, seqlen_k)
-    v_head = (v, stride_vb, stride_vs, stride_vh, b, h_kv, seqlen_k)
-    do_head = (do, stride_dob, stride_dos, stride_doh, b, h, seqlen_q)
-    dq_head = (dq, stride_dqb, stride_dqs, stride_dqh, b, h, seqlen_q)
+    window = (rows_k - rows_q, rows_k, window_left, window_right)
+    q_head = (q, stride_qb, stride_qs, stride_qh, b, h, first_q, rows_q)
+    k_head = (k, stride_kb, stride_ks, stride_kh, b, h_kv, first_k, rows_k)
+    v_head = (v, stride_vb, stride_vs, stride_vh, b, h_kv, first_k, rows_k)
+    do_head = (do, stride_dob, stride_dos, stride_doh, b, h, first_q, rows_q)
+    dq_head = (dq, stride_dqb, stride_dqs, stride_dqh, b, h, first_q, rows_q)
+    rows = (bh, rows_padded, first_q, rows_q)
 
     q_i = load_block(q_head, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D, True, Q_IN_REGISTERS)
     do_i = load_block(do_head, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D, True, DO_IN_REGISTERS)
-    lse_i = load_statistic(lse_log2, bh, start_q, rows_padded, BLOCK_Q, False)
-    delta_i = load_statistic(delta, bh, start_q, rows_padded, BLOCK_Q, False)
+    lse_i = load_statistic(lse_log2, rows, start_q, float("inf"), BLOCK_Q, PACKED, False)
+    delta_i = load_statistic(delta, rows, start_q, 0.0, BLOCK_Q, PACKED, False)
     dq_i = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
     first, whole_first, whole_last, last = visible_keys(start_q, window, BLOCK_Q, BLOCK_KV, LEFT, RIGHT)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from flashzoo._triton import Launch
+from flashzoo._triton.packed import blocks, tiles_of
 from flashzoo._triton.tiles import Strides, aligned, constexprs, launch_of_delta, padded, rows_of_owned, tma_tiles, usable
 from flashzoo.autograd import differentiable
 from flashzoo.call.operands import Operands
 from flashzoo.call.problem import Problem
 from flashzoo.dtypes import TORCH_DTYPES
-from flashzoo.integers import cdiv
 from flashzoo.v2 import kernels
 from flashzoo.v2.config import tiles_for
 
@@ -26,8 +26,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operand
     out = torch.empty_like(q, dtype=TORCH_DTYPES[problem.out_dtype])
     lse = q.new_empty((problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3])
+    tiles = tiles_of(problem, operands, tiles_for("forward", problem).block_q)
     launch = forward_launch(problem, strides, aligned(q, k, v))
-    launch((q, k, v, out, lse), (problem.scale * LOG2E,))
+    launch((q, k, v, out, lse, tiles), (problem.scale * LOG2E,))
     return out, lse
 
 
@@ -57,9 +58,11 @@ def backward(
     inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
     by_tma = aligned(q, k, v, dout)
     launch = dkdv_launch(problem, (*inputs, *dk.stride()[:3], *dv.stride()[:3]), by_tma)
-    launch((q, k, v, dout, dk, dv, lse_log2, delta), floats)
+    tiles = tiles_of(problem, operands, tiles_for("dkdv", problem).block_kv, of_keys=True)
+    launch((q, k, v, dout, dk, dv, lse_log2, delta, tiles), floats)
     launch = dq_launch(problem, (*inputs, *dq.stride()[:3]), by_tma)
-    launch((q, k, v, dout, dq, lse_log2, delta), floats)
+    tiles = tiles_of(problem, operands, tiles_for("dq", problem).block_q)
+    launch((q, k, v, dout, dq, lse_log2, delta, tiles), floats)
     return dq, dk, dv
 
 
@@ -78,13 +81,13 @@ def forward_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
     owned = rows_of_owned(tiles, tiles.block_q)
     return Launch(
         kernels.forward_kernel,
-        cdiv(problem.seqlen_q, tiles.block_q) * problem.batch * problem.heads,
+        blocks(problem, problem.seqlen_q, tiles.block_q) * problem.heads,
         (*strides, problem.seqlen_q, problem.seqlen_k, problem.heads, _group(problem), *problem.reach),
         constexprs(problem, tiles, _masks(problem), "Q_IN_REGISTERS"),
         tiles.num_warps,
         tiles.num_stages,
         aligned,
-        tma_tiles=tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, None, None),
+        tma_tiles=tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, None, None, None),
     )
 
 
@@ -101,13 +104,13 @@ def dkdv_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
     rows, owned = tiles.block_q, rows_of_owned(tiles, tiles.block_kv)
     return Launch(
         kernels.dkdv_kernel,
-        cdiv(problem.seqlen_k, tiles.block_kv) * problem.batch * problem.heads_kv,
+        blocks(problem, problem.seqlen_k, tiles.block_kv) * problem.heads_kv,
         (*strides, *_lengths(problem), problem.heads_kv, _group(problem), *problem.reach),
         constexprs(problem, tiles, _masks(problem), "K_IN_REGISTERS", "V_IN_REGISTERS"),
         tiles.num_warps,
         tiles.num_stages,
         aligned,
-        tma_tiles=tma_tiles(problem, tiles, rows, owned[0], owned[1], rows, None, None, (1, rows), (1, rows)),
+        tma_tiles=tma_tiles(problem, tiles, rows, owned[0], owned[1], rows, None, None, (1, rows), (1, rows), None),
     )
 
 
@@ -118,19 +121,19 @@ def dq_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
     owned = rows_of_owned(tiles, tiles.block_q)
     return Launch(
         kernels.dq_kernel,
-        cdiv(problem.seqlen_q, tiles.block_q) * problem.batch * problem.heads,
+        blocks(problem, problem.seqlen_q, tiles.block_q) * problem.heads,
         (*strides, *_lengths(problem), problem.heads, _group(problem), *problem.reach),
         constexprs(problem, tiles, _masks(problem), "Q_IN_REGISTERS", "DO_IN_REGISTERS"),
         tiles.num_warps,
         tiles.num_stages,
         aligned,
-        tma_tiles=tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, owned[1], None, None, None),
+        tma_tiles=tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, owned[1], None, None, None, None),
     )
 
 
 def _masks(problem: Problem) -> dict[str, bool]:
     left, right = problem.span
-    return {"LEFT": left is not None, "RIGHT": right is not None}
+    return {"LEFT": left is not None, "RIGHT": right is not None, "PACKED": problem.sequences is not None}
 
 
 def _lengths(problem: Problem) -> tuple[int, int, int]:

@@ -1,0 +1,58 @@
+"""Packed sequences in the forms that callers have them in, made a batch of one, which is what is checked, planned and run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seqlen_k")
+"""Arguments that say where packed sequences lie."""
+
+
+def as_batch(q: Tensor, k: Any, v: Any) -> tuple[Tensor, Any, Any]:
+    """q, k and v `(total, heads, head_dim)` as a batch of one. TypeError or ValueError where k or v is no such tensor."""
+    for name, x in (("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.ndim != 3:
+            raise ValueError(f"{name} must have 3 dimensions (total_k, heads_kv, head_dim), as q has, got shape {tuple(x.shape)}")
+    return q[None], k[None], v[None]
+
+
+def of_rows(attention: Callable, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Any) -> Any:
+    """`attention` of packed rows."""
+    result = attention(*as_batch(q, k, v), return_lse=return_lse, **options)
+    return (result[0][0], result[1][0]) if return_lse else result[0]
+
+
+def rows_of_nested(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """The packed rows of nested tensors `(batch, seqlen, heads, head_dim)`, and the arguments that their offsets are."""
+    tensors: dict[str, Any] = {"q": q, "k": k, "v": v}
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor) or x.layout != torch.jagged or not x.is_nested:
+            layout = f"a nested one ({x.layout})" if getattr(x, "is_nested", False) else f"{type(x).__name__} {getattr(x, 'layout', '')}"
+            raise TypeError(f"{name} must be a nested tensor of layout torch.jagged, as all three or none, got {layout.strip()}")
+        holes: Any = tensors[name].lengths()
+        if x.ndim != 4 or isinstance(x.shape[1], int) or holes is not None:
+            got = f"shape {tuple(x.shape)}{'' if holes is None else ' with holes'}"
+            raise ValueError(f"{name} must be nested in dimension 1 of (batch, seqlen, heads, head_dim), without holes, got {got}")
+    asked = [name for name in LENGTHS if options.get(name) is not None]
+    if asked:
+        raise TypeError(f"{asked[0]} goes with packed rows; nested tensors have their lengths with them")
+    if k.shape[1] != v.shape[1]:
+        raise ValueError(f"v must be nested by k's own offsets, got lengths {v.shape[1]} and {k.shape[1]}")
+    lengths = {"cu_seqlens_q": q.offsets().to(torch.int32)}
+    if k.offsets() is not q.offsets():
+        lengths["cu_seqlens_k"] = k.offsets().to(torch.int32)
+    return (q.values(), k.values(), v.values()), lengths
+
+
+def of_nested(attention: Callable, q: Any, k: Any, v: Any, *, return_lse: bool, version: str, **options: Any) -> Any:
+    """`attention` of nested tensors: out is nested as q is."""
+    rows, lengths = rows_of_nested(q, k, v, options)
+    result = attention(*rows, return_lse=return_lse, version=version, **options | lengths)
+    out = torch.nested.nested_tensor_from_jagged(result[0] if return_lse else result, q.offsets())
+    return (out, result[1]) if return_lse else out

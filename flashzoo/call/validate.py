@@ -1,0 +1,55 @@
+"""`validate`: a look at the values on the device that `attention` takes on trust."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashzoo.call.api import explain, takes_options
+from flashzoo.call.check import check_data
+from flashzoo.call.operands import Operands, taken
+
+
+@takes_options
+def validate(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
+    """Raises where a call of `attention` with these arguments would get numbers that mean nothing, and no error.
+
+    `attention` reads no value that lies on the device, since that would wait for it. This does: lengths of packed sequences, blocks of a
+    block mask, descales. It waits for the device, once for each.
+
+    Args:
+        q, k, v: as in `attention`.
+        options: the other arguments of `attention`.
+
+    Raises:
+        TypeError, ValueError: as `attention`; or a value is none that may be: the text names the argument, what was expected, and what
+            was got.
+    """
+    problem = explain(q, k, v, **options).problem
+    check_data(q.device)
+    block_mask = options.get("block_mask")
+    if block_mask is not None:
+        block_mask.validate()
+    operands, _ = taken(dict(options))
+    for name in ("q_descale", "k_descale", "v_descale"):
+        _check_descale(name, getattr(operands, name))
+    _check_lengths(operands, problem)
+
+
+def _check_descale(name: str, descale: Tensor | None) -> None:
+    if descale is None:
+        return
+    wrong = descale[~(torch.isfinite(descale) & (descale > 0))]
+    if wrong.numel():
+        raise ValueError(
+            f"{name} must be positive and finite, got {wrong[0].item()} among {descale.numel()}, of which {wrong.numel()} are not"
+        )
+
+
+def _check_lengths(operands: Operands, problem: Any) -> None:
+    if operands.ranges is not None:
+        sizes = problem.seqlen_q, problem.seqlen_k, problem.max_seqlen_q, problem.max_seqlen_k
+        for flaw in operands.ranges.flaws(*sizes):
+            raise ValueError(flaw)

@@ -1,0 +1,82 @@
+"""`Ranges`: which rows of q, k and v are whose, where the sequences of a batch lie behind one another, or are not as long as their rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from flashzoo.call.forms import Window
+
+
+@dataclass(frozen=True, eq=False)
+class Ranges:
+    """Where each sequence's queries and keys begin, and where they end. All of it lies on the tensors' device, and no host reads it.
+
+    What lies outside of the tensors is clamped: there is no value of these by which memory is read that is not theirs.
+
+    Attributes:
+        cu_seqlens_q: int32 `(sequences + 1,)`: sequence i has the queries from `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]`.
+        cu_seqlens_k: the same for its keys.
+        seqused_k: int32 `(sequences,)`: of its keys only so many, from the first on; None for all.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    seqused_k: Tensor | None = None
+
+    def bounds(self, total_q: int, total_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of each sequence the first query, the one past the last, the first key, and the one past the last: int64 `(sequences,)` each."""
+        q, k = (cu.long().clamp(0, total) for cu, total in ((self.cu_seqlens_q, total_q), (self.cu_seqlens_k, total_k)))
+        q_first, k_first = q[:-1], k[:-1]
+        q_end, k_end = torch.maximum(q[1:], q_first), torch.maximum(k[1:], k_first)
+        if self.seqused_k is not None:
+            k_end = torch.minimum(k_end, k_first + self.seqused_k.long().clamp(min=0))
+        return q_first, q_end, k_first, k_end
+
+    def flaws(self, total_q: int, total_k: int, max_seqlen_q: int | None, max_seqlen_k: int | None) -> Iterator[str]:
+        """What is wrong with these values, in words that begin with the argument's name; waits for the device."""
+        lengths = {}
+        for name, cu, total, longest in (
+            ("q", self.cu_seqlens_q.tolist(), total_q, max_seqlen_q),
+            ("k", self.cu_seqlens_k.tolist(), total_k, max_seqlen_k),
+        ):
+            lengths[name] = [end - first for first, end in pairwise(cu)]
+            if cu[0] < 0 or cu[-1] > total:
+                yield f"cu_seqlens_{name} must be from 0 to the {total} rows of {name}, got {cu[0]} to {cu[-1]}"
+            if min(lengths[name], default=0) < 0:
+                at = next(i for i, length in enumerate(lengths[name]) if length < 0)
+                yield f"cu_seqlens_{name} must not fall, got {cu[at]} and then {cu[at + 1]} at {at + 1}"
+            if longest is not None and max(lengths[name], default=0) > longest:
+                at = lengths[name].index(max(lengths[name]))
+                yield f"max_seqlen_{name} must be at least each sequence's length, got {longest} and {lengths[name][at]} of sequence {at}"
+        if self.seqused_k is not None:
+            for at, (used, length) in enumerate(zip(self.seqused_k.tolist(), lengths["k"], strict=True)):
+                if not 0 <= used <= length:
+                    yield f"seqused_k must be from 0 to the sequence's length, got {used} of {length} at {at}"
+                    return
+
+    def visible(self, span: Window, total_q: int, total_k: int) -> Tensor:
+        """`(total_q, total_k)` bool, True where the query sees the key: one of its own sequence, and in the band around its own diagonal.
+
+        Args:
+            span: the band, as `Problem.span`.
+        """
+        query = torch.arange(total_q, device=self.cu_seqlens_q.device)
+        key = torch.arange(total_k, device=self.cu_seqlens_q.device)
+        q_first, q_end, k_first, k_end = self.bounds(total_q, total_k)
+        if not len(q_first):
+            return torch.zeros(total_q, total_k, dtype=torch.bool, device=query.device)
+        of = torch.searchsorted(q_end, query, right=True).clamp(max=len(q_end) - 1)
+        q_first, q_end, k_first, k_end = q_first[of], q_end[of], k_first[of], k_end[of]
+        seen = ((query >= q_first) & (query < q_end))[:, None] & (key >= k_first[:, None]) & (key < k_end[:, None])
+        left, right = span
+        distance = (key - k_end[:, None]) - (query - q_end)[:, None]  # the last query's diagonal ends at the last key
+        if left is not None:
+            seen &= distance >= -left
+        if right is not None:
+            seen &= distance <= right
+        return seen

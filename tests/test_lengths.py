@@ -1,0 +1,181 @@
+"""Packed sequences: what malformed arguments get, what `flashzoo.validate` finds, what is seen, and that nothing is read by the host."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+import flashzoo
+from flashzoo.lengths import Ranges
+from flashzoo_suite.support import DEVICE
+
+
+def lengths(*numbers: int, **how) -> torch.Tensor:
+    return torch.tensor(numbers, **{"dtype": torch.int32, "device": DEVICE} | how)
+
+
+ROWS = tuple(torch.randn(30, 2, 16, device=DEVICE) for _ in range(3))
+RIGHT = lengths(0, 10, 30)
+NESTED = torch.nested.nested_tensor_from_jagged(ROWS[0], RIGHT.long())
+
+MALFORMED = {
+    "a list": ({"cu_seqlens_q": [0, 30]}, TypeError, r"cu_seqlens_q must be a torch.Tensor or None, got list"),
+    "int64": ({"cu_seqlens_q": RIGHT.long()}, TypeError, r"cu_seqlens_q must be of dtype torch.int32, got torch.int64"),
+    "two dimensions": (
+        {"cu_seqlens_q": RIGHT[None]},
+        ValueError,
+        r"cu_seqlens_q must be contiguous, of shape \(sequences \+ 1,\), got .*1, 3",
+    ),
+    "empty": ({"cu_seqlens_q": RIGHT[:0]}, ValueError, r"cu_seqlens_q must be contiguous, of shape \(sequences \+ 1,\), got shape \(0,\)"),
+    "gaps": ({"cu_seqlens_q": lengths(0, 1, 10, 1, 30)[::2]}, ValueError, r"cu_seqlens_q must be contiguous, .* with gaps"),
+    "elsewhere": ({"cu_seqlens_q": RIGHT.to("meta")}, ValueError, r"cu_seqlens_q must be on q's device .*, got meta"),
+    "more of keys": (
+        {"cu_seqlens_q": RIGHT, "cu_seqlens_k": lengths(0, 3, 10, 30)},
+        ValueError,
+        r"cu_seqlens_k must have shape \(3,\), as cu_seqlens_q has 2 sequences, got \(4,\)",
+    ),
+    "used of others": ({"cu_seqlens_q": RIGHT, "seqused_k": RIGHT}, ValueError, r"seqused_k must have shape \(2,\), .* got \(3,\)"),
+    "used of no tensor": ({"cu_seqlens_q": RIGHT, "seqused_k": 3}, TypeError, r"seqused_k must be a torch.Tensor or None, got int"),
+    "longest below 0": ({"cu_seqlens_q": RIGHT, "max_seqlen_q": -1}, ValueError, r"max_seqlen_q must be at least 0, got -1"),
+    "longest no int": ({"cu_seqlens_q": RIGHT, "max_seqlen_k": 20.0}, TypeError, r"max_seqlen_k must be an int or None, got 20.0"),
+    "other rows of k": (
+        {"cu_seqlens_q": RIGHT, "k": ROWS[1][:20], "v": ROWS[2][:20]},
+        ValueError,
+        r"cu_seqlens_k may be left out where k has as many rows as q, got 30 of q and 20 of k",
+    ),
+    "no rows of k": ({"cu_seqlens_q": RIGHT, "k": None}, TypeError, r"k must be a torch.Tensor, got NoneType"),
+    "k of a batch": ({"cu_seqlens_q": RIGHT, "k": ROWS[1][None]}, ValueError, r"k must have 3 dimensions \(total_k, heads_kv, head_dim\)"),
+    "a batch of two": (
+        {"cu_seqlens_q": RIGHT, **dict(zip("qkv", (x.view(2, 15, 2, 16) for x in ROWS), strict=True))},
+        ValueError,
+        r"batch must be 1 where sequences share its rows, got 2",
+    ),
+    "rows alone": ({}, ValueError, r"q must have 4 dimensions \(batch, seqlen, heads, head_dim\).* cu_seqlens_q"),
+    "a block mask": (
+        {"cu_seqlens_q": RIGHT, "block_mask": flashzoo.BlockMask.causal(30, 30, device=DEVICE)},
+        ValueError,
+        r"block_mask does not go with packed sequences \(cu_seqlens_q\)",
+    ),
+    "nested with lengths": (
+        {**dict.fromkeys("qkv", NESTED), "cu_seqlens_q": RIGHT},
+        TypeError,
+        r"cu_seqlens_q goes with packed rows; nested tensors have their lengths with them",
+    ),
+    "nested by head": (
+        dict.fromkeys("qkv", NESTED.transpose(1, 2)),
+        ValueError,
+        r"q must be nested in dimension 1 of \(batch, seqlen, heads, head_dim\)",
+    ),
+    "nested by others": (
+        {"q": NESTED, "k": NESTED, "v": torch.nested.nested_tensor_from_jagged(ROWS[2], RIGHT.long())},
+        ValueError,
+        r"v must be nested by k's own offsets",
+    ),
+}
+DENSE = {"seqused_k": lengths(3), "max_seqlen_q": 3, "cu_seqlens_k": RIGHT}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed_arguments_are_refused_by_name(case):
+    given, error, text = MALFORMED[case]
+    with pytest.raises(error, match=text):
+        flashzoo.attention(**{**dict(zip("qkv", ROWS, strict=True)), **given})
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_what_goes_with_packed_sequences_is_refused_without(name):
+    with pytest.raises(ValueError, match=f"{name} goes with .*cu_seqlens_q"):
+        flashzoo.attention(*(x[None] for x in ROWS), **{name: DENSE[name]})
+
+
+WRONG = {
+    "beyond": ({"cu_seqlens_q": lengths(0, 10, 31)}, r"cu_seqlens_q must be from 0 to the 30 rows of q, got 0 to 31"),
+    "negative": ({"cu_seqlens_q": lengths(-1, 10, 30)}, r"cu_seqlens_q must be from 0 .* got -1 to 30"),
+    "falling": ({"cu_seqlens_q": lengths(0, 20, 10)}, r"cu_seqlens_q must not fall, got 20 and then 10 at 2"),
+    "longer": ({"cu_seqlens_q": RIGHT, "max_seqlen_q": 19}, r"max_seqlen_q must be at least each sequence's length, got 19 and 20 of"),
+    "used": (
+        {"cu_seqlens_q": RIGHT, "seqused_k": lengths(10, 21)},
+        r"seqused_k must be from 0 to the sequence's .*, got 21 of 20 at 1",
+    ),
+    "keys": ({"cu_seqlens_q": RIGHT, "cu_seqlens_k": lengths(0, 40, 50)}, r"cu_seqlens_k must be from 0 to the 30 rows of k, got 0 to 50"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_validate_finds_values_that_lie(case):
+    given, text = WRONG[case]
+    flashzoo.attention(*ROWS, **given)  # takes them on trust, and cuts off what is outside
+    with pytest.raises(ValueError, match=text):
+        flashzoo.validate(*ROWS, **given)
+
+
+def test_validate_finds_nothing_in_what_is_right():
+    flashzoo.validate(*ROWS, cu_seqlens_q=RIGHT, seqused_k=lengths(0, 20), max_seqlen_q=20)
+    flashzoo.validate(*(x[None] for x in ROWS), causal=True, block_mask=flashzoo.BlockMask.causal(30, 30, device=DEVICE))
+
+
+def test_validate_looks_at_descales():
+    q, k, v = (x[None].to(torch.float8_e4m3fn) for x in ROWS)
+    for bad in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="k_descale must be positive and finite, got"):
+            flashzoo.validate(q, k, v, k_descale=torch.tensor([[1.0, bad]], device=DEVICE))
+
+
+@pytest.mark.parametrize("span", [(None, None), (None, 0), (3, 2), (0, None)], ids=str)
+def test_what_is_seen_is_what_each_sequence_sees(span):
+    """Overlapping keys too, which are no error: several sequences may read the same."""
+    q, k, used = lengths(0, 4, 4, 11), lengths(2, 9, 12, 20), lengths(5, 3, 8)
+    expected = torch.zeros(13, 21, dtype=torch.bool, device=DEVICE)
+    left, right = span
+    for (q_first, q_end), (k_first, _), count in zip(pairwise(q.tolist()), pairwise(k.tolist()), used.tolist(), strict=True):
+        for i in range(q_end - q_first):
+            for j in range(count):
+                distance = j - (i + count - (q_end - q_first))
+                expected[q_first + i, k_first + j] = (left is None or distance >= -left) and (right is None or distance <= right)
+    assert torch.equal(Ranges(q, k, used).visible(span, 13, 21), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("version", [spec.name for spec in flashzoo.versions().values() if "packed" in spec.features])
+def test_no_call_waits_for_the_device(version):
+    q, k, v = (x.half().requires_grad_() for x in ROWS)
+    flashzoo.attention(q, k, v, cu_seqlens_q=RIGHT, version=version).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        flashzoo.attention(q, k, v, cu_seqlens_q=RIGHT, version=version).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("version", [spec.name for spec in flashzoo.versions().values() if "packed" in spec.features])
+def test_a_captured_graph_takes_other_lengths(version):
+    q, k, v = (x.half() for x in ROWS)
+    cu = RIGHT.clone()
+    flashzoo.attention(q, k, v, cu_seqlens_q=cu, causal=True, version=version)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flashzoo.attention(q, k, v, cu_seqlens_q=cu, causal=True, version=version)
+    for numbers in ((0, 10, 30), (0, 29, 30), (3, 3, 17), (0, 0, 0)):
+        cu.copy_(lengths(*numbers))
+        graph.replay()
+        assert torch.equal(out, flashzoo.attention(q, k, v, cu_seqlens_q=cu, causal=True, version=version))
+
+
+def test_changing_lengths_do_not_recompile():
+    """torch.compile: one graph for lengths of the same sum, and one with dynamic sizes for all others."""
+    torch.compiler.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    call = torch.compile(lambda q, cu: flashzoo.attention(q, q, q, cu_seqlens_q=cu, causal=True, version="standard"), backend=backend)
+    for total, numbers in ((30, (0, 10, 30)), (30, (0, 29, 30)), (24, (0, 1, 24)), (17, (0, 2, 17)), (29, (0, 9, 20))):
+        q = torch.randn(total, 2, 16, device=DEVICE)
+        expected = flashzoo.attention(q, q, q, cu_seqlens_q=lengths(*numbers), causal=True, version="standard")
+        torch.testing.assert_close(call(q, lengths(*numbers)), expected)
+    assert len(graphs) <= 2
