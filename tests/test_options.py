@@ -79,7 +79,7 @@ for call, leaf in zip((compiled, lambda q: flashzoo.attention(q, q, q, decay=0.2
     call(leaf).square().sum().backward()
 assert torch.equal(leaves[0].grad, leaves[1].grad)
 """
-TAKEN = ("standard",)
+TAKEN = ("standard", "v2")
 
 
 def test_it_is_asked_for_refused_and_traced(tree):
@@ -106,8 +106,9 @@ def test_the_suite_has_it(tree):
     ]
     printed = in_words([*command, "decay or declared_is_exercised or draws_all"], tree)
     passed = re.findall(r"::(\S+) PASSED", printed)
-    for name in TAKEN:
-        assert any(test.startswith(f"test_gradients[{name}-decay-") for test in passed), printed
+    for case in ("test_gradients[standard-decay-", "test_forward[v2-decay-"):
+        assert any(test.startswith(case) for test in passed), printed
+    assert "test_everything_undeclared_is_refused[v2-backward_decay]" in passed
     for name in ("v1", "blocksparse", "sdpa"):
         assert f"test_everything_undeclared_is_refused[{name}-decay]" in passed, printed
     assert "test_draws_all_that_is_declared_and_little_that_is_refused" in passed
