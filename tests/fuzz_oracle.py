@@ -106,13 +106,51 @@ class Expected:
     linear: Tensor
 
 
+@dataclass(frozen=True)
+class _Answer:
+    """The numbers of a call in float64, keys and values repeated for each query head, and what its gradients start from."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    visible: Tensor
+    s: Tensor
+    p: Tensor
+    out: Tensor
+    lse: Tensor
+    blind: Tensor
+    dout: Tensor
+    dlse: Tensor
+    gradients: list[Tensor]
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """What a backward pass takes over of a forward pass's roundings: of scores their sizes and their rows', of out its two parts, of LSE
+    the same, and of a running sum."""
+
+    sizes: Tensor
+    of_scores: Tensor
+    random: Tensor
+    linear: Tensor
+    shift: Tensor
+    drifted: Tensor
+    long: float
+
+
 def expected(call: Call, given: Operands, seen: Tensor | None) -> dict[str, Expected]:
     """out, lse and the gradients that the call asks for.
 
     Args:
         seen: what the block mask shows; None where there is none.
     """
-    n = numerics(call)
+    n, answer = numerics(call), _answer(call, given, seen)
+    with torch.no_grad():
+        answers, drawn = _forward(call, n, answer)
+        return answers | _backward(call, n, answer, drawn) if call.grad else answers
+
+
+def _answer(call: Call, given: Operands, seen: Tensor | None) -> _Answer:
     inputs = [_real(x, scale) for x, scale in zip((given.q, given.k, given.v), given.descales, strict=True)]
     leaves = [x.requires_grad_() for x in inputs]
     q, k, v = (x.transpose(1, 2) for x in leaves)
@@ -122,13 +160,12 @@ def expected(call: Call, given: Operands, seen: Tensor | None) -> dict[str, Expe
     if call.lengths is not None:
         visible = of_sequences(call, q.device)
     visible = visible if seen is None else visible & seen
-    scale, keys = call.softmax_scale, max(1, call.seqlen_k)
     if not call.seqlen_k:  # whatever has no keys has no maximum either
         k, v = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (k, v))
         visible = torch.zeros(call.seqlen_q, 1, dtype=torch.bool, device=q.device)
         offset = visible.long()
 
-    s = q @ k.mT * scale
+    s = q @ k.mT * call.softmax_scale
     for name, value in call.on_scores.items():
         s = SCORES[name][1](s, offset, value)
     s = s.masked_fill(~visible, -math.inf)
@@ -145,68 +182,79 @@ def expected(call: Call, given: Operands, seen: Tensor | None) -> dict[str, Expe
     gradients: list[Tensor] = []
     if call.grad:
         gradients = [x.transpose(1, 2) for x in torch.autograd.grad((out * dout).sum() + (lse * dlse).sum(), leaves)]
+    q, k, v, s, p, out, lse = (x.detach() for x in (q, k, v, s, p, out, lse))
+    return _Answer(q, k, v, visible, s, p, out, lse, blind, dout, dlse, gradients)
 
-    with torch.no_grad():
-        s, p, out, lse, q, k, v = (x.detach() for x in (s, p, out, lse, q, k, v))
-        size = s.masked_fill(~visible, 0).abs()
-        # Where one term is most of a score, partial sums are as large as that; else they walk at random.
-        sizes = (q.square() @ k.square().mT).sqrt() * abs(scale) + size
-        of_scores = size + size.amax(-1, keepdim=True)
-        # Relative errors of P: exp turns absolute ones of scores into them.
-        drift = _exp(n.scores * sizes + n.eps * (4 + of_scores))
-        spread = torch.zeros_like(s)
-        if n.quantised:
-            # Elements of q and k are rounded, rotated or not: then they are as large as the row's norm says.
-            even = q.square().sum(-1, keepdim=True) * k.square().sum(-1)[..., None, :] / call.head_dim
-            spread = _exp(abs(scale) * n.quantised * (2 * (q.square() @ k.square().mT + even)).sqrt())
-        relative = n.unit_p**2 + n.quantised**2 + spread.square()
-        long = n.eps * (4 + keys / 64)  # a running sum is rounded once for each block of keys
-        v_size = v.abs()
-        of_p = (p.square() * relative) @ v.square() + n.floor_p**2 * v.square().sum(-2, keepdim=True)
-        random = of_p.sqrt() + (p * spread).norm(dim=-1, keepdim=True) * out.abs() + n.unit * out.abs()
-        linear = (p * drift) @ v_size + (p @ v_size) * (long + n.sums) + n.floor
-        answers = {"out": Expected(out, random.masked_fill(blind, 0), linear.masked_fill(blind, 0))}
-        shift, drifted = (p * spread).norm(dim=-1), (p * drift).sum(-1) + n.eps * (4 + lse.abs() + keys / 64) + n.floor
-        if call.lse:
-            answers["lse"] = Expected(lse.masked_fill(blind[..., 0], -math.inf), shift, drifted)
-        if not call.grad:
-            return answers
 
-        # Backward, in 16 bits whatever the forward pass was: with its out and its LSE.
-        dp, size_dp = dout @ v.mT, dout.abs() @ v_size.mT
-        delta = (dout * out).sum(-1, keepdim=True) - dlse[..., None]
-        size_delta = (dout * out).abs().sum(-1, keepdim=True) + dlse.abs()[..., None]
-        off_delta = (dout * random).norm(dim=-1, keepdim=True)
-        drift = _exp(_running(n.eps, call.head_dim) * sizes + n.eps * (4 + of_scores + lse.abs()[..., None]) + drifted[..., None])
-        ds = p * (dp - delta)
-        random_ds = ds.square() * (n.unit**2 + shift.square()[..., None]) + (p * off_delta).square()
-        linear_ds = p * (drift * (dp - delta).abs() + n.eps * (4 * size_dp + 4 * size_delta) + (dout.abs() * linear).sum(-1, keepdim=True))
-        linear_ds += long * ds.abs() + n.floor * (1 + size_dp + size_delta)
-        if call.head_dim < FEW_COLUMNS:
-            linear_ds += n.unit / LINEAR * ds.abs()
-        common = shift[..., None] * (ds @ k).abs() + off_delta * (p @ k).abs()
-        random_dq = ((ds.square() * n.unit**2) @ k.square()).sqrt() + common
-        random_dk, linear_dk = random_ds.mT @ q.square(), linear_ds.mT @ q.abs() + n.eps * call.seqlen_q / 64 * (ds.abs().mT @ q.abs())
-        random_p = p.square() * (n.unit**2 + shift.square()[..., None])
-        random_dv, linear_dv = random_p.mT @ dout.square(), (p * drift).mT @ dout.abs() + n.floor * dout.abs().sum(-2, keepdim=True)
-        linear_dv += n.eps * (4 + call.seqlen_q / 64) * (p.mT @ dout.abs())
-        parts = {
-            "dq": (random_dq * abs(scale), linear_ds @ k.abs() * abs(scale)),
-            "dk": (_grouped(random_dk, call).sqrt() * abs(scale), _grouped(linear_dk, call) * abs(scale)),
-            "dv": (_grouped(random_dv, call).sqrt(), _grouped(linear_dv, call)),
-        }
-        of_heads = {"dk": ds.mT @ q * scale, "dv": p.mT @ dout}
-        for (name, (random, linear)), value in zip(parts.items(), gradients, strict=True):
-            if name[1] not in call.grad:
-                continue
-            value, random, linear = (x[..., : call.seqlen_k if name != "dq" else call.seqlen_q, :] for x in (value, random, linear))
-            random = random + n.unit * value.abs()
-            if name in of_heads and call.group > 1 and call.version in ("sdpa", "auto"):
-                # torch's kernels round each query head's share and each sum of two, as baselines.py says
-                shares = _grouped(of_heads[name].square(), call)[..., : call.seqlen_k, :].sqrt()
-                random = random + n.unit * math.sqrt(call.group) * shares
-            answers[name] = Expected(value, random, linear + n.floor)
-        return answers
+def _forward(call: Call, n: Numerics, answer: _Answer) -> tuple[dict[str, Expected], _Drawn]:
+    """out and lse."""
+    q, k, v, s, p, out, lse, blind = (getattr(answer, name) for name in ("q", "k", "v", "s", "p", "out", "lse", "blind"))
+    visible, scale, keys = answer.visible, call.softmax_scale, max(1, call.seqlen_k)
+    size = s.masked_fill(~visible, 0).abs()
+    # Where one term is most of a score, partial sums are as large as that; else they walk at random.
+    sizes = (q.square() @ k.square().mT).sqrt() * abs(scale) + size
+    of_scores = size + size.amax(-1, keepdim=True)
+    # Relative errors of P: exp turns absolute ones of scores into them.
+    drift = _exp(n.scores * sizes + n.eps * (4 + of_scores))
+    spread = torch.zeros_like(s)
+    if n.quantised:
+        # Elements of q and k are rounded, rotated or not: then they are as large as the row's norm says.
+        even = q.square().sum(-1, keepdim=True) * k.square().sum(-1)[..., None, :] / call.head_dim
+        spread = _exp(abs(scale) * n.quantised * (2 * (q.square() @ k.square().mT + even)).sqrt())
+    relative = n.unit_p**2 + n.quantised**2 + spread.square()
+    long = n.eps * (4 + keys / 64)  # a running sum is rounded once for each block of keys
+    v_size = v.abs()
+    of_p = (p.square() * relative) @ v.square() + n.floor_p**2 * v.square().sum(-2, keepdim=True)
+    random = of_p.sqrt() + (p * spread).norm(dim=-1, keepdim=True) * out.abs() + n.unit * out.abs()
+    linear = (p * drift) @ v_size + (p @ v_size) * (long + n.sums) + n.floor
+    answers = {"out": Expected(out, random.masked_fill(blind, 0), linear.masked_fill(blind, 0))}
+    shift, drifted = (p * spread).norm(dim=-1), (p * drift).sum(-1) + n.eps * (4 + lse.abs() + keys / 64) + n.floor
+    if call.lse:
+        answers["lse"] = Expected(lse.masked_fill(blind[..., 0], -math.inf), shift, drifted)
+    return answers, _Drawn(sizes, of_scores, random, linear, shift, drifted, long)
+
+
+def _backward(call: Call, n: Numerics, answer: _Answer, drawn: _Drawn) -> dict[str, Expected]:
+    """The gradients that the call asks for."""
+    q, k, v, p, out, lse, dout, dlse = (getattr(answer, name) for name in ("q", "k", "v", "p", "out", "lse", "dout", "dlse"))
+    random, linear, shift, drifted, long = drawn.random, drawn.linear, drawn.shift, drawn.drifted, drawn.long
+    scale, v_size, answers = call.softmax_scale, v.abs(), {}
+
+    # Backward, in 16 bits whatever the forward pass was: with its out and its LSE.
+    dp, size_dp = dout @ v.mT, dout.abs() @ v_size.mT
+    delta = (dout * out).sum(-1, keepdim=True) - dlse[..., None]
+    size_delta = (dout * out).abs().sum(-1, keepdim=True) + dlse.abs()[..., None]
+    off_delta = (dout * random).norm(dim=-1, keepdim=True)
+    drift = _exp(_running(n.eps, call.head_dim) * drawn.sizes + n.eps * (4 + drawn.of_scores + lse.abs()[..., None]) + drifted[..., None])
+    ds = p * (dp - delta)
+    random_ds = ds.square() * (n.unit**2 + shift.square()[..., None]) + (p * off_delta).square()
+    linear_ds = p * (drift * (dp - delta).abs() + n.eps * (4 * size_dp + 4 * size_delta) + (dout.abs() * linear).sum(-1, keepdim=True))
+    linear_ds += long * ds.abs() + n.floor * (1 + size_dp + size_delta)
+    if call.head_dim < FEW_COLUMNS:
+        linear_ds += n.unit / LINEAR * ds.abs()
+    common = shift[..., None] * (ds @ k).abs() + off_delta * (p @ k).abs()
+    random_dq = ((ds.square() * n.unit**2) @ k.square()).sqrt() + common
+    random_dk, linear_dk = random_ds.mT @ q.square(), linear_ds.mT @ q.abs() + n.eps * call.seqlen_q / 64 * (ds.abs().mT @ q.abs())
+    random_p = p.square() * (n.unit**2 + shift.square()[..., None])
+    random_dv, linear_dv = random_p.mT @ dout.square(), (p * drift).mT @ dout.abs() + n.floor * dout.abs().sum(-2, keepdim=True)
+    linear_dv += n.eps * (4 + call.seqlen_q / 64) * (p.mT @ dout.abs())
+    parts = {
+        "dq": (random_dq * abs(scale), linear_ds @ k.abs() * abs(scale)),
+        "dk": (_grouped(random_dk, call).sqrt() * abs(scale), _grouped(linear_dk, call) * abs(scale)),
+        "dv": (_grouped(random_dv, call).sqrt(), _grouped(linear_dv, call)),
+    }
+    of_heads = {"dk": ds.mT @ q * scale, "dv": p.mT @ dout}
+    for (name, (random, linear)), value in zip(parts.items(), answer.gradients, strict=True):
+        if name[1] not in call.grad:
+            continue
+        value, random, linear = (x[..., : call.seqlen_k if name != "dq" else call.seqlen_q, :] for x in (value, random, linear))
+        random = random + n.unit * value.abs()
+        if name in of_heads and call.group > 1 and call.version in ("sdpa", "auto"):
+            # torch's kernels round each query head's share and each sum of two, as baselines.py says
+            shares = _grouped(of_heads[name].square(), call)[..., : call.seqlen_k, :].sqrt()
+            random = random + n.unit * math.sqrt(call.group) * shares
+        answers[name] = Expected(value, random, linear + n.floor)
+    return answers
 
 
 def _exp(error: Tensor) -> Tensor:
