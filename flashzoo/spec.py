@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from importlib.util import find_spec
 from os import environ
 
@@ -41,6 +42,18 @@ _KINDS = {
     **dict.fromkeys(("dtypes", "cpu_dtypes", "quantizes", "fp8_rms", "arch", "requires", "backward_requires", "auto", "faults"), tuple),
 }
 """Of a Spec's fields, all hashable, so that what is found out about a Spec can be remembered."""
+
+
+def deferred(function: str) -> Callable[[Problem], list[str]]:
+    """A Spec's `check` or `notes` that is imported when it is first called: `"package.module:function"`. What it reads, tables of tiles and
+    what these are made of, is no part of `import flashzoo`."""
+
+    @lru_cache
+    def imported() -> Callable[[Problem], list[str]]:
+        module, _, name = function.partition(":")
+        return getattr(import_module(module), name)
+
+    return lambda problem: imported()(problem)
 
 
 @dataclass(frozen=True)
@@ -148,7 +161,8 @@ class Spec:
         for name in ("head_dim", "head_dim_v") if "head_dim_v" in problem.features else ("head_dim",):
             if getattr(problem, name) not in self.head_dims:
                 reasons.append(f"takes {name} {_describe(self.head_dims)}, got {getattr(problem, name)}")
-        reasons += [f"does not support {FEATURES[name].asked}" for name in sorted(problem.features - self.features)]
+        if not problem.features <= self.features:
+            reasons += [f"does not support {FEATURES[name].asked}" for name in sorted(problem.features - self.features)]
         if problem.grad and self.backward is None:
             reasons.append("has no backward pass, and an input requires grad")
         elif problem.grad and self.backward is not None:

@@ -1,7 +1,6 @@
 """Block-sparse FlashAttention in Triton: v2's kernels walking lists of blocks. See README.md beside this file."""
 
-from flashzoo.blocksparse.config import describe
-from flashzoo.spec import Spec
+from flashzoo.spec import Spec, deferred
 
 _FEATURES = frozenset({"causal", "window", "gqa", "cross", "lse", "deterministic", "block_mask"})
 
@@ -15,5 +14,5 @@ SPEC = Spec(
     features=_FEATURES | {"out_dtype"},
     backward=_FEATURES,
     requires=("triton",),
-    notes=describe,
+    notes=deferred("flashzoo.blocksparse.config:describe"),
 )

@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 from flashzoo.call.check import check_data, check_tensors, described, fields_of
 from flashzoo.call.forms import Window, check_flags
 from flashzoo.call.operands import taken
-from flashzoo.call.packed import as_batch, of_nested, of_rows, rows_of_nested
+from flashzoo.call.packed import as_batch, of_nested, rows_of_nested
 from flashzoo.call.plan import negated, plan, problem_of
 from flashzoo.call.problem import OPTIONS, Problem
 from flashzoo.masks.block_mask import BlockMask
@@ -127,12 +127,22 @@ def attention(
     """
     if getattr(q, "is_nested", False):
         return of_nested(attention, q, k, v, return_lse=return_lse, version=version, **options)
-    if "cu_seqlens_q" in options and getattr(q, "ndim", 4) == 3:
-        return of_rows(attention, q, k, v, return_lse=return_lse, version=version, **options)
+    rows = "cu_seqlens_q" in options and getattr(q, "ndim", 4) == 3
+    if rows:
+        q, k, v = as_batch(q, k, v)
     if is_compiling():
         from flashzoo.call.traced import traced
 
-        return traced(q, k, v, return_lse, version, options)
+        out, lse = traced(q, k, v, return_lse, version, options)
+    else:
+        out, lse = called(q, k, v, return_lse, version, options)
+    if rows:
+        return (out[0], lse[0]) if return_lse else out[0]
+    return (out, lse) if return_lse else out
+
+
+def called(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, version: str, options: dict[str, Any]) -> tuple[Tensor, Any]:
+    """`attention` of tensors of four dimensions: out, and lse or None."""
     asked = requested(version)
     operands, forms = taken(options)
     try:
@@ -161,8 +171,7 @@ def attention(
     if not planned.checked:
         planned.check(result, q, problem.grad)
         planned.checked = True
-    out, lse = result
-    return (out, lse) if return_lse else out
+    return result
 
 
 @overload

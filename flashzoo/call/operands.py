@@ -57,7 +57,7 @@ class Operands:
     @property
     def forms(self) -> Forms:
         """What a plan depends on, of each in the order of `OPERANDS`."""
-        return tuple(None if (x := getattr(self, name)) is None else kind.form(name, x) for name, kind in OPERANDS.items())
+        return tuple([None if (x := getattr(self, name)) is None else kind.form(name, x) for name, kind in OPERANDS.items()])
 
     @property
     def differentiable(self) -> tuple[Tensor | None, ...]:

@@ -22,12 +22,6 @@ def as_batch(q: Tensor, k: Any, v: Any) -> tuple[Tensor, Any, Any]:
     return q[None], k[None], v[None]
 
 
-def of_rows(attention: Callable, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Any) -> Any:
-    """`attention` of packed rows."""
-    result = attention(*as_batch(q, k, v), return_lse=return_lse, **options)
-    return (result[0][0], result[1][0]) if return_lse else result[0]
-
-
 def rows_of_nested(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
     """The packed rows of nested tensors `(batch, seqlen, heads, head_dim)`, and the arguments that their offsets are."""
     tensors: dict[str, Any] = {"q": q, "k": k, "v": v}

@@ -313,8 +313,9 @@ class Option(NamedTuple):
 
 
 def _feature(argument: str, option: Option) -> Feature:
+    name, default = option.field, option.default
     asked = f"{argument}=True" if option.example is True else argument
-    return Feature(asked, lambda problem: getattr(problem, option.field) != option.default, {option.field: option.example})
+    return Feature(asked, lambda problem: getattr(problem, name) != default, {name: option.example})
 
 
 OPTIONS = {

@@ -58,8 +58,8 @@ def _requested(version: Any) -> tuple[str, str]:
     return requested(version if isinstance(version, str) else repr(version))  # a bad one is refused when the graph runs, with the good ones
 
 
-def traced(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, version: str, options: Named) -> Tensor | tuple[Tensor, Tensor]:
-    """`flashzoo.attention` of what is being traced."""
+def traced(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, version: str, options: Named) -> tuple[Tensor, Tensor]:
+    """`flashzoo.attention` of what is being traced: out and lse, which is one only where it is asked for."""
     # What the operator's schema would convert, or refuse in words of its own.
     check_tensors(q=q, k=k, v=v)
     check_flags(return_lse=return_lse)
@@ -75,8 +75,7 @@ def traced(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, version: str, opti
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     name, by = _requested(version)
     refuse_traced_forward_ad()
-    out, lse = torch.ops.flashzoo.attention(q, k, v, **how, return_lse=return_lse, version=name, grad=grad, by=by)
-    return (out, lse) if return_lse else out
+    return torch.ops.flashzoo.attention(q, k, v, **how, return_lse=return_lse, version=name, grad=grad, by=by)
 
 
 def _planned(q: Tensor, k: Tensor, v: Tensor, how: Named, grad: bool, by: str = ARGUMENT) -> tuple[Plan, Operands]:

@@ -1,7 +1,6 @@
 """FlashAttention-1 in Triton: keys and values in the outer loop. See README.md beside this file."""
 
-from flashzoo.spec import Spec
-from flashzoo.v1.config import describe
+from flashzoo.spec import Spec, deferred
 
 _FEATURES = frozenset({"causal", "gqa", "cross", "lse", "deterministic"})
 
@@ -16,5 +15,5 @@ SPEC = Spec(
     backward=_FEATURES,
     backward_impl="flashzoo.v1.launch:backward",
     requires=("triton",),
-    notes=describe,
+    notes=deferred("flashzoo.v1.config:describe"),
 )

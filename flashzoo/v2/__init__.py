@@ -1,7 +1,6 @@
 """FlashAttention-2 in Triton: programs own query blocks, keys and values stream by. See README.md beside this file."""
 
-from flashzoo.spec import Spec
-from flashzoo.v2.config import describe
+from flashzoo.spec import Spec, deferred
 
 _FEATURES = frozenset({"causal", "window", "gqa", "cross", "lse", "deterministic", "packed", "used_k"})
 
@@ -17,5 +16,5 @@ SPEC = Spec(
     backward_impl="flashzoo.v2.launch:backward",
     requires=("triton",),
     batch_invariant=True,
-    notes=describe,
+    notes=deferred("flashzoo.v2.config:describe"),
 )

@@ -1,7 +1,6 @@
 """FlashAttention-3 in CuTe DSL: TMA, WGMMA and warps with roles, on Hopper. See README.md beside this file."""
 
-from flashzoo.spec import Spec
-from flashzoo.v3.explain import describe, describe_fp8, refusals
+from flashzoo.spec import Spec, deferred
 
 _FEATURES = frozenset({"causal", "window", "gqa", "cross", "head_dim_v", "lse", "deterministic", "block_mask"})
 
@@ -18,8 +17,8 @@ SPEC = Spec(
     backward_impl="flashzoo.v3.launch:backward",
     requires=("cutlass",),
     backward_requires=("triton",),
-    check=refusals,
-    notes=describe,
+    check=deferred("flashzoo.v3.explain:refusals"),
+    notes=deferred("flashzoo.v3.explain:describe"),
 )
 
 _FP8_FEATURES = frozenset({"causal", "window", "gqa", "cross", "lse", "deterministic"})
@@ -38,5 +37,5 @@ FP8_SPEC = Spec(
     backward=_FP8_FEATURES,
     backward_16="flashzoo.v3.launch:attention",
     requires=("cutlass", "triton"),
-    notes=describe_fp8,
+    notes=deferred("flashzoo.v3.explain:describe_fp8"),
 )
