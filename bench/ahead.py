@@ -48,6 +48,7 @@ def compile_jobs(todo: Work) -> list[tuple[str, list[Cell]]]:
     for cell in sorted(todo, key=lambda cell: cell.problem.grad):
         problem = cell.problem
         kind = cell.pattern.kind if cell.pattern else "causal" if problem.causal else "full"
+        kind = f"packed {kind}" if cell.lengths else kind
         for impl in todo[cell]:
             spec = flashzoo.versions().get(parted(impl)[0])
             if impl == "flex":

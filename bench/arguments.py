@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 import flashzoo
-from bench import masks
-from bench.cells import DENSE, MASKED_HEAD_DIMS, MASKED_SIZES, OWN_HEAD_DIMS, PASSES, cells, passes
+from bench import lengths, masks
+from bench.cells import DENSE, MASKED_HEAD_DIMS, MASKED_SIZES, OWN_HEAD_DIMS, PACKED_TOTALS, PASSES, cells, passes
 from bench.contenders import ENDINGS, foreign, names_with_endings
 from bench.peers import PEERS
 from bench.rows import Results, head_commit, results_path
@@ -54,6 +54,13 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
         help="cells with block masks: dense (none, as --causal says), ones, causal, window1024, butterfly, random/4 and local/4 (a quarter "
         f"of the blocks), with any numbers; `default` is dense, {', '.join(masks.NAMES)}. In one sequence of 16k tokens with hidden 2048 "
         "and one of 64k with hidden 512, head dims 128 and 64, unless the sizes below say otherwise",
+    )
+    what.add_argument(
+        "--lengths",
+        metavar="NAME,...",
+        type=_lengths_names,
+        help="cells of packed sequences: documents (log-normal lengths), equal512 (all of that length); in totals of "
+        f"{', '.join(map(str, PACKED_TOTALS))} tokens, which --seqlens chooses from, unless the sizes below say otherwise",
     )
     what.add_argument("--list", action="store_true", help="say which peers there are, installed or missing, and do no more")
     sizes = parser.add_argument_group("sizes")
@@ -96,6 +103,8 @@ def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error(f"--passes: expected fwd for e4m3, which has no backward pass, got {','.join(args.passes)}")
     if args.dtype == "e4m3" and args.masks:
         parser.error("--masks: expected 16 or 32 bits, got e4m3, which takes no block mask")
+    if args.lengths and (args.masks or args.dtype == "e4m3"):
+        parser.error(f"--lengths: expected 16 or 32 bits and no block masks, got {'--masks' if args.masks else args.dtype}")
     if bool(args.tokens) != bool(args.hidden):
         given, other = ("--tokens", "--hidden") if args.tokens else ("--hidden", "--tokens")
         parser.error(f"--tokens and --hidden: expected both or neither, got {given} without {other}")
@@ -178,6 +187,14 @@ def amount(text: str) -> float:
     if not number >= 0:
         raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
     return number
+
+
+def _lengths_names(text: str) -> list[str]:
+    found = text.split(",")
+    unknown = [name for name in found if not lengths.known(name)]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"expected names of the form {lengths.FORMS}, got {', '.join(unknown)}")
+    return found
 
 
 def _mask_names(text: str) -> list[str]:

@@ -1,15 +1,16 @@
-"""Cells: the shapes, passes and block masks that a run is of."""
+"""Cells: the shapes, passes, block masks and packed sequences that a run is of."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor
 
-from bench import masks
+from bench import lengths, masks
 from bench.rows import SHAPE_FIELDS, Row, key_of
 from flashzoo.call.problem import Problem
 from flashzoo.workloads import hardware, workloads
@@ -21,6 +22,9 @@ MASKED_SIZES = ((16384, 2048), (65536, 512))
 MASKED_HEAD_DIMS = (128, 64)
 OWN_HEAD_DIMS = (64,)
 """Where `--tokens` and `--hidden` are given and no head dims are."""
+PACKED_TOTALS = (4096, 16384, 65536)
+PACKED_HEADS = ((16, 16, 128), (64, 8, 128), (32, 32, 64), (8, 8, 256))
+"""Heads of queries, of keys, and head dims of a run with packed sequences."""
 DENSE = "dense"
 """What stands among the names of masks for none."""
 WHOLE, QUERIES = 16384, 1024
@@ -29,10 +33,12 @@ WHOLE, QUERIES = 16384, 1024
 
 @dataclass(frozen=True)
 class Cell:
-    """One shape, pass and block mask; `problem.grad` says which pass, and mask is one of `bench.masks` or empty."""
+    """One shape and pass, with a block mask, packed sequences or neither; `problem.grad` says which pass, mask is one of `bench.masks` or
+    empty, and lengths one of `bench.lengths` or empty."""
 
     problem: Problem
     mask: str = ""
+    lengths: str = ""
 
     @property
     def pass_(self) -> str:
@@ -42,7 +48,8 @@ class Cell:
     def fields(self) -> Row:
         """The columns that say what was asked, but for `density`."""
         shape = {name: getattr(self.problem, name) for name in SHAPE_FIELDS[1:]}
-        return {**shape, "pass": self.pass_, "causal": int(self.problem.causal), "mask": self.mask}
+        shape["batch"] = self.problem.batch if self.packed is None else len(self.packed.lengths)
+        return {**shape, "pass": self.pass_, "causal": int(self.problem.causal), "mask": self.mask, "lengths": self.lengths}
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -55,15 +62,22 @@ class Cell:
         return masks.pattern(self.mask, self.problem.seqlen_q, self.problem.device) if self.mask else None
 
     @property
+    def packed(self) -> lengths.Packed | None:
+        """The packed sequences, on the problem's device."""
+        return lengths.packed(self.lengths, self.problem.seqlen_q, self.problem.device) if self.lengths else None
+
+    @property
     def density(self) -> float:
-        """The share of the pairs, of those that causal leaves, that the block mask shows."""
+        """The share of the pairs, of those that causal leaves, that the block mask shows; of packed sequences, of all that there are."""
+        if self.packed:
+            return self.packed.density(self.problem.causal)
         return self.pattern.visible if self.pattern else 1
 
     @property
     def queries(self) -> Tensor | None:
         """The queries that are checked; None where all are. One of each run of equally many, at ever other places in a block."""
         seqlen = self.problem.seqlen_q
-        if not self.mask and seqlen <= WHOLE:
+        if not self.mask and not self.lengths and seqlen <= WHOLE:
             return None
         step = max(1, seqlen // QUERIES)
         first = torch.arange(0, seqlen, step, device=self.problem.device)
@@ -73,6 +87,8 @@ class Cell:
         p = self.problem
         shape = f"{p.batch}x{p.seqlen_q}x{p.heads}"
         what = f"{self.mask:<10}" if self.mask else f"{'causal' if p.causal else 'full':<6}"
+        if self.packed:
+            what, shape = f"{what} {self.lengths}", f"{len(self.packed.lengths)} in {p.seqlen_q}x{p.heads}:{p.heads_kv}"
         return f"{self.pass_} d{p.head_dim:<3} {what} {shape}"
 
 
@@ -87,6 +103,8 @@ def cells(args: argparse.Namespace) -> list[Cell]:
     """
     if args.masks:
         return list(_masked(args))
+    if args.lengths:
+        return list(_packed(args))
     own = bool(args.tokens)
     chosen = []
     for pass_ in passes(args):
@@ -113,6 +131,19 @@ def _masked(args: argparse.Namespace) -> Iterator[Cell]:
                 dense = args.causal if DENSE in args.masks else ()
                 yield from (Cell(replace(here, causal=causal)) for causal in dense)
                 yield from (Cell(here, mask) for mask in args.masks if mask != DENSE)
+
+
+def _packed(args: argparse.Namespace) -> Iterator[Cell]:
+    heads = [(args.hidden // d, args.hidden // d, d) for d in args.head_dims or OWN_HEAD_DIMS] if args.hidden else PACKED_HEADS
+    totals = [args.tokens] if args.tokens else [total for total in PACKED_TOTALS if total in (args.seqlens or (total,))]
+    for name in args.lengths:
+        for (heads_q, heads_kv, head_dim), total in product(heads, totals):
+            if args.head_dims and head_dim not in args.head_dims:
+                continue
+            count = len(lengths.lengths(name, total))
+            problem = Problem(1, total, total, heads_q, heads_kv, head_dim, sequences=count)
+            for pass_, causal in product(passes(args), args.causal):
+                yield Cell(replace(_here(problem, pass_, args), causal=causal), lengths=name)
 
 
 def passes(args: argparse.Namespace) -> list[str]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import flashzoo
 from bench.cells import Cell
-from bench.peers import FP8_PEERS, LINEAR_PEERS, MASKED_PEERS, PEERS, Attention, missing, peer
+from bench.peers import FP8_PEERS, LINEAR_PEERS, MASKED_PEERS, PACKED_PEERS, PEERS, Attention, missing, peer
 from bench.rows import MISSING, REFUSED
 from flashzoo.reference import Result
 from flashzoo.spec import Spec
@@ -26,11 +26,15 @@ ENDINGS: dict[str, dict[str, Any]] = {"_end_to_end": {"precision": "fp8"}, "_det
 MASKED_ONLY = "blocksparse"
 
 
-def default_impls(pass_: str, dtype: str = "bf16", masked: bool = False) -> list[str]:
+def default_impls(pass_: str, dtype: str = "bf16", masked: bool = False, packed: bool = False) -> list[str]:
     """Every registered version of that dtype but `sdpa`, which the peers stand for, and `blocksparse`, where no cell has a block mask;
-    `DEFAULT_MODES`; and the peers that need linear memory, there or not. Backward, and with block masks, versions that need it too."""
+    `DEFAULT_MODES`; and the peers that need linear memory, there or not. Backward, and with block masks or packed sequences, versions that
+    need it too."""
     specs = [spec for spec in flashzoo.versions().values() if dtype in (*spec.dtypes, *spec.cpu_dtypes)]
     specs = [spec for spec in specs if spec.name != "sdpa" and (masked or spec.name != MASKED_ONLY)]
+    if packed:
+        linear = [spec.name for spec in specs if "packed" in spec.features and spec.memory == "linear"]
+        return [*linear, *PACKED_PEERS]
     if pass_ == "bwd":
         specs = [spec for spec in specs if spec.backward is not None]
     if pass_ == "bwd" or masked:
@@ -59,6 +63,8 @@ def fitting(impls: list[str], cell: Cell, masked: bool) -> list[str]:
             return False
         if cell.mask:
             return spec is None or "block_mask" in spec.features
+        if cell.lengths:
+            return spec is None or "packed" in spec.features
         return not (masked and impl == MASKED_ONLY)
 
     parts = [impl.partition("@") for impl in impls]
@@ -83,10 +89,12 @@ def attention(impl: str, cell: Cell) -> Attention:
     """The version or peer of that name as a function of q, k and v."""
     problem, pattern = cell.problem, cell.pattern
     if impl in PEERS:
-        return peer(impl, problem, pattern) if pattern else peer(impl, problem)
+        return peer(impl, problem, pattern, cell.packed)
     version, options = parted(impl)
     if pattern:
         options = {**options, "block_mask": pattern.mask}
+    if cell.packed:
+        options = {**options, "cu_seqlens_q": cell.packed.cu_seqlens, "max_seqlen_q": cell.packed.longest}
     return partial(flashzoo.attention, causal=problem.causal, window_size=problem.window, version=version, **options)
 
 

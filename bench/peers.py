@@ -3,12 +3,14 @@
 Every peer takes q `(batch, seqlen_q, heads, head_dim)` and k, v `(batch, seqlen_k, heads_kv, head_dim)`, fp16 or bf16,
 any strides, and returns out of q's shape, with gradients where an input asks for them. A layout of its own is met with
 transposed views, no copies. Those of `FP8_PEERS` take e4m3, whose descales are 1, and have no gradients there. Those of
-`MASKED_PEERS` take a block mask, which is made into one of their own before the first call. What a peer does not take is a
+`MASKED_PEERS` take a block mask, which is made into one of their own before the first call, and those of `PACKED_PEERS` packed
+sequences in a batch of one. What a peer does not take is a
 NotImplementedError, its own or one from here.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import re
@@ -23,19 +25,21 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from bench.lengths import Packed
 from bench.masks import BLOCK, Pattern
 from flashzoo.call.problem import Problem
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def peer(name: str, problem: Problem, pattern: Pattern | None = None) -> Attention:
+def peer(name: str, problem: Problem, pattern: Pattern | None = None, packed: Packed | None = None) -> Attention:
     """The peer of that name, ready to be called on the problem's tensors; nothing runs or compiles before the call.
 
     Args:
         name: a key of `PEERS`.
         problem: sizes and causal are read from it.
         pattern: the block mask, where there is one; the problem is then not causal.
+        packed: the sequences, where they are packed.
 
     Raises:
         KeyError: no peer has that name.
@@ -46,6 +50,10 @@ def peer(name: str, problem: Problem, pattern: Pattern | None = None) -> Attenti
         if name not in MASKED_PEERS:
             raise NotImplementedError(f"block masks are taken by {' and '.join(MASKED_PEERS)}, got {name}")
         return MASKED_PEERS[name](problem, pattern)
+    if packed is not None:
+        if name not in PACKED_PEERS:
+            raise NotImplementedError(f"packed sequences are taken by {' and '.join(PACKED_PEERS)}, got {name}")
+        return PACKED_PEERS[name](problem, packed)
     if problem.dtype == "e4m3" and name not in FP8_PEERS:
         raise NotImplementedError(f"e4m3 is taken by {' and '.join(FP8_PEERS)}, got {name}")
     return PEERS[name](problem)
@@ -197,6 +205,55 @@ def _library(name: str, problem: Problem) -> Attention:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = function(q, k, v, causal=problem.causal)
         return out[0] if isinstance(out, tuple) else out
+
+    return attention
+
+
+def _library_packed(name: str, problem: Problem, packed: Packed) -> Attention:
+    """The library's function for packed sequences, which has the name of the other with `varlen` in it."""
+    _function(name)  # says what is missing
+    module, _, function = _LIBRARIES[name].function.rpartition(".")
+    call = getattr(import_module(module), function.replace("flash_attn_func", "flash_attn_varlen_func"))
+    cu, longest = packed.cu_seqlens, packed.longest
+    how = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": longest, "max_seqlen_k": longest, "causal": problem.causal}
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = call(q[0], k[0], v[0], **how)
+        return (out[0] if isinstance(out, tuple) else out)[None]
+
+    return attention
+
+
+def _torch_packed(problem: Problem, packed: Packed) -> Attention:
+    """torch.nn.attention.varlen, which says causal by a flag or, newer, by a window."""
+    call = import_module("torch.nn.attention.varlen").varlen_attn
+    known = inspect.signature(call).parameters
+    causal = {"is_causal": problem.causal} if "is_causal" in known else {"window_size": (-1, 0 if problem.causal else -1)}
+    groups = {"enable_gqa": True} if "enable_gqa" in known and problem.heads != problem.heads_kv else {}
+    if problem.heads != problem.heads_kv and not groups:
+        raise NotImplementedError("this torch's packed attention has no heads that share keys")
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        lengths = (packed.cu_seqlens, packed.cu_seqlens, packed.longest, packed.longest)
+        return call(q[0], k[0], v[0], *lengths, **causal, **groups)[None]
+
+    return attention
+
+
+def _flex_packed(problem: Problem, packed: Packed) -> Attention:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    document, compiled = packed.documents, _compiled_flex()
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        same = document[i] == document[j]
+        return same & (j <= i) if problem.causal else same
+
+    mask = create_block_mask(visible, None, None, packed.total, packed.total, device=packed.device)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask, enable_gqa=problem.heads != problem.heads_kv)
+        return out.transpose(1, 2)
 
     return attention
 
@@ -356,6 +413,13 @@ LINEAR_PEERS = tuple(name for name in PEERS if name not in ("sdpa_math", "cudnn_
 
 MASKED_PEERS: dict[str, Callable[[Problem, Pattern], Attention]] = {"flex": _flex_masked, "fa4": _fa4_masked}
 """Those that take block masks."""
+
+PACKED_PEERS: dict[str, Callable[[Problem, Packed], Attention]] = {
+    **{name: partial(_library_packed, name) for name in ("fa4", "fa3", "fa2")},
+    "sdpa_flash": _torch_packed,
+    "flex": _flex_packed,
+}
+"""Those that take packed sequences; torch's own is its FA-2 for these."""
 
 FP8_PEERS = ("fa3", "cudnn_fp8")
 """Those that take e4m3."""

@@ -48,10 +48,12 @@ class Referee:
             self.tensors = [x if i in (1, 2) else x[:, self.queries] for i, x in enumerate(self.tensors)]
             if cell.pattern:
                 self.mask = cell.pattern.of_queries(self.queries)
+            elif cell.packed:
+                self.mask = cell.packed.seen_by(self.queries, problem.causal)
             elif problem.causal:
                 self.mask = masks.in_band(self.queries, problem.seqlen_k)[None, None]
             form = None if self.mask is None else MaskForm()
-            self.sample = replace(self.sample, seqlen_q=len(self.queries), causal=False, block_mask=form)
+            self.sample = replace(self.sample, seqlen_q=len(self.queries), causal=False, block_mask=form, sequences=None)
         self.judges: dict[str | None, Judge] = {}
 
     def judge(self, impl: str) -> Judge:

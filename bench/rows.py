@@ -31,11 +31,13 @@ RESULT_FIELDS = (
     "compile_s",
     "dram_mib",
     "why",
+    "lengths",
 )
-"""The last five: MiB that one call takes at most beyond what it finds, by torch's allocator; microseconds of the host until a call returns,
+"""The last six: MiB that one call takes at most beyond what it finds, by torch's allocator; microseconds of the host until a call returns,
 on an idle GPU; seconds of the cell's first call, in the process that compiled ahead or in the run; MiB that a call reads from and writes to
-the GPU's memory, which `bench.traffic` measures; and why there is no result. On the CPU the first two are empty."""
-KEY_FIELDS = (*SHAPE_FIELDS, "mask")
+the GPU's memory, which `bench.traffic` measures; why there is no result; and the name of packed sequences' lengths, of which the batch then
+is the number and seqlen_q and seqlen_k the totals. On the CPU the first two are empty."""
+KEY_FIELDS = (*SHAPE_FIELDS, "mask", "lengths")
 FIELDS: tuple[str, ...] = (*RUN_FIELDS, "impl", *SHAPE_FIELDS, *RESULT_FIELDS)
 MISSING, REFUSED, NO_MEMORY, FAILED = "missing", "refused", "out of memory", "FAILED"
 """What the column `why` begins with."""

@@ -7,6 +7,8 @@ says what the GPU could do in this run; with `--dtype e4m3`, where inputs are FP
 too. A version that quantizes 16-bit inputs is timed so, end to end, under its name with `_end_to_end` behind it, and with
 `_deterministic` behind it any that has an order of accumulation which is fixed.
 
+With `--lengths` they have packed sequences (`bench.lengths`), and the FLOPs of the pairs that these see.
+
 With `--masks` cells have block masks (`bench.masks`), and the FLOPs of the pairs that those show; what takes no block mask runs in
 the dense cells beside them. All cells of one size and pass, masked and dense, are timed in the same turns. Masked cells, and dense
 ones of more than 16k tokens, are checked on 1024 queries from everywhere.
@@ -60,7 +62,7 @@ def main(argv: list[str] | None = None) -> int:
         print(listing())
         return 0
     check(args, parser)
-    impls = {pass_: args.impls or default_impls(pass_, args.dtype, bool(args.masks)) for pass_ in passes(args)}
+    impls = {pass_: args.impls or default_impls(pass_, args.dtype, bool(args.masks), bool(args.lengths)) for pass_ in passes(args)}
     check_out(args, [impl for chosen in impls.values() for impl in chosen], parser)
     check_size(args, parser)
     results = results_of(args, args.resume or args.run, args.device, parser)

@@ -59,17 +59,18 @@ class Ranges:
                     yield f"seqused_k must be from 0 to the sequence's length, got {used} of {length} at {at}"
                     return
 
-    def visible(self, span: Window, total_q: int, total_k: int) -> Tensor:
+    def visible(self, span: Window, total_q: int, total_k: int, queries: Tensor | None = None) -> Tensor:
         """`(total_q, total_k)` bool, True where the query sees the key: one of its own sequence, and in the band around its own diagonal.
 
         Args:
             span: the band, as `Problem.span`.
+            queries: int64, the rows of the answer; None for all.
         """
-        query = torch.arange(total_q, device=self.cu_seqlens_q.device)
+        query = torch.arange(total_q, device=self.cu_seqlens_q.device) if queries is None else queries
         key = torch.arange(total_k, device=self.cu_seqlens_q.device)
         q_first, q_end, k_first, k_end = self.bounds(total_q, total_k)
         if not len(q_first):
-            return torch.zeros(total_q, total_k, dtype=torch.bool, device=query.device)
+            return torch.zeros(len(query), total_k, dtype=torch.bool, device=query.device)
         of = torch.searchsorted(q_end, query, right=True).clamp(max=len(q_end) - 1)
         q_first, q_end, k_first, k_end = q_first[of], q_end[of], k_first[of], k_end[of]
         seen = ((query >= q_first) & (query < q_end))[:, None] & (key >= k_first[:, None]) & (key < k_end[:, None])
