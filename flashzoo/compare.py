@@ -25,15 +25,17 @@ from torch import Tensor
 from flashzoo.accuracy import Judge
 from flashzoo.call.api import Options, attention, explain, takes_options
 from flashzoo.call.check import check_data, options_of
+from flashzoo.call.operands import taken
+from flashzoo.call.packed import batch_of_one
 from flashzoo.call.problem import Problem
 from flashzoo.comparison import PASSES, Comparison, Row
 from flashzoo.gpu import SHARED_LIMIT, peak_tflops
-from flashzoo.reference import Result
+from flashzoo.reference import Result, shown
 from flashzoo.registry import current, implementation
 from flashzoo.registry import versions as registered
 from flashzoo.spec import INTERPRETER_BLOCK, Spec, duration, interpreter_seconds
 from flashzoo.timing import MIN_SHARED, Clock, Operation, Timing, with_peak
-from flashzoo.workloads import Workload, block_mask, descales, flops, hardware, hbm_bytes, inputs
+from flashzoo.workloads import Workload, block_mask, descales, flops, hardware, hbm_bytes, inputs, ranges
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -93,13 +95,14 @@ def compare(
             input has NaN or infinity in it, of which there is no error to compare.
         flashzoo.compare.Interrupted: a KeyboardInterrupt that has the rows that were finished.
     """
-    specs = _chosen(versions)
+    specs, given = _chosen(versions), dict(options)
+    q, k, v, given = batch_of_one(q, k, v, given)
     with torch.set_grad_enabled(backward), _bar(progress) as bar:
-        problem = explain(*_leaves((q, k, v), backward), **options).problem
+        problem = explain(*_leaves((q, k, v), backward), **given).problem
         check_data(q.device)
-        _check_finite(q=q, k=k, v=v, **{name: options.get(name) for name in DESCALES})
+        _check_finite(q=q, k=k, v=v, **{name: given.get(name) for name in DESCALES})
         _foresee(bar, problem, specs, budget_s)
-        return _compared(bar, (q, k, v), problem, dict(options), specs, seed)
+        return _compared(bar, (q, k, v), problem, given, specs, seed)
 
 
 def _compared(
@@ -118,8 +121,7 @@ def _compared(
     environment, rows = _environment(q.device), []
     try:
         bar.step("oracle")
-        mask = options.get("block_mask")
-        seen = None if mask is None else mask.to_dense()
+        seen = shown(problem, taken(dict(options))[0])
         of_inputs = (options.get("q_descale"), options.get("k_descale"), options.get("v_descale"))
         judge = Judge(q, k, v, replace(problem, lse=True), dout, descales=of_inputs, mask=seen)
         bench = _Bench((q.detach(), k.detach(), v.detach()), dout, problem, options, judge)
@@ -148,7 +150,8 @@ def compare_workload(
 
     Args:
         source: sizes, dtypes, precision, causal, window and deterministic are read from it, its hardware is not. e4m3 inputs get
-            descales by block, and a problem with a block mask one of its form, from `flashzoo.workloads.block_mask`.
+            descales by block, a problem with a block mask one of its form, from `flashzoo.workloads.block_mask`, and one with packed
+            sequences lengths from `flashzoo.workloads.ranges`.
         device: the GPU if there is one, else the CPU, where None.
         backward, versions, budget_s, progress: as in `compare`.
     """
@@ -161,6 +164,8 @@ def compare_workload(
         bar.step("inputs")
         q, k, v, _ = inputs(source, seed, device)
         options = options_of(problem) | {"block_mask": block_mask(problem, seed, device)}
+        lengths = ranges(problem, seed, device)
+        options |= {} if lengths is None else vars(lengths)
         options |= zip(DESCALES, descales(problem, "block" if problem.dtype == "e4m3" else None, seed, device), strict=True)
         problem = explain(*_leaves((q, k, v), backward), **options).problem
         return _compared(bar, (q, k, v), problem, options, specs, seed + 1)
@@ -211,7 +216,8 @@ def _part_s(problem: Problem, specs: list[Spec], scores: int) -> tuple[float, fl
     room = max(1, scores // (group * seqlen_q * seqlen_k))
     heads_kv = min(problem.heads_kv, room)
     sizes = {"batch": max(1, min(problem.batch, room // heads_kv)), "heads": group * heads_kv, "heads_kv": heads_kv}
-    part = replace(problem, **sizes, seqlen_q=seqlen_q, seqlen_k=seqlen_k, block_mask=None)
+    dense = {"block_mask": None, "sequences": None, "used_k": False, "max_seqlen_q": None, "max_seqlen_k": None}
+    part = replace(problem, **sizes, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **dense)  # pyright: ignore[reportArgumentType]
     q, k, v, dout = inputs(part, device="cpu")
     start = time.perf_counter()
     judge = Judge(q, k, v, replace(part, lse=True), dout if part.grad else None)

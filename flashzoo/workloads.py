@@ -489,8 +489,10 @@ def hbm_bytes(problem: Problem, version_name: str, sram_bytes: int) -> float | N
         sram_bytes: on-chip memory of one multiprocessor.
 
     Returns:
-        Bytes, or None for a version whose paper gives no formula.
+        Bytes, or None for a version whose paper gives no formula, and of packed sequences.
     """
+    if problem.sequences is not None:
+        return None
     size, size_o, rows = BYTES[problem.dtype], BYTES[problem.out_dtype], problem.batch * problem.heads
     d, dv = problem.head_dim, problem.head_dim_v
     pairs = problem.seqlen_q * problem.seqlen_k

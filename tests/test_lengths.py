@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import flashzoo
+from flashzoo.compare import compare_workload
 from flashzoo.lengths import Ranges
+from flashzoo.workloads import workload
 from flashzoo_suite.support import DEVICE
 
 
@@ -114,6 +116,15 @@ def test_validate_finds_values_that_lie(case):
 def test_validate_finds_nothing_in_what_is_right():
     flashzoo.validate(*ROWS, cu_seqlens_q=RIGHT, seqused_k=lengths(0, 20), max_seqlen_q=20)
     flashzoo.validate(*(x[None] for x in ROWS), causal=True, block_mask=flashzoo.BlockMask.causal(30, 30, device=DEVICE))
+
+
+def test_compare_takes_packed_sequences():
+    found = flashzoo.compare(*ROWS, cu_seqlens_q=RIGHT, causal=True, backward=True, versions=["standard", "sdpa", "v1"])
+    nested = flashzoo.compare(NESTED, NESTED, NESTED, versions=["standard"])
+    drawn = compare_workload(workload("packed_used"), versions=["standard"])
+    assert {row.version: row.status for row in found.rows} == {"standard": "ok", "sdpa": "ok", "v1": "can't"}
+    assert [row.status for comparison in (nested, drawn) for row in comparison.rows] == ["ok", "ok"]
+    assert "v1 can't: does not support cu_seqlens_q" in str(found) and "2 packed sequences" in str(found)
 
 
 def test_validate_looks_at_descales():

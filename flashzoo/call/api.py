@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 from flashzoo.call.check import check_data, check_tensors, described, fields_of
 from flashzoo.call.forms import Window, check_flags
 from flashzoo.call.operands import taken
-from flashzoo.call.packed import as_batch, of_nested, rows_of_nested
+from flashzoo.call.packed import as_batch, batch_of_one, of_nested
 from flashzoo.call.plan import negated, plan, problem_of
 from flashzoo.call.problem import OPTIONS, Problem
 from flashzoo.masks.block_mask import BlockMask
@@ -212,11 +212,7 @@ def explain(
     Raises:
         TypeError, ValueError: as `attention`; a `Problem` has other arguments than `version` beside it.
     """
-    if getattr(q, "is_nested", False):
-        (q, k, v), lengths = rows_of_nested(q, k, v, options)
-        options |= lengths
-    if "cu_seqlens_q" in options and isinstance(q, Tensor) and q.ndim == 3:
-        q, k, v = as_batch(q, k, v)
+    q, k, v, options = batch_of_one(q, k, v, options)
     if not isinstance(q, Problem):
         if k is None or v is None:
             raise TypeError(f"explain: k and v must be tensors where q is one, got {type(k).__name__} and {type(v).__name__}")

@@ -44,6 +44,16 @@ def rows_of_nested(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[tup
     return (q.values(), k.values(), v.values()), lengths
 
 
+def batch_of_one(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """Packed rows and nested tensors as a batch of one, with the options that say so; other tensors as they are."""
+    if getattr(q, "is_nested", False):
+        (q, k, v), lengths = rows_of_nested(q, k, v, options)
+        options = options | lengths
+    if "cu_seqlens_q" in options and isinstance(q, Tensor) and q.ndim == 3:
+        q, k, v = as_batch(q, k, v)
+    return q, k, v, options
+
+
 def of_nested(attention: Callable, q: Any, k: Any, v: Any, *, return_lse: bool, version: str, **options: Any) -> Any:
     """`attention` of nested tensors: out is nested as q is."""
     rows, lengths = rows_of_nested(q, k, v, options)

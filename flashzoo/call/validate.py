@@ -10,6 +10,7 @@ from torch import Tensor
 from flashzoo.call.api import explain, takes_options
 from flashzoo.call.check import check_data
 from flashzoo.call.operands import Operands, taken
+from flashzoo.call.packed import batch_of_one
 
 
 @takes_options
@@ -27,6 +28,7 @@ def validate(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
         TypeError, ValueError: as `attention`; or a value is none that may be: the text names the argument, what was expected, and what
             was got.
     """
+    q, k, v, options = batch_of_one(q, k, v, options)
     problem = explain(q, k, v, **options).problem
     check_data(q.device)
     block_mask = options.get("block_mask")
