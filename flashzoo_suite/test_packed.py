@@ -87,7 +87,7 @@ def test_each_sequence_is_what_it_is_alone(version, problem):
             assert same_bits(alone.dk, together.dk[used]) and same_bits(alone.dv, together.dv[used])
 
 
-@asks({"packed": {}, "used": {"used_k": True}}, both=True, **SIZES | {"causal": True})
+@asks({"packed": {"causal": True}, "used": {"used_k": True}, "used_causal": {"used_k": True, "causal": True}}, both=True, **SIZES)
 def test_rows_of_no_sequence_give_zeros(version, problem):
     """Before the first, behind the last, and keys that are not used; nothing of them is left unwritten."""
     (q, k, v), dout, _ = draw(problem)

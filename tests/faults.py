@@ -10,6 +10,7 @@ from fault import Change, Fault, fault
 from faults_v3 import V3, V3_FP8
 
 V1, V2, SPARSE = (f"flashzoo/{version}/kernels.py" for version in ("v1", "v2", "blocksparse"))
+PACKED = "flashzoo/_triton/packed_kernels.py"
 REFERENCE = "flashzoo/reference.py"
 
 _V1 = (
@@ -236,6 +237,41 @@ _V2 = (
         "mask=(row < seqlen + ROWS)[:, None] & (d < HEAD_DIM)[None, :])",
         "test_nothing_past_the_end_is_written[v2-plain]",
         within="store_block",
+    ),
+    fault(
+        "v2/gradients_of_keys_that_are_not_used",
+        "what lies behind the keys in use gets a gradient as if it were a key of zeros",
+        *(V2, "dk_j = tl.where((col < rows_k)[:, None], dk_j, 0.0)", "dk_j = dk_j", "test_rows_of_no_sequence_give_zeros[v2-used]"),
+    ),
+    fault(
+        "v2/diagonal_of_the_whole_batch",
+        "packed sequences are aligned by all rows, not by their own",
+        V2,
+        "window = (rows_k - rows_q, rows_k, window_left, window_right)",
+        "window = (seqlen_k - seqlen_q, rows_k, window_left, window_right)",
+        "test_forward[v2-packed_cross_window-fp16]",
+        within="forward_kernel",
+    ),
+    fault(
+        "v2/statistics_of_the_next_sequence",
+        "LSE and delta are read on into the next sequence, where they may be no numbers; seen in tilelang PR #2461",
+        V2,
+        "return tl.load(at, mask=row < seqlen, other=beyond) if MASKED else tl.load(at)",
+        "return tl.load(at)",
+        "test_each_sequence_is_what_it_is_alone[v2-causal_gqa]",
+    ),
+    fault(
+        "v2/tail_of_the_batch_unwritten",
+        "rows behind the last sequence are left as they were; seen in FA PR #2167, fla PR #892",
+        PACKED,
+        "end = tl.load(cu + number, mask=number <= sequences, other=total)",
+        "end = tl.load(cu + number, mask=number <= sequences, other=0)",
+        "test_rows_of_no_sequence_give_zeros[v2-packed]",
+    ),
+    fault(
+        "v2/blocks_of_a_sequence_less_one",
+        "a sequence whose last block is not whole has one block less",
+        *(PACKED, "n_blocks = tl.cdiv(owned, BLOCK)", "n_blocks = owned // BLOCK", "test_forward[v2-packed-fp16]"),
     ),
 )
 
