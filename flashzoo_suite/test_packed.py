@@ -91,11 +91,11 @@ def test_each_sequence_is_what_it_is_alone(version, problem):
 def test_rows_of_no_sequence_give_zeros(version, problem):
     """Before the first, behind the last, and keys that are not used; nothing of them is left unwritten."""
     (q, k, v), dout, _ = draw(problem)
-    cu = torch.tensor([9, 50, 50, 110, 111, 130, 141], dtype=torch.int32, device=DEVICE)
-    used = torch.tensor([30, 0, 60, 1, 0, 11], dtype=torch.int32, device=DEVICE) if problem.used_k else None
+    cu = torch.tensor([9, 109, 109, 139, 140, 150, 161], dtype=torch.int32, device=DEVICE)
+    used = torch.tensor([30, 0, 20, 1, 0, 11], dtype=torch.int32, device=DEVICE) if problem.used_k else None
     result = called(version, (q[0], k[0], v[0]), problem, dout[0] if problem.grad else None, cu_seqlens_q=cu, seqused_k=used)
     mine = torch.zeros(170, dtype=torch.bool, device=DEVICE)
-    mine[9:141] = True
+    mine[9:161] = True
     theirs = mine.clone()
     if used is not None:
         theirs[:] = False
