@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 # What a plan, and so the cache of plans, depends on. Not the strides but the last: kernels take them as they come.
 # That is in a tuple, empty for a tensor of no dimensions.
-Described = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, torch.layout]
+Described: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device, torch.layout]
 
 
 def described(x: Tensor) -> Described:

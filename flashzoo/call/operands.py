@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from flashzoo.integers import cdiv
 from flashzoo.lengths import Ranges
 from flashzoo.masks.block_mask import BlockMask
 
-Descales = tuple[Tensor | None, Tensor | None, Tensor | None]
+Descales: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
 NO_DESCALES: Descales = (None, None, None)
 
 
@@ -65,7 +65,7 @@ class Operands:
         return tuple(getattr(self, name) for name, kind in OPERANDS.items() if kind.gradient)
 
 
-Forms = tuple[Hashable, ...]
+Forms: TypeAlias = tuple[Hashable, ...]
 
 
 class Operand(ABC):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ BLOCKS = (64, 128)
 """What block_q and block_kv may be."""
 
 Device = torch.device | str | None
-Blocks = tuple[Tensor, Tensor]
+Blocks: TypeAlias = tuple[Tensor, Tensor]
 """A block matrix: bool `(batch, heads, n_q, n_k)` each, the kept blocks and the full ones among them."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import cutlass
 import cutlass.cute as cute
@@ -12,7 +13,7 @@ from flashzoo._cute.hopper.params import Params, SequenceInfo
 from flashzoo._cute.hopper.tile_scheduler import WorkTile
 from flashzoo.gpu import WARPGROUP_ROWS
 
-ThreadBounds = tuple[tuple[Int32, Int32], tuple[Int32, Int32]]
+ThreadBounds: TypeAlias = tuple[tuple[Int32, Int32], tuple[Int32, Int32]]
 """Of a thread's two rows of scores, the first visible column and one past the last, counted from the thread's first column."""
 
 NEVER = 1 << 30
