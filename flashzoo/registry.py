@@ -23,7 +23,7 @@ from threading import RLock
 from typing import TypeVar
 
 from flashzoo.call.problem import Problem
-from flashzoo.spec import Spec
+from flashzoo.spec import Spec, function_at
 
 ENTRY_POINTS = "flashzoo.versions"
 ENVIRONMENT = "FLASHZOO_VERSION"
@@ -373,9 +373,8 @@ def in_16_bits(spec: Spec) -> Callable | None:
 
 
 def _imported(spec: Spec, impl: str) -> Callable:
-    module, _, name = impl.partition(":")
     try:
-        function = getattr(import_module(module), name)
+        function = function_at(impl)
     except (ImportError, AttributeError) as error:
         raise ImportError(f"version {spec.name!r}: expected a function at {impl!r}, got {type(error).__name__}: {error}") from error
     if not callable(function):

@@ -44,16 +44,18 @@ _KINDS = {
 """Of a Spec's fields, all hashable, so that what is found out about a Spec can be remembered."""
 
 
-def deferred(function: str) -> Callable[[Problem], list[str]]:
+def function_at(path: str) -> Callable:
+    """What stands at `"package.module:function"`. Raises ImportError or AttributeError where nothing does."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+def deferred(path: str) -> Callable[[Problem], list[str]]:
     """A Spec's `check` or `notes` that is imported when it is first called: `"package.module:function"`. What it reads, tables of tiles and
     what these are made of, is no part of `import flashzoo`."""
 
-    @lru_cache
-    def imported() -> Callable[[Problem], list[str]]:
-        module, _, name = function.partition(":")
-        return getattr(import_module(module), name)
-
-    return lambda problem: imported()(problem)
+    imported = lru_cache(function_at)
+    return lambda problem: imported(path)(problem)
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,17 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from mutants import copied_tree
 
 from flashzoo_suite.support import ROOT
 
 GUIDE = (ROOT / "docs" / "add_an_option.md").read_text()
-COPIED = ("flashzoo", "flashzoo_suite", "tests", "bench", "examples", "docs", "pyproject.toml", "README.md")
 PLACES = 5
 """Files, at most, in which an option is said, before a kernel is touched."""
 
@@ -41,19 +41,14 @@ def in_words(command: list[str], tree: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def tree(tmp_path_factory) -> Path:
+def tree() -> Iterator[Path]:
     """The copy with every change made."""
-    copy = tmp_path_factory.mktemp("tree")
-    for name in COPIED:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(ROOT / name, copy / name)
-    for path, old, new in changes(GUIDE):
-        text = (copy / path).read_text()
-        assert text.count(old) == 1, f"{path} has {text.count(old)} of\n{old}"
-        (copy / path).write_text(text.replace(old, new))
-    return copy
+    with copied_tree(None) as copy:
+        for path, old, new in changes(GUIDE):
+            text = (copy / path).read_text()
+            assert text.count(old) == 1, f"{path} has {text.count(old)} of\n{old}"
+            (copy / path).write_text(text.replace(old, new))
+        yield copy
 
 
 def test_it_is_said_in_few_places():

@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 
 from flashzoo._triton.launch import Launch
-from flashzoo._triton.packed_kernels import tiles_kernel
+from flashzoo._triton.packed_kernels import COLUMNS, tiles_kernel
 from flashzoo.call.operands import Operands
 from flashzoo.call.problem import Problem
 from flashzoo.integers import cdiv
 
-COLUMNS = 6
-"""Of an entry: where the block starts in its sequence, first row and rows of queries and of keys, rows of the side that the block is of."""
 SLOTS, CHUNK = 32, 64
 """Slots of a program, and sequences that it looks at in one step."""
 
@@ -32,7 +30,7 @@ def tiles_of(problem: Problem, operands: Operands, block: int, of_keys: bool = F
     if ranges is None:
         return None
     rows = problem.seqlen_k if of_keys else problem.seqlen_q
-    tiles = torch.empty((blocks(problem, rows, block), COLUMNS), dtype=torch.int32, device=ranges.cu_seqlens_q.device)
+    tiles = torch.empty((blocks(problem, rows, block), COLUMNS.value), dtype=torch.int32, device=ranges.cu_seqlens_q.device)
     used = ranges.cu_seqlens_k if ranges.seqused_k is None else ranges.seqused_k
     _launch(problem, block, of_keys)((ranges.cu_seqlens_q, ranges.cu_seqlens_k, used, tiles), ())
     return tiles

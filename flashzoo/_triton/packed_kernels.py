@@ -12,6 +12,9 @@ Rows before the first sequence and behind the last are a sequence each, whose qu
 import triton
 import triton.language as tl
 
+COLUMNS: tl.constexpr = tl.constexpr(6)
+"""Of an entry: where the block starts in its sequence, first row and rows of queries and of keys, rows of the side that the block is of."""
+
 
 @triton.jit
 def _side(cu, number, sequences, total):
@@ -91,9 +94,10 @@ def tiles_kernel(
     if not RIGHT:
         more += nth
     there = nth < n_blocks
-    entry = tiles + tl.where(there, more, every + slot - before) * 6
+    place = tl.where(there, more, every + slot - before)
+    entry = tiles + place * COLUMNS
     slots = (total_k if OF_KEYS else total_q) // BLOCK + sequences + 2
-    mask = (slot < slots) & (tl.where(there, more, every + slot - before) < slots)
+    mask = (slot < slots) & (place < slots)
     tl.store(entry, nth * BLOCK, mask=mask)
     tl.store(entry + 1, first_q, mask=mask)
     tl.store(entry + 2, tl.where(there, rows_q, 0), mask=mask)

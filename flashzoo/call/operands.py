@@ -108,19 +108,38 @@ class Operand(ABC):
         return parts[0]
 
 
-class _Descale(Operand):
+class _OfTensor(Operand):
+    """One that is a tensor; its form begins with shape, dtype and device."""
+
+    dtype: torch.dtype
+
     def form(self, name: str, x: Any) -> Hashable:
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
-        return x.shape, x.dtype, x.device, x.requires_grad and torch.is_grad_enabled()
+        return x.shape, x.dtype, x.device, self.more(x)
+
+    @abstractmethod
+    def more(self, x: Tensor) -> bool:
+        """What else of it is checked."""
 
     def check(self, name: str, form: Any, device: torch.device) -> None:
-        _, dtype, where, recorded = form
-        if dtype != torch.float32:
-            raise TypeError(f"{name} must be of dtype torch.float32, got {dtype}")
+        _, dtype, where, _ = form
+        if dtype != self.dtype:
+            raise TypeError(f"{name} must be of dtype {self.dtype}, got {dtype}")
         if where != device:
             raise ValueError(f"{name} must be on q's device {device}, got {where}")
-        if recorded:
+
+
+class _Descale(_OfTensor):
+    dtype = torch.float32
+
+    def more(self, x: Tensor) -> bool:
+        """Whether it is recorded by autograd."""
+        return x.requires_grad and torch.is_grad_enabled()
+
+    def check(self, name: str, form: Any, device: torch.device) -> None:
+        super().check(name, form, device)
+        if form[3]:
             raise ValueError(f"{name} has no gradient, got one that requires grad")
 
     def check_sizes(self, name: str, form: Any, problem: Problem) -> None:
@@ -167,18 +186,16 @@ class _Mask(Operand):
         return BlockMask.of_parts(*parts)
 
 
-class _Lengths(Operand):
-    def form(self, name: str, x: Any) -> Hashable:
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
-        return x.shape, x.dtype, x.device, x.is_contiguous()
+class _Lengths(_OfTensor):
+    dtype = torch.int32
+
+    def more(self, x: Tensor) -> bool:
+        """Whether it has no gaps."""
+        return x.is_contiguous()
 
     def check(self, name: str, form: Any, device: torch.device) -> None:
-        shape, dtype, where, contiguous = form
-        if dtype != torch.int32:
-            raise TypeError(f"{name} must be of dtype torch.int32, got {dtype}")
-        if where != device:
-            raise ValueError(f"{name} must be on q's device {device}, got {where}")
+        super().check(name, form, device)
+        shape, _, _, contiguous = form
         if len(shape) != 1 or not contiguous or not (shape[0] or name == "seqused_k"):
             of = "(sequences,)" if name == "seqused_k" else "(sequences + 1,)"
             raise ValueError(f"{name} must be contiguous, of shape {of}, got shape {tuple(shape)}{'' if contiguous else ' with gaps'}")

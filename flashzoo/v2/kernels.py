@@ -132,6 +132,25 @@ def visible_keys(start_q, window, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 
 
 @triton.jit
+def block_of_queries(tiles, seqlen_q, seqlen_k, heads, BLOCK_Q: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr):
+    """What a program owns: number of the head, where its block of queries starts in the sequence, and first row and rows of the
+    sequence's queries and of its keys. A packed block may be none, and then starts past the last query."""
+    if PACKED:
+        at = tl.program_id(0) // heads
+        bh = tl.program_id(0) - at * heads
+        start_q, first_q, rows_q, first_k, rows_k, _ = packed_tile(tiles, at, seqlen_q, seqlen_k)
+    else:
+        blocks = tl.cdiv(seqlen_q, BLOCK_Q)
+        bh = tl.program_id(0) // blocks
+        block = tl.program_id(0) - bh * blocks
+        if RIGHT:
+            block = blocks - 1 - block  # the block that sees most keys first, so that no long one starts last
+        start_q = block * BLOCK_Q
+        first_q, rows_q, first_k, rows_k = 0, seqlen_q, 0, seqlen_k
+    return bh, start_q, first_q, rows_q, first_k, rows_k
+
+
+@triton.jit
 def attend(
     state, queries, keys, first, last, scale_log2, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
@@ -172,20 +191,10 @@ def forward_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    if PACKED:
-        at = tl.program_id(0) // heads
-        bh = tl.program_id(0) - at * heads
-        start_q, first_q, rows_q, first_k, rows_k, _ = packed_tile(tiles, at, seqlen_q, seqlen_k)
+    bh, start_q, first_q, rows_q, first_k, rows_k = block_of_queries(tiles, seqlen_q, seqlen_k, heads, BLOCK_Q, RIGHT, PACKED)
+    if PACKED:  # noqa: SIM102 - decided as the kernel is compiled, the other as it runs
         if start_q >= rows_q:
             return
-    else:
-        blocks = tl.cdiv(seqlen_q, BLOCK_Q)
-        bh = tl.program_id(0) // blocks
-        block = tl.program_id(0) - bh * blocks
-        if RIGHT:
-            block = blocks - 1 - block  # the block that sees most keys first, so that no long one starts last
-        start_q = block * BLOCK_Q
-        first_q, rows_q, first_k, rows_k = 0, seqlen_q, 0, seqlen_k
     b = bh // heads
     h = bh - b * heads
     h_kv = h // group
@@ -385,20 +394,10 @@ def dq_kernel(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr,
     TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr, DO_IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    if PACKED:
-        at = tl.program_id(0) // heads
-        bh = tl.program_id(0) - at * heads
-        start_q, first_q, rows_q, first_k, rows_k, _ = packed_tile(tiles, at, seqlen_q, seqlen_k)
+    bh, start_q, first_q, rows_q, first_k, rows_k = block_of_queries(tiles, seqlen_q, seqlen_k, heads, BLOCK_Q, RIGHT, PACKED)
+    if PACKED:  # noqa: SIM102 - decided as the kernel is compiled, the other as it runs
         if start_q >= rows_q:
             return
-    else:
-        blocks = tl.cdiv(seqlen_q, BLOCK_Q)
-        bh = tl.program_id(0) // blocks
-        block = tl.program_id(0) - bh * blocks
-        if RIGHT:
-            block = blocks - 1 - block  # the block that sees most keys first, so that no long one starts last
-        start_q = block * BLOCK_Q
-        first_q, rows_q, first_k, rows_k = 0, seqlen_q, 0, seqlen_k
     b = bh // heads
     h = bh - b * heads
     h_kv = h // group

@@ -26,8 +26,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operand
     out = torch.empty_like(q, dtype=TORCH_DTYPES[problem.out_dtype])
     lse = q.new_empty((problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3])
-    tiles = tiles_of(problem, operands, tiles_for("forward", problem).block_q)
     launch = forward_launch(problem, strides, aligned(q, k, v))
+    tiles = tiles_of(problem, operands, launch.constexprs["BLOCK_Q"])
     launch((q, k, v, out, lse, tiles), (problem.scale * LOG2E,))
     return out, lse
 
@@ -58,10 +58,10 @@ def backward(
     inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
     by_tma = aligned(q, k, v, dout)
     launch = dkdv_launch(problem, (*inputs, *dk.stride()[:3], *dv.stride()[:3]), by_tma)
-    tiles = tiles_of(problem, operands, tiles_for("dkdv", problem).block_kv, of_keys=True)
+    tiles = tiles_of(problem, operands, launch.constexprs["BLOCK_KV"], of_keys=True)
     launch((q, k, v, dout, dk, dv, lse_log2, delta, tiles), floats)
     launch = dq_launch(problem, (*inputs, *dq.stride()[:3]), by_tma)
-    tiles = tiles_of(problem, operands, tiles_for("dq", problem).block_q)
+    tiles = tiles_of(problem, operands, launch.constexprs["BLOCK_Q"])
     launch((q, k, v, dout, dq, lse_log2, delta, tiles), floats)
     return dq, dk, dv
 
