@@ -16,7 +16,8 @@ from flashzoo.call.forms import Window
 class Ranges:
     """Where each sequence's queries and keys begin, and where they end. All of it lies on the tensors' device, and no host reads it.
 
-    What lies outside of the tensors is clamped: there is no value of these by which memory is read that is not theirs.
+    What lies outside of the tensors is clamped, and where cu_seqlens fall no row is of any sequence: there is no value of these by which
+    memory is read that is not theirs.
 
     Attributes:
         cu_seqlens_q: int32 `(sequences + 1,)`: sequence i has the queries from `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]`.
@@ -32,7 +33,8 @@ class Ranges:
         """Of each sequence the first query, the one past the last, the first key, and the one past the last: int64 `(sequences,)` each."""
         q, k = (cu.long().clamp(0, total) for cu, total in ((self.cu_seqlens_q, total_q), (self.cu_seqlens_k, total_k)))
         q_first, k_first = q[:-1], k[:-1]
-        q_end, k_end = torch.maximum(q[1:], q_first), torch.maximum(k[1:], k_first)
+        falls = [(cu[1:] < cu[:-1]).any() for cu in (self.cu_seqlens_q, self.cu_seqlens_k)]
+        q_end, k_end = (torch.where(falls[0] | falls[1], x[:-1], x[1:]) for x in (q, k))
         if self.seqused_k is not None:
             k_end = torch.minimum(k_end, k_first + self.seqused_k.long().clamp(min=0))
         return q_first, q_end, k_first, k_end

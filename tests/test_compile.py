@@ -26,14 +26,23 @@ from flashzoo.gpu import SHARED_LIMIT, WARPGROUP
 from flashzoo.v1 import launch as v1
 from flashzoo.v2 import launch as v2
 from flashzoo.v2.config import tiles_for as v2_tiles
-from flashzoo.v3.config import BACKWARD, FP8, LONG, SPARSE, kernel_backward_for, kernel_fp8_for
+from flashzoo.v3.config import BACKWARD, FP8, HOPPER_PACKED, LONG, SPARSE, kernel_backward_for, kernel_fp8_for
 from flashzoo.v3.config import HOPPER as V3_TILES
 from flashzoo.v3.config import HOPPER_SHORT as V3_SHORT
 from flashzoo.v3.config import kernel_for as v3_kernel
 from flashzoo.v3.explain import refusals
 from flashzoo.v3.fp8 import REGISTERS
 from flashzoo.v3.programs import ARCH, PROGRAMS, arguments_of, program
-from flashzoo.v3.traits import Kernel, KernelBackward, KernelBackwardSparse, KernelFp8, KernelSparse, TilesBackward
+from flashzoo.v3.traits import (
+    Kernel,
+    KernelBackward,
+    KernelBackwardPacked,
+    KernelBackwardSparse,
+    KernelFp8,
+    KernelPacked,
+    KernelSparse,
+    TilesBackward,
+)
 
 ARCHS = (80, 89, 90, 100)
 WIDTHS = (64, 128, 256)
@@ -164,7 +173,7 @@ def test_v2_of_packed_sequences(kernel: str, head_dim: int, arch: int) -> None:
     problem = Problem(1, 8192, 8192, 16, 4, head_dim, sequences=9, causal=True, grad=True, arch=arch)
     read = compiled("v2", kernel, problem)
     assert "UTMALDG" not in read.opcodes and read.shared <= SHARED_LIMIT[arch]
-    assert read.stack == 0
+    assert read.stack <= KNOWN_STACK.get(("v2", kernel, arch, head_dim), 0)
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -182,6 +191,8 @@ def test_v2_windows_and_groups_compile(kernel: str, window: tuple[int | None, in
     assert compiled("v2", kernel, problem).stack <= KNOWN_STACK.get(("v2", kernel, 90, 128), 0)
 
 
+PACKED = 0
+"""In place of a length: packed sequences."""
 V3_MASKS = {"full": {}, "left": {"window": (128, None)}, "causal": {"causal": True}, "window": {"window": (128, 64)}}
 V3_FALL_BACK = ((64, 128), (128, 64), (96, 192), (256, 64))
 """Widths without tiles of their own, which get those of the wider one."""
@@ -197,6 +208,8 @@ def v3_cases() -> Iterator[tuple[str, int, int, int, str, dict[str, bool]]]:
         yield "bf16", LONG, width, width_v, "causal", {}
     for overlap, ping_pong in product((False, True), repeat=2):  # the ablations, one of which is the default again
         yield "bf16", LONG, 128, 128, "causal", {"overlap": overlap, "ping_pong": ping_pong}
+    for (width, width_v), mask in product(HOPPER_PACKED, V3_MASKS):
+        yield "bf16", PACKED, width, width_v, mask, {}
 
 
 @pytest.fixture
@@ -233,8 +246,11 @@ def v3_compiled(kernel: Kernel | KernelBackward) -> Resources:
 def test_v3_compiles_and_does_not_spill(
     dtype: str, seqlen_q: int, width: int, width_v: int, mask: str, ablated: dict[str, bool], host_code
 ) -> None:
-    problem = Problem(2, seqlen_q, 4096, 16, 16, width, head_dim_v=width_v, dtype=dtype, arch=90, **V3_MASKS[mask])
+    sizes = (2, seqlen_q) if seqlen_q != PACKED else (1, 4096)
+    sequences = None if seqlen_q != PACKED else 9
+    problem = Problem(*sizes, 4096, 16, 16, width, head_dim_v=width_v, dtype=dtype, sequences=sequences, arch=90, **V3_MASKS[mask])
     kernel = v3_kernel(problem)
+    assert isinstance(kernel, KernelPacked) == (seqlen_q == PACKED)
     kernel = dataclasses.replace(kernel, tiles=dataclasses.replace(kernel.tiles, **ablated))
     compiled = v3_compiled(kernel)
     assert compiled.stack == 0 and compiled.spills == 0, f"{compiled.stack} bytes of stack, {compiled.spills} spill instructions"
@@ -326,6 +342,11 @@ def backward_cases() -> Iterator[tuple[str, int, str, bool]]:
         yield "fp16", width, mask, mask == "causal"
 
 
+def packed_backward_cases() -> Iterator[tuple[str, int, str, bool]]:
+    for width, mask, deterministic in product(BACKWARD, V3_MASKS, (False, True)):
+        yield "bf16", width, mask, deterministic
+
+
 def of_consumers(code: tuple[str, ...]) -> list[str]:
     """What can run once a consumer has asked for its registers: the producer and the writers give theirs up, and end for themselves."""
     places = {instruction: at for at, instruction in enumerate(code)}
@@ -366,6 +387,16 @@ def test_v3_backward_compiles_and_its_consumers_do_not_spill(dtype: str, width: 
     asked = {"dtype": dtype, "grad": True, "deterministic": deterministic, "arch": 90}
     kernel = kernel_backward_for(Problem(2, 4096, 4096, 16, 16, width, **asked, **V3_MASKS[mask]))
     held_to_its_registers(kernel, BACKWARD_STACK[width] if mask == "full" else 0, host_code)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("dtype", "width", "mask", "deterministic"), [*packed_backward_cases()], ids=str)
+@pytest.mark.filterwarnings("error")
+def test_v3_packed_backward_compiles_and_does_not_spill(dtype: str, width: int, mask: str, deterministic: bool, host_code) -> None:
+    asked = {"dtype": dtype, "grad": True, "deterministic": deterministic, "sequences": 9, "arch": 90}
+    kernel = kernel_backward_for(Problem(1, 4096, 4096, 16, 16, width, **asked, **V3_MASKS[mask]))
+    assert isinstance(kernel, KernelBackwardPacked)
+    held_to_its_registers(kernel, 0, host_code)
 
 
 SPARSE_BACKWARD_STACK = {64: 0, 128: 0, 256: 0}
@@ -420,8 +451,10 @@ KINDS = {
     Kernel: v3_kernel,
     KernelFp8: lambda problem: kernel_fp8_for(problem, True, False),
     KernelSparse: lambda problem: v3_kernel(dataclasses.replace(problem, block_mask=MaskForm())),
+    KernelPacked: lambda problem: v3_kernel(dataclasses.replace(problem, batch=1, sequences=2)),
     KernelBackward: kernel_backward_for,
     KernelBackwardSparse: lambda problem: kernel_backward_for(dataclasses.replace(problem, grad=True, block_mask=MaskForm())),
+    KernelBackwardPacked: lambda problem: kernel_backward_for(dataclasses.replace(problem, grad=True, batch=1, sequences=2)),
 }
 """The kernel of a kind for a problem."""
 
@@ -442,8 +475,14 @@ def test_v3_has_the_parameters_that_its_launch_packs(kind, tmp_path) -> None:
 def shared_cases() -> Iterator[tuple[str, int, bool]]:
     yield "forward", 64, False
     yield "sparse", 64, False
+    yield "packed", 64, False
     for width in BACKWARD:
-        yield from (("backward", width, False), ("backward", width, True), ("sparse_backward", width, False))
+        yield from (
+            ("backward", width, False),
+            ("backward", width, True),
+            ("sparse_backward", width, False),
+            ("packed_backward", width, False),
+        )
 
 
 @pytest.mark.covering(1)
@@ -451,7 +490,8 @@ def shared_cases() -> Iterator[tuple[str, int, bool]]:
 def test_v3_asks_for_no_more_shared_memory_than_it_lays_out(kind, width, deterministic, host_code, monkeypatch) -> None:
     """One mbarrier less is too little, and that is seen."""
     form = MaskForm() if "sparse" in kind else None
-    problem = Problem(2, 4096, 4096, 16, 16, width, arch=90, deterministic=deterministic, block_mask=form)
+    sequences = 9 if "packed" in kind else None
+    problem = Problem(1, 4096, 4096, 16, 16, width, arch=90, deterministic=deterministic, block_mask=form, sequences=sequences)
     kernel = kernel_backward_for(problem) if "backward" in kind else v3_kernel(problem)
     enough = kernel.shared_bytes
     monkeypatch.setattr(type(kernel), "shared_bytes", enough - 8)

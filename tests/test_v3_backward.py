@@ -252,7 +252,7 @@ def test_delta_and_zeros(kernel, layout, with_dlse, seqlen_q):
     dq_sum, all_sums = guarded(2, 3, blocks * block_q * kernel.width)
     turns, all_turns = guarded(2, 3, blocks, kernel.semaphores, dtype=torch.int32)
     run = launch.delta_launch(problem, kernel, out.stride(), dout.stride(), with_dlse)
-    run((out, dout, lse, dlse if with_dlse else lse, delta, lse_log2, dq_sum, turns), ())
+    run((out, dout, lse, dlse if with_dlse else lse, delta, lse_log2, dq_sum, turns, None), ())
     expected = (out.double() * dout.double()).sum(3).transpose(1, 2) - (dlse.double() if with_dlse else 0)
     torch.testing.assert_close(delta[..., :seqlen_q].double(), expected, rtol=1e-5, atol=1e-4)
     assert not delta[..., seqlen_q:].any()
@@ -300,7 +300,7 @@ def test_dq_is_rounded_from_where_registers_lay(kernel, layout, seqlen_q, narrow
     expected = torch.randn(2, seqlen_q, 3, problem.head_dim, device=DEVICE)
     dq = LAYOUTS[layout](torch.full(expected.shape, torch.nan, device=DEVICE).half())
     run = launch.round_launch(problem, kernel, dq.stride())
-    run((as_registers(expected, kernel), dq), (0.37,))
+    run((as_registers(expected, kernel), dq, None), (0.37,))
     wanted = LAYOUTS[layout]((expected * torch.tensor(0.37)).half())
     assert same_bits(dq, wanted)
     assert torch.equal(storage_of(dq), storage_of(wanted)), "what lies between was written"
@@ -311,14 +311,15 @@ def test_dq_is_rounded_from_where_registers_lay(kernel, layout, seqlen_q, narrow
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_both_compile_for_hopper(kernel, dtype):
     kernel, strides = replace(kernel, dtype=dtype), (4096 * 16 * kernel.width, 16 * kernel.width, kernel.width)
-    problem = Problem(2, 4096, 4096, 16, 16, kernel.width, dtype=dtype, arch=90)
-    before = launch.delta_launch(problem, kernel, strides, strides, True)
-    after = launch.round_launch(problem, kernel, strides)
-    for compiled in (
-        resources(before, (dtype, dtype, *["fp32"] * 5, "i32"), 0, 90),
-        resources(after, ("fp32", dtype), 1, 90),
-    ):
-        assert compiled.stack == 0 and compiled.spills == 0, f"{compiled.stack} bytes of stack"
+    for sequences, table in ((None, None), (9, "i32")):
+        problem = Problem(1, 4096, 4096, 16, 16, kernel.width, dtype=dtype, sequences=sequences, arch=90)
+        before = launch.delta_launch(problem, kernel, strides, strides, True)
+        after = launch.round_launch(problem, kernel, strides)
+        for compiled in (
+            resources(before, (dtype, dtype, *["fp32"] * 5, "i32", table), 0, 90),
+            resources(after, ("fp32", dtype, table), 1, 90),
+        ):
+            assert compiled.stack == 0 and compiled.spills == 0, f"{compiled.stack} bytes of stack"
 
 
 @pytest.mark.parametrize("with_dlse", [False, True], ids=["", "dlse"])
@@ -335,8 +336,8 @@ def test_one_kernel_serves_every_length(with_dlse, monkeypatch):
     for sizes in ({"seqlen_q": 1}, {"seqlen_q": 16}, {"seqlen_q": 17}, {"seqlen_q": 2048}, {"heads": 1}, {"heads": 3}):
         problem = replace(PLAIN, **{"heads": 16, "heads_kv": 1, "head_dim": 128, "head_dim_v": None} | sizes)
         before = launch.delta_launch(problem, kernel, strides, strides, with_dlse)
-        resources(before, ("fp16", "fp16", *["fp32"] * 5, "i32"), 0, 90)
-        resources(launch.round_launch(problem, kernel, strides), ("fp32", "fp16"), 1, 90)
+        resources(before, ("fp16", "fp16", *["fp32"] * 5, "i32", None), 0, 90)
+        resources(launch.round_launch(problem, kernel, strides), ("fp32", "fp16", None), 1, 90)
     assert len(sources) == 12 and len(set(sources)) == 2
 
 

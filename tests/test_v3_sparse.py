@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from on_integers import Memory, as_written, assume
 from torch import Tensor
 
 import flashzoo
@@ -152,20 +153,6 @@ def test_heads_are_not_packed():
 # Schedulers, bounds and masks on Python's integers. Every thread of the consumers walks its tiles, and what it lets through is the mask.
 
 
-class Memory:
-    """A pointer, to what CuTe DSL's tensors are made of."""
-
-    def __init__(self, values: list[int], first: int = 0) -> None:
-        self.values, self.first = values, first
-
-    def __add__(self, n: int) -> Memory:
-        return Memory(self.values, self.first + n)
-
-    def __getitem__(self, i: int) -> int:
-        assert 0 <= self.first + i < len(self.values), "read outside of the tensor"
-        return self.values[self.first + i]
-
-
 class Table(dict):
     """Numbers in registers, `(i, j)`; `(None, j)` is a list to be written."""
 
@@ -185,11 +172,6 @@ class Table(dict):
         self.update({(i, j): value for i in range(self.shape[0]) for j in range(self.shape[1])})
 
 
-def assume(x: int, divby: int) -> int:
-    assert x % divby == 0
-    return x
-
-
 def copy(source: Memory, target: tuple[Table, int]) -> None:
     table, j = target
     table.update({(i, j): source[i] for i in range(table.shape[0])})
@@ -198,18 +180,6 @@ def copy(source: Memory, target: tuple[Table, int]) -> None:
 def ones(begin: int, count: int) -> int:
     assert begin >= 0 and count >= 0
     return ((1 << count) - 1 << begin) & 0xFFFFFFFF
-
-
-def as_written(*owners) -> list[tuple[object, str, FunctionType]]:
-    """The functions that CuTe DSL compiles, each a copy: it rewrites them in place when it first compiles one."""
-    found = []
-    for owner in owners:
-        for name, method in vars(owner).items():
-            if function := getattr(method, "__wrapped__", None):
-                copy = FunctionType(function.__code__, function.__globals__, name, function.__defaults__, function.__closure__)
-                copy.__kwdefaults__ = function.__kwdefaults__
-                found.append((owner, name, copy))
-    return found
 
 
 METHODS = (

@@ -40,7 +40,7 @@ def in_bytes(dtype: str, strides: Ints, sizes: Ints) -> list[int]:
     return [BYTES[dtype] * stride if size > 1 else 16 for stride, size in zip(strides, sizes, strict=False)]
 
 
-def tensor_map(dtype: str, sizes: Ints, strides: Ints, width: int, box: Ints) -> TensorMap:
+def tensor_map(dtype: str, sizes: Ints, strides: Ints, width: int, box: Ints, before: int = 0) -> TensorMap:
     """Descriptors for tiles of that width: rows on chip are 128 bytes, or 64 where only those divide it.
 
     Args:
@@ -49,14 +49,22 @@ def tensor_map(dtype: str, sizes: Ints, strides: Ints, width: int, box: Ints) ->
         strides: in bytes, of all dimensions but the innermost.
         width: of a tile, in elements.
         box: sizes of what one instruction moves, but for the innermost dimension's.
+        before: as `TensorMap` has it.
     """
     size = BYTES[dtype]
     row_bytes = 128 if size * width % 128 == 0 else 64
-    return TensorMap(dtype, sizes, strides, (row_bytes // size, *box), row_bytes)
+    return TensorMap(dtype, sizes, strides, (row_bytes // size, *box), row_bytes, before)
 
 
-def map_of_rows(dtype: str, shape: Ints, strides: Ints, width: int, rows: int) -> TensorMap:
-    """Descriptors of a tensor `(batch, seqlen, heads, head_dim)`, as head dim, seqlen, heads, batch, for boxes of `rows` rows."""
+def map_of_rows(dtype: str, shape: Ints, strides: Ints, width: int, rows: int, packed: bool = False) -> TensorMap:
+    """Descriptors of a tensor `(batch, seqlen, heads, head_dim)`, as head dim, seqlen, heads, batch, for boxes of `rows` rows.
+
+    Packed, where the batch is one, as head dim, rows, heads, end: coordinates (row, head, end) are those of the row `seqlen - row`
+    before row `end`. So the rows of a sequence that ends there are the last of the dimension, and what follows is outside of it.
+    """
     batch, seqlen, heads, head_dim = shape
     by_batch, by_row, by_head = in_bytes(dtype, strides, shape[:3])
+    if packed:
+        sizes, steps, before = (head_dim, seqlen, heads, seqlen + 1), (by_row, by_head, by_row), seqlen * by_row
+        return tensor_map(dtype, sizes, steps, width, (rows, 1, 1), before)
     return tensor_map(dtype, (head_dim, seqlen, heads, batch), (by_row, by_head, by_batch), width, (rows, 1, 1))

@@ -21,7 +21,7 @@ def blocks(problem: Problem, rows: int, block: int) -> int:
     """Programs of a head, one for each block of so many rows: of packed sequences as many as the table has entries, some of no block."""
     if problem.sequences is None:
         return problem.batch * cdiv(rows, block)
-    return rows // block + problem.sequences + 2
+    return problem.entries(rows, block)
 
 
 def tiles_of(problem: Problem, operands: Operands, block: int, of_keys: bool = False) -> Tensor | None:

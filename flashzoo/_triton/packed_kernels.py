@@ -6,14 +6,16 @@
 3. Its place in the table is how many blocks have more work, plus how many of as much work come before: longest first, no sorting, and
    no atomics. Slots without a block come last.
 
-Rows before the first sequence and behind the last are a sequence each, whose queries see no key: so they are written, too.
+Rows before the first sequence and behind the last are a sequence each, whose queries see no key: so they are written, too. What lies
+outside of the tensors is clamped, and where the values fall no row is of any sequence: so the table is whole whatever they are.
 """
 
 import triton
 import triton.language as tl
 
-COLUMNS: tl.constexpr = tl.constexpr(6)
-"""Of an entry: where the block starts in its sequence, first row and rows of queries and of keys, rows of the side that the block is of."""
+COLUMNS: tl.constexpr = tl.constexpr(8)
+"""Of an entry: which block of its sequence; first row and rows of queries, and of keys; rows of the side that the block is of; the number
+of the sequence; how many entries there are that are blocks."""
 
 
 @triton.jit
@@ -53,6 +55,19 @@ def _work(rows_q, rows_k, blocks, BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, RI
         return tl.cdiv(rows_q if OF_KEYS else rows_k, BLOCK)
 
 
+@triton.jit
+def _falls(cu_q, cu_k, sequences, CHUNK: tl.constexpr):
+    """Whether some sequence ends before it begins."""
+    falls = 0
+    for start in tl.range(0, sequences, CHUNK):
+        number = start + tl.arange(0, CHUNK)
+        inside = number < sequences
+        for_q = tl.load(cu_q + number, mask=inside, other=0) > tl.load(cu_q + number + 1, mask=inside, other=0)
+        for_k = tl.load(cu_k + number, mask=inside, other=0) > tl.load(cu_k + number + 1, mask=inside, other=0)
+        falls += tl.sum((for_q | for_k).to(tl.int32), 0)
+    return falls > 0
+
+
 @triton.jit(do_not_specialize=["sequences", "total_q", "total_k"])
 def tiles_kernel(
     cu_q, cu_k, used_k, tiles, sequences, total_q, total_k,
@@ -60,6 +75,8 @@ def tiles_kernel(
 ):  # fmt: skip
     """The table for blocks of BLOCK queries, or keys."""
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    slots = (total_k if OF_KEYS else total_q) // BLOCK + sequences + 2
+    sequences = tl.where(_falls(cu_q, cu_k, sequences, CHUNK), 0, sequences)
     number = tl.zeros([SLOTS], tl.int32) - 1
     for start in tl.range(0, sequences + 2, CHUNK):
         other = start + tl.arange(0, CHUNK)
@@ -96,11 +113,12 @@ def tiles_kernel(
     there = nth < n_blocks
     place = tl.where(there, more, every + slot - before)
     entry = tiles + place * COLUMNS
-    slots = (total_k if OF_KEYS else total_q) // BLOCK + sequences + 2
-    mask = (slot < slots) & (place < slots)
-    tl.store(entry, nth * BLOCK, mask=mask)
+    mask = slot < slots
+    tl.store(entry, nth, mask=mask)
     tl.store(entry + 1, first_q, mask=mask)
     tl.store(entry + 2, tl.where(there, rows_q, 0), mask=mask)
     tl.store(entry + 3, first_k, mask=mask)
     tl.store(entry + 4, tl.where(there, rows_k, 0), mask=mask)
     tl.store(entry + 5, tl.where(there, owned, 0), mask=mask)
+    tl.store(entry + 6, number, mask=mask)
+    tl.store(entry + 7, every, mask=mask)

@@ -106,8 +106,8 @@ def attention(
             and window_size all say so; these are put into it by some hundreds of small operations at the first such call, and kept with it
             (`BlockMask.banded`). `v3` and `blocksparse` skip what the mask skips; `sdpa` and `standard` make a dense mask of it.
         cu_seqlens_q: of packed sequences, int32 `(sequences + 1,)` on q's device: sequence i has the rows from `cu_seqlens_q[i]` to
-            `cu_seqlens_q[i + 1]` of q. Its values are not read by the host, and what lies outside of q is cut off;
-            `flashzoo.validate` looks at them.
+            `cu_seqlens_q[i + 1]` of q. Its values are not read by the host: what lies outside of q is cut off, and where they fall no row
+            is of any sequence; `flashzoo.validate` looks at them.
         cu_seqlens_k: the same for k and v; None where they are q's, and k has as many rows.
         seqused_k: int32 `(sequences,)`: of each sequence's keys only so many, from its first on, are there.
         max_seqlen_q, max_seqlen_k: no sequence is longer. Nothing depends on them but `explain`.

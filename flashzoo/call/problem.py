@@ -267,6 +267,12 @@ class Problem:
         left, right = (furthest if side is None else min(side, furthest) for side in span)
         return left, right
 
+    def entries(self, rows: int, block: int) -> int:
+        """Of packed sequences of so many rows in all, room for every block of `block` rows, whatever the lengths. The rows before the first
+        sequence and behind the last are two more."""
+        assert self.sequences is not None
+        return rows // block + self.sequences + 2
+
     @property
     def blind_rows(self) -> int:
         """How many of the first queries see no key for causal's and window's sake; what a block mask does is in its lists. Not of packed

@@ -88,16 +88,11 @@ def load_statistic(x, rows, start, beyond, ROWS: tl.constexpr, MASKED: tl.conste
 
 
 @triton.jit
-def packed_tile(tiles, at, seqlen_q, seqlen_k):
-    """An entry of the table: where the block starts in its sequence, first row and rows of the sequence's queries and of its keys, and
-    rows of the side that the block is of. Within the tensors, whatever the table holds."""
-    entry = tiles + at * 6
-    start = tl.maximum(tl.load(entry), 0)
-    first_q = tl.minimum(tl.maximum(tl.load(entry + 1), 0), seqlen_q)
-    rows_q = tl.minimum(tl.maximum(tl.load(entry + 2), 0), seqlen_q - first_q)
-    first_k = tl.minimum(tl.maximum(tl.load(entry + 3), 0), seqlen_k)
-    rows_k = tl.minimum(tl.maximum(tl.load(entry + 4), 0), seqlen_k - first_k)
-    return start, first_q, rows_q, first_k, rows_k, tl.load(entry + 5)
+def packed_tile(tiles, at):
+    """An entry of the table: which block of its sequence, first row and rows of the sequence's queries and of its keys, and rows of the
+    side that the block is of."""
+    entry = tiles + at * 8
+    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
 
 
 @triton.jit
@@ -138,16 +133,15 @@ def block_of_queries(tiles, seqlen_q, seqlen_k, heads, BLOCK_Q: tl.constexpr, RI
     if PACKED:
         at = tl.program_id(0) // heads
         bh = tl.program_id(0) - at * heads
-        start_q, first_q, rows_q, first_k, rows_k, _ = packed_tile(tiles, at, seqlen_q, seqlen_k)
+        block, first_q, rows_q, first_k, rows_k, _ = packed_tile(tiles, at)
     else:
         blocks = tl.cdiv(seqlen_q, BLOCK_Q)
         bh = tl.program_id(0) // blocks
         block = tl.program_id(0) - bh * blocks
         if RIGHT:
             block = blocks - 1 - block  # the block that sees most keys first, so that no long one starts last
-        start_q = block * BLOCK_Q
         first_q, rows_q, first_k, rows_k = 0, seqlen_q, 0, seqlen_k
-    return bh, start_q, first_q, rows_q, first_k, rows_k
+    return bh, block * BLOCK_Q, first_q, rows_q, first_k, rows_k
 
 
 @triton.jit
@@ -298,8 +292,8 @@ def dkdv_kernel(
     if PACKED:
         at = tl.program_id(0) // heads_kv
         bh_kv = tl.program_id(0) - at * heads_kv
-        start_kv, first_q, rows_q, first_k, rows_k, owned = packed_tile(tiles, at, seqlen_q, seqlen_k)
-        owned = tl.minimum(owned, seqlen_k - first_k)
+        block, first_q, rows_q, first_k, rows_k, owned = packed_tile(tiles, at)
+        start_kv = block * BLOCK_KV
         if start_kv >= owned:
             return
     else:

@@ -265,7 +265,7 @@ class Backward:
         work_idx = Int32(0)  # tiles so far
         work = scheduler.initial_work()
         while scheduler.is_valid(work):
-            next_idx = scheduler.fetch_next()
+            next_idx = scheduler.fetch_next(work)
             tile = scheduler.work_tile(work)
             bounds = self.bounds(params, tile)
             begin, end = bounds.block_range()
@@ -396,7 +396,7 @@ class Backward:
                     self.step(bounds, consumer, used, n, bounds.crosses(first_key + wg_idx * WARPGROUP_ROWS, n))
                     used += 1
             work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
-            self.epilogue(consumer, tma, scale, (0, *bounds.sequence.origin_k(first_key, tile.head)), work_idx)
+            self.epilogue(consumer, tma, scale, (0, *bounds.sequence.origin_dk(first_key, tile.head)), work_idx)
             work_idx += 1
 
     def mma(

@@ -308,7 +308,7 @@ class BackwardByGradient(Backward):
         cute.arch.fence_proxy("async.shared", space="cta")
         self.sync_warpgroup(gradient)
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS == 0:
-            origin = (0, *tile.bounds.sequence.origin_k(tile.first_key, tile.bounds.tile.head))
+            origin = (0, *tile.bounds.sequence.origin_dk(tile.first_key, tile.bounds.tile.head))
             gmem, smem = box_of(tma, staged[None, None, 0], origin)
             cute.copy(tma, smem, gmem)  # B2.18
             cute.arch.cp_async_bulk_commit_group()

@@ -9,7 +9,17 @@ from flashzoo.call.forms import Window
 from flashzoo.call.problem import DESCALE_BLOCK, Problem
 from flashzoo.gpu import WARPGROUP_ROWS
 from flashzoo.integers import cdiv
-from flashzoo.v3.traits import Kernel, KernelBackward, KernelBackwardSparse, KernelFp8, KernelSparse, Tiles, TilesBackward
+from flashzoo.v3.traits import (
+    Kernel,
+    KernelBackward,
+    KernelBackwardPacked,
+    KernelBackwardSparse,
+    KernelFp8,
+    KernelPacked,
+    KernelSparse,
+    Tiles,
+    TilesBackward,
+)
 
 # Width of q and k, width of v: tiles. The fastest measured on an H200, bf16, seqlens 512 to 16k, with and without a mask.
 HOPPER = {
@@ -26,6 +36,8 @@ HOPPER = {
 HOPPER_SHORT = {(128, 128): Tiles(2, 128, q_stages=2, ping_pong=False)}
 LONG = 2048
 
+# Packed sequences: chosen by widths alone, as a sequence's bits must not depend on the lengths of others. Not yet measured.
+HOPPER_PACKED = HOPPER | HOPPER_SHORT
 
 # Block-sparse: width of q and k, width of v, keys of a block of the mask. The fastest of those tried on an H200 at widths 64 and 128
 # with blocks of 128; the others were not tried against any.
@@ -103,7 +115,8 @@ def kernel_for(problem: Problem) -> Kernel:
         return kernel_sparse_for(problem)
     left, right = (side is not None for side in problem.span)
     widths = width_for(problem.head_dim), width_for(problem.head_dim_v)
-    return Kernel(problem.dtype, *widths, left, right, table(problem)[widths_of(problem)])
+    kind = Kernel if problem.sequences is None else KernelPacked
+    return kind(problem.dtype, *widths, left, right, table(problem)[widths_of(problem)])
 
 
 def kernel_sparse_for(problem: Problem) -> KernelSparse:
@@ -142,12 +155,16 @@ def kernel_backward_for(problem: Problem) -> KernelBackward:
     left, right = (side is not None for side in window_of(problem))
     width = width_for(max(problem.head_dim, problem.head_dim_v), BACKWARD)
     how = (problem.dtype, width, width, left, right, problem.deterministic, BACKWARD[width])
+    if problem.sequences is not None:
+        return KernelBackwardPacked(*how)
     mask = problem.block_mask
     return KernelBackward(*how) if mask is None else KernelBackwardSparse(*how, mask.block_kv, mask.bits)
 
 
 def table(problem: Problem) -> dict[tuple[int, int], Tiles]:
     """The table that a problem's tiles are in."""
+    if problem.sequences is not None:
+        return HOPPER_PACKED
     return HOPPER_SHORT if problem.seqlen_q < LONG and widths_of(problem) in HOPPER_SHORT else HOPPER
 
 
@@ -156,11 +173,13 @@ def pack_gqa_for(problem: Problem, block_q: int) -> int:
 
     Packed heads read K and V once, and fill tiles that a short sequence of queries would leave empty. It pays where it
     saves a tenth of the tiles; otherwise it only spoils the order in which tiles reuse L2. With a block mask a tile is a row of
-    it, and one head's.
+    it, and one head's. Of packed sequences, whose lengths this may not depend on, all are packed that can be: short ones fill tiles so.
     """
     if problem.block_mask is not None:
         return 0
     group = problem.heads // problem.heads_kv
     pack = min((group & -group).bit_length() - 1, WARPGROUP_ROWS.bit_length() - 1)  # the largest power of two in both
+    if problem.sequences is not None:
+        return pack
     apart, packed = (cdiv(problem.seqlen_q << p, block_q) << pack - p for p in (0, pack))
     return pack if packed <= 0.9 * apart else 0

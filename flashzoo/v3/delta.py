@@ -1,7 +1,8 @@
 """Before and after the backward kernel, in Triton: delta, LSE in log2 units and zeros for dQ before it; dQ rounded after it.
 
-Both kernels are bound by memory; each program has a block of queries of one head. They go through the heads from the last to the
-first, and the kernel between them from the first to the last: what one has written last, the next finds in L2.
+Both kernels are bound by memory; each program has a block of queries of one head, of packed sequences as a table says (`packed.py`).
+They go through the heads from the last to the first, and the kernel between them from the first to the last: what one has written
+last, the next finds in L2.
 """
 
 from __future__ import annotations
@@ -15,38 +16,54 @@ LOG2E = tl.constexpr(1.4426950408889634)
 SIZES = ["seqlen_q", "blocks", "heads"]
 
 
+@triton.jit
+def block_of_program(program, tiles, seqlen_q, blocks, heads, BLOCK_Q: tl.constexpr, PACKED: tl.constexpr):
+    """Of a program's block of queries: its number in memory; batch and head; which block of its sequence; the sequence's first row and
+    rows. A packed block may be none, and then starts past the last row."""
+    if PACKED:
+        entry = tiles + program // heads * 8
+        block, first, rows, number = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 6)
+        h = program % heads
+        return (first // BLOCK_Q + number + block) * heads + h, 0, h, block, first, rows
+    else:
+        bh = program // blocks
+        return program, bh // heads, bh % heads, program - bh * blocks, 0, seqlen_q
+
+
 @triton.jit(do_not_specialize=SIZES)
 def delta_kernel(
-    o, do, lse, dlse, delta, lse_log2, dq_sum, dq_semaphore,
+    o, do, lse, dlse, delta, lse_log2, dq_sum, dq_semaphore, tiles,
     stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh,
     seqlen_q, blocks, heads,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, SUMS: tl.constexpr, BLOCK_Q: tl.constexpr, ROWS: tl.constexpr,
-    DLSE: tl.constexpr, SEMAPHORES: tl.constexpr,
+    DLSE: tl.constexpr, SEMAPHORES: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dO * O) - dLSE, LSE in log2 units, zeros for dQ and for its semaphores.
 
     delta and LSE are padded to whole blocks of BLOCK_Q queries. LSE is +inf in the padding and where a row saw no key: P is 0
     there. ROWS is the power of two that holds BLOCK_Q.
     """
-    of_block = tl.num_programs(0) - 1 - tl.program_id(0)
-    bh = of_block // blocks
-    block = of_block - bh * blocks
-    b = tl.cast(bh // heads, tl.int64)
-    h = tl.cast(bh % heads, tl.int64)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    of_block, b, h, block, first, rows = block_of_program(program, tiles, seqlen_q, blocks, heads, BLOCK_Q, PACKED)
+    if PACKED:  # noqa: SIM102 - decided as the kernel is compiled, the other as it runs
+        if block * BLOCK_Q >= rows:
+            return
+    of_head = (tl.cast(b, tl.int64) * heads + h) * seqlen_q + first
+    b = tl.cast(b, tl.int64)
+    h = tl.cast(h, tl.int64)
     row = block * BLOCK_Q + tl.arange(0, ROWS)
     mine = tl.arange(0, ROWS) < BLOCK_Q
-    inside = mine & (row < seqlen_q)
+    inside = mine & (row < rows)
     column = tl.arange(0, BLOCK_DV)
     of_v = inside[:, None] & (column < HEAD_DIM_V)[None, :]
-    row_64 = tl.cast(row, tl.int64)
+    row_64 = tl.cast(first + row, tl.int64)
     o_i = tl.load(o + b * stride_ob + h * stride_oh + row_64[:, None] * stride_os + column[None, :], mask=of_v, other=0.0)
     do_i = tl.load(do + b * stride_dob + h * stride_doh + row_64[:, None] * stride_dos + column[None, :], mask=of_v, other=0.0)
     delta_i = tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), 1)  # B2.4
-    first = tl.cast(bh, tl.int64) * seqlen_q
     if DLSE:
-        delta_i -= tl.load(dlse + first + row, mask=inside, other=0.0)
-    lse_i = tl.load(lse + first + row, mask=inside, other=float("-inf"))
-    padded = tl.cast(bh, tl.int64) * blocks * BLOCK_Q + row
+        delta_i -= tl.load(dlse + of_head + row, mask=inside, other=0.0)
+    lse_i = tl.load(lse + of_head + row, mask=inside, other=float("-inf"))
+    padded = tl.cast(of_block, tl.int64) * BLOCK_Q + tl.arange(0, ROWS)
     tl.store(delta + padded, delta_i, mask=mine)
     tl.store(lse_log2 + padded, tl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E), mask=mine)
     sums = dq_sum + tl.cast(of_block, tl.int64) * SUMS
@@ -58,29 +75,33 @@ def delta_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def round_kernel(
-    dq_sum, dq, scale,
+    dq_sum, dq, tiles, scale,
     stride_dqb, stride_dqs, stride_dqh,
     seqlen_q, blocks, heads,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, PARTS: tl.constexpr, BY_ROWS: tl.constexpr, N: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """dQ = scale * its sum over the keys, in the inputs' dtype. A program has one warpgroup's part of a block: 64 queries.
 
     The sum lies as a WGMMA leaves its 64 x N result in registers, in fours: by eight columns, then by thread, which has pairs of
     columns of two rows 8 apart. The parts of a block are its queries by 64, or else columns by N.
     """
-    of_part = tl.num_programs(0) - 1 - tl.program_id(0)
-    part = of_part % PARTS
-    of_block = of_part // PARTS
-    bh = of_block // blocks
-    b = tl.cast(bh // heads, tl.int64)
-    h = tl.cast(bh % heads, tl.int64)
-    sums = tl.load(dq_sum + tl.cast(of_part, tl.int64) * (64 * N) + tl.arange(0, 64 * N)).reshape(N // 8, 4, 8, 4, 2, 2)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    part = program % PARTS
+    of_block, b, h, block, first, rows = block_of_program(program // PARTS, tiles, seqlen_q, blocks, heads, BLOCK_Q, PACKED)
+    if PACKED:  # noqa: SIM102 - decided as the kernel is compiled, the other as it runs
+        if block * BLOCK_Q >= rows:
+            return
+    b = tl.cast(b, tl.int64)
+    h = tl.cast(h, tl.int64)
+    sums = tl.load(dq_sum + (tl.cast(of_block, tl.int64) * PARTS + part) * (64 * N) + tl.arange(0, 64 * N)).reshape(N // 8, 4, 8, 4, 2, 2)
     tile = (sums * scale).to(dq.dtype.element_ty).permute(1, 4, 2, 0, 3, 5).reshape(64, N)
-    row, column = (of_block - bh * blocks) * BLOCK_Q + tl.arange(0, 64), tl.arange(0, N)
+    row, column = block * BLOCK_Q + tl.arange(0, 64), tl.arange(0, N)
     if BY_ROWS:
         row += part * 64
     else:
         column += part * N
-    row = tl.cast(row, tl.int64)[:, None]
-    inside = (row < seqlen_q) & (column < HEAD_DIM)[None, :]
-    tl.store(dq + b * stride_dqb + h * stride_dqh + row * stride_dqs + column[None, :], tile, mask=inside)
+    row = row[:, None]
+    inside = (row < rows) & (column < HEAD_DIM)[None, :]
+    at = dq + b * stride_dqb + h * stride_dqh + tl.cast(first + row, tl.int64) * stride_dqs + column[None, :]
+    tl.store(at, tile, mask=inside)

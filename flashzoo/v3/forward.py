@@ -24,7 +24,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Constexpr, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
@@ -241,7 +241,7 @@ class Forward:
         work_idx = Int32(0)  # tiles so far
         work = scheduler.initial_work()
         while scheduler.is_valid(work):
-            next_idx = scheduler.fetch_next() if const_expr(not self.scheduler_warp) else Int32(0)
+            next_idx = scheduler.fetch_next(work) if const_expr(not self.scheduler_warp) else Int32(0)
             tile = scheduler.work_tile(work)
             bounds = self.bounds(params, tile)
             begin, end = bounds.block_range()
@@ -280,7 +280,7 @@ class Forward:
         scheduler, work_idx = self.scheduler(params), Int32(0)
         work = scheduler.initial_work()
         while scheduler.is_valid(work):
-            work = scheduler.work_of(scheduler.fetch_next())
+            work = scheduler.work_of(scheduler.fetch_next(work))
             scheduler.publish(storage.work, storage.work_pipeline, work_idx, work)
             work_idx += 1
 
@@ -515,8 +515,7 @@ class Forward:
             position, packed_head = packed_row >> params.pack_gqa, packed_row & ((1 << params.pack_gqa) - 1)
             if position < sequence.seqlen_q and lane % 4 == 0:
                 value = -Float32.inf if blind else softmax.lse_log2(r, total) * LN2
-                of_head = ((Int64(sequence.batch) * params.heads + head) << params.pack_gqa) + packed_head
-                cute.make_tensor(lse + (of_head * sequence.seqlen_q + position), cute.make_layout(1))[0] = value
+                cute.make_tensor(lse + bounds.place_of_row(packed_head, position), cute.make_layout(1))[0] = value
         scale_rows(o, by)  # A1.24, A2.20
         rounded = cute.make_rmem_tensor(cute.size(o), self.dtype_o)
         to_16_bits(o, rounded)

@@ -21,7 +21,7 @@ from flashzoo.integers import cdiv, next_power_of_2
 from flashzoo.masks.block_mask import BlockMask
 from flashzoo.masks.lists import Lists
 from flashzoo.v3.config import kernel_backward_for, kernel_for, pack_gqa_for, window_of
-from flashzoo.v3.programs import LISTS, function_for
+from flashzoo.v3.programs import LISTS, TABLE, function_for
 from flashzoo.v3.traits import Kernel, KernelBackward, KernelFp8
 
 if TYPE_CHECKING:
@@ -51,9 +51,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operand
     launch = None if misaligned else forward_launch(problem, q.stride(), k.stride(), v.stride(), q.get_device())
     if launch is None:
         return forward(made_readable(q), made_readable(k), made_readable(v), problem, operands)
-    mask = operands.block_mask
+    mask, tiles = operands.block_mask, table(problem, operands, launch.block_q)
     lists = () if mask is None else lists_of(mask, mask.rows)
-    return launch(q, k, v, *lists, in_log2(problem.scale))
+    more = () if tiles is None else (tiles.data_ptr(),)
+    return launch(q, k, v, *lists, *more, in_log2(problem.scale))
 
 
 def backward(
@@ -74,9 +75,11 @@ def backward(
     if launch is None:
         q, k, v, dout = (made_readable(x) for x in (q, k, v, dout))
         return backward(dout, dlse, q, k, v, out, lse, problem, operands)
-    mask = operands.block_mask
+    mask, tiles_q = operands.block_mask, table(problem, operands, launch.block_q)
+    tiles_k = table(problem, operands, launch.block_kv, of_keys=True)
     lists = () if mask is None else lists_of(mask, mask.columns)
-    return launch(dout, dlse, q, k, v, out, lse, problem.scale, lists)
+    more = () if tiles_k is None else (tiles_k.data_ptr(),)
+    return launch(dout, dlse, q, k, v, out, lse, problem.scale, (*lists, *more), tiles_q)
 
 
 attention = differentiable(forward, backward)
@@ -85,6 +88,15 @@ attention = differentiable(forward, backward)
 def in_log2(softmax_scale: float) -> float:
     """What a kernel multiplies scores by, in log2 units."""
     return max(softmax_scale * LOG2E, SMALLEST_SCALE)
+
+
+def table(problem: Problem, operands: Operands, block: int, of_keys: bool = False) -> Tensor | None:
+    """Packed sequences' table of blocks of so many queries, or keys; None where nothing is packed."""
+    if problem.sequences is None:
+        return None
+    from flashzoo._triton.packed import tiles_of  # here, so that a process that packs nothing loads no Triton
+
+    return tiles_of(problem, operands, block, of_keys)
 
 
 def lists_of(mask: BlockMask, lists: Lists) -> Ints:
@@ -113,8 +125,12 @@ def forward_launch(problem: Problem, q_strides: Ints, k_strides: Ints, v_strides
     """The launch for a problem, or None where TMA can't read tensors of these strides."""
     if not all_readable(problem, q_strides, k_strides, v_strides):
         return None
-    more = SCALE if problem.block_mask is None else (*LISTS, *SCALE)
-    return ForwardLaunch(problem, kernel_for(problem), q_strides, k_strides, v_strides, device, more)
+    return ForwardLaunch(problem, kernel_for(problem), q_strides, k_strides, v_strides, device, (*_of_parts(problem), *SCALE))
+
+
+def _of_parts(problem: Problem) -> tuple[str, ...]:
+    """Names of a kernel's arguments that say which blocks a tile walks, or which tiles there are."""
+    return tuple(LISTS) if problem.block_mask is not None else tuple(TABLE) if problem.sequences is not None else ()
 
 
 class ForwardLaunch:
@@ -126,6 +142,9 @@ class ForwardLaunch:
         q_strides, k_strides, v_strides: such that `readable`; of `quantize.transpose_v` of v where the kernel takes that.
         device: index of the GPU.
         more: names of the kernel's arguments that a call gives behind its tensors.
+
+    Attributes:
+        block_q: queries of a tile, of one head.
     """
 
     def __init__(
@@ -146,13 +165,17 @@ class ForwardLaunch:
         self._out_dtype = TORCH_DTYPES[kernel.out_dtype]
 
         pack = pack_gqa_for(p, tiles.block_q)
+        self.block_q = tiles.block_q >> pack
         self._q = _map_of_queries(p, kernel.dtype, p.head_dim, kernel.width, pack, q_strides)
-        self._k = map_of_rows(kernel.dtype, (p.batch, p.seqlen_k, p.heads_kv, p.head_dim), k_strides, kernel.width, tiles.block_kv)
+        of_k = (p.batch, p.seqlen_k, p.heads_kv, p.head_dim)
+        self._k = map_of_rows(kernel.dtype, of_k, k_strides, kernel.width, tiles.block_kv, p.sequences is not None)
         self._v = _map_of_v(p, kernel, v_strides)
         self._out = _map_of_queries(p, kernel.out_dtype, p.head_dim_v, kernel.width_o, pack, self._out_strides)
 
         heads, group = p.heads >> pack, p.heads // p.heads_kv >> pack
         blocks_q, batch_heads = cdiv(p.seqlen_q << pack, tiles.block_q), p.batch * heads
+        if p.sequences is not None:
+            blocks_q = p.entries(p.seqlen_q, self.block_q)
         swizzle = 1
         if kernel.right and not kernel.left:  # else all tiles are as long
             swizzle = _swizzle_of(2 * p.seqlen_k * (p.head_dim + p.head_dim_v), group)
@@ -183,11 +206,13 @@ class ForwardLaunch:
 
 
 def _map_of_queries(problem: Problem, dtype: str, head_dim: int, width: int, pack: int, strides: Ints) -> TensorMap:
-    """Head dim, packed heads, queries, heads, batch: a box holds 64 rows, the packed heads of a query side by side."""
+    """Head dim, packed heads, queries, heads, batch: a box holds 64 rows, the packed heads of a query side by side. Of packed sequences
+    their end is in place of the batch, as in `map_of_rows`."""
     p = problem
     batch, row, head = in_bytes(dtype, strides, (p.batch, p.seqlen_q, p.heads))
-    sizes = (head_dim, 1 << pack, p.seqlen_q, p.heads >> pack, p.batch)
-    return tensor_map(dtype, sizes, (head, row, head << pack, batch), width, (1 << pack, WARPGROUP_ROWS >> pack, 1, 1))
+    last, step, before = (p.batch, batch, 0) if p.sequences is None else (p.seqlen_q + 1, row, p.seqlen_q * row)
+    sizes = (head_dim, 1 << pack, p.seqlen_q, p.heads >> pack, last)
+    return tensor_map(dtype, sizes, (head, row, head << pack, step), width, (1 << pack, WARPGROUP_ROWS >> pack, 1, 1), before)
 
 
 def _map_of_v(problem: Problem, kernel: Kernel, strides: Ints) -> TensorMap:
@@ -197,7 +222,8 @@ def _map_of_v(problem: Problem, kernel: Kernel, strides: Ints) -> TensorMap:
         batch, head, row, _ = strides
         sizes = (row, p.head_dim, p.heads_kv, p.batch)  # a row is as long as there are keys, padded
         return tensor_map(kernel.dtype, sizes, (row, head, batch), block_kv, (kernel.width_v, 1, 1))
-    return map_of_rows(kernel.dtype, (p.batch, p.seqlen_k, p.heads_kv, p.head_dim_v), strides, kernel.width_v, block_kv)
+    of_v = (p.batch, p.seqlen_k, p.heads_kv, p.head_dim_v)
+    return map_of_rows(kernel.dtype, of_v, strides, kernel.width_v, block_kv, p.sequences is not None)
 
 
 def _params(problem: Problem, blocks: int, batch_heads: int, swizzle: int, **of_heads: int) -> dict[str, int]:
@@ -246,6 +272,9 @@ class BackwardLaunch:
         out_strides: any.
         dlse: whether LSE has a gradient.
         device: index of the GPU.
+
+    Attributes:
+        block_q, block_kv: queries of a block, and keys of a tile.
     """
 
     def __init__(
@@ -259,15 +288,19 @@ class BackwardLaunch:
         self._gradients = [(shape, dense(shape, order)) for shape, order in ((of_q, q_strides), (of_k, k_strides), (of_v, v_strides))]
         self._dtype = TORCH_DTYPES[kernel.dtype]
         (_, dq_strides), (_, dk_strides), (_, dv_strides) = self._gradients
-        blocks_q, blocks = kernel.blocks_q(p.seqlen_q), kernel.blocks_kv(p.seqlen_k)
+        self.block_q, self.block_kv = tiles.block_q, tiles.block_kv
+        blocks_q, blocks = _blocks_q(p, kernel), kernel.blocks_kv(p.seqlen_k)
+        if p.sequences is not None:
+            blocks = p.entries(p.seqlen_k, tiles.block_kv)
         self._statistics_shape = (2, p.batch * p.heads, blocks_q * tiles.block_q)
         self._sum_shape = (p.batch * p.heads * blocks_q * tiles.block_q * kernel.width,)
         self._semaphore_shape = (p.batch * p.heads * blocks_q * kernel.semaphores if kernel.deterministic else 0,)
 
-        self._q = map_of_rows(p.dtype, of_q, q_strides, kernel.width, tiles.block_q)
-        self._dout = map_of_rows(p.dtype, of_out, dout_strides, kernel.width_v, tiles.block_q)
-        self._k, self._dk = (map_of_rows(p.dtype, of_k, x, kernel.width, tiles.block_kv) for x in (k_strides, dk_strides))
-        self._v, self._dv = (map_of_rows(p.dtype, of_v, x, kernel.width_v, tiles.block_kv) for x in (v_strides, dv_strides))
+        packed = p.sequences is not None
+        self._q = map_of_rows(p.dtype, of_q, q_strides, kernel.width, tiles.block_q, packed)
+        self._dout = map_of_rows(p.dtype, of_out, dout_strides, kernel.width_v, tiles.block_q, packed)
+        self._k, self._dk = (map_of_rows(p.dtype, of_k, x, kernel.width, tiles.block_kv, packed) for x in (k_strides, dk_strides))
+        self._v, self._dv = (map_of_rows(p.dtype, of_v, x, kernel.width_v, tiles.block_kv, packed) for x in (v_strides, dv_strides))
 
         group, batch_heads = p.heads // p.heads_kv, p.batch * p.heads_kv
         uneven = kernel.right and not kernel.left
@@ -277,8 +310,7 @@ class BackwardLaunch:
         elif uneven:
             swizzle = _swizzle_of(group * p.seqlen_q * (BYTES[p.dtype] * (p.head_dim + p.head_dim_v) + 4 * p.head_dim))
         params = _params(p, blocks, batch_heads, swizzle, heads=p.heads_kv, group=group, pack_gqa=0)
-        lists = () if p.block_mask is None else LISTS
-        given = ("q", "k", "v", "dout", "dk", "dv", "lse", "delta", "dq", "dq_semaphore", "counter", *lists, *SCALE, "scale")
+        given = ("q", "k", "v", "dout", "dk", "dv", "lse", "delta", "dq", "dq_semaphore", "counter", *_of_parts(p), *SCALE, "scale")
         self._launch = function_for(kernel).bind(device, min(_multiprocessors(device), blocks * batch_heads), params, given)
         self._delta = delta_launch(p, kernel, out_strides, dout_strides, dlse)
         self._round = round_launch(p, kernel, dq_strides)
@@ -294,16 +326,18 @@ class BackwardLaunch:
         lse: Tensor,
         softmax_scale: float,
         lists: Ints = (),
+        tiles: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`(dq, dk, dv)`, launched on the current stream of the tensors' device; `lists` as `lists_of` gives them."""
+        """`(dq, dk, dv)`, launched on the current stream of the tensors' device; `lists` as `lists_of` gives them, or the address of
+        packed sequences' table of keys, and `tiles` the one of queries."""
         if self._device != torch.cuda.current_device():
             with torch.cuda.device(self._device):
-                return self(dout, dlse, q, k, v, out, lse, softmax_scale, lists)
+                return self(dout, dlse, q, k, v, out, lse, softmax_scale, lists, tiles)
         dq, dk, dv = (torch.empty_strided(shape, strides, dtype=self._dtype, device=q.device) for shape, strides in self._gradients)
         delta, lse_log2 = torch.empty(self._statistics_shape, dtype=torch.float32, device=q.device)
         dq_sum = torch.empty(self._sum_shape, dtype=torch.float32, device=q.device)
         dq_semaphore = torch.empty(self._semaphore_shape, dtype=torch.int32, device=q.device)
-        self._delta((out, dout, lse, lse if dlse is None else dlse.contiguous(), delta, lse_log2, dq_sum, dq_semaphore), ())
+        self._delta((out, dout, lse, lse if dlse is None else dlse.contiguous(), delta, lse_log2, dq_sum, dq_semaphore, tiles), ())
         stream = current_stream(self._device)
         self._launch(
             stream,
@@ -319,8 +353,14 @@ class BackwardLaunch:
             in_log2(softmax_scale),
             softmax_scale,
         )
-        self._round((dq_sum, dq), (softmax_scale,))
+        self._round((dq_sum, dq, tiles), (softmax_scale,))
         return dq, dk, dv
+
+
+def _blocks_q(problem: Problem, kernel: KernelBackward) -> int:
+    """Blocks of queries of a head that LSE, delta and dQ's sums have room for."""
+    p = problem
+    return kernel.blocks_q(p.seqlen_q) if p.sequences is None else p.entries(p.seqlen_q, kernel.tiles.block_q)
 
 
 def delta_launch(problem: Problem, kernel: KernelBackward, out_strides: Ints, dout_strides: Ints, dlse: bool) -> TritonLaunch:
@@ -329,7 +369,7 @@ def delta_launch(problem: Problem, kernel: KernelBackward, out_strides: Ints, do
     from flashzoo.v3.delta import delta_kernel
 
     p, block_q = problem, kernel.tiles.block_q
-    blocks = kernel.blocks_q(p.seqlen_q)
+    blocks = _blocks_q(p, kernel)
     sizes = {"HEAD_DIM_V": p.head_dim_v, "BLOCK_DV": next_power_of_2(p.head_dim_v, 16), "SUMS": block_q * kernel.width}
     return Launch(
         delta_kernel,
@@ -341,6 +381,7 @@ def delta_launch(problem: Problem, kernel: KernelBackward, out_strides: Ints, do
             "ROWS": next_power_of_2(block_q, 16),
             "DLSE": dlse,
             "SEMAPHORES": kernel.semaphores if kernel.deterministic else 0,
+            "PACKED": p.sequences is not None,
         },
         num_warps=4,
         num_stages=1,
@@ -352,13 +393,14 @@ def round_launch(problem: Problem, kernel: KernelBackward, dq_strides: Ints) -> 
     from flashzoo._triton import Launch
     from flashzoo.v3.delta import round_kernel
 
-    p, block_q = problem, kernel.tiles.block_q
-    blocks = kernel.blocks_q(p.seqlen_q)
+    p, tiles, (_, columns) = problem, kernel.tiles, kernel.dq_part
+    blocks = _blocks_q(p, kernel)
+    of_part = {"HEAD_DIM": p.head_dim, "BLOCK_Q": tiles.block_q, "PARTS": tiles.consumers, "BY_ROWS": kernel.dq_by_rows, "N": columns}
     return Launch(
         round_kernel,
-        blocks * kernel.tiles.consumers * p.batch * p.heads,
+        blocks * tiles.consumers * p.batch * p.heads,
         (*dq_strides[:3], p.seqlen_q, blocks, p.heads),
-        {"HEAD_DIM": p.head_dim, "BLOCK_Q": block_q, "PARTS": kernel.tiles.consumers, "BY_ROWS": kernel.dq_by_rows, "N": kernel.dq_part[1]},
+        {**of_part, "PACKED": p.sequences is not None},
         num_warps=4,
         num_stages=1,
     )

@@ -13,7 +13,7 @@ from flashzoo._cute.arguments import FLOAT, INT, Arguments, Parameter, Pointer, 
 from flashzoo._cute.cache import cached
 from flashzoo._cute.compile import compile_for
 from flashzoo._cute.driver import Function
-from flashzoo.v3.traits import Kernel, KernelBackward, KernelBackwardSparse, KernelFp8, KernelSparse
+from flashzoo.v3.traits import Kernel, KernelBackward, KernelBackwardPacked, KernelBackwardSparse, KernelFp8, KernelPacked, KernelSparse
 
 ARCH = "sm_90a"
 
@@ -31,6 +31,9 @@ LISTS: dict[str, Parameter] = {
 }
 """Those that `sparse.ParamsSparse` has more, of a block mask."""
 
+TABLE: dict[str, Parameter] = {"tiles": Pointer("i32", align=16)}
+"""Those that `packed.ParamsPacked` has more."""
+
 WORKSPACE: dict[str, Parameter] = {**dict.fromkeys(("lse", "delta", "dq"), Pointer("fp32")), "dq_semaphore": Pointer("i32")}
 """Fields of `backward.Workspace`."""
 
@@ -41,6 +44,8 @@ DESCALE: dict[str, Parameter] = {"values": Pointer("fp32"), **dict.fromkeys(("ba
 def _params(kernel: Kernel | KernelBackward) -> Record:
     if isinstance(kernel, (KernelSparse, KernelBackwardSparse)):
         return Record("flashzoo.v3.sparse:ParamsSparse", {**PARAMS, **LISTS}, (kernel,))
+    if isinstance(kernel, (KernelPacked, KernelBackwardPacked)):
+        return Record("flashzoo.v3.packed:ParamsPacked", {**PARAMS, **TABLE}, (kernel,))
     return Record("flashzoo._cute.hopper.params:Params", PARAMS, (kernel,))
 
 
@@ -99,11 +104,20 @@ PROGRAMS: dict[type[Kernel | KernelBackward], Program] = {
         "flashzoo.v3.sparse:ForwardSparse",
         lambda kernel: _forward(kernel, scale_log2=FLOAT),
     ),
+    KernelPacked: Program(
+        "flashzoo.v3.packed:ForwardPacked",
+        lambda kernel: _forward(kernel, scale_log2=FLOAT),
+    ),
     KernelFp8: Program("flashzoo.v3.fp8:ForwardFp8", _forward_fp8),
     KernelBackward: Program(
         "flashzoo.v3.backward:Backward",
         _backward,
         by_gradient="flashzoo.v3.backward_by_gradient:BackwardByGradient",
+    ),
+    KernelBackwardPacked: Program(
+        "flashzoo.v3.packed:BackwardPacked",
+        _backward,
+        by_gradient="flashzoo.v3.packed:BackwardByGradientPacked",
     ),
     KernelBackwardSparse: Program(
         "flashzoo.v3.sparse_backward:BackwardSparse",

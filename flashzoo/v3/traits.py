@@ -13,6 +13,9 @@ from flashzoo.integers import cdiv
 MASK_Q = 128
 """Queries of a block of those masks that block-sparse kernels take: a tile's."""
 
+ENTRY = 8
+"""32-bit words of an entry of packed sequences' table: `_triton.packed_kernels.COLUMNS`, which this must not import."""
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -139,6 +142,16 @@ class KernelSparse(Kernel):
     def words_of_work(self) -> int:
         """32-bit words that tell of the next tile: the number, the row, how much it keeps."""
         return 5
+
+
+@dataclass(frozen=True)
+class KernelPacked(Kernel):
+    """A forward kernel of packed sequences."""
+
+    @property
+    def words_of_work(self) -> int:
+        """32-bit words that tell of the next tile: its entry of the table, its number."""
+        return ENTRY + 1
 
 
 @dataclass(frozen=True)
@@ -306,6 +319,16 @@ class KernelBackward:
         floats = numbers * stages + 2 * tiles.stages * tiles.block_q
         pipelines = 2 * tiles.stages + tiles.ds_stages + self.exchange_barriers + max(1, self.writers) + 3
         return BYTES[self.dtype] * elements + 4 * floats + 16 * pipelines + 8 * cdiv(self.words_of_work, 2)
+
+
+@dataclass(frozen=True)
+class KernelBackwardPacked(KernelBackward):
+    """A backward kernel of packed sequences."""
+
+    @property
+    def words_of_work(self) -> int:
+        """32-bit words that tell of the next tile, as in `KernelPacked`."""
+        return ENTRY + 1
 
 
 @dataclass(frozen=True)

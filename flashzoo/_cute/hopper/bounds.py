@@ -45,6 +45,12 @@ class Bounds:
         """The tile's."""
         return self.params.sequence(self.tile.batch)
 
+    def place_of_row(self, head: Int32, position: Int32) -> Int64:
+        """Of a query of a head of the tile's, or of the heads packed into it, in the memory of LSE."""
+        p, sequence = self.params, self.sequence
+        of_head = ((Int64(sequence.batch) * p.heads + self.tile.head) << p.pack_gqa) + head
+        return of_head * sequence.seqlen_q + position
+
     def block_range(self) -> tuple[Int32, Int32]:
         """First of the blocks that the tile walks, and one past the last. Keys are walked from the last block to the first."""
         return self.visible_blocks()

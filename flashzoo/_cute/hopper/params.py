@@ -27,8 +27,12 @@ class SequenceInfo:
         return row, head, self.batch
 
     def origin_k(self, row: Int32, head: Int32) -> tuple[Any, ...]:
-        """The same of k, v or their gradients."""
+        """The same of k or v."""
         return row, head, self.batch
+
+    def origin_dk(self, row: Int32, head: Int32) -> tuple[Any, ...]:
+        """The same of their gradients."""
+        return self.origin_k(row, head)
 
     def diagonal(self, position: Int32) -> Int32:
         """The key that a query is aligned with: the last query with the last key."""

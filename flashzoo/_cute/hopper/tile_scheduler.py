@@ -36,9 +36,13 @@ class TileScheduler:
         """The work of a number."""
         return tile_idx
 
+    def tiles(self, work: Int32) -> Int32:
+        """How many there are, told by any work."""
+        return self.params.blocks * self.params.batch_heads
+
     def is_valid(self, work: Int32) -> Boolean:
         """Whether it is a tile, and not past the last."""
-        return work < self.params.blocks * self.params.batch_heads
+        return work < self.tiles(work)
 
     def work_tile(self, work: Int32) -> WorkTile:
         """Which tile it is."""
@@ -54,8 +58,8 @@ class TileScheduler:
         return smem[0]
 
     @cute.jit
-    def fetch_next(self) -> Int32:
-        """The number of the next tile that no thread block has; to be called by a whole warp.
+    def fetch_next(self, work: Any) -> Int32:
+        """The number of the next tile that no thread block has, behind this work; to be called by a whole warp.
 
         Every team begins with a tile of its own and fetches once for each tile it works on. That makes as many
         fetches as there are tiles, and the counter wraps to 0 at exactly that many: it is ready for the next launch.
@@ -65,7 +69,7 @@ class TileScheduler:
             fetched = cute.arch.inline_ptx(
                 "atom.global.inc.u32 {$w0}, [{$r0}], {$r1};",
                 write_only_types=[Int32],
-                read_only_args=[self.params.counter, self.params.blocks * self.params.batch_heads - 1],
+                read_only_args=[self.params.counter, self.tiles(work) - 1],
             )
         return cute.arch.grid_dim()[0] * self.params.kernel.teams + cute.arch.shuffle_sync(fetched, 0)
 

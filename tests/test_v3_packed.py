@@ -1,0 +1,348 @@
+"""What is special to v3's packed sequences: tiles and masks on integers, rows as TMA counts them, what lies where beside the kernel.
+
+What it computes THE suite and test_packed.py say; what it compiles to test_compile.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from dataclasses import fields, replace
+from itertools import pairwise
+from types import SimpleNamespace
+
+import pytest
+import torch
+from on_integers import Memory, as_written, assume
+from test_v3_backward import as_registers
+from torch import Tensor
+
+from flashzoo import Problem
+from flashzoo._cute.arguments import Packer
+from flashzoo._cute.driver import TensorMap
+from flashzoo._cute.hopper import bounds as bounds_module
+from flashzoo._cute.hopper import tile_scheduler
+from flashzoo._cute.hopper.bounds import NEVER, Bounds, BoundsBackward
+from flashzoo._cute.tma import map_of_rows
+from flashzoo._triton.packed import tiles_of
+from flashzoo._triton.packed_kernels import COLUMNS
+from flashzoo.call.operands import Operands
+from flashzoo.gpu import SHARED_LIMIT, WARPGROUP_ROWS
+from flashzoo.v3 import launch, packed
+from flashzoo.v3.config import BACKWARD, HOPPER_PACKED, kernel_backward_for, kernel_for, pack_gqa_for
+from flashzoo.v3.packed import BoundsBackwardPacked, BoundsPacked, Entry, ParamsPacked, TileSchedulerPacked, right_aligned
+from flashzoo.v3.programs import arguments_of
+from flashzoo.v3.traits import ENTRY, KernelBackward, KernelBackwardPacked, KernelPacked, Tiles, TilesBackward
+
+AS_WRITTEN = as_written(Bounds, BoundsBackward, BoundsBackwardPacked)
+PLAIN = Problem(1, 300, 300, 4, 2, 64, sequences=5, dtype="fp16", lse=True, grad=True, arch=90)
+
+
+@pytest.fixture
+def on_integers(monkeypatch):
+    """The device's code as what it is without CuTe DSL: arithmetic."""
+    for owner, name, method in AS_WRITTEN:
+        monkeypatch.setattr(owner, name, method)
+    for module in (tile_scheduler, bounds_module, packed):
+        monkeypatch.setattr(module, "cutlass", SimpleNamespace(min=min, max=max, range_constexpr=range))
+        for name in ("Int32", "Int64"):
+            monkeypatch.setattr(module, name, int, raising=False)
+
+    def copy(source: Memory, target: list[int]) -> None:
+        target[:] = [source[i] for i in range(len(target))]
+
+    of_cute = {"make_tensor": lambda x, _: x, "make_layout": int, "make_rmem_tensor": lambda n, _: [0] * n}
+    arch = SimpleNamespace(block_idx=lambda: (0, 0, 0))
+    monkeypatch.setattr(packed, "cute", SimpleNamespace(**of_cute, autovec_copy=copy, assume=assume, arch=arch))
+
+
+CASES = {
+    "plain": ([0, 100, 101, 101, 230, 300], None, None),
+    "around": ([7, 60, 60, 200, 263, 263], [20, 21, 21, 180, 200, 270], None),
+    "more_keys": ([0, 0, 64, 65, 66, 300], [0, 150, 150, 151, 290, 299], None),
+    "used": ([0, 130, 200, 250, 280, 300], [0, 130, 200, 250, 280, 300], [65, 0, 50, 1, 19]),
+    "falling": ([0, 90, 20, 100, 200, 300], None, None),
+    "beyond": ([-70, 90, 128, 200, 1 << 30, 1 << 30], None, None),
+}
+SPANS = {"full": {}, "causal": {"causal": True}, "left": {"window": (40, None)}, "window": {"window": (30, 9)}}
+every_case = pytest.mark.parametrize("case", CASES)
+every_span = pytest.mark.parametrize("span", SPANS)
+
+
+def operands_of(case: str) -> Operands:
+    """Lengths, on the CPU."""
+    q, k, used = (None if numbers is None else torch.tensor(numbers, dtype=torch.int32) for numbers in CASES[case])
+    return Operands(cu_seqlens_q=q, cu_seqlens_k=k, seqused_k=used)
+
+
+def asked(case: str, span: str, **fields) -> Problem:
+    return replace(PLAIN, used_k=CASES[case][2] is not None, **SPANS[span], **fields)
+
+
+def visible(problem: Problem, operands: Operands) -> Tensor:
+    """Which rows of k each row of q sees."""
+    return operands.ranges.visible(problem.span, problem.seqlen_q, problem.seqlen_k)
+
+
+def scheduler_of(problem: Problem, operands: Operands, kernel: KernelPacked | KernelBackwardPacked) -> TileSchedulerPacked:
+    """The scheduler of a launch, with the table as the kernel before it leaves it."""
+    p, of_keys = problem, isinstance(kernel, KernelBackward)
+    pack = 0 if of_keys else pack_gqa_for(p, kernel.tiles.block_q)
+    rows, block = (p.seqlen_k, kernel.tiles.block_kv) if of_keys else (p.seqlen_q, kernel.tiles.block_q >> pack)
+    heads, group = (p.heads_kv, p.heads // p.heads_kv) if of_keys else (p.heads >> pack, p.heads // p.heads_kv >> pack)
+    table = tiles_of(p, operands, block, of_keys)
+    assert table.shape == (p.entries(rows, block), ENTRY)
+    sizes = (p.seqlen_q, p.seqlen_k, heads, group, pack, *p.reach, p.entries(rows, block), heads, 1, None)
+    return TileSchedulerPacked(ParamsPacked(kernel, *sizes, Memory(table.flatten().tolist())))
+
+
+def block_of(scheduler: TileSchedulerPacked) -> int:
+    """Rows of a block of the table."""
+    kernel = scheduler.params.kernel
+    return kernel.tiles.block_kv if isinstance(kernel, KernelBackward) else kernel.tiles.block_q >> scheduler.params.pack_gqa
+
+
+def works(scheduler: TileSchedulerPacked) -> list[Entry]:
+    """All tiles' work as it comes through shared memory, in the order in which tiles begin."""
+    found = []
+    for tile_idx in itertools.count():
+        smem = [0] * scheduler.params.kernel.words_of_work
+        scheduler.to_smem(smem, scheduler.work_of(tile_idx))
+        work = scheduler.from_smem(smem)
+        if not scheduler.is_valid(work):
+            break
+        assert work.block * block_of(scheduler) < work.owned, "of a block"
+        found.append(work)
+    assert len(found) == scheduler.tiles(scheduler.initial_work()), "as many as blocks fetch"
+    return found
+
+
+def test_an_entry_is_a_row_of_the_table():
+    assert COLUMNS.value == ENTRY and len(fields(Entry)) == ENTRY + 1
+
+
+def test_every_head_dim_has_kernels_that_fit():
+    for head_dim, head_dim_v in itertools.product(range(8, 257, 8), repeat=2):
+        problem = replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim_v)
+        forward, backward = kernel_for(problem), kernel_backward_for(problem)
+        assert isinstance(forward, KernelPacked) and isinstance(backward, KernelBackwardPacked)
+        assert forward.tiles in HOPPER_PACKED.values() and backward.tiles in BACKWARD.values()
+        assert max(forward.shared_bytes, backward.shared_bytes) <= SHARED_LIMIT[90]
+
+
+def test_no_length_asks_for_another_kernel():
+    """Else a sequence's bits would depend on what it is packed with."""
+    for others in ({"seqlen_q": 1}, {"seqlen_q": 1 << 20}, {"seqlen_k": 9}, {"sequences": 1}, {"max_seqlen_q": 1}):
+        other = replace(PLAIN, **others)
+        assert kernel_for(other) == kernel_for(PLAIN) and kernel_backward_for(other) == kernel_backward_for(PLAIN)
+        assert pack_gqa_for(other, 128) == pack_gqa_for(PLAIN, 128) == 1
+
+
+TILES = {"of_2": Tiles(2, 128), "of_3": Tiles(3, 80)}
+
+
+@every_case
+@every_span
+@pytest.mark.parametrize(("tiles", "heads"), [("of_2", 2), ("of_2", 6), ("of_3", 4)])
+def test_each_row_of_each_head_is_in_one_tile_and_sees_its_keys(case, span, tiles, heads, on_integers):
+    problem, operands = asked(case, span, heads=heads), operands_of(case)
+    kernel = replace(kernel_for(problem), tiles=TILES[tiles])
+    seen, scheduler = visible(problem, operands), scheduler_of(problem, operands, kernel)
+    params, rows_written = scheduler.params, set()
+    for work in works(scheduler):
+        bounds = BoundsPacked(params, scheduler.work_tile(work))
+        begin, end = bounds.block_range()
+        assert 0 <= begin < end
+        for first_row in range(bounds.tile.block * kernel.tiles.block_q, (bounds.tile.block + 1) * kernel.tiles.block_q, WARPGROUP_ROWS):
+            mine = bounds.blocks_of_rows(first_row, begin, end)
+            assert begin <= mine.begin <= mine.left <= mine.right <= mine.end <= end and mine.begin < mine.end
+            for row, r in itertools.product((row for row in range(WARPGROUP_ROWS) if row % 16 < 8), range(2)):
+                packed_row = first_row + row + 8 * r
+                position, packed_head = packed_row >> params.pack_gqa, packed_row & ((1 << params.pack_gqa) - 1)
+                if position >= work.rows_q:
+                    continue
+                lowest, highest = bounds.of_thread(first_row + row, 0)[r]
+                keys = set()
+                for n in range(mine.begin, mine.end):
+                    of_block = range(n * kernel.tiles.block_kv, (n + 1) * kernel.tiles.block_kv)
+                    if n == mine.end - 1 or not mine.left <= n < mine.right:
+                        left, right = kernel.left, n == mine.end - 1 or n >= mine.right
+                        of_block = [key for key in of_block if not (left and key < lowest) and not (right and key >= highest)]
+                    keys.update(of_block)
+                at, head = work.first_q + position, (bounds.tile.head << params.pack_gqa) + packed_head
+                assert {work.first_k + key for key in keys} == {*seen[at].nonzero().flatten().tolist()}, f"{work}, row {at}"
+                assert bounds.place_of_row(packed_head, position) == head * problem.seqlen_q + at
+                assert (head, at) not in rows_written
+                rows_written.add((head, at))
+    assert len(rows_written) == problem.heads * problem.seqlen_q
+
+
+TILINGS = {"128x128": TilesBackward(128), "128x64": TilesBackward(64), "64x64": TilesBackward(64, 64)}
+
+
+@every_case
+@every_span
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_each_key_of_each_head_is_in_one_tile_and_meets_its_queries(case, span, tiling, on_integers):
+    problem, operands = asked(case, span), operands_of(case)
+    kernel = replace(kernel_backward_for(problem), tiles=TILINGS[tiling])
+    seen, scheduler = visible(problem, operands), scheduler_of(problem, operands, kernel)
+    params, tiles, written = scheduler.params, kernel.tiles, set()
+    for work in works(scheduler):
+        bounds = BoundsBackwardPacked(params, scheduler.work_tile(work))
+        begin, end = bounds.block_range()
+        assert bounds.walks_any(begin, end) == (begin < end)
+        if begin < end:
+            steps = [bounds.step(i, begin, end) for i in range(params.group * (end - begin))]
+            heads = range(bounds.tile.head * params.group, (bounds.tile.head + 1) * params.group)
+            assert sorted(steps) == [*itertools.product(heads, range(begin, end))]
+        first_key = bounds.tile.block * tiles.block_kv
+        for key in range(first_key, first_key + tiles.block_kv):
+            if key >= work.owned:
+                continue
+            lowest, highest = bounds.of_key(key, 0)
+            queries = set()
+            for n in range(begin, end):
+                of_block = range(n * tiles.block_q, (n + 1) * tiles.block_q)
+                if bounds.crosses(key // WARPGROUP_ROWS * WARPGROUP_ROWS, n):
+                    of_block = [query for query in of_block if lowest <= query and not (kernel.left and query >= highest)]
+                queries.update(query for query in of_block if query < work.rows_q)  # LSE is inf past the last
+            at = work.first_k + key
+            expected = {*seen[:, at].nonzero().flatten().tolist()}
+            assert {work.first_q + query for query in queries} == expected, f"{work}, key {at}"
+            assert (bounds.tile.head, at) not in written
+            written.add((bounds.tile.head, at))
+    assert len(written) == problem.heads_kv * problem.seqlen_k
+
+
+@every_case
+@every_span
+@pytest.mark.parametrize("tiling", TILINGS)
+def test_tiles_add_to_dq_in_the_order_in_which_they_begin(case, span, tiling, on_integers):
+    """Else a tile waits for ever: for one that never adds, or for one that waits behind it."""
+    problem = asked(case, span, deterministic=True)
+    scheduler = scheduler_of(problem, operands_of(case), replace(kernel_backward_for(problem), tiles=TILINGS[tiling]))
+    added = {}
+    for work in works(scheduler):
+        bounds = BoundsBackwardPacked(scheduler.params, scheduler.work_tile(work))
+        begin, end = bounds.block_range()
+        for i in range(scheduler.params.group * (end - begin)):
+            head, n = bounds.step(i, begin, end)
+            block, before = bounds.block_of_queries(head, n), bounds.adds_before(n)
+            if before != NEVER:
+                assert added.setdefault(block, 0) == before, f"{work}, block of queries {n}"
+                added[block] += 1
+
+
+@every_case
+@pytest.mark.parametrize("span", ["full", "causal"])
+def test_the_longest_tiles_begin_first(case, span, on_integers):
+    """By blocks of keys; how far a window reaches to the left is not looked at."""
+    problem = asked(case, span, heads=2)
+    kernel = kernel_for(problem)
+    scheduler, walked = scheduler_of(problem, operands_of(case), kernel), []
+    for work in works(scheduler):
+        begin, end = BoundsPacked(scheduler.params, scheduler.work_tile(work)).block_range()
+        walked.append((end - begin) * kernel.tiles.block_kv)
+    assert all(later <= earlier + 2 * kernel.tiles.block_kv for earlier, later in pairwise(walked))
+
+
+def reached(tma: TensorMap, *place: int) -> int | None:
+    """How many bytes behind the tensor's start what lies at these coordinates; None outside, where TMA reads zeros and writes nothing."""
+    sizes, strides, *_ = tma._shape
+    if not all(0 <= at < size for at, size in zip(place, sizes, strict=True)):
+        return None
+    return sum(at * stride for at, stride in zip(place[1:], strides, strict=True)) - tma._before
+
+
+@pytest.mark.parametrize("strides", [(4 * 64, 64), (9 * 64, 128), (64, 40 * 64)], ids=["bshd", "padded", "bhsd"])
+def test_past_a_sequences_end_is_outside_for_tma(strides):
+    """And before it is the sequence's own row: of k and v, and of q, whose heads may be packed."""
+    problem = replace(PLAIN, seqlen_q=40, seqlen_k=40, heads_kv=4)
+    picks, (by_row, by_head) = random.Random(0), strides
+    of_rows = map_of_rows("fp16", (1, 40, 4, 64), (40 * by_row, by_row, by_head, 1), 64, 16, True)
+    of_queries = {pack: launch._map_of_queries(problem, "fp16", 64, 64, pack, (40 * by_row, by_row, by_head, 1)) for pack in (0, 1, 2)}
+    for _ in range(200):
+        first = picks.randrange(41)
+        rows = picks.randrange(41 - first)
+        row, head = picks.randrange(60), picks.randrange(4)
+        expected = 2 * ((first + row) * by_row + head * by_head) if row < rows else None
+        assert reached(of_rows, 0, *right_aligned(row, head, first, rows, 40)) == expected
+        for pack, tma in of_queries.items():
+            place = right_aligned(row, head >> pack, first, rows, 40)
+            assert reached(tma, 0, head & ((1 << pack) - 1), *place) == expected
+
+
+KERNELS = {
+    "by_rows": KernelBackwardPacked("fp16", 64, 64, False, False, False, TilesBackward(128)),
+    "by_columns": KernelBackwardPacked("fp16", 128, 128, False, False, True, TilesBackward(64)),
+    "by_gradient": KernelBackwardPacked("fp16", 256, 256, False, False, True, TilesBackward(64, 64)),
+}
+on_kernels = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+
+
+@every_case
+@on_kernels
+def test_what_lies_where_before_and_after_the_kernel(case, kernel, on_integers):
+    """Each block of queries that a tile walks finds its rows' LSE and delta, and zeros to add to; and its sums become dQ's rows."""
+    p, operands = asked(case, "causal", head_dim=kernel.width - 24, head_dim_v=None), operands_of(case)
+    block_q, blocks = kernel.tiles.block_q, p.entries(p.seqlen_q, kernel.tiles.block_q) * p.heads
+    out, dout, wanted = (torch.randn(1, p.seqlen_q, p.heads, p.head_dim).half() for _ in range(3))
+    lse, dlse = torch.randn(1, p.heads, p.seqlen_q), torch.randn(1, p.heads, p.seqlen_q)
+    delta, lse_log2 = torch.full((2, blocks, block_q), torch.nan)
+    dq_sum = torch.full((blocks, kernel.tiles.consumers, block_q * kernel.width // kernel.tiles.consumers), torch.nan)
+    turns = torch.full((blocks, kernel.semaphores), -1, dtype=torch.int32)
+    tiles = tiles_of(p, operands, block_q)
+    launch.delta_launch(p, kernel, out.stride(), dout.stride(), True)((out, dout, lse, dlse, delta, lse_log2, dq_sum, turns, tiles), ())
+
+    of_rows = (out.float() * dout.float()).sum(3).transpose(1, 2)[0] - dlse[0]
+    dense = KernelBackward(*[getattr(kernel, field.name) for field in fields(KernelBackward)])
+    scheduler, places = scheduler_of(p, operands, kernel), {}
+    for work in works(scheduler):
+        bounds = BoundsBackwardPacked(scheduler.params, scheduler.work_tile(work))
+        begin, end = bounds.block_range()
+        for i in range(scheduler.params.group * (end - begin)):
+            head, n = bounds.step(i, begin, end)
+            first, rows = work.first_q + n * block_q, min(block_q, work.rows_q - n * block_q)
+            place, mine = bounds.block_of_queries(head, n), slice(first, first + rows)
+            if place in places:
+                assert places[place] == (head, first), "two blocks in one place"
+                continue
+            places[place] = head, first
+            torch.testing.assert_close(delta[place, :rows], of_rows[head, mine], rtol=1e-5, atol=1e-4)
+            torch.testing.assert_close(lse_log2[place, :rows], lse[0, head, mine] / math.log(2))
+            assert not delta[place, rows:].any() and (lse_log2[place, rows:] == math.inf).all()
+            assert not dq_sum[place].any() and not (kernel.deterministic and turns[place].any())
+            block = torch.zeros(1, block_q, 1, p.head_dim)
+            block[0, :rows, 0] = wanted[0, mine, head]
+            dq_sum[place] = as_registers(block, dense)[0, 0, 0]
+
+    dq, met = torch.full_like(wanted, torch.nan), torch.zeros(p.heads, p.seqlen_q, dtype=torch.bool)
+    launch.round_launch(p, kernel, dq.stride())((dq_sum, dq, tiles), (0.5,))
+    ends = operands.ranges.bounds(p.seqlen_q, p.seqlen_k)[1].tolist()
+    for head, first in places.values():
+        met[head, first : min([end for end in ends if end > first] + [first + block_q, p.seqlen_q])] = True
+    met = met.T[None, :, :, None]
+    torch.testing.assert_close(dq, torch.where(met, wanted * 0.5, 0.0), rtol=0, atol=0)
+
+
+@every_span
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_launch_gives_what_the_kernel_takes(span, deterministic, head_dim, monkeypatch):
+    """By name, and as many thread blocks as there may be tiles."""
+    problem = asked("plain", span, head_dim=head_dim, head_dim_v=None, deterministic=deterministic)
+    bound = []
+
+    def bind(kernel):
+        return lambda device, blocks, fixed, given: bound.append((blocks, Packer(arguments_of(kernel), 0, fixed, given)))
+
+    monkeypatch.setattr(launch, "function_for", lambda kernel: SimpleNamespace(bind=bind(kernel)))
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 13)
+    shape = (1, 300, 4, head_dim)
+    of_q, of_k = torch.empty(shape).stride(), torch.empty(1, 300, 2, head_dim).stride()
+    forward = launch.forward_launch(problem, of_q, of_k, of_k, 0)
+    backward = launch.backward_launch(problem, of_q, of_k, of_k, of_q, of_q, False, 0)
+    assert [blocks for blocks, _ in bound] == [min(13, problem.entries(300, forward.block_q) * 2), 13]
+    assert backward._sum_shape[0] == problem.entries(300, backward.block_q) * backward.block_q * 4 * head_dim
