@@ -9,7 +9,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from flashzoo.call.operands import Operands
 from flashzoo.call.problem import Problem
-from flashzoo.reference import shown, visible
+from flashzoo.reference import only_used, shown, visible
 from flashzoo.spec import Spec
 from flashzoo.transforms import functorch_active
 
@@ -21,14 +21,17 @@ SMALLEST_SCALE = 2.0**-100
 
 
 _DENSE_MASK = "makes a dense (batch, heads, seqlen_q, seqlen_k) mask of the block mask, and skips nothing"
+_DENSE_CACHE = "makes a dense (batch, seqlen_q, seqlen_k) mask of what is used, copies k and v without what is not, and skips nothing"
 _DENSE_LENGTHS = "makes a dense (total_q, total_k) mask that keeps sequences apart, and skips nothing"
 
 
 def _sdpa_notes(problem: Problem) -> list[str]:
     other_kernel = "torch's flash kernel needs v as wide as q: its memory-efficient one runs where it can, else math, quadratic in memory"
     notes = {
-        "builds the (seqlen_q, seqlen_k) mask as a tensor": _needs_mask(problem) and not problem.features & {"block_mask", "packed"},
+        "builds the (seqlen_q, seqlen_k) mask as a tensor": _needs_mask(problem)
+        and not problem.features & {"block_mask", "packed", "cache"},
         _DENSE_LENGTHS: "packed" in problem.features,
+        _DENSE_CACHE: "cache" in problem.features,
         _DENSE_MASK: problem.block_mask is not None,
         "copies inputs whose rows do not start at multiples of 16 bytes": problem.device == "cuda",
         other_kernel: "head_dim_v" in problem.features,
@@ -56,11 +59,14 @@ def _standard_notes(problem: Problem) -> list[str]:
         plain: problem.precision == "fp8",
         _DENSE_MASK: problem.block_mask is not None,
         _DENSE_LENGTHS: "packed" in problem.features,
+        _DENSE_CACHE: "cache" in problem.features,
     }
     return [note for note, holds in notes.items() if holds]
 
 
-_STANDARD_FEATURES = frozenset({"causal", "window", "gqa", "cross", "head_dim_v", "lse", "deterministic", "packed", "used_k", "block_mask"})
+_STANDARD_FEATURES = frozenset(
+    {"causal", "window", "gqa", "cross", "head_dim_v", "lse", "deterministic", "packed", "used_k", "cache", "block_mask"}
+)
 
 STANDARD = Spec(
     name="standard",
@@ -80,7 +86,7 @@ STANDARD = Spec(
     notes=_standard_notes,
 )
 
-_SDPA_FEATURES = frozenset({"causal", "window", "gqa", "cross", "head_dim_v", "packed", "used_k", "block_mask"})
+_SDPA_FEATURES = frozenset({"causal", "window", "gqa", "cross", "head_dim_v", "packed", "used_k", "cache", "block_mask"})
 
 SDPA = Spec(
     name="sdpa",
@@ -103,7 +109,7 @@ SDPA = Spec(
 
 def _needs_mask(problem: Problem) -> bool:
     aligned_alike = problem.window == (None, None) and problem.seqlen_q == problem.seqlen_k
-    return problem.block_mask is not None or problem.sequences is not None or (problem.span != (None, None) and not aligned_alike)
+    return problem.block_mask is not None or problem.by_lengths or (problem.span != (None, None) and not aligned_alike)
 
 
 def _readable(x: Tensor) -> Tensor:
@@ -157,6 +163,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) 
     """torch's attention under `Spec.impl`'s contract; torch aligns causal top-left, so other shapes get a mask."""
     masked, scale = _needs_mask(problem), problem.scale
     seen = visible(problem, q.device, shown(problem, operands)) if masked else None
+    k, v = only_used(k, v, operands)
     if scale < SMALLEST_SCALE:  # a part of it goes into q, which no mask is in
         q, scale = q * (scale / SMALLEST_SCALE), SMALLEST_SCALE
     attend = _attend_on_gpu if q.is_cuda else scaled_dot_product_attention

@@ -35,7 +35,7 @@ from flashzoo.registry import current, implementation
 from flashzoo.registry import versions as registered
 from flashzoo.spec import INTERPRETER_BLOCK, Spec, duration, interpreter_seconds
 from flashzoo.timing import MIN_SHARED, Clock, Operation, Timing, with_peak
-from flashzoo.workloads import Workload, block_mask, descales, flops, hardware, hbm_bytes, inputs, ranges
+from flashzoo.workloads import Workload, block_mask, descales, flops, hardware, hbm_bytes, inputs, lengths
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -151,7 +151,7 @@ def compare_workload(
     Args:
         source: sizes, dtypes, precision, causal, window and deterministic are read from it, its hardware is not. e4m3 inputs get
             descales by block, a problem with a block mask one of its form, from `flashzoo.workloads.block_mask`, and one with packed
-            sequences lengths from `flashzoo.workloads.ranges`.
+            sequences or caches lengths from `flashzoo.workloads.lengths`.
         device: the GPU if there is one, else the CPU, where None.
         backward, versions, budget_s, progress: as in `compare`.
     """
@@ -164,8 +164,7 @@ def compare_workload(
         bar.step("inputs")
         q, k, v, _ = inputs(source, seed, device)
         options = options_of(problem) | {"block_mask": block_mask(problem, seed, device)}
-        lengths = ranges(problem, seed, device)
-        options |= {} if lengths is None else vars(lengths)
+        options |= lengths(problem, seed, device)
         options |= zip(DESCALES, descales(problem, "block" if problem.dtype == "e4m3" else None, seed, device), strict=True)
         problem = explain(*_leaves((q, k, v), backward), **options).problem
         return _compared(bar, (q, k, v), problem, options, specs, seed + 1)

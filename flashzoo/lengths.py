@@ -12,6 +12,32 @@ from torch import Tensor
 from flashzoo.call.forms import Window
 
 
+def flaws_of_caches(used: Tensor, seqlen_k: int) -> Iterator[str]:
+    """What is wrong with how much of each cache is used, in words that begin with the argument's name; waits for the device."""
+    for at, count in enumerate(used.tolist()):
+        if not 0 <= count <= seqlen_k:
+            yield f"seqused_k must be from 0 to the cache's length, got {count} of {seqlen_k} at {at}"
+
+
+def visible_of_caches(used: Tensor, span: Window, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """`(batch, 1, seqlen_q, seqlen_k)` bool: the keys that each query sees where so many of each sequence's are used, the last of them
+    with its last query.
+
+    Args:
+        used: int32 `(batch,)`; below 0 is 0, and above seqlen_k is seqlen_k.
+        span: the band around the diagonal, as `Problem.span`.
+    """
+    used = used.long().clamp(0, seqlen_k)[:, None, None]
+    query, key = (torch.arange(n, device=used.device) for n in (seqlen_q, seqlen_k))
+    seen, distance = key < used, (key - used) - (query - seqlen_q)[:, None]
+    left, right = span
+    if left is not None:
+        seen = seen & (distance >= -left)
+    if right is not None:
+        seen = seen & (distance <= right)
+    return seen.expand(len(used), seqlen_q, seqlen_k)[:, None]
+
+
 @dataclass(frozen=True, eq=False)
 class Ranges:
     """Where each sequence's queries and keys begin, and where they end. All of it lies on the tensors' device, and no host reads it.

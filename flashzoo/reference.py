@@ -34,6 +34,7 @@ from flashzoo.call.operands import Operands
 from flashzoo.call.problem import DESCALE_BLOCK, Problem
 from flashzoo.dtypes import TORCH_DTYPES
 from flashzoo.integers import cdiv
+from flashzoo.lengths import visible_of_caches
 
 E4M3 = torch.float8_e4m3fn
 LARGEST_E4M3 = 448.0
@@ -72,10 +73,11 @@ def visible(problem: Problem, device: torch.device | str = "cpu", mask: Tensor |
     """`(seqlen_q, seqlen_k)` bool, True where the query sees the key; None where all do.
 
     Args:
-        mask: bool, what the call's operands show, as `shown`: the answer then is of that shape. Of packed sequences it is the answer.
+        mask: bool, what the call's operands show, as `shown`: the answer then is of that shape. Where lengths on the device say what is
+            seen, it is the answer.
     """
     left, right = problem.span
-    if problem.sequences is not None or (left is None and right is None):
+    if problem.by_lengths or (left is None and right is None):
         return mask
     distance = distances(problem, device)
     seen = torch.ones_like(distance, dtype=torch.bool)
@@ -93,12 +95,23 @@ def distances(problem: Problem, device: torch.device | str) -> Tensor:
 
 
 def shown(problem: Problem, operands: Operands) -> Tensor | None:
-    """`(batch or 1, heads or 1, seqlen_q, seqlen_k)` bool, the keys that a block mask shows, or that are of the query's own sequence and in
-    its band; None where there is neither. A block mask may be dense, and so the answer, already."""
+    """`(batch or 1, heads or 1, seqlen_q, seqlen_k)` bool, the keys that a block mask shows, or that are of the query's own sequence, used
+    and in its band; None where there is no such operand. A block mask may be dense, and so the answer, already."""
     mask, ranges = operands.block_mask, operands.ranges
     if mask is not None:
         return mask if isinstance(mask, Tensor) else mask.to_dense()
-    return None if ranges is None else ranges.visible(problem.span, problem.seqlen_q, problem.seqlen_k)[None, None]
+    if ranges is not None:
+        return ranges.visible(problem.span, problem.seqlen_q, problem.seqlen_k)[None, None]
+    used = operands.seqused_k
+    return None if used is None else visible_of_caches(used, problem.span, problem.seqlen_q, problem.seqlen_k)
+
+
+def only_used(k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor]:
+    """k and v with zeros for what is not used of a cache: 0 times what lies there is not 0 where it is no number."""
+    if operands.seqused_k is None or operands.cu_seqlens_q is not None:
+        return k, v
+    beyond = (torch.arange(k.shape[1], device=k.device) >= operands.seqused_k[:, None])[:, :, None, None]
+    return k.masked_fill(beyond, 0), v.masked_fill(beyond, 0)
 
 
 def dequantized(x: Tensor, descale: Tensor | None) -> Tensor:
@@ -269,13 +282,14 @@ def _finite(lse: Tensor) -> Tensor:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor | None]:
+    k, v = only_used(k, v, operands)
     if problem.precision == "fp8":
         (q, q_descale), (k, k_descale), (v, v_descale) = (_quantized(x) for x in (q, k, v))
-        return _fp8_forward(q, k, v, problem, Operands(q_descale, k_descale, v_descale, operands.block_mask))
+        return _fp8_forward(q, k, v, problem, replace(operands, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale))
     s = _scores(q, k, problem, operands)
     lse = torch.logsumexp(s, -1).view(problem.batch, problem.heads, -1) if problem.lse or problem.grad else None
     p = torch.softmax(s, -1)
-    if operands.block_mask is None and problem.sequences is None:
+    if operands.block_mask is None and not problem.by_lengths:
         p[:, : problem.blind_rows] = 0  # softmax gives NaN where a row sees nothing
     else:
         p.masked_fill_((s == -math.inf).all(-1, keepdim=True), 0)
@@ -295,6 +309,7 @@ def _backward(
     operands: Operands,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = problem.batch * problem.heads
+    k, v = only_used(k, v, operands)
     do, k_h, v_h = _heads_first(dout, problem), _heads_first(k, problem), _heads_first(v, problem)
     delta = (dout.to(_wide(q)) * out.to(_wide(q))).sum(-1).transpose(1, 2).reshape(rows, -1)
     if dlse is not None:
@@ -334,7 +349,8 @@ def rotated(x: Tensor, seed: int = 0) -> Tensor:
 
 def _fp8_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor | None]:
     q_rows, k_rows, v_rows = (_heads_first(_of_rows(x, descale), problem) for x, descale in zip((q, k, v), operands.descales, strict=True))
-    q_h, k_h, v_h = (_heads_first(x.to(torch.bfloat16), problem) for x in (q, k, v))  # bf16 holds every e4m3 number
+    q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))  # which holds every e4m3 number
+    q_h, k_h, v_h = (_heads_first(x, problem) for x in (q, *only_used(k, v, operands)))
     # As kernels have it: scores in log2 units by one factor for a row and a block, and score - maximum rounded once. At scores
     # of millions the rounded maximum moves P by more than its own rounding.
     s = _hopper_sums(q_h, k_h).double().mul_((problem.scale * math.log2(math.e) * q_rows * k_rows.mT).double())

@@ -107,6 +107,8 @@ _ALL = (
     _workload("packed_causal_gqa", "smoke", 170, 170, heads=4, heads_kv=2, sequences=5, causal=True),
     _workload("packed_cross_window", "smoke", 150, 210, sequences=4, window=(30, 9)),
     _workload("packed_used", "smoke", 120, 200, sequences=3, used_k=True, causal=True),
+    _workload("cache_causal_gqa", "smoke", 5, 190, batch=3, heads=4, heads_kv=2, used_k=True, causal=True),
+    _workload("cache_window", "smoke", 130, 150, batch=2, used_k=True, window=(30, 9)),
     _workload("one_by_one", "hard", 1, 1),
     _workload("one_query", "hard", 1, 4097, heads=1),
     _workload("one_query_causal", "hard", 1, 4097, heads=1, causal=True),
@@ -167,6 +169,10 @@ _ALL = (
     _workload("packed_narrow_values", "hard", 130, 130, 64, head_dim_v=32, sequences=3),
     _workload("packed_scores_x30", "hard", 192, 192, values="x30", sequences=2, causal=True),
     _workload("packed_low_scores", "hard", 130, 200, values="low_scores", sequences=3),
+    _workload("cache_one_query", "hard", 1, 300, 128, batch=4, heads=8, heads_kv=1, used_k=True),
+    _workload("cache_full", "hard", 70, 203, used_k=True, causal=True),
+    _workload("cache_scores_x30", "hard", 64, 192, values="x30", batch=2, used_k=True, causal=True),
+    _workload("cache_8192", "large", 16, 8192, 128, batch=4, heads=8, heads_kv=2, used_k=True, causal=True),
     _workload("packed_4096_causal", "large", 4096, 4096, 128, heads=8, heads_kv=2, sequences=9, causal=True),
     _workload("packed_1500_sequences", "large", 8191, 8191, 64, heads=4, sequences=1500, causal=True),
     _workload("packed_used_d256", "large", 2048, 3001, 256, heads=2, sequences=7, used_k=True, window=(200, 0)),
@@ -378,13 +384,25 @@ def block_mask(problem: Problem, seed: int = 0, device: torch.device | str = "cp
     return BlockMask.from_dense(kept & (whole | elements), **sizes)
 
 
-def ranges(problem: Problem, seed: int = 0, device: torch.device | str = "cpu") -> Ranges | None:
-    """Lengths for the problem's packed sequences, drawn at random; None where it has none.
+def lengths(problem: Problem, seed: int = 0, device: torch.device | str = "cpu") -> dict[str, Tensor | None]:
+    """Lengths for the problem, drawn at random, by the arguments of `flashzoo.attention` that take them; none where it asks for none.
 
-    Of four sequences or more one has no queries, and where q and k have other lengths one has no keys; the last rows are nobody's.
+    Packed: of four sequences or more one has no queries, and where q and k have other lengths one has no keys; the last rows are nobody's.
+    Of a batch's caches the first is full, and of three or more the second empty.
     """
-    if problem.sequences is None:
-        return None
+    if problem.sequences is not None:
+        return vars(ranges(problem, seed, device))
+    if not problem.used_k:
+        return {}
+    random, batch = Random(seed), problem.batch
+    used = [random.randint(0, problem.seqlen_k) for _ in range(batch)]
+    used[: min(2, batch - 1)] = [problem.seqlen_k, 0][: min(2, batch - 1)]
+    return {"seqused_k": torch.tensor(used, dtype=torch.int32, device=device)}
+
+
+def ranges(problem: Problem, seed: int = 0, device: torch.device | str = "cpu") -> Ranges:
+    """Those of packed sequences."""
+    assert problem.sequences is not None
     random, sequences = Random(seed), problem.sequences
 
     def drawn(total: int, empty: int) -> Tensor:
@@ -440,8 +458,8 @@ other numbers than the rest). What lies between is NaN."""
 
 
 def visible_pairs(problem: Problem) -> int:
-    """How many (query, key) pairs of one head are visible by causal and window, in closed form; all where sequences are packed."""
-    if problem.sequences is not None:
+    """How many (query, key) pairs of one head are visible by causal and window, in closed form; all where lengths on the device say it."""
+    if problem.by_lengths:
         return problem.seqlen_q * problem.seqlen_k
     left, right = problem.span
     upto_right = problem.seqlen_q * problem.seqlen_k if right is None else _pairs_below(problem, problem.offset + right)
@@ -489,9 +507,9 @@ def hbm_bytes(problem: Problem, version_name: str, sram_bytes: int) -> float | N
         sram_bytes: on-chip memory of one multiprocessor.
 
     Returns:
-        Bytes, or None for a version whose paper gives no formula, and of packed sequences.
+        Bytes, or None for a version whose paper gives no formula, and where lengths on the device say what is seen.
     """
-    if problem.sequences is not None:
+    if problem.by_lengths:
         return None
     size, size_o, rows = BYTES[problem.dtype], BYTES[problem.out_dtype], problem.batch * problem.heads
     d, dv = problem.head_dim, problem.head_dim_v

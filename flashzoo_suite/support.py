@@ -22,9 +22,9 @@ from flashzoo.autograd import differentiable
 from flashzoo.call.check import options_of
 from flashzoo.call.operands import NO_DESCALES, Descales, Operands
 from flashzoo.call.problem import FEATURES
-from flashzoo.lengths import Ranges
+from flashzoo.lengths import Ranges, visible_of_caches
 from flashzoo.reference import Result
-from flashzoo.workloads import block_mask, hardware, inputs, ranges
+from flashzoo.workloads import block_mask, hardware, inputs, lengths, ranges
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -107,16 +107,12 @@ def as_arguments(problem: Problem, descales: Descales = NO_DESCALES) -> dict:
         arguments |= dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
     if problem.block_mask is not None:
         arguments["block_mask"] = mask_of(problem)
-    if problem.sequences is not None:
-        arguments |= vars(ranges_of(problem))
-    return arguments
+    return arguments | lengths(problem, device=DEVICE)
 
 
 def ranges_of(problem: Problem) -> Ranges:
     """The lengths that stand for the problem's."""
-    found = ranges(problem, device=DEVICE)
-    assert found is not None
-    return found
+    return ranges(problem, device=DEVICE)
 
 
 def mask_of(problem: Problem) -> flashzoo.BlockMask | None:
@@ -137,6 +133,8 @@ def seen_by(problem: Problem) -> Tensor | None:
     """What that mask, or those lengths, show, as `Judge` takes it."""
     if problem.sequences is not None:
         return ranges_of(problem).visible(problem.span, problem.seqlen_q, problem.seqlen_k)[None, None]
+    if problem.used_k:
+        return visible_of_caches(lengths(problem, device=DEVICE)["seqused_k"], problem.span, problem.seqlen_q, problem.seqlen_k)
     mask = mask_of(problem)
     return None if mask is None else mask.to_dense()
 

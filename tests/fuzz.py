@@ -158,7 +158,7 @@ def configuration(random: Random, versions: list[str], device: str) -> Configura
         through=random.choice(("out", "both", "both", "lse")) if lse and grad else "out",
         out_dtype=random.choice((None, "bf16", "fp16")) if in_e4m3 else "fp32" if unrounded else None,
         lengths=() if (packed := not mask and entry == "attention" and asks("packed", 0.3)) else None,
-        used=() if packed and asks("used_k", 0.4) else None,
+        used=() if not mask and entry == "attention" and asks("used_k" if packed else "cache", 0.4 if packed else 0.3) else None,
         scored=tuple(f"{name}:{random.choice(values)}" for name, (values, _) in SCORES.items() if asks(name, 0.3)),
         mask=mask,
     )
@@ -240,6 +240,8 @@ def _call(random: Random, drawn: Configuration, device: str) -> Call:
             keys = rows["lengths_k"] = _lengths(random, lengths[1], count)
         if plain.used is not None:
             rows["used"] = tuple(random.choice((0, n, random.randint(0, n))) for n in keys)
+    elif plain.used is not None:
+        rows["used"] = tuple(random.choice((0, lengths[1], random.randint(0, lengths[1]))) for _ in range(batch))
     sizes = (batch, *lengths, heads_kv * group, heads_kv)
     names = ("batch", "seqlen_q", "seqlen_k", "heads", "heads_kv")
     more: dict[str, Any] = dict(zip(names, sizes, strict=True))

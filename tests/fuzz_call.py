@@ -43,7 +43,7 @@ class Call:
         descales: of q, k and v: "none", or "head" or "block" and a layout, such as "block/padded1".
         lengths, lengths_k, used: of packed sequences their queries and keys, and how many of these are used; all in a batch of one, behind
             one another from its first row on. None where sequences are not packed; no lengths_k where they are the queries', no `used`
-            where all keys are.
+            where all keys are. `used` alone is how much of each of a batch's caches is.
         scored: options that `fuzz_oracle.SCORES` knows, and their values: "decay:0.25".
         mask: kind, block sizes, and whether it has blocks of its own for each batch (b) and head (h): "dense:128x64:bh"; "" for none.
     """
@@ -322,7 +322,7 @@ def in_band(offset: Tensor, span: Window) -> Tensor:
 def cu_seqlens(call: Call, device: Device) -> dict[str, Tensor]:
     """The call's lengths as `flashzoo.attention` takes them; none where it packs nothing."""
     if call.lengths is None:
-        return {}
+        return {} if call.used is None else {"seqused_k": torch.tensor(call.used, dtype=torch.int32, device=device)}
     found = {"cu_seqlens_q": (0, *accumulate(call.lengths))}
     if call.lengths_k is not None:
         found["cu_seqlens_k"] = (0, *accumulate(call.lengths_k))
@@ -341,6 +341,15 @@ def of_sequences(call: Call, device: Device) -> Tensor:
         alone = replace(call, seqlen_q=n_q, seqlen_k=used)
         seen[first_q : first_q + n_q, first_k : first_k + used] = in_band(offsets(alone, device), call.span)
         first_q, first_k = first_q + n_q, first_k + n_k
+    return seen
+
+
+def of_caches(call: Call, device: Device) -> Tensor:
+    """`(batch, 1, seqlen_q, seqlen_k)` bool: what the queries see of as much of their caches as is used."""
+    assert call.used is not None
+    seen = torch.zeros(call.batch, 1, call.seqlen_q, call.seqlen_k, dtype=torch.bool, device=device)
+    for b, used in enumerate(call.used):
+        seen[b, 0, :, :used] = in_band(offsets(replace(call, seqlen_k=used), device), call.span)
     return seen
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from fuzz_call import Call, Operands, in_band, of_sequences, offsets
+from fuzz_call import Call, Operands, in_band, of_caches, of_sequences, offsets
 from torch import Tensor
 
 from flashzoo.call.problem import DESCALE_BLOCK
@@ -159,6 +159,8 @@ def _answer(call: Call, given: Operands, seen: Tensor | None) -> _Answer:
     visible = in_band(offset, call.span)
     if call.lengths is not None:
         visible = of_sequences(call, q.device)
+    elif call.used is not None:
+        visible = of_caches(call, q.device)
     visible = visible if seen is None else visible & seen
     if not call.seqlen_k:  # whatever has no keys has no maximum either
         k, v = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (k, v))

@@ -81,14 +81,14 @@ KNOWN_STACK = {
 
 # How each kernel is launched: by which function, with strides of how many tensors and what else; its tensor parameters
 # (h in the problem's dtype, o in that of out, f in float32, i in int32, b bits, t the table of packed
-# sequences) and how many floats follow them.
+# sequences, u how much of caches is used) and how many floats follow them.
 MASK_SIZES = (0, 1, 32, 100)
 LAUNCHES = {
     ("v1", "forward"): (v1.forward_launch, 5, (), "hhhoffff", 1),
     ("v1", "backward"): (v1.backward_launch, 8, (False,), "hhhhhfhhff", 2),
-    ("v2", "forward"): (v2.forward_launch, 4, (True,), "hhhoft", 1),
-    ("v2", "dkdv"): (v2.dkdv_launch, 6, (True,), "hhhhhhfft", 2),
-    ("v2", "dq"): (v2.dq_launch, 5, (True,), "hhhhhfft", 2),
+    ("v2", "forward"): (v2.forward_launch, 4, (True,), "hhhoftu", 1),
+    ("v2", "dkdv"): (v2.dkdv_launch, 6, (True,), "hhhhhhfftu", 2),
+    ("v2", "dq"): (v2.dq_launch, 5, (True,), "hhhhhfftu", 2),
     ("blocksparse", "forward"): (blocksparse.forward_launch, 4, (True, MASK_SIZES), "hhhofiiiiib", 1),
     ("blocksparse", "dkdv"): (blocksparse.dkdv_launch, 6, (True, MASK_SIZES), "hhhhhhffiiiiib", 2),
     ("blocksparse", "dq"): (blocksparse.dq_launch, 5, (True, MASK_SIZES), "hhhhhffiiiiib", 2),
@@ -100,7 +100,7 @@ def compiled(version: str, kernel: str, problem: Problem) -> Resources:
     launch, tensors, more, parameters, floats = LAUNCHES[version, kernel]
     strides = (problem.seqlen_q * problem.heads * problem.head_dim, problem.heads * problem.head_dim, problem.head_dim) * tensors
     kinds = {"h": problem.dtype, "o": problem.out_dtype, "f": "fp32", "i": "i32", "b": "u8"}
-    kinds["t"] = None if problem.sequences is None else "i32"
+    kinds |= {name: "i32" if feature in problem.features else None for name, feature in (("t", "packed"), ("u", "cache"))}
     types = tuple(kinds[parameter] for parameter in parameters)
     return resources(launch(problem, strides, *more), types, floats, problem.arch or 0)
 
@@ -168,12 +168,13 @@ def test_v2_short_problems_on_hopper(head_dim: int) -> None:
 @pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
 @pytest.mark.parametrize("head_dim", WIDTHS)
 @pytest.mark.parametrize("arch", [80, 90])
-def test_v2_of_packed_sequences(kernel: str, head_dim: int, arch: int) -> None:
+def test_v2_of_packed_sequences_and_caches(kernel: str, head_dim: int, arch: int) -> None:
     """By plain loads, which stop where the sequence does."""
-    problem = Problem(1, 8192, 8192, 16, 4, head_dim, sequences=9, causal=True, grad=True, arch=arch)
-    read = compiled("v2", kernel, problem)
-    assert "UTMALDG" not in read.opcodes and read.shared <= SHARED_LIMIT[arch]
-    assert read.stack <= KNOWN_STACK.get(("v2", kernel, arch, head_dim), 0)
+    for lengths in ({"sequences": 9}, {"used_k": True}):
+        problem = Problem(1, 8192, 8192, 16, 4, head_dim, **lengths, causal=True, grad=True, arch=arch)
+        read = compiled("v2", kernel, problem)
+        assert "UTMALDG" not in read.opcodes and read.shared <= SHARED_LIMIT[arch]
+        assert read.stack <= KNOWN_STACK.get(("v2", kernel, arch, head_dim), 0), lengths
 
 
 @pytest.mark.parametrize("arch", [80, 90])

@@ -76,7 +76,7 @@ MALFORMED = {
         r"v must be nested by k's own offsets",
     ),
 }
-DENSE = {"seqused_k": lengths(3), "max_seqlen_q": 3, "cu_seqlens_k": RIGHT}
+DENSE = {"max_seqlen_q": 3, "cu_seqlens_k": RIGHT}
 
 
 @pytest.mark.parametrize("case", MALFORMED)
@@ -90,6 +90,35 @@ def test_malformed_arguments_are_refused_by_name(case):
 def test_what_goes_with_packed_sequences_is_refused_without(name):
     with pytest.raises(ValueError, match=f"{name} goes with .*cu_seqlens_q"):
         flashzoo.attention(*(x[None] for x in ROWS), **{name: DENSE[name]})
+
+
+BATCH = [x.view(2, 15, 2, 16) for x in ROWS]
+CACHES = {
+    "of others": (lengths(3), ValueError, r"seqused_k must have shape \(batch,\) \(2,\), got \(1,\)"),
+    "of none": (lengths(), ValueError, r"seqused_k must have shape \(batch,\) \(2,\), got \(0,\)"),
+    "in two dimensions": (lengths(3, 4)[None], ValueError, r"seqused_k must be contiguous, of shape .* or \(batch,\), got shape \(1, 2\)"),
+    "in 64 bits": (lengths(3, 4).long(), TypeError, r"seqused_k must be of dtype torch.int32, got torch.int64"),
+}
+
+
+@pytest.mark.parametrize("case", CACHES)
+def test_malformed_lengths_of_caches_are_refused(case):
+    given, error, text = CACHES[case]
+    with pytest.raises(error, match=text):
+        flashzoo.attention(*BATCH, seqused_k=given)
+
+
+def test_caches_and_block_masks_do_not_go_together():
+    with pytest.raises(ValueError, match="block_mask does not go with seqused_k"):
+        flashzoo.attention(*BATCH, seqused_k=lengths(3, 4), block_mask=flashzoo.BlockMask.causal(15, 15, device=DEVICE))
+
+
+@pytest.mark.parametrize("used", [(3, 16), (-1, 3)], ids=str)
+def test_validate_finds_caches_that_lie(used):
+    flashzoo.attention(*BATCH, seqused_k=lengths(*used))
+    with pytest.raises(ValueError, match=r"seqused_k must be from 0 to the cache's length, got (16|-1) of 15 at"):
+        flashzoo.validate(*BATCH, seqused_k=lengths(*used))
+    flashzoo.validate(*BATCH, seqused_k=lengths(0, 15))
 
 
 WRONG = {

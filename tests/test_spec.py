@@ -115,7 +115,8 @@ class TestSpec:
         sizes = {"heads_kv": 2, "seqlen_k": 4, "head_dim_v": 32, "out_dtype": "fp32"}
         asked = dataclasses.replace(HOPPER, causal=True, window=(1, 1), lse=True, deterministic=True, **sizes)
         packed, masked = dataclasses.replace(asked, batch=1, sequences=2, used_k=True), dataclasses.replace(asked, block_mask=MaskForm())
-        assert packed.features | masked.features == FEATURES.keys()
+        cached = dataclasses.replace(asked, used_k=True)
+        assert packed.features | masked.features | cached.features == FEATURES.keys()
         assert HOPPER.features == frozenset()
 
     @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def scheduler_of(problem: Problem, operands: Operands, kernel: KernelPacked | Ke
 def block_of(scheduler: TileSchedulerPacked) -> int:
     """Rows of a block of the table."""
     kernel = scheduler.params.kernel
-    return kernel.tiles.block_kv if isinstance(kernel, KernelBackward) else kernel.tiles.block_q >> scheduler.params.pack_gqa
+    return kernel.tiles.block_kv if isinstance(kernel, KernelBackward) else kernel.tiles.block_q >> int(scheduler.params.pack_gqa)
 
 
 def works(scheduler: TileSchedulerPacked) -> list[Entry]:

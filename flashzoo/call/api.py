@@ -109,7 +109,9 @@ def attention(
             `cu_seqlens_q[i + 1]` of q. Its values are not read by the host: what lies outside of q is cut off, and where they fall no row
             is of any sequence; `flashzoo.validate` looks at them.
         cu_seqlens_k: the same for k and v; None where they are q's, and k has as many rows.
-        seqused_k: int32 `(sequences,)`: of each sequence's keys only so many, from its first on, are there.
+        seqused_k: int32 `(sequences,)`, or without cu_seqlens_q `(batch,)`: of each sequence's keys only so many, from its first on, are
+            used, as of a cache that is not full yet. They are seqlen_k for all that is said here, so that the last query sees the last of
+            them; what lies behind them is not read, and gets gradients of 0.
         max_seqlen_q, max_seqlen_k: no sequence is longer. Nothing depends on them but `explain`.
 
     Returns:

@@ -39,7 +39,8 @@ BESIDE_OPTIONS = {
         {"dtype": "fp16", "out_dtype": "fp32"},
     ),
     "packed": Feature("cu_seqlens_q", lambda p: p.sequences is not None, {"sequences": 3}),
-    "used_k": Feature("seqused_k", lambda p: p.used_k, {"sequences": 3, "used_k": True}),
+    "used_k": Feature("seqused_k with cu_seqlens_q", lambda p: p.used_k and p.sequences is not None, {"sequences": 3, "used_k": True}),
+    "cache": Feature("seqused_k", lambda p: p.used_k and p.sequences is None, {"used_k": True}),
     "block_mask": Feature("block_mask", lambda p: p.block_mask is not None, {"block_mask": MaskForm()}),
 }
 """By the name that a `Spec` declares it under."""

@@ -26,7 +26,8 @@ class Operands:
     Attributes:
         q_descale, k_descale, v_descale: of e4m3 inputs; float32, of any strides.
         block_mask: the call's causal and window are in it.
-        cu_seqlens_q, cu_seqlens_k, seqused_k: of packed sequences, int32 without gaps, see `ranges`.
+        cu_seqlens_q, cu_seqlens_k: of packed sequences, int32 without gaps, see `ranges`.
+        seqused_k: how many keys of each sequence are used, packed or not; int32 without gaps.
     """
 
     q_descale: Tensor | None = None
@@ -197,12 +198,16 @@ class _Lengths(_OfTensor):
         super().check(name, form, device)
         shape, _, _, contiguous = form
         if len(shape) != 1 or not contiguous or not (shape[0] or name == "seqused_k"):
-            of = "(sequences,)" if name == "seqused_k" else "(sequences + 1,)"
+            of = "(sequences,) or (batch,)" if name == "seqused_k" else "(sequences + 1,)"
             raise ValueError(f"{name} must be contiguous, of shape {of}, got shape {tuple(shape)}{'' if contiguous else ' with gaps'}")
 
     def check_sizes(self, name: str, form: Any, problem: Problem) -> None:
         if problem.sequences is None:
-            raise ValueError(f"{name} goes with cu_seqlens_q, got it without")
+            if name != "seqused_k":
+                raise ValueError(f"{name} goes with cu_seqlens_q, got it without")
+            if form[0] != (problem.batch,):
+                raise ValueError(f"seqused_k must have shape (batch,) ({problem.batch},), got {tuple(form[0])}")
+            return
         expected = problem.sequences + (name != "seqused_k")
         if form[0] != (expected,):
             raise ValueError(

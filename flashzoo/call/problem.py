@@ -31,8 +31,8 @@ _SIZES = (("batch", 0), ("seqlen_q", 0), ("seqlen_k", 0), ("heads", 1), ("heads_
 """A problem's sizes and the least of each."""
 _NAMES = (("dtype", DTYPES), ("device", ("cuda", "cpu")))
 """What a problem's fields of words may be."""
-_OF_PACKED = (("used_k", "seqused_k"), ("max_seqlen_q", "max_seqlen_q"), ("max_seqlen_k", "max_seqlen_k"))
-"""Fields that say something of packed sequences, and the arguments that give them."""
+_OF_PACKED = ("max_seqlen_q", "max_seqlen_k")
+"""Fields that say something of packed sequences."""
 
 
 def _check_int(name: str, value: Any, least: int, more: str = "") -> None:
@@ -206,9 +206,13 @@ class Problem:
         if self.sequences is not None:
             self._check_packed()
         else:
-            for name, argument in _OF_PACKED:
+            for name in _OF_PACKED:
                 if given[name]:
-                    raise ValueError(f"{argument} goes with packed sequences (cu_seqlens_q), got it without")
+                    raise ValueError(f"{name} goes with packed sequences (cu_seqlens_q), got it without")
+            if self.used_k and self.block_mask is not None:
+                raise ValueError(
+                    "block_mask does not go with seqused_k: its blocks are of all keys, and what a query sees hangs on how many are used"
+                )
 
     def _check_packed(self) -> None:
         _check_int("sequences", self.sequences, 0, " or None")
@@ -275,10 +279,15 @@ class Problem:
 
     @property
     def blind_rows(self) -> int:
-        """How many of the first queries see no key for causal's and window's sake; what a block mask does is in its lists. Not of packed
-        sequences, each of which has its own."""
+        """How many of the first queries see no key for causal's and window's sake; what a block mask does is in its lists. Not where it
+        is `by_lengths`: then each sequence has its own."""
         right = self.span[1]
         return 0 if right is None else min(self.seqlen_q, max(0, -self.offset - right))
+
+    @property
+    def by_lengths(self) -> bool:
+        """Whether lengths on the device say what a query sees: of packed sequences, or how much of a cache is used."""
+        return self.sequences is not None or self.used_k
 
     @property
     def where(self) -> str:

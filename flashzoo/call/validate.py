@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,14 +12,15 @@ from flashzoo.call.api import explain, takes_options
 from flashzoo.call.check import check_data
 from flashzoo.call.operands import Operands, taken
 from flashzoo.call.packed import batch_of_one
+from flashzoo.lengths import flaws_of_caches
 
 
 @takes_options
 def validate(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
     """Raises where a call of `attention` with these arguments would get numbers that mean nothing, and no error.
 
-    `attention` reads no value that lies on the device, since that would wait for it. This does: lengths of packed sequences, blocks of a
-    block mask, descales. It waits for the device, once for each.
+    `attention` reads no value that lies on the device, since that would wait for it. This does: lengths of packed sequences, how much of
+    caches is used, blocks of a block mask, descales. It waits for the device, once for each.
 
     Args:
         q, k, v: as in `attention`.
@@ -51,7 +53,10 @@ def _check_descale(name: str, descale: Tensor | None) -> None:
 
 
 def _check_lengths(operands: Operands, problem: Any) -> None:
+    flaws: Iterator[str] = iter(())
     if operands.ranges is not None:
-        sizes = problem.seqlen_q, problem.seqlen_k, problem.max_seqlen_q, problem.max_seqlen_k
-        for flaw in operands.ranges.flaws(*sizes):
-            raise ValueError(flaw)
+        flaws = operands.ranges.flaws(problem.seqlen_q, problem.seqlen_k, problem.max_seqlen_q, problem.max_seqlen_k)
+    elif operands.seqused_k is not None:
+        flaws = flaws_of_caches(operands.seqused_k, problem.seqlen_k)
+    for flaw in flaws:
+        raise ValueError(flaw)

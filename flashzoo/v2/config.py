@@ -114,7 +114,7 @@ def tiles_for(kernel: str, problem: Problem) -> Tiles:
     width = max(64, block_d(problem.head_dim))
     if problem.dtype == "fp32":
         return FLOAT32[kernel, width]
-    if problem.arch == 90 and problem.sequences is not None:
+    if problem.arch == 90 and problem.by_lengths:
         return HOPPER_PACKED[kernel, width]
     if problem.arch == 90:
         tiles = HOPPER[kernel, width, problem.span[1] is not None]
@@ -131,10 +131,9 @@ def describe(problem: Problem) -> list[str]:
         lines.append("runs in Triton's interpreter: exact, and slow")
     elif problem.dtype == "fp32":
         lines.append("tiles: small, as float32 products run on the CUDA cores")
-    elif problem.arch == 90 and problem.sequences is not None:
-        lines.append(
-            "packed sequences: plain loads, which stop where a sequence does; tiles chosen to compile without spills, not measured"
-        )
+    elif problem.arch == 90 and problem.by_lengths:
+        why = "plain loads, which stop where a sequence does; tiles chosen to compile without spills, not measured"
+        lines.append(f"packed sequences or caches: {why}")
     elif problem.arch == 90:
         lines.append("tiles: the fastest measured on an H200")
         if problem.head_dim % 8:

@@ -15,7 +15,8 @@ Compared with FA-1 (flashzoo/v1): the loops are swapped, so O never leaves the c
 delayed to the end; one LSE in place of l and m. Left out: dropout.
 
 Packed sequences (PACKED) share a batch of one. Which block of which sequence a program has is in a table that another kernel makes on
-the device (flashzoo/_triton/packed_kernels.py): there the heads of one block run together, the blocks with most work first.
+the device (flashzoo/_triton/packed_kernels.py): there the heads of one block run together, the blocks with most work first. Where keys
+are a cache (CACHE) only so many of each sequence's are used, and the others are neither seen nor read.
 
 Programs of one head run together, so that what they stream stays in L2. On Hopper what streams by comes through TMA
 descriptors, LSE and delta included; what a program owns is read once by plain loads, unless the tensor cores are to
@@ -127,7 +128,15 @@ def visible_keys(start_q, window, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
 
 
 @triton.jit
-def block_of_queries(tiles, seqlen_q, seqlen_k, heads, BLOCK_Q: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr):
+def used_of(used_k, b, seqlen_k):
+    """How many keys of a sequence's cache are used."""
+    return tl.minimum(tl.maximum(tl.load(used_k + b), 0), seqlen_k)
+
+
+@triton.jit
+def block_of_queries(
+    tiles, used_k, seqlen_q, seqlen_k, heads, BLOCK_Q: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr
+):
     """What a program owns: number of the head, where its block of queries starts in the sequence, and first row and rows of the
     sequence's queries and of its keys. A packed block may be none, and then starts past the last query."""
     if PACKED:
@@ -140,7 +149,7 @@ def block_of_queries(tiles, seqlen_q, seqlen_k, heads, BLOCK_Q: tl.constexpr, RI
         block = tl.program_id(0) - bh * blocks
         if RIGHT:
             block = blocks - 1 - block  # the block that sees most keys first, so that no long one starts last
-        first_q, rows_q, first_k, rows_k = 0, seqlen_q, 0, seqlen_k
+        first_q, rows_q, first_k, rows_k = 0, seqlen_q, 0, used_of(used_k, bh // heads, seqlen_k) if CACHE else seqlen_k
     return bh, block * BLOCK_Q, first_q, rows_q, first_k, rows_k
 
 
@@ -178,14 +187,17 @@ def attend(
 
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    q, k, v, o, lse, tiles, scale_log2,
+    q, k, v, o, lse, tiles, used_k, scale_log2,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
     seqlen_q, seqlen_k, heads, group, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
+    TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    bh, start_q, first_q, rows_q, first_k, rows_k = block_of_queries(tiles, seqlen_q, seqlen_k, heads, BLOCK_Q, RIGHT, PACKED)
+    bh, start_q, first_q, rows_q, first_k, rows_k = block_of_queries(
+        tiles, used_k, seqlen_q, seqlen_k, heads, BLOCK_Q, RIGHT, PACKED, CACHE
+    )
     if PACKED:  # noqa: SIM102 - decided as the kernel is compiled, the other as it runs
         if start_q >= rows_q:
             return
@@ -280,13 +292,13 @@ def accumulate_dkdv(
 
 @triton.jit(do_not_specialize=SIZES)
 def dkdv_kernel(
-    q, k, v, do, dk, dv, lse_log2, delta, tiles, scale, scale_log2,
+    q, k, v, do, dk, dv, lse_log2, delta, tiles, used_k, scale, scale_log2,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_dob, stride_dos, stride_doh,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     seqlen_q, seqlen_k, rows_padded, heads_kv, group, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
     TMA: tl.constexpr, K_IN_REGISTERS: tl.constexpr, V_IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     if PACKED:
@@ -300,7 +312,8 @@ def dkdv_kernel(
         blocks = tl.cdiv(seqlen_k, BLOCK_KV)
         bh_kv = tl.program_id(0) // blocks
         start_kv = (tl.program_id(0) - bh_kv * blocks) * BLOCK_KV
-        first_q, rows_q, first_k, rows_k, owned = 0, seqlen_q, 0, seqlen_k, seqlen_k
+        first_q, rows_q, first_k, owned = 0, seqlen_q, 0, seqlen_k
+        rows_k = used_of(used_k, bh_kv // heads_kv, seqlen_k) if CACHE else seqlen_k
     b = bh_kv // heads_kv
     h_kv = bh_kv - b * heads_kv
     shift = rows_k - rows_q
@@ -347,7 +360,7 @@ def dkdv_kernel(
             gradients, keys, queries, whole_last, last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_Q, True, PACKED, TMA
         )
     dk_j, dv_j = gradients
-    if PACKED:  # of the rows that are stored some may be keys that are not used
+    if PACKED or CACHE:  # of the rows that are stored some may be keys that are not used
         dk_j = tl.where((col < rows_k)[:, None], dk_j, 0.0)
         dv_j = tl.where((col < rows_k)[:, None], dv_j, 0.0)
 
@@ -379,16 +392,18 @@ def accumulate_dq(
 
 @triton.jit(do_not_specialize=SIZES)
 def dq_kernel(
-    q, k, v, do, dq, lse_log2, delta, tiles, scale, scale_log2,
+    q, k, v, do, dq, lse_log2, delta, tiles, used_k, scale, scale_log2,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_dob, stride_dos, stride_doh,
     stride_dqb, stride_dqs, stride_dqh,
     seqlen_q, seqlen_k, rows_padded, heads, group, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
     TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr, DO_IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    bh, start_q, first_q, rows_q, first_k, rows_k = block_of_queries(tiles, seqlen_q, seqlen_k, heads, BLOCK_Q, RIGHT, PACKED)
+    bh, start_q, first_q, rows_q, first_k, rows_k = block_of_queries(
+        tiles, used_k, seqlen_q, seqlen_k, heads, BLOCK_Q, RIGHT, PACKED, CACHE
+    )
     if PACKED:  # noqa: SIM102 - decided as the kernel is compiled, the other as it runs
         if start_q >= rows_q:
             return

@@ -26,9 +26,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operand
     out = torch.empty_like(q, dtype=TORCH_DTYPES[problem.out_dtype])
     lse = q.new_empty((problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3])
-    launch = forward_launch(problem, strides, aligned(q, k, v))
+    launch, used = forward_launch(problem, strides, aligned(q, k, v)), _used(problem, operands)
     tiles = tiles_of(problem, operands, launch.constexprs["BLOCK_Q"])
-    launch((q, k, v, out, lse, tiles), (problem.scale * LOG2E,))
+    launch((q, k, v, out, lse, tiles, used), (problem.scale * LOG2E,))
     return out, lse
 
 
@@ -56,13 +56,13 @@ def backward(
 
     floats = (problem.scale, problem.scale * LOG2E)
     inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
-    by_tma = aligned(q, k, v, dout)
+    by_tma, used = aligned(q, k, v, dout), _used(problem, operands)
     launch = dkdv_launch(problem, (*inputs, *dk.stride()[:3], *dv.stride()[:3]), by_tma)
     tiles = tiles_of(problem, operands, launch.constexprs["BLOCK_KV"], of_keys=True)
-    launch((q, k, v, dout, dk, dv, lse_log2, delta, tiles), floats)
+    launch((q, k, v, dout, dk, dv, lse_log2, delta, tiles, used), floats)
     launch = dq_launch(problem, (*inputs, *dq.stride()[:3]), by_tma)
     tiles = tiles_of(problem, operands, launch.constexprs["BLOCK_Q"])
-    launch((q, k, v, dout, dq, lse_log2, delta, tiles), floats)
+    launch((q, k, v, dout, dq, lse_log2, delta, tiles, used), floats)
     return dq, dk, dv
 
 
@@ -87,7 +87,7 @@ def forward_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
         tiles.num_warps,
         tiles.num_stages,
         aligned,
-        tma_tiles=tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, None, None, None),
+        tma_tiles=tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, None, None, None, None),
     )
 
 
@@ -110,7 +110,7 @@ def dkdv_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
         tiles.num_warps,
         tiles.num_stages,
         aligned,
-        tma_tiles=tma_tiles(problem, tiles, rows, owned[0], owned[1], rows, None, None, (1, rows), (1, rows), None),
+        tma_tiles=tma_tiles(problem, tiles, rows, owned[0], owned[1], rows, None, None, (1, rows), (1, rows), None, None),
     )
 
 
@@ -127,13 +127,19 @@ def dq_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
         tiles.num_warps,
         tiles.num_stages,
         aligned,
-        tma_tiles=tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, owned[1], None, None, None, None),
+        tma_tiles=tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, owned[1], None, None, None, None, None),
     )
 
 
 def _masks(problem: Problem) -> dict[str, bool]:
     left, right = problem.span
-    return {"LEFT": left is not None, "RIGHT": right is not None, "PACKED": problem.sequences is not None}
+    bounds = {"LEFT": left is not None, "RIGHT": right is not None}
+    return {**bounds, "PACKED": "packed" in problem.features, "CACHE": "cache" in problem.features}
+
+
+def _used(problem: Problem, operands: Operands) -> Tensor | None:
+    """How much of each cache is used; None where there is none, or the table of packed sequences knows."""
+    return None if problem.sequences is not None else operands.seqused_k
 
 
 def _lengths(problem: Problem) -> tuple[int, int, int]:
