@@ -6,7 +6,7 @@ print(flashzoo.explain(q, k, v, causal=True))                   # who was chosen
 print(flashzoo.compare(q, k, v, causal=True))                   # error, ms, TFLOP/s and memory of every version
 """
 
-from flashzoo import baselines, blocksparse, v1, v2, v3
+from flashzoo import baselines, blocksparse, decode, v1, v2, v3
 from flashzoo.call.api import attention, explain, quantize, sdpa
 from flashzoo.call.backward import attention_backward
 from flashzoo.call.problem import Problem
@@ -39,11 +39,12 @@ __all__ = [
 ]
 
 # The order of `auto`, newest first. `blocksparse` is the first that takes a block mask; without one it takes nothing that v2
-# does not. `sdpa` takes what no kernel of ours does; `standard` what even sdpa can't (lse).
+# does not, and `decode` is taken by name alone. `sdpa` takes what no kernel of ours does; `standard` what even sdpa can't (lse).
 register(v3.SPEC)
 register(v3.FP8_SPEC)
 register(v2.SPEC)
 register(v1.SPEC)
+register(decode.SPEC)
 register(blocksparse.SPEC)
 register(baselines.SDPA)
 register(baselines.STANDARD)

@@ -197,8 +197,9 @@ def expected_s(problem: Problem, specs: list[Spec], calls: int, judged: float = 
         The seconds, without those of what is too small to matter.
     """
     taken = [spec for spec in specs if not spec.unsupported(replace(problem, grad=False))]
-    passes = 3 if problem.grad else 1
-    total = sum(calls * passes * interpreter_seconds(problem) for spec in taken if spec.interpreted(problem))
+    interpreted = [spec for spec in taken if spec.interpreted(problem)]
+    passes = sum(3 if problem.grad and spec.backward is not None else 1 for spec in interpreted)
+    total = calls * passes * interpreter_seconds(problem)
     direct = [spec for spec in taken if not spec.interpreted(problem)]
     if direct and _scores(problem) > 4 * PART_SCORES:
         _part_s(problem, direct, PART_SCORES >> 8)  # what is done once for all, such as the choice of torch's kernels

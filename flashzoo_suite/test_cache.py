@@ -67,6 +67,22 @@ def test_each_is_as_a_batch_of_that_length(version, problem):
             torch.testing.assert_close(found.dk[b, :length], alone.dk[0], **near)
 
 
+@asks(KINDS, both=True, **SIZES)
+def test_each_has_its_bits_beside_any_others(version, problem):
+    if not flashzoo.versions()[version].batch_invariant:
+        pytest.skip(f"the Spec of {version} does not promise it")
+    tensors, dout, dlse = draw(problem)
+    found = called(version, tensors, problem, dout, dlse, *USED)
+    for b, length in enumerate(USED):
+        others = [torch.full_like(x.double(), torch.nan).to(x.dtype) for x in tensors]
+        for mine, x in zip(others, tensors, strict=True):
+            mine[b] = x[b]
+        lengths = [problem.seqlen_k - b] * problem.batch
+        lengths[b] = length
+        beside = called(version, tuple(others), problem, dout, dlse, *lengths)
+        assert all(same_bits(x[b], found.items()[name][b]) for name, x in beside.items().items())
+
+
 @asks({"full": {}, "causal": {"causal": True}}, both=True, **SIZES)
 def test_numbers_that_lie_are_cut_off(version, problem):
     (q, k, v), dout, dlse = draw(problem)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from fault import Change, Fault, fault
 from faults_v3 import V3, V3_FP8
 
-V1, V2, SPARSE = (f"flashzoo/{version}/kernels.py" for version in ("v1", "v2", "blocksparse"))
+V1, V2, DECODE, SPARSE = (f"flashzoo/{version}/kernels.py" for version in ("v1", "v2", "decode", "blocksparse"))
 PACKED = "flashzoo/_triton/packed_kernels.py"
 REFERENCE = "flashzoo/reference.py"
 
@@ -275,6 +275,41 @@ _V2 = (
     ),
 )
 
+_DECODE = (
+    fault(
+        "decode/empty_split_counts",
+        "a split that saw nothing is merged all the same, with whatever its part of memory holds",
+        DECODE,
+        "mask=(weight > 0)[:, :, None] &",
+        "mask=(weight >= 0)[:, :, None] &",
+        "test_what_is_not_used_is_not_read[decode-full",
+    ),
+    fault(
+        "decode/diagonal_of_the_whole_cache",
+        "the last query is aligned with the cache's end, and not with the last key that is used",
+        DECODE,
+        "keys, diagonal = (k_head, stride_ks, v_head, stride_vs), position + used - seqlen_q",
+        "keys, diagonal = (k_head, stride_ks, v_head, stride_vs), position + seqlen_k - seqlen_q",
+        "test_each_is_as_a_batch_of_that_length[decode-causal_gqa",
+    ),
+    fault(
+        "decode/heads_of_another_group",
+        "a row's head is that of another key/value head's group",
+        DECODE,
+        "h = h_kv * group + row - position * group",
+        "h = h_kv + (row - position * group) * heads_kv",
+        "test_forward[decode-cache_causal_gqa",
+    ),
+    fault(
+        "v2/gradients_of_what_is_not_used",
+        "keys that are not used get gradients where all queries of a block see all that are",
+        V2,
+        "if PACKED or CACHE:  # of the rows",
+        "if PACKED:  # of the rows",
+        "test_what_is_not_used_is_not_read[v2-whole_blocks",
+    ),
+)
+
 _BLOCKSPARSE = (
     fault(
         "blocksparse/list_one_short",
@@ -472,4 +507,4 @@ _STANDARD = (
     ),
 )
 
-FAULTS = (*_V1, *_V2, *_BLOCKSPARSE, *_STANDARD, *V3, *V3_FP8)
+FAULTS = (*_V1, *_V2, *_DECODE, *_BLOCKSPARSE, *_STANDARD, *V3, *V3_FP8)

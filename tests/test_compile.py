@@ -22,6 +22,7 @@ from flashzoo._triton.compile import resources
 from flashzoo.blocksparse import launch as blocksparse
 from flashzoo.blocksparse.config import tiles_for as blocksparse_tiles
 from flashzoo.call.forms import MaskForm
+from flashzoo.decode import launch as decode
 from flashzoo.gpu import SHARED_LIMIT, WARPGROUP
 from flashzoo.v1 import launch as v1
 from flashzoo.v2 import launch as v2
@@ -175,6 +176,24 @@ def test_v2_of_packed_sequences_and_caches(kernel: str, head_dim: int, arch: int
         read = compiled("v2", kernel, problem)
         assert "UTMALDG" not in read.opcodes and read.shared <= SHARED_LIMIT[arch]
         assert read.stack <= KNOWN_STACK.get(("v2", kernel, arch, head_dim), 0), lengths
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("head_dim", WIDTHS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("seqlen_q", [1, 8, 512])
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": (128, 64)}], ids=str)
+def test_decode_compiles_and_does_not_spill(arch: int, head_dim: int, dtype: str, seqlen_q: int, mask: dict) -> None:
+    problem = Problem(4, seqlen_q, 8192, 64, 8, head_dim, dtype=dtype, used_k=True, arch=arch, **mask)
+    of_q, of_k = ((heads * head_dim * seqlen, heads * head_dim, head_dim) for heads, seqlen in ((64, seqlen_q), (8, 8192)))
+    split = decode.split_launch(problem, (*of_q, *of_k, *of_k, *of_q, 1 << 24, 1 << 16))
+    merge = decode.merge_launch(problem, of_q)
+    for found in (
+        resources(split, (*[dtype] * 3, "fp32", "fp32", "i32"), 1, arch),
+        resources(merge, ("fp32", "fp32", dtype, "fp32"), 0, arch),
+    ):
+        assert found.stack == 0 and found.spills == 0 and found.shared <= SHARED_LIMIT[arch]
 
 
 @pytest.mark.parametrize("arch", [80, 90])

@@ -82,8 +82,8 @@ class TestResolve:
     def test_auto_with_no_taker_says_why_of_each(self):
         with pytest.raises(UnsupportedError) as error:
             registry.resolve(dataclasses.replace(HOPPER, arch=30))
-        for name in flashzoo.versions():
-            assert f"  {name}: needs sm_" in str(error.value)
+        for name, spec in flashzoo.versions().items():
+            assert (f"  {name}: needs sm_" in str(error.value)) == ("cuda" in spec.auto)
 
     def test_a_name_never_falls_back(self):
         with pytest.raises(UnsupportedError) as error:
@@ -91,14 +91,16 @@ class TestResolve:
         text = str(error.value)
         assert "version 'v1' can't take batch 2, seqlen 128, heads 8, head_dim 64, bf16, window (4, 0), on sm_90" in text
         assert "  v1: does not support window_size" in text
-        assert "versions that would: v3, v2, blocksparse, sdpa, standard" in text
+        assert "versions that would: v3, v2, decode, blocksparse, sdpa, standard" in text
 
     def test_a_name_that_nobody_could_replace(self):
         with pytest.raises(UnsupportedError, match="no registered version would"):
             registry.resolve(dataclasses.replace(HOPPER, arch=30), "v2")
 
     def test_a_name_nobody_has(self):
-        with pytest.raises(ValueError, match="version must be 'auto' or one of v3, v3_fp8, v2, v1, blocksparse, sdpa, standard, got 'v9'"):
+        with pytest.raises(
+            ValueError, match="version must be 'auto' or one of v3, v3_fp8, v2, v1, decode, blocksparse, sdpa, standard, got 'v9'"
+        ):
             registry.resolve(HOPPER, "v9")
 
     @pytest.mark.parametrize("fields", [{"head_dim": 264, "head_dim_v": None}, {"head_dim_v": 264}], ids=str)

@@ -1,0 +1,172 @@
+"""FlashDecoding (Dao, Haziza, Massa and Sizov 2023) on the device: attention of few queries to many keys, split over the keys.
+
+The lines A1.n in comments are the three steps of that text.
+
+1. `split_kernel`: a program has a tile of rows and a split of the keys. The rows are the queries of all query heads that share a key/value
+   head, side by side, so that keys and values are read once for all of them: row r is query r // group of head r % group.
+2. It walks the split's blocks as FA-2 does (flashzoo/v2), with a row's maximum, l and unnormalised O on chip, and leaves O / l in float32
+   and the LSE of the split. A split in which its rows see no key leaves an LSE of -inf, and no O.
+3. `merge_kernel`: out = sum of exp(LSE_split - LSE) O_split, with LSE = log of the sum of exp(LSE_split). The order is that of the splits,
+   and where they begin does not depend on what other caches hold: the bits are the same in every run, and beside any others.
+
+Where there is one split it writes out itself. Scores are in log2 units: exp2 with softmax_scale * log2(e) folded in.
+"""
+
+import triton
+import triton.language as tl
+
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+# One compiled kernel for every length, batch and number of heads.
+SIZES = ["seqlen_q", "seqlen_k", "heads", "heads_kv", "blocks", "split", "splits", "window_left", "window_right"]
+
+
+@triton.jit
+def load_keys(head, stride_s, start, end, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
+    """Keys, or values, start .. start + KEYS as a (KEYS, BLOCK_D) tile; MASKED, zero from `end` on: what lies there may be no number."""
+    key = start + tl.arange(0, KEYS)
+    d = tl.arange(0, BLOCK_D)
+    at = head + key[:, None].to(tl.int64) * stride_s + d[None, :]
+    if MASKED:
+        return tl.load(at, mask=(key < end)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+    elif HEAD_DIM < BLOCK_D:
+        return tl.load(at, mask=(d < HEAD_DIM)[None, :], other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def attend(
+    state, q_i, keys, first, last, end, diagonal, scale_log2, window_left, window_right,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Take the keys first .. last into the state: acc, l_i and m_i."""
+    acc, l_i, m_i = state
+    k_head, stride_ks, v_head, stride_vs = keys
+    for start in tl.range(first, last, BLOCK_KV):
+        k_j = load_keys(k_head, stride_ks, start, end, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED)
+        s = tl.dot(q_i, k_j.T, input_precision="ieee") * scale_log2
+        if MASKED:
+            key = start + tl.arange(0, BLOCK_KV)
+            offset = key[None, :] - diagonal[:, None]
+            seen = (key < end)[None, :] & (offset <= window_right) & (offset >= -window_left)
+            s = tl.where(seen, s, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, 1))
+        # A row that has seen no key yet keeps m = -inf, and -inf - -inf is NaN: its p and alpha are exp2(-inf - 0) = 0.
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s - m_safe[:, None])
+        alpha = tl.exp2(m_i - m_safe)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        v_j = load_keys(v_head, stride_vs, start, end, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED)
+        acc = tl.dot(p.to(v_j.dtype), v_j, acc * alpha[:, None], input_precision="ieee")
+        m_i = m_new
+    return acc, l_i, m_i
+
+
+@triton.jit(do_not_specialize=SIZES)
+def split_kernel(
+    q, k, v, out, lse, used_k, scale_log2,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
+    stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh, stride_op, stride_lp,
+    seqlen_q, seqlen_k, heads, heads_kv, blocks, split, splits, window_left, window_right,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_KV: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, CACHE: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """out and lse are those of all splits; programs of a split's tiles run together, then those of a head's splits: what they read is
+    in L2."""
+    program = tl.program_id(0)
+    block = program % blocks
+    part = program // blocks % splits
+    bh = program // blocks // splits
+    b = bh // heads_kv
+    h_kv = bh - b * heads_kv
+    group = heads // heads_kv
+    row = block * ROWS + tl.arange(0, ROWS)
+    position = row // group
+    h = h_kv * group + row - position * group
+    there = position < seqlen_q
+    d = tl.arange(0, BLOCK_D)
+    b_64 = tl.cast(b, tl.int64)
+
+    used = seqlen_k
+    if CACHE:
+        used = tl.minimum(tl.maximum(tl.load(used_k + b), 0), seqlen_k)
+    # The keys that the tile's rows see: from `first`, where a block begins, to `end`.
+    first, end, whole = 0, used, used
+    if LEFT:
+        first = tl.maximum(block * ROWS // group + used - seqlen_q - window_left, 0) // BLOCK_KV * BLOCK_KV
+    if RIGHT:
+        last_position = tl.minimum((block * ROWS + ROWS - 1) // group, seqlen_q - 1)
+        end = tl.minimum(tl.maximum(last_position + used - seqlen_q + window_right + 1, 0), used)
+        whole = tl.minimum(tl.maximum(block * ROWS // group + used - seqlen_q + window_right + 1, 0), used)
+    first += part * split  # A1.1
+    end = tl.minimum(end, first + split)
+    whole = tl.maximum(tl.minimum(whole, end) // BLOCK_KV * BLOCK_KV, first)  # blocks before it are seen whole by every row
+
+    of_row = b_64 * stride_qb + position.to(tl.int64) * stride_qs + h.to(tl.int64) * stride_qh
+    inside = there[:, None] & (d < HEAD_DIM)[None, :]
+    q_i = tl.load(q + of_row[:, None] + d[None, :], mask=inside, other=0.0)
+    k_head = k + b_64 * stride_kb + tl.cast(h_kv, tl.int64) * stride_kh
+    v_head = v + b_64 * stride_vb + tl.cast(h_kv, tl.int64) * stride_vh
+    # A1.2
+    state = (tl.zeros([ROWS, BLOCK_D], tl.float32), tl.zeros([ROWS], tl.float32), tl.full([ROWS], float("-inf"), tl.float32))
+    keys, diagonal = (k_head, stride_ks, v_head, stride_vs), position + used - seqlen_q
+    if LEFT:
+        whole = first
+    else:
+        state = attend(
+            state, q_i, keys, first, whole, end, diagonal, scale_log2, window_left, window_right, HEAD_DIM, BLOCK_D, BLOCK_KV, False
+        )
+    acc, l_i, m_i = attend(
+        state, q_i, keys, whole, end, end, diagonal, scale_log2, window_left, window_right, HEAD_DIM, BLOCK_D, BLOCK_KV, True
+    )
+
+    l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that saw no key: O = 0, LSE = -inf
+    lse_i = (m_i + tl.log2(l_safe)) * LN2
+    part_64 = tl.cast(part, tl.int64)
+    tl.store(lse + part_64 * stride_lp + (b_64 * heads + h) * seqlen_q + position, lse_i, mask=there)
+    of_row = part_64 * stride_op + b_64 * stride_ob + position.to(tl.int64) * stride_os + h.to(tl.int64) * stride_oh
+    if PARTS:  # nobody reads what saw nothing
+        inside = inside & (l_i > 0)[:, None]
+    tl.store(out + of_row[:, None] + d[None, :], (acc / l_safe[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "seqlen_q", "heads", "splits"])
+def merge_kernel(
+    parts, lse_parts, out, lse,
+    stride_ob, stride_os, stride_oh,
+    rows, seqlen_q, heads, splits,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """ROWS queries of heads, one behind another as they are in lse. `parts` are (splits, batch, seqlen_q, heads, HEAD_DIM), `lse_parts`
+    (splits, batch, heads, seqlen_q); a split has `rows` rows. SPLITS of them are looked at in one step."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = row < rows
+    bh = row // seqlen_q
+    position = row - bh * seqlen_q
+    b = bh // heads
+    h = bh - b * heads
+    d = tl.arange(0, BLOCK_D)
+    at = ((b * seqlen_q + position) * heads + h).to(tl.int64) * HEAD_DIM
+    m = tl.full([ROWS], float("-inf"), tl.float32)
+    for start in tl.range(0, splits, SPLITS):
+        part = (start + tl.arange(0, SPLITS)).to(tl.int64)[:, None]
+        seen = tl.load(lse_parts + part * rows + row[None, :], mask=(part < splits) & there[None, :], other=float("-inf"))
+        m = tl.maximum(m, tl.max(seen, 0))
+    m_safe = tl.where(m == float("-inf"), 0.0, m)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for start in tl.range(0, splits, SPLITS):
+        part = (start + tl.arange(0, SPLITS)).to(tl.int64)[:, None]
+        seen = tl.load(lse_parts + part * rows + row[None, :], mask=(part < splits) & there[None, :], other=float("-inf"))
+        weight = tl.exp(seen - m_safe[None, :])
+        of_part = parts + (part * rows * HEAD_DIM + at[None, :])[:, :, None] + d[None, None, :]
+        # What saw nothing has left no O.
+        o = tl.load(of_part, mask=(weight > 0)[:, :, None] & (d < HEAD_DIM)[None, None, :], other=0.0)
+        acc += tl.sum(o * weight[:, :, None], 0)
+        total += tl.sum(weight, 0)
+    safe = tl.where(total == 0.0, 1.0, total)  # A1.3
+    place = b.to(tl.int64) * stride_ob + position.to(tl.int64) * stride_os + h.to(tl.int64) * stride_oh
+    inside = there[:, None] & (d < HEAD_DIM)[None, :]
+    tl.store(out + place[:, None] + d[None, :], (acc / safe[:, None]).to(out.dtype.element_ty), mask=inside)
+    tl.store(lse + row, m + tl.log(safe), mask=there)

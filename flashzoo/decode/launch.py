@@ -1,0 +1,85 @@
+"""FlashDecoding on the host: outputs, the splits' own, grids."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from flashzoo._triton import Launch
+from flashzoo.call.operands import Operands
+from flashzoo.call.problem import Problem
+from flashzoo.decode import kernels
+from flashzoo.decode.config import block_d, cut, tiles_for
+from flashzoo.dtypes import TORCH_DTYPES
+from flashzoo.integers import cdiv, next_power_of_2
+
+LOG2E = math.log2(math.e)
+MERGED_AT_ONCE = 32
+"""Splits of a row that a program of `merge_kernel` looks at in one step, at most."""
+
+Strides = tuple[int, ...]
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
+    """`(out, lse)` of raw CUDA or CPU tensors; see `flashzoo.attention`."""
+    p, splits = problem, cut(problem).splits
+    out = torch.empty_like(q, dtype=TORCH_DTYPES[p.out_dtype])
+    lse = q.new_empty((p.batch, p.heads, p.seqlen_q), dtype=torch.float32)
+    inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+    scale_log2 = p.scale * LOG2E
+    if splits == 1:
+        split_launch(p, (*inputs, *out.stride()[:3], 0, 0))((q, k, v, out, lse, operands.seqused_k), (scale_log2,))
+        return out, lse
+    parts = q.new_empty((splits, *q.shape), dtype=torch.float32)
+    lse_parts = q.new_empty((splits, *lse.shape), dtype=torch.float32)
+    of_parts = (*parts.stride()[1:4], parts.stride(0), lse_parts.stride(0))
+    split_launch(p, (*inputs, *of_parts))((q, k, v, parts, lse_parts, operands.seqused_k), (scale_log2,))
+    merge_launch(p, out.stride()[:3])((parts, lse_parts, out, lse), ())
+    return out, lse
+
+
+@lru_cache(maxsize=1024)
+def split_launch(problem: Problem, strides: Strides) -> Launch:
+    """The launch of `split_kernel`.
+
+    Args:
+        problem: the sizes.
+        strides: over batch, seqlen and heads of q, k, v and where O goes; over splits of where O and LSE go.
+    """
+    p, tiles, how = problem, tiles_for(problem), cut(problem)
+    left, right = p.span
+    return Launch(
+        kernels.split_kernel,
+        p.batch * p.heads_kv * how.splits * how.blocks,
+        (*strides, p.seqlen_q, p.seqlen_k, p.heads, p.heads_kv, how.blocks, how.split, how.splits, *p.reach),
+        {
+            "HEAD_DIM": p.head_dim,
+            "BLOCK_D": block_d(p.head_dim),
+            "ROWS": how.rows,
+            "BLOCK_KV": tiles.block_kv,
+            "LEFT": left is not None,
+            "RIGHT": right is not None,
+            "CACHE": p.used_k,
+            "PARTS": how.splits > 1,
+        },
+        tiles.num_warps,
+        tiles.num_stages,
+    )
+
+
+@lru_cache(maxsize=1024)
+def merge_launch(problem: Problem, strides: Strides) -> Launch:
+    """The launch of `merge_kernel`; strides of out."""
+    p, splits, merged = problem, cut(problem).splits, tiles_for(problem).merged
+    rows = p.batch * p.heads * p.seqlen_q
+    return Launch(
+        kernels.merge_kernel,
+        cdiv(rows, merged),
+        (*strides, rows, p.seqlen_q, p.heads, splits),
+        {"HEAD_DIM": p.head_dim, "BLOCK_D": block_d(p.head_dim), "ROWS": merged, "SPLITS": min(MERGED_AT_ONCE, next_power_of_2(splits))},
+        num_warps=4,
+        num_stages=1,
+    )
