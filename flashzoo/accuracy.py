@@ -29,6 +29,7 @@ from flashzoo.reference import (
     Result,
     dequantized,
     of_part,
+    of_rows,
     oracle,
     parts,
     rotated,
@@ -143,7 +144,8 @@ class Judge:
         problem: of these tensors. Its lse says whether results are judged by their lse.
         dout: gradient of out, in its shape; gradients are judged where it is given, unless the inputs are e4m3: those have none.
         dlse: gradient of lse `(batch, heads, seqlen_q)`, or None; needs dout.
-        descales: of q, k and v where they are e4m3, as in `flashzoo.attention`.
+        descales: of q, k and v where they are e4m3, as in `flashzoo.attention`; of packed sequences those of
+            `flashzoo.reference.descales_of_rows`.
         mask: what the block mask shows, bool `(batch or 1, heads or 1, seqlen_q, seqlen_k)`, where the problem has one.
 
     Attributes:
@@ -394,11 +396,11 @@ def _yardstick(
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=wide)
     dq, dk, dv = (x.new_zeros(x.shape) if grad else None for x in (q, k, v))
     whole = Result(out, lse, dq, dk, dv)
+    rows = [None if descale is None else of_rows(x, descale) for x, descale in zip((q, k, v), descales, strict=True)]
     for part in parts(q, k, _SLICE_SCORES, whole_groups=True):
         some = [x[index] for x, index in ((q, part.queries), (k, part.keys), (v, part.keys))]
         given = [None if x is None else x[index] for x, index in ((dout, part.queries), (dlse, part.rows))]
-        of_queries = part.rows if descales[0] is not None and descales[0].ndim == 3 else part.keys[::2]
-        scales = [None if x is None else x[index] for x, index in zip(descales, (of_queries, part.keys[::2], part.keys[::2]), strict=True)]
+        scales = [None if x is None else x[index] for x, index in zip(rows, (part.queries, part.keys, part.keys), strict=True)]
         operands = Operands(scales[0], scales[1], scales[2], of_part(mask, part))  # pyright: ignore[reportArgumentType] - `standard` takes it
         for name, value in _standard(some, problem, given, operands).items().items():
             whole.at(part).items()[name].copy_(value)

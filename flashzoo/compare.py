@@ -25,17 +25,17 @@ from torch import Tensor
 from flashzoo.accuracy import Judge
 from flashzoo.call.api import Options, attention, explain, takes_options
 from flashzoo.call.check import check_data, options_of
-from flashzoo.call.operands import taken
+from flashzoo.call.operands import NO_DESCALES, taken
 from flashzoo.call.packed import batch_of_one
 from flashzoo.call.problem import Problem
 from flashzoo.comparison import PASSES, Comparison, Row
 from flashzoo.gpu import SHARED_LIMIT, peak_tflops
-from flashzoo.reference import Result, shown
+from flashzoo.reference import Result, descales_of_rows, shown
 from flashzoo.registry import current, implementation
 from flashzoo.registry import versions as registered
 from flashzoo.spec import INTERPRETER_BLOCK, Spec, duration, interpreter_seconds
 from flashzoo.timing import MIN_SHARED, Clock, Operation, Timing, with_peak
-from flashzoo.workloads import Workload, block_mask, descales, flops, hardware, hbm_bytes, inputs, lengths
+from flashzoo.workloads import Workload, block_mask, descales, flops, hardware, hbm_bytes, inputs, kinds_of_descales, lengths
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -121,9 +121,9 @@ def _compared(
     environment, rows = _environment(q.device), []
     try:
         bar.step("oracle")
-        seen = shown(problem, taken(dict(options))[0])
-        of_inputs = (options.get("q_descale"), options.get("k_descale"), options.get("v_descale"))
-        judge = Judge(q, k, v, replace(problem, lse=True), dout, descales=of_inputs, mask=seen)
+        operands, _ = taken(dict(options))
+        scales = descales_of_rows(q, k, v, operands) if problem.dtype == "e4m3" else NO_DESCALES
+        judge = Judge(q, k, v, replace(problem, lse=True), dout, descales=scales, mask=shown(problem, operands))
         bench = _Bench((q.detach(), k.detach(), v.detach()), dout, problem, options, judge)
         for spec in specs:
             bar.step(spec.name)
@@ -150,8 +150,8 @@ def compare_workload(
 
     Args:
         source: sizes, dtypes, precision, causal, window and deterministic are read from it, its hardware is not. e4m3 inputs get
-            descales by block, a problem with a block mask one of its form, from `flashzoo.workloads.block_mask`, and one with packed
-            sequences or caches lengths from `flashzoo.workloads.lengths`.
+            descales by block, or where sequences are packed one for each of them; a problem with a block mask one of its form, from
+            `flashzoo.workloads.block_mask`, and one with packed sequences or caches lengths from `flashzoo.workloads.lengths`.
         device: the GPU if there is one, else the CPU, where None.
         backward, versions, budget_s, progress: as in `compare`.
     """
@@ -165,7 +165,8 @@ def compare_workload(
         q, k, v, _ = inputs(source, seed, device)
         options = options_of(problem) | {"block_mask": block_mask(problem, seed, device)}
         options |= lengths(problem, seed, device)
-        options |= zip(DESCALES, descales(problem, "block" if problem.dtype == "e4m3" else None, seed, device), strict=True)
+        finest = kinds_of_descales(problem)[-1] if problem.dtype == "e4m3" else None
+        options |= zip(DESCALES, descales(problem, finest, seed, device), strict=True)
         problem = explain(*_leaves((q, k, v), backward), **options).problem
         return _compared(bar, (q, k, v), problem, options, specs, seed + 1)
 

@@ -99,7 +99,7 @@ class Ranges:
         q_first, q_end, k_first, k_end = self.bounds(total_q, total_k)
         if not len(q_first):
             return torch.zeros(len(query), total_k, dtype=torch.bool, device=query.device)
-        of = torch.searchsorted(q_end, query, right=True).clamp(max=len(q_end) - 1)
+        of = _number(query, q_end)
         q_first, q_end, k_first, k_end = q_first[of], q_end[of], k_first[of], k_end[of]
         seen = ((query >= q_first) & (query < q_end))[:, None] & (key >= k_first[:, None]) & (key < k_end[:, None])
         left, right = span
@@ -109,3 +109,13 @@ class Ranges:
         if right is not None:
             seen &= distance <= right
         return seen
+
+    def numbers(self, total_q: int, total_k: int) -> tuple[Tensor, Tensor]:
+        """Of each row of q, and of k, the number of its sequence, int64; of a row that no sequence has, or uses, that of any."""
+        _, q_end, _, k_end = self.bounds(total_q, total_k)
+        rows_q, rows_k = (torch.arange(total, device=q_end.device) for total in (total_q, total_k))
+        return _number(rows_q, q_end), _number(rows_k, k_end)
+
+
+def _number(row: Tensor, ends: Tensor) -> Tensor:
+    return torch.searchsorted(ends, row, right=True).clamp(max=len(ends) - 1)

@@ -119,24 +119,37 @@ def dequantized(x: Tensor, descale: Tensor | None) -> Tensor:
 
     Args:
         x: `(batch, seqlen, heads, head_dim)`.
-        descale: `(batch, heads_kv)`, `(batch, heads, ceil(seqlen / 128))`, or None for 1; float32.
+        descale: `(batch, heads_kv)`, `(batch, heads, ceil(seqlen / 128))`, as `of_rows` gives it, or None for 1; float32.
 
     Returns:
         float64, where the product is exact, in the shape of x.
     """
-    return x.double() if descale is None else x.double() * _of_rows(x, descale).double()
+    return x.double() if descale is None else x.double() * of_rows(x, descale).double()
 
 
-def _of_rows(x: Tensor, descale: Tensor | None) -> Tensor:
-    """The descale as float32 `(batch, seqlen, heads, 1)`, each row of x under its own number."""
+def of_rows(x: Tensor, descale: Tensor | None, sequence: Tensor | None = None) -> Tensor:
+    """The descale as float32 `(batch, seqlen, heads, 1)`, each row of x under its own number: itself where it is that already.
+
+    Args:
+        sequence: of packed sequences, whose descale is `(sequences, heads_kv)`, the one that each row is of.
+    """
     batch, seqlen, heads, _ = x.shape
-    if descale is None:
+    if descale is None or not descale.numel():  # where there are no sequences nobody has a number, and nothing is seen
         return torch.ones((), device=x.device).expand(batch, seqlen, heads, 1)
-    if descale.ndim == 2:  # one number for each key/value head, and so for its group of query heads
-        rows = descale.repeat_interleave(heads // descale.shape[1], 1)[..., None].expand(-1, -1, seqlen)
-    else:
-        rows = descale.repeat_interleave(DESCALE_BLOCK, 2)[..., :seqlen]
-    return rows.transpose(1, 2)[..., None]
+    if descale.ndim == 4:
+        return descale
+    if descale.ndim == 3:
+        return descale.repeat_interleave(DESCALE_BLOCK, 2)[..., :seqlen].transpose(1, 2)[..., None]
+    by_head = descale.repeat_interleave(heads // descale.shape[1], 1)  # one number for each key/value head, and so for its query heads
+    rows = by_head[:, None].expand(-1, seqlen, -1) if sequence is None else by_head[sequence][None]
+    return rows[..., None]
+
+
+def descales_of_rows(q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """The descales of a call as `of_rows` gives them."""
+    ranges = operands.ranges
+    of_q, of_k = (None, None) if ranges is None else ranges.numbers(q.shape[1], k.shape[1])
+    return of_rows(q, operands.q_descale, of_q), of_rows(k, operands.k_descale, of_k), of_rows(v, operands.v_descale, of_k)
 
 
 def oracle(
@@ -348,7 +361,7 @@ def rotated(x: Tensor, seed: int = 0) -> Tensor:
 
 
 def _fp8_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor | None]:
-    q_rows, k_rows, v_rows = (_heads_first(_of_rows(x, descale), problem) for x, descale in zip((q, k, v), operands.descales, strict=True))
+    q_rows, k_rows, v_rows = (_heads_first(x, problem) for x in descales_of_rows(q, k, v, operands))
     q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))  # which holds every e4m3 number
     q_h, k_h, v_h = (_heads_first(x, problem) for x in (q, *only_used(k, v, operands)))
     # As kernels have it: scores in log2 units by one factor for a row and a block, and score - maximum rounded once. At scores

@@ -279,7 +279,13 @@ VALUES = {
 for "fp8_paper", whose v has outliers as its q and k have: the numbers of section 4.3 of the FlashAttention-3 paper."""
 
 DESCALES = (None, "head", "block")
-"""Kinds of descales of e4m3 tensors: none, one number for each (batch, key/value head), one for each block of rows."""
+"""Kinds of descales of e4m3 tensors: none, one number for each (batch, key/value head), of packed sequences for each (sequence, key/value
+head), one for each block of rows."""
+
+
+def kinds_of_descales(problem: Problem) -> tuple[str | None, ...]:
+    """Those of `DESCALES` that a problem's tensors may have, the finest last: blocks of rows have none where sequences share them."""
+    return DESCALES if problem.sequences is None else DESCALES[:2]
 
 
 def inputs(
@@ -335,18 +341,18 @@ def descales(
     """q_descale, k_descale and v_descale for e4m3 tensors of a problem: float32, from 1/2 to 2, no two alike.
 
     Args:
-        kind: one of `DESCALES`: "head" gives three of `(batch, heads_kv)`, "block" gives q's
-            `(batch, heads, ceil(seqlen_q / 128))` and k's and v's `(batch, heads_kv, ceil(seqlen_k / 128))`, None gives None.
+        kind: one of `kinds_of_descales`: "head" gives three of `(batch, heads_kv)`, of packed sequences `(sequences, heads_kv)`; "block"
+            gives q's `(batch, heads, ceil(seqlen_q / 128))` and k's and v's `(batch, heads_kv, ceil(seqlen_k / 128))`; None gives None.
 
     Raises:
-        ValueError: the kind is unknown.
+        ValueError: the kind is none of the problem's.
     """
-    if kind not in DESCALES:
-        raise ValueError(f"descales: kind must be one of {DESCALES}, got {kind!r}")
+    if kind not in kinds_of_descales(problem):
+        raise ValueError(f"descales: kind must be one of {kinds_of_descales(problem)}, got {kind!r}")
     if kind is None:
         return None, None, None
     generator = torch.Generator(device).manual_seed(seed)
-    of_keys = (problem.batch, problem.heads_kv)
+    of_keys = (problem.batch if problem.sequences is None else problem.sequences, problem.heads_kv)
     shapes = [of_keys] * 3
     if kind == "block":
         blocks_q, blocks_k = (cdiv(seqlen, DESCALE_BLOCK) for seqlen in (problem.seqlen_q, problem.seqlen_k))

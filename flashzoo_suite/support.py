@@ -23,7 +23,7 @@ from flashzoo.call.check import options_of
 from flashzoo.call.operands import NO_DESCALES, Descales, Operands
 from flashzoo.call.problem import FEATURES
 from flashzoo.lengths import Ranges, visible_of_caches
-from flashzoo.reference import Result
+from flashzoo.reference import Result, descales_of_rows
 from flashzoo.workloads import block_mask, hardware, inputs, lengths, ranges
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -137,6 +137,13 @@ def seen_by(problem: Problem) -> Tensor | None:
         return visible_of_caches(lengths(problem, device=DEVICE)["seqused_k"], problem.span, problem.seqlen_q, problem.seqlen_k)
     mask = mask_of(problem)
     return None if mask is None else mask.to_dense()
+
+
+def scales_by(problem: Problem, tensors: Tensors, descales: Descales) -> Descales:
+    """Descales as `Judge` takes them: of packed sequences, where those lengths put them."""
+    if problem.sequences is None or problem.dtype != "e4m3":
+        return descales
+    return descales_of_rows(*tensors, Operands(*descales, **vars(ranges_of(problem))))
 
 
 def draw(problem: Problem, seed: int = 0, **how) -> tuple[Tensors, Tensor, Tensor | None]:

@@ -18,7 +18,7 @@ from flashzoo import Problem, Spec, UnsupportedError
 from flashzoo.accuracy import OUT_RMS, Judge
 from flashzoo.call.operands import Descales
 from flashzoo.call.problem import FEATURES, QUANTIZABLE
-from flashzoo.workloads import DESCALES, TORCH_DTYPES, Workload, descales, workloads
+from flashzoo.workloads import DESCALES, TORCH_DTYPES, Workload, descales, kinds_of_descales, workloads
 from flashzoo_suite.support import (
     CHOSEN,
     DEVICE,
@@ -29,6 +29,7 @@ from flashzoo_suite.support import (
     dtypes_of,
     forward,
     gives_lse,
+    scales_by,
     seen_by,
     small,
     takes,
@@ -63,6 +64,8 @@ def cases(specs: list[Spec], grad: bool) -> list[Case]:
     found = []
     for workload in [w for tag in (("smoke", "hard", "large") if ON_GPU else ("smoke", "hard")) for w in workloads(tag)]:
         for dtype, precision, kind in NUMERICS:
+            if kind not in kinds_of_descales(workload.problem):
+                continue
             for deterministic in (False, True) if "smoke" in workload.tags and kind is None else (False,):
                 for spec in specs:
                     asked = {"dtype": dtype, "precision": precision} | ({"out_dtype": "fp16"} if kind == "head" else {})
@@ -99,7 +102,8 @@ def in_turn(case: Case, turn: int) -> bool:
         both_ways = not case.descales and "deterministic" in flashzoo.versions()[case.version].features
         return not both_ways or (turn + [*TORCH_DTYPES].index(case.problem.dtype) + case.problem.deterministic) % 2 == 0
     if case.problem.dtype == "e4m3":
-        return case.descales == DESCALES[turn % len(DESCALES)]
+        kinds = kinds_of_descales(case.problem)
+        return case.descales == kinds[turn % len(kinds)]
     dtypes = dtypes_of(flashzoo.versions()[case.version])
     return case.version == "sdpa" or case.problem.dtype == dtypes[turn % len(dtypes)]
 
@@ -162,7 +166,8 @@ def _drawn(case: Case) -> tuple[Tensors, Tensor, Tensor | None, Descales, Judge]
     problem = case.problem
     tensors, dout, dlse = draw(problem, values=case.workload.values)
     scales = descales(problem, case.descales, device=DEVICE)
-    judge = Judge(*tensors, problem, dout if problem.grad else None, dlse if problem.grad else None, scales, seen_by(problem))
+    given = (dout, dlse) if problem.grad else (None, None)
+    judge = Judge(*tensors, problem, *given, scales_by(problem, tensors, scales), seen_by(problem))
     return tensors, dout, dlse, scales, judge
 
 

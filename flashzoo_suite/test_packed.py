@@ -14,6 +14,8 @@ import flashzoo
 from flashzoo import Problem
 from flashzoo.accuracy import Judge
 from flashzoo.call.check import options_of
+from flashzoo.compare import DESCALES
+from flashzoo.workloads import descales
 from flashzoo_suite.support import DEVICE, Result, accept, both, draw, forward, ranges_of, same_bits, seen_by
 
 asks = pytest.mark.asks
@@ -43,6 +45,38 @@ def sequences_of(problem: Problem) -> list[tuple[slice, slice, slice]]:
     ends = k[1:] if found.seqused_k is None else [first + used for first, used in zip(k, found.seqused_k.tolist(), strict=False)]
     slots = zip(pairwise(q), pairwise(k), ends, strict=False)
     return [(slice(*rows), slice(*keys), slice(keys[0], end)) for rows, keys, end in slots]
+
+
+@asks(KINDS, dtype="e4m3", **SIZES)
+def test_each_sequence_has_its_own_descales(version, problem):
+    """It is what it is in a batch of one with them, within a rounding; rows that nobody has see nothing."""
+    (q, k, v), *_ = draw(problem)
+    scales = descales(problem, "head", device=DEVICE)
+    found = called(version, (q[0], k[0], v[0]), problem, **vars(ranges_of(problem)), **dict(zip(DESCALES, scales, strict=True)))
+    expected = Result(torch.zeros_like(found.out), torch.full_like(found.lse, -torch.inf) if problem.lse else None)
+    for number, (rows, _, used) in enumerate(sequences_of(problem)):
+        n_q, n_k = rows.stop - rows.start, used.stop - used.start
+        alone = replace(problem, seqlen_q=n_q, seqlen_k=n_k, sequences=None, used_k=False)
+        mine = tuple(x[number : number + 1] for x in scales)
+        result = forward(version, (q[:, rows], k[:, used], v[:, used]), alone, mine)
+        expected.out[rows] = result.out[0]
+        if problem.lse:
+            expected.lse[:, rows] = result.lse[0]
+    torch.testing.assert_close(found.out, expected.out, rtol=1e-2, atol=4e-3)
+    if problem.lse:
+        torch.testing.assert_close(found.lse, expected.lse, rtol=1e-3, atol=1e-3)
+
+
+@asks({"packed": {}, "none": {"sequences": 0}}, dtype="e4m3", **SIZES)
+def test_descales_of_rows_that_nobody_has_are_not_asked_for(version, problem):
+    """Not before the first sequence nor behind the last, and not where there are none."""
+    (q, k, v), *_ = draw(problem)
+    lengths = torch.tensor([9, 9, 9, 30, 90, 101, 150][: problem.sequences + 1], dtype=torch.int32, device=DEVICE)
+    names = dict(zip(DESCALES, descales(problem, "head", device=DEVICE), strict=True))
+    out = called(version, (q[0], k[0], v[0]), problem, cu_seqlens_q=lengths, **names).out
+    mine = torch.zeros(len(out), dtype=torch.bool, device=DEVICE)
+    mine[int(lengths[0]) : int(lengths[-1])] = True
+    assert not out[~mine].any() and bool(out[mine].any()) == bool(problem.sequences)
 
 
 @asks(KINDS, both=True, **SIZES)

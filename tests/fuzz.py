@@ -230,7 +230,7 @@ def _call(random: Random, drawn: Configuration, device: str) -> Call:
     layouts = tuple(random.choice(names) for names in drawn.layouts)
     descales = ("none",) * 3
     if plain.dtype == "e4m3" and plain.entry != "sdpa":
-        kinds = ("none", "head", "block", "block")
+        kinds = ("none", "head", "block", "block") if plain.lengths is None else ("none", "head")
         descales = tuple(kind if kind == "none" else f"{kind}/{random.choice(list(LAYOUTS))}" for kind in random.choices(kinds, k=3))
     rows: dict[str, Any] = {}
     if plain.lengths is not None:

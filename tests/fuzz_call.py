@@ -40,7 +40,8 @@ class Call:
         through: what the gradients come through: "out", "lse" or "both".
         values: of `workloads.VALUES`.
         layouts: of `LAYOUTS`, for q, k, v and dout.
-        descales: of q, k and v: "none", or "head" or "block" and a layout, such as "block/padded1".
+        descales: of q, k and v: "none", or "head" or "block" and a layout, such as "block/padded1"; "head" has numbers for each of the
+            batch, or of packed sequences.
         lengths, lengths_k, used: of packed sequences their queries and keys, and how many of these are used; all in a batch of one, behind
             one another from its first row on. None where sequences are not packed; no lengths_k where they are the queries', no `used`
             where all keys are. `used` alone is how much of each of a batch's caches is.
@@ -274,7 +275,8 @@ def operands(call: Call, device: Device) -> Operands:
     laid += [(dout.to(call.stored), LAYOUTS[call.layouts[3]]), (normal(*of_queries, call.heads, 1).to(wide), LAYOUTS[call.layouts[3]])]
     kinds = [kind.partition("/") for kind in call.descales]
     for (kind, _, name), (seqlen, heads) in zip(kinds, ((call.seqlen_q, call.heads), *[(call.seqlen_k, call.heads_kv)] * 2), strict=True):
-        shape = (call.batch, 1, call.heads_kv, 1) if kind == "head" else (call.batch, -(-seqlen // DESCALE_BLOCK), heads, 1)
+        count = call.batch if call.lengths is None else len(call.lengths)
+        shape = (count, 1, call.heads_kv, 1) if kind == "head" else (call.batch, -(-seqlen // DESCALE_BLOCK), heads, 1)
         if kind != "none":
             laid.append((torch.exp2(2 * torch.rand(shape, generator=generator, device=device) - 1), LAYOUTS[name]))
     storage, (q, k, v, dout, dlse, *rest) = _placed(laid, device)

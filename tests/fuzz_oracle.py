@@ -151,7 +151,8 @@ def expected(call: Call, given: Operands, seen: Tensor | None) -> dict[str, Expe
 
 
 def _answer(call: Call, given: Operands, seen: Tensor | None) -> _Answer:
-    inputs = [_real(x, scale) for x, scale in zip((given.q, given.k, given.v), given.descales, strict=True)]
+    keys = call.lengths if call.lengths_k is None else call.lengths_k
+    inputs = [_real(*of) for of in zip((given.q, given.k, given.v), given.descales, (call.lengths, keys, keys), strict=True)]
     leaves = [x.requires_grad_() for x in inputs]
     q, k, v = (x.transpose(1, 2) for x in leaves)
     k, v = (x.repeat_interleave(call.group, 1) for x in (k, v))
@@ -264,15 +265,21 @@ def _exp(error: Tensor) -> Tensor:
     return torch.expm1((LINEAR * error).clamp(max=50)) / LINEAR
 
 
-def _real(x: Tensor, descale: Tensor | None) -> Tensor:
-    """float64 `(batch, seqlen, heads, head_dim)`, multiplied by its descale."""
+def _real(x: Tensor, descale: Tensor | None, lengths: tuple[int, ...] | None) -> Tensor:
+    """float64 `(batch, seqlen, heads, head_dim)`, multiplied by its descale; lengths are those of packed sequences."""
     x = x.detach().double()
     if descale is None:
         return x
     rows = torch.arange(x.shape[1], device=x.device)
     heads = torch.arange(x.shape[2], device=x.device)
     if descale.ndim == 2:
-        factors = descale[:, None, heads // (x.shape[2] // descale.shape[1])].expand(x.shape[:3])
+        factors = descale[:, None, heads // (x.shape[2] // descale.shape[1])]
+        if lengths is None:
+            factors = factors.expand(x.shape[:3])
+        else:
+            whose = [number for number, length in enumerate(lengths) for _ in range(length)]
+            whose += [0] * (x.shape[1] - len(whose))  # nobody's, and seen by nobody
+            factors = factors[whose].transpose(0, 1)
     else:
         factors = descale[:, heads][:, :, rows // DESCALE_BLOCK].transpose(1, 2)
     return x * factors[..., None].double()

@@ -15,7 +15,7 @@ from flashzoo.call.forms import MaskForm
 from flashzoo.call.operands import Descales, Operands
 from flashzoo.reference import Result, rotated, standard
 from flashzoo.workloads import block_mask, descales
-from flashzoo_suite.support import accept, both, draw, forward
+from flashzoo_suite.support import accept, both, draw, forward, scales_by, seen_by
 
 PROBLEM = Problem(batch=1, seqlen_q=64, seqlen_k=64, heads=2, heads_kv=2, head_dim=32, causal=True, lse=True, grad=True, device="cpu")
 
@@ -181,6 +181,18 @@ def test_a_descale_that_is_not_its_own_is_seen(kind, fault, at):
     scales = descales(E4M3, kind)
     judge = Judge(*tensors, E4M3, descales=scales)
     broken = {check.tensor for check in judge.checks(forward("standard", tensors, E4M3, descales=fault(scales, at))) if not check.ok}
+    assert broken == ({"out"} if at == 2 else {"out", "lse"})
+
+
+@pytest.mark.parametrize("at", [0, 1, 2], ids="qkv")
+def test_the_descale_of_another_sequence_is_seen(at):
+    problem = dataclasses.replace(E4M3, sequences=5)
+    tensors, *_ = draw(problem)
+    scales = descales(problem, "head")
+    judge = Judge(*tensors, problem, descales=scales_by(problem, tensors, scales), mask=seen_by(problem))
+    others = tuple(x.roll(1, 0) if i == at else x for i, x in enumerate(scales))
+    assert all(check.ok for check in judge.checks(forward("standard", tensors, problem, descales=scales)))
+    broken = {check.tensor for check in judge.checks(forward("standard", tensors, problem, descales=others)) if not check.ok}
     assert broken == ({"out"} if at == 2 else {"out", "lse"})
 
 

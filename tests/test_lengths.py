@@ -20,6 +20,7 @@ def lengths(*numbers: int, **how) -> torch.Tensor:
 
 ROWS = tuple(torch.randn(30, 2, 16, device=DEVICE) for _ in range(3))
 RIGHT = lengths(0, 10, 30)
+E4M3 = dict(zip("qkv", (x.to(torch.float8_e4m3fn) for x in ROWS), strict=True))
 NESTED = torch.nested.nested_tensor_from_jagged(ROWS[0], RIGHT.long())
 
 MALFORMED = {
@@ -59,6 +60,21 @@ MALFORMED = {
         {"cu_seqlens_q": RIGHT, "block_mask": flashzoo.BlockMask.causal(30, 30, device=DEVICE)},
         ValueError,
         r"block_mask does not go with packed sequences \(cu_seqlens_q\)",
+    ),
+    "descales of a batch": (
+        {"cu_seqlens_q": RIGHT, **E4M3, "k_descale": torch.ones(1, 2, device=DEVICE)},
+        ValueError,
+        r"k_descale of packed sequences must have shape \(sequences, heads_kv\) \(2, 2\), got \(1, 2\)",
+    ),
+    "descales of blocks": (
+        {"cu_seqlens_q": RIGHT, **E4M3, "q_descale": torch.ones(1, 2, 1, device=DEVICE)},
+        ValueError,
+        r"q_descale of packed sequences must have shape \(sequences, heads_kv\) \(2, 2\), got \(1, 2, 1\)",
+    ),
+    "descales of 16 bits": (
+        {"cu_seqlens_q": RIGHT, "v_descale": torch.ones(2, 2, device=DEVICE)},
+        ValueError,
+        r"v_descale is for e4m3 inputs",
     ),
     "nested with lengths": (
         {**dict.fromkeys("qkv", NESTED), "cu_seqlens_q": RIGHT},
@@ -151,8 +167,9 @@ def test_compare_takes_packed_sequences():
     found = flashzoo.compare(*ROWS, cu_seqlens_q=RIGHT, causal=True, backward=True, versions=["standard", "sdpa", "v1"])
     nested = flashzoo.compare(NESTED, NESTED, NESTED, versions=["standard"])
     drawn = compare_workload(workload("packed_used"), versions=["standard"])
+    in_e4m3 = compare_workload(workload("packed_used").on(DEVICE, dtype="e4m3"), versions=["standard"])
     assert {row.version: row.status for row in found.rows} == {"standard": "ok", "sdpa": "ok", "v1": "can't"}
-    assert [row.status for comparison in (nested, drawn) for row in comparison.rows] == ["ok", "ok"]
+    assert [row.status for comparison in (nested, drawn, in_e4m3) for row in comparison.rows] == ["ok"] * 3
     assert "v1 can't: does not support cu_seqlens_q" in str(found) and "2 packed sequences" in str(found)
 
 
@@ -175,6 +192,15 @@ def test_what_is_seen_is_what_each_sequence_sees(span):
                 distance = j - (i + count - (q_end - q_first))
                 expected[q_first + i, k_first + j] = (left is None or distance >= -left) and (right is None or distance <= right)
     assert torch.equal(Ranges(q, k, used).visible(span, 13, 21), expected)
+
+
+def test_each_row_has_its_sequences_number():
+    q, k, used = lengths(1, 4, 4, 11), lengths(2, 9, 12, 20), lengths(5, 3, 8)
+    of_q, of_k = (x.tolist() for x in Ranges(q, k, used).numbers(13, 21))
+    assert of_q[1:11] == [0] * 3 + [2] * 7 and of_k[2:7] + of_k[9:20] == [0] * 5 + [1] * 3 + [2] * 8
+    assert {*of_q, *of_k} <= {0, 1, 2}, "of rows that nobody has too"
+    falls = Ranges(lengths(0, 9, 3, 13), lengths(0, 9, 3, 13)).numbers(13, 13)
+    assert {*falls[0].tolist()} <= {0, 1, 2}
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from flashzoo import Problem, reference
-from flashzoo.reference import Result, dequantized, oracle, visible
+from flashzoo.call.operands import Operands
+from flashzoo.reference import Result, dequantized, descales_of_rows, oracle, visible
 from flashzoo.workloads import descales
 from flashzoo_suite.support import both, draw, forward
 
@@ -190,6 +192,19 @@ def test_dequantized_is_each_row_times_its_own_number(kind):
             else:
                 number = float(scale[b, head, row // 128])
             assert torch.equal(found[b, row, head], x[b, row, head].double() * number)
+
+
+def test_each_row_of_a_packed_sequence_is_under_its_own_number():
+    packed = replace(IN_FP8, batch=1, sequences=3)
+    tensors, *_ = draw(packed)
+    q, k = (torch.tensor(cu, dtype=torch.int32) for cu in ([0, 40, 40, 130], [10, 100, 101, 260]))
+    numbers = descales(packed, "head")
+    scales = descales_of_rows(*tensors, Operands(*numbers, cu_seqlens_q=q, cu_seqlens_k=k))
+    for at, cu in enumerate((q, k, k)):
+        group = tensors[at].shape[2] // 2
+        for i, (first, end) in enumerate(pairwise(cu.tolist())):
+            expected = tensors[at][0, first:end].double() * numbers[at][i].double().repeat_interleave(group)[:, None]
+            assert torch.equal(dequantized(tensors[at], scales[at])[0, first:end], expected)
 
 
 @pytest.mark.parametrize("kind", [None, "head", "block"])

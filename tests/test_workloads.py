@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from flashzoo import Problem
-from flashzoo.workloads import LAYOUTS, VALUES, descales, flops, hbm_bytes, inputs, workload
+from flashzoo.workloads import LAYOUTS, VALUES, descales, flops, hbm_bytes, inputs, kinds_of_descales, workload
 from flashzoo_suite.support import both, draw, forward
 
 PLAIN = Problem(batch=2, seqlen_q=7, seqlen_k=9, heads=4, heads_kv=2, head_dim=16, dtype="fp32", grad=True, device="cpu")
@@ -73,6 +73,10 @@ def test_descales_have_the_shapes_that_attention_takes():
         assert x.dtype == torch.float32 and x.min() >= 0.5 and x.max() <= 2 and x.unique().numel() == x.numel()
     with pytest.raises(ValueError, match=r"kind must be one of .* got 'row'"):
         descales(IN_E4M3, "row")
+    packed = dataclasses.replace(IN_E4M3, batch=1, sequences=3)
+    assert kinds_of_descales(packed) == (None, "head") and [x.shape for x in descales(packed, "head")] == [(3, 2)] * 3
+    with pytest.raises(ValueError, match=r"kind must be one of \(None, 'head'\), got 'block'"):
+        descales(packed, "block")
 
 
 def test_a_workload_in_another_dtype_has_that_dtypes_out():

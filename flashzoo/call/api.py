@@ -100,8 +100,8 @@ def attention(
             (`flashzoo.merge`), with no gradients. With e4m3 inputs `torch.bfloat16`, which None means there, or `torch.float16`.
         q_descale: with e4m3 inputs, what q is multiplied by to be the real one: float32, on q's device, any strides,
             `(batch, heads_kv)` or one for each 128 rows of a head, `(batch, heads, ceil(seqlen_q / 128))`; None is 1. Positive
-            and finite, which is not looked at: it lies on the device.
-        k_descale, v_descale: the same for k and v, `(batch, heads_kv)` or `(batch, heads_kv, ceil(seqlen_k / 128))`.
+            and finite, which is not looked at: it lies on the device. Packed: `(sequences, heads_kv)`.
+        k_descale, v_descale: the same for k and v, `(batch, heads_kv)` or `(batch, heads_kv, ceil(seqlen_k / 128))`; packed: as q's.
         block_mask: a `flashzoo.BlockMask` on q's device, of these lengths, its batch and heads q's or 1. A key is seen where it, causal
             and window_size all say so; these are put into it by some hundreds of small operations at the first such call, and kept with it
             (`BlockMask.banded`). `v3` and `blocksparse` skip what the mask skips; `sdpa` and `standard` make a dense mask of it.

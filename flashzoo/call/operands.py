@@ -148,6 +148,11 @@ class _Descale(_OfTensor):
             raise ValueError(f"{name} is for e4m3 inputs (torch.float8_e4m3fn), got it with {problem.dtype} ones")
         of_q = name == "q_descale"
         heads, seqlen = (problem.heads, problem.seqlen_q) if of_q else (problem.heads_kv, problem.seqlen_k)
+        if problem.sequences is not None:
+            expected = (problem.sequences, problem.heads_kv)
+            if form[0] != expected:
+                raise ValueError(f"{name} of packed sequences must have shape (sequences, heads_kv) {expected}, got {tuple(form[0])}")
+            return
         by_head, by_block = (problem.batch, problem.heads_kv), (problem.batch, heads, cdiv(seqlen, DESCALE_BLOCK))
         if form[0] not in (by_head, by_block):
             raise ValueError(
