@@ -6,6 +6,7 @@ from fault import Change, Fault, fault
 
 FORWARD, BACKWARD, BY_GRADIENT = (f"flashzoo/v3/{name}.py" for name in ("forward", "backward", "backward_by_gradient"))
 FP8, QUANTIZE, SOFTMAX, DELTA, V3_SPARSE = (f"flashzoo/v3/{name}.py" for name in ("fp8", "quantize_kernels", "softmax", "delta", "sparse"))
+V3_PACKED = "flashzoo/v3/packed.py"
 BOUNDS, MASK = (f"flashzoo/_cute/hopper/{name}.py" for name in ("bounds", "mask"))
 
 V3 = (
@@ -178,6 +179,22 @@ V3_FP8 = (
         "(of_head ^ 1) // self.scaling.q_group",
         "test_each_descale_is_of_its_own_kind and v3_fp8-plain",
         gpu=True,
+    ),
+    fault(
+        "v3_fp8/descale_of_the_next_sequence",
+        "a packed sequence's scales are those of the one behind it, and the last one's lie outside of the tensor",
+        V3_PACKED,
+        "entry.number - 1 if entry.rows_k > 0",
+        "entry.number if entry.rows_k > 0",
+        "test_each_row_is_under_its_own_sequences_scales",
+    ),
+    fault(
+        "v3_fp8/descale_of_no_sequence",
+        "rows around all packed sequences read scales where there are none",
+        V3_PACKED,
+        "entry.number - 1 if entry.rows_k > 0 else Int32(0)",
+        "entry.number - 1",
+        "test_each_row_is_under_its_own_sequences_scales",
     ),
     fault(
         "v3_fp8/descale_of_v_upside_down",

@@ -51,9 +51,10 @@ OF_VERSION = {
         "tests/test_v3_cache.py",
         "tests/test_v3_backward.py",
         "tests/test_v3_sparse.py",
+        "tests/test_v3_packed.py",
         "tests/test_blocksparse.py",
     ),
-    "v3_fp8": ("tests/test_quantize.py",),
+    "v3_fp8": ("tests/test_quantize.py", "tests/test_v3_packed.py"),
 }
 """What is run of a version, beside what every version has."""
 

@@ -40,6 +40,7 @@ from flashzoo.v3.traits import (
     KernelBackwardPacked,
     KernelBackwardSparse,
     KernelFp8,
+    KernelFp8Packed,
     KernelPacked,
     KernelSparse,
     TilesBackward,
@@ -355,6 +356,25 @@ def test_v3_fp8_compiles_and_spills_no_more_than_known(
     assert not too_little_shared(host_code[0])
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("width", FP8)
+@pytest.mark.parametrize("mask", V3_MASKS)
+@pytest.mark.parametrize("out_dtype", ["bf16", "fp16"])
+@pytest.mark.filterwarnings("error")
+def test_v3_fp8_packed_compiles_and_spills_no_more_than_known(width: int, mask: str, out_dtype: str, host_code) -> None:
+    asked = {"dtype": "e4m3", "out_dtype": out_dtype, "sequences": 9, "arch": 90}
+    kernel = kernel_fp8_for(Problem(1, 4096, 4096, 16, 16, width, **asked, **V3_MASKS[mask]), False, False)
+    assert isinstance(kernel, KernelFp8Packed)
+    compiled = v3_compiled(kernel)
+    assert compiled.stack <= FP8_STACK[width], f"{compiled.stack} bytes of stack, {compiled.spills} spill instructions"
+    assert compiled.opcodes.keys() >= {"QGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "LDSM"}
+    assert not {"HMMA", "HGMMA"} & compiled.opcodes.keys()
+    producer, consumer = program(kernel)[0].registers
+    assert WARPGROUP * (producer + kernel.tiles.consumers * consumer) <= kernel.threads * compiled.registers
+    assert compiled.shared <= SHARED_LIMIT[90]
+    assert not too_little_shared(host_code[0])
+
+
 def backward_cases() -> Iterator[tuple[str, int, str, bool]]:
     for width, mask, deterministic in product(BACKWARD, V3_MASKS, (False, True)):
         yield "bf16", width, mask, deterministic
@@ -470,6 +490,7 @@ def test_a_serialised_kernel_is_seen() -> None:
 KINDS = {
     Kernel: v3_kernel,
     KernelFp8: lambda problem: kernel_fp8_for(problem, True, False),
+    KernelFp8Packed: lambda problem: kernel_fp8_for(dataclasses.replace(problem, batch=1, sequences=2), False, False),
     KernelSparse: lambda problem: v3_kernel(dataclasses.replace(problem, block_mask=MaskForm())),
     KernelPacked: lambda problem: v3_kernel(dataclasses.replace(problem, batch=1, sequences=2)),
     KernelBackward: kernel_backward_for,
@@ -496,6 +517,7 @@ def shared_cases() -> Iterator[tuple[str, int, bool]]:
     yield "forward", 64, False
     yield "sparse", 64, False
     yield "packed", 64, False
+    yield "packed_fp8", 64, False
     for width in BACKWARD:
         yield from (
             ("backward", width, False),
@@ -513,6 +535,8 @@ def test_v3_asks_for_no_more_shared_memory_than_it_lays_out(kind, width, determi
     sequences = 9 if "packed" in kind else None
     problem = Problem(1, 4096, 4096, 16, 16, width, arch=90, deterministic=deterministic, block_mask=form, sequences=sequences)
     kernel = kernel_backward_for(problem) if "backward" in kind else v3_kernel(problem)
+    if kind == "packed_fp8":
+        kernel = kernel_fp8_for(dataclasses.replace(problem, dtype="e4m3", out_dtype=None), False, False)
     enough = kernel.shared_bytes
     monkeypatch.setattr(type(kernel), "shared_bytes", enough - 8)
     v3_compiled(kernel)

@@ -29,14 +29,18 @@ from flashzoo._triton.packed import tiles_of
 from flashzoo._triton.packed_kernels import COLUMNS
 from flashzoo.call.operands import Operands
 from flashzoo.gpu import SHARED_LIMIT, WARPGROUP_ROWS
-from flashzoo.v3 import launch, packed
-from flashzoo.v3.config import BACKWARD, HOPPER_PACKED, kernel_backward_for, kernel_for, pack_gqa_for
+from flashzoo.v3 import FP8_SPEC, fp8, launch, launch_fp8, packed
+from flashzoo.v3.config import BACKWARD, HOPPER_PACKED, kernel_backward_for, kernel_for, kernel_fp8_for, pack_gqa_for, prepares
+from flashzoo.v3.explain import describe_fp8, refusals_fp8
+from flashzoo.v3.fp8 import Descale, Scaling, SoftmaxFp8
 from flashzoo.v3.packed import BoundsBackwardPacked, BoundsPacked, Entry, ParamsPacked, TileSchedulerPacked, right_aligned
-from flashzoo.v3.programs import arguments_of
-from flashzoo.v3.traits import ENTRY, KernelBackward, KernelBackwardPacked, KernelPacked, Tiles, TilesBackward
+from flashzoo.v3.programs import TABLE, arguments_of
+from flashzoo.v3.traits import ENTRY, Kernel, KernelBackward, KernelBackwardPacked, KernelFp8Packed, KernelPacked, Tiles, TilesBackward
+from flashzoo.workloads import descales
 
-AS_WRITTEN = as_written(Bounds, BoundsBackward, BoundsBackwardPacked)
+AS_WRITTEN = as_written(Bounds, BoundsBackward, BoundsPacked, BoundsBackwardPacked, SoftmaxFp8)
 PLAIN = Problem(1, 300, 300, 4, 2, 64, sequences=5, dtype="fp16", lse=True, grad=True, arch=90)
+IN_E4M3 = replace(PLAIN, dtype="e4m3", out_dtype=None, grad=False)
 
 
 @pytest.fixture
@@ -44,7 +48,7 @@ def on_integers(monkeypatch):
     """The device's code as what it is without CuTe DSL: arithmetic."""
     for owner, name, method in AS_WRITTEN:
         monkeypatch.setattr(owner, name, method)
-    for module in (tile_scheduler, bounds_module, packed):
+    for module in (tile_scheduler, bounds_module, packed, fp8):
         monkeypatch.setattr(module, "cutlass", SimpleNamespace(min=min, max=max, range_constexpr=range))
         for name in ("Int32", "Int64"):
             monkeypatch.setattr(module, name, int, raising=False)
@@ -54,6 +58,7 @@ def on_integers(monkeypatch):
 
     of_cute = {"make_tensor": lambda x, _: x, "make_layout": int, "make_rmem_tensor": lambda n, _: [0] * n}
     arch = SimpleNamespace(block_idx=lambda: (0, 0, 0))
+    monkeypatch.setattr(fp8, "cute", SimpleNamespace(**of_cute))
     monkeypatch.setattr(packed, "cute", SimpleNamespace(**of_cute, autovec_copy=copy, assume=assume, arch=arch))
 
 
@@ -85,7 +90,7 @@ def visible(problem: Problem, operands: Operands) -> Tensor:
     return operands.ranges.visible(problem.span, problem.seqlen_q, problem.seqlen_k)
 
 
-def scheduler_of(problem: Problem, operands: Operands, kernel: KernelPacked | KernelBackwardPacked) -> TileSchedulerPacked:
+def scheduler_of(problem: Problem, operands: Operands, kernel: Kernel | KernelBackwardPacked) -> TileSchedulerPacked:
     """The scheduler of a launch, with the table as the kernel before it leaves it."""
     p, of_keys = problem, isinstance(kernel, KernelBackward)
     pack = 0 if of_keys else pack_gqa_for(p, kernel.tiles.block_q)
@@ -129,6 +134,17 @@ def test_every_head_dim_has_kernels_that_fit():
         assert isinstance(forward, KernelPacked) and isinstance(backward, KernelBackwardPacked)
         assert forward.tiles in HOPPER_PACKED.values() and backward.tiles in BACKWARD.values()
         assert max(forward.shared_bytes, backward.shared_bytes) <= SHARED_LIMIT[90]
+
+
+def test_every_head_dim_has_an_fp8_kernel_that_fits():
+    for head_dim in FP8_SPEC.head_dims:
+        problem = replace(IN_E4M3, head_dim=head_dim, head_dim_v=None, seqlen_q=1 << 20)
+        kernel = kernel_fp8_for(problem, False, prepares(problem))
+        assert isinstance(kernel, KernelFp8Packed) and kernel.shared_bytes <= SHARED_LIMIT[90]
+        assert kernel == kernel_fp8_for(replace(problem, seqlen_q=1, sequences=1), False, False)
+    for wrong in ({"block_scales": True}, {"transposed": True}):
+        with pytest.raises(ValueError, match=f"has scales by head and transposes V on chip, got .*{next(iter(wrong))}=True"):
+            replace(kernel, **wrong)
 
 
 def test_no_length_asks_for_another_kernel():
@@ -176,6 +192,42 @@ def test_each_row_of_each_head_is_in_one_tile_and_sees_its_keys(case, span, tile
                 assert (head, at) not in rows_written
                 rows_written.add((head, at))
     assert len(rows_written) == problem.heads * problem.seqlen_q
+
+
+class Registers(list):
+    def fill(self, value: float) -> None:
+        self[:] = [value] * len(self)
+
+
+@every_case
+@pytest.mark.parametrize("heads", [2, 4, 6])
+@pytest.mark.parametrize("kinds", [("head",) * 3, ("head", None, None), (None, "head", "head")], ids=str)
+def test_each_row_is_under_its_own_sequences_scales(case, heads, kinds, on_integers):
+    """And no scale is read that is not there, by rows around all sequences neither."""
+    problem, operands = replace(asked(case, "causal", heads=heads), dtype="e4m3", out_dtype=None, grad=False), operands_of(case)
+    numbers = [x if kind else torch.ones(1) for x, kind in zip(descales(problem, "head"), kinds, strict=True)]
+    numbers = [torch.nn.functional.pad(x, (0, 3))[:, : problem.heads_kv] if x.ndim == 2 else x for x in numbers]  # with gaps between rows
+    scale_log2, *of_tensors, q_group = launch_fp8.scaling_of(problem, tuple(numbers))
+    memory = [x.as_strided((problem.sequences * x.stride(0) if x.ndim == 2 else 1,), (1,)).tolist() for x in numbers]
+    q, k, v = (Descale(Memory(memory[i]), *of_tensors[4 * i + 1 : 4 * i + 4]) for i in range(3))
+    kernel = kernel_fp8_for(problem, False, False)
+    scheduler, group, met = scheduler_of(problem, operands, kernel), problem.heads // problem.heads_kv, set()
+    softmax = SoftmaxFp8(kernel, Scaling(scale_log2, q, k, v, q_group), *(Registers([0.0] * n) for n in (2, 2, 2, 2, 1, 2, 2)))
+    for work in works(scheduler):
+        bounds = BoundsPacked(scheduler.params, scheduler.work_tile(work))
+        pack = scheduler.params.pack_gqa
+        for row in (*range(8), kernel.tiles.block_q - 16):
+            softmax.reset(bounds, bounds.tile.block * kernel.tiles.block_q + row)
+            if not work.rows_k:
+                continue
+            for r in range(2):
+                of_head = (bounds.tile.head << pack) + ((row + 8 * r) & ((1 << pack) - 1))
+                q_scale, k_scale, v_scale = (float(x[work.number - 1, of_head // group]) if x.ndim == 2 else 1.0 for x in numbers)
+                assert softmax.scale_log2[r] == pytest.approx(scale_log2 * q_scale * k_scale) and softmax.v_scale[0] == v_scale
+                met.add((work.number - 1, of_head))
+    lengths = zip(*(torch.stack(operands.ranges.bounds(300, 300)).tolist()), strict=True)
+    with_keys = [i for i, (first_q, end_q, first_k, end_k) in enumerate(lengths) if end_q > first_q and end_k > first_k]
+    assert met == {*itertools.product(with_keys, range(problem.heads))}
 
 
 TILINGS = {"128x128": TilesBackward(128), "128x64": TilesBackward(64), "64x64": TilesBackward(64, 64)}
@@ -346,3 +398,53 @@ def test_a_launch_gives_what_the_kernel_takes(span, deterministic, head_dim, mon
     backward = launch.backward_launch(problem, of_q, of_k, of_k, of_q, of_q, False, 0)
     assert [blocks for blocks, _ in bound] == [min(13, problem.entries(300, forward.block_q) * 2), 13]
     assert backward._sum_shape[0] == problem.entries(300, backward.block_q) * backward.block_q * 4 * head_dim
+
+
+@pytest.mark.parametrize("sequences", [5, 0])
+def test_an_fp8_launch_gives_what_the_kernel_takes(sequences, monkeypatch):
+    """Its table before its scales, each by name; and where there are no sequences no scale of theirs."""
+    problem, given = replace(IN_E4M3, sequences=sequences, seqlen_q=20000), []
+
+    def bind(kernel):
+        assert isinstance(kernel, KernelFp8Packed)
+
+        def bound(device, blocks, fixed, which):
+            assert which[6:] == (*TABLE, *launch_fp8.SCALING)
+            packer = Packer(arguments_of(kernel), 0, fixed, which)
+            return lambda stream, *values: given.append((dict(zip(which, values, strict=True)), packer(values)))
+
+        return bound
+
+    one = torch.ones(1)
+    monkeypatch.setattr(launch, "function_for", lambda kernel: SimpleNamespace(bind=bind(kernel)))
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(TensorMap, "_at", lambda self, address: bytes(128))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor gives as its own
+    monkeypatch.setattr("flashzoo._cute.per_stream.PerStream.__call__", lambda self, device, stream: one)
+    for module in (launch, launch_fp8):
+        monkeypatch.setattr(module, "current_stream", lambda device: 0)
+    launch_fp8.forward_launch.cache_clear()
+    q, k, v = (torch.randn(1, n, heads, 64).to(torch.float8_e4m3fn) for n, heads in ((20000, 4), (300, 2), (300, 2)))
+    numbers = descales(problem, "head")
+    cu_q, cu_k = (torch.linspace(0, n, sequences + 1).int() for n in (20000, 300))
+    out, lse = launch_fp8.attention(q, k, v, problem, Operands(*numbers, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k))
+    launch_fp8.forward_launch.cache_clear()
+    ((found, _),) = given
+    assert out.dtype == torch.bfloat16 and lse.shape == (1, 4, 20000) and found["tiles"]
+    for name, x in zip("qkv", numbers, strict=True):
+        expected = (x.data_ptr(), 2, 1, 0) if sequences else (one.data_ptr(), 0, 0, 0)
+        assert tuple(found[f"{name}_{field}"] for field in ("values", "batch", "head", "block")) == expected
+    assert found["q_group"] == (2 if sequences else 1)
+
+
+def test_16_bit_inputs_are_not_quantised_where_sequences_are_packed():
+    """By a sentence that holds where e4m3 ones are declared too, whose forward pass is all that they have."""
+    declared = replace(FP8_SPEC, features=FP8_SPEC.features | {"packed", "used_k"})
+    quantised = replace(PLAIN, precision="fp8")
+    sentence = "does not quantise packed sequences: they come as e4m3 tensors, with descales (sequences, heads_kv)"
+    assert refusals_fp8(quantised) == [sentence] == declared.unsupported(replace(quantised, grad=False))
+    assert sentence in FP8_SPEC.unsupported(quantised) and not refusals_fp8(replace(quantised, sequences=None))
+    for asked_for in ({}, {"causal": True, "used_k": True}, {"seqlen_q": 1 << 20}):
+        problem = replace(IN_E4M3, **asked_for)
+        assert not declared.unsupported(problem) and "v is transposed on chip" in describe_fp8(problem)
+    assert [reason for reason in declared.unsupported(replace(IN_E4M3, grad=True)) if "gradients" in reason]

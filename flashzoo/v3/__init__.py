@@ -37,5 +37,6 @@ FP8_SPEC = Spec(
     backward=_FP8_FEATURES,
     backward_16="flashzoo.v3.launch:attention",
     requires=("cutlass", "triton"),
+    check=deferred("flashzoo.v3.explain:refusals_fp8"),
     notes=deferred("flashzoo.v3.explain:describe_fp8"),
 )

@@ -15,6 +15,7 @@ from flashzoo.v3.traits import (
     KernelBackwardPacked,
     KernelBackwardSparse,
     KernelFp8,
+    KernelFp8Packed,
     KernelPacked,
     KernelSparse,
     Tiles,
@@ -139,15 +140,16 @@ def kernel_fp8_for(problem: Problem, block_scales: bool, transposed: bool) -> Ke
     left, right = problem.span
     width = width_for(problem.head_dim, FP8)
     cut = FP8[width]
-    return KernelFp8(
+    kind = KernelFp8 if problem.sequences is None else KernelFp8Packed
+    return kind(
         *("e4m3", width, width, left is not None, right is not None, cut.tiles),
         *(problem.out_dtype, block_scales, transposed, cut.columns, cut.raw_stages),
     )
 
 
 def prepares(problem: Problem) -> bool:
-    """Whether e4m3 V is transposed by a kernel of its own."""
-    return problem.seqlen_q >= FP8[width_for(problem.head_dim, FP8)].prepare
+    """Whether e4m3 V is transposed by a kernel of its own, which knows nothing of packed sequences."""
+    return problem.sequences is None and problem.seqlen_q >= FP8[width_for(problem.head_dim, FP8)].prepare
 
 
 def kernel_backward_for(problem: Problem) -> KernelBackward:

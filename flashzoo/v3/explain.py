@@ -28,6 +28,13 @@ def refusals(problem: Problem) -> list[str]:
     return found
 
 
+def refusals_fp8(problem: Problem) -> list[str]:
+    """As `refusals`, for FP8."""
+    if problem.sequences is None or problem.precision is None:
+        return []
+    return ["does not quantise packed sequences: they come as e4m3 tensors, with descales (sequences, heads_kv)"]
+
+
 def describe(problem: Problem) -> list[str]:
     """Sentences for `explain`: which tiles and why, and what happens silently."""
     kernel = kernel_for(problem)

@@ -52,11 +52,12 @@ SCALES = (1e-30, 1e30)
 
 @dataclass(frozen=True)
 class Descale:
-    """What a tensor's e4m3 numbers are multiplied by: float32, one for each (batch, head) or block of `DESCALE_BLOCK` rows.
+    """What a tensor's e4m3 numbers are multiplied by: float32, one for each (batch, head) or block of `DESCALE_BLOCK` rows; where sequences
+    are packed, for each (sequence, head).
 
     Attributes:
         values: the numbers.
-        batch, head, block: their strides; 0 where they are the same for all.
+        batch, head, block: their strides, that of the batch being the sequences'; 0 where they are the same for all.
     """
 
     values: cute.Pointer
@@ -102,7 +103,7 @@ class SoftmaxFp8:
         scale_log2: of the rows, softmax scale times log2 e times the scale of Q, and that of K where it has one a head.
         v_scale: of V's last block.
         ahead: the scales of the next block of K and of V, read a block early to hide the latency.
-        place: batch and head of key and value.
+        place: sequence and head of key and value.
     """
 
     kernel: Constexpr[KernelFp8]
@@ -121,14 +122,14 @@ class SoftmaxFp8:
         self.row_max.fill(NOTHING_SEEN)
         self.row_sum.fill(0.0)
         self.alpha.fill(0.0)
-        params, head = bounds.params, bounds.tile.head
-        self.place[0], self.place[1] = bounds.tile.batch, head // params.group
+        params, head, sequence = bounds.params, bounds.tile.head, bounds.number_of_sequence()
+        self.place[0], self.place[1] = sequence, head // params.group
         self.read_ahead(Int32(0))
         self.v_scale[0] = limited(self.ahead[1])
         for r in cutlass.range_constexpr(2):
             of_head = ((row + 8 * r) & ((1 << params.pack_gqa) - 1)) + (head << params.pack_gqa)
             position = cutlass.min((row + 8 * r) >> params.pack_gqa, bounds.sequence.seqlen_q - 1)
-            self.scale_log2[r] = self.scaling.scale_log2 * self.scaling.q.at(bounds.tile.batch, of_head // self.scaling.q_group, position)
+            self.scale_log2[r] = self.scaling.scale_log2 * self.scaling.q.at(sequence, of_head // self.scaling.q_group, position)
             if const_expr(not self.kernel.block_scales):
                 self.scale_log2[r] = limited(self.scale_log2[r] * self.ahead[0])
 
@@ -210,9 +211,10 @@ class ValueTransposedOnChip(ValuePath):
 
     helpers: int = WARPS - 1
 
-    def __init__(self, kernel: KernelFp8) -> None:
+    def __init__(self, kernel: KernelFp8, scheduler: type[TileScheduler], bounds: type[Bounds]) -> None:
         super().__init__(kernel)
         self.stages: int = kernel.raw_stages
+        self.scheduler, self.bounds = scheduler, bounds
 
     def allocate(self, smem: cutlass.memory.SmemAllocator, layout: cute.ComposedLayout) -> tuple[cute.Tensor, cute.Tensor | None]:
         """The stages that the tensor core reads, (head_dim, keys, stages), and those that TMA fills."""
@@ -227,12 +229,12 @@ class ValueTransposedOnChip(ValuePath):
     @cute.jit
     def help(self, params: Params, storage: SharedStorage, helper: Int32):
         """A warp that transposes V: its share of every block of tile after tile."""
-        raw, v_pipeline, scheduler = storage.raw, storage.v_pipeline, TileScheduler(params)
+        raw, v_pipeline, scheduler = storage.raw, storage.v_pipeline, self.scheduler(params)
         used = Int32(0)  # blocks of V so far, over all tiles
         work_idx = Int32(0)  # tiles so far
         work = scheduler.initial_work()
         while scheduler.is_valid(work):
-            begin, end = Bounds(params, scheduler.work_tile(work)).block_range()
+            begin, end = self.bounds(params, scheduler.work_tile(work)).block_range()
             for _ in cutlass.range(end - begin, unroll=1):
                 raw.pipeline.consumer_wait(used)
                 v_pipeline.producer_acquire(used)
@@ -332,7 +334,7 @@ class ForwardFp8(Forward):
 
     def __init__(self, kernel: KernelFp8) -> None:
         super().__init__(kernel)
-        self.value: ValuePath = (ValueTransposed if kernel.transposed else ValueTransposedOnChip)(kernel)
+        self.value: ValuePath = ValueTransposed(kernel) if kernel.transposed else ValueTransposedOnChip(kernel, self.scheduler, self.bounds)
         self.product: Product = (ProductTwoLevel if kernel.two_level else ProductFp8)(kernel)
         if self.value.helpers:
             self.registers: tuple[int, int] = REGISTERS[self.tiles.consumers]

@@ -125,10 +125,10 @@ def forward_launch(problem: Problem, q_strides: Ints, k_strides: Ints, v_strides
     """The launch for a problem, or None where TMA can't read tensors of these strides."""
     if not all_readable(problem, q_strides, k_strides, v_strides):
         return None
-    return ForwardLaunch(problem, kernel_for(problem), q_strides, k_strides, v_strides, device, (*_of_parts(problem), *SCALE))
+    return ForwardLaunch(problem, kernel_for(problem), q_strides, k_strides, v_strides, device, (*of_parts(problem), *SCALE))
 
 
-def _of_parts(problem: Problem) -> tuple[str, ...]:
+def of_parts(problem: Problem) -> tuple[str, ...]:
     """Names of a kernel's arguments that say which blocks a tile walks, or which tiles there are."""
     return tuple(LISTS) if problem.block_mask is not None else tuple(TABLE) if problem.sequences is not None else ()
 
@@ -310,7 +310,7 @@ class BackwardLaunch:
         elif uneven:
             swizzle = _swizzle_of(group * p.seqlen_q * (BYTES[p.dtype] * (p.head_dim + p.head_dim_v) + 4 * p.head_dim))
         params = _params(p, blocks, batch_heads, swizzle, heads=p.heads_kv, group=group, pack_gqa=0)
-        given = ("q", "k", "v", "dout", "dk", "dv", "lse", "delta", "dq", "dq_semaphore", "counter", *_of_parts(p), *SCALE, "scale")
+        given = ("q", "k", "v", "dout", "dk", "dv", "lse", "delta", "dq", "dq_semaphore", "counter", *of_parts(p), *SCALE, "scale")
         self._launch = function_for(kernel).bind(device, min(_multiprocessors(device), blocks * batch_heads), params, given)
         self._delta = delta_launch(p, kernel, out_strides, dout_strides, dlse)
         self._round = round_launch(p, kernel, dq_strides)

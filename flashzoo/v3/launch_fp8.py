@@ -13,7 +13,7 @@ from flashzoo._cute.tma import Ints, made_readable, readable
 from flashzoo.call.operands import Descales, Operands
 from flashzoo.call.problem import Problem
 from flashzoo.v3.config import kernel_fp8_for, prepares
-from flashzoo.v3.launch import LOG2E, ForwardLaunch
+from flashzoo.v3.launch import LOG2E, ForwardLaunch, of_parts, table
 from flashzoo.v3.programs import DESCALE
 
 SCALING = ("scale_log2", *(f"{tensor}_{name}" for tensor in ("q", "k", "v") for name in DESCALE), "q_group")
@@ -39,8 +39,9 @@ def forward_fp8(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Ope
 
         v = transpose_v(v)
     run = forward_launch(problem, q.stride(), k.stride(), v.stride(), _of_blocks(descales), transposed, q.get_device())
-    given = or_one(descales, q.get_device())
-    return run(q, k, v, *scaling_of(problem, given))
+    given, tiles = or_one(descales, q.get_device()), table(problem, operands, run.block_q)
+    more = () if tiles is None else (tiles.data_ptr(),)
+    return run(q, k, v, *more, *scaling_of(problem, given))
 
 
 def forward_16(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -72,13 +73,14 @@ def forward_launch(
     problem: Problem, q_strides: Ints, k_strides: Ints, v_strides: Ints, block_scales: bool, transposed: bool, device: int
 ) -> ForwardLaunch:
     """The launch for a problem."""
-    return ForwardLaunch(problem, kernel_fp8_for(problem, block_scales, transposed), q_strides, k_strides, v_strides, device, SCALING)
+    kernel, more = kernel_fp8_for(problem, block_scales, transposed), (*of_parts(problem), *SCALING)
+    return ForwardLaunch(problem, kernel, q_strides, k_strides, v_strides, device, more)
 
 
 def or_one(descales: Descales, device: int) -> tuple[Tensor, ...]:
-    """The descales, and `one` for each that is None."""
+    """The descales, and `one` for each that is None, or has no number as there are no sequences."""
     none = one(device, current_stream(device))
-    return tuple(none if descale is None else descale for descale in descales)
+    return tuple(none if descale is None or not descale.numel() else descale for descale in descales)
 
 
 def scaling_of(problem: Problem, descales: tuple[Tensor, ...]) -> tuple[float, ...]:
@@ -95,7 +97,7 @@ def scaling_of(problem: Problem, descales: tuple[Tensor, ...]) -> tuple[float, .
 
 
 def _described(descale: Tensor) -> tuple[int, int, int, int]:
-    """Address and strides of scales: (batch, heads, blocks), (batch, heads), or one for all."""
+    """Address and strides of scales: (batch, heads, blocks), (batch, heads), (sequences, heads), or one for all."""
     batch, head, block = (*descale.stride(), 0)[:3] if descale.ndim > 1 else (0, 0, 0)
     return descale.data_ptr(), batch, head, block
 

@@ -1,4 +1,4 @@
-"""Packed sequences: both passes of `forward.py` and `backward.py` with tiles of many sequences, behind one another in one tensor.
+"""Packed sequences: both passes of `forward.py` and `backward.py`, and `fp8.py`, with tiles of many sequences that lie in one tensor.
 
 1. Which block of which sequence a tile is says a table in memory, the longest first; every head of an entry is a tile. A kernel before
    this one makes it: `flashzoo/_triton/packed_kernels.py`. Entries that are no block come last, and nothing works on them.
@@ -28,7 +28,12 @@ from flashzoo._cute.hopper.tile_scheduler import TileScheduler, WorkTile
 from flashzoo.v3.backward import Backward
 from flashzoo.v3.backward_by_gradient import BackwardByGradient
 from flashzoo.v3.forward import Forward
-from flashzoo.v3.traits import ENTRY, KernelBackwardPacked, KernelPacked
+from flashzoo.v3.fp8 import ForwardFp8
+from flashzoo.v3.traits import ENTRY, KernelBackwardPacked, KernelFp8Packed, KernelPacked
+
+REGISTERS_FP8 = {64: (40, 152)}
+"""Where an FP8 kernel's consumers can spare registers for the producer's warpgroup, whose threads have an entry of the table in theirs:
+those of each, by width, in place of `fp8.REGISTERS`."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ class ParamsPacked(Params):
         tiles: the table.
     """
 
-    kernel: Constexpr[KernelPacked | KernelBackwardPacked]
+    kernel: Constexpr[KernelPacked | KernelFp8Packed | KernelBackwardPacked]
     tiles: cute.Pointer
 
 
@@ -162,6 +167,12 @@ class _OfEntry:
 class BoundsPacked(_OfEntry, Bounds):
     """A tile's blocks of keys, of its own sequence."""
 
+    @cute.jit
+    def number_of_sequence(self) -> Int32:
+        """The same; where there are no keys the first, as rows around all sequences have neither keys nor anything else."""
+        entry = self.tile.entry
+        return entry.number - 1 if entry.rows_k > 0 else Int32(0)
+
     def place_of_row(self, head: Int32, position: Int32) -> Int64:
         """Of a query of a head of the tile's, or of the heads packed into it, in the memory of LSE."""
         p, entry = self.params, self.tile.entry
@@ -199,6 +210,17 @@ class ForwardPacked(Forward):
     scheduler = TileSchedulerPacked
     bounds = BoundsPacked
     scheduler_warp = True
+
+
+class ForwardFp8Packed(ForwardFp8):
+    """The program of a `KernelFp8Packed`. No warp is left to look up tiles: those beside the producer transpose V."""
+
+    scheduler = TileSchedulerPacked
+    bounds = BoundsPacked
+
+    def __init__(self, kernel: KernelFp8Packed) -> None:
+        super().__init__(kernel)
+        self.registers = REGISTERS_FP8.get(kernel.width, self.registers)
 
 
 class BackwardPacked(Backward):

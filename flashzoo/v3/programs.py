@@ -13,7 +13,16 @@ from flashzoo._cute.arguments import FLOAT, INT, Arguments, Parameter, Pointer, 
 from flashzoo._cute.cache import cached
 from flashzoo._cute.compile import compile_for
 from flashzoo._cute.driver import Function
-from flashzoo.v3.traits import Kernel, KernelBackward, KernelBackwardPacked, KernelBackwardSparse, KernelFp8, KernelPacked, KernelSparse
+from flashzoo.v3.traits import (
+    Kernel,
+    KernelBackward,
+    KernelBackwardPacked,
+    KernelBackwardSparse,
+    KernelFp8,
+    KernelFp8Packed,
+    KernelPacked,
+    KernelSparse,
+)
 
 ARCH = "sm_90a"
 
@@ -44,7 +53,7 @@ DESCALE: dict[str, Parameter] = {"values": Pointer("fp32"), **dict.fromkeys(("ba
 def _params(kernel: Kernel | KernelBackward) -> Record:
     if isinstance(kernel, (KernelSparse, KernelBackwardSparse)):
         return Record("flashzoo.v3.sparse:ParamsSparse", {**PARAMS, **LISTS}, (kernel,))
-    if isinstance(kernel, (KernelPacked, KernelBackwardPacked)):
+    if isinstance(kernel, (KernelPacked, KernelFp8Packed, KernelBackwardPacked)):
         return Record("flashzoo.v3.packed:ParamsPacked", {**PARAMS, **TABLE}, (kernel,))
     return Record("flashzoo._cute.hopper.params:Params", PARAMS, (kernel,))
 
@@ -109,6 +118,7 @@ PROGRAMS: dict[type[Kernel | KernelBackward], Program] = {
         lambda kernel: _forward(kernel, scale_log2=FLOAT),
     ),
     KernelFp8: Program("flashzoo.v3.fp8:ForwardFp8", _forward_fp8),
+    KernelFp8Packed: Program("flashzoo.v3.packed:ForwardFp8Packed", _forward_fp8),
     KernelBackward: Program(
         "flashzoo.v3.backward:Backward",
         _backward,

@@ -191,6 +191,22 @@ class KernelFp8(Kernel):
 
 
 @dataclass(frozen=True)
+class KernelFp8Packed(KernelFp8):
+    """An FP8 forward kernel of packed sequences, each with a scale for each head."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_scales or self.transposed:
+            got = f"block_scales={self.block_scales}, transposed={self.transposed}"
+            raise ValueError(f"an FP8 kernel of packed sequences has scales by head and transposes V on chip, got {got}")
+
+    @property
+    def words_of_work(self) -> int:
+        """32-bit words that tell of the next tile, as in `KernelPacked`."""
+        return ENTRY + 1
+
+
+@dataclass(frozen=True)
 class TilesBackward:
     """Tile sizes and stages of the backward kernel, which divides its work in one of two ways.
 

@@ -45,6 +45,10 @@ class Bounds:
         """The tile's."""
         return self.params.sequence(self.tile.batch)
 
+    def number_of_sequence(self) -> Int32:
+        """The tile's sequence, as an index of what each has one of."""
+        return self.tile.batch
+
     def place_of_row(self, head: Int32, position: Int32) -> Int64:
         """Of a query of a head of the tile's, or of the heads packed into it, in the memory of LSE."""
         p, sequence = self.params, self.sequence
