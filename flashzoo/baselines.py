@@ -9,7 +9,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from flashzoo.call.operands import Operands
 from flashzoo.call.problem import Problem
-from flashzoo.reference import only_used, shown, visible
+from flashzoo.reference import from_pages, only_used, shown, visible
 from flashzoo.spec import Spec
 from flashzoo.transforms import functorch_active
 
@@ -22,6 +22,7 @@ SMALLEST_SCALE = 2.0**-100
 
 _DENSE_MASK = "makes a dense (batch, heads, seqlen_q, seqlen_k) mask of the block mask, and skips nothing"
 _DENSE_CACHE = "makes a dense (batch, seqlen_q, seqlen_k) mask of what is used, copies k and v without what is not, and skips nothing"
+_FROM_PAGES = "copies k and v from their pages"
 _DENSE_LENGTHS = "makes a dense (total_q, total_k) mask that keeps sequences apart, and skips nothing"
 
 
@@ -32,6 +33,7 @@ def _sdpa_notes(problem: Problem) -> list[str]:
         and not problem.features & {"block_mask", "packed", "cache"},
         _DENSE_LENGTHS: "packed" in problem.features,
         _DENSE_CACHE: "cache" in problem.features,
+        _FROM_PAGES: "paged" in problem.features,
         _DENSE_MASK: problem.block_mask is not None,
         "copies inputs whose rows do not start at multiples of 16 bytes": problem.device == "cuda",
         other_kernel: "head_dim_v" in problem.features,
@@ -60,6 +62,7 @@ def _standard_notes(problem: Problem) -> list[str]:
         _DENSE_MASK: problem.block_mask is not None,
         _DENSE_LENGTHS: "packed" in problem.features,
         _DENSE_CACHE: "cache" in problem.features,
+        _FROM_PAGES: "paged" in problem.features,
     }
     return [note for note, holds in notes.items() if holds]
 
@@ -78,7 +81,7 @@ STANDARD = Spec(
     quantizes=("fp16", "bf16"),
     arch=(70, None),
     head_dims=_EVERY_HEAD_DIM,
-    features=_STANDARD_FEATURES | {"out_dtype"},
+    features=_STANDARD_FEATURES | {"out_dtype", "paged"},
     backward=_STANDARD_FEATURES,
     transforms=frozenset({"jvp", "vmap", "functionalize"}),
     auto=("cuda", "cpu"),
@@ -97,7 +100,7 @@ SDPA = Spec(
     cpu_dtypes=("fp16", "bf16", "fp32", "fp64"),
     arch=(50, None),
     head_dims=_EVERY_HEAD_DIM,
-    features=_SDPA_FEATURES,
+    features=_SDPA_FEATURES | {"paged"},
     backward=_SDPA_FEATURES,
     transforms=frozenset({"vmap", "grad", "functionalize"}),
     auto=("cuda", "cpu"),
@@ -161,6 +164,7 @@ def _bias(seen: Tensor, q: Tensor) -> Tensor:
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, None]:
     """torch's attention under `Spec.impl`'s contract; torch aligns causal top-left, so other shapes get a mask."""
+    k, v, operands = from_pages(k, v, operands)
     masked, scale = _needs_mask(problem), problem.scale
     seen = visible(problem, q.device, shown(problem, operands)) if masked else None
     k, v = only_used(k, v, operands)

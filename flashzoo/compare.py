@@ -25,17 +25,17 @@ from torch import Tensor
 from flashzoo.accuracy import Judge
 from flashzoo.call.api import Options, attention, explain, takes_options
 from flashzoo.call.check import check_data, options_of
-from flashzoo.call.operands import NO_DESCALES, taken
+from flashzoo.call.operands import NO_DESCALES, Operands, taken
 from flashzoo.call.packed import batch_of_one
 from flashzoo.call.problem import Problem
 from flashzoo.comparison import PASSES, Comparison, Row
 from flashzoo.gpu import SHARED_LIMIT, peak_tflops
-from flashzoo.reference import Result, descales_of_rows, shown
+from flashzoo.reference import Result, descales_of_rows, from_pages, only_used, shown
 from flashzoo.registry import current, implementation
 from flashzoo.registry import versions as registered
 from flashzoo.spec import INTERPRETER_BLOCK, Spec, duration, interpreter_seconds
 from flashzoo.timing import MIN_SHARED, Clock, Operation, Timing, with_peak
-from flashzoo.workloads import Workload, block_mask, descales, flops, hardware, hbm_bytes, inputs, kinds_of_descales, lengths
+from flashzoo.workloads import Workload, block_mask, descales, flops, hardware, hbm_bytes, in_pages, inputs, kinds_of_descales, lengths
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -100,9 +100,16 @@ def compare(
     with torch.set_grad_enabled(backward), _bar(progress) as bar:
         problem = explain(*_leaves((q, k, v), backward), **given).problem
         check_data(q.device)
-        _check_finite(q=q, k=k, v=v, **{name: given.get(name) for name in DESCALES})
+        k_used, v_used = _used(k, v, taken(dict(given))[0])
+        _check_finite(q=q, k=k_used, v=v_used, **{name: given.get(name) for name in DESCALES})
         _foresee(bar, problem, specs, budget_s)
         return _compared(bar, (q, k, v), problem, given, specs, seed)
+
+
+def _used(k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor]:
+    """k and v as a batch, with zeros for what is not used."""
+    k, v, operands = from_pages(k, v, operands)
+    return only_used(k, v, operands)
 
 
 def _compared(
@@ -122,8 +129,9 @@ def _compared(
     try:
         bar.step("oracle")
         operands, _ = taken(dict(options))
-        scales = descales_of_rows(q, k, v, operands) if problem.dtype == "e4m3" else NO_DESCALES
-        judge = Judge(q, k, v, replace(problem, lse=True), dout, descales=scales, mask=shown(problem, operands))
+        judged = q, *_used(k, v, operands)
+        scales = descales_of_rows(*judged, operands) if problem.dtype == "e4m3" else NO_DESCALES
+        judge = Judge(*judged, replace(problem, lse=True), dout, descales=scales, mask=shown(problem, operands))
         bench = _Bench((q.detach(), k.detach(), v.detach()), dout, problem, options, judge)
         for spec in specs:
             bar.step(spec.name)
@@ -165,6 +173,8 @@ def compare_workload(
         q, k, v, _ = inputs(source, seed, device)
         options = options_of(problem) | {"block_mask": block_mask(problem, seed, device)}
         options |= lengths(problem, seed, device)
+        if problem.page_size is not None:
+            k, v, options["page_table"] = in_pages(problem, k, v, seed)
         finest = kinds_of_descales(problem)[-1] if problem.dtype == "e4m3" else None
         options |= zip(DESCALES, descales(problem, finest, seed, device), strict=True)
         problem = explain(*_leaves((q, k, v), backward), **options).problem
@@ -217,7 +227,7 @@ def _part_s(problem: Problem, specs: list[Spec], scores: int) -> tuple[float, fl
     room = max(1, scores // (group * seqlen_q * seqlen_k))
     heads_kv = min(problem.heads_kv, room)
     sizes = {"batch": max(1, min(problem.batch, room // heads_kv)), "heads": group * heads_kv, "heads_kv": heads_kv}
-    dense = {"block_mask": None, "sequences": None, "used_k": False, "max_seqlen_q": None, "max_seqlen_k": None}
+    dense = {"block_mask": None, "sequences": None, "used_k": False, "page_size": None, "max_seqlen_q": None, "max_seqlen_k": None}
     part = replace(problem, **sizes, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **dense)  # pyright: ignore[reportArgumentType]
     q, k, v, dout = inputs(part, device="cpu")
     start = time.perf_counter()

@@ -106,6 +106,15 @@ def shown(problem: Problem, operands: Operands) -> Tensor | None:
     return None if used is None else visible_of_caches(used, problem.span, problem.seqlen_q, problem.seqlen_k)
 
 
+def from_pages(k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor, Operands]:
+    """k and v `(batch, seqlen_k, heads_kv, head_dim)`, copied from their pages, and the other operands; all as it is without pages."""
+    table = operands.page_table
+    if table is None:
+        return k, v, operands
+    pages = table.long().clamp(0, k.shape[0] - 1)
+    return k[pages].flatten(1, 2), v[pages].flatten(1, 2), replace(operands, page_table=None)
+
+
 def only_used(k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor]:
     """k and v with zeros for what is not used of a cache: 0 times what lies there is not 0 where it is no number."""
     if operands.seqused_k is None or operands.cu_seqlens_q is not None:
@@ -453,6 +462,7 @@ def standard(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operan
     A block mask may be a dense one, as in `visible`, too.
     """
     run = _in_fp8 if problem.dtype == "e4m3" else _differentiable
+    k, v, operands = from_pages(k, v, operands)
     return run(q, k, v, problem, operands)
 
 

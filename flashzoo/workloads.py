@@ -172,6 +172,9 @@ _ALL = (
     _workload("cache_one_query", "hard", 1, 300, 128, batch=4, heads=8, heads_kv=1, used_k=True),
     _workload("cache_full", "hard", 70, 203, used_k=True, causal=True),
     _workload("cache_scores_x30", "hard", 64, 192, values="x30", batch=2, used_k=True, causal=True),
+    _workload("pages", "smoke", 5, 192, batch=2, heads=4, heads_kv=2, used_k=True, page_size=16, causal=True),
+    _workload("pages_all_used", "hard", 3, 200, 40, batch=2, page_size=100, window=(90, None)),
+    _workload("pages_of_one_row", "hard", 70, 130, batch=2, used_k=True, page_size=1),
     _workload("cache_8192", "large", 16, 8192, 128, batch=4, heads=8, heads_kv=2, used_k=True, causal=True),
     _workload("packed_4096_causal", "large", 4096, 4096, 128, heads=8, heads_kv=2, sequences=9, causal=True),
     _workload("packed_1500_sequences", "large", 8191, 8191, 64, heads=4, sequences=1500, causal=True),
@@ -404,6 +407,20 @@ def lengths(problem: Problem, seed: int = 0, device: torch.device | str = "cpu")
     used = [random.randint(0, problem.seqlen_k) for _ in range(batch)]
     used[: min(2, batch - 1)] = [problem.seqlen_k, 0][: min(2, batch - 1)]
     return {"seqused_k": torch.tensor(used, dtype=torch.int32, device=device)}
+
+
+def in_pages(problem: Problem, k: Tensor, v: Tensor, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """k and v in pages that lie in any order among others, which hold no numbers; and the page table."""
+    assert problem.page_size is not None
+    size, pages = problem.page_size, problem.seqlen_k // problem.page_size
+    order = torch.randperm(problem.batch * pages + 3, generator=torch.Generator().manual_seed(seed)).to(k.device)
+    table = order[: problem.batch * pages].view(problem.batch, pages)
+    found = []
+    for x in (k, v):
+        pool = x.new_empty((len(order), size, *x.shape[2:])).view(torch.uint8).fill_(0xFF).view(x.dtype)  # NaN in every dtype
+        pool[table.flatten()] = x.reshape(-1, size, *x.shape[2:])
+        found.append(pool)
+    return *found, table.int()  # pyright: ignore[reportReturnType] - two of them
 
 
 def ranges(problem: Problem, seed: int = 0, device: torch.device | str = "cpu") -> Ranges:

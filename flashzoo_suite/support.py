@@ -24,7 +24,7 @@ from flashzoo.call.operands import NO_DESCALES, Descales, Operands
 from flashzoo.call.problem import FEATURES
 from flashzoo.lengths import Ranges, visible_of_caches
 from flashzoo.reference import Result, descales_of_rows
-from flashzoo.workloads import block_mask, hardware, inputs, lengths, ranges
+from flashzoo.workloads import block_mask, hardware, in_pages, inputs, lengths, ranges
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -163,6 +163,9 @@ def forward(
 ) -> Result:
     """One forward pass, by `flashzoo.attention` or what stands for it; lse is None where the problem does not ask for it."""
     arguments = as_arguments(problem, descales) | {"version": version}
+    if problem.page_size is not None:
+        k, v, arguments["page_table"] = in_pages(problem, *tensors[1:])
+        tensors = tensors[0], k, v
     if problem.lse:
         return Result(*attention(*tensors, return_lse=True, **arguments))
     return Result(attention(*tensors, **arguments))

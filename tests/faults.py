@@ -301,6 +301,14 @@ _DECODE = (
         "test_forward[decode-cache_causal_gqa",
     ),
     fault(
+        "decode/pages_are_not_cut_off",
+        "a number of no page reads what lies behind the pages: another user's memory; seen in FA #2709",
+        DECODE,
+        "return tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64)",
+        "return tl.maximum(page, 0).to(tl.int64)",
+        "test_numbers_of_no_page_are_cut_off[decode-of_16_causal_gqa",
+    ),
+    fault(
         "v2/gradients_of_what_is_not_used",
         "keys that are not used get gradients where all queries of a block see all that are",
         V2,

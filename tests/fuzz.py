@@ -39,7 +39,7 @@ from torch import Tensor
 import flashzoo
 from flashzoo import Spec, UnsupportedError
 from flashzoo.call.problem import FEATURES, QUANTIZABLE
-from flashzoo.workloads import TORCH_DTYPES, VALUES
+from flashzoo.workloads import TORCH_DTYPES, VALUES, in_pages
 
 FOUND = Path(__file__).parent / "fuzz_found.txt"
 CALLS = {"cuda": 100, "cpu": 8}
@@ -159,6 +159,7 @@ def configuration(random: Random, versions: list[str], device: str) -> Configura
         out_dtype=random.choice((None, "bf16", "fp16")) if in_e4m3 else "fp32" if unrounded else None,
         lengths=() if (packed := not mask and entry == "attention" and asks("packed", 0.3)) else None,
         used=() if not mask and entry == "attention" and asks("used_k" if packed else "cache", 0.4 if packed else 0.3) else None,
+        page_size=random.choice((1, 7, 16, 64)) if not mask and not packed and entry == "attention" and asks("paged", 0.3) else None,
         scored=tuple(f"{name}:{random.choice(values)}" for name, (values, _) in SCORES.items() if asks(name, 0.3)),
         mask=mask,
     )
@@ -242,6 +243,10 @@ def _call(random: Random, drawn: Configuration, device: str) -> Call:
             rows["used"] = tuple(random.choice((0, n, random.randint(0, n))) for n in keys)
     elif plain.used is not None:
         rows["used"] = tuple(random.choice((0, lengths[1], random.randint(0, lengths[1]))) for _ in range(batch))
+    if plain.page_size is not None:
+        lengths[1] = -(-lengths[1] // plain.page_size) * plain.page_size
+        if rows.get("used") is not None:
+            rows["used"] = tuple(random.choice((0, lengths[1], random.randint(0, lengths[1]))) for _ in range(batch))
     sizes = (batch, *lengths, heads_kv * group, heads_kv)
     names = ("batch", "seqlen_q", "seqlen_k", "heads", "heads_kv")
     more: dict[str, Any] = dict(zip(names, sizes, strict=True))
@@ -355,6 +360,9 @@ def answer(call: Call, given: Operands, mask: Any) -> dict[str, Tensor]:
             descales = (q_scale, k_scale, v_scale)
         options |= dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True)) | call.on_scores
         options |= cu_seqlens(call, given.q.device)
+        if call.page_size is not None:
+            k, v, options["page_table"] = in_pages(call.problem(given.q.device), *inputs[1:], seed=call.seed)
+            inputs = [inputs[0], k, v]
         out, lse = flashzoo.attention(*inputs, return_lse=True, **options) if call.lse else (flashzoo.attention(*inputs, **options), None)
         if lse is not None and shift is not None:
             lse = lse + call.softmax_scale * shift

@@ -45,6 +45,7 @@ class Call:
         lengths, lengths_k, used: of packed sequences their queries and keys, and how many of these are used; all in a batch of one, behind
             one another from its first row on. None where sequences are not packed; no lengths_k where they are the queries', no `used`
             where all keys are. `used` alone is how much of each of a batch's caches is.
+        page_size: rows of a page, where keys and values lie in pages.
         scored: options that `fuzz_oracle.SCORES` knows, and their values: "decay:0.25".
         mask: kind, block sizes, and whether it has blocks of its own for each batch (b) and head (h): "dense:128x64:bh"; "" for none.
     """
@@ -74,6 +75,7 @@ class Call:
     lengths: tuple[int, ...] | None = None
     lengths_k: tuple[int, ...] | None = None
     used: tuple[int, ...] | None = None
+    page_size: int | None = None
     scored: tuple[str, ...] = ()
     mask: str = ""
     seed: int = 0
@@ -136,6 +138,7 @@ class Call:
             block_mask=form,
             sequences=None if self.lengths is None else len(self.lengths),
             used_k=self.used is not None,
+            page_size=self.page_size,
             **self.on_scores,
             **hardware(device),
         )
@@ -169,6 +172,7 @@ _READERS = {
     "window": lambda text: tuple(None if side == "None" else int(side) for side in _words(text)),
     "scale": float,
     "seed": int,
+    "page_size": int,
     **dict.fromkeys(("lengths", "lengths_k", "used"), lambda text: tuple(int(word) for word in _words(text) if word)),
     "layouts": _words,
     "scored": _words,

@@ -261,3 +261,63 @@ def test_changing_lengths_do_not_recompile():
         expected = flashzoo.attention(q, q, q, cu_seqlens_q=lengths(*numbers), causal=True, version="standard")
         torch.testing.assert_close(call(q, lengths(*numbers)), expected)
     assert len(graphs) <= 2
+
+
+POOL = [torch.randn(9, 16, 2, 16, device=DEVICE) for _ in range(2)]
+TABLE = lengths(0, 3, 8, 1).view(2, 2)
+PAGES = {
+    "of another batch": ({"page_table": TABLE[:1]}, ValueError, r"page_table must have a row for each of q's batch 2, got shape \(1, 2\)"),
+    "in one dimension": ({"page_table": TABLE[0]}, ValueError, r"page_table must have shape \(batch, pages of a sequence\), .*\(2,\)"),
+    "in 64 bits": ({"page_table": TABLE.long()}, TypeError, r"page_table must be of dtype torch.int32, got torch.int64"),
+    "with gaps": ({"page_table": TABLE.T}, ValueError, r"page_table must have shape .*, its rows without gaps, got .* with gaps"),
+    "no tensor": ({"page_table": [[0, 1], [2, 3]]}, TypeError, r"page_table must be a torch.Tensor or None, got list"),
+    "of values elsewhere": (
+        {"page_table": TABLE, "v": POOL[1][:8]},
+        ValueError,
+        r"v must have k's pages and page_size \(9, 16\), got \(8, 16\)",
+    ),
+    "of no pages": ({"page_table": TABLE, "k": POOL[0][0]}, ValueError, r"k must be pages \(pages, page_size, heads_kv, head_dim\)"),
+    "packed": ({"page_table": TABLE[:1], "cu_seqlens_q": RIGHT}, ValueError, r"cu_seqlens_q does not go with page_table"),
+    "used of others": (
+        {"page_table": TABLE, "seqused_k": lengths(3)},
+        ValueError,
+        r"seqused_k must have shape \(batch,\) \(2,\), got \(1,\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PAGES)
+def test_malformed_pages_are_refused_by_name(case):
+    given, error, text = PAGES[case]
+    q = ROWS[0].view(2, 15, 2, 16)[:, :3]
+    if case == "packed":
+        q = ROWS[0][None]
+    with pytest.raises(error, match=text):
+        flashzoo.attention(**{"q": q, "k": POOL[0], "v": POOL[1], **given})
+
+
+def test_pages_have_no_gradients_and_say_so():
+    q = ROWS[0].view(2, 15, 2, 16).requires_grad_()
+    with pytest.raises(flashzoo.UnsupportedError, match="backward pass does not support page_table"):
+        flashzoo.attention(q, *POOL, page_table=TABLE)
+
+
+def test_validate_looks_at_pages_that_are_used():
+    q = ROWS[0].view(2, 15, 2, 16)[:, :3]
+    wild = lengths(0, 9, 8, -1).view(2, 2)
+    flashzoo.validate(q, *POOL, page_table=wild, seqused_k=lengths(16, 16))
+    with pytest.raises(ValueError, match="page_table must have numbers from 0 to 8 of 9 pages, got 9"):
+        flashzoo.validate(q, *POOL, page_table=wild, seqused_k=lengths(17, 16))
+    with pytest.raises(ValueError, match=r"page_table must have numbers .*, got (9|-1)"):
+        flashzoo.validate(q, *POOL, page_table=wild)
+
+
+def test_compare_takes_caches_and_pages_that_hold_no_numbers_where_nothing_is_used():
+    q, k, v = (x.half() for x in BATCH)
+    k[:, 9:], v[:, 9:] = torch.nan, torch.nan
+    cached = flashzoo.compare(q, k, v, seqused_k=lengths(9, 4), causal=True, versions=["standard", "sdpa"])
+    drawn = compare_workload(workload("pages"), versions=["standard", "sdpa", "v1"])
+    assert [row.status for row in cached.rows] == ["ok", "ok"]
+    assert {row.version: row.status for row in drawn.rows} == {"standard": "ok", "sdpa": "ok", "v1": "can't"}
+    assert "does not support page_table" in next(row.reasons for row in drawn.rows if row.version == "v1")
+    assert "pages of 16" in str(drawn)

@@ -116,7 +116,8 @@ class TestSpec:
         asked = dataclasses.replace(HOPPER, causal=True, window=(1, 1), lse=True, deterministic=True, **sizes)
         packed, masked = dataclasses.replace(asked, batch=1, sequences=2, used_k=True), dataclasses.replace(asked, block_mask=MaskForm())
         cached = dataclasses.replace(asked, used_k=True)
-        assert packed.features | masked.features | cached.features == FEATURES.keys()
+        paged = dataclasses.replace(cached, page_size=1)
+        assert packed.features | masked.features | paged.features == FEATURES.keys()
         assert HOPPER.features == frozenset()
 
     @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ class Options(TypedDict, total=False):
     cu_seqlens_q: Tensor | None
     cu_seqlens_k: Tensor | None
     seqused_k: Tensor | None
+    page_table: Tensor | None
     max_seqlen_q: int | None
     max_seqlen_k: int | None
 
@@ -112,6 +113,9 @@ def attention(
         seqused_k: int32 `(sequences,)`, or without cu_seqlens_q `(batch,)`: of each sequence's keys only so many, from its first on, are
             used, as of a cache that is not full yet. They are seqlen_k for all that is said here, so that the last query sees the last of
             them; what lies behind them is not read, and gets gradients of 0.
+        page_table: int32 `(batch, pages of a sequence)`: k and v are pages `(pages, page_size, heads_kv, head_dim)` in any order, and
+            row i has the numbers of those that are sequence i's, whose keys they hold one behind another; `seqused_k` says how many.
+            Numbers are not read by the host: those of no page are cut off, and those behind what is used are not looked at.
         max_seqlen_q, max_seqlen_k: no sequence is longer. Nothing depends on them but `explain`.
 
     Returns:

@@ -59,6 +59,24 @@ def check_data(*devices: torch.device) -> None:
         raise ValueError("q, k and v must have data, got device meta: flashzoo.explain answers about such tensors")
 
 
+def read_by_pages(
+    tensors: tuple[Described, Described, Described], table: tuple[int, ...]
+) -> tuple[tuple[Described, Described, Described], int]:
+    """q, k and v as a page table of that shape has them read, k and v as if they were a batch, and the page size. ValueError where k and
+    v are no pages."""
+    q, k, v = tensors
+    if len(q[0]) == 4 and table[0] != q[0][0]:
+        raise ValueError(f"page_table must have a row for each of q's batch {q[0][0]}, got shape {tuple(table)}")
+    for name, (shape, *_) in (("k", k), ("v", v)):
+        if len(shape) != 4:
+            raise ValueError(f"{name} must be pages (pages, page_size, heads_kv, head_dim), as page_table is given, got {tuple(shape)}")
+    if k[0][:2] != v[0][:2]:
+        raise ValueError(f"v must have k's pages and page_size {tuple(k[0][:2])}, got {tuple(v[0][:2])}")
+    page_size = k[0][1]
+    k, v = (((table[0], table[1] * page_size, *shape[2:]), *rest) for shape, *rest in (k, v))
+    return (q, k, v), page_size  # pyright: ignore[reportReturnType] - the rest is as it was
+
+
 def check_shapes(tensors: tuple[Described, Described, Described]) -> None:
     """TypeError or ValueError where q, k and v are no inputs of attention, or do not go together."""
     (q_shape, _, q_dtype, q_device, _), (k_shape, _, k_dtype, k_device, _), (v_shape, _, v_dtype, v_device, _) = tensors

@@ -28,6 +28,7 @@ class Operands:
         block_mask: the call's causal and window are in it.
         cu_seqlens_q, cu_seqlens_k: of packed sequences, int32 without gaps, see `ranges`.
         seqused_k: how many keys of each sequence are used, packed or not; int32 without gaps.
+        page_table: int32 `(batch, pages of a sequence)`, rows without gaps: k and v are pages `(pages, page_size, heads_kv, head_dim)`.
     """
 
     q_descale: Tensor | None = None
@@ -37,6 +38,7 @@ class Operands:
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     seqused_k: Tensor | None = None
+    page_table: Tensor | None = None
 
     @property
     def ranges(self) -> Ranges | None:
@@ -223,15 +225,34 @@ class _Lengths(_OfTensor):
         return {"cu_seqlens_q": {"sequences": form[0][0] - 1}, "seqused_k": {"used_k": True}}.get(name, {})
 
 
+class _Pages(_OfTensor):
+    dtype = torch.int32
+
+    def more(self, x: Tensor) -> bool:
+        """Whether its rows have no gaps."""
+        return x.ndim != 2 or x.stride(1) == 1 or x.shape[1] < 2
+
+    def check(self, name: str, form: Any, device: torch.device) -> None:
+        super().check(name, form, device)
+        shape, _, _, whole = form
+        if len(shape) != 2 or not whole:
+            got = f"shape {tuple(shape)}{'' if whole else ' with gaps'}"
+            raise ValueError(f"{name} must have shape (batch, pages of a sequence), its rows without gaps, got {got}")
+
+    def check_sizes(self, name: str, form: Any, problem: Problem) -> None:
+        """Nothing: `check.read_by_pages` has."""
+
+
 OPERANDS: dict[str, Operand] = {
     **dict.fromkeys(("q_descale", "k_descale", "v_descale"), _Descale()),
     "block_mask": _Mask(),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), _Lengths()),
+    "page_table": _Pages(),
 }
 """By the argument's name, in the order of the fields of `Operands`."""
 
-K_LENGTHS = list(OPERANDS).index("cu_seqlens_k")
-"""Its place among forms."""
+K_LENGTHS, PAGE_TABLE = (list(OPERANDS).index(name) for name in ("cu_seqlens_k", "page_table"))
+"""Their places among forms."""
 
 NO_OPERANDS = Operands()
 NO_FORMS = NO_OPERANDS.forms

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from flashzoo.autograd import joined, unquantized
-from flashzoo.call.check import DTYPE_NAMES, Described, check_data, check_shapes, fields_of
+from flashzoo.call.check import DTYPE_NAMES, Described, check_data, check_shapes, fields_of, read_by_pages
 from flashzoo.call.forms import check_flags
-from flashzoo.call.operands import K_LENGTHS, Forms, Operands, given
+from flashzoo.call.operands import K_LENGTHS, OPERANDS, PAGE_TABLE, Forms, Operands, given
 from flashzoo.call.problem import OUT_DTYPES, QUANTIZABLE, Problem
 from flashzoo.dtypes import TORCH_DTYPES
 from flashzoo.registry import Choice, Zoo, backward_of, choose, choose_backward, fallback_backward, implementation, in_16_bits, remembered
@@ -86,7 +86,7 @@ def plan(asked: tuple[str, str], zoo: Zoo, return_lse: bool, grad: bool, forms: 
     device = q[3]
     check_data(device)
     choice = choose(problem, *asked, zoo)
-    run = _nothing_to_see if 0 in q[0] or 0 in k[0] else _implementation(choice)
+    run = _nothing_to_see if 0 in q[0] or 0 in k[0] or not problem.seqlen_k else _implementation(choice)
     return Plan(run, *_handed(problem), choice.forward)
 
 
@@ -124,10 +124,15 @@ def problem_of(
     tensors: tuple[Described, Described, Described], return_lse: bool, grad: bool, forms: Forms, arch: int | None, options: dict[str, Any]
 ) -> Problem:
     """The Problem of a call, each argument checked once and by name."""
+    table: Any = forms[PAGE_TABLE]
+    of_pages = {}
+    if table is not None:
+        OPERANDS["page_table"].check("page_table", table, tensors[0][3])
+        tensors, of_pages["page_size"] = read_by_pages(tensors, table[0])
     check_shapes(tensors)
     (q_shape, _, q_dtype, q_device, _), (k_shape, *_), (v_shape, *_) = tensors
     (batch, seqlen_q, heads, head_dim), (_, seqlen_k, heads_kv, _), head_dim_v = q_shape, k_shape, v_shape[3]
-    dtype, asked = DTYPE_NAMES[q_dtype], fields_of(options)
+    dtype, asked = DTYPE_NAMES[q_dtype], fields_of(options) | of_pages
     check_flags(return_lse=return_lse)
     if asked.get("precision") is not None and dtype not in QUANTIZABLE:
         raise TypeError(f"precision={asked['precision']!r} quantises {' or '.join(QUANTIZABLE)} inputs, got q {q_dtype}")

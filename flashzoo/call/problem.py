@@ -124,6 +124,8 @@ class Problem:
         sequences: how many of them share the rows of q, k and v, which lie behind one another; batch is 1 then, seqlen_q and seqlen_k
             are the rows in all, and causal and windows are aligned in each. None where each of the batch has a sequence of its own.
         used_k: of each sequence's keys only some are used, how many is on the device.
+        page_size: keys and values lie in pages of so many rows, which of them are a sequence's is on the device; None where they don't.
+            seqlen_k is as many rows as a sequence may have pages for.
         max_seqlen_q, max_seqlen_k: no sequence has more queries, or keys; None where the caller does not say. Only with sequences.
         out_dtype: of out, one of `OUT_DTYPES`; None stands for the first, as does what inputs of another dtype than e4m3 can't have.
             So `replace(problem, dtype=...)` keeps the old one, where it may, unless it is given out_dtype=None too.
@@ -168,6 +170,7 @@ class Problem:
     block_mask: MaskForm | None = None
     sequences: int | None = None
     used_k: bool = False
+    page_size: int | None = None
     max_seqlen_q: int | None = option(None, "SymInt?", _check_length)
     max_seqlen_k: int | None = option(None, "SymInt?", _check_length)
 
@@ -203,6 +206,8 @@ class Problem:
             raise ValueError(f"precision={self.precision!r} is for dtype {' or '.join(QUANTIZABLE)}, got {self.dtype}")
         if self.block_mask is not None:
             self._check_form(self.block_mask)
+        if self.page_size is not None:
+            self._check_pages()
         if self.sequences is not None:
             self._check_packed()
         else:
@@ -213,6 +218,14 @@ class Problem:
                 raise ValueError(
                     "block_mask does not go with seqused_k: its blocks are of all keys, and what a query sees hangs on how many are used"
                 )
+
+    def _check_pages(self) -> None:
+        _check_int("page_size", self.page_size, 1, " or None")
+        if self.seqlen_k % self.page_size:  # pyright: ignore[reportOperatorIssue]
+            raise ValueError(f"seqlen_k must be whole pages of {self.page_size} rows, got {self.seqlen_k}")
+        for name in ("sequences", "block_mask"):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{'cu_seqlens_q' if name == 'sequences' else name} does not go with page_table")
 
     def _check_packed(self) -> None:
         _check_int("sequences", self.sequences, 0, " or None")
@@ -310,6 +323,8 @@ class Problem:
             value = getattr(self, name)
             if value != default and name not in ("precision", "out_dtype"):
                 text += f", {name}" if value is True else f", {name} {value}"
+        if self.page_size is not None:
+            text += f", pages of {self.page_size}"
         if self.block_mask is not None:
             text += f", {self.block_mask}"
         text += "".join(f", {name}" for name in ("lse", "grad") if getattr(self, name))

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flashzoo.autograd import refuse_double_backward
-from flashzoo.call.check import check_shapes, check_tensors, described, fields_of
+from flashzoo.call.check import check_shapes, check_tensors, described, fields_of, read_by_pages
 from flashzoo.call.forms import check_flags, normalised
 from flashzoo.call.operands import OPERANDS, Operands, taken
 from flashzoo.call.plan import Plan, negated, plan
@@ -114,7 +114,8 @@ def _attention(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
 def _fake_attention(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
     how = dict(zip(_FORWARD, arguments, strict=False)) | named
     q, k, v = how["q"], how["k"], how["v"]
-    check_shapes((described(q), described(k), described(v)))
+    tensors, table = (described(q), described(k), described(v)), how.get("page_table")
+    check_shapes(tensors if table is None else read_by_pages(tensors, table.shape)[0])
     dtype = how.get("out_dtype") or (torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype)
     out = torch.empty_strided(*_dense(q, v.shape[3]), dtype=dtype, device=q.device)
     return out, out.new_empty(_lse_shape(q, how), dtype=_lse_dtype(out))

@@ -20,7 +20,7 @@ def validate(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
     """Raises where a call of `attention` with these arguments would get numbers that mean nothing, and no error.
 
     `attention` reads no value that lies on the device, since that would wait for it. This does: lengths of packed sequences, how much of
-    caches is used, blocks of a block mask, descales. It waits for the device, once for each.
+    caches is used and in which pages, blocks of a block mask, descales. It waits for the device, once for each.
 
     Args:
         q, k, v: as in `attention`.
@@ -39,7 +39,7 @@ def validate(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
     operands, _ = taken(dict(options))
     for name in ("q_descale", "k_descale", "v_descale"):
         _check_descale(name, getattr(operands, name))
-    _check_lengths(operands, problem)
+    _check_lengths(operands, problem, k.shape[0])
 
 
 def _check_descale(name: str, descale: Tensor | None) -> None:
@@ -52,7 +52,7 @@ def _check_descale(name: str, descale: Tensor | None) -> None:
         )
 
 
-def _check_lengths(operands: Operands, problem: Any) -> None:
+def _check_lengths(operands: Operands, problem: Any, pages: int) -> None:
     flaws: Iterator[str] = iter(())
     if operands.ranges is not None:
         flaws = operands.ranges.flaws(problem.seqlen_q, problem.seqlen_k, problem.max_seqlen_q, problem.max_seqlen_k)
@@ -60,3 +60,9 @@ def _check_lengths(operands: Operands, problem: Any) -> None:
         flaws = flaws_of_caches(operands.seqused_k, problem.seqlen_k)
     for flaw in flaws:
         raise ValueError(flaw)
+    if operands.page_table is not None:
+        used = problem.seqlen_k if operands.seqused_k is None else operands.seqused_k[:, None]
+        first = torch.arange(operands.page_table.shape[1], device=operands.page_table.device) * problem.page_size
+        table = operands.page_table.masked_fill(first >= used, 0)
+        for wrong in table[(table < 0) | (table >= pages)].tolist():
+            raise ValueError(f"page_table must have numbers from 0 to {pages - 1} of {pages} pages, got {wrong}")

@@ -9,6 +9,9 @@ The lines A1.n in comments are the three steps of that text.
 3. `merge_kernel`: out = sum of exp(LSE_split - LSE) O_split, with LSE = log of the sum of exp(LSE_split). The order is that of the splits,
    and where they begin does not depend on what other caches hold: the bits are the same in every run, and beside any others.
 
+Keys and values may lie in pages (PAGE rows each, 0 where they don't): key j of a sequence is row j % PAGE of the page whose number is
+the (j // PAGE)-th of the sequence's in the table.
+
 Where there is one split it writes out itself. Scores are in log2 units: exp2 with softmax_scale * log2(e) folded in.
 """
 
@@ -18,15 +21,28 @@ import triton.language as tl
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 # One compiled kernel for every length, batch and number of heads.
-SIZES = ["seqlen_q", "seqlen_k", "heads", "heads_kv", "blocks", "split", "splits", "window_left", "window_right"]
+SIZES = ["stride_table", "pages", "seqlen_q", "seqlen_k", "heads", "heads_kv", "blocks", "split", "splits", "window_left", "window_right"]
 
 
 @triton.jit
-def load_keys(head, stride_s, start, end, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):
-    """Keys, or values, start .. start + KEYS as a (KEYS, BLOCK_D) tile; MASKED, zero from `end` on: what lies there may be no number."""
-    key = start + tl.arange(0, KEYS)
+def places(table, pages, key, end, PAGE: tl.constexpr, MASKED: tl.constexpr):
+    """Page and row of keys; where there are no pages what is before the keys is in the head's address, and the row is the key. A number
+    of no page is cut off."""
+    if PAGE:
+        page = tl.load(table + key // PAGE, mask=key < end, other=0) if MASKED else tl.load(table + key // PAGE)
+        return tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64), (key % PAGE).to(tl.int64)
+    else:
+        return tl.zeros_like(key).to(tl.int64), key.to(tl.int64)
+
+
+@triton.jit
+def load_keys(head, strides, place, key, end, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr):
+    """Keys, or values, as a (keys, BLOCK_D) tile; MASKED, zero from `end` on: what lies there may be no number."""
     d = tl.arange(0, BLOCK_D)
-    at = head + key[:, None].to(tl.int64) * stride_s + d[None, :]
+    row = place[1] * strides[1]
+    if PAGE:
+        row += place[0] * strides[0]
+    at = head + row[:, None] + d[None, :]
     if MASKED:
         return tl.load(at, mask=(key < end)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
     elif HEAD_DIM < BLOCK_D:
@@ -38,16 +54,17 @@ def load_keys(head, stride_s, start, end, KEYS: tl.constexpr, HEAD_DIM: tl.const
 @triton.jit
 def attend(
     state, q_i, keys, first, last, end, diagonal, scale_log2, window_left, window_right,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Take the keys first .. last into the state: acc, l_i and m_i."""
     acc, l_i, m_i = state
-    k_head, stride_ks, v_head, stride_vs = keys
+    k_head, k_strides, v_head, v_strides, table, pages = keys
     for start in tl.range(first, last, BLOCK_KV):
-        k_j = load_keys(k_head, stride_ks, start, end, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED)
+        key = start + tl.arange(0, BLOCK_KV)
+        place = places(table, pages, key, end, PAGE, MASKED)
+        k_j = load_keys(k_head, k_strides, place, key, end, HEAD_DIM, BLOCK_D, PAGE, MASKED)
         s = tl.dot(q_i, k_j.T, input_precision="ieee") * scale_log2
         if MASKED:
-            key = start + tl.arange(0, BLOCK_KV)
             offset = key[None, :] - diagonal[:, None]
             seen = (key < end)[None, :] & (offset <= window_right) & (offset >= -window_left)
             s = tl.where(seen, s, float("-inf"))
@@ -57,7 +74,7 @@ def attend(
         p = tl.exp2(s - m_safe[:, None])
         alpha = tl.exp2(m_i - m_safe)
         l_i = l_i * alpha + tl.sum(p, 1)
-        v_j = load_keys(v_head, stride_vs, start, end, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED)
+        v_j = load_keys(v_head, v_strides, place, key, end, HEAD_DIM, BLOCK_D, PAGE, MASKED)
         acc = tl.dot(p.to(v_j.dtype), v_j, acc * alpha[:, None], input_precision="ieee")
         m_i = m_new
     return acc, l_i, m_i
@@ -65,12 +82,12 @@ def attend(
 
 @triton.jit(do_not_specialize=SIZES)
 def split_kernel(
-    q, k, v, out, lse, used_k, scale_log2,
+    q, k, v, out, lse, used_k, page_table, scale_log2,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh, stride_op, stride_lp,
-    seqlen_q, seqlen_k, heads, heads_kv, blocks, split, splits, window_left, window_right,
+    stride_table, pages, seqlen_q, seqlen_k, heads, heads_kv, blocks, split, splits, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_KV: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, CACHE: tl.constexpr, PARTS: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, CACHE: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """out and lse are those of all splits; programs of a split's tiles run together, then those of a head's splits: what they read is
     in L2."""
@@ -106,19 +123,27 @@ def split_kernel(
     of_row = b_64 * stride_qb + position.to(tl.int64) * stride_qs + h.to(tl.int64) * stride_qh
     inside = there[:, None] & (d < HEAD_DIM)[None, :]
     q_i = tl.load(q + of_row[:, None] + d[None, :], mask=inside, other=0.0)
-    k_head = k + b_64 * stride_kb + tl.cast(h_kv, tl.int64) * stride_kh
-    v_head = v + b_64 * stride_vb + tl.cast(h_kv, tl.int64) * stride_vh
+    k_head = k + tl.cast(h_kv, tl.int64) * stride_kh
+    v_head = v + tl.cast(h_kv, tl.int64) * stride_vh
+    if PAGE:
+        table = page_table + b_64 * stride_table
+    else:
+        table = k  # which nobody looks at
+        k_head += b_64 * stride_kb
+        v_head += b_64 * stride_vb
     # A1.2
     state = (tl.zeros([ROWS, BLOCK_D], tl.float32), tl.zeros([ROWS], tl.float32), tl.full([ROWS], float("-inf"), tl.float32))
-    keys, diagonal = (k_head, stride_ks, v_head, stride_vs), position + used - seqlen_q
+    keys = (k_head, (stride_kb, stride_ks), v_head, (stride_vb, stride_vs), table, pages)
+    diagonal = position + used - seqlen_q
     if LEFT:
         whole = first
     else:
         state = attend(
-            state, q_i, keys, first, whole, end, diagonal, scale_log2, window_left, window_right, HEAD_DIM, BLOCK_D, BLOCK_KV, False
-        )
+            state, q_i, keys, first, whole, end, diagonal, scale_log2, window_left, window_right,
+            HEAD_DIM, BLOCK_D, BLOCK_KV, PAGE, False,
+        )  # fmt: skip
     acc, l_i, m_i = attend(
-        state, q_i, keys, whole, end, end, diagonal, scale_log2, window_left, window_right, HEAD_DIM, BLOCK_D, BLOCK_KV, True
+        state, q_i, keys, whole, end, end, diagonal, scale_log2, window_left, window_right, HEAD_DIM, BLOCK_D, BLOCK_KV, PAGE, True
     )
 
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that saw no key: O = 0, LSE = -inf

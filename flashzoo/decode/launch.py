@@ -29,32 +29,36 @@ def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Opera
     out = torch.empty_like(q, dtype=TORCH_DTYPES[p.out_dtype])
     lse = q.new_empty((p.batch, p.heads, p.seqlen_q), dtype=torch.float32)
     inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
-    scale_log2 = p.scale * LOG2E
+    scale_log2, table = p.scale * LOG2E, operands.page_table
+    pages = (0, 0) if table is None else (table.stride(0), k.shape[0])
+    given = operands.seqused_k, table
     if splits == 1:
-        split_launch(p, (*inputs, *out.stride()[:3], 0, 0))((q, k, v, out, lse, operands.seqused_k), (scale_log2,))
+        split_launch(p, (*inputs, *out.stride()[:3], 0, 0), pages)((q, k, v, out, lse, *given), (scale_log2,))
         return out, lse
     parts = q.new_empty((splits, *q.shape), dtype=torch.float32)
     lse_parts = q.new_empty((splits, *lse.shape), dtype=torch.float32)
     of_parts = (*parts.stride()[1:4], parts.stride(0), lse_parts.stride(0))
-    split_launch(p, (*inputs, *of_parts))((q, k, v, parts, lse_parts, operands.seqused_k), (scale_log2,))
+    split_launch(p, (*inputs, *of_parts), pages)((q, k, v, parts, lse_parts, *given), (scale_log2,))
     merge_launch(p, out.stride()[:3])((parts, lse_parts, out, lse), ())
     return out, lse
 
 
 @lru_cache(maxsize=1024)
-def split_launch(problem: Problem, strides: Strides) -> Launch:
+def split_launch(problem: Problem, strides: Strides, pages: tuple[int, int] = (0, 0)) -> Launch:
     """The launch of `split_kernel`.
 
     Args:
         problem: the sizes.
-        strides: over batch, seqlen and heads of q, k, v and where O goes; over splits of where O and LSE go.
+        strides: over batch (pages, of k and v that lie in them), seqlen and heads of q, k, v and where O goes; over splits of where O and
+            LSE go.
+        pages: stride of the page table, and how many pages there are.
     """
     p, tiles, how = problem, tiles_for(problem), cut(problem)
     left, right = p.span
     return Launch(
         kernels.split_kernel,
         p.batch * p.heads_kv * how.splits * how.blocks,
-        (*strides, p.seqlen_q, p.seqlen_k, p.heads, p.heads_kv, how.blocks, how.split, how.splits, *p.reach),
+        (*strides, *pages, p.seqlen_q, p.seqlen_k, p.heads, p.heads_kv, how.blocks, how.split, how.splits, *p.reach),
         {
             "HEAD_DIM": p.head_dim,
             "BLOCK_D": block_d(p.head_dim),
@@ -63,6 +67,7 @@ def split_launch(problem: Problem, strides: Strides) -> Launch:
             "LEFT": left is not None,
             "RIGHT": right is not None,
             "CACHE": p.used_k,
+            "PAGE": p.page_size or 0,
             "PARTS": how.splits > 1,
         },
         tiles.num_warps,
