@@ -7,6 +7,7 @@ print(flashzoo.compare(q, k, v, causal=True))                   # error, ms, TFL
 """
 
 from flashzoo import baselines, blocksparse, decode, v1, v2, v3
+from flashzoo.append import append
 from flashzoo.call.api import attention, explain, quantize, sdpa
 from flashzoo.call.backward import attention_backward
 from flashzoo.call.problem import Problem
@@ -24,6 +25,7 @@ __all__ = [
     "Problem",
     "Spec",
     "UnsupportedError",
+    "append",
     "attention",
     "attention_backward",
     "compare",

@@ -288,8 +288,8 @@ _DECODE = (
         "decode/diagonal_of_the_whole_cache",
         "the last query is aligned with the cache's end, and not with the last key that is used",
         DECODE,
-        "keys, diagonal = (k_head, stride_ks, v_head, stride_vs), position + used - seqlen_q",
-        "keys, diagonal = (k_head, stride_ks, v_head, stride_vs), position + seqlen_k - seqlen_q",
+        "diagonal = position + used - seqlen_q",
+        "diagonal = position + seqlen_k - seqlen_q",
         "test_each_is_as_a_batch_of_that_length[decode-causal_gqa",
     ),
     fault(
@@ -307,6 +307,14 @@ _DECODE = (
         "return tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64)",
         "return tl.maximum(page, 0).to(tl.int64)",
         "test_numbers_of_no_page_are_cut_off[decode-of_16_causal_gqa",
+    ),
+    fault(
+        "decode/append_wraps_to_the_first_page",
+        "new rows that there is no page for are written into another: a length that lies overwrites another's keys",
+        "flashzoo/_triton/append_kernels.py",
+        "there = there & (page >= 0) & (page < pages)",
+        "page = tl.minimum(tl.maximum(page, 0), pages - 1)",
+        "test_numbers_that_lie_write_nothing or test_pages",
     ),
     fault(
         "v2/gradients_of_what_is_not_used",

@@ -44,6 +44,7 @@ KERNELS = ROOT / ".pytest_cache" / "kernels"
 
 OF_EVERY_VERSION = ("flashzoo_suite", "tests/test_properties.py")
 OF_VERSION = {
+    "decode": ("tests/test_append.py",),
     "blocksparse": ("tests/test_blocksparse.py",),
     "standard": ("tests/test_reference.py", "tests/test_accuracy.py"),
     "v3": (

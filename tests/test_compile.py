@@ -18,6 +18,7 @@ from flashzoo._cute.compile import compile_for
 from flashzoo._cute.hopper.wgmma import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from flashzoo._sass import Resources, read
 from flashzoo._triton import packed
+from flashzoo._triton.append import append_launch
 from flashzoo._triton.compile import resources
 from flashzoo.blocksparse import launch as blocksparse
 from flashzoo.blocksparse.config import tiles_for as blocksparse_tiles
@@ -177,6 +178,14 @@ def test_v2_of_packed_sequences_and_caches(kernel: str, head_dim: int, arch: int
         read = compiled("v2", kernel, problem)
         assert "UTMALDG" not in read.opcodes and read.shared <= SHARED_LIMIT[arch]
         assert read.stack <= KNOWN_STACK.get(("v2", kernel, arch, head_dim), 0), lengths
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_append_compiles_and_does_not_spill(arch: int) -> None:
+    for page_size, table in ((0, None), (16, "i32")):
+        launch = append_launch((4, 1, 8, 128), 128, (1 << 20, 1 << 10, 128) * 4, (8192, 4096, 512), page_size)
+        for bits in ("u8", "i16", "i32"):
+            assert resources(launch, (*[bits] * 4, "i32", table), 0, arch).stack == 0
 
 
 DECODE_STACK = 16

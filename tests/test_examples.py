@@ -1,5 +1,5 @@
-"""examples/my_variant.py passes `flashzoo check`; train_gpt.py at tiny sizes: what it holds a loss curve against, and
-that a wrong version's curve is told from a right one's."""
+"""examples/my_variant.py passes `flashzoo check`; train_gpt.py at tiny sizes: what it holds a loss curve against, and that a wrong
+version's curve is told from a right one's; generate.py writes what it would without a cache."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _load(name: str):
     return module
 
 
-train_gpt = _load("train_gpt")
+train_gpt, generate = _load("train_gpt"), _load("generate")
 
 
 def _train(options: str) -> int:
@@ -143,3 +143,28 @@ def test_refused_before_anything_is_trained(options, text, capsys):
 def test_what_auto_takes_trains_like_sdpa(options):
     sizes = "--layers 2 --hidden 256 --head-dim 64 --seqlen 256 --batch 4 --steps 60"
     assert train_gpt.main(f"{sizes} {options}".split()) == 0
+
+
+SMALL = ["--device", "cpu", "--layers", "1", "--hidden", "64", "--new", "8"]
+
+
+@pytest.mark.parametrize("options", ["", "--page-size 7 --heads-kv 8 --batch 2", "--version sdpa --prompt 5"])
+def test_tokens_are_those_of_no_cache(options, capsys):
+    assert generate.main([*SMALL, *options.split()]) == 0
+    assert capsys.readouterr().out.count("the tokens of no cache") == 2
+
+
+def test_a_cache_that_forgets_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(flashzoo, "append", lambda *_, **__: None)
+    assert generate.main([*SMALL, "--version", "sdpa"]) == 1
+    assert "part from those of no cache" in capsys.readouterr().out
+
+
+def test_generate_refuses_sizes_that_do_not_go_together(capsys):
+    for options, text in (
+        ("--hidden 65", "expected an even multiple of --heads 8, got 65"),
+        ("--heads-kv 3", "a multiple of --heads-kv 3"),
+    ):
+        with pytest.raises(SystemExit):
+            generate.main(options.split())
+        assert text in capsys.readouterr().err

@@ -1,0 +1,141 @@
+"""`flashzoo.append`: what it writes and where, and that it writes nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashzoo
+from flashzoo.workloads import LAYOUTS
+from flashzoo_suite.support import DEVICE, same_bits
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn)
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def numbers(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def expected(cache: Tensor, new: Tensor, used: Tensor, table: Tensor | None = None) -> Tensor:
+    """The cache as it is to be, one row after the other."""
+    found, size = cache.clone(), cache.shape[1]
+    for b, first in enumerate(used.tolist()):
+        for i in range(new.shape[1]):
+            row = first + i
+            if table is None and 0 <= row < size:
+                found[b, row] = new[b, i]
+            elif table is not None and 0 <= row < size * table.shape[1] and 0 <= (page := int(table[b, row // size])) < len(cache):
+                found[page, row % size] = new[b, i]
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("new", [1, 5])
+def test_new_rows_follow_what_is_used(dtype, new):
+    """Values may be of another width; rows without room are left out."""
+    caches = drawn(4, 20, 3, 40, dtype=dtype), drawn(4, 20, 3, 24, dtype=dtype)
+    k, v = drawn(4, new, 3, 40, dtype=dtype), drawn(4, new, 3, 24, dtype=dtype)
+    used = numbers(0, 7, 18, 20)
+    wanted = [expected(cache, x, used) for cache, x in zip(caches, (k, v), strict=True)]
+    assert flashzoo.append(*caches, k, v, used) is None
+    assert all(same_bits(cache, x) for cache, x in zip(caches, wanted, strict=True))
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 30])
+def test_pages(page_size):
+    caches = drawn(11, page_size, 2, 16), drawn(11, page_size, 2, 16)
+    k, v = drawn(3, 6, 2, 16), drawn(3, 6, 2, 16)
+    table, used = numbers(4, 0, 7, 9, 1, 10, 2, 3, 5).view(3, 3), numbers(0, page_size - 1, 3 * page_size - 2)
+    wanted = [expected(cache, x, used, table) for cache, x in zip(caches, (k, v), strict=True)]
+    flashzoo.append(*caches, k, v, used, page_table=table)
+    assert all(same_bits(cache, x) for cache, x in zip(caches, wanted, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "packed", "offset"])
+def test_any_layout(layout):
+    k_cache, v_cache, k, v = (LAYOUTS[layout](drawn(2, rows, 3, 16)) for rows in (12, 12, 4, 4))
+    used = numbers(3, 9)
+    wanted = [expected(cache, x, used) for cache, x in ((k_cache, k), (v_cache, v))]
+    flashzoo.append(k_cache, v_cache, k, v, used)
+    assert same_bits(k_cache, wanted[0]) and same_bits(v_cache, wanted[1])
+
+
+def test_numbers_that_lie_write_nothing():
+    """Neither a length nor a page's number: cut off, it would be another's row."""
+    k, v = drawn(2, 3, 2, 16), drawn(2, 3, 2, 16)
+    for used in (numbers(-1000, 1 << 30), numbers(-3, 20)):
+        caches = drawn(2, 20, 2, 16), drawn(2, 20, 2, 16)
+        before = [cache.clone() for cache in caches]
+        flashzoo.append(*caches, k, v, used)
+        assert all(same_bits(*pair) for pair in zip(caches, before, strict=True))
+        for table in (numbers(-1, 2, 1 << 30, -(1 << 31)).view(2, 2),):
+            flashzoo.append(*caches, k, v, numbers(0, 0), page_table=table)
+            assert all(same_bits(*pair) for pair in zip(caches, before, strict=True))
+
+
+def test_what_is_appended_is_attended_to():
+    """Token by token into pages, as a model that writes does; the same as all at once."""
+    q, k, v = drawn(2, 9, 4, 16), drawn(2, 9, 2, 16), drawn(2, 9, 2, 16)
+    k_pages, v_pages = (torch.full((8, 4, 2, 16), torch.nan, dtype=torch.float16, device=DEVICE) for _ in range(2))
+    table, used, outs = numbers(3, 0, 6, 1, 7, 2).view(2, 3), numbers(0, 0), []
+    for i in range(9):
+        flashzoo.append(k_pages, v_pages, k[:, i : i + 1], v[:, i : i + 1], used, page_table=table)
+        used += 1
+        how = {"seqused_k": used, "page_table": table, "causal": True, "version": "decode"}
+        outs.append(flashzoo.attention(q[:, i : i + 1], k_pages, v_pages, **how))
+    torch.testing.assert_close(torch.cat(outs, 1), flashzoo.attention(q, k, v, causal=True, version="standard"), rtol=1e-2, atol=2e-3)
+
+
+def test_nothing_to_append():
+    caches = drawn(2, 20, 2, 16), drawn(2, 20, 2, 16)
+    flashzoo.append(*caches, drawn(2, 0, 2, 16), drawn(2, 0, 2, 16), numbers(0, 0))
+
+
+CACHES = {name: drawn(2, 20, 2, 16) for name in ("k_cache", "v_cache")}
+GIVEN = CACHES | {"k": drawn(2, 3, 2, 16), "v": drawn(2, 3, 2, 16), "seqused_k": numbers(0, 0)}
+MALFORMED = {
+    "no tensor": ({"k": None}, TypeError, "k must be a torch.Tensor, got NoneType"),
+    "of three dimensions": ({"k_cache": drawn(2, 20, 16)}, ValueError, r"k_cache must have 4 dimensions, got shape \(2, 20, 16\)"),
+    "of another batch": ({"k_cache": drawn(3, 20, 2, 16)}, ValueError, r"k_cache must have .* \(2, 20, 2, 16\), got \(3, 20, 2, 16\)"),
+    "of other heads": (
+        {"v": drawn(2, 3, 1, 16)},
+        ValueError,
+        r"v must have k's batch, rows and heads \(2, 3, 2, 16\), got \(2, 3, 1, 16\)",
+    ),
+    "of other rows": ({"v_cache": drawn(2, 19, 2, 16)}, ValueError, r"v_cache must have k_cache's rows .* got \(2, 19, 2, 16\)"),
+    "in another dtype": ({"k_cache": drawn(2, 20, 2, 16).float()}, TypeError, "k_cache must be of dtype torch.float16, got torch.float32"),
+    "used in 64 bits": ({"seqused_k": numbers(0, 0).long()}, TypeError, "seqused_k must be of dtype torch.int32, got torch.int64"),
+    "used of others": ({"seqused_k": numbers(0)}, ValueError, r"seqused_k must have shape \(batch,\) \(2,\), got \(1,\)"),
+    "used with gaps": ({"seqused_k": numbers(0, 1, 0, 1)[::2]}, ValueError, "seqused_k must be contiguous"),
+    "a flat table": ({"page_table": numbers(0, 1)}, ValueError, r"page_table must have shape \(batch, pages of a sequence\)"),
+    "transposed": ({"k": drawn(2, 3, 16, 2).mT}, ValueError, r"k must be contiguous in its last dimension \(stride 1\), got stride 2"),
+    "recorded": ({"k": drawn(2, 3, 2, 16).requires_grad_()}, ValueError, "k has no gradient through a cache"),
+    "elsewhere": ({"v_cache": drawn(2, 20, 2, 16).to("meta")}, ValueError, "must have data, got device meta"),
+}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_malformed_arguments_are_refused_by_name(case):
+    changed, error, text = MALFORMED[case]
+    with pytest.raises(error, match=text):
+        flashzoo.append(**GIVEN | changed)
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_appends_behind_what_is_used_then():
+    caches = [drawn(2, 20, 2, 16) for _ in range(2)]
+    k, v, used = drawn(2, 1, 2, 16), drawn(2, 1, 2, 16), numbers(0, 5)
+    flashzoo.append(*[cache.clone() for cache in caches], k, v, used)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        flashzoo.append(*caches, k, v, used)
+    for lengths in (numbers(0, 5), numbers(7, 19)):
+        used.copy_(lengths)
+        wanted = [expected(cache, x, used) for cache, x in zip(caches, (k, v), strict=True)]
+        graph.replay()
+        assert all(same_bits(*pair) for pair in zip(caches, wanted, strict=True))
