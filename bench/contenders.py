@@ -24,14 +24,15 @@ DEFAULT_MODES = {"bwd": ("v3_deterministic@8192",)}
 ENDINGS: dict[str, dict[str, Any]] = {"_end_to_end": {"precision": "fp8"}, "_deterministic": {"deterministic": True}}
 """What may end the name of a version, and what it is then called with: on 16-bit inputs, quantisation included; in a fixed order."""
 MASKED_ONLY = "blocksparse"
+UNASKED_NEVER = ("sdpa", "decode")
+"""The peers stand for the one; the other is for few queries, which no cell of the field's has."""
 
 
 def default_impls(pass_: str, dtype: str = "bf16", masked: bool = False, packed: bool = False) -> list[str]:
-    """Every registered version of that dtype but `sdpa`, which the peers stand for, and `blocksparse`, where no cell has a block mask;
-    `DEFAULT_MODES`; and the peers that need linear memory, there or not. Backward, and with block masks or packed sequences, versions that
-    need it too."""
+    """Every registered version of that dtype but `UNASKED_NEVER`, and `blocksparse` where no cell has a block mask; `DEFAULT_MODES`; and
+    the peers that need linear memory, there or not. Backward, and with block masks or packed sequences, versions that need it too."""
     specs = [spec for spec in flashzoo.versions().values() if dtype in (*spec.dtypes, *spec.cpu_dtypes)]
-    specs = [spec for spec in specs if spec.name != "sdpa" and (masked or spec.name != MASKED_ONLY)]
+    specs = [spec for spec in specs if spec.name not in UNASKED_NEVER and (masked or spec.name != MASKED_ONLY)]
     if packed:
         linear = [spec.name for spec in specs if "packed" in spec.features and spec.memory == "linear"]
         return [*linear, *PACKED_PEERS]

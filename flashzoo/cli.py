@@ -31,11 +31,11 @@ from flashzoo.workloads import TORCH_DTYPES, hardware
 ROOT = Path(flashzoo.__file__).resolve().parent.parent
 """Where flashzoo and its suite are installed: in a checkout the repository's root."""
 
-FROM_CHECKOUT = {"bench": ("bench.run",), "report": ("bench.report", "matplotlib", "markdown_it")}
+FROM_CHECKOUT: dict[str, tuple[str, ...]] = {"bench": ("bench.run",), "report": ("bench.report", "matplotlib", "markdown_it")}
 """Commands that are modules of the repository, and the packages that these need. They take every argument themselves, `--help` too."""
 
-ON_GPU = {"batch_size": 8, "seq_len": 4096, "num_heads": 16, "head_dim": 128, "dtype": "bf16"}
-ON_CPU = {"batch_size": 1, "seq_len": 128, "num_heads": 2, "head_dim": 64, "dtype": "fp16"}
+ON_GPU: dict[str, Any] = {"batch_size": 8, "seq_len": 4096, "num_heads": 16, "head_dim": 128, "dtype": "bf16"}
+ON_CPU: dict[str, Any] = {"batch_size": 1, "seq_len": 128, "num_heads": 2, "head_dim": 64, "dtype": "fp16"}
 DEMO = {"causal": True, "backward": True}
 """What `compare` adds to these sizes where it is called with nothing that describes a problem."""
 

@@ -60,7 +60,8 @@ class Interrupted(KeyboardInterrupt):
 
     def __init__(self, comparison: Comparison, left: tuple[str, ...]) -> None:
         super().__init__()
-        self.comparison, self.left = comparison, left
+        self.comparison: Comparison = comparison
+        self.left: tuple[str, ...] = left
 
 
 @takes_options

@@ -58,9 +58,10 @@ class Clock:
     """
 
     def __init__(self, device: torch.device | str, deadline: float = inf) -> None:
-        self.device, self.deadline = torch.device(device), deadline
-        self.cuda = self.device.type == "cuda"
-        self.flushed = torch.empty(FLUSH_BYTES if self.cuda else 0, dtype=torch.int8, device=device)
+        self.device: torch.device = torch.device(device)
+        self.deadline: float = deadline
+        self.cuda: bool = self.device.type == "cuda"
+        self.flushed: torch.Tensor = torch.empty(FLUSH_BYTES if self.cuda else 0, dtype=torch.int8, device=device)
 
     def turns(self, operations: Mapping[Name, Operation], repeats: Mapping[Name, int]) -> dict[Name, list[float]]:
         """Milliseconds of every repeat, by name; the repeats of each operation are spread evenly over the rounds.

@@ -267,7 +267,7 @@ def _sink(q: Tensor, k: Tensor, v: Tensor, scale: float, generator: torch.Genera
     q[..., 0], k[:, :1, :, 0] = 4, 2 / scale
 
 
-VALUES = {
+VALUES: dict[str, Callable[..., None]] = {
     "randn": _plain,
     "outliers": _outliers,
     "x30": _x30,
@@ -465,7 +465,7 @@ def _offset(x: Tensor) -> Tensor:
     return buffer[1:-1].view(x.shape)
 
 
-LAYOUTS = {
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "bshd": lambda x: x,
     "bhsd": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "sbhd": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),

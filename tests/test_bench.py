@@ -181,7 +181,8 @@ def test_a_new_version_is_timed_unasked(wrong):
     named = ["fa4", "fa3", "fa2", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "flex", "xformers"]
     assert default_impls("fwd")[-9:] == [wrong, *named]
     assert wrong in default_impls("bwd")
-    assert not {"sdpa", "standard", "blocksparse"} & set(default_impls("bwd"))
+    assert not {"sdpa", "standard", "blocksparse", "decode"} & set(default_impls("bwd"))
+    assert not {"sdpa", "blocksparse", "decode"} & set(default_impls("fwd"))
 
 
 def test_a_length_behind_a_name_is_the_only_one(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -84,7 +85,7 @@ def _masked(problem: Problem, operands: Operands, device: torch.device) -> tuple
     return problem, replace(operands, block_mask=block_mask)
 
 
-attention = differentiable(forward, backward, _masked)
+attention: Callable[..., tuple[Tensor, Tensor | None]] = differentiable(forward, backward, _masked)
 
 
 def _mask(operands: Operands) -> BlockMask:

@@ -15,7 +15,7 @@ from flashzoo.integers import cdiv
 from flashzoo.lengths import Ranges
 from flashzoo.masks.block_mask import BlockMask
 
-Descales: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
+Descales: TypeAlias = "tuple[Tensor | None, Tensor | None, Tensor | None]"  # quoted, or pyright --verifytypes does not know it
 NO_DESCALES: Descales = (None, None, None)
 
 

@@ -19,7 +19,13 @@ PRECISIONS = (None, "fp8")
 """What a call may ask its products to be made in: its inputs' own dtype, or e4m3 to which 16-bit inputs are quantised."""
 QUANTIZABLE = ("fp16", "bf16")
 """Dtypes that `precision="fp8"` quantises."""
-OUT_DTYPES = {"fp16": ("fp16", "fp32"), "bf16": ("bf16", "fp32"), "fp32": ("fp32",), "fp64": ("fp64",), "e4m3": ("bf16", "fp16")}
+OUT_DTYPES: dict[str, tuple[str, ...]] = {
+    "fp16": ("fp16", "fp32"),
+    "bf16": ("bf16", "fp32"),
+    "fp32": ("fp32",),
+    "fp64": ("fp64",),
+    "e4m3": ("bf16", "fp16"),
+}
 """What out may be, by the dtype of the inputs, the default first."""
 DESCALE_BLOCK = 128
 """Rows of q, k or v that share one number of a descale by block."""

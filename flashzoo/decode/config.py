@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from flashzoo.call.problem import Problem
 from flashzoo.integers import cdiv, next_power_of_2
@@ -79,6 +80,7 @@ class Cut:
     splits: int
 
 
+@lru_cache(maxsize=1024)
 def cut(problem: Problem) -> Cut:
     """How a problem is cut: by its shape alone, whatever its caches hold, so that a sequence has the same bits beside any others.
 

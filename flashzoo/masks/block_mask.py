@@ -149,7 +149,7 @@ class BlockMask(Builders):
         mask = BlockMask(seqlen_q, seqlen_k, block_q, block_kv, batch, heads, rows, columns, element, bool(tight))
         return _known(mask) if checked else mask
 
-    def __reduce__(self) -> tuple[Callable, tuple]:
+    def __reduce__(self) -> tuple[Callable[..., BlockMask], tuple[Any, ...]]:
         """So copies, of which torch counts the changes anew, have a count of their own, and keep no bands."""
         return BlockMask.of_parts, self.parts()
 

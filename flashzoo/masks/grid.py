@@ -15,7 +15,7 @@ BLOCKS = (64, 128)
 """What block_q and block_kv may be."""
 
 Device = torch.device | str | None
-Blocks: TypeAlias = tuple[Tensor, Tensor]
+Blocks: TypeAlias = "tuple[Tensor, Tensor]"  # quoted, or pyright --verifytypes does not know it
 """A block matrix: bool `(batch, heads, n_q, n_k)` each, the kept blocks and the full ones among them."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -60,7 +61,7 @@ def backward(
     return torch.empty_like(q).copy_(dq_acc), dk, dv
 
 
-attention = differentiable(forward, backward)
+attention: Callable[..., tuple[Tensor, Tensor | None]] = differentiable(forward, backward)
 
 
 @lru_cache(maxsize=1024)

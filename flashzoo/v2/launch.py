@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -66,7 +67,7 @@ def backward(
     return dq, dk, dv
 
 
-attention = differentiable(forward, backward)
+attention: Callable[..., tuple[Tensor, Tensor | None]] = differentiable(forward, backward)
 
 
 @lru_cache(maxsize=1024)

@@ -214,7 +214,8 @@ class ValueTransposedOnChip(ValuePath):
     def __init__(self, kernel: KernelFp8, scheduler: type[TileScheduler], bounds: type[Bounds]) -> None:
         super().__init__(kernel)
         self.stages: int = kernel.raw_stages
-        self.scheduler, self.bounds = scheduler, bounds
+        self.scheduler: type[TileScheduler] = scheduler
+        self.bounds: type[Bounds] = bounds
 
     def allocate(self, smem: cutlass.memory.SmemAllocator, layout: cute.ComposedLayout) -> tuple[cute.Tensor, cute.Tensor | None]:
         """The stages that the tensor core reads, (head_dim, keys, stages), and those that TMA fills."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -82,7 +83,7 @@ def backward(
     return launch(dout, dlse, q, k, v, out, lse, problem.scale, (*lists, *more), tiles_q)
 
 
-attention = differentiable(forward, backward)
+attention: Callable[..., tuple[Tensor, Tensor | None]] = differentiable(forward, backward)
 
 
 def in_log2(softmax_scale: float) -> float:
@@ -165,7 +166,7 @@ class ForwardLaunch:
         self._out_dtype = TORCH_DTYPES[kernel.out_dtype]
 
         pack = pack_gqa_for(p, tiles.block_q)
-        self.block_q = tiles.block_q >> pack
+        self.block_q: int = tiles.block_q >> pack
         self._q = _map_of_queries(p, kernel.dtype, p.head_dim, kernel.width, pack, q_strides)
         of_k = (p.batch, p.seqlen_k, p.heads_kv, p.head_dim)
         self._k = map_of_rows(kernel.dtype, of_k, k_strides, kernel.width, tiles.block_kv, p.sequences is not None)
@@ -288,7 +289,8 @@ class BackwardLaunch:
         self._gradients = [(shape, dense(shape, order)) for shape, order in ((of_q, q_strides), (of_k, k_strides), (of_v, v_strides))]
         self._dtype = TORCH_DTYPES[kernel.dtype]
         (_, dq_strides), (_, dk_strides), (_, dv_strides) = self._gradients
-        self.block_q, self.block_kv = tiles.block_q, tiles.block_kv
+        self.block_q: int = tiles.block_q
+        self.block_kv: int = tiles.block_kv
         blocks_q, blocks = _blocks_q(p, kernel), kernel.blocks_kv(p.seqlen_k)
         if p.sequences is not None:
             blocks = p.entries(p.seqlen_k, tiles.block_kv)

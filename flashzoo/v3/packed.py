@@ -207,16 +207,16 @@ class BoundsBackwardPacked(_OfEntry, BoundsBackward):
 class ForwardPacked(Forward):
     """The program of one `KernelPacked`."""
 
-    scheduler = TileSchedulerPacked
-    bounds = BoundsPacked
+    scheduler: type[TileScheduler] = TileSchedulerPacked
+    bounds: type[Bounds] = BoundsPacked
     scheduler_warp = True
 
 
 class ForwardFp8Packed(ForwardFp8):
     """The program of a `KernelFp8Packed`. No warp is left to look up tiles: those beside the producer transpose V."""
 
-    scheduler = TileSchedulerPacked
-    bounds = BoundsPacked
+    scheduler: type[TileScheduler] = TileSchedulerPacked
+    bounds: type[Bounds] = BoundsPacked
 
     def __init__(self, kernel: KernelFp8Packed) -> None:
         super().__init__(kernel)
@@ -226,12 +226,12 @@ class ForwardFp8Packed(ForwardFp8):
 class BackwardPacked(Backward):
     """The program of a `KernelBackwardPacked`."""
 
-    scheduler = TileSchedulerPacked
-    bounds = BoundsBackwardPacked
+    scheduler: type[TileScheduler] = TileSchedulerPacked
+    bounds: type[BoundsBackward] = BoundsBackwardPacked
 
 
 class BackwardByGradientPacked(BackwardByGradient):
     """The program of one whose tiles are cut by gradient."""
 
-    scheduler = TileSchedulerPacked
-    bounds = BoundsBackwardPacked
+    scheduler: type[TileScheduler] = TileSchedulerPacked
+    bounds: type[BoundsBackward] = BoundsBackwardPacked

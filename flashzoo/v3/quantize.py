@@ -218,6 +218,8 @@ class Plan:
         self._of_values = {"HEAD_DIM": p.head_dim, "BLOCK_D": block_d, **shape, "TRANSPOSED": transposed}
         self._of_scores = {"HEAD_DIM": p.head_dim, **shape, "SMOOTH": smooth, "SHIFT": smooth and shift}
         self._problem = p
+        self.values: Launch
+        self.scores: Launch
         self.values, self.scores = self._launches(FIND_AND_USE)
 
     def _launches(self, scales: tl.constexpr) -> tuple[Launch, Launch]:

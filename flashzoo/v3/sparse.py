@@ -216,8 +216,8 @@ class ForwardSparse(Forward):
     """The program of one `KernelSparse`."""
 
     kernel: KernelSparse
-    scheduler = TileSchedulerSparse
-    bounds = BoundsSparse
+    scheduler: type[TileScheduler] = TileSchedulerSparse
+    bounds: type[Bounds] = BoundsSparse
     scheduler_warp = True
 
     @cute.jit

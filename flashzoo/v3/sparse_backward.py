@@ -18,6 +18,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from flashzoo._cute.hopper.bounds import NEVER, BoundsBackward, ThreadBounds
 from flashzoo._cute.hopper.mask import mask_scores
+from flashzoo._cute.hopper.tile_scheduler import TileScheduler
 from flashzoo._cute.hopper.wgmma import rows_of
 from flashzoo.gpu import WARPGROUP_ROWS
 from flashzoo.v3.backward import Backward
@@ -74,8 +75,8 @@ class _Masked:
     """What both programs do."""
 
     kernel: KernelBackwardSparse
-    scheduler = TileSchedulerBackwardSparse
-    bounds = BoundsBackwardSparse
+    scheduler: type[TileScheduler] = TileSchedulerBackwardSparse
+    bounds: type[BoundsBackward] = BoundsBackwardSparse
 
     @cute.jit
     def mask(self, bounds: BoundsBackwardSparse, n: Int32, s: cute.Tensor, of_thread: ThreadBounds, thread: Int32):
