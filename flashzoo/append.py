@@ -45,6 +45,8 @@ def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, seqused_k: Te
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} has no gradient through a cache, got one that requires grad")
     batch, new, heads, _ = k.shape
+    if page_table is None and k_cache.shape[0] != batch:
+        raise ValueError(f"k must have k_cache's batch {k_cache.shape[0]}, got {batch}; pages go with page_table")
     of_caches = k_cache.shape[:2] if page_table is not None else (batch, k_cache.shape[1])
     check_tensor(
         "k_cache", k_cache, "pages or batch, rows, heads and head_dim", (*of_caches, heads, k.shape[3]), (k.dtype,), "k's", k.device

@@ -101,7 +101,8 @@ GIVEN = CACHES | {"k": drawn(2, 3, 2, 16), "v": drawn(2, 3, 2, 16), "seqused_k":
 MALFORMED = {
     "no tensor": ({"k": None}, TypeError, "k must be a torch.Tensor, got NoneType"),
     "of three dimensions": ({"k_cache": drawn(2, 20, 16)}, ValueError, r"k_cache must have 4 dimensions, got shape \(2, 20, 16\)"),
-    "of another batch": ({"k_cache": drawn(3, 20, 2, 16)}, ValueError, r"k_cache must have .* \(2, 20, 2, 16\), got \(3, 20, 2, 16\)"),
+    "of another batch": ({"k_cache": drawn(3, 20, 2, 16)}, ValueError, "k must have k_cache's batch 3, got 2; pages go with page_table"),
+    "with other heads": ({"k_cache": drawn(2, 20, 3, 16)}, ValueError, r"k_cache must have .* \(2, 20, 2, 16\), got \(2, 20, 3, 16\)"),
     "of other heads": (
         {"v": drawn(2, 3, 1, 16)},
         ValueError,
