@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from flashzoo.call.check import check_data, check_tensor, check_tensors
+from flashzoo.call.operands import OPERANDS
 from flashzoo.transforms import refuse_transforms
 
 
@@ -55,13 +56,13 @@ def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, seqused_k: Te
     check_tensor(
         "v_cache", v_cache, "k_cache's rows and heads, and v's head_dim", (*of_caches, heads, v.shape[3]), (k.dtype,), "k's", k.device
     )
-    check_tensor("seqused_k", seqused_k, "shape (batch,)", (batch,), (torch.int32,), "k's", k.device)
-    if page_table is not None:
-        columns = page_table.shape[1] if page_table.ndim == 2 else -1
-        check_tensor("page_table", page_table, "shape (batch, pages of a sequence)", (batch, columns), (torch.int32,), "k's", k.device)
-        if page_table.stride(1) != 1 and columns > 1:
-            raise ValueError(f"page_table must have rows without gaps, got strides {page_table.stride()}")
-    if not seqused_k.is_contiguous():
-        raise ValueError(f"seqused_k must be contiguous, got strides {seqused_k.stride()}")
+    for name, x in (("seqused_k", seqused_k), ("page_table", page_table)):
+        if x is not None:
+            kind = OPERANDS[name]
+            kind.check(name, kind.form(name, x), k.device)
+    if seqused_k.shape != (batch,):
+        raise ValueError(f"seqused_k must have shape (batch,) {(batch,)}, got {tuple(seqused_k.shape)}")
+    if page_table is not None and page_table.shape[0] != batch:
+        raise ValueError(f"page_table must have a row for each of k's batch {batch}, got shape {tuple(page_table.shape)}")
     k, v = k.resolve_neg(), v.resolve_neg()
     import_module("flashzoo._triton.append").append(k_cache, v_cache, k, v, seqused_k, page_table)

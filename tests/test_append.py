@@ -114,6 +114,12 @@ MALFORMED = {
     "used of others": ({"seqused_k": numbers(0)}, ValueError, r"seqused_k must have shape \(batch,\) \(2,\), got \(1,\)"),
     "used with gaps": ({"seqused_k": numbers(0, 1, 0, 1)[::2]}, ValueError, "seqused_k must be contiguous"),
     "a flat table": ({"page_table": numbers(0, 1)}, ValueError, r"page_table must have shape \(batch, pages of a sequence\)"),
+    "a table of another batch": (
+        {"page_table": numbers(0, 1).view(1, 2)},
+        ValueError,
+        "page_table must have a row for each of k's batch 2",
+    ),
+    "a table with gaps": ({"page_table": numbers(0, 1, 0, 1).view(2, 2).T}, ValueError, "page_table must have shape .* with gaps"),
     "transposed": ({"k": drawn(2, 3, 16, 2).mT}, ValueError, r"k must be contiguous in its last dimension \(stride 1\), got stride 2"),
     "recorded": ({"k": drawn(2, 3, 2, 16).requires_grad_()}, ValueError, "k has no gradient through a cache"),
     "elsewhere": ({"v_cache": drawn(2, 20, 2, 16).to("meta")}, ValueError, "must have data, got device meta"),

@@ -56,7 +56,7 @@ MAY_IMPORT = {
     "accuracy": {"torch", "flashzoo.reference", "flashzoo.roundings", "flashzoo.workloads"} | HANDED,
     "roundings": {"torch", "flashzoo.reference", "flashzoo.call.problem", "flashzoo.workloads"},
     "merge": {"torch", "flashzoo.call.check"},
-    "append": {"torch", "flashzoo.call.check", "flashzoo.transforms"},
+    "append": {"torch", "flashzoo.call.check", "flashzoo.call.operands", "flashzoo.transforms"},
     "lengths": {"torch", "flashzoo.call.forms"},
     "masks": {"torch", "typing_extensions", BLOCK_MASK, "flashzoo.call.forms"},
     "_sass": set(),
