@@ -58,7 +58,11 @@ fp32 because its sums may be as long as the sequence (3.3 measured at 65537 keys
 GRAD_ROWS = {"fp16": 1.5, "bf16": 1.5, "fp32": 4.0, "fp64": 4.0, "fp8": 1.5}
 """The L2 error of each `ROWS` rows of a head of a gradient over the yardstick's there, or over a rounding of what is there: the last
 keys under a causal mask, whose dV is small, are nothing in the norm of the whole tensor. Beside a sink or an outlier, or where scores are
-large, a row's error is one rounding's and a few rows have most of it: what chance adds to the norm of n is allowed, 2/sqrt(n)."""
+large, a row's error is one rounding's and a few rows have most of it: what chance adds to the norm of n is allowed, 2/sqrt(n), where n is
+how many rows there would be if all had as much of it. And the yardstick's may be small by luck: at least `USUAL` of what its roundings give
+it counts."""
+USUAL = 0.45
+"""What the yardstick errs of its roundings, each at its largest: see `YARDSTICK`."""
 GRAD_MAX = {"fp16": 4.0, "bf16": 4.0, "fp32": 6.0, "fp64": 6.0, "fp8": 4.0}
 """A gradient's largest error over the yardstick's: tails are longer where atomics or split sums add up, and see GRAD_L2."""
 SPREAD = 4.0
@@ -169,6 +173,8 @@ class Judge:
         if (mask is not None) != masked:
             raise ValueError(f"mask must be given with a block mask or lengths on the device, got {problem} and a mask {mask is not None}")
         q, k, v = q.detach(), k.detach(), v.detach()
+        if problem.precision == "fp8" and mask is not None and "cache" in problem.features:
+            k, v = _up_to_the_last_seen(k, mask), _up_to_the_last_seen(v, mask)
         self.problem = problem
         self._dtype = TORCH_DTYPES[problem.out_dtype]
         self._eps = max(torch.finfo(self._dtype).eps, ORACLE_EPS)
@@ -231,19 +237,25 @@ class Judge:
         return found
 
     @cached_property
+    def _roundings(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """By name, the yardstick's errors and what its roundings should give it."""
+        errors, expected = of_yardstick(*self._of_yardstick)
+        return errors.items(), expected.items()
+
+    @cached_property
     def of_yardstick(self) -> list[Check]:
         """The yardstick against the oracle, by what its roundings explain: the suite asks it with every result that is held to it.
 
         For numbers drawn at random alone: where they repeat, or are all of one sign, roundings go together and add up to more.
         """
-        errors, expected = (x.items() for x in of_yardstick(*self._of_yardstick))
+        errors, expected = self._roundings
         found = []
         for name in errors:
             error, budget = errors[name].abs(), expected[name]
             if not error.numel():
                 continue
             if name == "lse":
-                budget *= YARDSTICK_LSE
+                budget = budget * YARDSTICK_LSE
             else:
                 few = 1 / of_blocks(torch.ones_like(error))  # the root of the number of elements
                 error, budget = of_blocks(error), YARDSTICK * (1 + few) * of_blocks(budget)
@@ -342,12 +354,15 @@ class Judge:
 
     def _gradient_rows_budget(self, name: str) -> Tensor:
         ref = self.reference.items()[name]
-        budget = self._yard_blocks[name] + max(RMS_ROUNDING * self._eps, self._of_scores()) * of_blocks(ref)
+        expected = self._roundings[1][name]
+        budget = torch.maximum(self._yard_blocks[name], USUAL * of_blocks(expected))
+        budget += max(RMS_ROUNDING * self._eps, self._of_scores()) * of_blocks(ref)
         # what the dtype and a flushed exponential can't resolve
         smallest = torch.finfo(self._dtype).smallest_normal * self._eps / 2 + SMALLEST * self._terms[f"{name} over P"]
         budget += smallest * math.sqrt(ROWS * ref.shape[-1])
-        rows = (torch.arange(budget.shape[2], device=ref.device) * -ROWS + ref.shape[1]).clamp_max(ROWS)
-        budget = GRAD_ROWS[self.problem.numerics] * (1 + 2 * rows.rsqrt()) * budget
+        of_rows = expected.square().sum(-1, keepdim=True)
+        rows = (of_blocks(of_rows.sqrt()) / of_blocks(of_rows).sqrt()).pow(4)  # the square of a sum over the sum of squares
+        budget = GRAD_ROWS[self.problem.numerics] * (1 + 2 * rows.nan_to_num(1).clamp_min(1).rsqrt()) * budget
         return budget.clamp_min(self._cancelled(name) * math.sqrt(ROWS * ref.shape[-1]))
 
     def _gradient_l2_budget(self, name: str) -> float:
@@ -377,6 +392,12 @@ class Judge:
 
 
 _GRADIENTS = ("dq", "dk", "dv")
+
+
+def _up_to_the_last_seen(x: Tensor, mask: Tensor) -> Tensor:
+    """Keys or values of caches with zeros for what is not used: no version reads it, and the yardstick's scales would be coarser for it."""
+    used = mask.any(2).flip(-1).cummax(-1).values.flip(-1)  # (batch, 1, seqlen_k)
+    return x.masked_fill(~used.transpose(1, 2)[..., None], 0)
 
 
 def _yardstick(
