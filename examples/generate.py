@@ -101,18 +101,20 @@ def rotary(x: Tensor, at: Tensor) -> Tensor:
 
 
 class Model(nn.Module):
-    """Tokens `(batch, seqlen)` to the logits of each next one `(batch, seqlen, vocabulary)`; embeddings tied."""
+    """Tokens `(batch, seqlen)` to the logits of each next one `(batch, seqlen, vocabulary)`."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
         self.tokens, self.norm = nn.Embedding(args.vocabulary, args.hidden), nn.RMSNorm(args.hidden)
+        # No part of the embedding, by which a model with random weights would write its last token for ever, whatever came before.
+        self.head = Linear(args.hidden, args.vocabulary)
         self.layers = nn.ModuleList(Layer(args) for _ in range(args.layers))
 
     def forward(self, ids: Tensor, cache: NoCache | Paged | Static, used: Tensor) -> Tensor:
         x = self.tokens(ids)
         for i, layer in enumerate(self.layers):
             x = layer(x, i, cache, used)
-        return F.linear(self.norm(x), self.tokens.weight)
+        return self.head(self.norm(x))
 
 
 def generate(model: Model, cache: Paged | Static, prompts: list[Tensor], new: int) -> tuple[Tensor, float]:

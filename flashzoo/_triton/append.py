@@ -24,15 +24,23 @@ def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, seqused_k: Te
     capacity = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     strides = tuple(stride for x in tensors for stride in x.stride()[:3])
     page_size = 0 if page_table is None else k_cache.shape[1]
-    launch = append_launch(tuple(k.shape), v.shape[3], strides, (capacity, *pages), page_size)
+    launch = append_launch(tensors[0].dtype, tuple(k.shape), v.shape[3], strides, (capacity, *pages), page_size)
     launch((*tensors, seqused_k, page_table), ())
 
 
 @lru_cache(maxsize=1024)
-def append_launch(shape: tuple[int, ...], head_dim_v: int, strides: tuple[int, ...], sizes: tuple[int, int, int], page_size: int) -> Launch:
+def append_launch(
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    head_dim_v: int,
+    strides: tuple[int, ...],
+    sizes: tuple[int, int, int],
+    page_size: int,
+) -> Launch:
     """The launch of `append_kernel`.
 
     Args:
+        dtype: of all tensors: a `Launch` is for tensors of the dtypes that it was first called with.
         shape: of the new keys.
         head_dim_v: of the new values.
         strides: over batch (pages), rows and heads of both caches, and of the new keys and values.
