@@ -16,6 +16,9 @@ WARPGROUP = 32 * WARPS
 WARPGROUP_ROWS = 64
 """Rows of a consumer warpgroup: the M of one WGMMA."""
 
+RAGGED_ROWS = 1 << 30
+"""Rows, at most, of packed sequences that TMA reads: `flashzoo/_cute/tma.py` has the reason."""
+
 PEAKS = (
     ("B200", 2250, 75),
     ("B300", 2250, 75),

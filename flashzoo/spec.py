@@ -96,7 +96,7 @@ class Spec:
         auto: the devices, of "cuda" and "cpu", on which `version="auto"` may choose it.
         memory: "linear" or "quadratic" in seqlen.
         batch_invariant: of packed sequences each has the bits that it has alone, and of a batch's caches those that it has beside any
-            others, whatever is there, numbers that are none too.
+            others, whatever is there, numbers that are none too; gradients with deterministic=True.
         faults: `(device, start of a test's id, sentence)`: what is known to be wrong in code that is not ours. The suite
             skips those cases and gives the sentence as its reason; `explain` tells it.
         check: sentences for what the fields above can't say; empty where the problem is taken.
@@ -160,7 +160,7 @@ class Spec:
     def unsupported(self, problem: Problem) -> list[str]:
         """Why this version can't take the problem, one sentence a reason, all of them; empty where it can."""
         # Where the hardware won't do, or the dtype, an installation would not help.
-        reasons = self._hardware(problem) or [f"needs the package {missing}" for missing in _missing(self.requires)]
+        reasons = self._hardware(problem) or [f"needs the package {package}" for package in missing(self.requires)]
         for name in ("head_dim", "head_dim_v") if "head_dim_v" in problem.features else ("head_dim",):
             if getattr(problem, name) not in self.head_dims:
                 reasons.append(f"takes {name} {_describe(self.head_dims)}, got {getattr(problem, name)}")
@@ -169,9 +169,9 @@ class Spec:
         if problem.grad and self.backward is None:
             reasons.append("has no backward pass, and an input requires grad")
         elif problem.grad and self.backward is not None:
-            missing = (problem.features & self.features) - self.backward
-            reasons += [f"its backward pass does not support {FEATURES[name].asked}" for name in sorted(missing)]
-            reasons += [f"its backward pass needs the package {missing}" for missing in _missing(self.backward_requires)]
+            forward_only = (problem.features & self.features) - self.backward
+            reasons += [f"its backward pass does not support {FEATURES[name].asked}" for name in sorted(forward_only)]
+            reasons += [f"its backward pass needs the package {package}" for package in missing(self.backward_requires)]
             if problem.dtype == "e4m3":
                 reasons.append("e4m3 inputs have no gradients, and an input requires grad")
         if self.interpreted(problem):
@@ -216,7 +216,8 @@ class Spec:
         return []
 
 
-def _missing(packages: tuple[str, ...]) -> list[str]:
+def missing(packages: tuple[str, ...]) -> list[str]:
+    """Those of the packages that are not installed, each with how to install it."""
     return [
         f"{package!r}, which is not installed (pip install {_DISTRIBUTIONS.get(package, package)!r})"
         for package in packages

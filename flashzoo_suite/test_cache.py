@@ -10,7 +10,7 @@ from torch import Tensor
 
 import flashzoo
 from flashzoo import Problem
-from flashzoo_suite.support import DEVICE, Result, both, draw, same_bits
+from flashzoo_suite.support import DEVICE, Result, alike, both, draw, in_fixed_order, same_bits
 
 asks = pytest.mark.asks
 SIZES = {"batch": 4, "seqlen_q": 6, "seqlen_k": 150, "used_k": True}
@@ -39,12 +39,13 @@ def called(version: str, tensors: tuple[Tensor, ...], problem: Problem, dout: Te
 @asks(KINDS, both=True, **SIZES)
 def test_what_is_not_used_is_not_read(version, problem):
     """To the bit, whatever lies there; and gets gradients of 0."""
+    problem = in_fixed_order(version, problem)
     (q, k, v), dout, dlse = draw(problem)
     plain = called(version, (q, k, v), problem, dout, dlse, *USED)
     beyond = (torch.arange(problem.seqlen_k, device=DEVICE) >= numbers(*USED)[:, None])[:, :, None, None]
     k, v = (torch.where(beyond, torch.nan, x.double()).to(x.dtype) for x in (k, v))
     found = called(version, (q, k, v), problem, dout, dlse, *USED)
-    assert all(same_bits(x, plain.items()[name]) for name, x in found.items().items())
+    assert alike(problem, found, plain)
     if problem.grad:
         assert not found.dk.masked_select(beyond).any() and not found.dv.masked_select(beyond).any()
     assert not found.out[1].any() and (found.lse is None or bool((found.lse[1] == -torch.inf).all()))
@@ -71,6 +72,7 @@ def test_each_is_as_a_batch_of_that_length(version, problem):
 def test_each_has_its_bits_beside_any_others(version, problem):
     if not flashzoo.versions()[version].batch_invariant:
         pytest.skip(f"the Spec of {version} does not promise it")
+    problem = in_fixed_order(version, problem)
     tensors, dout, dlse = draw(problem)
     found = called(version, tensors, problem, dout, dlse, *USED)
     for b, length in enumerate(USED):
@@ -85,10 +87,11 @@ def test_each_has_its_bits_beside_any_others(version, problem):
 
 @asks({"full": {}, "causal": {"causal": True}}, both=True, **SIZES)
 def test_numbers_that_lie_are_cut_off(version, problem):
+    problem = in_fixed_order(version, problem)
     (q, k, v), dout, dlse = draw(problem)
     lies = called(version, (q, k, v), problem, dout, dlse, 151, -1, 1 << 30, -(1 << 30))
     right = called(version, (q, k, v), problem, dout, dlse, 150, 0, 150, 0)
-    assert all(same_bits(x, right.items()[name]) for name, x in lies.items().items())
+    assert alike(problem, lies, right)
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ from flashzoo.accuracy import Judge
 from flashzoo.call.check import options_of
 from flashzoo.compare import DESCALES
 from flashzoo.workloads import descales
-from flashzoo_suite.support import DEVICE, Result, accept, both, draw, forward, ranges_of, same_bits, seen_by
+from flashzoo_suite.support import DEVICE, Result, accept, both, draw, forward, in_fixed_order, ranges_of, same_bits, seen_by
 
 asks = pytest.mark.asks
 SIZES = {"seqlen_q": 170, "seqlen_k": 170, "sequences": 6}
@@ -79,11 +79,16 @@ def test_descales_of_rows_that_nobody_has_are_not_asked_for(version, problem):
     assert not out[~mine].any() and bool(out[mine].any()) == bool(problem.sequences)
 
 
-@asks(KINDS, both=True, **SIZES)
+# On a GPU long ones too, whose gradients are summed from many blocks.
+LONG = {"long_gqa": KINDS["causal_gqa"] | {"seqlen_q": 2000, "seqlen_k": 2000, "sequences": 3}} if DEVICE == "cuda" else {}
+
+
+@asks(KINDS | LONG, both=True, **SIZES)
 def test_each_sequence_is_what_it_is_alone(version, problem):
     """To the bit, gradients too, whatever its neighbours are: here numbers that are none."""
     if not flashzoo.versions()[version].batch_invariant:
         pytest.skip(f"the Spec of {version} does not promise it")
+    problem = in_fixed_order(version, problem)
     (q, k, v), dout, _ = draw(problem)
     q, k, v, dout = (x[0] for x in (q, k, v, dout))
     dout = dout if problem.grad else None

@@ -164,6 +164,8 @@ def configuration(random: Random, versions: list[str], device: str) -> Configura
         scored=tuple(f"{name}:{random.choice(values)}" for name, (values, _) in SCORES.items() if asks(name, 0.3)),
         mask=mask,
     )
+    if packed and not wild and spec.unsupported(call.problem(device)):  # not everybody packs what is to be quantised
+        call = replace(call, lengths=None, used=None)
     return Configuration(call, sides, _layouts(random), wild)
 
 

@@ -60,7 +60,7 @@ MAY_IMPORT = {
     "lengths": {"torch", "flashzoo.call.forms"},
     "masks": {"torch", "typing_extensions", BLOCK_MASK, "flashzoo.call.forms"},
     "_sass": set(),
-    "_triton": {"torch", "triton", "flashzoo._sass", "flashzoo._triton", "flashzoo.call.operands", "flashzoo.call.problem"},
+    "_triton": {"torch", "triton", "flashzoo._sass", "flashzoo._triton", "flashzoo.gpu", "flashzoo.call.operands", "flashzoo.call.problem"},
     "_cute": {"torch", "cuda", "cutlass", "flashzoo._cute", "flashzoo.dtypes", "flashzoo.gpu"},
 }
 A_VERSION_MAY_IMPORT = {"torch", "triton", "cutlass", "flashzoo._triton", "flashzoo._cute"}

@@ -30,10 +30,10 @@ from flashzoo._triton.packed_kernels import COLUMNS
 from flashzoo.call.operands import Operands
 from flashzoo.gpu import SHARED_LIMIT, WARPGROUP_ROWS
 from flashzoo.v3 import FP8_SPEC, fp8, launch, launch_fp8, packed
-from flashzoo.v3.config import BACKWARD, HOPPER_PACKED, kernel_backward_for, kernel_for, kernel_fp8_for, pack_gqa_for, prepares
+from flashzoo.v3.config import BACKWARD, HOPPER, kernel_backward_for, kernel_for, kernel_fp8_for, pack_gqa_for, prepares
 from flashzoo.v3.explain import describe_fp8, refusals_fp8
 from flashzoo.v3.fp8 import Descale, Scaling, SoftmaxFp8
-from flashzoo.v3.packed import BoundsBackwardPacked, BoundsPacked, Entry, ParamsPacked, TileSchedulerPacked, right_aligned
+from flashzoo.v3.packed import BoundsBackwardPacked, BoundsPacked, Entry, ParamsPacked, TileSchedulerPacked, of_ragged
 from flashzoo.v3.programs import TABLE, arguments_of
 from flashzoo.v3.traits import ENTRY, Kernel, KernelBackward, KernelBackwardPacked, KernelFp8Packed, KernelPacked, Tiles, TilesBackward
 from flashzoo.workloads import descales
@@ -96,7 +96,7 @@ def scheduler_of(problem: Problem, operands: Operands, kernel: Kernel | KernelBa
     pack = 0 if of_keys else pack_gqa_for(p, kernel.tiles.block_q)
     rows, block = (p.seqlen_k, kernel.tiles.block_kv) if of_keys else (p.seqlen_q, kernel.tiles.block_q >> pack)
     heads, group = (p.heads_kv, p.heads // p.heads_kv) if of_keys else (p.heads >> pack, p.heads // p.heads_kv >> pack)
-    table = tiles_of(p, operands, block, of_keys)
+    table = tiles_of(p, operands, 64, block)[1] if of_keys else tiles_of(p, operands, block)[0]
     assert table.shape == (p.entries(rows, block), ENTRY)
     sizes = (p.seqlen_q, p.seqlen_k, heads, group, pack, *p.reach, p.entries(rows, block), heads, 1, None)
     return TileSchedulerPacked(ParamsPacked(kernel, *sizes, Memory(table.flatten().tolist())))
@@ -132,7 +132,7 @@ def test_every_head_dim_has_kernels_that_fit():
         problem = replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim_v)
         forward, backward = kernel_for(problem), kernel_backward_for(problem)
         assert isinstance(forward, KernelPacked) and isinstance(backward, KernelBackwardPacked)
-        assert forward.tiles in HOPPER_PACKED.values() and backward.tiles in BACKWARD.values()
+        assert forward.tiles in HOPPER.values() and backward.tiles in BACKWARD.values()
         assert max(forward.shared_bytes, backward.shared_bytes) <= SHARED_LIMIT[90]
 
 
@@ -289,15 +289,18 @@ def test_tiles_add_to_dq_in_the_order_in_which_they_begin(case, span, tiling, on
 
 @every_case
 @pytest.mark.parametrize("span", ["full", "causal"])
-def test_the_longest_tiles_begin_first(case, span, on_integers):
-    """By blocks of keys; how far a window reaches to the left is not looked at."""
+@pytest.mark.parametrize("of_keys", [False, True], ids=["queries", "keys"])
+def test_the_longest_sequence_begins_first_and_of_each_its_longest_tiles(case, span, of_keys, on_integers):
+    """One sequence after the other, as tiles that run together share what they read."""
     problem = asked(case, span, heads=2)
-    kernel = kernel_for(problem)
-    scheduler, walked = scheduler_of(problem, operands_of(case), kernel), []
+    kernel, bounds_of = (kernel_backward_for(problem), BoundsBackwardPacked) if of_keys else (kernel_for(problem), BoundsPacked)
+    scheduler, walked = scheduler_of(problem, operands_of(case), kernel), {}
     for work in works(scheduler):
-        begin, end = BoundsPacked(scheduler.params, scheduler.work_tile(work)).block_range()
-        walked.append((end - begin) * kernel.tiles.block_kv)
-    assert all(later <= earlier + 2 * kernel.tiles.block_kv for earlier, later in pairwise(walked))
+        begin, end = bounds_of(scheduler.params, scheduler.work_tile(work)).block_range()
+        walked.setdefault((work.rows_q if of_keys else work.rows_k, work.number), []).append(end - begin)
+    assert [length for length, _ in walked] == sorted((length for length, _ in walked), reverse=True)
+    assert len(walked) == len({number for _, number in walked}), "a sequence in two places"
+    assert all(later <= earlier for tiles in walked.values() for earlier, later in pairwise(tiles))
 
 
 def reached(tma: TensorMap, *place: int) -> int | None:
@@ -305,25 +308,21 @@ def reached(tma: TensorMap, *place: int) -> int | None:
     sizes, strides, *_ = tma._shape
     if not all(0 <= at < size for at, size in zip(place, sizes, strict=True)):
         return None
-    return sum(at * stride for at, stride in zip(place[1:], strides, strict=True)) - tma._before
+    return sum(at * stride for at, stride in zip(place[1:], strides, strict=True)) % 2**64
 
 
 @pytest.mark.parametrize("strides", [(4 * 64, 64), (9 * 64, 128), (64, 40 * 64)], ids=["bshd", "padded", "bhsd"])
 def test_past_a_sequences_end_is_outside_for_tma(strides):
-    """And before it is the sequence's own row: of k and v, and of q, whose heads may be packed."""
-    problem = replace(PLAIN, seqlen_q=40, seqlen_k=40, heads_kv=4)
+    """And before it is the sequence's own row; and the descriptor begins where the tensor does."""
     picks, (by_row, by_head) = random.Random(0), strides
-    of_rows = map_of_rows("fp16", (1, 40, 4, 64), (40 * by_row, by_row, by_head, 1), 64, 16, True)
-    of_queries = {pack: launch._map_of_queries(problem, "fp16", 64, 64, pack, (40 * by_row, by_row, by_head, 1)) for pack in (0, 1, 2)}
+    tma = map_of_rows("fp16", (1, 40, 4, 64), (40 * by_row, by_row, by_head, 1), 64, 16, ragged=True)
+    assert reached(tma, 0, 0, 0, 0, 0) == 0 and all(stride < 2**40 and stride % 16 == 0 for stride in tma._shape[1])
     for _ in range(200):
         first = picks.randrange(41)
         rows = picks.randrange(41 - first)
         row, head = picks.randrange(60), picks.randrange(4)
         expected = 2 * ((first + row) * by_row + head * by_head) if row < rows else None
-        assert reached(of_rows, 0, *right_aligned(row, head, first, rows, 40)) == expected
-        for pack, tma in of_queries.items():
-            place = right_aligned(row, head >> pack, first, rows, 40)
-            assert reached(tma, 0, head & ((1 << pack) - 1), *place) == expected
+        assert reached(tma, 0, *of_ragged(row, head, first, rows)) == expected
 
 
 KERNELS = {
@@ -345,7 +344,7 @@ def test_what_lies_where_before_and_after_the_kernel(case, kernel, on_integers):
     delta, lse_log2 = torch.full((2, blocks, block_q), torch.nan)
     dq_sum = torch.full((blocks, kernel.tiles.consumers, block_q * kernel.width // kernel.tiles.consumers), torch.nan)
     turns = torch.full((blocks, kernel.semaphores), -1, dtype=torch.int32)
-    tiles = tiles_of(p, operands, block_q)
+    tiles, _ = tiles_of(p, operands, block_q)
     launch.delta_launch(p, kernel, out.stride(), dout.stride(), True)((out, dout, lse, dlse, delta, lse_log2, dq_sum, turns, tiles), ())
 
     of_rows = (out.float() * dout.float()).sum(3).transpose(1, 2)[0] - dlse[0]

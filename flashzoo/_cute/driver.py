@@ -92,14 +92,10 @@ class TensorMap:
         strides: in bytes, of all dimensions but the innermost; multiples of 16.
         box: sizes of what one TMA instruction moves.
         row_bytes: bytes of a row of the box: 64 or 128, which is the swizzle on chip.
-        before: how many bytes before the tensor, a multiple of 16, the place lies whose coordinates are all 0.
     """
 
-    def __init__(
-        self, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], row_bytes: int, before: int = 0
-    ) -> None:
-        self._text = f"TMA descriptor for {dtype}, sizes {sizes}, strides {strides}, box {box}, rows of {row_bytes} bytes, {before} before"
-        self._before = before
+    def __init__(self, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], row_bytes: int) -> None:
+        self._text = f"TMA descriptor for {dtype}, sizes {sizes}, strides {strides}, box {box}, rows of {row_bytes} bytes"
         rank = len(sizes)
         self._first = (TMA_DTYPES[dtype], rank)
         sides = (c_uint64 * rank)(*sizes), (c_uint64 * (rank - 1))(*strides)
@@ -115,7 +111,7 @@ class TensorMap:
         """
         memory = (c_char * (_TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT))()
         start = -ctypes.addressof(memory) % _TENSOR_MAP_ALIGNMENT
-        arguments = (ctypes.addressof(memory) + start, *self._first, address - self._before, *self._shape, *self._last)
+        arguments = (ctypes.addressof(memory) + start, *self._first, address, *self._shape, *self._last)
         error = _driver().cuTensorMapEncodeTiled(*arguments)
         if error and _make_current(torch.cuda.current_device()):
             error = _driver().cuTensorMapEncodeTiled(*arguments)

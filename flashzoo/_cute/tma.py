@@ -7,6 +7,7 @@ from torch import Tensor
 
 from flashzoo._cute.driver import TensorMap
 from flashzoo.dtypes import BYTES
+from flashzoo.gpu import RAGGED_ROWS
 
 Ints = tuple[int, ...]
 
@@ -40,7 +41,7 @@ def in_bytes(dtype: str, strides: Ints, sizes: Ints) -> list[int]:
     return [BYTES[dtype] * stride if size > 1 else 16 for stride, size in zip(strides, sizes, strict=False)]
 
 
-def tensor_map(dtype: str, sizes: Ints, strides: Ints, width: int, box: Ints, before: int = 0) -> TensorMap:
+def tensor_map(dtype: str, sizes: Ints, strides: Ints, width: int, box: Ints) -> TensorMap:
     """Descriptors for tiles of that width: rows on chip are 128 bytes, or 64 where only those divide it.
 
     Args:
@@ -49,22 +50,25 @@ def tensor_map(dtype: str, sizes: Ints, strides: Ints, width: int, box: Ints, be
         strides: in bytes, of all dimensions but the innermost.
         width: of a tile, in elements.
         box: sizes of what one instruction moves, but for the innermost dimension's.
-        before: as `TensorMap` has it.
     """
     size = BYTES[dtype]
     row_bytes = 128 if size * width % 128 == 0 else 64
-    return TensorMap(dtype, sizes, strides, (row_bytes // size, *box), row_bytes, before)
+    return TensorMap(dtype, sizes, strides, (row_bytes // size, *box), row_bytes)
 
 
-def map_of_rows(dtype: str, shape: Ints, strides: Ints, width: int, rows: int, packed: bool = False) -> TensorMap:
-    """Descriptors of a tensor `(batch, seqlen, heads, head_dim)`, as head dim, seqlen, heads, batch, for boxes of `rows` rows.
+def map_of_rows(dtype: str, shape: Ints, strides: Ints, width: int, rows: int, heads: int = 1, ragged: bool = False) -> TensorMap:
+    """Descriptors of a tensor `(batch, seqlen, heads, head_dim)`, as head dim, heads, seqlen, batch, for boxes of so many rows and heads.
 
-    Packed, where the batch is one, as head dim, rows, heads, end: coordinates (row, head, end) are those of the row `seqlen - row`
-    before row `end`. So the rows of a sequence that ends there are the last of the dimension, and what follows is outside of it.
+    Ragged, where the batch is one that sequences of many lengths are packed in, as head dim, heads, row, end, back: at `(row, end, back)`
+    `(R - n + i, end, R)`, where R is `RAGGED_ROWS`, lies row i of the n rows before row `end`. They are the last of the dimension, and
+    what follows them is outside of it: zeros to read, and not written. R rows back is as far as R rows of the dimension are forward:
+    R times its stride is that less 2^64, which addresses are taken modulo. So coordinates that are all 0 are the tensor's first element,
+    and nothing of a box is anywhere but in the tensor: TMA faults at a load whose descriptor begins where no memory is, though it reads
+    nothing there. (Triton's `ragged_tma` and quack have the same trick.)
     """
-    batch, seqlen, heads, head_dim = shape
+    batch, seqlen, of_heads, head_dim = shape
     by_batch, by_row, by_head = in_bytes(dtype, strides, shape[:3])
-    if packed:
-        sizes, steps, before = (head_dim, seqlen, heads, seqlen + 1), (by_row, by_head, by_row), seqlen * by_row
-        return tensor_map(dtype, sizes, steps, width, (rows, 1, 1), before)
-    return tensor_map(dtype, (head_dim, seqlen, heads, batch), (by_row, by_head, by_batch), width, (rows, 1, 1))
+    if not ragged:
+        return tensor_map(dtype, (head_dim, of_heads, seqlen, batch), (by_head, by_row, by_batch), width, (heads, rows, 1))
+    sizes, back = (head_dim, of_heads, RAGGED_ROWS, seqlen + 1, RAGGED_ROWS + 1), -by_row % (2**64 // RAGGED_ROWS)
+    return tensor_map(dtype, sizes, (by_head, by_row, by_row, back), width, (heads, rows, 1, 1))

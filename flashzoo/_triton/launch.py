@@ -10,14 +10,18 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashzoo._triton.interpreter import interpret
+from flashzoo.gpu import RAGGED_ROWS
+
+RAGGED = 5
+"""Dimensions of a descriptor of packed sequences: back, end, rows, heads, head dim, as `flashzoo/_cute/tma.py` has them."""
 
 
 class Launch:
     """One kernel, one grid, one choice of scalars and constexprs; calling it with the tensors launches it.
 
     Triton's own launch path looks at every argument of every call (types, divisibility, whether it is 1) to find the
-    compiled kernel. Here all but the addresses is fixed, so what was found once is reused: the key that is left is
-    which tensors are 16-byte aligned, and the device.
+    compiled kernel. Here all but the addresses is fixed, dtypes too, so what was found once is reused: the key that is left
+    is which tensors are 16-byte aligned, and the device.
 
     Args:
         kernel: the `@triton.jit` function. Its parameters are, in this order: tensors, floats, the scalars, constexprs.
@@ -27,7 +31,7 @@ class Launch:
         num_warps, num_stages: Triton's options.
         aligned: every tensor of every call starts at a multiple of 16 bytes.
         tma_tiles: for each tensor, the tile that TMA reads of it, to pass it as a tensor descriptor, or None to pass it
-            as a pointer; empty to pass all as pointers.
+            as a pointer; empty to pass all as pointers. A tile of `RAGGED` dimensions is of packed sequences.
     """
 
     def __init__(
@@ -82,4 +86,8 @@ class Launch:
 def _descriptor(x: Tensor, tile: tuple[int, ...]) -> TensorDescriptor:
     # The stride of a dimension of size 1 means nothing to torch and may be anything; TMA wants multiples of 16 bytes.
     strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(tile))
+    if len(tile) < RAGGED:
+        return TensorDescriptor(x, list(x.shape), [*strides, 1], list(tile))
+    (_, rows, *shape), (_, row, head) = x.shape, strides
+    back = -row * x.itemsize % (2**64 // RAGGED_ROWS) // x.itemsize
+    return TensorDescriptor(x, [RAGGED_ROWS + 1, rows + 1, RAGGED_ROWS, *shape], [back, row, row, head, 1], list(tile))

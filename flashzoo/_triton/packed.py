@@ -24,27 +24,33 @@ def blocks(problem: Problem, rows: int, block: int) -> int:
     return problem.entries(rows, block)
 
 
-def tiles_of(problem: Problem, operands: Operands, block: int, of_keys: bool = False) -> Tensor | None:
-    """The table for blocks of queries, or of keys: int32 `(blocks, COLUMNS)`; None where nothing is packed."""
+def tiles_of(problem: Problem, operands: Operands, block_q: int, block_kv: int = 0) -> tuple[Tensor | None, Tensor | None]:
+    """The table for blocks of queries, and the one for blocks of keys, None where block_kv is 0: int32 `(blocks, COLUMNS)`, by one kernel.
+    None where nothing is packed."""
     ranges = operands.ranges
     if ranges is None:
-        return None
-    rows = problem.seqlen_k if of_keys else problem.seqlen_q
-    tiles = torch.empty((blocks(problem, rows, block), COLUMNS.value), dtype=torch.int32, device=ranges.cu_seqlens_q.device)
+        return None, None
+    device = ranges.cu_seqlens_q.device
+    tiles = torch.empty((problem.entries(problem.seqlen_q, block_q), COLUMNS.value), dtype=torch.int32, device=device)
+    of_keys = None
+    if block_kv:
+        of_keys = torch.empty((problem.entries(problem.seqlen_k, block_kv), COLUMNS.value), dtype=torch.int32, device=device)
     used = ranges.cu_seqlens_k if ranges.seqused_k is None else ranges.seqused_k
-    _launch(problem, block, of_keys)((ranges.cu_seqlens_q, ranges.cu_seqlens_k, used, tiles), ())
-    return tiles
+    _launch(problem, block_q, block_kv)((ranges.cu_seqlens_q, ranges.cu_seqlens_k, used, tiles, of_keys), ())
+    return tiles, of_keys
 
 
 @lru_cache(maxsize=1024)
-def _launch(problem: Problem, block: int, of_keys: bool) -> Launch:
-    assert problem.sequences is not None
-    rows = problem.seqlen_k if of_keys else problem.seqlen_q
-    constexprs = {"BLOCK": block, "OF_KEYS": of_keys, "USED": problem.used_k, "RIGHT": problem.span[1] is not None}
+def _launch(problem: Problem, block_q: int, block_kv: int) -> Launch:
+    p = problem
+    assert p.sequences is not None
+    programs = cdiv(p.entries(p.seqlen_q, block_q), SLOTS)
+    of_keys = cdiv(p.entries(p.seqlen_k, block_kv), SLOTS) if block_kv else 0
+    constexprs = {"BLOCK_Q": block_q, "BLOCK_KV": block_kv, "USED": p.used_k, "RIGHT": p.span[1] is not None}
     return Launch(
         tiles_kernel,
-        cdiv(blocks(problem, rows, block), SLOTS),
-        (problem.sequences, problem.seqlen_q, problem.seqlen_k),
+        programs + of_keys,
+        (p.sequences, p.seqlen_q, p.seqlen_k, programs),
         {**constexprs, "SLOTS": SLOTS, "CHUNK": CHUNK},
         num_warps=4,
         num_stages=1,

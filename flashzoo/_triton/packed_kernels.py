@@ -3,8 +3,9 @@
 1. A sequence that begins at row `first` has the slots from `first // BLOCK` plus its number on: enough for its blocks, whatever the
    lengths, so the number of slots follows from the rows and the number of sequences alone.
 2. Each slot finds its sequence by counting those that begin before it.
-3. Its place in the table is how many blocks have more work, plus how many of as much work come before: longest first, no sorting, and
-   no atomics. Slots without a block come last.
+3. Its place in the table is how many blocks the sequences have that are longer, or as long and before its own, plus how many of its own
+   sequence go first: no sorting, and no atomics. So the longest sequence comes first, and of each the blocks with the most work; and
+   programs that run together are of one sequence, whose keys and values L2 then has for all of them. Slots without a block come last.
 
 Rows before the first sequence and behind the last are a sequence each, whose queries see no key: so they are written, too. What lies
 outside of the tensors is clamped, and where the values fall no row is of any sequence: so the table is whole whatever they are.
@@ -45,17 +46,6 @@ def _lengths(cu_q, cu_k, used_k, number, sequences, total_q, total_k, OF_KEYS: t
 
 
 @triton.jit
-def _work(rows_q, rows_k, blocks, BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, RIGHT: tl.constexpr):
-    """What the blocks of a sequence see of the other side, in blocks. Under a right bound each sees one more than another, the first of
-    them one more than this: up to the last query, or from the last key on."""
-    if RIGHT:
-        least = (rows_k - rows_q) // BLOCK if not OF_KEYS else (rows_q - rows_k) // BLOCK
-        return tl.maximum(least, -blocks)
-    else:
-        return tl.cdiv(rows_q if OF_KEYS else rows_k, BLOCK)
-
-
-@triton.jit
 def _falls(cu_q, cu_k, sequences, CHUNK: tl.constexpr):
     """Whether some sequence ends before it begins."""
     falls = 0
@@ -68,13 +58,13 @@ def _falls(cu_q, cu_k, sequences, CHUNK: tl.constexpr):
     return falls > 0
 
 
-@triton.jit(do_not_specialize=["sequences", "total_q", "total_k"])
-def tiles_kernel(
-    cu_q, cu_k, used_k, tiles, sequences, total_q, total_k,
+@triton.jit
+def _table(
+    program, cu_q, cu_k, used_k, tiles, sequences, total_q, total_k,
     BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, USED: tl.constexpr, RIGHT: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The table for blocks of BLOCK queries, or keys."""
-    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    """Some slots of the table for blocks of BLOCK queries, or keys."""
+    slot = program * SLOTS + tl.arange(0, SLOTS)
     slots = (total_k if OF_KEYS else total_q) // BLOCK + sequences + 2
     sequences = tl.where(_falls(cu_q, cu_k, sequences, CHUNK), 0, sequences)
     number = tl.zeros([SLOTS], tl.int32) - 1
@@ -86,32 +76,23 @@ def tiles_kernel(
     first_q, rows_q, first_k, rows_k, owned = _lengths(cu_q, cu_k, used_k, number, sequences, total_q, total_k, OF_KEYS, USED)
     nth = slot - (first_k if OF_KEYS else first_q) // BLOCK - number
     n_blocks = tl.cdiv(owned, BLOCK)
-    least = _work(rows_q, rows_k, n_blocks, BLOCK, OF_KEYS, RIGHT)
-    work = least + (nth if not OF_KEYS else n_blocks - 1 - nth) + 1 if RIGHT else least
+    length = rows_q if OF_KEYS else rows_k  # what a block walks at most
 
-    more = tl.zeros([SLOTS], tl.int32)  # blocks with more work, and of as much work those that come before
+    ahead = tl.zeros([SLOTS], tl.int32)  # blocks of the sequences that go first
     before = tl.zeros([SLOTS], tl.int32)  # blocks of the sequences up to this one
     every = 0
     for start in tl.range(0, sequences + 2, CHUNK):
         other = start + tl.arange(0, CHUNK)
         _, rows_q_o, _, rows_k_o, owned_o = _lengths(cu_q, cu_k, used_k, other, sequences, total_q, total_k, OF_KEYS, USED)
         blocks_o = tl.where(other < sequences + 2, tl.cdiv(owned_o, BLOCK), 0)
-        least_o = _work(rows_q_o, rows_k_o, blocks_o, BLOCK, OF_KEYS, RIGHT)[None, :]
-        earlier = other[None, :] < number[:, None]
-        if RIGHT:
-            above = least_o + blocks_o[None, :] - work[:, None]
-            more += tl.sum(tl.minimum(tl.maximum(above, 0), blocks_o[None, :]), 1)
-            same = (work[:, None] > least_o) & (above >= 0) & (blocks_o > 0)[None, :]
-            more += tl.sum((same & earlier).to(tl.int32), 1)
-        else:
-            ahead = (least_o > work[:, None]) | ((least_o == work[:, None]) & earlier)
-            more += tl.sum(tl.where(ahead, blocks_o[None, :], 0), 1)
+        length_o = (rows_q_o if OF_KEYS else rows_k_o)[None, :]
+        first = (length_o > length[:, None]) | ((length_o == length[:, None]) & (other[None, :] < number[:, None]))
+        ahead += tl.sum(tl.where(first, blocks_o[None, :], 0), 1)
         before += tl.sum(tl.where(other[None, :] <= number[:, None], blocks_o[None, :], 0), 1)
         every += tl.sum(blocks_o, 0)
-    if not RIGHT:
-        more += nth
+    rank = n_blocks - 1 - nth if RIGHT and not OF_KEYS else nth  # under a right bound the last queries and the first keys see the most
     there = nth < n_blocks
-    place = tl.where(there, more, every + slot - before)
+    place = tl.where(there, ahead + rank, every + slot - before)
     entry = tiles + place * COLUMNS
     mask = slot < slots
     tl.store(entry, nth, mask=mask)
@@ -122,3 +103,17 @@ def tiles_kernel(
     tl.store(entry + 5, tl.where(there, owned, 0), mask=mask)
     tl.store(entry + 6, number, mask=mask)
     tl.store(entry + 7, every, mask=mask)
+
+
+@triton.jit(do_not_specialize=["sequences", "total_q", "total_k", "programs"])
+def tiles_kernel(
+    cu_q, cu_k, used_k, tiles, tiles_of_keys, sequences, total_q, total_k, programs,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, USED: tl.constexpr, RIGHT: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """The table for blocks of BLOCK_Q queries, and, unless BLOCK_KV is 0, by programs from `programs` on, the one for blocks of keys."""
+    program = tl.program_id(0)
+    if program < programs or BLOCK_KV == 0:
+        _table(program, cu_q, cu_k, used_k, tiles, sequences, total_q, total_k, BLOCK_Q, False, USED, RIGHT, SLOTS, CHUNK)
+    elif BLOCK_KV > 0:
+        of_keys = program - programs
+        _table(of_keys, cu_q, cu_k, used_k, tiles_of_keys, sequences, total_q, total_k, BLOCK_KV, True, USED, RIGHT, SLOTS, CHUNK)

@@ -8,8 +8,9 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from flashzoo._triton.launch import Launch
+from flashzoo._triton.launch import RAGGED, Launch
 from flashzoo.call.problem import Problem
+from flashzoo.gpu import RAGGED_ROWS
 from flashzoo.integers import cdiv, next_power_of_2
 
 Strides = tuple[int, ...]
@@ -18,6 +19,8 @@ Strides = tuple[int, ...]
 TENSOR_CORE = 16
 # Rows that delta and LSE are padded to a multiple of: no block of queries is longer.
 LONGEST_BLOCK = 128
+# Queries of a program of `delta_kernel`; those of each packed sequence are padded to a multiple of it.
+DELTA_BLOCK = 64
 
 
 class Tiles(Protocol):
@@ -51,26 +54,29 @@ def aligned(*tensors: Tensor) -> bool:
 
 
 def usable(tiles: T, problem: Problem, aligned: bool, strides: Strides) -> T:
-    """The tiles, with plain loads where TMA can't read q, k, v (and dout) in place: strides must be positive multiples of 16 bytes."""
+    """The tiles, with plain loads where TMA can't read q, k, v (and dout) in place: strides must be positive multiples of 16 bytes, packed
+    rows no more than it can count. Of a cache it would read on into what is not used, and that may be no number."""
     q_sizes = (problem.batch, problem.seqlen_q, problem.heads)
     kv_sizes = (problem.batch, problem.seqlen_k, problem.heads_kv)
     steps = [stride for stride, size in zip(strides, (*q_sizes, *kv_sizes, *kv_sizes, *q_sizes), strict=False) if size > 1]
     elements = 4 if problem.dtype == "fp32" else 8
-    # TMA would read on into the next of packed sequences, and what is there may be no number.
-    readable = problem.sequences is None and aligned and all(step > 0 and step % elements == 0 for step in steps)
+    readable = aligned and all(step > 0 and step % elements == 0 for step in steps) and "cache" not in problem.features
+    readable &= problem.sequences is None or max(problem.seqlen_q, problem.seqlen_k) <= RAGGED_ROWS
     return tiles if readable or not tiles.tma else replace(tiles, tma=False, registers=0)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def constexprs(problem: Problem, tiles: Tiles, masks: dict[str, Any], *owned: str) -> dict[str, Any]:
-    """Constexprs of a kernel: its tile, its masks, whether it reads by TMA, and by name which of its owned blocks are in registers."""
+    """Constexprs of a kernel: its tile, its masks, how it reads by TMA (0 not at all, else how many dimensions descriptors have), and by
+    name the same of those of its owned blocks that are in registers."""
+    dimensions = RAGGED if problem.sequences is not None else 4
     return {
         "HEAD_DIM": problem.head_dim,
         "BLOCK_D": next_power_of_2(problem.head_dim, TENSOR_CORE),
         "BLOCK_Q": tiles.block_q,
         "BLOCK_KV": tiles.block_kv,
         **masks,
-        "TMA": tiles.tma,
-        **{name: tiles.registers > nth for nth, name in enumerate(owned)},
+        "TMA": dimensions if tiles.tma else 0,
+        **{name: dimensions if tiles.registers > nth else 0 for nth, name in enumerate(owned)},
     }
 
 
@@ -78,7 +84,8 @@ def tma_tiles(problem: Problem, tiles: Tiles, *rows: int | tuple[int, ...] | Non
     """What TMA reads of each tensor: a tile of that many rows of one head, a tile as given, or nothing."""
     if not tiles.tma:
         return ()
-    return tuple((1, tile, 1, next_power_of_2(problem.head_dim, TENSOR_CORE)) if isinstance(tile, int) else tile for tile in rows)
+    first, width = (1,) if problem.sequences is None else (1, 1), next_power_of_2(problem.head_dim, TENSOR_CORE)
+    return tuple((*first, tile, 1, width) if isinstance(tile, int) else tile for tile in rows)
 
 
 def rows_of_owned(tiles: Tiles, rows: int) -> list[int | None]:
@@ -86,19 +93,21 @@ def rows_of_owned(tiles: Tiles, rows: int) -> list[int | None]:
     return [rows if tiles.registers > nth else None for nth in range(2)]
 
 
-def padded(seqlen_q: int) -> int:
-    """Rows of a head that delta and LSE have room for."""
-    return cdiv(seqlen_q, LONGEST_BLOCK) * LONGEST_BLOCK
+def padded(problem: Problem) -> int:
+    """Rows of a head that delta and LSE have room for; of packed sequences whole blocks of each."""
+    if problem.sequences is not None:
+        return problem.entries(problem.seqlen_q, DELTA_BLOCK) * DELTA_BLOCK
+    return cdiv(problem.seqlen_q, LONGEST_BLOCK) * LONGEST_BLOCK
 
 
-def launch_of_delta(kernel: JITFunction, problem: Problem, strides: Strides, dlse: bool) -> Launch:
-    """The launch of a `delta_kernel`; strides of out and dout."""
-    block_q, rows = 64, padded(problem.seqlen_q)
+def launch_of_delta(kernel: JITFunction, problem: Problem, strides: Strides, dlse: bool, **more: bool) -> Launch:
+    """The launch of a `delta_kernel`; strides of out and dout, and more constexprs."""
+    rows, width = padded(problem), next_power_of_2(problem.head_dim, TENSOR_CORE)
     return Launch(
         kernel,
-        rows // block_q * problem.batch * problem.heads,
+        rows // DELTA_BLOCK * problem.batch * problem.heads,
         (*strides, problem.seqlen_q, rows, problem.heads),
-        {"HEAD_DIM": problem.head_dim, "BLOCK_D": next_power_of_2(problem.head_dim, TENSOR_CORE), "BLOCK_Q": block_q, "DLSE": dlse},
+        {"HEAD_DIM": problem.head_dim, "BLOCK_D": width, "BLOCK_Q": DELTA_BLOCK, "DLSE": dlse, **more},
         num_warps=4,
         num_stages=1,
     )

@@ -57,7 +57,7 @@ def backward(
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    delta, lse_log2 = q.new_empty((2, problem.batch * problem.heads, padded(problem.seqlen_q)), dtype=torch.float32)
+    delta, lse_log2 = q.new_empty((2, problem.batch * problem.heads, padded(problem)), dtype=torch.float32)
     dlse_given = dlse is not None
     dlse = lse if dlse is None else dlse.contiguous()
 
@@ -191,7 +191,7 @@ def _reach(problem: Problem) -> tuple[int, int]:
 
 
 def _lengths(problem: Problem) -> tuple[int, int, int]:
-    return problem.seqlen_q, problem.seqlen_k, padded(problem.seqlen_q)
+    return problem.seqlen_q, problem.seqlen_k, padded(problem)
 
 
 def _group(problem: Problem) -> int:

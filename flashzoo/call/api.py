@@ -143,7 +143,8 @@ def attention(
     else:
         out, lse = called(q, k, v, return_lse, version, options)
     if rows:
-        return (out[0], lse[0]) if return_lse else out[0]
+        out = out.squeeze(0)  # no out[0], whose gradient is zeros with a copy in them
+        return (out, lse.squeeze(0)) if return_lse else out
     return (out, lse) if return_lse else out
 
 

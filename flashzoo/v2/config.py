@@ -54,8 +54,8 @@ HOPPER = {
     ("dq", 256, True): Tiles(64, 64, 4, 2, tma=True),
 }
 
-# Packed sequences on Hopper, by plain loads. Not measured: the largest tried that compile for it without spills, by Triton 3.6 and 3.9.
-HOPPER_PACKED = {
+# Caches on Hopper, by plain loads. Not measured: the largest tried that compile for it without spills, by Triton 3.6 and 3.9.
+HOPPER_CACHES = {
     ("forward", 64): Tiles(64, 64, 4, 2),
     ("forward", 128): Tiles(64, 64, 4, 2),
     ("forward", 256): Tiles(64, 32, 8, 2),
@@ -114,8 +114,8 @@ def tiles_for(kernel: str, problem: Problem) -> Tiles:
     width = max(64, block_d(problem.head_dim))
     if problem.dtype == "fp32":
         return FLOAT32[kernel, width]
-    if problem.arch == 90 and problem.by_lengths:
-        return HOPPER_PACKED[kernel, width]
+    if problem.arch == 90 and "cache" in problem.features:
+        return HOPPER_CACHES[kernel, width]
     if problem.arch == 90:
         tiles = HOPPER[kernel, width, problem.span[1] is not None]
         short = kernel == "forward" and max(problem.seqlen_q, problem.seqlen_k) <= SHORT
@@ -131,9 +131,8 @@ def describe(problem: Problem) -> list[str]:
         lines.append("runs in Triton's interpreter: exact, and slow")
     elif problem.dtype == "fp32":
         lines.append("tiles: small, as float32 products run on the CUDA cores")
-    elif problem.arch == 90 and problem.by_lengths:
-        why = "plain loads, which stop where a sequence does; tiles chosen to compile without spills, not measured"
-        lines.append(f"packed sequences or caches: {why}")
+    elif problem.arch == 90 and "cache" in problem.features:
+        lines.append("cache: plain loads, which stop where it does; tiles chosen to compile without spills, not measured")
     elif problem.arch == 90:
         lines.append("tiles: the fastest measured on an H200")
         if problem.head_dim % 8:

@@ -33,6 +33,9 @@ import triton.language as tl
 # Plain floats would do, but a kernel may read no globals other than constexprs.
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+# The first rows' coordinate in a descriptor of packed sequences, and rows that their statistics are padded to: as the host has them.
+RAGGED_ROWS: tl.constexpr = tl.constexpr(1 << 30)
+DELTA_BLOCK: tl.constexpr = tl.constexpr(64)
 
 # One compiled kernel for every length, batch and number of heads.
 SIZES = ["seqlen_q", "seqlen_k", "rows_padded", "heads", "heads_kv", "window_left", "window_right"]
@@ -42,13 +45,16 @@ SIZES = ["seqlen_q", "seqlen_k", "rows_padded", "heads", "heads_kv", "window_lef
 def load_block(head, start, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr):
     """Rows start .. start + ROWS of one head as a (ROWS, BLOCK_D) tile, zero beyond seqlen and HEAD_DIM.
 
-    A head is (tensor, its strides over batch, seqlen and heads, batch index, head index, first row, rows). A left operand of tl.dot
+    A head is (tensor, its strides over batch, seqlen and heads, batch index, head index, first row, rows). TMA is 0, or how many
+    dimensions the tensor's descriptor has: 5 that of packed sequences, where a sequence's rows end with it. A left operand of tl.dot
     that comes through TMA reaches the tensor cores from registers (the compiler does not look through the reshape), one
     that a plain load brought from shared memory.
     """
     x, stride_b, stride_s, stride_h, b, h, first, seqlen = head
-    if TMA:
-        return x.load([b, first + start, h, 0]).reshape(ROWS, BLOCK_D)
+    if TMA == 5:
+        return x.load([RAGGED_ROWS, first + seqlen, RAGGED_ROWS - seqlen + start, h, 0]).reshape(ROWS, BLOCK_D)
+    elif TMA:
+        return x.load([b, start, h, 0]).reshape(ROWS, BLOCK_D)
     else:
         row = tl.arange(0, ROWS)
         d = tl.arange(0, BLOCK_D)
@@ -76,24 +82,25 @@ def store_block(head, tile, start, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, B
 
 
 @triton.jit
-def load_statistic(x, rows, start, beyond, ROWS: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr):
-    """Rows start .. start + ROWS of one head of delta or LSE, as `delta_kernel` left them, padded: masked, with `beyond` past the last,
-    they need to be where another sequence follows. The rows are (number of the head, rows padded, first row, rows)."""
-    bh, rows_padded, first, seqlen = rows
+def load_statistic(x, rows, start, ROWS: tl.constexpr, TMA: tl.constexpr):
+    """Rows start .. start + ROWS of one head of delta or LSE, as `delta_kernel` left them: padded, so no mask is needed. The rows are
+    (number of the head, rows padded, where those of the sequence begin)."""
+    bh, rows_padded, first = rows
     if TMA:
         return x.load([bh, first + start]).reshape(ROWS)
     else:
         row = start + tl.arange(0, ROWS)
-        at = x + tl.cast(bh, tl.int64) * rows_padded + first + row
-        return tl.load(at, mask=row < seqlen, other=beyond) if MASKED else tl.load(at)
+        return tl.load(x + tl.cast(bh, tl.int64) * rows_padded + first + row)
 
 
 @triton.jit
 def packed_tile(tiles, at):
-    """An entry of the table: which block of its sequence, first row and rows of the sequence's queries and of its keys, and rows of the
-    side that the block is of."""
+    """An entry of the table: which block of its sequence, first row and rows of the sequence's queries and of its keys, rows of the
+    side that the block is of, and where the statistics of the sequence's queries begin, which have whole blocks of DELTA_BLOCK rows."""
     entry = tiles + at * 8
-    return tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
+    first_q = tl.load(entry + 1)
+    statistics = (first_q // DELTA_BLOCK + tl.load(entry + 6)) * DELTA_BLOCK
+    return tl.load(entry), first_q, tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5), statistics
 
 
 @triton.jit
@@ -137,12 +144,12 @@ def used_of(used_k, b, seqlen_k):
 def block_of_queries(
     tiles, used_k, seqlen_q, seqlen_k, heads, BLOCK_Q: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr
 ):
-    """What a program owns: number of the head, where its block of queries starts in the sequence, and first row and rows of the
-    sequence's queries and of its keys. A packed block may be none, and then starts past the last query."""
+    """What a program owns: number of the head, where its block of queries starts in the sequence, first row and rows of the sequence's
+    queries and of its keys, and where its statistics begin. A packed block may be none, and then starts past the last query."""
     if PACKED:
         at = tl.program_id(0) // heads
         bh = tl.program_id(0) - at * heads
-        block, first_q, rows_q, first_k, rows_k, _ = packed_tile(tiles, at)
+        block, first_q, rows_q, first_k, rows_k, _, statistics = packed_tile(tiles, at)
     else:
         blocks = tl.cdiv(seqlen_q, BLOCK_Q)
         bh = tl.program_id(0) // blocks
@@ -150,7 +157,8 @@ def block_of_queries(
         if RIGHT:
             block = blocks - 1 - block  # the block that sees most keys first, so that no long one starts last
         first_q, rows_q, first_k, rows_k = 0, seqlen_q, 0, used_of(used_k, bh // heads, seqlen_k) if CACHE else seqlen_k
-    return bh, block * BLOCK_Q, first_q, rows_q, first_k, rows_k
+        statistics = 0
+    return bh, block * BLOCK_Q, first_q, rows_q, first_k, rows_k, statistics
 
 
 @triton.jit
@@ -195,7 +203,7 @@ def forward_kernel(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
     TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    bh, start_q, first_q, rows_q, first_k, rows_k = block_of_queries(
+    bh, start_q, first_q, rows_q, first_k, rows_k, _ = block_of_queries(
         tiles, used_k, seqlen_q, seqlen_k, heads, BLOCK_Q, RIGHT, PACKED, CACHE
     )
     if PACKED:  # noqa: SIM102 - decided as the kernel is compiled, the other as it runs
@@ -232,32 +240,41 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def delta_kernel(
-    o, do, lse, dlse, delta, lse_log2,
+    o, do, lse, dlse, delta, lse_log2, tiles,
     stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh,
     seqlen_q, rows_padded, heads,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, DLSE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, DLSE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dO * O) - dLSE, and LSE in log2 units.
 
-    Both are padded to whole blocks, so that no later load of them needs a mask. LSE is +inf in the padding and where a
-    row saw no key: P is 0 there.
+    Both are padded to whole blocks, packed sequences each, so that no later load of them needs a mask. LSE is +inf in the padding and
+    where a row saw no key: P is 0 there.
     """
-    blocks = rows_padded // BLOCK_Q
-    bh = tl.program_id(0) // blocks
-    start = (tl.program_id(0) - bh * blocks) * BLOCK_Q
+    if PACKED:
+        entry = tl.program_id(0) // heads
+        bh = tl.program_id(0) - entry * heads
+        block, first, rows, _, _, _, statistics = packed_tile(tiles, entry)
+        start = block * BLOCK_Q
+        if start >= rows:
+            return
+    else:
+        blocks = rows_padded // BLOCK_Q
+        bh = tl.program_id(0) // blocks
+        start = (tl.program_id(0) - bh * blocks) * BLOCK_Q
+        first, rows, statistics = 0, seqlen_q, 0
     b = bh // heads
     h = bh - b * heads
     row = start + tl.arange(0, BLOCK_Q)
-    o_head = (o, stride_ob, stride_os, stride_oh, b, h, 0, seqlen_q)
-    do_head = (do, stride_dob, stride_dos, stride_doh, b, h, 0, seqlen_q)
-    o_i = load_block(o_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, True, False)
-    do_i = load_block(do_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, True, False)
+    o_head = (o, stride_ob, stride_os, stride_oh, b, h, first, rows)
+    do_head = (do, stride_dob, stride_dos, stride_doh, b, h, first, rows)
+    o_i = load_block(o_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, True, 0)
+    do_i = load_block(do_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, True, 0)
     delta_i = tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), 1)  # B2.4
-    at = tl.cast(bh, tl.int64) * seqlen_q + row
+    at = tl.cast(bh, tl.int64) * seqlen_q + first + row
     if DLSE:
-        delta_i -= tl.load(dlse + at, mask=row < seqlen_q, other=0.0)
-    lse_i = tl.load(lse + at, mask=row < seqlen_q, other=float("-inf"))
-    at_padded = tl.cast(bh, tl.int64) * rows_padded + row
+        delta_i -= tl.load(dlse + at, mask=row < rows, other=0.0)
+    lse_i = tl.load(lse + at, mask=row < rows, other=float("-inf"))
+    at_padded = tl.cast(bh, tl.int64) * rows_padded + statistics + row
     tl.store(delta + at_padded, delta_i)
     tl.store(lse_log2 + at_padded, tl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E))
 
@@ -265,8 +282,7 @@ def delta_kernel(
 @triton.jit
 def accumulate_dkdv(
     gradients, keys, queries, first, last, scale_log2, window,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr,
-    TMA: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Take the queries first .. last into the gradients, dk and dv. Everything is transposed, (keys, queries), so that P^T and
     dS^T go from one product into the next without leaving the registers."""
@@ -275,8 +291,8 @@ def accumulate_dkdv(
     q_head, do_head, lse_log2, delta, rows = queries
     for start in tl.range(first, last, BLOCK_Q):  # B2.8
         q_i = load_block(q_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED, TMA)  # B2.9
-        lse_i = load_statistic(lse_log2, rows, start, float("inf"), BLOCK_Q, MASKED and PACKED, TMA)
-        delta_i = load_statistic(delta, rows, start, 0.0, BLOCK_Q, MASKED and PACKED, TMA)
+        lse_i = load_statistic(lse_log2, rows, start, BLOCK_Q, TMA)
+        delta_i = load_statistic(delta, rows, start, BLOCK_Q, TMA)
         s = tl.dot(k_j, q_i.T, input_precision="ieee")  # B2.10
         p = tl.exp2(s * scale_log2 - lse_i[None, :])  # B2.11
         if MASKED:
@@ -304,7 +320,7 @@ def dkdv_kernel(
     if PACKED:
         at = tl.program_id(0) // heads_kv
         bh_kv = tl.program_id(0) - at * heads_kv
-        block, first_q, rows_q, first_k, rows_k, owned = packed_tile(tiles, at)
+        block, first_q, rows_q, first_k, rows_k, owned, statistics = packed_tile(tiles, at)
         start_kv = block * BLOCK_KV
         if start_kv >= owned:
             return
@@ -312,7 +328,7 @@ def dkdv_kernel(
         blocks = tl.cdiv(seqlen_k, BLOCK_KV)
         bh_kv = tl.program_id(0) // blocks
         start_kv = (tl.program_id(0) - bh_kv * blocks) * BLOCK_KV
-        first_q, rows_q, first_k, owned = 0, seqlen_q, 0, seqlen_k
+        first_q, rows_q, first_k, owned, statistics = 0, seqlen_q, 0, seqlen_k, 0
         rows_k = used_of(used_k, bh_kv // heads_kv, seqlen_k) if CACHE else seqlen_k
     b = bh_kv // heads_kv
     h_kv = bh_kv - b * heads_kv
@@ -348,17 +364,15 @@ def dkdv_kernel(
         h = h_kv * group + member
         q_head = (q, stride_qb, stride_qs, stride_qh, b, h, first_q, rows_q)
         do_head = (do, stride_dob, stride_dos, stride_doh, b, h, first_q, rows_q)
-        queries = (q_head, do_head, lse_log2, delta, (bh_kv * group + member, rows_padded, first_q, rows_q))
+        queries = (q_head, do_head, lse_log2, delta, (bh_kv * group + member, rows_padded, statistics))
         if RIGHT:
             gradients = accumulate_dkdv(
-                gradients, keys, queries, first, whole_first, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_Q, True, PACKED, TMA
+                gradients, keys, queries, first, whole_first, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA
             )
         gradients = accumulate_dkdv(
-            gradients, keys, queries, whole_first, whole_last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_Q, False, PACKED, TMA
+            gradients, keys, queries, whole_first, whole_last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_Q, False, TMA
         )
-        gradients = accumulate_dkdv(
-            gradients, keys, queries, whole_last, last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_Q, True, PACKED, TMA
-        )
+        gradients = accumulate_dkdv(gradients, keys, queries, whole_last, last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA)
     dk_j, dv_j = gradients
     if PACKED or CACHE:  # of the rows that are stored some may be keys that are not used
         dk_j = tl.where((col < rows_k)[:, None], dk_j, 0.0)
@@ -401,7 +415,7 @@ def dq_kernel(
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
     TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr, DO_IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
-    bh, start_q, first_q, rows_q, first_k, rows_k = block_of_queries(
+    bh, start_q, first_q, rows_q, first_k, rows_k, statistics = block_of_queries(
         tiles, used_k, seqlen_q, seqlen_k, heads, BLOCK_Q, RIGHT, PACKED, CACHE
     )
     if PACKED:  # noqa: SIM102 - decided as the kernel is compiled, the other as it runs
@@ -417,12 +431,12 @@ def dq_kernel(
     v_head = (v, stride_vb, stride_vs, stride_vh, b, h_kv, first_k, rows_k)
     do_head = (do, stride_dob, stride_dos, stride_doh, b, h, first_q, rows_q)
     dq_head = (dq, stride_dqb, stride_dqs, stride_dqh, b, h, first_q, rows_q)
-    rows = (bh, rows_padded, first_q, rows_q)
+    rows = (bh, rows_padded, statistics)
 
     q_i = load_block(q_head, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D, True, Q_IN_REGISTERS)
     do_i = load_block(do_head, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D, True, DO_IN_REGISTERS)
-    lse_i = load_statistic(lse_log2, rows, start_q, float("inf"), BLOCK_Q, PACKED, False)
-    delta_i = load_statistic(delta, rows, start_q, 0.0, BLOCK_Q, PACKED, False)
+    lse_i = load_statistic(lse_log2, rows, start_q, BLOCK_Q, 0)
+    delta_i = load_statistic(delta, rows, start_q, BLOCK_Q, 0)
     dq_i = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
     first, whole_first, whole_last, last = visible_keys(start_q, window, BLOCK_Q, BLOCK_KV, LEFT, RIGHT)

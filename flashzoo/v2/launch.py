@@ -11,7 +11,17 @@ from torch import Tensor
 
 from flashzoo._triton import Launch
 from flashzoo._triton.packed import blocks, tiles_of
-from flashzoo._triton.tiles import Strides, aligned, constexprs, launch_of_delta, padded, rows_of_owned, tma_tiles, usable
+from flashzoo._triton.tiles import (
+    DELTA_BLOCK,
+    Strides,
+    aligned,
+    constexprs,
+    launch_of_delta,
+    padded,
+    rows_of_owned,
+    tma_tiles,
+    usable,
+)
 from flashzoo.autograd import differentiable
 from flashzoo.call.operands import Operands
 from flashzoo.call.problem import Problem
@@ -28,7 +38,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operand
     lse = q.new_empty((problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3])
     launch, used = forward_launch(problem, strides, aligned(q, k, v)), _used(problem, operands)
-    tiles = tiles_of(problem, operands, launch.constexprs["BLOCK_Q"])
+    tiles, _ = tiles_of(problem, operands, launch.constexprs["BLOCK_Q"])
     launch((q, k, v, out, lse, tiles, used), (problem.scale * LOG2E,))
     return out, lse
 
@@ -48,22 +58,22 @@ def backward(
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    delta, lse_log2 = q.new_empty((2, problem.batch * problem.heads, padded(problem.seqlen_q)), dtype=torch.float32)
+    delta, lse_log2 = q.new_empty((2, problem.batch * problem.heads, padded(problem)), dtype=torch.float32)
     dlse_given = dlse is not None
     dlse = lse if dlse is None else dlse.contiguous()
-
-    launch = delta_launch(problem, (*out.stride()[:3], *dout.stride()[:3]), dlse_given)
-    launch((out, dout, lse, dlse, delta, lse_log2), ())
 
     floats = (problem.scale, problem.scale * LOG2E)
     inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
     by_tma, used = aligned(q, k, v, dout), _used(problem, operands)
-    launch = dkdv_launch(problem, (*inputs, *dk.stride()[:3], *dv.stride()[:3]), by_tma)
-    tiles = tiles_of(problem, operands, launch.constexprs["BLOCK_KV"], of_keys=True)
-    launch((q, k, v, dout, dk, dv, lse_log2, delta, tiles, used), floats)
-    launch = dq_launch(problem, (*inputs, *dq.stride()[:3]), by_tma)
-    tiles = tiles_of(problem, operands, launch.constexprs["BLOCK_Q"])
-    launch((q, k, v, dout, dq, lse_log2, delta, tiles, used), floats)
+    of_dkdv = dkdv_launch(problem, (*inputs, *dk.stride()[:3], *dv.stride()[:3]), by_tma)
+    of_dq = dq_launch(problem, (*inputs, *dq.stride()[:3]), by_tma)
+    block_q = of_dq.constexprs["BLOCK_Q"]
+    tiles, tiles_of_keys = tiles_of(problem, operands, block_q, of_dkdv.constexprs["BLOCK_KV"])
+    tiles_of_delta = tiles if block_q == DELTA_BLOCK else tiles_of(problem, operands, DELTA_BLOCK)[0]
+    of_delta = delta_launch(problem, (*out.stride()[:3], *dout.stride()[:3]), dlse_given)
+    of_delta((out, dout, lse, dlse, delta, lse_log2, tiles_of_delta), ())
+    of_dkdv((q, k, v, dout, dk, dv, lse_log2, delta, tiles_of_keys, used), floats)
+    of_dq((q, k, v, dout, dq, lse_log2, delta, tiles, used), floats)
     return dq, dk, dv
 
 
@@ -95,7 +105,7 @@ def forward_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
 @lru_cache(maxsize=1024)
 def delta_launch(problem: Problem, strides: Strides, dlse: bool) -> Launch:
     """The launch of `delta_kernel`; strides of out and dout."""
-    return launch_of_delta(kernels.delta_kernel, problem, strides, dlse)
+    return launch_of_delta(kernels.delta_kernel, problem, strides, dlse, PACKED="packed" in problem.features)
 
 
 @lru_cache(maxsize=1024)
@@ -144,7 +154,7 @@ def _used(problem: Problem, operands: Operands) -> Tensor | None:
 
 
 def _lengths(problem: Problem) -> tuple[int, int, int]:
-    return problem.seqlen_q, problem.seqlen_k, padded(problem.seqlen_q)
+    return problem.seqlen_q, problem.seqlen_k, padded(problem)
 
 
 def _group(problem: Problem) -> int:

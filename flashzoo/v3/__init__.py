@@ -2,7 +2,7 @@
 
 from flashzoo.spec import Spec, deferred
 
-_FEATURES = frozenset({"causal", "window", "gqa", "cross", "head_dim_v", "lse", "deterministic", "block_mask"})
+_FEATURES = frozenset({"causal", "window", "gqa", "cross", "head_dim_v", "lse", "deterministic", "block_mask", "packed", "used_k"})
 
 SPEC = Spec(
     name="v3",
@@ -17,6 +17,7 @@ SPEC = Spec(
     backward_impl="flashzoo.v3.launch:backward",
     requires=("cutlass",),
     backward_requires=("triton",),
+    batch_invariant=True,
     check=deferred("flashzoo.v3.explain:refusals"),
     notes=deferred("flashzoo.v3.explain:describe"),
 )
@@ -33,10 +34,11 @@ FP8_SPEC = Spec(
     fp8_rms=(("randn", 1.1), ("fp8_paper", 0.75)),
     arch=(90, 90),
     head_dims=range(16, 257, 16),
-    features=_FP8_FEATURES,
+    features=_FP8_FEATURES | {"packed", "used_k"},
     backward=_FP8_FEATURES,
     backward_16="flashzoo.v3.launch:attention",
     requires=("cutlass", "triton"),
+    batch_invariant=True,
     check=deferred("flashzoo.v3.explain:refusals_fp8"),
     notes=deferred("flashzoo.v3.explain:describe_fp8"),
 )

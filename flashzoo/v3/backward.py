@@ -172,8 +172,8 @@ class Backward:
         """What is compiled. It is never run: `flashzoo._cute.driver` launches the kernel with descriptors of its own.
 
         Args:
-            q, do: (head_dim, queries, heads, batch).
-            k, v, dk, dv: (head_dim, keys, heads, batch).
+            q, do: (head_dim, heads, queries, batch), of packed sequences as `packed.py` has it.
+            k, v, dk, dv: (head_dim, heads, keys, batch).
             scale_log2: of the scores: softmax scale times log2 e.
             scale: softmax scale.
         """
@@ -390,9 +390,10 @@ class Backward:
             dv.fill(0.0)  # B2.7
             storage.k_pipeline.consumer_wait(work_idx)  # B2.6
             storage.v_pipeline.consumer_wait(work_idx)
-            for _ in cutlass.range(params.group, unroll=1):
-                for i in cutlass.range(end - begin, unroll=1):  # B2.8
-                    n = bounds.nth(i, begin, end)
+            outer, inner = (end - begin, params.group) if const_expr(kernel.right) else (params.group, end - begin)  # as `Bounds.step`
+            for i in cutlass.range(outer, unroll=1):  # B2.8
+                for j in cutlass.range(inner, unroll=1):
+                    n = bounds.nth(i if const_expr(kernel.right) else j, begin, end)
                     self.step(bounds, consumer, used, n, bounds.crosses(first_key + wg_idx * WARPGROUP_ROWS, n))
                     used += 1
             work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)

@@ -37,9 +37,6 @@ HOPPER = {
 HOPPER_SHORT = {(128, 128): Tiles(2, 128, q_stages=2, ping_pong=False)}
 LONG = 2048
 
-# Packed sequences: chosen by widths alone, as a sequence's bits must not depend on the lengths of others. Not yet measured.
-HOPPER_PACKED = HOPPER | HOPPER_SHORT
-
 # Block-sparse: width of q and k, width of v, keys of a block of the mask. The fastest of those tried on an H200 at widths 64 and 128
 # with blocks of 128; the others were not tried against any.
 SPARSE = {
@@ -164,10 +161,10 @@ def kernel_backward_for(problem: Problem) -> KernelBackward:
 
 
 def table(problem: Problem) -> dict[tuple[int, int], Tiles]:
-    """The table that a problem's tiles are in."""
-    if problem.sequences is not None:
-        return HOPPER_PACKED
-    return HOPPER_SHORT if problem.seqlen_q < LONG and widths_of(problem) in HOPPER_SHORT else HOPPER
+    """The table that a problem's tiles are in. Packed sequences are cut as long ones, as the bits of one must not depend on how long
+    others are."""
+    short = problem.seqlen_q < LONG and problem.sequences is None
+    return HOPPER_SHORT if short and widths_of(problem) in HOPPER_SHORT else HOPPER
 
 
 def pack_gqa_for(problem: Problem, block_q: int) -> int:

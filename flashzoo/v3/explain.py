@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from flashzoo.call.problem import Problem
+from flashzoo.gpu import RAGGED_ROWS
+from flashzoo.spec import missing
 from flashzoo.v3.config import BACKWARD, HOPPER, kernel_backward_for, kernel_for, kernel_fp8_for, pack_gqa_for, prepares, width_for
 from flashzoo.v3.traits import MASK_Q
 
@@ -10,6 +12,8 @@ from flashzoo.v3.traits import MASK_Q
 def refusals(problem: Problem) -> list[str]:
     """Sentences on what v3 refuses and the fields of its `Spec` can't say."""
     mask, found = problem.block_mask, []
+    if problem.sequences is not None:
+        found += [f"packed sequences need the package {package}" for package in missing(("triton",))] + too_many_rows(problem)
     if mask is None:
         return found
     if mask.block_q != MASK_Q:
@@ -28,10 +32,18 @@ def refusals(problem: Problem) -> list[str]:
     return found
 
 
+def too_many_rows(problem: Problem) -> list[str]:
+    """Of packed sequences: those that TMA can't count."""
+    totals = {"total_q": problem.seqlen_q, "total_k": problem.seqlen_k}
+    return [f"takes packed sequences of {name} up to 2^30, got {total}" for name, total in totals.items() if total > RAGGED_ROWS]
+
+
 def refusals_fp8(problem: Problem) -> list[str]:
     """As `refusals`, for FP8."""
-    if problem.sequences is None or problem.precision is None:
+    if problem.sequences is None:
         return []
+    if problem.precision is None:
+        return too_many_rows(problem)
     return ["does not quantise packed sequences: they come as e4m3 tensors, with descales (sequences, heads_kv)"]
 
 

@@ -154,8 +154,8 @@ class Forward:
         """What is compiled. It is never run: `flashzoo._cute.driver` launches the kernel with descriptors of its own.
 
         Args:
-            q, o: (head_dim, packed heads, queries, heads, batch).
-            k, v: (head_dim, keys, heads, batch); v (keys, head_dim, ...) where an FP8 kernel takes it transposed.
+            q, o: (head_dim, heads, queries, batch), of packed sequences as `packed.py` has it.
+            k, v: (head_dim, heads, keys, batch); v (keys, heads, head_dim, batch) where an FP8 kernel takes it transposed.
             scaling: of the scores: softmax scale times log2 e; in FP8 a `Scaling`.
         """
         tiles, kernel = self.tiles, self.kernel
@@ -253,7 +253,7 @@ class Forward:
                 first = (tile.block * tiles.block_q + w * WARPGROUP_ROWS) >> params.pack_gqa
                 storage.q_pipeline.producer_acquire(n)
                 stage = storage.q_pipeline.stage(n)
-                origin = (0, 0, *sequence.origin_q(first, tile.head))
+                origin = (0, *sequence.origin_q(first, tile.head << params.pack_gqa))
                 load(tma.q, storage.q[None, None, stage], origin, storage.q_pipeline.full + stage)  # A1.4, A1.5
             for i in cutlass.range(end - 1 - begin, unroll=1):  # A1.6
                 n = end - 2 - i
@@ -532,7 +532,7 @@ class Forward:
             cute.arch.fence_proxy("async.shared", space="cta")
             self.sync_warpgroup(consumer.wg_idx)
             if thread < 32:
-                gmem, smem = box_of(tma.o, staged, (column, 0, *sequence.origin_q(first_row >> params.pack_gqa, head)))
+                gmem, smem = box_of(tma.o, staged, (column, *sequence.origin_q(first_row >> params.pack_gqa, head << params.pack_gqa)))
                 cute.copy(tma.o, smem, gmem)  # A1.25
                 cute.arch.cp_async_bulk_commit_group()
 

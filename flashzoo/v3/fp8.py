@@ -197,9 +197,9 @@ class ValueTransposed(ValuePath):
         """Of what TMA loads: (head_dim, keys, stages)."""
         return shared_layout(self.dtype, self.kernel.width_v, KEYS, self.stages)
 
-    def origin(self, *row: Any) -> tuple[Any, ...]:
+    def origin(self, head: Int32, row: Int32, batch: Int32) -> tuple[Any, ...]:
         """Where a block of V begins in memory."""
-        return (row[0], 0, *row[1:])
+        return row, head, 0, batch
 
     def operand(self, v: cute.Tensor) -> cute.Tensor:
         """The stages that the tensor core reads as (head_dim, keys, stages), as they are."""

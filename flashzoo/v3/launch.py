@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashzoo._cute.driver import TensorMap, current_stream
 from flashzoo._cute.per_stream import tile_counter
-from flashzoo._cute.tma import Ints, dense, in_bytes, made_readable, map_of_rows, readable, tensor_map
+from flashzoo._cute.tma import Ints, dense, made_readable, map_of_rows, readable, tensor_map
 from flashzoo.autograd import differentiable
 from flashzoo.call.operands import Operands
 from flashzoo.call.problem import Problem
@@ -52,7 +52,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operand
     launch = None if misaligned else forward_launch(problem, q.stride(), k.stride(), v.stride(), q.get_device())
     if launch is None:
         return forward(made_readable(q), made_readable(k), made_readable(v), problem, operands)
-    mask, tiles = operands.block_mask, table(problem, operands, launch.block_q)
+    mask, (tiles, _) = operands.block_mask, tables(problem, operands, launch.block_q)
     lists = () if mask is None else lists_of(mask, mask.rows)
     more = () if tiles is None else (tiles.data_ptr(),)
     return launch(q, k, v, *lists, *more, in_log2(problem.scale))
@@ -76,8 +76,7 @@ def backward(
     if launch is None:
         q, k, v, dout = (made_readable(x) for x in (q, k, v, dout))
         return backward(dout, dlse, q, k, v, out, lse, problem, operands)
-    mask, tiles_q = operands.block_mask, table(problem, operands, launch.block_q)
-    tiles_k = table(problem, operands, launch.block_kv, of_keys=True)
+    mask, (tiles_q, tiles_k) = operands.block_mask, tables(problem, operands, launch.block_q, launch.block_kv)
     lists = () if mask is None else lists_of(mask, mask.columns)
     more = () if tiles_k is None else (tiles_k.data_ptr(),)
     return launch(dout, dlse, q, k, v, out, lse, problem.scale, (*lists, *more), tiles_q)
@@ -91,13 +90,13 @@ def in_log2(softmax_scale: float) -> float:
     return max(softmax_scale * LOG2E, SMALLEST_SCALE)
 
 
-def table(problem: Problem, operands: Operands, block: int, of_keys: bool = False) -> Tensor | None:
-    """Packed sequences' table of blocks of so many queries, or keys; None where nothing is packed."""
+def tables(problem: Problem, operands: Operands, block_q: int, block_kv: int = 0) -> tuple[Tensor | None, Tensor | None]:
+    """Packed sequences' table of blocks of so many queries, and that of keys if asked for; None where nothing is packed."""
     if problem.sequences is None:
-        return None
+        return None, None
     from flashzoo._triton.packed import tiles_of  # here, so that a process that packs nothing loads no Triton
 
-    return tiles_of(problem, operands, block, of_keys)
+    return tiles_of(problem, operands, block_q, block_kv)
 
 
 def lists_of(mask: BlockMask, lists: Lists) -> Ints:
@@ -167,11 +166,12 @@ class ForwardLaunch:
 
         pack = pack_gqa_for(p, tiles.block_q)
         self.block_q: int = tiles.block_q >> pack
-        self._q = _map_of_queries(p, kernel.dtype, p.head_dim, kernel.width, pack, q_strides)
-        of_k = (p.batch, p.seqlen_k, p.heads_kv, p.head_dim)
-        self._k = map_of_rows(kernel.dtype, of_k, k_strides, kernel.width, tiles.block_kv, p.sequences is not None)
+        of_q, of_k = (p.batch, p.seqlen_q, p.heads, p.head_dim), (p.batch, p.seqlen_k, p.heads_kv, p.head_dim)
+        box, ragged = (WARPGROUP_ROWS >> pack, 1 << pack), p.sequences is not None  # the packed heads of a query side by side
+        self._q = map_of_rows(kernel.dtype, of_q, q_strides, kernel.width, *box, ragged=ragged)
+        self._k = map_of_rows(kernel.dtype, of_k, k_strides, kernel.width, tiles.block_kv, ragged=ragged)
         self._v = _map_of_v(p, kernel, v_strides)
-        self._out = _map_of_queries(p, kernel.out_dtype, p.head_dim_v, kernel.width_o, pack, self._out_strides)
+        self._out = map_of_rows(kernel.out_dtype, self._out_shape, self._out_strides, kernel.width_o, *box, ragged=ragged)
 
         heads, group = p.heads >> pack, p.heads // p.heads_kv >> pack
         blocks_q, batch_heads = cdiv(p.seqlen_q << pack, tiles.block_q), p.batch * heads
@@ -206,25 +206,15 @@ class ForwardLaunch:
         return out, lse
 
 
-def _map_of_queries(problem: Problem, dtype: str, head_dim: int, width: int, pack: int, strides: Ints) -> TensorMap:
-    """Head dim, packed heads, queries, heads, batch: a box holds 64 rows, the packed heads of a query side by side. Of packed sequences
-    their end is in place of the batch, as in `map_of_rows`."""
-    p = problem
-    batch, row, head = in_bytes(dtype, strides, (p.batch, p.seqlen_q, p.heads))
-    last, step, before = (p.batch, batch, 0) if p.sequences is None else (p.seqlen_q + 1, row, p.seqlen_q * row)
-    sizes = (head_dim, 1 << pack, p.seqlen_q, p.heads >> pack, last)
-    return tensor_map(dtype, sizes, (head, row, head << pack, step), width, (1 << pack, WARPGROUP_ROWS >> pack, 1, 1), before)
-
-
 def _map_of_v(problem: Problem, kernel: Kernel, strides: Ints) -> TensorMap:
-    """Head dim, keys, heads, batch; where an FP8 kernel takes v transposed keys, head dim, heads, batch."""
+    """As `map_of_rows` has it; where an FP8 kernel takes v transposed keys, heads, head dim, batch."""
     p, block_kv = problem, kernel.tiles.block_kv
     if isinstance(kernel, KernelFp8) and kernel.transposed:
         batch, head, row, _ = strides
-        sizes = (row, p.head_dim, p.heads_kv, p.batch)  # a row is as long as there are keys, padded
-        return tensor_map(kernel.dtype, sizes, (row, head, batch), block_kv, (kernel.width_v, 1, 1))
+        sizes = (row, p.heads_kv, p.head_dim, p.batch)  # a row is as long as there are keys, padded
+        return tensor_map(kernel.dtype, sizes, (head, row, batch), block_kv, (1, kernel.width_v, 1))
     of_v = (p.batch, p.seqlen_k, p.heads_kv, p.head_dim_v)
-    return map_of_rows(kernel.dtype, of_v, strides, kernel.width_v, block_kv, p.sequences is not None)
+    return map_of_rows(kernel.dtype, of_v, strides, kernel.width_v, block_kv, ragged=p.sequences is not None)
 
 
 def _params(problem: Problem, blocks: int, batch_heads: int, swizzle: int, **of_heads: int) -> dict[str, int]:
@@ -298,11 +288,11 @@ class BackwardLaunch:
         self._sum_shape = (p.batch * p.heads * blocks_q * tiles.block_q * kernel.width,)
         self._semaphore_shape = (p.batch * p.heads * blocks_q * kernel.semaphores if kernel.deterministic else 0,)
 
-        packed = p.sequences is not None
-        self._q = map_of_rows(p.dtype, of_q, q_strides, kernel.width, tiles.block_q, packed)
-        self._dout = map_of_rows(p.dtype, of_out, dout_strides, kernel.width_v, tiles.block_q, packed)
-        self._k, self._dk = (map_of_rows(p.dtype, of_k, x, kernel.width, tiles.block_kv, packed) for x in (k_strides, dk_strides))
-        self._v, self._dv = (map_of_rows(p.dtype, of_v, x, kernel.width_v, tiles.block_kv, packed) for x in (v_strides, dv_strides))
+        rows = partial(map_of_rows, p.dtype, ragged=p.sequences is not None)
+        self._q = rows(of_q, q_strides, kernel.width, tiles.block_q)
+        self._dout = rows(of_out, dout_strides, kernel.width_v, tiles.block_q)
+        self._k, self._dk = (rows(of_k, x, kernel.width, tiles.block_kv) for x in (k_strides, dk_strides))
+        self._v, self._dv = (rows(of_v, x, kernel.width_v, tiles.block_kv) for x in (v_strides, dv_strides))
 
         group, batch_heads = p.heads // p.heads_kv, p.batch * p.heads_kv
         uneven = kernel.right and not kernel.left

@@ -13,7 +13,7 @@ from flashzoo._cute.tma import Ints, made_readable, readable
 from flashzoo.call.operands import Descales, Operands
 from flashzoo.call.problem import Problem
 from flashzoo.v3.config import kernel_fp8_for, prepares
-from flashzoo.v3.launch import LOG2E, ForwardLaunch, of_parts, table
+from flashzoo.v3.launch import LOG2E, ForwardLaunch, of_parts, tables
 from flashzoo.v3.programs import DESCALE
 
 SCALING = ("scale_log2", *(f"{tensor}_{name}" for tensor in ("q", "k", "v") for name in DESCALE), "q_group")
@@ -39,7 +39,7 @@ def forward_fp8(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Ope
 
         v = transpose_v(v)
     run = forward_launch(problem, q.stride(), k.stride(), v.stride(), _of_blocks(descales), transposed, q.get_device())
-    given, tiles = or_one(descales, q.get_device()), table(problem, operands, run.block_q)
+    given, (tiles, _) = or_one(descales, q.get_device()), tables(problem, operands, run.block_q)
     more = () if tiles is None else (tiles.data_ptr(),)
     return run(q, k, v, *more, *scaling_of(problem, given))
 

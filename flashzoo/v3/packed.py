@@ -2,10 +2,8 @@
 
 1. Which block of which sequence a tile is says a table in memory, the longest first; every head of an entry is a tile. A kernel before
    this one makes it: `flashzoo/_triton/packed_kernels.py`. Entries that are no block come last, and nothing works on them.
-2. For TMA a tensor of rows (row, head) is one of (row, head, end): one descriptor for all sequences, in which they lie right-aligned, the
-   rows of a sequence that ends at `end` before row `rows of the tensor`. So what is past a sequence's last row is outside of the tensor:
-   it reads as zeros whatever the next sequence holds, and is not written. The descriptor's address lies the rows of the tensor before the
-   tensor itself. (Quack calls it a ragged tensor, and FlashAttention-4's kernels write O so.)
+2. One TMA descriptor serves all sequences (`map_of_rows`, ragged): what is past a sequence's last row is outside of its tensor, reads as
+   zeros whatever the next sequence holds, and is not written.
 3. LSE, delta and dQ's sums have room for each sequence's blocks of queries, from `first_q / block_q` plus the number of the sequence on:
    so it does not depend on the lengths how much that is.
 
@@ -25,6 +23,7 @@ from cutlass import Boolean, Constexpr, Int32, Int64
 from flashzoo._cute.hopper.bounds import Bounds, BoundsBackward
 from flashzoo._cute.hopper.params import Params, SequenceInfo
 from flashzoo._cute.hopper.tile_scheduler import TileScheduler, WorkTile
+from flashzoo.gpu import RAGGED_ROWS
 from flashzoo.v3.backward import Backward
 from flashzoo.v3.backward_by_gradient import BackwardByGradient
 from flashzoo.v3.forward import Forward
@@ -66,29 +65,26 @@ class SequencePacked(SequenceInfo):
 
     Attributes:
         entry: what the table says of it.
-        total_q, total_k: rows of q, and of k.
     """
 
     entry: Entry
-    total_q: Int32
-    total_k: Int32
 
     def origin_q(self, row: Int32, head: Int32) -> tuple[Any, ...]:
-        """A row of q, out or their gradients, as TMA counts: rows, heads, where the sequence ends."""
-        return right_aligned(row, head, self.entry.first_q, self.entry.rows_q, self.total_q)
+        """A row of q, out or their gradients, as TMA counts in `map_of_rows`, ragged."""
+        return of_ragged(row, head, self.entry.first_q, self.entry.rows_q)
 
     def origin_k(self, row: Int32, head: Int32) -> tuple[Any, ...]:
         """The same of k or v: of the keys that are used."""
-        return right_aligned(row, head, self.entry.first_k, self.entry.rows_k, self.total_k)
+        return of_ragged(row, head, self.entry.first_k, self.entry.rows_k)
 
     def origin_dk(self, row: Int32, head: Int32) -> tuple[Any, ...]:
         """The same of their gradients: of all keys."""
-        return right_aligned(row, head, self.entry.first_k, self.entry.owned, self.total_k)
+        return of_ragged(row, head, self.entry.first_k, self.entry.owned)
 
 
-def right_aligned(row: Int32, head: Int32, first: Int32, rows: Int32, total: Int32) -> tuple[Int32, Int32, Int32]:
-    """A row of `rows` that begin at `first`, where the tensor of `total` rows is seen as 2. above says."""
-    return total - rows + row, head, first + rows
+def of_ragged(row: Int32, head: Int32, first: Int32, rows: Int32) -> tuple[Any, ...]:
+    """A row of `rows` that begin at `first`: heads, row, end, back."""
+    return head, RAGGED_ROWS - rows + row, first + rows, RAGGED_ROWS
 
 
 @dataclass(frozen=True)
@@ -159,8 +155,8 @@ class _OfEntry:
     @property
     def sequence(self) -> SequencePacked:
         """The tile's."""
-        p, entry = self.params, self.tile.entry
-        return SequencePacked(Int32(0), entry.rows_q, entry.rows_k, entry, p.seqlen_q, p.seqlen_k)
+        entry = self.tile.entry
+        return SequencePacked(Int32(0), entry.rows_q, entry.rows_k, entry)
 
 
 @dataclass(frozen=True)

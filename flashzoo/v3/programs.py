@@ -25,6 +25,7 @@ from flashzoo.v3.traits import (
 )
 
 ARCH = "sm_90a"
+PACKED = (KernelPacked, KernelFp8Packed, KernelBackwardPacked)
 
 PARAMS: dict[str, Parameter] = {
     **dict.fromkeys(("seqlen_q", "seqlen_k", "heads", "group", "pack_gqa", "window_left", "window_right"), INT),
@@ -53,19 +54,24 @@ DESCALE: dict[str, Parameter] = {"values": Pointer("fp32"), **dict.fromkeys(("ba
 def _params(kernel: Kernel | KernelBackward) -> Record:
     if isinstance(kernel, (KernelSparse, KernelBackwardSparse)):
         return Record("flashzoo.v3.sparse:ParamsSparse", {**PARAMS, **LISTS}, (kernel,))
-    if isinstance(kernel, (KernelPacked, KernelFp8Packed, KernelBackwardPacked)):
+    if isinstance(kernel, PACKED):
         return Record("flashzoo.v3.packed:ParamsPacked", {**PARAMS, **TABLE}, (kernel,))
     return Record("flashzoo._cute.hopper.params:Params", PARAMS, (kernel,))
 
 
+def _any_size(kernel: Kernel | KernelBackward) -> tuple[None, ...]:
+    """Of a tensor's dimensions but the head dim."""
+    return (None,) * (4 if isinstance(kernel, PACKED) else 3)
+
+
 def _forward(kernel: Kernel, **scaling: Parameter) -> Arguments:
-    packed, plain = (None,) * 4, (None,) * 3
+    any_size = _any_size(kernel)
     transposed = isinstance(kernel, KernelFp8) and kernel.transposed
     return Arguments(
-        q=Tma(kernel.dtype, (kernel.width, *packed)),
-        k=Tma(kernel.dtype, (kernel.width, *plain)),
-        v=Tma(kernel.dtype, (None, kernel.width_v, None, None) if transposed else (kernel.width_v, *plain)),
-        out=Tma(kernel.out_dtype, (kernel.width_v, *packed)),
+        q=Tma(kernel.dtype, (kernel.width, *any_size)),
+        k=Tma(kernel.dtype, (kernel.width, *any_size)),
+        v=Tma(kernel.dtype, (None, None, kernel.width_v, None) if transposed else (kernel.width_v, *any_size)),
+        out=Tma(kernel.out_dtype, (kernel.width_v, *any_size)),
         lse=Pointer("fp32"),
         params=_params(kernel),
         **scaling,
@@ -79,7 +85,7 @@ def _forward_fp8(kernel: KernelFp8) -> Arguments:
 
 
 def _backward(kernel: KernelBackward) -> Arguments:
-    of_q, of_v = (Tma(kernel.dtype, (width, None, None, None)) for width in (kernel.width, kernel.width_v))
+    of_q, of_v = (Tma(kernel.dtype, (width, *_any_size(kernel))) for width in (kernel.width, kernel.width_v))
     return Arguments(
         **{"q": of_q, "k": of_q, "v": of_v, "dout": of_v, "dk": of_q, "dv": of_v},
         workspace=Record("flashzoo.v3.backward:Workspace", WORKSPACE),

@@ -139,16 +139,28 @@ class BoundsBackward(Bounds):
     def nth(self, i: Int32, begin: Int32, end: Int32) -> Int32:
         """Which of a head's blocks the tile takes i-th.
 
-        Deterministic, the last block first: all tiles see it that see any, and so from their first step on each follows the one before.
-        In the other order, under a causal mask, each would catch up with the one before and wait for it in every step.
+        Under a right bound, and deterministic, the last block first: all tiles see it that see any. So those that run together read the
+        same blocks at the same time; and where they add in order each follows the one before from its first step on. In the other order,
+        under a causal mask, each would catch up with the one before and wait for it in every step.
         """
-        return end - 1 - i if const_expr(self.params.kernel.deterministic) else begin + i
+        kernel = self.params.kernel
+        return end - 1 - i if const_expr(kernel.deterministic or kernel.right) else begin + i
 
     @cute.jit
     def step(self, step: Int32, begin: Int32, end: Int32) -> tuple[Int32, Int32]:
-        """Query head and which of its blocks, of a step of the tile: all blocks of one head, then of the next that shares the keys."""
-        head = step // (end - begin)
-        return self.tile.head * self.params.group + head, self.nth(step - head * (end - begin), begin, end)
+        """Query head and which of its blocks, of a step of the tile: all blocks of one head, then of the next that shares the keys.
+
+        Under a right bound one block of all those heads, then the next: tiles have fewer blocks the later their keys are, and would be
+        at other heads than others after the first.
+        """
+        group, blocks = self.params.group, end - begin
+        if const_expr(self.params.kernel.right):
+            i = step // group
+            head = step - i * group
+        else:
+            head = step // blocks
+            i = step - head * blocks
+        return self.tile.head * group + head, self.nth(i, begin, end)
 
     def block_q(self, n: Int32) -> Int32:
         """Which block of queries the tile's n-th is."""

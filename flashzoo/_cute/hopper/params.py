@@ -23,12 +23,12 @@ class SequenceInfo:
     seqlen_k: Int32
 
     def origin_q(self, row: Int32, head: Int32) -> tuple[Any, ...]:
-        """A row of q, out or their gradients, as TMA counts: rows, heads, batch."""
-        return row, head, self.batch
+        """A row of q, out or their gradients, as TMA counts: heads, rows, batch."""
+        return head, row, self.batch
 
     def origin_k(self, row: Int32, head: Int32) -> tuple[Any, ...]:
         """The same of k or v."""
-        return row, head, self.batch
+        return head, row, self.batch
 
     def origin_dk(self, row: Int32, head: Int32) -> tuple[Any, ...]:
         """The same of their gradients."""

@@ -10,9 +10,8 @@ from cutlass.cute.nvgpu import cpasync
 
 
 def tma_atom(operation: Any, x: cute.Tensor, layout: cute.ComposedLayout) -> cute.CopyAtom:
-    """A TMA copy between a tensor, head dim first and rows third from the end, and stages (rows, width, stages) of that layout."""
-    rows = cute.rank(x) - 3
-    rows_first = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[rows, *[i for i in range(cute.rank(x)) if i != rows]]))
+    """A TMA copy between a tensor (head_dim, heads, rows, ...) and stages (rows, width, stages) of that layout."""
+    rows_first = cute.make_tensor(x.iterator, cute.select(x.layout, mode=[2, 0, 1, *range(3, cute.rank(x))]))
     box = cute.select(layout, mode=[0, 1])
     return cpasync.make_tiled_tma_atom(operation, rows_first, box, cute.product_each(box.shape))[0]
 
@@ -39,9 +38,9 @@ def load(
 
 @cute.jit
 def box_of(tma: cute.CopyAtom, tile: cute.Tensor, origin: tuple):
-    """The two sides of a TMA copy: the box at `origin` (head dim first, rows third from the end), and the tile (rows, width)."""
+    """The two sides of a TMA copy: the box at `origin` of (head_dim, heads, rows, ...), and the tile (rows, width)."""
     rows, width = cute.size(tile, mode=[0]), cute.size(tile, mode=[1])
-    box = cute.make_identity_tensor((width, *[1] * (len(origin) - 4), rows, 1, 1))
+    box = cute.make_identity_tensor((width, 1, rows, *[1] * (len(origin) - 3)))
     at_origin = cute.group_modes(cute.domain_offset(origin, box), 0, len(origin))
     columns_first = cute.make_tensor(tile.iterator, cute.select(tile.layout, mode=[1, 0]))
     smem, gmem = cpasync.tma_partition(tma, 0, cute.make_layout(1), cute.group_modes(columns_first, 0, 2), at_origin)
