@@ -219,8 +219,9 @@ def test_decode_compiles_and_does_not_spill(arch: int, head_dim: int, dtype: str
 def test_the_table_of_packed_sequences(arch: int) -> None:
     for causal, used, block_kv in product((False, True), (False, True), (0, 64)):
         problem = Problem(1, 8192, 8192, 16, 4, 64, sequences=9, causal=causal, used_k=used, arch=arch)
-        tensors = (*["i32"] * 4, "i32" if block_kv else None)
-        assert resources(packed._launch(problem, 128, block_kv), tensors, 0, arch).stack <= 16
+        tensors = ("i32", "i32", "i32" if used else None, "i32", "i32" if block_kv else None)
+        launch, *_ = packed._launch(problem, 128, block_kv)
+        assert resources(launch, tensors, 0, arch).stack <= 16
 
 
 @pytest.mark.covering(1)

@@ -27,31 +27,30 @@ def blocks(problem: Problem, rows: int, block: int) -> int:
 def tiles_of(problem: Problem, operands: Operands, block_q: int, block_kv: int = 0) -> tuple[Tensor | None, Tensor | None]:
     """The table for blocks of queries, and the one for blocks of keys, None where block_kv is 0: int32 `(blocks, COLUMNS)`, by one kernel.
     None where nothing is packed."""
-    ranges = operands.ranges
-    if ranges is None:
+    cu_q, cu_k, used = operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqused_k
+    if cu_q is None:
         return None, None
-    device = ranges.cu_seqlens_q.device
-    tiles = torch.empty((problem.entries(problem.seqlen_q, block_q), COLUMNS.value), dtype=torch.int32, device=device)
-    of_keys = None
-    if block_kv:
-        of_keys = torch.empty((problem.entries(problem.seqlen_k, block_kv), COLUMNS.value), dtype=torch.int32, device=device)
-    used = ranges.cu_seqlens_k if ranges.seqused_k is None else ranges.seqused_k
-    _launch(problem, block_q, block_kv)((ranges.cu_seqlens_q, ranges.cu_seqlens_k, used, tiles, of_keys), ())
-    return tiles, of_keys
+    launch, of_queries, of_keys = _launch(problem, block_q, block_kv)
+    tiles = cu_q.new_empty(of_queries)
+    tiles_of_keys = None if of_keys is None else cu_q.new_empty(of_keys)
+    launch((cu_q, cu_q if cu_k is None else cu_k, used, tiles, tiles_of_keys), ())
+    return tiles, tiles_of_keys
 
 
 @lru_cache(maxsize=1024)
-def _launch(problem: Problem, block_q: int, block_kv: int) -> Launch:
+def _launch(problem: Problem, block_q: int, block_kv: int) -> tuple[Launch, tuple[int, int], tuple[int, int] | None]:
+    """The launch, and the shapes of the tables."""
     p = problem
     assert p.sequences is not None
-    programs = cdiv(p.entries(p.seqlen_q, block_q), SLOTS)
-    of_keys = cdiv(p.entries(p.seqlen_k, block_kv), SLOTS) if block_kv else 0
+    of_queries, of_keys = p.entries(p.seqlen_q, block_q), p.entries(p.seqlen_k, block_kv) if block_kv else 0
+    programs = cdiv(of_queries, SLOTS)
     constexprs = {"BLOCK_Q": block_q, "BLOCK_KV": block_kv, "USED": p.used_k, "RIGHT": p.span[1] is not None}
-    return Launch(
+    launch = Launch(
         tiles_kernel,
-        programs + of_keys,
+        programs + cdiv(of_keys, SLOTS),
         (p.sequences, p.seqlen_q, p.seqlen_k, programs),
         {**constexprs, "SLOTS": SLOTS, "CHUNK": CHUNK},
         num_warps=4,
         num_stages=1,
     )
+    return launch, (of_queries, COLUMNS.value), (of_keys, COLUMNS.value) if of_keys else None

@@ -251,7 +251,8 @@ OPERANDS: dict[str, Operand] = {
 }
 """By the argument's name, in the order of the fields of `Operands`."""
 
-K_LENGTHS, PAGE_TABLE = (list(OPERANDS).index(name) for name in ("cu_seqlens_k", "page_table"))
+_PLACES = {name: place for place, name in enumerate(OPERANDS)}
+K_LENGTHS, PAGE_TABLE = _PLACES["cu_seqlens_k"], _PLACES["page_table"]
 """Their places among forms."""
 
 NO_OPERANDS = Operands()
@@ -262,9 +263,12 @@ def taken(options: dict[str, Any]) -> tuple[Operands, Forms]:
     """The operands among the arguments of a call, which leave `options`, and their forms."""
     if OPERANDS.keys().isdisjoint(options):
         return NO_OPERANDS, NO_FORMS
-    found = {name: options.pop(name) for name in OPERANDS if name in options}
-    operands = Operands(**{name: None if x is None else OPERANDS[name].prepared(x, options) for name, x in found.items()})
-    return operands, operands.forms
+    found, forms = {}, list(NO_FORMS)
+    for name, kind in OPERANDS.items():
+        if name in options and (x := options.pop(name)) is not None:
+            found[name] = x = kind.prepared(x, options)
+            forms[_PLACES[name]] = kind.form(name, x)
+    return Operands(**found), tuple(forms)
 
 
 def given(forms: Forms) -> Iterator[tuple[str, Operand, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -94,9 +94,14 @@ def tables(problem: Problem, operands: Operands, block_q: int, block_kv: int = 0
     """Packed sequences' table of blocks of so many queries, and that of keys if asked for; None where nothing is packed."""
     if problem.sequences is None:
         return None, None
+    return _tiles_of()(problem, operands, block_q, block_kv)
+
+
+@cache
+def _tiles_of() -> Callable[..., tuple[Tensor | None, Tensor | None]]:
     from flashzoo._triton.packed import tiles_of  # here, so that a process that packs nothing loads no Triton
 
-    return tiles_of(problem, operands, block_q, block_kv)
+    return tiles_of
 
 
 def lists_of(mask: BlockMask, lists: Lists) -> Ints:
