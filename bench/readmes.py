@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 H100 = RESULTS.with_name("h100-80gb-hbm3.csv")
 
 NAMES = {
-    **{"fa4": "flash-attn-4", "sdpa_cudnn": "cuDNN", "sdpa_flash": "torch's FA-2", "flex": "FlexAttention"},
+    **{"fa4": "flash-attn-4", "fa3": "FlashAttention-3", "sdpa_cudnn": "cuDNN", "sdpa_flash": "torch's FA-2", "flex": "FlexAttention"},
     **{BEST_PEER: "the fastest other library of each cell", "cudnn_fp8": "cuDNN's FP8", "v3_deterministic": "v3, deterministic"},
 }
 ERRORS = {
@@ -195,6 +195,70 @@ def backward(rows: list[Row]) -> Iterator[str]:
     )
 
 
+Packed = dict[tuple[str, tuple[int, int, int], int], dict[tuple[str, bool], float]]
+"""TFLOP/s by pass, (heads, heads_kv, head_dim) and tokens, then by implementation and whether causal."""
+
+
+def packed_run(rows: list[Row]) -> tuple[list[Row], Packed]:
+    """The last run with the lengths of documents, and its speeds."""
+    mine = runs.of_last([row for row in runs.measured(rows) if row.get("lengths") == "documents"])
+    found: Packed = {}
+    for row in mine:
+        heads = int(row["heads"]), int(row["heads_kv"]), int(row["head_dim"])
+        cell = found.setdefault((row["pass"], heads, int(row["seqlen_q"])), {})
+        cell[row["impl"], row["causal"] == "1"] = float(row["tflops"])
+    return mine, found
+
+
+def packed_over(found: Packed, impl: str, other: str | None = None) -> dict[str, list[float]]:
+    """Speed over another's, or over the fastest of other libraries, in each cell that has both; by pass."""
+    values: dict[str, list[float]] = {pass_: [] for pass_ in runs.WORDS}
+    for (pass_, _, _), cell in found.items():
+        for causal in (False, True):
+            others = [v for (name, c), v in cell.items() if c == causal and (name == other if other else not runs.ours(name))]
+            if others and (impl, causal) in cell:
+                values[pass_].append(cell[impl, causal] / max(others))
+    return values
+
+
+def in_passes(values: dict[str, list[float]]) -> str:
+    """Their means in words."""
+    return " and ".join(f"{ratio(of)} {runs.WORDS[pass_]}" for pass_, of in values.items())
+
+
+def packed(rows: list[Row]) -> Iterator[str]:
+    """Documents of many lengths: every version and library that takes them."""
+    mine, found = packed_run(rows)
+    impls = [name for name in ("v3", "v2", "fa3", "fa4", "sdpa_flash", "flex") if any((name, False) in cell for cell in found.values())]
+    yield (
+        f"{mine[0]['dtype']}, documents of log-normal lengths, half of them below 493 tokens, none longer than a quarter of all; TFLOP/s "
+        f"without / with a causal mask, of the pairs that are seen. {origin(mine[0])}."
+    )
+    for pass_, word in runs.WORDS.items():
+        lines = []
+        for (of, (heads, heads_kv, head_dim), tokens), cell in found.items():
+            if of == pass_:
+                speeds = (" / ".join(f"{cell[i, c]:.0f}" if (i, c) in cell else "" for c in (False, True)) for i in impls)
+                lines.append((f"{heads}:{heads_kv} of {head_dim}", runs.length(tokens), *(x.strip(" /") for x in speeds)))
+        yield table((f"{word}, heads", "tokens", *map(name_of, impls)), lines)
+    yield (
+        f"v3 over the fastest other library of each cell, geometric means: {in_passes(packed_over(found, 'v3'))}. v2 over FlexAttention "
+        f"with a mask of documents: {in_passes(packed_over(found, 'v2', 'flex'))}. With 4k tokens the host takes as long as the kernels."
+    )
+
+
+def packed_in_a_sentence(rows: list[Row]) -> Iterator[str]:
+    """The same for the project's README."""
+    mine, found = packed_run(rows)
+    cells = sum(map(len, packed_over(found, "v3").values()))
+    names = [name_of(name) for name in ("fa3", "fa4", "sdpa_flash", "flex")]
+    yield (
+        f"**As fast as it is on batches**: v3 is {in_passes(packed_over(found, 'v3'))} of the fastest of {', '.join(names[:-1])} and "
+        f"{names[-1]}, in {cells} cells of documents of many lengths ([table](flashzoo/v3/README.md#packed-sequences); run "
+        f"`{mine[0]['run']}`, {mine[0]['gpu']})."
+    )
+
+
 def fp8(rows: list[Row]) -> Iterator[str]:
     """v3_fp8's speeds: e4m3 inputs, quantisation included, and what two levels cost."""
     mine, whole = runs.last_run(rows, "fwd_e4m3"), runs.over(rows, "v3_fp8_end_to_end", "v3", "fwd_end_to_end")
@@ -289,11 +353,12 @@ def versions(_: list[Row]) -> Iterator[str]:
 
 
 SECTIONS: dict[str, dict[str, Callable[[list[Row]], Iterator[str]]]] = {
-    "README.md": {"h100": h100, "versions": versions},
+    "README.md": {"h100": h100, "versions": versions, "packed": packed_in_a_sentence},
     "flashzoo/v1/README.md": {"results": v1},
     "flashzoo/v2/README.md": {"results": v2},
     "flashzoo/v3/README.md": {
-        **{"forward": forward, "ablation": ablation, "sparse": sparse, "backward": backward, "fp8": fp8, "errors": errors},
+        **{"forward": forward, "ablation": ablation, "sparse": sparse, "backward": backward, "packed": packed},
+        **{"fp8": fp8, "errors": errors},
     },
     "flashzoo/blocksparse/README.md": {"results": blocksparse},
 }
