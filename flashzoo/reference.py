@@ -107,12 +107,22 @@ def shown(problem: Problem, operands: Operands) -> Tensor | None:
 
 
 def from_pages(k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor, Operands]:
-    """k and v `(batch, seqlen_k, heads_kv, head_dim)`, copied from their pages, and the other operands; all as it is without pages."""
+    """k and v `(batch, seqlen_k, heads_kv, head_dim)`, copied from their pages, zeros where a number is of none, and the other operands; all
+    as it is without pages."""
     table = operands.page_table
     if table is None:
         return k, v, operands
+    nowhere = ((table < 0) | (table >= k.shape[0]))[:, :, None, None, None]
     pages = table.long().clamp(0, k.shape[0] - 1)
-    return k[pages].flatten(1, 2), v[pages].flatten(1, 2), replace(operands, page_table=None)
+    k, v = (_zeroed(x[pages], nowhere).flatten(1, 2) for x in (k, v))
+    return k, v, replace(operands, page_table=None)
+
+
+def _zeroed(x: Tensor, where: Tensor) -> Tensor:
+    """x with zeros there."""
+    if x.dtype == torch.float8_e4m3fn:  # which torch fills by its bits alone
+        return x.view(torch.uint8).masked_fill(where, 0).view(x.dtype)
+    return x.masked_fill(where, 0)
 
 
 def only_used(k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -120,7 +130,7 @@ def only_used(k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor]
     if operands.seqused_k is None or operands.cu_seqlens_q is not None:
         return k, v
     beyond = (torch.arange(k.shape[1], device=k.device) >= operands.seqused_k[:, None])[:, :, None, None]
-    return k.masked_fill(beyond, 0), v.masked_fill(beyond, 0)
+    return _zeroed(k, beyond), _zeroed(v, beyond)
 
 
 def dequantized(x: Tensor, descale: Tensor | None) -> Tensor:

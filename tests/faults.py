@@ -301,12 +301,12 @@ _DECODE = (
         "test_forward[decode-cache_causal_gqa",
     ),
     fault(
-        "decode/pages_are_not_cut_off",
-        "a number of no page reads what lies behind the pages: another user's memory; seen in FA #2709",
+        "decode/pages_past_the_last_are_read",
+        "a number of no page reads the last page, another user's memory; seen in FA #2709",
         DECODE,
-        "return tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64)",
-        "return tl.maximum(page, 0).to(tl.int64)",
-        "test_numbers_of_no_page_are_cut_off[decode-of_16_causal_gqa",
+        "return tl.where(page < pages, page, -1).to(tl.int64)",
+        "return tl.minimum(page, pages - 1).to(tl.int64)",
+        "test_numbers_of_no_page_read_zeros[decode-of_16_causal_gqa",
     ),
     fault(
         "decode/append_wraps_to_the_first_page",

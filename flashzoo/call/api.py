@@ -115,7 +115,7 @@ def attention(
             them; what lies behind them is not read, and gets gradients of 0.
         page_table: int32 `(batch, pages of a sequence)`: k and v are pages `(pages, page_size, heads_kv, head_dim)` in any order, and
             row i has the numbers of those that are sequence i's, whose keys they hold one behind another; `seqused_k` says how many.
-            Numbers are not read by the host: those of no page are cut off, and those behind what is used are not looked at.
+            Numbers are not read by the host: what is used of no page reads as zeros, and those behind what is used are not looked at.
         max_seqlen_q, max_seqlen_k: no sequence is longer. Nothing depends on them but `explain`.
 
     Returns:

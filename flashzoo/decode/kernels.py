@@ -26,25 +26,29 @@ SIZES = ["stride_table", "pages", "seqlen_q", "seqlen_k", "heads", "heads_kv", "
 
 @triton.jit
 def places(table, pages, key, end, PAGE: tl.constexpr, MASKED: tl.constexpr):
-    """Page and row of keys; where there are no pages what is before the keys is in the head's address, and the row is the key. A number
-    of no page is cut off."""
+    """Page and row of keys, -1 for a number of no page; where there are no pages what is before the keys is in the head's address, and
+    the row is the key."""
     if PAGE:
-        page = tl.load(table + key // PAGE, mask=key < end, other=0) if MASKED else tl.load(table + key // PAGE)
-        return tl.minimum(tl.maximum(page, 0), pages - 1).to(tl.int64), (key % PAGE).to(tl.int64)
+        page = tl.load(table + key // PAGE, mask=key < end, other=-1) if MASKED else tl.load(table + key // PAGE)
+        return tl.where(page < pages, page, -1).to(tl.int64), (key % PAGE).to(tl.int64)
     else:
         return tl.zeros_like(key).to(tl.int64), key.to(tl.int64)
 
 
 @triton.jit
 def load_keys(head, strides, place, key, end, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr):
-    """Keys, or values, as a (keys, BLOCK_D) tile; MASKED, zero from `end` on: what lies there may be no number."""
+    """Keys, or values, as a (keys, BLOCK_D) tile; zero where there is no page, and, MASKED, from `end` on: what lies there may be no
+    number."""
     d = tl.arange(0, BLOCK_D)
     row = place[1] * strides[1]
     if PAGE:
         row += place[0] * strides[0]
     at = head + row[:, None] + d[None, :]
     if MASKED:
-        return tl.load(at, mask=(key < end)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+        inside = (place[0] >= 0) & (key < end)
+        return tl.load(at, mask=inside[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
+    elif PAGE:
+        return tl.load(at, mask=(place[0] >= 0)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
     elif HEAD_DIM < BLOCK_D:
         return tl.load(at, mask=(d < HEAD_DIM)[None, :], other=0.0)
     else:
