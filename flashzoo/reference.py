@@ -107,7 +107,7 @@ def shown(problem: Problem, operands: Operands) -> Tensor | None:
 
 
 def from_pages(k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor, Operands]:
-    """k and v `(batch, seqlen_k, heads_kv, head_dim)`, copied from their pages, zeros where a number is of none, and the other operands; all
+    """k and v `(batch, seqlen_k, heads_kv, head_dim)`, copied from their pages, zeros for a number of none, and the other operands; all
     as it is without pages."""
     table = operands.page_table
     if table is None:
