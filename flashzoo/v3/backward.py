@@ -390,10 +390,10 @@ class Backward:
             dv.fill(0.0)  # B2.7
             storage.k_pipeline.consumer_wait(work_idx)  # B2.6
             storage.v_pipeline.consumer_wait(work_idx)
-            outer, inner = (end - begin, params.group) if const_expr(kernel.right) else (params.group, end - begin)  # as `Bounds.step`
+            outer, inner = (end - begin, params.group) if const_expr(kernel.uneven) else (params.group, end - begin)  # as `Bounds.step`
             for i in cutlass.range(outer, unroll=1):  # B2.8
                 for j in cutlass.range(inner, unroll=1):
-                    n = bounds.nth(i if const_expr(kernel.right) else j, begin, end)
+                    n = bounds.nth(i if const_expr(kernel.uneven) else j, begin, end)
                     self.step(bounds, consumer, used, n, bounds.crosses(first_key + wg_idx * WARPGROUP_ROWS, n))
                     used += 1
             work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)

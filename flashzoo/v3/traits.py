@@ -290,6 +290,11 @@ class KernelBackward:
         return cdiv(seqlen_k, self.tiles.block_kv)
 
     @property
+    def uneven(self) -> bool:
+        """Whether tiles have fewer blocks of queries the later their keys are."""
+        return self.right and not self.left
+
+    @property
     def dq_by_rows(self) -> bool:
         """Whether each warpgroup computes dQ of 64 of the queries, and not some of its columns."""
         return not self.tiles.by_gradient and self.tiles.block_q == WARPGROUP_ROWS * self.tiles.consumers
@@ -359,6 +364,11 @@ class KernelBackwardSparse(KernelBackward):
 
     mask_kv: int
     bits: bool
+
+    @property
+    def uneven(self) -> bool:
+        """The same: as many as the mask's lists have."""
+        return False
 
     def __post_init__(self) -> None:
         tiles = self.tiles

@@ -139,22 +139,22 @@ class BoundsBackward(Bounds):
     def nth(self, i: Int32, begin: Int32, end: Int32) -> Int32:
         """Which of a head's blocks the tile takes i-th.
 
-        Under a right bound, and deterministic, the last block first: all tiles see it that see any. So those that run together read the
+        Under a causal mask, and deterministic, the last block first: all tiles see it that see any. So those that run together read the
         same blocks at the same time; and where they add in order each follows the one before from its first step on. In the other order,
-        under a causal mask, each would catch up with the one before and wait for it in every step.
+        each would catch up with the one before and wait for it in every step.
         """
         kernel = self.params.kernel
-        return end - 1 - i if const_expr(kernel.deterministic or kernel.right) else begin + i
+        return end - 1 - i if const_expr(kernel.deterministic or kernel.uneven) else begin + i
 
     @cute.jit
     def step(self, step: Int32, begin: Int32, end: Int32) -> tuple[Int32, Int32]:
         """Query head and which of its blocks, of a step of the tile: all blocks of one head, then of the next that shares the keys.
 
-        Under a right bound one block of all those heads, then the next: tiles have fewer blocks the later their keys are, and would be
-        at other heads than others after the first.
+        Under a causal mask one block of all those heads, then the next: tiles that have fewer blocks would be at other heads than others
+        after the first.
         """
         group, blocks = self.params.group, end - begin
-        if const_expr(self.params.kernel.right):
+        if const_expr(self.params.kernel.uneven):
             i = step // group
             head = step - i * group
         else:
