@@ -107,12 +107,12 @@ def as_arguments(problem: Problem, descales: Descales = NO_DESCALES) -> dict:
         arguments |= dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
     if problem.block_mask is not None:
         arguments["block_mask"] = mask_of(problem)
-    return arguments | lengths(problem, device=DEVICE)
+    return arguments | lengths(problem, device=problem.device)
 
 
 def ranges_of(problem: Problem) -> Ranges:
     """The lengths that stand for the problem's."""
-    return ranges(problem, device=DEVICE)
+    return ranges(problem, device=problem.device)
 
 
 def mask_of(problem: Problem) -> flashzoo.BlockMask | None:
@@ -126,7 +126,7 @@ def mask_of(problem: Problem) -> flashzoo.BlockMask | None:
 
 @lru_cache(maxsize=16)
 def _mask_of(problem: Problem) -> flashzoo.BlockMask | None:
-    return block_mask(problem, device=DEVICE)
+    return block_mask(problem, device=problem.device)
 
 
 def seen_by(problem: Problem) -> Tensor | None:
@@ -134,7 +134,7 @@ def seen_by(problem: Problem) -> Tensor | None:
     if problem.sequences is not None:
         return ranges_of(problem).visible(problem.span, problem.seqlen_q, problem.seqlen_k)[None, None]
     if problem.used_k:
-        return visible_of_caches(lengths(problem, device=DEVICE)["seqused_k"], problem.span, problem.seqlen_q, problem.seqlen_k)
+        return visible_of_caches(lengths(problem, device=problem.device)["seqused_k"], problem.span, problem.seqlen_q, problem.seqlen_k)
     mask = mask_of(problem)
     return None if mask is None else mask.to_dense()
 

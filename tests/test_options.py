@@ -32,9 +32,15 @@ def changes(text: str) -> list[tuple[str, str, str]]:
 
 def in_words(command: list[str], tree: Path) -> str:
     """What a command prints in the tree; its output is the reason where it fails."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "PYTHON"))}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    elsewhere = [path for path in sys.path if path and not Path(path).is_relative_to(ROOT)]  # where packages are that are not installed
     done = subprocess.run(
-        [sys.executable, *command], cwd=tree, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [sys.executable, *command],
+        cwd=tree,
+        env=environment | {"PYTHONPATH": os.pathsep.join(elsewhere)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert done.returncode == 0, done.stdout
     return done.stdout

@@ -49,7 +49,7 @@ ANYWHERE = {
     256: Tiles(64, 32, 8, 2),
 }
 # A product on the CUDA cores holds whole rows of both operands in registers.
-FLOAT32 = {64: Tiles(16, 32, 4, 1), 128: Tiles(16, 16, 4, 1), 256: Tiles(16, 16, 4, 1)}
+FLOAT32 = {64: Tiles(16, 32, 4, 1), 128: Tiles(16, 16, 4, 1), 256: Tiles(16, 16, 8, 1)}
 # The interpreter's cost is per operation, not per element: few, large tiles; and splits, so that there is something to merge.
 INTERPRETED = Tiles(64, 64, 4, 1, programs=1, least=128, merged=64)
 
