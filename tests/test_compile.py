@@ -21,12 +21,14 @@ from flashzoo._sass import Resources, read
 from flashzoo._triton import packed
 from flashzoo._triton.append import append_launch
 from flashzoo._triton.compile import resources
+from flashzoo._triton.tiles import DELTA_BLOCK
 from flashzoo.blocksparse import launch as blocksparse
 from flashzoo.blocksparse.config import tiles_for as blocksparse_tiles
 from flashzoo.call.forms import MaskForm
 from flashzoo.decode import launch as decode
-from flashzoo.gpu import SHARED_LIMIT, WARPGROUP
+from flashzoo.gpu import RAGGED_ROWS, SHARED_LIMIT, WARPGROUP
 from flashzoo.v1 import launch as v1
+from flashzoo.v2 import kernels as v2_kernels
 from flashzoo.v2 import launch as v2
 from flashzoo.v2.config import tiles_for as v2_tiles
 from flashzoo.v3.config import BACKWARD, FP8, LONG, SPARSE, kernel_backward_for, kernel_fp8_for
@@ -214,6 +216,10 @@ def test_decode_compiles_and_does_not_spill(arch: int, head_dim: int, dtype: str
         resources(decode.merge_launch(problem, of_q), ("fp32", "fp32", dtype, "fp32"), 0, arch),
     ):
         assert found.stack <= DECODE_STACK and found.shared <= SHARED_LIMIT[arch]
+
+
+def test_v2_knows_what_the_host_does() -> None:
+    assert (v2_kernels.RAGGED_ROWS.value, v2_kernels.DELTA_BLOCK.value) == (RAGGED_ROWS, DELTA_BLOCK)
 
 
 @pytest.mark.parametrize("arch", [80, 90])

@@ -15,8 +15,8 @@ Compared with FA-1 (flashzoo/v1): the loops are swapped, so O never leaves the c
 delayed to the end; one LSE in place of l and m. Left out: dropout.
 
 Packed sequences (PACKED) share a batch of one. Which block of which sequence a program has is in a table that another kernel makes on
-the device (flashzoo/_triton/packed_kernels.py): there the heads of one block run together, the blocks with most work first. Where keys
-are a cache (CACHE) only so many of each sequence's are used, and the others are neither seen nor read.
+the device (flashzoo/_triton/packed_kernels.py): there the heads of one block run together, one sequence after the other, the longest
+first. Where keys are a cache (CACHE) only so many of each sequence's are used, and the others are neither seen nor read.
 
 Programs of one head run together, so that what they stream stays in L2. On Hopper what streams by comes through TMA
 descriptors, LSE and delta included; what a program owns is read once by plain loads, unless the tensor cores are to
