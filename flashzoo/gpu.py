@@ -19,6 +19,12 @@ WARPGROUP_ROWS = 64
 RAGGED_ROWS = 1 << 30
 """Rows, at most, of packed sequences that TMA reads: `flashzoo/_cute/tma.py` has the reason."""
 
+
+def ragged_back(by_row: int) -> int:
+    """The stride that, RAGGED_ROWS times, is as far back as so many rows are forward: less 2^64, which addresses are taken modulo."""
+    return -by_row % (2**64 // RAGGED_ROWS)
+
+
 PEAKS = (
     ("B200", 2250, 75),
     ("B300", 2250, 75),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flashzoo._cute.driver import TensorMap
 from flashzoo.dtypes import BYTES
-from flashzoo.gpu import RAGGED_ROWS
+from flashzoo.gpu import RAGGED_ROWS, ragged_back
 
 Ints = tuple[int, ...]
 
@@ -70,5 +70,5 @@ def map_of_rows(dtype: str, shape: Ints, strides: Ints, width: int, rows: int, h
     by_batch, by_row, by_head = in_bytes(dtype, strides, shape[:3])
     if not ragged:
         return tensor_map(dtype, (head_dim, of_heads, seqlen, batch), (by_head, by_row, by_batch), width, (heads, rows, 1))
-    sizes, back = (head_dim, of_heads, RAGGED_ROWS, seqlen + 1, RAGGED_ROWS + 1), -by_row % (2**64 // RAGGED_ROWS)
-    return tensor_map(dtype, sizes, (by_head, by_row, by_row, back), width, (heads, rows, 1, 1))
+    sizes = (head_dim, of_heads, RAGGED_ROWS, seqlen + 1, RAGGED_ROWS + 1)
+    return tensor_map(dtype, sizes, (by_head, by_row, by_row, ragged_back(by_row)), width, (heads, rows, 1, 1))

@@ -10,7 +10,7 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashzoo._triton.interpreter import interpret
-from flashzoo.gpu import RAGGED_ROWS
+from flashzoo.gpu import RAGGED_ROWS, ragged_back
 
 RAGGED = 5
 """Dimensions of a descriptor of packed sequences: back, end, rows, heads, head dim, as `flashzoo/_cute/tma.py` has them."""
@@ -91,5 +91,5 @@ def _descriptor(x: Tensor, tile: tuple[int, ...]) -> TensorDescriptor:
     if len(tile) < RAGGED:
         return TensorDescriptor(x, list(x.shape), [*strides, 1], list(tile))
     (_, rows, *shape), (_, row, head) = x.shape, strides
-    back = -row * x.itemsize % (2**64 // RAGGED_ROWS) // x.itemsize
+    back = ragged_back(row * x.itemsize) // x.itemsize
     return TensorDescriptor(x, [RAGGED_ROWS + 1, rows + 1, RAGGED_ROWS, *shape], [back, row, row, head, 1], list(tile))

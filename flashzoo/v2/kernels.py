@@ -94,13 +94,17 @@ def load_statistic(x, rows, start, ROWS: tl.constexpr, TMA: tl.constexpr):
 
 
 @triton.jit
-def packed_tile(tiles, at):
-    """An entry of the table: which block of its sequence, first row and rows of the sequence's queries and of its keys, rows of the
-    side that the block is of, and where the statistics of the sequence's queries begin, which have whole blocks of DELTA_BLOCK rows."""
+def packed_tile(tiles, heads):
+    """What the table says of a program: number of its head; which block of its sequence, first row and rows of the sequence's queries and
+    of its keys, rows of the side that the block is of; and where the statistics of the sequence's queries begin, which have whole blocks
+    of DELTA_BLOCK rows."""
+    at = tl.program_id(0) // heads
     entry = tiles + at * 8
     first_q = tl.load(entry + 1)
     statistics = (first_q // DELTA_BLOCK + tl.load(entry + 6)) * DELTA_BLOCK
-    return tl.load(entry), first_q, tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5), statistics
+    bh, block = tl.program_id(0) - at * heads, tl.load(entry)
+    lengths = first_q, tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
+    return bh, block, lengths, statistics
 
 
 @triton.jit
@@ -147,9 +151,8 @@ def block_of_queries(
     """What a program owns: number of the head, where its block of queries starts in the sequence, first row and rows of the sequence's
     queries and of its keys, and where its statistics begin. A packed block may be none, and then starts past the last query."""
     if PACKED:
-        at = tl.program_id(0) // heads
-        bh = tl.program_id(0) - at * heads
-        block, first_q, rows_q, first_k, rows_k, _, statistics = packed_tile(tiles, at)
+        bh, block, lengths, statistics = packed_tile(tiles, heads)
+        first_q, rows_q, first_k, rows_k, _ = lengths
     else:
         blocks = tl.cdiv(seqlen_q, BLOCK_Q)
         bh = tl.program_id(0) // blocks
@@ -251,9 +254,8 @@ def delta_kernel(
     where a row saw no key: P is 0 there.
     """
     if PACKED:
-        entry = tl.program_id(0) // heads
-        bh = tl.program_id(0) - entry * heads
-        block, first, rows, _, _, _, statistics = packed_tile(tiles, entry)
+        bh, block, lengths, statistics = packed_tile(tiles, heads)
+        first, rows, _, _, _ = lengths
         start = block * BLOCK_Q
         if start >= rows:
             return
@@ -318,9 +320,8 @@ def dkdv_kernel(
     TMA: tl.constexpr, K_IN_REGISTERS: tl.constexpr, V_IN_REGISTERS: tl.constexpr,
 ):  # fmt: skip
     if PACKED:
-        at = tl.program_id(0) // heads_kv
-        bh_kv = tl.program_id(0) - at * heads_kv
-        block, first_q, rows_q, first_k, rows_k, owned, statistics = packed_tile(tiles, at)
+        bh_kv, block, lengths, statistics = packed_tile(tiles, heads_kv)
+        first_q, rows_q, first_k, rows_k, owned = lengths
         start_kv = block * BLOCK_KV
         if start_kv >= owned:
             return
