@@ -22,11 +22,14 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, problem: Problem, operands: Any, functions: tuple[Forward, Backward], q: Tensor, k: Tensor, v: Tensor, *_: Tensor | None
     ):
+        ctx.rows = q.ndim == 3
+        if ctx.rows:
+            q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
         out, lse = functions[0](q, k, v, problem, operands)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.problem, ctx.operands, ctx.run_backward = problem, operands, functions[1]
         ctx.set_materialize_grads(False)
-        return out, lse
+        return as_rows(out, lse) if ctx.rows else (out, lse)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -34,11 +37,20 @@ class _Attention(torch.autograd.Function):
         if transforming():
             refuse_transforms("flashzoo's backward pass", dout=dout, dlse=dlse)
         q, k, v, out, lse = ctx.saved_tensors
+        if ctx.rows:
+            dout, dlse = (x if x is None else x.unsqueeze(0) for x in (dout, dlse))
         # What a kernel reads is memory, where a number whose negative bit is set has the other sign.
         dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
         dlse = dlse if dlse is None else dlse.resolve_neg()
-        gradients = ctx.run_backward(dout, dlse, q, k, v, out, lse, ctx.problem, ctx.operands)
-        return (None, None, None, *gradients)
+        dq, dk, dv, *more = ctx.run_backward(dout, dlse, q, k, v, out, lse, ctx.problem, ctx.operands)
+        if ctx.rows:
+            dq, dk, dv = dq.squeeze(0), dk.squeeze(0), dv.squeeze(0)
+        return (None, None, None, dq, dk, dv, *more)
+
+
+def as_rows(out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """What a version gives for a batch of one, as packed rows."""
+    return out.squeeze(0), None if lse is None else lse.squeeze(0)
 
 
 def refuse_double_backward() -> None:
@@ -59,7 +71,8 @@ def differentiable(forward: Forward, backward: Backward, prepared: Prepared | No
 
     Returns:
         `(q, k, v, problem, operands) -> (out, lse)`, recorded by autograd only where `problem.grad`. Its attribute `backward` is
-        the backward pass alone, for who records calls by other means, and for `flashzoo.attention_backward`.
+        the backward pass alone, for who records calls by other means, and for `flashzoo.attention_backward`. Its attribute `rows`
+        says that it takes packed rows of three dimensions too: views that autograd records cost the host as much as a launch does.
     """
     functions = (forward, backward)
 
@@ -69,6 +82,8 @@ def differentiable(forward: Forward, backward: Backward, prepared: Prepared | No
         if problem.grad:
             more = operands.differentiable
             return _Attention.apply(problem, operands, functions, q, k, v, *more)  # pyright: ignore[reportReturnType]
+        if q.ndim == 3:
+            return as_rows(*forward(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), problem, operands))
         return forward(q, k, v, problem, operands)
 
     def alone(*arguments: Any) -> tuple[Tensor | None, ...]:
@@ -76,6 +91,7 @@ def differentiable(forward: Forward, backward: Backward, prepared: Prepared | No
         return backward(*tensors, *prepared(problem, operands, tensors[0].device))  # pyright: ignore[reportOptionalCall]
 
     attention.backward = backward if prepared is None else alone  # pyright: ignore[reportFunctionMemberAccess]
+    attention.rows = True  # pyright: ignore[reportFunctionMemberAccess]
     return attention
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from flashzoo.autograd import as_rows
 from flashzoo.call.check import check_data, check_tensors, described, fields_of
 from flashzoo.call.forms import Window, check_flags
 from flashzoo.call.operands import taken
@@ -134,22 +135,21 @@ def attention(
     if getattr(q, "is_nested", False):
         return of_nested(attention, q, k, v, return_lse=return_lse, version=version, **options)
     rows = "cu_seqlens_q" in options and getattr(q, "ndim", 4) == 3
-    if rows:
-        q, k, v = as_batch(q, k, v)
     if is_compiling():
         from flashzoo.call.traced import traced
 
-        out, lse = traced(q, k, v, return_lse, version, options)
+        out, lse = traced(*(as_batch(q, k, v) if rows else (q, k, v)), return_lse, version, options)
+        if rows:
+            out, lse = as_rows(out, lse if return_lse else None)
     else:
-        out, lse = called(q, k, v, return_lse, version, options)
-    if rows:
-        out = out.squeeze(0)  # no out[0], whose gradient is zeros with a copy in them
-        return (out, lse.squeeze(0)) if return_lse else out
+        out, lse = called(q, k, v, return_lse, version, options, rows)
     return (out, lse) if return_lse else out
 
 
-def called(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, version: str, options: dict[str, Any]) -> tuple[Tensor, Any]:
-    """`attention` of tensors of four dimensions: out, and lse or None."""
+def called(
+    q: Tensor, k: Tensor, v: Tensor, return_lse: bool, version: str, options: dict[str, Any], rows: bool = False
+) -> tuple[Tensor, Any]:
+    """`attention` of tensors of four dimensions, or of three that are packed rows: out, and lse or None."""
     asked = requested(version)
     operands, forms = taken(options)
     try:
@@ -159,14 +159,14 @@ def called(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, version: str, opti
         check_tensors(q=q, k=k, v=v)
         raise
     try:
-        planned = plan(asked, current(), return_lse, grad, forms, *tensors, **options)
+        planned = plan(asked, current(), return_lse, grad, rows, forms, *tensors, **options)
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
         check_flags(return_lse=return_lse)
         fields_of(options)  # of what has no hash, a list as window_size alone is well
         options["window_size"] = tuple(options["window_size"])
-        planned = plan(asked, current(), return_lse, grad, forms, *tensors, **options)
+        planned = plan(asked, current(), return_lse, grad, rows, forms, *tensors, **options)
     problem = planned.problem
     if transforming():
         check_transforms({"q": q, "k": k, "v": v, **operands.tensors}, problem, planned.spec)
@@ -174,11 +174,13 @@ def called(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, version: str, opti
         q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     if planned.negative:
         q = negated(q)
+    if planned.as_batch:
+        q, k, v = as_batch(q, k, v)
     result = planned.run(q, k, v, problem, operands)
     if not planned.checked:
         planned.check(result, q, problem.grad)
         planned.checked = True
-    return result
+    return as_rows(*result) if planned.as_batch else result
 
 
 @overload

@@ -17,9 +17,14 @@ def as_batch(q: Tensor, k: Any, v: Any) -> tuple[Tensor, Any, Any]:
     for name, x in (("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        if x.ndim != 3:
-            raise ValueError(f"{name} must have 3 dimensions (total_k, heads_kv, head_dim), as q has, got shape {tuple(x.shape)}")
+        check_rows(name, x.shape)
     return q[None], k[None], v[None]
+
+
+def check_rows(name: str, shape: tuple[int, ...]) -> None:
+    """ValueError where k or v, of that shape, is not in packed rows as q is."""
+    if len(shape) != 3:
+        raise ValueError(f"{name} must have 3 dimensions (total_k, heads_kv, head_dim), as q has, got shape {tuple(shape)}")
 
 
 def rows_of_nested(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:

@@ -14,6 +14,7 @@ from flashzoo.autograd import joined, unquantized
 from flashzoo.call.check import DTYPE_NAMES, Described, check_data, check_shapes, fields_of, read_by_pages
 from flashzoo.call.forms import check_flags
 from flashzoo.call.operands import K_LENGTHS, OPERANDS, PAGE_TABLE, Forms, Operands, given
+from flashzoo.call.packed import check_rows
 from flashzoo.call.problem import OUT_DTYPES, QUANTIZABLE, Problem
 from flashzoo.dtypes import TORCH_DTYPES
 from flashzoo.registry import Choice, Zoo, backward_of, choose, choose_backward, fallback_backward, implementation, in_16_bits, remembered
@@ -35,6 +36,7 @@ class Plan:
         problem: what it is handed.
         negative: whether the call's softmax_scale is: its size is the problem's, and q is to be negated.
         spec: whose implementation it is.
+        as_batch: the call's packed rows are made a batch of one for `run`, which takes no others.
         checked: what `run` returned has been looked at, which is done once.
     """
 
@@ -42,6 +44,7 @@ class Plan:
     problem: Problem
     negative: bool
     spec: Spec
+    as_batch: bool = False
     checked: bool = False
 
     def check(self, result: Any, q: Tensor, recorded: bool) -> None:
@@ -49,10 +52,10 @@ class Plan:
         if not isinstance(result, tuple) or len(result) != 2:
             raise self._wrong("a tuple (out, lse)", _told(result))
         p, (out, lse) = self.problem, result
-        dtype = TORCH_DTYPES[p.out_dtype]
-        self._check_tensor("out", out, (p.batch, p.seqlen_q, p.heads, p.head_dim_v), dtype, q.device)
+        dtype, batch = TORCH_DTYPES[p.out_dtype], (p.batch,) if q.ndim == 4 else ()
+        self._check_tensor("out", out, (*batch, p.seqlen_q, p.heads, p.head_dim_v), dtype, q.device)
         if p.lse:
-            self._check_tensor("lse", lse, (p.batch, p.heads, p.seqlen_q), torch.promote_types(dtype, torch.float32), q.device)
+            self._check_tensor("lse", lse, (*batch, p.heads, p.seqlen_q), torch.promote_types(dtype, torch.float32), q.device)
         if recorded and not out.requires_grad:
             raise self._wrong("an out that carries gradients", "one that does not require grad")
 
@@ -69,7 +72,9 @@ def _told(x: Any) -> str:
 
 
 @remembered
-def plan(asked: tuple[str, str], zoo: Zoo, return_lse: bool, grad: bool, forms: Forms, *described: Any, **options: Any) -> Plan:
+def plan(
+    asked: tuple[str, str], zoo: Zoo, return_lse: bool, grad: bool, rows: bool, forms: Forms, *described: Any, **options: Any
+) -> Plan:
     """The plan of a call, made once for each kind of call.
 
     Args:
@@ -77,17 +82,27 @@ def plan(asked: tuple[str, str], zoo: Zoo, return_lse: bool, grad: bool, forms: 
         zoo: what is registered.
         return_lse: as in `attention`.
         grad: whether autograd records the call.
+        rows: q, k and v are packed rows, of three dimensions.
         forms: of the operands.
         described: q, k and v, as `check.described` gives them, one behind the other.
         options: of `attention`, those that are in `OPTIONS`.
     """
     q, k, v = (described[first : first + 5] for first in (0, 5, 10))
+    if rows:
+        q, k, v = (_batch_of_one(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     problem = problem_of((q, k, v), return_lse, grad, forms, None, options)
     device = q[3]
     check_data(device)
     choice = choose(problem, *asked, zoo)
     run = _nothing_to_see if 0 in q[0] or 0 in k[0] or not problem.seqlen_k else _implementation(choice)
-    return Plan(run, *_handed(problem), choice.forward)
+    return Plan(run, *_handed(problem), choice.forward, rows and not getattr(run, "rows", False))
+
+
+def _batch_of_one(name: str, described: Described) -> Described:
+    """Packed rows as a batch of one."""
+    shape, *rest = described
+    check_rows(name, shape)
+    return torch.Size((1, *shape)), *rest  # pyright: ignore[reportReturnType] - the rest is as it was
 
 
 @remembered

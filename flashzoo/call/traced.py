@@ -89,7 +89,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, how: Named, grad: bool, by: str = 
     operands, forms = taken(options)
     tensors = (*described(q), *described(k), *described(v))
     asked = (how.get("version", "auto"), by)
-    return plan(asked, current(), how.get("return_lse", False), grad, forms, *tensors, **options), operands
+    return plan(asked, current(), how.get("return_lse", False), grad, False, forms, *tensors, **options), operands
 
 
 @torch.library.impl(NAME, "default")

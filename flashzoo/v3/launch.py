@@ -289,7 +289,7 @@ class BackwardLaunch:
         blocks_q, blocks = _blocks_q(p, kernel), kernel.blocks_kv(p.seqlen_k)
         if p.sequences is not None:
             blocks = p.entries(p.seqlen_k, tiles.block_kv)
-        self._statistics_shape = (2, p.batch * p.heads, blocks_q * tiles.block_q)
+        self._statistics_shape = (p.batch * p.heads, blocks_q * tiles.block_q)
         self._sum_shape = (p.batch * p.heads * blocks_q * tiles.block_q * kernel.width,)
         self._semaphore_shape = (p.batch * p.heads * blocks_q * kernel.semaphores if kernel.deterministic else 0,)
 
@@ -331,7 +331,7 @@ class BackwardLaunch:
             with torch.cuda.device(self._device):
                 return self(dout, dlse, q, k, v, out, lse, softmax_scale, lists, tiles)
         dq, dk, dv = (torch.empty_strided(shape, strides, dtype=self._dtype, device=q.device) for shape, strides in self._gradients)
-        delta, lse_log2 = torch.empty(self._statistics_shape, dtype=torch.float32, device=q.device)
+        delta, lse_log2 = (torch.empty(self._statistics_shape, dtype=torch.float32, device=q.device) for _ in range(2))
         dq_sum = torch.empty(self._sum_shape, dtype=torch.float32, device=q.device)
         dq_semaphore = torch.empty(self._semaphore_shape, dtype=torch.int32, device=q.device)
         self._delta((out, dout, lse, lse if dlse is None else dlse.contiguous(), delta, lse_log2, dq_sum, dq_semaphore, tiles), ())
