@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "call.operands": {"torch", BLOCK_MASK, "flashzoo.call.forms", "flashzoo.call.problem", "flashzoo.lengths"},
     "call.check": {"torch", "flashzoo.call.forms", "flashzoo.call.problem", "flashzoo.dtypes"},
     "call.plan": {"torch", "flashzoo.autograd", "flashzoo.dtypes", "flashzoo.registry", "flashzoo.spec"} | CALL,
-    "call.api": {"torch", "typing_extensions", BLOCK_MASK, "flashzoo.registry", "flashzoo.transforms"} | CALL,
+    "call.api": {"torch", "typing_extensions", BLOCK_MASK, "flashzoo.autograd", "flashzoo.registry", "flashzoo.transforms"} | CALL,
     "call.packed": {"torch"},
     "call.validate": {"torch", "flashzoo.lengths"} | CALL,
     "call.backward": {"torch", "typing_extensions", "flashzoo.registry", "flashzoo.transforms"} | CALL,
