@@ -185,7 +185,7 @@ def no_launch(monkeypatch):
     monkeypatch.setattr("flashzoo._cute.driver.TensorMap._at", lambda self, address: bytes(128))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor gives as its own
-    monkeypatch.setattr("flashzoo._cute.per_stream.PerStream.__call__", lambda self, device, stream: number)
+    monkeypatch.setattr("flashzoo._cute.per_stream.PerStream.__call__", lambda self, device, stream, n=1: number)
 
 
 @pytest.mark.parametrize("name", flashzoo.versions())

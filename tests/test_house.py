@@ -19,7 +19,7 @@ from flashzoo_suite.support import ROOT, in_fresh_process
 PACKAGE = ROOT / "flashzoo"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 VERSION_FOLDERS = sorted(path.parent for path in PACKAGE.glob("[!_]*/launch.py"))
-HOST_CODE = ("__init__", "config", "explain", "launch", "launch_fp8", "programs", "traits")
+HOST_CODE = ("__init__", "config", "explain", "launch", "launch_fp8", "launch_hopper", "programs", "traits")
 DEVICE_CODE = {folder: [path for path in sorted(folder.glob("*.py")) if path.stem not in HOST_CODE] for folder in VERSION_FOLDERS}
 
 PLUMBING = {"flashzoo._sass", "flashzoo._triton", "flashzoo._cute"}

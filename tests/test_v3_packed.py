@@ -419,7 +419,7 @@ def test_an_fp8_launch_gives_what_the_kernel_takes(sequences, monkeypatch):
     monkeypatch.setattr(launch, "_multiprocessors", lambda device: 132)
     monkeypatch.setattr(TensorMap, "_at", lambda self, address: bytes(128))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor gives as its own
-    monkeypatch.setattr("flashzoo._cute.per_stream.PerStream.__call__", lambda self, device, stream: one)
+    monkeypatch.setattr("flashzoo._cute.per_stream.PerStream.__call__", lambda self, device, stream, n=1: one)
     for module in (launch, launch_fp8):
         monkeypatch.setattr(module, "current_stream", lambda device: 0)
     launch_fp8.forward_launch.cache_clear()

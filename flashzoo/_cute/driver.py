@@ -39,6 +39,24 @@ _TENSOR_MAP_BYTES = 128
 _TENSOR_MAP_ALIGNMENT = 64
 _BUFFER_POINTER, _BUFFER_SIZE = int(cuda.CU_LAUNCH_PARAM_BUFFER_POINTER), int(cuda.CU_LAUNCH_PARAM_BUFFER_SIZE)
 _Extra = c_void_p * 5
+_PROGRAMMATIC = int(cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute, of an int."""
+
+    _fields_ = [("id", c_int), ("padding", c_int), ("value", c_int * 16)]
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("sizes", c_uint * 7),
+        ("stream", c_void_p),
+        ("attributes", POINTER(_Attribute)),
+        ("number", c_uint),
+    ]
 
 
 @cache
@@ -47,6 +65,7 @@ def _driver() -> ctypes.CDLL:
     u64, u32 = POINTER(c_uint64), POINTER(c_uint32)
     library.cuTensorMapEncodeTiled.argtypes = [c_void_p, c_int, c_uint32, c_void_p, u64, u64, u32, u32, *[c_int] * 4]
     library.cuLaunchKernel.argtypes = [c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p]
+    library.cuLaunchKernelEx.argtypes = [POINTER(_Config), c_void_p, c_void_p, c_void_p]
     return library
 
 
@@ -61,6 +80,14 @@ def current_stream(device: int) -> int:
     """Handle of the current stream of a device."""
     # The function that torch's own generated code uses: it costs a tenth of `torch.cuda.current_stream`.
     return torch._C._cuda_getCurrentRawStream(device)
+
+
+def capture_of(stream: int) -> int:
+    """Number of the capture into a CUDA graph that the stream is in; no two of a process have the same."""
+    status, number = c_int(), c_uint64()
+    error = _driver().cuStreamGetCaptureInfo_v2(c_void_p(stream), byref(status), byref(number), None, None, None)
+    _check(error, "asking which capture a stream is in")
+    return number.value
 
 
 def _handle(device: int) -> c_int:
@@ -162,10 +189,12 @@ class Function:
             error = _driver().cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, self.shared, self.kernel, _handle(device))
             _check(error, f"asking for {self.shared} bytes of shared memory on device {device}")
 
-    def bind(self, device: int, blocks: int, fixed: Mapping[str, int], given: tuple[str, ...]) -> Launch:
-        """A launch of `blocks` thread blocks on a device; `fixed` and `given` as in `Packer`."""
+    def bind(
+        self, device: int, blocks: int, fixed: Mapping[str, int], given: tuple[str, ...], programmatic: bool = False
+    ) -> Launch:
+        """A launch of `blocks` thread blocks on a device; `fixed` and `given` as in `Packer`, `programmatic` as in `Launch`."""
         self._prepare(device)
-        return Launch(self, device, blocks, Packer(self.arguments, self.start, fixed, given))
+        return Launch(self, device, blocks, Packer(self.arguments, self.start, fixed, given), programmatic)
 
 
 class Launch:
@@ -176,12 +205,13 @@ class Launch:
         device: index of the GPU.
         blocks: how many thread blocks.
         packer: of its arguments.
+        programmatic: it begins before the stream's last launch has ended, for which the kernel itself waits (griddepcontrol.wait).
     """
 
-    def __init__(self, function: Function, device: int, blocks: int, packer: Packer) -> None:
+    def __init__(self, function: Function, device: int, blocks: int, packer: Packer, programmatic: bool = False) -> None:
         self._device, self._pack = device, packer
-        self._before = (function.kernel, blocks, 1, 1, function.threads, 1, 1, function.shared)
-        self._launch = _driver().cuLaunchKernel
+        self._kernel, self._sizes = function.kernel, (blocks, 1, 1, function.threads, 1, 1, function.shared)
+        self._attribute = _Attribute(_PROGRAMMATIC, 0, (c_int * 16)(1)) if programmatic else None
         self._size = c_size_t(packer.size)
         self._size_address = ctypes.addressof(self._size)
 
@@ -193,8 +223,14 @@ class Launch:
         """
         memory = self._pack(given)
         extra = _Extra(_BUFFER_POINTER, ctypes.addressof(memory), _BUFFER_SIZE, self._size_address, 0)
-        error = self._launch(*self._before, stream, None, extra)
+        error = self._launch(stream, extra)
         if error and _make_current(self._device):
-            error = self._launch(*self._before, stream, None, extra)
+            error = self._launch(stream, extra)
         if error:
             _check(error, "launching a kernel")
+
+    def _launch(self, stream: int, extra: ctypes.Array) -> int:
+        if self._attribute is None:
+            return _driver().cuLaunchKernel(self._kernel, *self._sizes, stream, None, extra)
+        config = _Config((c_uint * 7)(*self._sizes), stream, ctypes.pointer(self._attribute), 1)
+        return _driver().cuLaunchKernelEx(byref(config), self._kernel, None, extra)

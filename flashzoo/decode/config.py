@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.util import find_spec
 
 from flashzoo.call.problem import Problem
+from flashzoo.decode.traits import WIDTHS, Kernel
+from flashzoo.gpu import WARPGROUP_ROWS
 from flashzoo.integers import cdiv, next_power_of_2
 
 TENSOR_CORE = 16
@@ -102,6 +106,113 @@ def cut(problem: Problem) -> Cut:
     wanted = cdiv(tiles.programs * MULTIPROCESSORS.get(p.arch or 90, 132), p.batch * p.heads_kv * blocks)
     split = cdiv(max(tiles.least, cdiv(keys, wanted)), tiles.block_kv) * tiles.block_kv
     return Cut(rows, blocks, split, max(1, cdiv(keys, split)))
+
+
+BLOCK_KV = {64: 128, 128: 64, 192: 64, 256: 64}
+"""By width, keys of a block of a Hopper kernel."""
+STAGES = {64: (11, 5), 128: (11, 5), 192: (7,), 256: (5,)}
+"""By width, blocks of K and V on chip with one thread block on a multiprocessor, and with two where they fit."""
+LEAST_BOX = 8
+"""Rows of a page, at least, that TMA moves at a time: the swizzle's."""
+LARGEST = 1 << 31
+"""Of what a kernel counts in 32 bits."""
+
+# Microseconds on an H200, by which keys are split. A block of keys, 128 wide, where memory is not what holds it; what beginning a part costs
+# a thread block that has had one; a tile's merging, and each of its rounds: 4 rows, 128 columns, MERGED_AT_ONCE parts. And what memory gives
+# in one.
+BLOCK_US, PART_US, MERGE_US, ROUND_US = 0.65, 3.0, 2.6, 0.3
+BYTES_PER_US = 4.5e6
+MERGED_AT_ONCE = 16
+"""Parts that a thread block reads at a time when it merges: `hopper.AT_ONCE`, which this must not import."""
+
+
+@cache
+def _has_cute() -> bool:
+    return find_spec("cutlass") is not None
+
+
+def by_hopper(problem: Problem) -> bool:
+    """Whether the kernel for Hopper takes the problem, where TMA can read its tensors."""
+    p = problem
+    fits = p.head_dim % 8 == 0 and p.head_dim <= WIDTHS[-1] and p.seqlen_q * p.heads * p.head_dim < LARGEST
+    return p.arch == 90 and p.dtype in ("fp16", "bf16") and fits and box_of(p) >= LEAST_BOX and _has_cute()
+
+
+def box_of(problem: Problem) -> int:
+    """Keys that TMA moves at a time."""
+    block_kv = BLOCK_KV[width_of(problem)]
+    return block_kv if problem.page_size is None else math.gcd(block_kv, problem.page_size)
+
+
+def width_of(problem: Problem) -> int:
+    """The width of the Hopper kernel that holds the head dim."""
+    return next(width for width in WIDTHS if problem.head_dim <= width)
+
+
+@dataclass(frozen=True)
+class CutHopper:
+    """A problem's grid on Hopper: items have a tile of rows and a split of keys.
+
+    Attributes:
+        heads, queries: a tile's rows are so many heads of so many queries.
+        tiles: of a key/value head.
+        splits: into so many parts at most the keys that a tile sees are split.
+        least: keys of a part, at least.
+        blocks_per_sm: thread blocks of a multiprocessor: one where each has an item to itself, which then has all of its memory's rate.
+    """
+
+    heads: int
+    queries: int
+    tiles: int
+    splits: int
+    least: int
+    blocks_per_sm: int
+
+    @property
+    def rows(self) -> int:
+        """Of a tile."""
+        return self.heads * self.queries
+
+
+@lru_cache(maxsize=1024)
+def cut_hopper(problem: Problem) -> CutHopper:
+    """How a problem is cut: by its shape alone, whatever its caches hold, so that a sequence has the same bits beside any others.
+
+    The parts of a sequence follow from its own length and from how many they may be. That is the number for which the model below takes
+    least time where all of a cache is used.
+    """
+    p, group = problem, problem.heads // problem.heads_kv
+    heads = min(group, WARPGROUP_ROWS)
+    queries = min(p.seqlen_q, WARPGROUP_ROWS // heads)
+    tiles = cdiv(p.seqlen_q, queries) * cdiv(group, heads)
+    left, right = p.span
+    keys, width = p.seqlen_k, width_of(p)
+    block_kv, most = BLOCK_KV[width], len(STAGES[width])
+    if left is not None and right is not None:  # what a tile's queries see together, and where it begins within a block
+        keys = min(keys, left + right + queries + block_kv)
+    blocks, all_tiles = cdiv(keys, block_kv), p.batch * p.heads_kv * tiles
+
+    def blocks_per_sm(splits: int) -> int:
+        return 1 if all_tiles * splits <= MULTIPROCESSORS[90] else most
+
+    def microseconds(splits: int) -> float:
+        of_part = cdiv(blocks, splits)
+        items, workers = all_tiles * cdiv(blocks, of_part), MULTIPROCESSORS[90] * blocks_per_sm(splits)
+        waves, wide = cdiv(items, workers), width / 128
+        block = max(BLOCK_US * max(wide, 1.0), block_kv * 4 * p.head_dim * min(items, workers) / BYTES_PER_US)
+        rounds = cdiv(heads * queries, 4) * cdiv(splits, MERGED_AT_ONCE) * max(wide, 1.0)
+        return waves * of_part * block + (waves - 1) * PART_US + (MERGE_US + ROUND_US * rounds if splits > 1 else 0.0)
+
+    splits = min(range(1, min(blocks, 2 * MULTIPROCESSORS[90]) + 1), key=microseconds, default=1)
+    return CutHopper(heads, queries, tiles, splits, block_kv, blocks_per_sm(splits))
+
+
+def kernel_for(problem: Problem) -> Kernel:
+    """The Hopper kernel of a problem."""
+    p, (left, right), width, cut = problem, problem.span, width_of(problem), cut_hopper(problem)
+    how = p.used_k, box_of(p), p.page_size is not None, cut.splits > 1, BLOCK_KV[width]
+    stages = STAGES[width][cut.blocks_per_sm - 1]
+    return Kernel(p.dtype, p.out_dtype, width, left is not None, right is not None, *how, stages, cut.blocks_per_sm)
 
 
 def describe(problem: Problem) -> list[str]:

@@ -12,7 +12,7 @@ from flashzoo._triton import Launch
 from flashzoo.call.operands import Operands
 from flashzoo.call.problem import Problem
 from flashzoo.decode import kernels
-from flashzoo.decode.config import block_d, cut, tiles_for
+from flashzoo.decode.config import block_d, by_hopper, cut, tiles_for
 from flashzoo.dtypes import TORCH_DTYPES
 from flashzoo.integers import cdiv, next_power_of_2
 
@@ -25,6 +25,12 @@ Strides = tuple[int, ...]
 
 def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of raw CUDA or CPU tensors; see `flashzoo.attention`."""
+    if by_hopper(problem):
+        from flashzoo.decode import launch_hopper  # here, so that a process on another GPU loads no CuTe DSL
+
+        done = launch_hopper.attention(q, k, v, problem, operands)
+        if done is not None:
+            return done
     p, splits = problem, cut(problem).splits
     out = torch.empty_like(q, dtype=TORCH_DTYPES[p.out_dtype])
     lse = q.new_empty((p.batch, p.heads, p.seqlen_q), dtype=torch.float32)

@@ -1,0 +1,110 @@
+"""The Hopper kernel of FlashDecoding on the host: outputs, parts, TMA descriptors, one launch."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from flashzoo._cute.driver import current_stream
+from flashzoo._cute.per_stream import tile_counter
+from flashzoo._cute.tma import Ints, map_of_rows, readable
+from flashzoo.call.operands import Operands
+from flashzoo.call.problem import Problem
+from flashzoo.decode.config import cut_hopper, kernel_for
+from flashzoo.decode.programs import SIZES, function_for
+from flashzoo.dtypes import TORCH_DTYPES
+
+LOG2E = math.log2(math.e)
+SMALLEST_SCALE = 1e-30
+"""A scale of 0 makes all scores equal. So does this one, and -inf times it stays -inf."""
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor] | None:
+    """`(out, lse)` of CUDA tensors; None where TMA can't read them where they lie."""
+    if (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15:
+        return None
+    table = operands.page_table
+    pages = (0, 0) if table is None else (table.stride(0), k.shape[0])
+    made = launch(problem, q.stride(), k.stride(), v.stride(), pages, q.get_device())
+    return made and made(q, k, v, operands)
+
+
+@lru_cache(maxsize=1024)
+def launch(problem: Problem, q: Ints, k: Ints, v: Ints, pages: Ints, device: int) -> Launch | None:
+    """The launch for a problem, or None where TMA can't read tensors of these strides.
+
+    Args:
+        problem: the sizes.
+        q, k, v: strides.
+        pages: stride of the page table, and how many pages there are.
+        device: index of the GPU.
+    """
+    p = problem
+    of_q = (p.batch, p.seqlen_q, p.heads, p.head_dim)
+    of_k = (p.batch, p.seqlen_k, p.heads_kv, p.head_dim) if p.page_size is None else (pages[1], p.page_size, p.heads_kv, p.head_dim)
+    if not (readable(of_q, q) and readable(of_k, k) and readable(of_k, v)):
+        return None
+    return Launch(problem, of_q, of_k, (q, k, v), pages[0], device)
+
+
+class Launch:
+    """The kernel with everything about a call that its data don't decide.
+
+    Args:
+        problem: the sizes.
+        of_q, of_k: shapes of q, and of k and v.
+        strides: of q, k and v.
+        table_stride: of the page table.
+        device: index of the GPU.
+    """
+
+    def __init__(self, problem: Problem, of_q: Ints, of_k: Ints, strides: tuple[Ints, Ints, Ints], table_stride: int, device: int) -> None:
+        p, kernel, how = problem, kernel_for(problem), cut_hopper(problem)
+        self._device = device
+        self._out_dtype = TORCH_DTYPES[p.out_dtype]
+        self._lse_shape = (p.batch, p.heads, p.seqlen_q)
+        self._scale_log2 = max(p.scale * LOG2E, SMALLEST_SCALE)
+        self._q = map_of_rows(p.dtype, of_q, strides[0], kernel.width, how.queries, how.heads)
+        self._k, self._v = (map_of_rows(p.dtype, of_k, x, kernel.width, kernel.box) for x in strides[1:])
+        tiles, blocks = p.batch * p.heads_kv * how.tiles, p.heads_kv * how.tiles * how.splits
+        self._parts_shape = (tiles * how.splits * how.rows, p.head_dim + 1) if kernel.split else (0, 1)
+        self._of_lse = 4 * tiles * how.splits * how.rows * p.head_dim
+        self._counters = 1 + tiles
+        out = torch.empty_strided(of_q, strides[0], device="meta")
+        sizes = (p.seqlen_q, p.seqlen_k, p.heads_kv, p.heads // p.heads_kv, how.heads, how.queries, blocks, p.batch, how.tiles)
+        more = (how.splits, how.least, p.page_size or 1, table_stride, p.head_dim, *torch.empty_like(out).stride()[:3], *p.reach)
+        params = dict(zip(SIZES, (*sizes, *more), strict=True))
+        workers = kernel.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
+        given = ("q", "k", "v", "out", "lse", "parts", "lse_parts", "used_k", "page_table", "arrived", "counter", "scale_log2")
+        self._launch = function_for(kernel).bind(device, min(workers, tiles * how.splits), params, given, programmatic=True)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor]:
+        """`(out, lse)`, launched on the current stream of the tensors' device."""
+        if self._device != torch.cuda.current_device():
+            with torch.cuda.device(self._device):
+                return self(q, k, v, operands)
+        out = torch.empty_like(q, dtype=self._out_dtype)
+        lse = torch.empty(self._lse_shape, dtype=torch.float32, device=q.device)
+        parts = torch.empty(self._parts_shape, dtype=torch.float32, device=q.device)
+        used, table = operands.seqused_k, operands.page_table
+        stream = current_stream(self._device)
+        counters = tile_counter(self._device, stream, self._counters).data_ptr()
+        self._launch(
+            stream,
+            self._q.at(q.data_ptr()),
+            self._k.at(k.data_ptr()),
+            self._v.at(v.data_ptr()),
+            out.data_ptr(),
+            lse.data_ptr(),
+            parts.data_ptr(),
+            parts.data_ptr() + self._of_lse,
+            0 if used is None else used.data_ptr(),
+            0 if table is None else table.data_ptr(),
+            counters + 4,
+            counters,
+            self._scale_log2,
+        )
+        return out, lse
