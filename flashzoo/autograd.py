@@ -48,7 +48,7 @@ class _Attention(torch.autograd.Function):
         return (None, None, None, dq, dk, dv, *more)
 
 
-def as_rows(out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def as_rows(out: Tensor, lse: Tensor | None) -> tuple[Tensor, Any]:
     """What a version gives for a batch of one, as packed rows."""
     return out.squeeze(0), None if lse is None else lse.squeeze(0)
 
