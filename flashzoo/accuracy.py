@@ -144,7 +144,7 @@ class Judge:
     """Holds results for one set of inputs against the oracle. Oracle and yardstick are computed once, here.
 
     Args:
-        q, k, v: as in `flashzoo.attention`, CPU or GPU; never modified.
+        q, k, v: as in `oracle`; never modified.
         problem: of these tensors. Its lse says whether results are judged by their lse.
         dout: gradient of out, in its shape; gradients are judged where it is given, unless the inputs are e4m3: those have none.
         dlse: gradient of lse `(batch, heads, seqlen_q)`, or None; needs dout.

@@ -23,7 +23,7 @@ SMALLEST_SCALE = 2.0**-100
 _DENSE_MASK = "makes a dense (batch, heads, seqlen_q, seqlen_k) mask of the block mask, and skips nothing"
 _DENSE_CACHE = "makes a dense (batch, seqlen_q, seqlen_k) mask of what is used, copies k and v without what is not, and skips nothing"
 _FROM_PAGES = "copies k and v from their pages"
-_DENSE_LENGTHS = "makes a dense (total_q, total_k) mask that keeps sequences apart, and skips nothing"
+_DENSE_LENGTHS = "makes a dense (total_q, total_k) mask that keeps sequences apart, copies q, k, v, and skips nothing"
 
 
 def _sdpa_notes(problem: Problem) -> list[str]:
@@ -167,7 +167,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) 
     k, v, operands = from_pages(k, v, operands)
     masked, scale = _needs_mask(problem), problem.scale
     seen = visible(problem, q.device, shown(problem, operands)) if masked else None
-    k, v = only_used(k, v, operands)
+    q, k, v = only_used(q, k, v, operands)
     if scale < SMALLEST_SCALE:  # a part of it goes into q, which no mask is in
         q, scale = q * (scale / SMALLEST_SCALE), SMALLEST_SCALE
     attend = _attend_on_gpu if q.is_cuda else scaled_dot_product_attention

@@ -101,16 +101,16 @@ def compare(
     with torch.set_grad_enabled(backward), _bar(progress) as bar:
         problem = explain(*_leaves((q, k, v), backward), **given).problem
         check_data(q.device)
-        k_used, v_used = _used(k, v, taken(dict(given))[0])
-        _check_finite(q=q, k=k_used, v=v_used, **{name: given.get(name) for name in DESCALES})
+        used = _used(q, k, v, taken(dict(given))[0])
+        _check_finite(**dict(zip("qkv", used, strict=True)), **{name: given.get(name) for name in DESCALES})
         _foresee(bar, problem, specs, budget_s)
         return _compared(bar, (q, k, v), problem, given, specs, seed)
 
 
-def _used(k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor]:
-    """k and v as a batch, with zeros for what is not used."""
+def _used(q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as a batch, with zeros for what no sequence has or uses."""
     k, v, operands = from_pages(k, v, operands)
-    return only_used(k, v, operands)
+    return only_used(q, k, v, operands)
 
 
 def _compared(
@@ -130,7 +130,7 @@ def _compared(
     try:
         bar.step("oracle")
         operands, _ = taken(dict(options))
-        judged = q, *_used(k, v, operands)
+        judged = _used(q, k, v, operands)
         scales = descales_of_rows(*judged, operands) if problem.dtype == "e4m3" else NO_DESCALES
         judge = Judge(*judged, replace(problem, lse=True), dout, descales=scales, mask=shown(problem, operands))
         bench = _Bench((q.detach(), k.detach(), v.detach()), dout, problem, options, judge)

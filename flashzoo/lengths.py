@@ -110,11 +110,22 @@ class Ranges:
             seen &= distance <= right
         return seen
 
+    def taken(self, total_q: int, total_k: int) -> tuple[Tensor, Tensor]:
+        """Of each row of q, whether a sequence has it, and of k, whether one uses it: bool."""
+        q_first, q_end, k_first, k_end = self.bounds(total_q, total_k)
+        return _within(total_q, q_first, q_end), _within(total_k, k_first, k_end)
+
     def numbers(self, total_q: int, total_k: int) -> tuple[Tensor, Tensor]:
         """Of each row of q, and of k, the number of its sequence, int64; of a row that no sequence has, or uses, that of any."""
         _, q_end, _, k_end = self.bounds(total_q, total_k)
         rows_q, rows_k = (torch.arange(total, device=q_end.device) for total in (total_q, total_k))
         return _number(rows_q, q_end), _number(rows_k, k_end)
+
+
+def _within(total: int, firsts: Tensor, ends: Tensor) -> Tensor:
+    """Of each row whether more sequences have begun by it than have ended."""
+    row = torch.arange(total, device=firsts.device)
+    return torch.searchsorted(firsts, row, right=True) > torch.searchsorted(ends, row, right=True)
 
 
 def _number(row: Tensor, ends: Tensor) -> Tensor:

@@ -125,12 +125,18 @@ def _zeroed(x: Tensor, where: Tensor) -> Tensor:
     return x.masked_fill(where, 0)
 
 
-def only_used(k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor]:
-    """k and v with zeros for what is not used of a cache: 0 times what lies there is not 0 where it is no number."""
-    if operands.seqused_k is None or operands.cu_seqlens_q is not None:
-        return k, v
-    beyond = (torch.arange(k.shape[1], device=k.device) >= operands.seqused_k[:, None])[:, :, None, None]
-    return _zeroed(k, beyond), _zeroed(v, beyond)
+def only_used(q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v with zeros for what no packed sequence has, or is not used: 0 times what is no number is not 0."""
+    ranges, used = operands.ranges, operands.seqused_k
+    if ranges is not None:
+        of_none, unused = (~rows[None] for rows in ranges.taken(q.shape[1], k.shape[1]))
+        q = _zeroed(q, of_none[..., None, None])
+    elif used is not None:
+        unused = torch.arange(k.shape[1], device=k.device) >= used[:, None]
+    else:
+        return q, k, v
+    unused = unused[..., None, None]
+    return q, _zeroed(k, unused), _zeroed(v, unused)
 
 
 def dequantized(x: Tensor, descale: Tensor | None) -> Tensor:
@@ -185,6 +191,7 @@ def oracle(
 
     Args:
         q, k, v: as in `flashzoo.attention`, any floating dtype, CPU or GPU; zero lengths are welcome.
+            What nobody sees must be numbers too, as `only_used` leaves it.
         problem: causal, window and scale are read from it.
         dout: gradient of out; gradients are computed where it is given.
         dlse: gradient of lse, `(batch, heads, seqlen_q)`; needs dout.
@@ -314,10 +321,12 @@ def _finite(lse: Tensor) -> Tensor:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor | None]:
-    k, v = only_used(k, v, operands)
+    q, k, v = only_used(q, k, v, operands)
     if problem.precision == "fp8":
         (q, q_descale), (k, k_descale), (v, v_descale) = (_quantized(x) for x in (q, k, v))
-        return _fp8_forward(q, k, v, problem, replace(operands, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale))
+        operands = replace(operands, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    if q.dtype == E4M3:
+        return _fp8_forward(q, k, v, problem, operands)
     s = _scores(q, k, problem, operands)
     lse = torch.logsumexp(s, -1).view(problem.batch, problem.heads, -1) if problem.lse or problem.grad else None
     p = torch.softmax(s, -1)
@@ -341,11 +350,13 @@ def _backward(
     operands: Operands,
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = problem.batch * problem.heads
-    k, v = only_used(k, v, operands)
+    q, k, v = only_used(q, k, v, operands)
+    blind = lse == -math.inf
+    dout = dout.masked_fill(blind.mT[..., None], 0)  # may be no number either in a row of no sequence
     do, k_h, v_h = _heads_first(dout, problem), _heads_first(k, problem), _heads_first(v, problem)
     delta = (dout.to(_wide(q)) * out.to(_wide(q))).sum(-1).transpose(1, 2).reshape(rows, -1)
     if dlse is not None:
-        delta = delta - dlse.reshape(rows, -1)
+        delta = delta - dlse.masked_fill(blind, 0).reshape(rows, -1)
     p = _scores(q, k, problem, operands).sub_(_finite(lse).reshape(rows, -1, 1)).exp_()
     dv = _matmul(p.to(q.dtype).mT, do)
     ds = p.mul_(_matmul(do, v_h.mT).sub_(delta[..., None])).to(q.dtype)
@@ -382,7 +393,7 @@ def rotated(x: Tensor, seed: int = 0) -> Tensor:
 def _fp8_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor | None]:
     q_rows, k_rows, v_rows = (_heads_first(x, problem) for x in descales_of_rows(q, k, v, operands))
     q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))  # which holds every e4m3 number
-    q_h, k_h, v_h = (_heads_first(x, problem) for x in (q, *only_used(k, v, operands)))
+    q_h, k_h, v_h = (_heads_first(x, problem) for x in (q, k, v))
     # As kernels have it: scores in log2 units by one factor for a row and a block, and score - maximum rounded once. At scores
     # of millions the rounded maximum moves P by more than its own rounding.
     s = _hopper_sums(q_h, k_h).double().mul_((problem.scale * math.log2(math.e) * q_rows * k_rows.mT).double())
@@ -463,7 +474,6 @@ def _with_dense_mask(problem: Problem, operands: Operands, device: torch.device)
 
 
 _differentiable = differentiable(_without_autocast(_forward), _without_autocast(_backward), _with_dense_mask)
-_in_fp8 = _without_autocast(_fp8_forward)
 
 
 def standard(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor | None]:
@@ -471,9 +481,8 @@ def standard(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operan
 
     A block mask may be a dense one, as in `visible`, too.
     """
-    run = _in_fp8 if problem.dtype == "e4m3" else _differentiable
     k, v, operands = from_pages(k, v, operands)
-    return run(q, k, v, problem, operands)
+    return _differentiable(q, k, v, problem, operands)
 
 
 standard.backward = _differentiable.backward  # pyright: ignore[reportFunctionMemberAccess]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,19 @@ from flashzoo.accuracy import Judge
 from flashzoo.call.check import options_of
 from flashzoo.compare import DESCALES
 from flashzoo.workloads import descales
-from flashzoo_suite.support import DEVICE, Result, accept, both, draw, forward, in_fixed_order, ranges_of, same_bits, seen_by
+from flashzoo_suite.support import (
+    DEVICE,
+    Result,
+    accept,
+    alike,
+    both,
+    draw,
+    forward,
+    in_fixed_order,
+    ranges_of,
+    same_bits,
+    seen_by,
+)
 
 asks = pytest.mark.asks
 SIZES = {"seqlen_q": 170, "seqlen_k": 170, "sequences": 6}
@@ -128,11 +141,12 @@ def test_each_sequence_is_what_it_is_alone(version, problem):
 
 @asks({"packed": {"causal": True}, "used": {"used_k": True}, "used_causal": {"used_k": True, "causal": True}}, both=True, **SIZES)
 def test_rows_of_no_sequence_give_zeros(version, problem):
-    """Before the first, behind the last, and keys that are not used; nothing of them is left unwritten."""
-    (q, k, v), dout, _ = draw(problem)
+    """Before the first, behind the last, and keys that are not used, whatever they hold; nothing is left unwritten."""
+    problem = in_fixed_order(version, problem)
+    tensors, dout, dlse = draw(problem)
     cu = torch.tensor([9, 109, 109, 139, 140, 150, 161], dtype=torch.int32, device=DEVICE)
     used = torch.tensor([30, 0, 20, 1, 0, 11], dtype=torch.int32, device=DEVICE) if problem.used_k else None
-    result = called(version, (q[0], k[0], v[0]), problem, dout[0] if problem.grad else None, cu_seqlens_q=cu, seqused_k=used)
+    given = {"cu_seqlens_q": cu, "cu_seqlens_k": None, "seqused_k": used}
     mine = torch.zeros(170, dtype=torch.bool, device=DEVICE)
     mine[9:161] = True
     theirs = mine.clone()
@@ -140,11 +154,23 @@ def test_rows_of_no_sequence_give_zeros(version, problem):
         theirs[:] = False
         for first, count in zip(cu.tolist(), used.tolist(), strict=False):
             theirs[first : first + count] = True
-    assert not result.out[~mine].any() and bool(result.out[mine].any())
+
+    def attention(*x: Tensor, **how) -> Any:
+        return flashzoo.attention(*x, **how | given)
+
+    plain = both(version, tensors, problem, dout, dlse, attention=attention)
+    q, k, v, dout = (
+        torch.where(rows[:, None, None], x.double(), torch.nan).to(x.dtype)
+        for x, rows in zip((*tensors, dout), (mine, theirs, theirs, mine), strict=True)
+    )
+    dlse = None if dlse is None else dlse.where(mine, torch.nan)
+    result = both(version, (q, k, v), problem, dout, dlse, attention=attention)
+    assert alike(problem, result, plain)
+    assert not result.out[:, ~mine].any() and bool(result.out[:, mine].any())
     if problem.lse:
-        assert bool((result.lse[:, ~mine] == -torch.inf).all())
+        assert bool((result.lse[..., ~mine] == -torch.inf).all())
     if problem.grad:
-        assert not result.dq[~mine].any() and not result.dk[~theirs].any() and not result.dv[~theirs].any()
+        assert not result.dq[:, ~mine].any() and not result.dk[:, ~theirs].any() and not result.dv[:, ~theirs].any()
 
 
 @asks(both=True, seqlen_q=700, seqlen_k=700, sequences=1100, heads=1, heads_kv=1, causal=True)

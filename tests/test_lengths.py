@@ -194,6 +194,14 @@ def test_what_is_seen_is_what_each_sequence_sees(span):
     assert torch.equal(Ranges(q, k, used).visible(span, 13, 21), expected)
 
 
+def test_rows_are_taken_that_a_sequence_has_and_uses():
+    of_q, of_k = Ranges(lengths(1, 4, 4, 11), lengths(2, 9, 12, 20), lengths(5, 3, 8)).taken(13, 21)
+    assert of_q.tolist() == [1 <= row < 11 for row in range(13)]
+    assert of_k.tolist() == [2 <= row < 7 or 9 <= row < 20 for row in range(21)]
+    for none in (lengths(3), lengths(0, 9, 3, 13)):
+        assert not any(bool(rows.any()) for rows in Ranges(none, none).taken(13, 21)), "there are none, or they fall"
+
+
 def test_each_row_has_its_sequences_number():
     q, k, used = lengths(1, 4, 4, 11), lengths(2, 9, 12, 20), lengths(5, 3, 8)
     of_q, of_k = (x.tolist() for x in Ranges(q, k, used).numbers(13, 21))
@@ -312,12 +320,16 @@ def test_validate_looks_at_pages_that_are_used():
         flashzoo.validate(q, *POOL, page_table=wild)
 
 
-def test_compare_takes_caches_and_pages_that_hold_no_numbers_where_nothing_is_used():
+def test_compare_takes_what_holds_no_numbers_where_nothing_is_used():
     q, k, v = (x.half() for x in BATCH)
     k[:, 9:], v[:, 9:] = torch.nan, torch.nan
     cached = flashzoo.compare(q, k, v, seqused_k=lengths(9, 4), causal=True, versions=["standard", "sdpa"])
+    rows = [x.flatten(0, 1) for x in (q, k, v)]
+    rows[0][25:] = torch.nan  # of no sequence
+    how = {"cu_seqlens_q": lengths(0, 15, 25), "seqused_k": lengths(9, 4), "backward": True}
+    packed = flashzoo.compare(*rows, **how, versions=["standard", "sdpa"])
     drawn = compare_workload(workload("pages"), versions=["standard", "sdpa", "v1"])
-    assert [row.status for row in cached.rows] == ["ok", "ok"]
+    assert [row.status for comparison in (cached, packed) for row in comparison.rows] == ["ok"] * 4
     assert {row.version: row.status for row in drawn.rows} == {"standard": "ok", "sdpa": "ok", "v1": "can't"}
     assert "does not support page_table" in next(row.reasons for row in drawn.rows if row.version == "v1")
     assert "pages of 16" in str(drawn)
