@@ -294,8 +294,11 @@ def _choose(problem: Problem, version: str, by: str, zoo: Zoo) -> Choice:
     def objections(spec: Spec) -> list[str]:
         return spec.unsupported(problem)
 
+    def leaves(spec: Spec) -> bool:
+        return spec.leaves is not None and not spec.unsupported(problem.forward) and bool(spec.leaves(problem))
+
     if version == "auto":
-        candidates = [spec for spec in zoo.specs.values() if problem.device in spec.auto]
+        candidates = sorted([spec for spec in zoo.specs.values() if problem.device in spec.auto], key=leaves)
         for spec in candidates:
             if not objections(spec):
                 return Choice(spec)
@@ -448,7 +451,8 @@ def _verdict(spec: Spec, problem: Problem, choice: Choice | None) -> Verdict:
 
 def _notes(spec: Spec, problem: Problem) -> list[str]:
     faults = [f"known fault: {sentence}" for device, _, sentence in spec.faults if device == problem.device]
-    return [*(spec.notes(problem) if spec.notes else []), *dict.fromkeys(faults)]
+    left = [f"auto leaves it to others that can: {sentence}" for sentence in (spec.leaves(problem) if spec.leaves else [])]
+    return [*(spec.notes(problem) if spec.notes else []), *left, *dict.fromkeys(faults)]
 
 
 def explain_problem(problem: Problem, version: str = "auto") -> Explanation:

@@ -100,6 +100,7 @@ class Spec:
         faults: `(device, start of a test's id, sentence)`: what is known to be wrong in code that is not ours. The suite
             skips those cases and gives the sentence as its reason; `explain` tells it.
         check: sentences for what the fields above can't say; empty where the problem is taken.
+        leaves: sentences on why `version="auto"` leaves a problem that is taken to the versions behind this one; empty where it does not.
         notes: sentences on what a call does silently (padding, copies, tile choice), for `explain`.
 
     Raises:
@@ -128,6 +129,7 @@ class Spec:
     batch_invariant: bool = False
     faults: tuple[tuple[str, str, str], ...] = ()
     check: Callable[[Problem], list[str]] | None = None
+    leaves: Callable[[Problem], list[str]] | None = None
     notes: Callable[[Problem], list[str]] | None = None
 
     def __post_init__(self) -> None:

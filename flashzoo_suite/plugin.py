@@ -45,6 +45,7 @@ def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "compiles: for GPUs that need not be there, and runs nothing on one")
     config.addinivalue_line(
         "markers",
         "asks({id: fields}, both=False, fp8=('e4m3', 'fp8'), **fields): give the test `version` and `problem`, for every version and "
@@ -54,7 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line(
         "markers",
-        "covering(strength, *parameters): without a GPU, unless --every-case is given, only a covering array of its cases is run: every "
+        "covering(strength, *parameters): without a GPU, and of tests marked compiles, which need none, unless --every-case is given, only a covering array of its cases is run: every "
         "value of every parameter is met, and with strength 2 every two values of these parameters (all where none is named) that any "
         "case brings together",
     )
@@ -98,8 +99,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if DEVICE == "cpu" and not config.getoption("--every-case"):
-        left_out = spared(items)
+    if not config.getoption("--every-case"):
+        left_out = spared([item for item in items if DEVICE == "cpu" or item.get_closest_marker("compiles")])
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
     for item in items:

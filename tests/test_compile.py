@@ -1,6 +1,6 @@
 """Every tile table entry, compiled for real GPUs on a machine with none: it compiles, fits, and spills nothing.
 
-All of them with `--every-case` and where there is a GPU; else a covering array of them (see flashzoo_suite/plugin.py).
+All of them with `--every-case`, else a covering array of them (see flashzoo_suite/plugin.py).
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from flashzoo.blocksparse import launch as blocksparse
 from flashzoo.blocksparse.config import tiles_for as blocksparse_tiles
 from flashzoo.call.forms import MaskForm
 from flashzoo.decode import launch as decode
+from flashzoo.decode.config import kernel_for as decode_hopper_kernel
+from flashzoo.decode.programs import program as decode_program
 from flashzoo.gpu import RAGGED_ROWS, SHARED_LIMIT, WARPGROUP
 from flashzoo.v1 import launch as v1
 from flashzoo.v2 import kernels as v2_kernels
@@ -49,6 +51,8 @@ from flashzoo.v3.traits import (
     KernelSparse,
     TilesBackward,
 )
+
+pytestmark = pytest.mark.compiles
 
 ARCHS = (80, 89, 90, 100)
 WIDTHS = (64, 128, 256)
@@ -216,6 +220,36 @@ def test_decode_compiles_and_does_not_spill(arch: int, head_dim: int, dtype: str
         resources(decode.merge_launch(problem, of_q), ("fp32", "fp32", dtype, "fp32"), 0, arch),
     ):
         assert found.stack <= DECODE_STACK and found.shared <= SHARED_LIMIT[arch]
+
+
+def hopper_decode_cases() -> Iterator[tuple[int, dict, bool]]:
+    for head_dim in (64, 128, 192, 256):
+        for how in (
+            {},
+            {"causal": True},
+            {"window": (128, 64)},
+            {"page_size": 16, "causal": True},
+            {"page_size": 256, "out_dtype": "fp32"},
+        ):
+            for batch in (1, 128):
+                yield head_dim, how, batch
+
+
+RESERVED_SHARED = 1 << 10
+"""Bytes of a multiprocessor's shared memory that CUDA keeps for each thread block; the limit of one block is without its own."""
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("head_dim", "how", "batch"), [*hopper_decode_cases()], ids=str)
+@pytest.mark.filterwarnings("error")
+def test_decode_on_hopper_compiles_and_does_not_spill(head_dim: int, how: dict, batch: int, host_code) -> None:
+    """With one thread block on a multiprocessor and with two, with parts and without: all that registers are fewest for."""
+    problem = Problem(batch, 1, 8192, 64, 8, head_dim, dtype="bf16", used_k=True, arch=90, **how)
+    kernel = decode_hopper_kernel(problem)
+    for each in {kernel, dataclasses.replace(kernel, split=True)}:
+        found = read(compile_for(ARCH, *decode_program(each)).cubin, each.shared_bytes)
+        assert found.stack == 0 and {"UTMALDG", "HGMMA"} <= found.opcodes.keys()
+        assert each.blocks_per_sm * (each.shared_bytes + RESERVED_SHARED) <= SHARED_LIMIT[90] + RESERVED_SHARED
 
 
 def test_v2_knows_what_the_host_does() -> None:

@@ -39,6 +39,36 @@ class TestResolve:
         assert registry.resolve(HOPPER).name == "second"
         assert registry.resolve(dataclasses.replace(HOPPER, arch=100)).name == "first"
 
+    def test_auto_leaves_what_a_version_leaves_to_others_that_can(self):
+        flashzoo.register(toy(leaves=lambda problem: ["it is long"] if problem.seqlen_k > 100 else []), before="v3")
+        short, long = (dataclasses.replace(HOPPER, seqlen_q=n, seqlen_k=n) for n in (100, 101))
+        assert registry.resolve(short).name == "toy"
+        assert registry.resolve(long).name == "v3"
+        assert "auto leaves it to others that can: it is long" in str(flashzoo.explain(long))
+        for spec in flashzoo.versions().values():
+            if spec.name != "toy":
+                flashzoo.unregister(spec.name)
+        assert registry.resolve(long).name == "toy"
+
+    @pytest.mark.parametrize(
+        ("batch", "seqlen_q", "seqlen_k", "heads", "fields", "taken"),
+        [
+            (1, 1, 131072, 8, {}, True),
+            (1, 1, 131072, 8, {"used_k": True}, True),
+            (32, 1, 2048, 8, {"used_k": True}, True),
+            (1, 512, 65536, 8, {}, True),
+            (1, 512, 65536, 64, {}, False),
+            (2, 4096, 4096, 8, {}, False),
+            (1, 1, 131072, 8, {"grad": True}, False),
+            (1, 1, 131072, 8, {"arch": 80, "used_k": True}, False),
+            (1, 1, 131072, 8, {"arch": 80, "page_size": 16, "used_k": True}, True),
+        ],
+        ids=str,
+    )
+    def test_auto_takes_decode_where_few_tiles_have_many_keys(self, batch, seqlen_q, seqlen_k, heads, fields, taken):
+        problem = flashzoo.Problem(batch, seqlen_q, seqlen_k, heads, 8, 128, dtype="bf16", causal=seqlen_q > 1, **{"arch": 90} | fields)
+        assert (registry.resolve(problem).name == "decode") == taken
+
     def test_auto_passes_over_what_does_not_offer_itself(self):
         flashzoo.register(toy(auto=()), before="v3")
         assert registry.resolve(HOPPER).name != "toy"
@@ -54,7 +84,8 @@ class TestResolve:
     def test_auto_is_the_newest_kernel_on_every_gpu(self, arch, dtype, feature):
         """For the forward pass; v2 has a fallback backward for all."""
         problem = dataclasses.replace(HOPPER, arch=arch, dtype=dtype, **feature)
-        able = [spec.name for spec in flashzoo.versions().values() if spec.auto and not spec.unsupported(problem.forward)]
+        specs = [spec for spec in flashzoo.versions().values() if spec.auto and not (spec.leaves and spec.leaves(problem))]
+        able = [spec.name for spec in specs if not spec.unsupported(problem.forward)]
         assert registry.resolve(problem).name == able[0]
         assert able[0] not in ("sdpa", "standard")
 
@@ -91,7 +122,7 @@ class TestResolve:
         text = str(error.value)
         assert "version 'v1' can't take batch 2, seqlen 128, heads 8, head_dim 64, bf16, window (4, 0), on sm_90" in text
         assert "  v1: does not support window_size" in text
-        assert "versions that would: v3, v2, decode, blocksparse, sdpa, standard" in text
+        assert "versions that would: decode, v3, v2, blocksparse, sdpa, standard" in text
 
     def test_a_name_that_nobody_could_replace(self):
         with pytest.raises(UnsupportedError, match="no registered version would"):
@@ -99,7 +130,7 @@ class TestResolve:
 
     def test_a_name_nobody_has(self):
         with pytest.raises(
-            ValueError, match="version must be 'auto' or one of v3, v3_fp8, v2, v1, decode, blocksparse, sdpa, standard, got 'v9'"
+            ValueError, match="version must be 'auto' or one of decode, v3, v3_fp8, v2, v1, blocksparse, sdpa, standard, got 'v9'"
         ):
             registry.resolve(HOPPER, "v9")
 
@@ -259,7 +290,9 @@ class TestFallbackBackward:
             "* newer        a toy: chosen for the forward pass",
             "* older        a toy: chosen for the backward pass",
         ]
-        assert [line.strip() for line in lines[2:4]] == ["- has no backward pass, and an input requires grad", "- grad is False"]
+        of_newer = lines.index("* newer        a toy: chosen for the forward pass") + 1
+        told = [line.strip() for line in lines[of_newer : of_newer + 2]]
+        assert told == ["- has no backward pass, and an input requires grad", "- grad is False"]
 
     def test_the_choice_has_both_and_resolve_the_one_that_runs(self):
         self.registered()

@@ -252,4 +252,4 @@ def test_readme_begins_with_the_two_commands():
 
 
 def test_the_fixed_order_of_auto():
-    assert list(flashzoo.versions())[:7] == ["v3", "v3_fp8", "v2", "v1", "decode", "blocksparse", "sdpa"]
+    assert list(flashzoo.versions())[:7] == ["decode", "v3", "v3_fp8", "v2", "v1", "blocksparse", "sdpa"]

@@ -189,9 +189,7 @@ class Function:
             error = _driver().cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, self.shared, self.kernel, _handle(device))
             _check(error, f"asking for {self.shared} bytes of shared memory on device {device}")
 
-    def bind(
-        self, device: int, blocks: int, fixed: Mapping[str, int], given: tuple[str, ...], programmatic: bool = False
-    ) -> Launch:
+    def bind(self, device: int, blocks: int, fixed: Mapping[str, int], given: tuple[str, ...], programmatic: bool = False) -> Launch:
         """A launch of `blocks` thread blocks on a device; `fixed` and `given` as in `Packer`, `programmatic` as in `Launch`."""
         self._prepare(device)
         return Launch(self, device, blocks, Packer(self.arguments, self.start, fixed, given), programmatic)

@@ -72,9 +72,7 @@ def _told(x: Any) -> str:
 
 
 @remembered
-def plan(
-    asked: tuple[str, str], zoo: Zoo, return_lse: bool, grad: bool, rows: bool, forms: Forms, *described: Any, **options: Any
-) -> Plan:
+def plan(asked: tuple[str, str], zoo: Zoo, return_lse: bool, grad: bool, rows: bool, forms: Forms, *described: Any, **options: Any) -> Plan:
     """The plan of a call, made once for each kind of call.
 
     Args:

@@ -117,13 +117,17 @@ LEAST_BOX = 8
 LARGEST = 1 << 31
 """Of what a kernel counts in 32 bits."""
 
-# Microseconds on an H200, by which keys are split. A block of keys, 128 wide, where memory is not what holds it; what beginning a part costs
-# a thread block that has had one; a tile's merging, and each of its rounds: 4 rows, 128 columns, MERGED_AT_ONCE parts. And what memory gives
-# in one.
-BLOCK_US, PART_US, MERGE_US, ROUND_US = 0.65, 3.0, 2.6, 0.3
+# Microseconds on an H200, by which keys are split. A block of keys, 128 wide, where memory is not what holds it, for a multiprocessor's one
+# thread block and for each of two; what beginning a part costs a thread block that has had one; a tile's merging, and each of its rounds:
+# 64 rows times parts, 128 columns. What memory gives in one. And what v3, and v2 where a cache is used in part, take for 128 rows of a tile
+# and a block of keys.
+BLOCK_US, PART_US, MERGE_US, ROUND_US = (0.65, 1.0), 3.0, 2.6, 0.5
 BYTES_PER_US = 4.5e6
-MERGED_AT_ONCE = 16
-"""Parts that a thread block reads at a time when it merges: `hopper.AT_ONCE`, which this must not import."""
+TILED_US = (0.6, 1.1)
+FASTER = 0.95
+"""Of another version's time by this model, from which on `auto` takes this one."""
+MERGED_AT_ONCE = 64
+"""Rows times parts that a thread block reads at a time when it merges: `hopper.AT_ONCE`, which this must not import, of each warp."""
 
 
 @cache
@@ -159,6 +163,7 @@ class CutHopper:
         splits: into so many parts at most the keys that a tile sees are split.
         least: keys of a part, at least.
         blocks_per_sm: thread blocks of a multiprocessor: one where each has an item to itself, which then has all of its memory's rate.
+        microseconds: about how long that takes on an H200.
     """
 
     heads: int
@@ -167,6 +172,7 @@ class CutHopper:
     splits: int
     least: int
     blocks_per_sm: int
+    microseconds: float
 
     @property
     def rows(self) -> int:
@@ -196,15 +202,38 @@ def cut_hopper(problem: Problem) -> CutHopper:
         return 1 if all_tiles * splits <= MULTIPROCESSORS[90] else most
 
     def microseconds(splits: int) -> float:
-        of_part = cdiv(blocks, splits)
-        items, workers = all_tiles * cdiv(blocks, of_part), MULTIPROCESSORS[90] * blocks_per_sm(splits)
-        waves, wide = cdiv(items, workers), width / 128
-        block = max(BLOCK_US * max(wide, 1.0), block_kv * 4 * p.head_dim * min(items, workers) / BYTES_PER_US)
-        rounds = cdiv(heads * queries, 4) * cdiv(splits, MERGED_AT_ONCE) * max(wide, 1.0)
+        of_part, each = cdiv(blocks, splits), blocks_per_sm(splits)
+        items, workers, wide = all_tiles * cdiv(blocks, of_part), MULTIPROCESSORS[90] * each, max(width / 128, 1.0)
+        read = block_kv * 4 * p.head_dim * cdiv(min(items, workers), tiles)  # a split's tiles read the same keys
+        block = max(BLOCK_US[each - 1] * wide, read / BYTES_PER_US)
+        waves, rounds = cdiv(items, workers), cdiv(heads * queries * splits, MERGED_AT_ONCE) * wide
         return waves * of_part * block + (waves - 1) * PART_US + (MERGE_US + ROUND_US * rounds if splits > 1 else 0.0)
 
     splits = min(range(1, min(blocks, 2 * MULTIPROCESSORS[90]) + 1), key=microseconds, default=1)
-    return CutHopper(heads, queries, tiles, splits, block_kv, blocks_per_sm(splits))
+    return CutHopper(heads, queries, tiles, splits, block_kv, blocks_per_sm(splits), microseconds(splits))
+
+
+def tiled_microseconds(problem: Problem) -> float:
+    """The same of a version that has a tile for each 128 queries, of a head or, where no cache is used in part, of all that share its keys."""
+    p = problem
+    heads, rows = (p.heads, p.seqlen_q) if p.used_k else (p.heads_kv, p.seqlen_q * (p.heads // p.heads_kv))
+    left, right = p.span
+    keys = p.seqlen_k if left is None or right is None else min(p.seqlen_k, left + right + 128)
+    waves = cdiv(p.batch * heads * cdiv(rows, 128), MULTIPROCESSORS[90])
+    read = p.batch * p.heads_kv * keys * 4 * p.head_dim
+    return max(waves * cdiv(keys, 64) * TILED_US[p.used_k] * max(p.head_dim / 128, 0.5), read / BYTES_PER_US)
+
+
+def leaves(problem: Problem) -> list[str]:
+    """Why `auto` leaves a problem to the versions that do not split keys."""
+    if problem.grad:
+        return ["an input requires grad"]
+    if not by_hopper(problem):
+        return [] if problem.page_size is not None else ["it was measured on Hopper alone, in 16 bits"]
+    mine, other = cut_hopper(problem).microseconds, tiled_microseconds(problem)
+    if mine <= FASTER * other:
+        return []
+    return [f"some {mine:.0f} us by its model, and {other:.0f} us in tiles of 128 rows without splits"]
 
 
 def kernel_for(problem: Problem) -> Kernel:
@@ -217,17 +246,22 @@ def kernel_for(problem: Problem) -> Kernel:
 
 def describe(problem: Problem) -> list[str]:
     """Sentences for `explain`: how the work is cut, and what happens silently."""
-    tiles, how = tiles_for(problem), cut(problem)
-    group = problem.heads // problem.heads_kv
-    lines = [f"{tiles}", f"keys: {how.splits} splits of {how.split}, merged by a second kernel" if how.splits > 1 else "keys: not split"]
+    p, group = problem, problem.heads // problem.heads_kv
+    if by_hopper(p):
+        how, width = cut_hopper(p), width_of(p)
+        lines = [f"{how.rows} rows by {BLOCK_KV[width]} keys, {how.blocks_per_sm} thread blocks a multiprocessor, in CuTe DSL"]
+        splits = f"{how.splits} splits at most, merged by who ends last; some {how.microseconds:.0f} us on an H200 by its model"
+    else:
+        how, width = cut(p), block_d(p.head_dim)
+        lines = [f"{tiles_for(p)}, in Triton"]
+        splits = f"{how.splits} splits of {how.split}, merged by a second kernel"
+        if p.arch == 90 and p.dtype in ("fp16", "bf16"):
+            lines.append(f"the kernel for Hopper takes head dims and page sizes in steps of {LEAST_BOX}, and needs CuTe DSL")
+    lines.append(f"keys: {splits}" if how.splits > 1 else "keys: not split")
     if group > 1:
         lines.append(f"{group} query heads of a key/value head share tiles of {how.rows} rows")
-    if problem.device == "cpu":
+    if p.device == "cpu":
         lines.append("runs in Triton's interpreter: exact, and slow")
-    else:
-        known = tiles in HOPPER.values() and problem.arch == 90
-        how_chosen = "the fastest measured on an H200" if known else "chosen to compile without spills, not measured"
-        lines.append(f"tiles: {how_chosen}; auto does not take it yet")
-    if block_d(problem.head_dim) != problem.head_dim:
-        lines.append(f"head_dim {problem.head_dim} is padded to {block_d(problem.head_dim)} on chip, not in memory")
+    if width != p.head_dim:
+        lines.append(f"head_dim {p.head_dim} is padded to {width} on chip, not in memory")
     return lines

@@ -36,7 +36,7 @@ LN2 = 0.6931471805599453
 NOTHING_SEEN = -3e38
 """The maximum of a row that has seen no key: below what float32 scores can be, and finite, so that -inf less it is -inf."""
 AT_ONCE = 16
-"""Parts that a merging thread reads before it waits for any."""
+"""Loads of a merging thread before it waits for any: of parts of a row, and of as many rows as there is room for."""
 
 
 class NamedBarrier(IntEnum):
@@ -554,57 +554,76 @@ class Decode:
 
     @cute.jit
     def merge(self, params: Params, item: Item):
-        """out and LSE of a tile from its parts; each warp takes every fourth row."""
-        p, lane, warp = params, cute.arch.lane_idx(), cute.arch.warp_idx()
-        rows = p.heads_of_tile * p.queries_of_tile
-        first = Int64(item.tile) * p.splits * rows
-        for i in cutlass.range((rows - warp + WARPS - 1) // WARPS, unroll=1):
-            row = warp + WARPS * i
-            query, head = place_of(p, item, row)
-            if query < p.seqlen_q and head < p.group:
-                for begin in cutlass.range_constexpr(0, self.kernel.width, 128):
-                    self.merge_columns(p, item, first + row, rows, query, head, begin + 4 * lane)
+        """out and LSE of a tile from its parts. Warps take rows by turns, and as many at a time as keep AT_ONCE loads in flight."""
+        parts = item.parts
+        if parts <= AT_ONCE // 8:
+            self.merge_rows(params, item, AT_ONCE // 8)
+        elif parts <= AT_ONCE // 4:
+            self.merge_rows(params, item, AT_ONCE // 4)
+        elif parts <= AT_ONCE // 2:
+            self.merge_rows(params, item, AT_ONCE // 2)
+        else:
+            self.merge_rows(params, item, AT_ONCE)
 
     @cute.jit
-    def merge_columns(self, params: Params, item: Item, first: Int64, rows: Int32, query: Int32, head: Int32, column: Int32):
-        """Four columns of a row of out, and its LSE: the sum of exp(LSE_split - LSE) O_split, in the order of the splits."""
-        p, there = params, column < params.head_dim
-        top, total = Float32(NOTHING_SEEN), Float32(0.0)
-        o = cute.make_rmem_tensor(4, Float32)
+    def merge_rows(self, params: Params, item: Item, at_once: Constexpr[int]):
+        """The same, of so many parts at a time."""
+        lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
+        rows, rows_at_once = params.heads_of_tile * params.queries_of_tile, AT_ONCE // at_once
+        for i in cutlass.range((rows + WARPS * rows_at_once - 1) // (WARPS * rows_at_once), unroll=1):
+            first_row = (WARPS * i + warp) * rows_at_once
+            for begin in cutlass.range_constexpr(0, self.kernel.width, 128):
+                self.merge_columns(params, item, rows, first_row, begin + 4 * lane, at_once)
+
+    @cute.jit
+    def merge_columns(self, params: Params, item: Item, rows: Int32, first_row: Int32, column: Int32, at_once: Constexpr[int]):
+        """Four columns of some rows of out, and their LSE: the sum of exp(LSE_split - LSE) O_split, in the order of the splits."""
+        p, there, rows_at_once = params, column < params.head_dim, AT_ONCE // at_once
+        first = Int64(item.tile) * p.splits * rows
+        tops, totals = cute.make_rmem_tensor(rows_at_once, Float32), cute.make_rmem_tensor(rows_at_once, Float32)
+        o = cute.make_rmem_tensor((4, rows_at_once), Float32)
+        tops.fill(NOTHING_SEEN)
+        totals.fill(0.0)
         o.fill(0.0)
-        for i in cutlass.range((item.parts + AT_ONCE - 1) // AT_ONCE, unroll=1):
-            parts, weights = cute.make_rmem_tensor((4, AT_ONCE), Float32), cute.make_rmem_tensor(AT_ONCE, Float32)
+        for i in cutlass.range((item.parts + at_once - 1) // at_once, unroll=1):
+            parts, lses = cute.make_rmem_tensor((4, AT_ONCE), Float32), cute.make_rmem_tensor(AT_ONCE, Float32)
             parts.fill(0.0)
-            for j in cutlass.range_constexpr(AT_ONCE):
-                part = i * AT_ONCE + j
-                place = first + cutlass.min(part, item.parts - 1) * rows
+            for j in cutlass.range_constexpr(AT_ONCE):  # all loads before the first is waited for
+                part = i * at_once + j % at_once
+                row = cutlass.min(first_row + j // at_once, rows - 1)
+                place = first + cutlass.min(part, item.parts - 1) * rows + row
                 lse_log2 = value_at(p.lse_parts, place)
-                weights[j] = lse_log2 if part < item.parts else -Float32.inf
+                lses[j] = lse_log2 if part < item.parts else -Float32.inf
                 if there:
                     source = (p.parts + place * p.head_dim + column).align(16)
                     cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), parts[None, j])
-            before = top
-            for j in cutlass.range_constexpr(AT_ONCE):
-                top = cute.arch.fmax(top, weights[j])
-            alpha = cute.math.exp2(before - top, fastmath=True)
-            total = total * alpha
-            for c in cutlass.range_constexpr(4):
-                o[c] = o[c] * alpha
-            for j in cutlass.range_constexpr(AT_ONCE):  # A1.3
-                weight = cute.math.exp2(weights[j] - top, fastmath=True)
-                total = total + weight
+            for r in cutlass.range_constexpr(rows_at_once):
+                top = tops[r]
+                for j in cutlass.range_constexpr(r * at_once, (r + 1) * at_once):
+                    top = cute.arch.fmax(top, lses[j])
+                alpha = cute.math.exp2(tops[r] - top, fastmath=True)
+                tops[r], total = top, totals[r] * alpha
                 for c in cutlass.range_constexpr(4):
-                    o[c] = o[c] + weight * parts[c, j]
-        by = Float32(0.0) if total == 0.0 else 1.0 / total
-        if there:
-            rounded = cute.make_rmem_tensor(4, self.dtype_o)
-            for c in cutlass.range_constexpr(4):
-                rounded[c] = self.dtype_o(o[c] * by)
-            to = (offset(p, item, query, head) + column).align(self.dtype_o.width // 2)
-            cute.autovec_copy(rounded, cute.make_tensor(to, cute.make_layout(4)))
-        if column == 0:
-            lse_log2 = -Float32.inf if total == 0.0 else top + cute.math.log2(total, fastmath=True)
-            set_at(p.lse, of_lse(p, item, query, head), lse_log2 * LN2)
+                    o[c, r] = o[c, r] * alpha
+                for j in cutlass.range_constexpr(r * at_once, (r + 1) * at_once):  # A1.3
+                    weight = cute.math.exp2(lses[j] - top, fastmath=True)
+                    total = total + weight
+                    for c in cutlass.range_constexpr(4):
+                        o[c, r] = o[c, r] + weight * parts[c, j]
+                totals[r] = total
+        for r in cutlass.range_constexpr(rows_at_once):
+            query, head = place_of(p, item, first_row + r)
+            if first_row + r < rows and query < p.seqlen_q and head < p.group:
+                blind = totals[r] == 0.0
+                if there:
+                    by, rounded = Float32(0.0) if blind else 1.0 / totals[r], cute.make_rmem_tensor(4, self.dtype_o)
+                    for c in cutlass.range_constexpr(4):
+                        rounded[c] = self.dtype_o(o[c, r] * by)
+                    to = (offset(p, item, query, head) + column).align(self.dtype_o.width // 2)
+                    cute.autovec_copy(rounded, cute.make_tensor(to, cute.make_layout(4)))
+                if column == 0:
+                    lse_log2 = -Float32.inf if blind else tops[r] + cute.math.log2(totals[r], fastmath=True)
+                    set_at(p.lse, of_lse(p, item, query, head), lse_log2 * LN2)
 
 
 def value_at(values: cute.Pointer, i: Int32 | Int64) -> cute.Numeric:

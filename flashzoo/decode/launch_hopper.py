@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashzoo._cute.driver import current_stream
 from flashzoo._cute.per_stream import tile_counter
-from flashzoo._cute.tma import Ints, map_of_rows, readable
+from flashzoo._cute.tma import Ints, dense, map_of_rows, readable
 from flashzoo.call.operands import Operands
 from flashzoo.call.problem import Problem
 from flashzoo.decode.config import cut_hopper, kernel_for
@@ -64,7 +64,7 @@ class Launch:
     def __init__(self, problem: Problem, of_q: Ints, of_k: Ints, strides: tuple[Ints, Ints, Ints], table_stride: int, device: int) -> None:
         p, kernel, how = problem, kernel_for(problem), cut_hopper(problem)
         self._device = device
-        self._out_dtype = TORCH_DTYPES[p.out_dtype]
+        self._out_dtype, self._out_shape, self._out_strides = TORCH_DTYPES[p.out_dtype], of_q, dense(of_q, strides[0])
         self._lse_shape = (p.batch, p.heads, p.seqlen_q)
         self._scale_log2 = max(p.scale * LOG2E, SMALLEST_SCALE)
         self._q = map_of_rows(p.dtype, of_q, strides[0], kernel.width, how.queries, how.heads)
@@ -73,9 +73,8 @@ class Launch:
         self._parts_shape = (tiles * how.splits * how.rows, p.head_dim + 1) if kernel.split else (0, 1)
         self._of_lse = 4 * tiles * how.splits * how.rows * p.head_dim
         self._counters = 1 + tiles
-        out = torch.empty_strided(of_q, strides[0], device="meta")
         sizes = (p.seqlen_q, p.seqlen_k, p.heads_kv, p.heads // p.heads_kv, how.heads, how.queries, blocks, p.batch, how.tiles)
-        more = (how.splits, how.least, p.page_size or 1, table_stride, p.head_dim, *torch.empty_like(out).stride()[:3], *p.reach)
+        more = (how.splits, how.least, p.page_size or 1, table_stride, p.head_dim, *self._out_strides[:3], *p.reach)
         params = dict(zip(SIZES, (*sizes, *more), strict=True))
         workers = kernel.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
         given = ("q", "k", "v", "out", "lse", "parts", "lse_parts", "used_k", "page_table", "arrived", "counter", "scale_log2")
@@ -86,7 +85,7 @@ class Launch:
         if self._device != torch.cuda.current_device():
             with torch.cuda.device(self._device):
                 return self(q, k, v, operands)
-        out = torch.empty_like(q, dtype=self._out_dtype)
+        out = torch.empty_strided(self._out_shape, self._out_strides, dtype=self._out_dtype, device=q.device)
         lse = torch.empty(self._lse_shape, dtype=torch.float32, device=q.device)
         parts = torch.empty(self._parts_shape, dtype=torch.float32, device=q.device)
         used, table = operands.seqused_k, operands.page_table
