@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ from flashzoo.reference import (
     visible,
 )
 from flashzoo.roundings import ROWS, SMALLEST, of_blocks, of_yardstick
+from flashzoo.sinks import gradient_of_sinks, with_sinks
 from flashzoo.workloads import TORCH_DTYPES, visible_pairs
 
 OUT_MAX = 3.0
@@ -92,6 +94,12 @@ LSE_ULPS = 4.0
 LSE itself. In e4m3 as much as the yardstick errs is allowed as well: the tensor core cuts off each term of an instruction's sum, so that
 where all terms have one sign scores drift, all the same way. A row that sees one key has all of its score's drift: 5 roundings of LSE at
 scores of -120 and head dim 64."""
+SINKS = {"fp16": 5.0, "bf16": 5.0, "fp32": 12.0, "fp64": 12.0, "fp8": 5.0}
+"""A sink's gradient is one number a head, so the yardstick's own error there is as good as luck. It is a sum over rows of P_sink delta, and
+delta = rowsum(dO O) has the roundings of O, of which there are rows times head_dim: their deviation is found from the yardstick's errors
+of O, no smaller than `RMS_ROUNDING`, whose squares times those of P_sink dO add up. Of as many heads as there are the largest is 4
+deviations, times `OUT_RMS`. Beside these the sum may be off by what LSE is, as P_sink is, and by `SUMMED` roundings of its terms. One row
+in a hundred that is left out, or counted twice, is some 25 of these deviations in bf16."""
 LSE_QUANTIZED = 3.0
 """With precision="fp8", LSE may err this many times the yardstick's largest error as well: scores of quantised q and k are off by
 hundredths, the same way for all keys of a query whose own rounding they share."""
@@ -113,7 +121,7 @@ class Check:
     """One rule applied to one tensor.
 
     Attributes:
-        tensor: "out", "lse", "dq", "dk" or "dv".
+        tensor: "out", "lse", "dq", "dk", "dv" or "dsinks".
         rule: what was compared, in words.
         error: what was measured; NaN where the tensor holds one.
         budget: the most that is accepted.
@@ -151,6 +159,7 @@ class Judge:
         descales: of q, k and v where they are e4m3, as in `flashzoo.attention`; of packed sequences those of
             `flashzoo.reference.descales_of_rows`.
         mask: what the block mask shows, bool `(batch or 1, heads or 1, seqlen_q, seqlen_k)`, where the problem has one.
+        sinks: as in `flashzoo.attention`, where the problem has them. Their gradient is judged in their dtype.
 
     Attributes:
         reference: the oracle's `Result`, float64.
@@ -168,7 +177,10 @@ class Judge:
         dlse: Tensor | None = None,
         descales: Descales = NO_DESCALES,
         mask: Tensor | None = None,
+        sinks: Tensor | None = None,
     ) -> None:
+        if (sinks is not None) != problem.sinks:
+            raise ValueError(f"sinks must be given where the problem has them, got {problem} and sinks {sinks is not None}")
         masked = problem.block_mask is not None or problem.by_lengths
         if (mask is not None) != masked:
             raise ValueError(f"mask must be given with a block mask or lengths on the device, got {problem} and a mask {mask is not None}")
@@ -180,11 +192,13 @@ class Judge:
         self._eps = max(torch.finfo(self._dtype).eps, ORACLE_EPS)
         if problem.dtype == "e4m3":
             dout = dlse = None
-        self._mask = mask
-        self.yardstick: Result = _yardstick(q, k, v, problem, dout, dlse, descales, mask)
+        self._mask, self._dout, self._dlse = mask, dout, dlse
+        self._sinks = None if sinks is None else sinks.detach()
+        wide = None if self._sinks is None else self._sinks.to(torch.promote_types(self._sinks.dtype, torch.float32))
+        self.yardstick: Result = _yardstick(q, k, v, problem, dout, dlse, descales, mask, wide)
         if problem.dtype == "e4m3":
             q, k, v = (dequantized(x, descale) for x, descale in zip((q, k, v), descales, strict=True))
-        self.reference: Result = oracle(q, k, v, problem, dout, dlse, mask=mask)
+        self.reference: Result = oracle(q, k, v, problem, dout, dlse, mask=mask, sinks=wide)
         self._rows, self._pairs = problem.seqlen_q - problem.blind_rows, visible_pairs(problem)
         self.shown: float = 1.0
         if mask is not None:
@@ -200,14 +214,14 @@ class Judge:
             enough, most = FP8_DRAWS
             for seed in range(max(1, min(most, cdiv(enough, max(1, self._rows))))):
                 turned = rotated(q, seed), rotated(k, seed)
-                yards.append(self._errors_of(_yardstick(*turned, v, plain, None, None, descales, mask)))
+                yards.append(self._errors_of(_yardstick(*turned, v, plain, None, None, descales, mask, wide)))
         # Of the yardsticks' errors only these figures are needed again.
         self._yard_max = {name: _pooled([_top(yard[name]) for yard in yards if name in yard]).item() for name in yards[0]}
         self._yard_row = _pooled([_top(_row_errors(yard["out"], self.reference.out)) for yard in yards]).item()
         self._yard_rms = _pooled([_head_rms(yard["out"]) for yard in yards])
         self._yard_l2 = {name: float(error.norm()) for name, error in yards[0].items() if name in _GRADIENTS}
         self._yard_blocks = {name: of_blocks(error) for name, error in yards[0].items() if name in _GRADIENTS}
-        self._of_yardstick = (self.yardstick, self.reference, (q, k, v), problem, dout, dlse, mask)
+        self._of_yardstick = (self.yardstick, self.reference, (q, k, v), problem, dout, dlse, mask, wide)
 
     def _errors_of(self, result: Result) -> dict[str, Tensor]:
         return {name: _absolute(value, self.reference.items()[name]) for name, value in result.items().items()}
@@ -230,7 +244,7 @@ class Judge:
                 Check(name, "non-finite elements where the oracle is finite", float((ref.isfinite() & ~value.isfinite()).sum()), 0)
             )
             if ref.numel():
-                rules = {"out": self._out_checks, "lse": self._lse_checks}.get(name, self._gradient_checks)
+                rules = {"out": self._out_checks, "lse": self._lse_checks, "dsinks": self._sinks_checks}.get(name, self._gradient_checks)
                 found += rules(name, _absolute(value, ref), value)
                 if name == "out" and rms is not None:
                     found.append(_tightest(name, "worst head's RMS, as declared", _head_rms(_absolute(value, ref)), self._rms_budget(rms)))
@@ -254,7 +268,7 @@ class Judge:
             error, budget = errors[name].abs(), expected[name]
             if not error.numel():
                 continue
-            if name == "lse":
+            if name in ("lse", "dsinks"):
                 budget = budget * YARDSTICK_LSE
             else:
                 few = 1 / of_blocks(torch.ones_like(error))  # the root of the number of elements
@@ -275,8 +289,8 @@ class Judge:
                 budgets[name] = (0.0, 0.0)
             elif name == "out":
                 budgets[name] = (_top(self._out_budget()), float(self._rms_budget().square().mean().sqrt()))
-            elif name == "lse":
-                budgets[name] = (_top(self._lse_budget()),) * 2
+            elif name in ("lse", "dsinks"):
+                budgets[name] = (_top(self._lse_budget() if name == "lse" else self._sinks_budget()),) * 2
             else:
                 budgets[name] = (self._gradient_max_budget(name), self._gradient_l2_budget(name) / math.sqrt(ref.numel()))
         return budgets
@@ -287,6 +301,8 @@ class Judge:
 
     def _check_form(self, name: str, value: Tensor, ref: Tensor) -> None:
         dtypes = (self._dtype,) if name != "lse" else (torch.float32, torch.float64) if self.problem.dtype == "fp64" else (torch.float32,)
+        if name == "dsinks" and self._sinks is not None:
+            dtypes = (self._sinks.dtype,)
         if value.shape != ref.shape or value.dtype not in dtypes:
             expected = f"shape {tuple(ref.shape)} and dtype {dtypes[0]}"
             raise ValueError(f"{name} must have {expected}, got {tuple(value.shape)} and {value.dtype}")
@@ -303,7 +319,7 @@ class Judge:
     def _summation_slack(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | float:
         if self.problem.out_dtype not in ("fp32", "fp64"):
             return 0.0  # rounding to 16 bits is a thousand times more
-        return SUMMED * self._eps * oracle(q, k, v.abs(), self.problem, mask=self._mask).out
+        return SUMMED * self._eps * oracle(q, k, v.abs(), self.problem, mask=self._mask, sinks=self._sinks).out
 
     def _out_budget(self) -> Tensor:
         row_max = self.reference.out.abs().amax(-1, keepdim=True)
@@ -329,8 +345,11 @@ class Judge:
         return lse.masked_fill(~lse.isfinite(), 0).abs()
 
     def _lse_budget(self) -> Tensor:
-        size = torch.maximum(self._lse_size(), self._terms["lse"])
-        budget = LSE_ATOL[self.problem.numerics] + LSE_ULPS * self._score_eps() * size
+        return LSE_ATOL[self.problem.numerics] + self._of_large_scores()
+
+    def _of_large_scores(self) -> Tensor:
+        """What LSE may err for what scores are rounded to."""
+        budget = LSE_ULPS * self._score_eps() * torch.maximum(self._lse_size(), self._terms["lse"])
         if self.problem.numerics == "fp8":
             budget = budget + LSE_QUANTIZED * self._spread_of_rows() * self._yard_max["lse"]
         if self.problem.numerics == "e4m3":
@@ -344,6 +363,25 @@ class Judge:
     def _spread_of_rows(self) -> float:
         problem = self.problem
         return _spread(self._rows * problem.batch * problem.heads)
+
+    def _sinks_checks(self, name: str, error: Tensor, value: Tensor) -> list[Check]:
+        return [_tightest(name, "of each head", error, self._sinks_budget())]
+
+    def _sinks_budget(self) -> Tensor:
+        """`(heads,)`"""
+        assert self._sinks is not None and self._dout is not None
+        ref, dout, numerics = self.reference.items(), self._dout.double(), self.problem.numerics
+        out, lse = ref["out"], ref["lse"]
+        p = torch.exp(self._sinks.double()[:, None] - lse.masked_fill(lse == -math.inf, 0))
+        dlse = 0 if self._dlse is None else self._dlse.double()
+        delta, terms = ((x.sum(-1).transpose(1, 2)) for x in (dout * out, (dout * out).abs()))
+        of_out = torch.maximum(_absolute(self.yardstick.out, out), RMS_ROUNDING * self._eps * out.abs())
+        of_delta = (dout * of_out).square().sum(-1).transpose(1, 2)
+        eps = ORACLE_EPS if numerics == "fp64" else _EPS32
+        summed = SUMMED * eps * (terms + abs(dlse)) + (delta - dlse).abs() * (SUMMED * eps + self._of_large_scores())
+        stored = torch.finfo(self._sinks.dtype)
+        rounding = stored.eps * (ref["dsinks"].abs() + stored.smallest_normal)
+        return SINKS[numerics] * (p.square() * of_delta).sum((0, 2)).sqrt() + (p * summed).sum((0, 2)) + rounding
 
     def _gradient_checks(self, name: str, error: Tensor, value: Tensor) -> list[Check]:
         return [
@@ -418,6 +456,7 @@ def _yardstick(
     dlse: Tensor | None,
     descales: Descales,
     mask: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Result:
     """`standard` on as many (batch, key/value head) slices at a time as fit in `_SLICE_SCORES`."""
     grad = dout is not None
@@ -425,14 +464,23 @@ def _yardstick(
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=TORCH_DTYPES[problem.out_dtype])
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=wide)
     dq, dk, dv = (x.new_zeros(x.shape) if grad else None for x in (q, k, v))
-    whole = Result(out, lse, dq, dk, dv)
+    lse, dsinks = with_sinks(lse, sinks), None
+    if sinks is not None and grad:
+        dsinks = torch.zeros_like(sinks)
+        if dlse is not None and not k.shape[1]:  # then there are no parts, and the sink is all that a row sees
+            dsinks += gradient_of_sinks(sinks, lse, -dlse)
+    whole = Result(out, lse, dq, dk, dv, dsinks)
     rows = [None if descale is None else of_rows(x, descale) for x, descale in zip((q, k, v), descales, strict=True)]
     for part in parts(q, k, _SLICE_SCORES, whole_groups=True):
         some = [x[index] for x, index in ((q, part.queries), (k, part.keys), (v, part.keys))]
         given = [None if x is None else x[index] for x, index in ((dout, part.queries), (dlse, part.rows))]
         scales = [None if x is None else x[index] for x, index in zip(rows, (part.queries, part.keys, part.keys), strict=True)]
-        operands = Operands(scales[0], scales[1], scales[2], of_part(mask, part))  # pyright: ignore[reportArgumentType] - `standard` takes it
-        for name, value in _standard(some, problem, given, operands).items().items():
+        dense: Any = of_part(mask, part)  # which `standard` takes
+        operands = Operands(scales[0], scales[1], scales[2], dense, sinks=None if sinks is None else sinks[part.rows[1]])
+        found = _standard(some, problem, given, operands).items()
+        if dsinks is not None:
+            dsinks[part.rows[1]] += found.pop("dsinks")  # every batch adds
+        for name, value in found.items():
             whole.at(part).items()[name].copy_(value)
     return whole
 
@@ -441,7 +489,10 @@ def _standard(inputs: list[Tensor], problem: Problem, gradients: list[Tensor | N
     (batch, _, heads, _), heads_kv = inputs[0].shape, inputs[1].shape[2]
     dout, dlse = gradients
     problem = replace(problem, batch=batch, heads=heads, heads_kv=heads_kv, lse=True, grad=dout is not None)
-    leaves = q, k, v = [x.detach().requires_grad_(dout is not None) for x in inputs]
+    sinks = None if operands.sinks is None else operands.sinks.detach().requires_grad_(dout is not None)
+    operands = replace(operands, sinks=sinks)
+    q, k, v = [x.detach().requires_grad_(dout is not None) for x in inputs]
+    leaves = (q, k, v, *operands.differentiable)
     with torch.enable_grad():
         out, lse = standard(q, k, v, problem, operands)
         assert lse is not None, "standard gives lse where problem.lse"

@@ -68,7 +68,7 @@ def _standard_notes(problem: Problem) -> list[str]:
 
 
 _STANDARD_FEATURES = frozenset(
-    {"causal", "window", "gqa", "cross", "head_dim_v", "lse", "deterministic", "packed", "used_k", "cache", "block_mask"}
+    {"causal", "window", "gqa", "cross", "head_dim_v", "lse", "deterministic", "packed", "used_k", "cache", "block_mask", "sinks"}
 )
 
 STANDARD = Spec(

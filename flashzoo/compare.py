@@ -25,7 +25,7 @@ from torch import Tensor
 from flashzoo.accuracy import Judge
 from flashzoo.call.api import Options, attention, explain, takes_options
 from flashzoo.call.check import check_data, options_of
-from flashzoo.call.operands import NO_DESCALES, Operands, taken
+from flashzoo.call.operands import DIFFERENTIABLE, NO_DESCALES, Operands, taken
 from flashzoo.call.packed import batch_of_one
 from flashzoo.call.problem import Problem
 from flashzoo.comparison import PASSES, Comparison, Row
@@ -35,7 +35,19 @@ from flashzoo.registry import current, implementation
 from flashzoo.registry import versions as registered
 from flashzoo.spec import INTERPRETER_BLOCK, Spec, duration, interpreter_seconds
 from flashzoo.timing import MIN_SHARED, Clock, Operation, Timing, with_peak
-from flashzoo.workloads import Workload, block_mask, descales, flops, hardware, hbm_bytes, in_pages, inputs, kinds_of_descales, lengths
+from flashzoo.workloads import (
+    Workload,
+    block_mask,
+    descales,
+    flops,
+    hardware,
+    hbm_bytes,
+    in_pages,
+    inputs,
+    kinds_of_descales,
+    lengths,
+    sinks,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -103,6 +115,8 @@ def compare(
         check_data(q.device)
         used = _used(q, k, v, taken(dict(given))[0])
         _check_finite(**dict(zip("qkv", used, strict=True)), **{name: given.get(name) for name in DESCALES})
+        if problem.sinks:
+            _check_finite(sinks=given["sinks"].clamp_min(0))  # -inf is none
         _foresee(bar, problem, specs, budget_s)
         return _compared(bar, (q, k, v), problem, given, specs, seed)
 
@@ -132,7 +146,8 @@ def _compared(
         operands, _ = taken(dict(options))
         judged = _used(q, k, v, operands)
         scales = descales_of_rows(*judged, operands) if problem.dtype == "e4m3" else NO_DESCALES
-        judge = Judge(*judged, replace(problem, lse=True), dout, descales=scales, mask=shown(problem, operands))
+        asked = replace(problem, lse=True)
+        judge = Judge(*judged, asked, dout, descales=scales, mask=shown(problem, operands), sinks=options.get("sinks"))
         bench = _Bench((q.detach(), k.detach(), v.detach()), dout, problem, options, judge)
         for spec in specs:
             bar.step(spec.name)
@@ -160,7 +175,8 @@ def compare_workload(
     Args:
         source: sizes, dtypes, precision, causal, window and deterministic are read from it, its hardware is not. e4m3 inputs get
             descales by block, or where sequences are packed one for each of them; a problem with a block mask one of its form, from
-            `flashzoo.workloads.block_mask`, and one with packed sequences or caches lengths from `flashzoo.workloads.lengths`.
+            `flashzoo.workloads.block_mask`, one with packed sequences or caches lengths from `flashzoo.workloads.lengths`, and one with
+            sinks those of `flashzoo.workloads.sinks`.
         device: the GPU if there is one, else the CPU, where None.
         backward, versions, budget_s, progress: as in `compare`.
     """
@@ -173,7 +189,7 @@ def compare_workload(
         bar.step("inputs")
         q, k, v, _ = inputs(source, seed, device)
         options = options_of(problem) | {"block_mask": block_mask(problem, seed, device)}
-        options |= lengths(problem, seed, device)
+        options |= {**lengths(problem, seed, device), "sinks": sinks(problem, seed, device)}
         if problem.page_size is not None:
             k, v, options["page_table"] = in_pages(problem, k, v, seed)
         finest = kinds_of_descales(problem)[-1] if problem.dtype == "e4m3" else None
@@ -228,7 +244,8 @@ def _part_s(problem: Problem, specs: list[Spec], scores: int) -> tuple[float, fl
     room = max(1, scores // (group * seqlen_q * seqlen_k))
     heads_kv = min(problem.heads_kv, room)
     sizes = {"batch": max(1, min(problem.batch, room // heads_kv)), "heads": group * heads_kv, "heads_kv": heads_kv}
-    dense = {"block_mask": None, "sequences": None, "used_k": False, "page_size": None, "max_seqlen_q": None, "max_seqlen_k": None}
+    dense = {"block_mask": None, "sequences": None, "used_k": False, "page_size": None, "sinks": False}
+    dense |= {"max_seqlen_q": None, "max_seqlen_k": None}
     part = replace(problem, **sizes, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **dense)  # pyright: ignore[reportArgumentType]
     q, k, v, dout = inputs(part, device="cpu")
     start = time.perf_counter()
@@ -282,7 +299,9 @@ class _Bench:
         options: dict[str, Any],
         judge: Judge,
     ) -> None:
-        self.tensors, self.dout, self.problem, self.options, self.judge = tensors, dout, problem, options, judge
+        self.dout, self.problem, self.options, self.judge = dout, problem, options, judge
+        self.operands = [name for name in DIFFERENTIABLE if options.get(name) is not None]
+        self.tensors: tuple[Tensor, ...] = (*tensors, *(options[name] for name in self.operands))
         self.device = tensors[0].device
         name = torch.cuda.get_device_name(self.device) if self.on_gpu else ""
         self.peaks = {"forward": peak_tflops(name, problem.numerics), "backward": peak_tflops(name, problem.dtype)}
@@ -356,15 +375,16 @@ class _Bench:
         return Result(out.detach(), log_sum, *gradients), seconds
 
     def _forward(self, name: str, leaves: tuple[Tensor, ...], lse: bool) -> Any:
-        q, k, v = leaves
-        return attention(q, k, v, return_lse=lse, version=name, **self.options)
+        q, k, v, *operands = leaves
+        options: dict[str, Any] = self.options | dict(zip(self.operands, operands, strict=True))
+        return attention(q, k, v, return_lse=lse, version=name, **options)
 
     def timed(self, rows: list[Row]) -> list[Row]:
         """The rows with times, TFLOP/s and share of the peak, the versions interleaved."""
         able = {row.version: row.errors for row in rows if row.status == "ok" and row.ran in ("GPU", "CPU")}
         launches: dict[tuple[str, str], Operation] = {}
         for name, errors in able.items():
-            launches[name, "forward"] = partial(self._forward, name, self.tensors, False)
+            launches[name, "forward"] = partial(self._forward, name, _leaves(self.tensors, False), False)
             if "dq" in errors:  # its gradients were judged
                 leaves = _leaves(self.tensors, True)
                 out = self._forward(name, leaves, False)

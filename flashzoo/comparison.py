@@ -16,18 +16,18 @@ from flashzoo.timing import Timing
 
 WIDTH = 80
 """Columns of a comparison's text where no terminal says how many it has."""
-TENSORS = ("out", "lse", "dq", "dk", "dv")
+TENSORS = ("out", "lse", "dq", "dk", "dv", "dsinks")
 PASSES = ("forward", "backward")
 COLUMNS = ("version", "result", "ran on", "budget", *TENSORS, "fwd ms", "fwd p10-p90", "fwd TFLOP/s", "fwd % of peak")
 COLUMNS += ("bwd ms", "bwd p10-p90", "bwd TFLOP/s", "bwd % of peak", "memory", "HBM by formula")
 """Of a comparison's text, from left to right; what stands right of fwd ms or bwd ms is headed without the pass."""
-DISPENSABLE = ("HBM by formula", "bwd p10-p90", "fwd p10-p90", "lse", "bwd % of peak", "fwd % of peak", "dv", "dk", "dq")
+DISPENSABLE = ("HBM by formula", "bwd p10-p90", "fwd p10-p90", "lse", "bwd % of peak", "fwd % of peak", "dv", "dk", "dq", "dsinks")
 DISPENSABLE += ("ran on", "memory", "out", "bwd TFLOP/s", "fwd TFLOP/s", "bwd ms", "budget", "fwd ms", "result")
 """In the order in which columns are left out where all of them are too wide."""
 GAP = 2
 LEGEND = (
     "budget: the worst error's share of what is allowed (flashzoo/accuracy.py). "
-    "out to dv: largest errors against a float64 oracle. ms: medians."
+    "out to dsinks: largest errors against a float64 oracle. ms: medians."
 )
 
 
@@ -42,7 +42,7 @@ class Row:
         reasons: why not "ok", or why the forward pass alone where both were asked for; one sentence each.
         ran: "GPU", "CPU", "interpreter" (Triton's, on the CPU), or "" where nothing ran.
         checks: every rule that was applied.
-        errors, budgets: by tensor (out, lse, dq, dk, dv): largest and RMS absolute error, and what they may be.
+        errors, budgets: by tensor (out, lse, dq, dk, dv, dsinks): largest and RMS absolute error, and what they may be.
         forward, backward: times, only where "ok".
         forward_tflops, backward_tflops: TFLOP/s of the visible part; None for the interpreter.
         forward_peak, backward_peak: the same in percent of the GPU's dense peak; None where that is not known.

@@ -5,7 +5,8 @@
 
 with these meanings, once for every version: causal and windows are aligned bottom-right, of packed sequences in each; a block mask,
 here a dense one, hides what it hides beside them; a row that sees no key gives 0, LSE -inf and gradients 0; query head h reads
-key/value head h // (heads // heads_kv).
+key/value head h // (heads // heads_kv). A sink is one more term of the softmax, P_i,sink = exp(sink - LSE_i), whose value is 0:
+dsink = -sum_i P_i,sink delta_i.
 
 `standard` is the same with the numerics of a flash kernel: scores, sums and accumulators in float32; P, dS and O
 rounded to the I/O dtype. Its error is the yardstick that every version's error is held against. It is also the
@@ -35,6 +36,7 @@ from flashzoo.call.problem import DESCALE_BLOCK, Problem
 from flashzoo.dtypes import TORCH_DTYPES
 from flashzoo.integers import cdiv
 from flashzoo.lengths import visible_of_caches
+from flashzoo.sinks import gradient_of_sinks, share_of_keys, with_sinks
 
 E4M3 = torch.float8_e4m3fn
 LARGEST_E4M3 = 448.0
@@ -51,22 +53,24 @@ HOPPER_SUM_BITS = 13
 
 @dataclass(frozen=True)
 class Result:
-    """One attention's out and, where asked for, lse `(batch, heads, seqlen_q)` and gradients, each in the shape of its input."""
+    """One attention's out and, where asked for, lse `(batch, heads, seqlen_q)` and gradients, each in the shape of its input, sinks'
+    `(heads,)` too."""
 
     out: Tensor
     lse: Tensor | None = None
     dq: Tensor | None = None
     dk: Tensor | None = None
     dv: Tensor | None = None
+    dsinks: Tensor | None = None
 
     def items(self) -> dict[str, Tensor]:
         """The tensors that are there, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def at(self, part: Part) -> Result:
-        """Views of the tensors that are there."""
+        """Views of the tensors that are there and have parts."""
         index = {"out": part.queries, "lse": part.rows, "dq": part.queries, "dk": part.keys, "dv": part.keys}
-        return Result(**{name: value[index[name]] for name, value in self.items().items()})
+        return Result(**{name: value[index[name]] for name, value in self.items().items() if name in index})
 
 
 def visible(problem: Problem, device: torch.device | str = "cpu", mask: Tensor | None = None) -> Tensor | None:
@@ -186,6 +190,7 @@ def oracle(
     dlse: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
     mask: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Result:
     """Attention in float64, some heads at a time so that long problems fit.
 
@@ -197,25 +202,34 @@ def oracle(
         dlse: gradient of lse, `(batch, heads, seqlen_q)`; needs dout.
         dtype: float64 or float32.
         mask: of a block mask, as in `visible`.
+        sinks: as in `flashzoo.attention`.
 
     Returns:
         A `Result` in `dtype`.
     """
     batch, seqlen_q, heads, _ = q.shape
     out = q.new_zeros((batch, seqlen_q, heads, v.shape[3]), dtype=dtype)
-    lse = q.new_full((batch, heads, seqlen_q), -math.inf, dtype=dtype)
+    lse = with_sinks(q.new_full((batch, heads, seqlen_q), -math.inf, dtype=dtype), sinks)
     dq, dk, dv = (torch.zeros_like(x, dtype=dtype) if dout is not None else None for x in (q, k, v))
     whole = Result(out, lse, dq, dk, dv)
     for part in parts(q, k, ORACLE_SCORES[q.device.type]):
         s = scores(q, k, problem, part, dtype, mask)
-        lse[part.rows] = torch.logsumexp(s, -1).flatten(1, 2)
+        lse[part.rows] = with_sinks(torch.logsumexp(s, -1).flatten(1, 2), None if sinks is None else sinks[part.rows[1]])
         p = probabilities(s, lse[part.rows])
         out[part.queries] = from_groups(p @ grouped(v[part.keys], part, dtype))
         if dout is not None:
             of_rows = None if dlse is None else dlse[part.rows]
             for name, x in gradients(p, dout[part.queries], of_rows, out[part.queries], q, k, v, problem.scale, part).items():
                 whole.at(part).items()[name].add_(x)  # to dk and dv every query head of a group adds
-    return whole
+    if dout is None or sinks is None:
+        return whole
+    return replace(whole, dsinks=gradient_of_sinks(sinks, lse, deltas(dout, dlse, out)))
+
+
+def deltas(dout: Tensor, dlse: Tensor | None, out: Tensor) -> Tensor:
+    """delta of every row, `(batch, heads, seqlen_q)`, in out's dtype."""
+    found = (dout.to(out.dtype) * out).sum(-1).transpose(1, 2)
+    return found if dlse is None else found - dlse.to(out.dtype)
 
 
 class Part(NamedTuple):
@@ -328,8 +342,13 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operan
     if q.dtype == E4M3:
         return _fp8_forward(q, k, v, problem, operands)
     s = _scores(q, k, problem, operands)
-    lse = torch.logsumexp(s, -1).view(problem.batch, problem.heads, -1) if problem.lse or problem.grad else None
+    lse = None
+    if problem.lse or problem.grad or problem.sinks:
+        lse = torch.logsumexp(s, -1).view(problem.batch, problem.heads, -1)
     p = torch.softmax(s, -1)
+    if lse is not None and operands.sinks is not None:
+        p = p * share_of_keys(lse, operands.sinks).view(-1, problem.seqlen_q, 1)
+        lse = with_sinks(lse, operands.sinks)
     if operands.block_mask is None and not problem.by_lengths:
         p[:, : problem.blind_rows] = 0  # softmax gives NaN where a row sees nothing
     else:
@@ -348,7 +367,7 @@ def _backward(
     lse: Tensor,
     problem: Problem,
     operands: Operands,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     rows = problem.batch * problem.heads
     q, k, v = only_used(q, k, v, operands)
     blind = lse == -math.inf
@@ -364,7 +383,8 @@ def _backward(
     dk = _matmul(ds.mT, _heads_first(q, problem)) * problem.scale
     group = problem.heads // problem.heads_kv
     dk, dv = (x.view(problem.batch, problem.heads_kv, group, problem.seqlen_k, -1).sum(2).transpose(1, 2) for x in (dk, dv))
-    return _seqlen_first(dq.to(q.dtype), problem), dk.to(k.dtype), dv.to(v.dtype)
+    gradients = _seqlen_first(dq.to(q.dtype), problem), dk.to(k.dtype), dv.to(v.dtype)
+    return gradients if operands.sinks is None else (*gradients, gradient_of_sinks(operands.sinks, lse, delta.reshape(lse.shape)))
 
 
 def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -402,10 +422,13 @@ def _fp8_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Op
     p = s.sub_(row_max).float().exp2_()
     l = p.sum(-1, keepdim=True)
     blind = l == 0
-    lse = (row_max + l.log2()).mul_(math.log(2)).view(problem.batch, problem.heads, -1) if problem.lse or problem.grad else None
+    lse = (row_max + l.log2()).mul_(math.log(2)).view(problem.batch, problem.heads, -1)
     rounded = p.mul_(P_SCALE).to(E4M3).float()
-    out = torch.bmm(rounded, v_h.float().mul_(v_rows)).div_(P_SCALE * l.masked_fill(blind, 1)).to(TORCH_DTYPES[problem.out_dtype])
-    return _seqlen_first(out, problem), lse
+    out = torch.bmm(rounded, v_h.float().mul_(v_rows)).div_(P_SCALE * l.masked_fill(blind, 1))
+    if operands.sinks is not None:
+        out.mul_(share_of_keys(lse, operands.sinks).view(blind.shape).masked_fill(blind, 0))
+        lse = with_sinks(lse, operands.sinks)
+    return _seqlen_first(out.to(TORCH_DTYPES[problem.out_dtype]), problem), lse
 
 
 def _hopper_sums(a: Tensor, b: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from flashzoo.reference import (
     P_SCALE,
     Part,
     Result,
+    deltas,
     from_groups,
     gradients,
     grouped,
@@ -30,6 +31,7 @@ from flashzoo.reference import (
     probabilities,
     scores,
 )
+from flashzoo.sinks import gradient_of_sinks
 from flashzoo.workloads import TORCH_DTYPES
 
 ROWS = 64
@@ -59,6 +61,7 @@ def of_yardstick(
     dout: Tensor | None = None,
     dlse: Tensor | None = None,
     mask: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Result, Result]:
     """The yardstick's errors, and the standard deviations that its roundings, each at its largest, should give them.
 
@@ -66,12 +69,12 @@ def of_yardstick(
         yardstick: of `standard`; its gradients are looked at where dout is given.
         reference: the oracle's.
         inputs: q, k and v as the oracle takes them: e4m3 ones times their descales.
-        problem, dout, dlse, mask: as in `oracle`.
+        problem, dout, dlse, mask, sinks: as in `oracle`.
     """
     q, k, _ = inputs
     exact, mine = reference.items(), yardstick.items()
     sizes = {name: torch.zeros_like(x) for name, x in exact.items()}
-    right = {name: torch.zeros_like(x) if name in ("dq", "dk", "dv") else x for name, x in exact.items()}
+    right = {name: x if name in ("out", "lse") else torch.zeros_like(x) for name, x in exact.items()}
     model = _Model(inputs, problem)
     for part in parts(q, k, ORACLE_SCORES[q.device.type] // 2):
         s = scores(q, k, problem, part, torch.float64, mask)
@@ -85,6 +88,10 @@ def of_yardstick(
                 Result(**right).at(part).items()[name].add_(x)  # to dk and dv every query head of a group adds
         for name, x in found.items():
             Result(**sizes).at(part).items()[name].add_(x)
+    if sinks is not None and dout is not None:
+        lse, out = mine["lse"].double(), mine["out"].double()
+        delta = deltas(dout, dlse, out)
+        right["dsinks"], sizes["dsinks"] = gradient_of_sinks(sinks, lse, delta), model.sinks(sinks, lse, out, dout, delta)
     for name in sizes.keys() & {"dq", "dk", "dv"}:
         sizes[name] += (model.unit * right[name]).square_() + model.tiny**2
     errors = {name: (mine[name].double() - x).masked_fill_(~x.isfinite(), 0) for name, x in right.items()}
@@ -129,13 +136,17 @@ class _Model:
         p, v, o = probabilities(s.clone(), lse), self._of(2, part).square(), grouped(out, part, torch.float64, True).square()
         of_scores = self._of_scores(s.masked_fill(~seen, 0), part, self.in_fp8)
         # What all scores of a row have in common LSE gets, and out does not see: there what is left moves weight between values.
-        of_lse = (p * of_scores.sqrt()).sum(-1).flatten(1, 2).square_()
+        shift, of_keys = (p * of_scores.sqrt()).sum(-1, keepdim=True), p.sum(-1, keepdim=True)
+        # But beside a sink, which it does not move, it moves weight between that and all values.
+        against_sink = (shift / of_keys.clamp_min(SMALLEST) * (1 - of_keys)).square_()
+        of_lse = shift.flatten(1).view(lse.shape).square_()
         of_lse += (self.wide * lse.masked_fill(lse == -math.inf, 0)).square_() + self.wide**2
         unit, tiny = (E4M3_UNIT, p.amax(-1, keepdim=True) * (E4M3_TINY / P_SCALE)) if self.in_fp8 else (self.unit_p, self.tiny_p)
         sums = self.wide**2 * (1 + s.shape[-1] / RUNNING)
         squares = p.square_()
         moved = squares * of_scores
-        of_out = (squares * (unit**2 + sums) + tiny**2 * seen + moved) @ v + (moved.sum(-1, keepdim=True) + sums + self.unit**2) * o
+        of_row = moved.sum(-1, keepdim=True) + against_sink + sums + self.unit**2
+        of_out = (squares * (unit**2 + sums) + tiny**2 * seen + moved) @ v + of_row * o
         if self.quantised:
             of_out += squares @ self._of_quantised(2, part)
         return {"out": from_groups(of_out + self.tiny**2), "lse": of_lse}
@@ -163,3 +174,11 @@ class _Model:
             "dk": from_groups(self.scale**2 * (of_ds.mT @ q.square()).sum(2, keepdim=True)),
             "dv": from_groups((of_p.mT @ do.square()).sum(2, keepdim=True)),
         }
+
+    def sinks(self, sinks: Tensor, lse: Tensor, out: Tensor, dout: Tensor, delta: Tensor) -> Tensor:
+        """Of dsinks, from the yardstick's own LSE and out, in float64 as delta is."""
+        terms = (dout.double() * out).square().sum(-1).transpose(1, 2)
+        of_delta = self.wide**2 * (1 + out.shape[-1] / RUNNING) * (terms + delta.square())
+        lse = lse.masked_fill(lse == -math.inf, 0)
+        in_p = self.wide**2 * (lse.square() + 1 + lse.shape[-1] / RUNNING)
+        return (torch.exp(sinks.double()[:, None] - lse).square() * (of_delta + delta.square() * in_p)).sum((0, 2))

@@ -196,6 +196,20 @@ _ALL = (
     _workload("many_heads", "large", 16, 16, 16, heads=64, batch=1100),
     _workload("unrounded_causal_gqa", "smoke", 96, 130, heads=4, causal=True, out_dtype="fp32", heads_kv=2),
     *_paper(),
+    _workload("sinks", "smoke", 113, 190, batch=2, sinks=True),
+    _workload("sinks_causal_gqa", "smoke", 130, 150, heads=4, heads_kv=2, sinks=True, causal=True),
+    _workload("sinks_packed_window", "smoke", 150, 150, heads=4, heads_kv=2, sequences=4, sinks=True, causal=True, window=(40, None)),
+    _workload("sinks_blind_rows", "hard", 203, 113, sinks=True, causal=True),
+    _workload("sinks_no_keys", "hard", 64, 0, sinks=True),
+    _workload("sinks_window_mqa_head_dim_128", "hard", 140, 200, 128, heads=8, heads_kv=1, sinks=True, window=(33, 7)),
+    _workload("sinks_scores_x30", "hard", 113, 203, values="x30", sinks=True),
+    _workload("sinks_low_scores", "hard", 96, 192, values="low_scores", sinks=True),
+    _workload("sinks_cache", "hard", 3, 190, batch=3, heads=4, heads_kv=2, used_k=True, sinks=True, causal=True),
+    _workload("sinks_pages", "hard", 5, 192, batch=2, used_k=True, page_size=16, sinks=True),
+    _workload("sinks_packed_used", "hard", 120, 200, sequences=5, used_k=True, sinks=True),
+    _workload("sinks_blocks", "hard", 200, 260, heads=4, heads_kv=2, sinks=True, block_mask=MaskForm(causal=True)),
+    _workload("sinks_4096_window", "large", 4096, 4096, 64, heads=16, heads_kv=2, sinks=True, causal=True, window=(127, None)),
+    _workload("sinks_packed_4096", "large", 4096, 4096, 128, heads=8, heads_kv=2, sequences=9, sinks=True, causal=True),
 )
 _MET = frozenset({"deterministic"}).union(*(workload.problem.features for workload in _ALL))  # the suite asks for that of each
 _ALL += tuple(
@@ -407,6 +421,16 @@ def lengths(problem: Problem, seed: int = 0, device: torch.device | str = "cpu")
     used = [random.randint(0, problem.seqlen_k) for _ in range(batch)]
     used[: min(2, batch - 1)] = [problem.seqlen_k, 0][: min(2, batch - 1)]
     return {"seqused_k": torch.tensor(used, dtype=torch.int32, device=device)}
+
+
+def sinks(problem: Problem, seed: int = 0, device: torch.device | str = "cpu") -> Tensor | None:
+    """Sinks that have a part of each row, from little to most of it, where scores are normal: `(heads,)`, float32, float64 with fp64
+    inputs; None where the problem has none."""
+    if not problem.sinks:
+        return None
+    generator = torch.Generator(device).manual_seed(seed)
+    drawn = 3 + 2 * torch.randn(problem.heads, generator=generator, device=device)
+    return drawn.to(torch.float64 if problem.dtype == "fp64" else torch.float32)
 
 
 def in_pages(problem: Problem, k: Tensor, v: Tensor, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

@@ -24,7 +24,7 @@ from flashzoo.call.operands import NO_DESCALES, Descales, Operands
 from flashzoo.call.problem import FEATURES
 from flashzoo.lengths import Ranges, visible_of_caches
 from flashzoo.reference import Result, descales_of_rows
-from flashzoo.workloads import block_mask, hardware, in_pages, inputs, lengths, ranges
+from flashzoo.workloads import block_mask, hardware, in_pages, inputs, lengths, ranges, sinks
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -107,12 +107,19 @@ def as_arguments(problem: Problem, descales: Descales = NO_DESCALES) -> dict:
         arguments |= dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
     if problem.block_mask is not None:
         arguments["block_mask"] = mask_of(problem)
+    if problem.sinks:
+        arguments["sinks"] = sinks_of(problem)
     return arguments | lengths(problem, device=problem.device)
 
 
 def ranges_of(problem: Problem) -> Ranges:
     """The lengths that stand for the problem's."""
     return ranges(problem, device=problem.device)
+
+
+def sinks_of(problem: Problem) -> Tensor | None:
+    """The sinks that stand for the problem's."""
+    return sinks(problem, device=problem.device)
 
 
 def mask_of(problem: Problem) -> flashzoo.BlockMask | None:
@@ -160,9 +167,13 @@ def forward(
     problem: Problem,
     descales: Descales = NO_DESCALES,
     attention: Callable = flashzoo.attention,
+    **operands: Tensor,
 ) -> Result:
-    """One forward pass, by `flashzoo.attention` or what stands for it; lse is None where the problem does not ask for it."""
-    arguments = as_arguments(problem, descales) | {"version": version}
+    """One forward pass, by `flashzoo.attention` or what stands for it; lse is None where the problem does not ask for it.
+
+    Operands take the place of those that stand for the problem's.
+    """
+    arguments = as_arguments(problem, descales) | {"version": version} | operands
     if problem.page_size is not None:
         k, v, arguments["page_table"] = in_pages(problem, *tensors[1:])
         tensors = tensors[0], k, v
@@ -179,16 +190,18 @@ def both(
     dlse: Tensor | None = None,
     descales: Descales = NO_DESCALES,
     attention: Callable = flashzoo.attention,
+    **operands: Tensor,
 ) -> Result:
     """Forward and backward; forward alone where the problem asks for no gradients. The tensors keep their strides and get no `.grad`."""
     if not problem.grad:
-        return forward(version, tensors, problem, descales, attention)
+        return forward(version, tensors, problem, descales, attention, **operands)
     leaves = tuple(x.detach().requires_grad_() for x in tensors)
-    result = forward(version, leaves, problem, descales, attention)  # pyright: ignore[reportArgumentType]
+    if problem.sinks:
+        operands["sinks"] = operands.get("sinks", sinks_of(problem)).detach().requires_grad_()
+    result = forward(version, leaves, problem, descales, attention, **operands)  # pyright: ignore[reportArgumentType]
     outputs, gradients = ((result.out,), (dout,)) if dlse is None else ((result.out, result.lse), (dout, dlse))
-    return Result(
-        result.out.detach(), None if result.lse is None else result.lse.detach(), *torch.autograd.grad(outputs, leaves, gradients)
-    )
+    found = torch.autograd.grad(outputs, (*leaves, *operands.values()), gradients)
+    return Result(*detached(result), *found)
 
 
 def as_operator(
@@ -199,12 +212,14 @@ def as_operator(
     left, right = (-1 if side is None else side for side in problem.window)
     how = {**options_of(problem), "window_size": [left, right], "return_lse": problem.lse, "version": version}
     leaves = tuple(x.detach().requires_grad_(problem.grad) for x in tensors)
+    operands = {"sinks": sinks_of(problem)} if problem.sinks else {}
     arguments = {**dict(zip("qkv", leaves, strict=True)), **how, "grad": problem.grad}
+    arguments |= {name: x.detach().requires_grad_(problem.grad) for name, x in operands.items()}
     if not problem.grad:
         return arguments, {}
     out, lse = torch.ops.flashzoo.attention(**arguments)
     inputs = dict(zip("qkv", tensors, strict=True))
-    return arguments, {"dout": dout, "dlse": dlse, **inputs, "out": out.detach(), "lse": lse.detach(), **how}
+    return arguments, {"dout": dout, "dlse": dlse, **inputs, **operands, "out": out.detach(), "lse": lse.detach(), **how}
 
 
 def detached(result: Result) -> tuple[Tensor, Tensor | None]:

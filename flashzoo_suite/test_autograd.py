@@ -29,6 +29,7 @@ from flashzoo_suite.support import (
     forward,
     lazily_negated,
     seen_by,
+    sinks_of,
 )
 
 asks = pytest.mark.asks
@@ -198,7 +199,12 @@ def test_inference_mode(version, problem):
 
 
 BACKENDS = ("aot_eager", "inductor")
-TRACED = {"plain": {}, "causal": {"causal": True, "heads": 4, "heads_kv": 2, "seqlen_k": 70}, "wide_values": {"head_dim_v": 24}}
+TRACED = {
+    "plain": {},
+    "causal": {"causal": True, "heads": 4, "heads_kv": 2, "seqlen_k": 70},
+    "wide_values": {"head_dim_v": 24},
+    "sinks": {"sinks": True, "seqlen_k": 70},
+}
 
 
 @pytest.mark.covering(2, "version", "backend")
@@ -209,7 +215,8 @@ def test_compiled(version, problem, backend):
     torch.compiler.reset()
     tensors, dout, dlse = draw(problem)
     scales = descales(problem, "block" if problem.dtype == "e4m3" else None, device=DEVICE)
-    judge = Judge(*tensors, problem, dout if problem.grad else None, dlse if problem.grad else None, scales)
+    given = (dout, dlse) if problem.grad else (None, None)
+    judge = Judge(*tensors, problem, *given, scales, sinks=sinks_of(problem))
     compiled = torch.compile(flashzoo.attention, backend=backend, fullgraph=True)
     for _ in range(2):
         accept(judge, both(version, tensors, problem, dout, dlse, scales, compiled))

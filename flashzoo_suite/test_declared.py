@@ -31,6 +31,7 @@ from flashzoo_suite.support import (
     gives_lse,
     scales_by,
     seen_by,
+    sinks_of,
     small,
     takes,
 )
@@ -167,7 +168,7 @@ def _drawn(case: Case) -> tuple[Tensors, Tensor, Tensor | None, Descales, Judge]
     tensors, dout, dlse = draw(problem, values=case.workload.values)
     scales = descales(problem, case.descales, device=DEVICE)
     given = (dout, dlse) if problem.grad else (None, None)
-    judge = Judge(*tensors, problem, *given, scales_by(problem, tensors, scales), seen_by(problem))
+    judge = Judge(*tensors, problem, *given, scales_by(problem, tensors, scales), seen_by(problem), sinks_of(problem))
     return tensors, dout, dlse, scales, judge
 
 

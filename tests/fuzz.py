@@ -164,6 +164,10 @@ def configuration(random: Random, versions: list[str], device: str) -> Configura
         scored=tuple(f"{name}:{random.choice(values)}" for name, (values, _) in SCORES.items() if asks(name, 0.3)),
         mask=mask,
     )
+    if entry == "attention" and asks("sinks", 0.25):
+        of_q = ("fp64",) if dtype == "fp64" else ()
+        grad = grad and random.choice((grad, f"{grad}s", f"{grad}s", "s"))
+        call = replace(call, sinks=random.choice(("fp32", "bf16", "fp16", *of_q)), grad=grad)
     if packed and not wild and spec.unsupported(call.problem(device)):  # not everybody packs what is to be quantised
         call = replace(call, lengths=None, used=None)
     return Configuration(call, sides, _layouts(random), wild)
@@ -345,6 +349,8 @@ def answer(call: Call, given: Operands, mask: Any) -> dict[str, Tensor]:
     """out, lse and gradients, as far as the call asks for them, in the shapes of `flashzoo.attention`."""
     leaves = {name: x.detach().requires_grad_(name in call.grad) for name, x in zip("qkv", (given.q, given.k, given.v), strict=True)}
     inputs = list(leaves.values())
+    if given.sinks is not None:
+        leaves["s"] = given.sinks.detach().requires_grad_("s" in call.grad)
     options: dict[str, Any] = {"version": call.version, "softmax_scale": call.scale, "causal": call.causal}
     if call.entry == "sdpa":
         turned = (x.transpose(1, 2) for x in inputs)
@@ -362,7 +368,7 @@ def answer(call: Call, given: Operands, mask: Any) -> dict[str, Tensor]:
             *inputs, q_scale, k_scale, v_scale, shift = flashzoo.quantize(*inputs, **how)
             descales = (q_scale, k_scale, v_scale)
         options |= dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True)) | call.on_scores
-        options |= cu_seqlens(call, given.q.device)
+        options |= {**cu_seqlens(call, given.q.device), "sinks": leaves.get("s")}
         if call.page_size is not None:
             k, v, options["page_table"] = in_pages(call.problem(given.q.device), *inputs[1:], seed=call.seed)
             inputs = [inputs[0], k, v]
@@ -374,7 +380,7 @@ def answer(call: Call, given: Operands, mask: Any) -> dict[str, Tensor]:
         through = {"out": [(out, given.dout)], "lse": [(lse, given.dlse)], "both": [(out, given.dout), (lse, given.dlse)]}[call.through]
         wanted = [leaves[name] for name in call.grad]
         gradients = torch.autograd.grad([x for x, _ in through], wanted, [gradient for _, gradient in through])
-        found |= {f"d{name}": gradient for name, gradient in zip(call.grad, gradients, strict=True)}
+        found |= {"dsinks" if name == "s" else f"d{name}": gradient for name, gradient in zip(call.grad, gradients, strict=True)}
     return found
 
 
@@ -387,6 +393,7 @@ def _misshapen(call: Call, found: dict[str, Tensor]) -> Iterator[str]:
         "dq": ((call.batch, call.seqlen_q, call.heads, call.head_dim), stored),
         "dk": ((*of_keys, call.head_dim), stored),
         "dv": ((*of_keys, call.head_dim_v), stored),
+        "dsinks": ((call.heads,), TORCH_DTYPES.get(call.sinks)),
     }
     for name, x in found.items():
         if (tuple(x.shape), x.dtype) != forms[name]:

@@ -36,7 +36,7 @@ class Call:
         version, dtype, precision, causal, window, scale, lse, deterministic, out_dtype: as `flashzoo.attention` takes them.
         batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim, head_dim_v: sizes.
         entry: "attention"; "sdpa", the adapter; or "quantize", which is `flashzoo.quantize` and then attention on what it gives.
-        grad: which of q, k and v require it, such as "qv".
+        grad: which of q, k, v and sinks require it, such as "qv" or "ks".
         through: what the gradients come through: "out", "lse" or "both".
         values: of `workloads.VALUES`.
         layouts: of `LAYOUTS`, for q, k, v and dout.
@@ -47,6 +47,7 @@ class Call:
             where all keys are. `used` alone is how much of each of a batch's caches is.
         page_size: rows of a page, where keys and values lie in pages.
         scored: options that `fuzz_oracle.SCORES` knows, and their values: "decay:0.25".
+        sinks: their dtype; "" for none. One in five calls has one of -inf.
         mask: kind, block sizes, and whether it has blocks of its own for each batch (b) and head (h): "dense:128x64:bh"; "" for none.
     """
 
@@ -77,6 +78,7 @@ class Call:
     used: tuple[int, ...] | None = None
     page_size: int | None = None
     scored: tuple[str, ...] = ()
+    sinks: str = ""
     mask: str = ""
     seed: int = 0
 
@@ -139,6 +141,7 @@ class Call:
             sequences=None if self.lengths is None else len(self.lengths),
             used_k=self.used is not None,
             page_size=self.page_size,
+            sinks=bool(self.sinks),
             **self.on_scores,
             **hardware(device),
         )
@@ -248,6 +251,7 @@ class Operands:
         q, k, v, dout: `(batch, seqlen, heads, head_dim)`.
         dlse: `(batch, heads, seqlen_q)`.
         descales: of q, k and v.
+        sinks: `(heads,)`, or None.
     """
 
     storage: Tensor
@@ -257,6 +261,7 @@ class Operands:
     dout: Tensor
     dlse: Tensor
     descales: tuple[Tensor | None, Tensor | None, Tensor | None]
+    sinks: Tensor | None
 
 
 def operands(call: Call, device: Device) -> Operands:
@@ -283,13 +288,18 @@ def operands(call: Call, device: Device) -> Operands:
         shape = (count, 1, call.heads_kv, 1) if kind == "head" else (call.batch, -(-seqlen // DESCALE_BLOCK), heads, 1)
         if kind != "none":
             laid.append((torch.exp2(2 * torch.rand(shape, generator=generator, device=device) - 1), LAYOUTS[name]))
+    if call.sinks:
+        sinks = 3 + 2 * normal(1, 1, call.heads, 1)
+        sinks[0, 0, 0] = sinks[0, 0, 0] if call.seed % 5 else -math.inf
+        laid.append((sinks.to(TORCH_DTYPES[call.sinks]), LAYOUTS[call.layouts[0]]))
     storage, (q, k, v, dout, dlse, *rest) = _placed(laid, device)
+    sinks = rest.pop()[0, 0, :, 0] if call.sinks else None
     numbers = iter(rest)
     descales = [None if kind == "none" else next(numbers)[..., 0].transpose(1, 2) for kind, _, _ in kinds]
     q_scale, k_scale, v_scale = (
         x[..., 0] if x is not None and kind == "head" else x for x, (kind, _, _) in zip(descales, kinds, strict=True)
     )
-    return Operands(storage, q, k, v, dout, dlse[..., 0].transpose(1, 2), (q_scale, k_scale, v_scale))
+    return Operands(storage, q, k, v, dout, dlse[..., 0].transpose(1, 2), (q_scale, k_scale, v_scale), sinks)
 
 
 def _placed(laid: list[tuple[Tensor, Layout]], device: Device) -> tuple[Tensor, list[Tensor]]:

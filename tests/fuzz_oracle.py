@@ -122,6 +122,7 @@ class _Answer:
     dout: Tensor
     dlse: Tensor
     gradients: list[Tensor]
+    p_sink: Tensor
 
 
 @dataclass(frozen=True)
@@ -172,10 +173,12 @@ def _answer(call: Call, given: Operands, seen: Tensor | None) -> _Answer:
     for name, value in call.on_scores.items():
         s = SCORES[name][1](s, offset, value)
     s = s.masked_fill(~visible, -math.inf)
-    top = s.detach().amax(-1, keepdim=True)
+    sink = s.new_full((call.heads,), -math.inf) if given.sinks is None else given.sinks.detach().double()
+    sink.requires_grad_()
+    top = s.detach().amax(-1, keepdim=True).maximum(sink.detach()[:, None, None])
     top = top.masked_fill(top == -math.inf, 0)
-    weights = torch.exp(s - top)
-    total = weights.sum(-1, keepdim=True)
+    weights, of_sink = torch.exp(s - top), torch.exp(sink[:, None, None] - top)
+    total = weights.sum(-1, keepdim=True) + of_sink
     blind = total == 0
     p = weights / total.masked_fill(blind, 1)
     out, lse = p @ v, (top + total.masked_fill(blind, 1).log())[..., 0]
@@ -184,9 +187,11 @@ def _answer(call: Call, given: Operands, seen: Tensor | None) -> _Answer:
     dlse = dlse.masked_fill(blind[..., 0], 0) if call.through != "out" else torch.zeros_like(dlse)
     gradients: list[Tensor] = []
     if call.grad:
-        gradients = [x.transpose(1, 2) for x in torch.autograd.grad((out * dout).sum() + (lse * dlse).sum(), leaves)]
+        *found, of_sinks = torch.autograd.grad((out * dout).sum() + (lse * dlse).sum(), (*leaves, sink))
+        gradients = [*(x.transpose(1, 2) for x in found), of_sinks.nan_to_num()]
+    p_sink = (of_sink / total.masked_fill(blind, 1)).detach()
     q, k, v, s, p, out, lse = (x.detach() for x in (q, k, v, s, p, out, lse))
-    return _Answer(q, k, v, visible, s, p, out, lse, blind, dout, dlse, gradients)
+    return _Answer(q, k, v, visible, s, p, out, lse, blind, dout, dlse, gradients, p_sink)
 
 
 def _forward(call: Call, n: Numerics, answer: _Answer) -> tuple[dict[str, Expected], _Drawn]:
@@ -247,7 +252,7 @@ def _backward(call: Call, n: Numerics, answer: _Answer, drawn: _Drawn) -> dict[s
         "dv": (_grouped(random_dv, call).sqrt(), _grouped(linear_dv, call)),
     }
     of_heads = {"dk": ds.mT @ q * scale, "dv": p.mT @ dout}
-    for (name, (random, linear)), value in zip(parts.items(), answer.gradients, strict=True):
+    for (name, (random, linear)), value in zip(parts.items(), answer.gradients, strict=False):
         if name[1] not in call.grad:
             continue
         value, random, linear = (x[..., : call.seqlen_k if name != "dq" else call.seqlen_q, :] for x in (value, random, linear))
@@ -257,6 +262,14 @@ def _backward(call: Call, n: Numerics, answer: _Answer, drawn: _Drawn) -> dict[s
             shares = _grouped(of_heads[name].square(), call)[..., : call.seqlen_k, :].sqrt()
             random = random + n.unit * math.sqrt(call.group) * shares
         answers[name] = Expected(value, random, linear + n.floor)
+    if "s" in call.grad:
+        p_sink, stored = answer.p_sink, torch.finfo(TORCH_DTYPES[call.sinks])
+        floor = max(stored.smallest_normal * stored.eps / 2, torch.finfo(torch.float32).smallest_normal)
+        random = (p_sink * (off_delta + shift[..., None] * delta.abs())).square().sum((0, 2, 3)).sqrt()
+        off_p = drifted[..., None] + n.eps * (4 + lse.abs()[..., None] + call.seqlen_q / 64)
+        linear = p_sink * (off_p * delta.abs() + 4 * n.eps * size_delta + (dout.abs() * drawn.linear).sum(-1, keepdim=True))
+        value = answer.gradients[3]
+        answers["dsinks"] = Expected(value, random + stored.eps / 2 * value.abs(), linear.sum((0, 2, 3)) + floor)
     return answers
 
 
@@ -294,9 +307,13 @@ def shares(found: dict[str, Tensor], answers: dict[str, Expected]) -> dict[str, 
     """For each tensor the largest share of the bound that an element, and a block of rows, takes: at most 1 where right, NaN never is.
 
     Args:
-        found: by the names of `answers`: out and gradients `(batch, seqlen, heads, head_dim)`, lse `(batch, heads, seqlen_q)`.
+        found: by the names of `answers`: out and gradients `(batch, seqlen, heads, head_dim)`, lse `(batch, heads, seqlen_q)`, dsinks
+            `(heads,)`.
     """
-    return {name: _shares(_by_head(name, value), answers[name]) for name, value in found.items()}
+    used = {name: _shares(_by_head(name, value), answers[name]) for name, value in found.items()}
+    if "dsinks" in used:  # of which no block is more than an element
+        used["dsinks"] = (used["dsinks"][0],) * 2
+    return used
 
 
 def worst(name: str, value: Tensor, answer: Expected) -> str:
@@ -313,6 +330,8 @@ def worst(name: str, value: Tensor, answer: Expected) -> str:
 
 
 def _by_head(name: str, x: Tensor) -> Tensor:
+    if name == "dsinks":
+        return x[None, :, None, None].double()
     return (x[..., None] if name == "lse" else x.transpose(1, 2)).double()
 
 

@@ -13,9 +13,10 @@ from flashzoo import Problem, accuracy, reference
 from flashzoo.accuracy import Judge
 from flashzoo.call.forms import MaskForm
 from flashzoo.call.operands import Descales, Operands
-from flashzoo.reference import Result, rotated, standard
+from flashzoo.reference import Result, deltas, rotated, standard
+from flashzoo.sinks import gradient_of_sinks
 from flashzoo.workloads import block_mask, descales
-from flashzoo_suite.support import accept, both, draw, forward, scales_by, seen_by
+from flashzoo_suite.support import accept, both, draw, forward, scales_by, seen_by, sinks_of
 
 PROBLEM = Problem(batch=1, seqlen_q=64, seqlen_k=64, heads=2, heads_kv=2, head_dim=32, causal=True, lse=True, grad=True, device="cpu")
 
@@ -301,3 +302,58 @@ def test_only_few_rows_are_drawn_again(rows, drawn, monkeypatch):
     problem = dataclasses.replace(FEW_ROWS, seqlen_q=rows, causal=False)
     Judge(*draw(problem)[0], problem)
     assert seeds == [seed for seed in range(drawn) for _ in "qk"]
+
+
+SINKS = Problem(2, 200, 300, 6, 2, 64, causal=True, lse=True, grad=True, sinks=True, device="cpu")
+
+
+def faulty(fault: str, sinks: Tensor, lse: Tensor, delta: Tensor, dlse: Tensor) -> Tensor:
+    """Their gradient with something wrong in it."""
+    if fault == "a row that is left out":
+        delta = delta.clone()
+        delta[1, 3, 77] = 0
+    elif fault == "a row twice":
+        delta = torch.cat((delta, delta[:, :, 40:41]), 2)
+        lse = torch.cat((lse, lse[:, :, 40:41]), 2)
+    elif fault == "no gradient of lse":
+        delta = delta + dlse
+    elif fault == "one batch alone":
+        lse, delta = lse[:1], delta[:1]
+    elif fault == "the next head's":
+        sinks = sinks.roll(1)
+    elif fault == "the sign":
+        delta = -delta
+    elif fault == "lse of the keys alone":
+        lse = lse + torch.log1p(-torch.exp(sinks[:, None] - lse))
+    return gradient_of_sinks(sinks, lse, delta)
+
+
+SINKS_FAULTS = (
+    "a row that is left out",
+    "a row twice",
+    "no gradient of lse",
+    "one batch alone",
+    "the next head's",
+    "the sign",
+    "lse of the keys alone",
+)
+
+
+@pytest.mark.parametrize("fault", ["", *SINKS_FAULTS])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "fp64"])
+def test_a_fault_in_the_gradient_of_sinks_is_seen(dtype, fault):
+    problem = dataclasses.replace(SINKS, dtype=dtype, out_dtype=None)
+    tensors, dout, dlse = draw(problem)
+    own = sinks_of(problem)
+    judge = Judge(*tensors, problem, dout, dlse, sinks=own)
+    lse = judge.yardstick.lse
+    delta = deltas(dout, dlse, judge.yardstick.out.to(lse.dtype))
+    result = dataclasses.replace(judge.yardstick, dsinks=faulty(fault, own, lse, delta, dlse).to(own.dtype))
+    accepted = all(check.ok for check in (*judge.of_yardstick, *judge.checks(result)))
+    assert accepted == (not fault)
+
+
+def test_sinks_go_with_a_problem_that_has_them():
+    tensors, dout, dlse = draw(SINKS)
+    with pytest.raises(ValueError, match=r"sinks must be given where the problem has them, got .* and sinks False"):
+        Judge(*tensors, SINKS, dout, dlse)

@@ -193,6 +193,20 @@ BAD_INPUT = {
         r"v_descale must have shape .*heads_kv, .* got \(2, 4, 6\)",
     ),
     "a single descale": (_fp8(k_descale=torch.ones(())), ValueError, r"k_descale must have shape .* got \(\)"),
+    "sinks are numbers": ({"sinks": [0.0] * 4}, TypeError, r"sinks must be a torch.Tensor or None, got list"),
+    "sinks of another dtype": (
+        {"sinks": torch.zeros(4, dtype=torch.int32)},
+        TypeError,
+        r"sinks must be of dtype torch.float32, torch.bfloat16, torch.float16, torch.float64, got torch.int32",
+    ),
+    "sinks wider than the inputs": (
+        {"sinks": torch.zeros(4, dtype=torch.float64)},
+        TypeError,
+        r"sinks of dtype torch.float64 go with inputs of fp64, got them with fp32 ones",
+    ),
+    "sinks of other heads": ({"sinks": torch.zeros(2)}, ValueError, r"sinks must have shape \(heads,\) \(4,\), got \(2,\)"),
+    "sinks for each batch": ({"sinks": torch.zeros(2, 4)}, ValueError, r"sinks must have shape \(heads,\) \(4,\), got \(2, 4\)"),
+    "sinks elsewhere": ({"sinks": torch.zeros(4, device="meta")}, ValueError, r"sinks must be on q's device cpu, got meta"),
     "e4m3 mixed": (_fp8(v=torch.randn(2, 6, 4, 8).half()), TypeError, r"must have one dtype, got .* v torch.float16"),
     "an argument nobody knows": ({"dropout_p": 0.1}, TypeError, r"unexpected keyword argument 'dropout_p'"),
 }

@@ -14,7 +14,20 @@ from flashzoo.accuracy import Judge
 from flashzoo.call.forms import MaskForm
 from flashzoo.reference import Result
 from flashzoo.registry import backward_of
-from flashzoo_suite.support import DEVICE, accept, as_arguments, both, draw, forward, lazily_negated, same_bits, seen_by, toy
+from flashzoo_suite.support import (
+    DEVICE,
+    accept,
+    as_arguments,
+    both,
+    draw,
+    forward,
+    in_fixed_order,
+    lazily_negated,
+    same_bits,
+    seen_by,
+    sinks_of,
+    toy,
+)
 
 asks = pytest.mark.asks
 MASK = MaskForm(bits=True)
@@ -25,6 +38,7 @@ CASES = {
     "head_dim_v": {"head_dim_v": 8},
     "mask": {"block_mask": MASK, "causal": True},
     "negative": {"softmax_scale": -0.3},
+    "sinks": {"sinks": True, "causal": True},
 }
 SIZES = {"seqlen_q": 40, "seqlen_k": 90, "heads": 4, "heads_kv": 2}
 
@@ -49,7 +63,8 @@ def test_gradients_are_those_of_autograd(version, problem):
         given = (dout, *tensors, expected.out, expected.lse)
         before = [x.clone() for x in given]
         found = flashzoo.attention_backward(*given, dlse=of_lse, version=version, **as_arguments(problem))
-        for name, x in zip(("dq", "dk", "dv"), found, strict=True):
+        names = ("dq", "dk", "dv", "dsinks") if problem.sinks else ("dq", "dk", "dv")
+        for name, x in zip(names, found, strict=True):
             assert same_bits(x, expected.items()[name]), name
         assert all(same_bits(x, old) for x, old in zip(given, before, strict=True))
 
@@ -95,6 +110,28 @@ def test_rows_without_a_key_give_nothing(version, problem):
     few = flashzoo.attention_backward(dout[:, kept], q[:, kept], k, v, result.out[:, kept], result.lse[:, :, kept], version=version)
     for x, expected in zip((dq[:, kept], dk, dv), few, strict=True):
         torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-5)
+
+
+@asks({"plain": {}, "packed": {"sequences": 3, "seqlen_k": 40}}, fp8=(), grad=True, lse=True, sinks=True, **SIZES)
+def test_sinks_of_any_dtype(version, problem):
+    """Their gradient comes in it; the others' are what LSE and out make them, with sinks or without."""
+    if not alone(version):
+        return
+    tensors, dout, dlse = draw(problem)
+    own, options = sinks_of(problem).to(torch.bfloat16), as_arguments(problem)
+    problem = in_fixed_order(version, problem)
+    if problem.deterministic:
+        options["deterministic"] = True
+    expected = both(version, tensors, problem, dout, dlse, sinks=own)
+    given = [dout, *tensors, expected.out, expected.lse]
+    rows = problem.sequences is not None
+    if rows:
+        given, dlse = [x[0] for x in given], dlse[0]
+    found = flashzoo.attention_backward(*given, dlse=dlse, version=version, **options | {"sinks": own})
+    assert found[3].dtype == torch.bfloat16 and same_bits(found[3], expected.dsinks)
+    without = flashzoo.attention_backward(*given, dlse=dlse, version=version, **{k: x for k, x in options.items() if k != "sinks"})
+    for x, plain, name in zip(found, without, ("dq", "dk", "dv"), strict=False):
+        assert same_bits(x, plain) and same_bits(x[None] if rows else x, expected.items()[name])
 
 
 def spread(x: Tensor) -> Tensor:

@@ -473,6 +473,18 @@ def test_compare_judges_no_e4m3_with_nan():
         flashzoo.compare(**tensors, k_descale=torch.full((1, 2), math.nan), versions=["standard"], progress=False)
 
 
+def test_compare_judges_the_gradient_of_sinks():
+    tensors = [torch.randn(1, 40, 2, 16, requires_grad=True) for _ in range(3)]
+    for own in (torch.tensor([1.0, -math.inf]), torch.tensor([1.0, 2.0], dtype=torch.bfloat16, requires_grad=True)):
+        found = flashzoo.compare(*tensors, sinks=own, backward=True, versions=["standard", "v1"], progress=False)
+        rows = {row.version: row for row in found.rows}
+        assert rows["standard"].status == "ok" and rows["standard"].errors.keys() >= {"dq", "dsinks"}
+        assert rows["v1"].status == "can't" and "does not support sinks" in rows["v1"].reasons[0]
+    assert compare_workload(workload("sinks"), versions=["standard"], progress=False).rows[0].status == "ok"
+    with pytest.raises(ValueError, match=r"compare: sinks must be finite, .* got 1 that are not"):
+        flashzoo.compare(*tensors, sinks=torch.tensor([1.0, math.nan]), versions=["standard"], progress=False)
+
+
 def test_check_refuses_a_wrong_variant(wrong_variant, capfd):
     arguments = ["check", str(wrong_variant), "-q", "-k", "test_forward and square", "-p", "no:cacheprovider"]
     # A process of its own: `check` imports the variant, which registers itself for good.

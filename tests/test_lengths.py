@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -135,6 +136,13 @@ def test_validate_finds_caches_that_lie(used):
     with pytest.raises(ValueError, match=r"seqused_k must be from 0 to the cache's length, got (16|-1) of 15 at"):
         flashzoo.validate(*BATCH, seqused_k=lengths(*used))
     flashzoo.validate(*BATCH, seqused_k=lengths(0, 15))
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_validate_finds_sinks_that_take_all(value):
+    flashzoo.validate(*BATCH, sinks=torch.tensor([1.0, -math.inf], device=DEVICE))
+    with pytest.raises(ValueError, match=r"sinks must be finite or -inf, got \[1.0, (inf|nan)\]"):
+        flashzoo.validate(*BATCH, sinks=torch.tensor([1.0, value], device=DEVICE))
 
 
 WRONG = {

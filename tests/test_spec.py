@@ -113,7 +113,7 @@ class TestSpec:
 
     def test_every_feature_is_a_field_a_problem_can_ask_for(self):
         sizes = {"heads_kv": 2, "seqlen_k": 4, "head_dim_v": 32, "out_dtype": "fp32"}
-        asked = dataclasses.replace(HOPPER, causal=True, window=(1, 1), lse=True, deterministic=True, **sizes)
+        asked = dataclasses.replace(HOPPER, causal=True, window=(1, 1), lse=True, deterministic=True, sinks=True, **sizes)
         packed, masked = dataclasses.replace(asked, batch=1, sequences=2, used_k=True), dataclasses.replace(asked, block_mask=MaskForm())
         cached = dataclasses.replace(asked, used_k=True)
         paged = dataclasses.replace(cached, page_size=1)

@@ -45,6 +45,7 @@ class Options(TypedDict, total=False):
     cu_seqlens_k: Tensor | None
     seqused_k: Tensor | None
     page_table: Tensor | None
+    sinks: Tensor | None
     max_seqlen_q: int | None
     max_seqlen_k: int | None
 
@@ -77,7 +78,7 @@ def attention(
 
     Packed sequences lie behind one another in tensors of three dimensions, and `cu_seqlens_q` says where each begins: all that is said
     below of `seqlen` then holds of each sequence. A sequence's bits don't depend on what else is packed with it. Rows of no sequence
-    give 0, -inf in lse and gradients of 0.
+    give 0, -inf (or their sink) in lse and gradients of 0.
 
     Args:
         q: `(batch, seqlen_q, heads, head_dim)`, fp16, bf16, fp32, fp64 or e4m3 (`torch.float8_e4m3fn`); any strides with a
@@ -117,13 +118,17 @@ def attention(
         page_table: int32 `(batch, pages of a sequence)`: k and v are pages `(pages, page_size, heads_kv, head_dim)` in any order, and
             row i has the numbers of those that are sequence i's, whose keys they hold one behind another; `seqused_k` says how many.
             Numbers are not read by the host: what is used of no page reads as zeros, and those behind what is used are not looked at.
+        sinks: of each query head the logit of one more key, which every row of it sees and whose value is 0: it takes part in the softmax
+            and so in LSE, and brings nothing to out. `(heads,)` on q's device, float32, bf16 or fp16 (with float64 inputs float64 too), any
+            stride; unscaled, as scores are after softmax_scale. -inf is as no sink. Computed with in float32, in which its gradient is
+            summed, in a fixed order, before it is rounded to its dtype.
         max_seqlen_q, max_seqlen_k: no sequence is longer. Nothing depends on them but `explain`.
 
     Returns:
         out `(batch, seqlen_q, heads, head_dim_v)`, q's dtype (see out_dtype) and device, under autocast too; with
         `return_lse` the pair `(out, lse)`, lse in natural log, float32 (float64 for float64 inputs), `(batch, heads,
         seqlen_q)`. Both are differentiable, once, but for e4m3 inputs, which have no gradients. A row that sees no key gives 0,
-        and -inf in lse. Packed: `(total_q, heads, head_dim_v)` and `(heads, total_q)`; of nested tensors
+        and -inf in lse, or its sink. Packed: `(total_q, heads, head_dim_v)` and `(heads, total_q)`; of nested tensors
         out is nested, with q's lengths.
 
     Raises:
@@ -153,7 +158,8 @@ def called(
     asked = requested(version)
     operands, forms = taken(options)
     try:
-        grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        leaves = q.requires_grad or k.requires_grad or v.requires_grad or operands.requires_grad
+        grad = torch.is_grad_enabled() and leaves
         tensors = (*described(q), *described(k), *described(v))
     except (AttributeError, RuntimeError):  # no tensor, or one without strides
         check_tensors(q=q, k=k, v=v)
@@ -226,8 +232,9 @@ def explain(
         if k is None or v is None:
             raise TypeError(f"explain: k and v must be tensors where q is one, got {type(k).__name__} and {type(v).__name__}")
         check_tensors(q=q, k=k, v=v)
-        grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        _, forms = taken(options)
+        operands, forms = taken(options)
+        leaves = q.requires_grad or k.requires_grad or v.requires_grad or operands.requires_grad
+        grad = torch.is_grad_enabled() and leaves
         tensors = (described(q), described(k), described(v))
         return explain_problem(problem_of(tensors, return_lse, grad, forms, arch, options), version)
     given = {"k": k, "v": v, "arch": arch, "return_lse": return_lse or None}

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 
 from flashzoo.call.api import Options, takes_options
 from flashzoo.call.check import check_tensor, check_tensors, described, fields_of
-from flashzoo.call.operands import taken
+from flashzoo.call.operands import DIFFERENTIABLE, taken
 from flashzoo.call.packed import as_batch
 from flashzoo.call.plan import negated, plan_backward
 from flashzoo.registry import current, requested
@@ -34,7 +34,7 @@ def attention_backward(
     delta: Tensor | None = None,
     version: str = "auto",
     **options: Unpack[Options],
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """The backward pass of one version alone, from a given out and LSE, which may be those of more keys than k has.
 
     With s the scores of `attention` times softmax_scale, -inf where nothing is seen, this is what is computed:
@@ -43,7 +43,12 @@ def attention_backward(
         dq = softmax_scale * ds k     dk = softmax_scale * ds^T q     dv = p^T dout
 
     So where k and v are a part of the keys, and lse and out (or delta) those of the whole, as `flashzoo.merge` gives them, dk and dv are
-    the part's of the whole's gradients, and the dq of disjoint parts add up to the whole's. Rows whose lse is -inf give 0.
+    the part's of the whole's gradients, and the dq of disjoint parts add up to the whole's. Rows whose lse is -inf give 0. With sinks,
+    which lse and out then have in them,
+
+        dsinks = - sum over a head's rows of exp(sink - lse) * (delta - dlse)
+
+    is that of the whole already, whatever the part; without them dq, dk and dv are the same.
 
     Args:
         dout: gradient of out, `(batch, seqlen_q, heads, head_dim_v)`, q's dtype and device, any strides.
@@ -58,8 +63,9 @@ def attention_backward(
             `precision` nor descales, as FP8 has no backward pass of its own.
 
     Returns:
-        `(dq, dk, dv)` in the shapes and the dtype of q, k and v, not recorded by autograd. With the out and the LSE of `attention` and the
-        same version and options they are the gradients that autograd gives, to the bit where the version's bits are always the same.
+        `(dq, dk, dv)` in the shapes and the dtype of q, k and v, and behind them dsinks in that of sinks where these are given; not
+        recorded by autograd. With the out and the LSE of `attention` and the same version and options they are the gradients that
+        autograd gives, to the bit where the version's bits are always the same.
 
     Raises:
         TypeError, ValueError: an argument is malformed; the text names it, what was expected and what was got.
@@ -71,8 +77,8 @@ def attention_backward(
         batch = [None if x is None else x[None] for x in (dout, out, lse, dlse, delta)]
         dout, out, lse, dlse, delta = batch  # pyright: ignore[reportAssignmentType]
         how = {"dlse": dlse, "delta": delta, "version": version, **options}
-        dq, dk, dv = attention_backward(dout, *as_batch(q, k, v), out, lse, **how)
-        return dq[0], dk[0], dv[0]
+        dq, dk, dv, *of_operands = attention_backward(dout, *as_batch(q, k, v), out, lse, **how)
+        return dq[0], dk[0], dv[0], *of_operands
     if is_compiling():
         raise NotImplementedError("flashzoo.attention_backward can't be traced: call it outside of what torch.compile or torch.export sees")
     given = {"dout": dout, "q": q, "k": k, "v": v, "lse": lse}
@@ -84,6 +90,7 @@ def attention_backward(
         refuse_transforms("flashzoo.attention_backward", **given)
     asked: dict[str, Any] = {**options}
     operands, forms = taken(asked)
+    of_operands = [x.dtype for name in DIFFERENTIABLE if (x := options.get(name)) is not None]
     fields_of(asked)
     if isinstance(asked.get("window_size"), list):  # which has no hash
         asked["window_size"] = tuple(asked["window_size"])
@@ -112,5 +119,6 @@ def attention_backward(
         assert out is not None
         out, dlse = out.resolve_neg(), None if dlse is None else dlse.resolve_neg()
         out = out if out.stride(-1) == 1 else out.contiguous()
-        dq, dk, dv = planned.run(dout, dlse, q, k, v, out, lse, planned.problem, operands)
-        return -dq if planned.negative else dq, dk, dv
+        dq, dk, dv, *more = planned.run(dout, dlse, q, k, v, out, lse, planned.problem, operands)
+        more = [x.to(dtype) for x, dtype in zip(more, of_operands, strict=True)]
+        return -dq if planned.negative else dq, dk, dv, *more

@@ -42,6 +42,7 @@ BESIDE_OPTIONS = {
     "used_k": Feature("seqused_k with cu_seqlens_q", lambda p: p.used_k and p.sequences is not None, {"sequences": 3, "used_k": True}),
     "cache": Feature("seqused_k", lambda p: p.used_k and p.sequences is None, {"used_k": True}),
     "paged": Feature("page_table", lambda p: p.page_size is not None, {"page_size": 1}),
+    "sinks": Feature("sinks", lambda p: p.sinks, {"sinks": True}),
     "block_mask": Feature("block_mask", lambda p: p.block_mask is not None, {"block_mask": MaskForm()}),
 }
 """By the name that a `Spec` declares it under."""

@@ -29,6 +29,7 @@ class Operands:
         cu_seqlens_q, cu_seqlens_k: of packed sequences, int32 without gaps, see `ranges`.
         seqused_k: how many keys of each sequence are used, packed or not; int32 without gaps.
         page_table: int32 `(batch, pages of a sequence)`, rows without gaps: k and v are pages `(pages, page_size, heads_kv, head_dim)`.
+        sinks: `(heads,)` without gaps, float32, or float64 where q may be.
     """
 
     q_descale: Tensor | None = None
@@ -39,6 +40,7 @@ class Operands:
     cu_seqlens_k: Tensor | None = None
     seqused_k: Tensor | None = None
     page_table: Tensor | None = None
+    sinks: Tensor | None = None
 
     @property
     def ranges(self) -> Ranges | None:
@@ -63,9 +65,14 @@ class Operands:
         return tuple([None if (x := getattr(self, name)) is None else kind.form(name, x) for name, kind in OPERANDS.items()])
 
     @property
-    def differentiable(self) -> tuple[Tensor | None, ...]:
-        """Those whose gradients a backward pass gives behind q's, k's and v's."""
-        return tuple(getattr(self, name) for name, kind in OPERANDS.items() if kind.gradient)
+    def differentiable(self) -> tuple[Tensor, ...]:
+        """Those of the call whose gradients a backward pass gives behind q's, k's and v's, in the order of the fields."""
+        return tuple([x for name in DIFFERENTIABLE if (x := getattr(self, name)) is not None])
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether one of these does."""
+        return any([x.requires_grad for x in self.differentiable])
 
 
 Forms: TypeAlias = tuple[Hashable, ...]
@@ -114,27 +121,27 @@ class Operand(ABC):
 class _OfTensor(Operand):
     """One that is a tensor; its form begins with shape, dtype and device."""
 
-    dtype: torch.dtype
+    dtypes: tuple[torch.dtype, ...]
 
     def form(self, name: str, x: Any) -> Hashable:
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor or None, got {type(x).__name__}")
         return x.shape, x.dtype, x.device, self.more(x)
 
-    @abstractmethod
     def more(self, x: Tensor) -> bool:
         """What else of it is checked."""
+        return True
 
     def check(self, name: str, form: Any, device: torch.device) -> None:
         _, dtype, where, _ = form
-        if dtype != self.dtype:
-            raise TypeError(f"{name} must be of dtype {self.dtype}, got {dtype}")
+        if dtype not in self.dtypes:
+            raise TypeError(f"{name} must be of dtype {', '.join(map(str, self.dtypes))}, got {dtype}")
         if where != device:
             raise ValueError(f"{name} must be on q's device {device}, got {where}")
 
 
 class _Descale(_OfTensor):
-    dtype = torch.float32
+    dtypes = (torch.float32,)
 
     def more(self, x: Tensor) -> bool:
         """Whether it is recorded by autograd."""
@@ -195,7 +202,7 @@ class _Mask(Operand):
 
 
 class _Lengths(_OfTensor):
-    dtype = torch.int32
+    dtypes = (torch.int32,)
 
     def more(self, x: Tensor) -> bool:
         """Whether it has no gaps."""
@@ -226,7 +233,7 @@ class _Lengths(_OfTensor):
 
 
 class _Pages(_OfTensor):
-    dtype = torch.int32
+    dtypes = (torch.int32,)
 
     def more(self, x: Tensor) -> bool:
         """Whether its rows have no gaps."""
@@ -243,13 +250,37 @@ class _Pages(_OfTensor):
         """Nothing: `check.read_by_pages` has."""
 
 
+class _Sinks(_OfTensor):
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    gradient = True
+
+    def check_sizes(self, name: str, form: Any, problem: Problem) -> None:
+        if form[0] != (problem.heads,):
+            raise ValueError(f"{name} must have shape (heads,) ({problem.heads},), got {tuple(form[0])}")
+        if form[1] == torch.float64 and problem.dtype != "fp64":
+            raise TypeError(f"{name} of dtype torch.float64 go with inputs of fp64, got them with {problem.dtype} ones")
+
+    def fields(self, name: str, form: Any) -> dict[str, Any]:
+        return {name: True}
+
+    def prepared(self, x: Any, options: Mapping[str, Any]) -> Any:
+        """In a dtype that kernels compute in, which holds each of its numbers, and without gaps; autograd undoes both."""
+        if not isinstance(x, Tensor):
+            return x
+        x = x.resolve_neg().contiguous()
+        return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
 OPERANDS: dict[str, Operand] = {
     **dict.fromkeys(("q_descale", "k_descale", "v_descale"), _Descale()),
     "block_mask": _Mask(),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), _Lengths()),
     "page_table": _Pages(),
+    "sinks": _Sinks(),
 }
 """By the argument's name, in the order of the fields of `Operands`."""
+DIFFERENTIABLE = tuple(name for name, kind in OPERANDS.items() if kind.gradient)
+"""Those that have one."""
 
 _PLACES = {name: place for place, name in enumerate(OPERANDS)}
 K_LENGTHS, PAGE_TABLE = _PLACES["cu_seqlens_k"], _PLACES["page_table"]

@@ -18,6 +18,7 @@ from flashzoo.call.packed import check_rows
 from flashzoo.call.problem import OUT_DTYPES, QUANTIZABLE, Problem
 from flashzoo.dtypes import TORCH_DTYPES
 from flashzoo.registry import Choice, Zoo, backward_of, choose, choose_backward, fallback_backward, implementation, in_16_bits, remembered
+from flashzoo.sinks import gradient_of_sinks
 from flashzoo.spec import Spec
 
 
@@ -178,15 +179,23 @@ def _hardware(device: torch.device, arch: int | None) -> tuple[str, int | None]:
 
 
 def _nothing_to_see(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
-    """The answer where there is no query or no key: zeros and -inf, with zero gradients for all inputs."""
+    """The answer where there is no query or no key: zeros, and -inf or the sink, with zero gradients for q, k and v."""
     out = q.new_zeros((*q.shape[:3], problem.head_dim_v), dtype=TORCH_DTYPES[problem.out_dtype])
     if problem.grad:
         # For autograd the zeros must come from the inputs: each adds the sum of none of its numbers, whatever they are.
-        out = out + sum(x[:0].sum() for x in (q, k, v, *operands.differentiable) if x is not None)
+        out = out + sum(x[:0].sum() for x in (q, k, v, *operands.differentiable))
     lse_dtype = torch.promote_types(out.dtype, torch.float32)
-    return out, out.to(lse_dtype).sum(-1).transpose(1, 2) - math.inf
+    nothing, sinks = out.to(lse_dtype).sum(-1).transpose(1, 2), operands.sinks
+    # A sink of -inf is none, and has no gradient.
+    return out, nothing + (-math.inf if sinks is None else sinks.where(sinks > -math.inf, -math.inf)[:, None])
 
 
-def _no_gradients(_dout: Tensor, _dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    """The gradients where there is no query or no key."""
-    return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+def _no_gradients(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, _: Problem, operands: Operands
+) -> tuple[Tensor, ...]:
+    """The gradients where there is no query or no key: only sinks have one, through what is given as out and as LSE's gradient."""
+    zeros = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    if operands.sinks is None:
+        return zeros
+    delta = (dout * out.to(lse.dtype)).sum(-1).transpose(1, 2)
+    return *zeros, gradient_of_sinks(operands.sinks, lse, delta if dlse is None else delta - dlse)

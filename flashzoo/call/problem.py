@@ -132,6 +132,7 @@ class Problem:
         used_k: of each sequence's keys only some are used, how many is on the device.
         page_size: keys and values lie in pages of so many rows, which of them are a sequence's is on the device; None where they don't.
             seqlen_k is as many rows as a sequence may have pages for.
+        sinks: each query head has a logit in its softmax that brings no value.
         max_seqlen_q, max_seqlen_k: no sequence has more queries, or keys; None where the caller does not say. Only with sequences.
         out_dtype: of out, one of `OUT_DTYPES`; None stands for the first, as does what inputs of another dtype than e4m3 can't have.
             So `replace(problem, dtype=...)` keeps the old one, where it may, unless it is given out_dtype=None too.
@@ -177,6 +178,7 @@ class Problem:
     sequences: int | None = None
     used_k: bool = False
     page_size: int | None = None
+    sinks: bool = False
     max_seqlen_q: int | None = option(None, "SymInt?", _check_length)
     max_seqlen_k: int | None = option(None, "SymInt?", _check_length)
 
@@ -199,7 +201,7 @@ class Problem:
             _check_int("arch", self.arch, 1, ", such as 90, or None")
         if self.heads % self.heads_kv:
             raise ValueError(f"heads must be a multiple of heads_kv, got {self.heads} and {self.heads_kv}")
-        check_flags(lse=self.lse, grad=self.grad, used_k=self.used_k)
+        check_flags(lse=self.lse, grad=self.grad, used_k=self.used_k, sinks=self.sinks)
         for name, default, check in _CHECKED:
             if given[name] is not default:
                 check(name, given[name])
@@ -333,7 +335,7 @@ class Problem:
             text += f", pages of {self.page_size}"
         if self.block_mask is not None:
             text += f", {self.block_mask}"
-        text += "".join(f", {name}" for name in ("lse", "grad") if getattr(self, name))
+        text += "".join(f", {name}" for name in ("sinks", "lse", "grad") if getattr(self, name))
         return f"{text}, on {self.where}"
 
 

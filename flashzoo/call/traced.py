@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from flashzoo.autograd import refuse_double_backward
 from flashzoo.call.check import check_shapes, check_tensors, described, fields_of, read_by_pages
 from flashzoo.call.forms import check_flags, normalised
-from flashzoo.call.operands import OPERANDS, Operands, taken
+from flashzoo.call.operands import DIFFERENTIABLE, OPERANDS, Operands, taken
 from flashzoo.call.plan import Plan, negated, plan
 from flashzoo.call.problem import OPTIONS, Problem
 from flashzoo.registry import ARGUMENT, current, requested
@@ -42,7 +42,7 @@ _INPUTS = {name: f"Tensor {name}" for name in ("q", "k", "v")}
 _FORWARD = {**_INPUTS, **_HOW, "grad": "bool grad=False", "by": f"str by='{ARGUMENT}'"}
 _SAVED = {"dout": "Tensor dout", "dlse": "Tensor? dlse", **_INPUTS, "out": "Tensor out", "lse": "Tensor lse"}
 _BACKWARD = {**_SAVED, **_HOW}
-_DIFFERENTIATED = [*_INPUTS, *(name for name, kind in OPERANDS.items() if kind.gradient)]
+_DIFFERENTIATED = [*_INPUTS, *DIFFERENTIABLE]
 """What a backward pass has gradients of, in its order."""
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)  # out lies in the order of the strides that q had when it was traced
 
@@ -72,7 +72,8 @@ def traced(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, version: str, opti
         if x is not None:
             kind.check(name, kind.form(name, x), q.device)
             how |= {f"{name}{end}": part for end, part in zip(kind.parts, kind.split(x), strict=True)}
-    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    leaves = (q, k, v, *(x for name in DIFFERENTIABLE if (x := options.get(name)) is not None))
+    grad = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
     name, by = _requested(version)
     refuse_traced_forward_ad()
     return torch.ops.flashzoo.attention(q, k, v, **how, return_lse=return_lse, version=name, grad=grad, by=by)
@@ -136,8 +137,13 @@ def _attention_backward(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
             found = run.backward(dout, dlse, q, k, v, out, lse, problem, operands)
         else:
             found = _recorded_anew(run, dout, dlse, q, k, v, problem, operands)
-    pairs = zip((-found[0] if planned.negative else found[0], *found[1:]), _DIFFERENTIATED, strict=True)
-    return tuple(q.new_empty(0) if dx is None else _laid_out(dx, *_dense(how[name])) for dx, name in pairs)
+    given = [name for name in _DIFFERENTIATED if how.get(name) is not None]
+    gradients = dict(zip(given, (-found[0] if planned.negative else found[0], *found[1:]), strict=True))
+    return tuple(
+        # of an operand in the dtype that it was handed over in
+        _laid_out(gradients[name].to(how[name].dtype), *_dense(how[name])) if name in gradients else q.new_empty(0)
+        for name in _DIFFERENTIATED
+    )
 
 
 def _recorded_anew(
@@ -149,9 +155,7 @@ def _recorded_anew(
     with torch.enable_grad():
         out, lse = run(*leaves, problem, replace(operands, **recorded))
     outputs, gradients = ((out,), (dout,)) if dlse is None else ((out, lse), (dout, dlse))
-    found = torch.autograd.grad(outputs, (*leaves, *recorded.values()), gradients)
-    of_operands = dict(zip(recorded, found[3:], strict=True))
-    return (*found[:3], *(of_operands.get(name) for name in _DIFFERENTIATED[3:]))
+    return torch.autograd.grad(outputs, (*leaves, *recorded.values()), gradients)
 
 
 @torch.library.register_fake(BACKWARD_NAME)
@@ -195,9 +199,10 @@ torch.library.register_autograd(NAME, _differentiate, setup_context=_keep)
 
 def _dense(x: Tensor, width: int | None = None) -> tuple[list[int], list[int]]:
     """Shape and strides of a tensor without gaps, as x but for the last size, its dimensions in the order of x's."""
-    shape = [*x.shape[:3], x.shape[3] if width is None else width]
-    strides, step = [1] * 4, shape[3]
-    for i in sorted(range(3), key=x.stride, reverse=True)[::-1]:
+    *rows, last = x.shape
+    shape = [*rows, last if width is None else width]
+    strides, step = [1] * x.ndim, shape[-1]
+    for i in sorted(range(len(rows)), key=x.stride, reverse=True)[::-1]:
         strides[i], step = step, step * shape[i]
     return shape, strides
 

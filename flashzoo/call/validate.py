@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +21,7 @@ def validate(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
     """Raises where a call of `attention` with these arguments would get numbers that mean nothing, and no error.
 
     `attention` reads no value that lies on the device, since that would wait for it. This does: lengths of packed sequences, how much of
-    caches is used and in which pages, blocks of a block mask, descales. It waits for the device, once for each.
+    caches is used and in which pages, blocks of a block mask, descales, sinks. It waits for the device, once for each.
 
     Args:
         q, k, v: as in `attention`.
@@ -37,6 +38,8 @@ def validate(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
     if block_mask is not None:
         block_mask.validate()
     operands, _ = taken(dict(options))
+    if operands.sinks is not None and not bool((operands.sinks < math.inf).all()):
+        raise ValueError(f"sinks must be finite or -inf, got {operands.sinks.tolist()}")
     for name in ("q_descale", "k_descale", "v_descale"):
         _check_descale(name, getattr(operands, name))
     _check_lengths(operands, problem, k.shape[0])

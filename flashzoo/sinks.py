@@ -1,0 +1,40 @@
+"""Attention sinks: a logit for each query head that is in the softmax of each of its rows, and has no value (gpt-oss, 2025).
+
+With l the sum of a row's exponentials and m their maximum, the sink makes it l + exp(sink - m): P and out shrink, LSE grows. What is known
+of a row's P is known of it by its LSE, so the backward pass has the same formulas, with that LSE and that out; and the sink's own
+gradient is that of a score whose value is 0, dS = P (0 - delta), summed over the rows that it is in.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def with_sinks(lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """LSE of rows that see their keys and, where there are any, sinks.
+
+    Args:
+        lse: of the keys alone, `(batch, heads, seqlen_q)`.
+        sinks: `(heads,)`.
+    """
+    return lse if sinks is None else torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+
+
+def share_of_keys(lse: Tensor, sinks: Tensor) -> Tensor:
+    """How much of each row's softmax its keys have beside a sink, from the LSE of the keys alone; NaN where there is neither."""
+    return torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+
+
+def gradient_of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
+    """`(heads,)`: the sum over rows of P of the sink times -delta, in a fixed order.
+
+    Args:
+        sinks: `(heads,)`.
+        lse: of rows with their sinks, `(batch, heads, seqlen_q)`; -inf, or +inf, where there is no key and the sink is -inf.
+        delta: rowsum(dO * O) - dLSE, as lse.
+    """
+    p = torch.exp(sinks.to(lse.dtype)[:, None] - lse.masked_fill(lse == -math.inf, 0))
+    return -(p * delta).sum((0, 2))
