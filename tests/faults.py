@@ -144,6 +144,25 @@ _V2 = (
         "v2/nan_where_a_row_sees_nothing",
         "-inf - -inf for rows that have seen no key; seen in PyTorch #103963, FA 26d7d92f",
         *(V2, "alpha = tl.exp2(m_i - m_safe)", "alpha = tl.exp2(m_i - m_new)", "test_rows_that_see_nothing[v2-causal]"),
+        within="attend",
+    ),
+    fault(
+        "v2/sink_of_the_first_head",
+        "every head has the first one's sink",
+        *(V2, "sink = tl.load(sinks + h) * LOG2E", "sink = tl.load(sinks) * LOG2E", "test_forward[v2-sinks-fp16"),
+    ),
+    fault(
+        "v2/sink_beside_a_maximum_that_it_does_not_move",
+        "exp(sink - m) overflows where the sink is far above the scores",
+        *(V2, "m_new = tl.maximum(m_i, sink)", "m_new = tl.maximum(m_i, -1e30)", "test_a_huge_one_takes_everything[v2"),
+    ),
+    fault(
+        "v2/sinks_gradient_of_the_last_block_alone",
+        "of packed sequences the parts of a head's gradient lie where the next head's do",
+        V2,
+        "part = bh * (tl.num_programs(0) // heads) + program // heads if PACKED else program",
+        "part = bh + program // heads if PACKED else program",
+        "test_gradients[v2-sinks_packed_window-fp16",
     ),
     fault(
         "v2/l_not_rescaled_behind_a_mask",

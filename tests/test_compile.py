@@ -94,12 +94,13 @@ KNOWN_STACK_BY_LENGTHS = {("dkdv", 80, 128): 8, ("dkdv", 90, 64): 32, ("dkdv", 9
 
 # How each kernel is launched: by which function, with strides of how many tensors and what else; its tensor parameters
 # (h in the problem's dtype, o in that of out, f in float32, i in int32, b bits, t the table of packed
-# sequences, u how much of caches is used) and how many floats follow them.
+# sequences, u how much of caches is used, s sinks, g their gradient's parts) and how many floats follow them.
 MASK_SIZES = (0, 1, 32, 100)
 LAUNCHES = {
     ("v1", "forward"): (v1.forward_launch, 5, (), "hhhoffff", 1),
     ("v1", "backward"): (v1.backward_launch, 8, (False,), "hhhhhfhhff", 2),
-    ("v2", "forward"): (v2.forward_launch, 4, (True,), "hhhoftu", 1),
+    ("v2", "forward"): (v2.forward_launch, 4, (True,), "hhhoftus", 1),
+    ("v2", "delta"): (v2.delta_launch, 2, (True,), "oofffftsg", 0),
     ("v2", "dkdv"): (v2.dkdv_launch, 6, (True,), "hhhhhhfftu", 2),
     ("v2", "dq"): (v2.dq_launch, 5, (True,), "hhhhhfftu", 2),
     ("blocksparse", "forward"): (blocksparse.forward_launch, 4, (True, MASK_SIZES), "hhhofiiiiib", 1),
@@ -114,6 +115,7 @@ def compiled(version: str, kernel: str, problem: Problem) -> Resources:
     strides = (problem.seqlen_q * problem.heads * problem.head_dim, problem.heads * problem.head_dim, problem.head_dim) * tensors
     kinds = {"h": problem.dtype, "o": problem.out_dtype, "f": "fp32", "i": "i32", "b": "u8"}
     kinds |= {name: "i32" if feature in problem.features else None for name, feature in (("t", "packed"), ("u", "cache"))}
+    kinds |= dict.fromkeys("sg", "fp32" if problem.sinks else None)
     types = tuple(kinds[parameter] for parameter in parameters)
     return resources(launch(problem, strides, *more), types, floats, problem.arch or 0)
 
@@ -191,6 +193,20 @@ def test_v2_of_packed_sequences_and_caches(kernel: str, head_dim: int, arch: int
         assert read.stack <= KNOWN_STACK_BY_LENGTHS.get((kernel, arch, head_dim), known), lengths
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("lengths", [{}, {"sequences": 9}, {"used_k": True}], ids=["batch", "packed", "caches"])
+@pytest.mark.parametrize("head_dim", WIDTHS)
+@pytest.mark.parametrize("arch", [80, 90])
+def test_v2_with_sinks(head_dim: int, arch: int, lengths: dict) -> None:
+    """They join at the end of a row: the products are as many, and nothing spills that did not."""
+    problem = Problem(1, 8192, 8192, 16, 4, head_dim, **lengths, causal=True, grad=True, arch=arch)
+    for kernel in ("forward", "delta"):
+        plain, read = (compiled("v2", kernel, dataclasses.replace(problem, sinks=sinks)) for sinks in (False, True))
+        assert all(plain.opcodes.get(name) == read.opcodes.get(name) for name in TENSOR_CORES)
+        assert read.stack <= plain.stack and read.shared <= SHARED_LIMIT[arch]
+        assert plain.opcodes["MUFU"] < read.opcodes["MUFU"] if kernel == "forward" else "MUFU" in read.opcodes
+
+
 @pytest.mark.parametrize("arch", [80, 90])
 def test_append_compiles_and_does_not_spill(arch: int) -> None:
     for page_size, table in ((0, None), (16, "i32")):
@@ -215,9 +231,10 @@ def test_decode_compiles_and_does_not_spill(arch: int, head_dim: int, dtype: str
     strides = (*of_q, *of_k, *of_k, *of_q, 1 << 24, 1 << 16)
     problem, paged = (Problem(4, seqlen_q, 8192, 64, 8, head_dim, page_size=page_size, **how) for page_size in (None, 16))
     for found in (
-        resources(decode.split_launch(problem, strides), (*[dtype] * 3, "fp32", "fp32", "i32", None), 1, arch),
-        resources(decode.split_launch(paged, strides, (512, 4096)), (*[dtype] * 3, "fp32", "fp32", "i32", "i32"), 1, arch),
-        resources(decode.merge_launch(problem, of_q), ("fp32", "fp32", dtype, "fp32"), 0, arch),
+        resources(decode.split_launch(problem, strides), (*[dtype] * 3, "fp32", "fp32", "i32", None, None), 1, arch),
+        resources(decode.split_launch(paged, strides, (512, 4096)), (*[dtype] * 3, "fp32", "fp32", "i32", "i32", None), 1, arch),
+        resources(decode.split_launch(problem, strides), (*[dtype] * 3, "fp32", "fp32", "i32", None, "fp32"), 1, arch),
+        resources(decode.merge_launch(problem, of_q), ("fp32", "fp32", dtype, "fp32", "fp32"), 0, arch),
     ):
         assert found.stack <= DECODE_STACK and found.shared <= SHARED_LIMIT[arch]
 

@@ -12,13 +12,15 @@ The lines A1.n in comments are the three steps of that text.
 Keys and values may lie in pages (PAGE rows each, 0 where they don't): key j of a sequence is row j % PAGE of the page whose number is
 the (j // PAGE)-th of the sequence's in the table.
 
-Where there is one split it writes out itself. Scores are in log2 units: exp2 with softmax_scale * log2(e) folded in.
+Where there is one split it writes out itself. Sinks, of each head one more logit in the softmax, join where out is
+written. Scores are in log2 units: exp2 with softmax_scale * log2(e) folded in.
 """
 
 import triton
 import triton.language as tl
 
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 # One compiled kernel for every length, batch and number of heads.
 SIZES = ["stride_table", "pages", "seqlen_q", "seqlen_k", "heads", "heads_kv", "blocks", "split", "splits", "window_left", "window_right"]
@@ -86,7 +88,7 @@ def attend(
 
 @triton.jit(do_not_specialize=SIZES)
 def split_kernel(
-    q, k, v, out, lse, used_k, page_table, scale_log2,
+    q, k, v, out, lse, used_k, page_table, sinks, scale_log2,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh, stride_op, stride_lp,
     stride_table, pages, seqlen_q, seqlen_k, heads, heads_kv, blocks, split, splits, window_left, window_right,
@@ -150,6 +152,14 @@ def split_kernel(
         state, q_i, keys, whole, end, end, diagonal, scale_log2, window_left, window_right, HEAD_DIM, BLOCK_D, BLOCK_KV, PAGE, True
     )
 
+    if sinks is not None:  # one more key, seen by every row, whose value is 0
+        sink = tl.load(sinks + h, mask=there, other=float("-inf")) * LOG2E
+        m_new = tl.maximum(m_i, sink)
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m_i - m_safe)
+        l_i = l_i * alpha + tl.exp2(sink - m_safe)
+        acc = acc * alpha[:, None]
+        m_i = m_new
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that saw no key: O = 0, LSE = -inf
     lse_i = (m_i + tl.log2(l_safe)) * LN2
     part_64 = tl.cast(part, tl.int64)
@@ -162,7 +172,7 @@ def split_kernel(
 
 @triton.jit(do_not_specialize=["rows", "seqlen_q", "heads", "splits"])
 def merge_kernel(
-    parts, lse_parts, out, lse,
+    parts, lse_parts, out, lse, sinks,
     stride_ob, stride_os, stride_oh,
     rows, seqlen_q, heads, splits,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
@@ -194,6 +204,14 @@ def merge_kernel(
         o = tl.load(of_part, mask=(weight > 0)[:, :, None] & (d < HEAD_DIM)[None, None, :], other=0.0)
         acc += tl.sum(o * weight[:, :, None], 0)
         total += tl.sum(weight, 0)
+    if sinks is not None:  # one more split
+        sink = tl.load(sinks + h, mask=there, other=float("-inf"))
+        m_new = tl.maximum(m, sink)
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp(m - m_safe)
+        total = total * alpha + tl.exp(sink - m_safe)
+        acc = acc * alpha[:, None]
+        m = m_new
     safe = tl.where(total == 0.0, 1.0, total)  # A1.3
     place = b.to(tl.int64) * stride_ob + position.to(tl.int64) * stride_os + h.to(tl.int64) * stride_oh
     inside = there[:, None] & (d < HEAD_DIM)[None, :]

@@ -39,13 +39,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Opera
     pages = (0, 0) if table is None else (table.stride(0), k.shape[0])
     given = operands.seqused_k, table
     if splits == 1:
-        split_launch(p, (*inputs, *out.stride()[:3], 0, 0), pages)((q, k, v, out, lse, *given), (scale_log2,))
+        split_launch(p, (*inputs, *out.stride()[:3], 0, 0), pages)((q, k, v, out, lse, *given, operands.sinks), (scale_log2,))
         return out, lse
     parts = q.new_empty((splits, *q.shape), dtype=torch.float32)
     lse_parts = q.new_empty((splits, *lse.shape), dtype=torch.float32)
     of_parts = (*parts.stride()[1:4], parts.stride(0), lse_parts.stride(0))
-    split_launch(p, (*inputs, *of_parts), pages)((q, k, v, parts, lse_parts, *given), (scale_log2,))
-    merge_launch(p, out.stride()[:3])((parts, lse_parts, out, lse), ())
+    split_launch(p, (*inputs, *of_parts), pages)((q, k, v, parts, lse_parts, *given, None), (scale_log2,))
+    merge_launch(p, out.stride()[:3])((parts, lse_parts, out, lse, operands.sinks), ())
     return out, lse
 
 

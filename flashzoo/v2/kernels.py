@@ -14,6 +14,9 @@ Backward, two kernels and no atomics, so the bits are the same in every run:
 Compared with FA-1 (flashzoo/v1): the loops are swapped, so O never leaves the chip unfinished; normalisation is
 delayed to the end; one LSE in place of l and m. Left out: dropout.
 
+Sinks, of each head one more logit in the softmax, join at the end of a row, and are all in its LSE; so backward only their own gradients
+are more, sums of P delta that come with delta.
+
 Packed sequences (PACKED) share a batch of one. Which block of which sequence a program has is in a table that another kernel makes on
 the device (flashzoo/_triton/packed_kernels.py): there the heads of one block run together, one sequence after the other, the longest
 first. Where keys are a cache (CACHE) only so many of each sequence's are used, and the others are neither seen nor read.
@@ -198,7 +201,7 @@ def attend(
 
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    q, k, v, o, lse, tiles, used_k, scale_log2,
+    q, k, v, o, lse, tiles, used_k, sinks, scale_log2,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
     seqlen_q, seqlen_k, heads, group, window_left, window_right,
@@ -234,6 +237,14 @@ def forward_kernel(
     state = attend(state, queries, keys, whole_first, whole_last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, False, TMA)
     acc, l_i, m_i = attend(state, queries, keys, whole_last, last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA)
 
+    if sinks is not None:  # one more key, seen by every row, whose value is 0
+        sink = tl.load(sinks + h) * LOG2E
+        m_new = tl.maximum(m_i, sink)
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2(m_i - m_safe)
+        l_i = l_i * alpha + tl.exp2(sink - m_safe)
+        acc = acc * alpha[:, None]
+        m_i = m_new
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that saw no key: O = 0, LSE = -inf
     o_i = acc / l_safe[:, None]  # A1.12
     lse_i = (m_i + tl.log2(l_safe)) * LN2  # A1.13
@@ -243,7 +254,7 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def delta_kernel(
-    o, do, lse, dlse, delta, lse_log2, tiles,
+    o, do, lse, dlse, delta, lse_log2, tiles, sinks, dsinks,
     stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh,
     seqlen_q, rows_padded, heads,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, DLSE: tl.constexpr, PACKED: tl.constexpr,
@@ -251,7 +262,7 @@ def delta_kernel(
     """delta = rowsum(dO * O) - dLSE, and LSE in log2 units.
 
     Both are padded to whole blocks, packed sequences each, so that no later load of them needs a mask. LSE is +inf in the padding and
-    where a row saw no key: P is 0 there.
+    where a row saw no key: P is 0 there. Of sinks' gradients each program has its block's share: dsinks is (batch, heads, blocks).
     """
     if PACKED:
         bh, block, lengths, statistics = packed_tile(tiles, heads)
@@ -278,7 +289,13 @@ def delta_kernel(
     lse_i = tl.load(lse + at, mask=row < rows, other=float("-inf"))
     at_padded = tl.cast(bh, tl.int64) * rows_padded + statistics + row
     tl.store(delta + at_padded, delta_i)
-    tl.store(lse_log2 + at_padded, tl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E))
+    lse_i = tl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E)
+    tl.store(lse_log2 + at_padded, lse_i)
+    if sinks is not None:
+        program = tl.program_id(0)
+        part = bh * (tl.num_programs(0) // heads) + program // heads if PACKED else program
+        p = tl.exp2(tl.load(sinks + h) * LOG2E - lse_i)
+        tl.store(dsinks + part, -tl.sum(p * delta_i))
 
 
 @triton.jit

@@ -39,7 +39,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operand
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3])
     launch, used = forward_launch(problem, strides, aligned(q, k, v)), _used(problem, operands)
     tiles, _ = tiles_of(problem, operands, launch.constexprs["BLOCK_Q"])
-    launch((q, k, v, out, lse, tiles, used), (problem.scale * LOG2E,))
+    launch((q, k, v, out, lse, tiles, used, operands.sinks), (problem.scale * LOG2E,))
     return out, lse
 
 
@@ -53,8 +53,8 @@ def backward(
     lse: Tensor,
     problem: Problem,
     operands: Operands,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`(dq, dk, dv)`: delta first, then dK and dV with K/V fixed, then dQ with Q fixed."""
+) -> tuple[Tensor, ...]:
+    """`(dq, dk, dv)`, with sinks their gradient too: delta first, then dK and dV with K/V fixed, then dQ with Q fixed."""
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -71,10 +71,12 @@ def backward(
     tiles, tiles_of_keys = tiles_of(problem, operands, block_q, of_dkdv.constexprs["BLOCK_KV"])
     tiles_of_delta = tiles if block_q == DELTA_BLOCK else tiles_of(problem, operands, DELTA_BLOCK)[0]
     of_delta = delta_launch(problem, (*out.stride()[:3], *dout.stride()[:3]), dlse_given)
-    of_delta((out, dout, lse, dlse, delta, lse_log2, tiles_of_delta), ())
+    # of packed sequences some programs have no block
+    dsinks = delta.new_zeros((problem.batch, problem.heads, padded(problem) // DELTA_BLOCK)) if problem.sinks else None
+    of_delta((out, dout, lse, dlse, delta, lse_log2, tiles_of_delta, operands.sinks, dsinks), ())
     of_dkdv((q, k, v, dout, dk, dv, lse_log2, delta, tiles_of_keys, used), floats)
     of_dq((q, k, v, dout, dq, lse_log2, delta, tiles, used), floats)
-    return dq, dk, dv
+    return (dq, dk, dv) if dsinks is None else (dq, dk, dv, dsinks.sum((0, 2)))
 
 
 attention: Callable[..., tuple[Tensor, Tensor | None]] = differentiable(forward, backward)
@@ -98,7 +100,7 @@ def forward_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
         tiles.num_warps,
         tiles.num_stages,
         aligned,
-        tma_tiles=tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, None, None, None, None),
+        tma_tiles=tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, None, None, None, None, None),
     )
 
 
