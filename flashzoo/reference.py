@@ -426,7 +426,7 @@ def _fp8_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Op
     rounded = p.mul_(P_SCALE).to(E4M3).float()
     out = torch.bmm(rounded, v_h.float().mul_(v_rows)).div_(P_SCALE * l.masked_fill(blind, 1))
     if operands.sinks is not None:
-        out.mul_(share_of_keys(lse, operands.sinks).view(blind.shape).masked_fill(blind, 0))
+        out.mul_(share_of_keys(lse, operands.sinks).view(blind.shape))
         lse = with_sinks(lse, operands.sinks)
     return _seqlen_first(out.to(TORCH_DTYPES[problem.out_dtype]), problem), lse
 

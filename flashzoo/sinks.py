@@ -24,8 +24,8 @@ def with_sinks(lse: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def share_of_keys(lse: Tensor, sinks: Tensor) -> Tensor:
-    """How much of each row's softmax its keys have beside a sink, from the LSE of the keys alone; NaN where there is neither."""
-    return torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+    """How much of each row's softmax its keys have beside a sink, from the LSE of the keys alone."""
+    return torch.sigmoid(lse - sinks.to(lse.dtype)[:, None]).masked_fill(lse == -math.inf, 0)
 
 
 def gradient_of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

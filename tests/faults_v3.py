@@ -11,6 +11,35 @@ BOUNDS, MASK = (f"flashzoo/_cute/hopper/{name}.py" for name in ("bounds", "mask"
 
 V3 = (
     fault(
+        "v3/sink_of_the_first_of_packed_heads",
+        "query heads that share a tile all have the first one's sink",
+        FORWARD,
+        "sinks + (head << params.pack_gqa) + packed_head",
+        "sinks + (head << params.pack_gqa)",
+        "test_forward[v3-sinks_causal_gqa",
+        gpu=True,
+    ),
+    fault(
+        "v3/lse_without_the_sink",
+        "LSE is that of the keys alone, as it was before the sink joined",
+        *(
+            SOFTMAX,
+            "return share, safe + cute.math.log2(total,",
+            "return share, safe + cute.math.log2(of_keys,",
+            "test_forward[v3-sinks-bf16",
+        ),
+        gpu=True,
+    ),
+    fault(
+        "v3/sinks_gradient_on_the_next_head",
+        "of packed sequences the parts of a head's gradient lie where the next head's do",
+        DELTA,
+        "part = h * (tl.num_programs(0) // heads) + program // heads if PACKED else program",
+        "part = h + program // heads if PACKED else program",
+        "test_gradients[v3-sinks_packed_window-bf16",
+        gpu=True,
+    ),
+    fault(
         "v3/one_key_past_the_last",
         "the mask's right bound is one too far: the first zero past the last key counts, or the key right of the diagonal",
         *(MASK, "8 * i + c < highest", "8 * i + c <= highest", "test_counting[v3-full-fp16] or test_counting[v3-causal-fp16]"),

@@ -578,17 +578,36 @@ KINDS = {
 """The kernel of a kind for a problem."""
 
 
-@pytest.mark.parametrize("kind", PROGRAMS, ids=lambda kind: kind.__name__)
-def test_v3_has_the_parameters_that_its_launch_packs(kind, tmp_path) -> None:
+def with_sinks() -> Iterator[object]:
+    """Every kind of kernel, and once more those that are others where heads have sinks."""
+    for kind in PROGRAMS:
+        for sinks in (False, True) if issubclass(kind, Kernel) else (False,):
+            yield pytest.param(kind, sinks, id=f"{kind.__name__}{'-sinks' if sinks else ''}")
+
+
+@pytest.mark.parametrize(("kind", "sinks"), with_sinks())
+def test_v3_has_the_parameters_that_its_launch_packs(kind, sinks, tmp_path) -> None:
     """By number and size; where they lie, the driver says when it has loaded a kernel."""
-    kernel = KINDS[kind](Problem(2, 4096, 4096, 16, 16, 64, arch=90))
-    assert type(kernel) is kind
+    kernel = KINDS[kind](Problem(2, 4096, 4096, 16, 16, 64, arch=90, sinks=sinks))
+    assert type(kernel) is kind and ("sinks" in arguments_of(kernel).names) == sinks
     device, examples = program(kernel)
     compiled = cute.compile(device, *examples, options=f"--gpu-arch {ARCH} --keep-ptx --dump-dir {tmp_path}")
     entry = compiled.artifacts.PTX.partition(".entry")[2].partition("{")[0]
     scalars = {"u32": 4, "f32": 4, "u64": 8, "b32": 4, "b64": 8}
     declared = re.findall(r"\.param (?:\.align \d+ )?\.(\w+)[^,\n]*?(?:\[(\d+)\])?,?\n", entry)
     assert [int(size) if size else scalars[kind] for kind, size in declared] == [size for _, size in arguments_of(kernel).places]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("kind", [kind for kind in PROGRAMS if issubclass(kind, Kernel)], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_v3_with_sinks(kind, width: int) -> None:
+    """They join in the epilogue: as many products, for each of a thread's two rows four more exponentials and the like, no spills."""
+    problem = Problem(2, 4096, 4096, 16, 4, width, causal=True, arch=90)
+    plain, read = (v3_compiled(KINDS[kind](dataclasses.replace(problem, sinks=sinks))) for sinks in (False, True))
+    assert all(plain.opcodes.get(name) == read.opcodes.get(name) for name in ("HGMMA", "QGMMA"))
+    assert read.opcodes["MUFU"] == plain.opcodes["MUFU"] + 2 * 4
+    assert read.stack == read.spills == 0 and read.registers == plain.registers
 
 
 def shared_cases() -> Iterator[tuple[str, int, bool]]:

@@ -65,7 +65,7 @@ MAY_IMPORT = {
     "_cute": {"torch", "cuda", "cutlass", "flashzoo._cute", "flashzoo.dtypes", "flashzoo.gpu"},
 }
 A_VERSION_MAY_IMPORT = {"torch", "triton", "cutlass", "flashzoo._triton", "flashzoo._cute"}
-A_VERSION_MAY_IMPORT |= {BLOCK_MASK, "flashzoo.autograd", "flashzoo.dtypes", "flashzoo.gpu", "flashzoo.spec"} | HANDED
+A_VERSION_MAY_IMPORT |= {BLOCK_MASK, "flashzoo.autograd", "flashzoo.dtypes", "flashzoo.gpu", "flashzoo.sinks", "flashzoo.spec"} | HANDED
 OUTSIDE = ("flashzoo_suite", "tests", "bench", "examples")
 # These look inside versions because that is their work.
 INSIDERS = {

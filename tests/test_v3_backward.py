@@ -252,7 +252,7 @@ def test_delta_and_zeros(kernel, layout, with_dlse, seqlen_q):
     dq_sum, all_sums = guarded(2, 3, blocks * block_q * kernel.width)
     turns, all_turns = guarded(2, 3, blocks, kernel.semaphores, dtype=torch.int32)
     run = launch.delta_launch(problem, kernel, out.stride(), dout.stride(), with_dlse)
-    run((out, dout, lse, dlse if with_dlse else lse, delta, lse_log2, dq_sum, turns, None), ())
+    run((out, dout, lse, dlse if with_dlse else lse, delta, lse_log2, dq_sum, turns, None, None, None), ())
     expected = (out.double() * dout.double()).sum(3).transpose(1, 2) - (dlse.double() if with_dlse else 0)
     torch.testing.assert_close(delta[..., :seqlen_q].double(), expected, rtol=1e-5, atol=1e-4)
     assert not delta[..., seqlen_q:].any()
@@ -265,6 +265,29 @@ def test_delta_and_zeros(kernel, layout, with_dlse, seqlen_q):
     for whole in (all_delta, all_lse, all_sums):
         assert whole[:64].isnan().all() and whole[-64:].isnan().all()
     assert (all_turns[:64] < 0).all() and (all_turns[-64:] < 0).all()
+
+
+@on_kernels
+@pytest.mark.parametrize("seqlen_q", [1, 64, 130])
+def test_the_gradient_of_sinks(kernel, seqlen_q):
+    """Each block of queries has its share, of heads that have a sink and of one that has none; rows that saw nothing have none."""
+    problem = Problem(2, seqlen_q, 77, 3, 3, kernel.width - 24, dtype="fp16", lse=True, sinks=True, **hardware(DEVICE))
+    out, dout = (torch.randn(2, seqlen_q, 3, problem.head_dim, device=DEVICE).half() for _ in range(2))
+    lse, dlse = torch.randn(2, 3, seqlen_q, device=DEVICE), torch.randn(2, 3, seqlen_q, device=DEVICE)
+    sinks = torch.tensor([0.5, -2.0, -math.inf], device=DEVICE)
+    lse[1, 2, seqlen_q // 2] = -math.inf
+    block_q, blocks = kernel.tiles.block_q, kernel.blocks_q(seqlen_q)
+    delta, lse_log2 = torch.empty(2, 2, 3, blocks * block_q, device=DEVICE)
+    dq_sum = torch.empty(2, 3, blocks * block_q * kernel.width, device=DEVICE)
+    turns = torch.empty(2, 3, blocks, kernel.semaphores, dtype=torch.int32, device=DEVICE)
+    dsinks, all_dsinks = guarded(2, 3, blocks)
+    run = launch.delta_launch(problem, kernel, out.stride(), dout.stride(), True)
+    run((out, dout, lse, dlse, delta, lse_log2, dq_sum, turns, None, sinks, dsinks), ())
+    of_rows = (out.double() * dout.double()).sum(3).transpose(1, 2) - dlse.double()
+    p = torch.exp(sinks.double()[:, None] - lse.double().masked_fill(lse == -math.inf, 0))
+    of_blocks = torch.nn.functional.pad(-p * of_rows, (0, blocks * block_q - seqlen_q)).unflatten(2, (blocks, block_q)).sum(3)
+    torch.testing.assert_close(dsinks.double(), of_blocks, rtol=1e-4, atol=1e-3)
+    assert not dsinks[:, 2].any() and all_dsinks[:64].isnan().all() and all_dsinks[-64:].isnan().all()
 
 
 def as_registers(dq: Tensor, kernel: KernelBackward) -> Tensor:
@@ -316,7 +339,8 @@ def test_both_compile_for_hopper(kernel, dtype):
         before = launch.delta_launch(problem, kernel, strides, strides, True)
         after = launch.round_launch(problem, kernel, strides)
         for compiled in (
-            resources(before, (dtype, dtype, *["fp32"] * 5, "i32", table), 0, 90),
+            resources(before, (dtype, dtype, *["fp32"] * 5, "i32", table, None, None), 0, 90),
+            resources(before, (dtype, dtype, *["fp32"] * 5, "i32", table, "fp32", "fp32"), 0, 90),
             resources(after, ("fp32", dtype, table), 1, 90),
         ):
             assert compiled.stack == 0 and compiled.spills == 0, f"{compiled.stack} bytes of stack"
@@ -336,7 +360,7 @@ def test_one_kernel_serves_every_length(with_dlse, monkeypatch):
     for sizes in ({"seqlen_q": 1}, {"seqlen_q": 16}, {"seqlen_q": 17}, {"seqlen_q": 2048}, {"heads": 1}, {"heads": 3}):
         problem = replace(PLAIN, **{"heads": 16, "heads_kv": 1, "head_dim": 128, "head_dim_v": None} | sizes)
         before = launch.delta_launch(problem, kernel, strides, strides, with_dlse)
-        resources(before, ("fp16", "fp16", *["fp32"] * 5, "i32", None), 0, 90)
+        resources(before, ("fp16", "fp16", *["fp32"] * 5, "i32", None, None, None), 0, 90)
         resources(launch.round_launch(problem, kernel, strides), ("fp32", "fp16", None), 1, 90)
     assert len(sources) == 12 and len(set(sources)) == 2
 

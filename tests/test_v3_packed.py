@@ -345,9 +345,12 @@ def test_what_lies_where_before_and_after_the_kernel(case, kernel, on_integers):
     dq_sum = torch.full((blocks, kernel.tiles.consumers, block_q * kernel.width // kernel.tiles.consumers), torch.nan)
     turns = torch.full((blocks, kernel.semaphores), -1, dtype=torch.int32)
     tiles, _ = tiles_of(p, operands, block_q)
-    launch.delta_launch(p, kernel, out.stride(), dout.stride(), True)((out, dout, lse, dlse, delta, lse_log2, dq_sum, turns, tiles), ())
+    sinks, dsinks = torch.randn(p.heads), torch.zeros(p.heads, p.entries(p.seqlen_q, block_q))
+    before = launch.delta_launch(p, kernel, out.stride(), dout.stride(), True)
+    before((out, dout, lse, dlse, delta, lse_log2, dq_sum, turns, tiles, sinks, dsinks), ())
 
     of_rows = (out.float() * dout.float()).sum(3).transpose(1, 2)[0] - dlse[0]
+    torch.testing.assert_close(dsinks.sum(1), -(torch.exp(sinks[:, None] - lse[0]) * of_rows).sum(1), rtol=1e-4, atol=1e-2)
     dense = KernelBackward(*[getattr(kernel, field.name) for field in fields(KernelBackward)])
     scheduler, places = scheduler_of(p, operands, kernel), {}
     for work in works(scheduler):
@@ -383,7 +386,7 @@ def test_what_lies_where_before_and_after_the_kernel(case, kernel, on_integers):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_launch_gives_what_the_kernel_takes(span, deterministic, head_dim, monkeypatch):
     """By name, and as many thread blocks as there may be tiles."""
-    problem = asked("plain", span, head_dim=head_dim, head_dim_v=None, deterministic=deterministic)
+    problem = asked("plain", span, head_dim=head_dim, head_dim_v=None, deterministic=deterministic, sinks=deterministic)
     bound = []
 
     def bind(kernel):

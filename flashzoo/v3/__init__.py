@@ -2,7 +2,7 @@
 
 from flashzoo.spec import Spec, deferred
 
-_FEATURES = frozenset({"causal", "window", "gqa", "cross", "head_dim_v", "lse", "deterministic", "block_mask", "packed", "used_k"})
+_FEATURES = frozenset({"causal", "window", "gqa", "cross", "head_dim_v", "lse", "deterministic", "block_mask", "packed", "used_k", "sinks"})
 
 SPEC = Spec(
     name="v3",
@@ -22,7 +22,7 @@ SPEC = Spec(
     notes=deferred("flashzoo.v3.explain:describe"),
 )
 
-_FP8_FEATURES = frozenset({"causal", "window", "gqa", "cross", "lse", "deterministic"})
+_FP8_FEATURES = frozenset({"causal", "window", "gqa", "cross", "lse", "deterministic", "sinks"})
 
 FP8_SPEC = Spec(
     name="v3_fp8",

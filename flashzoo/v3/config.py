@@ -114,7 +114,7 @@ def kernel_for(problem: Problem) -> Kernel:
     left, right = (side is not None for side in problem.span)
     widths = width_for(problem.head_dim), width_for(problem.head_dim_v)
     kind = Kernel if problem.sequences is None else KernelPacked
-    return kind(problem.dtype, *widths, left, right, table(problem)[widths_of(problem)])
+    return kind(problem.dtype, *widths, left, right, table(problem)[widths_of(problem)], sinks=problem.sinks)
 
 
 def kernel_sparse_for(problem: Problem) -> KernelSparse:
@@ -124,7 +124,7 @@ def kernel_sparse_for(problem: Problem) -> KernelSparse:
     left, right = (side is not None for side in mask.span)
     widths = width_for(problem.head_dim), width_for(problem.head_dim_v)
     tiles = SPARSE[(*widths_of(problem), mask.block_kv)]
-    return KernelSparse(problem.dtype, *widths, left, right, tiles, mask.block_kv, mask.bits)
+    return KernelSparse(problem.dtype, *widths, left, right, tiles, mask.block_kv, mask.bits, sinks=problem.sinks)
 
 
 def kernel_fp8_for(problem: Problem, block_scales: bool, transposed: bool) -> KernelFp8:
@@ -141,6 +141,7 @@ def kernel_fp8_for(problem: Problem, block_scales: bool, transposed: bool) -> Ke
     return kind(
         *("e4m3", width, width, left is not None, right is not None, cut.tiles),
         *(problem.out_dtype, block_scales, transposed, cut.columns, cut.raw_stages),
+        sinks=problem.sinks,
     )
 
 

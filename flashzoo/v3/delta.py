@@ -32,7 +32,7 @@ def block_of_program(program, tiles, seqlen_q, blocks, heads, BLOCK_Q: tl.conste
 
 @triton.jit(do_not_specialize=SIZES)
 def delta_kernel(
-    o, do, lse, dlse, delta, lse_log2, dq_sum, dq_semaphore, tiles,
+    o, do, lse, dlse, delta, lse_log2, dq_sum, dq_semaphore, tiles, sinks, dsinks,
     stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh,
     seqlen_q, blocks, heads,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, SUMS: tl.constexpr, BLOCK_Q: tl.constexpr, ROWS: tl.constexpr,
@@ -41,7 +41,8 @@ def delta_kernel(
     """delta = rowsum(dO * O) - dLSE, LSE in log2 units, zeros for dQ and for its semaphores.
 
     delta and LSE are padded to whole blocks of BLOCK_Q queries. LSE is +inf in the padding and where a row saw no key: P is 0
-    there. ROWS is the power of two that holds BLOCK_Q.
+    there. ROWS is the power of two that holds BLOCK_Q. Of sinks' gradients, sums of -P delta, each program has its block's share: dsinks
+    is (batch, heads, blocks).
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     of_block, b, h, block, first, rows = block_of_program(program, tiles, seqlen_q, blocks, heads, BLOCK_Q, PACKED)
@@ -65,7 +66,12 @@ def delta_kernel(
     lse_i = tl.load(lse + of_head + row, mask=inside, other=float("-inf"))
     padded = tl.cast(of_block, tl.int64) * BLOCK_Q + tl.arange(0, ROWS)
     tl.store(delta + padded, delta_i, mask=mine)
-    tl.store(lse_log2 + padded, tl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E), mask=mine)
+    lse_i = tl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E)
+    tl.store(lse_log2 + padded, lse_i, mask=mine)
+    if sinks is not None:
+        part = h * (tl.num_programs(0) // heads) + program // heads if PACKED else program
+        p = tl.exp2(tl.load(sinks + h) * LOG2E - lse_i)
+        tl.store(dsinks + part, -tl.sum(p * delta_i))
     sums = dq_sum + tl.cast(of_block, tl.int64) * SUMS
     for start in range(0, SUMS, 1024):
         tl.store(sums + start + tl.arange(0, 1024), tl.zeros((1024,), tl.float32))

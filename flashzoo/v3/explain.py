@@ -85,6 +85,8 @@ def describe_fp8(problem: Problem) -> list[str]:
     lines = [f"forward: {kernel.tiles}, each block's product promoted to float32"]
     if quantised:
         lines.append("q, k and v are quantised to e4m3: k less a mean of its keys, q and k rotated, a scale for each 128 rows")
+        if problem.sinks:
+            lines.append("sinks join out and LSE after the kernel, which sees no score as it was")
     if problem.grad:
         lines.append("backward: v3's, in 16 bits on the saved inputs; it runs v3's forward pass again first")
         lines += _describe_backward(problem)

@@ -10,7 +10,8 @@
    while that product does.
 5. Ping-pong between warpgroups, where `Tiles` asks for it: one issues its products after the other, so that one's softmax runs
    under another's products.
-6. Epilogue: O / l goes through shared memory to TMA, which writes it while the next tile has begun.
+6. Epilogue: O / l goes through shared memory to TMA, which writes it while the next tile has begun. Where heads have sinks,
+   exp(sink - m) joins l there.
 
 What differs from v2: loads and products are asynchronous and are waited for where they are needed, by warps with roles of
 their own, and not by a compiler's schedule. FP8 is in `fp8.py`. Left out of the paper: clusters with multicast.
@@ -40,10 +41,11 @@ from flashzoo._cute.hopper.tma import box_of, load, tma_atom
 from flashzoo._cute.hopper.wgmma import CONSUMER_REGISTERS, PRODUCER_REGISTERS, gemm, rows_of, shared_layout, to_16_bits
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
 from flashzoo.v3.product import Product, RawV, ValuePath
-from flashzoo.v3.softmax import Softmax, scale_rows
+from flashzoo.v3.softmax import Softmax, beside_sink, scale_rows
 from flashzoo.v3.traits import Kernel, Tiles
 
 LN2 = 0.6931471805599453
+LOG2E = 1.4426950408889634
 
 
 class NamedBarrier(IntEnum):
@@ -150,13 +152,24 @@ class Forward:
         self.product: Product = Product(kernel)
 
     @cute.jit
-    def __call__(self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, o: cute.Tensor, lse: cute.Pointer, params: Params, scaling: Any):
+    def __call__(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        o: cute.Tensor,
+        lse: cute.Pointer,
+        params: Params,
+        scaling: Any,
+        sinks: Any = None,
+    ):
         """What is compiled. It is never run: `flashzoo._cute.driver` launches the kernel with descriptors of its own.
 
         Args:
             q, o: (head_dim, heads, queries, batch), of packed sequences as `packed.py` has it.
             k, v: (head_dim, heads, keys, batch); v (keys, heads, head_dim, batch) where an FP8 kernel takes it transposed.
             scaling: of the scores: softmax scale times log2 e; in FP8 a `Scaling`.
+            sinks: a float for each query head, where the kernel has them.
         """
         tiles, kernel = self.tiles, self.kernel
         layouts = (
@@ -169,7 +182,7 @@ class Forward:
         atoms = []
         for operation, x, layout in zip((load, load, load, store), (q, k, v, o), layouts, strict=True):
             atoms.append(tma_atom(operation, x, layout))
-        self.device(TmaAtoms(*atoms), lse, params, scaling, *layouts).launch(
+        self.device(TmaAtoms(*atoms), lse, params, scaling, sinks, *layouts).launch(
             grid=[1, 1, 1], block=[kernel.threads, 1, 1], smem=kernel.shared_bytes, min_blocks_per_mp=1
         )
 
@@ -180,6 +193,7 @@ class Forward:
         lse: cute.Pointer,
         params: Params,
         scaling: Any,
+        sinks: Any,
         q_layout: cute.ComposedLayout,
         k_layout: cute.ComposedLayout,
         v_layout: cute.ComposedLayout,
@@ -230,7 +244,7 @@ class Forward:
                     self.value.help(params, storage, warp - 1)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])  # A1.12, A2.1
-            self.consume(params, storage, scaling, tma, lse)
+            self.consume(params, storage, scaling, tma, lse, sinks)
 
     @cute.jit
     def produce(self, params: Params, storage: SharedStorage, tma: TmaAtoms):
@@ -292,7 +306,7 @@ class Forward:
         load(tma, stages[None, None, stage], origin, pipeline.full + stage)  # A1.8, A1.9
 
     @cute.jit
-    def consume(self, params: Params, storage: SharedStorage, scaling: Any, tma: TmaAtoms, lse: cute.Pointer):
+    def consume(self, params: Params, storage: SharedStorage, scaling: Any, tma: TmaAtoms, lse: cute.Pointer, sinks: Any):
         """A consumer warpgroup: its 64 rows of tile after tile."""
         kernel, tiles, scheduler = self.kernel, self.tiles, self.scheduler(params)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
@@ -332,7 +346,7 @@ class Forward:
             used = self.mainloop(bounds, consumer, used, n)
             work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
             work_idx += 1
-            self.epilogue(bounds, consumer, tma, lse, first_row)
+            self.epilogue(bounds, consumer, tma, lse, sinks, first_row)
         cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory goes with the block
 
     def softmax(self, scaling: Float32) -> Softmax:
@@ -500,7 +514,7 @@ class Forward:
         return wg_idx if self.tiles.teams == 1 else own_team(self.tiles) * self.tiles.consumers + wg_idx
 
     @cute.jit
-    def epilogue(self, bounds: Bounds, consumer: Consumer, tma: TmaAtoms, lse: cute.Pointer, first_row: Int32):
+    def epilogue(self, bounds: Bounds, consumer: Consumer, tma: TmaAtoms, lse: cute.Pointer, sinks: Any, first_row: Int32):
         """Write O / l and LSE of 64 rows to memory. TMA leaves out rows and columns outside of the tensor."""
         o, softmax, params, sequence, head = consumer.o, consumer.softmax, bounds.params, bounds.sequence, bounds.tile.head
         thread, lane = cute.arch.thread_idx()[0] % WARPGROUP, cute.arch.lane_idx()
@@ -513,8 +527,16 @@ class Forward:
                 rows_of(o)[None, r, None].fill(0.0)
             packed_row = first_row + consumer.row + 8 * r
             position, packed_head = packed_row >> params.pack_gqa, packed_row & ((1 << params.pack_gqa) - 1)
+            if const_expr(sinks is not None):
+                sink = cute.make_tensor(sinks + (head << params.pack_gqa) + packed_head, cute.make_layout(1))[0]
+                of_keys = -Float32.inf if blind else softmax.lse_log2(r, total)
+                share, with_sink = beside_sink(of_keys, sink * LOG2E)
+                by[r] = by[r] * share
             if position < sequence.seqlen_q and lane % 4 == 0:
-                value = -Float32.inf if blind else softmax.lse_log2(r, total) * LN2
+                if const_expr(sinks is not None):  # noqa: SIM108 - decided as the kernel is compiled, the other as it runs
+                    value = with_sink * LN2
+                else:
+                    value = -Float32.inf if blind else softmax.lse_log2(r, total) * LN2
                 cute.make_tensor(lse + bounds.place_of_row(packed_head, position), cute.make_layout(1))[0] = value
         scale_rows(o, by)  # A1.24, A2.20
         rounded = cute.make_rmem_tensor(cute.size(o), self.dtype_o)

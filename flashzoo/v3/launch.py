@@ -55,7 +55,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operand
     mask, (tiles, _) = operands.block_mask, tables(problem, operands, launch.block_q)
     lists = () if mask is None else lists_of(mask, mask.rows)
     more = () if tiles is None else (tiles.data_ptr(),)
-    return launch(q, k, v, *lists, *more, in_log2(problem.scale))
+    return launch(q, k, v, *lists, *more, in_log2(problem.scale), *addresses_of(operands.sinks))
 
 
 def backward(
@@ -68,8 +68,8 @@ def backward(
     lse: Tensor,
     problem: Problem,
     operands: Operands,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`(dq, dk, dv)` of CUDA tensors: delta, the kernel, dQ rounded."""
+) -> tuple[Tensor, ...]:
+    """`(dq, dk, dv)` of CUDA tensors, with sinks their gradient too: delta, the kernel, dQ rounded."""
     misaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15
     strides = q.stride(), k.stride(), v.stride(), dout.stride()
     launch = None if misaligned else backward_launch(problem, *strides, out.stride(), dlse is not None, q.get_device())
@@ -79,7 +79,7 @@ def backward(
     mask, (tiles_q, tiles_k) = operands.block_mask, tables(problem, operands, launch.block_q, launch.block_kv)
     lists = () if mask is None else lists_of(mask, mask.columns)
     more = () if tiles_k is None else (tiles_k.data_ptr(),)
-    return launch(dout, dlse, q, k, v, out, lse, problem.scale, (*lists, *more), tiles_q)
+    return launch(dout, dlse, q, k, v, out, lse, problem.scale, (*lists, *more), tiles_q, operands.sinks)
 
 
 attention: Callable[..., tuple[Tensor, Tensor | None]] = differentiable(forward, backward)
@@ -130,12 +130,24 @@ def forward_launch(problem: Problem, q_strides: Ints, k_strides: Ints, v_strides
     """The launch for a problem, or None where TMA can't read tensors of these strides."""
     if not all_readable(problem, q_strides, k_strides, v_strides):
         return None
-    return ForwardLaunch(problem, kernel_for(problem), q_strides, k_strides, v_strides, device, (*of_parts(problem), *SCALE))
+    return ForwardLaunch(
+        problem, kernel_for(problem), q_strides, k_strides, v_strides, device, (*of_parts(problem), *SCALE, *of_sinks(problem))
+    )
 
 
 def of_parts(problem: Problem) -> tuple[str, ...]:
     """Names of a kernel's arguments that say which blocks a tile walks, or which tiles there are."""
     return tuple(LISTS) if problem.block_mask is not None else tuple(TABLE) if problem.sequences is not None else ()
+
+
+def of_sinks(problem: Problem) -> tuple[str, ...]:
+    """Name of a forward kernel's last argument, where it has it."""
+    return ("sinks",) if problem.sinks else ()
+
+
+def addresses_of(sinks: Tensor | None) -> Ints:
+    """That argument."""
+    return () if sinks is None else (sinks.data_ptr(),)
 
 
 class ForwardLaunch:
@@ -291,6 +303,7 @@ class BackwardLaunch:
             blocks = p.entries(p.seqlen_k, tiles.block_kv)
         self._statistics_shape = (p.batch * p.heads, blocks_q * tiles.block_q)
         self._sum_shape = (p.batch * p.heads * blocks_q * tiles.block_q * kernel.width,)
+        self._sinks_shape = (p.batch, p.heads, blocks_q)
         self._semaphore_shape = (p.batch * p.heads * blocks_q * kernel.semaphores if kernel.deterministic else 0,)
 
         rows = partial(map_of_rows, p.dtype, ragged=p.sequences is not None)
@@ -324,17 +337,21 @@ class BackwardLaunch:
         softmax_scale: float,
         lists: Ints = (),
         tiles: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """`(dq, dk, dv)`, launched on the current stream of the tensors' device; `lists` as `lists_of` gives them, or the address of
-        packed sequences' table of keys, and `tiles` the one of queries."""
+        sinks: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """`(dq, dk, dv)`, and dsinks where there are sinks, launched on the current stream of the tensors' device; `lists` as `lists_of`
+        gives them, or the address of packed sequences' table of keys, and `tiles` the one of queries."""
         if self._device != torch.cuda.current_device():
             with torch.cuda.device(self._device):
-                return self(dout, dlse, q, k, v, out, lse, softmax_scale, lists, tiles)
+                return self(dout, dlse, q, k, v, out, lse, softmax_scale, lists, tiles, sinks)
         dq, dk, dv = (torch.empty_strided(shape, strides, dtype=self._dtype, device=q.device) for shape, strides in self._gradients)
         delta, lse_log2 = (torch.empty(self._statistics_shape, dtype=torch.float32, device=q.device) for _ in range(2))
         dq_sum = torch.empty(self._sum_shape, dtype=torch.float32, device=q.device)
         dq_semaphore = torch.empty(self._semaphore_shape, dtype=torch.int32, device=q.device)
-        self._delta((out, dout, lse, lse if dlse is None else dlse.contiguous(), delta, lse_log2, dq_sum, dq_semaphore, tiles), ())
+        dlse = lse if dlse is None else dlse.contiguous()
+        # Of packed sequences some programs have no block.
+        dsinks = None if sinks is None else torch.zeros(self._sinks_shape, dtype=torch.float32, device=q.device)
+        self._delta((out, dout, lse, dlse, delta, lse_log2, dq_sum, dq_semaphore, tiles, sinks, dsinks), ())
         stream = current_stream(self._device)
         self._launch(
             stream,
@@ -351,7 +368,7 @@ class BackwardLaunch:
             softmax_scale,
         )
         self._round((dq_sum, dq, tiles), (softmax_scale,))
-        return dq, dk, dv
+        return (dq, dk, dv) if dsinks is None else (dq, dk, dv, dsinks.sum((0, 2)))
 
 
 def _blocks_q(problem: Problem, kernel: KernelBackward) -> int:

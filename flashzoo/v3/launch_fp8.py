@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -12,8 +13,9 @@ from flashzoo._cute.per_stream import PerStream
 from flashzoo._cute.tma import Ints, made_readable, readable
 from flashzoo.call.operands import Descales, Operands
 from flashzoo.call.problem import Problem
+from flashzoo.sinks import share_of_keys, with_sinks
 from flashzoo.v3.config import kernel_fp8_for, prepares
-from flashzoo.v3.launch import LOG2E, ForwardLaunch, of_parts, tables
+from flashzoo.v3.launch import LOG2E, ForwardLaunch, addresses_of, of_parts, of_sinks, tables
 from flashzoo.v3.programs import DESCALE
 
 SCALING = ("scale_log2", *(f"{tensor}_{name}" for tensor in ("q", "k", "v") for name in DESCALE), "q_group")
@@ -41,18 +43,22 @@ def forward_fp8(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Ope
     run = forward_launch(problem, q.stride(), k.stride(), v.stride(), _of_blocks(descales), transposed, q.get_device())
     given, (tiles, _) = or_one(descales, q.get_device()), tables(problem, operands, run.block_q)
     more = () if tiles is None else (tiles.data_ptr(),)
-    return run(q, k, v, *more, *scaling_of(problem, given))
+    return run(q, k, v, *more, *scaling_of(problem, given), *addresses_of(operands.sinks))
 
 
 def forward_16(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     """Of 16-bit tensors, quantised: K smoothed, Q and K rotated, a scale for each block, V transposed."""
     from flashzoo.v3.quantize import quantize_for
 
-    x = quantize_for(q, k, v, problem, want_shift=problem.lse)
+    sinks, problem = operands.sinks, replace(problem, sinks=False)
+    x = quantize_for(q, k, v, problem, want_shift=problem.lse or sinks is not None)
     run = forward_launch(problem, x.q.stride(), x.k.stride(), x.v.stride(), True, True, q.get_device())
     out, lse = run(x.q, x.k, x.v, *scaling_of(problem, (x.q_descale, x.k_descale, x.v_descale)))
     if x.lse_shift is not None:
         lse.add_(x.lse_shift, alpha=problem.scale)  # what smoothing took from every score of a row
+    if sinks is not None:  # they stand beside scores that nothing was taken from
+        out.mul_(share_of_keys(lse, sinks).transpose(1, 2)[..., None])
+        lse = with_sinks(lse, sinks)
     return out, lse
 
 
@@ -73,7 +79,7 @@ def forward_launch(
     problem: Problem, q_strides: Ints, k_strides: Ints, v_strides: Ints, block_scales: bool, transposed: bool, device: int
 ) -> ForwardLaunch:
     """The launch for a problem."""
-    kernel, more = kernel_fp8_for(problem, block_scales, transposed), (*of_parts(problem), *SCALING)
+    kernel, more = kernel_fp8_for(problem, block_scales, transposed), (*of_parts(problem), *SCALING, *of_sinks(problem))
     return ForwardLaunch(problem, kernel, q_strides, k_strides, v_strides, device, more)
 
 

@@ -75,6 +75,7 @@ def _forward(kernel: Kernel, **scaling: Parameter) -> Arguments:
         lse=Pointer("fp32"),
         params=_params(kernel),
         **scaling,
+        **({"sinks": Pointer("fp32")} if kernel.sinks else {}),
     )
 
 

@@ -80,6 +80,17 @@ class Softmax:
 
 
 @cute.jit
+def beside_sink(lse_log2: Float32, sink_log2: Float32) -> tuple[Float32, Float32]:
+    """Of a row that has a sink too: what share of its softmax its keys keep, and its LSE; all in log2 units, -inf for none."""
+    top = cute.arch.fmax(lse_log2, sink_log2)
+    safe = Float32(0.0) if top == -Float32.inf else top
+    of_keys = cute.math.exp2(lse_log2 - safe, fastmath=True)
+    total = of_keys + cute.math.exp2(sink_log2 - safe, fastmath=True)
+    share = Float32(0.0) if total == 0.0 else of_keys * cute.arch.rcp_approx(total)
+    return share, safe + cute.math.log2(total, fastmath=True)
+
+
+@cute.jit
 def maximum(row: cute.Tensor) -> Float32:
     """The maximum of a whole row of scores, which four neighbouring lanes hold."""
     maxima = [row[i] for i in range(4)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from flashzoo.call.problem import DESCALE_BLOCK
@@ -61,6 +61,7 @@ class Kernel:
         width, width_v: of `WIDTHS`, for q and k, and for v and out.
         left, right: whether the window is bounded on that side.
         tiles: how it is cut.
+        sinks: whether heads have sinks.
     """
 
     dtype: str
@@ -69,6 +70,7 @@ class Kernel:
     left: bool
     right: bool
     tiles: Tiles
+    sinks: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.tiles.teams != 1:
