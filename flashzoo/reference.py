@@ -383,8 +383,10 @@ def _backward(
     dk = _matmul(ds.mT, _heads_first(q, problem)) * problem.scale
     group = problem.heads // problem.heads_kv
     dk, dv = (x.view(problem.batch, problem.heads_kv, group, problem.seqlen_k, -1).sum(2).transpose(1, 2) for x in (dk, dv))
-    gradients = _seqlen_first(dq.to(q.dtype), problem), dk.to(k.dtype), dv.to(v.dtype)
-    return gradients if operands.sinks is None else (*gradients, gradient_of_sinks(operands.sinks, lse, delta.reshape(lse.shape)))
+    gradients: tuple[Tensor, ...] = _seqlen_first(dq.to(q.dtype), problem), dk.to(k.dtype), dv.to(v.dtype)
+    if operands.sinks is not None:
+        gradients += (gradient_of_sinks(operands.sinks, lse, delta.reshape(lse.shape)),)
+    return gradients
 
 
 def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
