@@ -95,11 +95,12 @@ LSE itself. In e4m3 as much as the yardstick errs is allowed as well: the tensor
 where all terms have one sign scores drift, all the same way. A row that sees one key has all of its score's drift: 5 roundings of LSE at
 scores of -120 and head dim 64."""
 SINKS = {"fp16": 5.0, "bf16": 5.0, "fp32": 12.0, "fp64": 12.0, "fp8": 5.0}
-"""A sink's gradient is one number a head, so the yardstick's own error there is as good as luck. It is a sum over rows of P_sink delta, and
-delta = rowsum(dO O) has the roundings of O, of which there are rows times head_dim: their deviation is found from the yardstick's errors
-of O, no smaller than `RMS_ROUNDING`, whose squares times those of P_sink dO add up. Of as many heads as there are the largest is 4
-deviations, times `OUT_RMS`. Beside these the sum may be off by what LSE is, as P_sink is, and by `SUMMED` roundings of its terms. One row
-in a hundred that is left out, or counted twice, is some 25 of these deviations in bf16."""
+"""A sink's gradient is one number a head, so the yardstick's own error there is as good as luck. It is a sum over rows
+of P_sink delta, and delta = rowsum(dO O) has the roundings of O, of which there are rows times head_dim: their deviation
+is found from the yardstick's errors of O, no smaller than `RMS_ROUNDING`, whose squares times those of P_sink dO add up.
+Of as many heads as there are the largest is 4 deviations, times `OUT_RMS`. Beside these the sum may be off by what LSE
+is, as P_sink is, and by `SUMMED` roundings of its terms. One row in a hundred that is left out, or counted twice, is some
+25 of these deviations in bf16."""
 LSE_QUANTIZED = 3.0
 """With precision="fp8", LSE may err this many times the yardstick's largest error as well: scores of quantised q and k are off by
 hundredths, the same way for all keys of a query whose own rounding they share."""

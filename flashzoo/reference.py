@@ -53,8 +53,8 @@ HOPPER_SUM_BITS = 13
 
 @dataclass(frozen=True)
 class Result:
-    """One attention's out and, where asked for, lse `(batch, heads, seqlen_q)` and gradients, each in the shape of its input, sinks'
-    `(heads,)` too."""
+    """One attention's out and, where asked for, lse `(batch, heads, seqlen_q)` and gradients, each in the shape of its
+    input, sinks' `(heads,)` too."""
 
     out: Tensor
     lse: Tensor | None = None

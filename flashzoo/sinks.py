@@ -1,7 +1,7 @@
-"""Attention sinks: a logit for each query head that is in the softmax of each of its rows, and has no value (gpt-oss, 2025).
+"""Attention sinks: of each query head a logit that is in the softmax of all its rows, and has no value (gpt-oss, 2025).
 
-With l the sum of a row's exponentials and m their maximum, the sink makes it l + exp(sink - m): P and out shrink, LSE grows. What is known
-of a row's P is known of it by its LSE, so the backward pass has the same formulas, with that LSE and that out; and the sink's own
+With l the sum of a row's exponentials and m their maximum, the sink makes it l + exp(sink - m): P and out shrink, LSE
+grows. The backward pass makes P from LSE, so it has the same formulas, with that LSE and that out; and the sink's own
 gradient is that of a score whose value is 0, dS = P (0 - delta), summed over the rows that it is in.
 """
 
@@ -33,7 +33,8 @@ def gradient_of_sinks(sinks: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 
     Args:
         sinks: `(heads,)`.
-        lse: of rows with their sinks, `(batch, heads, seqlen_q)`; -inf, or +inf, where there is no key and the sink is -inf.
+        lse: of rows with their sinks, `(batch, heads, seqlen_q)`; -inf, or +inf, where there is no key and the sink is
+            -inf.
         delta: rowsum(dO * O) - dLSE, as lse.
     """
     p = torch.exp(sinks.to(lse.dtype)[:, None] - lse.masked_fill(lse == -math.inf, 0))

@@ -118,10 +118,11 @@ def attention(
         page_table: int32 `(batch, pages of a sequence)`: k and v are pages `(pages, page_size, heads_kv, head_dim)` in any order, and
             row i has the numbers of those that are sequence i's, whose keys they hold one behind another; `seqused_k` says how many.
             Numbers are not read by the host: what is used of no page reads as zeros, and those behind what is used are not looked at.
-        sinks: of each query head the logit of one more key, which every row of it sees and whose value is 0: it takes part in the softmax
-            and so in LSE, and brings nothing to out. `(heads,)` on q's device, float32, bf16 or fp16 (with float64 inputs float64 too), any
-            stride; unscaled, as scores are after softmax_scale. -inf is as no sink. Computed with in float32, in which its gradient is
-            summed, in a fixed order, before it is rounded to its dtype.
+        sinks: of each query head the logit of one more key, which every row of it sees and whose value is 0: it takes
+            part in the softmax and so in LSE, and brings nothing to out. `(heads,)` on q's device, float32, bf16 or
+            fp16 (with float64 inputs float64 too), any stride; as scores are after softmax_scale. -inf is as no sink.
+            It is computed with in float32, in which its gradient is summed, in a fixed order, and then rounded to its
+            dtype.
         max_seqlen_q, max_seqlen_k: no sequence is longer. Nothing depends on them but `explain`.
 
     Returns:

@@ -43,8 +43,8 @@ def attention_backward(
         dq = softmax_scale * ds k     dk = softmax_scale * ds^T q     dv = p^T dout
 
     So where k and v are a part of the keys, and lse and out (or delta) those of the whole, as `flashzoo.merge` gives them, dk and dv are
-    the part's of the whole's gradients, and the dq of disjoint parts add up to the whole's. Rows whose lse is -inf give 0. With sinks,
-    which lse and out then have in them,
+    the part's of the whole's gradients, and the dq of disjoint parts add up to the whole's. Rows whose lse is -inf give 0.
+    With sinks, which lse and out then have in them,
 
         dsinks = - sum over a head's rows of exp(sink - lse) * (delta - dlse)
 
@@ -63,9 +63,9 @@ def attention_backward(
             `precision` nor descales, as FP8 has no backward pass of its own.
 
     Returns:
-        `(dq, dk, dv)` in the shapes and the dtype of q, k and v, and behind them dsinks in that of sinks where these are given; not
-        recorded by autograd. With the out and the LSE of `attention` and the same version and options they are the gradients that
-        autograd gives, to the bit where the version's bits are always the same.
+        `(dq, dk, dv)` in the shapes and the dtype of q, k and v, and behind them dsinks in that of sinks where these are
+        given; not recorded by autograd. With the out and the LSE of `attention` and the same version and options they
+        are the gradients that autograd gives, to the bit where the version's bits are always the same.
 
     Raises:
         TypeError, ValueError: an argument is malformed; the text names it, what was expected and what was got.

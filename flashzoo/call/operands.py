@@ -66,7 +66,7 @@ class Operands:
 
     @property
     def differentiable(self) -> tuple[Tensor, ...]:
-        """Those of the call whose gradients a backward pass gives behind q's, k's and v's, in the order of the fields."""
+        """Those of the call whose gradients a backward pass gives behind q's, k's and v's, in the fields' order."""
         return tuple([x for name in DIFFERENTIABLE if (x := getattr(self, name)) is not None])
 
     @property
@@ -264,7 +264,7 @@ class _Sinks(_OfTensor):
         return {name: True}
 
     def prepared(self, x: Any, options: Mapping[str, Any]) -> Any:
-        """In a dtype that kernels compute in, which holds each of its numbers, and without gaps; autograd undoes both."""
+        """In a dtype that kernels compute in, which holds all its numbers, and without gaps; autograd undoes both."""
         if not isinstance(x, Tensor):
             return x
         x = x.resolve_neg().contiguous()

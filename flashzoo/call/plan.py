@@ -193,7 +193,7 @@ def _nothing_to_see(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands:
 def _no_gradients(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, _: Problem, operands: Operands
 ) -> tuple[Tensor, ...]:
-    """The gradients where there is no query or no key: only sinks have one, through what is given as out and as LSE's gradient."""
+    """The gradients where there is no query or no key: only sinks have one, through the given out and LSE's gradient."""
     zeros = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     if operands.sinks is None:
         return zeros

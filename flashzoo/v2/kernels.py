@@ -14,8 +14,8 @@ Backward, two kernels and no atomics, so the bits are the same in every run:
 Compared with FA-1 (flashzoo/v1): the loops are swapped, so O never leaves the chip unfinished; normalisation is
 delayed to the end; one LSE in place of l and m. Left out: dropout.
 
-Sinks, of each head one more logit in the softmax, join at the end of a row, and are all in its LSE; so backward only their own gradients
-are more, sums of P delta that come with delta.
+Sinks, of each head one more logit in the softmax, join at the end of a row, and are in its LSE; so backward only their
+own gradients are more, sums of -P delta that come with delta.
 
 Packed sequences (PACKED) share a batch of one. Which block of which sequence a program has is in a table that another kernel makes on
 the device (flashzoo/_triton/packed_kernels.py): there the heads of one block run together, one sequence after the other, the longest
@@ -262,7 +262,8 @@ def delta_kernel(
     """delta = rowsum(dO * O) - dLSE, and LSE in log2 units.
 
     Both are padded to whole blocks, packed sequences each, so that no later load of them needs a mask. LSE is +inf in the padding and
-    where a row saw no key: P is 0 there. Of sinks' gradients each program has its block's share: dsinks is (batch, heads, blocks).
+    where a row saw no key: P is 0 there. Of sinks' gradients each program has its block's share: dsinks is (batch, heads,
+    blocks).
     """
     if PACKED:
         bh, block, lengths, statistics = packed_tile(tiles, heads)

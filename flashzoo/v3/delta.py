@@ -41,8 +41,8 @@ def delta_kernel(
     """delta = rowsum(dO * O) - dLSE, LSE in log2 units, zeros for dQ and for its semaphores.
 
     delta and LSE are padded to whole blocks of BLOCK_Q queries. LSE is +inf in the padding and where a row saw no key: P is 0
-    there. ROWS is the power of two that holds BLOCK_Q. Of sinks' gradients, sums of -P delta, each program has its block's share: dsinks
-    is (batch, heads, blocks).
+    there. ROWS is the power of two that holds BLOCK_Q. Of sinks' gradients, sums of -P delta, each program has its
+    block's share: dsinks is (batch, heads, blocks).
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     of_block, b, h, block, first, rows = block_of_program(program, tiles, seqlen_q, blocks, heads, BLOCK_Q, PACKED)

@@ -10,8 +10,8 @@
    while that product does.
 5. Ping-pong between warpgroups, where `Tiles` asks for it: one issues its products after the other, so that one's softmax runs
    under another's products.
-6. Epilogue: O / l goes through shared memory to TMA, which writes it while the next tile has begun. Where heads have sinks,
-   exp(sink - m) joins l there.
+6. Epilogue: O / l goes through shared memory to TMA, which writes it while the next tile has begun. Where heads have
+   sinks, exp(sink - m) joins l there.
 
 What differs from v2: loads and products are asynchronous and are waited for where they are needed, by warps with roles of
 their own, and not by a compiler's schedule. FP8 is in `fp8.py`. Left out of the paper: clusters with multicast.
