@@ -424,8 +424,10 @@ def lengths(problem: Problem, seed: int = 0, device: torch.device | str = "cpu")
 
 
 def sinks(problem: Problem, seed: int = 0, device: torch.device | str = "cpu") -> Tensor | None:
-    """Sinks that have a part of each row, from little to most of it, where scores are normal: `(heads,)`, float32, float64 with fp64
-    inputs; None where the problem has none."""
+    """Sinks that have a part of each row, from little to most of it, where scores are normal.
+
+    `(heads,)`, float32, float64 with fp64 inputs; None where the problem has none.
+    """
     if not problem.sinks:
         return None
     generator = torch.Generator(device).manual_seed(seed)

@@ -1,4 +1,4 @@
-"""What sinks promise beyond being right: one that is -inf is none, one is one more key, and its gradient comes whatever else has one."""
+"""What sinks promise beyond being right: one of -inf is none, one is one more key, its gradient comes with any other."""
 
 from __future__ import annotations
 
