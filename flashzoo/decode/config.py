@@ -239,7 +239,7 @@ def leaves(problem: Problem) -> list[str]:
 def kernel_for(problem: Problem) -> Kernel:
     """The Hopper kernel of a problem."""
     p, (left, right), width, cut = problem, problem.span, width_of(problem), cut_hopper(problem)
-    how = p.used_k, box_of(p), p.page_size is not None, cut.splits > 1, BLOCK_KV[width]
+    how = p.used_k, box_of(p), p.page_size is not None, p.sinks, cut.splits > 1, BLOCK_KV[width]
     stages = STAGES[width][cut.blocks_per_sm - 1]
     return Kernel(p.dtype, p.out_dtype, width, left is not None, right is not None, *how, stages, cut.blocks_per_sm)
 

@@ -32,7 +32,7 @@ from flashzoo._cute.hopper.wgmma import gemm, rows_of, shared_layout, to_16_bits
 from flashzoo.decode.traits import Q_STAGES, Kernel
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
 
-LN2 = 0.6931471805599453
+LN2, LOG2E = 0.6931471805599453, 1.4426950408889634
 NOTHING_SEEN = -3e38
 """The maximum of a row that has seen no key: below what float32 scores can be, and finite, so that -inf less it is -inf."""
 AT_ONCE = 16
@@ -56,6 +56,7 @@ class Params:
         parts, lse_parts: of each tile and split a row of float32 for each of the tile's rows, and its LSE in log2 units.
         used_k: how much of each cache is used.
         page_table: numbers of pages, `table_stride` for each of the batch.
+        sinks: of each query head one more logit in the softmax.
         arrived: of each tile how many parts have ended: zeros before and after a launch.
         counter: one zero in memory, for this launch alone until it ends.
         seqlen_q, seqlen_k: queries, and room for keys, of each of the batch.
@@ -80,6 +81,7 @@ class Params:
     lse_parts: cute.Pointer
     used_k: cute.Pointer
     page_table: cute.Pointer
+    sinks: cute.Pointer
     arrived: cute.Pointer
     counter: cute.Pointer
     seqlen_q: Int32
@@ -533,13 +535,16 @@ class Decode:
         rows = p.heads_of_tile * p.queries_of_tile
         place = (Int64(item.tile) * p.splits + item.part) * rows
         for r in cutlass.range_constexpr(2):
-            total = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4)
-            blind = total == 0.0
-            by = Float32(0.0) if blind else cute.arch.rcp_approx(total)
-            lse_log2 = -Float32.inf if blind else row_max[r] + cute.math.log2(total, fastmath=True)
-            if blind:  # 0 whatever V holds, inf and NaN too
+            total, mine = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4), row + 8 * r
+            if total == 0.0:  # 0 whatever V holds, inf and NaN too
                 rows_of(o)[None, r, None].fill(0.0)
-            mine = row + 8 * r
+            top = row_max[r]
+            alpha = Float32(1.0)
+            if const_expr(self.kernel.sinks and not part):
+                top, total, alpha = self.with_sink(p, item, mine, top, total)
+            blind = total == 0.0
+            by = Float32(0.0) if blind else alpha * cute.arch.rcp_approx(total)
+            lse_log2 = -Float32.inf if blind else top + cute.math.log2(total, fastmath=True)
             if mine < rows:
                 if const_expr(part):
                     store_row(p.parts + (place + mine) * p.head_dim, o, r, column, by, p.head_dim, Float32)
@@ -551,6 +556,15 @@ class Decode:
                         store_row(offset(p, item, query, head), o, r, column, by, p.head_dim, self.dtype_o)
                         if column == 0:
                             set_at(p.lse, of_lse(p, item, query, head), lse_log2 * LN2)
+
+    @cute.jit
+    def with_sink(self, params: Params, item: Item, row: Int32, top: Float32, total: Float32) -> tuple[Float32, Float32, Float32]:
+        """The maximum and the sum of a row with its sink, one more key, seen by every row, whose value is 0; and what O is scaled by."""
+        _, head = place_of(params, item, row)
+        sink = value_at(params.sinks, item.head * params.group + cutlass.min(head, params.group - 1)) * LOG2E
+        higher = cute.arch.fmax(top, sink)
+        alpha = cute.math.exp2(top - higher, fastmath=True)
+        return higher, total * alpha + cute.math.exp2(sink - higher, fastmath=True), alpha
 
     @cute.jit
     def merge(self, params: Params, item: Item):
@@ -613,16 +627,19 @@ class Decode:
                 totals[r] = total
         for r in cutlass.range_constexpr(rows_at_once):
             query, head = place_of(p, item, first_row + r)
+            top, total, alpha = tops[r], totals[r], Float32(1.0)
+            if const_expr(self.kernel.sinks):
+                top, total, alpha = self.with_sink(p, item, first_row + r, top, total)
             if first_row + r < rows and query < p.seqlen_q and head < p.group:
-                blind = totals[r] == 0.0
+                blind = total == 0.0
                 if there:
-                    by, rounded = Float32(0.0) if blind else 1.0 / totals[r], cute.make_rmem_tensor(4, self.dtype_o)
+                    by, rounded = Float32(0.0) if blind else alpha / total, cute.make_rmem_tensor(4, self.dtype_o)
                     for c in cutlass.range_constexpr(4):
                         rounded[c] = self.dtype_o(o[c, r] * by)
                     to = (offset(p, item, query, head) + column).align(self.dtype_o.width // 2)
                     cute.autovec_copy(rounded, cute.make_tensor(to, cute.make_layout(4)))
                 if column == 0:
-                    lse_log2 = -Float32.inf if blind else tops[r] + cute.math.log2(totals[r], fastmath=True)
+                    lse_log2 = -Float32.inf if blind else top + cute.math.log2(total, fastmath=True)
                     set_at(p.lse, of_lse(p, item, query, head), lse_log2 * LN2)
 
 

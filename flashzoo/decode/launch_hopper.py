@@ -77,7 +77,7 @@ class Launch:
         more = (how.splits, how.least, p.page_size or 1, table_stride, p.head_dim, *self._out_strides[:3], *p.reach)
         params = dict(zip(SIZES, (*sizes, *more), strict=True))
         workers = kernel.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
-        given = ("q", "k", "v", "out", "lse", "parts", "lse_parts", "used_k", "page_table", "arrived", "counter", "scale_log2")
+        given = ("q", "k", "v", "out", "lse", "parts", "lse_parts", "used_k", "page_table", "sinks", "arrived", "counter", "scale_log2")
         self._launch = function_for(kernel).bind(device, min(workers, tiles * how.splits), params, given, programmatic=True)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -88,7 +88,7 @@ class Launch:
         out = torch.empty_strided(self._out_shape, self._out_strides, dtype=self._out_dtype, device=q.device)
         lse = torch.empty(self._lse_shape, dtype=torch.float32, device=q.device)
         parts = torch.empty(self._parts_shape, dtype=torch.float32, device=q.device)
-        used, table = operands.seqused_k, operands.page_table
+        more = (operands.seqused_k, operands.page_table, operands.sinks)
         stream = current_stream(self._device)
         counters = tile_counter(self._device, stream, self._counters).data_ptr()
         self._launch(
@@ -100,8 +100,7 @@ class Launch:
             lse.data_ptr(),
             parts.data_ptr(),
             parts.data_ptr() + self._of_lse,
-            0 if used is None else used.data_ptr(),
-            0 if table is None else table.data_ptr(),
+            *[0 if x is None else x.data_ptr() for x in more],
             counters + 4,
             counters,
             self._scale_log2,

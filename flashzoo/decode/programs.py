@@ -25,7 +25,8 @@ SIZES = (
 def arguments_of(kernel: Kernel) -> Arguments:
     """What a launch of the kernel takes."""
     given = {"out": Pointer(kernel.out_dtype, align=16), "lse": Pointer("fp32"), "parts": Pointer("fp32", align=16)}
-    given |= {"lse_parts": Pointer("fp32"), **dict.fromkeys(("used_k", "page_table", "arrived", "counter"), Pointer("i32"))}
+    given |= {"lse_parts": Pointer("fp32"), **dict.fromkeys(("used_k", "page_table"), Pointer("i32")), "sinks": Pointer("fp32")}
+    given |= dict.fromkeys(("arrived", "counter"), Pointer("i32"))
     tensor = Tma(kernel.dtype, (kernel.width, None, None, None))
     params = {**given, **dict.fromkeys(SIZES, INT), "scale_log2": FLOAT}
     return Arguments(q=tensor, k=tensor, v=tensor, params=Record("flashzoo.decode.hopper:Params", params, (kernel,)))

@@ -26,6 +26,7 @@ class Kernel:
         used: whether a length says how much of each cache is used.
         box: keys that TMA moves at a time: a block, or a page's part of one.
         paged: whether keys lie in pages.
+        sinks: whether there are any.
         split: whether a head's keys are split, and parts are merged.
         block_kv: keys of a block.
         stages: blocks of K or V on chip at a time.
@@ -40,6 +41,7 @@ class Kernel:
     used: bool
     box: int
     paged: bool
+    sinks: bool
     split: bool
     block_kv: int
     stages: int
