@@ -1,4 +1,5 @@
-"""The command `flashzoo`: shows at once that it is at work, which importing torch takes seconds for, and hands over to `flashzoo.cli`.
+"""The command `flashzoo`: shows at once that it is at work, which importing torch takes seconds for,
+and hands over to `flashzoo.cli`.
 
 Not in the package, whose import is torch's.
 """

@@ -1,8 +1,8 @@
 """FlashAttention-3's ablation (table 2 of its paper) with v3's kernel: ping-pong and overlap, each on and off.
 
-`python -m bench.ablation` times the four at the paper's size, fp16, {batch 4, seqlen 8448, hidden 2048}, without a mask, for
-head dims 64, 128 and 256, with the tiles that v3 has for them; further arguments are `bench.run`'s. Each of the four is
-registered as a version of its own, so each is held to the oracle like any other.
+`python -m bench.ablation` times the four at the paper's size, fp16, {batch 4, seqlen 8448, hidden 2048}, without a
+mask, for head dims 64, 128 and 256, with the tiles that v3 has for them; further arguments are `bench.run`'s. Each of
+the four is registered as a version of its own, so each is held to the oracle like any other.
 
 `python -m bench.ablation --fp8` times v3_fp8 beside itself with two-level accumulation switched off, on e4m3 inputs.
 """
@@ -25,21 +25,38 @@ from flashzoo.v3 import FP8_SPEC, SPEC
 from flashzoo.v3.config import kernel_for
 from flashzoo.v3.launch import ForwardLaunch, in_log2
 
-SIZE = ["--passes", "fwd", "--dtype", "fp16", "--tokens", "33792", "--seqlens", "8448", "--hidden", "2048", "--causal", "0"]
+SIZE = [
+    "--passes",
+    "fwd",
+    "--dtype",
+    "fp16",
+    "--tokens",
+    "33792",
+    "--seqlens",
+    "8448",
+    "--hidden",
+    "2048",
+    "--causal",
+    "0",
+]
 FP8_SIZE = ["--passes", "fwd", "--dtype", "e4m3", "--seqlens", "4096,16384"]
 
 Ints = tuple[int, ...]
 
 
 @lru_cache
-def launch_of(problem: Problem, q_strides: Ints, k_strides: Ints, v_strides: Ints, device: int, **switches: bool) -> ForwardLaunch:
+def launch_of(
+    problem: Problem, q_strides: Ints, k_strides: Ints, v_strides: Ints, device: int, **switches: bool
+) -> ForwardLaunch:
     """v3's launch with these switches of its tiles set."""
     kernel = kernel_for(problem)
     kernel = replace(kernel, tiles=replace(kernel.tiles, **switches))
     return ForwardLaunch(problem, kernel, q_strides, k_strides, v_strides, device)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands, **switches: bool) -> tuple[Tensor, Tensor]:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands, **switches: bool
+) -> tuple[Tensor, Tensor]:
     """v3 with these switches of its tiles set, on tensors that TMA reads where they lie."""
     launch = launch_of(problem, q.stride(), k.stride(), v.stride(), q.get_device(), **switches)
     return launch(q, k, v, in_log2(problem.scale))
@@ -62,7 +79,9 @@ def fp8_launch_of(
     from flashzoo.v3.config import kernel_fp8_for
     from flashzoo.v3.launch_fp8 import SCALING
 
-    return ForwardLaunch(problem, replace(kernel_fp8_for(problem, of_blocks, transposed), **switches), *strides, device, SCALING)
+    return ForwardLaunch(
+        problem, replace(kernel_fp8_for(problem, of_blocks, transposed), **switches), *strides, device, SCALING
+    )
 
 
 def v3_fp8_one_level(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -74,13 +93,16 @@ def v3_fp8_one_level(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands
     transposed = prepares(problem)
     v = transpose_v(v) if transposed else v
     of_blocks = any(descale is not None and descale.ndim == 3 for descale in operands.descales[1:])
-    launch = fp8_launch_of(problem, (q.stride(), k.stride(), v.stride()), of_blocks, transposed, q.get_device(), two_level=False)
+    launch = fp8_launch_of(
+        problem, (q.stride(), k.stride(), v.stride()), of_blocks, transposed, q.get_device(), two_level=False
+    )
     given = or_one(operands.descales, q.get_device())
     return launch(q, k, v, *scaling_of(problem, given))
 
 
 VARIANTS = [
-    replace(SPEC, name=name, title=f"v3: {name.removeprefix('v3_').replace('_', ' ')}", impl=f"{__name__}:{name}") for name in NAMES
+    replace(SPEC, name=name, title=f"v3: {name.removeprefix('v3_').replace('_', ' ')}", impl=f"{__name__}:{name}")
+    for name in NAMES
 ]
 ONE_LEVEL_SPEC = replace(
     FP8_SPEC,

@@ -18,10 +18,11 @@ from flashzoo.workloads import inputs
 
 
 def compile_ahead(todo: Work, workers: int) -> dict[tuple[str, Cell], float]:
-    """Fill the disk caches of Triton, torch.compile and CuTe DSL from several processes, so that the run itself hardly compiles.
+    """Fill the disk caches of Triton, torch.compile and CuTe DSL from several processes,
+    so that the run itself hardly compiles.
 
-    Versions and fa4 compile once for a head dim and mask, FlexAttention for every shape, but not for every block mask. What fails here
-    fails again, and is reported, in the run.
+    Versions and fa4 compile once for a head dim and mask, FlexAttention for every shape, but not for every block mask.
+    What fails here fails again, and is reported, in the run.
 
     Returns:
         The seconds of each first call: long where it compiled, short where another cell's kernels serve.
@@ -40,7 +41,8 @@ def compile_ahead(todo: Work, workers: int) -> dict[tuple[str, Cell], float]:
 
 
 def compile_jobs(todo: Work) -> list[tuple[str, list[Cell]]]:
-    """What `compile_ahead` has a process do each: an implementation and cells that share its kernels, forward before backward.
+    """What `compile_ahead` has a process do each: an implementation and cells that share its kernels, forward
+    before backward.
 
     A kernel may still have variants, by whether a stride is a multiple of 16: so a process runs all of its cells.
     """
@@ -67,7 +69,8 @@ def _compile_in_one_thread() -> None:
 
 
 def _compile(impl: str, group: list[Cell]) -> dict[Cell, float]:
-    """Seconds of each cell's first call, where it has one. What a process imports, once for many calls, is imported before."""
+    """Seconds of each cell's first call, where it has one. What a process imports, once for many calls, is
+    imported before."""
     seconds = {}
     spec = flashzoo.versions().get(parted(impl)[0])
     for cell in group:

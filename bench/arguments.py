@@ -22,7 +22,9 @@ from bench.rows import Results, head_commit, results_path
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
     """Of `flashzoo bench`."""
-    parser = argparse.ArgumentParser(prog="flashzoo bench", description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="flashzoo bench", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     versions, modes = list(flashzoo.versions()), names_with_endings()
     truth = {"0": False, "1": True}
 
@@ -31,7 +33,9 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
         names([*versions, *modes, *PEERS])(",".join(name.partition("@")[0] for name in found))
         for name, at, seqlen in (name.partition("@") for name in found):
             if at and not seqlen.isdecimal():
-                raise argparse.ArgumentTypeError(f"expected {name}@ and a length, such as {name}@8192, got {name}@{seqlen}")
+                raise argparse.ArgumentTypeError(
+                    f"expected {name}@ and a length, such as {name}@8192, got {name}@{seqlen}"
+                )
         return found
 
     def truths(text: str) -> list[bool]:
@@ -42,43 +46,58 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
         "--impls",
         metavar="NAME,...",
         type=impl_names,
-        help=f"versions ({', '.join(versions)}), these with {' or '.join(ENDINGS)} behind the name, and peers ({', '.join(PEERS)}); with "
-        "@8192 behind the name in cells of this seqlen alone. Default: what takes the dtype, and with --masks block masks or none",
+        help=f"versions ({', '.join(versions)}), these with {' or '.join(ENDINGS)} behind the name, and peers "
+        f"({', '.join(PEERS)}); with @8192 behind the name in cells of this seqlen alone. Default: what takes the "
+        "dtype, and with --masks block masks or none",
     )
-    what.add_argument("--passes", metavar="PASS,...", type=names(PASSES), help="fwd,bwd (default: those that the dtype has)")
-    what.add_argument("--dtype", default="bf16", choices=("bf16", "fp16", "fp32", "e4m3"), help="of the inputs (default: bf16)")
+    what.add_argument(
+        "--passes", metavar="PASS,...", type=names(PASSES), help="fwd,bwd (default: those that the dtype has)"
+    )
+    what.add_argument(
+        "--dtype", default="bf16", choices=("bf16", "fp16", "fp32", "e4m3"), help="of the inputs (default: bf16)"
+    )
     what.add_argument(
         "--masks",
         metavar="NAME,...",
         type=_mask_names,
-        help="cells with block masks: dense (none, as --causal says), ones, causal, window1024, butterfly, random/4 and local/4 (a quarter "
-        f"of the blocks), with any numbers; `default` is dense, {', '.join(masks.NAMES)}. In one sequence of 16k tokens with hidden 2048 "
-        "and one of 64k with hidden 512, head dims 128 and 64, unless the sizes below say otherwise",
+        help="cells with block masks: dense (none, as --causal says), ones, causal, window1024, butterfly, random/4 "
+        f"and local/4 (a quarter of the blocks), with any numbers; `default` is dense, {', '.join(masks.NAMES)}. In "
+        "one sequence of 16k tokens with hidden 2048 and one of 64k with hidden 512, head dims 128 and 64, unless the "
+        "sizes below say otherwise",
     )
     what.add_argument(
         "--lengths",
         metavar="NAME,...",
         type=_lengths_names,
         help="cells of packed sequences: documents (log-normal lengths), equal512 (all of that length); in totals of "
-        f"{', '.join(map(str, PACKED_TOTALS))} tokens, which --seqlens chooses from, unless the sizes below say otherwise",
+        f"{', '.join(map(str, PACKED_TOTALS))} tokens, which --seqlens chooses from, unless the "
+        "sizes below say otherwise",
     )
-    what.add_argument("--list", action="store_true", help="say which peers there are, installed or missing, and do no more")
+    what.add_argument(
+        "--list", action="store_true", help="say which peers there are, installed or missing, and do no more"
+    )
     sizes = parser.add_argument_group("sizes")
     sizes.add_argument("--head-dims", metavar="N,...", type=numbers, help="only these, such as 64,128")
     sizes.add_argument("--seqlens", metavar="N,...", type=numbers, help="only these, such as 512,8192")
     sizes.add_argument("--causal", metavar="0,1", type=truths, default=[False, True], help="only 0 or only 1")
-    sizes.add_argument("--tokens", metavar="N", type=whole, help="other sizes than the field's: batch * seqlen; needs --hidden")
-    sizes.add_argument("--hidden", metavar="N", type=whole, help="other sizes than the field's: heads * head_dim; needs --tokens")
+    sizes.add_argument(
+        "--tokens", metavar="N", type=whole, help="other sizes than the field's: batch * seqlen; needs --hidden"
+    )
+    sizes.add_argument(
+        "--hidden", metavar="N", type=whole, help="other sizes than the field's: heads * head_dim; needs --tokens"
+    )
     how = parser.add_argument_group("how")
     how.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
-    how.add_argument("--ms", type=amount, default=80.0, help="measured time for each implementation and cell (default: 80)")
+    how.add_argument(
+        "--ms", type=amount, default=80.0, help="measured time for each implementation and cell (default: 80)"
+    )
     how.add_argument(
         "--budget-s",
         metavar="S",
         type=amount,
         default=inf,
-        help="stop once so much time is gone, after the call at hand; what was not timed yet of its cell, or with --masks of all of its "
-        "size and pass, is left to --resume",
+        help="stop once so much time is gone, after the call at hand; what was not timed yet of its cell, "
+        "or with --masks of all of its size and pass, is left to --resume",
     )
     how.add_argument(
         "--workers",
@@ -88,8 +107,12 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
         help="processes that compile ahead, on a GPU (default: the cores but two); 0: none",
     )
     results = parser.add_argument_group("results")
-    results.add_argument("--out", metavar="CSV", type=Path, help="the file that rows are appended to (default: bench/results/<gpu>.csv)")
-    results.add_argument("--run", metavar="ID", default=datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S"), help="of the run's rows")
+    results.add_argument(
+        "--out", metavar="CSV", type=Path, help="the file that rows are appended to (default: bench/results/<gpu>.csv)"
+    )
+    results.add_argument(
+        "--run", metavar="ID", default=datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S"), help="of the run's rows"
+    )
     results.add_argument("--resume", metavar="ID", help="go on with this run: measure only what it has no row of")
     results.add_argument("--commit", metavar="ID", help="what is measured, where there is no git")
     return parser
@@ -104,14 +127,18 @@ def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if args.dtype == "e4m3" and args.masks:
         parser.error("--masks: expected 16 or 32 bits, got e4m3, which takes no block mask")
     if args.lengths and (args.masks or args.dtype == "e4m3"):
-        parser.error(f"--lengths: expected 16 or 32 bits and no block masks, got {'--masks' if args.masks else args.dtype}")
+        parser.error(
+            f"--lengths: expected 16 or 32 bits and no block masks, got {'--masks' if args.masks else args.dtype}"
+        )
     if bool(args.tokens) != bool(args.hidden):
         given, other = ("--tokens", "--hidden") if args.tokens else ("--hidden", "--tokens")
         parser.error(f"--tokens and --hidden: expected both or neither, got {given} without {other}")
     head_dims = args.head_dims or (MASKED_HEAD_DIMS if args.masks else OWN_HEAD_DIMS)
     for name, total, parts in (("--tokens", args.tokens, args.seqlens or ()), ("--hidden", args.hidden, head_dims)):
         if total and any(total % part for part in parts):
-            parser.error(f"{name}: expected a multiple of each of {', '.join(map(str, sorted(set(parts))))}, got {total}")
+            parser.error(
+                f"{name}: expected a multiple of each of {', '.join(map(str, sorted(set(parts))))}, got {total}"
+            )
     chosen = cells(args)
     if args.masks and not args.hidden:
         hidden = [size for _, size in MASKED_SIZES]
@@ -135,7 +162,9 @@ def check_size(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
 def check_out(args: argparse.Namespace, impls: Iterable[str], parser: argparse.ArgumentParser) -> None:
     """Others' versions in this repository's results are an error of the parser's."""
     if not args.out and (own := foreign(impls)):
-        parser.error(f"--out: expected a file of your own for {', '.join(own)}, which this repository's results don't have")
+        parser.error(
+            f"--out: expected a file of your own for {', '.join(own)}, which this repository's results don't have"
+        )
 
 
 def offer_rows(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,9 @@ MATMUL_SIZE = {"cuda": 8192, "cpu": 256}
 
 def ceilings(clock: Clock, device: str, ms_each: float, dtype: str) -> list[Row]:
     """The row of the bf16 matmul, and for cells in e4m3 that of the FP8 one."""
-    return [ceiling(clock, device, ms_each, product) for product in (("bf16", "e4m3") if dtype == "e4m3" else ("bf16",))]
+    return [
+        ceiling(clock, device, ms_each, product) for product in (("bf16", "e4m3") if dtype == "e4m3" else ("bf16",))
+    ]
 
 
 def ceiling(clock: Clock, device: str, ms_each: float, dtype: str) -> Row:
@@ -26,7 +28,8 @@ def ceiling(clock: Clock, device: str, ms_each: float, dtype: str) -> Row:
 
 
 def _fp8_product(a: Tensor, b: Tensor) -> Tensor:
-    # Both operands along k, the only way that FP8 tensor cores take them, and their fast accumulation: the highest rate there is.
+    # Both operands along k, the only way that FP8 tensor cores take them, and their fast accumulation:
+    # the highest rate there is.
     one = torch.ones((), device=a.device)
     scaled_mm = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
     return scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)

@@ -33,8 +33,8 @@ WHOLE, QUERIES = 16384, 1024
 
 @dataclass(frozen=True)
 class Cell:
-    """One shape and pass, with a block mask, packed sequences or neither; `problem.grad` says which pass, mask is one of `bench.masks` or
-    empty, and lengths one of `bench.lengths` or empty."""
+    """One shape and pass, with a block mask, packed sequences or neither; `problem.grad` says which pass, mask is one
+    of `bench.masks` or empty, and lengths one of `bench.lengths` or empty."""
 
     problem: Problem
     mask: str = ""
@@ -49,7 +49,13 @@ class Cell:
         """The columns that say what was asked, but for `density`."""
         shape = {name: getattr(self.problem, name) for name in SHAPE_FIELDS[1:]}
         shape["batch"] = self.problem.batch if self.packed is None else len(self.packed.lengths)
-        return {**shape, "pass": self.pass_, "causal": int(self.problem.causal), "mask": self.mask, "lengths": self.lengths}
+        return {
+            **shape,
+            "pass": self.pass_,
+            "causal": int(self.problem.causal),
+            "mask": self.mask,
+            "lengths": self.lengths,
+        }
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -68,14 +74,16 @@ class Cell:
 
     @property
     def density(self) -> float:
-        """The share of the pairs, of those that causal leaves, that the block mask shows; of packed sequences, of all that there are."""
+        """The share of the pairs, of those that causal leaves, that the block mask shows;
+        of packed sequences, of all that there are."""
         if self.packed:
             return self.packed.density(self.problem.causal)
         return self.pattern.visible if self.pattern else 1
 
     @property
     def queries(self) -> Tensor | None:
-        """The queries that are checked; None where all are. One of each run of equally many, at ever other places in a block."""
+        """The queries that are checked; None where all are. One of each run of equally many,
+        at ever other places in a block."""
         seqlen = self.problem.seqlen_q
         if not self.mask and not self.lengths and seqlen <= WHOLE:
             return None
@@ -97,7 +105,8 @@ Work = dict[Cell, list[str]]
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
-    """The cells that the arguments leave, in the workloads' order; of other sizes where `--tokens` and `--hidden` are given.
+    """The cells that the arguments leave, in the workloads' order;
+    of other sizes where `--tokens` and `--hidden` are given.
 
     With `--masks` head dim by head dim, size by size, and pass by pass: the dense cells, then the masked ones.
     """
@@ -134,7 +143,11 @@ def _masked(args: argparse.Namespace) -> Iterator[Cell]:
 
 
 def _packed(args: argparse.Namespace) -> Iterator[Cell]:
-    heads = [(args.hidden // d, args.hidden // d, d) for d in args.head_dims or OWN_HEAD_DIMS] if args.hidden else PACKED_HEADS
+    heads = (
+        [(args.hidden // d, args.hidden // d, d) for d in args.head_dims or OWN_HEAD_DIMS]
+        if args.hidden
+        else PACKED_HEADS
+    )
     totals = [args.tokens] if args.tokens else [total for total in PACKED_TOTALS if total in (args.seqlens or (total,))]
     for name in args.lengths:
         for (heads_q, heads_kv, head_dim), total in product(heads, totals):
@@ -157,7 +170,12 @@ def _sized(args: argparse.Namespace) -> list[Problem]:
         return Problem(args.tokens // seqlen, seqlen, seqlen, heads, heads, head_dim, causal=causal)
 
     seqlens = args.seqlens or (args.tokens,)
-    return [sized(head_dim, causal, seqlen) for head_dim in args.head_dims or OWN_HEAD_DIMS for causal in args.causal for seqlen in seqlens]
+    return [
+        sized(head_dim, causal, seqlen)
+        for head_dim in args.head_dims or OWN_HEAD_DIMS
+        for causal in args.causal
+        for seqlen in seqlens
+    ]
 
 
 def _wanted(problem: Problem, args: argparse.Namespace) -> bool:

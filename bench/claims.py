@@ -1,7 +1,7 @@
 """What the papers claim, and what this GPU says to it: a table made from the results file alone.
 
-Each claim is a record: what is claimed, where, how it is put there, and a function that finds the answer in the rows. Speeds are
-compared within one run; the last that has both sides answers.
+Each claim is a record: what is claimed, where, how it is put there, and a function that finds the answer in the rows.
+Speeds are compared within one run; the last that has both sides answers.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ ABLATION = {
 }
 GENERATIONS = ("v3", "v2", "v1", "standard")
 FA2 = "sdpa_flash"
-"""FlashAttention-2 as its authors wrote it, in torch: what FA-3's paper is held against. v2 is in Triton, and faster on Hopper."""
+"""FlashAttention-2 as its authors wrote it, in torch: what FA-3's paper is held against.
+v2 is in Triton, and faster on Hopper."""
 STANDARD = "sdpa_math"
-"""torch's own standard attention, in 16 bits: what FA-1's paper is held against. `standard`, our yardstick, takes twice its memory."""
+"""torch's own standard attention, in 16 bits: what FA-1's paper is held against.
+`standard`, our yardstick, takes twice its memory."""
 QUANTIZED = ("v3_fp8_rotation_block_scales", "standard_per_tensor_scales", "v3_fp8_rotation", "v3_fp8_block_scales")
 """Ways of table 3: the paper's, the plain one, and the two halves of the paper's."""
 
@@ -74,7 +76,10 @@ def fastest(rows: list[Row], impl: str, table: str) -> Found | None:
         return None
     best = max(mine, key=lambda row: float(row["tflops"]))
     speed, dtype = float(best["tflops"]), best["dtype"]
-    text = f"{speed:.0f} TFLOP/s (head dim {best['head_dim']}, {runs.length(int(best['seqlen_q']))}{', causal' * (best['causal'] == '1')})"
+    text = (
+        f"{speed:.0f} TFLOP/s (head dim {best['head_dim']}, "
+        f"{runs.length(int(best['seqlen_q']))}{', causal' * (best['causal'] == '1')})"
+    )
     if peak := peak_tflops(best["gpu"], dtype):
         text += f", {speed / peak:.0%} of the data sheet's {peak:.0f}"
     if products := runs.matmul(rows, best["run"], "e4m3" if dtype == "e4m3" else "bf16"):
@@ -97,11 +102,17 @@ def eight_over_sixteen(rows: list[Row]) -> Found | None:
 
 def ablation(rows: list[Row]) -> Found | None:
     """v3 with ping-pong and overlap each on and off, at the paper's size."""
-    mine = [row for row in runs.measured(rows) if row["impl"] in ABLATION and (row["pass"], row["head_dim"]) == ("fwd", "128")]
+    mine = [
+        row
+        for row in runs.measured(rows)
+        if row["impl"] in ABLATION and (row["pass"], row["head_dim"]) == ("fwd", "128")
+    ]
     speeds = {row["impl"]: float(row["tflops"]) for row in runs.of_last(mine)}
     if speeds.keys() < ABLATION.keys():
         return None
-    return Found(", ".join(f"{speeds[impl]:.0f} {name}" for impl, name in ABLATION.items()) + " (TFLOP/s)", (mine[-1]["run"],))
+    return Found(
+        ", ".join(f"{speeds[impl]:.0f} {name}" for impl, name in ABLATION.items()) + " (TFLOP/s)", (mine[-1]["run"],)
+    )
 
 
 def errors(rows: list[Row]) -> Found | None:
@@ -111,7 +122,10 @@ def errors(rows: list[Row]) -> Found | None:
     if not found.keys() >= set(QUANTIZED):
         return None
     both, plain, rotation, blocks = (found[impl] for impl in QUANTIZED)
-    text = f"{plain / both:.1f}x less: {both:.1e} for {plain:.1e}; rotation alone {rotation:.1e}, block scales alone {blocks:.1e}"
+    text = (
+        f"{plain / both:.1f}x less: {both:.1e} for {plain:.1e}; "
+        f"rotation alone {rotation:.1e}, block scales alone {blocks:.1e}"
+    )
     return Found(text, (mine[-1]["run"],))
 
 
@@ -127,7 +141,8 @@ def sparse(rows: list[Row]) -> Found | None:
             if kind == "random" and (faster_by := run.speedup(size, mask, "v3")):
                 times.setdefault(size[0], {}).setdefault(int(share), []).append(faster_by)
     parts = [
-        f"{runs.WORDS[pass_]}: " + ", ".join(f"1/{share} kept {runs.mean(values):.1f}x" for share, values in sorted(found.items()))
+        f"{runs.WORDS[pass_]}: "
+        + ", ".join(f"1/{share} kept {runs.mean(values):.1f}x" for share, values in sorted(found.items()))
         for pass_, found in times.items()
     ]
     return Found("; ".join(parts), (run.rows[0]["run"],)) if parts else None
@@ -159,13 +174,18 @@ def traffic(rows: list[Row]) -> Found | None:
     by_tiles = counted("standard", problem) / counted("v1", problem)
     by_paper = by_formula("standard", problem) / by_formula("v1", problem)
     formula = f"{by_paper:.1f}x by the paper's formula, {by_tiles:.1f}x by our tiles (forward, 1k)"
-    mine = runs.of_last([row for row in runs.measured(rows) if row["pass"].startswith(TRAFFIC) and row["head_dim"] == "64"])
+    mine = runs.of_last(
+        [row for row in runs.measured(rows) if row["pass"].startswith(TRAFFIC) and row["head_dim"] == "64"]
+    )
     parts = []
     for pass_, word in runs.WORDS.items():
         cells = runs.speeds([row for row in mine if row["pass"] == TRAFFIC + pass_], "dram_mib")
         both = {seqlen: cell for (_, _, seqlen), cell in cells.items() if {"standard", "v1"} <= cell.keys()}
         if both:
-            parts.append(f"{word} " + ", ".join(f"{cell['standard'] / cell['v1']:.1f}x at {runs.length(n)}" for n, cell in both.items()))
+            parts.append(
+                f"{word} "
+                + ", ".join(f"{cell['standard'] / cell['v1']:.1f}x at {runs.length(n)}" for n, cell in both.items())
+            )
     return Found(
         f"{formula}; DRAM's counters, `standard` in passes over float32: {'; '.join(parts) or NOT_MEASURED}",
         (mine[0]["run"],) if mine else (),
@@ -179,7 +199,12 @@ CLAIMS = (
         "up to 3x, 128 to 2k keys",
         partial(faster, impl="v1", other=STANDARD, table="fwd", longest=2048),
     ),
-    Claim("Memory linear in the length, head dim 64", "FA-1, section 4.3", "linear; up to 20x less than exact baselines", memory),
+    Claim(
+        "Memory linear in the length, head dim 64",
+        "FA-1, section 4.3",
+        "linear; up to 20x less than exact baselines",
+        memory,
+    ),
     Claim(
         "Fewer bytes moved than standard attention",
         "FA-1, theorem 2, figure 2",
@@ -187,10 +212,30 @@ CLAIMS = (
         traffic,
     ),
     Claim("Block-sparse: time by the share of blocks kept", "FA-1, figure 2", "proportional", sparse),
-    Claim("FA-2 over FA-1, forward", "FA-2, section 4", "1.7x to 3.0x", partial(faster, impl="v2", other="v1", table="fwd")),
-    Claim("FA-2 over FA-1, backward", "FA-2, section 4", "1.7x to 3.0x", partial(faster, impl="v2", other="v1", table="bwd")),
-    Claim("FA-3 over FA-2, forward", "FA-3, section 4.1", "1.5x to 2.0x", partial(faster, impl="v3", other="v2", table="fwd")),
-    Claim("FA-3 over FA-2, backward", "FA-3, section 4.1", "1.5x to 1.75x", partial(faster, impl="v3", other="v2", table="bwd")),
+    Claim(
+        "FA-2 over FA-1, forward",
+        "FA-2, section 4",
+        "1.7x to 3.0x",
+        partial(faster, impl="v2", other="v1", table="fwd"),
+    ),
+    Claim(
+        "FA-2 over FA-1, backward",
+        "FA-2, section 4",
+        "1.7x to 3.0x",
+        partial(faster, impl="v2", other="v1", table="bwd"),
+    ),
+    Claim(
+        "FA-3 over FA-2, forward",
+        "FA-3, section 4.1",
+        "1.5x to 2.0x",
+        partial(faster, impl="v3", other="v2", table="fwd"),
+    ),
+    Claim(
+        "FA-3 over FA-2, backward",
+        "FA-3, section 4.1",
+        "1.5x to 1.75x",
+        partial(faster, impl="v3", other="v2", table="bwd"),
+    ),
     Claim(
         "FA-3 over FA-2's CUDA kernels (`sdpa_flash`), forward",
         "FA-3, section 4.1",
@@ -203,7 +248,12 @@ CLAIMS = (
         "1.5x to 1.75x",
         partial(faster, impl="v3", other=FA2, table="bwd"),
     ),
-    Claim("FA-3 in 16 bits", "FA-3, abstract", "up to 740 TFLOP/s, 75 % of the peak", partial(fastest, impl="v3", table="fwd")),
+    Claim(
+        "FA-3 in 16 bits",
+        "FA-3, abstract",
+        "up to 740 TFLOP/s, 75 % of the peak",
+        partial(fastest, impl="v3", table="fwd"),
+    ),
     Claim("FA-3 in FP8", "FA-3, abstract", "close to 1.2 PFLOP/s", partial(fastest, impl="v3_fp8", table="fwd_e4m3")),
     Claim(
         "FP8 over 16 bits, FP8 inputs",

@@ -22,15 +22,17 @@ from flashzoo.workloads import TORCH_DTYPES
 DEFAULT_MODES = {"bwd": ("v3_deterministic@8192",)}
 """What runs unasked besides the versions as they are: at one length, which shows what a fixed order costs."""
 ENDINGS: dict[str, dict[str, Any]] = {"_end_to_end": {"precision": "fp8"}, "_deterministic": {"deterministic": True}}
-"""What may end the name of a version, and what it is then called with: on 16-bit inputs, quantisation included; in a fixed order."""
+"""What may end the name of a version, and what it is then called with: on 16-bit inputs, quantisation included;
+in a fixed order."""
 MASKED_ONLY = "blocksparse"
 UNASKED_NEVER = ("sdpa", "decode")
 """The peers stand for the one; the other is for few queries, which no cell of the field's has."""
 
 
 def default_impls(pass_: str, dtype: str = "bf16", masked: bool = False, packed: bool = False) -> list[str]:
-    """Every registered version of that dtype but `UNASKED_NEVER`, and `blocksparse` where no cell has a block mask; `DEFAULT_MODES`; and
-    the peers that need linear memory, there or not. Backward, and with block masks or packed sequences, versions that need it too."""
+    """Every registered version of that dtype but `UNASKED_NEVER`, and `blocksparse` where no cell has a block mask;
+    `DEFAULT_MODES`; and the peers that need linear memory, there or not. Backward, and with block masks or packed
+    sequences, versions that need it too."""
     specs = [spec for spec in flashzoo.versions().values() if dtype in (*spec.dtypes, *spec.cpu_dtypes)]
     specs = [spec for spec in specs if spec.name not in UNASKED_NEVER and (masked or spec.name != MASKED_ONLY)]
     if packed:
@@ -41,7 +43,9 @@ def default_impls(pass_: str, dtype: str = "bf16", masked: bool = False, packed:
     if pass_ == "bwd" or masked:
         specs = [spec for spec in specs if spec.memory == "linear"]
     names = [spec.name for spec in specs]
-    modes = [] if masked else [mode for mode in DEFAULT_MODES.get(pass_, ()) if parted(mode.partition("@")[0])[0] in names]
+    modes = (
+        [] if masked else [mode for mode in DEFAULT_MODES.get(pass_, ()) if parted(mode.partition("@")[0])[0] in names]
+    )
     peers = FP8_PEERS if dtype == "e4m3" else MASKED_PEERS if masked else LINEAR_PEERS
     return [*names, *modes, *peers]
 
@@ -54,8 +58,8 @@ def foreign(impls: Iterable[str]) -> list[str]:
 
 
 def fitting(impls: list[str], cell: Cell, masked: bool) -> list[str]:
-    """Those that are for the cell: of versions, in a masked one, those that take a block mask, and in a dense one of a run with masks
-    all but `blocksparse`, which is v2 there; what has a length behind its name, at that length."""
+    """Those that are for the cell: of versions, in a masked one, those that take a block mask, and in a dense one of a
+    run with masks all but `blocksparse`, which is v2 there; what has a length behind its name, at that length."""
     specs = flashzoo.versions()
 
     def fits(impl: str, seqlen: str) -> bool:
@@ -100,7 +104,8 @@ def attention(impl: str, cell: Cell) -> Attention:
 
 
 def objection(impl: str, cell: Cell) -> str | None:
-    """Why the cell is not given to the implementation, as the column `why` holds it; None where nothing is declared against it."""
+    """Why the cell is not given to the implementation, as the column `why` holds it;
+    None where nothing is declared against it."""
     if impl in PEERS:
         reason = missing(impl)
         return reason and f"{MISSING}: {reason}"
@@ -147,7 +152,8 @@ class Contender:
             return (self.function(*self.leaves),)
 
     def result(self) -> Result:
-        """One run's out and, in a backward cell, gradients; where only some queries are checked, those of these queries' out alone."""
+        """One run's out and, in a backward cell, gradients; where only some queries are checked, those of these
+        queries' out alone."""
         dout = None
         if self.grad and self.queries is not None:
             dout = torch.zeros_like(self.dout).index_copy_(1, self.queries, self.dout[:, self.queries])
@@ -158,7 +164,8 @@ class Contender:
 
 
 def first_call(impl: str, cell: Cell, tensors: tuple[Tensor, ...]) -> tuple[Contender, Result, float]:
-    """The implementation on these inputs, what it gives, and the seconds that this took: what it compiles is compiled here."""
+    """The implementation on these inputs, what it gives, and the seconds that this took:
+    what it compiles is compiled here."""
     start = time.perf_counter()
     contender = Contender(impl, cell, tensors)
     result = contender.result()

@@ -59,9 +59,10 @@ SETS = (
         run.main,
         (
             f"{MASKED} dense,ones,causal,{SHARED},window1024 --seqlens 16384 --impls v3,blocksparse,v2,fa4,flex",
-            f"{MASKED} dense,ones,{SHARED},window1024,butterfly --causal 0 --seqlens 65536 --impls v3,blocksparse,v2,v1,fa4,flex",
-            f"{MASKED} dense,butterfly --causal 0 --head-dims 128 --tokens 65536 --hidden 512 --seqlens 512,2048,8192,32768 "
-            "--impls v3,blocksparse,v2,v1",
+            f"{MASKED} dense,ones,{SHARED},window1024,butterfly --causal 0 --seqlens 65536 --impls "
+            "v3,blocksparse,v2,v1,fa4,flex",
+            f"{MASKED} dense,butterfly --causal 0 --head-dims 128 --tokens 65536 --hidden 512 --seqlens "
+            "512,2048,8192,32768 --impls v3,blocksparse,v2,v1",
         ),
     ),
 )
@@ -117,12 +118,18 @@ def main(argv: list[str] | None = None) -> int:
     today = datetime.now(timezone.utc).strftime("%Y%m%d")
     gpu = torch.cuda.is_available()
     everything = [chosen.name for chosen in SETS]
-    parser.add_argument("--sets", type=names(everything), default=",".join(everything), help="only these (default: %(default)s)")
+    parser.add_argument(
+        "--sets", type=names(everything), default=",".join(everything), help="only these (default: %(default)s)"
+    )
     parser.add_argument("--run", help="what the runs' ids begin with, and how one goes on (default: <gpu>-<today>)")
     parser.add_argument("--budget-s", type=amount, default=inf, help="stop measuring after so many seconds")
-    parser.add_argument("--out", type=Path, help="the CSV file; default: bench/results/<gpu>.csv, without a GPU h200.csv")
+    parser.add_argument(
+        "--out", type=Path, help="the CSV file; default: bench/results/<gpu>.csv, without a GPU h200.csv"
+    )
     parser.add_argument("--commit", help="what is measured, where there is no git")
-    parser.add_argument("-o", "--page", type=Path, default=Path("report.html"), help="the HTML page (default: report.html)")
+    parser.add_argument(
+        "-o", "--page", type=Path, default=Path("report.html"), help="the HTML page (default: report.html)"
+    )
     args = parser.parse_args(argv)
     out = args.out or (results_path("cuda") if gpu else runs.RESULTS)
     failed = 0

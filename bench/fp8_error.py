@@ -1,15 +1,16 @@
-"""What FP8 costs in accuracy: table 3 of FlashAttention-3's paper, measured again, and long contexts. `python -m bench.fp8_error`
+"""What FP8 costs in accuracy: table 3 of FlashAttention-3's paper, measured again, and long contexts.
+`python -m bench.fp8_error`
 
 The first table has the root mean square error of out against float64 on two kinds of inputs: the paper's, N(0, 1) with
-N(0, 100) added to one entry in a thousand of q, k and v, and N(0, 1) alone. Each row is a way to quantise. The paper tells no
-sizes; d 128 at seqlen 8192 gives its figures, all six, and is the default. The error is carried by the few rows where
-outliers of q and k meet, so a head more or less moves it by some percent.
+N(0, 100) added to one entry in a thousand of q, k and v, and N(0, 1) alone. Each row is a way to quantise. The paper
+tells no sizes; d 128 at seqlen 8192 gives its figures, all six, and is the default. The error is carried by the few
+rows where outliers of q and k meet, so a head more or less moves it by some percent.
 
-The second has N(0, 1) inputs with few queries and ever more keys: what stays of the tensor core's 13-bit sums where each block's
-is promoted to float32 (two-level accumulation), and where not.
+The second has N(0, 1) inputs with few queries and ever more keys: what stays of the tensor core's 13-bit sums where
+each block's is promoted to float32 (two-level accumulation), and where not.
 
-With `--run` the first table's errors are rows of the results file too: their pass is `error_fp8_paper` or `error_randn`, by the inputs,
-`rms_err` the error, and there is no time.
+With `--run` the first table's errors are rows of the results file too: their pass is `error_fp8_paper` or
+`error_randn`, by the inputs, `rms_err` the error, and there is no time.
 
 Without a Hopper GPU both are an emulation, `flashzoo.reference.standard` on the same e4m3 numbers, and say so.
 """
@@ -55,14 +56,16 @@ Quantized = tuple[Inputs, Inputs]
 
 @dataclass(frozen=True)
 class Way:
-    """A way to quantise: scales by "tensor", "head" or "block" of 128 rows, of q and k rotated or not, of k less its mean or not."""
+    """A way to quantise: scales by "tensor", "head" or "block" of 128 rows, of q and k rotated or not,
+    of k less its mean or not."""
 
     scales: str
     rotate: bool = False
     smooth: bool = False
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Quantized:
-        """q, k, v in e4m3 and their descales: by `flashzoo.quantize` where it runs and knows these scales, else in torch."""
+        """q, k, v in e4m3 and their descales: by `flashzoo.quantize` where it runs and knows these
+        scales, else in torch."""
         if not q.is_cuda or self.scales == "tensor":
             return self._in_torch(q, k, v)
         found = flashzoo.quantize(q, k, v, rotate=self.rotate, smooth=self.smooth, scales=self.scales)  # pyright: ignore[reportArgumentType]
@@ -136,14 +139,20 @@ def errors(problem: Problem, values: str, device: str) -> Iterator[tuple[str, fl
     hopper = on_hopper(device)
     tensors, right = drawn(problem, values, device)
     for dtype in (torch.float16, torch.bfloat16):
-        yield f"16 bits: {SHORT[dtype]}", rmse(attention_in(dtype, tensors, version="v3" if hopper else "standard"), right)
+        yield (
+            f"16 bits: {SHORT[dtype]}",
+            rmse(attention_in(dtype, tensors, version="v3" if hopper else "standard"), right),
+        )
     in_16_bits = cast("Inputs", tuple(x.to(torch.float16) for x in tensors))
     for name, way in WAYS.items():
         yield name, rmse(attention_in_fp8(way(*in_16_bits), "v3_fp8" if hopper else "standard"), right)
     if not hopper:
         return
     yield 'precision="fp8"', rmse(attention_in(torch.float16, tensors, precision="fp8", version="v3_fp8"), right)
-    yield "standard attention, per-tensor scales", rmse(attention_in_fp8(WAYS["per-tensor scales"](*in_16_bits), "standard"), right)
+    yield (
+        "standard attention, per-tensor scales",
+        rmse(attention_in_fp8(WAYS["per-tensor scales"](*in_16_bits), "standard"), right),
+    )
     asked = replace(problem, dtype="e4m3", out_dtype=None)  # pyright: ignore[reportArgumentType]
     for name in (name for name in peers.FP8_PEERS if not peers.missing(name)):
         yield f"{name}, no scales", rmse(peers.peer(name, asked)(*(x.to(torch.float8_e4m3fn) for x in tensors)), right)
@@ -188,7 +197,9 @@ def emulated(quantized: Quantized, two_level: bool) -> Tensor:
     s = q @ k.mT / math.sqrt(q.shape[-1])
     p = s.sub_(s.amax(-1, keepdim=True)).exp_()
     rounded = (p * P_SCALE).to(torch.float8_e4m3fn).float()
-    return (sums(rounded, v, DESCALE_BLOCK if two_level else k.shape[2]) / (P_SCALE * p.sum(-1, keepdim=True))).transpose(1, 2)
+    return (
+        sums(rounded, v, DESCALE_BLOCK if two_level else k.shape[2]) / (P_SCALE * p.sum(-1, keepdim=True))
+    ).transpose(1, 2)
 
 
 def errors_of_long(problem: Problem, device: str) -> Iterator[tuple[str, float]]:
@@ -196,7 +207,10 @@ def errors_of_long(problem: Problem, device: str) -> Iterator[tuple[str, float]]
     hopper = on_hopper(device)
     tensors, right = drawn(problem, "randn", device)
     size = float(right.square().mean().sqrt())
-    yield "16 bits: bf16", rmse(attention_in(torch.bfloat16, tensors, version="v3" if hopper else "standard"), right) / size
+    yield (
+        "16 bits: bf16",
+        rmse(attention_in(torch.bfloat16, tensors, version="v3" if hopper else "standard"), right) / size,
+    )
     q, k, v = (x.to(torch.float16) for x in tensors)
     quantized = WAYS["all together"](q, k, v)
     for name, two_level in (("two levels", True), ("one level", False)):
@@ -234,14 +248,26 @@ def main(argv: list[str] | None = None) -> int:
     queries = args.queries or (args.seqlen if cuda else min(args.seqlen, 1024))
     problem = Problem(1, queries, args.seqlen, heads, heads, args.head_dim, **hardware(args.device))  # pyright: ignore[reportArgumentType]
     where = torch.cuda.get_device_name() if hopper else f"emulated in torch on {args.device}"
-    print(f"RMSE of out against float64, {queries} queries, {args.seqlen} keys, {heads} heads, head_dim {args.head_dim}; {where}\n")
+    print(
+        f"RMSE of out against float64, {queries} queries, {args.seqlen} keys, {heads} heads, "
+        f"head_dim {args.head_dim}; {where}\n"
+    )
     columns = [dict(errors(problem, values, args.device)) for values in VALUES.values()]
     print(table(["", *VALUES, "the paper, outliers"], columns, PAPER))
     if results:
         of_values = zip(VALUES.values(), columns, strict=True)
-        results.append([row(name, error, problem, values, hopper) for values, column in of_values for name, error in column.items()])
+        results.append(
+            [
+                row(name, error, problem, values, hopper)
+                for values, column in of_values
+                for name, error in column.items()
+            ]
+        )
     few = replace(problem, seqlen_q=min(queries, DESCALE_BLOCK), heads=2, heads_kv=2)
-    print(f"\nRMSE over the root mean square of out, N(0, 1), {few.seqlen_q} queries, 2 heads, rotation, smoothing and block scales\n")
+    print(
+        f"\nRMSE over the root mean square of out, N(0, 1), {few.seqlen_q} queries, 2 heads, rotation, "
+        "smoothing and block scales\n"
+    )
     with ablation.registered(ablation.ONE_LEVEL_SPEC) if hopper else nullcontext():
         of_lengths = [dict(errors_of_long(replace(few, seqlen_k=n), args.device)) for n in args.long]
     print(table(["keys", *map(str, args.long)], of_lengths))

@@ -1,7 +1,8 @@
 """Packed sequences that cells may have, by name: how long each is.
 
-A name is what the column `lengths` of a results file holds: `documents` (lengths as documents have them, log-normal, half of them below 493
-tokens, each at most a quarter of the total) or `equal512` (as many of that length as there is room for). What is over is the last one's.
+A name is what the column `lengths` of a results file holds: `documents` (lengths as documents have them, log-normal,
+half of them below 493 tokens, each at most a quarter of the total) or `equal512` (as many of that length as there is
+room for). What is over is the last one's.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from flashzoo.lengths import Ranges
 
 FORMS = r"documents|equal[1-9]\d*"
 MEAN, DEVIATION = 6.2, 1.1
-"""Of the logarithm of a document's length: what packed batches of the web's text are like, as benchmarks of packed attention draw them."""
+"""Of the logarithm of a document's length: what packed batches of the web's text are like,
+as benchmarks of packed attention draw them."""
 SHARE = 4
 """The largest document has a quarter of all tokens."""
 
@@ -36,7 +38,9 @@ def lengths(name: str, total: int) -> tuple[int, ...]:
         raise ValueError(f"lengths must have a name of the form {FORMS}, got {name!r}")
     random, found, left = Random(total), [], total
     while left:
-        drawn = round(random.lognormvariate(MEAN, DEVIATION)) if name == "documents" else int(name.removeprefix("equal"))
+        drawn = (
+            round(random.lognormvariate(MEAN, DEVIATION)) if name == "documents" else int(name.removeprefix("equal"))
+        )
         most = max(1, total // SHARE) if name == "documents" else left
         found.append(min(max(1, drawn), most, left))
         left -= found[-1]

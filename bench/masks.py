@@ -1,9 +1,10 @@
-"""The block masks that cells may have: built from their names, and taken apart for peers, which want lists of their own.
+"""The block masks that cells may have: built from their names, and taken apart for peers,
+which want lists of their own.
 
-A name is what the column `mask` of a results file holds: `ones` (every block, full), `causal`, `window1024` (so many keys,
-the last of them the query's own), `butterfly`, `random/8` (in each row an eighth of the blocks, drawn at random) and `local/8` (as
-many around the diagonal; at the ends the band is pushed inwards, so that every row keeps as many). Blocks have 128 queries by 128
-keys, and all heads share them.
+A name is what the column `mask` of a results file holds: `ones` (every block, full), `causal`, `window1024` (so many
+keys, the last of them the query's own), `butterfly`, `random/8` (in each row an eighth of the blocks, drawn at random)
+and `local/8` (as many around the diagonal; at the ends the band is pushed inwards, so that every row keeps as many).
+Blocks have 128 queries by 128 keys, and all heads share them.
 """
 
 from __future__ import annotations
@@ -19,12 +20,19 @@ from flashzoo import BlockMask
 
 BLOCK = 128
 SHARES = (2, 4, 8, 16)
-NAMES = ("causal", "ones", *(f"{kind}/{share}" for kind in ("random", "local") for share in SHARES), "window1024", "butterfly")
+NAMES = (
+    "causal",
+    "ones",
+    *(f"{kind}/{share}" for kind in ("random", "local") for share in SHARES),
+    "window1024",
+    "butterfly",
+)
 """Those that a run has unasked."""
 FORMS = r"ones|causal|butterfly|window[1-9]\d*|(random|local)/[1-9]\d*"
 
 Listed = tuple[Tensor, Tensor]
-"""Counts `(1, 1, n)` and numbers `(1, 1, n, m)` of the blocks of each of n rows, ascending, those past the counts never read; int32."""
+"""Counts `(1, 1, n)` and numbers `(1, 1, n, m)` of the blocks of each of n rows, ascending, those past the counts
+never read; int32."""
 
 
 def known(name: str) -> bool:
@@ -104,13 +112,15 @@ class Pattern:
         return (full | partial & in_band(queries, self.mask.seqlen_k, self.left))[None, None]
 
     def lists(self, by_columns: bool = False) -> tuple[Listed, Listed]:
-        """Its partial and its full blocks, by rows or by columns, in lists as wide as there are blocks, whatever the mask."""
+        """Its partial and its full blocks, by rows or by columns,
+        in lists as wide as there are blocks, whatever the mask."""
         partial, full = (_listed(x.mT if by_columns else x) for x in self.blocks)
         return partial, full
 
 
 def in_band(queries: Tensor, seqlen_k: int, left: int | None = None) -> Tensor:
-    """bool `(queries, seqlen_k)`: the keys up to the query itself, `left` of them and the query's own where that is not None."""
+    """bool `(queries, seqlen_k)`: the keys up to the query itself, `left` of them and the query's own where
+    that is not None."""
     distance = queries[:, None] - torch.arange(seqlen_k, device=queries.device)
     return (distance >= 0) & (distance <= (seqlen_k if left is None else left))
 

@@ -3,9 +3,8 @@
 Every peer takes q `(batch, seqlen_q, heads, head_dim)` and k, v `(batch, seqlen_k, heads_kv, head_dim)`, fp16 or bf16,
 any strides, and returns out of q's shape, with gradients where an input asks for them. A layout of its own is met with
 transposed views, no copies. Those of `FP8_PEERS` take e4m3, whose descales are 1, and have no gradients there. Those of
-`MASKED_PEERS` take a block mask, which is made into one of their own before the first call, and those of `PACKED_PEERS` packed
-sequences in a batch of one. What a peer does not take is a
-NotImplementedError, its own or one from here.
+`MASKED_PEERS` take a block mask, which is made into one of their own before the first call, and those of `PACKED_PEERS`
+packed sequences in a batch of one. What a peer does not take is a NotImplementedError, its own or one from here.
 """
 
 from __future__ import annotations
@@ -83,7 +82,8 @@ def _refuse_top_left(library: str, problem: Problem) -> None:
 
 @contextmanager
 def _math_in_16_bits() -> Iterator[None]:
-    """torch's math path, standard attention, in the inputs' dtype: unasked it makes float32 of 16 bits, and takes twice as long."""
+    """torch's math path, standard attention, in the inputs' dtype:
+    unasked it makes float32 of 16 bits, and takes twice as long."""
     before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     try:
@@ -99,7 +99,9 @@ def _sdpa(backend: SDPBackend, problem: Problem) -> Attention:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         try:
             with sdpa_kernel(backend), _math_in_16_bits():
-                out = scaled_dot_product_attention(q, k, v, is_causal=problem.causal, enable_gqa=problem.heads != problem.heads_kv)
+                out = scaled_dot_product_attention(
+                    q, k, v, is_causal=problem.causal, enable_gqa=problem.heads != problem.heads_kv
+                )
         except RuntimeError as error:
             if not re.match("No (available kernel|viable backend)", str(error)):
                 raise
@@ -135,14 +137,17 @@ def _flex(problem: Problem) -> Attention:
         nonlocal mask
         if problem.causal and mask is None:
             mask = create_block_mask(visible, None, None, problem.seqlen_q, problem.seqlen_k, device=str(q.device))
-        out = compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask, enable_gqa=problem.heads != problem.heads_kv)
+        out = compiled(
+            *(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask, enable_gqa=problem.heads != problem.heads_kv
+        )
         return out.transpose(1, 2)
 
     return attention
 
 
 def _flex_masked(problem: Problem, pattern: Pattern) -> Attention:
-    """One graph for all masks of a shape: partial and full blocks are in lists of equal sizes, and the band's width is a tensor's value.
+    """One graph for all masks of a shape: partial and full blocks are in lists of equal sizes,
+    and the band's width is a tensor's value.
 
     Only a partial block's elements are asked about, of which a mask has none, one or two in a row.
     """
@@ -150,11 +155,15 @@ def _flex_masked(problem: Problem, pattern: Pattern) -> Attention:
 
     (partial, full), device = pattern.lists(), pattern.mask.device
     seqlens = problem.seqlen_q, problem.seqlen_k
-    mask = BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=BLOCK, mask_mod=_flex_band(pattern.left, device), seq_lengths=seqlens)
+    mask = BlockMask.from_kv_blocks(
+        *partial, *full, BLOCK_SIZE=BLOCK, mask_mod=_flex_band(pattern.left, device), seq_lengths=seqlens
+    )
     compiled = _compiled_flex()
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask, enable_gqa=problem.heads != problem.heads_kv)
+        out = compiled(
+            *(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask, enable_gqa=problem.heads != problem.heads_kv
+        )
         return out.transpose(1, 2)
 
     return attention
@@ -189,7 +198,8 @@ _LIBRARIES = {
 @lru_cache
 def _function(name: str) -> Callable[..., Any]:
     module, _, function = _LIBRARIES[name].function.rpartition(".")
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")  # fa4 reads it as it is imported: kernels compiled ahead are kept
+    # fa4 reads it as it is imported: kernels compiled ahead are kept
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     try:
         # flash_attn is there without fa2 where only fa4, which lives inside it, is installed
         return getattr(import_module(module), function)
@@ -215,7 +225,13 @@ def _library_packed(name: str, problem: Problem, packed: Packed) -> Attention:
     module, _, function = _LIBRARIES[name].function.rpartition(".")
     call = getattr(import_module(module), function.replace("flash_attn_func", "flash_attn_varlen_func"))
     cu, longest = packed.cu_seqlens, packed.longest
-    how = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": longest, "max_seqlen_k": longest, "causal": problem.causal}
+    how = {
+        "cu_seqlens_q": cu,
+        "cu_seqlens_k": cu,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+        "causal": problem.causal,
+    }
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = call(q[0], k[0], v[0], **how)
@@ -228,7 +244,9 @@ def _torch_packed(problem: Problem, packed: Packed) -> Attention:
     """torch.nn.attention.varlen, which says causal by a flag or, newer, by a window."""
     call = import_module("torch.nn.attention.varlen").varlen_attn
     known = inspect.signature(call).parameters
-    causal = {"is_causal": problem.causal} if "is_causal" in known else {"window_size": (-1, 0 if problem.causal else -1)}
+    causal = (
+        {"is_causal": problem.causal} if "is_causal" in known else {"window_size": (-1, 0 if problem.causal else -1)}
+    )
     groups = {"enable_gqa": True} if "enable_gqa" in known and problem.heads != problem.heads_kv else {}
     if problem.heads != problem.heads_kv and not groups:
         raise NotImplementedError("this torch's packed attention has no heads that share keys")
@@ -252,14 +270,17 @@ def _flex_packed(problem: Problem, packed: Packed) -> Attention:
     mask = create_block_mask(visible, None, None, packed.total, packed.total, device=packed.device)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask, enable_gqa=problem.heads != problem.heads_kv)
+        out = compiled(
+            *(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask, enable_gqa=problem.heads != problem.heads_kv
+        )
         return out.transpose(1, 2)
 
     return attention
 
 
 def _xformers(problem: Problem) -> Attention:
-    """Whichever of its kernels xformers chooses. It takes groups of heads in a dimension of their own, and those forward alone."""
+    """Whichever of its kernels xformers chooses. It takes groups of heads in a dimension of their own,
+    and those forward alone."""
     function, group = _function("xformers"), problem.heads // problem.heads_kv
     bias = import_module("xformers.ops.fmha.attn_bias").LowerTriangularFromBottomRightMask() if problem.causal else None
 
@@ -273,11 +294,13 @@ def _xformers(problem: Problem) -> Attention:
 
 
 def _fa4_masked(problem: Problem, pattern: Pattern) -> Attention:
-    """flash-attn-4's block sparsity. On sm_90 it wants blocks of as many keys as its tiles have: up to head dim 128 that is 128."""
+    """flash-attn-4's block sparsity. On sm_90 it wants blocks of as many keys as its tiles have:
+    up to head dim 128 that is 128."""
     function = _function("fa4")
     tensors = import_module("flash_attn.cute.block_sparsity").BlockSparseTensorsTorch
     by_rows, by_columns = (
-        tensors(*partial, *full, block_size=(BLOCK, BLOCK)) for partial, full in (pattern.lists(), pattern.lists(by_columns=True))
+        tensors(*partial, *full, block_size=(BLOCK, BLOCK))
+        for partial, full in (pattern.lists(), pattern.lists(by_columns=True))
     )
     band = _fa4_band(pattern.left) if pattern.has_partial else None
 
@@ -291,7 +314,11 @@ def _fa4_masked(problem: Problem, pattern: Pattern) -> Attention:
 @lru_cache
 def _fa4_band(left: int | None) -> Callable[..., Any]:
     """What a partial block's elements are asked, in fa4's language: numbers come as vectors of one."""
-    cute, utils, int32 = import_module("cutlass.cute"), import_module("flash_attn.cute.utils"), import_module("cutlass").Int32
+    cute, utils, int32 = (
+        import_module("cutlass.cute"),
+        import_module("flash_attn.cute.utils"),
+        import_module("cutlass").Int32,
+    )
 
     @cute.jit
     def causal(batch: Any, head: Any, i: Any, j: Any, seqlen_info: Any, aux_tensors: Any) -> Any:
@@ -311,8 +338,8 @@ CUDNN_P_SCALE = 64.0
 def _cudnn_fp8(problem: Problem) -> Attention:
     """cuDNN's FP8 forward pass (nvidia-cudnn-frontend, on the libcudnn that torch has loaded).
 
-    On Hopper it writes nothing but e4m3, so out is e4m3, with a scale of 1: half the bytes that ours has, and coarser. Two
-    maxima, of P and of out, are written as well.
+    On Hopper it writes nothing but e4m3, so out is e4m3, with a scale of 1: half the bytes that ours has, and coarser.
+    Two maxima, of P and of out, are written as well.
     """
     _refuse_top_left("cuDNN in FP8 on Hopper", problem)
     if problem.dtype != "e4m3":
@@ -341,13 +368,21 @@ class CudnnFp8:
         cudnn.cudnnGraphNotSupportedError: this cuDNN has no kernel for it on this GPU.
     """
 
-    def __init__(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out_dtype: torch.dtype = torch.float8_e4m3fn) -> None:
+    def __init__(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out_dtype: torch.dtype = torch.float8_e4m3fn
+    ) -> None:
         self._cudnn = cudnn = import_module("cudnn")
         self._device, self._out_dtype = q.device, out_dtype
         self._handle = _cudnn_handle(q.get_device())
         e4m3, fp32 = cudnn.data_type.FP8_E4M3, cudnn.data_type.FLOAT
-        outs = {torch.float8_e4m3fn: e4m3, torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}
-        graph = cudnn.pygraph(io_data_type=e4m3, intermediate_data_type=fp32, compute_data_type=fp32, handle=self._handle)
+        outs = {
+            torch.float8_e4m3fn: e4m3,
+            torch.bfloat16: cudnn.data_type.BFLOAT16,
+            torch.float16: cudnn.data_type.HALF,
+        }
+        graph = cudnn.pygraph(
+            io_data_type=e4m3, intermediate_data_type=fp32, compute_data_type=fp32, handle=self._handle
+        )
 
         def tensor(x: Tensor, dtype: Any) -> Any:
             return graph.tensor(dim=list(x.shape), stride=list(x.stride()), data_type=dtype)
@@ -369,12 +404,16 @@ class CudnnFp8:
             generate_stats=False,
         )
         shape = self._empty(q, v).transpose(1, 2)
-        self._out.set_output(True).set_dim(list(shape.shape)).set_stride(list(shape.stride())).set_data_type(outs[out_dtype])
+        self._out.set_output(True).set_dim(list(shape.shape)).set_stride(list(shape.stride())).set_data_type(
+            outs[out_dtype]
+        )
         for maximum in maxima:
             maximum.set_output(True).set_dim([1] * 4).set_stride([1] * 4).set_data_type(fp32)
         graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
         self._graph = graph
-        self._constants = {described[name]: x for name, x in numbers.items()} | {maximum: number(0) for maximum in maxima}
+        self._constants = {described[name]: x for name, x in numbers.items()} | {
+            maximum: number(0) for maximum in maxima
+        }
         self._workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=q.device)
 
     def _empty(self, q: Tensor, v: Tensor) -> Tensor:

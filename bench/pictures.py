@@ -1,7 +1,7 @@
 """Pictures of a results file, `bench/results/<gpu>_*.png`: one look for all. `bench.plot` draws them.
 
-Our versions have colours that the colour-blind tell apart (Okabe and Ito's) and strong lines; peers are grey, with marks and dashes
-of their own. The same implementation looks the same in every picture.
+Our versions have colours that the colour-blind tell apart (Okabe and Ito's) and strong lines; peers are grey, with
+marks and dashes of their own. The same implementation looks the same in every picture.
 """
 
 from __future__ import annotations
@@ -25,7 +25,12 @@ COLOURS = {
 """Of what is ours; a version of a reader's own is black."""
 PEERS = {
     **{"fa4": ("#555555", "s"), "fa3": ("#555555", "v"), "fa2": ("#999999", "v"), "cudnn_fp8": ("#333333", "p")},
-    **{"sdpa_cudnn": ("#777777", "^"), "sdpa_flash": ("#a5a5a5", "D"), "flex": ("#a5a5a5", "P"), "xformers": ("#a5a5a5", "X")},
+    **{
+        "sdpa_cudnn": ("#777777", "^"),
+        "sdpa_flash": ("#a5a5a5", "D"),
+        "flex": ("#a5a5a5", "P"),
+        "xformers": ("#a5a5a5", "X"),
+    },
     **{"sdpa_efficient": ("#bbbbbb", "<"), "sdpa_math": ("#bbbbbb", ">")},
 }
 """Grey and mark of a peer; others are as light as they come."""
@@ -35,7 +40,13 @@ BANDWIDTHS = {"GH200": 4.0, "H200": 4.8, "H100": 3.35, "H20": 4.0, "A100": 2.04,
 """TB/s by the data sheets, for results without a row of pass `copy`; the first name found in the GPU's own counts."""
 LOOK: dict[Any, Any] = {
     **{"font.size": 10, "axes.titlesize": 10, "axes.labelsize": 10, "figure.titlesize": 12, "legend.fontsize": 9.5},
-    **{"axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#888888", "axes.grid": True, "axes.axisbelow": True},
+    **{
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.edgecolor": "#888888",
+        "axes.grid": True,
+        "axes.axisbelow": True,
+    },
     **{
         "grid.color": "#e4e4e4",
         "grid.linewidth": 0.8,
@@ -75,7 +86,10 @@ def pictures(rows: list[Row]) -> dict[str, Callable[[], Any]]:
         "errors": (_errors, _of_errors(rows)),
         "memory": (_memory, _of_memory(rows)),
         "roofline": (_roofline, _of_roofline(rows)),
-        "blocksparse": (_curves, sparse if sparse and any(_has(sparse, *kind) for kind in product(runs.PASSES, SHARED)) else None),
+        "blocksparse": (
+            _curves,
+            sparse if sparse and any(_has(sparse, *kind) for kind in product(runs.PASSES, SHARED)) else None,
+        ),
         "butterfly": (_butterflies, sparse if sparse and sparse.butterfly_lengths else None),
     }
     return {name: partial(make, rows, data) for name, (make, data) in drawn.items() if data}
@@ -90,7 +104,9 @@ def _save(figure: Any, path: Path) -> None:
     Image.open(buffer).convert("RGB").quantize(TONES, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
-def _figure(lines: int, columns: int, title: str, size: tuple[float, float] = PANEL, **options: Any) -> tuple[Any, Panels]:
+def _figure(
+    lines: int, columns: int, title: str, size: tuple[float, float] = PANEL, **options: Any
+) -> tuple[Any, Panels]:
     """A figure of so many panels, and they as an array with two dimensions."""
     from matplotlib.figure import Figure
 
@@ -114,7 +130,14 @@ def _style(name: str, dashed: bool | None = None) -> dict[str, Any]:
         return {"color": colour, "marker": marker, "markersize": 4, "linewidth": 1.1, "linestyle": "--", "zorder": 2}
     line = "--" if (name.endswith(runs.END_TO_END) if dashed is None else dashed) else "-"
     top = 4 if name == "v3" else 3
-    return {"color": COLOURS.get(name, BLACK), "marker": "o", "markersize": 5, "linewidth": 2.2, "linestyle": line, "zorder": top}
+    return {
+        "color": COLOURS.get(name, BLACK),
+        "marker": "o",
+        "markersize": 5,
+        "linewidth": 2.2,
+        "linestyle": line,
+        "zorder": top,
+    }
 
 
 def _line(axes: Any, name: str, points: dict[Any, float], dashed: bool | None = None) -> Any:
@@ -141,12 +164,16 @@ def _outer(panels: Panels, x: str, y: str) -> None:
 
 def _of_generations(rows: list[Row]) -> dict[str, list[Row]]:
     tables = {pass_: runs.last_run(rows, pass_) for pass_ in runs.PASSES}
-    tables = {pass_: [row for row in mine if row["head_dim"] == "128" and row["causal"] == "1"] for pass_, mine in tables.items()}
+    tables = {
+        pass_: [row for row in mine if row["head_dim"] == "128" and row["causal"] == "1"]
+        for pass_, mine in tables.items()
+    }
     return {pass_: mine for pass_, mine in tables.items() if any(row["impl"] in GENERATIONS for row in mine)}
 
 
 def _generations(rows: list[Row], tables: dict[str, list[Row]]) -> Any:
-    """The picture at the top of the README: bars of each generation and of the best peer by length, a panel for each pass."""
+    """The picture at the top of the README: bars of each generation and of the best peer by length, a
+    panel for each pass."""
     from matplotlib.patheffects import withStroke
 
     first = next(iter(tables.values()))[0]
@@ -203,7 +230,8 @@ def _lines(rows: list[Row], mine: list[Row], title: str) -> Any:
 
 
 def _by_shape(table: Speeds, title: str) -> tuple[Any, Panels, list[tuple[Any, dict[int, dict[str, float]]]]]:
-    """A figure with a line of panels for each mask and a column for each head dim; and each panel with its cells by seqlen."""
+    """A figure with a line of panels for each mask and a column for each head dim;
+    and each panel with its cells by seqlen."""
     masks, head_dims = (sorted({shape[i] for shape in table}) for i in (1, 0))
     figure, panels = _figure(len(masks), len(head_dims), title, sharex=True, sharey=True)
     found = []
@@ -226,12 +254,15 @@ STEPS = {
 
 
 def _of_speedups(rows: list[Row]) -> dict[str, dict[tuple[str, str, str], runs.Ratios]]:
-    found = {title: {step: ratios for step in steps if (ratios := runs.over(rows, *step))} for title, steps in STEPS.items()}
+    found = {
+        title: {step: ratios for step in steps if (ratios := runs.over(rows, *step))} for title, steps in STEPS.items()
+    }
     return {title: steps for title, steps in found.items() if steps}
 
 
 def _speedups(rows: list[Row], found: dict[str, dict[tuple[str, str, str], runs.Ratios]]) -> Any:
-    """Geometric mean of each version's speed over the generation before it and over the best peer, by head dim, with the range."""
+    """Geometric mean of each version's speed over the generation before it and over the best peer, by head dim,
+    with the range."""
     widths = [len(steps) for steps in found.values()]
     title = f"Speed-up: geometric mean and range over the cells, by head dim, {rows[-1]['gpu']}"
     figure, panels = _figure(1, len(found), title, (3.1, 3.2), sharey=True, width_ratios=widths)
@@ -245,9 +276,13 @@ def _speedups(rows: list[Row], found: dict[str, dict[tuple[str, str, str], runs.
                 middle, ticks[at] = runs.mean(values), head_dim
                 axes.bar(at, middle - 1, width * 0.9, bottom=1, color=COLOURS.get(impl, BLACK))
                 axes.vlines(at, min(values), max(values), color="#333333", linewidth=1)
-                axes.annotate(f"{middle:.2f}", (at, max(values)), (0, 3), textcoords="offset points", ha="center", fontsize=8)
+                axes.annotate(
+                    f"{middle:.2f}", (at, max(values)), (0, 3), textcoords="offset points", ha="center", fontsize=8
+                )
             label = f"{impl.removesuffix('_end_to_end')}\nover {other}"
-            axes.annotate(label, (place, 0), (0, -18), ("data", "axes fraction"), "offset points", ha="center", va="top")
+            axes.annotate(
+                label, (place, 0), (0, -18), ("data", "axes fraction"), "offset points", ha="center", va="top"
+            )
         axes.axhline(1, color=BLACK, linewidth=1)
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter(lambda times, _: f"{times:g}x")
@@ -268,7 +303,8 @@ def _of_errors(rows: list[Row]) -> list[Row]:
 
 
 def _errors(rows: list[Row], mine: list[Row]) -> Any:
-    """RMS error against TFLOP/s of every implementation at one length, a panel for each head dim; hollow marks are causal."""
+    """RMS error against TFLOP/s of every implementation at one length, a panel for each head dim;
+    hollow marks are causal."""
     head_dims = sorted({int(row["head_dim"]) for row in mine})
     figure, panels = _figure(
         1,
@@ -288,7 +324,9 @@ def _errors(rows: list[Row], mine: list[Row]) -> Any:
         elif row["dtype"] == "e4m3" and ours(row["impl"]):
             kept["marker"] = "d"
         size = 70 if ours(row["impl"]) else 36
-        drawn = axes.scatter(float(row["tflops"]), float(row["rms_err"]), size, facecolors=fill, edgecolors=style["color"], **kept)
+        drawn = axes.scatter(
+            float(row["tflops"]), float(row["rms_err"]), size, facecolors=fill, edgecolors=style["color"], **kept
+        )
         if row["causal"] == "0" or name not in labels:
             labels[name] = drawn
     for axes, head_dim in zip(panels[0], head_dims, strict=True):
@@ -302,7 +340,10 @@ def _errors(rows: list[Row], mine: list[Row]) -> Any:
 
 
 def _of_memory(rows: list[Row]) -> dict[str, list[Row]]:
-    tables = {pass_: [row for row in runs.last_run(rows, pass_) if row.get("peak_mib") and row["causal"] == "0"] for pass_ in runs.PASSES}
+    tables = {
+        pass_: [row for row in runs.last_run(rows, pass_) if row.get("peak_mib") and row["causal"] == "0"]
+        for pass_ in runs.PASSES
+    }
     return {pass_: mine for pass_, mine in tables.items() if mine}
 
 
@@ -332,7 +373,8 @@ def _memory(rows: list[Row], tables: dict[str, list[Row]]) -> Any:
 
 
 def _name_ends(axes: Any, end: int, values: dict[str, float]) -> None:
-    """Names at the right ends of lines, since many lie on one another: those of equal values side by side, near ones beneath."""
+    """Names at the right ends of lines, since many lie on one another:
+    those of equal values side by side, near ones beneath."""
     ranked = sorted(values, key=lambda name: -values[name])
     texts: list[tuple[float, str]] = []
     for before, name in zip(["", *ranked], ranked, strict=False):
@@ -351,14 +393,20 @@ def _of_roofline(rows: list[Row]) -> list[Row]:
 
 
 def _roofline(rows: list[Row], mine: list[Row]) -> Any:
-    """Forward TFLOP/s against FLOPs for each byte that the algorithm moves, and for each that DRAM saw, a panel for each head dim."""
+    """Forward TFLOP/s against FLOPs for each byte that the algorithm moves,
+    and for each that DRAM saw, a panel for each head dim."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     seen = [row for row in runs.measured(rows) if row["pass"] == f"{TRAFFIC}fwd" and row.get("dram_mib")]
     seen = {(row["impl"], runs.shape_of(row)): float(row["dram_mib"]) * 2**20 for row in seen}
     head_dims = sorted({int(row["head_dim"]) for row in mine})
     figure, panels = _figure(
-        1, len(head_dims), f"Roofline, forward, {mine[0]['dtype']}, {mine[0]['gpu']}", (4.1, 3.3), sharex=True, sharey=True
+        1,
+        len(head_dims),
+        f"Roofline, forward, {mine[0]['dtype']}, {mine[0]['gpu']}",
+        (4.1, 3.3),
+        sharex=True,
+        sharey=True,
     )
     labels = {}
     for row in mine:
@@ -387,16 +435,22 @@ def _roofline(rows: list[Row], mine: list[Row]) -> Any:
     if rate:
         ends = [low, max(products) / rate if products else high]
         for axes in panels[0]:
-            labels[f"memory, {rate:.1f} TB/s ({source})"] = axes.plot(ends, [rate * x for x in ends], color=BLACK, linewidth=1.2)[0]
+            labels[f"memory, {rate:.1f} TB/s ({source})"] = axes.plot(
+                ends, [rate * x for x in ends], color=BLACK, linewidth=1.2
+            )[0]
     panels[0, 0].set_ylabel("TFLOP/s")
-    moved = "FLOPs for each byte that the algorithm moves, caches left out" + "; filled: that DRAM moved, by its counters" * bool(seen)
+    moved = (
+        "FLOPs for each byte that the algorithm moves, caches left out"
+        + "; filled: that DRAM moved, by its counters" * bool(seen)
+    )
     panels[0, len(head_dims) // 2].set_xlabel(moved)
     _legend(figure, labels)
     return figure
 
 
 def bandwidth(rows: list[Row], gpu: str) -> tuple[float | None, str]:
-    """TB/s of memory and where that is from: the last row of pass `copy`, else the GPU's data sheet; None where neither is known."""
+    """TB/s of memory and where that is from: the last row of pass `copy`, else the GPU's data sheet;
+    None where neither is known."""
     copies = [row for row in runs.measured(rows) if row["pass"] == COPY]
     if copies:
         return traffic.copied(copies[-1]), "a copy"
@@ -446,12 +500,20 @@ def _butterflies(rows: list[Row], run: Sparse) -> Any:
         for head_dim, axes in zip(columns, line, strict=True):
             cells = run.butterfly.get((pass_, head_dim), {})
             for dense in (False, True):
-                for name in dict.fromkeys(impl for cell in cells.values() for impl in cell.get(dense, {}) if ours(impl)):
-                    points = {seqlen: cell[dense][name] for seqlen, cell in cells.items() if name in cell.get(dense, {})}
+                for name in dict.fromkeys(
+                    impl for cell in cells.values() for impl in cell.get(dense, {}) if ours(impl)
+                ):
+                    points = {
+                        seqlen: cell[dense][name] for seqlen, cell in cells.items() if name in cell.get(dense, {})
+                    }
                     labels[name + (", dense" if dense else ", butterfly")] = _line(axes, name, points, dashed=dense)
             axes.set_yscale("log")
             axes.set_xscale("log", base=2)
-            axes.set_xticks(lengths, [f"{length(seqlen)}\n{run.densities[BUTTERFLY, seqlen]:.1%}" for seqlen in lengths], fontsize=8.5)
+            axes.set_xticks(
+                lengths,
+                [f"{length(seqlen)}\n{run.densities[BUTTERFLY, seqlen]:.1%}" for seqlen in lengths],
+                fontsize=8.5,
+            )
             axes.minorticks_off()
             axes.set_title(f"{runs.WORDS[pass_]}, head dim {head_dim}")
     _outer(panels, f"seqlen, {length(run.tokens)} tokens in all; density of the butterfly", "ms")

@@ -1,4 +1,5 @@
-"""Results as tables and pictures: the README's part between its markers, and bench/results/*.png. `python -m bench.plot`"""
+"""Results as tables and pictures: the README's part between its markers, and bench/results/*.png.
+`python -m bench.plot`"""
 
 from __future__ import annotations
 
@@ -10,7 +11,21 @@ from pathlib import Path
 
 from bench import claims, pictures, readmes, runs, traffic
 from bench.rows import MISSING, read
-from bench.runs import BUTTERFLY, FP8, RESULTS, TABLES, Row, Sparse, Speeds, impls, last_run, length, ours, sparse_run, speeds
+from bench.runs import (
+    BUTTERFLY,
+    FP8,
+    RESULTS,
+    TABLES,
+    Row,
+    Sparse,
+    Speeds,
+    impls,
+    last_run,
+    length,
+    ours,
+    sparse_run,
+    speeds,
+)
 
 Picture = Callable[[str, str], list[str]]
 """`picture_of` the pictures that are drawn."""
@@ -21,22 +36,23 @@ RATIOS = "Geometric mean of the speed ratios over the cells that both ran, and t
 WORDS = {
     "speedups": (
         "Speed-ups",
-        "Each version over the one before it, and over the fastest other library in each cell; a bar is a geometric mean, its line the "
-        "range over the cells.",
+        "Each version over the one before it, and over the fastest other library in each cell; "
+        "a bar is a geometric mean, its line the range over the cells.",
     ),
     "errors": (
         "Error against speed",
-        "Root mean square error of out against float64 on N(0, 1) inputs, as `bench` found it before it timed the cell. With e4m3 inputs "
-        "these are the exact ones, and their rounding is no error; from 16 bits it is one.",
+        "Root mean square error of out against float64 on N(0, 1) inputs, as `bench` found it before it timed the "
+        "cell. With e4m3 inputs these are the exact ones, and their rounding is no error; from 16 bits it is one.",
     ),
     "memory": (
         "Memory",
-        "What one call allocates beyond its inputs, divided among its sequences. Standard attention holds a square of scores.",
+        "What one call allocates beyond its inputs, divided among its sequences. "
+        "Standard attention holds a square of scores.",
     ),
     "roofline": (
         "Roofline",
-        "Hollow: bytes as the algorithm's tiles ask for them. A version above the slope of memory has its keys and values, or v1 its O, "
-        "from the L2 cache, which the papers' model of memory leaves out.",
+        "Hollow: bytes as the algorithm's tiles ask for them. A version above the slope of memory has its keys and "
+        "values, or v1 its O, from the L2 cache, which the papers' model of memory leaves out.",
     ),
 }
 """Title and text of the pictures that have no table of their own."""
@@ -59,13 +75,20 @@ def ratios_of(table: Speeds) -> str:
     names = impls(table)
     lines = [f"| | {' | '.join(f'over {name}' for name in names)} |", "|---" * (1 + len(names)) + "|"]
     for name in (name for name in names if ours(name)):
-        shown = [_ratio([cell[name] / cell[other] for cell in table.values() if name in cell and other in cell]) for other in names]
-        lines.append(f"| {name} | {' | '.join('' if other == name else text for other, text in zip(names, shown, strict=True))} |")
+        shown = [
+            _ratio([cell[name] / cell[other] for cell in table.values() if name in cell and other in cell])
+            for other in names
+        ]
+        lines.append(
+            f"| {name} | {' | '.join('' if other == name else text for other, text in zip(names, shown, strict=True))} "
+            "|"
+        )
     return "\n".join(lines)
 
 
 def sparse_table(run: Sparse) -> str:
-    """Markdown: a row for each mask and size, ms of each implementation and its speed-up over its own dense kernel; the fastest in bold."""
+    """Markdown: a row for each mask and size, ms of each implementation and its speed-up over its own dense kernel;
+    the fastest in bold."""
     names = list(dict.fromkeys(impl for cells in run.ms.values() for cell in cells.values() for impl in cell))
     lines = [f"| mask | density | head_dim | seqlen | pass | {' | '.join(names)} |", "|---" * (5 + len(names)) + "|"]
     for size, cells in run.ms.items():
@@ -84,7 +107,8 @@ def sparse_table(run: Sparse) -> str:
 
 
 def sparse_ratios(run: Sparse) -> str:
-    """Markdown: each of our versions' speed over every other implementation's and over the better peer, over the masked cells."""
+    """Markdown: each of our versions' speed over every other implementation's and over the better peer, over
+    the masked cells."""
     masked = [cell for cells in run.ms.values() for mask, cell in cells.items() if mask not in runs.DENSE]
     names = list(dict.fromkeys(impl for cell in masked for impl in cell))
     best = "over the better peer"
@@ -104,16 +128,19 @@ def _sparse_report(run: Sparse, rows: list[Row], picture: Picture) -> Iterable[s
     yield _origin(rows, run.rows[0], "bf16", "ms, medians")
     if run.ms:
         yield (
-            "One sequence, hidden 2048 at 16k tokens and 512 at 64k, blocks of 128 x 128 that all heads share. `random/8` keeps an eighth "
-            "of each row's blocks, drawn at random, `local/8` as many around the diagonal; density is the share of pairs that are seen. In "
-            "brackets the speed-up over the implementation's own dense kernel in the same run (v2's for `blocksparse`)."
+            "One sequence, hidden 2048 at 16k tokens and 512 at 64k, blocks of 128 x 128 that all heads share. "
+            "`random/8` keeps an eighth of each row's blocks, drawn at random, `local/8` as many around the diagonal; "
+            "density is the share of pairs that are seen. In brackets the speed-up over the implementation's own dense "
+            "kernel in the same run (v2's for `blocksparse`)."
         )
         yield from picture("blocksparse", "Speed-up over the dense kernel against 1/density")
         yield "Geometric mean of the speed ratios over the masked cells that both ran, and the worst cell:"
         yield sparse_ratios(run)
         yield from folded(f"All {sum(map(len, run.ms.values()))} cells", sparse_table(run))
     if run.butterfly:
-        shares = ", ".join(f"{run.densities[BUTTERFLY, seqlen]:.1%} at {length(seqlen)}" for seqlen in run.butterfly_lengths)
+        shares = ", ".join(
+            f"{run.densities[BUTTERFLY, seqlen]:.1%} at {length(seqlen)}" for seqlen in run.butterfly_lengths
+        )
         yield f"The butterfly mask, {length(run.tokens)} tokens in all; its density is {shares}."
         yield from picture("butterfly", "Time against seqlen, butterfly and dense")
 
@@ -123,7 +150,10 @@ def _traffic_report(rows: list[Row]) -> Iterable[str]:
     mine = runs.of_last([row for row in rows if row["pass"].startswith(runs.TRAFFIC)])
     if not mine:
         return
-    lines = ["| version | head_dim | seqlen | pass | by the algorithm, MiB | by DRAM's counters, MiB |", "|---" * 6 + "|"]
+    lines = [
+        "| version | head_dim | seqlen | pass | by the algorithm, MiB | by DRAM's counters, MiB |",
+        "|---" * 6 + "|",
+    ]
     for row in mine:
         pass_ = row["pass"].removeprefix(runs.TRAFFIC)
         by_count = f"{traffic.counted(row['impl'], runs.problem_of(row)) / 2**20:.0f}" if pass_ == "fwd" else "-"
@@ -146,9 +176,12 @@ def _origin(rows: list[Row], of: Row, dtype: str, what: str) -> str:
     versions = f"torch {of['torch']}, triton {of['triton']}, commit {commits}"
     product = f"{'an' if dtype == FP8 else 'a'} {dtype} matmul in the same run: {products}"
     unit = "" if what.startswith("TFLOP/s") else " TFLOP/s"
-    gpu, run = (re.sub(r"([\\`*_<>&|\[\]])", r"\\\1", of[field]) for field in ("gpu", "run"))  # names of others', as text
+    # names of others', as text
+    gpu, run = (re.sub(r"([\\`*_<>&|\[\]])", r"\\\1", of[field]) for field in ("gpu", "run"))
     there = {row["impl"] for row in runs.measured(mine)}
-    absent = dict.fromkeys(row["impl"] for row in mine if row.get("why", "").startswith(MISSING) and row["impl"] not in there)
+    absent = dict.fromkeys(
+        row["impl"] for row in mine if row.get("why", "").startswith(MISSING) and row["impl"] not in there
+    )
     missing = f" Not installed: {', '.join(absent)}." if absent else ""
     return f"{gpu}, {versions}, run {run} of {of['date']}. {what}; {product}{unit}.{missing}"
 
@@ -158,7 +191,8 @@ def _ratio(values: list[float]) -> str:
 
 
 def picture_of(drawn: Container[str], results: Path, name: str, text: str) -> list[str]:
-    """The line of a picture, with that text in its place, where it is among those that are drawn beside this results file."""
+    """The line of a picture, with that text in its place, where it is among those that are drawn beside
+    this results file."""
     return [f"![{text}](bench/results/{results.stem}_{name}.png)"] if name in drawn else []
 
 

@@ -11,7 +11,8 @@ from math import inf
 
 @contextmanager
 def progress(total: int, what: str) -> Iterator[Callable[[str], None]]:
-    """A function that prints the line of one of so many steps. The time left is before it or, under a terminal, in a bar beneath."""
+    """A function that prints the line of one of so many steps. The time left is before it or, under a terminal,
+    in a bar beneath."""
     if not sys.stdout.isatty():
         started, done = time.monotonic(), 0
 

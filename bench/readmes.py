@@ -1,4 +1,5 @@
-"""The figures in the READMEs of versions, and the H100's in the project's, made from results files; its table of versions, from Specs.
+"""The figures in the READMEs of versions, and the H100's in the project's, made from results files;
+its table of versions, from Specs.
 
 A README's section `name` is what stands between `<!-- name:begin -->` and `<!-- name:end -->`; `bench.plot` writes all.
 """
@@ -20,8 +21,18 @@ ROOT = Path(__file__).parent.parent
 H100 = RESULTS.with_name("h100-80gb-hbm3.csv")
 
 NAMES = {
-    **{"fa4": "flash-attn-4", "fa3": "FlashAttention-3", "sdpa_cudnn": "cuDNN", "sdpa_flash": "torch's FA-2", "flex": "FlexAttention"},
-    **{BEST_PEER: "the fastest other library of each cell", "cudnn_fp8": "cuDNN's FP8", "v3_deterministic": "v3, deterministic"},
+    **{
+        "fa4": "flash-attn-4",
+        "fa3": "FlashAttention-3",
+        "sdpa_cudnn": "cuDNN",
+        "sdpa_flash": "torch's FA-2",
+        "flex": "FlexAttention",
+    },
+    **{
+        BEST_PEER: "the fastest other library of each cell",
+        "cudnn_fp8": "cuDNN's FP8",
+        "v3_deterministic": "v3, deterministic",
+    },
 }
 ERRORS = {
     "v3 fp16": ("v3 in fp16", "1.9e-4"),
@@ -125,14 +136,20 @@ def forward(rows: list[Row]) -> Iterator[str]:
     """v3's."""
     yield what(rows, "fwd")
     yield speeds_at(rows, "fwd", ("v3", "fa4", "sdpa_cudnn", "v2"), (512, 2048, LONGEST))
-    yield f"Over all cells, geometric means: {over(rows, 'v3', (BEST_PEER, 'fa4', 'sdpa_cudnn', 'v2', 'sdpa_flash'), 'fwd')}."
+    yield (
+        "Over all cells, geometric means: "
+        f"{over(rows, 'v3', (BEST_PEER, 'fa4', 'sdpa_cudnn', 'v2', 'sdpa_flash'), 'fwd')}."
+    )
 
 
 def ablation(rows: list[Row]) -> Iterator[str]:
     """Ping-pong and overlap each on and off; of each head dim the last run."""
     mine = [row for row in runs.measured(rows) if row["impl"] in ABLATION and row["pass"] == "fwd"]
     last = {d: runs.of_last([row for row in mine if row["head_dim"] == str(d)]) for d in HEAD_DIMS}
-    found = {d: {row["impl"]: f"{float(row['tflops']):.0f}" for row in of if row["head_dim"] == str(d)} for d, of in last.items()}
+    found = {
+        d: {row["impl"]: f"{float(row['tflops']):.0f}" for row in of if row["head_dim"] == str(d)}
+        for d, of in last.items()
+    }
     head = ("TFLOP/s", "paper, 128", *(f"{d} (`{of[0]['run']}`)" for d, of in last.items()))
     lines = [(text, paper, *(found[d][impl] for d in HEAD_DIMS)) for impl, (text, paper) in ABLATION.items()]
     yield table(head, [*lines, ("overlap, no warp specialisation", "570", "", "", "")])
@@ -153,13 +170,16 @@ def sparse(rows: list[Row]) -> Iterator[str]:
                 ids[mask] = each
     others = "".join(f", {mask} `{each}`" for mask, each in ids.items() if each != run.rows[0]["run"])
     yield (
-        f"{run.rows[0]['dtype']}, blocks of 128 x 128. {origin(run.rows[0])}{others}. The share of 1/density that is reached, of the "
-        "dense kernel's time in the same turns, by the share of blocks kept, drawn at random:"
+        f"{run.rows[0]['dtype']}, blocks of 128 x 128. {origin(run.rows[0])}{others}. The share of 1/density that is "
+        "reached, of the dense kernel's time in the same turns, by the share of blocks kept, drawn at random:"
     )
     lines = (
         [
             f"{runs.WORDS[pass_]}, head dim {d}, {runs.length(n)}",
-            *(f"{reached[(pass_, d, n), mask]:.2f}" if ((pass_, d, n), mask) in reached else "" for mask in of.values()),
+            *(
+                f"{reached[(pass_, d, n), mask]:.2f}" if ((pass_, d, n), mask) in reached else ""
+                for mask in of.values()
+            ),
         ]
         for pass_, d, n in run.ms
     )
@@ -171,12 +191,15 @@ def sparse(rows: list[Row]) -> Iterator[str]:
         if mask not in runs.DENSE and "v3" in cell
     }
     by_part = {
-        f"{runs.WORDS[p]} at head dim {d} {runs.mean([v for (size, _), v in masked.items() if size[:2] == (p, d)]):.2f}x"
+        (
+            f"{runs.WORDS[p]} at head dim {d} "
+            f"{runs.mean([v for (size, _), v in masked.items() if size[:2] == (p, d)]):.2f}x"
+        )
         for p, d in sorted({size[:2] for size, _ in masked}, key=str)
     }
     yield (
-        f"Over the better of flash-attn-4's block sparsity and FlexAttention in each of {len(masked)} cells: {ratio(masked.values())}; "
-        f"{', '.join(sorted(by_part))}."
+        f"Over the better of flash-attn-4's block sparsity and FlexAttention in each of {len(masked)} cells: "
+        f"{ratio(masked.values())}; {', '.join(sorted(by_part))}."
     )
 
 
@@ -191,7 +214,8 @@ def backward(rows: list[Row]) -> Iterator[str]:
     kept = ", ".join(f"{min(slower.of(d)):.2f} to {max(slower.of(d)):.2f} at {d}" for d in HEAD_DIMS)
     yield (
         f"Over all cells, geometric means: {over(rows, 'v3', (BEST_PEER, 'v2', 'v1'), 'bwd')}; by head dim, over the "
-        f"fastest other library, {by_head_dim}. The deterministic mode has this share of the other's speed, by head dim: {kept}."
+        f"fastest other library, {by_head_dim}. The deterministic mode has this share of the other's speed, "
+        f"by head dim: {kept}."
     )
 
 
@@ -220,7 +244,9 @@ def packed_over(found: Packed, impl: str, other: str | None = None) -> dict[str,
     values: dict[str, list[float]] = {pass_: [] for pass_ in runs.WORDS}
     for (pass_, _, _), cell in found.items():
         for causal in (False, True):
-            others = [v for (name, c), v in cell.items() if c == causal and (name == other if other else not runs.ours(name))]
+            others = [
+                v for (name, c), v in cell.items() if c == causal and (name == other if other else not runs.ours(name))
+            ]
             if others and (impl, causal) in cell:
                 values[pass_].append(cell[impl, causal] / max(others))
     return values
@@ -236,19 +262,24 @@ def packed(rows: list[Row]) -> Iterator[str]:
     mine, found = packed_run(rows)
     impls = packed_impls(found)
     yield (
-        f"{mine[0]['dtype']}, documents of log-normal lengths, half of them below 493 tokens, none longer than a quarter of all; TFLOP/s "
-        f"without / with a causal mask, of the pairs that are seen. {origin(mine[0])}."
+        f"{mine[0]['dtype']}, documents of log-normal lengths, half of them below 493 tokens, none longer than a "
+        f"quarter of all; TFLOP/s without / with a causal mask, of the pairs that are seen. {origin(mine[0])}."
     )
     for pass_, word in runs.WORDS.items():
         lines = []
         for (of, (heads, heads_kv, head_dim), tokens), cell in found.items():
             if of == pass_:
-                speeds = (" / ".join(f"{cell[i, c]:.0f}" if (i, c) in cell else "" for c in (False, True)) for i in impls)
-                lines.append((f"{heads}:{heads_kv} of {head_dim}", runs.length(tokens), *(x.strip(" /") for x in speeds)))
+                speeds = (
+                    " / ".join(f"{cell[i, c]:.0f}" if (i, c) in cell else "" for c in (False, True)) for i in impls
+                )
+                lines.append(
+                    (f"{heads}:{heads_kv} of {head_dim}", runs.length(tokens), *(x.strip(" /") for x in speeds))
+                )
         yield table((f"{word}, heads", "tokens", *map(name_of, impls)), lines)
     yield (
-        f"v3 over the fastest other library of each cell, geometric means: {in_passes(packed_over(found, 'v3'))}. v2 over FlexAttention "
-        f"with a mask of documents: {in_passes(packed_over(found, 'v2', 'flex'))}. With 4k tokens the host takes as long as the kernels."
+        f"v3 over the fastest other library of each cell, geometric means: {in_passes(packed_over(found, 'v3'))}. v2 "
+        f"over FlexAttention with a mask of documents: {in_passes(packed_over(found, 'v2', 'flex'))}. With 4k tokens "
+        "the host takes as long as the kernels."
     )
 
 
@@ -259,8 +290,8 @@ def packed_in_a_sentence(rows: list[Row]) -> Iterator[str]:
     names = [name_of(name) for name in packed_impls(found) if not runs.ours(name)]
     yield (
         f"**Speed**: v3 is {in_passes(packed_over(found, 'v3'))} of the fastest of {', '.join(names[:-1])} and "
-        f"{names[-1]}, in {cells} cells of documents of many lengths ([table](flashzoo/v3/README.md#packed-sequences); run "
-        f"`{mine[0]['run']}`, {mine[0]['gpu']})."
+        f"{names[-1]}, in {cells} cells of documents of many lengths ([table](flashzoo/v3/README.md#packed-sequences); "
+        f"run `{mine[0]['run']}`, {mine[0]['gpu']})."
     )
 
 
@@ -269,13 +300,26 @@ def fp8(rows: list[Row]) -> Iterator[str]:
     mine, whole = runs.last_run(rows, "fwd_e4m3"), runs.over(rows, "v3_fp8_end_to_end", "v3", "fwd_end_to_end")
     assert whole
     lengths = sorted({seqlen for _, _, seqlen in whole.values})
-    yield f"- **e4m3 inputs**, scale 1: {over(rows, 'v3_fp8', ('cudnn_fp8',), 'fwd_e4m3')} in its run. {origin(mine[0])}."
-    yield (f"- **From bf16 inputs**, quantisation included, over v3 in bf16, seqlen {' / '.join(map(str, lengths))} (run `{whole.run}`):")
-    cells = {(d, causal): " / ".join(f"{whole.values[d, causal, n]:.2f}" for n in lengths) for d in HEAD_DIMS for causal in (False, True)}
+    yield (
+        f"- **e4m3 inputs**, scale 1: {over(rows, 'v3_fp8', ('cudnn_fp8',), 'fwd_e4m3')} in its run. {origin(mine[0])}."
+    )
+    yield (
+        "- **From bf16 inputs**, quantisation included, over v3 in bf16, "
+        f"seqlen {' / '.join(map(str, lengths))} (run `{whole.run}`):"
+    )
+    cells = {
+        (d, causal): " / ".join(f"{whole.values[d, causal, n]:.2f}" for n in lengths)
+        for d in HEAD_DIMS
+        for causal in (False, True)
+    }
     yield table(("head_dim", "full", "causal"), ([str(d), cells[d, False], cells[d, True]] for d in HEAD_DIMS))
     one = [row for row in runs.measured(rows) if row["impl"].endswith(ABLATED) and row["pass"] == "fwd"]
     of = [row for row in rows if row["run"] == one[-1]["run"] and row["pass"] == "fwd"]
-    levels = {shape: cell["v3_fp8"] / cell["v3_fp8_one_level"] for shape, cell in runs.speeds(of).items() if "v3_fp8_one_level" in cell}
+    levels = {
+        shape: cell["v3_fp8"] / cell["v3_fp8_one_level"]
+        for shape, cell in runs.speeds(of).items()
+        if "v3_fp8_one_level" in cell
+    }
     parts = ", ".join(
         f"{d} {'causal' if causal else 'full'} {' / '.join(f'{levels[d, causal, n]:.2f}' for n in (4096, LONGEST))}"
         for d in (64, 256)
@@ -299,8 +343,9 @@ def blocksparse(rows: list[Row]) -> Iterator[str]:
     first, last = run.butterfly_lengths[0], run.butterfly_lengths[-1]
     kept = " and ".join(f"{run.densities[runs.BUTTERFLY, n]:.0%} at {runs.length(n)}" for n in (first, last))
     yield (
-        f"{run.rows[0]['dtype']}, {runs.length(run.tokens)} tokens in all, hidden 512, head dim 128. {origin(run.rows[0])}. The butterfly "
-        f"keeps {kept}; ms, and at {runs.length(last)} the speed-up over the own dense kernel, v2's for blocksparse:"
+        f"{run.rows[0]['dtype']}, {runs.length(run.tokens)} tokens in all, hidden 512, head dim 128. "
+        f"{origin(run.rows[0])}. The butterfly keeps {kept}; ms, and at {runs.length(last)} the speed-up over the own "
+        "dense kernel, v2's for blocksparse:"
     )
     lines = []
     for pass_, word in runs.WORDS.items():
@@ -311,8 +356,15 @@ def blocksparse(rows: list[Row]) -> Iterator[str]:
             lines.append([impl, word, *(f"{each:.2f}" for each in ms), f"{ms[3] / ms[1]:.0f}x"])
     head = [f"{what}, {runs.length(n)}" for what in ("butterfly", "dense") for n in (first, last)]
     yield table(("", "pass", *head, "speed-up"), lines)
-    masked = [cell for cells in run.ms.values() for mask, cell in cells.items() if mask not in runs.DENSE and "blocksparse" in cell]
-    against = ", ".join(f"{ratio(cell[other] / cell['blocksparse'] for cell in masked)} {NAMES[other]}" for other in ("flex", "fa4"))
+    masked = [
+        cell
+        for cells in run.ms.values()
+        for mask, cell in cells.items()
+        if mask not in runs.DENSE and "blocksparse" in cell
+    ]
+    against = ", ".join(
+        f"{ratio(cell[other] / cell['blocksparse'] for cell in masked)} {NAMES[other]}" for other in ("flex", "fa4")
+    )
     yield f"Over all {len(masked)} masked cells of that run, each library with masks of its own: {against}."
 
 
@@ -320,14 +372,16 @@ def h100(_: list[Row]) -> Iterator[str]:
     """One sentence on another GPU."""
     rows = read(H100)
     mine, eight = runs.last_run(rows, "fwd"), runs.last_run(rows, "fwd_e4m3")
-    best, best8 = (max(float(row["tflops"]) for row in of if row["impl"] == impl) for of, impl in ((mine, "v3"), (eight, "v3_fp8")))
+    best, best8 = (
+        max(float(row["tflops"]) for row in of if row["impl"] == impl) for of, impl in ((mine, "v3"), (eight, "v3_fp8"))
+    )
     peak, lengths = peak_tflops(mine[0]["gpu"], "bf16"), sorted({int(row["seqlen_q"]) for row in mine})
     assert peak
     forward, backward = (ratio_of(rows, "v3", BEST_PEER, name) for name in runs.WORDS)
     yield (
-        f"On an H100 of 700 W ([its CSV](bench/results/{H100.name}), seqlens {', '.join(map(str, lengths))}) v3 reaches "
-        f"{best:.0f} TFLOP/s, {best / peak:.0%} of the data sheet's {peak:.0f}. Over {NAMES[BEST_PEER]} it is {forward} "
-        f"forward and {backward} backward; v3_fp8 reaches {best8:.0f} TFLOP/s and is "
+        f"On an H100 of 700 W ([its CSV](bench/results/{H100.name}), seqlens {', '.join(map(str, lengths))}) v3 "
+        f"reaches {best:.0f} TFLOP/s, {best / peak:.0%} of the data sheet's {peak:.0f}. Over {NAMES[BEST_PEER]} it is "
+        f"{forward} forward and {backward} backward; v3_fp8 reaches {best8:.0f} TFLOP/s and is "
         f"{over(rows, 'v3_fp8', ('cudnn_fp8',), 'fwd_e4m3')}."
     )
 
@@ -351,7 +405,16 @@ def versions(_: list[Row]) -> Iterator[str]:
         missing = lacks(spec.features, FEATURES)
         dtypes = ", ".join(spec.dtypes) + (f"; by `precision`: {', '.join(spec.quantizes)}" if spec.quantizes else "")
         link = f"[`{name}`]({home})" if (ROOT / home).exists() else f"`{name}`"
-        lines.append([link, spec.title, spec.arch_text, dtypes, f"all but {missing}" if missing else "all", less or "all of these"])
+        lines.append(
+            [
+                link,
+                spec.title,
+                spec.arch_text,
+                dtypes,
+                f"all but {missing}" if missing else "all",
+                less or "all of these",
+            ]
+        )
     yield table(("name", "what it is", "GPU", "dtypes", "features", "in its backward pass"), lines)
     asked = "; ".join(f"`{name}`, {feature.asked}" for name, feature in FEATURES.items())
     yield f"Features, and how a call asks for each: {asked}."
@@ -371,7 +434,8 @@ SECTIONS: dict[str, dict[str, Callable[[list[Row]], Iterator[str]]]] = {
 
 
 def place(text: str, name: str, section: str) -> str:
-    """The text with the section between its markers. Raises ValueError where they are not there, once each and in order."""
+    """The text with the section between its markers. Raises ValueError where they are not there, once
+    each and in order."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     if (text.count(begin), text.count(end)) != (1, 1) or text.index(begin) > text.index(end):
         raise ValueError(f"expected {begin} and after it {end}, got a text without them")
@@ -381,7 +445,11 @@ def place(text: str, name: str, section: str) -> str:
 def wrapped(part: str) -> str:
     """A paragraph in lines of 120 columns; a table as it is."""
     indent = "  " if part.startswith("- ") else ""
-    return part if part.startswith("|") else fill(part, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return (
+        part
+        if part.startswith("|")
+        else fill(part, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    )
 
 
 def written(path: str, rows: list[Row]) -> str:

@@ -28,8 +28,8 @@ class WrongResultError(Exception):
 class Referee:
     """Holds full-size results of one cell against the oracle, on the first batch element and two heads (or one group).
 
-    Where only some queries are checked (`Cell.queries`), the oracle computes these, on all keys. Gradients then are those of these
-    queries' out: so dk and dv are known in full, and every block of a mask has its part in them.
+    Where only some queries are checked (`Cell.queries`), the oracle computes these, on all keys. Gradients then are
+    those of these queries' out: so dk and dv are known in full, and every block of a mask has its part in them.
 
     Args:
         cell: what ran.
@@ -42,7 +42,9 @@ class Referee:
         self.heads_kv = min(problem.heads_kv, ceil(2 / group))
         self.heads = self.heads_kv * group
         self.sample = replace(problem, batch=1, heads=self.heads, heads_kv=self.heads_kv, lse=False)
-        self.tensors = [x[:1, :, :n] for x, n in zip(tensors, (self.heads, self.heads_kv, self.heads_kv, self.heads), strict=True)]
+        self.tensors = [
+            x[:1, :, :n] for x, n in zip(tensors, (self.heads, self.heads_kv, self.heads_kv, self.heads), strict=True)
+        ]
         self.queries, self.mask = cell.queries, None
         if self.queries is not None:
             self.tensors = [x if i in (1, 2) else x[:, self.queries] for i, x in enumerate(self.tensors)]
@@ -53,7 +55,9 @@ class Referee:
             elif problem.causal:
                 self.mask = masks.in_band(self.queries, problem.seqlen_k)[None, None]
             form = None if self.mask is None else MaskForm()
-            self.sample = replace(self.sample, seqlen_q=len(self.queries), causal=False, block_mask=form, sequences=None)
+            self.sample = replace(
+                self.sample, seqlen_q=len(self.queries), causal=False, block_mask=form, sequences=None
+            )
         self.judges: dict[str | None, Judge] = {}
 
     def judge(self, impl: str) -> Judge:

@@ -1,7 +1,8 @@
-"""A results file as one HTML file: the README's tables and pictures, who has no row and why, and every run with all its rows.
+"""A results file as one HTML file: the README's tables and pictures, who has no row and why,
+and every run with all its rows.
 
-`flashzoo report -o report.html`, or `python -m bench.report`. It needs no GPU, and what it writes needs nothing else: pictures are in
-it, and tables sort by a few lines of JavaScript of its own.
+`flashzoo report -o report.html`, or `python -m bench.report`. It needs no GPU, and what it writes needs nothing else:
+pictures are in it, and tables sort by a few lines of JavaScript of its own.
 """
 
 from __future__ import annotations
@@ -41,20 +42,28 @@ def page(rows: Rows, results: Path) -> str:
     tables = shown(rows)
     parts = [
         f"# {_text(title)}",
-        f"From {results.name}: {len(runs.measured(rows))} results of {len(by_run)} runs, the last of {rows[-1]['date']}. Medians of "
-        "interleaved repeats with the L2 cache flushed; each result was checked before it was timed. Each table is of one run: ratios hold "
-        "within a run, and runs of different days differ by up to a tenth. A click on a column's head sorts a table.",
+        f"From {results.name}: {len(runs.measured(rows))} results of {len(by_run)} runs, the last of "
+        f"{rows[-1]['date']}. Medians of interleaved repeats with the L2 cache flushed; each result was checked before "
+        "it was timed. Each table is of one run: ratios hold within a run, and runs of different days differ by up to "
+        "a tenth. A click on a column's head sorts a table.",
         *plot.picture_of(pictures.pictures(rows), results, "generations", "Generations, TFLOP/s by sequence length"),
         plot.report(rows, results).replace("### ", "## "),
         "## Who has no row, and why",
-        "Who is not in some cells of a table: what the run said of it, or else what a version declares against those cells, as it is in "
-        "this checkout and packages taken to be there.",
+        "Who is not in some cells of a table: what the run said of it, or else what a version declares against those "
+        "cells, as it is in this checkout and packages taken to be there.",
         _table(("table", "name", "cells", "why"), absent(tables, rows)),
         "## Names",
-        _table(("name", "what it is", "paper"), ((spec.name, spec.title, spec.paper) for spec in flashzoo.versions().values())),
+        _table(
+            ("name", "what it is", "paper"),
+            ((spec.name, spec.title, spec.paper) for spec in flashzoo.versions().values()),
+        ),
         "## Runs",
-        "The matmul is what the GPU sustained when hot, at the run's beginning and end. Attention cells run cooler, and can be above it.",
-        _table((*RUN_FIELDS, "rows", "matmul, TFLOP/s", "table", "implementations"), (_run(mine, tables) for mine in by_run)),
+        "The matmul is what the GPU sustained when hot, at the run's beginning and end. "
+        "Attention cells run cooler, and can be above it.",
+        _table(
+            (*RUN_FIELDS, "rows", "matmul, TFLOP/s", "table", "implementations"),
+            (_run(mine, tables) for mine in by_run),
+        ),
         *(part for mine in by_run for part in _rows_of(mine)),
     ]
     with TemporaryDirectory() as folder:
@@ -75,7 +84,8 @@ def shown(rows: Rows) -> dict[str, Rows]:
 
 
 def absent(tables: dict[str, Rows], rows: Rows) -> Iterator[tuple[str, str, str, str]]:
-    """For each table, each implementation that has no result in some of its cells: title, name, how many cells of how many, and why.
+    """For each table, each implementation that has no result in some of its cells:
+    title, name, how many cells of how many, and why.
 
     Args:
         tables: as `shown` has them.
@@ -90,7 +100,11 @@ def absent(tables: dict[str, Rows], rows: Rows) -> Iterator[tuple[str, str, str,
         for impl in dict.fromkeys((*flashzoo.versions(), *(row["impl"] for row in (*mine, *said)))):
             names = [(impl, *key_of(row)) for row in cells]
             known = parted(impl)[0] in flashzoo.versions()
-            lacking = [(name, row) for name, row in zip(names, cells, strict=True) if name not in there and (known or name in whys)]
+            lacking = [
+                (name, row)
+                for name, row in zip(names, cells, strict=True)
+                if name not in there and (known or name in whys)
+            ]
             why = Counter(whys.get(name) or _objections(impl, row) for name, row in lacking)
             for reasons, count in why.items():
                 yield title, impl, f"{count} of {len(cells)}", reasons
@@ -109,7 +123,10 @@ def _by_run(rows: Rows) -> dict[str, Rows]:
 
 def _run(mine: Rows, tables: dict[str, Rows]) -> list[str]:
     products = [row for row in mine if row["pass"] == GEMM]
-    rates = {dtype: [f"{float(row['tflops']):.0f}" for row in products if row["dtype"] == dtype] for dtype in ("bf16", "e4m3")}
+    rates = {
+        dtype: [f"{float(row['tflops']):.0f}" for row in products if row["dtype"] == dtype]
+        for dtype in ("bf16", "e4m3")
+    }
     return [
         *(mine[0][field] for field in RUN_FIELDS),
         str(len(mine)),
@@ -160,9 +177,15 @@ def _html(text: str, pictures: dict[str, str]) -> tuple[str, str]:
 
 def main(argv: list[str] | None = None) -> int:
     """Write the file and print its path."""
-    parser = argparse.ArgumentParser(prog="flashzoo report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--out", type=Path, default=Path("report.html"), help="the file to write (default: report.html)")
-    parser.add_argument("--csv", type=runs.results_file, default=str(runs.RESULTS), help="results (default: bench/results/h200.csv)")
+    parser = argparse.ArgumentParser(
+        prog="flashzoo report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "-o", "--out", type=Path, default=Path("report.html"), help="the file to write (default: report.html)"
+    )
+    parser.add_argument(
+        "--csv", type=runs.results_file, default=str(runs.RESULTS), help="results (default: bench/results/h200.csv)"
+    )
     args = parser.parse_args(argv)
     if not args.out.parent.is_dir():
         parser.error(f"--out: expected a file in a folder that is there, got {args.out}")

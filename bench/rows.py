@@ -33,10 +33,11 @@ RESULT_FIELDS = (
     "why",
     "lengths",
 )
-"""The last six: MiB that one call takes at most beyond what it finds, by torch's allocator; microseconds of the host until a call returns,
-on an idle GPU; seconds of the cell's first call, in the process that compiled ahead or in the run; MiB that a call reads from and writes to
-the GPU's memory, which `bench.traffic` measures; why there is no result; and the name of packed sequences' lengths, of which the batch then
-is the number and seqlen_q and seqlen_k the totals. On the CPU the first two are empty."""
+"""The last six: MiB that one call takes at most beyond what it finds, by torch's allocator; microseconds of the host
+until a call returns, on an idle GPU; seconds of the cell's first call, in the process that compiled ahead or in the
+run; MiB that a call reads from and writes to the GPU's memory, which `bench.traffic` measures; why there is no result;
+and the name of packed sequences' lengths, of which the batch then is the number and seqlen_q and seqlen_k the totals.
+On the CPU the first two are empty."""
 KEY_FIELDS = (*SHAPE_FIELDS, "mask", "lengths")
 FIELDS: tuple[str, ...] = (*RUN_FIELDS, "impl", *SHAPE_FIELDS, *RESULT_FIELDS)
 MISSING, REFUSED, NO_MEMORY, FAILED = "missing", "refused", "out of memory", "FAILED"
@@ -63,19 +64,33 @@ def time_columns(times: list[float], operations: float) -> Row:
     """The columns ms, ms_p10, ms_p90 and tflops of a list of milliseconds."""
     found = Timing.of(times)
     speed = operations / found.ms / 1e9
-    return {"ms": f"{found.ms:.5g}", "ms_p10": f"{found.p10:.5g}", "ms_p90": f"{found.p90:.5g}", "tflops": f"{speed:.5g}"}
+    return {
+        "ms": f"{found.ms:.5g}",
+        "ms_p10": f"{found.p10:.5g}",
+        "ms_p90": f"{found.p90:.5g}",
+        "tflops": f"{speed:.5g}",
+    }
 
 
 def no_attention(pass_: str, impl: str, dtype: str, rows: int, columns: int) -> Row:
     """The columns that say what ran, where it was no attention but had a matrix of so many rows and columns."""
-    shape = {"batch": 1, "seqlen_q": rows, "seqlen_k": rows, "heads": 1, "heads_kv": 1, "head_dim": columns, "causal": 0}
+    shape = {
+        "batch": 1,
+        "seqlen_q": rows,
+        "seqlen_k": rows,
+        "heads": 1,
+        "heads_kv": 1,
+        "head_dim": columns,
+        "causal": 0,
+    }
     return {"pass": pass_, "impl": impl, "dtype": dtype, **shape, "mask": "", "density": 1}
 
 
 class Results:
     """The rows of one run, appended to a CSV file cell by cell.
 
-    What a run that was killed has written of its last row is cut off, with a line that says so, and no row is added to columns of others.
+    What a run that was killed has written of its last row is cut off, with a line that says so,
+    and no row is added to columns of others.
 
     Args:
         path: the file; its header is written where it isn't there yet.
@@ -120,7 +135,9 @@ class Results:
         began = next((row for row in rows if row["run"] == self.run), None)
         if began is None:
             last = ", ".join(list(dict.fromkeys(row["run"] for row in rows))[-5:])
-            raise ValueError(f"expected a run of {self.path}, which has {f'{last} last' if last else 'none'}, got {self.run}")
+            raise ValueError(
+                f"expected a run of {self.path}, which has {f'{last} last' if last else 'none'}, got {self.run}"
+            )
         if began["gpu"] != self.common["gpu"]:
             raise ValueError(f"expected the GPU on which {self.run} began, {began['gpu']}, got {self.common['gpu']}")
         for name in ("commit", "torch", "triton", "cutlass_dsl"):
@@ -166,8 +183,12 @@ def head_commit() -> str:
     """The commit that is checked out, marked where files differ from it; "unknown" where there is no git."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
-        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True).stdout
+        head = subprocess.run(
+            [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
+        ).stdout
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return f"{head}-dirty" if changed else head

@@ -1,21 +1,21 @@
 """Versions and peers over the field's shapes, in one run: correct first, then timed in turns. `flashzoo bench --help`
 
-For each cell (a shape and a pass) every implementation runs once at full size, and two heads of what it returns are held
-against the oracle; one that fails gets no speed. The others are then timed in turns, so that a warming GPU is unfair to
-none: flush L2, CUDA event, call, CUDA event. The backward pass is timed alone. A bf16 matmul, timed before and after,
-says what the GPU could do in this run; with `--dtype e4m3`, where inputs are FP8 and there is no backward pass, an FP8 one
-too. A version that quantizes 16-bit inputs is timed so, end to end, under its name with `_end_to_end` behind it, and with
-`_deterministic` behind it any that has an order of accumulation which is fixed.
+For each cell (a shape and a pass) every implementation runs once at full size, and two heads of what it returns are
+held against the oracle; one that fails gets no speed. The others are then timed in turns, so that a warming GPU is
+unfair to none: flush L2, CUDA event, call, CUDA event. The backward pass is timed alone. A bf16 matmul, timed before
+and after, says what the GPU could do in this run; with `--dtype e4m3`, where inputs are FP8 and there is no backward
+pass, an FP8 one too. A version that quantizes 16-bit inputs is timed so, end to end, under its name with `_end_to_end`
+behind it, and with `_deterministic` behind it any that has an order of accumulation which is fixed.
 
 With `--lengths` they have packed sequences (`bench.lengths`), and the FLOPs of the pairs that these see.
 
-With `--masks` cells have block masks (`bench.masks`), and the FLOPs of the pairs that those show; what takes no block mask runs in
-the dense cells beside them. All cells of one size and pass, masked and dense, are timed in the same turns. Masked cells, and dense
-ones of more than 16k tokens, are checked on 1024 queries from everywhere.
+With `--masks` cells have block masks (`bench.masks`), and the FLOPs of the pairs that those show; what takes no block
+mask runs in the dense cells beside them. All cells of one size and pass, masked and dense, are timed in the same turns.
+Masked cells, and dense ones of more than 16k tokens, are checked on 1024 queries from everywhere.
 
-Each implementation that is asked for has a row in each cell: its result, or in the column `why` the reason that there is none, which
-begins with "refused", "missing", "out of memory" or "FAILED". `--resume` adds the rows that a run lacks. It tries nothing again but
-what was missing and is there now: what failed once would fail for ever.
+Each implementation that is asked for has a row in each cell: its result, or in the column `why` the reason that there
+is none, which begins with "refused", "missing", "out of memory" or "FAILED". `--resume` adds the rows that a run lacks.
+It tries nothing again but what was missing and is there now: what failed once would fail for ever.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def listing() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the benchmark; 1 where a version gave a wrong result or an error, else 0 (what was refused or is missing has not failed)."""
+    """Run the benchmark; 1 where a version gave a wrong result or an error, else 0 (what was refused or is missing
+    has not failed)."""
     started = time.monotonic()
     parser = parser_of(__doc__)
     args = parser.parse_args(argv)
@@ -62,7 +63,10 @@ def main(argv: list[str] | None = None) -> int:
         print(listing())
         return 0
     check(args, parser)
-    impls = {pass_: args.impls or default_impls(pass_, args.dtype, bool(args.masks), bool(args.lengths)) for pass_ in passes(args)}
+    impls = {
+        pass_: args.impls or default_impls(pass_, args.dtype, bool(args.masks), bool(args.lengths))
+        for pass_ in passes(args)
+    }
     check_out(args, [impl for chosen in impls.values() for impl in chosen], parser)
     check_size(args, parser)
     results = results_of(args, args.resume or args.run, args.device, parser)
@@ -75,7 +79,10 @@ def main(argv: list[str] | None = None) -> int:
     expected = _expected_s(todo, args.ms) if args.device == "cpu" else 0.0
     about = f"about {duration(expected)}" if expected <= LONGEST_S else f"more than {duration(LONGEST_S)}"
     if expected > LONGEST_S and args.budget_s == inf:
-        parser.error(f"--budget-s: expected one for so much work, or smaller --tokens and --hidden, got none for {about} on a CPU")
+        parser.error(
+            "--budget-s: expected one for so much work, or smaller --tokens and --hidden, "
+            f"got none for {about} on a CPU"
+        )
     where = f"{gpu_name(args.device)}, {about}" if expected >= 1 else gpu_name(args.device)
     print(f"run {results.run}, {len(todo)} cells, {where}, into {results.path}", flush=True)
     for impl in dict.fromkeys(impl for chosen in todo.values() for impl in chosen):
@@ -99,7 +106,9 @@ def _lacking(results: Results, wanted: Work) -> Work:
     return {cell: impls for cell, impls in left.items() if impls}
 
 
-def _run(todo: Work, results: Results, args: argparse.Namespace, started: float, ahead: Mapping[tuple[str, Cell], float]) -> bool:
+def _run(
+    todo: Work, results: Results, args: argparse.Namespace, started: float, ahead: Mapping[tuple[str, Cell], float]
+) -> bool:
     """Whether a version failed."""
     clock, failed, stopped, done = Clock(args.device, started + args.budget_s), False, "", 0
     untimed = Clock(args.device)  # a product of matrices takes half a second
@@ -134,7 +143,8 @@ def _run(todo: Work, results: Results, args: argparse.Namespace, started: float,
 def in_turns(todo: Work, masked: bool) -> list[Work]:
     """What is timed together: a cell, or in a run with block masks all cells of one size and pass, masked and dense.
 
-    A GPU at its power limit is as fast as what runs beside lets it be: so only what is timed in the same turns has a ratio.
+    A GPU at its power limit is as fast as what runs beside lets it be:
+    so only what is timed in the same turns has a ratio.
     """
     together: dict[Cell, Work] = {}
     for cell, impls in todo.items():
@@ -144,10 +154,11 @@ def in_turns(todo: Work, masked: bool) -> list[Work]:
 
 
 def measure(work: Work, clock: Clock, ms_each: float, ahead: Mapping[tuple[str, Cell], float]) -> dict[Cell, list[Row]]:
-    """For each cell a row for each implementation: what it took where it is right on this cell, else why it has no result.
+    """For each cell a row for each implementation: what it took where it is right on this cell, else why
+    it has no result.
 
-    Where one costs the process its GPU, or the clock's deadline passes, only the rows of those that have no result: the others are for
-    another process, or time, to measure.
+    Where one costs the process its GPU, or the clock's deadline passes, only the rows of those that have no result: the
+    others are for another process, or time, to measure.
 
     Args:
         work: what is timed in turns, once each is checked.
@@ -163,7 +174,9 @@ def measure(work: Work, clock: Clock, ms_each: float, ahead: Mapping[tuple[str, 
             contenders = {}
             break
     try:
-        times = clock.measure({key: contender.run for key, contender in contenders.items()}, ms_each) if contenders else {}
+        times = (
+            clock.measure({key: contender.run for key, contender in contenders.items()}, ms_each) if contenders else {}
+        )
         for (cell, impl), taken in times.items():
             found[cell, impl] |= time_columns(taken, flops(cell.problem, cell.pass_, cell.density))
     except torch.OutOfMemoryError:  # each ran alone
@@ -226,7 +239,8 @@ def _free(clock: Clock) -> None:
 
 
 def _expected_s(todo: Work, ms_each: float) -> float:
-    """About how many seconds it takes on a CPU, peers taken for `standard`; not all of them where that is past `LONGEST_S`."""
+    """About how many seconds it takes on a CPU, peers taken for `standard`;
+    not all of them where that is past `LONGEST_S`."""
     versions, total = flashzoo.versions(), 0.0
     for cell, impls in todo.items():
         specs = [versions.get(parted(impl)[0], versions["standard"]) for impl in impls]

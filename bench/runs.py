@@ -1,4 +1,5 @@
-"""What a results file holds, run by run: which rows a table, a picture or a claim is of. Ratios hold within one run only."""
+"""What a results file holds, run by run: which rows a table, a picture or a claim is of.
+Ratios hold within one run only."""
 
 from __future__ import annotations
 
@@ -73,14 +74,15 @@ def of_last(rows: list[Row]) -> list[Row]:
 
 
 def last_run(rows: list[Row], table: str) -> list[Row]:
-    """A table's rows, at the field's sizes, of the run that has most of its cells, and of equal ones the last, in one dtype.
+    """A table's rows, at the field's sizes, of the run that has most of its cells, and of equal ones the last,
+    in one dtype.
 
     Where no row is of the field's sizes, as in a run on a CPU, they are at the sizes of the last row.
 
     Args:
         rows: of the results file.
-        table: one of `TABLES`. A run that times anything end to end is of that table, and of no other with its pass. One that
-            times an ablated kernel is of none, nor one with block masks or packed sequences.
+        table: one of `TABLES`. A run that times anything end to end is of that table, and of no other with its pass.
+            One that times an ablated kernel is of none, nor one with block masks or packed sequences.
     """
     found: dict[tuple[str, str], list[Row]] = {}
     for row in _of_table(rows, table):
@@ -168,7 +170,8 @@ class Ratios:
 
 
 def over(rows: list[Row], impl: str, other: str, table: str) -> Ratios | None:
-    """Speed of `impl` over that of `other`, in the last run of the table (one of `TABLES`) that has both; None where none has.
+    """Speed of `impl` over that of `other`, in the last run of the table (one of `TABLES`) that has both;
+    None where none has.
 
     `other` may be `BEST_PEER`: in each cell the fastest of the peers.
     """
@@ -177,7 +180,9 @@ def over(rows: list[Row], impl: str, other: str, table: str) -> Ratios | None:
         cells = speeds([row for row in mine if _measurement(row) == of])
         values = {}
         for shape, cell in cells.items():
-            rivals = [speed for name, speed in cell.items() if (not ours(name) if other == BEST_PEER else name == other)]
+            rivals = [
+                speed for name, speed in cell.items() if (not ours(name) if other == BEST_PEER else name == other)
+            ]
             if impl in cell and rivals:
                 values[shape] = cell[impl] / max(rivals)
         if values:
@@ -196,10 +201,11 @@ class Sparse:
 
     Attributes:
         rows: all of it, the dense cells too.
-        ms: by pass, head_dim and seqlen, then by mask (that of a dense cell is one of `DENSE`), then by implementation; of one
-            sequence.
+        ms: by pass, head_dim and seqlen, then by mask (that of a dense cell is one of `DENSE`), then by implementation;
+            of one sequence.
         densities: by mask and seqlen.
-        butterfly: as ms, but by pass and head_dim, then by seqlen, then by whether the cell is dense; of as many tokens in all.
+        butterfly: as ms, but by pass and head_dim, then by seqlen, then by whether the cell is dense;
+            of as many tokens in all.
         tokens: of `butterfly`.
     """
 
@@ -217,7 +223,9 @@ class Sparse:
     @property
     def butterfly_lengths(self) -> list[int]:
         """The lengths at which the butterfly was timed."""
-        return sorted({seqlen for cells in self.butterfly.values() for seqlen in cells if (BUTTERFLY, seqlen) in self.densities})
+        return sorted(
+            {seqlen for cells in self.butterfly.values() for seqlen in cells if (BUTTERFLY, seqlen) in self.densities}
+        )
 
 
 def sparse_run(rows: list[Row]) -> Sparse | None:

@@ -1,15 +1,18 @@
-"""The time line of v3's forward kernel, from a small model of its order and its waits: flashzoo/v3/timeline.svg. `python -m bench.timeline`
+"""The time line of v3's forward kernel, from a small model of its order and its waits: flashzoo/v3/timeline.svg.
+`python -m bench.timeline`
 
-One thread block, two consumer warpgroups, two tiles of queries. Times are in SM clocks, for head_dim 128 and blocks of 128 keys.
-Products and softmax take what they take alone; loads and the epilogue are rough. Products have the tensor cores one at a time.
-The kernel passes the turn on when both products are issued; the picture shows it where it takes effect, when both are done.
+One thread block, two consumer warpgroups, two tiles of queries. Times are in SM clocks, for head_dim 128 and blocks of
+128 keys. Products and softmax take what they take alone; loads and the epilogue are rough. Products have the tensor
+cores one at a time. The kernel passes the turn on when both products are issued; the picture shows it where it takes
+effect, when both are done.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-BLOCKS = 4  # of keys for each tile; numbered in the order of use through both tiles, and drawn with their index in memory
+# of keys for each tile; numbered in the order of use through both tiles, and drawn with their index in memory
+BLOCKS = 4
 SLOTS = 2  # for K, and for V
 CLOCKS = {"K": 600, "V": 600, "Q": 300, "S": 512, "PV": 512, "softmax": 900, "O/l": 400, "O": 300}
 
@@ -20,7 +23,10 @@ WIDTH, HEIGHT, LEFT, RIGHT, BOX, THIN = 900, 324, 186, 882, 26, 16  # pixels
 ROWS = {"TMA": 52, "softmax0": 97, "tensor0": 126, "tensor1": 171, "softmax1": 200, "both": 245}  # upper edges
 NAMES = {65: "Producer warp", 124.5: "Warpgroup 0", 198.5: "Warpgroup 1", 253: "Both"}
 TEXT, MUTED, PANEL, EDGE, BAND, LOAD = "#1f2937", "#5b6472", "#fbfcfd", "#d5dae1", "#e9ecf1", "#c9d0d9"
-COLOURS = ({"S": "#2b69b0", "PV": "#74a9df", "softmax": "#d0e3f6"}, {"S": "#c05c08", "PV": "#f2aa5c", "softmax": "#fce2c6"})
+COLOURS = (
+    {"S": "#2b69b0", "PV": "#74a9df", "softmax": "#d0e3f6"},
+    {"S": "#c05c08", "PV": "#f2aa5c", "softmax": "#fce2c6"},
+)
 LEGEND = {"S": (196, "S3 = Q K3ᵀ"), "PV": (346, "PV3: O += P3 V3"), "softmax": (523, "softmax 3: S3 → P3")}
 
 
@@ -50,16 +56,28 @@ def waits(task: Task) -> list[Task]:
         return [("K", n, 0), ("softmax", n - 1, w), ("PV", n - 1 if w else n - 2 if n % BLOCKS > 1 else n - 3, 1 - w)]
     if what == "PV":
         return [("softmax", n, w), ("V", n, 0)]
-    return [{"Q": ("softmax", n * BLOCKS - 1, w), "softmax": ("S", n, w), "O/l": ("PV", (n + 1) * BLOCKS - 1, w), "O": ("O/l", n, w)}[what]]
+    return [
+        {
+            "Q": ("softmax", n * BLOCKS - 1, w),
+            "softmax": ("S", n, w),
+            "O/l": ("PV", (n + 1) * BLOCKS - 1, w),
+            "O": ("O/l", n, w),
+        }[what]
+    ]
 
 
 def simulate() -> Times:
-    """Start and end of each task. What can start first does; of two that can at once, the one that has waited longer."""
+    """Start and end of each task. What can start first does; of two that can at once, the one that
+    has waited longer."""
     lanes, times = programs(), Times()
     every, free = {task for tasks in lanes.values() for task in tasks}, dict.fromkeys(lanes, 0)
     while any(lanes.values()):
         heads = {lane: every.intersection(waits(tasks[0])) for lane, tasks in lanes.items() if tasks}
-        ready = {lane: max((times[task][1] for task in before), default=0) for lane, before in heads.items() if before <= times.keys()}
+        ready = {
+            lane: max((times[task][1] for task in before), default=0)
+            for lane, before in heads.items()
+            if before <= times.keys()
+        }
         start, _, lane = min((max(since, free[lane]), since, lane) for lane, since in ready.items())
         task = lanes[lane].pop(0)
         times[task] = start, start + CLOCKS[task[0]]
@@ -79,8 +97,14 @@ def draw(times: Times) -> None:
     def text(x: float, y: float, words: str, size: float = 9.5, colour: str = TEXT, ha: str = "center", **more) -> None:
         axes.text(x, y, words, fontsize=0.75 * size, color=colour, ha=ha, va="center_baseline", **more)
 
-    def box(x: float, y: float, w: float, h: float, colour: str, edge: str = PANEL, alpha: float = 1, corner: float = 3) -> None:
-        axes.add_patch(patches.FancyBboxPatch((x, y), w, h, f"round,pad=0,rounding_size={corner}", fc=colour, ec=edge, lw=0.8, alpha=alpha))
+    def box(
+        x: float, y: float, w: float, h: float, colour: str, edge: str = PANEL, alpha: float = 1, corner: float = 3
+    ) -> None:
+        axes.add_patch(
+            patches.FancyBboxPatch(
+                (x, y), w, h, f"round,pad=0,rounding_size={corner}", fc=colour, ec=edge, lw=0.8, alpha=alpha
+            )
+        )
 
     box(1, 1, WIDTH - 2, HEIGHT - 2, PANEL, EDGE, corner=10)
     start, end = (times["S", n, 0][0] for n in (2, 3))
@@ -88,7 +112,9 @@ def draw(times: Times) -> None:
     text(LEFT + scale * (start + end) / 2, 23, "one step", weight="bold")
     text(LEFT + scale * (start + end) / 2, 38, f"{end - start} SM clocks", 9, MUTED)
     text(LEFT + scale * times["K", BLOCKS, 0][0], 38, "next tile, faded", 9, MUTED, "left")
-    for lane, (what, n, w) in ((lane, task) for lane, tasks in programs().items() for task in tasks if times[task][1] <= horizon):
+    for lane, (what, n, w) in (
+        (lane, task) for lane, tasks in programs().items() for task in tasks if times[task][1] <= horizon
+    ):
         start, end = times[what, n, w]
         x, width, y, per_block = LEFT + scale * start, scale * (end - start), ROWS[lane], what not in ("Q", "O/l", "O")
         alpha = 0.4 if n >= (BLOCKS if per_block else 1) else 1
@@ -100,10 +126,14 @@ def draw(times: Times) -> None:
             box(x, ROWS["both"], width, THIN, colour, alpha=alpha)
         if what == "PV" and times.get(("S", n + 1 + w, 1 - w), (0,))[0] == end:
             ends = [(x + width, ROWS["tensor0"] + BOX + 2), (x + width, ROWS["tensor1"] - 2)]
-            axes.annotate("", ends[1 - w], ends[w], arrowprops={"arrowstyle": "-|>", "color": TEXT, "shrinkA": 0, "shrinkB": 0})
+            axes.annotate(
+                "", ends[1 - w], ends[w], arrowprops={"arrowstyle": "-|>", "color": TEXT, "shrinkA": 0, "shrinkB": 0}
+            )
     for y, name in NAMES.items():
         text(16, y, name, 11, ha="left", weight="bold")
-    for y, name in zip(ROWS.values(), ("TMA", "CUDA cores", "tensor cores", "tensor cores", "CUDA cores", "tensor cores"), strict=True):
+    for y, name in zip(
+        ROWS.values(), ("TMA", "CUDA cores", "tensor cores", "tensor cores", "CUDA cores", "tensor cores"), strict=True
+    ):
         text(LEFT - 10, y + (THIN if y == ROWS["both"] else BOX) / 2, name, colour=MUTED, ha="right")
     box(16, 287, 14, 14, LOAD)
     text(35, 294, "TMA: loads, store of O", 10, ha="left")

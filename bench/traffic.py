@@ -1,8 +1,10 @@
-"""Bytes that attention moves to and from memory: counted in the algorithms, and measured by the GPU's counters. `python -m bench.traffic`
+"""Bytes that attention moves to and from memory: counted in the algorithms, and measured by the GPU's counters.
+`python -m bench.traffic`
 
-Forward and backward, without a mask, at the field's 16k tokens. Measuring takes Nsight Compute (`ncu`): it runs this module once more,
-and counts what DRAM reads and writes in one call of each version, after a warm-up and with L2 emptied of it. What a call leaves in L2,
-and DRAM has yet to take, is flushed and counted with it. The rows have the passes `traffic_fwd` and `traffic_bwd`, `dram_mib` and no time.
+Forward and backward, without a mask, at the field's 16k tokens. Measuring takes Nsight Compute (`ncu`): it runs this
+module once more, and counts what DRAM reads and writes in one call of each version, after a warm-up and with L2 emptied
+of it. What a call leaves in L2, and DRAM has yet to take, is flushed and counted with it. The rows have the passes
+`traffic_fwd` and `traffic_bwd`, `dram_mib` and no time.
 
 The run also has a row of pass `copy`: a copy on the device, whose rate is the most that memory gives.
 """
@@ -54,16 +56,18 @@ class TrafficError(Exception):
 
 
 def by_formula(version: str, problem: Problem) -> float:
-    """Bytes of a forward pass by the formula of the version's paper, its blocks as large as the GPU's on-chip memory lets them be."""
+    """Bytes of a forward pass by the formula of the version's paper, its blocks as large as the GPU's on-chip
+    memory lets them be."""
     return hbm_bytes(problem, version, v1_config.SRAM.get(problem.arch or 0, v1_config.SRAM[90])) or 0.0
 
 
 def counted(version: str, problem: Problem) -> float:
-    """Bytes of a forward pass without a mask, each access to memory counted as the version's tiles make it and caches left out.
+    """Bytes of a forward pass without a mask, each access to memory counted as the version's tiles make it and
+    caches left out.
 
     - standard: reads Q, K and V, writes O, and writes and reads S and P.
-    - v1: K and V for each range of rows that has a program; for each block of keys Q once, and O in float32, l and m, read and
-      written; these set to 0 before, and read after, to write O and LSE.
+    - v1: K and V for each range of rows that has a program; for each block of keys Q once, and O in float32, l and m,
+      read and written; these set to 0 before, and read after, to write O and LSE.
     - v2, v3: Q, O and LSE once; K and V for each tile of queries.
 
     Raises:
@@ -98,7 +102,10 @@ def kernels(log: str) -> list[Kernel]:
         name, metrics = found.setdefault(row["ID"], (row["Kernel Name"], {}))
         if row["Metric Name"] in (READ, WRITTEN):
             if row["Metric Unit"] not in UNITS:
-                raise TrafficError(f"expected bytes of {row['Metric Name']}, got {row['Metric Value']!r} {row['Metric Unit']} for {name}")
+                raise TrafficError(
+                    f"expected bytes of {row['Metric Name']}, got {row['Metric Value']!r} {row['Metric Unit']} for "
+                    f"{name}"
+                )
             metrics[row["Metric Name"]] = float(row["Metric Value"].replace(",", "")) * UNITS[row["Metric Unit"]]
     if not found:
         raise TrafficError(f"expected kernels from ncu, got none: {' '.join(log.split())[-400:]}")
@@ -126,7 +133,9 @@ def cells(args: argparse.Namespace) -> list[Cell]:
         problem = Problem(TOKENS // seqlen, seqlen, seqlen, heads, heads, head_dim, **hardware("cuda"))  # pyright: ignore[reportArgumentType]
         return Cell(replace(problem, dtype="bf16", out_dtype=None, grad=pass_ == "bwd"))
 
-    return [cell(pass_, head_dim, seqlen) for pass_ in args.passes for head_dim in args.head_dims for seqlen in args.seqlens]
+    return [
+        cell(pass_, head_dim, seqlen) for pass_ in args.passes for head_dim in args.head_dims for seqlen in args.seqlens
+    ]
 
 
 def call_each(todo: list[Cell]) -> None:
@@ -171,7 +180,16 @@ def measured(arguments: list[str]) -> tuple[list[str], list[float]]:
         raise TrafficError(f"{MISSING}: ncu (Nsight Compute, part of the CUDA toolkit) is not on the PATH")
     with TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
-        how = ["--clock-control", "none", "--cache-control", "none", "--profile-from-start", "off", "--print-units", "base"]
+        how = [
+            "--clock-control",
+            "none",
+            "--cache-control",
+            "none",
+            "--profile-from-start",
+            "off",
+            "--print-units",
+            "base",
+        ]
         command = [ncu, *how, "--metrics", f"{READ},{WRITTEN}", "--csv", "--log-file", str(log)]
         command += [sys.executable, "-m", "bench.traffic", "--child", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
@@ -179,11 +197,15 @@ def measured(arguments: list[str]) -> tuple[list[str], list[float]]:
     if DENIED in text + done.stdout + done.stderr:
         raise TrafficError(f"{REFUSED}: the driver keeps its counters from this user ({DENIED}); run as root")
     if done.returncode:
-        raise TrafficError(f"{FAILED}: ncu ended with {done.returncode}: {' '.join((text + done.stderr).split())[-400:]}")
+        raise TrafficError(
+            f"{FAILED}: ncu ended with {done.returncode}: {' '.join((text + done.stderr).split())[-400:]}"
+        )
     said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('"')]
     moved = by_call(kernels(text))
     if len(moved) != said.count(""):
-        raise TrafficError(f"{FAILED}: expected the kernels of {said.count('')} calls from ncu, got those of {len(moved)}")
+        raise TrafficError(
+            f"{FAILED}: expected the kernels of {said.count('')} calls from ncu, got those of {len(moved)}"
+        )
     return said, moved
 
 
@@ -201,7 +223,8 @@ def copied(row: dict[str, str]) -> float:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print a table beside what is counted, append rows; 1 where there is no GPU or ncu fails; it may be missing or refused."""
+    """Measure, print a table beside what is counted, append rows; 1 where there is no GPU or ncu fails;
+    it may be missing or refused."""
     given = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(
         prog="python -m bench.traffic", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -220,7 +243,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.child:
         call_each(todo)
         return 0
-    sizes = [f"--{name}={','.join(map(str, getattr(args, name.replace('-', '_'))))}" for name in ("passes", "head-dims", "seqlens")]
+    sizes = [
+        f"--{name}={','.join(map(str, getattr(args, name.replace('-', '_'))))}"
+        for name in ("passes", "head-dims", "seqlens")
+    ]
     results = results_of(args, args.run, "cuda", parser) if args.run else None
     rows, error = [copy_row(Clock("cuda"), 100)], None
     torch.cuda.empty_cache()
@@ -232,7 +258,14 @@ def main(argv: list[str] | None = None) -> int:
             mib = "" if why else f"{next(numbers_left) / 2**20:.5g}"
             by_count = f"{counted(version, cell.problem) / 2**20:10.0f}" if cell.pass_ == "fwd" else " " * 10
             print(f"{cell} {version:<9} counted {by_count}, measured {mib or why:>10} MiB")
-            row = {**cell.fields, "pass": TRAFFIC + cell.pass_, "density": 1, "impl": version, "dram_mib": mib, "why": why}
+            row = {
+                **cell.fields,
+                "pass": TRAFFIC + cell.pass_,
+                "density": 1,
+                "impl": version,
+                "dram_mib": mib,
+                "why": why,
+            }
             rows.append(row)
     except TrafficError as problem:
         error = problem

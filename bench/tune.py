@@ -60,7 +60,9 @@ def candidates(version: str, kernel: str, width: int) -> Iterator[Any]:
 
 
 def _v3_candidates(width: int) -> Iterator[v3_traits.Tiles]:
-    for consumers, block_kv, stages, q_stages, ping_pong in product((2, 3), range(48, 193, 16), (2, 3), (1, 2), (True, False)):
+    for consumers, block_kv, stages, q_stages, ping_pong in product(
+        (2, 3), range(48, 193, 16), (2, 3), (1, 2), (True, False)
+    ):
         tiles = v3_traits.Tiles(consumers, block_kv, stages, q_stages, ping_pong)
         kernel = v3_traits.Kernel("bf16", width, width, False, True, tiles)
         registers = (block_kv + width + block_kv // 2) // 2  # of S, O and P, of a thread's two rows
@@ -104,7 +106,8 @@ def tune(version: str, kernel: str, cell: Cell, clock: Clock, ms_each: float) ->
                 try:
                     contender = Contender(version, cell, tensors)
                     referee.errors(version, contender.result())
-                except Exception as error:  # a wrong result, or whatever a compiler raises: a candidate's failure is not the search's
+                except Exception as error:
+                    # a wrong result, or whatever a compiler raises: a candidate's failure is not the search's
                     first_line = (str(error).splitlines() or [""])[0]
                     say(f"{tiles}: {type(error).__name__}: {first_line[:100]}")
                     continue
@@ -125,10 +128,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--top", type=int, default=3, help="how many to print")
     args = parser.parse_args(argv)
     clock = Clock("cuda")
-    for kernel, head_dim, causal in product([args.kernel] if args.kernel else KERNELS[args.version], args.head_dims, (False, True)):
+    for kernel, head_dim, causal in product(
+        [args.kernel] if args.kernel else KERNELS[args.version], args.head_dims, (False, True)
+    ):
         for seqlen in args.seqlens:
             heads = 2048 // head_dim
-            problem = Problem(16384 // seqlen, seqlen, seqlen, heads, heads, head_dim, causal=causal, grad=kernel != "forward")
+            problem = Problem(
+                16384 // seqlen, seqlen, seqlen, heads, heads, head_dim, causal=causal, grad=kernel != "forward"
+            )
             cell = Cell(replace(problem, **hardware("cuda")))
             found = tune(args.version, kernel, cell, clock, args.ms)
             print(f"{args.version} {kernel} {cell}, the fastest of {len(found)}:")

@@ -1,12 +1,14 @@
-"""A small Llama-like model with random weights writes tokens, its keys and values in pages: the same tokens as without a cache?
+"""A small Llama-like model with random weights writes tokens, its keys and values in pages:
+the same tokens as without a cache?
 
-    python examples/generate.py                              # `decode` on a paged cache, beside torch's sdpa on a static one
+    python examples/generate.py  # `decode` on a paged cache, beside torch's sdpa on a static one
     python examples/generate.py --dtype bf16 --layers 16 --hidden 2048 --heads 32 --heads-kv 8 --new 256
 
-Each sequence has a prompt of its own length. The prompts go through the model once, their keys and values into pages that lie in any
-order (`flashzoo.append`). Then one token after the other: its keys and values are appended, and one query attends to all that is
-there. Greedy tokens are held to those of the model without a cache, which sees all of a sequence anew for every token. In float32 they
-are the same; in 16 bits two logits may lie closer together than their roundings. The exit status is 0 where they are, else 1.
+Each sequence has a prompt of its own length. The prompts go through the model once, their keys and values into pages
+that lie in any order (`flashzoo.append`). Then one token after the other: its keys and values are appended, and one
+query attends to all that is there. Greedy tokens are held to those of the model without a cache, which sees all of a
+sequence anew for every token. In float32 they are the same; in 16 bits two logits may lie closer together than their
+roundings. The exit status is 0 where they are, else 1.
 """
 
 from __future__ import annotations
@@ -54,7 +56,8 @@ class Paged:
 
 
 class Static:
-    """One tensor of keys for each layer and one of values, with a row for every token that may come, by torch's sdpa."""
+    """One tensor of keys for each layer and one of values, with a row for every token that may come,
+    by torch's sdpa."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         shape = (args.layers, 2, args.batch, args.longest, args.heads_kv, args.hidden // args.heads)
@@ -72,7 +75,8 @@ class Static:
 
 
 class Layer(nn.Module):
-    """Attention with rotary positions and grouped heads, and a gated MLP, each behind a norm and added to `(batch, seqlen, hidden)`."""
+    """Attention with rotary positions and grouped heads, and a gated MLP, each behind a norm and added to
+    `(batch, seqlen, hidden)`."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
@@ -106,7 +110,8 @@ class Model(nn.Module):
     def __init__(self, args: argparse.Namespace) -> None:
         super().__init__()
         self.tokens, self.norm = nn.Embedding(args.vocabulary, args.hidden), nn.RMSNorm(args.hidden)
-        # No part of the embedding, by which a model with random weights would write its last token for ever, whatever came before.
+        # No part of the embedding, by which a model with random weights would write its last token for ever,
+        # whatever came before.
         self.head = Linear(args.hidden, args.vocabulary)
         self.layers = nn.ModuleList(Layer(args) for _ in range(args.layers))
 
@@ -118,7 +123,8 @@ class Model(nn.Module):
 
 
 def generate(model: Model, cache: Paged | Static, prompts: list[Tensor], new: int) -> tuple[Tensor, float]:
-    """So many new tokens of each prompt `(batch, new)`, the most likely one each time; and new tokens a second, the prompts left out."""
+    """So many new tokens of each prompt `(batch, new)`, the most likely one each time;
+    and new tokens a second, the prompts left out."""
     device, last = prompts[0].device, []
     lengths = torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32, device=device)
     for i, prompt in enumerate(prompts):  # one after the other: the cache has rows for all of them
@@ -163,7 +169,16 @@ def now(device: torch.device) -> float:
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line, checked; `longest` is as long as a sequence gets."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"batch": 3, "prompt": 40, "new": 24, "layers": 2, "hidden": 128, "heads": 8, "heads_kv": 2, "vocabulary": 512}
+    sizes = {
+        "batch": 3,
+        "prompt": 40,
+        "new": 24,
+        "layers": 2,
+        "hidden": 128,
+        "heads": 8,
+        "heads_kv": 2,
+        "vocabulary": 512,
+    }
     for name, default in {**sizes, "page_size": 16, "seed": 0}.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=f"default: {default}")
     parser.add_argument("--version", default="decode", help="that attends to the paged cache; default: decode")
@@ -187,14 +202,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     lengths = [max(1, args.prompt * (i + 1) // args.batch) for i in range(args.batch)]
     prompts = [torch.randint(args.vocabulary, (length,), device=args.device) for length in lengths]
     expected = without_cache(model, prompts, args.new)
-    print(f"{args.layers} layers, hidden {args.hidden}, heads {args.heads}:{args.heads_kv}, {args.dtype}, {args.device}")
+    print(
+        f"{args.layers} layers, hidden {args.hidden}, heads {args.heads}:{args.heads_kv}, {args.dtype}, {args.device}"
+    )
     print(f"prompts of {', '.join(map(str, lengths))} tokens, {args.new} new ones of each")
     different = 0
     for name, cache in ((f"{args.version}, pages of {args.page_size}", Paged(args)), ("sdpa, static", Static(args))):
         found, speed = generate(model, cache, prompts, args.new)
         wrong = int((found != expected).any(1).sum())
         different += wrong
-        same = "the tokens of no cache" if not wrong else f"{wrong} of {args.batch} sequences part from those of no cache"
+        same = (
+            "the tokens of no cache" if not wrong else f"{wrong} of {args.batch} sequences part from those of no cache"
+        )
         print(f"{name:24}{speed:10.0f} tokens/s   {same}")
     return int(different > 0)
 

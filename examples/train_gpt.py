@@ -3,11 +3,12 @@
     python examples/train_gpt.py                        # what `auto` takes here, beside torch's sdpa
     python examples/train_gpt.py --versions v3,v2 --head-dim 128 --compile --out curves
 
-Correct kernels round differently, each step of training carries that on, and by how much the curves then part nobody can say
-beforehand. So it is measured: with the channels of the residual stream in another order, in all weights alike, the function, its
-gradients and AdamW's steps stay what they were, but sums over channels are added up in another order. sdpa trained so, a few
-times over, shows how far rounding alone drives a curve. A version agrees where its largest distance from sdpa, losses smoothed,
-is at most `LIMIT` times theirs. The exit status is 0 where all agree, 1 where one doesn't, 2 where one can't run.
+Correct kernels round differently, each step of training carries that on, and by how much the curves then part nobody
+can say beforehand. So it is measured: with the channels of the residual stream in another order, in all weights alike,
+the function, its gradients and AdamW's steps stay what they were, but sums over channels are added up in another order.
+sdpa trained so, a few times over, shows how far rounding alone drives a curve. A version agrees where its largest
+distance from sdpa, losses smoothed, is at most `LIMIT` times theirs. The exit status is 0 where all agree, 1 where one
+doesn't, 2 where one can't run.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ import flashzoo
 
 BASELINE = "sdpa"
 LIMIT = 3.0
-"""Of eight reorderings (4 layers, hidden 128, bf16 on a CPU, 300 steps at 3e-3) the farthest was 2.7 times as far as the nearest: a
-right version stays below this even beside near ones."""
+"""Of eight reorderings (4 layers, hidden 128, bf16 on a CPU, 300 steps at 3e-3) the farthest was 2.7 times as far as
+the nearest: a right version stays below this even beside near ones."""
 FLOOR = 1e-5
 """Nats that a version may always differ by: the last digits of a loss in float32, where ratios mean nothing."""
 TEXT_BYTES = 8 << 20
@@ -55,7 +56,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes `(batch, seqlen)` to logits of each next byte `(batch, seqlen, 256)`; positions learned, embeddings tied."""
+    """Bytes `(batch, seqlen)` to logits of each next byte `(batch, seqlen, 256)`;
+    positions learned, embeddings tied."""
 
     def __init__(self, args: argparse.Namespace, version: str, reordering: int | None) -> None:
         super().__init__()
@@ -77,7 +79,8 @@ class GPT(nn.Module):
 
 
 def train(args: argparse.Namespace, name: str, version: str, reordering: int | None) -> tuple[Tensor, float]:
-    """Train one model. Returns the loss of each step, nats a byte, float64, and the seconds of a step, the first tenth left out."""
+    """Train one model. Returns the loss of each step, nats a byte, float64,
+    and the seconds of a step, the first tenth left out."""
     torch.manual_seed(args.seed)
     model = GPT(args, version, reordering).to(args.device)
     forward = model
@@ -132,7 +135,9 @@ def smoothed(losses: Tensor) -> Tensor:
     return losses.unfold(0, max(1, len(losses) // 15), 1).mean(-1)
 
 
-def report(args: argparse.Namespace, curves: dict[str, Tensor], seconds: dict[str, float], reordered: Sequence[str]) -> int:
+def report(
+    args: argparse.Namespace, curves: dict[str, Tensor], seconds: dict[str, float], reordered: Sequence[str]
+) -> int:
     """Print the table and a verdict for each version. Returns how many do not agree."""
     distances = {name: smoothed(losses - curves[BASELINE]).abs().max().item() for name, losses in curves.items()}
     last = torch.arange(1, args.steps + 1)[-len(smoothed(curves[BASELINE])) :]  # step of each window
@@ -143,13 +148,19 @@ def report(args: argparse.Namespace, curves: dict[str, Tensor], seconds: dict[st
     print(f"{'nats a byte, smoothed':24}{steps}{'distance':>10}{'ms a step':>11}{'tokens/s':>10}")
     for name, losses in curves.items():
         speed = f"{1e3 * seconds[name]:11.1f}{args.batch * args.seqlen / seconds[name]:10.0f}"
-        print(f"{name:24}{''.join(f'{loss:8.4f}' for loss in smoothed(losses)[shown].tolist())}{distances[name]:10.1e}{speed}")
+        print(
+            f"{name:24}{''.join(f'{loss:8.4f}' for loss in smoothed(losses)[shown].tolist())}{distances[name]:10.1e}"
+            f"{speed}"
+        )
     noise = max(distances[name] for name in reordered)
     limit = max(LIMIT * noise, FLOOR)
     parted = [name for name in args.versions if not distances[name] <= limit]  # so NaN is one
     for name in args.versions:
         verdict = "PARTS from" if name in parted else "agrees with"
-        print(f"{name} {verdict} {BASELINE}: {distances[name]:.1e} nats apart; {noise:.1e} by reordering alone, {limit:.1e} allowed")
+        print(
+            f"{name} {verdict} {BASELINE}: {distances[name]:.1e} nats apart; "
+            f"{noise:.1e} by reordering alone, {limit:.1e} allowed"
+        )
     return len(parted)
 
 
@@ -169,7 +180,9 @@ def save(curves: dict[str, Tensor], folder: Path) -> None:
     for name, losses in curves.items():
         style = "--" if "reordered" in name else "-"
         for axes, line in ((above, smoothed(losses)), (below, smoothed(losses - curves[BASELINE]))):
-            axes.plot(range(len(losses) - len(line) + 1, len(losses) + 1), line.tolist(), style, label=name, linewidth=1)
+            axes.plot(
+                range(len(losses) - len(line) + 1, len(losses) + 1), line.tolist(), style, label=name, linewidth=1
+            )
     above.legend()
     above.set_ylabel("loss, nats a byte, smoothed")
     below.set_ylabel(f"minus {BASELINE}'s")
@@ -180,16 +193,33 @@ def save(curves: dict[str, Tensor], folder: Path) -> None:
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line, checked. `versions` becomes a dict: what to ask for, by the name of who answers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--versions", default="auto", help=f"such as v3,v2, beside {BASELINE}; standard where that leaves none")
-    sizes = {"steps": 300, "batch": 8, "seqlen": 1024, "layers": 12, "hidden": 768, "head_dim": 64, "reorderings": 2, "seed": 0}
+    parser.add_argument(
+        "--versions", default="auto", help=f"such as v3,v2, beside {BASELINE}; standard where that leaves none"
+    )
+    sizes = {
+        "steps": 300,
+        "batch": 8,
+        "seqlen": 1024,
+        "layers": 12,
+        "hidden": 768,
+        "head_dim": 64,
+        "reorderings": 2,
+        "seed": 0,
+    }
     for name, default in sizes.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=f"default: {default}")
     parser.add_argument("--lr", type=float, default=6e-4, help="reached after a tenth of the steps; default: 6e-4")
-    parser.add_argument("--text", type=Path, nargs="+", default=[], help="files to train on; default: the sources of Python's library")
+    parser.add_argument(
+        "--text", type=Path, nargs="+", default=[], help="files to train on; default: the sources of Python's library"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
-    parser.add_argument("--dtype", choices=DTYPES, help="bf16 by autocast, weights float32; default: bf16 on a GPU, fp32 on a CPU")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="bf16 by autocast, weights float32; default: bf16 on a GPU, fp32 on a CPU"
+    )
     parser.add_argument("--compile", action="store_true", help="torch.compile(model, fullgraph=True)")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write losses.csv there and, with matplotlib, losses.png")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="write losses.csv there and, with matplotlib, losses.png"
+    )
     args = parser.parse_args(argv)
     args.dtype = args.dtype or ("bf16" if args.device == "cuda" else "fp32")
     if args.hidden % args.head_dim:
@@ -207,7 +237,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--versions: {error}")
     if refused := [str(answer) for answer in answers if answer.chosen is None]:
         parser.error("--versions: " + "\n".join(refused))
-    args.versions = {answer.chosen: answer.wanted for answer in answers if answer.chosen != BASELINE} or {"standard": "standard"}
+    args.versions = {answer.chosen: answer.wanted for answer in answers if answer.chosen != BASELINE} or {
+        "standard": "standard"
+    }
     return args
 
 
@@ -215,7 +247,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train each, compare, report. Returns the exit status."""
     args = arguments(argv)
     reordered = {f"{BASELINE}, reordered {i}": (BASELINE, i) for i in range(1, args.reorderings + 1)}
-    runs = {BASELINE: (BASELINE, None), **reordered, **{name: (version, None) for name, version in args.versions.items()}}
+    runs = {
+        BASELINE: (BASELINE, None),
+        **reordered,
+        **{name: (version, None) for name, version in args.versions.items()},
+    }
     curves, seconds = {}, {}
     for name, (version, reordering) in runs.items():
         curves[name], seconds[name] = train(args, name, version, reordering)

@@ -40,8 +40,9 @@ __all__ = [
     "versions",
 ]
 
-# The order of `auto`, newest first, behind `decode`, which says itself what it leaves to others. `blocksparse` is the first that takes a
-# block mask; without one it takes nothing that v2 does not. `sdpa` takes what no kernel of ours does; `standard` what even sdpa can't (lse).
+# The order of `auto`, newest first, behind `decode`, which says itself what it leaves to others. `blocksparse` is the
+# first that takes a block mask; without one it takes nothing that v2 does not. `sdpa` takes what no kernel of ours
+# does; `standard` what even sdpa can't (lse).
 register(decode.SPEC)
 register(v3.SPEC)
 register(v3.FP8_SPEC)

@@ -47,7 +47,9 @@ def read(cubin: bytes, shared: int) -> Resources:
         usage = _run("cuobjdump", "-res-usage", file.name)
         sass = _run("nvdisasm", "-c", file.name)
     registers, stack = (int(x) for x in re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0])
-    code = tuple("".join(found) for found in re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.+?)\s*;|^(\.L_\w+):", sass, re.MULTILINE))
+    code = tuple(
+        "".join(found) for found in re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.+?)\s*;|^(\.L_\w+):", sass, re.MULTILINE)
+    )
     opcodes: dict[str, int] = {}
     for instruction in code:
         if opcode := re.match(r"(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", instruction):

@@ -5,11 +5,11 @@ The oracle is float64 on the same inputs. The yardstick is `standard`: the same 
 yardstick does on these very inputs, and no more. Maximum, worst row and RMS are all held, because each is blind to
 faults that another sees: one wrong row hides in an RMS, a bias on every element hides under a maximum.
 
-The constants are kept by `Problem.numerics`. For "e4m3" the oracle takes the inputs times their descales, so what errs is P and the
-tensor core's sums. For "fp8" it takes the 16-bit inputs themselves, and what errs most is their quantisation, which the yardstick does
-in the plainest way: one scale for each head. Or with q and k rotated too, where that errs more: rotation spreads outliers, for
-which it is made, but also one large number that all rows share, whose rounding had cancelled. A version with finer scales may use all
-that it gains, or promise it (`Spec.fp8_rms`).
+The constants are kept by `Problem.numerics`. For "e4m3" the oracle takes the inputs times their descales, so what errs
+is P and the tensor core's sums. For "fp8" it takes the 16-bit inputs themselves, and what errs most is their
+quantisation, which the yardstick does in the plainest way: one scale for each head. Or with q and k rotated too, where
+that errs more: rotation spreads outliers, for which it is made, but also one large number that all rows share, whose
+rounding had cancelled. A version with finer scales may use all that it gains, or promise it (`Spec.fp8_rms`).
 """
 
 from __future__ import annotations
@@ -50,67 +50,71 @@ OUT_RMS = {"fp16": 1.3, "bf16": 1.3, "fp32": 3.0, "fp64": 3.0, "e4m3": 1.3, "fp8
 truncation doubles it, accumulating in bf16 more. In fp32 the order is all there is: 256 products added one by one err 3
 times what 16 sums of 16 do, and the next coarser thing, TF32, a thousand times. In FP8 it is roundings again."""
 SUMMED = 4.0
-"""Roundings, at the accumulator's precision, of the terms P |V| that an fp32 or fp64 out is summed from, allowed to every
-element before the three rules above: where thousands of values cancel, a yardstick that splits its sums (cuBLAS) is closer
-than a running sum can be (3 to 12 times at 4097 and 65537 keys on an H200). A dropped key would be 1/seqlen_k of a term,
-TF32 a thousand roundings."""
+"""Roundings, at the accumulator's precision, of the terms P |V| that an fp32 or fp64 out is summed from, allowed to
+every element before the three rules above: where thousands of values cancel, a yardstick that splits its sums (cuBLAS)
+is closer than a running sum can be (3 to 12 times at 4097 and 65537 keys on an H200). A dropped key would be 1/seqlen_k
+of a term, TF32 a thousand roundings."""
 GRAD_L2 = {"fp16": 1.5, "bf16": 1.5, "fp32": 4.0, "fp64": 4.0, "fp8": 1.5}
 """A gradient's L2 error over the yardstick's; looser than out's in 16 bits because P and dS are rounded as well, and in
 fp32 because its sums may be as long as the sequence (3.3 measured at 65537 keys against cuBLAS)."""
 GRAD_ROWS = {"fp16": 1.5, "bf16": 1.5, "fp32": 4.0, "fp64": 4.0, "fp8": 1.5}
-"""The L2 error of each `ROWS` rows of a head of a gradient over the yardstick's there, or over a rounding of what is there: the last
-keys under a causal mask, whose dV is small, are nothing in the norm of the whole tensor. Beside a sink or an outlier, or where scores are
-large, a row's error is one rounding's and a few rows have most of it: what chance adds to the norm of n is allowed, 2/sqrt(n), where n is
-how many rows there would be if all had as much of it. And the yardstick's may be small by luck: at least `USUAL` of what its roundings give
-it counts."""
+"""The L2 error of each `ROWS` rows of a head of a gradient over the yardstick's there, or over a rounding of what is
+there: the last keys under a causal mask, whose dV is small, are nothing in the norm of the whole tensor. Beside a sink
+or an outlier, or where scores are large, a row's error is one rounding's and a few rows have most of it: what chance
+adds to the norm of n is allowed, 2/sqrt(n), where n is how many rows there would be if all had as much of it. And the
+yardstick's may be small by luck: at least `USUAL` of what its roundings give it counts."""
 USUAL = 0.45
 """What the yardstick errs of its roundings, each at its largest: see `YARDSTICK`."""
 GRAD_MAX = {"fp16": 4.0, "bf16": 4.0, "fp32": 6.0, "fp64": 6.0, "fp8": 4.0}
-"""A gradient's largest error over the yardstick's: tails are longer where atomics or split sums add up, and see GRAD_L2."""
+"""A gradient's largest error over the yardstick's: tails are longer where atomics or split sums add up,
+and see GRAD_L2."""
 SPREAD = 4.0
-"""An RMS of n independent roundings scatters by about 1/sqrt(n) of itself; four such deviations are allowed. A head's out
-has no more of them than visible elements, nor than visible pairs (a row with one key has one P); a gradient has the pairs. In
-FP8 the elements of a row err together, with the largest of its P and its scores, so neither has more than rows."""
+"""An RMS of n independent roundings scatters by about 1/sqrt(n) of itself; four such deviations are allowed. A head's
+out has no more of them than visible elements, nor than visible pairs (a row with one key has one P); a gradient has the
+pairs. In FP8 the elements of a row err together, with the largest of its P and its scores, so neither has more than
+rows."""
 RMS_ROUNDING = 0.25
 """Rounding to nearest leaves an RMS of about 0.2 eps of the values. A yardstick that is exact by luck (one key, a
-one-hot softmax) gets this much in place of its own error, so that a rounding is never forbidden but a truncation (0.4) is."""
+one-hot softmax) gets this much in place of its own error, so that a rounding is never forbidden but a truncation (0.4)
+is."""
 FP8_DRAWS = (64, 16)
-"""Where a head has fewer rows than the first, the rotated yardstick is drawn anew, up to the second times, until it has as many, and
-what is taken of it is the RMS over them. One row is one draw: where a few keys have it all, what moves it is the rounding of a few
-scores, which is nearly nothing at times, and 2 to 8 in 100 right results of 1 to 4 rows were beyond 3 times that."""
+"""Where a head has fewer rows than the first, the rotated yardstick is drawn anew, up to the second times, until it has
+as many, and what is taken of it is the RMS over them. One row is one draw: where a few keys have it all, what moves it
+is the rounding of a few scores, which is nearly nothing at times, and 2 to 8 in 100 right results of 1 to 4 rows were
+beyond 3 times that."""
 ROW_FLOOR = 0.1
 """Rows smaller than this share of their head's RMS row count as if so large: a row that cancels to nearly 0, common
 only at head dims of a few elements, would make any relative error huge. Rows that are exactly 0 must be met exactly."""
 YARDSTICK = 1.5
-"""The yardstick's own error over its roundings, each at its largest (`flashzoo.roundings`), for each `ROWS` rows of a head: 0.45 is
-usual, 0.8 in 16 bits and 1.3 in fp32, whose sums are the errors, the most that was seen. Of n elements (1 + 1/sqrt(n)) times so much: a
-single one, of the last row at head dim 1, is no mean, and 1.6 was seen."""
+"""The yardstick's own error over its roundings, each at its largest (`flashzoo.roundings`), for each `ROWS` rows of a
+head: 0.45 is usual, 0.8 in 16 bits and 1.3 in fp32, whose sums are the errors, the most that was seen. Of n elements
+(1 + 1/sqrt(n)) times so much: a single one, of the last row at head dim 1, is no mean, and 1.6 was seen."""
 YARDSTICK_LSE = 6.0
 """The same for each row's LSE, so of the extremes of thousands: 2.8 was seen."""
 LSE_ATOL = {"fp16": 1e-3, "bf16": 1e-3, "fp32": 2e-5, "fp64": 2e-5, "e4m3": 1e-3, "fp8": 1e-3}
 """LSE stays in float32 and sees no output rounding, so this is tight: wrong units or one extra key exceed it."""
 LSE_ULPS = 4.0
-"""Roundings of scores, in `_score_eps`, allowed in LSE, at the size of the largest that its row can hold (Cauchy-Schwarz) or of
-LSE itself. In e4m3 as much as the yardstick errs is allowed as well: the tensor core cuts off each term of an instruction's sum, so that
-where all terms have one sign scores drift, all the same way. A row that sees one key has all of its score's drift: 5 roundings of LSE at
-scores of -120 and head dim 64."""
+"""Roundings of scores, in `_score_eps`, allowed in LSE, at the size of the largest that its row can hold
+(Cauchy-Schwarz) or of LSE itself. In e4m3 as much as the yardstick errs is allowed as well: the tensor core cuts off
+each term of an instruction's sum, so that where all terms have one sign scores drift, all the same way. A row that sees
+one key has all of its score's drift: 5 roundings of LSE at scores of -120 and head dim 64."""
 SINKS = {"fp16": 5.0, "bf16": 5.0, "fp32": 12.0, "fp64": 12.0, "fp8": 5.0}
 """A sink's gradient is one number a head, so the yardstick's own error there is as good as luck. It is a sum over rows
-of P_sink delta, and delta = rowsum(dO O) has the roundings of O, of which there are rows times head_dim: their deviation
-is found from the yardstick's errors of O, no smaller than `RMS_ROUNDING`, whose squares times those of P_sink dO add up.
-Of as many heads as there are the largest is 4 deviations, times `OUT_RMS`. Beside these the sum may be off by what LSE
-is, as P_sink is, and by `SUMMED` roundings of its terms. One row in a hundred that is left out, or counted twice, is some
-25 of these deviations in bf16."""
+of P_sink delta, and delta = rowsum(dO O) has the roundings of O, of which there are rows times head_dim: their
+deviation is found from the yardstick's errors of O, no smaller than `RMS_ROUNDING`, whose squares times those of P_sink
+dO add up. Of as many heads as there are the largest is 4 deviations, times `OUT_RMS`. Beside these the sum may be off
+by what LSE is, as P_sink is, and by `SUMMED` roundings of its terms. One row in a hundred that is left out, or counted
+twice, is some 25 of these deviations in bf16."""
 LSE_QUANTIZED = 3.0
-"""With precision="fp8", LSE may err this many times the yardstick's largest error as well: scores of quantised q and k are off by
-hundredths, the same way for all keys of a query whose own rounding they share."""
+"""With precision="fp8", LSE may err this many times the yardstick's largest error as well: scores of quantised q and k
+are off by hundredths, the same way for all keys of a query whose own rounding they share."""
 CANCELLED = 4.0
 """Float32 roundings of the terms that a gradient cancels from. One that is smaller everywhere (a single visible key
 makes dQ and dK exactly 0) has no relative error to speak of, and is held to this instead."""
 
 ORACLE_EPS = 1e-12
-"""The oracle is exact to about this much: float64's rounding through long sums and scores of thousands. Fp64 results are
-held to it, since their own eps would ask more of the oracle than it has."""
+"""The oracle is exact to about this much: float64's rounding through long sums and scores of thousands. Fp64 results
+are held to it, since their own eps would ask more of the oracle than it has."""
 
 _EPS32, _EPS64 = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
 _FP8 = ("e4m3", "fp8")
@@ -155,7 +159,8 @@ class Judge:
     Args:
         q, k, v: as in `oracle`; never modified.
         problem: of these tensors. Its lse says whether results are judged by their lse.
-        dout: gradient of out, in its shape; gradients are judged where it is given, unless the inputs are e4m3: those have none.
+        dout: gradient of out, in its shape; gradients are judged where it is given, unless the inputs are e4m3:
+            those have none.
         dlse: gradient of lse `(batch, heads, seqlen_q)`, or None; needs dout.
         descales: of q, k and v where they are e4m3, as in `flashzoo.attention`; of packed sequences those of
             `flashzoo.reference.descales_of_rows`.
@@ -165,7 +170,8 @@ class Judge:
     Attributes:
         reference: the oracle's `Result`, float64.
         yardstick: the yardstick's `Result`; with precision="fp8" the plain one's.
-        shown: the share of the pairs, of those that causal and window leave, that the mask shows; 1 where there is none.
+        shown: the share of the pairs, of those that causal and window leave, that the mask shows;
+            1 where there is none.
     """
 
     def __init__(
@@ -181,10 +187,15 @@ class Judge:
         sinks: Tensor | None = None,
     ) -> None:
         if (sinks is not None) != problem.sinks:
-            raise ValueError(f"sinks must be given where the problem has them, got {problem} and sinks {sinks is not None}")
+            raise ValueError(
+                f"sinks must be given where the problem has them, got {problem} and sinks {sinks is not None}"
+            )
         masked = problem.block_mask is not None or problem.by_lengths
         if (mask is not None) != masked:
-            raise ValueError(f"mask must be given with a block mask or lengths on the device, got {problem} and a mask {mask is not None}")
+            raise ValueError(
+                "mask must be given with a block mask or lengths on the device, "
+                f"got {problem} and a mask {mask is not None}"
+            )
         q, k, v = q.detach(), k.detach(), v.detach()
         if problem.precision == "fp8" and mask is not None and "cache" in problem.features:
             k, v = _up_to_the_last_seen(k, mask), _up_to_the_last_seen(v, mask)
@@ -217,7 +228,9 @@ class Judge:
                 turned = rotated(q, seed), rotated(k, seed)
                 yards.append(self._errors_of(_yardstick(*turned, v, plain, None, None, descales, mask, wide)))
         # Of the yardsticks' errors only these figures are needed again.
-        self._yard_max = {name: _pooled([_top(yard[name]) for yard in yards if name in yard]).item() for name in yards[0]}
+        self._yard_max = {
+            name: _pooled([_top(yard[name]) for yard in yards if name in yard]).item() for name in yards[0]
+        }
         self._yard_row = _pooled([_top(_row_errors(yard["out"], self.reference.out)) for yard in yards]).item()
         self._yard_rms = _pooled([_head_rms(yard["out"]) for yard in yards])
         self._yard_l2 = {name: float(error.norm()) for name, error in yards[0].items() if name in _GRADIENTS}
@@ -242,13 +255,27 @@ class Judge:
             ref = self.reference.items()[name]
             self._check_form(name, value, ref)
             found.append(
-                Check(name, "non-finite elements where the oracle is finite", float((ref.isfinite() & ~value.isfinite()).sum()), 0)
+                Check(
+                    name,
+                    "non-finite elements where the oracle is finite",
+                    float((ref.isfinite() & ~value.isfinite()).sum()),
+                    0,
+                )
             )
             if ref.numel():
-                rules = {"out": self._out_checks, "lse": self._lse_checks, "dsinks": self._sinks_checks}.get(name, self._gradient_checks)
+                rules = {"out": self._out_checks, "lse": self._lse_checks, "dsinks": self._sinks_checks}.get(
+                    name, self._gradient_checks
+                )
                 found += rules(name, _absolute(value, ref), value)
                 if name == "out" and rms is not None:
-                    found.append(_tightest(name, "worst head's RMS, as declared", _head_rms(_absolute(value, ref)), self._rms_budget(rms)))
+                    found.append(
+                        _tightest(
+                            name,
+                            "worst head's RMS, as declared",
+                            _head_rms(_absolute(value, ref)),
+                            self._rms_budget(rms),
+                        )
+                    )
         return found
 
     @cached_property
@@ -259,9 +286,11 @@ class Judge:
 
     @cached_property
     def of_yardstick(self) -> list[Check]:
-        """The yardstick against the oracle, by what its roundings explain: the suite asks it with every result that is held to it.
+        """The yardstick against the oracle, by what its roundings explain:
+        the suite asks it with every result that is held to it.
 
-        For numbers drawn at random alone: where they repeat, or are all of one sign, roundings go together and add up to more.
+        For numbers drawn at random alone: where they repeat, or are all of one sign, roundings go together
+        and add up to more.
         """
         errors, expected = self._roundings
         found = []
@@ -279,7 +308,9 @@ class Judge:
 
     def errors(self, result: Result) -> dict[str, tuple[float, float]]:
         """Largest and RMS absolute error of each tensor that is judged, where the oracle is finite."""
-        absolute = {name: _absolute(value, self.reference.items()[name]) for name, value in self._judged(result).items()}
+        absolute = {
+            name: _absolute(value, self.reference.items()[name]) for name, value in self._judged(result).items()
+        }
         return {name: (_top(error), _rms(error)) for name, error in absolute.items()}
 
     def budgets(self) -> dict[str, tuple[float, float]]:
@@ -293,15 +324,28 @@ class Judge:
             elif name in ("lse", "dsinks"):
                 budgets[name] = (_top(self._lse_budget() if name == "lse" else self._sinks_budget()),) * 2
             else:
-                budgets[name] = (self._gradient_max_budget(name), self._gradient_l2_budget(name) / math.sqrt(ref.numel()))
+                budgets[name] = (
+                    self._gradient_max_budget(name),
+                    self._gradient_l2_budget(name) / math.sqrt(ref.numel()),
+                )
         return budgets
 
     def _judged(self, result: Result) -> dict[str, Tensor]:
         known = self.reference.items()
-        return {name: value for name, value in result.items().items() if name in known and (name != "lse" or self.problem.lse)}
+        return {
+            name: value
+            for name, value in result.items().items()
+            if name in known and (name != "lse" or self.problem.lse)
+        }
 
     def _check_form(self, name: str, value: Tensor, ref: Tensor) -> None:
-        dtypes = (self._dtype,) if name != "lse" else (torch.float32, torch.float64) if self.problem.dtype == "fp64" else (torch.float32,)
+        dtypes = (
+            (self._dtype,)
+            if name != "lse"
+            else (torch.float32, torch.float64)
+            if self.problem.dtype == "fp64"
+            else (torch.float32,)
+        )
         if name == "dsinks" and self._sinks is not None:
             dtypes = (self._sinks.dtype,)
         if value.shape != ref.shape or value.dtype not in dtypes:
@@ -313,7 +357,12 @@ class Judge:
         rms, rms_budget = _head_rms(error), self._rms_budget()
         return [
             _tightest(name, "elementwise", error, self._out_budget()),
-            Check(name, "worst row's relative L2", _top(_row_errors(error, self.reference.out)), OUT_ROW * self._yard_row + self._eps),
+            Check(
+                name,
+                "worst row's relative L2",
+                _top(_row_errors(error, self.reference.out)),
+                OUT_ROW * self._yard_row + self._eps,
+            ),
             _tightest(name, "worst head's RMS", rms, rms_budget),
         ]
 
@@ -324,7 +373,8 @@ class Judge:
 
     def _out_budget(self) -> Tensor:
         row_max = self.reference.out.abs().amax(-1, keepdim=True)
-        tiny = torch.finfo(self._dtype).smallest_normal * self._eps  # the smallest subnormal: what the dtype can't resolve
+        # the smallest subnormal: what the dtype can't resolve
+        tiny = torch.finfo(self._dtype).smallest_normal * self._eps
         return (OUT_MAX * self._yard_max["out"] + tiny + self._eps * row_max).expand_as(self.reference.out)
 
     def _rms_budget(self, factor: float | None = None) -> Tensor:
@@ -392,16 +442,20 @@ class Judge:
         ]
 
     def _gradient_rows_check(self, name: str, error: Tensor) -> Check:
-        """Of each block's error. What chance allows takes an oracle's work to know, and is asked where the rest is not enough."""
+        """Of each block's error. What chance allows takes an oracle's work to know,
+        and is asked where the rest is not enough."""
         rule, yard = f"L2 of {ROWS} rows of a head", self._yard_blocks[name]
         found = _tightest(name, rule, error, self._gradient_rows_budget(name, yard, torch.full_like(yard, ROWS)))
         if found.ok:
             return found
         expected = self._roundings[1][name]
         of_rows = expected.square().sum(-1, keepdim=True)
-        rows = (of_blocks(of_rows.sqrt()) / of_blocks(of_rows).sqrt()).pow(4)  # the square of a sum over the sum of squares
+        # the square of a sum over the sum of squares
+        rows = (of_blocks(of_rows.sqrt()) / of_blocks(of_rows).sqrt()).pow(4)
         by_roundings = torch.maximum(yard, USUAL * of_blocks(expected))
-        return _tightest(name, rule, error, self._gradient_rows_budget(name, by_roundings, rows.nan_to_num(1).clamp_min(1)))
+        return _tightest(
+            name, rule, error, self._gradient_rows_budget(name, by_roundings, rows.nan_to_num(1).clamp_min(1))
+        )
 
     def _gradient_rows_budget(self, name: str, yard: Tensor, rows: Tensor) -> Tensor:
         """Of the yardstick's errors of blocks, each shared by as many rows."""
@@ -421,12 +475,14 @@ class Judge:
         return max(budget, self._cancelled(name) * math.sqrt(ref.numel()))
 
     def _gradient_max_budget(self, name: str) -> float:
-        budget = GRAD_MAX[self.problem.numerics] * self._yard_max[name] + self._recomputed() * _top(self.reference.items()[name].abs())
+        budget = GRAD_MAX[self.problem.numerics] * self._yard_max[name] + self._recomputed() * _top(
+            self.reference.items()[name].abs()
+        )
         return max(budget, self._cancelled(name))
 
     def _recomputed(self) -> float:
-        """Relative error of the P that a backward pass recomputes from scores and LSE: each is rounded at its own size, and
-        exp turns that into a relative error, which no normalisation divides out again."""
+        """Relative error of the P that a backward pass recomputes from scores and LSE: each is rounded at its own size,
+        and exp turns that into a relative error, which no normalisation divides out again."""
         return max(self._eps, self._of_scores())
 
     def _of_scores(self) -> float:
@@ -443,7 +499,8 @@ _GRADIENTS = ("dq", "dk", "dv")
 
 
 def _up_to_the_last_seen(x: Tensor, mask: Tensor) -> Tensor:
-    """Keys or values of caches with zeros for what is not used: no version reads it, and the yardstick's scales would be coarser for it."""
+    """Keys or values of caches with zeros for what is not used:
+    no version reads it, and the yardstick's scales would be coarser for it."""
     used = mask.any(2).flip(-1).cummax(-1).values.flip(-1)  # (batch, 1, seqlen_k)
     return x.masked_fill(~used.transpose(1, 2)[..., None], 0)
 
@@ -475,9 +532,13 @@ def _yardstick(
     for part in parts(q, k, _SLICE_SCORES, whole_groups=True):
         some = [x[index] for x, index in ((q, part.queries), (k, part.keys), (v, part.keys))]
         given = [None if x is None else x[index] for x, index in ((dout, part.queries), (dlse, part.rows))]
-        scales = [None if x is None else x[index] for x, index in zip(rows, (part.queries, part.keys, part.keys), strict=True)]
+        scales = [
+            None if x is None else x[index] for x, index in zip(rows, (part.queries, part.keys, part.keys), strict=True)
+        ]
         dense: Any = of_part(mask, part)  # which `standard` takes
-        operands = Operands(scales[0], scales[1], scales[2], dense, sinks=None if sinks is None else sinks[part.rows[1]])
+        operands = Operands(
+            scales[0], scales[1], scales[2], dense, sinks=None if sinks is None else sinks[part.rows[1]]
+        )
         found = _standard(some, problem, given, operands).items()
         if dsinks is not None:
             dsinks[part.rows[1]] += found.pop("dsinks")  # every batch adds
@@ -504,7 +565,8 @@ def _standard(inputs: list[Tensor], problem: Problem, gradients: list[Tensor | N
 
 
 def _seen_by_a_head(problem: Problem, mask: Tensor) -> tuple[int, int, float]:
-    """Rows that see a key, and pairs that are seen, of the head that has fewest of all that see anything; and the pairs in the mean."""
+    """Rows that see a key, and pairs that are seen, of the head that has fewest of all that see anything;
+    and the pairs in the mean."""
     seen = visible(problem, mask.device, mask)
     assert seen is not None
     per_head = torch.stack([seen.any(-1).sum(-1), seen.sum((-1, -2))]).flatten(1)
@@ -514,9 +576,12 @@ def _seen_by_a_head(problem: Problem, mask: Tensor) -> tuple[int, int, float]:
 
 
 def _largest_terms(q: Tensor, k: Tensor, v: Tensor, problem: Problem, dout: Tensor | None) -> dict[str, Tensor]:
-    """Bounds on the terms that lse `(batch, heads, seqlen_q)`, dq, dk and dv (one number each) are summed from; and on the sums of those
-    three if every P were 1."""
-    wide = [x.to(torch.float64) if x is not None and x.numel() else q.new_zeros((1, 1, 1, 1), dtype=torch.float64) for x in (q, k, v, dout)]
+    """Bounds on the terms that lse `(batch, heads, seqlen_q)`, dq, dk and dv (one number each) are summed from; and on
+    the sums of those three if every P were 1."""
+    wide = [
+        x.to(torch.float64) if x is not None and x.numel() else q.new_zeros((1, 1, 1, 1), dtype=torch.float64)
+        for x in (q, k, v, dout)
+    ]
     (q_norm, k_norm, v_norm, dout_norm) = (x.norm(dim=-1) for x in wide)
     group = problem.heads // problem.heads_kv
     reach = k_norm.amax(1).repeat_interleave(group if k.numel() else 1, 1)[..., None]

@@ -20,7 +20,14 @@ Prepared = Callable[[Problem, Any, torch.device], tuple[Problem, Any]]
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, problem: Problem, operands: Any, functions: tuple[Forward, Backward], q: Tensor, k: Tensor, v: Tensor, *_: Tensor | None
+        ctx: Any,
+        problem: Problem,
+        operands: Any,
+        functions: tuple[Forward, Backward],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *_: Tensor | None,
     ):
         ctx.rows = q.ndim == 3
         if ctx.rows:
@@ -59,20 +66,25 @@ def refuse_double_backward() -> None:
         raise NotImplementedError("flashzoo has no double backward: call backward or grad with create_graph=False")
 
 
-def differentiable(forward: Forward, backward: Backward, prepared: Prepared | None = None) -> Callable[..., tuple[Tensor, Tensor | None]]:
+def differentiable(
+    forward: Forward, backward: Backward, prepared: Prepared | None = None
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """An implementation that `Spec.impl` can name, from a pair of functions on raw tensors.
 
     Args:
-        forward: `(q, k, v, problem, operands) -> (out, lse)`; lse may be None where neither `problem.lse` nor `problem.grad`.
-        backward: `(dout, dlse or None, q, k, v, out, lse, problem, operands) -> (dq, dk, dv)`, and behind these the gradients of
-            `operands.differentiable`.
-        prepared: `(problem, operands, device) -> (problem, operands)`, what both are called with in place of the call's own; made once
-            for a forward pass and the backward pass that follows it. None: they are called with the call's own.
+        forward: `(q, k, v, problem, operands) -> (out, lse)`; lse may be None where neither `problem.lse`
+            nor `problem.grad`.
+        backward: `(dout, dlse or None, q, k, v, out, lse, problem, operands) -> (dq, dk, dv)`, and behind these the
+            gradients of `operands.differentiable`.
+        prepared: `(problem, operands, device) -> (problem, operands)`, what both are called with in place of the call's
+            own; made once for a forward pass and the backward pass that follows it. None: they are called with the
+            call's own.
 
     Returns:
-        `(q, k, v, problem, operands) -> (out, lse)`, recorded by autograd only where `problem.grad`. Its attribute `backward` is
-        the backward pass alone, for who records calls by other means, and for `flashzoo.attention_backward`. Its attribute `rows`
-        says that it takes packed rows of three dimensions too: views that autograd records cost the host as much as a launch does.
+        `(q, k, v, problem, operands) -> (out, lse)`, recorded by autograd only where `problem.grad`. Its attribute
+        `backward` is the backward pass alone, for who records calls by other means, and for
+        `flashzoo.attention_backward`. Its attribute `rows` says that it takes packed rows of three dimensions too:
+        views that autograd records cost the host as much as a launch does.
     """
     functions = (forward, backward)
 
@@ -104,10 +116,11 @@ def joined(forward: Forward, backward: Backward) -> Callable[..., tuple[Tensor, 
 
 
 def unquantized(forward: Forward, anew: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """A quantised forward pass with the two passes of another implementation, on the saved inputs as they are, for a backward pass.
+    """A quantised forward pass with the two passes of another implementation, on the saved inputs as they are,
+    for a backward pass.
 
-    FP8's own O and LSE would save that forward pass, but P is recomputed as exp(score - LSE): where scores are large, FP8's LSE is off
-    by more than its rounding, and a gradient by the exponential of that.
+    FP8's own O and LSE would save that forward pass, but P is recomputed as exp(score - LSE): where scores are large,
+    FP8's LSE is off by more than its rounding, and a gradient by the exponential of that.
 
     Args:
         anew: made by `differentiable`.

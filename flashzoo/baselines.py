@@ -21,13 +21,19 @@ SMALLEST_SCALE = 2.0**-100
 
 
 _DENSE_MASK = "makes a dense (batch, heads, seqlen_q, seqlen_k) mask of the block mask, and skips nothing"
-_DENSE_CACHE = "makes a dense (batch, seqlen_q, seqlen_k) mask of what is used, copies k and v without what is not, and skips nothing"
+_DENSE_CACHE = (
+    "makes a dense (batch, seqlen_q, seqlen_k) mask of what is used, copies k and v without what is not, "
+    "and skips nothing"
+)
 _FROM_PAGES = "copies k and v from their pages"
 _DENSE_LENGTHS = "makes a dense (total_q, total_k) mask that keeps sequences apart, copies q, k, v, and skips nothing"
 
 
 def _sdpa_notes(problem: Problem) -> list[str]:
-    other_kernel = "torch's flash kernel needs v as wide as q: its memory-efficient one runs where it can, else math, quadratic in memory"
+    other_kernel = (
+        "torch's flash kernel needs v as wide as q: its memory-efficient one runs where it can, else math, "
+        "quadratic in memory"
+    )
     notes = {
         "builds the (seqlen_q, seqlen_k) mask as a tensor": _needs_mask(problem)
         and not problem.features & {"block_mask", "packed", "cache"},
@@ -68,7 +74,20 @@ def _standard_notes(problem: Problem) -> list[str]:
 
 
 _STANDARD_FEATURES = frozenset(
-    {"causal", "window", "gqa", "cross", "head_dim_v", "lse", "deterministic", "packed", "used_k", "cache", "block_mask", "sinks"}
+    {
+        "causal",
+        "window",
+        "gqa",
+        "cross",
+        "head_dim_v",
+        "lse",
+        "deterministic",
+        "packed",
+        "used_k",
+        "cache",
+        "block_mask",
+        "sinks",
+    }
 )
 
 STANDARD = Spec(
@@ -89,7 +108,9 @@ STANDARD = Spec(
     notes=_standard_notes,
 )
 
-_SDPA_FEATURES = frozenset({"causal", "window", "gqa", "cross", "head_dim_v", "packed", "used_k", "cache", "block_mask"})
+_SDPA_FEATURES = frozenset(
+    {"causal", "window", "gqa", "cross", "head_dim_v", "packed", "used_k", "cache", "block_mask"}
+)
 
 SDPA = Spec(
     name="sdpa",
@@ -116,7 +137,8 @@ def _needs_mask(problem: Problem) -> bool:
 
 
 def _readable(x: Tensor) -> Tensor:
-    """The tensor, copied where torch's CUDA kernels would read it at misaligned addresses, which loses the CUDA context."""
+    """The tensor, copied where torch's CUDA kernels would read it at misaligned addresses,
+    which loses the CUDA context."""
     if not x.is_cuda:
         return x
     if functorch_active():  # then it may have no address
@@ -131,14 +153,19 @@ def _readable_gradient(dout: Tensor | None) -> Tensor | None:
     return None if dout is None else _readable(dout)
 
 
-def _attend_on_gpu(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float, enable_gqa: bool) -> Tensor:
-    """`scaled_dot_product_attention` of CUDA tensors `(batch, heads, seqlen, head_dim)`, by any of its kernels but cuDNN's.
+def _attend_on_gpu(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float, enable_gqa: bool
+) -> Tensor:
+    """`scaled_dot_product_attention` of CUDA tensors `(batch, heads, seqlen, head_dim)`,
+    by any of its kernels but cuDNN's.
 
-    torch's switch of cuDNN's kernel is the whole process's: turned off here, it would be off for other threads, and turned on there,
-    it would be on here. So no switch is touched. The kernel is chosen here, in torch's order and by torch's own answers to what each
-    can do, and handed what torch hands it: flash heads padded to a multiple of 8, the others a mask that is added to the scores.
+    torch's switch of cuDNN's kernel is the whole process's: turned off here, it would be off for other threads, and
+    turned on there, it would be on here. So no switch is touched. The kernel is chosen here, in torch's order and by
+    torch's own answers to what each can do, and handed what torch hands it: flash heads padded to a multiple of 8, the
+    others a mask that is added to the scores.
     """
-    # cuDNN's, of torch 2.11 on an H200: NaN gradients where every score is about -120, where a tile is partly blind and at softmax_scale 0.
+    # cuDNN's, of torch 2.11 on an H200: NaN gradients where every score is about -120,
+    # where a tile is partly blind and at softmax_scale 0.
     asked = SDPAParams(q, k, v, attn_mask, 0.0, is_causal, enable_gqa)
     if can_use_flash_attention(asked):
         head_dim = q.shape[-1]
@@ -151,12 +178,17 @@ def _attend_on_gpu(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is
         if bias is not None:
             bias = bias.expand(*q.shape[:3], -1)
         recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-        return torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, recorded, is_causal=is_causal, scale=scale)[0]
-    return torch.ops.aten._scaled_dot_product_attention_math(q, k, v, bias, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+        return torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, bias, recorded, is_causal=is_causal, scale=scale
+        )[0]
+    return torch.ops.aten._scaled_dot_product_attention_math(
+        q, k, v, bias, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
 
 
 def _bias(seen: Tensor, q: Tensor) -> Tensor:
-    """0 where a key is seen and -inf where not, in q's dtype; rows start at multiples of 16 elements, as the efficient kernel wants."""
+    """0 where a key is seen and -inf where not, in q's dtype; rows start at multiples of 16 elements,
+    as the efficient kernel wants."""
     *rows, seqlen_k = seen.shape
     bias = q.new_zeros(*rows, seqlen_k + -seqlen_k % 16)[..., :seqlen_k]
     return bias.masked_fill_(~seen, -torch.inf)

@@ -1,5 +1,5 @@
-"""The command line: `flashzoo list | explain | compare | check | bench | report`. Exit code 0 is well, 1 a failed check, 2 bad input,
-130 the end by Ctrl-C.
+"""The command line: `flashzoo list | explain | compare | check | bench | report`. Exit code 0 is well, 1 a failed
+check, 2 bad input, 130 the end by Ctrl-C.
 
 Every command takes a Python file that registers versions as its first argument, and then has these among the others.
 """
@@ -31,8 +31,12 @@ from flashzoo.workloads import TORCH_DTYPES, hardware
 ROOT = Path(flashzoo.__file__).resolve().parent.parent
 """Where flashzoo and its suite are installed: in a checkout the repository's root."""
 
-FROM_CHECKOUT: dict[str, tuple[str, ...]] = {"bench": ("bench.run",), "report": ("bench.report", "matplotlib", "markdown_it")}
-"""Commands that are modules of the repository, and the packages that these need. They take every argument themselves, `--help` too."""
+FROM_CHECKOUT: dict[str, tuple[str, ...]] = {
+    "bench": ("bench.run",),
+    "report": ("bench.report", "matplotlib", "markdown_it"),
+}
+"""Commands that are modules of the repository, and the packages that these need.
+They take every argument themselves, `--help` too."""
 
 ON_GPU: dict[str, Any] = {"batch_size": 8, "seq_len": 4096, "num_heads": 16, "head_dim": 128, "dtype": "bf16"}
 ON_CPU: dict[str, Any] = {"batch_size": 1, "seq_len": 128, "num_heads": 2, "head_dim": 64, "dtype": "fp16"}
@@ -104,15 +108,24 @@ def _parser() -> argparse.ArgumentParser:
         made = commands.add_parser(name, description=text, add_help=name not in FROM_CHECKOUT, **listed)
         made.set_defaults(run=run, passes_on=passes_on)
         if not passes_on:
-            made.add_argument("file", nargs="?", metavar="FILE.py", help="a Python file that calls flashzoo.register: its versions too")
+            made.add_argument(
+                "file",
+                nargs="?",
+                metavar="FILE.py",
+                help="a Python file that calls flashzoo.register: its versions too",
+            )
         return made
 
     command("list", _list, "what versions there are, what each takes, and whether it can run here")
 
-    explain = command("explain", _explain, "which version would take a call, and every reason against the others; nothing is run")
+    explain = command(
+        "explain", _explain, "which version would take a call, and every reason against the others; nothing is run"
+    )
     _add_problem(explain)
     explain.add_argument("--lse", action="store_true", help="the log-sum-exp is asked for too")
-    explain.add_argument("--arch", type=_positive, metavar="90", help="ask about a GPU of this compute capability, there or not")
+    explain.add_argument(
+        "--arch", type=_positive, metavar="90", help="ask about a GPU of this compute capability, there or not"
+    )
     explain.add_argument("--version", default="auto", help="ask for this version in place of the best that can")
 
     compare = command("compare", _compare, "run every version on the same inputs: errors, budgets, times, memory")
@@ -126,12 +139,24 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument("--json", action="store_true", help="print JSON in place of the table")
     output.add_argument("--csv", action="store_true", help="print CSV in place of the table")
 
-    check = command("check", _check, "run the whole test suite on your own variant; further arguments go to pytest", passes_on=True)
-    check.add_argument("target", help="a Python file that calls flashzoo.register, or NAME[,NAME] of registered versions")
+    check = command(
+        "check", _check, "run the whole test suite on your own variant; further arguments go to pytest", passes_on=True
+    )
+    check.add_argument(
+        "target", help="a Python file that calls flashzoo.register, or NAME[,NAME] of registered versions"
+    )
 
-    command("bench", _from_checkout, "time versions and peers on this GPU; arguments behind a FILE.py go to bench/run.py", passes_on=True)
     command(
-        "report", _from_checkout, "one HTML file of what bench measured; arguments behind a FILE.py go to bench/report.py", passes_on=True
+        "bench",
+        _from_checkout,
+        "time versions and peers on this GPU; arguments behind a FILE.py go to bench/run.py",
+        passes_on=True,
+    )
+    command(
+        "report",
+        _from_checkout,
+        "one HTML file of what bench measured; arguments behind a FILE.py go to bench/report.py",
+        passes_on=True,
     )
     return parser
 
@@ -211,7 +236,11 @@ def _list(args: argparse.Namespace) -> int:
 def _facts(spec: Spec) -> dict[str, str]:
     dims = spec.head_dims
     backward = (
-        "no" if spec.backward is None else "yes" if spec.backward >= spec.features else f"only with {', '.join(sorted(spec.backward))}"
+        "no"
+        if spec.backward is None
+        else "yes"
+        if spec.backward >= spec.features
+        else f"only with {', '.join(sorted(spec.backward))}"
     )
     return {
         "paper": spec.paper,
@@ -322,7 +351,9 @@ def _script(command: str) -> Path:
 def _from_checkout(args: argparse.Namespace, arguments: list[str]) -> int:
     name, *packages = FROM_CHECKOUT[args.command]
     if not _script(args.command).is_file():
-        raise CommandError(f"expected {_script(args.command)}, which a clone has and a wheel has not: in a clone, pip install -e .")
+        raise CommandError(
+            f"expected {_script(args.command)}, which a clone has and a wheel has not: in a clone, pip install -e ."
+        )
     if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
         raise CommandError(f"{' and '.join(missing)} must be installed: pip install -e '{ROOT}[report]'")
     if arguments and arguments[0].endswith(".py"):

@@ -57,7 +57,8 @@ PART_SCORES = 1 << 20
 DOES = f"batch 1, heads 2, seqlen {4 * INTERPRETER_BLOCK}, in fp16"
 """A problem that every version that runs on the CPU answers within seconds."""
 QUADRATIC_BYTES = 20
-"""Bytes for each score element that a version holds which materialises S and P: S, P and dP in float32, their roundings."""
+"""Bytes for each score element that a version holds which materialises S and P:
+S, P and dP in float32, their roundings."""
 GPU_SECONDS, CPU_SECONDS = 2.0, 0.5
 """Of timing in all, shared by the versions, which have `MIN_SHARED` repeats each in any case."""
 
@@ -95,7 +96,8 @@ def compare(
         q, k, v: as in `flashzoo.attention`. Never modified.
         backward: gradients too, for a dout drawn from a standard normal, of the versions that have a backward pass.
         versions: names of versions; all that are registered where None.
-        budget_s: the most seconds that this may be expected to take on the CPU, by a part of it which is run first; None: any.
+        budget_s: the most seconds that this may be expected to take on the CPU, by a part of it which is run first;
+            None: any.
         progress: show a bar on stderr while it works; where None, if stderr is a terminal and rich is installed.
         seed: of dout.
         options: the other arguments of `flashzoo.attention`.
@@ -104,8 +106,8 @@ def compare(
         A `Comparison`. On the CPU, Triton's kernels run once in its interpreter, and only on small problems.
 
     Raises:
-        TypeError, ValueError: an argument is malformed, as in `flashzoo.attention`, a version is unknown, budget_s is too short, or an
-            input has NaN or infinity in it, of which there is no error to compare.
+        TypeError, ValueError: an argument is malformed, as in `flashzoo.attention`, a version is unknown, budget_s is
+            too short, or an input has NaN or infinity in it, of which there is no error to compare.
         flashzoo.compare.Interrupted: a KeyboardInterrupt that has the rows that were finished.
     """
     specs, given = _chosen(versions), dict(options)
@@ -173,10 +175,10 @@ def compare_workload(
     """`compare` on inputs drawn for a workload or a problem; see `flashzoo.workloads.inputs`.
 
     Args:
-        source: sizes, dtypes, precision, causal, window and deterministic are read from it, its hardware is not. e4m3 inputs get
-            descales by block, or where sequences are packed one for each of them; a problem with a block mask one of its form, from
-            `flashzoo.workloads.block_mask`, one with packed sequences or caches lengths from `flashzoo.workloads.lengths`, and one with
-            sinks those of `flashzoo.workloads.sinks`.
+        source: sizes, dtypes, precision, causal, window and deterministic are read from it, its hardware is not. e4m3
+            inputs get descales by block, or where sequences are packed one for each of them; a problem with a block
+            mask one of its form, from `flashzoo.workloads.block_mask`, one with packed sequences or caches lengths from
+            `flashzoo.workloads.lengths`, and one with sinks those of `flashzoo.workloads.sinks`.
         device: the GPU if there is one, else the CPU, where None.
         backward, versions, budget_s, progress: as in `compare`.
     """
@@ -206,7 +208,9 @@ def _foresee(bar: _Bar, problem: Problem, specs: list[Spec], budget_s: float | N
     bar.begin(len(specs) + 3)  # inputs, oracle, timing
     expected = 0.0
     if problem.device == "cpu":
-        once, repeated = ([spec for spec in specs if spec.interpreted(problem) == interpreted] for interpreted in (True, False))
+        once, repeated = (
+            [spec for spec in specs if spec.interpreted(problem) == interpreted] for interpreted in (True, False)
+        )
         expected = expected_s(problem, once, 1) + expected_s(problem, repeated, 2 + MIN_SHARED)
     if budget_s is not None and expected > budget_s:
         took = f"{problem}, would take about {duration(expected)} there, longer than budget_s={budget_s:g}"
@@ -215,7 +219,8 @@ def _foresee(bar: _Bar, problem: Problem, specs: list[Spec], budget_s: float | N
 
 
 def expected_s(problem: Problem, specs: list[Spec], calls: int, judged: float = 1.0) -> float:
-    """About how many seconds versions take on the CPU, by blocks where Triton's interpreter runs them, else by a part of the problem.
+    """About how many seconds versions take on the CPU, by blocks where Triton's interpreter runs them, else by a
+    part of the problem.
 
     Args:
         calls: of each, with the backward pass where the problem has one.
@@ -237,7 +242,8 @@ def expected_s(problem: Problem, specs: list[Spec], calls: int, judged: float = 
 
 
 def _part_s(problem: Problem, specs: list[Spec], scores: int) -> tuple[float, float]:
-    """The seconds that the oracle takes, and one call of each version, from a part of the problem with so many scores."""
+    """The seconds that the oracle takes, and one call of each version, from a part of the problem
+    with so many scores."""
     group = problem.heads // problem.heads_kv
     side = math.isqrt(scores // group) or 1
     seqlen_q, seqlen_k = min(problem.seqlen_q, side), min(problem.seqlen_k, side)
@@ -267,7 +273,10 @@ def _check_finite(**tensors: Tensor | None) -> None:
         if x is not None:
             count = int((~(x.float() if x.dtype == torch.float8_e4m3fn else x).isfinite()).sum())
             if count:
-                raise ValueError(f"compare: {name} must be finite, as no error of NaN or infinity can be told, got {count} that are not")
+                raise ValueError(
+                    f"compare: {name} must be finite, as no error of NaN or infinity can be told, "
+                    f"got {count} that are not"
+                )
 
 
 def _memory_bytes() -> int:
@@ -284,7 +293,11 @@ def _chosen(names: Sequence[str] | None) -> list[Spec]:
     known = registered()
     unknown = [name for name in names or () if name not in known]
     if unknown:
-        raise ValueError("\n".join((f"versions must be from {', '.join(known)}, got {', '.join(map(repr, unknown))}", *current().missing)))
+        raise ValueError(
+            "\n".join(
+                (f"versions must be from {', '.join(known)}, got {', '.join(map(repr, unknown))}", *current().missing)
+            )
+        )
     return [spec for name, spec in known.items() if names is None or name in names]
 
 
@@ -306,7 +319,8 @@ class _Bench:
         name = torch.cuda.get_device_name(self.device) if self.on_gpu else ""
         self.peaks = {"forward": peak_tflops(name, problem.numerics), "backward": peak_tflops(name, problem.dtype)}
         properties = torch.cuda.get_device_properties(self.device) if self.on_gpu else None
-        self.shared = getattr(properties, "shared_memory_per_block_optin", SHARED_LIMIT[90])  # where there is no GPU, Hopper's
+        # where there is no GPU, Hopper's
+        self.shared = getattr(properties, "shared_memory_per_block_optin", SHARED_LIMIT[90])
 
     @property
     def on_gpu(self) -> bool:
@@ -323,7 +337,10 @@ class _Bench:
         needed = _scores(self.problem) * QUADRATIC_BYTES if spec.memory == "quadratic" else 0
         # A GPU says when its memory is full; on the CPU the system would end the process.
         if not self.on_gpu and needed > _memory_bytes() // 2:
-            reason = f"needs some {needed / 1e9:.0f} GB for its scores, more than half of this machine's {_memory_bytes() / 1e9:.0f} GB"
+            reason = (
+                f"needs some {needed / 1e9:.0f} GB for its scores, "
+                f"more than half of this machine's {_memory_bytes() / 1e9:.0f} GB"
+            )
             return replace(row, status="no memory", reasons=(reason,), ran="")
         try:
             return self._judged(spec, asked, row)
@@ -391,7 +408,10 @@ class _Bench:
                 launches[name, "backward"] = partial(torch.autograd.grad, out, leaves, self.dout, retain_graph=True)
         times = Clock(self.device).share(launches, GPU_SECONDS if self.on_gpu else CPU_SECONDS)
         timings = {key: Timing.of(taken) for key, taken in times.items()}
-        return [self._with_times(row, {p: timings[row.version, p] for p in PASSES if (row.version, p) in timings}) for row in rows]
+        return [
+            self._with_times(row, {p: timings[row.version, p] for p in PASSES if (row.version, p) in timings})
+            for row in rows
+        ]
 
     def _with_times(self, row: Row, timings: dict[str, Timing]) -> Row:
         values: dict[str, Any] = dict(timings)
@@ -412,7 +432,8 @@ def _environment(device: torch.device) -> dict[str, str]:
 
 
 class _Bar:
-    """What is at work, on stderr. With rich a bar of the steps, else a line for each; nothing where nobody is there to read it.
+    """What is at work, on stderr. With rich a bar of the steps, else a line for each;
+    nothing where nobody is there to read it.
 
     Args:
         progress: rich's `Progress`, or None.
@@ -456,6 +477,11 @@ def _bar(wanted: bool | None) -> Iterator[_Bar]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description:<12}"), BarColumn(24), TimeElapsedColumn(), TextColumn("{task.fields[expected]}"))
+    columns = (
+        TextColumn("{task.description:<12}"),
+        BarColumn(24),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[expected]}"),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         yield _Bar(progress)

@@ -21,7 +21,18 @@ PASSES = ("forward", "backward")
 COLUMNS = ("version", "result", "ran on", "budget", *TENSORS, "fwd ms", "fwd p10-p90", "fwd TFLOP/s", "fwd % of peak")
 COLUMNS += ("bwd ms", "bwd p10-p90", "bwd TFLOP/s", "bwd % of peak", "memory", "HBM by formula")
 """Of a comparison's text, from left to right; what stands right of fwd ms or bwd ms is headed without the pass."""
-DISPENSABLE = ("HBM by formula", "bwd p10-p90", "fwd p10-p90", "lse", "bwd % of peak", "fwd % of peak", "dv", "dk", "dq", "dsinks")
+DISPENSABLE = (
+    "HBM by formula",
+    "bwd p10-p90",
+    "fwd p10-p90",
+    "lse",
+    "bwd % of peak",
+    "fwd % of peak",
+    "dv",
+    "dk",
+    "dq",
+    "dsinks",
+)
 DISPENSABLE += ("ran on", "memory", "out", "bwd TFLOP/s", "fwd TFLOP/s", "bwd ms", "budget", "fwd ms", "result")
 """In the order in which columns are left out where all of them are too wide."""
 GAP = 2
@@ -37,8 +48,8 @@ class Row:
 
     Attributes:
         version, title: as registered.
-        status: "ok"; "fails" (a check exceeds its budget); "can't" (the Spec has reasons against the problem); "no memory"; "error"
-            (it raised).
+        status: "ok"; "fails" (a check exceeds its budget); "can't" (the Spec has reasons against the problem); "no
+            memory"; "error" (it raised).
         reasons: why not "ok", or why the forward pass alone where both were asked for; one sentence each.
         ran: "GPU", "CPU", "interpreter" (Triton's, on the CPU), or "" where nothing ran.
         checks: every rule that was applied.
@@ -69,7 +80,12 @@ class Row:
 
     def flat(self) -> dict[str, Any]:
         """The row as plain values under one level of names, for CSV and JSON."""
-        values: dict[str, Any] = {"version": self.version, "status": self.status, "ran": self.ran, "reasons": "; ".join(self.reasons)}
+        values: dict[str, Any] = {
+            "version": self.version,
+            "status": self.status,
+            "ran": self.ran,
+            "reasons": "; ".join(self.reasons),
+        }
         for tensor in TENSORS:
             for what, table in (("err", self.errors), ("budget", self.budgets)):
                 values[f"{tensor}_max_{what}"], values[f"{tensor}_rms_{what}"] = table.get(tensor, (None, None))
@@ -100,7 +116,8 @@ class Comparison:
         return not any(row.status in ("fails", "error") for row in self.rows)
 
     def to_json(self) -> str:
-        """An object with problem, environment and rows (every check included); numbers that aren't finite become null."""
+        """An object with problem, environment and rows (every check included);
+        numbers that aren't finite become null."""
         rows = [row.flat() | {"checks": [vars(check) | {"ok": check.ok} for check in row.checks]} for row in self.rows]
         record = {"problem": asdict(self.problem), "environment": self.environment, "rows": rows}
         return json.dumps(_finite(record), indent=2)
@@ -157,7 +174,8 @@ def _cells(row: Row) -> dict[str, str]:
 
 
 def _why(row: Row) -> str:
-    """Why the row is not all that was asked for; of what a Spec has against the problem the first, since `explain` has the others."""
+    """Why the row is not all that was asked for; of what a Spec has against the problem the first, since
+    `explain` has the others."""
     if row.status == "can't":
         others = len(row.reasons) - 1
         return f" can't: {row.reasons[0]}{f' (and {others} more)' if others else ''}"

@@ -21,7 +21,8 @@ RAGGED_ROWS = 1 << 30
 
 
 def ragged_back(by_row: int) -> int:
-    """The stride that, RAGGED_ROWS times, is as far back as so many rows are forward: less 2^64, which addresses are taken modulo."""
+    """The stride that, RAGGED_ROWS times, is as far back as so many rows are forward:
+    less 2^64, which addresses are taken modulo."""
     return -by_row % (2**64 // RAGGED_ROWS)
 
 
@@ -44,8 +45,8 @@ PEAKS = (
     ("RTX 3090", 71, 35.6),
     ("V100", 125, 15.7),
 )
-"""Dense peak TFLOP/s by NVIDIA's datasheets and whitepapers: 16-bit tensor cores with float32 accumulation, then float32
-outside tensor cores. The first name found in the GPU's own counts."""
+"""Dense peak TFLOP/s by NVIDIA's datasheets and whitepapers: 16-bit tensor cores with float32 accumulation, then
+float32 outside tensor cores. The first name found in the GPU's own counts."""
 NO_FP8 = ("A100", "A800", "A30", "A10", "RTX 3090", "V100")
 """Those of `PEAKS` without FP8 tensor cores; with them, FP8's peak is twice that of 16 bits."""
 

@@ -1,4 +1,5 @@
-"""`Ranges`: which rows of q, k and v are whose, where the sequences of a batch lie behind one another, or are not as long as their rows."""
+"""`Ranges`: which rows of q, k and v are whose, where the sequences of a batch lie behind one another,
+or are not as long as their rows."""
 
 from __future__ import annotations
 
@@ -13,15 +14,16 @@ from flashzoo.call.forms import Window
 
 
 def flaws_of_caches(used: Tensor, seqlen_k: int) -> Iterator[str]:
-    """What is wrong with how much of each cache is used, in words that begin with the argument's name; waits for the device."""
+    """What is wrong with how much of each cache is used, in words that begin with the argument's name;
+    waits for the device."""
     for at, count in enumerate(used.tolist()):
         if not 0 <= count <= seqlen_k:
             yield f"seqused_k must be from 0 to the cache's length, got {count} of {seqlen_k} at {at}"
 
 
 def visible_of_caches(used: Tensor, span: Window, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """`(batch, 1, seqlen_q, seqlen_k)` bool: the keys that each query sees where so many of each sequence's are used, the last of them
-    with its last query.
+    """`(batch, 1, seqlen_q, seqlen_k)` bool: the keys that each query sees where so many of each sequence's are used,
+    the last of them with its last query.
 
     Args:
         used: int32 `(batch,)`; below 0 is 0, and above seqlen_k is seqlen_k.
@@ -40,13 +42,15 @@ def visible_of_caches(used: Tensor, span: Window, seqlen_q: int, seqlen_k: int) 
 
 @dataclass(frozen=True, eq=False)
 class Ranges:
-    """Where each sequence's queries and keys begin, and where they end. All of it lies on the tensors' device, and no host reads it.
+    """Where each sequence's queries and keys begin, and where they end.
+    All of it lies on the tensors' device, and no host reads it.
 
-    What lies outside of the tensors is clamped, and where cu_seqlens fall no row is of any sequence: there is no value of these by which
-    memory is read that is not theirs.
+    What lies outside of the tensors is clamped, and where cu_seqlens fall no row is of any sequence: there is no value
+    of these by which memory is read that is not theirs.
 
     Attributes:
-        cu_seqlens_q: int32 `(sequences + 1,)`: sequence i has the queries from `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]`.
+        cu_seqlens_q: int32 `(sequences + 1,)`: sequence i has the queries from `cu_seqlens_q[i]` to
+            `cu_seqlens_q[i + 1]`.
         cu_seqlens_k: the same for its keys.
         seqused_k: int32 `(sequences,)`: of its keys only so many, from the first on; None for all.
     """
@@ -56,7 +60,8 @@ class Ranges:
     seqused_k: Tensor | None = None
 
     def bounds(self, total_q: int, total_k: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of each sequence the first query, the one past the last, the first key, and the one past the last: int64 `(sequences,)` each."""
+        """Of each sequence the first query, the one past the last, the first key, and the one past the last:
+        int64 `(sequences,)` each."""
         q, k = (cu.long().clamp(0, total) for cu, total in ((self.cu_seqlens_q, total_q), (self.cu_seqlens_k, total_k)))
         q_first, k_first = q[:-1], k[:-1]
         falls = [(cu[1:] < cu[:-1]).any() for cu in (self.cu_seqlens_q, self.cu_seqlens_k)]
@@ -80,7 +85,10 @@ class Ranges:
                 yield f"cu_seqlens_{name} must not fall, got {cu[at]} and then {cu[at + 1]} at {at + 1}"
             if longest is not None and max(lengths[name], default=0) > longest:
                 at = lengths[name].index(max(lengths[name]))
-                yield f"max_seqlen_{name} must be at least each sequence's length, got {longest} and {lengths[name][at]} of sequence {at}"
+                yield (
+                    f"max_seqlen_{name} must be at least each sequence's length, "
+                    f"got {longest} and {lengths[name][at]} of sequence {at}"
+                )
         if self.seqused_k is not None:
             for at, (used, length) in enumerate(zip(self.seqused_k.tolist(), lengths["k"], strict=True)):
                 if not 0 <= used <= length:
@@ -88,7 +96,8 @@ class Ranges:
                     return
 
     def visible(self, span: Window, total_q: int, total_k: int, queries: Tensor | None = None) -> Tensor:
-        """`(total_q, total_k)` bool, True where the query sees the key: one of its own sequence, and in the band around its own diagonal.
+        """`(total_q, total_k)` bool, True where the query sees the key:
+        one of its own sequence, and in the band around its own diagonal.
 
         Args:
             span: the band, as `Problem.span`.
@@ -116,7 +125,8 @@ class Ranges:
         return _within(total_q, q_first, q_end), _within(total_k, k_first, k_end)
 
     def numbers(self, total_q: int, total_k: int) -> tuple[Tensor, Tensor]:
-        """Of each row of q, and of k, the number of its sequence, int64; of a row that no sequence has, or uses, that of any."""
+        """Of each row of q, and of k, the number of its sequence, int64;
+        of a row that no sequence has, or uses, that of any."""
         _, q_end, _, k_end = self.bounds(total_q, total_k)
         rows_q, rows_k = (torch.arange(total, device=q_end.device) for total in (total_q, total_k))
         return _number(rows_q, q_end), _number(rows_k, k_end)

@@ -16,21 +16,25 @@ OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LSE_DTYPES = (torch.float32, torch.float64)
 
 
-def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], *, out_dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+def merge(
+    outs: Sequence[Tensor], lses: Sequence[Tensor], *, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """What attention to all keys gives, from what it gave for each of several disjoint sets of them.
 
-    `lse = log(sum_i exp(lse_i))` and `out = sum_i exp(lse_i - lse) out_i`, in float32, or float64 where a part is. Plain torch operations:
-    differentiable through every out and every LSE, and traced like others. A merged result may be a part of the next.
+    `lse = log(sum_i exp(lse_i))` and `out = sum_i exp(lse_i - lse) out_i`, in float32, or float64 where a part is.
+    Plain torch operations: differentiable through every out and every LSE, and traced like others. A merged result may
+    be a part of the next.
 
     Args:
-        outs: one `(batch, seqlen_q, heads, head_dim_v)` of each part, at least one, fp16, bf16, fp32 or fp64, all of one shape and on
-            one device, as `flashzoo.attention(..., return_lse=True)` returns it.
-        lses: as many, `(batch, heads, seqlen_q)`, natural log, fp32 or fp64; -inf where the row sees no key of that part.
+        outs: one `(batch, seqlen_q, heads, head_dim_v)` of each part, at least one, fp16, bf16, fp32 or fp64, all of
+            one shape and on one device, as `flashzoo.attention(..., return_lse=True)` returns it.
+        lses: as many, `(batch, heads, seqlen_q)`, natural log, fp32 or fp64;
+            -inf where the row sees no key of that part.
         out_dtype: of the merged out; where None that of outs, where they differ what torch promotes them to.
 
     Returns:
-        `(out, lse)`, in the shapes of the parts; lse in float32, or float64 where a part is. A row whose LSE is -inf in every part gives 0
-        and -inf, with gradients 0.
+        `(out, lse)`, in the shapes of the parts; lse in float32, or float64 where a part is. A row whose LSE is -inf in
+        every part gives 0 and -inf, with gradients 0.
 
     Raises:
         TypeError, ValueError: an argument is malformed; the text names it, what was expected and what was got.
@@ -45,8 +49,12 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor], *, out_dtype: torch.dt
     weights = [torch.exp(lse - row_max) for lse in lses]
     total = reduce(torch.add, weights)
     blind = total == 0
-    total = total.masked_fill(blind, 1)  # neither 0 / 0 nor the slope of log at 0, which masks behind them would leave NaN in gradients
-    out = reduce(torch.add, (out.to(wide) * (weight / total).transpose(1, 2)[..., None] for out, weight in zip(outs, weights, strict=True)))
+    # neither 0 / 0 nor the slope of log at 0, which masks behind them would leave NaN in gradients
+    total = total.masked_fill(blind, 1)
+    out = reduce(
+        torch.add,
+        (out.to(wide) * (weight / total).transpose(1, 2)[..., None] for out, weight in zip(outs, weights, strict=True)),
+    )
     return out.to(out_dtype), (row_max + total.log()).masked_fill(blind, -math.inf)
 
 
@@ -56,7 +64,9 @@ def _check(outs: Any, lses: Any, out_dtype: Any) -> None:
             raise TypeError(f"{name} must be a list or tuple of tensors, got {type(parts).__name__}")
     if not outs or len(outs) != len(lses):
         raise ValueError(f"outs and lses must be of the same parts, at least one, got {len(outs)} and {len(lses)}")
-    check_tensors(**{f"outs[{i}]": out for i, out in enumerate(outs)}, **{f"lses[{i}]": lse for i, lse in enumerate(lses)})
+    check_tensors(
+        **{f"outs[{i}]": out for i, out in enumerate(outs)}, **{f"lses[{i}]": lse for i, lse in enumerate(lses)}
+    )
     shape, device = tuple(outs[0].shape), outs[0].device
     if len(shape) != 4:
         raise ValueError(f"outs[0] must have 4 dimensions (batch, seqlen_q, heads, head_dim_v), got shape {shape}")

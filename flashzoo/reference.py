@@ -1,20 +1,22 @@
 """What attention means, in formulas: the oracle in float64, and `standard`, its low-precision twin.
 
     S = Q K^T * softmax_scale,  P = softmax(S),  O = P V,  LSE_i = log sum_j exp(S_ij)
-    dV = P^T dO,  dP = dO V^T,  delta_i = sum_d dO_id O_id - dLSE_i,  dS = P * (dP - delta),  dQ = dS K * scale,  dK = dS^T Q * scale
+    dV = P^T dO,  dP = dO V^T,  delta_i = sum_d dO_id O_id - dLSE_i,  dS = P * (dP - delta),
+    dQ = dS K * scale,  dK = dS^T Q * scale
 
-with these meanings, once for every version: causal and windows are aligned bottom-right, of packed sequences in each; a block mask,
-here a dense one, hides what it hides beside them; a row that sees no key gives 0, LSE -inf and gradients 0; query head h reads
-key/value head h // (heads // heads_kv). A sink is one more term of the softmax, P_i,sink = exp(sink - LSE_i), whose value is 0:
-dsink = -sum_i P_i,sink delta_i.
+with these meanings, once for every version: causal and windows are aligned bottom-right, of packed sequences in each; a
+block mask, here a dense one, hides what it hides beside them; a row that sees no key gives 0, LSE -inf and gradients 0;
+query head h reads key/value head h // (heads // heads_kv). A sink is one more term of the softmax,
+P_i,sink = exp(sink - LSE_i), whose value is 0: dsink = -sum_i P_i,sink delta_i.
 
 `standard` is the same with the numerics of a flash kernel: scores, sums and accumulators in float32; P, dS and O
 rounded to the I/O dtype. Its error is the yardstick that every version's error is held against. It is also the
 attention that the papers start from: three passes, with S and P written to and read from memory.
 
-In FP8 the real inputs are q, k and v times their descales. `standard` then has the numerics of an FP8 kernel on Hopper: e4m3
-products, S summed in the tensor cores' 13 bits, P times 2^8 rounded to e4m3, l summed from P before that rounding. What is not
-e4m3 already, `precision="fp8"`, it quantises with one scale for each head; its backward pass is the 16-bit one, with FP8's O and LSE.
+In FP8 the real inputs are q, k and v times their descales. `standard` then has the numerics of an FP8 kernel on Hopper:
+e4m3 products, S summed in the tensor cores' 13 bits, P times 2^8 rounded to e4m3, l summed from P before that rounding.
+What is not e4m3 already, `precision="fp8"`, it quantises with one scale for each head; its backward pass is the 16-bit
+one, with FP8's O and LSE.
 """
 
 from __future__ import annotations
@@ -41,14 +43,16 @@ from flashzoo.sinks import gradient_of_sinks, share_of_keys, with_sinks
 E4M3 = torch.float8_e4m3fn
 LARGEST_E4M3 = 448.0
 P_SCALE = 256.0
-"""P, at most 1, is e4m3 times this: the largest power of two within e4m3's range, since below 2^-6 e4m3 has ever fewer bits."""
+"""P, at most 1, is e4m3 times this: the largest power of two within e4m3's range, since below 2^-6 e4m3 has
+ever fewer bits."""
 HOPPER_K = 32
 """Elements of the sum that one instruction of Hopper's FP8 tensor core adds to its accumulator."""
 HOPPER_EACH = 1 << 24
-"""Up to so many products at a time, each is cut as the tensor core cuts it, at the size of the largest that it is added to; where there
-are more, only their sum is: it takes a sum of a few large terms for the difference to show."""
+"""Up to so many products at a time, each is cut as the tensor core cuts it, at the size of the largest that it is added
+to; where there are more, only their sum is: it takes a sum of a few large terms for the difference to show."""
 HOPPER_SUM_BITS = 13
-"""Mantissa bits of that accumulator, what is below them cut off (found by DeepSeek-V3, arXiv:2412.19437, and SageAttention2)."""
+"""Mantissa bits of that accumulator, what is below them cut off (found by DeepSeek-V3, arXiv:2412.19437,
+and SageAttention2)."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,8 @@ def visible(problem: Problem, device: torch.device | str = "cpu", mask: Tensor |
     """`(seqlen_q, seqlen_k)` bool, True where the query sees the key; None where all do.
 
     Args:
-        mask: bool, what the call's operands show, as `shown`: the answer then is of that shape. Where lengths on the device say what is
-            seen, it is the answer.
+        mask: bool, what the call's operands show, as `shown`: the answer then is of that shape. Where lengths on the
+            device say what is seen, it is the answer.
     """
     left, right = problem.span
     if problem.by_lengths or (left is None and right is None):
@@ -99,8 +103,9 @@ def distances(problem: Problem, device: torch.device | str) -> Tensor:
 
 
 def shown(problem: Problem, operands: Operands) -> Tensor | None:
-    """`(batch or 1, heads or 1, seqlen_q, seqlen_k)` bool, the keys that a block mask shows, or that are of the query's own sequence, used
-    and in its band; None where there is no such operand. A block mask may be dense, and so the answer, already."""
+    """`(batch or 1, heads or 1, seqlen_q, seqlen_k)` bool, the keys that a block mask shows, or that are of the query's
+    own sequence, used and in its band; None where there is no such operand. A block mask may be dense, and so the
+    answer, already."""
     mask, ranges = operands.block_mask, operands.ranges
     if mask is not None:
         return mask if isinstance(mask, Tensor) else mask.to_dense()
@@ -111,8 +116,8 @@ def shown(problem: Problem, operands: Operands) -> Tensor | None:
 
 
 def from_pages(k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor, Operands]:
-    """k and v `(batch, seqlen_k, heads_kv, head_dim)`, copied from their pages, zeros for a number of none, and the other operands; all
-    as it is without pages."""
+    """k and v `(batch, seqlen_k, heads_kv, head_dim)`, copied from their pages, zeros for a number of none, and the
+    other operands; all as it is without pages."""
     table = operands.page_table
     if table is None:
         return k, v, operands
@@ -148,7 +153,8 @@ def dequantized(x: Tensor, descale: Tensor | None) -> Tensor:
 
     Args:
         x: `(batch, seqlen, heads, head_dim)`.
-        descale: `(batch, heads_kv)`, `(batch, heads, ceil(seqlen / 128))`, as `of_rows` gives it, or None for 1; float32.
+        descale: `(batch, heads_kv)`, `(batch, heads, ceil(seqlen / 128))`, as `of_rows` gives it, or None for 1;
+            float32.
 
     Returns:
         float64, where the product is exact, in the shape of x.
@@ -157,7 +163,8 @@ def dequantized(x: Tensor, descale: Tensor | None) -> Tensor:
 
 
 def of_rows(x: Tensor, descale: Tensor | None, sequence: Tensor | None = None) -> Tensor:
-    """The descale as float32 `(batch, seqlen, heads, 1)`, each row of x under its own number: itself where it is that already.
+    """The descale as float32 `(batch, seqlen, heads, 1)`, each row of x under its own number:
+    itself where it is that already.
 
     Args:
         sequence: of packed sequences, whose descale is `(sequences, heads_kv)`, the one that each row is of.
@@ -169,7 +176,8 @@ def of_rows(x: Tensor, descale: Tensor | None, sequence: Tensor | None = None) -
         return descale
     if descale.ndim == 3:
         return descale.repeat_interleave(DESCALE_BLOCK, 2)[..., :seqlen].transpose(1, 2)[..., None]
-    by_head = descale.repeat_interleave(heads // descale.shape[1], 1)  # one number for each key/value head, and so for its query heads
+    # one number for each key/value head, and so for its query heads
+    by_head = descale.repeat_interleave(heads // descale.shape[1], 1)
     rows = by_head[:, None].expand(-1, seqlen, -1) if sequence is None else by_head[sequence][None]
     return rows[..., None]
 
@@ -178,7 +186,11 @@ def descales_of_rows(q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tup
     """The descales of a call as `of_rows` gives them."""
     ranges = operands.ranges
     of_q, of_k = (None, None) if ranges is None else ranges.numbers(q.shape[1], k.shape[1])
-    return of_rows(q, operands.q_descale, of_q), of_rows(k, operands.k_descale, of_k), of_rows(v, operands.v_descale, of_k)
+    return (
+        of_rows(q, operands.q_descale, of_q),
+        of_rows(k, operands.k_descale, of_k),
+        of_rows(v, operands.v_descale, of_k),
+    )
 
 
 def oracle(
@@ -214,12 +226,16 @@ def oracle(
     whole = Result(out, lse, dq, dk, dv)
     for part in parts(q, k, ORACLE_SCORES[q.device.type]):
         s = scores(q, k, problem, part, dtype, mask)
-        lse[part.rows] = with_sinks(torch.logsumexp(s, -1).flatten(1, 2), None if sinks is None else sinks[part.rows[1]])
+        lse[part.rows] = with_sinks(
+            torch.logsumexp(s, -1).flatten(1, 2), None if sinks is None else sinks[part.rows[1]]
+        )
         p = probabilities(s, lse[part.rows])
         out[part.queries] = from_groups(p @ grouped(v[part.keys], part, dtype))
         if dout is not None:
             of_rows = None if dlse is None else dlse[part.rows]
-            for name, x in gradients(p, dout[part.queries], of_rows, out[part.queries], q, k, v, problem.scale, part).items():
+            for name, x in gradients(
+                p, dout[part.queries], of_rows, out[part.queries], q, k, v, problem.scale, part
+            ).items():
                 whole.at(part).items()[name].add_(x)  # to dk and dv every query head of a group adds
     if dout is None or sinks is None:
         return whole
@@ -233,7 +249,8 @@ def deltas(dout: Tensor, dlse: Tensor | None, out: Tensor) -> Tensor:
 
 
 class Part(NamedTuple):
-    """Indices of some (batch, head) slices: of what lies as q does, as k does, and as lse does; and how many heads share keys."""
+    """Indices of some (batch, head) slices: of what lies as q does, as k does, and as lse does;
+    and how many heads share keys."""
 
     queries: tuple[slice, ...]
     keys: tuple[slice, ...]
@@ -259,7 +276,9 @@ def parts(q: Tensor, k: Tensor, most: int, whole_groups: bool = False) -> Iterat
         for b, h in product(range(batch), range(heads_kv)):
             for first in range(h * group, (h + 1) * group, at_once):
                 at, of_queries = slice(b, b + 1), slice(first, min(first + at_once, (h + 1) * group))
-                yield Part((at, every, of_queries), (at, every, slice(h, h + 1)), (at, of_queries), of_queries.stop - first)
+                yield Part(
+                    (at, every, of_queries), (at, every, slice(h, h + 1)), (at, of_queries), of_queries.stop - first
+                )
         return
     some_heads = min(heads_kv, max(1, at_once // group))
     some_batches = max(1, at_once // heads) if some_heads == heads_kv else 1
@@ -294,7 +313,8 @@ def scores(q: Tensor, k: Tensor, problem: Problem, part: Part, dtype: torch.dtyp
 
 
 def scored(s: Tensor, problem: Problem, mask: Tensor | None) -> Tensor:
-    """Scores in place of products q k^T, `(batch, heads, seqlen_q, seqlen_k)`: for the oracle and for `standard`; mask as in `visible`."""
+    """Scores in place of products q k^T, `(batch, heads, seqlen_q, seqlen_k)`: for the oracle and for `standard`;
+    mask as in `visible`."""
     return hidden(s.mul_(problem.scale), problem, mask)
 
 
@@ -310,7 +330,15 @@ def probabilities(s: Tensor, lse: Tensor) -> Tensor:
 
 
 def gradients(
-    p: Tensor, dout: Tensor, dlse: Tensor | None, out: Tensor, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, part: Part
+    p: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float,
+    part: Part,
 ) -> dict[str, Tensor]:
     """dq, dk and dv of a part by the formulas above, from its P, which is overwritten with dS."""
     dtype = p.dtype
@@ -382,7 +410,9 @@ def _backward(
     dq = _matmul(ds, k_h) * problem.scale
     dk = _matmul(ds.mT, _heads_first(q, problem)) * problem.scale
     group = problem.heads // problem.heads_kv
-    dk, dv = (x.view(problem.batch, problem.heads_kv, group, problem.seqlen_k, -1).sum(2).transpose(1, 2) for x in (dk, dv))
+    dk, dv = (
+        x.view(problem.batch, problem.heads_kv, group, problem.seqlen_k, -1).sum(2).transpose(1, 2) for x in (dk, dv)
+    )
     gradients: tuple[Tensor, ...] = _seqlen_first(dq.to(q.dtype), problem), dk.to(k.dtype), dv.to(v.dtype)
     if operands.sinks is not None:
         gradients += (gradient_of_sinks(operands.sinks, lse, delta.reshape(lse.shape)),)
@@ -390,7 +420,8 @@ def _backward(
 
 
 def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x in e4m3 and its descale by block, one number for each (batch, head): its largest element becomes e4m3's largest."""
+    """x in e4m3 and its descale by block, one number for each (batch, head):
+    its largest element becomes e4m3's largest."""
     largest = x.abs().amax((1, 3)).float()
     descale = torch.where(largest == 0, 1.0, largest / LARGEST_E4M3)
     quantized = (x.float() / descale[:, None, :, None]).clamp(-LARGEST_E4M3, LARGEST_E4M3).to(E4M3)
@@ -398,9 +429,11 @@ def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotated(x: Tensor, seed: int = 0) -> Tensor:
-    """x times an orthogonal matrix along the head dim, float32: random signs, and Hadamard matrices of the largest power of two in it.
+    """x times an orthogonal matrix along the head dim, float32:
+    random signs, and Hadamard matrices of the largest power of two in it.
 
-    q and k times the same one have the same scores. It spreads an outlier over all columns, and what all columns share over none.
+    q and k times the same one have the same scores. It spreads an outlier over all columns,
+    and what all columns share over none.
     """
     head_dim = x.shape[-1]
     size = head_dim & -head_dim
@@ -416,8 +449,8 @@ def _fp8_forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Op
     q_rows, k_rows, v_rows = (_heads_first(x, problem) for x in descales_of_rows(q, k, v, operands))
     q, k, v = (x.to(torch.bfloat16) for x in (q, k, v))  # which holds every e4m3 number
     q_h, k_h, v_h = (_heads_first(x, problem) for x in (q, k, v))
-    # As kernels have it: scores in log2 units by one factor for a row and a block, and score - maximum rounded once. At scores
-    # of millions the rounded maximum moves P by more than its own rounding.
+    # As kernels have it: scores in log2 units by one factor for a row and a block, and score - maximum rounded once. At
+    # scores of millions the rounded maximum moves P by more than its own rounding.
     s = _hopper_sums(q_h, k_h).double().mul_((problem.scale * math.log2(math.e) * q_rows * k_rows.mT).double())
     s = hidden(_by_batch(s, problem), problem, shown(problem, operands)).flatten(0, 1)
     row_max = _finite(s.amax(-1, keepdim=True).float())
@@ -465,7 +498,8 @@ def _wide(x: Tensor) -> torch.dtype:
 
 def _matmul(a: Tensor, b: Tensor) -> Tensor:
     """Batched product of I/O-dtype operands, accumulated and returned in float32."""
-    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16) and forward_ad._current_level < 0:  # this bmm has no tangent
+    # this bmm has no tangent
+    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16) and forward_ad._current_level < 0:
         return torch.bmm(a, b, out_dtype=torch.float32)  # the tensor cores' own accumulator, not rounded on the way out
     return torch.bmm(a.to(_wide(a)), b.to(_wide(b)))
 

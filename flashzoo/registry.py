@@ -1,8 +1,8 @@
 """Which version answers a call: `register`, `versions`, `choose`, `explain_problem`. Standard library only.
 
-The order of registration is the order of `auto`: the first version with no objection is taken, or one that objects to the
-backward pass alone where another has a fallback backward. An explicit name never falls back: it runs, backward pass included, or
-raises with its reasons and with the versions that would do.
+The order of registration is the order of `auto`: the first version with no objection is taken, or one that objects to
+the backward pass alone where another has a fallback backward. An explicit name never falls back: it runs, backward pass
+included, or raises with its reasons and with the versions that would do.
 
 All of it may be called from any thread. What is registered is a `Zoo`, which never changes: another takes its place.
 """
@@ -38,7 +38,8 @@ Answer = TypeVar("Answer", bound=Callable)
 
 @dataclass(frozen=True, eq=False)
 class Zoo:
-    """What is registered at one moment. An answer that depends on it takes it as an argument, so none is remembered for another.
+    """What is registered at one moment. An answer that depends on it takes it as an argument,
+    so none is remembered for another.
 
     Attributes:
         specs: the versions by name, in `auto` order.
@@ -58,7 +59,8 @@ _zoo = Zoo()
 _changing = RLock()
 _caches: list[Callable[[], None]] = []
 _plugins = "unread"  # then "being read", then "read"
-# Not the lock of `_changing`: who imports a plug-in in another thread holds Python's lock of that import when it registers.
+# Not the lock of `_changing`: who imports a plug-in in another thread holds Python's lock of that import
+# when it registers.
 _reading = RLock()
 _chosen: ContextVar[str | None] = ContextVar("flashzoo_version", default=None)
 
@@ -85,7 +87,9 @@ def register(spec: Spec, *, before: str | None = None) -> Spec:
     with _changing:
         specs = dict(_zoo.specs)
         if spec.name in specs:
-            raise ValueError(f"register: the name {spec.name!r} is taken by {specs[spec.name].impl}; unregister it first")
+            raise ValueError(
+                f"register: the name {spec.name!r} is taken by {specs[spec.name].impl}; unregister it first"
+            )
         if before is not None and before not in specs:
             raise ValueError(f"register: before must be one of {', '.join(specs)}, got {before!r}")
         order = list(specs.values())
@@ -132,12 +136,14 @@ def versions() -> dict[str, Spec]:
 
 
 def plugin_errors() -> dict[str, str]:
-    """Entry points in the group `flashzoo.versions`, and files in `FLASHZOO_VARIANTS`, that could not be loaded, and why."""
+    """Entry points in the group `flashzoo.versions`, and files in `FLASHZOO_VARIANTS`, that could not be loaded,
+    and why."""
     return dict(current().broken)
 
 
 def current() -> Zoo:
-    """What is registered now. The first question loads the plug-ins, and whoever asks meanwhile in another thread waits."""
+    """What is registered now. The first question loads the plug-ins,
+    and whoever asks meanwhile in another thread waits."""
     if _plugins != "read":
         _read_plugins()
     return _zoo
@@ -147,7 +153,8 @@ def _read_plugins() -> None:
     # At the first question, not at import: a broken plug-in must not break `import flashzoo`.
     global _plugins
     with _reading:
-        if _plugins != "unread":  # read by another thread meanwhile; or it is a plug-in that asks, and sees what came before it
+        # read by another thread meanwhile; or it is a plug-in that asks, and sees what came before it
+        if _plugins != "unread":
             return
         _plugins = "being read"
         try:
@@ -166,7 +173,8 @@ def _attempt(name: str, load: Callable[[], object]) -> None:
         load()
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # whatever a third party's code does, sys.exit() too, is told by explain, by list and by errors
+    except BaseException as error:
+        # whatever a third party's code does, sys.exit() too, is told by explain, by list and by errors
         _change(broken={**_zoo.broken, name: f"{type(error).__name__}: {error}"})
 
 
@@ -200,9 +208,12 @@ def load_file(path: str | Path) -> list[str]:
     module = import_module(path.stem)
     if Path(module.__file__ or "").resolve() != path:
         raise ValueError(
-            f"{path.name} can't be imported as {path.stem!r}: that name is {module.__file__ or 'a built-in module'}; rename it"
+            f"{path.name} can't be imported as {path.stem!r}: that name is {module.__file__ or 'a built-in module'}; "
+            "rename it"
         )
-    added = [name for name, spec in _zoo.specs.items() if name not in before or spec.impl.partition(":")[0] == path.stem]
+    added = [
+        name for name, spec in _zoo.specs.items() if name not in before or spec.impl.partition(":")[0] == path.stem
+    ]
     if not added:
         raise ValueError(f"{path} registered no version: expected it to call flashzoo.register(flashzoo.Spec(...))")
     return added
@@ -212,11 +223,11 @@ def load_file(path: str | Path) -> list[str]:
 def use(version: str) -> Iterator[None]:
     """Within the block, calls that name no version use this one.
 
-    It holds for the block alone: for what it calls in the same thread, and for the asyncio tasks that it starts. A thread that it
-    starts chooses anew (`threading.Thread`, a pool's; `contextvars.copy_context().run` takes the choice along), and a thread that runs
-    beside it is not touched. So what a backward pass calls again, as activation checkpointing does, may not be under it: after the
-    block it is not, and on a GPU it runs in a thread of torch's. There give `version=`, or set the environment variable, which holds
-    for the whole process.
+    It holds for the block alone: for what it calls in the same thread, and for the asyncio tasks that it starts. A
+    thread that it starts chooses anew (`threading.Thread`, a pool's; `contextvars.copy_context().run` takes the choice
+    along), and a thread that runs beside it is not touched. So what a backward pass calls again, as activation
+    checkpointing does, may not be under it: after the block it is not, and on a GPU it runs in a thread of torch's.
+    There give `version=`, or set the environment variable, which holds for the whole process.
 
     Raises:
         ValueError: no version has that name.
@@ -247,7 +258,9 @@ def requested(version: str) -> tuple[str, str]:
 def _check_known(version: object, what: str, zoo: Zoo) -> None:
     if isinstance(version, str) and (version == "auto" or version in zoo.specs):
         return
-    raise ValueError("\n".join((f"{what} must be 'auto' or one of {', '.join(zoo.specs)}, got {version!r}", *zoo.missing)))
+    raise ValueError(
+        "\n".join((f"{what} must be 'auto' or one of {', '.join(zoo.specs)}, got {version!r}", *zoo.missing))
+    )
 
 
 def _asked_by(by: str) -> str:
@@ -261,14 +274,19 @@ class Choice:
 
     Attributes:
         forward: the version that runs.
-        backward: the version whose fallback backward runs (`Spec.backward_impl`), where `forward` has none for the problem.
+        backward: the version whose fallback backward runs (`Spec.backward_impl`),
+            where `forward` has none for the problem.
     """
 
     forward: Spec
     backward: Spec | None = None
 
     def __str__(self) -> str:
-        return self.forward.name if self.backward is None else f"{self.forward.name} forward, {self.backward.name} backward"
+        return (
+            self.forward.name
+            if self.backward is None
+            else f"{self.forward.name} forward, {self.backward.name} backward"
+        )
 
 
 def choose(problem: Problem, version: str = "auto", by: str = ARGUMENT, zoo: Zoo | None = None) -> Choice:
@@ -307,16 +325,21 @@ def _choose(problem: Problem, version: str, by: str, zoo: Zoo) -> Choice:
         raise UnsupportedError(f"no version takes {problem}\n{_listed(candidates, objections)}")
     spec = zoo.specs[version]
     if objections(spec):
-        raise UnsupportedError(f"version {version!r}{_asked_by(by)} can't take {problem}\n{_instead(spec, objections, zoo)}")
+        raise UnsupportedError(
+            f"version {version!r}{_asked_by(by)} can't take {problem}\n{_instead(spec, objections, zoo)}"
+        )
     return Choice(spec)
 
 
 def choose_backward(problem: Problem, version: str, by: str, zoo: Zoo) -> Spec:
-    """Whose backward pass alone takes the problem; arguments and errors as of `choose`, implementations that would do are imported."""
+    """Whose backward pass alone takes the problem; arguments and errors as of `choose`, implementations that would
+    do are imported."""
     _check_known(version, f"version{_asked_by(by)}", zoo)
 
     def objections(spec: Spec) -> list[str]:
-        return spec.unsupported(problem) or ([] if backward_of(spec) else ["has no backward pass apart from its forward pass"])
+        return spec.unsupported(problem) or (
+            [] if backward_of(spec) else ["has no backward pass apart from its forward pass"]
+        )
 
     if version == "auto":
         candidates = [spec for spec in zoo.specs.values() if problem.device in spec.auto]
@@ -326,7 +349,9 @@ def choose_backward(problem: Problem, version: str, by: str, zoo: Zoo) -> Spec:
         raise UnsupportedError(f"no version has a backward pass for {problem}\n{_listed(candidates, objections)}")
     spec = zoo.specs[version]
     if objections(spec):
-        raise UnsupportedError(f"version {version!r}{_asked_by(by)} has no backward pass for {problem}\n{_instead(spec, objections, zoo)}")
+        raise UnsupportedError(
+            f"version {version!r}{_asked_by(by)} has no backward pass for {problem}\n{_instead(spec, objections, zoo)}"
+        )
     return spec
 
 
@@ -358,7 +383,8 @@ def implementation(spec: Spec) -> Callable:
 
 
 def backward_of(spec: Spec) -> Callable | None:
-    """A version's backward pass alone, which starts from an out and an LSE of whoever; None where it has none apart from its forward."""
+    """A version's backward pass alone, which starts from an out and an LSE of whoever;
+    None where it has none apart from its forward."""
     found = getattr(implementation(spec), "backward", None)
     return fallback_backward(spec) if found is None and spec.backward_impl is not None else found
 
@@ -379,7 +405,9 @@ def _imported(spec: Spec, impl: str) -> Callable:
     try:
         function = function_at(impl)
     except (ImportError, AttributeError) as error:
-        raise ImportError(f"version {spec.name!r}: expected a function at {impl!r}, got {type(error).__name__}: {error}") from error
+        raise ImportError(
+            f"version {spec.name!r}: expected a function at {impl!r}, got {type(error).__name__}: {error}"
+        ) from error
     if not callable(function):
         raise ImportError(f"version {spec.name!r}: expected a function at {impl!r}, got {type(function).__name__}")
     return function
@@ -389,7 +417,8 @@ def _imported(spec: Spec, impl: str) -> Callable:
 class Verdict:
     """One version's answer to a problem: its reasons against, and what it does silently where it takes it.
 
-    The version that is chosen for the forward pass alone has both: why its own backward pass is not taken, and its notes.
+    The version that is chosen for the forward pass alone has both:
+    why its own backward pass is not taken, and its notes.
     """
 
     name: str
@@ -423,10 +452,16 @@ class Explanation:
     def __str__(self) -> str:
         width = max((len(verdict.name) for verdict in self.verdicts), default=0)
         if self.chosen:
-            who = f"{self.chosen} takes" if self.backward is None else f"{self.chosen} forward, {self.backward} backward take"
+            who = (
+                f"{self.chosen} takes"
+                if self.backward is None
+                else f"{self.chosen} forward, {self.backward} backward take"
+            )
             lines = [f"{who} {self.problem}, by {self.by}"]
         else:
-            nobody_takes = "no version takes" if self.wanted == "auto" else f"{self.wanted}{_asked_by(self.by)} can't take"
+            nobody_takes = (
+                "no version takes" if self.wanted == "auto" else f"{self.wanted}{_asked_by(self.by)} can't take"
+            )
             lines = [f"{nobody_takes} {self.problem}"]
         for verdict in self.verdicts:
             mark, status = self._status(verdict)
@@ -451,7 +486,9 @@ def _verdict(spec: Spec, problem: Problem, choice: Choice | None) -> Verdict:
 
 def _notes(spec: Spec, problem: Problem) -> list[str]:
     faults = [f"known fault: {sentence}" for device, _, sentence in spec.faults if device == problem.device]
-    left = [f"auto leaves it to others that can: {sentence}" for sentence in (spec.leaves(problem) if spec.leaves else [])]
+    left = [
+        f"auto leaves it to others that can: {sentence}" for sentence in (spec.leaves(problem) if spec.leaves else [])
+    ]
     return [*(spec.notes(problem) if spec.notes else []), *left, *dict.fromkeys(faults)]
 
 

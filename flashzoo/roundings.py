@@ -1,9 +1,11 @@
-"""What the yardstick itself may err: its roundings, one by one, to first order, so that no fault of it is everybody's budget.
+"""What the yardstick itself may err: its roundings, one by one, to first order,
+so that no fault of it is everybody's budget.
 
-`standard` rounds P, dS and what it returns to the I/O dtype; scores, sums and LSE to float32; in FP8 P to e4m3, scores to what the tensor
-core keeps, and with precision="fp8" q, k and v before all that. Roundings of different numbers are independent, so in a sum their squares
-are added, here in float64. out and LSE are held to this against the oracle. Gradients are held to it against the same formulas in
-float64 on the yardstick's own out and LSE, which is what a backward pass begins with: so nothing but its own roundings is allowed for.
+`standard` rounds P, dS and what it returns to the I/O dtype; scores, sums and LSE to float32; in FP8 P to e4m3, scores
+to what the tensor core keeps, and with precision="fp8" q, k and v before all that. Roundings of different numbers are
+independent, so in a sum their squares are added, here in float64. out and LSE are held to this against the oracle.
+Gradients are held to it against the same formulas in float64 on the yardstick's own out and LSE, which is what a
+backward pass begins with: so nothing but its own roundings is allowed for.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from flashzoo.sinks import gradient_of_sinks
 from flashzoo.workloads import TORCH_DTYPES
 
 ROWS = 64
-"""Rows of a head that are judged together: so few that what is wrong in two of them shows, so many that luck does not."""
+"""Rows of a head that are judged together: so few that what is wrong in two of them shows,
+so many that luck does not."""
 E4M3_UNIT, E4M3_TINY = 2.0**-4, 2.0**-10
 """Half the distance between e4m3 numbers: of normal ones as a share of them, and of subnormal ones."""
 RUNNING = 16
@@ -91,7 +94,10 @@ def of_yardstick(
     if sinks is not None and dout is not None:
         lse, out = mine["lse"].double(), mine["out"].double()
         delta = deltas(dout, dlse, out)
-        right["dsinks"], sizes["dsinks"] = gradient_of_sinks(sinks, lse, delta), model.sinks(sinks, lse, out, dout, delta)
+        right["dsinks"], sizes["dsinks"] = (
+            gradient_of_sinks(sinks, lse, delta),
+            model.sinks(sinks, lse, out, dout, delta),
+        )
     for name in sizes.keys() & {"dq", "dk", "dv"}:
         sizes[name] += (model.unit * right[name]).square_() + model.tiny**2
     errors = {name: (mine[name].double() - x).masked_fill_(~x.isfinite(), 0) for name, x in right.items()}
@@ -133,15 +139,22 @@ class _Model:
     def forward(self, s: Tensor, lse: Tensor, out: Tensor, part: Part) -> dict[str, Tensor]:
         """Of out and lse, from the scores, which are -inf where nobody sees."""
         seen = s != -math.inf
-        p, v, o = probabilities(s.clone(), lse), self._of(2, part).square(), grouped(out, part, torch.float64, True).square()
+        p, v, o = (
+            probabilities(s.clone(), lse),
+            self._of(2, part).square(),
+            grouped(out, part, torch.float64, True).square(),
+        )
         of_scores = self._of_scores(s.masked_fill(~seen, 0), part, self.in_fp8)
-        # What all scores of a row have in common LSE gets, and out does not see: there what is left moves weight between values.
+        # What all scores of a row have in common LSE gets, and out does not see:
+        # there what is left moves weight between values.
         shift, of_keys = (p * of_scores.sqrt()).sum(-1, keepdim=True), p.sum(-1, keepdim=True)
         # But beside a sink, which it does not move, it moves weight between that and all values.
         against_sink = (shift / of_keys.clamp_min(SMALLEST) * (1 - of_keys)).square_()
         of_lse = shift.flatten(1).view(lse.shape).square_()
         of_lse += (self.wide * lse.masked_fill(lse == -math.inf, 0)).square_() + self.wide**2
-        unit, tiny = (E4M3_UNIT, p.amax(-1, keepdim=True) * (E4M3_TINY / P_SCALE)) if self.in_fp8 else (self.unit_p, self.tiny_p)
+        unit, tiny = (
+            (E4M3_UNIT, p.amax(-1, keepdim=True) * (E4M3_TINY / P_SCALE)) if self.in_fp8 else (self.unit_p, self.tiny_p)
+        )
         sums = self.wide**2 * (1 + s.shape[-1] / RUNNING)
         squares = p.square_()
         moved = squares * of_scores
@@ -151,7 +164,9 @@ class _Model:
             of_out += squares @ self._of_quantised(2, part)
         return {"out": from_groups(of_out + self.tiny**2), "lse": of_lse}
 
-    def backward(self, p: Tensor, lse: Tensor, out: Tensor, dout: Tensor, dlse: Tensor | None, part: Part) -> dict[str, Tensor]:
+    def backward(
+        self, p: Tensor, lse: Tensor, out: Tensor, dout: Tensor, dlse: Tensor | None, part: Part
+    ) -> dict[str, Tensor]:
         """Of dq, dk and dv, but for what rounding them adds, from P by the yardstick's own LSE."""
         q, k, v = (self._of(at, part) for at in range(3))
         do, o = (grouped(x, part, torch.float64, True) for x in (dout, out))
@@ -159,7 +174,11 @@ class _Model:
         delta = (do * o).sum(-1, keepdim=True) - (0 if dlse is None else dlse.double().view(lse.shape))
         dp, seen, squares = do @ v.mT, p > 0, p.square()
         s = torch.where(seen, p.log() + lse, 0)
-        in_p = self._of_scores(s, part, False) + (self.wide * lse).square() + self.wide**2 * (1 + max(p.shape[-2:]) / RUNNING)
+        in_p = (
+            self._of_scores(s, part, False)
+            + (self.wide * lse).square()
+            + self.wide**2 * (1 + max(p.shape[-2:]) / RUNNING)
+        )
         of_p = squares * (self.unit**2 + in_p) + max(self.tiny, SMALLEST) ** 2 * seen
         sums = self.wide**2 * (1 + do.shape[-1] / RUNNING)
         of_delta = sums * ((do * o).square().sum(-1, keepdim=True) + delta.square())

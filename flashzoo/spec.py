@@ -17,7 +17,8 @@ INTERPRETER_LIMIT = "FLASHZOO_INTERPRETER_LIMIT"
 INTERPRETER_BLOCKS = 256
 INTERPRETER_BLOCK = 64
 INTERPRETER_BLOCK_S = 0.02
-"""Seconds of a block in the interpreter, forward, on a slow core, at head dims up to 64; wider ones take as much longer."""
+"""Seconds of a block in the interpreter, forward, on a slow core, at head dims up to 64;
+wider ones take as much longer."""
 TRANSFORMS = {
     "jvp": "forward-mode AD (torch.func.jvp, torch.autograd.forward_ad)",
     "vmap": "torch.func.vmap",
@@ -39,7 +40,10 @@ _KINDS = {
     **dict.fromkeys(("name", "title", "paper"), str),
     **dict.fromkeys(("features", "backward"), frozenset),
     "head_dims": range,
-    **dict.fromkeys(("dtypes", "cpu_dtypes", "quantizes", "fp8_rms", "arch", "requires", "backward_requires", "auto", "faults"), tuple),
+    **dict.fromkeys(
+        ("dtypes", "cpu_dtypes", "quantizes", "fp8_rms", "arch", "requires", "backward_requires", "auto", "faults"),
+        tuple,
+    ),
 }
 """Of a Spec's fields, all hashable, so that what is found out about a Spec can be remembered."""
 
@@ -51,8 +55,8 @@ def function_at(path: str) -> Callable:
 
 
 def deferred(path: str) -> Callable[[Problem], list[str]]:
-    """A Spec's `check` or `notes` that is imported when it is first called: `"package.module:function"`. What it reads, tables of tiles and
-    what these are made of, is no part of `import flashzoo`."""
+    """A Spec's `check` or `notes` that is imported when it is first called: `"package.module:function"`. What it reads,
+    tables of tiles and what these are made of, is no part of `import flashzoo`."""
 
     imported = lru_cache(function_at)
     return lambda problem: imported(path)(problem)
@@ -67,44 +71,47 @@ class Spec:
         title: one line for tables.
         paper: where the algorithm is from.
         impl: `"package.module:function"`, imported on first use and called as
-            `function(q, k, v, problem, operands) -> (out, lse or None)`, with scores to be multiplied by `problem.scale`, 0 or more.
-            `operands` is a `flashzoo.call.operands.Operands`: what the call has beside q, k and v. `out` has dtype
-            `problem.out_dtype`, and must carry gradients where `problem.grad`; `lse` (float32, natural log,
-            `(batch, heads, seqlen_q)`) must be there where `problem.lse`. A block mask has the call's causal and window in it, and
-            the problem has none.
+            `function(q, k, v, problem, operands) -> (out, lse or None)`, with scores to be multiplied by
+            `problem.scale`, 0 or more. `operands` is a `flashzoo.call.operands.Operands`: what the call has beside q, k
+            and v. `out` has dtype `problem.out_dtype`, and must carry gradients where `problem.grad`; `lse` (float32,
+            natural log, `(batch, heads, seqlen_q)`) must be there where `problem.lse`. A block mask has the call's
+            causal and window in it, and the problem has none.
         dtypes: dtypes taken on a GPU.
         cpu_dtypes: dtypes taken on CPU tensors; empty where the version does not run there.
         quantizes: dtypes taken, wherever it runs, with `precision="fp8"`.
-        fp8_rms: `(kind of workloads.VALUES, factor)`: on such inputs, with `precision="fp8"`, no head's RMS error is more than
-            so many times the yardstick's, which is plain FP8: one scale a head, nothing rotated. It can only ask for more
-            than `flashzoo.accuracy` does of everybody.
+        fp8_rms: `(kind of workloads.VALUES, factor)`: on such inputs, with `precision="fp8"`, no head's RMS error is
+            more than so many times the yardstick's, which is plain FP8: one scale a head, nothing rotated. It can only
+            ask for more than `flashzoo.accuracy` does of everybody.
         arch: lowest and highest compute capability, None for no upper end.
         head_dims: the head dims taken, of q and k and of v.
         features: names from `FEATURES` that the forward pass honours.
         backward: names from `FEATURES` that the backward pass honours; None where there is no backward pass.
-        backward_impl: `"package.module:function"`, for a backward pass that other versions may use too, under "auto" where
-            they give an LSE and have no backward pass of their own for a problem: called as
-            `function(dout, dlse or None, q, k, v, out, lse, problem, operands) -> (dq, dk, dv)`, and behind these the gradients of
-            the operands that have one, in the order of `Operands`.
+        backward_impl: `"package.module:function"`, for a backward pass that other versions may use too, under "auto"
+            where they give an LSE and have no backward pass of their own for a problem: called as
+            `function(dout, dlse or None, q, k, v, out, lse, problem, operands) -> (dq, dk, dv)`, and behind these the
+            gradients of the operands that have one, in the order of `Operands`.
         backward_16: `"package.module:function"`, for a version that quantizes: an implementation made by
-            `flashzoo.autograd.differentiable`, whose two passes on the inputs as they are stand in for its backward pass.
-        transforms: names from `TRANSFORMS` under which its function is right, as one made of torch's own operations may be: a kernel
-            reads memory, in which there is neither a tangent nor a batch. All else is refused.
+            `flashzoo.autograd.differentiable`, whose two passes on the inputs as they are stand in for its backward
+            pass.
+        transforms: names from `TRANSFORMS` under which its function is right, as one made of torch's own operations may
+            be: a kernel reads memory, in which there is neither a tangent nor a batch. All else is refused.
         requires: packages that must be installed. What needs triton runs in its interpreter on CPU tensors, of at most
             `INTERPRETER_BLOCKS` blocks.
         backward_requires: those that the backward pass needs beside them.
         auto: the devices, of "cuda" and "cpu", on which `version="auto"` may choose it.
         memory: "linear" or "quadratic" in seqlen.
-        batch_invariant: of packed sequences each has the bits that it has alone, and of a batch's caches those that it has beside any
-            others, whatever is there, numbers that are none too; gradients with deterministic=True.
-        faults: `(device, start of a test's id, sentence)`: what is known to be wrong in code that is not ours. The suite
-            skips those cases and gives the sentence as its reason; `explain` tells it.
+        batch_invariant: of packed sequences each has the bits that it has alone, and of a batch's caches those that it
+            has beside any others, whatever is there, numbers that are none too; gradients with deterministic=True.
+        faults: `(device, start of a test's id, sentence)`: what is known to be wrong in code that is not ours. The
+            suite skips those cases and gives the sentence as its reason; `explain` tells it.
         check: sentences for what the fields above can't say; empty where the problem is taken.
-        leaves: sentences on why `version="auto"` leaves a problem that is taken to the versions behind this one; empty where it does not.
+        leaves: sentences on why `version="auto"` leaves a problem that is taken to the versions behind this one;
+            empty where it does not.
         notes: sentences on what a call does silently (padding, copies, tile choice), for `explain`.
 
     Raises:
-        TypeError, ValueError: a field is not of its kind, or names what nobody knows; the text names it and what was got.
+        TypeError, ValueError: a field is not of its kind, or names what nobody knows;
+            the text names it and what was got.
     """
 
     name: str
@@ -196,7 +203,11 @@ class Spec:
 
     def _hardware(self, problem: Problem) -> list[str]:
         if problem.device == "cpu":
-            return self._numerics(problem, self.cpu_dtypes, " on the CPU") if self.cpu_dtypes else ["does not run on CPU tensors"]
+            return (
+                self._numerics(problem, self.cpu_dtypes, " on the CPU")
+                if self.cpu_dtypes
+                else ["does not run on CPU tensors"]
+            )
         reasons = []
         lowest, highest = self.arch
         if problem.arch is None:
@@ -230,18 +241,23 @@ def missing(packages: tuple[str, ...]) -> list[str]:
 def _too_long_to_interpret(problem: Problem) -> list[str]:
     given = environ.get(INTERPRETER_LIMIT) or str(INTERPRETER_BLOCKS)
     if not given.isascii() or not given.isdecimal():
-        raise ValueError(f"{INTERPRETER_LIMIT} must be a number of blocks of {INTERPRETER_BLOCK}x{INTERPRETER_BLOCK} scores, got {given!r}")
+        raise ValueError(
+            f"{INTERPRETER_LIMIT} must be a number of blocks of {INTERPRETER_BLOCK}x{INTERPRETER_BLOCK} scores, "
+            f"got {given!r}"
+        )
     blocks = blocks_of(problem)
     if blocks <= int(given):
         return []
     return [
         f"is too large for Triton's interpreter: {blocks} blocks of {INTERPRETER_BLOCK}x{INTERPRETER_BLOCK} scores, "
-        f"some {duration(interpreter_seconds(problem))}, and the limit is {given}; {INTERPRETER_LIMIT}={blocks} lifts it"
+        f"some {duration(interpreter_seconds(problem))}, and the limit is {given}; {INTERPRETER_LIMIT}={blocks} lifts "
+        "it"
     ]
 
 
 def blocks_of(problem: Problem) -> int:
-    """Of `INTERPRETER_BLOCK` queries by as many keys, begun ones too: what time in Triton's interpreter goes by, not scores."""
+    """Of `INTERPRETER_BLOCK` queries by as many keys, begun ones too:
+    what time in Triton's interpreter goes by, not scores."""
     rows, columns = (cdiv(seqlen, INTERPRETER_BLOCK) for seqlen in (problem.seqlen_q, problem.seqlen_k))
     return problem.batch * problem.heads * rows * columns
 

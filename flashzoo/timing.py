@@ -1,4 +1,5 @@
-"""Times operations in turns, the L2 cache emptied before each: what `compare` and the benchmark measure with. On a CPU by the clock."""
+"""Times operations in turns, the L2 cache emptied before each: what `compare` and the benchmark measure with.
+On a CPU by the clock."""
 
 from __future__ import annotations
 
@@ -66,8 +67,8 @@ class Clock:
     def turns(self, operations: Mapping[Name, Operation], repeats: Mapping[Name, int]) -> dict[Name, list[float]]:
         """Milliseconds of every repeat, by name; the repeats of each operation are spread evenly over the rounds.
 
-        Each round has an order of its own, and operations with few repeats have other rounds: a GPU at its power limit is slower
-        behind an operation that draws more, and none shall always follow the same one. Raises OutOfTimeError.
+        Each round has an order of its own, and operations with few repeats have other rounds: a GPU at its power limit
+        is slower behind an operation that draws more, and none shall always follow the same one. Raises OutOfTimeError.
         """
         rounds = max(repeats.values(), default=0)
         first = {name: int(place * GOLDEN % 1 * rounds) for place, name in enumerate(operations)}
@@ -76,7 +77,9 @@ class Clock:
         with torch.cuda.device(self.device) if self.cuda else nullcontext():
             for turn in range(rounds):
                 for name in shuffle(list(operations), len(operations)):
-                    if (turn * repeats[name] + first[name]) // rounds != ((turn + 1) * repeats[name] + first[name]) // rounds:
+                    if (turn * repeats[name] + first[name]) // rounds != (
+                        (turn + 1) * repeats[name] + first[name]
+                    ) // rounds:
                         self.check()
                         stops[name].append(self._once(operations[name]))
             return {name: [stop() for stop in waiting] for name, waiting in stops.items()}
@@ -103,7 +106,9 @@ class Clock:
     def measure(self, operations: Mapping[Name, Operation], ms_each: float) -> dict[Name, list[float]]:
         """Milliseconds, by name, of as many repeats of each as take about `ms_each` together. Raises OutOfTimeError."""
         guess = self.turns(operations, dict.fromkeys(operations, 3))
-        repeats = {name: min(MAX_REPEATS, max(MIN_REPEATS, ceil(ms_each / sorted(times)[1]))) for name, times in guess.items()}
+        repeats = {
+            name: min(MAX_REPEATS, max(MIN_REPEATS, ceil(ms_each / sorted(times)[1]))) for name, times in guess.items()
+        }
         return self.turns(operations, repeats)
 
     def share(self, operations: Mapping[Name, Operation], seconds: float) -> dict[Name, list[float]]:
@@ -117,7 +122,8 @@ class Clock:
         return self.turns(operations, dict.fromkeys(operations, max(MIN_SHARED, min(MAX_SHARED, rounds))))
 
     def settled(self, run: Operation, ms: float) -> list[float]:
-        """Milliseconds of each repeat of one operation alone, behind so many that the GPU's clocks have settled. Raises OutOfTimeError."""
+        """Milliseconds of each repeat of one operation alone, behind so many that the GPU's clocks have settled.
+        Raises OutOfTimeError."""
         times = self.measure({"settled": run}, ms + SETTLE_MS)["settled"]
         return times[len(times) // 2 :]
 
@@ -157,7 +163,8 @@ class Clock:
 
 
 def with_peak(run: Callable[[], Returned], device: torch.device | str) -> tuple[Returned, int]:
-    """What one call returns, and the bytes that it takes at most, that included, beyond what torch's allocator had given out before."""
+    """What one call returns, and the bytes that it takes at most, that included, beyond what torch's allocator had
+    given out before."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)

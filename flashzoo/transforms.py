@@ -1,7 +1,8 @@
-"""Calls under forward-mode AD and the transforms of `torch.func`: found, and refused but where a version is right there.
+"""Calls under forward-mode AD and the transforms of `torch.func`:
+found, and refused but where a version is right there.
 
-A kernel reads memory, in which there is neither the tangent of a dual tensor nor the batch of `torch.func.vmap`: it would lose the one in
-silence and fail at the other.
+A kernel reads memory, in which there is neither the tangent of a dual tensor nor the batch of `torch.func.vmap`: it
+would lose the one in silence and fail at the other.
 """
 
 from __future__ import annotations
@@ -26,16 +27,22 @@ def transforming() -> bool:
 
 
 def check_transforms(tensors: Mapping[str, Tensor | None], problem: Problem, spec: Spec) -> None:
-    """UnsupportedError where the version, which answers the problem, is not right under what these tensors are under."""
+    """UnsupportedError where the version, which answers the problem, is not right under what these
+    tensors are under."""
     under = {name: kinds for name, x in tensors.items() if x is not None and (kinds := transforms_of(x))}
     found = frozenset().union(*under.values())
-    if problem.grad and (found or functorch_active()):  # where torch.func is active it refuses our autograd functions, of any tensor
+    # where torch.func is active it refuses our autograd functions, of any tensor
+    if problem.grad and (found or functorch_active()):
         found |= {"grad"}
     missing = found - _right_under(spec, problem)
     if missing:
         got = f"{', '.join(under)} under it" if under else "inputs that require grad"
         able = [s.name for s in versions().values() if not s.unsupported(problem) and found <= _right_under(s, problem)]
-        would = f"versions that would: {', '.join(able)}" if able else "no registered version would: call it outside of that"
+        would = (
+            f"versions that would: {', '.join(able)}"
+            if able
+            else "no registered version would: call it outside of that"
+        )
         raise UnsupportedError(f"version {spec.name!r} does not support {_in_words(missing)}, got {got}\n{would}")
 
 
@@ -44,13 +51,18 @@ def refuse_transforms(what: str, **tensors: Tensor | None) -> None:
     for name, x in tensors.items():
         found = frozenset() if x is None else transforms_of(x)
         if found:
-            raise NotImplementedError(f"{what} does not support {name} under {_in_words(found)}: call it outside of that")
+            raise NotImplementedError(
+                f"{what} does not support {name} under {_in_words(found)}: call it outside of that"
+            )
 
 
 def refuse_traced_forward_ad() -> None:
-    """NotImplementedError where a traced call may lose tangents: whether there are any, what is traced can't be asked."""
+    """NotImplementedError where a traced call may lose tangents:
+    whether there are any, what is traced can't be asked."""
     if forward_ad._current_level >= 0:
-        raise NotImplementedError(f"a traced flashzoo.attention does not support {TRANSFORMS['jvp']}: call it outside of that, or untraced")
+        raise NotImplementedError(
+            f"a traced flashzoo.attention does not support {TRANSFORMS['jvp']}: call it outside of that, or untraced"
+        )
 
 
 def transforms_of(x: Tensor) -> frozenset[str]:
@@ -64,7 +76,9 @@ def transforms_of(x: Tensor) -> frozenset[str]:
         from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_get_level
         from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 
-        kinds = {interpreter.level(): interpreter.key().name.lower() for interpreter in retrieve_all_functorch_interpreters()}
+        kinds = {
+            interpreter.level(): interpreter.key().name.lower() for interpreter in retrieve_all_functorch_interpreters()
+        }
         while is_functorch_wrapped_tensor(x):
             found.add(kinds[maybe_get_level(x)])
             x = get_unwrapped(x)

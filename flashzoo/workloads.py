@@ -44,7 +44,8 @@ class Workload:
     def on(self, device: torch.device | str = "cpu", **changes: object) -> Problem:
         """The problem on this device, with fields of `Problem` changed by name (`dtype="fp16"`, `grad=True`).
 
-        out_dtype is the dtype's default unless it is among them, or the workload's is float32, which out of e4m3 can't be.
+        out_dtype is the dtype's default unless it is among them, or the workload's is float32,
+        which out of e4m3 can't be.
         """
         out_dtype = "fp32" if self.problem.out_dtype == "fp32" and changes.get("dtype") != "e4m3" else None
         return replace(self.problem, **{**hardware(device), "out_dtype": out_dtype, **changes})  # pyright: ignore[reportArgumentType]
@@ -125,7 +126,10 @@ _ALL = (
     _workload("gqa6_causal", "hard", 70, 140, 128, heads=12, heads_kv=2, causal=True),
     _workload("gqa7", "hard", 70, 140, heads=7, heads_kv=1),
     _workload("mqa_causal", "hard", 130, 130, heads=5, heads_kv=1, causal=True),
-    *(_workload(f"head_dim_{d}", "hard", 65, 113, d, causal=d % 16 == 0) for d in (1, 8, 40, 59, 72, 96, 136, 192, 256)),
+    *(
+        _workload(f"head_dim_{d}", "hard", 65, 113, d, causal=d % 16 == 0)
+        for d in (1, 8, 40, 59, 72, 96, 136, 192, 256)
+    ),
     _workload("head_dim_192_128", "hard", 113, 203, 192, head_dim_v=128),
     _workload("head_dim_192_128_causal_gqa", "hard", 130, 130, 192, heads=4, heads_kv=2, head_dim_v=128, causal=True),
     _workload("head_dim_40_59_blind_rows", "hard", 113, 70, 40, head_dim_v=59, batch=2, causal=True),
@@ -144,23 +148,52 @@ _ALL = (
     _workload("fp8_paper", "hard", 512, 512, values="fp8_paper"),
     _workload("outliers_full", "hard", 128, 257, values="outliers"),
     _workload("blocks_window", "hard", 260, 203, batch=2, block_mask=MaskForm(128, 64, batch=2, window=(70, 20))),
-    _workload("blocks_bits_gqa", "hard", 140, 270, heads=6, heads_kv=2, batch=2, block_mask=MaskForm(batch=2, heads=6, bits=True)),
+    _workload(
+        "blocks_bits_gqa",
+        "hard",
+        140,
+        270,
+        heads=6,
+        heads_kv=2,
+        batch=2,
+        block_mask=MaskForm(batch=2, heads=6, bits=True),
+    ),
     _workload("blocks_and_causal", "hard", 190, 260, causal=True, block_mask=MaskForm(64, 64)),
     _workload("blocks_bits_and_window", "hard", 190, 150, window=(100, 40), block_mask=MaskForm(64, 64, bits=True)),
     _workload("blocks_one_query", "hard", 1, 1025, heads=4, heads_kv=1, block_mask=MaskForm(128, 64, heads=4)),
     _workload("blocks_no_keys", "hard", 64, 0, block_mask=MaskForm()),
     _workload("blocks_scores_x30", "hard", 200, 200, values="x30", block_mask=MaskForm(64, 64, causal=True)),
     _workload("blocks_low_scores", "hard", 130, 200, values="low_scores", block_mask=MaskForm(64, 64)),
-    *(_workload(f"blocks_head_dim_{d}", "hard", 130, 200, d, block_mask=MaskForm(64, 64, causal=True)) for d in (8, 59, 128, 256)),
+    *(
+        _workload(f"blocks_head_dim_{d}", "hard", 130, 200, d, block_mask=MaskForm(64, 64, causal=True))
+        for d in (8, 59, 128, 256)
+    ),
     _workload("blocks_narrow_values", "hard", 130, 200, 64, head_dim_v=32, block_mask=MaskForm(64, 64)),
-    *(_workload(f"blocks_of_128_head_dim_{d}", "hard", 260, 150, d, block_mask=MaskForm(causal=True)) for d in (40, 64, 128, 192, 256)),
-    _workload("blocks_of_128_bits_gqa", "hard", 140, 270, 64, heads=4, batch=2, heads_kv=2, block_mask=MaskForm(batch=2, bits=True)),
+    *(
+        _workload(f"blocks_of_128_head_dim_{d}", "hard", 260, 150, d, block_mask=MaskForm(causal=True))
+        for d in (40, 64, 128, 192, 256)
+    ),
+    _workload(
+        "blocks_of_128_bits_gqa",
+        "hard",
+        140,
+        270,
+        64,
+        heads=4,
+        batch=2,
+        heads_kv=2,
+        block_mask=MaskForm(batch=2, bits=True),
+    ),
     _workload("blocks_of_128_bits_head_dim_128", "hard", 140, 270, 128, heads_kv=1, block_mask=MaskForm(bits=True)),
-    _workload("blocks_of_128_bits_head_dim_256", "hard", 140, 200, 256, heads_kv=1, block_mask=MaskForm(128, 64, bits=True)),
+    _workload(
+        "blocks_of_128_bits_head_dim_256", "hard", 140, 200, 256, heads_kv=1, block_mask=MaskForm(128, 64, bits=True)
+    ),
     _workload("blocks_of_128_by_heads", "hard", 140, 270, 64, block_mask=MaskForm(heads=2, window=(100, 30))),
     _workload("blocks_of_128_scores_x30", "hard", 200, 200, values="x30", block_mask=MaskForm(causal=True)),
     _workload("blocks_of_128_low_scores", "hard", 200, 300, values="low_scores", block_mask=MaskForm(bits=True)),
-    _workload("blocks_of_128_wide_values", "hard", 130, 200, 64, head_dim_v=128, block_mask=MaskForm(window=(90, None))),
+    _workload(
+        "blocks_of_128_wide_values", "hard", 130, 200, 64, head_dim_v=128, block_mask=MaskForm(window=(90, None))
+    ),
     _workload("packed_alone_causal", "hard", 130, 203, sequences=1, causal=True),
     _workload("packed_many", "hard", 150, 150, sequences=90, causal=True),
     _workload("packed_none", "hard", 40, 40, sequences=0),
@@ -180,8 +213,12 @@ _ALL = (
     _workload("packed_1500_sequences", "large", 8191, 8191, 64, heads=4, sequences=1500, causal=True),
     _workload("packed_used_d256", "large", 2048, 3001, 256, heads=2, sequences=7, used_k=True, window=(200, 0)),
     _workload("blocks_4096", "large", 4096, 4096, 128, heads=8, batch=2, block_mask=MaskForm(heads=8)),
-    _workload("blocks_4096_causal", "large", 4096, 4096, 64, heads=8, heads_kv=2, block_mask=MaskForm(heads=8, causal=True)),
-    _workload("blocks_of_128_long_odd_bits", "large", 3001, 4099, 96, heads=4, heads_kv=2, block_mask=MaskForm(bits=True)),
+    _workload(
+        "blocks_4096_causal", "large", 4096, 4096, 64, heads=8, heads_kv=2, block_mask=MaskForm(heads=8, causal=True)
+    ),
+    _workload(
+        "blocks_of_128_long_odd_bits", "large", 3001, 4099, 96, heads=4, heads_kv=2, block_mask=MaskForm(bits=True)
+    ),
     _workload("blocks_4096_d256", "large", 4096, 4096, 256, heads=4, block_mask=MaskForm(causal=True)),
     _workload("blocks_long_odd_bits", "large", 3001, 4099, 96, heads=4, block_mask=MaskForm(64, 128, bits=True)),
     _workload("long_odd", "large", 8191, 8193, 128, heads=2),
@@ -198,7 +235,18 @@ _ALL = (
     *_paper(),
     _workload("sinks", "smoke", 113, 190, batch=2, sinks=True),
     _workload("sinks_causal_gqa", "smoke", 130, 150, heads=4, heads_kv=2, sinks=True, causal=True),
-    _workload("sinks_packed_window", "smoke", 150, 150, heads=4, heads_kv=2, sequences=4, sinks=True, causal=True, window=(40, None)),
+    _workload(
+        "sinks_packed_window",
+        "smoke",
+        150,
+        150,
+        heads=4,
+        heads_kv=2,
+        sequences=4,
+        sinks=True,
+        causal=True,
+        window=(40, None),
+    ),
     _workload("sinks_blind_rows", "hard", 203, 113, sinks=True, causal=True),
     _workload("sinks_no_keys", "hard", 64, 0, sinks=True),
     _workload("sinks_window_mqa_head_dim_128", "hard", 140, 200, 128, heads=8, heads_kv=1, sinks=True, window=(33, 7)),
@@ -208,10 +256,13 @@ _ALL = (
     _workload("sinks_pages", "hard", 5, 192, batch=2, used_k=True, page_size=16, sinks=True),
     _workload("sinks_packed_used", "hard", 120, 200, sequences=5, used_k=True, sinks=True),
     _workload("sinks_blocks", "hard", 200, 260, heads=4, heads_kv=2, sinks=True, block_mask=MaskForm(causal=True)),
-    _workload("sinks_4096_window", "large", 4096, 4096, 64, heads=16, heads_kv=2, sinks=True, causal=True, window=(127, None)),
+    _workload(
+        "sinks_4096_window", "large", 4096, 4096, 64, heads=16, heads_kv=2, sinks=True, causal=True, window=(127, None)
+    ),
     _workload("sinks_packed_4096", "large", 4096, 4096, 128, heads=8, heads_kv=2, sequences=9, sinks=True, causal=True),
 )
-_MET = frozenset({"deterministic"}).union(*(workload.problem.features for workload in _ALL))  # the suite asks for that of each
+# the suite asks for that of each
+_MET = frozenset({"deterministic"}).union(*(workload.problem.features for workload in _ALL))
 _ALL += tuple(
     _workload(option.field, "smoke", 96, 130, **{option.field: option.example})
     for option in OPTIONS.values()
@@ -291,17 +342,19 @@ VALUES: dict[str, Callable[..., None]] = {
     "sink": _sink,
     "fp8_paper": _fp8_paper,
 }
-"""Kinds of q and k: normal; with outliers; scores of deviation 30; all near -120 (exp(-lse) overflows float32); all near
--1e5 (below a careless mask sentinel); rising by 40 along the keys; the first key 8 above the rest. v and dout are normal, but
-for "fp8_paper", whose v has outliers as its q and k have: the numbers of section 4.3 of the FlashAttention-3 paper."""
+"""Kinds of q and k: normal; with outliers; scores of deviation 30; all near -120 (exp(-lse) overflows float32); all
+near -1e5 (below a careless mask sentinel); rising by 40 along the keys; the first key 8 above the rest. v and dout are
+normal, but for "fp8_paper", whose v has outliers as its q and k have: the numbers of section 4.3 of the
+FlashAttention-3 paper."""
 
 DESCALES = (None, "head", "block")
-"""Kinds of descales of e4m3 tensors: none, one number for each (batch, key/value head), of packed sequences for each (sequence, key/value
-head), one for each block of rows."""
+"""Kinds of descales of e4m3 tensors: none, one number for each (batch, key/value head), of packed sequences for each
+(sequence, key/value head), one for each block of rows."""
 
 
 def kinds_of_descales(problem: Problem) -> tuple[str | None, ...]:
-    """Those of `DESCALES` that a problem's tensors may have, the finest last: blocks of rows have none where sequences share them."""
+    """Those of `DESCALES` that a problem's tensors may have, the finest last:
+    blocks of rows have none where sequences share them."""
     return DESCALES if problem.sequences is None else DESCALES[:2]
 
 
@@ -322,8 +375,8 @@ def inputs(
         layout: one of `LAYOUTS`.
 
     Returns:
-        q `(batch, seqlen_q, heads, head_dim)`, k `(batch, seqlen_k, heads_kv, head_dim)`, and v and dout (out's shape and
-        dtype) with head_dim_v in place of head_dim; none requires grad.
+        q `(batch, seqlen_q, heads, head_dim)`, k `(batch, seqlen_k, heads_kv, head_dim)`, and v and dout (out's shape
+        and dtype) with head_dim_v in place of head_dim; none requires grad.
 
     Raises:
         ValueError: values or layout is unknown.
@@ -349,7 +402,8 @@ def inputs(
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     largest = torch.finfo(dtype).max
-    return x.clamp(-largest, largest).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)  # which gives NaN past its range
+    # which gives NaN past its range
+    return x.clamp(-largest, largest).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
 
 
 def descales(
@@ -358,8 +412,9 @@ def descales(
     """q_descale, k_descale and v_descale for e4m3 tensors of a problem: float32, from 1/2 to 2, no two alike.
 
     Args:
-        kind: one of `kinds_of_descales`: "head" gives three of `(batch, heads_kv)`, of packed sequences `(sequences, heads_kv)`; "block"
-            gives q's `(batch, heads, ceil(seqlen_q / 128))` and k's and v's `(batch, heads_kv, ceil(seqlen_k / 128))`; None gives None.
+        kind: one of `kinds_of_descales`: "head" gives three of `(batch, heads_kv)`, of packed sequences
+            `(sequences, heads_kv)`; "block" gives q's `(batch, heads, ceil(seqlen_q / 128))` and k's and v's
+            `(batch, heads_kv, ceil(seqlen_k / 128))`; None gives None.
 
     Raises:
         ValueError: the kind is none of the problem's.
@@ -381,8 +436,8 @@ def descales(
 def block_mask(problem: Problem, seed: int = 0, device: torch.device | str = "cpu") -> BlockMask | None:
     """A block mask of the problem's form and sizes, its blocks drawn at random; None where the problem has none.
 
-    About two blocks of three are kept; of those that bits apply to, half are full and the others have a random half of their
-    elements. Where there are three rows of blocks or columns, one is empty.
+    About two blocks of three are kept; of those that bits apply to, half are full and the others have a random half of
+    their elements. Where there are three rows of blocks or columns, one is empty.
     """
     form = problem.block_mask
     if form is None:
@@ -397,10 +452,14 @@ def block_mask(problem: Problem, seed: int = 0, device: torch.device | str = "cp
         kept[..., n_k // 2] = False
     sizes: dict[str, Any] = {"block_q": form.block_q, "block_kv": form.block_kv}
     if not form.bits:
-        return BlockMask.from_blocks(kept, problem.seqlen_q, problem.seqlen_k, causal=form.causal, window_size=form.window, **sizes)
+        return BlockMask.from_blocks(
+            kept, problem.seqlen_q, problem.seqlen_k, causal=form.causal, window_size=form.window, **sizes
+        )
     whole = torch.rand(shape, generator=generator, device=device) < 0.5
     kept, whole = (
-        x.repeat_interleave(form.block_q, 2).repeat_interleave(form.block_kv, 3)[..., : problem.seqlen_q, : problem.seqlen_k]
+        x.repeat_interleave(form.block_q, 2).repeat_interleave(form.block_kv, 3)[
+            ..., : problem.seqlen_q, : problem.seqlen_k
+        ]
         for x in (kept, whole)
     )
     elements = torch.rand(kept.shape, generator=generator, device=device) < 0.5
@@ -408,10 +467,11 @@ def block_mask(problem: Problem, seed: int = 0, device: torch.device | str = "cp
 
 
 def lengths(problem: Problem, seed: int = 0, device: torch.device | str = "cpu") -> dict[str, Tensor | None]:
-    """Lengths for the problem, drawn at random, by the arguments of `flashzoo.attention` that take them; none where it asks for none.
+    """Lengths for the problem, drawn at random, by the arguments of `flashzoo.attention` that take them;
+    none where it asks for none.
 
-    Packed: of four sequences or more one has no queries, and where q and k have other lengths one has no keys; the last rows are nobody's.
-    Of a batch's caches the first is full, and of three or more the second empty.
+    Packed: of four sequences or more one has no queries, and where q and k have other lengths one has no keys; the last
+    rows are nobody's. Of a batch's caches the first is full, and of three or more the second empty.
     """
     if problem.sequences is not None:
         return vars(ranges(problem, seed, device))
@@ -443,7 +503,8 @@ def in_pages(problem: Problem, k: Tensor, v: Tensor, seed: int = 0) -> tuple[Ten
     table = order[: problem.batch * pages].view(problem.batch, pages)
     found = []
     for x in (k, v):
-        pool = x.new_empty((len(order), size, *x.shape[2:])).view(torch.uint8).fill_(0xFF).view(x.dtype)  # NaN in every dtype
+        # NaN in every dtype
+        pool = x.new_empty((len(order), size, *x.shape[2:])).view(torch.uint8).fill_(0xFF).view(x.dtype)
         pool[table.flatten()] = x.reshape(-1, size, *x.shape[2:])
         found.append(pool)
     return *found, table.int()  # pyright: ignore[reportReturnType] - two of them
@@ -502,12 +563,13 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded": lambda x: x[:, :, :1].expand(x.shape),
 }
 """Where the same `(batch, seqlen, heads, head_dim)` numbers lie: contiguous; views of head-first and sequence-first
-tensors; a slot of a fused qkv; rows of head_dim + 1 and + 8; one element past an aligned address; one head for all (stride 0, so
-other numbers than the rest). What lies between is NaN."""
+tensors; a slot of a fused qkv; rows of head_dim + 1 and + 8; one element past an aligned address; one head for all
+(stride 0, so other numbers than the rest). What lies between is NaN."""
 
 
 def visible_pairs(problem: Problem) -> int:
-    """How many (query, key) pairs of one head are visible by causal and window, in closed form; all where lengths on the device say it."""
+    """How many (query, key) pairs of one head are visible by causal and window, in closed form;
+    all where lengths on the device say it."""
     if problem.by_lengths:
         return problem.seqlen_q * problem.seqlen_k
     left, right = problem.span

@@ -1,6 +1,8 @@
-"""A pytest plugin: which versions the suite runs on, which problems each test gives them, the poisoned memory every test starts from.
+"""A pytest plugin: which versions the suite runs on, which problems each test gives them, the poisoned memory every
+test starts from.
 
-`pytest --versions v1,v2` runs it on these alone. `flashzoo check` adds that, and names a variant's file in FLASHZOO_VARIANTS.
+`pytest --versions v1,v2` runs it on these alone. `flashzoo check` adds that,
+and names a variant's file in FLASHZOO_VARIANTS.
 """
 
 from __future__ import annotations
@@ -48,20 +50,22 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "compiles: for GPUs that need not be there, and runs nothing on one")
     config.addinivalue_line(
         "markers",
-        "asks({id: fields}, both=False, fp8=('e4m3', 'fp8'), **fields): give the test `version` and `problem`, for every version and "
-        "every set of fields of `Problem` that this version takes; both=True is for tests that call `support.both`: grad=True, or where "
-        "the version has no such backward pass grad=False, so that its forward pass is held to the same; fp8 says in which kinds of FP8 "
-        "the question makes sense, besides the version's first dtype",
+        "asks({id: fields}, both=False, fp8=('e4m3', 'fp8'), **fields): give the test `version` and `problem`, for "
+        "every version and every set of fields of `Problem` that this version takes; both=True is for tests that call "
+        "`support.both`: grad=True, or where the version has no such backward pass grad=False, so that its forward "
+        "pass is held to the same; fp8 says in which kinds of FP8 the question makes sense, besides the "
+        "version's first dtype",
     )
     config.addinivalue_line(
         "markers",
-        "covering(strength, *parameters): without a GPU, and of tests marked compiles, which need none, unless --every-case is given, only a covering array of its cases is run: every "
-        "value of every parameter is met, and with strength 2 every two values of these parameters (all where none is named) that any "
-        "case brings together",
+        "covering(strength, *parameters): without a GPU, and of tests marked compiles, which need none, unless "
+        "--every-case is given, only a covering array of its cases is run: every value of every parameter is met, and "
+        "with strength 2 every two values of these parameters (all where none is named) that any case brings together",
     )
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)  # the workers are the parallelism
-    elif config.getoption("numprocesses", None):  # theirs and their children's; NumPy's threads wait for one another while others work
+    elif config.getoption("numprocesses", None):
+        # theirs and their children's; NumPy's threads wait for one another while others work
         os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     # Compiled kernels on disk: not in the user's cache, but one folder for all workers, from one run to the next.
     os.environ.setdefault("FLASHZOO_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "kernels"))
@@ -84,7 +88,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     alternatives = marker.args[0] if marker.args else {"": {}}
     cells = [
-        pytest.param(spec.name, problem, id="-".join(filter(None, (spec.name, name, problem.numerics if problem.numerics in FP8 else ""))))
+        pytest.param(
+            spec.name,
+            problem,
+            id="-".join(filter(None, (spec.name, name, problem.numerics if problem.numerics in FP8 else ""))),
+        )
         for spec in metafunc.config.stash[CHOSEN]
         for name, fields in alternatives.items()
         for problem in asked(spec, **marker.kwargs | fields)
@@ -93,7 +101,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is there by now stays: looked at by no later garbage collection, of which an interpreted kernel starts many."""
+    """What is there by now stays: looked at by no later garbage collection,
+    of which an interpreted kernel starts many."""
     gc.collect()
     gc.freeze()
 

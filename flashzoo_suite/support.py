@@ -66,7 +66,8 @@ def gives_lse(spec: Spec) -> bool:
 
 
 def small(spec: Spec, **asked) -> Problem:
-    """A small plain problem in the version's first dtype, with lse if it gives one, and these fields in place of others."""
+    """A small plain problem in the version's first dtype, with lse if it gives one,
+    and these fields in place of others."""
     # v is as wide as q, and out of the dtype's own default, whatever is asked
     plain = {"dtype": (*dtypes_of(spec), "fp32")[0], "lse": gives_lse(spec), "head_dim_v": None, "out_dtype": None}
     return dataclasses.replace(SMALL, **plain | asked)
@@ -81,7 +82,8 @@ FP8 = ("e4m3", "fp8")
 
 
 def asked(spec: Spec, both: bool = False, fp8: tuple[str, ...] = FP8, **fields) -> list[Problem]:
-    """The small problem with these fields, each time that the version takes it; of `both` passes the forward pass where it has no other.
+    """The small problem with these fields, each time that the version takes it;
+    of `both` passes the forward pass where it has no other.
 
     It is asked in the version's first dtype and in those of `fp8`, or where the fields name a dtype in that alone.
     """
@@ -94,7 +96,9 @@ def asked(spec: Spec, both: bool = False, fp8: tuple[str, ...] = FP8, **fields) 
     found = []
     for way in ways:
         problems = (
-            [small(spec, **fields | way | more) for more in ({"grad": True}, {"grad": False})] if both else [small(spec, **fields | way)]
+            [small(spec, **fields | way | more) for more in ({"grad": True}, {"grad": False})]
+            if both
+            else [small(spec, **fields | way)]
         )
         found += [problem for problem in problems if takes(spec, problem)][:1]
     return found
@@ -127,7 +131,13 @@ def mask_of(problem: Problem) -> flashzoo.BlockMask | None:
     form = problem.block_mask
     if form is None:
         return None
-    sizes = {"batch": form.batch, "heads": form.heads, "heads_kv": form.heads, "seqlen_q": problem.seqlen_q, "seqlen_k": problem.seqlen_k}
+    sizes = {
+        "batch": form.batch,
+        "heads": form.heads,
+        "heads_kv": form.heads,
+        "seqlen_q": problem.seqlen_q,
+        "seqlen_k": problem.seqlen_k,
+    }
     return _mask_of(dataclasses.replace(SMALL, **sizes, block_mask=form))
 
 
@@ -141,7 +151,9 @@ def seen_by(problem: Problem) -> Tensor | None:
     if problem.sequences is not None:
         return ranges_of(problem).visible(problem.span, problem.seqlen_q, problem.seqlen_k)[None, None]
     if problem.used_k:
-        return visible_of_caches(lengths(problem, device=problem.device)["seqused_k"], problem.span, problem.seqlen_q, problem.seqlen_k)
+        return visible_of_caches(
+            lengths(problem, device=problem.device)["seqused_k"], problem.span, problem.seqlen_q, problem.seqlen_k
+        )
     mask = mask_of(problem)
     return None if mask is None else mask.to_dense()
 
@@ -169,7 +181,8 @@ def forward(
     attention: Callable = flashzoo.attention,
     **operands: Tensor,
 ) -> Result:
-    """One forward pass, by `flashzoo.attention` or what stands for it; lse is None where the problem does not ask for it.
+    """One forward pass, by `flashzoo.attention` or what stands for it;
+    lse is None where the problem does not ask for it.
 
     Operands take the place of those that stand for the problem's.
     """
@@ -192,7 +205,8 @@ def both(
     attention: Callable = flashzoo.attention,
     **operands: Tensor,
 ) -> Result:
-    """Forward and backward; forward alone where the problem asks for no gradients. The tensors keep their strides and get no `.grad`."""
+    """Forward and backward; forward alone where the problem asks for no gradients.
+    The tensors keep their strides and get no `.grad`."""
     if not problem.grad:
         return forward(version, tensors, problem, descales, attention, **operands)
     leaves = tuple(x.detach().requires_grad_() for x in tensors)
@@ -219,7 +233,15 @@ def as_operator(
         return arguments, {}
     out, lse = torch.ops.flashzoo.attention(**arguments)
     inputs = dict(zip("qkv", tensors, strict=True))
-    return arguments, {"dout": dout, "dlse": dlse, **inputs, **operands, "out": out.detach(), "lse": lse.detach(), **how}
+    return arguments, {
+        "dout": dout,
+        "dlse": dlse,
+        **inputs,
+        **operands,
+        "out": out.detach(),
+        "lse": lse.detach(),
+        **how,
+    }
 
 
 def detached(result: Result) -> tuple[Tensor, Tensor | None]:
@@ -228,7 +250,8 @@ def detached(result: Result) -> tuple[Tensor, Tensor | None]:
 
 
 def accept(judge: Judge, result: Result, rms: float | None = None) -> None:
-    """Fails with every rule of `flashzoo.accuracy` that the result, or the yardstick, breaks; rms is that of `Judge.checks`."""
+    """Fails with every rule of `flashzoo.accuracy` that the result, or the yardstick, breaks;
+    rms is that of `Judge.checks`."""
     broken = [str(check) for check in (*judge.of_yardstick, *judge.checks(result, rms)) if not check.ok]
     assert not broken, "\n".join(broken)
 
@@ -243,14 +266,16 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 
 
 def in_fixed_order(version: str, problem: Problem) -> Problem:
-    """The problem with deterministic=True where the version takes that: its gradients then have the same bits each time."""
+    """The problem with deterministic=True where the version takes that:
+    its gradients then have the same bits each time."""
     spec = flashzoo.versions()[version]
     features = spec.backward if problem.grad and spec.backward is not None else spec.features
     return dataclasses.replace(problem, deterministic="deterministic" in features)
 
 
 def alike(problem: Problem, found: Result, expected: Result) -> bool:
-    """Whether two results have the same bits; gradients that nobody keeps the order of may differ by what that rounds."""
+    """Whether two results have the same bits; gradients that nobody keeps the order of may differ by
+    what that rounds."""
     exact = [name for name in found.items() if problem.deterministic or name in ("out", "lse")]
     for name in found.items().keys() - set(exact):
         torch.testing.assert_close(found.items()[name], expected.items()[name], rtol=1e-2, atol=1e-2)
@@ -282,7 +307,15 @@ def dense(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands)
 
 
 def dense_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, problem: Problem, operands: Operands
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    problem: Problem,
+    operands: Operands,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A fallback backward, which notes that it was called, made from the out and the LSE of whichever forward pass."""
     CALLS.append(problem)

@@ -102,7 +102,11 @@ def transformed(kind: str, attention: Callable[[Tensor], Tensor], q: Tensor, tan
     return torch.func.functionalize(attention)(q)
 
 
-@asks({"plain": {}, "causal": {"causal": True, "seqlen_k": 70}, "gqa": {"heads": 4, "heads_kv": 2}}, fp8=("fp8",), lse=False)
+@asks(
+    {"plain": {}, "causal": {"causal": True, "seqlen_k": 70}, "gqa": {"heads": 4, "heads_kv": 2}},
+    fp8=("fp8",),
+    lse=False,
+)
 @pytest.mark.parametrize("kind", ["dual", "jvp", "vmap", "grad", "functionalize"])
 def test_transforms_are_right_or_refused(version, problem, kind):
     """A kernel reads no tangent: v1, v2 and v3 lost them with no error."""
@@ -125,7 +129,9 @@ def test_transforms_are_right_or_refused(version, problem, kind):
         if kind == "grad" and spec.backward is None:
             assert f"{version}: has no backward pass" in str(error)
         else:
-            assert f"version {version!r} does not support {TRANSFORMS[name].split()[0]}" in str(error) and "got q under it" in str(error)
+            assert f"version {version!r} does not support {TRANSFORMS[name].split()[0]}" in str(
+                error
+            ) and "got q under it" in str(error)
         return
     assert name in spec.transforms, "works, and is not declared"
     expected = transformed(kind, dense, q.double(), tangent.double())
@@ -156,12 +162,18 @@ def test_lazily_negated_numbers(version, problem):
     tensors, dout, dlse = draw(problem)
     lazy, lazy_dout = tuple(lazily_negated(x) for x in tensors), lazily_negated(dout)
     lazy_dlse = None if dlse is None else lazily_negated(dlse)
-    judge = Judge(*tensors, problem, dout if problem.grad else None, dlse if problem.grad else None, mask=seen_by(problem))
+    judge = Judge(
+        *tensors, problem, dout if problem.grad else None, dlse if problem.grad else None, mask=seen_by(problem)
+    )
     accept(judge, both(version, lazy, problem, lazy_dout, lazy_dlse))
     assert all(x.is_neg() for x in (*lazy, lazy_dout))
 
 
-@asks({"fp32": {"dtype": "fp32"}, "fp8": {"dtype": "fp16", "precision": "fp8"}, "e4m3": {"dtype": "e4m3"}}, both=True, causal=True)
+@asks(
+    {"fp32": {"dtype": "fp32"}, "fp8": {"dtype": "fp16", "precision": "fp8"}, "e4m3": {"dtype": "e4m3"}},
+    both=True,
+    causal=True,
+)
 def test_autocast_changes_nothing(version, problem):
     """Seen in musubi-tuner #1037, diffusers #14104; torch's own attention and matmul round to 16 bits there."""
     tensors, dout, dlse = draw(problem)
@@ -226,7 +238,8 @@ def test_compiled(version, problem, backend):
 @asks(TRACED | {"small": {"seqlen_q": 1, "seqlen_k": 3}}, both=True)
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "packed", "expanded"])
 def test_operators_are_what_their_fakes_say(version, problem, layout):
-    """Shapes, dtypes and strides; and by `opcheck` that they change no input, and that a traced backward pass is the eager one."""
+    """Shapes, dtypes and strides; and by `opcheck` that they change no input,
+    and that a traced backward pass is the eager one."""
     torch.compiler.reset()
     tensors, dout, dlse = draw(problem, layout=layout)
     arguments, backward_arguments = as_operator(version, tensors, problem, dout, dlse)

@@ -1,4 +1,5 @@
-"""What caches promise beyond being right: what is not used is as if it were not there, and each sequence is what it is alone."""
+"""What caches promise beyond being right: what is not used is as if it were not there,
+and each sequence is what it is alone."""
 
 from __future__ import annotations
 
@@ -29,10 +30,17 @@ def numbers(*used: int) -> Tensor:
     return torch.tensor(used, dtype=torch.int32, device=DEVICE)
 
 
-def called(version: str, tensors: tuple[Tensor, ...], problem: Problem, dout: Tensor, dlse: Tensor | None, *used: int) -> Result:
+def called(
+    version: str, tensors: tuple[Tensor, ...], problem: Problem, dout: Tensor, dlse: Tensor | None, *used: int
+) -> Result:
     """Both passes with so much of each cache used."""
     return both(
-        version, tensors, problem, dout, dlse, attention=lambda *x, **how: flashzoo.attention(*x, **how | {"seqused_k": numbers(*used)})
+        version,
+        tensors,
+        problem,
+        dout,
+        dlse,
+        attention=lambda *x, **how: flashzoo.attention(*x, **how | {"seqused_k": numbers(*used)}),
     )
 
 

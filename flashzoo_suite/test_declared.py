@@ -1,8 +1,9 @@
-"""THE suite: everything that a version declares, held to one oracle by one rule. A new Spec gets all of it with no edit.
+"""THE suite: everything that a version declares, held to one oracle by one rule.
+A new Spec gets all of it with no edit.
 
-Cases are made from the Specs and `flashzoo.workloads`. A version is spared only what `spec.unsupported` says, and what it
-says is tested too. Everything goes through `flashzoo.attention(..., version=name)`. "Seen in", here and in the files beside
-this one, names a bug that some attention kernel had and that the test would catch.
+Cases are made from the Specs and `flashzoo.workloads`. A version is spared only what `spec.unsupported` says, and what
+it says is tested too. Everything goes through `flashzoo.attention(..., version=name)`. "Seen in", here and in the files
+beside this one, names a bug that some attention kernel had and that the test would catch.
 """
 
 from __future__ import annotations
@@ -55,7 +56,11 @@ class Case:
         return self.workload.name, self.problem.dtype, str(self.problem.precision), str(self.descales)
 
     def __str__(self) -> str:
-        how = [name for name, asked in (("fp8", self.problem.precision), ("deterministic", self.problem.deterministic)) if asked]
+        how = [
+            name
+            for name, asked in (("fp8", self.problem.precision), ("deterministic", self.problem.deterministic))
+            if asked
+        ]
         how += [f"by_{self.descales}"] if self.descales else []
         return "-".join((self.version, self.workload.name, self.problem.dtype, *how))
 
@@ -63,7 +68,9 @@ class Case:
 def cases(specs: list[Spec], grad: bool) -> list[Case]:
     """Every case that the versions declare to take, those that share inputs next to one another."""
     found = []
-    for workload in [w for tag in (("smoke", "hard", "large") if ON_GPU else ("smoke", "hard")) for w in workloads(tag)]:
+    for workload in [
+        w for tag in (("smoke", "hard", "large") if ON_GPU else ("smoke", "hard")) for w in workloads(tag)
+    ]:
         for dtype, precision, kind in NUMERICS:
             if kind not in kinds_of_descales(workload.problem):
                 continue
@@ -79,11 +86,12 @@ def cases(specs: list[Spec], grad: bool) -> list[Case]:
 def each_once(specs: list[Spec], grad: bool) -> list[Case]:
     """The cases less what another test says of them already.
 
-    A backward pass is judged with the forward pass that it follows, so alone the latter is judged on the smoke workloads only.
-    `standard` is everybody's yardstick, held to the oracle by every Judge: it has cases of its own where it is alone.
+    A backward pass is judged with the forward pass that it follows, so alone the latter is judged on the smoke
+    workloads only. `standard` is everybody's yardstick, held to the oracle by every Judge: it has cases of its own
+    where it is alone.
 
-    Without a GPU the smoke workloads take determinism in turns, and the hard ones dtypes and kinds of descales, but for torch's own
-    kernel: an interpreted one's dtypes are NumPy's.
+    Without a GPU the smoke workloads take determinism in turns, and the hard ones dtypes and kinds of descales, but for
+    torch's own kernel: an interpreted one's dtypes are NumPy's.
     """
     found = cases(specs, grad)
     if not grad:
@@ -97,8 +105,8 @@ def each_once(specs: list[Spec], grad: bool) -> list[Case]:
 
 
 def in_turn(case: Case, turn: int) -> bool:
-    """Whether it is a case's turn in the turn-th workload: on a hard one its dtype's, or its kind of descales'; on a smoke one, where all
-    dtypes are, that of determinism in its dtype, where the version is asked for both."""
+    """Whether it is a case's turn in the turn-th workload: on a hard one its dtype's, or its kind of descales'; on a
+    smoke one, where all dtypes are, that of determinism in its dtype, where the version is asked for both."""
     if "smoke" in case.workload.tags:
         both_ways = not case.descales and "deterministic" in flashzoo.versions()[case.version].features
         return not both_ways or (turn + [*TORCH_DTYPES].index(case.problem.dtype) + case.problem.deterministic) % 2 == 0
@@ -119,7 +127,10 @@ NUMERICS = [
 def refusals(spec: Spec) -> dict[str, tuple[Problem, str]]:
     """For everything that the version does not declare, a problem that asks for it and what the refusal must say."""
     plain = small(spec, lse=False)
-    found = {name: (replace(plain, **FEATURES[name].example), FEATURES[name].asked) for name in FEATURES.keys() - spec.features}
+    found = {
+        name: (replace(plain, **FEATURES[name].example), FEATURES[name].asked)
+        for name in FEATURES.keys() - spec.features
+    }
     for name in spec.features - spec.backward if spec.backward is not None else ():
         found[f"backward_{name}"] = (
             replace(plain, grad=True, **FEATURES[name].example),
@@ -134,7 +145,10 @@ def refusals(spec: Spec) -> dict[str, tuple[Problem, str]]:
         refusal = "takes dtype" if spec.quantizes else "does not support precision='fp8'"
         found[f"{dtype}_fp8"] = replace(plain, dtype=dtype, precision="fp8"), refusal if dtypes_of(spec) else nowhere
     if "e4m3" in dtypes_of(spec) and spec.backward is not None:
-        found["e4m3_backward"] = replace(plain, dtype="e4m3", out_dtype=None, grad=True), "e4m3 inputs have no gradients"
+        found["e4m3_backward"] = (
+            replace(plain, dtype="e4m3", out_dtype=None, grad=True),
+            "e4m3 inputs have no gradients",
+        )
     undeclared = [d for d in range(1, 1025) if d not in spec.head_dims]
     if undeclared:
         found[f"head_dim_{undeclared[0]}"] = small(spec, lse=False, head_dim=undeclared[0]), "takes head_dim "
@@ -158,7 +172,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def drawn(case: Case) -> tuple[Tensors, Tensor, Tensor | None, Descales, Judge]:
-    """Inputs, gradients, descales and the Judge of a case; the versions that are tested on them one after the other share them."""
+    """Inputs, gradients, descales and the Judge of a case; the versions that are tested on them one after the
+    other share them."""
     return _drawn(replace(case, version="", problem=replace(case.problem, deterministic=False)))
 
 

@@ -48,10 +48,22 @@ MASKS = {
 def seen_pairs(problem: Problem) -> Tensor:
     """`(seqlen_q, seqlen_k)` bool; `test_reference` holds `visible` to its definition in words."""
     seen = visible(problem, problem.device)
-    return torch.ones(problem.seqlen_q, problem.seqlen_k, dtype=torch.bool, device=problem.device) if seen is None else seen
+    return (
+        torch.ones(problem.seqlen_q, problem.seqlen_k, dtype=torch.bool, device=problem.device)
+        if seen is None
+        else seen
+    )
 
 
-@asks({dtype: {"dtype": dtype} for dtype in ("fp16", "e4m3")}, batch=2, heads=6, heads_kv=2, seqlen_q=130, seqlen_k=190, head_dim=64)
+@asks(
+    {dtype: {"dtype": dtype} for dtype in ("fp16", "e4m3")},
+    batch=2,
+    heads=6,
+    heads_kv=2,
+    seqlen_q=130,
+    seqlen_k=190,
+    head_dim=64,
+)
 def test_needle(version, problem):
     """Every query has one key, its score so far above the rest that softmax is exactly one-hot, so out is that value.
 
@@ -71,7 +83,11 @@ def test_needle(version, problem):
 COUNTED = {
     f"{name}-{of}": fields | dtype
     for name, fields in MASKS.items()
-    for of, dtype in {"fp16": {"dtype": "fp16"}, "e4m3": {"dtype": "e4m3"}, "fp8": {"dtype": "bf16", "precision": "fp8"}}.items()
+    for of, dtype in {
+        "fp16": {"dtype": "fp16"},
+        "e4m3": {"dtype": "e4m3"},
+        "fp8": {"dtype": "bf16", "precision": "fp8"},
+    }.items()
 }
 """Equal scores make every P 1, and one and 0 are themselves in every dtype, quantised or not."""
 
@@ -83,7 +99,9 @@ def test_counting(version, problem):
     Seen in FA 9e5e8bc9, #282, PyTorch #108108 (alignment), FlexAttention and ROCm window off-by-ones.
     """
     (q, k, v), *_ = draw(problem)
-    groups = torch.nn.functional.one_hot(torch.arange(problem.seqlen_k, device=q.device) % problem.head_dim_v, problem.head_dim_v)
+    groups = torch.nn.functional.one_hot(
+        torch.arange(problem.seqlen_k, device=q.device) % problem.head_dim_v, problem.head_dim_v
+    )
     v.copy_(groups[None, :, None])
     result = forward(version, (torch.zeros_like(q), k, v), problem)
     seen = seen_pairs(problem)
@@ -99,7 +117,14 @@ TILE = 128 if ON_GPU else 64
 SHIFTS = range(-TILE - 1, TILE + 2) if ON_GPU else (-65, -64, -63, -62, -2, -1, 1, 2, 31, 32, 33, 61, 62, 63, 64, 65)
 
 
-@asks({"causal": {"causal": True}, "window": {"window": (TILE + 3, 1)}}, both=True, seqlen_q=TILE + 6, seqlen_k=1, heads=1, heads_kv=1)
+@asks(
+    {"causal": {"causal": True}, "window": {"window": (TILE + 3, 1)}},
+    both=True,
+    seqlen_q=TILE + 6,
+    seqlen_k=1,
+    heads=1,
+    heads_kv=1,
+)
 def test_every_place_of_the_diagonal_in_a_tile(version, problem):
     """Blocks that are seen whole, in part and not at all change places as seqlen_k - seqlen_q goes round a tile."""
     for shift in SHIFTS:
@@ -130,7 +155,14 @@ def test_an_unrounded_out_was_not_rounded_before(version, problem):
     torch.testing.assert_close(out.half(), rounded, rtol=2**-10, atol=1e-6)  # a step of fp16
 
 
-@asks({"plain": {}, "gqa_causal": {"heads": 6, "heads_kv": 3, "causal": True}}, batch=3, heads=3, heads_kv=3, seqlen_q=70, seqlen_k=70)
+@asks(
+    {"plain": {}, "gqa_causal": {"heads": 6, "heads_kv": 3, "causal": True}},
+    batch=3,
+    heads=3,
+    heads_kv=3,
+    seqlen_q=70,
+    seqlen_k=70,
+)
 def test_heads_and_batches_do_not_meet(version, problem):
     """Permuted heads and batches give permuted outputs, bit for bit."""
     (q, k, v), *_ = draw(problem)
@@ -225,7 +257,8 @@ PADDED = {
     "plain": {},
     "causal": {"causal": True},
     "narrow_values": {"head_dim_v": 12},
-    "eights": {"head_dim": 24},  # all that some versions take; their rows start at multiples of 16 bytes, so TMA reads them in place
+    # all that some versions take; their rows start at multiples of 16 bytes, so TMA reads them in place
+    "eights": {"head_dim": 24},
     "eights_narrow_values": {"head_dim": 40, "head_dim_v": 24, "causal": True},
     "sixteens": {"head_dim": 48, "causal": True},  # the same for e4m3
 }
@@ -233,7 +266,8 @@ PADDED = {
 
 @asks(PADDED, both=True, seqlen_q=50, seqlen_k=90, head_dim=20)
 def test_nothing_past_the_end_is_read(version, problem):
-    """q, k, v and dout are cut from longer tensors that go on with NaN. Seen in FA #1745, #1974, #2374, FlashInfer #942."""
+    """q, k, v and dout are cut from longer tensors that go on with NaN.
+    Seen in FA #1745, #1974, #2374, FlashInfer #942."""
     tensors, dout, dlse = draw(problem)
     cut_tensors = tuple(cut_from_longer(x) for x in tensors)
     accept(Judge(*tensors, problem, dout, dlse), both(version, cut_tensors, problem, cut_from_longer(dout), dlse))
@@ -249,7 +283,9 @@ def cut_from_longer(x: Tensor) -> Tensor:
 
 GUARD = 1 << 16
 """Bytes on either side of an allocation."""
-ALLOCATE = {getattr(torch.ops.aten, f"{new}{what}") for new in ("", "new_") for what in ("empty", "empty_strided", "zeros")}
+ALLOCATE = {
+    getattr(torch.ops.aten, f"{new}{what}") for new in ("", "new_") for what in ("empty", "empty_strided", "zeros")
+}
 ALLOCATE |= {torch.ops.aten.empty_like, torch.ops.aten.zeros_like}
 
 
@@ -268,7 +304,9 @@ class Guarded(TorchDispatchMode):
         longer = bytes_of_x.new_full((bytes_of_x.numel() + 2 * GUARD,), 0xA5)
         longer[GUARD:-GUARD] = bytes_of_x
         self.around += longer[:GUARD], longer[-GUARD:]
-        return torch.empty(0, dtype=x.dtype, device=x.device).set_(longer.untyped_storage(), GUARD // x.itemsize, x.shape, x.stride())
+        return torch.empty(0, dtype=x.dtype, device=x.device).set_(
+            longer.untyped_storage(), GUARD // x.itemsize, x.shape, x.stride()
+        )
 
     def intact(self) -> bool:
         """Whether these bytes are what they were."""
@@ -277,7 +315,8 @@ class Guarded(TorchDispatchMode):
 
 @asks({"plain": {}, "causal": {"causal": True}}, both=True, seqlen_q=70, seqlen_k=90, head_dim=24)
 def test_nothing_past_the_end_is_written(version, problem):
-    """Rows and columns that fill up a tile are in no tensor; beside what a version allocates for itself lies what is another's."""
+    """Rows and columns that fill up a tile are in no tensor; beside what a version allocates for itself lies
+    what is another's."""
     tensors, dout, dlse = draw(problem)
     with Guarded() as guarded:
         result = both(version, tensors, problem, dout, dlse)

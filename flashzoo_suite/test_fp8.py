@@ -24,7 +24,11 @@ asks = pytest.mark.asks
 
 
 AT_THE_EDGE = {"seqlen_q": 300, "seqlen_k": 280, "heads": 4, "heads_kv": 2, "head_dim": 64, "causal": True}
-OF_FP8 = {"e4m3": {"dtype": "e4m3"}, "fp8_fp16": {"dtype": "fp16", "precision": "fp8"}, "fp8_bf16": {"dtype": "bf16", "precision": "fp8"}}
+OF_FP8 = {
+    "e4m3": {"dtype": "e4m3"},
+    "fp8_fp16": {"dtype": "fp16", "precision": "fp8"},
+    "fp8_bf16": {"dtype": "bf16", "precision": "fp8"},
+}
 
 
 def _zeros(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -70,8 +74,8 @@ EDGES = [_zeros, _zero_blocks, _zero_heads, _one_outlier, _largest, _tiny, _cons
 @asks(OF_FP8, **AT_THE_EDGE)
 @pytest.mark.parametrize("edge", EDGES, ids=lambda edge: edge.__name__[1:])
 def test_numbers_at_the_edge_of_fp8(version, problem, edge):
-    """A scale that is 0 or infinite, a P or a sum that overflows: no NaN and no infinity. Finite e4m3 numbers give no infinite
-    score; the mask does, and some rows here are blind.
+    """A scale that is 0 or infinite, a P or a sum that overflows: no NaN and no infinity. Finite e4m3 numbers give no
+    infinite score; the mask does, and some rows here are blind.
 
     Seen in FA 2409214a #2717 (P past 448 under a stale maximum).
     """

@@ -42,8 +42,8 @@ LAYOUT_ASKS = {
 def test_layouts(version, problem, layout):
     """Any strides, offsets and overlaps; inputs and what lies between them stay as they were.
 
-    Seen in FA #2189, PyTorch #191937 (expand), FA #2745, xformers #813 (alignment), SageAttention #386 (views), FA 9ee0ff1d
-    (O's offset from dO's strides).
+    Seen in FA #2189, PyTorch #191937 (expand), FA #2745, xformers #813 (alignment), SageAttention #386 (views), FA
+    9ee0ff1d (O's offset from dO's strides).
     """
     tensors, dout, dlse = draw(problem, layout=layout)
     before = [storage_of(x) for x in (*tensors, dout)]
@@ -51,7 +51,9 @@ def test_layouts(version, problem, layout):
     assert all(torch.equal(storage_of(x), then) for x, then in zip((*tensors, dout), before, strict=True))
 
 
-OWN_LAYOUTS = {name: fields for name, fields in LAYOUT_ASKS.items() if name in ("plain", "sixteens", "head_dim_80", "head_dim_256")}
+OWN_LAYOUTS = {
+    name: fields for name, fields in LAYOUT_ASKS.items() if name in ("plain", "sixteens", "head_dim_80", "head_dim_256")
+}
 
 
 @pytest.mark.covering(1)
@@ -89,7 +91,8 @@ def test_a_gradient_with_gaps_in_its_last_dimension(version, problem):
 @asks({"plain": {}, "causal": {"causal": True}}, both=True, batch=3, heads=3, heads_kv=3, head_dim=16)
 @pytest.mark.parametrize("axis", ["batch", "seqlen", "heads"])
 def test_offsets_past_2_to_31_elements(version, problem, axis):
-    """Strides that fit 32 bits, times indices that take the product past them. Seen in FA #2260, #1500, PyTorch #190857, fla #1080."""
+    """Strides that fit 32 bits, times indices that take the product past them. Seen in FA #2260, #1500,
+    PyTorch #190857, fla #1080."""
     tensors, dout, dlse = draw(problem)
     *far, far_dout = spread((*tensors, dout), axis)
     accept(Judge(*tensors, problem, dout, dlse), both(version, tuple(far), problem, far_dout, dlse))

@@ -1,4 +1,5 @@
-"""What packed sequences promise beyond being right: each alone, whatever it is packed with, and nothing read that is nobody's."""
+"""What packed sequences promise beyond being right: each alone, whatever it is packed with,
+and nothing read that is nobody's."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ KINDS = {
 }
 
 
-def called(version: str, tensors: tuple[Tensor, ...], problem: Problem, dout: Tensor | None = None, **lengths) -> Result:
+def called(
+    version: str, tensors: tuple[Tensor, ...], problem: Problem, dout: Tensor | None = None, **lengths
+) -> Result:
     """A call of packed rows `(total, heads, head_dim)` with these lengths; gradients too where dout is given."""
     leaves = [x.detach().requires_grad_(dout is not None) for x in tensors]
     how = options_of(problem) | {"version": version, "return_lse": problem.lse, **lengths}
@@ -55,7 +58,11 @@ def sequences_of(problem: Problem) -> list[tuple[slice, slice, slice]]:
     """Of each sequence its queries, its keys, and those of them that are used."""
     found = ranges_of(problem)
     q, k = found.cu_seqlens_q.tolist(), found.cu_seqlens_k.tolist()
-    ends = k[1:] if found.seqused_k is None else [first + used for first, used in zip(k, found.seqused_k.tolist(), strict=False)]
+    ends = (
+        k[1:]
+        if found.seqused_k is None
+        else [first + used for first, used in zip(k, found.seqused_k.tolist(), strict=False)]
+    )
     slots = zip(pairwise(q), pairwise(k), ends, strict=False)
     return [(slice(*rows), slice(*keys), slice(keys[0], end)) for rows, keys, end in slots]
 
@@ -65,7 +72,9 @@ def test_each_sequence_has_its_own_descales(version, problem):
     """It is what it is in a batch of one with them, within a rounding; rows that nobody has see nothing."""
     (q, k, v), *_ = draw(problem)
     scales = descales(problem, "head", device=DEVICE)
-    found = called(version, (q[0], k[0], v[0]), problem, **vars(ranges_of(problem)), **dict(zip(DESCALES, scales, strict=True)))
+    found = called(
+        version, (q[0], k[0], v[0]), problem, **vars(ranges_of(problem)), **dict(zip(DESCALES, scales, strict=True))
+    )
     expected = Result(torch.zeros_like(found.out), torch.full_like(found.lse, -torch.inf) if problem.lse else None)
     for number, (rows, _, used) in enumerate(sequences_of(problem)):
         n_q, n_k = rows.stop - rows.start, used.stop - used.start
@@ -93,7 +102,9 @@ def test_descales_of_rows_that_nobody_has_are_not_asked_for(version, problem):
 
 
 # On a GPU long ones too, whose gradients are summed from many blocks.
-LONG = {"long_gqa": KINDS["causal_gqa"] | {"seqlen_q": 2000, "seqlen_k": 2000, "sequences": 3}} if DEVICE == "cuda" else {}
+LONG = (
+    {"long_gqa": KINDS["causal_gqa"] | {"seqlen_q": 2000, "seqlen_k": 2000, "sequences": 3}} if DEVICE == "cuda" else {}
+)
 
 
 @asks(KINDS | LONG, both=True, **SIZES)
@@ -139,7 +150,11 @@ def test_each_sequence_is_what_it_is_alone(version, problem):
             assert same_bits(alone.dk, together.dk[used]) and same_bits(alone.dv, together.dv[used])
 
 
-@asks({"packed": {"causal": True}, "used": {"used_k": True}, "used_causal": {"used_k": True, "causal": True}}, both=True, **SIZES)
+@asks(
+    {"packed": {"causal": True}, "used": {"used_k": True}, "used_causal": {"used_k": True, "causal": True}},
+    both=True,
+    **SIZES,
+)
 def test_rows_of_no_sequence_give_zeros(version, problem):
     """Before the first, behind the last, and keys that are not used, whatever they hold; nothing is left unwritten."""
     problem = in_fixed_order(version, problem)
@@ -183,12 +198,19 @@ def test_more_than_a_thousand_sequences(version, problem):
 
 @asks({"full": {}, "causal": {"causal": True}}, both=True, seqlen_q=100, seqlen_k=100, sequences=3)
 def test_lengths_that_lie_are_cut_off(version, problem):
-    """Whatever they hold: nothing outside of the tensors is read or written, and no sequence that is right is touched by it. Where they
-    fall no row is of any sequence."""
+    """Whatever they hold: nothing outside of the tensors is read or written, and no sequence that is right is touched
+    by it. Where they fall no row is of any sequence."""
     (q, k, v), dout, _ = draw(problem)
     right = torch.tensor([0, 40, 70, 100], dtype=torch.int32, device=DEVICE)
     picks = random.Random(0)
-    lies = [[0, 40, 70, 1 << 30], [-(1 << 30), 40, 70, 100], [0, 90, 20, 100], [1 << 30] * 4, [-5] * 4, [100, 70, 40, 0]]
+    lies = [
+        [0, 40, 70, 1 << 30],
+        [-(1 << 30), 40, 70, 100],
+        [0, 90, 20, 100],
+        [1 << 30] * 4,
+        [-5] * 4,
+        [100, 70, 40, 0],
+    ]
     lies += [[picks.randint(-300, 300) for _ in range(4)] for _ in range(6)]
     expected = called(version, (q[0], k[0], v[0]), problem, dout[0] if problem.grad else None, cu_seqlens_q=right)
     for lie in lies:

@@ -1,4 +1,5 @@
-"""What pages promise beyond being right: the same bits as without them, whatever their order, and nothing read that is another's."""
+"""What pages promise beyond being right: the same bits as without them, whatever their order,
+and nothing read that is another's."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def called(version: str, tensors: tuple[Tensor, ...], problem: Problem, **more) 
 
 
 def agree(problem: Problem, found: Tensor, expected: Tensor) -> None:
-    """With the result without pages, to the bit; on a GPU, where TMA takes pages in steps of 8 rows, others to one rounding."""
+    """With the result without pages, to the bit; on a GPU, where TMA takes pages in steps of 8 rows, others
+    to one rounding."""
     if DEVICE == "cpu" or problem.page_size % 8 == 0:
         assert same_bits(found, expected)
     else:
@@ -52,7 +54,8 @@ def test_the_bits_are_those_without_pages(version, problem):
 
 @asks(KINDS, **SIZES)
 def test_no_page_is_read_that_is_not_used(version, problem):
-    """Neither one of another's sequence, nor the row of the table behind what is used: there are no numbers in all of them."""
+    """Neither one of another's sequence, nor the row of the table behind what is used:
+    there are no numbers in all of them."""
     (q, k, v), *_ = draw(problem)
     expected = called(version, (q, k, v), replace(problem, page_size=None))
     k_pages, v_pages, table = in_pages(problem, k, v)
@@ -113,4 +116,6 @@ def test_a_captured_graph_takes_another_table(version, problem):
 @asks({"of_16": {"page_size": 16}}, batch=2, seqlen_q=3, seqlen_k=64)
 def test_all_is_used_where_nobody_says_how_much(version, problem):
     tensors, *_ = draw(problem)
-    assert same_bits(forward(version, tensors, problem).out, forward(version, tensors, replace(problem, page_size=None)).out)
+    assert same_bits(
+        forward(version, tensors, problem).out, forward(version, tensors, replace(problem, page_size=None)).out
+    )

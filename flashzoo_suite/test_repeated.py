@@ -35,7 +35,9 @@ asks = pytest.mark.asks
 
 REPEATS = 50 if ON_GPU else 3
 BUSY = (
-    {"batch": 8, "heads": 8, "heads_kv": 2, "seqlen_q": 513, "seqlen_k": 640, "head_dim": 64} if ON_GPU else {"heads_kv": 1, "seqlen_k": 70}
+    {"batch": 8, "heads": 8, "heads_kv": 2, "seqlen_q": 513, "seqlen_k": 640, "head_dim": 64}
+    if ON_GPU
+    else {"heads_kv": 1, "seqlen_k": 70}
 )
 
 
@@ -51,7 +53,8 @@ def test_deterministic_means_the_same_bits(version, problem):
 
 @asks({"plain": {}, "causal": {"causal": True}}, both=True, heads_kv=1, seqlen_k=70)
 def test_threads(version, problem):
-    """Several threads at once, each with inputs of its own. Seen in Triton #8437, FlashInfer #4476 (shared workspace)."""
+    """Several threads at once, each with inputs of its own. Seen in Triton #8437, FlashInfer #4476
+    (shared workspace)."""
     drawn_by = [draw(problem, seed) for seed in range(4)]
     together = threading.Barrier(4)
 
@@ -127,7 +130,8 @@ def test_tensors_on_another_device_than_the_current_one(version, problem):
 @pytest.mark.gpu
 @asks(both=True, causal=True, batch=(1 << 17) + 2, seqlen_q=16, seqlen_k=16, heads=16, heads_kv=16, head_dim=64)
 def test_tensors_of_more_than_2_to_31_elements(version, problem):
-    """The last batch lies past 32 bits, and so does the grid past 65535. Seen in PyTorch #142228, FA #1500, FlashInfer #3125."""
+    """The last batch lies past 32 bits, and so does the grid past 65535.
+    Seen in PyTorch #142228, FA #1500, FlashInfer #3125."""
     free, _ = torch.cuda.mem_get_info()
     others = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)) - 1
     needed = 100 if problem.grad else 60
@@ -140,7 +144,11 @@ def test_tensors_of_more_than_2_to_31_elements(version, problem):
     tail = replace(problem, batch=2)
     judge = Judge(*(x[last] for x in tensors), tail, dout[last], None if dlse is None else dlse[last])
     accept(
-        judge, Result(**{name: x[last] for name, x in result.items().items() if x.numel()} | ({} if problem.lse else {"lse": result.lse}))
+        judge,
+        Result(
+            **{name: x[last] for name, x in result.items().items() if x.numel()}
+            | ({} if problem.lse else {"lse": result.lse})
+        ),
     )
 
 

@@ -1,4 +1,5 @@
-"""What sinks promise beyond being right: one of -inf is none, one is one more key, its gradient comes with any other."""
+"""What sinks promise beyond being right: one of -inf is none, one is one more key, its gradient
+comes with any other."""
 
 from __future__ import annotations
 
@@ -59,7 +60,9 @@ def test_a_huge_one_takes_everything(version, problem):
     found = both(version, tensors, problem, dout, dlse, sinks=huge)
     assert not found.out.any()
     if problem.lse:
-        torch.testing.assert_close(found.lse, huge[:, None].expand(found.lse.shape).to(found.lse.dtype), rtol=1e-6, atol=0)
+        torch.testing.assert_close(
+            found.lse, huge[:, None].expand(found.lse.shape).to(found.lse.dtype), rtol=1e-6, atol=0
+        )
     if problem.grad:
         assert not any(x.any() for x in (found.dq, found.dk, found.dv))
         torch.testing.assert_close(found.dsinks, torch.zeros_like(huge) if dlse is None else dlse.sum((0, 2)))
@@ -77,7 +80,8 @@ def test_rows_without_a_key_have_their_sink(version, problem):
 
 @asks(both=True, fp8=(), sinks=True, seqlen_k=50)
 def test_it_is_one_more_key(version, problem):
-    """Whose score is the sink and whose value is 0: out, LSE and all gradients are those of the version itself without sinks."""
+    """Whose score is the sink and whose value is 0: out, LSE and all gradients are those of the version
+    itself without sinks."""
     (q, k, v), dout, dlse = draw(problem)
     own = sinks(1.5, -0.75)
     q[..., 0], k[..., 0] = 4, 0  # scores are scaled by a quarter
@@ -137,7 +141,14 @@ def test_any_dtype_that_lies_anywhere(version, problem, how):
     tensors, dout, dlse = draw(problem)
     given = LYING[how](sinks_of(problem))
     found = both(version, tensors, problem, dout, dlse, sinks=given)
-    plain = both(version, tensors, problem, dout, dlse, sinks=given.to(sinks_of(problem).dtype, copy=True).resolve_neg().contiguous())
+    plain = both(
+        version,
+        tensors,
+        problem,
+        dout,
+        dlse,
+        sinks=given.to(sinks_of(problem).dtype, copy=True).resolve_neg().contiguous(),
+    )
     assert alike(problem, replace(found, dsinks=None), replace(plain, dsinks=None))
     if problem.grad:
         assert same_bits(found.dsinks.resolve_neg(), plain.dsinks.to(given.dtype).resolve_neg())

@@ -37,7 +37,9 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 def timed_in(path: Path) -> list[tuple[str, str, str]]:
     """Implementation, pass and causal of each result."""
-    return [(row["impl"], row["pass"], row["causal"]) for row in rows_of(path) if row["pass"] != "gemm" and not row["why"]]
+    return [
+        (row["impl"], row["pass"], row["causal"]) for row in rows_of(path) if row["pass"] != "gemm" and not row["why"]
+    ]
 
 
 def why_in(path: Path) -> list[tuple[str, str, str]]:

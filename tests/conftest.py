@@ -1,4 +1,5 @@
-"""What this repository's tests have beside the suite's plugin: profiles of hypothesis, options of `make host`, stand-ins for libraries."""
+"""What this repository's tests have beside the suite's plugin: profiles of hypothesis, options of `make host`,
+stand-ins for libraries."""
 
 from __future__ import annotations
 
@@ -23,8 +24,15 @@ settings.load_profile("ci")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     saved = ROOT / "tests" / "host_baseline.json"
-    parser.addoption("--host-baseline", metavar="FILE", default=str(saved), help=f"what host costs are held to (default: {saved.name})")
-    parser.addoption("--update-host-baseline", action="store_true", help="write the host costs that are measured, and compare none")
+    parser.addoption(
+        "--host-baseline",
+        metavar="FILE",
+        default=str(saved),
+        help=f"what host costs are held to (default: {saved.name})",
+    )
+    parser.addoption(
+        "--update-host-baseline", action="store_true", help="write the host costs that are measured, and compare none"
+    )
 
 
 @pytest.fixture

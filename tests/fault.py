@@ -29,7 +29,10 @@ class Change:
         begin, end = _extent(text, self.within) if self.within else (0, len(text))
         found = text.count(self.old, begin, end)
         if found != 1:
-            raise ValueError(f"{self.file}: {self.old!r} must be {f'in {self.within}' if self.within else 'there'} once, is {found} times")
+            raise ValueError(
+                f"{self.file}: {self.old!r} must be {f'in {self.within}' if self.within else 'there'} once, "
+                f"is {found} times"
+            )
         at = text.index(self.old, begin)
         return text[:at] + self.new + text[at + len(self.old) :]
 
@@ -45,7 +48,9 @@ def _extents(text: str) -> dict[str, tuple[int, int]]:
     for node in ast.parse(text).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             inside = [(f"{node.name}.{x.name}", x) for x in node.body if isinstance(x, ast.FunctionDef)]
-            found |= {name: (starts[x.lineno - 1], starts[x.end_lineno or 0]) for name, x in ((node.name, node), *inside)}
+            found |= {
+                name: (starts[x.lineno - 1], starts[x.end_lineno or 0]) for name, x in ((node.name, node), *inside)
+            }
     return found
 
 
@@ -64,7 +69,8 @@ class Fault:
         name: `version/what_it_does`.
         why: what it is, in a line.
         changes: what makes it.
-        seen_by: tests that see it, as pytest's -k takes them; tried first, for speed, of those that `mutants.py` runs of the version.
+        seen_by: tests that see it, as pytest's -k takes them; tried first, for speed,
+            of those that `mutants.py` runs of the version.
         gpu: whether it needs a Hopper GPU. What does not is run by Triton's interpreter, or by torch, on the CPU.
         equivalent: why it changes no result, for one that is kept to show that.
     """
@@ -82,7 +88,8 @@ class Fault:
         return self.name.partition("/")[0]
 
     def changed(self, root: Path) -> dict[str, str]:
-        """The new text of each file that it changes. Raises ValueError where it does not apply, or leaves what is no Python."""
+        """The new text of each file that it changes. Raises ValueError where it does not apply,
+        or leaves what is no Python."""
         texts: dict[str, str] = {}
         for change in self.changes:
             texts[change.file] = change.applied(texts.get(change.file) or (root / change.file).read_text())

@@ -1,7 +1,7 @@
 """Faults to put into the code one at a time, to see that the suite sees them: data for `mutants.py`.
 
-They are of the kind that gets past a review; "seen in" names an attention kernel that had one like it. What makes every result wrong
-is not here: any test would see it.
+They are of the kind that gets past a review; "seen in" names an attention kernel that had one like it. What makes every
+result wrong is not here: any test would see it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,12 @@ _V1 = (
     fault(
         "v1/lse_in_log2_units",
         "LSE leaves in the units of the inside",
-        *(V1, "tl.where(l_i == 0.0, 1.0, l_i))) * LN2", "tl.where(l_i == 0.0, 1.0, l_i)))", "test_counting[v1-full-fp16]"),
+        *(
+            V1,
+            "tl.where(l_i == 0.0, 1.0, l_i))) * LN2",
+            "tl.where(l_i == 0.0, 1.0, l_i)))",
+            "test_counting[v1-full-fp16]",
+        ),
     ),
     fault(
         "v1/o_in_16_bits_between_blocks",
@@ -98,7 +103,12 @@ _V1 = (
     fault(
         "v1/m_written_past_the_tail",
         "m is stored for rows past the last query, which are another head's, or nobody's",
-        *(V1, "tl.store(m + at, m_new, mask=row < seqlen_q)", "tl.store(m + at, m_new)", "test_nothing_past_the_end_is_written[v1-plain]"),
+        *(
+            V1,
+            "tl.store(m + at, m_new, mask=row < seqlen_q)",
+            "tl.store(m + at, m_new)",
+            "test_nothing_past_the_end_is_written[v1-plain]",
+        ),
     ),
 )
 
@@ -204,7 +214,12 @@ _V2 = (
     fault(
         "v2/lse_of_padding_finite",
         "LSE of rows that there are not stays -inf, so their P is inf, and inf times dO = 0 is NaN",
-        *(V2, 'tl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E)', "lse_i * LOG2E", "test_gradients[v2-ragged_causal-fp32"),
+        *(
+            V2,
+            'tl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E)',
+            "lse_i * LOG2E",
+            "test_gradients[v2-ragged_causal-fp32",
+        ),
     ),
     fault(
         "v2/delta_of_the_next_row_of_do",
@@ -260,7 +275,12 @@ _V2 = (
     fault(
         "v2/gradients_of_keys_that_are_not_used",
         "what lies behind the keys in use gets a gradient as if it were a key of zeros",
-        *(V2, "dk_j = tl.where((col < rows_k)[:, None], dk_j, 0.0)", "dk_j = dk_j", "test_rows_of_no_sequence_give_zeros[v2-used]"),
+        *(
+            V2,
+            "dk_j = tl.where((col < rows_k)[:, None], dk_j, 0.0)",
+            "dk_j = dk_j",
+            "test_rows_of_no_sequence_give_zeros[v2-used]",
+        ),
     ),
     fault(
         "v2/diagonal_of_the_whole_batch",
@@ -273,7 +293,8 @@ _V2 = (
     ),
     fault(
         "v2/statistics_of_the_next_sequence",
-        "LSE and delta are not padded, and read on into the next sequence, where they may be no numbers; seen in tilelang PR #2461",
+        "LSE and delta are not padded, and read on into the next sequence, where they may be no numbers; "
+        "seen in tilelang PR #2461",
         V2,
         "statistics = (first_q // DELTA_BLOCK + tl.load(entry + 6)) * DELTA_BLOCK",
         "statistics = first_q",
@@ -424,8 +445,8 @@ _BLOCKSPARSE = (
         "blocksparse/lists_of_the_first_head_of_a_group",
         "for dK and dV all heads of a group have the lists of its first",
         SPARSE,
-        "lists, mask_head + member * stride_mask_h, mask_column",
-        "lists, mask_head, mask_column",
+        "mask_head + member * stride_mask_h,",
+        "mask_head,",
         "blocksparse-blocks_bits_gqa-",
     ),
     fault(
@@ -478,7 +499,8 @@ _BLOCKSPARSE = (
         "tl.load(order + tile",
         "test_forward[blocksparse-blocks_causal_gqa-fp16] or test_forward[blocksparse-blocks-fp16",
         within="forward_kernel",
-        equivalent="every head's order is a permutation of its rows, so each is taken once all the same; only when changes",
+        equivalent="every head's order is a permutation of its rows, so each is taken once all the same; "
+        "only when changes",
     ),
     Fault(
         "blocksparse/dv_off_as_the_yardstick_is",
@@ -501,7 +523,8 @@ _STANDARD = (
         "the yardstick's dK is 1.5 times what it should be under a block mask",
         REFERENCE,
         "dk = _matmul(ds.mT, _heads_first(q, problem)) * problem.scale",
-        "dk = _matmul(ds.mT, _heads_first(q, problem)) * (problem.scale if operands.block_mask is None else 1.5 * problem.scale)",
+        "dk = _matmul(ds.mT, _heads_first(q, problem)) "
+        "* (problem.scale if operands.block_mask is None else 1.5 * problem.scale)",
         "test_gradients[standard-blocks-fp32 or test_gradients[standard-blocks-fp16",
     ),
     fault(
@@ -526,7 +549,8 @@ _STANDARD = (
         REFERENCE,
         "products = _matmul(_heads_first(q, problem), _heads_first(k, problem).mT)",
         "products = _matmul(_heads_first(q, problem), _heads_first(k, problem).mT).to(q.dtype).to(_wide(q))",
-        "test_standard_is_close_to_the_oracle or test_gradients[standard-square-fp16] or test_forward[standard-square-bf16]",
+        "test_standard_is_close_to_the_oracle or test_gradients[standard-square-fp16] or "
+        "test_forward[standard-square-bf16]",
     ),
     fault(
         "standard/heads_dealt_to_kv_heads_in_turn",

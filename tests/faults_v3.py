@@ -5,7 +5,9 @@ from __future__ import annotations
 from fault import Change, Fault, fault
 
 FORWARD, BACKWARD, BY_GRADIENT = (f"flashzoo/v3/{name}.py" for name in ("forward", "backward", "backward_by_gradient"))
-FP8, QUANTIZE, SOFTMAX, DELTA, V3_SPARSE = (f"flashzoo/v3/{name}.py" for name in ("fp8", "quantize_kernels", "softmax", "delta", "sparse"))
+FP8, QUANTIZE, SOFTMAX, DELTA, V3_SPARSE = (
+    f"flashzoo/v3/{name}.py" for name in ("fp8", "quantize_kernels", "softmax", "delta", "sparse")
+)
 V3_PACKED = "flashzoo/v3/packed.py"
 BOUNDS, MASK = (f"flashzoo/_cute/hopper/{name}.py" for name in ("bounds", "mask"))
 
@@ -41,8 +43,14 @@ V3 = (
     ),
     fault(
         "v3/one_key_past_the_last",
-        "the mask's right bound is one too far: the first zero past the last key counts, or the key right of the diagonal",
-        *(MASK, "8 * i + c < highest", "8 * i + c <= highest", "test_counting[v3-full-fp16] or test_counting[v3-causal-fp16]"),
+        "the mask's right bound is one too far: the first zero past the last key counts, "
+        "or the key right of the diagonal",
+        *(
+            MASK,
+            "8 * i + c < highest",
+            "8 * i + c <= highest",
+            "test_counting[v3-full-fp16] or test_counting[v3-causal-fp16]",
+        ),
         gpu=True,
     ),
     fault(
@@ -80,7 +88,12 @@ V3 = (
     fault(
         "v3/lse_with_the_maximum_of_the_other_row",
         "LSE of the second of a thread's two rows is relative to the first one's maximum",
-        *(SOFTMAX, "self.row_max[r] + cute.math.log2", "self.row_max[0] + cute.math.log2", "test_forward[v3-square-bf16]"),
+        *(
+            SOFTMAX,
+            "self.row_max[r] + cute.math.log2",
+            "self.row_max[0] + cute.math.log2",
+            "test_forward[v3-square-bf16]",
+        ),
         within="Softmax.lse_log2",
         gpu=True,
     ),
@@ -220,7 +233,8 @@ V3_FP8 = (
     ),
     fault(
         "v3/consumers_walk_head_by_head",
-        "under a causal mask consumers take all blocks of one head and then of the next, which the producer loads block by block",
+        "under a causal mask consumers take all blocks of one head and then of the next, "
+        "which the producer loads block by block",
         BACKWARD,
         "(end - begin, params.group) if const_expr(kernel.uneven) else (params.group, end - begin)",
         "(params.group, end - begin)",
@@ -295,10 +309,13 @@ V3_FP8 = (
     ),
     fault(
         "v3_fp8/bytes_put_together_by_the_compiler",
-        "V's words are made of bytes that are rounded before, which the ptxas of Triton 3.6 gets wrong where V does not lie contiguously",
+        "V's words are made of bytes that are rounded before, which the ptxas of Triton 3.6 gets wrong where V does "
+        "not lie contiguously",
         QUANTIZE,
-        "if INTERPRETED:\n        return words_of(to_e4m3(y_0, True), to_e4m3(y_1, True), to_e4m3(y_8, True), to_e4m3(y_9, True))",
-        "if True:\n        return words_of(to_e4m3(y_0, False), to_e4m3(y_1, False), to_e4m3(y_8, False), to_e4m3(y_9, False))",
+        "if INTERPRETED:\n"
+        "        return words_of(to_e4m3(y_0, True), to_e4m3(y_1, True), to_e4m3(y_8, True), to_e4m3(y_9, True))",
+        "if True:\n"
+        "        return words_of(to_e4m3(y_0, False), to_e4m3(y_1, False), to_e4m3(y_8, False), to_e4m3(y_9, False))",
         "test_layouts and v3_fp8 and head_dim_80",
         within="e4m3_words_of",
         gpu=True,
@@ -331,7 +348,12 @@ V3_FP8 = (
     fault(
         "v3_fp8/scale_of_rows_that_are_not_there",
         "rows past the last, zero but for the mean that is taken from them, count for a block's scale",
-        *(QUANTIZE, "tl.max(tl.where(there, largest, 0.0), 0)", "tl.max(largest, 0)", "test_rounding_and_scales and ragged"),
+        *(
+            QUANTIZE,
+            "tl.max(tl.where(there, largest, 0.0), 0)",
+            "tl.max(largest, 0)",
+            "test_rounding_and_scales and ragged",
+        ),
     ),
     fault(
         "v3_fp8/mean_of_the_next_head",

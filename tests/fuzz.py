@@ -1,14 +1,16 @@
-"""Seeded random calls of the whole public API, each held to an oracle of its own: `python -m tests.fuzz`, or `make fuzz`.
+"""Seeded random calls of the whole public API, each held to an oracle of its own:
+`python -m tests.fuzz`, or `make fuzz`.
 
-1. A configuration is drawn (`configuration`): what kernels are specialised for. Then many calls of it (`calls`), whose lengths,
-   heads, windows, values, scales and layouts differ: on a GPU what costs is to compile.
+1. A configuration is drawn (`configuration`): what kernels are specialised for. Then many calls of it (`calls`), whose
+   lengths, heads, windows, values, scales and layouts differ: on a GPU what costs is to compile.
 2. A call (`fuzz_call.Call`) is one line of text. Its tensors lie in one allocation, NaN wherever they are not.
-3. `check` makes it and looks: refused if and only if its Spec says so; forms; out, LSE and gradients within what `fuzz_oracle`
-   works out; the same bits twice where deterministic; not one byte of the allocation changed.
+3. `check` makes it and looks: refused if and only if its Spec says so; forms; out, LSE and gradients within what
+   `fuzz_oracle` works out; the same bits twice where deterministic; not one byte of the allocation changed.
 4. Processes do that side by side. One that dies or hangs is a finding of the call that it was at, and is replaced.
 
-A finding is printed as the line, which `python -m tests.fuzz "LINE"` repeats, and what is wrong. Kept in `tests/fuzz_found.txt`
-it is a case of `tests/test_fuzz.py`. A line gives the same numbers on every machine of one kind of device.
+A finding is printed as the line, which `python -m tests.fuzz "LINE"` repeats, and what is wrong. Kept in
+`tests/fuzz_found.txt` it is a case of `tests/test_fuzz.py`. A line gives the same numbers on every machine of one kind
+of device.
 """
 
 from __future__ import annotations
@@ -32,7 +34,20 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))  # as pytest does, for `python -m tests.fuzz`
 
 import torch
-from fuzz_call import ALIGNED, LAYOUTS, MASKS, MASKS_BY_HEAD, UNALIGNED, Call, Device, Operands, block_mask, cu_seqlens, operands, parsed
+from fuzz_call import (
+    ALIGNED,
+    LAYOUTS,
+    MASKS,
+    MASKS_BY_HEAD,
+    UNALIGNED,
+    Call,
+    Device,
+    Operands,
+    block_mask,
+    cu_seqlens,
+    operands,
+    parsed,
+)
 from fuzz_oracle import SCORES, expected, shares, worst
 from torch import Tensor
 
@@ -55,7 +70,38 @@ POISON_EVERY = 25
 HANGS_S = 150
 """Longer than any call takes, what it compiles included."""
 
-EDGES = (1, 2, 3, 8, 15, 16, 17, 31, 33, 63, 64, 65, 79, 81, 100, 113, 127, 128, 129, 144, 176, 177, 191, 192, 193, 255, 256, 257, 383, 385)
+EDGES = (
+    1,
+    2,
+    3,
+    8,
+    15,
+    16,
+    17,
+    31,
+    33,
+    63,
+    64,
+    65,
+    79,
+    81,
+    100,
+    113,
+    127,
+    128,
+    129,
+    144,
+    176,
+    177,
+    191,
+    192,
+    193,
+    255,
+    256,
+    257,
+    383,
+    385,
+)
 """Lengths at and beside the edges of tiles."""
 HEAD_DIMS = (64,) * 4 + (128,) * 4 + (16, 24, 32, 40, 80, 96, 96, 256, 256) + (8, 72, 112, 192, 1, 5, 59)
 PAIRS = ((192, 128), (192, 128), (64, 128), (128, 64), (40, 96), (256, 64), (96, 256))
@@ -92,9 +138,15 @@ def taken(versions: list[str], device: str) -> list[str]:
     """Of these versions, and "auto", those that take anything here."""
     known = flashzoo.versions()
     plain = {
-        name: Call(name, (_dtypes(known[name], device) or ("none",))[0], 1, 64, 64, 1, 1, 64, 64) for name in versions if name != "auto"
+        name: Call(name, (_dtypes(known[name], device) or ("none",))[0], 1, 64, 64, 1, 1, 64, 64)
+        for name in versions
+        if name != "auto"
     }
-    here = [name for name, call in plain.items() if call.dtype != "none" and not known[name].unsupported(call.problem(device))]
+    here = [
+        name
+        for name, call in plain.items()
+        if call.dtype != "none" and not known[name].unsupported(call.problem(device))
+    ]
     return here + (["auto"] if "auto" in versions else [])
 
 
@@ -159,8 +211,12 @@ def configuration(random: Random, versions: list[str], device: str) -> Configura
         through=random.choice(("out", "both", "both", "lse")) if lse and grad else "out",
         out_dtype=random.choice((None, "bf16", "fp16")) if in_e4m3 else "fp32" if unrounded else None,
         lengths=() if (packed := not mask and entry == "attention" and asks("packed", 0.3)) else None,
-        used=() if not mask and entry == "attention" and asks("used_k" if packed else "cache", 0.4 if packed else 0.3) else None,
-        page_size=random.choice((1, 7, 16, 64)) if not mask and not packed and entry == "attention" and asks("paged", 0.3) else None,
+        used=()
+        if not mask and entry == "attention" and asks("used_k" if packed else "cache", 0.4 if packed else 0.3)
+        else None,
+        page_size=random.choice((1, 7, 16, 64))
+        if not mask and not packed and entry == "attention" and asks("paged", 0.3)
+        else None,
         scored=tuple(f"{name}:{random.choice(values)}" for name, (values, _) in SCORES.items() if asks(name, 0.3)),
         mask=mask,
     )
@@ -239,7 +295,9 @@ def _call(random: Random, drawn: Configuration, device: str) -> Call:
     descales = ("none",) * 3
     if plain.dtype == "e4m3" and plain.entry != "sdpa":
         kinds = ("none", "head", "block", "block") if plain.lengths is None else ("none", "head")
-        descales = tuple(kind if kind == "none" else f"{kind}/{random.choice(list(LAYOUTS))}" for kind in random.choices(kinds, k=3))
+        descales = tuple(
+            kind if kind == "none" else f"{kind}/{random.choice(list(LAYOUTS))}" for kind in random.choices(kinds, k=3)
+        )
     rows: dict[str, Any] = {}
     if plain.lengths is not None:
         batch, count = 1, random.choice((1, 2, 3, 5, 30))
@@ -258,14 +316,24 @@ def _call(random: Random, drawn: Configuration, device: str) -> Call:
     names = ("batch", "seqlen_q", "seqlen_k", "heads", "heads_kv")
     more: dict[str, Any] = dict(zip(names, sizes, strict=True))
     return replace(
-        plain, **more, **rows, window=window, scale=scale, values=values, layouts=layouts, descales=descales, seed=random.randrange(1 << 24)
+        plain,
+        **more,
+        **rows,
+        window=window,
+        scale=scale,
+        values=values,
+        layouts=layouts,
+        descales=descales,
+        seed=random.randrange(1 << 24),
     )
 
 
 def _lengths(random: Random, total: int, count: int) -> tuple[int, ...]:
     """Lengths of so many sequences, of which some may have none, that leave rows over at times."""
     total = random.choice((total, random.randint(0, total)))
-    cuts = sorted(random.choice((0, total, random.randint(0, total), random.randint(0, total))) for _ in range(count - 1))
+    cuts = sorted(
+        random.choice((0, total, random.randint(0, total), random.randint(0, total))) for _ in range(count - 1)
+    )
     return tuple(end - first for first, end in pairwise((0, *cuts, total)))
 
 
@@ -289,7 +357,8 @@ def _values(random: Random, call: Call) -> str:
 
 
 def _known_fault(call: Call, what: str) -> bool:
-    """Whether a fault of torch's own kernels, which "auto" may choose, is declared of such calls: those are not drawn."""
+    """Whether a fault of torch's own kernels, which "auto" may choose, is declared of such calls:
+    those are not drawn."""
     return call.version in ("sdpa", "auto") and any(what in where for _, where, _ in spec_of("sdpa").faults)
 
 
@@ -347,7 +416,10 @@ def check(call: Call, device: Device) -> Outcome:
 
 def answer(call: Call, given: Operands, mask: Any) -> dict[str, Tensor]:
     """out, lse and gradients, as far as the call asks for them, in the shapes of `flashzoo.attention`."""
-    leaves = {name: x.detach().requires_grad_(name in call.grad) for name, x in zip("qkv", (given.q, given.k, given.v), strict=True)}
+    leaves = {
+        name: x.detach().requires_grad_(name in call.grad)
+        for name, x in zip("qkv", (given.q, given.k, given.v), strict=True)
+    }
     inputs = list(leaves.values())
     if given.sinks is not None:
         leaves["s"] = given.sinks.detach().requires_grad_("s" in call.grad)
@@ -355,16 +427,27 @@ def answer(call: Call, given: Operands, mask: Any) -> dict[str, Tensor]:
     if call.entry == "sdpa":
         turned = (x.transpose(1, 2) for x in inputs)
         gqa = call.group > 1
-        out = flashzoo.sdpa(*turned, is_causal=call.causal, scale=call.scale, enable_gqa=gqa, version=call.version).transpose(1, 2)
+        out = flashzoo.sdpa(
+            *turned, is_causal=call.causal, scale=call.scale, enable_gqa=gqa, version=call.version
+        ).transpose(1, 2)
         lse = None
     else:
-        options |= {"window_size": call.window, "deterministic": call.deterministic, "precision": call.precision, "block_mask": mask}
+        options |= {
+            "window_size": call.window,
+            "deterministic": call.deterministic,
+            "precision": call.precision,
+            "block_mask": mask,
+        }
         if call.out_dtype is not None:
             options["out_dtype"] = TORCH_DTYPES[call.out_dtype]
         descales, shift = given.descales, None
         if call.entry == "quantize":
             random = Random(call.seed)
-            how = {"rotate": random.random() < 0.7, "smooth": random.random() < 0.7, "scales": random.choice(("block", "head"))}
+            how = {
+                "rotate": random.random() < 0.7,
+                "smooth": random.random() < 0.7,
+                "scales": random.choice(("block", "head")),
+            }
             *inputs, q_scale, k_scale, v_scale, shift = flashzoo.quantize(*inputs, **how)
             descales = (q_scale, k_scale, v_scale)
         options |= dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True)) | call.on_scores
@@ -372,15 +455,26 @@ def answer(call: Call, given: Operands, mask: Any) -> dict[str, Tensor]:
         if call.page_size is not None:
             k, v, options["page_table"] = in_pages(call.problem(given.q.device), *inputs[1:], seed=call.seed)
             inputs = [inputs[0], k, v]
-        out, lse = flashzoo.attention(*inputs, return_lse=True, **options) if call.lse else (flashzoo.attention(*inputs, **options), None)
+        out, lse = (
+            flashzoo.attention(*inputs, return_lse=True, **options)
+            if call.lse
+            else (flashzoo.attention(*inputs, **options), None)
+        )
         if lse is not None and shift is not None:
             lse = lse + call.softmax_scale * shift
     found = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})
     if call.grad:
-        through = {"out": [(out, given.dout)], "lse": [(lse, given.dlse)], "both": [(out, given.dout), (lse, given.dlse)]}[call.through]
+        through = {
+            "out": [(out, given.dout)],
+            "lse": [(lse, given.dlse)],
+            "both": [(out, given.dout), (lse, given.dlse)],
+        }[call.through]
         wanted = [leaves[name] for name in call.grad]
         gradients = torch.autograd.grad([x for x, _ in through], wanted, [gradient for _, gradient in through])
-        found |= {"dsinks" if name == "s" else f"d{name}": gradient for name, gradient in zip(call.grad, gradients, strict=True)}
+        found |= {
+            "dsinks" if name == "s" else f"d{name}": gradient
+            for name, gradient in zip(call.grad, gradients, strict=True)
+        }
     return found
 
 
@@ -422,7 +516,8 @@ def poison(device: str) -> None:
 
 
 def work(pipe: Connection, seed: int, versions: list[str], device: str) -> None:
-    """Calls of the configurations whose numbers come, each with how many of its calls to leave out: the line, then its outcome."""
+    """Calls of the configurations whose numbers come, each with how many of its calls to leave out:
+    the line, then its outcome."""
     torch.set_num_threads(1)
     os.environ.setdefault("FLASHZOO_CACHE_DIR", str(Path(".pytest_cache", "kernels").absolute()))
     while (task := pipe.recv()) is not None:
@@ -562,13 +657,23 @@ def run(seed: int, versions: list[str], device: str, jobs: int, seconds: float, 
 def main(arguments: list[str] | None = None) -> int:
     """The command: 0 where nothing was found."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="Random calls of flashzoo, held to an oracle of their own.")
-    parser.add_argument("lines", nargs="*", metavar="LINE", help="make these calls, as a finding was printed, and no others")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fuzz", description="Random calls of flashzoo, held to an oracle of their own."
+    )
+    parser.add_argument(
+        "lines", nargs="*", metavar="LINE", help="make these calls, as a finding was printed, and no others"
+    )
     parser.add_argument("--seconds", type=float, default=60.0, help="how long (default: %(default)s)")
-    parser.add_argument("--calls", type=int, default=sys.maxsize, help="how many, at most (default: as many as there is time for)")
+    parser.add_argument(
+        "--calls", type=int, default=sys.maxsize, help="how many, at most (default: as many as there is time for)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, help="processes (default: one for each core, on a GPU as many as its memory holds)")
-    parser.add_argument("--versions", default=",".join((*flashzoo.versions(), "auto")), help="of these alone (default: %(default)s)")
+    parser.add_argument(
+        "--jobs", type=int, help="processes (default: one for each core, on a GPU as many as its memory holds)"
+    )
+    parser.add_argument(
+        "--versions", default=",".join((*flashzoo.versions(), "auto")), help="of these alone (default: %(default)s)"
+    )
     parser.add_argument("--keep", action="store_true", help=f"add what is found to tests/{FOUND.name}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the summary there")
     chosen = parser.parse_args(arguments)

@@ -1,4 +1,5 @@
-"""One fuzzed call: a line of text and back, its tensors in storage that is poisoned around them, its block mask element by element."""
+"""One fuzzed call: a line of text and back, its tensors in storage that is poisoned around them, its block mask
+element by element."""
 
 from __future__ import annotations
 
@@ -33,22 +34,26 @@ class Call:
     """Everything about a call but its numbers, which are of the seed; `str` and `parsed` are each other's inverse.
 
     Attributes:
-        version, dtype, precision, causal, window, scale, lse, deterministic, out_dtype: as `flashzoo.attention` takes them.
+        version, dtype, precision, causal, window, scale, lse, deterministic, out_dtype:
+            as `flashzoo.attention` takes them.
         batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim, head_dim_v: sizes.
-        entry: "attention"; "sdpa", the adapter; or "quantize", which is `flashzoo.quantize` and then attention on what it gives.
+        entry: "attention"; "sdpa", the adapter; or "quantize", which is `flashzoo.quantize` and then attention
+            on what it gives.
         grad: which of q, k, v and sinks require it, such as "qv" or "ks".
         through: what the gradients come through: "out", "lse" or "both".
         values: of `workloads.VALUES`.
         layouts: of `LAYOUTS`, for q, k, v and dout.
-        descales: of q, k and v: "none", or "head" or "block" and a layout, such as "block/padded1"; "head" has numbers for each of the
-            batch, or of packed sequences.
-        lengths, lengths_k, used: of packed sequences their queries and keys, and how many of these are used; all in a batch of one, behind
-            one another from its first row on. None where sequences are not packed; no lengths_k where they are the queries', no `used`
-            where all keys are. `used` alone is how much of each of a batch's caches is.
+        descales: of q, k and v: "none", or "head" or "block" and a layout, such as "block/padded1"; "head" has numbers
+            for each of the batch, or of packed sequences.
+        lengths, lengths_k, used: of packed sequences their queries and keys, and how many of these are used; all in a
+            batch of one, behind one another from its first row on. None where sequences are not packed; no lengths_k
+            where they are the queries', no `used` where all keys are. `used` alone is how much of each of a batch's
+            caches is.
         page_size: rows of a page, where keys and values lie in pages.
         scored: options that `fuzz_oracle.SCORES` knows, and their values: "decay:0.25".
         sinks: their dtype; "" for none. One in five calls has one of -inf.
-        mask: kind, block sizes, and whether it has blocks of its own for each batch (b) and head (h): "dense:128x64:bh"; "" for none.
+        mask: kind, block sizes, and whether it has blocks of its own for each batch (b) and head (h):
+            "dense:128x64:bh"; "" for none.
     """
 
     version: str
@@ -273,7 +278,9 @@ def operands(call: Call, device: Device) -> Operands:
 
     of_queries, of_keys = (call.batch, call.seqlen_q), (call.batch, call.seqlen_k)
     q, k = normal(*of_queries, call.heads, call.head_dim), normal(*of_keys, call.heads_kv, call.head_dim)
-    v, dout = (normal(*of, heads, call.head_dim_v) for of, heads in ((of_keys, call.heads_kv), (of_queries, call.heads)))
+    v, dout = (
+        normal(*of, heads, call.head_dim_v) for of, heads in ((of_keys, call.heads_kv), (of_queries, call.heads))
+    )
     if call.seqlen_q and call.seqlen_k:
         VALUES[call.values](q, k, v, 1 / math.sqrt(call.head_dim), generator)
     dtype = TORCH_DTYPES[call.dtype]
@@ -281,9 +288,14 @@ def operands(call: Call, device: Device) -> Operands:
         q, k, v = (x.clamp_(-448, 448) for x in (q, k, v))
     wide = torch.float64 if call.dtype == "fp64" else torch.float32
     laid = [(x.to(dtype), LAYOUTS[name]) for x, name in zip((q, k, v), call.layouts, strict=False)]
-    laid += [(dout.to(call.stored), LAYOUTS[call.layouts[3]]), (normal(*of_queries, call.heads, 1).to(wide), LAYOUTS[call.layouts[3]])]
+    laid += [
+        (dout.to(call.stored), LAYOUTS[call.layouts[3]]),
+        (normal(*of_queries, call.heads, 1).to(wide), LAYOUTS[call.layouts[3]]),
+    ]
     kinds = [kind.partition("/") for kind in call.descales]
-    for (kind, _, name), (seqlen, heads) in zip(kinds, ((call.seqlen_q, call.heads), *[(call.seqlen_k, call.heads_kv)] * 2), strict=True):
+    for (kind, _, name), (seqlen, heads) in zip(
+        kinds, ((call.seqlen_q, call.heads), *[(call.seqlen_k, call.heads_kv)] * 2), strict=True
+    ):
         count = call.batch if call.lengths is None else len(call.lengths)
         shape = (count, 1, call.heads_kv, 1) if kind == "head" else (call.batch, -(-seqlen // DESCALE_BLOCK), heads, 1)
         if kind != "none":
@@ -370,7 +382,18 @@ def of_caches(call: Call, device: Device) -> Tensor:
 
 
 MASKS = (
-    *("blocks", "blocks_band", "blocks_full", "dense", "causal", "window", "local_global", "documents", "strided", "butterfly"),
+    *(
+        "blocks",
+        "blocks_band",
+        "blocks_full",
+        "dense",
+        "causal",
+        "window",
+        "local_global",
+        "documents",
+        "strided",
+        "butterfly",
+    ),
     *("and", "or"),
 )
 MASKS_BY_HEAD = ("blocks", "blocks_band", "blocks_full", "dense", "and", "or")
@@ -378,7 +401,8 @@ MASKS_BY_HEAD = ("blocks", "blocks_band", "blocks_full", "dense", "and", "or")
 
 
 def block_mask(call: Call, device: Device) -> tuple[BlockMask, Tensor]:
-    """The call's block mask, and what it shows of every element by this file's own account: bool, `(batch, heads, seqlen_q, seqlen_k)`."""
+    """The call's block mask, and what it shows of every element by this file's own account: bool,
+    `(batch, heads, seqlen_q, seqlen_k)`."""
     kind, block_q, block_kv, batch, heads = call.mask_parts()
     seqlens = (call.seqlen_q, call.seqlen_k)
     blocks: dict[str, Any] = {"block_q": block_q, "block_kv": block_kv}
@@ -427,8 +451,12 @@ def block_mask(call: Call, device: Device) -> tuple[BlockMask, Tensor]:
         seen = torch.zeros(1, 1, *seqlens, dtype=torch.bool, device=device)
         for first_q, last_q, first_k, last_k in zip((0, *ends_q), ends_q, (0, *ends_k), ends_k, strict=False):
             seen[..., first_q:last_q, first_k:last_k] = True
-        lengths, lengths_k = ([last - first for first, last in zip((0, *ends), ends, strict=False)] for ends in (ends_q, ends_k))
-        mask = BlockMask.documents(lengths, lengths_k=lengths_k, seqlen_q=call.seqlen_q, seqlen_k=call.seqlen_k, **sizes)
+        lengths, lengths_k = (
+            [last - first for first, last in zip((0, *ends), ends, strict=False)] for ends in (ends_q, ends_k)
+        )
+        mask = BlockMask.documents(
+            lengths, lengths_k=lengths_k, seqlen_q=call.seqlen_q, seqlen_k=call.seqlen_k, **sizes
+        )
         return mask, seen
     if kind in ("strided", "butterfly"):
         square = max(block_q, block_kv)

@@ -1,15 +1,17 @@
-"""What a fuzzed call must answer, and how far from it roundings can lead. Shares no line with `flashzoo.reference` or `.accuracy`.
+"""What a fuzzed call must answer, and how far from it roundings can lead.
+Shares no line with `flashzoo.reference` or `.accuracy`.
 
-The answer is the plain formula in float64, all heads at once, with gradients by autograd. How far a result may be from it is
-worked out to first order from the same float64 numbers, in two parts that are kept apart:
+The answer is the plain formula in float64, all heads at once, with gradients by autograd. How far a result may be from
+it is worked out to first order from the same float64 numbers, in two parts that are kept apart:
 
-- random: roundings to the I/O dtype, of P, dS and what is stored, of which each is as likely up as down. A sum of n such
-  roundings errs by the root of the sum of their squares. A rounding to nearest is within one unit roundoff, `unit`.
-- linear: what may have one sign (sums in float32 and the tensor core's 13 bits, exponentials, scores and LSE rounded at their
-  own size, numbers too small for the dtype). These are added up as they are.
+- random: roundings to the I/O dtype, of P, dS and what is stored, of which each is as likely up as down. A sum of n
+  such roundings errs by the root of the sum of their squares. A rounding to nearest is within one unit roundoff,
+  `unit`.
+- linear: what may have one sign (sums in float32 and the tensor core's 13 bits, exponentials, scores and LSE rounded at
+  their own size, numbers too small for the dtype). These are added up as they are.
 
-Two rules then hold. `EACH` element is within so many times the random part, and the norm of every `ROWS` rows of a head within
-`BLOCK` times it, plus `LINEAR` times the linear part.
+Two rules then hold. `EACH` element is within so many times the random part, and the norm of every `ROWS` rows of a head
+within `BLOCK` times it, plus `LINEAR` times the linear part.
 """
 
 from __future__ import annotations
@@ -26,32 +28,36 @@ from flashzoo.call.problem import DESCALE_BLOCK
 from flashzoo.workloads import TORCH_DTYPES
 
 EACH = 5.0
-"""A rounding to nearest is evenly spread within a unit, so its deviation is at most 1/sqrt(3) of one, and 5 are 8.6 deviations: of
-the 1e10 elements that a run looks at a normal distribution has one beyond 6.5. The rest is for roundings made twice."""
+"""A rounding to nearest is evenly spread within a unit, so its deviation is at most 1/sqrt(3) of one, and 5 are 8.6
+deviations: of the 1e10 elements that a run looks at a normal distribution has one beyond 6.5. The rest is for roundings
+made twice."""
 BLOCK = 2.0
-"""A block of rows averages most of that out. Where it does not, because all elements share one rounding (a row that sees a single
-key), that is within 1. A key that is dropped from n adds 1/sqrt(n) of out: 25 units at 100 keys in bf16."""
+"""A block of rows averages most of that out. Where it does not, because all elements share one rounding (a row that
+sees a single key), that is within 1. A key that is dropped from n adds 1/sqrt(n) of out: 25 units at 100 keys in
+bf16."""
 LINEAR = 2.0
-"""The linear part is worked out without constants below 2: roundings by half a unit twice, exp2 of scores in other units."""
+"""The linear part is worked out without constants below 2: roundings by half a unit twice, exp2 of
+scores in other units."""
 FEW_COLUMNS = 4
-"""Of q and k: P and dS are then functions of a few numbers, so which are rounded up and which down goes with k, by whom dS is multiplied
-next, and roundings add up as they are, not as squares do (seen at head dim 1 in bf16)."""
+"""Of q and k: P and dS are then functions of a few numbers, so which are rounded up and which down goes with k, by whom
+dS is multiplied next, and roundings add up as they are, not as squares do (seen at head dim 1 in bf16)."""
 ROWS = 64
 
 SCORES: dict[str, tuple[tuple[float, ...], Callable[[Tensor, Tensor, float], Tensor]]] = {}
-"""Options of `attention` that change scores: by name the values to draw, and new scores from those scaled, from how far each key lies past
-its query's diagonal, and from the value."""
+"""Options of `attention` that change scores: by name the values to draw, and new scores from those scaled, from how far
+each key lies past its query's diagonal, and from the value."""
 
 E4M3_UNIT = 2.0**-4
 E4M3_FLOOR = 2.0**-18
 """Half of e4m3's smallest step, 2^-9, of a P that is scaled by 2^8."""
 HOPPER_K = 32
 HOPPER_SCORES = 5 * 2.0**-13
-"""What Hopper's FP8 tensor core cuts off a score, for an instruction of `HOPPER_K` terms: each term and the running sum are cut towards
-0 below 13 bits of the largest of them, of random signs, so that a deviation is sqrt(33 / 3), and 5 of them 4 times `LINEAR` times 2, as
-a score's size is counted twice where one term is most of it."""
+"""What Hopper's FP8 tensor core cuts off a score, for an instruction of `HOPPER_K` terms: each term and the running sum
+are cut towards 0 below 13 bits of the largest of them, of random signs, so that a deviation is sqrt(33 / 3), and 5 of
+them 4 times `LINEAR` times 2, as a score's size is counted twice where one term is most of it."""
 HOPPER_SUMS = 2 * 2.0**-13
-"""The same for P V, over P |V|, beside which a term is small: the running sum is cut 4 times before it is added up in float32."""
+"""The same for P V, over P |V|, beside which a term is small:
+the running sum is cut 4 times before it is added up in float32."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,8 @@ def numerics(call: Call) -> Numerics:
     fp8 = call.dtype == "e4m3" or call.precision == "fp8" or call.entry == "quantize"
     stored = torch.finfo(call.stored)
     accumulator = torch.finfo(torch.float64 if call.dtype == "fp64" else torch.float32)
-    unit, eps = stored.eps / 2, accumulator.eps * (4 if call.dtype == "fp64" else 1)  # the oracle errs in float64 as well
+    # the oracle errs in float64 as well
+    unit, eps = stored.eps / 2, accumulator.eps * (4 if call.dtype == "fp64" else 1)
     floor = max(stored.smallest_normal * unit, accumulator.smallest_normal)
     quantised = 0.0 if call.dtype == "e4m3" or not fp8 else E4M3_UNIT
     if fp8:
@@ -108,7 +115,8 @@ class Expected:
 
 @dataclass(frozen=True)
 class _Answer:
-    """The numbers of a call in float64, keys and values repeated for each query head, and what its gradients start from."""
+    """The numbers of a call in float64, keys and values repeated for each query head,
+    and what its gradients start from."""
 
     q: Tensor
     k: Tensor
@@ -127,8 +135,8 @@ class _Answer:
 
 @dataclass(frozen=True)
 class _Drawn:
-    """What a backward pass takes over of a forward pass's roundings: of scores their sizes and their rows', of out its two parts, of LSE
-    the same, and of a running sum."""
+    """What a backward pass takes over of a forward pass's roundings: of scores their sizes and their rows', of out its
+    two parts, of LSE the same, and of a running sum."""
 
     sizes: Tensor
     of_scores: Tensor
@@ -153,7 +161,9 @@ def expected(call: Call, given: Operands, seen: Tensor | None) -> dict[str, Expe
 
 def _answer(call: Call, given: Operands, seen: Tensor | None) -> _Answer:
     keys = call.lengths if call.lengths_k is None else call.lengths_k
-    inputs = [_real(*of) for of in zip((given.q, given.k, given.v), given.descales, (call.lengths, keys, keys), strict=True)]
+    inputs = [
+        _real(*of) for of in zip((given.q, given.k, given.v), given.descales, (call.lengths, keys, keys), strict=True)
+    ]
     leaves = [x.requires_grad_() for x in inputs]
     q, k, v = (x.transpose(1, 2) for x in leaves)
     k, v = (x.repeat_interleave(call.group, 1) for x in (k, v))
@@ -196,7 +206,9 @@ def _answer(call: Call, given: Operands, seen: Tensor | None) -> _Answer:
 
 def _forward(call: Call, n: Numerics, answer: _Answer) -> tuple[dict[str, Expected], _Drawn]:
     """out and lse."""
-    q, k, v, s, p, out, lse, blind = (getattr(answer, name) for name in ("q", "k", "v", "s", "p", "out", "lse", "blind"))
+    q, k, v, s, p, out, lse, blind = (
+        getattr(answer, name) for name in ("q", "k", "v", "s", "p", "out", "lse", "blind")
+    )
     visible, scale, keys = answer.visible, call.softmax_scale, max(1, call.seqlen_k)
     size = s.masked_fill(~visible, 0).abs()
     # Where one term is most of a score, partial sums are as large as that; else they walk at random.
@@ -224,7 +236,9 @@ def _forward(call: Call, n: Numerics, answer: _Answer) -> tuple[dict[str, Expect
 
 def _backward(call: Call, n: Numerics, answer: _Answer, drawn: _Drawn) -> dict[str, Expected]:
     """The gradients that the call asks for."""
-    q, k, v, p, out, lse, dout, dlse = (getattr(answer, name) for name in ("q", "k", "v", "p", "out", "lse", "dout", "dlse"))
+    q, k, v, p, out, lse, dout, dlse = (
+        getattr(answer, name) for name in ("q", "k", "v", "p", "out", "lse", "dout", "dlse")
+    )
     random, linear, shift, drifted, long = drawn.random, drawn.linear, drawn.shift, drawn.drifted, drawn.long
     scale, v_size, answers = call.softmax_scale, v.abs(), {}
 
@@ -233,18 +247,32 @@ def _backward(call: Call, n: Numerics, answer: _Answer, drawn: _Drawn) -> dict[s
     delta = (dout * out).sum(-1, keepdim=True) - dlse[..., None]
     size_delta = (dout * out).abs().sum(-1, keepdim=True) + dlse.abs()[..., None]
     off_delta = (dout * random).norm(dim=-1, keepdim=True)
-    drift = _exp(_running(n.eps, call.head_dim) * drawn.sizes + n.eps * (4 + drawn.of_scores + lse.abs()[..., None]) + drifted[..., None])
+    drift = _exp(
+        _running(n.eps, call.head_dim) * drawn.sizes
+        + n.eps * (4 + drawn.of_scores + lse.abs()[..., None])
+        + drifted[..., None]
+    )
     ds = p * (dp - delta)
     random_ds = ds.square() * (n.unit**2 + shift.square()[..., None]) + (p * off_delta).square()
-    linear_ds = p * (drift * (dp - delta).abs() + n.eps * (4 * size_dp + 4 * size_delta) + (dout.abs() * linear).sum(-1, keepdim=True))
+    linear_ds = p * (
+        drift * (dp - delta).abs()
+        + n.eps * (4 * size_dp + 4 * size_delta)
+        + (dout.abs() * linear).sum(-1, keepdim=True)
+    )
     linear_ds += long * ds.abs() + n.floor * (1 + size_dp + size_delta)
     if call.head_dim < FEW_COLUMNS:
         linear_ds += n.unit / LINEAR * ds.abs()
     common = shift[..., None] * (ds @ k).abs() + off_delta * (p @ k).abs()
     random_dq = ((ds.square() * n.unit**2) @ k.square()).sqrt() + common
-    random_dk, linear_dk = random_ds.mT @ q.square(), linear_ds.mT @ q.abs() + n.eps * call.seqlen_q / 64 * (ds.abs().mT @ q.abs())
+    random_dk, linear_dk = (
+        random_ds.mT @ q.square(),
+        linear_ds.mT @ q.abs() + n.eps * call.seqlen_q / 64 * (ds.abs().mT @ q.abs()),
+    )
     random_p = p.square() * (n.unit**2 + shift.square()[..., None])
-    random_dv, linear_dv = random_p.mT @ dout.square(), (p * drift).mT @ dout.abs() + n.floor * dout.abs().sum(-2, keepdim=True)
+    random_dv, linear_dv = (
+        random_p.mT @ dout.square(),
+        (p * drift).mT @ dout.abs() + n.floor * dout.abs().sum(-2, keepdim=True),
+    )
     linear_dv += n.eps * (4 + call.seqlen_q / 64) * (p.mT @ dout.abs())
     parts = {
         "dq": (random_dq * abs(scale), linear_ds @ k.abs() * abs(scale)),
@@ -255,7 +283,9 @@ def _backward(call: Call, n: Numerics, answer: _Answer, drawn: _Drawn) -> dict[s
     for (name, (random, linear)), value in zip(parts.items(), answer.gradients, strict=False):
         if name[1] not in call.grad:
             continue
-        value, random, linear = (x[..., : call.seqlen_k if name != "dq" else call.seqlen_q, :] for x in (value, random, linear))
+        value, random, linear = (
+            x[..., : call.seqlen_k if name != "dq" else call.seqlen_q, :] for x in (value, random, linear)
+        )
         random = random + n.unit * value.abs()
         if name in of_heads and call.group > 1 and call.version in ("sdpa", "auto"):
             # torch's kernels round each query head's share and each sum of two, as baselines.py says
@@ -267,14 +297,17 @@ def _backward(call: Call, n: Numerics, answer: _Answer, drawn: _Drawn) -> dict[s
         floor = max(stored.smallest_normal * stored.eps / 2, torch.finfo(torch.float32).smallest_normal)
         random = (p_sink * (off_delta + shift[..., None] * delta.abs())).square().sum((0, 2, 3)).sqrt()
         off_p = drifted[..., None] + n.eps * (4 + lse.abs()[..., None] + call.seqlen_q / 64)
-        linear = p_sink * (off_p * delta.abs() + 4 * n.eps * size_delta + (dout.abs() * drawn.linear).sum(-1, keepdim=True))
+        linear = p_sink * (
+            off_p * delta.abs() + 4 * n.eps * size_delta + (dout.abs() * drawn.linear).sum(-1, keepdim=True)
+        )
         value = answer.gradients[3]
         answers["dsinks"] = Expected(value, random + stored.eps / 2 * value.abs(), linear.sum((0, 2, 3)) + floor)
     return answers
 
 
 def _exp(error: Tensor) -> Tensor:
-    """Half the relative error of exp where its argument is off by twice so much, of which `LINEAR` makes the whole again."""
+    """Half the relative error of exp where its argument is off by twice so much,
+    of which `LINEAR` makes the whole again."""
     return torch.expm1((LINEAR * error).clamp(max=50)) / LINEAR
 
 
@@ -304,11 +337,12 @@ def _grouped(x: Tensor, call: Call) -> Tensor:
 
 
 def shares(found: dict[str, Tensor], answers: dict[str, Expected]) -> dict[str, tuple[Tensor, Tensor]]:
-    """For each tensor the largest share of the bound that an element, and a block of rows, takes: at most 1 where right, NaN never is.
+    """For each tensor the largest share of the bound that an element, and a block of rows, takes:
+    at most 1 where right, NaN never is.
 
     Args:
-        found: by the names of `answers`: out and gradients `(batch, seqlen, heads, head_dim)`, lse `(batch, heads, seqlen_q)`, dsinks
-            `(heads,)`.
+        found: by the names of `answers`: out and gradients `(batch, seqlen, heads, head_dim)`, lse
+            `(batch, heads, seqlen_q)`, dsinks `(heads,)`.
     """
     used = {name: _shares(_by_head(name, value), answers[name]) for name, value in found.items()}
     if "dsinks" in used:  # of which no block is more than an element
@@ -326,7 +360,10 @@ def worst(name: str, value: Tensor, answer: Expected) -> str:
     bound = EACH * answer.random + LINEAR * answer.linear
     beyond = int((~(used <= 1)).sum())
     numbers = [float(x.flatten()[at]) for x in (value, answer.value, bound)]
-    return f"at {place}: {numbers[0]:.6g}, expected {numbers[1]:.6g} within {numbers[2]:.3g}; {beyond} of {used.numel()} elements beyond"
+    return (
+        f"at {place}: {numbers[0]:.6g}, expected {numbers[1]:.6g} within {numbers[2]:.3g}; "
+        f"{beyond} of {used.numel()} elements beyond"
+    )
 
 
 def _by_head(name: str, x: Tensor) -> Tensor:

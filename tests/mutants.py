@@ -1,9 +1,10 @@
 """Does the suite see faults that are put into the code on purpose? `make mutants`, or `python tests/mutants.py --help`
 
-`faults.py` has the faults. For each of them the tree is copied, the fault put in, and pytest run on the copy: first the tests that
-the fault names, and only where all of these pass everything there is of its version. A fault is caught when a test fails that
-passes without it, because something that was computed is wrong, or when the process crashes or never ends. One that does not
-import, compile or find its tests is an error in the list. Exit status 1 where a fault survives or the list has an error.
+`faults.py` has the faults. For each of them the tree is copied, the fault put in, and pytest run on the copy: first the
+tests that the fault names, and only where all of these pass everything there is of its version. A fault is caught when
+a test fails that passes without it, because something that was computed is wrong, or when the process crashes or never
+ends. One that does not import, compile or find its tests is an error in the list. Exit status 1 where a fault survives
+or the list has an error.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch", "triton", "pytest", "hypothesis"])
 """Every run is a process that begins with these imported, which would take it longer than most tests do."""
 STARTING = Lock()
-"""Held where a process begins, when Python asks after all others, and where one is asked how it ended: it can tell that once."""
+"""Held where a process begins, when Python asks after all others, and where one is asked how it ended:
+it can tell that once."""
 KERNELS = ROOT / ".pytest_cache" / "kernels"
 """Compiled kernels, for all copies: the names of these files say what they are made of."""
 
@@ -60,7 +62,8 @@ OF_VERSION = {
 """What is run of a version, beside what every version has."""
 
 PATIENCE = 60.0
-"""Seconds that a run may take, and four times what it takes without the fault, before it counts as one that never ends."""
+"""Seconds that a run may take, and four times what it takes without the fault, before it counts as one
+that never ends."""
 PATIENCE_WITH_ALL = 3600.0
 """The same for everything of a version, which is not run without the fault."""
 
@@ -75,7 +78,8 @@ def tests_of(version: str, named: str = "") -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of pytest: what it ended with, a signal where that is negative and None where it never did; its output and seconds."""
+    """One run of pytest: what it ended with, a signal where that is negative and None where it never did;
+    its output and seconds."""
 
     status: int | None
     output: str
@@ -169,13 +173,15 @@ class Suite:
         self._running = {self._pool.submit(self._timed, fault): fault for fault in faults}
 
     def results(self) -> Iterator[tuple[Fault, str, str, float]]:
-        """Each fault as it is done: `caught` by what, `SURVIVED`, `equivalent` and why, or `ERROR` and why; and the seconds it took."""
+        """Each fault as it is done: `caught` by what, `SURVIVED`, `equivalent` and why, or `ERROR` and why;
+        and the seconds it took."""
         with self._pool:
             for future in as_completed(self._running):
                 yield (self._running[future], *future.result())
 
     def _without_faults(self, faults: list[Fault], jobs: int) -> dict[tuple[Key, str], Future[Run]]:
-        """The tests that faults name, run on the tree as it is: those of one version together, in as many runs as there are jobs."""
+        """The tests that faults name, run on the tree as it is: those of one version together,
+        in as many runs as there are jobs."""
         named: dict[Key, list[str]] = {}
         for fault in faults:
             hints = named.setdefault((fault.version, fault.gpu), [])
@@ -183,11 +189,15 @@ class Suite:
         sound = {}
         for key, hints in named.items():
             for some in filter(None, (hints[i::jobs] for i in range(jobs))):
-                future = self._pool.submit(self._run, None, *key, tests_of(key[0], " or ".join(f"({hint})" for hint in some)))
+                future = self._pool.submit(
+                    self._run, None, *key, tests_of(key[0], " or ".join(f"({hint})" for hint in some))
+                )
                 sound |= {(key, hint): future for hint in some}
         return sound
 
-    def _run(self, fault: Fault | None, version: str, gpu: bool, tests: tuple[str, ...], limit: float = PATIENCE_WITH_ALL) -> Run:
+    def _run(
+        self, fault: Fault | None, version: str, gpu: bool, tests: tuple[str, ...], limit: float = PATIENCE_WITH_ALL
+    ) -> Run:
         with copied_tree(fault) as tree:
             return pytest_on(tree, ("--versions", version, *tests), limit, gpu, self._threads)
 
@@ -205,12 +215,19 @@ class Suite:
             found, by = verdict(self._run(fault, *of_version, tests_of(fault.version, fault.seen_by), limit))
             if found == "passed" and not self._hinted_only and not fault.equivalent:
                 found, by = verdict(self._run(fault, *of_version, tests_of(fault.version)))
-                if found == "caught" and self._run(None, *of_version, (re.sub(" (hangs|crashes)$", "", by),)).status != 0:
+                if (
+                    found == "caught"
+                    and self._run(None, *of_version, (re.sub(" (hangs|crashes)$", "", by),)).status != 0
+                ):
                     return "ERROR", f"{by}, without the fault too"
         except ValueError as error:
             return "ERROR", str(error)
         if fault.equivalent:
-            return ("equivalent", fault.equivalent) if found == "passed" else ("ERROR", f"said to be equivalent, but: {by}")
+            return (
+                ("equivalent", fault.equivalent)
+                if found == "passed"
+                else ("ERROR", f"said to be equivalent, but: {by}")
+            )
         return {"caught": "caught", "passed": "SURVIVED", "error": "ERROR"}[found], by
 
 
@@ -222,14 +239,22 @@ def has_hopper() -> bool:
 
 def chosen(patterns: list[str]) -> list[Fault]:
     """The faults whose name or version matches one of the patterns; all where there is none."""
-    return [fault for fault in FAULTS if not patterns or any(fnmatch(x, p) for x in (fault.name, fault.version) for p in patterns)]
+    return [
+        fault
+        for fault in FAULTS
+        if not patterns or any(fnmatch(x, p) for x in (fault.name, fault.version) for p in patterns)
+    ]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("patterns", nargs="*", metavar="NAME", help="names of faults or versions, with * and ?; all where there is none")
+    parser.add_argument(
+        "patterns", nargs="*", metavar="NAME", help="names of faults or versions, with * and ?; all where there is none"
+    )
     parser.add_argument("--jobs", type=int, default=1, help="how many processes run side by side (default: 1)")
-    parser.add_argument("--hinted-only", action="store_true", help="run the tests that a fault names, and no others where these pass")
+    parser.add_argument(
+        "--hinted-only", action="store_true", help="run the tests that a fault names, and no others where these pass"
+    )
     parser.add_argument("--gpu-only", action="store_true", help="run the faults that need a GPU, and no others")
     parser.add_argument("--list", action="store_true", help="print the faults, and run nothing")
     options = parser.parse_args()

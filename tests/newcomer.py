@@ -1,13 +1,15 @@
-"""What a newcomer does, in a fresh clone and in fresh environments: `make newcomer`. Says what it does; ends with 1 where something fails.
+"""What a newcomer does, in a fresh clone and in fresh environments: `make newcomer`. Says what it does;
+ends with 1 where something fails.
 
 1. The package: sdist and wheel are built and checked, and a type checker sees its types.
-2. Environments with nothing in them but what flashzoo asks for: the wheel's, with what `flashzoo check` needs, and the clone's, installed
-   in place with the extra that `make compare` adds, and with those that the README names. What it asks for is linked from this
-   environment, and not fetched again. `import flashzoo` is tried in four folders.
-3. The wheel, in an empty folder: `flashzoo check` of the example and of the tutorial's variant; what only a clone has is refused in words.
-4. The README, in the clone, at a terminal of 80 columns: every command, and every block of Python in turn. Blocks marked
-   `setup` make environments, and are not run, nor are those marked `gpu` where there is one, which take minutes. Where there is
-   none these must be refused, in time and in words.
+2. Environments with nothing in them but what flashzoo asks for: the wheel's, with what `flashzoo check` needs, and the
+   clone's, installed in place with the extra that `make compare` adds, and with those that the README names. What it
+   asks for is linked from this environment, and not fetched again. `import flashzoo` is tried in four folders.
+3. The wheel, in an empty folder: `flashzoo check` of the example and of the tutorial's variant;
+   what only a clone has is refused in words.
+4. The README, in the clone, at a terminal of 80 columns: every command, and every block of Python in turn. Blocks
+   marked `setup` make environments, and are not run, nor are those marked `gpu` where there is one, which take minutes.
+   Where there is none these must be refused, in time and in words.
 """
 
 from __future__ import annotations
@@ -38,7 +40,11 @@ COMMAND_S = 120
 TYPED = 0.95
 NEEDS_MORE = ("flashzoo check", "flashzoo report")
 """Commands for which the plain package is not enough: there they say what to install, and run where that is."""
-ALONE = {name: value for name, value in os.environ.items() if not name.startswith(("FLASHZOO", "PYTHON", "PYTEST", "COLUMNS"))}
+ALONE = {
+    name: value
+    for name, value in os.environ.items()
+    if not name.startswith(("FLASHZOO", "PYTHON", "PYTEST", "COLUMNS"))
+}
 
 
 def main() -> int:
@@ -56,7 +62,12 @@ def main() -> int:
         run(sys.executable, "-m", "twine", "check", "--strict", *made)
         say("types", f"{typed(clone):.1%} are known")
 
-        folders = {"the clone": clone, "its parent": parent, "the package": clone / "flashzoo", "an empty folder": empty}
+        folders = {
+            "the clone": clone,
+            "its parent": parent,
+            "the package": clone / "flashzoo",
+            "an empty folder": empty,
+        }
         homes = []
         in_place = ["-e", clone]
         for kind, what, extras in (
@@ -71,8 +82,12 @@ def main() -> int:
                 print_path = "import flashzoo; flashzoo.attention; print(flashzoo.__file__)"
                 found = Path(run(home / "bin" / "python", "-c", print_path, cwd=where).strip())
                 own = clone if what == in_place or where == clone else home
-                assert found.is_relative_to(own), f"{kind}'s environment, in {name}: expected flashzoo of {own}, got {found}"
-                assert found.with_name("py.typed").is_file(), f"{kind} declares no types: expected py.typed beside {found}"
+                assert found.is_relative_to(own), (
+                    f"{kind}'s environment, in {name}: expected flashzoo of {own}, got {found}"
+                )
+                assert found.with_name("py.typed").is_file(), (
+                    f"{kind} declares no types: expected py.typed beside {found}"
+                )
             say(kind, f"is imported from {', '.join(folders)}")
         checks(clone, homes[0], empty)
         readme(clone, *homes[1:])
@@ -87,7 +102,9 @@ def say(what: str, text: str) -> None:
 
 def run(*command: object, cwd: Path | None = None) -> str:
     """What a command prints; a failure ends everything with its output."""
-    done = subprocess.run([*map(str, command)], cwd=cwd, env=ALONE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    done = subprocess.run(
+        [*map(str, command)], cwd=cwd, env=ALONE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}"
     return done.stdout
 
@@ -104,7 +121,8 @@ def typed(clone: Path) -> float:
 
 
 def environment(home: Path, extras: tuple[str, ...]) -> Path:
-    """A new virtual environment with what flashzoo and extras of it ask for, as links to what is here, and nothing else."""
+    """A new virtual environment with what flashzoo and extras of it ask for, as links to what is here,
+    and nothing else."""
     run(sys.executable, "-m", "venv", "--without-pip", home)
     (packages,) = home.glob("lib/python*/site-packages")
     wanted, seen = [("flashzoo", extras)], set[str]()
@@ -112,7 +130,11 @@ def environment(home: Path, extras: tuple[str, ...]) -> Path:
         name, of_name = wanted.pop()
         there = distribution(name)
         asked = map(Requirement, there.requires or ())
-        asked = [each for each in asked if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in ("", *of_name))]
+        asked = [
+            each
+            for each in asked
+            if each.marker is None or any(each.marker.evaluate({"extra": extra}) for extra in ("", *of_name))
+        ]
         wanted += [(each.name, tuple(each.extras)) for each in asked]
         wanted = [each for each in wanted if each[0] not in seen]
         seen.add(name)
@@ -123,7 +145,8 @@ def environment(home: Path, extras: tuple[str, ...]) -> Path:
 
 
 def checks(clone: Path, home: Path, empty: Path) -> None:
-    """`flashzoo check` of variants of one's own, and what is left out of the wheel, in an environment that has the wheel."""
+    """`flashzoo check` of variants of one's own, and what is left out of the wheel,
+    in an environment that has the wheel."""
     tutorial = (clone / "docs" / "write_a_variant.md").read_text()
     (lazy,) = re.findall(r"^```python lazy.py\n(.*?)^```$", tutorial, re.MULTILINE | re.DOTALL)
     for name, text in (("my_variant.py", (clone / "examples" / "my_variant.py").read_text()), ("lazy.py", lazy)):
@@ -132,14 +155,17 @@ def checks(clone: Path, home: Path, empty: Path) -> None:
         say("checked", f"{name}: {printed.strip().splitlines()[-1]}")
     helped = run(home / "bin" / "flashzoo", "--help", cwd=empty)
     for command in ("bench", "report"):
-        done = subprocess.run([home / "bin" / "flashzoo", command], cwd=empty, env=ALONE, capture_output=True, text=True)
+        done = subprocess.run(
+            [home / "bin" / "flashzoo", command], cwd=empty, env=ALONE, capture_output=True, text=True
+        )
         refused = done.returncode == 2 and f"flashzoo {command}: expected" in done.stderr
         told = f"got {done.returncode}\n{done.stderr}\n{helped}"
         assert refused and f"    {command} " not in helped, f"expected {command} to be refused and not listed, {told}"
 
 
 def readme(clone: Path, home: Path, home_of_extras: Path) -> None:
-    """Every command and every block of Python of the README, in an environment without its extras and what needs them in one with."""
+    """Every command and every block of Python of the README, in an environment without its extras and what needs
+    them in one with."""
     blocks = re.findall(r"^```(\w+) ?(\w*)\n(.*?)^```$", (clone / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     code = "".join(text for language, _, text in blocks if language == "python")
     ended, printed, spent = at_terminal([str(home / "bin" / "python"), "-c", code], clone, home)
@@ -164,13 +190,16 @@ def readme(clone: Path, home: Path, home_of_extras: Path) -> None:
 
 
 def complaint_about(command: str, mark: str, ended: int, printed: str, spent: float, lacks: bool) -> str:
-    """What was expected of a command of the README in vain, in an environment that lacks the extras or not; empty where all is well."""
+    """What was expected of a command of the README in vain, in an environment that lacks the extras or not;
+    empty where all is well."""
     if "Traceback" in printed or not printed.strip():
         return "expected words for people"
     if lacks and command.startswith(NEEDS_MORE):
         return "" if ended == 2 and "pip install" in printed else "expected to be told what to install"
     if mark == "gpu":
-        return "" if ended in (1, 2) and re.search(r"\b(GPU|CPU)\b", printed) else "expected to be refused without a GPU"
+        return (
+            "" if ended in (1, 2) and re.search(r"\b(GPU|CPU)\b", printed) else "expected to be refused without a GPU"
+        )
     if ended != command.startswith("diff "):
         return "expected it to run"
     if " compare" in command and max(map(len, printed.splitlines())) > COLUMNS:
@@ -189,7 +218,9 @@ def at_terminal(command: list[str], cwd: Path, home: Path) -> tuple[int, str, fl
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
     environment = ALONE | {"PATH": f"{home / 'bin'}:{os.environ['PATH']}", "TERM": "xterm-256color"}
     began = time.monotonic()
-    process = subprocess.Popen(command, cwd=cwd, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    process = subprocess.Popen(
+        command, cwd=cwd, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    )
     os.close(theirs)
     printed = b""
     while True:

@@ -30,7 +30,9 @@ def as_written(*owners) -> list[tuple[object, str, FunctionType]]:
     for owner in owners:
         for name, method in vars(owner).items():
             if function := getattr(method, "__wrapped__", None):
-                copy = FunctionType(function.__code__, function.__globals__, name, function.__defaults__, function.__closure__)
+                copy = FunctionType(
+                    function.__code__, function.__globals__, name, function.__defaults__, function.__closure__
+                )
                 copy.__kwdefaults__ = function.__kwdefaults__
                 found.append((owner, name, copy))
     return found

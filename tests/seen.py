@@ -1,7 +1,9 @@
-"""The whole suite on this machine's GPU in one command, and what was seen of it in a small file: `tests/<gpu>_seen.json`.
+"""The whole suite on this machine's GPU in one command, and what was seen of it in a small file:
+`tests/<gpu>_seen.json`.
 
-`python tests/seen.py` runs all in as many processes as the GPU has memory for, then alone what needs most of that memory. The file says
-which commit, what ran, what failed, and what was skipped for which reason. What follows `--` goes to pytest, for a part of the suite.
+`python tests/seen.py` runs all in as many processes as the GPU has memory for, then alone what needs most of that
+memory. The file says which commit, what ran, what failed, and what was skipped for which reason. What follows `--` goes
+to pytest, for a part of the suite.
 """
 
 from __future__ import annotations
@@ -31,14 +33,22 @@ def main() -> int:
     """Runs the suite and writes the file; 1 where a test failed or nothing passed."""
     parser = argparse.ArgumentParser(description="run the whole suite and write down what was seen")
     parser.add_argument("--commit", help="what is tested, where there is no git")
-    parser.add_argument("--jobs", default="auto", help="processes side by side (default: what cores and the GPU's memory allow)")
+    parser.add_argument(
+        "--jobs", default="auto", help="processes side by side (default: what cores and the GPU's memory allow)"
+    )
     parser.add_argument("--out", type=Path, help="the file (default: tests/<gpu>_seen.json)")
     parser.add_argument("pytest", nargs="*", help="for pytest, after --")
     given = parser.parse_args()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    out = given.out or ROOT / "tests" / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower().removeprefix('nvidia ')).strip('-')}_seen.json"
+    out = (
+        given.out
+        or ROOT / "tests" / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower().removeprefix('nvidia ')).strip('-')}_seen.json"
+    )
     began = time.time()
-    found = [*run(["-n", given.jobs, "--dist", "worksteal", "-k", f"not {ALONE}"], given.pytest), *run(["-k", ALONE], given.pytest)]
+    found = [
+        *run(["-n", given.jobs, "--dist", "worksteal", "-k", f"not {ALONE}"], given.pytest),
+        *run(["-k", ALONE], given.pytest),
+    ]
     ended = {outcome: [case for case in found if case[1] == outcome] for outcome in ("passed", "failed", "skipped")}
     seen = {
         "commit": given.commit or head(),
@@ -54,7 +64,10 @@ def main() -> int:
         "seconds": round(time.time() - began),
     }
     out.write_text(json.dumps(seen, indent=2) + "\n")
-    print(f"{out}: {seen['passed']} passed, {len(seen['failed'])} failed, {len(ended['skipped'])} skipped, {seen['seconds']} s")
+    print(
+        f"{out}: {seen['passed']} passed, {len(seen['failed'])} failed, {len(ended['skipped'])} skipped, "
+        f"{seen['seconds']} s"
+    )
     return int(bool(seen["failed"]) or not seen["passed"])
 
 
@@ -63,7 +76,9 @@ def run(how: list[str], more: list[str]) -> list[tuple[str, str, str]]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "--benchmark-disable", f"--junitxml={report}", *how, *more]
-        ended = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+        ended = subprocess.run(
+            command, cwd=ROOT, env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        )
         if ended.returncode not in (0, 1, 5):  # passed, failed, nothing chosen
             raise SystemExit(f"seen: pytest ended with {ended.returncode}: {' '.join(command)}")
         return [outcome(case) for case in ElementTree.parse(report).iter("testcase")]
@@ -89,7 +104,9 @@ def installed(package: str) -> str | None:
 
 def head() -> str:
     """The commit that is checked out, marked where files differ from it."""
-    ended = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=7"], cwd=ROOT, capture_output=True, text=True)
+    ended = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=7"], cwd=ROOT, capture_output=True, text=True
+    )
     return ended.stdout.strip() or "unknown"
 
 

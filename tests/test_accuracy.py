@@ -18,7 +18,9 @@ from flashzoo.sinks import gradient_of_sinks
 from flashzoo.workloads import block_mask, descales
 from flashzoo_suite.support import accept, both, draw, forward, scales_by, seen_by, sinks_of
 
-PROBLEM = Problem(batch=1, seqlen_q=64, seqlen_k=64, heads=2, heads_kv=2, head_dim=32, causal=True, lse=True, grad=True, device="cpu")
+PROBLEM = Problem(
+    batch=1, seqlen_q=64, seqlen_k=64, heads=2, heads_kv=2, head_dim=32, causal=True, lse=True, grad=True, device="cpu"
+)
 
 
 def one_element(x: Tensor) -> None:
@@ -85,8 +87,11 @@ def test_the_last_keys_count_though_few_see_them(dtype, seqlen, lost, fault):
 @pytest.mark.parametrize("masked", [False, True], ids=["dense", "masked"])
 @pytest.mark.parametrize(("at", "factor"), [(0, 1.05), (1, 1.05), (2, 1.05), (1, 1.5), (2, 1.3)], ids=str)
 def test_a_fault_of_the_yardstick_is_nobodys_budget(monkeypatch, dtype, masked, at, factor):
-    """Who errs as the yardstick does is refused with it, by what its roundings can explain, in every test that accepts a result."""
-    problem = dataclasses.replace(PROBLEM, dtype=dtype, causal=False, block_mask=MaskForm(64, 64) if masked else None, seqlen_k=130)
+    """Who errs as the yardstick does is refused with it, by what its roundings can explain,
+    in every test that accepts a result."""
+    problem = dataclasses.replace(
+        PROBLEM, dtype=dtype, causal=False, block_mask=MaskForm(64, 64) if masked else None, seqlen_k=130
+    )
     tensors, dout, dlse = draw(problem)
     mask = block_mask(problem)
     seen = None if mask is None else mask.to_dense()
@@ -140,7 +145,18 @@ def test_another_shape_or_dtype_is_an_error(judged, change):
 
 
 def test_a_row_that_sees_nothing_must_be_exactly_zero():
-    problem = Problem(batch=1, seqlen_q=8, seqlen_k=3, heads=1, heads_kv=1, head_dim=16, dtype="fp16", causal=True, lse=True, device="cpu")
+    problem = Problem(
+        batch=1,
+        seqlen_q=8,
+        seqlen_k=3,
+        heads=1,
+        heads_kv=1,
+        head_dim=16,
+        dtype="fp16",
+        causal=True,
+        lse=True,
+        device="cpu",
+    )
     tensors, *_ = draw(problem)
     judge = Judge(*tensors, problem)
     sound = judge.yardstick
@@ -151,7 +167,9 @@ def test_a_row_that_sees_nothing_must_be_exactly_zero():
         assert not all(check.ok for check in judge.checks(Result(**values)))
 
 
-E4M3 = Problem(batch=1, seqlen_q=300, seqlen_k=260, heads=4, heads_kv=2, head_dim=64, dtype="e4m3", lse=True, device="cpu")
+E4M3 = Problem(
+    batch=1, seqlen_q=300, seqlen_k=260, heads=4, heads_kv=2, head_dim=64, dtype="e4m3", lse=True, device="cpu"
+)
 
 
 def without(scales: Descales, at: int) -> tuple[Tensor | None, ...]:
@@ -170,7 +188,9 @@ def test_the_yardstick_of_e4m3_is_accepted(kind, causal):
     tensors, *_ = draw(problem)
     scales = descales(problem, kind)
     judge = Judge(*tensors, problem, descales=scales)
-    assert [str(check) for check in judge.checks(forward("standard", tensors, problem, descales=scales)) if not check.ok] == []
+    assert [
+        str(check) for check in judge.checks(forward("standard", tensors, problem, descales=scales)) if not check.ok
+    ] == []
 
 
 @pytest.mark.parametrize("kind", ["head", "block"])
@@ -180,7 +200,11 @@ def test_a_descale_that_is_not_its_own_is_seen(kind, fault, at):
     tensors, *_ = draw(E4M3)
     scales = descales(E4M3, kind)
     judge = Judge(*tensors, E4M3, descales=scales)
-    broken = {check.tensor for check in judge.checks(forward("standard", tensors, E4M3, descales=fault(scales, at))) if not check.ok}
+    broken = {
+        check.tensor
+        for check in judge.checks(forward("standard", tensors, E4M3, descales=fault(scales, at)))
+        if not check.ok
+    }
     assert broken == ({"out"} if at == 2 else {"out", "lse"})
 
 
@@ -192,7 +216,9 @@ def test_the_descale_of_another_sequence_is_seen(at):
     judge = Judge(*tensors, problem, descales=scales_by(problem, tensors, scales), mask=seen_by(problem))
     others = tuple(x.roll(1, 0) if i == at else x for i, x in enumerate(scales))
     assert all(check.ok for check in judge.checks(forward("standard", tensors, problem, descales=scales)))
-    broken = {check.tensor for check in judge.checks(forward("standard", tensors, problem, descales=others)) if not check.ok}
+    broken = {
+        check.tensor for check in judge.checks(forward("standard", tensors, problem, descales=others)) if not check.ok
+    }
     assert broken == ({"out"} if at == 2 else {"out", "lse"})
 
 
@@ -209,7 +235,9 @@ def test_a_p_past_the_largest_number_is_seen(monkeypatch):
     judge = Judge(*tensors, E4M3)
     rounded = Tensor.to
     monkeypatch.setattr(reference, "P_SCALE", 1024.0)
-    monkeypatch.setattr(Tensor, "to", lambda x, dtype: rounded(x.clamp(-448, 448) if dtype == reference.E4M3 else x, dtype))
+    monkeypatch.setattr(
+        Tensor, "to", lambda x, dtype: rounded(x.clamp(-448, 448) if dtype == reference.E4M3 else x, dtype)
+    )
     assert not all(check.ok for check in judge.checks(forward("standard", tensors, E4M3)))
 
 
@@ -233,7 +261,9 @@ class TestFp8:
         sound = forward("standard", (q, k, v), problem)
         last = forward("standard", (q, k[:, 128:], v[:, 128:]), dataclasses.replace(problem, seqlen_k=32))
         rest = 1 - (last.lse - sound.lse).exp()
-        wrong = Result((sound.out.float() / rest.transpose(1, 2)[..., None]).to(sound.out.dtype), sound.lse + rest.log())
+        wrong = Result(
+            (sound.out.float() / rest.transpose(1, 2)[..., None]).to(sound.out.dtype), sound.lse + rest.log()
+        )
         assert self.refused(Judge(q, k, v, problem), wrong) == {"out", "lse"}
 
     def test_a_block_of_values_under_the_scale_of_another_is_seen(self, problem):
@@ -247,7 +277,9 @@ class TestFp8:
     def test_lse_less_what_a_smoothed_k_gave_up_is_seen(self, problem):
         (q, k, v), *_ = draw(problem)
         sound = forward("standard", (q, k, v), problem)
-        shift = torch.einsum("bihd,bhd->bhi", q.float(), k.float().mean(1).repeat_interleave(2, 1)) * problem.head_dim**-0.5
+        shift = (
+            torch.einsum("bihd,bhd->bhi", q.float(), k.float().mean(1).repeat_interleave(2, 1)) * problem.head_dim**-0.5
+        )
         assert self.refused(Judge(q, k, v, problem), Result(sound.out, sound.lse - shift)) == {"lse"}
 
     @pytest.mark.parametrize("fault", [one_row, nan, infinity, zeros], ids=lambda fault: fault.__name__)
@@ -280,7 +312,9 @@ def test_a_fault_in_a_gradient_under_fp8_is_seen(name, fault):
     assert {check.tensor for check in judge.checks(Result(**values)) if not check.ok} == {name}
 
 
-FEW_ROWS = dataclasses.replace(E4M3, dtype="bf16", precision="fp8", out_dtype=None, seqlen_q=1, seqlen_k=256, heads=1, heads_kv=1)
+FEW_ROWS = dataclasses.replace(
+    E4M3, dtype="bf16", precision="fp8", out_dtype=None, seqlen_q=1, seqlen_k=256, heads=1, heads_kv=1
+)
 
 
 def test_fp8_of_one_row_is_not_held_to_one_rounding():

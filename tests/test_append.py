@@ -29,7 +29,11 @@ def expected(cache: Tensor, new: Tensor, used: Tensor, table: Tensor | None = No
             row = first + i
             if table is None and 0 <= row < size:
                 found[b, row] = new[b, i]
-            elif table is not None and 0 <= row < size * table.shape[1] and 0 <= (page := int(table[b, row // size])) < len(cache):
+            elif (
+                table is not None
+                and 0 <= row < size * table.shape[1]
+                and 0 <= (page := int(table[b, row // size])) < len(cache)
+            ):
                 found[page, row % size] = new[b, i]
     return found
 
@@ -88,7 +92,9 @@ def test_what_is_appended_is_attended_to():
         used += 1
         how = {"seqused_k": used, "page_table": table, "causal": True, "version": "decode"}
         outs.append(flashzoo.attention(q[:, i : i + 1], k_pages, v_pages, **how))
-    torch.testing.assert_close(torch.cat(outs, 1), flashzoo.attention(q, k, v, causal=True, version="standard"), rtol=1e-2, atol=2e-3)
+    torch.testing.assert_close(
+        torch.cat(outs, 1), flashzoo.attention(q, k, v, causal=True, version="standard"), rtol=1e-2, atol=2e-3
+    )
 
 
 def test_nothing_to_append():
@@ -100,27 +106,67 @@ CACHES = {name: drawn(2, 20, 2, 16) for name in ("k_cache", "v_cache")}
 GIVEN = CACHES | {"k": drawn(2, 3, 2, 16), "v": drawn(2, 3, 2, 16), "seqused_k": numbers(0, 0)}
 MALFORMED = {
     "no tensor": ({"k": None}, TypeError, "k must be a torch.Tensor, got NoneType"),
-    "of three dimensions": ({"k_cache": drawn(2, 20, 16)}, ValueError, r"k_cache must have 4 dimensions, got shape \(2, 20, 16\)"),
-    "of another batch": ({"k_cache": drawn(3, 20, 2, 16)}, ValueError, "k must have k_cache's batch 3, got 2; pages go with page_table"),
-    "with other heads": ({"k_cache": drawn(2, 20, 3, 16)}, ValueError, r"k_cache must have .* \(2, 20, 2, 16\), got \(2, 20, 3, 16\)"),
+    "of three dimensions": (
+        {"k_cache": drawn(2, 20, 16)},
+        ValueError,
+        r"k_cache must have 4 dimensions, got shape \(2, 20, 16\)",
+    ),
+    "of another batch": (
+        {"k_cache": drawn(3, 20, 2, 16)},
+        ValueError,
+        "k must have k_cache's batch 3, got 2; pages go with page_table",
+    ),
+    "with other heads": (
+        {"k_cache": drawn(2, 20, 3, 16)},
+        ValueError,
+        r"k_cache must have .* \(2, 20, 2, 16\), got \(2, 20, 3, 16\)",
+    ),
     "of other heads": (
         {"v": drawn(2, 3, 1, 16)},
         ValueError,
         r"v must have k's batch, rows and heads \(2, 3, 2, 16\), got \(2, 3, 1, 16\)",
     ),
-    "of other rows": ({"v_cache": drawn(2, 19, 2, 16)}, ValueError, r"v_cache must have k_cache's rows .* got \(2, 19, 2, 16\)"),
-    "in another dtype": ({"k_cache": drawn(2, 20, 2, 16).float()}, TypeError, "k_cache must be of dtype torch.float16, got torch.float32"),
-    "used in 64 bits": ({"seqused_k": numbers(0, 0).long()}, TypeError, "seqused_k must be of dtype torch.int32, got torch.int64"),
-    "used of others": ({"seqused_k": numbers(0)}, ValueError, r"seqused_k must have shape \(batch,\) \(2,\), got \(1,\)"),
+    "of other rows": (
+        {"v_cache": drawn(2, 19, 2, 16)},
+        ValueError,
+        r"v_cache must have k_cache's rows .* got \(2, 19, 2, 16\)",
+    ),
+    "in another dtype": (
+        {"k_cache": drawn(2, 20, 2, 16).float()},
+        TypeError,
+        "k_cache must be of dtype torch.float16, got torch.float32",
+    ),
+    "used in 64 bits": (
+        {"seqused_k": numbers(0, 0).long()},
+        TypeError,
+        "seqused_k must be of dtype torch.int32, got torch.int64",
+    ),
+    "used of others": (
+        {"seqused_k": numbers(0)},
+        ValueError,
+        r"seqused_k must have shape \(batch,\) \(2,\), got \(1,\)",
+    ),
     "used with gaps": ({"seqused_k": numbers(0, 1, 0, 1)[::2]}, ValueError, "seqused_k must be contiguous"),
-    "a flat table": ({"page_table": numbers(0, 1)}, ValueError, r"page_table must have shape \(batch, pages of a sequence\)"),
+    "a flat table": (
+        {"page_table": numbers(0, 1)},
+        ValueError,
+        r"page_table must have shape \(batch, pages of a sequence\)",
+    ),
     "a table of another batch": (
         {"page_table": numbers(0, 1).view(1, 2)},
         ValueError,
         "page_table must have a row for each of k's batch 2",
     ),
-    "a table with gaps": ({"page_table": numbers(0, 1, 0, 1).view(2, 2).T}, ValueError, "page_table must have shape .* with gaps"),
-    "transposed": ({"k": drawn(2, 3, 16, 2).mT}, ValueError, r"k must be contiguous in its last dimension \(stride 1\), got stride 2"),
+    "a table with gaps": (
+        {"page_table": numbers(0, 1, 0, 1).view(2, 2).T},
+        ValueError,
+        "page_table must have shape .* with gaps",
+    ),
+    "transposed": (
+        {"k": drawn(2, 3, 16, 2).mT},
+        ValueError,
+        r"k must be contiguous in its last dimension \(stride 1\), got stride 2",
+    ),
     "recorded": ({"k": drawn(2, 3, 2, 16).requires_grad_()}, ValueError, "k has no gradient through a cache"),
     "elsewhere": ({"v_cache": drawn(2, 20, 2, 16).to("meta")}, ValueError, "must have data, got device meta"),
 }

@@ -39,14 +39,26 @@ BAD_INPUT = {
     "q is no tensor": ({"q": [1.0]}, TypeError, r"q must be a torch.Tensor, got list"),
     "k is no tensor": ({"k": None}, TypeError, r"k must be a torch.Tensor, got NoneType"),
     "v is an array": ({"v": np.zeros((2, 6, 4, 8), np.float32)}, TypeError, r"v must be a torch.Tensor, got ndarray"),
-    "v is sparse": ({"v": torch.zeros(2, 6, 4, 8).to_sparse()}, TypeError, r"v must be a dense tensor .* got torch.sparse_coo"),
+    "v is sparse": (
+        {"v": torch.zeros(2, 6, 4, 8).to_sparse()},
+        TypeError,
+        r"v must be a dense tensor .* got torch.sparse_coo",
+    ),
     "q is sparse by rows": (
         {"q": torch.zeros(6, 8).to_sparse_csr()},
         TypeError,
         r"q must be a dense tensor \(torch.strided\), got torch.sparse_csr: call to_dense\(\)",
     ),
-    "k is sparse by columns": ({"k": torch.zeros(6, 8).to_sparse_csc()}, TypeError, r"k must be a dense tensor .* got torch.sparse_csc"),
-    "v is nested": ({"v": _nested(torch.strided)}, TypeError, r"v must be a dense tensor .* got a nested one .*: pad it with"),
+    "k is sparse by columns": (
+        {"k": torch.zeros(6, 8).to_sparse_csc()},
+        TypeError,
+        r"k must be a dense tensor .* got torch.sparse_csc",
+    ),
+    "v is nested": (
+        {"v": _nested(torch.strided)},
+        TypeError,
+        r"v must be a dense tensor .* got a nested one .*: pad it with",
+    ),
     "q alone is nested by offsets": (
         {"q": _nested(torch.jagged)},
         TypeError,
@@ -58,9 +70,17 @@ BAD_INPUT = {
         r"q, k and v must have data, got device meta: flashzoo.explain answers about such tensors",
     ),
     "q has rank 3": ({"q": torch.randn(6, 4, 8)}, ValueError, r"q must have 4 dimensions .* got shape \(6, 4, 8\)"),
-    "k has rank 5": ({"k": torch.randn(1, 2, 6, 4, 8)}, ValueError, r"k must have 4 dimensions .* got shape \(1, 2, 6, 4, 8\)"),
+    "k has rank 5": (
+        {"k": torch.randn(1, 2, 6, 4, 8)},
+        ValueError,
+        r"k must have 4 dimensions .* got shape \(1, 2, 6, 4, 8\)",
+    ),
     "v has rank 0": ({"v": torch.tensor(1.0)}, ValueError, r"v must have 4 dimensions .* got shape \(\)"),
-    "batches differ": ({"q": torch.randn(3, 6, 4, 8)}, ValueError, r"k must have q's batch 3, got 2 .*q \(3, 6, 4, 8\)"),
+    "batches differ": (
+        {"q": torch.randn(3, 6, 4, 8)},
+        ValueError,
+        r"k must have q's batch 3, got 2 .*q \(3, 6, 4, 8\)",
+    ),
     "k and v batches differ": (
         {"v": torch.randn(1, 6, 4, 8)},
         ValueError,
@@ -77,11 +97,27 @@ BAD_INPUT = {
         r"v must have k's batch, seqlen and heads \(2, 6, 4\), got \(2, 6, 2\)",
     ),
     "head dims differ": ({"q": torch.randn(2, 6, 4, 16)}, ValueError, r"k must have q's head_dim 16, got 8"),
-    "heads do not divide": ({"q": torch.randn(2, 6, 6, 8)}, ValueError, r"q's heads must be a multiple of k's, got 6 and 4"),
-    "more key heads than query heads": ({"q": torch.randn(2, 6, 2, 8)}, ValueError, r"q's heads must be a multiple of k's, got 2 and 4"),
+    "heads do not divide": (
+        {"q": torch.randn(2, 6, 6, 8)},
+        ValueError,
+        r"q's heads must be a multiple of k's, got 6 and 4",
+    ),
+    "more key heads than query heads": (
+        {"q": torch.randn(2, 6, 2, 8)},
+        ValueError,
+        r"q's heads must be a multiple of k's, got 2 and 4",
+    ),
     "no heads": (dict.fromkeys("qkv", torch.randn(2, 6, 0, 8)), ValueError, r"heads and head_dim must be at least 1"),
-    "no head dim": (dict.fromkeys("qkv", torch.randn(2, 6, 4, 0)), ValueError, r"heads and head_dim must be at least 1"),
-    "no head dim of v": ({"v": torch.randn(2, 6, 4, 0)}, ValueError, r"heads and head_dim must be at least 1, got .* v \(2, 6, 4, 0\)"),
+    "no head dim": (
+        dict.fromkeys("qkv", torch.randn(2, 6, 4, 0)),
+        ValueError,
+        r"heads and head_dim must be at least 1",
+    ),
+    "no head dim of v": (
+        {"v": torch.randn(2, 6, 4, 0)},
+        ValueError,
+        r"heads and head_dim must be at least 1, got .* v \(2, 6, 4, 0\)",
+    ),
     "integers": (
         dict.fromkeys("qkv", torch.zeros(2, 6, 4, 8, dtype=torch.int32)),
         TypeError,
@@ -97,8 +133,16 @@ BAD_INPUT = {
         TypeError,
         r"must have one dtype, got q torch.float16, k torch.float32, v torch.float32",
     ),
-    "v dtype differs": ({"v": torch.randn(2, 6, 4, 8).bfloat16()}, TypeError, r"must have one dtype, got .* v torch.bfloat16"),
-    "devices differ": ({"k": torch.empty(2, 6, 4, 8, device="meta")}, ValueError, r"must be on one device, got q cpu, k meta, v cpu"),
+    "v dtype differs": (
+        {"v": torch.randn(2, 6, 4, 8).bfloat16()},
+        TypeError,
+        r"must have one dtype, got .* v torch.bfloat16",
+    ),
+    "devices differ": (
+        {"k": torch.empty(2, 6, 4, 8, device="meta")},
+        ValueError,
+        r"must be on one device, got q cpu, k meta, v cpu",
+    ),
     "q's last dimension is strided": (
         {"q": torch.randn(2, 6, 8, 4).transpose(2, 3)},
         ValueError,
@@ -110,12 +154,24 @@ BAD_INPUT = {
         r"v must be contiguous in its last dimension \(stride 1\), got stride 0",
     ),
     "scale is NaN": ({"softmax_scale": math.nan}, ValueError, r"softmax_scale must be finite, got nan"),
-    "scale is too large": ({"softmax_scale": -1e31}, ValueError, r"softmax_scale must be at most 1e\+30 in size, got -1e\+31"),
+    "scale is too large": (
+        {"softmax_scale": -1e31},
+        ValueError,
+        r"softmax_scale must be at most 1e\+30 in size, got -1e\+31",
+    ),
     "scale is infinite": ({"softmax_scale": -math.inf}, ValueError, r"softmax_scale must be finite, got -inf"),
     "scale is a string": ({"softmax_scale": "0.1"}, TypeError, r"softmax_scale must be a float or None, got str"),
-    "scale is a tensor": ({"softmax_scale": torch.tensor(0.1)}, TypeError, r"softmax_scale must be a float or None, got Tensor"),
+    "scale is a tensor": (
+        {"softmax_scale": torch.tensor(0.1)},
+        TypeError,
+        r"softmax_scale must be a float or None, got Tensor",
+    ),
     "scale is a list": ({"softmax_scale": [0.1]}, TypeError, r"softmax_scale must be a float or None, got list"),
-    "scale is past floats": ({"softmax_scale": 10**400}, ValueError, r"softmax_scale must be at most 1e\+30 in size, got 10000"),
+    "scale is past floats": (
+        {"softmax_scale": 10**400},
+        ValueError,
+        r"softmax_scale must be at most 1e\+30 in size, got 10000",
+    ),
     "scale is a bool": ({"softmax_scale": True}, TypeError, r"softmax_scale must be a float or None, got bool"),
     "causal is a number": ({"causal": 1}, TypeError, r"causal must be a bool, got 1"),
     "causal is a word": ({"causal": "False"}, TypeError, r"causal must be a bool, got 'False'"),
@@ -128,24 +184,52 @@ BAD_INPUT = {
     "return_lse is a list": ({"return_lse": [True]}, TypeError, r"return_lse must be a bool, got \[True\]"),
     "return_lse is a number": ({"return_lse": 1}, TypeError, r"return_lse must be a bool, got 1"),
     "window is a number": ({"window_size": 4}, ValueError, r"window_size must be None or a pair .* got 4"),
-    "window has three sides": ({"window_size": (1, 2, 3)}, ValueError, r"window_size must be None or a pair .* got \(1, 2, 3\)"),
-    "window is below -1": ({"window_size": (-2, 0)}, ValueError, r"window_size must be None or a pair .* got \(-2, 0\)"),
+    "window has three sides": (
+        {"window_size": (1, 2, 3)},
+        ValueError,
+        r"window_size must be None or a pair .* got \(1, 2, 3\)",
+    ),
+    "window is below -1": (
+        {"window_size": (-2, 0)},
+        ValueError,
+        r"window_size must be None or a pair .* got \(-2, 0\)",
+    ),
     "window is past 64 bits": (
         {"window_size": (0, 2**63)},
         ValueError,
         r"window_size must be .* from 0 to 2\*\*63 - 1, got \(0, 9223372036854775808\)",
     ),
-    "window is fractional": ({"window_size": (1.5, 0)}, ValueError, r"window_size must be None or a pair .* got \(1.5, 0\)"),
-    "window is whole, but fractional": ({"window_size": (1.0, 0)}, ValueError, r"window_size must be None or a pair .* got \(1.0, 0\)"),
-    "window of bools": ({"window_size": (True, 0)}, ValueError, r"window_size must be None or a pair .* got \(True, 0\)"),
-    "window far past 64 bits": ({"window_size": (1 << 200, 0)}, ValueError, r"window_size must be .* from 0 to 2\*\*63 - 1, got \(16069"),
+    "window is fractional": (
+        {"window_size": (1.5, 0)},
+        ValueError,
+        r"window_size must be None or a pair .* got \(1.5, 0\)",
+    ),
+    "window is whole, but fractional": (
+        {"window_size": (1.0, 0)},
+        ValueError,
+        r"window_size must be None or a pair .* got \(1.0, 0\)",
+    ),
+    "window of bools": (
+        {"window_size": (True, 0)},
+        ValueError,
+        r"window_size must be None or a pair .* got \(True, 0\)",
+    ),
+    "window far past 64 bits": (
+        {"window_size": (1 << 200, 0)},
+        ValueError,
+        r"window_size must be .* from 0 to 2\*\*63 - 1, got \(16069",
+    ),
     "mask is dense": (
         {"block_mask": torch.ones(6, 6, dtype=torch.bool)},
         TypeError,
         r"block_mask must be a flashzoo.BlockMask or None, got Tensor",
     ),
     "mask is a list": ({"block_mask": [1]}, TypeError, r"block_mask must be a flashzoo.BlockMask or None, got list"),
-    "mask is a class": ({"block_mask": flashzoo.BlockMask}, TypeError, r"block_mask must be a flashzoo.BlockMask or None, got type"),
+    "mask is a class": (
+        {"block_mask": flashzoo.BlockMask},
+        TypeError,
+        r"block_mask must be a flashzoo.BlockMask or None, got type",
+    ),
     "version is unknown": ({"version": "v9"}, ValueError, r"version must be 'auto' or one of .*, got 'v9'"),
     "version is None": ({"version": None}, ValueError, r"version must be 'auto' or one of .*, got None"),
     "precision is unknown": ({"precision": "int8"}, ValueError, r"precision must be None or 'fp8', got 'int8'"),
@@ -155,9 +239,21 @@ BAD_INPUT = {
         ValueError,
         r"precision must be None or 'fp8', got torch.float8_e4m3fn",
     ),
-    "precision of fp32": ({"precision": "fp8"}, TypeError, r"precision='fp8' quantises fp16 or bf16 inputs, got q torch.float32"),
-    "precision of e4m3": (_fp8(precision="fp8"), TypeError, r"precision='fp8' quantises fp16 or bf16 inputs, got q torch.float8_e4m3fn"),
-    "out_dtype is a string": (_fp8(out_dtype="bf16"), TypeError, r"out_dtype must be None or a torch.dtype of fp16, .*, got 'bf16'"),
+    "precision of fp32": (
+        {"precision": "fp8"},
+        TypeError,
+        r"precision='fp8' quantises fp16 or bf16 inputs, got q torch.float32",
+    ),
+    "precision of e4m3": (
+        _fp8(precision="fp8"),
+        TypeError,
+        r"precision='fp8' quantises fp16 or bf16 inputs, got q torch.float8_e4m3fn",
+    ),
+    "out_dtype is a string": (
+        _fp8(out_dtype="bf16"),
+        TypeError,
+        r"out_dtype must be None or a torch.dtype of fp16, .*, got 'bf16'",
+    ),
     "out_dtype is a list": (_fp8(out_dtype=[]), TypeError, r"out_dtype must be None or .* got \[\]"),
     "out_dtype of e4m3": (
         _fp8(out_dtype=torch.float32),
@@ -169,7 +265,11 @@ BAD_INPUT = {
         TypeError,
         r"out_dtype of torch.float32 inputs must be None or torch.float32, got torch.float16",
     ),
-    "a descale of fp32": ({"q_descale": torch.ones(2, 4)}, ValueError, r"q_descale is for e4m3 inputs .* got it with fp32 ones"),
+    "a descale of fp32": (
+        {"q_descale": torch.ones(2, 4)},
+        ValueError,
+        r"q_descale is for e4m3 inputs .* got it with fp32 ones",
+    ),
     "a descale is a number": (_fp8(v_descale=1.0), TypeError, r"v_descale must be a torch.Tensor or None, got float"),
     "a descale of another dtype": (
         _fp8(k_descale=torch.ones(2, 4).half()),
@@ -181,11 +281,16 @@ BAD_INPUT = {
         ValueError,
         r"k_descale must be on q's device cpu, got meta",
     ),
-    "a descale with a gradient": (_fp8(q_descale=torch.ones(2, 4, requires_grad=True)), ValueError, r"q_descale has no gradient"),
+    "a descale with a gradient": (
+        _fp8(q_descale=torch.ones(2, 4, requires_grad=True)),
+        ValueError,
+        r"q_descale has no gradient",
+    ),
     "a descale of another batch": (
         _fp8(q_descale=torch.ones(1, 4)),
         ValueError,
-        r"q_descale must have shape \(batch, heads_kv\) \(2, 4\), or \(batch, heads, blocks of 128 rows\) \(2, 4, 1\), got \(1, 4\)",
+        r"q_descale must have shape \(batch, heads_kv\) \(2, 4\), or \(batch, heads, blocks of 128 rows\) \(2, 4, 1\), "
+        r"got \(1, 4\)",
     ),
     "a descale for each row": (
         _fp8(v_descale=torch.ones(2, 4, 6)),
@@ -204,9 +309,21 @@ BAD_INPUT = {
         TypeError,
         r"sinks of dtype torch.float64 go with inputs of fp64, got them with fp32 ones",
     ),
-    "sinks of other heads": ({"sinks": torch.zeros(2)}, ValueError, r"sinks must have shape \(heads,\) \(4,\), got \(2,\)"),
-    "sinks for each batch": ({"sinks": torch.zeros(2, 4)}, ValueError, r"sinks must have shape \(heads,\) \(4,\), got \(2, 4\)"),
-    "sinks elsewhere": ({"sinks": torch.zeros(4, device="meta")}, ValueError, r"sinks must be on q's device cpu, got meta"),
+    "sinks of other heads": (
+        {"sinks": torch.zeros(2)},
+        ValueError,
+        r"sinks must have shape \(heads,\) \(4,\), got \(2,\)",
+    ),
+    "sinks for each batch": (
+        {"sinks": torch.zeros(2, 4)},
+        ValueError,
+        r"sinks must have shape \(heads,\) \(4,\), got \(2, 4\)",
+    ),
+    "sinks elsewhere": (
+        {"sinks": torch.zeros(4, device="meta")},
+        ValueError,
+        r"sinks must be on q's device cpu, got meta",
+    ),
     "e4m3 mixed": (_fp8(v=torch.randn(2, 6, 4, 8).half()), TypeError, r"must have one dtype, got .* v torch.float16"),
     "an argument nobody knows": ({"dropout_p": 0.1}, TypeError, r"unexpected keyword argument 'dropout_p'"),
 }
@@ -303,7 +420,13 @@ class TestMeaning:
         assert CALLS[0].window == (None, None)
 
     def test_defaults_are_their_explicit_values(self, qkv):
-        explicit = {"causal": False, "softmax_scale": 8**-0.5, "window_size": (None, None), "deterministic": False, "return_lse": False}
+        explicit = {
+            "causal": False,
+            "softmax_scale": 8**-0.5,
+            "window_size": (None, None),
+            "deterministic": False,
+            "return_lse": False,
+        }
         assert torch.equal(flashzoo.attention(*qkv), flashzoo.attention(*qkv, **explicit, version="auto"))
 
     def test_grad_is_asked_for_only_where_autograd_records(self, qkv):
@@ -328,7 +451,10 @@ class TestTransforms:
 
     def test_a_version_that_declares_none_is_refused_with_those_that_would_do(self, qkv):
         q, k, v = qkv
-        text = r"version 'plain' does not support torch.func.vmap, got q, v under it\nversions that would: sdpa, standard, composed"
+        text = (
+            r"version 'plain' does not support torch.func.vmap, got q, v under it\nversions that would: "
+            r"sdpa, standard, composed"
+        )
         with pytest.raises(UnsupportedError, match=text):
             torch.func.vmap(lambda q: flashzoo.attention(q, k, q, version="plain"))(torch.stack([q, q]))
         assert CALLS == []
@@ -343,7 +469,9 @@ class TestTransforms:
 
     def test_auto_names_who_would_do(self, qkv):
         q, k, v = qkv
-        with pytest.raises(UnsupportedError, match=r"version 'sdpa' does not support forward-mode AD .*\nversions that would: standard"):
+        with pytest.raises(
+            UnsupportedError, match=r"version 'sdpa' does not support forward-mode AD .*\nversions that would: standard"
+        ):
             torch.func.jvp(lambda q: flashzoo.attention(q, k, v), (q,), (q,))
 
     def test_where_nobody_would_do(self, qkv):
@@ -365,7 +493,9 @@ class TestTransforms:
             else:
                 scale = torch.autograd.forward_ad.make_dual(torch.ones(1, 2), torch.ones(1, 2))
                 arguments = dict.fromkeys("qkv", x.to(torch.float8_e4m3fn)) | {"k_descale": scale}
-            with pytest.raises(UnsupportedError, match=r"'standard' does not support forward-mode AD .*, got (q|k_descale) under it"):
+            with pytest.raises(
+                UnsupportedError, match=r"'standard' does not support forward-mode AD .*, got (q|k_descale) under it"
+            ):
                 flashzoo.attention(**arguments)
 
 
@@ -396,7 +526,13 @@ class TestFp8:
         assert all(found is x for found, x in zip(DESCALES_SEEN[0], given, strict=True))
 
     def test_lazy_negatives_are_resolved_before_a_version_gets_them(self):
-        given = dict(zip(("q_descale", "k_descale", "v_descale"), (lazily_negated(torch.rand(2, 4)) for _ in range(3)), strict=True))
+        given = dict(
+            zip(
+                ("q_descale", "k_descale", "v_descale"),
+                (lazily_negated(torch.rand(2, 4)) for _ in range(3)),
+                strict=True,
+            )
+        )
         flashzoo.attention(**_fp8(**given), version="fp8")
         assert not any(found.is_neg() for found in DESCALES_SEEN[0])
         assert all(torch.equal(found, x) for found, x in zip(DESCALES_SEEN[0], given.values(), strict=True))
@@ -405,7 +541,12 @@ class TestFp8:
         q, k = (torch.zeros(1, seqlen, heads, 16).to(torch.float8_e4m3fn) for seqlen, heads in ((257, 6), (128, 2)))
         good = {"q_descale": (1, 6, 3), "k_descale": (1, 2, 1), "v_descale": (1, 2)}
         flashzoo.attention(q, k, k, **{name: torch.ones(shape) for name, shape in good.items()}, version="fp8")
-        for name, shape in (("q_descale", (1, 6)), ("q_descale", (1, 2, 3)), ("k_descale", (1, 6, 1)), ("v_descale", (1, 2, 2))):
+        for name, shape in (
+            ("q_descale", (1, 6)),
+            ("q_descale", (1, 2, 3)),
+            ("k_descale", (1, 6, 1)),
+            ("v_descale", (1, 2, 2)),
+        ):
             with pytest.raises(ValueError, match=f"{name} must have shape"):
                 flashzoo.attention(q, k, k, **{name: torch.ones(shape)}, version="fp8")
 
@@ -478,8 +619,12 @@ class TestSdpaAdapter:
 
     def test_groups_heads_where_told(self, bhsd):
         q, k, v = bhsd[0], bhsd[1][:, :2], bhsd[2][:, :2]
-        torch.testing.assert_close(flashzoo.sdpa(q, k, v, enable_gqa=True), scaled_dot_product_attention(q, k, v, enable_gqa=True))
-        with pytest.raises(ValueError, match="enable_gqa: expected True where head counts differ, got False with 4 and 2 heads"):
+        torch.testing.assert_close(
+            flashzoo.sdpa(q, k, v, enable_gqa=True), scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        )
+        with pytest.raises(
+            ValueError, match="enable_gqa: expected True where head counts differ, got False with 4 and 2 heads"
+        ):
             flashzoo.sdpa(q, k, v)
 
     def test_takes_values_of_another_width(self, bhsd):
@@ -552,9 +697,15 @@ class TestEmpty:
         q, k = (torch.zeros(shape, dtype=torch.float8_e4m3fn) for shape in shapes)
         blocks = torch.ones(q.shape[0], q.shape[2], -(-q.shape[1] // 128))
         for scale in (None, -1.0):
-            out, lse = flashzoo.attention(q, k, k, softmax_scale=scale, out_dtype=out_dtype, q_descale=blocks, return_lse=True)
+            out, lse = flashzoo.attention(
+                q, k, k, softmax_scale=scale, out_dtype=out_dtype, q_descale=blocks, return_lse=True
+            )
             assert out.shape == q.shape and out.dtype == out_dtype and not out.any()
-            assert lse.shape == (q.shape[0], q.shape[2], q.shape[1]) and lse.dtype == torch.float32 and bool((lse == -math.inf).all())
+            assert (
+                lse.shape == (q.shape[0], q.shape[2], q.shape[1])
+                and lse.dtype == torch.float32
+                and bool((lse == -math.inf).all())
+            )
 
     @pytest.mark.parametrize("shapes", EMPTY.values(), ids=EMPTY)
     def test_of_what_would_be_quantised(self, shapes):
@@ -562,7 +713,9 @@ class TestEmpty:
         q, k, v = (torch.randn(shape).half().requires_grad_() for shape in (q_shape, k_shape, k_shape))
         out, lse = flashzoo.attention(q, k, v, precision="fp8", return_lse=True)
         assert out.shape == q.shape and out.dtype == torch.float16 and not out.any()
-        assert not any(x.any() for x in torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse))))
+        assert not any(
+            x.any() for x in torch.autograd.grad((out, lse), (q, k, v), (torch.ones_like(out), torch.ones_like(lse)))
+        )
 
     def test_still_asks_who_would_answer(self):
         q = torch.randn(2, 0, 4, 8)

@@ -1,4 +1,5 @@
-"""`flashzoo.attention_backward`: bit for bit what autograd gives, shares of a whole's gradients, rows that see nothing, errors."""
+"""`flashzoo.attention_backward`: bit for bit what autograd gives, shares of a whole's gradients, rows that see
+nothing, errors."""
 
 from __future__ import annotations
 
@@ -81,14 +82,24 @@ def test_shares_of_two_parts_make_the_whole(version, problem, by):
     dense = None if mask is None else mask.to_dense()
     # The keys behind the first query's diagonal are aligned as before; it sees none of them where causal.
     parts = [
-        (keys, options | {"causal": causal and behind, "block_mask": None if dense is None else BlockMask.from_dense(dense[..., keys])})
+        (
+            keys,
+            options
+            | {
+                "causal": causal and behind,
+                "block_mask": None if dense is None else BlockMask.from_dense(dense[..., keys]),
+            },
+        )
         for keys, behind in ((slice(0, cut), False), (slice(cut, None), True))
     ]
-    found = [flashzoo.attention(q, k[:, keys], v[:, keys], return_lse=True, version=version, **how) for keys, how in parts]
+    found = [
+        flashzoo.attention(q, k[:, keys], v[:, keys], return_lse=True, version=version, **how) for keys, how in parts
+    ]
     out, lse = flashzoo.merge(*zip(*found, strict=True))
     given = {"out": out} if by == "out" else {"out": None, "delta": (dout * out).sum(-1).transpose(1, 2)}
     shares = [
-        flashzoo.attention_backward(dout, q, k[:, at], v[:, at], lse=lse, dlse=dlse, version=version, **given, **how) for at, how in parts
+        flashzoo.attention_backward(dout, q, k[:, at], v[:, at], lse=lse, dlse=dlse, version=version, **given, **how)
+        for at, how in parts
     ]
     dqs, dks, dvs = zip(*shares, strict=True)
     result = Result(out, lse, dqs[0] + dqs[1], torch.cat(dks, 1), torch.cat(dvs, 1))
@@ -107,7 +118,9 @@ def test_rows_without_a_key_give_nothing(version, problem):
     kept = [0, 1, 2, *range(7, problem.seqlen_q)]
     dq, dk, dv = flashzoo.attention_backward(dout, q, k, v, result.out, lse, version=version)
     assert not dq[:, 3:7].any()
-    few = flashzoo.attention_backward(dout[:, kept], q[:, kept], k, v, result.out[:, kept], result.lse[:, :, kept], version=version)
+    few = flashzoo.attention_backward(
+        dout[:, kept], q[:, kept], k, v, result.out[:, kept], result.lse[:, :, kept], version=version
+    )
     for x, expected in zip((dq[:, kept], dk, dv), few, strict=True):
         torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-5)
 
@@ -129,7 +142,9 @@ def test_sinks_of_any_dtype(version, problem):
         given, dlse = [x[0] for x in given], dlse[0]
     found = flashzoo.attention_backward(*given, dlse=dlse, version=version, **options | {"sinks": own})
     assert found[3].dtype == torch.bfloat16 and same_bits(found[3], expected.dsinks)
-    without = flashzoo.attention_backward(*given, dlse=dlse, version=version, **{k: x for k, x in options.items() if k != "sinks"})
+    without = flashzoo.attention_backward(
+        *given, dlse=dlse, version=version, **{k: x for k, x in options.items() if k != "sinks"}
+    )
     for x, plain, name in zip(found, without, ("dq", "dk", "dv"), strict=False):
         assert same_bits(x, plain) and same_bits(x[None] if rows else x, expected.items()[name])
 
@@ -147,8 +162,16 @@ def test_statistics_and_gradients_lie_anywhere(version, problem):
     out, lse = forward(version, tensors, problem).items().values()
     how = {"version": version, **as_arguments(problem)}
     expected = flashzoo.attention_backward(dout, *tensors, out, lse, dlse=dlse, **how)
-    turned = [flashzoo.attention_backward(dout, *tensors, out.mT.contiguous().mT, lse.mT.contiguous().mT, dlse=spread(dlse), **how)]
-    turned.append(flashzoo.attention_backward(spread(dout), *tensors, spread(out), spread(lse), dlse=dlse.mT.contiguous().mT, **how))
+    turned = [
+        flashzoo.attention_backward(
+            dout, *tensors, out.mT.contiguous().mT, lse.mT.contiguous().mT, dlse=spread(dlse), **how
+        )
+    ]
+    turned.append(
+        flashzoo.attention_backward(
+            spread(dout), *tensors, spread(out), spread(lse), dlse=dlse.mT.contiguous().mT, **how
+        )
+    )
     dout, q, k, v, out, lse, dlse = (lazily_negated(x) for x in (dout, *tensors, out, lse, dlse))
     turned.append(flashzoo.attention_backward(dout, q, k, v, out, lse, dlse=dlse, **how))
     for found in turned:
@@ -159,7 +182,14 @@ def small(heads_kv: int = 2, **changes) -> dict:
     """Arguments of a small call on the suite's device, with these in place of others."""
     q, out = torch.randn(2, 2, 5, 4, 16, device=DEVICE)
     k, v = torch.randn(2, 2, 7, heads_kv, 16, device=DEVICE)
-    return {"dout": torch.randn_like(out), "q": q, "k": k, "v": v, "out": out, "lse": torch.randn(2, 4, 5, device=DEVICE)} | changes
+    return {
+        "dout": torch.randn_like(out),
+        "q": q,
+        "k": k,
+        "v": v,
+        "out": out,
+        "lse": torch.randn(2, 4, 5, device=DEVICE),
+    } | changes
 
 
 def test_delta_has_the_place_of_out():
@@ -190,7 +220,8 @@ def test_auto_and_use():
 
 
 def test_auto_takes_the_first_that_has_one(monkeypatch):
-    """Of a version that leaves its backward pass to autograd there is none apart from its forward pass; of one to fall back on there is."""
+    """Of a version that leaves its backward pass to autograd there is none apart from its forward pass;
+    of one to fall back on there is."""
     given, ends = small(heads_kv=4), "no backward pass apart from its forward pass"
     expected = flashzoo.attention_backward(**given, version="standard")
     flashzoo.register(toy("lent", backward_impl="flashzoo_suite.support:dense_backward"), before="v3")
@@ -199,7 +230,9 @@ def test_auto_takes_the_first_that_has_one(monkeypatch):
         with pytest.raises(UnsupportedError, match=f"recorded: has {ends}\nversions that would: lent, .*standard"):
             flashzoo.attention_backward(**given, version="recorded")
         for version in ("auto", "lent"):
-            torch.testing.assert_close(flashzoo.attention_backward(**given, version=version), expected, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                flashzoo.attention_backward(**given, version=version), expected, rtol=1e-4, atol=1e-4
+            )
     finally:
         flashzoo.unregister("recorded")
         flashzoo.unregister("lent")
@@ -221,7 +254,9 @@ def test_it_is_not_recorded():
 
 def test_a_list_is_a_window():
     given = small()
-    found = [flashzoo.attention_backward(**given, window_size=window, version="standard") for window in ([2, 0], (2, 0))]
+    found = [
+        flashzoo.attention_backward(**given, window_size=window, version="standard") for window in ([2, 0], (2, 0))
+    ]
     assert all(same_bits(x, y) for x, y in zip(*found, strict=True))
 
 
@@ -240,15 +275,39 @@ ERRORS = {
         r"dout must have shape \(batch, seqlen_q, heads, head_dim_v\) \(2, 5, 4, 16\), got \(2, 5, 2, 16\)",
         lambda: {"dout": x(2, 5, 2, 16)},
     ),
-    "dout's dtype": (TypeError, "dout must be of dtype torch.float32, got torch.float16", lambda: {"dout": x(2, 5, 4, 16).half()}),
+    "dout's dtype": (
+        TypeError,
+        "dout must be of dtype torch.float32, got torch.float16",
+        lambda: {"dout": x(2, 5, 4, 16).half()},
+    ),
     "out": (ValueError, r"out must have shape .* \(2, 5, 4, 16\), got \(2, 5, 4, 8\)", lambda: {"out": x(2, 5, 4, 8)}),
     "out beside delta": (ValueError, "out must have shape", lambda: {"out": x(1), "delta": x(2, 4, 5)}),
-    "out's device": (ValueError, "out must be on q's device .*, got meta", lambda: {"out": x(2, 5, 4, 16, device="meta")}),
-    "lse": (ValueError, r"lse must have shape \(batch, heads, seqlen_q\) \(2, 4, 5\), got \(2, 5, 4\)", lambda: {"lse": x(2, 5, 4)}),
-    "lse's dtype": (TypeError, "lse must be of dtype torch.float32, got torch.float64", lambda: {"lse": x(2, 4, 5).double()}),
+    "out's device": (
+        ValueError,
+        "out must be on q's device .*, got meta",
+        lambda: {"out": x(2, 5, 4, 16, device="meta")},
+    ),
+    "lse": (
+        ValueError,
+        r"lse must have shape \(batch, heads, seqlen_q\) \(2, 4, 5\), got \(2, 5, 4\)",
+        lambda: {"lse": x(2, 5, 4)},
+    ),
+    "lse's dtype": (
+        TypeError,
+        "lse must be of dtype torch.float32, got torch.float64",
+        lambda: {"lse": x(2, 4, 5).double()},
+    ),
     "dlse": (ValueError, r"dlse must have shape .* \(2, 4, 5\), got \(2, 4\)", lambda: {"dlse": x(2, 4)}),
-    "dlse's dtype": (TypeError, "dlse must be of dtype torch.float32, got torch.bfloat16", lambda: {"dlse": x(2, 4, 5).bfloat16()}),
-    "delta": (ValueError, r"delta must have shape .* \(2, 4, 5\), got \(2, 4, 5, 1\)", lambda: {"delta": x(2, 4, 5, 1)}),
+    "dlse's dtype": (
+        TypeError,
+        "dlse must be of dtype torch.float32, got torch.bfloat16",
+        lambda: {"dlse": x(2, 4, 5).bfloat16()},
+    ),
+    "delta": (
+        ValueError,
+        r"delta must have shape .* \(2, 4, 5\), got \(2, 4, 5, 1\)",
+        lambda: {"delta": x(2, 4, 5, 1)},
+    ),
     "delta's device": (ValueError, "delta must be on q's device", lambda: {"delta": x(2, 4, 5, device="meta")}),
     "option": (TypeError, "unexpected keyword argument 'cause'", lambda: {"cause": True}),
     "causal": (TypeError, "causal must be a bool, got 1", lambda: {"causal": 1}),
@@ -259,16 +318,32 @@ ERRORS = {
         "inputs as they are, got precision='fp8'",
         lambda: {name: x(2, 5, 4, 16).half() for name in "qkv"} | {"precision": "fp8"},
     ),
-    "e4m3": (ValueError, "inputs as they are, got e4m3 ones", lambda: {name: x(2, 5, 4, 16).to(torch.float8_e4m3fn) for name in "qkv"}),
+    "e4m3": (
+        ValueError,
+        "inputs as they are, got e4m3 ones",
+        lambda: {name: x(2, 5, 4, 16).to(torch.float8_e4m3fn) for name in "qkv"},
+    ),
     "descale": (ValueError, "q_descale is for e4m3 inputs", lambda: {"q_descale": x(2, 2)}),
-    "out_dtype": (TypeError, "out_dtype of torch.float32 inputs must be None or torch.float32, got", lambda: {"out_dtype": torch.float16}),
-    "out's dtype": (TypeError, "out must be of dtype torch.float32, got torch.float16", lambda: {"out": x(2, 5, 4, 16).half()}),
+    "out_dtype": (
+        TypeError,
+        "out_dtype of torch.float32 inputs must be None or torch.float32, got",
+        lambda: {"out_dtype": torch.float16},
+    ),
+    "out's dtype": (
+        TypeError,
+        "out must be of dtype torch.float32, got torch.float16",
+        lambda: {"out": x(2, 5, 4, 16).half()},
+    ),
     "mask": (
         ValueError,
         r"block_mask must be of seqlen_q and seqlen_k \(5, 7\)",
         lambda: {"block_mask": BlockMask.causal(5, device=DEVICE)},
     ),
-    "meta": (ValueError, "must have data, got device meta", lambda: {name: x(2, 5, 4, 16, device="meta") for name in "qkv"}),
+    "meta": (
+        ValueError,
+        "must have data, got device meta",
+        lambda: {name: x(2, 5, 4, 16, device="meta") for name in "qkv"},
+    ),
 }
 
 
@@ -293,4 +368,6 @@ def test_traced_or_transformed_it_is_refused():
     with pytest.raises(NotImplementedError, match=r"attention_backward does not support q under torch\.func\.vmap"):
         torch.func.vmap(lambda q: flashzoo.attention_backward(**given | {"q": q}))(given["q"][None])
     with pytest.raises(Exception, match=r"attention_backward can't be traced"):
-        torch.compile(lambda q: flashzoo.attention_backward(**given | {"q": q}), backend="eager", fullgraph=True)(given["q"])
+        torch.compile(lambda q: flashzoo.attention_backward(**given | {"q": q}), backend="eager", fullgraph=True)(
+            given["q"]
+        )

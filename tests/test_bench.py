@@ -27,8 +27,8 @@ from flashzoo.reference import standard
 from flashzoo.workloads import inputs
 
 COLUMNS = (
-    "run,date,commit,gpu,torch,triton,cutlass_dsl,impl,pass,dtype,batch,seqlen_q,seqlen_k,heads,heads_kv,head_dim,causal,mask,density,"
-    "ms,ms_p10,ms_p90,tflops,max_err,rms_err,peak_mib,host_us,compile_s,dram_mib,why,lengths"
+    "run,date,commit,gpu,torch,triton,cutlass_dsl,impl,pass,dtype,batch,seqlen_q,seqlen_k,heads,heads_kv,head_dim,"
+    "causal,mask,density,ms,ms_p10,ms_p90,tflops,max_err,rms_err,peak_mib,host_us,compile_s,dram_mib,why,lengths"
 )
 
 
@@ -58,7 +58,9 @@ def test_both_passes_become_rows_of_the_agreed_columns(tmp_path):
     out = tmp_path / "new" / "cpu.csv"
     assert bench_tiny("--impls standard,sdpa_math", out) == 0
     assert out.read_text().splitlines()[0] == COLUMNS
-    expected = [(impl, pass_, causal) for pass_ in ("fwd", "bwd") for causal in "01" for impl in ("standard", "sdpa_math")]
+    expected = [
+        (impl, pass_, causal) for pass_ in ("fwd", "bwd") for causal in "01" for impl in ("standard", "sdpa_math")
+    ]
     assert timed_in(out) == expected
     for row in rows_of(out):
         assert (row["run"], row["commit"], row["gpu"], row["torch"]) == ("r1", "c0ffee", "cpu", torch.__version__)
@@ -72,7 +74,9 @@ def test_both_passes_become_rows_of_the_agreed_columns(tmp_path):
     }
     assert all(0 < float(row["rms_err"]) < float(row["max_err"]) < 0.1 for row in rows_of(out) if row["pass"] != "gemm")
     assert all(float(row["compile_s"]) > 0 for row in rows_of(out) if row["pass"] != "gemm")
-    assert not {row[name] for row in rows_of(out) for name in ("peak_mib", "host_us", "dram_mib", "why")} - {""}, "there is no GPU here"
+    assert not {row[name] for row in rows_of(out) for name in ("peak_mib", "host_us", "dram_mib", "why")} - {""}, (
+        "there is no GPU here"
+    )
     assert [row["pass"] for row in rows_of(out)].count("gemm") == 2
 
 
@@ -99,11 +103,18 @@ def test_what_has_no_result_has_a_row_that_says_why(tmp_path, wrong, broken_peer
 
     monkeypatch.setitem(peers.PEERS, "sdpa_math", full)
     out = tmp_path / "cpu.csv"
-    assert bench_tiny(f"--impls v3,{absent_peer},{wrong},flex,sdpa_math,sdpa_cudnn,standard --passes fwd --causal 1", out) == 1
+    assert (
+        bench_tiny(f"--impls v3,{absent_peer},{wrong},flex,sdpa_math,sdpa_cudnn,standard --passes fwd --causal 1", out)
+        == 1
+    )
     *others, (last, _, why) = why_in(out)
     assert [(impl, why) for impl, _, why in (*others[:2], *others[3:])] == [
         ("v3", "refused: does not run on CPU tensors"),
-        ("fa3", "missing: needs no_such_library.flash_attn_func, which is not installed (No module named 'no_such_library')"),
+        (
+            "fa3",
+            "missing: needs no_such_library.flash_attn_func, "
+            "which is not installed (No module named 'no_such_library')",
+        ),
         ("flex", "FAILED: RuntimeError: no such kernel"),
         ("sdpa_math", "out of memory"),
     ]
@@ -123,7 +134,11 @@ def test_a_peers_failure_is_not_the_runs(tmp_path, broken_peer):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("", "--tokens and --hidden: expected small ones on a CPU, such as --tokens 256 --hidden 64 --dtype fp32, got none"),
+        (
+            "",
+            "--tokens and --hidden: expected small ones on a CPU, "
+            "such as --tokens 256 --hidden 64 --dtype fp32, got none",
+        ),
         (
             "--tokens 65536 --hidden 4096",
             "--budget-s: expected one for so much work, or smaller --tokens and --hidden, got none for more",
@@ -174,7 +189,10 @@ def test_the_fields_cells_are_36_forward_and_24_backward():
     assert {cell.problem.batch * cell.problem.seqlen_q for cell in chosen} == {16384}
     assert {cell.problem.heads * cell.problem.head_dim for cell in chosen} == {2048}
     few = cells(parser_of(None).parse_args(["--head-dims=128", "--seqlens=512,8192", "--causal=1", "--passes=bwd"]))
-    assert [(cell.problem.head_dim, cell.problem.seqlen_q, cell.problem.causal) for cell in few] == [(128, 512, True), (128, 8192, True)]
+    assert [(cell.problem.head_dim, cell.problem.seqlen_q, cell.problem.causal) for cell in few] == [
+        (128, 512, True),
+        (128, 8192, True),
+    ]
 
 
 def test_a_new_version_is_timed_unasked(wrong):
@@ -187,7 +205,10 @@ def test_a_new_version_is_timed_unasked(wrong):
 
 def test_a_length_behind_a_name_is_the_only_one(tmp_path):
     out = tmp_path / "cpu.csv"
-    options = "--tokens 64 --hidden 16 --seqlens 32,64 --head-dims 16 --causal 1 --passes fwd --impls standard,standard_deterministic@64"
+    options = (
+        "--tokens 64 --hidden 16 --seqlens 32,64 --head-dims 16 --causal 1 --passes fwd --impls "
+        "standard,standard_deterministic@64"
+    )
     assert bench_tiny(options, out) == 0
     found = [(row["impl"], row["seqlen_q"]) for row in rows_of(out) if row["pass"] == "fwd"]
     assert found == [("standard", "32"), ("standard", "64"), ("standard_deterministic", "64")]
@@ -204,7 +225,9 @@ def test_a_backward_run_has_a_fixed_order_at_one_length():
 @pytest.mark.gpu
 def test_a_gpus_rows_say_what_a_call_costs(tmp_path):
     out = tmp_path / "gpu.csv"
-    options = "--tokens 4096 --hidden 256 --seqlens 2048 --head-dims 64 --causal 0 --ms 1 --impls v2,sdpa_math,sdpa_flash"
+    options = (
+        "--tokens 4096 --hidden 256 --seqlens 2048 --head-dims 64 --causal 0 --ms 1 --impls v2,sdpa_math,sdpa_flash"
+    )
     assert run.main(f"{options} --workers 2 --out {out}".split()) == 0
     found = {(row["pass"], row["impl"]): row for row in rows_of(out) if row["pass"] != "gemm"}
     assert len(found) == 6
@@ -220,7 +243,9 @@ def test_what_is_compiled_ahead_is_timed(capsys):
     cell = Cell(Problem(1, 16, 16, 1, 1, 16, dtype="fp16", device="cpu"))
     other = dataclasses.replace(cell, problem=dataclasses.replace(cell.problem, dtype="bf16", out_dtype=None))
     seconds = compile_ahead({cell: ["v2", "standard"], other: ["v2"]}, workers=1)
-    assert list(seconds) == [("v2", cell)] and 0 < seconds["v2", cell] < 60, "v2 takes no bf16 here, and standard compiles nothing"
+    assert list(seconds) == [("v2", cell)] and 0 < seconds["v2", cell] < 60, (
+        "v2 takes no bf16 here, and standard compiles nothing"
+    )
     assert "[1/1, 0 s left] v2, fwd d16" in capsys.readouterr().out
     clock = timing.Clock("cpu")
     ahead, in_run = run.measure({cell: ["v2", "standard"]}, clock, 1, {("v2", cell): 123.4})[cell]
@@ -268,7 +293,9 @@ def test_other_outputs_say_the_time_left(monkeypatch, capsys):
         ("--head-dims 48", "--head-dims 48"),
         ("--seqlens 3,5 --masks ones", "--seqlens 3,5"),
         ("--head-dims 64,96 --masks ones", "96"),
-        pytest.param("--device cuda", "cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")),
+        pytest.param(
+            "--device cuda", "cuda", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+        ),
     ],
 )
 def test_a_malformed_command_line_is_refused(line, named, capsys):
@@ -363,8 +390,15 @@ def wrong_backward():
 
 def test_a_wrong_gradient_gets_no_speed_however_it_is_asked_for(tmp_path, capsys, wrong_backward):
     out = tmp_path / "cpu.csv"
-    assert bench_tiny(f"--impls {wrong_backward},{wrong_backward}_deterministic,sdpa_math --passes fwd,bwd --causal 0", out) == 1
+    assert (
+        bench_tiny(
+            f"--impls {wrong_backward},{wrong_backward}_deterministic,sdpa_math --passes fwd,bwd --causal 0", out
+        )
+        == 1
+    )
     right = [(impl, "fwd", "0") for impl in (wrong_backward, f"{wrong_backward}_deterministic", "sdpa_math")]
     assert timed_in(out) == [*right, ("sdpa_math", "bwd", "0")]
     said = capsys.readouterr().out
-    assert all(f"{impl} FAILED: WrongResultError: dk" in said for impl in (wrong_backward, f"{wrong_backward}_deterministic"))
+    assert all(
+        f"{impl} FAILED: WrongResultError: dk" in said for impl in (wrong_backward, f"{wrong_backward}_deterministic")
+    )

@@ -48,7 +48,9 @@ def test_rows_say_what_was_packed(tmp_path):
     out = tmp_path / "cpu.csv"
     assert bench_tiny("--impls standard,sdpa,v1 --lengths equal16 --dtype fp32", out) == 0
     rows = [row for row in rows_of(out) if row["pass"] != "gemm"]
-    assert {(row["lengths"], row["batch"], row["seqlen_q"], row["mask"]) for row in rows} == {("equal16", "8", "128", "")}
+    assert {(row["lengths"], row["batch"], row["seqlen_q"], row["mask"]) for row in rows} == {
+        ("equal16", "8", "128", "")
+    }
     assert {row["impl"] for row in rows} == {"standard", "sdpa"}, "v1 packs nothing"
     for row in rows:
         pairs = 8 * (16 * 17 // 2 if row["causal"] == "1" else 16 * 16)
@@ -61,7 +63,10 @@ def test_rows_say_what_was_packed(tmp_path):
     [
         ("--lengths books", r"expected names of the form documents\|equal.*, got books"),
         ("--lengths documents --masks causal", "--lengths: expected 16 or 32 bits and no block masks, got --masks"),
-        ("--lengths documents --dtype e4m3 --passes fwd", "--lengths: expected 16 or 32 bits and no block masks, got e4m3"),
+        (
+            "--lengths documents --dtype e4m3 --passes fwd",
+            "--lengths: expected 16 or 32 bits and no block masks, got e4m3",
+        ),
     ],
 )
 def test_arguments_that_make_no_cells(tmp_path, capsys, line, text):
@@ -79,7 +84,9 @@ def test_a_neighbours_key_is_an_error():
 
 
 def test_who_is_asked_unasked():
-    assert default_impls("fwd", packed=True)[:2] == ["v3", "v2"] and set(peers.PACKED_PEERS) <= set(default_impls("bwd", packed=True))
+    assert default_impls("fwd", packed=True)[:2] == ["v3", "v2"] and set(peers.PACKED_PEERS) <= set(
+        default_impls("bwd", packed=True)
+    )
     assert fitting(["v2", "v1", "fa3"], Cell(PROBLEM, lengths="equal16"), masked=False) == ["v2", "fa3"]
     with pytest.raises(NotImplementedError, match=r"packed sequences are taken by .*, got xformers"):
         peers.peer("xformers", PROBLEM, packed=PACKED)
@@ -87,7 +94,13 @@ def test_who_is_asked_unasked():
 
 def test_a_library_is_told_where_sequences_begin(monkeypatch):
     def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal):
-        assert (q.shape, k.shape, cu_seqlens_q.tolist(), max_seqlen_k, causal) == ((32, 4, 16), (32, 2, 16), [0, 5, 6, 32], 26, True)
+        assert (q.shape, k.shape, cu_seqlens_q.tolist(), max_seqlen_k, causal) == (
+            (32, 4, 16),
+            (32, 2, 16),
+            [0, 5, 6, 32],
+            26,
+            True,
+        )
         return q, None
 
     library = SimpleNamespace(flash_attn_func=None, flash_attn_varlen_func=varlen)

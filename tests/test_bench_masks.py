@@ -58,7 +58,11 @@ def test_masked_and_dense_cells_of_a_size_are_timed_in_the_same_turns(tmp_path, 
     monkeypatch.setattr(timing.Clock, "measure", noting)
     out = tmp_path / "cpu.csv"
     assert bench_masked("--masks dense,ones,local/2 --impls standard,sdpa", out) == 0
-    found = [{(cell.pass_, cell.mask, cell.problem.causal, impl) for cell, impl in keys} for keys in together if keys != ["settled"]]
+    found = [
+        {(cell.pass_, cell.mask, cell.problem.causal, impl) for cell, impl in keys}
+        for keys in together
+        if keys != ["settled"]
+    ]
     cells = [("", False), ("", True), ("ones", False), ("local/2", False)]
     assert found == [{(pass_, *of, impl) for of in cells for impl in ("standard", "sdpa")} for pass_ in ("fwd", "bwd")]
     together.clear()

@@ -17,7 +17,14 @@ def test_resume_finishes_the_cells_that_lack_some_implementations(tmp_path, vers
     bench_tiny("--impls standard --passes fwd --causal 0", out)
     versions_called.clear()
     bench_tiny("--impls standard,sdpa,sdpa_math --passes fwd --resume r1", out)
-    expected = [("standard", "0"), ("sdpa", "0"), ("sdpa_math", "0"), ("standard", "1"), ("sdpa", "1"), ("sdpa_math", "1")]
+    expected = [
+        ("standard", "0"),
+        ("sdpa", "0"),
+        ("sdpa_math", "0"),
+        ("standard", "1"),
+        ("sdpa", "1"),
+        ("sdpa_math", "1"),
+    ]
     assert [(impl, causal) for impl, _, causal in timed_in(out)] == expected
     before = out.read_text()
     versions_called.clear()
@@ -44,7 +51,11 @@ def test_a_version_whose_package_is_missing_is_tried_again_once_it_is_there(tmp_
     needy = dataclasses.replace(flashzoo.versions()["standard"], name="needy", requires=("no_such_package",), auto=())
     out, line = tmp_path / "cpu.csv", "--impls standard,needy --passes fwd --causal 0"
     try:
-        for spec, timed in ((needy, ["standard"]), (needy, ["standard"]), (dataclasses.replace(needy, requires=()), ["standard", "needy"])):
+        for spec, timed in (
+            (needy, ["standard"]),
+            (needy, ["standard"]),
+            (dataclasses.replace(needy, requires=()), ["standard", "needy"]),
+        ):
             flashzoo.unregister("needy") if "needy" in flashzoo.versions() else None
             flashzoo.register(spec)
             bench_tiny(f"{line} --resume r1" if out.exists() else line, out)
@@ -91,7 +102,10 @@ def test_what_costs_the_process_its_gpu_ends_the_run_and_is_not_tried_again(tmp_
     monkeypatch.setitem(peers.PEERS, "flex", peers.PEERS["sdpa_math"])
     assert bench_tiny(f"{line} --resume r1", out) == 0
     assert sorted(timed_in(out)) == sorted(
-        (impl, "fwd", causal) for impl in ("standard", "sdpa_math", "flex") for causal in "01" if (impl, causal) != ("flex", "0")
+        (impl, "fwd", causal)
+        for impl in ("standard", "sdpa_math", "flex")
+        for causal in "01"
+        if (impl, causal) != ("flex", "0")
     )
 
 
@@ -115,9 +129,15 @@ def test_a_budget_holds_within_a_cell_and_the_rest_is_left_to_resume(tmp_path, m
         return first_call(impl, *rest)
 
     monkeypatch.setattr(run, "first_call", noting)
-    monkeypatch.setattr(timing.Clock, "out_of_time", property(lambda clock: clock.deadline < float("inf") and "standard" in begun))
+    monkeypatch.setattr(
+        timing.Clock, "out_of_time", property(lambda clock: clock.deadline < float("inf") and "standard" in begun)
+    )
     assert bench_tiny(f"{line} --budget-s 9", out) == 0
-    assert begun == ["standard"] and timed_in(out) == [] and "9 s are gone; go on with --resume r1" in capsys.readouterr().out
+    assert (
+        begun == ["standard"]
+        and timed_in(out) == []
+        and "9 s are gone; go on with --resume r1" in capsys.readouterr().out
+    )
     monkeypatch.undo()
     assert bench_tiny(f"{line} --resume r1", out) == 0
     assert [impl for impl, _, _ in timed_in(out)] == ["standard", "sdpa_math"]

@@ -1,4 +1,5 @@
-"""`flashzoo.BlockMask`: builders against formulas of their own, lists against dense masks, algebra, errors, no waiting for a GPU."""
+"""`flashzoo.BlockMask`: builders against formulas of their own, lists against dense masks, algebra, errors, no
+waiting for a GPU."""
 
 from __future__ import annotations
 
@@ -19,7 +20,18 @@ from flashzoo import BlockMask, Problem
 from flashzoo.reference import visible
 from flashzoo_suite.support import DEVICE, in_fresh_process
 
-LENGTHS = [(1, 1), (64, 64), (256, 256), (300, 300), (100, 300), (300, 100), (513, 130), (1, 700), (129, 127), (500, 510)]
+LENGTHS = [
+    (1, 1),
+    (64, 64),
+    (256, 256),
+    (300, 300),
+    (100, 300),
+    (300, 100),
+    (513, 130),
+    (1, 700),
+    (129, 127),
+    (500, 510),
+]
 BLOCKS = [(128, 128), (64, 64), (64, 128), (128, 64)]
 Sizes = tuple[int, int, int, int]  # seqlen_q, seqlen_k, block_q, block_kv
 SIZES = [(*lengths, *BLOCKS[(nth + more) % 4]) for nth, lengths in enumerate(LENGTHS) for more in (0, 2)]
@@ -44,7 +56,9 @@ def how(sizes: Sizes) -> dict:
 
 def by_blocks(blocks: list[list[bool]], sizes: Sizes) -> Tensor:
     """The elements of a block matrix."""
-    matrix = torch.tensor(blocks, dtype=torch.bool, device=DEVICE).view(-(-sizes[0] // sizes[2]), -(-sizes[1] // sizes[3]))
+    matrix = torch.tensor(blocks, dtype=torch.bool, device=DEVICE).view(
+        -(-sizes[0] // sizes[2]), -(-sizes[1] // sizes[3])
+    )
     return matrix.repeat_interleave(sizes[2], 0).repeat_interleave(sizes[3], 1)[: sizes[0], : sizes[1]]
 
 
@@ -52,7 +66,9 @@ def over_blocks(kept: Callable[[int, int], bool], sizes: Sizes) -> Tensor:
     """The elements of the blocks (i, j) that are kept, where i and j number squares of the larger block size."""
     square = max(sizes[2:])
     n_q, n_k = -(-sizes[0] // sizes[2]), -(-sizes[1] // sizes[3])
-    return by_blocks([[kept(i * sizes[2] // square, j * sizes[3] // square) for j in range(n_k)] for i in range(n_q)], sizes)
+    return by_blocks(
+        [[kept(i * sizes[2] // square, j * sizes[3] // square) for j in range(n_k)] for i in range(n_q)], sizes
+    )
 
 
 def by_window(left: int | None, right: int | None) -> Callable:
@@ -140,7 +156,9 @@ def from_blocks(sizes: Sizes) -> tuple[BlockMask, Tensor]:
 
 def from_causal_blocks(sizes: Sizes) -> tuple[BlockMask, Tensor]:
     blocks = drawn(sizes, *n_blocks(sizes)) < 0.5
-    mask = BlockMask.from_blocks(blocks, *sizes[:2], causal=True, window_size=(150, 3), block_q=sizes[2], block_kv=sizes[3])
+    mask = BlockMask.from_blocks(
+        blocks, *sizes[:2], causal=True, window_size=(150, 3), block_q=sizes[2], block_kv=sizes[3]
+    )
     offset = positions(sizes)[2]
     return mask, by_blocks(blocks.tolist(), sizes) & (offset <= 0) & (offset >= -150)
 
@@ -170,7 +188,9 @@ def top_k(sizes: Sizes) -> tuple[BlockMask, Tensor]:
     blocks = [[False] * n_k for _ in range(n_q)]
     for i, row in enumerate(scores.tolist()):
         whole = in_band[i * sizes[2] : (i + 1) * sizes[2]]
-        possible = [j for j, score in enumerate(row) if score == score and whole[:, j * sizes[3] : (j + 1) * sizes[3]].any()]
+        possible = [
+            j for j, score in enumerate(row) if score == score and whole[:, j * sizes[3] : (j + 1) * sizes[3]].any()
+        ]
         for j in sorted(possible, key=lambda j, row=row: -row[j])[:2]:
             blocks[i][j] = True
     mask = BlockMask.top_k(scores, 2, *sizes[:2], causal=True, block_q=sizes[2], block_kv=sizes[3])
@@ -191,7 +211,10 @@ def from_flex(sizes: Sizes) -> tuple[BlockMask, Tensor]:
 BUILDERS = {
     "causal": causal,
     "causal window": causal_window,
-    **{f"window {sides}": by_window(*sides) for sides in [(None, None), (0, 0), (63, 64), (None, 10), (200, None), (1 << 40, 1)]},
+    **{
+        f"window {sides}": by_window(*sides)
+        for sides in [(None, None), (0, 0), (63, 64), (None, 10), (200, None), (1 << 40, 1)]
+    },
     **{f"{tokens} global": by_globals(tokens) for tokens in (0, 1, 64, 128, 130, 1 << 40)},
     "strided": strided,
     "butterfly": butterfly,
@@ -223,12 +246,15 @@ def in_partial_block(mask: BlockMask, b: int, h: int, i: int, j: int, where: int
     seen &= offset >= -(1 << 40 if left is None else left)
     if mask.element.bits is not None:
         words = mask.element.bits[b, h, where].cpu()
-        seen &= torch.stack([words[:, c // 8] >> (c % 8) & 1 for c in range(mask.block_kv)], 1).bool()[: len(q), : len(k)]
+        seen &= torch.stack([words[:, c // 8] >> (c % 8) & 1 for c in range(mask.block_kv)], 1).bool()[
+            : len(q), : len(k)
+        ]
     return seen
 
 
 def check_lists(mask: BlockMask, dense: Tensor) -> None:
-    """Both lists and the bits say what the dense mask says: what has nothing to see is skipped, what sees all is full."""
+    """Both lists and the bits say what the dense mask says: what has nothing to see is skipped,
+    what sees all is full."""
     dense = dense.expand(mask.batch, mask.heads, mask.seqlen_q, mask.seqlen_k).cpu()
     n_q, n_k = n_blocks((mask.seqlen_q, mask.seqlen_k, mask.block_q, mask.block_kv))
     for lists, n, m in ((mask.rows, n_q, n_k), (mask.columns, n_k, n_q)):
@@ -283,7 +309,9 @@ def test_a_builder_is_its_formula_at_any_size(sizes, build):
 @EVERY_BUILDER
 def test_shares(build):
     mask, dense = build((300, 200, 64, 128))
-    kept = sum(block_of(dense, i, j, mask).flatten(-2).any(-1).float().mean().item() for i in range(5) for j in range(2))
+    kept = sum(
+        block_of(dense, i, j, mask).flatten(-2).any(-1).float().mean().item() for i in range(5) for j in range(2)
+    )
     assert mask.density == pytest.approx(kept / 10)
     assert mask.visible == pytest.approx(dense.float().mean().item())
 
@@ -302,7 +330,19 @@ def test_compact_is_the_same_in_less(build):
 
 @pytest.mark.parametrize("sizes", [(0, 0, 64, 64), (0, 100, 64, 64), (100, 0, 64, 64)], ids=str)
 @pytest.mark.parametrize(
-    "build", [causal, by_globals(1), by_globals(64), strided, butterfly, documents, from_blocks, from_dense, from_flat_dense, top_k]
+    "build",
+    [
+        causal,
+        by_globals(1),
+        by_globals(64),
+        strided,
+        butterfly,
+        documents,
+        from_blocks,
+        from_dense,
+        from_flat_dense,
+        top_k,
+    ],
 )
 def test_nothing_to_see(build, sizes):
     mask, _ = build(sizes)
@@ -319,7 +359,14 @@ def test_tokens_of_no_document_take_no_room():
 
 def test_defaults():
     mask = BlockMask.documents([10, 20])
-    assert (mask.seqlen_q, mask.seqlen_k, mask.block_q, mask.block_kv, mask.batch, mask.heads) == (30, 30, 128, 128, 1, 1)
+    assert (mask.seqlen_q, mask.seqlen_k, mask.block_q, mask.block_kv, mask.batch, mask.heads) == (
+        30,
+        30,
+        128,
+        128,
+        1,
+        1,
+    )
     assert mask.device == torch.get_default_device()
     assert BlockMask.causal(200).seqlen_k == 200
 
@@ -337,7 +384,8 @@ def test_random_blocks():
     check_lists(mask, mask.to_dense())
     times = torch.bincount(chosen(mask).flatten().long(), minlength=32).float()
     assert times.sum() == 5120 and (times - 160).abs().max() < 5 * 160**0.5  # all blocks are as likely
-    assert len({tuple(row) for row in chosen(mask).flatten(0, 2).tolist()}) > 1000  # rows, heads and batches are drawn apart
+    # rows, heads and batches are drawn apart
+    assert len({tuple(row) for row in chosen(mask).flatten(0, 2).tolist()}) > 1000
     with_others = BlockMask.random(8192, 4096, blocks=5, seed=4, batch=2, heads=4, block_q=64, device=DEVICE)
     assert not torch.equal(chosen(mask), chosen(with_others))
     assert (BlockMask.random(100, blocks=9, device=DEVICE).rows.counts == 1).all()
@@ -359,7 +407,9 @@ def masks(sizes: Sizes) -> st.SearchStrategy[tuple[BlockMask, Tensor]]:
     sides = st.one_of(st.none(), st.integers(0, 300))
     seeds = st.integers(0, 1 << 20)
     leaves = st.one_of(
-        st.sampled_from([build for name, build in BUILDERS.items() if name != "from_flex"]).map(lambda build: build(sizes)),
+        st.sampled_from([build for name, build in BUILDERS.items() if name != "from_flex"]).map(
+            lambda build: build(sizes)
+        ),
         st.builds(lambda left, right: by_window(left, right)(sizes), sides, sides),
         st.builds(lambda tokens: by_globals(tokens)(sizes), st.integers(0, 300)),
         st.builds(lambda seed: _dense_of_heads(sizes, seed), seeds),
@@ -427,7 +477,11 @@ def test_partial_blocks_that_the_band_does_not_cut():
         mask = changed(mask, name, torch.zeros_like(mask.rows.full))
     assert torch.equal(mask.to_dense(), expected) and mask.visible == pytest.approx(expected.float().mean().item())
     window, dense = by_window(200, 30)((1500, 1500, 128, 128))
-    for combined, elements in ((mask & window, expected & dense), (mask | window, expected | dense), (mask.compact(), expected)):
+    for combined, elements in (
+        (mask & window, expected & dense),
+        (mask | window, expected | dense),
+        (mask.compact(), expected),
+    ):
         check_lists(combined, elements)
 
 
@@ -454,7 +508,10 @@ def test_masks_of_other_sizes_do_not_combine():
 
 
 def test_flex_without_full_blocks_or_a_mask_mod():
-    counts, indices = torch.tensor([[[1, 2, 0]]], device=DEVICE).int(), torch.tensor([[[[2, 0, 0], [2, 0, 1], [0, 1, 2]]]], device=DEVICE)
+    counts, indices = (
+        torch.tensor([[[1, 2, 0]]], device=DEVICE).int(),
+        torch.tensor([[[[2, 0, 0], [2, 0, 1], [0, 1, 2]]]], device=DEVICE),
+    )
     mask = BlockMask.from_flex(FlexMask.from_kv_blocks(counts, indices.int(), seq_lengths=(300, 384)))
     assert mask.rows.counts.tolist() == [[[1, 2, 0]]] and mask.rows.full.tolist() == [[[1, 2, 0]]]
     assert mask.rows.indices[0, 0].tolist() == [[2, 0, 0], [0, 2, 0], [0, 0, 0]]
@@ -471,9 +528,13 @@ def test_flex_block_sizes_and_types():
 
 def test_flex_indices_outside_are_passed_over():
     counts, indices = torch.tensor([[[3]]], device=DEVICE).int(), torch.tensor([[[[1, 9, -1]]]], device=DEVICE).int()
-    flex = FlexMask((100, 200), counts, indices, *[None] * 6, BLOCK_SIZE=(128, 128), mask_mod=lambda b, h, q, k: k < 150)
+    flex = FlexMask(
+        (100, 200), counts, indices, *[None] * 6, BLOCK_SIZE=(128, 128), mask_mod=lambda b, h, q, k: k < 150
+    )
     mask = BlockMask.from_flex(flex)
-    assert mask.rows.counts.tolist() == [[[1]]] and torch.equal(mask.to_dense().sum(-1).unique().cpu(), torch.tensor([22]))
+    assert mask.rows.counts.tolist() == [[[1]]] and torch.equal(
+        mask.to_dense().sum(-1).unique().cpu(), torch.tensor([22])
+    )
 
 
 # What it costs

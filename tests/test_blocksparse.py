@@ -1,7 +1,7 @@
 """Block masks: what THE suite, which draws them at random by their form, does not say of them.
 
-Every version that declares `block_mask` runs every case here, forward and backward, or forward alone, or is spared for the reasons that
-it gives itself.
+Every version that declares `block_mask` runs every case here, forward and backward, or forward alone, or is spared for
+the reasons that it gives itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,20 @@ from flashzoo.call.forms import MaskForm
 from flashzoo.reference import Result
 from flashzoo.workloads import block_mask, workloads
 from flashzoo_suite import support
-from flashzoo_suite.support import DEVICE, SMALL, accept, both, draw, dtypes_of, forward, gives_lse, interpreted, same_bits, takes, toy
+from flashzoo_suite.support import (
+    DEVICE,
+    SMALL,
+    accept,
+    both,
+    draw,
+    dtypes_of,
+    forward,
+    gives_lse,
+    interpreted,
+    same_bits,
+    takes,
+    toy,
+)
 
 on = {"device": DEVICE}
 SPECS = flashzoo.versions()
@@ -37,7 +50,8 @@ skipping = pytest.mark.parametrize("version", SKIPPING)
 
 
 def problem_of(mask: BlockMask, version: str = "blocksparse", **fields) -> Problem:
-    """A small problem that has room for the mask, with an LSE where the version gives one, and with gradients where it takes that."""
+    """A small problem that has room for the mask, with an LSE where the version gives one,
+    and with gradients where it takes that."""
     heads = mask.heads if mask.heads > 1 else 2
     plain = {"batch": mask.batch, "heads": heads, "heads_kv": heads, "head_dim": 32, "head_dim_v": None}
     numbers = {"dtype": DTYPES[version][-1], "out_dtype": None}
@@ -55,12 +69,29 @@ def block_of(version: str) -> int:
 
 
 def problem_of_blocks(version: str, n: int) -> Problem:
-    return replace(SMALL, head_dim=32, head_dim_v=None, dtype=DTYPES[version][-1], out_dtype=None, grad=True, block_mask=MaskForm(n, n))
+    return replace(
+        SMALL,
+        head_dim=32,
+        head_dim_v=None,
+        dtype=DTYPES[version][-1],
+        out_dtype=None,
+        grad=True,
+        block_mask=MaskForm(n, n),
+    )
 
 
-def run(mask: BlockMask, tensors, problem: Problem, dout: Tensor, dlse: Tensor | None, version: str = "blocksparse") -> Result:
+def run(
+    mask: BlockMask, tensors, problem: Problem, dout: Tensor, dlse: Tensor | None, version: str = "blocksparse"
+) -> Result:
     """Forward and, where the problem has gradients, backward with this very mask."""
-    return both(version, tensors, replace(problem, block_mask=None), dout, dlse, attention=partial(flashzoo.attention, block_mask=mask))
+    return both(
+        version,
+        tensors,
+        replace(problem, block_mask=None),
+        dout,
+        dlse,
+        attention=partial(flashzoo.attention, block_mask=mask),
+    )
 
 
 def check(mask: BlockMask, version: str = "blocksparse", **fields) -> Result:
@@ -84,9 +115,15 @@ PATTERNS = {
     "causal": ({}, lambda n: BlockMask.causal(200, 330, **n)),
     "causal_more_queries": ({"block_q": 64}, lambda n: BlockMask.causal(330, 200, **n)),
     "window": ({"block_kv": 64}, lambda n: BlockMask.sliding_window(300, 333, window_size=(40, 20), **n)),
-    "window_causal": ({"block_q": 64, "block_kv": 64}, lambda n: BlockMask.sliding_window(260, window_size=(90, None), causal=True, **n)),
+    "window_causal": (
+        {"block_q": 64, "block_kv": 64},
+        lambda n: BlockMask.sliding_window(260, window_size=(90, None), causal=True, **n),
+    ),
     "local_global": ({}, lambda n: BlockMask.local_global(300, 270, window_size=(30, 30), global_tokens=70, **n)),
-    "sinks": ({}, lambda n: BlockMask.local_global(300, window_size=(50, 0), global_tokens=4, **n) & BlockMask.causal(300, **n)),
+    "sinks": (
+        {},
+        lambda n: BlockMask.local_global(300, window_size=(50, 0), global_tokens=4, **n) & BlockMask.causal(300, **n),
+    ),
     "strided": ({"block_q": 64, "block_kv": 64}, lambda n: BlockMask.strided(300, stride=3, **n)),
     "butterfly": ({"block_q": 64, "block_kv": 64}, lambda n: BlockMask.butterfly(500, **n)),
     "random": ({"block_kv": 64}, lambda n: BlockMask.random(300, 400, blocks=2, batch=2, heads=4, **n)),
@@ -95,12 +132,16 @@ PATTERNS = {
     "dense": ({}, lambda n: BlockMask.from_dense(dense(270, 203), **sizes_of(n))),
     "dense_by_heads": ({"block_q": 64}, lambda n: BlockMask.from_dense(dense(2, 4, 140, 200), **sizes_of(n))),
     "dense_by_batch": ({"block_kv": 64}, lambda n: BlockMask.from_dense(dense(3, 1, 70, 65), **sizes_of(n))),
-    "top_k": ({"block_q": 64, "block_kv": 64}, lambda n: BlockMask.top_k(scores(n), 2, 300, 250, causal=True, **sizes_of(n))),
+    "top_k": (
+        {"block_q": 64, "block_kv": 64},
+        lambda n: BlockMask.top_k(scores(n), 2, 300, 250, causal=True, **sizes_of(n)),
+    ),
     "everything": ({}, lambda n: BlockMask.sliding_window(200, 130, window_size=None, **n)),
     "nothing": ({}, lambda n: BlockMask.from_blocks(blocks_of(200, 300, n) < 0, 200, 300, **sizes_of(n))),
     "one_token": ({}, lambda n: BlockMask.causal(1, **n)),
 }
-"""Sizes of blocks that stand for the defaults, and what is built of blocks of such sizes, on the device that is with them."""
+"""Sizes of blocks that stand for the defaults, and what is built of blocks of such sizes,
+on the device that is with them."""
 
 
 def sizes_of(blocks: dict) -> dict:
@@ -127,7 +168,13 @@ def mask_of(pattern: str, **sizes: int) -> BlockMask:
 
 
 CASES = [
-    pytest.param(version, dtype, pattern, sizes, id="-".join(filter(None, (version, dtype, pattern, "x".join(map(str, sizes.values()))))))
+    pytest.param(
+        version,
+        dtype,
+        pattern,
+        sizes,
+        id="-".join(filter(None, (version, dtype, pattern, "x".join(map(str, sizes.values()))))),
+    )
     for turn, (pattern, (own, _)) in enumerate(PATTERNS.items())
     for sizes in ({}, *([{"block_q": 128, "block_kv": 128}] if own else []))
     for version in MASKED
@@ -200,7 +247,9 @@ def test_what_is_skipped_is_not_read(version):
         x[:, 2 * n : 3 * n] = torch.nan
     found = run(mask, (q, k, v), problem, dout, dlse, version)
     # dQ may be summed in any order.
-    exact = [name for name in sound.items() if name != "dq" or takes(SPECS[version], replace(problem, deterministic=True))]
+    exact = [
+        name for name in sound.items() if name != "dq" or takes(SPECS[version], replace(problem, deterministic=True))
+    ]
     assert [name for name in exact if not same_bits(found.items()[name], sound.items()[name])] == []
     assert not any(bool(x.isnan().any()) for x in found.items().values())
 
@@ -213,7 +262,10 @@ def test_nothing_past_the_end_is_read(version):
 
     def spoiled(lists):
         past = torch.arange(lists.width, device=DEVICE) >= lists.counts[..., None]
-        spoil = {"indices": lists.indices.masked_fill(past, 1 << 30), "bit_index": lists.bit_index.masked_fill(past, 1 << 30)}
+        spoil = {
+            "indices": lists.indices.masked_fill(past, 1 << 30),
+            "bit_index": lists.bit_index.masked_fill(past, 1 << 30),
+        }
         return replace(lists, **spoil)
 
     mask = replace(mask, rows=spoiled(mask.rows), columns=spoiled(mask.columns)).validate()
@@ -281,7 +333,9 @@ class TestDispatch:
         q = torch.randn(1, 70, 2, 16)
         assert flashzoo.explain(q, q, q, block_mask=BlockMask.causal(70)).chosen == "sdpa"
 
-    @pytest.mark.parametrize("version", [name for name, spec in flashzoo.versions().items() if "block_mask" not in spec.features])
+    @pytest.mark.parametrize(
+        "version", [name for name, spec in flashzoo.versions().items() if "block_mask" not in spec.features]
+    )
     def test_others_refuse_it(self, version):
         spec = flashzoo.versions()[version]
         asked = replace(SMALL, block_mask=MaskForm())
@@ -290,7 +344,11 @@ class TestDispatch:
 
     def test_explain_tells_its_form(self):
         q = torch.empty(2, 200, 4, 64, dtype=torch.bfloat16, device="meta")
-        text = str(flashzoo.explain(q, q, q, block_mask=BlockMask.sliding_window(200, window_size=(9, 0), causal=True), arch=90))
+        text = str(
+            flashzoo.explain(
+                q, q, q, block_mask=BlockMask.sliding_window(200, window_size=(9, 0), causal=True), arch=90
+            )
+        )
         assert "block mask 128x128 (causal, window (9, 0))" in text and "v3 takes" in text
 
     def test_explain_tells_what_happens_without_one(self):
@@ -320,7 +378,10 @@ class TestHanded:
 
     @pytest.mark.parametrize(("causal", "window"), [(True, None), (False, (70, 3)), (True, (70, -1))])
     def test_a_mask_with_causal_and_window_in_it(self, handed, causal, window):
-        q, mask = torch.randn(1, 300, 2, 16, device=DEVICE), BlockMask.strided(300, stride=2, block_q=64, block_kv=64, **on)
+        q, mask = (
+            torch.randn(1, 300, 2, 16, device=DEVICE),
+            BlockMask.strided(300, stride=2, block_q=64, block_kv=64, **on),
+        )
         flashzoo.attention(q, q, q, causal=causal, window_size=window, block_mask=mask, version="toy")
         [(problem, given)] = handed
         band = BlockMask.sliding_window(300, window_size=window, causal=causal, block_q=64, block_kv=64, **on)
@@ -394,8 +455,14 @@ class TestErrors:
         [
             (lambda: BlockMask.causal(128, 200, **on), r"seqlen_q and seqlen_k \(200, 200\), got \(128, 200\)"),
             (lambda: BlockMask.causal(200, 100, **on), r"got \(200, 100\)"),
-            (lambda: BlockMask.random(200, blocks=1, heads=2, **on), "block_mask must have q's heads 4, or 1 where shared, got 2"),
-            (lambda: BlockMask.random(200, blocks=1, batch=3, **on), "block_mask must have q's batch 2, or 1 where shared, got 3"),
+            (
+                lambda: BlockMask.random(200, blocks=1, heads=2, **on),
+                "block_mask must have q's heads 4, or 1 where shared, got 2",
+            ),
+            (
+                lambda: BlockMask.random(200, blocks=1, batch=3, **on),
+                "block_mask must have q's batch 2, or 1 where shared, got 3",
+            ),
             (lambda: BlockMask.causal(200, device="meta"), "block_mask must be on q's device .*, got meta"),
         ],
     )
@@ -442,7 +509,13 @@ class TestTraced:
             problem = problem_of(mask)
             leaves = [x.requires_grad_() for x in draw(problem)[0]]
             tensors, sizes = mask.parts()
-            how = {"return_lse": True, "grad": True, "version": "blocksparse", "block_mask_tensors": tensors, "block_mask_sizes": sizes}
+            how = {
+                "return_lse": True,
+                "grad": True,
+                "version": "blocksparse",
+                "block_mask_tensors": tensors,
+                "block_mask_sizes": sizes,
+            }
             torch.library.opcheck(torch.ops.flashzoo.attention.default, tuple(leaves), how, rtol=1e-2, atol=1e-3)
 
     def test_a_bad_mask_is_refused(self):

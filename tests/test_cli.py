@@ -31,7 +31,20 @@ from flashzoo.timing import Timing
 from flashzoo.workloads import workload
 from flashzoo_suite.support import ROOT, in_fresh_process, toy
 
-TINY = ["--seq-len", "24", "--batch-size", "1", "--num-heads", "2", "--head-dim", "16", "--dtype", "fp32", "--device", "cpu"]
+TINY = [
+    "--seq-len",
+    "24",
+    "--batch-size",
+    "1",
+    "--num-heads",
+    "2",
+    "--head-dim",
+    "16",
+    "--dtype",
+    "fp32",
+    "--device",
+    "cpu",
+]
 WRONG = """
 import flashzoo
 from flashzoo.reference import standard
@@ -41,7 +54,8 @@ def attention(q, k, v, problem, operands):
     return out * 1.01, lse
 
 flashzoo.register(flashzoo.Spec(name="one_percent_off", title="wrong", paper="none", impl=f"{__name__}:attention",
-    dtypes=("fp16",), cpu_dtypes=("fp16",), features=frozenset({"causal", "lse"}), backward=frozenset({"causal", "lse"})))
+    dtypes=("fp16",), cpu_dtypes=("fp16",), features=frozenset({"causal", "lse"}),
+    backward=frozenset({"causal", "lse"})))
 """
 
 
@@ -96,7 +110,9 @@ def test_list_names_every_version(capsys):
     assert all(f"{name}: {spec.title}" in text for name, spec in flashzoo.versions().items())
 
 
-@pytest.mark.parametrize("arguments", [["list"], ["explain"], ["compare", "--versions", "own,standard"]], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "arguments", [["list"], ["explain"], ["compare", "--versions", "own,standard"]], ids=lambda words: words[0]
+)
 def test_every_command_takes_a_variants_file(arguments, own_variant, capsys):
     command, *options = arguments
     size = [] if command == "list" else TINY if command == "compare" else TINY[:-2]
@@ -106,7 +122,10 @@ def test_every_command_takes_a_variants_file(arguments, own_variant, capsys):
 
 def test_bench_and_report_take_a_variants_file(own_variant, tmp_path):
     results, page = tmp_path / "own.csv", tmp_path / "own.html"
-    size = f"--device cpu --dtype fp32 --tokens 64 --hidden 32 --head-dims 16 --ms 1 --passes fwd --causal 1 --out {results}"
+    size = (
+        "--device cpu --dtype fp32 --tokens 64 --hidden 32 --head-dims 16 --ms 1 --passes fwd "
+        f"--causal 1 --out {results}"
+    )
     assert main(["bench", str(own_variant), "--impls", "own,standard", *size.split()]) == 0
     assert [row["impl"] for row in csv.DictReader(results.open())] == ["matmul", "own", "standard", "matmul"]
     pytest.importorskip("matplotlib")
@@ -151,7 +170,19 @@ def test_a_reader_that_leaves_early_is_no_error():
 
 
 def test_explain_of_a_gpu_that_is_not_there(capsys):
-    size = ["--seq-len", "4096", "--head-dim", "128", "--num-heads", "16", "--batch-size", "8", "--dtype", "bf16", "--causal"]
+    size = [
+        "--seq-len",
+        "4096",
+        "--head-dim",
+        "128",
+        "--num-heads",
+        "16",
+        "--batch-size",
+        "8",
+        "--dtype",
+        "bf16",
+        "--causal",
+    ]
     assert main(["explain", "--arch", "90", *size]) == 0
     expected = "v3 takes batch 8, seqlen 4096, heads 16, head_dim 128, bf16, causal, on sm_90"
     assert capsys.readouterr().out.startswith(expected)
@@ -186,7 +217,9 @@ def test_bad_input_is_exit_code_2_and_a_sentence(arguments, text, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["dance"], ["compare", "--seq-len", "-4"], ["compare", "--dtype", "int8"], ["list", "--extra"]], ids=str
+    "arguments",
+    [[], ["dance"], ["compare", "--seq-len", "-4"], ["compare", "--dtype", "int8"], ["list", "--extra"]],
+    ids=str,
 )
 def test_bad_usage_is_exit_code_2(arguments):
     with pytest.raises(SystemExit) as stop:
@@ -200,7 +233,14 @@ def test_a_table_on_the_cpu_has_a_line_for_each_version_and_what_says_something_
     assert max(map(len, lines)) <= 80
     header = next(line for line in lines if line.startswith("version")).split()
     assert header == ["version", "result", "ran", "on", "budget", "out", "dq", "fwd", "ms", "bwd", "ms"]
-    assert [line.split()[0] for line in lines if " ok " in line] == ["decode", "v2", "v1", "blocksparse", "sdpa", "standard"]
+    assert [line.split()[0] for line in lines if " ok " in line] == [
+        "decode",
+        "v2",
+        "v1",
+        "blocksparse",
+        "sdpa",
+        "standard",
+    ]
     assert lines.count("v3, v3_fp8 can't: does not run on CPU tensors") == 1
 
 
@@ -212,7 +252,16 @@ MEASURED = Comparison(
             Row(
                 *(name, "", "ok", (), "GPU", (Check("out", "largest", 0.3, 1.0), Check("dq", "largest", 0.2, 0.4))),
                 *(dict.fromkeys(("out", "lse", "dq", "dk", "dv"), (1.25e-3, 1e-4)), {}),
-                *(Timing(0.83, 0.82, 0.85, 50), Timing(123.4, 122.0, 125.0, 9), 795.0, 12.2, 83.0, 1.2, 81 * 10**9, 3e9),
+                *(
+                    Timing(0.83, 0.82, 0.85, 50),
+                    Timing(123.4, 122.0, 125.0, 9),
+                    795.0,
+                    12.2,
+                    83.0,
+                    1.2,
+                    81 * 10**9,
+                    3e9,
+                ),
             )
             for name in ("v3", "blocksparse")
         ),
@@ -249,7 +298,9 @@ def test_compare_refuses_what_would_take_a_cpu_too_long_and_says_what_would_do(m
     size = "--seq-len 65536 --batch-size 8 --num-heads 16 --head-dim 128 --causal --dtype bf16 --backward --device cpu"
     assert main(["compare", *size.split()]) == 2
     said = capsys.readouterr().err
-    assert re.search(r"on CPU, would take about \d+ (hours|days) there, longer than budget_s=300; what takes seconds: batch 1", said)
+    assert re.search(
+        r"on CPU, would take about \d+ (hours|days) there, longer than budget_s=300; what takes seconds: batch 1", said
+    )
     does = Problem(1, 256, 256, 2, 2, 128, dtype="fp16", grad=True, device="cpu")
     assert "heads 2, seqlen 256, in fp16" in said
     monkeypatch.undo()
@@ -279,11 +330,25 @@ flashzoo.register(flashzoo.Spec(name="waiting", title="", paper="", impl=f"{__na
 def test_at_a_terminal_there_is_a_bar_before_torch_and_ctrl_c_ends_with_130_and_no_traceback(tmp_path):
     (tmp_path / "waiting.py").write_text(WAITING)
     # SIGINT as at a terminal: a shell's background jobs ignore it, and so would what they start.
-    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); import flashzoo_command as c; sys.exit(c.main())"
-    command = [sys.executable, "-c", code, "compare", str(tmp_path / "waiting.py"), *TINY, "--versions", "standard,waiting"]
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); import flashzoo_command as c; "
+        "sys.exit(c.main())"
+    )
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "compare",
+        str(tmp_path / "waiting.py"),
+        *TINY,
+        "--versions",
+        "standard,waiting",
+    ]
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")} | {
+        "TERM": "xterm"
+    }
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     said, told = b"", False
@@ -358,7 +423,9 @@ def test_compare_in_fp8(how, words, capsys):
 
 def test_explain_in_fp8(capsys):
     assert main(["explain", "--arch", "90", "--dtype", "e4m3"]) == 0
-    assert capsys.readouterr().out.startswith("v3_fp8 takes batch 8, seqlen 4096, heads 16, head_dim 128, e4m3 to bf16, on sm_90")
+    assert capsys.readouterr().out.startswith(
+        "v3_fp8 takes batch 8, seqlen 4096, heads 16, head_dim 128, e4m3 to bf16, on sm_90"
+    )
     assert main(["explain", "--arch", "90", "--dtype", "bf16", "--precision", "fp8", "--backward"]) == 0
     text = capsys.readouterr().out
     assert text.startswith("v3_fp8 takes ") and "bf16 in fp8, grad, on sm_90" in text
@@ -374,7 +441,11 @@ def test_list_tells_what_is_quantised(capsys):
 
 
 def test_fp8_has_twice_the_peak_where_there_is_any():
-    assert peak_tflops("NVIDIA H200", "e4m3") == peak_tflops("NVIDIA H200", "fp8") == 2 * peak_tflops("NVIDIA H200", "bf16")
+    assert (
+        peak_tflops("NVIDIA H200", "e4m3")
+        == peak_tflops("NVIDIA H200", "fp8")
+        == 2 * peak_tflops("NVIDIA H200", "bf16")
+    )
     assert peak_tflops("NVIDIA A100-SXM4-80GB", "e4m3") is None
 
 
@@ -434,7 +505,9 @@ def test_compare_leaves_its_inputs_alone():
     before = [x.clone() for x in tensors]
     comparison = flashzoo.compare(*tensors, causal=True, backward=True, versions=["standard", "sdpa"], progress=False)
     assert comparison.ok
-    assert all(torch.equal(x, then) and x.grad is None and not x.requires_grad for x, then in zip(tensors, before, strict=True))
+    assert all(
+        torch.equal(x, then) and x.grad is None and not x.requires_grad for x, then in zip(tensors, before, strict=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -444,8 +517,16 @@ def test_compare_leaves_its_inputs_alone():
         ({"k": torch.randn(1, 20, 3, 16)}, ValueError, "v must have k's batch, seqlen and heads"),
         ({"q": None}, TypeError, "q must be a torch.Tensor, got NoneType"),
         ({"softmax_scale": math.nan}, ValueError, "softmax_scale must be finite"),
-        ({"q": torch.randn(1, 20, 2, 16).to_sparse()}, TypeError, r"q must be a dense tensor .* got torch.sparse_coo: call to_dense\(\)"),
-        (dict.fromkeys("qkv", torch.empty(1, 20, 2, 16, device="meta")), ValueError, "q, k and v must have data, got device meta"),
+        (
+            {"q": torch.randn(1, 20, 2, 16).to_sparse()},
+            TypeError,
+            r"q must be a dense tensor .* got torch.sparse_coo: call to_dense\(\)",
+        ),
+        (
+            dict.fromkeys("qkv", torch.empty(1, 20, 2, 16, device="meta")),
+            ValueError,
+            "q, k and v must have data, got device meta",
+        ),
     ],
 )
 def test_compare_refuses_what_attention_refuses(change, error, text):

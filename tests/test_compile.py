@@ -59,9 +59,10 @@ WIDTHS = (64, 128, 256)
 TENSOR_CORES = {"HMMA", "HGMMA", "UTCHMMA"}
 
 
-# Bytes of stack of a thread where a kernel is known to spill with Triton 3.6 or 3.9; anything beyond fails. Arch 0 stands
-# for float32. Hopper: measured faster, spills and all, than every candidate tried that does not spill; blocksparse's are v2's.
-# float32: a product on the CUDA cores holds whole rows of both operands in registers, whatever the tile.
+# Bytes of stack of a thread where a kernel is known to spill with Triton 3.6 or 3.9; anything beyond fails. Arch 0
+# stands for float32. Hopper: measured faster, spills and all, than every candidate tried that does not spill;
+# blocksparse's are v2's. float32: a product on the CUDA cores holds whole rows of both operands in registers, whatever
+# the tile.
 KNOWN_STACK = {
     ("v1", "forward", 80, 64): 16,
     ("v1", "forward", 90, 256): 384,
@@ -112,9 +113,15 @@ LAUNCHES = {
 def compiled(version: str, kernel: str, problem: Problem) -> Resources:
     """The launch that this problem would get, compiled for its architecture."""
     launch, tensors, more, parameters, floats = LAUNCHES[version, kernel]
-    strides = (problem.seqlen_q * problem.heads * problem.head_dim, problem.heads * problem.head_dim, problem.head_dim) * tensors
+    strides = (
+        problem.seqlen_q * problem.heads * problem.head_dim,
+        problem.heads * problem.head_dim,
+        problem.head_dim,
+    ) * tensors
     kinds = {"h": problem.dtype, "o": problem.out_dtype, "f": "fp32", "i": "i32", "b": "u8"}
-    kinds |= {name: "i32" if feature in problem.features else None for name, feature in (("t", "packed"), ("u", "cache"))}
+    kinds |= {
+        name: "i32" if feature in problem.features else None for name, feature in (("t", "packed"), ("u", "cache"))
+    }
     kinds |= dict.fromkeys("sg", "fp32" if problem.sinks else None)
     types = tuple(kinds[parameter] for parameter in parameters)
     return resources(launch(problem, strides, *more), types, floats, problem.arch or 0)
@@ -135,14 +142,20 @@ def cases() -> Iterator[tuple[str, str, int, int, str, bool]]:
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize(("version", "kernel", "arch", "head_dim", "dtype", "causal"), [*cases()])
-def test_compiles_and_does_not_spill(version: str, kernel: str, arch: int, head_dim: int, dtype: str, causal: bool) -> None:
+def test_compiles_and_does_not_spill(
+    version: str, kernel: str, arch: int, head_dim: int, dtype: str, causal: bool
+) -> None:
     dtype, _, out_dtype = dtype.partition(" to ")
-    problem = Problem(2, 4096, 4096, 16, 16, head_dim, dtype=dtype, causal=causal, grad=True, arch=arch, out_dtype=out_dtype or dtype)
+    problem = Problem(
+        2, 4096, 4096, 16, 16, head_dim, dtype=dtype, causal=causal, grad=True, arch=arch, out_dtype=out_dtype or dtype
+    )
     if version == "blocksparse":
         problem = dataclasses.replace(problem, causal=False, block_mask=MaskForm(heads=16, bits=causal))
     read = compiled(version, kernel, problem)
     known = KNOWN_STACK.get((version, kernel, arch if dtype != "fp32" else 0, head_dim), 0)
-    assert read.stack <= known, f"{read.stack} bytes of stack, {read.spills} spill instructions; known are {known} bytes"
+    assert read.stack <= known, (
+        f"{read.stack} bytes of stack, {read.spills} spill instructions; known are {known} bytes"
+    )
     assert known or read.spills == 0
     assert read.shared <= SHARED_LIMIT[arch]
     if dtype != "fp32":
@@ -159,11 +172,14 @@ def test_v2_streams_through_tma_on_hopper(kernel: str, head_dim: int) -> None:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("form", [MaskForm(64, 64), MaskForm(128, 64, causal=True), MaskForm(64, 128, batch=2, bits=True)], ids=str)
+@pytest.mark.parametrize(
+    "form", [MaskForm(64, 64), MaskForm(128, 64, causal=True), MaskForm(64, 128, batch=2, bits=True)], ids=str
+)
 @pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
 @pytest.mark.parametrize("head_dim", WIDTHS)
 def test_blocksparse_streams_through_tma_on_hopper(kernel: str, head_dim: int, form: MaskForm) -> None:
-    """Which block comes next is read from memory, and still nothing waits for anything but TMA. Every shape of block compiles."""
+    """Which block comes next is read from memory, and still nothing waits for anything but TMA.
+    Every shape of block compiles."""
     problem = Problem(2, 4096, 4096, 16, 4, head_dim, grad=True, arch=90, block_mask=form)
     assert blocksparse_tiles(kernel, problem).tma
     read = compiled("blocksparse", kernel, problem)
@@ -188,7 +204,9 @@ def test_v2_of_packed_sequences_and_caches(kernel: str, head_dim: int, arch: int
     for lengths in ({"sequences": 9}, {"used_k": True}):
         problem = Problem(1, 8192, 8192, 16, 4, head_dim, **lengths, causal=True, grad=True, arch=arch)
         read = compiled("v2", kernel, problem)
-        assert ("UTMALDG" in read.opcodes) == (arch == 90 and "sequences" in lengths) and read.shared <= SHARED_LIMIT[arch]
+        assert ("UTMALDG" in read.opcodes) == (arch == 90 and "sequences" in lengths) and read.shared <= SHARED_LIMIT[
+            arch
+        ]
         known = KNOWN_STACK.get(("v2", kernel, arch, head_dim), 0)
         assert read.stack <= KNOWN_STACK_BY_LENGTHS.get((kernel, arch, head_dim), known), lengths
 
@@ -210,7 +228,9 @@ def test_v2_with_sinks(head_dim: int, arch: int, lengths: dict) -> None:
 @pytest.mark.parametrize("arch", [80, 90])
 def test_append_compiles_and_does_not_spill(arch: int) -> None:
     for page_size, table in ((0, None), (16, "i32")):
-        launch = append_launch(torch.int16, (4, 1, 8, 128), 128, (1 << 20, 1 << 10, 128) * 4, (8192, 4096, 512), page_size)
+        launch = append_launch(
+            torch.int16, (4, 1, 8, 128), 128, (1 << 20, 1 << 10, 128) * 4, (8192, 4096, 512), page_size
+        )
         for bits in ("u8", "i16", "i32"):
             assert resources(launch, (*[bits] * 4, "i32", table), 0, arch).stack == 0
 
@@ -227,19 +247,28 @@ DECODE_STACK = 16
 @pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": (128, 64)}], ids=str)
 def test_decode_compiles_and_does_not_spill(arch: int, head_dim: int, dtype: str, seqlen_q: int, mask: dict) -> None:
     how = {"dtype": dtype, "used_k": True, "arch": arch, **mask}
-    of_q, of_k = ((heads * head_dim * seqlen, heads * head_dim, head_dim) for heads, seqlen in ((64, seqlen_q), (8, 8192)))
+    of_q, of_k = (
+        (heads * head_dim * seqlen, heads * head_dim, head_dim) for heads, seqlen in ((64, seqlen_q), (8, 8192))
+    )
     strides = (*of_q, *of_k, *of_k, *of_q, 1 << 24, 1 << 16)
-    problem, paged = (Problem(4, seqlen_q, 8192, 64, 8, head_dim, page_size=page_size, **how) for page_size in (None, 16))
+    problem, paged = (
+        Problem(4, seqlen_q, 8192, 64, 8, head_dim, page_size=page_size, **how) for page_size in (None, 16)
+    )
     for found in (
         resources(decode.split_launch(problem, strides), (*[dtype] * 3, "fp32", "fp32", "i32", None, None), 1, arch),
-        resources(decode.split_launch(paged, strides, (512, 4096)), (*[dtype] * 3, "fp32", "fp32", "i32", "i32", None), 1, arch),
+        resources(
+            decode.split_launch(paged, strides, (512, 4096)),
+            (*[dtype] * 3, "fp32", "fp32", "i32", "i32", None),
+            1,
+            arch,
+        ),
         resources(decode.split_launch(problem, strides), (*[dtype] * 3, "fp32", "fp32", "i32", None, "fp32"), 1, arch),
         resources(decode.merge_launch(problem, of_q), ("fp32", "fp32", dtype, "fp32", "fp32"), 0, arch),
     ):
         assert found.stack <= DECODE_STACK and found.shared <= SHARED_LIMIT[arch]
 
 
-def hopper_decode_cases() -> Iterator[tuple[int, dict, bool]]:
+def hopper_decode_cases() -> Iterator[tuple[int, dict, int]]:
     for head_dim in (64, 128, 192, 256):
         for how in (
             {},
@@ -253,14 +282,16 @@ def hopper_decode_cases() -> Iterator[tuple[int, dict, bool]]:
 
 
 RESERVED_SHARED = 1 << 10
-"""Bytes of a multiprocessor's shared memory that CUDA keeps for each thread block; the limit of one block is without its own."""
+"""Bytes of a multiprocessor's shared memory that CUDA keeps for each thread block;
+the limit of one block is without its own."""
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("head_dim", "how", "batch"), [*hopper_decode_cases()], ids=str)
 @pytest.mark.filterwarnings("error")
 def test_decode_on_hopper_compiles_and_does_not_spill(head_dim: int, how: dict, batch: int, host_code) -> None:
-    """With one thread block on a multiprocessor and with two, with parts and without: all that registers are fewest for."""
+    """With one thread block on a multiprocessor and with two, with parts and without:
+    all that registers are fewest for."""
     problem = Problem(batch, 1, 8192, 64, 8, head_dim, dtype="bf16", used_k=True, arch=90, **how)
     kernel = decode_hopper_kernel(problem)
     for each in {kernel, dataclasses.replace(kernel, split=True)}:
@@ -328,8 +359,8 @@ def host_code(monkeypatch) -> list[str]:
 def too_little_shared(code: str) -> bool:
     """Whether the launch asks for less shared memory than the kernel lays out.
 
-    CuTe DSL adds up what a kernel allocates, and its host code, which we never run, prints a message where a launch asks
-    for less. It is a constant condition: where it is false the message is defined and used by nothing.
+    CuTe DSL adds up what a kernel allocates, and its host code, which we never run, prints a message where a launch
+    asks for less. It is a constant condition: where it is false the message is defined and used by nothing.
     """
     (message,) = re.findall(r"@(\w+)\(.*shared memory usage in .* may exceed available memory", code)
     return f"addressof @{message} " in code
@@ -347,13 +378,19 @@ def test_v3_compiles_and_does_not_spill(
 ) -> None:
     sizes = (2, seqlen_q) if seqlen_q != PACKED else (1, 4096)
     sequences = None if seqlen_q != PACKED else 9
-    problem = Problem(*sizes, 4096, 16, 16, width, head_dim_v=width_v, dtype=dtype, sequences=sequences, arch=90, **V3_MASKS[mask])
+    problem = Problem(
+        *sizes, 4096, 16, 16, width, head_dim_v=width_v, dtype=dtype, sequences=sequences, arch=90, **V3_MASKS[mask]
+    )
     kernel = v3_kernel(problem)
     assert isinstance(kernel, KernelPacked) == (seqlen_q == PACKED)
     kernel = dataclasses.replace(kernel, tiles=dataclasses.replace(kernel.tiles, **ablated))
     compiled = v3_compiled(kernel)
-    assert compiled.stack == 0 and compiled.spills == 0, f"{compiled.stack} bytes of stack, {compiled.spills} spill instructions"
-    assert compiled.opcodes.keys() >= {"HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"}, "WGMMA, TMA both ways, registers by role"
+    assert compiled.stack == 0 and compiled.spills == 0, (
+        f"{compiled.stack} bytes of stack, {compiled.spills} spill instructions"
+    )
+    assert compiled.opcodes.keys() >= {"HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"}, (
+        "WGMMA, TMA both ways, registers by role"
+    )
     assert "HMMA" not in compiled.opcodes
     consumers = kernel.tiles.consumers
     wanted = PRODUCER_REGISTERS[consumers] + consumers * CONSUMER_REGISTERS[consumers]
@@ -374,7 +411,9 @@ SPARSE_MASKS = {
 
 def sparse_cases() -> Iterator[tuple[int, int, int, str]]:
     for widths_and_block in SPARSE:
-        for mask in SPARSE_MASKS if widths_and_block in ((128, 128, 128), (256, 256, 128)) else ("full", "bits_and_window"):
+        for mask in (
+            SPARSE_MASKS if widths_and_block in ((128, 128, 128), (256, 256, 128)) else ("full", "bits_and_window")
+        ):
             yield *widths_and_block, mask
 
 
@@ -386,8 +425,12 @@ def test_v3_sparse_compiles_and_does_not_spill(width: int, width_v: int, block_k
     kernel = v3_kernel(Problem(2, 4096, 4096, 16, 16, width, head_dim_v=width_v, arch=90, block_mask=form))
     assert isinstance(kernel, KernelSparse) and kernel.tiles == SPARSE[width, width_v, block_kv]
     compiled = v3_compiled(kernel)
-    assert compiled.stack == 0 and compiled.spills == 0, f"{compiled.stack} bytes of stack, {compiled.spills} spill instructions"
-    assert compiled.opcodes.keys() >= {"HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"}, "WGMMA, TMA both ways, registers by role"
+    assert compiled.stack == 0 and compiled.spills == 0, (
+        f"{compiled.stack} bytes of stack, {compiled.spills} spill instructions"
+    )
+    assert compiled.opcodes.keys() >= {"HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"}, (
+        "WGMMA, TMA both ways, registers by role"
+    )
     loads = [instruction for instruction in compiled.code if f"LDG.E.{kernel.tiles.block_kv} " in instruction]
     assert bool(loads) == kernel.bits, "a row's bits are one load"
     consumers = kernel.teams * kernel.tiles.consumers
@@ -397,8 +440,9 @@ def test_v3_sparse_compiles_and_does_not_spill(width: int, width_v: int, block_k
     assert not too_little_shared(host_code[0])
 
 
-# Bytes of stack of a thread where an FP8 kernel is known to spill, by width: with 128 columns of O, as many of a product and P a
-# consumer has all of its 160 registers in use, and measured faster so than without. None is in the loop over unmasked blocks.
+# Bytes of stack of a thread where an FP8 kernel is known to spill, by width: with 128 columns of O, as many of a
+# product and P a consumer has all of its 160 registers in use, and measured faster so than without. None is in the loop
+# over unmasked blocks.
 FP8_STACK = {64: 0, 128: 24, 256: 0}
 ONE_LEVEL_STACK = {64: 0, 128: 96, 256: 32}
 
@@ -424,11 +468,15 @@ def test_v3_fp8_compiles_and_spills_no_more_than_known(
     compiled = v3_compiled(kernel)
     known = (FP8_STACK if kernel.two_level else ONE_LEVEL_STACK)[width]
     assert compiled.stack <= known, f"{compiled.stack} bytes of stack, {compiled.spills} spill instructions"
-    assert compiled.opcodes.keys() >= {"QGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"}, "FP8 WGMMA, TMA both ways, registers by role"
+    assert compiled.opcodes.keys() >= {"QGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"}, (
+        "FP8 WGMMA, TMA both ways, registers by role"
+    )
     assert not {"HMMA", "HGMMA"} & compiled.opcodes.keys()
     assert ({"LDSM"} <= compiled.opcodes.keys()) is not transposed, "V is transposed on chip, or comes so"
     consumers = kernel.tiles.consumers
-    producer, consumer = (PRODUCER_REGISTERS[consumers], CONSUMER_REGISTERS[consumers]) if transposed else REGISTERS[consumers]
+    producer, consumer = (
+        (PRODUCER_REGISTERS[consumers], CONSUMER_REGISTERS[consumers]) if transposed else REGISTERS[consumers]
+    )
     assert WARPGROUP * (producer + consumers * consumer) <= kernel.threads * compiled.registers
     assert compiled.shared <= SHARED_LIMIT[90]
     assert not too_little_shared(host_code[0])
@@ -466,7 +514,8 @@ def packed_backward_cases() -> Iterator[tuple[str, int, str, bool]]:
 
 
 def of_consumers(code: tuple[str, ...]) -> list[str]:
-    """What can run once a consumer has asked for its registers: the producer and the writers give theirs up, and end for themselves."""
+    """What can run once a consumer has asked for its registers:
+    the producer and the writers give theirs up, and end for themselves."""
     places = {instruction: at for at, instruction in enumerate(code)}
     reached: set[int] = set()
     ahead = [at for at, instruction in enumerate(code) if "USETMAXREG.TRY_ALLOC" in instruction]
@@ -480,8 +529,8 @@ def of_consumers(code: tuple[str, ...]) -> list[str]:
 
 
 def serialised(code: tuple[str, ...]) -> int:
-    """How many WGMMAs of a product wait for the one before, as all of a kernel do where ptxas finds too few registers or a branch
-    that may divide a warp: it says so nowhere but in its log, and they take a third longer.
+    """How many WGMMAs of a product wait for the one before, as all of a kernel do where ptxas finds too few registers
+    or a branch that may divide a warp: it says so nowhere but in its log, and they take a third longer.
     """
     found, sum_before, waited = 0, "", False
     for instruction in code:
@@ -493,15 +542,17 @@ def serialised(code: tuple[str, ...]) -> int:
     return found
 
 
-# Bytes of stack of a thread where the producer is known to spill, with its 24 registers, by width. It is where no side is bounded; a
-# consumer never does.
+# Bytes of stack of a thread where the producer is known to spill, with its 24 registers, by width. It is where no side
+# is bounded; a consumer never does.
 BACKWARD_STACK = {64: 48, 128: 48, 256: 32}
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("dtype", "width", "mask", "deterministic"), [*backward_cases()], ids=str)
 @pytest.mark.filterwarnings("error")
-def test_v3_backward_compiles_and_its_consumers_do_not_spill(dtype: str, width: int, mask: str, deterministic: bool, host_code) -> None:
+def test_v3_backward_compiles_and_its_consumers_do_not_spill(
+    dtype: str, width: int, mask: str, deterministic: bool, host_code
+) -> None:
     asked = {"dtype": dtype, "grad": True, "deterministic": deterministic, "arch": 90}
     kernel = kernel_backward_for(Problem(2, 4096, 4096, 16, 16, width, **asked, **V3_MASKS[mask]))
     held_to_its_registers(kernel, BACKWARD_STACK[width] if mask == "full" else 0, host_code)
@@ -510,7 +561,9 @@ def test_v3_backward_compiles_and_its_consumers_do_not_spill(dtype: str, width: 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("dtype", "width", "mask", "deterministic"), [*packed_backward_cases()], ids=str)
 @pytest.mark.filterwarnings("error")
-def test_v3_packed_backward_compiles_and_does_not_spill(dtype: str, width: int, mask: str, deterministic: bool, host_code) -> None:
+def test_v3_packed_backward_compiles_and_does_not_spill(
+    dtype: str, width: int, mask: str, deterministic: bool, host_code
+) -> None:
     asked = {"dtype": dtype, "grad": True, "deterministic": deterministic, "sequences": 9, "arch": 90}
     kernel = kernel_backward_for(Problem(1, 4096, 4096, 16, 16, width, **asked, **V3_MASKS[mask]))
     assert isinstance(kernel, KernelBackwardPacked)
@@ -531,7 +584,9 @@ def sparse_backward_cases() -> Iterator[tuple[str, int, int, str]]:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("dtype", "width", "block_kv", "mask"), [*sparse_backward_cases()], ids=str)
 @pytest.mark.filterwarnings("error")
-def test_v3_sparse_backward_compiles_and_its_consumers_do_not_spill(dtype: str, width: int, block_kv: int, mask: str, host_code) -> None:
+def test_v3_sparse_backward_compiles_and_its_consumers_do_not_spill(
+    dtype: str, width: int, block_kv: int, mask: str, host_code
+) -> None:
     form = MaskForm(128, block_kv, **SPARSE_MASKS[mask])
     problem = Problem(2, 4096, 4096, 16, 16, width, dtype=dtype, grad=True, arch=90, block_mask=form)
     kernel = kernel_backward_for(problem)
@@ -540,16 +595,23 @@ def test_v3_sparse_backward_compiles_and_its_consumers_do_not_spill(dtype: str, 
 
 
 def held_to_its_registers(kernel: KernelBackward, known: int, host_code: list[str]) -> None:
-    """A backward kernel compiles to what it is meant to, its consumers within their registers; `known` is the producer's stack."""
+    """A backward kernel compiles to what it is meant to, its consumers within their registers;
+    `known` is the producer's stack."""
     compiled = v3_compiled(kernel)
     spills = [instruction for instruction in of_consumers(compiled.code) if re.search(r"\b(STL|LDL)\b", instruction)]
     assert not spills, f"{len(spills)} spill instructions in the consumers' code"
-    assert compiled.stack <= known, f"{compiled.stack} bytes of stack, {compiled.spills} spill instructions; known are {known} bytes"
+    assert compiled.stack <= known, (
+        f"{compiled.stack} bytes of stack, {compiled.spills} spill instructions; known are {known} bytes"
+    )
     assert serialised(compiled.code) == 0
-    assert compiled.opcodes.keys() >= {"HGMMA", "UTMALDG", "UBLKCP", "UTMASTG", "USETMAXREG"}, "WGMMA, TMA both ways, registers by role"
+    assert compiled.opcodes.keys() >= {"HGMMA", "UTMALDG", "UBLKCP", "UTMASTG", "USETMAXREG"}, (
+        "WGMMA, TMA both ways, registers by role"
+    )
     assert "HMMA" not in compiled.opcodes
     bulk, fours = "UBLKRED" in compiled.opcodes, any("REDG.E.ADD.F32x4" in instruction for instruction in compiled.code)
-    assert (bulk, fours) == (not kernel.tiles.by_gradient, kernel.tiles.by_gradient), "dQ is added to by TMA, or from registers by fours"
+    assert (bulk, fours) == (not kernel.tiles.by_gradient, kernel.tiles.by_gradient), (
+        "dQ is added to by TMA, or from registers by fours"
+    )
     consumers = kernel.tiles.consumers
     wanted = PRODUCER_REGISTERS[consumers] + consumers * CONSUMER_REGISTERS[consumers]
     assert WARPGROUP * wanted <= kernel.threads * compiled.registers, "the consumers would wait for registers for ever"
@@ -572,8 +634,12 @@ KINDS = {
     KernelSparse: lambda problem: v3_kernel(dataclasses.replace(problem, block_mask=MaskForm())),
     KernelPacked: lambda problem: v3_kernel(dataclasses.replace(problem, batch=1, sequences=2)),
     KernelBackward: kernel_backward_for,
-    KernelBackwardSparse: lambda problem: kernel_backward_for(dataclasses.replace(problem, grad=True, block_mask=MaskForm())),
-    KernelBackwardPacked: lambda problem: kernel_backward_for(dataclasses.replace(problem, grad=True, batch=1, sequences=2)),
+    KernelBackwardSparse: lambda problem: kernel_backward_for(
+        dataclasses.replace(problem, grad=True, block_mask=MaskForm())
+    ),
+    KernelBackwardPacked: lambda problem: kernel_backward_for(
+        dataclasses.replace(problem, grad=True, batch=1, sequences=2)
+    ),
 }
 """The kernel of a kind for a problem."""
 
@@ -595,14 +661,19 @@ def test_v3_has_the_parameters_that_its_launch_packs(kind, sinks, tmp_path) -> N
     entry = compiled.artifacts.PTX.partition(".entry")[2].partition("{")[0]
     scalars = {"u32": 4, "f32": 4, "u64": 8, "b32": 4, "b64": 8}
     declared = re.findall(r"\.param (?:\.align \d+ )?\.(\w+)[^,\n]*?(?:\[(\d+)\])?,?\n", entry)
-    assert [int(size) if size else scalars[kind] for kind, size in declared] == [size for _, size in arguments_of(kernel).places]
+    assert [int(size) if size else scalars[kind] for kind, size in declared] == [
+        size for _, size in arguments_of(kernel).places
+    ]
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("kind", [kind for kind in PROGRAMS if issubclass(kind, Kernel)], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize(
+    "kind", [kind for kind in PROGRAMS if issubclass(kind, Kernel)], ids=lambda kind: kind.__name__
+)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_v3_with_sinks(kind, width: int) -> None:
-    """They join in the epilogue: as many products, for each of a thread's two rows four more exponentials and the like, no spills."""
+    """They join in the epilogue: as many products, for each of a thread's two rows four more exponentials and the
+    like, no spills."""
     problem = Problem(2, 4096, 4096, 16, 4, width, causal=True, arch=90)
     plain, read = (v3_compiled(KINDS[kind](dataclasses.replace(problem, sinks=sinks))) for sinks in (False, True))
     assert all(plain.opcodes.get(name) == read.opcodes.get(name) for name in ("HGMMA", "QGMMA"))
@@ -630,7 +701,9 @@ def test_v3_asks_for_no_more_shared_memory_than_it_lays_out(kind, width, determi
     """One mbarrier less is too little, and that is seen."""
     form = MaskForm() if "sparse" in kind else None
     sequences = 9 if "packed" in kind else None
-    problem = Problem(1, 4096, 4096, 16, 16, width, arch=90, deterministic=deterministic, block_mask=form, sequences=sequences)
+    problem = Problem(
+        1, 4096, 4096, 16, 16, width, arch=90, deterministic=deterministic, block_mask=form, sequences=sequences
+    )
     kernel = kernel_backward_for(problem) if "backward" in kind else v3_kernel(problem)
     if kind == "packed_fp8":
         kernel = kernel_fp8_for(dataclasses.replace(problem, dtype="e4m3", out_dtype=None), False, False)

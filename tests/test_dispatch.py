@@ -66,7 +66,9 @@ class TestResolve:
         ids=str,
     )
     def test_auto_takes_decode_where_few_tiles_have_many_keys(self, batch, seqlen_q, seqlen_k, heads, fields, taken):
-        problem = flashzoo.Problem(batch, seqlen_q, seqlen_k, heads, 8, 128, dtype="bf16", causal=seqlen_q > 1, **{"arch": 90} | fields)
+        problem = flashzoo.Problem(
+            batch, seqlen_q, seqlen_k, heads, 8, 128, dtype="bf16", causal=seqlen_q > 1, **{"arch": 90} | fields
+        )
         assert (registry.resolve(problem).name == "decode") == taken
 
     def test_auto_passes_over_what_does_not_offer_itself(self):
@@ -78,13 +80,21 @@ class TestResolve:
     @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
     @pytest.mark.parametrize(
         "feature",
-        [{}, {"causal": True}, {"window": (8, 0)}, {"heads_kv": 2, "seqlen_k": 7}, {"deterministic": True, "grad": True}],
+        [
+            {},
+            {"causal": True},
+            {"window": (8, 0)},
+            {"heads_kv": 2, "seqlen_k": 7},
+            {"deterministic": True, "grad": True},
+        ],
         ids=str,
     )
     def test_auto_is_the_newest_kernel_on_every_gpu(self, arch, dtype, feature):
         """For the forward pass; v2 has a fallback backward for all."""
         problem = dataclasses.replace(HOPPER, arch=arch, dtype=dtype, **feature)
-        specs = [spec for spec in flashzoo.versions().values() if spec.auto and not (spec.leaves and spec.leaves(problem))]
+        specs = [
+            spec for spec in flashzoo.versions().values() if spec.auto and not (spec.leaves and spec.leaves(problem))
+        ]
         able = [spec.name for spec in specs if not spec.unsupported(problem.forward)]
         assert registry.resolve(problem).name == able[0]
         assert able[0] not in ("sdpa", "standard")
@@ -120,7 +130,9 @@ class TestResolve:
         with pytest.raises(UnsupportedError) as error:
             registry.resolve(dataclasses.replace(HOPPER, window=(4, 0)), "v1")
         text = str(error.value)
-        assert "version 'v1' can't take batch 2, seqlen 128, heads 8, head_dim 64, bf16, window (4, 0), on sm_90" in text
+        assert (
+            "version 'v1' can't take batch 2, seqlen 128, heads 8, head_dim 64, bf16, window (4, 0), on sm_90" in text
+        )
         assert "  v1: does not support window_size" in text
         assert "versions that would: decode, v3, v2, blocksparse, sdpa, standard" in text
 
@@ -130,7 +142,8 @@ class TestResolve:
 
     def test_a_name_nobody_has(self):
         with pytest.raises(
-            ValueError, match="version must be 'auto' or one of decode, v3, v3_fp8, v2, v1, blocksparse, sdpa, standard, got 'v9'"
+            ValueError,
+            match="version must be 'auto' or one of decode, v3, v3_fp8, v2, v1, blocksparse, sdpa, standard, got 'v9'",
         ):
             registry.resolve(HOPPER, "v9")
 
@@ -170,10 +183,14 @@ class TestResolve:
         flashzoo.attention(q, q, q, version="in_triton")
         assert len(CALLS) == 1
         monkeypatch.setenv("FLASHZOO_INTERPRETER_LIMIT", "none")
-        with pytest.raises(ValueError, match="FLASHZOO_INTERPRETER_LIMIT must be a number of blocks of 64x64 scores, got 'none'"):
+        with pytest.raises(
+            ValueError, match="FLASHZOO_INTERPRETER_LIMIT must be a number of blocks of 64x64 scores, got 'none'"
+        ):
             flashzoo.attention(*[torch.zeros(1, 1026, 1, 8)] * 3, version="in_triton")
 
-    @pytest.mark.parametrize(("name", "language", "left"), [("v1", "triton", "v3"), ("v2", "triton", "v3"), ("v3", "cutlass", "v2")])
+    @pytest.mark.parametrize(
+        ("name", "language", "left"), [("v1", "triton", "v3"), ("v2", "triton", "v3"), ("v3", "cutlass", "v2")]
+    )
     def test_a_kernel_without_its_language_is_refused(self, name, language, left, monkeypatch):
         monkeypatch.setattr(flashzoo.spec, "_installed", lambda package: package != language)
         registry._forget()
@@ -194,7 +211,9 @@ class TestResolve:
     def test_a_backward_pass_may_need_another_language(self, monkeypatch):
         monkeypatch.setattr(flashzoo.spec, "_installed", lambda package: package != "triton")
         registry._forget()
-        with pytest.raises(UnsupportedError, match="v3: its backward pass needs the package 'triton', which is not installed"):
+        with pytest.raises(
+            UnsupportedError, match="v3: its backward pass needs the package 'triton', which is not installed"
+        ):
             registry.resolve(dataclasses.replace(HOPPER, grad=True), "v3")
         registry._forget()
 
@@ -213,14 +232,25 @@ class TestResolve:
             assert flashzoo.versions()["v3_fp8"].unsupported(problem)
 
     @pytest.mark.parametrize(
-        "fields", [{"dtype": "e4m3", "out_dtype": None}, {"precision": "fp8"}, {"precision": "fp8", "dtype": "fp16", "grad": True}], ids=str
+        "fields",
+        [
+            {"dtype": "e4m3", "out_dtype": None},
+            {"precision": "fp8"},
+            {"precision": "fp8", "dtype": "fp16", "grad": True},
+        ],
+        ids=str,
     )
     def test_fp8_is_v3s_on_hopper_and_standards_elsewhere(self, fields):
         problem = dataclasses.replace(HOPPER, **fields)
         assert registry.resolve(problem).name == "v3_fp8"
         able = [spec.name for spec in flashzoo.versions().values() if not spec.unsupported(problem)]
         assert able == ["v3_fp8", "standard"]
-        for other in ({"arch": 80}, {"arch": 100}, {"device": "cpu", "arch": None}, {"head_dim": 72, "head_dim_v": None}):
+        for other in (
+            {"arch": 80},
+            {"arch": 100},
+            {"device": "cpu", "arch": None},
+            {"head_dim": 72, "head_dim_v": None},
+        ):
             assert registry.resolve(dataclasses.replace(problem, **other)).name == "standard"
 
     @pytest.mark.parametrize(
@@ -234,7 +264,8 @@ class TestResolve:
 
 
 class TestUnquantized:
-    """A version that quantises, and whose backward pass is two passes of another implementation on the inputs as they are."""
+    """A version that quantises, and whose backward pass is two passes of another implementation on the
+    inputs as they are."""
 
     def test_gradients_are_those_of_the_other(self, qkv):
         flashzoo.register(
@@ -253,7 +284,11 @@ class TestUnquantized:
             for how in ({"version": "rough", "precision": "fp8"}, {"version": "fine"})
         )
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-        assert [(problem.precision, problem.grad) for problem in CALLS[:3]] == [("fp8", True), (None, False), (None, True)]
+        assert [(problem.precision, problem.grad) for problem in CALLS[:3]] == [
+            ("fp8", True),
+            (None, False),
+            (None, True),
+        ]
 
 
 class TestFallbackBackward:
@@ -261,7 +296,9 @@ class TestFallbackBackward:
 
     @staticmethod
     def registered(fallback: dict | None = None, **newer) -> None:
-        flashzoo.register(toy("older", impl=NAMES[dense], backward_impl=NAMES[dense_backward], **fallback or {}), before="v3")
+        flashzoo.register(
+            toy("older", impl=NAMES[dense], backward_impl=NAMES[dense_backward], **fallback or {}), before="v3"
+        )
         flashzoo.register(toy("newer", **{"impl": NAMES[dense], "backward": None} | newer), before="older")
 
     @pytest.mark.parametrize("lse", [False, True])
@@ -298,7 +335,11 @@ class TestFallbackBackward:
         self.registered()
         problem = dataclasses.replace(HOPPER, grad=True)
         choice = registry.choose(problem)
-        assert (choice.forward.name, choice.backward.name, str(choice)) == ("newer", "older", "newer forward, older backward")
+        assert (choice.forward.name, choice.backward.name, str(choice)) == (
+            "newer",
+            "older",
+            "newer forward, older backward",
+        )
         assert registry.resolve(problem).name == "newer"
         assert str(registry.choose(HOPPER)) == "newer" and registry.choose(HOPPER).backward is None
         assert flashzoo.explain(HOPPER).backward is None
@@ -324,7 +365,15 @@ class TestFallbackBackward:
             ({"features": frozenset({"causal"})}, {}, {}),
             ({"auto": ()}, {}, {}),
         ],
-        ids=["not deterministic", "not causal", "not so wide", "not under auto", "no forward", "no lse", "newer not under auto"],
+        ids=[
+            "not deterministic",
+            "not causal",
+            "not so wide",
+            "not under auto",
+            "no forward",
+            "no lse",
+            "newer not under auto",
+        ],
     )
     def test_is_for_what_both_take(self, newer, fallback, problem):
         self.registered(fallback, **newer)
@@ -475,7 +524,8 @@ class TestExplain:
     def test_prints_who_was_chosen_and_every_reason(self):
         text = str(flashzoo.explain(dataclasses.replace(HOPPER, window=(8, 0), lse=True)))
         assert (
-            text.splitlines()[0] == "v3 takes batch 2, seqlen 128, heads 8, head_dim 64, bf16, window (8, 0), lse, on sm_90, by the default"
+            text.splitlines()[0]
+            == "v3 takes batch 2, seqlen 128, heads 8, head_dim 64, bf16, window (8, 0), lse, on sm_90, by the default"
         )
         assert "* v3" in text
         assert "- does not support window_size" in text
@@ -490,8 +540,15 @@ class TestExplain:
             assert any("interpreter" in note for note in verdict.notes)
 
     def test_a_problem_takes_no_other_argument(self):
-        text = r"expected a Problem alone, or with version=, got {} beside it; dataclasses.replace\(problem, ...\) changes what it asks for"
-        for beside in ({"causal": True}, {"arch": 90, "causal": False}, {"k": torch.zeros(2, 6, 4, 8), "window_size": None}):
+        text = (
+            r"expected a Problem alone, or with version=, got {} beside it; "
+            r"dataclasses.replace\(problem, ...\) changes what it asks for"
+        )
+        for beside in (
+            {"causal": True},
+            {"arch": 90, "causal": False},
+            {"k": torch.zeros(2, 6, 4, 8), "window_size": None},
+        ):
             with pytest.raises(TypeError, match=text.format(", ".join(beside))):
                 flashzoo.explain(HOPPER, **beside)
 

@@ -1,8 +1,8 @@
 """The tutorial is true: its files are written and its commands run, in order, in a folder that is empty at first.
 
-A block of docs/write_a_variant.md is a file where the line that opens it names one. A block of commands may be of `setup`, which makes
-the environment that the tests have already, or `long`, which the tutorial shows in short too: both are not run. `cpu` and `gpu` are for
-machines without and with one, and what `fails` must.
+A block of docs/write_a_variant.md is a file where the line that opens it names one. A block of commands may be of
+`setup`, which makes the environment that the tests have already, or `long`, which the tutorial shows in short too: both
+are not run. `cpu` and `gpu` are for machines without and with one, and what `fails` must.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def blocks(text: str) -> Iterator[tuple[str, str, str]]:
 
 @pytest.fixture
 def environment(tmp_path) -> dict[str, str]:
-    """A virtual environment of its own, for what the tutorial installs, that sees what the tests' has; flashzoo is this checkout."""
+    """A virtual environment of its own, for what the tutorial installs, that sees what the tests' has;
+    flashzoo is this checkout."""
     home = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
     (packages,) = home.glob("lib/python*/site-packages")
@@ -44,7 +45,9 @@ def environment(tmp_path) -> dict[str, str]:
         script = home / "bin" / name
         script.write_text(f'#!/bin/sh\nexec "{home}/bin/python" -m {module} "$@"\n')
         script.chmod(0o755)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("FLASHZOO", "PYTEST", "PYTHON"))}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("FLASHZOO", "PYTEST", "PYTHON"))
+    }
     # For pip to build with the setuptools that is here, and not to ask an index.
     pip = {"PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_INDEX": "1"}
     # The whole suite is for whoever follows the tutorial; here a part of it, where the tutorial names none.
@@ -60,7 +63,12 @@ def test_from_an_empty_folder_to_a_package(tmp_path, environment):
             (folder / word).write_text(text)
         elif word not in ELSEWHERE:
             done = subprocess.run(
-                ["bash", "-euc", text], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                ["bash", "-euc", text],
+                cwd=folder,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
             )
             assert done.returncode == (1 if word == "fails" else 0), f"{text}\n{done.stdout}"
             printed.append((text, done.stdout))
@@ -115,7 +123,11 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("flashzoo/*/README.md")])]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("flashzoo/*/README.md")]),
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())

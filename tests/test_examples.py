@@ -1,5 +1,5 @@
-"""examples/my_variant.py passes `flashzoo check`; train_gpt.py at tiny sizes: what it holds a loss curve against, and that a wrong
-version's curve is told from a right one's; generate.py writes what it would without a cache."""
+"""examples/my_variant.py passes `flashzoo check`; train_gpt.py at tiny sizes: what it holds a loss curve against, and
+that a wrong version's curve is told from a right one's; generate.py writes what it would without a cache."""
 
 from __future__ import annotations
 

@@ -45,10 +45,16 @@ def test_the_error_table_shows_what_rotation_does_and_long_sums_lose(capsys):
 
 def test_errors_are_rows_of_the_results_file(tmp_path, capsys):
     out = tmp_path / "cpu.csv"
-    line = f"--device cpu --head-dim 64 --seqlen 256 --queries 64 --heads 1 --long 256 --run e1 --commit c0ffee --out {out}"
+    line = (
+        "--device cpu --head-dim 64 --seqlen 256 --queries 64 --heads 1 --long 256 --run e1 "
+        f"--commit c0ffee --out {out}"
+    )
     assert fp8_error.main(line.split()) == 0
     first = capsys.readouterr().out.split("RMSE over")[0]
-    shown = {cells[0]: cells[1:3] for cells in (line.strip("| ").split(" | ") for line in first.splitlines() if line.startswith("|"))}
+    shown = {
+        cells[0]: cells[1:3]
+        for cells in (line.strip("| ").split(" | ") for line in first.splitlines() if line.startswith("|"))
+    }
     rows = rows_of(out)
     assert {(row["pass"], row["run"], row["head_dim"], row["tflops"]) for row in rows} == {
         ("error_fp8_paper", "e1", "64", ""),
@@ -56,7 +62,9 @@ def test_errors_are_rows_of_the_results_file(tmp_path, capsys):
     }
     found = {(row["impl"], row["dtype"]): float(row["rms_err"]) for row in rows if row["pass"] == "error_fp8_paper"}
     assert found["standard", "fp16"] == pytest.approx(float(shown["16 bits: fp16"][0]), rel=1e-2)
-    assert found["standard_rotation_block_scales", "e4m3"] == pytest.approx(float(shown["rotation, block scales"][0]), rel=1e-2)
+    assert found["standard_rotation_block_scales", "e4m3"] == pytest.approx(
+        float(shown["rotation, block scales"][0]), rel=1e-2
+    )
     assert len(rows) == 2 * (len(shown) - 2), "one for each line and kind of inputs, the head and its rule apart"
 
 

@@ -1,4 +1,5 @@
-"""A fixed share of the fuzzer's calls, those that were wrong once, and what it must find: `tests/fuzz.py` is a test that can fail."""
+"""A fixed share of the fuzzer's calls, those that were wrong once, and what it must find:
+`tests/fuzz.py` is a test that can fail."""
 
 from __future__ import annotations
 
@@ -105,7 +106,9 @@ def test_draws_all_that_is_declared_and_little_that_is_refused(hopper):
     assert 0 < refused < 0.1 * calls
     for spec in flashzoo.versions().values():
         assert {name for version, name, _ in features if version == spec.name} == spec.features
-        assert {name for version, name, grad in features if version == spec.name and grad} == (spec.backward or frozenset())
+        assert {name for version, name, grad in features if version == spec.name and grad} == (
+            spec.backward or frozenset()
+        )
         expected = {*spec.dtypes, *(["fp8"] if spec.quantizes else [])}
         assert {name for version, name in numerics if version == spec.name} == expected
     assert {name for _, name, _ in features} == FEATURES.keys()
@@ -121,7 +124,9 @@ def test_storage_is_nan_around_operands_that_lie_anywhere(dtype, layout):
         first = tuple(slice(0, 1) if letter in LAYOUTS[layout].one else slice(None) for letter in "bshd")
         assert same_bits(x[first], same[first]) and x.stride(-1) == 1 and not x.float().isnan().any()
         mine, offset = x.untyped_storage(), x.storage_offset() * x.itemsize
-        assert (mine.data_ptr() == laid.storage.data_ptr() and laid.storage[offset - 1] == fuzz_call.POISON) or offset % 256
+        assert (
+            mine.data_ptr() == laid.storage.data_ptr() and laid.storage[offset - 1] == fuzz_call.POISON
+        ) or offset % 256
         whole = laid.storage.view(x.dtype).float()
         written = torch.zeros_like(whole, dtype=torch.bool)
         written.as_strided(x.shape, x.stride(), x.storage_offset())[first] = True
@@ -231,7 +236,9 @@ def test_finds_wrong_results(monkeypatch, fault):
 
 def test_finds_another_mask(monkeypatch):
     line = PLAIN.replace("q70 k100", "q150 k200")
-    monkeypatch.setattr(fuzz, "answer", lambda call, given, mask: ANSWER(call, given, fuzz.block_mask(replace(call, seed=1), DEVICE)[0]))
+    monkeypatch.setattr(
+        fuzz, "answer", lambda call, given, mask: ANSWER(call, given, fuzz.block_mask(replace(call, seed=1), DEVICE)[0])
+    )
     for kind in ("blocks", "blocks_full", "dense", "documents"):
         assert fuzz.check(parsed(f"{line} mask={kind}:64x64:"), DEVICE).flaws
 
@@ -286,7 +293,9 @@ def test_a_process_that_dies_is_a_finding_of_its_call(tmp_path):
     command = [sys.executable, "-m", "tests.fuzz", "--versions", "doomed", "--calls", "2", "--jobs", "1", "--seed", "3"]
     record = tmp_path / "record.json"
     environment = {**os.environ, "FLASHZOO_VARIANTS": str(variant), "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.run([*command, "--json", str(record)], cwd=ROOT, env=environment, capture_output=True, text=True)
+    process = subprocess.run(
+        [*command, "--json", str(record)], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
     assert process.returncode == 1, process.stderr
     findings = json.loads(record.read_text())["findings"]
     assert [finding["flaws"] for finding in findings] == [["the process died, exit code 3"]] * 2

@@ -1,8 +1,10 @@
-"""What flashzoo costs the host before any kernel runs, held to a saved baseline. `make host` measures, one process, after the other tests.
+"""What flashzoo costs the host before any kernel runs, held to a saved baseline.
+`make host` measures, one process, after the other tests.
 
-Costs are in calibrations: over the time of a loop of plain Python, of which one batch runs behind each batch of what is measured, so
-that both have the same machine, and the best batch of each counts, since what else the machine does only ever adds. A cost may be
-`SLACK` times the baseline's. Where the tests run side by side pytest-benchmark measures nothing; then each function is called once.
+Costs are in calibrations: over the time of a loop of plain Python, of which one batch runs behind each batch of what is
+measured, so that both have the same machine, and the best batch of each counts, since what else the machine does only
+ever adds. A cost may be `SLACK` times the baseline's. Where the tests run side by side pytest-benchmark measures
+nothing; then each function is called once.
 
 `make host ARGS=--update-host-baseline` writes the baseline of this hardware: a CPU's, or that of a GPU by its name.
 """
@@ -55,7 +57,8 @@ NUMBERS = torch.randn(2, 16, 64).half()
 
 
 def arithmetic() -> torch.Tensor:
-    """Torch's on small tensors, for versions that are made of it: in loops of Python their cost differs twofold between CPUs."""
+    """Torch's on small tensors, for versions that are made of it:
+    in loops of Python their cost differs twofold between CPUs."""
     x = NUMBERS.float()
     return torch.bmm(torch.softmax(torch.bmm(x, x.mT).mul_(0.125), -1).half().float(), x).half()
 
@@ -163,8 +166,8 @@ known = set(sys.modules)
 imports, loops = zip(*((imported(), seconds(calibration, 200, time.process_time)) for _ in range(30)))
 print(min(imports) / min(loops))
 """
-"""Prints the cost of importing flashzoo, and all that it brings beyond torch, from compiled files that are in memory. In the
-processor's time: an import takes longer than a loaded machine leaves a process to itself."""
+"""Prints the cost of importing flashzoo, and all that it brings beyond torch, from compiled files that are in memory.
+In the processor's time: an import takes longer than a loaded machine leaves a process to itself."""
 
 
 def test_import(benchmark, baseline):
@@ -175,7 +178,8 @@ def test_import(benchmark, baseline):
 
 @pytest.fixture
 def no_launch(monkeypatch):
-    """Kernels are found, their arguments made, and nothing is launched: what the host does for a call, on a machine without a GPU."""
+    """Kernels are found, their arguments made, and nothing is launched:
+    what the host does for a call, on a machine without a GPU."""
     monkeypatch.setattr("flashzoo._triton.launch.interpret", lambda *arguments: None)
     number = torch.zeros(1)
     kernel = SimpleNamespace(bind=lambda *how: lambda *arguments: None)
@@ -190,7 +194,8 @@ def no_launch(monkeypatch):
 
 @pytest.mark.parametrize("name", flashzoo.versions())
 def test_launch(costs, no_launch, name):
-    """From tensors to a kernel's arguments. `sdpa` and `standard`, which launch nothing of their own, run, on a tiny problem."""
+    """From tensors to a kernel's arguments. `sdpa` and `standard`, which launch nothing of their own, run,
+    on a tiny problem."""
     spec = flashzoo.versions()[name]
     device = {"device": "cpu"} if spec.cpu_dtypes else {"device": "cuda", "arch": 90}
     problem = flashzoo.Problem(1, 16, 16, 2, 2, 64, dtype=spec.dtypes[0], **device)
@@ -211,7 +216,9 @@ def tiny_call(name: str) -> Callable[[], object]:
     """A call of a version, or of torch's attention with the transposes that bring it to our layout, on a GPU."""
     q, k, v = (torch.randn(1, 64, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     if name != TORCH:
-        precision = "fp8" if flashzoo.versions()[name].quantizes and "bf16" not in flashzoo.versions()[name].dtypes else None
+        precision = (
+            "fp8" if flashzoo.versions()[name].quantizes and "bf16" not in flashzoo.versions()[name].dtypes else None
+        )
         return lambda: flashzoo.attention(q, k, v, causal=True, version=name, precision=precision)
     return lambda: scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True).transpose(1, 2)
 
@@ -270,11 +277,15 @@ def test_twice_the_cost_is_seen(tmp_path):
         command = [sys.executable, "-m", "pytest", __file__, "--benchmark-only", *how, *options]
         alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
         environment = alone | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         return done.returncode, done.stdout
 
     for options in (("--update-host-baseline",), ()):
         code, printed = measured(*options)
         assert code == 0, printed
     code, printed = measured("-p", "twice")
-    assert code == 1 and re.search(r"explain costs (1\.[6-9]|2\.[0-4])\d* times the baseline of .*, 1.5 are allowed", printed), printed
+    assert code == 1 and re.search(
+        r"explain costs (1\.[6-9]|2\.[0-4])\d* times the baseline of .*, 1.5 are allowed", printed
+    ), printed

@@ -1,4 +1,5 @@
-"""The rules of the house: which way imports point, what importing costs, and that kernels and papers' lines keep together."""
+"""The rules of the house: which way imports point, what importing costs,
+and that kernels and papers' lines keep together."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ PACKAGE = ROOT / "flashzoo"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 VERSION_FOLDERS = sorted(path.parent for path in PACKAGE.glob("[!_]*/launch.py"))
 HOST_CODE = ("__init__", "config", "explain", "launch", "launch_fp8", "launch_hopper", "programs", "traits")
-DEVICE_CODE = {folder: [path for path in sorted(folder.glob("*.py")) if path.stem not in HOST_CODE] for folder in VERSION_FOLDERS}
+DEVICE_CODE = {
+    folder: [path for path in sorted(folder.glob("*.py")) if path.stem not in HOST_CODE] for folder in VERSION_FOLDERS
+}
 
 PLUMBING = {"flashzoo._sass", "flashzoo._triton", "flashzoo._cute"}
 # What users hand to `attention`.
@@ -37,8 +40,24 @@ MAY_IMPORT = {
     "call.problem": {"flashzoo.call.features", "flashzoo.call.forms"},
     "call.operands": {"torch", BLOCK_MASK, "flashzoo.call.forms", "flashzoo.call.problem", "flashzoo.lengths"},
     "call.check": {"torch", "flashzoo.call.forms", "flashzoo.call.problem", "flashzoo.dtypes"},
-    "call.plan": {"torch", "flashzoo.autograd", "flashzoo.dtypes", "flashzoo.registry", "flashzoo.sinks", "flashzoo.spec"} | CALL,
-    "call.api": {"torch", "typing_extensions", BLOCK_MASK, "flashzoo.autograd", "flashzoo.registry", "flashzoo.transforms"} | CALL,
+    "call.plan": {
+        "torch",
+        "flashzoo.autograd",
+        "flashzoo.dtypes",
+        "flashzoo.registry",
+        "flashzoo.sinks",
+        "flashzoo.spec",
+    }
+    | CALL,
+    "call.api": {
+        "torch",
+        "typing_extensions",
+        BLOCK_MASK,
+        "flashzoo.autograd",
+        "flashzoo.registry",
+        "flashzoo.transforms",
+    }
+    | CALL,
     "call.packed": {"torch"},
     "call.validate": {"torch", "flashzoo.lengths"} | CALL,
     "call.backward": {"torch", "typing_extensions", "flashzoo.registry", "flashzoo.transforms"} | CALL,
@@ -52,7 +71,14 @@ MAY_IMPORT = {
     "integers": set(),
     "timing": {"torch"},
     "comparison": {"flashzoo.accuracy", "flashzoo.call.problem", "flashzoo.timing"},
-    "workloads": {"torch", BLOCK_MASK, "flashzoo.dtypes", "flashzoo.call.forms", "flashzoo.call.problem", "flashzoo.lengths"},
+    "workloads": {
+        "torch",
+        BLOCK_MASK,
+        "flashzoo.dtypes",
+        "flashzoo.call.forms",
+        "flashzoo.call.problem",
+        "flashzoo.lengths",
+    },
     "accuracy": {"torch", "flashzoo.reference", "flashzoo.roundings", "flashzoo.sinks", "flashzoo.workloads"} | HANDED,
     "roundings": {"torch", "flashzoo.reference", "flashzoo.call.problem", "flashzoo.sinks", "flashzoo.workloads"},
     "sinks": {"torch"},
@@ -61,11 +87,26 @@ MAY_IMPORT = {
     "lengths": {"torch", "flashzoo.call.forms"},
     "masks": {"torch", "typing_extensions", BLOCK_MASK, "flashzoo.call.forms"},
     "_sass": set(),
-    "_triton": {"torch", "triton", "flashzoo._sass", "flashzoo._triton", "flashzoo.gpu", "flashzoo.call.operands", "flashzoo.call.problem"},
+    "_triton": {
+        "torch",
+        "triton",
+        "flashzoo._sass",
+        "flashzoo._triton",
+        "flashzoo.gpu",
+        "flashzoo.call.operands",
+        "flashzoo.call.problem",
+    },
     "_cute": {"torch", "cuda", "cutlass", "flashzoo._cute", "flashzoo.dtypes", "flashzoo.gpu"},
 }
 A_VERSION_MAY_IMPORT = {"torch", "triton", "cutlass", "flashzoo._triton", "flashzoo._cute"}
-A_VERSION_MAY_IMPORT |= {BLOCK_MASK, "flashzoo.autograd", "flashzoo.dtypes", "flashzoo.gpu", "flashzoo.sinks", "flashzoo.spec"} | HANDED
+A_VERSION_MAY_IMPORT |= {
+    BLOCK_MASK,
+    "flashzoo.autograd",
+    "flashzoo.dtypes",
+    "flashzoo.gpu",
+    "flashzoo.sinks",
+    "flashzoo.spec",
+} | HANDED
 OUTSIDE = ("flashzoo_suite", "tests", "bench", "examples")
 # These look inside versions because that is their work.
 INSIDERS = {
@@ -84,7 +125,8 @@ def relative(path: Path) -> str:
 
 
 def imported(path: Path) -> set[str]:
-    """Every module that a file imports, lazily too: `from flashzoo import v1` and `import flashzoo.v1` both as flashzoo.v1."""
+    """Every module that a file imports, lazily too: `from flashzoo import v1` and `import flashzoo.v1`
+    both as flashzoo.v1."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -120,7 +162,9 @@ def test_imports_point_one_way(path):
 def divides_upwards(node: ast.AST) -> bool:
     """Whether it is `-(-x // y)`."""
     inside = node.operand if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) else None
-    return isinstance(inside, ast.BinOp) and isinstance(inside.op, ast.FloorDiv) and isinstance(inside.left, ast.UnaryOp)
+    return (
+        isinstance(inside, ast.BinOp) and isinstance(inside.op, ast.FloorDiv) and isinstance(inside.left, ast.UnaryOp)
+    )
 
 
 @pytest.mark.parametrize("path", [path for path in SOURCES if path.stem != "integers"], ids=relative)
@@ -136,7 +180,9 @@ def test_device_code_shares_nothing(folder):
         assert {name.partition(".")[0] for name in imported(path)} <= {"triton", "cutlass"}
 
 
-@pytest.mark.parametrize("path", [path for folder in OUTSIDE for path in sorted((ROOT / folder).glob("*.py"))], ids=relative)
+@pytest.mark.parametrize(
+    "path", [path for folder in OUTSIDE for path in sorted((ROOT / folder).glob("*.py"))], ids=relative
+)
 def test_tests_bench_and_examples_stay_outside(path):
     special = re.fullmatch(r"tests/test_v\d\w*\.py", relative(path))
     if relative(path) in INSIDERS or special:
@@ -203,7 +249,11 @@ def test_public_names_have_docstrings(path):
     assert ast.get_docstring(module), "the file"
     if path.parent in VERSION_FOLDERS and path.stem in ("kernels", "launch", "launch_fp8"):
         return  # told in the file's head
-    public = [node for node in module.body if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")]
+    public = [
+        node
+        for node in module.body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
+    ]
     assert [node.name for node in public if not ast.get_docstring(node) and not is_overload(node)] == []
 
 
@@ -226,7 +276,9 @@ def test_a_version_is_data_readme_host_and_device(folder):
 def of_every_feature(path: Path) -> list[int]:
     """Lines of a file where a `Spec` gets its features from `problem.FEATURES`, and so those that come later too."""
     tree = ast.parse(path.read_text())
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "flashzoo.call.problem"]
+    imports = [
+        node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "flashzoo.call.problem"
+    ]
     makes_one = any(isinstance(node, ast.Call) and "Spec" in ast.unparse(node.func) for node in ast.walk(tree))
     return [node.lineno for node in imports if makes_one and "FEATURES" in (name.name for name in node.names)]
 

@@ -1,4 +1,5 @@
-"""Packed sequences: what malformed arguments get, what `flashzoo.validate` finds, what is seen, and that nothing is read by the host."""
+"""Packed sequences: what malformed arguments get, what `flashzoo.validate` finds, what is seen,
+and that nothing is read by the host."""
 
 from __future__ import annotations
 
@@ -32,25 +33,53 @@ MALFORMED = {
         ValueError,
         r"cu_seqlens_q must be contiguous, of shape \(sequences \+ 1,\), got .*1, 3",
     ),
-    "empty": ({"cu_seqlens_q": RIGHT[:0]}, ValueError, r"cu_seqlens_q must be contiguous, of shape \(sequences \+ 1,\), got shape \(0,\)"),
-    "gaps": ({"cu_seqlens_q": lengths(0, 1, 10, 1, 30)[::2]}, ValueError, r"cu_seqlens_q must be contiguous, .* with gaps"),
+    "empty": (
+        {"cu_seqlens_q": RIGHT[:0]},
+        ValueError,
+        r"cu_seqlens_q must be contiguous, of shape \(sequences \+ 1,\), got shape \(0,\)",
+    ),
+    "gaps": (
+        {"cu_seqlens_q": lengths(0, 1, 10, 1, 30)[::2]},
+        ValueError,
+        r"cu_seqlens_q must be contiguous, .* with gaps",
+    ),
     "elsewhere": ({"cu_seqlens_q": RIGHT.to("meta")}, ValueError, r"cu_seqlens_q must be on q's device .*, got meta"),
     "more of keys": (
         {"cu_seqlens_q": RIGHT, "cu_seqlens_k": lengths(0, 3, 10, 30)},
         ValueError,
         r"cu_seqlens_k must have shape \(3,\), as cu_seqlens_q has 2 sequences, got \(4,\)",
     ),
-    "used of others": ({"cu_seqlens_q": RIGHT, "seqused_k": RIGHT}, ValueError, r"seqused_k must have shape \(2,\), .* got \(3,\)"),
-    "used of no tensor": ({"cu_seqlens_q": RIGHT, "seqused_k": 3}, TypeError, r"seqused_k must be a torch.Tensor or None, got int"),
-    "longest below 0": ({"cu_seqlens_q": RIGHT, "max_seqlen_q": -1}, ValueError, r"max_seqlen_q must be at least 0, got -1"),
-    "longest no int": ({"cu_seqlens_q": RIGHT, "max_seqlen_k": 20.0}, TypeError, r"max_seqlen_k must be an int or None, got 20.0"),
+    "used of others": (
+        {"cu_seqlens_q": RIGHT, "seqused_k": RIGHT},
+        ValueError,
+        r"seqused_k must have shape \(2,\), .* got \(3,\)",
+    ),
+    "used of no tensor": (
+        {"cu_seqlens_q": RIGHT, "seqused_k": 3},
+        TypeError,
+        r"seqused_k must be a torch.Tensor or None, got int",
+    ),
+    "longest below 0": (
+        {"cu_seqlens_q": RIGHT, "max_seqlen_q": -1},
+        ValueError,
+        r"max_seqlen_q must be at least 0, got -1",
+    ),
+    "longest no int": (
+        {"cu_seqlens_q": RIGHT, "max_seqlen_k": 20.0},
+        TypeError,
+        r"max_seqlen_k must be an int or None, got 20.0",
+    ),
     "other rows of k": (
         {"cu_seqlens_q": RIGHT, "k": ROWS[1][:20], "v": ROWS[2][:20]},
         ValueError,
         r"cu_seqlens_k may be left out where k has as many rows as q, got 30 of q and 20 of k",
     ),
     "no rows of k": ({"cu_seqlens_q": RIGHT, "k": None}, TypeError, r"k must be a torch.Tensor, got NoneType"),
-    "k of a batch": ({"cu_seqlens_q": RIGHT, "k": ROWS[1][None]}, ValueError, r"k must have 3 dimensions \(total_k, heads_kv, head_dim\)"),
+    "k of a batch": (
+        {"cu_seqlens_q": RIGHT, "k": ROWS[1][None]},
+        ValueError,
+        r"k must have 3 dimensions \(total_k, heads_kv, head_dim\)",
+    ),
     "a batch of two": (
         {"cu_seqlens_q": RIGHT, **dict(zip("qkv", (x.view(2, 15, 2, 16) for x in ROWS), strict=True))},
         ValueError,
@@ -113,7 +142,11 @@ BATCH = [x.view(2, 15, 2, 16) for x in ROWS]
 CACHES = {
     "of others": (lengths(3), ValueError, r"seqused_k must have shape \(batch,\) \(2,\), got \(1,\)"),
     "of none": (lengths(), ValueError, r"seqused_k must have shape \(batch,\) \(2,\), got \(0,\)"),
-    "in two dimensions": (lengths(3, 4)[None], ValueError, r"seqused_k must be contiguous, of shape .* or \(batch,\), got shape \(1, 2\)"),
+    "in two dimensions": (
+        lengths(3, 4)[None],
+        ValueError,
+        r"seqused_k must be contiguous, of shape .* or \(batch,\), got shape \(1, 2\)",
+    ),
     "in 64 bits": (lengths(3, 4).long(), TypeError, r"seqused_k must be of dtype torch.int32, got torch.int64"),
 }
 
@@ -149,12 +182,18 @@ WRONG = {
     "beyond": ({"cu_seqlens_q": lengths(0, 10, 31)}, r"cu_seqlens_q must be from 0 to the 30 rows of q, got 0 to 31"),
     "negative": ({"cu_seqlens_q": lengths(-1, 10, 30)}, r"cu_seqlens_q must be from 0 .* got -1 to 30"),
     "falling": ({"cu_seqlens_q": lengths(0, 20, 10)}, r"cu_seqlens_q must not fall, got 20 and then 10 at 2"),
-    "longer": ({"cu_seqlens_q": RIGHT, "max_seqlen_q": 19}, r"max_seqlen_q must be at least each sequence's length, got 19 and 20 of"),
+    "longer": (
+        {"cu_seqlens_q": RIGHT, "max_seqlen_q": 19},
+        r"max_seqlen_q must be at least each sequence's length, got 19 and 20 of",
+    ),
     "used": (
         {"cu_seqlens_q": RIGHT, "seqused_k": lengths(10, 21)},
         r"seqused_k must be from 0 to the sequence's .*, got 21 of 20 at 1",
     ),
-    "keys": ({"cu_seqlens_q": RIGHT, "cu_seqlens_k": lengths(0, 40, 50)}, r"cu_seqlens_k must be from 0 to the 30 rows of k, got 0 to 50"),
+    "keys": (
+        {"cu_seqlens_q": RIGHT, "cu_seqlens_k": lengths(0, 40, 50)},
+        r"cu_seqlens_k must be from 0 to the 30 rows of k, got 0 to 50",
+    ),
 }
 
 
@@ -168,7 +207,9 @@ def test_validate_finds_values_that_lie(case):
 
 def test_validate_finds_nothing_in_what_is_right():
     flashzoo.validate(*ROWS, cu_seqlens_q=RIGHT, seqused_k=lengths(0, 20), max_seqlen_q=20)
-    flashzoo.validate(*(x[None] for x in ROWS), causal=True, block_mask=flashzoo.BlockMask.causal(30, 30, device=DEVICE))
+    flashzoo.validate(
+        *(x[None] for x in ROWS), causal=True, block_mask=flashzoo.BlockMask.causal(30, 30, device=DEVICE)
+    )
 
 
 def test_compare_takes_packed_sequences():
@@ -194,11 +235,15 @@ def test_what_is_seen_is_what_each_sequence_sees(span):
     q, k, used = lengths(0, 4, 4, 11), lengths(2, 9, 12, 20), lengths(5, 3, 8)
     expected = torch.zeros(13, 21, dtype=torch.bool, device=DEVICE)
     left, right = span
-    for (q_first, q_end), (k_first, _), count in zip(pairwise(q.tolist()), pairwise(k.tolist()), used.tolist(), strict=True):
+    for (q_first, q_end), (k_first, _), count in zip(
+        pairwise(q.tolist()), pairwise(k.tolist()), used.tolist(), strict=True
+    ):
         for i in range(q_end - q_first):
             for j in range(count):
                 distance = j - (i + count - (q_end - q_first))
-                expected[q_first + i, k_first + j] = (left is None or distance >= -left) and (right is None or distance <= right)
+                expected[q_first + i, k_first + j] = (left is None or distance >= -left) and (
+                    right is None or distance <= right
+                )
     assert torch.equal(Ranges(q, k, used).visible(span, 13, 21), expected)
 
 
@@ -271,7 +316,9 @@ def test_changing_lengths_do_not_recompile():
         graphs.append(graph)
         return graph.forward
 
-    call = torch.compile(lambda q, cu: flashzoo.attention(q, q, q, cu_seqlens_q=cu, causal=True, version="standard"), backend=backend)
+    call = torch.compile(
+        lambda q, cu: flashzoo.attention(q, q, q, cu_seqlens_q=cu, causal=True, version="standard"), backend=backend
+    )
     for total, numbers in ((30, (0, 10, 30)), (30, (0, 29, 30)), (24, (0, 1, 24)), (17, (0, 2, 17)), (29, (0, 9, 20))):
         q = torch.randn(total, 2, 16, device=DEVICE)
         expected = flashzoo.attention(q, q, q, cu_seqlens_q=lengths(*numbers), causal=True, version="standard")
@@ -282,18 +329,42 @@ def test_changing_lengths_do_not_recompile():
 POOL = [torch.randn(9, 16, 2, 16, device=DEVICE) for _ in range(2)]
 TABLE = lengths(0, 3, 8, 1).view(2, 2)
 PAGES = {
-    "of another batch": ({"page_table": TABLE[:1]}, ValueError, r"page_table must have a row for each of q's batch 2, got shape \(1, 2\)"),
-    "in one dimension": ({"page_table": TABLE[0]}, ValueError, r"page_table must have shape \(batch, pages of a sequence\), .*\(2,\)"),
-    "in 64 bits": ({"page_table": TABLE.long()}, TypeError, r"page_table must be of dtype torch.int32, got torch.int64"),
-    "with gaps": ({"page_table": TABLE.T}, ValueError, r"page_table must have shape .*, its rows without gaps, got .* with gaps"),
+    "of another batch": (
+        {"page_table": TABLE[:1]},
+        ValueError,
+        r"page_table must have a row for each of q's batch 2, got shape \(1, 2\)",
+    ),
+    "in one dimension": (
+        {"page_table": TABLE[0]},
+        ValueError,
+        r"page_table must have shape \(batch, pages of a sequence\), .*\(2,\)",
+    ),
+    "in 64 bits": (
+        {"page_table": TABLE.long()},
+        TypeError,
+        r"page_table must be of dtype torch.int32, got torch.int64",
+    ),
+    "with gaps": (
+        {"page_table": TABLE.T},
+        ValueError,
+        r"page_table must have shape .*, its rows without gaps, got .* with gaps",
+    ),
     "no tensor": ({"page_table": [[0, 1], [2, 3]]}, TypeError, r"page_table must be a torch.Tensor or None, got list"),
     "of values elsewhere": (
         {"page_table": TABLE, "v": POOL[1][:8]},
         ValueError,
         r"v must have k's pages and page_size \(9, 16\), got \(8, 16\)",
     ),
-    "of no pages": ({"page_table": TABLE, "k": POOL[0][0]}, ValueError, r"k must be pages \(pages, page_size, heads_kv, head_dim\)"),
-    "packed": ({"page_table": TABLE[:1], "cu_seqlens_q": RIGHT}, ValueError, r"cu_seqlens_q does not go with page_table"),
+    "of no pages": (
+        {"page_table": TABLE, "k": POOL[0][0]},
+        ValueError,
+        r"k must be pages \(pages, page_size, heads_kv, head_dim\)",
+    ),
+    "packed": (
+        {"page_table": TABLE[:1], "cu_seqlens_q": RIGHT},
+        ValueError,
+        r"cu_seqlens_q does not go with page_table",
+    ),
     "used of others": (
         {"page_table": TABLE, "seqused_k": lengths(3)},
         ValueError,

@@ -39,16 +39,51 @@ def mixed() -> BlockMask:
 VALUES = {  # field, element, value, error
     "count over width": ("rows.counts", (0, 1, 2), 5, r"rows\.counts must be 0 to 4, .* got 5 at \(0, 1, 2\)"),
     "count below 0": ("columns.counts", (0, 0, 1), -1, r"columns\.counts must be 0 to 3, .* got -1 at \(0, 0, 1\)"),
-    "more full than counted": ("rows.full", (0, 0, 0), 4, r"rows\.full must be 0 to rows\.counts, got 4 at \(0, 0, 0\)"),
+    "more full than counted": (
+        "rows.full",
+        (0, 0, 0),
+        4,
+        r"rows\.full must be 0 to rows\.counts, got 4 at \(0, 0, 0\)",
+    ),
     "full below 0": ("rows.full", (0, 1, 0), -2, r"rows\.full must be 0 to rows\.counts, got -2 at \(0, 1, 0\)"),
-    "index too high": ("rows.indices", (0, 0, 2, 0), 4, r"rows\.indices must be blocks 0 to 3, got 4 at \(0, 0, 2, 0\)"),
-    "index far too high": ("rows.indices", (0, 0, 2, 0), 1 << 30, r"rows\.indices must be blocks 0 to 3, got 1073741824"),
-    "index below 0": ("columns.indices", (0, 1, 0, 0), -1, r"columns\.indices must be blocks 0 to 2, got -1 at \(0, 1, 0, 0\)"),
-    "unsorted or doubled": ("columns.indices", (0, 0, 0, 1), 0, r"columns\.indices must be each part ascending, no block twice, got 0"),
-    "partial and full": ("rows.indices", (0, 0, 0, 0), 0, r"rows\.indices must be no block both partial and full, got 0"),
+    "index too high": (
+        "rows.indices",
+        (0, 0, 2, 0),
+        4,
+        r"rows\.indices must be blocks 0 to 3, got 4 at \(0, 0, 2, 0\)",
+    ),
+    "index far too high": (
+        "rows.indices",
+        (0, 0, 2, 0),
+        1 << 30,
+        r"rows\.indices must be blocks 0 to 3, got 1073741824",
+    ),
+    "index below 0": (
+        "columns.indices",
+        (0, 1, 0, 0),
+        -1,
+        r"columns\.indices must be blocks 0 to 2, got -1 at \(0, 1, 0, 0\)",
+    ),
+    "unsorted or doubled": (
+        "columns.indices",
+        (0, 0, 0, 1),
+        0,
+        r"columns\.indices must be each part ascending, no block twice, got 0",
+    ),
+    "partial and full": (
+        "rows.indices",
+        (0, 0, 0, 0),
+        0,
+        r"rows\.indices must be no block both partial and full, got 0",
+    ),
     "other blocks than rows": ("columns.indices", (0, 0, 3, 0), 0, r"columns must be of the blocks of rows"),
     "order outside": ("rows.order", (0, 0, 0), 3, r"rows\.order must be rows 0 to 2, got 3 at \(0, 0, 0\)"),
-    "order twice": ("rows.order", (0, 0, 1), 1, r"rows\.order must be a permutation of the rows, of which one is missing, got 2"),
+    "order twice": (
+        "rows.order",
+        (0, 0, 1),
+        1,
+        r"rows\.order must be a permutation of the rows, of which one is missing, got 2",
+    ),
     "bits outside": ("rows.bit_index", (0, 0, 0, 0), 12, r"rows\.bit_index must be 0 to 11, got 12 at \(0, 0, 0, 0\)"),
     "bits below 0": ("columns.bit_index", (0, 0, 3, 0), -1, r"columns\.bit_index must be 0 to 11, got -1"),
     "other bits than rows": ("columns.bit_index", (0, 0, 3, 0), 0, r"columns\.bit_index must be that of rows"),
@@ -62,7 +97,14 @@ def test_values_that_are_refused(case):
     with pytest.raises(ValueError, match=f"block_mask: {error}"):
         mask.validate()
     # Nothing that looks at its blocks takes it on trust.
-    for use in (mask.to_dense, mask.compact, mask.check_once, lambda: mask & mixed(), lambda: mixed() | mask, lambda: mask.visible):
+    for use in (
+        mask.to_dense,
+        mask.compact,
+        mask.check_once,
+        lambda: mask & mixed(),
+        lambda: mixed() | mask,
+        lambda: mask.visible,
+    ):
         with pytest.raises(ValueError, match="block_mask: "):
             use()
 
@@ -85,12 +127,28 @@ def test_a_full_block_beyond_the_band_is_not_tight():
 
 SHAPES = {  # field, its new value, error
     "dtype": ("rows.counts", lambda x: x.long(), r"rows\.counts must be of dtype torch\.int32, got torch\.int64"),
-    "dtype of bits": ("element.bits", lambda x: x.int(), r"element\.bits must be of dtype torch\.uint8, got torch\.int32"),
-    "rows": ("rows.full", lambda x: x[..., :2].contiguous(), r"rows\.full must have shape \(1, 2, 3\), got \(1, 2, 2\)"),
+    "dtype of bits": (
+        "element.bits",
+        lambda x: x.int(),
+        r"element\.bits must be of dtype torch\.uint8, got torch\.int32",
+    ),
+    "rows": (
+        "rows.full",
+        lambda x: x[..., :2].contiguous(),
+        r"rows\.full must have shape \(1, 2, 3\), got \(1, 2, 2\)",
+    ),
     "heads": ("heads", lambda _: 3, r"rows\.counts must have shape \(1, 3, 3\), got \(1, 2, 3\)"),
     "lengths": ("seqlen_k", lambda _: 700, r"columns\.counts must have shape \(1, 2, 6\), got \(1, 2, 4\)"),
-    "width": ("rows.bit_index", lambda x: x[..., :2].contiguous(), r"rows\.bit_index must have shape \(1, 2, 3, 4\), got \(1, 2, 3, 2\)"),
-    "dimensions": ("columns.indices", lambda x: x[0], r"columns\.indices must have shape \(1, 2, 4, 3\), got \(2, 4, 3\)"),
+    "width": (
+        "rows.bit_index",
+        lambda x: x[..., :2].contiguous(),
+        r"rows\.bit_index must have shape \(1, 2, 3, 4\), got \(1, 2, 3, 2\)",
+    ),
+    "dimensions": (
+        "columns.indices",
+        lambda x: x[0],
+        r"columns\.indices must have shape \(1, 2, 4, 3\), got \(2, 4, 3\)",
+    ),
     "words": (
         "element.bits",
         lambda x: x[..., :8].contiguous(),
@@ -100,8 +158,16 @@ SHAPES = {  # field, its new value, error
     "strides": ("rows.counts", lambda x: x.mT.contiguous().mT, r"rows\.counts must be contiguous, got strides"),
     "no tensor": ("rows.order", lambda _: [0, 1, 2], r"rows\.order must be a torch\.Tensor, got list"),
     "no tensor first": ("rows.counts", lambda _: None, r"rows\.counts must be a torch\.Tensor, got NoneType"),
-    "bits without index": ("columns.bit_index", lambda _: None, r"columns\.bit_index must be a tensor, as there are bits, got None"),
-    "index without bits": ("element.bits", lambda _: None, r"rows\.bit_index must be None, as there are no bits, got a tensor"),
+    "bits without index": (
+        "columns.bit_index",
+        lambda _: None,
+        r"columns\.bit_index must be a tensor, as there are bits, got None",
+    ),
+    "index without bits": (
+        "element.bits",
+        lambda _: None,
+        r"rows\.bit_index must be None, as there are no bits, got a tensor",
+    ),
     "lists": ("rows", lambda _: None, r"rows must be Lists, got NoneType"),
     "block size": ("block_q", lambda _: 96, r"block_q must be one of \(64, 128\), got 96"),
     "length below 0": ("seqlen_q", lambda _: -1, r"seqlen_q must be an int, 0 or more, got -1"),
@@ -113,7 +179,11 @@ SHAPES = {  # field, its new value, error
     ),
     "causal": ("element.causal", lambda _: "False", r"element\.causal must be a bool, got 'False'"),
     "window": ("element.window", lambda _: (-3, 0), r"element\.window_size must be None or a pair .* got \(-3, 0\)"),
-    "window -1": ("element.window", lambda _: (-1, 0), r"element\.window must have None for a side without a bound, got \(-1, 0\)"),
+    "window -1": (
+        "element.window",
+        lambda _: (-1, 0),
+        r"element\.window must have None for a side without a bound, got \(-1, 0\)",
+    ),
 }
 
 
@@ -139,7 +209,9 @@ def test_what_has_passed_is_not_checked_again(monkeypatch):
     assert calls == [by_hand]
 
 
-@pytest.mark.parametrize("path", ["rows.counts", "rows.full", "rows.indices", "rows.order", "rows.bit_index", "columns.indices"])
+@pytest.mark.parametrize(
+    "path", ["rows.counts", "rows.full", "rows.indices", "rows.order", "rows.bit_index", "columns.indices"]
+)
 def test_what_was_changed_in_place_is_checked_again(path):
     """A kernel would read keys that are not there."""
     mask, q = mixed().to(DEVICE), torch.randn(1, 300, 2, 16, device=DEVICE)
@@ -184,7 +256,9 @@ def test_a_band_is_put_in_once():
     assert torch.equal(causal.to_dense(), (mask & BlockMask.causal(300, 500, device=DEVICE)).to_dense())
     assert mask.banded(True) is causal and mask.banded(True, (-1, None)) is causal
     window = mask.banded(window_size=(70, 30))
-    assert torch.equal(window.to_dense(), (mask & BlockMask.sliding_window(300, 500, window_size=(70, 30), device=DEVICE)).to_dense())
+    assert torch.equal(
+        window.to_dense(), (mask & BlockMask.sliding_window(300, 500, window_size=(70, 30), device=DEVICE)).to_dense()
+    )
     assert mask.banded(True) is causal and mask.banded(False, [70, 30]) is window
     assert mask.banded() is mask and mask.banded(window_size=(-1, -1)) is mask
 
@@ -268,7 +342,9 @@ def test_no_band_is_kept_of_what_does_not_last():
     assert outside.banded(True) is not made
     mask, kept = mixed(), []
     torch.func.grad(lambda x: (kept.append(mask.banded(True)), x)[1])(torch.zeros(()))
-    assert mask.banded(True) is not kept[0] and torch.equal(mask.banded(True).to_dense(), outside.banded(True).to_dense())
+    assert mask.banded(True) is not kept[0] and torch.equal(
+        mask.banded(True).to_dense(), outside.banded(True).to_dense()
+    )
     compiled = torch.compile(lambda x: x + mask.banded(True, (50, None)).rows.counts.sum(), backend="eager")
     compiled(torch.zeros(1, device=DEVICE))
     assert all(which[:2] == (True, (None, None)) for which in mask._bands)
@@ -300,44 +376,92 @@ def test_threads_put_in_one_band():
 
 ARGUMENTS = {
     "band's causal": (TypeError, "causal must be a bool, got 1", lambda: BlockMask.butterfly(64).banded(1)),
-    "band's window": (ValueError, "window_size must be None or a pair", lambda: BlockMask.butterfly(64).banded(window_size=3)),
-    "causal": (TypeError, "causal must be a bool, got 'False'", lambda: BlockMask.sliding_window(64, window_size=None, causal="False")),
+    "band's window": (
+        ValueError,
+        "window_size must be None or a pair",
+        lambda: BlockMask.butterfly(64).banded(window_size=3),
+    ),
+    "causal": (
+        TypeError,
+        "causal must be a bool, got 'False'",
+        lambda: BlockMask.sliding_window(64, window_size=None, causal="False"),
+    ),
     "causal of blocks": (
         TypeError,
         "causal must be a bool, got 1",
         lambda: BlockMask.from_blocks(torch.ones(1, 1).bool(), 1, causal=1),
     ),
-    "causal of scores": (TypeError, "causal must be a bool, got None", lambda: BlockMask.top_k(torch.ones(1, 1), 1, 1, causal=None)),
-    "window past 64 bits": (ValueError, r"from 0 to 2\*\*63 - 1", lambda: BlockMask.sliding_window(64, window_size=(1 << 63, 0))),
+    "causal of scores": (
+        TypeError,
+        "causal must be a bool, got None",
+        lambda: BlockMask.top_k(torch.ones(1, 1), 1, 1, causal=None),
+    ),
+    "window past 64 bits": (
+        ValueError,
+        r"from 0 to 2\*\*63 - 1",
+        lambda: BlockMask.sliding_window(64, window_size=(1 << 63, 0)),
+    ),
     "length": (ValueError, "seqlen_q must be an int, 0 or more, got -1", lambda: BlockMask.causal(-1)),
     "length of keys": (ValueError, "seqlen_k must be an int, 0 or more, got 2.0", lambda: BlockMask.causal(1, 2.0)),
     "block": (ValueError, r"block_kv must be one of \(64, 128\), got 32", lambda: BlockMask.butterfly(64, block_kv=32)),
     "window": (ValueError, "window_size must be None or a pair", lambda: BlockMask.sliding_window(64, window_size=3)),
-    "window side": (ValueError, r"got \(-2, 0\)", lambda: BlockMask.local_global(64, window_size=(-2, 0), global_tokens=0)),
-    "globals": (ValueError, "global_tokens must be an int", lambda: BlockMask.local_global(64, window_size=None, global_tokens=None)),
+    "window side": (
+        ValueError,
+        r"got \(-2, 0\)",
+        lambda: BlockMask.local_global(64, window_size=(-2, 0), global_tokens=0),
+    ),
+    "globals": (
+        ValueError,
+        "global_tokens must be an int",
+        lambda: BlockMask.local_global(64, window_size=None, global_tokens=None),
+    ),
     "stride": (ValueError, "stride must be an int, 1 or more, got 0", lambda: BlockMask.strided(64, stride=0)),
-    "local": (ValueError, "local must be an int, 0 or more, got True", lambda: BlockMask.strided(64, stride=1, local=True)),
+    "local": (
+        ValueError,
+        "local must be an int, 0 or more, got True",
+        lambda: BlockMask.strided(64, stride=1, local=True),
+    ),
     "heads": (ValueError, "heads must be an int, 1 or more, got 0", lambda: BlockMask.random(64, blocks=1, heads=0)),
     "matrix": (
         ValueError,
         r"blocks must have shape \(2, 1\) .* got \(1, 1\)",
         lambda: BlockMask.from_blocks(torch.ones(1, 1).bool(), 130, 1),
     ),
-    "matrix dtype": (TypeError, r"blocks must be of dtype torch\.bool", lambda: BlockMask.from_blocks(torch.ones(1, 1), 1)),
+    "matrix dtype": (
+        TypeError,
+        r"blocks must be of dtype torch\.bool",
+        lambda: BlockMask.from_blocks(torch.ones(1, 1), 1),
+    ),
     "no matrix": (TypeError, r"blocks must be a torch\.Tensor, got list", lambda: BlockMask.from_blocks([[True]], 1)),
     "full": (
         ValueError,
         "full must have the shape and device of blocks",
         lambda: BlockMask.from_blocks(torch.ones(1, 2, 1, 1).bool(), 1, full=torch.ones(1, 1).bool()),
     ),
-    "dense": (ValueError, r"mask must have shape .* got \(1, 2, 3\)", lambda: BlockMask.from_dense(torch.ones(1, 2, 3).bool())),
+    "dense": (
+        ValueError,
+        r"mask must have shape .* got \(1, 2, 3\)",
+        lambda: BlockMask.from_dense(torch.ones(1, 2, 3).bool()),
+    ),
     "dense dtype": (TypeError, r"mask must be of dtype torch\.bool", lambda: BlockMask.from_dense(torch.ones(2, 3))),
     "scores": (TypeError, "scores must be floating point", lambda: BlockMask.top_k(torch.ones(1, 1).int(), 1, 1)),
     "k": (ValueError, "k must be an int, 0 or more, got -1", lambda: BlockMask.top_k(torch.ones(1, 1), -1, 1)),
     "lengths": (ValueError, "lengths must be an int, 0 or more, got -5", lambda: BlockMask.documents([3, -5])),
-    "lengths on the device": (ValueError, "seqlen_q is required where lengths is a tensor", lambda: BlockMask.documents(torch.tensor([3]))),
-    "floating lengths": (ValueError, "lengths must be ints of shape", lambda: BlockMask.documents(torch.ones(2), seqlen_q=3)),
-    "other documents": (ValueError, "lengths_k must be of as many documents", lambda: BlockMask.documents([3, 4], lengths_k=[7])),
+    "lengths on the device": (
+        ValueError,
+        "seqlen_q is required where lengths is a tensor",
+        lambda: BlockMask.documents(torch.tensor([3])),
+    ),
+    "floating lengths": (
+        ValueError,
+        "lengths must be ints of shape",
+        lambda: BlockMask.documents(torch.ones(2), seqlen_q=3),
+    ),
+    "other documents": (
+        ValueError,
+        "lengths_k must be of as many documents",
+        lambda: BlockMask.documents([3, 4], lengths_k=[7]),
+    ),
     "other batch": (
         ValueError,
         "lengths_k must be of as many documents",
@@ -366,10 +490,15 @@ def test_the_picture_tells_skipped_partial_and_full(monkeypatch):
         "#+.",
         "##+",
     ]
-    assert repr(BlockMask.random(300, blocks=1, heads=2)) == "<BlockMask 300 x 300 in blocks of 128 x 128, 2 heads, on cpu>"
+    assert (
+        repr(BlockMask.random(300, blocks=1, heads=2))
+        == "<BlockMask 300 x 300 in blocks of 128 x 128, 2 heads, on cpu>"
+    )
 
 
-@pytest.mark.parametrize("lengths", [(65536, 65536), (1000, 65536), (65536, 1000), (10000, 10000), (12800, 9000)], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [(65536, 65536), (1000, 65536), (65536, 1000), (10000, 10000), (12800, 9000)], ids=str
+)
 @pytest.mark.parametrize("terminal", [(80, 24), (200, 50), (30, 10)], ids=str)
 def test_the_picture_fits_the_terminal(lengths, terminal, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(terminal[0]))

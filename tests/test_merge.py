@@ -29,13 +29,16 @@ def parts(n: int = 3, dtype: torch.dtype = torch.float32, lse_dtype: torch.dtype
 def in_two(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, block_mask: BlockMask | None = None, **options
 ) -> tuple[Tensor, Tensor]:
-    """`flashzoo.attention` to the keys before the aligned diagonal of the first query, and to those after it, merged."""
+    """`flashzoo.attention` to the keys before the aligned diagonal of the first query,
+    and to those after it, merged."""
     found, cut = [], k.shape[1] - q.shape[1] + 1
     dense = None if block_mask is None else block_mask.to_dense()
     for keys, behind in ((slice(0, cut), False), (slice(cut, None), True)):
         mask = None if dense is None else BlockMask.from_dense(dense[..., keys])
         # The keys behind it are aligned as before, and the first query sees none of them where causal.
-        found.append(flashzoo.attention(q, k[:, keys], v[:, keys], causal=causal and behind, block_mask=mask, **options))
+        found.append(
+            flashzoo.attention(q, k[:, keys], v[:, keys], causal=causal and behind, block_mask=mask, **options)
+        )
     return flashzoo.merge(*zip(*found, strict=True))
 
 
@@ -151,29 +154,64 @@ def changed(at: int, change: Callable[[Tensor], object], of_lse: bool = False) -
 
 
 ERRORS: dict[str, tuple[Callable[[Parts], tuple], dict, type[Exception], str]] = {
-    "a tensor": (lambda x: (torch.stack(x[0]), x[1]), {}, TypeError, "outs must be a list or tuple of tensors, got Tensor"),
-    "nothing": (lambda x: ([], []), {}, ValueError, "outs and lses must be of the same parts, at least one, got 0 and 0"),
+    "a tensor": (
+        lambda x: (torch.stack(x[0]), x[1]),
+        {},
+        TypeError,
+        "outs must be a list or tuple of tensors, got Tensor",
+    ),
+    "nothing": (
+        lambda x: ([], []),
+        {},
+        ValueError,
+        "outs and lses must be of the same parts, at least one, got 0 and 0",
+    ),
     "fewer": (lambda x: (x[0], x[1][:2]), {}, ValueError, "of the same parts, at least one, got 3 and 2"),
     "no tensor": (changed(1, lambda x: None), {}, TypeError, r"outs\[1\] must be a torch.Tensor, got NoneType"),
     "no lse": (changed(2, lambda x: None, True), {}, TypeError, r"lses\[2\] must be a torch.Tensor, got NoneType"),
     "sparse": (changed(1, lambda x: x.to_sparse()), {}, TypeError, r"outs\[1\] must be a dense tensor"),
-    "three dims": (changed(0, lambda x: x[0]), {}, ValueError, r"outs\[0\] must have 4 dimensions .* got shape \(5, 3, 4\)"),
-    "shape": (changed(1, lambda x: x[:1]), {}, ValueError, r"outs\[1\] must have outs\[0\]'s shape \(2, 5, 3, 4\), got \(1, 5, 3, 4\)"),
+    "three dims": (
+        changed(0, lambda x: x[0]),
+        {},
+        ValueError,
+        r"outs\[0\] must have 4 dimensions .* got shape \(5, 3, 4\)",
+    ),
+    "shape": (
+        changed(1, lambda x: x[:1]),
+        {},
+        ValueError,
+        r"outs\[1\] must have outs\[0\]'s shape \(2, 5, 3, 4\), got \(1, 5, 3, 4\)",
+    ),
     "lse's shape": (
         changed(0, lambda x: x.mT, True),
         {},
         ValueError,
         r"lses\[0\] must have shape \(batch, heads, seqlen_q\) \(2, 3, 5\), got \(2, 5, 3\)",
     ),
-    "dtype": (changed(0, lambda x: x.to(torch.float8_e4m3fn)), {}, TypeError, r"outs\[0\] must be of dtype .*, got torch.float8_e4m3fn"),
+    "dtype": (
+        changed(0, lambda x: x.to(torch.float8_e4m3fn)),
+        {},
+        TypeError,
+        r"outs\[0\] must be of dtype .*, got torch.float8_e4m3fn",
+    ),
     "lse's dtype": (
         changed(1, lambda x: x.half(), True),
         {},
         TypeError,
         r"lses\[1\] must be of dtype torch.float32, torch.float64, got torch.float16",
     ),
-    "device": (changed(2, lambda x: x.to("meta")), {}, ValueError, r"outs\[2\] must be on outs\[0\]'s device .*, got meta"),
-    "out_dtype": (lambda x: x, {"out_dtype": torch.int32}, TypeError, "out_dtype must be None or one of .*, got torch.int32"),
+    "device": (
+        changed(2, lambda x: x.to("meta")),
+        {},
+        ValueError,
+        r"outs\[2\] must be on outs\[0\]'s device .*, got meta",
+    ),
+    "out_dtype": (
+        lambda x: x,
+        {"out_dtype": torch.int32},
+        TypeError,
+        "out_dtype must be None or one of .*, got torch.int32",
+    ),
 }
 
 

@@ -32,12 +32,26 @@ def test_what_does_not_apply_is_an_error():
 ENDS = {
     "passed": (Run(0, "2 passed in 1s", 1.0), ("passed", "")),
     "wrong": (
-        Run(1, "tests/a.py::test_b[v1-x] FAILED [100%]\nFAILED tests/a.py::test_b[v1-x] - AssertionError: out, elementwise\n", 1.0),
+        Run(
+            1,
+            "tests/a.py::test_b[v1-x] FAILED [100%]\nFAILED tests/a.py::test_b[v1-x] - AssertionError: "
+            "out, elementwise\n",
+            1.0,
+        ),
         ("caught", "tests/a.py::test_b[v1-x]"),
     ),
-    "spaces": (Run(1, "FAILED tests/a.py::test_b[one row] - assert 1 == 2\n", 1.0), ("caught", "tests/a.py::test_b[one row]")),
-    "crashed": (Run(-11, "tests/a.py::test_b[x y] Fatal Python error\n", 1.0), ("caught", "tests/a.py::test_b[x y] crashes")),
-    "never ended": (Run(None, "tests/a.py::test_a PASSED\ntests/a.py::test_b[x]", 1.0), ("caught", "tests/a.py::test_b[x] hangs")),
+    "spaces": (
+        Run(1, "FAILED tests/a.py::test_b[one row] - assert 1 == 2\n", 1.0),
+        ("caught", "tests/a.py::test_b[one row]"),
+    ),
+    "crashed": (
+        Run(-11, "tests/a.py::test_b[x y] Fatal Python error\n", 1.0),
+        ("caught", "tests/a.py::test_b[x y] crashes"),
+    ),
+    "never ended": (
+        Run(None, "tests/a.py::test_a PASSED\ntests/a.py::test_b[x]", 1.0),
+        ("caught", "tests/a.py::test_b[x] hangs"),
+    ),
     "crashed before any test": (Run(-11, "", 1.0), ("error", "pytest ended with -11: ")),
     "does not compile": (
         Run(1, "FAILED tests/a.py::test_b - NameError: x", 1.0),

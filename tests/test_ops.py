@@ -1,4 +1,5 @@
-"""What traces a call: torch.compile and torch.export. What each version owes there is in THE suite; here is what none decides."""
+"""What traces a call: torch.compile and torch.export. What each version owes there is in THE suite;
+here is what none decides."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ def _nothing_compiled():
 @pytest.fixture
 def toys():
     """Versions that note their calls: `plain` alone, and `newer`, which borrows the backward pass of `older`."""
-    fallback = {"impl": "flashzoo_suite.support:dense", "backward_impl": f"flashzoo_suite.support:{dense_backward.__name__}"}
+    fallback = {
+        "impl": "flashzoo_suite.support:dense",
+        "backward_impl": f"flashzoo_suite.support:{dense_backward.__name__}",
+    }
     flashzoo.register(toy("older", **fallback), before="v3")
     flashzoo.register(toy("newer", impl=f"flashzoo_suite.support:{dense.__name__}", backward=None), before="older")
     flashzoo.register(toy("plain"))
@@ -110,7 +114,10 @@ class TestGraph:
         counter = CompileCounterWithBackend("aot_eager")
         function = compiled(backend=counter, dynamic=dynamic)
         for batch, length in ((6, 24), (3, 33), (5, 17), (7, 64)):
-            q, k, v = (torch.randn(batch, n, heads, 16, device=DEVICE) for n, heads in ((length, 4), (length + 5, 2), (length + 5, 2)))
+            q, k, v = (
+                torch.randn(batch, n, heads, 16, device=DEVICE)
+                for n, heads in ((length, 4), (length + 5, 2), (length + 5, 2))
+            )
             options = {"causal": True, "window_size": (length, None), "version": "standard"}
             close(gradients(function, (q, k, v), **options), gradients(flashzoo.attention, (q, k, v), **options))
         assert counter.frame_count == (1 if dynamic else 2)
@@ -120,7 +127,11 @@ class TestGraph:
         class Block(torch.nn.Module):
             def __init__(self):
                 super().__init__()
-                self.qkv, self.out, self.norm = torch.nn.Linear(64, 192), torch.nn.Linear(64, 64), torch.nn.LayerNorm(64)
+                self.qkv, self.out, self.norm = (
+                    torch.nn.Linear(64, 192),
+                    torch.nn.Linear(64, 64),
+                    torch.nn.LayerNorm(64),
+                )
 
             def forward(self, x):
                 q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, 16)).unbind(2)
@@ -136,7 +147,9 @@ class TestGraph:
     @pytest.mark.parametrize("reentrant", [False, True], ids=["hooks", "reentrant"])
     def test_checkpointed_inside(self, reentrant, qkv):
         def block(q, k, v):
-            return checkpoint(lambda *x: flashzoo.attention(*x, causal=True) * 2, q.sin(), k, v, use_reentrant=reentrant)
+            return checkpoint(
+                lambda *x: flashzoo.attention(*x, causal=True) * 2, q.sin(), k, v, use_reentrant=reentrant
+            )
 
         def backward(function):
             leaves = [x.detach().requires_grad_() for x in qkv]
@@ -269,7 +282,9 @@ class TestErrors:
     def test_a_refusal_names_the_environment_that_chose(self, grad, qkv, monkeypatch):
         monkeypatch.setenv(registry.ENVIRONMENT, "v1")
         graph = compiled()
-        with pytest.raises(UnsupportedError, match="version 'v1', by the environment variable FLASHZOO_VERSION, can't take"):
+        with pytest.raises(
+            UnsupportedError, match="version 'v1', by the environment variable FLASHZOO_VERSION, can't take"
+        ):
             graph(*(x.requires_grad_(grad) for x in qkv), window_size=(3, 3))
 
     @pytest.mark.parametrize("version", [None, ["v1"]], ids=str)
@@ -279,7 +294,9 @@ class TestErrors:
 
     def test_a_version_that_gives_something_else_is_named(self, toys, qkv, monkeypatch):
         monkeypatch.setattr("flashzoo_suite.support.record", lambda q, *rest: q)
-        with pytest.raises(TypeError, match=r"version 'plain': \S+:record must return a tuple \(out, lse\), got a Tensor"):
+        with pytest.raises(
+            TypeError, match=r"version 'plain': \S+:record must return a tuple \(out, lse\), got a Tensor"
+        ):
             compiled()(*qkv, version="plain")
 
     def test_where_graphs_may_break_the_error_is_ours(self, qkv):
@@ -337,13 +354,20 @@ class TestModes:
         with forward_ad.dual_level():
             dual = forward_ad.make_dual(q, q)
             function = torch.compile(partial(flashzoo.attention, version="standard"), backend="eager")
-            close(*(forward_ad.unpack_dual(x).tangent for x in (function(dual, k, v), flashzoo.attention(dual, k, v, version="standard"))))
+            close(
+                *(
+                    forward_ad.unpack_dual(x).tangent
+                    for x in (function(dual, k, v), flashzoo.attention(dual, k, v, version="standard"))
+                )
+            )
             with pytest.raises(UnsupportedError, match="version 'v2' does not support forward-mode AD"):
                 torch.compile(partial(flashzoo.attention, version="v2"), backend="eager")(dual, k, v)
 
     def test_jvp_inside(self, qkv):
         q, k, v = qkv
-        function = compiled(lambda q: torch.func.jvp(lambda q: flashzoo.attention(q, k, v, version="standard"), (q,), (q,)))
+        function = compiled(
+            lambda q: torch.func.jvp(lambda q: flashzoo.attention(q, k, v, version="standard"), (q,), (q,))
+        )
         with pytest.raises(Exception, match=self.FORWARD_AD):
             function(q)
 
@@ -367,4 +391,7 @@ class TestModes:
         out = torch.empty_like(x)
         assert traced._laid_out(out, shape, strides) is out
         other = x.movedim(0, 2).contiguous().movedim(2, 0)
-        assert torch.equal(traced._laid_out(other, shape, strides), x) and traced._laid_out(other, shape, strides).stride() == out.stride()
+        assert (
+            torch.equal(traced._laid_out(other, shape, strides), x)
+            and traced._laid_out(other, shape, strides).stride() == out.stride()
+        )

@@ -1,5 +1,6 @@
-"""docs/add_an_option.md is true: an option that is added to a copy of the repository by its changes is asked for, checked, refused,
-traced, tested and fuzzed, and counted are the places that say it. So is an operand, whose gradient comes as well.
+"""docs/add_an_option.md is true: an option that is added to a copy of the repository by its changes is asked for,
+checked, refused, traced, tested and fuzzed, and counted are the places that say it. So is an operand, whose gradient
+comes as well.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def changes(text: str) -> list[tuple[str, str, str]]:
     """Path, old text and new text of every block that is a change."""
     found = []
     for path, lines in re.findall(r"^```diff (\S+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-        old, new = ("".join(line[1:] for line in lines.splitlines(keepends=True) if line[0] in kept) for kept in (" -", " +"))
+        old, new = (
+            "".join(line[1:] for line in lines.splitlines(keepends=True) if line[0] in kept) for kept in (" -", " +")
+        )
         found.append((path, old, new))
     return found
 
@@ -34,7 +37,8 @@ def changes(text: str) -> list[tuple[str, str, str]]:
 def in_words(command: list[str], tree: Path) -> str:
     """What a command prints in the tree; its output is the reason where it fails."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
-    elsewhere = [path for path in sys.path if path and not Path(path).is_relative_to(ROOT)]  # where packages are that are not installed
+    # where packages are that are not installed
+    elsewhere = [path for path in sys.path if path and not Path(path).is_relative_to(ROOT)]
     done = subprocess.run(
         [sys.executable, *command],
         cwd=tree,
@@ -83,7 +87,9 @@ for wrong, error in (("much", TypeError), (float("nan"), ValueError)):
 near, far = (flashzoo.attention(q, q, q, decay=decay, version="standard") for decay in (30.0, None))
 torch.testing.assert_close(near, q)
 assert not torch.equal(near, far)
-compiled = torch.compile(lambda q: flashzoo.attention(q, q, q, decay=0.25, version="standard"), backend="aot_eager", fullgraph=True)
+compiled = torch.compile(
+    lambda q: flashzoo.attention(q, q, q, decay=0.25, version="standard"), backend="aot_eager", fullgraph=True
+)
 leaves = [q.clone().requires_grad_() for _ in range(2)]
 for call, leaf in zip((compiled, lambda q: flashzoo.attention(q, q, q, decay=0.25, version="standard")), leaves):
     call(leaf).square().sum().backward()
@@ -155,7 +161,8 @@ for of in ((0, 1, 2, 3), (3,), (0, 3)):
     for call in (attention, torch.compile(attention, backend="aot_eager", fullgraph=True)):
         torch.testing.assert_close(gradients(call, of), expected, rtol=1e-5, atol=1e-5)
 out, lse = attention(q, k, v, bias.detach())
-found = flashzoo.attention_backward(2 * out, q, k, v, out, lse, dlse=lse.cos(), causal=True, key_bias=bias.detach(), version="standard")
+how = {"causal": True, "key_bias": bias.detach(), "version": "standard"}
+found = flashzoo.attention_backward(2 * out, q, k, v, out, lse, dlse=lse.cos(), **how)
 torch.testing.assert_close(found, gradients(dense, (0, 1, 2, 3)), rtol=1e-5, atol=1e-5)
 """
 

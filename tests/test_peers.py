@@ -29,7 +29,8 @@ def test_flex_means_what_flashzoo_means(causal):
     with pytest.MonkeyPatch.context() as patch:
         from torch.nn.attention.flex_attention import flex_attention
 
-        patch.setattr(peers, "_compiled_flex", lambda: flex_attention)  # compiling for the CPU would need a C++ compiler
+        # compiling for the CPU would need a C++ compiler
+        patch.setattr(peers, "_compiled_flex", lambda: flex_attention)
         out = peers.peer("flex", problem)(q, k, v)
     torch.testing.assert_close(out, flashzoo.attention(q, k, v, causal=causal, version="standard"), rtol=0, atol=1e-5)
 
@@ -46,7 +47,9 @@ def test_a_peers_gradients_are_held_to_the_oracle_too(name, monkeypatch):
 
     def attention(problem):
         def call(q, k, v):
-            return flashzoo.attention(q, torch.lerp(k.detach(), k, factor), v, causal=problem.causal, version="standard")
+            return flashzoo.attention(
+                q, torch.lerp(k.detach(), k, factor), v, causal=problem.causal, version="standard"
+            )
 
         return call
 
@@ -73,7 +76,8 @@ def test_libraries_refuse_32_bits():
 
 
 def _fake_library(monkeypatch, **modules) -> list[dict]:
-    """Put these modules, by name, in place of a library's. Returns what its function is versions_called with besides q, k and v."""
+    """Put these modules, by name, in place of a library's. Returns what its function is versions_called with
+    besides q, k and v."""
     asked = []
 
     def function(q, k, v, **options):
@@ -81,7 +85,9 @@ def _fake_library(monkeypatch, **modules) -> list[dict]:
         if q.ndim == 5:  # as xformers has groups of heads
             assert q.shape[2:4] == k.shape[2:4] == v.shape[2:4], "heads of keys are to be repeated by the caller"
             assert k.stride(3) == v.stride(3) == 0, "with no copy"
-            out = flashzoo.attention(*(x.flatten(2, 3) for x in (q, k, v)), causal=options["attn_bias"] is not None, version="standard")
+            out = flashzoo.attention(
+                *(x.flatten(2, 3) for x in (q, k, v)), causal=options["attn_bias"] is not None, version="standard"
+            )
             return out.unflatten(2, q.shape[2:4])
         causal = options["causal"] if "causal" in options else options["attn_bias"] is not None
         return flashzoo.attention(q, k, v, causal=causal, version="standard")
@@ -214,7 +220,9 @@ def test_cudnns_graph_is_given_what_it_asks_for(causal, monkeypatch):
 @pytest.mark.parametrize("name", PATTERNS)
 def test_flex_is_given_the_same_mask(name, monkeypatch):
     given = []
-    monkeypatch.setattr(peers, "_compiled_flex", lambda: lambda q, k, v, block_mask, enable_gqa: given.append(block_mask) or q)
+    monkeypatch.setattr(
+        peers, "_compiled_flex", lambda: lambda q, k, v, block_mask, enable_gqa: given.append(block_mask) or q
+    )
     pattern, problem = masks.pattern(name, 1024, "cpu"), Problem(1, 1024, 1024, 2, 2, 16, "fp16", device="cpu")
     q, k, v, _ = inputs(problem)
     peers.peer("flex", problem, pattern)(q, k, v)
@@ -255,7 +263,9 @@ def test_flex_compiles_once_for_all_masks_of_a_shape(monkeypatch):
 def test_fa4_is_given_the_same_mask(name, monkeypatch):
     given = {}
     tensors = namedtuple(
-        "Tensors", ["mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", "block_size"], defaults=[None, None, None]
+        "Tensors",
+        ["mask_block_cnt", "mask_block_idx", "full_block_cnt", "full_block_idx", "block_size"],
+        defaults=[None, None, None],
     )
     monkeypatch.setitem(sys.modules, "flash_attn.cute.block_sparsity", SimpleNamespace(BlockSparseTensorsTorch=tensors))
     monkeypatch.setattr(peers, "_function", lambda name: lambda q, k, v, **options: (given.update(options) or q, None))
@@ -267,6 +277,9 @@ def test_fa4_is_given_the_same_mask(name, monkeypatch):
     for argument, turned in (("block_sparse_tensors", False), ("block_sparse_tensors_bwd", True)):
         lists = given[argument]
         assert lists.block_size == (128, 128)
-        partial, full = _of_lists(lists.mask_block_cnt, lists.mask_block_idx), _of_lists(lists.full_block_cnt, lists.full_block_idx)
+        partial, full = (
+            _of_lists(lists.mask_block_cnt, lists.mask_block_idx),
+            _of_lists(lists.full_block_cnt, lists.full_block_idx),
+        )
         partial, full = (partial.mT, full.mT) if turned else (partial, full)
         assert torch.equal(full | partial & band, pattern.mask.to_dense()[0, 0])

@@ -32,7 +32,10 @@ def _row(run_id: str, impl: str, pass_: str, seqlen: int, tflops: float) -> dict
 RESULTS = [
     _row("old", "v2", "fwd", 512, 999),
     _row("new", "matmul", "gemm", 8192, 780),
-    *(_row("new", impl, "fwd", s, t) for impl, s, t in [("v2", 512, 200), ("flex", 512, 100), ("v2", 1024, 450), ("flex", 1024, 300)]),
+    *(
+        _row("new", impl, "fwd", s, t)
+        for impl, s, t in [("v2", 512, 200), ("flex", 512, 100), ("v2", 1024, 450), ("flex", 1024, 300)]
+    ),
 ]
 
 
@@ -49,7 +52,9 @@ def test_tables_show_the_last_run_alone():
 
 def test_fp8_runs_have_tables_of_their_own():
     fp8 = [{**_row("fp8", impl, "fwd", 512, t), "dtype": "e4m3"} for impl, t in [("v3_fp8", 600), ("cudnn_fp8", 400)]]
-    matmuls = [{**_row("fp8", "matmul", "gemm", 8192, t), "dtype": dtype} for dtype, t in [("bf16", 770), ("e4m3", 1340)]]
+    matmuls = [
+        {**_row("fp8", "matmul", "gemm", 8192, t), "dtype": dtype} for dtype, t in [("bf16", 770), ("e4m3", 1340)]
+    ]
     whole = [_row("whole", impl, "fwd", 512, t) for impl, t in [("v3", 300), ("v3_fp8_end_to_end", 450)]]
     ablation = [{**_row("later", impl, "fwd", 512, 999), "dtype": "e4m3"} for impl in ("v3_fp8", "v3_fp8_one_level")]
     text = plot.report([*RESULTS, *matmuls, *fp8, *whole, *ablation], Path("h200.csv"))
@@ -58,7 +63,10 @@ def test_fp8_runs_have_tables_of_their_own():
     e4m3, end_to_end = rest.split("### Forward from 16 bits through FP8, quantisation included, bf16")
     assert "| 64 | yes | 512 | **200** | 100 |" in sixteen and "a bf16 matmul in the same run: 780" in sixteen
     assert "| 64 | yes | 512 | **600** | 400 |" in e4m3 and "an e4m3 matmul in the same run: 1340" in e4m3
-    assert "| 64 | yes | 512 | 300 | **450** |" in end_to_end and "| v3_fp8_end_to_end | 1.50 (worst 1.50) |  |" in end_to_end
+    assert (
+        "| 64 | yes | 512 | 300 | **450** |" in end_to_end
+        and "| v3_fp8_end_to_end | 1.50 (worst 1.50) |  |" in end_to_end
+    )
 
 
 def test_tables_go_between_the_markers_and_nowhere_else(tmp_path):
@@ -83,12 +91,16 @@ def _sparse_rows(tmp_path: Path) -> list[dict[str, str]]:
     """A made-up run: every block-sparse kernel takes its share of the dense kernel's time and a tenth more."""
     path = tmp_path / "made.csv"
     results = Results(path, "sparse", "cpu", "c0ffee")
-    line = "--masks dense,ones,causal,random/2,random/4,local/2,butterfly --causal 0 --head-dims 64 --tokens 2048 --hidden 64"
+    line = (
+        "--masks dense,ones,causal,random/2,random/4,local/2,butterfly --causal 0 --head-dims 64 "
+        "--tokens 2048 --hidden 64"
+    )
     chosen = [cell for size in ("2048", "1024") for cell in cells(parsed(f"{line} --seqlens {size}"))]
     for cell in chosen:
         dense = {"v1": 40.0, "v2": 20.0, "v3": 10.0, "flex": 30.0, "fa4": 12.0}
         masked = {
-            impl: dense[of] * cell.density * 1.1 for impl, of in (("v3", "v3"), ("blocksparse", "v2"), ("flex", "flex"), ("fa4", "fa4"))
+            impl: dense[of] * cell.density * 1.1
+            for impl, of in (("v3", "v3"), ("blocksparse", "v2"), ("flex", "flex"), ("fa4", "fa4"))
         }
         times = masked if cell.mask else dense
         numbers = {"density": f"{cell.density:.6g}", "tflops": 1, "ms_p10": 1, "ms_p90": 1, "max_err": 0, "rms_err": 0}
@@ -105,7 +117,10 @@ def test_the_block_sparse_run_has_a_table_and_no_other_has_its_rows(tmp_path):
     assert sparse.speedup(size, "random/4", "v1") is None
     assert (sparse.tokens, sorted(sparse.butterfly["bwd", 64])) == (2048, [1024, 2048])
     table = plot.sparse_table(sparse).splitlines()
-    assert "| random/4 | 25.00% | 64 | 2048 | fwd | - | - | **2.75** (3.64x) | 8.25 (3.64x) | 3.3 (3.64x) | 5.5 (3.64x) |" in table
+    assert (
+        "| random/4 | 25.00% | 64 | 2048 | fwd | - | - | **2.75** (3.64x) | 8.25 (3.64x) | 3.3 (3.64x) | 5.5 (3.64x) |"
+        in table
+    )
     assert "| none | 100.00% | 64 | 2048 | fwd | 40 | 20 | **10** | 30 | 12 | - |" in table
     assert "| v3 | 1.20 (worst 1.20) |" in plot.sparse_ratios(sparse)
     section = plot.report(rows, tmp_path / "h200.csv")

@@ -38,7 +38,8 @@ class Call:
 
 
 def calls(version: str, problem: Problem, masked: bool, **asked) -> st.SearchStrategy[Call]:
-    """Calls that the version takes, with sizes at and beside the edges of tiles; e4m3 where the problem is, else fp32 if it may be."""
+    """Calls that the version takes, with sizes at and beside the edges of tiles;
+    e4m3 where the problem is, else fp32 if it may be."""
     spec = flashzoo.versions()[version]
     dtype = "fp32" if problem.dtype != "e4m3" and "fp32" in dtypes_of(spec) else problem.dtype
     sides = st.one_of(st.none(), st.integers(0, 70))
@@ -70,7 +71,10 @@ def calls(version: str, problem: Problem, masked: bool, **asked) -> st.SearchStr
 def for_all(strategy: st.SearchStrategy[Call], version: str, holds: Callable[[Call], None]) -> None:
     """Hypothesis, with fewer examples where a kernel is interpreted."""
 
-    @settings(max_examples=5 if interpreted(version) else 60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+    @settings(
+        max_examples=5 if interpreted(version) else 60,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )
     @given(strategy)
     def test(call: Call) -> None:
         holds(call)
@@ -103,7 +107,8 @@ def test_order_of_keys_does_not_matter(version, problem):
 def test_one_vector_added_to_every_key_shifts_scores_only(version, problem):
     def holds(call):
         q, k, v = call.tensors
-        k = (k * 16).round() / 16  # so that k + direction is what every dtype holds of it, and scores shift by just that
+        # so that k + direction is what every dtype holds of it, and scores shift by just that
+        k = (k * 16).round() / 16
         direction = 0.5 * torch.ones_like(k[:, :1])
         before = forward(version, (q, k, v), call.problem)
         after = forward(version, (q, k + direction, v), call.problem)
@@ -147,7 +152,8 @@ def test_two_parts_merge_into_the_whole_through_lse(version, problem):
 
 @asks(fp8=("e4m3",))
 def test_the_last_queries_alone_see_what_they_saw_among_all(version, problem):
-    """Bottom-right alignment: decoding a row gives that row of the whole. Seen in ROCm flash-attention #158, FA #2595."""
+    """Bottom-right alignment: decoding a row gives that row of the whole.
+    Seen in ROCm flash-attention #158, FA #2595."""
 
     def holds(call):
         problem = call.problem
@@ -169,7 +175,8 @@ def test_outputs_lie_in_the_hull_of_the_values(version, problem):
         q, k, v = call.tensors
         out = forward(version, (q, k, v), problem).out[:, seeing(problem)]
         lowest, highest = (
-            x.repeat_interleave(problem.heads // problem.heads_kv, 2) for x in (v.float().amin(1, True), v.float().amax(1, True))
+            x.repeat_interleave(problem.heads // problem.heads_kv, 2)
+            for x in (v.float().amin(1, True), v.float().amax(1, True))
         )
         slack = 4 * torch.finfo(v.dtype).eps * v.float().abs().max()
         assert bool((out >= lowest - slack).all()) and bool((out <= highest + slack).all())
@@ -240,7 +247,13 @@ def test_gradients_of_values_hand_on_the_whole_of_dout(version, problem):
         tensors, dout, _ = draw(problem, call.seed)
         result = both(version, tensors, problem, dout, None)
         assert result.dv is not None
-        given_out = dout[:, seeing(problem)].double().sum(1).view(problem.batch, problem.heads_kv, -1, problem.head_dim_v).sum(2)
+        given_out = (
+            dout[:, seeing(problem)]
+            .double()
+            .sum(1)
+            .view(problem.batch, problem.heads_kv, -1, problem.head_dim_v)
+            .sum(2)
+        )
         slack = TOLERANCE[problem.dtype] * (1 + dout.double().abs().sum())
         assert bool(((result.dv.double().sum(1) - given_out).abs() <= slack).all())
 

@@ -1,4 +1,5 @@
-"""The quantiser of FP8 attention: what it rounds, what it keeps, what it lays out for the kernel, and that it compiles for Hopper."""
+"""The quantiser of FP8 attention: what it rounds, what it keeps, what it lays out for the kernel,
+and that it compiles for Hopper."""
 
 from __future__ import annotations
 
@@ -67,7 +68,11 @@ def problem_of(q: Tensor, k: Tensor) -> Problem:
 def rows_of(descale: Tensor, x: Tensor) -> Tensor:
     """A descale for every row of x, `(batch, seqlen, heads, 1)`: descales are for blocks, or for a group of heads."""
     if descale.ndim == 2:
-        return descale.double().repeat_interleave(x.shape[2] // descale.shape[1], 1)[:, None, :, None].expand(*x.shape[:3], 1)
+        return (
+            descale.double()
+            .repeat_interleave(x.shape[2] // descale.shape[1], 1)[:, None, :, None]
+            .expand(*x.shape[:3], 1)
+        )
     return descale.double().repeat_interleave(DESCALE_BLOCK, 2)[:, :, : x.shape[1]].transpose(1, 2)[..., None]
 
 
@@ -95,12 +100,15 @@ def wanted(q: Tensor, k: Tensor, v: Tensor, rotate: bool = True, smooth: bool = 
 def largest_of_blocks(x: Tensor) -> Tensor:
     """`(batch, heads, blocks)`."""
     batch, seqlen, heads, head_dim = x.shape
-    blocks = torch.nn.functional.pad(x.abs(), (0, 0, 0, 0, 0, -seqlen % DESCALE_BLOCK)).view(batch, -1, DESCALE_BLOCK, heads, head_dim)
+    blocks = torch.nn.functional.pad(x.abs(), (0, 0, 0, 0, 0, -seqlen % DESCALE_BLOCK)).view(
+        batch, -1, DESCALE_BLOCK, heads, head_dim
+    )
     return blocks.amax((2, 4)).transpose(1, 2)
 
 
 def assert_rounded(x8: Tensor, descale: Tensor, x: Tensor) -> None:
-    """Off by half a step of e4m3 at most (2^-4 of a value, 2^-10 of a descale near 0), and float32's rounding on the way."""
+    """Off by half a step of e4m3 at most (2^-4 of a value, 2^-10 of a descale near 0),
+    and float32's rounding on the way."""
     step = torch.maximum(x.abs() / 16, rows_of(descale, x) / 1024)
     assert ((dequantize(x8, descale) - x).abs() <= step + 1e-5 * LARGEST * rows_of(descale, x)).all()
 
@@ -110,7 +118,9 @@ def keys_in_order(v8: Tensor) -> Tensor:
     seqlen_k = v8.shape[1]
     position = torch.arange(-(-seqlen_k // 16) * 16, device=v8.device)
     key = 16 * (position // 16) + 2 * (position % 16 // 4) + position % 2 + 8 * (position // 2 % 2)
-    return torch.nn.functional.pad(v8.view(torch.uint8), (0, 0, 0, 0, 0, len(position) - seqlen_k))[:, key].permute(0, 2, 3, 1)
+    return torch.nn.functional.pad(v8.view(torch.uint8), (0, 0, 0, 0, 0, len(position) - seqlen_k))[:, key].permute(
+        0, 2, 3, 1
+    )
 
 
 def assert_same(left: Quantized, right: Quantized) -> None:
@@ -123,7 +133,10 @@ def test_the_rotation_is_orthogonal_and_spreads(head_dim):
     matrix = rotation(head_dim)
     assert torch.allclose(matrix @ matrix.T, torch.eye(head_dim, dtype=torch.float64), atol=1e-12)
     n = head_dim & -head_dim
-    assert torch.allclose(matrix[matrix != 0].abs(), torch.tensor(n**-0.5, dtype=torch.float64)) and (matrix != 0).sum() == n * head_dim
+    assert (
+        torch.allclose(matrix[matrix != 0].abs(), torch.tensor(n**-0.5, dtype=torch.float64))
+        and (matrix != 0).sum() == n * head_dim
+    )
     assert (matrix < 0).any() and matrix.sum(0).abs().max() < n**0.5, "a constant row is spread too"
 
 
@@ -134,10 +147,14 @@ def test_rounding_and_scales(shape, dtype, scales):
     tensors = draw(shape, dtype)
     before = [storage_of(x) for x in tensors]
     result = quantize(*tensors, scales=scales)
-    assert all(torch.equal(storage_of(x), stored) for x, stored in zip(tensors, before, strict=True)), "inputs are modified"
+    assert all(torch.equal(storage_of(x), stored) for x, stored in zip(tensors, before, strict=True)), (
+        "inputs are modified"
+    )
     for x8, descale, x in zip(result[:3], result[3:6], wanted(*tensors), strict=True):
         assert x8.dtype == torch.float8_e4m3fn and x8.is_contiguous() and descale.dtype == torch.float32
-        largest = largest_of_blocks(x) if scales == "block" else x.reshape(*x.shape[:2], shape[4], -1).abs().amax((1, 3))
+        largest = (
+            largest_of_blocks(x) if scales == "block" else x.reshape(*x.shape[:2], shape[4], -1).abs().amax((1, 3))
+        )
         ones = largest <= 1e-6  # of one key nothing is left when its mean is gone, but for rounding
         assert torch.allclose(descale.double()[~ones], largest[~ones] / LARGEST, rtol=1e-4)
         assert_rounded(x8, descale, x)
@@ -179,7 +196,9 @@ def test_outliers_cost_less_when_rotated_and_offsets_when_smoothed():
     def error(**how) -> float:
         result = quantize(q, k, v, scales="head", **how)
         _, kept, _ = wanted(q, k, v, rotate=False, smooth=how["smooth"])
-        scores = torch.einsum("bqhd,bkhd->bhqk", dequantize(result.q, result.q_descale), dequantize(result.k, result.k_descale))
+        scores = torch.einsum(
+            "bqhd,bkhd->bhqk", dequantize(result.q, result.q_descale), dequantize(result.k, result.k_descale)
+        )
         true = torch.einsum("bqhd,bkhd->bhqk", q.double(), kept)
         return ((scores - true) - (scores - true).mean(3, keepdim=True)).pow(2).mean().sqrt().item()
 
@@ -218,8 +237,8 @@ MOVED = [name for name in LAYOUTS if name not in ("bshd", "expanded")]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", MOVED if DEVICE == "cuda" else ["packed", "offset"])
 def test_where_a_tensor_lies_changes_its_last_bits_at_most(layout, dtype, head_dim):
-    """What the kernel reads, and what is public: a sum in another order may round another way, and no more. Where a thread has the
-    elements of V one by one, one byte of nine was wrong once."""
+    """What the kernel reads, and what is public: a sum in another order may round another way, and no more. Where a
+    thread has the elements of V one by one, one byte of nine was wrong once."""
     tensors = draw((2, 130, 270, 4, 2, head_dim), dtype)
     ways = [lambda *x: quantize_for(*x, problem_of(*x[:2]), True), partial(quantize, scales="head")]
     for quantized in ways if DEVICE == "cuda" else ways[:1]:
@@ -230,7 +249,9 @@ def test_where_a_tensor_lies_changes_its_last_bits_at_most(layout, dtype, head_d
             found = quantized(*moved)
             for mine, right in zip(found[:3], expected[:3], strict=True):
                 mine, right = mine.float(), right.float()
-                assert ((mine - right).abs() <= right.abs() / 8 + 2.0**-9).all() and (mine != right).float().mean() < 0.01
+                assert ((mine - right).abs() <= right.abs() / 8 + 2.0**-9).all() and (
+                    mine != right
+                ).float().mean() < 0.01
             for mine, right in zip(found[3:], expected[3:], strict=True):
                 torch.testing.assert_close(mine, right, rtol=1e-3, atol=1e-3)
             assert torch.equal(storage_of(moved[at]), before)
@@ -249,7 +270,9 @@ def test_strided_views_and_views_off_16_bytes():
     q, k, v = draw((2, 40, 140, 4, 2, 64))
 
     def strided(x: Tensor) -> Tensor:  # (b, h, s, d), within wider rows, 2 bytes off
-        wide = torch.full((x.shape[0], x.shape[2], x.shape[1], x.shape[3] + 9), torch.nan, dtype=x.dtype, device=x.device)
+        wide = torch.full(
+            (x.shape[0], x.shape[2], x.shape[1], x.shape[3] + 9), torch.nan, dtype=x.dtype, device=x.device
+        )
         view = wide[..., 1:65].transpose(1, 2)
         return view.copy_(x)
 
@@ -329,7 +352,11 @@ def test_malformed_arguments_say_what_is_wrong():
         ((q.float(), k, v), TypeError, ["q", "float16 or bfloat16", "float32"]),
         ((q, k.bfloat16(), v), ValueError, ["k", "q's dtype", "bfloat16"]),
         ((q, k, "v"), TypeError, ["v", "tensor", "str"]),
-        ((q[..., :40].contiguous(), k[..., :40].contiguous(), v[..., :40].contiguous()), ValueError, ["head_dim", "16", "40"]),
+        (
+            (q[..., :40].contiguous(), k[..., :40].contiguous(), v[..., :40].contiguous()),
+            ValueError,
+            ["head_dim", "16", "40"],
+        ),
         ((q, k.transpose(1, 3).contiguous().transpose(1, 3), v), ValueError, ["k", "contiguous", "strides"]),
     ]:
         with pytest.raises(error) as raised:
@@ -343,9 +370,21 @@ def test_malformed_arguments_say_what_is_wrong():
     ("change", "error", "text"),
     [
         ({"q": [1.0]}, TypeError, "q must be a torch.Tensor, got list"),
-        ({"k": torch.zeros(8, 16).half().to_sparse_csr()}, TypeError, "k must be a dense tensor .* got torch.sparse_csr"),
-        ({"v": torch.nested.nested_tensor([torch.randn(9, 2, 64).half()])}, TypeError, "v must be a dense tensor .* got a nested one"),
-        ({name: torch.empty(1, 8, 2, 64, device="meta").half() for name in "qkv"}, ValueError, "must have data, got device meta"),
+        (
+            {"k": torch.zeros(8, 16).half().to_sparse_csr()},
+            TypeError,
+            "k must be a dense tensor .* got torch.sparse_csr",
+        ),
+        (
+            {"v": torch.nested.nested_tensor([torch.randn(9, 2, 64).half()])},
+            TypeError,
+            "v must be a dense tensor .* got a nested one",
+        ),
+        (
+            {name: torch.empty(1, 8, 2, 64, device="meta").half() for name in "qkv"},
+            ValueError,
+            "must have data, got device meta",
+        ),
         ({"rotate": "no"}, TypeError, "rotate must be a bool, got 'no'"),
         ({"smooth": 1}, TypeError, "smooth must be a bool, got 1"),
     ],
@@ -364,7 +403,10 @@ def test_lazy_negatives_are_resolved():
 
 def test_is_for_outside_of_transforms():
     q, k, v = draw((2, 8, 9, 4, 2, 64))
-    with pytest.raises(NotImplementedError, match=r"flashzoo.quantize does not support q under torch.func.vmap: call it outside of that"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"flashzoo.quantize does not support q under torch.func.vmap: call it outside of that",
+    ):
         torch.func.vmap(lambda q: flashzoo.quantize(q, k, v).q_descale)(torch.stack([q, q]))
 
 
@@ -380,7 +422,9 @@ def test_bfloat16_on_the_cpu_is_refused():
 def test_compiles_for_hopper_and_does_not_spill(head_dim, dtype):
     heads = 2048 // head_dim
     strides = (4096 * heads * head_dim, heads * head_dim, head_dim)
-    plan = Plan(Problem(4, 4096, 4096, heads, heads, head_dim, dtype=dtype, arch=90), strides * 3, True, True, True, True)
+    plan = Plan(
+        Problem(4, 4096, 4096, heads, heads, head_dim, dtype=dtype, arch=90), strides * 3, True, True, True, True
+    )
     launches = {
         "scores": (plan.scores, (dtype, dtype, "fp8e4nv", "fp8e4nv", "fp32", "fp32", "fp32", "fp32")),
         "values": (plan.values, (dtype, dtype, "fp8e4nv", "fp32", "fp32")),

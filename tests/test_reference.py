@@ -1,4 +1,5 @@
-"""The oracle is what everything is held against, so it is held against torch's own autograd and torch's own attention."""
+"""The oracle is what everything is held against, so it is held against torch's own autograd and
+torch's own attention."""
 
 from __future__ import annotations
 
@@ -75,7 +76,12 @@ def differentiated(function, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse
 def assert_close(got: Result, expected: Result, tolerance: float) -> None:
     for name, value in expected.items().items():
         torch.testing.assert_close(
-            got.items()[name], value, rtol=tolerance, atol=tolerance, check_dtype=False, msg=lambda text, n=name: f"{n}: {text}"
+            got.items()[name],
+            value,
+            rtol=tolerance,
+            atol=tolerance,
+            check_dtype=False,
+            msg=lambda text, n=name: f"{n}: {text}",
         )
 
 
@@ -111,16 +117,18 @@ def test_oracle_gradients_are_finite_differences(problem):
     step = 1e-5
     for at, gradient in enumerate((gradients.dq, gradients.dk, gradients.dv)):
         direction = torch.randn_like(gradient)
-        ahead, behind = ([x + sign * step * direction if i == at else x for i, x in enumerate((q, k, v))] for sign in (1, -1))
+        ahead, behind = (
+            [x + sign * step * direction if i == at else x for i, x in enumerate((q, k, v))] for sign in (1, -1)
+        )
         measured = (loss(*ahead) - loss(*behind)) / (2 * step)
         torch.testing.assert_close((gradient * direction).sum(), measured, rtol=1e-7, atol=1e-7)
 
 
 def test_oracle_is_torch_attention(problem):
     (q, k, v), *_ = draw(problem)
-    out = scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=naive_mask(problem), enable_gqa=True).transpose(
-        1, 2
-    )
+    out = scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=naive_mask(problem), enable_gqa=True
+    ).transpose(1, 2)
     got = oracle(q, k, v, problem).out
     sees = naive_mask(problem).any(1)
     torch.testing.assert_close(got[:, sees], out[:, sees], rtol=1e-12, atol=1e-12)
@@ -145,7 +153,9 @@ def test_oracle_survives_scores_that_overflow_exp(problem):
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}, {"seqlen_q": 0, "seqlen_k": 0}, {"seqlen_k": 0, "head_dim_v": 3}], ids=str
+    "sizes",
+    [{"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}, {"seqlen_q": 0, "seqlen_k": 0}, {"seqlen_k": 0, "head_dim_v": 3}],
+    ids=str,
 )
 def test_oracle_of_nothing(sizes):
     problem = Problem(**PLAIN | sizes, dtype="fp64", device="cpu", lse=True)
@@ -173,10 +183,23 @@ def test_standard_is_close_to_the_oracle(dtype):
     step = torch.finfo(tensors[0].dtype).eps
     for name, value in result.items().items():
         error = (value.double() - ideal.items()[name]).norm() / ideal.items()[name].norm()
-        assert error < 2 * max(step, 1e-6), f"{name}: relative error {error:.1e}, expected under two roundings to {dtype}"
+        assert error < 2 * max(step, 1e-6), (
+            f"{name}: relative error {error:.1e}, expected under two roundings to {dtype}"
+        )
 
 
-IN_FP8 = Problem(batch=2, seqlen_q=140, seqlen_k=260, heads=4, heads_kv=2, head_dim=64, dtype="e4m3", causal=True, lse=True, device="cpu")
+IN_FP8 = Problem(
+    batch=2,
+    seqlen_q=140,
+    seqlen_k=260,
+    heads=4,
+    heads_kv=2,
+    head_dim=64,
+    dtype="e4m3",
+    causal=True,
+    lse=True,
+    device="cpu",
+)
 
 
 @pytest.mark.parametrize("kind", [None, "head", "block"])
@@ -215,12 +238,16 @@ def test_standard_in_e4m3_is_close_to_the_oracle(kind):
     real = (dequantized(x, scale) for x, scale in zip(tensors, scales, strict=True))
     ideal = oracle(*real, IN_FP8)
     assert result.out.dtype == torch.bfloat16
-    assert (result.out - ideal.out).norm() < 2**-5 * ideal.out.norm(), "P is rounded to 4 bits, and rounded errors cancel in part"
+    assert (result.out - ideal.out).norm() < 2**-5 * ideal.out.norm(), (
+        "P is rounded to 4 bits, and rounded errors cancel in part"
+    )
     assert (result.lse - ideal.lse).abs().max() < 4e-3
 
 
 def test_standard_quantises_to_within_a_rounding():
-    problem = Problem(batch=2, seqlen_q=9, seqlen_k=9, heads=2, heads_kv=2, head_dim=32, dtype="fp16", precision="fp8", device="cpu")
+    problem = Problem(
+        batch=2, seqlen_q=9, seqlen_k=9, heads=2, heads_kv=2, head_dim=32, dtype="fp16", precision="fp8", device="cpu"
+    )
     (x, *_), *_ = draw(problem)
     x[1, :, 1] = 0
     quantized, scale = reference._quantized(x)

@@ -151,7 +151,9 @@ class TestPlugins:
 
     def test_a_file_named_in_the_environment_is_a_plugin(self, installed, monkeypatch, tmp_path):
         good, broken = tmp_path / "variant_of_a_file.py", tmp_path / "broken_variant.py"
-        good.write_text("import flashzoo, flashzoo_suite.support\nflashzoo.register(flashzoo_suite.support.toy('from_a_file'))")
+        good.write_text(
+            "import flashzoo, flashzoo_suite.support\nflashzoo.register(flashzoo_suite.support.toy('from_a_file'))"
+        )
         broken.write_text("import no_such_module")
         monkeypatch.setenv("FLASHZOO_VARIANTS", os.pathsep.join(map(str, (broken, good))))
         monkeypatch.setattr(sys, "path", [*sys.path])
@@ -179,7 +181,10 @@ class TestImplementation:
     def test_a_missing_backward_pass_is_named(self, qkv):
         flashzoo.register(toy("older", backward_impl=f"{SUPPORT}:no_such_function"), before="v3")
         flashzoo.register(toy("newer", backward=None), before="older")
-        with pytest.raises(ImportError, match=rf"version 'older': expected a function at '{SUPPORT}:no_such_function', got AttributeError"):
+        with pytest.raises(
+            ImportError,
+            match=rf"version 'older': expected a function at '{SUPPORT}:no_such_function', got AttributeError",
+        ):
             flashzoo.attention(*(x.requires_grad_() for x in qkv))
 
     @pytest.mark.parametrize(
@@ -197,14 +202,19 @@ class TestImplementation:
             (lambda q: (q.to("meta"), None), "got a Tensor (2, 6, 4, 8), torch.float32, on meta"),
             (lambda q: (q.detach(), q[..., 0].mT), "an out that carries gradients, got one that does not require grad"),
             (lambda q: (q, None), "lse as a Tensor (2, 4, 6), torch.float32, on cpu, got NoneType"),
-            (lambda q: (q, q[..., 0]), "lse as a Tensor (2, 4, 6), torch.float32, on cpu, got a Tensor (2, 6, 4), torch.float32, on cpu"),
+            (
+                lambda q: (q, q[..., 0]),
+                "lse as a Tensor (2, 4, 6), torch.float32, on cpu, got a Tensor (2, 6, 4), torch.float32, on cpu",
+            ),
         ],
     )
     def test_one_that_gives_something_else_is_named(self, give, expected, qkv, monkeypatch):
         monkeypatch.setattr("flashzoo_suite.support.record", lambda q, k, v, problem, operands: give(q))
         flashzoo.register(toy())
         for _ in range(2):
-            with pytest.raises(TypeError, match=rf"version 'toy': {SUPPORT}:record must return .*{re.escape(expected)}"):
+            with pytest.raises(
+                TypeError, match=rf"version 'toy': {SUPPORT}:record must return .*{re.escape(expected)}"
+            ):
                 flashzoo.attention(*(x.requires_grad_() for x in qkv), return_lse="lse as" in expected, version="toy")
 
     def test_it_is_looked_at_once_for_each_kind_of_call(self, qkv, monkeypatch):

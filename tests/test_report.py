@@ -1,4 +1,5 @@
-"""What is made of a results file: claims, pictures, the README's section, and the HTML report, which needs no other file."""
+"""What is made of a results file: claims, pictures, the README's section, and the HTML report,
+which needs no other file."""
 
 from __future__ import annotations
 
@@ -64,17 +65,47 @@ class Page(HTMLParser):
 
 def _row(run_id: str, impl: str, pass_: str = "fwd", **fields: object) -> dict[str, str]:
     fixed = {
-        **{"date": "2026-11-22", "commit": "c0ffee", "gpu": "NVIDIA H200", "torch": "2.11", "triton": "3.6", "cutlass_dsl": "4.8"},
-        **{"dtype": "bf16", "batch": 16, "seqlen_q": 1024, "seqlen_k": 1024, "heads": 32, "heads_kv": 32, "head_dim": 64, "causal": 0},
-        **{"mask": "", "density": 1, "ms": 2.5, "ms_p10": 2.25, "ms_p90": 2.75, "tflops": 400, "max_err": "1.2e-03", "rms_err": "1.6e-04"},
+        **{
+            "date": "2026-11-22",
+            "commit": "c0ffee",
+            "gpu": "NVIDIA H200",
+            "torch": "2.11",
+            "triton": "3.6",
+            "cutlass_dsl": "4.8",
+        },
+        **{
+            "dtype": "bf16",
+            "batch": 16,
+            "seqlen_q": 1024,
+            "seqlen_k": 1024,
+            "heads": 32,
+            "heads_kv": 32,
+            "head_dim": 64,
+            "causal": 0,
+        },
+        **{
+            "mask": "",
+            "density": 1,
+            "ms": 2.5,
+            "ms_p10": 2.25,
+            "ms_p90": 2.75,
+            "tflops": 400,
+            "max_err": "1.2e-03",
+            "rms_err": "1.6e-04",
+        },
     }
-    return {field: str({**fixed, "run": run_id, "impl": impl, "pass": pass_, **fields}.get(field, "")) for field in FIELDS}
+    return {
+        field: str({**fixed, "run": run_id, "impl": impl, "pass": pass_, **fields}.get(field, "")) for field in FIELDS
+    }
 
 
 ROWS = [
     _row("old", "v1", tflops=111.125),
     _row("new", "matmul", "gemm", tflops=690.4, max_err="", rms_err=""),
-    *(_row("new", impl, causal=causal, tflops=tflops) for impl, causal, tflops in [("v3", 0, 512.5), ("v2", 0, 400), ("v3", 1, 300)]),
+    *(
+        _row("new", impl, causal=causal, tflops=tflops)
+        for impl, causal, tflops in [("v3", 0, 512.5), ("v2", 0, 400), ("v3", 1, 300)]
+    ),
     _row("back", "v3", "bwd", tflops=505),
     _row("back", "fa3", "bwd", tflops="", ms="", rms_err="", why="missing: needs flash_attn_interface"),
     _row("back", "v1", "bwd", tflops="", ms="", rms_err="", why="FAILED: WrongResultError: dq"),
@@ -82,23 +113,36 @@ ROWS = [
     *(
         _row("sparse", impl, pass_, batch=1, seqlen_q=16384, seqlen_k=16384, mask=mask, density=density, ms=ms)
         for pass_ in ("fwd", "bwd")
-        for impl, mask, density, ms in [("v3", "", 1, 8), ("v3", "random/4", 0.25, 2), ("blocksparse", "random/4", 0.25, 3)]
+        for impl, mask, density, ms in [
+            ("v3", "", 1, 8),
+            ("v3", "random/4", 0.25, 2),
+            ("blocksparse", "random/4", 0.25, 3),
+        ]
     ),
 ]
 
 
 def _generations(run_id: str = "all", **fields: object) -> list[dict[str, str]]:
-    """A run at two lengths, both passes: v1 twice as fast as standard, v2 three times v1, v3 one and a half times v2, a peer 2 % less.
-    FA-2's own kernels are half as fast as v3."""
+    """A run at two lengths, both passes: v1 twice as fast as standard, v2 three times v1, v3 one and a half times v2, a
+    peer 2 % less. FA-2's own kernels are half as fast as v3."""
     speeds = {"standard": 50, "sdpa_math": 50, "v1": 100, "v2": 300, "v3": 450, "fa4": 441, "sdpa_flash": 225}
     cells = [(pass_, seqlen, head_dim) for pass_ in ("fwd", "bwd") for seqlen in (1024, 4096) for head_dim in (64, 128)]
 
     def row(impl: str, pass_: str, seqlen: int, head_dim: int) -> dict[str, str]:
         heads, batch = 2048 // head_dim, 16384 // seqlen
-        size = {"batch": batch, "seqlen_q": seqlen, "seqlen_k": seqlen, "heads": heads, "heads_kv": heads, "head_dim": head_dim}
+        size = {
+            "batch": batch,
+            "seqlen_q": seqlen,
+            "seqlen_k": seqlen,
+            "heads": heads,
+            "heads_kv": heads,
+            "head_dim": head_dim,
+        }
         mib = batch * seqlen * (seqlen if impl == "standard" else 64) / 2**14
         work = 4 * batch * heads * seqlen**2 * head_dim * (1 if pass_ == "fwd" else 2.5)
-        return _row(run_id, impl, pass_, **size, tflops=speeds[impl], ms=work / speeds[impl] / 1e9, peak_mib=mib, **fields)
+        return _row(
+            run_id, impl, pass_, **size, tflops=speeds[impl], ms=work / speeds[impl] / 1e9, peak_mib=mib, **fields
+        )
 
     slow = ("standard", "sdpa_math")
     return [row(impl, *cell) for cell in cells for impl in speeds if impl not in slow or cell[0] == "fwd"]
@@ -128,23 +172,39 @@ TRAFFIC = [
 
 
 def test_each_claim_is_answered_by_its_rows():
-    rows = [*_generations(), *EIGHT, *WHOLE, *ERRORS, *ABLATION, *TRAFFIC, *(row for row in ROWS if row["run"] == "sparse")]
+    rows = [
+        *_generations(),
+        *EIGHT,
+        *WHOLE,
+        *ERRORS,
+        *ABLATION,
+        *TRAFFIC,
+        *(row for row in ROWS if row["run"] == "sparse"),
+    ]
     over_standard, of = _claim(rows, "FA-1 over standard attention (`sdpa_math`), forward")
     assert (over_standard, of) == ("2.00x (2.00x to 2.00x in 2 cells)", "all"), "no more than 2k keys"
     assert _claim(rows, "FA-2 over FA-1, backward") == ("3.00x (3.00x to 3.00x in 4 cells)", "all")
     assert _claim(rows, "FA-3 over FA-2, forward") == ("1.50x (1.50x to 1.50x in 4 cells)", "all")
-    assert _claim(rows, "FA-3 over FA-2's CUDA kernels (`sdpa_flash`), forward") == ("2.00x (2.00x to 2.00x in 4 cells)", "all")
+    assert _claim(rows, "FA-3 over FA-2's CUDA kernels (`sdpa_flash`), forward") == (
+        "2.00x (2.00x to 2.00x in 4 cells)",
+        "all",
+    )
     speed, _ = _claim(rows, "FA-3 in 16 bits")
     assert speed == "450 TFLOP/s (head dim 64, 1k), 46% of the data sheet's 989"
-    assert _claim(rows, "FP8 over 16 bits, FP8 inputs") == ("2.00x (2.00x to 2.00x in 1 cells); of two runs", "eight, all")
+    assert _claim(rows, "FP8 over 16 bits, FP8 inputs") == (
+        "2.00x (2.00x to 2.00x in 1 cells); of two runs",
+        "eight, all",
+    )
     assert _claim(rows, "FP8 over 16 bits, quantisation included") == ("1.25x (1.25x to 1.25x in 1 cells)", "whole")
     memory, _ = _claim(rows, "Memory linear in the length, head dim 64")
     assert (
-        memory == "v3 4x for 4x the keys (16 MiB at 4k); v2 4x for 4x the keys (16 MiB at 4k); v1 4x for 4x the keys (16 MiB at 4k); "
-        "standard 16x for 4x the keys (1024 MiB at 4k)"
+        memory == "v3 4x for 4x the keys (16 MiB at 4k); v2 4x for 4x the keys (16 MiB at 4k); "
+        "v1 4x for 4x the keys (16 MiB at 4k); standard 16x for 4x the keys (1024 MiB at 4k)"
     )
     moved, of = _claim(rows, "Fewer bytes moved than standard attention")
-    assert moved.endswith("`standard` in passes over float32: forward 8.0x at 1k; backward 8.0x at 1k") and of == "bytes"
+    assert (
+        moved.endswith("`standard` in passes over float32: forward 8.0x at 1k; backward 8.0x at 1k") and of == "bytes"
+    )
     sparse = "forward: 1/4 kept 4.0x; backward: 1/4 kept 4.0x", "sparse"
     assert _claim(rows, "Block-sparse: time by the share of blocks kept") == sparse
     parts = "700 with both, 550 without overlap, 680 without ping-pong, 600 neither (TFLOP/s)"
@@ -170,14 +230,22 @@ def test_claims_are_of_the_last_run_that_has_both_sides():
     assert _claim(rows, "FA-1 over standard attention (`sdpa_math`), forward")[1] == "first"
     assert _claim(rows, "FA-2 over FA-1, forward")[1] == "second"
     failed = [row | {"tflops": "", "ms": "", "why": "FAILED: it did"} for row in _generations("third")]
-    assert _claim([*rows, *failed], "FA-2 over FA-1, forward")[1] == "second", "rows that say why there is no result are none"
+    assert _claim([*rows, *failed], "FA-2 over FA-1, forward")[1] == "second", (
+        "rows that say why there is no result are none"
+    )
 
 
 def test_a_run_of_two_dtypes_has_a_table_of_one():
-    rows = [_row("one", impl, dtype=dtype, tflops=tflops) for dtype, tflops in (("bf16", 400), ("fp32", 50)) for impl in ("v2", "v1")]
+    rows = [
+        _row("one", impl, dtype=dtype, tflops=tflops)
+        for dtype, tflops in (("bf16", 400), ("fp32", 50))
+        for impl in ("v2", "v1")
+    ]
     mixed = [*rows[:3], _row("one", "v1", dtype="fp16", tflops=100)]
     assert {row["dtype"] for row in runs.last_run(rows, "fwd")} == {"fp32"}
-    assert _claim(mixed, "FA-2 over FA-1, forward") == ("1.00x (1.00x to 1.00x in 1 cells)", "one"), "both sides are of bf16"
+    assert _claim(mixed, "FA-2 over FA-1, forward") == ("1.00x (1.00x to 1.00x in 1 cells)", "one"), (
+        "both sides are of bf16"
+    )
     sparse = [_row("two", "v3", dtype=dtype, mask="random/4", ms=ms) for dtype, ms in (("fp16", 8), ("bf16", 2))]
     found = runs.sparse_run(sparse)
     assert found is not None and {row["dtype"] for row in found.rows} == {"bf16"}
@@ -186,8 +254,18 @@ def test_a_run_of_two_dtypes_has_a_table_of_one():
 def test_every_picture_is_drawn(tmp_path):
     from PIL import Image
 
-    rows = [*_generations(causal=1), *_generations(), *EIGHT, *WHOLE, *TRAFFIC, *(row for row in ROWS if row["run"] == "sparse")]
-    rows += [_row("sparse", "v3", batch=32, seqlen_q=512, seqlen_k=512, mask=mask, ms=1, density=0.5) for mask in ("", "butterfly")]
+    rows = [
+        *_generations(causal=1),
+        *_generations(),
+        *EIGHT,
+        *WHOLE,
+        *TRAFFIC,
+        *(row for row in ROWS if row["run"] == "sparse"),
+    ]
+    rows += [
+        _row("sparse", "v3", batch=32, seqlen_q=512, seqlen_k=512, mask=mask, ms=1, density=0.5)
+        for mask in ("", "butterfly")
+    ]
     rows += [_row("sparse", "v3", batch=1, seqlen_q=16384, seqlen_k=16384, mask="butterfly", ms=2, density=0.1)]
     drawn = pictures.draw(rows, tmp_path / "h200.csv")
     names = ["generations", *runs.TABLES, "speedups", "errors", "memory", "roofline", "blocksparse", "butterfly"]
@@ -216,20 +294,29 @@ def test_what_is_missing_breaks_no_page(rows, tmp_path):
     results = tmp_path / "h100.csv"
     section = plot.report(rows, results)
     drawn = {path.name for path in pictures.draw(rows, results)}
-    assert set(re.findall(r"bench/results/(\S+\.png)", section)) == drawn - {"h100_generations.png"}, "a picture that is shown is drawn"
+    assert set(re.findall(r"bench/results/(\S+\.png)", section)) == drawn - {"h100_generations.png"}, (
+        "a picture that is shown is drawn"
+    )
     Page(report.page(rows, results))
 
 
 def test_a_run_of_other_sizes_alone_has_a_table_and_pictures(tmp_path):
     """As on a CPU, whose speeds need digits."""
-    sizes = [{"batch": 512 // seqlen, "seqlen_q": seqlen, "seqlen_k": seqlen, "tflops": 3.2e-5 * seqlen} for seqlen in (64, 512)]
+    sizes = [
+        {"batch": 512 // seqlen, "seqlen_q": seqlen, "seqlen_k": seqlen, "tflops": 3.2e-5 * seqlen}
+        for seqlen in (64, 512)
+    ]
     rows = [
-        _row("small", impl, gpu="cpu", dtype="fp16", causal=1, heads=2, peak_mib="", **size) for size in sizes for impl in ("v2", "own")
+        _row("small", impl, gpu="cpu", dtype="fp16", causal=1, heads=2, peak_mib="", **size)
+        for size in sizes
+        for impl in ("v2", "own")
     ]
     text = plot.report(rows, tmp_path / "cpu.csv")
     assert "| 64 | yes | 64 | **0.002** | **0.002** |" in text and "| 64 | yes | 512 | **0.016** | **0.016** |" in text
     assert [path.name for path in pictures.draw(rows, tmp_path / "cpu.csv")] == ["cpu_fwd.png", "cpu_errors.png"]
-    assert plot.report([*rows, *_generations()], tmp_path / "cpu.csv").count("0.016") == 0, "the field's sizes are wanted first"
+    assert plot.report([*rows, *_generations()], tmp_path / "cpu.csv").count("0.016") == 0, (
+        "the field's sizes are wanted first"
+    )
 
 
 def test_a_runs_commits_are_named_and_who_was_not_installed(tmp_path):
@@ -243,7 +330,12 @@ def test_a_runs_commits_are_named_and_who_was_not_installed(tmp_path):
 def test_a_peer_is_grey_and_a_version_of_ones_own_is_not():
     grey = pictures._style("flex")["color"].strip("#")
     assert grey[:2] == grey[2:4] == grey[4:] and pictures._style("mine")["color"] == pictures.BLACK
-    assert len({pictures._style(name)["color"] for name in ("v1", "v2", "v3", "v3_fp8", "blocksparse", "standard", "mine")}) == 7
+    assert (
+        len(
+            {pictures._style(name)["color"] for name in ("v1", "v2", "v3", "v3_fp8", "blocksparse", "standard", "mine")}
+        )
+        == 7
+    )
 
 
 def test_memory_is_as_fast_as_a_copy_or_as_the_data_sheet_says():
@@ -295,7 +387,10 @@ def test_every_row_of_every_run_is_in_a_table(page):
 
 
 def test_the_tables_are_the_readmes(page):
-    assert page.table("head_dim", "causal", "seqlen", "v3", "v2") == [["64", "no", "1024", "512", "400"], ["64", "yes", "1024", "300", "-"]]
+    assert page.table("head_dim", "causal", "seqlen", "v3", "v2") == [
+        ["64", "no", "1024", "512", "400"],
+        ["64", "yes", "1024", "300", "-"],
+    ]
     assert page.table("head_dim", "causal", "seqlen", "v3_fp8") == [["64", "no", "1024", "901"]]
     assert page.table("mask", "density")[1] == ["random/4", "25.00%", "64", "16384", "fwd", "2 (4.00x)", "3"]
 
@@ -316,7 +411,9 @@ def test_who_has_no_row_says_why(page):
     assert ("Block-sparse", "v2", "2 of 4", "does not support block_mask") in absent
     assert ("Block-sparse", "blocksparse", "2 of 4", report.NO_OBJECTION) in absent
     assert not [row for row in absent if row[:2] in (("Forward", "v3"), ("Backward", "v3"), ("Block-sparse", "v3"))]
-    assert ("Backward", "fa3", "1 of 1", "missing: needs flash_attn_interface") in absent, "what the run said, of a peer too"
+    assert ("Backward", "fa3", "1 of 1", "missing: needs flash_attn_interface") in absent, (
+        "what the run said, of a peer too"
+    )
     assert ("Backward", "v1", "1 of 1", "FAILED: WrongResultError: dq") in absent
 
 

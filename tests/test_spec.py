@@ -27,7 +27,11 @@ class TestSpec:
     @pytest.mark.parametrize(
         ("fields", "problem", "reason"),
         [
-            ({"requires": ("nosuch",)}, {}, "needs the package 'nosuch', which is not installed (pip install 'nosuch')"),
+            (
+                {"requires": ("nosuch",)},
+                {},
+                "needs the package 'nosuch', which is not installed (pip install 'nosuch')",
+            ),
             ({"arch": (90, 90)}, {"arch": 80}, "needs sm_90, got sm_80"),
             ({"arch": (90, 99)}, {"arch": 100}, "needs sm_90 to sm_99, got sm_100"),
             ({"arch": (90, None)}, {"arch": 89}, "needs sm_90 or newer, got sm_89"),
@@ -47,7 +51,11 @@ class TestSpec:
             ({"features": frozenset()}, {"lse": True}, "does not support return_lse=True"),
             ({"features": frozenset()}, {"deterministic": True}, "does not support deterministic=True"),
             ({"backward": None}, {"grad": True}, "has no backward pass, and an input requires grad"),
-            ({"backward": frozenset()}, {"grad": True, "causal": True}, "its backward pass does not support causal=True"),
+            (
+                {"backward": frozenset()},
+                {"grad": True, "causal": True},
+                "its backward pass does not support causal=True",
+            ),
             (
                 {"backward": frozenset()},
                 {"grad": True, "head_dim_v": 32},
@@ -55,7 +63,11 @@ class TestSpec:
             ),
             ({"check": lambda problem: ["the moon is full"]}, {}, "the moon is full"),
             ({}, {"dtype": "e4m3", "out_dtype": None}, "takes dtype fp16 or bf16 or fp32, got e4m3"),
-            ({"dtypes": ("e4m3",)}, {"dtype": "e4m3", "grad": True}, "e4m3 inputs have no gradients, and an input requires grad"),
+            (
+                {"dtypes": ("e4m3",)},
+                {"dtype": "e4m3", "grad": True},
+                "e4m3 inputs have no gradients, and an input requires grad",
+            ),
             (
                 {"dtypes": ("e4m3",), "backward": None},
                 {"dtype": "e4m3", "grad": True},
@@ -68,7 +80,11 @@ class TestSpec:
                 {},
                 'takes dtype e4m3, or fp16 or bf16 with precision="fp8", got bf16',
             ),
-            ({"quantizes": ("fp16", "bf16"), "cpu_dtypes": ()}, {"precision": "fp8", "device": "cpu"}, "does not run on CPU tensors"),
+            (
+                {"quantizes": ("fp16", "bf16"), "cpu_dtypes": ()},
+                {"precision": "fp8", "device": "cpu"},
+                "does not run on CPU tensors",
+            ),
         ],
         ids=lambda value: value if isinstance(value, str) else None,
     )
@@ -113,15 +129,22 @@ class TestSpec:
 
     def test_every_feature_is_a_field_a_problem_can_ask_for(self):
         sizes = {"heads_kv": 2, "seqlen_k": 4, "head_dim_v": 32, "out_dtype": "fp32"}
-        asked = dataclasses.replace(HOPPER, causal=True, window=(1, 1), lse=True, deterministic=True, sinks=True, **sizes)
-        packed, masked = dataclasses.replace(asked, batch=1, sequences=2, used_k=True), dataclasses.replace(asked, block_mask=MaskForm())
+        asked = dataclasses.replace(
+            HOPPER, causal=True, window=(1, 1), lse=True, deterministic=True, sinks=True, **sizes
+        )
+        packed, masked = (
+            dataclasses.replace(asked, batch=1, sequences=2, used_k=True),
+            dataclasses.replace(asked, block_mask=MaskForm()),
+        )
         cached = dataclasses.replace(asked, used_k=True)
         paged = dataclasses.replace(cached, page_size=1)
         assert packed.features | masked.features | paged.features == FEATURES.keys()
         assert HOPPER.features == frozenset()
 
     @pytest.mark.parametrize(
-        ("window", "expected"), [((None, None), (300, 300)), ((1 << 40, 0), (300, 0)), ((7, 1 << 31), (7, 300))], ids=str
+        ("window", "expected"),
+        [((None, None), (300, 300)), ((1 << 40, 0), (300, 0)), ((7, 1 << 31), (7, 300))],
+        ids=str,
     )
     def test_a_window_past_both_sequences_reaches_no_further(self, window, expected):
         assert dataclasses.replace(HOPPER, seqlen_q=100, seqlen_k=200, window=window).reach == expected
@@ -133,7 +156,11 @@ class TestSpec:
         assert "head_dim 192/128, bf16" in str(dataclasses.replace(HOPPER, head_dim=192, head_dim_v=128))
 
     def test_out_has_the_dtype_of_the_inputs_but_for_e4m3(self):
-        assert [dataclasses.replace(HOPPER, dtype=dtype).out_dtype for dtype in ("bf16", "fp16", "fp32")] == ["bf16", "fp16", "fp32"]
+        assert [dataclasses.replace(HOPPER, dtype=dtype).out_dtype for dtype in ("bf16", "fp16", "fp32")] == [
+            "bf16",
+            "fp16",
+            "fp32",
+        ]
         unrounded = dataclasses.replace(HOPPER, out_dtype="fp32")
         assert unrounded.out_dtype == "fp32" and "head_dim 64, bf16 to fp32" in str(unrounded)
         assert dataclasses.replace(unrounded, dtype="fp16").out_dtype == "fp32"
@@ -178,10 +205,26 @@ BAD_PROBLEMS = {
     "arch is a version": ({"arch": (9, 0)}, TypeError, r"arch must be an int, such as 90, or None, got \(9, 0\)"),
     "arch is 0": ({"arch": 0}, ValueError, "arch must be at least 1, got 0"),
     "precision is unknown": ({"precision": "int4"}, ValueError, "precision must be None or 'fp8', got 'int4'"),
-    "precision of fp32": ({"precision": "fp8", "dtype": "fp32"}, ValueError, "precision='fp8' is for dtype fp16 or bf16, got fp32"),
-    "out_dtype of e4m3": ({"dtype": "e4m3", "out_dtype": "fp32"}, ValueError, "out_dtype must be one of 'bf16', 'fp16', got 'fp32'"),
-    "block_mask is a mask": ({"block_mask": BlockMask.causal(128)}, TypeError, "block_mask must be a MaskForm, .*, got BlockMask"),
-    "block_mask of 3 heads": ({"block_mask": MaskForm(heads=3)}, ValueError, "block_mask must have q's heads 8, or 1 where shared, got 3"),
+    "precision of fp32": (
+        {"precision": "fp8", "dtype": "fp32"},
+        ValueError,
+        "precision='fp8' is for dtype fp16 or bf16, got fp32",
+    ),
+    "out_dtype of e4m3": (
+        {"dtype": "e4m3", "out_dtype": "fp32"},
+        ValueError,
+        "out_dtype must be one of 'bf16', 'fp16', got 'fp32'",
+    ),
+    "block_mask is a mask": (
+        {"block_mask": BlockMask.causal(128)},
+        TypeError,
+        "block_mask must be a MaskForm, .*, got BlockMask",
+    ),
+    "block_mask of 3 heads": (
+        {"block_mask": MaskForm(heads=3)},
+        ValueError,
+        "block_mask must have q's heads 8, or 1 where shared, got 3",
+    ),
 }
 
 

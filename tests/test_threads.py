@@ -1,4 +1,5 @@
-"""Several threads at once: at the first question, beside `register`, in torch's attention, and which version `flashzoo.use` is for."""
+"""Several threads at once: at the first question, beside `register`, in torch's attention, and which version
+`flashzoo.use` is for."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def switching_often() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-def at_once(function: Callable[[], object], rounds: int = 1, prepare: Callable[[], object] = lambda: None) -> list[object]:
+def at_once(
+    function: Callable[[], object], rounds: int = 1, prepare: Callable[[], object] = lambda: None
+) -> list[object]:
     """What the function gives in all threads, which begin each round together, after prepare()."""
     start = threading.Barrier(THREADS, action=prepare)
 
@@ -102,7 +105,8 @@ class TestFirstQuestion:
     def test_a_plugin_that_another_thread_imports_meanwhile_is_no_deadlock(self, plugins, monkeypatch, tmp_path):
         """Python holds a lock while it imports a module, and the module registers."""
         (tmp_path / "variant_imported_twice.py").write_text(
-            "import time\ntime.sleep(0.05)\nfrom flashzoo_suite.support import flashzoo, toy\nSPEC = flashzoo.register(toy('twice'))"
+            "import time\ntime.sleep(0.05)\nfrom flashzoo_suite.support import flashzoo, "
+            "toy\nSPEC = flashzoo.register(toy('twice'))"
         )
         monkeypatch.syspath_prepend(tmp_path)
         plugins(EntryPoint("twice", "variant_imported_twice:SPEC", registry.ENTRY_POINTS).load)
@@ -134,7 +138,9 @@ class TestRegisterBesideCalls:
             flashzoo.attention(q, q, q, version="standard")
             explanation = flashzoo.explain(q, q, q)
             assert explanation.chosen == "sdpa"
-            return [verdict.name for verdict in explanation.verdicts] in moments and list(flashzoo.versions()) in moments
+            return [verdict.name for verdict in explanation.verdicts] in moments and list(
+                flashzoo.versions()
+            ) in moments
 
         changing = threading.Thread(target=change)
         with switching_often():
@@ -241,7 +247,9 @@ class TestSdpa:
         """out, dq, dk and dv."""
         tensors, dout, _ = draw(problem)
         leaves = [x.detach().requires_grad_() for x in tensors]
-        out = flashzoo.attention(*leaves, causal=problem.causal, window_size=problem.window, block_mask=mask_of(problem), version="sdpa")
+        out = flashzoo.attention(
+            *leaves, causal=problem.causal, window_size=problem.window, block_mask=mask_of(problem), version="sdpa"
+        )
         return out.detach(), *torch.autograd.grad(out, leaves, dout)
 
 

@@ -14,8 +14,8 @@ from bench.rows import Results, read
 from flashzoo.call.problem import Problem
 
 HEADER = (
-    '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC","Section Name",'
-    '"Metric Name","Metric Unit","Metric Value"'
+    '"ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size",'
+    '"Device","CC","Section Name","Metric Name","Metric Unit","Metric Value"'
 )
 
 
@@ -77,7 +77,9 @@ def _ncu(tmp_path: Path, monkeypatch, log: str, out: str = "", code: int = 0) ->
     text.write_text(log)
     said.write_text(out)
     script = tmp_path / "ncu"
-    script.write_text(f'#!/bin/sh\nwhile [ "$1" != --log-file ]; do shift; done\ncat {text} > "$2"\ncat {said}\nexit {code}\n')
+    script.write_text(
+        f'#!/bin/sh\nwhile [ "$1" != --log-file ]; do shift; done\ncat {text} > "$2"\ncat {said}\nexit {code}\n'
+    )
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
@@ -100,7 +102,9 @@ def test_without_ncu_or_its_counters_the_error_says_what_to_do(tmp_path, monkeyp
 
 
 def _problem(seqlen: int, head_dim: int = 64) -> Problem:
-    return Problem(16384 // seqlen, seqlen, seqlen, 2048 // head_dim, 2048 // head_dim, head_dim, device="cuda", arch=90)
+    return Problem(
+        16384 // seqlen, seqlen, seqlen, 2048 // head_dim, 2048 // head_dim, head_dim, device="cuda", arch=90
+    )
 
 
 def test_bytes_are_counted_as_the_tiles_make_them():

@@ -43,7 +43,9 @@ def test_threads_that_compile_at_once(monkeypatch):
     programs.function_for.cache_clear()
     kernels = [kernel_for(replace(PLAIN, causal=causal)) for causal in (False, True)]
     images = {}
-    threads = [threading.Thread(target=lambda k=kernel: images.update({k: programs.function_for(k)})) for kernel in kernels]
+    threads = [
+        threading.Thread(target=lambda k=kernel: images.update({k: programs.function_for(k)})) for kernel in kernels
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -91,7 +93,9 @@ def test_a_launch_with_other_arguments_than_the_kernels_is_refused(change):
 
 def test_a_record_has_the_fields_that_are_declared():
     swapped = {name: INT for name in ("batch", "values", "head", "block")}
-    with pytest.raises(TypeError, match=r"fp8:Descale must have the fields .*'batch', 'values'.*, got .*'values', 'batch'"):
+    with pytest.raises(
+        TypeError, match=r"fp8:Descale must have the fields .*'batch', 'values'.*, got .*'values', 'batch'"
+    ):
         Arguments(descale=Record("flashzoo.v3.fp8:Descale", swapped)).examples()
     with pytest.raises(ValueError, match="names of their own"):
         Arguments(a=INT, b=Record("flashzoo.v3.fp8:Descale", {"a": INT}))
@@ -128,11 +132,28 @@ def test_a_kernel_looks_only_at_the_bounds_there_are(asked, bounded):
 
 
 def test_no_other_field_asks_for_another_kernel():
-    others = ({"batch": 7}, {"seqlen_q": 1}, {"seqlen_k": 99}, {"heads": 8}, {"heads_kv": 1}, {"lse": True}, {"deterministic": True})
+    others = (
+        {"batch": 7},
+        {"seqlen_q": 1},
+        {"seqlen_k": 99},
+        {"heads": 8},
+        {"heads_kv": 1},
+        {"lse": True},
+        {"deterministic": True},
+    )
     assert {kernel_for(replace(PLAIN, **other)) for other in others} == {kernel_for(PLAIN)}
 
 
-PACKED = {(8, 8, 1): 0, (8, 1, 1): 3, (6, 1, 1): 1, (7, 1, 1): 0, (12, 3, 1): 2, (128, 1, 1): 6, (8, 1, 70): 3, (8, 1, 16384): 0}
+PACKED = {
+    (8, 8, 1): 0,
+    (8, 1, 1): 3,
+    (6, 1, 1): 1,
+    (7, 1, 1): 0,
+    (12, 3, 1): 2,
+    (128, 1, 1): 6,
+    (8, 1, 70): 3,
+    (8, 1, 16384): 0,
+}
 """Heads, key/value heads and queries: how many heads share a tile, as an exponent of 2."""
 
 
@@ -207,7 +228,14 @@ def test_sizes_do_not_compile_again():
     small = replace(PLAIN, causal=True)
     forward("v3", draw(small)[0], small)
     compiled = programs.function_for.cache_info().misses
-    for other in ({"batch": 3}, {"seqlen_q": 77}, {"seqlen_k": 513}, {"heads": 6}, {"heads": 8, "heads_kv": 1}, {"head_dim": 40}):
+    for other in (
+        {"batch": 3},
+        {"seqlen_q": 77},
+        {"seqlen_k": 513},
+        {"heads": 6},
+        {"heads": 8, "heads_kv": 1},
+        {"head_dim": 40},
+    ):
         problem = replace(small, head_dim_v=None, **other)
         tensors, *_ = draw(problem)
         accept(Judge(*tensors, problem), forward("v3", tensors, problem))
@@ -250,7 +278,8 @@ def test_two_streams_at_once(problem):
 @on_hopper
 @on_shapes
 def test_a_graph_beside_eager_calls(problem):
-    """Captured once, replayed on other numbers while another stream, and the one that captured, make calls of their own."""
+    """Captured once, replayed on other numbers while another stream,
+    and the one that captured, make calls of their own."""
     (captured, others), side = [draw(problem, seed)[0] for seed in range(2)], torch.cuda.Stream()
     expected = [forward("v3", tensors, problem) for tensors in (captured, others)]
     graph = torch.cuda.CUDAGraph()
@@ -313,7 +342,9 @@ ABLATED = {
 @gpu
 @on_hopper
 @pytest.mark.parametrize("how", ABLATED)
-@pytest.mark.parametrize("problem", [*SHAPES.values(), replace(BUSY, window=(300, 40), causal=False)], ids=[*SHAPES, "window"])
+@pytest.mark.parametrize(
+    "problem", [*SHAPES.values(), replace(BUSY, window=(300, 40), causal=False)], ids=[*SHAPES, "window"]
+)
 def test_ablations_give_the_same(problem, how):
     (q, k, v), *_ = draw(problem)
     expected = forward("v3", (q, k, v), problem)
@@ -326,7 +357,8 @@ def test_ablations_give_the_same(problem, how):
     torch.testing.assert_close(out, expected.out, rtol=rounding, atol=rounding * expected.out.abs().max().item())
 
 
-# The suite's own goes round a tile of 128 queries, one to a head, at head dim 16: one kernel of v3's, and less than one of its tiles.
+# The suite's own goes round a tile of 128 queries, one to a head, at head dim 16:
+# one kernel of v3's, and less than one of its tiles.
 
 TILINGS = {
     "three_warpgroups": {"head_dim": 64},
@@ -342,8 +374,11 @@ BANDS = {"causal": {"causal": True}, "window": {"window": (131, 1)}, "left": {"w
 @pytest.mark.parametrize("band", BANDS)
 @pytest.mark.parametrize("tiling", TILINGS)
 def test_every_place_of_the_diagonal_in_a_tile(tiling, band):
-    """Two tiles of queries and up to three blocks of keys, which change from seen whole to seen in part to not seen at all."""
-    sizes = {"heads": 1, "heads_kv": 1, "seqlen_q": 198, "head_dim_v": None, "lse": True} | TILINGS[tiling] | BANDS[band]
+    """Two tiles of queries and up to three blocks of keys, which change from seen whole to seen in part to
+    not seen at all."""
+    sizes = (
+        {"heads": 1, "heads_kv": 1, "seqlen_q": 198, "head_dim_v": None, "lse": True} | TILINGS[tiling] | BANDS[band]
+    )
     for shift in range(-130, 131):
         problem = replace(PLAIN, **sizes, seqlen_k=198 + shift)
         tensors, *_ = draw(problem)

@@ -1,4 +1,5 @@
-"""What is special to v3's backward pass: who works on what, what is computed before and after it, tiles' edges, a fixed order."""
+"""What is special to v3's backward pass: who works on what, what is computed before and after it, tiles'
+edges, a fixed order."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ on_bands = pytest.mark.parametrize("band", BANDS)
 LENGTHS = (1, 63, 64, 65, 79, 80, 81, 127, 128, 129, 191, 192, 200)
 
 
-# Who works on what: `TileSchedulerBackward` and `BoundsBackward` on Python's integers, held to every pair of query and key.
+# Who works on what: `TileSchedulerBackward` and `BoundsBackward` on Python's integers, held to every pair
+# of query and key.
 
 TILINGS = {
     "128x128": TilesBackward(128),
@@ -77,7 +79,17 @@ def params_of(problem: Problem, tiles: TilesBackward, swizzle: int = 1) -> Param
     p = problem
     kernel = replace(kernel_backward_for(p), tiles=tiles)
     blocks, batch_heads = -(-p.seqlen_k // tiles.block_kv), p.batch * p.heads_kv
-    sizes = (p.seqlen_q, p.seqlen_k, p.heads_kv, p.heads // p.heads_kv, 0, *p.reach, blocks, batch_heads, min(swizzle, batch_heads))
+    sizes = (
+        p.seqlen_q,
+        p.seqlen_k,
+        p.heads_kv,
+        p.heads // p.heads_kv,
+        0,
+        *p.reach,
+        blocks,
+        batch_heads,
+        min(swizzle, batch_heads),
+    )
     return Params(kernel, *sizes, counter=None)
 
 
@@ -85,10 +97,15 @@ def scheduled() -> list[tuple[Problem, Tensor]]:
     """Problems of all lengths against all, and whether a query sees a key `(seqlen_q, seqlen_k)`."""
     problems = [
         replace(PLAIN, seqlen_q=seqlen_q, seqlen_k=seqlen_k, deterministic=True, **band)
-        for seqlen_q, seqlen_k, band in itertools.product((1, 63, 64, 80, 129, 200, 515), (1, 64, 65, 128, 192, 321, 520), BANDS.values())
+        for seqlen_q, seqlen_k, band in itertools.product(
+            (1, 63, 64, 80, 129, 200, 515), (1, 64, 65, 128, 192, 321, 520), BANDS.values()
+        )
     ]
     everything = [torch.ones(p.seqlen_q, p.seqlen_k, dtype=torch.bool) for p in problems]
-    return [(p, every if (seen := visible(p, "cpu")) is None else seen) for p, every in zip(problems, everything, strict=True)]
+    return [
+        (p, every if (seen := visible(p, "cpu")) is None else seen)
+        for p, every in zip(problems, everything, strict=True)
+    ]
 
 
 def blocks_that_see(params: Params, seen: Tensor) -> Tensor:
@@ -125,7 +142,9 @@ def test_only_what_is_seen_goes_unmasked(tiling, on_integers):
             for n, first_query in enumerate(range(0, problem.seqlen_q, tiles.block_q)):
                 if not bounds.crosses(first_key, n):
                     whole = keys[first_query : first_query + tiles.block_q]
-                    assert whole.shape[1] == WARPGROUP_ROWS and whole.all(), f"{problem}: from key {first_key}, query {first_query}"
+                    assert whole.shape[1] == WARPGROUP_ROWS and whole.all(), (
+                        f"{problem}: from key {first_key}, query {first_query}"
+                    )
 
 
 def test_a_key_is_masked_to_the_queries_that_see_it(on_integers):
@@ -151,23 +170,33 @@ def test_tiles_add_to_dq_in_the_order_in_which_they_begin(tiling, on_integers):
         tiles = [BoundsBackward(params, TileSchedulerBackward(params).work_tile(i)) for i in range(params.blocks)]
         for block_q in range(len(pairs)):
             adds = {bounds: before for bounds in tiles if (before := bounds.adds_before(block_q)) != NEVER}
-            assert list(adds.values()) == [*range(len(adds))], f"{problem}: block of queries {block_q}: {[*adds.values()]}"
+            assert list(adds.values()) == [*range(len(adds))], (
+                f"{problem}: block of queries {block_q}: {[*adds.values()]}"
+            )
             adding = {bounds.tile.block for bounds in adds}
-            assert {*pairs[block_q].nonzero().flatten().tolist()} <= adding, f"{problem}: block of queries {block_q} has a sum left out"
+            assert {*pairs[block_q].nonzero().flatten().tolist()} <= adding, (
+                f"{problem}: block of queries {block_q} has a sum left out"
+            )
             for bounds in adds:
                 begin, end = bounds.block_range()
-                assert begin <= block_q < end, f"{problem}: key block {bounds.tile.block} is waited for at {block_q}, and never adds"
+                assert begin <= block_q < end, (
+                    f"{problem}: key block {bounds.tile.block} is waited for at {block_q}, and never adds"
+                )
 
 
 @pytest.mark.parametrize("swizzle", [1, 3, 8, 100])
 def test_every_tile_is_worked_on_once(swizzle):
-    problem = replace(PLAIN, batch=3, heads=12, heads_kv=6, seqlen_q=300, seqlen_k=1000, deterministic=True, causal=True)
+    problem = replace(
+        PLAIN, batch=3, heads=12, heads_kv=6, seqlen_q=300, seqlen_k=1000, deterministic=True, causal=True
+    )
     params = params_of(problem, TILINGS["128x64"], swizzle)
     scheduler = TileSchedulerBackward(params)
     tiles = [astuple(scheduler.work_tile(i)) for i in range(params.blocks * params.batch_heads)]
     assert sorted(tiles) == [*itertools.product(range(params.blocks), range(6), range(3))]
     for head, batch in itertools.product(range(6), range(3)):
-        assert [tile[0] for tile in tiles if tile[1:] == (head, batch)] == [scheduler.block_of(rank) for rank in range(params.blocks)]
+        assert [tile[0] for tile in tiles if tile[1:] == (head, batch)] == [
+            scheduler.block_of(rank) for rank in range(params.blocks)
+        ]
 
 
 @pytest.mark.parametrize("writers", [1, WRITERS])
@@ -176,14 +205,20 @@ def test_every_step_has_one_writer(writers, monkeypatch):
     program = SimpleNamespace(kernel=SimpleNamespace(writers=writers))
     before = 0
     for steps in (5, 1, 7, 2, 3, 4, 1, 1, 6):
-        taken = [(i, writer) for writer in range(writers) for i in range(Backward.first_step(program, before, writer), steps, writers)]
+        taken = [
+            (i, writer)
+            for writer in range(writers)
+            for i in range(Backward.first_step(program, before, writer), steps, writers)
+        ]
         assert sorted(taken) == [(i, (before + i) % writers) for i in range(steps)]
         before += steps
 
 
 def test_every_head_dim_has_a_kernel():
     for head_dim, head_dim_v, deterministic in itertools.product(range(8, 257, 8), range(8, 257, 8), (False, True)):
-        kernel = kernel_backward_for(replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim_v, deterministic=deterministic))
+        kernel = kernel_backward_for(
+            replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim_v, deterministic=deterministic)
+        )
         widest = max(head_dim, head_dim_v)
         assert kernel.width == kernel.width_v == min(width for width in BACKWARD if width >= widest)
         assert kernel.deterministic == deterministic and kernel.tiles in BACKWARD.values()
@@ -219,7 +254,10 @@ def test_what_fp8_takes_with_gradients_v3_takes_too(fields):
 # Before and after it: delta, and dQ from registers' order.
 
 KERNELS = {
-    **{f"table_{width}": KernelBackward("fp16", width, width, False, True, True, tiles) for width, tiles in BACKWARD.items()},
+    **{
+        f"table_{width}": KernelBackward("fp16", width, width, False, True, True, tiles)
+        for width, tiles in BACKWARD.items()
+    },
     "by_rows": KernelBackward("fp16", 64, 64, False, False, False, TilesBackward(128)),
     "by_columns": KernelBackward("fp16", 128, 128, False, False, True, TilesBackward(64)),
     "by_gradient": KernelBackward("fp16", 256, 256, False, False, True, TilesBackward(64, 64)),
@@ -231,7 +269,9 @@ on_kernels = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 def guarded(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Memory with more of it on both sides, and all of it: NaN, or the lowest integer."""
     size = math.prod(shape)
-    whole = torch.full((size + 128,), torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min, dtype=dtype, device=DEVICE)
+    whole = torch.full(
+        (size + 128,), torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min, dtype=dtype, device=DEVICE
+    )
     return whole[64:-64].view(shape), whole
 
 
@@ -241,7 +281,8 @@ def guarded(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Te
 @pytest.mark.parametrize("with_dlse", [False, True], ids=["", "dlse"])
 @pytest.mark.parametrize("seqlen_q", [1, 64, 130])
 def test_delta_and_zeros(kernel, layout, with_dlse, seqlen_q):
-    """Delta is rowsum(dO O) - dLSE; LSE is in log2 units, +inf past the end and of rows that saw nothing; sums and turns begin at 0."""
+    """Delta is rowsum(dO O) - dLSE; LSE is in log2 units, +inf past the end and of rows that saw nothing;
+    sums and turns begin at 0."""
     problem = Problem(2, seqlen_q, 77, 3, 3, kernel.width - 24, dtype="fp16", lse=True, **hardware(DEVICE))
     shape = 2, seqlen_q, 3, problem.head_dim
     out, dout = (LAYOUTS[layout](torch.randn(shape, device=DEVICE).half()) for _ in range(2))
@@ -261,7 +302,9 @@ def test_delta_and_zeros(kernel, layout, with_dlse, seqlen_q):
     torch.testing.assert_close(found[~blind], (lse.double() / math.log(2))[~blind], rtol=1e-6, atol=1e-6)
     assert (found[blind] == math.inf).all() and (lse_log2[..., seqlen_q:] == math.inf).all()
     assert not dq_sum.any()
-    assert not turns.any() if kernel.deterministic else (turns == torch.iinfo(torch.int32).min).all(), "there may be no memory behind them"
+    assert not turns.any() if kernel.deterministic else (turns == torch.iinfo(torch.int32).min).all(), (
+        "there may be no memory behind them"
+    )
     for whole in (all_delta, all_lse, all_sums):
         assert whole[:64].isnan().all() and whole[-64:].isnan().all()
     assert (all_turns[:64] < 0).all() and (all_turns[-64:] < 0).all()
@@ -270,7 +313,8 @@ def test_delta_and_zeros(kernel, layout, with_dlse, seqlen_q):
 @on_kernels
 @pytest.mark.parametrize("seqlen_q", [1, 64, 130])
 def test_the_gradient_of_sinks(kernel, seqlen_q):
-    """Each block of queries has its share, of heads that have a sink and of one that has none; rows that saw nothing have none."""
+    """Each block of queries has its share, of heads that have a sink and of one that has none;
+    rows that saw nothing have none."""
     problem = Problem(2, seqlen_q, 77, 3, 3, kernel.width - 24, dtype="fp16", lse=True, sinks=True, **hardware(DEVICE))
     out, dout = (torch.randn(2, seqlen_q, 3, problem.head_dim, device=DEVICE).half() for _ in range(2))
     lse, dlse = torch.randn(2, 3, seqlen_q, device=DEVICE), torch.randn(2, 3, seqlen_q, device=DEVICE)
@@ -285,21 +329,29 @@ def test_the_gradient_of_sinks(kernel, seqlen_q):
     run((out, dout, lse, dlse, delta, lse_log2, dq_sum, turns, None, sinks, dsinks), ())
     of_rows = (out.double() * dout.double()).sum(3).transpose(1, 2) - dlse.double()
     p = torch.exp(sinks.double()[:, None] - lse.double().masked_fill(lse == -math.inf, 0))
-    of_blocks = torch.nn.functional.pad(-p * of_rows, (0, blocks * block_q - seqlen_q)).unflatten(2, (blocks, block_q)).sum(3)
+    of_blocks = (
+        torch.nn.functional.pad(-p * of_rows, (0, blocks * block_q - seqlen_q)).unflatten(2, (blocks, block_q)).sum(3)
+    )
     torch.testing.assert_close(dsinks.double(), of_blocks, rtol=1e-4, atol=1e-3)
     assert not dsinks[:, 2].any() and all_dsinks[:64].isnan().all() and all_dsinks[-64:].isnan().all()
 
 
 def as_registers(dq: Tensor, kernel: KernelBackward) -> Tensor:
-    """What the backward kernel leaves of dQ `(batch, seqlen_q, heads, head_dim)`: (batch, heads, blocks, consumers, numbers of a part).
+    """What the backward kernel leaves of dQ `(batch, seqlen_q, heads, head_dim)`:
+    (batch, heads, blocks, consumers, numbers of a part).
 
-    By index from where WGMMA leaves element (m, n) of its 64 x N result (PTX, "register fragments of wgmma"): in a thread of the
-    warp of 16 rows, which has two rows 8 apart and of every eight columns two. A part lies by fours of registers, then by thread.
+    By index from where WGMMA leaves element (m, n) of its 64 x N result (PTX, "register fragments of wgmma"): in a
+    thread of the warp of 16 rows, which has two rows 8 apart and of every eight columns two. A part lies by fours of
+    registers, then by thread.
     """
     tiles, (rows, columns) = kernel.tiles, kernel.dq_part
     blocks = kernel.blocks_q(dq.shape[1])
     padding = (0, kernel.width - dq.shape[3], 0, 0, 0, blocks * tiles.block_q - dq.shape[1])
-    whole = torch.nn.functional.pad(dq, padding).permute(0, 2, 1, 3).reshape(dq.shape[0], dq.shape[2], blocks, tiles.block_q, kernel.width)
+    whole = (
+        torch.nn.functional.pad(dq, padding)
+        .permute(0, 2, 1, 3)
+        .reshape(dq.shape[0], dq.shape[2], blocks, tiles.block_q, kernel.width)
+    )
     m, n = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
     thread = m // 16 * 32 + m % 8 * 4 + n % 8 // 2
     register = n // 8 * 4 + m // 8 % 2 * 2 + n % 2
@@ -373,10 +425,16 @@ def sampled(head_dim: int, band: str, count: int = 6) -> list[Problem]:
     chance = random.Random(f"{head_dim} {band}")
     found = []
     for i in range(count):
-        dtype = "fp16" if band in ("full", "causal") and i % 3 == 2 else "bf16"  # each dtype and band is a kernel to compile
+        # each dtype and band is a kernel to compile
+        dtype = "fp16" if band in ("full", "causal") and i % 3 == 2 else "bf16"
         group, heads_kv = chance.choice((1, 1, 2, 3, 8)), chance.choice((1, 2))
         sizes = {"batch": chance.choice((1, 2)), "seqlen_q": chance.choice(LENGTHS), "seqlen_k": chance.choice(LENGTHS)}
-        heads = {"heads": group * heads_kv, "heads_kv": heads_kv, "head_dim": head_dim - 8 * (i % 4 == 3), "head_dim_v": None}
+        heads = {
+            "heads": group * heads_kv,
+            "heads_kv": heads_kv,
+            "head_dim": head_dim - 8 * (i % 4 == 3),
+            "head_dim_v": None,
+        }
         how = {"dtype": dtype, "out_dtype": None, "lse": chance.random() < 0.5, "deterministic": i % 3 == 1}
         found.append(replace(PLAIN, **sizes, **heads, **how, **BANDS[band]))
     return found
@@ -385,7 +443,9 @@ def sampled(head_dim: int, band: str, count: int = 6) -> list[Problem]:
 def short(problem: Problem) -> str:
     p = problem
     how = [name for name in ("lse", "deterministic") if getattr(p, name)]
-    return "-".join((p.dtype, f"{p.batch}x{p.seqlen_q}x{p.seqlen_k}", f"{p.heads}of{p.heads_kv}", f"d{p.head_dim}", *how))
+    return "-".join(
+        (p.dtype, f"{p.batch}x{p.seqlen_q}x{p.seqlen_k}", f"{p.heads}of{p.heads_kv}", f"d{p.head_dim}", *how)
+    )
 
 
 SAMPLED = [
@@ -417,7 +477,16 @@ def same_results(left: Result, right: Result) -> bool:
 def test_every_place_of_the_diagonal_in_a_tile(head_dim, band):
     """Blocks of queries change from seen whole to seen in part to not seen at all."""
     for shift in range(-130, 131, 9):
-        problem = replace(PLAIN, heads=1, heads_kv=1, seqlen_q=198, seqlen_k=198 + shift, head_dim=head_dim, head_dim_v=None, **BANDS[band])
+        problem = replace(
+            PLAIN,
+            heads=1,
+            heads_kv=1,
+            seqlen_q=198,
+            seqlen_k=198 + shift,
+            head_dim=head_dim,
+            head_dim_v=None,
+            **BANDS[band],
+        )
         tensors, dout, dlse = draw(problem)
         accept(Judge(*tensors, problem, dout, dlse), both("v3", tensors, problem, dout, dlse))
 
@@ -428,7 +497,15 @@ def test_every_place_of_the_diagonal_in_a_tile(head_dim, band):
 @pytest.mark.parametrize("head_dims", [(64, 128), (128, 64), (40, 200), (256, 64), (72, 8)], ids=str)
 def test_values_of_another_width(head_dims, deterministic):
     head_dim, head_dim_v = head_dims
-    problem = replace(PLAIN, seqlen_q=130, seqlen_k=200, causal=True, deterministic=deterministic, head_dim=head_dim, head_dim_v=head_dim_v)
+    problem = replace(
+        PLAIN,
+        seqlen_q=130,
+        seqlen_k=200,
+        causal=True,
+        deterministic=deterministic,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+    )
     tensors, dout, dlse = draw(problem)
     accept(Judge(*tensors, problem, dout, dlse), both("v3", tensors, problem, dout, dlse))
 
@@ -439,7 +516,14 @@ def test_values_of_another_width(head_dims, deterministic):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_gradient_through_lse_alone(head_dim, deterministic):
     problem = replace(
-        PLAIN, seqlen_q=200, seqlen_k=129, heads=4, causal=True, deterministic=deterministic, head_dim=head_dim, head_dim_v=None
+        PLAIN,
+        seqlen_q=200,
+        seqlen_k=129,
+        heads=4,
+        causal=True,
+        deterministic=deterministic,
+        head_dim=head_dim,
+        head_dim_v=None,
     )
     tensors, dout, dlse = draw(problem)
     leaves = tuple(x.clone().requires_grad_() for x in tensors)
@@ -454,7 +538,11 @@ def test_gradient_through_lse_alone(head_dim, deterministic):
 
 MANY = replace(PLAIN, batch=16, seqlen_q=300, seqlen_k=1100, heads=8, head_dim=128, head_dim_v=None, causal=True)
 """More tiles than a GPU has multiprocessors, so that the counter hands them out; four heads to a tile."""
-SIZES = {"many": MANY, "few": replace(MANY, batch=1, heads=2), "one_tile": replace(MANY, batch=1, heads=8, heads_kv=1, seqlen_k=100)}
+SIZES = {
+    "many": MANY,
+    "few": replace(MANY, batch=1, heads=2),
+    "one_tile": replace(MANY, batch=1, heads=8, heads_kv=1, seqlen_k=100),
+}
 
 
 def counters_are_zero() -> bool:
@@ -494,7 +582,9 @@ def test_deterministic_is_the_same_bits_when_busy(head_dim, band):
     judge = Judge(*few[:3], sample, few[3], dlse[:1, :2])
     accept(judge, Result(few[4], result.lse.detach()[:1, :2], *few[5:]))
     for _ in range(50):
-        assert [name for name, x, y in zip(("dq", "dk", "dv"), gradients(), first, strict=True) if not same_bits(x, y)] == []
+        assert [
+            name for name, x, y in zip(("dq", "dk", "dv"), gradients(), first, strict=True) if not same_bits(x, y)
+        ] == []
     assert counters_are_zero()
 
 
@@ -503,7 +593,8 @@ def test_deterministic_is_the_same_bits_when_busy(head_dim, band):
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "expanded"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_each_tensor_in_a_layout_of_its_own(head_dim, layout):
-    """Out among them, which a caller of the operator hands over as it likes. Delta is summed in an order that is its layout's."""
+    """Out among them, which a caller of the operator hands over as it likes.
+    Delta is summed in an order that is its layout's."""
     problem = replace(MANY, batch=2, head_dim=head_dim, head_dim_v=None, deterministic=True)
     tensors, dout, dlse = draw(problem)
     judge, result = Judge(*tensors, problem, dout, dlse), forward("v3", tensors, problem)
@@ -546,7 +637,14 @@ def test_sizes_do_not_compile_again():
     small = replace(PLAIN, causal=True)
     both("v3", draw(small)[0], small, *draw(small)[1:])
     compiled = programs.function_for.cache_info().misses
-    for other in ({"batch": 3}, {"seqlen_q": 77}, {"seqlen_k": 513}, {"heads": 6}, {"heads": 8, "heads_kv": 1}, {"head_dim": 40}):
+    for other in (
+        {"batch": 3},
+        {"seqlen_q": 77},
+        {"seqlen_k": 513},
+        {"heads": 6},
+        {"heads": 8, "heads_kv": 1},
+        {"head_dim": 40},
+    ):
         problem = replace(small, head_dim_v=None, **other)
         tensors, dout, dlse = draw(problem)
         accept(Judge(*tensors, problem, dout, dlse), both("v3", tensors, problem, dout, dlse))

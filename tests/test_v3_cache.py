@@ -21,7 +21,9 @@ on_hopper = pytest.mark.skipif(
 )
 V3, HOPPER_ROOM = ROOT / "flashzoo" / "v3", ROOT / "flashzoo" / "_cute" / "hopper"
 DEVICE = {
-    program.partition(":")[0].rpartition(".")[2] for each in programs.PROGRAMS.values() for program in (each.device, each.by_gradient)
+    program.partition(":")[0].rpartition(".")[2]
+    for each in programs.PROGRAMS.values()
+    for program in (each.device, each.by_gradient)
 } - {""}
 """Files of v3's programs."""
 IMAGE = Image("kernel_of_a_test", bytes(range(256)) * 8)
@@ -97,7 +99,10 @@ class TestCache:
             names = re.findall(r"^from (flashzoo[.\w]*) import", text, re.MULTILINE)
             todo |= {ROOT / f"{name.replace('.', '/')}.py" for name in names} - made
         outside = {path for path in made if not path.is_relative_to(V3) and not path.is_relative_to(HOPPER_ROOM)}
-        assert outside == {*cache.FACTS, *(ROOT / "flashzoo" / "call" / f"{name}.py" for name in ("features", "forms", "problem"))}
+        assert outside == {
+            *cache.FACTS,
+            *(ROOT / "flashzoo" / "call" / f"{name}.py" for name in ("features", "forms", "problem")),
+        }
 
     def test_is_by_release_of_cute_dsl(self, folder, sources, monkeypatch):
         cached(("a",), sources, Builder())
@@ -151,8 +156,11 @@ class TestCache:
         assert kept(tmp_path / "xdg" / "flashzoo").is_file()
 
     def test_a_folder_that_cannot_be_is_a_warning(self, sources, monkeypatch):
-        monkeypatch.setenv(ENVIRONMENT, str(sources / "kernel.py" / "folder"))  # root may write anywhere, but not below a file
-        with pytest.warns(UserWarning, match=f"can't keep a compiled kernel in .*; set {ENVIRONMENT} to a folder, or to off"):
+        # root may write anywhere, but not below a file
+        monkeypatch.setenv(ENVIRONMENT, str(sources / "kernel.py" / "folder"))
+        with pytest.warns(
+            UserWarning, match=f"can't keep a compiled kernel in .*; set {ENVIRONMENT} to a folder, or to off"
+        ):
             assert cached(("a",), sources, Builder()) == IMAGE
 
     def test_an_interrupted_writer_leaves_nothing_that_is_read(self, folder, sources, monkeypatch):

@@ -1,4 +1,5 @@
-"""What is special to v3's packed sequences: tiles and masks on integers, rows as TMA counts them, what lies where beside the kernel.
+"""What is special to v3's packed sequences: tiles and masks on integers, rows as TMA counts them,
+what lies where beside the kernel.
 
 What it computes THE suite and test_packed.py say; what it compiles to test_compile.py.
 """
@@ -35,7 +36,16 @@ from flashzoo.v3.explain import describe_fp8, refusals_fp8
 from flashzoo.v3.fp8 import Descale, Scaling, SoftmaxFp8
 from flashzoo.v3.packed import BoundsBackwardPacked, BoundsPacked, Entry, ParamsPacked, TileSchedulerPacked, of_ragged
 from flashzoo.v3.programs import TABLE, arguments_of
-from flashzoo.v3.traits import ENTRY, Kernel, KernelBackward, KernelBackwardPacked, KernelFp8Packed, KernelPacked, Tiles, TilesBackward
+from flashzoo.v3.traits import (
+    ENTRY,
+    Kernel,
+    KernelBackward,
+    KernelBackwardPacked,
+    KernelFp8Packed,
+    KernelPacked,
+    Tiles,
+    TilesBackward,
+)
 from flashzoo.workloads import descales
 
 AS_WRITTEN = as_written(Bounds, BoundsBackward, BoundsPacked, BoundsBackwardPacked, SoftmaxFp8)
@@ -105,7 +115,11 @@ def scheduler_of(problem: Problem, operands: Operands, kernel: Kernel | KernelBa
 def block_of(scheduler: TileSchedulerPacked) -> int:
     """Rows of a block of the table."""
     kernel = scheduler.params.kernel
-    return kernel.tiles.block_kv if isinstance(kernel, KernelBackward) else kernel.tiles.block_q >> int(scheduler.params.pack_gqa)
+    return (
+        kernel.tiles.block_kv
+        if isinstance(kernel, KernelBackward)
+        else kernel.tiles.block_q >> int(scheduler.params.pack_gqa)
+    )
 
 
 def works(scheduler: TileSchedulerPacked) -> list[Entry]:
@@ -143,7 +157,9 @@ def test_every_head_dim_has_an_fp8_kernel_that_fits():
         assert isinstance(kernel, KernelFp8Packed) and kernel.shared_bytes <= SHARED_LIMIT[90]
         assert kernel == kernel_fp8_for(replace(problem, seqlen_q=1, sequences=1), False, False)
     for wrong in ({"block_scales": True}, {"transposed": True}):
-        with pytest.raises(ValueError, match=f"has scales by head and transposes V on chip, got .*{next(iter(wrong))}=True"):
+        with pytest.raises(
+            ValueError, match=f"has scales by head and transposes V on chip, got .*{next(iter(wrong))}=True"
+        ):
             replace(kernel, **wrong)
 
 
@@ -170,7 +186,9 @@ def test_each_row_of_each_head_is_in_one_tile_and_sees_its_keys(case, span, tile
         bounds = BoundsPacked(params, scheduler.work_tile(work))
         begin, end = bounds.block_range()
         assert 0 <= begin < end
-        for first_row in range(bounds.tile.block * kernel.tiles.block_q, (bounds.tile.block + 1) * kernel.tiles.block_q, WARPGROUP_ROWS):
+        for first_row in range(
+            bounds.tile.block * kernel.tiles.block_q, (bounds.tile.block + 1) * kernel.tiles.block_q, WARPGROUP_ROWS
+        ):
             mine = bounds.blocks_of_rows(first_row, begin, end)
             assert begin <= mine.begin <= mine.left <= mine.right <= mine.end <= end and mine.begin < mine.end
             for row, r in itertools.product((row for row in range(WARPGROUP_ROWS) if row % 16 < 8), range(2)):
@@ -184,10 +202,14 @@ def test_each_row_of_each_head_is_in_one_tile_and_sees_its_keys(case, span, tile
                     of_block = range(n * kernel.tiles.block_kv, (n + 1) * kernel.tiles.block_kv)
                     if n == mine.end - 1 or not mine.left <= n < mine.right:
                         left, right = kernel.left, n == mine.end - 1 or n >= mine.right
-                        of_block = [key for key in of_block if not (left and key < lowest) and not (right and key >= highest)]
+                        of_block = [
+                            key for key in of_block if not (left and key < lowest) and not (right and key >= highest)
+                        ]
                     keys.update(of_block)
                 at, head = work.first_q + position, (bounds.tile.head << params.pack_gqa) + packed_head
-                assert {work.first_k + key for key in keys} == {*seen[at].nonzero().flatten().tolist()}, f"{work}, row {at}"
+                assert {work.first_k + key for key in keys} == {*seen[at].nonzero().flatten().tolist()}, (
+                    f"{work}, row {at}"
+                )
                 assert bounds.place_of_row(packed_head, position) == head * problem.seqlen_q + at
                 assert (head, at) not in rows_written
                 rows_written.add((head, at))
@@ -204,15 +226,21 @@ class Registers(list):
 @pytest.mark.parametrize("kinds", [("head",) * 3, ("head", None, None), (None, "head", "head")], ids=str)
 def test_each_row_is_under_its_own_sequences_scales(case, heads, kinds, on_integers):
     """And no scale is read that is not there, by rows around all sequences neither."""
-    problem, operands = replace(asked(case, "causal", heads=heads), dtype="e4m3", out_dtype=None, grad=False), operands_of(case)
+    problem, operands = (
+        replace(asked(case, "causal", heads=heads), dtype="e4m3", out_dtype=None, grad=False),
+        operands_of(case),
+    )
     numbers = [x if kind else torch.ones(1) for x, kind in zip(descales(problem, "head"), kinds, strict=True)]
-    numbers = [torch.nn.functional.pad(x, (0, 3))[:, : problem.heads_kv] if x.ndim == 2 else x for x in numbers]  # with gaps between rows
+    # with gaps between rows
+    numbers = [torch.nn.functional.pad(x, (0, 3))[:, : problem.heads_kv] if x.ndim == 2 else x for x in numbers]
     scale_log2, *of_tensors, q_group = launch_fp8.scaling_of(problem, tuple(numbers))
     memory = [x.as_strided((problem.sequences * x.stride(0) if x.ndim == 2 else 1,), (1,)).tolist() for x in numbers]
     q, k, v = (Descale(Memory(memory[i]), *of_tensors[4 * i + 1 : 4 * i + 4]) for i in range(3))
     kernel = kernel_fp8_for(problem, False, False)
     scheduler, group, met = scheduler_of(problem, operands, kernel), problem.heads // problem.heads_kv, set()
-    softmax = SoftmaxFp8(kernel, Scaling(scale_log2, q, k, v, q_group), *(Registers([0.0] * n) for n in (2, 2, 2, 2, 1, 2, 2)))
+    softmax = SoftmaxFp8(
+        kernel, Scaling(scale_log2, q, k, v, q_group), *(Registers([0.0] * n) for n in (2, 2, 2, 2, 1, 2, 2))
+    )
     for work in works(scheduler):
         bounds = BoundsPacked(scheduler.params, scheduler.work_tile(work))
         pack = scheduler.params.pack_gqa
@@ -222,8 +250,13 @@ def test_each_row_is_under_its_own_sequences_scales(case, heads, kinds, on_integ
                 continue
             for r in range(2):
                 of_head = (bounds.tile.head << pack) + ((row + 8 * r) & ((1 << pack) - 1))
-                q_scale, k_scale, v_scale = (float(x[work.number - 1, of_head // group]) if x.ndim == 2 else 1.0 for x in numbers)
-                assert softmax.scale_log2[r] == pytest.approx(scale_log2 * q_scale * k_scale) and softmax.v_scale[0] == v_scale
+                q_scale, k_scale, v_scale = (
+                    float(x[work.number - 1, of_head // group]) if x.ndim == 2 else 1.0 for x in numbers
+                )
+                assert (
+                    softmax.scale_log2[r] == pytest.approx(scale_log2 * q_scale * k_scale)
+                    and softmax.v_scale[0] == v_scale
+                )
                 met.add((work.number - 1, of_head))
     lengths = zip(*(torch.stack(operands.ranges.bounds(300, 300)).tolist()), strict=True)
     with_keys = [i for i, (first_q, end_q, first_k, end_k) in enumerate(lengths) if end_q > first_q and end_k > first_k]
@@ -258,7 +291,9 @@ def test_each_key_of_each_head_is_in_one_tile_and_meets_its_queries(case, span, 
             for n in range(begin, end):
                 of_block = range(n * tiles.block_q, (n + 1) * tiles.block_q)
                 if bounds.crosses(key // WARPGROUP_ROWS * WARPGROUP_ROWS, n):
-                    of_block = [query for query in of_block if lowest <= query and not (kernel.left and query >= highest)]
+                    of_block = [
+                        query for query in of_block if lowest <= query and not (kernel.left and query >= highest)
+                    ]
                 queries.update(query for query in of_block if query < work.rows_q)  # LSE is inf past the last
             at = work.first_k + key
             expected = {*seen[:, at].nonzero().flatten().tolist()}
@@ -293,7 +328,9 @@ def test_tiles_add_to_dq_in_the_order_in_which_they_begin(case, span, tiling, on
 def test_the_longest_sequence_begins_first_and_of_each_its_longest_tiles(case, span, of_keys, on_integers):
     """One sequence after the other, as tiles that run together share what they read."""
     problem = asked(case, span, heads=2)
-    kernel, bounds_of = (kernel_backward_for(problem), BoundsBackwardPacked) if of_keys else (kernel_for(problem), BoundsPacked)
+    kernel, bounds_of = (
+        (kernel_backward_for(problem), BoundsBackwardPacked) if of_keys else (kernel_for(problem), BoundsPacked)
+    )
     scheduler, walked = scheduler_of(problem, operands_of(case), kernel), {}
     for work in works(scheduler):
         begin, end = bounds_of(scheduler.params, scheduler.work_tile(work)).block_range()
@@ -304,7 +341,8 @@ def test_the_longest_sequence_begins_first_and_of_each_its_longest_tiles(case, s
 
 
 def reached(tma: TensorMap, *place: int) -> int | None:
-    """How many bytes behind the tensor's start what lies at these coordinates; None outside, where TMA reads zeros and writes nothing."""
+    """How many bytes behind the tensor's start what lies at these coordinates;
+    None outside, where TMA reads zeros and writes nothing."""
     sizes, strides, *_ = tma._shape
     if not all(0 <= at < size for at, size in zip(place, sizes, strict=True)):
         return None
@@ -336,7 +374,8 @@ on_kernels = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 @every_case
 @on_kernels
 def test_what_lies_where_before_and_after_the_kernel(case, kernel, on_integers):
-    """Each block of queries that a tile walks finds its rows' LSE and delta, and zeros to add to; and its sums become dQ's rows."""
+    """Each block of queries that a tile walks finds its rows' LSE and delta, and zeros to add to;
+    and its sums become dQ's rows."""
     p, operands = asked(case, "causal", head_dim=kernel.width - 24, head_dim_v=None), operands_of(case)
     block_q, blocks = kernel.tiles.block_q, p.entries(p.seqlen_q, kernel.tiles.block_q) * p.heads
     out, dout, wanted = (torch.randn(1, p.seqlen_q, p.heads, p.head_dim).half() for _ in range(3))
@@ -350,7 +389,9 @@ def test_what_lies_where_before_and_after_the_kernel(case, kernel, on_integers):
     before((out, dout, lse, dlse, delta, lse_log2, dq_sum, turns, tiles, sinks, dsinks), ())
 
     of_rows = (out.float() * dout.float()).sum(3).transpose(1, 2)[0] - dlse[0]
-    torch.testing.assert_close(dsinks.sum(1), -(torch.exp(sinks[:, None] - lse[0]) * of_rows).sum(1), rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close(
+        dsinks.sum(1), -(torch.exp(sinks[:, None] - lse[0]) * of_rows).sum(1), rtol=1e-4, atol=1e-2
+    )
     dense = KernelBackward(*[getattr(kernel, field.name) for field in fields(KernelBackward)])
     scheduler, places = scheduler_of(p, operands, kernel), {}
     for work in works(scheduler):
@@ -390,7 +431,9 @@ def test_a_launch_gives_what_the_kernel_takes(span, deterministic, head_dim, mon
     bound = []
 
     def bind(kernel):
-        return lambda device, blocks, fixed, given: bound.append((blocks, Packer(arguments_of(kernel), 0, fixed, given)))
+        return lambda device, blocks, fixed, given: bound.append(
+            (blocks, Packer(arguments_of(kernel), 0, fixed, given))
+        )
 
     monkeypatch.setattr(launch, "function_for", lambda kernel: SimpleNamespace(bind=bind(kernel)))
     monkeypatch.setattr(launch, "_multiprocessors", lambda device: 13)

@@ -42,7 +42,9 @@ def test_every_head_dim_and_block_has_a_kernel_that_fits():
     for head_dim in range(8, 257, 8):
         for head_dim_v in range(8, 257, 8):
             for block_kv in (64, 128):
-                kernel = kernel_for(replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim_v, block_mask=MaskForm(block_kv=block_kv)))
+                kernel = kernel_for(
+                    replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim_v, block_mask=MaskForm(block_kv=block_kv))
+                )
                 assert kernel.shared_bytes <= SHARED_LIMIT[90]
                 assert kernel.mask_kv == block_kv == kernel.parts * kernel.tiles.block_kv
                 assert kernel.tiles in SPARSE.values()
@@ -60,7 +62,13 @@ def test_a_kernel_looks_only_at_what_partial_blocks_apply():
 
 
 def test_no_other_field_asks_for_another_kernel():
-    others = ({"batch": 7}, {"seqlen_q": 1}, {"seqlen_k": 9999}, {"heads": 8}, {"block_mask": MaskForm(batch=1, heads=2)})
+    others = (
+        {"batch": 7},
+        {"seqlen_q": 1},
+        {"seqlen_k": 9999},
+        {"heads": 8},
+        {"block_mask": MaskForm(batch=1, heads=2)},
+    )
     assert {kernel_for(replace(PLAIN, **other)) for other in others} == {kernel_for(PLAIN)}
 
 
@@ -74,7 +82,10 @@ REFUSED = {
         {"grad": True, "heads": 4, "block_mask": MaskForm(heads=4)},
         "its backward pass takes block masks with heads 1 for 4 query heads on 2 key/value heads, got 4",
     ),
-    "deterministic": ({"grad": True, "deterministic": True}, "its backward pass takes block masks with deterministic=False, got True"),
+    "deterministic": (
+        {"grad": True, "deterministic": True},
+        "its backward pass takes block masks with deterministic=False, got True",
+    ),
 }
 
 
@@ -93,7 +104,10 @@ def test_masks_that_are_refused(refused):
 def test_all_that_is_refused_is_said_at_once():
     form = MaskForm(64, 64, heads=4)
     assert len(refusals(replace(PLAIN, grad=True, deterministic=True, heads=4, block_mask=form))) == len(REFUSED)
-    q, kv = torch.zeros(1, 256, 4, 64, dtype=torch.float16, requires_grad=True), torch.zeros(1, 256, 2, 64, dtype=torch.float16)
+    q, kv = (
+        torch.zeros(1, 256, 4, 64, dtype=torch.float16, requires_grad=True),
+        torch.zeros(1, 256, 2, 64, dtype=torch.float16),
+    )
     mask = BlockMask.random(256, blocks=1, heads=4, block_q=64, block_kv=64)
     with pytest.raises(UnsupportedError) as error:
         flashzoo.attention(q, kv, kv, block_mask=mask, deterministic=True, version="v3")
@@ -101,16 +115,26 @@ def test_all_that_is_refused_is_said_at_once():
 
 
 def test_what_a_backward_kernel_can_cut_is_taken():
-    for head_dim, head_dim_v, block_kv in ((64, 64, 128), (128, 128, 128), (256, 256, 128), (256, 256, 64), (64, 136, 64)):
+    for head_dim, head_dim_v, block_kv in (
+        (64, 64, 128),
+        (128, 128, 128),
+        (256, 256, 128),
+        (256, 256, 64),
+        (64, 136, 64),
+    ):
         form = MaskForm(block_kv=block_kv, heads=2, window=(9, 0), bits=True)
         problem = replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim_v, grad=True, block_mask=form)
         kernel = kernel_backward_for(problem)
         assert refusals(problem) == [] and isinstance(kernel, KernelBackwardSparse)
         assert kernel.tiles in BACKWARD.values() and kernel.shared_bytes <= SHARED_LIMIT[90]
-        assert kernel.parts * kernel.tiles.block_q == MASK_Q and kernel.parts_of_column * kernel.tiles.block_kv == block_kv
+        assert (
+            kernel.parts * kernel.tiles.block_q == MASK_Q and kernel.parts_of_column * kernel.tiles.block_kv == block_kv
+        )
         assert (kernel.left, kernel.right, kernel.bits) == (True, True, True)
     assert flashzoo.explain(replace(PLAIN, grad=True)).chosen == "v3"
-    with pytest.raises(ValueError, match="128 queries by 64 keys, or parts of them, and any order, got 128 keys by 128 queries"):
+    with pytest.raises(
+        ValueError, match="128 queries by 64 keys, or parts of them, and any order, got 128 keys by 128 queries"
+    ):
         kernel_backward_for(replace(PLAIN, grad=True, block_mask=MaskForm(block_kv=64)))
     with pytest.raises(ValueError, match="deterministic=True"):
         kernel_backward_for(replace(PLAIN, grad=True, deterministic=True))
@@ -135,9 +159,14 @@ def test_what_a_launch_takes_of_a_mask():
     for lists in (bits.rows, bits.columns):
         found = taken(bits, lists)
         sizes = {"list_batch": 2, "list_head": 1, "width": lists.width, "bit_blocks": bits.element.bits.shape[2]}
-        addresses = {name: getattr(lists, name).data_ptr() for name in ("order", "counts", "full", "indices", "bit_index")}
+        addresses = {
+            name: getattr(lists, name).data_ptr() for name in ("order", "counts", "full", "indices", "bit_index")
+        }
         assert found == {**sizes, **addresses, "bits": bits.element.bits.data_ptr()} and found["bits"] % 16 == 0
-    for mask, strides in ((BlockMask.from_dense(dense(2, 1, 70, 65)), (1, 0)), (BlockMask.random(300, blocks=1, heads=3), (0, 1))):
+    for mask, strides in (
+        (BlockMask.from_dense(dense(2, 1, 70, 65)), (1, 0)),
+        (BlockMask.random(300, blocks=1, heads=3), (0, 1)),
+    ):
         assert lists_of(mask, mask.rows)[:2] == strides
     nowhere = BlockMask.random(200, 300, blocks=0)
     assert nowhere.rows.width == 0
@@ -150,7 +179,8 @@ def test_heads_are_not_packed():
     assert any("a row of the block mask" in line for line in describe(PLAIN))
 
 
-# Schedulers, bounds and masks on Python's integers. Every thread of the consumers walks its tiles, and what it lets through is the mask.
+# Schedulers, bounds and masks on Python's integers. Every thread of the consumers walks its tiles,
+# and what it lets through is the mask.
 
 
 class Table(dict):
@@ -237,19 +267,40 @@ def in_memory(mask: BlockMask, lists: Lists) -> tuple[int | Memory, ...]:
 
 def scheduler_of(mask: BlockMask, problem: Problem) -> TileSchedulerSparse:
     p, blocks, batch_heads = problem, -(-problem.seqlen_q // MASK_Q), problem.batch * problem.heads
-    sizes = (p.seqlen_q, p.seqlen_k, p.heads, p.heads // p.heads_kv, 0, *p.reach_of(p.block_mask.span), blocks, batch_heads, batch_heads)
+    sizes = (
+        p.seqlen_q,
+        p.seqlen_k,
+        p.heads,
+        p.heads // p.heads_kv,
+        0,
+        *p.reach_of(p.block_mask.span),
+        blocks,
+        batch_heads,
+        batch_heads,
+    )
     return TileSchedulerSparse(ParamsSparse(kernel_for(p), *sizes, None, *in_memory(mask, mask.rows)))
 
 
 def backward_scheduler_of(mask: BlockMask, problem: Problem) -> TileSchedulerBackwardSparse:
     p, kernel = problem, kernel_backward_for(problem)
     blocks, batch_heads = kernel.blocks_kv(p.seqlen_k), p.batch * p.heads_kv
-    sizes = (p.seqlen_q, p.seqlen_k, p.heads_kv, p.heads // p.heads_kv, 0, *p.reach_of(p.block_mask.span), blocks, batch_heads, 2)
+    sizes = (
+        p.seqlen_q,
+        p.seqlen_k,
+        p.heads_kv,
+        p.heads // p.heads_kv,
+        0,
+        *p.reach_of(p.block_mask.span),
+        blocks,
+        batch_heads,
+        2,
+    )
     return TileSchedulerBackwardSparse(ParamsSparse(kernel, *sizes, None, *in_memory(mask, mask.columns)))
 
 
 def walked(bounds: BoundsSparse, wg_idx: int, row: int, column: int) -> tuple[list[int], list[dict]]:
-    """What one thread does on a tile: the producer's keys, and for each block which of its scores `(c, r, i)` are let through."""
+    """What one thread does on a tile: the producer's keys, and for each block which of its scores `(c, r, i)`
+    are let through."""
     keys, seen = [], []
     kernel, kept, seqlen_k = bounds.params.kernel, bounds.tile.row.kept, bounds.sequence.seqlen_k
     begin, end = bounds.block_range()
@@ -269,7 +320,9 @@ def walked(bounds: BoundsSparse, wg_idx: int, row: int, column: int) -> tuple[li
         return used + 1
 
     nothing = SimpleNamespace(fill=lambda *_: None, consumer_wait=lambda *_: None, consumer_release=lambda *_: None)
-    consumer = SimpleNamespace(wg_idx=wg_idx, row=row, column=column, o=nothing, storage=SimpleNamespace(q_pipeline=nothing))
+    consumer = SimpleNamespace(
+        wg_idx=wg_idx, row=row, column=column, o=nothing, storage=SimpleNamespace(q_pipeline=nothing)
+    )
     program = {"kernel": kernel, "tiles": kernel.tiles, "last_product": lambda _, used: used + 1}
     program = SimpleNamespace(**program, first_scores=step, step_overlapped=step, step_serial=step)
     program.scores, program.warp_scheduler_barrier_arrive = lambda *_: None, lambda _: None
@@ -329,7 +382,9 @@ MASKS = {
     "dense": lambda kv: BlockMask.from_dense(dense(270, 290), block_kv=kv),
     "dense_by_heads": lambda kv: BlockMask.from_dense(dense(2, 2, 140, 200), block_kv=kv),
     "dense_by_batch": lambda kv: BlockMask.from_dense(dense(2, 1, 70, 65), block_kv=kv),
-    "bits_and_a_band": lambda kv: with_band(BlockMask.from_dense(dense(200, 300, seed=1), block_kv=kv), causal=True, window=(150, None)),
+    "bits_and_a_band": lambda kv: with_band(
+        BlockMask.from_dense(dense(200, 300, seed=1), block_kv=kv), causal=True, window=(150, None)
+    ),
     "rubbish": lambda kv: with_rubbish_past_counts(BlockMask.from_dense(dense(300, 203), block_kv=kv)),
     "full_past_the_end": lambda kv: BlockMask.sliding_window(130, 70, window_size=None, block_kv=kv),
     "full_past_the_end_by_more": lambda kv: BlockMask.sliding_window(20, 257, window_size=None, block_kv=kv),
@@ -344,7 +399,8 @@ def problem_of(mask: BlockMask, head_dim: int, **fields) -> Problem:
 
 
 def every_pattern(**configurations: tuple[int, int]) -> pytest.MarkDecorator:
-    """Each pattern with each pair of head_dim and block_kv; without a GPU, where that takes minutes, with one of them in turns."""
+    """Each pattern with each pair of head_dim and block_kv; without a GPU, where that takes minutes,
+    with one of them in turns."""
     cells = [
         pytest.param(pattern, *configuration, id=f"{pattern}-{name}")
         for turn, pattern in enumerate(MASKS)
@@ -384,7 +440,9 @@ def test_threads_let_through_what_the_mask_shows(pattern, head_dim, block_kv, on
 def test_the_longest_rows_go_first(on_integers):
     mask = BlockMask.causal(1024)
     scheduler = scheduler_of(mask, replace(PLAIN, seqlen_q=1024, seqlen_k=1024, block_mask=MaskForm(causal=True)))
-    kept = [scheduler.work_of(tile_idx).kept for tile_idx in range(scheduler.params.blocks * scheduler.params.batch_heads)]
+    kept = [
+        scheduler.work_of(tile_idx).kept for tile_idx in range(scheduler.params.blocks * scheduler.params.batch_heads)
+    ]
     assert kept == sorted(kept, reverse=True)
 
 
@@ -444,7 +502,9 @@ def test_columns_let_through_what_the_mask_shows(pattern, head_dim, block_kv, on
             for n in range(begin, end):
                 first = bounds.block_q(n) * tiles.block_q
                 found[first : first + tiles.block_q] = let_through_of(bounds, n)
-            assert torch.equal(found[: mask.seqlen_q, : expected.shape[1]], expected), f"batch {batch}, head {head_kv}, tile {block}"
+            assert torch.equal(found[: mask.seqlen_q, : expected.shape[1]], expected), (
+                f"batch {batch}, head {head_kv}, tile {block}"
+            )
             assert not found[: mask.seqlen_q, expected.shape[1] :].any(), "a key past the last"
     assert len(places) == params.blocks * params.batch_heads, "every tile once"
     past = through_smem(scheduler, params.blocks * params.batch_heads + 5)
@@ -455,5 +515,7 @@ def test_columns_let_through_what_the_mask_shows(pattern, head_dim, block_kv, on
 def test_the_longest_columns_go_first(head_dim, on_integers):
     mask = BlockMask.causal(1024)
     scheduler = backward_scheduler_of(mask, replace(problem_of(mask, head_dim, grad=True), batch=1))
-    kept = [scheduler.work_of(tile_idx).kept for tile_idx in range(scheduler.params.blocks * scheduler.params.batch_heads)]
+    kept = [
+        scheduler.work_of(tile_idx).kept for tile_idx in range(scheduler.params.blocks * scheduler.params.batch_heads)
+    ]
     assert kept == sorted(kept, reverse=True)

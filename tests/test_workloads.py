@@ -12,7 +12,9 @@ from flashzoo import Problem
 from flashzoo.workloads import LAYOUTS, VALUES, descales, flops, hbm_bytes, inputs, kinds_of_descales, workload
 from flashzoo_suite.support import both, draw, forward
 
-PLAIN = Problem(batch=2, seqlen_q=7, seqlen_k=9, heads=4, heads_kv=2, head_dim=16, dtype="fp32", grad=True, device="cpu")
+PLAIN = Problem(
+    batch=2, seqlen_q=7, seqlen_k=9, heads=4, heads_kv=2, head_dim=16, dtype="fp32", grad=True, device="cpu"
+)
 WIDTHS = [(16, 16), (24, 16), (8, 24)]
 
 
@@ -42,7 +44,9 @@ def test_bytes_of_standard_are_those_of_its_tensors(widths):
     problem = of_widths(*widths)
     (q, k, v), dout, _ = draw(problem)
     scores = problem.batch * problem.heads * problem.seqlen_q * problem.seqlen_k
-    assert hbm_bytes(problem, "standard", 1 << 16) == 4 * (q.numel() + k.numel() + v.numel() + dout.numel() + 4 * scores)
+    assert hbm_bytes(problem, "standard", 1 << 16) == 4 * (
+        q.numel() + k.numel() + v.numel() + dout.numel() + 4 * scores
+    )
 
 
 IN_E4M3 = dataclasses.replace(PLAIN, seqlen_q=130, seqlen_k=300, dtype="e4m3", out_dtype=None, grad=False)
@@ -80,5 +84,9 @@ def test_descales_have_the_shapes_that_attention_takes():
 
 
 def test_a_workload_in_another_dtype_has_that_dtypes_out():
-    assert [workload("square").on("cpu", dtype=dtype).out_dtype for dtype in ("fp32", "fp16", "e4m3")] == ["fp32", "fp16", "bf16"]
+    assert [workload("square").on("cpu", dtype=dtype).out_dtype for dtype in ("fp32", "fp16", "e4m3")] == [
+        "fp32",
+        "fp16",
+        "bf16",
+    ]
     assert workload("square").on("cpu", dtype="e4m3", out_dtype="fp16").out_dtype == "fp16"

@@ -1,4 +1,5 @@
-"""A kernel's arguments, declared once by name: what to compile with, the layout in memory and the packing follow from it."""
+"""A kernel's arguments, declared once by name: what to compile with, the layout in memory and the
+packing follow from it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from flashzoo.dtypes import BYTES
 
 @dataclass(frozen=True)
 class Tma:
-    """A tensor, passed as a TMA descriptor: contiguous along the first dimension, strides of the others in steps of 16 bytes.
+    """A tensor, passed as a TMA descriptor: contiguous along the first dimension, strides of the others in
+    steps of 16 bytes.
 
     Attributes:
         dtype: a key of `BYTES`.

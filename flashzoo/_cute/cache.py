@@ -3,10 +3,10 @@
 Where: the folder that the environment variable FLASHZOO_CACHE_DIR names, or `flashzoo` in the user's cache folder
 (XDG_CACHE_HOME, ~/.cache). FLASHZOO_CACHE_DIR=off turns it off.
 
-A file's name is a digest of everything that the kernel depends on: what it is specialised for, the sources it is made of,
-the release of CuTe DSL. Its content begins with a digest of the rest, so that a damaged file is compiled
-anew. It appears under its name only when it is complete, so that processes can share the folder without locks. Nothing
-removes what an older release has left; the folder may be deleted at any time.
+A file's name is a digest of everything that the kernel depends on: what it is specialised for, the sources it is made
+of, the release of CuTe DSL. Its content begins with a digest of the rest, so that a damaged file is compiled anew. It
+appears under its name only when it is complete, so that processes can share the folder without locks. Nothing removes
+what an older release has left; the folder may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def cached(identity: tuple[str, ...], sources: Path, build: Callable[[], Image])
 
     Args:
         identity: what the kernel is specialised for.
-        sources: the folder whose Python files, and its folders', say what is built, with those of this folder and `FACTS`.
+        sources: the folder whose Python files, and its folders', say what is built,
+            with those of this folder and `FACTS`.
         build: makes the image.
     """
     folder = _folder()
@@ -67,7 +68,11 @@ def _folder() -> Path | None:
     if given == "off":
         return None
     try:
-        return Path(given).expanduser() if given else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flashzoo"
+        return (
+            Path(given).expanduser()
+            if given
+            else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "flashzoo"
+        )
     except RuntimeError:  # a user without a home
         return None
 
@@ -105,5 +110,7 @@ def _write(path: Path, image: Image) -> None:
             unfinished.unlink(missing_ok=True)
     except OSError as error:
         warnings.warn(
-            f"flashzoo can't keep a compiled kernel in {path.parent} ({error}); set {ENVIRONMENT} to a folder, or to off", stacklevel=2
+            f"flashzoo can't keep a compiled kernel in {path.parent} ({error}); "
+            f"set {ENVIRONMENT} to a folder, or to off",
+            stacklevel=2,
         )

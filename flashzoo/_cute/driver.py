@@ -1,8 +1,8 @@
 """The CUDA driver calls that a compiled kernel needs: load it, describe tensors to TMA, launch it.
 
-They are made here, through ctypes, and not by CuTe DSL's own host code, for two reasons: a kernel that lies in the cache
-runs without importing CuTe DSL, and a call costs a few microseconds of host time. The driver's numbers are cuda-bindings', which
-CuTe DSL brings.
+They are made here, through ctypes, and not by CuTe DSL's own host code, for two reasons: a kernel that lies in the
+cache runs without importing CuTe DSL, and a call costs a few microseconds of host time. The driver's numbers are
+cuda-bindings', which CuTe DSL brings.
 """
 
 from __future__ import annotations
@@ -105,13 +105,16 @@ def _make_current(device: int) -> bool:
     _check(_driver().cuCtxGetCurrent(byref(context)), "finding this thread's context")
     if context:
         return False
-    _check(_driver().cuDevicePrimaryCtxRetain(byref(context), _handle(device)), f"finding the context of device {device}")
+    _check(
+        _driver().cuDevicePrimaryCtxRetain(byref(context), _handle(device)), f"finding the context of device {device}"
+    )
     _check(_driver().cuCtxSetCurrent(context), f"making the context of device {device} current")
     return True
 
 
 class TensorMap:
-    """TMA descriptors (CUtensorMap) of tensors that differ in their address only; elements outside of them read as zeros.
+    """TMA descriptors (CUtensorMap) of tensors that differ in their address only;
+    elements outside of them read as zeros.
 
     Args:
         dtype: a key of `TMA_DTYPES`.
@@ -121,8 +124,12 @@ class TensorMap:
         row_bytes: bytes of a row of the box: 64 or 128, which is the swizzle on chip.
     """
 
-    def __init__(self, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], row_bytes: int) -> None:
-        self._text = f"TMA descriptor for {dtype}, sizes {sizes}, strides {strides}, box {box}, rows of {row_bytes} bytes"
+    def __init__(
+        self, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], row_bytes: int
+    ) -> None:
+        self._text = (
+            f"TMA descriptor for {dtype}, sizes {sizes}, strides {strides}, box {box}, rows of {row_bytes} bytes"
+        )
         rank = len(sizes)
         self._first = (TMA_DTYPES[dtype], rank)
         sides = (c_uint64 * rank)(*sizes), (c_uint64 * (rank - 1))(*strides)
@@ -163,9 +170,16 @@ class Function:
     def __init__(self, image: Image, threads: int, shared: int, arguments: Arguments) -> None:
         self.threads, self.shared, self.arguments = threads, shared, arguments
         self._library, self.kernel = c_void_p(), c_void_p()
-        _make_current(torch.cuda.current_device())  # the driver looks into a kernel only from a thread that has a context
-        _check(_driver().cuLibraryLoadData(byref(self._library), image.cubin, None, None, 0, None, None, 0), "loading a kernel")
-        _check(_driver().cuLibraryGetKernel(byref(self.kernel), self._library, image.name.encode()), f"finding {image.name}")
+        # the driver looks into a kernel only from a thread that has a context
+        _make_current(torch.cuda.current_device())
+        _check(
+            _driver().cuLibraryLoadData(byref(self._library), image.cubin, None, None, 0, None, None, 0),
+            "loading a kernel",
+        )
+        _check(
+            _driver().cuLibraryGetKernel(byref(self.kernel), self._library, image.name.encode()),
+            f"finding {image.name}",
+        )
         self.start = self._offset()
 
     def _offset(self) -> int:
@@ -189,8 +203,11 @@ class Function:
             error = _driver().cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, self.shared, self.kernel, _handle(device))
             _check(error, f"asking for {self.shared} bytes of shared memory on device {device}")
 
-    def bind(self, device: int, blocks: int, fixed: Mapping[str, int], given: tuple[str, ...], programmatic: bool = False) -> Launch:
-        """A launch of `blocks` thread blocks on a device; `fixed` and `given` as in `Packer`, `programmatic` as in `Launch`."""
+    def bind(
+        self, device: int, blocks: int, fixed: Mapping[str, int], given: tuple[str, ...], programmatic: bool = False
+    ) -> Launch:
+        """A launch of `blocks` thread blocks on a device; `fixed` and `given` as in `Packer`,
+        `programmatic` as in `Launch`."""
         self._prepare(device)
         return Launch(self, device, blocks, Packer(self.arguments, self.start, fixed, given), programmatic)
 
@@ -203,10 +220,13 @@ class Launch:
         device: index of the GPU.
         blocks: how many thread blocks.
         packer: of its arguments.
-        programmatic: it begins before the stream's last launch has ended, for which the kernel itself waits (griddepcontrol.wait).
+        programmatic: it begins before the stream's last launch has ended,
+            for which the kernel itself waits (griddepcontrol.wait).
     """
 
-    def __init__(self, function: Function, device: int, blocks: int, packer: Packer, programmatic: bool = False) -> None:
+    def __init__(
+        self, function: Function, device: int, blocks: int, packer: Packer, programmatic: bool = False
+    ) -> None:
         self._device, self._pack = device, packer
         self._kernel, self._sizes = function.kernel, (blocks, 1, 1, function.threads, 1, 1, function.shared)
         self._attribute = _Attribute(_PROGRAMMATIC, 0, (c_int * 16)(1)) if programmatic else None

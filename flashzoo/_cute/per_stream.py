@@ -33,9 +33,9 @@ class _Spare:
 class PerStream:
     """Equal numbers in memory, some for each stream of each device.
 
-    Launches of one stream follow one another, so they share them, and leave them as they found them. A CUDA graph may be replayed beside
-    anything, so what is captured of a stream gets some that nobody else has: of those that calls before it have had written; where there
-    are none left the graph writes some itself, which costs it a kernel.
+    Launches of one stream follow one another, so they share them, and leave them as they found them. A CUDA graph may
+    be replayed beside anything, so what is captured of a stream gets some that nobody else has: of those that calls
+    before it have had written; where there are none left the graph writes some itself, which costs it a kernel.
 
     Args:
         value, dtype: of the numbers.
@@ -65,7 +65,8 @@ class PerStream:
         return found
 
     def _prepare(self, device: int) -> None:
-        """Have spare numbers written, or see whether they are; asked of calls that nothing captures, as a capture must not ask."""
+        """Have spare numbers written, or see whether they are; asked of calls that nothing captures,
+        as a capture must not ask."""
         with self._lock:
             spare = self._spare.get(device)
             if spare is None:

@@ -15,7 +15,9 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """What numbers of so many bytes are copied as: their bits."""
 
 
-def append(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, seqused_k: Tensor, page_table: Tensor | None) -> None:
+def append(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, seqused_k: Tensor, page_table: Tensor | None
+) -> None:
     """`flashzoo.append` of checked tensors."""
     if not k.numel() + v.numel() or not k_cache.shape[0]:
         return
@@ -48,6 +50,11 @@ def append_launch(
         page_size: 0 where there are no pages.
     """
     batch, new, heads, head_dim = shape
-    widths = {"HEAD_DIM": head_dim, "BLOCK_D": next_power_of_2(head_dim), "HEAD_DIM_V": head_dim_v, "BLOCK_DV": next_power_of_2(head_dim_v)}
+    widths = {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": next_power_of_2(head_dim),
+        "HEAD_DIM_V": head_dim_v,
+        "BLOCK_DV": next_power_of_2(head_dim_v),
+    }
     constexprs = {"HEADS": next_power_of_2(heads), **widths, "PAGE": page_size}
     return Launch(append_kernel, batch * new, (*strides, *sizes, new, heads), constexprs, num_warps=4, num_stages=1)

@@ -1,8 +1,8 @@
 """New rows written into caches of keys and values, behind what is used of them.
 
-A program has one new row of one sequence, of all heads. Its place is row `used + i`: of the sequence's own cache, or, in pages of PAGE
-rows, row `(used + i) % PAGE` of the page whose number the table has at `(used + i) // PAGE`. Where there is no such row or page nothing
-is written: cut off, it would be another's.
+A program has one new row of one sequence, of all heads. Its place is row `used + i`: of the sequence's own cache, or,
+in pages of PAGE rows, row `(used + i) % PAGE` of the page whose number the table has at `(used + i) // PAGE`. Where
+there is no such row or page nothing is written: cut off, it would be another's.
 """
 
 import triton
@@ -25,7 +25,8 @@ def append_kernel(
     stride_kcb, stride_kcs, stride_kch, stride_vcb, stride_vcs, stride_vch,
     stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     capacity, pages, stride_table, new_rows, heads,
-    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr,
     PAGE: tl.constexpr,
 ):  # fmt: skip
     """The i-th new row of the b-th sequence."""
@@ -43,5 +44,16 @@ def append_kernel(
     heads = tl.where(there, heads, 0)
     k_new = k + batch * stride_kb + i.to(tl.int64) * stride_ks
     v_new = v + batch * stride_vb + i.to(tl.int64) * stride_vs
-    write(k_cache, first * stride_kcb + row * stride_kcs, k_new, heads, (stride_kch, stride_kh), HEADS, HEAD_DIM, BLOCK_D)
-    write(v_cache, first * stride_vcb + row * stride_vcs, v_new, heads, (stride_vch, stride_vh), HEADS, HEAD_DIM_V, BLOCK_DV)
+    write(
+        k_cache, first * stride_kcb + row * stride_kcs, k_new, heads, (stride_kch, stride_kh), HEADS, HEAD_DIM, BLOCK_D
+    )
+    write(
+        v_cache,
+        first * stride_vcb + row * stride_vcs,
+        v_new,
+        heads,
+        (stride_vch, stride_vh),
+        HEADS,
+        HEAD_DIM_V,
+        BLOCK_DV,
+    )

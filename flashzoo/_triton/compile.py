@@ -31,7 +31,10 @@ def resources(launch: Launch, types: tuple[str | None, ...], floats: int, arch: 
     ]
     kinds = [*tensors, *["fp32"] * floats, *["i32"] * len(launch.scalars), *["constexpr"] * len(launch.constexprs)]
     names = launch.kernel.arg_names
-    constexprs: dict[str, Any] = {**launch.constexprs, **{name: None for name, kind in zip(names, types, strict=False) if kind is None}}
+    constexprs: dict[str, Any] = {
+        **launch.constexprs,
+        **{name: None for name, kind in zip(names, types, strict=False) if kind is None},
+    }
     divisible = [i for i, (tile, kind) in enumerate(zip(tiles, types, strict=True)) if not tile and kind is not None]
     # What Triton's own launch path sees in an integer: whether it is 1, and whether 16 divides it.
     for i, scalar in enumerate(launch.scalars, len(types) + floats):

@@ -22,7 +22,9 @@ from triton.runtime.jit import JITFunction
 _lock = threading.Lock()
 
 
-def interpret(kernel: JITFunction, grid: tuple[int, int, int], arguments: tuple[Any, ...], constexprs: dict[str, Any]) -> None:
+def interpret(
+    kernel: JITFunction, grid: tuple[int, int, int], arguments: tuple[Any, ...], constexprs: dict[str, Any]
+) -> None:
     """Run every program of the grid in turn, on CPU tensors."""
     with _lock, _interpreting():
         interpreter.InterpretedFunction(kernel.fn)[grid](*arguments, **constexprs)
@@ -33,7 +35,11 @@ def _interpreting() -> Iterator[None]:
     # Triton restores what the kernel's own module sees, but not what the functions it calls see (tl.sum and others are
     # JIT functions with globals of their own). So this scope is opened around it, over all of triton.language.
     sees_all = types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core})
-    patch_tensor, compiled_call, np_dtype = interpreter._patch_lang_tensor, JITFunction.__call__, interpreter._get_np_dtype
+    patch_tensor, compiled_call, np_dtype = (
+        interpreter._patch_lang_tensor,
+        JITFunction.__call__,
+        interpreter._get_np_dtype,
+    )
 
     def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
         patch_tensor(tensor, scope)
@@ -51,7 +57,11 @@ def _interpreting() -> Iterator[None]:
     try:
         yield
     finally:
-        interpreter._patch_lang_tensor, JITFunction.__call__, interpreter._get_np_dtype = patch_tensor, compiled_call, np_dtype
+        interpreter._patch_lang_tensor, JITFunction.__call__, interpreter._get_np_dtype = (
+            patch_tensor,
+            compiled_call,
+            np_dtype,
+        )
         builder.options = sanitized
         scope.restore()
 

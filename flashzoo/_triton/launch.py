@@ -13,15 +13,16 @@ from flashzoo._triton.interpreter import interpret
 from flashzoo.gpu import RAGGED_ROWS, ragged_back
 
 RAGGED = 5
-"""Dimensions of a descriptor of packed sequences: back, end, rows, heads, head dim, as `flashzoo/_cute/tma.py` has them."""
+"""Dimensions of a descriptor of packed sequences: back, end, rows, heads, head dim,
+as `flashzoo/_cute/tma.py` has them."""
 
 
 class Launch:
     """One kernel, one grid, one choice of scalars and constexprs; calling it with the tensors launches it.
 
     Triton's own launch path looks at every argument of every call (types, divisibility, whether it is 1) to find the
-    compiled kernel. Here all but the addresses is fixed, dtypes too, so what was found once is reused: the key that is left
-    is which tensors are 16-byte aligned, and the device.
+    compiled kernel. Here all but the addresses is fixed, dtypes too, so what was found once is reused: the key that is
+    left is which tensors are 16-byte aligned, and the device.
 
     Args:
         kernel: the `@triton.jit` function. Its parameters are, in this order: tensors, floats, the scalars, constexprs.
@@ -71,7 +72,11 @@ class Launch:
                 self._launch(device, tensors, floats)
 
     def _launch(self, device: int, tensors: tuple[Any, ...], floats: tuple[float, ...]) -> None:
-        key = (device,) if self._aligned else (device, *[0 if tensor is None else tensor.data_ptr() & 15 for tensor in tensors])
+        key = (
+            (device,)
+            if self._aligned
+            else (device, *[0 if tensor is None else tensor.data_ptr() & 15 for tensor in tensors])
+        )
         if self.tma_tiles:
             arguments = [_descriptor(x, tile) if tile else x for x, tile in zip(tensors, self.tma_tiles, strict=True)]
         else:

@@ -17,15 +17,18 @@ SLOTS, CHUNK = 32, 64
 
 
 def blocks(problem: Problem, rows: int, block: int) -> int:
-    """Programs of a head, one for each block of so many rows: of packed sequences as many as the table has entries, some of no block."""
+    """Programs of a head, one for each block of so many rows: of packed sequences as many as the table has entries,
+    some of no block."""
     if problem.sequences is None:
         return problem.batch * cdiv(rows, block)
     return problem.entries(rows, block)
 
 
-def tiles_of(problem: Problem, operands: Operands, block_q: int, block_kv: int = 0) -> tuple[Tensor | None, Tensor | None]:
-    """The table for blocks of queries, and the one for blocks of keys, None where block_kv is 0: int32 `(blocks, COLUMNS)`, by one kernel.
-    None where nothing is packed."""
+def tiles_of(
+    problem: Problem, operands: Operands, block_q: int, block_kv: int = 0
+) -> tuple[Tensor | None, Tensor | None]:
+    """The table for blocks of queries, and the one for blocks of keys, None where block_kv is 0: int32
+    `(blocks, COLUMNS)`, by one kernel. None where nothing is packed."""
     cu_q, cu_k, used = operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqused_k
     if cu_q is None:
         return None, None

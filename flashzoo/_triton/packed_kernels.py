@@ -1,22 +1,24 @@
 """Which block of which packed sequence a program has: a table made on the device, of which no host reads anything.
 
-1. A sequence that begins at row `first` has the slots from `first // BLOCK` plus its number on: enough for its blocks, whatever the
-   lengths, so the number of slots follows from the rows and the number of sequences alone.
+1. A sequence that begins at row `first` has the slots from `first // BLOCK` plus its number on: enough for its blocks,
+   whatever the lengths, so the number of slots follows from the rows and the number of sequences alone.
 2. Each slot finds its sequence by counting those that begin before it.
-3. Its place in the table is how many blocks the sequences have that are longer, or as long and before its own, plus how many of its own
-   sequence go first: no sorting, and no atomics. So the longest sequence comes first, and of each the blocks with the most work; and
-   programs that run together are of one sequence, whose keys and values L2 then has for all of them. Slots without a block come last.
+3. Its place in the table is how many blocks the sequences have that are longer, or as long and before its own, plus how
+   many of its own sequence go first: no sorting, and no atomics. So the longest sequence comes first, and of each the
+   blocks with the most work; and programs that run together are of one sequence, whose keys and values L2 then has for
+   all of them. Slots without a block come last.
 
-Rows before the first sequence and behind the last are a sequence each, whose queries see no key: so they are written, too. What lies
-outside of the tensors is clamped, and where the values fall no row is of any sequence: so the table is whole whatever they are.
+Rows before the first sequence and behind the last are a sequence each, whose queries see no key: so they are written,
+too. What lies outside of the tensors is clamped, and where the values fall no row is of any sequence: so the table is
+whole whatever they are.
 """
 
 import triton
 import triton.language as tl
 
 COLUMNS: tl.constexpr = tl.constexpr(8)
-"""Of an entry: which block of its sequence; first row and rows of queries, and of keys; rows of the side that the block is of; the number
-of the sequence; how many entries there are that are blocks."""
+"""Of an entry: which block of its sequence; first row and rows of queries, and of keys; rows of the side that the block
+is of; the number of the sequence; how many entries there are that are blocks."""
 
 
 @triton.jit
@@ -61,7 +63,8 @@ def _falls(cu_q, cu_k, sequences, CHUNK: tl.constexpr):
 @triton.jit
 def _table(
     program, cu_q, cu_k, used_k, tiles, sequences, total_q, total_k,
-    BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, USED: tl.constexpr, RIGHT: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, USED: tl.constexpr,
+    RIGHT: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Some slots of the table for blocks of BLOCK queries, or keys."""
     slot = program * SLOTS + tl.arange(0, SLOTS)
@@ -70,10 +73,14 @@ def _table(
     number = tl.zeros([SLOTS], tl.int32) - 1
     for start in tl.range(0, sequences + 2, CHUNK):
         other = start + tl.arange(0, CHUNK)
-        first_q, rows_q, first_k, rows_k, owned = _lengths(cu_q, cu_k, used_k, other, sequences, total_q, total_k, OF_KEYS, USED)
+        first_q, rows_q, first_k, rows_k, owned = _lengths(
+            cu_q, cu_k, used_k, other, sequences, total_q, total_k, OF_KEYS, USED
+        )
         begins = (first_k if OF_KEYS else first_q) // BLOCK + other
         number += tl.sum(((begins[None, :] <= slot[:, None]) & (other < sequences + 2)[None, :]).to(tl.int32), 1)
-    first_q, rows_q, first_k, rows_k, owned = _lengths(cu_q, cu_k, used_k, number, sequences, total_q, total_k, OF_KEYS, USED)
+    first_q, rows_q, first_k, rows_k, owned = _lengths(
+        cu_q, cu_k, used_k, number, sequences, total_q, total_k, OF_KEYS, USED
+    )
     nth = slot - (first_k if OF_KEYS else first_q) // BLOCK - number
     n_blocks = tl.cdiv(owned, BLOCK)
     length = rows_q if OF_KEYS else rows_k  # what a block walks at most
@@ -83,14 +90,17 @@ def _table(
     every = 0
     for start in tl.range(0, sequences + 2, CHUNK):
         other = start + tl.arange(0, CHUNK)
-        _, rows_q_o, _, rows_k_o, owned_o = _lengths(cu_q, cu_k, used_k, other, sequences, total_q, total_k, OF_KEYS, USED)
+        _, rows_q_o, _, rows_k_o, owned_o = _lengths(
+            cu_q, cu_k, used_k, other, sequences, total_q, total_k, OF_KEYS, USED
+        )
         blocks_o = tl.where(other < sequences + 2, tl.cdiv(owned_o, BLOCK), 0)
         length_o = (rows_q_o if OF_KEYS else rows_k_o)[None, :]
         first = (length_o > length[:, None]) | ((length_o == length[:, None]) & (other[None, :] < number[:, None]))
         ahead += tl.sum(tl.where(first, blocks_o[None, :], 0), 1)
         before += tl.sum(tl.where(other[None, :] <= number[:, None], blocks_o[None, :], 0), 1)
         every += tl.sum(blocks_o, 0)
-    rank = n_blocks - 1 - nth if RIGHT and not OF_KEYS else nth  # under a right bound the last queries and the first keys see the most
+    # under a right bound the last queries and the first keys see the most
+    rank = n_blocks - 1 - nth if RIGHT and not OF_KEYS else nth
     there = nth < n_blocks
     place = tl.where(there, ahead + rank, every + slot - before)
     entry = tiles + place * COLUMNS
@@ -108,12 +118,31 @@ def _table(
 @triton.jit(do_not_specialize=["sequences", "total_q", "total_k", "programs"])
 def tiles_kernel(
     cu_q, cu_k, used_k, tiles, tiles_of_keys, sequences, total_q, total_k, programs,
-    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, USED: tl.constexpr, RIGHT: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, USED: tl.constexpr,
+    RIGHT: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The table for blocks of BLOCK_Q queries, and, unless BLOCK_KV is 0, by programs from `programs` on, the one for blocks of keys."""
+    """The table for blocks of BLOCK_Q queries, and, unless BLOCK_KV is 0,
+    by programs from `programs` on, the one for blocks of keys."""
     program = tl.program_id(0)
     if program < programs or BLOCK_KV == 0:
-        _table(program, cu_q, cu_k, used_k, tiles, sequences, total_q, total_k, BLOCK_Q, False, USED, RIGHT, SLOTS, CHUNK)
+        _table(
+            program, cu_q, cu_k, used_k, tiles, sequences, total_q, total_k, BLOCK_Q, False, USED, RIGHT, SLOTS, CHUNK
+        )
     elif BLOCK_KV > 0:
         of_keys = program - programs
-        _table(of_keys, cu_q, cu_k, used_k, tiles_of_keys, sequences, total_q, total_k, BLOCK_KV, True, USED, RIGHT, SLOTS, CHUNK)
+        _table(
+            of_keys,
+            cu_q,
+            cu_k,
+            used_k,
+            tiles_of_keys,
+            sequences,
+            total_q,
+            total_k,
+            BLOCK_KV,
+            True,
+            USED,
+            RIGHT,
+            SLOTS,
+            CHUNK,
+        )

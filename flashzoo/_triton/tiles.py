@@ -54,11 +54,14 @@ def aligned(*tensors: Tensor) -> bool:
 
 
 def usable(tiles: T, problem: Problem, aligned: bool, strides: Strides) -> T:
-    """The tiles, with plain loads where TMA can't read q, k, v (and dout) in place: strides must be positive multiples of 16 bytes, packed
-    rows no more than it can count. Of a cache it would read on into what is not used, and that may be no number."""
+    """The tiles, with plain loads where TMA can't read q, k, v (and dout) in place: strides must be positive multiples
+    of 16 bytes, packed rows no more than it can count. Of a cache it would read on into what is not used, and that may
+    be no number."""
     q_sizes = (problem.batch, problem.seqlen_q, problem.heads)
     kv_sizes = (problem.batch, problem.seqlen_k, problem.heads_kv)
-    steps = [stride for stride, size in zip(strides, (*q_sizes, *kv_sizes, *kv_sizes, *q_sizes), strict=False) if size > 1]
+    steps = [
+        stride for stride, size in zip(strides, (*q_sizes, *kv_sizes, *kv_sizes, *q_sizes), strict=False) if size > 1
+    ]
     elements = 4 if problem.dtype == "fp32" else 8
     readable = aligned and all(step > 0 and step % elements == 0 for step in steps) and "cache" not in problem.features
     readable &= problem.sequences is None or max(problem.seqlen_q, problem.seqlen_k) <= RAGGED_ROWS
@@ -66,8 +69,8 @@ def usable(tiles: T, problem: Problem, aligned: bool, strides: Strides) -> T:
 
 
 def constexprs(problem: Problem, tiles: Tiles, masks: dict[str, Any], *owned: str) -> dict[str, Any]:
-    """Constexprs of a kernel: its tile, its masks, how it reads by TMA (0 not at all, else how many dimensions descriptors have), and by
-    name the same of those of its owned blocks that are in registers."""
+    """Constexprs of a kernel: its tile, its masks, how it reads by TMA (0 not at all, else how many dimensions
+    descriptors have), and by name the same of those of its owned blocks that are in registers."""
     dimensions = RAGGED if problem.sequences is not None else 4
     return {
         "HEAD_DIM": problem.head_dim,
@@ -80,7 +83,9 @@ def constexprs(problem: Problem, tiles: Tiles, masks: dict[str, Any], *owned: st
     }
 
 
-def tma_tiles(problem: Problem, tiles: Tiles, *rows: int | tuple[int, ...] | None) -> tuple[tuple[int, ...] | None, ...]:
+def tma_tiles(
+    problem: Problem, tiles: Tiles, *rows: int | tuple[int, ...] | None
+) -> tuple[tuple[int, ...] | None, ...]:
     """What TMA reads of each tensor: a tile of that many rows of one head, a tile as given, or nothing."""
     if not tiles.tma:
         return ()

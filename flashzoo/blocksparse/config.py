@@ -1,4 +1,5 @@
-"""Tile sizes of blocksparse: which table, which row, and why. No tile is longer than a block of a mask, and all divide it."""
+"""Tile sizes of blocksparse: which table, which row, and why.
+No tile is longer than a block of a mask, and all divide it."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ class Tiles:
         block_q, block_kv: rows of a block of queries (the paper's B_r) and of keys (B_c).
         num_warps, num_stages: warps of a program, and depth of the software pipeline over what it streams.
         tma: read what streams by through TMA descriptors where its layout allows it.
-        registers: how many of the blocks that a program owns (Q; K and V; Q and dO) go to the tensor cores from registers
-            and not from shared memory. Needs tma.
+        registers: how many of the blocks that a program owns (Q; K and V; Q and dO) go to the tensor cores from
+            registers and not from shared memory. Needs tma.
     """
 
     block_q: int
@@ -32,7 +33,8 @@ class Tiles:
         return f"{self.block_q}x{self.block_kv} tiles, {self.num_warps} warps, {self.num_stages} stages, {how}"
 
 
-# (kernel, width of the head dim's tile): tiles. Those that v2 was measured to be fastest with on an H200, 16-bit inputs, Triton 3.6.
+# (kernel, width of the head dim's tile): tiles. Those that v2 was measured to be fastest with on an H200, 16-bit
+# inputs, Triton 3.6.
 HOPPER = {
     ("forward", 64): Tiles(64, 64, 4, 3, tma=True, registers=1),
     ("forward", 128): Tiles(64, 64, 4, 3, tma=True, registers=1),
@@ -45,8 +47,8 @@ HOPPER = {
     ("dq", 256): Tiles(64, 64, 4, 2, tma=True),
 }
 
-# Not measured: no such GPU is at hand. The largest tried that compile without spills for sm_80, sm_89 and sm_100, in the
-# 99 KB on chip that the smallest of them has; masks with bits spill some bytes.
+# Not measured: no such GPU is at hand. The largest tried that compile without spills for sm_80, sm_89 and sm_100, in
+# the 99 KB on chip that the smallest of them has; masks with bits spill some bytes.
 ANYWHERE = {
     ("forward", 64): Tiles(64, 32, 4, 2),
     ("forward", 128): Tiles(64, 32, 4, 2),
@@ -104,9 +106,15 @@ def describe(problem: Problem) -> list[str]:
     kernels = ("forward", "dkdv", "dq") if problem.grad else ("forward",)
     lines = [f"{kernel}: {tiles_for(kernel, problem)}" for kernel in kernels]
     if problem.block_mask is None:
-        lines.append("no block_mask: one of causal and window_size alone is made at every call; BlockMask.sliding_window(...) does it once")
+        lines.append(
+            "no block_mask: one of causal and window_size alone is made at every call; "
+            "BlockMask.sliding_window(...) does it once"
+        )
     elif problem.span != (None, None):
-        lines.append("causal and window_size are put into the block mask at every call; block_mask & BlockMask.causal(...) does it once")
+        lines.append(
+            "causal and window_size are put into the block mask at every call; "
+            "block_mask & BlockMask.causal(...) does it once"
+        )
     if problem.device == "cpu":
         lines.append("runs in Triton's interpreter: exact, and slow")
     elif problem.dtype == "fp32":

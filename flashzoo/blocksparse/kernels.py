@@ -1,17 +1,21 @@
-"""Block-sparse FlashAttention (Algorithm 5 of Dao et al. 2022, arXiv:2205.14135) on the device, as a change to FlashAttention-2.
+"""Block-sparse FlashAttention (Algorithm 5 of Dao et al. 2022, arXiv:2205.14135) on the device,
+as a change to FlashAttention-2.
 
-What v2 has, so have these kernels, in the same order under the same names; `diff flashzoo/v2/kernels.py` shows what is new:
-1. A program walks a list: the blocks that its row (column, for dK and dV) keeps. What is skipped costs nothing, not a test.
-2. Partial blocks come first in a list, and are masked element by element; then full ones, without a mask. The last full one
-   may reach past the last key, and is masked there in a loop of its own.
+What v2 has, so have these kernels, in the same order under the same names;
+`diff flashzoo/v2/kernels.py` shows what is new:
+1. A program walks a list: the blocks that its row (column, for dK and dV) keeps.
+   What is skipped costs nothing, not a test.
+2. Partial blocks come first in a list, and are masked element by element; then full ones, without a mask. The last full
+   one may reach past the last key, and is masked there in a loop of its own.
 3. Programs start with the longest rows, by the mask's `order`, so that no long one starts last.
 4. A row whose list is empty gives O = 0, LSE = -inf and dQ = 0.
 
-A block of the mask is a whole number of tiles, MASK_Q / BLOCK_Q by MASK_KV / BLOCK_KV; loops count tiles. What a partial block
-is masked by is a window, causal folded in, as everywhere, and bits where there are any (BITS). Left out: dropout.
+A block of the mask is a whole number of tiles, MASK_Q / BLOCK_Q by MASK_KV / BLOCK_KV; loops count tiles. What a
+partial block is masked by is a window, causal folded in, as everywhere, and bits where there are any (BITS). Left out:
+dropout.
 
-Scores are in log2 units: exp2 with softmax_scale * log2(e) folded in. Comments A5.n are lines of Algorithm 5; A1.n and B2.n of
-FlashAttention-2's (Dao 2023, arXiv:2307.08691) Algorithms 1 and 2, forward and backward.
+Scores are in log2 units: exp2 with softmax_scale * log2(e) folded in. Comments A5.n are lines of Algorithm 5; A1.n and
+B2.n of FlashAttention-2's (Dao 2023, arXiv:2307.08691) Algorithms 1 and 2, forward and backward.
 """
 
 import triton
@@ -27,12 +31,20 @@ SIZES += ["stride_mask_b", "stride_mask_h", "width", "n_bits"]
 
 
 @triton.jit
-def load_block(head, start, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr):
+def load_block(
+    head,
+    start,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+):
     """Rows start .. start + ROWS of one head as a (ROWS, BLOCK_D) tile, zero beyond seqlen and HEAD_DIM.
 
-    A head is (tensor, its strides over batch, seqlen and heads, batch index, head index, seqlen). A left operand of tl.dot
-    that comes through TMA reaches the tensor cores from registers (the compiler does not look through the reshape), one
-    that a plain load brought from shared memory.
+    A head is (tensor, its strides over batch, seqlen and heads, batch index, head index, seqlen). A left operand of
+    tl.dot that comes through TMA reaches the tensor cores from registers (the compiler does not look through the
+    reshape), one that a plain load brought from shared memory.
     """
     x, stride_b, stride_s, stride_h, b, h, seqlen = head
     if TMA:
@@ -40,7 +52,9 @@ def load_block(head, start, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D:
     else:
         row = tl.arange(0, ROWS)
         d = tl.arange(0, BLOCK_D)
-        base = x + tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h + tl.cast(start, tl.int64) * stride_s
+        base = (
+            x + tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h + tl.cast(start, tl.int64) * stride_s
+        )
         tile = base + row[:, None].to(tl.int64) * stride_s + d[None, :]
         if MASKED and HEAD_DIM < BLOCK_D:
             return tl.load(tile, mask=(start + row < seqlen)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
@@ -74,10 +88,11 @@ def load_statistic(x, bh, start, rows_padded, ROWS: tl.constexpr, TMA: tl.conste
 
 @triton.jit
 def list_of(lists, head, row, rows, there, seqlen, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """The list of one of `rows` rows of blocks, empty unless `there`: blocks of ROWS along seqlen, walked in tiles of BLOCK.
+    """The list of one of `rows` rows of blocks, empty unless `there`:
+    blocks of ROWS along seqlen, walked in tiles of BLOCK.
 
-    Returns the list; and, counted in tiles, where its full blocks begin, where those end that lie within seqlen, and its end.
-    A list is (block numbers, ROWS, (places of their bits, bits of the head, MASK_Q, MASK_KV)).
+    Returns the list; and, counted in tiles, where its full blocks begin, where those end that lie within seqlen, and
+    its end. A list is (block numbers, ROWS, (places of their bits, bits of the head, MASK_Q, MASK_KV)).
     """
     counts, full, indices, bit_index, bits, width, n_bits, MASK_Q, MASK_KV = lists
     at = head * rows + row
@@ -108,8 +123,8 @@ def start_of(blocks, nth, BLOCK: tl.constexpr):
 def visible(row, col, window):
     """Which keys `col` the queries `row` see.
 
-    The window is (shift, seqlen_k, window_left, window_right); shift = seqlen_k - seqlen_q aligns its diagonal bottom-right.
-    An unbounded side has a bound that nothing reaches.
+    The window is (shift, seqlen_k, window_left, window_right); shift = seqlen_k - seqlen_q aligns its diagonal
+    bottom-right. An unbounded side has a bound that nothing reaches.
     """
     shift, seqlen_k, window_left, window_right = window
     offset = col - row - shift
@@ -118,7 +133,8 @@ def visible(row, col, window):
 
 @triton.jit
 def visible_by_bits(row, start_kv, blocks, nth, BLOCK: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """Which of the BLOCK_KV keys from start_kv the queries `row` see by the bits of the block that a list's nth tile lies in."""
+    """Which of the BLOCK_KV keys from start_kv the queries `row` see by the bits of the block that a list's
+    nth tile lies in."""
     _, ROWS, of_list = blocks
     bit_index, bits, MASK_Q, MASK_KV = of_list
     bits += tl.load(bit_index + nth // (ROWS // BLOCK)).to(tl.int64) * (MASK_Q * MASK_KV // 8)
@@ -130,7 +146,8 @@ def visible_by_bits(row, start_kv, blocks, nth, BLOCK: tl.constexpr, BLOCK_KV: t
 @triton.jit
 def attend(
     state, queries, keys, span, scale_log2, window,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, TMA: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr,
+    MASKED: tl.constexpr, BITS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Take the tiles first .. last of a list of blocks, the span, into the state, acc, l_i and m_i."""
     acc, l_i, m_i = state
@@ -148,7 +165,8 @@ def attend(
                 seen = seen & visible_by_bits(row, start, blocks, nth, BLOCK_KV, BLOCK_KV)
             s = tl.where(seen, s * scale_log2, float("-inf"))
             m_new = tl.maximum(m_i, tl.max(s, 1))
-            # A row that has seen no key yet keeps m = -inf, and -inf - -inf is NaN: its p and alpha are exp2(-inf - 0) = 0.
+            # A row that has seen no key yet keeps m = -inf, and -inf - -inf is NaN:
+            # its p and alpha are exp2(-inf - 0) = 0.
             m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
             p = tl.exp2(s - m_safe[:, None])
             alpha = tl.exp2(m_i - m_safe)
@@ -183,7 +201,8 @@ def forward_kernel(
     h_kv = h // group
     lists = (counts, full, indices, bit_index, bits, width, n_bits, MASK_Q, MASK_KV)
     mask_head = b * stride_mask_b + h * stride_mask_h
-    mask_row = tl.load(order + mask_head * rows + tile // (MASK_Q // BLOCK_Q))  # the longest first, so that none starts last
+    # the longest first, so that none starts last
+    mask_row = tl.load(order + mask_head * rows + tile // (MASK_Q // BLOCK_Q))
     start_q = mask_row * MASK_Q + tile % (MASK_Q // BLOCK_Q) * BLOCK_Q
     shift = seqlen_k - seqlen_q
     row = start_q + tl.arange(0, BLOCK_Q)
@@ -199,14 +218,18 @@ def forward_kernel(
     l_i = tl.zeros([BLOCK_Q], tl.float32)
     m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
 
-    blocks, whole_first, whole_last, last = list_of(lists, mask_head, mask_row, rows, start_q < seqlen_q, seqlen_k, MASK_KV, BLOCK_KV)
+    blocks, whole_first, whole_last, last = list_of(
+        lists, mask_head, mask_row, rows, start_q < seqlen_q, seqlen_k, MASK_KV, BLOCK_KV
+    )
     state, queries, keys = (acc, l_i, m_i), (q_i, row), (k_head, v_head)
     span = (blocks, 0, whole_first)
     state = attend(state, queries, keys, span, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, BITS, TMA)
     span = (blocks, whole_first, whole_last)
     state = attend(state, queries, keys, span, scale_log2, no_window, HEAD_DIM, BLOCK_D, BLOCK_KV, False, False, TMA)
     span = (blocks, whole_last, last)
-    acc, l_i, m_i = attend(state, queries, keys, span, scale_log2, no_window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, False, TMA)
+    acc, l_i, m_i = attend(
+        state, queries, keys, span, scale_log2, no_window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, False, TMA
+    )
 
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that saw no key: O = 0, LSE = -inf
     o_i = acc / l_safe[:, None]  # A1.12
@@ -250,10 +273,12 @@ def delta_kernel(
 @triton.jit
 def accumulate_dkdv(
     gradients, keys, queries, span, scale_log2, window,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, TMA: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
+    MASKED: tl.constexpr, BITS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Take the tiles first .. last of a list of blocks, the span, into the gradients, dk and dv. Everything is transposed,
-    (keys, queries), so that P^T and dS^T go from one product into the next without leaving the registers."""
+    """Take the tiles first .. last of a list of blocks, the span, into the gradients, dk and dv. Everything is
+    transposed, (keys, queries), so that P^T and dS^T go from one product into the next without leaving the
+    registers."""
     dk, dv = gradients
     k_j, v_j, col, start_kv = keys
     q_head, do_head, lse_log2, delta, bh, rows_padded = queries
@@ -322,14 +347,27 @@ def dkdv_kernel(
         do_head = (do, stride_dob, stride_dos, stride_doh, b, h, seqlen_q)
         queries = (q_head, do_head, lse_log2, delta, bh_kv * group + member, rows_padded)
         blocks, whole_first, whole_last, last = list_of(
-            lists, mask_head + member * stride_mask_h, mask_column, columns, start_kv < seqlen_k, seqlen_q, MASK_Q, BLOCK_Q
+            lists,
+            mask_head + member * stride_mask_h,
+            mask_column,
+            columns,
+            start_kv < seqlen_k,
+            seqlen_q,
+            MASK_Q,
+            BLOCK_Q,
         )
         span = (blocks, 0, whole_first)
-        gradients = accumulate_dkdv(gradients, keys, queries, span, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_Q, True, BITS, TMA)
+        gradients = accumulate_dkdv(
+            gradients, keys, queries, span, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_Q, True, BITS, TMA
+        )
         span = (blocks, whole_first, whole_last)
-        gradients = accumulate_dkdv(gradients, keys, queries, span, scale_log2, no_window, HEAD_DIM, BLOCK_D, BLOCK_Q, False, False, TMA)
+        gradients = accumulate_dkdv(
+            gradients, keys, queries, span, scale_log2, no_window, HEAD_DIM, BLOCK_D, BLOCK_Q, False, False, TMA
+        )
         span = (blocks, whole_last, last)
-        gradients = accumulate_dkdv(gradients, keys, queries, span, scale_log2, no_window, HEAD_DIM, BLOCK_D, BLOCK_Q, True, False, TMA)
+        gradients = accumulate_dkdv(
+            gradients, keys, queries, span, scale_log2, no_window, HEAD_DIM, BLOCK_D, BLOCK_Q, True, False, TMA
+        )
     dk_j, dv_j = gradients
 
     store_block(dk_head, dk_j * scale, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D)  # B2.18
@@ -339,7 +377,8 @@ def dkdv_kernel(
 @triton.jit
 def accumulate_dq(
     dq, queries, keys, span, scale_log2, window,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, MASKED: tl.constexpr, BITS: tl.constexpr, TMA: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr,
+    MASKED: tl.constexpr, BITS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Take the tiles first .. last of a list of blocks, the span, into dq."""
     q_i, do_i, lse_i, delta_i, row = queries
@@ -383,7 +422,8 @@ def dq_kernel(
     h_kv = h // group
     lists = (counts, full, indices, bit_index, bits, width, n_bits, MASK_Q, MASK_KV)
     mask_head = b * stride_mask_b + h * stride_mask_h
-    mask_row = tl.load(order + mask_head * rows + tile // (MASK_Q // BLOCK_Q))  # the longest first, so that none starts last
+    # the longest first, so that none starts last
+    mask_row = tl.load(order + mask_head * rows + tile // (MASK_Q // BLOCK_Q))
     start_q = mask_row * MASK_Q + tile % (MASK_Q // BLOCK_Q) * BLOCK_Q
     shift = seqlen_k - seqlen_q
     row = start_q + tl.arange(0, BLOCK_Q)
@@ -401,13 +441,19 @@ def dq_kernel(
     delta_i = load_statistic(delta, bh, start_q, rows_padded, BLOCK_Q, False)
     dq_i = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
-    blocks, whole_first, whole_last, last = list_of(lists, mask_head, mask_row, rows, start_q < seqlen_q, seqlen_k, MASK_KV, BLOCK_KV)
+    blocks, whole_first, whole_last, last = list_of(
+        lists, mask_head, mask_row, rows, start_q < seqlen_q, seqlen_k, MASK_KV, BLOCK_KV
+    )
     queries, keys = (q_i, do_i, lse_i, delta_i, row), (k_head, v_head)
     span = (blocks, 0, whole_first)
     dq_i = accumulate_dq(dq_i, queries, keys, span, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, BITS, TMA)
     span = (blocks, whole_first, whole_last)
-    dq_i = accumulate_dq(dq_i, queries, keys, span, scale_log2, no_window, HEAD_DIM, BLOCK_D, BLOCK_KV, False, False, TMA)
+    dq_i = accumulate_dq(
+        dq_i, queries, keys, span, scale_log2, no_window, HEAD_DIM, BLOCK_D, BLOCK_KV, False, False, TMA
+    )
     span = (blocks, whole_last, last)
-    dq_i = accumulate_dq(dq_i, queries, keys, span, scale_log2, no_window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, False, TMA)
+    dq_i = accumulate_dq(
+        dq_i, queries, keys, span, scale_log2, no_window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, False, TMA
+    )
 
     store_block(dq_head, dq_i * scale, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D)

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from flashzoo._triton import Launch
-from flashzoo._triton.tiles import Strides, aligned, constexprs, launch_of_delta, padded, rows_of_owned, tma_tiles, usable
+from flashzoo._triton.tiles import (
+    Strides,
+    aligned,
+    constexprs,
+    launch_of_delta,
+    padded,
+    rows_of_owned,
+    tma_tiles,
+    usable,
+)
 from flashzoo.autograd import differentiable
 from flashzoo.blocksparse import kernels
 from flashzoo.blocksparse.config import tiles_for
@@ -68,7 +77,9 @@ def backward(
     inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
     columns, rows = _tensors(block_mask, block_mask.columns), _tensors(block_mask, block_mask.rows)
     by_tma = aligned(q, k, v, dout, *columns, *rows)
-    launch = dkdv_launch(problem, (*inputs, *dk.stride()[:3], *dv.stride()[:3]), by_tma, _sizes(block_mask, block_mask.columns))
+    launch = dkdv_launch(
+        problem, (*inputs, *dk.stride()[:3], *dv.stride()[:3]), by_tma, _sizes(block_mask, block_mask.columns)
+    )
     launch((q, k, v, dout, dk, dv, lse_log2, delta, *columns), floats)
     launch = dq_launch(problem, (*inputs, *dq.stride()[:3]), by_tma, _sizes(block_mask, block_mask.rows))
     launch((q, k, v, dout, dq, lse_log2, delta, *rows), floats)
@@ -101,7 +112,8 @@ def _tensors(mask: BlockMask, lists: Lists) -> tuple[Tensor, ...]:
 
 
 def _sizes(mask: BlockMask, lists: Lists) -> tuple[int, ...]:
-    """Strides over batch and heads, in heads and 0 where shared; width of the lists; how many blocks of bits a head has."""
+    """Strides over batch and heads, in heads and 0 where shared; width of the lists;
+    how many blocks of bits a head has."""
     bits = mask.element.bits
     return mask.heads if mask.batch > 1 else 0, int(mask.heads > 1), lists.width, 0 if bits is None else bits.shape[2]
 
@@ -155,7 +167,9 @@ def dkdv_launch(problem: Problem, strides: Strides, aligned: bool, sizes: tuple[
         tiles.num_warps,
         tiles.num_stages,
         aligned,
-        tma_tiles=tma_tiles(problem, tiles, rows, owned[0], owned[1], rows, None, None, (1, rows), (1, rows), *_POINTERS),
+        tma_tiles=tma_tiles(
+            problem, tiles, rows, owned[0], owned[1], rows, None, None, (1, rows), (1, rows), *_POINTERS
+        ),
     )
 
 
@@ -172,7 +186,9 @@ def dq_launch(problem: Problem, strides: Strides, aligned: bool, sizes: tuple[in
         tiles.num_warps,
         tiles.num_stages,
         aligned,
-        tma_tiles=tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, owned[1], None, None, None, *_POINTERS),
+        tma_tiles=tma_tiles(
+            problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, owned[1], None, None, None, *_POINTERS
+        ),
     )
 
 

@@ -51,13 +51,16 @@ class Options(TypedDict, total=False):
 
 
 def takes_options(call: Call) -> Call:
-    """A function of `**options: Unpack[Options]` that tells each of them by its name, in help() and to who inspects it."""
+    """A function of `**options: Unpack[Options]` that tells each of them by its name,
+    in help() and to who inspects it."""
     signature = inspect.signature(call)
     named = [parameter for parameter in signature.parameters.values() if parameter.kind != parameter.VAR_KEYWORD]
     defaults = {name: False if option.schema == "bool" else None for name, option in OPTIONS.items()}
     for name, annotation in Options.__annotations__.items():
         annotation = getattr(annotation, "__forward_arg__", annotation)
-        named.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=annotation))
+        named.append(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=annotation)
+        )
     call.__signature__ = signature.replace(parameters=named)  # pyright: ignore[reportFunctionMemberAccess]
     return call
 
@@ -76,16 +79,17 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Softmax attention, `softmax(q k^T * softmax_scale) v`, by the version that is asked for or the best that can.
 
-    Packed sequences lie behind one another in tensors of three dimensions, and `cu_seqlens_q` says where each begins: all that is said
-    below of `seqlen` then holds of each sequence. A sequence's bits don't depend on what else is packed with it. Rows of no sequence
-    give 0, -inf (or their sink) in lse and gradients of 0.
+    Packed sequences lie behind one another in tensors of three dimensions, and `cu_seqlens_q` says where each begins:
+    all that is said below of `seqlen` then holds of each sequence. A sequence's bits don't depend on what else is
+    packed with it. Rows of no sequence give 0, -inf (or their sink) in lse and gradients of 0.
 
     Args:
-        q: `(batch, seqlen_q, heads, head_dim)`, fp16, bf16, fp32, fp64 or e4m3 (`torch.float8_e4m3fn`); any strides with a
-            contiguous last dimension, so a transposed view of a `(batch, heads, seqlen, head_dim)` tensor passes with no copy. Lazily
-            negated numbers (`torch.Tensor.is_neg`) cost one, here and in k, v, descales and gradients.
-            Packed: `(total_q, heads, head_dim)`, that as a batch of one, or a nested tensor of layout `torch.jagged`, `(batch, seqlen,
-            heads, head_dim)` with one length for each of the batch.
+        q: `(batch, seqlen_q, heads, head_dim)`, fp16, bf16, fp32, fp64 or e4m3 (`torch.float8_e4m3fn`); any strides
+            with a contiguous last dimension, so a transposed view of a `(batch, heads, seqlen, head_dim)` tensor passes
+            with no copy. Lazily negated numbers (`torch.Tensor.is_neg`) cost one, here and in k, v, descales and
+            gradients.
+            Packed: `(total_q, heads, head_dim)`, that as a batch of one, or a nested tensor of layout `torch.jagged`,
+            `(batch, seqlen, heads, head_dim)` with one length for each of the batch.
         k: `(batch, seqlen_k, heads_kv, head_dim)`, dtype and device of q. `heads` is a multiple of `heads_kv`; query
             head h reads key/value head `h // (heads // heads_kv)`.
         v: `(batch, seqlen_k, heads_kv, head_dim_v)`, dtype and device of q. `head_dim_v` is mostly `head_dim`.
@@ -96,28 +100,33 @@ def attention(
         deterministic: the same bits in every run, gradients included; a version that can't promise it is not taken.
         return_lse: return the log-sum-exp of each row of scores too.
         version: a name from `flashzoo.versions()`, or "auto" for the newest that can take the call. A name never falls
-            back. Overridden, where "auto", by `flashzoo.use(...)` and then by the environment variable FLASHZOO_VERSION.
-        precision: "fp8" quantises fp16 or bf16 inputs to e4m3 for the forward pass; the backward pass runs in 16 bits, on the
-            inputs as they are. Nothing is quantised where it is None.
-        out_dtype: of out. That of the inputs where None; with 16-bit ones `torch.float32` leaves out as it was summed, for partial results
-            (`flashzoo.merge`), with no gradients. With e4m3 inputs `torch.bfloat16`, which None means there, or `torch.float16`.
+            back. Overridden, where "auto", by `flashzoo.use(...)` and then by the environment variable
+            FLASHZOO_VERSION.
+        precision: "fp8" quantises fp16 or bf16 inputs to e4m3 for the forward pass; the backward pass runs in 16 bits,
+            on the inputs as they are. Nothing is quantised where it is None.
+        out_dtype: of out. That of the inputs where None; with 16-bit ones `torch.float32` leaves out as it was summed,
+            for partial results (`flashzoo.merge`), with no gradients. With e4m3 inputs `torch.bfloat16`, which None
+            means there, or `torch.float16`.
         q_descale: with e4m3 inputs, what q is multiplied by to be the real one: float32, on q's device, any strides,
-            `(batch, heads_kv)` or one for each 128 rows of a head, `(batch, heads, ceil(seqlen_q / 128))`; None is 1. Positive
-            and finite, which is not looked at: it lies on the device. Packed: `(sequences, heads_kv)`.
-        k_descale, v_descale: the same for k and v, `(batch, heads_kv)` or `(batch, heads_kv, ceil(seqlen_k / 128))`; packed: as q's.
-        block_mask: a `flashzoo.BlockMask` on q's device, of these lengths, its batch and heads q's or 1. A key is seen where it, causal
-            and window_size all say so; these are put into it by some hundreds of small operations at the first such call, and kept with it
-            (`BlockMask.banded`). `v3` and `blocksparse` skip what the mask skips; `sdpa` and `standard` make a dense mask of it.
-        cu_seqlens_q: of packed sequences, int32 `(sequences + 1,)` on q's device: sequence i has the rows from `cu_seqlens_q[i]` to
-            `cu_seqlens_q[i + 1]` of q. Its values are not read by the host: what lies outside of q is cut off, and where they fall no row
-            is of any sequence; `flashzoo.validate` looks at them.
+            `(batch, heads_kv)` or one for each 128 rows of a head, `(batch, heads, ceil(seqlen_q / 128))`; None is 1.
+            Positive and finite, which is not looked at: it lies on the device. Packed: `(sequences, heads_kv)`.
+        k_descale, v_descale: the same for k and v, `(batch, heads_kv)` or `(batch, heads_kv, ceil(seqlen_k / 128))`;
+            packed: as q's.
+        block_mask: a `flashzoo.BlockMask` on q's device, of these lengths, its batch and heads q's or 1. A key is seen
+            where it, causal and window_size all say so; these are put into it by some hundreds of small operations at
+            the first such call, and kept with it (`BlockMask.banded`). `v3` and `blocksparse` skip what the mask skips;
+            `sdpa` and `standard` make a dense mask of it.
+        cu_seqlens_q: of packed sequences, int32 `(sequences + 1,)` on q's device: sequence i has the rows from
+            `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]` of q. Its values are not read by the host: what lies outside of q
+            is cut off, and where they fall no row is of any sequence; `flashzoo.validate` looks at them.
         cu_seqlens_k: the same for k and v; None where they are q's, and k has as many rows.
-        seqused_k: int32 `(sequences,)`, or without cu_seqlens_q `(batch,)`: of each sequence's keys only so many, from its first on, are
-            used, as of a cache that is not full yet. They are seqlen_k for all that is said here, so that the last query sees the last of
-            them; what lies behind them is not read, and gets gradients of 0.
-        page_table: int32 `(batch, pages of a sequence)`: k and v are pages `(pages, page_size, heads_kv, head_dim)` in any order, and
-            row i has the numbers of those that are sequence i's, whose keys they hold one behind another; `seqused_k` says how many.
-            Numbers are not read by the host: what is used of no page reads as zeros, and those behind what is used are not looked at.
+        seqused_k: int32 `(sequences,)`, or without cu_seqlens_q `(batch,)`: of each sequence's keys only so many, from
+            its first on, are used, as of a cache that is not full yet. They are seqlen_k for all that is said here, so
+            that the last query sees the last of them; what lies behind them is not read, and gets gradients of 0.
+        page_table: int32 `(batch, pages of a sequence)`: k and v are pages `(pages, page_size, heads_kv, head_dim)` in
+            any order, and row i has the numbers of those that are sequence i's, whose keys they hold one behind
+            another; `seqused_k` says how many. Numbers are not read by the host: what is used of no page reads as
+            zeros, and those behind what is used are not looked at.
         sinks: of each query head the logit of one more key, which every row of it sees and whose value is 0: it takes
             part in the softmax and so in LSE, and brings nothing to out. `(heads,)` on q's device, float32, bf16 or
             fp16 (with float64 inputs float64 too), any stride; as scores are after softmax_scale. -inf is as no sink.
@@ -127,16 +136,16 @@ def attention(
 
     Returns:
         out `(batch, seqlen_q, heads, head_dim_v)`, q's dtype (see out_dtype) and device, under autocast too; with
-        `return_lse` the pair `(out, lse)`, lse in natural log, float32 (float64 for float64 inputs), `(batch, heads,
-        seqlen_q)`. Both are differentiable, once, but for e4m3 inputs, which have no gradients. A row that sees no key gives 0,
-        and -inf in lse, or its sink. Packed: `(total_q, heads, head_dim_v)` and `(heads, total_q)`; of nested tensors
-        out is nested, with q's lengths.
+        `return_lse` the pair `(out, lse)`, lse in natural log, float32 (float64 for float64 inputs),
+        `(batch, heads, seqlen_q)`. Both are differentiable, once, but for e4m3 inputs, which have no gradients. A row
+        that sees no key gives 0, and -inf in lse, or its sink. Packed: `(total_q, heads, head_dim_v)` and
+        `(heads, total_q)`; of nested tensors out is nested, with q's lengths.
 
     Raises:
         TypeError, ValueError: an argument is malformed; the text names it, what was expected and what was got.
-        flashzoo.UnsupportedError: the named version, or under "auto" every version, has a reason against the call; or the version that
-            answers is not right under what the call is under (`Spec.transforms`): forward-mode AD, or a transform of torch.func. `sdpa`
-            is under vmap, grad and vjp, `standard` under vmap and jvp.
+        flashzoo.UnsupportedError: the named version, or under "auto" every version, has a reason against the call; or
+            the version that answers is not right under what the call is under (`Spec.transforms`): forward-mode AD, or
+            a transform of torch.func. `sdpa` is under vmap, grad and vjp, `standard` under vmap and jvp.
     """
     if getattr(q, "is_nested", False):
         return of_nested(attention, q, k, v, return_lse=return_lse, version=version, **options)
@@ -214,7 +223,8 @@ def explain(
     arch: int | None = None,
     **options: Any,
 ) -> Explanation:
-    """Who would answer a call of `attention` with these arguments, and every reason against the others. Runs none of them.
+    """Who would answer a call of `attention` with these arguments, and every reason against the others.
+    Runs none of them.
 
     Args:
         q, k, v: as in `attention`, on any device ("meta" too), or a `Problem` alone in place of all three.
@@ -231,7 +241,9 @@ def explain(
     q, k, v, options = batch_of_one(q, k, v, options)
     if not isinstance(q, Problem):
         if k is None or v is None:
-            raise TypeError(f"explain: k and v must be tensors where q is one, got {type(k).__name__} and {type(v).__name__}")
+            raise TypeError(
+                f"explain: k and v must be tensors where q is one, got {type(k).__name__} and {type(v).__name__}"
+            )
         check_tensors(q=q, k=k, v=v)
         operands, forms = taken(options)
         leaves = q.requires_grad or k.requires_grad or v.requires_grad or operands.requires_grad
@@ -249,28 +261,37 @@ def explain(
 
 
 def quantize(
-    q: Tensor, k: Tensor, v: Tensor, *, rotate: bool = True, smooth: bool = True, scales: Literal["block", "head"] = "block"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    rotate: bool = True,
+    smooth: bool = True,
+    scales: Literal["block", "head"] = "block",
 ) -> Any:
-    """fp16 or bf16 inputs of `attention` as e4m3 ones with descales: what `precision="fp8"` does, to be kept and used again.
+    """fp16 or bf16 inputs of `attention` as e4m3 ones with descales:
+    what `precision="fp8"` does, to be kept and used again.
 
     Args:
         q, k, v: as in `attention`, v as wide as q, head_dim a multiple of 16 up to 256.
-        rotate: multiply q and k by one orthogonal matrix (signs and Hadamard), which leaves their products as they were and
-            spreads an outlier over the whole head dim.
+        rotate: multiply q and k by one orthogonal matrix (signs and Hadamard), which leaves their products as they were
+            and spreads an outlier over the whole head dim.
         smooth: subtract from k its mean, of 512 of its keys where there are more, which softmax does not see.
         scales: a scale for each 128 rows of a head ("block"), or one for each (batch, key/value head) ("head").
 
     Returns:
-        `flashzoo.v3.quantize.Quantized`, a named tuple: q, k, v in e4m3; q_descale, k_descale, v_descale as `attention` takes
-        them; lse_shift `(batch, heads, seqlen_q)`, float32, of which `softmax_scale` times is to be added to the LSE (None
-        unless smooth). No gradients pass through it.
+        `flashzoo.v3.quantize.Quantized`, a named tuple: q, k, v in e4m3; q_descale, k_descale, v_descale as `attention`
+        takes them; lse_shift `(batch, heads, seqlen_q)`, float32, of which `softmax_scale` times is to be added to the
+        LSE (None unless smooth). No gradients pass through it.
 
     Raises:
         TypeError, ValueError: an argument is malformed.
         NotImplementedError: it is being traced, by torch.compile with fullgraph=True or by torch.export.
     """
     if is_compiling():
-        raise NotImplementedError("flashzoo.quantize can't be traced: call it outside of what torch.compile or torch.export sees")
+        raise NotImplementedError(
+            "flashzoo.quantize can't be traced: call it outside of what torch.compile or torch.export sees"
+        )
     check_tensors(q=q, k=k, v=v)
     check_data(q.device, k.device, v.device)
     check_flags(rotate=rotate, smooth=smooth)
@@ -310,8 +331,8 @@ def sdpa(
     if query.ndim == key.ndim == 4:
         if is_causal and query.shape[2] != key.shape[2]:
             raise ValueError(
-                f"is_causal: torch aligns it top-left, flashzoo.attention(causal=True) bottom-right; expected equal lengths, "
-                f"got seqlen_q {query.shape[2]} and seqlen_k {key.shape[2]}"
+                "is_causal: torch aligns it top-left, flashzoo.attention(causal=True) bottom-right; "
+                f"expected equal lengths, got seqlen_q {query.shape[2]} and seqlen_k {key.shape[2]}"
             )
         if not enable_gqa and query.shape[1] != key.shape[1]:
             heads = f"{query.shape[1]} and {key.shape[1]}"

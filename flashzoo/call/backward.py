@@ -42,9 +42,9 @@ def attention_backward(
         delta = rowsum(dout * out)    p = exp(s - lse)    ds = p * (dout v^T - delta + dlse)
         dq = softmax_scale * ds k     dk = softmax_scale * ds^T q     dv = p^T dout
 
-    So where k and v are a part of the keys, and lse and out (or delta) those of the whole, as `flashzoo.merge` gives them, dk and dv are
-    the part's of the whole's gradients, and the dq of disjoint parts add up to the whole's. Rows whose lse is -inf give 0.
-    With sinks, which lse and out then have in them,
+    So where k and v are a part of the keys, and lse and out (or delta) those of the whole, as `flashzoo.merge` gives
+    them, dk and dv are the part's of the whole's gradients, and the dq of disjoint parts add up to the whole's. Rows
+    whose lse is -inf give 0. With sinks, which lse and out then have in them,
 
         dsinks = - sum over a head's rows of exp(sink - lse) * (delta - dlse)
 
@@ -53,25 +53,27 @@ def attention_backward(
     Args:
         dout: gradient of out, `(batch, seqlen_q, heads, head_dim_v)`, q's dtype and device, any strides.
         q, k, v: as in `attention`, fp16, bf16, fp32 or fp64.
-        out: as dout, or float32 (`attention(out_dtype=torch.float32)`, `merge`), of which delta is then made in float32; may be None where
-            delta is given, which then takes its place.
+        out: as dout, or float32 (`attention(out_dtype=torch.float32)`, `merge`), of which delta is then made in
+            float32; may be None where delta is given, which then takes its place.
         lse: natural log, `(batch, heads, seqlen_q)`, float32 (float64 for float64 inputs), q's device, any strides.
         dlse: gradient of lse, as lse; None is 0.
-        delta: as lse; `dlse - delta` has the place of both, so that what a caller has summed already is not summed again.
+        delta: as lse; `dlse - delta` has the place of both, so that what a caller has summed already is
+            not summed again.
         version: as in `attention`; "auto" is the newest that has such a backward pass for the call.
-        options: those of `attention` with which out and lse were made, block_mask that of the keys in k; no `out_dtype`, and neither
-            `precision` nor descales, as FP8 has no backward pass of its own.
+        options: those of `attention` with which out and lse were made, block_mask that of the keys in k; no
+            `out_dtype`, and neither `precision` nor descales, as FP8 has no backward pass of its own.
 
     Returns:
-        `(dq, dk, dv)` in the shapes and the dtype of q, k and v, and behind them dsinks in that of sinks where these are
-        given; not recorded by autograd. With the out and the LSE of `attention` and the same version and options they
-        are the gradients that autograd gives, to the bit where the version's bits are always the same.
+        `(dq, dk, dv)` in the shapes and the dtype of q, k and v, and behind them dsinks in that of sinks where these
+        are given; not recorded by autograd. With the out and the LSE of `attention` and the same version and options
+        they are the gradients that autograd gives, to the bit where the version's bits are always the same.
 
     Raises:
         TypeError, ValueError: an argument is malformed; the text names it, what was expected and what was got.
-        flashzoo.UnsupportedError: the named version, or under "auto" every version, has a reason against the call, or no backward pass
-            apart from its forward pass; the text names those that would do.
-        NotImplementedError: the call is traced, by torch.compile with fullgraph=True or by torch.export, or under a transform.
+        flashzoo.UnsupportedError: the named version, or under "auto" every version, has a reason against the call, or
+            no backward pass apart from its forward pass; the text names those that would do.
+        NotImplementedError: the call is traced, by torch.compile with fullgraph=True or by torch.export,
+            or under a transform.
     """
     if "cu_seqlens_q" in options and getattr(q, "ndim", 4) == 3:
         batch = [None if x is None else x[None] for x in (dout, out, lse, dlse, delta)]
@@ -80,7 +82,9 @@ def attention_backward(
         dq, dk, dv, *of_operands = attention_backward(dout, *as_batch(q, k, v), out, lse, **how)
         return dq[0], dk[0], dv[0], *of_operands
     if is_compiling():
-        raise NotImplementedError("flashzoo.attention_backward can't be traced: call it outside of what torch.compile or torch.export sees")
+        raise NotImplementedError(
+            "flashzoo.attention_backward can't be traced: call it outside of what torch.compile or torch.export sees"
+        )
     given = {"dout": dout, "q": q, "k": k, "v": v, "lse": lse}
     given |= {name: x for name, x in (("out", out), ("dlse", dlse), ("delta", delta)) if x is not None}
     check_tensors(**given)
@@ -100,7 +104,13 @@ def attention_backward(
     planned = plan_backward(requested(version), current(), through_lse, forms, *tensors, **asked)
     of_out, of_lse = (*q.shape[:3], v.shape[3]), (q.shape[0], q.shape[2], q.shape[1])
     wide = torch.promote_types(q.dtype, torch.float32)
-    for name, *dtypes in (("dout", q.dtype), ("out", *dict.fromkeys((q.dtype, wide))), ("lse", wide), ("dlse", wide), ("delta", wide)):
+    for name, *dtypes in (
+        ("dout", q.dtype),
+        ("out", *dict.fromkeys((q.dtype, wide))),
+        ("lse", wide),
+        ("dlse", wide),
+        ("delta", wide),
+    ):
         what, shape = ("seqlen_q, heads, head_dim_v", of_out) if "out" in name else ("heads, seqlen_q", of_lse)
         if name in given:
             check_tensor(name, given[name], f"shape (batch, {what})", shape, tuple(dtypes), "q's", q.device)

@@ -42,9 +42,16 @@ def _check_layout(name: str, layout: torch.layout, nested: bool = False) -> None
 
 
 def check_tensor(
-    name: str, x: Tensor, what: str, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], whose: str, device: torch.device
+    name: str,
+    x: Tensor,
+    what: str,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    whose: str,
+    device: torch.device,
 ) -> None:
-    """TypeError or ValueError where x is not of this shape, which is `what`, of one of these dtypes, and on this device, `whose`."""
+    """TypeError or ValueError where x is not of this shape, which is `what`, of one of these dtypes,
+    and on this device, `whose`."""
     if x.shape != shape:
         raise ValueError(f"{name} must have {what} {shape}, got {tuple(x.shape)}")
     if x.dtype not in dtypes:
@@ -62,14 +69,17 @@ def check_data(*devices: torch.device) -> None:
 def read_by_pages(
     tensors: tuple[Described, Described, Described], table: tuple[int, ...]
 ) -> tuple[tuple[Described, Described, Described], int]:
-    """q, k and v as a page table of that shape has them read, k and v as if they were a batch, and the page size. ValueError where k and
-    v are no pages."""
+    """q, k and v as a page table of that shape has them read, k and v as if they were a batch, and the page size.
+    ValueError where k and v are no pages."""
     q, k, v = tensors
     if len(q[0]) == 4 and table[0] != q[0][0]:
         raise ValueError(f"page_table must have a row for each of q's batch {q[0][0]}, got shape {tuple(table)}")
     for name, (shape, *_) in (("k", k), ("v", v)):
         if len(shape) != 4:
-            raise ValueError(f"{name} must be pages (pages, page_size, heads_kv, head_dim), as page_table is given, got {tuple(shape)}")
+            raise ValueError(
+                f"{name} must be pages (pages, page_size, heads_kv, head_dim), as page_table is given, "
+                f"got {tuple(shape)}"
+            )
     if k[0][:2] != v[0][:2]:
         raise ValueError(f"v must have k's pages and page_size {tuple(k[0][:2])}, got {tuple(v[0][:2])}")
     page_size = k[0][1]
@@ -84,14 +94,21 @@ def check_shapes(tensors: tuple[Described, Described, Described]) -> None:
         _check_layout(name, layout)
         if len(shape) != 4:
             rows = "; packed rows (total, heads, head_dim) go with cu_seqlens_q" if len(shape) == 3 else ""
-            raise ValueError(f"{name} must have 4 dimensions (batch, seqlen, heads, head_dim), got shape {tuple(shape)}{rows}")
+            raise ValueError(
+                f"{name} must have 4 dimensions (batch, seqlen, heads, head_dim), got shape {tuple(shape)}{rows}"
+            )
         if last != (1,) and shape[-1] > 1:
-            raise ValueError(f"{name} must be contiguous in its last dimension (stride 1), got stride {last[0]} for shape {tuple(shape)}")
+            raise ValueError(
+                f"{name} must be contiguous in its last dimension (stride 1), "
+                f"got stride {last[0]} for shape {tuple(shape)}"
+            )
     shapes = f"q {tuple(q_shape)}, k {tuple(k_shape)}, v {tuple(v_shape)}"
     (batch, _, heads, head_dim), (batch_k, seqlen_k, heads_kv, head_dim_k) = q_shape, k_shape
     *sizes_v, head_dim_v = v_shape
     if sizes_v != [batch_k, seqlen_k, heads_kv]:
-        raise ValueError(f"v must have k's batch, seqlen and heads {tuple(k_shape[:3])}, got {tuple(sizes_v)} ({shapes})")
+        raise ValueError(
+            f"v must have k's batch, seqlen and heads {tuple(k_shape[:3])}, got {tuple(sizes_v)} ({shapes})"
+        )
     if batch != batch_k:
         raise ValueError(f"k must have q's batch {batch}, got {batch_k} ({shapes})")
     if head_dim != head_dim_k:

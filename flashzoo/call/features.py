@@ -1,7 +1,8 @@
-"""What a call can ask for beyond plain attention, where no option alone says it: by its shapes, its operands, or what it wants back.
+"""What a call can ask for beyond plain attention, where no option alone says it:
+by its shapes, its operands, or what it wants back.
 
-With the options that are features, which `problem.FEATURES` puts before these, it is the table that errors, refusals, `explain`,
-`flashzoo list` and the suite are made from. Standard library only.
+With the options that are features, which `problem.FEATURES` puts before these, it is the table that errors, refusals,
+`explain`, `flashzoo list` and the suite are made from. Standard library only.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class Feature:
     Attributes:
         asked: how a caller asks for it, in words.
         needed: whether a `Problem` needs it.
-        example: the fields by which a plain problem, one length and one number of heads for q and k, comes to need it and nothing else.
+        example: the fields by which a plain problem, one length and one number of heads for q and k, comes to need it
+            and nothing else.
     """
 
     asked: str
@@ -39,7 +41,9 @@ BESIDE_OPTIONS = {
         {"dtype": "fp16", "out_dtype": "fp32"},
     ),
     "packed": Feature("cu_seqlens_q", lambda p: p.sequences is not None, {"sequences": 3}),
-    "used_k": Feature("seqused_k with cu_seqlens_q", lambda p: p.used_k and p.sequences is not None, {"sequences": 3, "used_k": True}),
+    "used_k": Feature(
+        "seqused_k with cu_seqlens_q", lambda p: p.used_k and p.sequences is not None, {"sequences": 3, "used_k": True}
+    ),
     "cache": Feature("seqused_k", lambda p: p.used_k and p.sequences is None, {"used_k": True}),
     "paged": Feature("page_table", lambda p: p.page_size is not None, {"page_size": 1}),
     "sinks": Feature("sinks", lambda p: p.sinks, {"sinks": True}),

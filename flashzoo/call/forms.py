@@ -1,4 +1,5 @@
-"""Which keys a query sees, as plain values: windows, and `MaskForm`, the hashable part of a block mask. Standard library only."""
+"""Which keys a query sees, as plain values: windows, and `MaskForm`, the hashable part of a block mask.
+Standard library only."""
 
 from __future__ import annotations
 
@@ -65,6 +66,9 @@ class MaskForm:
     def __str__(self) -> str:
         text = f"block mask {self.block_q}x{self.block_kv}"
         text += "".join(f" by {name}" for name in ("batch", "heads") if getattr(self, name) > 1)
-        how = [*(["causal"] if self.causal else []), *([f"window {self.window}"] if self.window != (None, None) else [])]
+        how = [
+            *(["causal"] if self.causal else []),
+            *([f"window {self.window}"] if self.window != (None, None) else []),
+        ]
         how += ["bits"] if self.bits else []
         return f"{text} ({', '.join(how)})" if how else text

@@ -1,4 +1,5 @@
-"""What goes with q, k and v that is no plain value: each operand with its checks, its hashable form, and its place in a torch operator."""
+"""What goes with q, k and v that is no plain value: each operand with its checks, its hashable form,
+and its place in a torch operator."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from flashzoo.integers import cdiv
 from flashzoo.lengths import Ranges
 from flashzoo.masks.block_mask import BlockMask
 
-Descales: TypeAlias = "tuple[Tensor | None, Tensor | None, Tensor | None]"  # quoted, or pyright --verifytypes does not know it
+# quoted, or pyright --verifytypes does not know it
+Descales: TypeAlias = "tuple[Tensor | None, Tensor | None, Tensor | None]"
 NO_DESCALES: Descales = (None, None, None)
 
 
@@ -28,7 +30,8 @@ class Operands:
         block_mask: the call's causal and window are in it.
         cu_seqlens_q, cu_seqlens_k: of packed sequences, int32 without gaps, see `ranges`.
         seqused_k: how many keys of each sequence are used, packed or not; int32 without gaps.
-        page_table: int32 `(batch, pages of a sequence)`, rows without gaps: k and v are pages `(pages, page_size, heads_kv, head_dim)`.
+        page_table: int32 `(batch, pages of a sequence)`, rows without gaps: k and v are pages
+            `(pages, page_size, heads_kv, head_dim)`.
         sinks: `(heads,)` without gaps, float32, or float64 where q may be.
     """
 
@@ -47,7 +50,9 @@ class Operands:
         """Which rows are whose, where sequences are packed."""
         if self.cu_seqlens_q is None:
             return None
-        return Ranges(self.cu_seqlens_q, self.cu_seqlens_q if self.cu_seqlens_k is None else self.cu_seqlens_k, self.seqused_k)
+        return Ranges(
+            self.cu_seqlens_q, self.cu_seqlens_q if self.cu_seqlens_k is None else self.cu_seqlens_k, self.seqused_k
+        )
 
     @property
     def descales(self) -> Descales:
@@ -62,7 +67,9 @@ class Operands:
     @property
     def forms(self) -> Forms:
         """What a plan depends on, of each in the order of `OPERANDS`."""
-        return tuple([None if (x := getattr(self, name)) is None else kind.form(name, x) for name, kind in OPERANDS.items()])
+        return tuple(
+            [None if (x := getattr(self, name)) is None else kind.form(name, x) for name, kind in OPERANDS.items()]
+        )
 
     @property
     def differentiable(self) -> tuple[Tensor, ...]:
@@ -160,7 +167,9 @@ class _Descale(_OfTensor):
         if problem.sequences is not None:
             expected = (problem.sequences, problem.heads_kv)
             if form[0] != expected:
-                raise ValueError(f"{name} of packed sequences must have shape (sequences, heads_kv) {expected}, got {tuple(form[0])}")
+                raise ValueError(
+                    f"{name} of packed sequences must have shape (sequences, heads_kv) {expected}, got {tuple(form[0])}"
+                )
             return
         by_head, by_block = (problem.batch, problem.heads_kv), (problem.batch, heads, cdiv(seqlen, DESCALE_BLOCK))
         if form[0] not in (by_head, by_block):
@@ -213,7 +222,10 @@ class _Lengths(_OfTensor):
         shape, _, _, contiguous = form
         if len(shape) != 1 or not contiguous or not (shape[0] or name == "seqused_k"):
             of = "(sequences,) or (batch,)" if name == "seqused_k" else "(sequences + 1,)"
-            raise ValueError(f"{name} must be contiguous, of shape {of}, got shape {tuple(shape)}{'' if contiguous else ' with gaps'}")
+            raise ValueError(
+                f"{name} must be contiguous, of shape {of}, got shape "
+                f"{tuple(shape)}{'' if contiguous else ' with gaps'}"
+            )
 
     def check_sizes(self, name: str, form: Any, problem: Problem) -> None:
         if problem.sequences is None:
@@ -225,7 +237,8 @@ class _Lengths(_OfTensor):
         expected = problem.sequences + (name != "seqused_k")
         if form[0] != (expected,):
             raise ValueError(
-                f"{name} must have shape ({expected},), as cu_seqlens_q has {problem.sequences} sequences, got {tuple(form[0])}"
+                f"{name} must have shape ({expected},), as cu_seqlens_q has {problem.sequences} sequences, "
+                f"got {tuple(form[0])}"
             )
 
     def fields(self, name: str, form: Any) -> dict[str, Any]:

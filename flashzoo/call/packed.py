@@ -1,4 +1,5 @@
-"""Packed sequences in the forms that callers have them in, made a batch of one, which is what is checked, planned and run."""
+"""Packed sequences in the forms that callers have them in, made a batch of one,
+which is what is checked, planned and run."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seq
 
 
 def as_batch(q: Tensor, k: Any, v: Any) -> tuple[Tensor, Any, Any]:
-    """q, k and v `(total, heads, head_dim)` as a batch of one. TypeError or ValueError where k or v is no such tensor."""
+    """q, k and v `(total, heads, head_dim)` as a batch of one. TypeError or ValueError where k or v
+    is no such tensor."""
     for name, x in (("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -24,20 +26,31 @@ def as_batch(q: Tensor, k: Any, v: Any) -> tuple[Tensor, Any, Any]:
 def check_rows(name: str, shape: tuple[int, ...]) -> None:
     """ValueError where k or v, of that shape, is not in packed rows as q is."""
     if len(shape) != 3:
-        raise ValueError(f"{name} must have 3 dimensions (total_k, heads_kv, head_dim), as q has, got shape {tuple(shape)}")
+        raise ValueError(
+            f"{name} must have 3 dimensions (total_k, heads_kv, head_dim), as q has, got shape {tuple(shape)}"
+        )
 
 
 def rows_of_nested(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """The packed rows of nested tensors `(batch, seqlen, heads, head_dim)`, and the arguments that their offsets are."""
+    """The packed rows of nested tensors `(batch, seqlen, heads, head_dim)`,
+    and the arguments that their offsets are."""
     tensors: dict[str, Any] = {"q": q, "k": k, "v": v}
     for name, x in tensors.items():
         if not isinstance(x, Tensor) or x.layout != torch.jagged or not x.is_nested:
-            layout = f"a nested one ({x.layout})" if getattr(x, "is_nested", False) else f"{type(x).__name__} {getattr(x, 'layout', '')}"
-            raise TypeError(f"{name} must be a nested tensor of layout torch.jagged, as all three or none, got {layout.strip()}")
+            layout = (
+                f"a nested one ({x.layout})"
+                if getattr(x, "is_nested", False)
+                else f"{type(x).__name__} {getattr(x, 'layout', '')}"
+            )
+            raise TypeError(
+                f"{name} must be a nested tensor of layout torch.jagged, as all three or none, got {layout.strip()}"
+            )
         holes: Any = tensors[name].lengths()
         if x.ndim != 4 or isinstance(x.shape[1], int) or holes is not None:
             got = f"shape {tuple(x.shape)}{'' if holes is None else ' with holes'}"
-            raise ValueError(f"{name} must be nested in dimension 1 of (batch, seqlen, heads, head_dim), without holes, got {got}")
+            raise ValueError(
+                f"{name} must be nested in dimension 1 of (batch, seqlen, heads, head_dim), without holes, got {got}"
+            )
     asked = [name for name in LENGTHS if options.get(name) is not None]
     if asked:
         raise TypeError(f"{asked[0]} goes with packed rows; nested tensors have their lengths with them")

@@ -17,7 +17,17 @@ from flashzoo.call.operands import K_LENGTHS, OPERANDS, PAGE_TABLE, Forms, Opera
 from flashzoo.call.packed import check_rows
 from flashzoo.call.problem import OUT_DTYPES, QUANTIZABLE, Problem
 from flashzoo.dtypes import TORCH_DTYPES
-from flashzoo.registry import Choice, Zoo, backward_of, choose, choose_backward, fallback_backward, implementation, in_16_bits, remembered
+from flashzoo.registry import (
+    Choice,
+    Zoo,
+    backward_of,
+    choose,
+    choose_backward,
+    fallback_backward,
+    implementation,
+    in_16_bits,
+    remembered,
+)
 from flashzoo.sinks import gradient_of_sinks
 from flashzoo.spec import Spec
 
@@ -56,11 +66,15 @@ class Plan:
         dtype, batch = TORCH_DTYPES[p.out_dtype], (p.batch,) if q.ndim == 4 else ()
         self._check_tensor("out", out, (*batch, p.seqlen_q, p.heads, p.head_dim_v), dtype, q.device)
         if p.lse:
-            self._check_tensor("lse", lse, (*batch, p.heads, p.seqlen_q), torch.promote_types(dtype, torch.float32), q.device)
+            self._check_tensor(
+                "lse", lse, (*batch, p.heads, p.seqlen_q), torch.promote_types(dtype, torch.float32), q.device
+            )
         if recorded and not out.requires_grad:
             raise self._wrong("an out that carries gradients", "one that does not require grad")
 
-    def _check_tensor(self, name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    def _check_tensor(
+        self, name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> None:
         if not isinstance(x, Tensor) or (x.shape, x.dtype, x.device) != (shape, dtype, device):
             raise self._wrong(f"{name} as a Tensor {shape}, {dtype}, on {device}", _told(x))
 
@@ -73,7 +87,16 @@ def _told(x: Any) -> str:
 
 
 @remembered
-def plan(asked: tuple[str, str], zoo: Zoo, return_lse: bool, grad: bool, rows: bool, forms: Forms, *described: Any, **options: Any) -> Plan:
+def plan(
+    asked: tuple[str, str],
+    zoo: Zoo,
+    return_lse: bool,
+    grad: bool,
+    rows: bool,
+    forms: Forms,
+    *described: Any,
+    **options: Any,
+) -> Plan:
     """The plan of a call, made once for each kind of call.
 
     Args:
@@ -105,8 +128,11 @@ def _batch_of_one(name: str, described: Described) -> Described:
 
 
 @remembered
-def plan_backward(asked: tuple[str, str], zoo: Zoo, through_lse: bool, forms: Forms, *described: Any, **options: Any) -> Plan:
-    """As `plan`, of a call of `attention_backward`: its `run` is a version's backward pass alone; through_lse: LSE has a gradient."""
+def plan_backward(
+    asked: tuple[str, str], zoo: Zoo, through_lse: bool, forms: Forms, *described: Any, **options: Any
+) -> Plan:
+    """As `plan`, of a call of `attention_backward`: its `run` is a version's backward pass alone; through_lse:
+    LSE has a gradient."""
     q, k, v = (described[first : first + 5] for first in (0, 5, 10))
     problem = problem_of((q, k, v), through_lse, True, forms, None, options)
     check_data(q[3])
@@ -135,7 +161,12 @@ def _implementation(choice: Choice) -> Callable:
 
 
 def problem_of(
-    tensors: tuple[Described, Described, Described], return_lse: bool, grad: bool, forms: Forms, arch: int | None, options: dict[str, Any]
+    tensors: tuple[Described, Described, Described],
+    return_lse: bool,
+    grad: bool,
+    forms: Forms,
+    arch: int | None,
+    options: dict[str, Any],
 ) -> Problem:
     """The Problem of a call, each argument checked once and by name."""
     table: Any = forms[PAGE_TABLE]
@@ -149,10 +180,15 @@ def problem_of(
     dtype, asked = DTYPE_NAMES[q_dtype], fields_of(options) | of_pages
     check_flags(return_lse=return_lse)
     if asked.get("precision") is not None and dtype not in QUANTIZABLE:
-        raise TypeError(f"precision={asked['precision']!r} quantises {' or '.join(QUANTIZABLE)} inputs, got q {q_dtype}")
+        raise TypeError(
+            f"precision={asked['precision']!r} quantises {' or '.join(QUANTIZABLE)} inputs, got q {q_dtype}"
+        )
     if asked.get("out_dtype") not in (None, *OUT_DTYPES[dtype]):
         *others, last = (str(TORCH_DTYPES[name]) for name in OUT_DTYPES[dtype])
-        raise TypeError(f"out_dtype of {q_dtype} inputs must be {', '.join(('None', *others))} or {last}, got {options['out_dtype']}")
+        raise TypeError(
+            f"out_dtype of {q_dtype} inputs must be {', '.join(('None', *others))} or {last}, "
+            f"got {options['out_dtype']}"
+        )
     device, arch = _hardware(q_device, arch)
     for name, kind, form in given(forms):
         kind.check(name, form, q_device)
@@ -163,7 +199,9 @@ def problem_of(
     for name, kind, form in given(forms):
         kind.check_sizes(name, form, problem)
     if problem.sequences is not None and seqlen_q != seqlen_k and forms[K_LENGTHS] is None:
-        raise ValueError(f"cu_seqlens_k may be left out where k has as many rows as q, got {seqlen_q} of q and {seqlen_k} of k")
+        raise ValueError(
+            f"cu_seqlens_k may be left out where k has as many rows as q, got {seqlen_q} of q and {seqlen_k} of k"
+        )
     return problem
 
 
@@ -191,9 +229,18 @@ def _nothing_to_see(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands:
 
 
 def _no_gradients(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, _: Problem, operands: Operands
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    _: Problem,
+    operands: Operands,
 ) -> tuple[Tensor, ...]:
-    """The gradients where there is no query or no key: only sinks have one, through the given out and LSE's gradient."""
+    """The gradients where there is no query or no key: only sinks have one, through the given out
+    and LSE's gradient."""
     zeros = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     if operands.sinks is None:
         return zeros

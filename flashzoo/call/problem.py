@@ -16,7 +16,8 @@ from flashzoo.call.forms import MaskForm, Window, check_flags, normalised, span_
 
 DTYPES = ("fp16", "bf16", "fp32", "fp64", "e4m3")
 PRECISIONS = (None, "fp8")
-"""What a call may ask its products to be made in: its inputs' own dtype, or e4m3 to which 16-bit inputs are quantised."""
+"""What a call may ask its products to be made in: its inputs' own dtype,
+or e4m3 to which 16-bit inputs are quantised."""
 QUANTIZABLE = ("fp16", "bf16")
 """Dtypes that `precision="fp8"` quantises."""
 OUT_DTYPES: dict[str, tuple[str, ...]] = {
@@ -33,7 +34,15 @@ DESCALE_BLOCK = 128
 LARGEST_NUMBER = 1e30
 """Of softmax_scale and its like: scores are float32, and beyond this even small ones would be infinite."""
 
-_SIZES = (("batch", 0), ("seqlen_q", 0), ("seqlen_k", 0), ("heads", 1), ("heads_kv", 1), ("head_dim", 1), ("head_dim_v", 1))
+_SIZES = (
+    ("batch", 0),
+    ("seqlen_q", 0),
+    ("seqlen_k", 0),
+    ("heads", 1),
+    ("heads_kv", 1),
+    ("head_dim", 1),
+    ("head_dim_v", 1),
+)
 """A problem's sizes and the least of each."""
 _NAMES = (("dtype", DTYPES), ("device", ("cuda", "cpu")))
 """What a problem's fields of words may be."""
@@ -98,10 +107,13 @@ def option(
         check: called with the argument's name and value; raises TypeError or ValueError where it is malformed.
         argument: its name; the field's where None.
         flag: the keywords of `argparse.ArgumentParser.add_argument` for the command line; None where it has no flag.
-        example: a value of the field other than its default, where it is a feature, which a version declares under the field's name
-            or refuses. None where every version takes it.
+        example: a value of the field other than its default, where it is a feature, which a version declares under the
+            field's name or refuses. None where every version takes it.
     """
-    return field(default=default, metadata={"schema": schema, "check": check, "argument": argument, "flag": flag, "example": example})
+    return field(
+        default=default,
+        metadata={"schema": schema, "check": check, "argument": argument, "flag": flag, "example": example},
+    )
 
 
 @dataclass(frozen=True)
@@ -119,7 +131,8 @@ class Problem:
         dtype: of q, k and v, one of `DTYPES`.
         softmax_scale: what scores are multiplied by; None is `1 / sqrt(head_dim)`, see `scale`.
         causal: query i sees key j only where `j <= i + seqlen_k - seqlen_q` (aligned bottom-right).
-        window: `(left, right)`, how many keys either side of the aligned diagonal are seen; None is unbounded, and -1 is replaced by it.
+        window: `(left, right)`, how many keys either side of the aligned diagonal are seen;
+            None is unbounded, and -1 is replaced by it.
         lse: the caller wants the log-sum-exp too.
         deterministic: the same bits in every run, gradients included.
         grad: the call is recorded by autograd, so a backward pass may follow.
@@ -127,18 +140,22 @@ class Problem:
         arch: compute capability as `10 * major + minor` (90 for Hopper); None on the CPU.
         precision: of `PRECISIONS`.
         block_mask: the form of the block mask, causal and window put into it; None where there is none.
-        sequences: how many of them share the rows of q, k and v, which lie behind one another; batch is 1 then, seqlen_q and seqlen_k
-            are the rows in all, and causal and windows are aligned in each. None where each of the batch has a sequence of its own.
+        sequences: how many of them share the rows of q, k and v, which lie behind one another; batch is 1 then,
+            seqlen_q and seqlen_k are the rows in all, and causal and windows are aligned in each. None where each of
+            the batch has a sequence of its own.
         used_k: of each sequence's keys only some are used, how many is on the device.
-        page_size: keys and values lie in pages of so many rows, which of them are a sequence's is on the device; None where they don't.
-            seqlen_k is as many rows as a sequence may have pages for.
+        page_size: keys and values lie in pages of so many rows, which of them are a sequence's is on the device; None
+            where they don't. seqlen_k is as many rows as a sequence may have pages for.
         sinks: each query head has a logit in its softmax that brings no value.
-        max_seqlen_q, max_seqlen_k: no sequence has more queries, or keys; None where the caller does not say. Only with sequences.
-        out_dtype: of out, one of `OUT_DTYPES`; None stands for the first, as does what inputs of another dtype than e4m3 can't have.
-            So `replace(problem, dtype=...)` keeps the old one, where it may, unless it is given out_dtype=None too.
+        max_seqlen_q, max_seqlen_k: no sequence has more queries, or keys; None where the caller does not say.
+            Only with sequences.
+        out_dtype: of out, one of `OUT_DTYPES`; None stands for the first, as does what inputs of another dtype than
+            e4m3 can't have. So `replace(problem, dtype=...)` keeps the old one, where it may, unless it is given
+            out_dtype=None too.
 
     Raises:
-        TypeError, ValueError: a field is none that a call could ask for; the text names it, what was expected and what was got.
+        TypeError, ValueError: a field is none that a call could ask for;
+            the text names it, what was expected and what was got.
     """
 
     batch: int
@@ -150,7 +167,11 @@ class Problem:
     head_dim_v: int = field(default=None, kw_only=True)  # pyright: ignore[reportAssignmentType]
     dtype: str = "bf16"
     causal: bool = option(
-        False, "bool", _check_flag, example=True, flag={"action": "store_true", "help": "the last query sees the last key"}
+        False,
+        "bool",
+        _check_flag,
+        example=True,
+        flag={"action": "store_true", "help": "the last query sees the last key"},
     )
     window: Window = option(
         (None, None),
@@ -158,10 +179,18 @@ class Problem:
         _check_window,
         example=(3, 2),
         argument="window_size",
-        flag={"type": int, "nargs": 2, "metavar": ("LEFT", "RIGHT"), "help": "keys seen on either side; -1 is unbounded"},
+        flag={
+            "type": int,
+            "nargs": 2,
+            "metavar": ("LEFT", "RIGHT"),
+            "help": "keys seen on either side; -1 is unbounded",
+        },
     )
     softmax_scale: float | None = option(
-        None, "float?", _check_number, flag={"type": float, "metavar": "S", "help": "of scores (default: 1 / sqrt(head_dim))"}
+        None,
+        "float?",
+        _check_number,
+        flag={"type": float, "metavar": "S", "help": "of scores (default: 1 / sqrt(head_dim))"},
     )
     lse: bool = False
     deterministic: bool = option(
@@ -171,7 +200,10 @@ class Problem:
     device: str = "cuda"
     arch: int | None = None
     precision: str | None = option(
-        None, "str?", _check_precision, flag={"choices": [name for name in PRECISIONS if name], "help": "quantise 16-bit inputs to this"}
+        None,
+        "str?",
+        _check_precision,
+        flag={"choices": [name for name in PRECISIONS if name], "help": "quantise 16-bit inputs to this"},
     )
     out_dtype: str = option(None, "ScalarType?", _check_out_dtype)
     block_mask: MaskForm | None = None
@@ -209,7 +241,9 @@ class Problem:
             if given[name] not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {given[name]!r}")
         if self.out_dtype not in OUT_DTYPES[self.dtype]:
-            raise ValueError(f"out_dtype must be one of {', '.join(map(repr, OUT_DTYPES[self.dtype]))}, got {self.out_dtype!r}")
+            raise ValueError(
+                f"out_dtype must be one of {', '.join(map(repr, OUT_DTYPES[self.dtype]))}, got {self.out_dtype!r}"
+            )
         if self.precision is not None and self.dtype not in QUANTIZABLE:
             raise ValueError(f"precision={self.precision!r} is for dtype {' or '.join(QUANTIZABLE)}, got {self.dtype}")
         if self.block_mask is not None:
@@ -224,7 +258,8 @@ class Problem:
                     raise ValueError(f"{name} goes with packed sequences (cu_seqlens_q), got it without")
             if self.used_k and self.block_mask is not None:
                 raise ValueError(
-                    "block_mask does not go with seqused_k: its blocks are of all keys, and what a query sees hangs on how many are used"
+                    "block_mask does not go with seqused_k: its blocks are of all keys, "
+                    "and what a query sees hangs on how many are used"
                 )
 
     def _check_pages(self) -> None:
@@ -241,19 +276,27 @@ class Problem:
             raise ValueError(f"batch must be 1 where sequences share its rows, got {self.batch}")
         if self.block_mask is not None:
             raise ValueError(
-                "block_mask does not go with packed sequences (cu_seqlens_q): BlockMask.documents is a mask that keeps them apart"
+                "block_mask does not go with packed sequences (cu_seqlens_q): "
+                "BlockMask.documents is a mask that keeps them apart"
             )
 
     def _check_form(self, form: Any) -> None:
         if not isinstance(form, MaskForm):
-            raise TypeError(f"block_mask must be a MaskForm, such as a flashzoo.BlockMask's `form`, or None, got {type(form).__name__}")
+            raise TypeError(
+                "block_mask must be a MaskForm, such as a flashzoo.BlockMask's `form`, or None, "
+                f"got {type(form).__name__}"
+            )
         for name in ("batch", "heads"):
             if getattr(form, name) not in (1, getattr(self, name)):
-                raise ValueError(f"block_mask must have q's {name} {getattr(self, name)}, or 1 where shared, got {getattr(form, name)}")
+                raise ValueError(
+                    f"block_mask must have q's {name} {getattr(self, name)}, or 1 where shared, "
+                    f"got {getattr(form, name)}"
+                )
 
     @property
     def numerics(self) -> str:
-        """What the products are made in: "e4m3" of inputs that are it, "fp8" of inputs quantised to it, or the dtype."""
+        """What the products are made in: "e4m3" of inputs that are it, "fp8" of inputs quantised to it,
+        or the dtype."""
         return self.precision or self.dtype
 
     @cached_property
@@ -278,12 +321,14 @@ class Problem:
 
     @cached_property
     def forward(self) -> Problem:
-        """The forward pass alone, with the LSE that a backward pass by another version starts from; itself where nothing is recorded."""
+        """The forward pass alone, with the LSE that a backward pass by another version starts from;
+        itself where nothing is recorded."""
         return replace(self, grad=False, lse=True) if self.grad else self
 
     @property
     def reach(self) -> tuple[int, int]:
-        """`span` in numbers: a side past both sequences together is unbounded, and can't overflow a kernel's 32-bit arithmetic."""
+        """`span` in numbers: a side past both sequences together is unbounded,
+        and can't overflow a kernel's 32-bit arithmetic."""
         return self.reach_of(self.span)
 
     def reach_of(self, span: Window) -> tuple[int, int]:
@@ -293,15 +338,15 @@ class Problem:
         return left, right
 
     def entries(self, rows: int, block: int) -> int:
-        """Of packed sequences of so many rows in all, room for every block of `block` rows, whatever the lengths. The rows before the first
-        sequence and behind the last are two more."""
+        """Of packed sequences of so many rows in all, room for every block of `block` rows, whatever the lengths. The
+        rows before the first sequence and behind the last are two more."""
         assert self.sequences is not None
         return rows // block + self.sequences + 2
 
     @property
     def blind_rows(self) -> int:
-        """How many of the first queries see no key for causal's and window's sake; what a block mask does is in its lists. Not where it
-        is `by_lengths`: then each sequence has its own."""
+        """How many of the first queries see no key for causal's and window's sake; what a block mask does is in its
+        lists. Not where it is `by_lengths`: then each sequence has its own."""
         right = self.span[1]
         return 0 if right is None else min(self.seqlen_q, max(0, -self.offset - right))
 
@@ -340,7 +385,8 @@ class Problem:
 
 
 class Option(NamedTuple):
-    """A keyword argument of `attention` that is a plain value: the field of `Problem` that it gives, its default, and as in `option`."""
+    """A keyword argument of `attention` that is a plain value: the field of `Problem` that it gives, its default,
+    and as in `option`."""
 
     field: str
     default: Any
@@ -362,7 +408,10 @@ OPTIONS = {
     if x.metadata
 }
 """By the argument's name."""
-FEATURES = {option.field: _feature(name, option) for name, option in OPTIONS.items() if option.example is not None} | BESIDE_OPTIONS
+FEATURES = {
+    option.field: _feature(name, option) for name, option in OPTIONS.items() if option.example is not None
+} | BESIDE_OPTIONS
 """By the name that a `Spec` declares it under."""
 _CHECKED = [(option.field, option.default, option.check) for option in OPTIONS.values()]
-"""What `Problem` checks of its options, of which a default needs no check: every question of dispatch makes some problems."""
+"""What `Problem` checks of its options, of which a default needs no check:
+every question of dispatch makes some problems."""

@@ -1,14 +1,15 @@
-"""`attention` for what traces a call, `torch.compile` and `torch.export`: operators that a graph holds as one node each.
+"""`attention` for what traces a call, `torch.compile` and `torch.export`:
+operators that a graph holds as one node each.
 
 flashzoo::attention           out and lse; records flashzoo::attention_backward
 flashzoo::attention_backward  dq, dk and dv, and the gradients of operands that have one
 
 Their arguments are made from `OPTIONS` and `OPERANDS`.
 
-A tracer learns shapes, dtypes and strides from the fakes. The bodies see real tensors, so every version works here as it does in a
-plain call, and sizes are looked at only there: a graph with dynamic shapes asks anew for each size. Outputs have no gaps,
-their dimensions in the order of those that they belong to (out's in q's), which is what kernels give as a rule; others are copied.
-Nothing here is imported, or run, by a call that is not traced.
+A tracer learns shapes, dtypes and strides from the fakes. The bodies see real tensors, so every version works here as
+it does in a plain call, and sizes are looked at only there: a graph with dynamic shapes asks anew for each size.
+Outputs have no gaps, their dimensions in the order of those that they belong to (out's in q's), which is what kernels
+give as a rule; others are copied. Nothing here is imported, or run, by a call that is not traced.
 """
 
 from __future__ import annotations
@@ -35,8 +36,12 @@ NAME, BACKWARD_NAME = "flashzoo::attention", "flashzoo::attention_backward"
 Named = dict[str, Any]
 """Arguments of an operator by their names."""
 
-_OPTIONS = {name: f"{option.schema} {name}={False if option.schema == 'bool' else None}" for name, option in OPTIONS.items()}
-_PARTS = {f"{name}{end}": f"{type_} {name}{end}=None" for name, kind in OPERANDS.items() for end, type_ in kind.parts.items()}
+_OPTIONS = {
+    name: f"{option.schema} {name}={False if option.schema == 'bool' else None}" for name, option in OPTIONS.items()
+}
+_PARTS = {
+    f"{name}{end}": f"{type_} {name}{end}=None" for name, kind in OPERANDS.items() for end, type_ in kind.parts.items()
+}
 _HOW = {**_OPTIONS, **_PARTS, "return_lse": "bool return_lse=False", "version": "str version='auto'"}
 _INPUTS = {name: f"Tensor {name}" for name in ("q", "k", "v")}
 _FORWARD = {**_INPUTS, **_HOW, "grad": "bool grad=False", "by": f"str by='{ARGUMENT}'"}
@@ -44,18 +49,23 @@ _SAVED = {"dout": "Tensor dout", "dlse": "Tensor? dlse", **_INPUTS, "out": "Tens
 _BACKWARD = {**_SAVED, **_HOW}
 _DIFFERENTIATED = [*_INPUTS, *DIFFERENTIABLE]
 """What a backward pass has gradients of, in its order."""
-_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)  # out lies in the order of the strides that q had when it was traced
+# out lies in the order of the strides that q had when it was traced
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 torch.library.define(NAME, f"({', '.join(_FORWARD.values())}) -> (Tensor out, Tensor lse)", tags=_TAGS)
 torch.library.define(
-    BACKWARD_NAME, f"({', '.join(_BACKWARD.values())}) -> ({', '.join(f'Tensor d{name}' for name in _DIFFERENTIATED)})", tags=_TAGS
+    BACKWARD_NAME,
+    f"({', '.join(_BACKWARD.values())}) -> ({', '.join(f'Tensor d{name}' for name in _DIFFERENTIATED)})",
+    tags=_TAGS,
 )
 
 
 @torch.compiler.assume_constant_result
 def _requested(version: Any) -> tuple[str, str]:
-    """The name that a graph holds, and by whom: what the argument, flashzoo.use() and the environment say when it is traced."""
-    return requested(version if isinstance(version, str) else repr(version))  # a bad one is refused when the graph runs, with the good ones
+    """The name that a graph holds, and by whom: what the argument, flashzoo.use() and the environment say
+    when it is traced."""
+    # a bad one is refused when the graph runs, with the good ones
+    return requested(version if isinstance(version, str) else repr(version))
 
 
 def traced(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, version: str, options: Named) -> tuple[Tensor, Tensor]:
@@ -147,7 +157,14 @@ def _attention_backward(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
 
 
 def _recorded_anew(
-    run: Callable, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands
+    run: Callable,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    problem: Problem,
+    operands: Operands,
 ) -> tuple[Any, ...]:
     """The gradients of a version that leaves its backward pass to autograd: its forward pass once more, recorded."""
     recorded = {name: x.detach().requires_grad_() for name, x in operands.tensors.items() if name in _DIFFERENTIATED}
@@ -209,7 +226,9 @@ def _dense(x: Tensor, width: int | None = None) -> tuple[list[int], list[int]]:
 
 def _laid_out(x: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
     """x, copied where its strides are not these, or it is part of a larger tensor."""
-    if not x.storage_offset() and all(size == 1 or found == stride for size, found, stride in zip(shape, x.stride(), strides, strict=True)):
+    if not x.storage_offset() and all(
+        size == 1 or found == stride for size, found, stride in zip(shape, x.stride(), strides, strict=True)
+    ):
         return x
     return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 

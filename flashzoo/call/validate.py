@@ -20,16 +20,17 @@ from flashzoo.lengths import flaws_of_caches
 def validate(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
     """Raises where a call of `attention` with these arguments would get numbers that mean nothing, and no error.
 
-    `attention` reads no value that lies on the device, since that would wait for it. This does: lengths of packed sequences, how much of
-    caches is used and in which pages, blocks of a block mask, descales, sinks. It waits for the device, once for each.
+    `attention` reads no value that lies on the device, since that would wait for it. This does: lengths of packed
+    sequences, how much of caches is used and in which pages, blocks of a block mask, descales, sinks. It waits for the
+    device, once for each.
 
     Args:
         q, k, v: as in `attention`.
         options: the other arguments of `attention`.
 
     Raises:
-        TypeError, ValueError: as `attention`; or a value is none that may be: the text names the argument, what was expected, and what
-            was got.
+        TypeError, ValueError: as `attention`; or a value is none that may be: the text names the argument, what was
+            expected, and what was got.
     """
     q, k, v, options = batch_of_one(q, k, v, options)
     problem = explain(q, k, v, **options).problem
@@ -51,7 +52,8 @@ def _check_descale(name: str, descale: Tensor | None) -> None:
     wrong = descale[~(torch.isfinite(descale) & (descale > 0))]
     if wrong.numel():
         raise ValueError(
-            f"{name} must be positive and finite, got {wrong[0].item()} among {descale.numel()}, of which {wrong.numel()} are not"
+            f"{name} must be positive and finite, got {wrong[0].item()} among {descale.numel()}, "
+            f"of which {wrong.numel()} are not"
         )
 
 

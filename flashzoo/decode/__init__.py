@@ -1,4 +1,5 @@
-"""FlashDecoding in CuTe DSL for Hopper, and in Triton: few queries on long caches, keys split. See README.md beside this file."""
+"""FlashDecoding in CuTe DSL for Hopper, and in Triton: few queries on long caches, keys split.
+See README.md beside this file."""
 
 from flashzoo.spec import Spec, deferred
 
@@ -9,7 +10,9 @@ SPEC = Spec(
     impl="flashzoo.decode.launch:attention",
     dtypes=("fp16", "bf16", "fp32"),
     cpu_dtypes=("fp16", "fp32"),
-    features=frozenset({"causal", "window", "gqa", "cross", "lse", "deterministic", "cache", "paged", "sinks", "out_dtype"}),
+    features=frozenset(
+        {"causal", "window", "gqa", "cross", "lse", "deterministic", "cache", "paged", "sinks", "out_dtype"}
+    ),
     requires=("triton",),
     batch_invariant=True,
     leaves=deferred("flashzoo.decode.config:leaves"),

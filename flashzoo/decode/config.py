@@ -43,8 +43,8 @@ class Tiles:
         return f"{self.rows} rows by {self.block_kv} keys, {self.num_warps} warps, {self.num_stages} stages"
 
 
-# By the width of the head dim's tile. On Hopper the fastest of fifteen in most of nine caches of 2k to 128k keys on an H200, 16-bit inputs,
-# Triton 3.6, one query.
+# By the width of the head dim's tile. On Hopper the fastest of fifteen in most of nine caches of 2k to 128k keys on an
+# H200, 16-bit inputs, Triton 3.6, one query.
 HOPPER = {64: Tiles(64, 64, 4, 3, programs=2), 128: Tiles(64, 64, 4, 3, programs=2)}
 # Not measured: the largest tried that compile without spills.
 ANYWHERE = {
@@ -54,7 +54,8 @@ ANYWHERE = {
 }
 # A product on the CUDA cores holds whole rows of both operands in registers.
 FLOAT32 = {64: Tiles(16, 32, 4, 1), 128: Tiles(16, 16, 4, 1), 256: Tiles(16, 16, 8, 1)}
-# The interpreter's cost is per operation, not per element: few, large tiles; and splits, so that there is something to merge.
+# The interpreter's cost is per operation, not per element: few, large tiles;
+# and splits, so that there is something to merge.
 INTERPRETED = Tiles(64, 64, 4, 1, programs=1, least=128, merged=64)
 
 
@@ -91,9 +92,11 @@ class Cut:
 
 @lru_cache(maxsize=1024)
 def cut(problem: Problem) -> Cut:
-    """How a problem is cut: by its shape alone, whatever its caches hold, so that a sequence has the same bits beside any others.
+    """How a problem is cut: by its shape alone, whatever its caches hold,
+    so that a sequence has the same bits beside any others.
 
-    Keys are split until there are as many programs as the GPU can have at work, but into no shorter parts than `Tiles.least`.
+    Keys are split until there are as many programs as the GPU can have at work,
+    but into no shorter parts than `Tiles.least`.
     """
     p, tiles = problem, tiles_for(problem)
     of_head = p.seqlen_q * (p.heads // p.heads_kv)
@@ -117,17 +120,18 @@ LEAST_BOX = 8
 LARGEST = 1 << 31
 """Of what a kernel counts in 32 bits."""
 
-# Microseconds on an H200, by which keys are split. A block of keys, 128 wide, where memory is not what holds it, for a multiprocessor's one
-# thread block and for each of two; what beginning a part costs a thread block that has had one; a tile's merging, and each of its rounds:
-# 64 rows times parts, 128 columns. What memory gives in one. And what v3, and v2 where a cache is used in part, take for 128 rows of a tile
-# and a block of keys.
+# Microseconds on an H200, by which keys are split. A block of keys, 128 wide, where memory is not what holds it, for a
+# multiprocessor's one thread block and for each of two; what beginning a part costs a thread block that has had one; a
+# tile's merging, and each of its rounds: 64 rows times parts, 128 columns. What memory gives in one. And what v3, and
+# v2 where a cache is used in part, take for 128 rows of a tile and a block of keys.
 BLOCK_US, PART_US, MERGE_US, ROUND_US = (0.65, 1.0), 3.0, 2.6, 0.5
 BYTES_PER_US = 4.5e6
 TILED_US = (0.6, 1.1)
 FASTER = 0.95
 """Of another version's time by this model, from which on `auto` takes this one."""
 MERGED_AT_ONCE = 64
-"""Rows times parts that a thread block reads at a time when it merges: `hopper.AT_ONCE`, which this must not import, of each warp."""
+"""Rows times parts that a thread block reads at a time when it merges:
+`hopper_output.AT_ONCE`, which this must not import, of each warp."""
 
 
 @cache
@@ -162,7 +166,8 @@ class CutHopper:
         tiles: of a key/value head.
         splits: into so many parts at most the keys that a tile sees are split.
         least: keys of a part, at least.
-        blocks_per_sm: thread blocks of a multiprocessor: one where each has an item to itself, which then has all of its memory's rate.
+        blocks_per_sm: thread blocks of a multiprocessor: one where each has an item to itself,
+            which then has all of its memory's rate.
         microseconds: about how long that takes on an H200.
     """
 
@@ -182,10 +187,11 @@ class CutHopper:
 
 @lru_cache(maxsize=1024)
 def cut_hopper(problem: Problem) -> CutHopper:
-    """How a problem is cut: by its shape alone, whatever its caches hold, so that a sequence has the same bits beside any others.
+    """How a problem is cut: by its shape alone, whatever its caches hold,
+    so that a sequence has the same bits beside any others.
 
-    The parts of a sequence follow from its own length and from how many they may be. That is the number for which the model below takes
-    least time where all of a cache is used.
+    The parts of a sequence follow from its own length and from how many they may be. That is the number for which the
+    model below takes least time where all of a cache is used.
     """
     p, group = problem, problem.heads // problem.heads_kv
     heads = min(group, WARPGROUP_ROWS)
@@ -214,7 +220,8 @@ def cut_hopper(problem: Problem) -> CutHopper:
 
 
 def tiled_microseconds(problem: Problem) -> float:
-    """The same of a version that has a tile for each 128 queries, of a head or, where no cache is used in part, of all that share its keys."""
+    """The same of a version that has a tile for each 128 queries, of a head or, where no cache is used in part,
+    of all that share its keys."""
     p = problem
     heads, rows = (p.heads, p.seqlen_q) if p.used_k else (p.heads_kv, p.seqlen_q * (p.heads // p.heads_kv))
     left, right = p.span
@@ -249,14 +256,22 @@ def describe(problem: Problem) -> list[str]:
     p, group = problem, problem.heads // problem.heads_kv
     if by_hopper(p):
         how, width = cut_hopper(p), width_of(p)
-        lines = [f"{how.rows} rows by {BLOCK_KV[width]} keys, {how.blocks_per_sm} thread blocks a multiprocessor, in CuTe DSL"]
-        splits = f"{how.splits} splits at most, merged by who ends last; some {how.microseconds:.0f} us on an H200 by its model"
+        lines = [
+            f"{how.rows} rows by {BLOCK_KV[width]} keys, {how.blocks_per_sm} thread blocks a multiprocessor, "
+            "in CuTe DSL"
+        ]
+        splits = (
+            f"{how.splits} splits at most, merged by who ends last; "
+            f"some {how.microseconds:.0f} us on an H200 by its model"
+        )
     else:
         how, width = cut(p), block_d(p.head_dim)
         lines = [f"{tiles_for(p)}, in Triton"]
         splits = f"{how.splits} splits of {how.split}, merged by a second kernel"
         if p.arch == 90 and p.dtype in ("fp16", "bf16"):
-            lines.append(f"the kernel for Hopper takes head dims and page sizes in steps of {LEAST_BOX}, and needs CuTe DSL")
+            lines.append(
+                f"the kernel for Hopper takes head dims and page sizes in steps of {LEAST_BOX}, and needs CuTe DSL"
+            )
     lines.append(f"keys: {splits}" if how.splits > 1 else "keys: not split")
     if group > 1:
         lines.append(f"{group} query heads of a key/value head share tiles of {how.rows} rows")

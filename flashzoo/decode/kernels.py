@@ -1,16 +1,20 @@
-"""FlashDecoding (Dao, Haziza, Massa and Sizov 2023) on the device: attention of few queries to many keys, split over the keys.
+"""FlashDecoding (Dao, Haziza, Massa and Sizov 2023) on the device:
+attention of few queries to many keys, split over the keys.
 
 The lines A1.n in comments are the three steps of that text.
 
-1. `split_kernel`: a program has a tile of rows and a split of the keys. The rows are the queries of all query heads that share a key/value
-   head, side by side, so that keys and values are read once for all of them: row r is query r // group of head r % group.
-2. It walks the split's blocks as FA-2 does (flashzoo/v2), with a row's maximum, l and unnormalised O on chip, and leaves O / l in float32
-   and the LSE of the split. A split in which its rows see no key leaves an LSE of -inf, and no O.
-3. `merge_kernel`: out = sum of exp(LSE_split - LSE) O_split, with LSE = log of the sum of exp(LSE_split). The order is that of the splits,
-   and where they begin does not depend on what other caches hold: the bits are the same in every run, and beside any others.
+1. `split_kernel`: a program has a tile of rows and a split of the keys. The rows are the queries of all query heads
+   that share a key/value head, side by side, so that keys and values are read once for all of them: row r is query
+   r // group of head r % group.
+2. It walks the split's blocks as FA-2 does (flashzoo/v2), with a row's maximum, l and unnormalised O on chip, and
+   leaves O / l in float32 and the LSE of the split. A split in which its rows see no key leaves an LSE of -inf, and no
+   O.
+3. `merge_kernel`: out = sum of exp(LSE_split - LSE) O_split, with LSE = log of the sum of exp(LSE_split). The order is
+   that of the splits, and where they begin does not depend on what other caches hold: the bits are the same in every
+   run, and beside any others.
 
-Keys and values may lie in pages (PAGE rows each, 0 where they don't): key j of a sequence is row j % PAGE of the page whose number is
-the (j // PAGE)-th of the sequence's in the table.
+Keys and values may lie in pages (PAGE rows each, 0 where they don't): key j of a sequence is row j % PAGE of the page
+whose number is the (j // PAGE)-th of the sequence's in the table.
 
 Where there is one split it writes out itself. Sinks, of each head one more logit in the softmax, join where out is
 written. Scores are in log2 units: exp2 with softmax_scale * log2(e) folded in.
@@ -23,13 +27,25 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 # One compiled kernel for every length, batch and number of heads.
-SIZES = ["stride_table", "pages", "seqlen_q", "seqlen_k", "heads", "heads_kv", "blocks", "split", "splits", "window_left", "window_right"]
+SIZES = [
+    "stride_table",
+    "pages",
+    "seqlen_q",
+    "seqlen_k",
+    "heads",
+    "heads_kv",
+    "blocks",
+    "split",
+    "splits",
+    "window_left",
+    "window_right",
+]
 
 
 @triton.jit
 def places(table, pages, key, end, PAGE: tl.constexpr, MASKED: tl.constexpr):
-    """Page and row of keys, -1 for a number of no page; where there are no pages what is before the keys is in the head's address, and
-    the row is the key."""
+    """Page and row of keys, -1 for a number of no page; where there are no pages what is before the keys is in the
+    head's address, and the row is the key."""
     if PAGE:
         page = tl.load(table + key // PAGE, mask=key < end, other=-1) if MASKED else tl.load(table + key // PAGE)
         return tl.where(page < pages, page, -1).to(tl.int64), (key % PAGE).to(tl.int64)
@@ -38,9 +54,19 @@ def places(table, pages, key, end, PAGE: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
-def load_keys(head, strides, place, key, end, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr):
-    """Keys, or values, as a (keys, BLOCK_D) tile; zero where there is no page, and, MASKED, from `end` on: what lies there may be no
-    number."""
+def load_keys(
+    head,
+    strides,
+    place,
+    key,
+    end,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Keys, or values, as a (keys, BLOCK_D) tile; zero where there is no page, and, MASKED, from `end` on: what lies
+    there may be no number."""
     d = tl.arange(0, BLOCK_D)
     row = place[1] * strides[1]
     if PAGE:
@@ -95,8 +121,8 @@ def split_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_KV: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CACHE: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """out and lse are those of all splits; programs of a split's tiles run together, then those of a head's splits: what they read is
-    in L2."""
+    """out and lse are those of all splits; programs of a split's tiles run together, then those of a head's splits:
+    what they read is in L2."""
     program = tl.program_id(0)
     block = program % blocks
     part = program // blocks % splits
@@ -124,7 +150,8 @@ def split_kernel(
         whole = tl.minimum(tl.maximum(block * ROWS // group + used - seqlen_q + window_right + 1, 0), used)
     first += part * split  # A1.1
     end = tl.minimum(end, first + split)
-    whole = tl.maximum(tl.minimum(whole, end) // BLOCK_KV * BLOCK_KV, first)  # blocks before it are seen whole by every row
+    # blocks before it are seen whole by every row
+    whole = tl.maximum(tl.minimum(whole, end) // BLOCK_KV * BLOCK_KV, first)
 
     of_row = b_64 * stride_qb + position.to(tl.int64) * stride_qs + h.to(tl.int64) * stride_qh
     inside = there[:, None] & (d < HEAD_DIM)[None, :]
@@ -138,7 +165,11 @@ def split_kernel(
         k_head += b_64 * stride_kb
         v_head += b_64 * stride_vb
     # A1.2
-    state = (tl.zeros([ROWS, BLOCK_D], tl.float32), tl.zeros([ROWS], tl.float32), tl.full([ROWS], float("-inf"), tl.float32))
+    state = (
+        tl.zeros([ROWS, BLOCK_D], tl.float32),
+        tl.zeros([ROWS], tl.float32),
+        tl.full([ROWS], float("-inf"), tl.float32),
+    )
     keys = (k_head, (stride_kb, stride_ks), v_head, (stride_vb, stride_vs), table, pages)
     diagonal = position + used - seqlen_q
     if LEFT:
@@ -149,7 +180,21 @@ def split_kernel(
             HEAD_DIM, BLOCK_D, BLOCK_KV, PAGE, False,
         )  # fmt: skip
     acc, l_i, m_i = attend(
-        state, q_i, keys, whole, end, end, diagonal, scale_log2, window_left, window_right, HEAD_DIM, BLOCK_D, BLOCK_KV, PAGE, True
+        state,
+        q_i,
+        keys,
+        whole,
+        end,
+        end,
+        diagonal,
+        scale_log2,
+        window_left,
+        window_right,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_KV,
+        PAGE,
+        True,
     )
 
     if sinks is not None:  # one more key, seen by every row, whose value is 0
@@ -177,8 +222,9 @@ def merge_kernel(
     rows, seqlen_q, heads, splits,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS queries of heads, one behind another as they are in lse. `parts` are (splits, batch, seqlen_q, heads, HEAD_DIM), `lse_parts`
-    (splits, batch, heads, seqlen_q); a split has `rows` rows. SPLITS of them are looked at in one step."""
+    """ROWS queries of heads, one behind another as they are in lse. `parts` are
+    (splits, batch, seqlen_q, heads, HEAD_DIM), `lse_parts` (splits, batch, heads, seqlen_q); a split has `rows` rows.
+    SPLITS of them are looked at in one step."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = row < rows
     bh = row // seqlen_q
@@ -190,14 +236,18 @@ def merge_kernel(
     m = tl.full([ROWS], float("-inf"), tl.float32)
     for start in tl.range(0, splits, SPLITS):
         part = (start + tl.arange(0, SPLITS)).to(tl.int64)[:, None]
-        seen = tl.load(lse_parts + part * rows + row[None, :], mask=(part < splits) & there[None, :], other=float("-inf"))
+        seen = tl.load(
+            lse_parts + part * rows + row[None, :], mask=(part < splits) & there[None, :], other=float("-inf")
+        )
         m = tl.maximum(m, tl.max(seen, 0))
     m_safe = tl.where(m == float("-inf"), 0.0, m)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
     for start in tl.range(0, splits, SPLITS):
         part = (start + tl.arange(0, SPLITS)).to(tl.int64)[:, None]
-        seen = tl.load(lse_parts + part * rows + row[None, :], mask=(part < splits) & there[None, :], other=float("-inf"))
+        seen = tl.load(
+            lse_parts + part * rows + row[None, :], mask=(part < splits) & there[None, :], other=float("-inf")
+        )
         weight = tl.exp(seen - m_safe[None, :])
         of_part = parts + (part * rows * HEAD_DIM + at[None, :])[:, :, None] + d[None, None, :]
         # What saw nothing has left no O.

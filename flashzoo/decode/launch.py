@@ -39,7 +39,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Opera
     pages = (0, 0) if table is None else (table.stride(0), k.shape[0])
     given = operands.seqused_k, table
     if splits == 1:
-        split_launch(p, (*inputs, *out.stride()[:3], 0, 0), pages)((q, k, v, out, lse, *given, operands.sinks), (scale_log2,))
+        split_launch(p, (*inputs, *out.stride()[:3], 0, 0), pages)(
+            (q, k, v, out, lse, *given, operands.sinks), (scale_log2,)
+        )
         return out, lse
     parts = q.new_empty((splits, *q.shape), dtype=torch.float32)
     lse_parts = q.new_empty((splits, *lse.shape), dtype=torch.float32)
@@ -55,8 +57,8 @@ def split_launch(problem: Problem, strides: Strides, pages: tuple[int, int] = (0
 
     Args:
         problem: the sizes.
-        strides: over batch (pages, of k and v that lie in them), seqlen and heads of q, k, v and where O goes; over splits of where O and
-            LSE go.
+        strides: over batch (pages, of k and v that lie in them), seqlen and heads of q, k, v and where O goes; over
+            splits of where O and LSE go.
         pages: stride of the page table, and how many pages there are.
     """
     p, tiles, how = problem, tiles_for(problem), cut(problem)
@@ -90,7 +92,12 @@ def merge_launch(problem: Problem, strides: Strides) -> Launch:
         kernels.merge_kernel,
         cdiv(rows, merged),
         (*strides, rows, p.seqlen_q, p.heads, splits),
-        {"HEAD_DIM": p.head_dim, "BLOCK_D": block_d(p.head_dim), "ROWS": merged, "SPLITS": min(MERGED_AT_ONCE, next_power_of_2(splits))},
+        {
+            "HEAD_DIM": p.head_dim,
+            "BLOCK_D": block_d(p.head_dim),
+            "ROWS": merged,
+            "SPLITS": min(MERGED_AT_ONCE, next_power_of_2(splits)),
+        },
         num_warps=4,
         num_stages=1,
     )

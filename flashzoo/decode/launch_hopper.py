@@ -44,7 +44,11 @@ def launch(problem: Problem, q: Ints, k: Ints, v: Ints, pages: Ints, device: int
     """
     p = problem
     of_q = (p.batch, p.seqlen_q, p.heads, p.head_dim)
-    of_k = (p.batch, p.seqlen_k, p.heads_kv, p.head_dim) if p.page_size is None else (pages[1], p.page_size, p.heads_kv, p.head_dim)
+    of_k = (
+        (p.batch, p.seqlen_k, p.heads_kv, p.head_dim)
+        if p.page_size is None
+        else (pages[1], p.page_size, p.heads_kv, p.head_dim)
+    )
     if not (readable(of_q, q) and readable(of_k, k) and readable(of_k, v)):
         return None
     return Launch(problem, of_q, of_k, (q, k, v), pages[0], device)
@@ -61,7 +65,9 @@ class Launch:
         device: index of the GPU.
     """
 
-    def __init__(self, problem: Problem, of_q: Ints, of_k: Ints, strides: tuple[Ints, Ints, Ints], table_stride: int, device: int) -> None:
+    def __init__(
+        self, problem: Problem, of_q: Ints, of_k: Ints, strides: tuple[Ints, Ints, Ints], table_stride: int, device: int
+    ) -> None:
         p, kernel, how = problem, kernel_for(problem), cut_hopper(problem)
         self._device = device
         self._out_dtype, self._out_shape, self._out_strides = TORCH_DTYPES[p.out_dtype], of_q, dense(of_q, strides[0])
@@ -73,12 +79,38 @@ class Launch:
         self._parts_shape = (tiles * how.splits * how.rows, p.head_dim + 1) if kernel.split else (0, 1)
         self._of_lse = 4 * tiles * how.splits * how.rows * p.head_dim
         self._counters = 1 + tiles
-        sizes = (p.seqlen_q, p.seqlen_k, p.heads_kv, p.heads // p.heads_kv, how.heads, how.queries, blocks, p.batch, how.tiles)
+        sizes = (
+            p.seqlen_q,
+            p.seqlen_k,
+            p.heads_kv,
+            p.heads // p.heads_kv,
+            how.heads,
+            how.queries,
+            blocks,
+            p.batch,
+            how.tiles,
+        )
         more = (how.splits, how.least, p.page_size or 1, table_stride, p.head_dim, *self._out_strides[:3], *p.reach)
         params = dict(zip(SIZES, (*sizes, *more), strict=True))
         workers = kernel.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
-        given = ("q", "k", "v", "out", "lse", "parts", "lse_parts", "used_k", "page_table", "sinks", "arrived", "counter", "scale_log2")
-        self._launch = function_for(kernel).bind(device, min(workers, tiles * how.splits), params, given, programmatic=True)
+        given = (
+            "q",
+            "k",
+            "v",
+            "out",
+            "lse",
+            "parts",
+            "lse_parts",
+            "used_k",
+            "page_table",
+            "sinks",
+            "arrived",
+            "counter",
+            "scale_log2",
+        )
+        self._launch = function_for(kernel).bind(
+            device, min(workers, tiles * how.splits), params, given, programmatic=True
+        )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor]:
         """`(out, lse)`, launched on the current stream of the tensors' device."""

@@ -16,20 +16,38 @@ from flashzoo.decode.traits import Kernel
 ARCH = "sm_90a"
 
 SIZES = (
-    *("seqlen_q", "seqlen_k", "heads", "group", "heads_of_tile", "queries_of_tile", "blocks", "batch_heads", "tiles", "splits", "least"),
+    *(
+        "seqlen_q",
+        "seqlen_k",
+        "heads",
+        "group",
+        "heads_of_tile",
+        "queries_of_tile",
+        "blocks",
+        "batch_heads",
+        "tiles",
+        "splits",
+        "least",
+    ),
     *("page", "table_stride", "head_dim", "out_batch", "out_row", "out_head", "window_left", "window_right"),
 )
-"""Fields of `hopper.Params` that all launches of a problem have in common."""
+"""Fields of `hopper_items.Params` that all launches of a problem have in common."""
 
 
 def arguments_of(kernel: Kernel) -> Arguments:
     """What a launch of the kernel takes."""
     given = {"out": Pointer(kernel.out_dtype, align=16), "lse": Pointer("fp32"), "parts": Pointer("fp32", align=16)}
-    given |= {"lse_parts": Pointer("fp32"), **dict.fromkeys(("used_k", "page_table"), Pointer("i32")), "sinks": Pointer("fp32")}
+    given |= {
+        "lse_parts": Pointer("fp32"),
+        **dict.fromkeys(("used_k", "page_table"), Pointer("i32")),
+        "sinks": Pointer("fp32"),
+    }
     given |= dict.fromkeys(("arrived", "counter"), Pointer("i32"))
     tensor = Tma(kernel.dtype, (kernel.width, None, None, None))
     params = {**given, **dict.fromkeys(SIZES, INT), "scale_log2": FLOAT}
-    return Arguments(q=tensor, k=tensor, v=tensor, params=Record("flashzoo.decode.hopper:Params", params, (kernel,)))
+    return Arguments(
+        q=tensor, k=tensor, v=tensor, params=Record("flashzoo.decode.hopper_items:Params", params, (kernel,))
+    )
 
 
 def program(kernel: Kernel) -> tuple[Any, tuple[Any, ...]]:

@@ -2,14 +2,14 @@
 
 1. A builder (`builders.py`) says of every pair of blocks whether it is skipped, partial or full, by arithmetic on block
    numbers: a block matrix, of which a 64k sequence has 512 x 512 entries.
-2. What its partial blocks apply (`elements.py`) is a band (causal, window), or bits where no band can say it: one for each
-   element, of partial blocks only.
+2. What its partial blocks apply (`elements.py`) is a band (causal, window), or bits where no band can say it: one for
+   each element, of partial blocks only.
 3. The block matrix becomes lists of numbers, by rows for the forward pass and by columns for the backward pass
    (`lists.py`). That is what kernels read.
 4. `&` and `|` go back to block matrices, keep a band where that is exact, and make bits where it is not.
 
-Nothing above waits for a GPU or copies from it. Where the number of blocks is in the data, storage is made for as many as the
-shapes allow, and `compact` gives the rest back. What reads values says so: densities, pictures, `validate`.
+Nothing above waits for a GPU or copies from it. Where the number of blocks is in the data, storage is made for as many
+as the shapes allow, and `compact` gives the rest back. What reads values says so: densities, pictures, `validate`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,18 @@ from flashzoo.masks import picture
 from flashzoo.masks.builders import Builders
 from flashzoo.masks.elements import BITS_ALIGNMENT, WITHIN_BLOCKS, Element, Seen, sites_of, steps_of, unpacked
 from flashzoo.masks.grid import BLOCKS, Blocks, Grid
-from flashzoo.masks.lists import FULL, Check, Lists, checks, codes_of, first_flaw, lists_of, shape_errors, slots_of, tensor_errors
+from flashzoo.masks.lists import (
+    FULL,
+    Check,
+    Lists,
+    checks,
+    codes_of,
+    first_flaw,
+    lists_of,
+    shape_errors,
+    slots_of,
+    tensor_errors,
+)
 
 BANDS = 8
 """How many masks that `banded` made a mask keeps."""
@@ -42,13 +53,14 @@ _keeping = Lock()
 class BlockMask(Builders):
     """Which (block of queries, block of keys) pairs attention computes, for each (batch, head) or shared by them.
 
-    A pair of blocks is skipped, full (everything in it is seen) or partial (its elements must satisfy `element`). Keys past
-    seqlen_k are never seen. Make one with a builder: `causal`, `sliding_window`, `local_global`, `strided`, `butterfly`,
-    `random`, `documents`, `from_blocks`, `from_dense`, `from_flex`, `top_k`; combine two of the same sizes with `&` and `|`.
+    A pair of blocks is skipped, full (everything in it is seen) or partial (its elements must satisfy `element`). Keys
+    past seqlen_k are never seen. Make one with a builder: `causal`, `sliding_window`, `local_global`, `strided`,
+    `butterfly`, `random`, `documents`, `from_blocks`, `from_dense`, `from_flex`, `top_k`; combine two of the same sizes
+    with `&` and `|`.
 
-    Builders take `seqlen_k=None` for seqlen_q, block sizes of 64 or 128, and a device, None for torch's default; those that are
-    given tensors use the tensors' device. They raise ValueError or TypeError where an argument is malformed. On a GPU
-    neither they nor `&` and `|` synchronise.
+    Builders take `seqlen_k=None` for seqlen_q, block sizes of 64 or 128, and a device, None for torch's default; those
+    that are given tensors use the tensors' device. They raise ValueError or TypeError where an argument is malformed.
+    On a GPU neither they nor `&` and `|` synchronise.
 
     Attributes:
         seqlen_q, seqlen_k: lengths in tokens.
@@ -85,7 +97,15 @@ class BlockMask(Builders):
     def form(self) -> MaskForm:
         """What it is without its lists."""
         element = self.element
-        return MaskForm(self.block_q, self.block_kv, self.batch, self.heads, element.causal, element.window, element.bits is not None)
+        return MaskForm(
+            self.block_q,
+            self.block_kv,
+            self.batch,
+            self.heads,
+            element.causal,
+            element.window,
+            element.bits is not None,
+        )
 
     @property
     def density(self) -> float:
@@ -112,9 +132,18 @@ class BlockMask(Builders):
     def to_dense(self) -> Tensor:
         """bool `(batch, heads, seqlen_q, seqlen_k)`, True where the query sees the key: what the oracle reads."""
         grid, seen = self.check_once()._grid, self._elements()
-        dense = torch.zeros(self.batch, self.heads, grid.n_q * self.block_q, grid.n_k * self.block_kv, dtype=torch.bool, device=self.device)
+        dense = torch.zeros(
+            self.batch,
+            self.heads,
+            grid.n_q * self.block_q,
+            grid.n_k * self.block_kv,
+            dtype=torch.bool,
+            device=self.device,
+        )
         if dense.numel():
-            blocks = dense.unflatten(3, (grid.n_k, self.block_kv)).unflatten(2, (grid.n_q, self.block_q)).transpose(3, 4)
+            blocks = (
+                dense.unflatten(3, (grid.n_k, self.block_kv)).unflatten(2, (grid.n_q, self.block_q)).transpose(3, 4)
+            )
             for i in range(grid.n_q):
                 sites = grid.arange(grid.n_k, torch.int64).add(i * grid.n_k).expand(self.batch, self.heads, -1)
                 for some in steps_of(grid, sites):
@@ -123,7 +152,9 @@ class BlockMask(Builders):
 
     def to(self, device: torch.device | str) -> BlockMask:
         """The same on another device."""
-        element = self.element if self.element.bits is None else replace(self.element, bits=self.element.bits.to(device))
+        element = (
+            self.element if self.element.bits is None else replace(self.element, bits=self.element.bits.to(device))
+        )
         moved = replace(self, rows=self.rows.to(device), columns=self.columns.to(device), element=element)
         return _known(moved) if self._sound else moved
 
@@ -176,9 +207,10 @@ class BlockMask(Builders):
     def banded(self, causal: bool = False, window_size: Window | None = None) -> BlockMask:
         """It with a band put into it, as by `self & BlockMask.sliding_window(...)`. Itself where there is no band.
 
-        Made once for each band and each stream, by some hundreds of small operations, and kept with this mask, the last `BANDS` of them,
-        until a tensor of it is changed in place in a way that `check_once` sees. Made at every call where nothing may be kept: inside
-        `torch.compile`, transforms of torch.func and inference mode, and in the capture of a CUDA graph, whose memory is its own.
+        Made once for each band and each stream, by some hundreds of small operations, and kept with this mask, the last
+        `BANDS` of them, until a tensor of it is changed in place in a way that `check_once` sees. Made at every call
+        where nothing may be kept: inside `torch.compile`, transforms of torch.func and inference mode, and in the
+        capture of a CUDA graph, whose memory is its own.
 
         Args:
             causal, window_size: as in `flashzoo.attention`.
@@ -215,9 +247,14 @@ class BlockMask(Builders):
         return picture.figure(self._codes(batch, head), self.block_q, self.block_kv, f"{self._sizes}\n{self._shares}")
 
     def __str__(self) -> str:
-        """Its sizes, and the blocks of its first head in characters, as many as the terminal has room for. Synchronises."""
+        """Its sizes, and the blocks of its first head in characters, as many as the terminal has room for.
+        Synchronises."""
         width, height = shutil.get_terminal_size()
-        drawn = picture.characters(self._codes(0, 0), width, max(height - 5, 8)) if self.batch and self.heads else "no heads"
+        drawn = (
+            picture.characters(self._codes(0, 0), width, max(height - 5, 8))
+            if self.batch and self.heads
+            else "no heads"
+        )
         return f"BlockMask {self._sizes}\n{self._shares}\n{drawn}"
 
     def __repr__(self) -> str:
@@ -244,8 +281,9 @@ class BlockMask(Builders):
     def validate(self) -> BlockMask:
         """Itself, if its tensors are what they should be; what a hand-made mask must pass before a kernel may read it.
 
-        Shapes, dtypes and devices are looked at on the host. Indices, counts, their order, and that rows and columns tell of the same
-        blocks and bits, are looked at on the device: some 180 small operations and one synchronisation.
+        Shapes, dtypes and devices are looked at on the host. Indices, counts, their order, and that rows and columns
+        tell of the same blocks and bits, are looked at on the device: some 180 small operations and one
+        synchronisation.
 
         Raises:
             ValueError: with the field, what was expected, and what was got.
@@ -256,12 +294,16 @@ class BlockMask(Builders):
         n_bits = 0 if bits is None else bits.shape[2]
         found = [*checks("rows", self.rows, grid.n_k, n_bits), *checks("columns", self.columns, grid.n_q, n_bits)]
         codes, by_columns = codes_of(self.rows, grid.n_k), codes_of(self.columns, grid.n_q).mT
-        found.append(Check("columns", "of the blocks of rows (0 skipped, 1 partial, 2 full)", by_columns != codes, by_columns))
+        found.append(
+            Check("columns", "of the blocks of rows (0 skipped, 1 partial, 2 full)", by_columns != codes, by_columns)
+        )
         if bits is not None:
             slots, by_columns = slots_of(self.rows, grid.n_k), slots_of(self.columns, grid.n_q).mT
             found.append(Check("columns.bit_index", "that of rows for every block", by_columns != slots, by_columns))
             partials = (self.rows.counts - self.rows.full).sum(-1)
-            found.append(Check("element.bits", "of as many blocks as there are partial ones", partials > n_bits, partials))
+            found.append(
+                Check("element.bits", "of as many blocks as there are partial ones", partials > n_bits, partials)
+            )
         if self.tight and self.element.span != (None, None):
             beyond = (codes == FULL) & ~grid.band(self.element.span)[1]
             found.append(Check("tight", "False where a full block is not all in the band", beyond, codes))
@@ -271,10 +313,11 @@ class BlockMask(Builders):
         return _known(self)
 
     def check_once(self) -> BlockMask:
-        """`validate`, but for a mask that was made by a builder or has passed before, and was not changed in place since: then nothing.
+        """`validate`, but for a mask that was made by a builder or has passed before,
+        and was not changed in place since: then nothing.
 
-        What is changed through `.data`, by another library's kernel or in inference mode is not seen, nor is a change that a graph of
-        `torch.compile` does not know of.
+        What is changed through `.data`, by another library's kernel or in inference mode is not seen, nor is a change
+        that a graph of `torch.compile` does not know of.
         """
         return self if self._sound else self.validate()
 
@@ -284,7 +327,8 @@ class BlockMask(Builders):
 
     @property
     def _lasting(self) -> bool:
-        """Whether it may be kept: its changes are counted, and its tensors are not those of a transform or of a mode alone."""
+        """Whether it may be kept: its changes are counted, and its tensors are not those of a transform or
+        of a mode alone."""
         plain = not torch._C._are_functorch_transforms_active() and all(type(x) is Tensor for x in self.parts()[0])
         return self._versions is not None and plain
 
@@ -320,7 +364,10 @@ class BlockMask(Builders):
             for error in tensor_errors("element.bits", bits, torch.uint8, shape, self.device):
                 yield f"block_mask: {error}"
             if past := bits.data_ptr() % BITS_ALIGNMENT:
-                yield f"block_mask: element.bits must start at a multiple of {BITS_ALIGNMENT} bytes, got one {past} bytes past it"
+                yield (
+                    f"block_mask: element.bits must start at a multiple of {BITS_ALIGNMENT} bytes, "
+                    f"got one {past} bytes past it"
+                )
         try:
             check_flags(**{"element.causal": self.element.causal, "tight": self.tight})
         except TypeError as error:
@@ -346,7 +393,9 @@ class BlockMask(Builders):
     ) -> BlockMask:
         rows, columns = lists_of(kept, full, widths or (grid.n_k, grid.n_q), slots)
         sizes = (grid.seqlen_q, grid.seqlen_k, grid.block_q, grid.block_kv, kept.shape[0], kept.shape[1])
-        return _known(cls(*sizes, rows, columns, element, tight or (element.bits is None and element.span == (None, None))))
+        return _known(
+            cls(*sizes, rows, columns, element, tight or (element.bits is None and element.span == (None, None)))
+        )
 
     @property
     def _grid(self) -> Grid:
@@ -383,7 +432,10 @@ class BlockMask(Builders):
             if span != (None, None):
                 elements = elements & grid.in_band(span, *grid.positions(sites))
             if bits is not None and slots is not None:
-                b, h = grid.arange(self.batch, torch.int64).expand(batch), grid.arange(self.heads, torch.int64).expand(heads)
+                b, h = (
+                    grid.arange(self.batch, torch.int64).expand(batch),
+                    grid.arange(self.heads, torch.int64).expand(heads),
+                )
                 elements = elements & unpacked(bits[b[:, None, None], h[:, None], of_sites(slots)])
             return elements | (code == FULL)
 
@@ -402,10 +454,14 @@ def _combined(a: BlockMask, b: BlockMask, union: bool) -> BlockMask:
     """`a | b` or `a & b`."""
     for name in ("seqlen_q", "seqlen_k", "block_q", "block_kv", "device"):
         if getattr(a, name) != getattr(b, name):
-            raise ValueError(f"block masks to combine must have the same {name}, got {getattr(a, name)} and {getattr(b, name)}")
+            raise ValueError(
+                f"block masks to combine must have the same {name}, got {getattr(a, name)} and {getattr(b, name)}"
+            )
     for name in ("batch", "heads"):
         if getattr(a, name) != getattr(b, name) and 1 not in (getattr(a, name), getattr(b, name)):
-            raise ValueError(f"block masks to combine must have the same {name} or 1, got {getattr(a, name)} and {getattr(b, name)}")
+            raise ValueError(
+                f"block masks to combine must have the same {name} or 1, got {getattr(a, name)} and {getattr(b, name)}"
+            )
     grid = a.check_once()._grid
     (kept_a, full_a), (kept_b, full_b) = a._blocks(), b.check_once()._blocks()
     kept, full = (kept_a | kept_b, full_a | full_b) if union else (kept_a & kept_b, full_a & full_b)

@@ -24,7 +24,15 @@ class Builders:
     # By a band.
 
     @classmethod
-    def causal(cls, seqlen_q: int, seqlen_k: int | None = None, *, block_q: int = 128, block_kv: int = 128, device: Device = None) -> Self:
+    def causal(
+        cls,
+        seqlen_q: int,
+        seqlen_k: int | None = None,
+        *,
+        block_q: int = 128,
+        block_kv: int = 128,
+        device: Device = None,
+    ) -> Self:
         """Query i sees the keys up to i + seqlen_k - seqlen_q: aligned bottom-right."""
         grid = grid_of(seqlen_q, seqlen_k, block_q, block_kv, device)
         return cls._banded(grid, Element(causal=True))
@@ -62,7 +70,8 @@ class Builders:
         block_kv: int = 128,
         device: Device = None,
     ) -> Self:
-        """A window, and tokens that see all and are seen by all (Longformer, arXiv:2004.05150); `& causal(...)` makes it sinks.
+        """A window, and tokens that see all and are seen by all (Longformer, arXiv:2004.05150);
+        `& causal(...)` makes it sinks.
 
         Args:
             window_size: `(left, right)`, as in `sliding_window`.
@@ -101,10 +110,11 @@ class Builders:
         block_kv: int = 128,
         device: Device = None,
     ) -> Self:
-        """Every stride-th block counted from the diagonal, and those less than `local` from it (Sparse Transformer, arXiv:1904.10509).
+        """Every stride-th block counted from the diagonal, and those less than `local` from it (Sparse Transformer,
+        arXiv:1904.10509).
 
-        Distances are between squares of the larger block size, of which the last of the queries is on a level with the last
-        of the keys. Both sides of the diagonal are kept; `& causal(...)` takes one.
+        Distances are between squares of the larger block size, of which the last of the queries is on a level with the
+        last of the keys. Both sides of the diagonal are kept; `& causal(...)` takes one.
         """
         count_of("stride", stride, 1)
         grid = grid_of(seqlen_q, seqlen_k, block_q, block_kv, device)
@@ -116,12 +126,19 @@ class Builders:
 
     @classmethod
     def butterfly(
-        cls, seqlen_q: int, seqlen_k: int | None = None, *, block_q: int = 128, block_kv: int = 128, device: Device = None
+        cls,
+        seqlen_q: int,
+        seqlen_k: int | None = None,
+        *,
+        block_q: int = 128,
+        block_kv: int = 128,
+        device: Device = None,
     ) -> Self:
-        """Block (i, j) where i == j or i xor j is a power of two: the flat butterfly of pixelated butterfly (arXiv:2112.00029), which
-        FlashAttention's block-sparse experiments use (arXiv:2205.14135).
+        """Block (i, j) where i == j or i xor j is a power of two: the flat butterfly of pixelated butterfly
+        (arXiv:2112.00029), which FlashAttention's block-sparse experiments use (arXiv:2205.14135).
 
-        With block sizes that differ, i and j number squares of the larger. They count from the first query and the first key.
+        With block sizes that differ, i and j number squares of the larger.
+        They count from the first query and the first key.
         """
         grid = grid_of(seqlen_q, seqlen_k, block_q, block_kv, device)
         i, j = _squares(grid)
@@ -142,7 +159,8 @@ class Builders:
         block_kv: int = 128,
         device: Device = None,
     ) -> Self:
-        """In every row so many blocks, drawn without replacement (BigBird, arXiv:2007.14062). One seed gives the same on every device."""
+        """In every row so many blocks, drawn without replacement (BigBird, arXiv:2007.14062).
+        One seed gives the same on every device."""
         grid = grid_of(seqlen_q, seqlen_k, block_q, block_kv, device)
         shape = (count_of("batch", batch, 1), count_of("heads", heads, 1), grid.n_q, grid.n_k)
         number = grid.arange(shape[0] * shape[1] * grid.n_q * grid.n_k, torch.int64).view(shape)
@@ -165,8 +183,9 @@ class Builders:
         """Documents packed one after another: a query sees the keys of its own. `& causal(...)` makes that causal.
 
         Args:
-            lengths: of the documents' queries, in tokens: ints, or an integer tensor `(documents,)` or `(batch, documents)`, whose
-                values are not looked at (less than 0 counts as 0). Tokens after the last document see nothing.
+            lengths: of the documents' queries, in tokens: ints, or an integer tensor `(documents,)` or
+                `(batch, documents)`, whose values are not looked at (less than 0 counts as 0). Tokens after the last
+                document see nothing.
             lengths_k: of their keys, as many; those of the queries where None.
             seqlen_q, seqlen_k: in all; required with a tensor, else the sum of the lengths where None.
             device: None for that of a tensor.
@@ -182,18 +201,23 @@ class Builders:
         if lengths_k is None and seqlen_k != seqlen_q:
             of_k, _ = _document_of("lengths", lengths, seqlen_k, grid)
         if count_k != count or (len(of_q) != len(of_k) and 1 not in (len(of_q), len(of_k))):
-            raise ValueError(f"lengths_k must be of as many documents as lengths, {count}, and of its batch, got {shape_of(lengths_k)}")
+            raise ValueError(
+                f"lengths_k must be of as many documents as lengths, {count}, and of its batch, "
+                f"got {shape_of(lengths_k)}"
+            )
         q_first, q_last, k_first, k_last = (edge.flatten() for edge in grid.edges())
         first_q, last_q = of_q[:, q_first, None], of_q[:, q_last, None]
         first_k, last_k = of_k[:, None, k_first], of_k[:, None, k_last]
-        # Document numbers rise, so a block has those from its first to its last; `count` is what follows the last document.
+        # Document numbers rise, so a block has those from its first to its last;
+        # `count` is what follows the last document.
         kept = torch.maximum(first_q, first_k) <= torch.minimum(last_q, last_k).clamp(max=count - 1)
         full = (first_q == last_q) & (first_k == last_k) & (first_q == first_k) & (first_q < count)
 
         def seen(sites: Tensor) -> Tensor:
             q, k = grid.positions(sites)
             q, k = (
-                of.expand(len(x), -1).gather(1, x.flatten(1).clamp(max=of.shape[1] - 1)).view(x.shape) for of, x in ((of_q, q), (of_k, k))
+                of.expand(len(x), -1).gather(1, x.flatten(1).clamp(max=of.shape[1] - 1)).view(x.shape)
+                for of, x in ((of_q, q), (of_k, k))
             )
             return (q == k) & (q < count)
 
@@ -218,7 +242,8 @@ class Builders:
 
         Args:
             blocks: bool `(n_q, n_k)` or `(batch, heads, n_q, n_k)`: the blocks to keep.
-            full: the blocks to which causal and window_size do not apply, of the same shape; kept too, wherever `blocks` is False.
+            full: the blocks to which causal and window_size do not apply, of the same shape;
+                kept too, wherever `blocks` is False.
             causal, window_size: what applies to the other ones.
         """
         check_flags(causal=causal)
@@ -227,11 +252,14 @@ class Builders:
         kept = matrix_of("blocks", blocks, grid)
         in_band, whole = grid.band(element.span)
         if full is None:
-            return cls._made(grid, kept & in_band, kept & whole, element, tight=True, widths=grid.band_widths(element.span))
+            return cls._made(
+                grid, kept & in_band, kept & whole, element, tight=True, widths=grid.band_widths(element.span)
+            )
         given = matrix_of("full", tensor_of("full", full, torch.bool), grid)
         if given.shape != kept.shape or given.device != kept.device:
             raise ValueError(
-                f"full must have the shape and device of blocks, {tuple(blocks.shape)} on {blocks.device}, got {shape_of(full)}"
+                f"full must have the shape and device of blocks, {tuple(blocks.shape)} on {blocks.device}, "
+                f"got {shape_of(full)}"
             )
         return cls._made(grid, given | kept & in_band, given | kept & whole, element)
 
@@ -240,11 +268,14 @@ class Builders:
         """From a mask of elements. Its bits take an eighth of the mask's memory, until `compact`.
 
         Args:
-            mask: bool `(seqlen_q, seqlen_k)` or `(batch, heads, seqlen_q, seqlen_k)`, any strides, True where the query sees the key.
+            mask: bool `(seqlen_q, seqlen_k)` or `(batch, heads, seqlen_q, seqlen_k)`, any strides, True where the
+                query sees the key.
         """
         tensor_of("mask", mask, torch.bool)
         if mask.ndim not in (2, 4):
-            raise ValueError(f"mask must have shape (seqlen_q, seqlen_k) or (batch, heads, seqlen_q, seqlen_k), got {shape_of(mask)}")
+            raise ValueError(
+                f"mask must have shape (seqlen_q, seqlen_k) or (batch, heads, seqlen_q, seqlen_k), got {shape_of(mask)}"
+            )
         grid = grid_of(mask.shape[-2], mask.shape[-1], block_q, block_kv, mask.device)
         mask = mask if mask.ndim == 4 else mask[None, None]
         padding = (0, grid.n_k * block_kv - grid.seqlen_k, 0, grid.n_q * block_q - grid.seqlen_q)
@@ -252,7 +283,10 @@ class Builders:
         mask = mask.unflatten(3, (grid.n_k, block_kv)).unflatten(2, (grid.n_q, block_q)) if mask.numel() else mask
 
         def seen(sites: Tensor) -> Tensor:
-            b, h = grid.arange(mask.shape[0], torch.int64)[:, None, None], grid.arange(mask.shape[1], torch.int64)[:, None]
+            b, h = (
+                grid.arange(mask.shape[0], torch.int64)[:, None, None],
+                grid.arange(mask.shape[1], torch.int64)[:, None],
+            )
             return mask.transpose(3, 4)[b, h, sites // grid.n_k, sites % grid.n_k]
 
         every = torch.ones(*mask.shape[:2], grid.n_q, grid.n_k, dtype=torch.bool, device=grid.device)
@@ -262,8 +296,8 @@ class Builders:
     def from_flex(cls, mask: Any) -> Self:
         """From FlexAttention's `BlockMask`, its mask_mod evaluated on partial blocks only.
 
-        How many of them are partial is in the data, so there is storage for all to be, an eighth of a byte an element until
-        `compact`, and time is taken for all. Batch and heads are the mask's, 1 where it was made with None.
+        How many of them are partial is in the data, so there is storage for all to be, an eighth of a byte an element
+        until `compact`, and time is taken for all. Batch and heads are the mask's, 1 where it was made with None.
         """
         from torch.nn.attention.flex_attention import BlockMask as FlexMask
         from torch.nn.attention.flex_attention import create_mask, noop_mask
@@ -276,7 +310,10 @@ class Builders:
             torch.zeros(1, 1, grid.n_q, grid.n_k, dtype=torch.bool, device=grid.device)
             if counts is None or numbers is None
             else codes_of(Lists(counts, torch.zeros_like(counts), numbers, counts), grid.n_k) > 0
-            for counts, numbers in ((mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices))
+            for counts, numbers in (
+                (mask.kv_num_blocks, mask.kv_indices),
+                (mask.full_kv_num_blocks, mask.full_kv_indices),
+            )
         )
         kept = partial | full
         if mask.mask_mod is noop_mask:
@@ -315,7 +352,8 @@ class Builders:
         """In every row the k blocks of the highest scores, among those that causal and window_size leave anything of.
 
         Args:
-            scores: `(n_q, n_k)` or `(batch, heads, n_q, n_k)`, floating point. Of equal ones the first is taken; -inf and NaN never.
+            scores: `(n_q, n_k)` or `(batch, heads, n_q, n_k)`, floating point. Of equal ones the first is taken;
+                -inf and NaN never.
             causal, window_size: what applies to the elements of blocks.
         """
         check_flags(causal=causal)
@@ -341,10 +379,18 @@ class Builders:
     def _plain(cls, grid: Grid, kept: Tensor, row_width: int | None = None) -> Self:
         """A mask of full blocks alone."""
         kept = kept if kept.ndim == 4 else kept[None, None]
-        return cls._made(grid, kept, kept, WITHIN_BLOCKS, widths=(grid.n_k if row_width is None else min(row_width, grid.n_k), grid.n_q))
+        return cls._made(
+            grid,
+            kept,
+            kept,
+            WITHIN_BLOCKS,
+            widths=(grid.n_k if row_width is None else min(row_width, grid.n_k), grid.n_q),
+        )
 
     @classmethod
-    def _with_bits(cls, grid: Grid, blocks: Blocks, most: int, seen: Seen, widths: tuple[int, int] | None = None) -> Self:
+    def _with_bits(
+        cls, grid: Grid, blocks: Blocks, most: int, seen: Seen, widths: tuple[int, int] | None = None
+    ) -> Self:
         """A mask of a block matrix whose partial blocks are what `seen` says; see `looked_at`."""
         (kept, full), bits, slots = looked_at(grid, blocks, most, seen)
         return cls._made(grid, kept, full, Element(bits=bits), widths=widths, slots=slots)
@@ -396,7 +442,9 @@ def _document_of(name: str, lengths: Sequence[int] | Tensor, seqlen: int, grid: 
         pinned = grid.device.type == "cuda"
         lengths = torch.tensor(lengths, dtype=torch.int64, pin_memory=pinned)
     if lengths.ndim not in (1, 2) or lengths.dtype.is_floating_point or lengths.dtype == torch.bool:
-        raise ValueError(f"{name} must be ints of shape (documents,) or (batch, documents), got {lengths.dtype} {shape_of(lengths)}")
+        raise ValueError(
+            f"{name} must be ints of shape (documents,) or (batch, documents), got {lengths.dtype} {shape_of(lengths)}"
+        )
     lengths = lengths.to(grid.device, torch.int64, non_blocking=True)
     lengths = lengths if lengths.ndim == 2 else lengths[None]
     ends = lengths.clamp(min=0).cumsum(-1)
@@ -409,7 +457,9 @@ def _sum(name: str, lengths: Sequence[int] | Tensor, of: str, given: int | None)
     if given is not None:
         return given
     if isinstance(lengths, Tensor):
-        raise ValueError(f"{of} is required where {name} is a tensor, as reading that would wait for its device; got None")
+        raise ValueError(
+            f"{of} is required where {name} is a tensor, as reading that would wait for its device; got None"
+        )
     for length in lengths:
         count_of(name, length)
     return sum(lengths)

@@ -17,7 +17,8 @@ ELEMENTS = 1 << 24
 """Elements of blocks that are looked at in one step, so that a step's memory is some hundred MB."""
 
 Seen = Callable[[Tensor], Tensor]
-"""From numbers of blocks `(batch, heads, some)`, i n_k + j, to their elements: bool `(batch, heads, some, block_q, block_kv)`."""
+"""From numbers of blocks `(batch, heads, some)`, i n_k + j, to their elements: bool
+`(batch, heads, some, block_q, block_kv)`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,9 +27,9 @@ class Element:
 
     Attributes:
         causal, window: as in `flashzoo.attention`: aligned bottom-right, window sides None where unbounded.
-        bits: uint8 `(batch, heads, blocks, block_q, block_kv / 8)`, contiguous; bit t of byte c of row r says whether query r of
-            the block sees its key 8 c + t. Which of the `blocks` is whose is in `Lists.bit_index`. They start at a multiple of
-            `BITS_ALIGNMENT` bytes.
+        bits: uint8 `(batch, heads, blocks, block_q, block_kv / 8)`, contiguous; bit t of byte c of row r says whether
+            query r of the block sees its key 8 c + t. Which of the `blocks` is whose is in `Lists.bit_index`. They
+            start at a multiple of `BITS_ALIGNMENT` bytes.
     """
 
     causal: bool = False
@@ -46,14 +47,15 @@ WITHIN_BLOCKS = Element()
 
 
 def looked_at(grid: Grid, blocks: Blocks, most: int, seen: Seen) -> tuple[Blocks, Tensor | None, Tensor | None]:
-    """A block matrix whose partial blocks were looked at: full where `seen` says all of them, skipped where nothing, else with bits.
+    """A block matrix whose partial blocks were looked at: full where `seen` says all of them, skipped where
+    nothing, else with bits.
 
     Args:
         most: at most how many blocks of a (batch, head) are partial.
 
     Returns:
-        The block matrix, the bits as in `Element`, and where in them those of each partial block are, int32 of the matrix's shape;
-        None for both where no block can be partial.
+        The block matrix, the bits as in `Element`, and where in them those of each partial block are, int32 of the
+        matrix's shape; None for both where no block can be partial.
     """
     kept, full = blocks
     kept, full = torch.broadcast_tensors(kept, full)
@@ -82,11 +84,14 @@ def looked_at(grid: Grid, blocks: Blocks, most: int, seen: Seen) -> tuple[Blocks
 
 
 def sites_of(partial: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """The numbers of the True blocks in row order, int64 `(batch, heads, most)`, 0 past the last; and which are not past it."""
+    """The numbers of the True blocks in row order, int64 `(batch, heads, most)`, 0 past the last;
+    and which are not past it."""
     partial = partial.flatten(2)
     number = torch.arange(partial.shape[-1], device=partial.device)
     target = torch.where(partial, partial.cumsum(-1) - 1, most)
-    sites = number.new_zeros(*partial.shape[:2], most + 1).scatter_(-1, target, number.expand(partial.shape))[..., :most]
+    sites = number.new_zeros(*partial.shape[:2], most + 1).scatter_(-1, target, number.expand(partial.shape))[
+        ..., :most
+    ]
     return sites, number[:most] < partial.sum(-1, keepdim=True)
 
 

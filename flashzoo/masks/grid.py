@@ -49,7 +49,12 @@ class Grid:
     def edges(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """First and last query of every row of blocks `(n_q, 1)`, first and last key of every column `(n_k,)`."""
         q, k = self.arange(self.n_q, step=self.block_q)[:, None], self.arange(self.n_k, step=self.block_kv)
-        return q, (q + (self.block_q - 1)).clamp(max=self.seqlen_q - 1), k, (k + (self.block_kv - 1)).clamp(max=self.seqlen_k - 1)
+        return (
+            q,
+            (q + (self.block_q - 1)).clamp(max=self.seqlen_q - 1),
+            k,
+            (k + (self.block_kv - 1)).clamp(max=self.seqlen_k - 1),
+        )
 
     def reach(self, span: Window) -> tuple[int, int]:
         """A span in numbers; what nothing reaches is unbounded, and fits 32 bits."""
@@ -85,7 +90,8 @@ class Grid:
         return self.n_q * min(edges * cdiv(self.block_q + self.block_kv - 2, self.block_kv), self.n_k)
 
     def positions(self, sites: Tensor) -> tuple[Tensor, Tensor]:
-        """Queries `(..., block_q, 1)` and keys `(..., 1, block_kv)` of the blocks of these numbers, past the end in the last ones."""
+        """Queries `(..., block_q, 1)` and keys `(..., 1, block_kv)` of the blocks of these numbers, past the end
+        in the last ones."""
         i, j = sites // self.n_k, sites % self.n_k
         q = (i * self.block_q)[..., None] + self.arange(self.block_q, torch.int64)
         k = (j * self.block_kv)[..., None] + self.arange(self.block_kv, torch.int64)
@@ -127,7 +133,10 @@ def matrix_of(name: str, x: Tensor, grid: Grid) -> Tensor:
     """x as `(batch, heads, n_q, n_k)`."""
     if x.ndim not in (2, 4) or x.shape[-2:] != (grid.n_q, grid.n_k):
         sizes = f"({grid.n_q}, {grid.n_k}) or (batch, heads, {grid.n_q}, {grid.n_k})"
-        raise ValueError(f"{name} must have shape {sizes}, blocks of {grid.block_q} queries by {grid.block_kv} keys, got {shape_of(x)}")
+        raise ValueError(
+            f"{name} must have shape {sizes}, blocks of {grid.block_q} queries by {grid.block_kv} keys, "
+            f"got {shape_of(x)}"
+        )
     return x if x.ndim == 4 else x[None, None]
 
 

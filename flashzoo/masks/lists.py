@@ -1,4 +1,5 @@
-"""Lists of blocks, which block-sparse kernels walk: made from a boolean block matrix, turned back into one, and checked.
+"""Lists of blocks, which block-sparse kernels walk: made from a boolean block matrix, turned back into one,
+and checked.
 
 All of it runs on the tensors' own device, in a fixed number of torch operations; nothing here waits for the device.
 A block matrix is `(batch, heads, n, m)`: n rows of blocks, each of which may keep any of m blocks.
@@ -16,7 +17,8 @@ from torch import Tensor
 PARTIAL, FULL = 1, 2
 """What `codes_of` says of a kept block; 0 of a skipped one."""
 TOGETHER = 1 << 20
-"""Entries up to which a square matrix is listed both ways at once: half the launches, a small mask's time, for twice the memory."""
+"""Entries up to which a square matrix is listed both ways at once:
+half the launches, a small mask's time, for twice the memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,13 +120,18 @@ class Check(NamedTuple):
     got: Tensor
 
 
-def shape_errors(name: str, lists: Lists, batch: int, heads: int, n: int, bits: bool, device: torch.device) -> Iterator[str]:
+def shape_errors(
+    name: str, lists: Lists, batch: int, heads: int, n: int, bits: bool, device: torch.device
+) -> Iterator[str]:
     """What is wrong with the lists' tensors but for what is in them, a sentence each."""
     width = lists.indices.shape[-1:] if isinstance(lists.indices, Tensor) else ("width",)
     for field in fields(lists):
         x, where = getattr(lists, field.name), f"{name}.{field.name}"
         if field.name == "bit_index" and (x is not None) != bits:
-            yield f"{where} must be {'a tensor, as there are bits' if bits else 'None, as there are no bits'}, got {_kind(x)}"
+            yield (
+                f"{where} must be {'a tensor, as there are bits' if bits else 'None, as there are no bits'}, "
+                f"got {_kind(x)}"
+            )
             continue
         if x is None and field.name == "bit_index":
             continue
@@ -164,7 +171,9 @@ def checks(name: str, lists: Lists, m: int, n_bits: int) -> list[Check]:
     nth = torch.arange(lists.width, dtype=torch.int32, device=counts.device)
     there, n_partial = nth < counts[..., None], (counts - full)[..., None]
     found = [
-        Check(f"{name}.counts", f"0 to {most}, of {m} blocks in lists {lists.width} wide", _outside(counts, most), counts),
+        Check(
+            f"{name}.counts", f"0 to {most}, of {m} blocks in lists {lists.width} wide", _outside(counts, most), counts
+        ),
         Check(f"{name}.full", f"0 to {name}.counts", (full < 0) | (full > counts), full),
         Check(f"{name}.indices", f"blocks 0 to {m - 1}", there & _outside(indices, m - 1), indices),
     ]
@@ -202,7 +211,8 @@ def _outside(x: Tensor, last: int) -> Tensor:
 
 
 def first_flaw(found: list[Check]) -> str | None:
-    """The first of these that does not hold, in words. One flag of each is read, all together: one synchronisation if all hold."""
+    """The first of these that does not hold, in words. One flag of each is read, all together:
+    one synchronisation if all hold."""
     flags = [check.bad.any() for check in found]
     failed = [check for check, flag in zip(found, torch.stack(flags).tolist(), strict=True) if flag]
     if not failed:

@@ -43,7 +43,9 @@ def figure(codes: Tensor, block_q: int, block_kv: int, title: str) -> Any:
         ImportError: matplotlib is not installed.
     """
     try:
-        colors, figures, patches = (importlib.import_module(f"matplotlib.{name}") for name in ("colors", "figure", "patches"))
+        colors, figures, patches = (
+            importlib.import_module(f"matplotlib.{name}") for name in ("colors", "figure", "patches")
+        )
     except ImportError as error:
         raise ImportError("plot() needs matplotlib: pip install flashzoo[report]") from error
     shades = {"skipped": "#f2f2f2", "partial": "#f4a259", "full": "#2e5e8c"}
@@ -52,7 +54,9 @@ def figure(codes: Tensor, block_q: int, block_kv: int, title: str) -> Any:
     axes = made.add_subplot()
     extent = (0, max(n_k, 1) * block_kv, max(n_q, 1) * block_q, 0)
     image = codes.numpy() if codes.numel() else codes.new_zeros(1, 1).numpy()
-    axes.imshow(image, cmap=colors.ListedColormap([*shades.values()]), vmin=0, vmax=2, extent=extent, interpolation="nearest")
+    axes.imshow(
+        image, cmap=colors.ListedColormap([*shades.values()]), vmin=0, vmax=2, extent=extent, interpolation="nearest"
+    )
     axes.set(xlabel="key", ylabel="query", title=title)
     handles = [patches.Patch(facecolor=shade, edgecolor="#999999", label=name) for name, shade in shades.items()]
     made.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize="small")

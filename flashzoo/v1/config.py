@@ -82,13 +82,20 @@ def tiles_for(kernel: str, problem: Problem) -> Tiles:
 
 def describe(problem: Problem) -> list[str]:
     """Sentences for `explain`: what runs, with which tiles, and what happens silently."""
-    lines = [f"{kernel}: {tiles_for(kernel, problem)}" for kernel in (("forward", "backward") if problem.grad else ("forward",))]
+    lines = [
+        f"{kernel}: {tiles_for(kernel, problem)}"
+        for kernel in (("forward", "backward") if problem.grad else ("forward",))
+    ]
     if problem.arch in SRAM:
         block_q, block_kv = paper_tiles(problem.head_dim, SRAM[problem.arch], 4 if problem.dtype == "fp32" else 2)
-        lines.append(f"the paper's formula would give {block_q}x{block_kv} blocks for {SRAM[problem.arch] >> 10} KB on chip")
+        lines.append(
+            f"the paper's formula would give {block_q}x{block_kv} blocks for {SRAM[problem.arch] >> 10} KB on chip"
+        )
     if problem.device == "cpu":
         lines.append("runs in Triton's interpreter: exact, and slow")
     if block_d(problem.head_dim) != problem.head_dim:
         lines.append(f"head_dim {problem.head_dim} is padded to {block_d(problem.head_dim)} on chip, not in memory")
-    lines.append("keeps O in float32, l and m in memory between steps" + (", and dQ in float32" if problem.grad else ""))
+    lines.append(
+        "keeps O in float32, l and m in memory between steps" + (", and dQ in float32" if problem.grad else "")
+    )
     return lines

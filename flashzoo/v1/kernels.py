@@ -123,13 +123,15 @@ def forward_kernel(
             s = tl.dot(q_i, k_j.T, input_precision="ieee") * scale_log2  # A1.9
             s = tl.where(visible(row[:, None], col[None, :], shift, seqlen_k, CAUSAL), s, float("-inf"))
             m_new = tl.maximum(m_i, tl.max(s, 1))  # A1.10, A1.11
-            # A row that has seen no key yet keeps m = -inf, and -inf - -inf is NaN: its p and alpha are exp2(-inf - 0) = 0.
+            # A row that has seen no key yet keeps m = -inf, and -inf - -inf is NaN:
+            # its p and alpha are exp2(-inf - 0) = 0.
             m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
             p = tl.exp2(s - m_safe[:, None])
             alpha = tl.exp2(m_i - m_safe)
             l_new = alpha * l_i + tl.sum(p, 1)
             l_safe = tl.where(l_new == 0.0, 1.0, l_new)
-            acc = tl.dot(p.to(v_j.dtype), v_j, acc * (alpha * l_i)[:, None], input_precision="ieee") / l_safe[:, None]  # A1.12
+            # A1.12
+            acc = tl.dot(p.to(v_j.dtype), v_j, acc * (alpha * l_i)[:, None], input_precision="ieee") / l_safe[:, None]
             store_block(o_acc_head, acc, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D)
             tl.store(l + at, l_new, mask=row < seqlen_q)  # A1.13
             tl.store(m + at, m_new, mask=row < seqlen_q)

@@ -66,7 +66,8 @@ attention: Callable[..., tuple[Tensor, Tensor | None]] = differentiable(forward,
 
 @lru_cache(maxsize=1024)
 def forward_launch(problem: Problem, strides: Strides) -> Launch:
-    """The launch of `forward_kernel`; strides over batch, seqlen and heads of q, k, v, out and its float32 accumulator."""
+    """The launch of `forward_kernel`; strides over batch, seqlen and heads of q, k, v, out and its
+    float32 accumulator."""
     tiles = tiles_for("forward", problem)
     heads = problem.batch * problem.heads
     rows = rows_per_program(problem.seqlen_q, heads, tiles.block_q)

@@ -2,7 +2,9 @@
 
 from flashzoo.spec import Spec, deferred
 
-_FEATURES = frozenset({"causal", "window", "gqa", "cross", "lse", "deterministic", "packed", "used_k", "cache", "sinks"})
+_FEATURES = frozenset(
+    {"causal", "window", "gqa", "cross", "lse", "deterministic", "packed", "used_k", "cache", "sinks"}
+)
 
 SPEC = Spec(
     name="v2",

@@ -16,8 +16,8 @@ class Tiles:
         block_q, block_kv: rows of a block of queries (the paper's B_r) and of keys (B_c).
         num_warps, num_stages: warps of a program, and depth of the software pipeline over what it streams.
         tma: read what streams by through TMA descriptors where its layout allows it.
-        registers: how many of the blocks that a program owns (Q; K and V; Q and dO) go to the tensor cores from registers
-            and not from shared memory. Needs tma.
+        registers: how many of the blocks that a program owns (Q; K and V; Q and dO) go to the tensor cores from
+            registers and not from shared memory. Needs tma.
     """
 
     block_q: int
@@ -54,7 +54,8 @@ HOPPER = {
     ("dq", 256, True): Tiles(64, 64, 4, 2, tma=True),
 }
 
-# Caches on Hopper, by plain loads. Not measured: the largest tried that compile for it without spills, by Triton 3.6 and 3.9.
+# Caches on Hopper, by plain loads. Not measured: the largest tried that compile for it without spills,
+# by Triton 3.6 and 3.9.
 HOPPER_CACHES = {
     ("forward", 64): Tiles(64, 64, 4, 2),
     ("forward", 128): Tiles(64, 64, 4, 2),
@@ -67,8 +68,8 @@ HOPPER_CACHES = {
     ("dq", 256): Tiles(64, 32, 8, 2),
 }
 
-# Not measured: no such GPU is at hand. The largest tried that compile without spills for sm_80, sm_89 and sm_100, in the
-# 99 KB on chip that the smallest of them has.
+# Not measured: no such GPU is at hand. The largest tried that compile without spills for sm_80, sm_89 and sm_100, in
+# the 99 KB on chip that the smallest of them has.
 ANYWHERE = {
     ("forward", 64): Tiles(64, 32, 4, 2),
     ("forward", 128): Tiles(64, 32, 4, 2),
@@ -132,7 +133,9 @@ def describe(problem: Problem) -> list[str]:
     elif problem.dtype == "fp32":
         lines.append("tiles: small, as float32 products run on the CUDA cores")
     elif problem.arch == 90 and "cache" in problem.features:
-        lines.append("cache: plain loads, which stop where it does; tiles chosen to compile without spills, not measured")
+        lines.append(
+            "cache: plain loads, which stop where it does; tiles chosen to compile without spills, not measured"
+        )
     elif problem.arch == 90:
         lines.append("tiles: the fastest measured on an H200")
         if problem.head_dim % 8:

@@ -17,9 +17,10 @@ delayed to the end; one LSE in place of l and m. Left out: dropout.
 Sinks, of each head one more logit in the softmax, join at the end of a row, and are in its LSE; so backward only their
 own gradients are more, sums of -P delta that come with delta.
 
-Packed sequences (PACKED) share a batch of one. Which block of which sequence a program has is in a table that another kernel makes on
-the device (flashzoo/_triton/packed_kernels.py): there the heads of one block run together, one sequence after the other, the longest
-first. Where keys are a cache (CACHE) only so many of each sequence's are used, and the others are neither seen nor read.
+Packed sequences (PACKED) share a batch of one. Which block of which sequence a program has is in a table that another
+kernel makes on the device (flashzoo/_triton/packed_kernels.py): there the heads of one block run together, one sequence
+after the other, the longest first. Where keys are a cache (CACHE) only so many of each sequence's are used, and the
+others are neither seen nor read.
 
 Programs of one head run together, so that what they stream stays in L2. On Hopper what streams by comes through TMA
 descriptors, LSE and delta included; what a program owns is read once by plain loads, unless the tensor cores are to
@@ -36,7 +37,8 @@ import triton.language as tl
 # Plain floats would do, but a kernel may read no globals other than constexprs.
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-# The first rows' coordinate in a descriptor of packed sequences, and rows that their statistics are padded to: as the host has them.
+# The first rows' coordinate in a descriptor of packed sequences, and rows that their statistics are padded to:
+# as the host has them.
 RAGGED_ROWS: tl.constexpr = tl.constexpr(1 << 30)
 DELTA_BLOCK: tl.constexpr = tl.constexpr(64)
 
@@ -45,13 +47,21 @@ SIZES = ["seqlen_q", "seqlen_k", "rows_padded", "heads", "heads_kv", "window_lef
 
 
 @triton.jit
-def load_block(head, start, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr):
+def load_block(
+    head,
+    start,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+):
     """Rows start .. start + ROWS of one head as a (ROWS, BLOCK_D) tile, zero beyond seqlen and HEAD_DIM.
 
-    A head is (tensor, its strides over batch, seqlen and heads, batch index, head index, first row, rows). TMA is 0, or how many
-    dimensions the tensor's descriptor has: 5 that of packed sequences, where a sequence's rows end with it. A left operand of tl.dot
-    that comes through TMA reaches the tensor cores from registers (the compiler does not look through the reshape), one
-    that a plain load brought from shared memory.
+    A head is (tensor, its strides over batch, seqlen and heads, batch index, head index, first row, rows). TMA is 0, or
+    how many dimensions the tensor's descriptor has: 5 that of packed sequences, where a sequence's rows end with it. A
+    left operand of tl.dot that comes through TMA reaches the tensor cores from registers (the compiler does not look
+    through the reshape), one that a plain load brought from shared memory.
     """
     x, stride_b, stride_s, stride_h, b, h, first, seqlen = head
     if TMA == 5:
@@ -61,7 +71,12 @@ def load_block(head, start, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D:
     else:
         row = tl.arange(0, ROWS)
         d = tl.arange(0, BLOCK_D)
-        base = x + tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h + tl.cast(first + start, tl.int64) * stride_s
+        base = (
+            x
+            + tl.cast(b, tl.int64) * stride_b
+            + tl.cast(h, tl.int64) * stride_h
+            + tl.cast(first + start, tl.int64) * stride_s
+        )
         tile = base + row[:, None].to(tl.int64) * stride_s + d[None, :]
         if MASKED and HEAD_DIM < BLOCK_D:
             return tl.load(tile, mask=(start + row < seqlen)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
@@ -86,8 +101,8 @@ def store_block(head, tile, start, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, B
 
 @triton.jit
 def load_statistic(x, rows, start, ROWS: tl.constexpr, TMA: tl.constexpr):
-    """Rows start .. start + ROWS of one head of delta or LSE, as `delta_kernel` left them: padded, so no mask is needed. The rows are
-    (number of the head, rows padded, where those of the sequence begin)."""
+    """Rows start .. start + ROWS of one head of delta or LSE, as `delta_kernel` left them: padded, so no mask is
+    needed. The rows are (number of the head, rows padded, where those of the sequence begin)."""
     bh, rows_padded, first = rows
     if TMA:
         return x.load([bh, first + start]).reshape(ROWS)
@@ -98,9 +113,9 @@ def load_statistic(x, rows, start, ROWS: tl.constexpr, TMA: tl.constexpr):
 
 @triton.jit
 def packed_tile(tiles, heads):
-    """What the table says of a program: number of its head; which block of its sequence, first row and rows of the sequence's queries and
-    of its keys, rows of the side that the block is of; and where the statistics of the sequence's queries begin, which have whole blocks
-    of DELTA_BLOCK rows."""
+    """What the table says of a program: number of its head; which block of its sequence, first row and rows of the
+    sequence's queries and of its keys, rows of the side that the block is of; and where the statistics of the
+    sequence's queries begin, which have whole blocks of DELTA_BLOCK rows."""
     at = tl.program_id(0) // heads
     entry = tiles + at * 8
     first_q = tl.load(entry + 1)
@@ -114,8 +129,8 @@ def packed_tile(tiles, heads):
 def visible(row, col, window):
     """Which keys `col` the queries `row` see.
 
-    The window is (shift, seqlen_k, window_left, window_right); shift = seqlen_k - seqlen_q aligns its diagonal bottom-right.
-    An unbounded side has a bound that nothing reaches.
+    The window is (shift, seqlen_k, window_left, window_right); shift = seqlen_k - seqlen_q aligns its diagonal
+    bottom-right. An unbounded side has a bound that nothing reaches.
     """
     shift, seqlen_k, window_left, window_right = window
     offset = col - row - shift
@@ -123,7 +138,9 @@ def visible(row, col, window):
 
 
 @triton.jit
-def visible_keys(start_q, window, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr):
+def visible_keys(
+    start_q, window, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr
+):
     """Of a block of queries: keys first .. last are seen by some row, whole_first .. whole_last by every row."""
     shift, seqlen_k, window_left, window_right = window
     first = 0
@@ -149,10 +166,19 @@ def used_of(used_k, b, seqlen_k):
 
 @triton.jit
 def block_of_queries(
-    tiles, used_k, seqlen_q, seqlen_k, heads, BLOCK_Q: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr
+    tiles,
+    used_k,
+    seqlen_q,
+    seqlen_k,
+    heads,
+    BLOCK_Q: tl.constexpr,
+    RIGHT: tl.constexpr,
+    PACKED: tl.constexpr,
+    CACHE: tl.constexpr,
 ):
-    """What a program owns: number of the head, where its block of queries starts in the sequence, first row and rows of the sequence's
-    queries and of its keys, and where its statistics begin. A packed block may be none, and then starts past the last query."""
+    """What a program owns: number of the head, where its block of queries starts in the sequence, first row and rows of
+    the sequence's queries and of its keys, and where its statistics begin. A packed block may be none, and then starts
+    past the last query."""
     if PACKED:
         bh, block, lengths, statistics = packed_tile(tiles, heads)
         first_q, rows_q, first_k, rows_k, _ = lengths
@@ -184,7 +210,8 @@ def attend(
             seen = visible(row[:, None], col[None, :], window)
             s = tl.where(seen, s * scale_log2, float("-inf"))
             m_new = tl.maximum(m_i, tl.max(s, 1))
-            # A row that has seen no key yet keeps m = -inf, and -inf - -inf is NaN: its p and alpha are exp2(-inf - 0) = 0.
+            # A row that has seen no key yet keeps m = -inf, and -inf - -inf is NaN:
+            # its p and alpha are exp2(-inf - 0) = 0.
             m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
             p = tl.exp2(s - m_safe[:, None])
             alpha = tl.exp2(m_i - m_safe)
@@ -233,9 +260,15 @@ def forward_kernel(
     first, whole_first, whole_last, last = visible_keys(start_q, window, BLOCK_Q, BLOCK_KV, LEFT, RIGHT)
     state, queries, keys = (acc, l_i, m_i), (q_i, row), (k_head, v_head)
     if LEFT:
-        state = attend(state, queries, keys, first, whole_first, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA)
-    state = attend(state, queries, keys, whole_first, whole_last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, False, TMA)
-    acc, l_i, m_i = attend(state, queries, keys, whole_last, last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA)
+        state = attend(
+            state, queries, keys, first, whole_first, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA
+        )
+    state = attend(
+        state, queries, keys, whole_first, whole_last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, False, TMA
+    )
+    acc, l_i, m_i = attend(
+        state, queries, keys, whole_last, last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA
+    )
 
     if sinks is not None:  # one more key, seen by every row, whose value is 0
         sink = tl.load(sinks + h) * LOG2E
@@ -261,9 +294,9 @@ def delta_kernel(
 ):  # fmt: skip
     """delta = rowsum(dO * O) - dLSE, and LSE in log2 units.
 
-    Both are padded to whole blocks, packed sequences each, so that no later load of them needs a mask. LSE is +inf in the padding and
-    where a row saw no key: P is 0 there. Of sinks' gradients each program has its block's share: dsinks is (batch, heads,
-    blocks).
+    Both are padded to whole blocks, packed sequences each, so that no later load of them needs a mask. LSE is +inf in
+    the padding and where a row saw no key: P is 0 there. Of sinks' gradients each program has its block's share: dsinks
+    is (batch, heads, blocks).
     """
     if PACKED:
         bh, block, lengths, statistics = packed_tile(tiles, heads)
@@ -304,8 +337,8 @@ def accumulate_dkdv(
     gradients, keys, queries, first, last, scale_log2, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Take the queries first .. last into the gradients, dk and dv. Everything is transposed, (keys, queries), so that P^T and
-    dS^T go from one product into the next without leaving the registers."""
+    """Take the queries first .. last into the gradients, dk and dv. Everything is transposed, (keys, queries), so that
+    P^T and dS^T go from one product into the next without leaving the registers."""
     dk, dv = gradients
     k_j, v_j, col = keys
     q_head, do_head, lse_log2, delta, rows = queries
@@ -389,9 +422,22 @@ def dkdv_kernel(
                 gradients, keys, queries, first, whole_first, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA
             )
         gradients = accumulate_dkdv(
-            gradients, keys, queries, whole_first, whole_last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_Q, False, TMA
+            gradients,
+            keys,
+            queries,
+            whole_first,
+            whole_last,
+            scale_log2,
+            window,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_Q,
+            False,
+            TMA,
         )
-        gradients = accumulate_dkdv(gradients, keys, queries, whole_last, last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA)
+        gradients = accumulate_dkdv(
+            gradients, keys, queries, whole_last, last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA
+        )
     dk_j, dv_j = gradients
     if PACKED or CACHE:  # of the rows that are stored some may be keys that are not used
         dk_j = tl.where((col < rows_k)[:, None], dk_j, 0.0)
@@ -461,8 +507,14 @@ def dq_kernel(
     first, whole_first, whole_last, last = visible_keys(start_q, window, BLOCK_Q, BLOCK_KV, LEFT, RIGHT)
     queries, keys = (q_i, do_i, lse_i, delta_i, row), (k_head, v_head)
     if LEFT:
-        dq_i = accumulate_dq(dq_i, queries, keys, first, whole_first, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA)
-    dq_i = accumulate_dq(dq_i, queries, keys, whole_first, whole_last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, False, TMA)
-    dq_i = accumulate_dq(dq_i, queries, keys, whole_last, last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA)
+        dq_i = accumulate_dq(
+            dq_i, queries, keys, first, whole_first, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA
+        )
+    dq_i = accumulate_dq(
+        dq_i, queries, keys, whole_first, whole_last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, False, TMA
+    )
+    dq_i = accumulate_dq(
+        dq_i, queries, keys, whole_last, last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA
+    )
 
     store_block(dq_head, dq_i * scale, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D)

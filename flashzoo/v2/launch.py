@@ -54,7 +54,8 @@ def backward(
     problem: Problem,
     operands: Operands,
 ) -> tuple[Tensor, ...]:
-    """`(dq, dk, dv)`, with sinks their gradient too: delta first, then dK and dV with K/V fixed, then dQ with Q fixed."""
+    """`(dq, dk, dv)`, with sinks their gradient too: delta first, then dK and dV with K/V fixed,
+    then dQ with Q fixed."""
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -123,7 +124,9 @@ def dkdv_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
         tiles.num_warps,
         tiles.num_stages,
         aligned,
-        tma_tiles=tma_tiles(problem, tiles, rows, owned[0], owned[1], rows, None, None, (1, rows), (1, rows), None, None),
+        tma_tiles=tma_tiles(
+            problem, tiles, rows, owned[0], owned[1], rows, None, None, (1, rows), (1, rows), None, None
+        ),
     )
 
 
@@ -140,7 +143,9 @@ def dq_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
         tiles.num_warps,
         tiles.num_stages,
         aligned,
-        tma_tiles=tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, owned[1], None, None, None, None, None),
+        tma_tiles=tma_tiles(
+            problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, owned[1], None, None, None, None, None
+        ),
     )
 
 

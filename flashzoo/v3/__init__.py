@@ -2,7 +2,21 @@
 
 from flashzoo.spec import Spec, deferred
 
-_FEATURES = frozenset({"causal", "window", "gqa", "cross", "head_dim_v", "lse", "deterministic", "block_mask", "packed", "used_k", "sinks"})
+_FEATURES = frozenset(
+    {
+        "causal",
+        "window",
+        "gqa",
+        "cross",
+        "head_dim_v",
+        "lse",
+        "deterministic",
+        "block_mask",
+        "packed",
+        "used_k",
+        "sinks",
+    }
+)
 
 SPEC = Spec(
     name="v3",

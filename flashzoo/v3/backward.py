@@ -1,17 +1,17 @@
 """FlashAttention-3's backward pass for one Hopper GPU, in CuTe DSL.
 
-What is computed is FlashAttention-2's Algorithm 2, whose lines are marked B2.x; the roles are those of FlashAttention-3's own code
-(`hopper/mainloop_bwd_sm90_tma_gmma_ws.hpp` in Dao-AILab/flash-attention).
+What is computed is FlashAttention-2's Algorithm 2, whose lines are marked B2.x; the roles are those of
+FlashAttention-3's own code (`hopper/mainloop_bwd_sm90_tma_gmma_ws.hpp` in Dao-AILab/flash-attention).
 
-1. One thread block stays on each multiprocessor and works on tile after tile: a block of keys and values, and all queries that
-   see it, of every query head that shares them. dK and dV stay in registers.
+1. One thread block stays on each multiprocessor and works on tile after tile: a block of keys and values, and all
+   queries that see it, of every query head that shares them. dK and dV stay in registers.
 2. The producer, one warp, has TMA load K and V once, and Q and dO block by block, with the LSE and delta of their rows.
-3. A consumer warpgroup has 64 of the keys. It computes S^T = K Q^T and dP^T = V dO^T, and from them P^T = exp(S^T - LSE) and
-   dS^T = P^T (dP^T - delta), with no online softmax: the forward pass has left the LSE. Transposed, because then P^T and dS^T
-   go into dV += P^T dO and dK += dS^T Q straight from registers.
+3. A consumer warpgroup has 64 of the keys. It computes S^T = K Q^T and dP^T = V dO^T, and from them
+   P^T = exp(S^T - LSE) and dS^T = P^T (dP^T - delta), with no online softmax: the forward pass has left the LSE.
+   Transposed, because then P^T and dS^T go into dV += P^T dO and dK += dS^T Q straight from registers.
 4. dQ += dS K needs the keys of all warpgroups: dS goes through shared memory, and each warpgroup computes a part of dQ.
-5. That part goes to shared memory, and the writer, a warp of its own, has TMA add it to dQ in memory, in float32. Tiles add
-   in the order in which they come; in deterministic mode in a fixed one, by semaphores in memory.
+5. That part goes to shared memory, and the writer, a warp of its own, has TMA add it to dQ in memory, in float32. Tiles
+   add in the order in which they come; in deterministic mode in a fixed one, by semaphores in memory.
 6. dK and dV leave through the shared memory of K and V.
 
 Before it `delta.py` computes delta = rowsum(dO O) less the gradient of the LSE; after it dQ is rounded.
@@ -37,7 +37,15 @@ from flashzoo._cute.hopper.params import Params
 from flashzoo._cute.hopper.pipeline import Pipeline
 from flashzoo._cute.hopper.tile_scheduler import TileScheduler, TileSchedulerBackward
 from flashzoo._cute.hopper.tma import box_of, load, tma_atom
-from flashzoo._cute.hopper.wgmma import CONSUMER_REGISTERS, PRODUCER_REGISTERS, gemm, rows_of, shared_layout, to_16_bits, transposed
+from flashzoo._cute.hopper.wgmma import (
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    gemm,
+    rows_of,
+    shared_layout,
+    to_16_bits,
+    transposed,
+)
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
 from flashzoo.v3.traits import KernelBackward, TilesBackward
 
@@ -81,8 +89,8 @@ class Workspace:
 
 @dataclass(frozen=True)
 class SharedStorage:
-    """A thread block's shared memory: K and V of the tile; stages of Q and dO with the LSE and delta of their rows, and of dS;
-    `exchange`, through which float32 registers go from warpgroup to writer, or to the other warpgroup."""
+    """A thread block's shared memory: K and V of the tile; stages of Q and dO with the LSE and delta of their rows, and
+    of dS; `exchange`, through which float32 registers go from warpgroup to writer, or to the other warpgroup."""
 
     k: cute.Tensor
     v: cute.Tensor
@@ -228,7 +236,16 @@ class Backward:
             cute.make_tensor(smem.allocate_array(Int32, kernel.words_of_work), cute.make_layout(kernel.words_of_work)),
             *[
                 Pipeline.allocate(smem, stages)
-                for stages in (1, 1, tiles.stages, tiles.stages, tiles.ds_stages, kernel.exchange_barriers, max(1, kernel.writers), 1)
+                for stages in (
+                    1,
+                    1,
+                    tiles.stages,
+                    tiles.stages,
+                    tiles.ds_stages,
+                    kernel.exchange_barriers,
+                    max(1, kernel.writers),
+                    1,
+                )
             ],
         )
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -344,11 +361,24 @@ class Backward:
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def first_step(self, before: Int32, writer: Int32) -> Int32:
-        """The first step of a tile that a writer takes, after `before` steps of earlier tiles: writers take steps round-robin."""
-        return (writer - before % self.kernel.writers + self.kernel.writers) % self.kernel.writers if self.kernel.writers > 1 else Int32(0)
+        """The first step of a tile that a writer takes, after `before` steps of earlier tiles:
+        writers take steps round-robin."""
+        return (
+            (writer - before % self.kernel.writers + self.kernel.writers) % self.kernel.writers
+            if self.kernel.writers > 1
+            else Int32(0)
+        )
 
     @cute.jit
-    def consume(self, params: Params, storage: SharedStorage, tma: TmaAtoms, workspace: Workspace, scale_log2: Float32, scale: Float32):
+    def consume(
+        self,
+        params: Params,
+        storage: SharedStorage,
+        tma: TmaAtoms,
+        workspace: Workspace,
+        scale_log2: Float32,
+        scale: Float32,
+    ):
         """A consumer warpgroup: its keys of tile after tile."""
         kernel, tiles, scheduler = self.kernel, self.tiles, self.scheduler(params)
         thread = cute.arch.thread_idx()[0] - WARPGROUP
@@ -359,7 +389,9 @@ class Backward:
 
         mma_s = self.mma(OperandMajorMode.K, OperandMajorMode.K, (tiles.consumers, 1, 1), tiles.block_q)
         mma_dv, mma_dk = (
-            self.mma(OperandMajorMode.K, OperandMajorMode.MN, (tiles.consumers, 1, 1), width, warpgroup.OperandSource.RMEM)
+            self.mma(
+                OperandMajorMode.K, OperandMajorMode.MN, (tiles.consumers, 1, 1), width, warpgroup.OperandSource.RMEM
+            )
             for width in (kernel.width_v, kernel.width)
         )
         mma_dq = self.mma_of_dq()
@@ -384,13 +416,34 @@ class Backward:
             first_key = tile.block * tiles.block_kv
             of_thread = bounds.of_thread(first_key + row, column)
             consumer = Consumer(
-                *(wg_idx, thread, storage, mma_s, mma_dq, mma_dk, mma_dv, k, v, q, do, q_t, do_t, ds, k_t, dk, dv, of_thread, scale_log2)
+                *(
+                    wg_idx,
+                    thread,
+                    storage,
+                    mma_s,
+                    mma_dq,
+                    mma_dk,
+                    mma_dv,
+                    k,
+                    v,
+                    q,
+                    do,
+                    q_t,
+                    do_t,
+                    ds,
+                    k_t,
+                    dk,
+                    dv,
+                    of_thread,
+                    scale_log2,
+                )
             )
             dk.fill(0.0)
             dv.fill(0.0)  # B2.7
             storage.k_pipeline.consumer_wait(work_idx)  # B2.6
             storage.v_pipeline.consumer_wait(work_idx)
-            outer, inner = (end - begin, params.group) if const_expr(kernel.uneven) else (params.group, end - begin)  # as `Bounds.step`
+            # as `Bounds.step`
+            outer, inner = (end - begin, params.group) if const_expr(kernel.uneven) else (params.group, end - begin)
             for i in cutlass.range(outer, unroll=1):  # B2.8
                 for j in cutlass.range(inner, unroll=1):
                     n = bounds.nth(i if const_expr(kernel.uneven) else j, begin, end)
@@ -410,7 +463,8 @@ class Backward:
     ) -> cute.TiledMma:
         """A product of all consumers, each with 64 rows and that many columns."""
         return hopper_helpers.make_trivial_tiled_mma(
-            *(self.dtype, self.dtype, a_major, b_major, Float32, warpgroups, (WARPGROUP_ROWS, columns)), a_source=a_source
+            *(self.dtype, self.dtype, a_major, b_major, Float32, warpgroups, (WARPGROUP_ROWS, columns)),
+            a_source=a_source,
         )
 
     def mma_of_dq(self) -> cute.TiledMma:
@@ -479,7 +533,9 @@ class Backward:
                     rows[c, r, i] = cute.math.exp2(rows[c, r, i] * scale_log2 - pair[c], fastmath=True)
 
     @cute.jit
-    def differentiate(self, p: cute.Tensor, dp: cute.Tensor, delta: cute.Tensor, p_rounded: cute.Tensor, ds_rounded: cute.Tensor):
+    def differentiate(
+        self, p: cute.Tensor, dp: cute.Tensor, delta: cute.Tensor, p_rounded: cute.Tensor, ds_rounded: cute.Tensor
+    ):
         """Round P, and dS, from dP: pair by pair, so that few numbers are in registers in both precisions at a time."""
         p, dp, p_rounded, ds_rounded = (rows_of(x) for x in (p, dp, p_rounded, ds_rounded))
         ds = cute.make_rmem_tensor(2, Float32)
@@ -516,21 +572,25 @@ class Backward:
 
     @cute.jit
     def epilogue(self, consumer: Consumer, tma: TmaAtoms, scale: Float32, origin: tuple, work_idx: Int32):
-        """Write dK and dV of the tile to memory through the shared memory of K and V. TMA leaves out what is outside of the tensors."""
+        """Write dK and dV of the tile to memory through the shared memory of K and V.
+        TMA leaves out what is outside of the tensors."""
         storage = consumer.storage
-        # The sign of work_idx is 0, which the compiler can't know. Addresses that are the same for all tiles it would work out
-        # once, and keep in registers that the steps need.
+        # The sign of work_idx is 0, which the compiler can't know. Addresses that are the same for all tiles it would
+        # work out once, and keep in registers that the steps need.
         thread = consumer.thread + (work_idx >> 31)
         consumer.dk.store(consumer.dk.load() * scale)
         self.sync_consumers()  # the others have read K
         for mma, acc, staged in ((consumer.mma_dv, consumer.dv, storage.v), (consumer.mma_dk, consumer.dk, storage.k)):
             rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
             to_16_bits(acc, rounded)
-            to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype), mma).get_slice(thread)
+            to_chip = cute.make_tiled_copy_C(
+                cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype), mma
+            ).get_slice(thread)
             cute.copy(to_chip, to_chip.retile(rounded), to_chip.partition_D(staged[None, None, 0]))
         cute.arch.fence_proxy("async.shared", space="cta")
         self.sync_consumers()
-        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == WARPS:  # warp-uniform: else ptxas waits for every single WGMMA
+        # warp-uniform: else ptxas waits for every single WGMMA
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == WARPS:
             for atom, staged in ((tma.dv, storage.v), (tma.dk, storage.k)):
                 gmem, smem = box_of(atom, staged[None, None, 0], origin)
                 cute.copy(atom, smem, gmem)  # B2.18
@@ -547,16 +607,20 @@ class Backward:
 
 @cute.jit
 def semaphore_wait(semaphore: cute.Pointer, before: Int32):
-    """Until `before` tiles have added to a block of dQ; at once where it is `NEVER`. A relaxed load: nothing that they wrote is read."""
+    """Until `before` tiles have added to a block of dQ; at once where it is `NEVER`. A relaxed load:
+    nothing that they wrote is read."""
     if before != NEVER:
         seen = Int32(-1)
         while seen != before:
-            seen = cute.arch.inline_ptx("ld.relaxed.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[semaphore])
+            seen = cute.arch.inline_ptx(
+                "ld.relaxed.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[semaphore]
+            )
 
 
 @cute.jit
 def semaphore_arrive(semaphore: cute.Pointer, before: Int32, arrived: Constexpr[bool]):
-    """A tile has added to a block of dQ, unless `before` is `NEVER`; `arrived` where its sums are known to be in memory already."""
+    """A tile has added to a block of dQ, unless `before` is `NEVER`;
+    `arrived` where its sums are known to be in memory already."""
     order = "relaxed" if arrived else "release"
     if before != NEVER:
         with cute.arch.elect_one():

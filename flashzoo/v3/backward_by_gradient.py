@@ -4,7 +4,8 @@ What differs from `backward.py`: a tile has 64 keys, and both consumer warpgroup
 
 1. The warpgroup of V computes S^T and P^T, leaves P^T to the other in shared memory, in float32, and adds P^T dO to dV.
 2. The warpgroup of K computes dP^T and, from it and P^T, dS^T, and adds dS^T Q to dK.
-3. dS goes through shared memory, and each computes half of the columns of dQ, and adds them to memory straight from registers.
+3. dS goes through shared memory, and each computes half of the columns of dQ,
+   and adds them to memory straight from registers.
 4. Each issues the next block's S^T or dP^T before it goes on with dQ of this one, so that the products run while it and
    the other wait for one another.
 """
@@ -52,7 +53,8 @@ class Tile:
         begin, end: its blocks of queries.
         storage: shared memory.
         thread: of the warpgroup.
-        mma_s, mma_acc, mma_dq: products: scores; of the gradient, whose first operand is in registers; of columns of dQ.
+        mma_s, mma_acc, mma_dq: products: scores; of the gradient, whose first operand is in registers;
+            of columns of dQ.
         first, second: operands of the scores: K and Q, or V and dO; second with all stages.
         factor: second operand of the gradient: dO, or Q, all stages.
         ds, k_t: operands of dQ; ds with all stages, k_t with all columns.
@@ -89,7 +91,15 @@ class BackwardByGradient(Backward):
         self.exchange_readers = WARPS
 
     @cute.jit
-    def consume(self, params: Params, storage: SharedStorage, tma: TmaAtoms, workspace: Workspace, scale_log2: Float32, scale: Float32):
+    def consume(
+        self,
+        params: Params,
+        storage: SharedStorage,
+        tma: TmaAtoms,
+        workspace: Workspace,
+        scale_log2: Float32,
+        scale: Float32,
+    ):
         """A consumer warpgroup: its gradient of tile after tile."""
         wg_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPS - 1)
         if wg_idx == Gradient.OF_V:
@@ -134,7 +144,9 @@ class BackwardByGradient(Backward):
             bounds = self.bounds(params, scheduler.work_tile(work))
             begin, end = bounds.block_range()
             first_key = bounds.tile.block * tiles.block_kv
-            tile = Tile(bounds, begin, end, storage, thread, mma_s, mma_acc, mma_dq, *operands, acc, dq, first_key, scale_log2)
+            tile = Tile(
+                bounds, begin, end, storage, thread, mma_s, mma_acc, mma_dq, *operands, acc, dq, first_key, scale_log2
+            )
             acc.fill(0.0)  # B2.7
             storage.k_pipeline.consumer_wait(work_idx)
             storage.v_pipeline.consumer_wait(work_idx)
@@ -151,7 +163,8 @@ class BackwardByGradient(Backward):
 
     @cute.jit
     def issue_scores(self, tile: Tile, gradient: Constexpr[Gradient], use: Int32, exists: Boolean, scores: cute.Tensor):
-        """Have S^T, or dP^T, of a block computed; of whatever is in its stage where there is no such block, for nobody to read.
+        """Have S^T, or dP^T, of a block computed; of whatever is in its stage where there is no such block,
+        for nobody to read.
 
         A branch around the product would cost more: ptxas then spills a good part of the accumulators.
         """
@@ -161,12 +174,18 @@ class BackwardByGradient(Backward):
         gemm(tile.mma_s, scores, tile.first, tile.second[None, None, None, pipeline.stage(use)], True)  # B2.10, B2.13
 
     @cute.jit
-    def step(self, tile: Tile, gradient: Constexpr[Gradient], use: Int32, step: Int32, scores: cute.Tensor, more: Boolean):
+    def step(
+        self, tile: Tile, gradient: Constexpr[Gradient], use: Int32, step: Int32, scores: cute.Tensor, more: Boolean
+    ):
         """One block of queries, whose scores are under way; and the next block's, if there is one."""
         storage = tile.storage
         of_v = const_expr(gradient == Gradient.OF_V)
-        pipeline, pipeline_of_factor = (storage.q_pipeline, storage.do_pipeline) if of_v else (storage.do_pipeline, storage.q_pipeline)
-        rounded = cute.make_rmem_tensor(tile.mma_acc.get_slice(0).partition_shape_A((WARPGROUP_ROWS, self.tiles.block_q)), self.dtype)
+        pipeline, pipeline_of_factor = (
+            (storage.q_pipeline, storage.do_pipeline) if of_v else (storage.do_pipeline, storage.q_pipeline)
+        )
+        rounded = cute.make_rmem_tensor(
+            tile.mma_acc.get_slice(0).partition_shape_A((WARPGROUP_ROWS, self.tiles.block_q)), self.dtype
+        )
         warpgroup.wait_group(0)
         if const_expr(of_v):
             self.make_p(tile, use, step, scores, rounded)
@@ -174,7 +193,8 @@ class BackwardByGradient(Backward):
             self.make_ds(tile, use, scores, rounded)
         pipeline.consumer_release(use)
         pipeline_of_factor.consumer_wait(use)
-        gemm(tile.mma_acc, tile.acc, rounded, tile.factor[None, None, None, pipeline_of_factor.stage(use)], False)  # B2.12, B2.16
+        # B2.12, B2.16
+        gemm(tile.mma_acc, tile.acc, rounded, tile.factor[None, None, None, pipeline_of_factor.stage(use)], False)
         storage.ds_pipeline.consumer_wait(use)
         parts = self.kernel.semaphores
         dq = self.issue_dq(tile, gradient, use, 0)
@@ -226,7 +246,9 @@ class BackwardByGradient(Backward):
                     dp_rows[c, r, i] = p_rows[c, r, i] * (dp_rows[c, r, i] - pair[c])  # B2.14
         to_16_bits(dp, ds)
         stage = storage.ds_pipeline.stage(use)
-        to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(True, 4), self.dtype), tile.mma_s).get_slice(tile.thread)
+        to_chip = cute.make_tiled_copy_C(
+            cute.make_copy_atom(StMatrix8x8x16bOp(True, 4), self.dtype), tile.mma_s
+        ).get_slice(tile.thread)
         part = cute.make_tensor(ds.iterator, tile.mma_s.get_slice(0).partition_shape_C((tiles.block_kv, tiles.block_q)))
         storage.ds_pipeline.producer_acquire(use)
         cute.copy(to_chip, to_chip.retile(part), to_chip.partition_D(transposed(storage.ds)[None, None, stage]))
@@ -245,11 +267,18 @@ class BackwardByGradient(Backward):
         """Registers that will hold the j-th of this warpgroup's columns of dS K."""
         dq = cute.make_rmem_tensor(tile.mma_dq.get_slice(0).partition_shape_C((self.tiles.block_q, COLUMNS)), Float32)
         columns = int(gradient) * self.kernel.semaphores + j
-        gemm_of(tile.mma_dq, dq, tile.ds[None, None, None, tile.storage.ds_pipeline.stage(use)], tile.k_t[None, columns, None])
+        gemm_of(
+            tile.mma_dq,
+            dq,
+            tile.ds[None, None, None, tile.storage.ds_pipeline.stage(use)],
+            tile.k_t[None, columns, None],
+        )
         return dq
 
     @cute.jit
-    def add_to_dq(self, tile: Tile, gradient: Constexpr[Gradient], use: Int32, step: Int32, j: Constexpr[int], dq: cute.Tensor):
+    def add_to_dq(
+        self, tile: Tile, gradient: Constexpr[Gradient], use: Int32, step: Int32, j: Constexpr[int], dq: cute.Tensor
+    ):
         """Add those columns to memory; where deterministic, in order."""
         bounds, fours = tile.bounds, cute.size(dq) // 4
         head, n = bounds.step(step, tile.begin, tile.end)
@@ -266,7 +295,8 @@ class BackwardByGradient(Backward):
 
     @cute.jit
     def store_dq(self, params: Params, storage: SharedStorage, writer: Int32, workspace: Workspace):
-        """A writer warp: lets the consumers add to some columns of dQ when the tiles before have, then releases the semaphore."""
+        """A writer warp: lets the consumers add to some columns of dQ when the tiles before have,
+        then releases the semaphore."""
         parts, scheduler = self.kernel.semaphores, self.scheduler(params)
         written = Int32(0)
         work_idx = Int32(0)
@@ -292,7 +322,9 @@ class BackwardByGradient(Backward):
             work_idx += 1
 
     @cute.jit
-    def gradient_epilogue(self, tile: Tile, gradient: Constexpr[Gradient], tma: cute.CopyAtom, scale: Float32, work_idx: Int32):
+    def gradient_epilogue(
+        self, tile: Tile, gradient: Constexpr[Gradient], tma: cute.CopyAtom, scale: Float32, work_idx: Int32
+    ):
         """Write dV or dK of the tile to memory through the shared memory of V or K."""
         storage, acc = tile.storage, tile.acc
         of_v = const_expr(gradient == Gradient.OF_V)
@@ -302,7 +334,9 @@ class BackwardByGradient(Backward):
             acc.store(acc.load() * scale)
         rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
         to_16_bits(acc, rounded)
-        to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype), tile.mma_acc).get_slice(thread)
+        to_chip = cute.make_tiled_copy_C(
+            cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype), tile.mma_acc
+        ).get_slice(thread)
         self.sync_consumers()  # the other has read K and V
         cute.copy(to_chip, to_chip.retile(rounded), to_chip.partition_D(staged[None, None, 0]))
         cute.arch.fence_proxy("async.shared", space="cta")

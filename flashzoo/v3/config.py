@@ -22,7 +22,8 @@ from flashzoo.v3.traits import (
     TilesBackward,
 )
 
-# Width of q and k, width of v: tiles. The fastest measured on an H200, bf16, seqlens 512 to 16k, with and without a mask.
+# Width of q and k, width of v: tiles. The fastest measured on an H200, bf16, seqlens 512 to 16k,
+# with and without a mask.
 HOPPER = {
     (64, 64): Tiles(3, 128, stages=3, q_stages=2),
     (96, 96): Tiles(3, 112, q_stages=2),
@@ -32,13 +33,13 @@ HOPPER = {
     (256, 256): Tiles(2, 64),
 }
 
-# Where others are faster under `LONG` queries: three warpgroups read K and V from L2 once for 192 queries, which pays in long
-# sequences; two leave fewer rows of the last tile empty.
+# Where others are faster under `LONG` queries: three warpgroups read K and V from L2 once for 192 queries, which pays
+# in long sequences; two leave fewer rows of the last tile empty.
 HOPPER_SHORT = {(128, 128): Tiles(2, 128, q_stages=2, ping_pong=False)}
 LONG = 2048
 
-# Block-sparse: width of q and k, width of v, keys of a block of the mask. The fastest of those tried on an H200 at widths 64 and 128
-# with blocks of 128; the others were not tried against any.
+# Block-sparse: width of q and k, width of v, keys of a block of the mask. The fastest of those tried on an H200 at
+# widths 64 and 128 with blocks of 128; the others were not tried against any.
 SPARSE = {
     (64, 64, 128): Tiles(2, 64, stages=4, q_stages=2, overlap=False, teams=2),
     (96, 96, 128): Tiles(2, 128, q_stages=2),
@@ -63,7 +64,8 @@ class TilesFp8:
         tiles: with blocks of as many keys as share a scale: V transposed then has rows of 128 bytes.
         columns: of O that one product computes: as many as the registers hold twice.
         raw_stages: blocks of V that wait to be transposed on chip.
-        prepare: from this many queries on V is transposed beforehand, by a kernel of its own, which costs as much as a copy.
+        prepare: from this many queries on V is transposed beforehand, by a kernel of its own,
+            which costs as much as a copy.
     """
 
     tiles: Tiles
@@ -96,7 +98,8 @@ def width_for(head_dim: int, widths: Iterable[int] = WIDTHS) -> int:
 
 
 def widths_of(problem: Problem) -> tuple[int, int]:
-    """The key of the tables for a problem: its widths, or where those have no tiles of their own, the wider for both."""
+    """The key of the tables for a problem: its widths, or where those have no tiles of their own,
+    the wider for both."""
     width, width_v = width_for(problem.head_dim), width_for(problem.head_dim_v)
     widest = max(width, width_v)
     return (width, width_v) if (width, width_v) in HOPPER else (widest, widest)
@@ -162,8 +165,8 @@ def kernel_backward_for(problem: Problem) -> KernelBackward:
 
 
 def table(problem: Problem) -> dict[tuple[int, int], Tiles]:
-    """The table that a problem's tiles are in. Packed sequences are cut as long ones, as the bits of one must not depend on how long
-    others are."""
+    """The table that a problem's tiles are in. Packed sequences are cut as long ones, as the bits of one must not
+    depend on how long others are."""
     short = problem.seqlen_q < LONG and problem.sequences is None
     return HOPPER_SHORT if short and widths_of(problem) in HOPPER_SHORT else HOPPER
 
@@ -172,8 +175,9 @@ def pack_gqa_for(problem: Problem, block_q: int) -> int:
     """Log2 of how many query heads of one key/value head share a tile.
 
     Packed heads read K and V once, and fill tiles that a short sequence of queries would leave empty. It pays where it
-    saves a tenth of the tiles; otherwise it only spoils the order in which tiles reuse L2. With a block mask a tile is a row of
-    it, and one head's. Of packed sequences, whose lengths this may not depend on, all are packed that can be: short ones fill tiles so.
+    saves a tenth of the tiles; otherwise it only spoils the order in which tiles reuse L2. With a block mask a tile is
+    a row of it, and one head's. Of packed sequences, whose lengths this may not depend on, all are packed that can be:
+    short ones fill tiles so.
     """
     if problem.block_mask is not None:
         return 0

@@ -1,8 +1,9 @@
-"""Before and after the backward kernel, in Triton: delta, LSE in log2 units and zeros for dQ before it; dQ rounded after it.
+"""Before and after the backward kernel, in Triton: delta, LSE in log2 units and zeros for dQ before it;
+dQ rounded after it.
 
-Both kernels are bound by memory; each program has a block of queries of one head, of packed sequences as a table says (`packed.py`).
-They go through the heads from the last to the first, and the kernel between them from the first to the last: what one has written
-last, the next finds in L2.
+Both kernels are bound by memory; each program has a block of queries of one head, of packed sequences as a table says
+(`packed.py`). They go through the heads from the last to the first, and the kernel between them from the first to the
+last: what one has written last, the next finds in L2.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ SIZES = ["seqlen_q", "blocks", "heads"]
 
 @triton.jit
 def block_of_program(program, tiles, seqlen_q, blocks, heads, BLOCK_Q: tl.constexpr, PACKED: tl.constexpr):
-    """Of a program's block of queries: its number in memory; batch and head; which block of its sequence; the sequence's first row and
-    rows. A packed block may be none, and then starts past the last row."""
+    """Of a program's block of queries: its number in memory; batch and head; which block of its sequence; the
+    sequence's first row and rows. A packed block may be none, and then starts past the last row."""
     if PACKED:
         entry = tiles + program // heads * 8
         block, first, rows, number = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 6)
@@ -40,9 +41,9 @@ def delta_kernel(
 ):  # fmt: skip
     """delta = rowsum(dO * O) - dLSE, LSE in log2 units, zeros for dQ and for its semaphores.
 
-    delta and LSE are padded to whole blocks of BLOCK_Q queries. LSE is +inf in the padding and where a row saw no key: P is 0
-    there. ROWS is the power of two that holds BLOCK_Q. Of sinks' gradients, sums of -P delta, each program has its
-    block's share: dsinks is (batch, heads, blocks).
+    delta and LSE are padded to whole blocks of BLOCK_Q queries. LSE is +inf in the padding and where a row saw no key:
+    P is 0 there. ROWS is the power of two that holds BLOCK_Q. Of sinks' gradients, sums of -P delta, each program has
+    its block's share: dsinks is (batch, heads, blocks).
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     of_block, b, h, block, first, rows = block_of_program(program, tiles, seqlen_q, blocks, heads, BLOCK_Q, PACKED)
@@ -58,8 +59,12 @@ def delta_kernel(
     column = tl.arange(0, BLOCK_DV)
     of_v = inside[:, None] & (column < HEAD_DIM_V)[None, :]
     row_64 = tl.cast(first + row, tl.int64)
-    o_i = tl.load(o + b * stride_ob + h * stride_oh + row_64[:, None] * stride_os + column[None, :], mask=of_v, other=0.0)
-    do_i = tl.load(do + b * stride_dob + h * stride_doh + row_64[:, None] * stride_dos + column[None, :], mask=of_v, other=0.0)
+    o_i = tl.load(
+        o + b * stride_ob + h * stride_oh + row_64[:, None] * stride_os + column[None, :], mask=of_v, other=0.0
+    )
+    do_i = tl.load(
+        do + b * stride_dob + h * stride_doh + row_64[:, None] * stride_dos + column[None, :], mask=of_v, other=0.0
+    )
     delta_i = tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), 1)  # B2.4
     if DLSE:
         delta_i -= tl.load(dlse + of_head + row, mask=inside, other=0.0)
@@ -87,20 +92,25 @@ def round_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, PARTS: tl.constexpr, BY_ROWS: tl.constexpr, N: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """dQ = scale * its sum over the keys, in the inputs' dtype. A program has one warpgroup's part of a block: 64 queries.
+    """dQ = scale * its sum over the keys, in the inputs' dtype. A program has one warpgroup's part of a block:
+    64 queries.
 
-    The sum lies as a WGMMA leaves its 64 x N result in registers, in fours: by eight columns, then by thread, which has pairs of
-    columns of two rows 8 apart. The parts of a block are its queries by 64, or else columns by N.
+    The sum lies as a WGMMA leaves its 64 x N result in registers, in fours: by eight columns, then by thread, which has
+    pairs of columns of two rows 8 apart. The parts of a block are its queries by 64, or else columns by N.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     part = program % PARTS
-    of_block, b, h, block, first, rows = block_of_program(program // PARTS, tiles, seqlen_q, blocks, heads, BLOCK_Q, PACKED)
+    of_block, b, h, block, first, rows = block_of_program(
+        program // PARTS, tiles, seqlen_q, blocks, heads, BLOCK_Q, PACKED
+    )
     if PACKED:  # noqa: SIM102 - decided as the kernel is compiled, the other as it runs
         if block * BLOCK_Q >= rows:
             return
     b = tl.cast(b, tl.int64)
     h = tl.cast(h, tl.int64)
-    sums = tl.load(dq_sum + (tl.cast(of_block, tl.int64) * PARTS + part) * (64 * N) + tl.arange(0, 64 * N)).reshape(N // 8, 4, 8, 4, 2, 2)
+    sums = tl.load(dq_sum + (tl.cast(of_block, tl.int64) * PARTS + part) * (64 * N) + tl.arange(0, 64 * N)).reshape(
+        N // 8, 4, 8, 4, 2, 2
+    )
     tile = (sums * scale).to(dq.dtype.element_ty).permute(1, 4, 2, 0, 3, 5).reshape(64, N)
     row, column = block * BLOCK_Q + tl.arange(0, 64), tl.arange(0, N)
     if BY_ROWS:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from flashzoo.call.problem import Problem
 from flashzoo.gpu import RAGGED_ROWS
 from flashzoo.spec import missing
-from flashzoo.v3.config import BACKWARD, HOPPER, kernel_backward_for, kernel_for, kernel_fp8_for, pack_gqa_for, prepares, width_for
+from flashzoo.v3.config import (
+    BACKWARD,
+    HOPPER,
+    kernel_backward_for,
+    kernel_for,
+    kernel_fp8_for,
+    pack_gqa_for,
+    prepares,
+    width_for,
+)
 from flashzoo.v3.traits import MASK_Q
 
 
@@ -13,7 +22,9 @@ def refusals(problem: Problem) -> list[str]:
     """Sentences on what v3 refuses and the fields of its `Spec` can't say."""
     mask, found = problem.block_mask, []
     if problem.sequences is not None:
-        found += [f"packed sequences need the package {package}" for package in missing(("triton",))] + too_many_rows(problem)
+        found += [f"packed sequences need the package {package}" for package in missing(("triton",))] + too_many_rows(
+            problem
+        )
     if mask is None:
         return found
     if mask.block_q != MASK_Q:
@@ -22,7 +33,8 @@ def refusals(problem: Problem) -> list[str]:
         tile = BACKWARD[width_for(max(problem.head_dim, problem.head_dim_v), BACKWARD)].block_kv
         if mask.block_kv % tile:
             found.append(
-                f"its backward pass takes block masks with block_kv in multiples of {tile} at these head dims, got {mask.block_kv}"
+                f"its backward pass takes block masks with block_kv in multiples of {tile} at these head dims, "
+                f"got {mask.block_kv}"
             )
         if mask.heads > 1 and problem.heads != problem.heads_kv:
             shared = f"{problem.heads} query heads on {problem.heads_kv} key/value heads"
@@ -35,7 +47,11 @@ def refusals(problem: Problem) -> list[str]:
 def too_many_rows(problem: Problem) -> list[str]:
     """Of packed sequences: those that TMA can't count."""
     totals = {"total_q": problem.seqlen_q, "total_k": problem.seqlen_k}
-    return [f"takes packed sequences of {name} up to 2^30, got {total}" for name, total in totals.items() if total > RAGGED_ROWS]
+    return [
+        f"takes packed sequences of {name} up to 2^30, got {total}"
+        for name, total in totals.items()
+        if total > RAGGED_ROWS
+    ]
 
 
 def refusals_fp8(problem: Problem) -> list[str]:
@@ -65,7 +81,9 @@ def describe(problem: Problem) -> list[str]:
         lines.append(f"{1 << pack} query heads of a key/value head share a tile")
     if problem.grad:
         lines += _describe_backward(problem)
-    lines.append("copies what TMA can't read in place: a start or stride that is no multiple of 16 bytes, a broadcast dimension")
+    lines.append(
+        "copies what TMA can't read in place: a start or stride that is no multiple of 16 bytes, a broadcast dimension"
+    )
     return lines
 
 
@@ -84,7 +102,9 @@ def describe_fp8(problem: Problem) -> list[str]:
     kernel = kernel_fp8_for(problem, quantised, quantised or prepares(problem))
     lines = [f"forward: {kernel.tiles}, each block's product promoted to float32"]
     if quantised:
-        lines.append("q, k and v are quantised to e4m3: k less a mean of its keys, q and k rotated, a scale for each 128 rows")
+        lines.append(
+            "q, k and v are quantised to e4m3: k less a mean of its keys, q and k rotated, a scale for each 128 rows"
+        )
         if problem.sinks:
             lines.append("sinks join out and LSE after the kernel, which sees no score as it was")
     if problem.grad:
@@ -96,5 +116,8 @@ def describe_fp8(problem: Problem) -> list[str]:
         lines.append(f"{1 << pack} query heads of a key/value head share a tile")
     if not quantised:
         lines.append("v is transposed " + ("into memory of its own first" if kernel.transposed else "on chip"))
-        lines.append("copies what TMA can't read in place: a start or stride that is no multiple of 16 bytes, a broadcast dimension")
+        lines.append(
+            "copies what TMA can't read in place: a start or stride that is no multiple of 16 bytes, "
+            "a broadcast dimension"
+        )
     return lines

@@ -1,20 +1,21 @@
-"""FlashAttention-3's forward pass for one Hopper GPU, in CuTe DSL. Lines marked A1.x and A2.x are the paper's algorithms 1 and 2.
+"""FlashAttention-3's forward pass for one Hopper GPU, in CuTe DSL.
+Lines marked A1.x and A2.x are the paper's algorithms 1 and 2.
 
 1. One thread block stays on each multiprocessor and works on tile after tile: 64 queries of one head for each of its
    consumer warpgroups.
-2. The producer, one warp, has TMA load Q, and K and V block by block, last block first, into the stages of pipelines in shared
-   memory. Two mbarriers a stage say that it is full and that it is empty.
-3. A consumer warpgroup computes S = Q K^T on the tensor cores (WGMMA), P and l by online softmax in registers, and adds P V
-   to O, P going into the product straight from registers.
-4. Overlap inside a warpgroup: S of the next block is issued before O += P V of this one, and the softmax of the next runs
-   while that product does.
-5. Ping-pong between warpgroups, where `Tiles` asks for it: one issues its products after the other, so that one's softmax runs
-   under another's products.
+2. The producer, one warp, has TMA load Q, and K and V block by block, last block first, into the stages of pipelines in
+   shared memory. Two mbarriers a stage say that it is full and that it is empty.
+3. A consumer warpgroup computes S = Q K^T on the tensor cores (WGMMA), P and l by online softmax in registers, and adds
+   P V to O, P going into the product straight from registers.
+4. Overlap inside a warpgroup: S of the next block is issued before O += P V of this one, and the softmax of the next
+   runs while that product does.
+5. Ping-pong between warpgroups, where `Tiles` asks for it: one issues its products after the other, so that one's
+   softmax runs under another's products.
 6. Epilogue: O / l goes through shared memory to TMA, which writes it while the next tile has begun. Where heads have
    sinks, exp(sink - m) joins l there.
 
-What differs from v2: loads and products are asynchronous and are waited for where they are needed, by warps with roles of
-their own, and not by a compiler's schedule. FP8 is in `fp8.py`. Left out of the paper: clusters with multicast.
+What differs from v2: loads and products are asynchronous and are waited for where they are needed, by warps with roles
+of their own, and not by a compiler's schedule. FP8 is in `fp8.py`. Left out of the paper: clusters with multicast.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class TmaAtoms:
 
 @dataclass(frozen=True)
 class SharedStorage:
-    """A thread block's shared memory: stages of 64 queries, of blocks of K and of V; O on its way out; the next tile's `Work`."""
+    """A thread block's shared memory: stages of 64 queries, of blocks of K and of V; O on its way out;
+    the next tile's `Work`."""
 
     q: cute.Tensor
     k: cute.Tensor
@@ -83,11 +85,17 @@ class SharedStorage:
     def of_team(self, team: Int32, tiles: Constexpr[Tiles], words: Constexpr[int]) -> SharedStorage:
         """A team's shared memory, where this is that of all teams, one team's behind another's."""
         stages = tiles.consumers * tiles.q_stages, tiles.stages, tiles.stages, tiles.consumers
-        tensors = [cute.domain_offset((0, 0, team * n), x) for n, x in zip(stages, (self.q, self.k, self.v, self.o), strict=True)]
-        pipelines = [
-            pipeline.of_team(team, tiles.teams) for pipeline in (self.q_pipeline, self.k_pipeline, self.v_pipeline, self.work_pipeline)
+        tensors = [
+            cute.domain_offset((0, 0, team * n), x)
+            for n, x in zip(stages, (self.q, self.k, self.v, self.o), strict=True)
         ]
-        return SharedStorage(*tensors, cute.make_tensor(self.work.iterator + team * words, self.work.layout), *pipelines)
+        pipelines = [
+            pipeline.of_team(team, tiles.teams)
+            for pipeline in (self.q_pipeline, self.k_pipeline, self.v_pipeline, self.work_pipeline)
+        ]
+        return SharedStorage(
+            *tensors, cute.make_tensor(self.work.iterator + team * words, self.work.layout), *pipelines
+        )
 
 
 @dataclass(frozen=True)
@@ -103,7 +111,8 @@ class Consumer:
         o: the accumulator.
         s_shape: shape of a block of scores in registers.
         softmax: running state of this thread's two rows.
-        row, column: of the warpgroup's scores, the first that this thread has: it has two rows, 8 apart, and pairs of columns, 8 apart.
+        row, column: of the warpgroup's scores, the first that this thread has:
+            it has two rows, 8 apart, and pairs of columns, 8 apart.
     """
 
     wg_idx: Int32
@@ -167,7 +176,8 @@ class Forward:
 
         Args:
             q, o: (head_dim, heads, queries, batch), of packed sequences as `packed.py` has it.
-            k, v: (head_dim, heads, keys, batch); v (keys, heads, head_dim, batch) where an FP8 kernel takes it transposed.
+            k, v: (head_dim, heads, keys, batch); v (keys, heads, head_dim, batch) where an FP8 kernel
+                takes it transposed.
             scaling: of the scores: softmax scale times log2 e; in FP8 a `Scaling`.
             sinks: a float for each query head, where the kernel has them.
         """
@@ -207,7 +217,9 @@ class Forward:
         v, raw = self.value.allocate(smem, v_layout)
         storage = SharedStorage(
             *(q, k, v, smem.allocate_tensor(self.dtype_o, o_layout.outer, 1024, swizzle=o_layout.inner)),
-            cute.make_tensor(smem.allocate_array(Int32, tiles.teams * kernel.words_of_work), cute.make_layout(kernel.words_of_work)),
+            cute.make_tensor(
+                smem.allocate_array(Int32, tiles.teams * kernel.words_of_work), cute.make_layout(kernel.words_of_work)
+            ),
             *[
                 Pipeline.allocate(smem, tiles.teams * stages)
                 for stages in (tiles.consumers * tiles.q_stages, tiles.stages, tiles.stages, 1)
@@ -222,7 +234,9 @@ class Forward:
                 storage.q_pipeline.initialize(WARPS)
                 storage.k_pipeline.initialize(WARPS * tiles.consumers)
                 storage.v_pipeline.initialize(WARPS * tiles.consumers, self.value.helpers or 1)
-                storage.work_pipeline.initialize(WARPS * tiles.consumers + self.value.helpers + int(self.scheduler_warp))
+                storage.work_pipeline.initialize(
+                    WARPS * tiles.consumers + self.value.helpers + int(self.scheduler_warp)
+                )
                 if const_expr(storage.raw is not None):
                     storage.raw.pipeline.initialize(self.value.helpers)
         cute.arch.mbarrier_init_fence()
@@ -250,7 +264,11 @@ class Forward:
     def produce(self, params: Params, storage: SharedStorage, tma: TmaAtoms):
         """The producer warp: tile after tile, what the consumers will wait for, in the order in which they do."""
         tiles, scheduler = self.tiles, self.scheduler(params)
-        v_stages, v_pipeline = (storage.v, storage.v_pipeline) if const_expr(storage.raw is None) else (storage.raw.v, storage.raw.pipeline)
+        v_stages, v_pipeline = (
+            (storage.v, storage.v_pipeline)
+            if const_expr(storage.raw is None)
+            else (storage.raw.v, storage.raw.pipeline)
+        )
         loaded = Int32(0)  # blocks of K and V so far, over all tiles
         work_idx = Int32(0)  # tiles so far
         work = scheduler.initial_work()
@@ -273,13 +291,21 @@ class Forward:
                 n = end - 2 - i
                 next_key = bounds.first_key(n)
                 if const_expr(tiles.overlap):  # the consumers want the next K before this V
-                    self.load_block(tma.k, storage.k, storage.k_pipeline, loaded + 1, (0, *sequence.origin_k(next_key, head_kv)))
-                self.load_block(tma.v, v_stages, v_pipeline, loaded, self.value.origin(*sequence.origin_k(first_key, head_kv)))
+                    self.load_block(
+                        tma.k, storage.k, storage.k_pipeline, loaded + 1, (0, *sequence.origin_k(next_key, head_kv))
+                    )
+                self.load_block(
+                    tma.v, v_stages, v_pipeline, loaded, self.value.origin(*sequence.origin_k(first_key, head_kv))
+                )
                 if const_expr(not tiles.overlap):
-                    self.load_block(tma.k, storage.k, storage.k_pipeline, loaded + 1, (0, *sequence.origin_k(next_key, head_kv)))
+                    self.load_block(
+                        tma.k, storage.k, storage.k_pipeline, loaded + 1, (0, *sequence.origin_k(next_key, head_kv))
+                    )
                 first_key = next_key
                 loaded += 1
-            self.load_block(tma.v, v_stages, v_pipeline, loaded, self.value.origin(*sequence.origin_k(first_key, head_kv)))
+            self.load_block(
+                tma.v, v_stages, v_pipeline, loaded, self.value.origin(*sequence.origin_k(first_key, head_kv))
+            )
             loaded += 1
             if const_expr(self.scheduler_warp):
                 work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
@@ -306,7 +332,9 @@ class Forward:
         load(tma, stages[None, None, stage], origin, pipeline.full + stage)  # A1.8, A1.9
 
     @cute.jit
-    def consume(self, params: Params, storage: SharedStorage, scaling: Any, tma: TmaAtoms, lse: cute.Pointer, sinks: Any):
+    def consume(
+        self, params: Params, storage: SharedStorage, scaling: Any, tma: TmaAtoms, lse: cute.Pointer, sinks: Any
+    ):
         """A consumer warpgroup: its 64 rows of tile after tile."""
         kernel, tiles, scheduler = self.kernel, self.tiles, self.scheduler(params)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
@@ -318,7 +346,10 @@ class Forward:
         row, column = thread // 32 * 16 + lane // 4, lane % 4 * 2
 
         mma_qk = hopper_helpers.make_trivial_tiled_mma(
-            *(self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K), Float32, (1, 1, 1), (WARPGROUP_ROWS, tiles.block_kv)
+            *(self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K),
+            Float32,
+            (1, 1, 1),
+            (WARPGROUP_ROWS, tiles.block_kv),
         )
         mma_pv = self.product.mma(self.product.columns)
         qk, pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
@@ -460,7 +491,13 @@ class Forward:
 
     @cute.jit
     def rest_of_step(
-        self, consumer: Consumer, s: cute.Tensor, used: Int32, first_key: Int32, mask: Mask | None, crosses: Boolean | bool = True
+        self,
+        consumer: Consumer,
+        s: cute.Tensor,
+        used: Int32,
+        first_key: Int32,
+        mask: Mask | None,
+        crosses: Boolean | bool = True,
     ) -> Int32:
         """What follows the scores of a block; they are masked where it crosses an edge."""
         v_pipeline = consumer.storage.v_pipeline
@@ -500,23 +537,35 @@ class Forward:
     def warp_scheduler_barrier_sync(self, wg_idx: Int32):
         """Ping-pong: wait until the warpgroup before this one has issued its products."""
         if const_expr(self.tiles.ping_pong):
-            cute.arch.barrier(barrier_id=NamedBarrier.WARP_SCHEDULER + self.of_block(wg_idx), number_of_threads=2 * WARPGROUP)
+            cute.arch.barrier(
+                barrier_id=NamedBarrier.WARP_SCHEDULER + self.of_block(wg_idx), number_of_threads=2 * WARPGROUP
+            )
 
     @cute.jit
     def warp_scheduler_barrier_arrive(self, wg_idx: Int32):
         """Ping-pong: the next warpgroup may issue its products."""
         if const_expr(self.tiles.ping_pong):
             following = Int32(0) if wg_idx == self.tiles.consumers - 1 else wg_idx + 1
-            cute.arch.barrier_arrive(barrier_id=NamedBarrier.WARP_SCHEDULER + self.of_block(following), number_of_threads=2 * WARPGROUP)
+            cute.arch.barrier_arrive(
+                barrier_id=NamedBarrier.WARP_SCHEDULER + self.of_block(following), number_of_threads=2 * WARPGROUP
+            )
 
     def of_block(self, wg_idx: Int32) -> Int32:
         """Index in the thread block of a consumer warpgroup of this team."""
         return wg_idx if self.tiles.teams == 1 else own_team(self.tiles) * self.tiles.consumers + wg_idx
 
     @cute.jit
-    def epilogue(self, bounds: Bounds, consumer: Consumer, tma: TmaAtoms, lse: cute.Pointer, sinks: Any, first_row: Int32):
+    def epilogue(
+        self, bounds: Bounds, consumer: Consumer, tma: TmaAtoms, lse: cute.Pointer, sinks: Any, first_row: Int32
+    ):
         """Write O / l and LSE of 64 rows to memory. TMA leaves out rows and columns outside of the tensor."""
-        o, softmax, params, sequence, head = consumer.o, consumer.softmax, bounds.params, bounds.sequence, bounds.tile.head
+        o, softmax, params, sequence, head = (
+            consumer.o,
+            consumer.softmax,
+            bounds.params,
+            bounds.sequence,
+            bounds.tile.head,
+        )
         thread, lane = cute.arch.thread_idx()[0] % WARPGROUP, cute.arch.lane_idx()
         by = cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
@@ -533,7 +582,7 @@ class Forward:
                 share, with_sink = beside_sink(of_keys, sink * LOG2E)
                 by[r] = by[r] * share
             if position < sequence.seqlen_q and lane % 4 == 0:
-                if const_expr(sinks is not None):  # noqa: SIM108 - decided as the kernel is compiled, the other as it runs
+                if const_expr(sinks is not None):
                     value = with_sink * LN2
                 else:
                     value = -Float32.inf if blind else softmax.lse_log2(r, total) * LN2
@@ -544,17 +593,23 @@ class Forward:
 
         width = self.kernel.width_o
         mma = self.product.mma(width)
-        to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype_o), mma).get_slice(thread)
+        to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype_o), mma).get_slice(
+            thread
+        )
         staged = consumer.storage.o[None, None, consumer.wg_idx]
         for column in cutlass.range_constexpr(0, self.kernel.width_v, width):
-            part = cute.make_tensor(rounded.iterator + column // 2, mma.get_slice(0).partition_shape_C((WARPGROUP_ROWS, width)))
+            part = cute.make_tensor(
+                rounded.iterator + column // 2, mma.get_slice(0).partition_shape_C((WARPGROUP_ROWS, width))
+            )
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # what was staged before has been read
             self.sync_warpgroup(consumer.wg_idx)
             cute.copy(to_chip, to_chip.retile(part), to_chip.partition_D(staged))
             cute.arch.fence_proxy("async.shared", space="cta")
             self.sync_warpgroup(consumer.wg_idx)
             if thread < 32:
-                gmem, smem = box_of(tma.o, staged, (column, *sequence.origin_q(first_row >> params.pack_gqa, head << params.pack_gqa)))
+                gmem, smem = box_of(
+                    tma.o, staged, (column, *sequence.origin_q(first_row >> params.pack_gqa, head << params.pack_gqa))
+                )
                 cute.copy(tma.o, smem, gmem)  # A1.25
                 cute.arch.cp_async_bulk_commit_group()
 
@@ -566,6 +621,7 @@ class Forward:
 
 @cute.jit
 def own_team(tiles: Constexpr[Tiles]) -> Int32:
-    """The calling warp's team: each has an equal share of the producer's warpgroup's warps, and consumer warpgroups of its own."""
+    """The calling warp's team: each has an equal share of the producer's warpgroup's warps,
+    and consumer warpgroups of its own."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     return warp // (WARPS // tiles.teams) if warp < WARPS else (warp // WARPS - 1) // tiles.consumers

@@ -1,17 +1,17 @@
 """FlashAttention-3's forward pass in FP8: what differs from `forward.py`, which has the algorithm.
 
-1. Q, K and V are e4m3, and their products run at twice the rate (QGMMA). Each has scales, one a head or one a block of rows:
-   those of Q and K go into the scale of a row's scores, those of V into the factor that rescales O.
-2. FP8 operands must be contiguous along the dimension that is summed over, which for V is the keys. Either V comes transposed, or
-   the three idle warps of the producer's warpgroup transpose its blocks on chip, between two pipelines.
-3. The tensor core leaves a lane pairs of neighbouring scores, and wants P of four neighbouring keys. No P moves: within each 16 keys
-   V's are put in the order in which P lies in the registers.
+1. Q, K and V are e4m3, and their products run at twice the rate (QGMMA). Each has scales, one a head or one a block of
+   rows: those of Q and K go into the scale of a row's scores, those of V into the factor that rescales O.
+2. FP8 operands must be contiguous along the dimension that is summed over, which for V is the keys. Either V comes
+   transposed, or the three idle warps of the producer's warpgroup transpose its blocks on chip, between two pipelines.
+3. The tensor core leaves a lane pairs of neighbouring scores, and wants P of four neighbouring keys. No P moves: within
+   each 16 keys V's are put in the order in which P lies in the registers.
 4. P is 2^8 at a row's maximum: e4m3 ends at 448 and thins out below 2^-6.
-5. The tensor core keeps about 14 bits of an FP8 sum. Two-level accumulation: a block's product starts from zero and is added to O in
-   float32 registers, by the same instruction that rescales O.
+5. The tensor core keeps about 14 bits of an FP8 sum. Two-level accumulation: a block's product starts from zero and is
+   added to O in float32 registers, by the same instruction that rescales O.
 
-With products this fast, registers are what is short, and the overlap inside a warpgroup (two blocks' worth of scores and
-products alive) costs more than it brings: blocks are serial, with ping-pong between warpgroups.
+With products this fast, registers are what is short, and the overlap inside a warpgroup (two blocks' worth of scores
+and products alive) costs more than it brings: blocks are serial, with ping-pong between warpgroups.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from flashzoo.v3.softmax import NOTHING_SEEN, maximum
 from flashzoo.v3.traits import KernelFp8
 
 REGISTERS = {2: (40, 232), 3: (32, 160)}
-"""Registers of a thread of the producer's warpgroup, which transposes V, and of a consumer, by the number of consumer warpgroups."""
+"""Registers of a thread of the producer's warpgroup, which transposes V, and of a consumer,
+by the number of consumer warpgroups."""
 
 KEYS = DESCALE_BLOCK
 """Keys of a block, which share a scale; of V transposed they are a row of the 128 bytes that swizzling works on."""
@@ -52,8 +53,8 @@ SCALES = (1e-30, 1e30)
 
 @dataclass(frozen=True)
 class Descale:
-    """What a tensor's e4m3 numbers are multiplied by: float32, one for each (batch, head) or block of `DESCALE_BLOCK` rows; where sequences
-    are packed, for each (sequence, head).
+    """What a tensor's e4m3 numbers are multiplied by: float32, one for each (batch, head) or block of `DESCALE_BLOCK`
+    rows; where sequences are packed, for each (sequence, head).
 
     Attributes:
         values: the numbers.
@@ -129,7 +130,9 @@ class SoftmaxFp8:
         for r in cutlass.range_constexpr(2):
             of_head = ((row + 8 * r) & ((1 << params.pack_gqa) - 1)) + (head << params.pack_gqa)
             position = cutlass.min((row + 8 * r) >> params.pack_gqa, bounds.sequence.seqlen_q - 1)
-            self.scale_log2[r] = self.scaling.scale_log2 * self.scaling.q.at(sequence, of_head // self.scaling.q_group, position)
+            self.scale_log2[r] = self.scaling.scale_log2 * self.scaling.q.at(
+                sequence, of_head // self.scaling.q_group, position
+            )
             if const_expr(not self.kernel.block_scales):
                 self.scale_log2[r] = limited(self.scale_log2[r] * self.ahead[0])
 
@@ -147,7 +150,8 @@ class SoftmaxFp8:
 
     @cute.jit
     def step(self, s: cute.Tensor, first_key: Int32) -> tuple[Boolean, cute.Tensor]:
-        """Turn a block's scores into P in place; returns whether O must be rescaled, for the whole warp alike, and by what."""
+        """Turn a block's scores into P in place; returns whether O must be rescaled, for the whole warp alike,
+        and by what."""
         scales, change = [self.scale_log2[0], self.scale_log2[1]], Float32(1.0)
         if const_expr(self.kernel.block_scales):
             scales = [limited(scale * self.ahead[0]) for scale in scales]
@@ -217,7 +221,9 @@ class ValueTransposedOnChip(ValuePath):
         self.scheduler: type[TileScheduler] = scheduler
         self.bounds: type[Bounds] = bounds
 
-    def allocate(self, smem: cutlass.memory.SmemAllocator, layout: cute.ComposedLayout) -> tuple[cute.Tensor, cute.Tensor | None]:
+    def allocate(
+        self, smem: cutlass.memory.SmemAllocator, layout: cute.ComposedLayout
+    ) -> tuple[cute.Tensor, cute.Tensor | None]:
         """The stages that the tensor core reads, (head_dim, keys, stages), and those that TMA fills."""
         loaded = smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
         layout = shared_layout(self.dtype, self.kernel.width_v, KEYS, self.kernel.tiles.stages)
@@ -239,7 +245,9 @@ class ValueTransposedOnChip(ValuePath):
             for _ in cutlass.range(end - begin, unroll=1):
                 raw.pipeline.consumer_wait(used)
                 v_pipeline.producer_acquire(used)
-                self.transpose(raw.v[None, None, raw.pipeline.stage(used)], storage.v[None, None, v_pipeline.stage(used)], helper)
+                self.transpose(
+                    raw.v[None, None, raw.pipeline.stage(used)], storage.v[None, None, v_pipeline.stage(used)], helper
+                )
                 cute.arch.fence_proxy("async.shared", space="cta")  # the tensor core is to see it
                 cute.arch.sync_warp()
                 raw.pipeline.consumer_release(used)
@@ -253,17 +261,18 @@ class ValueTransposedOnChip(ValuePath):
     def transpose(self, source: cute.Tensor, target: cute.Tensor, helper: Int32):
         """This warp's share of a block of V, from (keys, head_dim) to (head_dim, keys in the order that P has them).
 
-        By squares of 16 keys and 32 columns. ldmatrix takes two neighbouring bytes for one 16-bit number and gives a lane, of each of
-        four 8 x 8 matrices, those of two neighbouring keys. From two matrices, 8 keys apart, come the four bytes of either column
-        that P has in one register; they are rows of the four matrices that stmatrix writes.
+        By squares of 16 keys and 32 columns. ldmatrix takes two neighbouring bytes for one 16-bit number and gives a
+        lane, of each of four 8 x 8 matrices, those of two neighbouring keys. From two matrices, 8 keys apart, come the
+        four bytes of either column that P has in one register; they are rows of the four matrices that stmatrix writes.
 
-        Addresses are put together here, since only the lane's part of the swizzle varies: within rows of 128 bytes (64 for
-        head dim 64) the 16-byte pieces are exchanged by the row's number.
+        Addresses are put together here, since only the lane's part of the swizzle varies: within rows of 128 bytes (64
+        for head dim 64) the 16-byte pieces are exchanged by the row's number.
         """
         width = self.kernel.width_v
         line = min(width, KEYS)
         lane = cute.arch.lane_idx()
-        upper_keys, upper_columns, row = lane >> 3 & 1, lane >> 4, lane & 7  # of a square: the row whose address the lane gives
+        # of a square: the row whose address the lane gives
+        upper_keys, upper_columns, row = lane >> 3 & 1, lane >> 4, lane & 7
         column = (upper_columns << 4) + (row << 1) + upper_keys  # of a square: the same, where it is stored
         load_from = source.iterator.toint() + ((upper_keys << 3) + row) * line
         store_to = target.iterator.toint() + column * KEYS
@@ -272,9 +281,13 @@ class ValueTransposedOnChip(ValuePath):
             keys = helper + i * self.helpers
             if keys < KEYS // 16:
                 load_keys, store_keys = load_from + keys * (16 * line), store_to + ((keys ^ (column & 7)) << 4)
-                for pair in cutlass.range_constexpr(width // 64):  # two at a time hide some latency and fit the registers
+                # two at a time hide some latency and fit the registers
+                for pair in cutlass.range_constexpr(width // 64):
                     squares = [32 * (2 * pair + i) for i in range(2)]
-                    loaded = [load_transposed(load_keys + first // line * (KEYS * line) + (swizzle ^ first % line)) for first in squares]
+                    loaded = [
+                        load_transposed(load_keys + first // line * (KEYS * line) + (swizzle ^ first % line))
+                        for first in squares
+                    ]
                     for i in cutlass.range_constexpr(2):
                         store_pairs(store_keys + squares[i] * KEYS, loaded[i])
 
@@ -299,7 +312,8 @@ class ProductTwoLevel(ProductFp8):
 
     @cute.jit
     def issue(self, consumer: Consumer, n: Int32) -> cute.Tensor:
-        """Issue P times the n-th block of V, a group of WGMMAs to wait for: its last columns, which are yet to be added to O."""
+        """Issue P times the n-th block of V, a group of WGMMAs to wait for:
+        its last columns, which are yet to be added to O."""
         v = consumer.v[None, None, None, consumer.storage.v_pipeline.stage(n)]
         shape = consumer.mma_pv.get_slice(0).partition_shape_C((WARPGROUP_ROWS, self.columns))
         product = cute.make_rmem_tensor(shape, Float32)
@@ -335,7 +349,9 @@ class ForwardFp8(Forward):
 
     def __init__(self, kernel: KernelFp8) -> None:
         super().__init__(kernel)
-        self.value: ValuePath = ValueTransposed(kernel) if kernel.transposed else ValueTransposedOnChip(kernel, self.scheduler, self.bounds)
+        self.value: ValuePath = (
+            ValueTransposed(kernel) if kernel.transposed else ValueTransposedOnChip(kernel, self.scheduler, self.bounds)
+        )
         self.product: Product = (ProductTwoLevel if kernel.two_level else ProductFp8)(kernel)
         if self.value.helpers:
             self.registers: tuple[int, int] = REGISTERS[self.tiles.consumers]
@@ -355,10 +371,12 @@ def load_transposed(source: Int32) -> tuple[Uint32, ...]:
 
 
 def store_pairs(target: Int32, a: tuple[Uint32, ...]) -> None:
-    """Store the lower and the upper bytes of each two matrices of `load_transposed` as rows whose addresses the lanes give."""
+    """Store the lower and the upper bytes of each two matrices of `load_transposed` as rows whose
+    addresses the lanes give."""
     cute.arch.inline_ptx(
-        "{.reg .b32 e, o, f, p; prmt.b32 e, {$r1}, {$r2}, 0x6420; prmt.b32 o, {$r1}, {$r2}, 0x7531; prmt.b32 f, {$r3}, {$r4}, 0x6420; "
-        "prmt.b32 p, {$r3}, {$r4}, 0x7531; stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {e, o, f, p};}",
+        "{.reg .b32 e, o, f, p; prmt.b32 e, {$r1}, {$r2}, 0x6420; prmt.b32 o, {$r1}, {$r2}, 0x7531; "
+        "prmt.b32 f, {$r3}, {$r4}, 0x6420; prmt.b32 p, {$r3}, {$r4}, 0x7531; "
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {e, o, f, p};}",
         read_only_args=[target, *a],
     )
 
@@ -366,7 +384,9 @@ def store_pairs(target: Int32, a: tuple[Uint32, ...]) -> None:
 def columns_of(v: cute.Tensor, part: int) -> cute.Tensor:
     """The columns of V, as an operand, that one WGMMA takes."""
     v = v[None, part, None]
-    return cute.make_tensor(v.iterator, cute.make_layout((v.shape[0], 1, v.shape[1]), stride=(v.stride[0], 0, v.stride[1])))
+    return cute.make_tensor(
+        v.iterator, cute.make_layout((v.shape[0], 1, v.shape[1]), stride=(v.stride[0], 0, v.stride[1]))
+    )
 
 
 @cute.jit
@@ -377,8 +397,8 @@ def to_8_bits(x: cute.Tensor, y: cute.Tensor):
     for i in cutlass.range_constexpr(cute.size(x) // 8):
         for r in cutlass.range_constexpr(2):
             words[r, i] = cute.arch.inline_ptx(
-                "{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; "
-                "mov.b32 {$w0}, {low, high};}",
+                "{.reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; "
+                "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, {low, high};}",
                 write_only_types=[Uint32],
                 read_only_args=[rows[0, r, 2 * i], rows[1, r, 2 * i], rows[0, r, 2 * i + 1], rows[1, r, 2 * i + 1]],
             )

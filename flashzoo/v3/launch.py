@@ -1,4 +1,5 @@
-"""FlashAttention-3 on the host: outputs, TMA descriptors, launches; delta before and dQ's rounding after the backward kernel."""
+"""FlashAttention-3 on the host: outputs, TMA descriptors, launches;
+delta before and dQ's rounding after the backward kernel."""
 
 from __future__ import annotations
 
@@ -36,18 +37,21 @@ SMALLEST_SCALE = 1e-30
 SCALE = ("scale_log2",)
 """Names of the arguments that scale a kernel's scores, of one in 16 bits."""
 
-# Under a causal mask, how many heads' tiles are interleaved, longest first: those whose K and V are so many bytes, which L2 keeps from
-# one tile of a head to its next. With fewer than the least, tiles of one head that run together read keys far apart.
+# Under a causal mask, how many heads' tiles are interleaved, longest first: those whose K and V are so many bytes,
+# which L2 keeps from one tile of a head to its next. With fewer than the least, tiles of one head that run together
+# read keys far apart.
 SWIZZLE_BYTES = 32 << 20
 SWIZZLE_HEADS = (16, 64)
 
-# Heads whose tiles are interleaved in deterministic mode, where tiles of one head add to dQ one after the other, and would wait if they
-# ran at the same time. By whether tiles are cut by gradient (there a head leaves L2 sooner), and whether some are longer.
+# Heads whose tiles are interleaved in deterministic mode, where tiles of one head add to dQ one after the other, and
+# would wait if they ran at the same time. By whether tiles are cut by gradient (there a head leaves L2 sooner), and
+# whether some are longer.
 DETERMINISTIC_SWIZZLE = {(False, False): 32, (False, True): 64, (True, False): 8, (True, True): 32}
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of raw CUDA tensors; see `flashzoo.attention`. Causal and window are in the block mask, where there is one."""
+    """`(out, lse)` of raw CUDA tensors; see `flashzoo.attention`.
+    Causal and window are in the block mask, where there is one."""
     misaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
     launch = None if misaligned else forward_launch(problem, q.stride(), k.stride(), v.stride(), q.get_device())
     if launch is None:
@@ -90,8 +94,11 @@ def in_log2(softmax_scale: float) -> float:
     return max(softmax_scale * LOG2E, SMALLEST_SCALE)
 
 
-def tables(problem: Problem, operands: Operands, block_q: int, block_kv: int = 0) -> tuple[Tensor | None, Tensor | None]:
-    """Packed sequences' table of blocks of so many queries, and that of keys if asked for; None where nothing is packed."""
+def tables(
+    problem: Problem, operands: Operands, block_q: int, block_kv: int = 0
+) -> tuple[Tensor | None, Tensor | None]:
+    """Packed sequences' table of blocks of so many queries, and that of keys if asked for;
+    None where nothing is packed."""
     if problem.sequences is None:
         return None, None
     return _tiles_of()(problem, operands, block_q, block_kv)
@@ -112,7 +119,9 @@ def lists_of(mask: BlockMask, lists: Lists) -> Ints:
     bits, counts = mask.element.bits, lists.counts.data_ptr()
     # Where lists have no room for anything they have no address either, and their first entry is read all the same.
     addresses = (lists.order.data_ptr(), counts, lists.full.data_ptr(), lists.indices.data_ptr() or counts)
-    of_bits = (0, 0) if bits is None or lists.bit_index is None else (lists.bit_index.data_ptr() or counts, bits.data_ptr())
+    of_bits = (
+        (0, 0) if bits is None or lists.bit_index is None else (lists.bit_index.data_ptr() or counts, bits.data_ptr())
+    )
     strides = mask.heads if mask.batch > 1 else 0, int(mask.heads > 1)
     return (*strides, lists.width, 0 if bits is None else bits.shape[2], *addresses, *of_bits)
 
@@ -126,12 +135,20 @@ def all_readable(problem: Problem, *strides: Ints) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def forward_launch(problem: Problem, q_strides: Ints, k_strides: Ints, v_strides: Ints, device: int) -> ForwardLaunch | None:
+def forward_launch(
+    problem: Problem, q_strides: Ints, k_strides: Ints, v_strides: Ints, device: int
+) -> ForwardLaunch | None:
     """The launch for a problem, or None where TMA can't read tensors of these strides."""
     if not all_readable(problem, q_strides, k_strides, v_strides):
         return None
     return ForwardLaunch(
-        problem, kernel_for(problem), q_strides, k_strides, v_strides, device, (*of_parts(problem), *SCALE, *of_sinks(problem))
+        problem,
+        kernel_for(problem),
+        q_strides,
+        k_strides,
+        v_strides,
+        device,
+        (*of_parts(problem), *SCALE, *of_sinks(problem)),
     )
 
 
@@ -156,7 +173,8 @@ class ForwardLaunch:
     Args:
         problem: the sizes.
         kernel: what runs; any that fits the problem, of which `kernel_for(problem)` is the fastest known.
-        q_strides, k_strides, v_strides: such that `readable`; of `quantize.transpose_v` of v where the kernel takes that.
+        q_strides, k_strides, v_strides: such that `readable`; of `quantize.transpose_v` of v where the
+            kernel takes that.
         device: index of the GPU.
         more: names of the kernel's arguments that a call gives behind its tensors.
 
@@ -184,11 +202,14 @@ class ForwardLaunch:
         pack = pack_gqa_for(p, tiles.block_q)
         self.block_q: int = tiles.block_q >> pack
         of_q, of_k = (p.batch, p.seqlen_q, p.heads, p.head_dim), (p.batch, p.seqlen_k, p.heads_kv, p.head_dim)
-        box, ragged = (WARPGROUP_ROWS >> pack, 1 << pack), p.sequences is not None  # the packed heads of a query side by side
+        # the packed heads of a query side by side
+        box, ragged = (WARPGROUP_ROWS >> pack, 1 << pack), p.sequences is not None
         self._q = map_of_rows(kernel.dtype, of_q, q_strides, kernel.width, *box, ragged=ragged)
         self._k = map_of_rows(kernel.dtype, of_k, k_strides, kernel.width, tiles.block_kv, ragged=ragged)
         self._v = _map_of_v(p, kernel, v_strides)
-        self._out = map_of_rows(kernel.out_dtype, self._out_shape, self._out_strides, kernel.width_o, *box, ragged=ragged)
+        self._out = map_of_rows(
+            kernel.out_dtype, self._out_shape, self._out_strides, kernel.width_o, *box, ragged=ragged
+        )
 
         heads, group = p.heads >> pack, p.heads // p.heads_kv >> pack
         blocks_q, batch_heads = cdiv(p.seqlen_q << pack, tiles.block_q), p.batch * heads
@@ -261,7 +282,14 @@ def _multiprocessors(device: int) -> int:
 
 @lru_cache(maxsize=1024)
 def backward_launch(
-    problem: Problem, q_strides: Ints, k_strides: Ints, v_strides: Ints, dout_strides: Ints, out_strides: Ints, dlse: bool, device: int
+    problem: Problem,
+    q_strides: Ints,
+    k_strides: Ints,
+    v_strides: Ints,
+    dout_strides: Ints,
+    out_strides: Ints,
+    dlse: bool,
+    device: int,
 ) -> BackwardLaunch | None:
     """The launches for a problem, or None where TMA can't read tensors of these strides."""
     strides = (q_strides, k_strides, v_strides, dout_strides)
@@ -286,14 +314,22 @@ class BackwardLaunch:
     """
 
     def __init__(
-        self, problem: Problem, kernel: KernelBackward, strides: tuple[Ints, Ints, Ints, Ints], out_strides: Ints, dlse: bool, device: int
+        self,
+        problem: Problem,
+        kernel: KernelBackward,
+        strides: tuple[Ints, Ints, Ints, Ints],
+        out_strides: Ints,
+        dlse: bool,
+        device: int,
     ) -> None:
         p, tiles = problem, kernel.tiles
         q_strides, k_strides, v_strides, dout_strides = strides
         self._device = device
         of_q, of_out = (p.batch, p.seqlen_q, p.heads, p.head_dim), (p.batch, p.seqlen_q, p.heads, p.head_dim_v)
         of_k, of_v = ((p.batch, p.seqlen_k, p.heads_kv, head_dim) for head_dim in (p.head_dim, p.head_dim_v))
-        self._gradients = [(shape, dense(shape, order)) for shape, order in ((of_q, q_strides), (of_k, k_strides), (of_v, v_strides))]
+        self._gradients = [
+            (shape, dense(shape, order)) for shape, order in ((of_q, q_strides), (of_k, k_strides), (of_v, v_strides))
+        ]
         self._dtype = TORCH_DTYPES[kernel.dtype]
         (_, dq_strides), (_, dk_strides), (_, dv_strides) = self._gradients
         self.block_q: int = tiles.block_q
@@ -320,8 +356,25 @@ class BackwardLaunch:
         elif uneven:
             swizzle = _swizzle_of(group * p.seqlen_q * (BYTES[p.dtype] * (p.head_dim + p.head_dim_v) + 4 * p.head_dim))
         params = _params(p, blocks, batch_heads, swizzle, heads=p.heads_kv, group=group, pack_gqa=0)
-        given = ("q", "k", "v", "dout", "dk", "dv", "lse", "delta", "dq", "dq_semaphore", "counter", *of_parts(p), *SCALE, "scale")
-        self._launch = function_for(kernel).bind(device, min(_multiprocessors(device), blocks * batch_heads), params, given)
+        given = (
+            "q",
+            "k",
+            "v",
+            "dout",
+            "dk",
+            "dv",
+            "lse",
+            "delta",
+            "dq",
+            "dq_semaphore",
+            "counter",
+            *of_parts(p),
+            *SCALE,
+            "scale",
+        )
+        self._launch = function_for(kernel).bind(
+            device, min(_multiprocessors(device), blocks * batch_heads), params, given
+        )
         self._delta = delta_launch(p, kernel, out_strides, dout_strides, dlse)
         self._round = round_launch(p, kernel, dq_strides)
 
@@ -339,12 +392,16 @@ class BackwardLaunch:
         tiles: Tensor | None = None,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        """`(dq, dk, dv)`, and dsinks where there are sinks, launched on the current stream of the tensors' device; `lists` as `lists_of`
-        gives them, or the address of packed sequences' table of keys, and `tiles` the one of queries."""
+        """`(dq, dk, dv)`, and dsinks where there are sinks, launched on the current stream of the tensors' device;
+        `lists` as `lists_of` gives them, or the address of packed sequences' table of keys, and `tiles` the one of
+        queries."""
         if self._device != torch.cuda.current_device():
             with torch.cuda.device(self._device):
                 return self(dout, dlse, q, k, v, out, lse, softmax_scale, lists, tiles, sinks)
-        dq, dk, dv = (torch.empty_strided(shape, strides, dtype=self._dtype, device=q.device) for shape, strides in self._gradients)
+        dq, dk, dv = (
+            torch.empty_strided(shape, strides, dtype=self._dtype, device=q.device)
+            for shape, strides in self._gradients
+        )
         delta, lse_log2 = (torch.empty(self._statistics_shape, dtype=torch.float32, device=q.device) for _ in range(2))
         dq_sum = torch.empty(self._sum_shape, dtype=torch.float32, device=q.device)
         dq_semaphore = torch.empty(self._semaphore_shape, dtype=torch.int32, device=q.device)
@@ -377,7 +434,9 @@ def _blocks_q(problem: Problem, kernel: KernelBackward) -> int:
     return kernel.blocks_q(p.seqlen_q) if p.sequences is None else p.entries(p.seqlen_q, kernel.tiles.block_q)
 
 
-def delta_launch(problem: Problem, kernel: KernelBackward, out_strides: Ints, dout_strides: Ints, dlse: bool) -> TritonLaunch:
+def delta_launch(
+    problem: Problem, kernel: KernelBackward, out_strides: Ints, dout_strides: Ints, dlse: bool
+) -> TritonLaunch:
     """The launch of `delta_kernel`."""
     from flashzoo._triton import Launch  # here, so that a process that only asks what would run loads no Triton
     from flashzoo.v3.delta import delta_kernel
@@ -409,7 +468,13 @@ def round_launch(problem: Problem, kernel: KernelBackward, dq_strides: Ints) -> 
 
     p, tiles, (_, columns) = problem, kernel.tiles, kernel.dq_part
     blocks = _blocks_q(p, kernel)
-    of_part = {"HEAD_DIM": p.head_dim, "BLOCK_Q": tiles.block_q, "PARTS": tiles.consumers, "BY_ROWS": kernel.dq_by_rows, "N": columns}
+    of_part = {
+        "HEAD_DIM": p.head_dim,
+        "BLOCK_Q": tiles.block_q,
+        "PARTS": tiles.consumers,
+        "BY_ROWS": kernel.dq_by_rows,
+        "N": columns,
+    }
     return Launch(
         round_kernel,
         blocks * tiles.consumers * p.batch * p.heads,

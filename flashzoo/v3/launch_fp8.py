@@ -76,7 +76,13 @@ def _of_blocks(descales: Descales) -> bool:
 
 @lru_cache(maxsize=1024)
 def forward_launch(
-    problem: Problem, q_strides: Ints, k_strides: Ints, v_strides: Ints, block_scales: bool, transposed: bool, device: int
+    problem: Problem,
+    q_strides: Ints,
+    k_strides: Ints,
+    v_strides: Ints,
+    block_scales: bool,
+    transposed: bool,
+    device: int,
 ) -> ForwardLaunch:
     """The launch for a problem."""
     kernel, more = kernel_fp8_for(problem, block_scales, transposed), (*of_parts(problem), *SCALING, *of_sinks(problem))
@@ -95,7 +101,8 @@ def scaling_of(problem: Problem, descales: tuple[Tensor, ...]) -> tuple[float, .
     Args:
         problem: sizes and scale.
         descales: of q, k and v, as `or_one` gives them. Only their addresses are taken: whoever calls holds them until
-            the launch, for in the capture of a graph nobody else may, and what is allocated next would lie where they did.
+            the launch, for in the capture of a graph nobody else may, and what is allocated next would lie where they
+            did.
     """
     group = problem.heads // problem.heads_kv if descales[0].ndim == 2 else 1
     described = [value for descale in descales for value in _described(descale)]

@@ -1,14 +1,16 @@
-"""Packed sequences: both passes of `forward.py` and `backward.py`, and `fp8.py`, with tiles of many sequences that lie in one tensor.
+"""Packed sequences: both passes of `forward.py` and `backward.py`, and `fp8.py`,
+with tiles of many sequences that lie in one tensor.
 
-1. Which block of which sequence a tile is says a table in memory, the longest first; every head of an entry is a tile. A kernel before
-   this one makes it: `flashzoo/_triton/packed_kernels.py`. Entries that are no block come last, and nothing works on them.
-2. One TMA descriptor serves all sequences (`map_of_rows`, ragged): what is past a sequence's last row is outside of its tensor, reads as
-   zeros whatever the next sequence holds, and is not written.
-3. LSE, delta and dQ's sums have room for each sequence's blocks of queries, from `first_q / block_q` plus the number of the sequence on:
-   so it does not depend on the lengths how much that is.
+1. Which block of which sequence a tile is says a table in memory, the longest first; every head of an entry is a tile.
+   A kernel before this one makes it: `flashzoo/_triton/packed_kernels.py`. Entries that are no block come last, and
+   nothing works on them.
+2. One TMA descriptor serves all sequences (`map_of_rows`, ragged): what is past a sequence's last row is outside of its
+   tensor, reads as zeros whatever the next sequence holds, and is not written.
+3. LSE, delta and dQ's sums have room for each sequence's blocks of queries, from `first_q / block_q` plus the number of
+   the sequence on: so it does not depend on the lengths how much that is.
 
-A sequence's tiles are cut from its own first row on, and no choice of tiles knows any length: its bits are the same whatever it is
-packed with.
+A sequence's tiles are cut from its own first row on, and no choice of tiles knows any length: its bits are the same
+whatever it is packed with.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from flashzoo.v3.fp8 import ForwardFp8
 from flashzoo.v3.traits import ENTRY, KernelBackwardPacked, KernelFp8Packed, KernelPacked
 
 REGISTERS_FP8 = {64: (40, 152)}
-"""Where an FP8 kernel's consumers can spare registers for the producer's warpgroup, whose threads have an entry of the table in theirs:
-those of each, by width, in place of `fp8.REGISTERS`."""
+"""Where an FP8 kernel's consumers can spare registers for the producer's warpgroup, whose threads have an entry of the
+table in theirs: those of each, by width, in place of `fp8.REGISTERS`."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,8 @@ class BoundsPacked(_OfEntry, Bounds):
 
     @cute.jit
     def number_of_sequence(self) -> Int32:
-        """The same; where there are no keys the first, as rows around all sequences have neither keys nor anything else."""
+        """The same; where there are no keys the first, as rows around all sequences have neither keys
+        nor anything else."""
         entry = self.tile.entry
         return entry.number - 1 if entry.rows_k > 0 else Int32(0)
 
@@ -181,8 +184,8 @@ class BoundsBackwardPacked(_OfEntry, BoundsBackward):
 
     @cute.jit
     def block_range(self) -> tuple[Int32, Int32]:
-        """First of the blocks of queries that the tile walks, and one past the last: none where no key of its is used, and where there
-        are no queries."""
+        """First of the blocks of queries that the tile walks, and one past the last: none where no key of its is used,
+        and where there are no queries."""
         begin, end = self.visible_blocks()
         first_key = self.tile.block * self.params.kernel.tiles.block_kv
         if self.tile.entry.rows_q == 0 or first_key >= self.tile.entry.rows_k:
@@ -194,7 +197,8 @@ class BoundsBackwardPacked(_OfEntry, BoundsBackward):
         return begin < end
 
     def block_of_queries(self, head: Int32, block: Int32) -> Int64:
-        """Number of a block of queries, in the memory of LSE, delta and dQ's sums: the heads of a block side by side."""
+        """Number of a block of queries, in the memory of LSE, delta and dQ's sums:
+        the heads of a block side by side."""
         p, entry = self.params, self.tile.entry
         slot = entry.first_q // p.kernel.tiles.block_q + entry.number + block
         return Int64(slot) * (p.heads * p.group) + head

@@ -53,7 +53,9 @@ class ValuePath:
         """Where a block of V begins in memory: at a row as `SequenceInfo.origin_k` gives it."""
         return (0, *row)
 
-    def allocate(self, smem: cutlass.memory.SmemAllocator, layout: cute.ComposedLayout) -> tuple[cute.Tensor, cute.Tensor | None]:
+    def allocate(
+        self, smem: cutlass.memory.SmemAllocator, layout: cute.ComposedLayout
+    ) -> tuple[cute.Tensor, cute.Tensor | None]:
         """The stages that the tensor core reads, and those that TMA fills where they differ."""
         return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner), None
 
@@ -91,8 +93,15 @@ class Product:
         to_16_bits(s, p)
 
     def issue(self, consumer: Any, n: Int32) -> cute.Tensor | None:
-        """Issue P times the n-th block of V, a group of WGMMAs to wait for: its result, or None where that is added to O."""
-        gemm(consumer.mma_pv, consumer.o, consumer.p, consumer.v[None, None, None, consumer.storage.v_pipeline.stage(n)], False)
+        """Issue P times the n-th block of V, a group of WGMMAs to wait for:
+        its result, or None where that is added to O."""
+        gemm(
+            consumer.mma_pv,
+            consumer.o,
+            consumer.p,
+            consumer.v[None, None, None, consumer.storage.v_pipeline.stage(n)],
+            False,
+        )
 
     def add(self, consumer: Any, product: cute.Tensor | None) -> None:
         """Add a block's finished product to O: here the tensor core has."""

@@ -44,7 +44,10 @@ LISTS: dict[str, Parameter] = {
 TABLE: dict[str, Parameter] = {"tiles": Pointer("i32", align=16)}
 """Those that `packed.ParamsPacked` has more."""
 
-WORKSPACE: dict[str, Parameter] = {**dict.fromkeys(("lse", "delta", "dq"), Pointer("fp32")), "dq_semaphore": Pointer("i32")}
+WORKSPACE: dict[str, Parameter] = {
+    **dict.fromkeys(("lse", "delta", "dq"), Pointer("fp32")),
+    "dq_semaphore": Pointer("i32"),
+}
 """Fields of `backward.Workspace`."""
 
 DESCALE: dict[str, Parameter] = {"values": Pointer("fp32"), **dict.fromkeys(("batch", "head", "block"), INT)}

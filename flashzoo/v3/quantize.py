@@ -1,4 +1,5 @@
-"""Inputs of FP8 attention from 16-bit ones, on the host: what is quantised, outputs, launches. The kernels are in `quantize_kernels.py`."""
+"""Inputs of FP8 attention from 16-bit ones, on the host: what is quantised, outputs, launches. The kernels are in
+`quantize_kernels.py`."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ class Quantized(NamedTuple):
     Attributes:
         q: `(batch, seqlen_q, heads, head_dim)`, e4m3, contiguous.
         k, v: `(batch, seqlen_k, heads_kv, head_dim)`, e4m3, contiguous.
-        q_descale, k_descale, v_descale: float32, positive. One for every 128 rows of a head, `(batch, heads,
-            ceil(seqlen_q / 128))` for q and `(batch, heads_kv, ceil(seqlen_k / 128))` for k and v, or `(batch, heads_kv)`
-            each. What was quantised is the e4m3 number times its descale.
+        q_descale, k_descale, v_descale: float32, positive. One for every 128 rows of a head,
+            `(batch, heads, ceil(seqlen_q / 128))` for q and `(batch, heads_kv, ceil(seqlen_k / 128))` for k and v, or
+            `(batch, heads_kv)` each. What was quantised is the e4m3 number times its descale.
         lse_shift: float32 `(batch, heads, seqlen_q)`; `softmax_scale * lse_shift` is to be added to the LSE of the
             quantised problem. None where k was not smoothed.
     """
@@ -43,8 +44,8 @@ class Cut(NamedTuple):
 
     Attributes:
         num_warps: warps of a program.
-        num_stages: depth of its software pipeline: with 3 it loads a block while it works on the one before, with 1 it leaves
-            that to other programs of the same multiprocessor.
+        num_stages: depth of its software pipeline: with 3 it loads a block while it works on the one before, with 1 it
+            leaves that to other programs of the same multiprocessor.
         run: how many blocks it takes one after another, at most.
     """
 
@@ -66,29 +67,33 @@ PROGRAMS = 528
 MEAN = {"MEAN_ROWS": 64, "MEAN_SPLITS": 8, "MEAN_STAGES": 2}
 
 SAMPLE = MEAN["MEAN_ROWS"] * MEAN["MEAN_SPLITS"]
-"""Keys that the mean of k is taken of: of n blocks of 64 those of number `i * n // 8`, i = 0..7, or all where there are at most 8."""
+"""Keys that the mean of k is taken of: of n blocks of 64 those of number `i * n // 8`, i = 0..7,
+or all where there are at most 8."""
 
 # Keys and columns of the tile of a program of `transpose_kernel`, and its warps.
 TRANSPOSE = (128, 64, 4)
 
 
-def quantize(q: Tensor, k: Tensor, v: Tensor, *, rotate: bool = True, smooth: bool = True, scales: str = "block") -> Quantized:
+def quantize(
+    q: Tensor, k: Tensor, v: Tensor, *, rotate: bool = True, smooth: bool = True, scales: str = "block"
+) -> Quantized:
     """q, k and v in e4m3 (`torch.float8_e4m3fn`) with float32 scales, for `flashzoo.attention`.
 
     Args:
         q: `(batch, seqlen_q, heads, head_dim)`, fp16 or bf16, any strides with a contiguous last dimension; head_dim a
             multiple of 16 up to 256.
         k, v: `(batch, seqlen_k, heads_kv, head_dim)`, dtype and device of q; `heads` is a multiple of `heads_kv`.
-        rotate: multiply q and k by the same orthogonal matrix (`rotation(head_dim)`), which spreads outliers over the head dim
-            and leaves `q k^T` as it is ("incoherent processing", Shah et al. 2024, arXiv:2407.08608, section 3.3).
-        smooth: subtract from k the mean of its keys, or of 512 of them, 8 evenly spaced blocks, where there are more: softmax
-            does not see what is subtracted from all keys (Zhang et al. 2024, arXiv:2410.02367).
+        rotate: multiply q and k by the same orthogonal matrix (`rotation(head_dim)`), which spreads outliers over the
+            head dim and leaves `q k^T` as it is ("incoherent processing", Shah et al. 2024, arXiv:2407.08608, section
+            3.3).
+        smooth: subtract from k the mean of its keys, or of 512 of them, 8 evenly spaced blocks, where there are more:
+            softmax does not see what is subtracted from all keys (Zhang et al. 2024, arXiv:2410.02367).
         scales: "block", one for every 128 rows of a head, or "head", one for each batch and kv head.
 
     Returns:
-        A `Quantized`. Rounding is to nearest, ties to even. A block of zeros has descale 1. A block whose largest magnitude is
-        below some 2^-100 is rounded as if that were its largest: ever more coarsely, and to zeros from some 2^-118 down. The
-        same bits in every run. The tensors share one allocation: who keeps one keeps it all.
+        A `Quantized`. Rounding is to nearest, ties to even. A block of zeros has descale 1. A block whose largest
+        magnitude is below some 2^-100 is rounded as if that were its largest: ever more coarsely, and to zeros from
+        some 2^-118 down. The same bits in every run. The tensors share one allocation: who keeps one keeps it all.
 
     Raises:
         TypeError, ValueError: an argument is malformed; the text names it, what was expected and what was got.
@@ -101,7 +106,8 @@ def quantize(q: Tensor, k: Tensor, v: Tensor, *, rotate: bool = True, smooth: bo
 
 
 def quantize_for(q: Tensor, k: Tensor, v: Tensor, problem: Problem, want_shift: bool) -> Quantized:
-    """16-bit q, k and v as the FP8 kernel reads them: `quantize` with block scales, rotated and smoothed, and v transposed.
+    """16-bit q, k and v as the FP8 kernel reads them: `quantize` with block scales, rotated and smoothed,
+    and v transposed.
 
     Args:
         q, k, v: as in `quantize`, not checked again.
@@ -121,9 +127,9 @@ def transpose_v(v: Tensor) -> Tensor:
         v: `(batch, seqlen_k, heads_kv, head_dim)`, e4m3, any strides with a contiguous last dimension.
 
     Returns:
-        e4m3 `(batch, heads_kv, head_dim, padded)`, contiguous, padded = seqlen_k rounded up to a multiple of 16. Position p
-        of each group g of 16 holds key `16 g + 2 (p // 4) + p % 2 + 8 (p // 2 % 2)`, or 0 where there is no such key: four
-        neighbours are what one thread of the tensor core multiplies, and has in registers of P.
+        e4m3 `(batch, heads_kv, head_dim, padded)`, contiguous, padded = seqlen_k rounded up to a multiple of 16.
+        Position p of each group g of 16 holds key `16 g + 2 (p // 4) + p % 2 + 8 (p // 2 % 2)`, or 0 where there is no
+        such key: four neighbours are what one thread of the tensor core multiplies, and has in registers of P.
     """
     batch, seqlen_k, heads_kv, head_dim = v.shape
     out = v.new_empty((batch, heads_kv, head_dim, padded(seqlen_k)))
@@ -136,8 +142,8 @@ def transpose_v(v: Tensor) -> Tensor:
 def rotation(head_dim: int) -> Tensor:
     """The orthogonal matrix that q and k are multiplied by from the right: float64 `(head_dim, head_dim)`, on the CPU.
 
-    Signs, a period of 64 that looks random, times a Hadamard matrix over sqrt(n): n is the largest power of two that divides
-    the head dim, and the matrix is block-diagonal where that is not all of it.
+    Signs, a period of 64 that looks random, times a Hadamard matrix over sqrt(n): n is the largest power of two that
+    divides the head dim, and the matrix is block-diagonal where that is not all of it.
     """
     n = power_of_two(head_dim)
     hadamard = torch.ones(1, 1, dtype=torch.float64)
@@ -188,7 +194,14 @@ class Plan:
     """
 
     def __init__(
-        self, problem: Problem, strides: Strides, rotate: bool, smooth: bool, shift: bool, transposed: bool, cut: Cut | None = None
+        self,
+        problem: Problem,
+        strides: Strides,
+        rotate: bool,
+        smooth: bool,
+        shift: bool,
+        transposed: bool,
+        cut: Cut | None = None,
     ) -> None:
         p = problem
         self._strides = strides
@@ -209,7 +222,9 @@ class Plan:
 
         mean = p.batch * p.heads_kv * p.head_dim if smooth else 0
         shift_shapes = () if self._shift_shape is None else (self._shift_shape,)
-        self._floats, end = _parts((self._q_descale, self._k_descale, self._k_descale, *shift_shapes), cdiv(mean, 128) * 128)
+        self._floats, end = _parts(
+            (self._q_descale, self._k_descale, self._k_descale, *shift_shapes), cdiv(mean, 128) * 128
+        )
         self._numbers, end = _parts((self._q_shape, self._k_shape, self._v_shape), end * 4)
         self._length = end // 4
 
@@ -234,7 +249,9 @@ class Plan:
         scores = Launch(scores_kernel, self._programs, scalars, constexprs, cut.num_warps, cut.num_stages)
         return values, scores
 
-    def run(self, launches: tuple[Launch, Launch], q: Tensor, k: Tensor, v: Tensor, out: Quantized, mean: Tensor) -> None:
+    def run(
+        self, launches: tuple[Launch, Launch], q: Tensor, k: Tensor, v: Tensor, out: Quantized, mean: Tensor
+    ) -> None:
         """Launch both kernels, of which the first leaves the mean of k, small and rotated, in `mean`."""
         values, scores = launches
         if self._programs_v:
@@ -250,7 +267,8 @@ class Plan:
         return out
 
     def by_head(self, q: Tensor, k: Tensor, v: Tensor) -> Quantized:
-        """Quantise with one scale for each batch and kv head: first the largest magnitude of its blocks, then the quantisation."""
+        """Quantise with one scale for each batch and kv head: first the largest magnitude of its blocks,
+        then the quantisation."""
         out, mean = self.empty(q.device)
         self.run(self._launches(FIND), q, k, v, out, mean)
         batch, heads_kv = self._problem.batch, self._problem.heads_kv
@@ -268,10 +286,13 @@ class Plan:
         return out._replace(**dict(zip(names, scales, strict=True)))
 
     def empty(self, device: torch.device) -> tuple[Quantized, Tensor]:
-        """Memory for the results, and all of it, which begins with the mean: one allocation and few views, as each costs a microsecond."""
+        """Memory for the results, and all of it, which begins with the mean:
+        one allocation and few views, as each costs a microsecond."""
         floats = torch.empty(self._length, dtype=torch.float32, device=device)
         numbers = floats.view(torch.float8_e4m3fn)
-        out = [numbers.as_strided(*part) for part in self._numbers] + [floats.as_strided(*part) for part in self._floats]
+        out = [numbers.as_strided(*part) for part in self._numbers] + [
+            floats.as_strided(*part) for part in self._floats
+        ]
         if self._shift_shape is None:
             return Quantized(*out, lse_shift=None), floats
         if not self._smooth:  # no keys to take a mean of
@@ -316,11 +337,15 @@ def _problem(q: Tensor, k: Tensor, v: Tensor) -> Problem:
         if not isinstance(x, Tensor):
             raise TypeError(f"quantize: {name} must be a tensor, got {type(x).__name__}")
         if x.ndim != 4:
-            raise ValueError(f"quantize: {name} must have 4 dimensions (batch, seqlen, heads, head_dim), got shape {tuple(x.shape)}")
+            raise ValueError(
+                f"quantize: {name} must have 4 dimensions (batch, seqlen, heads, head_dim), got shape {tuple(x.shape)}"
+            )
         if x.dtype not in (torch.float16, torch.bfloat16):
             raise TypeError(f"quantize: {name} must be float16 or bfloat16, got {x.dtype}")
         if x.dtype != q.dtype or x.device != q.device:
-            raise ValueError(f"quantize: {name} must have q's dtype and device, {q.dtype} on {q.device}, got {x.dtype} on {x.device}")
+            raise ValueError(
+                f"quantize: {name} must have q's dtype and device, {q.dtype} on {q.device}, got {x.dtype} on {x.device}"
+            )
         if x.stride(3) != 1 and x.shape[3] > 1:
             raise ValueError(f"quantize: {name} must have a contiguous last dimension, got strides {x.stride()}")
     batch, seqlen_q, heads, head_dim = q.shape
@@ -328,12 +353,16 @@ def _problem(q: Tensor, k: Tensor, v: Tensor) -> Problem:
     if not 0 < head_dim <= 256 or head_dim % 16:
         raise ValueError(f"quantize: head_dim must be a multiple of 16 up to 256, got {head_dim}")
     if k.shape != (batch, seqlen_k, heads_kv, head_dim):
-        raise ValueError(f"quantize: k must have q's batch and head_dim, {batch} and {head_dim}, got shape {tuple(k.shape)}")
+        raise ValueError(
+            f"quantize: k must have q's batch and head_dim, {batch} and {head_dim}, got shape {tuple(k.shape)}"
+        )
     if v.shape != k.shape:
         raise ValueError(f"quantize: v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
     if heads % heads_kv if heads_kv else heads:
         raise ValueError(f"quantize: q's heads must be a multiple of k's, got {heads} and {heads_kv}")
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
-        raise ValueError("quantize: on the CPU q, k and v must be float16: Triton's interpreter is wrong in bfloat16, got bfloat16")
+        raise ValueError(
+            "quantize: on the CPU q, k and v must be float16: Triton's interpreter is wrong in bfloat16, got bfloat16"
+        )
     dtype = "fp16" if q.dtype == torch.float16 else "bf16"
     return Problem(batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim, dtype=dtype, device=q.device.type)

@@ -1,18 +1,19 @@
-"""Inputs of FP8 attention from 16-bit ones: smoothed, rotated, scaled by block and rounded to e4m3, in two kernels (Triton);
-and V alone transposed, in a third.
+"""Inputs of FP8 attention from 16-bit ones: smoothed, rotated, scaled by block and rounded to e4m3, in two kernels
+(Triton); and V alone transposed, in a third.
 
-1. `values_kernel`: for smoothing, the mean of a sample of k's rows (`SAMPLE`), rotated, a head a program; beside those v, 128
-   rows of a head a program.
+1. `values_kernel`: for smoothing, the mean of a sample of k's rows (`SAMPLE`), rotated, a head a program; beside those
+   v, 128 rows of a head a program.
 2. `scores_kernel`: k and q, 128 rows of a head at a time, read once.
-   a. Rotation: the rows, 64 columns at a time, times a 64 x 64 matrix of signs on the tensor cores, and for head dims 128 and
-      256 a butterfly or two between those products: a Hadamard matrix is a product of small ones.
-   b. Smoothing: k less the mean of the sample. Softmax does not see what is subtracted from all keys, as all scores of a
-      query change by as much: q . mean, which the LSE must get back (`lse_shift`).
+   a. Rotation: the rows, 64 columns at a time, times a 64 x 64 matrix of signs on the tensor cores, and for head dims
+      128 and 256 a butterfly or two between those products: a Hadamard matrix is a product of small ones.
+   b. Smoothing: k less the mean of the sample. Softmax does not see what is subtracted from all keys, as all scores of
+      a query change by as much: q . mean, which the LSE must get back (`lse_shift`).
 3. In both the largest magnitude of a block becomes e4m3's largest number.
-4. V as the FP8 tensor core wants it, keys along rows, where asked: four keys of a column make a 32-bit word in registers,
-   so what is transposed are words.
+4. V as the FP8 tensor core wants it, keys along rows, where asked: four keys of a column make a 32-bit word in
+   registers, so what is transposed are words.
 
-Rotated values are kept small, by 2 n (n as in `rotation`), until they are scaled, so no finite input overflows on the way.
+Rotated values are kept small, by 2 n (n as in `rotation`), until they are scaled,
+so no finite input overflows on the way.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ def quantize_rows(
 ):  # fmt: skip
     """Blocks of one head.
 
-    Where SMOOTH `times` the mean is subtracted, which is 1 for k. Where SHIFT they are multiplied by it, if `times` is 0.
+    Where SMOOTH `times` the mean is subtracted, which is 1 for k.
+    Where SHIFT they are multiplied by it, if `times` is 0.
     """
     x, stride_b, stride_s, stride_h, out, descale, mean, shift = tensors
     b, h, first_block, last_block, times = place
@@ -179,7 +181,9 @@ def magnitude(x):
 def words_of(x_0, x_1, x_8, x_9):
     """Four tiles of bytes as one of 32-bit words, the first lowest."""
     low = x_0.to(tl.uint8, bitcast=True).to(tl.int32) | (x_1.to(tl.uint8, bitcast=True).to(tl.int32) << 8)
-    return low | (x_8.to(tl.uint8, bitcast=True).to(tl.int32) << 16) | (x_9.to(tl.uint8, bitcast=True).to(tl.int32) << 24)
+    return (
+        low | (x_8.to(tl.uint8, bitcast=True).to(tl.int32) << 16) | (x_9.to(tl.uint8, bitcast=True).to(tl.int32) << 24)
+    )
 
 
 @triton.jit
@@ -188,9 +192,10 @@ def e4m3_words_of(y_0, y_1, y_8, y_9, INTERPRETED: tl.constexpr):
     if INTERPRETED:
         return words_of(to_e4m3(y_0, True), to_e4m3(y_1, True), to_e4m3(y_8, True), to_e4m3(y_9, True))
     else:
-        # Two roundings are a word, with no bytes in between. Triton rounds two neighbours in a tile at a time, and the bytes of such
-        # pairs, put together anew, are optimised wrongly by the ptxas of Triton 3.6 in some layouts of registers, such as those of V
-        # whose elements a thread has one by one: a ninth of them came out wrong on an H200, and none with ptxas's optimisation off.
+        # Two roundings are a word, with no bytes in between. Triton rounds two neighbours in a tile at a time, and the
+        # bytes of such pairs, put together anew, are optimised wrongly by the ptxas of Triton 3.6 in some layouts of
+        # registers, such as those of V whose elements a thread has one by one: a ninth of them came out wrong on an
+        # H200, and none with ptxas's optimisation off.
         return tl.inline_asm_elementwise(
             """{
             .reg .b16 low, high;
@@ -211,7 +216,9 @@ def store_transposed(out, b_h, start, words, seqlen_k, d, KEYS: tl.constexpr, HE
     """Words of keys as rows, at columns d, to where transposed v has them."""
     words_per_row = tl.cdiv(seqlen_k, 16) * 4
     word = start // 4 + tl.arange(0, KEYS // 4)
-    ptrs = out.to(tl.pointer_type(tl.int32), bitcast=True) + (b_h * HEAD_DIM + d[:, None]) * words_per_row + word[None, :]
+    ptrs = (
+        out.to(tl.pointer_type(tl.int32), bitcast=True) + (b_h * HEAD_DIM + d[:, None]) * words_per_row + word[None, :]
+    )
     tl.store(ptrs, tl.trans(words), mask=(d < HEAD_DIM)[:, None] & (word < words_per_row)[None, :])
 
 
@@ -235,7 +242,12 @@ def quantize_transposed(
     amax = tl.max(largest).to(tl.int16).to(v.dtype.element_ty, bitcast=True).to(tl.float32)
     scale = scale_of(descale + b_h * tl.cdiv(seqlen_k, ROWS) + block, amax, FIND_AND_USE, 1.0)
     words = e4m3_words_of(
-        *(x_0.to(tl.float32) * scale, x_1.to(tl.float32) * scale, x_8.to(tl.float32) * scale, x_9.to(tl.float32) * scale),
+        *(
+            x_0.to(tl.float32) * scale,
+            x_1.to(tl.float32) * scale,
+            x_8.to(tl.float32) * scale,
+            x_9.to(tl.float32) * scale,
+        ),
         INTERPRETED,
     )
     store_transposed(out, b_h, start, words, seqlen_k, d, ROWS, HEAD_DIM)
@@ -244,7 +256,8 @@ def quantize_transposed(
 @triton.jit
 def mean_of_keys(
     tensors, place, sizes,
-    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROTATE: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROTATE: tl.constexpr,
+    ROWS: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The mean of the sample of one head's keys, small and rotated as `quantize_rows` has them."""
     k, stride_b, stride_s, stride_h, mean = tensors
@@ -285,7 +298,8 @@ def values_kernel(
     SCALES: tl.constexpr, ROWS: tl.constexpr, MEAN_ROWS: tl.constexpr, MEAN_SPLITS: tl.constexpr,
     MEAN_STAGES: tl.constexpr, SMOOTH: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Programs of the mean of k, which take longest, then of v; of neighbouring heads first, which is how they lie in memory."""
+    """Programs of the mean of k, which take longest, then of v;
+    of neighbouring heads first, which is how they lie in memory."""
     program = tl.program_id(0)
     h = program % heads_kv
     means = batch * heads_kv if SMOOTH else 0

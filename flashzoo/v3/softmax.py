@@ -12,7 +12,8 @@ from flashzoo._cute.hopper.bounds import Bounds
 from flashzoo._cute.hopper.wgmma import rows_of
 
 NOTHING_SEEN = -3e38
-"""The maximum of a row that has seen no key: below what float32 scores can be, and finite, so that -inf less it is -inf."""
+"""The maximum of a row that has seen no key: below what float32 scores can be, and finite,
+so that -inf less it is -inf."""
 
 RESCALE_THRESHOLD = 8.0
 """How far, in log2, the scores of a row may outgrow its `row_max` before O is rescaled."""
@@ -22,10 +23,10 @@ RESCALE_THRESHOLD = 8.0
 class Softmax:
     """Running state of a thread's two rows.
 
-    The paper takes scores relative to the maximum so far, and rescales O whenever that grows. Any number near it does: what P and
-    l gain is divided out in the end. So `row_max` follows the true maximum only when that is more than `RESCALE_THRESHOLD` beyond it
-    (FlashAttention-4's idea for Blackwell). P is then at most 2^8, which costs 16-bit floats no precision, and O is rescaled a few
-    times in all rather than once a block.
+    The paper takes scores relative to the maximum so far, and rescales O whenever that grows. Any number near it does:
+    what P and l gain is divided out in the end. So `row_max` follows the true maximum only when that is more than
+    `RESCALE_THRESHOLD` beyond it (FlashAttention-4's idea for Blackwell). P is then at most 2^8, which costs 16-bit
+    floats no precision, and O is rescaled a few times in all rather than once a block.
 
     Attributes:
         row_max: what the rows' scores are taken relative to, in log2 units.
@@ -47,7 +48,8 @@ class Softmax:
 
     @cute.jit
     def step(self, s: cute.Tensor, first_key: Int32) -> tuple[Boolean, cute.Tensor]:
-        """Turn a block's scores into P in place; returns whether O must be rescaled, for the whole warp alike, and by what."""
+        """Turn a block's scores into P in place; returns whether O must be rescaled, for the whole warp alike,
+        and by what."""
         rows = rows_of(s)
         maxima = [maximum(rows[None, r, None]) * self.scale_log2 for r in range(2)]
         grown = maxima[0] > self.row_max[0] + RESCALE_THRESHOLD or maxima[1] > self.row_max[1] + RESCALE_THRESHOLD
@@ -81,7 +83,8 @@ class Softmax:
 
 @cute.jit
 def beside_sink(lse_log2: Float32, sink_log2: Float32) -> tuple[Float32, Float32]:
-    """Of a row that has a sink too: what share of its softmax its keys keep, and its LSE; all in log2 units, -inf for none."""
+    """Of a row that has a sink too: what share of its softmax its keys keep, and its LSE;
+    all in log2 units, -inf for none."""
     top = cute.arch.fmax(lse_log2, sink_log2)
     safe = Float32(0.0) if top == -Float32.inf else top
     of_keys = cute.math.exp2(lse_log2 - safe, fastmath=True)

@@ -1,16 +1,18 @@
 """The forward pass of block-sparse attention: `forward.py` with a list of blocks of keys in place of a range.
 
-1. A tile is one row of the block mask: the queries of two warpgroups. Its list has the partial blocks first, then the full
-   ones, each part ascending; as in the dense kernel it is walked from its end to its start.
-2. The block that is walked first may cross the end of the keys, and is masked by that where it does. The other full blocks are not
-   masked at all, the partial ones by the window, the bits of the mask's elements, and the end of the keys.
-3. The producer alone reads which block is next; a consumer does for the blocks that it masks. The scheduler warp looks up the row of
-   the next tile and how much it keeps, and tells them with the tile's number.
+1. A tile is one row of the block mask: the queries of two warpgroups. Its list has the partial blocks first, then the
+   full ones, each part ascending; as in the dense kernel it is walked from its end to its start.
+2. The block that is walked first may cross the end of the keys, and is masked by that where it does. The other full
+   blocks are not masked at all, the partial ones by the window, the bits of the mask's elements, and the end of the
+   keys.
+3. The producer alone reads which block is next; a consumer does for the blocks that it masks. The scheduler warp looks
+   up the row of the next tile and how much it keeps, and tells them with the tile's number.
 4. A row that keeps nothing is a block past the last key, masked whole: no special case.
-5. Where registers allow (head dim 64) a thread block works on two tiles at a time, with two teams of its warps: a row of the mask
-   is two warpgroups' queries, and two are too few to keep the tensor cores busy under their softmax.
+5. Where registers allow (head dim 64) a thread block works on two tiles at a time, with two teams of its warps: a row
+   of the mask is two warpgroups' queries, and two are too few to keep the tensor cores busy under their softmax.
 
-Rows begin in the order of their lengths, the longest first (LPT), so that no thread block is left with a long one at the end.
+Rows begin in the order of their lengths, the longest first (LPT),
+so that no thread block is left with a long one at the end.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Row:
         list: which of the lists of all heads.
         block: which row.
         partial, kept: how many of its blocks are partial, and how many there are in all.
-        bit_block: which of the head's blocks of bits its last partial block has; for consumers, and where there are bits.
+        bit_block: which of the head's blocks of bits its last partial block has;
+            for consumers, and where there are bits.
     """
 
     tile_idx: Int32
@@ -138,7 +141,9 @@ class TileSchedulerSparse(TileScheduler):
 
     def with_bit_block(self, row: Row) -> Row:
         """The row with `bit_block`: read here, it is there when the tile begins."""
-        return replace(row, bit_block=self.params.bit_block_of(row, cutlass.max(row.partial * self.params.kernel.parts - 1, 0)))
+        return replace(
+            row, bit_block=self.params.bit_block_of(row, cutlass.max(row.partial * self.params.kernel.parts - 1, 0))
+        )
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,8 @@ class BoundsSparse(Bounds):
 
     @cute.jit
     def first_key(self, n: Int32) -> Int32:
-        """Where the n-th block of keys begins; past the last key, where the row keeps none: zeros are loaded, and no NaN."""
+        """Where the n-th block of keys begins; past the last key, where the row keeps none:
+        zeros are loaded, and no NaN."""
         p, row, parts = self.params, self.tile.row, self.params.kernel.parts
         key = at(p.indices, p.place_in_lists(row, n)) * p.kernel.mask_kv + n % parts * p.kernel.tiles.block_kv
         return self.sequence.seqlen_k if row.kept == 0 else key
@@ -196,7 +202,8 @@ class MaskSparse:
     def apply(self, s: cute.Tensor, first_key: Int32):
         """Set what is not seen to -inf.
 
-        The bounds become bits too, counted from the thread's first column as they are: a test for each score, not one a bound.
+        The bounds become bits too, counted from the thread's first column as they are:
+        a test for each score, not one a bound.
         """
         rows = rows_of(s)
         for r in cutlass.range_constexpr(2):
@@ -246,7 +253,9 @@ class ForwardSparse(Forward):
                 for r in cutlass.range_constexpr(2):
                     words[i, r] = words_ahead[i, r] if begins_partial else Uint32(0xFFFFFFFF)
         bit_block = bounds.bit_block_of(cutlass.max(partial - 2, 0))
-        of_first = tuple([tuple([b if begins_partial else k for b, k in zip(of_row, keys, strict=True)]) for of_row in of_thread])
+        of_first = tuple(
+            [tuple([b if begins_partial else k for b, k in zip(of_row, keys, strict=True)]) for of_row in of_thread]
+        )
         first = MaskSparse(of_first, column, kernel.left, words)
 
         consumer.storage.q_pipeline.consumer_wait(q_use)  # A1.14, A2.3
@@ -297,4 +306,6 @@ def at(values: cute.Pointer, i: Any) -> Int32:
 
 def ones(begin: Int32, count: Int32) -> Uint32:
     """So many bits from `begin` on; what is past the last bit is left out."""
-    return cute.arch.inline_ptx("bmsk.clamp.b32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[begin, count])
+    return cute.arch.inline_ptx(
+        "bmsk.clamp.b32 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[begin, count]
+    )

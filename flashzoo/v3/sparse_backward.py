@@ -1,11 +1,11 @@
-"""The backward pass of block-sparse attention: `backward.py` and `backward_by_gradient.py` with a list of blocks of queries in place
-of a range.
+"""The backward pass of block-sparse attention: `backward.py` and `backward_by_gradient.py` with a list of blocks of
+queries in place of a range.
 
 1. A tile is a column of the block mask, or a part of one. The heads that share its keys share its list.
-2. Of its list the partial blocks come first and are masked by the window and the bits of the mask's elements. Full ones are masked by
-   the end of the keys alone, where their column crosses it.
-3. The producer, a tile ahead, looks up the column of the next tile and how much it keeps. A column that keeps nothing has no step: its
-   dK and dV stay zero.
+2. Of its list the partial blocks come first and are masked by the window and the bits of the mask's elements. Full ones
+   are masked by the end of the keys alone, where their column crosses it.
+3. The producer, a tile ahead, looks up the column of the next tile and how much it keeps. A column that keeps nothing
+   has no step: its dK and dV stay zero.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class TileSchedulerBackwardSparse(TileSchedulerSparse):
         lists = p.list_of(head_kv * p.group, batch) * (p.blocks // parts)
         column = at(p.order, lists + rank // parts)
         kept = at(p.counts, lists + column)
-        return Row(tile_idx, lists + column, column * parts + rank % parts, kept - at(p.full, lists + column), kept, Int32(0))
+        return Row(
+            tile_idx, lists + column, column * parts + rank % parts, kept - at(p.full, lists + column), kept, Int32(0)
+        )
 
     def with_bit_block(self, row: Row) -> Row:
         """As it is: bits are read where they are used."""
@@ -68,7 +70,9 @@ class BoundsBackwardSparse(BoundsBackward):
     @cute.jit
     def crosses(self, first_key: Int32, n: Int32) -> Boolean:
         """Whether some of a warpgroup's keys are not seen by some queries of the tile's n-th block."""
-        return n < self.tile.row.partial * self.params.kernel.parts or first_key + WARPGROUP_ROWS > self.sequence.seqlen_k
+        return (
+            n < self.tile.row.partial * self.params.kernel.parts or first_key + WARPGROUP_ROWS > self.sequence.seqlen_k
+        )
 
 
 class _Masked:

@@ -28,8 +28,8 @@ class Tiles:
         q_stages: with 2, the queries of the next tile arrive while those of this one are in use.
         ping_pong: the warpgroups issue their products one after the other, so that one's run under the other's softmax.
         overlap: inside a warpgroup, the product for the next block's scores is issued before the softmax of this one.
-        teams: how many tiles a thread block works on at a time, each with consumers, a producer and shared memory of its own. Only
-            block-sparse kernels have more than one.
+        teams: how many tiles a thread block works on at a time, each with consumers, a producer and shared memory of
+            its own. Only block-sparse kernels have more than one.
     """
 
     consumers: int
@@ -114,12 +114,15 @@ class Kernel:
         elements += tiles.block_kv * (tiles.stages * self.width + self.stages_of_v * self.width_v)
         stages = tiles.q_stages * tiles.consumers + tiles.stages + self.stages_of_v + 1
         out = BYTES[self.out_dtype] * tiles.block_q * self.width_o
-        return tiles.teams * (BYTES[self.dtype] * elements + out + 16 * stages) + 8 * cdiv(tiles.teams * self.words_of_work, 2)
+        return tiles.teams * (BYTES[self.dtype] * elements + out + 16 * stages) + 8 * cdiv(
+            tiles.teams * self.words_of_work, 2
+        )
 
 
 @dataclass(frozen=True)
 class KernelSparse(Kernel):
-    """A block-sparse forward kernel: a tile is a row of the block mask; `left` and `right` bound the window of partial blocks.
+    """A block-sparse forward kernel: a tile is a row of the block mask;
+    `left` and `right` bound the window of partial blocks.
 
     Attributes:
         mask_kv: keys of a block of the mask.
@@ -200,7 +203,9 @@ class KernelFp8Packed(KernelFp8):
         super().__post_init__()
         if self.block_scales or self.transposed:
             got = f"block_scales={self.block_scales}, transposed={self.transposed}"
-            raise ValueError(f"an FP8 kernel of packed sequences has scales by head and transposes V on chip, got {got}")
+            raise ValueError(
+                f"an FP8 kernel of packed sequences has scales by head and transposes V on chip, got {got}"
+            )
 
     @property
     def words_of_work(self) -> int:
@@ -212,8 +217,9 @@ class KernelFp8Packed(KernelFp8):
 class TilesBackward:
     """Tile sizes and stages of the backward kernel, which divides its work in one of two ways.
 
-    By keys: each consumer warpgroup has 64 of the tile's keys, with their dK and dV. By gradient, where a warpgroup's registers don't
-    hold both: one warpgroup has dV and P of the tile's 64 keys, the other dK and dS, and each has half of the columns of dQ.
+    By keys: each consumer warpgroup has 64 of the tile's keys, with their dK and dV. By gradient, where a warpgroup's
+    registers don't hold both: one warpgroup has dV and P of the tile's 64 keys, the other dK and dS, and each has half
+    of the columns of dQ.
 
     Attributes:
         block_q: queries of a block.
@@ -311,20 +317,21 @@ class KernelBackward:
     def writers(self) -> int:
         """Warps of the producer's warpgroup that add to dQ in memory; they take steps round-robin.
 
-        Deterministic, each step waits for other tiles' sums to arrive, and for its own: one warp would not keep up. By gradient the
-        consumers add to dQ themselves, and the writers only keep them in order.
+        Deterministic, each step waits for other tiles' sums to arrive, and for its own: one warp would not keep up. By
+        gradient the consumers add to dQ themselves, and the writers only keep them in order.
         """
         return WRITERS if self.deterministic else 0 if self.tiles.by_gradient else 1
 
     @property
     def semaphores(self) -> int:
-        """Semaphores of a block of dQ. By gradient one for the columns that a warpgroup adds at a time: the next tile can begin on the
-        first columns while this one is at the last."""
+        """Semaphores of a block of dQ. By gradient one for the columns that a warpgroup adds at a time: the next tile
+        can begin on the first columns while this one is at the last."""
         return self.dq_part[1] // COLUMNS if self.tiles.by_gradient else 1
 
     @property
     def exchange(self) -> tuple[int, int]:
-        """Float32 numbers of a stage of `exchange`, and stages: dQ on its way to the writer, or P to the other warpgroup."""
+        """Float32 numbers of a stage of `exchange`, and stages: dQ on its way to the writer,
+        or P to the other warpgroup."""
         tiles, (rows, columns) = self.tiles, self.dq_part
         return (tiles.block_q * tiles.block_kv, 1) if tiles.by_gradient else (rows * columns, tiles.consumers)
 
@@ -335,7 +342,8 @@ class KernelBackward:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a thread block: K, V, Q, dO, dS; `exchange`, delta and LSE; two mbarriers a stage, the next tile."""
+        """Shared memory of a thread block: K, V, Q, dO, dS; `exchange`, delta and LSE;
+        two mbarriers a stage, the next tile."""
         tiles, (numbers, stages) = self.tiles, self.exchange
         elements = (tiles.block_kv + tiles.stages * tiles.block_q) * (self.width + self.width_v)
         elements += tiles.ds_stages * tiles.block_q * tiles.block_kv
@@ -356,8 +364,8 @@ class KernelBackwardPacked(KernelBackward):
 
 @dataclass(frozen=True)
 class KernelBackwardSparse(KernelBackward):
-    """A block-sparse backward kernel: a tile is a column of the block mask or a part of one; `left` and `right` bound the window of
-    partial blocks.
+    """A block-sparse backward kernel: a tile is a column of the block mask or a part of one; `left` and `right` bound
+    the window of partial blocks.
 
     Attributes:
         mask_kv: keys of a block of the mask.

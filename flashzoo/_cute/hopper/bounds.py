@@ -1,4 +1,5 @@
-"""Which blocks a tile walks, and which scores of them are visible. With a block mask the blocks are in its lists: `v3/sparse.py`."""
+"""Which blocks a tile walks, and which scores of them are visible. With a block mask the blocks are in its lists:
+`v3/sparse.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from flashzoo._cute.hopper.tile_scheduler import WorkTile
 from flashzoo.gpu import WARPGROUP_ROWS
 
 ThreadBounds: TypeAlias = tuple[tuple[Int32, Int32], tuple[Int32, Int32]]
-"""Of a thread's two rows of scores, the first visible column and one past the last, counted from the thread's first column."""
+"""Of a thread's two rows of scores, the first visible column and one past the last, counted from the
+thread's first column."""
 
 NEVER = 1 << 30
 """A row of scores that sees no column has its first visible one here."""
@@ -56,7 +58,8 @@ class Bounds:
         return of_head * sequence.seqlen_q + position
 
     def block_range(self) -> tuple[Int32, Int32]:
-        """First of the blocks that the tile walks, and one past the last. Keys are walked from the last block to the first."""
+        """First of the blocks that the tile walks, and one past the last.
+        Keys are walked from the last block to the first."""
         return self.visible_blocks()
 
     def first_key(self, n: Int32) -> Int32:
@@ -139,19 +142,20 @@ class BoundsBackward(Bounds):
     def nth(self, i: Int32, begin: Int32, end: Int32) -> Int32:
         """Which of a head's blocks the tile takes i-th.
 
-        Under a causal mask, and deterministic, the last block first: all tiles see it that see any. So those that run together read the
-        same blocks at the same time; and where they add in order each follows the one before from its first step on. In the other order,
-        each would catch up with the one before and wait for it in every step.
+        Under a causal mask, and deterministic, the last block first: all tiles see it that see any. So those that run
+        together read the same blocks at the same time; and where they add in order each follows the one before from its
+        first step on. In the other order, each would catch up with the one before and wait for it in every step.
         """
         kernel = self.params.kernel
         return end - 1 - i if const_expr(kernel.deterministic or kernel.uneven) else begin + i
 
     @cute.jit
     def step(self, step: Int32, begin: Int32, end: Int32) -> tuple[Int32, Int32]:
-        """Query head and which of its blocks, of a step of the tile: all blocks of one head, then of the next that shares the keys.
+        """Query head and which of its blocks, of a step of the tile:
+        all blocks of one head, then of the next that shares the keys.
 
-        Under a causal mask one block of all those heads, then the next: tiles that have fewer blocks would be at other heads than others
-        after the first.
+        Under a causal mask one block of all those heads, then the next: tiles that have fewer blocks would be at other
+        heads than others after the first.
         """
         group, blocks = self.params.group, end - begin
         if const_expr(self.params.kernel.uneven):
@@ -168,7 +172,8 @@ class BoundsBackward(Bounds):
 
     @cute.jit
     def adds_before(self, block_q: Int32) -> Int32:
-        """How many tiles add to dQ of a block of queries before this one; `NEVER` where this one does not, as nothing is seen.
+        """How many tiles add to dQ of a block of queries before this one;
+        `NEVER` where this one does not, as nothing is seen.
 
         They add in the order in which they begin, so that none waits for one that has not begun.
         """

@@ -49,7 +49,8 @@ class Params:
         heads: query heads; those that share a tile count as one. In the backward pass key/value heads.
         group: of those query heads, how many share a key/value head.
         pack_gqa: log2 of how many query heads of a key/value head share a tile.
-        window_left, window_right: how many keys either side of the diagonal a query sees, where the kernel has that bound.
+        window_left, window_right: how many keys either side of the diagonal a query sees,
+            where the kernel has that bound.
         blocks: tiles of one head.
         batch_heads: batch times heads.
         l2_swizzle: how many heads' tiles are interleaved, so that their keys and values are in L2 together.

@@ -1,4 +1,5 @@
-"""Stages of shared memory between producer warps, which fill them, and consumer warps, which read them, guarded by mbarriers."""
+"""Stages of shared memory between producer warps, which fill them, and consumer warps,
+which read them, guarded by mbarriers."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from cutlass import Constexpr, Int32, Int64
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A ring of stages. They are filled in order: the n-th fill, from 0, is of stage `n % stages`, in phase `n // stages % 2`.
+    """A ring of stages. They are filled in order: the n-th fill, from 0, is of stage `n % stages`,
+    in phase `n // stages % 2`.
 
     Attributes:
         full, empty: mbarriers of each stage: that it is filled, and that it may be filled again.
@@ -28,7 +30,8 @@ class Pipeline:
         return Pipeline(smem.allocate_array(Int64, stages), smem.allocate_array(Int64, stages), stages)
 
     def initialize(self, consumer_warps: int, producer_warps: int = 1) -> None:
-        """By one thread. A stage is full when TMA, or each producer warp, has arrived, and empty when each consumer warp has."""
+        """By one thread. A stage is full when TMA, or each producer warp, has arrived,
+        and empty when each consumer warp has."""
         for stage in range(self.stages):
             cute.arch.mbarrier_init(self.full + stage, producer_warps)
             cute.arch.mbarrier_init(self.empty + stage, consumer_warps)

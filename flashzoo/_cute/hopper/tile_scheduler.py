@@ -24,7 +24,8 @@ class WorkTile:
 
 @dataclass(frozen=True)
 class TileScheduler:
-    """Tiles are numbered in the order in which they begin; `Work` is what one warp tells the others of the next: here its number."""
+    """Tiles are numbered in the order in which they begin; `Work` is what one warp tells the others of the next:
+    here its number."""
 
     params: Params
 
@@ -107,7 +108,8 @@ class TileScheduler:
         return rank, batch_head - batch * p.heads, batch
 
     def block_of(self, rank: Int32) -> Int32:
-        """The rank-th block of its head to begin: LPT order, as under a causal mask the last queries see the most keys."""
+        """The rank-th block of its head to begin: LPT order, as under a causal mask the last queries
+        see the most keys."""
         return self.params.blocks - 1 - rank
 
 

@@ -25,7 +25,8 @@ def load(
     values: cute.Pointer | None = None,
     column: cute.Tensor | None = None,
 ):
-    """Have TMA read the box at `origin` into a tile, and float32 values into a column beside it; arrive at `full` with both."""
+    """Have TMA read the box at `origin` into a tile, and float32 values into a column beside it;
+    arrive at `full` with both."""
     gmem, smem = box_of(tma, tile, origin)
     floats = 0 if const_expr(column is None) else cute.size(column)
     with cute.arch.elect_one():

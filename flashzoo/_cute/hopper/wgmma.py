@@ -8,8 +8,8 @@ from cutlass import Constexpr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.utils import hopper_helpers
 
-# Registers of a thread (setmaxnreg), by the number of consumer warpgroups: of a multiprocessor's 64 K the producer gives up most
-# of its share. No table of tiles has one consumer: that is for tests.
+# Registers of a thread (setmaxnreg), by the number of consumer warpgroups: of a multiprocessor's 64 K the producer
+# gives up most of its share. No table of tiles has one consumer: that is for tests.
 PRODUCER_REGISTERS = {1: 56, 2: 24, 3: 32, 4: 24}
 CONSUMER_REGISTERS = {1: 256, 2: 240, 3: 160, 4: 112}
 
@@ -37,7 +37,8 @@ def transposed(stages: cute.Tensor) -> cute.Tensor:
 
 
 def rows_of(acc: cute.Tensor) -> cute.Tensor:
-    """A WGMMA result's registers as (pair, row, pairs): pairs of columns, 8 apart, of the rows `lane / 4` and 8 below."""
+    """A WGMMA result's registers as (pair, row, pairs): pairs of columns, 8 apart,
+    of the rows `lane / 4` and 8 below."""
     return cute.make_tensor(acc.iterator, cute.make_layout((2, 2, cute.size(acc) // 4)))
 
 

@@ -1,0 +1,205 @@
+"""How out and LSE leave a thread block of FlashDecoding on Hopper: to their place, or as parts, which are merged."""
+
+from __future__ import annotations
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Constexpr, Float32, Int32, Int64, const_expr
+
+from flashzoo._cute.hopper.dtypes import DTYPES
+from flashzoo._cute.hopper.wgmma import rows_of
+from flashzoo.decode.hopper_items import Item, Params, value_at
+from flashzoo.gpu import WARPS
+
+LN2, LOG2E = 0.6931471805599453, 1.4426950408889634
+NOTHING_SEEN = -3e38
+"""The maximum of a row that has seen no key: below what float32 scores can be, and finite,
+so that -inf less it is -inf."""
+AT_ONCE = 16
+"""Loads of a merging thread before it waits for any: of parts of a row, and of as many rows as there is room for."""
+
+
+@cute.jit
+def epilogue(
+    params: Params, item: Item, o: cute.Tensor, row_max: cute.Tensor,
+    row_sum: cute.Tensor, row: Int32, column: Int32,
+    part: Constexpr[bool],
+):  # fmt: skip
+    """Write O / l and LSE of the tile's rows: to out, or as a part."""
+    p = params
+    rows = p.heads_of_tile * p.queries_of_tile
+    place = (Int64(item.tile) * p.splits + item.part) * rows
+    for r in cutlass.range_constexpr(2):
+        total, mine = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4), row + 8 * r
+        if total == 0.0:  # 0 whatever V holds, inf and NaN too
+            rows_of(o)[None, r, None].fill(0.0)
+        top = row_max[r]
+        alpha = Float32(1.0)
+        if const_expr(params.kernel.sinks and not part):
+            top, total, alpha = with_sink(p, item, mine, top, total)
+        blind = total == 0.0
+        by = Float32(0.0) if blind else alpha * cute.arch.rcp_approx(total)
+        lse_log2 = -Float32.inf if blind else top + cute.math.log2(total, fastmath=True)
+        if mine < rows:
+            if const_expr(part):
+                store_row(p.parts + (place + mine) * p.head_dim, o, r, column, by, p.head_dim, Float32)
+                if column == 0:
+                    set_at(p.lse_parts, place + mine, lse_log2)
+            else:
+                query, head = place_of(p, item, mine)
+                if query < p.seqlen_q and head < p.group:
+                    store_row(
+                        offset(p, item, query, head), o, r, column, by, p.head_dim, DTYPES[params.kernel.out_dtype]
+                    )
+                    if column == 0:
+                        set_at(p.lse, of_lse(p, item, query, head), lse_log2 * LN2)
+
+
+@cute.jit
+def with_sink(params: Params, item: Item, row: Int32, top: Float32, total: Float32) -> tuple[Float32, Float32, Float32]:
+    """The maximum and the sum of a row with its sink, one more key, seen by every row, whose value is 0;
+    and what O is scaled by."""
+    _, head = place_of(params, item, row)
+    sink = value_at(params.sinks, item.head * params.group + cutlass.min(head, params.group - 1)) * LOG2E
+    higher = cute.arch.fmax(top, sink)
+    alpha = cute.math.exp2(top - higher, fastmath=True)
+    return higher, total * alpha + cute.math.exp2(sink - higher, fastmath=True), alpha
+
+
+@cute.jit
+def merge(params: Params, item: Item):
+    """out and LSE of a tile from its parts. Warps take rows by turns,
+    and as many at a time as keep AT_ONCE loads in flight."""
+    parts = item.parts
+    if parts <= AT_ONCE // 8:
+        merge_rows(params, item, AT_ONCE // 8)
+    elif parts <= AT_ONCE // 4:
+        merge_rows(params, item, AT_ONCE // 4)
+    elif parts <= AT_ONCE // 2:
+        merge_rows(params, item, AT_ONCE // 2)
+    else:
+        merge_rows(params, item, AT_ONCE)
+
+
+@cute.jit
+def merge_rows(params: Params, item: Item, at_once: Constexpr[int]):
+    """The same, of so many parts at a time."""
+    lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
+    rows, rows_at_once = params.heads_of_tile * params.queries_of_tile, AT_ONCE // at_once
+    for i in cutlass.range((rows + WARPS * rows_at_once - 1) // (WARPS * rows_at_once), unroll=1):
+        first_row = (WARPS * i + warp) * rows_at_once
+        for begin in cutlass.range_constexpr(0, params.kernel.width, 128):
+            merge_columns(params, item, rows, first_row, begin + 4 * lane, at_once)
+
+
+@cute.jit
+def merge_columns(params: Params, item: Item, rows: Int32, first_row: Int32, column: Int32, at_once: Constexpr[int]):
+    """Four columns of some rows of out, and their LSE: the sum of exp(LSE_split - LSE) O_split,
+    in the order of the splits."""
+    p, there, rows_at_once = params, column < params.head_dim, AT_ONCE // at_once
+    first = Int64(item.tile) * p.splits * rows
+    tops, totals = cute.make_rmem_tensor(rows_at_once, Float32), cute.make_rmem_tensor(rows_at_once, Float32)
+    o = cute.make_rmem_tensor((4, rows_at_once), Float32)
+    tops.fill(NOTHING_SEEN)
+    totals.fill(0.0)
+    o.fill(0.0)
+    for i in cutlass.range((item.parts + at_once - 1) // at_once, unroll=1):
+        parts, lses = cute.make_rmem_tensor((4, AT_ONCE), Float32), cute.make_rmem_tensor(AT_ONCE, Float32)
+        parts.fill(0.0)
+        for j in cutlass.range_constexpr(AT_ONCE):  # all loads before the first is waited for
+            part = i * at_once + j % at_once
+            row = cutlass.min(first_row + j // at_once, rows - 1)
+            place = first + cutlass.min(part, item.parts - 1) * rows + row
+            lse_log2 = value_at(p.lse_parts, place)
+            lses[j] = lse_log2 if part < item.parts else -Float32.inf
+            if there:
+                source = (p.parts + place * p.head_dim + column).align(16)
+                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), parts[None, j])
+        for r in cutlass.range_constexpr(rows_at_once):
+            top = tops[r]
+            for j in cutlass.range_constexpr(r * at_once, (r + 1) * at_once):
+                top = cute.arch.fmax(top, lses[j])
+            alpha = cute.math.exp2(tops[r] - top, fastmath=True)
+            tops[r], total = top, totals[r] * alpha
+            for c in cutlass.range_constexpr(4):
+                o[c, r] = o[c, r] * alpha
+            for j in cutlass.range_constexpr(r * at_once, (r + 1) * at_once):  # A1.3
+                weight = cute.math.exp2(lses[j] - top, fastmath=True)
+                total = total + weight
+                for c in cutlass.range_constexpr(4):
+                    o[c, r] = o[c, r] + weight * parts[c, j]
+            totals[r] = total
+    for r in cutlass.range_constexpr(rows_at_once):
+        query, head = place_of(p, item, first_row + r)
+        top, total, alpha = tops[r], totals[r], Float32(1.0)
+        if const_expr(params.kernel.sinks):
+            top, total, alpha = with_sink(p, item, first_row + r, top, total)
+        if first_row + r < rows and query < p.seqlen_q and head < p.group:
+            blind = total == 0.0
+            if there:
+                by, rounded = (
+                    Float32(0.0) if blind else alpha / total,
+                    cute.make_rmem_tensor(4, DTYPES[params.kernel.out_dtype]),
+                )
+                for c in cutlass.range_constexpr(4):
+                    rounded[c] = DTYPES[params.kernel.out_dtype](o[c, r] * by)
+                to = (offset(p, item, query, head) + column).align(DTYPES[params.kernel.out_dtype].width // 2)
+                cute.autovec_copy(rounded, cute.make_tensor(to, cute.make_layout(4)))
+            if column == 0:
+                lse_log2 = -Float32.inf if blind else top + cute.math.log2(total, fastmath=True)
+                set_at(p.lse, of_lse(p, item, query, head), lse_log2 * LN2)
+
+
+def set_at(values: cute.Pointer, i: Int64, value: Float32) -> None:
+    """Write a number to memory."""
+    cute.make_tensor(values + i, cute.make_layout(1))[0] = value
+
+
+def place_of(params: Params, item: Item, row: Int32) -> tuple[Int32, Int32]:
+    """Query, and head within its group, of a row of a tile."""
+    query = row // params.heads_of_tile
+    return item.first_query + query, item.first_head + row - query * params.heads_of_tile
+
+
+def offset(params: Params, item: Item, query: Int32, head: Int32) -> cute.Pointer:
+    """Where a row of out begins."""
+    p = params
+    return p.out + (
+        Int64(item.batch) * p.out_batch + Int64(query) * p.out_row + Int64(item.head * p.group + head) * p.out_head
+    )
+
+
+def of_lse(params: Params, item: Item, query: Int32, head: Int32) -> Int64:
+    """Place of a row in LSE."""
+    p = params
+    return (Int64(item.batch) * p.heads * p.group + item.head * p.group + head) * p.seqlen_q + query
+
+
+@cute.jit
+def store_row(
+    to: cute.Pointer, o: cute.Tensor, r: Constexpr[int], column: Int32, by: Float32, head_dim: Int32,
+    dtype: Constexpr[type[cutlass.Numeric]],
+):  # fmt: skip
+    """A thread's part of a row of O, times `by`, rounded to `dtype`; `column` is the first that it has."""
+    rows = rows_of(o)
+    pair = cute.make_rmem_tensor(2, dtype)
+    for i in cutlass.range_constexpr(cute.size(o) // 4):
+        for c in cutlass.range_constexpr(2):
+            pair[c] = dtype(rows[c, r, i] * by)
+        if 8 * i + column < head_dim:
+            cute.autovec_copy(
+                pair, cute.make_tensor((to + 8 * i + column).align(dtype.width // 4), cute.make_layout(2))
+            )
+
+
+@cute.jit
+def arrive(arrived: cute.Pointer, parts: Int32) -> Int32:
+    """How many of a tile's parts had ended before: what each wrote is seen by who comes last."""
+    cute.arch.fence_acq_rel_gpu()
+    before = cute.arch.inline_ptx(
+        "atom.global.inc.u32 {$w0}, [{$r0}], {$r1};",  # which wraps to 0 with the last: ready for the next launch
+        write_only_types=[Int32],
+        read_only_args=[arrived, parts - 1],
+    )
+    cute.arch.fence_acq_rel_gpu()
+    return before
