@@ -14,7 +14,19 @@ import torch
 
 import flashzoo
 from bench import lengths, masks
-from bench.cells import DENSE, MASKED_HEAD_DIMS, MASKED_SIZES, OWN_HEAD_DIMS, PACKED_TOTALS, PASSES, cells, passes
+from bench.caches import MOST_BYTES
+from bench.cells import (
+    DECODE_BATCHES,
+    DECODE_SEQLENS,
+    DENSE,
+    MASKED_HEAD_DIMS,
+    MASKED_SIZES,
+    OWN_HEAD_DIMS,
+    PACKED_TOTALS,
+    PASSES,
+    cells,
+    passes,
+)
 from bench.contenders import ENDINGS, foreign, names_with_endings
 from bench.peers import PEERS
 from bench.rows import Results, head_commit, results_path
@@ -74,11 +86,23 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
         "sizes below say otherwise",
     )
     what.add_argument(
+        "--decode",
+        action="store_true",
+        help="cells of decoding, one query of each sequence on a cache, timed by CUDA graphs: caches of "
+        f"{', '.join(map(str, DECODE_SEQLENS))} keys (or --seqlens), in batches of "
+        f"{', '.join(map(str, DECODE_BATCHES))} (or --batches), in five layouts of heads, from which --head-dims "
+        f"chooses; what has more than {MOST_BYTES / 1e9:.0f} GB of keys and values is left out",
+    )
+    what.add_argument(
         "--list", action="store_true", help="say which peers there are, installed or missing, and do no more"
     )
     sizes = parser.add_argument_group("sizes")
     sizes.add_argument("--head-dims", metavar="N,...", type=numbers, help="only these, such as 64,128")
     sizes.add_argument("--seqlens", metavar="N,...", type=numbers, help="only these, such as 512,8192")
+    sizes.add_argument("--batches", metavar="N,...", type=numbers, help="with --decode: of so many sequences")
+    several = "with --decode: of each sequence, causal where there are several (default: 1)"
+    sizes.add_argument("--queries", metavar="N,...", type=numbers, help=several)
+    sizes.add_argument("--page-size", metavar="N", type=whole, help="with --decode: keys of a page (default: no pages)")
     sizes.add_argument("--causal", metavar="0,1", type=truths, default=[False, True], help="only 0 or only 1")
     sizes.add_argument(
         "--tokens", metavar="N", type=whole, help="other sizes than the field's: batch * seqlen; needs --hidden"
@@ -130,6 +154,7 @@ def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error(
             f"--lengths: expected 16 or 32 bits and no block masks, got {'--masks' if args.masks else args.dtype}"
         )
+    _check_decode(args, parser)
     if bool(args.tokens) != bool(args.hidden):
         given, other = ("--tokens", "--hidden") if args.tokens else ("--hidden", "--tokens")
         parser.error(f"--tokens and --hidden: expected both or neither, got {given} without {other}")
@@ -149,6 +174,25 @@ def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         sizes = {"--head-dims": args.head_dims, "--seqlens": args.seqlens}
         got = " ".join(f"{name} {','.join(map(str, given))}" for name, given in sizes.items() if given)
         parser.error(f"expected sizes that a cell of the field's has, or --tokens and --hidden for others, got {got}")
+
+
+def _check_decode(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    if not args.decode:
+        own = {"--batches": args.batches, "--queries": args.queries, "--page-size": args.page_size}
+        if given := [name for name, value in own.items() if value]:
+            parser.error(f"{given[0]}: expected --decode beside it, got none")
+        return
+    others = {"--passes": args.passes, "--masks": args.masks, "--lengths": args.lengths}
+    others |= {"--dtype e4m3": args.dtype == "e4m3", "--tokens beside --batches": args.tokens and args.batches}
+    if given := [name for name, value in others.items() if value]:
+        parser.error(f"--decode: expected forward cells of 16 or 32 bits, each with its caches, got {given[0]}")
+    if not any((queries > 1) in args.causal for queries in args.queries or (1,)):
+        causal = ",".join(str(int(causal)) for causal in args.causal)
+        parser.error(f"--causal: expected 0 for one query or 1 for several, got {causal} for --queries")
+    lengths_of_caches = args.seqlens or ([args.tokens] if args.tokens else DECODE_SEQLENS)
+    if uneven := [str(length) for length in lengths_of_caches if length % (args.page_size or 1)]:
+        got = f"{args.page_size} for {','.join(uneven)}"
+        parser.error(f"--page-size: expected a divisor of the caches' lengths, got {got}")
 
 
 def check_size(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:

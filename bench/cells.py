@@ -1,4 +1,4 @@
-"""Cells: the shapes, passes, block masks and packed sequences that a run is of."""
+"""Cells: the shapes, passes, block masks, packed sequences and caches that a run is of."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from bench import lengths, masks
+from bench.caches import Caches, caches, fits
 from bench.rows import SHAPE_FIELDS, Row, key_of
 from flashzoo.call.problem import Problem
-from flashzoo.workloads import hardware, workloads
+from flashzoo.workloads import flops, hardware, inputs, visible_pairs, workloads
 
 TAGS = {"fwd": "bench", "bwd": "bench_bwd"}
 PASSES = tuple(TAGS)
+DECODE = "decode"
+"""The pass of cells with caches: forward, and timed by CUDA graphs."""
 MASKED_SIZES = ((16384, 2048), (65536, 512))
 """Tokens, of one sequence, and hidden sizes of a run with block masks."""
 MASKED_HEAD_DIMS = (128, 64)
@@ -25,6 +28,10 @@ OWN_HEAD_DIMS = (64,)
 PACKED_TOTALS = (4096, 16384, 65536)
 PACKED_HEADS = ((16, 16, 128), (64, 8, 128), (32, 32, 64), (8, 8, 256))
 """Heads of queries, of keys, and head dims of a run with packed sequences."""
+DECODE_HEADS = ((64, 8, 128), (32, 8, 128), (32, 32, 128), (16, 2, 256), (64, 8, 64))
+"""The same of a run with `--decode`."""
+DECODE_SEQLENS = (2048, 8192, 32768, 131072)
+DECODE_BATCHES = (1, 8, 32, 128)
 DENSE = "dense"
 """What stands among the names of masks for none."""
 WHOLE, QUERIES = 16384, 1024
@@ -33,8 +40,9 @@ WHOLE, QUERIES = 16384, 1024
 
 @dataclass(frozen=True)
 class Cell:
-    """One shape and pass, with a block mask, packed sequences or neither; `problem.grad` says which pass, mask is one
-    of `bench.masks` or empty, and lengths one of `bench.lengths` or empty."""
+    """One shape and pass, with a block mask, packed sequences, caches or none of these; `problem.grad` and
+    `problem.used_k` say which pass, mask is one of `bench.masks` or empty, and lengths one of `bench.lengths` or empty.
+    """
 
     problem: Problem
     mask: str = ""
@@ -42,20 +50,15 @@ class Cell:
 
     @property
     def pass_(self) -> str:
-        return "bwd" if self.problem.grad else "fwd"
+        return DECODE if self.problem.used_k else "bwd" if self.problem.grad else "fwd"
 
     @property
     def fields(self) -> Row:
         """The columns that say what was asked, but for `density`."""
         shape = {name: getattr(self.problem, name) for name in SHAPE_FIELDS[1:]}
         shape["batch"] = self.problem.batch if self.packed is None else len(self.packed.lengths)
-        return {
-            **shape,
-            "pass": self.pass_,
-            "causal": int(self.problem.causal),
-            "mask": self.mask,
-            "lengths": self.lengths,
-        }
+        lengths = f"pages{self.problem.page_size}" if self.problem.page_size else self.lengths
+        return {**shape, "pass": self.pass_, "causal": int(self.problem.causal), "mask": self.mask, "lengths": lengths}
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -73,12 +76,35 @@ class Cell:
         return lengths.packed(self.lengths, self.problem.seqlen_q, self.problem.device) if self.lengths else None
 
     @property
+    def caches(self) -> Caches | None:
+        """The caches, on the problem's device."""
+        return caches(self.problem) if self.problem.used_k else None
+
+    @property
+    def dense(self) -> Problem:
+        """The problem, of caches with all of them used and in no pages."""
+        return replace(self.problem, used_k=False, page_size=None)
+
+    @property
     def density(self) -> float:
-        """The share of the pairs, of those that causal leaves, that the block mask shows;
-        of packed sequences, of all that there are."""
+        """The share of the pairs, of those that causal leaves, that the block mask shows; of packed sequences and
+        caches, of all that there are."""
         if self.packed:
             return self.packed.density(self.problem.causal)
+        if self.caches:
+            return visible_pairs(self.dense) / visible_pairs(self.problem)
         return self.pattern.visible if self.pattern else 1
+
+    @property
+    def flops(self) -> float:
+        """Of the pass, over the pairs that are seen."""
+        return flops(self.problem, "bwd" if self.problem.grad else "fwd", self.density)
+
+    def inputs(self) -> list[tuple[Tensor, ...]]:
+        """q, k, v and dout; of caches those of every call that is timed."""
+        if self.caches:
+            return [self.caches.inputs(seed) for seed in range(self.caches.calls)]
+        return [inputs(self.problem, device=self.problem.device)]
 
     @property
     def queries(self) -> Tensor | None:
@@ -97,6 +123,9 @@ class Cell:
         what = f"{self.mask:<10}" if self.mask else f"{'causal' if p.causal else 'full':<6}"
         if self.packed:
             what, shape = f"{what} {self.lengths}", f"{len(self.packed.lengths)} in {p.seqlen_q}x{p.heads}:{p.heads_kv}"
+        if self.caches:
+            pages = f" in pages of {p.page_size}" if p.page_size else ""
+            what, shape = f"{p.heads}:{p.heads_kv}", f"{p.batch}x{p.seqlen_q} on {p.seqlen_k}{pages}"
         return f"{self.pass_} d{p.head_dim:<3} {what} {shape}"
 
 
@@ -114,6 +143,8 @@ def cells(args: argparse.Namespace) -> list[Cell]:
         return list(_masked(args))
     if args.lengths:
         return list(_packed(args))
+    if args.decode:
+        return list(_decoding(args))
     own = bool(args.tokens)
     chosen = []
     for pass_ in passes(args):
@@ -143,24 +174,37 @@ def _masked(args: argparse.Namespace) -> Iterator[Cell]:
 
 
 def _packed(args: argparse.Namespace) -> Iterator[Cell]:
-    heads = (
-        [(args.hidden // d, args.hidden // d, d) for d in args.head_dims or OWN_HEAD_DIMS]
-        if args.hidden
-        else PACKED_HEADS
-    )
     totals = [args.tokens] if args.tokens else [total for total in PACKED_TOTALS if total in (args.seqlens or (total,))]
     for name in args.lengths:
-        for (heads_q, heads_kv, head_dim), total in product(heads, totals):
-            if args.head_dims and head_dim not in args.head_dims:
-                continue
+        for (heads_q, heads_kv, head_dim), total in product(_heads(args, PACKED_HEADS), totals):
             count = len(lengths.lengths(name, total))
             problem = Problem(1, total, total, heads_q, heads_kv, head_dim, sequences=count)
             for pass_, causal in product(passes(args), args.causal):
                 yield Cell(replace(_here(problem, pass_, args), causal=causal), lengths=name)
 
 
+def _decoding(args: argparse.Namespace) -> Iterator[Cell]:
+    """One query sees all keys, causal or not; more are causal. What does not fit is left out."""
+    sizes = [(seqlen, batch) for seqlen in args.seqlens or DECODE_SEQLENS for batch in args.batches or DECODE_BATCHES]
+    if args.tokens:
+        sizes = [(seqlen, args.tokens // seqlen) for seqlen in args.seqlens or (args.tokens,)]
+    for heads, queries, (seqlen, batch) in product(_heads(args, DECODE_HEADS), args.queries or (1,), sizes):
+        problem = _here(Problem(batch, queries, seqlen, *heads, used_k=True, page_size=args.page_size), DECODE, args)
+        problem = replace(problem, causal=queries > 1)
+        if problem.causal in args.causal and fits(problem):
+            yield Cell(problem)
+
+
+def _heads(args: argparse.Namespace, field: tuple[tuple[int, int, int], ...]) -> list[tuple[int, int, int]]:
+    """Heads of queries, of keys, and head dims: the field's, or those of `--hidden`."""
+    own = [(args.hidden // d, args.hidden // d, d) for d in args.head_dims or OWN_HEAD_DIMS] if args.hidden else field
+    return [heads for heads in own if heads[2] in (args.head_dims or (heads[2],))]
+
+
 def passes(args: argparse.Namespace) -> list[str]:
-    """Those asked for; where none are, all that the dtype has: e4m3 has no backward pass."""
+    """Those asked for; where none are, all that the dtype has: e4m3 has no backward pass, and decoding has its own."""
+    if args.decode:
+        return [DECODE]
     return args.passes or [pass_ for pass_ in PASSES if (pass_, args.dtype) != ("bwd", "e4m3")]
 
 

@@ -12,11 +12,22 @@ import torch
 from torch import Tensor
 
 import flashzoo
-from bench.cells import Cell
-from bench.peers import FP8_PEERS, LINEAR_PEERS, MASKED_PEERS, PACKED_PEERS, PEERS, Attention, missing, peer
+from bench.cells import DECODE, Cell
+from bench.peers import (
+    DECODE_PEERS,
+    FP8_PEERS,
+    LINEAR_PEERS,
+    MASKED_PEERS,
+    PACKED_PEERS,
+    PEERS,
+    Attention,
+    missing,
+    peer,
+)
 from bench.rows import MISSING, REFUSED
 from flashzoo.reference import Result
 from flashzoo.spec import Spec
+from flashzoo.timing import captured
 from flashzoo.workloads import TORCH_DTYPES
 
 DEFAULT_MODES = {"bwd": ("v3_deterministic@8192",)}
@@ -26,14 +37,17 @@ ENDINGS: dict[str, dict[str, Any]] = {"_end_to_end": {"precision": "fp8"}, "_det
 in a fixed order."""
 MASKED_ONLY = "blocksparse"
 UNASKED_NEVER = ("sdpa", "decode")
-"""The peers stand for the one; the other is for few queries, which no cell of the field's has."""
+"""The peers stand for the one; the other is for few queries, which no cell has but those of decoding."""
 
 
 def default_impls(pass_: str, dtype: str = "bf16", masked: bool = False, packed: bool = False) -> list[str]:
     """Every registered version of that dtype but `UNASKED_NEVER`, and `blocksparse` where no cell has a block mask;
     `DEFAULT_MODES`; and the peers that need linear memory, there or not. Backward, and with block masks or packed
-    sequences, versions that need it too."""
+    sequences, versions that need it too. Of decoding `decode` is one of those that take caches."""
     specs = [spec for spec in flashzoo.versions().values() if dtype in (*spec.dtypes, *spec.cpu_dtypes)]
+    if pass_ == DECODE:
+        taking = [spec.name for spec in specs if "cache" in spec.features and spec.memory == "linear"]
+        return [*(name for name in taking if name != "sdpa"), *DECODE_PEERS]
     specs = [spec for spec in specs if spec.name not in UNASKED_NEVER and (masked or spec.name != MASKED_ONLY)]
     if packed:
         linear = [spec.name for spec in specs if "packed" in spec.features and spec.memory == "linear"]
@@ -94,12 +108,14 @@ def attention(impl: str, cell: Cell) -> Attention:
     """The version or peer of that name as a function of q, k and v."""
     problem, pattern = cell.problem, cell.pattern
     if impl in PEERS:
-        return peer(impl, problem, pattern, cell.packed)
+        return peer(impl, problem, pattern, cell.packed, cell.caches)
     version, options = parted(impl)
     if pattern:
         options = {**options, "block_mask": pattern.mask}
     if cell.packed:
         options = {**options, "cu_seqlens_q": cell.packed.cu_seqlens, "max_seqlen_q": cell.packed.longest}
+    if cell.caches:
+        options = {**options, **cell.caches.options}
     return partial(flashzoo.attention, causal=problem.causal, window_size=problem.window, version=version, **options)
 
 
@@ -129,7 +145,12 @@ class Contender:
         impl: a version, perhaps with an ending, or a peer.
         cell: what to run.
         tensors: q, k, v and dout.
+
+    Attributes:
+        calls: how many `timed` makes.
     """
+
+    calls: int = 1
 
     def __init__(self, impl: str, cell: Cell, tensors: tuple[Tensor, ...]) -> None:
         self.impl, self.grad, self.out_dtype = impl, cell.problem.grad, TORCH_DTYPES[cell.problem.out_dtype]
@@ -140,8 +161,12 @@ class Contender:
             self.leaves = [x.detach().requires_grad_() for x in self.leaves]
             self.out = self.function(*self.leaves)
 
+    def timed(self) -> object:
+        """What is timed."""
+        return self.run()
+
     def run(self, dout: Tensor | None = None) -> tuple[Tensor, ...]:
-        """What is timed: the forward pass, giving `(out,)`, or the backward pass alone, giving `(dq, dk, dv)`.
+        """One call: the forward pass, giving `(out,)`, or the backward pass alone, giving `(dq, dk, dv)`.
 
         Args:
             dout: another gradient of out than the inputs'.
@@ -159,15 +184,44 @@ class Contender:
             dout = torch.zeros_like(self.dout).index_copy_(1, self.queries, self.dout[:, self.queries])
         found = self.run(dout)
         out, gradients = (self.out.detach(), found) if self.grad else (found[0], ())
+        return Result(self._in_our_dtype(out), None, *gradients)
+
+    def _in_our_dtype(self, out: Tensor) -> Tensor:
         # A peer may have another dtype for out, as cuDNN in FP8; it is judged in ours.
-        return Result(out.to(self.out_dtype) if self.impl in PEERS else out, None, *gradients)
+        return out.to(self.out_dtype) if self.impl in PEERS else out
 
 
-def first_call(impl: str, cell: Cell, tensors: tuple[Tensor, ...]) -> tuple[Contender, Result, float]:
+class Decoder(Contender):
+    """One implementation on a decode cell's caches. Making it captures what is timed: a call on each of them.
+
+    Args:
+        impl: a version or a peer.
+        cell: what to run.
+        inputs: q, k, v and dout of each call; `run` is on the first of them.
+    """
+
+    def __init__(self, impl: str, cell: Cell, *inputs: tuple[Tensor, ...]) -> None:
+        super().__init__(impl, cell, inputs[0])
+        self.inputs, self.calls = inputs, len(inputs)  # a graph reads its tensors, and keeps none alive
+        with torch.no_grad():
+            calls = [partial(self.function, *tensors[:3]) for tensors in inputs]
+            self.replay, self.out = captured(calls, cell.problem.device)
+
+    def timed(self) -> object:
+        """Every call."""
+        return self.replay()
+
+    def result(self) -> Result:
+        """Out of the first call that is timed."""
+        self.timed()
+        return Result(self._in_our_dtype(self.out), None)
+
+
+def first_call(impl: str, cell: Cell, *inputs: tuple[Tensor, ...]) -> tuple[Contender, Result, float]:
     """The implementation on these inputs, what it gives, and the seconds that this took:
     what it compiles is compiled here."""
     start = time.perf_counter()
-    contender = Contender(impl, cell, tensors)
+    contender = (Decoder if cell.caches else Contender)(impl, cell, *inputs)
     result = contender.result()
     if cell.problem.device == "cuda":
         torch.cuda.synchronize()

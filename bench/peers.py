@@ -3,8 +3,9 @@
 Every peer takes q `(batch, seqlen_q, heads, head_dim)` and k, v `(batch, seqlen_k, heads_kv, head_dim)`, fp16 or bf16,
 any strides, and returns out of q's shape, with gradients where an input asks for them. A layout of its own is met with
 transposed views, no copies. Those of `FP8_PEERS` take e4m3, whose descales are 1, and have no gradients there. Those of
-`MASKED_PEERS` take a block mask, which is made into one of their own before the first call, and those of `PACKED_PEERS`
-packed sequences in a batch of one. What a peer does not take is a NotImplementedError, its own or one from here.
+`MASKED_PEERS` take a block mask, which is made into one of their own before the first call, those of `PACKED_PEERS`
+packed sequences in a batch of one, and those of `DECODE_PEERS` caches, all of which are used. What a peer does not take
+is a NotImplementedError, its own or one from here.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from bench.caches import Caches
 from bench.lengths import Packed
 from bench.masks import BLOCK, Pattern
 from flashzoo.call.problem import Problem
@@ -31,7 +33,13 @@ from flashzoo.call.problem import Problem
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def peer(name: str, problem: Problem, pattern: Pattern | None = None, packed: Packed | None = None) -> Attention:
+def peer(
+    name: str,
+    problem: Problem,
+    pattern: Pattern | None = None,
+    packed: Packed | None = None,
+    caches: Caches | None = None,
+) -> Attention:
     """The peer of that name, ready to be called on the problem's tensors; nothing runs or compiles before the call.
 
     Args:
@@ -39,6 +47,7 @@ def peer(name: str, problem: Problem, pattern: Pattern | None = None, packed: Pa
         problem: sizes and causal are read from it.
         pattern: the block mask, where there is one; the problem is then not causal.
         packed: the sequences, where they are packed.
+        caches: where keys and values are those.
 
     Raises:
         KeyError: no peer has that name.
@@ -53,6 +62,10 @@ def peer(name: str, problem: Problem, pattern: Pattern | None = None, packed: Pa
         if name not in PACKED_PEERS:
             raise NotImplementedError(f"packed sequences are taken by {' and '.join(PACKED_PEERS)}, got {name}")
         return PACKED_PEERS[name](problem, packed)
+    if caches is not None:
+        if name not in DECODE_PEERS:
+            raise NotImplementedError(f"caches are taken by {' and '.join(DECODE_PEERS)}, got {name}")
+        return DECODE_PEERS[name](problem, caches)
     if problem.dtype == "e4m3" and name not in FP8_PEERS:
         raise NotImplementedError(f"e4m3 is taken by {' and '.join(FP8_PEERS)}, got {name}")
     return PEERS[name](problem)
@@ -109,6 +122,13 @@ def _sdpa(backend: SDPBackend, problem: Problem) -> Attention:
         return out.transpose(1, 2)
 
     return attention
+
+
+def _sdpa_of_caches(backend: SDPBackend, problem: Problem, caches: Caches) -> Attention:
+    """torch's call knows nothing of lengths on the device, and misses nothing by that where all keys are used."""
+    if caches.page_table is not None:
+        raise NotImplementedError("torch takes no pages")
+    return _sdpa(backend, problem)
 
 
 @lru_cache
@@ -207,6 +227,12 @@ def _function(name: str) -> Callable[..., Any]:
         raise ImportError(f"needs {_LIBRARIES[name].function}, which is not installed ({error})") from error
 
 
+def _beside(name: str, function: str) -> Callable[..., Any]:
+    """Another function of the module that the library's own is of."""
+    _function(name)  # says what is missing
+    return getattr(import_module(_LIBRARIES[name].function.rpartition(".")[0]), function)
+
+
 def _library(name: str, problem: Problem) -> Attention:
     if problem.dtype == "fp32":
         raise NotImplementedError("takes fp16 and bf16, got fp32")
@@ -221,9 +247,7 @@ def _library(name: str, problem: Problem) -> Attention:
 
 def _library_packed(name: str, problem: Problem, packed: Packed) -> Attention:
     """The library's function for packed sequences, which has the name of the other with `varlen` in it."""
-    _function(name)  # says what is missing
-    module, _, function = _LIBRARIES[name].function.rpartition(".")
-    call = getattr(import_module(module), function.replace("flash_attn_func", "flash_attn_varlen_func"))
+    call = _beside(name, "flash_attn_varlen_func")
     cu, longest = packed.cu_seqlens, packed.longest
     how = {
         "cu_seqlens_q": cu,
@@ -236,6 +260,17 @@ def _library_packed(name: str, problem: Problem, packed: Packed) -> Attention:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = call(q[0], k[0], v[0], **how)
         return (out[0] if isinstance(out, tuple) else out)[None]
+
+    return attention
+
+
+def _library_of_caches(name: str, problem: Problem, caches: Caches) -> Attention:
+    call = _beside(name, "flash_attn_with_kvcache")
+    how = {"cache_seqlens": caches.used, "page_table": caches.page_table, "causal": problem.causal}
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = call(q, k, v, **how)
+        return out[0] if isinstance(out, tuple) else out
 
     return attention
 
@@ -459,6 +494,12 @@ PACKED_PEERS: dict[str, Callable[[Problem, Packed], Attention]] = {
     "flex": _flex_packed,
 }
 """Those that take packed sequences; torch's own is its FA-2 for these."""
+
+DECODE_PEERS: dict[str, Callable[[Problem, Caches], Attention]] = {
+    "fa3": partial(_library_of_caches, "fa3"),
+    "sdpa_cudnn": partial(_sdpa_of_caches, SDPBackend.CUDNN_ATTENTION),
+}
+"""Those that take caches."""
 
 FP8_PEERS = ("fa3", "cudnn_fp8")
 """Those that take e4m3."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import runs, traffic
+from bench.ceiling import copied
 from bench.runs import BEST_PEER, BUTTERFLY, COPY, TRAFFIC, Row, Sparse, Speeds, length, ours
 
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
@@ -453,7 +454,7 @@ def bandwidth(rows: list[Row], gpu: str) -> tuple[float | None, str]:
     None where neither is known."""
     copies = [row for row in runs.measured(rows) if row["pass"] == COPY]
     if copies:
-        return traffic.copied(copies[-1]), "a copy"
+        return copied(copies[-1]), "a copy"
     return next(((rate, "data sheet") for name, rate in BANDWIDTHS.items() if name in gpu), (None, ""))
 
 

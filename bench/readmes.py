@@ -12,7 +12,11 @@ from textwrap import fill
 
 import flashzoo
 from bench import runs
-from bench.rows import read
+from bench.caches import rate
+from bench.ceiling import copied
+from bench.cells import DECODE
+from bench.peers import DECODE_PEERS
+from bench.rows import COPY, read
 from bench.runs import ABLATED, BEST_PEER, ERROR, RESULTS, Row, Speeds
 from flashzoo.call.problem import FEATURES
 from flashzoo.gpu import peak_tflops
@@ -295,6 +299,38 @@ def packed_in_a_sentence(rows: list[Row]) -> Iterator[str]:
     )
 
 
+def decode(rows: list[Row]) -> Iterator[str]:
+    """One query on caches without pages, beside other libraries."""
+    mine = [row for row in runs.measured(rows) if (row["pass"], row["seqlen_q"], row["lengths"]) == (DECODE, "1", "")]
+    if not mine:
+        yield "Not measured yet; `flashzoo bench --decode` does."
+        return
+    mine = runs.of_last(mine)
+    cells: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
+    for row in mine:
+        of = f"{row['heads']}:{row['heads_kv']} of {row['head_dim']}", row["batch"]
+        cells.setdefault(of, {}).setdefault(int(row["seqlen_k"]), {})[row["impl"]] = rate(row)
+    there = {row["impl"] for row in mine}
+    impls = [impl for impl in ("decode", *DECODE_PEERS, "v2") if impl in there]
+    copies = [f"{1e3 * copied(row):.0f}" for row in rows if (row["run"], row["pass"]) == (mine[0]["run"], COPY)]
+    yield (
+        f"{mine[0]['dtype']}, one query; GB/s of keys and values, {' / '.join(map(name_of, impls))}, by heads of "
+        f"queries and of keys, sequences, and keys of each. {origin(mine[0])}; a copy in the same run: "
+        f"{' and '.join(copies)}."
+    )
+    lengths = sorted({int(row["seqlen_k"]) for row in mine})
+
+    def shown(cell: dict[str, float]) -> str:
+        return " / ".join(f"{cell[impl]:.0f}" if impl in cell else "-" for impl in impls) if cell else ""
+
+    lines = ((*of, *(shown(cell.get(length, {})) for length in lengths)) for of, cell in cells.items())
+    yield table(("heads", "batch", *map(runs.length, lengths)), lines)
+    ours = [found for cell in cells.values() for found in cell.values() if "decode" in found]
+    for other in DECODE_PEERS:
+        if values := [found["decode"] / found[other] for found in ours if other in found]:
+            yield f"decode over {name_of(other)}: {ratio(values)}, geometric mean of {len(values)} cells."
+
+
 def fp8(rows: list[Row]) -> Iterator[str]:
     """v3_fp8's speeds: e4m3 inputs, quantisation included, and what two levels cost."""
     mine, whole = runs.last_run(rows, "fwd_e4m3"), runs.over(rows, "v3_fp8_end_to_end", "v3", "fwd_end_to_end")
@@ -429,6 +465,7 @@ SECTIONS: dict[str, dict[str, Callable[[list[Row]], Iterator[str]]]] = {
         **{"fp8": fp8, "errors": errors},
     },
     "flashzoo/blocksparse/README.md": {"results": blocksparse},
+    "flashzoo/decode/README.md": {"results": decode},
 }
 """By file, from the root, then by the name of the section."""
 

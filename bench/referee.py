@@ -41,10 +41,11 @@ class Referee:
         group = problem.heads // problem.heads_kv
         self.heads_kv = min(problem.heads_kv, ceil(2 / group))
         self.heads = self.heads_kv * group
-        self.sample = replace(problem, batch=1, heads=self.heads, heads_kv=self.heads_kv, lse=False)
-        self.tensors = [
-            x[:1, :, :n] for x, n in zip(tensors, (self.heads, self.heads_kv, self.heads_kv, self.heads), strict=True)
-        ]
+        self.sample = replace(cell.dense, batch=1, heads=self.heads, heads_kv=self.heads_kv, lse=False)
+        heads = (self.heads, self.heads_kv, self.heads_kv, self.heads)
+        q, k, v, dout = (x[:, :, :n] for x, n in zip(tensors, heads, strict=True))
+        k, v = (cell.caches.first(x) if cell.caches else x[:1] for x in (k, v))
+        self.tensors = [q[:1], k, v, dout[:1]]
         self.queries, self.mask = cell.queries, None
         if self.queries is not None:
             self.tensors = [x if i in (1, 2) else x[:, self.queries] for i, x in enumerate(self.tensors)]

@@ -36,14 +36,14 @@ RESULT_FIELDS = (
 """The last six: MiB that one call takes at most beyond what it finds, by torch's allocator; microseconds of the host
 until a call returns, on an idle GPU; seconds of the cell's first call, in the process that compiled ahead or in the
 run; MiB that a call reads from and writes to the GPU's memory, which `bench.traffic` measures; why there is no result;
-and the name of packed sequences' lengths, of which the batch then is the number and seqlen_q and seqlen_k the totals.
-On the CPU the first two are empty."""
+and the name of packed sequences' lengths, of which the batch then is the number and seqlen_q and seqlen_k the totals,
+or `pages64` for caches in pages of so many keys. On the CPU the first two are empty."""
 KEY_FIELDS = (*SHAPE_FIELDS, "mask", "lengths")
 FIELDS: tuple[str, ...] = (*RUN_FIELDS, "impl", *SHAPE_FIELDS, *RESULT_FIELDS)
 MISSING, REFUSED, NO_MEMORY, FAILED = "missing", "refused", "out of memory", "FAILED"
 """What the column `why` begins with."""
-GEMM = "gemm"
-"""The pass of a row that is a matrix product's."""
+GEMM, COPY = "gemm", "copy"
+"""The passes of rows that are a matrix product's, and a copy's."""
 Row = dict[str, object]
 
 

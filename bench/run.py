@@ -9,6 +9,11 @@ behind it, and with `_deterministic` behind it any that has an order of accumula
 
 With `--lengths` they have packed sequences (`bench.lengths`), and the FLOPs of the pairs that these see.
 
+With `--decode` they are steps of decoding: one query, or a few, of each sequence on a cache, all of which is used
+(`bench.caches`). What is timed is a CUDA graph of a call on each of several caches, more than L2 holds, and a call has
+its share of the graph's time. A copy on the device, timed before and after, says what memory gives in this run; the
+rate of keys and values is printed beside it.
+
 With `--masks` cells have block masks (`bench.masks`), and the FLOPs of the pairs that those show; what takes no block
 mask runs in the dense cells beside them. All cells of one size and pass, masked and dense, are timed in the same turns.
 Masked cells, and dense ones of more than 16k tokens, are checked on 1024 queries from everywhere.
@@ -31,17 +36,17 @@ import torch
 import flashzoo
 from bench.ahead import compile_ahead
 from bench.arguments import check, check_out, check_size, parser_of, results_of
-from bench.ceiling import ceilings
+from bench.caches import rate
+from bench.ceiling import ceilings, copied
 from bench.cells import Cell, Work, cells, passes
 from bench.contenders import Contender, default_impls, first_call, fitting, objection, parted
 from bench.peers import PEERS, missing, package
 from bench.progress import progress
 from bench.referee import Referee
-from bench.rows import FAILED, MISSING, NO_MEMORY, REFUSED, Results, Row, gpu_name, time_columns, version_of
+from bench.rows import COPY, FAILED, MISSING, NO_MEMORY, REFUSED, Results, Row, gpu_name, time_columns, version_of
 from flashzoo.compare import expected_s
 from flashzoo.spec import duration
 from flashzoo.timing import MIN_REPEATS, Clock, Operation, OutOfTimeError, with_peak
-from flashzoo.workloads import flops, inputs
 
 LONGEST_S = 3600
 """What is expected to take longer on a CPU needs a budget."""
@@ -88,7 +93,9 @@ def main(argv: list[str] | None = None) -> int:
     for impl in dict.fromkeys(impl for chosen in todo.values() for impl in chosen):
         if why := missing(impl):
             print(f"{impl} is missing: {why}", flush=True)
-    ahead = compile_ahead(todo, args.workers) if todo and args.device == "cuda" and args.workers else {}
+    # Processes side by side have no room for caches, and these cells few kernels.
+    compiles = args.device == "cuda" and args.workers and not args.decode
+    ahead = compile_ahead(todo, args.workers) if todo and compiles else {}
     failed = _run(todo, results, args, started, ahead) if todo else False
     print(f"{time.monotonic() - started:.0f} s")
     return int(failed)
@@ -112,7 +119,9 @@ def _run(
     """Whether a version failed."""
     clock, failed, stopped, done = Clock(args.device, started + args.budget_s), False, "", 0
     untimed = Clock(args.device)  # a product of matrices takes half a second
-    results.append(ceilings(untimed, args.device, args.ms, args.dtype))
+    ceiling = ceilings(untimed, args.device, args.ms, args.dtype, args.decode)
+    results.append(ceiling)
+    copy = next((1e3 * copied(row) for row in ceiling if row["pass"] == COPY), 0.0)
     try:
         with progress(len(todo), "measuring") as say:
             for work in in_turns(todo, bool(args.masks)):
@@ -121,7 +130,7 @@ def _run(
                     failed |= _failed(rows)
                     if len(rows) == len(work[cell]) or clock.lost:
                         done += 1
-                        say(f"{cell}: {_told(rows)}")
+                        say(f"{cell}: {_told(rows, copy)}")
                 if clock.lost:
                     stopped, failed = "the last of these has cost this process its GPU", True
                     break
@@ -136,7 +145,7 @@ def _run(
         if stopped:
             print(f"stopped after {done} of {len(todo)} cells, {stopped}; go on with --resume {results.run}")
     if not clock.lost:
-        results.append(ceilings(untimed, args.device, args.ms, args.dtype))
+        results.append(ceilings(untimed, args.device, args.ms, args.dtype, args.decode))
     return failed
 
 
@@ -174,11 +183,11 @@ def measure(work: Work, clock: Clock, ms_each: float, ahead: Mapping[tuple[str, 
             contenders = {}
             break
     try:
-        times = (
-            clock.measure({key: contender.run for key, contender in contenders.items()}, ms_each) if contenders else {}
-        )
+        operations = {key: contender.timed for key, contender in contenders.items()}
+        times = clock.measure(operations, ms_each) if operations else {}
         for (cell, impl), taken in times.items():
-            found[cell, impl] |= time_columns(taken, flops(cell.problem, cell.pass_, cell.density))
+            calls = contenders[cell, impl].calls
+            found[cell, impl] |= time_columns([ms / calls for ms in taken], cell.flops)
     except torch.OutOfMemoryError:  # each ran alone
         found |= {key: {"why": CROWDED} for key in contenders}
     except OutOfTimeError:
@@ -194,8 +203,8 @@ def _admitted(
     cell: Cell, impls: list[str], clock: Clock, ahead: Mapping[tuple[str, Cell], float]
 ) -> tuple[dict[str, Row], dict[str, Contender]]:
     """What is known of each implementation before it is timed, and those that are right on the cell."""
-    tensors = inputs(cell.problem, device=cell.problem.device)
-    referee = Referee(cell, tensors)
+    tensors = cell.inputs()
+    referee = Referee(cell, tensors[0])
     found: dict[str, Row] = {}
     contenders: dict[str, Contender] = {}
     for impl in impls:
@@ -204,7 +213,7 @@ def _admitted(
             if why := objection(impl, cell):
                 found[impl] = {"why": why}
             else:
-                contender, result, seconds = first_call(impl, cell, tensors)
+                contender, result, seconds = first_call(impl, cell, *tensors)
                 row = referee.errors(impl, result)
                 row |= {**costs(clock, contender.run), "compile_s": f"{ahead.get((impl, cell), seconds):.3g}"}
                 found[impl], contenders[impl] = row, contender
@@ -245,7 +254,8 @@ def _expected_s(todo: Work, ms_each: float) -> float:
     for cell, impls in todo.items():
         specs = [versions.get(parted(impl)[0], versions["standard"]) for impl in impls]
         judged = 2 / (cell.problem.batch * cell.problem.heads)
-        total += expected_s(cell.problem, specs, 4 + MIN_REPEATS, judged) + len(impls) * ms_each / 1e3
+        calls = cell.caches.calls if cell.caches else 1
+        total += expected_s(cell.problem, specs, 4 + MIN_REPEATS * calls, judged) + len(impls) * ms_each / 1e3
         if total > LONGEST_S:
             break
     return total
@@ -256,11 +266,16 @@ def _failed(rows: list[Row]) -> bool:
     return any(str(row.get("why")).startswith(FAILED) for row in rows if row["impl"] not in PEERS)
 
 
-def _told(rows: list[Row]) -> str:
-    """A cell's rows in words; who is missing was told before."""
-    speeds = [f"{row['impl']} {float(str(row['tflops'])):.3g}" for row in rows if "why" not in row]
+def _told(rows: list[Row], copy: float) -> str:
+    """A cell's rows in words; who is missing was told before. `copy` is what GB/s are held against, or 0."""
+    timed = [row for row in rows if "why" not in row]
+    if copy:
+        unit = f"GB/s of keys and values (of a copy's {copy:.0f})"
+        speeds = [f"{row['impl']} {rate(row):.0f} ({rate(row) / copy:.0%})" for row in timed]
+    else:
+        unit, speeds = "TFLOP/s", [f"{row['impl']} {float(str(row['tflops'])):.3g}" for row in timed]
     reasons = [f"\n    {row['impl']} {row['why']}" for row in rows if "why" in row and not missing(str(row["impl"]))]
-    return f"{', '.join(speeds)} TFLOP/s{''.join(reasons)}" if speeds else f"no result{''.join(reasons)}"
+    return f"{', '.join(speeds)} {unit}{''.join(reasons)}" if speeds else f"no result{''.join(reasons)}"
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 from bench.cells import PASSES
 from bench.contenders import parted
 from bench.peers import PEERS
-from bench.rows import GEMM
+from bench.rows import COPY, GEMM
 from flashzoo.call.forms import MaskForm
 from flashzoo.call.problem import Problem
 
@@ -25,8 +25,8 @@ TABLES = {
     "bwd": "Backward",
 }
 """Which runs a table is of, and its title: a pass, and what sets the run apart."""
-ERROR, TRAFFIC, COPY = "error_", "traffic_", "copy"
-"""Passes that time no attention, or what they begin with: `bench.fp8_error`'s, `bench.traffic`'s, and a copy."""
+ERROR, TRAFFIC = "error_", "traffic_"
+"""What passes begin with that time no attention: `bench.fp8_error`'s and `bench.traffic`'s."""
 WORDS = {"fwd": "forward", "bwd": "backward"}
 TOKENS = 16384
 BUTTERFLY = "butterfly"

@@ -25,10 +25,11 @@ from tempfile import TemporaryDirectory
 import torch
 
 from bench.arguments import names, numbers, offer_rows, results_of
+from bench.ceiling import copy_row
 from bench.cells import PASSES, Cell
 from bench.contenders import Contender, objection
-from bench.rows import FAILED, MISSING, NO_MEMORY, REFUSED, Row, no_attention, time_columns
-from bench.runs import COPY, TOKENS, TRAFFIC
+from bench.rows import FAILED, MISSING, NO_MEMORY, REFUSED
+from bench.runs import TOKENS, TRAFFIC
 from flashzoo.call.problem import Problem
 from flashzoo.timing import FLUSH_BYTES, Clock
 from flashzoo.v1 import config as v1_config
@@ -39,8 +40,6 @@ from flashzoo.workloads import BYTES, LOG_SUM_BYTES, hardware, hbm_bytes, inputs
 
 VERSIONS = ("standard", "v1", "v2", "v3")
 HIDDEN = 2048
-COPIED = (16384, 8192)
-"""Rows and columns in bf16 of what the row `copy` copies: 256 MiB, five times an H200's L2."""
 READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
 UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
 MARK = "spin_kernel"
@@ -209,19 +208,6 @@ def measured(arguments: list[str]) -> tuple[list[str], list[float]]:
     return said, moved
 
 
-def copy_row(clock: Clock, ms_each: float) -> Row:
-    """The row of a copy on the device."""
-    source = torch.ones(COPIED, dtype=torch.bfloat16, device="cuda")
-    target = torch.empty_like(source)
-    times = clock.measure({COPY: lambda: target.copy_(source)}, ms_each)[COPY]
-    return {**no_attention(COPY, COPY, "bf16", *COPIED), **time_columns(times, 1), "tflops": ""}
-
-
-def copied(row: dict[str, str]) -> float:
-    """TB/s, read and written, of a row of pass `copy`."""
-    return 2 * BYTES[row["dtype"]] * int(row["seqlen_q"]) * int(row["head_dim"]) / float(row["ms"]) / 1e9
-
-
 def main(argv: list[str] | None = None) -> int:
     """Measure, print a table beside what is counted, append rows; 1 where there is no GPU or ncu fails;
     it may be missing or refused."""
@@ -248,7 +234,7 @@ def main(argv: list[str] | None = None) -> int:
         for name in ("passes", "head-dims", "seqlens")
     ]
     results = results_of(args, args.run, "cuda", parser) if args.run else None
-    rows, error = [copy_row(Clock("cuda"), 100)], None
+    rows, error = [copy_row(Clock("cuda"), "cuda", 100)], None
     torch.cuda.empty_cache()
     try:
         said, moved = measured(sizes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import ceil, inf
@@ -23,6 +23,8 @@ GOLDEN = 0.618034
 """Steps of this size, modulo 1, are spread evenly however many they are."""
 HOST_CALLS, HOST_S = 20, 0.05
 """The host is timed over so many calls, or as many as take so long."""
+WARM_UPS = 2
+"""Calls before one is captured: the first has written what the second finds ready."""
 
 Operation = Callable[[], object]
 Name = TypeVar("Name", bound=Hashable)
@@ -170,3 +172,24 @@ def with_peak(run: Callable[[], Returned], device: torch.device | str) -> tuple[
     before = torch.cuda.memory_allocated(device)
     returned = run()
     return returned, torch.cuda.max_memory_allocated(device) - before
+
+
+def captured(calls: Sequence[Callable[[], Returned]], device: torch.device | str) -> tuple[Operation, Returned]:
+    """All of the calls, one after another, as one operation; and what the first returns, on a GPU written anew.
+
+    On a GPU the operation is the replay of a CUDA graph, which costs the host one launch however many calls there are,
+    and keeps alive nothing that they read. Before it is captured they are made, on the stream that it is captured on.
+    """
+    if torch.device(device).type == "cpu":
+        return lambda: [call() for call in calls], calls[0]()
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):  # around the capture too, which leaves its stream the current one where it fails
+        for _ in range(WARM_UPS):
+            for call in calls:
+                call()
+            side.synchronize()
+        with torch.cuda.graph(graph, stream=side):
+            returned = [call() for call in calls]
+    torch.cuda.current_stream(device).wait_stream(side)
+    return graph.replay, returned[0]

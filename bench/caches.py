@@ -1,0 +1,98 @@
+"""The caches of decode cells: keys and values that a few queries of each sequence see, plain or in pages, all used.
+
+How many are used is on the device, as a server has it (`seqused_k`). A cell is timed by calls on several caches, one
+after another, so that what a call reads does not lie in L2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from flashzoo.call.problem import Problem
+from flashzoo.integers import cdiv
+from flashzoo.workloads import BYTES, TORCH_DTYPES
+
+MOST_BYTES = 40e9
+"""Of a cell's keys and values, and no more than half of the GPU's memory: larger cells are left out."""
+READ_BYTES = {"cuda": 1 << 30, "cpu": 1 << 16}
+"""What the calls that are timed together read, so many of them permitting: of an H200's L2 twenty times as much."""
+MOST_CALLS = 40
+
+
+@dataclass(frozen=True)
+class Caches:
+    """The caches of one problem, and what calls of attention are told of them.
+
+    Attributes:
+        problem: one of which `used_k` is true; its page_size says whether keys lie in pages.
+    """
+
+    problem: Problem
+
+    @property
+    def bytes(self) -> int:
+        """Of the keys and values that one call reads."""
+        p = self.problem
+        return BYTES[p.dtype] * p.batch * p.seqlen_k * p.heads_kv * (p.head_dim + p.head_dim_v)
+
+    @property
+    def calls(self) -> int:
+        """How many are timed together, each on keys and values of its own."""
+        return min(MOST_CALLS, cdiv(READ_BYTES[self.problem.device], self.bytes))
+
+    @cached_property
+    def used(self) -> Tensor:
+        """int32 `(batch,)`: all of each."""
+        return torch.full((self.problem.batch,), self.problem.seqlen_k, dtype=torch.int32, device=self.problem.device)
+
+    @cached_property
+    def page_table(self) -> Tensor | None:
+        """int32 `(batch, pages)`: all the pages that there are, in any order; None where keys lie in none."""
+        p = self.problem
+        if p.page_size is None:
+            return None
+        pages = p.seqlen_k // p.page_size
+        order = torch.randperm(p.batch * pages, generator=torch.Generator(p.device).manual_seed(0), device=p.device)
+        return order.view(p.batch, pages).int()
+
+    @property
+    def options(self) -> dict[str, Tensor | None]:
+        """By the arguments of `flashzoo.attention`."""
+        return {"seqused_k": self.used, "page_table": self.page_table}
+
+    def inputs(self, seed: int) -> tuple[Tensor, ...]:
+        """q, k, v and dout of normal random numbers, drawn in place: float32 of the largest caches would not fit."""
+        p = self.problem
+        generator = torch.Generator(p.device).manual_seed(seed)
+        rows = (p.batch, p.seqlen_k) if p.page_size is None else (p.batch * p.seqlen_k // p.page_size, p.page_size)
+        of_q, of_k = (p.batch, p.seqlen_q, p.heads, p.head_dim), (*rows, p.heads_kv, p.head_dim)
+        empty = (torch.empty(shape, dtype=TORCH_DTYPES[p.dtype], device=p.device) for shape in (of_q, of_k, of_k, of_q))
+        return tuple(x.normal_(generator=generator) for x in empty)
+
+    def first(self, x: Tensor) -> Tensor:
+        """`(1, seqlen_k, heads_kv, head_dim)`: the first sequence's, of k or v or of some heads of them."""
+        return x[:1] if self.page_table is None else x[self.page_table[0]].flatten(0, 1)[None]
+
+
+def fits(problem: Problem) -> bool:
+    """Whether there is room for the problem's caches."""
+    memory = torch.cuda.get_device_properties().total_memory if problem.device == "cuda" else math.inf
+    return Caches(problem).bytes <= min(MOST_BYTES, memory / 2)
+
+
+@lru_cache(maxsize=4)
+def caches(problem: Problem) -> Caches:
+    """The problem's, kept."""
+    return Caches(problem)
+
+
+def rate(row: Mapping[str, object]) -> float:
+    """GB/s of keys and values, of a results file's row of pass `decode`."""
+    elements = 2 * math.prod(int(str(row[name])) for name in ("batch", "seqlen_k", "heads_kv", "head_dim"))
+    return BYTES[str(row["dtype"])] * elements / float(str(row["ms"])) / 1e6

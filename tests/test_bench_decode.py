@@ -1,0 +1,257 @@
+"""Cells of decoding: what they are, that what is timed is checked, and what peers are told."""
+
+from __future__ import annotations
+
+import re
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from bench_runs import bench_tiny, parsed, rows_of, why_in
+
+import flashzoo
+from bench import caches, cells, peers, readmes, run
+from bench.caches import Caches
+from bench.cells import Cell
+from bench.contenders import default_impls, first_call
+from bench.referee import Referee, WrongResultError
+from bench.rows import FIELDS
+from flashzoo import timing
+from flashzoo.call.problem import Problem
+from flashzoo.reference import Result
+
+SIZES = {"heads": 4, "heads_kv": 2, "head_dim": 16, "dtype": "fp32", "device": "cpu", "used_k": True}
+PAGED = Problem(3, 4, 32, **SIZES, causal=True, page_size=8)
+FEW = "--decode --dtype fp32"
+
+
+@pytest.fixture
+def on_four_caches(monkeypatch):
+    monkeypatch.setattr(Caches, "calls", 4)
+
+
+def decode_rows(path):
+    return [row for row in rows_of(path) if row["pass"] == "decode"]
+
+
+def test_the_cells_unasked_are_one_query_on_caches_that_fit():
+    found = cells.cells(parsed("--decode"))
+    assert len(found) == len({cell.key for cell in found}) == 75
+    assert {(c.problem.seqlen_q, c.problem.causal, c.problem.page_size) for c in found} == {(1, False, None)}
+    assert max(cell.caches.bytes for cell in found) == 2 * 2 * 128 * 131072 * 2 * 256 < caches.MOST_BYTES
+    wide = [(cell.problem.seqlen_k, cell.problem.batch) for cell in found if cell.problem.heads_kv == 32]
+    assert (32768, 32) in wide and (131072, 8) in wide and not {(131072, 32), (32768, 128)} & set(wide)
+
+
+def test_no_cell_has_more_than_half_of_the_gpus_memory(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(total_memory=2 << 20))
+    fits = [caches.fits(Problem(1, 1, seqlen, 1, 1, 32, used_k=True)) for seqlen in (8192, 8193)]
+    assert fits == [True, False]
+
+
+def test_as_many_calls_as_read_a_gigabyte_and_no_more_than_40():
+    def calls(batch):
+        return Caches(Problem(batch, 1, 2048, 64, 8, 128, used_k=True)).calls
+
+    assert [calls(batch) for batch in (1, 8, 32, 128)] == [40, 16, 4, 1]
+
+
+def test_several_queries_are_causal_and_lengths_are_chosen():
+    found = cells.cells(parsed("--decode --queries 1,4 --seqlens 4096 --batches 2,3 --head-dims 64 --page-size 16"))
+    shapes = [(c.problem.seqlen_q, c.problem.batch, c.problem.causal) for c in found]
+    assert shapes == [(1, 2, False), (1, 3, False), (4, 2, True), (4, 3, True)]
+    assert {c.fields["lengths"] for c in found} == {"pages16"} and {c.fields["seqlen_k"] for c in found} == {4096}
+    assert str(found[3]) == "decode d64  64:8 3x4 on 4096 in pages of 16"
+
+
+def test_rows_are_of_a_call_and_say_what_was_read(tmp_path, monkeypatch, on_four_caches, capsys):
+    monkeypatch.setattr(timing.Clock, "measure", lambda clock, operations, ms: dict.fromkeys(operations, [8.0] * 3))
+    out = tmp_path / "cpu.csv"
+    assert bench_tiny(f"{FEW} --impls standard,sdpa --queries 1,4", out) == 0
+    assert [row["pass"] for row in rows_of(out)] == ["gemm", "copy", *["decode"] * 4, "gemm", "copy"]
+    for row in decode_rows(out):
+        queries = int(row["seqlen_q"])
+        pairs = {1: 64, 4: 61 + 62 + 63 + 64}[queries]
+        assert (row["ms"], row["batch"], row["seqlen_k"], row["causal"]) == ("2", "2", "64", str(int(queries > 1)))
+        assert float(row["tflops"]) == pytest.approx(2 * 4 * 4 * 16 * pairs / 2 / 1e9, rel=1e-3)
+        assert caches.rate(row) == pytest.approx(2 * 2 * 64 * 4 * 16 * 4 / 2e6)
+    said = capsys.readouterr().out
+    speeds = r"4:4 2x1 on 64: standard 0 \(\d+%\), sdpa 0 \(\d+%\) GB/s of keys and values \(of a copy's 0\)"
+    assert re.search(speeds, said)
+
+
+def test_resume_tells_pages_apart(tmp_path, on_four_caches):
+    out = tmp_path / "cpu.csv"
+    bench_tiny(f"{FEW} --impls standard", out)
+    bench_tiny(f"{FEW} --impls standard,sdpa,v2,sdpa_cudnn --page-size 16 --resume r1", out)
+    timed = [(row["impl"], row["lengths"]) for row in decode_rows(out) if not row["why"]]
+    assert timed == [("standard", ""), ("standard", "pages16"), ("sdpa", "pages16")]
+    assert [(impl, why) for impl, _, why in why_in(out)] == [
+        ("v2", "refused: does not support page_table"),
+        ("sdpa_cudnn", "refused: torch takes no pages"),
+    ]
+
+
+def test_decode_itself_runs_in_the_interpreter(tmp_path, monkeypatch):
+    monkeypatch.setattr(timing.Clock, "measure", lambda clock, operations, ms: dict.fromkeys(operations, [1.0] * 3))
+    out = tmp_path / "cpu.csv"
+    assert bench_tiny(f"{FEW} --impls decode --page-size 16 --queries 2", out) == 0
+    assert [row["why"] for row in decode_rows(out)] == [""]
+
+
+@pytest.mark.parametrize("page_size", [None, 8])
+def test_what_is_checked_is_what_is_timed(monkeypatch, on_four_caches, page_size):
+    cell = Cell(Problem(3, 4, 32, **SIZES, causal=True, page_size=page_size))
+    inputs = cell.inputs()
+    referee, called, attention = Referee(cell, inputs[0]), [], flashzoo.attention
+
+    def noting(q, k, v, **options):
+        called.append(k.data_ptr())
+        assert options["seqused_k"].tolist() == [32] * 3 and (options["page_table"] is None) == (page_size is None)
+        return attention(q, k, v, **options)
+
+    monkeypatch.setattr(flashzoo, "attention", noting)
+    contender, result, _ = first_call("standard", cell, *inputs)
+    referee.errors("standard", result)
+    called.clear()
+    contender.timed()
+    assert called == [tensors[1].data_ptr() for tensors in inputs] and len(set(called)) == contender.calls == 4
+    with pytest.raises(WrongResultError):
+        referee.errors("standard", Result(result.out.roll(1, dims=0)))
+
+
+def test_pages_lie_in_any_order_and_all_are_somebodys():
+    table = Caches(PAGED).page_table
+    assert table.shape == (3, 4) and sorted(table.flatten().tolist()) == list(range(12)) != table.flatten().tolist()
+    _, k, _, _ = Caches(PAGED).inputs(0)
+    assert k.shape == (12, 8, 2, 16) and torch.equal(Caches(PAGED).first(k)[0, 8:16], k[table[0, 1]])
+
+
+def test_who_is_asked_unasked():
+    assert set(default_impls("decode")) == {"decode", "v2", "fa3", "sdpa_cudnn"}
+    with pytest.raises(NotImplementedError, match=r"caches are taken by fa3 and sdpa_cudnn, got xformers"):
+        peers.peer("xformers", PAGED, caches=Caches(PAGED))
+    with pytest.raises(NotImplementedError, match="torch aligns causal top-left"):
+        peers.peer("sdpa_cudnn", Problem(3, 4, 32, **SIZES, causal=True), caches=Caches(Problem(3, 4, 32, **SIZES)))
+
+
+def test_a_library_is_told_what_is_used_and_where_it_lies(monkeypatch):
+    found = Caches(PAGED)
+
+    def kvcache(q, k_cache, v_cache, *, cache_seqlens, page_table, causal):
+        assert (k_cache.shape, cache_seqlens.dtype, causal) == ((12, 8, 2, 16), torch.int32, True)
+        assert torch.equal(page_table, found.page_table) and cache_seqlens.tolist() == [32] * 3
+        return q
+
+    library = SimpleNamespace(flash_attn_func=None, flash_attn_with_kvcache=kvcache)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", library)
+    monkeypatch.setattr(peers, "_function", lambda name: None)
+    q, k, v, _ = found.inputs(0)
+    assert peers.peer("fa3", PAGED, caches=found)(q, k, v) is q
+
+
+def test_torch_is_given_views_of_the_caches(monkeypatch):
+    """cuDNN's kernel itself is for a GPU."""
+    problem = Problem(3, 1, 32, **SIZES)
+    given = []
+
+    def sdpa(q, k, v, *, is_causal, enable_gqa):
+        given.append((k.shape, k.data_ptr(), is_causal, enable_gqa))
+        return q
+
+    monkeypatch.setattr(peers, "scaled_dot_product_attention", sdpa)
+    q, k, v, _ = Caches(problem).inputs(0)
+    out = peers.peer("sdpa_cudnn", problem, caches=Caches(problem))(q, k, v)
+    assert out.shape == q.shape and given == [((3, 2, 32, 16), k.data_ptr(), False, True)]
+
+
+def test_calls_are_made_on_the_side_stream_before_they_are_captured(monkeypatch):
+    log = []
+
+    class Stream:
+        def __init__(self, device=None):
+            self.device = device
+
+        def wait_stream(self, other):
+            log.append("wait")
+
+        def synchronize(self):
+            log.append("synchronize")
+
+    def graph_of(graph, stream):
+        log.append("capture")
+        assert isinstance(stream, Stream)
+        return nullcontext()
+
+    graph = SimpleNamespace(replay=lambda: log.append("replay"))
+    for name, stand_in in {
+        **{"Stream": Stream, "current_stream": Stream, "CUDAGraph": lambda: graph, "graph": graph_of},
+        "stream": lambda stream: nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    replay, first = timing.captured([lambda: log.append("a") or "A", lambda: log.append("b") or "B"], "cuda")
+    replay()
+    warm = ["a", "b", "synchronize"]
+    assert first == "A" and log == ["wait", *warm, *warm, "capture", "a", "b", "wait", "replay"]
+
+
+@pytest.mark.gpu
+def test_a_graph_writes_anew_what_its_first_call_returned():
+    xs = [torch.ones(5, device="cuda"), torch.zeros(5, device="cuda")]
+    replay, first = timing.captured([lambda x=x: x + 1 for x in xs], "cuda")
+    xs[0].fill_(7)
+    replay()
+    assert first.tolist() == [8.0] * 5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", ["", "--page-size 64", "--queries 4"])
+def test_a_gpus_cells_are_timed(tmp_path, options):
+    out = tmp_path / "gpu.csv"
+    line = f"--decode --head-dims 64 --batches 2 --seqlens 2048 --ms 1 --impls decode,sdpa --run r {options}"
+    assert run.main([*line.split(), "--out", str(out)]) == 0
+    assert [(row["impl"], row["why"]) for row in decode_rows(out)] == [("decode", ""), ("sdpa", "")]
+    assert all(1 < caches.rate(row) < 1e5 for row in decode_rows(out) if row["impl"] == "decode")
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("--decode --masks causal", "--decode: expected forward cells of 16 or 32 bits.*, got --masks"),
+        ("--decode --passes bwd", "--decode: expected forward cells of 16 or 32 bits.*, got --passes"),
+        ("--decode --dtype e4m3", "--decode: expected forward cells of 16 or 32 bits.*, got --dtype e4m3"),
+        ("--decode --batches 2", "--decode: expected .*, got --tokens beside --batches"),
+        ("--decode --page-size 48", "--page-size: expected a divisor of the caches' lengths, got 48 for 64"),
+        ("--decode --causal 1", "--causal: expected 0 for one query or 1 for several, got 1 for --queries"),
+        ("--page-size 16", "--page-size: expected --decode beside it, got none"),
+        ("--queries 2", "--queries: expected --decode beside it, got none"),
+    ],
+)
+def test_arguments_that_make_no_cells(tmp_path, capsys, line, text):
+    with pytest.raises(SystemExit):
+        bench_tiny(line, tmp_path / "cpu.csv")
+    assert re.search(text, " ".join(capsys.readouterr().err.split()))
+
+
+def test_the_readmes_table_is_of_the_last_run():
+    def row(run_id, impl, ms, **more):
+        shape = {"batch": "8", "seqlen_q": "1", "seqlen_k": "2048", "heads": "64", "heads_kv": "8", "head_dim": "128"}
+        origin = {"gpu": "NVIDIA H200", "run": run_id, "dtype": "bf16", "pass": "decode"}
+        return dict.fromkeys(FIELDS, "") | origin | shape | {"impl": impl, "ms": ms} | more
+
+    copied = {"pass": "copy", "seqlen_q": "16384", "head_dim": "8192"}
+    rows = [row("old", "decode", "9"), row("new", "copy", "0.125", **copied)]
+    rows += [row("new", "decode", "0.02"), row("new", "sdpa_cudnn", "0.04"), row("new", "decode", "0.1", seqlen_q="4")]
+    rows += [row("new", "fa3", "", why="missing"), row("new", "decode", "0.08", seqlen_k="8192", batch="1")]
+    text, table, ratio = readmes.decode(rows)
+    assert "decode / cuDNN, by heads" in text and text.endswith("run `new` of ; a copy in the same run: 4295.")
+    assert table.splitlines() == [
+        "| heads | batch | 2k | 8k |",
+        "| --- | --- | --- | --- |",
+        "| 64:8 of 128 | 8 | 3355 / 1678 |  |",
+        "| 64:8 of 128 | 1 |  | 419 / - |",
+    ]
+    assert ratio == "decode over cuDNN: 2.00x (worst 2.00x), geometric mean of 1 cells."
+    assert list(readmes.decode(rows[1:2])) == ["Not measured yet; `flashzoo bench --decode` does."]
