@@ -251,7 +251,7 @@ _ALL = (
     _workload("sinks_no_keys", "hard", 64, 0, sinks=True),
     _workload("sinks_window_mqa_head_dim_128", "hard", 140, 200, 128, heads=8, heads_kv=1, sinks=True, window=(33, 7)),
     _workload("sinks_scores_x30", "hard", 113, 203, values="x30", sinks=True),
-    _workload("sinks_low_scores", "hard", 96, 192, values="low_scores", sinks=True),
+    _workload("sinks_outliers", "hard", 96, 192, values="outliers", sinks=True),
     _workload("sinks_cache", "hard", 3, 190, batch=3, heads=4, heads_kv=2, used_k=True, sinks=True, causal=True),
     _workload("sinks_pages", "hard", 5, 192, batch=2, used_k=True, page_size=16, sinks=True),
     _workload("sinks_packed_used", "hard", 120, 200, sequences=5, used_k=True, sinks=True),

@@ -270,17 +270,18 @@ def forward_kernel(
         state, queries, keys, whole_last, last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA
     )
 
-    if sinks is not None:  # one more key, seen by every row, whose value is 0
-        sink = tl.load(sinks + h) * LOG2E
-        m_new = tl.maximum(m_i, sink)
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = tl.exp2(m_i - m_safe)
-        l_i = l_i * alpha + tl.exp2(sink - m_safe)
-        acc = acc * alpha[:, None]
-        m_i = m_new
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that saw no key: O = 0, LSE = -inf
     o_i = acc / l_safe[:, None]  # A1.12
     lse_i = (m_i + tl.log2(l_safe)) * LN2  # A1.13
+    if sinks is not None:  # one more key, seen by every row, whose value is 0
+        # Not in log2 units, so that where the sink is nearly all LSE is the sink itself, of which its gradient is made.
+        sink = tl.load(sinks + h)
+        top = tl.maximum(lse_i, sink)
+        safe = tl.where(top == float("-inf"), 0.0, top)
+        of_keys = tl.exp2((lse_i - safe) * LOG2E)
+        total = of_keys + tl.exp2((sink - safe) * LOG2E)
+        o_i *= (of_keys / tl.where(total == 0.0, 1.0, total))[:, None]
+        lse_i = safe + tl.log2(total) * LN2
     store_block(o_head, o_i, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D)  # A1.14
     tl.store(lse + tl.cast(bh, tl.int64) * seqlen_q + first_q + row, lse_i, mask=row < rows_q)  # A1.15
 
@@ -321,14 +322,14 @@ def delta_kernel(
     if DLSE:
         delta_i -= tl.load(dlse + at, mask=row < rows, other=0.0)
     lse_i = tl.load(lse + at, mask=row < rows, other=float("-inf"))
+    lse_i = tl.where(lse_i == float("-inf"), float("inf"), lse_i)
     at_padded = tl.cast(bh, tl.int64) * rows_padded + statistics + row
     tl.store(delta + at_padded, delta_i)
-    lse_i = tl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E)
-    tl.store(lse_log2 + at_padded, lse_i)
+    tl.store(lse_log2 + at_padded, lse_i * LOG2E)
     if sinks is not None:
         program = tl.program_id(0)
         part = bh * (tl.num_programs(0) // heads) + program // heads if PACKED else program
-        p = tl.exp2(tl.load(sinks + h) * LOG2E - lse_i)
+        p = tl.exp2((tl.load(sinks + h) - lse_i) * LOG2E)  # 1 where LSE is the sink, however large that is
         tl.store(dsinks + part, -tl.sum(p * delta_i))
 
 

@@ -69,13 +69,13 @@ def delta_kernel(
     if DLSE:
         delta_i -= tl.load(dlse + of_head + row, mask=inside, other=0.0)
     lse_i = tl.load(lse + of_head + row, mask=inside, other=float("-inf"))
+    lse_i = tl.where(lse_i == float("-inf"), float("inf"), lse_i)
     padded = tl.cast(of_block, tl.int64) * BLOCK_Q + tl.arange(0, ROWS)
     tl.store(delta + padded, delta_i, mask=mine)
-    lse_i = tl.where(lse_i == float("-inf"), float("inf"), lse_i * LOG2E)
-    tl.store(lse_log2 + padded, lse_i, mask=mine)
+    tl.store(lse_log2 + padded, lse_i * LOG2E, mask=mine)
     if sinks is not None:
         part = h * (tl.num_programs(0) // heads) + program // heads if PACKED else program
-        p = tl.exp2(tl.load(sinks + h) * LOG2E - lse_i)
+        p = tl.exp2((tl.load(sinks + h) - lse_i) * LOG2E)  # 1 where LSE is the sink, however large that is
         tl.store(dsinks + part, -tl.sum(p * delta_i))
     sums = dq_sum + tl.cast(of_block, tl.int64) * SUMS
     for start in range(0, SUMS, 1024):

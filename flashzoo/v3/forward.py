@@ -42,11 +42,8 @@ from flashzoo._cute.hopper.tma import box_of, load, tma_atom
 from flashzoo._cute.hopper.wgmma import CONSUMER_REGISTERS, PRODUCER_REGISTERS, gemm, rows_of, shared_layout, to_16_bits
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
 from flashzoo.v3.product import Product, RawV, ValuePath
-from flashzoo.v3.softmax import Softmax, beside_sink, scale_rows
+from flashzoo.v3.softmax import LN2, Softmax, beside_sink, scale_rows
 from flashzoo.v3.traits import Kernel, Tiles
-
-LN2 = 0.6931471805599453
-LOG2E = 1.4426950408889634
 
 
 class NamedBarrier(IntEnum):
@@ -578,12 +575,12 @@ class Forward:
             position, packed_head = packed_row >> params.pack_gqa, packed_row & ((1 << params.pack_gqa) - 1)
             if const_expr(sinks is not None):
                 sink = cute.make_tensor(sinks + (head << params.pack_gqa) + packed_head, cute.make_layout(1))[0]
-                of_keys = -Float32.inf if blind else softmax.lse_log2(r, total)
-                share, with_sink = beside_sink(of_keys, sink * LOG2E)
+                of_keys = -Float32.inf if blind else softmax.lse_log2(r, total) * LN2
+                share, with_sink = beside_sink(of_keys, sink)
                 by[r] = by[r] * share
             if position < sequence.seqlen_q and lane % 4 == 0:
                 if const_expr(sinks is not None):
-                    value = with_sink * LN2
+                    value = with_sink
                 else:
                     value = -Float32.inf if blind else softmax.lse_log2(r, total) * LN2
                 cute.make_tensor(lse + bounds.place_of_row(packed_head, position), cute.make_layout(1))[0] = value

@@ -15,6 +15,8 @@ NOTHING_SEEN = -3e38
 """The maximum of a row that has seen no key: below what float32 scores can be, and finite,
 so that -inf less it is -inf."""
 
+LN2, LOG2E = 0.6931471805599453, 1.4426950408889634
+
 RESCALE_THRESHOLD = 8.0
 """How far, in log2, the scores of a row may outgrow its `row_max` before O is rescaled."""
 
@@ -82,15 +84,17 @@ class Softmax:
 
 
 @cute.jit
-def beside_sink(lse_log2: Float32, sink_log2: Float32) -> tuple[Float32, Float32]:
-    """Of a row that has a sink too: what share of its softmax its keys keep, and its LSE;
-    all in log2 units, -inf for none."""
-    top = cute.arch.fmax(lse_log2, sink_log2)
+def beside_sink(lse: Float32, sink: Float32) -> tuple[Float32, Float32]:
+    """Of a row that has a sink too: what share of its softmax its keys keep, and its LSE; -inf for none.
+
+    Not in log2 units, so that where the sink is nearly all LSE is the sink itself, from which its gradient is made.
+    """
+    top = cute.arch.fmax(lse, sink)
     safe = Float32(0.0) if top == -Float32.inf else top
-    of_keys = cute.math.exp2(lse_log2 - safe, fastmath=True)
-    total = of_keys + cute.math.exp2(sink_log2 - safe, fastmath=True)
+    of_keys = cute.math.exp2((lse - safe) * LOG2E, fastmath=True)
+    total = of_keys + cute.math.exp2((sink - safe) * LOG2E, fastmath=True)
     share = Float32(0.0) if total == 0.0 else of_keys * cute.arch.rcp_approx(total)
-    return share, safe + cute.math.log2(total, fastmath=True)
+    return share, safe + cute.math.log2(total, fastmath=True) * LN2
 
 
 @cute.jit
