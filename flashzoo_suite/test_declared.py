@@ -17,9 +17,10 @@ from torch import Tensor
 import flashzoo
 from flashzoo import Problem, Spec, UnsupportedError
 from flashzoo.accuracy import OUT_RMS, Judge
-from flashzoo.call.operands import Descales
+from flashzoo.call.operands import Descales, Operands
 from flashzoo.call.problem import FEATURES, QUANTIZABLE
-from flashzoo.workloads import DESCALES, TORCH_DTYPES, Workload, descales, kinds_of_descales, workloads
+from flashzoo.reference import only_used
+from flashzoo.workloads import DESCALES, TORCH_DTYPES, Workload, descales, kinds_of_descales, lengths, workloads
 from flashzoo_suite.support import (
     CHOSEN,
     DEVICE,
@@ -183,7 +184,8 @@ def _drawn(case: Case) -> tuple[Tensors, Tensor, Tensor | None, Descales, Judge]
     tensors, dout, dlse = draw(problem, values=case.workload.values)
     scales = descales(problem, case.descales, device=DEVICE)
     given = (dout, dlse) if problem.grad else (None, None)
-    judge = Judge(*tensors, problem, *given, scales_by(problem, tensors, scales), seen_by(problem), sinks_of(problem))
+    used = only_used(*tensors, Operands(**lengths(problem, device=DEVICE)))
+    judge = Judge(*used, problem, *given, scales_by(problem, used, scales), seen_by(problem), sinks_of(problem))
     return tensors, dout, dlse, scales, judge
 
 

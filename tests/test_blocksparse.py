@@ -327,7 +327,8 @@ class TestDispatch:
                 elif takes(SPECS["v3"], problem):
                     assert chosen == "v3" and arch == 90 and problem.block_mask.block_q == 128
                 else:
-                    assert chosen == ("blocksparse" if problem.head_dim == problem.head_dim_v else "sdpa")
+                    alike = problem.head_dim == problem.head_dim_v
+                    assert chosen == ("standard" if problem.sinks else "blocksparse" if alike else "sdpa")
 
     def test_on_the_cpu_auto_makes_a_dense_mask(self):
         q = torch.randn(1, 70, 2, 16)
