@@ -277,11 +277,10 @@ def forward_kernel(
         # Not in log2 units, so that where the sink is nearly all LSE is the sink itself, of which its gradient is made.
         sink = tl.load(sinks + h)
         top = tl.maximum(lse_i, sink)
-        safe = tl.where(top == float("-inf"), 0.0, top)
-        of_keys = tl.exp2((lse_i - safe) * LOG2E)
-        total = of_keys + tl.exp2((sink - safe) * LOG2E)
-        o_i *= (of_keys / tl.where(total == 0.0, 1.0, total))[:, None]
-        lse_i = safe + tl.log2(total) * LN2
+        # Of the greater of both, the other is this much: 0 beside a sink of -inf, which so changes no bit.
+        other = tl.exp2(-tl.where(top == float("-inf"), 0.0, tl.abs(sink - lse_i)) * LOG2E)
+        o_i *= (tl.where(lse_i >= sink, 1.0, other) / (1.0 + other))[:, None]
+        lse_i = top + tl.log2(1.0 + other) * LN2
     store_block(o_head, o_i, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D)  # A1.14
     tl.store(lse + tl.cast(bh, tl.int64) * seqlen_q + first_q + row, lse_i, mask=row < rows_q)  # A1.15
 
