@@ -10,7 +10,8 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import torch
 from flashzoo import Problem
 from flashzoo._cute.arguments import FLOAT, INT, Arguments, Packer, Record
 from flashzoo._cute.cache import ENVIRONMENT
-from flashzoo._cute.per_stream import tile_counter
+from flashzoo._cute.per_stream import PerStream, tile_counter
 from flashzoo._cute.tma import readable
 from flashzoo.accuracy import Judge
 from flashzoo.gpu import SHARED_LIMIT, WARPGROUP_ROWS
@@ -419,3 +420,58 @@ def test_compute_sanitizer(tool):
     text = process.stdout + process.stderr
     assert process.returncode == 0, text
     assert "ERROR SUMMARY: 0 errors" in text or "RACECHECK SUMMARY: 0 hazards" in text, text
+
+
+class TestPerStream:
+    """Numbers that launches share; the GPU is a stand-in, which says what is captured and what is written by now."""
+
+    @pytest.fixture
+    def gpu(self, monkeypatch):
+        state = SimpleNamespace(capture=0, written=False, fills=0)
+
+        def new(self, device, n):
+            state.fills += 1
+            return torch.zeros(n, dtype=torch.int32)
+
+        event = SimpleNamespace(record=lambda: None, query=lambda: state.written)
+        monkeypatch.setattr(PerStream, "_new", new)
+        monkeypatch.setattr("flashzoo._cute.per_stream.capture_of", lambda stream: state.capture)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capture > 0)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+        return state
+
+    def test_launches_of_one_stream_share_them_and_others_have_their_own(self, gpu):
+        numbers = PerStream(0, torch.int32)
+        assert numbers(0, 1).data_ptr() == numbers(0, 1).data_ptr() != numbers(0, 2).data_ptr()
+        assert numbers(0, 1, 1000).shape[0] >= 1000 and numbers(0, 1).data_ptr() == numbers(0, 1, 1000).data_ptr()
+
+    def test_each_capture_of_a_stream_has_its_own_of_what_was_written_before(self, gpu):
+        numbers = PerStream(0, torch.int32)
+        gpu.written = True
+        for _ in range(2):
+            numbers(0, 1)
+        before, taken = gpu.fills, []
+        for gpu.capture in (1, 2, 3):
+            for stream in (1, 2):
+                found = numbers(0, stream, 100)
+                assert found.data_ptr() == numbers(0, stream, 100).data_ptr()
+                taken.append((found.data_ptr(), found.data_ptr() + 400))
+        assert gpu.fills == before
+        assert all(a[1] <= b[0] for a, b in pairwise(sorted(taken)))
+
+    def test_a_graph_writes_its_own_where_none_are_known_to_be_there(self, gpu):
+        numbers = PerStream(0, torch.int32)
+        gpu.capture = 1
+        numbers(0, 1)
+        assert gpu.fills == 1  # nothing was called before
+        gpu.capture = 0
+        for _ in range(2):
+            numbers(0, 1)  # which writes spare ones, and never sees that they are there
+        gpu.capture, before = 2, gpu.fills
+        numbers(0, 1)
+        assert gpu.fills == before + 1
+        gpu.capture, gpu.written = 0, True
+        numbers(0, 1)
+        gpu.capture, before = 3, gpu.fills
+        numbers(0, 1, 1 << 20)  # more than there are
+        assert gpu.fills == before + 1
