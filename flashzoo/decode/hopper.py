@@ -32,7 +32,7 @@ from flashzoo._cute.hopper.mask import mask_scores
 from flashzoo._cute.hopper.pipeline import Pipeline
 from flashzoo._cute.hopper.tile_scheduler import TileScheduler
 from flashzoo._cute.hopper.tma import box_of, tma_atom
-from flashzoo._cute.hopper.wgmma import gemm, rows_of, shared_layout, to_16_bits, transposed
+from flashzoo._cute.hopper.wgmma import gemm, rows_of, scale_rows, shared_layout, to_16_bits, transposed
 from flashzoo.decode.hopper_items import Item, Params, item_of, value_at
 from flashzoo.decode.hopper_output import NOTHING_SEEN, arrive, epilogue, merge
 from flashzoo.decode.traits import Q_STAGES, Kernel
@@ -83,7 +83,6 @@ class Decode:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self.dtype: type[cutlass.Numeric] = DTYPES[kernel.dtype]
-        self.dtype_o: type[cutlass.Numeric] = DTYPES[kernel.out_dtype]
 
     @cute.jit
     def __call__(self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, params: Params):
@@ -403,13 +402,3 @@ class Decode:
     def sync_consumers(self):
         """Barrier of the consumer warpgroup."""
         cute.arch.barrier(barrier_id=NamedBarrier.CONSUMERS, number_of_threads=WARPGROUP)
-
-
-@cute.jit
-def scale_rows(acc: cute.Tensor, by: cute.Tensor):
-    """Multiply each of a thread's two rows of a WGMMA result by its factor."""
-    rows = rows_of(acc)
-    for i in cutlass.range_constexpr(cute.size(acc) // 4):
-        for r in cutlass.range_constexpr(2):
-            for c in cutlass.range_constexpr(2):
-                rows[c, r, i] = rows[c, r, i] * by[r]

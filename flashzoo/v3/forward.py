@@ -39,10 +39,18 @@ from flashzoo._cute.hopper.params import Params
 from flashzoo._cute.hopper.pipeline import Pipeline
 from flashzoo._cute.hopper.tile_scheduler import TileScheduler
 from flashzoo._cute.hopper.tma import box_of, load, tma_atom
-from flashzoo._cute.hopper.wgmma import CONSUMER_REGISTERS, PRODUCER_REGISTERS, gemm, rows_of, shared_layout, to_16_bits
+from flashzoo._cute.hopper.wgmma import (
+    CONSUMER_REGISTERS,
+    PRODUCER_REGISTERS,
+    gemm,
+    rows_of,
+    scale_rows,
+    shared_layout,
+    to_16_bits,
+)
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
 from flashzoo.v3.product import Product, RawV, ValuePath
-from flashzoo.v3.softmax import LN2, Softmax, beside_sink, scale_rows
+from flashzoo.v3.softmax import LN2, Softmax, beside_sink
 from flashzoo.v3.traits import Kernel, Tiles
 
 

@@ -15,9 +15,8 @@ from cutlass.utils import hopper_helpers
 from flashzoo._cute.hopper.dtypes import DTYPES
 from flashzoo._cute.hopper.params import Params
 from flashzoo._cute.hopper.pipeline import Pipeline
-from flashzoo._cute.hopper.wgmma import gemm, shared_layout, to_16_bits, transposed
+from flashzoo._cute.hopper.wgmma import gemm, scale_rows, shared_layout, to_16_bits, transposed
 from flashzoo.gpu import WARPGROUP_ROWS
-from flashzoo.v3.softmax import scale_rows
 from flashzoo.v3.traits import Kernel
 
 

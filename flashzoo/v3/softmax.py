@@ -105,13 +105,3 @@ def maximum(row: cute.Tensor) -> Float32:
         maxima[i % 4] = cute.arch.fmax(maxima[i % 4], row[i])
     top = cute.arch.fmax(cute.arch.fmax(maxima[0], maxima[1]), cute.arch.fmax(maxima[2], maxima[3]))
     return cute.arch.warp_reduction_max(top, threads_in_group=4)
-
-
-@cute.jit
-def scale_rows(acc: cute.Tensor, by: cute.Tensor):
-    """Multiply each of a thread's two rows of a WGMMA result by its factor."""
-    rows = rows_of(acc)
-    for i in cutlass.range_constexpr(cute.size(acc) // 4):
-        for r in cutlass.range_constexpr(2):
-            for c in cutlass.range_constexpr(2):
-                rows[c, r, i] = rows[c, r, i] * by[r]

@@ -43,6 +43,16 @@ def rows_of(acc: cute.Tensor) -> cute.Tensor:
 
 
 @cute.jit
+def scale_rows(acc: cute.Tensor, by: cute.Tensor):
+    """Multiply each of a thread's two rows of a WGMMA result by its factor."""
+    rows = rows_of(acc)
+    for i in cutlass.range_constexpr(cute.size(acc) // 4):
+        for r in cutlass.range_constexpr(2):
+            for c in cutlass.range_constexpr(2):
+                rows[c, r, i] = rows[c, r, i] * by[r]
+
+
+@cute.jit
 def to_16_bits(x: cute.Tensor, y: cute.Tensor):
     """Round. WGMMA's result and its operand have the same layout, register by register; a pair is one instruction."""
     # Pairs by fours, only because CuTe DSL warns its users of loops of 64 and more.
