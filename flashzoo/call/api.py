@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 from flashzoo.autograd import as_rows
 from flashzoo.call.check import check_data, check_tensors, described, fields_of
 from flashzoo.call.forms import Window, check_flags
-from flashzoo.call.operands import taken
+from flashzoo.call.operands import Operands, taken
 from flashzoo.call.packed import as_batch, batch_of_one, of_nested
 from flashzoo.call.plan import negated, plan, problem_of
 from flashzoo.call.problem import OPTIONS, Problem
@@ -161,6 +161,12 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+def recorded(q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> bool:
+    """Whether autograd records a call of these."""
+    leaves = q.requires_grad or k.requires_grad or v.requires_grad or operands.requires_grad
+    return leaves and torch.is_grad_enabled()
+
+
 def called(
     q: Tensor, k: Tensor, v: Tensor, return_lse: bool, version: str, options: dict[str, Any], rows: bool = False
 ) -> tuple[Tensor, Any]:
@@ -168,8 +174,7 @@ def called(
     asked = requested(version)
     operands, forms = taken(options)
     try:
-        leaves = q.requires_grad or k.requires_grad or v.requires_grad or operands.requires_grad
-        grad = torch.is_grad_enabled() and leaves
+        grad = recorded(q, k, v, operands)
         tensors = (*described(q), *described(k), *described(v))
     except (AttributeError, RuntimeError):  # no tensor, or one without strides
         check_tensors(q=q, k=k, v=v)
@@ -246,8 +251,7 @@ def explain(
             )
         check_tensors(q=q, k=k, v=v)
         operands, forms = taken(options)
-        leaves = q.requires_grad or k.requires_grad or v.requires_grad or operands.requires_grad
-        grad = torch.is_grad_enabled() and leaves
+        grad = recorded(q, k, v, operands)
         tensors = (described(q), described(k), described(v))
         return explain_problem(problem_of(tensors, return_lse, grad, forms, arch, options), version)
     given = {"k": k, "v": v, "arch": arch, "return_lse": return_lse or None}
