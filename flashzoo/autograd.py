@@ -23,20 +23,21 @@ class _Attention(torch.autograd.Function):
         ctx: Any,
         problem: Problem,
         operands: Any,
-        functions: tuple[Forward, Backward],
+        functions: tuple[Forward, Backward, bool],
         q: Tensor,
         k: Tensor,
         v: Tensor,
         *_: Tensor | None,
     ):
-        ctx.rows = q.ndim == 3
-        if ctx.rows:
+        run, run_backward, rows = functions
+        ctx.as_batch = q.ndim == 3 and not rows
+        if ctx.as_batch:
             q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
-        out, lse = functions[0](q, k, v, problem, operands)
+        out, lse = run(q, k, v, problem, operands)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.problem, ctx.operands, ctx.run_backward = problem, operands, functions[1]
+        ctx.problem, ctx.operands, ctx.run_backward = problem, operands, run_backward
         ctx.set_materialize_grads(False)
-        return as_rows(out, lse) if ctx.rows else (out, lse)
+        return as_rows(out, lse) if ctx.as_batch else (out, lse)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -44,13 +45,13 @@ class _Attention(torch.autograd.Function):
         if transforming():
             refuse_transforms("flashzoo's backward pass", dout=dout, dlse=dlse)
         q, k, v, out, lse = ctx.saved_tensors
-        if ctx.rows:
+        if ctx.as_batch:
             dout, dlse = (x if x is None else x.unsqueeze(0) for x in (dout, dlse))
         # What a kernel reads is memory, where a number whose negative bit is set has the other sign.
         dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
         dlse = dlse if dlse is None else dlse.resolve_neg()
         dq, dk, dv, *more = ctx.run_backward(dout, dlse, q, k, v, out, lse, ctx.problem, ctx.operands)
-        if ctx.rows:
+        if ctx.as_batch:
             dq, dk, dv = dq.squeeze(0), dk.squeeze(0), dv.squeeze(0)
         return (None, None, None, dq, dk, dv, *more)
 
@@ -67,7 +68,7 @@ def refuse_double_backward() -> None:
 
 
 def differentiable(
-    forward: Forward, backward: Backward, prepared: Prepared | None = None
+    forward: Forward, backward: Backward, prepared: Prepared | None = None, rows: bool = False
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """An implementation that `Spec.impl` can name, from a pair of functions on raw tensors.
 
@@ -83,10 +84,10 @@ def differentiable(
     Returns:
         `(q, k, v, problem, operands) -> (out, lse)`, recorded by autograd only where `problem.grad`. Its attribute
         `backward` is the backward pass alone, for who records calls by other means, and for
-        `flashzoo.attention_backward`. Its attribute `rows` says that it takes packed rows of three dimensions too:
+        `flashzoo.attention_backward`. Its attribute `rows` says that it takes packed rows of three dimensions:
         views that autograd records cost the host as much as a launch does.
     """
-    functions = (forward, backward)
+    functions = (forward, backward, rows)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Any) -> tuple[Tensor, Tensor | None]:
         if prepared is not None:
@@ -94,7 +95,7 @@ def differentiable(
         if problem.grad:
             more = operands.differentiable
             return _Attention.apply(problem, operands, functions, q, k, v, *more)  # pyright: ignore[reportReturnType]
-        if q.ndim == 3:
+        if q.ndim == 3 and not rows:
             return as_rows(*forward(q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), problem, operands))
         return forward(q, k, v, problem, operands)
 

@@ -18,7 +18,7 @@ V3 = (
         FORWARD,
         "sinks + (head << params.pack_gqa) + packed_head",
         "sinks + (head << params.pack_gqa)",
-        "test_forward[v3-sinks_causal_gqa",
+        "test_forward[v3-sinks_packed_window",
         gpu=True,
     ),
     fault(

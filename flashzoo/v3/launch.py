@@ -50,8 +50,8 @@ DETERMINISTIC_SWIZZLE = {(False, False): 32, (False, True): 64, (True, False): 8
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of raw CUDA tensors; see `flashzoo.attention`.
-    Causal and window are in the block mask, where there is one."""
+    """`(out, lse)` of raw CUDA tensors; see `flashzoo.attention`. Causal and window are in the block mask, where there
+    is one. Packed rows may be of three dimensions, as those of a batch of one are."""
     misaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
     launch = None if misaligned else forward_launch(problem, q.stride(), k.stride(), v.stride(), q.get_device())
     if launch is None:
@@ -73,7 +73,8 @@ def backward(
     problem: Problem,
     operands: Operands,
 ) -> tuple[Tensor, ...]:
-    """`(dq, dk, dv)` of CUDA tensors, with sinks their gradient too: delta, the kernel, dQ rounded."""
+    """`(dq, dk, dv)` of CUDA tensors, with sinks their gradient too: delta, the kernel, dQ rounded.
+    Packed rows as `forward` has them."""
     misaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr() | dout.data_ptr()) & 15
     strides = q.stride(), k.stride(), v.stride(), dout.stride()
     launch = None if misaligned else backward_launch(problem, *strides, out.stride(), dlse is not None, q.get_device())
@@ -86,7 +87,7 @@ def backward(
     return launch(dout, dlse, q, k, v, out, lse, problem.scale, (*lists, *more), tiles_q, operands.sinks)
 
 
-attention: Callable[..., tuple[Tensor, Tensor | None]] = differentiable(forward, backward)
+attention: Callable[..., tuple[Tensor, Tensor | None]] = differentiable(forward, backward, rows=True)
 
 
 def in_log2(softmax_scale: float) -> float:
@@ -126,9 +127,15 @@ def lists_of(mask: BlockMask, lists: Lists) -> Ints:
     return (*strides, lists.width, 0 if bits is None else bits.shape[2], *addresses, *of_bits)
 
 
+def of_batch(*strides: Ints) -> tuple[Ints, ...]:
+    """Strides of tensors of four dimensions, of those that have them and of packed rows:
+    over a batch of one nobody steps."""
+    return tuple([x if len(x) == 4 else (0, *x) for x in strides])
+
+
 def all_readable(problem: Problem, *strides: Ints) -> bool:
     """Whether TMA can read q, k and v, and dout if that is given, of these strides, wherever they start."""
-    p = problem
+    p, strides = problem, of_batch(*strides)
     of_keys = [(p.batch, p.seqlen_k, p.heads_kv, head_dim) for head_dim in (p.head_dim, p.head_dim_v)]
     shapes = ((p.batch, p.seqlen_q, p.heads, p.head_dim), *of_keys, (p.batch, p.seqlen_q, p.heads, p.head_dim_v))
     return all(readable(*pair) for pair in zip(shapes, strides, strict=False))
@@ -174,7 +181,7 @@ class ForwardLaunch:
         problem: the sizes.
         kernel: what runs; any that fits the problem, of which `kernel_for(problem)` is the fastest known.
         q_strides, k_strides, v_strides: such that `readable`; of `quantize.transpose_v` of v where the
-            kernel takes that.
+            kernel takes that. Three each of packed rows, out and lse being such too.
         device: index of the GPU.
         more: names of the kernel's arguments that a call gives behind its tensors.
 
@@ -192,11 +199,12 @@ class ForwardLaunch:
         device: int,
         more: tuple[str, ...] = SCALE,
     ) -> None:
-        p, tiles = problem, kernel.tiles
+        p, tiles, rows = problem, kernel.tiles, len(q_strides) == 3
+        q_strides, k_strides, v_strides = of_batch(q_strides, k_strides, v_strides)
         self._device = device
-        self._out_shape = (p.batch, p.seqlen_q, p.heads, p.head_dim_v)
-        self._lse_shape = (p.batch, p.heads, p.seqlen_q)
-        self._out_strides = dense(self._out_shape, q_strides)
+        of_out, of_lse = (p.batch, p.seqlen_q, p.heads, p.head_dim_v), (p.batch, p.heads, p.seqlen_q)
+        out_strides = dense(of_out, q_strides)
+        self._out_shape, self._out_strides, self._lse_shape = (x[rows:] for x in (of_out, out_strides, of_lse))
         self._out_dtype = TORCH_DTYPES[kernel.out_dtype]
 
         pack = pack_gqa_for(p, tiles.block_q)
@@ -207,9 +215,7 @@ class ForwardLaunch:
         self._q = map_of_rows(kernel.dtype, of_q, q_strides, kernel.width, *box, ragged=ragged)
         self._k = map_of_rows(kernel.dtype, of_k, k_strides, kernel.width, tiles.block_kv, ragged=ragged)
         self._v = _map_of_v(p, kernel, v_strides)
-        self._out = map_of_rows(
-            kernel.out_dtype, self._out_shape, self._out_strides, kernel.width_o, *box, ragged=ragged
-        )
+        self._out = map_of_rows(kernel.out_dtype, of_out, out_strides, kernel.width_o, *box, ragged=ragged)
 
         heads, group = p.heads >> pack, p.heads // p.heads_kv >> pack
         blocks_q, batch_heads = cdiv(p.seqlen_q << pack, tiles.block_q), p.batch * heads
@@ -304,7 +310,7 @@ class BackwardLaunch:
     Args:
         problem: the sizes.
         kernel: what runs; any that fits the problem.
-        strides: of q, k, v and dout, such that `readable`.
+        strides: of q, k, v and dout, such that `readable`. Three each of packed rows, gradients being such too.
         out_strides: any.
         dlse: whether LSE has a gradient.
         device: index of the GPU.
@@ -322,16 +328,16 @@ class BackwardLaunch:
         dlse: bool,
         device: int,
     ) -> None:
-        p, tiles = problem, kernel.tiles
-        q_strides, k_strides, v_strides, dout_strides = strides
+        p, tiles, rows = problem, kernel.tiles, len(out_strides) == 3
+        q_strides, k_strides, v_strides, dout_strides, out_strides = of_batch(*strides, out_strides)
         self._device = device
         of_q, of_out = (p.batch, p.seqlen_q, p.heads, p.head_dim), (p.batch, p.seqlen_q, p.heads, p.head_dim_v)
         of_k, of_v = ((p.batch, p.seqlen_k, p.heads_kv, head_dim) for head_dim in (p.head_dim, p.head_dim_v))
+        dq_strides, dk_strides, dv_strides = dense(of_q, q_strides), dense(of_k, k_strides), dense(of_v, v_strides)
         self._gradients = [
-            (shape, dense(shape, order)) for shape, order in ((of_q, q_strides), (of_k, k_strides), (of_v, v_strides))
+            (shape[rows:], x[rows:]) for shape, x in ((of_q, dq_strides), (of_k, dk_strides), (of_v, dv_strides))
         ]
         self._dtype = TORCH_DTYPES[kernel.dtype]
-        (_, dq_strides), (_, dk_strides), (_, dv_strides) = self._gradients
         self.block_q: int = tiles.block_q
         self.block_kv: int = tiles.block_kv
         blocks_q, blocks = _blocks_q(p, kernel), kernel.blocks_kv(p.seqlen_k)
@@ -342,11 +348,11 @@ class BackwardLaunch:
         self._sinks_shape = (p.batch, p.heads, blocks_q)
         self._semaphore_shape = (p.batch * p.heads * blocks_q * kernel.semaphores if kernel.deterministic else 0,)
 
-        rows = partial(map_of_rows, p.dtype, ragged=p.sequences is not None)
-        self._q = rows(of_q, q_strides, kernel.width, tiles.block_q)
-        self._dout = rows(of_out, dout_strides, kernel.width_v, tiles.block_q)
-        self._k, self._dk = (rows(of_k, x, kernel.width, tiles.block_kv) for x in (k_strides, dk_strides))
-        self._v, self._dv = (rows(of_v, x, kernel.width_v, tiles.block_kv) for x in (v_strides, dv_strides))
+        map_of = partial(map_of_rows, p.dtype, ragged=p.sequences is not None)
+        self._q = map_of(of_q, q_strides, kernel.width, tiles.block_q)
+        self._dout = map_of(of_out, dout_strides, kernel.width_v, tiles.block_q)
+        self._k, self._dk = (map_of(of_k, x, kernel.width, tiles.block_kv) for x in (k_strides, dk_strides))
+        self._v, self._dv = (map_of(of_v, x, kernel.width_v, tiles.block_kv) for x in (v_strides, dv_strides))
 
         group, batch_heads = p.heads // p.heads_kv, p.batch * p.heads_kv
         uneven = kernel.right and not kernel.left
