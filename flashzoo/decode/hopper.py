@@ -261,9 +261,10 @@ class Decode:
         # the last part, of which it is yet to be known whether it is its tile's last; parts
         pending, parts = Int32(-1), Int32(0)
         work = scheduler.initial_work()
-        while scheduler.is_valid(work):
-            item = item_of(params, work)
-            blocks = item.blocks(kernel.block_kv)
+        while scheduler.is_valid(work) or pending >= 0:  # one round more where a part is still to be merged
+            is_item = scheduler.is_valid(work)
+            item = item_of(params, work if is_item else pending)
+            blocks = item.blocks(kernel.block_kv) if is_item else Int32(0)
             o.fill(0.0)
             row_max.fill(NOTHING_SEEN)
             row_sum.fill(0.0)
@@ -309,27 +310,26 @@ class Decode:
                 gemm(mma_pv, o, p, v[None, None, None, stage], False)
                 warpgroup.wait_group(0)
                 pipeline.consumer_release(used - 1)
-            following = scheduler.next_work(storage.work, storage.work_pipeline, n)
-            n += 1
+            following = work
+            if is_item:
+                following = scheduler.next_work(storage.work, storage.work_pipeline, n)
+                n += 1
             if const_expr(kernel.split):
-                is_last = self.is_last(storage, pending, parts)
-                if item.is_part():
+                is_last, is_part = self.is_last(storage, pending, parts), is_item and item.is_part()
+                if is_part:
                     epilogue(params, item, o, row_max, row_sum, row, column, True)
                     cute.arch.sync_warp()
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(storage.part_pipeline.full)
-                elif item.part == 0:
+                elif is_item and item.part == 0:
                     epilogue(params, item, o, row_max, row_sum, row, column, False)
                 if is_last:
                     merge(params, item_of(params, pending))
                 parts += Int32(1) if pending >= 0 else Int32(0)
-                pending = work if item.is_part() else Int32(-1)
+                pending = work if is_part else Int32(-1)
             else:
                 epilogue(params, item, o, row_max, row_sum, row, column, False)
             work = following
-        if const_expr(kernel.split):  # noqa: SIM102 - one is known when compiled, the other when run
-            if self.is_last(storage, pending, parts):
-                merge(params, item_of(params, pending))
 
     @cute.jit
     def is_last(self, storage: SharedStorage, pending: Int32, n: Int32) -> Boolean:

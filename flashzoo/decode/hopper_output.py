@@ -88,7 +88,7 @@ def merge_rows(params: Params, item: Item, at_once: Constexpr[int]):
     rows, rows_at_once = params.heads_of_tile * params.queries_of_tile, AT_ONCE // at_once
     for i in cutlass.range((rows + WARPS * rows_at_once - 1) // (WARPS * rows_at_once), unroll=1):
         first_row = (WARPS * i + warp) * rows_at_once
-        for begin in cutlass.range_constexpr(0, params.kernel.width, 128):
+        for begin in cutlass.range(0, params.kernel.width, 128, unroll=1):
             merge_columns(params, item, rows, first_row, begin + 4 * lane, at_once)
 
 
