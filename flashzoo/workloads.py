@@ -260,6 +260,21 @@ _ALL = (
         "sinks_4096_window", "large", 4096, 4096, 64, heads=16, heads_kv=2, sinks=True, causal=True, window=(127, None)
     ),
     _workload("sinks_packed_4096", "large", 4096, 4096, 128, heads=8, heads_kv=2, sequences=9, sinks=True, causal=True),
+    _workload(
+        "pages_2048_sinks",
+        "large",
+        3,
+        2048,
+        128,
+        heads=16,
+        heads_kv=2,
+        batch=2,
+        used_k=True,
+        page_size=16,
+        sinks=True,
+        causal=True,
+    ),
+    _workload("cache_4096_window_d256", "large", 2, 4096, 256, heads=8, batch=3, used_k=True, window=(3000, 0)),
 )
 # the suite asks for that of each
 _MET = frozenset({"deterministic"}).union(*(workload.problem.features for workload in _ALL))

@@ -7,6 +7,7 @@ result wrong is not here: any test would see it.
 from __future__ import annotations
 
 from fault import Change, Fault, fault
+from faults_decode import DECODE_ON_HOPPER
 from faults_v3 import V3, V3_FP8
 
 V1, V2, DECODE, SPARSE = (f"flashzoo/{version}/kernels.py" for version in ("v1", "v2", "decode", "blocksparse"))
@@ -575,4 +576,4 @@ _STANDARD = (
     ),
 )
 
-FAULTS = (*_V1, *_V2, *_DECODE, *_BLOCKSPARSE, *_STANDARD, *V3, *V3_FP8)
+FAULTS = (*_V1, *_V2, *_DECODE, *_BLOCKSPARSE, *_STANDARD, *V3, *V3_FP8, *DECODE_ON_HOPPER)

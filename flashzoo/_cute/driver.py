@@ -34,16 +34,19 @@ TMA_SWIZZLES = {64: int(_Swizzle.CU_TENSOR_MAP_SWIZZLE_64B), 128: int(_Swizzle.C
 _NOT_INTERLEAVED = int(cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE)
 _PROMOTE_L2_128B = int(cuda.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B)
 _ZEROS_OUTSIDE = int(cuda.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
+_ALLOW_LARGE_CLUSTERS = int(cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED)
+_PORTABLE_CLUSTER = 8
 _MAX_DYNAMIC_SHARED = int(cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES)
 _TENSOR_MAP_BYTES = 128
 _TENSOR_MAP_ALIGNMENT = 64
 _BUFFER_POINTER, _BUFFER_SIZE = int(cuda.CU_LAUNCH_PARAM_BUFFER_POINTER), int(cuda.CU_LAUNCH_PARAM_BUFFER_SIZE)
 _Extra = c_void_p * 5
 _PROGRAMMATIC = int(cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION)
+_CLUSTER = int(cuda.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION)
 
 
 class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute, of an int."""
+    """CUlaunchAttribute, of ints."""
 
     _fields_ = [("id", c_int), ("padding", c_int), ("value", c_int * 16)]
 
@@ -204,12 +207,21 @@ class Function:
             _check(error, f"asking for {self.shared} bytes of shared memory on device {device}")
 
     def bind(
-        self, device: int, blocks: int, fixed: Mapping[str, int], given: tuple[str, ...], programmatic: bool = False
+        self,
+        device: int,
+        blocks: int,
+        fixed: Mapping[str, int],
+        given: tuple[str, ...],
+        programmatic: bool = False,
+        cluster: int = 1,
     ) -> Launch:
         """A launch of `blocks` thread blocks on a device; `fixed` and `given` as in `Packer`,
-        `programmatic` as in `Launch`."""
+        `programmatic` and `cluster` as in `Launch`."""
         self._prepare(device)
-        return Launch(self, device, blocks, Packer(self.arguments, self.start, fixed, given), programmatic)
+        if cluster > _PORTABLE_CLUSTER:
+            error = _driver().cuKernelSetAttribute(_ALLOW_LARGE_CLUSTERS, 1, self.kernel, _handle(device))
+            _check(error, f"asking for clusters of {cluster} thread blocks on device {device}")
+        return Launch(self, device, blocks, Packer(self.arguments, self.start, fixed, given), programmatic, cluster)
 
 
 class Launch:
@@ -222,14 +234,17 @@ class Launch:
         packer: of its arguments.
         programmatic: it begins before the stream's last launch has ended,
             for which the kernel itself waits (griddepcontrol.wait).
+        cluster: how many thread blocks begin together and see each other's shared memory.
     """
 
     def __init__(
-        self, function: Function, device: int, blocks: int, packer: Packer, programmatic: bool = False
+        self, function: Function, device: int, blocks: int, packer: Packer, programmatic: bool = False, cluster: int = 1
     ) -> None:
         self._device, self._pack = device, packer
         self._kernel, self._sizes = function.kernel, (blocks, 1, 1, function.threads, 1, 1, function.shared)
-        self._attribute = _Attribute(_PROGRAMMATIC, 0, (c_int * 16)(1)) if programmatic else None
+        asked = [(_PROGRAMMATIC, (1,))] * programmatic + [(_CLUSTER, (cluster, 1, 1))] * (cluster > 1)
+        attributes = [_Attribute(number, 0, (c_int * 16)(*value)) for number, value in asked]
+        self._attributes = (_Attribute * len(attributes))(*attributes)
         self._size = c_size_t(packer.size)
         self._size_address = ctypes.addressof(self._size)
 
@@ -248,7 +263,7 @@ class Launch:
             _check(error, "launching a kernel")
 
     def _launch(self, stream: int, extra: ctypes.Array) -> int:
-        if self._attribute is None:
+        if not len(self._attributes):
             return _driver().cuLaunchKernel(self._kernel, *self._sizes, stream, None, extra)
-        config = _Config((c_uint * 7)(*self._sizes), stream, ctypes.pointer(self._attribute), 1)
+        config = _Config((c_uint * 7)(*self._sizes), stream, self._attributes, len(self._attributes))
         return _driver().cuLaunchKernelEx(byref(config), self._kernel, None, extra)

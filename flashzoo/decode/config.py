@@ -122,13 +122,18 @@ LARGEST = 1 << 31
 
 # Microseconds on an H200, by which keys are split. A block of keys, 128 wide, where memory is not what holds it, for a
 # multiprocessor's one thread block and for each of two; what beginning a part costs a thread block that has had one; a
-# tile's merging, and each of its rounds: 64 rows times parts, 128 columns. What memory gives in one. And what v3, and
-# v2 where a cache is used in part, take for 128 rows of a tile and a block of keys.
-BLOCK_US, PART_US, MERGE_US, ROUND_US = (0.65, 1.0), 3.0, 2.6, 0.5
+# tile's merging, and, of parts in memory, each of its rounds: 64 rows times parts, 128 columns. What memory gives in
+# one. And what v3, and v2 where a cache is used in part, take for 128 rows of a tile and a block of keys.
+BLOCK_US, PART_US, MERGE_US, ROUND_US = (0.65, 1.0), 3.0, 2.6, 1.2
+WIDE = {64: 1.2, 128: 1.0, 192: 1.5, 256: 2.0}
+"""How many times as long a block takes, by width: one of 64 has twice the keys."""
 BYTES_PER_US = 4.5e6
 TILED_US = (0.6, 1.1)
 FASTER = 0.95
 """Of another version's time by this model, from which on `auto` takes this one."""
+CLUSTERS = {2: 64, 4: 16, 8: 8, 16: 4}
+"""By how many thread blocks a cluster has, each with a multiprocessor to itself, how many of them an H200 surely runs
+at a time: of 4 and more not twice as many, and of 3, 7 or 11 to 13 never as many as there would be room for."""
 MERGED_AT_ONCE = 64
 """Rows times parts that a thread block reads at a time when it merges:
 `hopper_output.AT_ONCE`, which this must not import, of each warp."""
@@ -166,6 +171,7 @@ class CutHopper:
         tiles: of a key/value head.
         splits: into so many parts at most the keys that a tile sees are split.
         least: keys of a part, at least.
+        clustered: a cluster of thread blocks has a tile's splits.
         blocks_per_sm: thread blocks of a multiprocessor: one where each has an item to itself,
             which then has all of its memory's rate.
         microseconds: about how long that takes on an H200.
@@ -176,6 +182,7 @@ class CutHopper:
     tiles: int
     splits: int
     least: int
+    clustered: bool
     blocks_per_sm: int
     microseconds: float
 
@@ -207,16 +214,22 @@ def cut_hopper(problem: Problem) -> CutHopper:
     def blocks_per_sm(splits: int) -> int:
         return 1 if all_tiles * splits <= MULTIPROCESSORS[90] else most
 
+    def clustered(splits: int) -> bool:
+        return all_tiles <= CLUSTERS.get(splits, 0)
+
     def microseconds(splits: int) -> float:
         of_part, each = cdiv(blocks, splits), blocks_per_sm(splits)
-        items, workers, wide = all_tiles * cdiv(blocks, of_part), MULTIPROCESSORS[90] * each, max(width / 128, 1.0)
+        items, workers, wide = all_tiles * cdiv(blocks, of_part), MULTIPROCESSORS[90] * each, WIDE[width]
         read = block_kv * 4 * p.head_dim * cdiv(min(items, workers), tiles)  # a split's tiles read the same keys
         block = max(BLOCK_US[each - 1] * wide, read / BYTES_PER_US)
-        waves, rounds = cdiv(items, workers), cdiv(heads * queries * splits, MERGED_AT_ONCE) * wide
-        return waves * of_part * block + (waves - 1) * PART_US + (MERGE_US + ROUND_US * rounds if splits > 1 else 0.0)
+        waves, rounds = cdiv(items, workers), cdiv(heads * queries * splits, MERGED_AT_ONCE) * cdiv(width, 128)
+        merging = MERGE_US + (0.0 if clustered(splits) else ROUND_US * rounds)
+        return waves * of_part * block + (waves - 1) * PART_US + (merging if splits > 1 else 0.0)
 
     splits = min(range(1, min(blocks, 2 * MULTIPROCESSORS[90]) + 1), key=microseconds, default=1)
-    return CutHopper(heads, queries, tiles, splits, block_kv, blocks_per_sm(splits), microseconds(splits))
+    return CutHopper(
+        heads, queries, tiles, splits, block_kv, clustered(splits), blocks_per_sm(splits), microseconds(splits)
+    )
 
 
 def tiled_microseconds(problem: Problem) -> float:
@@ -247,7 +260,7 @@ def leaves(problem: Problem) -> list[str]:
 def kernel_for(problem: Problem) -> Kernel:
     """The Hopper kernel of a problem."""
     p, (left, right), width, cut = problem, problem.span, width_of(problem), cut_hopper(problem)
-    how = p.used_k, box_of(p), p.page_size is not None, p.sinks, cut.splits > 1, BLOCK_KV[width]
+    how = p.used_k, box_of(p), p.page_size is not None, p.sinks, cut.splits > 1, cut.clustered, BLOCK_KV[width]
     stages = STAGES[width][cut.blocks_per_sm - 1]
     return Kernel(p.dtype, p.out_dtype, width, left is not None, right is not None, *how, stages, cut.blocks_per_sm)
 
@@ -262,7 +275,7 @@ def describe(problem: Problem) -> list[str]:
             "in CuTe DSL"
         ]
         splits = (
-            f"{how.splits} splits at most, merged by who ends last; "
+            f"{how.splits} splits at most, merged {'in a cluster' if how.clustered else 'by who ends last'}; "
             f"some {how.microseconds:.0f} us on an H200 by its model"
         )
     else:

@@ -10,6 +10,8 @@ Lines marked A1.x are the three steps of that text.
 4. A part leaves O / l in float32 and its LSE. The thread block that ends last of a tile's parts merges them, in the
    order of the splits, which does not depend on who that is: there is no second kernel, and the bits are the same in
    every run.
+5. Where a tile's parts are few enough for a cluster, and every item has a thread block of its own, parts stay on chip:
+   each thread block of the cluster merges some rows, and reads them from the others' shared memory.
 
 Keys and values may lie in pages: then TMA takes each page's part of a block,
 and what a number of no page stands for reads as zeros.
@@ -34,7 +36,16 @@ from flashzoo._cute.hopper.tile_scheduler import TileScheduler
 from flashzoo._cute.hopper.tma import box_of, tma_atom
 from flashzoo._cute.hopper.wgmma import gemm, rows_of, scale_rows, shared_layout, to_16_bits, transposed
 from flashzoo.decode.hopper_items import Item, Params, item_of, value_at
-from flashzoo.decode.hopper_output import NOTHING_SEEN, arrive, epilogue, merge
+from flashzoo.decode.hopper_output import (
+    AT_ONCE,
+    NOTHING_SEEN,
+    PartsInCluster,
+    arrive,
+    epilogue,
+    in_memory,
+    merge,
+    merge_rows,
+)
 from flashzoo.decode.traits import Q_STAGES, Kernel
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
 
@@ -43,6 +54,22 @@ class NamedBarrier(IntEnum):
     """Hardware barriers of the block; 0 is `sync_threads`."""
 
     CONSUMERS = 1
+
+
+@dataclass(frozen=True)
+class OneItem(TileScheduler):
+    """Where every item has a thread block: a tile's parts are those of a cluster."""
+
+    def initial_work(self) -> Int32:
+        """The item's number."""
+        p, cluster = self.params, cute.arch.cluster_size()
+        tile, part = cute.arch.block_idx()[0] // cluster, cute.arch.block_idx_in_cluster()
+        of_batch = p.heads * p.tiles
+        return tile // of_batch * p.blocks + part * of_batch + tile % of_batch
+
+    def next_work(self, smem: cute.Tensor, pipeline: Pipeline, n: Int32) -> Int32:
+        """None."""
+        return self.params.blocks * self.params.batch_heads
 
 
 @dataclass(frozen=True)
@@ -60,6 +87,7 @@ class SharedStorage:
 
     Attributes:
         q, kv: Q, and stages of K and V by turns.
+        parts: where K and V were, for `PartsInCluster`.
         work: the number of the next item.
         last: whether a part was the last of its tile to end.
         part_pipeline: from the consumers to the scheduler warp: a part is in memory.
@@ -68,6 +96,7 @@ class SharedStorage:
 
     q: cute.Tensor
     kv: cute.Tensor
+    parts: cute.Pointer
     work: cute.Tensor
     last: cute.Tensor
     q_pipeline: Pipeline
@@ -83,6 +112,7 @@ class Decode:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self.dtype: type[cutlass.Numeric] = DTYPES[kernel.dtype]
+        self.scheduler: type[TileScheduler] = OneItem if kernel.clustered else TileScheduler
 
     @cute.jit
     def __call__(self, q: cute.Tensor, k: cute.Tensor, v: cute.Tensor, params: Params):
@@ -116,9 +146,8 @@ class Decode:
         smem = cutlass.memory.SmemAllocator()
         q, kv = (smem.allocate_tensor(self.dtype, x.outer, 1024, swizzle=x.inner) for x in (q_layout, kv_layout))
         words = [cute.make_tensor(smem.allocate_array(Int32, 2), cute.make_layout(2)) for _ in range(2)]
-        storage = SharedStorage(
-            q, kv, *words, *[Pipeline.allocate(smem, stages) for stages in (Q_STAGES, kernel.stages, 1, 1, 1)]
-        )
+        pipelines = [Pipeline.allocate(smem, stages) for stages in (Q_STAGES, kernel.stages, 1, 1, 1)]
+        storage = SharedStorage(q, kv, cute.recast_ptr(kv.iterator, dtype=Float32), *words, *pipelines)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for atom in (tma.q, tma.k, tma.v):
@@ -138,8 +167,9 @@ class Decode:
             self.consume(params, storage)
         if warp == WARPS:
             self.produce(params, storage, tma)
-        if warp == WARPS + 1:
-            self.schedule(params, storage)
+        if const_expr(not kernel.clustered):  # noqa: SIM102 - one is known when compiled, the other when run
+            if warp == WARPS + 1:
+                self.schedule(params, storage)
 
     @cute.jit
     def schedule(self, params: Params, storage: SharedStorage):
@@ -172,7 +202,7 @@ class Decode:
     @cute.jit
     def produce(self, params: Params, storage: SharedStorage, tma: TmaAtoms):
         """The producer warp: item after item, what the consumers will wait for, in the order in which they do."""
-        kernel, scheduler = self.kernel, TileScheduler(params)
+        kernel, scheduler = self.kernel, self.scheduler(params)
         loaded, items, n = Int32(0), Int32(0), Int32(0)  # stages filled so far, items that see keys, items
         work = scheduler.initial_work()
         while scheduler.is_valid(work):
@@ -230,7 +260,7 @@ class Decode:
     @cute.jit
     def consume(self, params: Params, storage: SharedStorage):
         """The consumer warpgroup."""
-        kernel, scheduler = self.kernel, TileScheduler(params)
+        kernel, scheduler = self.kernel, self.scheduler(params)
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
         # WGMMA gives a thread two rows, 8 apart, and pairs of columns, 8 apart.
         row, column = thread // 32 * 16 + lane // 4, lane % 4 * 2
@@ -314,22 +344,43 @@ class Decode:
             if is_item:
                 following = scheduler.next_work(storage.work, storage.work_pipeline, n)
                 n += 1
-            if const_expr(kernel.split):
+            if const_expr(kernel.clustered):
+                self.merge_in_cluster(params, storage, item, o, row_max, row_sum, row, column)
+            elif const_expr(kernel.split):
                 is_last, is_part = self.is_last(storage, pending, parts), is_item and item.is_part()
                 if is_part:
-                    epilogue(params, item, o, row_max, row_sum, row, column, True)
+                    epilogue(params, item, o, row_max, row_sum, row, column, in_memory(params, item))
                     cute.arch.sync_warp()
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive(storage.part_pipeline.full)
                 elif is_item and item.part == 0:
-                    epilogue(params, item, o, row_max, row_sum, row, column, False)
+                    epilogue(params, item, o, row_max, row_sum, row, column)
                 if is_last:
                     merge(params, item_of(params, pending))
                 parts += Int32(1) if pending >= 0 else Int32(0)
                 pending = work if is_part else Int32(-1)
             else:
-                epilogue(params, item, o, row_max, row_sum, row, column, False)
+                epilogue(params, item, o, row_max, row_sum, row, column)
             work = following
+
+    @cute.jit
+    def merge_in_cluster(
+        self, params: Params, storage: SharedStorage, item: Item, o: cute.Tensor, row_max: cute.Tensor,
+        row_sum: cute.Tensor, row: Int32, column: Int32,
+    ):  # fmt: skip
+        """The consumers of a cluster's thread blocks share the tile's rows. A part without keys is one of no weight."""
+        parts = PartsInCluster(self.kernel, storage.parts)
+        self.sync_consumers()  # none of them reads V any more
+        epilogue(params, item, o, row_max, row_sum, row, column, parts)
+        cute.arch.sync_warp()
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+        cluster = cute.arch.cluster_size()
+        worker = cute.arch.warp_idx() * cluster + cute.arch.block_idx_in_cluster()
+        merge_rows(params, item, parts, worker, WARPS * cluster, AT_ONCE)
+        cute.arch.sync_warp()
+        cute.arch.cluster_arrive_relaxed()
+        cute.arch.cluster_wait()  # the others have read this part, too
 
     @cute.jit
     def is_last(self, storage: SharedStorage, pending: Int32, n: Int32) -> Boolean:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TypeAlias
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, Int64, const_expr
@@ -9,7 +12,8 @@ from cutlass import Constexpr, Float32, Int32, Int64, const_expr
 from flashzoo._cute.hopper.dtypes import DTYPES
 from flashzoo._cute.hopper.wgmma import rows_of
 from flashzoo.decode.hopper_items import Item, Params, value_at
-from flashzoo.gpu import WARPS
+from flashzoo.decode.traits import Kernel
+from flashzoo.gpu import WARPGROUP_ROWS, WARPS
 
 LN2, LOG2E = 0.6931471805599453, 1.4426950408889634
 NOTHING_SEEN = -3e38
@@ -19,16 +23,93 @@ AT_ONCE = 16
 """Loads of a merging thread before it waits for any: of parts of a row, and of as many rows as there is room for."""
 
 
+@dataclass(frozen=True)
+class PartsInMemory:
+    """The parts of a tile, O / l and LSE in log2 units of each of their rows, one behind the other in memory.
+
+    Attributes:
+        rows: of a part.
+        first: number of the first part's first row, of all that there are.
+        part: which one is the thread block's own.
+    """
+
+    params: Params
+    rows: Int32
+    first: Int64
+    part: Int32
+
+    def o(self, row: Int32) -> cute.Pointer:
+        """A row of O of the thread block's own part."""
+        return self.params.parts + (self.first + self.part * self.rows + row) * self.params.head_dim
+
+    def lse(self, row: Int32) -> cute.Pointer:
+        """Its LSE."""
+        return self.params.lse_parts + (self.first + self.part * self.rows + row)
+
+    def read_o(self, part: Int32, row: Int32, column: Int32, to: cute.Tensor) -> None:
+        """Four columns of a row of O of any part."""
+        source = self.params.parts + (self.first + part * self.rows + row) * self.params.head_dim + column
+        cute.autovec_copy(cute.make_tensor(source.align(16), cute.make_layout(4)), to)
+
+    def read_lse(self, part: Int32, row: Int32) -> Float32:
+        """The row's LSE."""
+        return value_at(self.params.lse_parts, self.first + part * self.rows + row)
+
+
+def in_memory(params: Params, item: Item) -> PartsInMemory:
+    """The parts of an item's tile."""
+    rows = params.heads_of_tile * params.queries_of_tile
+    return PartsInMemory(params, rows, Int64(item.tile) * params.splits * rows, item.part)
+
+
+@dataclass(frozen=True)
+class PartsInCluster:
+    """The same where a cluster has a tile: each thread block's part in its own shared memory, in place of K and V."""
+
+    kernel: Constexpr[Kernel]
+    smem: cute.Pointer
+
+    def o(self, row: Int32) -> cute.Pointer:
+        """A row of O of the thread block's own part. Rows that a warp writes at once begin in banks of their own."""
+        return self.smem + row * (self.kernel.width + 8)
+
+    def lse(self, row: Int32) -> cute.Pointer:
+        """Its LSE."""
+        return self.smem + WARPGROUP_ROWS * (self.kernel.width + 8) + row
+
+    def read_o(self, part: Int32, row: Int32, column: Int32, to: cute.Tensor) -> None:
+        """Four columns of a row of O of any part."""
+        # CuTe DSL has pointers into other thread blocks' shared memory, and no loads from there.
+        read = cute.arch.inline_ptx(
+            "{ .reg .u32 there; mapa.shared::cluster.u32 there, {$r0}, {$r1}; "
+            "ld.shared::cluster.v4.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, [there]; }",
+            write_only_types=[Float32] * 4,
+            read_only_args=[(self.o(row) + column).toint(), part],
+        )
+        for i in range(4):
+            to[i] = read[i]
+
+    def read_lse(self, part: Int32, row: Int32) -> Float32:
+        """The row's LSE."""
+        return cute.arch.inline_ptx(
+            "{ .reg .u32 there; mapa.shared::cluster.u32 there, {$r0}, {$r1}; ld.shared::cluster.f32 {$w0}, [there]; }",
+            write_only_types=[Float32],
+            read_only_args=[self.lse(row).toint(), part],
+        )
+
+
+Parts: TypeAlias = PartsInMemory | PartsInCluster
+
+
 @cute.jit
 def epilogue(
     params: Params, item: Item, o: cute.Tensor, row_max: cute.Tensor,
     row_sum: cute.Tensor, row: Int32, column: Int32,
-    part: Constexpr[bool],
+    parts: Parts | None = None,
 ):  # fmt: skip
-    """Write O / l and LSE of the tile's rows: to out, or as a part."""
-    p = params
+    """Write O / l and LSE of the tile's rows: to out, or as one of `parts`."""
+    p, part = params, const_expr(parts is not None)
     rows = p.heads_of_tile * p.queries_of_tile
-    place = (Int64(item.tile) * p.splits + item.part) * rows
     for r in cutlass.range_constexpr(2):
         total, mine = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4), row + 8 * r
         if total == 0.0:  # 0 whatever V holds, inf and NaN too
@@ -42,9 +123,9 @@ def epilogue(
         lse_log2 = -Float32.inf if blind else top + cute.math.log2(total, fastmath=True)
         if mine < rows:
             if const_expr(part):
-                store_row(p.parts + (place + mine) * p.head_dim, o, r, column, by, p.head_dim, Float32)
+                store_row(parts.o(mine), o, r, column, by, p.head_dim, Float32)
                 if column == 0:
-                    set_at(p.lse_parts, place + mine, lse_log2)
+                    set_at(parts.lse(mine), 0, lse_log2)
             else:
                 query, head = place_of(p, item, mine)
                 if query < p.seqlen_q and head < p.group:
@@ -68,53 +149,52 @@ def with_sink(params: Params, item: Item, row: Int32, top: Float32, total: Float
 
 @cute.jit
 def merge(params: Params, item: Item):
-    """out and LSE of a tile from its parts. Warps take rows by turns,
+    """out and LSE of a tile from its parts in memory. Warps take rows by turns,
     and as many at a time as keep AT_ONCE loads in flight."""
-    parts = item.parts
-    if parts <= AT_ONCE // 8:
-        merge_rows(params, item, AT_ONCE // 8)
-    elif parts <= AT_ONCE // 4:
-        merge_rows(params, item, AT_ONCE // 4)
-    elif parts <= AT_ONCE // 2:
-        merge_rows(params, item, AT_ONCE // 2)
+    parts, warp, workers = in_memory(params, item), cute.arch.warp_idx(), Int32(WARPS)
+    if item.parts <= AT_ONCE // 8:
+        merge_rows(params, item, parts, warp, workers, AT_ONCE // 8)
+    elif item.parts <= AT_ONCE // 4:
+        merge_rows(params, item, parts, warp, workers, AT_ONCE // 4)
+    elif item.parts <= AT_ONCE // 2:
+        merge_rows(params, item, parts, warp, workers, AT_ONCE // 2)
     else:
-        merge_rows(params, item, AT_ONCE)
+        merge_rows(params, item, parts, warp, workers, AT_ONCE)
 
 
 @cute.jit
-def merge_rows(params: Params, item: Item, at_once: Constexpr[int]):
-    """The same, of so many parts at a time."""
-    lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
+def merge_rows(params: Params, item: Item, parts: Parts, worker: Int32, workers: Int32, at_once: Constexpr[int]):
+    """The same, of so many parts at a time, for one of the warps that share the rows."""
     rows, rows_at_once = params.heads_of_tile * params.queries_of_tile, AT_ONCE // at_once
-    for i in cutlass.range((rows + WARPS * rows_at_once - 1) // (WARPS * rows_at_once), unroll=1):
-        first_row = (WARPS * i + warp) * rows_at_once
+    for i in cutlass.range((rows + workers * rows_at_once - 1) // (workers * rows_at_once), unroll=1):
+        first_row = (workers * i + worker) * rows_at_once
         for begin in cutlass.range(0, params.kernel.width, 128, unroll=1):
-            merge_columns(params, item, rows, first_row, begin + 4 * lane, at_once)
+            merge_columns(params, item, parts, rows, first_row, begin + 4 * cute.arch.lane_idx(), at_once)
 
 
 @cute.jit
-def merge_columns(params: Params, item: Item, rows: Int32, first_row: Int32, column: Int32, at_once: Constexpr[int]):
+def merge_columns(
+    params: Params, item: Item, parts: Parts, rows: Int32, first_row: Int32, column: Int32, at_once: Constexpr[int]
+):
     """Four columns of some rows of out, and their LSE: the sum of exp(LSE_split - LSE) O_split,
     in the order of the splits."""
     p, there, rows_at_once = params, column < params.head_dim, AT_ONCE // at_once
-    first = Int64(item.tile) * p.splits * rows
     tops, totals = cute.make_rmem_tensor(rows_at_once, Float32), cute.make_rmem_tensor(rows_at_once, Float32)
     o = cute.make_rmem_tensor((4, rows_at_once), Float32)
     tops.fill(NOTHING_SEEN)
     totals.fill(0.0)
     o.fill(0.0)
     for i in cutlass.range((item.parts + at_once - 1) // at_once, unroll=1):
-        parts, lses = cute.make_rmem_tensor((4, AT_ONCE), Float32), cute.make_rmem_tensor(AT_ONCE, Float32)
-        parts.fill(0.0)
+        read, lses = cute.make_rmem_tensor((4, AT_ONCE), Float32), cute.make_rmem_tensor(AT_ONCE, Float32)
+        read.fill(0.0)
         for j in cutlass.range_constexpr(AT_ONCE):  # all loads before the first is waited for
             part = i * at_once + j % at_once
             row = cutlass.min(first_row + j // at_once, rows - 1)
-            place = first + cutlass.min(part, item.parts - 1) * rows + row
-            lse_log2 = value_at(p.lse_parts, place)
+            of = cutlass.min(part, item.parts - 1)
+            lse_log2 = parts.read_lse(of, row)
             lses[j] = lse_log2 if part < item.parts else -Float32.inf
             if there:
-                source = (p.parts + place * p.head_dim + column).align(16)
-                cute.autovec_copy(cute.make_tensor(source, cute.make_layout(4)), parts[None, j])
+                parts.read_o(of, row, column, read[None, j])
         for r in cutlass.range_constexpr(rows_at_once):
             top = tops[r]
             for j in cutlass.range_constexpr(r * at_once, (r + 1) * at_once):
@@ -127,7 +207,7 @@ def merge_columns(params: Params, item: Item, rows: Int32, first_row: Int32, col
                 weight = cute.math.exp2(lses[j] - top, fastmath=True)
                 total = total + weight
                 for c in cutlass.range_constexpr(4):
-                    o[c, r] = o[c, r] + weight * parts[c, j]
+                    o[c, r] = o[c, r] + weight * read[c, j]
             totals[r] = total
     for r in cutlass.range_constexpr(rows_at_once):
         query, head = place_of(p, item, first_row + r)
@@ -150,7 +230,7 @@ def merge_columns(params: Params, item: Item, rows: Int32, first_row: Int32, col
                 set_at(p.lse, of_lse(p, item, query, head), lse_log2 * LN2)
 
 
-def set_at(values: cute.Pointer, i: Int64, value: Float32) -> None:
+def set_at(values: cute.Pointer, i: Int32 | Int64, value: Float32) -> None:
     """Write a number to memory."""
     cute.make_tensor(values + i, cute.make_layout(1))[0] = value
 

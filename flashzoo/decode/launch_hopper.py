@@ -76,9 +76,10 @@ class Launch:
         self._q = map_of_rows(p.dtype, of_q, strides[0], kernel.width, how.queries, how.heads)
         self._k, self._v = (map_of_rows(p.dtype, of_k, x, kernel.width, kernel.box) for x in strides[1:])
         tiles, blocks = p.batch * p.heads_kv * how.tiles, p.heads_kv * how.tiles * how.splits
-        self._parts_shape = (tiles * how.splits * how.rows, p.head_dim + 1) if kernel.split else (0, 1)
+        in_memory = kernel.split and not kernel.clustered
+        self._parts_shape = (tiles * how.splits * how.rows, p.head_dim + 1) if in_memory else (0, 1)
         self._of_lse = 4 * tiles * how.splits * how.rows * p.head_dim
-        self._counters = 1 + tiles
+        self._counters = 1 + tiles if in_memory else 1
         sizes = (
             p.seqlen_q,
             p.seqlen_k,
@@ -108,9 +109,11 @@ class Launch:
             "counter",
             "scale_log2",
         )
-        self._launch = function_for(kernel).bind(
-            device, min(workers, tiles * how.splits), params, given, programmatic=True
-        )
+        items, function = tiles * how.splits, function_for(kernel)
+        if kernel.clustered:
+            self._launch = function.bind(device, items, params, given, programmatic=True, cluster=how.splits)
+        else:
+            self._launch = function.bind(device, min(workers, items), params, given, programmatic=True)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor]:
         """`(out, lse)`, launched on the current stream of the tensors' device."""

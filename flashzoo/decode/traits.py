@@ -28,6 +28,7 @@ class Kernel:
         paged: whether keys lie in pages.
         sinks: whether there are any.
         split: whether a head's keys are split, and parts are merged.
+        clustered: the thread blocks of a cluster have a tile's parts, on chip; else parts go through memory.
         block_kv: keys of a block.
         stages: blocks of K or V on chip at a time.
         blocks_per_sm: thread blocks of a multiprocessor.
@@ -43,6 +44,7 @@ class Kernel:
     paged: bool
     sinks: bool
     split: bool
+    clustered: bool
     block_kv: int
     stages: int
     blocks_per_sm: int
