@@ -5,11 +5,13 @@ ends with 1 where something fails.
 2. Environments with nothing in them but what flashzoo asks for: the wheel's, with what `flashzoo check` needs, and the
    clone's, installed in place with the extra that `make compare` adds, and with those that the README names. What it
    asks for is linked from this environment, and not fetched again. `import flashzoo` is tried in four folders.
-3. The wheel, in an empty folder: `flashzoo check` of the example and of the tutorial's variant;
-   what only a clone has is refused in words.
+3. The wheel, in an empty folder: `flashzoo check` of the example; what only a clone has is refused in words.
 4. The README, in the clone, at a terminal of 80 columns: every command, and every block of Python in turn. Blocks
    marked `setup` make environments, and are not run, nor are those marked `gpu` where there is one, which take minutes.
    Where there is none these must be refused, in time and in words.
+5. The tutorial, docs/write_a_variant.md, in the environment with what it installs and in an empty folder: its files are
+   written and its commands run, in order. A block is a file where the line that opens it names one. Blocks of commands
+   marked `setup` are not run; `cpu` and `gpu` are for machines without and with one, and what `fails` must.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ COMMAND_S = 120
 TYPED = 0.95
 NEEDS_MORE = ("flashzoo check", "flashzoo report")
 """Commands for which the plain package is not enough: there they say what to install, and run where that is."""
+LISTED = "lazy: FlashAttention-2 that rescales lazily"
+"""How the tutorial's variant is listed."""
 ALONE = {
     name: value
     for name, value in os.environ.items()
@@ -91,6 +95,7 @@ def main() -> int:
             say(kind, f"is imported from {', '.join(folders)}")
         checks(clone, homes[0], empty)
         readme(clone, *homes[1:])
+        tutorial(clone, homes[2], Path(folder) / "own")
     print(f"{time.monotonic() - began:.0f} s")
     return 0
 
@@ -100,13 +105,28 @@ def say(what: str, text: str) -> None:
     print(f"{what + ':':<12}{text}", flush=True)
 
 
-def run(*command: object, cwd: Path | None = None) -> str:
-    """What a command prints; a failure ends everything with its output."""
+def run(*command: object, cwd: Path | None = None, home: Path | None = None, ends: int = 0) -> str:
+    """What a command prints, in an environment or in none; to end with another code ends everything with its output."""
     done = subprocess.run(
-        [*map(str, command)], cwd=cwd, env=ALONE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*map(str, command)],
+        cwd=cwd,
+        env=ALONE if home is None else within(home),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
-    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stdout}"
+    assert done.returncode == ends, f"{' '.join(map(str, command))}: {done.returncode}\n{done.stdout}"
     return done.stdout
+
+
+def within(home: Path) -> dict[str, str]:
+    """The variables of a process in an environment."""
+    return ALONE | {"PATH": f"{home / 'bin'}:{os.environ['PATH']}"}
+
+
+def blocks(text: str) -> list[tuple[str, str, str]]:
+    """Of every fenced block its language, the second word of the line that opens it or "", and what is in it."""
+    return re.findall(r"^```(\w+) ?(\S*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def typed(clone: Path) -> float:
@@ -145,39 +165,34 @@ def environment(home: Path, extras: tuple[str, ...]) -> Path:
 
 
 def checks(clone: Path, home: Path, empty: Path) -> None:
-    """`flashzoo check` of variants of one's own, and what is left out of the wheel,
-    in an environment that has the wheel."""
-    tutorial = (clone / "docs" / "write_a_variant.md").read_text()
-    (lazy,) = re.findall(r"^```python lazy.py\n(.*?)^```$", tutorial, re.MULTILINE | re.DOTALL)
-    for name, text in (("my_variant.py", (clone / "examples" / "my_variant.py").read_text()), ("lazy.py", lazy)):
-        (empty / name).write_text(text)
-        printed = run(home / "bin" / "flashzoo", "check", name, "-q", "-n", "auto", cwd=empty)
-        say("checked", f"{name}: {printed.strip().splitlines()[-1]}")
+    """`flashzoo check` of the example, and what is left out of the wheel, in an environment that has the wheel."""
+    name = "my_variant.py"
+    (empty / name).write_text((clone / "examples" / name).read_text())
+    printed = run(home / "bin" / "flashzoo", "check", name, "-q", "-n", "auto", cwd=empty)
+    say("checked", f"{name}: {printed.strip().splitlines()[-1]}")
     helped = run(home / "bin" / "flashzoo", "--help", cwd=empty)
     for command in ("bench", "report"):
-        done = subprocess.run(
-            [home / "bin" / "flashzoo", command], cwd=empty, env=ALONE, capture_output=True, text=True
-        )
-        refused = done.returncode == 2 and f"flashzoo {command}: expected" in done.stderr
-        told = f"got {done.returncode}\n{done.stderr}\n{helped}"
+        printed = run(home / "bin" / "flashzoo", command, cwd=empty, ends=2)
+        refused = f"flashzoo {command}: expected" in printed
+        told = f"got\n{printed}\n{helped}"
         assert refused and f"    {command} " not in helped, f"expected {command} to be refused and not listed, {told}"
 
 
 def readme(clone: Path, home: Path, home_of_extras: Path) -> None:
     """Every command and every block of Python of the README, in an environment without its extras and what needs
     them in one with."""
-    blocks = re.findall(r"^```(\w+) ?(\w*)\n(.*?)^```$", (clone / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    code = "".join(text for language, _, text in blocks if language == "python")
+    shown = blocks((clone / "README.md").read_text())
+    code = "".join(text for language, _, text in shown if language == "python")
     ended, printed, spent = at_terminal([str(home / "bin" / "python"), "-c", code], clone, home)
     assert ended == 0, f"the README's Python ended with {ended}\n{printed}"
-    say("python", f"{sum(language == 'python' for language, _, _ in blocks)} blocks, {spent:.1f} s")
+    say("python", f"{sum(language == 'python' for language, _, _ in shown)} blocks, {spent:.1f} s")
 
     # As `make` leaves it once it has installed what is here.
     (home / ".flashzoo-run").touch()
     commands = [("", f"make compare VENV={home}")]
     elsewhere = {"setup", "gpu"} if torch.cuda.is_available() else {"setup"}
-    shown = [(mark, text) for language, mark, text in blocks if language == "sh" and mark not in elsewhere]
-    commands += [(mark, line) for mark, text in shown for line in text.splitlines()]
+    here = [(mark, text) for language, mark, text in shown if language == "sh" and mark not in elsewhere]
+    commands += [(mark, line) for mark, text in here for line in text.splitlines()]
     wrong = []
     for mark, line in commands:
         command = line.partition(" #")[0].strip()
@@ -187,6 +202,40 @@ def readme(clone: Path, home: Path, home_of_extras: Path) -> None:
             if complaint := complaint_about(command, mark, ended, printed, spent, lacks=where == home):
                 wrong.append(f"{command}: {complaint}, got {ended} after {spent:.1f} s and\n{printed}")
     assert not wrong, "\n\n".join(wrong)
+
+
+def tutorial(clone: Path, home: Path, folder: Path) -> None:
+    """The tutorial from an empty folder to a package, which it installs: nothing else is asked of the environment
+    after it."""
+    folder.mkdir()
+    # The environment has none; the pip that is here works on another's packages.
+    pip = home / "bin" / "pip"
+    pip.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m pip --python "{home}/bin/python" "$@"\n')
+    pip.chmod(0o755)
+    results = {path: path.stat().st_mtime_ns for path in (clone / "bench" / "results").iterdir()}
+    elsewhere, printed = {"setup", "cpu" if torch.cuda.is_available() else "gpu"}, []
+    for language, word, text in blocks((clone / "docs" / "write_a_variant.md").read_text()):
+        if language != "sh":
+            (folder / word).write_text(text)
+        elif word not in elsewhere:
+            began = time.monotonic()
+            printed.append((text, run("bash", "-euc", text, cwd=folder, home=home, ends=word == "fails")))
+            say("tutorial", f"{text.splitlines()[-1]}: {time.monotonic() - began:.1f} s")
+    before, after = (told for text, told in printed if "flashzoo list\n" in text)
+    everything = "".join(told for _, told in printed)
+    page = (folder / "lazy.html").read_text()
+    for what, seen in (
+        ("lazy to be listed once it is installed", "lazy: " not in before and LISTED in after),
+        ("explain to say that lazy takes the problem", "lazy takes batch 8, seqlen 4096" in everything),
+        ("a failure and its rule", "test_forward[too_lazy-scores_x30-fp16]" in everything and "exceeds" in everything),
+        ("a call of the installed variant", "torch.Size([1, 128, 2, 64])" in everything),
+        ("the variant and a picture in the report", "<th>lazy</th>" in page and "data:image/png" in page),
+        (
+            "the repository's results to be as they were",
+            results == {path: path.stat().st_mtime_ns for path in (clone / "bench" / "results").iterdir()},
+        ),
+    ):
+        assert seen, f"the tutorial: expected {what}, got\n{everything}"
 
 
 def complaint_about(command: str, mark: str, ended: int, printed: str, spent: float, lacks: bool) -> str:
@@ -216,7 +265,7 @@ def at_terminal(command: list[str], cwd: Path, home: Path) -> tuple[int, str, fl
     """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
-    environment = ALONE | {"PATH": f"{home / 'bin'}:{os.environ['PATH']}", "TERM": "xterm-256color"}
+    environment = within(home) | {"TERM": "xterm-256color"}
     began = time.monotonic()
     process = subprocess.Popen(
         command, cwd=cwd, env=environment, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True

@@ -1,86 +1,23 @@
-"""The tutorial is true: its files are written and its commands run, in order, in a folder that is empty at first.
+"""The tutorial's kernel compiles, and what the documents name is there.
 
-A block of docs/write_a_variant.md is a file where the line that opens it names one. A block of commands may be of
-`setup`, which makes the environment that the tests have already, or `long`, which the tutorial shows in short too: both
-are not run. `cpu` and `gpu` are for machines without and with one, and what `fails` must.
+The tutorial itself is followed by `make newcomer`.
 """
 
 from __future__ import annotations
 
 import importlib
-import os
 import re
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from newcomer import blocks
 
 import flashzoo
 from flashzoo._triton.compile import resources
-from flashzoo_suite.support import DEVICE, ROOT
-
-pytest.importorskip("matplotlib")
+from flashzoo_suite.support import ROOT
 
 TUTORIAL = (ROOT / "docs" / "write_a_variant.md").read_text()
-ELSEWHERE = {"setup", "long", "gpu" if DEVICE == "cpu" else "cpu"}
-
-
-def blocks(text: str) -> Iterator[tuple[str, str, str]]:
-    """Language, the second word of the opening line or "", and what is in it, of every fenced block."""
-    yield from re.findall(r"^```(\w+) ?(\S*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-
-
-@pytest.fixture
-def environment(tmp_path) -> dict[str, str]:
-    """A virtual environment of its own, for what the tutorial installs, that sees what the tests' has;
-    flashzoo is this checkout."""
-    home = tmp_path / "environment"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
-    (packages,) = home.glob("lib/python*/site-packages")
-    seen = [str(ROOT), *(path for path in sys.path if path.endswith("-packages"))]
-    (packages / "tests.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in seen))
-    for name, module in (("flashzoo", "flashzoo"), ("pip", "pip")):
-        script = home / "bin" / name
-        script.write_text(f'#!/bin/sh\nexec "{home}/bin/python" -m {module} "$@"\n')
-        script.chmod(0o755)
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("FLASHZOO", "PYTEST", "PYTHON"))
-    }
-    # For pip to build with the setuptools that is here, and not to ask an index.
-    pip = {"PIP_NO_BUILD_ISOLATION": "0", "PIP_NO_INDEX": "1"}
-    # The whole suite is for whoever follows the tutorial; here a part of it, where the tutorial names none.
-    return environment | pip | {"PATH": f"{home}/bin:{os.environ['PATH']}", "PYTEST_ADDOPTS": "-k test_forward"}
-
-
-def test_from_an_empty_folder_to_a_package(tmp_path, environment):
-    folder, printed = tmp_path / "empty", []
-    folder.mkdir()
-    results = {path: path.stat().st_mtime_ns for path in (ROOT / "bench" / "results").iterdir()}
-    for language, word, text in blocks(TUTORIAL):
-        if language != "sh":
-            (folder / word).write_text(text)
-        elif word not in ELSEWHERE:
-            done = subprocess.run(
-                ["bash", "-euc", text],
-                cwd=folder,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            assert done.returncode == (1 if word == "fails" else 0), f"{text}\n{done.stdout}"
-            printed.append((text, done.stdout))
-    before, after = (text for command, text in printed if "flashzoo list\n" in command)
-    assert "lazy: " not in before and "lazy: FlashAttention-2 that rescales lazily" in after
-    everything = "".join(text for _, text in printed)
-    assert "lazy takes batch 8, seqlen 4096" in everything
-    assert "test_forward[too_lazy-scores_x30-fp16]" in everything and "exceeds" in everything
-    assert "torch.Size([1, 128, 2, 64])" in everything
-    page = (folder / "lazy.html").read_text()
-    assert "<th>lazy</th>" in page and "data:image/png" in page
-    assert results == {path: path.stat().st_mtime_ns for path in (ROOT / "bench" / "results").iterdir()}
 
 
 @pytest.mark.parametrize("arch", [80, 90])
