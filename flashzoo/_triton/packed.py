@@ -14,6 +14,8 @@ from flashzoo.integers import cdiv
 
 SLOTS, CHUNK = 32, 64
 """Slots of a program, and sequences that it looks at in one step."""
+SLOTS_INTERPRETED = 256
+"""The same where the interpreter runs it, whose cost is by operation and not by element."""
 
 
 def blocks(problem: Problem, rows: int, block: int) -> int:
@@ -45,13 +47,14 @@ def _launch(problem: Problem, block_q: int, block_kv: int) -> tuple[Launch, tupl
     p = problem
     assert p.sequences is not None
     of_queries, of_keys = p.entries(p.seqlen_q, block_q), p.entries(p.seqlen_k, block_kv) if block_kv else 0
-    programs = cdiv(of_queries, SLOTS)
+    slots = SLOTS_INTERPRETED if p.device == "cpu" else SLOTS
+    programs = cdiv(of_queries, slots)
     constexprs = {"BLOCK_Q": block_q, "BLOCK_KV": block_kv, "USED": p.used_k, "RIGHT": p.span[1] is not None}
     launch = Launch(
         tiles_kernel,
-        programs + cdiv(of_keys, SLOTS),
+        programs + cdiv(of_keys, slots),
         (p.sequences, p.seqlen_q, p.seqlen_k, programs),
-        {**constexprs, "SLOTS": SLOTS, "CHUNK": CHUNK},
+        {**constexprs, "SLOTS": slots, "CHUNK": CHUNK},
         num_warps=4,
         num_stages=1,
     )
