@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,20 +17,35 @@ class Resources:
     """What a compiled kernel takes.
 
     Attributes:
+        cubin: the machine code.
         registers: 32-bit registers of a thread.
         stack: bytes of local memory of a thread.
-        spills: instructions that store to or load from local memory.
         shared: bytes of shared memory of a block.
-        opcodes: how often each machine instruction occurs.
-        code: the instructions, and the labels that they branch to, in order.
     """
 
+    cubin: bytes = field(repr=False)
     registers: int
     stack: int
-    spills: int
     shared: int
-    opcodes: dict[str, int]
-    code: tuple[str, ...]
+
+    @cached_property  # who asks for numbers alone does not wait for the disassembler
+    def code(self) -> tuple[str, ...]:
+        """The instructions, and the labels that they branch to, in order."""
+        # Its analysis of data flow takes as long again, and changes no line.
+        sass = _run("nvdisasm", "-c", "-ndf", of=self.cubin)
+        found = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.+?)\s*;|^(\.L_\w+):", sass, re.MULTILINE)
+        return tuple("".join(either) for either in found)
+
+    @cached_property
+    def opcodes(self) -> dict[str, int]:
+        """How often each machine instruction occurs."""
+        found = (re.match(r"(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", instruction) for instruction in self.code)
+        return dict(Counter(opcode[1] for opcode in found if opcode))
+
+    @property
+    def spills(self) -> int:
+        """Instructions that store to or load from local memory."""
+        return self.opcodes.get("STL", 0) + self.opcodes.get("LDL", 0)
 
 
 def read(cubin: bytes, shared: int) -> Resources:
@@ -41,25 +58,17 @@ def read(cubin: bytes, shared: int) -> Resources:
     Raises:
         ModuleNotFoundError: Triton, whose wheel brings the disassembler, is not installed.
     """
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = _run("cuobjdump", "-res-usage", file.name)
-        sass = _run("nvdisasm", "-c", file.name)
+    usage = _run("cuobjdump", "-res-usage", of=cubin)
     registers, stack = (int(x) for x in re.findall(r"REG:(\d+) STACK:(\d+)", usage)[0])
-    code = tuple(
-        "".join(found) for found in re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(.+?)\s*;|^(\.L_\w+):", sass, re.MULTILINE)
-    )
-    opcodes: dict[str, int] = {}
-    for instruction in code:
-        if opcode := re.match(r"(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", instruction):
-            opcodes[opcode[1]] = opcodes.get(opcode[1], 0) + 1
-    return Resources(registers, stack, opcodes.get("STL", 0) + opcodes.get("LDL", 0), shared, opcodes, code)
+    return Resources(cubin, registers, stack, shared)
 
 
-def _run(tool: str, *arguments: str) -> str:
+def _run(tool: str, *options: str, of: bytes) -> str:
     triton = find_spec("triton")  # found and not imported: CuTe kernels are read too
     if triton is None or triton.origin is None:
         raise ModuleNotFoundError(f"{tool} is taken from Triton's wheel, and the package 'triton' is not installed")
     command = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / tool
-    return subprocess.run([command, *arguments], check=True, capture_output=True, text=True).stdout
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(of)
+        file.flush()
+        return subprocess.run([command, *options, file.name], check=True, capture_output=True, text=True).stdout
