@@ -71,16 +71,16 @@ def test_a_fault_is_seen(judged, name, fault):
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize(("seqlen", "lost"), [(128, 2), (512, 16), (2048, 64)])
-@pytest.mark.parametrize("fault", [lambda x: x.zero_(), lambda x: x.neg_()], ids=["zeros", "sign"])
-def test_the_last_keys_count_though_few_see_them(dtype, seqlen, lost, fault):
+def test_the_last_keys_count_though_few_see_them(dtype, seqlen, lost):
     """Under a causal mask their dV is next to nothing in the norm of the whole tensor."""
     problem = dataclasses.replace(PROBLEM, dtype=dtype, seqlen_q=seqlen, seqlen_k=seqlen, heads=1, heads_kv=1)
     tensors, dout, dlse = draw(problem)
     judge = Judge(*tensors, problem, dout, dlse)
-    wrong = judge.yardstick.dv.clone()
-    fault(wrong[:, -lost:])
-    broken = [check for check in judge.checks(dataclasses.replace(judge.yardstick, dv=wrong)) if not check.ok]
-    assert {check.tensor for check in broken} == {"dv"}
+    for fault in (torch.Tensor.zero_, torch.Tensor.neg_):
+        wrong = judge.yardstick.dv.clone()
+        fault(wrong[:, -lost:])
+        broken = [check for check in judge.checks(dataclasses.replace(judge.yardstick, dv=wrong)) if not check.ok]
+        assert {check.tensor for check in broken} == {"dv"}, fault.__name__
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])

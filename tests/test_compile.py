@@ -642,26 +642,30 @@ KINDS = {
 """The kernel of a kind for a problem."""
 
 
-def with_sinks() -> Iterator[object]:
-    """Every kind of kernel, and once more those that are others where heads have sinks."""
-    for kind in PROGRAMS:
-        for sinks in (False, True) if issubclass(kind, Kernel) else (False,):
-            yield pytest.param(kind, sinks, id=f"{kind.__name__}{'-sinks' if sinks else ''}")
-
-
-@pytest.mark.parametrize(("kind", "sinks"), with_sinks())
-def test_v3_has_the_parameters_that_its_launch_packs(kind, sinks, tmp_path) -> None:
-    """By number and size; where they lie, the driver says when it has loaded a kernel."""
-    kernel = KINDS[kind](Problem(2, 4096, 4096, 16, 16, 64, arch=90, sinks=sinks))
-    assert type(kernel) is kind and ("sinks" in arguments_of(kernel).names) == sinks
-    device, examples = program(kernel)
-    compiled = cute.compile(device, *examples, options=f"--gpu-arch {ARCH} --keep-ptx --dump-dir {tmp_path}")
-    entry = compiled.artifacts.PTX.partition(".entry")[2].partition("{")[0]
+def parameters_fit(kernel: object, entry: str) -> bool:
+    """Whether a kernel's PTX declares what its launch packs, by number and size;
+    where they lie, the driver says when it has loaded a kernel."""
     scalars = {"u32": 4, "f32": 4, "u64": 8, "b32": 4, "b64": 8}
     declared = re.findall(r"\.param (?:\.align \d+ )?\.(\w+)[^,\n]*?(?:\[(\d+)\])?,?\n", entry)
-    assert [int(size) if size else scalars[kind] for kind, size in declared] == [
-        size for _, size in arguments_of(kernel).places
-    ]
+    sizes = [int(size) if size else scalars[kind] for kind, size in declared]
+    return sizes == [size for _, size in arguments_of(kernel).places]
+
+
+def with_parameters(kernel, folder) -> Resources:
+    """A kernel, compiled, whose launch packs what it takes."""
+    device, examples = program(kernel)
+    compiled = cute.compile(device, *examples, options=f"--gpu-arch {ARCH} --keep-ptx --keep-cubin --dump-dir {folder}")
+    assert parameters_fit(kernel, compiled.artifacts.PTX.partition(".entry")[2].partition("{")[0])
+    return read(compiled.artifacts.CUBIN, kernel.shared_bytes)
+
+
+@pytest.mark.parametrize(
+    "kind", [kind for kind in PROGRAMS if not issubclass(kind, Kernel)], ids=lambda kind: kind.__name__
+)
+def test_v3_backward_has_the_parameters_that_its_launch_packs(kind, tmp_path) -> None:
+    kernel = KINDS[kind](Problem(2, 4096, 4096, 16, 16, 64, arch=90))
+    assert type(kernel) is kind
+    with_parameters(kernel, tmp_path)
 
 
 @pytest.mark.covering(1)
@@ -669,11 +673,16 @@ def test_v3_has_the_parameters_that_its_launch_packs(kind, sinks, tmp_path) -> N
     "kind", [kind for kind in PROGRAMS if issubclass(kind, Kernel)], ids=lambda kind: kind.__name__
 )
 @pytest.mark.parametrize("width", WIDTHS)
-def test_v3_with_sinks(kind, width: int) -> None:
-    """They join in the epilogue: as many products, for each of a thread's two rows four more exponentials and the
+def test_v3_has_the_parameters_that_its_launch_packs_with_sinks_and_without(kind, width: int, tmp_path) -> None:
+    """Sinks join in the epilogue: as many products, for each of a thread's two rows four more exponentials and the
     like, no spills."""
     problem = Problem(2, 4096, 4096, 16, 4, width, causal=True, arch=90)
-    plain, read = (v3_compiled(KINDS[kind](dataclasses.replace(problem, sinks=sinks))) for sinks in (False, True))
+    kernels = [KINDS[kind](dataclasses.replace(problem, sinks=sinks)) for sinks in (False, True)]
+    assert [(type(kernel), "sinks" in arguments_of(kernel).names) for kernel in kernels] == [
+        (kind, False),
+        (kind, True),
+    ]
+    plain, read = (with_parameters(kernel, tmp_path) for kernel in kernels)
     assert all(plain.opcodes.get(name) == read.opcodes.get(name) for name in ("HGMMA", "QGMMA"))
     assert read.opcodes["MUFU"] == plain.opcodes["MUFU"] + 2 * 4
     assert read.stack == read.spills == 0 and read.registers == plain.registers
