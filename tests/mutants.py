@@ -53,6 +53,7 @@ OF_VERSION = {
         "tests/test_v3.py",
         "tests/test_v3_cache.py",
         "tests/test_v3_backward.py",
+        "tests/test_v3_delta.py",
         "tests/test_v3_sparse.py",
         "tests/test_v3_packed.py",
         "tests/test_blocksparse.py",

@@ -111,6 +111,8 @@ OUTSIDE = ("flashzoo_suite", "tests", "bench", "examples")
 # These look inside versions because that is their work.
 INSIDERS = {
     "tests/test_compile.py",
+    "tests/test_compile_decode.py",
+    "tests/test_compile_v3.py",
     "tests/test_docs.py",
     "tests/test_quantize.py",
     "tests/test_tune.py",

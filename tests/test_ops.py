@@ -7,7 +7,8 @@ from functools import partial
 
 import pytest
 import torch
-from test_arguments import BAD_INPUT, EMPTY, _changed
+from test_arguments import EMPTY
+from test_bad_input import BAD_INPUT, _changed
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint

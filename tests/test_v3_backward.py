@@ -4,14 +4,12 @@ edges, a fixed order."""
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from dataclasses import astuple, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-import triton
 from torch import Tensor
 
 import flashzoo
@@ -21,18 +19,17 @@ from flashzoo._cute.hopper.bounds import NEVER, Bounds, BoundsBackward
 from flashzoo._cute.hopper.params import Params
 from flashzoo._cute.hopper.tile_scheduler import TileSchedulerBackward, WorkTile
 from flashzoo._cute.per_stream import tile_counter
-from flashzoo._triton.compile import resources
 from flashzoo.accuracy import Judge
 from flashzoo.call.forms import MaskForm
 from flashzoo.call.operands import NO_OPERANDS
-from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS
+from flashzoo.gpu import WARPGROUP_ROWS
 from flashzoo.reference import Result, visible
 from flashzoo.v3 import FP8_SPEC, SPEC, launch, programs
 from flashzoo.v3.backward import Backward
 from flashzoo.v3.config import BACKWARD, kernel_backward_for
-from flashzoo.v3.traits import WRITERS, KernelBackward, KernelBackwardSparse, TilesBackward
-from flashzoo.workloads import LAYOUTS, hardware
-from flashzoo_suite.support import DEVICE, accept, both, draw, forward, same_bits, storage_of
+from flashzoo.v3.traits import WRITERS, TilesBackward
+from flashzoo.workloads import LAYOUTS
+from flashzoo_suite.support import accept, both, draw, forward, same_bits
 
 gpu = pytest.mark.gpu
 on_hopper = pytest.mark.skipif(
@@ -249,174 +246,6 @@ def test_what_fp8_takes_with_gradients_v3_takes_too(fields):
             assert SPEC.unsupported(replace(problem, precision=None)) == []
             taken += 1
     assert taken == (len(FP8_SPEC.quantizes) * len(FP8_SPEC.head_dims) if fields in FP8_TAKES else 0)
-
-
-# Before and after it: delta, and dQ from registers' order.
-
-KERNELS = {
-    **{
-        f"table_{width}": KernelBackward("fp16", width, width, False, True, True, tiles)
-        for width, tiles in BACKWARD.items()
-    },
-    "by_rows": KernelBackward("fp16", 64, 64, False, False, False, TilesBackward(128)),
-    "by_columns": KernelBackward("fp16", 128, 128, False, False, True, TilesBackward(64)),
-    "by_gradient": KernelBackward("fp16", 256, 256, False, False, True, TilesBackward(64, 64)),
-    "sparse": KernelBackwardSparse("fp16", 128, 128, False, False, False, TilesBackward(64), 128, False),
-}
-on_kernels = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
-
-
-def guarded(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Memory with more of it on both sides, and all of it: NaN, or the lowest integer."""
-    size = math.prod(shape)
-    whole = torch.full(
-        (size + 128,), torch.nan if dtype.is_floating_point else torch.iinfo(dtype).min, dtype=dtype, device=DEVICE
-    )
-    return whole[64:-64].view(shape), whole
-
-
-@pytest.mark.covering(2)
-@on_kernels
-@pytest.mark.parametrize("layout", ["bshd", "bhsd", "offset"])
-@pytest.mark.parametrize("with_dlse", [False, True], ids=["", "dlse"])
-@pytest.mark.parametrize("seqlen_q", [1, 64, 130])
-def test_delta_and_zeros(kernel, layout, with_dlse, seqlen_q):
-    """Delta is rowsum(dO O) - dLSE; LSE is in log2 units, +inf past the end and of rows that saw nothing;
-    sums and turns begin at 0."""
-    problem = Problem(2, seqlen_q, 77, 3, 3, kernel.width - 24, dtype="fp16", lse=True, **hardware(DEVICE))
-    shape = 2, seqlen_q, 3, problem.head_dim
-    out, dout = (LAYOUTS[layout](torch.randn(shape, device=DEVICE).half()) for _ in range(2))
-    lse, dlse = torch.randn(2, 3, seqlen_q, device=DEVICE), torch.randn(2, 3, seqlen_q, device=DEVICE)
-    lse[1, 2, seqlen_q // 2] = -math.inf
-    block_q, blocks = kernel.tiles.block_q, kernel.blocks_q(seqlen_q)
-    (delta, all_delta), (lse_log2, all_lse) = (guarded(2, 3, blocks * block_q) for _ in range(2))
-    dq_sum, all_sums = guarded(2, 3, blocks * block_q * kernel.width)
-    turns, all_turns = guarded(2, 3, blocks, kernel.semaphores, dtype=torch.int32)
-    run = launch.delta_launch(problem, kernel, out.stride(), dout.stride(), with_dlse)
-    run((out, dout, lse, dlse if with_dlse else lse, delta, lse_log2, dq_sum, turns, None, None, None), ())
-    expected = (out.double() * dout.double()).sum(3).transpose(1, 2) - (dlse.double() if with_dlse else 0)
-    torch.testing.assert_close(delta[..., :seqlen_q].double(), expected, rtol=1e-5, atol=1e-4)
-    assert not delta[..., seqlen_q:].any()
-    found = lse_log2[..., :seqlen_q].double()
-    blind = lse == -math.inf
-    torch.testing.assert_close(found[~blind], (lse.double() / math.log(2))[~blind], rtol=1e-6, atol=1e-6)
-    assert (found[blind] == math.inf).all() and (lse_log2[..., seqlen_q:] == math.inf).all()
-    assert not dq_sum.any()
-    assert not turns.any() if kernel.deterministic else (turns == torch.iinfo(torch.int32).min).all(), (
-        "there may be no memory behind them"
-    )
-    for whole in (all_delta, all_lse, all_sums):
-        assert whole[:64].isnan().all() and whole[-64:].isnan().all()
-    assert (all_turns[:64] < 0).all() and (all_turns[-64:] < 0).all()
-
-
-@on_kernels
-@pytest.mark.parametrize("seqlen_q", [1, 64, 130])
-def test_the_gradient_of_sinks(kernel, seqlen_q):
-    """Each block of queries has its share, of heads that have a sink and of one that has none;
-    rows that saw nothing have none."""
-    problem = Problem(2, seqlen_q, 77, 3, 3, kernel.width - 24, dtype="fp16", lse=True, sinks=True, **hardware(DEVICE))
-    out, dout = (torch.randn(2, seqlen_q, 3, problem.head_dim, device=DEVICE).half() for _ in range(2))
-    lse, dlse = torch.randn(2, 3, seqlen_q, device=DEVICE), torch.randn(2, 3, seqlen_q, device=DEVICE)
-    sinks = torch.tensor([0.5, -2.0, -math.inf], device=DEVICE)
-    lse[1, 2, seqlen_q // 2] = -math.inf
-    block_q, blocks = kernel.tiles.block_q, kernel.blocks_q(seqlen_q)
-    delta, lse_log2 = torch.empty(2, 2, 3, blocks * block_q, device=DEVICE)
-    dq_sum = torch.empty(2, 3, blocks * block_q * kernel.width, device=DEVICE)
-    turns = torch.empty(2, 3, blocks, kernel.semaphores, dtype=torch.int32, device=DEVICE)
-    dsinks, all_dsinks = guarded(2, 3, blocks)
-    run = launch.delta_launch(problem, kernel, out.stride(), dout.stride(), True)
-    run((out, dout, lse, dlse, delta, lse_log2, dq_sum, turns, None, sinks, dsinks), ())
-    of_rows = (out.double() * dout.double()).sum(3).transpose(1, 2) - dlse.double()
-    p = torch.exp(sinks.double()[:, None] - lse.double().masked_fill(lse == -math.inf, 0))
-    of_blocks = (
-        torch.nn.functional.pad(-p * of_rows, (0, blocks * block_q - seqlen_q)).unflatten(2, (blocks, block_q)).sum(3)
-    )
-    torch.testing.assert_close(dsinks.double(), of_blocks, rtol=1e-4, atol=1e-3)
-    assert not dsinks[:, 2].any() and all_dsinks[:64].isnan().all() and all_dsinks[-64:].isnan().all()
-
-
-def as_registers(dq: Tensor, kernel: KernelBackward) -> Tensor:
-    """What the backward kernel leaves of dQ `(batch, seqlen_q, heads, head_dim)`:
-    (batch, heads, blocks, consumers, numbers of a part).
-
-    By index from where WGMMA leaves element (m, n) of its 64 x N result (PTX, "register fragments of wgmma"): in a
-    thread of the warp of 16 rows, which has two rows 8 apart and of every eight columns two. A part lies by fours of
-    registers, then by thread.
-    """
-    tiles, (rows, columns) = kernel.tiles, kernel.dq_part
-    blocks = kernel.blocks_q(dq.shape[1])
-    padding = (0, kernel.width - dq.shape[3], 0, 0, 0, blocks * tiles.block_q - dq.shape[1])
-    whole = (
-        torch.nn.functional.pad(dq, padding)
-        .permute(0, 2, 1, 3)
-        .reshape(dq.shape[0], dq.shape[2], blocks, tiles.block_q, kernel.width)
-    )
-    m, n = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    thread = m // 16 * 32 + m % 8 * 4 + n % 8 // 2
-    register = n // 8 * 4 + m // 8 % 2 * 2 + n % 2
-    at = register // 4 * (4 * WARPGROUP) + thread * 4 + register % 4
-    assert sorted(at.flatten().tolist()) == [*range(rows * columns)]
-    parts = []
-    for part in range(tiles.consumers):
-        row, column = (m + rows * part, n) if kernel.dq_by_rows else (m, n + columns * part)
-        numbers = torch.empty(*whole.shape[:3], rows * columns, dtype=dq.dtype, device=dq.device)
-        numbers[..., at.flatten()] = whole[..., row.flatten(), column.flatten()]
-        parts.append(numbers)
-    return torch.stack(parts, 3).contiguous()
-
-
-@pytest.mark.covering(2)
-@on_kernels
-@pytest.mark.parametrize("layout", ["bshd", "bhsd", "padded"])
-@pytest.mark.parametrize(("seqlen_q", "narrower"), [(1, 0), (64, 8), (300, 56)])
-def test_dq_is_rounded_from_where_registers_lay(kernel, layout, seqlen_q, narrower):
-    problem = Problem(2, seqlen_q, 77, 3, 3, kernel.width - narrower, dtype="fp16", **hardware(DEVICE))
-    expected = torch.randn(2, seqlen_q, 3, problem.head_dim, device=DEVICE)
-    dq = LAYOUTS[layout](torch.full(expected.shape, torch.nan, device=DEVICE).half())
-    run = launch.round_launch(problem, kernel, dq.stride())
-    run((as_registers(expected, kernel), dq, None), (0.37,))
-    wanted = LAYOUTS[layout]((expected * torch.tensor(0.37)).half())
-    assert same_bits(dq, wanted)
-    assert torch.equal(storage_of(dq), storage_of(wanted)), "what lies between was written"
-
-
-@pytest.mark.covering(1)
-@on_kernels
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_both_compile_for_hopper(kernel, dtype):
-    kernel, strides = replace(kernel, dtype=dtype), (4096 * 16 * kernel.width, 16 * kernel.width, kernel.width)
-    for sequences, table in ((None, None), (9, "i32")):
-        problem = Problem(1, 4096, 4096, 16, 16, kernel.width, dtype=dtype, sequences=sequences, arch=90)
-        before = launch.delta_launch(problem, kernel, strides, strides, True)
-        after = launch.round_launch(problem, kernel, strides)
-        for compiled in (
-            resources(before, (dtype, dtype, *["fp32"] * 5, "i32", table, None, None), 0, 90),
-            resources(before, (dtype, dtype, *["fp32"] * 5, "i32", table, "fp32", "fp32"), 0, 90),
-            resources(after, ("fp32", dtype, table), 1, 90),
-        ):
-            assert compiled.stack == 0, f"{compiled.stack} bytes of stack"
-
-
-@pytest.mark.parametrize("with_dlse", [False, True], ids=["", "dlse"])
-def test_one_kernel_serves_every_length(with_dlse, monkeypatch):
-    """And every batch and number of heads: 1 and what 16 divides are not kinds of their own."""
-    sources, compiled, compile_once = [], {}, triton.compile
-
-    def noted(source, **how):
-        sources.append(source.hash())
-        if sources[-1] not in compiled:
-            compiled[sources[-1]] = compile_once(source, **how)
-        return compiled[sources[-1]]
-
-    monkeypatch.setattr(triton, "compile", noted)
-    kernel, strides = KERNELS["table_128"], (4096 * 16 * 128, 16 * 128, 128)
-    for sizes in ({"seqlen_q": 1}, {"seqlen_q": 16}, {"seqlen_q": 17}, {"seqlen_q": 2048}, {"heads": 1}, {"heads": 3}):
-        problem = replace(PLAIN, **{"heads": 16, "heads_kv": 1, "head_dim": 128, "head_dim_v": None} | sizes)
-        before = launch.delta_launch(problem, kernel, strides, strides, with_dlse)
-        resources(before, ("fp16", "fp16", *["fp32"] * 5, "i32", None, None, None), 0, 90)
-        resources(launch.round_launch(problem, kernel, strides), ("fp32", "fp16", None), 1, 90)
-    assert len(sources) == 12 and len(set(sources)) == 2
 
 
 # On the GPU: lengths around tiles' edges.

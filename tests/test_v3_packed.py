@@ -1,7 +1,7 @@
 """What is special to v3's packed sequences: tiles and masks on integers, rows as TMA counts them,
 what lies where beside the kernel.
 
-What it computes THE suite and test_packed.py say; what it compiles to test_compile.py.
+What it computes THE suite and test_packed.py say; what it compiles to test_compile_v3.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from on_integers import Memory, as_written, assume
-from test_v3_backward import as_registers
+from test_v3_delta import as_registers
 from torch import Tensor
 
 from flashzoo import Problem

@@ -1,6 +1,6 @@
 """What is special to v3's block-sparse kernels: their schedules and masks on integers, and which masks they take.
 
-What it computes THE suite and test_blocksparse.py say; what it compiles to test_compile.py.
+What it computes THE suite and test_blocksparse.py say; what it compiles to test_compile_v3.py.
 """
 
 from __future__ import annotations

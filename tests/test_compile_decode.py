@@ -1,0 +1,87 @@
+"""The kernels of decode, in Triton and in CuTe DSL, compiled for real GPUs on a machine with none.
+
+All of them with `--every-case`, else a covering array of them (see flashzoo_suite/plugin.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+
+from flashzoo import Problem
+from flashzoo._cute.compile import compile_for
+from flashzoo._sass import read
+from flashzoo._triton.compile import resources
+from flashzoo.decode import launch as decode
+from flashzoo.decode.config import kernel_for as decode_hopper_kernel
+from flashzoo.decode.programs import program as decode_program
+from flashzoo.gpu import SHARED_LIMIT
+from flashzoo.v3.programs import ARCH
+
+pytestmark = pytest.mark.compiles
+
+ARCHS = (80, 89, 90, 100)
+WIDTHS = (64, 128, 256)
+DECODE_STACK = 16
+"""Bytes of stack of a thread: some kernels with pages keep a page number or two there."""
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("head_dim", WIDTHS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("seqlen_q", [1, 8, 512])
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": (128, 64)}], ids=str)
+def test_decode_compiles_and_does_not_spill(arch: int, head_dim: int, dtype: str, seqlen_q: int, mask: dict) -> None:
+    how = {"dtype": dtype, "used_k": True, "arch": arch, **mask}
+    of_q, of_k = (
+        (heads * head_dim * seqlen, heads * head_dim, head_dim) for heads, seqlen in ((64, seqlen_q), (8, 8192))
+    )
+    strides = (*of_q, *of_k, *of_k, *of_q, 1 << 24, 1 << 16)
+    problem, paged = (
+        Problem(4, seqlen_q, 8192, 64, 8, head_dim, page_size=page_size, **how) for page_size in (None, 16)
+    )
+    for found in (
+        resources(decode.split_launch(problem, strides), (*[dtype] * 3, "fp32", "fp32", "i32", None, None), 1, arch),
+        resources(
+            decode.split_launch(paged, strides, (512, 4096)),
+            (*[dtype] * 3, "fp32", "fp32", "i32", "i32", None),
+            1,
+            arch,
+        ),
+        resources(decode.split_launch(problem, strides), (*[dtype] * 3, "fp32", "fp32", "i32", None, "fp32"), 1, arch),
+        resources(decode.merge_launch(problem, of_q), ("fp32", "fp32", dtype, "fp32", "fp32"), 0, arch),
+    ):
+        assert found.stack <= DECODE_STACK and found.shared <= SHARED_LIMIT[arch]
+
+
+def hopper_decode_cases() -> Iterator[tuple[int, dict, int]]:
+    for head_dim in (64, 128, 192, 256):
+        for how in (
+            {},
+            {"causal": True},
+            {"window": (128, 64)},
+            {"page_size": 16, "causal": True},
+            {"page_size": 256, "out_dtype": "fp32"},
+        ):
+            for batch in (1, 128):
+                yield head_dim, how, batch
+
+
+RESERVED_SHARED = 1 << 10
+"""Bytes of a multiprocessor's shared memory that CUDA keeps for each thread block;
+the limit of one block is without its own."""
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("head_dim", "how", "batch"), [*hopper_decode_cases()], ids=str)
+@pytest.mark.filterwarnings("error")
+def test_decode_on_hopper_compiles_and_does_not_spill(head_dim: int, how: dict, batch: int) -> None:
+    """With one thread block on a multiprocessor and with two, which have fewer registers; parts want the most."""
+    problem = Problem(batch, 1, 8192, 64, 8, head_dim, dtype="bf16", used_k=True, arch=90, **how)
+    kernel = dataclasses.replace(decode_hopper_kernel(problem), split=True)
+    found = read(compile_for(ARCH, *decode_program(kernel)).cubin, kernel.shared_bytes)
+    assert found.stack == 0 and {"UTMALDG", "HGMMA"} <= found.opcodes.keys()
+    assert kernel.blocks_per_sm * (kernel.shared_bytes + RESERVED_SHARED) <= SHARED_LIMIT[90] + RESERVED_SHARED

@@ -1,0 +1,426 @@
+"""Every kernel of v3, compiled for Hopper on a machine with none: it compiles, fits, spills no more than is known, and
+takes what its launch gives.
+
+All of them with `--every-case`, else a covering array of them (see flashzoo_suite/plugin.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+
+import cutlass.cute as cute
+import pytest
+
+from flashzoo import Problem
+from flashzoo._cute.compile import compile_for
+from flashzoo._cute.hopper.wgmma import CONSUMER_REGISTERS, PRODUCER_REGISTERS
+from flashzoo._sass import Resources, read
+from flashzoo.call.forms import MaskForm
+from flashzoo.gpu import SHARED_LIMIT, WARPGROUP
+from flashzoo.v3.config import BACKWARD, FP8, LONG, SPARSE, kernel_backward_for, kernel_fp8_for
+from flashzoo.v3.config import HOPPER as V3_TILES
+from flashzoo.v3.config import HOPPER_SHORT as V3_SHORT
+from flashzoo.v3.config import kernel_for as v3_kernel
+from flashzoo.v3.explain import refusals
+from flashzoo.v3.fp8 import REGISTERS
+from flashzoo.v3.programs import ARCH, PROGRAMS, arguments_of, program
+from flashzoo.v3.traits import (
+    Kernel,
+    KernelBackward,
+    KernelBackwardPacked,
+    KernelBackwardSparse,
+    KernelFp8,
+    KernelFp8Packed,
+    KernelPacked,
+    KernelSparse,
+    TilesBackward,
+)
+
+pytestmark = pytest.mark.compiles
+
+WIDTHS = (64, 128, 256)
+PACKED = 0
+"""In place of a length: packed sequences."""
+V3_MASKS = {"full": {}, "left": {"window": (128, None)}, "causal": {"causal": True}, "window": {"window": (128, 64)}}
+V3_FALL_BACK = ((64, 128), (128, 64), (96, 192), (256, 64))
+"""Widths without tiles of their own, which get those of the wider one."""
+
+
+def v3_cases() -> Iterator[tuple[str, int, int, int, str, dict[str, bool]]]:
+    for seqlen_q, tiles in ((LONG, V3_TILES), (LONG - 1, V3_SHORT)):
+        for (width, width_v), mask in product(tiles, V3_MASKS):
+            yield "bf16", seqlen_q, width, width_v, mask, {}
+    for width in WIDTHS:
+        yield "fp16", LONG, width, width, "causal", {}
+    for width, width_v in V3_FALL_BACK:
+        yield "bf16", LONG, width, width_v, "causal", {}
+    for overlap, ping_pong in product((False, True), repeat=2):  # the ablations, one of which is the default again
+        yield "bf16", LONG, 128, 128, "causal", {"overlap": overlap, "ping_pong": ping_pong}
+    for (width, width_v), mask in product(V3_TILES, V3_MASKS):
+        yield "bf16", PACKED, width, width_v, mask, {}
+
+
+@pytest.fixture
+def host_code(monkeypatch) -> list[str]:
+    """The host code of everything that CuTe DSL compiles, as LLVM's text."""
+    compiler, found = cute.compile, []
+
+    def compile_and_tell(*arguments, **options):
+        compiled = compiler(*arguments, **options)
+        found.append(str(compiled.ir_module))
+        return compiled
+
+    monkeypatch.setattr(cute, "compile", compile_and_tell)
+    return found
+
+
+def too_little_shared(code: str) -> bool:
+    """Whether the launch asks for less shared memory than the kernel lays out.
+
+    CuTe DSL adds up what a kernel allocates, and its host code, which we never run, prints a message where a launch
+    asks for less. It is a constant condition: where it is false the message is defined and used by nothing.
+    """
+    (message,) = re.findall(r"@(\w+)\(.*shared memory usage in .* may exceed available memory", code)
+    return f"addressof @{message} " in code
+
+
+def v3_compiled(kernel: Kernel | KernelBackward) -> Resources:
+    return read(compile_for(ARCH, *program(kernel)).cubin, kernel.shared_bytes)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("dtype", "seqlen_q", "width", "width_v", "mask", "ablated"), [*v3_cases()], ids=str)
+@pytest.mark.filterwarnings("error")  # users would see them at their first call
+def test_v3_compiles_and_does_not_spill(
+    dtype: str, seqlen_q: int, width: int, width_v: int, mask: str, ablated: dict[str, bool], host_code
+) -> None:
+    sizes = (2, seqlen_q) if seqlen_q != PACKED else (1, 4096)
+    sequences = None if seqlen_q != PACKED else 9
+    problem = Problem(
+        *sizes, 4096, 16, 16, width, head_dim_v=width_v, dtype=dtype, sequences=sequences, arch=90, **V3_MASKS[mask]
+    )
+    kernel = v3_kernel(problem)
+    assert isinstance(kernel, KernelPacked) == (seqlen_q == PACKED)
+    kernel = dataclasses.replace(kernel, tiles=dataclasses.replace(kernel.tiles, **ablated))
+    compiled = v3_compiled(kernel)
+    assert compiled.stack == 0 and compiled.spills == 0, (
+        f"{compiled.stack} bytes of stack, {compiled.spills} spill instructions"
+    )
+    assert compiled.opcodes.keys() >= {"HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"}, (
+        "WGMMA, TMA both ways, registers by role"
+    )
+    assert "HMMA" not in compiled.opcodes
+    consumers = kernel.tiles.consumers
+    wanted = PRODUCER_REGISTERS[consumers] + consumers * CONSUMER_REGISTERS[consumers]
+    assert WARPGROUP * wanted <= kernel.threads * compiled.registers, "the consumers would wait for registers for ever"
+    assert compiled.shared <= SHARED_LIMIT[90]
+    assert not too_little_shared(host_code[0])
+
+
+SPARSE_MASKS = {
+    "full": {},
+    "bits": {"bits": True},
+    "causal": {"causal": True},
+    "left": {"window": (128, None)},
+    "bits_and_window": {"bits": True, "window": (128, 64)},
+}
+"""What partial blocks apply."""
+
+
+def sparse_cases() -> Iterator[tuple[int, int, int, str]]:
+    for widths_and_block in SPARSE:
+        for mask in (
+            SPARSE_MASKS if widths_and_block in ((128, 128, 128), (256, 256, 128)) else ("full", "bits_and_window")
+        ):
+            yield *widths_and_block, mask
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("width", "width_v", "block_kv", "mask"), [*sparse_cases()], ids=str)
+@pytest.mark.filterwarnings("error")
+def test_v3_sparse_compiles_and_does_not_spill(width: int, width_v: int, block_kv: int, mask: str, host_code) -> None:
+    form = MaskForm(128, block_kv, **SPARSE_MASKS[mask])
+    kernel = v3_kernel(Problem(2, 4096, 4096, 16, 16, width, head_dim_v=width_v, arch=90, block_mask=form))
+    assert isinstance(kernel, KernelSparse) and kernel.tiles == SPARSE[width, width_v, block_kv]
+    compiled = v3_compiled(kernel)
+    assert compiled.stack == 0 and compiled.spills == 0, (
+        f"{compiled.stack} bytes of stack, {compiled.spills} spill instructions"
+    )
+    assert compiled.opcodes.keys() >= {"HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"}, (
+        "WGMMA, TMA both ways, registers by role"
+    )
+    loads = [instruction for instruction in compiled.code if f"LDG.E.{kernel.tiles.block_kv} " in instruction]
+    assert bool(loads) == kernel.bits, "a row's bits are one load"
+    consumers = kernel.teams * kernel.tiles.consumers
+    wanted = PRODUCER_REGISTERS[consumers] + consumers * CONSUMER_REGISTERS[consumers]
+    assert WARPGROUP * wanted <= kernel.threads * compiled.registers, "the consumers would wait for registers for ever"
+    assert compiled.shared <= SHARED_LIMIT[90]
+    assert not too_little_shared(host_code[0])
+
+
+# Bytes of stack of a thread where an FP8 kernel is known to spill, by width: with 128 columns of O, as many of a
+# product and P a consumer has all of its 160 registers in use, and measured faster so than without. None is in the loop
+# over unmasked blocks.
+FP8_STACK = {64: 0, 128: 24, 256: 0}
+ONE_LEVEL_STACK = {64: 0, 128: 96, 256: 32}
+
+
+def fp8_cases() -> Iterator[tuple[int, str, bool, bool, dict[str, object]]]:
+    for width, mask, block_scales, transposed in product(FP8, ("full", "causal"), (False, True), (False, True)):
+        yield width, mask, block_scales, transposed, {}
+    for width, mask in product(FP8, ("left", "window")):
+        yield width, mask, True, False, {}
+    for width in FP8:
+        yield width, "causal", False, False, {"two_level": False}
+        yield width, "full", True, True, {"out": "fp16"}
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("width", "mask", "block_scales", "transposed", "changes"), [*fp8_cases()], ids=str)
+@pytest.mark.filterwarnings("error")
+def test_v3_fp8_compiles_and_spills_no_more_than_known(
+    width: int, mask: str, block_scales: bool, transposed: bool, changes: dict[str, object], host_code
+) -> None:
+    problem = Problem(2, 4096, 4096, 16, 16, width, dtype="e4m3", arch=90, **V3_MASKS[mask])
+    kernel = dataclasses.replace(kernel_fp8_for(problem, block_scales, transposed), **changes)
+    compiled = v3_compiled(kernel)
+    known = (FP8_STACK if kernel.two_level else ONE_LEVEL_STACK)[width]
+    assert compiled.stack <= known, f"{compiled.stack} bytes of stack, {compiled.spills} spill instructions"
+    assert compiled.opcodes.keys() >= {"QGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"}, (
+        "FP8 WGMMA, TMA both ways, registers by role"
+    )
+    assert not {"HMMA", "HGMMA"} & compiled.opcodes.keys()
+    assert ({"LDSM"} <= compiled.opcodes.keys()) is not transposed, "V is transposed on chip, or comes so"
+    consumers = kernel.tiles.consumers
+    producer, consumer = (
+        (PRODUCER_REGISTERS[consumers], CONSUMER_REGISTERS[consumers]) if transposed else REGISTERS[consumers]
+    )
+    assert WARPGROUP * (producer + consumers * consumer) <= kernel.threads * compiled.registers
+    assert compiled.shared <= SHARED_LIMIT[90]
+    assert not too_little_shared(host_code[0])
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("width", FP8)
+@pytest.mark.parametrize("mask", V3_MASKS)
+@pytest.mark.parametrize("out_dtype", ["bf16", "fp16"])
+@pytest.mark.filterwarnings("error")
+def test_v3_fp8_packed_compiles_and_spills_no_more_than_known(width: int, mask: str, out_dtype: str, host_code) -> None:
+    asked = {"dtype": "e4m3", "out_dtype": out_dtype, "sequences": 9, "arch": 90}
+    kernel = kernel_fp8_for(Problem(1, 4096, 4096, 16, 16, width, **asked, **V3_MASKS[mask]), False, False)
+    assert isinstance(kernel, KernelFp8Packed)
+    compiled = v3_compiled(kernel)
+    assert compiled.stack <= FP8_STACK[width], f"{compiled.stack} bytes of stack, {compiled.spills} spill instructions"
+    assert compiled.opcodes.keys() >= {"QGMMA", "UTMALDG", "UTMASTG", "USETMAXREG", "LDSM"}
+    assert not {"HMMA", "HGMMA"} & compiled.opcodes.keys()
+    producer, consumer = program(kernel)[0].registers
+    assert WARPGROUP * (producer + kernel.tiles.consumers * consumer) <= kernel.threads * compiled.registers
+    assert compiled.shared <= SHARED_LIMIT[90]
+    assert not too_little_shared(host_code[0])
+
+
+def backward_cases() -> Iterator[tuple[str, int, str, bool]]:
+    for width, mask, deterministic in product(BACKWARD, V3_MASKS, (False, True)):
+        yield "bf16", width, mask, deterministic
+    for width, mask in product(BACKWARD, ("full", "causal")):
+        yield "fp16", width, mask, mask == "causal"
+
+
+def packed_backward_cases() -> Iterator[tuple[str, int, str, bool]]:
+    for width, mask, deterministic in product(BACKWARD, V3_MASKS, (False, True)):
+        yield "bf16", width, mask, deterministic
+
+
+def of_consumers(code: tuple[str, ...]) -> list[str]:
+    """What can run once a consumer has asked for its registers:
+    the producer and the writers give theirs up, and end for themselves."""
+    places = {instruction: at for at, instruction in enumerate(code)}
+    reached: set[int] = set()
+    ahead = [at for at, instruction in enumerate(code) if "USETMAXREG.TRY_ALLOC" in instruction]
+    while ahead:
+        at = ahead.pop()
+        if at not in reached and at < len(code):
+            reached.add(at)
+            ahead += [places[label] for label in re.findall(r"`\((\.L_\w+)\)", code[at])]
+            ahead += [] if re.match(r"(BRA|EXIT)\b", code[at]) else [at + 1]
+    return [code[at] for at in sorted(reached)]
+
+
+def serialised(code: tuple[str, ...]) -> int:
+    """How many WGMMAs of a product wait for the one before, as all of a kernel do where ptxas finds too few registers
+    or a branch that may divide a warp: it says so nowhere but in its log, and they take a third longer.
+    """
+    found, sum_before, waited = 0, "", False
+    for instruction in code:
+        if "WARPGROUP.DEPBAR" in instruction:
+            waited = True
+        elif wgmma := re.search(r"GMMA\S* (R\d+), .*?(R\d+|RZ)(?:, gsb0|, !?UPT)*$", instruction):
+            found += waited and sum_before == wgmma[1] == wgmma[2]
+            sum_before, waited = wgmma[1], False
+    return found
+
+
+# Bytes of stack of a thread where the producer is known to spill, with its 24 registers, by width. It is where no side
+# is bounded; a consumer never does.
+BACKWARD_STACK = {64: 48, 128: 48, 256: 32}
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("dtype", "width", "mask", "deterministic"), [*backward_cases()], ids=str)
+@pytest.mark.filterwarnings("error")
+def test_v3_backward_compiles_and_its_consumers_do_not_spill(
+    dtype: str, width: int, mask: str, deterministic: bool, host_code
+) -> None:
+    asked = {"dtype": dtype, "grad": True, "deterministic": deterministic, "arch": 90}
+    kernel = kernel_backward_for(Problem(2, 4096, 4096, 16, 16, width, **asked, **V3_MASKS[mask]))
+    held_to_its_registers(kernel, BACKWARD_STACK[width] if mask == "full" else 0, host_code)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("dtype", "width", "mask", "deterministic"), [*packed_backward_cases()], ids=str)
+@pytest.mark.filterwarnings("error")
+def test_v3_packed_backward_compiles_and_does_not_spill(
+    dtype: str, width: int, mask: str, deterministic: bool, host_code
+) -> None:
+    asked = {"dtype": dtype, "grad": True, "deterministic": deterministic, "sequences": 9, "arch": 90}
+    kernel = kernel_backward_for(Problem(1, 4096, 4096, 16, 16, width, **asked, **V3_MASKS[mask]))
+    assert isinstance(kernel, KernelBackwardPacked)
+    held_to_its_registers(kernel, 0, host_code)
+
+
+SPARSE_BACKWARD_STACK = {64: 0, 128: 0, 256: 0}
+
+
+def sparse_backward_cases() -> Iterator[tuple[str, int, int, str]]:
+    for width, block_kv in ((64, 128), (128, 128), (256, 128), (256, 64)):
+        for mask in SPARSE_MASKS if block_kv == 128 else ("full", "bits_and_window"):
+            yield "bf16", width, block_kv, mask
+    for width in BACKWARD:
+        yield "fp16", width, 128, "bits_and_window"
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("dtype", "width", "block_kv", "mask"), [*sparse_backward_cases()], ids=str)
+@pytest.mark.filterwarnings("error")
+def test_v3_sparse_backward_compiles_and_its_consumers_do_not_spill(
+    dtype: str, width: int, block_kv: int, mask: str, host_code
+) -> None:
+    form = MaskForm(128, block_kv, **SPARSE_MASKS[mask])
+    problem = Problem(2, 4096, 4096, 16, 16, width, dtype=dtype, grad=True, arch=90, block_mask=form)
+    kernel = kernel_backward_for(problem)
+    assert isinstance(kernel, KernelBackwardSparse) and kernel.tiles == BACKWARD[width] and not refusals(problem)
+    held_to_its_registers(kernel, SPARSE_BACKWARD_STACK[width], host_code)
+
+
+def held_to_its_registers(kernel: KernelBackward, known: int, host_code: list[str]) -> None:
+    """A backward kernel compiles to what it is meant to, its consumers within their registers;
+    `known` is the producer's stack."""
+    compiled = v3_compiled(kernel)
+    spills = [instruction for instruction in of_consumers(compiled.code) if re.search(r"\b(STL|LDL)\b", instruction)]
+    assert not spills, f"{len(spills)} spill instructions in the consumers' code"
+    assert compiled.stack <= known, (
+        f"{compiled.stack} bytes of stack, {compiled.spills} spill instructions; known are {known} bytes"
+    )
+    assert serialised(compiled.code) == 0
+    assert compiled.opcodes.keys() >= {"HGMMA", "UTMALDG", "UBLKCP", "UTMASTG", "USETMAXREG"}, (
+        "WGMMA, TMA both ways, registers by role"
+    )
+    assert "HMMA" not in compiled.opcodes
+    bulk, fours = "UBLKRED" in compiled.opcodes, any("REDG.E.ADD.F32x4" in instruction for instruction in compiled.code)
+    assert (bulk, fours) == (not kernel.tiles.by_gradient, kernel.tiles.by_gradient), (
+        "dQ is added to by TMA, or from registers by fours"
+    )
+    consumers = kernel.tiles.consumers
+    wanted = PRODUCER_REGISTERS[consumers] + consumers * CONSUMER_REGISTERS[consumers]
+    assert WARPGROUP * wanted <= kernel.threads * compiled.registers, "the consumers would wait for registers for ever"
+    assert compiled.shared <= SHARED_LIMIT[90]
+    assert not too_little_shared(host_code[0])
+
+
+def test_a_serialised_kernel_is_seen() -> None:
+    """With 128 queries at a time a consumer has too few registers at this width."""
+    compiled = v3_compiled(KernelBackward("bf16", 128, 128, False, False, False, TilesBackward(128)))
+    products = 5
+    assert serialised(compiled.code) == compiled.opcodes["HGMMA"] - products
+    assert any("STL" in instruction for instruction in of_consumers(compiled.code))
+
+
+KINDS = {
+    Kernel: v3_kernel,
+    KernelFp8: lambda problem: kernel_fp8_for(problem, True, False),
+    KernelFp8Packed: lambda problem: kernel_fp8_for(dataclasses.replace(problem, batch=1, sequences=2), False, False),
+    KernelSparse: lambda problem: v3_kernel(dataclasses.replace(problem, block_mask=MaskForm())),
+    KernelPacked: lambda problem: v3_kernel(dataclasses.replace(problem, batch=1, sequences=2)),
+    KernelBackward: kernel_backward_for,
+    KernelBackwardSparse: lambda problem: kernel_backward_for(
+        dataclasses.replace(problem, grad=True, block_mask=MaskForm())
+    ),
+    KernelBackwardPacked: lambda problem: kernel_backward_for(
+        dataclasses.replace(problem, grad=True, batch=1, sequences=2)
+    ),
+}
+"""The kernel of a kind for a problem."""
+
+
+def parameters_fit(kernel: object, entry: str) -> bool:
+    """Whether a kernel's PTX declares what its launch packs, by number and size;
+    where they lie, the driver says when it has loaded a kernel."""
+    scalars = {"u32": 4, "f32": 4, "u64": 8, "b32": 4, "b64": 8}
+    declared = re.findall(r"\.param (?:\.align \d+ )?\.(\w+)[^,\n]*?(?:\[(\d+)\])?,?\n", entry)
+    sizes = [int(size) if size else scalars[kind] for kind, size in declared]
+    return sizes == [size for _, size in arguments_of(kernel).places]
+
+
+def with_launch(kernel: Kernel | KernelBackward, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Resources:
+    """A kernel, compiled, whose launch packs what it takes, and asks for no more shared memory than it lays out:
+    one mbarrier less is too little, and that is seen."""
+    device, examples = program(kernel)
+    enough = kernel.shared_bytes
+    with monkeypatch.context() as patch:
+        patch.setattr(type(kernel), "shared_bytes", enough - 8)
+        compiled = cute.compile(
+            device, *examples, options=f"--gpu-arch {ARCH} --keep-ptx --keep-cubin --dump-dir {folder}"
+        )
+    assert too_little_shared(str(compiled.ir_module))
+    assert parameters_fit(kernel, compiled.artifacts.PTX.partition(".entry")[2].partition("{")[0])
+    return read(compiled.artifacts.CUBIN, enough)
+
+
+def backward_launches() -> Iterator[tuple[type, int, bool]]:
+    for width in BACKWARD:
+        for kind in PROGRAMS:
+            if not issubclass(kind, Kernel):
+                yield kind, width, False
+        yield KernelBackward, width, True
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("kind", "width", "deterministic"), [*backward_launches()])
+def test_v3_backward_takes_what_its_launch_gives(kind, width, deterministic, tmp_path, monkeypatch) -> None:
+    kernel = KINDS[kind](Problem(2, 4096, 4096, 16, 16, width, arch=90, deterministic=deterministic))
+    assert type(kernel) is kind
+    with_launch(kernel, tmp_path, monkeypatch)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(
+    "kind", [kind for kind in PROGRAMS if issubclass(kind, Kernel)], ids=lambda kind: kind.__name__
+)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_v3_takes_what_its_launch_gives_with_sinks_and_without(kind, width, tmp_path, monkeypatch) -> None:
+    """Sinks join in the epilogue: as many products, for each of a thread's two rows four more exponentials and the
+    like, no spills."""
+    problem = Problem(2, 4096, 4096, 16, 4, width, causal=True, arch=90)
+    kernels = [KINDS[kind](dataclasses.replace(problem, sinks=sinks)) for sinks in (False, True)]
+    assert [(type(kernel), "sinks" in arguments_of(kernel).names) for kernel in kernels] == [
+        (kind, False),
+        (kind, True),
+    ]
+    plain, read = (with_launch(kernel, tmp_path, monkeypatch) for kernel in kernels)
+    assert all(plain.opcodes.get(name) == read.opcodes.get(name) for name in ("HGMMA", "QGMMA"))
+    assert read.opcodes["MUFU"] == plain.opcodes["MUFU"] + 2 * 4
+    assert read.stack == read.spills == 0 and read.registers == plain.registers
