@@ -6,7 +6,7 @@ print(flashzoo.explain(q, k, v, causal=True))                   # who was chosen
 print(flashzoo.compare(q, k, v, causal=True))                   # error, ms, TFLOP/s and memory of every version
 """
 
-from flashzoo import baselines, blocksparse, decode, v1, v2, v3
+from flashzoo import baselines, blocksparse, decode, score_mods, v1, v2, v3
 from flashzoo.append import append
 from flashzoo.call.api import attention, explain, quantize, sdpa
 from flashzoo.call.backward import attention_backward
@@ -16,6 +16,7 @@ from flashzoo.compare import compare
 from flashzoo.masks.block_mask import BlockMask
 from flashzoo.merge import merge
 from flashzoo.registry import UnsupportedError, register, unregister, use, versions
+from flashzoo.scores.mod import ScoreMod
 from flashzoo.spec import Spec
 
 __version__ = "0.1.0"
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BlockMask",
     "Problem",
+    "ScoreMod",
     "Spec",
     "UnsupportedError",
     "append",
@@ -33,6 +35,7 @@ __all__ = [
     "merge",
     "quantize",
     "register",
+    "score_mods",
     "sdpa",
     "unregister",
     "use",

@@ -37,7 +37,8 @@ from flashzoo.reference import (
     standard,
     visible,
 )
-from flashzoo.roundings import ROWS, SMALLEST, of_blocks, of_yardstick
+from flashzoo.roundings import ROWS, SMALLEST, of_blocks, of_delta_in_read, of_yardstick
+from flashzoo.scores.at import ScoredAt, flat
 from flashzoo.sinks import gradient_of_sinks, with_sinks
 from flashzoo.workloads import TORCH_DTYPES, visible_pairs
 
@@ -105,6 +106,11 @@ deviation is found from the yardstick's errors of O, no smaller than `RMS_ROUNDI
 dO add up. Of as many heads as there are the largest is 4 deviations, times `OUT_RMS`. Beside these the sum may be off
 by what LSE is, as P_sink is, and by `SUMMED` roundings of its terms. One row in a hundred that is left out, or counted
 twice, is some 25 of these deviations in bf16."""
+SCORE_MOD = {"fp16": 6.0, "bf16": 6.0, "fp32": 12.0, "fp64": 12.0}
+"""Deviations that the gradient of a number that a score_mod reads may be off by. It is a sum of dS, of as few as one
+score or of all; `flashzoo.roundings` has the deviation of each dS, rounded as `standard` rounds it, of which sums have
+the root of the sum of squares. Of thousands of numbers the largest is 4 deviations; and what is off in a row is so in
+all of its dS, by delta and LSE."""
 LSE_QUANTIZED = 3.0
 """With precision="fp8", LSE may err this many times the yardstick's largest error as well: scores of quantised q and k
 are off by hundredths, the same way for all keys of a query whose own rounding they share."""
@@ -126,7 +132,7 @@ class Check:
     """One rule applied to one tensor.
 
     Attributes:
-        tensor: "out", "lse", "dq", "dk", "dv" or "dsinks".
+        tensor: "out", "lse", "dq", "dk", "dv", "dsinks" or "dscore_mod".
         rule: what was compared, in words.
         error: what was measured; NaN where the tensor holds one.
         budget: the most that is accepted.
@@ -166,6 +172,8 @@ class Judge:
             `flashzoo.reference.descales_of_rows`.
         mask: what the block mask shows, bool `(batch or 1, heads or 1, seqlen_q, seqlen_k)`, where the problem has one.
         sinks: as in `flashzoo.attention`, where the problem has them. Their gradient is judged in their dtype.
+        scored: the score_mod, where the problem has one, at all places. The gradients of what it reads are judged as
+            `flashzoo.scores.at.flat` puts them, each number in its tensor's dtype.
 
     Attributes:
         reference: the oracle's `Result`, float64.
@@ -185,7 +193,10 @@ class Judge:
         descales: Descales = NO_DESCALES,
         mask: Tensor | None = None,
         sinks: Tensor | None = None,
+        scored: ScoredAt | None = None,
     ) -> None:
+        if (scored is not None) != (problem.score_mod is not None):
+            raise ValueError(f"scored must be given where the problem has a score_mod, got {problem} and {scored}")
         if (sinks is not None) != problem.sinks:
             raise ValueError(
                 f"sinks must be given where the problem has them, got {problem} and sinks {sinks is not None}"
@@ -204,13 +215,13 @@ class Judge:
         self._eps = max(torch.finfo(self._dtype).eps, ORACLE_EPS)
         if problem.dtype == "e4m3":
             dout = dlse = None
-        self._mask, self._dout, self._dlse = mask, dout, dlse
+        self._mask, self._dout, self._dlse, self._scored = mask, dout, dlse, scored
         self._sinks = None if sinks is None else sinks.detach()
         wide = None if self._sinks is None else self._sinks.to(torch.promote_types(self._sinks.dtype, torch.float32))
-        self.yardstick: Result = _yardstick(q, k, v, problem, dout, dlse, descales, mask, wide)
+        self.yardstick: Result = _yardstick(q, k, v, problem, dout, dlse, descales, mask, wide, scored)
         if problem.dtype == "e4m3":
             q, k, v = (dequantized(x, descale) for x, descale in zip((q, k, v), descales, strict=True))
-        self.reference: Result = oracle(q, k, v, problem, dout, dlse, mask=mask, sinks=wide)
+        self.reference: Result = oracle(q, k, v, problem, dout, dlse, mask=mask, sinks=wide, scored=scored)
         self._rows, self._pairs = problem.seqlen_q - problem.blind_rows, visible_pairs(problem)
         self.shown: float = 1.0
         if mask is not None:
@@ -235,7 +246,7 @@ class Judge:
         self._yard_rms = _pooled([_head_rms(yard["out"]) for yard in yards])
         self._yard_l2 = {name: float(error.norm()) for name, error in yards[0].items() if name in _GRADIENTS}
         self._yard_blocks = {name: of_blocks(error) for name, error in yards[0].items() if name in _GRADIENTS}
-        self._of_yardstick = (self.yardstick, self.reference, (q, k, v), problem, dout, dlse, mask, wide)
+        self._of_yardstick = (self.yardstick, self.reference, (q, k, v), problem, dout, dlse, mask, wide, scored)
 
     def _errors_of(self, result: Result) -> dict[str, Tensor]:
         return {name: _absolute(value, self.reference.items()[name]) for name, value in result.items().items()}
@@ -263,9 +274,12 @@ class Judge:
                 )
             )
             if ref.numel():
-                rules = {"out": self._out_checks, "lse": self._lse_checks, "dsinks": self._sinks_checks}.get(
-                    name, self._gradient_checks
-                )
+                rules = {
+                    "out": self._out_checks,
+                    "lse": self._lse_checks,
+                    "dsinks": self._sinks_checks,
+                    "dscore_mod": self._read_checks,
+                }.get(name, self._gradient_checks)
                 found += rules(name, _absolute(value, ref), value)
                 if name == "out" and rms is not None:
                     found.append(
@@ -298,7 +312,7 @@ class Judge:
             error, budget = errors[name].abs(), expected[name]
             if not error.numel():
                 continue
-            if name in ("lse", "dsinks"):
+            if name in ("lse", "dsinks", "dscore_mod"):
                 budget = budget * YARDSTICK_LSE
             else:
                 few = 1 / of_blocks(torch.ones_like(error))  # the root of the number of elements
@@ -321,8 +335,9 @@ class Judge:
                 budgets[name] = (0.0, 0.0)
             elif name == "out":
                 budgets[name] = (_top(self._out_budget()), float(self._rms_budget().square().mean().sqrt()))
-            elif name in ("lse", "dsinks"):
-                budgets[name] = (_top(self._lse_budget() if name == "lse" else self._sinks_budget()),) * 2
+            elif name in ("lse", "dsinks", "dscore_mod"):
+                budget = {"lse": self._lse_budget, "dsinks": self._sinks_budget, "dscore_mod": self._read_budget}[name]
+                budgets[name] = (_top(budget()),) * 2
             else:
                 budgets[name] = (
                     self._gradient_max_budget(name),
@@ -348,6 +363,8 @@ class Judge:
         )
         if name == "dsinks" and self._sinks is not None:
             dtypes = (self._sinks.dtype,)
+        if name == "dscore_mod":
+            dtypes = (torch.float64,)
         if value.shape != ref.shape or value.dtype not in dtypes:
             expected = f"shape {tuple(ref.shape)} and dtype {dtypes[0]}"
             raise ValueError(f"{name} must have {expected}, got {tuple(value.shape)} and {value.dtype}")
@@ -369,7 +386,11 @@ class Judge:
     def _summation_slack(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | float:
         if self.problem.out_dtype not in ("fp32", "fp64"):
             return 0.0  # rounding to 16 bits is a thousand times more
-        return SUMMED * self._eps * oracle(q, k, v.abs(), self.problem, mask=self._mask, sinks=self._sinks).out
+        return (
+            SUMMED
+            * self._eps
+            * oracle(q, k, v.abs(), self.problem, mask=self._mask, sinks=self._sinks, scored=self._scored).out
+        )
 
     def _out_budget(self) -> Tensor:
         row_max = self.reference.out.abs().amax(-1, keepdim=True)
@@ -433,6 +454,22 @@ class Judge:
         stored = torch.finfo(self._sinks.dtype)
         rounding = stored.eps * (ref["dsinks"].abs() + stored.smallest_normal)
         return SINKS[numerics] * (p.square() * of_delta).sum((0, 2)).sqrt() + (p * summed).sum((0, 2)) + rounding
+
+    def _read_checks(self, name: str, error: Tensor, value: Tensor) -> list[Check]:
+        return [_tightest(name, "of each number", error, self._read_budget())]
+
+    def _read_budget(self) -> Tensor:
+        """`(numbers,)`"""
+        assert self._scored is not None and self._dout is not None
+        ref, dout = self.reference.items(), self._dout.double()
+        of_out = torch.maximum(_absolute(self.yardstick.out, ref["out"]), RMS_ROUNDING * self._eps * ref["out"].abs())
+        of_delta = (dout * of_out).square().sum(-1).transpose(1, 2)
+        _, _, inputs, problem, _, _, mask, _, _ = self._of_yardstick
+        variances = self._roundings[1]["dscore_mod"].square() + of_delta_in_read(
+            of_delta, ref["lse"], inputs, problem, mask, self._scored
+        )
+        rounding = self._scored.eps * (ref["dscore_mod"].abs() + torch.finfo(torch.float16).tiny)
+        return SCORE_MOD[self.problem.numerics] * variances.sqrt() + rounding
 
     def _gradient_checks(self, name: str, error: Tensor, value: Tensor) -> list[Check]:
         return [
@@ -515,6 +552,7 @@ def _yardstick(
     descales: Descales,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    scored: ScoredAt | None = None,
 ) -> Result:
     """`standard` on as many (batch, key/value head) slices at a time as fit in `_SLICE_SCORES`."""
     grad = dout is not None
@@ -527,7 +565,8 @@ def _yardstick(
         dsinks = torch.zeros_like(sinks)
         if dlse is not None and not k.shape[1]:  # then there are no parts, and the sink is all that a row sees
             dsinks += gradient_of_sinks(sinks, lse, -dlse)
-    whole = Result(out, lse, dq, dk, dv, dsinks)
+    of_read = None if scored is None or not grad or not scored.differentiable else flat(scored.differentiable).zero_()
+    whole = Result(out, lse, dq, dk, dv, dsinks, of_read)
     rows = [None if descale is None else of_rows(x, descale) for x, descale in zip((q, k, v), descales, strict=True)]
     for part in parts(q, k, _SLICE_SCORES, whole_groups=True):
         some = [x[index] for x, index in ((q, part.queries), (k, part.keys), (v, part.keys))]
@@ -539,7 +578,10 @@ def _yardstick(
         operands = Operands(
             scales[0], scales[1], scales[2], dense, sinks=None if sinks is None else sinks[part.rows[1]]
         )
-        found = _standard(some, problem, given, operands).items()
+        of = None if scored is None else scored.part(*part.rows)
+        found = _standard(some, problem, given, operands, of).items()
+        if "dscore_mod" in found:
+            whole.items()["dscore_mod"].add_(found.pop("dscore_mod"))
         if dsinks is not None:
             dsinks[part.rows[1]] += found.pop("dsinks")  # every batch adds
         for name, value in found.items():
@@ -547,13 +589,21 @@ def _yardstick(
     return whole
 
 
-def _standard(inputs: list[Tensor], problem: Problem, gradients: list[Tensor | None], operands: Operands) -> Result:
+def _standard(
+    inputs: list[Tensor],
+    problem: Problem,
+    gradients: list[Tensor | None],
+    operands: Operands,
+    scored: ScoredAt | None,
+) -> Result:
     (batch, _, heads, _), heads_kv = inputs[0].shape, inputs[1].shape[2]
     dout, dlse = gradients
     problem = replace(problem, batch=batch, heads=heads, heads_kv=heads_kv, lse=True, grad=dout is not None)
     sinks = None if operands.sinks is None else operands.sinks.detach().requires_grad_(dout is not None)
     operands = replace(operands, sinks=sinks)
     q, k, v = [x.detach().requires_grad_(dout is not None) for x in inputs]
+    placed: Any = scored  # which `standard` takes
+    operands = replace(operands, score_mod=placed)
     leaves = (q, k, v, *operands.differentiable)
     with torch.enable_grad():
         out, lse = standard(q, k, v, problem, operands)
@@ -561,7 +611,10 @@ def _standard(inputs: list[Tensor], problem: Problem, gradients: list[Tensor | N
         if dout is None:
             return Result(out, lse)
         outputs, given = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse.to(lse.dtype)])
-        return Result(out.detach(), lse.detach(), *torch.autograd.grad(outputs, leaves, given))
+        found = torch.autograd.grad(outputs, leaves, given)
+        first = len(leaves) - (0 if scored is None else len(scored.differentiable))
+        of_read = flat(found[first:]) if first < len(leaves) else None
+        return replace(Result(out.detach(), lse.detach(), *found[:first]), dscore_mod=of_read)
 
 
 def _seen_by_a_head(problem: Problem, mask: Tensor) -> tuple[int, int, float]:

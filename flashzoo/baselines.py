@@ -87,8 +87,15 @@ _STANDARD_FEATURES = frozenset(
         "cache",
         "block_mask",
         "sinks",
+        "score_mod",
     }
 )
+
+
+def _standard_limits(problem: Problem) -> list[str]:
+    in_fp8 = problem.numerics in ("e4m3", "fp8")
+    return ["does not support score_mod in FP8"] if in_fp8 and problem.score_mod is not None else []
+
 
 STANDARD = Spec(
     name="standard",
@@ -105,6 +112,7 @@ STANDARD = Spec(
     transforms=frozenset({"jvp", "vmap", "functionalize"}),
     auto=("cuda", "cpu"),
     memory="quadratic",
+    check=_standard_limits,
     notes=_standard_notes,
 )
 

@@ -30,9 +30,11 @@ from flashzoo.call.packed import batch_of_one
 from flashzoo.call.problem import Problem
 from flashzoo.comparison import PASSES, Comparison, Row
 from flashzoo.gpu import SHARED_LIMIT, peak_tflops
-from flashzoo.reference import Result, descales_of_rows, from_pages, only_used, shown
+from flashzoo.reference import Result, descales_of_rows, from_pages, only_used, scored_at, shown
 from flashzoo.registry import current, implementation
 from flashzoo.registry import versions as registered
+from flashzoo.scores.at import flat
+from flashzoo.scores.mod import ScoreMod
 from flashzoo.spec import INTERPRETER_BLOCK, Spec, duration, interpreter_seconds
 from flashzoo.timing import MIN_SHARED, Clock, Operation, Timing, with_peak
 from flashzoo.workloads import (
@@ -46,6 +48,7 @@ from flashzoo.workloads import (
     inputs,
     kinds_of_descales,
     lengths,
+    score_mod,
     sinks,
 )
 
@@ -149,7 +152,8 @@ def _compared(
         judged = _used(q, k, v, operands)
         scales = descales_of_rows(*judged, operands) if problem.dtype == "e4m3" else NO_DESCALES
         asked = replace(problem, lse=True)
-        judge = Judge(*judged, asked, dout, descales=scales, mask=shown(problem, operands), sinks=options.get("sinks"))
+        operands_of = {"sinks": options.get("sinks"), "scored": scored_at(problem, operands)}
+        judge = Judge(*judged, asked, dout, descales=scales, mask=shown(problem, operands), **operands_of)
         bench = _Bench((q.detach(), k.detach(), v.detach()), dout, problem, options, judge)
         for spec in specs:
             bar.step(spec.name)
@@ -178,7 +182,8 @@ def compare_workload(
         source: sizes, dtypes, precision, causal, window and deterministic are read from it, its hardware is not. e4m3
             inputs get descales by block, or where sequences are packed one for each of them; a problem with a block
             mask one of its form, from `flashzoo.workloads.block_mask`, one with packed sequences or caches lengths from
-            `flashzoo.workloads.lengths`, and one with sinks those of `flashzoo.workloads.sinks`.
+            `flashzoo.workloads.lengths`, one with sinks those of `flashzoo.workloads.sinks`, and one with a score_mod
+            that of `flashzoo.workloads.score_mod`.
         device: the GPU if there is one, else the CPU, where None.
         backward, versions, budget_s, progress: as in `compare`.
     """
@@ -192,6 +197,7 @@ def compare_workload(
         q, k, v, _ = inputs(source, seed, device)
         options = options_of(problem) | {"block_mask": block_mask(problem, seed, device)}
         options |= {**lengths(problem, seed, device), "sinks": sinks(problem, seed, device)}
+        options["score_mod"] = score_mod(problem, seed, device)
         if problem.page_size is not None:
             k, v, options["page_table"] = in_pages(problem, k, v, seed)
         finest = kinds_of_descales(problem)[-1] if problem.dtype == "e4m3" else None
@@ -251,6 +257,7 @@ def _part_s(problem: Problem, specs: list[Spec], scores: int) -> tuple[float, fl
     heads_kv = min(problem.heads_kv, room)
     sizes = {"batch": max(1, min(problem.batch, room // heads_kv)), "heads": group * heads_kv, "heads_kv": heads_kv}
     dense = {"block_mask": None, "sequences": None, "used_k": False, "page_size": None, "sinks": False}
+    dense["score_mod"] = None
     dense |= {"max_seqlen_q": None, "max_seqlen_k": None}
     part = replace(problem, **sizes, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **dense)  # pyright: ignore[reportArgumentType]
     q, k, v, dout = inputs(part, device="cpu")
@@ -313,8 +320,10 @@ class _Bench:
         judge: Judge,
     ) -> None:
         self.dout, self.problem, self.options, self.judge = dout, problem, options, judge
-        self.operands = [name for name in DIFFERENTIABLE if options.get(name) is not None]
+        self.operands = [name for name in DIFFERENTIABLE if isinstance(options.get(name), Tensor)]
         self.tensors: tuple[Tensor, ...] = (*tensors, *(options[name] for name in self.operands))
+        mod = options.get("score_mod")
+        self.read: tuple[Tensor, ...] = () if mod is None else ScoreMod.of(mod).differentiable
         self.device = tensors[0].device
         name = torch.cuda.get_device_name(self.device) if self.on_gpu else ""
         self.peaks = {"forward": peak_tflops(name, problem.numerics), "backward": peak_tflops(name, problem.dtype)}
@@ -386,10 +395,11 @@ class _Bench:
         gradients = ()
         if problem.grad:
             start = time.perf_counter()
-            gradients = torch.autograd.grad(out, leaves, self.dout)
+            gradients = torch.autograd.grad(out, (*leaves, *self.read), self.dout)
             seconds["backward"] = time.perf_counter() - start
         log_sum = None if log_sum is None else log_sum.detach()
-        return Result(out.detach(), log_sum, *gradients), seconds
+        of_inputs, of_read = gradients[: len(leaves)], gradients[len(leaves) :]
+        return Result(out.detach(), log_sum, *of_inputs, dscore_mod=flat(of_read) if of_read else None), seconds
 
     def _forward(self, name: str, leaves: tuple[Tensor, ...], lse: bool) -> Any:
         q, k, v, *operands = leaves
@@ -405,7 +415,9 @@ class _Bench:
             if "dq" in errors:  # its gradients were judged
                 leaves = _leaves(self.tensors, True)
                 out = self._forward(name, leaves, False)
-                launches[name, "backward"] = partial(torch.autograd.grad, out, leaves, self.dout, retain_graph=True)
+                launches[name, "backward"] = partial(
+                    torch.autograd.grad, out, (*leaves, *self.read), self.dout, retain_graph=True
+                )
         times = Clock(self.device).share(launches, GPU_SECONDS if self.on_gpu else CPU_SECONDS)
         timings = {key: Timing.of(taken) for key, taken in times.items()}
         return [

@@ -16,7 +16,7 @@ from flashzoo.timing import Timing
 
 WIDTH = 80
 """Columns of a comparison's text where no terminal says how many it has."""
-TENSORS = ("out", "lse", "dq", "dk", "dv", "dsinks")
+TENSORS = ("out", "lse", "dq", "dk", "dv", "dsinks", "dscore_mod")
 PASSES = ("forward", "backward")
 COLUMNS = ("version", "result", "ran on", "budget", *TENSORS, "fwd ms", "fwd p10-p90", "fwd TFLOP/s", "fwd % of peak")
 COLUMNS += ("bwd ms", "bwd p10-p90", "bwd TFLOP/s", "bwd % of peak", "memory", "HBM by formula")
@@ -32,13 +32,14 @@ DISPENSABLE = (
     "dk",
     "dq",
     "dsinks",
+    "dscore_mod",
 )
 DISPENSABLE += ("ran on", "memory", "out", "bwd TFLOP/s", "fwd TFLOP/s", "bwd ms", "budget", "fwd ms", "result")
 """In the order in which columns are left out where all of them are too wide."""
 GAP = 2
 LEGEND = (
     "budget: the worst error's share of what is allowed (flashzoo/accuracy.py). "
-    "out to dsinks: largest errors against a float64 oracle. ms: medians."
+    "out to dscore_mod: largest errors against a float64 oracle. ms: medians."
 )
 
 
@@ -53,8 +54,8 @@ class Row:
         reasons: why not "ok", or why the forward pass alone where both were asked for; one sentence each.
         ran: "GPU", "CPU", "interpreter" (Triton's, on the CPU), or "" where nothing ran.
         checks: every rule that was applied.
-        errors, budgets: by tensor (out, lse, dq, dk, dv, dsinks): largest and RMS absolute error, and what they may be.
-        forward, backward: times, only where "ok".
+        errors, budgets: by tensor (out, lse, dq, dk, dv, dsinks, dscore_mod): largest and RMS absolute error, and what
+        they may be. forward, backward: times, only where "ok".
         forward_tflops, backward_tflops: TFLOP/s of the visible part; None for the interpreter.
         forward_peak, backward_peak: the same in percent of the GPU's dense peak; None where that is not known.
         memory_bytes: peak of GPU memory beyond the inputs, forward and backward; None on the CPU.

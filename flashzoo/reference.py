@@ -1,13 +1,14 @@
 """What attention means, in formulas: the oracle in float64, and `standard`, its low-precision twin.
 
-    S = Q K^T * softmax_scale,  P = softmax(S),  O = P V,  LSE_i = log sum_j exp(S_ij)
+    S = f(Q K^T * softmax_scale),  P = softmax(S),  O = P V,  LSE_i = log sum_j exp(S_ij)
     dV = P^T dO,  dP = dO V^T,  delta_i = sum_d dO_id O_id - dLSE_i,  dS = P * (dP - delta),
-    dQ = dS K * scale,  dK = dS^T Q * scale
+    dQ = f'(dS) K * scale,  dK = f'(dS)^T Q * scale
 
 with these meanings, once for every version: causal and windows are aligned bottom-right, of packed sequences in each; a
 block mask, here a dense one, hides what it hides beside them; a row that sees no key gives 0, LSE -inf and gradients 0;
 query head h reads key/value head h // (heads // heads_kv). A sink is one more term of the softmax,
-P_i,sink = exp(sink - LSE_i), whose value is 0: dsink = -sum_i P_i,sink delta_i.
+P_i,sink = exp(sink - LSE_i), whose value is 0: dsink = -sum_i P_i,sink delta_i. f is the call's score_mod, before what
+is not seen is hidden, and where there is none S and dS as they are; torch's autograd differentiates it.
 
 `standard` is the same with the numerics of a flash kernel: scores, sums and accumulators in float32; P, dS and O
 rounded to the I/O dtype. Its error is the yardstick that every version's error is held against. It is also the
@@ -38,6 +39,7 @@ from flashzoo.call.problem import DESCALE_BLOCK, Problem
 from flashzoo.dtypes import TORCH_DTYPES
 from flashzoo.integers import cdiv
 from flashzoo.lengths import visible_of_caches
+from flashzoo.scores.at import ScoredAt, flat
 from flashzoo.sinks import gradient_of_sinks, share_of_keys, with_sinks
 
 E4M3 = torch.float8_e4m3fn
@@ -58,7 +60,7 @@ and SageAttention2)."""
 @dataclass(frozen=True)
 class Result:
     """One attention's out and, where asked for, lse `(batch, heads, seqlen_q)` and gradients, each in the shape of its
-    input, sinks' `(heads,)` too."""
+    input, sinks' `(heads,)` too; those of what a score_mod reads as one, float64 `(numbers,)`."""
 
     out: Tensor
     lse: Tensor | None = None
@@ -66,6 +68,7 @@ class Result:
     dk: Tensor | None = None
     dv: Tensor | None = None
     dsinks: Tensor | None = None
+    dscore_mod: Tensor | None = None
 
     def items(self) -> dict[str, Tensor]:
         """The tensors that are there, by name."""
@@ -113,6 +116,14 @@ def shown(problem: Problem, operands: Operands) -> Tensor | None:
         return ranges.visible(problem.span, problem.seqlen_q, problem.seqlen_k)[None, None]
     used = operands.seqused_k
     return None if used is None else visible_of_caches(used, problem.span, problem.seqlen_q, problem.seqlen_k)
+
+
+def scored_at(problem: Problem, operands: Operands) -> ScoredAt | None:
+    """The call's score_mod at all places; None where it has none. It may be that already."""
+    if isinstance(operands.score_mod, ScoredAt):
+        return operands.score_mod
+    sizes = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
+    return ScoredAt.of(operands.score_mod, sizes, operands.ranges)
 
 
 def from_pages(k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor, Operands]:
@@ -203,6 +214,7 @@ def oracle(
     dtype: torch.dtype = torch.float64,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    scored: ScoredAt | None = None,
 ) -> Result:
     """Attention in float64, some heads at a time so that long problems fit.
 
@@ -215,6 +227,7 @@ def oracle(
         dtype: float64 or float32.
         mask: of a block mask, as in `visible`.
         sinks: as in `flashzoo.attention`.
+        scored: its score_mod at all places.
 
     Returns:
         A `Result` in `dtype`.
@@ -224,8 +237,9 @@ def oracle(
     lse = with_sinks(q.new_full((batch, heads, seqlen_q), -math.inf, dtype=dtype), sinks)
     dq, dk, dv = (torch.zeros_like(x, dtype=dtype) if dout is not None else None for x in (q, k, v))
     whole = Result(out, lse, dq, dk, dv)
+    read = 0
     for part in parts(q, k, ORACLE_SCORES[q.device.type]):
-        s = scores(q, k, problem, part, dtype, mask)
+        s = scores(q, k, problem, part, dtype, mask, scored)
         lse[part.rows] = with_sinks(
             torch.logsumexp(s, -1).flatten(1, 2), None if sinks is None else sinks[part.rows[1]]
         )
@@ -233,13 +247,15 @@ def oracle(
         out[part.queries] = from_groups(p @ grouped(v[part.keys], part, dtype))
         if dout is not None:
             of_rows = None if dlse is None else dlse[part.rows]
-            for name, x in gradients(
-                p, dout[part.queries], of_rows, out[part.queries], q, k, v, problem.scale, part
-            ).items():
+            found = gradients(p, dout[part.queries], of_rows, out[part.queries], (q, k, v), problem, part, scored)
+            read = read + found.pop("dscore_mod", 0)
+            for name, x in found.items():
                 whole.at(part).items()[name].add_(x)  # to dk and dv every query head of a group adds
-    if dout is None or sinks is None:
+    if dout is None:
         return whole
-    return replace(whole, dsinks=gradient_of_sinks(sinks, lse, deltas(dout, dlse, out)))
+    if scored is not None and scored.differentiable:
+        whole = replace(whole, dscore_mod=flat(scored.differentiable).zero_() + read)
+    return whole if sinks is None else replace(whole, dsinks=gradient_of_sinks(sinks, lse, deltas(dout, dlse, out)))
 
 
 def deltas(dout: Tensor, dlse: Tensor | None, out: Tensor) -> Tensor:
@@ -306,16 +322,33 @@ def from_groups(x: Tensor) -> Tensor:
     return x.flatten(1, 2).transpose(1, 2)
 
 
-def scores(q: Tensor, k: Tensor, problem: Problem, part: Part, dtype: torch.dtype, mask: Tensor | None) -> Tensor:
+def scores(
+    q: Tensor,
+    k: Tensor,
+    problem: Problem,
+    part: Part,
+    dtype: torch.dtype,
+    mask: Tensor | None,
+    scored: ScoredAt | None = None,
+) -> Tensor:
     """Scores of a part, -inf where nobody sees: `(batch, heads_kv, group, seqlen_q, seqlen_k)`."""
-    s = grouped(q[part.queries], part, dtype, True) @ grouped(k[part.keys], part, dtype).mT
-    return scored(s.flatten(1, 2), problem, of_part(mask, part)).view(s.shape)
+    s = products(q, k, part, dtype)
+    of = None if scored is None else scored.part(*part.rows)
+    return score(s.flatten(1, 2), problem, of_part(mask, part), of).view(s.shape)
 
 
-def scored(s: Tensor, problem: Problem, mask: Tensor | None) -> Tensor:
-    """Scores in place of products q k^T, `(batch, heads, seqlen_q, seqlen_k)`: for the oracle and for `standard`;
-    mask as in `visible`."""
-    return hidden(s.mul_(problem.scale), problem, mask)
+def products(q: Tensor, k: Tensor, part: Part, dtype: torch.dtype) -> Tensor:
+    """q k^T of a part, `(batch, heads_kv, group, seqlen_q, seqlen_k)`."""
+    return grouped(q[part.queries], part, dtype, True) @ grouped(k[part.keys], part, dtype).mT
+
+
+def score(s: Tensor, problem: Problem, mask: Tensor | None, scored: ScoredAt | None) -> Tensor:
+    """Scores, in place of products q k^T where it can be, `(batch, heads, seqlen_q, seqlen_k)`: for the oracle and for
+    `standard`; mask as in `visible`."""
+    s.mul_(problem.scale)
+    if scored is not None:
+        s = scored(s).contiguous()
+    return hidden(s, problem, mask)
 
 
 def hidden(s: Tensor, problem: Problem, mask: Tensor | None) -> Tensor:
@@ -334,14 +367,14 @@ def gradients(
     dout: Tensor,
     dlse: Tensor | None,
     out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    softmax_scale: float,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    problem: Problem,
     part: Part,
+    scored: ScoredAt | None = None,
 ) -> dict[str, Tensor]:
-    """dq, dk and dv of a part by the formulas above, from its P, which is overwritten with dS."""
-    dtype = p.dtype
+    """dq, dk and dv of a part, and of what a score_mod reads, by the formulas above, from its P, which is overwritten
+    with dS."""
+    dtype, (q, k, v), more = p.dtype, inputs, {}
     do, q_h, k_h, v_h = (
         grouped(dout, part, dtype, True),
         grouped(q[part.queries], part, dtype, True),
@@ -353,8 +386,14 @@ def gradients(
         delta = delta - dlse.to(dtype).view(delta.shape)
     dv = (p.mT @ do).sum(2, keepdim=True)
     ds = p.mul_((do @ v_h.mT).sub_(delta[..., None]))
-    dk = (ds.mT @ q_h).sum(2, keepdim=True) * softmax_scale
-    return {"dq": from_groups(ds @ k_h * softmax_scale), "dk": from_groups(dk), "dv": from_groups(dv)}
+    if scored is not None:
+        of = scored.part(*part.rows)
+        s = products(q, k, part, dtype).mul_(problem.scale)
+        found, read = of.gradients(s.flatten(1, 2), ds.flatten(1, 2))
+        ds, more = found.view(ds.shape), {"dscore_mod": flat(read)} if read else {}
+    dk = (ds.mT @ q_h).sum(2, keepdim=True) * problem.scale
+    dq = from_groups(ds @ k_h * problem.scale)
+    return {"dq": dq, "dk": from_groups(dk), "dv": from_groups(dv), **more}
 
 
 def _finite(lse: Tensor) -> Tensor:
@@ -377,7 +416,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operan
     if lse is not None and operands.sinks is not None:
         p = p * share_of_keys(lse, operands.sinks).view(-1, problem.seqlen_q, 1)
         lse = with_sinks(lse, operands.sinks)
-    if operands.block_mask is None and not problem.by_lengths:
+    if operands.block_mask is None and not problem.by_lengths and problem.score_mod is None:
         p[:, : problem.blind_rows] = 0  # softmax gives NaN where a row sees nothing
     else:
         p.masked_fill_((s == -math.inf).all(-1, keepdim=True), 0)
@@ -406,7 +445,12 @@ def _backward(
         delta = delta - dlse.masked_fill(blind, 0).reshape(rows, -1)
     p = _scores(q, k, problem, operands).sub_(_finite(lse).reshape(rows, -1, 1)).exp_()
     dv = _matmul(p.to(q.dtype).mT, do)
-    ds = p.mul_(_matmul(do, v_h.mT).sub_(delta[..., None])).to(q.dtype)
+    ds, of_read = p.mul_(_matmul(do, v_h.mT).sub_(delta[..., None])), ()
+    if (scored := scored_at(problem, operands)) is not None:
+        s = _by_batch(_matmul(_heads_first(q, problem), k_h.mT).mul_(problem.scale), problem)
+        ds, of_read = scored.gradients(s, _by_batch(ds, problem))
+        ds = ds.flatten(0, 1)
+    ds = ds.to(q.dtype)
     dq = _matmul(ds, k_h) * problem.scale
     dk = _matmul(ds.mT, _heads_first(q, problem)) * problem.scale
     group = problem.heads // problem.heads_kv
@@ -416,7 +460,7 @@ def _backward(
     gradients: tuple[Tensor, ...] = _seqlen_first(dq.to(q.dtype), problem), dk.to(k.dtype), dv.to(v.dtype)
     if operands.sinks is not None:
         gradients += (gradient_of_sinks(operands.sinks, lse, delta.reshape(lse.shape)),)
-    return gradients
+    return *gradients, *of_read
 
 
 def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -484,8 +528,8 @@ def _hopper_sums(a: Tensor, b: Tensor) -> Tensor:
 
 def _scores(q: Tensor, k: Tensor, problem: Problem, operands: Operands) -> Tensor:
     """Scores `(batch * heads, seqlen_q, seqlen_k)`."""
-    products = _matmul(_heads_first(q, problem), _heads_first(k, problem).mT)
-    return scored(_by_batch(products, problem), problem, shown(problem, operands)).flatten(0, 1)
+    s = _by_batch(_matmul(_heads_first(q, problem), _heads_first(k, problem).mT), problem)
+    return score(s, problem, shown(problem, operands), scored_at(problem, operands)).flatten(0, 1)
 
 
 def _by_batch(x: Tensor, problem: Problem) -> Tensor:
@@ -538,7 +582,7 @@ _differentiable = differentiable(_without_autocast(_forward), _without_autocast(
 def standard(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor | None]:
     """Attention in three passes, with a flash kernel's numerics; see this file's head, and `Spec.impl`.
 
-    A block mask may be a dense one, as in `visible`, too.
+    A block mask may be a dense one, as in `visible`, too, and a score_mod one at all places.
     """
     k, v, operands = from_pages(k, v, operands)
     return _differentiable(q, k, v, problem, operands)

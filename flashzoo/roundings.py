@@ -31,8 +31,10 @@ from flashzoo.reference import (
     grouped,
     parts,
     probabilities,
+    products,
     scores,
 )
+from flashzoo.scores.at import ScoredAt, flat
 from flashzoo.sinks import gradient_of_sinks
 from flashzoo.workloads import TORCH_DTYPES
 
@@ -41,6 +43,8 @@ ROWS = 64
 so many that luck does not."""
 E4M3_UNIT, E4M3_TINY = 2.0**-4, 2.0**-10
 """Half the distance between e4m3 numbers: of normal ones as a share of them, and of subnormal ones."""
+STEPS = 8
+"""Roundings that a function on scores makes beside those of what it is given and gives, at a size of 1."""
 RUNNING = 16
 """A running sum of n terms gathers n / RUNNING times the square of one rounding of its terms and of itself."""
 SMALLEST = torch.finfo(torch.float32).tiny
@@ -65,6 +69,7 @@ def of_yardstick(
     dlse: Tensor | None = None,
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
+    scored: ScoredAt | None = None,
 ) -> tuple[Result, Result]:
     """The yardstick's errors, and the standard deviations that its roundings, each at its largest, should give them.
 
@@ -72,25 +77,25 @@ def of_yardstick(
         yardstick: of `standard`; its gradients are looked at where dout is given.
         reference: the oracle's.
         inputs: q, k and v as the oracle takes them: e4m3 ones times their descales.
-        problem, dout, dlse, mask, sinks: as in `oracle`.
+        problem, dout, dlse, mask, sinks, scored: as in `oracle`.
     """
     q, k, _ = inputs
     exact, mine = reference.items(), yardstick.items()
     sizes = {name: torch.zeros_like(x) for name, x in exact.items()}
     right = {name: x if name in ("out", "lse") else torch.zeros_like(x) for name, x in exact.items()}
-    model = _Model(inputs, problem)
+    model = _Model(inputs, problem, scored)
     for part in parts(q, k, ORACLE_SCORES[q.device.type] // 2):
-        s = scores(q, k, problem, part, torch.float64, mask)
+        s = scores(q, k, problem, part, torch.float64, mask, scored)
         found = model.forward(s, exact["lse"][part.rows], exact["out"][part.queries], part)
         if dout is not None:
             lse, out, do = mine["lse"][part.rows].double(), mine["out"][part.queries], dout[part.queries]
             of_rows = None if dlse is None else dlse[part.rows]
             p = probabilities(s, lse)
             found |= model.backward(p, lse, out, do, of_rows, part)
-            for name, x in gradients(p, do, of_rows, out, *inputs, problem.scale, part).items():
-                Result(**right).at(part).items()[name].add_(x)  # to dk and dv every query head of a group adds
+            for name, x in gradients(p, do, of_rows, out, inputs, problem, part, scored).items():
+                _place(right, name, part).add_(x)  # to dk and dv every query head of a group adds
         for name, x in found.items():
-            Result(**sizes).at(part).items()[name].add_(x)
+            _place(sizes, name, part).add_(x)
     if sinks is not None and dout is not None:
         lse, out = mine["lse"].double(), mine["out"].double()
         delta = deltas(dout, dlse, out)
@@ -98,17 +103,47 @@ def of_yardstick(
             gradient_of_sinks(sinks, lse, delta),
             model.sinks(sinks, lse, out, dout, delta),
         )
+    if scored is not None and "dscore_mod" in sizes:
+        sizes["dscore_mod"] += (scored.eps / 2 * right["dscore_mod"]).square()
     for name in sizes.keys() & {"dq", "dk", "dv"}:
         sizes[name] += (model.unit * right[name]).square_() + model.tiny**2
     errors = {name: (mine[name].double() - x).masked_fill_(~x.isfinite(), 0) for name, x in right.items()}
     return Result(**errors), Result(**{name: x.sqrt_() for name, x in sizes.items()})
 
 
+def _place(of: dict[str, Tensor], name: str, part: Part) -> Tensor:
+    """Where what was found of a part goes: what a score_mod reads has no parts."""
+    return of[name] if name == "dscore_mod" else Result(**of).at(part).items()[name]
+
+
+def of_delta_in_read(
+    of_delta: Tensor,
+    lse: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    problem: Problem,
+    mask: Tensor | None,
+    scored: ScoredAt,
+) -> Tensor:
+    """Of the gradients of what a score_mod reads, `(numbers,)`, the variances that errors of delta make in them: all of
+    a row's dS are off by P times the same, so that a sum of them is by no more than P times squares would be.
+
+    Args:
+        of_delta: variances `(batch, heads, seqlen_q)`.
+        lse: of the oracle.
+        inputs, problem, mask, scored: as in `of_yardstick`.
+    """
+    model, (q, k, _), found = _Model(inputs, problem, scored), inputs, flat(scored.differentiable).zero_()
+    for part in parts(q, k, ORACLE_SCORES[q.device.type] // 2):
+        p = probabilities(scores(q, k, problem, part, torch.float64, mask, scored), lse[part.rows])
+        found += model.slopes(part, p * of_delta[part.rows].view(*p.shape[:-1], 1))[1]
+    return found
+
+
 class _Model:
     """Variances of the errors of one problem, a part at a time."""
 
-    def __init__(self, inputs: tuple[Tensor, Tensor, Tensor], problem: Problem) -> None:
-        self.inputs, self.scale = inputs, problem.scale
+    def __init__(self, inputs: tuple[Tensor, Tensor, Tensor], problem: Problem, scored: ScoredAt | None = None) -> None:
+        self.inputs, self.scale, self.scored = inputs, problem.scale, scored
         kept = torch.finfo(TORCH_DTYPES[problem.out_dtype])
         self.unit, self.tiny = kept.eps / 2, kept.tiny * kept.eps / 2
         of_p = kept if problem.dtype == "e4m3" else torch.finfo(TORCH_DTYPES[problem.dtype])
@@ -131,10 +166,22 @@ class _Model:
         """Of exp(score), as a share of it."""
         q, k = self._of(0, part).square(), self._of(1, part).square()
         unit = 2.0 ** (1 - HOPPER_SUM_BITS) if in_fp8 else self.wide
-        found = (unit * self.scale) ** 2 * (1 + q.shape[-1] / RUNNING) * (q @ k.mT) + (unit * s).square()
+        found = (unit * self.scale) ** 2 * (1 + q.shape[-1] / RUNNING) * (q @ k.mT)
+        if self.scored is not None:  # what it is given is rounded, too, and each of its own steps
+            given = products(self.inputs[0], self.inputs[1], part, torch.float64) * self.scale
+            found = (found + (unit * given).square()) * self.slopes(part)[0].square() + STEPS * unit**2
+        found += (unit * s).square()
         if in_fp8 and self.quantised:
             found += self.scale**2 * (self._of_quantised(0, part) @ k.mT + q @ self._of_quantised(1, part).mT)
         return found.sqrt_().clamp_max_(LARGEST_EXPONENT).expm1_().square_()
+
+    def slopes(self, part: Part, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """By what a change of each score changes the new one, as scores lie; and what `ScoredAt.squares` sums."""
+        assert self.scored is not None
+        given = products(self.inputs[0], self.inputs[1], part, torch.float64) * self.scale
+        weights = torch.zeros_like(given) if weights is None else weights
+        found, sums = self.scored.part(*part.rows).squares(given.flatten(1, 2), weights.flatten(1, 2))
+        return found.view(given.shape), sums
 
     def forward(self, s: Tensor, lse: Tensor, out: Tensor, part: Part) -> dict[str, Tensor]:
         """Of out and lse, from the scores, which are -inf where nobody sees."""
@@ -187,8 +234,14 @@ class _Model:
         of_ds = ds.square() * (self.unit**2 + in_p) + squares * (of_dp + of_delta)
         of_ds += (self.tiny**2 + (SMALLEST * (dp - delta)).square()) * seen
         # delta and LSE are one number for a row of dQ, whose terms then err together
-        together = of_delta * (p @ k).square() + (self.wide * lse).square() * (ds @ k).square()
-        return {
+        slopes, of_read = torch.ones_like(ds), {}
+        if self.scored is not None:
+            slopes, sums = self.slopes(part, of_ds + p * (of_delta + (self.wide * lse * (dp - delta)).square()))
+            of_read = {"dscore_mod": sums} if self.scored.mod.grads else {}
+            # its own formula rounds at the size of what it is given
+            of_ds = (of_ds + STEPS * (self.wide * ds).square()) * slopes.square()
+        together = of_delta * ((p * slopes) @ k).square() + (self.wide * lse).square() * ((ds * slopes) @ k).square()
+        return of_read | {
             "dq": from_groups(self.scale**2 * (of_ds @ k.square() + together)),
             "dk": from_groups(self.scale**2 * (of_ds.mT @ q.square()).sum(2, keepdim=True)),
             "dv": from_groups((of_p.mT @ do.square()).sum(2, keepdim=True)),

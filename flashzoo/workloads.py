@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashzoo.call.forms import MaskForm
+from flashzoo.call.forms import MaskForm, ScoreForm
 from flashzoo.call.problem import DESCALE_BLOCK, OPTIONS, Problem
 from flashzoo.dtypes import BYTES, TORCH_DTYPES
 from flashzoo.integers import cdiv
 from flashzoo.lengths import Ranges
 from flashzoo.masks.block_mask import BlockMask
+from flashzoo.scores.evaluate import TORCH_DTYPES as SCORE_DTYPES
+from flashzoo.scores.mod import ScoreMod
+from flashzoo.scores.program import FLOATS
 
 LOG_SUM_BYTES = 4  # lse, and FA-1's l and m, are float32 in every version
 
@@ -87,6 +90,32 @@ def _paper() -> list[Workload]:
                 heads, batch = 2048 // head_dim, 16384 // seqlen
                 cells.append(_workload(name, tags, seqlen, seqlen, head_dim, heads, batch=batch, causal=causal))
     return cells
+
+
+SCORE_ALIBI = """\
+x0: f32 = load(t0, h)
+x1: i32 = sub(k, q)
+x2: f32 = cast(x1)
+x3: f32 = mul(x0, x2)
+x4: f32 = add(x3, score)
+return x4"""
+SCORE_BIAS = """\
+x0: bf16 = load(t0, b, 0, q, k)
+x1: f32 = cast(x0)
+x2: f32 = add(x1, score)
+return x2"""
+SCORE_TABLE = """\
+x0: i32 = sub(q, k)
+x1: bool = le(x0, 40)
+x2: i32 = remainder(x0, 9)
+x3: i64 = load(t0, x2)
+x4: f32 = load(t1, h, x3)
+x5: f32 = sigmoid(score)
+x6: f32 = mul(x4, x5)
+x7: f32 = where(x1, x6, score)
+return x7"""
+"""Texts of functions on scores: ALiBi; a bias for each of the batch; a table of numbers for each head, looked up by a
+table, by which some scores are multiplied, squashed before."""
 
 
 _ALL = (
@@ -275,6 +304,49 @@ _ALL = (
         causal=True,
     ),
     _workload("cache_4096_window_d256", "large", 2, 4096, 256, heads=8, batch=3, used_k=True, window=(3000, 0)),
+    _workload("score_mod", "smoke", 113, 190, score_mod=ScoreForm()),
+    _workload(
+        "score_alibi_causal_gqa",
+        "smoke",
+        130,
+        150,
+        heads=4,
+        heads_kv=2,
+        causal=True,
+        score_mod=ScoreForm(SCORE_ALIBI, (("f32", (4,)),), (0,)),
+    ),
+    _workload(
+        "score_bias_window",
+        "smoke",
+        96,
+        130,
+        batch=2,
+        window=(40, 9),
+        score_mod=ScoreForm(SCORE_BIAS, (("bf16", (2, 1, 96, 130)),), (0,)),
+    ),
+    _workload(
+        "score_table_packed",
+        "smoke",
+        150,
+        150,
+        sequences=4,
+        causal=True,
+        score_mod=ScoreForm(SCORE_TABLE, (("i64", (9,)), ("f32", (2, 3))), (1,)),
+    ),
+    _workload("score_mod_cache_sinks", "hard", 3, 190, batch=3, used_k=True, sinks=True, score_mod=ScoreForm()),
+    _workload("score_mod_no_keys", "hard", 64, 0, score_mod=ScoreForm(SCORE_ALIBI, (("f32", (2,)),), (0,))),
+    _workload("score_mod_scores_x30", "hard", 113, 203, 128, values="x30", score_mod=ScoreForm(), causal=True),
+    _workload(
+        "score_table_4096",
+        "large",
+        4096,
+        4096,
+        128,
+        heads=8,
+        heads_kv=2,
+        causal=True,
+        score_mod=ScoreForm(SCORE_TABLE, (("i64", (9,)), ("f32", (8, 3))), (1,)),
+    ),
 )
 # the suite asks for that of each
 _MET = frozenset({"deterministic"}).union(*(workload.problem.features for workload in _ALL))
@@ -508,6 +580,25 @@ def sinks(problem: Problem, seed: int = 0, device: torch.device | str = "cpu") -
     generator = torch.Generator(device).manual_seed(seed)
     drawn = 3 + 2 * torch.randn(problem.heads, generator=generator, device=device)
     return drawn.to(torch.float64 if problem.dtype == "fp64" else torch.float32)
+
+
+def score_mod(problem: Problem, seed: int = 0, device: torch.device | str = "cpu") -> ScoreMod | None:
+    """A function of the problem's form on tensors drawn at random: normal numbers, integers from 0 to 2.
+
+    None where the problem has none. It has no Python function, but its program alone.
+    """
+    form = problem.score_mod
+    if form is None:
+        return None
+    generator = torch.Generator(device).manual_seed(seed)
+    tensors = []
+    for dtype, shape in form.reads:
+        x = torch.randn(shape, generator=generator, device=device)
+        x = x if dtype in FLOATS else x.abs().clamp(max=2)
+        tensors.append(x.to(SCORE_DTYPES[dtype]))
+    for i in form.grads:
+        tensors[i].requires_grad_()
+    return ScoreMod.of_parts(form.text, tuple(tensors))
 
 
 def in_pages(problem: Problem, k: Tensor, v: Tensor, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:

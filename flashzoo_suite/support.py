@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import flashzoo
-from flashzoo import Problem, Spec
+from flashzoo import Problem, ScoreMod, Spec
 from flashzoo.accuracy import Judge
 from flashzoo.autograd import differentiable
 from flashzoo.call.check import options_of
@@ -24,7 +24,8 @@ from flashzoo.call.operands import NO_DESCALES, Descales, Operands
 from flashzoo.call.problem import FEATURES
 from flashzoo.lengths import Ranges, visible_of_caches
 from flashzoo.reference import Result, descales_of_rows
-from flashzoo.workloads import block_mask, hardware, in_pages, inputs, lengths, ranges, sinks
+from flashzoo.scores.at import ScoredAt, flat
+from flashzoo.workloads import block_mask, hardware, in_pages, inputs, lengths, ranges, score_mod, sinks
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -113,6 +114,8 @@ def as_arguments(problem: Problem, descales: Descales = NO_DESCALES) -> dict:
         arguments["block_mask"] = mask_of(problem)
     if problem.sinks:
         arguments["sinks"] = sinks_of(problem)
+    if problem.score_mod is not None:
+        arguments["score_mod"] = score_mod_of(problem)
     return arguments | lengths(problem, device=problem.device)
 
 
@@ -124,6 +127,20 @@ def ranges_of(problem: Problem) -> Ranges:
 def sinks_of(problem: Problem) -> Tensor | None:
     """The sinks that stand for the problem's."""
     return sinks(problem, device=problem.device)
+
+
+def score_mod_of(problem: Problem) -> ScoreMod | None:
+    """The function on scores that stands for the problem's; its tensors require grad where the problem does."""
+    mod = score_mod(problem, device=problem.device)
+    if mod is None or problem.grad:
+        return mod
+    return ScoreMod.of_parts(mod.text, tuple(x.detach() for x in mod.tensors))
+
+
+def scored_by(problem: Problem) -> ScoredAt | None:
+    """That at all places, as `Judge` takes it."""
+    sizes = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
+    return ScoredAt.of(score_mod_of(problem), sizes, None if problem.sequences is None else ranges_of(problem))
 
 
 def mask_of(problem: Problem) -> flashzoo.BlockMask | None:
@@ -212,10 +229,15 @@ def both(
     leaves = tuple(x.detach().requires_grad_() for x in tensors)
     if problem.sinks:
         operands["sinks"] = operands.get("sinks", sinks_of(problem)).detach().requires_grad_()
+    if problem.score_mod is not None:
+        operands["score_mod"] = operands.get("score_mod", score_mod_of(problem))
     result = forward(version, leaves, problem, descales, attention, **operands)  # pyright: ignore[reportArgumentType]
     outputs, gradients = ((result.out,), (dout,)) if dlse is None else ((result.out, result.lse), (dout, dlse))
-    found = torch.autograd.grad(outputs, (*leaves, *operands.values()), gradients)
-    return Result(*detached(result), *found)
+    read = mod.differentiable if (mod := operands.pop("score_mod", None)) is not None else ()
+    given = [x for x in operands.values() if x is not None and x.requires_grad]
+    found = torch.autograd.grad(outputs, (*leaves, *given, *read), gradients)
+    first = len(found) - len(read)
+    return Result(*detached(result), *found[:first], dscore_mod=flat(found[first:]) if read else None)
 
 
 def as_operator(
@@ -227,6 +249,9 @@ def as_operator(
     how = {**options_of(problem), "window_size": [left, right], "return_lse": problem.lse, "version": version}
     leaves = tuple(x.detach().requires_grad_(problem.grad) for x in tensors)
     operands = {"sinks": sinks_of(problem)} if problem.sinks else {}
+    if problem.score_mod is not None:
+        mod = score_mod_of(problem)
+        how |= {"score_mod_text": mod.text, "score_mod_tensors": list(mod.tensors), "score_mod_grads": list(mod.grads)}
     arguments = {**dict(zip("qkv", leaves, strict=True)), **how, "grad": problem.grad}
     arguments |= {name: x.detach().requires_grad_(problem.grad) for name, x in operands.items()}
     if not problem.grad:

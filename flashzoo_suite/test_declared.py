@@ -32,6 +32,7 @@ from flashzoo_suite.support import (
     forward,
     gives_lse,
     scales_by,
+    scored_by,
     seen_by,
     sinks_of,
     small,
@@ -185,7 +186,9 @@ def _drawn(case: Case) -> tuple[Tensors, Tensor, Tensor | None, Descales, Judge]
     scales = descales(problem, case.descales, device=DEVICE)
     given = (dout, dlse) if problem.grad else (None, None)
     used = only_used(*tensors, Operands(**lengths(problem, device=DEVICE)))
-    judge = Judge(*used, problem, *given, scales_by(problem, used, scales), seen_by(problem), sinks_of(problem))
+    scales_of_rows = scales_by(problem, used, scales)
+    operands = seen_by(problem), sinks_of(problem), scored_by(problem)
+    judge = Judge(*used, problem, *given, scales_of_rows, *operands)
     return tensors, dout, dlse, scales, judge
 
 

@@ -44,6 +44,8 @@ from fuzz_call import (
 )
 from fuzz_draw import calls, configuration, spec_of, taken
 from fuzz_oracle import expected, shares, worst
+from fuzz_scores import KINDS as SCORE_MODS
+from fuzz_scores import sequences
 from torch import Tensor
 
 import flashzoo
@@ -122,6 +124,8 @@ def answer(call: Call, given: Operands, mask: Any) -> dict[str, Tensor]:
     inputs = list(leaves.values())
     if given.sinks is not None:
         leaves["s"] = given.sinks.detach().requires_grad_("s" in call.grad)
+    if given.read is not None:
+        leaves["m"] = given.read.detach().requires_grad_("m" in call.grad)
     options: dict[str, Any] = {"version": call.version, "softmax_scale": call.scale, "causal": call.causal}
     if call.entry == "sdpa":
         turned = (x.transpose(1, 2) for x in inputs)
@@ -151,6 +155,9 @@ def answer(call: Call, given: Operands, mask: Any) -> dict[str, Tensor]:
             descales = (q_scale, k_scale, v_scale)
         options |= dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True)) | call.on_scores
         options |= {**cu_seqlens(call, given.q.device), "sinks": leaves.get("s")}
+        if call.score:
+            function, read = SCORE_MODS[call.score].function, leaves.get("m")
+            options["score_mod"] = lambda s, b, h, i, j: function(s, b, h, i, j, lambda at: read[at])
         if call.page_size is not None:
             k, v, options["page_table"] = in_pages(call.problem(given.q.device), *inputs[1:], seed=call.seed)
             inputs = [inputs[0], k, v]
@@ -171,7 +178,7 @@ def answer(call: Call, given: Operands, mask: Any) -> dict[str, Tensor]:
         wanted = [leaves[name] for name in call.grad]
         gradients = torch.autograd.grad([x for x, _ in through], wanted, [gradient for _, gradient in through])
         found |= {
-            "dsinks" if name == "s" else f"d{name}": gradient
+            {"s": "dsinks", "m": "dread"}.get(name, f"d{name}"): gradient
             for name, gradient in zip(call.grad, gradients, strict=True)
         }
     return found
@@ -188,6 +195,9 @@ def _misshapen(call: Call, found: dict[str, Tensor]) -> Iterator[str]:
         "dv": ((*of_keys, call.head_dim_v), stored),
         "dsinks": ((call.heads,), TORCH_DTYPES.get(call.sinks)),
     }
+    if call.score and (shape := SCORE_MODS[call.score].shape) is not None:
+        of = shape(sequences(call), call.heads, call.seqlen_q, call.seqlen_k)
+        forms["dread"] = (of, SCORE_MODS[call.score].dtype)
     for name, x in found.items():
         if (tuple(x.shape), x.dtype) != forms[name]:
             yield f"{name} is {tuple(x.shape)} {x.dtype}, expected {forms[name][0]} {forms[name][1]}"

@@ -11,10 +11,11 @@ from random import Random
 from typing import Any
 
 import torch
+from fuzz_scores import KINDS, sequences
 from torch import Tensor
 
 from flashzoo import BlockMask, Problem
-from flashzoo.call.forms import MaskForm, span_of
+from flashzoo.call.forms import MaskForm, ScoreForm, span_of
 from flashzoo.call.problem import DESCALE_BLOCK
 from flashzoo.workloads import TORCH_DTYPES, VALUES, hardware
 
@@ -39,7 +40,7 @@ class Call:
         batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim, head_dim_v: sizes.
         entry: "attention"; "sdpa", the adapter; or "quantize", which is `flashzoo.quantize` and then attention
             on what it gives.
-        grad: which of q, k, v and sinks require it, such as "qv" or "ks".
+        grad: which of q, k, v, sinks and what `score` reads (m) require it, such as "qv" or "ks".
         through: what the gradients come through: "out", "lse" or "both".
         values: of `workloads.VALUES`.
         layouts: of `LAYOUTS`, for q, k, v and dout.
@@ -52,6 +53,7 @@ class Call:
         page_size: rows of a page, where keys and values lie in pages.
         scored: options that `fuzz_oracle.SCORES` knows, and their values: "decay:0.25".
         sinks: their dtype; "" for none. One in five calls has one of -inf.
+        score: the function on scores, of `fuzz_scores.KINDS`; "" for none.
         mask: kind, block sizes, and whether it has blocks of its own for each batch (b) and head (h):
             "dense:128x64:bh"; "" for none.
     """
@@ -84,6 +86,7 @@ class Call:
     page_size: int | None = None
     scored: tuple[str, ...] = ()
     sinks: str = ""
+    score: str = ""
     mask: str = ""
     seed: int = 0
 
@@ -147,6 +150,7 @@ class Call:
             used_k=self.used is not None,
             page_size=self.page_size,
             sinks=bool(self.sinks),
+            score_mod=ScoreForm(grads=(0,) if "m" in self.grad else ()) if self.score else None,
             **self.on_scores,
             **hardware(device),
         )
@@ -257,6 +261,7 @@ class Operands:
         dlse: `(batch, heads, seqlen_q)`.
         descales: of q, k and v.
         sinks: `(heads,)`, or None.
+        read: what the function on scores reads, or None.
     """
 
     storage: Tensor
@@ -267,6 +272,7 @@ class Operands:
     dlse: Tensor
     descales: tuple[Tensor | None, Tensor | None, Tensor | None]
     sinks: Tensor | None
+    read: Tensor | None = None
 
 
 def operands(call: Call, device: Device) -> Operands:
@@ -305,13 +311,17 @@ def operands(call: Call, device: Device) -> Operands:
         sinks[0, 0, 0] = sinks[0, 0, 0] if call.seed % 5 else -math.inf
         laid.append((sinks.to(TORCH_DTYPES[call.sinks]), LAYOUTS[call.layouts[0]]))
     storage, (q, k, v, dout, dlse, *rest) = _placed(laid, device)
+    scoring, read = KINDS.get(call.score), None
+    if scoring is not None and scoring.shape is not None:
+        shape = scoring.shape(sequences(call), call.heads, call.seqlen_q, call.seqlen_k)
+        read = normal(*shape).to(scoring.dtype)
     sinks = rest.pop()[0, 0, :, 0] if call.sinks else None
     numbers = iter(rest)
     descales = [None if kind == "none" else next(numbers)[..., 0].transpose(1, 2) for kind, _, _ in kinds]
     q_scale, k_scale, v_scale = (
         x[..., 0] if x is not None and kind == "head" else x for x, (kind, _, _) in zip(descales, kinds, strict=True)
     )
-    return Operands(storage, q, k, v, dout, dlse[..., 0].transpose(1, 2), (q_scale, k_scale, v_scale), sinks)
+    return Operands(storage, q, k, v, dout, dlse[..., 0].transpose(1, 2), (q_scale, k_scale, v_scale), sinks, read)
 
 
 def _placed(laid: list[tuple[Tensor, Layout]], device: Device) -> tuple[Tensor, list[Tensor]]:

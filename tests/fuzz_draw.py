@@ -18,6 +18,7 @@ from fuzz_call import (
     Call,
 )
 from fuzz_oracle import SCORES
+from fuzz_scores import KINDS as SCORE_MODS
 
 import flashzoo
 from flashzoo import Spec
@@ -178,6 +179,11 @@ def configuration(random: Random, versions: list[str], device: str) -> Configura
         scored=tuple(f"{name}:{random.choice(values)}" for name, (values, _) in SCORES.items() if asks(name, 0.3)),
         mask=mask,
     )
+    if entry == "attention" and asks("score_mod", 0.3):
+        score = random.choice(list(SCORE_MODS))
+        if grad and SCORE_MODS[score].shape is not None:
+            grad = random.choice((grad, f"{grad}m", f"{grad}m", "m"))
+        call = replace(call, score=score, grad=grad)
     if entry == "attention" and asks("sinks", 0.25):
         of_q = ("fp64",) if dtype == "fp64" else ()
         grad = grad and random.choice((grad, f"{grad}s", f"{grad}s", "s"))
@@ -208,6 +214,10 @@ def calls(random: Random, drawn: Configuration, device: str) -> Iterator[Call]:
         if call.mask and not drawn.wild:  # `Spec.check` may refuse sizes, or masks beside what else is asked
             nearest += [replace(call, mask=f"{kind}:128x128:{by}"), replace(call, mask=f"{kind}:128x128:")]
             nearest += [replace(x, deterministic=False) for x in nearest]
+        if "m" in call.grad and not drawn.wild:  # not everybody keeps the order of what is summed
+            nearest += [replace(x, deterministic=False) for x in nearest]
+        if call.score and not drawn.wild:
+            nearest += [replace(x, score="", grad=x.grad.replace("m", "")) for x in nearest]
         if call.scored and not drawn.wild:
             nearest += [replace(x, scored=()) for x in nearest]
         yield next((x for x in nearest if not spec.unsupported(x.problem(device))), call)

@@ -19,9 +19,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from fuzz_call import Call, Operands, in_band, of_caches, of_sequences, offsets
+from fuzz_scores import KINDS, places
 from torch import Tensor
 
 from flashzoo.call.problem import DESCALE_BLOCK
@@ -131,6 +133,19 @@ class _Answer:
     dlse: Tensor
     gradients: list[Tensor]
     p_sink: Tensor
+    on_scores: _OnScores | None
+
+
+@dataclass(frozen=True)
+class _OnScores:
+    """A call's function on scores, in float64: what it was given; by what a change of that, and of what was read there,
+    changes what it gave, 0 where it gave -inf; and from numbers of every score the sums of those at each number
+    read."""
+
+    given: Tensor
+    slope: Tensor
+    factor: Tensor
+    summed: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -180,6 +195,8 @@ def _answer(call: Call, given: Operands, seen: Tensor | None) -> _Answer:
         offset = visible.long()
 
     s = q @ k.mT * call.softmax_scale
+    read = None if given.read is None else given.read.detach().double().requires_grad_()
+    s, on_scores = _on_scores(call, s, read)
     for name, value in call.on_scores.items():
         s = SCORES[name][1](s, offset, value)
     s = s.masked_fill(~visible, -math.inf)
@@ -197,11 +214,41 @@ def _answer(call: Call, given: Operands, seen: Tensor | None) -> _Answer:
     dlse = dlse.masked_fill(blind[..., 0], 0) if call.through != "out" else torch.zeros_like(dlse)
     gradients: list[Tensor] = []
     if call.grad:
-        *found, of_sinks = torch.autograd.grad((out * dout).sum() + (lse * dlse).sum(), (*leaves, sink))
-        gradients = [*(x.transpose(1, 2) for x in found), of_sinks.nan_to_num()]
+        of = (*leaves, sink) if read is None else (*leaves, sink, read)
+        through = (out * dout).sum() + (lse * dlse).sum()
+        found = torch.autograd.grad(through, of, allow_unused=True, materialize_grads=True)
+        gradients = [*(x.transpose(1, 2) for x in found[:3]), *(x.nan_to_num() for x in found[3:])]
     p_sink = (of_sink / total.masked_fill(blind, 1)).detach()
     q, k, v, s, p, out, lse = (x.detach() for x in (q, k, v, s, p, out, lse))
-    return _Answer(q, k, v, visible, s, p, out, lse, blind, dout, dlse, gradients, p_sink)
+    return _Answer(q, k, v, visible, s, p, out, lse, blind, dout, dlse, gradients, p_sink, on_scores)
+
+
+def _on_scores(call: Call, s: Tensor, read: Tensor | None) -> tuple[Tensor, _OnScores | None]:
+    """New scores, and what there is to know of them."""
+    if not call.score or not call.seqlen_k:
+        return s, None
+    function, at = KINDS[call.score].function, places(call, s.device)
+    nothing = torch.zeros_like(s.detach()).requires_grad_()
+    used: list = []
+
+    def reading(index: Any) -> Tensor:
+        used.append(index)
+        assert read is not None
+        return read[index] + nothing
+
+    new = function(s, *at, reading)
+    local = s.detach().requires_grad_()
+    seen = function(local, *at, reading)
+    slope, factor = torch.autograd.grad(
+        seen.masked_fill(seen == -math.inf, 0).sum(), (local, nothing), allow_unused=True, materialize_grads=True
+    )
+
+    def summed(numbers: Tensor) -> Tensor:
+        whole = torch.zeros_like(read.detach()).requires_grad_()
+        with torch.enable_grad():
+            return torch.autograd.grad((whole[used[0]] * numbers).sum(), whole)[0]
+
+    return new, _OnScores(s.detach(), slope, factor, summed)
 
 
 def _forward(call: Call, n: Numerics, answer: _Answer) -> tuple[dict[str, Expected], _Drawn]:
@@ -210,9 +257,11 @@ def _forward(call: Call, n: Numerics, answer: _Answer) -> tuple[dict[str, Expect
         getattr(answer, name) for name in ("q", "k", "v", "s", "p", "out", "lse", "blind")
     )
     visible, scale, keys = answer.visible, call.softmax_scale, max(1, call.seqlen_k)
-    size = s.masked_fill(~visible, 0).abs()
+    size = s.masked_fill(~visible | (s == -math.inf), 0).abs()
     # Where one term is most of a score, partial sums are as large as that; else they walk at random.
     sizes = (q.square() @ k.square().mT).sqrt() * abs(scale) + size
+    if (on_scores := answer.on_scores) is not None:  # which rounds as often as it has operations
+        sizes = (sizes + on_scores.given.abs()) * on_scores.slope.abs() + 4 * size + 4
     of_scores = size + size.amax(-1, keepdim=True)
     # Relative errors of P: exp turns absolute ones of scores into them.
     drift = _exp(n.scores * sizes + n.eps * (4 + of_scores))
@@ -260,6 +309,12 @@ def _backward(call: Call, n: Numerics, answer: _Answer, drawn: _Drawn) -> dict[s
         + (dout.abs() * linear).sum(-1, keepdim=True)
     )
     linear_ds += long * ds.abs() + n.floor * (1 + size_dp + size_delta)
+    weights = random_ds + p * (off_delta.square() + (shift[..., None] * (dp - delta)).square()), linear_ds
+    of_running = n.eps * (8 + call.seqlen_q * call.seqlen_k / 64) * ds.abs()
+    if (on_scores := answer.on_scores) is not None:
+        slope, rounded = on_scores.slope, 8 * n.eps * ds.abs()
+        ds, random_ds, linear_ds = ds * slope, random_ds * slope.square(), linear_ds * slope.abs() + rounded
+        p = p * slope
     if call.head_dim < FEW_COLUMNS:
         linear_ds += n.unit / LINEAR * ds.abs()
     common = shift[..., None] * (ds @ k).abs() + off_delta * (p @ k).abs()
@@ -268,6 +323,7 @@ def _backward(call: Call, n: Numerics, answer: _Answer, drawn: _Drawn) -> dict[s
         random_ds.mT @ q.square(),
         linear_ds.mT @ q.abs() + n.eps * call.seqlen_q / 64 * (ds.abs().mT @ q.abs()),
     )
+    p = answer.p
     random_p = p.square() * (n.unit**2 + shift.square()[..., None])
     random_dv, linear_dv = (
         random_p.mT @ dout.square(),
@@ -302,6 +358,15 @@ def _backward(call: Call, n: Numerics, answer: _Answer, drawn: _Drawn) -> dict[s
         )
         value = answer.gradients[3]
         answers["dsinks"] = Expected(value, random + stored.eps / 2 * value.abs(), linear.sum((0, 2, 3)) + floor)
+    if "m" in call.grad:
+        value, stored = answer.gradients[4], torch.finfo(KINDS[call.score].dtype)
+        if on_scores is None:
+            answers["dread"] = Expected(value, torch.zeros_like(value), torch.zeros_like(value))
+        else:
+            random = on_scores.summed(weights[0] * on_scores.factor.square()).sqrt()
+            linear = on_scores.summed((weights[1] + of_running) * on_scores.factor.abs())
+            random = random + stored.eps / 2 * value.abs()
+            answers["dread"] = Expected(value, random, linear + stored.smallest_normal * stored.eps + n.floor)
     return answers
 
 
@@ -342,11 +407,11 @@ def shares(found: dict[str, Tensor], answers: dict[str, Expected]) -> dict[str, 
 
     Args:
         found: by the names of `answers`: out and gradients `(batch, seqlen, heads, head_dim)`, lse
-            `(batch, heads, seqlen_q)`, dsinks `(heads,)`.
+            `(batch, heads, seqlen_q)`, dsinks `(heads,)`, dread as it is read.
     """
     used = {name: _shares(_by_head(name, value), answers[name]) for name, value in found.items()}
-    if "dsinks" in used:  # of which no block is more than an element
-        used["dsinks"] = (used["dsinks"][0],) * 2
+    for name in used.keys() & {"dsinks", "dread"}:  # of which no block is more than an element
+        used[name] = (used[name][0],) * 2
     return used
 
 
@@ -367,8 +432,8 @@ def worst(name: str, value: Tensor, answer: Expected) -> str:
 
 
 def _by_head(name: str, x: Tensor) -> Tensor:
-    if name == "dsinks":
-        return x[None, :, None, None].double()
+    if name in ("dsinks", "dread"):
+        return x.flatten()[None, :, None, None].double()
     return (x[..., None] if name == "lse" else x.transpose(1, 2)).double()
 
 

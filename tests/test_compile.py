@@ -17,6 +17,7 @@ from flashzoo._sass import Resources
 from flashzoo._triton import packed
 from flashzoo._triton.append import append_launch
 from flashzoo._triton.compile import resources
+from flashzoo._triton.scores import types_of
 from flashzoo._triton.tiles import DELTA_BLOCK
 from flashzoo.blocksparse import launch as blocksparse
 from flashzoo.blocksparse.config import tiles_for as blocksparse_tiles
@@ -70,15 +71,16 @@ KNOWN_STACK_BY_LENGTHS = {("dkdv", 80, 128): 8, ("dkdv", 90, 64): 32, ("dkdv", 9
 
 # How each kernel is launched: by which function, with strides of how many tensors and what else; its tensor parameters
 # (h in the problem's dtype, o in that of out, f in float32, i in int32, b bits, t the table of packed
-# sequences, u how much of caches is used, s sinks, g their gradient's parts) and how many floats follow them.
+# sequences, u how much of caches is used, s sinks, g their gradient's parts, m what a function on scores reads, r that
+# and where its gradients are summed) and how many floats follow them, of which the last may be for such a function.
 MASK_SIZES = (0, 1, 32, 100)
 LAUNCHES = {
     ("v1", "forward"): (v1.forward_launch, 5, (), "hhhoffff", 1),
     ("v1", "backward"): (v1.backward_launch, 8, (False,), "hhhhhfhhff", 2),
-    ("v2", "forward"): (v2.forward_launch, 4, (True,), "hhhoftus", 1),
+    ("v2", "forward"): (v2.forward_launch, 4, (True,), "hhhoftusm", 2),
     ("v2", "delta"): (v2.delta_launch, 2, (True,), "oofffftsg", 0),
-    ("v2", "dkdv"): (v2.dkdv_launch, 6, (True,), "hhhhhhfftu", 2),
-    ("v2", "dq"): (v2.dq_launch, 5, (True,), "hhhhhfftu", 2),
+    ("v2", "dkdv"): (v2.dkdv_launch, 6, (True,), "hhhhhhfftum", 3),
+    ("v2", "dq"): (v2.dq_launch, 5, (True,), "hhhhhfftur", 3),
     ("blocksparse", "forward"): (blocksparse.forward_launch, 4, (True, MASK_SIZES), "hhhofiiiiib", 1),
     ("blocksparse", "dkdv"): (blocksparse.dkdv_launch, 6, (True, MASK_SIZES), "hhhhhhffiiiiib", 2),
     ("blocksparse", "dq"): (blocksparse.dq_launch, 5, (True, MASK_SIZES), "hhhhhffiiiiib", 2),
@@ -98,8 +100,11 @@ def compiled(version: str, kernel: str, problem: Problem) -> Resources:
         name: "i32" if feature in problem.features else None for name, feature in (("t", "packed"), ("u", "cache"))
     }
     kinds |= dict.fromkeys("sg", "fp32" if problem.sinks else None)
+    kinds |= {"m": types_of(problem.score_mod), "r": types_of(problem.score_mod, sums=True)}
     types = tuple(kinds[parameter] for parameter in parameters)
-    return resources(launch(problem, strides, *more), types, floats, problem.arch or 0)
+    on_scores = set(parameters) & {"m", "r"}
+    left_out = (floats - 1,) if on_scores and problem.score_mod is None else ()
+    return resources(launch(problem, strides, *more), types, floats, problem.arch or 0, left_out)
 
 
 def cases() -> Iterator[tuple[str, str, int, int, str, bool]]:

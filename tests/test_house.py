@@ -27,7 +27,7 @@ DEVICE_CODE = {
 
 PLUMBING = {"flashzoo._sass", "flashzoo._triton", "flashzoo._cute"}
 # What users hand to `attention`.
-BLOCK_MASK = "flashzoo.masks"
+BLOCK_MASK, SCORES = "flashzoo.masks", "flashzoo.scores"
 # What a version is handed.
 HANDED = {"flashzoo.call.forms", "flashzoo.call.operands", "flashzoo.call.problem"}
 CALL = {"flashzoo.call"}
@@ -38,7 +38,14 @@ MAY_IMPORT = {
     "call.forms": set(),
     "call.features": {"flashzoo.call.forms"},
     "call.problem": {"flashzoo.call.features", "flashzoo.call.forms"},
-    "call.operands": {"torch", BLOCK_MASK, "flashzoo.call.forms", "flashzoo.call.problem", "flashzoo.lengths"},
+    "call.operands": {
+        "torch",
+        BLOCK_MASK,
+        SCORES,
+        "flashzoo.call.forms",
+        "flashzoo.call.problem",
+        "flashzoo.lengths",
+    },
     "call.check": {"torch", "flashzoo.call.forms", "flashzoo.call.problem", "flashzoo.dtypes"},
     "call.plan": {
         "torch",
@@ -53,6 +60,7 @@ MAY_IMPORT = {
         "torch",
         "typing_extensions",
         BLOCK_MASK,
+        SCORES,
         "flashzoo.autograd",
         "flashzoo.registry",
         "flashzoo.transforms",
@@ -64,7 +72,8 @@ MAY_IMPORT = {
     "call.traced": {"torch", "flashzoo.autograd", "flashzoo.registry", "flashzoo.transforms"} | CALL,
     "autograd": {"torch", "flashzoo.call.problem", "flashzoo.transforms"},
     "transforms": {"torch", "flashzoo.call.problem", "flashzoo.registry", "flashzoo.spec"},
-    "reference": {"torch", "flashzoo.autograd", "flashzoo.dtypes", "flashzoo.lengths", "flashzoo.sinks"} | HANDED,
+    "reference": {"torch", SCORES, "flashzoo.autograd", "flashzoo.dtypes", "flashzoo.lengths", "flashzoo.sinks"}
+    | HANDED,
     "baselines": {"torch", "flashzoo.reference", "flashzoo.spec", "flashzoo.transforms"} | HANDED,
     "dtypes": {"torch"},
     "gpu": set(),
@@ -74,13 +83,24 @@ MAY_IMPORT = {
     "workloads": {
         "torch",
         BLOCK_MASK,
+        SCORES,
         "flashzoo.dtypes",
         "flashzoo.call.forms",
         "flashzoo.call.problem",
         "flashzoo.lengths",
     },
-    "accuracy": {"torch", "flashzoo.reference", "flashzoo.roundings", "flashzoo.sinks", "flashzoo.workloads"} | HANDED,
-    "roundings": {"torch", "flashzoo.reference", "flashzoo.call.problem", "flashzoo.sinks", "flashzoo.workloads"},
+    "accuracy": {"torch", SCORES, "flashzoo.reference", "flashzoo.roundings", "flashzoo.sinks", "flashzoo.workloads"}
+    | HANDED,
+    "roundings": {
+        "torch",
+        SCORES,
+        "flashzoo.reference",
+        "flashzoo.call.problem",
+        "flashzoo.sinks",
+        "flashzoo.workloads",
+    },
+    "scores": {"torch", SCORES, "flashzoo.call.forms", "flashzoo.lengths"},
+    "score_mods": {"torch", SCORES},
     "sinks": {"torch"},
     "merge": {"torch", "flashzoo.call.check"},
     "append": {"torch", "flashzoo.call.check", "flashzoo.call.operands", "flashzoo.transforms"},
@@ -92,7 +112,9 @@ MAY_IMPORT = {
         "triton",
         "flashzoo._sass",
         "flashzoo._triton",
+        SCORES,
         "flashzoo.gpu",
+        "flashzoo.call.forms",
         "flashzoo.call.operands",
         "flashzoo.call.problem",
     },

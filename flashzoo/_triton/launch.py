@@ -56,10 +56,11 @@ class Launch:
         self._rest = (*scalars, *constexprs.values())
         self._compiled: dict[tuple[int, ...], Any] = {}
 
-    def __call__(self, tensors: tuple[Any, ...], floats: tuple[float, ...]) -> None:
+    def __call__(self, tensors: tuple[Any, ...], floats: tuple[float | None, ...]) -> None:
         """Launch on the current stream of the tensors' device, or in the interpreter where they are on the CPU.
 
-        A kernel is compiled without the tensors, of which the first is never one, that are None.
+        A kernel is compiled without the tensors, of which the first is never one, that are None. One may be a tuple of
+        tensors and integers.
         """
         if not tensors[0].is_cuda:
             interpret(self.kernel, self._grid, (*tensors, *floats, *self.scalars), self.constexprs)
@@ -71,12 +72,8 @@ class Launch:
             with torch.cuda.device(device):
                 self._launch(device, tensors, floats)
 
-    def _launch(self, device: int, tensors: tuple[Any, ...], floats: tuple[float, ...]) -> None:
-        key = (
-            (device,)
-            if self._aligned
-            else (device, *[0 if tensor is None else tensor.data_ptr() & 15 for tensor in tensors])
-        )
+    def _launch(self, device: int, tensors: tuple[Any, ...], floats: tuple[float | None, ...]) -> None:
+        key = (device,) if self._aligned else (device, *[_specialised(tensor) for tensor in tensors])
         if self.tma_tiles:
             arguments = [_descriptor(x, tile) if tile else x for x, tile in zip(tensors, self.tma_tiles, strict=True)]
         else:
@@ -88,6 +85,14 @@ class Launch:
         else:
             # Asked by the function that torch's own generated code uses: Triton would ask at a higher cost.
             run(*arguments, *floats, *self._rest, stream=torch._C._cuda_getCurrentRawStream(device))
+
+
+def _specialised(x: Any) -> Any:
+    """By what of an argument Triton chooses a kernel: of a tensor's address, and of the numbers beside tensors in a
+    tuple."""
+    if isinstance(x, Tensor):
+        return x.data_ptr() & 15
+    return tuple([_specialised(part) for part in x]) if isinstance(x, tuple) else x or 0
 
 
 def _descriptor(x: Tensor, tile: tuple[int, ...]) -> TensorDescriptor:

@@ -20,6 +20,7 @@ from flashzoo.call.plan import negated, plan, problem_of
 from flashzoo.call.problem import OPTIONS, Problem
 from flashzoo.masks.block_mask import BlockMask
 from flashzoo.registry import Explanation, current, explain_problem, requested
+from flashzoo.scores.mod import ScoreMod
 from flashzoo.transforms import check_transforms, refuse_transforms, transforming
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Options(TypedDict, total=False):
     seqused_k: Tensor | None
     page_table: Tensor | None
     sinks: Tensor | None
+    score_mod: ScoreMod | Callable[..., Tensor] | None
     max_seqlen_q: int | None
     max_seqlen_k: int | None
 
@@ -132,6 +134,13 @@ def attention(
             fp16 (with float64 inputs float64 too), any stride; as scores are after softmax_scale. -inf is as no sink.
             It is computed with in float32, in which its gradient is summed, in a fixed order, and then rounded to its
             dtype.
+        score_mod: a function `(score, batch, head, q_idx, kv_idx) -> score` on each score, scaled and in float32,
+        before
+            anything is masked, FlexAttention's: torch operations on tensors of no dimensions, traced once (see
+            `flashzoo.ScoreMod`, and `flashzoo.score_mods` for those that have names). q_idx and kv_idx count from a
+            sequence's first query and key, head is the query's, batch of packed sequences the sequence's number. -inf
+            is as masked, and a row of nothing else as one that sees no key. Tensors that it captured are read where
+            they lie, on q's device, past their ends as 0; those that require grad have gradients, summed in float32.
         max_seqlen_q, max_seqlen_k: no sequence is longer. Nothing depends on them but `explain`.
 
     Returns:

@@ -11,7 +11,7 @@ from torch.compiler import is_compiling
 
 from flashzoo.call.api import Options, takes_options
 from flashzoo.call.check import check_tensor, check_tensors, described, fields_of
-from flashzoo.call.operands import DIFFERENTIABLE, taken
+from flashzoo.call.operands import DIFFERENTIABLE, differentiable_of, taken
 from flashzoo.call.packed import as_batch
 from flashzoo.call.plan import negated, plan_backward
 from flashzoo.registry import current, requested
@@ -48,7 +48,8 @@ def attention_backward(
 
         dsinks = - sum over a head's rows of exp(sink - lse) * (delta - dlse)
 
-    is that of the whole already, whatever the part; without them dq, dk and dv are the same.
+    is that of the whole already, whatever the part; without them dq, dk and dv are the same. With a score_mod p is made
+    of new scores, of which ds is the gradient, and dq and dk have that of the old ones in its place.
 
     Args:
         dout: gradient of out, `(batch, seqlen_q, heads, head_dim_v)`, q's dtype and device, any strides.
@@ -65,7 +66,8 @@ def attention_backward(
 
     Returns:
         `(dq, dk, dv)` in the shapes and the dtype of q, k and v, and behind them dsinks in that of sinks where these
-        are given; not recorded by autograd. With the out and the LSE of `attention` and the same version and options
+        are given, and those of the tensors that score_mod reads and that require grad; not recorded by autograd. With
+        the out and the LSE of `attention` and the same version and options
         they are the gradients that autograd gives, to the bit where the version's bits are always the same.
 
     Raises:
@@ -94,7 +96,8 @@ def attention_backward(
         refuse_transforms("flashzoo.attention_backward", **given)
     asked: dict[str, Any] = {**options}
     operands, forms = taken(asked)
-    of_operands = [x.dtype for name in DIFFERENTIABLE if (x := options.get(name)) is not None]
+    asked_for = {name: options.get(name) for name in DIFFERENTIABLE} | {"score_mod": operands.score_mod}
+    of_operands = [x.dtype for x in differentiable_of(asked_for)]
     fields_of(asked)
     if isinstance(asked.get("window_size"), list):  # which has no hash
         asked["window_size"] = tuple(asked["window_size"])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from flashzoo.call.forms import MaskForm
+from flashzoo.call.forms import MaskForm, ScoreForm
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ BESIDE_OPTIONS = {
     "cache": Feature("seqused_k", lambda p: p.used_k and p.sequences is None, {"used_k": True}),
     "paged": Feature("page_table", lambda p: p.page_size is not None, {"page_size": 1}),
     "sinks": Feature("sinks", lambda p: p.sinks, {"sinks": True}),
+    "score_mod": Feature("score_mod", lambda p: p.score_mod is not None, {"score_mod": ScoreForm()}),
     "block_mask": Feature("block_mask", lambda p: p.block_mask is not None, {"block_mask": MaskForm()}),
 }
 """By the name that a `Spec` declares it under."""

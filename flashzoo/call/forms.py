@@ -1,5 +1,5 @@
-"""Which keys a query sees, as plain values: windows, and `MaskForm`, the hashable part of a block mask.
-Standard library only."""
+"""Which keys a query sees, as plain values: windows, and `MaskForm`, the hashable part of a block mask. And
+`ScoreForm`, that of a function on scores. Standard library only."""
 
 from __future__ import annotations
 
@@ -72,3 +72,33 @@ class MaskForm:
         ]
         how += ["bits"] if self.bits else []
         return f"{text} ({', '.join(how)})" if how else text
+
+
+SOFTCAP = """\
+x0: f32 = mul(score, 0.05)
+x1: f32 = tanh(x0)
+x2: f32 = mul(x1, 20.0)
+return x2"""
+
+
+@dataclass(frozen=True)
+class ScoreForm:
+    """A `flashzoo.ScoreMod` without its function and its tensors' numbers: what the choice of a version and of its
+    kernels may depend on.
+
+    Attributes:
+        text: of its `flashzoo.scores.program.Program`; unless given a softcap of 20.
+        reads: dtype and shape of each tensor that it captured.
+        grads: the numbers of those that have gradients.
+        far: elements of one of them lie 2^31 or more apart.
+    """
+
+    text: str = SOFTCAP
+    reads: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    grads: tuple[int, ...] = ()
+    far: bool = False
+
+    def __str__(self) -> str:
+        text = f"score_mod of {self.text.count(chr(10))} operations"
+        read = [f"{dtype} {shape}" for dtype, shape in self.reads]
+        return f"{text} on {', '.join(read)}" if read else text

@@ -15,6 +15,8 @@ from flashzoo.call.problem import DESCALE_BLOCK, Problem
 from flashzoo.integers import cdiv
 from flashzoo.lengths import Ranges
 from flashzoo.masks.block_mask import BlockMask
+from flashzoo.scores.mod import ScoreMod
+from flashzoo.scores.program import read_by
 
 # quoted, or pyright --verifytypes does not know it
 Descales: TypeAlias = "tuple[Tensor | None, Tensor | None, Tensor | None]"
@@ -33,6 +35,7 @@ class Operands:
         page_table: int32 `(batch, pages of a sequence)`, rows without gaps: k and v are pages
             `(pages, page_size, heads_kv, head_dim)`.
         sinks: `(heads,)` without gaps, float32, or float64 where q may be.
+        score_mod: traced, with the tensors that it reads, of any strides.
     """
 
     q_descale: Tensor | None = None
@@ -44,6 +47,7 @@ class Operands:
     seqused_k: Tensor | None = None
     page_table: Tensor | None = None
     sinks: Tensor | None = None
+    score_mod: ScoreMod | None = None
 
     @property
     def ranges(self) -> Ranges | None:
@@ -61,8 +65,10 @@ class Operands:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Those that are one."""
-        return {name: x for name in OPERANDS if isinstance(x := getattr(self, name), Tensor)}
+        """Those that are one, and those that a function on scores reads."""
+        found = {name: x for name in OPERANDS if isinstance(x := getattr(self, name), Tensor)}
+        read = () if self.score_mod is None else self.score_mod.tensors
+        return found | {f"score_mod's tensor {i}": x for i, x in enumerate(read)}
 
     @property
     def forms(self) -> Forms:
@@ -74,7 +80,7 @@ class Operands:
     @property
     def differentiable(self) -> tuple[Tensor, ...]:
         """Those of the call whose gradients a backward pass gives behind q's, k's and v's, in the fields' order."""
-        return tuple([x for name in DIFFERENTIABLE if (x := getattr(self, name)) is not None])
+        return differentiable_of({name: getattr(self, name) for name in DIFFERENTIABLE})
 
     @property
     def requires_grad(self) -> bool:
@@ -91,10 +97,16 @@ class Operand(ABC):
     Attributes:
         parts: what the operator takes for it: endings of its name, and types in the schema.
         gradient: whether a backward pass gives one.
+        differentiated: of one with a gradient the ending of the part that has it.
     """
 
     parts: Mapping[str, str] = {"": "Tensor?"}
     gradient = False
+    differentiated = ""
+
+    def differentiable(self, x: Any) -> tuple[Tensor, ...]:
+        """Of one with a gradient the tensors that have it."""
+        return (x,)
 
     @abstractmethod
     def form(self, name: str, x: Any) -> Hashable:
@@ -284,16 +296,79 @@ class _Sinks(_OfTensor):
         return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+class _ScoreMod(Operand):
+    parts: Mapping[str, str] = {"_text": "str?", "_tensors": "Tensor[]?", "_grads": "SymInt[]?"}
+    gradient = True
+    differentiated = "_tensors"
+
+    def differentiable(self, x: Any) -> tuple[Tensor, ...]:
+        return x.differentiable
+
+    def form(self, name: str, x: Any) -> Hashable:
+        if not isinstance(x, ScoreMod):
+            raise TypeError(f"{name} must be a flashzoo.ScoreMod where a call is traced, made outside, got {x!r}")
+        return x.form, tuple([tensor.device for tensor in x.tensors])
+
+    def check(self, name: str, form: Any, device: torch.device) -> None:
+        for i, where in enumerate(form[1]):
+            if where != device and device.type != "meta":  # `explain` is asked of shapes alone
+                raise ValueError(f"{name}'s tensor {i} must be on q's device {device}, got {where}")
+
+    def check_sizes(self, name: str, form: Any, problem: Problem) -> None:
+        for i, (dtype, _) in enumerate(form[0].reads):
+            if dtype == "f64" and problem.dtype != "fp64":
+                raise TypeError(
+                    f"{name}'s tensor {i} of dtype torch.float64 goes with inputs of fp64, got {problem.dtype} ones"
+                )
+        batch = problem.batch if problem.sequences is None else problem.sequences
+        least = {"b": ("batch", batch), "h": ("heads", problem.heads)}
+        if problem.sequences is None:
+            least |= {"q": ("seqlen_q", problem.seqlen_q), "k": ("seqlen_k", problem.seqlen_k)}
+        for tensor, dimension, index in read_by(form[0].text):
+            shape = form[0].reads[tensor][1]
+            of, size = least.get(index, ("", 0))
+            if shape[dimension] < size:
+                raise ValueError(
+                    f"{name}'s tensor {tensor} {shape} is read by {of} in dimension {dimension}, whose size must be at "
+                    f"least {size}, got {shape[dimension]}"
+                )
+
+    def fields(self, name: str, form: Any) -> dict[str, Any]:
+        return {name: form[0]}
+
+    def prepared(self, x: Any, options: Mapping[str, Any]) -> Any:
+        """Traced, and its tensors as they lie in memory."""
+        return ScoreMod.of(x).resolved()
+
+    def split(self, x: Any) -> tuple[Any, ...]:
+        return x.text, list(x.tensors), list(x.grads)
+
+    def joined(self, *parts: Any) -> Any:
+        text, tensors, grads = parts
+        return ScoreMod.of_parts(text, tuple(tensors), tuple(grads))
+
+
 OPERANDS: dict[str, Operand] = {
     **dict.fromkeys(("q_descale", "k_descale", "v_descale"), _Descale()),
     "block_mask": _Mask(),
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_k"), _Lengths()),
     "page_table": _Pages(),
     "sinks": _Sinks(),
+    "score_mod": _ScoreMod(),
 }
 """By the argument's name, in the order of the fields of `Operands`."""
 DIFFERENTIABLE = tuple(name for name, kind in OPERANDS.items() if kind.gradient)
 """Those that have one."""
+
+
+def differentiable_of(operands: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """Of operands by name the tensors that have gradients, in the order of the table."""
+    found: list[Tensor] = []
+    for name in DIFFERENTIABLE:
+        if operands.get(name) is not None:
+            found += OPERANDS[name].differentiable(operands[name])
+    return tuple(found)
+
 
 _PLACES = {name: place for place, name in enumerate(OPERANDS)}
 K_LENGTHS, PAGE_TABLE = _PLACES["cu_seqlens_k"], _PLACES["page_table"]

@@ -221,7 +221,7 @@ def _nothing_to_see(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands:
     out = q.new_zeros((*q.shape[:3], problem.head_dim_v), dtype=TORCH_DTYPES[problem.out_dtype])
     if problem.grad:
         # For autograd the zeros must come from the inputs: each adds the sum of none of its numbers, whatever they are.
-        out = out + sum(x[:0].sum() for x in (q, k, v, *operands.differentiable))
+        out = out + sum(x.flatten()[:0].sum() for x in (q, k, v, *operands.differentiable))
     lse_dtype = torch.promote_types(out.dtype, torch.float32)
     nothing, sinks = out.to(lse_dtype).sum(-1).transpose(1, 2), operands.sinks
     # A sink of -inf is none, and has no gradient.
@@ -239,10 +239,10 @@ def _no_gradients(
     _: Problem,
     operands: Operands,
 ) -> tuple[Tensor, ...]:
-    """The gradients where there is no query or no key: only sinks have one, through the given out
+    """The gradients where there is no query or no key: only sinks have one that is not 0, through the given out
     and LSE's gradient."""
-    zeros = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    if operands.sinks is None:
-        return zeros
-    delta = (dout * out.to(lse.dtype)).sum(-1).transpose(1, 2)
-    return *zeros, gradient_of_sinks(operands.sinks, lse, delta if dlse is None else delta - dlse)
+    zeros = [torch.zeros_like(x) for x in (q, k, v, *operands.differentiable)]
+    if operands.sinks is not None:
+        delta = (dout * out.to(lse.dtype)).sum(-1).transpose(1, 2)
+        zeros[3] = gradient_of_sinks(operands.sinks, lse, delta if dlse is None else delta - dlse)
+    return tuple(zeros)

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from flashzoo.call.features import BESIDE_OPTIONS, Feature
-from flashzoo.call.forms import MaskForm, Window, check_flags, normalised, span_of
+from flashzoo.call.forms import MaskForm, ScoreForm, Window, check_flags, normalised, span_of
 
 DTYPES = ("fp16", "bf16", "fp32", "fp64", "e4m3")
 PRECISIONS = (None, "fp8")
@@ -147,6 +147,7 @@ class Problem:
         page_size: keys and values lie in pages of so many rows, which of them are a sequence's is on the device; None
             where they don't. seqlen_k is as many rows as a sequence may have pages for.
         sinks: each query head has a logit in its softmax that brings no value.
+        score_mod: the form of the function on scores; None where there is none.
         max_seqlen_q, max_seqlen_k: no sequence has more queries, or keys; None where the caller does not say.
             Only with sequences.
         out_dtype: of out, one of `OUT_DTYPES`; None stands for the first, as does what inputs of another dtype than
@@ -211,6 +212,7 @@ class Problem:
     used_k: bool = False
     page_size: int | None = None
     sinks: bool = False
+    score_mod: ScoreForm | None = None
     max_seqlen_q: int | None = option(None, "SymInt?", _check_length)
     max_seqlen_k: int | None = option(None, "SymInt?", _check_length)
 
@@ -248,6 +250,11 @@ class Problem:
             raise ValueError(f"precision={self.precision!r} is for dtype {' or '.join(QUANTIZABLE)}, got {self.dtype}")
         if self.block_mask is not None:
             self._check_form(self.block_mask)
+        if self.score_mod is not None and not isinstance(self.score_mod, ScoreForm):
+            raise TypeError(
+                "score_mod must be a ScoreForm, such as a flashzoo.ScoreMod's `form`, or None, "
+                f"got {type(self.score_mod).__name__}"
+            )
         if self.page_size is not None:
             self._check_pages()
         if self.sequences is not None:
@@ -380,6 +387,8 @@ class Problem:
             text += f", pages of {self.page_size}"
         if self.block_mask is not None:
             text += f", {self.block_mask}"
+        if self.score_mod is not None:
+            text += f", {self.score_mod}"
         text += "".join(f", {name}" for name in ("sinks", "lse", "grad") if getattr(self, name))
         return f"{text}, on {self.where}"
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from flashzoo.autograd import refuse_double_backward
 from flashzoo.call.check import check_shapes, check_tensors, described, fields_of, read_by_pages
 from flashzoo.call.forms import check_flags, normalised
-from flashzoo.call.operands import DIFFERENTIABLE, OPERANDS, Operands, taken
+from flashzoo.call.operands import DIFFERENTIABLE, OPERANDS, Operands, differentiable_of, taken
 from flashzoo.call.plan import Plan, negated, plan
 from flashzoo.call.problem import OPTIONS, Problem
 from flashzoo.registry import ARGUMENT, current, requested
@@ -47,15 +47,19 @@ _INPUTS = {name: f"Tensor {name}" for name in ("q", "k", "v")}
 _FORWARD = {**_INPUTS, **_HOW, "grad": "bool grad=False", "by": f"str by='{ARGUMENT}'"}
 _SAVED = {"dout": "Tensor dout", "dlse": "Tensor? dlse", **_INPUTS, "out": "Tensor out", "lse": "Tensor lse"}
 _BACKWARD = {**_SAVED, **_HOW}
-_DIFFERENTIATED = [*_INPUTS, *DIFFERENTIABLE]
-"""What a backward pass has gradients of, in its order."""
+_DIFFERENTIATED = {name: name for name in _INPUTS}
+_DIFFERENTIATED |= {name: f"{name}{OPERANDS[name].differentiated}" for name in DIFFERENTIABLE}
+"""What a backward pass has gradients of, in its order, and by which argument it comes."""
+_LISTED = {name for name in DIFFERENTIABLE if "[]" in _PARTS[_DIFFERENTIATED[name]]}
+"""Those that are several tensors, of which some have one."""
+_GRADIENTS = [f"Tensor{'[]' if name in _LISTED else ''} d{name}" for name in _DIFFERENTIATED]
 # out lies in the order of the strides that q had when it was traced
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
 torch.library.define(NAME, f"({', '.join(_FORWARD.values())}) -> (Tensor out, Tensor lse)", tags=_TAGS)
 torch.library.define(
     BACKWARD_NAME,
-    f"({', '.join(_BACKWARD.values())}) -> ({', '.join(f'Tensor d{name}' for name in _DIFFERENTIATED)})",
+    f"({', '.join(_BACKWARD.values())}) -> ({', '.join(_GRADIENTS)})",
     tags=_TAGS,
 )
 
@@ -82,7 +86,7 @@ def traced(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, version: str, opti
         if x is not None:
             kind.check(name, kind.form(name, x), q.device)
             how |= {f"{name}{end}": part for end, part in zip(kind.parts, kind.split(x), strict=True)}
-    leaves = (q, k, v, *(x for name in DIFFERENTIABLE if (x := options.get(name)) is not None))
+    leaves = (q, k, v, *differentiable_of(options))
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
     name, by = _requested(version)
     refuse_traced_forward_ad()
@@ -147,13 +151,22 @@ def _attention_backward(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
             found = run.backward(dout, dlse, q, k, v, out, lse, problem, operands)
         else:
             found = _recorded_anew(run, dout, dlse, q, k, v, problem, operands)
-    given = [name for name in _DIFFERENTIATED if how.get(name) is not None]
-    gradients = dict(zip(given, (-found[0] if planned.negative else found[0], *found[1:]), strict=True))
-    return tuple(
-        # of an operand in the dtype that it was handed over in
-        _laid_out(gradients[name].to(how[name].dtype), *_dense(how[name])) if name in gradients else q.new_empty(0)
-        for name in _DIFFERENTIATED
-    )
+    gradients = iter((-found[0] if planned.negative else found[0], *found[1:]))
+    return _by_name(how, lambda x: _laid_out(next(gradients).to(x.dtype), *_dense(x)))
+
+
+def _by_name(how: Named, of: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
+    """For each of `_DIFFERENTIATED` something of each tensor that has a gradient, in the dtype that it was handed over
+    in, and of others nothing."""
+    none, found = how["q"].new_empty, []
+    for name, argument in _DIFFERENTIATED.items():
+        x = how.get(argument)
+        if name in _LISTED:
+            grads = how.get(f"{name}_grads") or ()
+            found.append([of(each) if i in grads else none(0) for i, each in enumerate(x or ())])
+        else:
+            found.append(none(0) if x is None else of(x))
+    return tuple(found)
 
 
 def _recorded_anew(
@@ -178,8 +191,7 @@ def _recorded_anew(
 @torch.library.register_fake(BACKWARD_NAME)
 def _fake_attention_backward(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
     how = dict(zip(_BACKWARD, arguments, strict=False)) | named
-    inputs = (how.get(name) for name in _DIFFERENTIATED)
-    return tuple(how["q"].new_empty(0) if x is None else x.new_empty_strided(*_dense(x)) for x in inputs)
+    return _by_name(how, lambda x: x.new_empty_strided(*_dense(x)))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -202,7 +214,11 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
         dout = torch.zeros_like(out)
     asked = {name: x for name, x in how.items() if name in _BACKWARD}
     found = torch.ops.flashzoo.attention_backward(dout, dlse, **asked, out=out, lse=lse)
-    gradients = {name: dx for name, dx in zip(_DIFFERENTIATED, found, strict=True) if how.get(name) is not None}
+    gradients = {
+        argument: [x if i in how[f"{name}_grads"] else None for i, x in enumerate(dx)] if name in _LISTED else dx
+        for (name, argument), dx in zip(_DIFFERENTIATED.items(), found, strict=True)
+        if how.get(argument) is not None
+    }
     every = (gradients.get(name, [None] * len(x) if _is_tensors(x) else None) for name, x in how.items())
     return tuple(every)[: len(ctx.needs_input_grad)]  # as many as were given: a graph leaves out trailing defaults
 
@@ -216,6 +232,8 @@ torch.library.register_autograd(NAME, _differentiate, setup_context=_keep)
 
 def _dense(x: Tensor, width: int | None = None) -> tuple[list[int], list[int]]:
     """Shape and strides of a tensor without gaps, as x but for the last size, its dimensions in the order of x's."""
+    if not x.ndim:
+        return [], []
     *rows, last = x.shape
     shape = [*rows, last if width is None else width]
     strides, step = [1] * x.ndim, shape[-1]

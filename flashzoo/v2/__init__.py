@@ -3,7 +3,7 @@
 from flashzoo.spec import Spec, deferred
 
 _FEATURES = frozenset(
-    {"causal", "window", "gqa", "cross", "lse", "deterministic", "packed", "used_k", "cache", "sinks"}
+    {"causal", "window", "gqa", "cross", "lse", "deterministic", "packed", "used_k", "cache", "sinks", "score_mod"}
 )
 
 SPEC = Spec(
@@ -18,5 +18,6 @@ SPEC = Spec(
     backward_impl="flashzoo.v2.launch:backward",
     requires=("triton",),
     batch_invariant=True,
+    check=deferred("flashzoo.v2.config:limits"),
     notes=deferred("flashzoo.v2.config:describe"),
 )

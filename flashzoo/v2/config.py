@@ -124,6 +124,13 @@ def tiles_for(kernel: str, problem: Problem) -> Tiles:
     return ANYWHERE[kernel, width]
 
 
+def limits(problem: Problem) -> list[str]:
+    """Sentences on what declarations can't say."""
+    if problem.grad and problem.deterministic and problem.score_mod is not None and problem.score_mod.grads:
+        return ["sums gradients of tensors that score_mod reads in no fixed order, which deterministic=True asks for"]
+    return []
+
+
 def describe(problem: Problem) -> list[str]:
     """Sentences for `explain`: what runs, with which tiles and why, and what happens silently."""
     kernels = ("forward", "dkdv", "dq") if problem.grad else ("forward",)

@@ -194,21 +194,38 @@ def block_of_queries(
 
 
 @triton.jit
+def sequence_of(tiles, heads, b, PACKED: tl.constexpr, SCORE_MOD: tl.constexpr):
+    """The number of a program's sequence, for a function on scores: of the batch, or of packed ones."""
+    if PACKED and SCORE_MOD is not None:
+        return tl.load(tiles + tl.program_id(0) // heads * 8 + 6) - 1
+    else:
+        return b
+
+
+@triton.jit
 def attend(
     state, queries, keys, first, last, scale_log2, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+    SCORE_MOD: tl.constexpr,
 ):  # fmt: skip
     """Take the keys first .. last into the state, acc, l_i and m_i."""
     acc, l_i, m_i = state
-    q_i, row = queries
+    q_i, row, scored = queries
     k_head, v_head = keys
     for start in tl.range(first, last, BLOCK_KV):  # A1.6
         k_j = load_block(k_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)  # A1.7
         s = tl.dot(q_i, k_j.T, input_precision="ieee")  # A1.8
+        if SCORE_MOD is not None:
+            b, h, score_scale, score_tensors = scored
+            at = start + tl.arange(0, BLOCK_KV)
+            s = SCORE_MOD(s * score_scale, b, h, row[:, None], at[None, :], score_tensors)
         if MASKED:
             col = start + tl.arange(0, BLOCK_KV)
             seen = visible(row[:, None], col[None, :], window)
             s = tl.where(seen, s * scale_log2, float("-inf"))
+        elif SCORE_MOD is not None:
+            s *= scale_log2
+        if MASKED or SCORE_MOD is not None:
             m_new = tl.maximum(m_i, tl.max(s, 1))
             # A row that has seen no key yet keeps m = -inf, and -inf - -inf is NaN:
             # its p and alpha are exp2(-inf - 0) = 0.
@@ -228,13 +245,13 @@ def attend(
 
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    q, k, v, o, lse, tiles, used_k, sinks, scale_log2,
+    q, k, v, o, lse, tiles, used_k, sinks, score_tensors, scale_log2, score_scale,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
     seqlen_q, seqlen_k, heads, group, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
-    TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr,
+    TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr, SCORE_MOD: tl.constexpr,
 ):  # fmt: skip
     bh, start_q, first_q, rows_q, first_k, rows_k, _ = block_of_queries(
         tiles, used_k, seqlen_q, seqlen_k, heads, BLOCK_Q, RIGHT, PACKED, CACHE
@@ -258,17 +275,21 @@ def forward_kernel(
     m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
 
     first, whole_first, whole_last, last = visible_keys(start_q, window, BLOCK_Q, BLOCK_KV, LEFT, RIGHT)
-    state, queries, keys = (acc, l_i, m_i), (q_i, row), (k_head, v_head)
+    scored = (sequence_of(tiles, heads, b, PACKED, SCORE_MOD), h, score_scale, score_tensors)
+    state, queries, keys = (acc, l_i, m_i), (q_i, row, scored), (k_head, v_head)
     if LEFT:
         state = attend(
-            state, queries, keys, first, whole_first, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA
-        )
+            state, queries, keys, first, whole_first, scale_log2, window,
+            HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA, SCORE_MOD,
+        )  # fmt: skip
     state = attend(
-        state, queries, keys, whole_first, whole_last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, False, TMA
-    )
+        state, queries, keys, whole_first, whole_last, scale_log2, window,
+        HEAD_DIM, BLOCK_D, BLOCK_KV, False, TMA, SCORE_MOD,
+    )  # fmt: skip
     acc, l_i, m_i = attend(
-        state, queries, keys, whole_last, last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA
-    )
+        state, queries, keys, whole_last, last, scale_log2, window,
+        HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA, SCORE_MOD,
+    )  # fmt: skip
 
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that saw no key: O = 0, LSE = -inf
     o_i = acc / l_safe[:, None]  # A1.12
@@ -336,17 +357,23 @@ def delta_kernel(
 def accumulate_dkdv(
     gradients, keys, queries, first, last, scale_log2, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+    SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """Take the queries first .. last into the gradients, dk and dv. Everything is transposed, (keys, queries), so that
     P^T and dS^T go from one product into the next without leaving the registers."""
     dk, dv = gradients
     k_j, v_j, col = keys
-    q_head, do_head, lse_log2, delta, rows = queries
+    q_head, do_head, lse_log2, delta, rows, scored = queries
     for start in tl.range(first, last, BLOCK_Q):  # B2.8
         q_i = load_block(q_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED, TMA)  # B2.9
         lse_i = load_statistic(lse_log2, rows, start, BLOCK_Q, TMA)
         delta_i = load_statistic(delta, rows, start, BLOCK_Q, TMA)
         s = tl.dot(k_j, q_i.T, input_precision="ieee")  # B2.10
+        if SCORE_MOD is not None:
+            b, h, score_scale, score_tensors = scored
+            at = start + tl.arange(0, BLOCK_Q)
+            given = s * score_scale
+            s = SCORE_MOD(given, b, h, at[None, :], col[:, None], score_tensors)
         p = tl.exp2(s * scale_log2 - lse_i[None, :])  # B2.11
         if MASKED:
             row = start + tl.arange(0, BLOCK_Q)
@@ -355,13 +382,17 @@ def accumulate_dkdv(
         dv = tl.dot(p.to(do_i.dtype), do_i, dv, input_precision="ieee")  # B2.12
         dp = tl.dot(v_j, do_i.T, input_precision="ieee")  # B2.13
         ds = p * (dp - delta_i[None, :])  # B2.14
+        if SCORE_MOD is not None:
+            ds = SCORE_GRADIENT(given, b, h, at[None, :], col[:, None], ds, score_tensors)
+            if MASKED:  # of what is not seen it may be no number
+                ds = tl.where(visible(at[None, :], col[:, None], window), ds, 0.0)
         dk = tl.dot(ds.to(q_i.dtype), q_i, dk, input_precision="ieee")  # B2.16
     return dk, dv
 
 
 @triton.jit(do_not_specialize=SIZES)
 def dkdv_kernel(
-    q, k, v, do, dk, dv, lse_log2, delta, tiles, used_k, scale, scale_log2,
+    q, k, v, do, dk, dv, lse_log2, delta, tiles, used_k, score_tensors, scale, scale_log2, score_scale,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_dob, stride_dos, stride_doh,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
@@ -369,6 +400,7 @@ def dkdv_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
     TMA: tl.constexpr, K_IN_REGISTERS: tl.constexpr, V_IN_REGISTERS: tl.constexpr,
+    SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     if PACKED:
         bh_kv, block, lengths, statistics = packed_tile(tiles, heads_kv)
@@ -416,28 +448,21 @@ def dkdv_kernel(
         h = h_kv * group + member
         q_head = (q, stride_qb, stride_qs, stride_qh, b, h, first_q, rows_q)
         do_head = (do, stride_dob, stride_dos, stride_doh, b, h, first_q, rows_q)
-        queries = (q_head, do_head, lse_log2, delta, (bh_kv * group + member, rows_padded, statistics))
+        scored = (sequence_of(tiles, heads_kv, b, PACKED, SCORE_MOD), h, score_scale, score_tensors)
+        queries = (q_head, do_head, lse_log2, delta, (bh_kv * group + member, rows_padded, statistics), scored)
         if RIGHT:
             gradients = accumulate_dkdv(
-                gradients, keys, queries, first, whole_first, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA
-            )
+                gradients, keys, queries, first, whole_first, scale_log2, window,
+                HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA, SCORE_MOD, SCORE_GRADIENT,
+            )  # fmt: skip
         gradients = accumulate_dkdv(
-            gradients,
-            keys,
-            queries,
-            whole_first,
-            whole_last,
-            scale_log2,
-            window,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_Q,
-            False,
-            TMA,
-        )
+            gradients, keys, queries, whole_first, whole_last, scale_log2, window,
+            HEAD_DIM, BLOCK_D, BLOCK_Q, False, TMA, SCORE_MOD, SCORE_GRADIENT,
+        )  # fmt: skip
         gradients = accumulate_dkdv(
-            gradients, keys, queries, whole_last, last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA
-        )
+            gradients, keys, queries, whole_last, last, scale_log2, window,
+            HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA, SCORE_MOD, SCORE_GRADIENT,
+        )  # fmt: skip
     dk_j, dv_j = gradients
     if PACKED or CACHE:  # of the rows that are stored some may be keys that are not used
         dk_j = tl.where((col < rows_k)[:, None], dk_j, 0.0)
@@ -451,13 +476,19 @@ def dkdv_kernel(
 def accumulate_dq(
     dq, queries, keys, first, last, scale_log2, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
+    SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """Take the keys first .. last into dq."""
-    q_i, do_i, lse_i, delta_i, row = queries
+    q_i, do_i, lse_i, delta_i, row, scored = queries
     k_head, v_head = keys
     for start in tl.range(first, last, BLOCK_KV):
         k_j = load_block(k_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)
         s = tl.dot(q_i, k_j.T, input_precision="ieee")
+        if SCORE_MOD is not None:
+            b, h, score_scale, score_tensors = scored
+            at = start + tl.arange(0, BLOCK_KV)
+            given = s * score_scale
+            s = SCORE_MOD(given, b, h, row[:, None], at[None, :], score_tensors)
         p = tl.exp2(s * scale_log2 - lse_i[:, None])
         if MASKED:
             col = start + tl.arange(0, BLOCK_KV)
@@ -465,13 +496,17 @@ def accumulate_dq(
         v_j = load_block(v_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)
         dp = tl.dot(do_i, v_j.T, input_precision="ieee")
         ds = p * (dp - delta_i[:, None])
+        if SCORE_MOD is not None:
+            ds = SCORE_GRADIENT(given, b, h, row[:, None], at[None, :], ds, score_tensors)
+            if MASKED:
+                ds = tl.where(visible(row[:, None], at[None, :], window), ds, 0.0)
         dq = tl.dot(ds.to(k_j.dtype), k_j, dq, input_precision="ieee")  # B2.15
     return dq
 
 
 @triton.jit(do_not_specialize=SIZES)
 def dq_kernel(
-    q, k, v, do, dq, lse_log2, delta, tiles, used_k, scale, scale_log2,
+    q, k, v, do, dq, lse_log2, delta, tiles, used_k, score_tensors, scale, scale_log2, score_scale,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_dob, stride_dos, stride_doh,
     stride_dqb, stride_dqs, stride_dqh,
@@ -479,6 +514,7 @@ def dq_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
     TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr, DO_IN_REGISTERS: tl.constexpr,
+    SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     bh, start_q, first_q, rows_q, first_k, rows_k, statistics = block_of_queries(
         tiles, used_k, seqlen_q, seqlen_k, heads, BLOCK_Q, RIGHT, PACKED, CACHE
@@ -505,16 +541,20 @@ def dq_kernel(
     dq_i = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
     first, whole_first, whole_last, last = visible_keys(start_q, window, BLOCK_Q, BLOCK_KV, LEFT, RIGHT)
-    queries, keys = (q_i, do_i, lse_i, delta_i, row), (k_head, v_head)
+    scored = (sequence_of(tiles, heads, b, PACKED, SCORE_MOD), h, score_scale, score_tensors)
+    queries, keys = (q_i, do_i, lse_i, delta_i, row, scored), (k_head, v_head)
     if LEFT:
         dq_i = accumulate_dq(
-            dq_i, queries, keys, first, whole_first, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA
-        )
+            dq_i, queries, keys, first, whole_first, scale_log2, window,
+            HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA, SCORE_MOD, SCORE_GRADIENT,
+        )  # fmt: skip
     dq_i = accumulate_dq(
-        dq_i, queries, keys, whole_first, whole_last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, False, TMA
-    )
+        dq_i, queries, keys, whole_first, whole_last, scale_log2, window,
+        HEAD_DIM, BLOCK_D, BLOCK_KV, False, TMA, SCORE_MOD, SCORE_GRADIENT,
+    )  # fmt: skip
     dq_i = accumulate_dq(
-        dq_i, queries, keys, whole_last, last, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA
-    )
+        dq_i, queries, keys, whole_last, last, scale_log2, window,
+        HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA, SCORE_MOD, SCORE_GRADIENT,
+    )  # fmt: skip
 
     store_block(dq_head, dq_i * scale, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashzoo._triton import Launch
 from flashzoo._triton.packed import blocks, tiles_of
+from flashzoo._triton.scores import functions, sums_of, tensors_of
 from flashzoo._triton.tiles import (
     DELTA_BLOCK,
     Strides,
@@ -39,7 +41,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operand
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3])
     launch, used = forward_launch(problem, strides, aligned(q, k, v)), _used(problem, operands)
     tiles, _ = tiles_of(problem, operands, launch.constexprs["BLOCK_Q"])
-    launch((q, k, v, out, lse, tiles, used, operands.sinks), (problem.scale * LOG2E,))
+    tensors = (q, k, v, out, lse, tiles, used, operands.sinks, tensors_of(operands.score_mod))
+    launch(tensors, _scales(problem))
     return out, lse
 
 
@@ -54,8 +57,8 @@ def backward(
     problem: Problem,
     operands: Operands,
 ) -> tuple[Tensor, ...]:
-    """`(dq, dk, dv)`, with sinks their gradient too: delta first, then dK and dV with K/V fixed,
-    then dQ with Q fixed."""
+    """`(dq, dk, dv)`, with sinks their gradient too, and those of what a score_mod reads: delta first, then dK and dV
+    with K/V fixed, then dQ with Q fixed."""
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -63,7 +66,7 @@ def backward(
     dlse_given = dlse is not None
     dlse = lse if dlse is None else dlse.contiguous()
 
-    floats = (problem.scale, problem.scale * LOG2E)
+    floats, sums = (problem.scale, *_scales(problem)), sums_of(operands.score_mod)
     inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
     by_tma, used = aligned(q, k, v, dout), _used(problem, operands)
     of_dkdv = dkdv_launch(problem, (*inputs, *dk.stride()[:3], *dv.stride()[:3]), by_tma)
@@ -75,9 +78,11 @@ def backward(
     # of packed sequences some programs have no block
     dsinks = delta.new_zeros((problem.batch, problem.heads, padded(problem) // DELTA_BLOCK)) if problem.sinks else None
     of_delta((out, dout, lse, dlse, delta, lse_log2, tiles_of_delta, operands.sinks, dsinks), ())
-    of_dkdv((q, k, v, dout, dk, dv, lse_log2, delta, tiles_of_keys, used), floats)
-    of_dq((q, k, v, dout, dq, lse_log2, delta, tiles, used), floats)
-    return (dq, dk, dv) if dsinks is None else (dq, dk, dv, dsinks.sum((0, 2)))
+    read = tensors_of(operands.score_mod)
+    of_dkdv((q, k, v, dout, dk, dv, lse_log2, delta, tiles_of_keys, used, read), floats)
+    of_dq((q, k, v, dout, dq, lse_log2, delta, tiles, used, tensors_of(operands.score_mod, sums)), floats)
+    gradients = (dq, dk, dv) if dsinks is None else (dq, dk, dv, dsinks.sum((0, 2)))
+    return *gradients, *(x.to(of.dtype) for x, of in zip(sums, operands.differentiable[-len(sums) :], strict=False))
 
 
 attention: Callable[..., tuple[Tensor, Tensor | None]] = differentiable(forward, backward)
@@ -97,11 +102,11 @@ def forward_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
         kernels.forward_kernel,
         blocks(problem, problem.seqlen_q, tiles.block_q) * problem.heads,
         (*strides, problem.seqlen_q, problem.seqlen_k, problem.heads, _group(problem), *problem.reach),
-        constexprs(problem, tiles, _masks(problem), "Q_IN_REGISTERS"),
+        constexprs(problem, tiles, _masks(problem), "Q_IN_REGISTERS") | {"SCORE_MOD": functions(problem)["forward"]},
         tiles.num_warps,
         tiles.num_stages,
-        aligned,
-        tma_tiles=tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, None, None, None, None, None),
+        aligned and problem.score_mod is None,
+        tma_tiles=tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, *[None] * 6),
     )
 
 
@@ -120,12 +125,13 @@ def dkdv_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
         kernels.dkdv_kernel,
         blocks(problem, problem.seqlen_k, tiles.block_kv) * problem.heads_kv,
         (*strides, *_lengths(problem), problem.heads_kv, _group(problem), *problem.reach),
-        constexprs(problem, tiles, _masks(problem), "K_IN_REGISTERS", "V_IN_REGISTERS"),
+        constexprs(problem, tiles, _masks(problem), "K_IN_REGISTERS", "V_IN_REGISTERS")
+        | _on_scores(problem, "gradient"),
         tiles.num_warps,
         tiles.num_stages,
-        aligned,
+        aligned and problem.score_mod is None,
         tma_tiles=tma_tiles(
-            problem, tiles, rows, owned[0], owned[1], rows, None, None, (1, rows), (1, rows), None, None
+            problem, tiles, rows, owned[0], owned[1], rows, None, None, (1, rows), (1, rows), None, None, None
         ),
     )
 
@@ -139,13 +145,11 @@ def dq_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
         kernels.dq_kernel,
         blocks(problem, problem.seqlen_q, tiles.block_q) * problem.heads,
         (*strides, *_lengths(problem), problem.heads, _group(problem), *problem.reach),
-        constexprs(problem, tiles, _masks(problem), "Q_IN_REGISTERS", "DO_IN_REGISTERS"),
+        constexprs(problem, tiles, _masks(problem), "Q_IN_REGISTERS", "DO_IN_REGISTERS") | _on_scores(problem, "sums"),
         tiles.num_warps,
         tiles.num_stages,
-        aligned,
-        tma_tiles=tma_tiles(
-            problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, owned[1], None, None, None, None, None
-        ),
+        aligned and problem.score_mod is None,
+        tma_tiles=tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, owned[1], *[None] * 6),
     )
 
 
@@ -153,6 +157,17 @@ def _masks(problem: Problem) -> dict[str, bool]:
     left, right = problem.span
     bounds = {"LEFT": left is not None, "RIGHT": right is not None}
     return {**bounds, "PACKED": "packed" in problem.features, "CACHE": "cache" in problem.features}
+
+
+def _scales(problem: Problem) -> tuple[float, float | None]:
+    """What scores are multiplied by to be in log2 units; and before a score_mod, of which None is compiled away."""
+    return (problem.scale * LOG2E, None) if problem.score_mod is None else (LOG2E, problem.scale)
+
+
+def _on_scores(problem: Problem, gradient: str) -> dict[str, Any]:
+    """What a backward kernel does with scores, and their gradients."""
+    on_scores = functions(problem)
+    return {"SCORE_MOD": on_scores["forward"], "SCORE_GRADIENT": on_scores[gradient]}
 
 
 def _used(problem: Problem, operands: Operands) -> Tensor | None:

@@ -1,0 +1,34 @@
+"""Operations of score functions that Triton has no word for, as it and as torch mean them."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def floor_div(a, b):
+    """Of integers, towards minus infinity, where Triton's own goes towards 0."""
+    toward_0 = a // b
+    return tl.where((toward_0 * b != a) & ((a < 0) != (b < 0)), toward_0 - 1, toward_0)
+
+
+@triton.jit
+def remainder(a, b):
+    """Of integers, with the sign of b."""
+    return a - floor_div(a, b) * b
+
+
+@triton.jit
+def tanh(x):
+    """Off by some 1e-7, which is enough where scores are of 16-bit numbers."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
+
+
+@triton.jit
+def tanh_exact(x):
+    """Off by some roundings: near 0, where the other formula cancels, by an odd polynomial."""
+    x2 = x * x
+    p = -0.0088632355 * x2 + 0.021869488
+    p = p * x2 - 0.053968254
+    p = p * x2 + 0.13333333
+    p = p * x2 - 0.33333333
+    return tl.where(tl.abs(x) < 0.4, x + x * x2 * p, tanh(x))

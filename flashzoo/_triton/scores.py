@@ -1,0 +1,211 @@
+"""Functions on scores as Triton source: written from their programs, and handed to kernels as constexprs.
+
+What they are told: `(score, b, h, q, k, tensors)`, in gradients with `ds` before the tensors. The tensors are one flat
+tuple: of each the tensor, its sizes and its strides; and behind these, in the kernel that sums gradients, of each that
+has one where it is summed, in float32, contiguous.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flashzoo._triton import score_operations
+from flashzoo.call.forms import ScoreForm
+from flashzoo.call.problem import Problem
+from flashzoo.scores.emit import INFIX, Language
+from flashzoo.scores.mod import ScoreMod
+from flashzoo.scores.program import INPUTS, Step, is_value, parsed, tensor_number
+from flashzoo.scores.trace import gradient_of
+
+_DTYPES = {"bool": "tl.int1", "u8": "tl.uint8", "i8": "tl.int8", "i16": "tl.int16", "i32": "tl.int32"}
+_DTYPES |= {"i64": "tl.int64", "f16": "tl.float16", "bf16": "tl.bfloat16", "f32": "tl.float32", "f64": "tl.float64"}
+_OPERATIONS = {
+    **INFIX,
+    **{
+        name: f"tl.{name}({{0}})"
+        for name in ("abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "erf", "sin", "cos")
+    },
+    **{name: f"tl.{name}({{0}})" for name in ("sigmoid", "floor", "ceil")},
+    "tanh": "tanh({0})",
+    "min": "tl.minimum({0}, {1})",
+    "max": "tl.maximum({0}, {1})",
+    "floordiv": "tl.floor({0} / {1})",
+    "floordiv int": "floor_div({0}, {1})",
+    "remainder": "{0} - tl.floor({0} / {1}) * {1}",
+    "remainder int": "remainder({0}, {1})",
+    "not": "~{0}",
+    "not bool": "{0} == 0",
+    "where": "tl.where({0}, {1}, {2})",
+}
+_NAMES = {"tl": tl, "floor_div": score_operations.floor_div, "remainder": score_operations.remainder}
+
+
+def _number(text: str, dtype: str) -> str:
+    value = f'float("{text}")' if text.lstrip("-") in ("inf", "nan") else text
+    return f"tl.full([], {value}, {dtype})"
+
+
+class _Places:
+    """Where in the tuple each tensor's parts are."""
+
+    def __init__(self, form: ScoreForm) -> None:
+        self.first, at = [], 0
+        for _, shape in form.reads:
+            self.first.append(at)
+            at += 1 + 2 * len(shape)
+        self.dimensions = [len(shape) for _, shape in form.reads]
+        self.far = form.far
+        self.sums = {tensor: at + i for i, tensor in enumerate(form.grads)}
+
+    def wide(self, index: str) -> str:
+        """An index to count with."""
+        return f"tl.cast({index}, tl.int64)" if self.far else index
+
+    def size(self, tensor: int, dimension: int) -> str:
+        """Of one dimension."""
+        return f"tensors[{self.first[tensor] + 1 + dimension}]"
+
+    def stride(self, tensor: int, dimension: int) -> str:
+        """Along one dimension."""
+        return f"tensors[{self.first[tensor] + 1 + self.dimensions[tensor] + dimension}]"
+
+    def index(self, name: str, tensor: int, indices: tuple[str, ...]) -> list[str]:
+        """Lines that make `<name>_i<d>` of each index, counted from the end where it is negative, and `<name>_in` of
+        whether all are within the tensor."""
+        lines, within = [], []
+        for d, index in enumerate(indices):
+            size, mine = self.size(tensor, d), f"{name}_i{d}"
+            if index in INPUTS or not is_value(index):  # never negative
+                lines.append(f"{mine} = {index}")
+            else:
+                lines.append(f"{mine} = tl.where({index} < 0, {index} + {size}, {index})")
+                within.append(f"({mine} >= 0)")
+            if is_value(index):  # a number was looked at when it was traced
+                within.append(f"({mine} < {size})")
+        # of a bool that Triton's interpreter spreads over a tile it makes an integer, which is no mask to it
+        return [*lines, f"{name}_in = ({' & '.join(within) or 'tl.full([], 1, tl.int1)'}) != 0"]
+
+    def load(self, name: str, step: Step, indices: tuple[str, ...]) -> list[str]:
+        """A load, of 0 past the tensor's ends."""
+        tensor = tensor_number(step.arguments[0])
+        pointer = f"tensors[{self.first[tensor]}]"
+        if not indices:
+            return [f"{name} = tl.load({pointer})"]
+        at = " + ".join(f"{self.wide(f'{name}_i{d}')} * {self.stride(tensor, d)}" for d in range(len(indices)))
+        value = f"{name} = tl.load({pointer} + ({at}), mask={name}_in, other=0)"
+        as_bool = [f"{name} = {name} != 0"] if step.dtype == "bool" else []
+        return [*self.index(name, tensor, indices), value, *as_bool]
+
+    def add(self, name: str, tensor: int, indices: tuple[str, ...], value: str, inputs: frozenset[str]) -> list[str]:
+        """Lines that add a gradient's tile to where a tensor's is summed: what is of one element first, by sums."""
+        pointer = f"tensors[{self.sums[tensor]}]"
+        along = [axis for axis, letter in enumerate("qk") if letter not in inputs]
+        lines = [] if not indices else self.index(name, tensor, indices)
+        if len(along) == 2:
+            lines.append(f"{name}_sum = tl.sum(tl.sum({value}, 1), 0)")
+        elif along:
+            lines.append(f"{name}_sum = tl.sum({value}, {along[0]}, keep_dims=True)")
+        else:
+            lines.append(f"{name}_sum = {value}")
+        if not indices:
+            return [*lines, f"tl.atomic_add({pointer}, {name}_sum)"]
+        at = self.wide(f"{name}_i0")
+        for d in range(1, len(indices)):
+            at = f"({at} * {self.size(tensor, d)} + {name}_i{d})"
+        mask = f"{name}_in" if along else f"{name}_in & ({name}_sum != 0)"
+        return [*lines, f'tl.atomic_add({pointer} + {at}, {name}_sum, mask={mask}, sem="relaxed")']
+
+
+@lru_cache(maxsize=256)
+def functions(problem: Problem) -> dict[str, Any]:
+    """The constexprs that a problem's function on scores is in kernels: "forward" of new scores, "gradient" of the
+    scaled scores' gradient, and "sums" of that where the gradients of tensors are summed as well; None without one."""
+    form = problem.score_mod
+    if form is None:
+        return dict.fromkeys(("forward", "gradient", "sums"))
+    # of tensors only what the source is made of
+    without_sizes = replace(form, reads=tuple((dtype, (1,) * len(shape)) for dtype, shape in form.reads))
+    return _made(without_sizes, problem.dtype == "fp32")
+
+
+@lru_cache(maxsize=256)
+def _made(form: ScoreForm, exact: bool) -> dict[str, Any]:
+    places, program, gradient = _Places(form), parsed(form.text), gradient_of(form.text)
+    language = Language(_OPERATIONS, _DTYPES, "({0}).to({1})", _number, places.load)
+    names = _NAMES | {"tanh": score_operations.tanh_exact if exact else score_operations.tanh}
+    (new,) = program.outputs
+    lines = language.lines(program, [new])
+    if "score" not in program.inputs(new):  # of the score's shape all the same
+        new = f"{new} + tl.zeros_like(score)"
+    forward = _function("score_mod", "score, b, h, q, k, tensors", [*lines, f"return {new}"], names)
+    of = gradient.program
+    ds = gradient.score if "ds" in of.inputs(gradient.score) else f"{gradient.score} + tl.zeros_like(ds)"
+    lines = [*language.lines(of, [gradient.score]), f"return {ds}"]
+    arguments = "score, b, h, q, k, ds, tensors"
+    backward = _function("score_gradient", arguments, lines, names)
+    summed = [x for x in gradient.loads if x.tensor in form.grads and "ds" in of.inputs(x.value)]
+    if not summed:
+        return {"forward": forward, "gradient": backward, "sums": backward}
+    wanted = [gradient.score, *(name for x in summed for name in (x.value, *x.indices) if name[0] == "x")]
+    lines = language.lines(of, wanted)
+    for i, x in enumerate(summed):
+        inputs = frozenset().union(*(of.inputs(name) for name in x.indices))
+        lines += places.add(f"d{i}", x.tensor, x.indices, x.value, inputs)
+    sums = _function("score_gradient_and_sums", arguments, [*lines, f"return {ds}"], names)
+    return {"forward": forward, "gradient": backward, "sums": sums}
+
+
+def _function(name: str, arguments: str, lines: list[str], names: dict[str, Any]) -> Any:
+    """A function of Triton's from its source, which Triton reads where Python keeps that of files."""
+    source = "\n".join([f"def {name}({arguments}):", *(f"    {line}" for line in lines), ""])
+    exact = names["tanh"] is score_operations.tanh_exact
+    file = f"<flashzoo {name} {abs(hash((source, exact))):x}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    namespace = dict(names)
+    exec(compile(source, file, "exec"), namespace)
+    namespace[name].__module__ = __name__
+    return triton.jit(namespace[name])
+
+
+def tensors_of(mod: ScoreMod | None, sums: tuple[Tensor, ...] = ()) -> tuple[Any, ...] | None:
+    """What the functions are told of a call's tensors, in one tuple; None where there are none.
+
+    Args:
+        sums: where the gradients of those that have one are summed, as `sums_of`.
+    """
+    if mod is None or not mod.tensors:
+        return None
+    found: list[Any] = []
+    for x in mod.tensors:
+        found += [x, *x.shape, *x.stride()]
+    return *found, *sums
+
+
+def sums_of(mod: ScoreMod | None) -> tuple[Tensor, ...]:
+    """Zeros in float32 for the gradients of the tensors that have one."""
+    return (
+        ()
+        if mod is None
+        else tuple(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in mod.differentiable)
+    )
+
+
+def types_of(form: ScoreForm | None, sums: bool = False) -> tuple[str | int, ...] | None:
+    """Triton's element type of each tensor in the tuple, and the numbers, of tensors without gaps, for who compiles
+    without any."""
+    if form is None or not form.reads:
+        return None
+    triton_names = {"f32": "fp32", "f16": "fp16", "f64": "fp64", "bool": "i1"}
+    found: list[str | int] = []
+    for dtype, shape in form.reads:
+        found += [triton_names.get(dtype, dtype), *shape, *(math.prod(shape[d + 1 :]) for d in range(len(shape)))]
+    return *found, *["fp32"] * (len(form.grads) if sums else 0)

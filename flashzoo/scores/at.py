@@ -1,0 +1,118 @@
+"""A function on scores at all places of a problem at once: what the oracle and `standard` compute with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flashzoo.lengths import Ranges
+from flashzoo.scores.evaluate import evaluated
+from flashzoo.scores.mod import ScoreMod
+from flashzoo.scores.program import is_value
+from flashzoo.scores.trace import gradient_of
+
+Places = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredAt:
+    """Of scores `(batch, heads, seqlen_q, seqlen_k)` what a function is told beside each.
+
+    Attributes:
+        mod: the function.
+        places: int32 tensors that broadcast to the scores' shape: batch, or of packed sequences the sequence's number,
+            head, query and key.
+    """
+
+    mod: ScoreMod
+    places: Places
+
+    @classmethod
+    def of(cls, mod: ScoreMod | None, sizes: tuple[int, int, int, int], ranges: Ranges | None) -> ScoredAt | None:
+        """All places, None without a function.
+
+        Args:
+            sizes: batch, heads, seqlen_q and seqlen_k of the scores.
+            ranges: of packed sequences.
+        """
+        if mod is None:
+            return None
+        device = mod.tensors[0].device if ranges is None and mod.tensors else None
+        device = ranges.cu_seqlens_q.device if ranges is not None else device
+        b, h, q, k = (torch.arange(size, dtype=torch.int32, device=device) for size in sizes)
+        b = b[:, None, None, None]
+        if ranges is not None:
+            of_q, of_k = ranges.numbers(sizes[2], sizes[3])
+            first_q, _, first_k, _ = ranges.bounds(sizes[2], sizes[3])
+            if len(first_q):
+                q, k = (q - first_q[of_q]).int().clamp(min=0), (k - first_k[of_k]).int().clamp(min=0)
+                b = of_q.int()[None, None, :, None]
+        return cls(mod, (b, h[None, :, None, None], q[:, None], k))
+
+    @property
+    def differentiable(self) -> tuple[Tensor, ...]:
+        """The tensors that have gradients."""
+        return self.mod.differentiable
+
+    @property
+    def eps(self) -> Tensor:
+        """Of all numbers of these, one behind another, that of their dtypes, `(numbers,)`."""
+        return flat(
+            tuple(torch.full_like(x, torch.finfo(x.dtype).eps, dtype=torch.float64) for x in self.differentiable)
+        )
+
+    def part(self, batch: slice, heads: slice) -> ScoredAt:
+        """Of some of the batch and some heads."""
+        b, h, q, k = self.places
+        return ScoredAt(self.mod, (b if b.shape[0] == 1 else b[batch], h[:, heads], q, k))
+
+    def _on(self, device: torch.device) -> Places:
+        b, h, q, k = self.places
+        return b.to(device), h.to(device), q.to(device), k.to(device)
+
+    def __call__(self, s: Tensor) -> Tensor:
+        """New scores from those scaled; in float64 from float64, whatever the tensors are in that the function
+        reads."""
+        return self.mod.on((s, *self._on(s.device)), self._read_in(s.dtype))
+
+    def _read_in(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        wide = dtype == torch.float64
+        return tuple(x.detach().double() if wide and x.is_floating_point() else x.detach() for x in self.mod.tensors)
+
+    def gradients(self, s: Tensor, ds: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """From the scaled scores and the gradient of the new ones that of the scaled ones; and those of the tensors
+        that have one, in the scores' dtype."""
+        read = list(self._read_in(s.dtype))
+        for i in self.mod.grads:
+            read[i] = read[i].to(s.dtype).requires_grad_()
+        with torch.enable_grad():
+            s = s.detach().requires_grad_()
+            new = self.mod.on((s, *self._on(s.device)), tuple(read))
+            leaves = (s, *(read[i] for i in self.mod.grads))
+            if not new.requires_grad:  # a function of none of these
+                return torch.zeros_like(ds), tuple(torch.zeros_like(x) for x in leaves[1:])
+            found = torch.autograd.grad(new, leaves, ds, allow_unused=True, materialize_grads=True)
+        return found[0], found[1:]
+
+    def squares(self, s: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """By what a change of each score changes the new one; and of all numbers of the tensors that have gradients,
+        one behind another, the sum over scores of weights times the square of that."""
+        gradient, tensors = gradient_of(self.mod.program.text), tuple(x.detach() for x in self.mod.tensors)
+        inputs = {"score": s, "ds": torch.ones_like(s), **dict(zip("bhqk", self._on(s.device), strict=True))}
+        outputs = dict(zip(gradient.program.outputs, evaluated(gradient.program, inputs, None, tensors), strict=True))
+        sums = {i: s.new_zeros(tensors[i].numel()) for i in self.mod.grads}
+        for tensor, indices, value in gradient.loads:
+            if tensor in sums:
+                at = torch.zeros((), dtype=torch.int64, device=s.device)
+                for name, size in zip(indices, tensors[tensor].shape, strict=True):
+                    at = at * size + (outputs[name].long() if is_value(name) else int(name)) % size
+                each = (weights * outputs[value].square()).expand_as(s)
+                sums[tensor].index_add_(0, at.expand_as(s).flatten(), each.flatten().to(s.dtype))
+        return outputs[gradient.score].to(s.dtype).expand_as(s), torch.cat([*sums.values(), s.new_zeros(0)])
+
+
+def flat(gradients: tuple[Tensor, ...]) -> Tensor:
+    """The gradients of the tensors of a function on scores as one, float64 `(numbers,)`, as `Result` has them."""
+    return torch.cat([*(x.detach().double().flatten() for x in gradients)])

@@ -1,0 +1,86 @@
+"""A program on torch tensors of any shapes that go together: what the reference computes where it has no function, and
+what torch differentiates."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashzoo.scores.program import DTYPES, Program, is_value, number, tensor_number
+
+TORCH_DTYPES: dict[str, torch.dtype] = dict(
+    zip(
+        DTYPES,
+        (
+            *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+            *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        ),
+        strict=True,
+    )
+)
+
+_TORCH: dict[str, Callable[..., Any]] = {
+    **{name: getattr(operator, name) for name in ("add", "sub", "mul", "neg", "eq", "ne", "lt", "le", "gt", "ge")},
+    **{
+        name: getattr(torch, name) for name in ("abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid")
+    },
+    **{name: getattr(torch, name) for name in ("erf", "sin", "cos", "floor", "ceil", "remainder", "where")},
+    "div": operator.truediv,
+    "floordiv": partial(torch.div, rounding_mode="floor"),
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+    "not": torch.bitwise_not,
+}
+
+
+def evaluated(
+    program: Program,
+    inputs: Mapping[str, Tensor],
+    loaded: Mapping[str, Tensor] | None = None,
+    tensors: tuple[Tensor, ...] = (),
+) -> tuple[Tensor, ...]:
+    """What the program returns.
+
+    Args:
+        inputs: by their names. A score in float64 makes floating-point numbers float64 that the program has in float32.
+        loaded: elements, by the names of the loads; where None they are read from the tensors.
+        tensors: those that the program loads from.
+    """
+    wide = inputs["score"].dtype == torch.float64
+    values: dict[str, Tensor] = dict(inputs)
+
+    def of_dtype(name: str) -> torch.dtype:
+        return torch.float64 if wide and name == "f32" else TORCH_DTYPES[name]
+
+    for i, step in enumerate(program.steps):
+        name, dtype = f"x{i}", of_dtype(step.dtype)
+        arguments: list[Any] = [values[a] if is_value(a) else number(a) if a[0] != "t" else a for a in step.arguments]
+        if step.operation == "load":
+            if loaded is None:
+                x = tensors[tensor_number(step.arguments[0])]
+                indices: Any = tuple(
+                    i.long() if isinstance(i, Tensor) else torch.tensor(i, device=x.device) for i in arguments[1:]
+                )
+                values[name] = x[indices].to(dtype) if indices else x.to(dtype)
+            else:
+                values[name] = loaded[name]
+        elif step.operation == "const":
+            values[name] = inputs["score"].new_full((), arguments[0], dtype=dtype)
+        elif step.operation == "cast":
+            values[name] = arguments[0].to(dtype)
+        elif step.operation in ("min", "max"):
+            whole = [_tensor(a, inputs["score"], dtype) for a in arguments]
+            values[name] = (torch.minimum if step.operation == "min" else torch.maximum)(*whole)
+        else:
+            values[name] = _TORCH[step.operation](*arguments)
+    return tuple([values[name] for name in program.outputs])
+
+
+def _tensor(x: Any, like: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if isinstance(x, Tensor) else like.new_full((), x, dtype=dtype)

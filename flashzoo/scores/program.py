@@ -1,0 +1,226 @@
+"""`Program`: what a score function computes, as a few lines of text by which kernels are chosen, and made.
+
+    x0: f32 = mul(score, 0.05)
+    x1: f32 = tanh(x0)
+    x2: f32 = load(t0, h)
+    x3: f32 = mul(x1, x2)
+    return x3
+
+Each line is one operation of `OPERATIONS` on what stands above it, on numbers, and on the inputs: the score, scaled;
+the numbers of the batch `b` and of the query head `h`; the query's position `q` and the key's `k`; in a gradient also
+`ds`, that of what is returned. `load` reads one element of the tensor t0, t1, ... that the function captured. Operands
+are of
+the line's dtype, but a cast's, a load's indices, a condition, and what comparisons compare, which is of one dtype.
+Nobody's names are in it, and lines that are not needed, or stand there twice, are left out: two functions that compute
+the same in the same way have the same text. Standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from hashlib import sha256
+
+INPUTS = {"score": "f32", "b": "i32", "h": "i32", "q": "i32", "k": "i32", "ds": "f32"}
+"""Dtypes, by name."""
+DTYPES = ("bool", "u8", "i8", "i16", "i32", "i64", "f16", "bf16", "f32", "f64")
+FLOATS = DTYPES[6:]
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+ARITHMETIC = ("add", "sub", "mul", "div", "floordiv", "remainder", "min", "max", "neg", "abs")
+FUNCTIONS = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid", "erf", "sin", "cos", "floor", "ceil")
+"""Of floating-point numbers."""
+LOGIC = ("and", "or", "xor", "not")
+"""Of bools, and of integers bit by bit."""
+OPERATIONS = (*ARITHMETIC, *FUNCTIONS, *COMPARISONS, *LOGIC, "where", "cast", "const", "load")
+"""All that a program may consist of, and so all that a back end has to know."""
+
+_LINE = re.compile(r"x(\d+): (\w+) = (\w+)\(([^()]*)\)")
+_LITERAL = re.compile(r"-?(inf|nan|\d[\d.e+-]*)|True|False")
+_ORDERLESS = frozenset({"add", "mul", "min", "max", "eq", "ne", "and", "or", "xor"})
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line: an operation, the dtype of its result, and its arguments as they are written."""
+
+    operation: str
+    dtype: str
+    arguments: tuple[str, ...]
+
+
+def tensor_number(argument: str) -> int:
+    """Of a load's first argument."""
+    return int(argument[1:])
+
+
+@dataclass(frozen=True)
+class Program:
+    """Steps, of which the i-th is called x<i>, and what is returned of them and of the inputs."""
+
+    steps: tuple[Step, ...]
+    outputs: tuple[str, ...]
+
+    @cached_property
+    def text(self) -> str:
+        """As in this file's head."""
+        lines = [f"x{i}: {s.dtype} = {s.operation}({', '.join(s.arguments)})" for i, s in enumerate(self.steps)]
+        return "\n".join([*lines, f"return {', '.join(self.outputs)}"])
+
+    def step(self, name: str) -> Step | None:
+        """What is called so; None of an input or a number."""
+        return self.steps[int(name[1:])] if name[0] == "x" else None
+
+    def dtype(self, name: str) -> str:
+        """Of a step's result, or an input."""
+        step = self.step(name)
+        return INPUTS[name] if step is None else step.dtype
+
+    @cached_property
+    def _inputs(self) -> list[frozenset[str]]:
+        found: list[frozenset[str]] = []
+        for step in self.steps:
+            above = [found[int(a[1:])] if a[0] == "x" else frozenset({a} & INPUTS.keys()) for a in step.arguments]
+            found.append(frozenset().union(*above))
+        return found
+
+    def inputs(self, name: str) -> frozenset[str]:
+        """Those inputs that a value depends on."""
+        return self._inputs[int(name[1:])] if name[0] == "x" else frozenset({name} & INPUTS.keys())
+
+    def needed(self, outputs: Iterable[str]) -> list[int]:
+        """The numbers of the steps that these values are made of, in order."""
+        found, ahead = set(), [name for name in outputs if name[0] == "x"]
+        while ahead:
+            number = int(ahead.pop()[1:])
+            if number not in found:
+                found.add(number)
+                ahead += [name for name in self.steps[number].arguments if name[0] == "x"]
+        return sorted(found)
+
+    @cached_property
+    def loads(self) -> tuple[tuple[str, Step], ...]:
+        """Every load, by name."""
+        return tuple((f"x{i}", step) for i, step in enumerate(self.steps) if step.operation == "load")
+
+
+class Builder:
+    """A program that is being written; a line that stands there already is not written again."""
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self._names: dict[Step, str] = {}
+        self._prints: dict[str, str] = {}
+
+    def add(self, operation: str, dtype: str, *arguments: str) -> str:
+        """The name of the result."""
+        step = Step(operation, dtype, arguments)
+        if step not in self._names:
+            self._names[step] = f"x{len(self.steps)}"
+            self.steps.append(step)
+        return self._names[step]
+
+    def dtype(self, name: str) -> str:
+        """Of a value."""
+        return self.steps[int(name[1:])].dtype if name[0] == "x" else INPUTS[name]
+
+    def cast(self, name: str, dtype: str) -> str:
+        """The value in this dtype; a number is of any."""
+        if not is_value(name) or self.dtype(name) == dtype:
+            return name
+        return self.add("cast", dtype, name)
+
+    def program(self, *outputs: str) -> Program:
+        """What these values need, in an order that is of what they are alone, and not of who wrote them when."""
+        found, names = Builder(), {}
+        for number in self._in_order(outputs):
+            step = self.steps[number]
+            arguments = [names.get(name, name) for name in self._arranged(step)]
+            names[f"x{number}"] = found.add(step.operation, step.dtype, *arguments)
+        return Program(tuple(found.steps), tuple(names.get(name, name) for name in outputs))
+
+    def _arranged(self, step: Step) -> tuple[str, ...]:
+        """A step's arguments; where any order will do, steps by what they are, then inputs, then numbers."""
+        if step.operation not in _ORDERLESS:
+            return step.arguments
+        return tuple(sorted(step.arguments, key=lambda a: (a[0] != "x", not is_value(a), self._print(a))))
+
+    def _print(self, name: str) -> str:
+        """What a value is, whatever it is called."""
+        if name[0] != "x":
+            return name
+        if name not in self._prints:
+            step = self.steps[int(name[1:])]
+            parts = [self._print(a) for a in self._arranged(step)]
+            self._prints[name] = sha256(repr((step.operation, step.dtype, parts)).encode()).hexdigest()
+        return self._prints[name]
+
+    def _in_order(self, outputs: tuple[str, ...]) -> list[int]:
+        """The numbers of the steps that these are made of, each behind its arguments."""
+        found: dict[int, None] = {}
+        ahead = [(name, False) for name in reversed(outputs)]
+        while ahead:
+            name, whole = ahead.pop()
+            if name[0] == "x" and int(name[1:]) not in found:
+                if whole:
+                    found[int(name[1:])] = None
+                else:
+                    ahead.append((name, True))
+                    ahead += [(a, False) for a in reversed(self._arranged(self.steps[int(name[1:])]))]
+        return list(found)
+
+
+def is_value(name: str) -> bool:
+    """Whether it is a step's result or an input, and no number."""
+    return name[0] == "x" or name in INPUTS
+
+
+def literal(value: bool | int | float) -> str:
+    """How a number is written."""
+    return repr(value) if isinstance(value, (bool, int)) else repr(float(value))
+
+
+def number(text: str) -> bool | int | float:
+    """The number that is written so."""
+    if text in ("True", "False"):
+        return text == "True"
+    return float(text) if any(c in text for c in ".einf") else int(text)
+
+
+@lru_cache(maxsize=256)
+def parsed(text: str) -> Program:
+    """The program of a text. ValueError where it is none."""
+    *lines, last = text.split("\n")
+    steps: list[Step] = []
+    for line in lines:
+        match = _LINE.fullmatch(line)
+        if match is None or int(match[1]) != len(steps) or match[2] not in DTYPES or match[3] not in OPERATIONS:
+            raise ValueError(
+                f"score_mod's line {len(steps)} must be 'x{len(steps)}: dtype = operation(...)', got {line!r}"
+            )
+        steps.append(Step(match[3], match[2], tuple(match[4].split(", "))))
+        for name in steps[-1].arguments:
+            if not _is_known(name, len(steps) - 1):
+                raise ValueError(f"score_mod's line {len(steps) - 1} must read what stands above it, got {name!r}")
+    outputs = tuple(last.removeprefix("return ").split(", "))
+    if not last.startswith("return ") or not all(is_value(name) and _is_known(name, len(steps)) for name in outputs):
+        raise ValueError(f"score_mod's last line must be 'return' and values, got {last!r}")
+    return Program(tuple(steps), outputs)
+
+
+def _is_known(name: str, above: int) -> bool:
+    if name in INPUTS or _LITERAL.fullmatch(name):
+        return True
+    return name[1:].isdecimal() and (name[0] == "t" or (name[0] == "x" and int(name[1:]) < above))
+
+
+@lru_cache(maxsize=256)
+def read_by(text: str) -> tuple[tuple[int, int, str], ...]:
+    """Of a program the tensors that are read by an input as it is: number of the tensor, dimension, input."""
+    return tuple(
+        (tensor_number(step.arguments[0]), dimension, name)
+        for _, step in parsed(text).loads
+        for dimension, name in enumerate(step.arguments[1:])
+        if name in INPUTS
+    )

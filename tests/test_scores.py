@@ -1,0 +1,292 @@
+"""Functions on scores: what is made of them, when they are traced again, and what is said of those that can't be."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import flashzoo
+from flashzoo import ScoreMod, score_mods, workloads
+from flashzoo.call.forms import SOFTCAP
+from flashzoo.scores.program import OPERATIONS, parsed
+from flashzoo.scores.trace import gradient_of
+from flashzoo_suite.support import DEVICE, lazily_negated
+
+HEADS = 2
+TABLE = torch.linspace(-0.5, 0.5, 10, device=DEVICE).view(HEADS, 5)
+NUMBERS = torch.arange(5, device=DEVICE)
+
+
+def qkv(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    return [torch.randn(1, 40, HEADS, 16, generator=generator, device=DEVICE).to(dtype) for _ in range(3)]
+
+
+def test_the_text_is_what_is_computed():
+    """Not how it is called, nor what is left out of the result."""
+
+    def one(score, b, h, q_idx, kv_idx):
+        unused = score * 3  # noqa: F841
+        return score * 2 + (q_idx - kv_idx)
+
+    def other(s, batch, head, i, j, factor=2):
+        distance = i - j
+        return distance + factor * s
+
+    assert ScoreMod(one).text == ScoreMod(other).text
+    assert ScoreMod(one).text != ScoreMod(lambda s, b, h, i, j: s * 3 + (i - j)).text
+    assert parsed(ScoreMod(one).text) == ScoreMod(one).program
+
+
+def test_texts_of_the_suite_are_those_of_functions():
+    assert score_mods.softcap(20.0).text == SOFTCAP
+    assert score_mods.alibi(torch.ones(4)).text == workloads.SCORE_ALIBI
+    assert score_mods.bias(torch.ones(2, 1, 9, 7).bfloat16()).text == workloads.SCORE_BIAS
+    assert ScoreMod(_table).text == workloads.SCORE_TABLE
+
+
+def _table(s, b, h, i, j, numbers=torch.arange(9), table=torch.ones(2, 3)):  # noqa: B008
+    return torch.where(i - j <= 40, torch.sigmoid(s) * table[h, numbers[(i - j) % 9]], s)
+
+
+def everything(s, b, h, i, j):
+    """A function of every operation."""
+    far = (i - j).abs().float() / 40
+    x = (
+        torch.exp2(-far)
+        + torch.log2(1 + far)
+        - torch.exp(-far) * torch.log(far + 2)
+        + torch.sqrt(far) / torch.rsqrt(far + 1)
+    )
+    x = x + torch.sin(s) * torch.cos(s) + torch.erf(s) + torch.tanh(0.3 * s) + torch.tanh(s) * torch.sigmoid(-s)
+    x = x + torch.floor(s) * 0.01 - torch.ceil(s) * 0.02 - torch.div(s, 3, rounding_mode="floor") * 0.1
+    x = x + torch.minimum(s, far).clamp(-2, 0.5) + s % 2
+    whole = (j - i) // 3 + (j - i) % 7 - ((i ^ j) & 3 | 1) + ~i % 2
+    chosen = ((i != j) & (i < 30) | (j >= 5)) & ~(h == 1) ^ (i <= 2)
+    return (
+        torch.where(chosen, x, s)
+        + whole * 0.01
+        + TABLE[h, NUMBERS[whole % 5]] * s
+        + (i > j).float()
+        + s.relu() / s.abs().add(1)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_every_operation_is_in_kernels_what_it_is_in_torch(dtype):
+    operations = {step.operation for text in (ScoreMod(everything).text,) for step in parsed(text).steps}
+    operations |= {step.operation for step in gradient_of(ScoreMod(everything).text).program.steps}
+    assert operations == set(OPERATIONS)
+    found = []
+    for version in ("v2", "standard"):
+        leaves = [x.requires_grad_() for x in qkv(dtype)]
+        out = flashzoo.attention(*leaves, score_mod=everything, version=version)
+        found.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    near = {"rtol": 1e-3, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-2}
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y, **near)
+
+
+def test_what_was_captured_is_looked_at_anew():
+    cap, table = 5.0, torch.zeros(HEADS, device=DEVICE)
+
+    def mod(s, b, h, i, j):
+        return cap * torch.tanh(s / cap) + table[h]
+
+    def called():
+        return flashzoo.attention(*qkv(torch.float64), score_mod=mod, version="standard")
+
+    first = called()
+    assert torch.equal(first, called())
+    cap = 0.5
+    other = called()
+    assert not torch.equal(first, other)
+    table = torch.full((HEADS, 1), 3.0, device=DEVICE)[:, 0]
+    assert torch.allclose(called(), other) and ScoreMod.of(mod).tensors[0] is table
+    table = torch.ones(HEADS, 2, device=DEVICE)
+    with pytest.raises(TypeError, match=r"score_mod must return a score"):
+        called()
+
+
+def test_tensors_may_lie_anywhere():
+    bias = torch.randn(40, HEADS, 40, device=DEVICE)
+    for given in (bias.transpose(0, 1), lazily_negated(bias.transpose(0, 1)), bias[:1].expand(40, HEADS, 40).mT.mT[0]):
+        mod = (
+            (lambda s, b, h, i, j, t=given: s + t[h, i, j])
+            if given.ndim == 3
+            else (lambda s, b, h, i, j, t=given: s + t[h, j])
+        )
+        near, far = (flashzoo.attention(*qkv(), score_mod=mod, version=version) for version in ("v2", "standard"))
+        torch.testing.assert_close(near, far)
+
+
+COUNTED = torch.zeros(3)
+WRONG = {
+    "shape": (lambda s, b, h, i, j: torch.stack((s, s)), TypeError, r"must return a score, .* got a Tensor \(2,\)"),
+    "nothing": (lambda s, b, h, i, j: None, TypeError, "must return a score, .* got None"),
+    "dtype": (lambda s, b, h, i, j: s.double(), TypeError, "must return a score, .* torch.float64"),
+    "an integer": (lambda s, b, h, i, j: i - j, TypeError, "must return a score, .* torch.int32"),
+    "data": (lambda s, b, h, i, j: s if s > 0 else -s, ValueError, "must not depend on data"),
+    "item": (lambda s, b, h, i, j: s * i.item(), ValueError, "must not depend on data"),
+    "side effect": (
+        lambda s, b, h, i, j: s + COUNTED.add_(1)[h],
+        ValueError,
+        "must have no side effects, got aten.add_",
+    ),
+    "operation": (
+        lambda s, b, h, i, j: torch.lgamma(s),
+        ValueError,
+        r"operations that kernels have \(add.*got aten.lgamma",
+    ),
+    "random": (lambda s, b, h, i, j: s + torch.rand(()), ValueError, "got aten.rand"),
+    "whole tensors": (lambda s, b, h, i, j: s + COUNTED.sum(), ValueError, "got aten.sum"),
+    "past an end": (lambda s, b, h, i, j: s + COUNTED[3], IndexError, r"shape \(3,\) at 3, past its end"),
+    "indices": (lambda s, b, h, i, j: s + COUNTED[h, i], IndexError, r"1 dimensions \(3,\) by 2 indices"),
+    "a slice": (lambda s, b, h, i, j: s + COUNTED[1:][h], TypeError, "must read tensors by integers"),
+    "a power": (lambda s, b, h, i, j: s**2.5, ValueError, "got aten.pow.*whole exponent"),
+    "no function": (5, TypeError, "must be a function"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_can_not_be_is_said_before_anything_runs(what):
+    function, error, text = WRONG[what]
+    with pytest.raises(error, match=text):
+        flashzoo.attention(*qkv(), score_mod=function)
+    assert not COUNTED.any()
+
+
+def test_tensors_that_do_not_go_with_the_call():
+    def called(x, version="auto", **how):
+        return flashzoo.attention(*qkv(), score_mod=lambda s, b, h, i, j: s + x[h], version=version, **how)
+
+    with pytest.raises(ValueError, match=r"tensor 0 \(1,\) is read by heads in dimension 0, .* at least 2, got 1"):
+        called(torch.ones(1, device=DEVICE))
+    with pytest.raises(TypeError, match=r"tensor 0 of dtype torch.float64 goes with inputs of fp64, got fp32"):
+        called(torch.ones(2, device=DEVICE, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"tensor 0 must be on q's device .*, got meta"):
+        called(torch.ones(2, device="meta"))
+    with pytest.raises(TypeError, match=r"must capture dense tensors"):
+        called(torch.ones(2, device=DEVICE, dtype=torch.complex64))
+    with pytest.raises(flashzoo.UnsupportedError, match="in no fixed order, which deterministic=True asks for"):
+        called(torch.ones(2, device=DEVICE, requires_grad=True), "v2", deterministic=True)
+    called(torch.ones(2, device=DEVICE), "v2", deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: score_mods.softcap(0.0), ValueError, "cap must be positive and finite, got 0.0"),
+        (lambda: score_mods.softcap("20"), TypeError, "cap must be a float, got str"),
+        (lambda: score_mods.alibi([0.5]), TypeError, "slopes must be a floating-point Tensor, got list"),
+        (lambda: score_mods.alibi(torch.ones(2, 2, 2)), ValueError, r"slopes must have shape \(heads,\) or"),
+        (
+            lambda: score_mods.bias(torch.ones(2).int()),
+            TypeError,
+            "bias must be a floating-point Tensor, got torch.int32",
+        ),
+        (lambda: score_mods.relative_position(torch.ones(4)), ValueError, "table must have an odd number .* got 4"),
+        (lambda: ScoreMod.of_parts("return y", ()), ValueError, "score_mod's last line must be 'return' and values"),
+        (lambda: ScoreMod.of_parts("x0: f32 = gamma(score)\nreturn x0", ()), ValueError, "score_mod's line 0 must be"),
+        (lambda: ScoreMod.of_parts("x0: f32 = exp(x1)\nreturn x0", ()), ValueError, "must read what stands above it"),
+    ],
+)
+def test_named_ones_check_what_they_are_given(make, error, text):
+    with pytest.raises(error, match=text):
+        make()
+
+
+def test_named_ones_are_their_formulas():
+    q, k, v = qkv(torch.float64)
+    slopes, bias, table = (
+        torch.randn(n, device=DEVICE, dtype=torch.float64) for n in ((HEADS,), (1, HEADS, 1, 40), (HEADS, 9))
+    )
+    bias[..., 3] = -math.inf
+    offset = torch.arange(40, device=DEVICE) - torch.arange(40, device=DEVICE)[:, None]
+    s = torch.einsum("bihd,bjhd->bhij", q, k) / 4
+    expected = {
+        "softcap": 7 * torch.tanh(s / 7),
+        "alibi": s + slopes[:, None, None] * offset,
+        "bias": s + bias,
+        "relative_position": s + table[:, offset.clamp(-4, 4) + 4],
+    }
+    for (name, new), given in zip(expected.items(), (7, slopes, bias, table), strict=True):
+        found = flashzoo.attention(q, k, v, score_mod=getattr(score_mods, name)(given), version="standard")
+        torch.testing.assert_close(found, torch.einsum("bhij,bjhd->bihd", new.softmax(-1), v))
+
+
+def test_one_behind_another():
+    softcap, alibi = score_mods.softcap(3.0), score_mods.alibi(torch.linspace(0.1, 1, HEADS, device=DEVICE))
+    both = ScoreMod(lambda s, *at: alibi(softcap(s, *at), *at))
+    assert both.tensors[0] is alibi.tensors[0] and "tanh" in both.text
+    near, far = (
+        flashzoo.attention(*qkv(), score_mod=both, version=version, causal=True) for version in ("v2", "standard")
+    )
+    torch.testing.assert_close(near, far)
+
+
+def test_gradients_in_float64():
+    """Of all inputs, and of what is read, by finite differences."""
+    leaves = [x[:, :5].contiguous().requires_grad_() for x in qkv(torch.float64)]
+    leaves += [
+        torch.randn(n, device=DEVICE, dtype=torch.float64).requires_grad_() for n in ((HEADS,), (1, HEADS, 5, 5))
+    ]
+
+    def attention(q, k, v, slopes, bias):
+        mod = lambda s, b, h, i, j: torch.tanh(s) * 2 + slopes[h] * (j - i) + bias[b, h, i, j]  # noqa: E731
+        return flashzoo.attention(q, k, v, score_mod=mod, version="standard", causal=True, return_lse=True)
+
+    assert torch.autograd.gradcheck(attention, leaves, fast_mode=True)
+
+
+@pytest.mark.parametrize("version", ["v2", "standard"])
+def test_traced_by_torch_compile(version):
+    slopes = torch.linspace(0.1, 0.2, HEADS, device=DEVICE).requires_grad_()
+    mod = score_mods.alibi(slopes)
+
+    def attention(q, k, v):
+        return flashzoo.attention(q, k, v, score_mod=mod, version=version, causal=True)
+
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    leaves = [x.requires_grad_() for x in qkv()]
+    given = (*leaves, slopes)
+    found, expected = (torch.autograd.grad(call(*leaves).square().sum(), given) for call in (compiled, attention))
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_the_backward_pass_alone():
+    slopes = torch.linspace(0.1, 0.2, HEADS, device=DEVICE).requires_grad_()
+    mod, leaves = score_mods.alibi(slopes), [x.requires_grad_() for x in qkv()]
+    out, lse = flashzoo.attention(*leaves, score_mod=mod, version="v2", return_lse=True)
+    dout = torch.ones_like(out)
+    found = flashzoo.attention_backward(dout, *leaves, out.detach(), lse.detach(), score_mod=mod, version="v2")
+    for x, y in zip(found, torch.autograd.grad(out, (*leaves, slopes), dout), strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_compare_judges_it():
+    slopes = torch.linspace(0.1, 0.2, HEADS, device=DEVICE).requires_grad_()
+    found = flashzoo.compare(
+        *qkv(), score_mod=score_mods.alibi(slopes), backward=True, versions=["v2", "v1", "standard"], progress=False
+    )
+    rows = {row.version: row for row in found.rows}
+    assert rows["v2"].status == rows["standard"].status == "ok", [row.reasons for row in found.rows]
+    assert rows["v2"].errors.keys() >= {"dq", "dscore_mod"} and "dscore_mod" in str(found.to_csv())
+
+
+@pytest.mark.parametrize("version", ["v2", "standard"])
+def test_first_met_where_nothing_is_recorded(version):
+    """What is found out of a function then holds where gradients are wanted, too."""
+    factor = 1.25 if version == "v2" else 1.5
+    leaves = [x.requires_grad_() for x in qkv()]
+    mod = ScoreMod(lambda s, b, h, i, j: torch.tanh(s) * factor)
+    with torch.inference_mode():
+        flashzoo.attention(*qkv(), score_mod=mod, version=version)
+    found = torch.autograd.grad(flashzoo.attention(*leaves, score_mod=mod, version=version).square().sum(), leaves)
+    q, k, v = (x.transpose(1, 2) for x in leaves)
+    out = torch.softmax(torch.tanh(q @ k.mT / 4) * factor, -1) @ v
+    for x, y in zip(found, torch.autograd.grad(out.square().sum(), leaves), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
