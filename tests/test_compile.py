@@ -21,12 +21,13 @@ from flashzoo._triton.scores import types_of
 from flashzoo._triton.tiles import DELTA_BLOCK
 from flashzoo.blocksparse import launch as blocksparse
 from flashzoo.blocksparse.config import tiles_for as blocksparse_tiles
-from flashzoo.call.forms import MaskForm
+from flashzoo.call.forms import MaskForm, ScoreForm
 from flashzoo.gpu import RAGGED_ROWS, SHARED_LIMIT
 from flashzoo.v1 import launch as v1
 from flashzoo.v2 import kernels as v2_kernels
 from flashzoo.v2 import launch as v2
 from flashzoo.v2.config import tiles_for as v2_tiles
+from flashzoo.workloads import SCORE_ALIBI, SCORE_BIAS
 
 pytestmark = pytest.mark.compiles
 
@@ -203,6 +204,26 @@ def test_v2_with_sinks(head_dim: int, arch: int, lengths: dict) -> None:
         assert all(plain.opcodes.get(name) == read.opcodes.get(name) for name in TENSOR_CORES)
         assert read.stack <= plain.stack and read.shared <= SHARED_LIMIT[arch]
         assert plain.opcodes["MUFU"] < read.opcodes["MUFU"] if kernel == "forward" else "MUFU" in read.opcodes
+
+
+BIAS = ScoreForm(SCORE_BIAS, (("bf16", (2, 1, 4096, 4096)),), (0,))
+SCORE_FORMS = {"softcap": ScoreForm(), "alibi": ScoreForm(SCORE_ALIBI, (("f32", (16,)),), (0,)), "bias": BIAS}
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
+@pytest.mark.parametrize("form", SCORE_FORMS)
+@pytest.mark.parametrize(("arch", "head_dim"), [(80, 64), (90, 64), (90, 128)])
+def test_v2_with_a_function_on_scores(kernel: str, form: str, arch: int, head_dim: int) -> None:
+    """It is in the kernel: as many products, and atomics only where what it reads has its gradient summed."""
+    problem = Problem(2, 4096, 4096, 16, 4, head_dim, causal=True, grad=True, arch=arch)
+    plain, read = (
+        compiled("v2", kernel, dataclasses.replace(problem, score_mod=given)) for given in (None, SCORE_FORMS[form])
+    )
+    assert all(plain.opcodes.get(name) == read.opcodes.get(name) for name in TENSOR_CORES)
+    assert read.shared <= SHARED_LIMIT[arch] and len(read.code) > len(plain.code)
+    atomics = {"RED", "REDG", "ATOM", "ATOMG"} & read.opcodes.keys()
+    assert bool(atomics) == (kernel == "dq" and form != "softcap")
 
 
 @pytest.mark.parametrize("arch", [80, 90])
