@@ -46,7 +46,7 @@ def test_minus_infinity_is_as_masked(version, problem):
 def test_places_are_those_of_a_packed_sequence(version, problem):
     """As in a batch, of which the sequences are."""
     table = torch.linspace(-1, 1, 60, device=problem.device).view(3, 20)
-    mod = ScoreMod(lambda s, b, h, i, j: s + table[b, (j - i) % 20] * (h + 1))
+    mod = ScoreMod(lambda s, b, h, i, j: s + table[b, (j - i) % 20 - 20] * (h + 1))
     tensors, dout, dlse = draw(problem)
     cu = torch.tensor([0, 7, 27, problem.seqlen_q], dtype=torch.int32, device=problem.device)
     found = both(version, tensors, problem, dout, dlse, score_mod=mod, cu_seqlens_q=cu, cu_seqlens_k=None)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashzoo import BlockMask, Problem
-from flashzoo.call.forms import MaskForm
+from flashzoo.call.forms import MaskForm, ScoreForm
 from flashzoo.call.problem import FEATURES
 from flashzoo_suite.support import dense, toy
 
@@ -130,7 +130,14 @@ class TestSpec:
     def test_every_feature_is_a_field_a_problem_can_ask_for(self):
         sizes = {"heads_kv": 2, "seqlen_k": 4, "head_dim_v": 32, "out_dtype": "fp32"}
         asked = dataclasses.replace(
-            HOPPER, causal=True, window=(1, 1), lse=True, deterministic=True, sinks=True, **sizes
+            HOPPER,
+            causal=True,
+            window=(1, 1),
+            lse=True,
+            deterministic=True,
+            sinks=True,
+            score_mod=ScoreForm(),
+            **sizes,
         )
         packed, masked = (
             dataclasses.replace(asked, batch=1, sequences=2, used_k=True),

@@ -17,10 +17,10 @@ delayed to the end; one LSE in place of l and m. Left out: dropout.
 Sinks, of each head one more logit in the softmax, join at the end of a row, and are in its LSE; so backward only their
 own gradients are more, sums of -P delta that come with delta.
 
-A function on scores (SCORE_MOD) is written by the host (flashzoo/_triton/scores.py) and handed to the kernels, as is its
-gradient (SCORE_GRADIENT), which makes dS, of the scores that it gives, that of those that it is given. Scores are then
-scaled before it, and from natural to log2 units behind it. Where it reads tensors that have gradients, `dq_kernel` adds
-them up as well, by atomics.
+A function on scores (SCORE_MOD) is written by the host (flashzoo/_triton/scores.py) and handed to the kernels, as is
+its gradient (SCORE_GRADIENT), which makes dS, of the scores that it gives, that of those that it is given. Scores are
+then scaled before it, and made log2 units behind it. Where it reads tensors that have gradients, `dq_kernel` adds them
+up as well, by atomics.
 
 Packed sequences (PACKED) share a batch of one. Which block of which sequence a program has is in a table that another
 kernel makes on the device (flashzoo/_triton/packed_kernels.py): there the heads of one block run together, one sequence
