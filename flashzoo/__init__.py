@@ -6,6 +6,11 @@ print(flashzoo.explain(q, k, v, causal=True))                   # who was chosen
 print(flashzoo.compare(q, k, v, causal=True))                   # error, ms, TFLOP/s and memory of every version
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from flashzoo import baselines, blocksparse, decode, score_mods, v1, v2, v3
 from flashzoo.append import append
 from flashzoo.call.api import attention, explain, quantize, sdpa
@@ -16,15 +21,21 @@ from flashzoo.compare import compare
 from flashzoo.masks.block_mask import BlockMask
 from flashzoo.merge import merge
 from flashzoo.registry import UnsupportedError, register, unregister, use, versions
+from flashzoo.replace import Replacement, SdpaCall, install, last_calls, replace_sdpa, uninstall
 from flashzoo.scores.mod import ScoreMod
 from flashzoo.spec import Spec
+
+if TYPE_CHECKING:
+    from flashzoo import flash_attn, nn
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BlockMask",
     "Problem",
+    "Replacement",
     "ScoreMod",
+    "SdpaCall",
     "Spec",
     "UnsupportedError",
     "append",
@@ -32,11 +43,17 @@ __all__ = [
     "attention_backward",
     "compare",
     "explain",
+    "flash_attn",
+    "install",
+    "last_calls",
     "merge",
+    "nn",
     "quantize",
     "register",
+    "replace_sdpa",
     "score_mods",
     "sdpa",
+    "uninstall",
     "unregister",
     "use",
     "validate",
@@ -54,3 +71,16 @@ register(v1.SPEC)
 register(blocksparse.SPEC)
 register(baselines.SDPA)
 register(baselines.STANDARD)
+
+_LAZY = ("flash_attn", "nn")
+"""Doors for other people's models, imported when they are first asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return import_module(f"flashzoo.{name}")
+    raise AttributeError(f"module 'flashzoo' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *_LAZY]

@@ -105,6 +105,7 @@ MAY_IMPORT = {
     "merge": {"torch", "flashzoo.call.check"},
     "append": {"torch", "flashzoo.call.check", "flashzoo.call.operands", "flashzoo.transforms"},
     "lengths": {"torch", "flashzoo.call.forms"},
+    "replace": {"torch", BLOCK_MASK, "flashzoo.registry", "flashzoo.transforms"} | CALL,
     "masks": {"torch", "typing_extensions", BLOCK_MASK, "flashzoo.call.forms"},
     "_sass": set(),
     "_triton": {
@@ -119,6 +120,11 @@ MAY_IMPORT = {
         "flashzoo.call.problem",
     },
     "_cute": {"torch", "cuda", "cutlass", "flashzoo._cute", "flashzoo.dtypes", "flashzoo.gpu"},
+}
+# For other people's models: by public names alone.
+DOORS = {
+    "flash_attn": {"torch"},
+    "nn": {"torch"},
 }
 A_VERSION_MAY_IMPORT = {"torch", "triton", "cutlass", "flashzoo._triton", "flashzoo._cute"}
 A_VERSION_MAY_IMPORT |= {
@@ -174,6 +180,10 @@ def test_imports_point_one_way(path):
         room = f"call.{path.stem}"
     if PACKAGE / room in VERSION_FOLDERS:
         allowed = A_VERSION_MAY_IMPORT | {f"flashzoo.{room}"}
+    elif room in DOORS:
+        names = imported(path) - {"flashzoo", *(f"flashzoo.{name}" for name in flashzoo.__all__)}
+        assert {name for name in names if not within(name, DOORS[room])} == set()
+        return
     elif room in MAY_IMPORT:
         allowed = MAY_IMPORT[room]
     else:  # __init__, compare, cli: anything but the inside of a version, of which __init__ registers the Specs
@@ -231,6 +241,18 @@ def test_import_loads_no_kernel_language_and_starts_no_gpu():
     loaded = {name.partition(".")[0] for name in in_fresh_process(code).split()}
     assert "flashzoo" in loaded
     assert not loaded & {"triton", "cutlass", "rich", "matplotlib", "pytest", "pandas"}
+
+
+def test_doors_are_opened_when_they_are_asked_for():
+    code = """if True:
+        import sys, flashzoo
+        doors = {"flashzoo.flash_attn", "flashzoo.nn"}
+        print(*doors & set(sys.modules), flashzoo.flash_attn.flash_attn_func.__name__, *doors & set(sys.modules))
+    """
+    assert in_fresh_process(code).split() == ["flash_attn_func", "flashzoo.flash_attn"]
+    assert "nn" in dir(flashzoo)
+    with pytest.raises(AttributeError, match="module 'flashzoo' has no attribute 'attend'"):
+        _ = flashzoo.attend
 
 
 def test_asking_loads_no_kernel_language():

@@ -1,0 +1,310 @@
+"""flash-attention's functions under their own names: `from flashzoo.flash_attn import flash_attn_func` is all.
+
+Names, argument order, defaults and what is returned are those of the package flash-attn 2.8
+(github.com/Dao-AILab/flash-attention). What `flashzoo.attention` has no argument for is an error that names it, where
+it is not at its default.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashzoo
+
+Result = Tensor | tuple[Tensor, Tensor, Tensor]
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+_NOT_TAKEN = {
+    "dropout_p": (0.0, "no version drops out"),
+    "softcap": (0.0, "no version caps scores"),
+    "alibi_slopes": (None, "no version adds ALiBi's slopes"),
+    "rotary_cos": (None, "turn q and k before the call"),
+    "rotary_sin": (None, "turn q and k before the call"),
+    "rotary_interleaved": (True, "turn q and k before the call"),
+    "cache_batch_idx": (None, "k_cache[cache_batch_idx] is a cache of its own, page_table another way to share rows"),
+    "cache_leftpad": (None, "a cache is used from its first key on"),
+    "num_splits": (0, "how keys are split is flashzoo's to choose: version='v2' doesn't split them"),
+}
+"""Arguments that are taken at their default alone: that, and what is lacking or to be done instead."""
+
+
+def _refuse(function: str, **given: Any) -> None:
+    """UnsupportedError where one is not at the only value that is taken."""
+    for name, value in given.items():
+        default, why = _NOT_TAKEN[name]
+        taken = value is None if default is None else not isinstance(value, Tensor) and value == default
+        if not taken:
+            got = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise flashzoo.UnsupportedError(f"{function}: {name} must be {default!r}, got {got}: {why}")
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    return_attn_probs: bool,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    deterministic: bool,
+    **lengths: Any,
+) -> Result:
+    options = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size}
+    options |= {"deterministic": deterministic, **lengths}
+    if not return_attn_probs:
+        return flashzoo.attention(q, k, v, **options)
+    out, lse = flashzoo.attention(q, k, v, return_lse=True, **options)
+    return out, lse, q.new_empty(0)  # flash-attention has probabilities only where it drops some
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flashzoo.attention` under flash-attention's arguments.
+
+    Args:
+        q: `(batch, seqlen_q, heads, head_dim)`, of any dtype that `flashzoo.attention` takes.
+        k, v: `(batch, seqlen_k, heads_kv, head_dim)`.
+        dropout_p, softcap, alibi_slopes: 0.0, 0.0 and None.
+        softmax_scale: `1 / sqrt(head_dim)` where None.
+        causal, window_size: aligned bottom-right; -1 means no bound on a side.
+        deterministic: the same gradients in every run.
+        return_attn_probs: return LSE too.
+
+    Returns:
+        out `(batch, seqlen_q, heads, head_dim)`; with return_attn_probs `(out, lse, empty)`, lse float32
+        `(batch, heads, seqlen_q)` in natural log, and an empty tensor where flash-attention has probabilities if it
+        drops some. Differentiable once.
+
+    Raises:
+        TypeError, ValueError: as `flashzoo.attention`.
+        flashzoo.UnsupportedError: an argument is not supported, or no version takes the call; the text names it.
+    """
+    _refuse("flash_attn_func", dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
+    return _attend(q, k, v, return_attn_probs, softmax_scale, causal, window_size, deterministic)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_func` with k and v in one tensor `(batch, seqlen_k, 2, heads_kv, head_dim)`."""
+    _refuse("flash_attn_kvpacked_func", dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
+    k, v = _parts("kv", kv, 5, 2)
+    return _attend(q, k, v, return_attn_probs, softmax_scale, causal, window_size, deterministic)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_func` with q, k and v in one tensor `(batch, seqlen, 3, heads, head_dim)`."""
+    _refuse("flash_attn_qkvpacked_func", dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
+    q, k, v = _parts("qkv", qkv, 5, 3)
+    return _attend(q, k, v, return_attn_probs, softmax_scale, causal, window_size, deterministic)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+) -> Result:
+    """`flash_attn_func` of packed sequences.
+
+    Args:
+        q: `(total_q, heads, head_dim)`.
+        k, v: `(total_k, heads_kv, head_dim)`.
+        cu_seqlens_q, cu_seqlens_k: int32 `(sequences + 1,)`, where each sequence begins and the last ends.
+        max_seqlen_q, max_seqlen_k: no sequence is longer. No result depends on them.
+        block_table: None; `flash_attn_with_kvcache` takes pages.
+
+    Returns:
+        out `(total_q, heads, head_dim)`; with return_attn_probs `(out, lse, empty)`, lse `(heads, total_q)`.
+
+    Raises:
+        TypeError, ValueError, flashzoo.UnsupportedError: as `flash_attn_func`.
+    """
+    _refuse("flash_attn_varlen_func", dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
+    if block_table is not None:
+        raise flashzoo.UnsupportedError(
+            f"flash_attn_varlen_func: block_table must be None, got a tensor {tuple(block_table.shape)}: "
+            "flash_attn_with_kvcache takes pages, of a batch"
+        )
+    how = (return_attn_probs, softmax_scale, causal, window_size, deterministic)
+    return _attend(q, k, v, *how, **_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_varlen_func` with k and v in one tensor `(total_k, 2, heads_kv, head_dim)`."""
+    _refuse("flash_attn_varlen_kvpacked_func", dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
+    k, v = _parts("kv", kv, 4, 2)
+    how = (return_attn_probs, softmax_scale, causal, window_size, deterministic)
+    return _attend(q, k, v, *how, **_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """`flash_attn_varlen_func` with q, k and v in one tensor `(total, 3, heads, head_dim)`, of one set of lengths."""
+    _refuse("flash_attn_varlen_qkvpacked_func", dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
+    q, k, v = _parts("qkv", qkv, 4, 3)
+    how = (return_attn_probs, softmax_scale, causal, window_size, deterministic)
+    return _attend(q, k, v, *how, **_lengths(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen))
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Queries on a cache that is not full, into which new keys and values are written first where they are given.
+
+    Args:
+        q: `(batch, seqlen_q, heads, head_dim)`.
+        k_cache, v_cache: `(batch, seqlen_cache, heads_kv, head_dim)`, or pages
+            `(pages, page_size, heads_kv, head_dim)`, of any size, with block_table. Written in place.
+        k, v: `(batch, seqlen_new, heads_kv, head_dim)`, written behind cache_seqlens (`flashzoo.append`).
+        cache_seqlens: how much of each sequence's cache is used before: an int for all, or int32 `(batch,)`; all of it
+            where None, which does not go with k and v.
+        block_table: int32 `(batch, pages of a sequence)`.
+        causal, window_size: aligned with the last key that is used, new ones among them.
+        rotary_cos, rotary_sin, rotary_interleaved, cache_batch_idx, cache_leftpad, softcap, alibi_slopes, num_splits:
+            as they are by default.
+
+    Returns:
+        out `(batch, seqlen_q, heads, head_dim)`; with return_softmax_lse `(out, lse)`, lse float32
+        `(batch, heads, seqlen_q)`.
+
+    Raises:
+        TypeError, ValueError: as `flashzoo.attention` and `flashzoo.append`; or k, v and cache_seqlens do not go
+            together.
+        flashzoo.UnsupportedError: an argument is not supported, or no version takes the call; the text names it.
+    """
+    refused = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_interleaved": rotary_interleaved}
+    refused |= {"cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad, "num_splits": num_splits}
+    _refuse("flash_attn_with_kvcache", **refused, softcap=softcap, alibi_slopes=alibi_slopes)
+    if (k is None) != (v is None):
+        raise ValueError(f"k and v must be given together, got {'v' if k is None else 'k'} alone")
+    used = cache_seqlens
+    if isinstance(used, int):
+        used = torch.full((q.shape[0],), used, dtype=torch.int32, device=q.device)
+    if k is not None and v is not None:
+        if used is None:
+            raise ValueError("cache_seqlens must say where k and v are written, got None")
+        flashzoo.append(k_cache, v_cache, k, v, used, page_table=block_table)
+        used = used + k.shape[1]
+    options: dict[str, Any] = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size}
+    options |= {"seqused_k": used, "page_table": block_table}
+    if return_softmax_lse:
+        return flashzoo.attention(q, k_cache, v_cache, return_lse=True, **options)
+    return flashzoo.attention(q, k_cache, v_cache, **options)
+
+
+def _parts(name: str, packed: Tensor, ndim: int, count: int) -> tuple[Tensor, ...]:
+    """q, k and v, or k and v, that lie side by side in the third dimension from the last."""
+    if not isinstance(packed, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(packed).__name__}")
+    if packed.ndim != ndim or packed.shape[-3] != count:
+        rows = "total" if ndim == 4 else "batch, seqlen"
+        raise ValueError(f"{name} must have shape ({rows}, {count}, heads, head_dim), got {tuple(packed.shape)}")
+    return packed.unbind(-3)
+
+
+def _lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> dict[str, Any]:
+    return {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+    }

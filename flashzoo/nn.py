@@ -1,0 +1,153 @@
+"""`DotProductAttention`: what Megatron- and DeepSpeed-style models call their core attention."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import flashzoo
+
+__all__ = ["DotProductAttention"]
+
+_MASKED = {"no_mask": False, "causal": True, "padding": False, "padding_causal": True, "arbitrary": False}
+"""Kinds of mask by their names in Megatron, and whether they are causal."""
+_NEEDED = ("arbitrary",)
+"""Those that mean nothing without an attention_mask."""
+_OF_CONFIG = {
+    "attention_dropout": (0.0, None),
+    "context_parallel_size": (1, None),
+    "apply_query_key_layer_scaling": (False, None),
+    "softmax_type": ("vanilla", None),
+    "attn_logit_softcapping": (0.0, None),
+}
+"""What a configuration may ask for that is taken at these values alone."""
+
+
+class DotProductAttention(nn.Module):
+    """Attention of q, k and v `(seqlen, batch, heads, head_dim)`, in the place of Megatron-LM's `core_attention`.
+
+    Under tensor parallelism a rank has some of the heads, and calls it on these: heads depend on no others. It holds no
+    parameters. Its arguments are those that Megatron-LM builds a core attention with, so that
+    `SelfAttentionSubmodules(core_attention=flashzoo.nn.DotProductAttention)` is the whole change.
+
+    Args:
+        config: None, or any object with attributes, of which `window_size` (left, right), `softmax_scale` and what
+            would change attention are looked at: `attention_dropout`, `context_parallel_size`,
+            `apply_query_key_layer_scaling`, `softmax_type` and `attn_logit_softcapping` must ask for nothing.
+        layer_number: not looked at.
+        attn_mask_type: "causal", "no_mask", "padding", "padding_causal" or "arbitrary", or a member of an enumeration
+            of that name.
+        attention_type: "self" or "cross"; not looked at.
+        attention_dropout: None or 0.
+        softmax_scale: `1 / sqrt(head_dim)` where neither it nor config has one.
+        window_size: `(left, right)` as in `flashzoo.attention`; config's where None.
+        version: as in `flashzoo.attention`.
+        others: what else a caller gives; it must be None.
+
+    Raises:
+        ValueError: attn_mask_type is not known.
+        flashzoo.UnsupportedError: something is asked for that no version does; the text names it.
+    """
+
+    def __init__(
+        self,
+        config: Any = None,
+        layer_number: int = 1,
+        attn_mask_type: Any = "causal",
+        attention_type: str = "self",
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        window_size: tuple[int | None, int | None] | None = None,
+        version: str = "auto",
+        **others: Any,
+    ) -> None:
+        super().__init__()
+        for name, (*taken,) in _OF_CONFIG.items():
+            asked = getattr(config, name, None)
+            if asked not in taken:
+                raise flashzoo.UnsupportedError(f"config.{name} must be {taken[0]!r}, got {asked!r}")
+        if attention_dropout:
+            raise flashzoo.UnsupportedError(
+                f"attention_dropout must be 0, got {attention_dropout}: no version drops out"
+            )
+        for name, value in others.items():
+            if value is not None and name not in ("cp_comm_type", "pg_collection", "model_comm_pgs"):
+                raise flashzoo.UnsupportedError(f"{name} must be None, got {value!r}")
+        self.causal = _MASKED[_named(attn_mask_type)]
+        self.needs_mask = _named(attn_mask_type) in _NEEDED
+        self.softmax_scale = getattr(config, "softmax_scale", None) if softmax_scale is None else softmax_scale
+        self.window_size = getattr(config, "window_size", None) if window_size is None else window_size
+        self.version = version
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """Attention of a layer.
+
+        Args:
+            query: `(seqlen_q, batch, heads, head_dim)`; with packed_seq_params `(total_q, heads, head_dim)`.
+            key, value: `(seqlen_k, batch, heads_kv, head_dim)`; with packed_seq_params `(total_k, heads_kv, head_dim)`.
+            attention_mask: bool, of a shape that spreads to `(batch, heads, seqlen_q, seqlen_k)` and whose first two
+                sizes are these or 1; True where a query does *not* see a key, beside what attn_mask_type says. It
+                becomes a block mask.
+            attn_mask_type: in the place of the module's own.
+            attention_bias: None.
+            packed_seq_params: an object with `cu_seqlens_q` and `cu_seqlens_kv`, int32 `(sequences + 1,)`.
+
+        Returns:
+            `(seqlen_q, batch, heads * head_dim_v)`, or `(total_q, heads * head_dim_v)`.
+
+        Raises:
+            TypeError, ValueError: as `flashzoo.attention`; or causal with seqlen_q != seqlen_k, of which Megatron does
+                not say how it is aligned.
+            flashzoo.UnsupportedError: attention_bias is given, or no version takes the call.
+        """
+        if attention_bias is not None:
+            raise flashzoo.UnsupportedError(
+                f"attention_bias must be None, got a tensor {tuple(attention_bias.shape)}: no version adds a bias"
+            )
+        kind = None if attn_mask_type is None else _named(attn_mask_type)
+        causal = self.causal if kind is None else _MASKED[kind]
+        needs_mask = self.needs_mask if kind is None else kind in _NEEDED
+        options: dict[str, Any] = {"causal": causal, "softmax_scale": self.softmax_scale, "version": self.version}
+        options["window_size"] = self.window_size
+        if packed_seq_params is not None:
+            if attention_mask is not None:
+                raise ValueError(f"attention_mask must be None beside packed_seq_params, got {attention_mask.shape}")
+            options["cu_seqlens_q"] = packed_seq_params.cu_seqlens_q
+            options["cu_seqlens_k"] = packed_seq_params.cu_seqlens_kv
+            return flashzoo.attention(query, key, value, **options).flatten(1)
+        if attention_mask is not None:
+            options["block_mask"] = _shown(attention_mask, query, key)
+        elif needs_mask:
+            raise ValueError("attention_mask must be given where attn_mask_type is 'arbitrary', got None")
+        if causal and query.shape[0] != key.shape[0]:
+            raise ValueError(f"causal goes with equal lengths, got {query.shape[0]} queries and {key.shape[0]} keys")
+        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+        return flashzoo.attention(q, k, v, **options).transpose(0, 1).flatten(2)
+
+
+def _named(attn_mask_type: Any) -> str:
+    """The name of a kind of mask, of which Transformer Engine has some with "bottom_right" behind them."""
+    name = re.sub("_bottom_right$", "", str(getattr(attn_mask_type, "name", attn_mask_type)))
+    if name not in _MASKED:
+        raise ValueError(f"attn_mask_type must be one of {', '.join(_MASKED)}, got {attn_mask_type!r}")
+    return name
+
+
+def _shown(attention_mask: Tensor, query: Tensor, key: Tensor) -> flashzoo.BlockMask:
+    if attention_mask.dtype != torch.bool or attention_mask.ndim != 4:
+        got = f"{attention_mask.dtype} {tuple(attention_mask.shape)}"
+        raise ValueError(f"attention_mask must be bool, of 4 dimensions and True where nothing is seen, got {got}")
+    shown = ~attention_mask
+    return flashzoo.BlockMask.from_dense(shown.expand(*shown.shape[:2], query.shape[0], key.shape[0]))

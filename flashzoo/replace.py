@@ -1,0 +1,329 @@
+"""`replace_sdpa` and `install`: calls of torch's `scaled_dot_product_attention`, wherever they are, go through
+the registry.
+
+1. A `TorchFunctionMode` sees every function of torch that is called inside of it, in its own thread, and changes this
+   one alone. Nothing is patched: where the mode ends, so does its effect.
+2. What torch's arguments mean is said in `attention`'s, exactly, or the call is torch's as it was. torch aligns
+   `is_causal` top-left: with fewer queries than keys the last keys are cut off, with more it is a window.
+3. A mask that says of each sequence which keys it sees sorts these to the front, `seqused_k` of them; any other boolean
+   mask becomes a block mask. Neither waits for the device. What was made of a mask is kept with it, for the next layer.
+4. Each call is counted, with who answered and why.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.compiler import is_compiling
+from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from flashzoo.call.api import attention, recorded
+from flashzoo.call.check import DTYPE_NAMES, described
+from flashzoo.call.operands import taken
+from flashzoo.call.plan import plan
+from flashzoo.masks.block_mask import BlockMask
+from flashzoo.registry import UnsupportedError, current, requested, use
+from flashzoo.transforms import transforming
+
+TORCH = "torch"
+"""Who answers a call that no version takes."""
+KEPT_MASKS = 8
+"""Of how many masks that are still there what was made of them is kept."""
+
+
+class SdpaCall(NamedTuple):
+    """A kind of call that was seen, and what became of it.
+
+    Attributes:
+        asked: shapes, dtype and the arguments that were not at their default, in words.
+        answered_by: the version, `"torch"` where it fell back, or `"compiled"` where it was traced: who answers then
+            is asked when the graph runs.
+        why: the reason where it fell back; else what was made of a mask, or nothing.
+        count: how many such calls there were.
+    """
+
+    asked: str
+    answered_by: str
+    why: str
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.count:5} x {self.answered_by:<12} {self.asked}{f': {self.why}' if self.why else ''}"
+
+
+class _NotOurs(Exception):
+    """A call that is left to torch, and why."""
+
+
+class Replacement(TorchFunctionMode):
+    """What `replace_sdpa` enters: while it is, `scaled_dot_product_attention` of its thread is answered by a version.
+
+    Args:
+        version: as in `flashzoo.attention`.
+    """
+
+    def __init__(self, version: str = "auto") -> None:
+        super().__init__()
+        with use(version):  # a name that is not known is an error here, and later a reason to fall back
+            self.version = version
+        self._seen: Counter[tuple[str, str, str]] = Counter()
+        self._masks: dict[tuple, tuple[Any, int, Any]] = {}
+
+    @property
+    def calls(self) -> tuple[SdpaCall, ...]:
+        """The kinds of call that were seen, in the order of their first."""
+        return tuple(SdpaCall(*key, count) for key, count in self._seen.items())
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.calls)) or "no call of scaled_dot_product_attention"
+
+    def __enter__(self) -> Replacement:
+        global _latest
+        _latest = self
+        super().__enter__()
+        return self
+
+    def __torch_function__(
+        self,
+        func: Callable,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is scaled_dot_product_attention:
+            return self._attend(*args, **kwargs)
+        if func is multi_head_attention_forward:  # while a mode handles a function it does not see what that calls
+            return _with_globals(func, has_torch_function=_no, scaled_dot_product_attention=self._attend)(
+                *args, **kwargs
+            )
+        return func(*args, **kwargs)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        how = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
+        how |= {"scale": scale, "enable_gqa": enable_gqa}
+        try:
+            q, k, v = _inputs(query, key, value, **how)
+            k, v, options, made = self._said(q, k, v, attn_mask, is_causal, scale)
+            who = "compiled" if is_compiling() else _answering(q, k, v, self.version, options)
+        except _NotOurs as reason:
+            self._count(query, key, how, TORCH, str(reason))
+            return scaled_dot_product_attention(query, key, value, **how)
+        out = attention(q, k, v, version=self.version, **options).transpose(1, 2)
+        self._count(query, key, how, who, made)
+        return out if query.ndim == 4 else out[:, 0]
+
+    def _said(
+        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None
+    ) -> tuple[Tensor, Tensor, dict[str, Any], str]:
+        """k, v and the options of `attention` that mean what torch's arguments do, and what was made of a mask."""
+        options: dict[str, Any] = {"softmax_scale": scale}
+        seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+        if attn_mask is not None:
+            return self._masked(q, k, v, attn_mask, options)
+        if not is_causal:
+            return k, v, options, ""
+        if seqlen_q > seqlen_k:  # query i sees the keys up to i
+            return k, v, options | {"window_size": (None, seqlen_q - seqlen_k)}, "is_causal top-left, by a window"
+        cut = "" if seqlen_q == seqlen_k else "is_causal top-left, without the keys that nothing sees"
+        return k[:, :seqlen_q], v[:, :seqlen_q], options | {"causal": True}, cut
+
+    def _masked(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, dict[str, Any], str]:
+        if mask.dtype != torch.bool:
+            raise _NotOurs(f"attn_mask of {mask.dtype} is added to scores, which no version does")
+        batch, seqlen_q, heads, _ = q.shape
+        sizes = (batch, heads, seqlen_q, k.shape[1])
+        of_last = zip(mask.shape, sizes[4 - mask.ndim :], strict=False)
+        if mask.ndim not in (2, 3, 4) or any(size not in (1, wanted) for size, wanted in of_last):
+            raise _NotOurs(f"attn_mask of shape {tuple(mask.shape)} does not spread to {sizes}")
+        mask = mask[(None,) * (4 - mask.ndim)]
+        shared = [size == 1 or not stride for size, stride in zip(mask.shape, mask.stride(), strict=True)]
+        if shared[1] and shared[2]:
+            order, used = self._kept(mask, sizes, _keys_first)
+            k, v = (torch.take_along_dim(x, order[..., None, None], 1) for x in (k, v))
+            return k, v, options | {"seqused_k": used}, "attn_mask of keys as seqused_k, its keys in front"
+        return k, v, options | {"block_mask": self._kept(mask, sizes, _block_mask)}, "attn_mask as a block_mask"
+
+    def _kept(self, mask: Tensor, sizes: tuple[int, ...], make: Callable) -> Any:
+        """What `make` makes of a mask: kept while the same tensor, unchanged, comes again."""
+        if is_compiling() or mask.is_inference():  # of which changes are not counted
+            return make(mask, sizes)
+        base = mask if mask._base is None else mask._base
+        which = (id(base), mask.storage_offset(), mask.stride(), mask.shape, sizes, make)
+        alive, version, made = self._masks.get(which, (lambda: None, -1, None))
+        if alive() is not base or version != mask._version:
+            made = make(mask, sizes)
+            self._masks = {at: kept for at, kept in self._masks.items() if kept[0]() is not None}
+            while len(self._masks) >= KEPT_MASKS:
+                del self._masks[next(iter(self._masks))]
+            self._masks[which] = (weakref.ref(base), mask._version, made)
+        return made
+
+    def _count(self, query: Tensor, key: Tensor, how: dict[str, Any], who: str, why: str) -> None:
+        if is_compiling():
+            return
+        if not isinstance(query, Tensor) or not isinstance(key, Tensor):
+            asked = f"query {type(query).__name__}, key {type(key).__name__}"
+        else:
+            shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, "
+            asked = shapes + DTYPE_NAMES.get(query.dtype, str(query.dtype))
+        for name, value in how.items():
+            if isinstance(value, Tensor):
+                asked += f", {name} {tuple(value.shape)}"
+            elif value:
+                asked += f", {name}={value}"
+        self._seen[asked, who, why] += 1
+
+
+_latest: Replacement | None = None
+_installed: Replacement | None = None
+
+
+def replace_sdpa(version: str = "auto") -> Replacement:
+    """`with flashzoo.replace_sdpa() as calls:` has every `torch.nn.functional.scaled_dot_product_attention` inside
+    answered by a version of the registry: of `nn.MultiheadAttention`, timm, diffusers, or your own.
+
+    Where torch's arguments can't be said in `flashzoo.attention`'s, or no version takes them, the call is torch's as it
+    was: dropout, masks that are added to scores, tensors that are nested or of a subclass, transforms of torch.func.
+    `print(calls)` says which went where, and why. Results differ from torch's by rounding; a query that its mask shows
+    no key gives 0. Under autocast inputs are cast as torch's own function casts them.
+
+    It holds for the thread that enters it, and for backward passes that are begun inside, which activation
+    checkpointing needs: begin these inside too. Every call of torch's inside costs about a microsecond more.
+
+    Args:
+        version: as in `flashzoo.attention`. A call that a named version can't take falls back to torch too.
+
+    Returns:
+        A context manager that yields itself, a `Replacement`: `calls` has what it saw, and it prints them.
+
+    Raises:
+        TypeError, ValueError: version is not known.
+    """
+    return Replacement(version)
+
+
+def install(version: str = "auto") -> Replacement:
+    """As `replace_sdpa`, from here on and until `uninstall`, in this thread. Installed anew it replaces itself.
+
+    Args:
+        version: as in `flashzoo.attention`.
+    """
+    global _installed
+    replacement = Replacement(version)
+    if _installed is not None:
+        uninstall()
+    _installed = replacement.__enter__()
+    return replacement
+
+
+def uninstall() -> None:
+    """Undoes `install`; nothing where it was not called.
+
+    Raises:
+        RuntimeError: another mode of torch's was entered since and is not left, or it was installed in another thread.
+    """
+    global _installed
+    if _installed is None:
+        return
+    from torch.overrides import _get_current_function_mode
+
+    if _get_current_function_mode() is not _installed:
+        raise RuntimeError(
+            "uninstall: expected the mode that install() entered to be this thread's innermost, "
+            f"got {_get_current_function_mode()!r}: leave that first, or call it in the thread of install()"
+        )
+    _installed.__exit__(None, None, None)
+    _installed = None
+
+
+def last_calls() -> tuple[SdpaCall, ...]:
+    """What the `replace_sdpa` or `install` that was entered last saw: which calls went where, and why."""
+    return () if _latest is None else _latest.calls
+
+
+def _inputs(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> tuple[Tensor, ...]:
+    """q, k and v as `attention` takes them, cast as autocast casts torch's. `_NotOurs` where they are none."""
+    tensors = {"query": query, "key": key, "value": value, "attn_mask": how["attn_mask"]}
+    for name, x in tensors.items():
+        if x is not None and type(x) not in (Tensor, nn.Parameter):
+            raise _NotOurs(f"{name} is a {type(x).__name__}")
+        if x is not None and x.layout != torch.strided:
+            raise _NotOurs(f"{name} is of layout {x.layout}")
+    if how["dropout_p"]:
+        raise _NotOurs(f"dropout_p={how['dropout_p']}, and no version drops out")
+    if how["attn_mask"] is not None and how["is_causal"]:
+        raise _NotOurs("attn_mask beside is_causal")
+    if not is_compiling() and transforming():
+        raise _NotOurs("a transform of torch.func or forward-mode AD is active")
+    if query.ndim not in (3, 4) or not query.ndim == key.ndim == value.ndim or 0 in (*query.shape, *key.shape):
+        raise _NotOurs(f"dimensions {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}")
+    if query.ndim == 4 and not how["enable_gqa"] and query.shape[1] != key.shape[1]:
+        raise _NotOurs("as many heads of query as of key are expected without enable_gqa")
+    if query.shape[0] != key.shape[0] or key.shape[:-1] != value.shape[:-1]:
+        raise _NotOurs("sizes that are broadcast")
+    q, k, v = ((x if x.ndim == 4 else x[:, None]).transpose(1, 2) for x in (query, key, value))
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
+    q, k, v = (x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in (q, k, v))
+    return q, k, v
+
+
+def _answering(q: Tensor, k: Tensor, v: Tensor, version: str, options: dict[str, Any]) -> str:
+    """The version that will answer. `_NotOurs` where none does, or the arguments are none."""
+    plain = dict(options)
+    try:
+        operands, forms = taken(plain)
+        tensors = (*described(q), *described(k), *described(v))
+        grad = recorded(q, k, v, operands)
+        return plan(requested(version), current(), False, grad, False, forms, *tensors, **plain).spec.name
+    except (UnsupportedError, TypeError, ValueError) as error:
+        raise _NotOurs(str(error).splitlines()[0]) from error
+
+
+def _keys_first(mask: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Of a mask of keys their order, those that are seen first, int64 `(batch, seqlen_k)`, and how many these are."""
+    seen = mask[:, 0, 0].expand(sizes[0], sizes[3])
+    order = torch.argsort((~seen).to(torch.uint8), dim=1, stable=True)
+    return order, seen.sum(1, dtype=torch.int32)
+
+
+def _block_mask(mask: Tensor, sizes: tuple[int, ...]) -> BlockMask:
+    shared = [size == 1 or not stride for size, stride in zip(mask.shape, mask.stride(), strict=True)]
+    for dim in (0, 1):
+        mask = mask[(slice(None),) * dim + (slice(0, 1),)] if shared[dim] else mask
+    return BlockMask.from_dense(mask.expand(*mask.shape[:2], *sizes[2:]))
+
+
+def _with_globals(function: Any, **names: Any) -> Callable:
+    """The same function of Python, where these names of its module mean something else."""
+    there = function.__globals__ | names
+    twin = types.FunctionType(function.__code__, there, function.__name__, function.__defaults__, function.__closure__)
+    twin.__kwdefaults__ = function.__kwdefaults__
+    return twin
+
+
+def _no(*_: Any) -> bool:
+    return False

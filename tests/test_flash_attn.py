@@ -1,0 +1,153 @@
+"""`flashzoo.flash_attn`: signatures, values and errors of flash-attention's functions."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import flashzoo
+from flashzoo import flash_attn
+from flashzoo_suite.support import DEVICE, same_bits
+
+HOW = (
+    "dropout_p=0.0 softmax_scale=None causal=False window_size=(-1,-1) softcap=0.0 alibi_slopes=None "
+    "deterministic=False return_attn_probs=False"
+)
+CACHE = (
+    "q k_cache v_cache k=None v=None rotary_cos=None rotary_sin=None cache_seqlens=None cache_batch_idx=None "
+    "cache_leftpad=None block_table=None softmax_scale=None causal=False window_size=(-1,-1) softcap=0.0 "
+    "rotary_interleaved=True alibi_slopes=None num_splits=0 return_softmax_lse=False"
+)
+# As flash-attn 2.8 has them.
+SIGNATURES = {
+    "flash_attn_func": f"q k v {HOW}",
+    "flash_attn_kvpacked_func": f"q kv {HOW}",
+    "flash_attn_qkvpacked_func": f"qkv {HOW}",
+    "flash_attn_varlen_func": f"q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k {HOW} block_table=None",
+    "flash_attn_varlen_kvpacked_func": f"q kv cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k {HOW}",
+    "flash_attn_varlen_qkvpacked_func": f"qkv cu_seqlens max_seqlen {HOW}",
+    "flash_attn_with_kvcache": CACHE,
+}
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, device=DEVICE, requires_grad=True)
+
+
+def numbers(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def _standard():
+    """In float32 to the last digits, on a GPU too."""
+    with flashzoo.use("standard"):
+        yield
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures(name):
+    parameters = inspect.signature(getattr(flash_attn, name)).parameters.values()
+    told = [p.name if p.default is p.empty else f"{p.name}={p.default!r}".replace(" ", "") for p in parameters]
+    assert " ".join(told) == SIGNATURES[name] and name in flash_attn.__all__
+    assert {p.kind for p in parameters} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+
+
+def test_a_batch_is_torchs():
+    q, k, v = drawn(2, 9, 4, 16), drawn(2, 9, 2, 16), drawn(2, 9, 2, 16)
+    out, lse, dropped = flash_attn.flash_attn_func(q, k, v, 0.0, 0.3, True, return_attn_probs=True)
+    turned = (x.transpose(1, 2) for x in (q, k, v))
+    expected = scaled_dot_product_attention(*turned, is_causal=True, scale=0.3, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+    assert lse.shape == (2, 4, 9) and dropped.numel() == 0
+    gradients = (torch.autograd.grad(x.sin().sum(), (q, k, v), retain_graph=True) for x in (out, expected))
+    for found, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_packed_tensors_are_their_parts():
+    qkv = drawn(2, 9, 3, 4, 16)
+    q, k, v = qkv.unbind(2)
+    out = flash_attn.flash_attn_func(q, k, v, causal=True, window_size=(3, 0))
+    assert same_bits(flash_attn.flash_attn_qkvpacked_func(qkv, causal=True, window_size=(3, 0)), out)
+    assert same_bits(flash_attn.flash_attn_kvpacked_func(q, qkv[:, :, 1:], causal=True, window_size=(3, 0)), out)
+    rows, cu_seqlens = qkv.flatten(0, 1), numbers(0, 9, 18)
+    out = flash_attn.flash_attn_varlen_func(*rows.unbind(1), cu_seqlens, cu_seqlens, 9, 9, causal=True)
+    torch.testing.assert_close(out.view(q.shape), flash_attn.flash_attn_func(q, k, v, causal=True))
+    assert same_bits(flash_attn.flash_attn_varlen_qkvpacked_func(rows, cu_seqlens, 9, causal=True), out)
+    how = (cu_seqlens, cu_seqlens, 9, 9)
+    assert same_bits(flash_attn.flash_attn_varlen_kvpacked_func(rows[:, 0], rows[:, 1:], *how, causal=True), out)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_cache_takes_new_keys_and_is_attended_to(paged):
+    q, k, v = (drawn(2, 3, 2, 16).detach() for _ in "qkv")
+    old = [drawn(2, 16, 2, 16).detach() for _ in "kv"]
+    table = numbers(3, 0, 1, 2).view(2, 2) if paged else None
+    caches = [torch.empty(4, 8, 2, 16, device=DEVICE) if paged else x.clone() for x in old]
+    if table is not None:
+        for cache, x in zip(caches, old, strict=True):
+            cache[table.long().flatten()] = x.view(4, 8, 2, 16)
+    used = numbers(4, 13)
+    out, lse = flash_attn.flash_attn_with_kvcache(
+        q, *caches, k, v, cache_seqlens=used, block_table=table, causal=True, return_softmax_lse=True
+    )
+    for b, first in enumerate(used.tolist()):
+        keys, values = (torch.cat([x[b, :first], new[b]])[None] for x, new in zip(old, (k, v), strict=True))
+        wanted, its = flashzoo.attention(q[b : b + 1], keys, values, causal=True, return_lse=True)
+        torch.testing.assert_close(out[b : b + 1], wanted)
+        torch.testing.assert_close(lse[b : b + 1], its)
+    if not paged:
+        again = flash_attn.flash_attn_with_kvcache(q, *caches, cache_seqlens=7)
+        torch.testing.assert_close(again, flashzoo.attention(q, *(cache[:, :7] for cache in caches)))
+        assert same_bits(flash_attn.flash_attn_with_kvcache(q, *caches), flashzoo.attention(q, *caches))
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "value"),
+    [
+        ("flash_attn_func", "dropout_p", 0.1),
+        ("flash_attn_func", "softcap", 30.0),
+        ("flash_attn_func", "alibi_slopes", torch.ones(2)),
+        ("flash_attn_kvpacked_func", "softcap", 30.0),
+        ("flash_attn_qkvpacked_func", "dropout_p", 0.1),
+        ("flash_attn_varlen_func", "dropout_p", 0.1),
+        ("flash_attn_varlen_func", "block_table", torch.ones(2, 2)),
+        ("flash_attn_varlen_kvpacked_func", "dropout_p", 0.1),
+        ("flash_attn_varlen_qkvpacked_func", "alibi_slopes", torch.ones(2)),
+        ("flash_attn_with_kvcache", "rotary_cos", torch.ones(2)),
+        ("flash_attn_with_kvcache", "rotary_interleaved", False),
+        ("flash_attn_with_kvcache", "cache_batch_idx", torch.ones(2)),
+        ("flash_attn_with_kvcache", "cache_leftpad", torch.ones(2)),
+        ("flash_attn_with_kvcache", "num_splits", 2),
+        ("flash_attn_with_kvcache", "softcap", 30.0),
+    ],
+)
+def test_what_is_not_supported_is_an_error_by_name(function, argument, value):
+    call = getattr(flash_attn, function)
+    needed = [p for p in inspect.signature(call).parameters.values() if p.default is p.empty]
+    with pytest.raises(flashzoo.UnsupportedError, match=f"{function}: {argument} must be .*, got"):
+        call(*(None for _ in needed), **{argument: value})
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda x: flash_attn.flash_attn_qkvpacked_func(x),
+            r"qkv must have shape \(batch, seqlen, 3, heads, head_dim\)",
+        ),
+        (lambda x: flash_attn.flash_attn_varlen_kvpacked_func(x, x, *[None] * 4), r"kv must have shape \(total, 2,"),
+        (lambda x: flash_attn.flash_attn_with_kvcache(x, x, x, x), "k and v must be given together, got k alone"),
+        (lambda x: flash_attn.flash_attn_with_kvcache(x, x, x, x, x), "cache_seqlens must say where"),
+    ],
+)
+def test_malformed(call, text):
+    with pytest.raises(ValueError, match=text):
+        call(drawn(2, 5, 4, 16))
+    with pytest.raises(TypeError, match=r"qkv must be a torch.Tensor, got list"):
+        flash_attn.flash_attn_qkvpacked_func([])

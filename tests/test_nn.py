@@ -1,0 +1,104 @@
+"""`flashzoo.nn.DotProductAttention`: the layout and the arguments of Megatron's core attention."""
+
+from __future__ import annotations
+
+from enum import Enum
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import flashzoo
+from flashzoo.nn import DotProductAttention
+from flashzoo_suite.support import DEVICE, same_bits
+
+
+class Kind(Enum):
+    """As Megatron's, by name."""
+
+    causal = 1
+    no_mask = 2
+
+
+def drawn(heads: int = 4, seqlen: int = 12) -> Tensor:
+    return torch.randn(seqlen, 2, heads, 16, device=DEVICE, requires_grad=True)
+
+
+def torchs(q: Tensor, k: Tensor, v: Tensor, **how) -> Tensor:
+    turned = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+    return scaled_dot_product_attention(*turned, enable_gqa=True, **how).permute(2, 0, 1, 3).flatten(2)
+
+
+@pytest.mark.parametrize("kind", ["causal", Kind.no_mask])
+def test_a_batch(kind):
+    q, k, v = drawn(), drawn(2), drawn(2)
+    attend = DotProductAttention(None, 1, kind, "self", softmax_scale=0.3, version="standard")
+    out, expected = attend(q, k, v), torchs(q, k, v, is_causal=kind == "causal", scale=0.3)
+    torch.testing.assert_close(out, expected)
+    gradients = (torch.autograd.grad(x.sin().sum(), (q, k, v)) for x in (out, expected))
+    for found, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    assert not list(attend.parameters())
+
+
+def test_a_rank_has_some_of_the_heads():
+    q, k, v = drawn(), drawn(2), drawn(2)
+    attend = DotProductAttention(version="standard")
+    ranks = [attend(q[:, :, 2 * r : 2 * r + 2], k[:, :, r : r + 1], v[:, :, r : r + 1]) for r in range(2)]
+    torch.testing.assert_close(torch.cat(ranks, -1), attend(q, k, v))
+
+
+def test_masks_hide_what_is_true():
+    q, k, v = drawn(), drawn(), drawn()
+    hidden = torch.zeros(2, 1, 1, 12, dtype=torch.bool, device=DEVICE)
+    hidden[1, ..., 7:] = True
+    attend = DotProductAttention(attn_mask_type="padding", version="standard")
+    torch.testing.assert_close(attend(q, k, v, hidden), torchs(q, k, v, attn_mask=~hidden))
+    seen = ~hidden & torch.ones(12, 12, dtype=torch.bool, device=DEVICE).tril()
+    torch.testing.assert_close(attend(q, k, v, hidden, "padding_causal"), torchs(q, k, v, attn_mask=seen))
+    hidden = torch.rand(1, 4, 12, 12, device=DEVICE) < 0.4
+    torch.testing.assert_close(attend(q, k, v, hidden, "arbitrary"), torchs(q, k, v, attn_mask=~hidden))
+
+
+def test_packed_sequences():
+    q, k, v = (x.detach()[:, 0] for x in (drawn(), drawn(), drawn()))
+    cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32, device=DEVICE)
+    lengths = SimpleNamespace(cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
+    attend = DotProductAttention(SimpleNamespace(window_size=(3, 0)), version="standard")
+    out = attend(q, k, v, packed_seq_params=lengths)
+    wanted = flashzoo.attention(q, k, v, cu_seqlens_q=cu_seqlens, causal=True, window_size=(3, 0), version="standard")
+    assert out.shape == (12, 64) and same_bits(out, wanted.flatten(1))
+    with pytest.raises(ValueError, match="attention_mask must be None beside packed_seq_params"):
+        attend(q, k, v, torch.ones(1, 1, 1, 12), packed_seq_params=lengths)
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "text"),
+    [
+        ({"attention_dropout": 0.1}, {}, "config.attention_dropout must be 0.0, got 0.1"),
+        ({"context_parallel_size": 2}, {}, "config.context_parallel_size must be 1, got 2"),
+        ({"softmax_type": "learnable"}, {}, "config.softmax_type must be 'vanilla', got 'learnable'"),
+        ({}, {"attention_dropout": 0.1}, "attention_dropout must be 0, got 0.1"),
+        ({}, {"k_channels": 8}, "k_channels must be None, got 8"),
+    ],
+)
+def test_what_is_not_supported_is_an_error_by_name(config, given, text):
+    with pytest.raises(flashzoo.UnsupportedError, match=text):
+        DotProductAttention(SimpleNamespace(**config), **given)
+
+
+def test_malformed():
+    q, short = drawn(), drawn(seqlen=7)
+    with pytest.raises(ValueError, match=r"attn_mask_type must be one of no_mask, causal, .*, got 'diagonal'"):
+        DotProductAttention(attn_mask_type="diagonal")
+    attend = DotProductAttention()
+    with pytest.raises(ValueError, match="causal goes with equal lengths, got 12 queries and 7 keys"):
+        attend(q, short, short)
+    with pytest.raises(ValueError, match="attention_mask must be given where attn_mask_type is 'arbitrary'"):
+        attend(q, q, q, attn_mask_type="arbitrary")
+    with pytest.raises(ValueError, match="attention_mask must be bool, of 4 dimensions"):
+        attend(q, q, q, torch.zeros(12, 12))
+    with pytest.raises(flashzoo.UnsupportedError, match="attention_bias must be None, got a tensor"):
+        attend(q, q, q, attention_bias=torch.zeros(1, 4, 12, 12))

@@ -1,0 +1,234 @@
+"""`flashzoo.replace_sdpa`: torch's attention, answered by a version: the same numbers, and a report that is true."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import flashzoo
+from flashzoo_suite.support import DEVICE, same_bits
+
+
+def drawn(*shape: int, **how) -> Tensor:
+    return torch.randn(shape, device=DEVICE, **how)
+
+
+def true(*shape: int, share: float = 0.6) -> Tensor:
+    return torch.rand(shape, device=DEVICE) < share
+
+
+def keys_of(batch: int, *lengths: int) -> Tensor:
+    """Which keys are no padding, `(batch, 1, 1, keys)`."""
+    return (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).view(batch, 1, 1, -1).to(DEVICE)
+
+
+def tensors(seqlen_k: int = 20, heads_kv: int = 4) -> list[Tensor]:
+    return [drawn(2, h, n, 16, requires_grad=True) for h, n in ((4, 20), (heads_kv, seqlen_k), (heads_kv, seqlen_k))]
+
+
+SAME = {
+    "plain": (20, {}, ""),
+    "scale": (20, {"scale": 0.3}, ""),
+    "causal": (20, {"is_causal": True}, ""),
+    "causal, more keys": (30, {"is_causal": True}, "without the keys that nothing sees"),
+    "causal, fewer keys": (11, {"is_causal": True}, "by a window"),
+    "keys": (11, {"attn_mask": keys_of(2, 11, 4)}, "seqused_k"),
+    "keys with holes": (11, {"attn_mask": true(2, 1, 1, 11)}, "seqused_k"),
+    "keys of all": (11, {"attn_mask": true(1, 11)}, "seqused_k"),
+    "keys, spread": (11, {"attn_mask": true(2, 1, 1, 11).expand(2, 4, 20, 11)}, "seqused_k"),
+    "mask": (11, {"attn_mask": true(20, 11)}, "block_mask"),
+    "mask by batch": (11, {"attn_mask": true(2, 1, 20, 11)}, "block_mask"),
+    "mask by head": (11, {"attn_mask": true(1, 4, 20, 11)}, "block_mask"),
+    "mask of one key": (1, {"attn_mask": true(2, 4, 20, 1)}, "block_mask"),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("heads_kv", [4, 2])
+def test_the_same_as_torch(name, heads_kv):
+    seqlen_k, how, why = SAME[name]
+    how = how | {"enable_gqa": heads_kv != 4}
+    inputs = tensors(seqlen_k, heads_kv)
+    expected = F.scaled_dot_product_attention(*inputs, **how)
+    with flashzoo.replace_sdpa("standard") as seen:
+        out = F.scaled_dot_product_attention(*inputs, **how)
+    ((_, who, reason, count),) = seen.calls
+    assert (who, count) == ("standard", 1) and why in reason
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    gradients = (torch.autograd.grad(x.sin().sum(), inputs) for x in (out, expected))
+    for found, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)
+
+
+LEFT_TO_TORCH = {
+    "attn_mask of torch.float32 is added": {"attn_mask": torch.randn(20, 20)},
+    "dropout_p=0.5": {"dropout_p": 0.5},
+    "as many heads": {"heads_kv": 1},
+    "of a subclass|is a Marked": {"marked": True},
+    "dimensions": {"ndim": 5},
+    "sizes that are broadcast": {"batch_k": 1},
+    "beside is_causal": {"attn_mask": true(20, 20), "is_causal": True},
+    "version 'v2' can't take": {"version": "v2", "head_dim": 264},
+}
+
+
+class Marked(Tensor):
+    """A subclass with an attention of its own, for all that is known."""
+
+
+@pytest.mark.parametrize("reason", LEFT_TO_TORCH)
+def test_what_is_left_to_torch_says_why(reason):
+    given = dict(LEFT_TO_TORCH[reason])
+    head_dim, version = given.pop("head_dim", 16), given.pop("version", "auto")
+    q, k, v = (drawn(2, 4, 20, head_dim) for _ in "qkv")
+    if "heads_kv" in given:
+        k, v = k[:, : given["heads_kv"]], v[:, : given["heads_kv"]]
+    if "batch_k" in given:
+        k, v = k[:1], v[:1]
+    if "marked" in given:
+        q = q.as_subclass(Marked)
+    if "ndim" in given:
+        q, k, v = q[None], k[None], v[None]
+    how = {
+        name: x.to(DEVICE) if isinstance(x, Tensor) else x
+        for name, x in given.items()
+        if name[-2:] in ("sk", "_p", "al")
+    }
+    torch.manual_seed(0)
+    expected = F.scaled_dot_product_attention(q, k, v, **how)
+    torch.manual_seed(0)
+    with flashzoo.replace_sdpa(version) as seen:
+        out = F.scaled_dot_product_attention(q, k, v, **how)
+    assert same_bits(out.as_subclass(Tensor), expected.as_subclass(Tensor))
+    (call,) = seen.calls
+    assert call.answered_by == "torch" and any(text in call.why for text in reason.split("|")), str(call)
+
+
+def test_torchs_own_errors_are_torchs():
+    q, k, v = (drawn(2, 4, 20, 16) for _ in "qkv")
+    with flashzoo.replace_sdpa() as seen, pytest.raises(RuntimeError, match="size"):
+        F.scaled_dot_product_attention(q, k[..., :8], v)
+    (call,) = seen.calls
+    assert call.answered_by == "torch" and "k must have q's head_dim 16, got 8" in call.why
+    with pytest.raises(ValueError, match="version must be 'auto' or one of"):
+        flashzoo.replace_sdpa("v9")
+
+
+def test_a_mask_is_worked_out_once_until_it_changes():
+    q, k, v = (drawn(2, 4, 20, 16) for _ in "qkv")
+    mask, keys = true(2, 1, 20, 20), keys_of(2, 20, 7)
+    with flashzoo.replace_sdpa("standard") as seen:
+        for attn_mask in (mask, keys):
+            F.scaled_dot_product_attention(q, k, v, attn_mask)
+            kept = list(seen._masks.values())[-1]
+            F.scaled_dot_product_attention(q, k, v, attn_mask)
+            assert list(seen._masks.values())[-1] is kept
+            attn_mask.logical_not_()
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask)
+            assert list(seen._masks.values())[-1] is not kept
+            torch.testing.assert_close(out, flashzoo.attention(*_turned(q, k, v), **_as(attn_mask)).transpose(1, 2))
+        assert [call.count for call in seen.calls] == [3, 3]
+        for _ in range(20):
+            F.scaled_dot_product_attention(q, k, v, true(20, 20))
+        assert len(seen._masks) <= 8
+
+
+def _turned(*inputs: Tensor) -> list[Tensor]:
+    return [x.transpose(1, 2) for x in inputs]
+
+
+def _as(mask: Tensor) -> dict:
+    mask = mask.expand(2, 1, 20, 20)
+    return {"block_mask": flashzoo.BlockMask.from_dense(mask.contiguous()), "version": "standard"}
+
+
+def test_autocast_casts_as_torchs_does():
+    q, k = (drawn(2, 4, 20, 16) for _ in "qk")
+    v = drawn(2, 4, 20, 16, dtype=torch.bfloat16)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        expected = F.scaled_dot_product_attention(q, k, v)
+        with flashzoo.replace_sdpa("standard") as seen:
+            out = F.scaled_dot_product_attention(q, k, v)
+    assert out.dtype == expected.dtype == torch.bfloat16 and seen.calls[0].answered_by == "standard"
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_modules_of_torch_run_unchanged(training):
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0).to(DEVICE).train(training)
+    x = drawn(2, 9, 32)
+    expected = layer(x)
+    with flashzoo.replace_sdpa("standard") as seen:
+        out = layer(x)
+    torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-5)
+    assert [call.answered_by for call in seen.calls] == ["standard"]
+    heads = nn.MultiheadAttention(32, 4, batch_first=True).to(DEVICE).train(training)
+    with flashzoo.replace_sdpa("standard") as seen:
+        heads(x, x, x, need_weights=False)
+        heads(x, x, x, need_weights=False, key_padding_mask=~keys_of(2, 9, 4)[:, 0, 0])
+    ours, torchs = seen.calls
+    assert ours.answered_by == "standard" and torchs.answered_by == "torch" and "is added" in torchs.why
+
+
+def test_compiled_in_one_graph():
+    def attend(x):
+        q, k, v = x.view(2, -1, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    x, graphs = drawn(2, 20, 192), []
+
+    def backend(graph, _):
+        graphs.append(graph.code)
+        return graph
+
+    expected = attend(x)
+    with flashzoo.replace_sdpa("standard"):
+        out = torch.compile(attend, fullgraph=True, backend=backend)(x)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    assert len(graphs) == 1 and "flashzoo.attention" in graphs[0] and "scaled_dot" not in graphs[0]
+
+
+def test_it_ends_where_it_ends_and_is_of_its_thread():
+    q, k, v = (drawn(2, 4, 20, 16) for _ in "qkv")
+    function = F.scaled_dot_product_attention
+    with flashzoo.replace_sdpa() as seen:
+        other = threading.Thread(target=lambda: F.scaled_dot_product_attention(q, k, v))
+        other.start()
+        other.join()
+        assert F.scaled_dot_product_attention is function
+    F.scaled_dot_product_attention(q, k, v)
+    assert seen.calls == () and str(seen) == "no call of scaled_dot_product_attention"
+
+
+def test_install_and_uninstall():
+    q, k, v = (drawn(2, 4, 20, 16) for _ in "qkv")
+    flashzoo.uninstall()
+    flashzoo.install("standard")
+    try:
+        F.scaled_dot_product_attention(q, k, v)
+        (call,) = flashzoo.last_calls()
+        assert call.answered_by == "standard" and "query (2, 4, 20, 16)" in str(call)
+        flashzoo.install("standard")
+        assert flashzoo.last_calls() == ()
+        with flashzoo.replace_sdpa(), pytest.raises(RuntimeError, match="expected the mode that install"):
+            flashzoo.uninstall()
+    finally:
+        flashzoo.uninstall()
+    F.scaled_dot_product_attention(q, k, v)
+    assert flashzoo.last_calls() == ()
+
+
+@pytest.mark.parametrize("how", [{}, {"is_causal": True}, {"enable_gqa": True, "scale": 0.3}], ids=str)
+@pytest.mark.parametrize("version", ["auto", "standard", "sdpa"])
+def test_gradcheck_through_sdpa(version, how):
+    """In float64, with gradients that are not defined among them."""
+    inputs = [
+        torch.randn(1, 1 if how.get("enable_gqa") and name != "q" else 2, 5, 4, dtype=torch.float64, device=DEVICE)
+        for name in "qkv"
+    ]
+    inputs = [x.requires_grad_() for x in inputs]
+    assert torch.autograd.gradcheck(lambda q, k, v: flashzoo.sdpa(q, k, v, version=version, **how), inputs)
