@@ -26,7 +26,7 @@ from flashzoo.scores.mod import ScoreMod
 from flashzoo.spec import Spec
 
 if TYPE_CHECKING:
-    from flashzoo import flash_attn, nn
+    from flashzoo import flash_attn, integrations, nn
 
 __version__ = "0.1.0"
 
@@ -45,6 +45,7 @@ __all__ = [
     "explain",
     "flash_attn",
     "install",
+    "integrations",
     "last_calls",
     "merge",
     "nn",
@@ -72,7 +73,7 @@ register(blocksparse.SPEC)
 register(baselines.SDPA)
 register(baselines.STANDARD)
 
-_LAZY = ("flash_attn", "nn")
+_LAZY = ("flash_attn", "integrations", "nn")
 """Doors for other people's models, imported when they are first asked for."""
 
 

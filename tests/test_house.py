@@ -125,6 +125,7 @@ MAY_IMPORT = {
 DOORS = {
     "flash_attn": {"torch"},
     "nn": {"torch"},
+    "integrations": {"torch", "transformers", "flashzoo.integrations"},
 }
 A_VERSION_MAY_IMPORT = {"torch", "triton", "cutlass", "flashzoo._triton", "flashzoo._cute"}
 A_VERSION_MAY_IMPORT |= {
@@ -246,7 +247,7 @@ def test_import_loads_no_kernel_language_and_starts_no_gpu():
 def test_doors_are_opened_when_they_are_asked_for():
     code = """if True:
         import sys, flashzoo
-        doors = {"flashzoo.flash_attn", "flashzoo.nn"}
+        doors = {"flashzoo.flash_attn", "flashzoo.nn", "flashzoo.integrations"}
         print(*doors & set(sys.modules), flashzoo.flash_attn.flash_attn_func.__name__, *doors & set(sys.modules))
     """
     assert in_fresh_process(code).split() == ["flash_attn_func", "flashzoo.flash_attn"]

@@ -1,0 +1,1 @@
+"""Doors for libraries of models: each module here has its library's name, and imports it."""
