@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import pytest
@@ -246,3 +247,55 @@ def test_names():
         attend(layer, query, query, query, masks.mask_of(1, 4, 6, 2))
     with pytest.raises(flashzoo.UnsupportedError, match="output_attentions must be None, got True"):
         attend(layer, query, query, query, None, output_attentions=True)
+
+
+def drawn_mask(draw: random.Random) -> tuple[dict[str, Any], Tensor]:
+    """Arguments of a mask function, as any cache and padding give them, and of each query whether it is no padding."""
+    batch, positions = draw.choice([1, 2, 5]), draw.randint(1, 14)
+    queries, window = draw.randint(1, positions), draw.choice([None, 1, 2, 5, 20])
+    causal, static, first = draw.random() < 0.6, draw.random() < 0.4, positions - queries
+    if not causal and draw.random() < 0.7:
+        first = 0
+    cut = 0 if static or draw.random() < 0.6 else draw.randint(0, positions - queries)
+    keys = positions + (draw.randint(0, 4) if static else 0) - cut
+    rules = masks.masking_utils
+    if window is None:
+        rule = rules.causal_mask_function if causal else rules.bidirectional_mask_function
+    else:
+        make = "sliding_window_causal_mask_function" if causal else "sliding_window_bidirectional_mask_function"
+        rule = getattr(rules, make)(window)
+    there = torch.ones(batch, positions, dtype=torch.bool)
+    padding = draw.choice(["none", "left", "right", "between", "all"])
+    for row in there:
+        n = draw.randint(0, positions)
+        if padding == "left":
+            row[:n] = False
+        elif padding == "right":
+            row[positions - n :] = False
+        elif padding == "between":
+            row &= torch.rand(positions) < 0.7
+        elif padding == "all" and n % 2:
+            row[:] = False
+    offset = torch.tensor(first) if static and draw.random() < 0.7 else first
+    how = {"batch_size": batch, "q_length": queries, "kv_length": keys, "q_offset": offset, "kv_offset": cut}
+    given = None if padding == "none" else there
+    by_position = causal or window is not None
+    rows = there[:, first : first + queries] if by_position else torch.ones(batch, queries, dtype=torch.bool)
+    return how | {"mask_function": rule, "attention_mask": given}, rows
+
+
+def test_a_layer_sees_what_the_dense_mask_shows():
+    """Whatever the lengths, offsets, windows, padding and caches."""
+    draw, attend, kinds = random.Random(0), door.attention_of("standard"), set()
+    for _ in range(400):
+        how, rows = drawn_mask(draw)
+        mask = masks.mask_of(**how)
+        mask = mask.contiguous() if draw.random() < 0.5 else mask  # as generate has it
+        kinds.add(type(masks.read(mask)).__name__ if mask.dtype == torch.int32 else "dense")
+        shown = masks.masking_utils.sdpa_mask(**how, allow_is_causal_skip=False)
+        sizes = zip((2, 1, 1), (*shown.shape[2:], shown.shape[3]), strict=True)
+        q, k, v = (torch.randn(how["batch_size"], heads, length, 8) for heads, length in sizes)
+        out, _ = attend(torch.nn.Module(), q, k, v, mask, scaling=0.4)
+        p = (q @ k.mT * 0.4).masked_fill(~shown, -torch.inf).softmax(-1).nan_to_num(0)
+        assert torch.allclose(out[rows], (p @ v).transpose(1, 2)[rows], atol=1e-5), (how, rows)
+    assert kinds == {"Plain", "Used", "Padded", "dense"}

@@ -6,11 +6,12 @@ int32, of shape `(rows, kind, window, numbers)`: what the host knows is in its s
 numbers, which no host reads. A layer that cuts or adds to it as to a mask of (batch, heads, queries, keys) finds sizes
 that don't fit.
 
-    rows     1, or 0 where there are no numbers
+    rows     of numbers: 3 for Padded, none for Plain, else 1
     kind     1 + causal + 2 * place in `_KINDS`
     window   1, or 2 + how many keys are seen to the left, and so many to the right, unless causal
     numbers  Plain: as many as there are keys. Used: how many keys each of the batch uses. Packed: where sequences
              begin. Padded: where queries of sequences begin, where keys do, and how many keys are used
+A row begins at a multiple of 16 bytes, as tensors of their own do: so that of Padded has empty sequences at its end.
 """
 
 from __future__ import annotations
@@ -105,8 +106,7 @@ def read(mask: Tensor) -> Said:
         return Used(*band, values)
     if found is Packed:
         return Packed(*band, values)
-    sequences = numbers // 3
-    return Padded(*band, values[: sequences + 1], values[sequences + 1 : -sequences], values[-sequences:])
+    return Padded(*band, values, mask[1, 0, 0].contiguous(), mask[2, 0, 0, :-1].contiguous())
 
 
 def mask_of(
@@ -217,7 +217,10 @@ def _padded(rule: _Rule, sizes: _Sizes, attention_mask: Tensor, unpadded: Tensor
         for x, y, rows in ((q_first, q_end, q_length), (first, end, kv_length))
     )
     used = torch.stack([none, end - first, none], 1).flatten()
-    return _made(Padded, rule, kv_length, torch.cat([cu_q, cu_k, used]).to(torch.int32))
+    spare = -len(cu_q) % 4
+    cu_q, cu_k = (torch.cat([cu, cu[-1:].expand(spare)]) for cu in (cu_q, cu_k))
+    numbers = [cu_q, cu_k, torch.nn.functional.pad(used, (0, spare + 1))]
+    return _made(Padded, rule, kv_length, torch.stack(numbers).to(torch.int32))
 
 
 def _packed(rule: _Rule, sequences: Tensor) -> Tensor:
@@ -230,7 +233,7 @@ def _packed(rule: _Rule, sequences: Tensor) -> Tensor:
 
 
 def _made(kind: type, rule: _Rule, kv_length: int, numbers: Tensor) -> Tensor:
-    """A mask for `read`, its numbers `(n,)`, or `(0, n)` for none."""
+    """A mask for `read`, its numbers `(n,)`, or rows of them."""
     window = 1 if rule.left is None or rule.left >= kv_length - 1 else 2 + rule.left
     code = 1 + rule.causal + 2 * _KINDS.index(kind)
     rows = numbers if numbers.ndim == 2 else numbers[None]
