@@ -1,5 +1,6 @@
 """examples/my_variant.py passes `flashzoo check`; train_gpt.py at tiny sizes: what it holds a loss curve against, and
-that a wrong version's curve is told from a right one's; generate.py writes what it would without a cache."""
+that a wrong version's curve is told from a right one's; generate.py writes what it would without a cache; llama.py
+times implementations that give the same logits."""
 
 from __future__ import annotations
 
@@ -168,3 +169,28 @@ def test_generate_refuses_sizes_that_do_not_go_together(capsys):
         with pytest.raises(SystemExit):
             generate.main(options.split())
         assert text in capsys.readouterr().err
+
+
+@pytest.fixture
+def llama():
+    pytest.importorskip("transformers", reason="needs the extra transformers, which make installs")
+    return _load("llama")
+
+
+TWO = ["--seqlen", "24", "--context", "24", "--new", "4", "--times", "1", "--implementations"]
+
+
+def test_a_llama_of_transformers_is_timed(llama, capsys):
+    assert llama.main([*TWO, "eager,zoo,zoo:standard,flash_attention_2"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count(" trained ") == 3 and re.search(r"flash_attention_2 +ImportError", printed)
+
+
+def test_a_llama_that_gives_other_logits_is_not_timed(llama, capsys, monkeypatch):
+    def nothing(module, query, *_, **__):
+        return torch.zeros_like(query.transpose(1, 2)), None
+
+    monkeypatch.setitem(llama.door.AttentionInterface._global_mapping, "nothing", nothing)
+    assert llama.main([*TWO, "zoo,nothing"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count(" trained ") == 1 and "nothing              parts from zoo" in printed
