@@ -7,14 +7,15 @@ it is not at its default.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 import flashzoo
 
-Result = Tensor | tuple[Tensor, Tensor, Tensor]
+# quoted, or pyright --verifytypes does not know it
+Result: TypeAlias = "Tensor | tuple[Tensor, Tensor, Tensor]"
 
 __all__ = [
     "flash_attn_func",

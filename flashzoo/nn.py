@@ -76,11 +76,13 @@ class DotProductAttention(nn.Module):
         for name, value in others.items():
             if value is not None and name not in ("cp_comm_type", "pg_collection", "model_comm_pgs"):
                 raise flashzoo.UnsupportedError(f"{name} must be None, got {value!r}")
-        self.causal = _MASKED[_named(attn_mask_type)]
-        self.needs_mask = _named(attn_mask_type) in _NEEDED
-        self.softmax_scale = getattr(config, "softmax_scale", None) if softmax_scale is None else softmax_scale
-        self.window_size = getattr(config, "window_size", None) if window_size is None else window_size
-        self.version = version
+        self.causal: bool = _MASKED[_named(attn_mask_type)]
+        self.needs_mask: bool = _named(attn_mask_type) in _NEEDED
+        scale = getattr(config, "softmax_scale", None) if softmax_scale is None else softmax_scale
+        self.softmax_scale: float | None = scale
+        window = getattr(config, "window_size", None) if window_size is None else window_size
+        self.window_size: tuple[int | None, int | None] | None = window
+        self.version: str = version
 
     def forward(
         self,
