@@ -165,11 +165,16 @@ class Replacement(TorchFunctionMode):
         return k, v, options | {"block_mask": self._kept(mask, sizes, _block_mask)}, "attn_mask as a block_mask"
 
     def _kept(self, mask: Tensor, sizes: tuple[int, ...], make: Callable) -> Any:
-        """What `make` makes of a mask: kept while the same tensor, unchanged, comes again."""
+        """What `make` makes of a mask: kept while the same tensor, unchanged, comes again on the same stream."""
         if is_compiling() or mask.is_inference():  # of which changes are not counted
             return make(mask, sizes)
+        stream = None
+        if mask.is_cuda:
+            if torch.cuda.is_current_stream_capturing():  # the memory of a graph is its own
+                return make(mask, sizes)
+            stream = torch.cuda.current_stream(mask.device).cuda_stream
         base = mask if mask._base is None else mask._base
-        which = (id(base), mask.storage_offset(), mask.stride(), mask.shape, sizes, make)
+        which = (id(base), mask.storage_offset(), mask.stride(), mask.shape, sizes, make, stream)
         alive, version, made = self._masks.get(which, (lambda: None, -1, None))
         if alive() is not base or version != mask._version:
             made = make(mask, sizes)

@@ -1,11 +1,12 @@
 """examples/my_variant.py passes `flashzoo check`; train_gpt.py at tiny sizes: what it holds a loss curve against, and
 that a wrong version's curve is told from a right one's; generate.py writes what it would without a cache; llama.py
-times implementations that give the same logits."""
+times implementations that give the same logits; fsdp.py trains sharded as it does whole."""
 
 from __future__ import annotations
 
 import csv
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -194,3 +195,11 @@ def test_a_llama_that_gives_other_logits_is_not_timed(llama, capsys, monkeypatch
     assert llama.main([*TWO, "zoo,nothing"]) == 1
     printed = capsys.readouterr().out
     assert printed.count(" trained ") == 1 and "nothing              parts from zoo" in printed
+
+
+def test_a_sharded_model_trains_as_a_whole_one():
+    command = [sys.executable, str(ROOT / "examples" / "fsdp.py"), "--seqlen", "16", "--hidden", "32"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    assert len(re.findall(r"^(loss|gradients): .* on 2 ranks, .* apart$", done.stdout, re.MULTILINE)) == 2

@@ -190,6 +190,8 @@ def test_a_mask_of_ones_own():
         torch.testing.assert_close(ours(ids(), attention_mask=shown).logits, eager(ids(), attention_mask=added).logits)
     with pytest.raises(flashzoo.UnsupportedError, match="attention_mask must be bool where it has 4 dimensions"):
         ours(ids(), attention_mask=added)
+    with pytest.raises(ValueError, match=r"attention_mask must be bool where it is one of elements, got torch.int32"):
+        ours(ids(), attention_mask=shown.int())
 
 
 def test_a_rule_that_is_not_known_becomes_a_dense_mask():

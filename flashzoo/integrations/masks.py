@@ -66,6 +66,7 @@ class Padded(_Band):
 
 Said = Plain | Used | Packed | Padded
 _KINDS = (Plain, Used, Packed, Padded)
+_ROWS = (0, 1, 1, 3)
 
 
 class _Sizes(NamedTuple):
@@ -93,12 +94,14 @@ class _Rule(NamedTuple):
 
 
 def read(mask: Tensor) -> Said:
-    """What `mask_of` made."""
-    _, kind, window, numbers = mask.shape
-    causal = bool((kind - 1) % 2)
+    """What `mask_of` made. ValueError where it did not make it, but somebody an int32 mask of elements."""
+    rows, kind, window, numbers = mask.shape
+    place, causal = (kind - 1) // 2, bool((kind - 1) % 2)
+    if place >= len(_KINDS) or rows != _ROWS[place]:
+        raise ValueError(f"attention_mask must be bool where it is one of elements, got {mask.dtype} {mask.shape}")
     left = None if window == 1 else window - 2
     band = (causal, (left, 0 if causal else left))
-    found = _KINDS[(kind - 1) // 2]
+    found = _KINDS[place]
     if found is Plain:
         return Plain(*band, numbers)
     values = mask[0, 0, 0].contiguous()

@@ -104,7 +104,7 @@ def attention_of(version: str) -> Callable[..., tuple[Tensor, None]]:
                     options |= {"cu_seqlens_k": said.cu_seqlens_k, "seqused_k": said.used}
                 return _packed(q, k, v, options | {"cu_seqlens_q": said.cu_seqlens_q}, others), None
             if isinstance(said, Used):
-                _refuse_lengths("a cache", others)
+                _refuse_lengths("a cache", others)  # attention holds their number to the batch's
                 return flashzoo.attention(q, k, v, seqused_k=said.used, **options), None
             k, v = _seen(k, v, said)
         if others.get("cu_seq_lens_q") is not None:
@@ -179,10 +179,12 @@ def _block_mask(mask: Tensor) -> flashzoo.BlockMask:
             f"attn_implementation={NAME!r}: attention_mask must be bool where it has 4 dimensions, got {mask.dtype} "
             f"{tuple(mask.shape)}: no version adds a mask to scores"
         )
-    if torch.compiler.is_compiling() or mask.is_inference():  # neither is the same in the next layer
+    capturing = mask.is_cuda and torch.cuda.is_current_stream_capturing()  # the memory of a graph is its own
+    if torch.compiler.is_compiling() or mask.is_inference() or capturing:  # and of these no changes are counted
         return flashzoo.BlockMask.from_dense(mask)
-    version, made = _block_masks.get(mask, (None, None))
-    if made is None or version != mask._version:
+    now = mask._version, torch.cuda.current_stream(mask.device).cuda_stream if mask.is_cuda else None
+    then, made = _block_masks.get(mask, (None, None))
+    if made is None or then != now:
         made = flashzoo.BlockMask.from_dense(mask)
-        _block_masks[mask] = mask._version, made
+        _block_masks[mask] = now, made
     return made
