@@ -62,7 +62,7 @@ def test_a_batch_is_torchs():
     out, lse, dropped = flash_attn.flash_attn_func(q, k, v, 0.0, 0.3, True, return_attn_probs=True)
     turned = (x.transpose(1, 2) for x in (q, k, v))
     expected = scaled_dot_product_attention(*turned, is_causal=True, scale=0.3, enable_gqa=True).transpose(1, 2)
-    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     assert lse.shape == (2, 4, 9) and dropped.numel() == 0
     gradients = (torch.autograd.grad(x.sin().sum(), (q, k, v), retain_graph=True) for x in (out, expected))
     for found, wanted in zip(*gradients, strict=True):
