@@ -7,6 +7,8 @@
 
 The name is not "flashzoo", because transformers takes every name that contains "flash" for a kernel of its hub: it
 loads that when a model is made, and refuses to compile generation with it as one graph.
+
+Importing this needs transformers 5.23 or newer: `pip install flashzoo[transformers]`.
 """
 
 from __future__ import annotations
@@ -57,7 +59,6 @@ def register(name: str = NAME) -> None:
         name: must not contain "flash", which transformers takes for a kernel of its hub.
 
     Raises:
-        ImportError: transformers is not installed (`pip install flashzoo[transformers]`).
         ValueError: name contains "flash".
     """
     if "flash" in name:
