@@ -17,9 +17,7 @@ from flashzoo.dtypes import BYTES, TORCH_DTYPES
 from flashzoo.integers import cdiv
 from flashzoo.lengths import Ranges
 from flashzoo.masks.block_mask import BlockMask
-from flashzoo.scores.evaluate import TORCH_DTYPES as SCORE_DTYPES
 from flashzoo.scores.mod import ScoreMod
-from flashzoo.scores.program import FLOATS
 
 LOG_SUM_BYTES = 4  # lse, and FA-1's l and m, are float32 in every version
 
@@ -590,6 +588,9 @@ def score_mod(problem: Problem, seed: int = 0, device: torch.device | str = "cpu
     form = problem.score_mod
     if form is None:
         return None
+    from flashzoo.scores.evaluate import TORCH_DTYPES as SCORE_DTYPES
+    from flashzoo.scores.program import FLOATS
+
     generator = torch.Generator(device).manual_seed(seed)
     tensors = []
     for dtype, shape in form.reads:

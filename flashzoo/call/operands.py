@@ -16,7 +16,6 @@ from flashzoo.integers import cdiv
 from flashzoo.lengths import Ranges
 from flashzoo.masks.block_mask import BlockMask
 from flashzoo.scores.mod import ScoreMod
-from flashzoo.scores.program import read_by
 
 # quoted, or pyright --verifytypes does not know it
 Descales: TypeAlias = "tuple[Tensor | None, Tensor | None, Tensor | None]"
@@ -315,6 +314,8 @@ class _ScoreMod(Operand):
                 raise ValueError(f"{name}'s tensor {i} must be on q's device {device}, got {where}")
 
     def check_sizes(self, name: str, form: Any, problem: Problem) -> None:
+        from flashzoo.scores.program import read_by
+
         for i, (dtype, _) in enumerate(form[0].reads):
             if dtype == "f64" and problem.dtype != "fp64":
                 raise TypeError(

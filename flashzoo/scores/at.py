@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 
 from flashzoo.lengths import Ranges
-from flashzoo.scores.evaluate import evaluated
 from flashzoo.scores.mod import ScoreMod
-from flashzoo.scores.program import is_value
-from flashzoo.scores.trace import gradient_of
 
 Places = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -99,6 +96,11 @@ class ScoredAt:
     def squares(self, s: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """By what a change of each score changes the new one; and of all numbers of the tensors that have gradients,
         one behind another, the sum over scores of weights times the square of that."""
+        # no part of `import flashzoo`
+        from flashzoo.scores.evaluate import evaluated
+        from flashzoo.scores.program import is_value
+        from flashzoo.scores.trace import gradient_of
+
         gradient, tensors = gradient_of(self.mod.program.text), tuple(x.detach() for x in self.mod.tensors)
         inputs = {"score": s, "ds": torch.ones_like(s), **dict(zip("bhqk", self._on(s.device), strict=True))}
         outputs = dict(zip(gradient.program.outputs, evaluated(gradient.program, inputs, None, tensors), strict=True))

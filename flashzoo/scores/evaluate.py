@@ -24,6 +24,8 @@ TORCH_DTYPES: dict[str, torch.dtype] = dict(
     )
 )
 
+NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
 _TORCH: dict[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in ("add", "sub", "mul", "neg", "eq", "ne", "lt", "le", "gt", "ge")},
     **{

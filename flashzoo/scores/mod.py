@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from flashzoo.call.forms import ScoreForm
-from flashzoo.scores.evaluate import TORCH_DTYPES, evaluated
-from flashzoo.scores.program import Program, parsed
+
+if TYPE_CHECKING:
+    from flashzoo.scores.program import Program
 
 Function = Callable[..., Tensor]
 
@@ -56,6 +57,8 @@ class ScoreMod:
     def of_parts(cls, text: str, tensors: tuple[Tensor, ...], grads: tuple[int, ...] | None = None) -> ScoreMod:
         """One from its program's text, its tensors, and the numbers of those that are to have gradients, which where
         None are those that require them. ValueError where the text is none, or reads other tensors."""
+        from flashzoo.scores.program import parsed
+
         return cls._of(None, parsed(text), tuple(tensors), grads)
 
     @classmethod
@@ -104,7 +107,9 @@ class ScoreMod:
     @property
     def form(self) -> ScoreForm:
         """What the choice of a version and of its kernels depends on."""
-        reads = tuple([(_NAMES[x.dtype], tuple(x.shape)) for x in self.tensors])
+        from flashzoo.scores.evaluate import NAMES
+
+        reads = tuple([(NAMES[x.dtype], tuple(x.shape)) for x in self.tensors])
         return ScoreForm(self.text, reads, self.grads, any([_is_far(x) for x in self.tensors]))
 
     def resolved(self) -> ScoreMod:
@@ -122,6 +127,8 @@ class ScoreMod:
         from flashzoo.scores.trace import ARGUMENTS, Captured
 
         if self.function is None:
+            from flashzoo.scores.evaluate import evaluated
+
             (found,) = evaluated(self.program, dict(zip(ARGUMENTS, arguments, strict=True)), None, tensors)
         else:
             instead = {id(x): other for x, other in zip(self.tensors, tensors, strict=True)}
@@ -139,7 +146,6 @@ def _is_far(x: Tensor) -> bool:
     return max(x.numel(), sum([(n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)])) >= 1 << 31
 
 
-_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _KNOWN: dict[tuple[Any, ...], tuple[Program, tuple[int, ...]]] = {}
 """By what functions are made of and had captured when they were traced, their programs, and which of the captured
 tensors these read. Nothing of it keeps a tensor."""

@@ -36,8 +36,8 @@ LOGIC = ("and", "or", "xor", "not")
 OPERATIONS = (*ARITHMETIC, *FUNCTIONS, *COMPARISONS, *LOGIC, "where", "cast", "const", "load")
 """All that a program may consist of, and so all that a back end has to know."""
 
-_LINE = re.compile(r"x(\d+): (\w+) = (\w+)\(([^()]*)\)")
-_LITERAL = re.compile(r"-?(inf|nan|\d[\d.e+-]*)|True|False")
+_LINE = r"x(\d+): (\w+) = (\w+)\(([^()]*)\)"
+_LITERAL = r"-?(inf|nan|\d[\d.e+-]*)|True|False"
 _ORDERLESS = frozenset({"add", "mul", "min", "max", "eq", "ne", "and", "or", "xor"})
 
 
@@ -194,7 +194,7 @@ def parsed(text: str) -> Program:
     *lines, last = text.split("\n")
     steps: list[Step] = []
     for line in lines:
-        match = _LINE.fullmatch(line)
+        match = re.fullmatch(_LINE, line)
         if match is None or int(match[1]) != len(steps) or match[2] not in DTYPES or match[3] not in OPERATIONS:
             raise ValueError(
                 f"score_mod's line {len(steps)} must be 'x{len(steps)}: dtype = operation(...)', got {line!r}"
@@ -210,7 +210,7 @@ def parsed(text: str) -> Program:
 
 
 def _is_known(name: str, above: int) -> bool:
-    if name in INPUTS or _LITERAL.fullmatch(name):
+    if name in INPUTS or re.fullmatch(_LITERAL, name):
         return True
     return name[1:].isdecimal() and (name[0] == "t" or (name[0] == "x" and int(name[1:]) < above))
 

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from flashzoo.scores.evaluate import TORCH_DTYPES, evaluated
+from flashzoo.scores.evaluate import NAMES, TORCH_DTYPES, evaluated
 from flashzoo.scores.program import (
     COMPARISONS,
     FLOATS,
@@ -36,7 +36,6 @@ from flashzoo.scores.program import (
 
 ARGUMENTS = ("score", "b", "h", "q", "k")
 """Of a score function."""
-NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 class Captured(TorchFunctionMode):
