@@ -26,7 +26,7 @@ from flashzoo.scores.mod import ScoreMod
 from flashzoo.spec import Spec
 
 if TYPE_CHECKING:
-    from flashzoo import flash_attn, integrations, nn
+    from flashzoo import flash_attn, integrations, nn, parallel
 
 __version__ = "0.1.0"
 
@@ -49,6 +49,7 @@ __all__ = [
     "last_calls",
     "merge",
     "nn",
+    "parallel",
     "quantize",
     "register",
     "replace_sdpa",
@@ -73,8 +74,8 @@ register(blocksparse.SPEC)
 register(baselines.SDPA)
 register(baselines.STANDARD)
 
-_LAZY = ("flash_attn", "integrations", "nn")
-"""Doors for other people's models, imported when they are first asked for."""
+_LAZY = ("flash_attn", "integrations", "nn", "parallel")
+"""Doors for other people's models, and what torch.distributed comes with, imported when they are first asked for."""
 
 
 def __getattr__(name: str) -> Any:

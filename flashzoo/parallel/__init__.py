@@ -1,0 +1,17 @@
+"""Context parallelism: one attention call over the ranks of a process group, on torch.distributed.
+
+Each rank holds a part of the rows of q, k and v, its shard, and gets the same part of out:
+
+    x = parallel.shard(tokens, group)                                    # this rank's rows of the whole
+    at = parallel.positions(seqlen, group)                               # where in the whole they are
+    out = parallel.attention(q, k, v, group=group, causal=True)          # local shards in, local shard out
+    print(parallel.explain(q, k, v, group=group, causal=True))           # which method, and the arithmetic of it
+
+Built on `flashzoo.attention`, `merge` and `attention_backward` alone: there is no kernel here. The methods are told in
+`gather`, `ring` and `ulysses`.
+"""
+
+from flashzoo.parallel.api import attention, explain
+from flashzoo.parallel.layout import positions, shard, unshard
+
+__all__ = ["attention", "explain", "positions", "shard", "unshard"]

@@ -1,0 +1,163 @@
+"""The public calls: `attention` and `explain`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from flashzoo import attention as attention_of_one
+from flashzoo.parallel import gather, ring, ulysses
+from flashzoo.parallel.choose import Explanation, check_method, chosen
+from flashzoo.parallel.gather import Gather
+from flashzoo.parallel.groups import Ranks, form_of, ranks_of
+from flashzoo.parallel.layout import Layout
+from flashzoo.parallel.parts import How
+from flashzoo.parallel.ring import Ring
+from flashzoo.registry import requested
+
+Method = Literal["auto", "gather", "ulysses", "ring"]
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Any,
+    layout: Layout = "zigzag",
+    method: Method = "auto",
+    return_lse: bool = False,
+    version: str = "auto",
+    **options: Any,
+) -> Any:
+    """`flashzoo.attention` of a sequence whose rows are shared out over the ranks of a group.
+
+    Every rank calls it alike, in the same order, with its own rows: shards of one shape, the same options. What an
+    option says is said of the whole: `cu_seqlens_q` counts all rows, `window_size` reaches over the borders of shards.
+
+    Args:
+        q: `(batch, seqlen_q / ranks, heads, head_dim)`, fp16, bf16, fp32 or fp64, or packed rows
+            `(total_q / ranks, heads, head_dim)`; this rank's rows, as `shard` gives them. A DTensor that is sharded by
+            rows alone, over the group's mesh, is taken as such: its layout is "contiguous", and so is out's.
+        k, v: the same of keys and values; as many rows as q has where causal or a window is asked for, but in ulysses.
+        group: a `torch.distributed.ProcessGroup`, or a `DeviceMesh` of one dimension; the caller is in it. NCCL's for
+            CUDA tensors, gloo's for CPU tensors.
+        layout: "zigzag" (rank r of P has chunks r and 2P - 1 - r of 2P), which a causal mask wants, or "contiguous".
+        method: "gather", "ulysses", "ring", or "auto" for the one that is waited for least by the arithmetic that
+            `explain` prints. A name never falls back.
+        return_lse: return the log-sum-exp of each row of scores too.
+        version: who answers the calls on each rank; as in `flashzoo.attention`.
+        options: of `flashzoo.attention`, the same values on every rank. All methods: causal, softmax_scale,
+            window_size, deterministic, sinks, cu_seqlens_q, max_seqlen_q, max_seqlen_k. "ulysses" also: precision,
+            out_dtype, block_mask (shared by heads), cu_seqlens_k, seqused_k.
+
+    Returns:
+        out `(batch, seqlen_q / ranks, heads, head_dim_v)` of this rank's rows; with `return_lse` the pair
+        `(out, lse)`, lse `(batch, heads, seqlen_q / ranks)`. Both are differentiable, once. Gradients of q, k and v are
+        those of the sum of all ranks' losses. Those of sinks, which every rank has whole, are a rank's share, as those
+        of weights are: their sum over ranks is the whole's. With one rank it is the plain call, bit by bit.
+
+    Raises:
+        TypeError, ValueError: an argument is malformed, or ranks don't call alike; the same on every rank, before
+            anything is communicated but what each is about to call, which is done once for each kind of call.
+        flashzoo.UnsupportedError: the method, or under "auto" every method, has a reason against the call.
+        RuntimeError: a rank did not come to a call within five minutes.
+    """
+    if is_compiling():
+        from flashzoo.parallel.traced import untraced
+
+        asked = {"group": group, "layout": layout, "method": method, "return_lse": return_lse, "version": version}
+        return untraced(attention, q, k, v, **asked, **options)
+    if hasattr(q, "to_local"):
+        from flashzoo.parallel.dtensors import of_dtensors
+
+        asked = {"group": group, "layout": layout, "method": method, "return_lse": return_lse, "version": version}
+        return of_dtensors(attention, q, k, v, **asked, **options)
+    ranks = ranks_of(group)
+    options = {name: x for name, x in options.items() if x is not None}
+    name, _ = requested(version)
+    grad = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v, options.get("sinks")))
+    how = {"layout": layout, "method": method, "return_lse": return_lse, "version": name, "grad": grad}
+
+    asked = {"q": q, "k": k, "v": v, **how, **options}
+    kind = tuple([(name, form_of(asked[name])) for name in sorted(asked)])
+    if ranks.size == 1:
+        ranks.agree(kind, lambda: check_method(layout, method))
+        return attention_of_one(q, k, v, return_lse=return_lse, version=version, **options)
+    explanation = ranks.agree(kind, lambda: chosen(q, k, v, ranks.size, **how, options=options).taken())
+    rows = q.ndim == 3
+    if rows:
+        q, k, v = q[None], k[None], v[None]
+    run = _by_heads if explanation.chosen == "ulysses" else _by_parts
+    out, lse = run(explanation, ranks, q, k, v, how, options)
+    if rows:
+        out, lse = out[0], None if lse is None else lse[0]
+    return (out, lse) if return_lse else out
+
+
+def _by_heads(
+    explanation: Explanation,
+    ranks: Ranks,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    how: dict[str, Any],
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    chunks = explanation.sizes.chunks
+    return ulysses.attend(ranks, chunks, q, k, v, how["version"], how["return_lse"], options)
+
+
+def _by_parts(
+    explanation: Explanation,
+    ranks: Ranks,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    how: dict[str, Any],
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    sizes = explanation.sizes
+    alike = {name: options[name] for name in ("softmax_scale", "deterministic") if name in options}
+    parts = How(alike, how["version"], explanation.partial, options.get("cu_seqlens_q"))
+    planned, method = (gather.planned, Gather) if explanation.chosen == "gather" else (ring.planned, Ring)
+    plan = planned(ranks.rank, ranks.size, q.shape[1], k.shape[1], sizes.chunks, sizes.band, sizes.packed)
+    return method.apply(parts, ranks, plan, q, k, v, options.get("sinks"))  # pyright: ignore[reportReturnType]
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Any,
+    layout: Layout = "zigzag",
+    method: Method = "auto",
+    return_lse: bool = False,
+    version: str = "auto",
+    **options: Any,
+) -> Explanation:
+    """Which method would answer a call of `attention`, and the arithmetic: bytes, what of them is waited for, memory.
+
+    Args:
+        q, k, v: this rank's shards, as in `attention`; "meta" tensors too.
+        group: as in `attention`, or a number of ranks, for which no group is needed.
+        layout, method, return_lse, version, options: as in `attention`.
+
+    Returns:
+        An `Explanation`; printing it gives a table. Nothing is run or communicated. `flashzoo.explain` tells which
+        version answers on a rank.
+
+    Raises:
+        TypeError, ValueError: as `attention`.
+    """
+    if isinstance(group, bool) or (isinstance(group, int) and group < 1):
+        raise ValueError(f"group must be a group, or a number of ranks from 1 on, got {group!r}")
+    size = group if isinstance(group, int) else ranks_of(group).size
+    options = {name: x for name, x in options.items() if x is not None}
+    grad = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v, options.get("sinks")))
+    how = {"layout": layout, "method": method, "return_lse": return_lse, "version": version, "grad": grad}
+    return chosen(q, k, v, size, **how, options=options)

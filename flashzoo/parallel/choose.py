@@ -1,0 +1,203 @@
+"""Which method answers a call, and every reason against the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashzoo import BlockMask, UnsupportedError
+from flashzoo import explain as explain_call
+from flashzoo.parallel.costs import METHODS, Costs, Sizes
+from flashzoo.parallel.layout import check_halves, check_layout, chunks_of
+from flashzoo.parallel.pieces import NO_BAND
+from flashzoo.parallel.ulysses import copies_of
+
+PARTED = ("causal", "softmax_scale", "window_size", "deterministic", "sinks", "cu_seqlens_q", "max_seqlen_q",
+          "max_seqlen_k")  # fmt: skip
+"""Arguments of `attention` that calls on parts of the keys can honour, in `gather` and `ring`."""
+SHARED = (*PARTED, "precision", "out_dtype", "block_mask", "cu_seqlens_k", "seqused_k")
+"""Those that a call on some of the heads can, in `ulysses`."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which method takes a call, and why; prints as a table.
+
+    Attributes:
+        sizes: of the whole.
+        wanted: the method that was asked for, or "auto".
+        chosen: the one that runs, or None where none can.
+        costs: of each method.
+        reasons: against each method, sentences.
+        partial: dtype of partial results; None for that of the inputs, where the version gives no other.
+    """
+
+    sizes: Sizes
+    wanted: str
+    chosen: str | None
+    costs: Mapping[str, Costs]
+    reasons: Mapping[str, tuple[str, ...]]
+    partial: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        s = self.sizes
+        lines = [
+            f"{self.chosen or 'no method'} for {s.ranks} ranks, {'asked for' if self.wanted != 'auto' else 'by auto'}: "
+            f"batch {s.batch}, seqlen {s.seqlen_q} and {s.seqlen_k}, heads {s.heads}:{s.heads_kv}, "
+            f"head_dim {s.head_dim}" + (f" and {s.head_dim_v}" if s.head_dim_v != s.head_dim else ""),
+            f"  {'what a rank receives':<22}{'forward':>12}{'backward':>12}{'waited for':>13}{'keys held':>12}",
+        ]
+        for name, (forward, backward, held) in self.costs.items():
+            mark = "*" if name == self.chosen else " "
+            waited = 1e3 * (forward.waited + backward.waited)
+            lines.append(
+                f"{mark} {name:<22}{forward.bytes / 1e6:9.1f} MB{backward.bytes / 1e6:9.1f} MB{waited:10.3f} ms"
+                f"{held / 1e6:9.1f} MB"
+            )
+            lines += [f"    - {reason}" for reason in self.reasons[name]]
+        if self.chosen in ("gather", "ring"):
+            how = "as the version rounds them" if self.partial is None else f"as {self.partial}"
+            lines.append(f"  partial results come {how}, and are merged in float32 or wider")
+        return "\n".join(lines)
+
+    def taken(self) -> Explanation:
+        """Itself, or UnsupportedError with all reasons where no method takes the call."""
+        if self.chosen is None:
+            asked = [self.wanted] if self.wanted != "auto" else list(self.reasons)
+            against = [f"  {name}: {reason}" for name in asked for reason in self.reasons[name]]
+            would = [name for name, reasons in self.reasons.items() if not reasons]
+            who = "no method can" if self.wanted == "auto" else f"method {self.wanted!r} can't"
+            told = [f"flashzoo.parallel: {who} take this call for {self.sizes.ranks} ranks", *against]
+            raise UnsupportedError("\n".join([*told, f"methods that would: {', '.join(would)}"] if would else told))
+        return self
+
+
+def check_method(layout: Any, method: Any) -> None:
+    """ValueError where one of these is none."""
+    check_layout(layout)
+    if method != "auto" and method not in METHODS:
+        raise ValueError(f"method must be 'auto' or one of {', '.join(METHODS)}, got {method!r}")
+
+
+def chosen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    size: int,
+    *,
+    layout: str,
+    method: str,
+    return_lse: bool,
+    version: str,
+    grad: bool,
+    options: dict[str, Any],
+) -> Explanation:
+    """Who takes the call of these shards.
+
+    Raises:
+        TypeError, ValueError: an argument is malformed.
+        flashzoo.UnsupportedError: no version takes a call of the whole.
+    """
+    check_method(layout, method)
+    unknown = [name for name in options if name not in SHARED]
+    whole = tuple(_like(x, rows=size) for x in (q, k, v))
+    told = explain_call(*whole, return_lse=return_lse, version=version, **_flat(options))
+    if unknown:
+        raise TypeError(f"flashzoo.parallel.attention takes no {unknown[0]}: it takes {', '.join(SHARED)}")
+    if told.problem.dtype == "e4m3":
+        raise TypeError("q, k and v must be fp16, bf16, fp32 or fp64, got e4m3: precision='fp8' quantises them inside")
+    for name, x in (("q", q), ("k", k)):
+        check_halves(f"{name}'s rows on a rank", _rows(x), layout)
+    packed, chunks = "cu_seqlens_q" in options, chunks_of(layout)
+    p = told.problem
+    sizes = Sizes(p.batch, p.seqlen_q, p.seqlen_k, p.heads, p.heads_kv, p.head_dim, p.head_dim_v, q.element_size(),
+                  p.span, packed, size, chunks, grad)  # fmt: skip
+    copies = copies_of(p.heads_kv, size)
+    reasons = {"gather": _against_parts(sizes, options, "gather"), "ring": _against_parts(sizes, options, "ring")}
+    reasons["ulysses"] = _against_ulysses(sizes, options)
+    partial = None
+    for name in ("gather", "ring"):
+        if not reasons[name]:
+            partial, against = _partial(q, k, v, sizes, version, options)
+            reasons[name] += against
+    if not reasons["ulysses"]:
+        heads = [_like(x, rows=size, heads=h) for x, h in zip((q, k, v), _heads(sizes, copies), strict=True)]
+        inner = explain_call(*heads, return_lse=return_lse, version=version, **_flat(options, p.heads // size))
+        reasons["ulysses"] += () if inner.chosen else tuple(str(inner).splitlines())
+    costs = {name: cost(sizes, copies) for name, cost in METHODS.items()}
+    would = [name for name in METHODS if not reasons[name]] if method == "auto" else [method]
+    best = min(would, key=lambda name: costs[name].waited, default=None)
+    best = best if best is not None and not reasons[best] else None
+    return Explanation(sizes, method, best, costs, reasons, partial)
+
+
+def _against_parts(s: Sizes, options: Mapping[str, Any], method: str) -> tuple[str, ...]:
+    found = [f"takes no {name}" for name, x in options.items() if name not in PARTED and _given(x)]
+    if s.band != NO_BAND and s.seqlen_q != s.seqlen_k:
+        found.append(f"causal and window_size are of as many keys as queries there, got {s.seqlen_q} and {s.seqlen_k}")
+    left, right = s.band
+    if s.packed and method == "ring" and left is not None:
+        found.append("window_size does not go with cu_seqlens_q there")
+    elif s.packed and (right not in (None, 0) or (left is not None and right is None)):
+        found.append("window_size goes with cu_seqlens_q there where causal")
+    return tuple(found)
+
+
+def _against_ulysses(s: Sizes, options: Mapping[str, Any]) -> tuple[str, ...]:
+    found = []
+    if s.heads % s.ranks:
+        found.append(f"heads must be a multiple of the {s.ranks} ranks, got {s.heads}")
+    mask = options.get("block_mask")
+    if isinstance(mask, BlockMask) and mask.heads > 1:
+        found.append(f"block_mask must be shared by all heads, got one for each of {mask.heads}")
+    return tuple(found)
+
+
+def _partial(
+    q: Tensor, k: Tensor, v: Tensor, s: Sizes, version: str, options: Mapping[str, Any]
+) -> tuple[torch.dtype | None, tuple[str, ...]]:
+    """The dtype that parts come in, and who takes none: float32 where that changes nothing about who answers."""
+    options = {name: x for name, x in options.items() if name in PARTED}
+    asked: dict[str, Any] = {**_flat(options), "return_lse": True}
+    plain = explain_call(*(x.detach() for x in (q, k, v)), version=version, **asked)
+    if plain.chosen is None:
+        return None, tuple(str(plain).splitlines())
+    if q.element_size() > 2:
+        return None, ()
+    wide = explain_call(*(x.detach() for x in (q, k, v)), version=plain.chosen, out_dtype=torch.float32, **asked)
+    return (torch.float32 if wide.chosen else None), ()
+
+
+def _given(x: Any) -> bool:
+    return x is not None and x is not False
+
+
+def _rows(x: Tensor) -> int:
+    return x.shape[0] if x.ndim == 3 else x.shape[1]
+
+
+def _heads(s: Sizes, copies: int) -> tuple[int, int, int]:
+    """Of q, k and v on one rank."""
+    kv = s.heads_kv * copies // s.ranks
+    return s.heads // s.ranks, kv, kv
+
+
+def _like(x: Any, *, rows: int, heads: int | None = None) -> Any:
+    """A tensor of so many times the rows, and so many heads, without memory for them."""
+    if not isinstance(x, Tensor) or x.ndim not in (3, 4):
+        return x
+    shape = list(x.shape)
+    shape[x.ndim - 3] *= rows
+    shape[-2] = heads or shape[-2]
+    like = x.detach().new_empty(shape[-1]).expand(shape)
+    return like.requires_grad_() if x.requires_grad else like
+
+
+def _flat(options: Mapping[str, Any], heads: int | None = None) -> dict[str, Any]:
+    """The options, with as many sinks as there are heads."""
+    sinks = options.get("sinks")
+    return dict(options) if sinks is None or heads is None else {**options, "sinks": sinks[:heads]}

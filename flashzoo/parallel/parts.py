@@ -1,0 +1,112 @@
+"""Calls on parts of the keys, and what joins them: `flashzoo.merge` forward, sums backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flashzoo import attention, attention_backward, merge
+from flashzoo.parallel.pieces import Piece, Span, cuts, depth
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """How every part of a call is to be answered.
+
+    Attributes:
+        options: of `attention`, those that hold of parts alike: softmax_scale, deterministic.
+        version: as in `attention`.
+        partial: dtype of what parts give, before it is merged.
+        cu_seqlens: of packed sequences, of the whole.
+    """
+
+    options: Mapping[str, Any]
+    version: str
+    partial: torch.dtype | None
+    cu_seqlens: Tensor | None = None
+
+    def of(self, piece: Piece, sinks: Tensor | None) -> dict[str, Any]:
+        """The options of one call."""
+        left, right = piece.band
+        how = {**self.options, "version": self.version}
+        # said as causal where it is that, for versions that know no windows
+        how |= {"causal": True} if right == 0 else {"window_size": (left, right)} if right is not None else {}
+        if left is not None:
+            how["window_size"] = (left, right)
+        if self.cu_seqlens is not None:
+            for name, (first, end) in (("cu_seqlens_q", piece.q_span), ("cu_seqlens_k", piece.k_span)):
+                how[name] = self.cu_seqlens.clamp(first, end) - first
+        if sinks is not None:
+            how["sinks"] = sinks
+        return how
+
+
+class Part(NamedTuple):
+    """What some rows of a shard have from some keys: out `(batch, rows, heads, head_dim_v)`
+    and lse `(batch, heads, rows)`."""
+
+    rows: Span
+    out: Tensor
+    lse: Tensor
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, piece: Piece, how: How, sinks: Tensor | None = None) -> Part:
+    """One call, on rows of q and of the keys at hand; sinks join one part of each row."""
+    out, lse = attention(
+        rows(q, piece.q), rows(k, piece.k), rows(v, piece.k), return_lse=True, out_dtype=how.partial,
+        **how.of(piece, sinks),
+    )  # fmt: skip
+    return Part(piece.q, out, lse)
+
+
+class Given(NamedTuple):
+    """What a backward pass starts from, of this rank's rows: those of the whole."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def backward(
+    given: Given, k: Tensor, v: Tensor, piece: Piece, how: How, sinks: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """One call's dq, dk, dv, and dsinks where sinks."""
+    dout, q, out = (rows(x, piece.q) for x in (given.dout, given.q, given.out))
+    lse, dlse = (None if x is None else x[:, :, slice(*piece.q)] for x in (given.lse, given.dlse))
+    assert lse is not None
+    return attention_backward(dout, q, rows(k, piece.k), rows(v, piece.k), out, lse, dlse=dlse, **how.of(piece, sinks))
+
+
+def rows(x: Tensor, span: Span) -> Tensor:
+    """Rows of `(batch, seqlen, heads, head_dim)`."""
+    return x if span == (0, x.shape[1]) else x[:, slice(*span)]
+
+
+def join(parts: Sequence[Part], out: Tensor, lse: Tensor) -> None:
+    """All parts of each row merged into out and lse, of all rows, which may be a part's own: in float32, rounded once.
+
+    Rows of no part are left as they are.
+    """
+    for first, end in cuts([part.rows for part in parts]):
+        found = []
+        for (begin, stop), *statistics in parts:
+            if begin <= first and end <= stop:
+                o, l = statistics
+                found.append((o[:, first - begin : end - begin], l[..., first - begin : end - begin]))
+        if len(found) > 1:
+            found = [merge(*zip(*found, strict=True), out_dtype=out.dtype)]
+        (o, l), into = found[0], (out[:, first:end], lse[..., first:end])
+        if o.data_ptr() != into[0].data_ptr() or o.dtype != out.dtype:
+            into[0].copy_(o)
+            into[1].copy_(l)
+
+
+def sum_dtype(spans: Sequence[Span], dtype: torch.dtype) -> torch.dtype:
+    """In what shares of these rows are added up: two of 16 bits are rounded once as they are, more are summed wide."""
+    return dtype if depth(spans) <= 2 else torch.promote_types(dtype, torch.float32)

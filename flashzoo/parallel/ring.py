@@ -1,0 +1,129 @@
+"""Method `ring`: keys and values travel from rank to rank, and no rank ever has more than two shards of them.
+
+Ring attention, Liu et al. 2023, arXiv:2310.01889, with zigzag's chunks for its balance:
+
+1. Send the keys and values at hand on to the next rank, and receive those of the rank before.
+2. Meanwhile this rank's queries see those at hand.
+3. Merge with what was found before, in float32, and go on with those that came, until all have been here.
+
+Backward the same way once more: each shard of keys travels with its dK and dV, in float32, to which every rank adds its
+share from the LSE and the O of the whole; one more step brings them home. It moves as much as `gather` forward and more
+backward, in P - 1 steps that each end with the slower of both; what it saves is memory, O(seqlen / P).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flashzoo.parallel.exchange import passed_on
+from flashzoo.parallel.groups import Ranks
+from flashzoo.parallel.layout import numbers_of
+from flashzoo.parallel.parts import Given, How, Part, backward, forward, join
+from flashzoo.parallel.pieces import NO_BAND, Band, Piece, of_own, pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The calls of one rank.
+
+    Attributes:
+        own: a call for each chunk of its rows with the keys of its own.
+        steps: the calls with the keys of each rank: the rest of one's own, those of the rank before, and so on.
+    """
+
+    own: tuple[Piece, ...]
+    steps: tuple[tuple[Piece, ...], ...]
+
+
+@lru_cache(maxsize=1024)
+def planned(rank: int, size: int, seqlen_q: int, seqlen_k: int, chunks: int, band: Band, packed: bool) -> Plan:
+    """The calls of a rank whose shard has so many rows, in so many chunks; the band is the whole's."""
+    if band == NO_BAND and not packed:
+        chunks = 1
+    step_q, step_k = seqlen_q // chunks, seqlen_k // chunks
+
+    def spans(of: int, step: int) -> list[tuple[int, int]]:
+        return [(number * step, (number + 1) * step) for number in numbers_of(of, size, chunks)]
+
+    queries, steps = spans(rank, step_q), []
+    own = [
+        Piece((i * step_q, (i + 1) * step_q), (i * step_k, (i + 1) * step_k), of_own(q, k, band), q, k)
+        for i, (q, k) in enumerate(zip(queries, spans(rank, step_k), strict=True))
+    ]
+    for step in range(size):
+        but = () if step else range(chunks)
+        steps.append(pieces(queries, spans((rank - step) % size, step_k), band, but=but, in_order=packed))
+    return Plan(tuple(own), tuple(steps))
+
+
+def _at_hand(k: Tensor, v: Tensor, ranks: Ranks) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values of one rank after another, one's own first; the next are on their way meanwhile."""
+    rows = torch.cat((k.flatten(2), v.flatten(2)), -1)
+    for step in range(ranks.size):
+        came, works = passed_on(rows, ranks) if step < ranks.size - 1 else (rows, None)
+        yield _parted(rows, k)
+        if works is not None:
+            works.wait()
+        rows = came
+
+
+def _parted(rows: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of rows that have both."""
+    width = k.shape[2] * k.shape[3]
+    of_k, of_v = rows.split((width, rows.shape[-1] - width), -1)
+    return of_k.unflatten(-1, (k.shape[2], -1)), of_v.unflatten(-1, (k.shape[2], -1))
+
+
+class Ring(torch.autograd.Function):
+    """out and lse of this rank's rows, from its q, k and v `(batch, seqlen, heads, head_dim)`."""
+
+    @staticmethod
+    def forward(ctx: Any, how: How, ranks: Ranks, plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None):
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=wide)
+        lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide)
+        join([forward(q, k, v, piece, how, sinks) for piece in plan.own], out, lse)
+        for calls, keys in zip(plan.steps, _at_hand(k, v, ranks), strict=True):
+            found = [forward(q, *keys, piece, how) for piece in calls]
+            join([Part((0, q.shape[1]), out, lse), *found], out, lse)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.how, ctx.ranks, ctx.plan = how, ranks, plan
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        how, plan, ranks = ctx.how, ctx.plan, ctx.ranks
+        given = Given(torch.zeros_like(out) if dout is None else dout, dlse, q, out, lse)
+        dq, of_sinks, travelling = torch.zeros_like(q, dtype=lse.dtype), [], None
+        for step, keys in enumerate(_at_hand(k, v, ranks)):
+            shares = q.new_zeros((*k.shape[:2], k.shape[2] * (k.shape[3] + v.shape[3])), dtype=lse.dtype)
+            dk, dv = _parted(shares, k)
+            for piece in (*(plan.own if step == 0 else ()), *plan.steps[step]):
+                with_sinks = sinks if step == 0 and piece in plan.own else None
+                of_q, of_k, of_v, *more = backward(given, *keys, piece, how, with_sinks)
+                dq[:, slice(*piece.q)] += of_q
+                dk[:, slice(*piece.k)] += of_k
+                dv[:, slice(*piece.k)] += of_v
+                of_sinks += more
+            if travelling is not None:
+                came, works = travelling
+                works.wait()
+                shares += came
+            travelling = passed_on(shares, ranks)
+        assert travelling is not None
+        shares, works = travelling
+        works.wait()
+        dk, dv = _parted(shares, k)
+        dsinks = sum(of_sinks[1:], of_sinks[0]) if of_sinks else None
+        return None, None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
