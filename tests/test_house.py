@@ -107,6 +107,8 @@ MAY_IMPORT = {
     "lengths": {"torch", "flashzoo.call.forms"},
     "replace": {"torch", BLOCK_MASK, "flashzoo.registry", "flashzoo.transforms"} | CALL,
     "masks": {"torch", "typing_extensions", BLOCK_MASK, "flashzoo.call.forms"},
+    # Public names, and who is asked for where nobody is named.
+    "parallel": {"torch", "flashzoo.parallel", "flashzoo.registry"} | {f"flashzoo.{name}" for name in flashzoo.__all__},
     "_sass": set(),
     "_triton": {
         "torch",

@@ -1,17 +1,143 @@
-"""`flashzoo.parallel` on gloo, 2 and 4 processes of one spawn: outputs, LSE and gradients are the whole's."""
+"""`flashzoo.parallel` on gloo, 2 and 4 processes of one spawn: outputs, LSE and gradients are the whole's. Without
+processes: that the calls of all ranks see what the whole sees, each pair once, and what `explain` says."""
 
 from __future__ import annotations
 
+import time
+
 import pytest
-from parallel_ranks import CASES, in_processes
+import torch
+from parallel_ranks import CASES, in_processes, raise_alone, run_cases
+
+import flashzoo
+from flashzoo import UnsupportedError, parallel
+from flashzoo.parallel import gather, ring
+from flashzoo.parallel.costs import pairs
+from flashzoo.parallel.layout import numbers_of
+from flashzoo_suite.support import in_fresh_process
 
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory):
     """What each case raised, of all ranks, by its name."""
-    return in_processes(tmp_path_factory.mktemp("parallel"))
+    return run_cases(tmp_path_factory.mktemp("parallel"))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_ranks(case, failures):
     assert not failures[case]
+
+
+def test_a_rank_that_raises_ends_all(tmp_path):
+    begin = time.monotonic()
+    with pytest.raises(Exception, match=r"ArithmeticError: the loss is no number|Connection (closed|reset)"):
+        in_processes(raise_alone, 2, tmp_path)
+    assert time.monotonic() - begin < 60
+
+
+def test_import_leaves_torch_distributed_alone():
+    code = """if True:
+        import sys, torch
+        before = set(sys.modules)
+        import flashzoo
+        print(*set(sys.modules) - before)
+        assert flashzoo.parallel.attention
+    """
+    assert not [name for name in in_fresh_process(code).split() if "parallel" in name or "distributed" in name]
+
+
+BANDS = {"full": (None, None), "causal": (None, 0), "left": (5, 0), "long": (30, 0), "both": (9, 4), "right": (None, 7)}
+
+
+@pytest.mark.parametrize("band", BANDS.values(), ids=BANDS)
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_the_calls_of_all_ranks_are_the_whole(band, size, chunks):
+    """Every pair that the whole sees is in one call, and no other in any; under causal zigzag has the same work for
+    all."""
+    rows = 12
+    left, right = (10**6 if side is None else side for side in band)
+    i = torch.arange(rows * size)
+    expected = (i >= i[:, None] - left) & (i <= i[:, None] + right)
+    for method in (gather, ring):
+        counts, work = torch.zeros_like(expected, dtype=torch.int64), []
+        for rank in range(size):
+            plan = method.planned(rank, size, rows, rows, chunks, band, False)
+            n = 1 if band == (None, None) else chunks
+
+            def at(of, n=n):
+                return torch.cat([i[c * (rows // n) : (c + 1) * (rows // n)] for c in numbers_of(of, size, n)])
+
+            if method is gather:
+                slots = [numbers_of(other, size, n)[lot] for lot in reversed(range(n)) for other in range(size)]
+                keys = torch.cat([i[c * (rows // n) : (c + 1) * (rows // n)] for c in slots])
+                calls = [(piece, at(rank)) for piece in plan.own] + [(piece, keys) for piece in plan.rest]
+            else:
+                calls = [(piece, at(rank)) for piece in plan.own]
+                calls += [
+                    (piece, at((rank - step) % size)) for step, pieces in enumerate(plan.steps) for piece in pieces
+                ]
+            before = counts.sum().item()
+            for piece, of_k in calls:
+                q, k = at(rank)[slice(*piece.q)], of_k[slice(*piece.k)]
+                l, r = (10**6 if side is None else side for side in piece.band)
+                diagonal = torch.arange(len(q))[:, None] + len(k) - len(q)
+                j = torch.arange(len(k))
+                counts[q[:, None], k] += ((j >= diagonal - l) & (j <= diagonal + r)).long()
+            work.append(counts.sum().item() - before)
+        assert torch.equal(counts, expected.long())
+        if band == (None, 0) and chunks == 2:
+            assert len(set(work)) == 1 and len(plan.own) == 2
+
+
+def test_gather_has_two_calls_beside_the_diagonal():
+    """Without a mask, whatever the number of ranks: what the slots' order is for."""
+    for size in (2, 8, 64):
+        for rank in range(size):
+            plan = gather.planned(rank, size, 256, 256, 2, (None, 0), False)
+            assert len(plan.own) == 2 and len(plan.rest) <= 2
+            assert all(piece.band == (None, None) for piece in plan.rest)
+            assert sum(piece.k[1] - piece.k[0] for piece in plan.rest) == (2 * size - 1) * 128
+
+
+def test_pairs():
+    for band in BANDS.values():
+        left, right = (10**6 if side is None else side for side in band)
+        i = torch.arange(1024)
+        seen = ((i >= i[:, None] - left) & (i <= i[:, None] + right)).sum().item()
+        assert pairs(1024, 1024, band) == pytest.approx(seen, rel=0.02)
+
+
+def shard(rows: int, heads: int, heads_kv: int, **how) -> list[torch.Tensor]:
+    return [
+        torch.empty(1, rows, h, 128, device="meta", dtype=torch.bfloat16, **how) for h in (heads, heads_kv, heads_kv)
+    ]
+
+
+def test_explain_tells_bytes_and_why():
+    few = parallel.explain(*shard(16384, 32, 8, requires_grad=True), group=2, causal=True)
+    assert few.chosen == "gather"
+    keys = 2 * 32768 * 8 * 128 * 2
+    assert few.costs["gather"].forward.bytes == keys / 2 and few.costs["gather"].backward.bytes == keys
+    assert few.costs["gather"].held == keys and few.costs["ring"].held == keys
+    queries = 2 * 32768 * 32 * 128 * 2
+    assert few.costs["ulysses"].forward.bytes == (queries / 2 + keys / 2) / 2
+    many = parallel.explain(*shard(1024, 32, 32), group=8, causal=True)
+    assert many.chosen == "ulysses" and many.costs["ulysses"].backward.bytes == 0
+    text = str(parallel.explain(*shard(1024, 12, 4), group=8, causal=True, method="ulysses"))
+    assert text.startswith("no method for 8 ranks") and "heads must be a multiple of the 8 ranks, got 12" in text
+    assert "* gather" in str(few) and "134.2 MB" in str(few)
+    packed = parallel.explain(*(x[0] for x in shard(1024, 32, 8)), group=2, causal=True,
+                              cu_seqlens_q=torch.empty(4, dtype=torch.int32, device="meta"))  # fmt: skip
+    assert packed.chosen == "gather" and packed.sizes.packed
+
+
+def test_explain_refuses():
+    q, k, v = shard(16, 4, 4)
+    with pytest.raises(ValueError, match="group must be a group, or a number of ranks"):
+        parallel.explain(q, k, v, group=0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'cause'"):
+        parallel.explain(q, k, v, group=2, cause=True)
+    with pytest.raises(UnsupportedError, match=r"no method can take this call for 8 ranks\n.*gather: .*\n.*ring: .*"):
+        parallel.explain(*shard(16, 4, 4), group=8, precision="fp8").taken()
+    assert flashzoo.parallel is parallel

@@ -1,10 +1,16 @@
-"""The ranks of a group, and their agreement on a call before the first communication that could hang."""
+"""The ranks of a group, and their agreement on a call before the first communication that could hang.
+
+They agree through the group's store, in which the ranks met: each writes there what it is about to call, and waits, so
+long and no longer, until all have. That is no collective, which could meet another one of ranks that are elsewhere, and
+it is done once for each kind of call.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from datetime import timedelta
+from hashlib import sha256
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,12 +20,10 @@ from torch import Tensor
 
 AGREE_WITHIN = timedelta(minutes=5)
 """How long a rank waits for the others to tell what they call: until the slowest has compiled and read its data."""
-LONGEST_TELLING = 4000
-"""Bytes of what one rank tells the others."""
+SAME, WRONG = "same", "!"
+"""What the last rank to come says of all that were told, and how an error is told."""
 MOST_AGREED = 4096
 """Kinds of call that are remembered. All ranks add the same ones in the same order, so all forget them at once."""
-
-
 Kind = tuple[tuple[str, Hashable], ...]
 """A call without its data, as its arguments' names and what of them all ranks must have alike."""
 
@@ -41,12 +45,12 @@ def _told(form: Any) -> str:
 
 
 class _Agreed:
-    """What is remembered of a group: what was made of each kind of call that every rank is known to make alike, and the
-    group in which they tell."""
+    """What is remembered of a group: what was made of each kind of call that every rank is known to make alike, and how
+    often they were asked."""
 
     def __init__(self) -> None:
         self.kinds: dict[Kind, Any] = {}
-        self.telling: Any = None
+        self.asked = 0
 
 
 _AGREED: WeakKeyDictionary[Any, _Agreed] = WeakKeyDictionary()
@@ -70,11 +74,10 @@ class Ranks:
     def agree(self, kind: Kind, make: Callable[[], Any]) -> Any:
         """What `make` makes of a call, where every rank makes the call alike; raises the same on all where not.
 
-        Once for each kind of call: an all-gather of a few kilobytes on the CPU, in a gloo group of its own, so that it
-        never meets another collective of the caller's, and with a time limit of its own. Where all ranks run the same
-        program a call that is new to one is new to all. One that comes here while the others go on with what they have
-        agreed on raises when the time is over. Of two ranks that go on with different calls, each of which all have
-        agreed on before, this tells neither: that costs a look at each other at every call.
+        Where all ranks run the same program a call that is new to one is new to all, and the answer is kept. A rank
+        that comes here while the others go on with what they have agreed on raises when the time is over. Of two that
+        go on with different calls, each of which all have agreed on before, this tells neither: that would cost a look
+        at each other at every call.
 
         Args:
             kind: of the call, by its arguments' names.
@@ -98,37 +101,41 @@ class Ranks:
 
     def _compare(self, words: str, error: Exception | None) -> None:
         """ValueError where the ranks tell different things, or make different errors."""
-        told = f"{type(error).__name__}: {error}" if error is not None else words
-        every = self._told_by_all(told, error is not None)
-        by_words: dict[str, list[str]] = {}
-        for rank, (_, one) in enumerate(every):
-            by_words.setdefault(one, []).append(str(rank))
-        if len(by_words) == 1:
+        told = words if error is None else f"{WRONG}{type(error).__name__}: {error}"
+        every = self._told_by_all(told)
+        if every is None:
             return
-        wrong = {one: ranks for one, ranks in by_words.items() if any(every[int(rank)][0] for rank in ranks)}
+        by_words: dict[str, list[str]] = {}
+        for rank, one in enumerate(every):
+            by_words.setdefault(one, []).append(str(rank))
+        wrong = {one: ranks for one, ranks in by_words.items() if one.startswith(WRONG)}
         what = "not every rank can make this call" if wrong else "every rank must make the same call"
-        found = [f"  rank {', '.join(ranks)}: {one}" for one, ranks in (wrong or by_words).items()]
+        found = [f"  rank {', '.join(ranks)}: {one.removeprefix(WRONG)}" for one, ranks in (wrong or by_words).items()]
         raise ValueError("\n".join([f"flashzoo.parallel: {what}, got", *found])) from error
 
-    def _told_by_all(self, words: str, failed: bool) -> list[tuple[bool, str]]:
-        """What each rank tells, and whether it is an error."""
-        if self.agreed.telling is None:
-            members = dist.get_process_group_ranks(self.group)
-            self.agreed.telling = dist.new_group(
-                members, timeout=AGREE_WITHIN, backend="gloo", use_local_synchronization=True
-            )
-        text = words.encode()[: LONGEST_TELLING - 1]
-        mine = torch.zeros(LONGEST_TELLING, dtype=torch.uint8)
-        mine[: len(text) + 1] = torch.tensor([failed, *text], dtype=torch.uint8)
-        every = [torch.empty_like(mine) for _ in range(self.size)]
+    def _told_by_all(self, told: str) -> list[str] | None:
+        """What each rank tells; None where all tell the same. RuntimeError where one tells nothing."""
+        store, number = self.group.get_group_store(), self.agreed.asked
+        self.agreed.asked += 1
+        key = f"flashzoo/{number}"
+        same, done = f"{key}/{sha256(told.encode()).hexdigest()}", f"{key}/done"
+        store.set(f"{key}/{self.rank}", told)
+        store.add(same, 1)
+        if store.add(f"{key}/here", 1) == self.size:  # the last to come: all have counted themselves
+            store.set(done, SAME if store.add(same, 0) == self.size else "different")
         try:
-            dist.all_gather(every, mine, group=self.agreed.telling)
-        except RuntimeError as error:
+            store.wait([done], AGREE_WITHIN)
+        except Exception as error:  # of what type is the store's own
+            away = [str(rank) for rank in range(self.size) if not store.check([f"{key}/{rank}"])]
             raise RuntimeError(
-                f"flashzoo.parallel: the ranks did not agree on a call within {AGREE_WITHIN}: expected all "
-                f"{self.size} of the group to make it, got none from at least one (rank {self.rank} makes: {words})"
+                f"flashzoo.parallel: expected all {self.size} ranks of the group to make the same call within "
+                f"{AGREE_WITHIN}, got none from rank {', '.join(away)}; rank {self.rank} makes: {told}"
             ) from error
-        return [(bool(x[0]), bytes(x[1:].tolist()).rstrip(b"\0").decode(errors="ignore")) for x in every]
+        agree = store.get(done).decode() == SAME
+        every = None if agree else [store.get(f"{key}/{rank}").decode() for rank in range(self.size)]
+        if number:  # who is here has done with the one before
+            store.delete_key(f"flashzoo/{number - 1}/{self.rank}")
+        return every
 
 
 def ranks_of(group: Any) -> Ranks:
