@@ -6,6 +6,7 @@ fails; what it raised is written to a file, which the tests read.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import traceback
 from collections.abc import Callable
@@ -17,13 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import TCPStore
 from torch.multiprocessing.spawn import spawn
 
 import flashzoo
 from flashzoo import BlockMask, parallel
 from flashzoo.parallel import groups
 
+ROOT = Path(__file__).resolve().parent.parent
 CLOSE = 1e-10
 WORLD = 4
 CASES: dict[str, Case] = {}
@@ -410,6 +411,44 @@ def compiled_around(group: Any) -> None:
         close(x, y, "compiled")
 
 
+@case(2)
+def the_example_trains_alike(group: Any) -> None:
+    """examples/long_context.py in float64: the losses of two ranks are those of one."""
+    spec = importlib.util.spec_from_file_location("long_context", ROOT / "examples" / "long_context.py")
+    assert spec and spec.loader
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    sizes = "--steps 3 --batch 2 --seqlen 32 --layers 2 --hidden 32 --head-dim 8 --device cpu --dtype fp64"
+    args = example.arguments([*sizes.split(), "--text", __file__])
+    alone, _ = example.train(args, None)
+    for args.method in ("gather", "ring"):
+        found, _ = example.train(args, group)
+        close(found, alone, "losses")
+
+
+@case(2)
+def the_benchmark_checks_and_times(group: Any) -> None:
+    from bench import parallel as bench
+
+    sizes = "--device cpu --tokens 64 --heads 4:2 --head-dim 8 --repeats 1 --out none.csv"
+    ours = ["auto", "parallel_gather", "parallel_ulysses", "parallel_ring", "plain_ring"]
+    args = bench.arguments([*sizes.split(), "--impls", ",".join(ours)])
+    for documents in (False, True):
+        cell = bench.Cell(64, 4, 2, 8, documents, "fwd_bwd", 2)
+        rows = list(bench.measure(cell, args, group))
+        assert [row["impl"] for row in rows] == ours and [row["gpus"] for row in rows] == [1, 2, 2, 2, 2]
+        for row in rows:
+            assert float(row["ms"]) > 0 and row.keys() <= set(bench.COLUMNS), row
+            assert row["impl"] == "auto" or float(row["max_err"]) < 1e-5
+    wrong = dict(bench.CONTENDERS)
+    try:
+        bench.CONTENDERS["auto"] = bench.CONTENDERS["parallel_ring"] = bench.one_gpu  # of the whole, not of the shard
+        (row,) = bench.measure(cell, bench.arguments([*sizes.split(), "--impls", "parallel_ring"]), group)
+    finally:
+        bench.CONTENDERS.update(wrong)
+    assert "FAILED" in row["why"] and "ms" not in row
+
+
 def work(rank: int, port: int, folder: str) -> None:
     """One rank: all cases, and what they raised."""
     join(rank, port, WORLD)
@@ -443,13 +482,13 @@ def raise_alone(rank: int, port: int, _: str) -> None:
 
 def join(rank: int, port: int, ranks: int) -> None:
     torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", port, is_master=False)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)  # pyright: ignore[reportPrivateImportUsage]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
 
 
 def in_processes(run: Callable[[int, int, str], None], ranks: int, folder: Path) -> None:
     """Run a function in so many processes, with its rank; raises what the first to fail raised."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
     spawn(run, (store.port, str(folder)), nprocs=ranks)
 
 

@@ -240,8 +240,11 @@ def test_import_loads_no_kernel_language_and_starts_no_gpu():
         import flashzoo
         assert not torch.cuda.is_initialized()
         print(*set(sys.modules) - before)
+        assert flashzoo.parallel.attention
     """
-    loaded = {name.partition(".")[0] for name in in_fresh_process(code).split()}
+    names = in_fresh_process(code).split()
+    assert not [name for name in names if name.startswith(("flashzoo.parallel", "torch.distributed"))]
+    loaded = {name.partition(".")[0] for name in names}
     assert "flashzoo" in loaded
     assert not loaded & {"triton", "cutlass", "rich", "matplotlib", "pytest", "pandas"}
 

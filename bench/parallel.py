@@ -1,0 +1,343 @@
+"""Attention over several GPUs: `flashzoo.parallel` by each method, a plain ring and torch's `context_parallel`, beside
+one GPU at as many tokens a GPU.
+
+    torchrun --nproc-per-node 2 -m bench.parallel --out parallel.csv
+    torchrun --nproc-per-node 2 -m bench.parallel --device cpu --tokens 64 --heads 4:2 --head-dim 8 --out cpu.csv
+
+A cell is so many tokens of all GPUs together, one sequence or packed documents, causal. Each contender's out and
+gradients are held against one GPU's call of the whole before it is timed, and one that is wrong has no time. A row is
+what one call took on the slowest rank: ranks are aligned on the GPU by a small all-reduce before each call, so no host
+waits, and contenders take turns in rounds.
+
+Rows have the columns of `bench.rows`, and `gpus`. `seqlen_q` is the tokens of all GPUs, `tflops` what all make
+together; `auto` with gpus 1 is one GPU at a rank's share of the tokens, all GPUs doing that at once. Pass `fwd_bwd` is
+both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import flashzoo
+from bench.arguments import numbers, whole
+from bench.lengths import lengths
+from bench.rows import FAILED, FIELDS, REFUSED, Row, gpu_name, head_commit, time_columns, version_of
+from flashzoo import parallel
+
+COLUMNS = (*FIELDS, "gpus")
+PASSES = {"fwd": 1.0, "fwd_bwd": 3.5}
+"""FLOPs of a pass, over the forward pass's."""
+MOST_ERROR = 0.02
+"""Of out and of each gradient, the norm of what they are off by over their own, in 16 bits."""
+ROUNDS, WARM_UPS = 3, 2
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is called: so many tokens of all ranks together, and how heads are laid out."""
+
+    tokens: int
+    heads: int
+    heads_kv: int
+    head_dim: int
+    documents: bool
+    pass_: str
+    ranks: int
+
+    def operations(self, tokens: int) -> float:
+        """FLOPs of a call of so many tokens: half of each sequence's square."""
+        squares = sum(length**2 for length in self.lengths(tokens))
+        return PASSES[self.pass_] * 2 * self.heads * squares * self.head_dim
+
+    def lengths(self, tokens: int) -> tuple[int, ...]:
+        """Of its sequences."""
+        return lengths("documents", tokens) if self.documents else (tokens,)
+
+
+class Inputs:
+    """q, k, v and out's gradient of so many tokens, the same on every rank, and what a call is told beside them."""
+
+    def __init__(self, cell: Cell, tokens: int, args: argparse.Namespace) -> None:
+        torch.manual_seed(0)
+        self.dim = 0 if cell.documents else 1
+        batch = () if cell.documents else (1,)
+        heads = (cell.heads, cell.heads_kv, cell.heads_kv, cell.heads)
+        self.tensors = [
+            torch.randn(*batch, tokens, h, cell.head_dim, device=args.device, dtype=args.dtype) for h in heads
+        ]
+        self.options: dict[str, Any] = {"causal": True}
+        if cell.documents:
+            ends = torch.tensor((0, *cell.lengths(tokens)), device=args.device).cumsum(0)
+            self.options["cu_seqlens_q"] = ends.int()
+
+    def sharded(self, group: Any, layout: Any) -> list[Tensor]:
+        """This rank's rows."""
+        return [parallel.shard(x, group, self.dim, layout) for x in self.tensors]
+
+
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+Ready = tuple[Call, list[Tensor]]
+
+
+@contextmanager
+def ours(inputs: Inputs, group: Any, method: Any, layout: Any = "zigzag") -> Iterator[Ready]:
+    """`flashzoo.parallel` by one method."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return parallel.attention(q, k, v, group=group, method=method, layout=layout, **inputs.options)
+
+    yield call, inputs.sharded(group, layout)
+
+
+@contextmanager
+def torchs(inputs: Inputs, group: Any, rotate: str) -> Iterator[Ready]:
+    """torch's `context_parallel`, whose order of rows is zigzag's."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    if inputs.dim == 0:
+        raise NotImplementedError("context_parallel takes no packed sequences")
+    set_rotate_method(rotate)
+    device = inputs.tensors[0].device.type
+    mesh = DeviceMesh.from_group(group, device)
+    q, k, v, dout = (x.transpose(1, 2).contiguous() for x in inputs.tensors)
+    if k.shape[1] != q.shape[1]:  # it has no heads that share keys
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    buffers = [q, k, v, dout]
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    with (
+        sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True),
+        context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers=set(buffers)),
+    ):
+        yield call, [x.transpose(1, 2) for x in buffers]
+
+
+@contextmanager
+def one_gpu(inputs: Inputs, group: Any) -> Iterator[Ready]:
+    """The plain call, on each rank by itself."""
+    yield lambda q, k, v: flashzoo.attention(q, k, v, **inputs.options), inputs.tensors
+
+
+CONTENDERS: dict[str, Callable[..., Any]] = {
+    "auto": one_gpu,
+    "parallel_gather": lambda inputs, group: ours(inputs, group, "gather"),
+    "parallel_ulysses": lambda inputs, group: ours(inputs, group, "ulysses"),
+    "parallel_ring": lambda inputs, group: ours(inputs, group, "ring"),
+    "plain_ring": lambda inputs, group: ours(inputs, group, "ring", "contiguous"),
+    "torch_cp_allgather": lambda inputs, group: torchs(inputs, group, "allgather"),
+    "torch_cp_alltoall": lambda inputs, group: torchs(inputs, group, "alltoall"),
+}
+"""Each with the inputs and the group: a context, in which there is a call and this rank's q, k, v and dout."""
+CONTIGUOUS = ("plain_ring",)
+
+
+def results(call: Call, tensors: Sequence[Tensor], pass_: str) -> list[Tensor]:
+    """One call: out, and the gradients of q, k and v where the pass has them."""
+    q, k, v, dout = tensors
+    if pass_ == "fwd":
+        with torch.no_grad():
+            return [call(q, k, v)]
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = call(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def errors(found: Sequence[Tensor], expected: Sequence[Tensor], group: Any) -> tuple[float, float, float]:
+    """The largest relative error of a tensor, and the largest and the RMS error of out, of the worst rank."""
+    relative = []
+    for x, y in zip(found, expected, strict=True):
+        if x.shape != y.shape:  # of keys that were handed over once for each head of a group
+            x = x.unflatten(-2, (y.shape[-2], -1)).sum(-2)
+        relative.append(((x.float() - y.float()).norm() / y.float().norm()).item())
+    off = found[0].float() - expected[0].float()
+    worst = torch.tensor([max(relative), off.abs().max().item(), off.square().mean().sqrt().item()], device=off.device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX, group)
+    return tuple(worst.tolist())
+
+
+def times(run: Callable[[], Any], repeats: int, device: str, group: Any) -> list[float]:
+    """Milliseconds of each run, of the slowest rank."""
+    aligned = torch.zeros(1, device=device)
+    for _ in range(WARM_UPS):
+        run()
+    if device == "cpu":
+        found = []
+        for _ in range(repeats):
+            dist.all_reduce(aligned, group=group)
+            begin = time.perf_counter()
+            run()
+            found.append(1e3 * (time.perf_counter() - begin))
+    else:
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+        for begin, end in events:
+            dist.all_reduce(aligned, group=group)
+            begin.record()
+            run()
+            end.record()
+        torch.cuda.synchronize()
+        found = [begin.elapsed_time(end) for begin, end in events]
+    slowest = torch.tensor(found, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
+    return slowest.tolist()
+
+
+def measure(cell: Cell, args: argparse.Namespace, group: Any) -> Iterator[Row]:
+    """Check every contender, time those that are right, in rounds. A row of each."""
+    whole_inputs = Inputs(cell, cell.tokens, args)
+    with one_gpu(whole_inputs, group) as (of_all, tensors):  # which the suite holds to a better oracle
+        expected = results(of_all, tensors, cell.pass_)
+    found: dict[str, list[float]] = {name: [] for name in args.impls}
+    rows = {name: row_of(name, cell) for name in args.impls}
+    for turn in range(1 + ROUNDS):
+        order = list(found)
+        random.Random(turn).shuffle(order)  # alike on every rank
+        for name in order:
+            inputs = Inputs(cell, cell.tokens // cell.ranks, args) if name == "auto" else whole_inputs
+            try:
+                with CONTENDERS[name](inputs, group) as (call, tensors):
+                    if turn:
+                        run = partial(results, call, tensors, cell.pass_)
+                        found[name] += times(run, args.repeats, args.device, group)
+                    elif name != "auto":
+                        layout = "contiguous" if name in CONTIGUOUS else "zigzag"
+                        of_rank = [parallel.shard(x, group, inputs.dim, layout) for x in expected]
+                        relative, largest, rms = errors(results(call, tensors, cell.pass_), of_rank, group)
+                        rows[name] |= {"max_err": f"{largest:.4g}", "rms_err": f"{rms:.4g}"}
+                        if not relative <= MOST_ERROR:
+                            raise ValueError(f"off by {relative:.3g} of its norm, {MOST_ERROR} allowed")
+            except (dist.DistError, torch.AcceleratorError):  # of a group, or a GPU, that is lost
+                raise
+            except Exception as error:  # every rank makes the same call, and the same error
+                why = REFUSED if isinstance(error, NotImplementedError) else FAILED
+                rows[name]["why"] = f"{why}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                found.pop(name)
+    for name, row in rows.items():
+        if found.get(name):
+            tokens = cell.tokens // cell.ranks if name == "auto" else cell.tokens
+            row |= time_columns(found[name], cell.operations(tokens))
+        yield row
+
+
+def row_of(name: str, cell: Cell) -> Row:
+    """A row without a result."""
+    tokens = cell.tokens // cell.ranks if name == "auto" else cell.tokens
+    return {
+        "impl": name,
+        "pass": cell.pass_,
+        "batch": len(cell.lengths(tokens)),
+        "seqlen_q": tokens,
+        "seqlen_k": tokens,
+        "heads": cell.heads,
+        "heads_kv": cell.heads_kv,
+        "head_dim": cell.head_dim,
+        "causal": 1,
+        "mask": "",
+        "density": 1,
+        "lengths": "documents" if cell.documents else "",
+        "gpus": 1 if name == "auto" else cell.ranks,
+    }
+
+
+def report(rows: list[Row]) -> None:
+    """Print TFLOP/s a GPU of each, and over one GPU's."""
+    alone = next((float(str(row["tflops"])) for row in rows if row["impl"] == "auto" and "tflops" in row), None)
+    first = rows[0]
+    print(f"{first['pass']} {first['heads']}:{first['heads_kv']} {first['lengths']}", flush=True)
+    for row in rows:
+        if "tflops" not in row:
+            print(f"  {row['impl']:20} {row.get('why', '')}", flush=True)
+            continue
+        each = float(str(row["tflops"])) / int(str(row["gpus"]))
+        share = f"{each / alone:7.1%} of one GPU's" if alone else ""
+        print(f"  {row['impl']:20} {row['seqlen_q']:>8} tokens {row['ms']:>9} ms {each:8.1f} a GPU {share}", flush=True)
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=numbers, default=[32768, 65536, 131072], help="of all GPUs together")
+    parser.add_argument("--heads", default="32:8,32:32", help="of queries and of keys; default: 32:8,32:32")
+    parser.add_argument("--head-dim", type=whole, default=128)
+    parser.add_argument("--passes", default=",".join(PASSES), help=f"of {', '.join(PASSES)}")
+    parser.add_argument("--impls", default=",".join(CONTENDERS), help=f"of {', '.join(CONTENDERS)}")
+    parser.add_argument("--documents", action="store_true", help="packed documents too")
+    parser.add_argument("--repeats", type=whole, default=10, help="of each round; default: 10")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    parser.add_argument("--run", default=f"parallel-{time.strftime('%Y%m%d')}", help="the id that all rows share")
+    parser.add_argument("--commit", help="what is measured; default: what git says")
+    parser.add_argument("--out", type=Path, required=True, help="CSV, appended to")
+    args = parser.parse_args(argv)
+    args.dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
+    args.heads = [tuple(numbers(heads.replace(":", ","))) for heads in args.heads.split(",")]
+    args.passes, args.impls = args.passes.split(","), args.impls.split(",")
+    for name, known in (("passes", PASSES), ("impls", CONTENDERS)):
+        if unknown := [one for one in getattr(args, name) if one not in known]:
+            parser.error(f"--{name}: expected of {', '.join(known)}, got {', '.join(unknown)}")
+    if any(len(heads) != 2 for heads in args.heads):
+        parser.error("--heads: expected such as 32:8,32:32")
+    return args
+
+
+def append(path: Path, rows: list[Row], common: Row) -> None:
+    """Write the rows behind those that are there."""
+    fresh = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if fresh:
+            writer.writeheader()
+        writer.writerows({**common, **row} for row in rows)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure all cells and write their rows. Returns the exit status: 1 where a contender failed."""
+    args = arguments(argv)
+    if "RANK" not in os.environ:
+        raise SystemExit("expected to be run by torchrun: torchrun --nproc-per-node 2 -m bench.parallel --out FILE")
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    group, status = dist.group.WORLD, 0
+    versions = {
+        "torch": torch.__version__,
+        "triton": version_of("triton"),
+        "cutlass_dsl": version_of("nvidia-cutlass-dsl"),
+    }
+    common = {"run": args.run, "date": time.strftime("%Y-%m-%d"), "commit": args.commit or head_commit()}
+    common |= {"gpu": gpu_name(args.device), "dtype": "bf16" if args.device == "cuda" else "fp32", **versions}
+    for tokens in args.tokens:
+        for heads, heads_kv in args.heads:
+            for documents in (False, True) if args.documents else (False,):
+                for pass_ in args.passes:
+                    cell = Cell(tokens, heads, heads_kv, args.head_dim, documents, pass_, dist.get_world_size())
+                    rows = list(measure(cell, args, group))
+                    status |= any(str(row.get("why", "")).startswith(FAILED) for row in rows)
+                    if dist.get_rank() == 0:
+                        append(args.out, rows, common)
+                        report(rows)
+    dist.barrier()  # the first rank has written its rows
+    dist.destroy_process_group()
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
