@@ -1,7 +1,7 @@
 """A small GPT whose sequences are shared out over several processes, and the same one trained by one process alone.
 
-    torchrun --nproc-per-node 2 examples/long_context.py                                  # NCCL on GPUs, gloo on a CPU
-    torchrun --nproc-per-node 2 examples/long_context.py --seqlen 1048576 --no-alone      # where one GPU is too small
+    torchrun --nproc-per-node 2 examples/long_context.py                              # NCCL on GPUs, gloo on CPUs
+    torchrun --nproc-per-node 2 examples/long_context.py --seqlen 1048576 --no-alone  # where one GPU is too small
 
 Each rank has its rows of every sequence, which `parallel.positions` says: of the bytes, of the labels, and of the
 angles that rotary embeddings turn by. Everything but attention works on rows and knows nothing of ranks, and DDP
@@ -159,6 +159,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             "--hidden: expected --head-dim times a multiple of --heads-kv, "
             f"got {args.hidden}, {args.head_dim} and {args.heads_kv}"
         )
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     args.data = text(args.text, args.seqlen + 2).to(args.device)
     return args
 
@@ -168,8 +170,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "RANK" not in os.environ:
         print("expected to be run by torchrun: torchrun --nproc-per-node 2 examples/long_context.py", file=sys.stderr)
         return 2
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     args = arguments(argv)
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     group = dist.group.WORLD

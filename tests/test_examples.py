@@ -41,7 +41,7 @@ def _load(name: str):
     return module
 
 
-train_gpt, generate = _load("train_gpt"), _load("generate")
+train_gpt, generate, long_context = _load("train_gpt"), _load("generate"), _load("long_context")
 
 
 def _train(options: str) -> int:
@@ -203,3 +203,9 @@ def test_a_sharded_model_trains_as_a_whole_one():
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout
     assert len(re.findall(r"^(loss|gradients): .* on 2 ranks, .* apart$", done.stdout, re.MULTILINE)) == 2
+
+
+def test_long_context_is_for_torchrun(monkeypatch, capsys):
+    """What it trains, tests/test_parallel.py sees."""
+    monkeypatch.delenv("RANK", raising=False)
+    assert long_context.main([]) == 2 and "torchrun --nproc-per-node 2" in capsys.readouterr().err

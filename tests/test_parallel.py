@@ -10,6 +10,7 @@ import torch
 from parallel_ranks import CASES, in_processes, raise_alone, run_cases
 
 import flashzoo
+from bench import scaling
 from flashzoo import UnsupportedError, parallel
 from flashzoo.parallel import gather, ring
 from flashzoo.parallel.costs import pairs
@@ -118,6 +119,10 @@ def test_explain_tells_bytes_and_why():
     packed = parallel.explain(*(x[0] for x in shard(1024, 32, 8)), group=2, causal=True,
                               cu_seqlens_q=torch.empty(4, dtype=torch.int32, device="meta"))  # fmt: skip
     assert packed.chosen == "gather" and packed.sizes.packed
+
+
+def test_the_page_has_the_models_table():
+    assert scaling.table() in scaling.PAGE.read_text()
 
 
 def test_explain_refuses():

@@ -1,0 +1,114 @@
+"""What sharing a sequence over more GPUs costs, by the arithmetic of `flashzoo.parallel.explain`: the table and the
+picture of docs/context_parallel.md. `python -m bench.scaling` writes both; nothing is measured.
+
+Each GPU has as many tokens whatever their number. What is shown is the share of its time that a GPU works at one GPU's
+rate: the FLOPs of its part over these and what it waits for. Two levels: NVLink joins 8 GPUs, InfiniBand the hosts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flashzoo.parallel.costs import BACKWARD_FLOPS, BACKWARD_RATE, FORWARD_RATE, HOST, METHODS, Costs, Sizes, pairs
+from flashzoo.parallel.ulysses import copies_of
+
+PAGE = Path(__file__).parent.parent / "docs" / "context_parallel.md"
+PICTURE = PAGE.with_name("context_parallel.png")
+BEGIN, END = "<!-- model:begin -->", "<!-- model:end -->"
+GPUS, SHOWN = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024), (2, 8, 64, 1024)
+TOKENS, DRAWN = (8192, 32768, 131072), 32768
+"""Tokens of one GPU."""
+HEADS, HEAD_DIM = ((32, 8), (32, 32)), 128
+FITS = 100e9
+"""Bytes of keys and values that may lie in a GPU of 141 GB beside a rank's own rows."""
+COLOURS = {"gather": "#2b69b0", "ulysses": "#c05c08", "ring": "#5b8c3a"}
+
+
+def sizes_of(gpus: int, tokens: int, heads: int, heads_kv: int) -> Sizes:
+    """A causal call of both passes, bf16, so many tokens on each GPU."""
+    seqlen = tokens * gpus
+    return Sizes(1, seqlen, seqlen, heads, heads_kv, HEAD_DIM, HEAD_DIM, 2, (None, 0), False, gpus, 2, True)
+
+
+def efficiency(costs: Costs, sizes: Sizes) -> float:
+    """The share of its time that a GPU works."""
+    flops = sizes.flops(pairs(sizes.seqlen_q, sizes.seqlen_k, sizes.band)) / sizes.ranks
+    work = flops / FORWARD_RATE + BACKWARD_FLOPS * flops / BACKWARD_RATE
+    return work / (work + costs.waited)
+
+
+def shares(gpus: int, tokens: int, heads: int, heads_kv: int) -> dict[str, tuple[float, Costs]]:
+    """The share and the costs of each method that can: of Ulysses where there are heads for all."""
+    sizes = sizes_of(gpus, tokens, heads, heads_kv)
+    every = {name: cost(sizes, copies_of(heads_kv, gpus)) for name, cost in METHODS.items()}
+    return {
+        name: (efficiency(costs, sizes), costs)
+        for name, costs in every.items()
+        if name != "ulysses" or not heads % gpus
+    }
+
+
+def table() -> str:
+    """Markdown: a row for each size, a column for each method, the best of those that fit in bold."""
+    lines = [
+        f"| heads | tokens a GPU | GPUs | {' | '.join(METHODS)} | keys and values held, GB |",
+        "|---" * (4 + len(METHODS)) + "|",
+    ]
+    for heads, heads_kv in HEADS:
+        for tokens in TOKENS:
+            for gpus in SHOWN:
+                found = shares(gpus, tokens, heads, heads_kv)
+                fit = {name: share for name, (share, costs) in found.items() if costs.held <= FITS}
+                best, texts, held = max(fit.values()), [], []
+                for name in METHODS:
+                    if name not in found:
+                        texts.append("too few heads")
+                        held.append("-")
+                        continue
+                    share, costs = found[name]
+                    text = f"{share:.1%}" if name in fit else f"({share:.1%})"
+                    texts.append(f"**{text}**" if fit.get(name) == best else text)
+                    held.append(f"{costs.held / 1e9:.2g}")
+                lines.append(
+                    f"| {heads}:{heads_kv} | {tokens // 1024}k | {gpus} | {' | '.join(texts)} | {', '.join(held)} |"
+                )
+    return "\n".join(lines)
+
+
+def draw() -> Any:
+    """Shares by the number of GPUs, a panel for each layout of heads."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    panels = figure.subplots(1, len(HEADS), sharey=True)
+    for axes, (heads, heads_kv) in zip(panels, HEADS, strict=True):
+        for name in METHODS:
+            points = {gpus: shares(gpus, DRAWN, heads, heads_kv).get(name) for gpus in GPUS}
+            found = {gpus: point for gpus, point in points.items() if point}
+            inside = {gpus: share for gpus, (share, costs) in found.items() if costs.held <= FITS}
+            axes.plot(found.keys(), [share for share, _ in found.values()], ":", color=COLOURS[name], linewidth=1)
+            axes.plot(inside.keys(), inside.values(), "o-", color=COLOURS[name], label=name, markersize=4)
+        axes.axvline(HOST, color="#c9d0d9", linewidth=1)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(GPUS, [str(gpus) for gpus in GPUS])
+        axes.set_title(f"{heads}:{heads_kv} heads, head_dim {HEAD_DIM}", fontsize=10)
+        axes.set_xlabel(f"GPUs, {DRAWN // 1024}k tokens each")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("share of one GPU's speed")
+    panels[0].legend(frameon=False)
+    return figure
+
+
+def main() -> int:
+    """Write the table into the page, and the picture beside it."""
+    text = PAGE.read_text()
+    head, _, rest = text.partition(BEGIN)
+    _, _, tail = rest.partition(END)
+    PAGE.write_text(f"{head}{BEGIN}\n\n{table()}\n\n{END}{tail}")
+    draw().savefig(PICTURE, dpi=120, metadata={"Software": None})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
