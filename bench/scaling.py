@@ -2,7 +2,7 @@
 picture of docs/context_parallel.md. `python -m bench.scaling` writes both; nothing is measured.
 
 Each GPU has as many tokens whatever their number. What is shown is the share of its time that a GPU works at one GPU's
-rate: the FLOPs of its part over these and what it waits for. Two levels: NVLink joins 8 GPUs, InfiniBand the hosts.
+rate: the FLOPs of its part over these and what it loses. Two levels: NVLink joins 8 GPUs, InfiniBand the hosts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def efficiency(costs: Costs, sizes: Sizes) -> float:
     """The share of its time that a GPU works."""
     flops = sizes.flops(pairs(sizes.seqlen_q, sizes.seqlen_k, sizes.band)) / sizes.ranks
     work = flops / FORWARD_RATE + BACKWARD_FLOPS * flops / BACKWARD_RATE
-    return work / (work + costs.waited)
+    return work / (work + costs.lost)
 
 
 def shares(gpus: int, tokens: int, heads: int, heads_kv: int) -> dict[str, tuple[float, Costs]]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import reduce
+from functools import cache, reduce
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from flashzoo.call.check import check_tensor, check_tensors
+from flashzoo.transforms import transforming
 
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LSE_DTYPES = (torch.float32, torch.float64)
@@ -22,8 +26,9 @@ def merge(
     """What attention to all keys gives, from what it gave for each of several disjoint sets of them.
 
     `lse = log(sum_i exp(lse_i))` and `out = sum_i exp(lse_i - lse) out_i`, in float32, or float64 where a part is.
-    Plain torch operations: differentiable through every out and every LSE, and traced like others. A merged result may
-    be a part of the next.
+    Plain torch operations: differentiable through every out and every LSE, and traced like others. Two parts on a GPU
+    that autograd does not record are joined by one kernel, in one pass over them. A merged result may be a part of the
+    next.
 
     Args:
         outs: one `(batch, seqlen_q, heads, head_dim_v)` of each part, at least one, fp16, bf16, fp32 or fp64, all of
@@ -42,6 +47,8 @@ def merge(
     _check(outs, lses, out_dtype)
     wide = reduce(torch.promote_types, (x.dtype for x in (*outs, *lses)), torch.float32)
     out_dtype = out_dtype or reduce(torch.promote_types, (out.dtype for out in outs))
+    if _in_one_kernel(outs, lses, out_dtype):
+        return import_module("flashzoo._triton.merge").merge(tuple(outs), tuple(lses), out_dtype)
     lses = [lse.to(wide) for lse in lses]
     # Keeps the exponentials in range. The results do not depend on it, so nothing has to flow back through it.
     row_max = torch.stack([lse.detach() for lse in lses]).amax(0)
@@ -56,6 +63,23 @@ def merge(
         (out.to(wide) * (weight / total).transpose(1, 2)[..., None] for out, weight in zip(outs, weights, strict=True)),
     )
     return out.to(out_dtype), (row_max + total.log()).masked_fill(blind, -math.inf)
+
+
+def _in_one_kernel(outs: Sequence[Tensor], lses: Sequence[Tensor], out_dtype: torch.dtype) -> bool:
+    """Whether a kernel can have all that the call asks for, and is there."""
+    parts = (*outs, *lses)
+    if len(outs) != 2 or not outs[0].is_cuda or not outs[0].numel() or is_compiling() or transforming():
+        return False
+    if torch.is_grad_enabled() and any(x.requires_grad for x in parts):
+        return False
+    wide = torch.float64 in (out_dtype, *(x.dtype for x in parts))
+    return not wide and outs[0].stride(3) == outs[1].stride(3) == 1 and not any(x.is_neg() for x in parts) and _triton()
+
+
+@cache
+def _triton() -> bool:
+    """Whether Triton is installed."""
+    return find_spec("triton") is not None
 
 
 def _check(outs: Any, lses: Any, out_dtype: Any) -> None:

@@ -17,6 +17,7 @@ from flashzoo._sass import Resources
 from flashzoo._triton import packed
 from flashzoo._triton.append import append_launch
 from flashzoo._triton.compile import resources
+from flashzoo._triton.merge import merge_launch
 from flashzoo._triton.scores import types_of
 from flashzoo._triton.tiles import DELTA_BLOCK
 from flashzoo.blocksparse import launch as blocksparse
@@ -234,6 +235,14 @@ def test_append_compiles_and_does_not_spill(arch: int) -> None:
         )
         for bits in ("u8", "i16", "i32"):
             assert resources(launch, (*[bits] * 4, "i32", table), 0, arch).stack == 0
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+def test_merge_compiles_and_does_not_spill(arch: int) -> None:
+    strides = (1 << 20, 1 << 12, 128) * 2 + (1 << 20, 1 << 15, 1) * 2
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        launch = merge_launch((dtype, dtype, torch.bfloat16), (1, 1 << 15, 32, 128), strides)
+        assert resources(launch, (name, name, "fp32", "fp32", "bf16", "fp32"), 0, arch).stack == 0
 
 
 def test_v2_knows_what_the_host_does() -> None:

@@ -102,7 +102,7 @@ MAY_IMPORT = {
     "scores": {"torch", SCORES, "flashzoo.call.forms", "flashzoo.lengths"},
     "score_mods": {"torch", SCORES},
     "sinks": {"torch"},
-    "merge": {"torch", "flashzoo.call.check"},
+    "merge": {"torch", "flashzoo.call.check", "flashzoo.transforms"},
     "append": {"torch", "flashzoo.call.check", "flashzoo.call.operands", "flashzoo.transforms"},
     "lengths": {"torch", "flashzoo.call.forms"},
     "replace": {"torch", BLOCK_MASK, "flashzoo.registry", "flashzoo.transforms"} | CALL,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable
 from itertools import permutations
@@ -220,3 +221,37 @@ def test_errors(case):
     change, options, error, text = case
     with pytest.raises(error, match=text):
         flashzoo.merge(*change(parts()), **options)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_two_parts_in_one_kernel(dtype, out_dtype, monkeypatch):
+    """What it gives, of rows that neither part or one alone sees too, and of parts that lie anywhere, is what torch's
+    operations give; on a CPU in Triton's interpreter."""
+    outs, lses = parts(2, dtype)
+    for lse, row in ((lses[0], 1), (lses[1], 2), (lses[0], 3), (lses[1], 3)):
+        lse[1, :, row] = -math.inf
+    outs[0][1, [1, 3]], outs[1][1, [2, 3]] = 0, 0
+    lying = [torch.cat((x, x), 2)[:, :, :3] for x in outs], [x.mT.contiguous().mT for x in lses]
+    module = importlib.import_module("flashzoo.merge")
+    monkeypatch.setattr(module, "_in_one_kernel", lambda *_: False)
+    expected = flashzoo.merge(outs, lses, out_dtype=out_dtype)
+    monkeypatch.setattr(module, "_in_one_kernel", lambda *_: True)
+    for given in ((outs, lses), lying):
+        out, lse = flashzoo.merge(*given, out_dtype=out_dtype)
+        assert out.dtype == out_dtype and lse.dtype == torch.float32
+        torch.testing.assert_close(out, expected[0], rtol=1e-3 if out_dtype == torch.float16 else 1e-5, atol=1e-5)
+        torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=1e-5)
+    assert not out[1, 3].any() and (lse[1, :, 3] == -math.inf).all()
+
+
+def test_what_the_kernel_is_not_for(monkeypatch):
+    """What is recorded, of three parts, float64 or a CPU's."""
+    module = importlib.import_module("flashzoo.merge")
+    asked = module._in_one_kernel
+    outs, lses = parts(2)
+    assert asked(outs, lses, torch.float32) == (DEVICE == "cuda")
+    wide = [x.double() for x in outs]
+    recorded = [x.clone().requires_grad_() for x in outs]
+    for given in ((wide, lses, torch.float64), (recorded, lses, torch.float32), (*parts(3), torch.float32)):
+        assert not asked(*given)

@@ -46,7 +46,7 @@ def attention(
         group: a `torch.distributed.ProcessGroup`, or a `DeviceMesh` of one dimension; the caller is in it. NCCL's for
             CUDA tensors, gloo's for CPU tensors.
         layout: "zigzag" (rank r of P has chunks r and 2P - 1 - r of 2P), which a causal mask wants, or "contiguous".
-        method: "gather", "ulysses", "ring", or "auto" for the one that is waited for least by the arithmetic that
+        method: "gather", "ulysses", "ring", or "auto" for the one that loses least time by the arithmetic that
             `explain` prints. A name never falls back.
         return_lse: return the log-sum-exp of each row of scores too.
         version: who answers the calls on each rank; as in `flashzoo.attention`.
@@ -140,7 +140,7 @@ def explain(
     version: str = "auto",
     **options: Any,
 ) -> Explanation:
-    """Which method would answer a call of `attention`, and the arithmetic: bytes, what of them is waited for, memory.
+    """Which method would answer a call of `attention`, and the arithmetic: bytes, time that is lost, memory.
 
     Args:
         q, k, v: this rank's shards, as in `attention`; "meta" tensors too.

@@ -49,13 +49,13 @@ class Explanation:
             f"{self.chosen or 'no method'} for {s.ranks} ranks, {'asked for' if self.wanted != 'auto' else 'by auto'}: "
             f"batch {s.batch}, seqlen {s.seqlen_q} and {s.seqlen_k}, heads {s.heads}:{s.heads_kv}, "
             f"head_dim {s.head_dim}" + (f" and {s.head_dim_v}" if s.head_dim_v != s.head_dim else ""),
-            f"  {'what a rank receives':<22}{'forward':>12}{'backward':>12}{'waited for':>13}{'keys held':>12}",
+            f"  {'what a rank receives':<22}{'forward':>12}{'backward':>12}{'lost':>13}{'keys held':>12}",
         ]
         for name, (forward, backward, held) in self.costs.items():
             mark = "*" if name == self.chosen else " "
-            waited = 1e3 * (forward.waited + backward.waited)
+            lost = 1e3 * (forward.lost + backward.lost)
             lines.append(
-                f"{mark} {name:<22}{forward.bytes / 1e6:9.1f} MB{backward.bytes / 1e6:9.1f} MB{waited:10.3f} ms"
+                f"{mark} {name:<22}{forward.bytes / 1e6:9.1f} MB{backward.bytes / 1e6:9.1f} MB{lost:10.3f} ms"
                 f"{held / 1e6:9.1f} MB"
             )
             lines += [f"    - {reason}" for reason in self.reasons[name]]
@@ -130,7 +130,7 @@ def chosen(
         reasons["ulysses"] += () if inner.chosen else tuple(str(inner).splitlines())
     costs = {name: cost(sizes, copies) for name, cost in METHODS.items()}
     would = [name for name in METHODS if not reasons[name]] if method == "auto" else [method]
-    best = min(would, key=lambda name: costs[name].waited, default=None)
+    best = min(would, key=lambda name: costs[name].lost, default=None)
     best = best if best is not None and not reasons[best] else None
     return Explanation(sizes, method, best, costs, reasons, partial)
 
