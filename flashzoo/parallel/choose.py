@@ -103,6 +103,9 @@ def chosen(
         flashzoo.UnsupportedError: no version takes a call of the whole.
     """
     check_method(layout, method)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if getattr(x, "is_nested", False):
+            raise TypeError(f"{name} must be packed rows with cu_seqlens_q of the whole, got a nested tensor")
     unknown = [name for name in options if name not in SHARED]
     whole = tuple(_like(x, rows=size) for x in (q, k, v))
     told = explain_call(*whole, return_lse=return_lse, version=version, **_flat(options))

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from flashzoo.parallel.exchange import Works, gathered, swapped
 from flashzoo.parallel.groups import Ranks
 from flashzoo.parallel.layout import numbers_of
-from flashzoo.parallel.parts import Given, How, backward, forward, join, sum_dtype
+from flashzoo.parallel.parts import Given, How, Sum, backward, forward, join, sum_dtype
 from flashzoo.parallel.pieces import NO_BAND, Band, Piece, of_own, pieces
 
 
@@ -115,17 +115,19 @@ class _Shares:
     def __init__(self, slots: _Slots, dtype: torch.dtype) -> None:
         chunks, size, batch, seqlen, width = slots.buffer.shape
         self.slots, self.dtype = slots, slots.buffer.dtype
-        self.rows = slots.buffer.new_zeros((batch, chunks * size * seqlen, width), dtype=dtype)
-        self.dk, self.dv = slots.parted(self.rows)
+        self.rows = slots.buffer.new_empty((batch, chunks * size * seqlen, width), dtype=dtype)
+        self.sums = [Sum(x) for x in slots.parted(self.rows)]
 
     def add(self, piece: Piece, dk: Tensor, dv: Tensor) -> None:
         """One call's."""
-        self.dk[:, slice(*piece.k)] += dk
-        self.dv[:, slice(*piece.k)] += dv
+        for total, share in zip(self.sums, (dk, dv), strict=True):
+            total.add(piece.k, share)
 
     def send(self) -> None:
         """Each to whose keys they are of."""
         plan, ranks = self.slots.plan, self.slots.ranks
+        for total in self.sums:
+            total.whole()
         lots = self.rows.to(self.dtype).unflatten(1, (plan.chunks, ranks.size, -1)).movedim(0, 2)
         lots = (_turned_back(lots) if plan.natural else lots).contiguous()
         self.came = torch.empty_like(lots)
@@ -166,13 +168,13 @@ class Gather(torch.autograd.Function):
         slots = _Slots(k, v, plan, ctx.ranks)
         given = Given(torch.zeros_like(out) if dout is None else dout, dlse, q, out, lse)
         first, later = (sinks, None) if plan.own else (None, sinks)
-        dq = torch.zeros_like(q, dtype=sum_dtype([piece.q for piece in (*plan.own, *plan.rest)], q.dtype))
-        own_k, own_v, of_sinks = torch.zeros_like(k), torch.zeros_like(v), []
+        dq = Sum(torch.empty_like(q, dtype=sum_dtype([piece.q for piece in (*plan.own, *plan.rest)], q.dtype)))
+        own_k, own_v, of_sinks = Sum(torch.empty_like(k)), Sum(torch.empty_like(v)), []
 
         def on_diagonal(piece: Piece) -> None:
             of_q, of_k, of_v, *more = backward(given, k, v, piece, how, first)
-            dq[:, slice(*piece.q)] += of_q
-            own_k[:, slice(*piece.k)], own_v[:, slice(*piece.k)] = of_k, of_v
+            for total, span, share in ((dq, piece.q, of_q), (own_k, piece.k, of_k), (own_v, piece.k, of_v)):
+                total.add(span, share)
             of_sinks.extend(more)
 
         for piece in plan.own[:1]:
@@ -181,12 +183,12 @@ class Gather(torch.autograd.Function):
         shares = _Shares(slots, sum_dtype([piece.k for piece in plan.rest], k.dtype))
         for piece in plan.rest:
             of_q, of_k, of_v, *more = backward(given, *every, piece, how, later)
-            dq[:, slice(*piece.q)] += of_q
+            dq.add(piece.q, of_q)
             shares.add(piece, of_k, of_v)
             of_sinks.extend(more)
         shares.send()
         for piece in plan.own[1:]:
             on_diagonal(piece)
-        dk, dv = (own + share for own, share in zip((own_k, own_v), shares.home(), strict=True))
+        dk, dv = (own.whole() + share for own, share in zip((own_k, own_v), shares.home(), strict=True))
         dsinks = sum(of_sinks[1:], of_sinks[0]) if of_sinks else None
-        return None, None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
+        return None, None, None, dq.whole().to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks

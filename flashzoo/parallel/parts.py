@@ -107,6 +107,37 @@ def join(parts: Sequence[Part], out: Tensor, lse: Tensor) -> None:
             into[1].copy_(l)
 
 
+class Sum:
+    """A sum of shares, each of some rows of `(batch, seqlen, heads, head_dim)`, of which the first is written and what
+    comes later is added. Of 16 bits two are rounded once as they are; more are summed in float32.
+
+    Args:
+        x: where it comes to lie: uninitialised, wide enough for the depth of its shares.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.there = x, []
+
+    def add(self, span: Span, share: Tensor) -> None:
+        """One more share."""
+        for first, end in cuts([span, *self.there]):
+            if span[0] <= first and end <= span[1]:
+                into, part = self.x[:, first:end], share[:, first - span[0] : end - span[0]]
+                if any(a <= first and end <= b for a, b in self.there):
+                    into += part
+                else:
+                    into.copy_(part)
+        self.there.append(span)
+
+    def whole(self) -> Tensor:
+        """The sum; 0 in rows of no share."""
+        every = (0, self.x.shape[1])
+        for first, end in cuts([every, *self.there]):
+            if not any(a <= first and end <= b for a, b in self.there):
+                self.x[:, first:end] = 0
+        return self.x
+
+
 def sum_dtype(spans: Sequence[Span], dtype: torch.dtype) -> torch.dtype:
     """In what shares of these rows are added up: two of 16 bits are rounded once as they are, more are summed wide."""
     return dtype if depth(spans) <= 2 else torch.promote_types(dtype, torch.float32)

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from flashzoo.parallel.exchange import passed_on
 from flashzoo.parallel.groups import Ranks
 from flashzoo.parallel.layout import numbers_of
-from flashzoo.parallel.parts import Given, How, Part, backward, forward, join
+from flashzoo.parallel.parts import Given, How, Part, Sum, backward, forward, join
 from flashzoo.parallel.pieces import NO_BAND, Band, Piece, of_own, pieces
 
 
@@ -105,17 +105,18 @@ class Ring(torch.autograd.Function):
         q, k, v, out, lse, sinks = ctx.saved_tensors
         how, plan, ranks = ctx.how, ctx.plan, ctx.ranks
         given = Given(torch.zeros_like(out) if dout is None else dout, dlse, q, out, lse)
-        dq, of_sinks, travelling = torch.zeros_like(q, dtype=lse.dtype), [], None
+        dq, of_sinks, travelling = Sum(torch.empty_like(q, dtype=lse.dtype)), [], None
         for step, keys in enumerate(_at_hand(k, v, ranks)):
-            shares = q.new_zeros((*k.shape[:2], k.shape[2] * (k.shape[3] + v.shape[3])), dtype=lse.dtype)
-            dk, dv = _parted(shares, k)
+            shares = q.new_empty((*k.shape[:2], k.shape[2] * (k.shape[3] + v.shape[3])), dtype=lse.dtype)
+            dk, dv = (Sum(x) for x in _parted(shares, k))
             for piece in (*(plan.own if step == 0 else ()), *plan.steps[step]):
                 with_sinks = sinks if step == 0 and piece in plan.own else None
                 of_q, of_k, of_v, *more = backward(given, *keys, piece, how, with_sinks)
-                dq[:, slice(*piece.q)] += of_q
-                dk[:, slice(*piece.k)] += of_k
-                dv[:, slice(*piece.k)] += of_v
+                for total, span, share in ((dq, piece.q, of_q), (dk, piece.k, of_k), (dv, piece.k, of_v)):
+                    total.add(span, share)
                 of_sinks += more
+            for total in (dk, dv):
+                total.whole()
             if travelling is not None:
                 came, works = travelling
                 works.wait()
@@ -126,4 +127,4 @@ class Ring(torch.autograd.Function):
         works.wait()
         dk, dv = _parted(shares, k)
         dsinks = sum(of_sinks[1:], of_sinks[0]) if of_sinks else None
-        return None, None, None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
+        return None, None, None, dq.whole().to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
