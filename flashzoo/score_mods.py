@@ -16,6 +16,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from flashzoo.scores.mod import ScoreMod
 
@@ -36,10 +37,24 @@ def softcap(cap: float) -> ScoreMod:
     if not 0 < cap < math.inf:
         raise ValueError(f"cap must be positive and finite, got {cap}")
 
+    if is_compiling():
+        from flashzoo.scores.in_graph import keep
+
+        keep(_make_softcap, cap)
+    else:
+        _make_softcap(cap)
+    return _softcaps[cap]
+
+
+_softcaps: dict[float, ScoreMod] = {}
+
+
+def _make_softcap(cap: float) -> None:
     def softcap(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
 
-    return ScoreMod(softcap)
+    if cap not in _softcaps:  # a graph is made anew where it finds another
+        _softcaps[cap] = ScoreMod.of(softcap)
 
 
 def alibi(slopes: Tensor) -> ScoreMod:
@@ -58,7 +73,7 @@ def alibi(slopes: Tensor) -> ScoreMod:
     def alibi(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score + (slopes[b, h] if by_batch else slopes[h]) * (kv_idx - q_idx)
 
-    return ScoreMod(alibi)
+    return ScoreMod.of(alibi)
 
 
 def bias(bias: Tensor) -> ScoreMod:
@@ -79,7 +94,7 @@ def bias(bias: Tensor) -> ScoreMod:
         index = tuple(0 if size == 1 else i for size, i in zip(shape, at[4 - len(shape) :], strict=True))
         return score + (bias[index] if index else bias)
 
-    return ScoreMod(add)
+    return ScoreMod.of(add)
 
 
 def relative_position(table: Tensor) -> ScoreMod:
@@ -102,7 +117,7 @@ def relative_position(table: Tensor) -> ScoreMod:
         at = (kv_idx - q_idx).clamp(-furthest, furthest) + furthest
         return score + (table[h, at] if by_head else table[at])
 
-    return ScoreMod(relative_position)
+    return ScoreMod.of(relative_position)
 
 
 def _check(name: str, x: object, dimensions: tuple[int, ...], shape: str) -> None:

@@ -257,6 +257,19 @@ def test_traced_by_torch_compile(version):
         torch.testing.assert_close(x, y)
 
 
+def test_softcap_may_be_made_inside_of_a_graph():
+    """It reads nothing, and has no gradient there either."""
+
+    def attention(q, k, v):
+        return flashzoo.attention(q, k, v, score_mod=score_mods.softcap(1.5), version="standard", causal=True)
+
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    leaves = [x.requires_grad_() for x in qkv()]
+    found, expected = (torch.autograd.grad(call(*leaves).square().sum(), leaves) for call in (compiled, attention))
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
 def test_the_backward_pass_alone():
     slopes = torch.linspace(0.1, 0.2, HEADS, device=DEVICE).requires_grad_()
     mod, leaves = score_mods.alibi(slopes), [x.requires_grad_() for x in qkv()]

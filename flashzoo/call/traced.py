@@ -224,7 +224,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
 
 
 def _is_tensors(x: Any) -> bool:
-    return isinstance(x, (list, tuple)) and bool(x) and isinstance(x[0], Tensor)
+    return isinstance(x, (list, tuple)) and all(isinstance(each, Tensor) for each in x)  # torch takes [] for one
 
 
 torch.library.register_autograd(NAME, _differentiate, setup_context=_keep)
