@@ -28,6 +28,14 @@ CAUSAL = {
     "GptOss": GQA
     | {"head_dim": 8, "sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 1, "layer_types": WINDOWS}
     | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "Gemma2": GQA
+    | {
+        "head_dim": 8,
+        "sliding_window": 7,
+        "layer_types": WINDOWS,
+        "attn_logit_softcapping": 0.5,
+        "query_pre_attn_scalar": 8,
+    },
     "GPT2": TOKENS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96, "attn_pdrop": 0.0},
 }
 SEQLEN, NEW = 20, 32
@@ -160,9 +168,49 @@ def test_whisper_attends_across():
         assert torch.equal(found, expected)
 
 
-def test_compiled():
+T5: dict[str, Any] = TOKENS | {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4}
+T5 |= {"relative_attention_num_buckets": 8, "dropout_rate": 0.0, "decoder_start_token_id": 0}
+
+
+@pytest.fixture(scope="module")
+def t5():
+    return pair("T5ForConditionalGeneration", "T5", **T5)
+
+
+@pytest.mark.parametrize("mask", [None, LEFT, LEFT.flip(1), HOLES], ids=["no padding", "left", "right", "between"])
+@pytest.mark.parametrize("of_decoder", [None, LEFT, LEFT.flip(1)], ids=["none in the decoder", "left", "right"])
+def test_a_learnt_bias_of_positions(t5, mask, of_decoder):
+    """T5's, whose gradient is one of what a function on scores reads, in self-attention and across."""
+    given = {"input_ids": ids(mask), "attention_mask": mask, "decoder_input_ids": ids(of_decoder)}
+    hold(*t5, of_decoder, **given, decoder_attention_mask=of_decoder)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("mask", [None, LEFT.flip(1)], ids=["no padding", "right"])
+def test_generated_with_a_bias(t5, cache, mask):
+    mask = torch.ones_like(LEFT) if mask is None else mask
+    how = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
+    for decoder_attention_mask in (None, LEFT):
+        if decoder_attention_mask is not None:
+            how |= {"decoder_input_ids": ids(LEFT), "decoder_attention_mask": LEFT}
+        expected, found = (model.generate(ids(mask), cache_implementation=cache, **how) for model in t5)
+        assert torch.equal(found, expected)
+
+
+def test_what_is_added_is_traced_once(monkeypatch):
+    """Whatever the layer and the lengths, of which generation has others in each step."""
+    monkeypatch.setattr(door, "_texts", {})
+    made, init = [], flashzoo.ScoreMod.__init__
+    monkeypatch.setattr(flashzoo.ScoreMod, "__init__", lambda self, function: made.append(init(self, function)))
+    _, ours = pair("T5ForConditionalGeneration", "T5", **T5)
+    ours.generate(ids(), max_new_tokens=5, do_sample=False)
+    assert len(made) == len(door._texts)
+
+
+@pytest.mark.parametrize(("name", "more"), [("Llama", {}), ("Gemma2", {"layer_types": WINDOWS[:1]})])
+def test_compiled(name, more):
     """Training has one break, where padding is looked at; generation by a static cache has none."""
-    eager, ours = pair("LlamaForCausalLM", "Llama", **CAUSAL["Llama"] | {"num_hidden_layers": 1})
+    eager, ours = pair(f"{name}ForCausalLM", name, **CAUSAL[name] | {"num_hidden_layers": 1} | more)
     compiled = torch.compile(ours, backend="aot_eager")
     hold(eager, compiled, LEFT, input_ids=ids(LEFT), attention_mask=LEFT)
     one_graph = transformers.CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
@@ -172,6 +220,13 @@ def test_compiled():
     assert torch.equal(
         ours.generate(ids(LEFT), **how, cache_implementation="static", compile_config=one_graph), expected
     )
+
+
+def test_compiled_with_a_bias(t5):
+    """Functions that read tensors are made outside of graphs."""
+    eager, ours = t5
+    compiled = torch.compile(ours, backend="aot_eager")
+    hold(eager, compiled, LEFT, input_ids=ids(LEFT), attention_mask=LEFT, decoder_input_ids=ids())
 
 
 def test_autocast_casts_what_rotary_embeddings_leave_in_float32():
@@ -188,8 +243,6 @@ def test_a_mask_of_ones_own():
     added = torch.zeros(shown.shape).masked_fill(~shown, torch.finfo().min)
     with torch.no_grad():
         torch.testing.assert_close(ours(ids(), attention_mask=shown).logits, eager(ids(), attention_mask=added).logits)
-    with pytest.raises(flashzoo.UnsupportedError, match="attention_mask must be bool where it has 4 dimensions"):
-        ours(ids(), attention_mask=added)
     with pytest.raises(ValueError, match=r"attention_mask must be bool where it is one of elements, got torch.int32"):
         ours(ids(), attention_mask=shown.int())
 
@@ -213,14 +266,6 @@ def test_a_version_by_name(version):
 @pytest.mark.parametrize(
     ("model", "config", "fields", "inputs", "text"),
     [
-        ("Gemma2ForCausalLM", "Gemma2", GQA | {"head_dim": 8}, {}, "softcap must be None, got 50.0"),
-        (
-            "T5ForConditionalGeneration",
-            "T5",
-            {"vocab_size": 48, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 4},
-            {"decoder_input_ids": ids()},
-            "position_bias must be None, got a tensor",
-        ),
         ("LlamaForCausalLM", "Llama", GQA | {"attention_dropout": 0.1}, {"train": True}, "dropout must be 0, got 0.1"),
     ],
 )
@@ -247,8 +292,57 @@ def test_names():
         attend(layer, query, query, query, padded, cu_seq_lens_q=torch.tensor([0, 4]))
     with pytest.raises(ValueError, match="attention_mask is of 6 keys, got 4"):
         attend(layer, query, query, query, masks.mask_of(1, 4, 6, 2))
+    bias = torch.zeros(1, 2, 4, 4)
+    with pytest.raises(ValueError, match="cu_seq_lens_q does not go with what is added to scores"):
+        attend(layer, query, query, query, None, position_bias=bias, cu_seq_lens_q=torch.tensor([0, 4]))
+    with pytest.raises(ValueError, match=r"position_bias must spread to \(1, 2, 4, 4\), .* got \(1, 2, 4, 3\)"):
+        attend(layer, query, query, query, None, position_bias=bias[..., :3])
+    with pytest.raises(flashzoo.UnsupportedError, match="attention_mask must be bool or floating-point"):
+        attend(layer, query, query, query, bias.long())
     with pytest.raises(flashzoo.UnsupportedError, match="output_attentions must be None, got True"):
         attend(layer, query, query, query, None, output_attentions=True)
+
+
+def test_numbers_that_are_added_behind_a_softcap():
+    """By batch, head, query and key, in whichever they differ, with gradients; the least of a dtype masks."""
+    attend, (batch, heads, queries, keys) = door.attention_of("standard"), (2, 4, 5, 7)
+    q, k, v = (torch.randn(batch, n, length, 8, requires_grad=True) for n, length in ((4, 5), (2, 7), (2, 7)))
+    for sizes in ((1, heads, queries, keys), (batch, 1, 1, keys), (batch, heads, queries, 1), (1, 1, 1, 1)):
+        for masked in (None, -torch.inf, torch.finfo().min):
+            bias, mask = torch.randn(sizes, requires_grad=True), torch.randn(batch, 1, queries, keys)
+            if masked is not None:
+                mask[..., 1:4] = masked
+            mask.requires_grad_()
+            leaves = (q, k, v, bias, mask)
+            out, _ = attend(torch.nn.Module(), q, k, v, mask, scaling=0.4, softcap=0.7, position_bias=bias)
+            s = 0.7 * torch.tanh(q @ k.repeat_interleave(2, 1).mT * 0.4 / 0.7) + bias + mask
+            expected = (s.softmax(-1) @ v.repeat_interleave(2, 1)).transpose(1, 2)
+            torch.testing.assert_close(out, expected)
+            gradients = (torch.autograd.grad(x.sin().sum(), leaves) for x in (out, expected))
+            for found, wanted in zip(*gradients, strict=True):
+                torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_bias_beside_packed_sequences():
+    rules, number = masks.masking_utils, torch.tensor([[0, 0, 0, 1, 1], [0, 1, 1, 1, 2]])
+    for rule in (rules.causal_mask_function, rules.sliding_window_causal_mask_function(2)):
+        rule = rules.and_masks(rules.packed_sequence_mask_function(number), rule)
+        mask = masks.mask_of(2, 5, 5, mask_function=rule)
+        assert isinstance(masks.read(mask), masks.Packed)
+        shown = rules.sdpa_mask(2, 5, 5, mask_function=rule, allow_is_causal_skip=False)
+        q, bias = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 5)
+        out, _ = door.attention_of("standard")(torch.nn.Module(), q, q, q, mask, scaling=0.4, position_bias=bias)
+        p = (q @ q.mT * 0.4 + bias).masked_fill(~shown, -torch.inf).softmax(-1)
+        torch.testing.assert_close(out, (p @ q).transpose(1, 2))
+
+
+def test_a_row_that_a_mask_of_numbers_hides_gives_0():
+    attend, q = door.attention_of("standard"), torch.randn(1, 2, 4, 8)
+    for masked in (-torch.inf, torch.finfo().min):
+        mask = torch.zeros(1, 1, 4, 4)
+        mask[:, :, 2] = masked
+        out, _ = attend(torch.nn.Module(), q, q, q, mask)
+        assert (out[:, 2] == 0).all() and (out[:, [0, 1, 3]] != 0).all()
 
 
 def drawn_mask(draw: random.Random) -> tuple[dict[str, Any], Tensor]:
@@ -287,7 +381,7 @@ def drawn_mask(draw: random.Random) -> tuple[dict[str, Any], Tensor]:
 
 
 def test_a_layer_sees_what_the_dense_mask_shows():
-    """Whatever the lengths, offsets, windows, padding and caches."""
+    """Whatever the lengths, offsets, windows, padding and caches, and what is done to scores."""
     draw, attend, kinds = random.Random(0), door.attention_of("standard"), set()
     for _ in range(400):
         how, rows = drawn_mask(draw)
@@ -297,7 +391,12 @@ def test_a_layer_sees_what_the_dense_mask_shows():
         shown = masks.masking_utils.sdpa_mask(**how, allow_is_causal_skip=False)
         sizes = zip((2, 1, 1), (*shown.shape[2:], shown.shape[3]), strict=True)
         q, k, v = (torch.randn(how["batch_size"], heads, length, 8) for heads, length in sizes)
-        out, _ = attend(torch.nn.Module(), q, k, v, mask, scaling=0.4)
-        p = (q @ k.mT * 0.4).masked_fill(~shown, -torch.inf).softmax(-1).nan_to_num(0)
-        assert torch.allclose(out[rows], (p @ v).transpose(1, 2)[rows], atol=1e-5), (how, rows)
+        sizes = (how["batch_size"], 2, how["q_length"], how["kv_length"])
+        added = torch.randn([draw.choice([1, n]) for n in sizes])
+        given = draw.choice([{}, {"position_bias": added}, {"softcap": 0.6}, {"position_bias": added, "softcap": 0.6}])
+        out, _ = attend(torch.nn.Module(), q, k, v, mask, scaling=0.4, **given)
+        s = q @ k.mT * 0.4
+        s = (0.6 * torch.tanh(s / 0.6) if "softcap" in given else s) + (added if "position_bias" in given else 0)
+        p = s.masked_fill(~shown, -torch.inf).softmax(-1).nan_to_num(0)
+        assert torch.allclose(out[rows], (p @ v).transpose(1, 2)[rows], atol=1e-5), (how, rows, given)
     assert kinds == {"Plain", "Used", "Padded", "dense"}

@@ -4,6 +4,8 @@
    arguments: padded batches as packed sequences, static caches as `seqused_k`, windows as `window_size`. What none of
    these can say becomes a dense mask and, in the layers, one block mask that all of them share.
 2. The attention function is asked in each layer. It hands these to `flashzoo.attention`.
+3. What is done to scores (`softcap`) is a `score_mod`. What is added to them (`position_bias`, a mask of numbers) lies
+   by batch, head, query and key, so nothing is packed beside it: the `score_mod` that adds it masks padding too.
 
 The name is not "flashzoo", because transformers takes every name that contains "flash" for a kernel of its hub: it
 loads that when a model is made, and refuses to compile generation with it as one graph.
@@ -22,17 +24,18 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface, AttentionMaskInterface
 
 import flashzoo
+from flashzoo import score_mods
 from flashzoo.integrations.masks import Packed, Padded, Plain, Used, mask_of, read
 
 NAME = "zoo"
 """What `attn_implementation` is called."""
 
-_block_masks: Any = WeakTensorKeyDictionary()
-"""By the dense mask that they were made of, which all layers of a forward pass share."""
+_made: Any = WeakTensorKeyDictionary()
+"""By masks, which all layers of a forward pass share: what was made of them."""
+_texts: dict[tuple[Any, ...], str] = {}
+"""Of functions on scores that add and mask, by all that they depend on: not by lengths, which grow in generation."""
 
 _REFUSED = {
-    "softcap": "no version caps scores",
-    "position_bias": "no version adds a bias",
     "head_mask": "no version scales heads",
     "indices": "a key is seen by all heads and queries of a block, or by none: not by lists of keys",
     "block_indices": "blocks are chosen by a flashzoo.BlockMask",
@@ -52,8 +55,11 @@ def register(name: str = NAME) -> None:
     windows, sinks, grouped heads, and dynamic and static caches arrive as arguments of `flashzoo.attention`. Rows that
     are padding give 0 where queries see by their position. Under autocast q, k and v are cast to its dtype.
 
+    `softcap` is one of `flashzoo.score_mods`. `position_bias` and masks of numbers are added to scores, with their
+    gradients; the least number of a mask's dtype masks as -inf does, and a row that sees no key so gives 0.
+
     A model that asks for what no version does raises `flashzoo.UnsupportedError`, which names it: dropout while
-    training, `softcap`, `position_bias`, additive masks, `output_attentions`.
+    training, `output_attentions`.
 
     Args:
         name: must not contain "flash", which transformers takes for a kernel of its hub.
@@ -83,6 +89,8 @@ def attention_of(version: str) -> Callable[..., tuple[Tensor, None]]:
         sliding_window: int | None = None,
         is_causal: bool | None = None,
         s_aux: Tensor | None = None,
+        softcap: float | None = None,
+        position_bias: Tensor | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
         """q, k and v `(batch, heads, seqlen, head_dim)`; out `(batch, seqlen, heads, head_dim)` and no weights."""
@@ -91,23 +99,38 @@ def attention_of(version: str) -> Callable[..., tuple[Tensor, None]]:
         options: dict[str, Any] = {"softmax_scale": scaling, "version": version}
         if s_aux is not None:
             options["sinks"] = s_aux
+        if softcap is not None:
+            options["score_mod"] = score_mods.softcap(softcap)
+        sizes = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+        dense = None
         if attention_mask is None:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
             options |= _without_mask(q, k, causal, sliding_window)
         elif attention_mask.dtype != torch.int32:
-            return flashzoo.attention(q, k, v, block_mask=_block_mask(attention_mask), **options), None
+            if attention_mask.dtype == torch.bool and softcap is None and position_bias is None:
+                shown = _kept(flashzoo.BlockMask.from_dense, attention_mask)
+                return flashzoo.attention(q, k, v, block_mask=shown, **options), None
+            dense = attention_mask
         else:
             said = read(attention_mask)
             options |= {"causal": said.causal, "window_size": said.window}
-            if isinstance(said, (Packed, Padded)):
+            if isinstance(said, Used):
+                _refuse_lengths("a cache", others)  # attention holds their number to the batch's
+                options["seqused_k"] = said.used
+            elif isinstance(said, Plain):
+                k, v = _seen(k, v, said)
+            elif position_bias is not None:
+                dense = _kept(_shown, attention_mask, sizes)
+                options |= {"causal": False, "window_size": None}
+            else:
                 if isinstance(said, Padded):
                     _refuse_lengths("a padded batch", others)
                     options |= {"cu_seqlens_k": said.cu_seqlens_k, "seqused_k": said.used}
                 return _packed(q, k, v, options | {"cu_seqlens_q": said.cu_seqlens_q}, others), None
-            if isinstance(said, Used):
-                _refuse_lengths("a cache", others)  # attention holds their number to the batch's
-                return flashzoo.attention(q, k, v, seqused_k=said.used, **options), None
-            k, v = _seen(k, v, said)
+        if position_bias is not None or dense is not None:
+            _refuse_lengths("what is added to scores", others)
+            given = (softcap, position_bias, dense)
+            return _added(q, k, v, options, given, sizes), None  # pyright: ignore[reportCallIssue]
         if others.get("cu_seq_lens_q") is not None:
             return _packed(q, k, v, options, others), None
         return flashzoo.attention(q, k, v, **options), None
@@ -174,18 +197,91 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], others: di
     return flashzoo.attention(*rows, **options).view(*q.shape[:3], v.shape[3])
 
 
-def _block_mask(mask: Tensor) -> flashzoo.BlockMask:
-    if mask.dtype != torch.bool:
-        raise flashzoo.UnsupportedError(
-            f"attn_implementation={NAME!r}: attention_mask must be bool where it has 4 dimensions, got {mask.dtype} "
-            f"{tuple(mask.shape)}: no version adds a mask to scores"
+@torch.compiler.disable  # functions on scores that read tensors are made outside of graphs
+def _added(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: dict[str, Any],
+    given: tuple[float | None, Tensor | None, Tensor | None],
+    sizes: tuple[int, int, int, int],
+) -> Tensor:
+    """Attention with softcap, position_bias and a dense mask, in this order, each where it is given.
+
+    Args:
+        given: these three.
+        sizes: what they spread to: batch, heads, and how many queries and keys there are, whether seen or not.
+    """
+    softcap, *added = given
+    read = []
+    for name, x in zip(("position_bias", "attention_mask"), added, strict=True):
+        if x is None:
+            continue
+        if not x.is_floating_point() and not (name == "attention_mask" and x.dtype == torch.bool):
+            raise flashzoo.UnsupportedError(
+                f"attn_implementation={NAME!r}: {name} must be {'bool or ' if name == 'attention_mask' else ''}"
+                f"floating-point where it has 4 dimensions, got {x.dtype} {tuple(x.shape)}"
+            )
+        if x.ndim != 4 or any(size not in (1, wanted) for size, wanted in zip(x.shape, sizes, strict=True)):
+            raise ValueError(f"{name} must spread to {sizes}, (batch, heads, queries, keys), got {tuple(x.shape)}")
+        read.append(x)
+    how: dict[str, Any] = {**options, "score_mod": _score_mod(softcap, tuple(read))}
+    return flashzoo.attention(q, k, v, **how)
+
+
+def _score_mod(softcap: float | None, read: tuple[Tensor, ...]) -> flashzoo.ScoreMod:
+    """What caps scores, adds numbers and masks: traced once for tensors of these dtypes that spread so."""
+    which = (softcap, *((x.dtype, *(size == 1 for size in x.shape)) for x in read))
+    if which not in _texts:
+
+        def scored(score: Tensor, *at: Tensor) -> Tensor:
+            score = score if softcap is None else softcap * torch.tanh(score / softcap)
+            for x in read:
+                found = x[tuple(0 if size == 1 else i for size, i in zip(x.shape, at, strict=True))]
+                if x.dtype == torch.bool:
+                    score = torch.where(found, score, -torch.inf)
+                else:
+                    score = torch.where(found <= torch.finfo(x.dtype).min, -torch.inf, score + found)
+            return score
+
+        _texts[which] = flashzoo.ScoreMod(scored).text
+    return flashzoo.ScoreMod.of_parts(_texts[which], read)
+
+
+def _shown(mask: Tensor, sizes: tuple[int, int, int, int]) -> Tensor:
+    """What a mask of packed sequences shows, dense, `(batch, 1, queries, keys)`."""
+    batch, _, queries, keys = sizes
+    said = read(mask)
+    i, j = (torch.arange(n, device=mask.device) for n in (queries, keys))
+    if isinstance(said, Packed):
+        rows = torch.arange(batch * queries, device=mask.device)
+        number = torch.searchsorted(said.cu_seqlens_q[1:], rows, right=True).view(batch, 1, queries)
+        shown, ahead = number[..., None] == number[..., None, :], j - i[:, None]
+    else:
+        assert isinstance(said, Padded)
+        first_q, end_q, first, end = (
+            (cu[at : 3 * batch : 3] - n * torch.arange(batch, device=mask.device))[:, None, None, None]
+            for cu, n in ((said.cu_seqlens_q, queries), (said.cu_seqlens_k, keys))
+            for at in (1, 2)
         )
+        i = i[:, None]
+        shown = (first_q <= i) & (i < end_q) & (first <= j) & (j < end)
+        ahead = (j - end) - (i - end_q)
+    left, right = said.window
+    if left is not None:
+        shown = shown & (ahead >= -left)
+    return shown if right is None else shown & (ahead <= right)
+
+
+def _kept(make: Callable, mask: Tensor, *how: Any) -> Any:
+    """What this makes of a mask, the same for all layers that it is given to."""
     capturing = mask.is_cuda and torch.cuda.is_current_stream_capturing()  # the memory of a graph is its own
     if torch.compiler.is_compiling() or mask.is_inference() or capturing:  # and of these no changes are counted
-        return flashzoo.BlockMask.from_dense(mask)
-    now = mask._version, torch.cuda.current_stream(mask.device).cuda_stream if mask.is_cuda else None
-    then, made = _block_masks.get(mask, (None, None))
-    if made is None or then != now:
-        made = flashzoo.BlockMask.from_dense(mask)
-        _block_masks[mask] = now, made
+        return make(mask, *how)
+    stream = torch.cuda.current_stream(mask.device).cuda_stream if mask.is_cuda else None
+    now = make, how, mask._version, stream
+    then, made = _made.get(mask, (None, None))
+    if then != now:
+        made = make(mask, *how)
+        _made[mask] = now, made
     return made
