@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import flashzoo
+from flashzoo import score_mods
 
 # quoted, or pyright --verifytypes does not know it
 Result: TypeAlias = "Tensor | tuple[Tensor, Tensor, Tensor]"
@@ -29,8 +30,6 @@ __all__ = [
 
 _NOT_TAKEN = {
     "dropout_p": (0.0, "no version drops out"),
-    "softcap": (0.0, "no version caps scores"),
-    "alibi_slopes": (None, "no version adds ALiBi's slopes"),
     "rotary_cos": (None, "turn q and k before the call"),
     "rotary_sin": (None, "turn q and k before the call"),
     "rotary_interleaved": (True, "turn q and k before the call"),
@@ -60,14 +59,66 @@ def _attend(
     causal: bool,
     window_size: tuple[int, int],
     deterministic: bool,
+    softcap: float,
+    alibi_slopes: Tensor | None,
     **lengths: Any,
 ) -> Result:
     options = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size}
     options |= {"deterministic": deterministic, **lengths}
-    if not return_attn_probs:
-        return flashzoo.attention(q, k, v, **options)
-    out, lse = flashzoo.attention(q, k, v, return_lse=True, **options)
-    return out, lse, q.new_empty(0)  # flash-attention has probabilities only where it drops some
+    found = _scored(q, k, v, return_attn_probs, softcap, alibi_slopes, options)
+    # flash-attention has probabilities only where it drops some
+    return (*found, q.new_empty(0)) if isinstance(found, tuple) else found
+
+
+def _scored(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    return_lse: bool,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention with flash-attention's functions on scores, where they are asked for."""
+    if alibi_slopes is not None:
+        how = (return_lse, softcap, alibi_slopes, options)
+        return _with_alibi(q, k, v, *how)  # pyright: ignore[reportCallIssue]
+    if softcap:
+        options["score_mod"] = score_mods.softcap(softcap)
+    return flashzoo.attention(q, k, v, return_lse=return_lse, **options)
+
+
+@torch.compiler.disable  # a function on scores that reads tensors is made outside of graphs
+def _with_alibi(
+    q: Tensor, k: Tensor, v: Tensor, return_lse: bool, softcap: float, slopes: Tensor, options: dict[str, Any]
+) -> Tensor | tuple[Tensor, Tensor]:
+    if not isinstance(slopes, Tensor) or slopes.dtype != torch.float32:
+        raise TypeError(f"alibi_slopes must be float32, got {getattr(slopes, 'dtype', type(slopes).__name__)}")
+    packed = "cu_seqlens_q" in options
+    heads, batch = q.shape[-2], len(options["cu_seqlens_q"]) - 1 if packed else len(q)
+    if slopes.shape not in ((heads,), (batch, heads)):
+        raise ValueError(f"alibi_slopes must have shape ({heads},) or ({batch}, {heads}), got {tuple(slopes.shape)}")
+    ahead, capped, by_batch = _ahead(q, k, options), score_mods.softcap(softcap) if softcap else None, slopes.ndim == 2
+
+    def alibi(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        score = score if capped is None else capped(score, b, h, q_idx, kv_idx)
+        distance = q_idx - kv_idx if ahead is None else q_idx - kv_idx + ahead[b]
+        return score - (slopes[b, h] if by_batch else slopes[h]) * distance.abs()
+
+    return flashzoo.attention(q, k, v, return_lse=return_lse, score_mod=alibi, **options)
+
+
+def _ahead(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor | None:
+    """How many more keys than queries each of the batch, or each sequence, has, int32; None where none has more. In a
+    tensor, since a function with another number of its own is another kernel."""
+    if "cu_seqlens_q" in options:
+        cu_q, cu_k = options["cu_seqlens_q"], options["cu_seqlens_k"]
+        return None if cu_k is cu_q else (cu_k.diff() - cu_q.diff()).to(torch.int32)
+    if options.get("seqused_k") is not None:
+        return (options["seqused_k"] - q.shape[1]).to(torch.int32)
+    pages = options.get("page_table")
+    keys = k.shape[1] if pages is None else k.shape[1] * pages.shape[1]
+    return None if keys == q.shape[1] else torch.full((len(q),), keys - q.shape[1], dtype=torch.int32, device=q.device)
 
 
 def flash_attn_func(
@@ -88,9 +139,12 @@ def flash_attn_func(
     Args:
         q: `(batch, seqlen_q, heads, head_dim)`, of any dtype that `flashzoo.attention` takes.
         k, v: `(batch, seqlen_k, heads_kv, head_dim)`.
-        dropout_p, softcap, alibi_slopes: 0.0, 0.0 and None.
+        dropout_p: 0.0.
         softmax_scale: `1 / sqrt(head_dim)` where None.
         causal, window_size: aligned bottom-right; -1 means no bound on a side.
+        softcap: where it is not 0, scaled scores become `softcap * tanh(score / softcap)`.
+        alibi_slopes: float32 `(heads,)` or `(batch, heads)`; behind softcap, query i's score of key j is less by
+            `slope * |i + seqlen_k - seqlen_q - j|`. It may require grad.
         deterministic: the same gradients in every run.
         return_attn_probs: return LSE too.
 
@@ -103,8 +157,9 @@ def flash_attn_func(
         TypeError, ValueError: as `flashzoo.attention`.
         flashzoo.UnsupportedError: an argument is not supported, or no version takes the call; the text names it.
     """
-    _refuse("flash_attn_func", dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
-    return _attend(q, k, v, return_attn_probs, softmax_scale, causal, window_size, deterministic)
+    _refuse("flash_attn_func", dropout_p=dropout_p)
+    how = (return_attn_probs, softmax_scale, causal, window_size, deterministic, softcap, alibi_slopes)
+    return _attend(q, k, v, *how)
 
 
 def flash_attn_kvpacked_func(
@@ -120,9 +175,10 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_func` with k and v in one tensor `(batch, seqlen_k, 2, heads_kv, head_dim)`."""
-    _refuse("flash_attn_kvpacked_func", dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
+    _refuse("flash_attn_kvpacked_func", dropout_p=dropout_p)
     k, v = _parts("kv", kv, 5, 2)
-    return _attend(q, k, v, return_attn_probs, softmax_scale, causal, window_size, deterministic)
+    how = (return_attn_probs, softmax_scale, causal, window_size, deterministic, softcap, alibi_slopes)
+    return _attend(q, k, v, *how)
 
 
 def flash_attn_qkvpacked_func(
@@ -137,9 +193,10 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_func` with q, k and v in one tensor `(batch, seqlen, 3, heads, head_dim)`."""
-    _refuse("flash_attn_qkvpacked_func", dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
+    _refuse("flash_attn_qkvpacked_func", dropout_p=dropout_p)
     q, k, v = _parts("qkv", qkv, 5, 3)
-    return _attend(q, k, v, return_attn_probs, softmax_scale, causal, window_size, deterministic)
+    how = (return_attn_probs, softmax_scale, causal, window_size, deterministic, softcap, alibi_slopes)
+    return _attend(q, k, v, *how)
 
 
 def flash_attn_varlen_func(
@@ -167,6 +224,7 @@ def flash_attn_varlen_func(
         k, v: `(total_k, heads_kv, head_dim)`.
         cu_seqlens_q, cu_seqlens_k: int32 `(sequences + 1,)`, where each sequence begins and the last ends.
         max_seqlen_q, max_seqlen_k: no sequence is longer. No result depends on them.
+        alibi_slopes: `(heads,)` or `(sequences, heads)`, by each sequence's own lengths.
         block_table: None; `flash_attn_with_kvcache` takes pages.
 
     Returns:
@@ -175,13 +233,13 @@ def flash_attn_varlen_func(
     Raises:
         TypeError, ValueError, flashzoo.UnsupportedError: as `flash_attn_func`.
     """
-    _refuse("flash_attn_varlen_func", dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
+    _refuse("flash_attn_varlen_func", dropout_p=dropout_p)
     if block_table is not None:
         raise flashzoo.UnsupportedError(
             f"flash_attn_varlen_func: block_table must be None, got a tensor {tuple(block_table.shape)}: "
             "flash_attn_with_kvcache takes pages, of a batch"
         )
-    how = (return_attn_probs, softmax_scale, causal, window_size, deterministic)
+    how = (return_attn_probs, softmax_scale, causal, window_size, deterministic, softcap, alibi_slopes)
     return _attend(q, k, v, *how, **_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
 
 
@@ -202,9 +260,9 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_varlen_func` with k and v in one tensor `(total_k, 2, heads_kv, head_dim)`."""
-    _refuse("flash_attn_varlen_kvpacked_func", dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
+    _refuse("flash_attn_varlen_kvpacked_func", dropout_p=dropout_p)
     k, v = _parts("kv", kv, 4, 2)
-    how = (return_attn_probs, softmax_scale, causal, window_size, deterministic)
+    how = (return_attn_probs, softmax_scale, causal, window_size, deterministic, softcap, alibi_slopes)
     return _attend(q, k, v, *how, **_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
 
 
@@ -222,9 +280,9 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_varlen_func` with q, k and v in one tensor `(total, 3, heads, head_dim)`, of one set of lengths."""
-    _refuse("flash_attn_varlen_qkvpacked_func", dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
+    _refuse("flash_attn_varlen_qkvpacked_func", dropout_p=dropout_p)
     q, k, v = _parts("qkv", qkv, 4, 3)
-    how = (return_attn_probs, softmax_scale, causal, window_size, deterministic)
+    how = (return_attn_probs, softmax_scale, causal, window_size, deterministic, softcap, alibi_slopes)
     return _attend(q, k, v, *how, **_lengths(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen))
 
 
@@ -260,8 +318,8 @@ def flash_attn_with_kvcache(
             where None, which does not go with k and v.
         block_table: int32 `(batch, pages of a sequence)`.
         causal, window_size: aligned with the last key that is used, new ones among them.
-        rotary_cos, rotary_sin, rotary_interleaved, cache_batch_idx, cache_leftpad, softcap, alibi_slopes, num_splits:
-            as they are by default.
+        softcap, alibi_slopes: as in `flash_attn_func`; seqlen_k is how many keys are used.
+        rotary_cos, rotary_sin, rotary_interleaved, cache_batch_idx, cache_leftpad, num_splits: as they are by default.
 
     Returns:
         out `(batch, seqlen_q, heads, head_dim)`; with return_softmax_lse `(out, lse)`, lse float32
@@ -274,7 +332,7 @@ def flash_attn_with_kvcache(
     """
     refused = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_interleaved": rotary_interleaved}
     refused |= {"cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad, "num_splits": num_splits}
-    _refuse("flash_attn_with_kvcache", **refused, softcap=softcap, alibi_slopes=alibi_slopes)
+    _refuse("flash_attn_with_kvcache", **refused)
     if (k is None) != (v is None):
         raise ValueError(f"k and v must be given together, got {'v' if k is None else 'k'} alone")
     used = cache_seqlens
@@ -287,9 +345,7 @@ def flash_attn_with_kvcache(
         used = used + k.shape[1]
     options: dict[str, Any] = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size}
     options |= {"seqused_k": used, "page_table": block_table}
-    if return_softmax_lse:
-        return flashzoo.attention(q, k_cache, v_cache, return_lse=True, **options)
-    return flashzoo.attention(q, k_cache, v_cache, **options)
+    return _scored(q, k_cache, v_cache, return_softmax_lse, softcap, alibi_slopes, options)
 
 
 def _parts(name: str, packed: Tensor, ndim: int, count: int) -> tuple[Tensor, ...]:

@@ -83,6 +83,76 @@ def test_packed_tensors_are_their_parts():
     assert same_bits(flash_attn.flash_attn_varlen_kvpacked_func(rows[:, 0], rows[:, 1:], *how, causal=True), out)
 
 
+def formula(q: Tensor, k: Tensor, v: Tensor, causal: bool, softcap: float, slopes: Tensor | None) -> Tensor:
+    """What flash-attention's documentation says, for one of a batch, `(seqlen, heads, head_dim)`."""
+    s = torch.einsum("ihd,jhd->hij", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * 0.4
+    s = softcap * torch.tanh(s / softcap) if softcap else s
+    i, j = torch.arange(len(q), device=DEVICE)[:, None], torch.arange(len(k), device=DEVICE)
+    distance = i + len(k) - len(q) - j
+    s = s if slopes is None else s - slopes[:, None, None] * distance.abs()
+    s = s.masked_fill(distance < 0, -torch.inf) if causal else s
+    return torch.einsum("hij,jhd->ihd", s.softmax(-1), v.repeat_interleave(q.shape[1] // v.shape[1], 1))
+
+
+def hold(out: Tensor, expected: Tensor, *leaves: Tensor) -> None:
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    gradients = (torch.autograd.grad(x.sin().sum(), leaves) for x in (out, expected))
+    for found, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("by_batch", [False, True])
+@pytest.mark.parametrize("softcap", [0.0, 0.7])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seqlen_q", [9, 4])
+def test_softcap_and_alibi(by_batch, softcap, causal, seqlen_q):
+    q, k, v, slopes = drawn(2, seqlen_q, 4, 16), drawn(2, 9, 2, 16), drawn(2, 9, 2, 16), drawn(2, 4)
+    given = slopes if by_batch else slopes[0]
+    out = flash_attn.flash_attn_func(q, k, v, 0.0, 0.4, causal, softcap=softcap, alibi_slopes=given)
+    each = given.expand(2, 4)
+    hold(out, torch.stack([formula(*(x[b] for x in (q, k, v)), causal, softcap, each[b]) for b in range(2)]), q, slopes)
+    out = flash_attn.flash_attn_func(q, k, v, 0.0, 0.4, causal, softcap=softcap)
+    hold(out, torch.stack([formula(*(x[b] for x in (q, k, v)), causal, softcap, None) for b in range(2)]), q, k, v)
+
+
+@pytest.mark.parametrize("lengths_q", [(3, 6), (1, 4)])
+@pytest.mark.parametrize("by_batch", [False, True])
+def test_softcap_and_alibi_of_packed_sequences(lengths_q, by_batch):
+    lengths_k = (3, 6)
+    q, k, v, slopes = drawn(sum(lengths_q), 4, 16), drawn(9, 2, 16), drawn(9, 2, 16), drawn(2, 4)
+    given, each = (slopes, slopes) if by_batch else (slopes[0], slopes[:1].expand(2, 4))
+    cu_q, cu_k = (numbers(0, n[0], sum(n)) for n in (lengths_q, lengths_k))
+    how = {"softmax_scale": 0.4, "causal": True, "softcap": 0.7, "alibi_slopes": given}
+    out = flash_attn.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 9, 9, **how)
+    parts = zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), each, strict=True)
+    hold(out, torch.cat([formula(*part, True, 0.7, its) for *part, its in parts]), q, k, v, slopes)
+
+
+@pytest.mark.parametrize("used", [None, (4, 7)])
+def test_softcap_and_alibi_of_a_cache(used):
+    q, k, v, slopes = (drawn(2, *sizes).detach() for sizes in ((3, 4, 16), (9, 2, 16), (9, 2, 16), (4,)))
+    how = {"softmax_scale": 0.4, "causal": True, "softcap": 0.7, "alibi_slopes": slopes}
+    cache_seqlens = None if used is None else numbers(*used)
+    out, lse = flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=cache_seqlens, return_softmax_lse=True, **how)
+    for b, n in enumerate(used or (9, 9)):
+        torch.testing.assert_close(out[b], formula(q[b], k[b, :n], v[b, :n], True, 0.7, slopes[b]))
+    assert lse.shape == (2, 4, 3)
+    pages = numbers(1, 0).view(2, 1)
+    turned = (x.flip(0) for x in (k, v))
+    paged = flash_attn.flash_attn_with_kvcache(q, *turned, cache_seqlens=cache_seqlens, block_table=pages, **how)
+    torch.testing.assert_close(paged, out)
+
+
+def test_malformed_slopes():
+    q = drawn(2, 5, 4, 16)
+    with pytest.raises(TypeError, match=r"alibi_slopes must be float32, got torch.float64"):
+        flash_attn.flash_attn_func(q, q, q, alibi_slopes=torch.ones(4, dtype=torch.float64, device=DEVICE))
+    with pytest.raises(ValueError, match=r"alibi_slopes must have shape \(4,\) or \(2, 4\), got \(1, 4\)"):
+        flash_attn.flash_attn_func(q, q, q, alibi_slopes=torch.ones(1, 4, device=DEVICE))
+    with pytest.raises(ValueError, match="cap must be positive"):
+        flash_attn.flash_attn_func(q, q, q, softcap=-1.0)
+
+
 @pytest.mark.parametrize("paged", [False, True])
 def test_a_cache_takes_new_keys_and_is_attended_to(paged):
     q, k, v = (drawn(2, 3, 2, 16).detach() for _ in "qkv")
@@ -111,20 +181,17 @@ def test_a_cache_takes_new_keys_and_is_attended_to(paged):
     ("function", "argument", "value"),
     [
         ("flash_attn_func", "dropout_p", 0.1),
-        ("flash_attn_func", "softcap", 30.0),
-        ("flash_attn_func", "alibi_slopes", torch.ones(2)),
-        ("flash_attn_kvpacked_func", "softcap", 30.0),
+        ("flash_attn_kvpacked_func", "dropout_p", 0.1),
         ("flash_attn_qkvpacked_func", "dropout_p", 0.1),
         ("flash_attn_varlen_func", "dropout_p", 0.1),
         ("flash_attn_varlen_func", "block_table", torch.ones(2, 2)),
         ("flash_attn_varlen_kvpacked_func", "dropout_p", 0.1),
-        ("flash_attn_varlen_qkvpacked_func", "alibi_slopes", torch.ones(2)),
+        ("flash_attn_varlen_qkvpacked_func", "dropout_p", 0.1),
         ("flash_attn_with_kvcache", "rotary_cos", torch.ones(2)),
         ("flash_attn_with_kvcache", "rotary_interleaved", False),
         ("flash_attn_with_kvcache", "cache_batch_idx", torch.ones(2)),
         ("flash_attn_with_kvcache", "cache_leftpad", torch.ones(2)),
         ("flash_attn_with_kvcache", "num_splits", 2),
-        ("flash_attn_with_kvcache", "softcap", 30.0),
     ],
 )
 def test_what_is_not_supported_is_an_error_by_name(function, argument, value):
