@@ -7,6 +7,7 @@ the registry.
    `is_causal` top-left: with fewer queries than keys the last keys are cut off, with more it is a window.
 3. A mask that says of each sequence which keys it sees sorts these to the front, `seqused_k` of them; any other boolean
    mask becomes a block mask. Neither waits for the device. What was made of a mask is kept with it, for the next layer.
+   A mask of numbers is read where it lies, by a function on scores that adds it.
 4. Each call is counted, with who answered and why.
 """
 
@@ -30,6 +31,7 @@ from flashzoo.call.operands import taken
 from flashzoo.call.plan import plan
 from flashzoo.masks.block_mask import BlockMask
 from flashzoo.registry import UnsupportedError, current, requested, use
+from flashzoo.scores.mod import ScoreMod
 from flashzoo.transforms import transforming
 
 TORCH = "torch"
@@ -149,14 +151,14 @@ class Replacement(TorchFunctionMode):
     def _masked(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor, dict[str, Any], str]:
-        if mask.dtype != torch.bool:
-            raise _NotOurs(f"attn_mask of {mask.dtype} is added to scores, which no version does")
         batch, seqlen_q, heads, _ = q.shape
         sizes = (batch, heads, seqlen_q, k.shape[1])
         of_last = zip(mask.shape, sizes[4 - mask.ndim :], strict=False)
         if mask.ndim not in (2, 3, 4) or any(size not in (1, wanted) for size, wanted in of_last):
             raise _NotOurs(f"attn_mask of shape {tuple(mask.shape)} does not spread to {sizes}")
         mask = mask[(None,) * (4 - mask.ndim)]
+        if mask.dtype != torch.bool:
+            return k, v, options | {"score_mod": _added(q, mask)}, "attn_mask as a score_mod that adds it"
         shared = [size == 1 or not stride for size, stride in zip(mask.shape, mask.stride(), strict=True)]
         if shared[1] and shared[2]:
             order, used = self._kept(mask, sizes, _keys_first)
@@ -209,9 +211,10 @@ def replace_sdpa(version: str = "auto") -> Replacement:
     answered by a version of the registry: of `nn.MultiheadAttention`, timm, diffusers, or your own.
 
     Where torch's arguments can't be said in `flashzoo.attention`'s, or no version takes them, the call is torch's as it
-    was: dropout, masks that are added to scores, tensors that are nested or of a subclass, transforms of torch.func.
-    `print(calls)` says which went where, and why. Results differ from torch's by rounding; a query that its mask shows
-    no key gives 0. Under autocast inputs are cast as torch's own function casts them.
+    was: dropout, masks of numbers under `torch.compile`, tensors that are nested or of a subclass, transforms of
+    torch.func. `print(calls)` says which went where, and why. Results differ from torch's by rounding; a query that its
+    mask shows no key gives 0, where the least number of a mask's dtype shows none, as -inf does. Under autocast inputs
+    are cast as torch's own function casts them.
 
     It holds for the thread that enters it, and for backward passes that are begun inside, which activation
     checkpointing needs: begin these inside too. Every call of torch's inside costs about a microsecond more.
@@ -306,6 +309,23 @@ def _answering(q: Tensor, k: Tensor, v: Tensor, version: str, options: dict[str,
         return plan(requested(version), current(), False, grad, False, forms, *tensors, **plain).spec.name
     except (UnsupportedError, TypeError, ValueError) as error:
         raise _NotOurs(str(error).splitlines()[0]) from error
+
+
+def _added(q: Tensor, mask: Tensor) -> ScoreMod:
+    """A function on scores that adds a mask of four dimensions, with its gradient. `_NotOurs` where it is none."""
+    if is_compiling():
+        raise _NotOurs("attn_mask of numbers in a graph, outside of which a function on scores is made")
+    if mask.is_floating_point() and torch.is_autocast_enabled(q.device.type) and mask.dtype != torch.float64:
+        mask = mask.to(q.dtype)
+    if mask.dtype not in (q.dtype, torch.float32):
+        raise _NotOurs(f"attn_mask of {mask.dtype} beside {q.dtype}")
+    shape, least = tuple(mask.shape), torch.finfo(mask.dtype).min
+
+    def added(score: Tensor, *at: Tensor) -> Tensor:
+        found = mask[tuple(0 if size == 1 else i for size, i in zip(shape, at, strict=True))]
+        return torch.where(found <= least, -torch.inf, score + found)
+
+    return ScoreMod.of(added)
 
 
 def _keys_first(mask: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:

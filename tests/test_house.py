@@ -105,7 +105,7 @@ MAY_IMPORT = {
     "merge": {"torch", "flashzoo.call.check", "flashzoo.transforms"},
     "append": {"torch", "flashzoo.call.check", "flashzoo.call.operands", "flashzoo.transforms"},
     "lengths": {"torch", "flashzoo.call.forms"},
-    "replace": {"torch", BLOCK_MASK, "flashzoo.registry", "flashzoo.transforms"} | CALL,
+    "replace": {"torch", BLOCK_MASK, SCORES, "flashzoo.registry", "flashzoo.transforms"} | CALL,
     "masks": {"torch", "typing_extensions", BLOCK_MASK, "flashzoo.call.forms"},
     # Public names, and who is asked for where nobody is named.
     "parallel": {"torch", "flashzoo.parallel", "flashzoo.registry"} | {f"flashzoo.{name}" for name in flashzoo.__all__},

@@ -26,6 +26,12 @@ def keys_of(batch: int, *lengths: int) -> Tensor:
     return (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).view(batch, 1, 1, -1).to(DEVICE)
 
 
+def numbers(masked: float) -> Tensor:
+    mask = drawn(2, 1, 20, 11)
+    mask[:, :, 3:, 2:5] = masked
+    return mask.requires_grad_()
+
+
 def tensors(seqlen_k: int = 20, heads_kv: int = 4) -> list[Tensor]:
     return [drawn(2, h, n, 16, requires_grad=True) for h, n in ((4, 20), (heads_kv, seqlen_k), (heads_kv, seqlen_k))]
 
@@ -43,6 +49,11 @@ SAME = {
     "mask": (11, lambda: {"attn_mask": true(20, 11)}, "block_mask"),
     "mask by batch": (11, lambda: {"attn_mask": true(2, 1, 20, 11)}, "block_mask"),
     "mask by head": (11, lambda: {"attn_mask": true(1, 4, 20, 11)}, "block_mask"),
+    "numbers": (11, lambda: {"attn_mask": drawn(2, 4, 20, 11)}, "score_mod"),
+    "numbers for all": (11, lambda: {"attn_mask": drawn(20, 11)}, "score_mod"),
+    "numbers of keys": (11, lambda: {"attn_mask": drawn(2, 1, 1, 11).expand(2, 4, 20, 11)}, "score_mod"),
+    "numbers that mask": (11, lambda: {"attn_mask": numbers(-torch.inf)}, "score_mod"),
+    "the least numbers mask": (11, lambda: {"attn_mask": numbers(torch.finfo().min)}, "score_mod"),
     "mask of one key": (1, lambda: {"attn_mask": true(2, 4, 20, 1)}, "block_mask"),
 }
 
@@ -59,13 +70,13 @@ def test_the_same_as_torch(name, heads_kv):
     ((_, who, reason, count),) = seen.calls
     assert (who, count) == ("standard", 1) and why in reason
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    inputs += [x for x in how.values() if isinstance(x, Tensor) and x.requires_grad]
     gradients = (torch.autograd.grad(x.sin().sum(), inputs) for x in (out, expected))
     for found, wanted in zip(*gradients, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)
 
 
 LEFT_TO_TORCH = {
-    "attn_mask of torch.float32 is added": {"attn_mask": torch.randn(20, 20)},
     "dropout_p=0.5": {"dropout_p": 0.5},
     "as many heads": {"heads_kv": 1},
     "of a subclass|is a Marked": {"marked": True},
@@ -110,6 +121,10 @@ def test_what_is_left_to_torch_says_why(reason):
 
 def test_torchs_own_errors_are_torchs():
     q, k, v = (drawn(2, 4, 20, 16) for _ in "qkv")
+    for dtype in (torch.float64, torch.int64):
+        with flashzoo.replace_sdpa() as seen, pytest.raises(RuntimeError, match="dtype"):
+            F.scaled_dot_product_attention(q, k, v, torch.ones(20, 20, dtype=dtype, device=DEVICE))
+        assert f"attn_mask of {dtype} beside torch.float32" in str(seen)
     with flashzoo.replace_sdpa() as seen, pytest.raises(RuntimeError, match="size"):
         F.scaled_dot_product_attention(q, k[..., :8], v)
     (call,) = seen.calls
@@ -157,6 +172,33 @@ def test_autocast_casts_as_torchs_does():
     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("masked", [-torch.inf, torch.finfo().min, -1e4])
+def test_a_mask_of_numbers_is_cast_by_autocast(masked):
+    q, k, v = (drawn(2, 4, 20, 16) for _ in "qkv")
+    mask = drawn(2, 1, 20, 20)
+    mask[..., 3:9] = masked
+    mask.requires_grad_()
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        expected = F.scaled_dot_product_attention(q, k, v, mask)
+        with flashzoo.replace_sdpa("standard") as seen:
+            out = F.scaled_dot_product_attention(q, k, v, mask)
+    assert out.dtype == expected.dtype == torch.bfloat16 and seen.calls[0].answered_by == "standard"
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+    found, wanted = (torch.autograd.grad(x.float().sin().sum(), mask)[0] for x in (out, expected))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, wanted, rtol=5e-2, atol=5e-2)
+
+
+def test_a_row_that_a_mask_of_numbers_hides_gives_0():
+    q = drawn(2, 4, 20, 16)
+    for masked in (-torch.inf, torch.finfo().min):
+        mask = torch.zeros(20, 20, device=DEVICE)
+        mask[3] = masked
+        with flashzoo.replace_sdpa("standard"):
+            out = F.scaled_dot_product_attention(q, q, q, mask)
+        assert (out[:, :, 3] == 0).all() and (out[:, :, 4] != 0).all()
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_modules_of_torch_run_unchanged(training):
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0).to(DEVICE).train(training)
@@ -167,11 +209,14 @@ def test_modules_of_torch_run_unchanged(training):
     torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-5)
     assert [call.answered_by for call in seen.calls] == ["standard"]
     heads = nn.MultiheadAttention(32, 4, batch_first=True).to(DEVICE).train(training)
+    how = {"need_weights": False, "key_padding_mask": ~keys_of(2, 9, 4)[:, 0, 0]}
+    expected, _ = heads(x, x, x, **how)
     with flashzoo.replace_sdpa("standard") as seen:
         heads(x, x, x, need_weights=False)
-        heads(x, x, x, need_weights=False, key_padding_mask=~keys_of(2, 9, 4)[:, 0, 0])
-    ours, torchs = seen.calls
-    assert ours.answered_by == "standard" and torchs.answered_by == "torch" and "is added" in torchs.why
+        out, _ = heads(x, x, x, **how)
+    torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-5)
+    assert [call.answered_by for call in seen.calls] == ["standard", "standard"]
+    assert "score_mod" in seen.calls[1].why
 
 
 def test_compiled_in_one_graph():
@@ -190,6 +235,20 @@ def test_compiled_in_one_graph():
         out = torch.compile(attend, fullgraph=True, backend=backend)(x)
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     assert len(graphs) == 1 and "flashzoo.attention" in graphs[0] and "scaled_dot" not in graphs[0]
+
+
+def test_a_mask_of_numbers_in_a_graph_is_left_to_torch():
+    q, mask, graphs = drawn(2, 4, 20, 16), drawn(20, 20), []
+
+    def backend(graph, _):
+        graphs.append(graph.code)
+        return graph
+
+    expected = F.scaled_dot_product_attention(q, q, q, mask)
+    with flashzoo.replace_sdpa("standard"):
+        out = torch.compile(F.scaled_dot_product_attention, fullgraph=True, backend=backend)(q, q, q, mask)
+    torch.testing.assert_close(out, expected)
+    assert len(graphs) == 1 and "scaled_dot" in graphs[0]
 
 
 def test_it_ends_where_it_ends_and_is_of_its_thread():
