@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import flashzoo
+from flashzoo import score_mods
 
 __all__ = ["DotProductAttention"]
 
@@ -21,7 +23,6 @@ _OF_CONFIG = {
     "context_parallel_size": (1, None),
     "apply_query_key_layer_scaling": (False, None),
     "softmax_type": ("vanilla", None),
-    "attn_logit_softcapping": (0.0, None),
 }
 """What a configuration may ask for that is taken at these values alone."""
 
@@ -34,9 +35,10 @@ class DotProductAttention(nn.Module):
     `SelfAttentionSubmodules(core_attention=flashzoo.nn.DotProductAttention)` is the whole change.
 
     Args:
-        config: None, or any object with attributes, of which `window_size` (left, right), `softmax_scale` and what
-            would change attention are looked at: `attention_dropout`, `context_parallel_size`,
-            `apply_query_key_layer_scaling`, `softmax_type` and `attn_logit_softcapping` must ask for nothing.
+        config: None, or any object with attributes, of which `window_size` (left, right), `softmax_scale`,
+            `attn_logit_softcapping` (`flashzoo.score_mods.softcap`, where it is not 0) and what would change attention
+            are looked at: `attention_dropout`, `context_parallel_size`, `apply_query_key_layer_scaling` and
+            `softmax_type` must ask for nothing.
         layer_number: not looked at.
         attn_mask_type: "causal", "no_mask", "padding", "padding_causal" or "arbitrary", or a member of an enumeration
             of that name.
@@ -82,6 +84,7 @@ class DotProductAttention(nn.Module):
         self.softmax_scale: float | None = scale
         window = getattr(config, "window_size", None) if window_size is None else window_size
         self.window_size: tuple[int | None, int | None] | None = window
+        self.softcap: float | None = getattr(config, "attn_logit_softcapping", None) or None
         self.version: str = version
 
     def forward(
@@ -103,7 +106,8 @@ class DotProductAttention(nn.Module):
                 sizes are these or 1; True where a query does *not* see a key, beside what attn_mask_type says. It
                 becomes a block mask.
             attn_mask_type: in the place of the module's own.
-            attention_bias: None.
+            attention_bias: floating-point `(batch, heads, seqlen_q, seqlen_k)`, the first two or 1, added to scores
+                behind softcap; it may require grad. Not beside packed_seq_params.
             packed_seq_params: an object with `cu_seqlens_q` and `cu_seqlens_kv`, int32 `(sequences + 1,)`.
 
         Returns:
@@ -112,20 +116,23 @@ class DotProductAttention(nn.Module):
         Raises:
             TypeError, ValueError: as `flashzoo.attention`; or causal with seqlen_q != seqlen_k, of which Megatron does
                 not say how it is aligned.
-            flashzoo.UnsupportedError: attention_bias is given, or no version takes the call.
+            flashzoo.UnsupportedError: attention_bias beside packed_seq_params, or no version takes the call.
         """
-        if attention_bias is not None:
-            raise flashzoo.UnsupportedError(
-                f"attention_bias must be None, got a tensor {tuple(attention_bias.shape)}: no version adds a bias"
-            )
         kind = None if attn_mask_type is None else _named(attn_mask_type)
         causal = self.causal if kind is None else _MASKED[kind]
         needs_mask = self.needs_mask if kind is None else kind in _NEEDED
         options: dict[str, Any] = {"causal": causal, "softmax_scale": self.softmax_scale, "version": self.version}
         options["window_size"] = self.window_size
+        if self.softcap is not None:
+            options["score_mod"] = score_mods.softcap(self.softcap)
         if packed_seq_params is not None:
             if attention_mask is not None:
                 raise ValueError(f"attention_mask must be None beside packed_seq_params, got {attention_mask.shape}")
+            if attention_bias is not None:
+                raise flashzoo.UnsupportedError(
+                    "attention_bias must be None beside packed_seq_params, "
+                    f"got a tensor {tuple(attention_bias.shape)}: it does not say which sequences it is of"
+                )
             options["cu_seqlens_q"] = packed_seq_params.cu_seqlens_q
             options["cu_seqlens_k"] = packed_seq_params.cu_seqlens_kv
             return flashzoo.attention(query, key, value, **options).flatten(1)
@@ -135,6 +142,8 @@ class DotProductAttention(nn.Module):
             raise ValueError("attention_mask must be given where attn_mask_type is 'arbitrary', got None")
         if causal and query.shape[0] != key.shape[0]:
             raise ValueError(f"causal goes with equal lengths, got {query.shape[0]} queries and {key.shape[0]} keys")
+        if attention_bias is not None:
+            options["score_mod"] = _added(self.softcap, attention_bias, query, key)
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         return flashzoo.attention(q, k, v, **options).transpose(0, 1).flatten(2)
 
@@ -145,6 +154,18 @@ def _named(attn_mask_type: Any) -> str:
     if name not in _MASKED:
         raise ValueError(f"attn_mask_type must be one of {', '.join(_MASKED)}, got {attn_mask_type!r}")
     return name
+
+
+def _added(softcap: float | None, bias: Tensor, query: Tensor, key: Tensor) -> Callable[..., Tensor]:
+    """A function on scores that adds a bias, behind softcap where it is asked for."""
+    sizes = (*query.shape[1:3], query.shape[0], key.shape[0])
+    if bias.ndim != 4 or any(size not in (1, wanted) for size, wanted in zip(bias.shape, sizes, strict=True)):
+        raise ValueError(f"attention_bias must spread to {sizes}, got {tuple(bias.shape)}")
+    add = score_mods.bias(bias)
+    if softcap is None:
+        return add
+    cap = score_mods.softcap(softcap)
+    return lambda score, *at: add(cap(score, *at), *at)
 
 
 def _shown(attention_mask: Tensor, query: Tensor, key: Tensor) -> flashzoo.BlockMask:

@@ -78,6 +78,34 @@ def test_packed_sequences():
         attend(q, k, v, torch.ones(1, 1, 1, 12), packed_seq_params=lengths)
 
 
+@pytest.mark.parametrize("softcap", [0.0, 0.7])
+@pytest.mark.parametrize("sizes", [None, (2, 4, 12, 12), (1, 4, 12, 12), (2, 1, 1, 12)])
+def test_softcap_and_bias(softcap, sizes):
+    q, k, v = drawn(), drawn(2), drawn(2)
+    bias = None if sizes is None else torch.randn(sizes, device=DEVICE, requires_grad=True)
+    attend = DotProductAttention(SimpleNamespace(attn_logit_softcapping=softcap), version="standard", softmax_scale=0.4)
+    out = attend(q, k, v, attention_bias=bias)
+    s = torch.einsum("ibhd,jbhd->bhij", q, k.repeat_interleave(2, 2)) * 0.4
+    s = softcap * torch.tanh(s / softcap) if softcap else s
+    s = (s if bias is None else s + bias).masked_fill(torch.ones(12, 12, device=DEVICE).triu(1).bool(), -torch.inf)
+    expected = torch.einsum("bhij,jbhd->ibhd", s.softmax(-1), v.repeat_interleave(2, 2)).flatten(2)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    leaves = [x for x in (q, k, v, bias) if x is not None]
+    gradients = (torch.autograd.grad(x.sin().sum(), leaves) for x in (out, expected))
+    for found, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_softcap_of_packed_sequences():
+    q, k, v = (x.detach()[:, :1] for x in (drawn(), drawn(), drawn()))
+    cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32, device=DEVICE)
+    lengths = SimpleNamespace(cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
+    attend = DotProductAttention(SimpleNamespace(attn_logit_softcapping=0.7), version="standard")
+    out = attend(*(x[:, 0] for x in (q, k, v)), packed_seq_params=lengths)
+    parts = [attend(*(x[part] for x in (q, k, v)))[:, 0] for part in (slice(5), slice(5, 12))]
+    torch.testing.assert_close(out, torch.cat(parts))
+
+
 @pytest.mark.parametrize(
     ("config", "given", "text"),
     [
@@ -104,5 +132,9 @@ def test_malformed():
         attend(q, q, q, attn_mask_type="arbitrary")
     with pytest.raises(ValueError, match="attention_mask must be bool, of 4 dimensions"):
         attend(q, q, q, torch.zeros(12, 12))
-    with pytest.raises(flashzoo.UnsupportedError, match="attention_bias must be None, got a tensor"):
-        attend(q, q, q, attention_bias=torch.zeros(1, 4, 12, 12))
+    with pytest.raises(ValueError, match=r"attention_bias must spread to \(2, 4, 12, 12\), got \(1, 3, 12, 12\)"):
+        attend(q, q, q, attention_bias=torch.zeros(1, 3, 12, 12))
+    cu_seqlens = torch.tensor([0, 12], dtype=torch.int32, device=DEVICE)
+    lengths = SimpleNamespace(cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens)
+    with pytest.raises(flashzoo.UnsupportedError, match="attention_bias must be None beside packed_seq_params, got a"):
+        attend(*[q[:, 0]] * 3, attention_bias=torch.zeros(1, 4, 12, 12), packed_seq_params=lengths)
