@@ -3,12 +3,12 @@ traced: the decorator loads the compiler."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import torch
 
 
 @torch.compiler.assume_constant_result
-def keep(make: Callable[[Hashable], None], of: Hashable) -> None:
+def keep(make: Callable[[float], None], of: float) -> None:
     """Has a function make what it keeps of this."""
     make(of)
