@@ -20,6 +20,9 @@ from torch.compiler import is_compiling
 
 from flashzoo.scores.mod import ScoreMod
 
+LEAST = -1e38
+"""A bias below masks."""
+
 __all__ = ["alibi", "bias", "relative_position", "softcap"]
 
 
@@ -77,7 +80,8 @@ def alibi(slopes: Tensor) -> ScoreMod:
 
 
 def bias(bias: Tensor) -> ScoreMod:
-    """A number added to each score. -inf masks it.
+    """A number added to each score. -inf masks it, and so does what is below -1e38: a row of such scores alone, the
+    smallest of float32 say, would be nothing that float32 has an LSE of.
 
     Args:
         bias: `(batch, heads, seqlen_q, seqlen_k)` or what broadcasts to it, as a mask of
@@ -92,7 +96,8 @@ def bias(bias: Tensor) -> ScoreMod:
 
     def add(score: Tensor, *at: Tensor) -> Tensor:
         index = tuple(0 if size == 1 else i for size, i in zip(shape, at[4 - len(shape) :], strict=True))
-        return score + (bias[index] if index else bias)
+        number = bias[index] if index else bias
+        return torch.where(number.float() < LEAST, -math.inf, score + number)
 
     return ScoreMod.of(add)
 

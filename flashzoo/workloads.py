@@ -100,8 +100,11 @@ return x4"""
 SCORE_BIAS = """\
 x0: bf16 = load(t0, b, 0, q, k)
 x1: f32 = cast(x0)
-x2: f32 = add(x1, score)
-return x2"""
+x2: bool = lt(x1, -1e+38)
+x3: f32 = const(-inf)
+x4: f32 = add(x1, score)
+x5: f32 = where(x2, x3, x4)
+return x5"""
 SCORE_TABLE = """\
 x0: i32 = sub(q, k)
 x1: bool = le(x0, 40)

@@ -217,6 +217,20 @@ def test_named_ones_are_their_formulas():
         torch.testing.assert_close(found, torch.einsum("bhij,bjhd->bihd", new.softmax(-1), v))
 
 
+@pytest.mark.parametrize("version", ["v2", "standard"])
+def test_the_smallest_numbers_of_a_bias_mask(version):
+    """As masks of other libraries have them: whole rows of these have no LSE in float32, and no gradients by it."""
+    given = torch.randn(HEADS, 40, 40, device=DEVICE)
+    given[:, 3], given[:, 5:, :7] = torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min
+    found = []
+    for bias in (given, given.masked_fill(given < -1e38, -math.inf)):
+        leaves = [x.detach().requires_grad_() for x in (*qkv(), bias)]
+        out = flashzoo.attention(*leaves[:3], score_mod=score_mods.bias(leaves[3]), version=version)
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    assert not found[0][0][:, 3].any() and found[0][0].any()
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 def test_one_behind_another():
     softcap, alibi = score_mods.softcap(3.0), score_mods.alibi(torch.linspace(0.1, 1, HEADS, device=DEVICE))
     both = ScoreMod(lambda s, *at: alibi(softcap(s, *at), *at))
