@@ -37,8 +37,15 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="flashzoo bench", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    _add_what_runs(parser)
+    _add_sizes(parser)
+    _add_how(parser)
+    _add_results(parser)
+    return parser
+
+
+def _add_what_runs(parser: argparse.ArgumentParser) -> None:
     versions, modes = list(flashzoo.versions()), names_with_endings()
-    truth = {"0": False, "1": True}
 
     def impl_names(text: str) -> list[str]:
         found = text.split(",")
@@ -49,9 +56,6 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
                     f"expected {name}@ and a length, such as {name}@8192, got {name}@{seqlen}"
                 )
         return found
-
-    def truths(text: str) -> list[bool]:
-        return [truth[name] for name in names(truth)(text)]
 
     what = parser.add_argument_group("what runs")
     what.add_argument(
@@ -96,6 +100,14 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     what.add_argument(
         "--list", action="store_true", help="say which peers there are, installed or missing, and do no more"
     )
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    truth = {"0": False, "1": True}
+
+    def truths(text: str) -> list[bool]:
+        return [truth[name] for name in names(truth)(text)]
+
     sizes = parser.add_argument_group("sizes")
     sizes.add_argument("--head-dims", metavar="N,...", type=numbers, help="only these, such as 64,128")
     sizes.add_argument("--seqlens", metavar="N,...", type=numbers, help="only these, such as 512,8192")
@@ -110,6 +122,9 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     sizes.add_argument(
         "--hidden", metavar="N", type=whole, help="other sizes than the field's: heads * head_dim; needs --tokens"
     )
+
+
+def _add_how(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how")
     how.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     how.add_argument(
@@ -130,6 +145,9 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
         default=max(1, (os.cpu_count() or 1) - 2),
         help="processes that compile ahead, on a GPU (default: the cores but two); 0: none",
     )
+
+
+def _add_results(parser: argparse.ArgumentParser) -> None:
     results = parser.add_argument_group("results")
     results.add_argument(
         "--out", metavar="CSV", type=Path, help="the file that rows are appended to (default: bench/results/<gpu>.csv)"
@@ -139,7 +157,6 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     )
     results.add_argument("--resume", metavar="ID", help="go on with this run: measure only what it has no row of")
     results.add_argument("--commit", metavar="ID", help="what is measured, where there is no git")
-    return parser
 
 
 def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:

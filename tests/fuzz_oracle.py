@@ -349,15 +349,7 @@ def _backward(call: Call, n: Numerics, answer: _Answer, drawn: _Drawn) -> dict[s
             random = random + n.unit * math.sqrt(call.group) * shares
         answers[name] = Expected(value, random, linear + n.floor)
     if "s" in call.grad:
-        p_sink, stored = answer.p_sink, torch.finfo(TORCH_DTYPES[call.sinks])
-        floor = max(stored.smallest_normal * stored.eps / 2, torch.finfo(torch.float32).smallest_normal)
-        random = (p_sink * (off_delta + shift[..., None] * delta.abs())).square().sum((0, 2, 3)).sqrt()
-        off_p = drifted[..., None] + n.eps * (4 + lse.abs()[..., None] + call.seqlen_q / 64)
-        linear = p_sink * (
-            off_p * delta.abs() + 4 * n.eps * size_delta + (dout.abs() * drawn.linear).sum(-1, keepdim=True)
-        )
-        value = answer.gradients[3]
-        answers["dsinks"] = Expected(value, random + stored.eps / 2 * value.abs(), linear.sum((0, 2, 3)) + floor)
+        answers["dsinks"] = _of_sinks(call, n, answer, drawn, delta, size_delta, off_delta)
     if "m" in call.grad:
         value, stored = answer.gradients[4], torch.finfo(KINDS[call.score].dtype)
         if on_scores is None:
@@ -368,6 +360,21 @@ def _backward(call: Call, n: Numerics, answer: _Answer, drawn: _Drawn) -> dict[s
             random = random + stored.eps / 2 * value.abs()
             answers["dread"] = Expected(value, random, linear + stored.smallest_normal * stored.eps + n.floor)
     return answers
+
+
+def _of_sinks(
+    call: Call, n: Numerics, answer: _Answer, drawn: _Drawn, delta: Tensor, size_delta: Tensor, off_delta: Tensor
+) -> Expected:
+    """Their gradient, from delta, how large what it is the sum of is, and how far off it is."""
+    p_sink, stored = answer.p_sink, torch.finfo(TORCH_DTYPES[call.sinks])
+    floor = max(stored.smallest_normal * stored.eps / 2, torch.finfo(torch.float32).smallest_normal)
+    random = (p_sink * (off_delta + drawn.shift[..., None] * delta.abs())).square().sum((0, 2, 3)).sqrt()
+    off_p = drawn.drifted[..., None] + n.eps * (4 + answer.lse.abs()[..., None] + call.seqlen_q / 64)
+    linear = p_sink * (
+        off_p * delta.abs() + 4 * n.eps * size_delta + (answer.dout.abs() * drawn.linear).sum(-1, keepdim=True)
+    )
+    value = answer.gradients[3]
+    return Expected(value, random + stored.eps / 2 * value.abs(), linear.sum((0, 2, 3)) + floor)
 
 
 def _exp(error: Tensor) -> Tensor:
