@@ -86,7 +86,7 @@ def bias(bias: Tensor) -> ScoreMod:
     Args:
         bias: `(batch, heads, seqlen_q, seqlen_k)` or what broadcasts to it, as a mask of
             `torch.nn.functional.scaled_dot_product_attention` does: sizes of 1, and fewer dimensions, the last ones;
-            floating-point.
+            floating-point. A smaller one is an error, of a larger one the first rows and columns are read.
 
     Raises:
         TypeError, ValueError: bias is no such tensor.
