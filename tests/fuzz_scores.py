@@ -66,7 +66,8 @@ def _of_rows(lengths: tuple[int, ...], rows: int, device: torch.device | str) ->
     place = [i for length in lengths for i in range(length)]
     left = rows - len(place)
     number, place = ([*x, *[0] * left] for x in (number, place))
-    return torch.tensor(number, device=device), torch.tensor(place, device=device)
+    number, place = (torch.tensor(x, dtype=torch.int64, device=device) for x in (number, place))  # there may be none
+    return number, place
 
 
 def sequences(call: Any) -> int:
