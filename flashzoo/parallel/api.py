@@ -66,20 +66,19 @@ def attention(
         flashzoo.UnsupportedError: the method, or under "auto" every method, has a reason against the call.
         RuntimeError: a rank did not come to a call within five minutes.
     """
+    anew = {"group": group, "layout": layout, "method": method, "return_lse": return_lse, "version": version, **options}
     if is_compiling():
         from flashzoo.parallel.traced import untraced
 
-        asked = {"group": group, "layout": layout, "method": method, "return_lse": return_lse, "version": version}
-        return untraced(attention, q, k, v, **asked, **options)
+        return untraced(attention, q, k, v, **anew)
     if hasattr(q, "to_local"):
         from flashzoo.parallel.dtensors import of_dtensors
 
-        asked = {"group": group, "layout": layout, "method": method, "return_lse": return_lse, "version": version}
-        return of_dtensors(attention, q, k, v, **asked, **options)
+        return of_dtensors(attention, q, k, v, **anew)
     ranks = ranks_of(group)
     options = {name: x for name, x in options.items() if x is not None}
     name, _ = requested(version)
-    grad = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v, options.get("sinks")))
+    grad = _recorded(q, k, v, options.get("sinks"))
     how = {"layout": layout, "method": method, "return_lse": return_lse, "version": name, "grad": grad}
 
     asked = {"q": q, "k": k, "v": v, **how, **options}
@@ -96,6 +95,11 @@ def attention(
     if rows:
         out, lse = out[0], None if lse is None else lse[0]
     return (out, lse) if return_lse else out
+
+
+def _recorded(*inputs: Any) -> bool:
+    """Whether autograd records a call of these."""
+    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in inputs)
 
 
 def _by_heads(
@@ -158,6 +162,6 @@ def explain(
         raise ValueError(f"group must be a group, or a number of ranks from 1 on, got {group!r}")
     size = group if isinstance(group, int) else ranks_of(group).size
     options = {name: x for name, x in options.items() if x is not None}
-    grad = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v, options.get("sinks")))
+    grad = _recorded(q, k, v, options.get("sinks"))
     how = {"layout": layout, "method": method, "return_lse": return_lse, "version": version, "grad": grad}
     return chosen(q, k, v, size, **how, options=options)

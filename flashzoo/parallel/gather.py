@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from flashzoo.parallel.exchange import Works, gathered, swapped
 from flashzoo.parallel.groups import Ranks
 from flashzoo.parallel.layout import numbers_of
-from flashzoo.parallel.parts import Given, How, Sum, backward, forward, join, sum_dtype
+from flashzoo.parallel.parts import Given, How, Sum, backward, forward, join, parted, side_by_side, sum_dtype
 from flashzoo.parallel.pieces import NO_BAND, Band, Piece, of_own, pieces
 
 
@@ -79,7 +79,7 @@ class _Slots:
 
     def __init__(self, k: Tensor, v: Tensor, plan: Plan, ranks: Ranks) -> None:
         self.plan, self.ranks, self.heads, self.width = plan, ranks, k.shape[2], k.shape[2] * k.shape[3]
-        rows = torch.cat((k.flatten(2), v.flatten(2)), -1)
+        rows = side_by_side(k, v)
         self.lots = rows.unflatten(1, (plan.chunks, -1)).unbind(1)[::-1]
         self.buffer = rows.new_empty((plan.chunks, ranks.size, *self.lots[0].shape))
         self.works = [
@@ -95,8 +95,7 @@ class _Slots:
 
     def parted(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of rows that have both."""
-        k, v = rows.split((self.width, rows.shape[-1] - self.width), -1)
-        return k.unflatten(-1, (self.heads, -1)), v.unflatten(-1, (self.heads, -1))
+        return parted(rows, self.heads, self.width)
 
 
 def _turned(lots: Tensor) -> Tensor:

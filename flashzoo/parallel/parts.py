@@ -45,6 +45,18 @@ class How:
         return how
 
 
+def side_by_side(k: Tensor, v: Tensor) -> Tensor:
+    """Keys and values as one tensor `(batch, seqlen, columns)`, which travels at once."""
+    return torch.cat((k.flatten(2), v.flatten(2)), -1)
+
+
+def parted(rows: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor]:
+    """Keys and values `(batch, seqlen, heads, head_dim)`, or their gradients, of rows that have both; keys have `width`
+    columns."""
+    k, v = rows.split((width, rows.shape[-1] - width), -1)
+    return k.unflatten(-1, (heads, -1)), v.unflatten(-1, (heads, -1))
+
+
 class Part(NamedTuple):
     """What some rows of a shard have from some keys: out `(batch, rows, heads, head_dim_v)`
     and lse `(batch, heads, rows)`."""

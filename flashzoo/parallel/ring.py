@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from flashzoo.parallel.exchange import passed_on
 from flashzoo.parallel.groups import Ranks
 from flashzoo.parallel.layout import numbers_of
-from flashzoo.parallel.parts import Given, How, Part, Sum, backward, forward, join
+from flashzoo.parallel.parts import Given, How, Part, Sum, backward, forward, join, parted, side_by_side
 from flashzoo.parallel.pieces import NO_BAND, Band, Piece, of_own, pieces
 
 
@@ -65,7 +65,7 @@ def planned(rank: int, size: int, seqlen_q: int, seqlen_k: int, chunks: int, ban
 
 def _at_hand(k: Tensor, v: Tensor, ranks: Ranks) -> Iterator[tuple[Tensor, Tensor]]:
     """Keys and values of one rank after another, one's own first; the next are on their way meanwhile."""
-    rows = torch.cat((k.flatten(2), v.flatten(2)), -1)
+    rows = side_by_side(k, v)
     for step in range(ranks.size):
         came, works = passed_on(rows, ranks) if step < ranks.size - 1 else (rows, None)
         yield _parted(rows, k)
@@ -75,10 +75,8 @@ def _at_hand(k: Tensor, v: Tensor, ranks: Ranks) -> Iterator[tuple[Tensor, Tenso
 
 
 def _parted(rows: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of rows that have both."""
-    width = k.shape[2] * k.shape[3]
-    of_k, of_v = rows.split((width, rows.shape[-1] - width), -1)
-    return of_k.unflatten(-1, (k.shape[2], -1)), of_v.unflatten(-1, (k.shape[2], -1))
+    """Keys and values of rows that have both, sizes as k's."""
+    return parted(rows, k.shape[2], k.shape[2] * k.shape[3])
 
 
 class Ring(torch.autograd.Function):
