@@ -69,13 +69,18 @@ class PartsInCluster:
     kernel: Constexpr[Kernel]
     smem: cute.Pointer
 
+    @property
+    def stride(self) -> int:
+        """Of rows: those that a warp writes at once begin in banks of their own."""
+        return self.kernel.width + 8
+
     def o(self, row: Int32) -> cute.Pointer:
-        """A row of O of the thread block's own part. Rows that a warp writes at once begin in banks of their own."""
-        return self.smem + row * (self.kernel.width + 8)
+        """A row of O of the thread block's own part."""
+        return self.smem + row * self.stride
 
     def lse(self, row: Int32) -> cute.Pointer:
         """Its LSE."""
-        return self.smem + WARPGROUP_ROWS * (self.kernel.width + 8) + row
+        return self.smem + WARPGROUP_ROWS * self.stride + row
 
     def read_o(self, part: Int32, row: Int32, column: Int32, to: cute.Tensor) -> None:
         """Four columns of a row of O of any part."""
