@@ -42,8 +42,18 @@ def gathered(x: Tensor, ranks: Ranks, into: Tensor | None = None) -> tuple[Tenso
 def swapped(to: Sequence[Tensor], ranks: Ranks, into: Sequence[Tensor] | None = None) -> tuple[Sequence[Tensor], Works]:
     """What each rank has for this one, in the order of the ranks; `to` is what this one has for each. None has gaps."""
     into = [torch.empty_like(x) for x in to] if into is None else into
-    work = dist.all_to_all(list(into), list(to), group=ranks.group, async_op=True)
-    return into, Works([work], *to)
+    into[ranks.rank].copy_(to[ranks.rank])
+    # dist.all_to_all is the same to NCCL, and gloo has none of lists before torch 2.13
+    ops = [
+        op
+        for other in range(ranks.size)
+        if other != ranks.rank
+        for op in (
+            dist.P2POp(dist.isend, to[other], group=ranks.group, group_peer=other),
+            dist.P2POp(dist.irecv, into[other], group=ranks.group, group_peer=other),
+        )
+    ]
+    return into, Works(dist.batch_isend_irecv(ops) if ops else [], *to, *into)
 
 
 def passed_on(x: Tensor, ranks: Ranks) -> tuple[Tensor, Works]:
