@@ -127,7 +127,7 @@ class Replacement(TorchFunctionMode):
             k, v, options, made = self._said(q, k, v, attn_mask, is_causal, scale)
             who = "compiled" if is_compiling() else _answering(q, k, v, self.version, options)
         except _NotOurs as reason:
-            self._count(query, key, how, TORCH, str(reason))
+            self._count(query, key, how, TORCH, reason.args[0])
             return scaled_dot_product_attention(query, key, value, **how)
         out = attention(q, k, v, version=self.version, **options).transpose(1, 2)
         self._count(query, key, how, who, made)

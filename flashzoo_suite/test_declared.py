@@ -92,16 +92,15 @@ def each_once(specs: list[Spec], grad: bool) -> list[Case]:
     workloads only. `standard` is everybody's yardstick, held to the oracle by every Judge: it has cases of its own
     where it is alone.
 
-    Without a GPU the smoke workloads take determinism in turns, and the hard ones dtypes and kinds of descales, but for
-    torch's own kernel: an interpreted one's dtypes are NumPy's.
+    The smoke workloads take determinism in turns; without a GPU the hard ones take dtypes and kinds of descales so, but
+    for torch's own kernel: an interpreted one's dtypes are NumPy's.
     """
     found = cases(specs, grad)
     if not grad:
         with_gradients = {str(case) for case in cases(specs, True)}
         found = [case for case in found if "smoke" in case.workload.tags or str(case) not in with_gradients]
-    if not ON_GPU:
-        turns = {workload.name: turn for turn, workload in enumerate(workloads())}
-        found = [case for case in found if in_turn(case, turns[case.workload.name])]
+    turns = {workload.name: turn for turn, workload in enumerate(workloads())}
+    found = [case for case in found if in_turn(case, turns[case.workload.name])]
     of_others = {case.inputs for case in found if case.version != "standard"}
     return [case for case in found if case.version != "standard" or case.inputs not in of_others]
 
@@ -112,6 +111,8 @@ def in_turn(case: Case, turn: int) -> bool:
     if "smoke" in case.workload.tags:
         both_ways = not case.descales and "deterministic" in flashzoo.versions()[case.version].features
         return not both_ways or (turn + [*TORCH_DTYPES].index(case.problem.dtype) + case.problem.deterministic) % 2 == 0
+    if ON_GPU:
+        return True
     if case.problem.dtype == "e4m3":
         kinds = kinds_of_descales(case.problem)
         return case.descales == kinds[turn % len(kinds)]

@@ -69,10 +69,10 @@ def calls(version: str, problem: Problem, masked: bool, **asked) -> st.SearchStr
 
 
 def for_all(strategy: st.SearchStrategy[Call], version: str, holds: Callable[[Call], None]) -> None:
-    """Hypothesis, with fewer examples where a kernel is interpreted."""
+    """Hypothesis, with few examples: a kernel is interpreted, or compiled for nearly each of them."""
 
     @settings(
-        max_examples=5 if interpreted(version) else 60,
+        max_examples=5 if interpreted(version) else 12,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
     )
     @given(strategy)

@@ -114,6 +114,8 @@ def test_a_packed_batch_by_its_lengths(causal):
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("mask", [None, LEFT], ids=["no padding", "left"])
 def test_generated_tokens(causal, cache, mask):
+    if cache == "static" and int(transformers.__version__.split(".")[1]) < 23:
+        pytest.skip("eager adds masks of other lengths before transformers 5.23")
     mask = torch.ones_like(LEFT) if mask is None else mask
     how = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
     expected, found = (model.generate(ids(mask), cache_implementation=cache, **how) for model in causal)
@@ -188,6 +190,8 @@ def test_a_learnt_bias_of_positions(t5, mask, of_decoder):
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("mask", [None, LEFT.flip(1)], ids=["no padding", "right"])
 def test_generated_with_a_bias(t5, cache, mask):
+    if cache == "static" and int(transformers.__version__.split(".")[1]) < 23:
+        pytest.skip("eager adds masks of other lengths before transformers 5.23")
     mask = torch.ones_like(LEFT) if mask is None else mask
     how = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
     for decoder_attention_mask in (None, LEFT):

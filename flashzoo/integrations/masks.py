@@ -249,7 +249,8 @@ _SLIDING = masking_utils.sliding_window_overlay(1).__code__
 _SLIDING_BOTH = masking_utils.sliding_window_bidirectional_overlay(1).__code__
 _AND = masking_utils.and_masks().__code__
 _NUMBERS = masking_utils.packed_sequence_mask_function(torch.zeros(1, 1)).__code__
-_POSITIONS = masking_utils.remap_positions_for_packed_sequence(len, torch.zeros(1, 1)).__code__
+_OF_POSITIONS = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # absent in 5.17
+_POSITIONS = _OF_POSITIONS and _OF_POSITIONS(len, torch.zeros(1, 1)).__code__
 
 
 def _taken_apart(function: Any) -> _Rule | None:
@@ -266,7 +267,9 @@ def _taken_apart(function: Any) -> _Rule | None:
         return _Rule(held["sliding_window"], held["sliding_window"])
     if code is _NUMBERS:
         return _Rule(sequences=held["packed_sequence_mask"])
-    if code is _POSITIONS:  # within a sequence they rise by one, so that distances are those of places
+    if (
+        code is not None and code is _POSITIONS
+    ):  # within a sequence they rise by one, so that distances are those of places
         return _taken_apart(held["mask_function"])
     return _of_all(held["mask_functions"]) if code is _AND else None
 

@@ -10,7 +10,7 @@
 The name is not "flashzoo", because transformers takes every name that contains "flash" for a kernel of its hub: it
 loads that when a model is made, and refuses to compile generation with it as one graph.
 
-Importing this needs transformers 5.23 or newer: `pip install flashzoo[transformers]`.
+Importing this needs transformers 5.17 or newer: `pip install flashzoo[transformers]`.
 """
 
 from __future__ import annotations
