@@ -28,6 +28,7 @@ from bench.cells import (
     passes,
 )
 from bench.contenders import ENDINGS, foreign, names_with_endings
+from bench.models import MODELS
 from bench.peers import PEERS
 from bench.rows import Results, head_commit, results_path
 
@@ -98,6 +99,12 @@ def _add_what_runs(parser: argparse.ArgumentParser) -> None:
         f"chooses; what has more than {MOST_BYTES / 1e9:.0f} GB of keys and values is left out",
     )
     what.add_argument(
+        "--models",
+        metavar="NAME,...",
+        type=lambda text: list(MODELS) if text == "all" else names(MODELS)(text),
+        help=f"cells of real models' shapes, `all` or some of {', '.join(MODELS)}",
+    )
+    what.add_argument(
         "--list", action="store_true", help="say which peers there are, installed or missing, and do no more"
     )
 
@@ -129,6 +136,13 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     how.add_argument(
         "--ms", type=amount, default=80.0, help="measured time for each implementation and cell (default: 80)"
+    )
+    how.add_argument(
+        "--settled-ms",
+        type=amount,
+        default=0.0,
+        help="measured time for each implementation and cell alone, behind as many calls as settle the GPU's clocks, "
+        "with the energy of a call; a GPU's counter of energy wants 300 (default: 0, none)",
     )
     how.add_argument(
         "--budget-s",
@@ -171,6 +185,10 @@ def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error(
             f"--lengths: expected 16 or 32 bits and no block masks, got {'--masks' if args.masks else args.dtype}"
         )
+    sizes = {"--head-dims": args.head_dims, "--seqlens": args.seqlens, "--tokens": args.tokens}
+    others = {"--masks": args.masks, "--lengths": args.lengths, "--decode": args.decode} | sizes
+    if args.models and (given := [name for name, value in others.items() if value]):
+        parser.error(f"--models: expected the models' own sizes, got {given[0]} beside it")
     _check_decode(args, parser)
     if bool(args.tokens) != bool(args.hidden):
         given, other = ("--tokens", "--hidden") if args.tokens else ("--hidden", "--tokens")
@@ -214,7 +232,7 @@ def _check_decode(args: argparse.Namespace, parser: argparse.ArgumentParser) -> 
 
 def check_size(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """The field's sizes on a CPU are an error of the parser's."""
-    if args.device == "cpu" and not args.tokens:
+    if args.device == "cpu" and not (args.tokens or args.models):
         small = "small ones on a CPU, such as --tokens 256 --hidden 64 --dtype fp32"
         why = "none" if torch.cuda.is_available() else "none on a machine with no GPU"
         parser.error(f"--tokens and --hidden: expected {small}, got {why}; the field's sizes take a CPU days")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bench import lengths, masks
 from bench.caches import Caches, caches, fits
+from bench.models import MODELS
 from bench.rows import SHAPE_FIELDS, Row, key_of
 from flashzoo.call.problem import Problem
 from flashzoo.workloads import flops, hardware, inputs, visible_pairs, workloads
@@ -42,11 +43,13 @@ WHOLE, QUERIES = 16384, 1024
 class Cell:
     """One shape and pass, with a block mask, packed sequences, caches or none of these; `problem.grad` and
     `problem.used_k` say which pass, mask is one of `bench.masks` or empty, and lengths one of `bench.lengths` or empty.
+    model is one of `bench.models`, where it is the first of such a shape, or empty.
     """
 
     problem: Problem
     mask: str = ""
     lengths: str = ""
+    model: str = field(default="", compare=False)
 
     @property
     def pass_(self) -> str:
@@ -57,8 +60,16 @@ class Cell:
         """The columns that say what was asked, but for `density`."""
         shape = {name: getattr(self.problem, name) for name in SHAPE_FIELDS[1:]}
         shape["batch"] = self.problem.batch if self.packed is None else len(self.packed.lengths)
-        lengths = f"pages{self.problem.page_size}" if self.problem.page_size else self.lengths
-        return {**shape, "pass": self.pass_, "causal": int(self.problem.causal), "mask": self.mask, "lengths": lengths}
+        return {
+            **shape,
+            "pass": self.pass_,
+            "causal": int(self.problem.causal),
+            "mask": self.mask,
+            "lengths": f"pages{self.problem.page_size}" if self.problem.page_size else self.lengths,
+            "window": window_column(self.problem.window),
+            "head_dim_v": "" if self.problem.head_dim_v == self.problem.head_dim else self.problem.head_dim_v,
+            "model": self.model,
+        }
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -111,7 +122,8 @@ class Cell:
         """The queries that are checked; None where all are. One of each run of equally many,
         at ever other places in a block."""
         seqlen = self.problem.seqlen_q
-        if not self.mask and not self.lengths and seqlen <= WHOLE:
+        windowed = self.problem.window != (None, None)
+        if windowed or (not self.mask and not self.lengths and seqlen <= WHOLE):
             return None
         step = max(1, seqlen // QUERIES)
         first = torch.arange(0, seqlen, step, device=self.problem.device)
@@ -126,7 +138,12 @@ class Cell:
         if self.caches:
             pages = f" in pages of {p.page_size}" if p.page_size else ""
             what, shape = f"{p.heads}:{p.heads_kv}", f"{p.batch}x{p.seqlen_q} on {p.seqlen_k}{pages}"
-        return f"{self.pass_} d{p.head_dim:<3} {what} {shape}"
+        return f"{self.pass_} d{p.head_dim:<3} {what} {shape}{f' {self.model}' if self.model else ''}"
+
+
+def window_column(window: tuple[int | None, int | None]) -> str:
+    """`left:right`, either empty where there is no such side; empty where there is none."""
+    return "" if window == (None, None) else ":".join("" if side is None else str(side) for side in window)
 
 
 Work = dict[Cell, list[str]]
@@ -145,6 +162,8 @@ def cells(args: argparse.Namespace) -> list[Cell]:
         return list(_packed(args))
     if args.decode:
         return list(_decoding(args))
+    if args.models:
+        return list(dict.fromkeys(_of_models(args)))
     own = bool(args.tokens)
     chosen = []
     for pass_ in passes(args):
@@ -193,6 +212,12 @@ def _decoding(args: argparse.Namespace) -> Iterator[Cell]:
         problem = replace(problem, causal=queries > 1)
         if problem.causal in args.causal and fits(problem):
             yield Cell(problem)
+
+
+def _of_models(args: argparse.Namespace) -> Iterator[Cell]:
+    for pass_, name in product(passes(args), args.models):
+        if pass_ in MODELS[name].passes:
+            yield Cell(_here(MODELS[name].problem, pass_, args), model=name)
 
 
 def _heads(args: argparse.Namespace, field: tuple[tuple[int, int, int], ...]) -> list[tuple[int, int, int]]:

@@ -40,21 +40,23 @@ UNASKED_NEVER = ("sdpa", "decode")
 """The peers stand for the one; the other is for few queries, which no cell has but those of decoding."""
 
 
-def default_impls(pass_: str, dtype: str = "bf16", masked: bool = False, packed: bool = False) -> list[str]:
+def default_impls(
+    pass_: str, dtype: str = "bf16", masked: bool = False, packed: bool = False, linear: bool = False
+) -> list[str]:
     """Every registered version of that dtype but `UNASKED_NEVER`, and `blocksparse` where no cell has a block mask;
-    `DEFAULT_MODES`; and the peers that need linear memory, there or not. Backward, and with block masks or packed
-    sequences, versions that need it too. Of decoding `decode` is one of those that take caches."""
+    `DEFAULT_MODES`; and the peers that need linear memory, there or not. Backward, with block masks or packed
+    sequences, and where `linear`, versions that need it too. Of decoding `decode` is one of those that take caches."""
     specs = [spec for spec in flashzoo.versions().values() if dtype in (*spec.dtypes, *spec.cpu_dtypes)]
     if pass_ == DECODE:
         taking = [spec.name for spec in specs if "cache" in spec.features and spec.memory == "linear"]
         return [*(name for name in taking if name != "sdpa"), *DECODE_PEERS]
     specs = [spec for spec in specs if spec.name not in UNASKED_NEVER and (masked or spec.name != MASKED_ONLY)]
     if packed:
-        linear = [spec.name for spec in specs if "packed" in spec.features and spec.memory == "linear"]
-        return [*linear, *PACKED_PEERS]
+        packing = [spec.name for spec in specs if "packed" in spec.features and spec.memory == "linear"]
+        return [*packing, *PACKED_PEERS]
     if pass_ == "bwd":
         specs = [spec for spec in specs if spec.backward is not None]
-    if pass_ == "bwd" or masked:
+    if pass_ == "bwd" or masked or linear:
         specs = [spec for spec in specs if spec.memory == "linear"]
     names = [spec.name for spec in specs]
     modes = (

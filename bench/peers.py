@@ -66,6 +66,8 @@ def peer(
         if name not in DECODE_PEERS:
             raise NotImplementedError(f"caches are taken by {' and '.join(DECODE_PEERS)}, got {name}")
         return DECODE_PEERS[name](problem, caches)
+    if problem.window != (None, None) and name not in WINDOW_PEERS:
+        raise NotImplementedError(f"windows are taken by {' and '.join(WINDOW_PEERS)}, got {name}")
     if problem.dtype == "e4m3" and name not in FP8_PEERS:
         raise NotImplementedError(f"e4m3 is taken by {' and '.join(FP8_PEERS)}, got {name}")
     return PEERS[name](problem)
@@ -147,15 +149,17 @@ def _compiled_flex() -> Callable[..., Any]:
 def _flex(problem: Problem) -> Attention:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    mask, offset = None, problem.offset
+    mask, offset, (left, right) = None, problem.offset, problem.span
     compiled = _compiled_flex()
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return j <= i + offset
+        distance = j - i - offset
+        upto = distance <= (problem.seqlen_k if right is None else right)
+        return upto if left is None else upto & (distance >= -left)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         nonlocal mask
-        if problem.causal and mask is None:
+        if (left, right) != (None, None) and mask is None:
             mask = create_block_mask(visible, None, None, problem.seqlen_q, problem.seqlen_k, device=str(q.device))
         out = compiled(
             *(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask, enable_gqa=problem.heads != problem.heads_kv
@@ -237,9 +241,13 @@ def _library(name: str, problem: Problem) -> Attention:
     if problem.dtype == "fp32":
         raise NotImplementedError("takes fp16 and bf16, got fp32")
     function = _function(name)
+    how: dict[str, Any] = {"causal": problem.causal}
+    if problem.window != (None, None):
+        no_side = None if name == "fa4" else -1
+        how["window_size"] = tuple(no_side if side is None else side for side in problem.span)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = function(q, k, v, causal=problem.causal)
+        out = function(q, k, v, **how)
         return out[0] if isinstance(out, tuple) else out
 
     return attention
@@ -500,6 +508,9 @@ DECODE_PEERS: dict[str, Callable[[Problem, Caches], Attention]] = {
     "sdpa_cudnn": partial(_sdpa_of_caches, SDPBackend.CUDNN_ATTENTION),
 }
 """Those that take caches."""
+
+WINDOW_PEERS = ("fa4", "fa3", "fa2", "flex")
+"""Those that take windows."""
 
 FP8_PEERS = ("fa3", "cudnn_fp8")
 """Those that take e4m3."""

@@ -7,6 +7,9 @@ and after, says what the GPU could do in this run; with `--dtype e4m3`, where in
 pass, an FP8 one too. A version that quantizes 16-bit inputs is timed so, end to end, under its name with `_end_to_end`
 behind it, and with `_deterministic` behind it any that has an order of accumulation which is fixed.
 
+With `--models` cells are real models' shapes (`bench.models`). With `--settled-ms` each implementation is timed once
+more, alone, call behind call until the GPU's clocks have settled, with the energy of a call (`bench.settled`).
+
 With `--lengths` they have packed sequences (`bench.lengths`), and the FLOPs of the pairs that these see.
 
 With `--decode` they are steps of decoding: one query, or a few, of each sequence on a cache, all of which is used
@@ -44,6 +47,7 @@ from bench.peers import PEERS, missing, package
 from bench.progress import progress
 from bench.referee import Referee
 from bench.rows import COPY, FAILED, MISSING, NO_MEMORY, REFUSED, Results, Row, gpu_name, time_columns, version_of
+from bench.settled import settled_columns
 from flashzoo.compare import expected_s
 from flashzoo.spec import duration
 from flashzoo.timing import MIN_REPEATS, Clock, Operation, OutOfTimeError, with_peak
@@ -69,7 +73,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     check(args, parser)
     impls = {
-        pass_: args.impls or default_impls(pass_, args.dtype, bool(args.masks), bool(args.lengths))
+        pass_: args.impls
+        or default_impls(pass_, args.dtype, bool(args.masks), bool(args.lengths), linear=bool(args.models))
         for pass_ in passes(args)
     }
     check_out(args, [impl for chosen in impls.values() for impl in chosen], parser)
@@ -125,7 +130,7 @@ def _run(
     try:
         with progress(len(todo), "measuring") as say:
             for work in in_turns(todo, bool(args.masks)):
-                for cell, rows in measure(work, clock, args.ms, ahead).items():
+                for cell, rows in measure(work, clock, args.ms, ahead, args.settled_ms).items():
                     results.append(rows)
                     failed |= _failed(rows)
                     if len(rows) == len(work[cell]) or clock.lost:
@@ -162,7 +167,9 @@ def in_turns(todo: Work, masked: bool) -> list[Work]:
     return list(together.values())
 
 
-def measure(work: Work, clock: Clock, ms_each: float, ahead: Mapping[tuple[str, Cell], float]) -> dict[Cell, list[Row]]:
+def measure(
+    work: Work, clock: Clock, ms_each: float, ahead: Mapping[tuple[str, Cell], float], settled_ms: float = 0.0
+) -> dict[Cell, list[Row]]:
     """For each cell a row for each implementation: what it took where it is right on this cell, else why
     it has no result.
 
@@ -172,6 +179,7 @@ def measure(work: Work, clock: Clock, ms_each: float, ahead: Mapping[tuple[str, 
     Args:
         work: what is timed in turns, once each is checked.
         ahead: seconds of first calls that another process made, to compile.
+        settled_ms: how long each is timed alone besides, behind as many calls as settle the GPU's clocks.
     """
     contenders: dict[tuple[Cell, str], Contender] = {}
     found: dict[tuple[Cell, str], Row] = {}
@@ -188,6 +196,8 @@ def measure(work: Work, clock: Clock, ms_each: float, ahead: Mapping[tuple[str, 
         for (cell, impl), taken in times.items():
             calls = contenders[cell, impl].calls
             found[cell, impl] |= time_columns([ms / calls for ms in taken], cell.flops)
+        for key, contender in contenders.items() if settled_ms else ():
+            found[key] |= settled_columns(contender.timed, contender.calls, clock, settled_ms)
     except torch.OutOfMemoryError:  # each ran alone
         found |= {key: {"why": CROWDED} for key in contenders}
     except OutOfTimeError:

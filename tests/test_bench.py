@@ -12,7 +12,7 @@ import torch
 from bench_runs import bench_tiny, parsed, rows_of, timed_in, why_in
 
 import flashzoo
-from bench import peers, run
+from bench import contenders, models, peers, run
 from bench.ahead import compile_ahead
 from bench.arguments import parser_of
 from bench.cells import PASSES, Cell, cells
@@ -20,6 +20,7 @@ from bench.contenders import ENDINGS, Contender, default_impls, fitting, names_w
 from bench.progress import progress
 from bench.referee import Referee, WrongResultError
 from bench.rows import KEY_FIELDS
+from bench.settled import alone, meter
 from flashzoo import cli, timing
 from flashzoo.autograd import differentiable
 from flashzoo.call.problem import Problem
@@ -28,7 +29,7 @@ from flashzoo.workloads import inputs
 
 COLUMNS = (
     "run,date,commit,gpu,torch,triton,cutlass_dsl,impl,pass,dtype,batch,seqlen_q,seqlen_k,heads,heads_kv,head_dim,"
-    "causal,mask,density,ms,ms_p10,ms_p90,tflops,max_err,rms_err,peak_mib,host_us,compile_s,dram_mib,why,lengths"
+    "causal,mask,density,ms,ms_p10,ms_p90,tflops,max_err,rms_err,peak_mib,host_us,compile_s,dram_mib,why,lengths,window,head_dim_v,model,settled_ms,joules"
 )
 
 
@@ -212,6 +213,39 @@ def test_a_length_behind_a_name_is_the_only_one(tmp_path):
     assert bench_tiny(options, out) == 0
     found = [(row["impl"], row["seqlen_q"]) for row in rows_of(out) if row["pass"] == "fwd"]
     assert found == [("standard", "32"), ("standard", "64"), ("standard_deterministic", "64")]
+
+
+def test_models_are_cells_with_their_windows_and_widths_of_values(tmp_path, monkeypatch):
+    """Each shape once; what takes no windows says so, and where a time alone is asked for it has a column."""
+    tiny = models.Model("language", (1, 48, 64, 2, 1, 16), {"causal": True, "window": (20, None), "head_dim_v": 8})
+    monkeypatch.setattr("bench.cells.MODELS", {"tiny": tiny, "its-like": tiny})
+    args = parsed("--models all")
+    args.models = ["tiny", "its-like"]
+    monkeypatch.setattr("bench.arguments.MODELS", {"tiny": tiny, "its-like": tiny})
+    assert [cell.model for cell in cells(args)] == ["tiny", "tiny"]
+    out = tmp_path / "r.csv"
+    line = "--device cpu --models all --dtype fp32 --passes fwd --ms 1 --settled-ms 1 --commit c0ffee"
+    assert run.main(f"{line} --impls standard,sdpa_math --out {out}".split()) == 0
+    standard, peer = (row for row in rows_of(out) if row["model"])
+    assert (standard["model"], standard["window"], standard["head_dim_v"]) == ("tiny", "20:", "8")
+    assert float(standard["settled_ms"]) > 0 and not standard["joules"]
+    assert "windows are taken by" in peer["why"]
+
+
+def test_every_model_has_a_version_of_linear_memory_on_hopper():
+    linear = [contenders.declared(name) for name, spec in flashzoo.versions().items() if spec.memory == "linear"]
+    for name, model in models.MODELS.items():
+        problem = dataclasses.replace(model.problem, device="cuda", arch=90, grad="bwd" in model.passes)
+        assert any(not spec.unsupported(problem) for spec in linear), name
+
+
+@pytest.mark.gpu
+def test_a_call_alone_takes_as_long_as_in_turns_and_draws_power():
+    clock, a = timing.Clock("cuda"), torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    each, watts = alone(lambda: a @ a, clock, 400, meter())
+    in_turns = timing.Timing.of(clock.settled(lambda: a @ a, 100)).ms
+    assert 0.5 * in_turns < each < 2 * in_turns
+    assert watts is None or 80 < watts < 1500
 
 
 def test_a_backward_run_has_a_fixed_order_at_one_length():

@@ -1,0 +1,83 @@
+"""One implementation alone, as in a training step: call behind call until the GPU's clocks have settled, then how long
+a call takes and how much energy.
+
+In turns a contender that draws much power runs at a clock that its neighbours have spared. Alone it pays for itself:
+long calls are bound by power, and their time follows their joules.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+
+from bench.rows import Row
+from flashzoo.timing import SETTLE_MS, Clock, Operation
+
+AHEAD = 64
+"""Calls that the host is ahead of the GPU at most, so that it knows what the GPU is at."""
+Meter = Callable[[], float]
+
+
+def settled_columns(run: Operation, calls: int, clock: Clock, ms: float) -> Row:
+    """The columns settled_ms and joules of one of an operation's calls; joules where there is a meter of energy."""
+    each, watts = alone(run, clock, ms, meter() if clock.cuda else None)
+    joules = {} if watts is None else {"joules": f"{1e-3 * each / calls * watts:.5g}"}
+    return {"settled_ms": f"{each / calls:.5g}", **joules}
+
+
+def alone(run: Operation, clock: Clock, ms: float, energy: Meter | None) -> tuple[float, float | None]:
+    """Milliseconds of each of the operations that run in `ms`, behind `SETTLE_MS` of them, and the watts that the meter
+    says these take: None without one, or where it moved less than twice."""
+    clock.check()
+    if not clock.cuda:
+        start, count = time.perf_counter(), 0
+        while not count or time.perf_counter() - start < 1e-3 * ms:
+            run()
+            count += 1
+        return 1e3 * (time.perf_counter() - start) / count, None
+    clock.wait()
+    begin, ends, waiting = torch.cuda.Event(enable_timing=True), [], deque()
+    readings: list[tuple[float, float]] = []
+    begin.record()
+    start = time.perf_counter()
+    while (passed := 1e3 * (time.perf_counter() - start)) < SETTLE_MS + ms or len(ends) < 2:
+        run()
+        ends.append(torch.cuda.Event(enable_timing=True))
+        ends[-1].record()
+        waiting.append(ends[-1])
+        if len(waiting) > AHEAD:
+            waiting.popleft().synchronize()
+        if energy is not None and passed > SETTLE_MS:
+            now = energy()
+            if not readings or now != readings[-1][1]:
+                readings.append((time.perf_counter(), now))
+    ends[-1].synchronize()
+    first = next((i for i, end in enumerate(ends[:-1]) if begin.elapsed_time(end) > SETTLE_MS), 0)
+    each = ends[first].elapsed_time(ends[-1]) / (len(ends) - 1 - first)
+    # the first reading is of any time since the meter moved
+    moved = readings[1:]
+    if len(moved) < 2:
+        return each, None
+    (since, before), (until, after) = moved[0], moved[-1]
+    return each, (after - before) / (until - since)
+
+
+@lru_cache
+def meter() -> Meter | None:
+    """Joules that the current GPU has taken since its driver was loaded, by NVML; None where that doesn't tell."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+        handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+    except (AttributeError, RuntimeError, pynvml.NVMLError):
+        return None
+    return lambda: 1e-3 * pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
