@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from flashzoo.scores.fitting import fitting
 from flashzoo.scores.mod import ScoreMod
 
 LEAST = -1e38
@@ -86,7 +87,8 @@ def bias(bias: Tensor) -> ScoreMod:
     Args:
         bias: `(batch, heads, seqlen_q, seqlen_k)` or what broadcasts to it, as a mask of
             `torch.nn.functional.scaled_dot_product_attention` does: sizes of 1, and fewer dimensions, the last ones;
-            floating-point. A smaller one is an error, of a larger one the first rows and columns are read.
+            floating-point. A call that it does not fit is an error. Of packed sequences the first rows and columns are
+            read, and how many it has is not checked.
 
     Raises:
         TypeError, ValueError: bias is no such tensor.
@@ -96,7 +98,7 @@ def bias(bias: Tensor) -> ScoreMod:
 
     def add(score: Tensor, *at: Tensor) -> Tensor:
         index = tuple(0 if size == 1 else i for size, i in zip(shape, at[4 - len(shape) :], strict=True))
-        number = bias[index] if index else bias
+        number = fitting(bias)[index] if index else bias
         return torch.where(number.float() < LEAST, -math.inf, score + number)
 
     return ScoreMod.of(add)

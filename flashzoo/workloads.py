@@ -104,7 +104,7 @@ x2: bool = lt(x1, -1e+38)
 x3: f32 = const(-inf)
 x4: f32 = add(x1, score)
 x5: f32 = where(x2, x3, x4)
-return x5"""
+return x5 fits t0"""
 SCORE_TABLE = """\
 x0: i32 = sub(q, k)
 x1: bool = le(x0, 40)

@@ -175,6 +175,25 @@ def test_tensors_that_do_not_go_with_the_call():
     called(torch.ones(2, device=DEVICE), "v2", deterministic=True)
 
 
+def test_a_bias_is_no_larger_than_the_call():
+    """By itself, within another function, and from its text, as a graph holds it. Packed sequences may be shorter."""
+    q = qkv()[0]
+    sizes = {(3, 1, 1): ("heads", 0, 2), (40, 41): ("seqlen_k", 1, 40), (41, 1): ("seqlen_q", 0, 40)}
+    for shape, (of, dimension, size) in {**sizes, (2, 1, 1, 40): ("batch", 0, 1)}.items():
+        add = score_mods.bias(torch.ones(shape, device=DEVICE))
+        text = (
+            rf"bias \({', '.join(map(str, shape))}\) is read by {of} in dimension {dimension}, .* must be {size}, got"
+        )
+        for mod in (add, lambda s, *at: add(s.tanh(), *at), ScoreMod.of_parts(add.text, add.tensors)):  # noqa: B023
+            with pytest.raises(ValueError, match=text):
+                flashzoo.attention(q, q, q, score_mod=mod)
+    packed = [x[0] for x in qkv()]
+    add = score_mods.bias(torch.zeros(HEADS, 50, 50, device=DEVICE))
+    cu_seqlens = torch.tensor([0, 12, 40], device=DEVICE, dtype=torch.int32)
+    found = flashzoo.attention(*packed, cu_seqlens_q=cu_seqlens, score_mod=add, version="standard")
+    torch.testing.assert_close(found, flashzoo.attention(*packed, cu_seqlens_q=cu_seqlens, version="standard"))
+
+
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [

@@ -325,13 +325,15 @@ class _ScoreMod(Operand):
         least = {"b": ("batch", batch), "h": ("heads", problem.heads)}
         if problem.sequences is None:
             least |= {"q": ("seqlen_q", problem.seqlen_q), "k": ("seqlen_k", problem.seqlen_k)}
-        for tensor, dimension, index in read_by(form[0].text):
-            shape = form[0].reads[tensor][1]
-            of, size = least.get(index, ("", 0))
-            if shape[dimension] < size:
+        for tensor, dimension, index, fits in read_by(form[0].text):
+            if index not in least:
+                continue
+            shape, (of, size) = form[0].reads[tensor][1], least[index]
+            if shape[dimension] < size or (fits and shape[dimension] > size):
+                read = f"{name}'s {'bias' if fits else f'tensor {tensor}'} {shape} is read by {of}"
+                expected = size if fits else f"at least {size}"
                 raise ValueError(
-                    f"{name}'s tensor {tensor} {shape} is read by {of} in dimension {dimension}, whose size must be at "
-                    f"least {size}, got {shape[dimension]}"
+                    f"{read} in dimension {dimension}, whose size must be {expected}, got {shape[dimension]}"
                 )
 
     def fields(self, name: str, form: Any) -> dict[str, Any]:

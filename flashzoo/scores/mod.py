@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flashzoo.call.forms import ScoreForm
+from flashzoo.scores.fitting import fitting
 
 if TYPE_CHECKING:
     from flashzoo.scores.program import Program
@@ -172,7 +173,7 @@ class _Captures:
         self._add(function)
 
     def _add(self, x: Any) -> None:
-        if isinstance(x, _PLAIN):
+        if isinstance(x, _PLAIN) or x is fitting:
             self.prints.append((type(x), x))
         elif id(x) in self._met:
             self.prints.append(self._met[id(x)])

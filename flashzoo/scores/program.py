@@ -9,8 +9,8 @@
 Each line is one operation of `OPERATIONS` on what stands above it, on numbers, and on the inputs: the score, scaled;
 the numbers of the batch `b` and of the query head `h`; the query's position `q` and the key's `k`; in a gradient also
 `ds`, that of what is returned. `load` reads one element of the tensor t0, t1, ... that the function captured. Operands
-are of
-the line's dtype, but a cast's, a load's indices, a condition, and what comparisons compare, which is of one dtype.
+are of the line's dtype, but a cast's, a load's indices, a condition, and what comparisons compare, which is of one
+dtype. `return x3 fits t0` says of t0 that it has as many rows, keys, heads or batches as the call, and not more.
 Nobody's names are in it, and lines that are not needed, or stand there twice, are left out: two functions that compute
 the same in the same way have the same text. Standard library only.
 """
@@ -57,16 +57,18 @@ def tensor_number(argument: str) -> int:
 
 @dataclass(frozen=True)
 class Program:
-    """Steps, of which the i-th is called x<i>, and what is returned of them and of the inputs."""
+    """Steps, of which the i-th is called x<i>, what is returned of them and of the inputs, and which tensors fit."""
 
     steps: tuple[Step, ...]
     outputs: tuple[str, ...]
+    fitting: tuple[str, ...] = ()
 
     @cached_property
     def text(self) -> str:
         """As in this file's head."""
         lines = [f"x{i}: {s.dtype} = {s.operation}({', '.join(s.arguments)})" for i, s in enumerate(self.steps)]
-        return "\n".join([*lines, f"return {', '.join(self.outputs)}"])
+        fits = f" fits {', '.join(self.fitting)}" if self.fitting else ""
+        return "\n".join([*lines, f"return {', '.join(self.outputs)}{fits}"])
 
     def step(self, name: str) -> Step | None:
         """What is called so; None of an input or a number."""
@@ -203,10 +205,11 @@ def parsed(text: str) -> Program:
         for name in steps[-1].arguments:
             if not _is_known(name, len(steps) - 1):
                 raise ValueError(f"score_mod's line {len(steps) - 1} must read what stands above it, got {name!r}")
-    outputs = tuple(last.removeprefix("return ").split(", "))
-    if not last.startswith("return ") or not all(is_value(name) and _is_known(name, len(steps)) for name in outputs):
+    match = re.fullmatch(r"return (.*?)(?: fits (t\d+(?:, t\d+)*))?", last)
+    outputs = tuple(match[1].split(", ")) if match is not None else ()
+    if match is None or not all(is_value(name) and _is_known(name, len(steps)) for name in outputs):
         raise ValueError(f"score_mod's last line must be 'return' and values, got {last!r}")
-    return Program(tuple(steps), outputs)
+    return Program(tuple(steps), outputs, tuple(match[2].split(", ")) if match[2] else ())
 
 
 def _is_known(name: str, above: int) -> bool:
@@ -216,11 +219,13 @@ def _is_known(name: str, above: int) -> bool:
 
 
 @lru_cache(maxsize=256)
-def read_by(text: str) -> tuple[tuple[int, int, str], ...]:
-    """Of a program the tensors that are read by an input as it is: number of the tensor, dimension, input."""
+def read_by(text: str) -> tuple[tuple[int, int, str, bool], ...]:
+    """Of a program the tensors that an input is an index of: number of the tensor, dimension, input, and whether it
+    fits."""
+    program = parsed(text)
     return tuple(
-        (tensor_number(step.arguments[0]), dimension, name)
-        for _, step in parsed(text).loads
+        (tensor_number(step.arguments[0]), dimension, name, step.arguments[0] in program.fitting)
+        for _, step in program.loads
         for dimension, name in enumerate(step.arguments[1:])
         if name in INPUTS
     )

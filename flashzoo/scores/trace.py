@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from flashzoo.scores.evaluate import NAMES, TORCH_DTYPES, evaluated
+from flashzoo.scores.fitting import fitting
 from flashzoo.scores.program import (
     COMPARISONS,
     FLOATS,
@@ -41,6 +42,9 @@ ARGUMENTS = ("score", "b", "h", "q", "k")
 class Captured(TorchFunctionMode):
     """Notes the tensors that a function reads and was not given, and puts others in their place.
 
+    Attributes:
+        fitting: those that the function says are as large as the call.
+
     Args:
         instead: of a tensor, what the function is to read; None where it is to read the tensor itself.
         indexed: make an index of tensors of one element a reading of the tensor; torch would look at their numbers.
@@ -49,8 +53,11 @@ class Captured(TorchFunctionMode):
     def __init__(self, instead: Callable[[Tensor], Tensor | None], indexed: bool) -> None:
         super().__init__()
         self.instead, self.indexed = instead, indexed
+        self.fitting: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is fitting:
+            self.fitting.append(args[0])
         args, kwargs = tree_map_only(Tensor, self._replaced, (args, kwargs or {}))
         if self.indexed and func is Tensor.__getitem__:
             return _read(*args)
@@ -116,7 +123,7 @@ def traced(function: Callable[..., Any]) -> tuple[Program, tuple[Tensor, ...]]:
         with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
             score, number = torch.zeros(()), torch.zeros((), dtype=torch.int32)
             arguments = (score, *[number.clone() for _ in ARGUMENTS[1:]])
-            with Captured(noted, True):
+            with Captured(noted, True) as seen:
                 returned = function(*arguments)
             _check_returned(returned, any(x.dtype == torch.float64 for x in captured.values()))
             table = _decompositions()
@@ -127,7 +134,10 @@ def traced(function: Callable[..., Any]) -> tuple[Program, tuple[Tensor, ...]]:
             "score_mod must not depend on data: no number of a tensor may decide what it does or which shape it has "
             f"(if, int(), item()); torch.where chooses between values. Got {error}"
         ) from error
-    return _Writer(tuple(NAMES[x.dtype] for x in captured.values())).of_graph(graph), tuple(captured.values())
+    tensors = tuple(captured.values())
+    program = _Writer(tuple(NAMES[x.dtype] for x in tensors)).of_graph(graph)
+    fits = tuple(f"t{i}" for i, x in enumerate(tensors) if any(x is other for other in seen.fitting))
+    return replace(program, fitting=fits), tensors
 
 
 def _check_returned(x: Any, of_float64: bool) -> None:
