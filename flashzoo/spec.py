@@ -62,6 +62,13 @@ def deferred(path: str) -> Callable[[Problem], list[str]]:
     return lambda problem: imported(path)(problem)
 
 
+def in_any_order(problem: Problem) -> list[str]:
+    """A Spec's `check`, of kernels that sum the gradients of what a score_mod reads by atomics."""
+    if problem.grad and problem.deterministic and problem.score_mod is not None and problem.score_mod.grads:
+        return ["sums gradients of tensors that score_mod reads in no fixed order, which deterministic=True asks for"]
+    return []
+
+
 @dataclass(frozen=True)
 class Spec:
     """What one version of attention declares about itself. Data only: importing a Spec loads no kernel.

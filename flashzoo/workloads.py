@@ -348,6 +348,14 @@ _ALL = (
         causal=True,
         score_mod=ScoreForm(SCORE_TABLE, (("i64", (9,)), ("f32", (8, 3))), (1,)),
     ),
+    _workload(
+        "score_table_blocks",
+        "hard",
+        120,
+        200,
+        block_mask=MaskForm(64, 64, heads=2, bits=True),
+        score_mod=ScoreForm(SCORE_TABLE, (("i64", (9,)), ("f32", (2, 3))), (1,)),
+    ),
 )
 # the suite asks for that of each
 _MET = frozenset({"deterministic"}).union(*(workload.problem.features for workload in _ALL))

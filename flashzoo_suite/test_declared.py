@@ -109,7 +109,8 @@ def in_turn(case: Case, turn: int) -> bool:
     """Whether it is a case's turn in the turn-th workload: on a hard one its dtype's, or its kind of descales'; on a
     smoke one, where all dtypes are, that of determinism in its dtype, where the version is asked for both."""
     if "smoke" in case.workload.tags:
-        both_ways = not case.descales and "deterministic" in flashzoo.versions()[case.version].features
+        asked_for_both = replace(case.problem, deterministic=True)
+        both_ways = not case.descales and takes(flashzoo.versions()[case.version], asked_for_both)
         return not both_ways or (turn + [*TORCH_DTYPES].index(case.problem.dtype) + case.problem.deterministic) % 2 == 0
     if ON_GPU:
         return True

@@ -83,3 +83,14 @@ def test_a_function_that_changes_nothing(version, problem):
     tensors, dout, dlse = draw(problem)
     found = both(version, tensors, problem, dout, dlse, score_mod=ScoreMod(lambda s, b, h, i, j: s))
     close(found, both(version, tensors, replace(problem, score_mod=None), dout, dlse), problem.dtype)
+
+
+@asks(both=True, seqlen_k=70, score_mod=ScoreForm())
+def test_places_that_are_not_there(version, problem):
+    """What a tile has of them is of no number here: not past the last query, nor past the last key."""
+    tensors, dout, dlse = draw(problem)
+    slopes = torch.linspace(0.1, 0.3, problem.heads, device=problem.device).requires_grad_(problem.grad)
+    ends = (problem.seqlen_q, problem.seqlen_k)
+    mod = ScoreMod(lambda s, b, h, i, j: s + slopes[h] * torch.rsqrt((ends[0] - i) * (ends[1] - j) * 1.0))
+    found, expected = (both(name, tensors, problem, dout, dlse, score_mod=mod) for name in (version, "standard"))
+    close(found, expected, problem.dtype)

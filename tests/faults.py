@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from fault import Change, Fault, fault
 from faults_decode import DECODE_ON_HOPPER
+from faults_scores import ON_SCORES
 from faults_v3 import V3, V3_FP8
 
 V1, V2, DECODE, SPARSE = (f"flashzoo/{version}/kernels.py" for version in ("v1", "v2", "decode", "blocksparse"))
 PACKED = "flashzoo/_triton/packed_kernels.py"
-SCORES = "flashzoo/_triton/scores.py"
 REFERENCE = "flashzoo/reference.py"
 
 _V1 = (
@@ -119,35 +119,6 @@ _V2 = (
         "v2/window_right_one_short",
         "the last visible key on the right is masked, which under a causal mask is the diagonal",
         *(V2, "offset <= window_right", "offset < window_right", "test_counting[v2-window-fp16]"),
-    ),
-    fault(
-        "v2/score_function_told_the_wrong_sequence",
-        "a function on scores is told the number of the sequence behind its own",
-        *(V2, "* 8 + 6) - 1", "* 8 + 6)", "test_places_are_those_of_a_packed_sequence[v2]"),
-    ),
-    fault(
-        "v2/score_gradient_not_in_dq",
-        "dQ is made of the gradient of new scores, as if the function had changed nothing",
-        V2,
-        "dq = tl.dot(ds.to(k_j.dtype), k_j, dq",
-        "dq = tl.dot((p * (dp - delta_i[:, None])).to(k_j.dtype), k_j, dq",
-        "test_gradients[v2-score_table_packed-fp16]",
-    ),
-    fault(
-        "v2/score_function_reads_from_the_end",
-        "an index below 0 does not count from a tensor's end, as torch's does",
-        SCORES,
-        "{mine} = tl.where({index} < 0, {index} + {size}, {index})",
-        "{mine} = {index}",
-        "test_places_are_those_of_a_packed_sequence[v2]",
-    ),
-    fault(
-        "v2/score_gradient_not_summed_over_queries",
-        "of a number that all queries read, those of every other one are left out of its gradient",
-        SCORES,
-        'lines.append(f"{name}_sum = tl.sum(tl.sum({value}, 1), 0)")',
-        'lines.append(f"{name}_sum = tl.sum(tl.where(q % 2 == 0, {value}, 0.0))")',
-        "test_the_backward_pass_alone or test_gradients[v2-score_alibi",
     ),
     fault(
         "v2/window_left_one_long",
@@ -606,4 +577,4 @@ _STANDARD = (
     ),
 )
 
-FAULTS = (*_V1, *_V2, *_DECODE, *_BLOCKSPARSE, *_STANDARD, *V3, *V3_FP8, *DECODE_ON_HOPPER)
+FAULTS = (*_V1, *_V2, *_DECODE, *_BLOCKSPARSE, *_STANDARD, *ON_SCORES, *V3, *V3_FP8, *DECODE_ON_HOPPER)

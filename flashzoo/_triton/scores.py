@@ -26,6 +26,7 @@ from flashzoo.scores.mod import ScoreMod
 from flashzoo.scores.program import INPUTS, Step, is_value, parsed, tensor_number
 from flashzoo.scores.trace import gradient_of
 
+LOG2E = math.log2(math.e)
 _DTYPES = {"bool": "tl.int1", "u8": "tl.uint8", "i8": "tl.int8", "i16": "tl.int16", "i32": "tl.int32"}
 _DTYPES |= {"i64": "tl.int64", "f16": "tl.float16", "bf16": "tl.bfloat16", "f32": "tl.float32", "f64": "tl.float64"}
 _OPERATIONS = {
@@ -106,8 +107,10 @@ class _Places:
         return [*self.index(name, tensor, indices), value, *as_bool]
 
     def add(self, name: str, tensor: int, indices: tuple[str, ...], value: str, inputs: frozenset[str]) -> list[str]:
-        """Lines that add a gradient's tile to where a tensor's is summed: what is of one element first, by sums."""
+        """Lines that add a gradient's tile to where a tensor's is summed: what is of one element first, by sums. Of a
+        score that has no part it is 0, though it be computed as no number."""
         pointer = f"tensors[{self.sums[tensor]}]"
+        value = f"tl.where(ds == 0, 0.0, {value})"
         along = [axis for axis, letter in enumerate("qk") if letter not in inputs]
         lines = [] if not indices else self.index(name, tensor, indices)
         if len(along) == 2:
@@ -123,6 +126,17 @@ class _Places:
             at = f"({at} * {self.size(tensor, d)} + {name}_i{d})"
         mask = f"{name}_in" if along else f"{name}_in & ({name}_sum != 0)"
         return [*lines, f'tl.atomic_add({pointer} + {at}, {name}_sum, mask={mask}, sem="relaxed")']
+
+
+def scales(problem: Problem) -> tuple[float, float | None]:
+    """What scores are multiplied by to be in log2 units; and before a score_mod, of which None is compiled away."""
+    return (problem.scale * LOG2E, None) if problem.score_mod is None else (LOG2E, problem.scale)
+
+
+def constexprs_of(problem: Problem, gradient: str) -> dict[str, Any]:
+    """What a kernel of a backward pass does with scores, and with their gradients: "gradient" or "sums"."""
+    found = functions(problem)
+    return {"SCORE_MOD": found["forward"], "SCORE_GRADIENT": found[gradient]}
 
 
 @lru_cache(maxsize=256)
@@ -197,6 +211,11 @@ def sums_of(mod: ScoreMod | None) -> tuple[Tensor, ...]:
         if mod is None
         else tuple(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in mod.differentiable)
     )
+
+
+def gradients_of(mod: ScoreMod | None, sums: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What was summed, each in the dtype of its tensor."""
+    return () if mod is None else tuple(x.to(of.dtype) for x, of in zip(sums, mod.differentiable, strict=True))
 
 
 def types_of(form: ScoreForm | None, sums: bool = False) -> tuple[str | int, ...] | None:

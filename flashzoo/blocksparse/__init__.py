@@ -1,8 +1,8 @@
 """Block-sparse FlashAttention in Triton: v2's kernels walking lists of blocks. See README.md beside this file."""
 
-from flashzoo.spec import Spec, deferred
+from flashzoo.spec import Spec, deferred, in_any_order
 
-_FEATURES = frozenset({"causal", "window", "gqa", "cross", "lse", "deterministic", "block_mask"})
+_FEATURES = frozenset({"causal", "window", "gqa", "cross", "lse", "deterministic", "block_mask", "score_mod"})
 
 SPEC = Spec(
     name="blocksparse",
@@ -14,5 +14,6 @@ SPEC = Spec(
     features=_FEATURES | {"out_dtype"},
     backward=_FEATURES,
     requires=("triton",),
+    check=in_any_order,
     notes=deferred("flashzoo.blocksparse.config:describe"),
 )

@@ -125,6 +125,8 @@ def describe(problem: Problem) -> list[str]:
             lines.append(f"head_dim {problem.head_dim} is no multiple of 16 bytes, which TMA needs: plain loads")
     else:
         lines.append("tiles: chosen to compile without spills, not measured on such a GPU")
+    if problem.score_mod is not None:
+        lines.append("score_mod: written into the kernels, whose tiles are those measured without")
     if block_d(problem.head_dim) != problem.head_dim:
         lines.append(f"head_dim {problem.head_dim} is padded to {block_d(problem.head_dim)} on chip, not in memory")
     return lines

@@ -12,7 +12,7 @@ What v2 has, so have these kernels, in the same order under the same names;
 
 A block of the mask is a whole number of tiles, MASK_Q / BLOCK_Q by MASK_KV / BLOCK_KV; loops count tiles. What a
 partial block is masked by is a window, causal folded in, as everywhere, and bits where there are any (BITS). Left out:
-dropout.
+dropout. A function on scores (SCORE_MOD) is told the numbers of rows and columns, whatever the list skips.
 
 Scores are in log2 units: exp2 with softmax_scale * log2(e) folded in. Comments A5.n are lines of Algorithm 5; A1.n and
 B2.n of FlashAttention-2's (Dao 2023, arXiv:2307.08691) Algorithms 1 and 2, forward and backward.
@@ -147,23 +147,30 @@ def visible_by_bits(row, start_kv, blocks, nth, BLOCK: tl.constexpr, BLOCK_KV: t
 def attend(
     state, queries, keys, span, scale_log2, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr,
-    MASKED: tl.constexpr, BITS: tl.constexpr, TMA: tl.constexpr,
+    MASKED: tl.constexpr, BITS: tl.constexpr, TMA: tl.constexpr, SCORE_MOD: tl.constexpr,
 ):  # fmt: skip
     """Take the tiles first .. last of a list of blocks, the span, into the state, acc, l_i and m_i."""
     acc, l_i, m_i = state
-    q_i, row = queries
+    q_i, row, scored = queries
     k_head, v_head = keys
     blocks, first, last = span
     for nth in tl.range(first, last):  # A1.6, A5.8
         start = start_of(blocks, nth, BLOCK_KV)
         k_j = load_block(k_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)  # A1.7
         s = tl.dot(q_i, k_j.T, input_precision="ieee")  # A1.8
+        if SCORE_MOD is not None:
+            b, h, score_scale, score_tensors = scored
+            at = start + tl.arange(0, BLOCK_KV)
+            s = SCORE_MOD(s * score_scale, b, h, row[:, None], at[None, :], score_tensors)
         if MASKED:
             col = start + tl.arange(0, BLOCK_KV)
             seen = visible(row[:, None], col[None, :], window)  # A5.11
             if BITS:
                 seen = seen & visible_by_bits(row, start, blocks, nth, BLOCK_KV, BLOCK_KV)
             s = tl.where(seen, s * scale_log2, float("-inf"))
+        elif SCORE_MOD is not None:
+            s *= scale_log2
+        if MASKED or SCORE_MOD is not None:
             m_new = tl.maximum(m_i, tl.max(s, 1))
             # A row that has seen no key yet keeps m = -inf, and -inf - -inf is NaN:
             # its p and alpha are exp2(-inf - 0) = 0.
@@ -183,14 +190,14 @@ def attend(
 
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    q, k, v, o, lse, order, counts, full, indices, bit_index, bits, scale_log2,
+    q, k, v, o, lse, order, counts, full, indices, bit_index, bits, score_tensors, scale_log2, score_scale,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
     seqlen_q, seqlen_k, heads, group, window_left, window_right,
     stride_mask_b, stride_mask_h, width, n_bits,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     MASK_Q: tl.constexpr, MASK_KV: tl.constexpr, BITS: tl.constexpr,
-    TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr,
+    TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr, SCORE_MOD: tl.constexpr,
 ):  # fmt: skip
     rows = tl.cdiv(seqlen_q, MASK_Q)
     tiles = rows * (MASK_Q // BLOCK_Q)
@@ -221,14 +228,19 @@ def forward_kernel(
     blocks, whole_first, whole_last, last = list_of(
         lists, mask_head, mask_row, rows, start_q < seqlen_q, seqlen_k, MASK_KV, BLOCK_KV
     )
-    state, queries, keys = (acc, l_i, m_i), (q_i, row), (k_head, v_head)
+    scored = (b, h, score_scale, score_tensors)
+    state, queries, keys = (acc, l_i, m_i), (q_i, row, scored), (k_head, v_head)
     span = (blocks, 0, whole_first)
-    state = attend(state, queries, keys, span, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, BITS, TMA)
+    state = attend(
+        state, queries, keys, span, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, BITS, TMA, SCORE_MOD
+    )
     span = (blocks, whole_first, whole_last)
-    state = attend(state, queries, keys, span, scale_log2, no_window, HEAD_DIM, BLOCK_D, BLOCK_KV, False, False, TMA)
+    state = attend(
+        state, queries, keys, span, scale_log2, no_window, HEAD_DIM, BLOCK_D, BLOCK_KV, False, False, TMA, SCORE_MOD
+    )
     span = (blocks, whole_last, last)
     acc, l_i, m_i = attend(
-        state, queries, keys, span, scale_log2, no_window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, False, TMA
+        state, queries, keys, span, scale_log2, no_window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, False, TMA, SCORE_MOD
     )
 
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that saw no key: O = 0, LSE = -inf
@@ -275,13 +287,14 @@ def accumulate_dkdv(
     gradients, keys, queries, span, scale_log2, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
     MASKED: tl.constexpr, BITS: tl.constexpr, TMA: tl.constexpr,
+    SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """Take the tiles first .. last of a list of blocks, the span, into the gradients, dk and dv. Everything is
     transposed, (keys, queries), so that P^T and dS^T go from one product into the next without leaving the
     registers."""
     dk, dv = gradients
     k_j, v_j, col, start_kv = keys
-    q_head, do_head, lse_log2, delta, bh, rows_padded = queries
+    q_head, do_head, lse_log2, delta, bh, rows_padded, scored = queries
     blocks, first, last = span
     for nth in tl.range(first, last):  # B2.8
         start = start_of(blocks, nth, BLOCK_Q)
@@ -289,23 +302,35 @@ def accumulate_dkdv(
         lse_i = load_statistic(lse_log2, bh, start, rows_padded, BLOCK_Q, TMA)
         delta_i = load_statistic(delta, bh, start, rows_padded, BLOCK_Q, TMA)
         s = tl.dot(k_j, q_i.T, input_precision="ieee")  # B2.10
+        if SCORE_MOD is not None:
+            b, h, score_scale, score_tensors = scored
+            at = start + tl.arange(0, BLOCK_Q)
+            given = s * score_scale
+            s = SCORE_MOD(given, b, h, at[None, :], col[:, None], score_tensors)
         p = tl.exp2(s * scale_log2 - lse_i[None, :])  # B2.11
         if MASKED:
             row = start + tl.arange(0, BLOCK_Q)
             p = tl.where(visible(row[None, :], col[:, None], window), p, 0.0)
             if BITS:
                 p = tl.where(visible_by_bits(row, start_kv, blocks, nth, BLOCK_Q, col.shape[0]).T, p, 0.0)
+            if SCORE_MOD is not None:  # past the last query the score may be no number
+                p = tl.where(lse_i[None, :] == float("inf"), 0.0, p)
         do_i = load_block(do_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED, TMA)
         dv = tl.dot(p.to(do_i.dtype), do_i, dv, input_precision="ieee")  # B2.12
         dp = tl.dot(v_j, do_i.T, input_precision="ieee")  # B2.13
         ds = p * (dp - delta_i[None, :])  # B2.14
+        if SCORE_MOD is not None:
+            ds = SCORE_GRADIENT(given, b, h, at[None, :], col[:, None], ds, score_tensors)
+            if MASKED:  # of what is not seen it may be no number
+                ds = tl.where(p == 0.0, 0.0, ds)
         dk = tl.dot(ds.to(q_i.dtype), q_i, dk, input_precision="ieee")  # B2.16
     return dk, dv
 
 
 @triton.jit(do_not_specialize=SIZES)
 def dkdv_kernel(
-    q, k, v, do, dk, dv, lse_log2, delta, order, counts, full, indices, bit_index, bits, scale, scale_log2,
+    q, k, v, do, dk, dv, lse_log2, delta, order, counts, full, indices, bit_index, bits, score_tensors,
+    scale, scale_log2, score_scale,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_dob, stride_dos, stride_doh,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
@@ -314,6 +339,7 @@ def dkdv_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     MASK_Q: tl.constexpr, MASK_KV: tl.constexpr, BITS: tl.constexpr,
     TMA: tl.constexpr, K_IN_REGISTERS: tl.constexpr, V_IN_REGISTERS: tl.constexpr,
+    SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(seqlen_k, MASK_KV)
     tiles = columns * (MASK_KV // BLOCK_KV)
@@ -345,7 +371,8 @@ def dkdv_kernel(
         h = h_kv * group + member
         q_head = (q, stride_qb, stride_qs, stride_qh, b, h, seqlen_q)
         do_head = (do, stride_dob, stride_dos, stride_doh, b, h, seqlen_q)
-        queries = (q_head, do_head, lse_log2, delta, bh_kv * group + member, rows_padded)
+        scored = (b, h, score_scale, score_tensors)
+        queries = (q_head, do_head, lse_log2, delta, bh_kv * group + member, rows_padded, scored)
         blocks, whole_first, whole_last, last = list_of(
             lists,
             mask_head + member * stride_mask_h,
@@ -358,16 +385,19 @@ def dkdv_kernel(
         )
         span = (blocks, 0, whole_first)
         gradients = accumulate_dkdv(
-            gradients, keys, queries, span, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_Q, True, BITS, TMA
-        )
+            gradients, keys, queries, span, scale_log2, window,
+            HEAD_DIM, BLOCK_D, BLOCK_Q, True, BITS, TMA, SCORE_MOD, SCORE_GRADIENT,
+        )  # fmt: skip
         span = (blocks, whole_first, whole_last)
         gradients = accumulate_dkdv(
-            gradients, keys, queries, span, scale_log2, no_window, HEAD_DIM, BLOCK_D, BLOCK_Q, False, False, TMA
-        )
+            gradients, keys, queries, span, scale_log2, no_window,
+            HEAD_DIM, BLOCK_D, BLOCK_Q, False, False, TMA, SCORE_MOD, SCORE_GRADIENT,
+        )  # fmt: skip
         span = (blocks, whole_last, last)
         gradients = accumulate_dkdv(
-            gradients, keys, queries, span, scale_log2, no_window, HEAD_DIM, BLOCK_D, BLOCK_Q, True, False, TMA
-        )
+            gradients, keys, queries, span, scale_log2, no_window,
+            HEAD_DIM, BLOCK_D, BLOCK_Q, True, False, TMA, SCORE_MOD, SCORE_GRADIENT,
+        )  # fmt: skip
     dk_j, dv_j = gradients
 
     store_block(dk_head, dk_j * scale, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D)  # B2.18
@@ -379,16 +409,24 @@ def accumulate_dq(
     dq, queries, keys, span, scale_log2, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr,
     MASKED: tl.constexpr, BITS: tl.constexpr, TMA: tl.constexpr,
+    SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """Take the tiles first .. last of a list of blocks, the span, into dq."""
-    q_i, do_i, lse_i, delta_i, row = queries
+    q_i, do_i, lse_i, delta_i, row, scored = queries
     k_head, v_head = keys
     blocks, first, last = span
     for nth in tl.range(first, last):
         start = start_of(blocks, nth, BLOCK_KV)
         k_j = load_block(k_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)
         s = tl.dot(q_i, k_j.T, input_precision="ieee")
+        if SCORE_MOD is not None:
+            b, h, score_scale, score_tensors = scored
+            at = start + tl.arange(0, BLOCK_KV)
+            given = s * score_scale
+            s = SCORE_MOD(given, b, h, row[:, None], at[None, :], score_tensors)
         p = tl.exp2(s * scale_log2 - lse_i[:, None])
+        if SCORE_MOD is not None:
+            p = tl.where(lse_i[:, None] == float("inf"), 0.0, p)
         if MASKED:
             col = start + tl.arange(0, BLOCK_KV)
             p = tl.where(visible(row[:, None], col[None, :], window), p, 0.0)
@@ -397,13 +435,18 @@ def accumulate_dq(
         v_j = load_block(v_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)
         dp = tl.dot(do_i, v_j.T, input_precision="ieee")
         ds = p * (dp - delta_i[:, None])
+        if SCORE_MOD is not None:
+            ds = SCORE_GRADIENT(given, b, h, row[:, None], at[None, :], ds, score_tensors)
+            if MASKED:
+                ds = tl.where(p == 0.0, 0.0, ds)
         dq = tl.dot(ds.to(k_j.dtype), k_j, dq, input_precision="ieee")  # B2.15
     return dq
 
 
 @triton.jit(do_not_specialize=SIZES)
 def dq_kernel(
-    q, k, v, do, dq, lse_log2, delta, order, counts, full, indices, bit_index, bits, scale, scale_log2,
+    q, k, v, do, dq, lse_log2, delta, order, counts, full, indices, bit_index, bits, score_tensors,
+    scale, scale_log2, score_scale,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_dob, stride_dos, stride_doh,
     stride_dqb, stride_dqs, stride_dqh,
@@ -412,6 +455,7 @@ def dq_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     MASK_Q: tl.constexpr, MASK_KV: tl.constexpr, BITS: tl.constexpr,
     TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr, DO_IN_REGISTERS: tl.constexpr,
+    SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     rows = tl.cdiv(seqlen_q, MASK_Q)
     tiles = rows * (MASK_Q // BLOCK_Q)
@@ -444,16 +488,22 @@ def dq_kernel(
     blocks, whole_first, whole_last, last = list_of(
         lists, mask_head, mask_row, rows, start_q < seqlen_q, seqlen_k, MASK_KV, BLOCK_KV
     )
-    queries, keys = (q_i, do_i, lse_i, delta_i, row), (k_head, v_head)
+    scored = (b, h, score_scale, score_tensors)
+    queries, keys = (q_i, do_i, lse_i, delta_i, row, scored), (k_head, v_head)
     span = (blocks, 0, whole_first)
-    dq_i = accumulate_dq(dq_i, queries, keys, span, scale_log2, window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, BITS, TMA)
+    dq_i = accumulate_dq(
+        dq_i, queries, keys, span, scale_log2, window,
+        HEAD_DIM, BLOCK_D, BLOCK_KV, True, BITS, TMA, SCORE_MOD, SCORE_GRADIENT,
+    )  # fmt: skip
     span = (blocks, whole_first, whole_last)
     dq_i = accumulate_dq(
-        dq_i, queries, keys, span, scale_log2, no_window, HEAD_DIM, BLOCK_D, BLOCK_KV, False, False, TMA
-    )
+        dq_i, queries, keys, span, scale_log2, no_window,
+        HEAD_DIM, BLOCK_D, BLOCK_KV, False, False, TMA, SCORE_MOD, SCORE_GRADIENT,
+    )  # fmt: skip
     span = (blocks, whole_last, last)
     dq_i = accumulate_dq(
-        dq_i, queries, keys, span, scale_log2, no_window, HEAD_DIM, BLOCK_D, BLOCK_KV, True, False, TMA
-    )
+        dq_i, queries, keys, span, scale_log2, no_window,
+        HEAD_DIM, BLOCK_D, BLOCK_KV, True, False, TMA, SCORE_MOD, SCORE_GRADIENT,
+    )  # fmt: skip
 
     store_block(dq_head, dq_i * scale, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D)

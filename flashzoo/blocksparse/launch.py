@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flashzoo._triton import Launch
+from flashzoo._triton.scores import constexprs_of, functions, gradients_of, scales, sums_of, tensors_of
 from flashzoo._triton.tiles import (
     Strides,
     aligned,
@@ -33,9 +33,8 @@ from flashzoo.integers import cdiv
 from flashzoo.masks.block_mask import BlockMask
 from flashzoo.masks.lists import Lists
 
-LOG2E = math.log2(math.e)
-# TMA reads nothing of the mask.
-_POINTERS = (None,) * 6
+# TMA reads nothing of the mask, nor what a score_mod does.
+_POINTERS = (None,) * 7
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -46,7 +45,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operand
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3])
     rows = _tensors(block_mask, block_mask.rows)
     launch = forward_launch(problem, strides, aligned(q, k, v, *rows), _sizes(block_mask, block_mask.rows))
-    launch((q, k, v, out, lse, *rows), (problem.scale * LOG2E,))
+    launch((q, k, v, out, lse, *rows, tensors_of(operands.score_mod)), scales(problem))
     return out, lse
 
 
@@ -60,8 +59,9 @@ def backward(
     lse: Tensor,
     problem: Problem,
     operands: Operands,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`(dq, dk, dv)`: delta first, then dK and dV with K/V fixed, then dQ with Q fixed."""
+) -> tuple[Tensor, ...]:
+    """`(dq, dk, dv)`, and the gradients of what a score_mod reads: delta first, then dK and dV with K/V fixed, then dQ
+    with Q fixed."""
     block_mask = _mask(operands)
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
@@ -73,17 +73,17 @@ def backward(
     launch = delta_launch(problem, (*out.stride()[:3], *dout.stride()[:3]), dlse_given)
     launch((out, dout, lse, dlse, delta, lse_log2), ())
 
-    floats = (problem.scale, problem.scale * LOG2E)
+    floats, sums = (problem.scale, *scales(problem)), sums_of(operands.score_mod)
     inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
     columns, rows = _tensors(block_mask, block_mask.columns), _tensors(block_mask, block_mask.rows)
     by_tma = aligned(q, k, v, dout, *columns, *rows)
     launch = dkdv_launch(
         problem, (*inputs, *dk.stride()[:3], *dv.stride()[:3]), by_tma, _sizes(block_mask, block_mask.columns)
     )
-    launch((q, k, v, dout, dk, dv, lse_log2, delta, *columns), floats)
+    launch((q, k, v, dout, dk, dv, lse_log2, delta, *columns, tensors_of(operands.score_mod)), floats)
     launch = dq_launch(problem, (*inputs, *dq.stride()[:3]), by_tma, _sizes(block_mask, block_mask.rows))
-    launch((q, k, v, dout, dq, lse_log2, delta, *rows), floats)
-    return dq, dk, dv
+    launch((q, k, v, dout, dq, lse_log2, delta, *rows, tensors_of(operands.score_mod, sums)), floats)
+    return dq, dk, dv, *gradients_of(operands.score_mod, sums)
 
 
 def _masked(problem: Problem, operands: Operands, device: torch.device) -> tuple[Problem, Operands]:
@@ -133,10 +133,10 @@ def forward_launch(problem: Problem, strides: Strides, aligned: bool, sizes: tup
         kernels.forward_kernel,
         _tiles(problem.seqlen_q, _form(problem).block_q, tiles.block_q) * problem.batch * problem.heads,
         (*strides, problem.seqlen_q, problem.seqlen_k, problem.heads, _group(problem), *_reach(problem), *sizes),
-        constexprs(problem, tiles, _masks(problem), "Q_IN_REGISTERS"),
+        constexprs(problem, tiles, _masks(problem), "Q_IN_REGISTERS") | {"SCORE_MOD": functions(problem)["forward"]},
         tiles.num_warps,
         tiles.num_stages,
-        aligned,
+        aligned and problem.score_mod is None,
         tma_tiles=tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, None, None, *_POINTERS),
     )
 
@@ -163,10 +163,11 @@ def dkdv_launch(problem: Problem, strides: Strides, aligned: bool, sizes: tuple[
             *_reach(problem),
             *sizes,
         ),
-        constexprs(problem, tiles, _masks(problem), "K_IN_REGISTERS", "V_IN_REGISTERS"),
+        constexprs(problem, tiles, _masks(problem), "K_IN_REGISTERS", "V_IN_REGISTERS")
+        | constexprs_of(problem, "gradient"),
         tiles.num_warps,
         tiles.num_stages,
-        aligned,
+        aligned and problem.score_mod is None,
         tma_tiles=tma_tiles(
             problem, tiles, rows, owned[0], owned[1], rows, None, None, (1, rows), (1, rows), *_POINTERS
         ),
@@ -182,10 +183,11 @@ def dq_launch(problem: Problem, strides: Strides, aligned: bool, sizes: tuple[in
         kernels.dq_kernel,
         _tiles(problem.seqlen_q, _form(problem).block_q, tiles.block_q) * problem.batch * problem.heads,
         (*strides, *_lengths(problem), problem.heads, _group(problem), *_reach(problem), *sizes),
-        constexprs(problem, tiles, _masks(problem), "Q_IN_REGISTERS", "DO_IN_REGISTERS"),
+        constexprs(problem, tiles, _masks(problem), "Q_IN_REGISTERS", "DO_IN_REGISTERS")
+        | constexprs_of(problem, "sums"),
         tiles.num_warps,
         tiles.num_stages,
-        aligned,
+        aligned and problem.score_mod is None,
         tma_tiles=tma_tiles(
             problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, owned[1], None, None, None, *_POINTERS
         ),

@@ -1,8 +1,8 @@
 """FlashAttention-1 in Triton: keys and values in the outer loop. See README.md beside this file."""
 
-from flashzoo.spec import Spec, deferred
+from flashzoo.spec import Spec, deferred, in_any_order
 
-_FEATURES = frozenset({"causal", "gqa", "cross", "lse", "deterministic"})
+_FEATURES = frozenset({"causal", "gqa", "cross", "lse", "deterministic", "score_mod"})
 
 SPEC = Spec(
     name="v1",
@@ -15,5 +15,6 @@ SPEC = Spec(
     backward=_FEATURES,
     backward_impl="flashzoo.v1.launch:backward",
     requires=("triton",),
+    check=in_any_order,
     notes=deferred("flashzoo.v1.config:describe"),
 )

@@ -16,6 +16,12 @@ Compared with standard attention: no (seqlen_q, seqlen_k) matrix in memory. Comp
 in float32 between steps; LSE stands for l and m in the backward pass; and the work of a head may be split, over ranges
 of rows forward (as FlashAttention 1.0 came to do) and over blocks of keys backward (its sequence-parallel mode, where
 dQ is added atomically). Left out: dropout, windows. Scores are in log2 units, with softmax_scale * log2(e) folded in.
+
+A function on scores (SCORE_MOD) is written by the host (flashzoo/_triton/scores.py) and handed to the kernels, as is
+its gradient (SCORE_GRADIENT), which makes dS, of the scores that it gives, that of those that it is given. Scores are
+then scaled before it, and made log2 units behind it. Where it reads tensors that have gradients, `backward_kernel` adds
+them up as well, by atomics.
+
 Comments A1.n are lines of the paper's Algorithm 1, B1.n of its Algorithm 4, which goes backward.
 """
 
@@ -69,12 +75,13 @@ def visible(row, col, shift, seqlen_k, CAUSAL: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    q, k, v, o, o_acc, l, m, lse, scale_log2,
+    q, k, v, o, o_acc, l, m, lse, score_tensors, scale_log2, score_scale,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
     stride_ab, stride_as, stride_ah,
     seqlen_q, seqlen_k, heads, group, rows_per_program,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, CAUSAL: tl.constexpr,
+    SCORE_MOD: tl.constexpr,
 ):  # fmt: skip
     ranges = tl.cdiv(seqlen_q, rows_per_program)
     bh = tl.program_id(0) // ranges
@@ -120,7 +127,10 @@ def forward_kernel(
             acc = load_block(o_acc_head, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D)
             l_i = tl.load(l + at, mask=row < seqlen_q, other=0.0)
             m_i = tl.load(m + at, mask=row < seqlen_q, other=float("-inf"))
-            s = tl.dot(q_i, k_j.T, input_precision="ieee") * scale_log2  # A1.9
+            s = tl.dot(q_i, k_j.T, input_precision="ieee")  # A1.9
+            if SCORE_MOD is not None:
+                s = SCORE_MOD(s * score_scale, b, h, row[:, None], col[None, :], score_tensors)
+            s *= scale_log2
             s = tl.where(visible(row[:, None], col[None, :], shift, seqlen_k, CAUSAL), s, float("-inf"))
             m_new = tl.maximum(m_i, tl.max(s, 1))  # A1.10, A1.11
             # A row that has seen no key yet keeps m = -inf, and -inf - -inf is NaN:
@@ -149,7 +159,7 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def backward_kernel(
-    q, k, v, o, do, dq_acc, dk, dv, lse, dlse, scale, scale_log2,
+    q, k, v, o, do, dq_acc, dk, dv, lse, dlse, score_tensors, scale, scale_log2, score_scale,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
     stride_dob, stride_dos, stride_doh, stride_ab, stride_as, stride_ah,
@@ -157,6 +167,7 @@ def backward_kernel(
     seqlen_q, seqlen_k, heads_kv, group,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     CAUSAL: tl.constexpr, DLSE: tl.constexpr, SERIAL: tl.constexpr,
+    SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     # SERIAL: a program walks all blocks of keys of its head, in order, so dQ is summed in one order. Else it has one.
     blocks = tl.cdiv(seqlen_k, BLOCK_KV)
@@ -201,7 +212,13 @@ def backward_kernel(
                 o_i = load_block(o_head, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D)
                 do_i = load_block(do_head, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D)
                 lse_i = tl.load(lse + at, mask=row < seqlen_q, other=0.0) * LOG2E
-                s = tl.dot(q_i, k_j.T, input_precision="ieee") * scale_log2  # B1.11
+                s = tl.dot(q_i, k_j.T, input_precision="ieee")  # B1.11
+                if SCORE_MOD is not None:
+                    given = s * score_scale
+                    s = SCORE_MOD(given, b, h, row[:, None], col[None, :], score_tensors)
+                    # a row of scores of -inf alone: P is 0, and not of -inf - -inf
+                    lse_i = tl.where(lse_i == float("-inf"), float("inf"), lse_i)
+                s *= scale_log2
                 seen = visible(row[:, None], col[None, :], shift, seqlen_k, CAUSAL) & (row < seqlen_q)[:, None]  # B1.12
                 p = tl.where(seen, tl.exp2(s - lse_i[:, None]), 0.0)  # B1.13
                 dv_j = tl.dot(p.to(do_i.dtype).T, do_i, dv_j, input_precision="ieee")  # B1.16
@@ -209,7 +226,11 @@ def backward_kernel(
                 delta_i = tl.sum(do_i.to(tl.float32) * o_i.to(tl.float32), 1)  # B1.19
                 if DLSE:
                     delta_i -= tl.load(dlse + at, mask=row < seqlen_q, other=0.0)
-                ds = (p * (dp - delta_i[:, None])).to(q_i.dtype)  # B1.20
+                ds = p * (dp - delta_i[:, None])  # B1.20
+                if SCORE_MOD is not None:
+                    ds = SCORE_GRADIENT(given, b, h, row[:, None], col[None, :], ds, score_tensors)
+                    ds = tl.where(seen, ds, 0.0)  # of what is not seen it may be no number
+                ds = ds.to(q_i.dtype)
                 dq_i = tl.dot(ds, k_j, input_precision="ieee") * scale  # B1.21
                 dq_base = dq_acc + tl.cast(b, tl.int64) * stride_ab + tl.cast(h, tl.int64) * stride_ah
                 rows = dq_base + row[:, None].to(tl.int64) * stride_as + d[None, :]

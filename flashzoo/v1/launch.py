@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flashzoo._triton import Launch
+from flashzoo._triton.scores import constexprs_of, functions, gradients_of, scales, sums_of, tensors_of
 from flashzoo.autograd import differentiable
 from flashzoo.call.operands import Operands
 from flashzoo.call.problem import Problem
@@ -19,7 +19,6 @@ from flashzoo.integers import cdiv
 from flashzoo.v1 import kernels
 from flashzoo.v1.config import Tiles, block_d, tiles_for
 
-LOG2E = math.log2(math.e)
 # Programs that fill a GPU a few times over: with fewer heads than this, a head's rows are split among programs.
 ENOUGH_PROGRAMS = 16 * 132
 
@@ -33,7 +32,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operand
     row_sum, row_max, lse = q.new_empty((3, problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *out_acc.stride()[:3])
     launch = forward_launch(problem, strides)
-    launch((q, k, v, out, out_acc, row_sum, row_max, lse), (problem.scale * LOG2E,))
+    launch((q, k, v, out, out_acc, row_sum, row_max, lse, tensors_of(operands.score_mod)), scales(problem))
     return out, lse
 
 
@@ -47,8 +46,9 @@ def backward(
     lse: Tensor,
     problem: Problem,
     operands: Operands,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`(dq, dk, dv)`; dq is summed in float32 in memory and rounded once at the end."""
+) -> tuple[Tensor, ...]:
+    """`(dq, dk, dv)`, and the gradients of what a score_mod reads; these and dq are summed in float32 in memory and
+    rounded once at the end."""
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
     dlse_given = dlse is not None
@@ -57,8 +57,10 @@ def backward(
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     strides = tuple(stride for x in (q, k, v, out, dout, dq_acc, dk, dv) for stride in x.stride()[:3])
     launch = backward_launch(problem, strides, dlse_given)
-    launch((q, k, v, out, dout, dq_acc, dk, dv, lse, dlse), (problem.scale, problem.scale * LOG2E))
-    return torch.empty_like(q).copy_(dq_acc), dk, dv
+    sums = sums_of(operands.score_mod)
+    read = tensors_of(operands.score_mod, sums)
+    launch((q, k, v, out, dout, dq_acc, dk, dv, lse, dlse, read), (problem.scale, *scales(problem)))
+    return torch.empty_like(q).copy_(dq_acc), dk, dv, *gradients_of(operands.score_mod, sums)
 
 
 attention: Callable[..., tuple[Tensor, Tensor | None]] = differentiable(forward, backward)
@@ -75,7 +77,7 @@ def forward_launch(problem: Problem, strides: Strides) -> Launch:
         kernels.forward_kernel,
         heads * cdiv(problem.seqlen_q, rows),
         (*strides, problem.seqlen_q, problem.seqlen_k, problem.heads, problem.heads // problem.heads_kv, rows),
-        _constexprs(problem, tiles),
+        _constexprs(problem, tiles) | {"SCORE_MOD": functions(problem)["forward"]},
         tiles.num_warps,
         tiles.num_stages,
     )
@@ -91,7 +93,7 @@ def backward_launch(problem: Problem, strides: Strides, dlse: bool) -> Launch:
         kernels.backward_kernel,
         problem.batch * problem.heads_kv * (1 if serial else cdiv(problem.seqlen_k, tiles.block_kv)),
         (*strides, problem.seqlen_q, problem.seqlen_k, problem.heads_kv, problem.heads // problem.heads_kv),
-        {**_constexprs(problem, tiles), "DLSE": dlse, "SERIAL": serial},
+        _constexprs(problem, tiles) | {"DLSE": dlse, "SERIAL": serial} | constexprs_of(problem, "sums"),
         tiles.num_warps,
         tiles.num_stages,
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from flashzoo.call.problem import Problem
 from flashzoo.integers import next_power_of_2
+from flashzoo.spec import in_any_order
 
 
 @dataclass(frozen=True)
@@ -126,9 +127,7 @@ def tiles_for(kernel: str, problem: Problem) -> Tiles:
 
 def limits(problem: Problem) -> list[str]:
     """Sentences on what declarations can't say."""
-    if problem.grad and problem.deterministic and problem.score_mod is not None and problem.score_mod.grads:
-        return ["sums gradients of tensors that score_mod reads in no fixed order, which deterministic=True asks for"]
-    return []
+    return in_any_order(problem)
 
 
 def describe(problem: Problem) -> list[str]:

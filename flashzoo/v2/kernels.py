@@ -383,6 +383,8 @@ def accumulate_dkdv(
         if MASKED:
             row = start + tl.arange(0, BLOCK_Q)
             p = tl.where(visible(row[None, :], col[:, None], window), p, 0.0)
+            if SCORE_MOD is not None:  # past the last query the score may be no number
+                p = tl.where(lse_i[None, :] == float("inf"), 0.0, p)
         do_i = load_block(do_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED, TMA)
         dv = tl.dot(p.to(do_i.dtype), do_i, dv, input_precision="ieee")  # B2.12
         dp = tl.dot(v_j, do_i.T, input_precision="ieee")  # B2.13
@@ -390,7 +392,7 @@ def accumulate_dkdv(
         if SCORE_MOD is not None:
             ds = SCORE_GRADIENT(given, b, h, at[None, :], col[:, None], ds, score_tensors)
             if MASKED:  # of what is not seen it may be no number
-                ds = tl.where(visible(at[None, :], col[:, None], window), ds, 0.0)
+                ds = tl.where(p == 0.0, 0.0, ds)
         dk = tl.dot(ds.to(q_i.dtype), q_i, dk, input_precision="ieee")  # B2.16
     return dk, dv
 
@@ -495,6 +497,8 @@ def accumulate_dq(
             given = s * score_scale
             s = SCORE_MOD(given, b, h, row[:, None], at[None, :], score_tensors)
         p = tl.exp2(s * scale_log2 - lse_i[:, None])
+        if SCORE_MOD is not None:
+            p = tl.where(lse_i[:, None] == float("inf"), 0.0, p)
         if MASKED:
             col = start + tl.arange(0, BLOCK_KV)
             p = tl.where(visible(row[:, None], col[None, :], window), p, 0.0)
@@ -504,7 +508,7 @@ def accumulate_dq(
         if SCORE_MOD is not None:
             ds = SCORE_GRADIENT(given, b, h, row[:, None], at[None, :], ds, score_tensors)
             if MASKED:
-                ds = tl.where(visible(row[:, None], at[None, :], window), ds, 0.0)
+                ds = tl.where(p == 0.0, 0.0, ds)
         dq = tl.dot(ds.to(k_j.dtype), k_j, dq, input_precision="ieee")  # B2.15
     return dq
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashzoo._triton import Launch
 from flashzoo._triton.packed import blocks, tiles_of
-from flashzoo._triton.scores import functions, sums_of, tensors_of
+from flashzoo._triton.scores import constexprs_of, functions, gradients_of, scales, sums_of, tensors_of
 from flashzoo._triton.tiles import (
     DELTA_BLOCK,
     Strides,
@@ -31,8 +29,6 @@ from flashzoo.dtypes import TORCH_DTYPES
 from flashzoo.v2 import kernels
 from flashzoo.v2.config import tiles_for
 
-LOG2E = math.log2(math.e)
-
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of raw CUDA or CPU tensors; see `flashzoo.attention`."""
@@ -42,7 +38,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operand
     launch, used = forward_launch(problem, strides, aligned(q, k, v)), _used(problem, operands)
     tiles, _ = tiles_of(problem, operands, launch.constexprs["BLOCK_Q"])
     tensors = (q, k, v, out, lse, tiles, used, operands.sinks, tensors_of(operands.score_mod))
-    launch(tensors, _scales(problem))
+    launch(tensors, scales(problem))
     return out, lse
 
 
@@ -66,7 +62,7 @@ def backward(
     dlse_given = dlse is not None
     dlse = lse if dlse is None else dlse.contiguous()
 
-    floats, sums = (problem.scale, *_scales(problem)), sums_of(operands.score_mod)
+    floats, sums = (problem.scale, *scales(problem)), sums_of(operands.score_mod)
     inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
     by_tma, used = aligned(q, k, v, dout), _used(problem, operands)
     of_dkdv = dkdv_launch(problem, (*inputs, *dk.stride()[:3], *dv.stride()[:3]), by_tma)
@@ -82,7 +78,7 @@ def backward(
     of_dkdv((q, k, v, dout, dk, dv, lse_log2, delta, tiles_of_keys, used, read), floats)
     of_dq((q, k, v, dout, dq, lse_log2, delta, tiles, used, tensors_of(operands.score_mod, sums)), floats)
     gradients = (dq, dk, dv) if dsinks is None else (dq, dk, dv, dsinks.sum((0, 2)))
-    return *gradients, *(x.to(of.dtype) for x, of in zip(sums, operands.differentiable[-len(sums) :], strict=False))
+    return *gradients, *gradients_of(operands.score_mod, sums)
 
 
 attention: Callable[..., tuple[Tensor, Tensor | None]] = differentiable(forward, backward)
@@ -126,7 +122,7 @@ def dkdv_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
         blocks(problem, problem.seqlen_k, tiles.block_kv) * problem.heads_kv,
         (*strides, *_lengths(problem), problem.heads_kv, _group(problem), *problem.reach),
         constexprs(problem, tiles, _masks(problem), "K_IN_REGISTERS", "V_IN_REGISTERS")
-        | _on_scores(problem, "gradient"),
+        | constexprs_of(problem, "gradient"),
         tiles.num_warps,
         tiles.num_stages,
         aligned and problem.score_mod is None,
@@ -145,7 +141,8 @@ def dq_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
         kernels.dq_kernel,
         blocks(problem, problem.seqlen_q, tiles.block_q) * problem.heads,
         (*strides, *_lengths(problem), problem.heads, _group(problem), *problem.reach),
-        constexprs(problem, tiles, _masks(problem), "Q_IN_REGISTERS", "DO_IN_REGISTERS") | _on_scores(problem, "sums"),
+        constexprs(problem, tiles, _masks(problem), "Q_IN_REGISTERS", "DO_IN_REGISTERS")
+        | constexprs_of(problem, "sums"),
         tiles.num_warps,
         tiles.num_stages,
         aligned and problem.score_mod is None,
@@ -157,17 +154,6 @@ def _masks(problem: Problem) -> dict[str, bool]:
     left, right = problem.span
     bounds = {"LEFT": left is not None, "RIGHT": right is not None}
     return {**bounds, "PACKED": "packed" in problem.features, "CACHE": "cache" in problem.features}
-
-
-def _scales(problem: Problem) -> tuple[float, float | None]:
-    """What scores are multiplied by to be in log2 units; and before a score_mod, of which None is compiled away."""
-    return (problem.scale * LOG2E, None) if problem.score_mod is None else (LOG2E, problem.scale)
-
-
-def _on_scores(problem: Problem, gradient: str) -> dict[str, Any]:
-    """What a backward kernel does with scores, and their gradients."""
-    on_scores = functions(problem)
-    return {"SCORE_MOD": on_scores["forward"], "SCORE_GRADIENT": on_scores[gradient]}
 
 
 def _used(problem: Problem, operands: Operands) -> Tensor | None:

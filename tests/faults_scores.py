@@ -1,0 +1,101 @@
+"""Faults in what kernels do with a function on scores: data for `mutants.py`."""
+
+from __future__ import annotations
+
+from fault import fault
+
+V1, V2, SPARSE = (f"flashzoo/{version}/kernels.py" for version in ("v1", "v2", "blocksparse"))
+SCORES = "flashzoo/_triton/scores.py"
+
+ON_SCORES = (
+    fault(
+        "v1/score_function_told_kv_heads",
+        "a function on scores is told the key/value head",
+        V1,
+        "SCORE_MOD(s * score_scale, b, h, row",
+        "SCORE_MOD(s * score_scale, b, h_kv, row",
+        "test_forward[v1-score_alibi_causal_gqa-",
+    ),
+    fault(
+        "v1/score_function_of_scores_not_scaled",
+        "P is recomputed from what a function on scores makes of products, not of scaled ones",
+        V1,
+        "given = s * score_scale",
+        "given = s",
+        "test_gradients[v1-score_mod-",
+    ),
+    fault(
+        "v1/score_of_minus_infinity_not_masked",
+        "P is -inf - -inf, no number, in a row whose scores a function has all masked",
+        V1,
+        'lse_i = tl.where(lse_i == float("-inf"), float("inf"), lse_i)',
+        "lse_i = lse_i",
+        "test_minus_infinity_is_as_masked[v1",
+    ),
+    fault(
+        "v2/score_function_told_the_wrong_sequence",
+        "a function on scores is told the number of the sequence behind its own",
+        *(V2, "* 8 + 6) - 1", "* 8 + 6)", "test_places_are_those_of_a_packed_sequence[v2]"),
+    ),
+    fault(
+        "v2/score_gradient_not_in_dq",
+        "dQ is made of the gradient of new scores, as if the function had changed nothing",
+        V2,
+        "dq = tl.dot(ds.to(k_j.dtype), k_j, dq",
+        "dq = tl.dot((p * (dp - delta_i[:, None])).to(k_j.dtype), k_j, dq",
+        "test_gradients[v2-score_table_packed-fp16]",
+    ),
+    fault(
+        "v2/score_function_reads_from_the_end",
+        "an index below 0 does not count from a tensor's end, as torch's does",
+        SCORES,
+        "{mine} = tl.where({index} < 0, {index} + {size}, {index})",
+        "{mine} = {index}",
+        "test_places_are_those_of_a_packed_sequence[v2]",
+    ),
+    fault(
+        "v2/score_gradient_of_what_has_no_part",
+        "0 times no number is summed where a key is not seen, or not there",
+        SCORES,
+        'value = f"tl.where(ds == 0, 0.0, {value})"',
+        "pass",
+        "test_places_that_are_not_there[v2]",
+    ),
+    fault(
+        "v2/score_gradient_not_summed_over_queries",
+        "of a number that all queries read, those of every other one are left out of its gradient",
+        SCORES,
+        'lines.append(f"{name}_sum = tl.sum(tl.sum({value}, 1), 0)")',
+        'lines.append(f"{name}_sum = tl.sum(tl.where(q % 2 == 0, {value}, 0.0))")',
+        "test_the_backward_pass_alone or test_gradients[v2-score_alibi",
+    ),
+    fault(
+        "blocksparse/score_function_told_places_in_the_list",
+        "a function on scores is told where a key stands in the list of blocks, not in the sequence",
+        SPARSE,
+        "at = start + tl.arange(0, BLOCK_KV)",
+        "at = nth * BLOCK_KV + tl.arange(0, BLOCK_KV)",
+        "blocksparse-score_table_blocks-",
+        within="attend",
+    ),
+    fault(
+        "blocksparse/score_function_told_the_first_head_of_a_group",
+        "for dK and dV a function on scores is told the group's first head",
+        SPARSE,
+        "scored = (b, h, score_scale, score_tensors)",
+        "scored = (b, h_kv * group, score_scale, score_tensors)",
+        "test_gradients[blocksparse-score_alibi_causal_gqa-",
+        within="dkdv_kernel",
+    ),
+    fault(
+        "blocksparse/no_number_past_the_last_query",
+        "what a function on scores makes of rows that are not there gets into dK and dV",
+        SPARSE,
+        """            if SCORE_MOD is not None:  # past the last query the score may be no number
+                p =""",
+        """            if SCORE_MOD is not None and False:
+                p =""",
+        "test_places_that_are_not_there[blocksparse]",
+        within="accumulate_dkdv",
+    ),
+)
