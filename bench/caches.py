@@ -39,7 +39,7 @@ class Caches:
     def bytes(self) -> int:
         """Of the keys and values that one call reads."""
         p = self.problem
-        return BYTES[p.dtype] * p.batch * p.seqlen_k * p.heads_kv * (p.head_dim + p.head_dim_v)
+        return BYTES[p.dtype_kv or p.dtype] * p.batch * p.seqlen_k * p.heads_kv * (p.head_dim + p.head_dim_v)
 
     @property
     def calls(self) -> int:

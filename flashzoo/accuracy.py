@@ -165,8 +165,8 @@ class Judge:
     Args:
         q, k, v: as in `oracle`; never modified.
         problem: of these tensors. Its lse says whether results are judged by their lse.
-        dout: gradient of out, in its shape; gradients are judged where it is given, unless the inputs are e4m3:
-            those have none.
+        dout: gradient of out, in its shape; gradients are judged where it is given, unless k and v are e4m3:
+            then there are none.
         dlse: gradient of lse `(batch, heads, seqlen_q)`, or None; needs dout.
         descales: of q, k and v where they are e4m3, as in `flashzoo.attention`; of packed sequences those of
             `flashzoo.reference.descales_of_rows`.
@@ -213,13 +213,13 @@ class Judge:
         self.problem = problem
         self._dtype = TORCH_DTYPES[problem.out_dtype]
         self._eps = max(torch.finfo(self._dtype).eps, ORACLE_EPS)
-        if problem.dtype == "e4m3":
+        if problem.kv_in_e4m3:
             dout = dlse = None
         self._mask, self._dout, self._dlse, self._scored = mask, dout, dlse, scored
         self._sinks = None if sinks is None else sinks.detach()
         wide = None if self._sinks is None else self._sinks.to(torch.promote_types(self._sinks.dtype, torch.float32))
         self.yardstick: Result = _yardstick(q, k, v, problem, dout, dlse, descales, mask, wide, scored)
-        if problem.dtype == "e4m3":
+        if problem.kv_in_e4m3:
             q, k, v = (dequantized(x, descale) for x, descale in zip((q, k, v), descales, strict=True))
         self.reference: Result = oracle(q, k, v, problem, dout, dlse, mask=mask, sinks=wide, scored=scored)
         self._rows, self._pairs = problem.seqlen_q - problem.blind_rows, visible_pairs(problem)

@@ -10,11 +10,23 @@ from torch.compiler import is_compiling
 
 from flashzoo.call.check import check_data, check_tensor, check_tensors
 from flashzoo.call.operands import OPERANDS
+from flashzoo.call.problem import DESCALE_BLOCK
+from flashzoo.integers import cdiv
 from flashzoo.transforms import refuse_transforms
+
+E4M3 = torch.float8_e4m3fn
 
 
 def append(
-    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, seqused_k: Tensor, *, page_table: Tensor | None = None
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seqused_k: Tensor,
+    *,
+    page_table: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> None:
     """Write new keys and values into a cache behind what is used of it, in place, in one kernel.
 
@@ -26,10 +38,15 @@ def append(
         k_cache: `(batch, seqlen_max, heads_kv, head_dim)`, any dtype and strides with a contiguous last dimension; or
             pages `(pages, page_size, heads_kv, head_dim)` with page_table.
         v_cache: the same with head_dim_v.
-        k: `(batch, seqlen_new, heads_kv, head_dim)`, dtype and device of the cache.
-        v: the same with head_dim_v.
+        k: `(batch, seqlen_new, heads_kv, head_dim)`, dtype and device of the cache; or fp16 or bf16 into an e4m3 cache:
+            divided by k_descale in float32 and rounded to nearest, ties to even, what is beyond 448 to 448, infinity
+            too, and NaN to NaN.
+        v: the same with head_dim_v, of k's dtype.
         seqused_k: int32 `(batch,)` without gaps: how many keys of each sequence are used before.
         page_table: int32 `(batch, pages of a sequence)`, rows without gaps, as `attention` takes it.
+        k_descale, v_descale: those with which `attention` is to read the e4m3 cache, where k and v are not e4m3
+            already: float32 `(batch, heads_kv)`, or `(batch, heads_kv, blocks)` with one for each 128 rows of a
+            sequence; None is 1. Positive and finite, which is not looked at.
 
     Raises:
         TypeError, ValueError: an argument is malformed; the text names it, what was expected and what was got.
@@ -53,13 +70,14 @@ def append(
     batch, new, heads, _ = k.shape
     if page_table is None and k_cache.shape[0] != batch:
         raise ValueError(f"k must have k_cache's batch {k_cache.shape[0]}, got {batch}; pages go with page_table")
+    of_keys = (k.dtype, *([E4M3] if k.dtype in (torch.float16, torch.bfloat16) else []))
     of_caches = k_cache.shape[:2] if page_table is not None else (batch, k_cache.shape[1])
     check_tensor(
         "k_cache",
         k_cache,
         "pages or batch, rows, heads and head_dim",
         (*of_caches, heads, k.shape[3]),
-        (k.dtype,),
+        of_keys,
         "k's",
         k.device,
     )
@@ -69,7 +87,7 @@ def append(
         v_cache,
         "k_cache's rows and heads, and v's head_dim",
         (*of_caches, heads, v.shape[3]),
-        (k.dtype,),
+        (k_cache.dtype,),
         "k's",
         k.device,
     )
@@ -83,5 +101,25 @@ def append(
         raise ValueError(
             f"page_table must have a row for each of k's batch {batch}, got shape {tuple(page_table.shape)}"
         )
+    capacity = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
+    for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
+        if x is not None:
+            _check_descale(name, x, (batch, heads), capacity, k, k_cache.dtype)
     k, v = k.resolve_neg(), v.resolve_neg()
-    import_module("flashzoo._triton.append").append(k_cache, v_cache, k, v, seqused_k, page_table)
+    descales = (None if x is None else x.resolve_neg() for x in (k_descale, v_descale))
+    import_module("flashzoo._triton.append").append(k_cache, v_cache, k, v, seqused_k, page_table, *descales)
+
+
+def _check_descale(
+    name: str, x: Tensor, by_head: tuple[int, int], capacity: int, k: Tensor, of_cache: torch.dtype
+) -> None:
+    kind = OPERANDS[name]
+    kind.check(name, kind.form(name, x), k.device)
+    if k.dtype == of_cache:
+        raise ValueError(f"{name} is for fp16 or bf16 rows into e4m3 caches, got it with {k.dtype} into {of_cache}")
+    by_block = (*by_head, cdiv(capacity, DESCALE_BLOCK))
+    if x.shape not in (by_head, by_block):
+        raise ValueError(
+            f"{name} must have shape (batch, heads_kv) {by_head}, or (batch, heads_kv, blocks of {DESCALE_BLOCK} rows) "
+            f"{by_block}, got {tuple(x.shape)}"
+        )

@@ -150,7 +150,7 @@ def _compared(
         bar.step("oracle")
         operands, _ = taken(dict(options))
         judged = _used(q, k, v, operands)
-        scales = descales_of_rows(*judged, operands) if problem.dtype == "e4m3" else NO_DESCALES
+        scales = descales_of_rows(*judged, operands) if problem.kv_in_e4m3 else NO_DESCALES
         asked = replace(problem, lse=True)
         operands_of = {"sinks": options.get("sinks"), "scored": scored_at(problem, operands)}
         judge = Judge(*judged, asked, dout, descales=scales, mask=shown(problem, operands), **operands_of)
@@ -200,8 +200,7 @@ def compare_workload(
         options["score_mod"] = score_mod(problem, seed, device)
         if problem.page_size is not None:
             k, v, options["page_table"] = in_pages(problem, k, v, seed)
-        finest = kinds_of_descales(problem)[-1] if problem.dtype == "e4m3" else None
-        options |= zip(DESCALES, descales(problem, finest, seed, device), strict=True)
+        options |= zip(DESCALES, descales(problem, kinds_of_descales(problem)[-1], seed, device), strict=True)
         problem = explain(*_leaves((q, k, v), backward), **options).problem
         return _compared(bar, (q, k, v), problem, options, specs, seed + 1)
 

@@ -17,7 +17,8 @@ attention that the papers start from: three passes, with S and P written to and 
 In FP8 the real inputs are q, k and v times their descales. `standard` then has the numerics of an FP8 kernel on Hopper:
 e4m3 products, S summed in the tensor cores' 13 bits, P times 2^8 rounded to e4m3, l summed from P before that rounding.
 What is not e4m3 already, `precision="fp8"`, it quantises with one scale for each head; its backward pass is the 16-bit
-one, with FP8's O and LSE.
+one, with FP8's O and LSE. Beside a 16-bit q, e4m3 k and v are multiplied as that dtype, and products by their
+descales in float32.
 """
 
 from __future__ import annotations
@@ -408,7 +409,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operan
         operands = replace(operands, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     if q.dtype == E4M3:
         return _fp8_forward(q, k, v, problem, operands)
-    s = _scores(q, k, problem, operands)
+    k_rows, v_rows = descales_of_rows(q, k, v, operands)[1:] if problem.dtype_kv else (None, None)
+    k, v = (x.to(q.dtype) for x in (k, v))  # which holds every e4m3 number
+    s = _scores(q, k, problem, operands, k_rows)
     lse = None
     if problem.lse or problem.grad or problem.sinks:
         lse = torch.logsumexp(s, -1).view(problem.batch, problem.heads, -1)
@@ -420,8 +423,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operan
         p[:, : problem.blind_rows] = 0  # softmax gives NaN where a row sees nothing
     else:
         p.masked_fill_((s == -math.inf).all(-1, keepdim=True), 0)
-    out = _matmul(p.to(q.dtype), _heads_first(v, problem)).to(TORCH_DTYPES[problem.out_dtype])
-    return _seqlen_first(out, problem), lse
+    p, v_h = p.to(q.dtype), _heads_first(v, problem)
+    out = _matmul(p, v_h) if v_rows is None else torch.bmm(p.float(), v_h.float().mul_(_heads_first(v_rows, problem)))
+    return _seqlen_first(out.to(TORCH_DTYPES[problem.out_dtype]), problem), lse
 
 
 def _backward(
@@ -526,9 +530,11 @@ def _hopper_sums(a: Tensor, b: Tensor) -> Tensor:
     return total
 
 
-def _scores(q: Tensor, k: Tensor, problem: Problem, operands: Operands) -> Tensor:
-    """Scores `(batch * heads, seqlen_q, seqlen_k)`."""
+def _scores(q: Tensor, k: Tensor, problem: Problem, operands: Operands, k_rows: Tensor | None = None) -> Tensor:
+    """Scores `(batch * heads, seqlen_q, seqlen_k)`; k_rows: k's descale as `of_rows` gives it."""
     s = _by_batch(_matmul(_heads_first(q, problem), _heads_first(k, problem).mT), problem)
+    if k_rows is not None:
+        s.mul_(_by_batch(_heads_first(k_rows, problem).mT, problem))
     return score(s, problem, shown(problem, operands), scored_at(problem, operands)).flatten(0, 1)
 
 

@@ -357,6 +357,14 @@ _ALL = (
         score_mod=ScoreForm(SCORE_TABLE, (("i64", (9,)), ("f32", (2, 3))), (1,)),
     ),
 )
+_ALL += (
+    _workload(
+        *("fp8_cache_causal_gqa", "smoke", 5, 190),
+        **{"batch": 3, "heads": 4, "heads_kv": 2, "used_k": True, "causal": True, "dtype_kv": "e4m3"},
+    ),
+    _workload("fp8_pages", "hard", 2, 192, 40, batch=2, used_k=True, page_size=16, sinks=True, dtype_kv="e4m3"),
+    _workload("fp8_cache_scores_x30", "hard", 1, 300, 128, heads=8, heads_kv=1, values="x30", dtype_kv="e4m3"),
+)
 # the suite asks for that of each
 _MET = frozenset({"deterministic"}).union(*(workload.problem.features for workload in _ALL))
 _ALL += tuple(
@@ -451,7 +459,7 @@ DESCALES = (None, "head", "block")
 def kinds_of_descales(problem: Problem) -> tuple[str | None, ...]:
     """Those of `DESCALES` that a problem's tensors may have, the finest last:
     blocks of rows have none where sequences share them."""
-    return DESCALES if problem.sequences is None else DESCALES[:2]
+    return DESCALES[: 1 if not problem.kv_in_e4m3 else 3 if problem.sequences is None else 2]
 
 
 def inputs(
@@ -489,9 +497,10 @@ def inputs(
     shapes = ((*of_queries, d), (*of_keys, d), (*of_keys, dv), (*of_queries, dv))
     q, k, v, dout = (torch.randn(shape, generator=generator, device=device) for shape in shapes)
     VALUES[values](q, k, v, 1 / math.sqrt(d), generator)
+    of_kv = problem.dtype_kv or problem.dtype
     q, k, v, dout = (
         LAYOUTS[layout](_cast(x, TORCH_DTYPES[name]))
-        for x, name in zip((q, k, v, dout), (*[problem.dtype] * 3, problem.out_dtype), strict=True)
+        for x, name in zip((q, k, v, dout), (problem.dtype, of_kv, of_kv, problem.out_dtype), strict=True)
     )
     return q, k, v, dout
 
@@ -505,7 +514,8 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 def descales(
     problem: Problem, kind: str | None = "block", seed: int = 0, device: torch.device | str = "cpu"
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """q_descale, k_descale and v_descale for e4m3 tensors of a problem: float32, from 1/2 to 2, no two alike.
+    """q_descale, k_descale and v_descale for e4m3 tensors of a problem: float32, from 1/2 to 2, no two alike; None for
+    a q that is none.
 
     Args:
         kind: one of `kinds_of_descales`: "head" gives three of `(batch, heads_kv)`, of packed sequences
@@ -526,7 +536,7 @@ def descales(
         blocks_q, blocks_k = (cdiv(seqlen, DESCALE_BLOCK) for seqlen in (problem.seqlen_q, problem.seqlen_k))
         shapes = [(problem.batch, problem.heads, blocks_q), *[(*of_keys, blocks_k)] * 2]
     q, k, v = (torch.exp2(2 * torch.rand(shape, generator=generator, device=device) - 1) for shape in shapes)
-    return q, k, v
+    return q if problem.dtype == "e4m3" else None, k, v
 
 
 def block_mask(problem: Problem, seed: int = 0, device: torch.device | str = "cpu") -> BlockMask | None:
@@ -741,12 +751,13 @@ def hbm_bytes(problem: Problem, version_name: str, sram_bytes: int) -> float | N
     if problem.by_lengths:
         return None
     size, size_o, rows = BYTES[problem.dtype], BYTES[problem.out_dtype], problem.batch * problem.heads
+    size_kv = BYTES[problem.dtype_kv or problem.dtype]
     d, dv = problem.head_dim, problem.head_dim_v
     pairs = problem.seqlen_q * problem.seqlen_k
     share = visible_pairs(problem) / pairs if pairs else 0.0
     block = math.ceil(sram_bytes / size / (2 * (d + dv)))
     q_once, o_once = (rows * problem.seqlen_q * width for width in (d * size, dv * size_o))
-    kv_once = problem.batch * problem.heads_kv * problem.seqlen_k * (d + dv) * size
+    kv_once = problem.batch * problem.heads_kv * problem.seqlen_k * (d + dv) * size_kv
     if version_name == "standard":
         return float(q_once + o_once + kv_once + 4 * rows * pairs * size)
     if version_name == "v1":

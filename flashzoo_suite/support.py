@@ -108,7 +108,7 @@ def asked(spec: Spec, both: bool = False, fp8: tuple[str, ...] = FP8, **fields) 
 def as_arguments(problem: Problem, descales: Descales = NO_DESCALES) -> dict:
     """The keyword arguments of `flashzoo.attention` that ask for this problem."""
     arguments = options_of(problem)
-    if problem.dtype == "e4m3":
+    if problem.kv_in_e4m3:
         arguments |= dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
     if problem.block_mask is not None:
         arguments["block_mask"] = mask_of(problem)
@@ -177,7 +177,7 @@ def seen_by(problem: Problem) -> Tensor | None:
 
 def scales_by(problem: Problem, tensors: Tensors, descales: Descales) -> Descales:
     """Descales as `Judge` takes them: of packed sequences, where those lengths put them."""
-    if problem.sequences is None or problem.dtype != "e4m3":
+    if problem.sequences is None or not problem.kv_in_e4m3:
         return descales
     return descales_of_rows(*tensors, Operands(*descales, **vars(ranges_of(problem))))
 

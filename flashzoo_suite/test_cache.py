@@ -22,6 +22,7 @@ KINDS = {
     "prefill": {"causal": True, "seqlen_q": 130},
     "whole_blocks": {"seqlen_q": 130},
 }
+FP8 = {"fp8": {"dtype": "fp16", "dtype_kv": "e4m3", "causal": True}}
 USED = (150, 0, 1, 97)
 
 
@@ -44,7 +45,7 @@ def called(
     )
 
 
-@asks(KINDS, both=True, **SIZES)
+@asks(KINDS | FP8, both=True, **SIZES)
 def test_what_is_not_used_is_not_read(version, problem):
     """To the bit, whatever lies there; and gets gradients of 0."""
     problem = in_fixed_order(version, problem)

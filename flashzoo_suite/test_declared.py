@@ -20,7 +20,7 @@ from flashzoo.accuracy import OUT_RMS, Judge
 from flashzoo.call.operands import Descales, Operands
 from flashzoo.call.problem import FEATURES, QUANTIZABLE
 from flashzoo.reference import only_used
-from flashzoo.workloads import DESCALES, TORCH_DTYPES, Workload, descales, kinds_of_descales, lengths, workloads
+from flashzoo.workloads import TORCH_DTYPES, Workload, descales, kinds_of_descales, lengths, workloads
 from flashzoo_suite.support import (
     CHOSEN,
     DEVICE,
@@ -73,9 +73,7 @@ def cases(specs: list[Spec], grad: bool) -> list[Case]:
     for workload in [
         w for tag in (("smoke", "hard", "large") if ON_GPU else ("smoke", "hard")) for w in workloads(tag)
     ]:
-        for dtype, precision, kind in NUMERICS:
-            if kind not in kinds_of_descales(workload.problem):
-                continue
+        for dtype, precision, kind in ways_of(workload):
             for deterministic in (False, True) if "smoke" in workload.tags and kind is None else (False,):
                 for spec in specs:
                     asked = {"dtype": dtype, "precision": precision} | ({"out_dtype": "fp16"} if kind == "head" else {})
@@ -114,18 +112,21 @@ def in_turn(case: Case, turn: int) -> bool:
         return not both_ways or (turn + [*TORCH_DTYPES].index(case.problem.dtype) + case.problem.deterministic) % 2 == 0
     if ON_GPU:
         return True
-    if case.problem.dtype == "e4m3":
+    if case.problem.kv_in_e4m3:
         kinds = kinds_of_descales(case.problem)
         return case.descales == kinds[turn % len(kinds)]
     dtypes = dtypes_of(flashzoo.versions()[case.version])
     return case.version == "sdpa" or case.problem.dtype == dtypes[turn % len(dtypes)]
 
 
-NUMERICS = [
-    *((dtype, None, kind) for dtype in TORCH_DTYPES for kind in (DESCALES if dtype == "e4m3" else (None,))),
-    *((dtype, "fp8", None) for dtype in QUANTIZABLE),
-]
-"""dtype, precision and kind of descales, in every way that they go together."""
+def ways_of(workload: Workload) -> list[tuple[str, str | None, str | None]]:
+    """dtype, precision and kind of descales, in every way that they go together on the workload."""
+    if workload.problem.dtype_kv is not None:
+        return [(dtype, None, kind) for dtype in QUANTIZABLE for kind in kinds_of_descales(workload.problem)]
+    in_e4m3 = replace(workload.problem, dtype="e4m3", out_dtype=None)
+    found = [("e4m3", None, kind) for kind in kinds_of_descales(in_e4m3)]
+    plain = [(dtype, None, None) for dtype in TORCH_DTYPES if dtype != "e4m3"]
+    return [*plain, *found, *((dtype, "fp8", None) for dtype in QUANTIZABLE)]
 
 
 def refusals(spec: Spec) -> dict[str, tuple[Problem, str]]:

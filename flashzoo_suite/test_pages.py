@@ -42,7 +42,7 @@ def agree(problem: Problem, found: Tensor, expected: Tensor) -> None:
         torch.testing.assert_close(found, expected, rtol=eps, atol=eps * expected.abs().max().item())
 
 
-@asks(KINDS, **SIZES)
+@asks(KINDS | {"of_16_fp8": {"page_size": 16, "dtype": "fp16", "dtype_kv": "e4m3"}}, **SIZES)
 def test_the_bits_are_those_without_pages(version, problem):
     """In whichever pages the keys lie, and whatever the others hold."""
     (q, k, v), *_ = draw(problem)

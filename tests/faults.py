@@ -7,7 +7,7 @@ result wrong is not here: any test would see it.
 from __future__ import annotations
 
 from fault import Change, Fault, fault
-from faults_decode import DECODE_ON_HOPPER
+from faults_decode import DECODE_ON_HOPPER, FP8_CACHES
 from faults_scores import ON_SCORES
 from faults_v3 import V3, V3_FP8
 
@@ -362,7 +362,7 @@ _DECODE = (
         "decode/append_launches_what_another_dtype_compiled",
         "a kernel for numbers of two bytes copies those of four; a launch was found by shapes alone",
         "flashzoo/_triton/append.py",
-        "append_launch(tensors[0].dtype,",
+        "append_launch(tensors[2].dtype,",
         "append_launch(torch.int16,",
         "test_new_rows_follow_what_is_used",
         gpu=True,
@@ -577,4 +577,15 @@ _STANDARD = (
     ),
 )
 
-FAULTS = (*_V1, *_V2, *_DECODE, *_BLOCKSPARSE, *_STANDARD, *ON_SCORES, *V3, *V3_FP8, *DECODE_ON_HOPPER)
+FAULTS = (
+    *_V1,
+    *_V2,
+    *_DECODE,
+    *_BLOCKSPARSE,
+    *_STANDARD,
+    *ON_SCORES,
+    *V3,
+    *V3_FP8,
+    *DECODE_ON_HOPPER,
+    *FP8_CACHES,
+)

@@ -1,10 +1,29 @@
-"""Faults of decode's kernel for Hopper; see `faults.py`."""
+"""Faults of decode's kernel for Hopper, and of FP8 caches; see `faults.py`."""
 
 from __future__ import annotations
 
 from fault import Fault, fault
 
 HOPPER, OUTPUT = (f"flashzoo/decode/{name}.py" for name in ("hopper", "hopper_output"))
+
+FP8_CACHES: tuple[Fault, ...] = (
+    fault(
+        "decode/descale_of_the_first_block",
+        "all keys have the descale of their head's first 128",
+        "flashzoo/decode/kernels.py",
+        "start // DESCALE_BLOCK * descale[1]",
+        "0 * descale[1]",
+        "test_forward[decode-fp8_cache_causal_gqa-fp16-by_block",
+    ),
+    fault(
+        "decode/append_cuts_to_e4m3",
+        "new rows are cut to e4m3, and not rounded: e4m3 errs twice as much",
+        "flashzoo/_triton/append_kernels.py",
+        "bits + 0x7FFFF + ((bits >> 20) & 1)",
+        "bits",
+        "test_every_number_is_rounded_to_the_nearest_e4m3",
+    ),
+)
 
 DECODE_ON_HOPPER: tuple[Fault, ...] = (
     fault(

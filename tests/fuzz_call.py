@@ -44,6 +44,7 @@ class Call:
         through: what the gradients come through: "out", "lse" or "both".
         values: of `workloads.VALUES`.
         layouts: of `LAYOUTS`, for q, k, v and dout.
+        dtype_kv: "e4m3" where k and v are that beside a 16-bit q.
         descales: of q, k and v: "none", or "head" or "block" and a layout, such as "block/padded1"; "head" has numbers
             for each of the batch, or of packed sequences.
         lengths, lengths_k, used: of packed sequences their queries and keys, and how many of these are used; all in a
@@ -78,6 +79,7 @@ class Call:
     through: str = "out"
     values: str = "randn"
     layouts: tuple[str, ...] = ("bshd",) * 4
+    dtype_kv: str | None = None
     descales: tuple[str, ...] = ("none",) * 3
     out_dtype: str | None = None
     lengths: tuple[int, ...] | None = None
@@ -138,6 +140,7 @@ class Call:
             *(self.batch, self.seqlen_q, self.seqlen_k, self.heads, self.heads_kv, self.head_dim),
             head_dim_v=self.head_dim_v,
             dtype="e4m3" if self.entry == "quantize" else self.dtype,
+            dtype_kv=self.dtype_kv,
             causal=self.causal,
             window=(left, right),
             lse=self.lse,
@@ -289,11 +292,15 @@ def operands(call: Call, device: Device) -> Operands:
     )
     if call.seqlen_q and call.seqlen_k:
         VALUES[call.values](q, k, v, 1 / math.sqrt(call.head_dim), generator)
-    dtype = TORCH_DTYPES[call.dtype]
-    if call.dtype == "e4m3":
-        q, k, v = (x.clamp_(-448, 448) for x in (q, k, v))
+    dtype, of_kv = TORCH_DTYPES[call.dtype], TORCH_DTYPES[call.dtype_kv or call.dtype]
+    q, k, v = (
+        x.clamp_(-448, 448) if to == torch.float8_e4m3fn else x
+        for x, to in zip((q, k, v), (dtype, of_kv, of_kv), strict=True)
+    )
     wide = torch.float64 if call.dtype == "fp64" else torch.float32
-    laid = [(x.to(dtype), LAYOUTS[name]) for x, name in zip((q, k, v), call.layouts, strict=False)]
+    laid = [
+        (x.to(to), LAYOUTS[name]) for x, to, name in zip((q, k, v), (dtype, of_kv, of_kv), call.layouts, strict=False)
+    ]
     laid += [
         (dout.to(call.stored), LAYOUTS[call.layouts[3]]),
         (normal(*of_queries, call.heads, 1).to(wide), LAYOUTS[call.layouts[3]]),

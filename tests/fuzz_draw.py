@@ -159,6 +159,7 @@ def configuration(random: Random, versions: list[str], device: str) -> Configura
         kind, sizes = random.choice(MASKS), random.choice(("128x128", "128x128", "128x64", "64x128", "64x64"))
         mask = f"{kind}:{sizes}:{random.choice(('', 'h', 'bh', 'b')) if kind in MASKS_BY_HEAD else ''}"
         causal, sides = causal and random.random() < 0.3, sides if random.random() < 0.3 else (False, False)
+    fp8_kv = dtype in QUANTIZABLE and precision is None and not grad and entry == "attention" and asks("fp8_kv", 0.3)
     lse = asks("lse", 0.5)
     in_e4m3 = entry == "quantize" or (dtype == "e4m3" and entry != "sdpa")
     unrounded = dtype in QUANTIZABLE and not in_e4m3 and asks("out_dtype", 0.2)
@@ -167,6 +168,7 @@ def configuration(random: Random, versions: list[str], device: str) -> Configura
         lse=lse,
         deterministic=asks("deterministic", 0.2),
         grad=grad,
+        dtype_kv="e4m3" if fp8_kv else None,
         through=random.choice(("out", "both", "both", "lse")) if lse and grad else "out",
         out_dtype=random.choice((None, "bf16", "fp16")) if in_e4m3 else "fp32" if unrounded else None,
         lengths=() if (packed := not mask and entry == "attention" and asks("packed", 0.3)) else None,
@@ -261,11 +263,12 @@ def _call(random: Random, drawn: Configuration, device: str) -> Call:
         scale = None if scale == 0 and _known_fault(plain, "any_finite_scale") else scale
     layouts = tuple(random.choice(names) for names in drawn.layouts)
     descales = ("none",) * 3
-    if plain.dtype == "e4m3" and plain.entry != "sdpa":
+    if "e4m3" in (plain.dtype, plain.dtype_kv) and plain.entry != "sdpa":
         kinds = ("none", "head", "block", "block") if plain.lengths is None else ("none", "head")
         descales = tuple(
             kind if kind == "none" else f"{kind}/{random.choice(list(LAYOUTS))}" for kind in random.choices(kinds, k=3)
         )
+        descales = descales if plain.dtype == "e4m3" else ("none", *descales[1:])
     rows: dict[str, Any] = {}
     if plain.lengths is not None:
         batch, count = 1, random.choice((1, 2, 3, 5, 30))

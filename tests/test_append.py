@@ -97,6 +97,21 @@ def test_what_is_appended_is_attended_to():
     )
 
 
+def test_every_number_is_rounded_to_the_nearest_e4m3():
+    """Ties to even, what is beyond 448 to 448, and NaN to NaN; by the descale of a row's head, and of its block."""
+    every = torch.arange(1 << 16, device=DEVICE).to(torch.int16).view(torch.float16).view(2, 32, 4, 256)
+    caches = [torch.zeros(2, 140, 4, 256, dtype=torch.float8_e4m3fn, device=DEVICE) for _ in range(2)]
+    by_head, by_block = torch.rand(2, 4, device=DEVICE) + 0.5, torch.rand(2, 2, 4, device=DEVICE).mT + 0.5
+    used = numbers(3, 108)  # of the second some are in the next block of 128 rows
+    flashzoo.append(*caches, every, every, used, k_descale=by_head, v_descale=by_block)
+    at = used[:, None] + torch.arange(32, device=DEVICE)
+    of_rows = by_head[:, None].expand(2, 32, 4), by_block.mT[torch.arange(2, device=DEVICE)[:, None], at // 128]
+    for cache, descale in zip(caches, of_rows, strict=True):
+        nearest = (every.float() / descale[..., None]).clamp(-448, 448).to(cache.dtype).float()
+        found = torch.stack([cache[b, first : first + 32] for b, first in enumerate(used.tolist())]).float()
+        torch.testing.assert_close(found, nearest, rtol=0, atol=0, equal_nan=True)
+
+
 def test_nothing_to_append():
     caches = drawn(2, 20, 2, 16), drawn(2, 20, 2, 16)
     flashzoo.append(*caches, drawn(2, 0, 2, 16), drawn(2, 0, 2, 16), numbers(0, 0))
@@ -104,6 +119,8 @@ def test_nothing_to_append():
 
 CACHES = {name: drawn(2, 20, 2, 16) for name in ("k_cache", "v_cache")}
 GIVEN = CACHES | {"k": drawn(2, 3, 2, 16), "v": drawn(2, 3, 2, 16), "seqused_k": numbers(0, 0)}
+E4M3 = torch.float8_e4m3fn
+IN_E4M3 = {name: x.to(E4M3) for name, x in CACHES.items()}
 MALFORMED = {
     "no tensor": ({"k": None}, TypeError, "k must be a torch.Tensor, got NoneType"),
     "of three dimensions": (
@@ -134,7 +151,32 @@ MALFORMED = {
     "in another dtype": (
         {"k_cache": drawn(2, 20, 2, 16).float()},
         TypeError,
-        "k_cache must be of dtype torch.float16, got torch.float32",
+        "k_cache must be of dtype torch.float16, torch.float8_e4m3fn, got torch.float32",
+    ),
+    "float32 into e4m3": (
+        {name: x.float() if name in "kv" else x.to(E4M3) for name, x in GIVEN.items() if x.is_floating_point()},
+        TypeError,
+        "k_cache must be of dtype torch.float32, got torch.float8_e4m3fn",
+    ),
+    "one cache in e4m3": (
+        {"k_cache": drawn(2, 20, 2, 16, dtype=E4M3)},
+        TypeError,
+        "v_cache must be of dtype torch.float8_e4m3fn, got torch.float16",
+    ),
+    "a descale for copies": (
+        {"k_descale": torch.ones(2, 2, device=DEVICE)},
+        ValueError,
+        "k_descale is for fp16 or bf16 rows into e4m3 caches, got it with torch.float16 into torch.float16",
+    ),
+    "a descale of new rows": (
+        {**IN_E4M3, "v_descale": torch.ones(2, 3, 2, device=DEVICE)},
+        ValueError,
+        r"v_descale must have shape \(batch, heads_kv\) \(2, 2\), or .* \(2, 2, 1\), got \(2, 3, 2\)",
+    ),
+    "a descale in 16 bits": (
+        {**IN_E4M3, "k_descale": drawn(2, 2)},
+        TypeError,
+        "k_descale must be of dtype torch.float32, got torch.float16",
     ),
     "used in 64 bits": (
         {"seqused_k": numbers(0, 0).long()},

@@ -225,6 +225,20 @@ class TestFp8:
         half = {name: x.half() for name, x in _changed().items()}
         assert flashzoo.attention(**half, precision="fp8").dtype == torch.float16
 
+    def test_e4m3_keys_have_their_descales_and_no_gradients(self):
+        """Of k and v in e4m3 beside a 16-bit q: what they are multiplied by, and that no backward pass takes them."""
+        q, k, v = (torch.randn(1, 200, heads, 16) for heads in (4, 2, 2))
+        q, k, v = q.bfloat16(), k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)
+        by_head, by_block = torch.rand(1, 2) + 0.5, torch.rand(1, 2, 2) + 0.5
+        out = flashzoo.attention(q, k, v, k_descale=by_head, v_descale=by_block)
+        k_real = k.double() * by_head[:, None, :, None]
+        v_real = v.double() * by_block.repeat_interleave(128, 2)[..., :200].mT[..., None]
+        expected = flashzoo.attention(q.double(), k_real, v_real)
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out.double(), expected, rtol=0.01, atol=0.01)
+        with pytest.raises(UnsupportedError, match="backward pass does not support e4m3 k and v with 16-bit q"):
+            flashzoo.attention(q.requires_grad_(), k, v, version="standard")
+
     def test_e4m3_has_no_gradients(self):
         tensors = {name: x.requires_grad_() for name, x in _fp8().items()}
         with pytest.raises(UnsupportedError, match="standard: e4m3 inputs have no gradients"):

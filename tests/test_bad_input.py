@@ -321,6 +321,22 @@ BAD_INPUT = {
         ValueError,
         r"sinks must be on q's device cpu, got meta",
     ),
+    "e4m3 k alone": (
+        _fp8(q=torch.randn(2, 6, 4, 8).half(), v=torch.randn(2, 6, 4, 8).half()),
+        TypeError,
+        r"must have one dtype, got .*; only k and v, both, may be torch.float8_e4m3fn",
+    ),
+    "e4m3 beside float32": (_fp8(q=torch.randn(2, 6, 4, 8)), TypeError, r"must have one dtype, got q torch.float32"),
+    "q_descale of 16 bits": (
+        _fp8(q=torch.randn(2, 6, 4, 8).half(), q_descale=torch.ones(2, 4)),
+        ValueError,
+        r"q_descale is for e4m3 inputs .* got it with fp16 ones",
+    ),
+    "precision beside e4m3": (
+        _fp8(q=torch.randn(2, 6, 4, 8).half(), precision="fp8"),
+        TypeError,
+        r"precision='fp8' quantises fp16 or bf16 inputs, got q torch.float16, k torch.float8_e4m3fn",
+    ),
     "e4m3 mixed": (_fp8(v=torch.randn(2, 6, 4, 8).half()), TypeError, r"must have one dtype, got .* v torch.float16"),
     "an argument nobody knows": ({"dropout_p": 0.1}, TypeError, r"unexpected keyword argument 'dropout_p'"),
 }

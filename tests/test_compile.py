@@ -14,7 +14,7 @@ import torch
 
 from flashzoo import Problem
 from flashzoo._sass import Resources
-from flashzoo._triton import packed
+from flashzoo._triton import append_kernels, packed
 from flashzoo._triton.append import append_launch
 from flashzoo._triton.compile import resources
 from flashzoo._triton.merge import merge_launch
@@ -23,6 +23,8 @@ from flashzoo._triton.tiles import DELTA_BLOCK
 from flashzoo.blocksparse import launch as blocksparse
 from flashzoo.blocksparse.config import tiles_for as blocksparse_tiles
 from flashzoo.call.forms import MaskForm, ScoreForm
+from flashzoo.call.problem import DESCALE_BLOCK
+from flashzoo.decode import kernels as decode_kernels
 from flashzoo.gpu import RAGGED_ROWS, SHARED_LIMIT
 from flashzoo.v1 import launch as v1
 from flashzoo.v2 import kernels as v2_kernels
@@ -235,7 +237,10 @@ def test_append_compiles_and_does_not_spill(arch: int) -> None:
             torch.int16, (4, 1, 8, 128), 128, (1 << 20, 1 << 10, 128) * 4, (8192, 4096, 512), page_size
         )
         for bits in ("u8", "i16", "i32"):
-            assert resources(launch, (*[bits] * 4, "i32", table), 0, arch).stack == 0
+            assert resources(launch, (*[bits] * 4, "i32", table, None, None), 0, arch).stack == 0
+        descale = ("fp32", 8, 1, 0)
+        rounding = resources(launch, (*["u8"] * 2, *["bf16"] * 2, "i32", table, descale, None), 0, arch)
+        assert rounding.stack == 0
 
 
 @pytest.mark.parametrize("arch", [80, 90])
@@ -246,7 +251,9 @@ def test_merge_compiles_and_does_not_spill(arch: int) -> None:
         assert resources(launch, (name, name, "fp32", "fp32", "bf16", "fp32"), 0, arch).stack == 0
 
 
-def test_v2_knows_what_the_host_does() -> None:
+def test_kernels_know_what_the_host_does() -> None:
+    for kernels in (decode_kernels, append_kernels):
+        assert kernels.DESCALE_BLOCK.value == DESCALE_BLOCK
     assert (v2_kernels.RAGGED_ROWS.value, v2_kernels.DELTA_BLOCK.value) == (RAGGED_ROWS, DELTA_BLOCK)
 
 

@@ -15,6 +15,7 @@ from flashzoo._cute.compile import compile_for
 from flashzoo._sass import read
 from flashzoo._triton.compile import resources
 from flashzoo.decode import launch as decode
+from flashzoo.decode.config import E4M3_ARCH
 from flashzoo.decode.config import kernel_for as decode_hopper_kernel
 from flashzoo.decode.programs import program as decode_program
 from flashzoo.gpu import SHARED_LIMIT
@@ -26,6 +27,9 @@ ARCHS = (80, 89, 90, 100)
 WIDTHS = (64, 128, 256)
 DECODE_STACK = 16
 """Bytes of stack of a thread: some kernels with pages keep a page number or two there."""
+
+DECODE_STACK_E4M3 = 56
+"""Of 64 rows 128 and 256 wide on Hopper: products with V are beside O, as descales of blocks want."""
 
 
 @pytest.mark.covering(2)
@@ -43,18 +47,38 @@ def test_decode_compiles_and_does_not_spill(arch: int, head_dim: int, dtype: str
     problem, paged = (
         Problem(4, seqlen_q, 8192, 64, 8, head_dim, page_size=page_size, **how) for page_size in (None, 16)
     )
+    parts = ("fp32", "fp32")
     for found in (
-        resources(decode.split_launch(problem, strides), (*[dtype] * 3, "fp32", "fp32", "i32", None, None), 1, arch),
+        resources(
+            decode.split_launch(problem, strides), (*[dtype] * 3, *parts, "i32", None, None, None, None), 1, arch
+        ),
         resources(
             decode.split_launch(paged, strides, (512, 4096)),
-            (*[dtype] * 3, "fp32", "fp32", "i32", "i32", None),
+            (*[dtype] * 3, *parts, "i32", "i32", None, None, None),
             1,
             arch,
         ),
-        resources(decode.split_launch(problem, strides), (*[dtype] * 3, "fp32", "fp32", "i32", None, "fp32"), 1, arch),
+        resources(
+            decode.split_launch(problem, strides), (*[dtype] * 3, *parts, "i32", None, "fp32", None, None), 1, arch
+        ),
         resources(decode.merge_launch(problem, of_q), ("fp32", "fp32", dtype, "fp32", "fp32"), 0, arch),
     ):
         assert found.stack <= DECODE_STACK and found.shared <= SHARED_LIMIT[arch]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("arch", [arch for arch in ARCHS if arch >= E4M3_ARCH])
+@pytest.mark.parametrize("head_dim", WIDTHS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("seqlen_q", [1, 512])
+def test_decode_on_e4m3_compiles_and_does_not_spill(arch: int, head_dim: int, dtype: str, seqlen_q: int) -> None:
+    """And converts no number at the rate of exponentials (F2F)."""
+    problem = Problem(4, seqlen_q, 8192, 64, 8, head_dim, dtype=dtype, dtype_kv="e4m3", arch=arch, page_size=16)
+    of_q, of_k = ((heads * head_dim * 512, heads * head_dim, head_dim) for heads in (64, 8))
+    launch = decode.split_launch(problem, (*of_q, *of_k, *of_k, *of_q, 1 << 24, 1 << 16), (512, 4096))
+    descale = ("fp32", 8, 1, 0)
+    found = resources(launch, (dtype, *["fp8e4nv"] * 2, "fp32", "fp32", None, "i32", None, descale, descale), 1, arch)
+    assert found.stack <= DECODE_STACK_E4M3 and found.shared <= SHARED_LIMIT[arch] and "F2F" not in found.opcodes
 
 
 def hopper_decode_cases() -> Iterator[tuple[int, dict, int]]:

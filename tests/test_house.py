@@ -103,7 +103,7 @@ MAY_IMPORT = {
     "score_mods": {"torch", SCORES},
     "sinks": {"torch"},
     "merge": {"torch", "flashzoo.call.check", "flashzoo.transforms"},
-    "append": {"torch", "flashzoo.call.check", "flashzoo.call.operands", "flashzoo.transforms"},
+    "append": {"torch", "flashzoo.call.check", "flashzoo.transforms"} | HANDED,
     "lengths": {"torch", "flashzoo.call.forms"},
     "replace": {"torch", BLOCK_MASK, SCORES, "flashzoo.registry", "flashzoo.transforms"} | CALL,
     "masks": {"torch", "typing_extensions", BLOCK_MASK, "flashzoo.call.forms"},

@@ -14,6 +14,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
@@ -35,10 +36,11 @@ def _interpreting() -> Iterator[None]:
     # Triton restores what the kernel's own module sees, but not what the functions it calls see (tl.sum and others are
     # JIT functions with globals of their own). So this scope is opened around it, over all of triton.language.
     sees_all = types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core})
-    patch_tensor, compiled_call, np_dtype = (
+    patch_tensor, compiled_call, np_dtype, convert_float = (
         interpreter._patch_lang_tensor,
         JITFunction.__call__,
         interpreter._get_np_dtype,
+        interpreter._convert_float,
     )
 
     def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
@@ -51,6 +53,9 @@ def _interpreting() -> Iterator[None]:
     builder.options = replace(sanitized, sanitize_overflow=False)
     interpreter._patch_lang_tensor = patch_tensor_and_index
     interpreter._get_np_dtype = _np_dtype  # Triton's own makes a table of all dtypes at each operation
+    interpreter._convert_float = lambda x, of, to, how: (
+        _from_e4m3(x, to) if of == tl.float8e4nv else convert_float(x, of, to, how)
+    )
     scope = interpreter._patch_lang(sees_all)
     # Triton's own way there would patch the language once more for each call of each function: a third of the time.
     JITFunction.__call__ = lambda self, *args, **kwargs: _rewritten(self.fn)(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
@@ -62,6 +67,7 @@ def _interpreting() -> Iterator[None]:
             compiled_call,
             np_dtype,
         )
+        interpreter._convert_float = convert_float
         builder.options = sanitized
         scope.restore()
 
@@ -72,6 +78,15 @@ _np_dtype_of_scalar = cache(interpreter._get_np_dtype)
 def _np_dtype(dtype: Any) -> Any:
     scalar = dtype.scalar
     return _np_dtype_of_scalar(tl.uint64 if scalar.is_ptr() else scalar)
+
+
+_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
+"""Every e4m3 number by its bits."""
+
+
+def _from_e4m3(x: Any, dtype: Any) -> Any:
+    """e4m3's bits as fp16 or fp32: Triton's own way takes NaN for 480."""
+    return _E4M3[x].astype(_np_dtype(dtype))
 
 
 @cache

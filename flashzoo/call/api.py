@@ -93,8 +93,9 @@ def attention(
             Packed: `(total_q, heads, head_dim)`, that as a batch of one, or a nested tensor of layout `torch.jagged`,
             `(batch, seqlen, heads, head_dim)` with one length for each of the batch.
         k: `(batch, seqlen_k, heads_kv, head_dim)`, dtype and device of q. `heads` is a multiple of `heads_kv`; query
-            head h reads key/value head `h // (heads // heads_kv)`.
-        v: `(batch, seqlen_k, heads_kv, head_dim_v)`, dtype and device of q. `head_dim_v` is mostly `head_dim`.
+            head h reads key/value head `h // (heads // heads_kv)`. Beside fp16 or bf16 q both k and v may be e4m3, as
+            an FP8 cache is: products are then in q's dtype, which holds every e4m3 number, and nothing has gradients.
+        v: `(batch, seqlen_k, heads_kv, head_dim_v)`, dtype and device of k. `head_dim_v` is mostly `head_dim`.
         causal: query i sees key j only where `j <= i + seqlen_k - seqlen_q`: the last query sees the last key.
         softmax_scale: finite float of at most 1e30, `1 / sqrt(head_dim)` where None. A negative one costs a copy of q.
         window_size: `(left, right)`: query i sees the keys from `i + seqlen_k - seqlen_q - left` to
@@ -112,8 +113,8 @@ def attention(
         q_descale: with e4m3 inputs, what q is multiplied by to be the real one: float32, on q's device, any strides,
             `(batch, heads_kv)` or one for each 128 rows of a head, `(batch, heads, ceil(seqlen_q / 128))`; None is 1.
             Positive and finite, which is not looked at: it lies on the device. Packed: `(sequences, heads_kv)`.
-        k_descale, v_descale: the same for k and v, `(batch, heads_kv)` or `(batch, heads_kv, ceil(seqlen_k / 128))`;
-            packed: as q's.
+        k_descale, v_descale: the same for e4m3 k and v, `(batch, heads_kv)` or
+            `(batch, heads_kv, ceil(seqlen_k / 128))`, of a sequence's rows in pages too; packed: as q's.
         block_mask: a `flashzoo.BlockMask` on q's device, of these lengths, its batch and heads q's or 1. A key is seen
             where it, causal and window_size all say so; these are put into it by some hundreds of small operations at
             the first such call, and kept with it (`BlockMask.banded`). `v3` and `blocksparse` skip what the mask skips;

@@ -118,8 +118,12 @@ def check_shapes(tensors: tuple[Described, Described, Described]) -> None:
     if heads % heads_kv:
         raise ValueError(f"q's heads must be a multiple of k's, got {heads} and {heads_kv} ({shapes})")
     dtypes = f"q {q_dtype}, k {k_dtype}, v {v_dtype}"
-    if not q_dtype == k_dtype == v_dtype:
-        raise TypeError(f"q, k and v must have one dtype, got {dtypes}")
+    of_fp8_cache = q_dtype in (torch.float16, torch.bfloat16) and k_dtype == v_dtype == torch.float8_e4m3fn
+    if not (q_dtype == k_dtype == v_dtype or of_fp8_cache):
+        raise TypeError(
+            f"q, k and v must have one dtype, got {dtypes}; "
+            "only k and v, both, may be torch.float8_e4m3fn beside q of torch.float16 or torch.bfloat16"
+        )
     if q_dtype not in DTYPE_NAMES:
         raise TypeError(f"q, k and v must be of dtype {', '.join(TORCH_DTYPES)}, got {dtypes}")
     if not q_device == k_device == v_device:

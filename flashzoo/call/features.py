@@ -40,6 +40,9 @@ BESIDE_OPTIONS = {
         lambda p: p.out_dtype == "fp32" and p.dtype != "fp32",
         {"dtype": "fp16", "out_dtype": "fp32"},
     ),
+    "fp8_kv": Feature(
+        "e4m3 k and v with 16-bit q", lambda p: p.dtype_kv is not None, {"dtype": "fp16", "dtype_kv": "e4m3"}
+    ),
     "packed": Feature("cu_seqlens_q", lambda p: p.sequences is not None, {"sequences": 3}),
     "used_k": Feature(
         "seqused_k with cu_seqlens_q", lambda p: p.used_k and p.sequences is not None, {"sequences": 3, "used_k": True}

@@ -171,9 +171,10 @@ class _Descale(_OfTensor):
             raise ValueError(f"{name} has no gradient, got one that requires grad")
 
     def check_sizes(self, name: str, form: Any, problem: Problem) -> None:
-        if problem.dtype != "e4m3":
-            raise ValueError(f"{name} is for e4m3 inputs (torch.float8_e4m3fn), got it with {problem.dtype} ones")
         of_q = name == "q_descale"
+        dtype = problem.dtype if of_q else problem.dtype_kv or problem.dtype
+        if dtype != "e4m3":
+            raise ValueError(f"{name} is for e4m3 inputs (torch.float8_e4m3fn), got it with {dtype} ones")
         heads, seqlen = (problem.heads, problem.seqlen_q) if of_q else (problem.heads_kv, problem.seqlen_k)
         if problem.sequences is not None:
             expected = (problem.sequences, problem.heads_kv)

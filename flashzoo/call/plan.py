@@ -136,7 +136,7 @@ def plan_backward(
     q, k, v = (described[first : first + 5] for first in (0, 5, 10))
     problem = problem_of((q, k, v), through_lse, True, forms, None, options)
     check_data(q[3])
-    if problem.numerics in ("fp8", "e4m3"):
+    if problem.kv_in_e4m3 or problem.precision is not None:
         got = "e4m3 ones" if problem.precision is None else f"precision={problem.precision!r}"
         raise ValueError(f"attention_backward is of fp16, bf16, fp32 or fp64 inputs as they are, got {got}")
     spec = choose_backward(problem, *asked, zoo)
@@ -175,13 +175,15 @@ def problem_of(
         OPERANDS["page_table"].check("page_table", table, tensors[0][3])
         tensors, of_pages["page_size"] = read_by_pages(tensors, table[0])
     check_shapes(tensors)
-    (q_shape, _, q_dtype, q_device, _), (k_shape, *_), (v_shape, *_) = tensors
+    (q_shape, _, q_dtype, q_device, _), (k_shape, _, k_dtype, *_), (v_shape, *_) = tensors
     (batch, seqlen_q, heads, head_dim), (_, seqlen_k, heads_kv, _), head_dim_v = q_shape, k_shape, v_shape[3]
     dtype, asked = DTYPE_NAMES[q_dtype], fields_of(options) | of_pages
     check_flags(return_lse=return_lse)
-    if asked.get("precision") is not None and dtype not in QUANTIZABLE:
+    dtype_kv = None if k_dtype == q_dtype else DTYPE_NAMES[k_dtype]
+    if asked.get("precision") is not None and (dtype not in QUANTIZABLE or dtype_kv is not None):
         raise TypeError(
-            f"precision={asked['precision']!r} quantises {' or '.join(QUANTIZABLE)} inputs, got q {q_dtype}"
+            f"precision={asked['precision']!r} quantises {' or '.join(QUANTIZABLE)} inputs, "
+            f"got q {q_dtype}, k {k_dtype}"
         )
     if asked.get("out_dtype") not in (None, *OUT_DTYPES[dtype]):
         *others, last = (str(TORCH_DTYPES[name]) for name in OUT_DTYPES[dtype])
@@ -195,7 +197,8 @@ def problem_of(
         asked |= kind.fields(name, form)
     sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads": heads, "heads_kv": heads_kv}
     sizes |= {"head_dim": head_dim, "head_dim_v": head_dim_v}
-    problem = Problem(**sizes, dtype=dtype, lse=return_lse, grad=grad, device=device, arch=arch, **asked)
+    how = {"dtype": dtype, "dtype_kv": dtype_kv, "lse": return_lse, "grad": grad, "device": device, "arch": arch}
+    problem = Problem(**sizes, **how, **asked)
     for name, kind, form in given(forms):
         kind.check_sizes(name, form, problem)
     if problem.sequences is not None and seqlen_q != seqlen_k and forms[K_LENGTHS] is None:

@@ -129,6 +129,8 @@ class Problem:
         head_dim_v: the last size of v and out, by keyword only; None stands for head_dim and is replaced by it, so
             `replace(problem, head_dim=...)` keeps the old width of v unless it is given head_dim_v=None too.
         dtype: of q, k and v, one of `DTYPES`.
+        dtype_kv: "e4m3" where k and v are that beside a 16-bit q, as of an FP8 cache; None where they are of dtype. By
+            keyword only.
         softmax_scale: what scores are multiplied by; None is `1 / sqrt(head_dim)`, see `scale`.
         causal: query i sees key j only where `j <= i + seqlen_k - seqlen_q` (aligned bottom-right).
         window: `(left, right)`, how many keys either side of the aligned diagonal are seen;
@@ -167,6 +169,7 @@ class Problem:
     head_dim: int
     head_dim_v: int = field(default=None, kw_only=True)  # pyright: ignore[reportAssignmentType]
     dtype: str = "bf16"
+    dtype_kv: str | None = field(default=None, kw_only=True)
     causal: bool = option(
         False,
         "bool",
@@ -246,6 +249,8 @@ class Problem:
             raise ValueError(
                 f"out_dtype must be one of {', '.join(map(repr, OUT_DTYPES[self.dtype]))}, got {self.out_dtype!r}"
             )
+        if self.dtype_kv is not None:
+            self._check_dtype_kv()
         if self.precision is not None and self.dtype not in QUANTIZABLE:
             raise ValueError(f"precision={self.precision!r} is for dtype {' or '.join(QUANTIZABLE)}, got {self.dtype}")
         if self.block_mask is not None:
@@ -268,6 +273,14 @@ class Problem:
                     "block_mask does not go with seqused_k: its blocks are of all keys, "
                     "and what a query sees hangs on how many are used"
                 )
+
+    def _check_dtype_kv(self) -> None:
+        if self.dtype_kv != "e4m3":
+            raise ValueError(f"dtype_kv must be 'e4m3' or None, got {self.dtype_kv!r}")
+        if self.dtype not in QUANTIZABLE:
+            raise ValueError(f"dtype_kv='e4m3' is beside dtype {' or '.join(QUANTIZABLE)}, got {self.dtype}")
+        if self.precision is not None:
+            raise ValueError(f"precision={self.precision!r} quantises k and v, got them as dtype_kv='e4m3'")
 
     def _check_pages(self) -> None:
         _check_int("page_size", self.page_size, 1, " or None")
@@ -305,6 +318,11 @@ class Problem:
         """What the products are made in: "e4m3" of inputs that are it, "fp8" of inputs quantised to it,
         or the dtype."""
         return self.precision or self.dtype
+
+    @property
+    def kv_in_e4m3(self) -> bool:
+        """Whether k and v are e4m3, which has descales and no gradients, whatever q is."""
+        return "e4m3" in (self.dtype, self.dtype_kv)
 
     @cached_property
     def features(self) -> frozenset[str]:
@@ -375,6 +393,8 @@ class Problem:
         head_dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
         batch = f"batch {self.batch}" if self.sequences is None else f"{self.sequences} packed sequences"
         text = f"{batch}, seqlen {lengths}, heads {heads}, head_dim {head_dims}, {self.dtype}"
+        if self.dtype_kv is not None:
+            text += f" on {self.dtype_kv} k and v"
         if self.precision is not None:
             text += f" in {self.precision}"
         if self.out_dtype != self.dtype:

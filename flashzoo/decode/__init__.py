@@ -11,10 +11,11 @@ SPEC = Spec(
     dtypes=("fp16", "bf16", "fp32"),
     cpu_dtypes=("fp16", "fp32"),
     features=frozenset(
-        {"causal", "window", "gqa", "cross", "lse", "deterministic", "cache", "paged", "sinks", "out_dtype"}
+        {"causal", "window", "gqa", "cross", "lse", "deterministic", "cache", "paged", "fp8_kv", "sinks", "out_dtype"}
     ),
     requires=("triton",),
     batch_invariant=True,
+    check=deferred("flashzoo.decode.config:unsupported"),
     leaves=deferred("flashzoo.decode.config:leaves"),
     notes=deferred("flashzoo.decode.config:describe"),
 )

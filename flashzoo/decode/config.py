@@ -12,6 +12,8 @@ from flashzoo.decode.traits import WIDTHS, Kernel
 from flashzoo.gpu import WARPGROUP_ROWS
 from flashzoo.integers import cdiv, next_power_of_2
 
+E4M3_ARCH = 89
+"""The first that Triton converts e4m3 on."""
 TENSOR_CORE = 16
 """No side of a tile of the tensor cores is shorter."""
 MULTIPROCESSORS = {80: 108, 89: 128, 90: 132, 100: 148}
@@ -148,7 +150,8 @@ def by_hopper(problem: Problem) -> bool:
     """Whether the kernel for Hopper takes the problem, where TMA can read its tensors."""
     p = problem
     fits = p.head_dim % 8 == 0 and p.head_dim <= WIDTHS[-1] and p.seqlen_q * p.heads * p.head_dim < LARGEST
-    return p.arch == 90 and p.dtype in ("fp16", "bf16") and fits and box_of(p) >= LEAST_BOX and _has_cute()
+    dtypes = p.dtype in ("fp16", "bf16") and p.dtype_kv is None
+    return p.arch == 90 and dtypes and fits and box_of(p) >= LEAST_BOX and _has_cute()
 
 
 def box_of(problem: Problem) -> int:
@@ -244,10 +247,20 @@ def tiled_microseconds(problem: Problem) -> float:
     return max(waves * cdiv(keys, 64) * TILED_US[p.used_k] * max(p.head_dim / 128, 0.5), read / BYTES_PER_US)
 
 
+def unsupported(problem: Problem) -> list[str]:
+    """Sentences on what declarations can't say."""
+    p = problem
+    if p.dtype_kv is not None and p.device == "cuda" and p.arch is not None and p.arch < E4M3_ARCH:
+        return [f"takes e4m3 k and v on sm_{E4M3_ARCH} or newer, got sm_{p.arch}"]
+    return []
+
+
 def leaves(problem: Problem) -> list[str]:
     """Why `auto` leaves a problem to the versions that do not split keys."""
     if problem.grad:
         return ["an input requires grad"]
+    if problem.dtype_kv is not None:  # no other does not make a copy of them
+        return []
     if not by_hopper(problem):
         unmeasured = "only its kernel for Hopper was measured, which does not take this"
         return [unmeasured] if problem.page_size is None else []
@@ -282,7 +295,9 @@ def describe(problem: Problem) -> list[str]:
         how, width = cut(p), block_d(p.head_dim)
         lines = [f"{tiles_for(p)}, in Triton"]
         splits = f"{how.splits} splits of {how.split}, merged by a second kernel"
-        if p.arch == 90 and p.dtype in ("fp16", "bf16"):
+        if p.dtype_kv is not None:
+            lines.append(f"{p.dtype_kv} keys and values are made {p.dtype} on chip")
+        elif p.arch == 90 and p.dtype in ("fp16", "bf16"):
             lines.append(
                 f"the kernel for Hopper takes head dims and page sizes in steps of {LEAST_BOX}, and needs CuTe DSL"
             )

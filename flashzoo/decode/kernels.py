@@ -16,6 +16,9 @@ The lines A1.n in comments are the three steps of that text.
 Keys and values may lie in pages (PAGE rows each, 0 where they don't): key j of a sequence is row j % PAGE of the page
 whose number is the (j // PAGE)-th of the sequence's in the table.
 
+They may be e4m3 beside a 16-bit q: a block of them is made 16 bits on chip, which hold every e4m3 number, and products
+are multiplied by the descales of the block's rows.
+
 Where there is one split it writes out itself. Sinks, of each head one more logit in the softmax, join where out is
 written. Scores are in log2 units: exp2 with softmax_scale * log2(e) folded in.
 """
@@ -25,6 +28,7 @@ import triton.language as tl
 
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+DESCALE_BLOCK: tl.constexpr = tl.constexpr(128)  # rows that share a number of a descale; whole blocks of keys
 
 # One compiled kernel for every length, batch and number of heads.
 SIZES = [
@@ -84,8 +88,36 @@ def load_keys(
 
 
 @triton.jit
+def of_head(descale, b, h):
+    """A head's numbers of a descale and their stride, from the numbers and their strides; None where there is none."""
+    if descale is None:
+        return None
+    else:
+        return descale[0] + b * descale[1] + tl.cast(h, tl.int64) * descale[2], descale[3]
+
+
+@triton.jit
+def descaled(x, descale, start):
+    """x times a head's number for the rows from `start` on."""
+    if descale is None:
+        return x
+    else:
+        return x * tl.load(descale[0] + start // DESCALE_BLOCK * descale[1])
+
+
+@triton.jit
+def widened(x, dtype: tl.constexpr):
+    """Keys or values in q's dtype, which holds them: e4m3 by way of float32 to bf16, as Hopper converts fp16 to bf16
+    at the rate of exponentials."""
+    if x.dtype == tl.float8e4nv and dtype == tl.bfloat16:
+        return x.to(tl.float32).to(dtype)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
 def attend(
-    state, q_i, keys, first, last, end, diagonal, scale_log2, window_left, window_right,
+    state, q_i, keys, descales, first, last, end, diagonal, scale_log2, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Take the keys first .. last into the state: acc, l_i and m_i."""
@@ -95,7 +127,7 @@ def attend(
         key = start + tl.arange(0, BLOCK_KV)
         place = places(table, pages, key, end, PAGE, MASKED)
         k_j = load_keys(k_head, k_strides, place, key, end, HEAD_DIM, BLOCK_D, PAGE, MASKED)
-        s = tl.dot(q_i, k_j.T, input_precision="ieee") * scale_log2
+        s = tl.dot(q_i, widened(k_j, q_i.dtype).T, input_precision="ieee") * descaled(scale_log2, descales[0], start)
         if MASKED:
             offset = key[None, :] - diagonal[:, None]
             seen = (key < end)[None, :] & (offset <= window_right) & (offset >= -window_left)
@@ -107,14 +139,18 @@ def attend(
         alpha = tl.exp2(m_i - m_safe)
         l_i = l_i * alpha + tl.sum(p, 1)
         v_j = load_keys(v_head, v_strides, place, key, end, HEAD_DIM, BLOCK_D, PAGE, MASKED)
-        acc = tl.dot(p.to(v_j.dtype), v_j, acc * alpha[:, None], input_precision="ieee")
+        if descales[1] is None:
+            acc = tl.dot(p.to(q_i.dtype), widened(v_j, q_i.dtype), acc * alpha[:, None], input_precision="ieee")
+        else:
+            o_j = tl.dot(p.to(q_i.dtype), widened(v_j, q_i.dtype))
+            acc = acc * alpha[:, None] + descaled(o_j, descales[1], start)
         m_i = m_new
     return acc, l_i, m_i
 
 
 @triton.jit(do_not_specialize=SIZES)
 def split_kernel(
-    q, k, v, out, lse, used_k, page_table, sinks, scale_log2,
+    q, k, v, out, lse, used_k, page_table, sinks, k_descale, v_descale, scale_log2,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh, stride_op, stride_lp,
     stride_table, pages, seqlen_q, seqlen_k, heads, heads_kv, blocks, split, splits, window_left, window_right,
@@ -171,18 +207,20 @@ def split_kernel(
         tl.full([ROWS], float("-inf"), tl.float32),
     )
     keys = (k_head, (stride_kb, stride_ks), v_head, (stride_vb, stride_vs), table, pages)
+    descales = (of_head(k_descale, b_64, h_kv), of_head(v_descale, b_64, h_kv))
     diagonal = position + used - seqlen_q
     if LEFT:
         whole = first
     else:
         state = attend(
-            state, q_i, keys, first, whole, end, diagonal, scale_log2, window_left, window_right,
+            state, q_i, keys, descales, first, whole, end, diagonal, scale_log2, window_left, window_right,
             HEAD_DIM, BLOCK_D, BLOCK_KV, PAGE, False,
         )  # fmt: skip
     acc, l_i, m_i = attend(
         state,
         q_i,
         keys,
+        descales,
         whole,
         end,
         end,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flashzoo._triton import Launch
+from flashzoo._triton.descales import strided
 from flashzoo.call.operands import Operands
 from flashzoo.call.problem import Problem
 from flashzoo.decode import kernels
@@ -37,16 +38,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Opera
     inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     scale_log2, table = p.scale * LOG2E, operands.page_table
     pages = (0, 0) if table is None else (table.stride(0), k.shape[0])
-    given = operands.seqused_k, table
+    given, descales = (operands.seqused_k, table), (strided(operands.k_descale), strided(operands.v_descale))
     if splits == 1:
         split_launch(p, (*inputs, *out.stride()[:3], 0, 0), pages)(
-            (q, k, v, out, lse, *given, operands.sinks), (scale_log2,)
+            (q, k, v, out, lse, *given, operands.sinks, *descales), (scale_log2,)
         )
         return out, lse
     parts = q.new_empty((splits, *q.shape), dtype=torch.float32)
     lse_parts = q.new_empty((splits, *lse.shape), dtype=torch.float32)
     of_parts = (*parts.stride()[1:4], parts.stride(0), lse_parts.stride(0))
-    split_launch(p, (*inputs, *of_parts), pages)((q, k, v, parts, lse_parts, *given, None), (scale_log2,))
+    split_launch(p, (*inputs, *of_parts), pages)((q, k, v, parts, lse_parts, *given, None, *descales), (scale_log2,))
     merge_launch(p, out.stride()[:3])((parts, lse_parts, out, lse, operands.sinks), ())
     return out, lse
 
