@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterable
 from functools import partial
 from pathlib import Path
 
-from bench import claims, pictures, readmes, runs, traffic
+from bench import claims, learn, pictures, readmes, runs, traffic
 from bench.rows import MISSING, read
 from bench.runs import (
     BUTTERFLY,
@@ -226,8 +226,9 @@ def report(rows: list[Row], results: Path) -> str:
 
 
 def shown(rows: list[Row], results: Path) -> dict[Path, str]:
-    """The text of every README that shows figures, as these rows have them."""
-    found = {readmes.ROOT / path: readmes.written(path, rows) for path in readmes.SECTIONS}
+    """The text of every page that shows figures, as these rows have them."""
+    sections = readmes.SECTIONS | learn.SECTIONS
+    found = {readmes.ROOT / path: readmes.written(path, sections[path], rows) for path in sections}
     readme = readmes.ROOT / "README.md"
     return found | {readme: readmes.place(found[readme], SECTION, report(rows, results))}
 

@@ -456,7 +456,9 @@ def versions(_: list[Row]) -> Iterator[str]:
     yield f"Features, and how a call asks for each: {asked}."
 
 
-SECTIONS: dict[str, dict[str, Callable[[list[Row]], Iterator[str]]]] = {
+Sections = dict[str, Callable[[list[Row]], Iterator[str]]]
+"""By name, paragraphs and tables made from rows."""
+SECTIONS: dict[str, Sections] = {
     "README.md": {"h100": h100, "versions": versions, "packed": packed_in_a_sentence},
     "flashzoo/v1/README.md": {"results": v1},
     "flashzoo/v2/README.md": {"results": v2},
@@ -489,9 +491,9 @@ def wrapped(part: str) -> str:
     )
 
 
-def written(path: str, rows: list[Row]) -> str:
-    """A README with its sections as the rows have them."""
+def written(path: str, sections: Sections, rows: list[Row]) -> str:
+    """A page with its sections as the rows have them."""
     text = (ROOT / path).read_text()
-    for name, of in SECTIONS[path].items():
+    for name, of in sections.items():
         text = place(text, name, "\n\n".join(map(wrapped, of(rows))))
     return text

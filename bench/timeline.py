@@ -1,5 +1,5 @@
 """The time line of v3's forward kernel, from a small model of its order and its waits: flashzoo/v3/timeline.svg.
-`python -m bench.timeline`
+`python -m bench.timeline`. `bench.orders` draws simpler loops by the same model.
 
 One thread block, two consumer warpgroups, two tiles of queries. Times are in SM clocks, for head_dim 128 and blocks of
 128 keys. Products and softmax take what they take alone; loads and the epilogue are rough. Products have the tensor
@@ -9,7 +9,9 @@ effect, when both are done.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 # of keys for each tile; numbered in the order of use through both tiles, and drawn with their index in memory
 BLOCKS = 4
@@ -66,10 +68,19 @@ def waits(task: Task) -> list[Task]:
     ]
 
 
-def simulate() -> Times:
+def simulate(
+    programs: Mapping[str, list[Task]], waits: Callable[[Task], list[Task]], clocks: Mapping[str, int] = CLOCKS
+) -> Times:
     """Start and end of each task. What can start first does; of two that can at once, the one that
-    has waited longer."""
-    lanes, times = programs(), Times()
+    has waited longer.
+
+    Args:
+        programs: what each lane does, in its order; lanes whose names begin with "tensor" take turns.
+        waits: what must be done before a task, apart from what its lane does before it; what no lane does is not
+            waited for.
+        clocks: how long a task takes, by the first of its names.
+    """
+    lanes, times = {lane: list(tasks) for lane, tasks in programs.items()}, Times()
     every, free = {task for tasks in lanes.values() for task in tasks}, dict.fromkeys(lanes, 0)
     while any(lanes.values()):
         heads = {lane: every.intersection(waits(tasks[0])) for lane, tasks in lanes.items() if tasks}
@@ -80,33 +91,59 @@ def simulate() -> Times:
         }
         start, _, lane = min((max(since, free[lane]), since, lane) for lane, since in ready.items())
         task = lanes[lane].pop(0)
-        times[task] = start, start + CLOCKS[task[0]]
-        free |= dict.fromkeys(("tensor0", "tensor1") if "tensor" in lane else (lane,), times[task][1])
+        times[task] = start, start + clocks[task[0]]
+        together = [other for other in lanes if other.startswith("tensor")] if lane.startswith("tensor") else [lane]
+        free |= dict.fromkeys(together, times[task][1])
     return times
+
+
+class Sheet:
+    """A drawing in pixels, from the upper left."""
+
+    def __init__(self, width: int, height: int) -> None:
+        from matplotlib import figure
+
+        self.canvas = figure.Figure((width / 96, height / 96), facecolor="none")
+        self.axes = self.canvas.add_axes(
+            (0, 0, 1, 1), xlim=(0, width), ylim=(height, 0), frame_on=False, xticks=(), yticks=()
+        )
+        self.box(1, 1, width - 2, height - 2, PANEL, EDGE, corner=10)
+
+    def text(
+        self, x: float, y: float, words: str, size: float = 9.5, colour: str = TEXT, ha: str = "center", **more: Any
+    ) -> None:
+        """Words around a height, at, behind or before a place."""
+        self.axes.text(x, y, words, fontsize=0.75 * size, color=colour, ha=ha, va="center_baseline", **more)
+
+    def box(
+        self,
+        x: float,
+        y: float,
+        w: float,
+        h: float,
+        colour: str,
+        edge: str = PANEL,
+        alpha: float = 1,
+        corner: float = 3,
+    ) -> None:
+        """A rectangle with round corners."""
+        from matplotlib import patches
+
+        shape = f"round,pad=0,rounding_size={corner}"
+        self.axes.add_patch(patches.FancyBboxPatch((x, y), w, h, shape, fc=colour, ec=edge, lw=0.8, alpha=alpha))
+
+    def save(self, path: Path) -> None:
+        """As SVG with words in it, the same bytes for the same drawing."""
+        from matplotlib import rc_context
+
+        with rc_context({"svg.fonttype": "none", "svg.hashsalt": "flashzoo"}):
+            self.canvas.savefig(path, metadata={"Date": None, "Creator": None})
 
 
 def draw(times: Times) -> None:
     """The first tile, and faded the next one to the end of its first softmax."""
-    from matplotlib import figure, patches, rc_context
-
-    canvas = figure.Figure((WIDTH / 96, HEIGHT / 96), facecolor="none")
-    axes = canvas.add_axes((0, 0, 1, 1), xlim=(0, WIDTH), ylim=(HEIGHT, 0), frame_on=False, xticks=(), yticks=())
-    horizon = times["softmax", BLOCKS, 1][1]
-    scale = (RIGHT - LEFT) / horizon
-
-    def text(x: float, y: float, words: str, size: float = 9.5, colour: str = TEXT, ha: str = "center", **more) -> None:
-        axes.text(x, y, words, fontsize=0.75 * size, color=colour, ha=ha, va="center_baseline", **more)
-
-    def box(
-        x: float, y: float, w: float, h: float, colour: str, edge: str = PANEL, alpha: float = 1, corner: float = 3
-    ) -> None:
-        axes.add_patch(
-            patches.FancyBboxPatch(
-                (x, y), w, h, f"round,pad=0,rounding_size={corner}", fc=colour, ec=edge, lw=0.8, alpha=alpha
-            )
-        )
-
-    box(1, 1, WIDTH - 2, HEIGHT - 2, PANEL, EDGE, corner=10)
+    sheet, horizon = Sheet(WIDTH, HEIGHT), times["softmax", BLOCKS, 1][1]
+    text, box, scale = sheet.text, sheet.box, (RIGHT - LEFT) / horizon
     start, end = (times["S", n, 0][0] for n in (2, 3))
     box(LEFT + scale * start, 11, scale * (end - start), ROWS["both"] + THIN - 5, BAND, BAND)
     text(LEFT + scale * (start + end) / 2, 23, "one step", weight="bold")
@@ -126,7 +163,7 @@ def draw(times: Times) -> None:
             box(x, ROWS["both"], width, THIN, colour, alpha=alpha)
         if what == "PV" and times.get(("S", n + 1 + w, 1 - w), (0,))[0] == end:
             ends = [(x + width, ROWS["tensor0"] + BOX + 2), (x + width, ROWS["tensor1"] - 2)]
-            axes.annotate(
+            sheet.axes.annotate(
                 "", ends[1 - w], ends[w], arrowprops={"arrowstyle": "-|>", "color": TEXT, "shrinkA": 0, "shrinkB": 0}
             )
     for y, name in NAMES.items():
@@ -142,9 +179,8 @@ def draw(times: Times) -> None:
             box(x + 15 * w, 287, 14, 14, COLOURS[w][what])
         text(x + 35, 294, words, 10, ha="left")
     text(717, 294, "↑↓ the turn passes (barrier)", 10, ha="left")
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "flashzoo"}):
-        canvas.savefig(OUT, metadata={"Date": None, "Creator": None})
+    sheet.save(OUT)
 
 
 if __name__ == "__main__":
-    draw(simulate())
+    draw(simulate(programs(), waits))

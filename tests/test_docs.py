@@ -55,7 +55,9 @@ def test_the_readme_names_extras_that_are_there():
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link to a heading of the page may say behind its #."""
+    """What a link to a heading of the page, or to a line of code, may say behind its #."""
+    if page.suffix == ".py":
+        return {f"L{number}" for number, _ in enumerate(page.read_text().splitlines(), 1)}
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -63,7 +65,7 @@ def anchors(page: Path) -> set[str]:
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    *sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("flashzoo/*/README.md")]),
+    *sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("flashzoo/*/README.md")]),
 ]
 
 

@@ -484,7 +484,10 @@ def test_the_readmes_are_what_the_results_files_say(path):
     assert path.read_text() == READMES[path], "`make report` writes it"
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("**/README.md")), ids=lambda path: path.relative_to(ROOT).as_posix())
+SHOWING = sorted([*ROOT.glob("**/README.md"), *ROOT.glob("docs/learn/*.md")])
+
+
+@pytest.mark.parametrize("path", SHOWING, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_a_readme_has_no_figures_of_speed_of_its_own(path):
     """What is measured is in a section that is made, names its run, and changes with it."""
     if any(part.startswith(".") for part in path.relative_to(ROOT).parts):
