@@ -23,15 +23,14 @@ class ScoreMod:
     """A function on scores, as `flashzoo.attention` takes it, traced once and for all.
 
     `attention(score_mod=)` takes the function itself as well, and traces it again only where what it captured is
-    another:
-    numbers, tensors of other shapes or dtypes. One that is reached through objects of classes of your own is traced at
-    every call, unless it is a `ScoreMod`; and only as such can it be used under `torch.compile` and `torch.export`.
+    another: numbers, tensors of other shapes or dtypes. One that is reached through objects of classes of your own is
+    traced at every call, unless it is a `ScoreMod`; and only as such can it be used under `torch.compile` and
+    `torch.export`.
 
     Args:
         function: `(score, batch, head, q_idx, kv_idx) -> score`, FlexAttention's signature: on tensors of no
-        dimensions,
-            the score in float32, scaled, the others int32. It is called with others as well, all of one score's place
-            or of many that broadcast, in float64 too.
+            dimensions, the score in float32, scaled, the others int32. It is called with others as well, all of one
+            score's place or of many that broadcast, in float64 too.
 
     Attributes:
         function: as given; None where there is only a text.
