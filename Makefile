@@ -10,7 +10,7 @@ DEV := $(VENV)/.flashzoo-dev
 PINS := constraints.txt constraints-torch.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help compare test fuzz mutants seen host newcomer docs lint format bench report clean
+.PHONY: help compare test fuzz mutants seen host newcomer docs wheel lint format bench report clean
 
 help: ## say what each target does
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -34,6 +34,11 @@ newcomer: $(DEV) ## a fresh clone and the wheel in fresh environments, and every
 
 docs: $(DEV) ## the documentation site, in build/docs; a warning or a dead link is an error
 	$(BIN)/python -m sphinx -W --keep-going -q -d build/doctrees -c docs . build/docs $(ARGS)
+
+wheel: $(DEV) ## sdist and wheel of this checkout in dist/, checked as a registry checks them
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
 
 mutants: $(DEV) ## put faults into the code, one at a time: does the suite see them?
 	$(BIN)/python tests/mutants.py $(ARGS)

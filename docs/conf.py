@@ -26,7 +26,7 @@ MENU = {
     "Learn": ("docs/learn/v1", "docs/learn/v2", "docs/learn/v3", "docs/learn/blocksparse"),
     "Versions": tuple(f"flashzoo/{name}/README" for name in ("v1", "v2", "v3", "decode", "blocksparse")),
     "Extend": ("docs/write_a_variant", "docs/add_an_option", "CONTRIBUTING"),
-    "Facts": ("docs/measurements", "CHANGELOG"),
+    "Project": ("docs/measurements", "CHANGELOG", "docs/releasing", "SECURITY"),
 }
 PAGES = ["README.md", *(f"{page}.md" for pages in MENU.values() for page in pages)]
 
