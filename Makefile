@@ -29,7 +29,7 @@ HOST := $(BIN)/python -m pytest tests/test_host_cost.py --benchmark-only --bench
 host: $(DEV) ## what a call costs the host, held to tests/host_baseline.json
 	$(HOST) $(ARGS) || $(HOST) --last-failed $(ARGS)
 
-newcomer: $(DEV) ## a fresh clone and the wheel in fresh environments, and every command of the README
+newcomer: $(DEV) ## a fresh clone and the wheel in fresh environments, and every command and program of README and docs
 	$(BIN)/python tests/newcomer.py
 
 docs: $(DEV) ## the documentation site, in build/docs; a warning or a dead link is an error
@@ -58,7 +58,7 @@ format: $(DEV) ## ruff's formatter and its safe fixes
 bench: $(DEV) ## time versions and peers on this GPU, into bench/results
 	$(BIN)/flashzoo bench $(ARGS)
 
-report: $(DEV) ## measure all that the README shows, if there is a GPU; draw it, here and in report.html
+report: $(DEV) ## measure all that READMEs and docs show, if there is a GPU; draw it, here and in report.html
 	$(BIN)/python -m bench.everything $(ARGS)
 
 clean: ## remove the environment and every cache

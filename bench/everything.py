@@ -1,8 +1,10 @@
-"""All that the README shows, measured into one results file and drawn: `make report`, or `python -m bench.everything`.
+"""All that READMEs and docs show, measured into one results file and drawn: `make report`, or
+`python -m bench.everything`.
 
 On a machine with an NVIDIA GPU it goes through `SETS`, each a run of its own into bench/results/<gpu>.csv. What was
-stopped goes on where it is called again with the same `--run`. Then it draws the pictures, and writes the README's
-section, where that is of this GPU, and report.html. Without a GPU it does only that, from the committed results.
+stopped goes on where it is called again with the same `--run`. Then it draws the pictures, and writes the sections of
+READMEs and docs, where these are of this GPU, and report.html. Without a GPU it does only that, from the committed
+results.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ def measure(sets: tuple[Set, ...], name: str, out: Path, commit: str, budget_s: 
 
 
 def render(out: Path, page: Path) -> None:
-    """The pictures beside a results file, the HTML page, and, of the file that the README shows, its section."""
+    """The pictures beside a results file, the HTML page, and the sections of READMEs and docs, where they show it."""
     plot.main(["--csv", str(out), "--plots", *([] if out.resolve() == runs.RESULTS else ["--no-readme"])])
     report.main(["--csv", str(out), "-o", str(page)])
 

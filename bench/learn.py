@@ -64,7 +64,7 @@ def cell(version: str, label: str) -> str:
     if label == "-":
         return ""
     number, code = lines(version)[label]
-    return f"[{label}](../../flashzoo/{version}/{DEVICE[version]}#L{number}) `{code}`"
+    return f"[{label}](flashzoo/{version}/{DEVICE[version]}#L{number}) `{code}`"
 
 
 def alone(_: list[Row], version: str, kind: str) -> Iterator[str]:

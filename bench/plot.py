@@ -1,4 +1,4 @@
-"""Results as tables and pictures: the README's part between its markers, and bench/results/*.png.
+"""Results as tables and pictures: docs/measured.md's part between its markers, and bench/results/*.png.
 `python -m bench.plot`"""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Picture = Callable[[str, str], list[str]]
 """`picture_of` the pictures that are drawn."""
 
 SECTION = "results"
-"""The name of the section in the README."""
+"""The name of the section in its page."""
 RATIOS = "Geometric mean of the speed ratios over the cells that both ran, and the worst cell:"
 WORDS = {
     "speedups": (
@@ -229,17 +229,18 @@ def shown(rows: list[Row], results: Path) -> dict[Path, str]:
     """The text of every page that shows figures, as these rows have them."""
     sections = readmes.SECTIONS | learn.SECTIONS
     found = {readmes.ROOT / path: readmes.written(path, sections[path], rows) for path in sections}
-    readme = readmes.ROOT / "README.md"
-    return found | {readme: readmes.place(found[readme], SECTION, report(rows, results))}
+    page = "docs/measured.md"
+    measured = readmes.linked(report(rows, results).replace("### ", "## "), page)
+    return found | {readmes.ROOT / page: readmes.place(found[readmes.ROOT / page], SECTION, measured)}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Render figures into the READMEs, and with `--plots` pictures beside the CSV file."""
+    """Render figures into READMEs and docs, and with `--plots` pictures beside the CSV file."""
     parser = argparse.ArgumentParser(prog="python -m bench.plot", description=__doc__)
     parser.add_argument("--csv", type=runs.results_file, default=str(RESULTS))
     readme = parser.add_mutually_exclusive_group()
     readme.add_argument("--readme", type=Path, help="write the section of tables into this file, and no other")
-    readme.add_argument("--no-readme", action="store_true", help="leave the READMEs alone: they show another GPU")
+    readme.add_argument("--no-readme", action="store_true", help="leave READMEs and docs alone: they show another GPU")
     parser.add_argument("--plots", action="store_true", help="draw bench/results/*.png too")
     args = parser.parse_args(argv)
     rows = read(args.csv)

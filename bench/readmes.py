@@ -1,17 +1,18 @@
-"""The figures in the READMEs of versions, and the H100's in the project's, made from results files;
-its table of versions, from Specs.
+"""The figures in READMEs and pages of docs, made from results files; the tables of versions, from Specs.
 
-A README's section `name` is what stands between `<!-- name:begin -->` and `<!-- name:end -->`; `bench.plot` writes all.
+A page's section `name` is what stands between `<!-- name:begin -->` and `<!-- name:end -->`; `bench.plot` writes all.
+Links in a section are written from the repository's root.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from textwrap import fill
 
 import flashzoo
-from bench import runs
+from bench import claims, runs
 from bench.caches import rate
 from bench.ceiling import copied
 from bench.cells import DECODE
@@ -288,7 +289,7 @@ def packed(rows: list[Row]) -> Iterator[str]:
 
 
 def packed_in_a_sentence(rows: list[Row]) -> Iterator[str]:
-    """The same for the project's README."""
+    """The same beside what packed sequences are."""
     mine, found = packed_run(rows)
     cells = sum(map(len, packed_over(found, "v3").values()))
     names = [name_of(name) for name in packed_impls(found) if not runs.ours(name)]
@@ -423,14 +424,32 @@ def h100(_: list[Row]) -> Iterator[str]:
 
 
 def versions(_: list[Row]) -> Iterator[str]:
-    """The project's table of versions, and of their features by name."""
+    """The README's table of versions."""
+    lines = (
+        [name_in_table(spec), spec.title, spec.arch_text, dtypes_of(spec)] for spec in flashzoo.versions().values()
+    )
+    yield table(("name", "what it is", "GPU", "dtypes"), lines)
+
+
+def name_in_table(spec: flashzoo.Spec) -> str:
+    """A version's name, as a link to its README where it has one."""
+    home = f"flashzoo/{spec.impl.split('.')[1]}/README.md"
+    return f"[`{spec.name}`]({home})" if (ROOT / home).exists() else f"`{spec.name}`"
+
+
+def dtypes_of(spec: flashzoo.Spec) -> str:
+    """What a version takes, and what it takes to quantise."""
+    return ", ".join(spec.dtypes) + (f"; by `precision`: {', '.join(spec.quantizes)}" if spec.quantizes else "")
+
+
+def features(_: list[Row]) -> Iterator[str]:
+    """The table of versions with their features by name."""
 
     def lacks(has: frozenset[str], of: Iterable[str]) -> str:
         return ", ".join(f"`{name}`" for name in of if name not in has)
 
     lines = []
-    for name, spec in flashzoo.versions().items():
-        home = f"flashzoo/{spec.impl.split('.')[1]}/README.md"
+    for spec in flashzoo.versions().values():
         less = ""
         if spec.backward is None:
             less = "none"
@@ -439,14 +458,12 @@ def versions(_: list[Row]) -> Iterator[str]:
         elif spec.backward_16:
             less = "in 16 bits"
         missing = lacks(spec.features, FEATURES)
-        dtypes = ", ".join(spec.dtypes) + (f"; by `precision`: {', '.join(spec.quantizes)}" if spec.quantizes else "")
-        link = f"[`{name}`]({home})" if (ROOT / home).exists() else f"`{name}`"
         lines.append(
             [
-                link,
+                name_in_table(spec),
                 spec.title,
                 spec.arch_text,
-                dtypes,
+                dtypes_of(spec),
                 f"all but {missing}" if missing else "all",
                 less or "all of these",
             ]
@@ -459,7 +476,10 @@ def versions(_: list[Row]) -> Iterator[str]:
 Sections = dict[str, Callable[[list[Row]], Iterator[str]]]
 """By name, paragraphs and tables made from rows."""
 SECTIONS: dict[str, Sections] = {
-    "README.md": {"h100": h100, "versions": versions, "packed": packed_in_a_sentence},
+    "README.md": {"versions": versions, "claims": lambda rows: iter([claims.table(rows)])},
+    "docs/versions.md": {"versions": features},
+    "docs/options.md": {"packed": packed_in_a_sentence},
+    "docs/measured.md": {"h100": h100},
     "flashzoo/v1/README.md": {"results": v1},
     "flashzoo/v2/README.md": {"results": v2},
     "flashzoo/v3/README.md": {
@@ -495,5 +515,10 @@ def written(path: str, sections: Sections, rows: list[Row]) -> str:
     """A page with its sections as the rows have them."""
     text = (ROOT / path).read_text()
     for name, of in sections.items():
-        text = place(text, name, "\n\n".join(map(wrapped, of(rows))))
+        text = place(text, name, linked("\n\n".join(map(wrapped, of(rows))), path))
     return text
+
+
+def linked(section: str, path: str) -> str:
+    """A section with its links as they read in that file."""
+    return re.sub(r"\]\((?=(?:bench|flashzoo)/)", f"]({'../' * path.count('/')}", section)

@@ -22,7 +22,8 @@ sys.path.insert(0, str(ROOT))
 import flashzoo  # noqa: E402 - from this checkout
 
 MENU = {
-    "Use": ("docs/use", "docs/context_parallel", "docs/reference"),
+    "Use": tuple(f"docs/{name}" for name in ("start", "use", "options", "call", "context_parallel", "reference")),
+    "Choose": ("docs/versions", "docs/measured"),
     "Learn": ("docs/learn/v1", "docs/learn/v2", "docs/learn/v3", "docs/learn/blocksparse"),
     "Versions": tuple(f"flashzoo/{name}/README" for name in ("v1", "v2", "v3", "decode", "blocksparse")),
     "Extend": ("docs/write_a_variant", "docs/add_an_option", "CONTRIBUTING"),

@@ -3,12 +3,13 @@ ends with 1 where something fails.
 
 1. The package: sdist and wheel are built and checked, and a type checker sees its types.
 2. Environments with nothing in them but what flashzoo asks for: the wheel's, with what `flashzoo check` needs, and the
-   clone's, installed in place with the extra that `make compare` adds, and with those that the README names. What it
+   clone's, installed in place with the extra that `make compare` adds, and with those that docs/start.md names. What it
    asks for is linked from this environment, and not fetched again. `import flashzoo` is tried in four folders.
 3. The wheel, in an empty folder: `flashzoo check` of the example; what only a clone has is refused in words.
-4. The README, in the clone, at a terminal of 80 columns: every command, and every block of Python in turn. Blocks
-   marked `setup` make environments, and are not run, nor are those marked `gpu` where there is one, which take minutes.
-   Where there is none these must be refused, in time and in words.
+4. The README and other pages (`PAGES`), in the clone, at a terminal of 80 columns: every command, and each page's
+   blocks of Python in turn. Blocks marked `setup` make environments, and are not run, nor are those marked `gpu` where
+   there is one, which take minutes, nor `gpus`, which need several. Where there is no GPU, `gpu` must be refused, in
+   time and in words.
 5. The tutorial, docs/write_a_variant.md, in the environment with what it installs and in an empty folder: its files are
    written and its commands run, in order. A block is a file where the line that opens it names one. Blocks of commands
    marked `setup` are not run; `cpu` and `gpu` are for machines without and with one, and what `fails` must.
@@ -40,6 +41,7 @@ COLUMNS = 80
 FIRST_TABLE_S = 10
 COMMAND_S = 120
 TYPED = 0.95
+PAGES = ("README.md", *(f"docs/{name}.md" for name in ("start", "options", "versions", "context_parallel")))
 NEEDS_MORE = ("flashzoo check", "flashzoo report")
 """Commands for which the plain package is not enough: there they say what to install, and run where that is."""
 LISTED = "lazy: FlashAttention-2 that rescales lazily"
@@ -94,7 +96,8 @@ def main() -> int:
                 )
             say(kind, f"is imported from {', '.join(folders)}")
         checks(clone, homes[0], empty)
-        readme(clone, *homes[1:])
+        programs(clone, homes[1])
+        commands(clone, *homes[1:])
         tutorial(clone, homes[2], Path(folder) / "own")
     print(f"{time.monotonic() - began:.0f} s")
     return 0
@@ -178,23 +181,26 @@ def checks(clone: Path, home: Path, empty: Path) -> None:
         assert refused and f"    {command} " not in helped, f"expected {command} to be refused and not listed, {told}"
 
 
-def readme(clone: Path, home: Path, home_of_extras: Path) -> None:
-    """Every command and every block of Python of the README, in an environment without its extras and what needs
-    them in one with."""
-    shown = blocks((clone / "README.md").read_text())
-    code = "".join(text for language, _, text in shown if language == "python")
-    ended, printed, spent = at_terminal([str(home / "bin" / "python"), "-c", code], clone, home)
-    assert ended == 0, f"the README's Python ended with {ended}\n{printed}"
-    say("python", f"{sum(language == 'python' for language, _, _ in shown)} blocks, {spent:.1f} s")
+def programs(clone: Path, home: Path) -> None:
+    """The blocks of Python of each page, one after the other, in an environment without extras."""
+    for page in PAGES:
+        code = [text for language, _, text in blocks((clone / page).read_text()) if language == "python"]
+        ended, printed, spent = at_terminal([str(home / "bin" / "python"), "-c", "".join(code)], clone, home)
+        assert ended == 0, f"the Python of {page} ended with {ended}\n{printed}"
+        say("python", f"{page}: {len(code)} blocks, {spent:.1f} s")
 
+
+def commands(clone: Path, home: Path, home_of_extras: Path) -> None:
+    """Every command of the pages, in an environment without extras, and what needs these in one with."""
     # As `make` leaves it once it has installed what is here.
     (home / ".flashzoo-run").touch()
-    commands = [("", f"make compare VENV={home}")]
-    elsewhere = {"setup", "gpu"} if torch.cuda.is_available() else {"setup"}
+    found = [("", f"make compare VENV={home}")]
+    elsewhere = {"setup", "gpus", "gpu"} if torch.cuda.is_available() else {"setup", "gpus"}
+    shown = [block for page in PAGES for block in blocks((clone / page).read_text())]
     here = [(mark, text) for language, mark, text in shown if language == "sh" and mark not in elsewhere]
-    commands += [(mark, line) for mark, text in here for line in text.splitlines()]
+    found += [(mark, line) for mark, text in here for line in text.splitlines()]
     wrong = []
-    for mark, line in commands:
+    for mark, line in found:
         command = line.partition(" #")[0].strip()
         for where in (home, home_of_extras) if command.startswith(NEEDS_MORE) else (home,):
             ended, printed, spent = at_terminal(["bash", "-c", command], clone, where)
@@ -239,7 +245,7 @@ def tutorial(clone: Path, home: Path, folder: Path) -> None:
 
 
 def complaint_about(command: str, mark: str, ended: int, printed: str, spent: float, lacks: bool) -> str:
-    """What was expected of a command of the README in vain, in an environment that lacks the extras or not;
+    """What was expected of a command of a page in vain, in an environment that lacks the extras or not;
     empty where all is well."""
     if "Traceback" in printed or not printed.strip():
         return "expected words for people"

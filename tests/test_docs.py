@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from newcomer import PAGES as SHOWN
 from newcomer import blocks
+from test_learn import PAGES as TO_LEARN
 
 import flashzoo
 from flashzoo._triton.compile import resources
@@ -48,9 +50,9 @@ def test_what_is_not_run_names_what_is_there():
     assert apart["long"].strip() == "flashzoo check lazy.py -q -n 2" and f"\n{short}\n" in TUTORIAL
 
 
-def test_the_readme_names_extras_that_are_there():
+def test_extras_that_are_named_are_there():
     extras = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    named = re.findall(r"\.\[([\w,]+)\]", (ROOT / "README.md").read_text())
+    named = re.findall(r"\.\[([\w,]+)\]", (ROOT / "docs" / "start.md").read_text())
     assert {"v3", "report"} <= {name for names in named for name in names.split(",")} <= set(extras)
 
 
@@ -65,8 +67,17 @@ def anchors(page: Path) -> set[str]:
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
     *sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("flashzoo/*/README.md")]),
 ]
+
+
+def test_every_program_of_the_documents_is_run():
+    """By `make newcomer`, by test_use and by test_learn."""
+    run = {*SHOWN, "docs/write_a_variant.md", "docs/use.md", *(f"docs/learn/{name}.md" for name in TO_LEARN)}
+    there = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *ROOT.glob("docs/**/*.md")]
+    programs = {page.relative_to(ROOT).as_posix() for page in there if "\n```python" in page.read_text()}
+    assert len(programs) > 5 and programs <= run
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
