@@ -174,6 +174,7 @@ class Judge:
         sinks: as in `flashzoo.attention`, where the problem has them. Their gradient is judged in their dtype.
         scored: the score_mod, where the problem has one, at all places. The gradients of what it reads are judged as
             `flashzoo.scores.at.flat` puts them, each number in its tensor's dtype.
+        kept: what dropout keeps, as `flashzoo.dropout.kept_at`, where the problem has it.
 
     Attributes:
         reference: the oracle's `Result`, float64.
@@ -194,7 +195,10 @@ class Judge:
         mask: Tensor | None = None,
         sinks: Tensor | None = None,
         scored: ScoredAt | None = None,
+        kept: Tensor | None = None,
     ) -> None:
+        if (kept is not None) != bool(problem.dropout_p):
+            raise ValueError(f"kept must be given where the problem has dropout, got {problem} and {kept is not None}")
         if (scored is not None) != (problem.score_mod is not None):
             raise ValueError(f"scored must be given where the problem has a score_mod, got {problem} and {scored}")
         if (sinks is not None) != problem.sinks:
@@ -215,13 +219,13 @@ class Judge:
         self._eps = max(torch.finfo(self._dtype).eps, ORACLE_EPS)
         if problem.kv_in_e4m3:
             dout = dlse = None
-        self._mask, self._dout, self._dlse, self._scored = mask, dout, dlse, scored
+        self._mask, self._dout, self._dlse, self._scored, self._kept = mask, dout, dlse, scored, kept
         self._sinks = None if sinks is None else sinks.detach()
         wide = None if self._sinks is None else self._sinks.to(torch.promote_types(self._sinks.dtype, torch.float32))
-        self.yardstick: Result = _yardstick(q, k, v, problem, dout, dlse, descales, mask, wide, scored)
+        self.yardstick: Result = _yardstick(q, k, v, problem, dout, dlse, descales, mask, wide, scored, kept)
         if problem.kv_in_e4m3:
             q, k, v = (dequantized(x, descale) for x, descale in zip((q, k, v), descales, strict=True))
-        self.reference: Result = oracle(q, k, v, problem, dout, dlse, mask=mask, sinks=wide, scored=scored)
+        self.reference: Result = oracle(q, k, v, problem, dout, dlse, mask=mask, sinks=wide, scored=scored, kept=kept)
         self._rows, self._pairs = problem.seqlen_q - problem.blind_rows, visible_pairs(problem)
         self.shown: float = 1.0
         if mask is not None:
@@ -246,7 +250,8 @@ class Judge:
         self._yard_rms = _pooled([_head_rms(yard["out"]) for yard in yards])
         self._yard_l2 = {name: float(error.norm()) for name, error in yards[0].items() if name in _GRADIENTS}
         self._yard_blocks = {name: of_blocks(error) for name, error in yards[0].items() if name in _GRADIENTS}
-        self._of_yardstick = (self.yardstick, self.reference, (q, k, v), problem, dout, dlse, mask, wide, scored)
+        inputs = (q, k, v)
+        self._of_yardstick = (self.yardstick, self.reference, inputs, problem, dout, dlse, mask, wide, scored, kept)
 
     def _errors_of(self, result: Result) -> dict[str, Tensor]:
         return {name: _absolute(value, self.reference.items()[name]) for name, value in result.items().items()}
@@ -386,11 +391,8 @@ class Judge:
     def _summation_slack(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | float:
         if self.problem.out_dtype not in ("fp32", "fp64"):
             return 0.0  # rounding to 16 bits is a thousand times more
-        return (
-            SUMMED
-            * self._eps
-            * oracle(q, k, v.abs(), self.problem, mask=self._mask, sinks=self._sinks, scored=self._scored).out
-        )
+        more = {"mask": self._mask, "sinks": self._sinks, "scored": self._scored, "kept": self._kept}
+        return SUMMED * self._eps * oracle(q, k, v.abs(), self.problem, **more).out
 
     def _out_budget(self) -> Tensor:
         row_max = self.reference.out.abs().amax(-1, keepdim=True)
@@ -464,7 +466,7 @@ class Judge:
         ref, dout = self.reference.items(), self._dout.double()
         of_out = torch.maximum(_absolute(self.yardstick.out, ref["out"]), RMS_ROUNDING * self._eps * ref["out"].abs())
         of_delta = (dout * of_out).square().sum(-1).transpose(1, 2)
-        _, _, inputs, problem, _, _, mask, _, _ = self._of_yardstick
+        _, _, inputs, problem, _, _, mask, *_ = self._of_yardstick
         variances = self._roundings[1]["dscore_mod"].square() + of_delta_in_read(
             of_delta, ref["lse"], inputs, problem, mask, self._scored
         )
@@ -553,6 +555,7 @@ def _yardstick(
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
     scored: ScoredAt | None = None,
+    kept: Tensor | None = None,
 ) -> Result:
     """`standard` on as many (batch, key/value head) slices at a time as fit in `_SLICE_SCORES`."""
     grad = dout is not None
@@ -576,7 +579,12 @@ def _yardstick(
         ]
         dense: Any = of_part(mask, part)  # which `standard` takes
         operands = Operands(
-            scales[0], scales[1], scales[2], dense, sinks=None if sinks is None else sinks[part.rows[1]]
+            scales[0],
+            scales[1],
+            scales[2],
+            dense,
+            sinks=None if sinks is None else sinks[part.rows[1]],
+            dropout_seed=of_part(kept, part),  # the same
         )
         of = None if scored is None else scored.part(*part.rows)
         found = _standard(some, problem, given, operands, of).items()
@@ -638,7 +646,7 @@ def _largest_terms(q: Tensor, k: Tensor, v: Tensor, problem: Problem, dout: Tens
     (q_norm, k_norm, v_norm, dout_norm) = (x.norm(dim=-1) for x in wide)
     group = problem.heads // problem.heads_kv
     reach = k_norm.amax(1).repeat_interleave(group if k.numel() else 1, 1)[..., None]
-    ds = abs(problem.scale) * dout_norm.max() * v_norm.max()
+    ds = abs(problem.scale) * dout_norm.max() * v_norm.max() / (1 - problem.dropped)
     queries_per_key = max(1.0, group * problem.seqlen_q / max(1, problem.seqlen_k))
     return {
         "lse": abs(problem.scale) * q_norm.transpose(1, 2) * reach,
@@ -647,7 +655,7 @@ def _largest_terms(q: Tensor, k: Tensor, v: Tensor, problem: Problem, dout: Tens
         "dv": torch.zeros(()),  # a sum of P dO: nothing in it cancels by construction
         "dq over P": ds * wide[1].abs().max() * problem.seqlen_k,
         "dk over P": ds * wide[0].abs().max() * problem.seqlen_q * group,
-        "dv over P": wide[3].abs().max() * problem.seqlen_q * group,
+        "dv over P": wide[3].abs().max() * problem.seqlen_q * group / (1 - problem.dropped),
     }
 
 

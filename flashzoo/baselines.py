@@ -88,13 +88,15 @@ _STANDARD_FEATURES = frozenset(
         "block_mask",
         "sinks",
         "score_mod",
+        "dropout_p",
     }
 )
 
 
 def _standard_limits(problem: Problem) -> list[str]:
     in_fp8 = problem.numerics in ("e4m3", "fp8")
-    return ["does not support score_mod in FP8"] if in_fp8 and problem.score_mod is not None else []
+    in_16_bits = sorted({"score_mod", "dropout_p"} & problem.features) if in_fp8 else []
+    return [f"does not support {name} in FP8" for name in in_16_bits]
 
 
 STANDARD = Spec(

@@ -29,6 +29,7 @@ from flashzoo.call.operands import DIFFERENTIABLE, NO_DESCALES, Operands, taken
 from flashzoo.call.packed import batch_of_one
 from flashzoo.call.problem import Problem
 from flashzoo.comparison import PASSES, Comparison, Row
+from flashzoo.dropout import kept_at
 from flashzoo.gpu import SHARED_LIMIT, peak_tflops
 from flashzoo.reference import Result, descales_of_rows, from_pages, only_used, scored_at, shown
 from flashzoo.registry import current, implementation
@@ -148,11 +149,13 @@ def _compared(
     environment, rows = _environment(q.device), []
     try:
         bar.step("oracle")
-        operands, _ = taken(dict(options))
+        operands = taken(dict(options))[0].seeded(problem, q.device)
+        options = options | {"dropout_seed": operands.dropout_seed}  # the same for all
         judged = _used(q, k, v, operands)
         scales = descales_of_rows(*judged, operands) if problem.kv_in_e4m3 else NO_DESCALES
         asked = replace(problem, lse=True)
-        operands_of = {"sinks": options.get("sinks"), "scored": scored_at(problem, operands)}
+        operands_of: dict[str, Any] = {"sinks": options.get("sinks"), "scored": scored_at(problem, operands)}
+        operands_of["kept"] = kept_at(problem, operands)
         judge = Judge(*judged, asked, dout, descales=scales, mask=shown(problem, operands), **operands_of)
         bench = _Bench((q.detach(), k.detach(), v.detach()), dout, problem, options, judge)
         for spec in specs:
@@ -182,8 +185,8 @@ def compare_workload(
         source: sizes, dtypes, precision, causal, window and deterministic are read from it, its hardware is not. e4m3
             inputs get descales by block, or where sequences are packed one for each of them; a problem with a block
             mask one of its form, from `flashzoo.workloads.block_mask`, one with packed sequences or caches lengths from
-            `flashzoo.workloads.lengths`, one with sinks those of `flashzoo.workloads.sinks`, and one with a score_mod
-            that of `flashzoo.workloads.score_mod`.
+            `flashzoo.workloads.lengths`, one with sinks those of `flashzoo.workloads.sinks`, one with a score_mod that
+            of `flashzoo.workloads.score_mod`, and one with dropout_p the seed as dropout_seed.
         device: the GPU if there is one, else the CPU, where None.
         backward, versions, budget_s, progress: as in `compare`.
     """
@@ -197,7 +200,7 @@ def compare_workload(
         q, k, v, _ = inputs(source, seed, device)
         options = options_of(problem) | {"block_mask": block_mask(problem, seed, device)}
         options |= {**lengths(problem, seed, device), "sinks": sinks(problem, seed, device)}
-        options["score_mod"] = score_mod(problem, seed, device)
+        options |= {"score_mod": score_mod(problem, seed, device), "dropout_seed": seed}
         if problem.page_size is not None:
             k, v, options["page_table"] = in_pages(problem, k, v, seed)
         options |= zip(DESCALES, descales(problem, kinds_of_descales(problem)[-1], seed, device), strict=True)
@@ -256,7 +259,7 @@ def _part_s(problem: Problem, specs: list[Spec], scores: int) -> tuple[float, fl
     heads_kv = min(problem.heads_kv, room)
     sizes = {"batch": max(1, min(problem.batch, room // heads_kv)), "heads": group * heads_kv, "heads_kv": heads_kv}
     dense = {"block_mask": None, "sequences": None, "used_k": False, "page_size": None, "sinks": False}
-    dense["score_mod"] = None
+    dense |= {"score_mod": None, "dropout_p": 0.0}
     dense |= {"max_seqlen_q": None, "max_seqlen_k": None}
     part = replace(problem, **sizes, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **dense)  # pyright: ignore[reportArgumentType]
     q, k, v, dout = inputs(part, device="cpu")

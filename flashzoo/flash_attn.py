@@ -29,7 +29,6 @@ __all__ = [
 ]
 
 _NOT_TAKEN = {
-    "dropout_p": (0.0, "no version drops out"),
     "rotary_cos": (None, "turn q and k before the call"),
     "rotary_sin": (None, "turn q and k before the call"),
     "rotary_interleaved": (True, "turn q and k before the call"),
@@ -61,12 +60,13 @@ def _attend(
     deterministic: bool,
     softcap: float,
     alibi_slopes: Tensor | None,
+    dropout_p: float,
     **lengths: Any,
 ) -> Result:
     options = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size}
-    options |= {"deterministic": deterministic, **lengths}
+    options |= {"deterministic": deterministic, "dropout_p": dropout_p, **lengths}
     found = _scored(q, k, v, return_attn_probs, softcap, alibi_slopes, options)
-    # flash-attention has probabilities only where it drops some
+    # flash-attention has probabilities only where it drops some, for its own tests
     return (*found, q.new_empty(0)) if isinstance(found, tuple) else found
 
 
@@ -139,7 +139,8 @@ def flash_attn_func(
     Args:
         q: `(batch, seqlen_q, heads, head_dim)`, of any dtype that `flashzoo.attention` takes.
         k, v: `(batch, seqlen_k, heads_kv, head_dim)`.
-        dropout_p: 0.0.
+        dropout_p: as in `flashzoo.attention`, by a seed that is drawn from torch's generator; other elements are
+            dropped than by flash-attention.
         softmax_scale: `1 / sqrt(head_dim)` where None.
         causal, window_size: aligned bottom-right; -1 means no bound on a side.
         softcap: where it is not 0, scaled scores become `softcap * tanh(score / softcap)`.
@@ -150,15 +151,14 @@ def flash_attn_func(
 
     Returns:
         out `(batch, seqlen_q, heads, head_dim)`; with return_attn_probs `(out, lse, empty)`, lse float32
-        `(batch, heads, seqlen_q)` in natural log, and an empty tensor where flash-attention has probabilities if it
-        drops some. Differentiable once.
+        `(batch, heads, seqlen_q)` in natural log, and an empty tensor in the place of the probabilities that
+        flash-attention gives, for its tests, if it drops some. Differentiable once.
 
     Raises:
         TypeError, ValueError: as `flashzoo.attention`.
         flashzoo.UnsupportedError: an argument is not supported, or no version takes the call; the text names it.
     """
-    _refuse("flash_attn_func", dropout_p=dropout_p)
-    how = (return_attn_probs, softmax_scale, causal, window_size, deterministic, softcap, alibi_slopes)
+    how = (return_attn_probs, softmax_scale, causal, window_size, deterministic, softcap, alibi_slopes, dropout_p)
     return _attend(q, k, v, *how)
 
 
@@ -175,9 +175,8 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_func` with k and v in one tensor `(batch, seqlen_k, 2, heads_kv, head_dim)`."""
-    _refuse("flash_attn_kvpacked_func", dropout_p=dropout_p)
     k, v = _parts("kv", kv, 5, 2)
-    how = (return_attn_probs, softmax_scale, causal, window_size, deterministic, softcap, alibi_slopes)
+    how = (return_attn_probs, softmax_scale, causal, window_size, deterministic, softcap, alibi_slopes, dropout_p)
     return _attend(q, k, v, *how)
 
 
@@ -193,9 +192,8 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_func` with q, k and v in one tensor `(batch, seqlen, 3, heads, head_dim)`."""
-    _refuse("flash_attn_qkvpacked_func", dropout_p=dropout_p)
     q, k, v = _parts("qkv", qkv, 5, 3)
-    how = (return_attn_probs, softmax_scale, causal, window_size, deterministic, softcap, alibi_slopes)
+    how = (return_attn_probs, softmax_scale, causal, window_size, deterministic, softcap, alibi_slopes, dropout_p)
     return _attend(q, k, v, *how)
 
 
@@ -233,13 +231,12 @@ def flash_attn_varlen_func(
     Raises:
         TypeError, ValueError, flashzoo.UnsupportedError: as `flash_attn_func`.
     """
-    _refuse("flash_attn_varlen_func", dropout_p=dropout_p)
     if block_table is not None:
         raise flashzoo.UnsupportedError(
             f"flash_attn_varlen_func: block_table must be None, got a tensor {tuple(block_table.shape)}: "
             "flash_attn_with_kvcache takes pages, of a batch"
         )
-    how = (return_attn_probs, softmax_scale, causal, window_size, deterministic, softcap, alibi_slopes)
+    how = (return_attn_probs, softmax_scale, causal, window_size, deterministic, softcap, alibi_slopes, dropout_p)
     return _attend(q, k, v, *how, **_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
 
 
@@ -260,9 +257,8 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_varlen_func` with k and v in one tensor `(total_k, 2, heads_kv, head_dim)`."""
-    _refuse("flash_attn_varlen_kvpacked_func", dropout_p=dropout_p)
     k, v = _parts("kv", kv, 4, 2)
-    how = (return_attn_probs, softmax_scale, causal, window_size, deterministic, softcap, alibi_slopes)
+    how = (return_attn_probs, softmax_scale, causal, window_size, deterministic, softcap, alibi_slopes, dropout_p)
     return _attend(q, k, v, *how, **_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
 
 
@@ -280,9 +276,8 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Result:
     """`flash_attn_varlen_func` with q, k and v in one tensor `(total, 3, heads, head_dim)`, of one set of lengths."""
-    _refuse("flash_attn_varlen_qkvpacked_func", dropout_p=dropout_p)
     q, k, v = _parts("qkv", qkv, 4, 3)
-    how = (return_attn_probs, softmax_scale, causal, window_size, deterministic, softcap, alibi_slopes)
+    how = (return_attn_probs, softmax_scale, causal, window_size, deterministic, softcap, alibi_slopes, dropout_p)
     return _attend(q, k, v, *how, **_lengths(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen))
 
 

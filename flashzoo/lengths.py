@@ -40,6 +40,29 @@ def visible_of_caches(used: Tensor, span: Window, seqlen_q: int, seqlen_k: int) 
     return seen.expand(len(used), seqlen_q, seqlen_k)[:, None]
 
 
+def places(
+    sizes: tuple[int, int, int, int], ranges: Ranges | None, device: torch.device | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Where each score is: int32 tensors that broadcast to `(batch, heads, seqlen_q, seqlen_k)`, of its batch, or of
+    packed sequences the sequence's number, of its head, and of its query and key, counted from a sequence's first.
+
+    Args:
+        sizes: batch, heads, seqlen_q and seqlen_k.
+        ranges: of packed sequences.
+        device: of the answer, where there are none.
+    """
+    device = device if ranges is None else ranges.cu_seqlens_q.device
+    b, h, q, k = (torch.arange(size, dtype=torch.int32, device=device) for size in sizes)
+    b = b[:, None, None, None]
+    if ranges is not None:
+        of_q, of_k = ranges.numbers(sizes[2], sizes[3])
+        first_q, _, first_k, _ = ranges.bounds(sizes[2], sizes[3])
+        if len(first_q):
+            q, k = (q - first_q[of_q]).int().clamp(min=0), (k - first_k[of_k]).int().clamp(min=0)
+            b = of_q.int()[None, None, :, None]
+    return b, h[None, :, None, None], q[:, None], k
+
+
 @dataclass(frozen=True, eq=False)
 class Ranges:
     """Where each sequence's queries and keys begin, and where they end.

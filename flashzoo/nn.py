@@ -19,7 +19,6 @@ _MASKED = {"no_mask": False, "causal": True, "padding": False, "padding_causal":
 _NEEDED = ("arbitrary",)
 """Those that mean nothing without an attention_mask."""
 _OF_CONFIG = {
-    "attention_dropout": (0.0, None),
     "context_parallel_size": (1, None),
     "apply_query_key_layer_scaling": (False, None),
     "softmax_type": ("vanilla", None),
@@ -36,14 +35,16 @@ class DotProductAttention(nn.Module):
 
     Args:
         config: None, or any object with attributes, of which `window_size` (left, right), `softmax_scale`,
-            `attn_logit_softcapping` (`flashzoo.score_mods.softcap`, where it is not 0) and what would change attention
-            are looked at: `attention_dropout`, `context_parallel_size`, `apply_query_key_layer_scaling` and
+            `attn_logit_softcapping` (`flashzoo.score_mods.softcap`, where it is not 0), `attention_dropout` and what
+            would change attention are looked at: `context_parallel_size`, `apply_query_key_layer_scaling` and
             `softmax_type` must ask for nothing.
         layer_number: not looked at.
         attn_mask_type: "causal", "no_mask", "padding", "padding_causal" or "arbitrary", or a member of an enumeration
             of that name.
         attention_type: "self" or "cross"; not looked at.
-        attention_dropout: None or 0.
+        attention_dropout: the `dropout_p` of `flashzoo.attention` while the module trains; config's where None. Its
+            seed is drawn from torch's generator: where tensor parallel ranks have theirs in one state, call the module
+            in a fork of Megatron's tracker of random states, or the first heads of all ranks drop alike.
         softmax_scale: `1 / sqrt(head_dim)` where neither it nor config has one.
         window_size: `(left, right)` as in `flashzoo.attention`; config's where None.
         version: as in `flashzoo.attention`.
@@ -71,10 +72,6 @@ class DotProductAttention(nn.Module):
             asked = getattr(config, name, None)
             if asked not in taken:
                 raise flashzoo.UnsupportedError(f"config.{name} must be {taken[0]!r}, got {asked!r}")
-        if attention_dropout:
-            raise flashzoo.UnsupportedError(
-                f"attention_dropout must be 0, got {attention_dropout}: no version drops out"
-            )
         for name, value in others.items():
             if value is not None and name not in ("cp_comm_type", "pg_collection", "model_comm_pgs"):
                 raise flashzoo.UnsupportedError(f"{name} must be None, got {value!r}")
@@ -84,6 +81,8 @@ class DotProductAttention(nn.Module):
         self.softmax_scale: float | None = scale
         window = getattr(config, "window_size", None) if window_size is None else window_size
         self.window_size: tuple[int | None, int | None] | None = window
+        dropout = getattr(config, "attention_dropout", None) if attention_dropout is None else attention_dropout
+        self.dropout_p: float = 0.0 if dropout is None else dropout
         self.softcap: float | None = getattr(config, "attn_logit_softcapping", None) or None
         self.version: str = version
 
@@ -122,7 +121,7 @@ class DotProductAttention(nn.Module):
         causal = self.causal if kind is None else _MASKED[kind]
         needs_mask = self.needs_mask if kind is None else kind in _NEEDED
         options: dict[str, Any] = {"causal": causal, "softmax_scale": self.softmax_scale, "version": self.version}
-        options["window_size"] = self.window_size
+        options |= {"window_size": self.window_size, "dropout_p": self.dropout_p if self.training else 0.0}
         if self.softcap is not None:
             options["score_mod"] = score_mods.softcap(self.softcap)
         if packed_seq_params is not None:

@@ -1,14 +1,15 @@
 """What attention means, in formulas: the oracle in float64, and `standard`, its low-precision twin.
 
-    S = f(Q K^T * softmax_scale),  P = softmax(S),  O = P V,  LSE_i = log sum_j exp(S_ij)
-    dV = P^T dO,  dP = dO V^T,  delta_i = sum_d dO_id O_id - dLSE_i,  dS = P * (dP - delta),
+    S = f(Q K^T * softmax_scale),  P = softmax(S),  O = (Z * P) V,  LSE_i = log sum_j exp(S_ij)
+    dV = (Z * P)^T dO,  dP = Z * (dO V^T),  delta_i = sum_d dO_id O_id - dLSE_i,  dS = P * (dP - delta),
     dQ = f'(dS) K * scale,  dK = f'(dS)^T Q * scale
 
 with these meanings, once for every version: causal and windows are aligned bottom-right, of packed sequences in each; a
 block mask, here a dense one, hides what it hides beside them; a row that sees no key gives 0, LSE -inf and gradients 0;
 query head h reads key/value head h // (heads // heads_kv). A sink is one more term of the softmax,
 P_i,sink = exp(sink - LSE_i), whose value is 0: dsink = -sum_i P_i,sink delta_i. f is the call's score_mod, before what
-is not seen is hidden, and where there is none S and dS as they are; torch's autograd differentiates it.
+is not seen is hidden, and where there is none S and dS as they are; torch's autograd differentiates it. Z is 1 but for
+dropout (flashzoo.dropout): then 0 for what is dropped, and 1 / (1 - dropout_p) for what is kept.
 
 `standard` is the same with the numerics of a flash kernel: scores, sums and accumulators in float32; P, dS and O
 rounded to the I/O dtype. Its error is the yardstick that every version's error is held against. It is also the
@@ -37,6 +38,7 @@ from torch.autograd import forward_ad
 from flashzoo.autograd import differentiable
 from flashzoo.call.operands import Operands
 from flashzoo.call.problem import DESCALE_BLOCK, Problem
+from flashzoo.dropout import kept_at, times, weights
 from flashzoo.dtypes import TORCH_DTYPES
 from flashzoo.integers import cdiv
 from flashzoo.lengths import visible_of_caches
@@ -216,6 +218,7 @@ def oracle(
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
     scored: ScoredAt | None = None,
+    kept: Tensor | None = None,
 ) -> Result:
     """Attention in float64, some heads at a time so that long problems fit.
 
@@ -229,6 +232,7 @@ def oracle(
         mask: of a block mask, as in `visible`.
         sinks: as in `flashzoo.attention`.
         scored: its score_mod at all places.
+        kept: what its dropout keeps, as `kept_at`.
 
     Returns:
         A `Result` in `dtype`.
@@ -245,10 +249,11 @@ def oracle(
             torch.logsumexp(s, -1).flatten(1, 2), None if sinks is None else sinks[part.rows[1]]
         )
         p = probabilities(s, lse[part.rows])
-        out[part.queries] = from_groups(p @ grouped(v[part.keys], part, dtype))
+        z = weights(of_part(kept, part), problem, p)
+        out[part.queries] = from_groups(times(p, z) @ grouped(v[part.keys], part, dtype))
         if dout is not None:
             of_rows = None if dlse is None else dlse[part.rows]
-            found = gradients(p, dout[part.queries], of_rows, out[part.queries], (q, k, v), problem, part, scored)
+            found = gradients(p, dout[part.queries], of_rows, out[part.queries], (q, k, v), problem, part, scored, z)
             read = read + found.pop("dscore_mod", 0)
             for name, x in found.items():
                 whole.at(part).items()[name].add_(x)  # to dk and dv every query head of a group adds
@@ -372,9 +377,10 @@ def gradients(
     problem: Problem,
     part: Part,
     scored: ScoredAt | None = None,
+    z: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """dq, dk and dv of a part, and of what a score_mod reads, by the formulas above, from its P, which is overwritten
-    with dS."""
+    with dS; z as `weights`."""
     dtype, (q, k, v), more = p.dtype, inputs, {}
     do, q_h, k_h, v_h = (
         grouped(dout, part, dtype, True),
@@ -385,8 +391,8 @@ def gradients(
     delta = (do * grouped(out, part, dtype, True)).sum(-1)
     if dlse is not None:
         delta = delta - dlse.to(dtype).view(delta.shape)
-    dv = (p.mT @ do).sum(2, keepdim=True)
-    ds = p.mul_((do @ v_h.mT).sub_(delta[..., None]))
+    dv = (times(p, z).mT @ do).sum(2, keepdim=True)
+    ds = p.mul_(times(do @ v_h.mT, z).sub_(delta[..., None]))
     if scored is not None:
         of = scored.part(*part.rows)
         s = products(q, k, part, dtype).mul_(problem.scale)
@@ -423,9 +429,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operan
         p[:, : problem.blind_rows] = 0  # softmax gives NaN where a row sees nothing
     else:
         p.masked_fill_((s == -math.inf).all(-1, keepdim=True), 0)
-    p, v_h = p.to(q.dtype), _heads_first(v, problem)
+    p, v_h = times(p, _kept(problem, operands)).to(q.dtype), _heads_first(v, problem)
     out = _matmul(p, v_h) if v_rows is None else torch.bmm(p.float(), v_h.float().mul_(_heads_first(v_rows, problem)))
-    return _seqlen_first(out.to(TORCH_DTYPES[problem.out_dtype]), problem), lse
+    return _seqlen_first(_by_share(out, problem).to(TORCH_DTYPES[problem.out_dtype]), problem), lse
 
 
 def _backward(
@@ -448,8 +454,10 @@ def _backward(
     if dlse is not None:
         delta = delta - dlse.masked_fill(blind, 0).reshape(rows, -1)
     p = _scores(q, k, problem, operands).sub_(_finite(lse).reshape(rows, -1, 1)).exp_()
-    dv = _matmul(p.to(q.dtype).mT, do)
-    ds, of_read = p.mul_(_matmul(do, v_h.mT).sub_(delta[..., None])), ()
+    mask = _kept(problem, operands)
+    dv = _by_share(_matmul(times(p, mask).to(q.dtype).mT, do), problem)
+    dp = _by_share(times(_matmul(do, v_h.mT), mask), problem)
+    ds, of_read = p.mul_(dp.sub_(delta[..., None])), ()
     if (scored := scored_at(problem, operands)) is not None:
         s = _by_batch(_matmul(_heads_first(q, problem), k_h.mT).mul_(problem.scale), problem)
         ds, of_read = scored.gradients(s, _by_batch(ds, problem))
@@ -465,6 +473,17 @@ def _backward(
     if operands.sinks is not None:
         gradients += (gradient_of_sinks(operands.sinks, lse, delta.reshape(lse.shape)),)
     return *gradients, *of_read
+
+
+def _kept(problem: Problem, operands: Operands) -> Tensor | None:
+    """What dropout keeps, as P lies."""
+    mask = kept_at(problem, operands)
+    return None if mask is None else mask.expand(problem.batch, -1, -1, -1).flatten(0, 1)
+
+
+def _by_share(x: Tensor, problem: Problem) -> Tensor:
+    """A sum of what is kept, divided by how much that is."""
+    return x.div_(1 - problem.dropped) if problem.dropout_p else x
 
 
 def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -588,7 +607,7 @@ _differentiable = differentiable(_without_autocast(_forward), _without_autocast(
 def standard(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor | None]:
     """Attention in three passes, with a flash kernel's numerics; see this file's head, and `Spec.impl`.
 
-    A block mask may be a dense one, as in `visible`, too, and a score_mod one at all places.
+    A block mask may be a dense one, as in `visible`, too, a score_mod one at all places, and a seed what is kept.
     """
     k, v, operands = from_pages(k, v, operands)
     return _differentiable(q, k, v, problem, operands)

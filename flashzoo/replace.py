@@ -125,6 +125,9 @@ class Replacement(TorchFunctionMode):
         try:
             q, k, v = _inputs(query, key, value, **how)
             k, v, options, made = self._said(q, k, v, attn_mask, is_causal, scale)
+            options["dropout_p"] = dropout_p
+            if dropout_p and "block_mask" in options:
+                raise _NotOurs(f"dropout_p={dropout_p} beside a mask of pairs, which `standard` alone takes")
             who = "compiled" if is_compiling() else _answering(q, k, v, self.version, options)
         except _NotOurs as reason:
             self._count(query, key, how, TORCH, reason.args[0])
@@ -211,10 +214,12 @@ def replace_sdpa(version: str = "auto") -> Replacement:
     answered by a version of the registry: of `nn.MultiheadAttention`, timm, diffusers, or your own.
 
     Where torch's arguments can't be said in `flashzoo.attention`'s, or no version takes them, the call is torch's as it
-    was: dropout, masks of numbers under `torch.compile`, tensors that are nested or of a subclass, transforms of
-    torch.func. `print(calls)` says which went where, and why. Results differ from torch's by rounding; a query that its
-    mask shows no key gives 0, where the least number of a mask's dtype shows none, as -inf does. Under autocast inputs
-    are cast as torch's own function casts them.
+    was: dropout beside a mask of queries and keys, masks of numbers under `torch.compile`, tensors that are nested or
+    of a subclass, transforms of torch.func. `print(calls)` says which went where, and why.
+
+    Results differ from torch's by rounding; a query that its mask shows no key gives 0, where the least number of a
+    mask's dtype shows none, as -inf does. Dropout drops other elements than torch's does, by a seed that is drawn from
+    torch's generator. Under autocast inputs are cast as torch's own function casts them.
 
     It holds for the thread that enters it, and for backward passes that are begun inside, which activation
     checkpointing needs: begin these inside too. Every call of torch's inside costs about a microsecond more.
@@ -278,8 +283,8 @@ def _inputs(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> tuple[Tens
             raise _NotOurs(f"{name} is a {type(x).__name__}")
         if x is not None and x.layout != torch.strided:
             raise _NotOurs(f"{name} is of layout {x.layout}")
-    if how["dropout_p"]:
-        raise _NotOurs(f"dropout_p={how['dropout_p']}, and no version drops out")
+    if not 0 <= how["dropout_p"] < 1:
+        raise _NotOurs(f"dropout_p={how['dropout_p']}")
     if how["attn_mask"] is not None and how["is_causal"]:
         raise _NotOurs("attn_mask beside is_causal")
     if not is_compiling() and transforming():

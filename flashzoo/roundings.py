@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flashzoo.call.problem import Problem
+from flashzoo.dropout import times, weights
 from flashzoo.integers import cdiv
 from flashzoo.reference import (
     HOPPER_SUM_BITS,
@@ -29,6 +30,7 @@ from flashzoo.reference import (
     from_groups,
     gradients,
     grouped,
+    of_part,
     parts,
     probabilities,
     products,
@@ -70,6 +72,7 @@ def of_yardstick(
     mask: Tensor | None = None,
     sinks: Tensor | None = None,
     scored: ScoredAt | None = None,
+    kept: Tensor | None = None,
 ) -> tuple[Result, Result]:
     """The yardstick's errors, and the standard deviations that its roundings, each at its largest, should give them.
 
@@ -77,7 +80,7 @@ def of_yardstick(
         yardstick: of `standard`; its gradients are looked at where dout is given.
         reference: the oracle's.
         inputs: q, k and v as the oracle takes them: e4m3 ones times their descales.
-        problem, dout, dlse, mask, sinks, scored: as in `oracle`.
+        problem, dout, dlse, mask, sinks, scored, kept: as in `oracle`.
     """
     q, k, _ = inputs
     exact, mine = reference.items(), yardstick.items()
@@ -86,13 +89,14 @@ def of_yardstick(
     model = _Model(inputs, problem, scored)
     for part in parts(q, k, ORACLE_SCORES[q.device.type] // 2):
         s = scores(q, k, problem, part, torch.float64, mask, scored)
-        found = model.forward(s, exact["lse"][part.rows], exact["out"][part.queries], part)
+        z = weights(of_part(kept, part), problem, s)
+        found = model.forward(s, exact["lse"][part.rows], exact["out"][part.queries], part, z)
         if dout is not None:
             lse, out, do = mine["lse"][part.rows].double(), mine["out"][part.queries], dout[part.queries]
             of_rows = None if dlse is None else dlse[part.rows]
             p = probabilities(s, lse)
-            found |= model.backward(p, lse, out, do, of_rows, part)
-            for name, x in gradients(p, do, of_rows, out, inputs, problem, part, scored).items():
+            found |= model.backward(p, lse, out, do, of_rows, part, z)
+            for name, x in gradients(p, do, of_rows, out, inputs, problem, part, scored, z).items():
                 _place(right, name, part).add_(x)  # to dk and dv every query head of a group adds
         for name, x in found.items():
             _place(sizes, name, part).add_(x)
@@ -183,8 +187,8 @@ class _Model:
         found, sums = self.scored.part(*part.rows).squares(given.flatten(1, 2), weights.flatten(1, 2))
         return found.view(given.shape), sums
 
-    def forward(self, s: Tensor, lse: Tensor, out: Tensor, part: Part) -> dict[str, Tensor]:
-        """Of out and lse, from the scores, which are -inf where nobody sees."""
+    def forward(self, s: Tensor, lse: Tensor, out: Tensor, part: Part, z: Tensor | None) -> dict[str, Tensor]:
+        """Of out and lse, from the scores, which are -inf where nobody sees; z as `flashzoo.dropout.weights`."""
         seen = s != -math.inf
         p, v, o = (
             probabilities(s.clone(), lse),
@@ -206,20 +210,21 @@ class _Model:
         squares = p.square_()
         moved = squares * of_scores
         of_row = moved.sum(-1, keepdim=True) + against_sink + sums + self.unit**2
-        of_out = (squares * (unit**2 + sums) + tiny**2 * seen + moved) @ v + of_row * o
+        of_p = squares * (unit**2 + sums) + tiny**2 * seen + moved
+        of_out = times(times(of_p, z), z) @ v + of_row * o
         if self.quantised:
             of_out += squares @ self._of_quantised(2, part)
         return {"out": from_groups(of_out + self.tiny**2), "lse": of_lse}
 
     def backward(
-        self, p: Tensor, lse: Tensor, out: Tensor, dout: Tensor, dlse: Tensor | None, part: Part
+        self, p: Tensor, lse: Tensor, out: Tensor, dout: Tensor, dlse: Tensor | None, part: Part, z: Tensor | None
     ) -> dict[str, Tensor]:
         """Of dq, dk and dv, but for what rounding them adds, from P by the yardstick's own LSE."""
         q, k, v = (self._of(at, part) for at in range(3))
         do, o = (grouped(x, part, torch.float64, True) for x in (dout, out))
         lse = lse.masked_fill(lse == -math.inf, 0).view(*p.shape[:-1], 1)
         delta = (do * o).sum(-1, keepdim=True) - (0 if dlse is None else dlse.double().view(lse.shape))
-        dp, seen, squares = do @ v.mT, p > 0, p.square()
+        dp, seen, squares = times(do @ v.mT, z), p > 0, p.square()
         s = torch.where(seen, p.log() + lse, 0)
         in_p = (
             self._of_scores(s, part, False)
@@ -229,7 +234,7 @@ class _Model:
         of_p = squares * (self.unit**2 + in_p) + max(self.tiny, SMALLEST) ** 2 * seen
         sums = self.wide**2 * (1 + do.shape[-1] / RUNNING)
         of_delta = sums * ((do * o).square().sum(-1, keepdim=True) + delta.square())
-        of_dp = sums * (do.square() @ v.square().mT + dp.square())
+        of_dp = sums * (times(times(do.square() @ v.square().mT, z), z) + dp.square())
         ds = p * (dp - delta)
         of_ds = ds.square() * (self.unit**2 + in_p) + squares * (of_dp + of_delta)
         of_ds += (self.tiny**2 + (SMALLEST * (dp - delta)).square()) * seen
@@ -244,7 +249,7 @@ class _Model:
         return of_read | {
             "dq": from_groups(self.scale**2 * (of_ds @ k.square() + together)),
             "dk": from_groups(self.scale**2 * (of_ds.mT @ q.square()).sum(2, keepdim=True)),
-            "dv": from_groups((of_p.mT @ do.square()).sum(2, keepdim=True)),
+            "dv": from_groups((times(times(of_p, z), z).mT @ do.square()).sum(2, keepdim=True)),
         }
 
     def sinks(self, sinks: Tensor, lse: Tensor, out: Tensor, dout: Tensor, delta: Tensor) -> Tensor:

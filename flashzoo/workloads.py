@@ -364,6 +364,13 @@ _ALL += (
     ),
     _workload("fp8_pages", "hard", 2, 192, 40, batch=2, used_k=True, page_size=16, sinks=True, dtype_kv="e4m3"),
     _workload("fp8_cache_scores_x30", "hard", 1, 300, 128, heads=8, heads_kv=1, values="x30", dtype_kv="e4m3"),
+    _workload("dropout", "smoke", 65, 80, heads_kv=1, batch=2, causal=True, dropout_p=0.25),
+    _workload(
+        "dropout_packed_sinks", "smoke", 100, 100, heads=1, sequences=3, window=(40, 9), sinks=True, dropout_p=0.6
+    ),
+    _workload("dropout_score_mod_cache", "hard", 20, 100, batch=2, used_k=True, dropout_p=0.97, score_mod=ScoreForm()),
+    _workload("dropout_scores_x30", "large", 1130, 2030, values="x30", causal=True, dropout_p=0.1),
+    _workload("dropout_4096", "large", 4096, 4096, 128, heads=8, heads_kv=2, causal=True, dropout_p=0.1),
 )
 # the suite asks for that of each
 _MET = frozenset({"deterministic"}).union(*(workload.problem.features for workload in _ALL))

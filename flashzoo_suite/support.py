@@ -20,8 +20,9 @@ from flashzoo import Problem, ScoreMod, Spec
 from flashzoo.accuracy import Judge
 from flashzoo.autograd import differentiable
 from flashzoo.call.check import options_of
-from flashzoo.call.operands import NO_DESCALES, Descales, Operands
+from flashzoo.call.operands import NO_DESCALES, Descales, Operands, seed_on
 from flashzoo.call.problem import FEATURES
+from flashzoo.dropout import kept_at
 from flashzoo.lengths import Ranges, visible_of_caches
 from flashzoo.reference import Result, descales_of_rows
 from flashzoo.scores.at import ScoredAt, flat
@@ -35,6 +36,9 @@ SMALL = Problem(batch=1, seqlen_q=40, seqlen_k=40, heads=2, heads_kv=2, head_dim
 
 CHOSEN = pytest.StashKey[list[Spec]]()
 """The versions under test, in pytest's config."""
+
+SEED = -(2**40) - 3
+"""The dropout_seed that stands for any."""
 
 Tensors = tuple[Tensor, Tensor, Tensor]
 
@@ -116,6 +120,8 @@ def as_arguments(problem: Problem, descales: Descales = NO_DESCALES) -> dict:
         arguments["sinks"] = sinks_of(problem)
     if problem.score_mod is not None:
         arguments["score_mod"] = score_mod_of(problem)
+    if problem.dropout_p:
+        arguments["dropout_seed"] = SEED
     return arguments | lengths(problem, device=problem.device)
 
 
@@ -141,6 +147,14 @@ def scored_by(problem: Problem) -> ScoredAt | None:
     """That at all places, as `Judge` takes it."""
     sizes = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
     return ScoredAt.of(score_mod_of(problem), sizes, None if problem.sequences is None else ranges_of(problem))
+
+
+def kept_by(problem: Problem) -> Tensor | None:
+    """What a dropout by that seed keeps, as `Judge` takes it."""
+    if not problem.dropout_p:
+        return None
+    ranges = vars(ranges_of(problem)) if problem.sequences is not None else {}
+    return kept_at(problem, Operands(dropout_seed=seed_on(SEED, torch.device(problem.device)), **ranges))
 
 
 def mask_of(problem: Problem) -> flashzoo.BlockMask | None:
@@ -254,6 +268,8 @@ def as_operator(
         how |= {"score_mod_text": mod.text, "score_mod_tensors": list(mod.tensors), "score_mod_grads": list(mod.grads)}
     arguments = {**dict(zip("qkv", leaves, strict=True)), **how, "grad": problem.grad}
     arguments |= {name: x.detach().requires_grad_(problem.grad) for name, x in operands.items()}
+    if problem.dropout_p:
+        how["dropout_seed"] = arguments["dropout_seed"] = seed_on(SEED, torch.device(problem.device))
     if not problem.grad:
         return arguments, {}
     out, lse = torch.ops.flashzoo.attention(**arguments)

@@ -31,6 +31,7 @@ from flashzoo_suite.support import (
     dtypes_of,
     forward,
     gives_lse,
+    kept_by,
     scales_by,
     scored_by,
     seen_by,
@@ -190,7 +191,7 @@ def _drawn(case: Case) -> tuple[Tensors, Tensor, Tensor | None, Descales, Judge]
     given = (dout, dlse) if problem.grad else (None, None)
     used = only_used(*tensors, Operands(**lengths(problem, device=DEVICE)))
     scales_of_rows = scales_by(problem, used, scales)
-    operands = seen_by(problem), sinks_of(problem), scored_by(problem)
+    operands = seen_by(problem), sinks_of(problem), scored_by(problem), kept_by(problem)
     judge = Judge(*used, problem, *given, scales_of_rows, *operands)
     return tensors, dout, dlse, scales, judge
 

@@ -43,6 +43,7 @@ from fuzz_call import (
     parsed,
 )
 from fuzz_draw import calls, configuration, spec_of, taken
+from fuzz_dropout import seed_of
 from fuzz_oracle import expected, shares, worst
 from fuzz_scores import KINDS as SCORE_MODS
 from fuzz_scores import sequences
@@ -155,6 +156,10 @@ def answer(call: Call, given: Operands, mask: Any) -> dict[str, Tensor]:
             descales = (q_scale, k_scale, v_scale)
         options |= dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True)) | call.on_scores
         options |= {**cu_seqlens(call, given.q.device), "sinks": leaves.get("s")}
+        if call.dropout:
+            seed = seed_of(call)
+            as_tensor = torch.tensor(seed, device=given.q.device) if call.seed % 2 else seed
+            options |= {"dropout_p": call.dropout, "dropout_seed": as_tensor}
         if call.score:
             function, read = SCORE_MODS[call.score].function, leaves.get("m")
             options["score_mod"] = lambda s, b, h, i, j: function(s, b, h, i, j, lambda at: read[at])

@@ -55,6 +55,7 @@ class Call:
         scored: options that `fuzz_oracle.SCORES` knows, and their values: "decay:0.25".
         sinks: their dtype; "" for none. One in five calls has one of -inf.
         score: the function on scores, of `fuzz_scores.KINDS`; "" for none.
+        dropout: the dropout_p; its seed is made of `seed`.
         mask: kind, block sizes, and whether it has blocks of its own for each batch (b) and head (h):
             "dense:128x64:bh"; "" for none.
     """
@@ -89,6 +90,7 @@ class Call:
     scored: tuple[str, ...] = ()
     sinks: str = ""
     score: str = ""
+    dropout: float = 0.0
     mask: str = ""
     seed: int = 0
 
@@ -154,6 +156,7 @@ class Call:
             page_size=self.page_size,
             sinks=bool(self.sinks),
             score_mod=ScoreForm(grads=(0,) if "m" in self.grad else ()) if self.score else None,
+            dropout_p=self.dropout,
             **self.on_scores,
             **hardware(device),
         )
@@ -186,6 +189,7 @@ def _words(text: str) -> tuple[str, ...]:
 _READERS = {
     "window": lambda text: tuple(None if side == "None" else int(side) for side in _words(text)),
     "scale": float,
+    "dropout": float,
     "seed": int,
     "page_size": int,
     **dict.fromkeys(("lengths", "lengths_k", "used"), lambda text: tuple(int(word) for word in _words(text) if word)),

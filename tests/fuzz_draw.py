@@ -181,6 +181,8 @@ def configuration(random: Random, versions: list[str], device: str) -> Configura
         scored=tuple(f"{name}:{random.choice(values)}" for name, (values, _) in SCORES.items() if asks(name, 0.3)),
         mask=mask,
     )
+    if entry == "attention" and asks("dropout_p", 0.25):
+        call = replace(call, dropout=random.choice((0.1, 0.5, 0.9)))
     if entry == "attention" and asks("score_mod", 0.3):
         score = random.choice(list(SCORE_MODS))
         if grad and SCORE_MODS[score].shape is not None:
@@ -220,6 +222,8 @@ def calls(random: Random, drawn: Configuration, device: str) -> Iterator[Call]:
             nearest += [replace(x, deterministic=False) for x in nearest]
         if call.score and not drawn.wild:
             nearest += [replace(x, score="", grad=x.grad.replace("m", "")) for x in nearest]
+        if call.dropout and not drawn.wild:
+            nearest += [replace(x, dropout=0.0) for x in nearest]
         if call.scored and not drawn.wild:
             nearest += [replace(x, scored=()) for x in nearest]
         yield next((x for x in nearest if not spec.unsupported(x.problem(device))), call)

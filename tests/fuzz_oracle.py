@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from fuzz_call import Call, Operands, in_band, of_caches, of_sequences, offsets
+from fuzz_dropout import factors
 from fuzz_scores import KINDS, places
 from torch import Tensor
 
@@ -117,8 +118,8 @@ class Expected:
 
 @dataclass(frozen=True)
 class _Answer:
-    """The numbers of a call in float64, keys and values repeated for each query head,
-    and what its gradients start from."""
+    """The numbers of a call in float64, keys and values repeated for each query head, and what its gradients start
+    from; z is what dropout multiplies P by."""
 
     q: Tensor
     k: Tensor
@@ -134,6 +135,7 @@ class _Answer:
     gradients: list[Tensor]
     p_sink: Tensor
     on_scores: _OnScores | None
+    z: Tensor
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,8 @@ def _answer(call: Call, given: Operands, seen: Tensor | None) -> _Answer:
     total = weights.sum(-1, keepdim=True) + of_sink
     blind = total == 0
     p = weights / total.masked_fill(blind, 1)
-    out, lse = p @ v, (top + total.masked_fill(blind, 1).log())[..., 0]
+    z = factors(call, q.device) if call.dropout and call.seqlen_k else s.new_ones(1, 1, 1, 1)
+    out, lse = (p * z) @ v, (top + total.masked_fill(blind, 1).log())[..., 0]
     dout, dlse = given.dout.double().transpose(1, 2), given.dlse.double()
     dout = dout if call.through != "lse" else torch.zeros_like(dout)
     dlse = dlse.masked_fill(blind[..., 0], 0) if call.through != "out" else torch.zeros_like(dlse)
@@ -220,7 +223,7 @@ def _answer(call: Call, given: Operands, seen: Tensor | None) -> _Answer:
         gradients = [*(x.transpose(1, 2) for x in found[:3]), *(x.nan_to_num() for x in found[3:])]
     p_sink = (of_sink / total.masked_fill(blind, 1)).detach()
     q, k, v, s, p, out, lse = (x.detach() for x in (q, k, v, s, p, out, lse))
-    return _Answer(q, k, v, visible, s, p, out, lse, blind, dout, dlse, gradients, p_sink, on_scores)
+    return _Answer(q, k, v, visible, s, p, out, lse, blind, dout, dlse, gradients, p_sink, on_scores, z)
 
 
 def _on_scores(call: Call, s: Tensor, read: Tensor | None) -> tuple[Tensor, _OnScores | None]:
@@ -253,8 +256,8 @@ def _on_scores(call: Call, s: Tensor, read: Tensor | None) -> tuple[Tensor, _OnS
 
 def _forward(call: Call, n: Numerics, answer: _Answer) -> tuple[dict[str, Expected], _Drawn]:
     """out and lse."""
-    q, k, v, s, p, out, lse, blind = (
-        getattr(answer, name) for name in ("q", "k", "v", "s", "p", "out", "lse", "blind")
+    q, k, v, s, p, out, lse, blind, z = (
+        getattr(answer, name) for name in ("q", "k", "v", "s", "p", "out", "lse", "blind", "z")
     )
     visible, scale, keys = answer.visible, call.softmax_scale, max(1, call.seqlen_k)
     size = s.masked_fill(~visible | (s == -math.inf), 0).abs()
@@ -273,9 +276,11 @@ def _forward(call: Call, n: Numerics, answer: _Answer) -> tuple[dict[str, Expect
     relative = n.unit_p**2 + n.quantised**2 + spread.square()
     long = n.eps * (4 + keys / 64)  # a running sum is rounded once for each block of keys
     v_size = v.abs()
-    of_p = (p.square() * relative) @ v.square() + n.floor_p**2 * v.square().sum(-2, keepdim=True)
+    of_p = (z.square() * (p.square() * relative + n.floor_p**2)) @ v.square()
     random = of_p.sqrt() + (p * spread).norm(dim=-1, keepdim=True) * out.abs() + n.unit * out.abs()
-    linear = (p * drift) @ v_size + (p @ v_size) * (long + n.sums) + n.floor
+    linear = (z * p * drift) @ v_size + ((z * p) @ v_size) * (long + n.sums) + n.floor
+    if call.dropout:  # the row sum is of others
+        linear += (p * drift).sum(-1, keepdim=True) * out.abs()
     answers = {"out": Expected(out, random.masked_fill(blind, 0), linear.masked_fill(blind, 0))}
     shift, drifted = (p * spread).norm(dim=-1), (p * drift).sum(-1) + n.eps * (4 + lse.abs() + keys / 64) + n.floor
     if call.lse:
@@ -285,14 +290,14 @@ def _forward(call: Call, n: Numerics, answer: _Answer) -> tuple[dict[str, Expect
 
 def _backward(call: Call, n: Numerics, answer: _Answer, drawn: _Drawn) -> dict[str, Expected]:
     """The gradients that the call asks for."""
-    q, k, v, p, out, lse, dout, dlse = (
-        getattr(answer, name) for name in ("q", "k", "v", "p", "out", "lse", "dout", "dlse")
+    q, k, v, p, out, lse, dout, dlse, z = (
+        getattr(answer, name) for name in ("q", "k", "v", "p", "out", "lse", "dout", "dlse", "z")
     )
     random, linear, shift, drifted, long = drawn.random, drawn.linear, drawn.shift, drawn.drifted, drawn.long
     scale, v_size, answers = call.softmax_scale, v.abs(), {}
 
     # Backward, in 16 bits whatever the forward pass was: with its out and its LSE.
-    dp, size_dp = dout @ v.mT, dout.abs() @ v_size.mT
+    dp, size_dp = z * (dout @ v.mT), z * (dout.abs() @ v_size.mT)
     delta = (dout * out).sum(-1, keepdim=True) - dlse[..., None]
     size_delta = (dout * out).abs().sum(-1, keepdim=True) + dlse.abs()[..., None]
     off_delta = (dout * random).norm(dim=-1, keepdim=True)
@@ -323,11 +328,11 @@ def _backward(call: Call, n: Numerics, answer: _Answer, drawn: _Drawn) -> dict[s
         random_ds.mT @ q.square(),
         linear_ds.mT @ q.abs() + n.eps * call.seqlen_q / 64 * (ds.abs().mT @ q.abs()),
     )
-    p = answer.p
+    p = answer.p * z
     random_p = p.square() * (n.unit**2 + shift.square()[..., None])
     random_dv, linear_dv = (
         random_p.mT @ dout.square(),
-        (p * drift).mT @ dout.abs() + n.floor * dout.abs().sum(-2, keepdim=True),
+        (p * drift).mT @ dout.abs() + n.floor / (1 - call.dropout) * dout.abs().sum(-2, keepdim=True),
     )
     linear_dv += n.eps * (4 + call.seqlen_q / 64) * (p.mT @ dout.abs())
     parts = {

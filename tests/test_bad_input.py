@@ -338,7 +338,36 @@ BAD_INPUT = {
         r"precision='fp8' quantises fp16 or bf16 inputs, got q torch.float16, k torch.float8_e4m3fn",
     ),
     "e4m3 mixed": (_fp8(v=torch.randn(2, 6, 4, 8).half()), TypeError, r"must have one dtype, got .* v torch.float16"),
-    "an argument nobody knows": ({"dropout_p": 0.1}, TypeError, r"unexpected keyword argument 'dropout_p'"),
+    "all is dropped": ({"dropout_p": 1.0}, ValueError, r"dropout_p must be at least 0 and less than 1, got 1.0"),
+    "less than nothing is dropped": ({"dropout_p": -0.1}, ValueError, r"dropout_p must be .* got -0.1"),
+    "dropout_p is no number": ({"dropout_p": math.nan}, ValueError, r"dropout_p must be .* got nan"),
+    "dropout_p is None": ({"dropout_p": None}, TypeError, r"dropout_p must be a float, got NoneType"),
+    "a seed that is a float": (
+        {"dropout_p": 0.1, "dropout_seed": 7.0},
+        TypeError,
+        r"dropout_seed must be an int, a torch.Tensor of one or None, got float",
+    ),
+    "a seed of 65 bits": (
+        {"dropout_seed": 1 << 63},
+        ValueError,
+        r"dropout_seed must be from -2\*\*63 to 2\*\*63 - 1, got 9223372036854775808",
+    ),
+    "a seed of 32 bits": (
+        {"dropout_p": 0.1, "dropout_seed": torch.zeros(1, dtype=torch.int32)},
+        TypeError,
+        r"dropout_seed must be of dtype torch.int64, got torch.int32",
+    ),
+    "two seeds": (
+        {"dropout_p": 0.1, "dropout_seed": torch.zeros(2, dtype=torch.int64)},
+        ValueError,
+        r"dropout_seed must have one element, got shape \(2,\)",
+    ),
+    "a seed elsewhere": (
+        {"dropout_p": 0.1, "dropout_seed": torch.zeros((), dtype=torch.int64, device="meta")},
+        ValueError,
+        r"dropout_seed must be on q's device cpu, got meta",
+    ),
+    "an argument nobody knows": ({"dropout": 0.1}, TypeError, r"unexpected keyword argument 'dropout'"),
 }
 
 
@@ -358,6 +387,7 @@ class TestBadInput:
             ({"causal": False}, {"causal": 0}),
             ({"deterministic": True}, {"deterministic": 1.0}),
             ({"softmax_scale": 1.0}, {"softmax_scale": True}),
+            ({"dropout_p": 0.0}, {"dropout_p": False}),
         ],
         ids=str,
     )

@@ -76,15 +76,16 @@ KNOWN_STACK_BY_LENGTHS = {("dkdv", 80, 128): 8, ("dkdv", 90, 64): 32, ("dkdv", 9
 # How each kernel is launched: by which function, with strides of how many tensors and what else; its tensor parameters
 # (h in the problem's dtype, o in that of out, f in float32, i in int32, b bits, t the table of packed
 # sequences, u how much of caches is used, s sinks, g their gradient's parts, m what a function on scores reads, r that
-# and where its gradients are summed) and how many floats follow them, of which the last may be for such a function.
+# and where its gradients are summed, d dropout's seed) and how many floats follow them, of which the last are for such
+# a function and for dropout.
 MASK_SIZES = (0, 1, 32, 100)
 LAUNCHES = {
-    ("v1", "forward"): (v1.forward_launch, 5, (), "hhhoffffm", 2),
-    ("v1", "backward"): (v1.backward_launch, 8, (False,), "hhhhhfhhffr", 3),
-    ("v2", "forward"): (v2.forward_launch, 4, (True,), "hhhoftusm", 2),
+    ("v1", "forward"): (v1.forward_launch, 5, (), "hhhoffffmd", 3),
+    ("v1", "backward"): (v1.backward_launch, 8, (False,), "hhhhhfhhffrd", 4),
+    ("v2", "forward"): (v2.forward_launch, 4, (True,), "hhhoftusmd", 3),
     ("v2", "delta"): (v2.delta_launch, 2, (True,), "oofffftsg", 0),
-    ("v2", "dkdv"): (v2.dkdv_launch, 6, (True,), "hhhhhhfftum", 3),
-    ("v2", "dq"): (v2.dq_launch, 5, (True,), "hhhhhfftur", 3),
+    ("v2", "dkdv"): (v2.dkdv_launch, 6, (True,), "hhhhhhfftumd", 4),
+    ("v2", "dq"): (v2.dq_launch, 5, (True,), "hhhhhffturd", 4),
     ("blocksparse", "forward"): (blocksparse.forward_launch, 4, (True, MASK_SIZES), "hhhofiiiiibm", 2),
     ("blocksparse", "dkdv"): (blocksparse.dkdv_launch, 6, (True, MASK_SIZES), "hhhhhhffiiiiibm", 3),
     ("blocksparse", "dq"): (blocksparse.dq_launch, 5, (True, MASK_SIZES), "hhhhhffiiiiibr", 3),
@@ -105,9 +106,11 @@ def compiled(version: str, kernel: str, problem: Problem) -> Resources:
     }
     kinds |= dict.fromkeys("sg", "fp32" if problem.sinks else None)
     kinds |= {"m": types_of(problem.score_mod), "r": types_of(problem.score_mod, sums=True)}
+    kinds["d"] = "i64" if problem.dropout_p else None
     types = tuple(kinds[parameter] for parameter in parameters)
-    on_scores = set(parameters) & {"m", "r"}
-    left_out = (floats - 1,) if on_scores and problem.score_mod is None else ()
+    absent = {"m": problem.score_mod is None, "r": problem.score_mod is None, "d": not problem.dropout_p}
+    numbers = [parameter for parameter in parameters if parameter in absent]  # each has a float, which are the last
+    left_out = tuple(floats - len(numbers) + i for i, parameter in enumerate(numbers) if absent[parameter])
     return resources(launch(problem, strides, *more), types, floats, problem.arch or 0, left_out)
 
 
@@ -228,6 +231,16 @@ def test_a_function_on_scores(kernel: tuple[str, str], form: str, arch: int, hea
     assert TENSOR_CORES & read.opcodes.keys() and read.shared <= SHARED_LIMIT[arch]
     atomics = {"RED", "REDG", "ATOM", "ATOMG"} & read.opcodes.keys()
     assert bool(atomics) == (kernel[1] in ("dq", "backward") and form != "softcap")
+
+
+def test_v2_with_dropout() -> None:
+    """Random numbers are made where they are needed, transposed too: none goes through shared memory or another
+    thread."""
+    problem = Problem(2, 4096, 4096, 16, 4, 64, causal=True, grad=True, arch=90)
+    plain, read = (compiled("v2", "dkdv", dataclasses.replace(problem, dropout_p=p)) for p in (0.0, 0.1))
+    for name in (*TENSOR_CORES, "STS", "LDS", "SHFL", "STSM", "LDSM", "BAR"):
+        assert plain.opcodes.get(name) == read.opcodes.get(name), name
+    assert plain.opcodes["IMAD"] + 100 < read.opcodes["IMAD"] and read.shared <= SHARED_LIMIT[90]
 
 
 @pytest.mark.parametrize("arch", [80, 90])

@@ -553,8 +553,8 @@ class TestExplain:
                 flashzoo.explain(HOPPER, **beside)
 
     def test_an_argument_nobody_knows(self, qkv):
-        with pytest.raises(TypeError, match="unexpected keyword argument 'dropout_p'"):
-            flashzoo.explain(*qkv, dropout_p=0.1)
+        with pytest.raises(TypeError, match="unexpected keyword argument 'dropout'"):
+            flashzoo.explain(*qkv, dropout=0.1)
 
     def test_arch_is_a_number(self, qkv):
         with pytest.raises(TypeError, match="arch must be an int, such as 90, or None, got '90'"):

@@ -177,16 +177,28 @@ def test_a_cache_takes_new_keys_and_is_attended_to(paged):
         assert same_bits(flash_attn.flash_attn_with_kvcache(q, *caches), flashzoo.attention(q, *caches))
 
 
+@pytest.mark.parametrize("name", [name for name in SIGNATURES if "cache" not in name])
+def test_dropout_is_by_a_seed_that_is_drawn(name):
+    packed, cu_seqlens = "varlen" in name, numbers(0, 3, 9)
+    tensors = [drawn(*([9] if packed else [2, 9]), 2, 16) for _ in "qkv"]
+    if "kvpacked" in name and "qkv" not in name:
+        tensors = [tensors[0], torch.stack(tensors[1:], -3)]
+    elif "qkvpacked" in name:
+        tensors = [torch.stack(tensors, -3)]
+    lengths = () if not packed else (cu_seqlens, 9) if "qkv" in name else (cu_seqlens, cu_seqlens, 9, 9)
+
+    def out(p: float, seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return getattr(flash_attn, name)(*tensors, *lengths, dropout_p=p)
+
+    assert torch.equal(out(0.5, 1), out(0.5, 1))
+    assert not torch.equal(out(0.5, 1), out(0.5, 2)) and torch.equal(out(0.0, 1), out(0.0, 2))
+
+
 @pytest.mark.parametrize(
     ("function", "argument", "value"),
     [
-        ("flash_attn_func", "dropout_p", 0.1),
-        ("flash_attn_kvpacked_func", "dropout_p", 0.1),
-        ("flash_attn_qkvpacked_func", "dropout_p", 0.1),
-        ("flash_attn_varlen_func", "dropout_p", 0.1),
         ("flash_attn_varlen_func", "block_table", torch.ones(2, 2)),
-        ("flash_attn_varlen_kvpacked_func", "dropout_p", 0.1),
-        ("flash_attn_varlen_qkvpacked_func", "dropout_p", 0.1),
         ("flash_attn_with_kvcache", "rotary_cos", torch.ones(2)),
         ("flash_attn_with_kvcache", "rotary_interleaved", False),
         ("flash_attn_with_kvcache", "cache_batch_idx", torch.ones(2)),

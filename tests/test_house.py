@@ -72,9 +72,18 @@ MAY_IMPORT = {
     "call.traced": {"torch", "flashzoo.autograd", "flashzoo.registry", "flashzoo.transforms"} | CALL,
     "autograd": {"torch", "flashzoo.call.problem", "flashzoo.transforms"},
     "transforms": {"torch", "flashzoo.call.problem", "flashzoo.registry", "flashzoo.spec"},
-    "reference": {"torch", SCORES, "flashzoo.autograd", "flashzoo.dtypes", "flashzoo.lengths", "flashzoo.sinks"}
+    "reference": {
+        "torch",
+        SCORES,
+        "flashzoo.autograd",
+        "flashzoo.dropout",
+        "flashzoo.dtypes",
+        "flashzoo.lengths",
+        "flashzoo.sinks",
+    }
     | HANDED,
     "baselines": {"torch", "flashzoo.reference", "flashzoo.spec", "flashzoo.transforms"} | HANDED,
+    "dropout": {"torch", "flashzoo.call.operands", "flashzoo.call.problem", "flashzoo.lengths"},
     "dtypes": {"torch"},
     "gpu": set(),
     "integers": set(),
@@ -94,6 +103,7 @@ MAY_IMPORT = {
     "roundings": {
         "torch",
         SCORES,
+        "flashzoo.dropout",
         "flashzoo.reference",
         "flashzoo.call.problem",
         "flashzoo.sinks",
@@ -116,6 +126,7 @@ MAY_IMPORT = {
         "flashzoo._sass",
         "flashzoo._triton",
         SCORES,
+        "flashzoo.dropout",
         "flashzoo.gpu",
         "flashzoo.call.forms",
         "flashzoo.call.operands",
@@ -145,6 +156,7 @@ INSIDERS = {
     "tests/test_compile_decode.py",
     "tests/test_compile_v3.py",
     "tests/test_docs.py",
+    "tests/test_dropout.py",
     "tests/test_quantize.py",
     "tests/test_tune.py",
     "bench/ablation.py",

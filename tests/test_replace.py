@@ -77,8 +77,20 @@ def test_the_same_as_torch(name, heads_kv):
         torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-5)
 
 
+def test_dropout_is_a_versions():
+    q, k, v = tensors(20, 4)
+    with flashzoo.replace_sdpa() as seen:
+        torch.manual_seed(1)
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5, is_causal=True)
+    torch.manual_seed(1)
+    wanted = flashzoo.attention(*(x.transpose(1, 2) for x in (q, k, v)), causal=True, dropout_p=0.5)
+    torch.testing.assert_close(out, wanted.transpose(1, 2))
+    assert "dropout_p=0.5" in str(seen) and seen.calls[0].answered_by != "torch"
+
+
 LEFT_TO_TORCH = {
-    "dropout_p=0.5": {"dropout_p": 0.5},
+    "dropout_p=1.0": {"dropout_p": 1.0},
+    "dropout_p=0.5 beside a mask of pairs": {"dropout_p": 0.5, "attn_mask": torch.ones(20, 20).tril().bool()},
     "as many heads": {"heads_kv": 1},
     "of a subclass|is a Marked": {"marked": True},
     "dimensions": {"ndim": 5},

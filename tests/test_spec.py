@@ -137,6 +137,7 @@ class TestSpec:
             deterministic=True,
             sinks=True,
             score_mod=ScoreForm(),
+            dropout_p=0.5,
             **sizes,
         )
         packed, masked = (

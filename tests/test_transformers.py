@@ -137,7 +137,7 @@ def test_no_mask_is_dense(monkeypatch):
         for mask in (LEFT, LEFT.flip(1)):
             ours(ids(mask), attention_mask=mask)
         ours(ids(), position_ids=torch.arange(10).repeat(2)[None].expand(3, -1), use_cache=False)
-    always = {"softmax_scale", "version", "causal", "window_size"}
+    always = {"softmax_scale", "version", "causal", "window_size", "dropout_p"}
     padded = always | {"cu_seqlens_q", "cu_seqlens_k", "seqused_k"}
     assert asked == [padded, padded, always | {"cu_seqlens_q"}]
     asked.clear()
@@ -267,18 +267,18 @@ def test_a_version_by_name(version):
     torch.testing.assert_close(ours(ids()).logits, expected)
 
 
-@pytest.mark.parametrize(
-    ("model", "config", "fields", "inputs", "text"),
-    [
-        ("LlamaForCausalLM", "Llama", GQA | {"attention_dropout": 0.1}, {"train": True}, "dropout must be 0, got 0.1"),
-    ],
-)
-def test_what_no_version_does_is_an_error_by_name(model, config, fields, inputs, text):
-    _, ours = pair(model, config, **fields)
-    inputs = dict(inputs)
-    ours.train(inputs.pop("train", False))
-    with pytest.raises(flashzoo.UnsupportedError, match=text):
-        ours(ids(), **inputs)
+def test_dropout_while_it_trains():
+    expected, ours = pair("LlamaForCausalLM", "Llama", **CAUSAL["Llama"] | {"attention_dropout": 0.5})
+    torch.testing.assert_close(ours(ids()).logits, expected(ids()).logits)
+    ours.train()
+    found = []
+    for seed, mask in ((1, None), (1, None), (2, None), (2, LEFT)):
+        torch.manual_seed(seed)
+        found.append(ours(ids(mask) if mask is not None else ids(), attention_mask=mask).logits)
+    assert torch.equal(*found[:2]) and not torch.equal(*found[1:3]) and bool(found[3].isfinite().all())
+    ours.set_attn_implementation("zoo:sdpa")
+    with pytest.raises(flashzoo.UnsupportedError, match="sdpa: does not support dropout_p"):
+        ours(ids())
 
 
 def test_names():

@@ -48,6 +48,8 @@ class Options(TypedDict, total=False):
     page_table: Tensor | None
     sinks: Tensor | None
     score_mod: ScoreMod | Callable[..., Tensor] | None
+    dropout_p: float
+    dropout_seed: Tensor | int | None
     max_seqlen_q: int | None
     max_seqlen_k: int | None
 
@@ -57,7 +59,7 @@ def takes_options(call: Call) -> Call:
     in help() and to who inspects it."""
     signature = inspect.signature(call)
     named = [parameter for parameter in signature.parameters.values() if parameter.kind != parameter.VAR_KEYWORD]
-    defaults = {name: False if option.schema == "bool" else None for name, option in OPTIONS.items()}
+    defaults = {name: option.not_given for name, option in OPTIONS.items()}
     for name, annotation in Options.__annotations__.items():
         annotation = getattr(annotation, "__forward_arg__", annotation)
         named.append(
@@ -136,12 +138,19 @@ def attention(
             It is computed with in float32, in which its gradient is summed, in a fixed order, and then rounded to its
             dtype.
         score_mod: a function `(score, batch, head, q_idx, kv_idx) -> score` on each score, scaled and in float32,
-        before
-            anything is masked, FlexAttention's: torch operations on tensors of no dimensions, traced once (see
+            before anything is masked, FlexAttention's: torch operations on tensors of no dimensions, traced once (see
             `flashzoo.ScoreMod`, and `flashzoo.score_mods` for those that have names). q_idx and kv_idx count from a
             sequence's first query and key, head is the query's, batch of packed sequences the sequence's number. -inf
             is as masked, and a row of nothing else as one that sees no key. Tensors that it captured are read where
             they lie, on q's device, past their ends as 0; those that require grad have gradients, summed in float32.
+        dropout_p: the share of the probabilities, at least 0 and less than 1, that is dropped on their way to v; the
+            others are divided by `1 - dropout_p`. LSE is that without. It is taken to the nearest multiple of 2^-24
+            below 1. 0.0 is as none, to the bit.
+        dropout_seed: which are dropped is a function of it, of the query's batch, or of packed sequences the sequence's
+            number, of its head, and of q_idx and kv_idx as a score_mod has them, and of nothing else: the same in every
+            version, whatever else is in the call, and in the backward pass. An int, from -2^63 to 2^63 - 1, or an int64
+            tensor of one element on q's device, which the host does not read, so that a CUDA graph may be replayed with
+            another; None draws one from torch's generator of that device. Nothing depends on it where dropout_p is 0.
         max_seqlen_q, max_seqlen_k: no sequence is longer. Nothing depends on them but `explain`.
 
     Returns:
@@ -207,7 +216,7 @@ def called(
         q = negated(q)
     if planned.as_batch:
         q, k, v = as_batch(q, k, v)
-    result = planned.run(q, k, v, problem, operands)
+    result = planned.run(q, k, v, problem, operands.seeded(problem, q.device))
     if not planned.checked:
         planned.check(result, q, problem.grad)
         planned.checked = True

@@ -49,7 +49,9 @@ def attention_backward(
         dsinks = - sum over a head's rows of exp(sink - lse) * (delta - dlse)
 
     is that of the whole already, whatever the part; without them dq, dk and dv are the same. With a score_mod p is made
-    of new scores, of which ds is the gradient, and dq and dk have that of the old ones in its place.
+    of new scores, of which ds is the gradient, and dq and dk have that of the old ones in its place. With dropout the p
+    of dv is what went to v, and `dout v^T` is that of what was kept, divided by `1 - dropout_p`; keys are counted from
+    k's first, so that of a part of the keys it is another dropout than the whole's.
 
     Args:
         dout: gradient of out, `(batch, seqlen_q, heads, head_dim_v)`, q's dtype and device, any strides.
@@ -61,8 +63,9 @@ def attention_backward(
         delta: as lse; `dlse - delta` has the place of both, so that what a caller has summed already is
             not summed again.
         version: as in `attention`; "auto" is the newest that has such a backward pass for the call.
-        options: those of `attention` with which out and lse were made, block_mask that of the keys in k; no
-            `out_dtype`, and neither `precision` nor descales, as FP8 has no backward pass of its own.
+        options: those of `attention` with which out and lse were made, block_mask that of the keys in k, dropout_seed
+            given where dropout_p is; no `out_dtype`, and neither `precision` nor descales, as FP8 has no backward pass
+            of its own.
 
     Returns:
         `(dq, dk, dv)` in the shapes and the dtype of q, k and v, and behind them dsinks in that of sinks where these
@@ -132,6 +135,7 @@ def attention_backward(
         assert out is not None
         out, dlse = out.resolve_neg(), None if dlse is None else dlse.resolve_neg()
         out = out if out.stride(-1) == 1 else out.contiguous()
+        operands = operands.seeded(planned.problem, q.device, drawn=False)
         dq, dk, dv, *more = planned.run(dout, dlse, q, k, v, out, lse, planned.problem, operands)
         more = [x.to(dtype) for x, dtype in zip(more, of_operands, strict=True)]
         return -dq if planned.negative else dq, dk, dv, *more

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -35,6 +35,7 @@ class Operands:
             `(pages, page_size, heads_kv, head_dim)`.
         sinks: `(heads,)` without gaps, float32, or float64 where q may be.
         score_mod: traced, with the tensors that it reads, of any strides.
+        dropout_seed: int64 `(1,)`, nobody else's, where the problem has a dropout_p.
     """
 
     q_descale: Tensor | None = None
@@ -47,6 +48,23 @@ class Operands:
     page_table: Tensor | None = None
     sinks: Tensor | None = None
     score_mod: ScoreMod | None = None
+    dropout_seed: Tensor | int | None = None
+
+    def seeded(self, problem: Problem, device: torch.device, drawn: bool = True) -> Operands:
+        """These with their seed in memory, where the problem has dropout. It is copied, as its owner may write the next
+        one before a backward pass reads this.
+
+        Args:
+            drawn: draw one where there is none; else that is a ValueError.
+        """
+        if not problem.dropout_p:
+            return self
+        seed = self.dropout_seed
+        if seed is None and not drawn:
+            raise ValueError(
+                f"dropout_seed must be that of the forward pass where dropout_p is {problem.dropout_p}, got None"
+            )
+        return replace(self, dropout_seed=seed_on(seed, device))
 
     @property
     def ranges(self) -> Ranges | None:
@@ -352,6 +370,41 @@ class _ScoreMod(Operand):
         return ScoreMod.of_parts(text, tuple(tensors), tuple(grads))
 
 
+class _Seed(Operand):
+    def form(self, name: str, x: Any) -> Hashable:
+        """Nothing of an int."""
+        if isinstance(x, Tensor):
+            return x.shape, x.dtype, x.device
+        if isinstance(x, bool) or not isinstance(x, int):
+            raise TypeError(f"{name} must be an int, a torch.Tensor of one or None, got {type(x).__name__}")
+        if not -(2**63) <= x < 2**63:
+            raise ValueError(f"{name} must be from -2**63 to 2**63 - 1, got {x}")
+        return ()
+
+    def check(self, name: str, form: Any, device: torch.device) -> None:
+        if not form:
+            return
+        shape, dtype, where = form
+        if dtype != torch.int64:
+            raise TypeError(f"{name} must be of dtype torch.int64, got {dtype}")
+        if shape.numel() != 1:
+            raise ValueError(f"{name} must have one element, got shape {tuple(shape)}")
+        if where != device:
+            raise ValueError(f"{name} must be on q's device {device}, got {where}")
+
+    def check_sizes(self, name: str, form: Any, problem: Problem) -> None:
+        """Nothing: it goes with all."""
+
+
+def seed_on(seed: Tensor | int | None, device: torch.device) -> Tensor:
+    """int64 `(1,)` with a seed, drawn from torch's generator of the device where there is none."""
+    if seed is None:
+        return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
+    if isinstance(seed, Tensor):
+        return seed.reshape(1).clone()
+    return torch.full((1,), seed, dtype=torch.int64, device=device)
+
+
 OPERANDS: dict[str, Operand] = {
     **dict.fromkeys(("q_descale", "k_descale", "v_descale"), _Descale()),
     "block_mask": _Mask(),
@@ -359,6 +412,7 @@ OPERANDS: dict[str, Operand] = {
     "page_table": _Pages(),
     "sinks": _Sinks(),
     "score_mod": _ScoreMod(),
+    "dropout_seed": _Seed(),
 }
 """By the argument's name, in the order of the fields of `Operands`."""
 DIFFERENTIABLE = tuple(name for name, kind in OPERANDS.items() if kind.gradient)

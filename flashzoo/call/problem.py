@@ -31,6 +31,9 @@ OUT_DTYPES: dict[str, tuple[str, ...]] = {
 DESCALE_BLOCK = 128
 """Rows of q, k or v that share one number of a descale by block."""
 
+DROPOUT_STEPS = 1 << 24
+"""Random numbers that dropout_p is held against: as many as float32 has below 1 in equal steps."""
+
 LARGEST_NUMBER = 1e30
 """Of softmax_scale and its like: scores are float32, and beyond this even small ones would be infinite."""
 
@@ -90,6 +93,13 @@ def _check_number(name: str, number: Any) -> None:
         raise ValueError(f"{name} must be {limit}, got {number}")
 
 
+def _check_dropout(name: str, share: Any) -> None:
+    if isinstance(share, bool) or not isinstance(share, (int, float)):
+        raise TypeError(f"{name} must be a float, got {type(share).__name__}")
+    if not 0 <= share < 1:
+        raise ValueError(f"{name} must be at least 0 and less than 1, got {share}")
+
+
 def option(
     default: Any,
     schema: str,
@@ -103,7 +113,8 @@ def option(
 
     Args:
         default: of the field.
-        schema: the argument's type in the schema of a torch operator, where every default but a flag's is None.
+        schema: the argument's type in the schema of a torch operator; the argument's default is None where that is an
+            optional one ("float?"), else the field's.
         check: called with the argument's name and value; raises TypeError or ValueError where it is malformed.
         argument: its name; the field's where None.
         flag: the keywords of `argparse.ArgumentParser.add_argument` for the command line; None where it has no flag.
@@ -150,6 +161,7 @@ class Problem:
             where they don't. seqlen_k is as many rows as a sequence may have pages for.
         sinks: each query head has a logit in its softmax that brings no value.
         score_mod: the form of the function on scores; None where there is none.
+        dropout_p: the share of the probabilities that is dropped, see `dropped`.
         max_seqlen_q, max_seqlen_k: no sequence has more queries, or keys; None where the caller does not say.
             Only with sequences.
         out_dtype: of out, one of `OUT_DTYPES`; None stands for the first, as does what inputs of another dtype than
@@ -216,6 +228,13 @@ class Problem:
     page_size: int | None = None
     sinks: bool = False
     score_mod: ScoreForm | None = None
+    dropout_p: float = option(
+        0.0,
+        "float",
+        _check_dropout,
+        example=0.25,
+        flag={"type": float, "metavar": "P", "help": "share of the probabilities that is dropped"},
+    )
     max_seqlen_q: int | None = option(None, "SymInt?", _check_length)
     max_seqlen_k: int | None = option(None, "SymInt?", _check_length)
 
@@ -335,6 +354,12 @@ class Problem:
         return 1 / math.sqrt(self.head_dim) if self.softmax_scale is None else self.softmax_scale
 
     @property
+    def dropped(self) -> float:
+        """dropout_p as it is computed with: the nearest multiple of `1 / DROPOUT_STEPS` below 1, which float32 holds,
+        as it does what is left of 1."""
+        return min(round(self.dropout_p * DROPOUT_STEPS), DROPOUT_STEPS - 1) / DROPOUT_STEPS
+
+    @property
     def offset(self) -> int:
         """From a query's number to that of the key on its aligned diagonal: the last query's is the last key."""
         return self.seqlen_k - self.seqlen_q
@@ -423,6 +448,11 @@ class Option(NamedTuple):
     check: Callable[[str, Any], object]
     flag: dict[str, Any] | None
     example: Any
+
+    @property
+    def not_given(self) -> Any:
+        """The argument's default."""
+        return None if self.schema.endswith("?") else self.default
 
 
 def _feature(argument: str, option: Option) -> Feature:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from flashzoo.autograd import refuse_double_backward
 from flashzoo.call.check import check_shapes, check_tensors, described, fields_of, read_by_pages
 from flashzoo.call.forms import check_flags, normalised
-from flashzoo.call.operands import DIFFERENTIABLE, OPERANDS, Operands, differentiable_of, taken
+from flashzoo.call.operands import DIFFERENTIABLE, OPERANDS, Operands, differentiable_of, seed_on, taken
 from flashzoo.call.plan import Plan, negated, plan
 from flashzoo.call.problem import OPTIONS, Problem
 from flashzoo.registry import ARGUMENT, current, requested
@@ -36,9 +36,7 @@ NAME, BACKWARD_NAME = "flashzoo::attention", "flashzoo::attention_backward"
 Named = dict[str, Any]
 """Arguments of an operator by their names."""
 
-_OPTIONS = {
-    name: f"{option.schema} {name}={False if option.schema == 'bool' else None}" for name, option in OPTIONS.items()
-}
+_OPTIONS = {name: f"{option.schema} {name}={option.not_given}" for name, option in OPTIONS.items()}
 _PARTS = {
     f"{name}{end}": f"{type_} {name}{end}=None" for name, kind in OPERANDS.items() for end, type_ in kind.parts.items()
 }
@@ -86,6 +84,7 @@ def traced(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, version: str, opti
         if x is not None:
             kind.check(name, kind.form(name, x), q.device)
             how |= {f"{name}{end}": part for end, part in zip(kind.parts, kind.split(x), strict=True)}
+    how["dropout_seed"] = seed_on(options.get("dropout_seed"), q.device) if how.get("dropout_p") else None
     leaves = (q, k, v, *differentiable_of(options))
     grad = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
     name, by = _requested(version)
@@ -104,7 +103,8 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, how: Named, grad: bool, by: str = 
     operands, forms = taken(options)
     tensors = (*described(q), *described(k), *described(v))
     asked = (how.get("version", "auto"), by)
-    return plan(asked, current(), how.get("return_lse", False), grad, False, forms, *tensors, **options), operands
+    planned = plan(asked, current(), how.get("return_lse", False), grad, False, forms, *tensors, **options)
+    return planned, operands.seeded(planned.problem, q.device, drawn=False)
 
 
 @torch.library.impl(NAME, "default")

@@ -58,8 +58,9 @@ def register(name: str = NAME) -> None:
     `softcap` is one of `flashzoo.score_mods`. `position_bias` and masks of numbers are added to scores, with their
     gradients; the least number of a mask's dtype masks as -inf does, and a row that sees no key so gives 0.
 
-    A model that asks for what no version does raises `flashzoo.UnsupportedError`, which names it: dropout while
-    training, `output_attentions`.
+    Dropout while training is by a seed that is drawn from torch's generator, which gradient checkpointing puts back.
+
+    A model that asks for what no version does raises `flashzoo.UnsupportedError`, which names it: `output_attentions`.
 
     Args:
         name: must not contain "flash", which transformers takes for a kernel of its hub.
@@ -94,9 +95,9 @@ def attention_of(version: str) -> Callable[..., tuple[Tensor, None]]:
         **others: Any,
     ) -> tuple[Tensor, None]:
         """q, k and v `(batch, heads, seqlen, head_dim)`; out `(batch, seqlen, heads, head_dim)` and no weights."""
-        _refuse(dropout, others)
+        _refuse(others)
         q, k, v = (x.transpose(1, 2) for x in _cast(query, key, value))
-        options: dict[str, Any] = {"softmax_scale": scaling, "version": version}
+        options: dict[str, Any] = {"softmax_scale": scaling, "dropout_p": dropout, "version": version}
         if s_aux is not None:
             options["sinks"] = s_aux
         if softcap is not None:
@@ -138,12 +139,7 @@ def attention_of(version: str) -> Callable[..., tuple[Tensor, None]]:
     return attention
 
 
-def _refuse(dropout: float, others: dict[str, Any]) -> None:
-    if dropout:
-        raise flashzoo.UnsupportedError(
-            f"attn_implementation={NAME!r}: dropout must be 0, got {dropout}: no version drops out; "
-            "set the config's attention dropout to 0"
-        )
+def _refuse(others: dict[str, Any]) -> None:
     for name, why in _REFUSED.items():
         if name in others and others[name] is not None and others[name] is not False:
             x = others[name]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashzoo.lengths import Ranges
+from flashzoo.lengths import Ranges, places
 from flashzoo.scores.mod import ScoreMod
 
 Places = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -19,8 +19,7 @@ class ScoredAt:
 
     Attributes:
         mod: the function.
-        places: int32 tensors that broadcast to the scores' shape: batch, or of packed sequences the sequence's number,
-            head, query and key.
+        places: as `flashzoo.lengths.places`.
     """
 
     mod: ScoreMod
@@ -36,17 +35,7 @@ class ScoredAt:
         """
         if mod is None:
             return None
-        device = mod.tensors[0].device if ranges is None and mod.tensors else None
-        device = ranges.cu_seqlens_q.device if ranges is not None else device
-        b, h, q, k = (torch.arange(size, dtype=torch.int32, device=device) for size in sizes)
-        b = b[:, None, None, None]
-        if ranges is not None:
-            of_q, of_k = ranges.numbers(sizes[2], sizes[3])
-            first_q, _, first_k, _ = ranges.bounds(sizes[2], sizes[3])
-            if len(first_q):
-                q, k = (q - first_q[of_q]).int().clamp(min=0), (k - first_k[of_k]).int().clamp(min=0)
-                b = of_q.int()[None, None, :, None]
-        return cls(mod, (b, h[None, :, None, None], q[:, None], k))
+        return cls(mod, places(sizes, ranges, mod.tensors[0].device if mod.tensors else None))
 
     @property
     def differentiable(self) -> tuple[Tensor, ...]:

@@ -2,7 +2,7 @@
 
 from flashzoo.spec import Spec, deferred, in_any_order
 
-_FEATURES = frozenset({"causal", "gqa", "cross", "lse", "deterministic", "score_mod"})
+_FEATURES = frozenset({"causal", "gqa", "cross", "lse", "deterministic", "score_mod", "dropout_p"})
 
 SPEC = Spec(
     name="v1",

@@ -95,6 +95,8 @@ def describe(problem: Problem) -> list[str]:
         lines.append("runs in Triton's interpreter: exact, and slow")
     if problem.score_mod is not None:
         lines.append("score_mod: written into the kernels, whose tiles are those measured without")
+    if problem.dropout_p:
+        lines.append("dropout_p: random numbers made in the kernels, whose tiles are those measured without")
     if block_d(problem.head_dim) != problem.head_dim:
         lines.append(f"head_dim {problem.head_dim} is padded to {block_d(problem.head_dim)} on chip, not in memory")
     lines.append(

@@ -15,12 +15,16 @@ Backward, K and V in the outer loop again:
 Compared with standard attention: no (seqlen_q, seqlen_k) matrix in memory. Compared with the paper: O and dQ are kept
 in float32 between steps; LSE stands for l and m in the backward pass; and the work of a head may be split, over ranges
 of rows forward (as FlashAttention 1.0 came to do) and over blocks of keys backward (its sequence-parallel mode, where
-dQ is added atomically). Left out: dropout, windows. Scores are in log2 units, with softmax_scale * log2(e) folded in.
+dQ is added atomically); and what dropout keeps is divided by its share where a sum is done. Left out: windows. Scores
+are in log2 units, with softmax_scale * log2(e) folded in.
 
 A function on scores (SCORE_MOD) is written by the host (flashzoo/_triton/scores.py) and handed to the kernels, as is
 its gradient (SCORE_GRADIENT), which makes dS, of the scores that it gives, that of those that it is given. Scores are
 then scaled before it, and made log2 units behind it. Where it reads tensors that have gradients, `backward_kernel` adds
 them up as well, by atomics.
+
+Dropout (KEPT) hides elements of P from V, and of dP from dS, where a function of the host's says so, of a seed and of
+each element's place (flashzoo/_triton/dropout.py). The row sums are of all, so LSE is that without.
 
 Comments A1.n are lines of the paper's Algorithm 1, B1.n of its Algorithm 4, which goes backward.
 """
@@ -75,13 +79,13 @@ def visible(row, col, shift, seqlen_k, CAUSAL: tl.constexpr):
 
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    q, k, v, o, o_acc, l, m, lse, score_tensors, scale_log2, score_scale,
+    q, k, v, o, o_acc, l, m, lse, score_tensors, seed, scale_log2, score_scale, dropped,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
     stride_ab, stride_as, stride_ah,
     seqlen_q, seqlen_k, heads, group, rows_per_program,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, CAUSAL: tl.constexpr,
-    SCORE_MOD: tl.constexpr,
+    SCORE_MOD: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     ranges = tl.cdiv(seqlen_q, rows_per_program)
     bh = tl.program_id(0) // ranges
@@ -140,6 +144,8 @@ def forward_kernel(
             alpha = tl.exp2(m_i - m_safe)
             l_new = alpha * l_i + tl.sum(p, 1)
             l_safe = tl.where(l_new == 0.0, 1.0, l_new)
+            if KEPT is not None:
+                p = tl.where(KEPT((seed, dropped, b, h, start_q), start_kv, BLOCK_Q, BLOCK_KV, 0), p, 0.0)
             # A1.12
             acc = tl.dot(p.to(v_j.dtype), v_j, acc * (alpha * l_i)[:, None], input_precision="ieee") / l_safe[:, None]
             store_block(o_acc_head, acc, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D)
@@ -150,6 +156,8 @@ def forward_kernel(
     for start_q in tl.range(first_row, last_row, BLOCK_Q, num_stages=1):  # A1.16
         row = start_q + tl.arange(0, BLOCK_Q)
         acc = load_block(o_acc_head, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D)
+        if KEPT is not None:
+            acc /= 1.0 - dropped
         store_block(o_head, acc, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D)
         l_i = tl.load(l + at_head + row, mask=row < seqlen_q, other=1.0)
         m_i = tl.load(m + at_head + row, mask=row < seqlen_q, other=0.0)
@@ -159,7 +167,7 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def backward_kernel(
-    q, k, v, o, do, dq_acc, dk, dv, lse, dlse, score_tensors, scale, scale_log2, score_scale,
+    q, k, v, o, do, dq_acc, dk, dv, lse, dlse, score_tensors, seed, scale, scale_log2, score_scale, dropped,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
     stride_dob, stride_dos, stride_doh, stride_ab, stride_as, stride_ah,
@@ -167,7 +175,7 @@ def backward_kernel(
     seqlen_q, seqlen_k, heads_kv, group,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     CAUSAL: tl.constexpr, DLSE: tl.constexpr, SERIAL: tl.constexpr,
-    SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
+    SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     # SERIAL: a program walks all blocks of keys of its head, in order, so dQ is summed in one order. Else it has one.
     blocks = tl.cdiv(seqlen_k, BLOCK_KV)
@@ -221,8 +229,14 @@ def backward_kernel(
                 s *= scale_log2
                 seen = visible(row[:, None], col[None, :], shift, seqlen_k, CAUSAL) & (row < seqlen_q)[:, None]  # B1.12
                 p = tl.where(seen, tl.exp2(s - lse_i[:, None]), 0.0)  # B1.13
-                dv_j = tl.dot(p.to(do_i.dtype).T, do_i, dv_j, input_precision="ieee")  # B1.16
+                p_kept = p
+                if KEPT is not None:
+                    kept = KEPT((seed, dropped, b, h, start_q), start_kv, BLOCK_Q, BLOCK_KV, 0)  # B1.14
+                    p_kept = tl.where(kept, p, 0.0)  # B1.15
+                dv_j = tl.dot(p_kept.to(do_i.dtype).T, do_i, dv_j, input_precision="ieee")  # B1.16
                 dp = tl.dot(do_i, v_j.T, input_precision="ieee")  # B1.17
+                if KEPT is not None:
+                    dp = tl.where(kept, dp / (1.0 - dropped), 0.0)  # B1.18
                 delta_i = tl.sum(do_i.to(tl.float32) * o_i.to(tl.float32), 1)  # B1.19
                 if DLSE:
                     delta_i -= tl.load(dlse + at, mask=row < seqlen_q, other=0.0)
@@ -240,5 +254,7 @@ def backward_kernel(
                 else:
                     tl.atomic_add(rows, dq_i, mask=mask, sem="relaxed")
                 dk_j = tl.dot(ds.T, q_i, dk_j, input_precision="ieee")  # B1.22
+        if KEPT is not None:
+            dv_j /= 1.0 - dropped
         store_block(dk_head, dk_j * scale, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D)  # B1.24
         store_block(dv_head, dv_j, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D)

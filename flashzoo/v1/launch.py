@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from flashzoo._triton import Launch
+from flashzoo._triton.dropout import kept_of, seed_of, share_of
 from flashzoo._triton.scores import constexprs_of, functions, gradients_of, scales, sums_of, tensors_of
 from flashzoo.autograd import differentiable
 from flashzoo.call.operands import Operands
@@ -32,7 +33,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operand
     row_sum, row_max, lse = q.new_empty((3, problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *out_acc.stride()[:3])
     launch = forward_launch(problem, strides)
-    launch((q, k, v, out, out_acc, row_sum, row_max, lse, tensors_of(operands.score_mod)), scales(problem))
+    read, seed = tensors_of(operands.score_mod), seed_of(operands, problem)
+    floats = (*scales(problem), share_of(problem))
+    launch((q, k, v, out, out_acc, row_sum, row_max, lse, read, seed), floats)
     return out, lse
 
 
@@ -57,9 +60,9 @@ def backward(
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     strides = tuple(stride for x in (q, k, v, out, dout, dq_acc, dk, dv) for stride in x.stride()[:3])
     launch = backward_launch(problem, strides, dlse_given)
-    sums = sums_of(operands.score_mod)
-    read = tensors_of(operands.score_mod, sums)
-    launch((q, k, v, out, dout, dq_acc, dk, dv, lse, dlse, read), (problem.scale, *scales(problem)))
+    sums, seed = sums_of(operands.score_mod), seed_of(operands, problem)
+    read, floats = tensors_of(operands.score_mod, sums), (problem.scale, *scales(problem), share_of(problem))
+    launch((q, k, v, out, dout, dq_acc, dk, dv, lse, dlse, read, seed), floats)
     return torch.empty_like(q).copy_(dq_acc), dk, dv, *gradients_of(operands.score_mod, sums)
 
 
@@ -77,7 +80,7 @@ def forward_launch(problem: Problem, strides: Strides) -> Launch:
         kernels.forward_kernel,
         heads * cdiv(problem.seqlen_q, rows),
         (*strides, problem.seqlen_q, problem.seqlen_k, problem.heads, problem.heads // problem.heads_kv, rows),
-        _constexprs(problem, tiles) | {"SCORE_MOD": functions(problem)["forward"]},
+        _constexprs(problem, tiles) | {"SCORE_MOD": functions(problem)["forward"], "KEPT": kept_of(problem)},
         tiles.num_warps,
         tiles.num_stages,
     )
@@ -93,7 +96,13 @@ def backward_launch(problem: Problem, strides: Strides, dlse: bool) -> Launch:
         kernels.backward_kernel,
         problem.batch * problem.heads_kv * (1 if serial else cdiv(problem.seqlen_k, tiles.block_kv)),
         (*strides, problem.seqlen_q, problem.seqlen_k, problem.heads_kv, problem.heads // problem.heads_kv),
-        _constexprs(problem, tiles) | {"DLSE": dlse, "SERIAL": serial} | constexprs_of(problem, "sums"),
+        {
+            **_constexprs(problem, tiles),
+            "DLSE": dlse,
+            "SERIAL": serial,
+            **constexprs_of(problem, "sums"),
+            "KEPT": kept_of(problem),
+        },
         tiles.num_warps,
         tiles.num_stages,
     )

@@ -3,7 +3,10 @@
 from flashzoo.spec import Spec, deferred
 
 _FEATURES = frozenset(
-    {"causal", "window", "gqa", "cross", "lse", "deterministic", "packed", "used_k", "cache", "sinks", "score_mod"}
+    {
+        *("causal", "window", "gqa", "cross", "lse", "deterministic", "packed", "used_k", "cache"),
+        *("sinks", "score_mod", "dropout_p"),
+    }
 )
 
 SPEC = Spec(

@@ -12,7 +12,7 @@ Backward, two kernels and no atomics, so the bits are the same in every run:
    where one pass over the pairs would have five, in exchange for no read-modify-write of dQ in memory.
 
 Compared with FA-1 (flashzoo/v1): the loops are swapped, so O never leaves the chip unfinished; normalisation is
-delayed to the end; one LSE in place of l and m. Left out: dropout.
+delayed to the end; one LSE in place of l and m.
 
 Sinks, of each head one more logit in the softmax, join at the end of a row, and are in its LSE; so backward only their
 own gradients are more, sums of -P delta that come with delta.
@@ -21,6 +21,10 @@ A function on scores (SCORE_MOD) is written by the host (flashzoo/_triton/scores
 its gradient (SCORE_GRADIENT), which makes dS, of the scores that it gives, that of those that it is given. Scores are
 then scaled before it, and made log2 units behind it. Where it reads tensors that have gradients, `dq_kernel` adds them
 up as well, by atomics.
+
+Dropout (KEPT) hides elements of P from V, and of dP from dS, where a function of the host's says so, of a seed and of
+each element's place (flashzoo/_triton/dropout.py). The row sums are of all: so LSE is that without, and delta still is
+rowsum(dO * O). What is kept is divided by its share once, where a sum is done.
 
 Packed sequences (PACKED) share a batch of one. Which block of which sequence a program has is in a table that another
 kernel makes on the device (flashzoo/_triton/packed_kernels.py): there the heads of one block run together, one sequence
@@ -199,9 +203,9 @@ def block_of_queries(
 
 
 @triton.jit
-def sequence_of(tiles, heads, b, PACKED: tl.constexpr, SCORE_MOD: tl.constexpr):
-    """The number of a program's sequence, for a function on scores: of the batch, or of packed ones."""
-    if PACKED and SCORE_MOD is not None:
+def sequence_of(tiles, heads, b, PACKED: tl.constexpr, SCORE_MOD: tl.constexpr, KEPT: tl.constexpr):
+    """The number of a program's sequence, for a function on scores and dropout: of the batch, or of packed ones."""
+    if PACKED and (SCORE_MOD is not None or KEPT is not None):
         return tl.load(tiles + tl.program_id(0) // heads * 8 + 6) - 1
     else:
         return b
@@ -211,11 +215,11 @@ def sequence_of(tiles, heads, b, PACKED: tl.constexpr, SCORE_MOD: tl.constexpr):
 def attend(
     state, queries, keys, first, last, scale_log2, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
-    SCORE_MOD: tl.constexpr,
+    SCORE_MOD: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Take the keys first .. last into the state, acc, l_i and m_i."""
     acc, l_i, m_i = state
-    q_i, row, scored = queries
+    q_i, row, scored, dropout = queries
     k_head, v_head = keys
     for start in tl.range(first, last, BLOCK_KV):  # A1.6
         k_j = load_block(k_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)  # A1.7
@@ -242,6 +246,8 @@ def attend(
             p = tl.exp2(s * scale_log2 - m_new[:, None])
             alpha = tl.exp2(m_i - m_new)
         l_i = l_i * alpha + tl.sum(p, 1)
+        if KEPT is not None:
+            p = tl.where(KEPT(dropout, start, q_i.shape[0], BLOCK_KV, 0), p, 0.0)
         v_j = load_block(v_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)
         acc = tl.dot(p.to(v_j.dtype), v_j, acc * alpha[:, None], input_precision="ieee")  # A1.10
         m_i = m_new
@@ -250,13 +256,13 @@ def attend(
 
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    q, k, v, o, lse, tiles, used_k, sinks, score_tensors, scale_log2, score_scale,
+    q, k, v, o, lse, tiles, used_k, sinks, score_tensors, seed, scale_log2, score_scale, dropped,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
     seqlen_q, seqlen_k, heads, group, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
-    TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr, SCORE_MOD: tl.constexpr,
+    TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr, SCORE_MOD: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     bh, start_q, first_q, rows_q, first_k, rows_k, _ = block_of_queries(
         tiles, used_k, seqlen_q, seqlen_k, heads, BLOCK_Q, RIGHT, PACKED, CACHE
@@ -280,24 +286,27 @@ def forward_kernel(
     m_i = tl.full([BLOCK_Q], float("-inf"), tl.float32)
 
     first, whole_first, whole_last, last = visible_keys(start_q, window, BLOCK_Q, BLOCK_KV, LEFT, RIGHT)
-    scored = (sequence_of(tiles, heads, b, PACKED, SCORE_MOD), h, score_scale, score_tensors)
-    state, queries, keys = (acc, l_i, m_i), (q_i, row, scored), (k_head, v_head)
+    sequence = sequence_of(tiles, heads, b, PACKED, SCORE_MOD, KEPT)
+    scored, dropout = (sequence, h, score_scale, score_tensors), (seed, dropped, sequence, h, start_q)
+    state, queries, keys = (acc, l_i, m_i), (q_i, row, scored, dropout), (k_head, v_head)
     if LEFT:
         state = attend(
             state, queries, keys, first, whole_first, scale_log2, window,
-            HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA, SCORE_MOD,
+            HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA, SCORE_MOD, KEPT,
         )  # fmt: skip
     state = attend(
         state, queries, keys, whole_first, whole_last, scale_log2, window,
-        HEAD_DIM, BLOCK_D, BLOCK_KV, False, TMA, SCORE_MOD,
+        HEAD_DIM, BLOCK_D, BLOCK_KV, False, TMA, SCORE_MOD, KEPT,
     )  # fmt: skip
     acc, l_i, m_i = attend(
         state, queries, keys, whole_last, last, scale_log2, window,
-        HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA, SCORE_MOD,
+        HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA, SCORE_MOD, KEPT,
     )  # fmt: skip
 
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that saw no key: O = 0, LSE = -inf
     o_i = acc / l_safe[:, None]  # A1.12
+    if KEPT is not None:
+        o_i /= 1.0 - dropped
     lse_i = (m_i + tl.log2(l_safe)) * LN2  # A1.13
     if sinks is not None:  # one more key, seen by every row, whose value is 0
         # Not in log2 units, so that where the sink is nearly all LSE is the sink itself, of which its gradient is made.
@@ -362,13 +371,13 @@ def delta_kernel(
 def accumulate_dkdv(
     gradients, keys, queries, first, last, scale_log2, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
-    SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
+    SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Take the queries first .. last into the gradients, dk and dv. Everything is transposed, (keys, queries), so that
     P^T and dS^T go from one product into the next without leaving the registers."""
     dk, dv = gradients
     k_j, v_j, col = keys
-    q_head, do_head, lse_log2, delta, rows, scored = queries
+    q_head, do_head, lse_log2, delta, rows, scored, dropout = queries
     for start in tl.range(first, last, BLOCK_Q):  # B2.8
         q_i = load_block(q_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED, TMA)  # B2.9
         lse_i = load_statistic(lse_log2, rows, start, BLOCK_Q, TMA)
@@ -386,8 +395,14 @@ def accumulate_dkdv(
             if SCORE_MOD is not None:  # past the last query the score may be no number
                 p = tl.where(lse_i[None, :] == float("inf"), 0.0, p)
         do_i = load_block(do_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED, TMA)
-        dv = tl.dot(p.to(do_i.dtype), do_i, dv, input_precision="ieee")  # B2.12
+        p_kept = p
+        if KEPT is not None:
+            kept = KEPT(dropout, start, k_j.shape[0], BLOCK_Q, 1)
+            p_kept = tl.where(kept, p, 0.0)
+        dv = tl.dot(p_kept.to(do_i.dtype), do_i, dv, input_precision="ieee")  # B2.12
         dp = tl.dot(v_j, do_i.T, input_precision="ieee")  # B2.13
+        if KEPT is not None:
+            dp = tl.where(kept, dp / (1.0 - dropout[1]), 0.0)
         ds = p * (dp - delta_i[None, :])  # B2.14
         if SCORE_MOD is not None:
             ds = SCORE_GRADIENT(given, b, h, at[None, :], col[:, None], ds, score_tensors)
@@ -399,7 +414,8 @@ def accumulate_dkdv(
 
 @triton.jit(do_not_specialize=SIZES)
 def dkdv_kernel(
-    q, k, v, do, dk, dv, lse_log2, delta, tiles, used_k, score_tensors, scale, scale_log2, score_scale,
+    q, k, v, do, dk, dv, lse_log2, delta, tiles, used_k, score_tensors, seed,
+    scale, scale_log2, score_scale, dropped,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_dob, stride_dos, stride_doh,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
@@ -407,7 +423,7 @@ def dkdv_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
     TMA: tl.constexpr, K_IN_REGISTERS: tl.constexpr, V_IN_REGISTERS: tl.constexpr,
-    SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
+    SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     if PACKED:
         bh_kv, block, lengths, statistics = packed_tile(tiles, heads_kv)
@@ -455,22 +471,26 @@ def dkdv_kernel(
         h = h_kv * group + member
         q_head = (q, stride_qb, stride_qs, stride_qh, b, h, first_q, rows_q)
         do_head = (do, stride_dob, stride_dos, stride_doh, b, h, first_q, rows_q)
-        scored = (sequence_of(tiles, heads_kv, b, PACKED, SCORE_MOD), h, score_scale, score_tensors)
-        queries = (q_head, do_head, lse_log2, delta, (bh_kv * group + member, rows_padded, statistics), scored)
+        sequence = sequence_of(tiles, heads_kv, b, PACKED, SCORE_MOD, KEPT)
+        scored, dropout = (sequence, h, score_scale, score_tensors), (seed, dropped, sequence, h, start_kv)
+        rows = (bh_kv * group + member, rows_padded, statistics)
+        queries = (q_head, do_head, lse_log2, delta, rows, scored, dropout)
         if RIGHT:
             gradients = accumulate_dkdv(
                 gradients, keys, queries, first, whole_first, scale_log2, window,
-                HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA, SCORE_MOD, SCORE_GRADIENT,
+                HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA, SCORE_MOD, SCORE_GRADIENT, KEPT,
             )  # fmt: skip
         gradients = accumulate_dkdv(
             gradients, keys, queries, whole_first, whole_last, scale_log2, window,
-            HEAD_DIM, BLOCK_D, BLOCK_Q, False, TMA, SCORE_MOD, SCORE_GRADIENT,
+            HEAD_DIM, BLOCK_D, BLOCK_Q, False, TMA, SCORE_MOD, SCORE_GRADIENT, KEPT,
         )  # fmt: skip
         gradients = accumulate_dkdv(
             gradients, keys, queries, whole_last, last, scale_log2, window,
-            HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA, SCORE_MOD, SCORE_GRADIENT,
+            HEAD_DIM, BLOCK_D, BLOCK_Q, True, TMA, SCORE_MOD, SCORE_GRADIENT, KEPT,
         )  # fmt: skip
     dk_j, dv_j = gradients
+    if KEPT is not None:
+        dv_j /= 1.0 - dropped
     if PACKED or CACHE:  # of the rows that are stored some may be keys that are not used
         dk_j = tl.where((col < rows_k)[:, None], dk_j, 0.0)
         dv_j = tl.where((col < rows_k)[:, None], dv_j, 0.0)
@@ -483,10 +503,10 @@ def dkdv_kernel(
 def accumulate_dq(
     dq, queries, keys, first, last, scale_log2, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, MASKED: tl.constexpr, TMA: tl.constexpr,
-    SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
+    SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Take the keys first .. last into dq."""
-    q_i, do_i, lse_i, delta_i, row, scored = queries
+    q_i, do_i, lse_i, delta_i, row, scored, dropout = queries
     k_head, v_head = keys
     for start in tl.range(first, last, BLOCK_KV):
         k_j = load_block(k_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)
@@ -504,6 +524,8 @@ def accumulate_dq(
             p = tl.where(visible(row[:, None], col[None, :], window), p, 0.0)
         v_j = load_block(v_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)
         dp = tl.dot(do_i, v_j.T, input_precision="ieee")
+        if KEPT is not None:
+            dp = tl.where(KEPT(dropout, start, q_i.shape[0], BLOCK_KV, 0), dp / (1.0 - dropout[1]), 0.0)
         ds = p * (dp - delta_i[:, None])
         if SCORE_MOD is not None:
             ds = SCORE_GRADIENT(given, b, h, row[:, None], at[None, :], ds, score_tensors)
@@ -515,7 +537,7 @@ def accumulate_dq(
 
 @triton.jit(do_not_specialize=SIZES)
 def dq_kernel(
-    q, k, v, do, dq, lse_log2, delta, tiles, used_k, score_tensors, scale, scale_log2, score_scale,
+    q, k, v, do, dq, lse_log2, delta, tiles, used_k, score_tensors, seed, scale, scale_log2, score_scale, dropped,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_dob, stride_dos, stride_doh,
     stride_dqb, stride_dqs, stride_dqh,
@@ -523,7 +545,7 @@ def dq_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
     TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr, DO_IN_REGISTERS: tl.constexpr,
-    SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
+    SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     bh, start_q, first_q, rows_q, first_k, rows_k, statistics = block_of_queries(
         tiles, used_k, seqlen_q, seqlen_k, heads, BLOCK_Q, RIGHT, PACKED, CACHE
@@ -550,20 +572,21 @@ def dq_kernel(
     dq_i = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
 
     first, whole_first, whole_last, last = visible_keys(start_q, window, BLOCK_Q, BLOCK_KV, LEFT, RIGHT)
-    scored = (sequence_of(tiles, heads, b, PACKED, SCORE_MOD), h, score_scale, score_tensors)
-    queries, keys = (q_i, do_i, lse_i, delta_i, row, scored), (k_head, v_head)
+    sequence = sequence_of(tiles, heads, b, PACKED, SCORE_MOD, KEPT)
+    scored, dropout = (sequence, h, score_scale, score_tensors), (seed, dropped, sequence, h, start_q)
+    queries, keys = (q_i, do_i, lse_i, delta_i, row, scored, dropout), (k_head, v_head)
     if LEFT:
         dq_i = accumulate_dq(
             dq_i, queries, keys, first, whole_first, scale_log2, window,
-            HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA, SCORE_MOD, SCORE_GRADIENT,
+            HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA, SCORE_MOD, SCORE_GRADIENT, KEPT,
         )  # fmt: skip
     dq_i = accumulate_dq(
         dq_i, queries, keys, whole_first, whole_last, scale_log2, window,
-        HEAD_DIM, BLOCK_D, BLOCK_KV, False, TMA, SCORE_MOD, SCORE_GRADIENT,
+        HEAD_DIM, BLOCK_D, BLOCK_KV, False, TMA, SCORE_MOD, SCORE_GRADIENT, KEPT,
     )  # fmt: skip
     dq_i = accumulate_dq(
         dq_i, queries, keys, whole_last, last, scale_log2, window,
-        HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA, SCORE_MOD, SCORE_GRADIENT,
+        HEAD_DIM, BLOCK_D, BLOCK_KV, True, TMA, SCORE_MOD, SCORE_GRADIENT, KEPT,
     )  # fmt: skip
 
     store_block(dq_head, dq_i * scale, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D)

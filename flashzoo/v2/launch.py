@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flashzoo._triton import Launch
+from flashzoo._triton.dropout import kept_of, seed_of, share_of
 from flashzoo._triton.packed import blocks, tiles_of
 from flashzoo._triton.scores import constexprs_of, functions, gradients_of, scales, sums_of, tensors_of
 from flashzoo._triton.tiles import (
@@ -37,8 +38,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operand
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3])
     launch, used = forward_launch(problem, strides, aligned(q, k, v)), _used(problem, operands)
     tiles, _ = tiles_of(problem, operands, launch.constexprs["BLOCK_Q"])
-    tensors = (q, k, v, out, lse, tiles, used, operands.sinks, tensors_of(operands.score_mod))
-    launch(tensors, scales(problem))
+    read, seed = tensors_of(operands.score_mod), seed_of(operands, problem)
+    floats = (*scales(problem), share_of(problem))
+    launch((q, k, v, out, lse, tiles, used, operands.sinks, read, seed), floats)
     return out, lse
 
 
@@ -62,7 +64,7 @@ def backward(
     dlse_given = dlse is not None
     dlse = lse if dlse is None else dlse.contiguous()
 
-    floats, sums = (problem.scale, *scales(problem)), sums_of(operands.score_mod)
+    floats, sums = (problem.scale, *scales(problem), share_of(problem)), sums_of(operands.score_mod)
     inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
     by_tma, used = aligned(q, k, v, dout), _used(problem, operands)
     of_dkdv = dkdv_launch(problem, (*inputs, *dk.stride()[:3], *dv.stride()[:3]), by_tma)
@@ -74,9 +76,9 @@ def backward(
     # of packed sequences some programs have no block
     dsinks = delta.new_zeros((problem.batch, problem.heads, padded(problem) // DELTA_BLOCK)) if problem.sinks else None
     of_delta((out, dout, lse, dlse, delta, lse_log2, tiles_of_delta, operands.sinks, dsinks), ())
-    read = tensors_of(operands.score_mod)
-    of_dkdv((q, k, v, dout, dk, dv, lse_log2, delta, tiles_of_keys, used, read), floats)
-    of_dq((q, k, v, dout, dq, lse_log2, delta, tiles, used, tensors_of(operands.score_mod, sums)), floats)
+    read, seed = tensors_of(operands.score_mod), seed_of(operands, problem)
+    of_dkdv((q, k, v, dout, dk, dv, lse_log2, delta, tiles_of_keys, used, read, seed), floats)
+    of_dq((q, k, v, dout, dq, lse_log2, delta, tiles, used, tensors_of(operands.score_mod, sums), seed), floats)
     gradients = (dq, dk, dv) if dsinks is None else (dq, dk, dv, dsinks.sum((0, 2)))
     return *gradients, *gradients_of(operands.score_mod, sums)
 
@@ -98,11 +100,12 @@ def forward_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
         kernels.forward_kernel,
         blocks(problem, problem.seqlen_q, tiles.block_q) * problem.heads,
         (*strides, problem.seqlen_q, problem.seqlen_k, problem.heads, _group(problem), *problem.reach),
-        constexprs(problem, tiles, _masks(problem), "Q_IN_REGISTERS") | {"SCORE_MOD": functions(problem)["forward"]},
+        constexprs(problem, tiles, _masks(problem), "Q_IN_REGISTERS")
+        | {"SCORE_MOD": functions(problem)["forward"], "KEPT": kept_of(problem)},
         tiles.num_warps,
         tiles.num_stages,
         aligned and problem.score_mod is None,
-        tma_tiles=tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, *[None] * 6),
+        tma_tiles=tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, *[None] * 7),
     )
 
 
@@ -122,12 +125,13 @@ def dkdv_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
         blocks(problem, problem.seqlen_k, tiles.block_kv) * problem.heads_kv,
         (*strides, *_lengths(problem), problem.heads_kv, _group(problem), *problem.reach),
         constexprs(problem, tiles, _masks(problem), "K_IN_REGISTERS", "V_IN_REGISTERS")
-        | constexprs_of(problem, "gradient"),
+        | constexprs_of(problem, "gradient")
+        | {"KEPT": kept_of(problem)},
         tiles.num_warps,
         tiles.num_stages,
         aligned and problem.score_mod is None,
         tma_tiles=tma_tiles(
-            problem, tiles, rows, owned[0], owned[1], rows, None, None, (1, rows), (1, rows), None, None, None
+            problem, tiles, rows, owned[0], owned[1], rows, None, None, (1, rows), (1, rows), *[None] * 4
         ),
     )
 
@@ -142,11 +146,12 @@ def dq_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
         blocks(problem, problem.seqlen_q, tiles.block_q) * problem.heads,
         (*strides, *_lengths(problem), problem.heads, _group(problem), *problem.reach),
         constexprs(problem, tiles, _masks(problem), "Q_IN_REGISTERS", "DO_IN_REGISTERS")
-        | constexprs_of(problem, "sums"),
+        | constexprs_of(problem, "sums")
+        | {"KEPT": kept_of(problem)},
         tiles.num_warps,
         tiles.num_stages,
         aligned and problem.score_mod is None,
-        tma_tiles=tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, owned[1], *[None] * 6),
+        tma_tiles=tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, owned[1], *[None] * 7),
     )
 
 
