@@ -38,7 +38,7 @@ PEERS = {
 SHARED = ("random", "local")
 """Masks of which there are several, by the share of the blocks that they keep; `ones` keeps all."""
 BANDWIDTHS = {"GH200": 4.0, "H200": 4.8, "H100": 3.35, "H20": 4.0, "A100": 2.04, "B200": 8.0}
-"""TB/s by the data sheets, for results without a row of pass `copy`; the first name found in the GPU's own counts."""
+"""TB/s by the data sheets, for results without a row of pass `copy`, by a word of the GPU's name."""
 LOOK: dict[Any, Any] = {
     **{"font.size": 10, "axes.titlesize": 10, "axes.labelsize": 10, "figure.titlesize": 12, "legend.fontsize": 9.5},
     **{
@@ -455,7 +455,8 @@ def bandwidth(rows: list[Row], gpu: str) -> tuple[float | None, str]:
     copies = [row for row in runs.measured(rows) if row["pass"] == COPY]
     if copies:
         return copied(copies[-1]), "a copy"
-    return next(((rate, "data sheet") for name, rate in BANDWIDTHS.items() if name in gpu), (None, ""))
+    sheet = runs.word_of(gpu, BANDWIDTHS)
+    return (sheet, "data sheet") if sheet else (None, "")
 
 
 def _curves(rows: list[Row], run: Sparse) -> Any:

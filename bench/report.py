@@ -1,31 +1,43 @@
-"""A results file as one HTML file: the README's tables and pictures, who has no row and why,
-and every run with all its rows.
+"""A results file as one HTML file: which kernel for a call, the papers' claims, speeds, limits, errors, what each
+version declares, who has no row and why, and every run with all its rows.
 
-`flashzoo report -o report.html`, or `python -m bench.report`. It needs no GPU, and what it writes needs nothing else:
-pictures are in it, and tables sort by a few lines of JavaScript of its own.
+`flashzoo report -o report.html`, or `python -m bench.report`. It needs no GPU, and what it writes needs no other file:
+Bokeh, which plots, is in it. Its parts are in `bench/page`.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
+import gzip
+import json
 from base64 import b64encode
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from html import escape
-from itertools import pairwise
+from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
-
-from markdown_it import MarkdownIt
+from typing import Any
 
 import flashzoo
-from bench import pictures, plot, runs
+from bench import choose, claims, figures, limits, matrix, readmes, runs
+from bench.caches import rate
 from bench.contenders import declared, parted
 from bench.rows import GEMM, RUN_FIELDS, key_of, read
+from flashzoo.registry import requested
 
-PAGE = Path(__file__).parent / "page.html"
+PAGE = Path(__file__).parent / "page"
 NO_OBJECTION = "takes them; it was not asked in this run, or gave no right result"
+SECTIONS = {
+    "which": "Which kernel for me?",
+    "claims": "The papers' claims, measured again",
+    "curves": "Speed by length",
+    "shares": "Share of cells by speed-up",
+    "errors": "Error against speed",
+    "limits": "How much of the limit",
+    "history": "Run after run",
+    "features": "Features",
+    "absent": "Who has no row, and why",
+    "runs": "Runs",
+}
+"""Titles by their ids."""
 
 Rows = list[runs.Row]
 
@@ -35,44 +47,92 @@ def page(rows: Rows, results: Path) -> str:
 
     Args:
         rows: of the results file, one at least.
-        results: that file; its name is that of the pictures.
+        results: that file, for its name.
     """
-    title = f"flashzoo on {', '.join(dict.fromkeys(row['gpu'] for row in rows))}"
-    by_run = list(_by_run(rows).values())
-    tables = shown(rows)
-    parts = [
-        f"# {_text(title)}",
-        f"From {results.name}: {len(runs.measured(rows))} results of {len(by_run)} runs, the last of "
-        f"{rows[-1]['date']}. Medians of interleaved repeats with the L2 cache flushed; each result was checked before "
-        "it was timed. Each table is of one run: ratios hold within a run, and runs of different days differ by up to "
-        "a tenth. A click on a column's head sorts a table.",
-        *plot.picture_of(pictures.pictures(rows), results, "generations", "Generations, TFLOP/s by sequence length"),
-        plot.report(rows, results).replace("### ", "## "),
-        "## Who has no row, and why",
-        "Who is not in some cells of a table: what the run said of it, or else what a version declares against those "
-        "cells, as it is in this checkout and packages taken to be there.",
-        _table(("table", "name", "cells", "why"), absent(tables, rows)),
-        "## Names",
-        _table(
-            ("name", "what it is", "paper"),
-            ((spec.name, spec.title, spec.paper) for spec in flashzoo.versions().values()),
-        ),
-        "## Runs",
-        "The matmul is what the GPU sustained when hot, at the run's beginning and end. "
-        "Attention cells run cooler, and can be above it.",
-        _table(
-            (*RUN_FIELDS, "rows", "matmul, TFLOP/s", "table", "implementations"),
-            (_run(mine, tables) for mine in by_run),
-        ),
-        *(part for mine in by_run for part in _rows_of(mine)),
-    ]
-    with TemporaryDirectory() as folder:
-        drawn = {path.name: _data(path) for path in pictures.draw(rows, Path(folder) / results.name)}
-    nav, body = _html("\n\n".join(parts), drawn)
-    text = PAGE.read_text(encoding="utf-8")
-    for mark, what in (("title", escape(title)), ("nav", nav), ("body", body)):
-        text = text.replace(f"<!--{mark}-->", what)
-    return text
+    from bokeh import __version__ as bokeh_version
+    from bokeh.resources import Resources
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    tables, by_run, found = shown(rows), _by_run(rows), data_of(rows)
+    limited = list(shares_of_limits(rows))
+    absent_here = {*(figures.LOOKS.keys() - found["figures"].keys()), *(() if limited else ("limits",))}
+    bokeh = Resources(mode="inline", components=["bokeh"]).js_raw[0]
+    data = json.dumps(found, separators=(",", ":")).encode()
+    environment = Environment(
+        loader=FileSystemLoader(PAGE, encoding="utf-8"), autoescape=True, undefined=StrictUndefined
+    )
+    return environment.get_template("page.html").render(
+        title=f"flashzoo on {', '.join(dict.fromkeys(row['gpu'] for row in rows))}",
+        results=results.name,
+        measured=len(runs.measured(rows)),
+        last=rows[-1],
+        sections={name: title for name, title in SECTIONS.items() if name not in absent_here},
+        headline=list(headline(rows)),
+        arch=choose.arch_of(rows),
+        missing=choose.lacking(),
+        claims_head=claims.HEAD,
+        claims=claims.answers(rows),
+        limits=limited,
+        versions=flashzoo.versions(),
+        features=matrix.matrix(),
+        absent=list(absent(tables, rows)),
+        run_columns=(*RUN_FIELDS, "rows", "matmul, TFLOP/s", "table", "implementations"),
+        runs=[_run(mine, tables) for mine in by_run.values()],
+        data=b64encode(gzip.compress(data, mtime=0)).decode(),
+        bokeh=Markup(bokeh),
+        bokeh_version=bokeh_version,
+    )
+
+
+def data_of(rows: Rows) -> dict[str, Any]:
+    """What the page's JavaScript works on: the choice of a kernel, the figures that have something to show, and every
+    row, run by run."""
+    trees = {name: tree for name in figures.LOOKS if (tree := getattr(figures, name)(rows))}
+    return {
+        "choice": choose.data(rows),
+        "figures": {
+            name: {
+                **{"tree": tree, "item": figures.figure(name, tree)},
+                "keys": {impl: figures.key(impl) for impl in figures.names_in(tree)},
+            }
+            for name, tree in trees.items()
+        },
+        "rows": {run: _rows_of(mine) for run, mine in _by_run(rows).items()},
+    }
+
+
+def headline(rows: Rows) -> Iterator[tuple[str, str, str]]:
+    """What was best, how much, and how much more than other libraries."""
+    for table, impl in (("fwd", "v3"), ("bwd", "v3"), ("fwd_e4m3", "v3_fp8")):
+        speeds = [cell[impl] for cell in runs.speeds(runs.last_run(rows, table)).values() if impl in cell]
+        over = runs.over(rows, impl, runs.BEST_PEER, table)
+        if speeds and over:
+            detail = f"{claims.spread(list(over.values.values()))} the fastest other library"
+            yield f"{impl}, {runs.TABLES[table].lower()}, at best", f"{max(speeds):.0f} TFLOP/s", detail
+    decoded = [row for row in figures.decoded(rows) if row["impl"] == "decode"]
+    if decoded:
+        best = max(decoded, key=rate)
+        what = f"{best['batch']} caches of {runs.length(int(best['seqlen_k']))} keys"
+        yield "decode, keys and values, at best", f"{rate(best):.0f} GB/s", what
+
+
+def shares_of_limits(rows: Rows) -> Iterator[tuple[str, list[str], list[tuple[str, str, list[float | None]]]]]:
+    """Of each table its title, implementations, and of each cell its name, its limit and what each reached of it."""
+    sets = {title: runs.last_run(rows, table) for table, title in runs.TABLES.items() if table != "fwd_end_to_end"}
+    sets |= {figures.PACKED: readmes.packed_run(rows)[0], figures.DECODING: figures.decoded(rows)}
+    for title, mine in sets.items():
+        cells: dict[str, dict[str, tuple[float, str]]] = {}
+        for row in mine:
+            if reached := limits.share(row):
+                cells.setdefault(figures.cell_name(row), {})[row["impl"]] = reached
+        names = list(dict.fromkeys(name for cell in cells.values() for name in cell))
+        lines = [
+            (name, next(iter(cell.values()))[1], [cell[impl][0] if impl in cell else None for impl in names])
+            for name, cell in cells.items()
+        ]
+        if lines:
+            yield title, names, lines
 
 
 def shown(rows: Rows) -> dict[str, Rows]:
@@ -136,43 +196,10 @@ def _run(mine: Rows, tables: dict[str, Rows]) -> list[str]:
     ]
 
 
-def _rows_of(mine: Rows) -> list[str]:
-    """Every column that says something of some row, folded."""
+def _rows_of(mine: Rows) -> dict[str, Any]:
+    """Every column that says something of some row."""
     columns = [name for name in mine[0] if name not in RUN_FIELDS and any(row[name] for row in mine)]
-    summary = f"<details>\n<summary>All {len(mine)} rows of {escape(mine[0]['run'])}</summary>"
-    return [summary, _table(columns, ([row[name] for name in columns] for row in mine)), "</details>"]
-
-
-def _table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table in markdown; what is in its cells is taken as it is."""
-    names = list(columns)
-    lines = [names, ["---"] * len(names), *(map(_text, row) for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _text(cell: str) -> str:
-    """Markdown of the text, none of whose characters means anything."""
-    return re.sub(r"([!-/:-@\[-`{-~])", r"\\\1", cell)
-
-
-def _data(picture: Path) -> str:
-    return f"data:image/png;base64,{b64encode(picture.read_bytes()).decode()}"
-
-
-def _html(text: str, pictures: dict[str, str]) -> tuple[str, str]:
-    """Links to the headings, and the markdown as HTML with the pictures in it."""
-    markdown = MarkdownIt("commonmark").enable("table").disable("html_inline")
-    tokens, links = markdown.parse(text), []
-    for token, inside in pairwise(tokens):
-        if token.type == "heading_open" and token.tag == "h2":
-            token.attrSet("id", f"part{len(links)}")
-            links.append(f'<a href="#part{len(links)}">{escape(inside.content)}</a>')
-        for child in token.children or ():
-            if child.type == "image":
-                child.attrSet("src", pictures[Path(str(child.attrGet("src"))).name])
-    body = markdown.renderer.render(tokens, markdown.options, {})
-    body = body.replace("<table>", '<div class="scroll">\n<table>').replace("</table>", "</table>\n</div>")
-    return "\n".join(links), body
+    return {"columns": columns, "rows": [[row[name] for name in columns] for row in mine]}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -192,6 +219,9 @@ def main(argv: list[str] | None = None) -> int:
     rows = read(args.csv)
     if not rows:
         parser.error(f"--csv: expected results, got {args.csv} without a row")
+    who, by = requested("auto")
+    if who != "auto":
+        parser.error(f"what explain says is to be auto's choice, got {who} by {by}")
     args.out.write_text(page(rows, args.csv), encoding="utf-8")
     print(args.out)
     return 0

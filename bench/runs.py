@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import re
 from argparse import ArgumentTypeError
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
+from typing import TypeVar
 
 from bench.cells import PASSES
 from bench.contenders import parted
@@ -47,6 +49,7 @@ ARCHS = {
 """Compute capability, which results files don't hold, by a word of the GPU's name."""
 SIZES = ("batch", "seqlen_q", "seqlen_k", "heads", "heads_kv", "head_dim")
 
+Fact = TypeVar("Fact")
 Row = dict[str, str]
 Shape = tuple[int, bool, int]
 """head_dim, causal, seqlen."""
@@ -109,6 +112,11 @@ def _of_table(rows: list[Row], table: str) -> list[Row]:
     return [row for row, size in zip(mine, sizes, strict=True) if size == (TOKENS if TOKENS in sizes else sizes[-1])]
 
 
+def word_of(gpu: str, facts: Mapping[str, Fact]) -> Fact | None:
+    """What is known of a GPU by a word of its name; None where nothing is."""
+    return next((fact for word, fact in facts.items() if re.search(rf"\b{word}\b", gpu)), None)
+
+
 def tokens_of(row: Row) -> int:
     """Of all sequences together."""
     return int(row["batch"]) * int(row["seqlen_q"])
@@ -123,7 +131,7 @@ def problem_of(row: Row) -> Problem:
         grad=row["pass"] == "bwd",
         block_mask=MaskForm() if row["mask"] else None,
         device="cpu" if row["gpu"] == "cpu" else "cuda",
-        arch=next((arch for word, arch in ARCHS.items() if re.search(rf"\b{word}\b", row["gpu"])), None),
+        arch=word_of(row["gpu"], ARCHS),
         **parted(row["impl"])[1],
     )
 

@@ -33,7 +33,7 @@ ROOT = Path(flashzoo.__file__).resolve().parent.parent
 
 FROM_CHECKOUT: dict[str, tuple[str, ...]] = {
     "bench": ("bench.run",),
-    "report": ("bench.report", "matplotlib", "markdown_it"),
+    "report": ("bench.report", "bokeh", "jinja2"),
 }
 """Commands that are modules of the repository, and the packages that these need.
 They take every argument themselves, `--help` too."""

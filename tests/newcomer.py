@@ -235,7 +235,7 @@ def tutorial(clone: Path, home: Path, folder: Path) -> None:
         ("explain to say that lazy takes the problem", "lazy takes batch 8, seqlen 4096" in everything),
         ("a failure and its rule", "test_forward[too_lazy-scores_x30-fp16]" in everything and "exceeds" in everything),
         ("a call of the installed variant", "torch.Size([1, 128, 2, 64])" in everything),
-        ("the variant and a picture in the report", "<th>lazy</th>" in page and "data:image/png" in page),
+        ("the variant and figures in the report", '<th scope="col">lazy</th>' in page and "Bokeh" in page),
         (
             "the repository's results to be as they were",
             results == {path: path.stat().st_mtime_ns for path in (clone / "bench" / "results").iterdir()},

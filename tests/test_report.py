@@ -4,19 +4,25 @@ which needs no other file."""
 from __future__ import annotations
 
 import csv
+import gzip
+import json
 import re
+from base64 import b64decode
 from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from bench import claims, everything, pictures, plot, report, runs
+import flashzoo
+from bench import choose, claims, everything, figures, limits, matrix, pictures, plot, report, runs
 from bench.rows import FIELDS, RUN_FIELDS, read
 from flashzoo import cli
+from flashzoo.call.problem import FEATURES
 from flashzoo_suite.support import ROOT
 
 pytest.importorskip("matplotlib")
+pytest.importorskip("bokeh")
 
 VOID = {"meta", "link", "img", "br", "hr"}
 
@@ -290,7 +296,8 @@ def test_every_picture_is_drawn(tmp_path):
         [_row("one", "v2", gpu="Some GPU"), _row("one", "standard", gpu="Some GPU")],
     ],
 )
-def test_what_is_missing_breaks_no_page(rows, tmp_path):
+def test_what_is_missing_breaks_no_page(rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(figures, "figure", lambda name, tree: {})  # which is Bokeh's, and the same for all
     results = tmp_path / "h100.csv"
     section = plot.report(rows, results)
     drawn = {path.name for path in pictures.draw(rows, results)}
@@ -345,6 +352,14 @@ def test_memory_is_as_fast_as_a_copy_or_as_the_data_sheet_says():
     assert pictures.bandwidth([], "a GPU of one's own") == (None, "")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_questions():
+    """What explain says of thousands of problems is `test_page`'s."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(choose, "GRIDS", {})
+        yield
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("results") / "h200.csv"
@@ -365,34 +380,79 @@ def page(text) -> Page:
     return Page(text)
 
 
+@pytest.fixture(scope="module")
+def data(text) -> dict:
+    (packed,) = re.findall(r'<script type="text/plain" id="data">([^<]*)<', text)
+    return json.loads(gzip.decompress(b64decode(packed)))
+
+
 def test_the_file_needs_no_other(text, page):
-    assert "http:" not in text and "https:" not in text and "@import" not in text and "url(" not in text
     assert all(address.startswith(("data:", "#")) for address in page.addresses)
     assert {address[1:] for address in page.addresses if address.startswith("#")} <= set(page.ids)
-    assert "default-src 'none'" in text
-    pictures = [address for address in page.addresses if address.startswith("data:image/png;base64,")]
-    assert len(pictures) == page.tags["img"] == 7 and all(len(address) > 5_000 for address in pictures)
-
-
-def test_tables_sort(text, page):
-    assert page.tags["script"] == 1 and "aria-sort" in text
+    assert "default-src 'none'" in text and "unsafe-eval" not in text and page.tags["script"] == 3
+    assert "Copyright (c) Anaconda, Inc., and Bokeh Contributors" in text
     assert all(len({len(row) for row in table}) == 1 for table in page.tables)
 
 
-def test_every_row_of_every_run_is_in_a_table(page):
-    tables = [[dict(zip(header, row, strict=True)) for row in rows] for header, *rows in page.tables]
+def test_every_row_of_every_run_is_there(data):
+    told = {run: [dict(zip(of["columns"], row, strict=True)) for row in of["rows"]] for run, of in data["rows"].items()}
     for row in ROWS:
         said = {name: value for name, value in row.items() if name not in RUN_FIELDS and value}
-        assert any(said.items() <= found.items() for table in tables for found in table), row
+        assert any(said.items() <= found.items() for found in told[row["run"]]), row
 
 
-def test_the_tables_are_the_readmes(page):
-    assert page.table("head_dim", "causal", "seqlen", "v3", "v2") == [
-        ["64", "no", "1024", "512", "400"],
-        ["64", "yes", "1024", "300", "-"],
-    ]
-    assert page.table("head_dim", "causal", "seqlen", "v3_fp8") == [["64", "no", "1024", "901"]]
-    assert page.table("mask", "density")[1] == ["random/4", "25.00%", "64", "16384", "fwd", "2 (4.00x)", "3"]
+def test_figures_show_the_rows(data):
+    trees = {name: figure["tree"] for name, figure in data["figures"].items()}
+    forward = trees["curves"]["Forward"]["head dim 64"]["TFLOP/s"]
+    assert forward["words"] == ["1k"] and set(forward["points"]) == {"v3", "v2"}
+    assert forward["points"]["v3"] == [["1k", 512.5, "2.5 ms (2.25 to 2.75), RMS error 1.6e-04"]]
+    assert figures.SPARSE not in trees["curves"], "one mask is no curve"
+    assert trees["errors"]["Forward"]["head dim 64"]["points"]["v2"] == [[400.0, 1.6e-4, "1k"]]
+    assert trees.keys() == {"curves", "errors"}, "no peer, and no cell of two runs"
+
+
+def test_shares_of_cells_and_runs():
+    rows = [*_generations("one"), *_generations("two", commit="c0ffef")]
+    shares = figures.shares(rows)["Forward"]["points"]
+    assert shares["v3"] == [(0, 1.0, "4 of 4 cells")] + [(1.0204, n / 4, f"{n} of 4 cells") for n in (4, 3, 2, 1)]
+    assert shares["fa4"][-1][0] == 1 and shares["v1"][-1][:2] == (pytest.approx(100 / 441, abs=1e-4), 0.25)
+    assert "standard" in shares
+    lacking = [row for row in rows if (row["impl"], row["seqlen_q"]) != ("v3", "4096")]
+    assert figures.shares(lacking)["Forward"]["points"]["v3"][0][1] == 0.5, "a cell without a result is not won"
+    long = [{**row, "seqlen_q": "2048", "seqlen_k": "2048"} for row in rows if row["seqlen_q"] == "1024"]
+    run = figures.history(long)["Forward, bf16"]["head dim 128, 2k"]
+    assert run["words"] == ["one", "two"] and "commit c0ffef" in run["points"]["v3"][1][2]
+
+
+def test_the_limit_of_a_cell_is_its_slowest_part():
+    """A pair of query and key is 4 * head_dim FLOPs, and as many clocks of 4096 of them, and one of 16 exponentials."""
+    fields = {"batch": 1, "heads": 32, "heads_kv": 32, "seqlen_q": 16384, "seqlen_k": 16384, "ms": 10}
+    work = 4 * 32 * 16384**2
+    of = {d: _row("one", "v3", head_dim=d, tflops=work * d / 10e9, **fields) for d in (64, 256)}
+    found = limits.limits(of[64])
+    assert found["products"] == pytest.approx(64 * work / 989e9) == found["exponentials"]
+    assert found["shared memory"] == pytest.approx(found["products"] / 2)
+    assert found["memory"] == pytest.approx(4 * 2 * 32 * 16384 * 64 / 4.8e9)
+    assert limits.share(of[256]) == (pytest.approx(256 * work / 989e9 / 10), "products")
+    eight = _row("one", "v3_fp8", dtype="e4m3", head_dim=64, tflops=64 * work / 10e9, **fields)
+    assert limits.share(eight) == (pytest.approx(found["exponentials"] / 10), "exponentials")
+    back = limits.limits(_row("one", "v3", "bwd", head_dim=64, tflops=2.5 * 64 * work / 10e9, **fields))
+    assert back["exponentials"] == pytest.approx(found["exponentials"])
+    assert back["products"] == pytest.approx(2.5 * found["products"]) and max(back, key=back.get) == "products"
+    cache = _row("one", "decode", "decode", head_dim=128, tflops=1, **{**fields, "seqlen_q": 1})
+    assert limits.share(cache) == (pytest.approx(2 * 2 * 16384 * 32 * 128 / 4.8e9 / 10), "memory")
+    assert limits.share(_row("one", "v3", gpu="a GPU of one's own")) is None
+
+
+def test_the_matrix_is_the_specs():
+    rows = {feature.name: feature.cells for feature in matrix.matrix()}
+    assert list(rows) == list(FEATURES)
+    for name, spec in flashzoo.versions().items():
+        for feature, cells in rows.items():
+            cell, backward = cells[name], feature in (spec.backward or ())
+            assert bool(cell.passes) == (feature in spec.features) and ("backward" in cell.passes) == backward
+            assert bool(cell.refused) != backward
+            assert bool(cell.problems) == bool(cell.passes), f"{name} declares {feature}, and no workload asks for it"
 
 
 def test_each_run_has_its_environment(page, text):
@@ -451,6 +511,13 @@ def test_a_folder_or_file_that_is_not_there_is_named(tmp_path, capsys):
     assert "none.csv, which is not there" in capsys.readouterr().err
 
 
+def test_a_choice_from_elsewhere_is_not_explains(results, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("FLASHZOO_VERSION", "v1")
+    with pytest.raises(SystemExit):
+        cli.main(["report", "-o", str(tmp_path / "report.html"), "--csv", str(results)])
+    assert "got v1 by the environment variable FLASHZOO_VERSION" in capsys.readouterr().err
+
+
 def test_a_missing_package_is_named(monkeypatch, capsys):
     monkeypatch.setitem(cli.FROM_CHECKOUT, "report", ("bench.report", "no_such_package"))
     assert cli.main(["report"]) == 2
@@ -459,13 +526,14 @@ def test_a_missing_package_is_named(monkeypatch, capsys):
 
 def test_without_a_gpu_all_is_drawn_from_what_is_there(results, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(everything.torch.cuda, "is_available", lambda: False)
-    before = results.read_text()
+    head, *lines = results.read_text().splitlines(keepends=True)
+    before = "".join((head, *(line for line in lines if line.startswith("new"))))
     copied = tmp_path / "h100.csv"
     copied.write_text(before)
     readme = (ROOT / "README.md").read_text()
     assert everything.main(["--out", str(copied), "-o", str(tmp_path / "report.html")]) == 0
     assert "nothing is measured" in capsys.readouterr().out and copied.read_text() == before
-    assert (tmp_path / "h100_fwd.png").exists() and Page((tmp_path / "report.html").read_text()).tags["img"]
+    assert (tmp_path / "h100_fwd.png").exists() and Page((tmp_path / "report.html").read_text()).tables
     assert (ROOT / "README.md").read_text() == readme, "it shows another file"
 
 
