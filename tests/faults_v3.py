@@ -9,6 +9,7 @@ FP8, QUANTIZE, SOFTMAX, DELTA, V3_SPARSE = (
     f"flashzoo/v3/{name}.py" for name in ("fp8", "quantize_kernels", "softmax", "delta", "sparse")
 )
 V3_PACKED = "flashzoo/v3/packed.py"
+SCORED, WALK, FACTORS = "flashzoo/v3/scored_backward.py", "flashzoo/scores/walk.py", "flashzoo/scores/factors.py"
 BOUNDS, MASK = (f"flashzoo/_cute/hopper/{name}.py" for name in ("bounds", "mask"))
 
 V3 = (
@@ -20,6 +21,40 @@ V3 = (
         "sinks + (head << params.pack_gqa)",
         "test_forward[v3-sinks_packed_window",
         gpu=True,
+    ),
+    fault(
+        "v3/function_of_the_first_of_packed_heads",
+        "query heads that share a tile are all told to a function on scores as the first",
+        FORWARD,
+        "tuple((head << pack) + (x & ((1 << pack) - 1)) for x in rows)",
+        "tuple(head << pack for x in rows)",
+        "test_forward[v3-score_alibi_causal_gqa-bf16",
+        gpu=True,
+    ),
+    fault(
+        "v3/ds_without_the_slope",
+        "dS is not times the derivative of the function on scores",
+        SCORED,
+        "of_ds[c] = of_p[c] * slope",
+        "of_ds[c] = of_p[c] * 1.0",
+        "test_gradients[v3-score_mod-bf16",
+        gpu=True,
+    ),
+    fault(
+        "v3/number_that_moves_the_other_way",
+        "what is taken from a number that is the same for a row, as q - k, moves with the column as k - q does",
+        WALK,
+        "x.times + sign * y.times",
+        "x.times + y.times",
+        "test_a_thread_has_what_the_function_gives",
+    ),
+    fault(
+        "v3/factor_of_a_derivative_left_out",
+        "a derivative that is a product is without its number",
+        FACTORS,
+        "(_Product(new.core), *others)",
+        "(_Product(new.core), *(_Product(x.core or str(x.factor)) for x in others))",
+        "test_a_thread_has_what_the_function_gives",
     ),
     fault(
         "v3/lse_without_the_sink",

@@ -56,6 +56,7 @@ OF_VERSION = {
         "tests/test_v3_delta.py",
         "tests/test_v3_sparse.py",
         "tests/test_v3_packed.py",
+        "tests/test_v3_scores.py",
         "tests/test_blocksparse.py",
     ),
     "v3_fp8": ("tests/test_quantize.py", "tests/test_v3_packed.py"),

@@ -69,7 +69,7 @@ QUESTIONS: dict[str, tuple[str, dict[str, str], str, dict[str, str] | None]] = {
     "Gemma 2's windows and softcap": (
         "forward",
         {"a model's layers": "Gemma 2 9B, layers with windows", "length": "4k"},
-        "v2",
+        "v3",
         None,
     ),
     "gpt-oss, trained": ("backward", {"a model's layers": "gpt-oss, layers that see all", "length": "4k"}, "v3", None),

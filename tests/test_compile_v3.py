@@ -19,7 +19,7 @@ from flashzoo import Problem
 from flashzoo._cute.compile import compile_for
 from flashzoo._cute.hopper.wgmma import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from flashzoo._sass import Resources, read
-from flashzoo.call.forms import MaskForm
+from flashzoo.call.forms import MaskForm, ScoreForm
 from flashzoo.gpu import SHARED_LIMIT, WARPGROUP
 from flashzoo.v3.config import BACKWARD, FP8, LONG, SPARSE, kernel_backward_for, kernel_fp8_for
 from flashzoo.v3.config import HOPPER as V3_TILES
@@ -39,6 +39,7 @@ from flashzoo.v3.traits import (
     KernelSparse,
     TilesBackward,
 )
+from flashzoo.workloads import SCORE_ALIBI, SCORE_BIAS
 
 pytestmark = pytest.mark.compiles
 
@@ -388,6 +389,30 @@ def with_launch(kernel: Kernel | KernelBackward, folder: Path, monkeypatch: pyte
     assert too_little_shared(str(compiled.ir_module))
     assert parameters_fit(kernel, compiled.artifacts.PTX.partition(".entry")[2].partition("{")[0])
     return read(compiled.artifacts.CUBIN, enough)
+
+
+SCORE_MODS = {
+    "softcap": ScoreForm(),
+    "alibi": ScoreForm(SCORE_ALIBI, (("f32", (16,)),)),
+    "bias": ScoreForm(SCORE_BIAS, (("bf16", (2, 1, 4096, 4096)),)),
+}
+SCORE_STACK = {("softcap", 128, False): 8, ("bias", 64, False): 80, ("softcap", 64, True): 80, ("bias", 64, True): 104}
+"""Bytes of stack where a kernel with a function on scores is known to spill: function, width, backward. At width 64 a
+warpgroup has the most scores at a time, and nothing to spare."""
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", SCORE_MODS)
+@pytest.mark.filterwarnings("error")
+def test_v3_with_a_function_on_scores_spills_no_more_than_known(name, width, grad, tmp_path, monkeypatch) -> None:
+    problem = Problem(2, 4096, 4096, 16, 4, width, causal=True, grad=grad, arch=90, score_mod=SCORE_MODS[name])
+    kernel = kernel_backward_for(problem) if grad else v3_kernel(problem, (True,) if name == "bias" else ())
+    compiled = with_launch(kernel, tmp_path, monkeypatch)
+    known = SCORE_STACK.get((name, width, grad), 0)
+    assert compiled.stack <= known, f"{compiled.stack} bytes of stack; known are {known}"
+    assert not grad or serialised(compiled.code) == 0
 
 
 def backward_launches() -> Iterator[tuple[type, int, bool]]:

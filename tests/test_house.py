@@ -132,7 +132,16 @@ MAY_IMPORT = {
         "flashzoo.call.operands",
         "flashzoo.call.problem",
     },
-    "_cute": {"torch", "cuda", "cutlass", "flashzoo._cute", "flashzoo.dtypes", "flashzoo.gpu"},
+    "_cute": {
+        "torch",
+        "cuda",
+        "cutlass",
+        "flashzoo._cute",
+        SCORES,
+        "flashzoo.dtypes",
+        "flashzoo.gpu",
+        "flashzoo.call.problem",
+    },
 }
 # For other people's models: by public names alone.
 DOORS = {
@@ -143,6 +152,7 @@ DOORS = {
 A_VERSION_MAY_IMPORT = {"torch", "triton", "cutlass", "flashzoo._triton", "flashzoo._cute"}
 A_VERSION_MAY_IMPORT |= {
     BLOCK_MASK,
+    SCORES,
     "flashzoo.autograd",
     "flashzoo.dtypes",
     "flashzoo.gpu",

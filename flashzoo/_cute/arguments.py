@@ -68,7 +68,7 @@ class Scalar:
     """A number.
 
     Attributes:
-        dtype: "i32" or "fp32".
+        dtype: "i32", "i64" or "fp32".
     """
 
     dtype: str
@@ -76,7 +76,7 @@ class Scalar:
     @property
     def format(self) -> str:
         """As the module `struct` has it."""
-        return {"i32": "i", "fp32": "f"}[self.dtype]
+        return {"i32": "i", "i64": "q", "fp32": "f"}[self.dtype]
 
     def example(self) -> Any:
         """Its type, to compile with."""
@@ -85,15 +85,15 @@ class Scalar:
         return DTYPES[self.dtype](1)
 
 
-INT, FLOAT = Scalar("i32"), Scalar("fp32")
+INT, LONG, FLOAT = Scalar("i32"), Scalar("i64"), Scalar("fp32")
 
 
 @dataclass(frozen=True)
 class Record:
-    """Parameters that the kernel takes as one dataclass.
+    """Parameters that the kernel takes as one dataclass, or as one tuple.
 
     Attributes:
-        of: the dataclass, "module:name", imported when the kernel is compiled.
+        of: the dataclass, "module:name", imported when the kernel is compiled; "" of a tuple.
         parameters: its fields, in its order.
         constants: its first fields, known when the kernel is compiled.
         prefix: of its fields' names among the kernel's arguments.
@@ -105,11 +105,13 @@ class Record:
     prefix: str = ""
 
     def example(self) -> Any:
-        """The dataclass, of examples.
+        """The dataclass or tuple, of examples.
 
         Raises:
             TypeError: its fields are not those declared.
         """
+        if not self.of:
+            return tuple(parameter.example() for parameter in self.parameters.values())
         module, _, name = self.of.partition(":")
         record = getattr(import_module(module), name)
         names = [each.name for each in fields(record)][len(self.constants) :]

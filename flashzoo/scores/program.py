@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import sha256
 
-INPUTS = {"score": "f32", "b": "i32", "h": "i32", "q": "i32", "k": "i32", "ds": "f32"}
-"""Dtypes, by name."""
+INPUTS = {"score": "f32", "b": "i32", "h": "i32", "q": "i32", "k": "i32", "ds": "f32", "scale": "f32"}
+"""Dtypes, by name. The last is told only to a program that has it from `factors.py`."""
 DTYPES = ("bool", "u8", "i8", "i16", "i32", "i64", "f16", "bf16", "f32", "f64")
 FLOATS = DTYPES[6:]
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")

@@ -538,3 +538,16 @@ def gradient_of(text: str) -> Gradient:
         for (_, step), some, value in zip(loads, indices, values, strict=True)
     ]
     return Gradient(whole, names[score], tuple(found))
+
+
+@lru_cache(maxsize=256)
+def with_gradient(text: str) -> str:
+    """The text of a program that returns the new score, and behind it the gradient of the old one."""
+    gradient, builder = gradient_of(text), Builder()
+    found: list[str] = []
+    for program, output in ((parsed(text), parsed(text).outputs[0]), (gradient.program, gradient.score)):
+        names: dict[str, str] = {}
+        for i, step in enumerate(program.steps):
+            names[f"x{i}"] = builder.add(step.operation, step.dtype, *(names.get(a, a) for a in step.arguments))
+        found.append(names.get(output, output))
+    return builder.program(*found).text

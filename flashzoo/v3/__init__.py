@@ -15,6 +15,7 @@ _FEATURES = frozenset(
         "packed",
         "used_k",
         "sinks",
+        "score_mod",
     }
 )
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -35,6 +36,7 @@ from flashzoo._cute.hopper.dtypes import DTYPES
 from flashzoo._cute.hopper.mask import mask_scores
 from flashzoo._cute.hopper.params import Params
 from flashzoo._cute.hopper.pipeline import Pipeline
+from flashzoo._cute.hopper.scores import Scores, Told
 from flashzoo._cute.hopper.tile_scheduler import TileScheduler, TileSchedulerBackward
 from flashzoo._cute.hopper.tma import box_of, load, tma_atom
 from flashzoo._cute.hopper.wgmma import (
@@ -47,6 +49,8 @@ from flashzoo._cute.hopper.wgmma import (
     transposed,
 )
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
+from flashzoo.v3.scored_backward import differentiate, modify_block, told_of_head, told_of_keys
+from flashzoo.v3.softmax import LN2
 from flashzoo.v3.traits import KernelBackward, TilesBackward
 
 PRODUCER = 0
@@ -126,7 +130,9 @@ class Consumer:
         ds, k_t: operands of dQ; ds with all stages.
         dk, dv: the accumulators.
         bounds: the queries that see this thread's keys.
-        scale_log2: softmax scale times log2 e.
+        scale_log2: what scores are multiplied by to be in log2 units.
+        column: the first of a block's queries that this thread has.
+        told: what a function on scores is told of its keys, or None.
     """
 
     wg_idx: Int32
@@ -148,6 +154,8 @@ class Consumer:
     dv: cute.Tensor
     bounds: ThreadBounds
     scale_log2: Float32
+    column: Int32
+    told: Told | None
 
 
 class Backward:
@@ -162,6 +170,9 @@ class Backward:
         self.dtype: type[cutlass.Numeric] = DTYPES[kernel.dtype]
         self.part: int = kernel.dq_part[0] * kernel.dq_part[1]
         self.exchange_readers = 1  # warps
+        self.score_mod: Scores | None = None if kernel.scoring is None else Scores(kernel.scoring, "q")
+        # whether P and dS are made together, as a function on scores has a derivative
+        self.by_slope = self.score_mod is not None and not self.score_mod.adds
 
     @cute.jit
     def __call__(
@@ -176,6 +187,7 @@ class Backward:
         params: Params,
         scale_log2: Float32,
         scale: Float32,
+        *tensors: Any,
     ):
         """What is compiled. It is never run: `flashzoo._cute.driver` launches the kernel with descriptors of its own.
 
@@ -184,6 +196,7 @@ class Backward:
             k, v, dk, dv: (head_dim, heads, keys, batch).
             scale_log2: of the scores: softmax scale times log2 e.
             scale: softmax scale.
+            tensors: where its function on scores reads some those, as `Scoring.parameters` has them.
         """
         tiles, kernel = self.tiles, self.kernel
         layouts = (
@@ -205,7 +218,8 @@ class Backward:
             (store, dv, v_layout),
         ):
             atoms.append(tma_atom(operation, x, layout))
-        self.device(TmaAtoms(*atoms), workspace, params, scale_log2, scale, *layouts).launch(
+        read = tensors[0] if len(tensors) > 0 else None
+        self.device(TmaAtoms(*atoms), workspace, params, scale_log2, scale, read, *layouts).launch(
             grid=[1, 1, 1], block=[kernel.threads, 1, 1], smem=kernel.shared_bytes, min_blocks_per_mp=1
         )
 
@@ -217,6 +231,7 @@ class Backward:
         params: Params,
         scale_log2: Float32,
         scale: Float32,
+        tensors: Any,
         k_layout: cute.ComposedLayout,
         v_layout: cute.ComposedLayout,
         q_layout: cute.ComposedLayout,
@@ -272,7 +287,7 @@ class Backward:
                 self.store_dq(params, storage, warp - PRODUCER - 1, workspace)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS[tiles.consumers])
-            self.consume(params, storage, tma, workspace, scale_log2, scale)
+            self.consume(params, storage, tma, workspace, scale_log2, scale, tensors)
 
     @cute.jit
     def produce(self, params: Params, storage: SharedStorage, tma: TmaAtoms, workspace: Workspace):
@@ -378,6 +393,7 @@ class Backward:
         workspace: Workspace,
         scale_log2: Float32,
         scale: Float32,
+        tensors: Any,
     ):
         """A consumer warpgroup: its keys of tile after tile."""
         kernel, tiles, scheduler = self.kernel, self.tiles, self.scheduler(params)
@@ -435,7 +451,9 @@ class Backward:
                     dk,
                     dv,
                     of_thread,
-                    scale_log2,
+                    self.in_log2(scale_log2),
+                    column,
+                    told_of_keys(self.score_mod, bounds, first_key + row, scale_log2 * LN2, tensors),
                 )
             )
             dk.fill(0.0)
@@ -447,11 +465,16 @@ class Backward:
             for i in cutlass.range(outer, unroll=1):  # B2.8
                 for j in cutlass.range(inner, unroll=1):
                     n = bounds.nth(i if const_expr(kernel.uneven) else j, begin, end)
-                    self.step(bounds, consumer, used, n, bounds.crosses(first_key + wg_idx * WARPGROUP_ROWS, n))
+                    head = tile.head * params.group + (j if const_expr(kernel.uneven) else i)
+                    self.step(bounds, consumer, used, n, head, bounds.crosses(first_key + wg_idx * WARPGROUP_ROWS, n))
                     used += 1
             work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
             self.epilogue(consumer, tma, scale, (0, *bounds.sequence.origin_dk(first_key, tile.head)), work_idx)
             work_idx += 1
+
+    def in_log2(self, scale_log2: Float32) -> Float32:
+        """What scores are multiplied by, those that a function gives where there is one."""
+        return scale_log2 if self.score_mod is None else self.score_mod.scale_log2(scale_log2 * LN2)
 
     def mma(
         self,
@@ -474,8 +497,8 @@ class Backward:
         return self.mma(OperandMajorMode.K, OperandMajorMode.MN, warpgroups, self.kernel.dq_part[1])
 
     @cute.jit
-    def step(self, bounds: BoundsBackward, consumer: Consumer, used: Int32, n: Int32, crosses: Boolean):
-        """Take the tile's n-th block of queries into dK, dV and dQ."""
+    def step(self, bounds: BoundsBackward, consumer: Consumer, used: Int32, n: Int32, head: Int32, crosses: Boolean):
+        """Take the tile's n-th block of queries of a head into dK, dV and dQ."""
         tiles, storage = self.tiles, consumer.storage
         q_stage, do_stage = storage.q_pipeline.stage(used), storage.do_pipeline.stage(used)
         s_shape = consumer.mma_s.get_slice(0).partition_shape_C((tiles.block_kv, tiles.block_q))
@@ -484,16 +507,25 @@ class Backward:
         gemm(consumer.mma_s, s, consumer.k, consumer.q[None, None, None, q_stage], True)  # B2.10
         storage.do_pipeline.consumer_wait(used)
         gemm(consumer.mma_s, dp, consumer.v, consumer.do[None, None, None, do_stage], True)  # B2.13
+        told, where = told_of_head(self.score_mod, consumer.told, head), (consumer.bounds, consumer.column, crosses)
         warpgroup.wait_group(1)
-        if crosses:
-            self.mask(bounds, n, s, consumer.bounds, consumer.thread)
-        self.exponentiate(s, self.columns(storage.lse[None, q_stage]), consumer.scale_log2)  # B2.11
+        if const_expr(not self.by_slope):
+            if const_expr(self.score_mod is not None):
+                modify_block(self.score_mod, bounds, n, s, told, *where)
+            elif crosses:
+                self.mask(bounds, n, s, consumer.bounds, consumer.thread)
+            self.exponentiate(s, self.columns(storage.lse[None, q_stage]), consumer.scale_log2)  # B2.11
         warpgroup.wait_group(0)
         p, ds = (
             cute.make_rmem_tensor(mma.get_slice(0).partition_shape_A((tiles.block_kv, tiles.block_q)), self.dtype)
             for mma in (consumer.mma_dv, consumer.mma_dk)
         )
-        self.differentiate(s, dp, self.columns(storage.delta[None, do_stage]), p, ds)  # B2.14
+        delta = self.columns(storage.delta[None, do_stage])
+        if const_expr(self.by_slope):
+            lse = self.columns(storage.lse[None, q_stage])
+            differentiate(self.score_mod, bounds, n, s, dp, lse, delta, p, ds, told, *where)
+        else:
+            self.differentiate(s, dp, delta, p, ds)  # B2.14
         gemm(consumer.mma_dv, consumer.dv, p, consumer.do_t[None, None, None, do_stage], False)  # B2.12
 
         stage = used % tiles.ds_stages

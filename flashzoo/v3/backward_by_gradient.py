@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -24,10 +25,13 @@ from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 
 from flashzoo._cute.hopper.bounds import BoundsBackward
 from flashzoo._cute.hopper.params import Params
+from flashzoo._cute.hopper.scores import Told
 from flashzoo._cute.hopper.tma import box_of
 from flashzoo._cute.hopper.wgmma import gemm, rows_of, to_16_bits, transposed
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
 from flashzoo.v3.backward import Backward, SharedStorage, TmaAtoms, Workspace, semaphore_arrive, semaphore_wait
+from flashzoo.v3.scored_backward import differentiate, modify_block, told_of_head, told_of_keys
+from flashzoo.v3.softmax import LN2
 from flashzoo.v3.traits import COLUMNS, KernelBackward
 
 
@@ -61,7 +65,8 @@ class Tile:
         acc: the gradient.
         dq: its sum in memory.
         first_key: of its block.
-        scale_log2: softmax scale times log2 e.
+        scale_log2: what scores are multiplied by to be in log2 units.
+        told: what a function on scores is told of this thread's keys; None where nobody asks.
     """
 
     bounds: BoundsBackward
@@ -81,6 +86,7 @@ class Tile:
     dq: cute.Pointer
     first_key: Int32
     scale_log2: Float32
+    told: Told | None
 
 
 class BackwardByGradient(Backward):
@@ -99,13 +105,14 @@ class BackwardByGradient(Backward):
         workspace: Workspace,
         scale_log2: Float32,
         scale: Float32,
+        tensors: Any,
     ):
         """A consumer warpgroup: its gradient of tile after tile."""
         wg_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPS - 1)
         if wg_idx == Gradient.OF_V:
-            self.run_gradient(Gradient.OF_V, params, storage, tma.dv, workspace.dq, scale_log2, Float32(1.0))
+            self.run_gradient(Gradient.OF_V, params, storage, tma.dv, workspace.dq, scale_log2, scale, tensors)
         else:
-            self.run_gradient(Gradient.OF_K, params, storage, tma.dk, workspace.dq, scale_log2, scale)
+            self.run_gradient(Gradient.OF_K, params, storage, tma.dk, workspace.dq, scale_log2, scale, tensors)
 
     @cute.jit
     def run_gradient(
@@ -117,6 +124,7 @@ class BackwardByGradient(Backward):
         dq: cute.Pointer,
         scale_log2: Float32,
         scale: Float32,
+        tensors: Any,
     ):
         """One warpgroup's part."""
         tiles, scheduler = self.tiles, self.scheduler(params)
@@ -144,9 +152,12 @@ class BackwardByGradient(Backward):
             bounds = self.bounds(params, scheduler.work_tile(work))
             begin, end = bounds.block_range()
             first_key = bounds.tile.block * tiles.block_kv
-            tile = Tile(
-                bounds, begin, end, storage, thread, mma_s, mma_acc, mma_dq, *operands, acc, dq, first_key, scale_log2
-            )
+            told = None
+            if const_expr(of_v):
+                key = first_key + thread // 32 * 16 + cute.arch.lane_idx() // 4
+                told = told_of_keys(self.score_mod, bounds, key, scale_log2 * LN2, tensors)
+            state = (acc, dq, first_key, self.in_log2(scale_log2), told)
+            tile = Tile(bounds, begin, end, storage, thread, mma_s, mma_acc, mma_dq, *operands, *state)
             acc.fill(0.0)  # B2.7
             storage.k_pipeline.consumer_wait(work_idx)
             storage.v_pipeline.consumer_wait(work_idx)
@@ -211,21 +222,34 @@ class BackwardByGradient(Backward):
 
     @cute.jit
     def make_p(self, tile: Tile, use: Int32, step: Int32, s: cute.Tensor, p: cute.Tensor):
-        """Turn S into P: rounded for this warpgroup, in float32 for the other."""
+        """Turn S into P: rounded for this warpgroup, in float32 for the other; there times the slope of a function on
+        scores that has one."""
         storage, bounds, first_key = tile.storage, tile.bounds, tile.first_key
         lane = cute.arch.lane_idx()
-        _, n = bounds.step(step, tile.begin, tile.end)
-        if bounds.crosses(first_key, n):
-            of_thread = bounds.of_thread(first_key + tile.thread // 32 * 16 + lane // 4, lane % 4 * 2)
+        head, n = bounds.step(step, tile.begin, tile.end)
+        told, column = told_of_head(self.score_mod, tile.told, head), lane % 4 * 2
+        if const_expr(self.score_mod is not None):
+            of_thread = bounds.of_thread(first_key + tile.thread // 32 * 16 + lane // 4, column)
+            where = (of_thread, column, bounds.crosses(first_key, n))
+            if const_expr(self.by_slope):
+                lse = self.columns(storage.lse[None, storage.q_pipeline.stage(use)])
+                differentiate(self.score_mod, bounds, n, s, None, lse, None, p, None, told, *where)
+            else:
+                modify_block(self.score_mod, bounds, n, s, told, *where)
+        elif bounds.crosses(first_key, n):
+            of_thread = bounds.of_thread(first_key + tile.thread // 32 * 16 + lane // 4, column)
             self.mask(bounds, n, s, of_thread, tile.thread)
-        self.exponentiate(s, self.columns(storage.lse[None, storage.q_pipeline.stage(use)]), tile.scale_log2)  # B2.11
+        if const_expr(not self.by_slope):
+            lse = self.columns(storage.lse[None, storage.q_pipeline.stage(use)])
+            self.exponentiate(s, lse, tile.scale_log2)  # B2.11
         storage.exchange_pipeline.producer_acquire(use)
         fours = self.fours(tile, cute.size(s))
         cute.autovec_copy(cute.make_tensor(s.iterator, cute.make_layout(fours.shape)), fours)
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(storage.exchange_pipeline.full)
-        to_16_bits(s, p)
+        if const_expr(not self.by_slope):
+            to_16_bits(s, p)
 
     @cute.jit
     def make_ds(self, tile: Tile, use: Int32, dp: cute.Tensor, ds: cute.Tensor):

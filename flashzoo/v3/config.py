@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from flashzoo._cute.scoring import Scoring
 from flashzoo.call.forms import Window
 from flashzoo.call.problem import DESCALE_BLOCK, Problem
 from flashzoo.gpu import WARPGROUP_ROWS
@@ -110,14 +111,15 @@ def window_of(problem: Problem) -> Window:
     return problem.span if problem.block_mask is None else problem.block_mask.span
 
 
-def kernel_for(problem: Problem) -> Kernel:
-    """The kernel of a problem."""
+def kernel_for(problem: Problem, pairs: tuple[bool, ...] = ()) -> Kernel:
+    """The kernel of a problem; `pairs` as in `Scoring`."""
     if problem.block_mask is not None:
         return kernel_sparse_for(problem)
     left, right = (side is not None for side in problem.span)
     widths = width_for(problem.head_dim), width_for(problem.head_dim_v)
     kind = Kernel if problem.sequences is None else KernelPacked
-    return kind(problem.dtype, *widths, left, right, table(problem)[widths_of(problem)], sinks=problem.sinks)
+    tiles, scoring = table(problem)[widths_of(problem)], Scoring.of(problem, pairs)
+    return kind(problem.dtype, *widths, left, right, tiles, sinks=problem.sinks, scoring=scoring)
 
 
 def kernel_sparse_for(problem: Problem) -> KernelSparse:
@@ -158,10 +160,13 @@ def kernel_backward_for(problem: Problem) -> KernelBackward:
     left, right = (side is not None for side in window_of(problem))
     width = width_for(max(problem.head_dim, problem.head_dim_v), BACKWARD)
     how = (problem.dtype, width, width, left, right, problem.deterministic, BACKWARD[width])
+    scoring = Scoring.of(problem, gradient=True)
     if problem.sequences is not None:
-        return KernelBackwardPacked(*how)
+        return KernelBackwardPacked(*how, scoring=scoring)
     mask = problem.block_mask
-    return KernelBackward(*how) if mask is None else KernelBackwardSparse(*how, mask.block_kv, mask.bits)
+    return (
+        KernelBackward(*how, scoring=scoring) if mask is None else KernelBackwardSparse(*how, mask.block_kv, mask.bits)
+    )
 
 
 def table(problem: Problem) -> dict[tuple[int, int], Tiles]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flashzoo.call.problem import Problem
 from flashzoo.gpu import RAGGED_ROWS
+from flashzoo.scores.walk import MOST_ROWS
 from flashzoo.spec import missing
 from flashzoo.v3.config import (
     BACKWARD,
@@ -25,6 +26,7 @@ def refusals(problem: Problem) -> list[str]:
         found += [f"packed sequences need the package {package}" for package in missing(("triton",))] + too_many_rows(
             problem
         )
+    found += on_scores(problem)
     if mask is None:
         return found
     if mask.block_q != MASK_Q:
@@ -41,6 +43,24 @@ def refusals(problem: Problem) -> list[str]:
             found.append(f"its backward pass takes block masks with heads 1 for {shared}, got {mask.heads}")
         if problem.deterministic:
             found.append("its backward pass takes block masks with deterministic=False, got True")
+    return found
+
+
+def on_scores(problem: Problem) -> list[str]:
+    """Of a function on scores: what its kernels can't do."""
+    form, found = problem.score_mod, []
+    if form is None:
+        return found
+    if problem.block_mask is not None:
+        found.append("takes score_mod without a block_mask, got both")
+    if max(problem.seqlen_q, problem.seqlen_k) > MOST_ROWS:
+        got = f"{problem.seqlen_q} and {problem.seqlen_k}"
+        found.append(f"takes score_mod with up to {MOST_ROWS} queries and keys, got {got}")
+    if ": f64 = " in form.text:
+        found.append("computes score_mod in float32, got one that computes in float64")
+    if problem.grad and form.grads:
+        which = ", ".join(map(str, form.grads))
+        found.append(f"has no gradients of tensors that score_mod reads, which tensor {which} requires")
     return found
 
 

@@ -37,6 +37,7 @@ from flashzoo._cute.hopper.dtypes import DTYPES
 from flashzoo._cute.hopper.mask import Mask
 from flashzoo._cute.hopper.params import Params
 from flashzoo._cute.hopper.pipeline import Pipeline
+from flashzoo._cute.hopper.scores import NOTHING_KNOWN, Scores, Told, modify
 from flashzoo._cute.hopper.tile_scheduler import TileScheduler
 from flashzoo._cute.hopper.tma import box_of, load, tma_atom
 from flashzoo._cute.hopper.wgmma import (
@@ -118,6 +119,7 @@ class Consumer:
         softmax: running state of this thread's two rows.
         row, column: of the warpgroup's scores, the first that this thread has:
             it has two rows, 8 apart, and pairs of columns, 8 apart.
+        told: what a function on scores is told of these rows, or None.
     """
 
     wg_idx: Int32
@@ -133,6 +135,7 @@ class Consumer:
     softmax: Softmax
     row: Int32
     column: Int32
+    told: Told | None
 
     def issue_scores(self, n: Int32) -> cute.Tensor:
         """Registers that will hold Q times the n-th block of K, once the group of WGMMAs is waited for."""
@@ -162,6 +165,8 @@ class Forward:
         self.dtype_o: type[cutlass.Numeric] = DTYPES[kernel.out_dtype]
         warpgroups = self.tiles.teams * self.tiles.consumers
         self.registers: tuple[int, int] = PRODUCER_REGISTERS[warpgroups], CONSUMER_REGISTERS[warpgroups]
+        self.score_mod: Scores | None = None if kernel.scoring is None else Scores(kernel.scoring, "k")
+        self.reads = kernel.scoring is not None and bool(kernel.scoring.reads)
         self.value: ValuePath = ValuePath(kernel)
         self.product: Product = Product(kernel)
 
@@ -175,7 +180,7 @@ class Forward:
         lse: cute.Pointer,
         params: Params,
         scaling: Any,
-        sinks: Any = None,
+        *more: Any,
     ):
         """What is compiled. It is never run: `flashzoo._cute.driver` launches the kernel with descriptors of its own.
 
@@ -184,9 +189,11 @@ class Forward:
             k, v: (head_dim, heads, keys, batch); v (keys, heads, head_dim, batch) where an FP8 kernel
                 takes it transposed.
             scaling: of the scores: softmax scale times log2 e; in FP8 a `Scaling`.
-            sinks: a float for each query head, where the kernel has them.
+            more: where the kernel has them sinks, a float for each query head; and tensors that its function on scores
+                reads, as `Scoring.parameters` has them.
         """
         tiles, kernel = self.tiles, self.kernel
+        sinks, tensors = (more[0] if kernel.sinks else None), (more[-1] if self.reads else None)
         layouts = (
             shared_layout(self.dtype, WARPGROUP_ROWS, kernel.width, tiles.teams * tiles.consumers * tiles.q_stages),
             shared_layout(self.dtype, tiles.block_kv, kernel.width, tiles.teams * tiles.stages),
@@ -197,7 +204,7 @@ class Forward:
         atoms = []
         for operation, x, layout in zip((load, load, load, store), (q, k, v, o), layouts, strict=True):
             atoms.append(tma_atom(operation, x, layout))
-        self.device(TmaAtoms(*atoms), lse, params, scaling, sinks, *layouts).launch(
+        self.device(TmaAtoms(*atoms), lse, params, scaling, sinks, tensors, *layouts).launch(
             grid=[1, 1, 1], block=[kernel.threads, 1, 1], smem=kernel.shared_bytes, min_blocks_per_mp=1
         )
 
@@ -209,6 +216,7 @@ class Forward:
         params: Params,
         scaling: Any,
         sinks: Any,
+        tensors: Any,
         q_layout: cute.ComposedLayout,
         k_layout: cute.ComposedLayout,
         v_layout: cute.ComposedLayout,
@@ -263,7 +271,7 @@ class Forward:
                     self.value.help(params, storage, warp - 1)
         else:
             cute.arch.setmaxregister_increase(self.registers[1])  # A1.12, A2.1
-            self.consume(params, storage, scaling, tma, lse, sinks)
+            self.consume(params, storage, scaling, tma, lse, sinks, tensors)
 
     @cute.jit
     def produce(self, params: Params, storage: SharedStorage, tma: TmaAtoms):
@@ -338,7 +346,14 @@ class Forward:
 
     @cute.jit
     def consume(
-        self, params: Params, storage: SharedStorage, scaling: Any, tma: TmaAtoms, lse: cute.Pointer, sinks: Any
+        self,
+        params: Params,
+        storage: SharedStorage,
+        scaling: Any,
+        tma: TmaAtoms,
+        lse: cute.Pointer,
+        sinks: Any,
+        tensors: Any,
     ):
         """A consumer warpgroup: its 64 rows of tile after tile."""
         kernel, tiles, scheduler = self.kernel, self.tiles, self.scheduler(params)
@@ -377,7 +392,8 @@ class Forward:
             first_row = tile.block * tiles.block_q + wg_idx * WARPGROUP_ROWS
             n = work_idx * tiles.consumers + wg_idx
             q = q_stages[None, None, None, storage.q_pipeline.stage(n)]
-            consumer = Consumer(wg_idx, storage, mma_qk, mma_pv, q, k, v, p, o, s_shape, softmax, row, column)
+            told = self.told(bounds, first_row + row, scaling, tensors)
+            consumer = Consumer(wg_idx, storage, mma_qk, mma_pv, q, k, v, p, o, s_shape, softmax, row, column, told)
             softmax.reset(bounds, first_row + row)  # A1.13, A2.2
             used = self.mainloop(bounds, consumer, used, n)
             work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
@@ -387,7 +403,25 @@ class Forward:
 
     def softmax(self, scaling: Float32) -> Softmax:
         """The state of this thread's rows."""
-        return Softmax(cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32), scaling)
+        scale_log2 = scaling if self.score_mod is None else self.score_mod.scale_log2(scaling * LN2)
+        return Softmax(cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32), scale_log2)
+
+    def told(self, bounds: Bounds, row: Int32, scaling: Any, tensors: Any) -> Told | None:
+        """What a function on scores is told of rows `row` and `row + 8`; of one past the last query that of the
+        last."""
+        if self.score_mod is None:
+            return None
+        pack, head, last = bounds.params.pack_gqa, bounds.tile.head, bounds.sequence.seqlen_q - 1
+        rows = [row + 8 * r for r in range(2)]
+        heads = tuple((head << pack) + (x & ((1 << pack) - 1)) for x in rows)
+        positions = tuple(cutlass.min(x >> pack, last) for x in rows)
+        told = Told(tensors, scaling * LN2, bounds.number_of_sequence(), heads, positions, NOTHING_KNOWN)
+        return self.score_mod.know(told, "bhq")
+
+    def modify(self, consumer: Consumer, s: cute.Tensor, first_key: Int32, edge: bool) -> None:
+        """What the kernel's function makes of scores, if it has one; `edge`: there may be keys past the last."""
+        if self.score_mod is not None:
+            modify(self.score_mod, consumer.told, s, first_key + consumer.column, edge)
 
     @cute.jit
     def mainloop(self, bounds: Bounds, consumer: Consumer, used: Int32, q_use: Int32) -> Int32:
@@ -435,6 +469,7 @@ class Forward:
     def first_scores(self, consumer: Consumer, used: Int32, first_key: Int32, mask: Mask, crosses: Boolean):
         """P of the first block, masked where it crosses an edge; its product with V is left to the next step."""
         s = self.scores(consumer, used)  # A2.4, A2.5
+        self.modify(consumer, s, first_key, True)
         if crosses:
             mask.apply(s, first_key)
         consumer.softmax.step(s, first_key)  # A2.6
@@ -462,6 +497,7 @@ class Forward:
         self.warp_scheduler_barrier_arrive(consumer.wg_idx)
         warpgroup.wait_group(1)  # A2.12
         k_pipeline.consumer_release(used + 1)
+        self.modify(consumer, s, first_key, mask is not None)
         if const_expr(mask is not None):
             mask.apply(s, first_key)
         rescale, alpha = consumer.softmax.step(s, first_key)  # A2.13
@@ -506,6 +542,7 @@ class Forward:
     ) -> Int32:
         """What follows the scores of a block; they are masked where it crosses an edge."""
         v_pipeline = consumer.storage.v_pipeline
+        self.modify(consumer, s, first_key, mask is not None)
         if const_expr(mask is not None):  # noqa: SIM102 - one is known when compiled, the other when run
             if crosses:
                 mask.apply(s, first_key)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from flashzoo._cute.driver import TensorMap, current_stream
 from flashzoo._cute.per_stream import tile_counter
+from flashzoo._cute.scoring import arguments_of_scoring, pairs_of
 from flashzoo._cute.tma import Ints, dense, made_readable, map_of_rows, readable, tensor_map
 from flashzoo.autograd import differentiable
 from flashzoo.call.operands import Operands
@@ -53,13 +54,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operand
     """`(out, lse)` of raw CUDA tensors; see `flashzoo.attention`. Causal and window are in the block mask, where there
     is one. Packed rows may be of three dimensions, as those of a batch of one are."""
     misaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
-    launch = None if misaligned else forward_launch(problem, q.stride(), k.stride(), v.stride(), q.get_device())
+    strides, pairs = (q.stride(), k.stride(), v.stride()), pairs_of(operands.score_mod)
+    launch = None if misaligned else forward_launch(problem, *strides, pairs, q.get_device())
     if launch is None:
         return forward(made_readable(q), made_readable(k), made_readable(v), problem, operands)
     mask, (tiles, _) = operands.block_mask, tables(problem, operands, launch.block_q)
     lists = () if mask is None else lists_of(mask, mask.rows)
     more = () if tiles is None else (tiles.data_ptr(),)
-    return launch(q, k, v, *lists, *more, in_log2(problem.scale), *addresses_of(operands.sinks))
+    read = arguments_of_scoring(operands.score_mod, q.data_ptr())
+    return launch(q, k, v, *lists, *more, in_log2(problem.scale), *addresses_of(operands.sinks), *read)
 
 
 def backward(
@@ -84,7 +87,8 @@ def backward(
     mask, (tiles_q, tiles_k) = operands.block_mask, tables(problem, operands, launch.block_q, launch.block_kv)
     lists = () if mask is None else lists_of(mask, mask.columns)
     more = () if tiles_k is None else (tiles_k.data_ptr(),)
-    return launch(dout, dlse, q, k, v, out, lse, problem.scale, (*lists, *more), tiles_q, operands.sinks)
+    read = tuple(arguments_of_scoring(operands.score_mod, k.data_ptr()))
+    return launch(dout, dlse, q, k, v, out, lse, problem.scale, (*lists, *more), tiles_q, operands.sinks, read)
 
 
 attention: Callable[..., tuple[Tensor, Tensor | None]] = differentiable(forward, backward, rows=True)
@@ -143,19 +147,20 @@ def all_readable(problem: Problem, *strides: Ints) -> bool:
 
 @lru_cache(maxsize=1024)
 def forward_launch(
-    problem: Problem, q_strides: Ints, k_strides: Ints, v_strides: Ints, device: int
+    problem: Problem, q_strides: Ints, k_strides: Ints, v_strides: Ints, pairs: tuple[bool, ...], device: int
 ) -> ForwardLaunch | None:
-    """The launch for a problem, or None where TMA can't read tensors of these strides."""
+    """The launch for a problem, or None where TMA can't read tensors of these strides; `pairs` as in `Scoring`."""
     if not all_readable(problem, q_strides, k_strides, v_strides):
         return None
+    kernel = kernel_for(problem, pairs)
     return ForwardLaunch(
         problem,
-        kernel_for(problem),
+        kernel,
         q_strides,
         k_strides,
         v_strides,
         device,
-        (*of_parts(problem), *SCALE, *of_sinks(problem)),
+        (*of_parts(problem), *SCALE, *of_sinks(problem), *of_scoring(kernel)),
     )
 
 
@@ -165,8 +170,13 @@ def of_parts(problem: Problem) -> tuple[str, ...]:
 
 
 def of_sinks(problem: Problem) -> tuple[str, ...]:
-    """Name of a forward kernel's last argument, where it has it."""
+    """Name of a forward kernel's argument behind the scale, where it has it."""
     return ("sinks",) if problem.sinks else ()
+
+
+def of_scoring(kernel: Kernel | KernelBackward) -> tuple[str, ...]:
+    """Names of a kernel's last arguments: the tensors that a function on scores reads."""
+    return () if kernel.scoring is None else tuple(kernel.scoring.parameters)
 
 
 def addresses_of(sinks: Tensor | None) -> Ints:
@@ -377,6 +387,7 @@ class BackwardLaunch:
             *of_parts(p),
             *SCALE,
             "scale",
+            *of_scoring(kernel),
         )
         self._launch = function_for(kernel).bind(
             device, min(_multiprocessors(device), blocks * batch_heads), params, given
@@ -397,13 +408,14 @@ class BackwardLaunch:
         lists: Ints = (),
         tiles: Tensor | None = None,
         sinks: Tensor | None = None,
+        read: Ints = (),
     ) -> tuple[Tensor, ...]:
         """`(dq, dk, dv)`, and dsinks where there are sinks, launched on the current stream of the tensors' device;
-        `lists` as `lists_of` gives them, or the address of packed sequences' table of keys, and `tiles` the one of
-        queries."""
+        `lists` as `lists_of` gives them, or the address of packed sequences' table of keys, `tiles` the one of queries,
+        and `read` as `arguments_of_scoring` gives it."""
         if self._device != torch.cuda.current_device():
             with torch.cuda.device(self._device):
-                return self(dout, dlse, q, k, v, out, lse, softmax_scale, lists, tiles, sinks)
+                return self(dout, dlse, q, k, v, out, lse, softmax_scale, lists, tiles, sinks, read)
         dq, dk, dv = (
             torch.empty_strided(shape, strides, dtype=self._dtype, device=q.device)
             for shape, strides in self._gradients
@@ -429,6 +441,7 @@ class BackwardLaunch:
             *lists,
             in_log2(softmax_scale),
             softmax_scale,
+            *read,
         )
         self._round((dq_sum, dq, tiles), (softmax_scale,))
         return (dq, dk, dv) if dsinks is None else (dq, dk, dv, dsinks.sum((0, 2)))

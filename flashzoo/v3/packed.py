@@ -160,17 +160,17 @@ class _OfEntry:
         entry = self.tile.entry
         return SequencePacked(Int32(0), entry.rows_q, entry.rows_k, entry)
 
-
-@dataclass(frozen=True)
-class BoundsPacked(_OfEntry, Bounds):
-    """A tile's blocks of keys, of its own sequence."""
-
     @cute.jit
     def number_of_sequence(self) -> Int32:
         """The same; where there are no keys the first, as rows around all sequences have neither keys
         nor anything else."""
         entry = self.tile.entry
         return entry.number - 1 if entry.rows_k > 0 else Int32(0)
+
+
+@dataclass(frozen=True)
+class BoundsPacked(_OfEntry, Bounds):
+    """A tile's blocks of keys, of its own sequence."""
 
     def place_of_row(self, head: Int32, position: Int32) -> Int64:
         """Of a query of a head of the tile's, or of the heads packed into it, in the memory of LSE."""

@@ -79,7 +79,13 @@ def _forward(kernel: Kernel, **scaling: Parameter) -> Arguments:
         params=_params(kernel),
         **scaling,
         **({"sinks": Pointer("fp32")} if kernel.sinks else {}),
+        **_read(kernel),
     )
+
+
+def _read(kernel: Kernel | KernelBackward) -> dict[str, Parameter]:
+    """The tensors that a function on scores reads, where there is one."""
+    return {"tensors": Record("", kernel.scoring.parameters)} if kernel.scoring and kernel.scoring.reads else {}
 
 
 def _forward_fp8(kernel: KernelFp8) -> Arguments:
@@ -96,6 +102,7 @@ def _backward(kernel: KernelBackward) -> Arguments:
         params=_params(kernel),
         scale_log2=FLOAT,
         scale=FLOAT,
+        **_read(kernel),
     )
 
 

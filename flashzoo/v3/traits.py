@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from flashzoo._cute.scoring import Scoring
 from flashzoo.call.problem import DESCALE_BLOCK
 from flashzoo.dtypes import BYTES
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS
@@ -62,6 +63,7 @@ class Kernel:
         left, right: whether the window is bounded on that side.
         tiles: how it is cut.
         sinks: whether heads have sinks.
+        scoring: the function on scores, or None.
     """
 
     dtype: str
@@ -71,6 +73,7 @@ class Kernel:
     right: bool
     tiles: Tiles
     sinks: bool = field(default=False, kw_only=True)
+    scoring: Scoring | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.tiles.teams != 1:
@@ -266,6 +269,7 @@ class KernelBackward:
         left, right: whether the window is bounded on that side.
         deterministic: dQ is summed in a fixed order.
         tiles: how it is cut.
+        scoring: the function on scores with its gradient, or None.
     """
 
     dtype: str
@@ -275,6 +279,7 @@ class KernelBackward:
     right: bool
     deterministic: bool
     tiles: TilesBackward
+    scoring: Scoring | None = field(default=None, kw_only=True)
 
     @property
     def threads(self) -> int:

@@ -1,0 +1,120 @@
+"""Functions on scores as a Hopper kernel writes them, in numbers of torch's in place of registers: what a thread's rows
+and columns are given is what the function gives there, and its derivative that of torch's autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import pytest
+import torch
+from test_scores import everything
+from torch import Tensor
+
+from flashzoo import ScoreMod, score_mods
+from flashzoo.call.forms import SOFTCAP
+from flashzoo.scores.evaluate import TORCH_DTYPES, evaluated
+from flashzoo.scores.factors import factored
+from flashzoo.scores.program import Program, Step
+from flashzoo.scores.trace import with_gradient
+from flashzoo.scores.walk import Index, Walk
+
+SCALE, FIRST = 0.25, 20
+COLUMNS = (0, 1, 8, 9, 16)
+ROWS = {"h": (1, 0), "q": (33, 9), "k": (7, 30)}
+BIAS = torch.linspace(-1, 1, 2 * 40 * 40).view(2, 40, 40)
+
+
+@dataclass
+class InNumbers:
+    """A language of torch's numbers. It counts what it makes."""
+
+    tensors: tuple[Tensor, ...]
+    made: int = 0
+
+    def typed(self, value: bool | int | float, dtype: str) -> Tensor:
+        return torch.tensor(value, dtype=TORCH_DTYPES[dtype])
+
+    def apply(self, operation: str, dtype: str, *arguments: Tensor) -> Tensor:
+        self.made += 1
+        names = ("q", "k", "b")[: len(arguments)]
+        inputs = {"score": torch.zeros(()), **dict(zip(names, arguments, strict=True))}
+        return evaluated(Program((Step(operation, dtype, names),), ("x0",)), inputs)[0]
+
+    def load(self, tensor: int, dtype: str, indices: tuple[Index, ...]) -> Tensor:
+        self.made += 1
+        return self.tensors[tensor][tuple(int(index.base) + index.more for index in indices)]
+
+    def load_pair(self, tensor: int, dtype: str, indices: tuple[Index, ...]) -> tuple[Tensor, Tensor] | None:
+        *others, last = (int(index.base) + index.more for index in indices)
+        row = self.tensors[tensor][tuple(others)]
+        return (row[last], row[last + 1]) if last + 1 < len(row) else None
+
+
+def squared_distance(s, b, h, i, j):
+    apart = (5 - (j - i)).abs().float()
+    return -2 * s + torch.where(apart % 2 == 0, apart * apart * 0.01, -apart) * (3 - j + 1).float()
+
+
+FUNCTIONS: Mapping[str, Callable[..., Tensor]] = {
+    "everything": everything,
+    "a multiple": lambda s, b, h, i, j: -3 * s * 2,
+    "a square": lambda s, b, h, i, j: 3 * (s * s) * -0.5,
+    "a sigmoid": lambda s, b, h, i, j: torch.sigmoid(-s) * 4 * 0.5,
+    "nothing": lambda s, b, h, i, j: s,
+    "a number": lambda s, b, h, i, j: torch.zeros_like(s) + 0.5,
+    "softcap": score_mods.softcap(0.5),
+    "alibi": score_mods.alibi(torch.tensor([0.5, 0.25])),
+    "bias": score_mods.bias(BIAS.masked_fill(BIAS > 0.9, -torch.inf)),
+    "distance": score_mods.relative_position(torch.linspace(-1, 1, 2 * 9).view(2, 9)),
+    "squared distance": squared_distance,
+}
+
+
+@pytest.mark.parametrize("moving", ["k", "q"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_thread_has_what_the_function_gives(name, moving):
+    mod = ScoreMod.of(FUNCTIONS[name])
+    function, language = factored(with_gradient(mod.text)), InNumbers(mod.tensors)
+    products = torch.linspace(-4, 3, 2 * 17).view(2, 17)
+    of_rows = frozenset("hq" if moving == "k" else "k")
+
+    def number(name: str, row: int, column: int) -> Tensor:
+        if name in ("score", "scale"):
+            return products[row, column] if name == "score" else torch.tensor(SCALE)
+        of_row = {"b": 0, "h": ROWS["h"][row if moving == "k" else 0], moving: FIRST}
+        return torch.tensor(of_row[name] if name in of_row else ROWS[name][row], dtype=torch.int32)
+
+    arguments = (function.program, language, moving, of_rows, number)
+    walk = Walk(*arguments, Walk(*arguments, {}).kept({"b", "h", "scale", *of_rows}, 2))
+    for row in range(2):
+        for column in COLUMNS:
+            score = (products[row, column] * SCALE).requires_grad_()
+            at = {n: number(n, row, 0) for n in "bhqk"}
+            at[moving] = at[moving] + column
+            new = mod(score, *at.values())
+            found, found_slope = walk.outputs(row, column)
+            found = found * function.factor * (SCALE if function.scaled else 1)
+            torch.testing.assert_close(found, new.detach(), rtol=1e-5, atol=1e-5)
+            if new.requires_grad and new > -torch.inf:
+                (slope,) = torch.autograd.grad(new, score)
+                torch.testing.assert_close(found_slope, slope, rtol=1e-5, atol=1e-5)
+
+
+def test_factors_are_one_and_places_cost_an_addition():
+    """A softcap is one product more than its hyperbolic tangent; of ALiBi a score more is a product, and two sums."""
+    softcap = factored(with_gradient(SOFTCAP))
+    assert [step.operation for step in softcap.program.steps] == ["mul", "mul", "tanh", "mul", "sub"]
+    assert (softcap.factor, softcap.scaled, softcap.slope) == (20.0, False, None)
+    alibi = score_mods.alibi(torch.ones(2))
+    function, language = factored(with_gradient(alibi.text)), InNumbers(alibi.tensors)
+    given = {"score": torch.ones(()), "scale": torch.ones(())}
+    walk = Walk(
+        *(function.program, language, "k", frozenset("hq")),
+        lambda name, row, column: given.get(name, torch.tensor(1, dtype=torch.int32)),
+        {},
+    )
+    walk.outputs(0, 0)
+    before = language.made
+    walk.outputs(0, 8)
+    assert language.made - before == 4 and (function.factor, function.slope) == (1.0, 1.0)
