@@ -14,7 +14,7 @@ import flashzoo
 from bench.cells import Cell, Work
 from bench.contenders import attention, first_call, objection, parted
 from bench.progress import progress
-from flashzoo.workloads import inputs
+from flashzoo.inputs import inputs
 
 
 def compile_ahead(todo: Work, workers: int) -> dict[tuple[str, Cell], float]:

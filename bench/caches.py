@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from flashzoo.call.problem import Problem
+from flashzoo.dtypes import BYTES, TORCH_DTYPES
 from flashzoo.integers import cdiv
-from flashzoo.workloads import BYTES, TORCH_DTYPES
 
 MOST_BYTES = 40e9
 """Of a cell's keys and values, and no more than half of the GPU's memory: larger cells are left out."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from bench.rows import COPY, GEMM, Row, no_attention, time_columns
+from flashzoo.dtypes import BYTES, TORCH_DTYPES
 from flashzoo.timing import Clock
-from flashzoo.workloads import BYTES, TORCH_DTYPES
 
 MATMUL_SIZE = {"cuda": 8192, "cpu": 256}
 COPIED = {"cuda": (16384, 8192), "cpu": (256, 256)}

@@ -15,7 +15,9 @@ from bench.caches import Caches, caches, fits
 from bench.models import MODELS
 from bench.rows import SHAPE_FIELDS, Row, key_of
 from flashzoo.call.problem import Problem
-from flashzoo.workloads import flops, hardware, inputs, visible_pairs, workloads
+from flashzoo.counts import flops, visible_pairs
+from flashzoo.inputs import inputs
+from flashzoo.workloads import hardware, workloads
 
 TAGS = {"fwd": "bench", "bwd": "bench_bwd"}
 PASSES = tuple(TAGS)

@@ -25,10 +25,10 @@ from bench.peers import (
     peer,
 )
 from bench.rows import MISSING, REFUSED
+from flashzoo.dtypes import TORCH_DTYPES
 from flashzoo.reference import Result
 from flashzoo.spec import Spec
 from flashzoo.timing import captured
-from flashzoo.workloads import TORCH_DTYPES
 
 DEFAULT_MODES = {"bwd": ("v3_deterministic@8192",)}
 """What runs unasked besides the versions as they are: at one length, which shows what a fixed order costs."""

@@ -35,8 +35,10 @@ from bench.cells import Cell
 from bench.rows import Row
 from bench.runs import ERROR
 from flashzoo.call.problem import DESCALE_BLOCK, Problem
+from flashzoo.dtypes import TORCH_DTYPES
+from flashzoo.inputs import inputs
 from flashzoo.reference import HOPPER_K, HOPPER_SUM_BITS, LARGEST_E4M3, P_SCALE, dequantized, oracle, rotated
-from flashzoo.workloads import TORCH_DTYPES, hardware, inputs
+from flashzoo.workloads import hardware
 
 VALUES = {"outliers": "fp8_paper", "N(0, 1)": "randn"}
 PAPER = {

@@ -11,8 +11,8 @@ from bench.caches import rate
 from bench.cells import DECODE
 from bench.pictures import BANDWIDTHS
 from bench.runs import ARCHS, FP8, Row, word_of
+from flashzoo.dtypes import BYTES
 from flashzoo.gpu import WARPGROUP_ROWS, peak_tflops
-from flashzoo.workloads import BYTES
 
 FLOPS = {80: 2048, 90: 4096}
 """Of one multiprocessor a clock, 16 bits, by architecture. Where they are not known, products and memory are limits."""

@@ -31,12 +31,15 @@ from bench.contenders import Contender, objection
 from bench.rows import FAILED, MISSING, NO_MEMORY, REFUSED
 from bench.runs import TOKENS, TRAFFIC
 from flashzoo.call.problem import Problem
+from flashzoo.counts import LOG_SUM_BYTES, hbm_bytes
+from flashzoo.dtypes import BYTES
+from flashzoo.inputs import inputs
 from flashzoo.timing import FLUSH_BYTES, Clock
 from flashzoo.v1 import config as v1_config
 from flashzoo.v1.launch import rows_per_program
 from flashzoo.v2 import config as v2_config
 from flashzoo.v3 import config as v3_config
-from flashzoo.workloads import BYTES, LOG_SUM_BYTES, hardware, hbm_bytes, inputs
+from flashzoo.workloads import hardware
 
 VERSIONS = ("standard", "v1", "v2", "v3")
 HIDDEN = 2048

@@ -23,6 +23,7 @@ from bench.progress import progress
 from bench.referee import Referee
 from flashzoo.call.problem import Problem
 from flashzoo.gpu import SHARED_LIMIT
+from flashzoo.inputs import inputs
 from flashzoo.timing import Clock, Timing
 from flashzoo.v1 import config as v1_config
 from flashzoo.v1 import launch as v1_launch
@@ -31,7 +32,7 @@ from flashzoo.v2 import launch as v2_launch
 from flashzoo.v3 import config as v3_config
 from flashzoo.v3 import launch as v3_launch
 from flashzoo.v3 import traits as v3_traits
-from flashzoo.workloads import hardware, inputs
+from flashzoo.workloads import hardware
 
 KERNELS = {"v1": ("forward", "backward"), "v2": ("forward", "dkdv", "dq"), "v3": ("forward",)}
 REGISTERS, SHARED_BYTES = 255, SHARED_LIMIT[90]

@@ -24,6 +24,8 @@ from torch import Tensor
 
 from flashzoo.call.operands import NO_DESCALES, Descales, Operands
 from flashzoo.call.problem import Problem
+from flashzoo.counts import visible_pairs
+from flashzoo.dtypes import TORCH_DTYPES
 from flashzoo.integers import cdiv
 from flashzoo.reference import (
     HOPPER_SUM_BITS,
@@ -40,7 +42,6 @@ from flashzoo.reference import (
 from flashzoo.roundings import ROWS, SMALLEST, of_blocks, of_delta_in_read, of_yardstick
 from flashzoo.scores.at import ScoredAt, flat
 from flashzoo.sinks import gradient_of_sinks, with_sinks
-from flashzoo.workloads import TORCH_DTYPES, visible_pairs
 
 OUT_MAX = 3.0
 """Elementwise, out may err this many times the yardstick's largest error: extremes of two samples differ by less."""

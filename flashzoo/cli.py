@@ -24,9 +24,10 @@ import flashzoo
 from flashzoo.call.problem import DTYPES, FEATURES, OPTIONS, Problem
 from flashzoo.compare import Interrupted, compare_workload
 from flashzoo.comparison import WIDTH, Comparison
+from flashzoo.dtypes import TORCH_DTYPES
 from flashzoo.registry import FILES, current, load_file
 from flashzoo.spec import Spec
-from flashzoo.workloads import TORCH_DTYPES, hardware
+from flashzoo.workloads import hardware
 
 ROOT = Path(flashzoo.__file__).resolve().parent.parent
 """Where flashzoo and its suite are installed: in a checkout the repository's root."""

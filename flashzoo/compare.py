@@ -29,8 +29,10 @@ from flashzoo.call.operands import DIFFERENTIABLE, NO_DESCALES, Operands, taken
 from flashzoo.call.packed import batch_of_one
 from flashzoo.call.problem import Problem
 from flashzoo.comparison import PASSES, Comparison, Row
+from flashzoo.counts import flops, hbm_bytes
 from flashzoo.dropout import kept_at
 from flashzoo.gpu import SHARED_LIMIT, peak_tflops
+from flashzoo.inputs import block_mask, descales, in_pages, inputs, kinds_of_descales, lengths, score_mod, sinks
 from flashzoo.reference import Result, descales_of_rows, from_pages, only_used, scored_at, shown
 from flashzoo.registry import current, implementation
 from flashzoo.registry import versions as registered
@@ -38,20 +40,7 @@ from flashzoo.scores.at import flat
 from flashzoo.scores.mod import ScoreMod
 from flashzoo.spec import INTERPRETER_BLOCK, Spec, duration, interpreter_seconds
 from flashzoo.timing import MIN_SHARED, Clock, Operation, Timing, with_peak
-from flashzoo.workloads import (
-    Workload,
-    block_mask,
-    descales,
-    flops,
-    hardware,
-    hbm_bytes,
-    in_pages,
-    inputs,
-    kinds_of_descales,
-    lengths,
-    score_mod,
-    sinks,
-)
+from flashzoo.workloads import Workload, hardware
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -179,14 +168,14 @@ def compare_workload(
     budget_s: float | None = None,
     progress: bool | None = None,
 ) -> Comparison:
-    """`compare` on inputs drawn for a workload or a problem; see `flashzoo.workloads.inputs`.
+    """`compare` on inputs drawn for a workload or a problem; see `flashzoo.inputs.inputs`.
 
     Args:
         source: sizes, dtypes, precision, causal, window and deterministic are read from it, its hardware is not. e4m3
             inputs get descales by block, or where sequences are packed one for each of them; a problem with a block
-            mask one of its form, from `flashzoo.workloads.block_mask`, one with packed sequences or caches lengths from
-            `flashzoo.workloads.lengths`, one with sinks those of `flashzoo.workloads.sinks`, one with a score_mod that
-            of `flashzoo.workloads.score_mod`, and one with dropout_p the seed as dropout_seed.
+            mask one of its form, from `flashzoo.inputs.block_mask`, one with packed sequences or caches lengths from
+            `flashzoo.inputs.lengths`, one with sinks those of `flashzoo.inputs.sinks`, one with a score_mod that
+            of `flashzoo.inputs.score_mod`, and one with dropout_p the seed as dropout_seed.
         device: the GPU if there is one, else the CPU, where None.
         backward, versions, budget_s, progress: as in `compare`.
     """

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flashzoo.call.problem import Problem
 from flashzoo.dropout import times, weights
+from flashzoo.dtypes import TORCH_DTYPES
 from flashzoo.integers import cdiv
 from flashzoo.reference import (
     HOPPER_SUM_BITS,
@@ -38,7 +39,6 @@ from flashzoo.reference import (
 )
 from flashzoo.scores.at import ScoredAt, flat
 from flashzoo.sinks import gradient_of_sinks
-from flashzoo.workloads import TORCH_DTYPES
 
 ROWS = 64
 """Rows of a head that are judged together: so few that what is wrong in two of them shows,

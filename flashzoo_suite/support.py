@@ -23,10 +23,11 @@ from flashzoo.call.check import options_of
 from flashzoo.call.operands import NO_DESCALES, Descales, Operands, seed_on
 from flashzoo.call.problem import FEATURES
 from flashzoo.dropout import kept_at
+from flashzoo.inputs import block_mask, in_pages, inputs, lengths, ranges, score_mod, sinks
 from flashzoo.lengths import Ranges, visible_of_caches
 from flashzoo.reference import Result, descales_of_rows
 from flashzoo.scores.at import ScoredAt, flat
-from flashzoo.workloads import block_mask, hardware, in_pages, inputs, lengths, ranges, score_mod, sinks
+from flashzoo.workloads import hardware
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

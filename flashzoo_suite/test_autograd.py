@@ -15,9 +15,9 @@ import flashzoo
 from flashzoo import UnsupportedError
 from flashzoo.accuracy import Judge
 from flashzoo.call.forms import MaskForm
+from flashzoo.inputs import descales
 from flashzoo.reference import Result, visible
 from flashzoo.spec import TRANSFORMS
-from flashzoo.workloads import descales
 from flashzoo_suite.support import (
     DEVICE,
     accept,

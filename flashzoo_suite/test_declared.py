@@ -19,8 +19,10 @@ from flashzoo import Problem, Spec, UnsupportedError
 from flashzoo.accuracy import OUT_RMS, Judge
 from flashzoo.call.operands import Descales, Operands
 from flashzoo.call.problem import FEATURES, QUANTIZABLE
+from flashzoo.dtypes import TORCH_DTYPES
+from flashzoo.inputs import descales, kinds_of_descales, lengths
 from flashzoo.reference import only_used
-from flashzoo.workloads import TORCH_DTYPES, Workload, descales, kinds_of_descales, lengths, workloads
+from flashzoo.workloads import Workload, workloads
 from flashzoo_suite.support import (
     CHOSEN,
     DEVICE,

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flashzoo import Problem
 from flashzoo.accuracy import Judge
 from flashzoo.call.forms import MaskForm
+from flashzoo.dtypes import TORCH_DTYPES
 from flashzoo.reference import visible
-from flashzoo.workloads import TORCH_DTYPES
 from flashzoo_suite.support import (
     DEVICE,
     accept,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashzoo import Problem
 from flashzoo.accuracy import Judge
-from flashzoo.workloads import descales
+from flashzoo.inputs import descales
 from flashzoo_suite.support import (
     DEVICE,
     accept,

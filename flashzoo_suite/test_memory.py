@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashzoo.accuracy import Judge
-from flashzoo.workloads import LAYOUTS
+from flashzoo.inputs import LAYOUTS
 from flashzoo_suite.support import (
     DEVICE,
     accept,

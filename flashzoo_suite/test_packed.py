@@ -17,7 +17,7 @@ from flashzoo import Problem
 from flashzoo.accuracy import Judge
 from flashzoo.call.check import options_of
 from flashzoo.compare import DESCALES
-from flashzoo.workloads import descales
+from flashzoo.inputs import descales
 from flashzoo_suite.support import (
     DEVICE,
     Result,

@@ -12,7 +12,7 @@ from torch import Tensor
 import flashzoo
 from flashzoo import Problem
 from flashzoo.call.check import options_of
-from flashzoo.workloads import in_pages
+from flashzoo.inputs import in_pages
 from flashzoo_suite.support import DEVICE, draw, forward, same_bits
 
 asks = pytest.mark.asks

@@ -13,7 +13,6 @@ from faults_v3 import V3, V3_FP8
 
 V1, V2, DECODE, SPARSE = (f"flashzoo/{version}/kernels.py" for version in ("v1", "v2", "decode", "blocksparse"))
 PACKED = "flashzoo/_triton/packed_kernels.py"
-DROPOUT = "flashzoo/_triton/dropout.py"
 REFERENCE = "flashzoo/reference.py"
 
 _V1 = (
@@ -59,11 +58,6 @@ _V1 = (
             "tl.where(l_i == 0.0, 1.0, l_i)))",
             "test_counting[v1-full-fp16]",
         ),
-    ),
-    fault(
-        "v1/dropout_of_dv_not_divided",
-        "dV is the sum of what dropout keeps, not divided by its share",
-        *(V1, "dv_j /= 1.0 - dropped", "dv_j /= 1.0", "test_gradients[v1-dropout-fp16"),
     ),
     fault(
         "v1/o_in_16_bits_between_blocks",
@@ -125,40 +119,6 @@ _V2 = (
         "v2/window_right_one_short",
         "the last visible key on the right is masked, which under a causal mask is the diagonal",
         *(V2, "offset <= window_right", "offset < window_right", "test_counting[v2-window-fp16]"),
-    ),
-    fault(
-        "v2/dropout_by_a_tiles_own_rows",
-        "forward, dropout's mask is that of the first queries in every block of them",
-        V2,
-        "(seed, dropped, sequence, h, start_q)",
-        "(seed, dropped, sequence, h, 0)",
-        "test_gradients[v2-dropout-fp16",
-        within="forward_kernel",
-    ),
-    fault(
-        "v2/dropout_in_forward_and_dv_alone",
-        "dQ is made of a dP of which nothing is dropped",
-        V2,
-        "dp / (1.0 - dropout[1]), 0.0)",
-        "dp / (1.0 - dropout[1]), dp)",
-        "test_gradients[v2-dropout-fp16",
-        within="accumulate_dq",
-    ),
-    fault(
-        "v2/dropout_of_the_batch_where_packed",
-        "every packed sequence drops what the first one drops",
-        V2,
-        "(SCORE_MOD is not None or KEPT is not None)",
-        "SCORE_MOD is not None",
-        "test_forward[v2-dropout_packed",
-    ),
-    fault(
-        "v2/dropout_transposed_in_part",
-        "where keys are along the rows, two of four random numbers are swapped",
-        DROPOUT,
-        "here, below, right, across = tl.philox(tl.load(seed), row",
-        "here, right, below, across = tl.philox(tl.load(seed), row",
-        "test_gradients[v2-dropout-fp16",
     ),
     fault(
         "v2/window_left_one_long",

@@ -1,4 +1,4 @@
-"""Faults in what kernels do with a function on scores: data for `mutants.py`."""
+"""Faults in what kernels do with a function on scores, and with dropout: data for `mutants.py`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from fault import fault
 
 V1, V2, SPARSE = (f"flashzoo/{version}/kernels.py" for version in ("v1", "v2", "blocksparse"))
 SCORES = "flashzoo/_triton/scores.py"
+DROPOUT = "flashzoo/_triton/dropout.py"
 
 ON_SCORES = (
     fault(
@@ -97,5 +98,44 @@ ON_SCORES = (
                 p =""",
         "test_places_that_are_not_there[blocksparse]",
         within="accumulate_dkdv",
+    ),
+    fault(
+        "v1/dropout_of_dv_not_divided",
+        "dV is the sum of what dropout keeps, not divided by its share",
+        *(V1, "dv_j /= 1.0 - dropped", "dv_j /= 1.0", "test_gradients[v1-dropout-fp16"),
+    ),
+    fault(
+        "v2/dropout_by_a_tiles_own_rows",
+        "forward, dropout's mask is that of the first queries in every block of them",
+        V2,
+        "(seed, dropped, sequence, h, start_q)",
+        "(seed, dropped, sequence, h, 0)",
+        "test_gradients[v2-dropout-fp16",
+        within="forward_kernel",
+    ),
+    fault(
+        "v2/dropout_in_forward_and_dv_alone",
+        "dQ is made of a dP of which nothing is dropped",
+        V2,
+        "dp / (1.0 - dropout[1]), 0.0)",
+        "dp / (1.0 - dropout[1]), dp)",
+        "test_gradients[v2-dropout-fp16",
+        within="accumulate_dq",
+    ),
+    fault(
+        "v2/dropout_of_the_batch_where_packed",
+        "every packed sequence drops what the first one drops",
+        V2,
+        "(SCORE_MOD is not None or KEPT is not None)",
+        "SCORE_MOD is not None",
+        "test_forward[v2-dropout_packed",
+    ),
+    fault(
+        "v2/dropout_transposed_in_part",
+        "where keys are along the rows, two of four random numbers are swapped",
+        DROPOUT,
+        "here, below, right, across = tl.philox(tl.load(seed), row",
+        "here, right, below, across = tl.philox(tl.load(seed), row",
+        "test_gradients[v2-dropout-fp16",
     ),
 )

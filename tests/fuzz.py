@@ -51,7 +51,8 @@ from torch import Tensor
 
 import flashzoo
 from flashzoo import UnsupportedError
-from flashzoo.workloads import TORCH_DTYPES, in_pages
+from flashzoo.dtypes import TORCH_DTYPES
+from flashzoo.inputs import in_pages
 
 FOUND = Path(__file__).parent / "fuzz_found.txt"
 CALLS = {"cuda": 100, "cpu": 8}

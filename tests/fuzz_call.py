@@ -17,7 +17,9 @@ from torch import Tensor
 from flashzoo import BlockMask, Problem
 from flashzoo.call.forms import MaskForm, ScoreForm, span_of
 from flashzoo.call.problem import DESCALE_BLOCK
-from flashzoo.workloads import TORCH_DTYPES, VALUES, hardware
+from flashzoo.dtypes import TORCH_DTYPES
+from flashzoo.inputs import VALUES
+from flashzoo.workloads import hardware
 
 Device = torch.device | str
 Window = tuple[int | None, int | None]

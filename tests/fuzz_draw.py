@@ -23,7 +23,8 @@ from fuzz_scores import KINDS as SCORE_MODS
 import flashzoo
 from flashzoo import Spec
 from flashzoo.call.problem import FEATURES, QUANTIZABLE
-from flashzoo.workloads import TORCH_DTYPES, VALUES
+from flashzoo.dtypes import TORCH_DTYPES
+from flashzoo.inputs import VALUES
 
 LARGEST = {"cuda": 1 << 23, "cpu": 1 << 15}
 """Scores of a call, all heads together."""

@@ -28,7 +28,7 @@ from fuzz_scores import KINDS, places
 from torch import Tensor
 
 from flashzoo.call.problem import DESCALE_BLOCK
-from flashzoo.workloads import TORCH_DTYPES
+from flashzoo.dtypes import TORCH_DTYPES
 
 EACH = 5.0
 """A rounding to nearest is evenly spread within a unit, so its deviation is at most 1/sqrt(3) of one, and 5 are 8.6

@@ -13,9 +13,9 @@ from flashzoo import Problem, accuracy, reference
 from flashzoo.accuracy import Judge
 from flashzoo.call.forms import MaskForm
 from flashzoo.call.operands import Descales, Operands
+from flashzoo.inputs import block_mask, descales
 from flashzoo.reference import Result, deltas, rotated, standard
 from flashzoo.sinks import gradient_of_sinks
-from flashzoo.workloads import block_mask, descales
 from flashzoo_suite.support import accept, both, draw, forward, scales_by, seen_by, sinks_of
 
 PROBLEM = Problem(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import flashzoo
-from flashzoo.workloads import LAYOUTS
+from flashzoo.inputs import LAYOUTS
 from flashzoo_suite.support import DEVICE, same_bits
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn)

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flashzoo
 from flashzoo import UnsupportedError
-from flashzoo.workloads import TORCH_DTYPES
+from flashzoo.dtypes import TORCH_DTYPES
 from flashzoo_suite.support import CALLS, lazily_negated, toy
 
 

@@ -24,8 +24,8 @@ from bench.settled import alone, meter
 from flashzoo import cli, timing
 from flashzoo.autograd import differentiable
 from flashzoo.call.problem import Problem
+from flashzoo.inputs import inputs
 from flashzoo.reference import standard
-from flashzoo.workloads import inputs
 
 COLUMNS = (
     "run,date,commit,gpu,torch,triton,cutlass_dsl,impl,pass,dtype,batch,seqlen_q,seqlen_k,heads,heads_kv,head_dim,"

@@ -16,8 +16,8 @@ from bench.contenders import default_impls, fitting
 from bench.lengths import Packed, lengths
 from bench.referee import Referee, WrongResultError
 from flashzoo.call.problem import Problem
+from flashzoo.inputs import inputs
 from flashzoo.reference import Result
-from flashzoo.workloads import inputs
 
 PACKED = Packed((5, 1, 26), "cpu")
 PROBLEM = Problem(1, 32, 32, 4, 2, 16, dtype="fp32", device="cpu", causal=True, sequences=3)

@@ -17,7 +17,7 @@ from bench.contenders import Contender, default_impls, fitting
 from bench.referee import Referee, WrongResultError
 from flashzoo import timing
 from flashzoo.call.problem import Problem
-from flashzoo.workloads import inputs
+from flashzoo.inputs import inputs
 
 
 @pytest.fixture

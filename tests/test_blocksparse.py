@@ -19,8 +19,9 @@ import flashzoo
 from flashzoo import BlockMask, Problem
 from flashzoo.accuracy import Judge
 from flashzoo.call.forms import MaskForm
+from flashzoo.inputs import block_mask
 from flashzoo.reference import Result
-from flashzoo.workloads import block_mask, workloads
+from flashzoo.workloads import workloads
 from flashzoo_suite import support
 from flashzoo_suite.support import (
     DEVICE,

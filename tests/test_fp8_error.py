@@ -9,8 +9,8 @@ from bench_runs import rows_of
 import flashzoo
 from bench import ablation, claims, fp8_error
 from flashzoo.call.problem import Problem
+from flashzoo.inputs import inputs
 from flashzoo.reference import dequantized, rotated
-from flashzoo.workloads import inputs
 
 
 @pytest.mark.parametrize("name", fp8_error.WAYS)

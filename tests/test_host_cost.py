@@ -31,8 +31,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flashzoo
 from flashzoo.call.operands import NO_OPERANDS, Operands
+from flashzoo.dtypes import TORCH_DTYPES
 from flashzoo.registry import implementation
-from flashzoo.workloads import TORCH_DTYPES
 from flashzoo_suite.support import DEVICE, ROOT, in_fresh_process, toy
 
 SLACK = 1.5

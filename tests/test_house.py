@@ -89,7 +89,8 @@ MAY_IMPORT = {
     "integers": set(),
     "timing": {"torch"},
     "comparison": {"flashzoo.accuracy", "flashzoo.call.problem", "flashzoo.timing"},
-    "workloads": {
+    "workloads": {"torch", "flashzoo.call.forms", "flashzoo.call.problem"},
+    "inputs": {
         "torch",
         BLOCK_MASK,
         SCORES,
@@ -97,17 +98,27 @@ MAY_IMPORT = {
         "flashzoo.call.forms",
         "flashzoo.call.problem",
         "flashzoo.lengths",
+        "flashzoo.workloads",
     },
-    "accuracy": {"torch", SCORES, "flashzoo.reference", "flashzoo.roundings", "flashzoo.sinks", "flashzoo.workloads"}
+    "counts": {"flashzoo.call.problem", "flashzoo.dtypes"},
+    "accuracy": {
+        "torch",
+        SCORES,
+        "flashzoo.counts",
+        "flashzoo.dtypes",
+        "flashzoo.reference",
+        "flashzoo.roundings",
+        "flashzoo.sinks",
+    }
     | HANDED,
     "roundings": {
         "torch",
         SCORES,
         "flashzoo.dropout",
+        "flashzoo.dtypes",
         "flashzoo.reference",
         "flashzoo.call.problem",
         "flashzoo.sinks",
-        "flashzoo.workloads",
     },
     "scores": {"torch", SCORES, "flashzoo.call.forms", "flashzoo.lengths"},
     "score_mods": {"torch", SCORES},

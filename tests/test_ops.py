@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import flashzoo
 from flashzoo import UnsupportedError, registry
 from flashzoo.call import traced
-from flashzoo.workloads import LAYOUTS
+from flashzoo.inputs import LAYOUTS
 from flashzoo_suite.support import CALLS, DEVICE, dense, dense_backward, in_fresh_process, lazily_negated, toy
 
 close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)

@@ -18,7 +18,7 @@ from bench.cells import Cell
 from bench.contenders import Contender
 from bench.referee import Referee, WrongResultError
 from flashzoo.call.problem import Problem
-from flashzoo.workloads import inputs
+from flashzoo.inputs import inputs
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention versions_called without torch.compile")

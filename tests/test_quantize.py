@@ -14,6 +14,7 @@ from flashzoo import Problem
 from flashzoo._triton.compile import resources
 from flashzoo.call.problem import DESCALE_BLOCK
 from flashzoo.gpu import SHARED_LIMIT
+from flashzoo.inputs import LAYOUTS
 from flashzoo.v3.quantize import (
     SAMPLE,
     Plan,
@@ -25,7 +26,6 @@ from flashzoo.v3.quantize import (
     transpose_v,
 )
 from flashzoo.v3.quantize_kernels import FIND_AND_USE
-from flashzoo.workloads import LAYOUTS
 from flashzoo_suite.support import DEVICE, lazily_negated, same_bits, storage_of
 
 LARGEST = 448.0

@@ -14,8 +14,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flashzoo import Problem, reference
 from flashzoo.call.operands import Operands
+from flashzoo.inputs import descales
 from flashzoo.reference import Result, dequantized, descales_of_rows, oracle, visible
-from flashzoo.workloads import descales
 from flashzoo_suite.support import both, draw, forward
 
 PLAIN = {"batch": 2, "seqlen_q": 7, "seqlen_k": 7, "heads": 4, "heads_kv": 4, "head_dim": 5}

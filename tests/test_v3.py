@@ -23,11 +23,11 @@ from flashzoo._cute.per_stream import PerStream, tile_counter
 from flashzoo._cute.tma import readable
 from flashzoo.accuracy import Judge
 from flashzoo.gpu import SHARED_LIMIT, WARPGROUP_ROWS
+from flashzoo.inputs import LAYOUTS
 from flashzoo.reference import Result
 from flashzoo.v3 import launch, launch_fp8, programs
 from flashzoo.v3.config import HOPPER, HOPPER_SHORT, LONG, WIDTHS, kernel_for, kernel_fp8_for, pack_gqa_for
 from flashzoo.v3.explain import describe
-from flashzoo.workloads import LAYOUTS
 from flashzoo_suite.support import ROOT, accept, draw, forward, in_fresh_process, same_bits, storage_of
 
 gpu = pytest.mark.gpu

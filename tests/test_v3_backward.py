@@ -23,12 +23,12 @@ from flashzoo.accuracy import Judge
 from flashzoo.call.forms import MaskForm
 from flashzoo.call.operands import NO_OPERANDS
 from flashzoo.gpu import WARPGROUP_ROWS
+from flashzoo.inputs import LAYOUTS
 from flashzoo.reference import Result, visible
 from flashzoo.v3 import FP8_SPEC, SPEC, launch, programs
 from flashzoo.v3.backward import Backward
 from flashzoo.v3.config import BACKWARD, kernel_backward_for
 from flashzoo.v3.traits import WRITERS, TilesBackward
-from flashzoo.workloads import LAYOUTS
 from flashzoo_suite.support import accept, both, draw, forward, same_bits
 
 gpu = pytest.mark.gpu

@@ -14,10 +14,11 @@ from torch import Tensor
 from flashzoo import Problem
 from flashzoo._triton.compile import resources
 from flashzoo.gpu import WARPGROUP
+from flashzoo.inputs import LAYOUTS
 from flashzoo.v3 import launch
 from flashzoo.v3.config import BACKWARD
 from flashzoo.v3.traits import KernelBackward, KernelBackwardSparse, TilesBackward
-from flashzoo.workloads import LAYOUTS, hardware
+from flashzoo.workloads import hardware
 from flashzoo_suite.support import DEVICE, same_bits, storage_of
 
 KERNELS = {

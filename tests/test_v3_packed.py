@@ -30,6 +30,7 @@ from flashzoo._triton.packed import tiles_of
 from flashzoo._triton.packed_kernels import COLUMNS
 from flashzoo.call.operands import Operands
 from flashzoo.gpu import SHARED_LIMIT, WARPGROUP_ROWS
+from flashzoo.inputs import descales
 from flashzoo.v3 import FP8_SPEC, fp8, launch, launch_fp8, packed
 from flashzoo.v3.config import BACKWARD, HOPPER, kernel_backward_for, kernel_for, kernel_fp8_for, pack_gqa_for, prepares
 from flashzoo.v3.explain import describe_fp8, refusals_fp8
@@ -46,7 +47,6 @@ from flashzoo.v3.traits import (
     Tiles,
     TilesBackward,
 )
-from flashzoo.workloads import descales
 
 AS_WRITTEN = as_written(Bounds, BoundsBackward, BoundsPacked, BoundsBackwardPacked, SoftmaxFp8)
 PLAIN = Problem(1, 300, 300, 4, 2, 64, sequences=5, dtype="fp16", lse=True, grad=True, arch=90)

@@ -9,7 +9,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from flashzoo import Problem
-from flashzoo.workloads import LAYOUTS, VALUES, descales, flops, hbm_bytes, inputs, kinds_of_descales, workload
+from flashzoo.counts import flops, hbm_bytes
+from flashzoo.inputs import LAYOUTS, VALUES, descales, inputs, kinds_of_descales
+from flashzoo.workloads import workload
 from flashzoo_suite.support import both, draw, forward
 
 PLAIN = Problem(
