@@ -93,8 +93,8 @@ def each_once(specs: list[Spec], grad: bool) -> list[Case]:
     workloads only. `standard` is everybody's yardstick, held to the oracle by every Judge: it has cases of its own
     where it is alone.
 
-    The smoke workloads take determinism in turns; without a GPU the hard ones take dtypes and kinds of descales so, but
-    for torch's own kernel: an interpreted one's dtypes are NumPy's.
+    The smoke workloads take determinism in turns, the others dtypes of 16 bits; without a GPU these take all dtypes and
+    kinds of descales so, but for torch's own kernel: an interpreted one's dtypes are NumPy's.
     """
     found = cases(specs, grad)
     if not grad:
@@ -107,14 +107,14 @@ def each_once(specs: list[Spec], grad: bool) -> list[Case]:
 
 
 def in_turn(case: Case, turn: int) -> bool:
-    """Whether it is a case's turn in the turn-th workload: on a hard one its dtype's, or its kind of descales'; on a
-    smoke one, where all dtypes are, that of determinism in its dtype, where the version is asked for both."""
+    """Whether it is a case's turn in the turn-th workload: on a smoke one, where all dtypes are, that of determinism in
+    its dtype, where the version is asked for both; on another its dtype's, or its kind of descales'."""
     if "smoke" in case.workload.tags:
         asked_for_both = replace(case.problem, deterministic=True)
         both_ways = not case.descales and takes(flashzoo.versions()[case.version], asked_for_both)
         return not both_ways or (turn + [*TORCH_DTYPES].index(case.problem.dtype) + case.problem.deterministic) % 2 == 0
     if ON_GPU:
-        return True
+        return case.problem.dtype not in QUANTIZABLE or turn % 2 == QUANTIZABLE.index(case.problem.dtype)
     if case.problem.kv_in_e4m3:
         kinds = kinds_of_descales(case.problem)
         return case.descales == kinds[turn % len(kinds)]
