@@ -392,7 +392,7 @@ def test_what_lies_where_before_and_after_the_kernel(case, kernel, on_integers):
     torch.testing.assert_close(
         dsinks.sum(1), -(torch.exp(sinks[:, None] - lse[0]) * of_rows).sum(1), rtol=1e-4, atol=1e-2
     )
-    dense = KernelBackward(*[getattr(kernel, field.name) for field in fields(KernelBackward)])
+    dense = KernelBackward(**{field.name: getattr(kernel, field.name) for field in fields(KernelBackward)})
     scheduler, places = scheduler_of(p, operands, kernel), {}
     for work in works(scheduler):
         bounds = BoundsBackwardPacked(scheduler.params, scheduler.work_tile(work))

@@ -1,23 +1,31 @@
 """Functions on scores as a Hopper kernel writes them, in numbers of torch's in place of registers: what a thread's rows
-and columns are given is what the function gives there, and its derivative that of torch's autograd."""
+and columns are given is what the function gives there, and its derivative that of torch's autograd. And what a launch
+gives such a kernel to read."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from test_scores import everything
 from torch import Tensor
 
-from flashzoo import ScoreMod, score_mods
+from flashzoo import Problem, ScoreMod, score_mods
+from flashzoo._cute.arguments import Packer
+from flashzoo._cute.driver import TensorMap
+from flashzoo._cute.scoring import parameters_of
 from flashzoo.call.forms import SOFTCAP
+from flashzoo.call.operands import Operands
 from flashzoo.scores.evaluate import TORCH_DTYPES, evaluated
 from flashzoo.scores.factors import factored
 from flashzoo.scores.program import Program, Step
 from flashzoo.scores.trace import with_gradient
 from flashzoo.scores.walk import Index, Walk
+from flashzoo.v3 import launch
+from flashzoo.v3.programs import arguments_of
 
 SCALE, FIRST = 0.25, 20
 COLUMNS = (0, 1, 8, 9, 16)
@@ -118,3 +126,40 @@ def test_factors_are_one_and_places_cost_an_addition():
     before = language.made
     walk.outputs(0, 8)
     assert language.made - before == 4 and (function.factor, function.slope) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(("shape", "pairs"), [((2, 1, 9, 12), True), ((2, 1, 9, 11), False), ((0, 4), False)])
+def test_a_launch_gives_what_is_read(shape, pairs, monkeypatch):
+    """By name, in both passes; where there is nothing to read, an address at which something is."""
+    bias, bound, given = torch.ones(shape, dtype=torch.bfloat16), [], []
+    mod = score_mods.bias(bias)
+    sizes = (2, 9, shape[-1], 4, 2, 64)
+    problem = Problem(*sizes, arch=90, sinks=True, score_mod=mod.form)
+
+    def bind(kernel):
+        def bound_to(device, blocks, fixed, names):
+            packer = Packer(arguments_of(kernel), 0, fixed, names)
+            bound.append((kernel, names))
+            return lambda stream, *values: given.append((dict(zip(names, values, strict=True)), packer(values)))
+
+        return SimpleNamespace(bind=bound_to)
+
+    one = torch.ones(1)
+    monkeypatch.setattr(launch, "function_for", bind)
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "current_stream", lambda device: 0)
+    monkeypatch.setattr(TensorMap, "_at", lambda self, address: bytes(128))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor gives as its own
+    monkeypatch.setattr("flashzoo._cute.per_stream.PerStream.__call__", lambda self, device, stream, n=1: one)
+    q, k, v = (
+        torch.zeros(2, n, heads, 64, dtype=torch.bfloat16) for n, heads in ((9, 4), (sizes[2], 2), (sizes[2], 2))
+    )
+    launch.forward(q, k, v, problem, Operands(sinks=torch.ones(4), score_mod=mod))
+    strides = [x.stride() for x in (q, k, v, q, q)]
+    launch.backward_launch(replace(problem, grad=True), *strides, False, -1)
+    (forward, _), (backward, names) = bound
+    assert (forward.scoring.pairs, backward.scoring.pairs) == ((pairs,), (False,))
+    read = (q.data_ptr(), *shape, *(0,) * len(shape)) if 0 in shape else (bias.data_ptr(), *shape, *bias.stride())
+    expected = dict(zip([*parameters_of(forward.scoring)], read, strict=True))
+    assert given[0][0].items() >= expected.items()
+    assert names[-len(expected) :] == tuple(expected)

@@ -24,7 +24,10 @@ from uuid import uuid4
 
 ENVIRONMENT = "FLASHZOO_CACHE_DIR"
 
-FACTS = tuple(Path(__file__).parents[1] / name for name in ("dtypes.py", "gpu.py", "integers.py", "scores"))
+FACTS = tuple(
+    Path(__file__).parents[1] / f"{name}.py"
+    for name in ("dtypes", "gpu", "integers", *(f"scores/{name}" for name in ("factors", "program", "traits", "walk")))
+)
 """What kernels are made of besides the files of their version and of this folder."""
 
 _FORMAT = "1"

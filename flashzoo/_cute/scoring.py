@@ -1,9 +1,8 @@
-"""What a kernel is told of a function on scores: the traits by which it is compiled, and its tensors as arguments."""
+"""What a kernel is told of a function on scores: its traits, and its tensors as arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -12,50 +11,38 @@ from flashzoo.call.problem import Problem
 from flashzoo.scores.mod import ScoreMod
 from flashzoo.scores.program import parsed
 from flashzoo.scores.trace import with_gradient
+from flashzoo.scores.traits import Scoring
 
 _MEMORY = {"bool": "u8", "f16": "fp16", "f32": "fp32"}
 """Programs' dtypes whose names in memory are others."""
 _BYTES = {"bool": 1, "u8": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "f16": 2, "bf16": 2, "f32": 4}
 
 
-@dataclass(frozen=True)
-class Scoring:
-    """All that a kernel is compiled for of a function on scores.
+def scoring_of(problem: Problem, pairs: tuple[bool, ...] = (), gradient: bool = False) -> Scoring | None:
+    """The traits of a problem's function; None without one.
 
-    Attributes:
-        text: of its program, which returns the new score, and in a backward kernel the old one's gradient behind it.
-        reads: dtype and number of dimensions of each tensor.
-        pairs: whether two elements of a tensor that follow one another, the first in an even place of the last
-            dimension, are one aligned load.
-        far: indices are of 64 bits.
-        unchecked: tensors may have fewer elements than there are queries or keys.
+    Args:
+        pairs: as `pairs_of` has them; none where empty.
+        gradient: for a backward kernel.
     """
+    form = problem.score_mod
+    if form is None:
+        return None
+    reads = tuple((dtype, len(shape)) for dtype, shape in form.reads)
+    text = with_gradient(form.text) if gradient else form.text
+    return Scoring(text, reads, pairs or (False,) * len(reads), form.far, problem.sequences is not None)
 
-    text: str
-    reads: tuple[tuple[str, int], ...]
-    pairs: tuple[bool, ...]
-    far: bool
-    unchecked: bool
 
-    @staticmethod
-    def of(problem: Problem, pairs: tuple[bool, ...] = (), gradient: bool = False) -> Scoring | None:
-        """Of a problem's function; None without one."""
-        form = problem.score_mod
-        if form is None:
-            return None
-        reads = tuple((dtype, len(shape)) for dtype, shape in form.reads)
-        text = with_gradient(form.text) if gradient else form.text
-        return Scoring(text, reads, pairs or (False,) * len(reads), form.far, problem.sequences is not None)
-
-    @property
-    def parameters(self) -> dict[str, Parameter]:
-        """Of each tensor the address, the sizes, the strides: all of them one behind the other."""
-        found: dict[str, Parameter] = {}
-        for i, (dtype, dimensions) in enumerate(self.reads):
-            found[f"tensor_{i}"] = Pointer(_MEMORY.get(dtype, dtype), align=_BYTES[dtype] * (2 if self.pairs[i] else 1))
-            for what in ("size", "stride"):
-                found |= {f"{what}_{i}_{d}": LONG if self.far else INT for d in range(dimensions)}
+def parameters_of(scoring: Scoring | None) -> dict[str, Parameter]:
+    """Of each tensor that a function reads the address, the sizes, the strides: all of them one behind the other."""
+    found: dict[str, Parameter] = {}
+    if scoring is None:
         return found
+    number = LONG if scoring.far else INT
+    for i, ((dtype, dimensions), pairs) in enumerate(zip(scoring.reads, scoring.pairs, strict=True)):
+        found[f"tensor_{i}"] = Pointer(_MEMORY.get(dtype, dtype), align=_BYTES[dtype] * (2 if pairs else 1))
+        found |= {f"{what}_{i}_{d}": number for what in ("size", "stride") for d in range(dimensions)}
+    return found
 
 
 def pairs_of(mod: ScoreMod | None) -> tuple[bool, ...]:
@@ -68,11 +55,11 @@ def pairs_of(mod: ScoreMod | None) -> tuple[bool, ...]:
 
 def _has_pairs(x: Tensor) -> bool:
     even = all([stride % 2 == 0 for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if size > 1])
-    return x.itemsize <= 4 and x.stride(-1) == 1 and even and x.data_ptr() % (2 * x.itemsize) == 0
+    return x.numel() > 0 and x.itemsize <= 4 and x.stride(-1) == 1 and even and x.data_ptr() % (2 * x.itemsize) == 0
 
 
 def arguments_of_scoring(mod: ScoreMod | None, instead: int) -> Iterator[int]:
-    """`Scoring.parameters` of a call.
+    """What a call gives for `parameters_of`.
 
     Args:
         instead: an address at which something may be read, for tensors that have no element.

@@ -196,7 +196,7 @@ class Backward:
             k, v, dk, dv: (head_dim, heads, keys, batch).
             scale_log2: of the scores: softmax scale times log2 e.
             scale: softmax scale.
-            tensors: where its function on scores reads some those, as `Scoring.parameters` has them.
+            tensors: where its function on scores reads some those, as `scoring.parameters_of` has them.
         """
         tiles, kernel = self.tiles, self.kernel
         layouts = (

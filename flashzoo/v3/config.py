@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from flashzoo._cute.scoring import Scoring
+from flashzoo._cute.scoring import scoring_of
 from flashzoo.call.forms import Window
 from flashzoo.call.problem import DESCALE_BLOCK, Problem
 from flashzoo.gpu import WARPGROUP_ROWS
@@ -118,7 +118,7 @@ def kernel_for(problem: Problem, pairs: tuple[bool, ...] = ()) -> Kernel:
     left, right = (side is not None for side in problem.span)
     widths = width_for(problem.head_dim), width_for(problem.head_dim_v)
     kind = Kernel if problem.sequences is None else KernelPacked
-    tiles, scoring = table(problem)[widths_of(problem)], Scoring.of(problem, pairs)
+    tiles, scoring = table(problem)[widths_of(problem)], scoring_of(problem, pairs)
     return kind(problem.dtype, *widths, left, right, tiles, sinks=problem.sinks, scoring=scoring)
 
 
@@ -160,7 +160,7 @@ def kernel_backward_for(problem: Problem) -> KernelBackward:
     left, right = (side is not None for side in window_of(problem))
     width = width_for(max(problem.head_dim, problem.head_dim_v), BACKWARD)
     how = (problem.dtype, width, width, left, right, problem.deterministic, BACKWARD[width])
-    scoring = Scoring.of(problem, gradient=True)
+    scoring = scoring_of(problem, gradient=True)
     if problem.sequences is not None:
         return KernelBackwardPacked(*how, scoring=scoring)
     mask = problem.block_mask

@@ -190,7 +190,7 @@ class Forward:
                 takes it transposed.
             scaling: of the scores: softmax scale times log2 e; in FP8 a `Scaling`.
             more: where the kernel has them sinks, a float for each query head; and tensors that its function on scores
-                reads, as `Scoring.parameters` has them.
+                reads, as `scoring.parameters_of` has them.
         """
         tiles, kernel = self.tiles, self.kernel
         sinks, tensors = (more[0] if kernel.sinks else None), (more[-1] if self.reads else None)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flashzoo._cute.driver import TensorMap, current_stream
 from flashzoo._cute.per_stream import tile_counter
-from flashzoo._cute.scoring import arguments_of_scoring, pairs_of
+from flashzoo._cute.scoring import arguments_of_scoring, pairs_of, parameters_of
 from flashzoo._cute.tma import Ints, dense, made_readable, map_of_rows, readable, tensor_map
 from flashzoo.autograd import differentiable
 from flashzoo.call.operands import Operands
@@ -55,7 +55,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operand
     is one. Packed rows may be of three dimensions, as those of a batch of one are."""
     misaligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
     strides, pairs = (q.stride(), k.stride(), v.stride()), pairs_of(operands.score_mod)
-    launch = None if misaligned else forward_launch(problem, *strides, pairs, q.get_device())
+    launch = None if misaligned else forward_launch(problem, *strides, q.get_device(), pairs)
     if launch is None:
         return forward(made_readable(q), made_readable(k), made_readable(v), problem, operands)
     mask, (tiles, _) = operands.block_mask, tables(problem, operands, launch.block_q)
@@ -147,7 +147,7 @@ def all_readable(problem: Problem, *strides: Ints) -> bool:
 
 @lru_cache(maxsize=1024)
 def forward_launch(
-    problem: Problem, q_strides: Ints, k_strides: Ints, v_strides: Ints, pairs: tuple[bool, ...], device: int
+    problem: Problem, q_strides: Ints, k_strides: Ints, v_strides: Ints, device: int, pairs: tuple[bool, ...] = ()
 ) -> ForwardLaunch | None:
     """The launch for a problem, or None where TMA can't read tensors of these strides; `pairs` as in `Scoring`."""
     if not all_readable(problem, q_strides, k_strides, v_strides):
@@ -176,7 +176,7 @@ def of_sinks(problem: Problem) -> tuple[str, ...]:
 
 def of_scoring(kernel: Kernel | KernelBackward) -> tuple[str, ...]:
     """Names of a kernel's last arguments: the tensors that a function on scores reads."""
-    return () if kernel.scoring is None else tuple(kernel.scoring.parameters)
+    return tuple(parameters_of(kernel.scoring))
 
 
 def addresses_of(sinks: Tensor | None) -> Ints:

@@ -13,6 +13,7 @@ from flashzoo._cute.arguments import FLOAT, INT, Arguments, Parameter, Pointer, 
 from flashzoo._cute.cache import cached
 from flashzoo._cute.compile import compile_for
 from flashzoo._cute.driver import Function
+from flashzoo._cute.scoring import parameters_of
 from flashzoo.v3.traits import (
     Kernel,
     KernelBackward,
@@ -85,7 +86,8 @@ def _forward(kernel: Kernel, **scaling: Parameter) -> Arguments:
 
 def _read(kernel: Kernel | KernelBackward) -> dict[str, Parameter]:
     """The tensors that a function on scores reads, where there is one."""
-    return {"tensors": Record("", kernel.scoring.parameters)} if kernel.scoring and kernel.scoring.reads else {}
+    parameters = parameters_of(kernel.scoring)
+    return {"tensors": Record("", parameters)} if parameters else {}
 
 
 def _forward_fp8(kernel: KernelFp8) -> Arguments:

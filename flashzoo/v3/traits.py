@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from flashzoo._cute.scoring import Scoring
 from flashzoo.call.problem import DESCALE_BLOCK
 from flashzoo.dtypes import BYTES
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS
 from flashzoo.integers import cdiv
+from flashzoo.scores.traits import Scoring
 
 MASK_Q = 128
 """Queries of a block of those masks that block-sparse kernels take: a tile's."""

@@ -17,9 +17,9 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float16, Float32, Int8, Int16, Int32, Int64, Uint8, Uint32, Uint64
 
 from flashzoo._cute.hopper.wgmma import rows_of
-from flashzoo._cute.scoring import Scoring
 from flashzoo.scores.factors import Factored, factored
 from flashzoo.scores.program import COMPARISONS, FLOATS
+from flashzoo.scores.traits import Scoring
 from flashzoo.scores.walk import Index, Place, Walk
 
 LOG2E = 1.4426950408889634
@@ -78,7 +78,7 @@ class InCute:
 
     Attributes:
         scoring: what the kernel is compiled for.
-        tensors: its arguments, as `Scoring.parameters` has them.
+        tensors: its arguments, as `scoring.parameters_of` has them.
         edge: places may be past the last query or key, or past what a tensor has.
     """
 
