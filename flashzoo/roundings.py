@@ -244,7 +244,7 @@ class _Model:
             slopes, sums = self.slopes(part, of_ds + p * (of_delta + (self.wide * lse * (dp - delta)).square()))
             of_read = {"dscore_mod": sums} if self.scored.mod.grads else {}
             # its own formula rounds at the size of what it is given
-            of_ds = (of_ds + STEPS * (self.wide * ds).square()) * slopes.square()
+            of_ds = (of_ds + STEPS * (self.wide * ds).square()) * slopes.square() + self.tiny**2 * seen
         together = of_delta * ((p * slopes) @ k).square() + (self.wide * lse).square() * ((ds * slopes) @ k).square()
         return of_read | {
             "dq": from_groups(self.scale**2 * (of_ds @ k.square() + together)),

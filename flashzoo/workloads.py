@@ -358,7 +358,7 @@ _ALL += (
     ),
     _workload("dropout_score_mod_cache", "hard", 20, 100, batch=2, used_k=True, dropout_p=0.97, score_mod=ScoreForm()),
     _workload("dropout_scores_x30", "large", 1130, 2030, values="x30", causal=True, dropout_p=0.1),
-    _workload("dropout_4096", "large", 4096, 4096, 128, heads=8, heads_kv=2, causal=True, dropout_p=0.1),
+    _workload("dropout_4096", "large", 4096, 4096, 128, heads_kv=1, causal=True, dropout_p=0.1),
     # what is read has no gradient in these
     _workload(
         "score_bias_causal_1026",

@@ -317,7 +317,7 @@ def _backward(call: Call, n: Numerics, answer: _Answer, drawn: _Drawn) -> dict[s
     weights = random_ds + p * (off_delta.square() + (shift[..., None] * (dp - delta)).square()), linear_ds
     of_running = n.eps * (8 + call.seqlen_q * call.seqlen_k / 64) * ds.abs()
     if (on_scores := answer.on_scores) is not None:
-        slope, rounded = on_scores.slope, 8 * n.eps * ds.abs()
+        slope, rounded = on_scores.slope, 8 * n.eps * ds.abs() + n.floor  # and however small, it is stored
         ds, random_ds, linear_ds = ds * slope, random_ds * slope.square(), linear_ds * slope.abs() + rounded
         p = p * slope
     if call.head_dim < FEW_COLUMNS:
