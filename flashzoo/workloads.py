@@ -352,7 +352,7 @@ _ALL += (
     ),
     _workload("fp8_pages", "hard", 2, 192, 40, batch=2, used_k=True, page_size=16, sinks=True, dtype_kv="e4m3"),
     _workload("fp8_cache_scores_x30", "hard", 1, 300, 128, heads=8, heads_kv=1, values="x30", dtype_kv="e4m3"),
-    _workload("dropout", "smoke", 65, 80, heads_kv=1, batch=2, causal=True, dropout_p=0.25),
+    _workload("dropout", "smoke", 65, 80, 32, heads_kv=1, causal=True, dropout_p=0.25),
     _workload(
         "dropout_packed_sinks", "smoke", 100, 100, heads=1, sequences=3, window=(40, 9), sinks=True, dropout_p=0.6
     ),

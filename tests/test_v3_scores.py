@@ -4,6 +4,7 @@ gives such a kernel to read."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from flashzoo import Problem, ScoreMod, score_mods
 from flashzoo._cute.arguments import Packer
 from flashzoo._cute.driver import TensorMap
 from flashzoo._cute.scoring import parameters_of
-from flashzoo.call.forms import SOFTCAP
+from flashzoo.call.forms import SOFTCAP, MaskForm, ScoreForm
 from flashzoo.call.operands import Operands
 from flashzoo.scores.evaluate import TORCH_DTYPES, evaluated
 from flashzoo.scores.factors import factored
@@ -25,6 +26,7 @@ from flashzoo.scores.program import Program, Step
 from flashzoo.scores.trace import with_gradient
 from flashzoo.scores.walk import Index, Walk
 from flashzoo.v3 import launch
+from flashzoo.v3.explain import refusals
 from flashzoo.v3.programs import arguments_of
 
 SCALE, FIRST = 0.25, 20
@@ -163,3 +165,20 @@ def test_a_launch_gives_what_is_read(shape, pairs, monkeypatch):
     expected = dict(zip([*parameters_of(forward.scoring)], read, strict=True))
     assert given[0][0].items() >= expected.items()
     assert names[-len(expected) :] == tuple(expected)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"block_mask": MaskForm()}, "without a block_mask, got both"),
+        ({"seqlen_k": (1 << 22) + 1}, "up to 4194304 queries and keys, got 64 and 4194305"),
+        ({"score_mod": ScoreForm(SOFTCAP.replace("f32", "f64"))}, "got one that computes in float64"),
+        ({"score_mod": ScoreForm(grads=(0, 2)), "grad": True}, "has no gradients .* tensor 0, 2 requires"),
+        ({"score_mod": ScoreForm(grads=(0,))}, None),
+        ({"seqlen_k": 1 << 22, "grad": True, "deterministic": True}, None),
+    ],
+)
+def test_what_is_refused(asked, said):
+    problem = replace(Problem(1, 64, 64, 2, 2, 64, arch=90, score_mod=ScoreForm()), **asked)
+    found = refusals(problem)
+    assert bool(found) == (said is not None) and (said is None or re.search(said, found[0]))

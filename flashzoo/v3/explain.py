@@ -99,6 +99,8 @@ def describe(problem: Problem) -> list[str]:
             lines.append(f"{name} {head_dim} is padded to {width} on chip, not in memory")
     if pack := pack_gqa_for(problem, kernel.tiles.block_q):
         lines.append(f"{1 << pack} query heads of a key/value head share a tile")
+    if problem.score_mod is not None:
+        lines.append("score_mod: compiled into the kernels, whose tiles are those measured without")
     if problem.grad:
         lines += _describe_backward(problem)
     lines.append(
