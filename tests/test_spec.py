@@ -144,7 +144,7 @@ class TestSpec:
             dataclasses.replace(asked, batch=1, sequences=2, used_k=True),
             dataclasses.replace(asked, block_mask=MaskForm()),
         )
-        cached = dataclasses.replace(asked, used_k=True)
+        cached = dataclasses.replace(asked, used_k=True, dtype_kv="e4m3")
         paged = dataclasses.replace(cached, page_size=1)
         assert packed.features | masked.features | paged.features == FEATURES.keys()
         assert HOPPER.features == frozenset()

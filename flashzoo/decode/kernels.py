@@ -89,11 +89,8 @@ def load_keys(
 
 @triton.jit
 def of_head(descale, b, h):
-    """A head's numbers of a descale and their stride, from the numbers and their strides; None where there is none."""
-    if descale is None:
-        return None
-    else:
-        return descale[0] + b * descale[1] + tl.cast(h, tl.int64) * descale[2], descale[3]
+    """A head's numbers of a descale and their stride, from the numbers and their strides."""
+    return descale[0] + b * descale[1] + tl.cast(h, tl.int64) * descale[2], descale[3]
 
 
 @triton.jit
@@ -207,7 +204,11 @@ def split_kernel(
         tl.full([ROWS], float("-inf"), tl.float32),
     )
     keys = (k_head, (stride_kb, stride_ks), v_head, (stride_vb, stride_vs), table, pages)
-    descales = (of_head(k_descale, b_64, h_kv), of_head(v_descale, b_64, h_kv))
+    if k_descale is not None:
+        k_descale = of_head(k_descale, b_64, h_kv)
+    if v_descale is not None:
+        v_descale = of_head(v_descale, b_64, h_kv)
+    descales = (k_descale, v_descale)
     diagonal = position + used - seqlen_q
     if LEFT:
         whole = first

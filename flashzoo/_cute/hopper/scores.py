@@ -56,11 +56,11 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "min": cute.arch.fmin,
     "max": cute.arch.fmax,
     "tanh": tanh,
-    "floordiv": lambda x, y: cute.math.floor(cute.math.div(x, y, full=True)),
-    "remainder": lambda x, y: x - cute.math.floor(cute.math.div(x, y, full=True)) * y,
+    "floordiv": lambda x, y: cute.math.floor(x / y),
+    "remainder": lambda x, y: x - cute.math.floor(x / y) * y,
 }
-"""Of floats, and of others where these have no way of their own."""
-
+"""Of floats, and of others where these have no way of their own. What is rounded down is divided to the last place: a
+third of 9 is no less than 3."""
 
 _OF_INTEGERS: dict[str, Callable[..., Any]] = {
     "abs": lambda x: cutlass.max(x, -x),
