@@ -45,11 +45,8 @@ def write(
 
 @triton.jit
 def of_row(descale, b, row):
-    """Where the numbers of a sequence's row begin, and the stride of heads; None where there is no descale."""
-    if descale is None:
-        return None
-    else:
-        return descale[0] + b * descale[1] + row // DESCALE_BLOCK * descale[3], descale[2]
+    """Where the numbers of a sequence's row begin, and the stride of heads."""
+    return descale[0] + b * descale[1] + row // DESCALE_BLOCK * descale[3], descale[2]
 
 
 @triton.jit(do_not_specialize=["capacity", "pages", "stride_table", "new_rows", "heads"])
@@ -68,7 +65,10 @@ def append_kernel(
     row = tl.load(used_k + b).to(tl.int64) + i
     there = (row >= 0) & (row < capacity)
     batch = b.to(tl.int64)
-    k_scale, v_scale = of_row(k_descale, batch, row), of_row(v_descale, batch, row)
+    if k_descale is not None:
+        k_descale = of_row(k_descale, batch, row)
+    if v_descale is not None:
+        v_descale = of_row(v_descale, batch, row)
     if PAGE:
         page = tl.load(page_table + batch * stride_table + row // PAGE, mask=there, other=-1).to(tl.int64)
         there = there & (page >= 0) & (page < pages)
@@ -82,7 +82,7 @@ def append_kernel(
         k_cache,
         first * stride_kcb + row * stride_kcs,
         k_new,
-        k_scale,
+        k_descale,
         heads,
         (stride_kch, stride_kh),
         HEADS,
@@ -93,7 +93,7 @@ def append_kernel(
         v_cache,
         first * stride_vcb + row * stride_vcs,
         v_new,
-        v_scale,
+        v_descale,
         heads,
         (stride_vch, stride_vh),
         HEADS,
