@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashzoo.call.problem import Problem
-from flashzoo.transforms import refuse_transforms, transforming
+from flashzoo.transforms import refuse_batched, refuse_transforms, transforming
 
 Forward = Callable[..., tuple[Tensor, Tensor | None]]
 Backward = Callable[..., tuple[Tensor | None, ...]]
@@ -23,13 +23,13 @@ class _Attention(torch.autograd.Function):
         ctx: Any,
         problem: Problem,
         operands: Any,
-        functions: tuple[Forward, Backward, bool],
+        functions: tuple[Forward, Backward, bool, bool],
         q: Tensor,
         k: Tensor,
         v: Tensor,
         *_: Tensor | None,
     ):
-        run, run_backward, rows = functions
+        run, run_backward, rows, ctx.batches = functions
         ctx.as_batch = q.ndim == 3 and not rows
         if ctx.as_batch:
             q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
@@ -44,6 +44,8 @@ class _Attention(torch.autograd.Function):
         refuse_double_backward()
         if transforming():
             refuse_transforms("flashzoo's backward pass", dout=dout, dlse=dlse)
+        if not ctx.batches:
+            refuse_batched(dout, dlse)
         q, k, v, out, lse = ctx.saved_tensors
         if ctx.as_batch:
             dout, dlse = (x if x is None else x.unsqueeze(0) for x in (dout, dlse))
@@ -68,7 +70,7 @@ def refuse_double_backward() -> None:
 
 
 def differentiable(
-    forward: Forward, backward: Backward, prepared: Prepared | None = None, rows: bool = False
+    forward: Forward, backward: Backward, prepared: Prepared | None = None, rows: bool = False, batches: bool = False
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """An implementation that `Spec.impl` can name, from a pair of functions on raw tensors.
 
@@ -80,6 +82,9 @@ def differentiable(
         prepared: `(problem, operands, device) -> (problem, operands)`, what both are called with in place of the call's
             own; made once for a forward pass and the backward pass that follows it. None: they are called with the
             call's own.
+        rows: both take packed rows of three dimensions.
+        batches: backward is made of torch's operations, which are right for a dout of
+            `torch.autograd.grad(is_grads_batched=True)`; what reads memory is not, and refuses it.
 
     Returns:
         `(q, k, v, problem, operands) -> (out, lse)`, recorded by autograd only where `problem.grad`. Its attribute
@@ -87,7 +92,7 @@ def differentiable(
         `flashzoo.attention_backward`. Its attribute `rows` says that it takes packed rows of three dimensions:
         views that autograd records cost the host as much as a launch does.
     """
-    functions = (forward, backward, rows)
+    functions = (forward, backward, rows, batches)
 
     def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Any) -> tuple[Tensor, Tensor | None]:
         if prepared is not None:

@@ -457,12 +457,11 @@ def _backward(
     mask = _kept(problem, operands)
     dv = _by_share(_matmul(times(p, mask).to(q.dtype).mT, do), problem)
     dp = _by_share(times(_matmul(do, v_h.mT), mask), problem)
-    ds, of_read = p.mul_(dp.sub_(delta[..., None])), ()
+    ds, of_read = dp.sub_(delta[..., None]).mul_(p), ()
     if (scored := scored_at(problem, operands)) is not None:
         s = _by_batch(_matmul(_heads_first(q, problem), k_h.mT).mul_(problem.scale), problem)
         ds, of_read = scored.gradients(s, _by_batch(ds, problem))
-        ds = ds.flatten(0, 1)
-    ds = ds.to(q.dtype)
+    ds = ds.reshape(p.shape).to(q.dtype)
     dq = _matmul(ds, k_h) * problem.scale
     dk = _matmul(ds.mT, _heads_first(q, problem)) * problem.scale
     group = problem.heads // problem.heads_kv
@@ -558,7 +557,7 @@ def _scores(q: Tensor, k: Tensor, problem: Problem, operands: Operands, k_rows: 
 
 
 def _by_batch(x: Tensor, problem: Problem) -> Tensor:
-    return x.unflatten(0, (problem.batch, problem.heads))
+    return x.view(problem.batch, problem.heads, *x.shape[1:])
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -601,7 +600,9 @@ def _with_dense_mask(problem: Problem, operands: Operands, device: torch.device)
     return problem, replace(operands, block_mask=shown(problem, operands))  # pyright: ignore[reportArgumentType]
 
 
-_differentiable = differentiable(_without_autocast(_forward), _without_autocast(_backward), _with_dense_mask)
+_differentiable = differentiable(
+    _without_autocast(_forward), _without_autocast(_backward), _with_dense_mask, batches=True
+)
 
 
 def standard(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor | None]:

@@ -222,7 +222,8 @@ def replace_sdpa(version: str = "auto") -> Replacement:
     torch's generator. Under autocast inputs are cast as torch's own function casts them.
 
     It holds for the thread that enters it, and for backward passes that are begun inside, which activation
-    checkpointing needs: begin these inside too. Every call of torch's inside costs about a microsecond more.
+    checkpointing needs: begin these inside too. Every call of torch's inside costs about a microsecond more. Inside of
+    any mode torch's own layers leave their fast path, beside which `nn.MultiheadAttention` takes no nested tensors.
 
     Args:
         version: as in `flashzoo.attention`. A call that a named version can't take falls back to torch too.

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
@@ -54,6 +55,15 @@ def refuse_transforms(what: str, **tensors: Tensor | None) -> None:
             raise NotImplementedError(
                 f"{what} does not support {name} under {_in_words(found)}: call it outside of that"
             )
+
+
+def refuse_batched(*gradients: Tensor | None) -> None:
+    """NotImplementedError where one of these stands for a batch that is not among its dimensions."""
+    if any(x is not None and is_legacy_batchedtensor(x) for x in gradients):
+        raise NotImplementedError(
+            "a kernel's backward pass does not support torch.autograd.grad(is_grads_batched=True): "
+            "call grad for each gradient, or version='standard' or 'sdpa'"
+        )
 
 
 def refuse_traced_forward_ad() -> None:

@@ -119,6 +119,19 @@ class TestTransforms:
         with pytest.raises(UnsupportedError, match=text):
             torch.func.vmap(lambda x: x * flashzoo.attention(k, k, k, version="standard").sum())(torch.ones(2))
 
+    @pytest.mark.parametrize("how", [{}, {"score_mod": flashzoo.score_mods.softcap(2.0)}], ids=["plain", "score_mod"])
+    def test_a_batch_of_gradients(self, qkv, how):
+        inputs = [x.requires_grad_() for x in qkv]
+        out = flashzoo.attention(*inputs, version="standard", **how)
+        batch = torch.randn(2, *out.shape)
+        found = torch.autograd.grad(out, inputs, batch, is_grads_batched=True, retain_graph=True)
+        for i, dout in enumerate(batch):
+            expected = torch.autograd.grad(out, inputs, dout, retain_graph=True)
+            torch.testing.assert_close(tuple(x[i] for x in found), expected)
+        out = flashzoo.attention(*inputs, version="v2", **how)
+        with pytest.raises(NotImplementedError, match=r"kernel's backward pass .*is_grads_batched=True"):
+            torch.autograd.grad(out, inputs, batch, is_grads_batched=True)
+
     @pytest.mark.parametrize("precision", ["fp8", None])
     def test_no_tangent_goes_through_fp8(self, precision):
         x = torch.randn(1, 6, 2, 16).half()

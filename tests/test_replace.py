@@ -298,10 +298,12 @@ def test_install_and_uninstall():
 @pytest.mark.parametrize("how", [{}, {"is_causal": True}, {"enable_gqa": True, "scale": 0.3}], ids=str)
 @pytest.mark.parametrize("version", ["auto", "standard", "sdpa"])
 def test_gradcheck_through_sdpa(version, how):
-    """In float64, with gradients that are not defined among them."""
+    """In float64, with gradients that are not defined among them, and batches of gradients."""
     inputs = [
         torch.randn(1, 1 if how.get("enable_gqa") and name != "q" else 2, 3, 2, dtype=torch.float64, device=DEVICE)
         for name in "qkv"
     ]
     inputs = [x.requires_grad_() for x in inputs]
-    assert torch.autograd.gradcheck(lambda q, k, v: flashzoo.sdpa(q, k, v, version=version, **how), inputs)
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: flashzoo.sdpa(q, k, v, version=version, **how), inputs, check_batched_grad=True
+    )
