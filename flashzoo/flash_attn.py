@@ -31,7 +31,6 @@ __all__ = [
 _NOT_TAKEN = {
     "rotary_cos": (None, "turn q and k before the call"),
     "rotary_sin": (None, "turn q and k before the call"),
-    "rotary_interleaved": (True, "turn q and k before the call"),
     "cache_batch_idx": (None, "k_cache[cache_batch_idx] is a cache of its own, page_table another way to share rows"),
     "cache_leftpad": (None, "a cache is used from its first key on"),
     "num_splits": (0, "how keys are split is flashzoo's to choose: version='v2' doesn't split them"),
@@ -314,7 +313,8 @@ def flash_attn_with_kvcache(
         block_table: int32 `(batch, pages of a sequence)`.
         causal, window_size: aligned with the last key that is used, new ones among them.
         softcap, alibi_slopes: as in `flash_attn_func`; seqlen_k is how many keys are used.
-        rotary_cos, rotary_sin, rotary_interleaved, cache_batch_idx, cache_leftpad, num_splits: as they are by default.
+        rotary_interleaved: how rotary_cos and rotary_sin would be used.
+        rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, num_splits: as they are by default.
 
     Returns:
         out `(batch, seqlen_q, heads, head_dim)`; with return_softmax_lse `(out, lse)`, lse float32
@@ -325,9 +325,8 @@ def flash_attn_with_kvcache(
             together.
         flashzoo.UnsupportedError: an argument is not supported, or no version takes the call; the text names it.
     """
-    refused = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "rotary_interleaved": rotary_interleaved}
-    refused |= {"cache_batch_idx": cache_batch_idx, "cache_leftpad": cache_leftpad, "num_splits": num_splits}
-    _refuse("flash_attn_with_kvcache", **refused)
+    refused = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "num_splits": num_splits}
+    _refuse("flash_attn_with_kvcache", **refused, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
     if (k is None) != (v is None):
         raise ValueError(f"k and v must be given together, got {'v' if k is None else 'k'} alone")
     used = cache_seqlens

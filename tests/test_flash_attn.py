@@ -172,7 +172,7 @@ def test_a_cache_takes_new_keys_and_is_attended_to(paged):
         torch.testing.assert_close(out[b : b + 1], wanted)
         torch.testing.assert_close(lse[b : b + 1], its)
     if not paged:
-        again = flash_attn.flash_attn_with_kvcache(q, *caches, cache_seqlens=7)
+        again = flash_attn.flash_attn_with_kvcache(q, *caches, cache_seqlens=7, rotary_interleaved=False)
         torch.testing.assert_close(again, flashzoo.attention(q, *(cache[:, :7] for cache in caches)))
         assert same_bits(flash_attn.flash_attn_with_kvcache(q, *caches), flashzoo.attention(q, *caches))
 
@@ -200,7 +200,6 @@ def test_dropout_is_by_a_seed_that_is_drawn(name):
     [
         ("flash_attn_varlen_func", "block_table", torch.ones(2, 2)),
         ("flash_attn_with_kvcache", "rotary_cos", torch.ones(2)),
-        ("flash_attn_with_kvcache", "rotary_interleaved", False),
         ("flash_attn_with_kvcache", "cache_batch_idx", torch.ones(2)),
         ("flash_attn_with_kvcache", "cache_leftpad", torch.ones(2)),
         ("flash_attn_with_kvcache", "num_splits", 2),
