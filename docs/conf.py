@@ -15,6 +15,7 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.errors import ExtensionError
 from sphinx.parsers import Parser
+from sphinx.pycode import ModuleAnalyzer
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -52,6 +53,7 @@ exclude_patterns = [".*", "build", "dist", "tests"]
 html_theme = "furo"
 html_title = f"flashzoo {release}"
 html_copy_source = False
+html_static_path = html_css_files = ["site.css"]
 html_show_copyright = False
 
 myst_heading_anchors = 4
@@ -81,6 +83,13 @@ class Code(Parser):
             "orphan": True,
             "myst_slugs": {f"L{n}": (n, f"L-{n}", f"line {n}") for n in range(1, count + 1)},
         }
+
+
+def with_options(app: Sphinx) -> None:
+    """Show each argument of the calls by its name, where type checkers are told of overloads."""
+    calls = ModuleAnalyzer.for_module("flashzoo.call.api")
+    calls.analyze()
+    calls.overloads.clear()
 
 
 def with_menu(app: Sphinx, docname: str, source: list[str]) -> None:
@@ -125,6 +134,7 @@ def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.add_source_suffix(".py", "python")
     app.add_source_parser(Code)
+    app.connect("builder-inited", with_options)
     app.connect("source-read", with_menu)
     app.connect("env-check-consistency", refuse_gaps)
     app.connect("build-finished", finish)
