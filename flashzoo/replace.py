@@ -124,7 +124,12 @@ class Replacement(TorchFunctionMode):
         how |= {"scale": scale, "enable_gqa": enable_gqa}
         try:
             q, k, v = _inputs(query, key, value, **how)
-            k, v, options, made = self._said(q, k, v, attn_mask, is_causal, scale)
+            mask = attn_mask
+            if mask is not None and query.ndim == 3 and mask.ndim > 2:
+                if mask.ndim > 3:
+                    raise _NotOurs(f"attn_mask of {mask.ndim} dimensions beside a query of 3")
+                mask = mask[:, None]
+            k, v, options, made = self._said(q, k, v, mask, is_causal, scale)
             options["dropout_p"] = dropout_p
             if dropout_p and "block_mask" in options:
                 raise _NotOurs(f"dropout_p={dropout_p} beside a mask of pairs, which `standard` alone takes")

@@ -88,6 +88,19 @@ def test_dropout_is_a_versions():
     assert "dropout_p=0.5" in str(seen) and seen.calls[0].answered_by != "torch"
 
 
+@pytest.mark.parametrize("shape", [(20, 11), (1, 20, 11), (2, 20, 11), (2, 1, 11)], ids=str)
+@pytest.mark.parametrize("make", [drawn, true])
+def test_tensors_of_three_dimensions(make, shape):
+    q, k, v = (drawn(2, n, 16) for n in (20, 11, 11))
+    mask = make(*shape)
+    with flashzoo.replace_sdpa("standard") as seen:
+        out = F.scaled_dot_product_attention(q, k, v, mask)
+        with pytest.raises(RuntimeError, match="shape"):
+            F.scaled_dot_product_attention(q, k, v, mask.expand(2, 20, 11)[:, None])
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, mask), rtol=1e-4, atol=1e-5)
+    assert [call.answered_by for call in seen.calls] == ["standard", "torch"]
+
+
 LEFT_TO_TORCH = {
     "dropout_p=1.0": {"dropout_p": 1.0},
     "dropout_p=0.5 beside a mask of pairs": {"dropout_p": 0.5, "attn_mask": torch.ones(20, 20).tril().bool()},
