@@ -18,39 +18,28 @@ class Model:
     """One attention layer of a model.
 
     Attributes:
-        family: language, vision, diffusion, audio or encoder.
-        sizes: batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim.
-        how: further fields of the problem: causal, window, head_dim_v.
+        problem: on no device yet.
         passes: in which of "fwd" and "bwd" it is met.
     """
 
-    family: str
-    sizes: tuple[int, int, int, int, int, int]
-    how: dict[str, Any]
+    problem: Problem
     passes: tuple[str, ...] = ("fwd", "bwd")
-
-    @property
-    def problem(self) -> Problem:
-        """On no device yet."""
-        return Problem(*self.sizes, **self.how)
 
 
 def _layer(
-    family: str,
     batch: int,
     seqlen: int | tuple[int, int],
     heads: tuple[int, int],
     head_dim: int,
-    window: tuple[int | None, int | None] = (None, None),
     passes: tuple[str, ...] = ("fwd", "bwd"),
     **how: Any,
 ) -> Model:
     seqlen_q, seqlen_k = seqlen if isinstance(seqlen, tuple) else (seqlen, seqlen)
-    return Model(family, (batch, seqlen_q, seqlen_k, *heads, head_dim), {"window": window, **how}, passes)
+    return Model(Problem(batch, seqlen_q, seqlen_k, *heads, head_dim, **how), passes)
 
 
 def _language(batch: int, seqlen: int, heads: tuple[int, int], head_dim: int, left: int | None = None, **how: Any):
-    return _layer("language", batch, seqlen, heads, head_dim, (left, None), causal=True, **how)
+    return _layer(batch, seqlen, heads, head_dim, window=(left, None), causal=True, **how)
 
 
 SERVED = ("fwd",)
@@ -79,24 +68,24 @@ MODELS: dict[str, Model] = {
     "gpt2": _language(16, 1024, (12, 12), 64),
     "smollm2-135m": _language(16, 2048, (9, 3), 64),
     "falcon-7b": _language(4, 2048, (71, 1), 64),
-    "vit-base": _layer("vision", 128, 197, (12, 12), 64),
-    "vit-large-384": _layer("vision", 32, 577, (16, 16), 64),
-    "dinov2-giant": _layer("vision", 16, 1370, (24, 24), 64),
-    "siglip-so400m": _layer("vision", 32, 729, (16, 16), 72),
-    "sam-huge-global": _layer("vision", 2, 4096, (16, 16), 80),
-    "sam-huge-local": _layer("vision", 100, 196, (16, 16), 80),
-    "sd15-top": _layer("diffusion", 8, 4096, (8, 8), 40),
-    "sd15-bottom": _layer("diffusion", 16, 256, (8, 8), 160),
-    "sdxl-self": _layer("diffusion", 8, 4096, (10, 10), 64),
-    "sdxl-text": _layer("diffusion", 8, (4096, 77), (10, 10), 64),
-    "flux": _layer("diffusion", 2, 4608, (24, 24), 128),
-    "wan2.1-14b-of-8": _layer("diffusion", 1, 32760, (5, 5), 128),
-    "wan2.1-14b-text": _layer("diffusion", 1, (32760, 512), (40, 40), 128),
-    "whisper-large": _layer("audio", 16, 1500, (20, 20), 64),
-    "whisper-large-cross": _layer("audio", 16, (448, 1500), (20, 20), 64),
-    "bert-base": _layer("encoder", 64, 512, (12, 12), 64),
-    "bert-large": _layer("encoder", 32, 512, (16, 16), 64),
-    "modernbert-large-global": _layer("encoder", 4, 8192, (16, 16), 64),
-    "modernbert-large-local": _layer("encoder", 4, 8192, (16, 16), 64, (64, 64)),
+    "vit-base": _layer(128, 197, (12, 12), 64),
+    "vit-large-384": _layer(32, 577, (16, 16), 64),
+    "dinov2-giant": _layer(16, 1370, (24, 24), 64),
+    "siglip-so400m": _layer(32, 729, (16, 16), 72),
+    "sam-huge-global": _layer(2, 4096, (16, 16), 80),
+    "sam-huge-local": _layer(100, 196, (16, 16), 80),
+    "sd15-top": _layer(8, 4096, (8, 8), 40),
+    "sd15-bottom": _layer(16, 256, (8, 8), 160),
+    "sdxl-self": _layer(8, 4096, (10, 10), 64),
+    "sdxl-text": _layer(8, (4096, 77), (10, 10), 64),
+    "flux": _layer(2, 4608, (24, 24), 128),
+    "wan2.1-14b-of-8": _layer(1, 32760, (5, 5), 128),
+    "wan2.1-14b-text": _layer(1, (32760, 512), (40, 40), 128),
+    "whisper-large": _layer(16, 1500, (20, 20), 64),
+    "whisper-large-cross": _layer(16, (448, 1500), (20, 20), 64),
+    "bert-base": _layer(64, 512, (12, 12), 64),
+    "bert-large": _layer(32, 512, (16, 16), 64),
+    "modernbert-large-global": _layer(4, 8192, (16, 16), 64),
+    "modernbert-large-local": _layer(4, 8192, (16, 16), 64, window=(64, 64)),
 }
 """By name. `-of-n` is what one of n GPUs has; `local` layers have the model's window."""

@@ -217,7 +217,7 @@ def test_a_length_behind_a_name_is_the_only_one(tmp_path):
 
 def test_models_are_cells_with_their_windows_and_widths_of_values(tmp_path, monkeypatch):
     """Each shape once; what takes no windows says so, and where a time alone is asked for it has a column."""
-    tiny = models.Model("language", (1, 48, 64, 2, 1, 16), {"causal": True, "window": (20, None), "head_dim_v": 8})
+    tiny = models.Model(Problem(1, 48, 64, 2, 1, 16, causal=True, window=(20, None), head_dim_v=8))
     monkeypatch.setattr("bench.cells.MODELS", {"tiny": tiny, "its-like": tiny})
     args = parsed("--models all")
     args.models = ["tiny", "its-like"]
