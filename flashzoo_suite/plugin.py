@@ -47,6 +47,7 @@ def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "alone: of a GPU's suite, run with no other process beside it (`make seen`)")
     config.addinivalue_line("markers", "compiles: for GPUs that need not be there, and runs nothing on one")
     config.addinivalue_line(
         "markers",

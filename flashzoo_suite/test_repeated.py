@@ -128,6 +128,7 @@ def test_tensors_on_another_device_than_the_current_one(version, problem):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone  # they need most of the GPU's memory
 @asks(both=True, causal=True, batch=(1 << 17) + 2, seqlen_q=16, seqlen_k=16, heads=16, heads_kv=16, head_dim=64)
 def test_tensors_of_more_than_2_to_31_elements(version, problem):
     """The last batch lies past 32 bits, and so does the grid past 65535.

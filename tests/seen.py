@@ -1,9 +1,9 @@
 """The whole suite on this machine's GPU in one command, and what was seen of it in a small file:
 `tests/<gpu>_seen.json`.
 
-`python tests/seen.py` runs all in as many processes as the GPU has memory for, then alone what needs most of that
-memory. The file says which commit, what ran, what failed, and what was skipped for which reason. What follows `--` goes
-to pytest, for a part of the suite.
+`python tests/seen.py` runs all in as many processes as the GPU has memory for, then, one at a time, what is marked
+`alone`. The file says which commit, what ran, what failed, and what was skipped for which reason. What follows `--`
+goes to pytest, for a part of the suite.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from xml.etree import ElementTree
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-ALONE = "tensors_of_more_than_2_to_31"
-"""Tests that no other process may run beside."""
 
 
 def main() -> int:
@@ -46,8 +44,8 @@ def main() -> int:
     )
     began = time.time()
     found = [
-        *run(["-n", given.jobs, "--dist", "worksteal", "-k", f"not {ALONE}"], given.pytest),
-        *run(["-k", ALONE], given.pytest),
+        *run(["-n", given.jobs, "--dist", "worksteal", "-m", "not alone"], given.pytest),
+        *run(["-m", "alone"], given.pytest),
     ]
     ended = {outcome: [case for case in found if case[1] == outcome] for outcome in ("passed", "failed", "skipped")}
     seen = {

@@ -236,6 +236,7 @@ def test_a_tiny_call_on_the_gpu(costs, name):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_v2_costs_the_host_what_torchs_attention_does():
     best = {name: math.inf for name in ("v2", TORCH)}
     calls = {name: tiny_call(name) for name in best}
@@ -275,6 +276,7 @@ for at, options in enumerate((["--update-host-baseline"], [], [])):
 """
 
 
+@pytest.mark.alone
 def test_twice_the_cost_is_seen(tmp_path):
     """Against a baseline of its own, so that what else this machine does now is in both."""
     how = ("-k", "test_explain", "-p", "no:cacheprovider", "--host-baseline", str(tmp_path / "baseline.json"))

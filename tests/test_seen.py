@@ -26,7 +26,8 @@ def test_outcomes_are_counted_by_what_they_were(tmp_path):
         "def test_broken(): assert False\n"
         "@pytest.mark.parametrize('n', (1, 2))\n"
         "def test_spared(n): pytest.skip('no room')\n"
-        "def test_tensors_of_more_than_2_to_31(): pass\n"
+        "@pytest.mark.alone\n"
+        "def test_in_quiet(): assert 'PYTEST_XDIST_WORKER' not in __import__('os').environ\n"
     )
     out = tmp_path / "seen.json"
     command = [
