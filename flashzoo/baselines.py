@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
@@ -151,7 +152,7 @@ def _readable(x: Tensor) -> Tensor:
     which loses the CUDA context."""
     if not x.is_cuda:
         return x
-    if functorch_active():  # then it may have no address
+    if functorch_active() or is_legacy_batchedtensor(x):  # then it may have no address
         return x.clone(memory_format=torch.contiguous_format)
     steps = [stride * x.itemsize for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True) if size > 1]
     aligned = x.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -43,7 +44,8 @@ def test_outcomes_are_counted_by_what_they_were(tmp_path):
         f"--rootdir={folder}",
         str(folder),
     ]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    here = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
+    ended = subprocess.run(command, cwd=ROOT, env=here, capture_output=True, text=True)
     assert ended.returncode == 1, ended.stderr
     seen = json.loads(out.read_text())
     assert (seen["commit"], seen["cases"], seen["passed"]) == ("abc", 5, 2)

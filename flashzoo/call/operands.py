@@ -102,6 +102,8 @@ class Operands:
     @property
     def requires_grad(self) -> bool:
         """Whether one of these does."""
+        if self is NO_OPERANDS:
+            return False
         return any([x.requires_grad for x in self.differentiable])
 
 
