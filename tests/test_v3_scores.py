@@ -17,6 +17,7 @@ from torch import Tensor
 from flashzoo import Problem, ScoreMod, score_mods
 from flashzoo._cute.arguments import Packer
 from flashzoo._cute.driver import TensorMap
+from flashzoo._cute.hopper.scores import AT_LEAST_2, SMALL, TANH, polynomial, tanh_of_small
 from flashzoo._cute.scoring import parameters_of
 from flashzoo.call.forms import SOFTCAP, MaskForm, ScoreForm
 from flashzoo.call.operands import Operands
@@ -112,7 +113,7 @@ def test_a_thread_has_what_the_function_gives(name, moving):
 
 
 def test_factors_are_one_and_places_cost_an_addition():
-    """A softcap is one product more than its hyperbolic tangent; of ALiBi a score more is a product, and two sums."""
+    """A softcap is one product more than its hyperbolic tangent; of ALiBi a score more is two multiply-adds."""
     softcap = factored(with_gradient(SOFTCAP))
     assert [step.operation for step in softcap.program.steps] == ["mul", "mul", "tanh", "mul", "sub"]
     assert (softcap.factor, softcap.scaled, softcap.slope) == (20.0, False, None)
@@ -128,6 +129,16 @@ def test_factors_are_one_and_places_cost_an_addition():
     before = language.made
     walk.outputs(0, 8)
     assert language.made - before == 4 and (function.factor, function.slope) == (1.0, 1.0)
+
+
+def test_tanh_is_as_exact_of_small_numbers_as_of_others():
+    """In float32, and each number is of the one kind or the other."""
+    y, x = torch.linspace(-2, 2, 1 << 16), torch.linspace(0, 20, 1 << 16)
+    of_small = tanh_of_small(y).double() - torch.tanh(y.double() * SMALL / 2)
+    of_others = polynomial(TANH, torch.exp(-2 * x)).double() - torch.tanh(x.double())
+    assert max(of_small.abs().max(), of_others.abs().max()) < 2.5e-6  # each step is rounded here, and fused there
+    large = torch.tensor([-7e5, -2.0, -1.9999999, 0.0, 1.9999999, 2.0, torch.inf, torch.nan]).view(torch.int32)
+    assert (large.bitwise_and(AT_LEAST_2) != 0).tolist() == [True, True, False, False, False, True, True, True]
 
 
 @pytest.mark.parametrize(("shape", "pairs"), [((2, 1, 9, 12), True), ((2, 1, 9, 11), False), ((0, 4), False)])

@@ -37,7 +37,7 @@ from flashzoo._cute.hopper.dtypes import DTYPES
 from flashzoo._cute.hopper.mask import Mask
 from flashzoo._cute.hopper.params import Params
 from flashzoo._cute.hopper.pipeline import Pipeline
-from flashzoo._cute.hopper.scores import NOTHING_KNOWN, Scores, Told, modify
+from flashzoo._cute.hopper.scores import NOTHING_KNOWN, Scores, Told, modify, modify_within
 from flashzoo._cute.hopper.tile_scheduler import TileScheduler
 from flashzoo._cute.hopper.tma import box_of, load, tma_atom
 from flashzoo._cute.hopper.wgmma import (
@@ -420,8 +420,10 @@ class Forward:
 
     def modify(self, consumer: Consumer, s: cute.Tensor, first_key: Int32, edge: bool) -> None:
         """What the kernel's function makes of scores, if it has one; `edge`: there may be keys past the last."""
-        if self.score_mod is not None:
-            modify(self.score_mod, consumer.told, s, first_key + consumer.column, edge)
+        if self.score_mod is not None and edge:
+            modify(self.score_mod, consumer.told, s, first_key + consumer.column, True)
+        elif self.score_mod is not None:
+            modify_within(self.score_mod, consumer.told, s, first_key + consumer.column)
 
     @cute.jit
     def mainloop(self, bounds: Bounds, consumer: Consumer, used: Int32, q_use: Int32) -> Int32:

@@ -2,23 +2,39 @@
 
 Division, roots, exponentials and logarithms are the hardware's, off by 2 units in the last place or 2^-22. The hardware
 has a tanh as well (`tanh.approx.f32`), off by 2^-11 of itself, which a cap of 50 makes more than P loses in 16 bits. So
-it is made of an exponential and a polynomial, off by 2e-6, at the pace at which the tensor cores make scores.
+it is made of an exponential and a polynomial, off by 2e-6. That takes longer than the tensor cores take to make a
+score; of small numbers a polynomial alone is as exact, and where a warp has no others it does with that.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float16, Float32, Int8, Int16, Int32, Int64, Uint8, Uint32, Uint64
+from cutlass import (
+    BFloat16,
+    Boolean,
+    Constexpr,
+    Float16,
+    Float32,
+    Int8,
+    Int16,
+    Int32,
+    Int64,
+    Uint8,
+    Uint32,
+    Uint64,
+    const_expr,
+)
 
 from flashzoo._cute.hopper.wgmma import rows_of
 from flashzoo.scores.factors import Factored, factored
-from flashzoo.scores.program import COMPARISONS, FLOATS
+from flashzoo.scores.program import COMPARISONS, FLOATS, is_value
 from flashzoo.scores.traits import Scoring
 from flashzoo.scores.walk import Index, Place, Walk
 
@@ -28,13 +44,30 @@ TANH = (0.999997795, -1.99969018, 1.99275601, -1.93414557, 1.6935339, -1.1614288
 """Of (1 - e) / (1 + e), which tanh x is of e = exp(-2x): the minimax polynomial for e from 0 to 1, off by 2e-6."""
 
 
-def tanh(x: Float32) -> Float32:
-    """Of the magnitude, and then with the sign."""
-    e = cute.math.exp2(cute.math.abs(x) * (-2 * LOG2E), fastmath=True)
-    *rest, found = TANH
+SMALL = 0.7
+TANH_OF_SMALL = (0.349990444, -0.0142584012, 0.000668558237, -2.29831536e-05)
+"""Of tanh(x) / y where y is 2 x / SMALL: a polynomial of y^2, minimax for x up to SMALL; tanh is off by 2e-6."""
+AT_LEAST_2 = 1 << 30
+"""The bit that a float of that magnitude, and one that is no number, has, and no smaller one."""
+
+
+def tanh(x: Float32, unit: float = 1.0) -> Float32:
+    """Of x units: of the magnitude, and then with the sign."""
+    e = cute.math.exp2(cute.math.abs(x) * (-2 * LOG2E * unit), fastmath=True)
+    return cute.math.copysign(polynomial(TANH, e), x)
+
+
+def tanh_of_small(y: Any) -> Any:
+    """Of y SMALL / 2, y from -2 to 2."""
+    return polynomial(TANH_OF_SMALL, y * y) * y
+
+
+def polynomial(coefficients: tuple[float, ...], x: Any) -> Any:
+    """Coefficient i times x^i, summed."""
+    *rest, found = coefficients
     for coefficient in reversed(rest):
-        found = found * e + coefficient
-    return cute.math.copysign(found, x)
+        found = found * x + coefficient
+    return found
 
 
 _DTYPES: dict[str, type[cutlass.Numeric]] = {"bool": Boolean, "u8": Uint8, "i8": Int8, "i16": Int16, "i32": Int32}
@@ -197,6 +230,14 @@ class Known:
 NOTHING_KNOWN = Known({})
 
 
+@dataclass(frozen=True)
+class Cap:
+    """Names in a program: of a tanh, and of what the score is multiplied by in it, the same in all columns."""
+
+    tanh: str
+    factor: str
+
+
 class Scores:
     """A kernel's function on scores.
 
@@ -212,6 +253,21 @@ class Scores:
         self.moves = any(
             moving in self.function.program.inputs(f"x{i}") for i in range(len(self.function.program.steps))
         )
+
+    @cached_property
+    def cap(self) -> Cap | None:
+        """Its tanh, where it has one, of a multiple of the score, and looks at the score for nothing else."""
+        steps = self.function.program.steps
+        caps = [i for i, step in enumerate(steps) if step.operation == "tanh"]
+        of = int(steps[caps[0]].arguments[0][1:]) if len(caps) == 1 and steps[caps[0]].arguments[0][0] == "x" else None
+        read = [a for step in steps for a in step.arguments] + list(self.function.program.outputs)
+        if of is None or steps[of].operation != "mul" or read.count("score") != 1 or read.count(f"x{of}") != 1:
+            return None
+        factors = [a for a in steps[of].arguments if a != "score"]
+        inputs = self.function.program.inputs
+        if len(factors) != 1 or not is_value(factors[0]) or inputs(factors[0]) & {"score", self.moving}:
+            return None
+        return Cap(f"x{caps[0]}", factors[0])
 
     def scale_log2(self, scale: Float32) -> Float32:
         """What new scores, as they are made here, are yet to be multiplied by to be in log2 units."""
@@ -257,7 +313,40 @@ class Scores:
 def modify(scores: Scores, told: Told, s: cute.Tensor, first: Any, edge: bool) -> None:
     """Put new scores, but for `scale_log2`, in the place of products; arguments as in `Scores.at`."""
     walk, rows, (new, *_) = scores.at(told, s, first, edge), rows_of(s), scores.function.program.outputs
-    for r in range(2):
-        for i in range(cute.size(s) // 4):
-            for c in range(2):
-                rows[c, r, i] = walk.value(new, r, 8 * i + c)
+    for c, r, i in _places(s):
+        rows[c, r, i] = walk.value(new, r, 8 * i + c)
+
+
+@cute.jit
+def modify_within(scores: Constexpr[Scores], told: Told, s: cute.Tensor, first: Any):
+    """The same of a block within the call, whose scores are all of one sequence: a row's bits may depend on them, and
+    on no other's, by which of two ways to tanh they let a warp go."""
+    if const_expr(scores.cap is None):
+        modify(scores, told, s, first, False)
+    else:
+        walk, rows, words = scores.at(told, s, first, False), rows_of(s), cute.recast_tensor(s, Uint32)
+        factors = [walk.value(scores.cap.factor, r, 0) * (2 / SMALL) for r in range(2)]
+        for c, r, i in _places(s):
+            rows[c, r, i] = rows[c, r, i] * factors[r]
+        bits = Uint32(0)
+        for i in cutlass.range_constexpr(cute.size(s)):
+            bits = bits | words[i]
+        if cute.arch.vote_any_sync((bits & AT_LEAST_2) != 0):
+            _modify_capped(scores, told, s, first, lambda y: tanh(y, SMALL / 2))
+        else:
+            _modify_capped(scores, told, s, first, tanh_of_small)
+
+
+def _modify_capped(
+    scores: Scores, told: Told, s: cute.Tensor, first: Any, capped: Callable[[Float32], Float32]
+) -> None:
+    """Put new scores in the place of what `capped` makes their tanh of."""
+    assert scores.cap is not None
+    rows = rows_of(s)
+    made = {(scores.cap.tanh, r, 8 * i + c): capped(rows[c, r, i]) for c, r, i in _places(s)}
+    modify(scores, replace(told, known=Known({**told.known.values, **made})), s, first, False)
+
+
+def _places(s: cute.Tensor) -> Iterator[tuple[int, int, int]]:
+    """Of a thread's scores in `rows_of`."""
+    return ((c, r, i) for r in range(2) for i in range(cute.size(s) // 4) for c in range(2))
