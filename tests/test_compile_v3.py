@@ -396,7 +396,7 @@ SCORE_MODS = {
     "alibi": ScoreForm(SCORE_ALIBI, (("f32", (16,)),)),
     "bias": ScoreForm(SCORE_BIAS, (("bf16", (2, 1, 4096, 4096)),)),
 }
-SCORE_STACK = {("softcap", 128, False): 8, ("bias", 64, False): 80, ("softcap", 64, True): 80, ("bias", 64, True): 104}
+SCORE_STACK = {("bias", 64, False): 80, ("softcap", 64, True): 80, ("bias", 64, True): 104}
 """Bytes of stack where a kernel with a function on scores is known to spill: function, width, backward. At width 64 a
 warpgroup has the most scores at a time, and nothing to spare."""
 

@@ -11,7 +11,7 @@ is handed in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
 
@@ -113,6 +113,17 @@ class Walk:
         wanted = [n for n, _ in steps if self.program.inputs(n) and self.program.inputs(n) <= inputs]
         wanted = [name for name in wanted if name in used or name in self.program.outputs]
         return {self._place(name, r, 0): self.value(name, r, 0) for name in wanted for r in range(rows)}
+
+    def loaded(self, tensors: Collection[int], rows: int, columns: Iterable[int]) -> dict[Place, Any]:
+        """Of so many rows and these columns, elements of these tensors that differ by column and by no score."""
+        of_columns = {
+            name: tensor_number(step.arguments[0])
+            for name, step in self.program.loads
+            if self.program.inputs(name) & {"score", self.moving} == {self.moving}
+        }
+        wanted = [name for name, tensor in of_columns.items() if tensor in tensors]
+        places = [(name, r, c) for name in wanted for r in range(rows) for c in columns]
+        return {self._place(*place): self.value(*place) for place in places}
 
     def _place(self, name: str, row: int, column: int) -> Place:
         inputs = self.program.inputs(name)

@@ -418,12 +418,25 @@ class Forward:
         told = Told(tensors, scaling * LN2, bounds.number_of_sequence(), heads, positions, NOTHING_KNOWN)
         return self.score_mod.know(told, "bhq")
 
-    def modify(self, consumer: Consumer, s: cute.Tensor, first_key: Int32, edge: bool) -> None:
-        """What the kernel's function makes of scores, if it has one; `edge`: there may be keys past the last."""
+    def read_ahead(self, consumer: Consumer, s: cute.Tensor, first_key: Int32, edge: bool) -> Told | None:
+        """What the kernel's function, if it has one, is told; arguments as in `modify`, but for scores that are yet
+        to come."""
+        if self.score_mod is None:
+            return None
+        return self.score_mod.ahead(consumer.told, s, first_key + consumer.column, edge)
+
+    def modify(self, told: Told | None, s: cute.Tensor, first: Int32, edge: bool) -> None:
+        """What the kernel's function makes of scores, if it has one.
+
+        Args:
+            told: what it is told.
+            first: key of this thread's first column.
+            edge: there may be keys past the last.
+        """
         if self.score_mod is not None and edge:
-            modify(self.score_mod, consumer.told, s, first_key + consumer.column, True)
+            modify(self.score_mod, told, s, first, True)
         elif self.score_mod is not None:
-            modify_within(self.score_mod, consumer.told, s, first_key + consumer.column)
+            modify_within(self.score_mod, told, s, first)
 
     @cute.jit
     def mainloop(self, bounds: Bounds, consumer: Consumer, used: Int32, q_use: Int32) -> Int32:
@@ -471,7 +484,7 @@ class Forward:
     def first_scores(self, consumer: Consumer, used: Int32, first_key: Int32, mask: Mask, crosses: Boolean):
         """P of the first block, masked where it crosses an edge; its product with V is left to the next step."""
         s = self.scores(consumer, used)  # A2.4, A2.5
-        self.modify(consumer, s, first_key, True)
+        self.modify(consumer.told, s, first_key + consumer.column, True)
         if crosses:
             mask.apply(s, first_key)
         consumer.softmax.step(s, first_key)  # A2.6
@@ -497,9 +510,10 @@ class Forward:
         v_pipeline.consumer_wait(used)  # A2.10
         product = self.product.issue(consumer, used)  # A2.11
         self.warp_scheduler_barrier_arrive(consumer.wg_idx)
+        told = self.read_ahead(consumer, s, first_key, mask is not None)
         warpgroup.wait_group(1)  # A2.12
         k_pipeline.consumer_release(used + 1)
-        self.modify(consumer, s, first_key, mask is not None)
+        self.modify(told, s, first_key + consumer.column, mask is not None)
         if const_expr(mask is not None):
             mask.apply(s, first_key)
         rescale, alpha = consumer.softmax.step(s, first_key)  # A2.13
@@ -544,7 +558,7 @@ class Forward:
     ) -> Int32:
         """What follows the scores of a block; they are masked where it crosses an edge."""
         v_pipeline = consumer.storage.v_pipeline
-        self.modify(consumer, s, first_key, mask is not None)
+        self.modify(consumer.told, s, first_key + consumer.column, mask is not None)
         if const_expr(mask is not None):  # noqa: SIM102 - one is known when compiled, the other when run
             if crosses:
                 mask.apply(s, first_key)

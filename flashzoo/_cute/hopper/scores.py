@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 import cutlass
@@ -285,6 +285,14 @@ class Scores:
         known = self._walk(told, lambda name, row, _: told.given(name, row), edge).kept({*inputs, "scale"}, 2)
         return replace(told, known=Known({**told.known.values, **known}))
 
+    def ahead(self, told: Told, s: cute.Tensor, first: Any, edge: bool) -> Told:
+        """The same with the elements of tensors of 16 bits that belong to a block of scores: before these are there,
+        so that reading them takes no time. Wider ones would take more registers than there are."""
+        narrow = [i for i, (dtype, _) in enumerate(self.scoring.reads) if dtype in ("f16", "bf16")]
+        columns = [8 * i + c for i in range(cute.size(s) // 4) for c in range(2)]
+        loaded = self.at(told, s, first, edge).loaded(narrow, 2, columns) if narrow else {}
+        return replace(told, known=Known({**told.known.values, **loaded}))
+
     def at(self, told: Told, s: cute.Tensor, first: Any, edge: bool) -> Walk:
         """The function at the scores of a block.
 
@@ -324,13 +332,12 @@ def modify_within(scores: Constexpr[Scores], told: Told, s: cute.Tensor, first: 
     if const_expr(scores.cap is None):
         modify(scores, told, s, first, False)
     else:
-        walk, rows, words = scores.at(told, s, first, False), rows_of(s), cute.recast_tensor(s, Uint32)
+        walk, rows = scores.at(told, s, first, False), rows_of(s)
         factors = [walk.value(scores.cap.factor, r, 0) * (2 / SMALL) for r in range(2)]
         for c, r, i in _places(s):
             rows[c, r, i] = rows[c, r, i] * factors[r]
-        bits = Uint32(0)
-        for i in cutlass.range_constexpr(cute.size(s)):
-            bits = bits | words[i]
+        words = rows_of(cute.recast_tensor(s, Uint32))
+        bits = reduce(operator.or_, [words[place] for place in _places(s)])
         if cute.arch.vote_any_sync((bits & AT_LEAST_2) != 0):
             _modify_capped(scores, told, s, first, lambda y: tanh(y, SMALL / 2))
         else:
