@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from itertools import product
 
-from bench import runs, traffic
+from bench import runs, trace, traffic
 from bench.orders import ORDERS
 from bench.readmes import ROOT, Sections, origin, table
 from bench.runs import Row
@@ -174,6 +174,7 @@ SECTIONS: dict[str, Sections] = {
         "producer": partial(side_by_side, first="v2", second="v3", pairs=PRODUCER_V3),
         "bytes": partial(moved, versions=("v2", "v3")),
         "clocks": clocks_and_speeds,
+        "trace": lambda _: trace.section(),
     },
     "docs/learn/blocksparse.md": {
         "forward": partial(side_by_side, first="v2", second="blocksparse", pairs=FORWARD_SPARSE),

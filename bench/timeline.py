@@ -9,7 +9,7 @@ effect, when both are done.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,16 @@ class Sheet:
 
         shape = f"round,pad=0,rounding_size={corner}"
         self.axes.add_patch(patches.FancyBboxPatch((x, y), w, h, shape, fc=colour, ec=edge, lw=0.8, alpha=alpha))
+
+    def bars(self, ranges: Iterable[tuple[float, float]], y: float, height: float, colour: str) -> None:
+        """Rectangles side by side, from x to x each, as one shape, which keeps the file small."""
+        from matplotlib.patches import PathPatch
+        from matplotlib.path import Path as Shape
+
+        lower = y + height
+        corners = [at for a, b in ranges for at in ((a, y), (b, y), (b, lower), (a, lower), (a, y))]
+        codes = [Shape.MOVETO, *[Shape.LINETO] * 3, Shape.CLOSEPOLY] * (len(corners) // 5)
+        self.axes.add_patch(PathPatch(Shape(corners, codes), fc=colour, lw=0))
 
     def save(self, path: Path) -> None:
         """As SVG with words in it, the same bytes for the same drawing."""

@@ -181,6 +181,7 @@ INSIDERS = {
     "tests/test_quantize.py",
     "tests/test_tune.py",
     "bench/ablation.py",
+    "bench/stamps.py",
     "bench/traffic.py",
     "bench/tune.py",
 }
