@@ -11,6 +11,7 @@ from multiprocessing import get_context
 import torch
 
 import flashzoo
+from bench import scores
 from bench.cells import Cell, Work
 from bench.contenders import attention, first_call, objection, parted
 from bench.progress import progress
@@ -21,7 +22,8 @@ def compile_ahead(todo: Work, workers: int) -> dict[tuple[str, Cell], float]:
     """Fill the disk caches of Triton, torch.compile and CuTe DSL from several processes,
     so that the run itself hardly compiles.
 
-    Versions and fa4 compile once for a head dim and mask, FlexAttention for every shape, but not for every block mask.
+    Versions and fa4 compile once for a head dim, mask and what is on the scores, FlexAttention for every shape, but not
+    for every block mask.
     What fails here fails again, and is reported, in the run.
 
     Returns:
@@ -59,7 +61,7 @@ def compile_jobs(todo: Work) -> list[tuple[str, list[Cell]]]:
                 of = (bool(cell.mask), kind)
             else:
                 continue
-            jobs.setdefault((impl, cell.pass_, problem.head_dim, *of), []).append(cell)
+            jobs.setdefault((impl, cell.pass_, problem.head_dim, cell.score, *of), []).append(cell)
     return [(key[0], group) for key, group in jobs.items()]
 
 
@@ -84,5 +86,6 @@ def _compile(impl: str, group: list[Cell]) -> dict[Cell, float]:
         except Exception:  # the run meets it again, and reports it
             continue
         finally:
+            scores.forget()  # a bias may fill a GPU that other processes use as well
             torch.cuda.empty_cache()
     return seconds

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import flashzoo
-from bench import lengths, masks
+from bench import lengths, masks, scores
 from bench.caches import MOST_BYTES
 from bench.cells import (
     DECODE_BATCHES,
@@ -24,6 +24,10 @@ from bench.cells import (
     OWN_HEAD_DIMS,
     PACKED_TOTALS,
     PASSES,
+    SCORED_HEAD_DIMS,
+    SCORED_SEQLENS,
+    SCORED_SIZE,
+    causal,
     cells,
     passes,
 )
@@ -105,6 +109,17 @@ def _add_what_runs(parser: argparse.ArgumentParser) -> None:
         help=f"cells of real models' shapes, `all` or some of {', '.join(MODELS)}",
     )
     what.add_argument(
+        "--scores",
+        metavar="NAME,...",
+        nargs="?",
+        const="all",
+        type=lambda text: list(scores.NAMES) if text == "all" else names(scores.NAMES)(text),
+        help=f"cells with something on the scores: {', '.join(scores.NAMES)} (without a name: all), in 16k tokens of "
+        f"hidden 2048, head dims {', '.join(map(str, SCORED_HEAD_DIMS))}, seqlens "
+        f"{', '.join(map(str, SCORED_SEQLENS))}, causal, unless the sizes below say otherwise; what has a bias for "
+        "which the GPU has no room is left out",
+    )
+    what.add_argument(
         "--list", action="store_true", help="say which peers there are, installed or missing, and do no more"
     )
 
@@ -122,7 +137,7 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
     several = "with --decode: of each sequence, causal where there are several (default: 1)"
     sizes.add_argument("--queries", metavar="N,...", type=numbers, help=several)
     sizes.add_argument("--page-size", metavar="N", type=whole, help="with --decode: keys of a page (default: no pages)")
-    sizes.add_argument("--causal", metavar="0,1", type=truths, default=[False, True], help="only 0 or only 1")
+    sizes.add_argument("--causal", metavar="0,1", type=truths, help="only 0 or only 1 (default: both, with --scores 1)")
     sizes.add_argument(
         "--tokens", metavar="N", type=whole, help="other sizes than the field's: batch * seqlen; needs --hidden"
     )
@@ -186,15 +201,19 @@ def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
             f"--lengths: expected 16 or 32 bits and no block masks, got {'--masks' if args.masks else args.dtype}"
         )
     sizes = {"--head-dims": args.head_dims, "--seqlens": args.seqlens, "--tokens": args.tokens}
-    others = {"--masks": args.masks, "--lengths": args.lengths, "--decode": args.decode} | sizes
-    if args.models and (given := [name for name, value in others.items() if value]):
+    others = {"--masks": args.masks, "--lengths": args.lengths, "--decode": args.decode, "--scores": args.scores}
+    if args.models and (given := [name for name, value in (others | sizes).items() if value]):
         parser.error(f"--models: expected the models' own sizes, got {given[0]} beside it")
+    _check_scores(args, parser)
     _check_decode(args, parser)
     if bool(args.tokens) != bool(args.hidden):
         given, other = ("--tokens", "--hidden") if args.tokens else ("--hidden", "--tokens")
         parser.error(f"--tokens and --hidden: expected both or neither, got {given} without {other}")
-    head_dims = args.head_dims or (MASKED_HEAD_DIMS if args.masks else OWN_HEAD_DIMS)
-    for name, total, parts in (("--tokens", args.tokens, args.seqlens or ()), ("--hidden", args.hidden, head_dims)):
+    head_dims = args.head_dims or (
+        MASKED_HEAD_DIMS if args.masks else SCORED_HEAD_DIMS if args.scores else OWN_HEAD_DIMS
+    )
+    tokens, hidden = SCORED_SIZE if args.scores and not args.tokens else (args.tokens, args.hidden)
+    for name, total, parts in (("--tokens", tokens, args.seqlens or ()), ("--hidden", hidden, head_dims)):
         if total and any(total % part for part in parts):
             parser.error(
                 f"{name}: expected a multiple of each of {', '.join(map(str, sorted(set(parts))))}, got {total}"
@@ -211,6 +230,21 @@ def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error(f"expected sizes that a cell of the field's has, or --tokens and --hidden for others, got {got}")
 
 
+def _check_scores(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    if not args.scores:
+        return
+    others = {
+        "--masks": args.masks,
+        "--lengths": args.lengths,
+        "--decode": args.decode,
+        "--dtype e4m3": args.dtype == "e4m3",
+    }
+    if given := [name for name, value in others.items() if value]:
+        parser.error(f"--scores: expected 16 or 32 bits and nothing else beside it, got {given[0]}")
+    if args.scores == [scores.BIAS_GRAD] and "bwd" not in passes(args):
+        parser.error(f"--passes: expected bwd for {scores.BIAS_GRAD}, which has no forward pass of its own, got fwd")
+
+
 def _check_decode(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if not args.decode:
         own = {"--batches": args.batches, "--queries": args.queries, "--page-size": args.page_size}
@@ -221,9 +255,9 @@ def _check_decode(args: argparse.Namespace, parser: argparse.ArgumentParser) -> 
     others |= {"--dtype e4m3": args.dtype == "e4m3", "--tokens beside --batches": args.tokens and args.batches}
     if given := [name for name, value in others.items() if value]:
         parser.error(f"--decode: expected forward cells of 16 or 32 bits, each with its caches, got {given[0]}")
-    if not any((queries > 1) in args.causal for queries in args.queries or (1,)):
-        causal = ",".join(str(int(causal)) for causal in args.causal)
-        parser.error(f"--causal: expected 0 for one query or 1 for several, got {causal} for --queries")
+    if not any((queries > 1) in causal(args) for queries in args.queries or (1,)):
+        got = ",".join(str(int(each)) for each in causal(args))
+        parser.error(f"--causal: expected 0 for one query or 1 for several, got {got} for --queries")
     lengths_of_caches = args.seqlens or ([args.tokens] if args.tokens else DECODE_SEQLENS)
     if uneven := [str(length) for length in lengths_of_caches if length % (args.page_size or 1)]:
         got = f"{args.page_size} for {','.join(uneven)}"

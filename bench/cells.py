@@ -1,4 +1,4 @@
-"""Cells: the shapes, passes, block masks, packed sequences and caches that a run is of."""
+"""Cells: the shapes, passes, block masks, packed sequences, caches and functions on scores that a run is of."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench import lengths, masks
+from bench import lengths, masks, scores
 from bench.caches import Caches, caches, fits
 from bench.models import MODELS
 from bench.rows import SHAPE_FIELDS, Row, key_of
+from bench.scores import BIAS_GRAD, PLAIN, Scores
 from flashzoo.call.problem import Problem
 from flashzoo.counts import flops, visible_pairs
 from flashzoo.inputs import inputs
@@ -35,22 +37,29 @@ DECODE_HEADS = ((64, 8, 128), (32, 8, 128), (32, 32, 128), (16, 2, 256), (64, 8,
 """The same of a run with `--decode`."""
 DECODE_SEQLENS = (2048, 8192, 32768, 131072)
 DECODE_BATCHES = (1, 8, 32, 128)
+SCORED_SIZE = (16384, 2048)
+"""Tokens in all, and the hidden size, of a run with `--scores`."""
+SCORED_SEQLENS = (2048, 16384)
+SCORED_HEAD_DIMS = (64, 128, 256)
 DENSE = "dense"
 """What stands among the names of masks for none."""
-WHOLE, QUERIES = 16384, 1024
-"""Dense cells of at most so many queries are checked in all of them, others and masked ones in so many."""
+WHOLE, WHOLE_SCORED, QUERIES = 16384, 2048, 1024
+"""Dense cells of at most so many queries, and those with something on their scores, are checked in all of them; others
+and masked ones in so many."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One shape and pass, with a block mask, packed sequences, caches or none of these; `problem.grad` and
-    `problem.used_k` say which pass, mask is one of `bench.masks` or empty, and lengths one of `bench.lengths` or empty.
-    model is one of `bench.models`, where it is the first of such a shape, or empty.
+    """One shape and pass, with a block mask, packed sequences, caches, something on its scores or none of these;
+    `problem.grad` and `problem.used_k` say which pass, mask is one of `bench.masks` or empty, lengths one of
+    `bench.lengths` or empty, and score one of `bench.scores` or empty. model is one of `bench.models`, where it is the
+    first of such a shape, or empty.
     """
 
     problem: Problem
     mask: str = ""
     lengths: str = ""
+    score: str = ""
     model: str = field(default="", compare=False)
 
     @property
@@ -71,6 +80,7 @@ class Cell:
             "window": window_column(self.problem.window),
             "head_dim_v": "" if self.problem.head_dim_v == self.problem.head_dim else self.problem.head_dim_v,
             "model": self.model,
+            "score": self.score,
         }
 
     @property
@@ -92,6 +102,11 @@ class Cell:
     def caches(self) -> Caches | None:
         """The caches, on the problem's device."""
         return caches(self.problem) if self.problem.used_k else None
+
+    @property
+    def scores(self) -> Scores | None:
+        """What is on the scores, on the problem's device."""
+        return scores.scores(self.score, self.problem) if self.score else None
 
     @property
     def dense(self) -> Problem:
@@ -125,7 +140,8 @@ class Cell:
         at ever other places in a block."""
         seqlen = self.problem.seqlen_q
         windowed = self.problem.window != (None, None)
-        if windowed or (not self.mask and not self.lengths and seqlen <= WHOLE):
+        whole = 0 if self.mask or self.lengths else WHOLE_SCORED if self.score else WHOLE
+        if windowed or seqlen <= whole:
             return None
         step = max(1, seqlen // QUERIES)
         first = torch.arange(0, seqlen, step, device=self.problem.device)
@@ -140,7 +156,8 @@ class Cell:
         if self.caches:
             pages = f" in pages of {p.page_size}" if p.page_size else ""
             what, shape = f"{p.heads}:{p.heads_kv}", f"{p.batch}x{p.seqlen_q} on {p.seqlen_k}{pages}"
-        return f"{self.pass_} d{p.head_dim:<3} {what} {shape}{f' {self.model}' if self.model else ''}"
+        named = "".join(f" {name}" for name in (self.score, self.model) if name)
+        return f"{self.pass_} d{p.head_dim:<3} {what} {shape}{named}"
 
 
 def window_column(window: tuple[int | None, int | None]) -> str:
@@ -164,6 +181,8 @@ def cells(args: argparse.Namespace) -> list[Cell]:
         return list(_packed(args))
     if args.decode:
         return list(_decoding(args))
+    if args.scores:
+        return [cell for cell in _scored(args) if scores.fits(cell.score, cell.problem)]
     if args.models:
         return list(dict.fromkeys(_of_models(args)))
     own = bool(args.tokens)
@@ -189,8 +208,8 @@ def _masked(args: argparse.Namespace) -> Iterator[Cell]:
             problem = Problem(tokens // seqlen, seqlen, seqlen, heads, heads, head_dim)
             for pass_ in passes(args):
                 here = _here(problem, pass_, args)
-                dense = args.causal if DENSE in args.masks else ()
-                yield from (Cell(replace(here, causal=causal)) for causal in dense)
+                dense = causal(args) if DENSE in args.masks else ()
+                yield from (Cell(replace(here, causal=each)) for each in dense)
                 yield from (Cell(here, mask) for mask in args.masks if mask != DENSE)
 
 
@@ -200,8 +219,8 @@ def _packed(args: argparse.Namespace) -> Iterator[Cell]:
         for (heads_q, heads_kv, head_dim), total in product(_heads(args, PACKED_HEADS), totals):
             count = len(lengths.lengths(name, total))
             problem = Problem(1, total, total, heads_q, heads_kv, head_dim, sequences=count)
-            for pass_, causal in product(passes(args), args.causal):
-                yield Cell(replace(_here(problem, pass_, args), causal=causal), lengths=name)
+            for pass_, each in product(passes(args), causal(args)):
+                yield Cell(replace(_here(problem, pass_, args), causal=each), lengths=name)
 
 
 def _decoding(args: argparse.Namespace) -> Iterator[Cell]:
@@ -212,8 +231,32 @@ def _decoding(args: argparse.Namespace) -> Iterator[Cell]:
     for heads, queries, (seqlen, batch) in product(_heads(args, DECODE_HEADS), args.queries or (1,), sizes):
         problem = _here(Problem(batch, queries, seqlen, *heads, used_k=True, page_size=args.page_size), DECODE, args)
         problem = replace(problem, causal=queries > 1)
-        if problem.causal in args.causal and fits(problem):
+        if problem.causal in causal(args) and fits(problem):
             yield Cell(problem)
+
+
+def _scored(args: argparse.Namespace) -> Iterator[Cell]:
+    """Size by size all that is on scores; a bias whose gradient is asked for has no forward pass of its own."""
+    tokens, hidden = (args.tokens, args.hidden) if args.tokens else SCORED_SIZE
+    seqlens = args.seqlens or ((tokens,) if args.tokens else SCORED_SEQLENS)
+    for pass_, head_dim, seqlen, each in product(
+        passes(args), args.head_dims or SCORED_HEAD_DIMS, seqlens, causal(args)
+    ):
+        problem = _here(_of_size(tokens, hidden, seqlen, head_dim, causal=each), pass_, args)
+        for name in args.scores:
+            if problem.grad or name != BIAS_GRAD:
+                yield Cell(problem, score="" if name == PLAIN else name)
+
+
+def left_out(args: argparse.Namespace) -> list[Cell]:
+    """Cells with a bias for which the GPU has no room."""
+    found = _scored(args) if args.scores else ()
+    return [cell for cell in found if not scores.fits(cell.score, cell.problem)]
+
+
+def causal(args: argparse.Namespace) -> list[bool]:
+    """Those asked for; where none are both, and with something on the scores causal alone."""
+    return args.causal or ([True] if args.scores else [False, True])
 
 
 def _of_models(args: argparse.Namespace) -> Iterator[Cell]:
@@ -236,19 +279,14 @@ def passes(args: argparse.Namespace) -> list[str]:
 
 
 def _sized(args: argparse.Namespace) -> list[Problem]:
-    def sized(head_dim: int, causal: bool, seqlen: int) -> Problem:
-        heads = args.hidden // head_dim
-        return Problem(args.tokens // seqlen, seqlen, seqlen, heads, heads, head_dim, causal=causal)
+    sizes = product(args.head_dims or OWN_HEAD_DIMS, causal(args), args.seqlens or (args.tokens,))
+    return [_of_size(args.tokens, args.hidden, seqlen, head_dim, causal=each) for head_dim, each, seqlen in sizes]
 
-    seqlens = args.seqlens or (args.tokens,)
-    return [
-        sized(head_dim, causal, seqlen)
-        for head_dim in args.head_dims or OWN_HEAD_DIMS
-        for causal in args.causal
-        for seqlen in seqlens
-    ]
+
+def _of_size(tokens: int, hidden: int, seqlen: int, head_dim: int, **how: Any) -> Problem:
+    return Problem(tokens // seqlen, seqlen, seqlen, hidden // head_dim, hidden // head_dim, head_dim, **how)
 
 
 def _wanted(problem: Problem, args: argparse.Namespace) -> bool:
-    sizes = ((problem.head_dim, args.head_dims), (problem.seqlen_q, args.seqlens), (problem.causal, args.causal))
+    sizes = ((problem.head_dim, args.head_dims), (problem.seqlen_q, args.seqlens), (problem.causal, causal(args)))
     return all(not wanted or size in wanted for size, wanted in sizes)

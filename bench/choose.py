@@ -63,7 +63,13 @@ def _mask(label: str, fields: dict[str, Any], code: str, setup: str = "", **colu
 
 
 NOTHING = Answer("nothing", {}, {"lengths": "", "deterministic": ""})
-SINKS = Answer("sinks", {"sinks": True}, NEVER, "sinks=sinks", 'sinks = torch.randn(heads, device="cuda")')
+SINKS = Answer(
+    "sinks",
+    {"sinks": True},
+    {**NOTHING.columns, "score": "sinks"},
+    "sinks=sinks",
+    'sinks = torch.randn(heads, device="cuda")',
+)
 INPUTS = (
     Answer("16 bits (bf16)", {"dtype": "bf16"}, {"dtype": "bf16", "precision": ""}),
     Answer(
@@ -115,8 +121,13 @@ FEATURES = (
         "deterministic=True",
     ),
     SINKS,
-    Answer("softcap", {"score_mod": ScoreForm()}, NEVER, "score_mod=flashzoo.score_mods.softcap(20.0)"),
-    Answer("dropout", {"dropout_p": 0.1}, NEVER, "dropout_p=0.1"),
+    Answer(
+        "softcap",
+        {"score_mod": ScoreForm()},
+        {**NOTHING.columns, "score": "softcap"},
+        "score_mod=flashzoo.score_mods.softcap(20.0)",
+    ),
+    Answer("dropout", {"dropout_p": 0.1}, {**NOTHING.columns, "score": "dropout"}, "dropout_p=0.1"),
 )
 PAGES = (
     "page_table=table",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import flashzoo
+from bench import scored
 from bench.cells import DECODE, Cell
 from bench.peers import (
     DECODE_PEERS,
@@ -36,16 +37,26 @@ ENDINGS: dict[str, dict[str, Any]] = {"_end_to_end": {"precision": "fp8"}, "_det
 """What may end the name of a version, and what it is then called with: on 16-bit inputs, quantisation included;
 in a fixed order."""
 MASKED_ONLY = "blocksparse"
+SCORED = ("v3", "v2", *(name for name in scored.SCORE_PEERS if name in LINEAR_PEERS))
+"""What runs unasked where there is something on the scores."""
 UNASKED_NEVER = ("sdpa", "decode")
 """The peers stand for the one; the other is for few queries, which no cell has but those of decoding."""
 
 
 def default_impls(
-    pass_: str, dtype: str = "bf16", masked: bool = False, packed: bool = False, linear: bool = False
+    pass_: str,
+    dtype: str = "bf16",
+    masked: bool = False,
+    packed: bool = False,
+    linear: bool = False,
+    with_scores: bool = False,
 ) -> list[str]:
     """Every registered version of that dtype but `UNASKED_NEVER`, and `blocksparse` where no cell has a block mask;
     `DEFAULT_MODES`; and the peers that need linear memory, there or not. Backward, with block masks or packed
-    sequences, and where `linear`, versions that need it too. Of decoding `decode` is one of those that take caches."""
+    sequences, and where `linear`, versions that need it too. Of decoding `decode` is one of those that take caches.
+    With something on the scores `SCORED`."""
+    if with_scores:
+        return [*SCORED]
     specs = [spec for spec in flashzoo.versions().values() if dtype in (*spec.dtypes, *spec.cpu_dtypes)]
     if pass_ == DECODE:
         taking = [spec.name for spec in specs if "cache" in spec.features and spec.memory == "linear"]
@@ -109,6 +120,8 @@ def parted(impl: str) -> tuple[str, dict[str, Any]]:
 def attention(impl: str, cell: Cell) -> Attention:
     """The version or peer of that name as a function of q, k and v."""
     problem, pattern = cell.problem, cell.pattern
+    if impl in PEERS and cell.scores:
+        return scored.peer(impl, problem, cell.scores)
     if impl in PEERS:
         return peer(impl, problem, pattern, cell.packed, cell.caches)
     version, options = parted(impl)
@@ -118,6 +131,8 @@ def attention(impl: str, cell: Cell) -> Attention:
         options = {**options, "cu_seqlens_q": cell.packed.cu_seqlens, "max_seqlen_q": cell.packed.longest}
     if cell.caches:
         options = {**options, **cell.caches.options}
+    if cell.scores:
+        options = {**options, **cell.scores.options}
     return partial(flashzoo.attention, causal=problem.causal, window_size=problem.window, version=version, **options)
 
 
@@ -129,7 +144,8 @@ def objection(impl: str, cell: Cell) -> str | None:
         return reason and f"{MISSING}: {reason}"
     version, options = parted(impl)
     form = cell.pattern.mask.form if cell.pattern else None
-    asked = replace(cell.problem, block_mask=form, **options)
+    on_scores = cell.scores.asked if cell.scores else {}
+    asked = replace(cell.problem, block_mask=form, **on_scores, **options)
     if not (reasons := flashzoo.versions()[version].unsupported(asked)):
         return None
     return f"{REFUSED if declared(version).unsupported(asked) else MISSING}: {'; '.join(reasons)}"
@@ -157,18 +173,22 @@ class Contender:
     def __init__(self, impl: str, cell: Cell, tensors: tuple[Tensor, ...]) -> None:
         self.impl, self.grad, self.out_dtype = impl, cell.problem.grad, TORCH_DTYPES[cell.problem.out_dtype]
         self.queries = cell.queries
+        of_scores = cell.scores.leaves if cell.scores else {}
+        self.gradients = ("dq", "dk", "dv", *of_scores)
         self.function = attention(impl, cell)
         *self.leaves, self.dout = tensors
         if self.grad:
-            self.leaves = [x.detach().requires_grad_() for x in self.leaves]
-            self.out = self.function(*self.leaves)
+            inputs = [x.detach().requires_grad_() for x in self.leaves]
+            self.leaves = [*inputs, *of_scores.values()]
+            self.out = self.function(*inputs)
 
     def timed(self) -> object:
         """What is timed."""
         return self.run()
 
     def run(self, dout: Tensor | None = None) -> tuple[Tensor, ...]:
-        """One call: the forward pass, giving `(out,)`, or the backward pass alone, giving `(dq, dk, dv)`.
+        """One call: the forward pass, giving `(out,)`, or the backward pass alone, giving `(dq, dk, dv)` and
+        gradients of what is on the scores.
 
         Args:
             dout: another gradient of out than the inputs'.
@@ -186,7 +206,8 @@ class Contender:
             dout = torch.zeros_like(self.dout).index_copy_(1, self.queries, self.dout[:, self.queries])
         found = self.run(dout)
         out, gradients = (self.out.detach(), found) if self.grad else (found[0], ())
-        return Result(self._in_our_dtype(out), None, *gradients)
+        named = dict(zip(self.gradients, gradients, strict=self.grad))
+        return Result(self._in_our_dtype(out), **named)
 
     def _in_our_dtype(self, out: Tensor) -> Tensor:
         # A peer may have another dtype for out, as cuDNN in FP8; it is judged in ours.

@@ -4,8 +4,8 @@ Every peer takes q `(batch, seqlen_q, heads, head_dim)` and k, v `(batch, seqlen
 any strides, and returns out of q's shape, with gradients where an input asks for them. A layout of its own is met with
 transposed views, no copies. Those of `FP8_PEERS` take e4m3, whose descales are 1, and have no gradients there. Those of
 `MASKED_PEERS` take a block mask, which is made into one of their own before the first call, those of `PACKED_PEERS`
-packed sequences in a batch of one, and those of `DECODE_PEERS` caches, all of which are used. What a peer does not take
-is a NotImplementedError, its own or one from here.
+packed sequences in a batch of one, and those of `DECODE_PEERS` caches, all of which are used; what some take on the
+scores is in `bench.scored`. What a peer does not take is a NotImplementedError, its own or one from here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -107,15 +107,24 @@ def _math_in_16_bits() -> Iterator[None]:
         torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
 
 
-def _sdpa(backend: SDPBackend, problem: Problem) -> Attention:
+def sdpa(backend: SDPBackend, problem: Problem, bias: Tensor | None = None) -> Attention:
+    """torch's call by one of its kernels; what causal hides is put into a bias, since it takes one of the two."""
     _refuse_top_left("torch", problem)
+    mask = bias
+    if bias is not None and problem.causal:
+        hidden = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).triu(1)
+        mask = bias.masked_fill(hidden, -math.inf)
+    if mask is not None:
+        mask = mask.expand(problem.batch, problem.heads, -1, -1)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         try:
             with sdpa_kernel(backend), _math_in_16_bits():
                 out = scaled_dot_product_attention(
-                    q, k, v, is_causal=problem.causal, enable_gqa=problem.heads != problem.heads_kv
+                    *(q, k, v, mask),
+                    is_causal=problem.causal and mask is None,
+                    enable_gqa=problem.heads != problem.heads_kv,
                 )
         except RuntimeError as error:
             if not re.match("No (available kernel|viable backend)", str(error)):
@@ -130,27 +139,33 @@ def _sdpa_of_caches(backend: SDPBackend, problem: Problem, caches: Caches) -> At
     """torch's call knows nothing of lengths on the device, and misses nothing by that where all keys are used."""
     if caches.page_table is not None:
         raise NotImplementedError("torch takes no pages")
-    return _sdpa(backend, problem)
+    return sdpa(backend, problem)
 
 
 @lru_cache
-def _compiled_flex() -> Callable[..., Any]:
+def _compiled_flex(with_sinks: bool = False) -> Callable[..., Any]:
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
-    from torch.nn.attention.flex_attention import flex_attention
+    from torch.nn.attention.flex_attention import AuxRequest, flex_attention
+
+    def beside_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, **how: Any) -> Tensor:
+        out, aux = flex_attention(q, k, v, return_aux=AuxRequest(lse=True), **how)
+        share: Tensor = torch.sigmoid(cast(Tensor, aux.lse) - sinks[:, None])  # of the keys
+        return (out * share[..., None]).to(out.dtype)
 
     # One graph for each shape, at its fastest: the default limits would turn later shapes into eager attention.
     dynamo.recompile_limit = 1000
     dynamo.accumulated_recompile_limit = 10000
     functorch.donated_buffer = False  # else the compiled backward can run only once on a graph
-    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
+    return torch.compile(beside_sinks if with_sinks else flex_attention, dynamic=False, fullgraph=True)
 
 
-def _flex(problem: Problem) -> Attention:
+def flex(problem: Problem, score_mod: Callable[..., Tensor] | None = None, *sinks: Tensor) -> Attention:
+    """FlexAttention, which has no sinks: its LSE says what is left of out beside them."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     mask, offset, (left, right) = None, problem.offset, problem.span
-    compiled = _compiled_flex()
+    compiled = _compiled_flex(bool(sinks))
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         distance = j - i - offset
@@ -161,9 +176,8 @@ def _flex(problem: Problem) -> Attention:
         nonlocal mask
         if (left, right) != (None, None) and mask is None:
             mask = create_block_mask(visible, None, None, problem.seqlen_q, problem.seqlen_k, device=str(q.device))
-        out = compiled(
-            *(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask, enable_gqa=problem.heads != problem.heads_kv
-        )
+        how = {"score_mod": score_mod, "block_mask": mask, "enable_gqa": problem.heads != problem.heads_kv}
+        out = compiled(*(x.transpose(1, 2) for x in (q, k, v)), *sinks, **how)
         return out.transpose(1, 2)
 
     return attention
@@ -237,11 +251,12 @@ def _beside(name: str, function: str) -> Callable[..., Any]:
     return getattr(import_module(_LIBRARIES[name].function.rpartition(".")[0]), function)
 
 
-def _library(name: str, problem: Problem) -> Attention:
+def library(name: str, problem: Problem, **options: Any) -> Attention:
+    """The library's function, with these options of its own."""
     if problem.dtype == "fp32":
         raise NotImplementedError("takes fp16 and bf16, got fp32")
     function = _function(name)
-    how: dict[str, Any] = {"causal": problem.causal}
+    how: dict[str, Any] = {"causal": problem.causal, **options}
     if problem.window != (None, None):
         no_side = None if name == "fa4" else -1
         how["window_size"] = tuple(no_side if side is None else side for side in problem.span)
@@ -479,12 +494,12 @@ def _cudnn_handle(device: int) -> Any:
 
 
 PEERS: dict[str, Callable[[Problem], Attention]] = {
-    **{name: partial(_library, name) for name in ("fa4", "fa3", "fa2")},
-    "sdpa_cudnn": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
-    "sdpa_flash": partial(_sdpa, SDPBackend.FLASH_ATTENTION),
-    "sdpa_efficient": partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION),
-    "sdpa_math": partial(_sdpa, SDPBackend.MATH),
-    "flex": _flex,
+    **{name: partial(library, name) for name in ("fa4", "fa3", "fa2")},
+    "sdpa_cudnn": partial(sdpa, SDPBackend.CUDNN_ATTENTION),
+    "sdpa_flash": partial(sdpa, SDPBackend.FLASH_ATTENTION),
+    "sdpa_efficient": partial(sdpa, SDPBackend.EFFICIENT_ATTENTION),
+    "sdpa_math": partial(sdpa, SDPBackend.MATH),
+    "flex": flex,
     "xformers": _xformers,
     "cudnn_fp8": _cudnn_fp8,
 }

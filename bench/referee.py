@@ -12,9 +12,11 @@ from bench.cells import Cell
 from bench.contenders import parted
 from bench.peers import PEERS
 from bench.rows import Row
+from bench.scores import Scores
 from flashzoo.accuracy import Judge
 from flashzoo.call.forms import MaskForm
 from flashzoo.reference import Result
+from flashzoo.scores.at import flat
 
 PEER_SLACK = 4.0
 """A peer's numerics are its own (another rounding of P, atomics): it is refused a speed where it errs this many times
@@ -27,6 +29,7 @@ class WrongResultError(Exception):
 
 class Referee:
     """Holds full-size results of one cell against the oracle, on the first batch element and two heads (or one group).
+    What is on the scores may have a gradient, a sum over batches: then these are all.
 
     Where only some queries are checked (`Cell.queries`), the oracle computes these, on all keys. Gradients then are
     those of these queries' out: so dk and dv are known in full, and every block of a mask has its part in them.
@@ -41,11 +44,13 @@ class Referee:
         group = problem.heads // problem.heads_kv
         self.heads_kv = min(problem.heads_kv, ceil(2 / group))
         self.heads = self.heads_kv * group
-        self.sample = replace(cell.dense, batch=1, heads=self.heads, heads_kv=self.heads_kv, lse=False)
+        scores = cell.scores
+        self.batch = problem.batch if scores and scores.leaves else 1
+        self.sample = replace(cell.dense, batch=self.batch, heads=self.heads, heads_kv=self.heads_kv, lse=False)
         heads = (self.heads, self.heads_kv, self.heads_kv, self.heads)
         q, k, v, dout = (x[:, :, :n] for x, n in zip(tensors, heads, strict=True))
-        k, v = (cell.caches.first(x) if cell.caches else x[:1] for x in (k, v))
-        self.tensors = [q[:1], k, v, dout[:1]]
+        k, v = (cell.caches.first(x) if cell.caches else x[: self.batch] for x in (k, v))
+        self.tensors = [q[: self.batch], k, v, dout[: self.batch]]
         self.queries, self.mask = cell.queries, None
         if self.queries is not None:
             self.tensors = [x if i in (1, 2) else x[:, self.queries] for i, x in enumerate(self.tensors)]
@@ -59,6 +64,10 @@ class Referee:
             self.sample = replace(
                 self.sample, seqlen_q=len(self.queries), causal=False, block_mask=form, sequences=None
             )
+        self.told = {}
+        if scores:
+            asked, self.told = scores.judged(self.batch, self.heads, self.queries)
+            self.sample = replace(self.sample, **asked)
         self.judges: dict[str | None, Judge] = {}
 
     def judge(self, impl: str) -> Judge:
@@ -67,7 +76,7 @@ class Referee:
         if precision not in self.judges:
             q, k, v, dout = self.tensors
             sample = replace(self.sample, precision=precision)
-            self.judges[precision] = Judge(q, k, v, sample, dout if sample.grad else None, mask=self.mask)
+            self.judges[precision] = Judge(q, k, v, sample, dout if sample.grad else None, mask=self.mask, **self.told)
         return self.judges[precision]
 
     def errors(self, impl: str, result: Result) -> Row:
@@ -76,15 +85,20 @@ class Referee:
         Raises:
             WrongResultError: a check fails; for a peer, by more than `PEER_SLACK`.
         """
-        heads = {"dk": self.heads_kv, "dv": self.heads_kv}
-        parts = {name: x[:1, :, : heads.get(name, self.heads)] for name, x in result.items().items() if name != "lse"}
-        if self.queries is not None:
-            parts |= {name: parts[name][:, self.queries] for name in ("out", "dq") if name in parts}
-        sliced = Result(**parts)
+        sliced = Result(**{name: self._part(name, x) for name, x in result.items().items() if name != "lse"})
         slack, judge = PEER_SLACK if impl in PEERS else 1, self.judge(impl)
         failed = [str(check) for check in judge.checks(sliced) if not check.used <= slack]
         if failed:
             raise WrongResultError("; ".join(failed))
         found = judge.errors(sliced)
-        of_pass = [found[name] for name in ("dq", "dk", "dv") if name in found] or [found["out"]]
+        of_pass = [errors for name, errors in found.items() if name != "out"] or [found["out"]]
         return {"max_err": f"{max(top for top, _ in of_pass):.3e}", "rms_err": f"{max(rms for _, rms in of_pass):.3e}"}
+
+    def _part(self, name: str, x: Tensor) -> Tensor:
+        """What is known of one tensor of a result."""
+        if name == "dsinks":
+            return x[: self.heads]
+        if name == "dscore_mod":
+            return flat((Scores.of_heads(x, self.heads, self.queries),))
+        x = x[: self.batch, :, : self.heads_kv if name in ("dk", "dv") else self.heads]
+        return x if self.queries is None or name in ("dk", "dv") else x[:, self.queries]

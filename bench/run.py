@@ -10,6 +10,10 @@ behind it, and with `_deterministic` behind it any that has an order of accumula
 With `--models` cells are real models' shapes (`bench.models`). With `--settled-ms` each implementation is timed once
 more, alone, call behind call until the GPU's clocks have settled, with the energy of a call (`bench.settled`).
 
+With `--scores` they have something on their scores (`bench.scores`), and the FLOPs of cells without. All cells of one
+size and pass are timed in the same turns, but for a bias, which fills memory and has its own. They are checked on all
+queries of up to 2k, and on 1024 of more.
+
 With `--lengths` they have packed sequences (`bench.lengths`), and the FLOPs of the pairs that these see.
 
 With `--decode` they are steps of decoding: one query, or a few, of each sequence on a cache, all of which is used
@@ -41,12 +45,13 @@ from bench.ahead import compile_ahead
 from bench.arguments import check, check_out, check_size, parser_of, results_of
 from bench.caches import rate
 from bench.ceiling import ceilings, copied
-from bench.cells import Cell, Work, cells, passes
+from bench.cells import Cell, Work, cells, left_out, passes
 from bench.contenders import Contender, default_impls, first_call, fitting, objection, parted
 from bench.peers import PEERS, missing, package
 from bench.progress import progress
 from bench.referee import Referee
 from bench.rows import COPY, FAILED, MISSING, NO_MEMORY, REFUSED, Results, Row, gpu_name, time_columns, version_of
+from bench.scores import BIASES, room
 from bench.settled import settled_columns
 from flashzoo.compare import expected_s
 from flashzoo.spec import duration
@@ -74,7 +79,14 @@ def main(argv: list[str] | None = None) -> int:
     check(args, parser)
     impls = {
         pass_: args.impls
-        or default_impls(pass_, args.dtype, bool(args.masks), bool(args.lengths), linear=bool(args.models))
+        or default_impls(
+            pass_,
+            args.dtype,
+            bool(args.masks),
+            bool(args.lengths),
+            linear=bool(args.models),
+            with_scores=bool(args.scores),
+        )
         for pass_ in passes(args)
     }
     check_out(args, [impl for chosen in impls.values() for impl in chosen], parser)
@@ -95,6 +107,9 @@ def main(argv: list[str] | None = None) -> int:
         )
     where = f"{gpu_name(args.device)}, {about}" if expected >= 1 else gpu_name(args.device)
     print(f"run {results.run}, {len(todo)} cells, {where}, into {results.path}", flush=True)
+    for cell in left_out(args):
+        told = f"its bias takes {cell.scores.bytes / 1e9:.0f} GB" if cell.scores else ""
+        print(f"{cell} is left out: {told}, of which there are {room(args.device) / 1e9:.0f}", flush=True)
     for impl in dict.fromkeys(impl for chosen in todo.values() for impl in chosen):
         if why := missing(impl):
             print(f"{impl} is missing: {why}", flush=True)
@@ -155,14 +170,16 @@ def _run(
 
 
 def in_turns(todo: Work, masked: bool) -> list[Work]:
-    """What is timed together: a cell, or in a run with block masks all cells of one size and pass, masked and dense.
+    """What is timed together: a cell; in a run with block masks all cells of one size and pass, masked and dense; with
+    something on the scores all but biases.
 
     A GPU at its power limit is as fast as what runs beside lets it be:
     so only what is timed in the same turns has a ratio.
     """
     together: dict[Cell, Work] = {}
     for cell, impls in todo.items():
-        of = Cell(replace(cell.problem, causal=False)) if masked else cell
+        of = cell if cell.score in BIASES else replace(cell, score="")
+        of = Cell(replace(cell.problem, causal=False)) if masked else of
         together.setdefault(of, {})[cell] = impls
     return list(together.values())
 
@@ -225,6 +242,7 @@ def _admitted(
             else:
                 contender, result, seconds = first_call(impl, cell, *tensors)
                 row = referee.errors(impl, result)
+                del result  # the gradient of a bias is large
                 row |= {**costs(clock, contender.run), "compile_s": f"{ahead.get((impl, cell), seconds):.3g}"}
                 found[impl], contenders[impl] = row, contender
         except OutOfTimeError:

@@ -85,7 +85,8 @@ def last_run(rows: list[Row], table: str) -> list[Row]:
     Args:
         rows: of the results file.
         table: one of `TABLES`. A run that times anything end to end is of that table, and of no other with its pass.
-            One that times an ablated kernel is of none, nor one with block masks or packed sequences.
+            One that times an ablated kernel is of none, nor one with block masks, packed sequences or something on the
+            scores.
     """
     found: dict[tuple[str, str], list[Row]] = {}
     for row in _of_table(rows, table):
@@ -99,7 +100,8 @@ def _measurement(row: Row) -> tuple[str, str]:
 
 
 def _of_table(rows: list[Row], table: str) -> list[Row]:
-    others = {row["run"] for row in rows if row["impl"].endswith(ABLATED) or row["mask"] or row.get("lengths")}
+    apart = ("mask", "lengths", "score")
+    others = {row["run"] for row in rows if row["impl"].endswith(ABLATED) or any(row.get(name) for name in apart)}
     rows = [row for row in measured(rows) if row["run"] not in others]
     quantized = {row["run"] for row in rows if row["impl"].endswith(END_TO_END)}
 
