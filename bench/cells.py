@@ -132,6 +132,8 @@ class Cell:
         """q, k, v and dout; of caches those of every call that is timed."""
         if self.caches:
             return [self.caches.inputs(seed) for seed in range(self.caches.calls)]
+        if self.scores:
+            return [self.scores.inputs()]
         return [inputs(self.problem, device=self.problem.device)]
 
     @property

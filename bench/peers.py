@@ -122,7 +122,10 @@ def sdpa(backend: SDPBackend, problem: Problem, bias: Tensor | None = None) -> A
         try:
             with sdpa_kernel(backend), _math_in_16_bits():
                 out = scaled_dot_product_attention(
-                    *(q, k, v, mask),
+                    q,
+                    k,
+                    v,
+                    attn_mask=mask,
                     is_causal=problem.causal and mask is None,
                     enable_gqa=problem.heads != problem.heads_kv,
                 )

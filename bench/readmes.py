@@ -19,6 +19,7 @@ from bench.cells import DECODE
 from bench.peers import DECODE_PEERS
 from bench.rows import COPY, read
 from bench.runs import ABLATED, BEST_PEER, ERROR, RESULTS, Row, Speeds
+from bench.scores import PLAIN
 from flashzoo.call.problem import FEATURES
 from flashzoo.gpu import peak_tflops
 
@@ -300,6 +301,34 @@ def packed_in_a_sentence(rows: list[Row]) -> Iterator[str]:
     )
 
 
+def on_scores(rows: list[Row]) -> Iterator[str]:
+    """Softcap, ALiBi, biases, sinks and dropout, in the last run that has any, beside the same cells without."""
+    rows = [row for row in runs.measured(rows) if row["pass"] in runs.WORDS and row["causal"] == "1"]
+    of = [row["run"] for row in rows if row.get("score")]
+    if not of:
+        yield "Not measured yet; `flashzoo bench --scores` does."
+        return
+    mine = [row for row in rows if row["run"] == of[-1]]
+    cells: dict[tuple[str, str, str, str], dict[str, float]] = {}
+    for row in mine:
+        key = row["pass"], row["head_dim"], row["seqlen_q"], row["score"] or PLAIN
+        cells.setdefault(key, {})[row["impl"]] = float(row["tflops"])
+    impls = list(dict.fromkeys(row["impl"] for row in mine))
+    yield (
+        f"{mine[0]['dtype']}, causal, {runs.tokens_of(mine[0])} tokens in all; TFLOP/s, of the FLOPs without. "
+        f"{origin(mine[0])}."
+    )
+    ratios = [(name, "flex") for name in ("v3", "v2") if {name, "flex"} <= set(impls)]
+
+    def line(key: tuple[str, str, str, str], cell: dict[str, float]) -> list[str]:
+        of_each = [f"{cell[impl]:.3g}" if impl in cell else "-" for impl in impls]
+        over_flex = [f"{cell[a] / cell[b]:.2f}x" if a in cell and b in cell else "-" for a, b in ratios]
+        return [runs.WORDS[key[0]], key[1], runs.length(int(key[2])), key[3], *of_each, *over_flex]
+
+    head = ("pass", "head dim", "seqlen", "score", *map(name_of, impls))
+    yield table((*head, *(f"{a} over {name_of(b)}" for a, b in ratios)), (line(*of) for of in cells.items()))
+
+
 def decode(rows: list[Row]) -> Iterator[str]:
     """One query on caches without pages, beside other libraries."""
     mine = [row for row in runs.measured(rows) if (row["pass"], row["seqlen_q"], row["lengths"]) == (DECODE, "1", "")]
@@ -479,7 +508,7 @@ SECTIONS: dict[str, Sections] = {
     "README.md": {"versions": versions, "claims": lambda rows: iter([claims.table(rows)])},
     "docs/versions.md": {"versions": features},
     "docs/options.md": {"packed": packed_in_a_sentence},
-    "docs/measured.md": {"h100": h100},
+    "docs/measured.md": {"h100": h100, "scores": on_scores},
     "flashzoo/v1/README.md": {"results": v1},
     "flashzoo/v2/README.md": {"results": v2},
     "flashzoo/v3/README.md": {

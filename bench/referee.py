@@ -44,8 +44,8 @@ class Referee:
         group = problem.heads // problem.heads_kv
         self.heads_kv = min(problem.heads_kv, ceil(2 / group))
         self.heads = self.heads_kv * group
-        scores = cell.scores
-        self.batch = problem.batch if scores and scores.leaves else 1
+        self.scores = cell.scores
+        self.batch = problem.batch if self.scores and self.scores.gradient else 1
         self.sample = replace(cell.dense, batch=self.batch, heads=self.heads, heads_kv=self.heads_kv, lse=False)
         heads = (self.heads, self.heads_kv, self.heads_kv, self.heads)
         q, k, v, dout = (x[:, :, :n] for x, n in zip(tensors, heads, strict=True))
@@ -64,10 +64,6 @@ class Referee:
             self.sample = replace(
                 self.sample, seqlen_q=len(self.queries), causal=False, block_mask=form, sequences=None
             )
-        self.told = {}
-        if scores:
-            asked, self.told = scores.judged(self.batch, self.heads, self.queries)
-            self.sample = replace(self.sample, **asked)
         self.judges: dict[str | None, Judge] = {}
 
     def judge(self, impl: str) -> Judge:
@@ -75,8 +71,9 @@ class Referee:
         precision = parted(impl)[1].get("precision")
         if precision not in self.judges:
             q, k, v, dout = self.tensors
-            sample = replace(self.sample, precision=precision)
-            self.judges[precision] = Judge(q, k, v, sample, dout if sample.grad else None, mask=self.mask, **self.told)
+            asked, told = self.scores.judged(self.batch, self.heads, self.queries) if self.scores else ({}, {})
+            sample = replace(self.sample, precision=precision, **asked)
+            self.judges[precision] = Judge(q, k, v, sample, dout if sample.grad else None, mask=self.mask, **told)
         return self.judges[precision]
 
     def errors(self, impl: str, result: Result) -> Row:

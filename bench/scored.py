@@ -7,7 +7,7 @@ from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
 
-from torch import Tensor, tanh
+from torch import tanh
 from torch.nn.attention import SDPBackend
 
 from bench.peers import Attention, flex, library, sdpa
@@ -51,9 +51,10 @@ def _flex_alibi(problem: Problem, scores: Scores) -> Attention:
 
 
 def _flex_bias(problem: Problem, scores: Scores) -> Attention:
-    numbers, bias = problem.heads * problem.seqlen_q * problem.seqlen_k, scores.bias
+    numbers = problem.heads * problem.seqlen_q * problem.seqlen_k
     if numbers >= MOST_NUMBERED:
         raise NotImplementedError(f"counts a bias's numbers in 32 bits: expected fewer than 2^31, got {numbers}")
+    bias = scores.bias
     return flex(problem, lambda s, b, h, i, j: s + bias[0, h, i, j])
 
 

@@ -21,7 +21,7 @@ from flashzoo import score_mods
 from flashzoo.call.problem import Problem
 from flashzoo.dropout import kept
 from flashzoo.dtypes import BYTES, TORCH_DTYPES
-from flashzoo.inputs import sinks
+from flashzoo.inputs import inputs, sinks
 from flashzoo.lengths import places
 from flashzoo.scores.at import ScoredAt
 from flashzoo.scores.mod import ScoreMod
@@ -32,6 +32,9 @@ SOFTCAP, ALIBI, BIAS, BIAS_GRAD, SINKS, DROPOUT = "softcap", "alibi", "bias", "b
 NAMES = (PLAIN, SOFTCAP, ALIBI, BIAS, BIAS_GRAD, SINKS, DROPOUT)
 BIASES = (BIAS, BIAS_GRAD)
 CAP, DROPPED, SEED = 30.0, 0.1, 7
+LARGER = 5
+"""What q is multiplied by under a softcap: scores of deviation 1 feel so little of it that a result without it would
+pass."""
 MOST_OF_MEMORY = 0.8
 """What of a GPU's memory a bias and what is made of it may take."""
 
@@ -48,6 +51,11 @@ class Scores:
     name: str
     problem: Problem
 
+    def inputs(self) -> tuple[Tensor, ...]:
+        """q, k, v and dout."""
+        q, *others = inputs(self.problem, device=self.problem.device)
+        return (q * LARGER if self.name == SOFTCAP else q, *others)
+
     @cached_property
     def slopes(self) -> Tensor:
         """float32 `(heads,)`, of ALiBi."""
@@ -59,7 +67,7 @@ class Scores:
         """`(1, heads, seqlen_q, seqlen_k)` of normal random numbers, in the problem's dtype."""
         p = self.problem
         drawn = _normal((1, p.heads, p.seqlen_q, p.seqlen_k), TORCH_DTYPES[p.dtype], p.device)
-        return drawn.detach().requires_grad_(self.name == BIAS_GRAD and p.grad)
+        return drawn.detach().requires_grad_(self.gradient == "dscore_mod")
 
     @cached_property
     def sinks(self) -> Tensor:
@@ -97,13 +105,14 @@ class Scores:
         return {"sinks": True} if self.name == SINKS else {"dropout_p": DROPPED}
 
     @property
+    def gradient(self) -> str:
+        """What `Result` calls the gradient that there is beside q's, k's and v's; empty for none."""
+        return {BIAS_GRAD: "dscore_mod", SINKS: "dsinks"}.get(self.name, "") if self.problem.grad else ""
+
+    @property
     def leaves(self) -> dict[str, Tensor]:
-        """What has a gradient beside q, k and v, by the name that `Result` has for this."""
-        of = {BIAS_GRAD: ("dscore_mod", "bias"), SINKS: ("dsinks", "sinks")}
-        if self.name not in of or not self.problem.grad:
-            return {}
-        gradient, tensor = of[self.name]
-        return {gradient: getattr(self, tensor)}
+        """What has it, by that name."""
+        return {self.gradient: self.sinks if self.name == SINKS else self.bias} if self.gradient else {}
 
     def judged(self, batch: int, heads: int, queries: Tensor | None) -> tuple[dict[str, Any], dict[str, Any]]:
         """Of the first of the batch and of the heads, and of some queries, None for all: the fields of `Problem`,

@@ -157,14 +157,14 @@ def test_torch_is_given_views_of_the_caches(monkeypatch):
     problem = Problem(3, 1, 32, **SIZES)
     given = []
 
-    def sdpa(q, k, v, *, is_causal, enable_gqa):
-        given.append((k.shape, k.data_ptr(), is_causal, enable_gqa))
+    def sdpa(q, k, v, *, attn_mask, is_causal, enable_gqa):
+        given.append((k.shape, k.data_ptr(), attn_mask, is_causal, enable_gqa))
         return q
 
     monkeypatch.setattr(peers, "scaled_dot_product_attention", sdpa)
     q, k, v, _ = Caches(problem).inputs(0)
     out = peers.peer("sdpa_cudnn", problem, caches=Caches(problem))(q, k, v)
-    assert out.shape == q.shape and given == [((3, 2, 32, 16), k.data_ptr(), False, True)]
+    assert out.shape == q.shape and given == [((3, 2, 32, 16), k.data_ptr(), None, False, True)]
 
 
 def test_calls_are_made_on_the_side_stream_before_they_are_captured(monkeypatch):
