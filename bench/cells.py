@@ -250,10 +250,12 @@ def _scored(args: argparse.Namespace) -> Iterator[Cell]:
                 yield Cell(problem, score="" if name == PLAIN else name)
 
 
-def left_out(args: argparse.Namespace) -> list[Cell]:
-    """Cells with a bias for which the GPU has no room."""
-    found = _scored(args) if args.scores else ()
-    return [cell for cell in found if not scores.fits(cell.score, cell.problem)]
+def left_out(args: argparse.Namespace) -> Iterator[str]:
+    """Cells with a bias for which the GPU has no room, in words."""
+    for cell in _scored(args) if args.scores else ():
+        if not scores.fits(cell.score, cell.problem):
+            taken, room = (each / 1e9 for each in (Scores(cell.score, cell.problem).bytes, scores.room(args.device)))
+            yield f"{cell} is left out: its bias takes {taken:.0f} GB, and there are {room:.0f}"
 
 
 def causal(args: argparse.Namespace) -> list[bool]:

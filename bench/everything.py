@@ -53,7 +53,16 @@ SETS = (
     Set("end-to-end", run.main, ("--passes fwd --seqlens 4096,8192,16384 --ms 40 --impls v3,v3_fp8_end_to_end",)),
     Set("packed", run.main, ("--lengths documents --ms 40",)),
     Set("decode", run.main, ("--decode --ms 40",)),
-    Set("scores", run.main, ("--scores --ms 20",)),
+    Set(
+        "scores",
+        run.main,
+        (
+            "--scores --ms 20",
+            # so few heads that FlexAttention takes a bias of 16k
+            "--scores bias,bias_grad --tokens 16384 --hidden 512 --head-dims 128,256 --ms 20",
+            "--scores bias,bias_grad --tokens 16384 --hidden 256 --head-dims 64 --ms 20",
+        ),
+    ),
     Set("traffic", traffic.main, ("",), resumes=False),
     Set("error", fp8_error.main, ("",), resumes=False),
     Set("standard", run.main, ("--passes fwd --seqlens 512,1024,2048 --ms 40 --impls v1,standard,sdpa_math",)),

@@ -309,9 +309,9 @@ def on_scores(rows: list[Row]) -> Iterator[str]:
         yield "Not measured yet; `flashzoo bench --scores` does."
         return
     mine = [row for row in rows if row["run"] == of[-1]]
-    cells: dict[tuple[str, str, str, str], dict[str, float]] = {}
+    cells: dict[tuple[str, ...], dict[str, float]] = {}
     for row in mine:
-        key = row["pass"], row["head_dim"], row["seqlen_q"], row["score"] or PLAIN
+        key = row["pass"], row["heads"], row["head_dim"], row["seqlen_q"], row["score"] or PLAIN
         cells.setdefault(key, {})[row["impl"]] = float(row["tflops"])
     impls = list(dict.fromkeys(row["impl"] for row in mine))
     yield (
@@ -320,12 +320,12 @@ def on_scores(rows: list[Row]) -> Iterator[str]:
     )
     ratios = [(name, "flex") for name in ("v3", "v2") if {name, "flex"} <= set(impls)]
 
-    def line(key: tuple[str, str, str, str], cell: dict[str, float]) -> list[str]:
+    def line(key: tuple[str, ...], cell: dict[str, float]) -> list[str]:
         of_each = [f"{cell[impl]:.3g}" if impl in cell else "-" for impl in impls]
         over_flex = [f"{cell[a] / cell[b]:.2f}x" if a in cell and b in cell else "-" for a, b in ratios]
-        return [runs.WORDS[key[0]], key[1], runs.length(int(key[2])), key[3], *of_each, *over_flex]
+        return [runs.WORDS[key[0]], key[1], key[2], runs.length(int(key[3])), key[4], *of_each, *over_flex]
 
-    head = ("pass", "head dim", "seqlen", "score", *map(name_of, impls))
+    head = ("pass", "heads", "head dim", "seqlen", "score", *map(name_of, impls))
     yield table((*head, *(f"{a} over {name_of(b)}" for a, b in ratios)), (line(*of) for of in cells.items()))
 
 

@@ -51,7 +51,7 @@ from bench.peers import PEERS, missing, package
 from bench.progress import progress
 from bench.referee import Referee
 from bench.rows import COPY, FAILED, MISSING, NO_MEMORY, REFUSED, Results, Row, gpu_name, time_columns, version_of
-from bench.scores import BIASES, room
+from bench.scores import BIASES
 from bench.settled import settled_columns
 from flashzoo.compare import expected_s
 from flashzoo.spec import duration
@@ -107,9 +107,8 @@ def main(argv: list[str] | None = None) -> int:
         )
     where = f"{gpu_name(args.device)}, {about}" if expected >= 1 else gpu_name(args.device)
     print(f"run {results.run}, {len(todo)} cells, {where}, into {results.path}", flush=True)
-    for cell in left_out(args):
-        told = f"its bias takes {cell.scores.bytes / 1e9:.0f} GB" if cell.scores else ""
-        print(f"{cell} is left out: {told}, of which there are {room(args.device) / 1e9:.0f}", flush=True)
+    for told in left_out(args):
+        print(told, flush=True)
     for impl in dict.fromkeys(impl for chosen in todo.values() for impl in chosen):
         if why := missing(impl):
             print(f"{impl} is missing: {why}", flush=True)

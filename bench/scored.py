@@ -59,9 +59,8 @@ def _flex_bias(problem: Problem, scores: Scores) -> Attention:
 
 
 def _fa4_mod(problem: Problem, scores: Scores) -> Attention:
-    on_scores, tensors = _fa4_alibi(problem.heads), None
-    if scores.name == BIAS:
-        on_scores, tensors = _fa4_bias(), [scores.bias]
+    bias = scores.name == BIAS
+    on_scores, tensors = (_fa4_bias(), [scores.bias]) if bias else (_fa4_alibi(problem.heads), None)
     return library("fa4", problem, score_mod=on_scores, score_mod_bwd=_fa4_gradient(), aux_tensors=tensors)
 
 
