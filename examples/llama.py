@@ -13,9 +13,13 @@ one. What is written is behind a context of random tokens, in a static cache: th
 from __future__ import annotations
 
 import argparse
+import csv
 import math
 import time
 from collections.abc import Callable, Sequence
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,6 +90,16 @@ def written(model: Any, context: Tensor, args: argparse.Namespace) -> float:
     return args.new / (many - one) if many > one else math.nan  # so few that what else runs here decides
 
 
+def keep(path: Path, row: dict[str, object]) -> None:
+    """Append a row to a CSV file, whose header is written where it is not there yet."""
+    fresh = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, row, lineterminator="\n")
+        if fresh:
+            writer.writeheader()
+        writer.writerow(row)
+
+
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -94,6 +108,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, default in {"seqlen": 128, "context": 128, "new": 16, "times": 3, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
     parser.add_argument("--compile", action="store_true", help="the model, by torch.compile, and each step of writing")
+    parser.add_argument("--csv", type=Path, help="append what is measured to this file")
+    parser.add_argument("--commit", default="unknown", help="flashzoo's, for the file")
     args = parser.parse_args(argv)
     args.implementations = args.implementations.split(",")
     args.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -127,6 +143,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         del logits
         speeds = trained(model, tokens[:, : args.seqlen], args), written(model, tokens[:, : args.context], args)
         print(f"{name:20} {speeds[0]:12.0f} trained {speeds[1]:12.1f} written   {far:.1e} away")
+        if args.csv:
+            gpu = torch.cuda.get_device_name() if args.device.type == "cuda" else "cpu"
+            libraries = {package: version(package) for package in ("torch", "transformers")}
+            asked = {"compiled": int(args.compile), "seqlen": args.seqlen, "context": args.context, "new": args.new}
+            measured = {"trained": f"{speeds[0]:.5g}", "written": f"{speeds[1]:.4g}", "logits_away": f"{far:.1e}"}
+            common = {"date": f"{date.today()}", "commit": args.commit, "gpu": gpu, **libraries, "size": args.size}
+            keep(args.csv, {**common, "implementation": name, **asked, **measured})
         torch.compiler.reset()
     return int(wrong)
 

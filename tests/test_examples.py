@@ -181,8 +181,13 @@ def llama():
 TWO = ["--seqlen", "24", "--context", "24", "--new", "4", "--times", "1", "--implementations"]
 
 
-def test_a_llama_of_transformers_is_timed(llama, capsys):
-    assert llama.main([*TWO, "eager,zoo,zoo:standard,flash_attention_2"]) == 0
+def test_a_llama_of_transformers_is_timed(llama, capsys, tmp_path):
+    kept = tmp_path / "llama.csv"
+    assert llama.main([*TWO, "eager,zoo,zoo:standard,flash_attention_2", "--csv", str(kept), "--commit", "abc"]) == 0
+    with kept.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["implementation"] for row in rows] == ["eager", "zoo", "zoo:standard"]
+    assert all(row["commit"] == "abc" and float(row["trained"]) > 0 and row["seqlen"] == "24" for row in rows)
     printed = capsys.readouterr().out
     assert printed.count(" trained ") == 3 and re.search(r"flash_attention_2 +ImportError", printed)
 

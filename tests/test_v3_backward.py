@@ -216,8 +216,10 @@ def test_every_head_dim_has_a_kernel():
         kernel = kernel_backward_for(
             replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim_v, deterministic=deterministic)
         )
-        widest = max(head_dim, head_dim_v)
-        assert kernel.width == kernel.width_v == min(width for width in BACKWARD if width >= widest)
+        fits = [(width, width_v) for width, width_v in BACKWARD if width >= head_dim and width_v >= head_dim_v]
+        assert (kernel.width, kernel.width_v) == min(fits, key=sum)
+        parts = [part for wg_idx in range(kernel.tiles.consumers) for part in kernel.dq_parts_of(wg_idx)]
+        assert parts == list(range(kernel.dq_parts)), "each part of dQ is one warpgroup's"
         assert kernel.deterministic == deterministic and kernel.tiles in BACKWARD.values()
 
 
@@ -281,7 +283,7 @@ def short(problem: Problem) -> str:
 
 SAMPLED = [
     pytest.param(problem, id=f"{band}-{short(problem)}")
-    for head_dim, band in itertools.product((64, 128, 256), BANDS)
+    for head_dim, band in itertools.product((64, 80, 128, 192, 256), BANDS)
     for problem in sampled(head_dim, band)
 ]
 

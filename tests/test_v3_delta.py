@@ -23,8 +23,8 @@ from flashzoo_suite.support import DEVICE, same_bits, storage_of
 
 KERNELS = {
     **{
-        f"table_{width}": KernelBackward("fp16", width, width, False, True, True, tiles)
-        for width, tiles in BACKWARD.items()
+        f"table_{width}_{width_v}": KernelBackward("fp16", width, width_v, False, True, True, tiles)
+        for (width, width_v), tiles in BACKWARD.items()
     },
     "by_rows": KernelBackward("fp16", 64, 64, False, False, False, TilesBackward(128)),
     "by_columns": KernelBackward("fp16", 128, 128, False, False, True, TilesBackward(64)),
@@ -106,7 +106,7 @@ def test_the_gradient_of_sinks(kernel, seqlen_q):
 
 def as_registers(dq: Tensor, kernel: KernelBackward) -> Tensor:
     """What the backward kernel leaves of dQ `(batch, seqlen_q, heads, head_dim)`:
-    (batch, heads, blocks, consumers, numbers of a part).
+    (batch, heads, blocks, parts of a block, numbers of a part).
 
     By index from where WGMMA leaves element (m, n) of its 64 x N result (PTX, "register fragments of wgmma"): in a
     thread of the warp of 16 rows, which has two rows 8 apart and of every eight columns two. A part lies by fours of
@@ -126,7 +126,7 @@ def as_registers(dq: Tensor, kernel: KernelBackward) -> Tensor:
     at = register // 4 * (4 * WARPGROUP) + thread * 4 + register % 4
     assert sorted(at.flatten().tolist()) == [*range(rows * columns)]
     parts = []
-    for part in range(tiles.consumers):
+    for part in range(kernel.dq_parts):
         row, column = (m + rows * part, n) if kernel.dq_by_rows else (m, n + columns * part)
         numbers = torch.empty(*whole.shape[:3], rows * columns, dtype=dq.dtype, device=dq.device)
         numbers[..., at.flatten()] = whole[..., row.flatten(), column.flatten()]
@@ -178,7 +178,7 @@ def test_one_kernel_serves_every_length(with_dlse, monkeypatch):
         return compiled[sources[-1]]
 
     monkeypatch.setattr(triton, "compile", noted)
-    kernel, strides = KERNELS["table_128"], (4096 * 16 * 128, 16 * 128, 128)
+    kernel, strides = KERNELS["table_128_128"], (4096 * 16 * 128, 16 * 128, 128)
     for sizes in ({"seqlen_q": 1}, {"seqlen_q": 16}, {"seqlen_q": 17}, {"seqlen_q": 2048}, {"heads": 1}, {"heads": 3}):
         problem = replace(PLAIN, **{"heads": 16, "heads_kv": 1, "head_dim": 128, "head_dim_v": None} | sizes)
         before = launch.delta_launch(problem, kernel, strides, strides, with_dlse)

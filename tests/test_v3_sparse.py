@@ -141,8 +141,8 @@ def test_what_a_backward_kernel_can_cut_is_taken():
 
 
 def test_sums_and_statistics_are_of_whole_rows_of_the_mask():
-    for head_dim in BACKWARD:
-        kernel = kernel_backward_for(replace(PLAIN, head_dim=head_dim, head_dim_v=None, grad=True))
+    for head_dim, head_dim_v in BACKWARD:
+        kernel = kernel_backward_for(replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim_v, grad=True))
         for seqlen in (1, 63, 64, 65, 127, 128, 129, 191, 300):
             rows = -(-seqlen // MASK_Q)
             assert kernel.blocks_q(seqlen) * kernel.tiles.block_q == rows * MASK_Q

@@ -28,7 +28,7 @@ TMA_DTYPES = {
 }
 """CUDA's number of each of our dtypes; for e4m3, which TMA does not know, that of bytes."""
 
-TMA_SWIZZLES = {64: int(_Swizzle.CU_TENSOR_MAP_SWIZZLE_64B), 128: int(_Swizzle.CU_TENSOR_MAP_SWIZZLE_128B)}
+TMA_SWIZZLES = {size: int(getattr(_Swizzle, f"CU_TENSOR_MAP_SWIZZLE_{size}B")) for size in (32, 64, 128)}
 """CUDA's number of the swizzle, by the bytes of a row of the box."""
 
 _NOT_INTERLEAVED = int(cuda.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE)
@@ -124,7 +124,7 @@ class TensorMap:
         sizes: innermost dimension first, which is contiguous.
         strides: in bytes, of all dimensions but the innermost; multiples of 16.
         box: sizes of what one TMA instruction moves.
-        row_bytes: bytes of a row of the box: 64 or 128, which is the swizzle on chip.
+        row_bytes: bytes of a row of the box: 32, 64 or 128, which is the swizzle on chip.
     """
 
     def __init__(

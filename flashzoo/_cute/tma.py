@@ -44,7 +44,7 @@ def in_bytes(dtype: str, strides: Ints, sizes: Ints) -> list[int]:
 
 
 def tensor_map(dtype: str, sizes: Ints, strides: Ints, width: int, box: Ints) -> TensorMap:
-    """Descriptors for tiles of that width: rows on chip are 128 bytes, or 64 where only those divide it.
+    """Descriptors for tiles of that width: rows on chip are 128 bytes, or the half or a quarter where those divide it.
 
     Args:
         dtype: of the tensor.
@@ -54,7 +54,7 @@ def tensor_map(dtype: str, sizes: Ints, strides: Ints, width: int, box: Ints) ->
         box: sizes of what one instruction moves, but for the innermost dimension's.
     """
     size = BYTES[dtype]
-    row_bytes = 128 if size * width % 128 == 0 else 64
+    row_bytes = next(row_bytes for row_bytes in (128, 64, 32) if size * width % row_bytes == 0)
     return TensorMap(dtype, sizes, strides, (row_bytes // size, *box), row_bytes)
 
 

@@ -34,6 +34,7 @@ from cutlass.utils import hopper_helpers
 from flashzoo._cute.hopper.bounds import NEVER, BoundsBackward, ThreadBounds
 from flashzoo._cute.hopper.dtypes import DTYPES
 from flashzoo._cute.hopper.mask import mask_scores
+from flashzoo._cute.hopper.opaque import opaque
 from flashzoo._cute.hopper.params import Params
 from flashzoo._cute.hopper.pipeline import Pipeline
 from flashzoo._cute.hopper.scores import Scores, Told
@@ -330,7 +331,8 @@ class Backward:
         end: Int32,
     ):
         """Q and dO of a tile's step, with the LSE and delta of their rows."""
-        head, n = bounds.step(step, begin, end)
+        # The producer has 24 registers; and where it spills ptxas may serialise the WGMMAs of its neighbours too.
+        head, n = bounds.step(opaque(step), begin, end)
         block = bounds.block_q(n)
         origin = (0, *bounds.sequence.origin_q(block * self.tiles.block_q, head))
         first = bounds.block_of_queries(head, block) * self.tiles.block_q

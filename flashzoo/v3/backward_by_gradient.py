@@ -4,8 +4,8 @@ What differs from `backward.py`: a tile has 64 keys, and both consumer warpgroup
 
 1. The warpgroup of V computes S^T and P^T, leaves P^T to the other in shared memory, in float32, and adds P^T dO to dV.
 2. The warpgroup of K computes dP^T and, from it and P^T, dS^T, and adds dS^T Q to dK.
-3. dS goes through shared memory, and each computes half of the columns of dQ,
-   and adds them to memory straight from registers.
+3. dS goes through shared memory, and each computes half of the columns of dQ, of three parts of 64 the warpgroup of K
+   two, and adds them to memory straight from registers.
 4. Each issues the next block's S^T or dP^T before it goes on with dQ of this one, so that the products run while it and
    the other wait for one another.
 """
@@ -207,7 +207,7 @@ class BackwardByGradient(Backward):
         # B2.12, B2.16
         gemm(tile.mma_acc, tile.acc, rounded, tile.factor[None, None, None, pipeline_of_factor.stage(use)], False)
         storage.ds_pipeline.consumer_wait(use)
-        parts = self.kernel.semaphores
+        parts = len(self.kernel.dq_parts_of(int(gradient)))
         dq = self.issue_dq(tile, gradient, use, 0)
         warpgroup.wait_group(0)
         pipeline_of_factor.consumer_release(use)
@@ -219,6 +219,9 @@ class BackwardByGradient(Backward):
         storage.ds_pipeline.consumer_release(use)
         self.issue_scores(tile, gradient, use + 1, more, scores)
         self.add_to_dq(tile, gradient, use, step, parts - 1, dq)
+        if const_expr(self.kernel.deterministic):
+            for j in cutlass.range_constexpr(parts, self.kernel.semaphores):  # it has fewer parts than the other
+                self.take_turn(tile, use * self.kernel.semaphores + j)
 
     @cute.jit
     def make_p(self, tile: Tile, use: Int32, step: Int32, s: cute.Tensor, p: cute.Tensor):
@@ -288,14 +291,13 @@ class BackwardByGradient(Backward):
 
     @cute.jit
     def issue_dq(self, tile: Tile, gradient: Constexpr[Gradient], use: Int32, j: Constexpr[int]) -> cute.Tensor:
-        """Registers that will hold the j-th of this warpgroup's columns of dS K."""
+        """Registers that will hold the j-th of this warpgroup's parts of dS K."""
         dq = cute.make_rmem_tensor(tile.mma_dq.get_slice(0).partition_shape_C((self.tiles.block_q, COLUMNS)), Float32)
-        columns = int(gradient) * self.kernel.semaphores + j
         gemm_of(
             tile.mma_dq,
             dq,
             tile.ds[None, None, None, tile.storage.ds_pipeline.stage(use)],
-            tile.k_t[None, columns, None],
+            tile.k_t[None, self.kernel.dq_parts_of(int(gradient))[j], None],
         )
         return dq
 
@@ -303,19 +305,27 @@ class BackwardByGradient(Backward):
     def add_to_dq(
         self, tile: Tile, gradient: Constexpr[Gradient], use: Int32, step: Int32, j: Constexpr[int], dq: cute.Tensor
     ):
-        """Add those columns to memory; where deterministic, in order."""
-        bounds, fours = tile.bounds, cute.size(dq) // 4
+        """Add that part to memory; where deterministic, in order."""
+        bounds, kernel = tile.bounds, self.kernel
         head, n = bounds.step(step, tile.begin, tile.end)
-        part = bounds.block_of_queries(head, bounds.block_q(n)) * self.tiles.consumers + int(gradient)
+        block = bounds.block_of_queries(head, bounds.block_q(n))
+        part = block * kernel.dq_parts + kernel.dq_parts_of(int(gradient))[j]
         memory = tile.dq + part * self.part + tile.thread * 4
-        semaphore_pipeline, semaphore_use = tile.storage.semaphore_pipeline, use * self.kernel.semaphores + j
-        if const_expr(self.kernel.deterministic):
-            semaphore_pipeline.consumer_wait(semaphore_use)
-        for i in cutlass.range_constexpr(fours):
-            add_four(memory + (j * fours + i) * 4 * WARPGROUP, dq, 4 * i)  # B2.15
-        if const_expr(self.kernel.deterministic):
+        turns, turn = tile.storage.semaphore_pipeline, use * kernel.semaphores + j
+        if const_expr(kernel.deterministic):
+            turns.consumer_wait(turn)
+        for i in cutlass.range_constexpr(cute.size(dq) // 4):
+            add_four(memory + i * 4 * WARPGROUP, dq, 4 * i)  # B2.15
+        if const_expr(kernel.deterministic):
             cute.arch.sync_warp()
-            semaphore_pipeline.consumer_release(semaphore_use)
+            turns.consumer_release(turn)
+
+    @cute.jit
+    def take_turn(self, tile: Tile, turn: Int32):
+        """Add nothing, in order."""
+        tile.storage.semaphore_pipeline.consumer_wait(turn)
+        cute.arch.sync_warp()
+        tile.storage.semaphore_pipeline.consumer_release(turn)
 
     @cute.jit
     def store_dq(self, params: Params, storage: SharedStorage, writer: Int32, workspace: Workspace):

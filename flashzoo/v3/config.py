@@ -82,11 +82,14 @@ FP8 = {
     256: TilesFp8(Tiles(2, DESCALE_BLOCK, overlap=False), columns=128, raw_stages=1, prepare=8192),
 }
 
-# The backward pass, width of q, k and v.
+# The backward pass, width of q and k, width of v; the narrowest that holds a problem's is taken.
 BACKWARD = {
-    64: TilesBackward(128),
-    128: TilesBackward(64),
-    256: TilesBackward(64, 64),
+    (64, 64): TilesBackward(128),
+    (80, 80): TilesBackward(128),
+    (128, 128): TilesBackward(64),
+    (192, 128): TilesBackward(64, 64),
+    (192, 192): TilesBackward(64, 64),
+    (256, 256): TilesBackward(64, 64),
 }
 
 WIDTHS = tuple(sorted(width for width, width_v in HOPPER if width == width_v))
@@ -158,8 +161,8 @@ def prepares(problem: Problem) -> bool:
 def kernel_backward_for(problem: Problem) -> KernelBackward:
     """The backward kernel of a problem."""
     left, right = (side is not None for side in window_of(problem))
-    width = width_for(max(problem.head_dim, problem.head_dim_v), BACKWARD)
-    how = (problem.dtype, width, width, left, right, problem.deterministic, BACKWARD[width])
+    widths = widths_backward(problem)
+    how = (problem.dtype, *widths, left, right, problem.deterministic, BACKWARD[widths])
     scoring = scoring_of(problem, gradient=True)
     if problem.sequences is not None:
         return KernelBackwardPacked(*how, scoring=scoring)
@@ -167,6 +170,11 @@ def kernel_backward_for(problem: Problem) -> KernelBackward:
     return (
         KernelBackward(*how, scoring=scoring) if mask is None else KernelBackwardSparse(*how, mask.block_kv, mask.bits)
     )
+
+
+def widths_backward(problem: Problem) -> tuple[int, int]:
+    """The key of `BACKWARD` for a problem."""
+    return next(widths for widths in BACKWARD if problem.head_dim <= widths[0] and problem.head_dim_v <= widths[1])
 
 
 def table(problem: Problem) -> dict[tuple[int, int], Tiles]:

@@ -90,13 +90,13 @@ def round_kernel(
     stride_dqb, stride_dqs, stride_dqh,
     seqlen_q, blocks, heads,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, PARTS: tl.constexpr, BY_ROWS: tl.constexpr, N: tl.constexpr,
-    PACKED: tl.constexpr,
+    STEP: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """dQ = scale * its sum over the keys, in the inputs' dtype. A program has one warpgroup's part of a block:
-    64 queries.
+    """dQ = scale * its sum over the keys, in the inputs' dtype. A program has one part of a block: 64 queries.
 
     The sum lies as a WGMMA leaves its 64 x N result in registers, in fours: by eight columns, then by thread, which has
-    pairs of columns of two rows 8 apart. The parts of a block are its queries by 64, or else columns by N.
+    pairs of columns of two rows 8 apart. The parts of a block are its queries by 64, or else columns by N. Of N the
+    program takes as many at a time as N's largest power of two, STEP.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     part = program % PARTS
@@ -108,16 +108,16 @@ def round_kernel(
             return
     b = tl.cast(b, tl.int64)
     h = tl.cast(h, tl.int64)
-    sums = tl.load(dq_sum + (tl.cast(of_block, tl.int64) * PARTS + part) * (64 * N) + tl.arange(0, 64 * N)).reshape(
-        N // 8, 4, 8, 4, 2, 2
-    )
-    tile = (sums * scale).to(dq.dtype.element_ty).permute(1, 4, 2, 0, 3, 5).reshape(64, N)
-    row, column = block * BLOCK_Q + tl.arange(0, 64), tl.arange(0, N)
+    row = block * BLOCK_Q + tl.arange(0, 64)
     if BY_ROWS:
         row += part * 64
-    else:
-        column += part * N
     row = row[:, None]
-    inside = (row < rows) & (column < HEAD_DIM)[None, :]
-    at = dq + b * stride_dqb + h * stride_dqh + tl.cast(first + row, tl.int64) * stride_dqs + column[None, :]
-    tl.store(at, tile, mask=inside)
+    of_rows = dq + b * stride_dqb + h * stride_dqh + tl.cast(first + row, tl.int64) * stride_dqs
+    of_part = dq_sum + (tl.cast(of_block, tl.int64) * PARTS + part) * (64 * N)
+    for start in tl.static_range(0, N, STEP):
+        sums = tl.load(of_part + start * 64 + tl.arange(0, 64 * STEP)).reshape(STEP // 8, 4, 8, 4, 2, 2)
+        tile = (sums * scale).to(dq.dtype.element_ty).permute(1, 4, 2, 0, 3, 5).reshape(64, STEP)
+        column = start + tl.arange(0, STEP)
+        if not BY_ROWS:
+            column += part * N
+        tl.store(of_rows + column[None, :], tile, mask=(row < rows) & (column < HEAD_DIM)[None, :])

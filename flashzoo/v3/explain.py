@@ -14,7 +14,7 @@ from flashzoo.v3.config import (
     kernel_fp8_for,
     pack_gqa_for,
     prepares,
-    width_for,
+    widths_backward,
 )
 from flashzoo.v3.traits import MASK_Q
 
@@ -32,7 +32,7 @@ def refusals(problem: Problem) -> list[str]:
     if mask.block_q != MASK_Q:
         found.append(f"takes block masks with block_q {MASK_Q}, got {mask.block_q}")
     if problem.grad:
-        tile = BACKWARD[width_for(max(problem.head_dim, problem.head_dim_v), BACKWARD)].block_kv
+        tile = BACKWARD[widths_backward(problem)].block_kv
         if mask.block_kv % tile:
             found.append(
                 f"its backward pass takes block masks with block_kv in multiples of {tile} at these head dims, "

@@ -490,13 +490,14 @@ def round_launch(problem: Problem, kernel: KernelBackward, dq_strides: Ints) -> 
     of_part = {
         "HEAD_DIM": p.head_dim,
         "BLOCK_Q": tiles.block_q,
-        "PARTS": tiles.consumers,
+        "PARTS": kernel.dq_parts,
         "BY_ROWS": kernel.dq_by_rows,
         "N": columns,
+        "STEP": columns & -columns,
     }
     return Launch(
         round_kernel,
-        blocks * tiles.consumers * p.batch * p.heads,
+        blocks * kernel.dq_parts * p.batch * p.heads,
         (*dq_strides[:3], p.seqlen_q, blocks, p.heads),
         {**of_part, "PACKED": p.sequences is not None},
         num_warps=4,

@@ -265,7 +265,7 @@ class KernelBackward:
 
     Attributes:
         dtype: "fp16" or "bf16".
-        width, width_v: keys of `BACKWARD`, for q and k, and for v and out.
+        width, width_v: a key of `BACKWARD`, for q and k, and for v and out.
         left, right: whether the window is bounded on that side.
         deterministic: dQ is summed in a fixed order.
         tiles: how it is cut.
@@ -314,9 +314,22 @@ class KernelBackward:
 
     @property
     def dq_part(self) -> tuple[int, int]:
-        """Queries and columns of a warpgroup's part of dQ."""
+        """Queries and columns of a part of dQ, of which a warpgroup computes one, and by gradient one at a time."""
         tiles = self.tiles
+        if tiles.by_gradient:
+            return tiles.block_q, COLUMNS
         return (WARPGROUP_ROWS, self.width) if self.dq_by_rows else (tiles.block_q, self.width // tiles.consumers)
+
+    @property
+    def dq_parts(self) -> int:
+        """Parts of a block of dQ."""
+        return self.width // COLUMNS if self.tiles.by_gradient else self.tiles.consumers
+
+    def dq_parts_of(self, wg_idx: int) -> range:
+        """Those that a warpgroup computes. By gradient the one with dV, whose other products are no fewer, has the
+        smaller half."""
+        parts, consumers = self.dq_parts, self.tiles.consumers
+        return range(wg_idx * parts // consumers, (wg_idx + 1) * parts // consumers)
 
     @property
     def writers(self) -> int:
@@ -329,9 +342,9 @@ class KernelBackward:
 
     @property
     def semaphores(self) -> int:
-        """Semaphores of a block of dQ. By gradient one for the columns that a warpgroup adds at a time: the next tile
-        can begin on the first columns while this one is at the last."""
-        return self.dq_part[1] // COLUMNS if self.tiles.by_gradient else 1
+        """Semaphores of a block of dQ. By gradient one for each part of a warpgroup's: the next tile can begin on the
+        first while this one is at the last."""
+        return max(len(self.dq_parts_of(wg_idx)) for wg_idx in range(self.tiles.consumers))
 
     @property
     def exchange(self) -> tuple[int, int]:

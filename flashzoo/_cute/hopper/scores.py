@@ -32,6 +32,7 @@ from cutlass import (
     const_expr,
 )
 
+from flashzoo._cute.hopper.opaque import opaque
 from flashzoo._cute.hopper.wgmma import rows_of
 from flashzoo.scores.factors import Factored, factored
 from flashzoo.scores.program import COMPARISONS, FLOATS, is_value
@@ -303,8 +304,7 @@ class Scores:
         """
         rows = rows_of(s)
         if self.moves:
-            # Of what it knew to grow from block to block the compiler would keep all addresses: they are too many.
-            first = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[first])
+            first = opaque(first)
 
         def inputs(name: str, row: int, column: int) -> Any:
             if name == "score":
