@@ -67,8 +67,8 @@ def _standard_notes(problem: Problem) -> list[str]:
     notes = {
         plain: problem.precision == "fp8",
         _DENSE_MASK: problem.block_mask is not None,
-        _DENSE_LENGTHS: "packed" in problem.features,
-        _DENSE_CACHE: "cache" in problem.features,
+        _DENSE_LENGTHS: problem.sequences is not None,
+        _DENSE_CACHE: "cache" in problem.features and problem.sequences is None,
         _FROM_PAGES: "paged" in problem.features,
     }
     return [note for note, holds in notes.items() if holds]
@@ -110,7 +110,7 @@ STANDARD = Spec(
     quantizes=("fp16", "bf16"),
     arch=(70, None),
     head_dims=_EVERY_HEAD_DIM,
-    features=_STANDARD_FEATURES | {"out_dtype", "paged", "fp8_kv"},
+    features=_STANDARD_FEATURES | {"out_dtype", "packed_q", "paged", "fp8_kv"},
     backward=_STANDARD_FEATURES,
     transforms=frozenset({"jvp", "vmap", "functionalize"}),
     auto=("cuda", "cpu"),

@@ -33,7 +33,7 @@ from flashzoo.counts import flops, hbm_bytes
 from flashzoo.dropout import kept_at
 from flashzoo.gpu import SHARED_LIMIT, peak_tflops
 from flashzoo.inputs import block_mask, descales, in_pages, inputs, kinds_of_descales, lengths, score_mod, sinks
-from flashzoo.reference import Result, descales_of_rows, from_pages, only_used, scored_at, shown
+from flashzoo.reference import Result, descales_of_rows, only_used, scored_at, shown, with_packed_keys
 from flashzoo.registry import current, implementation
 from flashzoo.registry import versions as registered
 from flashzoo.scores.at import flat
@@ -108,7 +108,7 @@ def compare(
     with torch.set_grad_enabled(backward), _bar(progress) as bar:
         problem = explain(*_leaves((q, k, v), backward), **given).problem
         check_data(q.device)
-        used = _used(q, k, v, taken(dict(given))[0])
+        used, *_ = _used(q, k, v, problem, taken(dict(given))[0])
         _check_finite(**dict(zip("qkv", used, strict=True)), **{name: given.get(name) for name in DESCALES})
         if problem.sinks:
             _check_finite(sinks=given["sinks"].clamp_min(0))  # -inf is none
@@ -116,10 +116,12 @@ def compare(
         return _compared(bar, (q, k, v), problem, given, specs, seed)
 
 
-def _used(q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as a batch, with zeros for what no sequence has or uses."""
-    k, v, operands = from_pages(k, v, operands)
-    return only_used(q, k, v, operands)
+def _used(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands
+) -> tuple[tuple[Tensor, Tensor, Tensor], Problem, Operands]:
+    """q, k and v as a batch, with zeros for what no sequence has or uses, and the problem and operands of these."""
+    k, v, packed, operands = with_packed_keys(k, v, problem, operands)
+    return only_used(q[None] if problem.packed_q else q, k, v, operands), packed, operands
 
 
 def _compared(
@@ -133,19 +135,18 @@ def _compared(
     """`compare`, gradients enabled where the problem has them; options are the keywords of `attention`."""
     q, k, v = tensors
     generator = torch.Generator(q.device).manual_seed(seed)
-    out_shape = (*q.shape[:3], v.shape[3])
+    out_shape = (*q.shape[:-1], v.shape[-1])
     dout = torch.randn(out_shape, generator=generator, device=q.device).to(q.dtype) if problem.grad else None
     environment, rows = _environment(q.device), []
     try:
         bar.step("oracle")
         operands = taken(dict(options))[0].seeded(problem, q.device)
         options = options | {"dropout_seed": operands.dropout_seed}  # the same for all
-        judged = _used(q, k, v, operands)
+        judged, asked, operands = _used(q, k, v, problem, operands)
         scales = descales_of_rows(*judged, operands) if problem.kv_in_e4m3 else NO_DESCALES
-        asked = replace(problem, lse=True)
-        operands_of: dict[str, Any] = {"sinks": options.get("sinks"), "scored": scored_at(problem, operands)}
-        operands_of["kept"] = kept_at(problem, operands)
-        judge = Judge(*judged, asked, dout, descales=scales, mask=shown(problem, operands), **operands_of)
+        operands_of: dict[str, Any] = {"sinks": options.get("sinks"), "scored": scored_at(asked, operands)}
+        operands_of |= {"kept": kept_at(asked, operands), "mask": shown(asked, operands)}
+        judge = Judge(*judged, replace(asked, lse=True), dout, descales=scales, **operands_of)
         bench = _Bench((q.detach(), k.detach(), v.detach()), dout, problem, options, judge)
         for spec in specs:
             bar.step(spec.name)
@@ -192,6 +193,7 @@ def compare_workload(
         options |= {"score_mod": score_mod(problem, seed, device), "dropout_seed": seed}
         if problem.page_size is not None:
             k, v, options["page_table"] = in_pages(problem, k, v, seed)
+        q = q[0] if problem.packed_q else q
         options |= zip(DESCALES, descales(problem, kinds_of_descales(problem)[-1], seed, device), strict=True)
         problem = explain(*_leaves((q, k, v), backward), **options).problem
         return _compared(bar, (q, k, v), problem, options, specs, seed + 1)
@@ -247,8 +249,8 @@ def _part_s(problem: Problem, specs: list[Spec], scores: int) -> tuple[float, fl
     room = max(1, scores // (group * seqlen_q * seqlen_k))
     heads_kv = min(problem.heads_kv, room)
     sizes = {"batch": max(1, min(problem.batch, room // heads_kv)), "heads": group * heads_kv, "heads_kv": heads_kv}
-    dense = {"block_mask": None, "sequences": None, "used_k": False, "page_size": None, "sinks": False}
-    dense |= {"score_mod": None, "dropout_p": 0.0}
+    dense = {"block_mask": None, "sequences": None, "packed_q": False, "used_k": False, "page_size": None}
+    dense |= {"sinks": False, "score_mod": None, "dropout_p": 0.0}
     dense |= {"max_seqlen_q": None, "max_seqlen_k": None}
     part = replace(problem, **sizes, seqlen_q=seqlen_q, seqlen_k=seqlen_k, **dense)  # pyright: ignore[reportArgumentType]
     q, k, v, dout = inputs(part, device="cpu")
@@ -389,6 +391,8 @@ class _Bench:
             gradients = torch.autograd.grad(out, (*leaves, *self.read), self.dout)
             seconds["backward"] = time.perf_counter() - start
         log_sum = None if log_sum is None else log_sum.detach()
+        if problem.packed_q:  # which is judged as a batch of one
+            out, log_sum = out[None], None if log_sum is None else log_sum[None]
         of_inputs, of_read = gradients[: len(leaves)], gradients[len(leaves) :]
         return Result(out.detach(), log_sum, *of_inputs, dscore_mod=flat(of_read) if of_read else None), seconds
 

@@ -14,7 +14,7 @@ def visible_pairs(problem: Problem) -> int:
     """How many (query, key) pairs of one head are visible by causal and window, in closed form;
     all where lengths on the device say it."""
     if problem.by_lengths:
-        return problem.seqlen_q * problem.seqlen_k
+        return problem.seqlen_q * problem.total_k
     left, right = problem.span
     upto_right = problem.seqlen_q * problem.seqlen_k if right is None else _pairs_below(problem, problem.offset + right)
     return upto_right - (0 if left is None else _pairs_below(problem, problem.offset - left - 1))

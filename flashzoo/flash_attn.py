@@ -110,13 +110,16 @@ def _with_alibi(
 def _ahead(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor | None:
     """How many more keys than queries each of the batch, or each sequence, has, int32; None where none has more. In a
     tensor, since a function with another number of its own is another kernel."""
-    if "cu_seqlens_q" in options:
-        cu_q, cu_k = options["cu_seqlens_q"], options["cu_seqlens_k"]
-        return None if cu_k is cu_q else (cu_k.diff() - cu_q.diff()).to(torch.int32)
-    if options.get("seqused_k") is not None:
-        return (options["seqused_k"] - q.shape[1]).to(torch.int32)
+    cu_q, cu_k, used = (options.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"))
+    if cu_k is not None and cu_k is cu_q:
+        return None
     pages = options.get("page_table")
     keys = k.shape[1] if pages is None else k.shape[1] * pages.shape[1]
+    if cu_q is not None:
+        used = cu_k.diff() if cu_k is not None else keys if used is None else used
+        return (used - cu_q.diff()).to(torch.int32)
+    if used is not None:
+        return (used - q.shape[1]).to(torch.int32)
     return None if keys == q.shape[1] else torch.full((len(q),), keys - q.shape[1], dtype=torch.int32, device=q.device)
 
 
@@ -218,11 +221,13 @@ def flash_attn_varlen_func(
 
     Args:
         q: `(total_q, heads, head_dim)`.
-        k, v: `(total_k, heads_kv, head_dim)`.
-        cu_seqlens_q, cu_seqlens_k: int32 `(sequences + 1,)`, where each sequence begins and the last ends.
+        k, v: `(total_k, heads_kv, head_dim)`, or with block_table pages `(pages, page_size, heads_kv, head_dim)` of any
+            size, without gradients.
+        cu_seqlens_q, cu_seqlens_k: int32 `(sequences + 1,)`, where each sequence begins and the last ends; with
+            block_table the differences of the latter are how many keys each has.
         max_seqlen_q, max_seqlen_k: no sequence is longer. No result depends on them.
         alibi_slopes: `(heads,)` or `(sequences, heads)`, by each sequence's own lengths.
-        block_table: None; `flash_attn_with_kvcache` takes pages.
+        block_table: int32 `(sequences, pages of a sequence)`.
 
     Returns:
         out `(total_q, heads, head_dim)`; with return_attn_probs `(out, lse, empty)`, lse `(heads, total_q)`.
@@ -230,13 +235,11 @@ def flash_attn_varlen_func(
     Raises:
         TypeError, ValueError, flashzoo.UnsupportedError: as `flash_attn_func`.
     """
-    if block_table is not None:
-        raise flashzoo.UnsupportedError(
-            f"flash_attn_varlen_func: block_table must be None, got a tensor {tuple(block_table.shape)}: "
-            "flash_attn_with_kvcache takes pages, of a batch"
-        )
     how = (return_attn_probs, softmax_scale, causal, window_size, deterministic, softcap, alibi_slopes, dropout_p)
-    return _attend(q, k, v, *how, **_lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
+    lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if block_table is not None:
+        lengths |= {"page_table": block_table, "seqused_k": lengths.pop("cu_seqlens_k").diff()}
+    return _attend(q, k, v, *how, **lengths)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -300,11 +303,13 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Queries on a cache that is not full, into which new keys and values are written first where they are given.
 
     Args:
-        q: `(batch, seqlen_q, heads, head_dim)`.
+        q: `(batch, seqlen_q, heads, head_dim)`, or with cu_seqlens_q `(total_q, heads, head_dim)`.
         k_cache, v_cache: `(batch, seqlen_cache, heads_kv, head_dim)`, or pages
             `(pages, page_size, heads_kv, head_dim)`, of any size, with block_table. Written in place.
         k, v: `(batch, seqlen_new, heads_kv, head_dim)`, written behind cache_seqlens (`flashzoo.append`).
@@ -315,10 +320,12 @@ def flash_attn_with_kvcache(
         softcap, alibi_slopes: as in `flash_attn_func`; seqlen_k is how many keys are used.
         rotary_interleaved: how rotary_cos and rotary_sin would be used.
         rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, num_splits: as they are by default.
+        cu_seqlens_q, max_seqlen_q: of packed queries, as FlashAttention-3 has them: int32 `(batch + 1,)`, and that no
+            sequence has more. They don't go with k and v.
 
     Returns:
-        out `(batch, seqlen_q, heads, head_dim)`; with return_softmax_lse `(out, lse)`, lse float32
-        `(batch, heads, seqlen_q)`.
+        out in q's shape; with return_softmax_lse `(out, lse)`, lse float32 `(batch, heads, seqlen_q)`, or
+        `(heads, total_q)`.
 
     Raises:
         TypeError, ValueError: as `flashzoo.attention` and `flashzoo.append`; or k, v and cache_seqlens do not go
@@ -331,7 +338,13 @@ def flash_attn_with_kvcache(
         raise ValueError(f"k and v must be given together, got {'v' if k is None else 'k'} alone")
     used = cache_seqlens
     if isinstance(used, int):
-        used = torch.full((q.shape[0],), used, dtype=torch.int32, device=q.device)
+        batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+        used = torch.full((batch,), used, dtype=torch.int32, device=q.device)
+    if k is not None and cu_seqlens_q is not None:
+        raise flashzoo.UnsupportedError(
+            f"flash_attn_with_kvcache: k and v must be None with cu_seqlens_q, got a tensor {tuple(k.shape)}: "
+            "write new keys with flashzoo.append before the call"
+        )
     if k is not None and v is not None:
         if used is None:
             raise ValueError("cache_seqlens must say where k and v are written, got None")
@@ -339,6 +352,8 @@ def flash_attn_with_kvcache(
         used = used + k.shape[1]
     options: dict[str, Any] = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size}
     options |= {"seqused_k": used, "page_table": block_table}
+    if cu_seqlens_q is not None:
+        options |= {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
     return _scored(q, k_cache, v_cache, return_softmax_lse, softcap, alibi_slopes, options)
 
 

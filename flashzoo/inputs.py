@@ -106,8 +106,8 @@ def inputs(
         layout: one of `LAYOUTS`.
 
     Returns:
-        q `(batch, seqlen_q, heads, head_dim)`, k `(batch, seqlen_k, heads_kv, head_dim)`, and v and dout (out's shape
-        and dtype) with head_dim_v in place of head_dim; none requires grad.
+        q `(batch, seqlen_q, heads, head_dim)`, k `(batch_kv, seqlen_k, heads_kv, head_dim)`, and v and dout (out's
+        shape and dtype) with head_dim_v in place of head_dim; none requires grad.
 
     Raises:
         ValueError: values or layout is unknown.
@@ -119,7 +119,7 @@ def inputs(
             raise ValueError(f"inputs: {name} must be one of {', '.join(known)}, got {given!r}")
     generator = torch.Generator(device).manual_seed(seed)
     of_queries = (problem.batch, problem.seqlen_q, problem.heads)
-    of_keys = (problem.batch, problem.seqlen_k, problem.heads_kv)
+    of_keys = (problem.batch_kv, problem.seqlen_k, problem.heads_kv)
     d, dv = problem.head_dim, problem.head_dim_v
     shapes = ((*of_queries, d), (*of_keys, d), (*of_keys, dv), (*of_queries, dv))
     q, k, v, dout = (torch.randn(shape, generator=generator, device=device) for shape in shapes)
@@ -207,7 +207,8 @@ def lengths(problem: Problem, seed: int = 0, device: torch.device | str = "cpu")
     rows are nobody's. Of a batch's caches the first is full, and of three or more the second empty.
     """
     if problem.sequences is not None:
-        return vars(ranges(problem, seed, device))
+        found = vars(ranges(problem, seed, device))
+        return {name: x for name, x in found.items() if not (problem.packed_q and name == "cu_seqlens_k")}
     if not problem.used_k:
         return {}
     random, batch = Random(seed), problem.batch
@@ -254,8 +255,9 @@ def in_pages(problem: Problem, k: Tensor, v: Tensor, seed: int = 0) -> tuple[Ten
     """k and v in pages that lie in any order among others, which hold no numbers; and the page table."""
     assert problem.page_size is not None
     size, pages = problem.page_size, problem.seqlen_k // problem.page_size
-    order = torch.randperm(problem.batch * pages + 3, generator=torch.Generator().manual_seed(seed)).to(k.device)
-    table = order[: problem.batch * pages].view(problem.batch, pages)
+    batch = problem.batch_kv
+    order = torch.randperm(batch * pages + 3, generator=torch.Generator().manual_seed(seed)).to(k.device)
+    table = order[: batch * pages].view(batch, pages)
     found = []
     for x in (k, v):
         # NaN in every dtype
@@ -266,7 +268,7 @@ def in_pages(problem: Problem, k: Tensor, v: Tensor, seed: int = 0) -> tuple[Ten
 
 
 def ranges(problem: Problem, seed: int = 0, device: torch.device | str = "cpu") -> Ranges:
-    """Those of packed sequences."""
+    """Those of packed sequences; where queries alone are, on caches one behind another, of which the first is full."""
     assert problem.sequences is not None
     random, sequences = Random(seed), problem.sequences
 
@@ -277,11 +279,17 @@ def ranges(problem: Problem, seed: int = 0, device: torch.device | str = "cpu") 
         return torch.tensor(sorted(cuts), dtype=torch.int32, device=device)
 
     q = drawn(problem.seqlen_q, 1)
-    k = q if problem.seqlen_q == problem.seqlen_k else drawn(problem.seqlen_k, 2)
+    if problem.packed_q:
+        k = torch.arange(sequences + 1, dtype=torch.int32, device=device) * problem.seqlen_k
+    else:
+        k = q if problem.seqlen_q == problem.seqlen_k else drawn(problem.seqlen_k, 2)
     used = None
     if problem.used_k:
         lengths = (k[1:] - k[:-1]).tolist()
-        used = torch.tensor([random.randint(0, length) for length in lengths], dtype=torch.int32, device=device)
+        counts = [random.randint(0, length) for length in lengths]
+        if problem.packed_q:
+            counts[:1] = lengths[:1]
+        used = torch.tensor(counts, dtype=torch.int32, device=device)
     return Ranges(q, k, used)
 
 

@@ -13,12 +13,39 @@ from torch import Tensor
 from flashzoo.call.forms import Window
 
 
-def flaws_of_caches(used: Tensor, seqlen_k: int) -> Iterator[str]:
-    """What is wrong with how much of each cache is used, in words that begin with the argument's name;
-    waits for the device."""
+def flaws_of_caches(used: Tensor, seqlen_k: int, longest: int | None = None) -> Iterator[str]:
+    """What is wrong with how much of each cache is used, or with max_seqlen_k, `longest`, in words that begin with the
+    argument's name; waits for the device."""
     for at, count in enumerate(used.tolist()):
         if not 0 <= count <= seqlen_k:
             yield f"seqused_k must be from 0 to the cache's length, got {count} of {seqlen_k} at {at}"
+        if longest is not None and count > longest:
+            yield f"max_seqlen_k must be at least what is used of each cache, got {longest} and {count} at {at}"
+
+
+def flaws_of_packed(name: str, cu_seqlens: Tensor, total: int, longest: int | None) -> Iterator[str]:
+    """What is wrong with where the sequences of q, or k, begin, in words that begin with the argument's name; waits for
+    the device.
+
+    Args:
+        name: "q" or "k".
+        cu_seqlens: int32 `(sequences + 1,)`.
+        total: rows there are.
+        longest: max_seqlen_q, or max_seqlen_k.
+    """
+    cu = cu_seqlens.tolist()
+    lengths = [end - first for first, end in pairwise(cu)]
+    if cu[0] < 0 or cu[-1] > total:
+        yield f"cu_seqlens_{name} must be from 0 to the {total} rows of {name}, got {cu[0]} to {cu[-1]}"
+    if min(lengths, default=0) < 0:
+        at = next(i for i, length in enumerate(lengths) if length < 0)
+        yield f"cu_seqlens_{name} must not fall, got {cu[at]} and then {cu[at + 1]} at {at + 1}"
+    if longest is not None and max(lengths, default=0) > longest:
+        at = lengths.index(max(lengths))
+        yield (
+            f"max_seqlen_{name} must be at least each sequence's length, "
+            f"got {longest} and {lengths[at]} of sequence {at}"
+        )
 
 
 def visible_of_caches(used: Tensor, span: Window, seqlen_q: int, seqlen_k: int) -> Tensor:
@@ -95,25 +122,11 @@ class Ranges:
 
     def flaws(self, total_q: int, total_k: int, max_seqlen_q: int | None, max_seqlen_k: int | None) -> Iterator[str]:
         """What is wrong with these values, in words that begin with the argument's name; waits for the device."""
-        lengths = {}
-        for name, cu, total, longest in (
-            ("q", self.cu_seqlens_q.tolist(), total_q, max_seqlen_q),
-            ("k", self.cu_seqlens_k.tolist(), total_k, max_seqlen_k),
-        ):
-            lengths[name] = [end - first for first, end in pairwise(cu)]
-            if cu[0] < 0 or cu[-1] > total:
-                yield f"cu_seqlens_{name} must be from 0 to the {total} rows of {name}, got {cu[0]} to {cu[-1]}"
-            if min(lengths[name], default=0) < 0:
-                at = next(i for i, length in enumerate(lengths[name]) if length < 0)
-                yield f"cu_seqlens_{name} must not fall, got {cu[at]} and then {cu[at + 1]} at {at + 1}"
-            if longest is not None and max(lengths[name], default=0) > longest:
-                at = lengths[name].index(max(lengths[name]))
-                yield (
-                    f"max_seqlen_{name} must be at least each sequence's length, "
-                    f"got {longest} and {lengths[name][at]} of sequence {at}"
-                )
+        yield from flaws_of_packed("q", self.cu_seqlens_q, total_q, max_seqlen_q)
+        yield from flaws_of_packed("k", self.cu_seqlens_k, total_k, max_seqlen_k)
         if self.seqused_k is not None:
-            for at, (used, length) in enumerate(zip(self.seqused_k.tolist(), lengths["k"], strict=True)):
+            lengths = self.cu_seqlens_k.diff().tolist()
+            for at, (used, length) in enumerate(zip(self.seqused_k.tolist(), lengths, strict=True)):
                 if not 0 <= used <= length:
                     yield f"seqused_k must be from 0 to the sequence's length, got {used} of {length} at {at}"
                     return

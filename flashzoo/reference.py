@@ -141,6 +141,24 @@ def from_pages(k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor
     return k, v, replace(operands, page_table=None)
 
 
+def with_packed_keys(
+    k: Tensor, v: Tensor, problem: Problem, operands: Operands
+) -> tuple[Tensor, Tensor, Problem, Operands]:
+    """k and v without pages; and beside packed queries packed too, whole caches one behind another, with the problem
+    and the operands that then ask for the same."""
+    k, v, operands = from_pages(k, v, operands)
+    if not problem.packed_q:
+        return k, v, problem, operands
+    caches, seqlen_k = k.shape[:2]
+    firsts = torch.arange(caches + 1, dtype=torch.int32, device=k.device) * seqlen_k
+    scales = {
+        name: None if descale is None else of_rows(x, descale).flatten(0, 1)[None]
+        for name, x, descale in (("k_descale", k, operands.k_descale), ("v_descale", v, operands.v_descale))
+    }
+    problem = replace(problem, packed_q=False, page_size=None, seqlen_k=problem.total_k, max_seqlen_k=None)
+    return k.flatten(0, 1)[None], v.flatten(0, 1)[None], problem, replace(operands, cu_seqlens_k=firsts, **scales)
+
+
 def _zeroed(x: Tensor, where: Tensor) -> Tensor:
     """x with zeros there."""
     if x.dtype == torch.float8_e4m3fn:  # which torch fills by its bits alone
@@ -610,8 +628,7 @@ def standard(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operan
 
     A block mask may be a dense one, as in `visible`, too, a score_mod one at all places, and a seed what is kept.
     """
-    k, v, operands = from_pages(k, v, operands)
-    return _differentiable(q, k, v, problem, operands)
+    return _differentiable(q, *with_packed_keys(k, v, problem, operands))
 
 
 standard.backward = _differentiable.backward  # pyright: ignore[reportFunctionMemberAccess]

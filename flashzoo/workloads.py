@@ -407,6 +407,22 @@ _ALL += (
         score_mod=ScoreForm(SCORE_TABLE, (("i64", (9,)), ("f32", (8, 3)))),
     ),
     _workload("score_mod_packed_d256", "large", 700, 700, 256, sequences=5, window=(90, 0), score_mod=ScoreForm()),
+    _workload(
+        *("packed_q_causal_gqa", "smoke", 136, 190),
+        **{"heads": 4, "heads_kv": 2, "sequences": 5, "packed_q": True, "used_k": True, "causal": True},
+    ),
+    _workload(
+        *("packed_q_pages_sinks", "hard", 100, 192, 40),
+        **{"heads": 3, "heads_kv": 1, "sequences": 3, "packed_q": True, "used_k": True, "page_size": 16},
+        window=(60, 9),
+        sinks=True,
+    ),
+    _workload("packed_q_fp8", "hard", 9, 130, sequences=2, packed_q=True, causal=True, dtype_kv="e4m3"),
+    _workload(
+        *("packed_q_2048_pages", "large", 2048, 4096, 128),
+        **{"heads": 16, "heads_kv": 2, "sequences": 40, "packed_q": True, "used_k": True, "page_size": 16},
+        causal=True,
+    ),
 )
 # the suite asks for that of each
 _MET = frozenset({"deterministic"}).union(*(workload.problem.features for workload in _ALL))

@@ -25,7 +25,7 @@ from flashzoo.call.problem import FEATURES
 from flashzoo.dropout import kept_at
 from flashzoo.inputs import block_mask, in_pages, inputs, lengths, ranges, score_mod, sinks
 from flashzoo.lengths import Ranges, visible_of_caches
-from flashzoo.reference import Result, descales_of_rows
+from flashzoo.reference import Result, descales_of_rows, only_used, with_packed_keys
 from flashzoo.scores.at import ScoredAt, flat
 from flashzoo.workloads import hardware
 
@@ -146,7 +146,7 @@ def score_mod_of(problem: Problem) -> ScoreMod | None:
 
 def scored_by(problem: Problem) -> ScoredAt | None:
     """That at all places, as `Judge` takes it."""
-    sizes = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
+    sizes = (problem.batch, problem.heads, problem.seqlen_q, problem.total_k)
     return ScoredAt.of(score_mod_of(problem), sizes, None if problem.sequences is None else ranges_of(problem))
 
 
@@ -181,7 +181,7 @@ def _mask_of(problem: Problem) -> flashzoo.BlockMask | None:
 def seen_by(problem: Problem) -> Tensor | None:
     """What that mask, or those lengths, show, as `Judge` takes it."""
     if problem.sequences is not None:
-        return ranges_of(problem).visible(problem.span, problem.seqlen_q, problem.seqlen_k)[None, None]
+        return ranges_of(problem).visible(problem.span, problem.seqlen_q, problem.total_k)[None, None]
     if problem.used_k:
         return visible_of_caches(
             lengths(problem, device=problem.device)["seqused_k"], problem.span, problem.seqlen_q, problem.seqlen_k
@@ -190,11 +190,18 @@ def seen_by(problem: Problem) -> Tensor | None:
     return None if mask is None else mask.to_dense()
 
 
-def scales_by(problem: Problem, tensors: Tensors, descales: Descales) -> Descales:
-    """Descales as `Judge` takes them: of packed sequences, where those lengths put them."""
-    if problem.sequences is None or not problem.kv_in_e4m3:
-        return descales
-    return descales_of_rows(*tensors, Operands(*descales, **vars(ranges_of(problem))))
+def as_judged(
+    tensors: Tensors, problem: Problem, descales: Descales = NO_DESCALES
+) -> tuple[Tensors, Problem, Descales]:
+    """q, k and v, the problem and the descales as `Judge` takes them: without what nobody uses, packed sequences with
+    descales where those lengths put them, and caches of packed queries packed too."""
+    operands = Operands(*descales, **lengths(problem, device=problem.device))
+    q, k, v = tensors
+    k, v, problem, operands = with_packed_keys(k, v, problem, operands)
+    tensors = only_used(q, k, v, operands)
+    if problem.sequences is not None and problem.kv_in_e4m3:
+        descales = descales_of_rows(*tensors, operands)
+    return tensors, problem, descales
 
 
 def draw(problem: Problem, seed: int = 0, **how) -> tuple[Tensors, Tensor, Tensor | None]:
@@ -222,9 +229,10 @@ def forward(
     if problem.page_size is not None:
         k, v, arguments["page_table"] = in_pages(problem, *tensors[1:])
         tensors = tensors[0], k, v
-    if problem.lse:
-        return Result(*attention(*tensors, return_lse=True, **arguments))
-    return Result(attention(*tensors, **arguments))
+    if problem.packed_q:
+        tensors = tensors[0][0], *tensors[1:]
+    found = attention(*tensors, return_lse=True, **arguments) if problem.lse else (attention(*tensors, **arguments),)
+    return Result(*(x[None] for x in found)) if problem.packed_q else Result(*found)
 
 
 def both(

@@ -17,24 +17,23 @@ from torch import Tensor
 import flashzoo
 from flashzoo import Problem, Spec, UnsupportedError
 from flashzoo.accuracy import OUT_RMS, Judge
-from flashzoo.call.operands import Descales, Operands
+from flashzoo.call.operands import Descales
 from flashzoo.call.problem import FEATURES, QUANTIZABLE
 from flashzoo.dtypes import TORCH_DTYPES
-from flashzoo.inputs import descales, kinds_of_descales, lengths
-from flashzoo.reference import only_used
+from flashzoo.inputs import descales, kinds_of_descales
 from flashzoo.workloads import Workload, workloads
 from flashzoo_suite.support import (
     CHOSEN,
     DEVICE,
     Tensors,
     accept,
+    as_judged,
     both,
     draw,
     dtypes_of,
     forward,
     gives_lse,
     kept_by,
-    scales_by,
     scored_by,
     seen_by,
     sinks_of,
@@ -191,10 +190,9 @@ def _drawn(case: Case) -> tuple[Tensors, Tensor, Tensor | None, Descales, Judge]
     tensors, dout, dlse = draw(problem, values=case.workload.values)
     scales = descales(problem, case.descales, device=DEVICE)
     given = (dout, dlse) if problem.grad else (None, None)
-    used = only_used(*tensors, Operands(**lengths(problem, device=DEVICE)))
-    scales_of_rows = scales_by(problem, used, scales)
+    used, packed, scales_of_rows = as_judged(tensors, problem, scales)
     operands = seen_by(problem), sinks_of(problem), scored_by(problem), kept_by(problem)
-    judge = Judge(*used, problem, *given, scales_of_rows, *operands)
+    judge = Judge(*used, packed, *given, scales_of_rows, *operands)
     return tensors, dout, dlse, scales, judge
 
 

@@ -167,11 +167,15 @@ def answer(call: Call, given: Operands, mask: Any) -> dict[str, Tensor]:
         if call.page_size is not None:
             k, v, options["page_table"] = in_pages(call.problem(given.q.device), *inputs[1:], seed=call.seed)
             inputs = [inputs[0], k, v]
+        if call.packed_q:
+            inputs[0] = inputs[0][0]
         out, lse = (
             flashzoo.attention(*inputs, return_lse=True, **options)
             if call.lse
             else (flashzoo.attention(*inputs, **options), None)
         )
+        if call.packed_q:
+            out, lse = out[None], lse if lse is None else lse[None]
         if lse is not None and shift is not None:
             lse = lse + call.softmax_scale * shift
     found = {"out": out.detach()} | ({} if lse is None else {"lse": lse.detach()})

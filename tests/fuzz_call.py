@@ -54,6 +54,7 @@ class Call:
             where they are the queries', no `used` where all keys are. `used` alone is how much of each of a batch's
             caches is.
         page_size: rows of a page, where keys and values lie in pages.
+        packed_q: `lengths` are of queries alone: each sequence has a cache of seqlen_k rows, of which `used` are.
         scored: options that `fuzz_oracle.SCORES` knows, and their values: "decay:0.25".
         sinks: their dtype; "" for none. One in five calls has one of -inf.
         score: the function on scores, of `fuzz_scores.KINDS`; "" for none.
@@ -89,6 +90,7 @@ class Call:
     lengths_k: tuple[int, ...] | None = None
     used: tuple[int, ...] | None = None
     page_size: int | None = None
+    packed_q: bool = False
     scored: tuple[str, ...] = ()
     sinks: str = ""
     score: str = ""
@@ -110,6 +112,11 @@ class Call:
     def group(self) -> int:
         """Query heads of a key/value head."""
         return self.heads // self.heads_kv
+
+    @property
+    def caches(self) -> int:
+        """The batch of k and v."""
+        return len(self.lengths) if self.packed_q and self.lengths is not None else self.batch
 
     @property
     def stored(self) -> torch.dtype:
@@ -156,6 +163,7 @@ class Call:
             sequences=None if self.lengths is None else len(self.lengths),
             used_k=self.used is not None,
             page_size=self.page_size,
+            packed_q=self.packed_q,
             sinks=bool(self.sinks),
             score_mod=ScoreForm(grads=(0,) if "m" in self.grad else ()) if self.score else None,
             dropout_p=self.dropout,
@@ -291,7 +299,7 @@ def operands(call: Call, device: Device) -> Operands:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, device=device)
 
-    of_queries, of_keys = (call.batch, call.seqlen_q), (call.batch, call.seqlen_k)
+    of_queries, of_keys = (call.batch, call.seqlen_q), (call.caches, call.seqlen_k)
     q, k = normal(*of_queries, call.heads, call.head_dim), normal(*of_keys, call.heads_kv, call.head_dim)
     v, dout = (
         normal(*of, heads, call.head_dim_v) for of, heads in ((of_keys, call.heads_kv), (of_queries, call.heads))
@@ -312,11 +320,11 @@ def operands(call: Call, device: Device) -> Operands:
         (normal(*of_queries, call.heads, 1).to(wide), LAYOUTS[call.layouts[3]]),
     ]
     kinds = [kind.partition("/") for kind in call.descales]
-    for (kind, _, name), (seqlen, heads) in zip(
-        kinds, ((call.seqlen_q, call.heads), *[(call.seqlen_k, call.heads_kv)] * 2), strict=True
+    for (kind, _, name), ((batch, seqlen), heads) in zip(
+        kinds, ((of_queries, call.heads), *[(of_keys, call.heads_kv)] * 2), strict=True
     ):
         count = call.batch if call.lengths is None else len(call.lengths)
-        shape = (count, 1, call.heads_kv, 1) if kind == "head" else (call.batch, -(-seqlen // DESCALE_BLOCK), heads, 1)
+        shape = (count, 1, call.heads_kv, 1) if kind == "head" else (batch, -(-seqlen // DESCALE_BLOCK), heads, 1)
         if kind != "none":
             laid.append((torch.exp2(2 * torch.rand(shape, generator=generator, device=device) - 1), LAYOUTS[name]))
     if call.sinks:

@@ -182,6 +182,8 @@ def configuration(random: Random, versions: list[str], device: str) -> Configura
         scored=tuple(f"{name}:{random.choice(values)}" for name, (values, _) in SCORES.items() if asks(name, 0.3)),
         mask=mask,
     )
+    if not mask and not packed and entry == "attention" and asks("packed_q", 0.3):
+        call = replace(call, lengths=(), packed_q=True)
     if entry == "attention" and asks("dropout_p", 0.25):
         call = replace(call, dropout=random.choice((0.1, 0.5, 0.9)))
     if entry == "attention" and asks("score_mod", 0.3):
@@ -270,15 +272,19 @@ def _call(random: Random, drawn: Configuration, device: str) -> Call:
     descales = ("none",) * 3
     if "e4m3" in (plain.dtype, plain.dtype_kv) and plain.entry != "sdpa":
         kinds = ("none", "head", "block", "block") if plain.lengths is None else ("none", "head")
+        if plain.packed_q and plain.dtype_kv:
+            kinds = ("none", "head", "block")
         descales = tuple(
             kind if kind == "none" else f"{kind}/{random.choice(list(LAYOUTS))}" for kind in random.choices(kinds, k=3)
         )
         descales = descales if plain.dtype == "e4m3" else ("none", *descales[1:])
     rows: dict[str, Any] = {}
     if plain.lengths is not None:
-        batch, count = 1, random.choice((1, 2, 3, 5, 30))
+        batch, count = 1, random.choice((1, 2, 3, 5) if plain.packed_q else (1, 2, 3, 5, 30))
         keys = rows["lengths"] = _lengths(random, lengths[0], count)
-        if not equal:
+        if plain.packed_q:
+            keys = (lengths[1],) * count
+        elif not equal:
             keys = rows["lengths_k"] = _lengths(random, lengths[1], count)
         if plain.used is not None:
             rows["used"] = tuple(random.choice((0, n, random.randint(0, n))) for n in keys)
@@ -287,7 +293,7 @@ def _call(random: Random, drawn: Configuration, device: str) -> Call:
     if plain.page_size is not None:
         lengths[1] = -(-lengths[1] // plain.page_size) * plain.page_size
         if rows.get("used") is not None:
-            rows["used"] = tuple(random.choice((0, lengths[1], random.randint(0, lengths[1]))) for _ in range(batch))
+            rows["used"] = tuple(random.choice((0, lengths[1], random.randint(0, lengths[1]))) for _ in rows["used"])
     sizes = (batch, *lengths, heads_kv * group, heads_kv)
     names = ("batch", "seqlen_q", "seqlen_k", "heads", "heads_kv")
     more: dict[str, Any] = dict(zip(names, sizes, strict=True))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -170,10 +170,20 @@ def expected(call: Call, given: Operands, seen: Tensor | None) -> dict[str, Expe
     Args:
         seen: what the block mask shows; None where there is none.
     """
+    call, given = _with_packed_keys(call, given) if call.packed_q else (call, given)
     n, answer = numerics(call), _answer(call, given, seen)
     with torch.no_grad():
         answers, drawn = _forward(call, n, answer)
         return answers | _backward(call, n, answer, drawn) if call.grad else answers
+
+
+def _with_packed_keys(call: Call, given: Operands) -> tuple[Call, Operands]:
+    """The same of keys and values that are packed too, whole caches one behind another, and are the real ones."""
+    k, v = (_real(*of, None).flatten(0, 1)[None] for of in zip((given.k, given.v), given.descales[1:], strict=True))
+    rows = {"seqlen_k": k.shape[1], "lengths_k": (call.seqlen_k,) * call.caches}
+    return replace(call, packed_q=False, page_size=None, **rows), replace(
+        given, k=k, v=v, descales=(given.descales[0], None, None)
+    )
 
 
 def _answer(call: Call, given: Operands, seen: Tensor | None) -> _Answer:

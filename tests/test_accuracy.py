@@ -16,7 +16,7 @@ from flashzoo.call.operands import Descales, Operands
 from flashzoo.inputs import block_mask, descales
 from flashzoo.reference import Result, deltas, rotated, standard
 from flashzoo.sinks import gradient_of_sinks
-from flashzoo_suite.support import accept, both, draw, forward, scales_by, seen_by, sinks_of
+from flashzoo_suite.support import accept, as_judged, both, draw, forward, seen_by, sinks_of
 
 PROBLEM = Problem(
     batch=1, seqlen_q=64, seqlen_k=64, heads=2, heads_kv=2, head_dim=32, causal=True, lse=True, grad=True, device="cpu"
@@ -213,7 +213,7 @@ def test_the_descale_of_another_sequence_is_seen(at):
     problem = dataclasses.replace(E4M3, sequences=5)
     tensors, *_ = draw(problem)
     scales = descales(problem, "head")
-    judge = Judge(*tensors, problem, descales=scales_by(problem, tensors, scales), mask=seen_by(problem))
+    judge = Judge(*tensors, problem, descales=as_judged(tensors, problem, scales)[2], mask=seen_by(problem))
     others = tuple(x.roll(1, 0) if i == at else x for i, x in enumerate(scales))
     assert all(check.ok for check in judge.checks(forward("standard", tensors, problem, descales=scales)))
     broken = {

@@ -20,7 +20,8 @@ HOW = (
 CACHE = (
     "q k_cache v_cache k=None v=None rotary_cos=None rotary_sin=None cache_seqlens=None cache_batch_idx=None "
     "cache_leftpad=None block_table=None softmax_scale=None causal=False window_size=(-1,-1) softcap=0.0 "
-    "rotary_interleaved=True alibi_slopes=None num_splits=0 return_softmax_lse=False"
+    "rotary_interleaved=True alibi_slopes=None num_splits=0 return_softmax_lse=False "
+    "cu_seqlens_q=None max_seqlen_q=None"  # which are FlashAttention-3's
 )
 # As flash-attn 2.8 has them.
 SIGNATURES = {
@@ -143,6 +144,35 @@ def test_softcap_and_alibi_of_a_cache(used):
     torch.testing.assert_close(paged, out)
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_packed_queries_on_caches_and_pages(paged):
+    """Through both functions that take them, by the lengths of each sequence, in ALiBi too."""
+    q, caches = drawn(9, 4, 16).detach(), [drawn(2, 16, 2, 16).detach() for _ in "kv"]
+    cu_q, used, table = numbers(0, 1, 9), numbers(13, 8), numbers(3, 0, 1, 2).view(2, 2) if paged else None
+    given = caches
+    if table is not None:
+        given = [torch.empty(4, 8, 2, 16, device=DEVICE) for _ in caches]
+        for pages, x in zip(given, caches, strict=True):
+            pages[table.long().flatten()] = x.view(4, 8, 2, 16)
+    how = {"causal": True, "alibi_slopes": torch.linspace(0.1, 0.4, 4, device=DEVICE), "softcap": 3.0}
+    found = flash_attn.flash_attn_with_kvcache(
+        q, *given, cache_seqlens=used, block_table=table, cu_seqlens_q=cu_q, max_seqlen_q=8, **how
+    )
+    for b, (first, end) in enumerate(((0, 1), (1, 9))):
+        alone = [x[b : b + 1, : int(used[b])] for x in caches]
+        torch.testing.assert_close(
+            found[None, first:end], flash_attn.flash_attn_func(q[None, first:end], *alone, **how)
+        )
+    if table is not None:
+        cu_k = numbers(0, 13, 21)
+        again = flash_attn.flash_attn_varlen_func(q, *given, cu_q, cu_k, 8, 13, block_table=table, **how)
+        torch.testing.assert_close(again, found)
+    with pytest.raises(flashzoo.UnsupportedError, match="k and v must be None with cu_seqlens_q, got a tensor"):
+        flash_attn.flash_attn_with_kvcache(q, *given, q, q, cache_seqlens=used, cu_seqlens_q=cu_q)
+    seven = flash_attn.flash_attn_with_kvcache(q, *given, cache_seqlens=7, block_table=table, cu_seqlens_q=cu_q)
+    assert seven.shape == q.shape
+
+
 def test_malformed_slopes():
     q = drawn(2, 5, 4, 16)
     with pytest.raises(TypeError, match=r"alibi_slopes must be float32, got torch.float64"):
@@ -198,7 +228,6 @@ def test_dropout_is_by_a_seed_that_is_drawn(name):
 @pytest.mark.parametrize(
     ("function", "argument", "value"),
     [
-        ("flash_attn_varlen_func", "block_table", torch.ones(2, 2)),
         ("flash_attn_with_kvcache", "rotary_cos", torch.ones(2)),
         ("flash_attn_with_kvcache", "cache_batch_idx", torch.ones(2)),
         ("flash_attn_with_kvcache", "cache_leftpad", torch.ones(2)),

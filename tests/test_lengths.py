@@ -4,6 +4,7 @@ and that nothing is read by the host."""
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -75,10 +76,10 @@ MALFORMED = {
         r"cu_seqlens_k may be left out where k has as many rows as q, got 30 of q and 20 of k",
     ),
     "no rows of k": ({"cu_seqlens_q": RIGHT, "k": None}, TypeError, r"k must be a torch.Tensor, got NoneType"),
-    "k of a batch": (
-        {"cu_seqlens_q": RIGHT, "k": ROWS[1][None]},
+    "k in two dimensions": (
+        {"cu_seqlens_q": RIGHT, "k": ROWS[1][0]},
         ValueError,
-        r"k must have 3 dimensions \(total_k, heads_kv, head_dim\)",
+        r"k must have 3 dimensions \(total_k, heads_kv, head_dim\), as q has, or be a cache of 4",
     ),
     "a batch of two": (
         {"cu_seqlens_q": RIGHT, **dict(zip("qkv", (x.view(2, 15, 2, 16) for x in ROWS), strict=True))},
@@ -363,7 +364,7 @@ PAGES = {
     "packed": (
         {"page_table": TABLE[:1], "cu_seqlens_q": RIGHT},
         ValueError,
-        r"cu_seqlens_q does not go with page_table",
+        r"q must be packed rows \(total_q, heads, head_dim\), as cu_seqlens_q and page_table are given, got .*1, 30",
     ),
     "used of others": (
         {"page_table": TABLE, "seqused_k": lengths(3)},
@@ -381,6 +382,60 @@ def test_malformed_pages_are_refused_by_name(case):
         q = ROWS[0][None]
     with pytest.raises(error, match=text):
         flashzoo.attention(**{"q": q, "k": POOL[0], "v": POOL[1], **given})
+
+
+KV = tuple(torch.randn(2, 24, 2, 16, device=DEVICE) for _ in range(2))
+ON_CACHES = {
+    "of other sequences": (
+        {"k": KV[0][:1], "v": KV[1][:1]},
+        ValueError,
+        r"k must be a cache for each of cu_seqlens_q's sequences 2, got 1 \(q \(1, 30, 2, 16\), k \(1, 24",
+    ),
+    "pages of other sequences": (
+        {"page_table": TABLE[:1]},
+        ValueError,
+        r"page_table must have a row for each of cu_seqlens_q's sequences 2, got shape \(1, 2\)",
+    ),
+    "values packed": ({"v": ROWS[2]}, ValueError, r"v must have 4 dimensions .*, got shape \(30, 2, 16\)$"),
+    "keys begin elsewhere": (
+        {"cu_seqlens_k": RIGHT},
+        ValueError,
+        r"cu_seqlens_k goes with packed k and v, got it with caches",
+    ),
+    "used of others": ({"seqused_k": lengths(3)}, ValueError, r"seqused_k must have shape \(2,\), .* got \(1,\)"),
+    "a batch": (
+        {"q": ROWS[0][None]},
+        ValueError,
+        r"k must have q's batch 1, got 2",
+    ),
+    "gradients": (
+        {"q": ROWS[0].clone().requires_grad_()},
+        flashzoo.UnsupportedError,
+        r"backward pass does not support cu_seqlens_q with caches",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ON_CACHES)
+def test_malformed_caches_of_packed_queries_are_refused_by_name(case):
+    given, error, text = ON_CACHES[case]
+    with pytest.raises(error, match=text):
+        flashzoo.attention(**{"q": ROWS[0], "k": KV[0], "v": KV[1], "cu_seqlens_q": RIGHT, **given})
+
+
+def test_validate_looks_at_caches_of_packed_queries():
+    call = partial(flashzoo.validate, ROWS[0], *KV)
+    call(cu_seqlens_q=RIGHT, seqused_k=lengths(0, 24), max_seqlen_q=20, max_seqlen_k=24)
+    for wrong, text in (
+        ({"cu_seqlens_q": lengths(0, 31, 30)}, "cu_seqlens_q must not fall, got 31 and then 30 at 2"),
+        ({"max_seqlen_q": 19}, "max_seqlen_q must be at least each sequence's length, got 19 and 20 of sequence 1"),
+        ({"seqused_k": lengths(0, 25)}, "seqused_k must be from 0 to the cache's length, got 25 of 24 at 1"),
+        ({"max_seqlen_k": 9}, "max_seqlen_k must be at least what is used of each cache, got 9 and 24 at 1"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call(**{"cu_seqlens_q": RIGHT, "seqused_k": lengths(0, 24)} | wrong)
+    with pytest.raises(ValueError, match="page_table must have numbers from 0 to 8 of 9 pages, got 9"):
+        flashzoo.validate(ROWS[0], *POOL, cu_seqlens_q=RIGHT, page_table=lengths(0, 1, 9, 3).view(2, 2))
 
 
 def test_pages_have_no_gradients_and_say_so():

@@ -146,7 +146,9 @@ class TestSpec:
         )
         cached = dataclasses.replace(asked, used_k=True, dtype_kv="e4m3")
         paged = dataclasses.replace(cached, page_size=1)
-        assert packed.features | masked.features | paged.features == FEATURES.keys()
+        mixed = dataclasses.replace(packed, packed_q=True)
+        assert packed.features | masked.features | paged.features | mixed.features == FEATURES.keys()
+        assert mixed.features - paged.features == {"packed_q"}
         assert HOPPER.features == frozenset()
 
     @pytest.mark.parametrize(

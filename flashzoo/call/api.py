@@ -15,7 +15,7 @@ from flashzoo.autograd import as_rows
 from flashzoo.call.check import check_data, check_tensors, described, fields_of
 from flashzoo.call.forms import Window, check_flags
 from flashzoo.call.operands import Operands, taken
-from flashzoo.call.packed import as_batch, batch_of_one, of_nested
+from flashzoo.call.packed import as_batch, batch_of_one, of_nested, on_caches
 from flashzoo.call.plan import negated, plan, problem_of
 from flashzoo.call.problem import OPTIONS, Problem
 from flashzoo.masks.block_mask import BlockMask
@@ -85,7 +85,8 @@ def attention(
 
     Packed sequences lie behind one another in tensors of three dimensions, and `cu_seqlens_q` says where each begins:
     all that is said below of `seqlen` then holds of each sequence. A sequence's bits don't depend on what else is
-    packed with it. Rows of no sequence give 0, -inf (or their sink) in lse and gradients of 0.
+    packed with it. Rows of no sequence give 0, -inf (or their sink) in lse and gradients of 0. Queries may be packed
+    alone, on caches or pages, one for each sequence: a server's batch of prompts and of single new tokens.
 
     Args:
         q: `(batch, seqlen_q, heads, head_dim)`, fp16, bf16, fp32, fp64 or e4m3 (`torch.float8_e4m3fn`); any strides
@@ -93,7 +94,8 @@ def attention(
             with no copy. Lazily negated numbers (`torch.Tensor.is_neg`) cost one, here and in k, v, descales and
             gradients.
             Packed: `(total_q, heads, head_dim)`, that as a batch of one, or a nested tensor of layout `torch.jagged`,
-            `(batch, seqlen, heads, head_dim)` with one length for each of the batch.
+            `(batch, seqlen, heads, head_dim)` with one length for each of the batch. On caches: `(total_q, heads,
+            head_dim)`, beside k and v `(sequences, seqlen_k, heads_kv, head_dim)` or in pages; without gradients.
         k: `(batch, seqlen_k, heads_kv, head_dim)`, dtype and device of q. `heads` is a multiple of `heads_kv`; query
             head h reads key/value head `h // (heads // heads_kv)`. Beside fp16 or bf16 q both k and v may be e4m3, as
             an FP8 cache is: products are then in q's dtype, which holds every e4m3 number, and nothing has gradients.
@@ -116,7 +118,8 @@ def attention(
             `(batch, heads_kv)` or one for each 128 rows of a head, `(batch, heads, ceil(seqlen_q / 128))`; None is 1.
             Positive and finite, which is not looked at: it lies on the device. Packed: `(sequences, heads_kv)`.
         k_descale, v_descale: the same for e4m3 k and v, `(batch, heads_kv)` or
-            `(batch, heads_kv, ceil(seqlen_k / 128))`, of a sequence's rows in pages too; packed: as q's.
+            `(batch, heads_kv, ceil(seqlen_k / 128))`, of a sequence's rows in pages too; packed: as q's, but of caches
+            `(sequences, heads_kv, ceil(seqlen_k / 128))` too.
         block_mask: a `flashzoo.BlockMask` on q's device, of these lengths, its batch and heads q's or 1. A key is seen
             where it, causal and window_size all say so; these are put into it by some hundreds of small operations at
             the first such call, and kept with it (`BlockMask.banded`). `v3` and `blocksparse` skip what the mask skips;
@@ -124,14 +127,15 @@ def attention(
         cu_seqlens_q: of packed sequences, int32 `(sequences + 1,)` on q's device: sequence i has the rows from
             `cu_seqlens_q[i]` to `cu_seqlens_q[i + 1]` of q. Its values are not read by the host: what lies outside of q
             is cut off, and where they fall no row is of any sequence; `flashzoo.validate` looks at them.
-        cu_seqlens_k: the same for k and v; None where they are q's, and k has as many rows.
+        cu_seqlens_k: the same for k and v; None where they are q's, and k has as many rows, and where k and v are
+            caches.
         seqused_k: int32 `(sequences,)`, or without cu_seqlens_q `(batch,)`: of each sequence's keys only so many, from
             its first on, are used, as of a cache that is not full yet. They are seqlen_k for all that is said here, so
             that the last query sees the last of them; what lies behind them is not read, and gets gradients of 0.
-        page_table: int32 `(batch, pages of a sequence)`: k and v are pages `(pages, page_size, heads_kv, head_dim)` in
-            any order, and row i has the numbers of those that are sequence i's, whose keys they hold one behind
-            another; `seqused_k` says how many. Numbers are not read by the host: what is used of no page reads as
-            zeros, and those behind what is used are not looked at.
+        page_table: int32 `(batch or sequences, pages of a sequence)`: k and v are pages
+            `(pages, page_size, heads_kv, head_dim)` in any order, and row i has the numbers of those that are sequence
+            i's, whose keys they hold one behind another; `seqused_k` says how many. Numbers are not read by the host:
+            what is used of no page reads as zeros, and those behind what is used are not looked at.
         sinks: of each query head the logit of one more key, which every row of it sees and whose value is 0: it takes
             part in the softmax and so in LSE, and brings nothing to out. `(heads,)` on q's device, float32, bf16 or
             fp16 (with float64 inputs float64 too), any stride; as scores are after softmax_scale. -inf is as no sink.
@@ -172,8 +176,9 @@ def attention(
     if is_compiling():
         from flashzoo.call.traced import traced
 
-        out, lse = traced(*(as_batch(q, k, v) if rows else (q, k, v)), return_lse, version, options)
-        if rows:
+        packed = rows and not on_caches(k)
+        out, lse = traced(*(as_batch(q, k, v) if packed else (q, k, v)), return_lse, version, options)
+        if packed:
             out, lse = as_rows(out, lse if return_lse else None)
     else:
         out, lse = called(q, k, v, return_lse, version, options, rows)

@@ -66,14 +66,39 @@ def check_data(*devices: torch.device) -> None:
         raise ValueError("q, k and v must have data, got device meta: flashzoo.explain answers about such tensors")
 
 
-def read_by_pages(
-    tensors: tuple[Described, Described, Described], table: tuple[int, ...]
-) -> tuple[tuple[Described, Described, Described], int]:
-    """q, k and v as a page table of that shape has them read, k and v as if they were a batch, and the page size.
-    ValueError where k and v are no pages."""
+def read_as_batch(
+    tensors: tuple[Described, Described, Described], sequences: int | None, table: tuple[int, ...] | None
+) -> tuple[tuple[Described, Described, Described], dict[str, Any]]:
+    """q, k and v of four dimensions as a call means them, and the fields of `Problem` that their own dimensions give.
+    TypeError or ValueError as `check_shapes`, or where k and v are no pages.
+
+    Args:
+        tensors: q of three dimensions is packed rows on caches.
+        sequences: how many cu_seqlens_q has; None where there is none.
+        table: the page table's shape.
+    """
     q, k, v = tensors
-    if len(q[0]) == 4 and table[0] != q[0][0]:
-        raise ValueError(f"page_table must have a row for each of q's batch {q[0][0]}, got shape {tuple(table)}")
+    shape, *rest = q
+    packed_q = sequences is not None and len(shape) == 3
+    if packed_q:
+        q = torch.Size((1, *shape)), *rest  # pyright: ignore[reportAssignmentType] - the rest is as it was
+    elif sequences is not None and table is not None:
+        raise ValueError(
+            "q must be packed rows (total_q, heads, head_dim), as cu_seqlens_q and page_table are given, "
+            f"got shape {tuple(shape)}"
+        )
+    found: dict[str, Any] = {"packed_q": True} if packed_q else {}
+    if table is not None:
+        of, batch = ("cu_seqlens_q's sequences", sequences) if packed_q else ("q's batch", shape[0])
+        if batch != table[0] and len(q[0]) == 4:
+            raise ValueError(f"page_table must have a row for each of {of} {batch}, got shape {tuple(table)}")
+        k, v, found["page_size"] = _read_by_pages(k, v, table)
+    check_shapes((q, k, v), sequences if packed_q else None)  # pyright: ignore[reportArgumentType]
+    return (q, k, v), found  # pyright: ignore[reportReturnType] - the rest is as it was
+
+
+def _read_by_pages(k: Described, v: Described, table: tuple[int, ...]) -> tuple[Described, Described, int]:
+    """k and v as if they were a batch, and the page size."""
     for name, (shape, *_) in (("k", k), ("v", v)):
         if len(shape) != 4:
             raise ValueError(
@@ -83,17 +108,22 @@ def read_by_pages(
     if k[0][:2] != v[0][:2]:
         raise ValueError(f"v must have k's pages and page_size {tuple(k[0][:2])}, got {tuple(v[0][:2])}")
     page_size = k[0][1]
-    k, v = (((table[0], table[1] * page_size, *shape[2:]), *rest) for shape, *rest in (k, v))
-    return (q, k, v), page_size  # pyright: ignore[reportReturnType] - the rest is as it was
+    as_batch = (((table[0], table[1] * page_size, *shape[2:]), *rest) for shape, *rest in (k, v))
+    return *as_batch, page_size  # pyright: ignore[reportReturnType] - two of them, the rest is as it was
 
 
-def check_shapes(tensors: tuple[Described, Described, Described]) -> None:
-    """TypeError or ValueError where q, k and v are no inputs of attention, or do not go together."""
+def check_shapes(tensors: tuple[Described, Described, Described], caches: int | None = None) -> None:
+    """TypeError or ValueError where q, k and v are no inputs of attention, or do not go together; caches: how many k
+    and v are, where that is not q's batch."""
     (q_shape, _, q_dtype, q_device, _), (k_shape, _, k_dtype, k_device, _), (v_shape, _, v_dtype, v_device, _) = tensors
     for name, (shape, last, _, _, layout) in zip("qkv", tensors, strict=True):
         _check_layout(name, layout)
         if len(shape) != 4:
-            rows = "; packed rows (total, heads, head_dim) go with cu_seqlens_q" if len(shape) == 3 else ""
+            rows = (
+                "; packed rows (total, heads, head_dim) go with cu_seqlens_q"
+                if len(shape) == 3 and caches is None
+                else ""
+            )
             raise ValueError(
                 f"{name} must have 4 dimensions (batch, seqlen, heads, head_dim), got shape {tuple(shape)}{rows}"
             )
@@ -109,7 +139,9 @@ def check_shapes(tensors: tuple[Described, Described, Described]) -> None:
         raise ValueError(
             f"v must have k's batch, seqlen and heads {tuple(k_shape[:3])}, got {tuple(sizes_v)} ({shapes})"
         )
-    if batch != batch_k:
+    if caches is not None and caches != batch_k:
+        raise ValueError(f"k must be a cache for each of cu_seqlens_q's sequences {caches}, got {batch_k} ({shapes})")
+    if caches is None and batch != batch_k:
         raise ValueError(f"k must have q's batch {batch}, got {batch_k} ({shapes})")
     if head_dim != head_dim_k:
         raise ValueError(f"k must have q's head_dim {head_dim}, got {head_dim_k} ({shapes})")

@@ -43,11 +43,14 @@ BESIDE_OPTIONS = {
     "fp8_kv": Feature(
         "e4m3 k and v with 16-bit q", lambda p: p.dtype_kv is not None, {"dtype": "fp16", "dtype_kv": "e4m3"}
     ),
-    "packed": Feature("cu_seqlens_q", lambda p: p.sequences is not None, {"sequences": 3}),
+    "packed": Feature("cu_seqlens_q", lambda p: p.sequences is not None and not p.packed_q, {"sequences": 3}),
+    "packed_q": Feature("cu_seqlens_q with caches", lambda p: p.packed_q, {"sequences": 3, "packed_q": True}),
     "used_k": Feature(
-        "seqused_k with cu_seqlens_q", lambda p: p.used_k and p.sequences is not None, {"sequences": 3, "used_k": True}
+        "seqused_k with cu_seqlens_q and packed keys",
+        lambda p: p.used_k and p.sequences is not None and not p.packed_q,
+        {"sequences": 3, "used_k": True},
     ),
-    "cache": Feature("seqused_k", lambda p: p.used_k and p.sequences is None, {"used_k": True}),
+    "cache": Feature("seqused_k", lambda p: p.used_k and (p.sequences is None or p.packed_q), {"used_k": True}),
     "paged": Feature("page_table", lambda p: p.page_size is not None, {"page_size": 1}),
     "sinks": Feature("sinks", lambda p: p.sinks, {"sinks": True}),
     "score_mod": Feature("score_mod", lambda p: p.score_mod is not None, {"score_mod": ScoreForm()}),

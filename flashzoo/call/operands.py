@@ -29,9 +29,10 @@ class Operands:
     Attributes:
         q_descale, k_descale, v_descale: of e4m3 inputs; float32, of any strides.
         block_mask: the call's causal and window are in it.
-        cu_seqlens_q, cu_seqlens_k: of packed sequences, int32 without gaps, see `ranges`.
+        cu_seqlens_q, cu_seqlens_k: of packed sequences, int32 without gaps, see `ranges`; of the latter there is none
+            where k and v are caches.
         seqused_k: how many keys of each sequence are used, packed or not; int32 without gaps.
-        page_table: int32 `(batch, pages of a sequence)`, rows without gaps: k and v are pages
+        page_table: int32 `(batch or sequences, pages of a sequence)`, rows without gaps: k and v are pages
             `(pages, page_size, heads_kv, head_dim)`.
         sinks: `(heads,)` without gaps, float32, or float64 where q may be.
         score_mod: traced, with the tensors that it reads, of any strides.
@@ -68,7 +69,7 @@ class Operands:
 
     @property
     def ranges(self) -> Ranges | None:
-        """Which rows are whose, where sequences are packed."""
+        """Which rows are whose, where sequences are packed, keys too."""
         if self.cu_seqlens_q is None:
             return None
         return Ranges(
@@ -196,14 +197,15 @@ class _Descale(_OfTensor):
         if dtype != "e4m3":
             raise ValueError(f"{name} is for e4m3 inputs (torch.float8_e4m3fn), got it with {dtype} ones")
         heads, seqlen = (problem.heads, problem.seqlen_q) if of_q else (problem.heads_kv, problem.seqlen_k)
-        if problem.sequences is not None:
-            expected = (problem.sequences, problem.heads_kv)
+        batch = problem.batch if problem.sequences is None else problem.sequences
+        if problem.sequences is not None and (of_q or not problem.packed_q):
+            expected = (batch, problem.heads_kv)
             if form[0] != expected:
                 raise ValueError(
                     f"{name} of packed sequences must have shape (sequences, heads_kv) {expected}, got {tuple(form[0])}"
                 )
             return
-        by_head, by_block = (problem.batch, problem.heads_kv), (problem.batch, heads, cdiv(seqlen, DESCALE_BLOCK))
+        by_head, by_block = (batch, problem.heads_kv), (batch, heads, cdiv(seqlen, DESCALE_BLOCK))
         if form[0] not in (by_head, by_block):
             raise ValueError(
                 f"{name} must have shape (batch, heads_kv) {by_head}, or (batch, {'heads' if of_q else 'heads_kv'}, "
@@ -266,6 +268,11 @@ class _Lengths(_OfTensor):
             if form[0] != (problem.batch,):
                 raise ValueError(f"seqused_k must have shape (batch,) ({problem.batch},), got {tuple(form[0])}")
             return
+        if problem.packed_q and name == "cu_seqlens_k":
+            raise ValueError(
+                "cu_seqlens_k goes with packed k and v, got it with caches, whose keys begin with their rows or pages: "
+                "seqused_k says how many of them are used"
+            )
         expected = problem.sequences + (name != "seqused_k")
         if form[0] != (expected,):
             raise ValueError(
@@ -292,7 +299,7 @@ class _Pages(_OfTensor):
             raise ValueError(f"{name} must have shape (batch, pages of a sequence), its rows without gaps, got {got}")
 
     def check_sizes(self, name: str, form: Any, problem: Problem) -> None:
-        """Nothing: `check.read_by_pages` has."""
+        """Nothing: `check.read_as_batch` has."""
 
 
 class _Sinks(_OfTensor):
@@ -431,7 +438,7 @@ def differentiable_of(operands: Mapping[str, Any]) -> tuple[Tensor, ...]:
 
 
 _PLACES = {name: place for place, name in enumerate(OPERANDS)}
-K_LENGTHS, PAGE_TABLE = _PLACES["cu_seqlens_k"], _PLACES["page_table"]
+Q_LENGTHS, K_LENGTHS, PAGE_TABLE = (_PLACES[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "page_table"))
 """Their places among forms."""
 
 NO_OPERANDS = Operands()

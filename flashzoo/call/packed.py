@@ -13,9 +13,16 @@ LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "max_seqlen_q", "max_seq
 """Arguments that say where packed sequences lie."""
 
 
+def on_caches(k: Any) -> bool:
+    """Whether packed queries are on caches, or pages: k has a dimension more than they."""
+    return getattr(k, "ndim", 3) == 4
+
+
 def as_batch(q: Tensor, k: Any, v: Any) -> tuple[Tensor, Any, Any]:
-    """q, k and v `(total, heads, head_dim)` as a batch of one. TypeError or ValueError where k or v
+    """q, k and v `(total, heads, head_dim)` as a batch of one, caches as they are. TypeError or ValueError where k or v
     is no such tensor."""
+    if on_caches(k):
+        return q[None], k, v
     for name, x in (("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -27,7 +34,8 @@ def check_rows(name: str, shape: tuple[int, ...]) -> None:
     """ValueError where k or v, of that shape, is not in packed rows as q is."""
     if len(shape) != 3:
         raise ValueError(
-            f"{name} must have 3 dimensions (total_k, heads_kv, head_dim), as q has, got shape {tuple(shape)}"
+            f"{name} must have 3 dimensions (total_k, heads_kv, head_dim), as q has, or be a cache of 4, "
+            f"got shape {tuple(shape)}"
         )
 
 
@@ -63,11 +71,12 @@ def rows_of_nested(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[tup
 
 
 def batch_of_one(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """Packed rows and nested tensors as a batch of one, with the options that say so; other tensors as they are."""
+    """Packed rows and nested tensors as a batch of one, with the options that say so; other tensors, and packed rows on
+    caches, as they are."""
     if getattr(q, "is_nested", False):
         (q, k, v), lengths = rows_of_nested(q, k, v, options)
         options = options | lengths
-    if "cu_seqlens_q" in options and isinstance(q, Tensor) and q.ndim == 3:
+    if "cu_seqlens_q" in options and isinstance(q, Tensor) and q.ndim == 3 and not on_caches(k):
         q, k, v = as_batch(q, k, v)
     return q, k, v, options
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from flashzoo.autograd import joined, unquantized
-from flashzoo.call.check import DTYPE_NAMES, Described, check_data, check_shapes, fields_of, read_by_pages
+from flashzoo.call.check import DTYPE_NAMES, Described, check_data, fields_of, read_as_batch
 from flashzoo.call.forms import check_flags
-from flashzoo.call.operands import K_LENGTHS, OPERANDS, PAGE_TABLE, Forms, Operands, given
+from flashzoo.call.operands import K_LENGTHS, OPERANDS, PAGE_TABLE, Q_LENGTHS, Forms, Operands, given
 from flashzoo.call.packed import check_rows
 from flashzoo.call.problem import OUT_DTYPES, QUANTIZABLE, Problem
 from flashzoo.dtypes import TORCH_DTYPES
@@ -110,7 +110,7 @@ def plan(
         options: of `attention`, those that are in `OPTIONS`.
     """
     q, k, v = (described[first : first + 5] for first in (0, 5, 10))
-    if rows:
+    if rows and len(k[0]) != 4:  # else they are caches
         q, k, v = (_batch_of_one(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     problem = problem_of((q, k, v), return_lse, grad, forms, None, options)
     device = q[3]
@@ -169,15 +169,14 @@ def problem_of(
     options: dict[str, Any],
 ) -> Problem:
     """The Problem of a call, each argument checked once and by name."""
-    table: Any = forms[PAGE_TABLE]
-    of_pages = {}
-    if table is not None:
-        OPERANDS["page_table"].check("page_table", table, tensors[0][3])
-        tensors, of_pages["page_size"] = read_by_pages(tensors, table[0])
-    check_shapes(tensors)
+    for name, place in (("cu_seqlens_q", Q_LENGTHS), ("page_table", PAGE_TABLE)):  # by which k and v are read
+        if forms[place] is not None:
+            OPERANDS[name].check(name, forms[place], tensors[0][3])
+    lengths, table = ((None if forms[place] is None else forms[place][0]) for place in (Q_LENGTHS, PAGE_TABLE))  # pyright: ignore[reportIndexIssue]
+    tensors, of_tensors = read_as_batch(tensors, None if lengths is None else lengths[0] - 1, table)
     (q_shape, _, q_dtype, q_device, _), (k_shape, _, k_dtype, *_), (v_shape, *_) = tensors
     (batch, seqlen_q, heads, head_dim), (_, seqlen_k, heads_kv, _), head_dim_v = q_shape, k_shape, v_shape[3]
-    dtype, asked = DTYPE_NAMES[q_dtype], fields_of(options) | of_pages
+    dtype, asked = DTYPE_NAMES[q_dtype], fields_of(options) | of_tensors
     check_flags(return_lse=return_lse)
     dtype_kv = None if k_dtype == q_dtype else DTYPE_NAMES[k_dtype]
     if asked.get("precision") is not None and (dtype not in QUANTIZABLE or dtype_kv is not None):
@@ -201,7 +200,7 @@ def problem_of(
     problem = Problem(**sizes, **how, **asked)
     for name, kind, form in given(forms):
         kind.check_sizes(name, form, problem)
-    if problem.sequences is not None and seqlen_q != seqlen_k and forms[K_LENGTHS] is None:
+    if "packed" in problem.features and seqlen_q != seqlen_k and forms[K_LENGTHS] is None:
         raise ValueError(
             f"cu_seqlens_k may be left out where k has as many rows as q, got {seqlen_q} of q and {seqlen_k} of k"
         )

@@ -49,7 +49,7 @@ _SIZES = (
 """A problem's sizes and the least of each."""
 _NAMES = (("dtype", DTYPES), ("device", ("cuda", "cpu")))
 """What a problem's fields of words may be."""
-_OF_PACKED = ("max_seqlen_q", "max_seqlen_k")
+_OF_PACKED = ("max_seqlen_q", "max_seqlen_k", "packed_q")
 """Fields that say something of packed sequences."""
 
 
@@ -156,6 +156,8 @@ class Problem:
         sequences: how many of them share the rows of q, k and v, which lie behind one another; batch is 1 then,
             seqlen_q and seqlen_k are the rows in all, and causal and windows are aligned in each. None where each of
             the batch has a sequence of its own.
+        packed_q: the sequences share the rows of q alone: k and v are caches, one of seqlen_k rows for each of them, or
+            lie in pages.
         used_k: of each sequence's keys only some are used, how many is on the device.
         page_size: keys and values lie in pages of so many rows, which of them are a sequence's is on the device; None
             where they don't. seqlen_k is as many rows as a sequence may have pages for.
@@ -224,6 +226,7 @@ class Problem:
     out_dtype: str = option(None, "ScalarType?", _check_out_dtype)
     block_mask: MaskForm | None = None
     sequences: int | None = None
+    packed_q: bool = False
     used_k: bool = False
     page_size: int | None = None
     sinks: bool = False
@@ -257,7 +260,7 @@ class Problem:
             _check_int("arch", self.arch, 1, ", such as 90, or None")
         if self.heads % self.heads_kv:
             raise ValueError(f"heads must be a multiple of heads_kv, got {self.heads} and {self.heads_kv}")
-        check_flags(lse=self.lse, grad=self.grad, used_k=self.used_k, sinks=self.sinks)
+        check_flags(lse=self.lse, grad=self.grad, packed_q=self.packed_q, used_k=self.used_k, sinks=self.sinks)
         for name, default, check in _CHECKED:
             if given[name] is not default:
                 check(name, given[name])
@@ -305,9 +308,12 @@ class Problem:
         _check_int("page_size", self.page_size, 1, " or None")
         if self.seqlen_k % self.page_size:  # pyright: ignore[reportOperatorIssue]
             raise ValueError(f"seqlen_k must be whole pages of {self.page_size} rows, got {self.seqlen_k}")
-        for name in ("sequences", "block_mask"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"{'cu_seqlens_q' if name == 'sequences' else name} does not go with page_table")
+        if self.sequences is not None and not self.packed_q:
+            raise ValueError(
+                f"page_size goes with sequences where packed_q, as packed keys are in no pages, got {self.page_size}"
+            )
+        if self.block_mask is not None:
+            raise ValueError("block_mask does not go with page_table")
 
     def _check_packed(self) -> None:
         _check_int("sequences", self.sequences, 0, " or None")
@@ -372,6 +378,16 @@ class Problem:
         return min(round(self.dropout_p * DROPOUT_STEPS), DROPOUT_STEPS - 1) / DROPOUT_STEPS
 
     @property
+    def batch_kv(self) -> int:
+        """Of k and v: packed queries may be on a batch of caches."""
+        return self.sequences if self.packed_q else self.batch  # pyright: ignore[reportReturnType] - then there are some
+
+    @property
+    def total_k(self) -> int:
+        """Keys of a row of scores of which nothing is skipped: of packed queries those of all caches."""
+        return self.seqlen_k * (self.batch_kv if self.packed_q else 1)
+
+    @property
     def offset(self) -> int:
         """From a query's number to that of the key on its aligned diagonal: the last query's is the last key."""
         return self.seqlen_k - self.seqlen_q
@@ -429,6 +445,7 @@ class Problem:
         lengths = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q}x{self.seqlen_k}"
         head_dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
         batch = f"batch {self.batch}" if self.sequences is None else f"{self.sequences} packed sequences"
+        batch += " of queries on caches" if self.packed_q else ""
         text = f"{batch}, seqlen {lengths}, heads {heads}, head_dim {head_dims}, {self.dtype}"
         if self.dtype_kv is not None:
             text += f" on {self.dtype_kv} k and v"

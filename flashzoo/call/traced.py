@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from flashzoo.autograd import refuse_double_backward
-from flashzoo.call.check import check_shapes, check_tensors, described, fields_of, read_by_pages
+from flashzoo.autograd import as_rows, refuse_double_backward
+from flashzoo.call.check import check_tensors, described, fields_of, read_as_batch
 from flashzoo.call.forms import check_flags, normalised
 from flashzoo.call.operands import DIFFERENTIABLE, OPERANDS, Operands, differentiable_of, seed_on, taken
+from flashzoo.call.packed import as_batch
 from flashzoo.call.plan import Plan, negated, plan
 from flashzoo.call.problem import OPTIONS, Problem
 from flashzoo.registry import ARGUMENT, current, requested
@@ -103,7 +104,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, how: Named, grad: bool, by: str = 
     operands, forms = taken(options)
     tensors = (*described(q), *described(k), *described(v))
     asked = (how.get("version", "auto"), by)
-    planned = plan(asked, current(), how.get("return_lse", False), grad, False, forms, *tensors, **options)
+    planned = plan(asked, current(), how.get("return_lse", False), grad, q.ndim == 3, forms, *tensors, **options)
     return planned, operands.seeded(planned.problem, q.device, drawn=False)
 
 
@@ -115,22 +116,24 @@ def _attention(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
     planned, operands = _planned(q, k, v, how, grad, how.get("by", ARGUMENT))
     problem = planned.problem
     # The graph records the call, so the version must not: it is asked for its forward pass alone.
-    result = planned.run(negated(q) if planned.negative else q, k, v, problem.forward, operands)
-    planned.check(result, q, recorded=False)
-    out, lse = result
+    q_run = negated(q) if planned.negative else q
+    q_run, k, v = as_batch(q_run, k, v) if planned.as_batch else (q_run, k, v)
+    result = planned.run(q_run, k, v, problem.forward, operands)
+    planned.check(result, q_run, recorded=False)
+    out, lse = as_rows(*result) if planned.as_batch else result
     out = _laid_out(out, *_dense(q, problem.head_dim_v))
     shape = _lse_shape(q, how)
     if lse is None or lse.shape != shape:  # nobody asked for it, and a version may give it or not
         return out, out.new_zeros(shape, dtype=_lse_dtype(out))
-    return out, _laid_out(lse, shape, (shape[1] * shape[2], shape[2], 1))
+    return out, _laid_out(lse, shape, (shape[-2] * shape[-1], shape[-1], 1)[-len(shape) :])
 
 
 @torch.library.register_fake(NAME)
 def _fake_attention(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
     how = dict(zip(_FORWARD, arguments, strict=False)) | named
     q, k, v = how["q"], how["k"], how["v"]
-    tensors, table = (described(q), described(k), described(v)), how.get("page_table")
-    check_shapes(tensors if table is None else read_by_pages(tensors, table.shape)[0])
+    lengths, table = (None if how.get(name) is None else how[name].shape for name in ("cu_seqlens_q", "page_table"))
+    read_as_batch((described(q), described(k), described(v)), None if lengths is None else lengths[0] - 1, table)
     dtype = how.get("out_dtype") or (torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype)
     out = torch.empty_strided(*_dense(q, v.shape[3]), dtype=dtype, device=q.device)
     return out, out.new_empty(_lse_shape(q, how), dtype=_lse_dtype(out))
@@ -253,7 +256,7 @@ def _laid_out(x: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor
 
 def _lse_shape(q: Tensor, how: Named) -> tuple[int, ...]:
     """Of what the operator gives as lse: nothing, where it is neither asked for nor kept for a backward pass."""
-    return (q.shape[0], q.shape[2], q.shape[1]) if how.get("return_lse") or how.get("grad") else (0,)
+    return (*q.shape[:-3], q.shape[-2], q.shape[-3]) if how.get("return_lse") or how.get("grad") else (0,)
 
 
 def _lse_dtype(out: Tensor) -> torch.dtype:

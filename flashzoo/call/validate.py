@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,9 +11,10 @@ from torch import Tensor
 
 from flashzoo.call.api import explain, takes_options
 from flashzoo.call.check import check_data
-from flashzoo.call.operands import Operands, taken
+from flashzoo.call.operands import taken
 from flashzoo.call.packed import batch_of_one
-from flashzoo.lengths import flaws_of_caches
+from flashzoo.call.problem import Problem
+from flashzoo.lengths import flaws_of_caches, flaws_of_packed
 
 
 @takes_options
@@ -43,7 +44,7 @@ def validate(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
         raise ValueError(f"sinks must be finite or -inf, got {operands.sinks.tolist()}")
     for name in ("q_descale", "k_descale", "v_descale"):
         _check_descale(name, getattr(operands, name))
-    _check_lengths(operands, problem, k.shape[0])
+    _check_lengths(operands, problem, k)
 
 
 def _check_descale(name: str, descale: Tensor | None) -> None:
@@ -57,17 +58,19 @@ def _check_descale(name: str, descale: Tensor | None) -> None:
         )
 
 
-def _check_lengths(operands: Operands, problem: Any, pages: int) -> None:
-    flaws: Iterator[str] = iter(())
-    if operands.ranges is not None:
-        flaws = operands.ranges.flaws(problem.seqlen_q, problem.seqlen_k, problem.max_seqlen_q, problem.max_seqlen_k)
-    elif operands.seqused_k is not None:
-        flaws = flaws_of_caches(operands.seqused_k, problem.seqlen_k)
-    for flaw in flaws:
+def _check_lengths(operands: Any, problem: Problem, k: Tensor) -> None:
+    flaws, longest, ranges = [], (problem.max_seqlen_q, problem.max_seqlen_k), operands.ranges
+    if problem.packed_q:
+        flaws.append(flaws_of_packed("q", operands.cu_seqlens_q, problem.seqlen_q, longest[0]))
+    elif ranges is not None:
+        flaws.append(ranges.flaws(problem.seqlen_q, problem.seqlen_k, *longest))
+    if "cache" in problem.features:
+        flaws.append(flaws_of_caches(operands.seqused_k, problem.seqlen_k, longest[1]))
+    for flaw in chain(*flaws):
         raise ValueError(flaw)
     if operands.page_table is not None:
         used = problem.seqlen_k if operands.seqused_k is None else operands.seqused_k[:, None]
-        first = torch.arange(operands.page_table.shape[1], device=operands.page_table.device) * problem.page_size
-        table = operands.page_table.masked_fill(first >= used, 0)
+        first = torch.arange(operands.page_table.shape[1], device=operands.page_table.device) * k.shape[1]
+        table, pages = operands.page_table.masked_fill(first >= used, 0), k.shape[0]
         for wrong in table[(table < 0) | (table >= pages)].tolist():
             raise ValueError(f"page_table must have numbers from 0 to {pages - 1} of {pages} pages, got {wrong}")
