@@ -107,8 +107,9 @@ class Spec:
         backward_requires: those that the backward pass needs beside them.
         auto: the devices, of "cuda" and "cpu", on which `version="auto"` may choose it.
         memory: "linear" or "quadratic" in seqlen.
-        batch_invariant: of packed sequences each has the bits that it has alone, and of a batch's caches those that it
-            has beside any others, whatever is there, numbers that are none too; gradients with deterministic=True.
+        batch_invariant: of packed sequences each has the bits that it has alone, and of caches, of a batch or of packed
+            queries, those that it has beside as many others, whatever is there, numbers that are none too; gradients
+            with deterministic=True.
         faults: `(device, start of a test's id, sentence)`: what is known to be wrong in code that is not ours. The
             suite skips those cases and gives the sentence as its reason; `explain` tells it.
         check: sentences for what the fields above can't say; empty where the problem is taken.

@@ -330,8 +330,8 @@ _DECODE = (
         "decode/diagonal_of_the_whole_cache",
         "the last query is aligned with the cache's end, and not with the last key that is used",
         DECODE,
-        "diagonal = position + used - seqlen_q",
-        "diagonal = position + seqlen_k - seqlen_q",
+        "diagonal = position + used - rows_q",
+        "diagonal = position + seqlen_k - rows_q",
         "test_each_is_as_a_batch_of_that_length[decode-causal_gqa",
     ),
     fault(
@@ -341,6 +341,27 @@ _DECODE = (
         "h = h_kv * group + row - position * group",
         "h = h_kv + (row - position * group) * heads_kv",
         "test_forward[decode-cache_causal_gqa",
+    ),
+    fault(
+        "decode/packed_queries_on_the_next_cache",
+        "packed queries read the cache of the sequence behind theirs",
+        *(DECODE, "tl.load(entry + 6) - 1", "tl.load(entry + 6)", "test_forward[decode-packed_q_causal_gqa"),
+    ),
+    fault(
+        "decode/packed_rows_of_one_head",
+        "a packed sequence has as many rows as queries, though a query has one for each head of its group",
+        PACKED,
+        "first_q, rows_q = first_q * GROUP, rows_q * GROUP",
+        "first_q, rows_q = first_q * GROUP, rows_q",
+        "test_forward[decode-packed_q_causal_gqa",
+    ),
+    fault(
+        "decode/queries_of_no_sequence_see_a_cache",
+        "rows before the first sequence and behind the last see the keys of a cache",
+        PACKED,
+        "rows_k = tl.where(around, 0, rows_k)",
+        "rows_k = tl.where(around & (cu_k is not None), 0, rows_k)",
+        "test_forward[decode-packed_q_fp8",
     ),
     fault(
         "decode/pages_past_the_last_are_read",

@@ -320,6 +320,13 @@ def one_rank_in_error_all_hear_of_it(group: Any) -> None:
         ),
     )
     raises(
+        TypeError,
+        "k and v must be packed rows, as q is, got caches",
+        lambda: parallel.attention(
+            q[0], k[:1], v[:1], group=group, cu_seqlens_q=torch.tensor([0, 8], dtype=torch.int32)
+        ),
+    )
+    raises(
         NotImplementedError,
         "heads must be a multiple of the 4 ranks, got 3",
         lambda: parallel.attention(*shards(heads=3, heads_kv=3), group=group, method="ulysses"),

@@ -277,6 +277,8 @@ def test_the_table_of_packed_sequences(arch: int) -> None:
         tensors = ("i32", "i32", "i32" if used else None, "i32", "i32" if block_kv else None)
         launch, *_ = packed._launch(problem, 128, block_kv)
         assert resources(launch, tensors, 0, arch).stack <= 16
+    caches = Problem(1, 8192, 8192, 16, 4, 64, sequences=9, packed_q=True, arch=arch)
+    assert resources(packed._launch(caches, 64, 0, 4)[0], ("i32", None, None, "i32", None), 0, arch).stack <= 16
 
 
 @pytest.mark.covering(1)

@@ -28,6 +28,8 @@ WIDTHS = (64, 128, 256)
 DECODE_STACK = 16
 """Bytes of stack of a thread: some kernels with pages keep a page number or two there."""
 
+DECODE_STACK_PACKED = 32
+"""And where their queries are."""
 DECODE_STACK_E4M3 = 56
 """Of 64 rows 128 and 256 wide on Hopper: products with V are beside O, as descales of blocks want."""
 
@@ -50,16 +52,19 @@ def test_decode_compiles_and_does_not_spill(arch: int, head_dim: int, dtype: str
     parts = ("fp32", "fp32")
     for found in (
         resources(
-            decode.split_launch(problem, strides), (*[dtype] * 3, *parts, "i32", None, None, None, None), 1, arch
+            decode.split_launch(problem, strides), (*[dtype] * 3, *parts, "i32", None, None, None, None, None), 1, arch
         ),
         resources(
             decode.split_launch(paged, strides, (512, 4096)),
-            (*[dtype] * 3, *parts, "i32", "i32", None, None, None),
+            (*[dtype] * 3, *parts, "i32", "i32", None, None, None, None),
             1,
             arch,
         ),
         resources(
-            decode.split_launch(problem, strides), (*[dtype] * 3, *parts, "i32", None, "fp32", None, None), 1, arch
+            decode.split_launch(problem, strides),
+            (*[dtype] * 3, *parts, "i32", None, "fp32", None, None, None),
+            1,
+            arch,
         ),
         resources(decode.merge_launch(problem, of_q), ("fp32", "fp32", dtype, "fp32", "fp32"), 0, arch),
     ):
@@ -77,8 +82,24 @@ def test_decode_on_e4m3_compiles_and_does_not_spill(arch: int, head_dim: int, dt
     of_q, of_k = ((heads * head_dim * 512, heads * head_dim, head_dim) for heads in (64, 8))
     launch = decode.split_launch(problem, (*of_q, *of_k, *of_k, *of_q, 1 << 24, 1 << 16), (512, 4096))
     descale = ("fp32", 8, 1, 0)
-    found = resources(launch, (dtype, *["fp8e4nv"] * 2, "fp32", "fp32", None, "i32", None, descale, descale), 1, arch)
+    types = (dtype, *["fp8e4nv"] * 2, "fp32", "fp32", None, "i32", None, descale, descale, None)
+    found = resources(launch, types, 1, arch)
     assert found.stack <= DECODE_STACK_E4M3 and found.shared <= SHARED_LIMIT[arch] and "F2F" not in found.opcodes
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("head_dim", WIDTHS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("mask", [{"causal": True}, {"window": (128, 64)}], ids=str)
+def test_decode_of_packed_queries_compiles_and_does_not_spill(arch: int, head_dim: int, dtype: str, mask: dict) -> None:
+    how = {"dtype": dtype, "arch": arch, "page_size": 16, "used_k": True, **mask}
+    problem = Problem(1, 512, 8192, 64, 8, head_dim, sequences=32, packed_q=True, **how)
+    of_q, of_k = ((heads * head_dim * 512, heads * head_dim, head_dim) for heads in (64, 8))
+    launch = decode.split_launch(problem, (*of_q, *of_k, *of_k, *of_q, 1 << 24, 1 << 16), (512, 4096))
+    given = ("i32", "i32", None, None, None, "i32")
+    found = resources(launch, (*[dtype] * 3, "fp32", "fp32", *given), 1, arch)
+    assert found.stack <= DECODE_STACK_PACKED and found.shared <= SHARED_LIMIT[arch]
 
 
 def hopper_decode_cases() -> Iterator[tuple[int, dict, int]]:

@@ -62,6 +62,7 @@ class TestResolve:
             (1, 1, 131072, 8, {"grad": True}, False),
             (1, 1, 131072, 8, {"arch": 80, "used_k": True}, False),
             (1, 1, 131072, 8, {"arch": 80, "page_size": 16, "used_k": True}, True),
+            (1, 4096, 8192, 8, {"sequences": 40, "packed_q": True, "used_k": True}, True),
         ],
         ids=str,
     )

@@ -27,26 +27,37 @@ def blocks(problem: Problem, rows: int, block: int) -> int:
 
 
 def tiles_of(
-    problem: Problem, operands: Operands, block_q: int, block_kv: int = 0
+    problem: Problem, operands: Operands, block_q: int, block_kv: int = 0, group: int = 1
 ) -> tuple[Tensor | None, Tensor | None]:
     """The table for blocks of queries, and the one for blocks of keys, None where block_kv is 0: int32
-    `(blocks, COLUMNS)`, by one kernel. None where nothing is packed."""
+    `(blocks, COLUMNS)`, by one kernel. None where nothing is packed.
+
+    Args:
+        problem: of packed queries alone each sequence has a cache.
+        operands: with the lengths.
+        block_q, block_kv: rows of a block.
+        group: rows of a query.
+    """
     cu_q, cu_k, used = operands.cu_seqlens_q, operands.cu_seqlens_k, operands.seqused_k
     if cu_q is None:
         return None, None
-    launch, of_queries, of_keys = _launch(problem, block_q, block_kv)
+    if cu_k is None and not problem.packed_q:
+        cu_k = cu_q
+    launch, of_queries, of_keys = _launch(problem, block_q, block_kv, group)
     tiles = cu_q.new_empty(of_queries)
     tiles_of_keys = None if of_keys is None else cu_q.new_empty(of_keys)
-    launch((cu_q, cu_q if cu_k is None else cu_k, used, tiles, tiles_of_keys), ())
+    launch((cu_q, cu_k, used, tiles, tiles_of_keys), ())
     return tiles, tiles_of_keys
 
 
 @lru_cache(maxsize=1024)
-def _launch(problem: Problem, block_q: int, block_kv: int) -> tuple[Launch, tuple[int, int], tuple[int, int] | None]:
+def _launch(
+    problem: Problem, block_q: int, block_kv: int, group: int = 1
+) -> tuple[Launch, tuple[int, int], tuple[int, int] | None]:
     """The launch, and the shapes of the tables."""
     p = problem
     assert p.sequences is not None
-    of_queries, of_keys = p.entries(p.seqlen_q, block_q), p.entries(p.seqlen_k, block_kv) if block_kv else 0
+    of_queries, of_keys = p.entries(p.seqlen_q * group, block_q), p.entries(p.seqlen_k, block_kv) if block_kv else 0
     slots = SLOTS_INTERPRETED if p.device == "cpu" else SLOTS
     programs = cdiv(of_queries, slots)
     constexprs = {"BLOCK_Q": block_q, "BLOCK_KV": block_kv, "USED": p.used_k, "RIGHT": p.span[1] is not None}
@@ -54,7 +65,7 @@ def _launch(problem: Problem, block_q: int, block_kv: int) -> tuple[Launch, tupl
         tiles_kernel,
         programs + cdiv(of_keys, slots),
         (p.sequences, p.seqlen_q, p.seqlen_k, programs),
-        {**constexprs, "SLOTS": slots, "CHUNK": CHUNK},
+        {**constexprs, "SLOTS": slots, "CHUNK": CHUNK, "GROUP": group},
         num_warps=4,
         num_stages=1,
     )

@@ -8,6 +8,9 @@
    blocks with the most work; and programs that run together are of one sequence, whose keys and values L2 then has for
    all of them. Slots without a block come last.
 
+Where queries alone are packed (cu_k is None) each sequence has a cache of total_k keys, from the first on. A query may
+be several rows (GROUP), one for each head that shares its keys: then first row and rows of queries are of these.
+
 Rows before the first sequence and behind the last are a sequence each, whose queries see no key: so they are written,
 too. What lies outside of the tensors is clamped, and where the values fall no row is of any sequence: so the table is
 whole whatever they are.
@@ -31,10 +34,18 @@ def _side(cu, number, sequences, total):
 
 
 @triton.jit
-def _lengths(cu_q, cu_k, used_k, number, sequences, total_q, total_k, OF_KEYS: tl.constexpr, USED: tl.constexpr):
+def _lengths(
+    cu_q, cu_k, used_k, number, sequences, total_q, total_k,
+    OF_KEYS: tl.constexpr, USED: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
     """Of sequences by number: first row and rows of queries, of keys, and rows of the side that is cut into blocks."""
     first_q, rows_q = _side(cu_q, number, sequences, total_q)
-    first_k, rows_k = _side(cu_k, number, sequences, total_k)
+    first_q, rows_q = first_q * GROUP, rows_q * GROUP
+    if cu_k is None:
+        first_k = tl.zeros_like(number)
+        rows_k = first_k + total_k
+    else:
+        first_k, rows_k = _side(cu_k, number, sequences, total_k)
     owned = rows_k if OF_KEYS else rows_q
     around = (number == 0) | (number > sequences)
     if USED:
@@ -54,9 +65,10 @@ def _falls(cu_q, cu_k, sequences, CHUNK: tl.constexpr):
     for start in tl.range(0, sequences, CHUNK):
         number = start + tl.arange(0, CHUNK)
         inside = number < sequences
-        for_q = tl.load(cu_q + number, mask=inside, other=0) > tl.load(cu_q + number + 1, mask=inside, other=0)
-        for_k = tl.load(cu_k + number, mask=inside, other=0) > tl.load(cu_k + number + 1, mask=inside, other=0)
-        falls += tl.sum((for_q | for_k).to(tl.int32), 0)
+        here = tl.load(cu_q + number, mask=inside, other=0) > tl.load(cu_q + number + 1, mask=inside, other=0)
+        if cu_k is not None:
+            here |= tl.load(cu_k + number, mask=inside, other=0) > tl.load(cu_k + number + 1, mask=inside, other=0)
+        falls += tl.sum(here.to(tl.int32), 0)
     return falls > 0
 
 
@@ -64,22 +76,22 @@ def _falls(cu_q, cu_k, sequences, CHUNK: tl.constexpr):
 def _table(
     program, cu_q, cu_k, used_k, tiles, sequences, total_q, total_k,
     BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, USED: tl.constexpr,
-    RIGHT: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
+    RIGHT: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Some slots of the table for blocks of BLOCK queries, or keys."""
     slot = program * SLOTS + tl.arange(0, SLOTS)
-    slots = (total_k if OF_KEYS else total_q) // BLOCK + sequences + 2
+    slots = (total_k if OF_KEYS else total_q * GROUP) // BLOCK + sequences + 2
     sequences = tl.where(_falls(cu_q, cu_k, sequences, CHUNK), 0, sequences)
     number = tl.zeros([SLOTS], tl.int32) - 1
     for start in tl.range(0, sequences + 2, CHUNK):
         other = start + tl.arange(0, CHUNK)
         first_q, rows_q, first_k, rows_k, owned = _lengths(
-            cu_q, cu_k, used_k, other, sequences, total_q, total_k, OF_KEYS, USED
+            cu_q, cu_k, used_k, other, sequences, total_q, total_k, OF_KEYS, USED, GROUP
         )
         begins = (first_k if OF_KEYS else first_q) // BLOCK + other
         number += tl.sum(((begins[None, :] <= slot[:, None]) & (other < sequences + 2)[None, :]).to(tl.int32), 1)
     first_q, rows_q, first_k, rows_k, owned = _lengths(
-        cu_q, cu_k, used_k, number, sequences, total_q, total_k, OF_KEYS, USED
+        cu_q, cu_k, used_k, number, sequences, total_q, total_k, OF_KEYS, USED, GROUP
     )
     nth = slot - (first_k if OF_KEYS else first_q) // BLOCK - number
     n_blocks = tl.cdiv(owned, BLOCK)
@@ -91,7 +103,7 @@ def _table(
     for start in tl.range(0, sequences + 2, CHUNK):
         other = start + tl.arange(0, CHUNK)
         _, rows_q_o, _, rows_k_o, owned_o = _lengths(
-            cu_q, cu_k, used_k, other, sequences, total_q, total_k, OF_KEYS, USED
+            cu_q, cu_k, used_k, other, sequences, total_q, total_k, OF_KEYS, USED, GROUP
         )
         blocks_o = tl.where(other < sequences + 2, tl.cdiv(owned_o, BLOCK), 0)
         length_o = (rows_q_o if OF_KEYS else rows_k_o)[None, :]
@@ -119,30 +131,19 @@ def _table(
 def tiles_kernel(
     cu_q, cu_k, used_k, tiles, tiles_of_keys, sequences, total_q, total_k, programs,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, USED: tl.constexpr,
-    RIGHT: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr,
+    RIGHT: tl.constexpr, SLOTS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """The table for blocks of BLOCK_Q queries, and, unless BLOCK_KV is 0,
     by programs from `programs` on, the one for blocks of keys."""
     program = tl.program_id(0)
     if program < programs or BLOCK_KV == 0:
         _table(
-            program, cu_q, cu_k, used_k, tiles, sequences, total_q, total_k, BLOCK_Q, False, USED, RIGHT, SLOTS, CHUNK
-        )
+            program, cu_q, cu_k, used_k, tiles, sequences, total_q, total_k,
+            BLOCK_Q, False, USED, RIGHT, SLOTS, CHUNK, GROUP,
+        )  # fmt: skip
     elif BLOCK_KV > 0:
         of_keys = program - programs
         _table(
-            of_keys,
-            cu_q,
-            cu_k,
-            used_k,
-            tiles_of_keys,
-            sequences,
-            total_q,
-            total_k,
-            BLOCK_KV,
-            True,
-            USED,
-            RIGHT,
-            SLOTS,
-            CHUNK,
-        )
+            of_keys, cu_q, cu_k, used_k, tiles_of_keys, sequences, total_q, total_k,
+            BLOCK_KV, True, USED, RIGHT, SLOTS, CHUNK, GROUP,
+        )  # fmt: skip

@@ -11,7 +11,10 @@ SPEC = Spec(
     dtypes=("fp16", "bf16", "fp32"),
     cpu_dtypes=("fp16", "fp32"),
     features=frozenset(
-        {"causal", "window", "gqa", "cross", "lse", "deterministic", "cache", "paged", "fp8_kv", "sinks", "out_dtype"}
+        {
+            *("causal", "window", "gqa", "cross", "lse", "deterministic", "sinks", "out_dtype"),
+            *("cache", "paged", "packed_q", "fp8_kv"),
+        }
     ),
     requires=("triton",),
     batch_invariant=True,

@@ -81,7 +81,7 @@ class Cut:
 
     Attributes:
         rows: of a tile.
-        blocks: tiles of a key/value head.
+        blocks: tiles of a key/value head; of packed queries of all sequences, and some of none.
         split: keys of a split, whole blocks.
         splits: of the keys that a tile sees.
     """
@@ -103,7 +103,7 @@ def cut(problem: Problem) -> Cut:
     p, tiles = problem, tiles_for(problem)
     of_head = p.seqlen_q * (p.heads // p.heads_kv)
     rows = min(tiles.rows, next_power_of_2(of_head, TENSOR_CORE))
-    blocks = cdiv(of_head, rows)
+    blocks = cdiv(of_head, rows) if p.sequences is None else p.entries(of_head, rows)
     left, right = p.span
     keys = p.seqlen_k
     if left is not None and right is not None:  # what a tile's queries see together, and where it begins within a block
@@ -150,8 +150,8 @@ def by_hopper(problem: Problem) -> bool:
     """Whether the kernel for Hopper takes the problem, where TMA can read its tensors."""
     p = problem
     fits = p.head_dim % 8 == 0 and p.head_dim <= WIDTHS[-1] and p.seqlen_q * p.heads * p.head_dim < LARGEST
-    dtypes = p.dtype in ("fp16", "bf16") and p.dtype_kv is None
-    return p.arch == 90 and dtypes and fits and box_of(p) >= LEAST_BOX and _has_cute()
+    taken = p.dtype in ("fp16", "bf16") and p.dtype_kv is None and not p.packed_q
+    return p.arch == 90 and taken and fits and box_of(p) >= LEAST_BOX and _has_cute()
 
 
 def box_of(problem: Problem) -> int:
@@ -252,6 +252,8 @@ def unsupported(problem: Problem) -> list[str]:
     p = problem
     if p.dtype_kv is not None and p.device == "cuda" and p.arch is not None and p.arch < E4M3_ARCH:
         return [f"takes e4m3 k and v on sm_{E4M3_ARCH} or newer, got sm_{p.arch}"]
+    if p.packed_q and p.seqlen_q * (p.heads // p.heads_kv) >= LARGEST:
+        return [f"counts packed queries times the heads of a group in 32 bits, got {p.seqlen_q}"]
     return []
 
 
@@ -259,7 +261,7 @@ def leaves(problem: Problem) -> list[str]:
     """Why `auto` leaves a problem to the versions that do not split keys."""
     if problem.grad:
         return ["an input requires grad"]
-    if problem.dtype_kv is not None:  # no other does not make a copy of them
+    if problem.dtype_kv is not None or problem.packed_q:  # no other does not make a copy of them
         return []
     if not by_hopper(problem):
         unmeasured = "only its kernel for Hopper was measured, which does not take this"
@@ -297,11 +299,13 @@ def describe(problem: Problem) -> list[str]:
         splits = f"{how.splits} splits of {how.split}, merged by a second kernel"
         if p.dtype_kv is not None:
             lines.append(f"{p.dtype_kv} keys and values are made {p.dtype} on chip")
-        elif p.arch == 90 and p.dtype in ("fp16", "bf16"):
+        elif p.arch == 90 and p.dtype in ("fp16", "bf16") and not p.packed_q:
             lines.append(
                 f"the kernel for Hopper takes head dims and page sizes in steps of {LEAST_BOX}, and needs CuTe DSL"
             )
     lines.append(f"keys: {splits}" if how.splits > 1 else "keys: not split")
+    if p.packed_q:
+        lines.append("which queries of which sequence a tile has is in a table that a kernel makes of cu_seqlens_q")
     if group > 1:
         lines.append(f"{group} query heads of a key/value head share tiles of {how.rows} rows")
     if p.device == "cpu":

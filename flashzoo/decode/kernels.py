@@ -19,6 +19,10 @@ whose number is the (j // PAGE)-th of the sequence's in the table.
 They may be e4m3 beside a 16-bit q: a block of them is made 16 bits on chip, which hold every e4m3 number, and products
 are multiplied by the descales of the block's rows.
 
+Packed queries on caches share a batch of one. Which rows of which sequence a tile has is in a table that another kernel
+makes on the device (flashzoo/_triton/packed_kernels.py), the sequences with the most keys first; a tile that has none
+ends at once.
+
 Where there is one split it writes out itself. Sinks, of each head one more logit in the softmax, join where out is
 written. Scores are in log2 units: exp2 with softmax_scale * log2(e) folded in.
 """
@@ -113,6 +117,15 @@ def widened(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def packed_tile(tiles, at):
+    """What the table says of a tile: its sequence, which tile of it this is, first row and rows of the sequence's
+    queries, and how many keys it uses. The rows before all sequences are of number -1, those behind of the one past the
+    last, and use none."""
+    entry = tiles + at * 8
+    return tl.load(entry + 6) - 1, tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 4)
+
+
+@triton.jit
 def attend(
     state, q_i, keys, descales, first, last, end, diagonal, scale_log2, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr,
@@ -147,7 +160,7 @@ def attend(
 
 @triton.jit(do_not_specialize=SIZES)
 def split_kernel(
-    q, k, v, out, lse, used_k, page_table, sinks, k_descale, v_descale, scale_log2,
+    q, k, v, out, lse, used_k, page_table, sinks, k_descale, v_descale, tiles, scale_log2,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh, stride_op, stride_lp,
     stride_table, pages, seqlen_q, seqlen_k, heads, heads_kv, blocks, split, splits, window_left, window_right,
@@ -157,36 +170,50 @@ def split_kernel(
     """out and lse are those of all splits; programs of a split's tiles run together, then those of a head's splits:
     what they read is in L2."""
     program = tl.program_id(0)
-    block = program % blocks
-    part = program // blocks % splits
-    bh = program // blocks // splits
-    b = bh // heads_kv
-    h_kv = bh - b * heads_kv
+    if tiles is None:
+        block = program % blocks
+        part = program // blocks % splits
+        bh = program // blocks // splits
+        b = bh // heads_kv
+        h_kv = bh - b * heads_kv
+        rows_q = seqlen_q
+    else:
+        h_kv = program % heads_kv
+        part = program // heads_kv % splits
+        b, block, first_row, rows, used = packed_tile(tiles, program // heads_kv // splits)
+        if block * ROWS >= rows:
+            return
+        rows_q = rows // (heads // heads_kv)
     group = heads // heads_kv
     row = block * ROWS + tl.arange(0, ROWS)
     position = row // group
     h = h_kv * group + row - position * group
-    there = position < seqlen_q
+    there = position < rows_q
     d = tl.arange(0, BLOCK_D)
     b_64 = tl.cast(b, tl.int64)
 
-    used = seqlen_k
-    if CACHE:
-        used = tl.minimum(tl.maximum(tl.load(used_k + b), 0), seqlen_k)
+    # Where the queries are: in the batch's b_q-th, of its rows `at`.
+    if tiles is None:
+        b_q, at = b_64, position
+        used = seqlen_k
+        if CACHE:
+            used = tl.minimum(tl.maximum(tl.load(used_k + b), 0), seqlen_k)
+    else:
+        b_q, at = tl.full([], 0, tl.int64), first_row // group + position
     # The keys that the tile's rows see: from `first`, where a block begins, to `end`.
     first, end, whole = 0, used, used
     if LEFT:
-        first = tl.maximum(block * ROWS // group + used - seqlen_q - window_left, 0) // BLOCK_KV * BLOCK_KV
+        first = tl.maximum(block * ROWS // group + used - rows_q - window_left, 0) // BLOCK_KV * BLOCK_KV
     if RIGHT:
-        last_position = tl.minimum((block * ROWS + ROWS - 1) // group, seqlen_q - 1)
-        end = tl.minimum(tl.maximum(last_position + used - seqlen_q + window_right + 1, 0), used)
-        whole = tl.minimum(tl.maximum(block * ROWS // group + used - seqlen_q + window_right + 1, 0), used)
+        last_position = tl.minimum((block * ROWS + ROWS - 1) // group, rows_q - 1)
+        end = tl.minimum(tl.maximum(last_position + used - rows_q + window_right + 1, 0), used)
+        whole = tl.minimum(tl.maximum(block * ROWS // group + used - rows_q + window_right + 1, 0), used)
     first += part * split  # A1.1
     end = tl.minimum(end, first + split)
     # blocks before it are seen whole by every row
     whole = tl.maximum(tl.minimum(whole, end) // BLOCK_KV * BLOCK_KV, first)
 
-    of_row = b_64 * stride_qb + position.to(tl.int64) * stride_qs + h.to(tl.int64) * stride_qh
+    of_row = b_q * stride_qb + at.to(tl.int64) * stride_qs + h.to(tl.int64) * stride_qh
     inside = there[:, None] & (d < HEAD_DIM)[None, :]
     q_i = tl.load(q + of_row[:, None] + d[None, :], mask=inside, other=0.0)
     k_head = k + tl.cast(h_kv, tl.int64) * stride_kh
@@ -209,7 +236,7 @@ def split_kernel(
     if v_descale is not None:
         v_descale = of_head(v_descale, b_64, h_kv)
     descales = (k_descale, v_descale)
-    diagonal = position + used - seqlen_q
+    diagonal = position + used - rows_q
     if LEFT:
         whole = first
     else:
@@ -247,8 +274,8 @@ def split_kernel(
     l_safe = tl.where(l_i == 0.0, 1.0, l_i)  # a row that saw no key: O = 0, LSE = -inf
     lse_i = (m_i + tl.log2(l_safe)) * LN2
     part_64 = tl.cast(part, tl.int64)
-    tl.store(lse + part_64 * stride_lp + (b_64 * heads + h) * seqlen_q + position, lse_i, mask=there)
-    of_row = part_64 * stride_op + b_64 * stride_ob + position.to(tl.int64) * stride_os + h.to(tl.int64) * stride_oh
+    tl.store(lse + part_64 * stride_lp + (b_q * heads + h) * seqlen_q + at, lse_i, mask=there)
+    of_row = part_64 * stride_op + b_q * stride_ob + at.to(tl.int64) * stride_os + h.to(tl.int64) * stride_oh
     if PARTS:  # nobody reads what saw nothing
         inside = inside & (l_i > 0)[:, None]
     tl.store(out + of_row[:, None] + d[None, :], (acc / l_safe[:, None]).to(out.dtype.element_ty), mask=inside)

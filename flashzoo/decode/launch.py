@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flashzoo._triton import Launch
 from flashzoo._triton.descales import strided
+from flashzoo._triton.packed import tiles_of
 from flashzoo.call.operands import Operands
 from flashzoo.call.problem import Problem
 from flashzoo.decode import kernels
@@ -39,15 +40,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Opera
     scale_log2, table = p.scale * LOG2E, operands.page_table
     pages = (0, 0) if table is None else (table.stride(0), k.shape[0])
     given, descales = (operands.seqused_k, table), (strided(operands.k_descale), strided(operands.v_descale))
+    tiles, _ = tiles_of(p, operands, cut(p).rows, group=p.heads // p.heads_kv)
     if splits == 1:
         split_launch(p, (*inputs, *out.stride()[:3], 0, 0), pages)(
-            (q, k, v, out, lse, *given, operands.sinks, *descales), (scale_log2,)
+            (q, k, v, out, lse, *given, operands.sinks, *descales, tiles), (scale_log2,)
         )
         return out, lse
     parts = q.new_empty((splits, *q.shape), dtype=torch.float32)
     lse_parts = q.new_empty((splits, *lse.shape), dtype=torch.float32)
     of_parts = (*parts.stride()[1:4], parts.stride(0), lse_parts.stride(0))
-    split_launch(p, (*inputs, *of_parts), pages)((q, k, v, parts, lse_parts, *given, None, *descales), (scale_log2,))
+    tensors = (q, k, v, parts, lse_parts, *given, None, *descales, tiles)
+    split_launch(p, (*inputs, *of_parts), pages)(tensors, (scale_log2,))
     merge_launch(p, out.stride()[:3])((parts, lse_parts, out, lse, operands.sinks), ())
     return out, lse
 

@@ -111,6 +111,8 @@ def chosen(
     told = explain_call(*whole, return_lse=return_lse, version=version, **_flat(options))
     if unknown:
         raise TypeError(f"flashzoo.parallel.attention takes no {unknown[0]}: it takes {', '.join(SHARED)}")
+    if told.problem.packed_q:
+        raise TypeError(f"k and v must be packed rows, as q is, got caches, k of shape {tuple(k.shape)}")
     if told.problem.kv_in_e4m3:
         raise TypeError("q, k and v must be fp16, bf16, fp32 or fp64, got e4m3: precision='fp8' quantises them inside")
     for name, x in (("q", q), ("k", k)):
