@@ -381,7 +381,7 @@ def test_what_lies_where_before_and_after_the_kernel(case, kernel, on_integers):
     out, dout, wanted = (torch.randn(1, p.seqlen_q, p.heads, p.head_dim).half() for _ in range(3))
     lse, dlse = torch.randn(1, p.heads, p.seqlen_q), torch.randn(1, p.heads, p.seqlen_q)
     delta, lse_log2 = torch.full((2, blocks, block_q), torch.nan)
-    dq_sum = torch.full((blocks, kernel.tiles.consumers, block_q * kernel.width // kernel.tiles.consumers), torch.nan)
+    dq_sum = torch.full((blocks, kernel.dq_parts, block_q * kernel.width // kernel.dq_parts), torch.nan)
     turns = torch.full((blocks, kernel.semaphores), -1, dtype=torch.int32)
     tiles, _ = tiles_of(p, operands, block_q)
     sinks, dsinks = torch.randn(p.heads), torch.zeros(p.heads, p.entries(p.seqlen_q, block_q))
