@@ -1,16 +1,98 @@
-"""Faults of decode's kernel for Hopper, and of FP8 caches; see `faults.py`."""
+"""Faults of decode's kernels, and of FP8 caches; see `faults.py`."""
 
 from __future__ import annotations
 
 from fault import Fault, fault
 
-HOPPER, OUTPUT = (f"flashzoo/decode/{name}.py" for name in ("hopper", "hopper_output"))
+DECODE, HOPPER, OUTPUT = (f"flashzoo/decode/{name}.py" for name in ("kernels", "hopper", "hopper_output"))
+PACKED, V2 = "flashzoo/_triton/packed_kernels.py", "flashzoo/v2/kernels.py"
+
+DECODE_IN_TRITON: tuple[Fault, ...] = (
+    fault(
+        "decode/empty_split_counts",
+        "a split that saw nothing is merged all the same, with whatever its part of memory holds",
+        DECODE,
+        "mask=(weight > 0)[:, :, None] &",
+        "mask=(weight >= 0)[:, :, None] &",
+        "test_what_is_not_used_is_not_read[decode-full",
+    ),
+    fault(
+        "decode/diagonal_of_the_whole_cache",
+        "the last query is aligned with the cache's end, and not with the last key that is used",
+        DECODE,
+        "diagonal = position + used - rows_q",
+        "diagonal = position + seqlen_k - rows_q",
+        "test_each_is_as_a_batch_of_that_length[decode-causal_gqa",
+    ),
+    fault(
+        "decode/heads_of_another_group",
+        "a row's head is that of another key/value head's group",
+        DECODE,
+        "h = h_kv * group + row - position * group",
+        "h = h_kv + (row - position * group) * heads_kv",
+        "test_forward[decode-cache_causal_gqa",
+    ),
+    fault(
+        "decode/packed_queries_on_the_next_cache",
+        "packed queries read the cache of the sequence behind theirs",
+        *(DECODE, "tl.load(entry + 6) - 1", "tl.load(entry + 6)", "test_forward[decode-packed_q_causal_gqa"),
+    ),
+    fault(
+        "decode/packed_rows_of_one_head",
+        "a packed sequence has as many rows as queries, though a query has one for each head of its group",
+        PACKED,
+        "first_q, rows_q = first_q * GROUP, rows_q * GROUP",
+        "first_q, rows_q = first_q * GROUP, rows_q",
+        "test_forward[decode-packed_q_causal_gqa",
+    ),
+    fault(
+        "decode/queries_of_no_sequence_see_a_cache",
+        "rows before the first sequence and behind the last see the keys of a cache",
+        PACKED,
+        "rows_k = tl.where(around, 0, rows_k)",
+        "rows_k = tl.where(around & (cu_k is not None), 0, rows_k)",
+        "test_forward[decode-packed_q_fp8",
+    ),
+    fault(
+        "decode/pages_past_the_last_are_read",
+        "a number of no page reads the last page, another user's memory; seen in FA #2709",
+        DECODE,
+        "return tl.where(page < pages, page, -1).to(tl.int64)",
+        "return tl.minimum(page, pages - 1).to(tl.int64)",
+        "test_numbers_of_no_page_read_zeros[decode-of_16_causal_gqa",
+    ),
+    fault(
+        "decode/append_wraps_to_the_first_page",
+        "new rows that there is no page for are written into another: a length that lies overwrites another's keys",
+        "flashzoo/_triton/append_kernels.py",
+        "there = there & (page >= 0) & (page < pages)",
+        "page = tl.minimum(tl.maximum(page, 0), pages - 1)",
+        "test_numbers_that_lie_write_nothing or test_pages",
+    ),
+    fault(
+        "decode/append_launches_what_another_dtype_compiled",
+        "a kernel for numbers of two bytes copies those of four; a launch was found by shapes alone",
+        "flashzoo/_triton/append.py",
+        "append_launch(tensors[2].dtype,",
+        "append_launch(torch.int16,",
+        "test_new_rows_follow_what_is_used",
+        gpu=True,
+    ),
+    fault(
+        "v2/gradients_of_what_is_not_used",
+        "keys that are not used get gradients where all queries of a block see all that are",
+        V2,
+        "if PACKED or CACHE:  # of the rows",
+        "if PACKED:  # of the rows",
+        "test_what_is_not_used_is_not_read[v2-whole_blocks",
+    ),
+)
 
 FP8_CACHES: tuple[Fault, ...] = (
     fault(
         "decode/descale_of_the_first_block",
         "all keys have the descale of their head's first 128",
-        "flashzoo/decode/kernels.py",
+        DECODE,
         "start // DESCALE_BLOCK * descale[1]",
         "0 * descale[1]",
         "test_forward[decode-fp8_cache_causal_gqa-fp16-by_block",
