@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from flashzoo import Problem
 from flashzoo.counts import flops, hbm_bytes
 from flashzoo.inputs import LAYOUTS, VALUES, descales, inputs, kinds_of_descales
-from flashzoo.workloads import workload
-from flashzoo_suite.support import both, draw, forward
+from flashzoo.workloads import workload, workloads
+from flashzoo_suite.support import WORKER_BYTES, both, draw, forward
 
 PLAIN = Problem(
     batch=2, seqlen_q=7, seqlen_k=9, heads=4, heads_kv=2, head_dim=16, dtype="fp32", grad=True, device="cpu"
@@ -92,3 +92,11 @@ def test_a_workload_in_another_dtype_has_that_dtypes_out():
         "bf16",
     ]
     assert workload("square").on("cpu", dtype="e4m3", out_dtype="fp16").out_dtype == "fp16"
+
+
+@pytest.mark.parametrize("tag", ["smoke", "hard", "large"])
+def test_what_the_suite_draws_fits_beside_other_processes(tag):
+    """`standard` has S, P and a mask of all queries and all keys in float64, and its gradients as much again."""
+    for problem in (x.problem for x in workloads(tag)):
+        keys = problem.total_k if problem.packed_q else problem.seqlen_k
+        assert 4 * 8 * problem.batch * problem.heads * problem.seqlen_q * keys <= WORKER_BYTES, str(problem)
