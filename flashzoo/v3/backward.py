@@ -530,7 +530,7 @@ class Backward:
             self.differentiate(s, dp, delta, p, ds)  # B2.14
         gemm(consumer.mma_dv, consumer.dv, p, consumer.do_t[None, None, None, do_stage], False)  # B2.12
 
-        stage = storage.ds_pipeline.stage(used)
+        stage = used % tiles.ds_stages
         to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(True, 4), self.dtype), consumer.mma_s)
         to_chip = to_chip.get_slice(consumer.thread)
         part = cute.make_tensor(ds.iterator, s_shape)

@@ -38,28 +38,15 @@ class Pipeline:
 
     def stage(self, n: Int32) -> Int32:
         """Stage of the n-th fill."""
-        if self.stages == 1:
-            return Int32(0)
-        return n & (self.stages - 1) if self.by_bits else n % self.stages
-
-    def phase(self, n: Int32) -> Int32:
-        """Phase of the n-th fill."""
-        return (n >> (self.stages.bit_length() - 1) if self.by_bits else n // self.stages) & 1
-
-    @property
-    def by_bits(self) -> bool:
-        """Whether a fill's stage and phase are bits of its number. Of a number that may be negative, as far as the
-        compiler knows, quotient and remainder are a dozen instructions, each of which waits for the one before; and
-        they stand in front of each look at a barrier."""
-        return self.stages & (self.stages - 1) == 0
+        return n % self.stages if self.stages > 1 else Int32(0)
 
     def consumer_wait(self, n: Int32) -> None:
         """Wait for the n-th fill."""
-        cute.arch.mbarrier_wait(self.full + self.stage(n), self.phase(n))
+        cute.arch.mbarrier_wait(self.full + self.stage(n), n // self.stages & 1)
 
     def producer_acquire(self, n: Int32) -> None:
         """Wait until the stage of the n-th fill is empty: at once the first time."""
-        cute.arch.mbarrier_wait(self.empty + self.stage(n), self.phase(n) ^ 1)
+        cute.arch.mbarrier_wait(self.empty + self.stage(n), n // self.stages & 1 ^ 1)
 
     @cute.jit
     def consumer_release(self, n: Int32):
