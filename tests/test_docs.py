@@ -1,4 +1,4 @@
-"""The tutorial's kernel compiles, and what the documents name is there.
+"""The tutorial's kernel compiles, the programs of versions' READMEs run, and what the documents name is there.
 
 The tutorial itself is followed by `make newcomer`.
 """
@@ -11,13 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from newcomer import PAGES as SHOWN
 from newcomer import blocks
 from test_learn import PAGES as TO_LEARN
 
 import flashzoo
 from flashzoo._triton.compile import resources
-from flashzoo_suite.support import ROOT
+from flashzoo_suite.support import DEVICE, ROOT
 
 TUTORIAL = (ROOT / "docs" / "write_a_variant.md").read_text()
 
@@ -37,6 +38,37 @@ def test_the_kernel_compiles_for_a_gpu(tmp_path, monkeypatch, arch):
     finally:
         flashzoo.unregister("lazy")
         sys.modules.pop("lazy")
+
+
+LONG, SEQLEN = "65536", 65536 if DEVICE == "cuda" else 1280
+"""The length that a README's mask is for, and that which it has here."""
+IN_READMES = {"v3": ({"causal": True}, 0.12), "blocksparse": ({"window_size": (1024, 0)}, 5e-3)}
+"""By version the plain call that its README's programs are held against, and how far off a norm may be."""
+
+
+@pytest.mark.parametrize("name", IN_READMES)
+def test_the_programs_of_a_versions_readme_give_what_a_plain_call_does(name):
+    """On a GPU as they stand there; elsewhere on the CPU, and shorter."""
+    options, bound = IN_READMES[name]
+    readme = (ROOT / "flashzoo" / name / "README.md").read_text()
+    seqlen = SEQLEN if LONG in readme else 128
+    q, k, v, dout = (torch.randn(1, seqlen, 1, 32, device=DEVICE, dtype=torch.float16) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k + 1, v)]  # scores that smoothing takes something from
+    plain = dict(zip(("out", "lse"), flashzoo.attention(*leaves, return_lse=True, **options), strict=True))
+    gradients = torch.autograd.grad(plain["out"], leaves, dout)
+    for program in (text for language, _, text in blocks(readme) if language == "python"):
+        tensors = dict(zip("qkv", (x.detach().requires_grad_() for x in leaves), strict=True))
+        found = {"flashzoo": flashzoo, "dout": dout, **tensors}
+        exec(program.replace('"cuda"', f'"{DEVICE}"').replace(LONG, str(seqlen)), found)
+        seen = [(found[key], x) for key, x in plain.items() if key in found]
+        if found["out"].requires_grad:
+            if tensors["q"].grad is None:
+                found["out"].backward(dout)
+            seen += [(x.grad, dx) for x, dx in zip(tensors.values(), gradients, strict=True)]
+        for mine, theirs in seen:
+            off = ((mine.float() - theirs.float()).norm() / theirs.float().norm()).item()
+            assert off <= bound, program
+    assert len(seen) > 1, "the last of each has gradients"
 
 
 def test_what_is_not_run_names_what_is_there():
@@ -73,10 +105,10 @@ PAGES = [
 
 
 def test_every_program_of_the_documents_is_run():
-    """By `make newcomer`, by test_use and by test_learn."""
+    """By `make newcomer`, by test_use, by test_learn and, of versions' READMEs, above."""
     run = {*SHOWN, "docs/write_a_variant.md", "docs/use.md", *(f"docs/learn/{name}.md" for name in TO_LEARN)}
-    there = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *ROOT.glob("docs/**/*.md")]
-    programs = {page.relative_to(ROOT).as_posix() for page in there if "\n```python" in page.read_text()}
+    run |= {f"flashzoo/{name}/README.md" for name in IN_READMES}
+    programs = {page.relative_to(ROOT).as_posix() for page in PAGES if "\n```python" in page.read_text()}
     assert len(programs) > 5 and programs <= run
 
 
