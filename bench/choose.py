@@ -302,8 +302,9 @@ def measured(rows: list[runs.Row]) -> dict[str, Any]:
     last: ratios hold within a run.
 
     Returns:
-        cells: each with its run, what was measured, unit, bars (name, rate, ms, p10, p90, RMS error) and whys; and by
-        the pass's name the number of each place's cell, -1 where there is none.
+        cells: each with its run, what was measured, unit, bars (name, rate, ms, p10, p90, RMS error, rate alone at
+        settled clocks, joules) and whys; and by the pass's name the number of each place's cell, -1 where there is
+        none.
     """
     found: dict[frozenset, dict[tuple[str, ...], list[runs.Row]]] = {}
     for row in rows:
@@ -339,11 +340,16 @@ def _cell(mine: list[runs.Row]) -> dict[str, Any]:
         size |= dict.fromkeys(runs.WORDS, "{batch} documents of {seqlen_k} tokens in all")
     what = f"{size[of['pass']]}, {{heads}}:{{heads_kv}} heads of {{head_dim}}, {{dtype}}".format(**of)
     decoding = of["pass"] == DECODE
+
+    def speed(row: runs.Row) -> float:
+        return float(f"{rate(row):.4g}") if decoding else float(row["tflops"])
+
     bars = [
         (
             # how a version was called is what was asked
-            *(parted(row["impl"])[0], float(f"{rate(row):.4g}") if decoding else float(row["tflops"])),
+            *(parted(row["impl"])[0], speed(row)),
             *(float(row[name]) if row[name] else None for name in ("ms", "ms_p10", "ms_p90", "rms_err")),
+            *(speed(alone) if (alone := runs.settled(row)) else None, float(row["joules"]) if row["joules"] else None),
         )
         for row in runs.measured(mine)
     ]

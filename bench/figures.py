@@ -1,4 +1,4 @@
-"""What the page of `bench.report` plots, speeds, shares of cells, errors and runs, in figures that the page fills.
+"""What the page of `bench.report` plots, speeds, shares of cells, errors, energy and runs, in figures that it fills.
 
 The data of a figure are a tree of dicts, whose keys a reader chooses one after another, with a group at each end: the
 titles of its axes, the places on the x axis where these are words, and by the name of an implementation its points.
@@ -28,16 +28,22 @@ ERROR = "RMS error against float64"
 
 
 class Look(NamedTuple):
-    """How a figure draws its points: joined by `line` or `step`, or by nothing; at words or numbers; logarithmic."""
+    """How a figure draws its points: joined by `line` or `step`, or by nothing; at words or numbers; logarithmic,
+    and then at which places, where not at Bokeh's own; with which digits of y, as Bokeh writes them."""
 
     joined: str
     words: bool = False
     log: bool = False
+    places: tuple[float, ...] = ()
+    digits: str = "0.[0000]"
 
 
 LOOKS = {
     **{"curves": Look("line", words=True), "shares": Look("step")},
-    **{"errors": Look("", log=True), "history": Look("line", words=True)},
+    "errors": Look("", log=True, digits="0.00e+0"),
+    # below two decades Bokeh's are as far apart as on a linear axis
+    "energy": Look("", log=True, places=tuple(n * 10**e for e in (-2, -1, 0, 1, 2) for n in (1, 1.5, 2, 3, 5, 7))),
+    "history": Look("line", words=True),
 }
 GREY, OWN = "#858585", "#7a6fd0"
 MARKS = {
@@ -124,7 +130,8 @@ def _dense(row: Row) -> str:
 def _with_heads(row: Row) -> str:
     heads = f"{row['heads']}:{row['heads_kv']} heads of {row['head_dim']}"
     if row["pass"] == DECODE:
-        return f"{heads}, {row['batch']} sequences{', ' + row['lengths'] if row['lengths'] else ''}"
+        sequences = f"{row['batch']} sequence{'s' * (row['batch'] != '1')}"
+        return f"{heads}, {sequences}{', ' + row['lengths'] if row['lengths'] else ''}"
     return f"{runs.WORDS[row['pass']]}, {heads}{', causal' * (row['causal'] == '1')}"
 
 
@@ -137,6 +144,12 @@ def cell_name(row: Row) -> str:
 def decoded(rows: list[Row]) -> list[Row]:
     """Those of the last run of decoding."""
     return runs.of_last([row for row in runs.measured(rows) if row["pass"] == DECODE])
+
+
+def tables(rows: list[Row]) -> dict[str, list[Row]]:
+    """The rows of each table of speed by its title, those of packed sequences and of decoding too."""
+    found = {title: runs.last_run(rows, table) for table, title in TABLES.items()}
+    return {**found, PACKED: readmes.packed_run(rows)[0], DECODING: decoded(rows)}
 
 
 def curves(rows: list[Row]) -> Tree:
@@ -226,6 +239,25 @@ def errors(rows: list[Row]) -> Tree:
     return tree
 
 
+def energy(rows: list[Row]) -> Tree:
+    """Energy of a FLOP, or of a byte of keys and values, against speed, of every cell that was timed alone beside a
+    meter: table, then head dim."""
+    metered, tree = {row["run"] for row in rows if row.get("joules")}, {}
+    for title, mine in tables([row for row in rows if row["run"] in metered]).items():
+        unit, of = ("GB/s", "nJ a byte of keys and values") if title == DECODING else ("TFLOP/s", "pJ a FLOP")
+        for row in mine:
+            if (alone := runs.settled(row)) and row["joules"]:
+                speed = rate(alone) if title == DECODING else float(alone["tflops"])
+                watts = 1e3 * float(row["joules"]) / float(alone["ms"])
+                panels = tree.setdefault(title, {})
+                group = panels.setdefault(f"head dim {row['head_dim']}", _group(f"{unit}, alone", of, {}))
+                what = f"{cell_name(row)}: {row['joules']} J a call, {watts:.0f} W"
+                # W by TFLOP/s are pJ by FLOP, W by GB/s nJ by byte
+                point = float(f"{speed:.4g}"), float(f"{watts / speed:.4g}"), what
+                group["points"].setdefault(row["impl"], []).append(point)
+    return tree
+
+
 def history(rows: list[Row]) -> Tree:
     """Medians over runs, and so over commits, of what several timed, beside the run's matrix product."""
     tree: Tree = {}
@@ -296,6 +328,8 @@ def figure(name: str, tree: Tree) -> Any:
         plot.xaxis.major_label_orientation = 0.6 if name == "history" else "horizontal"
     if not look.log:
         plot.y_range.start = 0
+    if look.places:
+        plot.yaxis.ticker = list(look.places)
     marks = []
     for impl in names_in(tree):
         source = ColumnDataSource({"x": [], "y": [], "more": []}, name=impl)
@@ -312,8 +346,7 @@ def figure(name: str, tree: Tree) -> Any:
                 fill_alpha=0.85,
             )
         )
-    y = "@y{0.00e+0}" if look.log else "@y{0.[0000]}"
-    tip = f'<div style="color: #1c1f24"><b>$name</b> {y} at @x<br>@more</div>'
+    tip = f'<div style="color: #1c1f24"><b>$name</b> @y{{{look.digits}}} at @x<br>@more</div>'
     plot.add_tools(HoverTool(renderers=marks, tooltips=tip))
     plot.toolbar.logo = None
     return json_item(plot)

@@ -1,5 +1,5 @@
-"""A results file as one HTML file: which kernel for a call, the papers' claims, speeds, limits, errors, what each
-version declares, who has no row and why, and every run with all its rows.
+"""A results file as one HTML file: which kernel for a call, the papers' claims, speeds, limits, errors, energy, what
+each version declares, who has no row and why, and every run with all its rows.
 
 `flashzoo report -o report.html`, or `python -m bench.report`. It needs no GPU, and what it writes needs no other file:
 Bokeh, which plots, is in it. Its parts are in `bench/page`.
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import flashzoo
-from bench import choose, claims, figures, limits, matrix, readmes, runs
+from bench import choose, claims, figures, limits, matrix, runs
 from bench.caches import rate
 from bench.contenders import declared, parted
 from bench.rows import GEMM, RUN_FIELDS, key_of, read
@@ -31,6 +31,7 @@ SECTIONS = {
     "curves": "Speed by length",
     "shares": "Share of cells by speed-up",
     "errors": "Error against speed",
+    "energy": "Energy per call",
     "limits": "How much of the limit",
     "history": "Run after run",
     "features": "Features",
@@ -56,7 +57,8 @@ def page(rows: Rows, results: Path) -> str:
 
     tables, by_run, found = shown(rows), _by_run(rows), data_of(rows)
     limited = list(shares_of_limits(rows))
-    absent_here = {*(figures.LOOKS.keys() - found["figures"].keys()), *(() if limited else ("limits",))}
+    # that of energy says how it is measured
+    absent_here = {*(figures.LOOKS.keys() - found["figures"].keys() - {"energy"}), *(() if limited else ("limits",))}
     bokeh = Resources(mode="inline", components=["bokeh"]).js_raw[0]
     data = json.dumps(found, separators=(",", ":")).encode()
     environment = Environment(
@@ -73,6 +75,7 @@ def page(rows: Rows, results: Path) -> str:
         missing=choose.lacking(),
         claims_head=claims.HEAD,
         claims=claims.answers(rows),
+        energy="energy" in found["figures"],
         limits=limited,
         versions=flashzoo.versions(),
         features=matrix.matrix(),
@@ -119,9 +122,9 @@ def headline(rows: Rows) -> Iterator[tuple[str, str, str]]:
 
 def shares_of_limits(rows: Rows) -> Iterator[tuple[str, list[str], list[tuple[str, str, list[float | None]]]]]:
     """Of each table its title, implementations, and of each cell its name, its limit and what each reached of it."""
-    sets = {title: runs.last_run(rows, table) for table, title in runs.TABLES.items() if table != "fwd_end_to_end"}
-    sets |= {figures.PACKED: readmes.packed_run(rows)[0], figures.DECODING: figures.decoded(rows)}
-    for title, mine in sets.items():
+    for title, mine in figures.tables(rows).items():
+        if title == runs.TABLES["fwd_end_to_end"]:
+            continue
         cells: dict[str, dict[str, tuple[float, str]]] = {}
         for row in mine:
             if reached := limits.share(row):

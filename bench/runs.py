@@ -71,6 +71,14 @@ def measured(rows: list[Row]) -> list[Row]:
     return [row for row in rows if not row.get("why")]
 
 
+def settled(row: Row) -> Row | None:
+    """A result with the time and speed that it has alone, at settled clocks; None where it was not timed so."""
+    if not row.get("settled_ms"):
+        return None
+    speed = float(row["tflops"]) * float(row["ms"]) / float(row["settled_ms"])
+    return {**row, "ms": row["settled_ms"], "tflops": f"{speed:.5g}"}
+
+
 def of_last(rows: list[Row]) -> list[Row]:
     """Those of the last row's run."""
     return [row for row in rows if row["run"] == rows[-1]["run"]]

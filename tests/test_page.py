@@ -7,13 +7,14 @@ import itertools
 import os
 import re
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 from page_questions import PLAIN, QUESTIONS
 
 import flashzoo
-from bench import report, runs
+from bench import choose, report, runs
 from bench.browser import CHROMIUM, READY, WIDTHS, browser
 from bench.contenders import parted
 from bench.peers import PEERS
@@ -25,6 +26,8 @@ pytest.importorskip("playwright")
 if CHROMIUM is None and not os.environ.get("CI"):
     pytest.skip("needs Chromium", allow_module_level=True)
 
+BARS = """[...document.querySelectorAll("[data-choice] tbody tr")]
+  .map(row => [...row.cells].map(cell => cell.textContent))"""
 ASK = """([pass, answers]) => {
   const section = document.querySelector("[data-choice]");
   const choose = (label, answer) => {
@@ -39,9 +42,9 @@ ASK = """([pass, answers]) => {
   const text = query => section.querySelector(query).textContent;
   return {
     answer: text(".answer"), what: text("[data-what]"), code: text("pre code"), explained: text("details pre"),
-    bars: [...section.querySelectorAll("tbody tr")].map(row => [...row.cells].map(cell => cell.textContent)),
+    bars: BARS,
   };
-}"""
+}""".replace("BARS", BARS)
 """A reader who chooses, in the page's JavaScript, and what there is to read then."""
 CONTRAST = """(() => {
   const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
@@ -71,22 +74,31 @@ START = {"inputs": "16 bits (bf16)", "head dim": "128", "heads": "16:16", "mask"
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    """The committed results' page, open; what the console was told, and what the page asked of others, is in
-    `page.told`."""
-    path = tmp_path_factory.mktemp("page") / "report.html"
-    path.write_text(report.page(read(runs.RESULTS), runs.RESULTS), encoding="utf-8")
-    assert path.stat().st_size < 4e6
+def opened(tmp_path_factory):
+    """Opens the page of rows; what the console was told, and what the page asked of others, is in its `told`."""
     with browser() as chromium:
-        page = chromium.new_page(viewport={"width": WIDTHS[0], "height": 900})
-        page.told = []
-        page.on("console", lambda message: page.told.append(message.text))
-        page.on("pageerror", lambda error: page.told.append(str(error)))
-        page.on("request", lambda request: page.told.append(request.url))
-        page.goto(path.as_uri())
-        page.wait_for_selector(READY)
-        assert page.told.pop(0) == path.as_uri()
-        yield page
+
+        def page_of(rows: list[dict[str, str]]):
+            path = tmp_path_factory.mktemp("page") / "report.html"
+            path.write_text(report.page(rows, runs.RESULTS), encoding="utf-8")
+            assert path.stat().st_size < 4e6
+            page = chromium.new_page(viewport={"width": WIDTHS[0], "height": 900})
+            page.told = []
+            page.on("console", lambda message: page.told.append(message.text))
+            page.on("pageerror", lambda error: page.told.append(str(error)))
+            page.on("request", lambda request: page.told.append(request.url))
+            page.goto(path.as_uri())
+            page.wait_for_selector(READY)
+            assert page.told.pop(0) == path.as_uri()
+            return page
+
+        yield page_of
+
+
+@pytest.fixture(scope="module")
+def page(opened):
+    """That of the committed results."""
+    return opened(read(runs.RESULTS))
 
 
 def explained(code: str) -> Explanation:
@@ -231,3 +243,33 @@ def test_what_a_screen_reader_needs(page):
         page.emulate_media(color_scheme=scheme)
         assert page.evaluate(CONTRAST) >= 4.5, scheme
     page.emulate_media(color_scheme="light")
+
+
+def test_who_was_timed_alone_tells_speed_and_joules(opened, monkeypatch):
+    """In the choice, where each has what was measured of it, and in the figure, whose table has the cells."""
+    grid, asked = choose.GRIDS["forward"], {**START, "length": "8k"}
+    axes = {name: tuple(one for one in axis if one.label == asked[name]) for name, axis in grid.axes.items()}
+    monkeypatch.setattr(choose, "GRIDS", {"forward": replace(grid, axes=axes)})
+    of = {**PLAIN, "pass": "fwd", "head_dim": "128", "seqlen_k": "8192", "causal": "1", "why": ""}
+    like = next(row for row in read(runs.RESULTS) if of.items() <= row.items())
+    timed = {
+        "v3": {"ms": "2.5", "tflops": "400", "settled_ms": "4", "joules": "2"},
+        "fa4": {"ms": "5", "tflops": "200", "settled_ms": "10", "joules": ""},
+        "v2": {"ms": "10", "tflops": "100", "settled_ms": "", "joules": ""},
+    }
+    page = opened([{**like, "impl": impl, **columns} for impl, columns in timed.items()])
+    choice = page.locator("[data-choice]")
+    assert choice.locator("thead th").all_text_contents()[-2:] == ["alone, TFLOP/s", "alone, J a call"]
+    bars = {row[0]: row[-2:] for row in page.evaluate(BARS)}
+    assert (bars["v3"], bars["fa4"], bars["v2"]) == (["250", "2"], ["100", ""], ["", ""])
+    figure = page.locator("[data-figure=energy]")
+    figure.locator("summary").press("Enter")
+    assert figure.locator("details td, details th[scope=row]").all_inner_texts() == [
+        *("v3", "250", "2", "head dim 128, causal, 8k: 2 J a call, 500 W")
+    ]
+    below = "[...document.querySelectorAll('h2')].map(head => head.id)"
+    assert page.evaluate(f"{below}.indexOf('energy') - {below}.indexOf('errors')") == 1
+    drawn = "Bokeh.documents.flatMap(one => one.roots()).find(root => root.name === 'energy').renderers"
+    assert page.evaluate(f"{drawn}.map(one => [one.name, one.data_source.data.x])") == [["v3", [250]]]
+    assert page.evaluate("document.documentElement.scrollWidth") <= WIDTHS[0] and page.told == []
+    page.close()

@@ -424,6 +424,33 @@ def test_shares_of_cells_and_runs():
     assert run["words"] == ["one", "two"] and "commit c0ffef" in run["points"]["v3"][1][2]
 
 
+def test_energy_is_of_rows_with_joules():
+    """2 J in 4 ms are 500 W, at 250 TFLOP/s for 400 in turns of 2.5 ms."""
+    alone = {"settled_ms": 4, "joules": 2}
+    rows = [
+        *(_row("old", impl, **fields) for impl, fields in (("v3", alone), ("v2", {"settled_ms": 5}), ("v1", {}))),
+        _row("packed", "v3", lengths="documents", heads_kv=8, **alone),
+        _row("old", "decode", "decode", seqlen_q=1, **alone),
+        _row("new", "v3"),
+    ]
+    tree = figures.energy(rows)
+    assert tree.keys() == {"Forward", figures.PACKED, figures.DECODING}
+    forward = tree["Forward"]["head dim 64"]
+    assert forward["points"] == {"v3": [(250.0, 2.0, "head dim 64, 1k: 2 J a call, 500 W")]}
+    assert (forward["x"], forward["y"]) == ("TFLOP/s, alone", "pJ a FLOP")
+    (((speed, joules, _),),) = tree[figures.DECODING]["head dim 64"]["points"].values()
+    read_bytes = 2 * 2 * 16 * 1024 * 32 * 64
+    assert speed == pytest.approx(read_bytes / 4e6, rel=1e-3) and joules == pytest.approx(2e9 / read_bytes, rel=1e-3)
+    assert figures.energy(ROWS) == {}
+
+
+def test_without_joules_the_page_says_how_to_measure_them(text):
+    section = re.findall(r'id="energy">Energy per call</h2>(.*?)<h2', text, re.DOTALL)
+    assert [re.sub(r"<.*?>", "", part).strip() for part in section] == [
+        "No row has joules yet: flashzoo bench --settled-ms 300 measures them."
+    ]
+
+
 def test_the_limit_of_a_cell_is_its_slowest_part():
     """A pair of query and key is 4 * head_dim FLOPs, and as many clocks of 4096 of them, and one of 16 exponentials."""
     fields = {"batch": 1, "heads": 32, "heads_kv": 32, "seqlen_q": 16384, "seqlen_k": 16384, "ms": 10}

@@ -109,8 +109,8 @@ class Choice {
     const best = cell?.bars[0];
     this.find(".answer").textContent = typeof outcome === "string" ? `No such call: ${outcome}`
       : `${who ?? "No version"} takes it` + (best ? `; ${best[0]} was the fastest measured, ${NUMBER.format(best[1])} ${cell.unit}.` : ".");
-    this.find("[data-what]").textContent = cell ? `Measured: ${cell.what}, run ${cell.run}.` : "Nothing like it was measured.";
-    this.find("[data-unit]").textContent = cell?.unit ?? "";
+    const alone = cell?.bars.some(bar => bar[6]) ? " Alone: the same call again and again, once the GPU's clocks have settled." : "";
+    this.find("[data-what]").textContent = cell ? `Measured: ${cell.what}, run ${cell.run}.${alone}` : "Nothing like it was measured.";
     this.bars(cell, said, who?.split(" ")[0]);
     this.find("pre code").textContent = this.code(chosen);
     this.find("details pre").textContent = said.map(([, , lines]) => lines).join("\n");
@@ -118,13 +118,21 @@ class Choice {
 
   bars(cell, said, who) {
     const timed = cell?.bars ?? [], names = new Set(timed.map(([name]) => name));
-    const versions = new Set(said.map(([name]) => name));
-    const rows = timed.map(([name, rate, ms, low, high, error]) => {
+    const texts = timed.map(([, rate, ms, low, high, error, alone, joules]) => ({
+      [cell.unit]: NUMBER.format(rate),
+      "ms (p10 to p90)": `${NUMBER.format(ms)} (${low} to ${high})`,
+      "RMS error": error?.toExponential(1) ?? "",
+      [`alone, ${cell.unit}`]: alone ? NUMBER.format(alone) : "",
+      "alone, J a call": joules ? NUMBER.format(joules) : "",
+    }));
+    const columns = Object.keys(texts[0] ?? {}).filter(head => texts.some(text => text[head]));
+    const heads = this.find("thead tr"), always = [...heads.cells].slice(0, 2);
+    heads.replaceChildren(...always, ...columns.map(head => make("th", { scope: "col" }, head)));
+    const rows = timed.map(([name, rate], place) => {
       const fill = make("span", { class: "fill", style: `width:${100 * rate / timed[0][1]}%` });
       const own = !DATA.choice.peers.includes(name) ? "own" : "";
-      const texts = [NUMBER.format(rate), `${NUMBER.format(ms)} (${low} to ${high})`, error?.toExponential(1) ?? ""];
       return make("tr", { class: `${own} ${name === who ? "taken" : ""}` }, make("th", { scope: "row" }, name),
-        make("td", { class: "bar" }, fill), ...texts.map(text => make("td", {}, text)));
+        make("td", { class: "bar" }, fill), ...columns.map(head => make("td", {}, texts[place][head])));
     });
     const absent = [
       ...said.map(([name, takes, lines]) => [name, takes ? "takes it, and was not measured" : lines.split(/\n\s+- /).slice(1).join("; ")]),
@@ -132,7 +140,7 @@ class Choice {
     ];
     for (const [name, why] of absent) {
       if (names.has(name)) continue;
-      rows.push(make("tr", { class: `none ${name === who ? "taken" : ""}` }, make("th", { scope: "row" }, name), make("td", { colspan: "4" }, why)));
+      rows.push(make("tr", { class: `none ${name === who ? "taken" : ""}` }, make("th", { scope: "row" }, name), make("td", { colspan: columns.length + 1 }, why)));
     }
     this.find("tbody").replaceChildren(...rows);
   }
@@ -220,10 +228,10 @@ class Figure {
     field.replaceChildren(field.firstElementChild, ...boxes);
     this.show();
     this.view?.reset(); // no zoom of other points
-    const at = words ?? [...new Set(Object.values(points).flatMap(of => of.map(([x]) => x)))].sort((a, b) => a - b);
     const cell = (name, place) => points[name].filter(([x]) => x === place).map(([, y]) => NUMBER.format(y)).join(", ");
-    const rows = at.map(place => [words ? place : NUMBER.format(place), ...names.map(name => cell(name, place))]);
-    this.node.querySelector("details .scroll").replaceChildren(tableOf([x, ...names], rows));
+    const table = words ? tableOf([x, ...names], words.map(place => [place, ...names.map(name => cell(name, place))]))
+      : tableOf(["name", x, y, "what"], names.flatMap(name => points[name].map(([x, y, more]) => [name, NUMBER.format(x), NUMBER.format(y), more])));
+    this.node.querySelector("details .scroll").replaceChildren(table);
   }
 
   /** Give each source its points, those that are hidden none. */
