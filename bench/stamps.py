@@ -23,8 +23,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 
 from bench.ablation import launch_of
-from bench.rows import gpu_name, head_commit, version_of
-from bench.trace import (
+from bench.phases import (
     BATCH,
     BLOCKS,
     DTYPE,
@@ -40,6 +39,7 @@ from bench.trace import (
     lanes_of,
     written,
 )
+from bench.rows import gpu_name, head_commit, version_of
 from flashzoo import Problem
 from flashzoo._cute.cache import Image
 from flashzoo._cute.compile import compile_for
