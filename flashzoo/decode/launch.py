@@ -33,21 +33,21 @@ def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Opera
         done = launch_hopper.attention(q, k, v, problem, operands)
         if done is not None:
             return done
-    p, splits = problem, cut(problem).splits
+    p, how = problem, cut(problem)
     out = torch.empty_like(q, dtype=TORCH_DTYPES[p.out_dtype])
     lse = q.new_empty((p.batch, p.heads, p.seqlen_q), dtype=torch.float32)
     inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     scale_log2, table = p.scale * LOG2E, operands.page_table
     pages = (0, 0) if table is None else (table.stride(0), k.shape[0])
     given, descales = (operands.seqused_k, table), (strided(operands.k_descale), strided(operands.v_descale))
-    tiles, _ = tiles_of(p, operands, cut(p).rows, group=p.heads // p.heads_kv)
-    if splits == 1:
+    tiles, _ = tiles_of(p, operands, how.rows, group=p.heads // p.heads_kv)
+    if how.splits == 1:
         split_launch(p, (*inputs, *out.stride()[:3], 0, 0), pages)(
             (q, k, v, out, lse, *given, operands.sinks, *descales, tiles), (scale_log2,)
         )
         return out, lse
-    parts = q.new_empty((splits, *q.shape), dtype=torch.float32)
-    lse_parts = q.new_empty((splits, *lse.shape), dtype=torch.float32)
+    parts = q.new_empty((how.splits, *q.shape), dtype=torch.float32)
+    lse_parts = q.new_empty((how.splits, *lse.shape), dtype=torch.float32)
     of_parts = (*parts.stride()[1:4], parts.stride(0), lse_parts.stride(0))
     tensors = (q, k, v, parts, lse_parts, *given, None, *descales, tiles)
     split_launch(p, (*inputs, *of_parts), pages)(tensors, (scale_log2,))
