@@ -32,7 +32,7 @@ from flashzoo.v3.programs import arguments_of
 
 SCALE, FIRST = 0.25, 20
 COLUMNS = (0, 1, 8, 9, 16)
-ROWS = {"h": (1, 0), "q": (33, 9), "k": (7, 30)}
+ROWS = {"h": (1, 0), "q": (29, 9), "k": (7, 29)}
 BIAS = torch.linspace(-1, 1, 2 * 40 * 40).view(2, 40, 40)
 
 
@@ -76,6 +76,7 @@ FUNCTIONS: Mapping[str, Callable[..., Tensor]] = {
     "a number": lambda s, b, h, i, j: torch.zeros_like(s) + 0.5,
     "softcap": score_mods.softcap(0.5),
     "alibi": score_mods.alibi(torch.tensor([0.5, 0.25])),
+    "alibi as steep as float32 has numbers for": score_mods.alibi(torch.tensor([1e38, 2e38])),
     "bias": score_mods.bias(BIAS.masked_fill(BIAS > 0.9, -torch.inf)),
     "distance": score_mods.relative_position(torch.linspace(-1, 1, 2 * 9).view(2, 9)),
     "squared distance": squared_distance,
@@ -113,7 +114,7 @@ def test_a_thread_has_what_the_function_gives(name, moving):
 
 
 def test_factors_are_one_and_places_cost_an_addition():
-    """A softcap is one product more than its hyperbolic tangent; of ALiBi a score more is two multiply-adds."""
+    """A softcap is one product more than its hyperbolic tangent; of ALiBi a score more is a product, and two sums."""
     softcap = factored(with_gradient(SOFTCAP))
     assert [step.operation for step in softcap.program.steps] == ["mul", "mul", "tanh", "mul", "sub"]
     assert (softcap.factor, softcap.scaled, softcap.slope) == (20.0, False, None)

@@ -4,9 +4,8 @@ Python.
 Of what a program is told, some differs by row and one thing by column, one more with each: of rows that are queries the
 key's position. So a value is made once for what it depends on, and what depends on no column may be made before a
 loop. Whole numbers that move with the column, such as k - q, are a base for a row and a number that is known when the
-kernel is compiled: the float of one is the float of the base plus that number, a multiple of it the base's plus that
-number of factors, and an element's address the base's plus that number of strides. Standard library only: the language
-is handed in.
+kernel is compiled: the float of one is the float of the base plus that number, and an element's address the base's plus
+that number of strides. Standard library only: the language is handed in.
 """
 
 from __future__ import annotations
@@ -156,40 +155,11 @@ class Walk:
             if moving is not None:
                 found = self._plus(self._float(moving, step.arguments[0], row), float(moving.beyond(column)), "f32")
                 return self.language.apply("abs", "f32", found) if moving.magnitude else found
-        if step.operation == "mul" and step.dtype == "f32":
-            found = self._multiple(name, step, row, column)
-            if found is not None:
-                return found
         dtype = self._dtype(step)
         arguments = [
             self.value(a, row, column) if is_value(a) else self.language.typed(number(a), dtype) for a in step.arguments
         ]
         return self.language.apply(step.operation, step.dtype if step.operation == "cast" else dtype, *arguments)
-
-    def _multiple(self, name: str, step: Step, row: int, column: int) -> Any:
-        """The product of the float of what moves and of what does not: a base for a row, to which each column adds its
-        number times the factor, in one instruction. None where it is no such product."""
-        for moved, factor in (step.arguments, step.arguments[::-1]):
-            cast = self.program.step(moved) if is_value(moved) else None
-            if cast is None or (cast.operation, cast.dtype) != ("cast", "f32"):
-                continue
-            moving = self._moving(cast.arguments[0], row)
-            if moving is None or moving.magnitude or self._moves(factor):
-                continue
-            by = self.value(factor, row, 0) if is_value(factor) else self.language.typed(number(factor), "f32")
-            place = (f"multiple {name}", row if self.program.inputs(name) & self.of_rows else None, None)
-            if place not in self._values:
-                base = self._float(moving, cast.arguments[0], row)
-                self._values[place] = self.language.apply("mul", "f32", base, by)
-            if not (more := moving.beyond(column)):
-                return self._values[place]
-            beyond = self.language.apply("mul", "f32", by, self.language.typed(float(more), "f32"))
-            return self.language.apply("add", "f32", beyond, self._values[place])
-        return None
-
-    def _moves(self, name: str) -> bool:
-        """Whether a value differs by column."""
-        return bool(self.program.inputs(name) & {"score", self.moving})
 
     def _dtype(self, step: Step) -> str:
         """Of a step's operands, where they are numbers."""
