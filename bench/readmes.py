@@ -329,6 +329,37 @@ def on_scores(rows: list[Row]) -> Iterator[str]:
     yield table((*head, *(f"{a} over {name_of(b)}" for a, b in ratios)), (line(*of) for of in cells.items()))
 
 
+def of_models(rows: list[Row]) -> Iterator[str]:
+    """v3 and its peers on the layers of real models, in the last run that has any."""
+    rows = [row for row in runs.measured(rows) if row.get("model")]
+    if not rows:
+        yield "Not measured yet; `flashzoo bench --models all` does."
+        return
+    mine = runs.of_last(rows)
+    cells: dict[str, dict[str, dict[str, float]]] = {}
+    for row in mine:
+        cells.setdefault(row["model"], {}).setdefault(row["pass"], {})[row["impl"]] = float(row["tflops"])
+    impls = list(dict.fromkeys(row["impl"] for row in mine))
+
+    def share(cell: dict[str, float]) -> float | None:
+        peers = [speed for impl, speed in cell.items() if not runs.ours(impl)]
+        return cell["v3"] / max(peers) if "v3" in cell and peers else None
+
+    yield f"{mine[0]['dtype']}, in turns; TFLOP/s forward / backward. {origin(mine[0])}."
+    for pass_, word in runs.WORDS.items():
+        found = [value for of in cells.values() if (value := share(of.get(pass_, {})))]
+        above = sum(value >= 1 for value in found)
+        told = f"{ratio(found)}, at least 1x in {above} of {len(found)}" if found else "not measured"
+        yield f"- {word.capitalize()}, v3 over the fastest peer: {told}."
+
+    def line(model: str, of: dict[str, dict[str, float]]) -> list[str]:
+        both = [of.get(pass_, {}) for pass_ in runs.WORDS]
+        speeds = [" / ".join(f"{cell[impl]:.0f}" if impl in cell else "-" for cell in both) for impl in impls]
+        return [model, *speeds, " / ".join(f"{value:.2f}x" if (value := share(cell)) else "-" for cell in both)]
+
+    yield table(("layer", *map(name_of, impls), "v3 over the fastest peer"), (line(*of) for of in cells.items()))
+
+
 def decode(rows: list[Row]) -> Iterator[str]:
     """One query on caches without pages, beside other libraries."""
     mine = [row for row in runs.measured(rows) if (row["pass"], row["seqlen_q"], row["lengths"]) == (DECODE, "1", "")]
@@ -508,7 +539,7 @@ SECTIONS: dict[str, Sections] = {
     "README.md": {"versions": versions, "claims": lambda rows: iter([claims.table(rows)])},
     "docs/versions.md": {"versions": features},
     "docs/options.md": {"packed": packed_in_a_sentence},
-    "docs/measured.md": {"h100": h100, "scores": on_scores},
+    "docs/measured.md": {"h100": h100, "scores": on_scores, "models": of_models},
     "flashzoo/v1/README.md": {"results": v1},
     "flashzoo/v2/README.md": {"results": v2},
     "flashzoo/v3/README.md": {

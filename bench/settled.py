@@ -19,6 +19,8 @@ from flashzoo.timing import SETTLE_MS, Clock, Operation
 
 AHEAD = 64
 """Calls that the host is ahead of the GPU at most, so that it knows what the GPU is at."""
+METER_MS = 20
+"""Between two looks at the meter: one holds the host up for some 2 ms, which the calls that it is ahead cover."""
 Meter = Callable[[], float]
 
 
@@ -42,6 +44,7 @@ def alone(run: Operation, clock: Clock, ms: float, energy: Meter | None) -> tupl
     clock.wait()
     begin, ends, waiting = torch.cuda.Event(enable_timing=True), [], deque()
     readings: list[tuple[float, float]] = []
+    looked = SETTLE_MS - METER_MS
     begin.record()
     start = time.perf_counter()
     while (passed := 1e3 * (time.perf_counter() - start)) < SETTLE_MS + ms or len(ends) < 2:
@@ -51,8 +54,8 @@ def alone(run: Operation, clock: Clock, ms: float, energy: Meter | None) -> tupl
         waiting.append(ends[-1])
         if len(waiting) > AHEAD:
             waiting.popleft().synchronize()
-        if energy is not None and passed > SETTLE_MS:
-            now = energy()
+        if energy is not None and passed > looked + METER_MS:
+            looked, now = passed, energy()
             if not readings or now != readings[-1][1]:
                 readings.append((time.perf_counter(), now))
     ends[-1].synchronize()
