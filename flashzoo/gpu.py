@@ -7,6 +7,10 @@ import re
 # Shared memory of one block in bytes, from the CUDA programming guide's table of compute capabilities.
 SHARED_LIMIT = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 
+MULTIPROCESSORS = {80: 108, 89: 128, 90: 132, 100: 148}
+"""Of the GPU that stands for an architecture: what is split by them must not depend on anything but shapes, lest bits
+do."""
+
 WARPS = 4
 """Of a warpgroup."""
 

@@ -291,6 +291,23 @@ def test_v3_packed_backward_compiles_and_does_not_spill(
     held_to_its_registers(kernel, host_code)
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("kind", ["dense", "deterministic", "packed", "sparse"])
+@pytest.mark.parametrize("widths", [*BACKWARD], ids=str)
+@pytest.mark.filterwarnings("error")
+def test_v3_backward_of_split_groups_compiles_and_does_not_spill(kind: str, widths: Widths, host_code) -> None:
+    """Its dK and dV leave in float32, from registers."""
+    how = {
+        "packed": {"sequences": 1},
+        "sparse": {"block_mask": MaskForm(128, 128)},
+        "deterministic": {"deterministic": True},
+    }
+    asked = {"head_dim_v": widths[1], "causal": kind != "sparse", "grad": True, "arch": 90} | how.get(kind, {})
+    kernel = kernel_backward_for(Problem(1, 4096, 4096, 16, 1, widths[0], **asked))
+    assert kernel.split_group
+    held_to_its_registers(kernel, host_code)
+
+
 def sparse_backward_cases() -> Iterator[tuple[str, int, int, str]]:
     for width, block_kv in ((64, 128), (80, 128), (128, 128), (192, 128), (256, 128), (256, 64)):
         for mask in SPARSE_MASKS if block_kv == 128 else ("full", "bits_and_window"):
@@ -317,9 +334,8 @@ def held_to_its_registers(kernel: KernelBackward, host_code: list[str]) -> None:
     compiled = v3_compiled(kernel)
     assert compiled.stack == 0, f"{compiled.stack} bytes of stack, {compiled.spills} spill instructions"
     assert serialised(compiled.code) == 0
-    assert compiled.opcodes.keys() >= {"HGMMA", "UTMALDG", "UBLKCP", "UTMASTG", "USETMAXREG"}, (
-        "WGMMA, TMA both ways, registers by role"
-    )
+    assert compiled.opcodes.keys() >= {"HGMMA", "UTMALDG", "UBLKCP", "USETMAXREG"}, "WGMMA, TMA, registers by role"
+    assert ("UTMASTG" in compiled.opcodes) != kernel.split_group, "dK and dV leave by TMA, but for parts of them"
     assert "HMMA" not in compiled.opcodes
     bulk, fours = "UBLKRED" in compiled.opcodes, any("REDG.E.ADD.F32x4" in instruction for instruction in compiled.code)
     assert (bulk, fours) == (not kernel.tiles.by_gradient, kernel.tiles.by_gradient), (
@@ -419,7 +435,8 @@ def test_v3_backward_takes_what_its_launch_gives(kind, widths, deterministic, tm
     sizes = (2, 4096, 4096, 16, 16, widths[0])
     kernel = KINDS[kind](Problem(*sizes, head_dim_v=widths[1], arch=90, deterministic=deterministic))
     assert type(kernel) is kind
-    with_launch(kernel, tmp_path, monkeypatch)
+    for split in (False, True):
+        with_launch(dataclasses.replace(kernel, split_group=split), tmp_path, monkeypatch)
 
 
 @pytest.mark.covering(1)

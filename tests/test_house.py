@@ -165,6 +165,7 @@ A_VERSION_MAY_IMPORT |= {
     BLOCK_MASK,
     SCORES,
     "flashzoo.autograd",
+    "flashzoo.counts",
     "flashzoo.dtypes",
     "flashzoo.gpu",
     "flashzoo.sinks",

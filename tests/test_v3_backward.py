@@ -72,15 +72,16 @@ def on_integers(monkeypatch):
     monkeypatch.setattr(bounds_module, "Int64", int)
 
 
-def params_of(problem: Problem, tiles: TilesBackward, swizzle: int = 1) -> Params:
+def params_of(problem: Problem, tiles: TilesBackward, swizzle: int = 1, splits: int = 1) -> Params:
     p = problem
-    kernel = replace(kernel_backward_for(p), tiles=tiles)
-    blocks, batch_heads = -(-p.seqlen_k // tiles.block_kv), p.batch * p.heads_kv
+    kernel = replace(kernel_backward_for(p), tiles=tiles, split_group=splits > 1)
+    blocks, batch_heads = -(-p.seqlen_k // tiles.block_kv), p.batch * p.heads_kv * splits
     sizes = (
         p.seqlen_q,
         p.seqlen_k,
-        p.heads_kv,
-        p.heads // p.heads_kv,
+        p.heads_kv * splits,
+        p.heads // p.heads_kv // splits,
+        splits,
         0,
         *p.reach,
         blocks,
@@ -126,6 +127,25 @@ def test_a_tile_has_all_queries_that_see_it(tiling, on_integers):
             steps = [bounds.step(i, begin, end) for i in range(params.group * (end - begin))]
             heads = range(params.group, 2 * params.group)
             assert sorted(steps) == [(head, block_q) for head in heads for block_q in range(begin, end)]
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 6])
+def test_tiles_of_a_block_of_keys_share_out_its_query_heads(splits, on_integers):
+    """Each has some, none two of them have, and leaves its part in a place of its own, in the order that is added."""
+    problem = replace(PLAIN, batch=2, heads=18, heads_kv=3, seqlen_q=200, seqlen_k=515)
+    params = params_of(problem, TilesBackward(64), splits=splits)
+    blocks, group, heads, places = params.blocks, 6, {}, {}
+    for batch, head, block in itertools.product(range(2), range(params.heads), range(blocks)):
+        bounds = BoundsBackward(params, WorkTile(block, head, batch))
+        begin, end = bounds.block_range()
+        steps = {bounds.step(i, begin, end)[0] for i in range(params.group * (end - begin))}
+        heads.setdefault((batch, bounds.head_kv(), block), []).append(steps)
+        places.setdefault((batch, bounds.head_kv(), block), []).append(bounds.place_of_keys())
+    assert len(heads) == 2 * 3 * blocks
+    for (batch, head_kv, block), shared in heads.items():
+        assert sorted(head for steps in shared for head in steps) == [*range(head_kv * group, (head_kv + 1) * group)]
+        first = (batch * 3 + head_kv) * splits * blocks + block
+        assert places[batch, head_kv, block] == [first + split * blocks for split in range(splits)]
 
 
 @pytest.mark.parametrize("tiling", TILINGS)

@@ -1,4 +1,5 @@
-"""What runs before v3's backward pass and after it: delta, the gradient of sinks, and dQ from registers' order."""
+"""What runs before v3's backward pass and after it: delta, the gradient of sinks, dQ from registers' order, and parts
+of dK and dV added."""
 
 from __future__ import annotations
 
@@ -104,14 +105,24 @@ def test_the_gradient_of_sinks(kernel, seqlen_q):
     assert not dsinks[:, 2].any() and all_dsinks[:64].isnan().all() and all_dsinks[-64:].isnan().all()
 
 
-def as_registers(dq: Tensor, kernel: KernelBackward) -> Tensor:
-    """What the backward kernel leaves of dQ `(batch, seqlen_q, heads, head_dim)`:
-    (batch, heads, blocks, parts of a block, numbers of a part).
+def places_of_wgmma(rows: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Row, column, and place in memory of every number of a part.
 
     By index from where WGMMA leaves element (m, n) of its 64 x N result (PTX, "register fragments of wgmma"): in a
     thread of the warp of 16 rows, which has two rows 8 apart and of every eight columns two. A part lies by fours of
     registers, then by thread.
     """
+    m, n = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    thread = m // 16 * 32 + m % 8 * 4 + n % 8 // 2
+    register = n // 8 * 4 + m // 8 % 2 * 2 + n % 2
+    at = register // 4 * (4 * WARPGROUP) + thread * 4 + register % 4
+    assert sorted(at.flatten().tolist()) == [*range(rows * columns)]
+    return m, n, at
+
+
+def as_registers(dq: Tensor, kernel: KernelBackward) -> Tensor:
+    """What the backward kernel leaves of dQ `(batch, seqlen_q, heads, head_dim)`:
+    (batch, heads, blocks, parts of a block, numbers of a part)."""
     tiles, (rows, columns) = kernel.tiles, kernel.dq_part
     blocks = kernel.blocks_q(dq.shape[1])
     padding = (0, kernel.width - dq.shape[3], 0, 0, 0, blocks * tiles.block_q - dq.shape[1])
@@ -120,11 +131,7 @@ def as_registers(dq: Tensor, kernel: KernelBackward) -> Tensor:
         .permute(0, 2, 1, 3)
         .reshape(dq.shape[0], dq.shape[2], blocks, tiles.block_q, kernel.width)
     )
-    m, n = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
-    thread = m // 16 * 32 + m % 8 * 4 + n % 8 // 2
-    register = n // 8 * 4 + m // 8 % 2 * 2 + n % 2
-    at = register // 4 * (4 * WARPGROUP) + thread * 4 + register % 4
-    assert sorted(at.flatten().tolist()) == [*range(rows * columns)]
+    m, n, at = places_of_wgmma(rows, columns)
     parts = []
     for part in range(kernel.dq_parts):
         row, column = (m + rows * part, n) if kernel.dq_by_rows else (m, n + columns * part)
@@ -149,19 +156,57 @@ def test_dq_is_rounded_from_where_registers_lay(kernel, layout, seqlen_q, narrow
     assert torch.equal(storage_of(dq), storage_of(wanted)), "what lies between was written"
 
 
+def parts_of_keys(parts: Tensor, kernel: KernelBackward, width: int) -> Tensor:
+    """What tiles leave of parts of dK or dV `(splits, batch, seqlen_k, heads_kv, head_dim)`:
+    (batch, heads_kv, splits, blocks, 64 keys of a block, numbers)."""
+    keys, blocks = kernel.tiles.block_kv, kernel.blocks_kv(parts.shape[2])
+    padding = (0, width - parts.shape[4], 0, 0, 0, blocks * keys - parts.shape[2])
+    whole = torch.nn.functional.pad(parts, padding).permute(1, 3, 0, 2, 4)
+    whole = whole.reshape(*whole.shape[:3], blocks, keys // 64, 64, width)
+    m, n, at = places_of_wgmma(64, width)
+    numbers = torch.empty(*whole.shape[:5], 64 * width, dtype=parts.dtype, device=parts.device)
+    numbers[..., at.flatten()] = whole[..., m.flatten(), n.flatten()]
+    return numbers
+
+
+@pytest.mark.covering(2)
+@on_kernels
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "padded"])
+@pytest.mark.parametrize("splits", [2, 3, 6])
+@pytest.mark.parametrize(("seqlen_k", "narrower"), [(1, 0), (64, 8), (300, 56)])
+def test_parts_of_dk_and_dv_are_added_in_order(kernel, layout, splits, seqlen_k, narrower):
+    head_dims = kernel.width - narrower, kernel.width_v - narrower // 2
+    sizes = {"head_dim_v": head_dims[1], "dtype": "fp16", "grad": True}
+    problem = Problem(2, 77, seqlen_k, 12, 2, head_dims[0], **sizes, **hardware(DEVICE))
+    parts = [torch.randn(splits, 2, seqlen_k, 2, head_dim, device=DEVICE) for head_dim in head_dims]
+    gradients = [LAYOUTS[layout](torch.full(x.shape[1:], torch.nan, device=DEVICE).half()) for x in parts]
+    run = launch.sum_launch(problem, kernel, kernel.blocks_kv(seqlen_k), splits, *[x.stride() for x in gradients])
+    widths = kernel.width, kernel.width_v
+    run((*[parts_of_keys(x, kernel, width) for x, width in zip(parts, widths, strict=True)], *gradients, None), (0.37,))
+    for x, found, scale in zip(parts, gradients, (0.37, 1.0), strict=True):
+        total = x[0]
+        for part in x[1:]:
+            total = total + part
+        wanted = LAYOUTS[layout]((total * torch.tensor(scale)).half())
+        assert same_bits(found, wanted)
+        assert torch.equal(storage_of(found), storage_of(wanted)), "what lies between was written"
+
+
 @pytest.mark.covering(1)
 @on_kernels
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_both_compile_for_hopper(kernel, dtype):
+def test_all_compile_for_hopper(kernel, dtype):
     kernel, strides = replace(kernel, dtype=dtype), (4096 * 16 * kernel.width, 16 * kernel.width, kernel.width)
     for sequences, table in ((None, None), (9, "i32")):
         problem = Problem(1, 4096, 4096, 16, 16, kernel.width, dtype=dtype, sequences=sequences, arch=90)
         before = launch.delta_launch(problem, kernel, strides, strides, True)
         after = launch.round_launch(problem, kernel, strides)
+        adding = launch.sum_launch(problem, kernel, 40, 4, strides, strides)
         for compiled in (
             resources(before, (dtype, dtype, *["fp32"] * 5, "i32", table, None, None), 0, 90),
             resources(before, (dtype, dtype, *["fp32"] * 5, "i32", table, "fp32", "fp32"), 0, 90),
             resources(after, ("fp32", dtype, table), 1, 90),
+            resources(adding, ("fp32", "fp32", dtype, dtype, table), 1, 90),
         ):
             assert compiled.stack == 0, f"{compiled.stack} bytes of stack"
 
@@ -184,4 +229,6 @@ def test_one_kernel_serves_every_length(with_dlse, monkeypatch):
         before = launch.delta_launch(problem, kernel, strides, strides, with_dlse)
         resources(before, ("fp16", "fp16", *["fp32"] * 5, "i32", None, None, None), 0, 90)
         resources(launch.round_launch(problem, kernel, strides), ("fp32", "fp16", None), 1, 90)
-    assert len(sources) == 12 and len(set(sources)) == 2
+        adding = launch.sum_launch(problem, kernel, 2 * problem.seqlen_q, 2, strides, strides)
+        resources(adding, ("fp32", "fp32", "fp16", "fp16", None), 1, 90)
+    assert len(sources) == 18 and len(set(sources)) == 3

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from on_integers import Memory, as_written, assume
-from test_v3_delta import as_registers
+from test_v3_delta import as_registers, parts_of_keys
 from torch import Tensor
 
 from flashzoo import Problem
@@ -32,7 +32,16 @@ from flashzoo.call.operands import Operands
 from flashzoo.gpu import SHARED_LIMIT, WARPGROUP_ROWS
 from flashzoo.inputs import descales
 from flashzoo.v3 import FP8_SPEC, fp8, launch, launch_fp8, packed
-from flashzoo.v3.config import BACKWARD, HOPPER, kernel_backward_for, kernel_for, kernel_fp8_for, pack_gqa_for, prepares
+from flashzoo.v3.config import (
+    BACKWARD,
+    HOPPER,
+    group_splits_for,
+    kernel_backward_for,
+    kernel_for,
+    kernel_fp8_for,
+    pack_gqa_for,
+    prepares,
+)
 from flashzoo.v3.explain import describe_fp8, refusals_fp8
 from flashzoo.v3.fp8 import Descale, Scaling, SoftmaxFp8
 from flashzoo.v3.packed import BoundsBackwardPacked, BoundsPacked, Entry, ParamsPacked, TileSchedulerPacked, of_ragged
@@ -100,15 +109,19 @@ def visible(problem: Problem, operands: Operands) -> Tensor:
     return operands.ranges.visible(problem.span, problem.seqlen_q, problem.seqlen_k)
 
 
-def scheduler_of(problem: Problem, operands: Operands, kernel: Kernel | KernelBackwardPacked) -> TileSchedulerPacked:
-    """The scheduler of a launch, with the table as the kernel before it leaves it."""
+def scheduler_of(
+    problem: Problem, operands: Operands, kernel: Kernel | KernelBackwardPacked, splits: int = 1
+) -> TileSchedulerPacked:
+    """The scheduler of a launch, with the table as the kernel before it leaves it; the query heads of a key/value head
+    over so many tiles."""
     p, of_keys = problem, isinstance(kernel, KernelBackward)
     pack = 0 if of_keys else pack_gqa_for(p, kernel.tiles.block_q)
     rows, block = (p.seqlen_k, kernel.tiles.block_kv) if of_keys else (p.seqlen_q, kernel.tiles.block_q >> pack)
     heads, group = (p.heads_kv, p.heads // p.heads_kv) if of_keys else (p.heads >> pack, p.heads // p.heads_kv >> pack)
+    heads, group = heads * splits, group // splits
     table = tiles_of(p, operands, 64, block)[1] if of_keys else tiles_of(p, operands, block)[0]
     assert table.shape == (p.entries(rows, block), ENTRY)
-    sizes = (p.seqlen_q, p.seqlen_k, heads, group, pack, *p.reach, p.entries(rows, block), heads, 1, None)
+    sizes = (p.seqlen_q, p.seqlen_k, heads, group, splits, pack, *p.reach, p.entries(rows, block), heads, 1, None)
     return TileSchedulerPacked(ParamsPacked(kernel, *sizes, Memory(table.flatten().tolist())))
 
 
@@ -164,10 +177,13 @@ def test_every_head_dim_has_an_fp8_kernel_that_fits():
 
 
 def test_no_length_asks_for_another_kernel():
-    """Else a sequence's bits would depend on what it is packed with."""
+    """Else a sequence's bits would depend on what it is packed with; those of gradients may, unless deterministic."""
+    fixed = replace(PLAIN, deterministic=True)
     for others in ({"seqlen_q": 1}, {"seqlen_q": 1 << 20}, {"seqlen_k": 9}, {"sequences": 1}, {"max_seqlen_q": 1}):
         other = replace(PLAIN, **others)
-        assert kernel_for(other) == kernel_for(PLAIN) and kernel_backward_for(other) == kernel_backward_for(PLAIN)
+        assert kernel_for(other) == kernel_for(PLAIN)
+        assert kernel_backward_for(replace(fixed, **others)) == kernel_backward_for(fixed)
+        assert group_splits_for(replace(fixed, **others)) == 1
         assert pack_gqa_for(other, 128) == pack_gqa_for(PLAIN, 128) == 1
 
 
@@ -420,6 +436,34 @@ def test_what_lies_where_before_and_after_the_kernel(case, kernel, on_integers):
         met[head, first : min([end for end in ends if end > first] + [first + block_q, p.seqlen_q])] = True
     met = met.T[None, :, :, None]
     torch.testing.assert_close(dq, torch.where(met, wanted * 0.5, 0.0), rtol=0, atol=0)
+
+
+@every_case
+@on_kernels
+def test_parts_of_split_groups_lie_where_they_are_added(case, kernel, on_integers):
+    """Each tile leaves its part of dK and dV in a place of its own; added, they are the gradients of every row of k."""
+    p = replace(PLAIN, heads=12, head_dim=kernel.width, head_dim_v=None, used_k=CASES[case][2] is not None)
+    operands, splits, block_kv = operands_of(case), 3, kernel.tiles.block_kv
+    kernel = replace(kernel, split_group=True)
+    wanted = torch.randn(splits, 1, p.seqlen_k, p.heads_kv, kernel.width)
+    entries = p.entries(p.seqlen_k, block_kv)
+    memory = torch.full((entries * p.heads_kv * splits, block_kv // 64, 64 * kernel.width), torch.nan)
+    scheduler, met = scheduler_of(p, operands, kernel, splits), set()
+    for work in works(scheduler):
+        tile = scheduler.work_tile(work)
+        bounds = BoundsBackwardPacked(scheduler.params, tile)
+        place, first = bounds.place_of_keys(), work.first_k + work.block * block_kv
+        assert place not in met, "two tiles in one place"
+        met.add(place)
+        rows, split = min(block_kv, work.owned - work.block * block_kv), tile.head % splits
+        part = wanted[split : split + 1, :, first : first + rows, tile.head // splits : tile.head // splits + 1]
+        memory[place] = parts_of_keys(part, kernel, kernel.width)[0, 0, 0, 0]
+    dk, dv = torch.full((2, 1, p.seqlen_k, p.heads_kv, kernel.width), torch.nan).half()
+    run = launch.sum_launch(p, kernel, entries, splits, dk.stride(), dv.stride())
+    run((memory, memory, dk, dv, tiles_of(p, operands, 64, block_kv)[1]), (0.5,))
+    total = wanted[0] + wanted[1] + wanted[2]
+    torch.testing.assert_close(dk, (total * 0.5).half(), rtol=0, atol=0)
+    torch.testing.assert_close(dv, total.half(), rtol=0, atol=0)
 
 
 @every_span

@@ -9,15 +9,13 @@ from importlib.util import find_spec
 
 from flashzoo.call.problem import Problem
 from flashzoo.decode.traits import WIDTHS, Kernel
-from flashzoo.gpu import WARPGROUP_ROWS
+from flashzoo.gpu import MULTIPROCESSORS, WARPGROUP_ROWS
 from flashzoo.integers import cdiv, next_power_of_2
 
 E4M3_ARCH = 89
 """The first that Triton converts e4m3 on."""
 TENSOR_CORE = 16
 """No side of a tile of the tensor cores is shorter."""
-MULTIPROCESSORS = {80: 108, 89: 128, 90: 132, 100: 148}
-"""Of the GPU that stands for an architecture: a split must not depend on anything but shapes, lest bits do."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ FlashAttention-3's own code (`hopper/mainloop_bwd_sm90_tma_gmma_ws.hpp` in Dao-A
 4. dQ += dS K needs the keys of all warpgroups: dS goes through shared memory, and each warpgroup computes a part of dQ.
 5. That part goes to shared memory, and the writer, a warp of its own, has TMA add it to dQ in memory, in float32. Tiles
    add in the order in which they come; in deterministic mode in a fixed one, by semaphores in memory.
-6. dK and dV leave through the shared memory of K and V.
+6. dK and dV leave through the shared memory of K and V. Where tiles of all query heads that share keys are too few to
+   keep every multiprocessor busy, these heads are split over several tiles: each leaves its part of dK and dV as it is
+   in registers, in float32, and a kernel behind this one adds them in order (`delta.py`).
 
 Before it `delta.py` computes delta = rowsum(dO O) less the gradient of the LSE; after it dQ is rounded.
 """
@@ -25,7 +27,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
@@ -38,7 +40,7 @@ from flashzoo._cute.hopper.opaque import opaque
 from flashzoo._cute.hopper.params import Params
 from flashzoo._cute.hopper.pipeline import Pipeline
 from flashzoo._cute.hopper.scores import Scores, Told
-from flashzoo._cute.hopper.tile_scheduler import TileScheduler, TileSchedulerBackward
+from flashzoo._cute.hopper.tile_scheduler import CLAIMED_AT_ONCE, TileScheduler, TileSchedulerBackward
 from flashzoo._cute.hopper.tma import box_of, load, tma_atom
 from flashzoo._cute.hopper.wgmma import (
     CONSUMER_REGISTERS,
@@ -78,18 +80,22 @@ class TmaAtoms:
 
 @dataclass(frozen=True)
 class Workspace:
-    """What `delta.py` leaves in memory.
+    """What `delta.py` leaves in memory, and what it is left there.
 
     Attributes:
         lse, delta: float32 (batch, heads, padded queries), LSE in log2 units.
         dq: float32 (batch, heads, blocks of queries, consumers, a warpgroup's part as it lies in registers).
         dq_semaphore: where deterministic, how many tiles have added to each part of a block of dQ.
+        dk_parts, dv_parts: where query heads are split, each tile's dK and dV: float32 (tiles, parts of 64 keys,
+            a part as it lies in registers).
     """
 
     lse: cute.Pointer
     delta: cute.Pointer
     dq: cute.Pointer
     dq_semaphore: cute.Pointer
+    dk_parts: cute.Pointer
+    dv_parts: cute.Pointer
 
 
 @dataclass(frozen=True)
@@ -298,23 +304,27 @@ class Backward:
         work_idx = Int32(0)  # tiles so far
         work = scheduler.initial_work()
         while scheduler.is_valid(work):
-            next_idx = scheduler.fetch_next(work)
             tile = scheduler.work_tile(work)
             bounds = self.bounds(params, tile)
             begin, end = bounds.block_range()
             steps = params.group * (end - begin)
+            claimed = Int32(0)
+            if steps <= CLAIMED_AT_ONCE:
+                claimed = scheduler.claim_next(work)
             # The first blocks of Q and dO have room before K and V have: those are in use until dK and dV have left.
             first = cutlass.min(steps, tiles.stages)
             for i in cutlass.range(first, unroll=1):
                 self.load_queries(bounds, storage, tma, workspace, loaded + i, i, begin, end)
-            origin = (0, *bounds.sequence.origin_k(tile.block * tiles.block_kv, tile.head))
+            origin = (0, *bounds.sequence.origin_k(tile.block * tiles.block_kv, bounds.head_kv()))
             for atom, x, pipeline in ((tma.k, storage.k, storage.k_pipeline), (tma.v, storage.v, storage.v_pipeline)):
                 pipeline.producer_acquire(work_idx)
                 load(atom, x[None, None, 0], origin, pipeline.full)
             for i in cutlass.range(first, steps, unroll=1):
                 self.load_queries(bounds, storage, tma, workspace, loaded + i, i, begin, end)
             loaded += steps
-            work = scheduler.work_of(next_idx)
+            if steps > CLAIMED_AT_ONCE:
+                claimed = scheduler.claim_next(work)
+            work = scheduler.work_of(scheduler.claimed(claimed))
             scheduler.publish(storage.work, storage.work_pipeline, work_idx, work)
             work_idx += 1
 
@@ -471,7 +481,10 @@ class Backward:
                     self.step(bounds, consumer, used, n, head, bounds.crosses(first_key + wg_idx * WARPGROUP_ROWS, n))
                     used += 1
             work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
-            self.epilogue(consumer, tma, scale, (0, *bounds.sequence.origin_dk(first_key, tile.head)), work_idx)
+            if const_expr(kernel.split_group):
+                self.leave_parts(bounds, consumer, workspace, work_idx)
+            else:
+                self.epilogue(consumer, tma, scale, (0, *bounds.sequence.origin_dk(first_key, tile.head)), work_idx)
             work_idx += 1
 
     def in_log2(self, scale_log2: Float32) -> Float32:
@@ -634,9 +647,29 @@ class Backward:
             storage.k_pipeline.consumer_release(work_idx)
 
     @cute.jit
+    def leave_parts(self, bounds: BoundsBackward, consumer: Consumer, workspace: Workspace, work_idx: Int32):
+        """Write this warpgroup's part of dK and dV of the tile to memory, to be added to those of other heads."""
+        storage = consumer.storage
+        self.sync_consumers()  # the others have read K and V
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == WARPS:
+            storage.v_pipeline.consumer_release(work_idx)
+            storage.k_pipeline.consumer_release(work_idx)
+        part = bounds.place_of_keys() * self.tiles.consumers + consumer.wg_idx
+        store_part(workspace.dv_parts, consumer.dv, part, consumer.thread % WARPGROUP)
+        store_part(workspace.dk_parts, consumer.dk, part, consumer.thread % WARPGROUP)
+
+    @cute.jit
     def sync_consumers(self):
         """Barrier of all consumer warpgroups."""
         cute.arch.barrier(barrier_id=NamedBarrier.CONSUMERS, number_of_threads=self.tiles.consumers * WARPGROUP)
+
+
+@cute.jit
+def store_part(memory: cute.Pointer, acc: cute.Tensor, part: Int64, thread: Int32):
+    """Write a warpgroup's accumulator to memory as it lies in registers, by fours: a part is 64 rows of it."""
+    fours = cute.make_layout((4, cute.size(acc) // 4), stride=(1, 4 * WARPGROUP))
+    mine = (memory + (part * (WARPGROUP * cute.size(acc)) + thread * 4)).align(16)
+    cute.autovec_copy(cute.make_tensor(acc.iterator, cute.make_layout(fours.shape)), cute.make_tensor(mine, fours))
 
 
 @cute.jit

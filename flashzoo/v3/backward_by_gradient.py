@@ -29,7 +29,15 @@ from flashzoo._cute.hopper.scores import Told
 from flashzoo._cute.hopper.tma import box_of
 from flashzoo._cute.hopper.wgmma import gemm, rows_of, to_16_bits, transposed
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
-from flashzoo.v3.backward import Backward, SharedStorage, TmaAtoms, Workspace, semaphore_arrive, semaphore_wait
+from flashzoo.v3.backward import (
+    Backward,
+    SharedStorage,
+    TmaAtoms,
+    Workspace,
+    semaphore_arrive,
+    semaphore_wait,
+    store_part,
+)
 from flashzoo.v3.scored_backward import differentiate, modify_block, told_of_head, told_of_keys
 from flashzoo.v3.softmax import LN2
 from flashzoo.v3.traits import COLUMNS, KernelBackward
@@ -110,9 +118,9 @@ class BackwardByGradient(Backward):
         """A consumer warpgroup: its gradient of tile after tile."""
         wg_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPS - 1)
         if wg_idx == Gradient.OF_V:
-            self.run_gradient(Gradient.OF_V, params, storage, tma.dv, workspace.dq, scale_log2, scale, tensors)
+            self.run_gradient(Gradient.OF_V, params, storage, tma.dv, workspace, scale_log2, scale, tensors)
         else:
-            self.run_gradient(Gradient.OF_K, params, storage, tma.dk, workspace.dq, scale_log2, scale, tensors)
+            self.run_gradient(Gradient.OF_K, params, storage, tma.dk, workspace, scale_log2, scale, tensors)
 
     @cute.jit
     def run_gradient(
@@ -121,7 +129,7 @@ class BackwardByGradient(Backward):
         params: Params,
         storage: SharedStorage,
         tma: cute.CopyAtom,
-        dq: cute.Pointer,
+        workspace: Workspace,
         scale_log2: Float32,
         scale: Float32,
         tensors: Any,
@@ -156,7 +164,7 @@ class BackwardByGradient(Backward):
             if const_expr(of_v):
                 key = first_key + thread // 32 * 16 + cute.arch.lane_idx() // 4
                 told = told_of_keys(self.score_mod, bounds, key, scale_log2 * LN2, tensors)
-            state = (acc, dq, first_key, self.in_log2(scale_log2), told)
+            state = (acc, workspace.dq, first_key, self.in_log2(scale_log2), told)
             tile = Tile(bounds, begin, end, storage, thread, mma_s, mma_acc, mma_dq, *operands, *state)
             acc.fill(0.0)  # B2.7
             storage.k_pipeline.consumer_wait(work_idx)
@@ -169,7 +177,10 @@ class BackwardByGradient(Backward):
             warpgroup.wait_group(0)
             used += steps
             work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
-            self.gradient_epilogue(tile, gradient, tma, scale, work_idx)
+            if const_expr(self.kernel.split_group):
+                self.leave_part(tile, gradient, workspace, work_idx)
+            else:
+                self.gradient_epilogue(tile, gradient, tma, scale, work_idx)
             work_idx += 1
 
     @cute.jit
@@ -382,6 +393,17 @@ class BackwardByGradient(Backward):
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             pipeline.consumer_release(work_idx)
+
+    @cute.jit
+    def leave_part(self, tile: Tile, gradient: Constexpr[Gradient], workspace: Workspace, work_idx: Int32):
+        """Write dV or dK of the tile to memory, to be added to those of other heads."""
+        of_v = const_expr(gradient == Gradient.OF_V)
+        pipeline = tile.storage.v_pipeline if of_v else tile.storage.k_pipeline
+        self.sync_consumers()  # the other has read K and V
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS == 0:
+            pipeline.consumer_release(work_idx)
+        memory = workspace.dv_parts if of_v else workspace.dk_parts
+        store_part(memory, tile.acc, tile.bounds.place_of_keys(), tile.thread)
 
     @cute.jit
     def sync_warpgroup(self, gradient: Constexpr[Gradient]):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from flashzoo._cute.scoring import scoring_of
 from flashzoo.call.forms import Window
 from flashzoo.call.problem import DESCALE_BLOCK, Problem
-from flashzoo.gpu import WARPGROUP_ROWS
+from flashzoo.counts import visible_pairs
+from flashzoo.dtypes import BYTES
+from flashzoo.gpu import MULTIPROCESSORS, WARPGROUP_ROWS
 from flashzoo.integers import cdiv
 from flashzoo.v3.traits import (
     Kernel,
@@ -92,6 +96,13 @@ BACKWARD = {
     (256, 256): TilesBackward(64, 64),
 }
 
+# Microseconds on an H200, by which query heads that share keys are split over several tiles of the backward pass: what
+# a multiprocessor multiplies in one, what memory gives, how many steps a tile's beginning and end are worth, and what
+# the launch costs that adds the parts. Under a causal mask tiles that run together drift apart, by up to a block of
+# keys each: Q, dO and dQ in between are more than L2 has, and steps longer by a share of what it has not.
+FLOPS_PER_US, BYTES_PER_US, TILE_STEPS, SUM_US = 4.3e6, 3.3e6, 3, 5.0
+L2_BYTES, OUT_OF_L2 = 50e6, 0.12
+
 WIDTHS = tuple(sorted(width for width, width_v in HOPPER if width == width_v))
 """Head dims that have tiles of their own; TMA fills what a smaller one leaves with zeros."""
 
@@ -163,13 +174,51 @@ def kernel_backward_for(problem: Problem) -> KernelBackward:
     left, right = (side is not None for side in window_of(problem))
     widths = widths_backward(problem)
     how = (problem.dtype, *widths, left, right, problem.deterministic, BACKWARD[widths])
-    scoring = scoring_of(problem, gradient=True)
-    if problem.sequences is not None:
-        return KernelBackwardPacked(*how, scoring=scoring)
-    mask = problem.block_mask
-    return (
-        KernelBackward(*how, scoring=scoring) if mask is None else KernelBackwardSparse(*how, mask.block_kv, mask.bits)
-    )
+    split, scoring, mask = group_splits_for(problem) > 1, scoring_of(problem, gradient=True), problem.block_mask
+    if mask is not None:
+        return KernelBackwardSparse(*how, mask.block_kv, mask.bits, split_group=split)
+    kind = KernelBackward if problem.sequences is None else KernelBackwardPacked
+    return kind(*how, split_group=split, scoring=scoring)
+
+
+@lru_cache(maxsize=1024)
+def group_splits_for(problem: Problem) -> int:
+    """Over how many tiles the query heads of a key/value head are split in the backward pass: a divisor of their
+    number.
+
+    Tiles are blocks of keys, each with all query heads that share them. Where these are few, or the longest is longer
+    than its share, multiprocessors are idle; split, each tile leaves its part of dK and dV in memory, and reads keys
+    and values of its own. What takes least time by this model is taken. Packed sequences may not be split by how many
+    rows there are where their bits must not depend on that.
+    """
+    p, group = problem, problem.heads // problem.heads_kv
+    if group == 1 or (p.sequences is not None and p.deterministic):
+        return 1
+    widths = widths_backward(p)
+    tiles = BACKWARD[widths]
+    blocks, batch = cdiv(p.seqlen_k, tiles.block_kv), p.batch
+    longest = mean = cdiv(p.seqlen_q, tiles.block_q)  # steps of a head
+    left, right = window_of(p)
+    if p.sequences is not None:
+        longest = mean = cdiv(longest, p.sequences)
+    elif left is not None or right is not None:
+        mean = visible_pairs(p) / (blocks * tiles.block_kv * tiles.block_q) + 1  # some pairs of a step are not visible
+        if left is not None and right is not None:
+            longest = min(longest, cdiv(left + right + tiles.block_kv, tiles.block_q) + 1)
+    uneven = mean < longest
+    step_us = 5 * tiles.block_q * tiles.block_kv * sum(widths) / FLOPS_PER_US
+    drift = MULTIPROCESSORS[90] * tiles.block_kv * (BYTES[p.dtype] * sum(widths) + BYTES["fp32"] * widths[0])
+    bytes_of_parts = 2 * BYTES["fp32"] * batch * p.heads_kv * blocks * tiles.block_kv * sum(widths)
+
+    def microseconds(splits: int) -> float:
+        waves = batch * p.heads_kv * blocks * splits / MULTIPROCESSORS[90]
+        waves = waves if uneven else math.ceil(waves)
+        steps = max(longest * (group // splits) + TILE_STEPS, waves * (mean * (group // splits) + TILE_STEPS))
+        adding = SUM_US + splits * bytes_of_parts / BYTES_PER_US if splits > 1 else 0.0
+        missed = max(0.0, 1 - L2_BYTES / (drift * (group // splits))) if uneven else 0.0
+        return steps * step_us * (1 + OUT_OF_L2 * missed) + adding
+
+    return min((splits for splits in range(1, group + 1) if group % splits == 0), key=microseconds)
 
 
 def widths_backward(problem: Problem) -> tuple[int, int]:

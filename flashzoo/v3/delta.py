@@ -1,9 +1,9 @@
 """Before and after the backward kernel, in Triton: delta, LSE in log2 units and zeros for dQ before it;
-dQ rounded after it.
+dQ rounded after it, and parts of dK and dV added where query heads that share keys were split.
 
-Both kernels are bound by memory; each program has a block of queries of one head, of packed sequences as a table says
-(`packed.py`). They go through the heads from the last to the first, and the kernel between them from the first to the
-last: what one has written last, the next finds in L2.
+All are bound by memory; each program has a block of queries or keys of one head, of packed sequences as a table says
+(`packed.py`). Those of queries go through the heads from the last to the first, and the kernel between them from the
+first to the last: what one has written last, the next finds in L2.
 """
 
 from __future__ import annotations
@@ -15,20 +15,34 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 # One compiled kernel for every length, batch and number of heads.
 SIZES = ["seqlen_q", "blocks", "heads"]
+SIZES_OF_KEYS = ["seqlen_k", "blocks", "heads_kv"]
 
 
 @triton.jit
-def block_of_program(program, tiles, seqlen_q, blocks, heads, BLOCK_Q: tl.constexpr, PACKED: tl.constexpr):
-    """Of a program's block of queries: its number in memory; batch and head; which block of its sequence; the
+def block_of_program(
+    program, tiles, seqlen, blocks, heads, BLOCK: tl.constexpr, OF_KEYS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Of a program's block of queries, or keys: its number in memory; batch and head; which block of its sequence; the
     sequence's first row and rows. A packed block may be none, and then starts past the last row."""
     if PACKED:
         entry = tiles + program // heads * 8
-        block, first, rows, number = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 6)
+        block, number = tl.load(entry), tl.load(entry + 6)
+        if OF_KEYS:
+            first, rows = tl.load(entry + 3), tl.load(entry + 5)
+        else:
+            first, rows = tl.load(entry + 1), tl.load(entry + 2)
         h = program % heads
-        return (first // BLOCK_Q + number + block) * heads + h, 0, h, block, first, rows
+        return (first // BLOCK + number + block) * heads + h, 0, h, block, first, rows
     else:
         bh = program // blocks
-        return program, bh // heads, bh % heads, program - bh * blocks, 0, seqlen_q
+        return program, bh // heads, bh % heads, program - bh * blocks, 0, seqlen
+
+
+@triton.jit
+def in_order(sums, COLUMNS: tl.constexpr):
+    """Rows of what lies as a WGMMA leaves its 64 x COLUMNS result in registers, in fours: by eight columns, then by
+    thread, which has pairs of columns of two rows 8 apart."""
+    return sums.reshape(COLUMNS // 8, 4, 8, 4, 2, 2).permute(1, 4, 2, 0, 3, 5).reshape(64, COLUMNS)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -46,7 +60,9 @@ def delta_kernel(
     its block's share: dsinks is (batch, heads, blocks).
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
-    of_block, b, h, block, first, rows = block_of_program(program, tiles, seqlen_q, blocks, heads, BLOCK_Q, PACKED)
+    of_block, b, h, block, first, rows = block_of_program(
+        program, tiles, seqlen_q, blocks, heads, BLOCK_Q, False, PACKED
+    )
     if PACKED:  # noqa: SIM102 - decided as the kernel is compiled, the other as it runs
         if block * BLOCK_Q >= rows:
             return
@@ -94,14 +110,13 @@ def round_kernel(
 ):  # fmt: skip
     """dQ = scale * its sum over the keys, in the inputs' dtype. A program has one part of a block: 64 queries.
 
-    The sum lies as a WGMMA leaves its 64 x N result in registers, in fours: by eight columns, then by thread, which has
-    pairs of columns of two rows 8 apart. The parts of a block are its queries by 64, or else columns by N. Of N the
-    program takes as many at a time as N's largest power of two, STEP.
+    The parts of a block are its queries by 64, or else columns by N. Of N the program takes as many at a time as N's
+    largest power of two, STEP.
     """
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     part = program % PARTS
     of_block, b, h, block, first, rows = block_of_program(
-        program // PARTS, tiles, seqlen_q, blocks, heads, BLOCK_Q, PACKED
+        program // PARTS, tiles, seqlen_q, blocks, heads, BLOCK_Q, False, PACKED
     )
     if PACKED:  # noqa: SIM102 - decided as the kernel is compiled, the other as it runs
         if block * BLOCK_Q >= rows:
@@ -115,9 +130,65 @@ def round_kernel(
     of_rows = dq + b * stride_dqb + h * stride_dqh + tl.cast(first + row, tl.int64) * stride_dqs
     of_part = dq_sum + (tl.cast(of_block, tl.int64) * PARTS + part) * (64 * N)
     for start in tl.static_range(0, N, STEP):
-        sums = tl.load(of_part + start * 64 + tl.arange(0, 64 * STEP)).reshape(STEP // 8, 4, 8, 4, 2, 2)
-        tile = (sums * scale).to(dq.dtype.element_ty).permute(1, 4, 2, 0, 3, 5).reshape(64, STEP)
+        sums = tl.load(of_part + start * 64 + tl.arange(0, 64 * STEP))
+        tile = in_order((sums * scale).to(dq.dtype.element_ty), STEP)
         column = start + tl.arange(0, STEP)
         if not BY_ROWS:
             column += part * N
         tl.store(of_rows + column[None, :], tile, mask=(row < rows) & (column < HEAD_DIM)[None, :])
+
+
+@triton.jit
+def add_parts(
+    parts, gradient, tile, apart, part, row, rows, column, scale, stride,
+    HEAD_DIM: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """STEP columns of 64 rows of a gradient: those of SPLITS tiles, whose numbers are `apart`, one after the other."""
+    place = parts + (tl.cast(tile, tl.int64) * PARTS + part) * (64 * N) + column * 64 + tl.arange(0, 64 * STEP)
+    sums = tl.load(place)
+    for _ in tl.range(1, SPLITS, loop_unroll_factor=4):
+        place += tl.cast(apart, tl.int64) * (PARTS * 64 * N)
+        sums += tl.load(place)
+    columns = column + tl.arange(0, STEP)[None, :]
+    result = in_order((sums * scale).to(gradient.dtype.element_ty), STEP)
+    tl.store(gradient + tl.cast(row, tl.int64) * stride + columns, result, mask=(row < rows) & (columns < HEAD_DIM))
+
+
+@triton.jit(do_not_specialize=SIZES_OF_KEYS)
+def sum_kernel(
+    dk_parts, dv_parts, dk, dv, tiles, scale,
+    stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
+    seqlen_k, blocks, heads_kv,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, N: tl.constexpr, N_V: tl.constexpr, BLOCK_KV: tl.constexpr,
+    SPLITS: tl.constexpr, STEP: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """dK = scale * its parts added, and dV, in the inputs' dtype: parts of as many tiles as the query heads of a
+    key/value head are split over. A program has STEP columns of 64 keys of one of the two."""
+    CHUNKS: tl.constexpr = (N + N_V) // STEP
+    PARTS: tl.constexpr = BLOCK_KV // 64
+    chunk = tl.program_id(0) % CHUNKS
+    part = tl.program_id(0) // CHUNKS % PARTS
+    of_block, b, h, block, first, rows = block_of_program(
+        tl.program_id(0) // (CHUNKS * PARTS), tiles, seqlen_k, blocks, heads_kv, BLOCK_KV, True, PACKED
+    )
+    row = (block * BLOCK_KV + part * 64 + tl.arange(0, 64))[:, None]
+    if block * BLOCK_KV + part * 64 >= rows:
+        return
+    if PACKED:
+        tile, apart = of_block * SPLITS, 1  # the heads of a block are side by side
+    else:
+        tile, apart = (of_block - block) * SPLITS + block, blocks  # those of a head's blocks are
+    b = tl.cast(b, tl.int64)
+    h = tl.cast(h, tl.int64)
+    if chunk < N // STEP:
+        gradient = dk + b * stride_dkb + h * stride_dkh + tl.cast(first, tl.int64) * stride_dks
+        add_parts(
+            dk_parts, gradient, tile, apart, part, row, rows, chunk * STEP, scale, stride_dks,
+            HEAD_DIM, N, PARTS, SPLITS, STEP,
+        )  # fmt: skip
+    else:
+        gradient = dv + b * stride_dvb + h * stride_dvh + tl.cast(first, tl.int64) * stride_dvs
+        add_parts(
+            dv_parts, gradient, tile, apart, part, row, rows, chunk * STEP - N, 1.0, stride_dvs,
+            HEAD_DIM_V, N_V, PARTS, SPLITS, STEP,
+        )  # fmt: skip

@@ -38,7 +38,7 @@ from flashzoo._cute.hopper.mask import Mask
 from flashzoo._cute.hopper.params import Params
 from flashzoo._cute.hopper.pipeline import Pipeline
 from flashzoo._cute.hopper.scores import NOTHING_KNOWN, Scores, Told, modify, modify_within
-from flashzoo._cute.hopper.tile_scheduler import TileScheduler
+from flashzoo._cute.hopper.tile_scheduler import CLAIMED_AT_ONCE, TileScheduler
 from flashzoo._cute.hopper.tma import box_of, load, tma_atom
 from flashzoo._cute.hopper.wgmma import (
     CONSUMER_REGISTERS,
@@ -60,6 +60,11 @@ class NamedBarrier(IntEnum):
 
     WARP_SCHEDULER = 1  # a warpgroup may issue its products: ping-pong
     EPILOGUE = 5  # a warpgroup's warps around the staging of O
+    NEARLY_DONE = 9  # the first of one a team: its scheduler warp may look up the next tile
+
+
+NEARLY_DONE_THREADS = 64
+"""Of that barrier: the producer and the scheduler warp."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +155,7 @@ class Forward:
     Attributes:
         scheduler, bounds: what says which tile is next, and what it walks.
         scheduler_warp: whether a warp of its own looks up the next tile, in place of the producer.
+        claimed_at_once: blocks of a tile, up to which the next tile is claimed when this one begins.
         value: how V reaches the tensor core.
         product: how P is multiplied with it.
     """
@@ -157,6 +163,7 @@ class Forward:
     scheduler: type[TileScheduler] = TileScheduler
     bounds: type[Bounds] = Bounds
     scheduler_warp = False
+    claimed_at_once = CLAIMED_AT_ONCE
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -286,12 +293,15 @@ class Forward:
         work_idx = Int32(0)  # tiles so far
         work = scheduler.initial_work()
         while scheduler.is_valid(work):
-            next_idx = scheduler.fetch_next(work) if const_expr(not self.scheduler_warp) else Int32(0)
             tile = scheduler.work_tile(work)
             bounds = self.bounds(params, tile)
             begin, end = bounds.block_range()
             sequence, head_kv = bounds.sequence, tile.head // params.group
             first_key = bounds.first_key(end - 1)
+            claimed = Int32(0)
+            if const_expr(self.claimed_at_once > 0):  # noqa: SIM102 - one is known when compiled, the other when run
+                if end - begin <= self.claimed_at_once:
+                    claimed = self.claim(scheduler, work)
             self.load_block(tma.k, storage.k, storage.k_pipeline, loaded, (0, *sequence.origin_k(first_key, head_kv)))
             for w in cutlass.range_constexpr(tiles.consumers):
                 n = work_idx * tiles.consumers + w
@@ -316,6 +326,8 @@ class Forward:
                     )
                 first_key = next_key
                 loaded += 1
+            if end - begin > self.claimed_at_once:
+                claimed = self.claim(scheduler, work)
             self.load_block(
                 tma.v, v_stages, v_pipeline, loaded, self.value.origin(*sequence.origin_k(first_key, head_kv))
             )
@@ -323,19 +335,34 @@ class Forward:
             if const_expr(self.scheduler_warp):
                 work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
             else:
-                work = scheduler.work_of(next_idx)
+                work = scheduler.work_of(scheduler.claimed(claimed))
                 scheduler.publish(storage.work, storage.work_pipeline, work_idx, work)
             work_idx += 1
 
     @cute.jit
     def schedule(self, params: Params, storage: SharedStorage):
-        """The scheduler warp: looks up each tile while the one before it is worked on."""
+        """The scheduler warp: looks up each tile when the producer lets it."""
         scheduler, work_idx = self.scheduler(params), Int32(0)
         work = scheduler.initial_work()
         while scheduler.is_valid(work):
+            cute.arch.barrier(barrier_id=self.nearly_done(), number_of_threads=NEARLY_DONE_THREADS)
             work = scheduler.work_of(scheduler.fetch_next(work))
             scheduler.publish(storage.work, storage.work_pipeline, work_idx, work)
             work_idx += 1
+
+    @cute.jit
+    def claim(self, scheduler: TileScheduler, work: Any) -> Int32:
+        """Claim the next tile, or let the scheduler warp do it."""
+        claimed = Int32(0)
+        if const_expr(self.scheduler_warp):
+            cute.arch.barrier_arrive(barrier_id=self.nearly_done(), number_of_threads=NEARLY_DONE_THREADS)
+        else:
+            claimed = scheduler.claim_next(work)
+        return claimed
+
+    def nearly_done(self) -> Int32 | int:
+        """The barrier of this warp's team."""
+        return NamedBarrier.NEARLY_DONE + (0 if self.tiles.teams == 1 else own_team(self.tiles))
 
     @cute.jit
     def load_block(self, tma: cute.CopyAtom, stages: cute.Tensor, pipeline: Pipeline, loaded: Int32, origin: tuple):

@@ -23,7 +23,7 @@ from flashzoo.gpu import WARPGROUP_ROWS
 from flashzoo.integers import cdiv, next_power_of_2
 from flashzoo.masks.block_mask import BlockMask
 from flashzoo.masks.lists import Lists
-from flashzoo.v3.config import kernel_backward_for, kernel_for, pack_gqa_for, window_of
+from flashzoo.v3.config import group_splits_for, kernel_backward_for, kernel_for, pack_gqa_for, window_of
 from flashzoo.v3.programs import LISTS, TABLE, function_for
 from flashzoo.v3.traits import Kernel, KernelBackward, KernelFp8
 
@@ -84,11 +84,10 @@ def backward(
     if launch is None:
         q, k, v, dout = (made_readable(x) for x in (q, k, v, dout))
         return backward(dout, dlse, q, k, v, out, lse, problem, operands)
-    mask, (tiles_q, tiles_k) = operands.block_mask, tables(problem, operands, launch.block_q, launch.block_kv)
+    mask, tiles = operands.block_mask, tables(problem, operands, launch.block_q, launch.block_kv)
     lists = () if mask is None else lists_of(mask, mask.columns)
-    more = () if tiles_k is None else (tiles_k.data_ptr(),)
     read = tuple(arguments_of_scoring(operands.score_mod, k.data_ptr()))
-    return launch(dout, dlse, q, k, v, out, lse, problem.scale, (*lists, *more), tiles_q, operands.sinks, read)
+    return launch(dout, dlse, q, k, v, out, lse, problem.scale, lists, tiles, operands.sinks, read)
 
 
 attention: Callable[..., tuple[Tensor, Tensor | None]] = differentiable(forward, backward, rows=True)
@@ -234,7 +233,7 @@ class ForwardLaunch:
         swizzle = 1
         if kernel.right and not kernel.left:  # else all tiles are as long
             swizzle = _swizzle_of(2 * p.seqlen_k * (p.head_dim + p.head_dim_v), group)
-        params = _params(p, blocks_q, batch_heads, swizzle, heads=heads, group=group, pack_gqa=pack)
+        params = _params(p, blocks_q, batch_heads, swizzle, heads=heads, group=group, group_splits=1, pack_gqa=pack)
         blocks = min(_multiprocessors(device), cdiv(blocks_q * batch_heads, tiles.teams))
         given = ("q", "k", "v", "out", "lse", "counter", *more)
         self._launch = function_for(kernel).bind(device, blocks, params, given)
@@ -364,14 +363,18 @@ class BackwardLaunch:
         self._k, self._dk = (map_of(of_k, x, kernel.width, tiles.block_kv) for x in (k_strides, dk_strides))
         self._v, self._dv = (map_of(of_v, x, kernel.width_v, tiles.block_kv) for x in (v_strides, dv_strides))
 
-        group, batch_heads = p.heads // p.heads_kv, p.batch * p.heads_kv
+        splits = group_splits_for(p)
+        group, batch_heads = p.heads // p.heads_kv // splits, p.batch * p.heads_kv * splits
+        keys = blocks * batch_heads * tiles.block_kv
+        self._parts_shapes = [(keys * width,) for width in (kernel.width, kernel.width_v)] if kernel.split_group else []
         uneven = kernel.right and not kernel.left
         swizzle = 1
         if kernel.deterministic:
             swizzle = DETERMINISTIC_SWIZZLE[tiles.by_gradient, uneven]
         elif uneven:
             swizzle = _swizzle_of(group * p.seqlen_q * (BYTES[p.dtype] * (p.head_dim + p.head_dim_v) + 4 * p.head_dim))
-        params = _params(p, blocks, batch_heads, swizzle, heads=p.heads_kv, group=group, pack_gqa=0)
+        of_heads = {"heads": p.heads_kv * splits, "group": group, "group_splits": splits, "pack_gqa": 0}
+        params = _params(p, blocks, batch_heads, swizzle, **of_heads)
         given = (
             "q",
             "k",
@@ -383,6 +386,8 @@ class BackwardLaunch:
             "delta",
             "dq",
             "dq_semaphore",
+            "dk_parts",
+            "dv_parts",
             "counter",
             *of_parts(p),
             *SCALE,
@@ -394,6 +399,7 @@ class BackwardLaunch:
         )
         self._delta = delta_launch(p, kernel, out_strides, dout_strides, dlse)
         self._round = round_launch(p, kernel, dq_strides)
+        self._sum = sum_launch(p, kernel, blocks, splits, dk_strides, dv_strides) if kernel.split_group else None
 
     def __call__(
         self,
@@ -406,13 +412,12 @@ class BackwardLaunch:
         lse: Tensor,
         softmax_scale: float,
         lists: Ints = (),
-        tiles: Tensor | None = None,
+        tiles: tuple[Tensor | None, Tensor | None] = (None, None),
         sinks: Tensor | None = None,
         read: Ints = (),
     ) -> tuple[Tensor, ...]:
         """`(dq, dk, dv)`, and dsinks where there are sinks, launched on the current stream of the tensors' device;
-        `lists` as `lists_of` gives them, or the address of packed sequences' table of keys, `tiles` the one of queries,
-        and `read` as `arguments_of_scoring` gives it."""
+        `lists` as `lists_of` gives them, `tiles` as `tables`, and `read` as `arguments_of_scoring`."""
         if self._device != torch.cuda.current_device():
             with torch.cuda.device(self._device):
                 return self(dout, dlse, q, k, v, out, lse, softmax_scale, lists, tiles, sinks, read)
@@ -423,10 +428,12 @@ class BackwardLaunch:
         delta, lse_log2 = (torch.empty(self._statistics_shape, dtype=torch.float32, device=q.device) for _ in range(2))
         dq_sum = torch.empty(self._sum_shape, dtype=torch.float32, device=q.device)
         dq_semaphore = torch.empty(self._semaphore_shape, dtype=torch.int32, device=q.device)
+        parts = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in self._parts_shapes]
+        tiles_q, tiles_k = tiles
         dlse = lse if dlse is None else dlse.contiguous()
         # Of packed sequences some programs have no block.
         dsinks = None if sinks is None else torch.zeros(self._sinks_shape, dtype=torch.float32, device=q.device)
-        self._delta((out, dout, lse, dlse, delta, lse_log2, dq_sum, dq_semaphore, tiles, sinks, dsinks), ())
+        self._delta((out, dout, lse, dlse, delta, lse_log2, dq_sum, dq_semaphore, tiles_q, sinks, dsinks), ())
         stream = current_stream(self._device)
         self._launch(
             stream,
@@ -437,13 +444,17 @@ class BackwardLaunch:
             self._dk.at(dk.data_ptr()),
             self._dv.at(dv.data_ptr()),
             *(lse_log2.data_ptr(), delta.data_ptr(), dq_sum.data_ptr(), dq_semaphore.data_ptr()),
+            *([x.data_ptr() for x in parts] or (0, 0)),
             tile_counter(self._device, stream).data_ptr(),
             *lists,
+            *(() if tiles_k is None else (tiles_k.data_ptr(),)),
             in_log2(softmax_scale),
             softmax_scale,
             *read,
         )
-        self._round((dq_sum, dq, tiles), (softmax_scale,))
+        self._round((dq_sum, dq, tiles_q), (softmax_scale,))
+        if self._sum is not None:
+            self._sum((*parts, dk, dv, tiles_k), (softmax_scale,))
         return (dq, dk, dv) if dsinks is None else (dq, dk, dv, dsinks.sum((0, 2)))
 
 
@@ -500,6 +511,27 @@ def round_launch(problem: Problem, kernel: KernelBackward, dq_strides: Ints) -> 
         blocks * kernel.dq_parts * p.batch * p.heads,
         (*dq_strides[:3], p.seqlen_q, blocks, p.heads),
         {**of_part, "PACKED": p.sequences is not None},
+        num_warps=4,
+        num_stages=1,
+    )
+
+
+def sum_launch(
+    problem: Problem, kernel: KernelBackward, blocks: int, splits: int, dk_strides: Ints, dv_strides: Ints
+) -> TritonLaunch:
+    """The launch of `sum_kernel`, of so many blocks of keys for each key/value head, or in packed sequences' table."""
+    from flashzoo._triton import Launch
+    from flashzoo.v3.delta import sum_kernel
+
+    p, widths = problem, (kernel.width, kernel.width_v)
+    step = min(32, *[width & -width for width in widths])
+    sizes = {"HEAD_DIM": p.head_dim, "HEAD_DIM_V": p.head_dim_v, "N": widths[0], "N_V": widths[1]}
+    how = {"BLOCK_KV": kernel.tiles.block_kv, "SPLITS": splits, "STEP": step, "PACKED": p.sequences is not None}
+    return Launch(
+        sum_kernel,
+        blocks * p.batch * p.heads_kv * (kernel.tiles.block_kv // WARPGROUP_ROWS) * (sum(widths) // step),
+        (*dk_strides[:3], *dv_strides[:3], p.seqlen_k, blocks, p.heads_kv),
+        sizes | how,
         num_warps=4,
         num_stages=1,
     )

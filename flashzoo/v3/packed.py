@@ -196,6 +196,12 @@ class BoundsBackwardPacked(_OfEntry, BoundsBackward):
         """Whether the tile walks any block of queries."""
         return begin < end
 
+    def place_of_keys(self) -> Int64:
+        """Number of the tile in the memory of parts of dK and dV: the heads of a block side by side."""
+        p, entry = self.params, self.tile.entry
+        slot = entry.first_k // p.kernel.tiles.block_kv + entry.number + self.tile.block
+        return Int64(slot) * p.heads + self.tile.head
+
     def block_of_queries(self, head: Int32, block: Int32) -> Int64:
         """Number of a block of queries, in the memory of LSE, delta and dQ's sums:
         the heads of a block side by side."""

@@ -29,8 +29,8 @@ ARCH = "sm_90a"
 PACKED = (KernelPacked, KernelFp8Packed, KernelBackwardPacked)
 
 PARAMS: dict[str, Parameter] = {
-    **dict.fromkeys(("seqlen_q", "seqlen_k", "heads", "group", "pack_gqa", "window_left", "window_right"), INT),
-    **dict.fromkeys(("blocks", "batch_heads", "l2_swizzle"), INT),
+    **dict.fromkeys(("seqlen_q", "seqlen_k", "heads", "group", "group_splits", "pack_gqa"), INT),
+    **dict.fromkeys(("window_left", "window_right", "blocks", "batch_heads", "l2_swizzle"), INT),
     "counter": Pointer("i32"),
 }
 """Fields of `params.Params`."""
@@ -48,6 +48,7 @@ TABLE: dict[str, Parameter] = {"tiles": Pointer("i32", align=16)}
 WORKSPACE: dict[str, Parameter] = {
     **dict.fromkeys(("lse", "delta", "dq"), Pointer("fp32")),
     "dq_semaphore": Pointer("i32"),
+    **dict.fromkeys(("dk_parts", "dv_parts"), Pointer("fp32", align=16)),
 }
 """Fields of `backward.Workspace`."""
 

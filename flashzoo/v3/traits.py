@@ -269,6 +269,8 @@ class KernelBackward:
         left, right: whether the window is bounded on that side.
         deterministic: dQ is summed in a fixed order.
         tiles: how it is cut.
+        split_group: query heads that share keys are split over several tiles, whose dK and dV are added by a kernel
+            behind this one.
         scoring: the function on scores with its gradient, or None.
     """
 
@@ -279,6 +281,7 @@ class KernelBackward:
     right: bool
     deterministic: bool
     tiles: TilesBackward
+    split_group: bool = field(default=False, kw_only=True)
     scoring: Scoring | None = field(default=None, kw_only=True)
 
     @property
@@ -306,6 +309,11 @@ class KernelBackward:
     def uneven(self) -> bool:
         """Whether tiles have fewer blocks of queries the later their keys are."""
         return self.right and not self.left
+
+    @property
+    def staggered(self) -> bool:
+        """Whether tiles of a head begin at different blocks of queries: where all have all blocks, in any order."""
+        return not (self.left or self.right or self.deterministic)
 
     @property
     def dq_by_rows(self) -> bool:
@@ -396,6 +404,11 @@ class KernelBackwardSparse(KernelBackward):
     @property
     def uneven(self) -> bool:
         """The same: as many as the mask's lists have."""
+        return False
+
+    @property
+    def staggered(self) -> bool:
+        """The same: tiles walk lists of their own."""
         return False
 
     def __post_init__(self) -> None:

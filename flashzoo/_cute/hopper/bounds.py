@@ -18,6 +18,9 @@ ThreadBounds: TypeAlias = tuple[tuple[Int32, Int32], tuple[Int32, Int32]]
 """Of a thread's two rows of scores, the first visible column and one past the last, counted from the
 thread's first column."""
 
+STAGGERED = 4
+"""Tiles of a head that begin at blocks of queries of their own."""
+
 NEVER = 1 << 30
 """A row of scores that sees no column has its first visible one here."""
 
@@ -119,6 +122,16 @@ class Bounds:
 class BoundsBackward(Bounds):
     """A tile's blocks of queries, and the queries that see its keys. No heads are packed."""
 
+    def head_kv(self) -> Int32:
+        """The tile's key/value head."""
+        p, head = self.params, self.tile.head
+        return head // p.group_splits if const_expr(p.kernel.split_group) else head
+
+    def place_of_keys(self) -> Int64:
+        """Number of the tile among all tiles, in the memory of parts of dK and dV."""
+        p, tile = self.params, self.tile
+        return (Int64(tile.batch) * p.heads + tile.head) * p.blocks + tile.block
+
     @cute.jit
     def visible_blocks(self) -> tuple[Int32, Int32]:
         """First block of queries, some of which see some of the tile's keys, and one past the last.
@@ -139,14 +152,22 @@ class BoundsBackward(Bounds):
         """Whether the tile walks any block of queries."""
         return True
 
+    @cute.jit
     def nth(self, i: Int32, begin: Int32, end: Int32) -> Int32:
         """Which of a head's blocks the tile takes i-th.
+
+        Without a mask tiles of one head would be at the same block at the same time, and add to the same sums: each of
+        STAGGERED begins a block later than the one before it, and ends with those that it has left out.
 
         Under a causal mask, and deterministic, the last block first: all tiles see it that see any. So those that run
         together read the same blocks at the same time; and where they add in order each follows the one before from its
         first step on. In the other order, each would catch up with the one before and wait for it in every step.
         """
         kernel = self.params.kernel
+        if const_expr(kernel.staggered):
+            blocks = end - begin
+            i += self.tile.block % STAGGERED if blocks > STAGGERED else 0
+            i = i - blocks if i >= blocks else i
         return end - 1 - i if const_expr(kernel.deterministic or kernel.uneven) else begin + i
 
     @cute.jit

@@ -46,8 +46,10 @@ class Params:
     Attributes:
         kernel: what is compiled.
         seqlen_q, seqlen_k: lengths of all sequences.
-        heads: query heads; those that share a tile count as one. In the backward pass key/value heads.
-        group: of those query heads, how many share a key/value head.
+        heads: query heads; those that share a tile count as one. In the backward pass key/value heads, each counted
+            `group_splits` times.
+        group: of those query heads, how many share a key/value head. In the backward pass those of one tile.
+        group_splits: in the backward pass, over how many tiles the query heads are split that share a key/value head.
         pack_gqa: log2 of how many query heads of a key/value head share a tile.
         window_left, window_right: how many keys either side of the diagonal a query sees,
             where the kernel has that bound.
@@ -62,6 +64,7 @@ class Params:
     seqlen_k: Int32
     heads: Int32
     group: Int32
+    group_splits: Int32
     pack_gqa: Int32
     window_left: Int32
     window_right: Int32

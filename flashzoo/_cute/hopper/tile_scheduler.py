@@ -12,6 +12,10 @@ from cutlass import Boolean, Int32
 from flashzoo._cute.hopper.params import Params
 from flashzoo._cute.hopper.pipeline import Pipeline
 
+CLAIMED_AT_ONCE = 8
+"""Steps of a tile, up to which the next is claimed when it begins, so that its loads can follow these. Who has a longer
+one claims at its end: at its beginning it would have claimed another behind it while others run out of tiles."""
+
 
 @dataclass(frozen=True)
 class WorkTile:
@@ -58,12 +62,16 @@ class TileScheduler:
         """Read it from there."""
         return smem[0]
 
-    @cute.jit
     def fetch_next(self, work: Any) -> Int32:
-        """The number of the next tile that no thread block has, behind this work; to be called by a whole warp.
+        """The number of the next tile that no thread block has, behind this work; to be called by a whole warp."""
+        return self.claimed(self.claim_next(work))
 
-        Every team begins with a tile of its own and fetches once for each tile it works on. That makes as many
-        fetches as there are tiles, and the counter wraps to 0 at exactly that many: it is ready for the next launch.
+    @cute.jit
+    def claim_next(self, work: Any) -> Int32:
+        """Claim that tile; `claimed` tells its number. What is done between the two runs while the counter answers.
+
+        Every team begins with a tile of its own and claims one for each tile it works on. That makes as many claims as
+        there are tiles, and the counter wraps to 0 at exactly that many: it is ready for the next launch.
         """
         fetched = Int32(0)
         if cute.arch.lane_idx() == 0:
@@ -72,6 +80,10 @@ class TileScheduler:
                 write_only_types=[Int32],
                 read_only_args=[self.params.counter, self.tiles(work) - 1],
             )
+        return fetched
+
+    def claimed(self, fetched: Int32) -> Int32:
+        """The number of the tile that a warp has claimed."""
         return cute.arch.grid_dim()[0] * self.params.kernel.teams + cute.arch.shuffle_sync(fetched, 0)
 
     @cute.jit
