@@ -315,7 +315,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ms", type=amount, default=100, help="about how long a round times each; default: 100")
     parser.add_argument("--budget-s", type=amount, default=inf, help="stop after so many seconds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
-    parser.add_argument("--run", default=f"parallel-{time.strftime('%Y%m%d')}", help="the id that all rows share")
+    parser.add_argument(
+        "--run",
+        default=f"parallel-{time.strftime('%Y%m%d')}-x{os.environ.get('WORLD_SIZE', 1)}",
+        help="the id that all rows share",
+    )
     parser.add_argument("--commit", help="what is measured; default: what git says")
     parser.add_argument("--out", type=Path, help="CSV, appended to; default: bench/results/<gpu>.csv")
     args = parser.parse_args(argv)
