@@ -354,10 +354,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if dist.get_rank() == 0:
         file = Results(args.out or results_path(args.device), args.run, args.device, args.commit or head_commit())
     todo = [
-        Cell(tokens, *heads, args.head_dim, documents, pass_, ranks)
+        Cell(tokens, heads, heads_kv, args.head_dim, documents, pass_, ranks)
         for tokens in args.tokens
         for documents in ((False, True) if args.documents else (False,))
-        for heads in args.heads
+        for heads, heads_kv in args.heads
         for pass_ in args.passes
     ]
     for done, cell in enumerate(todo):

@@ -61,8 +61,8 @@ def speeds(mine: list[Row], gpus: int) -> Speeds:
     for row in mine:
         shared = int(row["gpus"])
         if shared in (1, gpus):
-            sizes = (int(row[name]) for name in ("heads", "heads_kv", "head_dim"))
-            cell = Cell(row["pass"], *sizes, row["lengths"], int(row["seqlen_q"]) // shared)
+            heads, heads_kv, head_dim = (int(row[name]) for name in ("heads", "heads_kv", "head_dim"))
+            cell = Cell(row["pass"], heads, heads_kv, head_dim, row["lengths"], int(row["seqlen_q"]) // shared)
             found.setdefault(cell, {})[row["impl"]] = float(row["tflops"]) / shared
     return dict(sorted(found.items(), key=lambda of: (bool(of[0].lengths), of[0].heads_kv, of[0].pass_, of[0].tokens)))
 

@@ -224,7 +224,7 @@ def test_long_context_tells_where_one_is_out_of_memory(monkeypatch, capsys):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 GiB. GPU 0 has less")
         return train(args, group)
 
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)  # pyright: ignore[reportPrivateImportUsage]
     there = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
     for name, value in (there | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
         monkeypatch.setenv(name, str(value))
