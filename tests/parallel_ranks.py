@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CLOSE = 1e-10
 DEVICES = ("cpu", "cuda")
 BACKENDS = dict(zip(DEVICES, ("gloo", "nccl"), strict=True))
-WITHIN = {"cpu": 300.0, "cuda": 480.0}
+WITHIN = {"cpu": 300.0, "cuda": 280.0}
 """Seconds for all processes of one spawn; on GPUs they compile."""
 CASES: dict[str, Case] = {}
 
