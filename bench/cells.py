@@ -81,6 +81,7 @@ class Cell:
             "head_dim_v": "" if self.problem.head_dim_v == self.problem.head_dim else self.problem.head_dim_v,
             "model": self.model,
             "score": self.score,
+            "gpus": "",
         }
 
     @property

@@ -262,7 +262,7 @@ def history(rows: list[Row]) -> Tree:
     """Medians over runs, and so over commits, of what several timed, beside the run's matrix product."""
     tree: Tree = {}
     for row in runs.measured(rows):
-        dense = row["pass"] in runs.WORDS and not any(row[name] for name in ("mask", "lengths", "score"))
+        dense = row["pass"] in runs.WORDS and not any(row[name] for name in ("mask", "lengths", "score", "gpus"))
         if row["pass"] == DECODE or (
             dense and row["dtype"] in ("bf16", FP8) and int(row["seqlen_q"]) in LENGTHS_OVER_RUNS
         ):

@@ -1,23 +1,22 @@
 """Attention over several GPUs: `flashzoo.parallel` by each method, a plain ring and torch's `context_parallel`, beside
 one GPU at as many tokens a GPU.
 
-    torchrun --nproc-per-node 2 -m bench.parallel --out parallel.csv
+    torchrun --nproc-per-node 2 -m bench.parallel --documents --budget-s 150
     torchrun --nproc-per-node 2 -m bench.parallel --device cpu --tokens 64 --heads 4:2 --head-dim 8 --out cpu.csv
 
 A cell is so many tokens of all GPUs together, one sequence or packed documents, causal. Each contender's out and
 gradients are held against one GPU's call of the whole before it is timed, and one that is wrong has no time. A row is
 what one call took on the slowest rank: ranks are aligned on the GPU by a small all-reduce before each call, so no host
-waits, and contenders take turns in rounds.
+waits, and contenders take turns in rounds. Rows are written cell by cell, and where the budget is spent a run stops
+behind the round that it is in.
 
-Rows have the columns of `bench.rows`, and `gpus`. `seqlen_q` is the tokens of all GPUs, `tflops` what all make
-together; `auto` with gpus 1 is one GPU at a rank's share of the tokens, all GPUs doing that at once. Pass `fwd_bwd` is
-both.
+`seqlen_q` is the tokens of all GPUs, `tflops` what all make together; `auto` with gpus 1 is one GPU at a rank's share
+of the tokens, all GPUs doing that at once. Pass `fwd_bwd` is both.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import random
 import time
@@ -25,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +33,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 import flashzoo
-from bench.arguments import numbers, whole
+from bench.arguments import amount, numbers, whole
 from bench.lengths import lengths
-from bench.rows import FAILED, FIELDS, REFUSED, Row, gpu_name, head_commit, time_columns, version_of
+from bench.rows import FAILED, REFUSED, Results, Row, head_commit, results_path, time_columns
 from flashzoo import parallel
 
-COLUMNS = (*FIELDS, "gpus")
 PASSES = {"fwd": 1.0, "fwd_bwd": 3.5}
 """FLOPs of a pass, over the forward pass's."""
 MOST_ERROR = 0.02
 """Of out and of each gradient, the norm of what they are off by over their own, in 16 bits."""
-ROUNDS, WARM_UPS = 3, 2
+ROUNDS = 3
+LEAST, MOST = 2, 20
+"""Calls of a contender that are timed in a round."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,7 @@ CONTENDERS: dict[str, Callable[..., Any]] = {
     "parallel_gather": lambda inputs, group: ours(inputs, group, "gather"),
     "parallel_ulysses": lambda inputs, group: ours(inputs, group, "ulysses"),
     "parallel_ring": lambda inputs, group: ours(inputs, group, "ring"),
+    "parallel_auto": lambda inputs, group: ours(inputs, group, "auto"),
     "plain_ring": lambda inputs, group: ours(inputs, group, "ring", "contiguous"),
     "torch_cp_allgather": lambda inputs, group: torchs(inputs, group, "allgather"),
     "torch_cp_alltoall": lambda inputs, group: torchs(inputs, group, "alltoall"),
@@ -175,11 +177,14 @@ def errors(found: Sequence[Tensor], expected: Sequence[Tensor], group: Any) -> t
     return tuple(worst.tolist())
 
 
-def times(run: Callable[[], Any], repeats: int, device: str, group: Any) -> list[float]:
-    """Milliseconds of each run, of the slowest rank."""
+def times(run: Callable[[], Any], about_ms: float, device: str, group: Any) -> list[float]:
+    """Milliseconds of each of some runs, of the slowest rank: of as many as take so long together."""
+    (first,) = _times(run, 1, device, group)
+    return _times(run, max(LEAST, min(MOST, ceil(about_ms / first))), device, group)
+
+
+def _times(run: Callable[[], Any], repeats: int, device: str, group: Any) -> list[float]:
     aligned = torch.zeros(1, device=device)
-    for _ in range(WARM_UPS):
-        run()
     if device == "cpu":
         found = []
         for _ in range(repeats):
@@ -201,14 +206,34 @@ def times(run: Callable[[], Any], repeats: int, device: str, group: Any) -> list
     return slowest.tolist()
 
 
-def measure(cell: Cell, args: argparse.Namespace, group: Any) -> Iterator[Row]:
-    """Check every contender, time those that are right, in rounds. A row of each."""
+class Clock:
+    """Whether the budget is spent; all ranks are told the same.
+
+    Args:
+        seconds: from the clock's making on.
+    """
+
+    def __init__(self, seconds: float, device: str, group: Any) -> None:
+        self.end, self.device, self.group = time.monotonic() + seconds, device, group
+
+    def spent(self) -> bool:
+        """Whether it is so on any rank."""
+        over = torch.tensor([float(time.monotonic() >= self.end)], device=self.device)
+        dist.all_reduce(over, dist.ReduceOp.MAX, self.group)
+        return bool(over.item())
+
+
+def measure(cell: Cell, args: argparse.Namespace, group: Any, clock: Clock | None = None) -> Iterator[Row]:
+    """Check every contender, time those that are right, in rounds, of which the first is made whatever the clock says.
+    A row of each."""
     whole_inputs = Inputs(cell, cell.tokens, args)
     with one_gpu(whole_inputs, group) as (of_all, tensors):  # which the suite holds to a better oracle
         expected = results(of_all, tensors, cell.pass_)
     found: dict[str, list[float]] = {name: [] for name in args.impls}
-    rows = {name: row_of(name, cell) for name in args.impls}
+    rows = {name: row_of(name, cell, args) for name in args.impls}
     for turn in range(1 + ROUNDS):
+        if turn > 1 and clock is not None and clock.spent():
+            break
         order = list(found)
         random.Random(turn).shuffle(order)  # alike on every rank
         for name in order:
@@ -217,7 +242,7 @@ def measure(cell: Cell, args: argparse.Namespace, group: Any) -> Iterator[Row]:
                 with CONTENDERS[name](inputs, group) as (call, tensors):
                     if turn:
                         run = partial(results, call, tensors, cell.pass_)
-                        found[name] += times(run, args.repeats, args.device, group)
+                        found[name] += times(run, args.ms, args.device, group)
                     elif name != "auto":
                         layout = "contiguous" if name in CONTIGUOUS else "zigzag"
                         of_rank = [parallel.shard(x, group, inputs.dim, layout) for x in expected]
@@ -238,12 +263,13 @@ def measure(cell: Cell, args: argparse.Namespace, group: Any) -> Iterator[Row]:
         yield row
 
 
-def row_of(name: str, cell: Cell) -> Row:
+def row_of(name: str, cell: Cell, args: argparse.Namespace) -> Row:
     """A row without a result."""
     tokens = cell.tokens // cell.ranks if name == "auto" else cell.tokens
     return {
         "impl": name,
         "pass": cell.pass_,
+        "dtype": "bf16" if args.device == "cuda" else "fp32",
         "batch": len(cell.lengths(tokens)),
         "seqlen_q": tokens,
         "seqlen_k": tokens,
@@ -275,17 +301,27 @@ def report(rows: list[Row]) -> None:
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=numbers, default=[32768, 65536, 131072], help="of all GPUs together")
+    parser.add_argument(
+        "--tokens",
+        type=numbers,
+        default=[32768, 65536, 16384, 131072],
+        help="of all GPUs together, the most wanted first: a budget that runs out takes from the end",
+    )
     parser.add_argument("--heads", default="32:8,32:32", help="of queries and of keys; default: 32:8,32:32")
     parser.add_argument("--head-dim", type=whole, default=128)
     parser.add_argument("--passes", default=",".join(PASSES), help=f"of {', '.join(PASSES)}")
     parser.add_argument("--impls", default=",".join(CONTENDERS), help=f"of {', '.join(CONTENDERS)}")
     parser.add_argument("--documents", action="store_true", help="packed documents too")
-    parser.add_argument("--repeats", type=whole, default=10, help="of each round; default: 10")
+    parser.add_argument("--ms", type=amount, default=100, help="about how long a round times each; default: 100")
+    parser.add_argument("--budget-s", type=amount, default=inf, help="stop after so many seconds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
-    parser.add_argument("--run", default=f"parallel-{time.strftime('%Y%m%d')}", help="the id that all rows share")
+    parser.add_argument(
+        "--run",
+        default=f"parallel-{time.strftime('%Y%m%d')}-x{os.environ.get('WORLD_SIZE', 1)}",
+        help="the id that all rows share",
+    )
     parser.add_argument("--commit", help="what is measured; default: what git says")
-    parser.add_argument("--out", type=Path, required=True, help="CSV, appended to")
+    parser.add_argument("--out", type=Path, help="CSV, appended to; default: bench/results/<gpu>.csv")
     args = parser.parse_args(argv)
     args.dtype = torch.bfloat16 if args.device == "cuda" else torch.float32
     args.heads = [tuple(numbers(heads.replace(":", ","))) for heads in args.heads.split(",")]
@@ -305,42 +341,35 @@ def options_of(device: str) -> Any:
     return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def append(path: Path, rows: list[Row], common: Row) -> None:
-    """Write the rows behind those that are there."""
-    fresh = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        if fresh:
-            writer.writeheader()
-        writer.writerows({**common, **row} for row in rows)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure all cells and write their rows. Returns the exit status: 1 where a contender failed."""
     args = arguments(argv)
     if "RANK" not in os.environ:
-        raise SystemExit("expected to be run by torchrun: torchrun --nproc-per-node 2 -m bench.parallel --out FILE")
+        raise SystemExit("expected to be run by torchrun: torchrun --nproc-per-node 2 -m bench.parallel")
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", pg_options=options_of(args.device))
-    group, status = dist.group.WORLD, 0
-    versions = {
-        "torch": torch.__version__,
-        "triton": version_of("triton"),
-        "cutlass_dsl": version_of("nvidia-cutlass-dsl"),
-    }
-    common = {"run": args.run, "date": time.strftime("%Y-%m-%d"), "commit": args.commit or head_commit()}
-    common |= {"gpu": gpu_name(args.device), "dtype": "bf16" if args.device == "cuda" else "fp32", **versions}
-    for tokens in args.tokens:
-        for heads, heads_kv in args.heads:
-            for documents in (False, True) if args.documents else (False,):
-                for pass_ in args.passes:
-                    cell = Cell(tokens, heads, heads_kv, args.head_dim, documents, pass_, dist.get_world_size())
-                    rows = list(measure(cell, args, group))
-                    status |= any(str(row.get("why", "")).startswith(FAILED) for row in rows)
-                    if dist.get_rank() == 0:
-                        append(args.out, rows, common)
-                        report(rows)
+    group, ranks, status = dist.group.WORLD, dist.get_world_size(), 0
+    clock, file = Clock(args.budget_s, args.device, group), None
+    if dist.get_rank() == 0:
+        file = Results(args.out or results_path(args.device), args.run, args.device, args.commit or head_commit())
+    todo = [
+        Cell(tokens, heads, heads_kv, args.head_dim, documents, pass_, ranks)
+        for tokens in args.tokens
+        for documents in ((False, True) if args.documents else (False,))
+        for heads, heads_kv in args.heads
+        for pass_ in args.passes
+    ]
+    for done, cell in enumerate(todo):
+        if clock.spent():
+            if file is not None:
+                print(f"stopped before {len(todo) - done} of {len(todo)} cells: {args.budget_s:.0f} s are gone")
+            break
+        rows = list(measure(cell, args, group, clock))
+        status |= any(str(row.get("why", "")).startswith(FAILED) for row in rows)
+        if file is not None:
+            file.append(rows)
+            report(rows)
     dist.barrier()  # the first rank has written its rows
     dist.destroy_process_group()
     return status

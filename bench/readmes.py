@@ -230,8 +230,9 @@ Packed = dict[tuple[str, tuple[int, int, int], int], dict[tuple[str, bool], floa
 
 
 def packed_run(rows: list[Row]) -> tuple[list[Row], Packed]:
-    """The last run with the lengths of documents, and its speeds."""
-    mine = runs.of_last([row for row in runs.measured(rows) if row.get("lengths") == "documents"])
+    """The last run with the lengths of documents on one GPU, and its speeds."""
+    packed = [row for row in runs.measured(rows) if row.get("lengths") == "documents" and not row.get("gpus")]
+    mine = runs.of_last(packed)
     found: Packed = {}
     for row in mine:
         heads = int(row["heads"]), int(row["heads_kv"]), int(row["head_dim"])

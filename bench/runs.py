@@ -94,7 +94,7 @@ def last_run(rows: list[Row], table: str) -> list[Row]:
         rows: of the results file.
         table: one of `TABLES`. A run that times anything end to end is of that table, and of no other with its pass.
             One that times an ablated kernel is of none, nor one with block masks, packed sequences, something on the
-            scores or the layers of models.
+            scores or the layers of models, nor one of several GPUs.
     """
     found: dict[tuple[str, str], list[Row]] = {}
     for row in _of_table(rows, table):
@@ -108,7 +108,7 @@ def _measurement(row: Row) -> tuple[str, str]:
 
 
 def _of_table(rows: list[Row], table: str) -> list[Row]:
-    apart = ("mask", "lengths", "score", "model")
+    apart = ("mask", "lengths", "score", "model", "gpus")
     others = {row["run"] for row in rows if row["impl"].endswith(ABLATED) or any(row.get(name) for name in apart)}
     rows = [row for row in measured(rows) if row["run"] not in others]
     quantized = {row["run"] for row in rows if row["impl"].endswith(END_TO_END)}

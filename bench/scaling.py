@@ -1,5 +1,6 @@
 """What sharing a sequence over more GPUs costs, by the arithmetic of `flashzoo.parallel.explain`: the table and the
-picture of docs/context_parallel.md. `python -m bench.scaling` writes both; nothing is measured.
+picture of docs/context_parallel.md. `python -m bench.scaling` writes both. Nothing is measured here, but what
+`bench.parallel` measured is drawn too.
 
 Each GPU has as many tokens whatever their number. What is shown is the share of its time that a GPU works at one GPU's
 rate: the FLOPs of its part over these and what it loses. Two levels: NVLink joins 8 GPUs, InfiniBand the hosts.
@@ -10,6 +11,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from bench.rows import read
+from bench.runs import RESULTS, Row
 from flashzoo.parallel.costs import BACKWARD_FLOPS, BACKWARD_RATE, FORWARD_RATE, HOST, METHODS, Costs, Sizes, pairs
 from flashzoo.parallel.ulysses import copies_of
 
@@ -76,19 +79,24 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def draw() -> Any:
-    """Shares by the number of GPUs, a panel for each layout of heads."""
+def draw(rows: list[Row]) -> Any:
+    """Shares by the number of GPUs, a panel for each layout of heads, and as crosses those that rows of a results file
+    have."""
     from matplotlib.figure import Figure
+
+    from bench.several import points
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     panels = figure.subplots(1, len(HEADS), sharey=True)
     for axes, (heads, heads_kv) in zip(panels, HEADS, strict=True):
         for name in METHODS:
-            points = {gpus: shares(gpus, DRAWN, heads, heads_kv).get(name) for gpus in GPUS}
-            found = {gpus: point for gpus, point in points.items() if point}
+            every = {gpus: shares(gpus, DRAWN, heads, heads_kv).get(name) for gpus in GPUS}
+            found = {gpus: share for gpus, share in every.items() if share}
             inside = {gpus: share for gpus, (share, costs) in found.items() if costs.held <= FITS}
             axes.plot(found.keys(), [share for share, _ in found.values()], ":", color=COLOURS[name], linewidth=1)
             axes.plot(inside.keys(), inside.values(), "o-", color=COLOURS[name], label=name, markersize=4)
+        for name, shown in points(rows, DRAWN, heads, heads_kv).items():
+            axes.plot(shown.keys(), shown.values(), "x", color=COLOURS[name], label=f"{name}, measured", markersize=8)
         axes.axvline(HOST, color="#c9d0d9", linewidth=1)
         axes.set_xscale("log", base=2)
         axes.set_xticks(GPUS, [str(gpus) for gpus in GPUS])
@@ -106,7 +114,7 @@ def main() -> int:
     head, _, rest = text.partition(BEGIN)
     _, _, tail = rest.partition(END)
     PAGE.write_text(f"{head}{BEGIN}\n\n{table()}\n\n{END}{tail}")
-    draw().savefig(PICTURE, dpi=120, metadata={"Software": None})
+    draw(read(RESULTS)).savefig(PICTURE, dpi=120, metadata={"Software": None})
     return 0
 
 

@@ -19,6 +19,7 @@ import torch
 import flashzoo
 from flashzoo import Spec
 from flashzoo.registry import plugin_errors
+from flashzoo_suite.gpus import WORKER, workers_for
 from flashzoo_suite.support import CHOSEN, DEVICE, FP8, WORKER_BYTES, asked
 
 POISON_BYTES = [1 << power for power in range(9, 29) for _ in range(4)]
@@ -38,16 +39,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)
 def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
-    """What `-n auto` is: on a GPU, which the workers share, no more than its memory holds."""
+    """What `-n auto` is: on GPUs, which the workers share out, no more than their memory holds."""
     workers = yield
     if DEVICE == "cpu":
         return workers
-    return max(1, min(workers, torch.cuda.get_device_properties(0).total_memory // WORKER_BYTES))
+    return min(workers, workers_for(WORKER_BYTES))
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
-    config.addinivalue_line("markers", "alone: of a GPU's suite, run with no other process beside it (`make seen`)")
+    config.addinivalue_line(
+        "markers", "alone: of a GPU's suite, run with no other process beside it, which sees all GPUs (`make seen`)"
+    )
     config.addinivalue_line("markers", "compiles: for GPUs that need not be there, and runs nothing on one")
     config.addinivalue_line(
         "markers",
@@ -63,7 +66,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "--every-case is given, only a covering array of its cases is run: every value of every parameter is met, and "
         "with strength 2 every two values of these parameters (all where none is named) that any case brings together",
     )
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if WORKER in os.environ:
         torch.set_num_threads(1)  # the workers are the parallelism
     elif config.getoption("numprocesses", None):
         # theirs and their children's; NumPy's threads wait for one another while others work

@@ -28,8 +28,10 @@ from flashzoo.lengths import Ranges, visible_of_caches
 from flashzoo.reference import Result, descales_of_rows, only_used, with_packed_keys
 from flashzoo.scores.at import ScoredAt, flat
 from flashzoo.workloads import hardware
+from flashzoo_suite.gpus import take_one
 
 ROOT = Path(__file__).resolve().parent.parent
+take_one()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WORKER_BYTES = 8 << 30
 """Of a GPU's memory, for each process that runs tests on it; a test that needs more asks what is free."""

@@ -113,6 +113,7 @@ def test_side_stream(version, problem):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone  # a worker sees one GPU
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @asks(both=True, causal=True)
 def test_tensors_on_another_device_than_the_current_one(version, problem):

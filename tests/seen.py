@@ -1,9 +1,10 @@
 """The whole suite on this machine's GPU in one command, and what was seen of it in a small file:
 `tests/<gpu>_seen.json`.
 
-`python tests/seen.py` runs all in as many processes as the GPU has memory for, then, one at a time, what is marked
-`alone`. The file says which commit, what ran, what failed, and what was skipped for which reason. What follows `--`
-goes to pytest, for a part of the suite.
+`python tests/seen.py` runs all in as many processes as the GPU has memory for, or all GPUs together, of which each
+process has one; then, one at a time, in a process that sees them all, what is marked `alone`. The file says which
+commit, what ran, what failed, and what was skipped for which reason. What follows `--` goes to pytest, for a part of
+the suite.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="run the whole suite and write down what was seen")
     parser.add_argument("--commit", help="what is tested, where there is no git")
     parser.add_argument(
-        "--jobs", default="auto", help="processes side by side (default: what cores and the GPU's memory allow)"
+        "--jobs", default="auto", help="processes side by side (default: what cores and the GPUs' memory allow)"
     )
     parser.add_argument("--out", type=Path, help="the file (default: tests/<gpu>_seen.json)")
     parser.add_argument("pytest", nargs="*", help="for pytest, after --")
@@ -52,6 +53,7 @@ def main() -> int:
         "commit": given.commit or head(),
         "date": time.strftime("%Y-%m-%d", time.gmtime(began)),
         "gpu": gpu,
+        "gpus": torch.cuda.device_count(),
         **{name: installed(name) for name in ("torch", "triton", "nvidia-cutlass-dsl")},
         "python": platform.python_version(),
         "arguments": given.pytest,

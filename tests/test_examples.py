@@ -214,3 +214,21 @@ def test_long_context_is_for_torchrun(monkeypatch, capsys):
     """What it trains, tests/test_parallel.py sees."""
     monkeypatch.delenv("RANK", raising=False)
     assert long_context.main([]) == 2 and "torchrun --nproc-per-node 2" in capsys.readouterr().err
+
+
+def test_long_context_tells_where_one_is_out_of_memory(monkeypatch, capsys):
+    train = long_context.train
+
+    def on_ranks_alone(args, group):
+        if group is None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 GiB. GPU 0 has less")
+        return train(args, group)
+
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)  # pyright: ignore[reportPrivateImportUsage]
+    there = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    for name, value in (there | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(long_context, "train", on_ranks_alone)
+    sizes = "--steps 1 --seqlen 32 --layers 1 --hidden 32 --head-dim 8 --device cpu"
+    assert long_context.main([*sizes.split(), "--text", __file__]) == 0
+    assert "1 rank:  out of memory, so there is nothing to compare: CUDA out of memory\n" in capsys.readouterr().out

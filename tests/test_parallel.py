@@ -1,5 +1,6 @@
-"""`flashzoo.parallel` on gloo, 2 and 4 processes of one spawn: outputs, LSE and gradients are the whole's. Without
-processes: that the calls of all ranks see what the whole sees, each pair once, and what `explain` says."""
+"""`flashzoo.parallel` on gloo, 2 and 4 processes of one spawn, and on NCCL where there are 2 or 4 GPUs: outputs, LSE
+and gradients are the whole's. Without processes: that the calls of all ranks see what the whole sees, each pair once,
+and what `explain` says."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import time
 
 import pytest
 import torch
-from parallel_ranks import CASES, in_processes, raise_alone, run_cases
+from parallel_ranks import CASES, cases_on, in_processes, raise_alone, run_cases
 
 import flashzoo
 from bench import scaling
@@ -16,22 +17,45 @@ from flashzoo.parallel import gather, ring
 from flashzoo.parallel.costs import pairs
 from flashzoo.parallel.layout import numbers_of
 
+GPUS = torch.cuda.device_count()
+
+
+def on_gpus(count: int) -> list[pytest.MarkDecorator]:
+    """The marks of a test that wants so many GPUs to itself."""
+    few = pytest.mark.skipif(count > GPUS, reason=f"needs {count} CUDA devices")
+    return [pytest.mark.gpu, pytest.mark.alone, few]
+
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory):
     """What each case raised, of all ranks, by its name."""
-    return run_cases(tmp_path_factory.mktemp("parallel"))
+    return run_cases(tmp_path_factory.mktemp("parallel"), "cpu")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.fixture(scope="module")
+def failures_on_gpus(tmp_path_factory):
+    """The same by NCCL."""
+    return run_cases(tmp_path_factory.mktemp("parallel_on_gpus"), "cuda")
+
+
+@pytest.mark.parametrize("case", cases_on("cpu"))
 def test_ranks(case, failures):
     assert not failures[case]
 
 
-def test_a_rank_that_raises_ends_all(tmp_path):
+ON_GPUS = [pytest.param(name, marks=on_gpus(max(2, CASES[name].ranks)), id=name) for name in cases_on("cuda")]
+
+
+@pytest.mark.parametrize("case", ON_GPUS)
+def test_ranks_on_gpus(case, failures_on_gpus):
+    assert not failures_on_gpus[case]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpus(2))])
+def test_a_rank_that_raises_ends_all(device, tmp_path):
     begin = time.monotonic()
     with pytest.raises(Exception, match=r"ArithmeticError: the loss is no number|Connection (closed|reset)"):
-        in_processes(raise_alone, 2, tmp_path)
+        in_processes(raise_alone, 2, tmp_path, device)
     assert time.monotonic() - begin < 60
 
 

@@ -15,7 +15,21 @@ from pathlib import Path
 import pytest
 
 import flashzoo
-from bench import choose, claims, everything, figures, limits, matrix, pictures, plot, report, runs
+from bench import (
+    choose,
+    claims,
+    everything,
+    figures,
+    limits,
+    matrix,
+    pictures,
+    plot,
+    readmes,
+    report,
+    runs,
+    scaling,
+    several,
+)
 from bench.rows import FIELDS, RUN_FIELDS, read
 from flashzoo import cli
 from flashzoo.call.problem import FEATURES
@@ -175,6 +189,66 @@ TRAFFIC = [
     for pass_ in ("fwd", "bwd")
     for impl, mib in (("standard", 4000), ("v1", 500), ("v2", 260), ("v3", 257))
 ] + [_row("bytes", "copy", "copy", batch=1, seqlen_q=16384, head_dim=8192, heads=1, ms=0.125, tflops="")]
+
+
+SHARED = {
+    "parallel_gather": 0.96,
+    "parallel_auto": 0.97,
+    "parallel_ring": 0.8,
+    "plain_ring": 0.5,
+    "torch_cp_allgather": 0.7,
+}
+"""Shares of one GPU's speed."""
+
+
+def _several(run_id: str, gpus: int, **fields: object) -> list[dict[str, str]]:
+    """A run of `bench.parallel`: one GPU makes 600 TFLOP/s; of documents torch has nothing."""
+    size = {"batch": 1, "causal": 1, "head_dim": 128, "heads": 32, "heads_kv": 8}
+    found = []
+    for pass_, lengths, tokens in (("fwd", "", 32768), ("fwd_bwd", "", 32768), ("fwd", "documents", 8192)):
+        for impl, share in {"auto": 1.0, **SHARED}.items():
+            n = 1 if impl == "auto" else gpus
+            of = {"seqlen_q": tokens * n, "seqlen_k": tokens * n, "lengths": lengths, "gpus": n}
+            row = _row(run_id, impl, pass_, **{**size, **of, "tflops": 600 * share * n, **fields})
+            if lengths and impl.startswith("torch"):
+                row |= {"tflops": "", "ms": "", "why": "refused: no packed sequences"}
+            found.append(row)
+    return found
+
+
+def test_several_gpus_have_a_section_of_their_own():
+    assert list(several.measured(ROWS)) == ["Not measured yet; `bench.parallel` does."]
+    rows = [*ROWS, *_several("old", 2, tflops=1), *_several("new", 2), *_several("four", 4)]
+    text = "\n\n".join(several.measured(rows))
+    assert "**2 GPUs.**" in text and "**4 GPUs.**" in text and "`new`" in text and "`old`" not in text
+    head = "| call | tokens a GPU | one GPU | gather | ring | auto | plain ring | torch, all-gather |"
+    of_two = text[text.index(head) : text.index("**4 GPUs.**")]
+    speeds = "600 | 576 (96.0%) | 480 (80.0%) | 582 (97.0%) | 300 (50.0%) | "
+    assert f"| one sequence, 32:8 heads, forward | 32k | {speeds}420 (70.0%) |" in of_two
+    assert f"| documents, 32:8 heads, forward | 8k | {speeds}- |" in of_two, "what was refused has no speed"
+    assert "on average: 97.0%, the least 97.0% (one sequence, 32:8 heads, forward, 32k a GPU)." in of_two
+    assert "1.39x (worst 1.39x) as fast as torch's `context_parallel`, faster in 2 of 2 cells" in of_two
+    assert "1.94x (worst 1.94x) as fast as a plain ring, faster in 3 of 3 cells" in of_two
+    model = scaling.shares(2, 32768, 32, 8)
+    line = f"| 32:8 | 32k | 641 / 600 | {model['gather'][0]:.1%} / 96.0% | - | {model['ring'][0]:.1%} / 80.0% |"
+    assert line in of_two
+    found = several.points(rows, 32768, 32, 8)
+    assert {method: list(of) for method, of in found.items()} == {"gather": [2, 4], "ring": [2, 4]}
+    assert found["ring"][4] == pytest.approx(0.8)
+    assert scaling.draw(rows).get_axes()[0].get_legend_handles_labels()[1][-1] == "ring, measured"
+
+
+def test_several_gpus_are_in_no_other_table(tmp_path):
+    before = [*_generations(), _row("packed", "v3", causal=1, lengths="documents")]
+    after = [*before, *_several("new", 2)]
+    for table in runs.TABLES:
+        assert runs.last_run(after, table) == runs.last_run(before, table)
+    assert readmes.packed_run(after) == readmes.packed_run(before)
+    assert plot.report(after, tmp_path / "h200.csv") == plot.report(before, tmp_path / "h200.csv")
+    assert figures.shares(after) == figures.shares(before) and figures.history(after) == figures.history(before)
+    assert figures.tables(after) == figures.tables(before)
+    assert list(report.headline(after)) == list(report.headline(before))
+    Page(report.page(after, tmp_path / "h200.csv"))
 
 
 def test_each_claim_is_answered_by_its_rows():

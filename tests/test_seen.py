@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from flashzoo_suite import plugin
+from flashzoo_suite import gpus, plugin
 from flashzoo_suite.support import ROOT
 
 pytest_plugins = ("pytester",)
@@ -65,6 +65,29 @@ def test_what_wants_a_gpu_is_one_line_of_pytests_summary(pytester):
     text = pytester.runpytest_inprocess("-ra", "-p", "no:cacheprovider", plugins=[summary]).stdout.str()
     assert text.count(plugin.WANTS_GPU) == 0 and "no room" in text and "5 skipped" in text
     assert text.count("cases that need a GPU and were not run: 4\n") == 1
+
+
+def test_workers_share_out_gpus():
+    assert [gpus.share_of(f"gw{n}", 2, None) for n in range(4)] == ["0", "1", "0", "1"]
+    assert [gpus.share_of(f"gw{n}", 3, "4,GPU-7,1") for n in (0, 1, 5)] == ["4", "GPU-7", "1"]
+    assert gpus.share_of("", 8, None) is None and gpus.share_of("gw3", 1, "5") is None
+    assert gpus.share_of("gw1", 0, "") is None
+
+
+def test_a_worker_and_its_children_see_one_gpu(monkeypatch):
+    monkeypatch.setattr(gpus.torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setenv(gpus.WORKER, "gw6")
+    monkeypatch.delenv(gpus.VISIBLE, raising=False)
+    gpus.take_one()
+    assert os.environ[gpus.VISIBLE] == "2"
+
+
+def test_so_many_workers_as_all_gpus_hold(monkeypatch):
+    memory = [141 << 30, 80 << 30]
+    monkeypatch.setattr(gpus.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(gpus.torch.cuda, "get_device_properties", lambda at: SimpleNamespace(total_memory=memory[at]))
+    assert gpus.workers_for(8 << 30) == 20, "each has as many, and the smaller one holds 10"
+    assert gpus.workers_for(1 << 40) == 1
 
 
 @pytest.mark.parametrize("path", SEEN, ids=lambda path: path.stem)

@@ -2,7 +2,8 @@
 or let go of, before `wait()`, which makes the current stream wait and, of CUDA tensors, not the host.
 
 NCCL runs what it is given on a stream of the group's own, behind what the current stream had been given by then. So
-what the current stream is given between the two runs beside the communication.
+what the current stream is given between the two runs beside the communication. What sets out together is one kernel of
+NCCL's, and `ahead` lets that begin first.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from flashzoo.parallel.groups import Ranks
 
+HEAD_START = 20_000
+"""Cycles of a GPU's clock, some 10 us: twice what a kernel takes to begin on another stream behind an event."""
+
 
 class Works:
-    """Several works as one, with the tensors that they read, which so live as long."""
+    """Several works as one, with the tensors that they read and write, which so live as long."""
 
     def __init__(self, works: Sequence[Any], *kept: Tensor) -> None:
         self.works, self.kept = works, kept
@@ -30,22 +35,42 @@ class Works:
         self.kept = ()
 
 
-def gathered(x: Tensor, ranks: Ranks, into: Tensor | None = None) -> tuple[Tensor, Works]:
-    """`(ranks, *x.shape)`, every rank's x. Neither has gaps."""
-    every = x.new_empty((ranks.size, *x.shape)) if into is None else into
+def ahead(x: Tensor) -> None:
+    """Has the current stream of x's GPU do nothing for `HEAD_START`, so that what has set out gets its SMs.
+
+    A kernel with a thread block for each SM, as those of attention are, follows at once in its stream, while NCCL's
+    waits for an event first. It would find no SM free until the other ends, and nothing would be hidden.
+    """
+    if x.is_cuda:
+        with torch.cuda.device(x.device):
+            torch.cuda._sleep(HEAD_START)
+
+
+def gathered(
+    xs: Sequence[Tensor], ranks: Ranks, into: Sequence[Tensor] | None = None
+) -> tuple[Sequence[Tensor], Works]:
+    """`(ranks, *x.shape)` of each x, every rank's. None has gaps."""
+    into = [x.new_empty((ranks.size, *x.shape)) for x in xs] if into is None else into
     # torch 2.13 has the newer name for it, and warns of the older
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    work = gather(every.view(-1), x.view(-1), group=ranks.group, async_op=True)
-    return every, Works([work], x)
+    with _coalescing_manager(ranks.group, async_ops=True) as manager:
+        for x, every in zip(xs, into, strict=True):
+            gather(every.view(-1), x.view(-1), group=ranks.group)
+    return into, Works([manager], *xs, *into)
 
 
-def swapped(to: Sequence[Tensor], ranks: Ranks, into: Sequence[Tensor] | None = None) -> tuple[Sequence[Tensor], Works]:
-    """What each rank has for this one, in the order of the ranks; `to` is what this one has for each. None has gaps."""
-    into = [torch.empty_like(x) for x in to] if into is None else into
-    into[ranks.rank].copy_(to[ranks.rank])
+def swapped(lots: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]], ranks: Ranks) -> Works:
+    """Of each lot of tensors, one for each rank, the one of every other rank that is for this one.
+
+    Args:
+        lots: what this rank has for each, and where what each has for this one comes to lie. None has gaps.
+    """
+    for to, into in lots:
+        into[ranks.rank].copy_(to[ranks.rank])
     # dist.all_to_all is the same to NCCL, and gloo has none of lists before torch 2.13
     ops = [
         op
+        for to, into in lots
         for other in range(ranks.size)
         if other != ranks.rank
         for op in (
@@ -53,7 +78,7 @@ def swapped(to: Sequence[Tensor], ranks: Ranks, into: Sequence[Tensor] | None = 
             dist.P2POp(dist.irecv, into[other], group=ranks.group, group_peer=other),
         )
     ]
-    return into, Works(dist.batch_isend_irecv(ops) if ops else [], *to, *into)
+    return Works(dist.batch_isend_irecv(ops) if ops else [], *(x for lot in lots for side in lot for x in side))
 
 
 def passed_on(x: Tensor, ranks: Ranks) -> tuple[Tensor, Works]:

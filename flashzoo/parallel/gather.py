@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashzoo.parallel.exchange import Works, gathered, swapped
+from flashzoo.parallel.exchange import ahead, gathered, swapped
 from flashzoo.parallel.groups import Ranks
 from flashzoo.parallel.layout import numbers_of
 from flashzoo.parallel.parts import Given, How, Sum, backward, forward, join, parted, side_by_side, sum_dtype
@@ -80,16 +80,14 @@ class _Slots:
     def __init__(self, k: Tensor, v: Tensor, plan: Plan, ranks: Ranks) -> None:
         self.plan, self.ranks, self.heads, self.width = plan, ranks, k.shape[2], k.shape[2] * k.shape[3]
         rows = side_by_side(k, v)
-        self.lots = rows.unflatten(1, (plan.chunks, -1)).unbind(1)[::-1]
-        self.buffer = rows.new_empty((plan.chunks, ranks.size, *self.lots[0].shape))
-        self.works = [
-            gathered(lot.contiguous(), ranks, into)[1] for lot, into in zip(self.lots, self.buffer, strict=True)
-        ]
+        lots = [lot.contiguous() for lot in rows.unflatten(1, (plan.chunks, -1)).unbind(1)[::-1]]
+        self.buffer = rows.new_empty((plan.chunks, ranks.size, *lots[0].shape))
+        _, self.works = gathered(lots, ranks, self.buffer.unbind())
+        ahead(rows)
 
     def arrived(self) -> tuple[Tensor, Tensor]:
         """All keys and values, `(batch, seqlen, heads, head_dim)` in the order of the slots."""
-        for work in self.works:
-            work.wait()
+        self.works.wait()
         lots = _turned(self.buffer) if self.plan.natural else self.buffer
         return self.parted(lots.flatten(0, 1).transpose(0, 1).flatten(1, 2))
 
@@ -130,8 +128,8 @@ class _Shares:
         lots = self.rows.to(self.dtype).unflatten(1, (plan.chunks, ranks.size, -1)).movedim(0, 2)
         lots = (_turned_back(lots) if plan.natural else lots).contiguous()
         self.came = torch.empty_like(lots)
-        works = [swapped(lot.unbind(), ranks, into.unbind())[1] for lot, into in zip(lots, self.came, strict=True)]
-        self.works = Works(works, lots)
+        self.works = swapped([(lot.unbind(), into.unbind()) for lot, into in zip(lots, self.came, strict=True)], ranks)
+        ahead(lots)
 
     def home(self) -> tuple[Tensor, Tensor]:
         """The sums, `(batch, seqlen of a shard, heads, head_dim)`, in float32 or float64."""

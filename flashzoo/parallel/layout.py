@@ -97,8 +97,8 @@ def unshard(x: Tensor, group: Any, dim: int = 1, layout: Layout = "zigzag") -> T
     if ranks.size == 1:
         return x
     chunks = chunks_of(layout)
-    every, work = gathered(x.contiguous(), ranks)
-    work.wait()
+    (every,), works = gathered([x.contiguous()], ranks)
+    works.wait()
     parts = {}
     for rank, rows in enumerate(every):
         for number, chunk in zip(numbers_of(rank, ranks.size, chunks), rows.chunk(chunks, dim), strict=True):

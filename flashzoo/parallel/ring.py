@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashzoo.parallel.exchange import passed_on
+from flashzoo.parallel.exchange import ahead, passed_on
 from flashzoo.parallel.groups import Ranks
 from flashzoo.parallel.layout import numbers_of
 from flashzoo.parallel.parts import Given, How, Part, Sum, backward, forward, join, parted, side_by_side
@@ -68,6 +68,8 @@ def _at_hand(k: Tensor, v: Tensor, ranks: Ranks) -> Iterator[tuple[Tensor, Tenso
     rows = side_by_side(k, v)
     for step in range(ranks.size):
         came, works = passed_on(rows, ranks) if step < ranks.size - 1 else (rows, None)
+        if works is not None:
+            ahead(rows)
         yield _parted(rows, k)
         if works is not None:
             works.wait()
@@ -87,10 +89,13 @@ class Ring(torch.autograd.Function):
         wide = torch.promote_types(q.dtype, torch.float32)
         out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=wide)
         lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide)
-        join([forward(q, k, v, piece, how, sinks) for piece in plan.own], out, lse)
-        for calls, keys in zip(plan.steps, _at_hand(k, v, ranks), strict=True):
-            found = [forward(q, *keys, piece, how) for piece in calls]
-            join([Part((0, q.shape[1]), out, lse), *found], out, lse)
+        for step, keys in enumerate(_at_hand(k, v, ranks)):
+            found = [forward(q, *keys, piece, how) for piece in plan.steps[step]]
+            if step == 0:  # beside which the first keys travel
+                found = [*(forward(q, *keys, piece, how, sinks) for piece in plan.own), *found]
+            else:
+                found = [Part((0, q.shape[1]), out, lse), *found]
+            join(found, out, lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.how, ctx.ranks, ctx.plan = how, ranks, plan

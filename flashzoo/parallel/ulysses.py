@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flashzoo import attention
-from flashzoo.parallel.exchange import Works, swapped
+from flashzoo.parallel.exchange import swapped
 from flashzoo.parallel.groups import Ranks
 from flashzoo.parallel.layout import numbers_of
 
@@ -78,14 +78,11 @@ def _all_heads_or_rows(ranks: Ranks, chunks: int, to_heads: bool, xs: Sequence[T
     """All heads of a shard's rows as a rank's heads of all rows, or back; all on their way at once."""
     begin = _begin_heads if to_heads else _begin_rows
     begun = [begin(x, ranks, chunks) for x in xs]
-    found = []
-    for into, works in begun:
-        works.wait()
-        if to_heads:  # (chunks of the whole, batch, seqlen, heads, head_dim): no copy of a batch of one
-            found.append(into.transpose(0, 1).flatten(1, 2))
-        else:  # (chunks of a shard, ranks, batch, seqlen, heads, head_dim)
-            found.append(into.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).flatten(1, 2))
-    return tuple(found)
+    swapped([lot for _, lots in begun for lot in lots], ranks).wait()
+    if to_heads:  # (chunks of the whole, batch, seqlen, heads, head_dim): no copy of a batch of one
+        return tuple(into.transpose(0, 1).flatten(1, 2) for into, _ in begun)
+    # (chunks of a shard, ranks, batch, seqlen, heads, head_dim)
+    return tuple(into.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).flatten(1, 2) for into, _ in begun)
 
 
 def _places(ranks: Ranks, chunks: int) -> list[list[int]]:
@@ -93,22 +90,19 @@ def _places(ranks: Ranks, chunks: int) -> list[list[int]]:
     return [[numbers_of(rank, ranks.size, chunks)[i] for rank in range(ranks.size)] for i in range(chunks)]
 
 
-def _begin_heads(x: Tensor, ranks: Ranks, chunks: int) -> tuple[Tensor, Works]:
+Lots = list[tuple[Sequence[Tensor], Sequence[Tensor]]]
+
+
+def _begin_heads(x: Tensor, ranks: Ranks, chunks: int) -> tuple[Tensor, Lots]:
     parts = x.unflatten(2, (ranks.size, -1)).unflatten(1, (chunks, -1))
     to = parts.permute(1, 3, 0, 2, 4, 5).contiguous()
     into = to.new_empty((chunks * ranks.size, *to.shape[2:]))
-    works = [
-        swapped(lot.unbind(), ranks, [into[place] for place in places])[1]
-        for lot, places in zip(to, _places(ranks, chunks), strict=True)
-    ]
-    return into, Works(works, to)
+    places = _places(ranks, chunks)
+    return into, [(lot.unbind(), [into[at] for at in of]) for lot, of in zip(to, places, strict=True)]
 
 
-def _begin_rows(x: Tensor, ranks: Ranks, chunks: int) -> tuple[Tensor, Works]:
+def _begin_rows(x: Tensor, ranks: Ranks, chunks: int) -> tuple[Tensor, Lots]:
     whole = x.unflatten(1, (chunks * ranks.size, -1)).transpose(0, 1).contiguous()
     into = whole.new_empty((chunks, ranks.size, *whole.shape[1:]))
-    works = [
-        swapped([whole[place] for place in places], ranks, lot.unbind())[1]
-        for lot, places in zip(into, _places(ranks, chunks), strict=True)
-    ]
-    return into, Works(works, whole)
+    places = _places(ranks, chunks)
+    return into, [([whole[at] for at in of], lot.unbind()) for lot, of in zip(into, places, strict=True)]
