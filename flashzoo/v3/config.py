@@ -100,7 +100,7 @@ BACKWARD = {
 # a multiprocessor multiplies in one, what memory gives, how many steps a tile's beginning and end are worth, and what
 # the launch costs that adds the parts. Under a causal mask tiles that run together drift apart, by up to a block of
 # keys each: Q, dO and dQ in between are more than L2 has, and steps longer by a share of what it has not.
-FLOPS_PER_US, BYTES_PER_US, TILE_STEPS, SUM_US = 4.3e6, 3.3e6, 3, 5.0
+FLOPS_PER_US, BYTES_PER_US, TILE_STEPS, SUM_US = 4.3e6, 3.3e6, 3, 10.0
 L2_BYTES, OUT_OF_L2 = 50e6, 0.12
 
 WIDTHS = tuple(sorted(width for width, width_v in HOPPER if width == width_v))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from flashzoo.call.problem import Problem
-from flashzoo.gpu import RAGGED_ROWS
+from flashzoo.gpu import MULTIPROCESSORS, RAGGED_ROWS
 from flashzoo.scores.walk import MOST_ROWS
 from flashzoo.spec import missing
 from flashzoo.v3.config import (
     BACKWARD,
     HOPPER,
+    group_splits_for,
     kernel_backward_for,
     kernel_for,
     kernel_fp8_for,
@@ -113,6 +114,13 @@ def _describe_backward(problem: Problem) -> list[str]:
     backward = kernel_backward_for(problem)
     run_at = f"head dims run at {backward.width}"
     lines = [f"backward: {backward.tiles}, {run_at}; dQ is summed in float32 memory of its own"]
+    splits, group = group_splits_for(problem), problem.heads // problem.heads_kv
+    if splits > 1:
+        blocks = problem.batch * problem.heads_kv * backward.blocks_kv(problem.seqlen_k)
+        lines.append(
+            f"backward: {blocks} blocks of keys for {MULTIPROCESSORS[90]} multiprocessors, so each is a tile for every "
+            f"{group // splits} of the {group} query heads that share it; their dK and dV are added in float32"
+        )
     if problem.deterministic:
         lines.append("backward: blocks of keys add to dQ in a fixed order, each after the one before")
     return lines
