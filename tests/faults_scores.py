@@ -58,7 +58,7 @@ ON_SCORES = (
         "v2/score_gradient_of_what_has_no_part",
         "0 times no number is summed where a key is not seen, or not there",
         SCORES,
-        'value = f"tl.where(ds == 0, 0.0, {value})"',
+        'value = value if value == "ds" else f"tl.where(ds == 0, 0.0, {value})"',
         "pass",
         "test_places_that_are_not_there[v2]",
     ),
@@ -69,6 +69,14 @@ ON_SCORES = (
         'lines.append(f"{name}_sum = tl.sum(tl.sum({value}, 1), 0)")',
         'lines.append(f"{name}_sum = tl.sum(tl.where(q % 2 == 0, {value}, 0.0))")',
         "test_the_backward_pass_alone or test_gradients[v2-score_alibi",
+    ),
+    fault(
+        "v2/what_masks_has_a_gradient_of_its_own",
+        "the gradient is that of what a function masks with, not of the score that it leaves",
+        "flashzoo/scores/program.py",
+        "if is_value(name) and not _is_minus_infinity(program, name)]",
+        "if is_value(name) and _is_minus_infinity(program, name)]",
+        "test_gradients[v2-score_bias",
     ),
     fault(
         "blocksparse/score_function_told_places_in_the_list",

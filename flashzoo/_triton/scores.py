@@ -23,7 +23,7 @@ from flashzoo.call.forms import ScoreForm
 from flashzoo.call.problem import Problem
 from flashzoo.scores.emit import INFIX, Language
 from flashzoo.scores.mod import ScoreMod
-from flashzoo.scores.program import INPUTS, Step, is_value, parsed, tensor_number
+from flashzoo.scores.program import INPUTS, Step, is_value, parsed, tensor_number, unmasked
 from flashzoo.scores.trace import gradient_of
 
 LOG2E = math.log2(math.e)
@@ -110,7 +110,7 @@ class _Places:
         """Lines that add a gradient's tile to where a tensor's is summed: what is of one element first, by sums. Of a
         score that has no part it is 0, though it be computed as no number."""
         pointer = f"tensors[{self.sums[tensor]}]"
-        value = f"tl.where(ds == 0, 0.0, {value})"
+        value = value if value == "ds" else f"tl.where(ds == 0, 0.0, {value})"
         along = [axis for axis, letter in enumerate("qk") if letter not in inputs]
         lines = [] if not indices else self.index(name, tensor, indices)
         if len(along) == 2:
@@ -153,7 +153,7 @@ def functions(problem: Problem) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def _made(form: ScoreForm, exact: bool) -> dict[str, Any]:
-    places, program, gradient = _Places(form), parsed(form.text), gradient_of(form.text)
+    places, program, gradient = _Places(form), parsed(form.text), gradient_of(unmasked(form.text))
     language = Language(_OPERATIONS, _DTYPES, "({0}).to({1})", _number, places.load)
     names = _NAMES | {"tanh": score_operations.tanh_exact if exact else score_operations.tanh}
     (new,) = program.outputs

@@ -229,3 +229,25 @@ def read_by(text: str) -> tuple[tuple[int, int, str, bool], ...]:
         for dimension, name in enumerate(step.arguments[1:])
         if name in INPUTS
     )
+
+
+@lru_cache(maxsize=256)
+def unmasked(text: str) -> str:
+    """The text of the score that a function gives where it does not mask with -inf as the last thing that it does: its
+    gradients are the function's, as that of a score of -inf is 0 anyhow."""
+    program = parsed(text)
+    last = program.step(program.outputs[0])
+    if last is None or last.operation != "where":
+        return text
+    _, *either = last.arguments
+    scores = [name for name in either if is_value(name) and not _is_minus_infinity(program, name)]
+    if len(scores) == 2 or not scores:
+        return text
+    builder = Builder()
+    builder.steps += program.steps
+    return builder.program(*scores).text
+
+
+def _is_minus_infinity(program: Program, name: str) -> bool:
+    step = program.step(name) if is_value(name) else None
+    return (name if step is None else step.arguments[0] if step.operation == "const" else "") == "-inf"

@@ -232,19 +232,16 @@ def attend(
             col = start + tl.arange(0, BLOCK_KV)
             seen = visible(row[:, None], col[None, :], window)
             s = tl.where(seen, s * scale_log2, float("-inf"))
-        elif SCORE_MOD is not None:
-            s *= scale_log2
-        if MASKED or SCORE_MOD is not None:
             m_new = tl.maximum(m_i, tl.max(s, 1))
+        else:
+            m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2)  # A1.9
+        m_safe = m_new
+        if MASKED or SCORE_MOD is not None:
             # A row that has seen no key yet keeps m = -inf, and -inf - -inf is NaN:
             # its p and alpha are exp2(-inf - 0) = 0.
             m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-            p = tl.exp2(s - m_safe[:, None])
-            alpha = tl.exp2(m_i - m_safe)
-        else:
-            m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2)  # A1.9
-            p = tl.exp2(s * scale_log2 - m_new[:, None])
-            alpha = tl.exp2(m_i - m_new)
+        p = tl.exp2((s if MASKED else s * scale_log2) - m_safe[:, None])
+        alpha = tl.exp2(m_i - m_safe)
         l_i = l_i * alpha + tl.sum(p, 1)
         if KEPT is not None:
             p = tl.where(KEPT(dropout, start, q_i.shape[0], BLOCK_KV, 0), p, 0.0)
@@ -506,7 +503,7 @@ def accumulate_dq(
     SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Take the keys first .. last into dq."""
-    q_i, do_i, lse_i, delta_i, row, scored, dropout = queries
+    q_i, do_i, lse_i, delta_i, row, told, scored, dropout = queries
     k_head, v_head = keys
     for start in tl.range(first, last, BLOCK_KV):
         k_j = load_block(k_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)
@@ -515,10 +512,8 @@ def accumulate_dq(
             b, h, score_scale, score_tensors = scored
             at = start + tl.arange(0, BLOCK_KV)
             given = s * score_scale
-            s = SCORE_MOD(given, b, h, row[:, None], at[None, :], score_tensors)
+            s = SCORE_MOD(given, b, h, told[:, None], at[None, :], score_tensors)
         p = tl.exp2(s * scale_log2 - lse_i[:, None])
-        if SCORE_MOD is not None:
-            p = tl.where(lse_i[:, None] == float("inf"), 0.0, p)
         if MASKED:
             col = start + tl.arange(0, BLOCK_KV)
             p = tl.where(visible(row[:, None], col[None, :], window), p, 0.0)
@@ -528,7 +523,7 @@ def accumulate_dq(
             dp = tl.where(KEPT(dropout, start, q_i.shape[0], BLOCK_KV, 0), dp / (1.0 - dropout[1]), 0.0)
         ds = p * (dp - delta_i[:, None])
         if SCORE_MOD is not None:
-            ds = SCORE_GRADIENT(given, b, h, row[:, None], at[None, :], ds, score_tensors)
+            ds = SCORE_GRADIENT(given, b, h, told[:, None], at[None, :], ds, score_tensors)
             if MASKED:
                 ds = tl.where(p == 0.0, 0.0, ds)
         dq = tl.dot(ds.to(k_j.dtype), k_j, dq, input_precision="ieee")  # B2.15
@@ -574,7 +569,8 @@ def dq_kernel(
     first, whole_first, whole_last, last = visible_keys(start_q, window, BLOCK_Q, BLOCK_KV, LEFT, RIGHT)
     sequence = sequence_of(tiles, heads, b, PACKED, SCORE_MOD, KEPT)
     scored, dropout = (sequence, h, score_scale, score_tensors), (seed, dropped, sequence, h, start_q)
-    queries, keys = (q_i, do_i, lse_i, delta_i, row, scored, dropout), (k_head, v_head)
+    told = tl.minimum(row, rows_q - 1)  # past the last query a function on scores might give no numbers
+    queries, keys = (q_i, do_i, lse_i, delta_i, row, told, scored, dropout), (k_head, v_head)
     if LEFT:
         dq_i = accumulate_dq(
             dq_i, queries, keys, first, whole_first, scale_log2, window,
