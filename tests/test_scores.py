@@ -184,6 +184,24 @@ def test_tensors_that_do_not_go_with_the_call():
     called(torch.ones(2, device=DEVICE), "v2", deterministic=True)
 
 
+def test_a_bias_has_its_gradient_in_a_fixed_order():
+    """In v2, where each query and key read a number of their own and nothing else is read; not of packed sequences."""
+    bias, slopes = (torch.ones(n, device=DEVICE).requires_grad_() for n in ((HEADS, 40, 40), (HEADS,)))
+    mods = {
+        True: [score_mods.bias(bias), lambda s, b, h, i, j: s * bias[h, j, i]],
+        False: [
+            lambda s, b, h, i, j: s + bias[h, i, j] * bias[h, j, i],
+            lambda s, b, h, i, j: s + bias[h, i, j - i],
+            lambda s, b, h, i, j: s + bias[h, i, i],
+            lambda s, b, h, i, j: s + bias[h, i, j] * slopes[h],
+        ],
+    }
+    for fixed, those in mods.items():
+        for mod in those:
+            plan = flashzoo.explain(*qkv(), score_mod=mod, version="v2", deterministic=True)
+            assert (plan.chosen == "v2") == fixed, plan
+
+
 def test_a_bias_is_no_larger_than_the_call():
     """By itself, within another function, and from its text, as a graph holds it. Packed sequences may be shorter."""
     q = qkv()[0]

@@ -20,7 +20,9 @@ own gradients are more, sums of -P delta that come with delta.
 A function on scores (SCORE_MOD) is written by the host (flashzoo/_triton/scores.py) and handed to the kernels, as is
 its gradient (SCORE_GRADIENT), which makes dS, of the scores that it gives, that of those that it is given. Scores are
 then scaled before it, and made log2 units behind it. Where it reads tensors that have gradients, `dq_kernel` adds them
-up as well, by atomics.
+up as well, by atomics; but of a bias, of which each query and key read a number of their own, `dbias_kernel` sums it: a
+program owns a block of queries and one of keys, and goes through the heads and the batch that share their numbers. S
+and dP are computed once more, in exchange for no read-modify-write of the gradient and one order of its sums.
 
 Dropout (KEPT) hides elements of P from V, and of dP from dS, where a function of the host's says so, of a seed and of
 each element's place (flashzoo/_triton/dropout.py). The row sums are of all: so LSE is that without, and delta still is
@@ -64,8 +66,10 @@ def load_block(
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
     TMA: tl.constexpr,
+    first_d=0,
 ):
-    """Rows start .. start + ROWS of one head as a (ROWS, BLOCK_D) tile, zero beyond seqlen and HEAD_DIM.
+    """Rows start .. start + ROWS of one head, numbers first_d .. first_d + BLOCK_D of each, as a tile, zero beyond
+    seqlen and HEAD_DIM.
 
     A head is (tensor, its strides over batch, seqlen and heads, batch index, head index, first row, rows). TMA is 0, or
     how many dimensions the tensor's descriptor has: 5 that of packed sequences, where a sequence's rows end with it. A
@@ -74,12 +78,12 @@ def load_block(
     """
     x, stride_b, stride_s, stride_h, b, h, first, seqlen = head
     if TMA == 5:
-        return x.load([RAGGED_ROWS, first + seqlen, RAGGED_ROWS - seqlen + start, h, 0]).reshape(ROWS, BLOCK_D)
+        return x.load([RAGGED_ROWS, first + seqlen, RAGGED_ROWS - seqlen + start, h, first_d]).reshape(ROWS, BLOCK_D)
     elif TMA:
-        return x.load([b, start, h, 0]).reshape(ROWS, BLOCK_D)
+        return x.load([b, start, h, first_d]).reshape(ROWS, BLOCK_D)
     else:
         row = tl.arange(0, ROWS)
-        d = tl.arange(0, BLOCK_D)
+        d = first_d + tl.arange(0, BLOCK_D)
         base = (
             x
             + tl.cast(b, tl.int64) * stride_b
@@ -87,11 +91,11 @@ def load_block(
             + tl.cast(first + start, tl.int64) * stride_s
         )
         tile = base + row[:, None].to(tl.int64) * stride_s + d[None, :]
-        if MASKED and HEAD_DIM < BLOCK_D:
+        if MASKED and HEAD_DIM % BLOCK_D:
             return tl.load(tile, mask=(start + row < seqlen)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
         elif MASKED:
             return tl.load(tile, mask=(start + row < seqlen)[:, None], other=0.0)
-        elif HEAD_DIM < BLOCK_D:
+        elif HEAD_DIM % BLOCK_D:
             return tl.load(tile, mask=(d < HEAD_DIM)[None, :], other=0.0)
         else:
             return tl.load(tile)
@@ -586,3 +590,125 @@ def dq_kernel(
     )  # fmt: skip
 
     store_block(dq_head, dq_i * scale, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def accumulate_dbias(
+    dbias, block, tensors, sharing, first, last, scale_log2, window,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    MASKED: tl.constexpr, TMA: tl.constexpr,
+    SCORE_MOD: tl.constexpr, READ_GRADIENT: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """Take the sharers first .. last of the block's numbers into dbias. Their products are made in parts of the head
+    dim, by one loop over sharers and parts, so that what comes next is always being loaded."""
+    start_q, start_kv, row, told, col = block
+    q_of, k_of, v_of, do_of, lse_log2, delta, rows_padded, score_scale, score_tensors, seed, dropped = tensors
+    first_b, first_h, shared_h, heads, group = sharing
+    parts: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D
+    s = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32)
+    dp = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32)
+    for step in tl.range(first * parts, last * parts):
+        sharer = step // parts
+        d = (step - sharer * parts) * BLOCK_D
+        b = first_b + sharer // shared_h
+        h = first_h + sharer % shared_h
+        q, stride_qb, stride_qs, stride_qh, seqlen_q = q_of
+        q_head = (q, stride_qb, stride_qs, stride_qh, b, h, 0, seqlen_q)
+        k, stride_kb, stride_ks, stride_kh, seqlen_k = k_of
+        k_head = (k, stride_kb, stride_ks, stride_kh, b, h // group, 0, seqlen_k)
+        v, stride_vb, stride_vs, stride_vh, _ = v_of
+        v_head = (v, stride_vb, stride_vs, stride_vh, b, h // group, 0, seqlen_k)
+        do, stride_dob, stride_dos, stride_doh, _ = do_of
+        do_head = (do, stride_dob, stride_dos, stride_doh, b, h, 0, seqlen_q)
+        rows = (b * heads + h, rows_padded, 0)
+        lse_i = load_statistic(lse_log2, rows, start_q, BLOCK_Q, 0)
+        delta_i = load_statistic(delta, rows, start_q, BLOCK_Q, 0)
+        q_i = load_block(q_head, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED, TMA, d)
+        k_j = load_block(k_head, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA, d)
+        s = tl.dot(q_i, k_j.T, s, input_precision="ieee")
+        do_i = load_block(do_head, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED, TMA, d)
+        v_j = load_block(v_head, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA, d)
+        dp = tl.dot(do_i, v_j.T, dp, input_precision="ieee")
+        if d + BLOCK_D >= HEAD_DIM:
+            given = s * score_scale
+            new = SCORE_MOD(given, b, h, told[:, None], col[None, :], score_tensors)
+            p = tl.exp2(new * scale_log2 - lse_i[:, None])
+            if MASKED:
+                p = tl.where(visible(row[:, None], col[None, :], window), p, 0.0)
+            if KEPT is not None:
+                kept = KEPT((seed, dropped, b, h, start_q), start_kv, BLOCK_Q, BLOCK_KV, 0)
+                dp = tl.where(kept, dp / (1.0 - dropped), 0.0)
+            ds = p * (dp - delta_i[:, None])
+            dbias += READ_GRADIENT(given, b, h, told[:, None], col[None, :], ds, score_tensors)
+            s = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32)
+            dp = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32)
+    return dbias
+
+
+@triton.jit(do_not_specialize=SIZES)
+def dbias_kernel(
+    q, k, v, do, dbias, lse_log2, delta, score_tensors, seed, scale_log2, score_scale, dropped,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
+    stride_vb, stride_vs, stride_vh, stride_dob, stride_dos, stride_doh,
+    stride_share, stride_b, stride_h, stride_q, stride_k,
+    seqlen_q, seqlen_k, rows_padded, heads, group, owners_b, owners_h, shared_h, sharers, share,
+    window_left, window_right,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, TMA: tl.constexpr,
+    SCORE_MOD: tl.constexpr, READ_GRADIENT: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a tensor of which each query and key read a number of their own. It has numbers for owners_b of
+    the batch and owners_h heads, one or all; each is shared by `sharers`, shared_h of them in each of the batch. A
+    program sums `share` of these, and dbias has a tensor for each share."""
+    blocks_kv = tl.cdiv(seqlen_k, BLOCK_KV)
+    blocks = tl.cdiv(seqlen_q, BLOCK_Q) * blocks_kv
+    owner = tl.program_id(0) // blocks
+    nth_block = tl.program_id(0) - owner * blocks
+    start_q = nth_block // blocks_kv * BLOCK_Q
+    start_kv = nth_block % blocks_kv * BLOCK_KV
+    nth = owner // (owners_b * owners_h)
+    owner_b = owner // owners_h % owners_b
+    owner_h = owner % owners_h
+    row = start_q + tl.arange(0, BLOCK_Q)
+    told = tl.minimum(row, seqlen_q - 1)  # as in `dq_kernel`
+    col = start_kv + tl.arange(0, BLOCK_KV)
+    block = (start_q, start_kv, row, told, col)
+    shift = seqlen_k - seqlen_q
+    window = (shift, seqlen_k, window_left, window_right)
+
+    # Sharers first .. last of a block that no query sees any key of are none; of one that is whole none is masked.
+    first = nth * share
+    last = tl.minimum(first + share, sharers)
+    whole = (start_q + BLOCK_Q <= seqlen_q) & (start_kv + BLOCK_KV <= seqlen_k)
+    if LEFT:
+        nearest = start_kv + BLOCK_KV - 1 - start_q - shift
+        last = tl.where(nearest < -window_left, first, last)
+        whole &= start_kv - (start_q + BLOCK_Q - 1) - shift >= -window_left
+    if RIGHT:
+        nearest = start_kv - (start_q + BLOCK_Q - 1) - shift
+        last = tl.where(nearest > window_right, first, last)
+        whole &= start_kv + BLOCK_KV - 1 - start_q - shift <= window_right
+    not_masked = tl.where(whole, last, first)
+
+    q_of, k_of = (q, stride_qb, stride_qs, stride_qh, seqlen_q), (k, stride_kb, stride_ks, stride_kh, seqlen_k)
+    v_of, do_of = (v, stride_vb, stride_vs, stride_vh, seqlen_k), (do, stride_dob, stride_dos, stride_doh, seqlen_q)
+    tensors = (q_of, k_of, v_of, do_of, lse_log2, delta, rows_padded, score_scale, score_tensors, seed, dropped)
+    sharing = (owner_b, owner_h, shared_h, heads, group)
+    dbias_ij = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32)
+    dbias_ij = accumulate_dbias(
+        dbias_ij, block, tensors, sharing, first, not_masked, scale_log2, window,
+        HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_KV, False, TMA, SCORE_MOD, READ_GRADIENT, KEPT,
+    )  # fmt: skip
+    dbias_ij = accumulate_dbias(
+        dbias_ij, block, tensors, sharing, not_masked, last, scale_log2, window,
+        HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_KV, True, TMA, SCORE_MOD, READ_GRADIENT, KEPT,
+    )  # fmt: skip
+
+    base = dbias + tl.cast(nth, tl.int64) * stride_share + tl.cast(owner_b, tl.int64) * stride_b
+    base += tl.cast(owner_h, tl.int64) * stride_h
+    ptrs = base + row[:, None].to(tl.int64) * stride_q + col[None, :].to(tl.int64) * stride_k
+    dbias_ij = dbias_ij.to(dbias.dtype.element_ty)
+    if (start_q + BLOCK_Q <= seqlen_q) & (start_kv + BLOCK_KV <= seqlen_k):  # several numbers in one store
+        tl.store(ptrs, dbias_ij)
+    else:
+        tl.store(ptrs, dbias_ij, mask=(row < seqlen_q)[:, None] & (col < seqlen_k)[None, :])
