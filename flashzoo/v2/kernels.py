@@ -33,7 +33,8 @@ kernel makes on the device (flashzoo/_triton/packed_kernels.py): there the heads
 after the other, the longest first. Where keys are a cache (CACHE) only so many of each sequence's are used, and the
 others are neither seen nor read.
 
-Programs of one head run together, so that what they stream stays in L2. On Hopper what streams by comes through TMA
+Programs of one head run together, so that what they stream stays in L2; where a bias is shared by the batch, those of
+the same head of all of it. On Hopper what streams by comes through TMA
 descriptors, LSE and delta included; what a program owns is read once by plain loads, unless the tensor cores are to
 take it from registers (see `load_block`).
 
@@ -139,6 +140,17 @@ def packed_tile(tiles, heads):
 
 
 @triton.jit
+def head_of(nth, BY_HEAD: tl.constexpr, heads, programs_of_head):
+    """The number of the head, of all in the batch, that comes nth: one of each of the batch after the other, or with
+    BY_HEAD the same one of all of the batch, which then share in L2 what a function on scores reads of it."""
+    if BY_HEAD:
+        batch = tl.num_programs(0) // (heads * programs_of_head)
+        return nth % batch * heads + nth // batch
+    else:
+        return nth
+
+
+@triton.jit
 def visible(row, col, window):
     """Which keys `col` the queries `row` see.
 
@@ -188,6 +200,7 @@ def block_of_queries(
     RIGHT: tl.constexpr,
     PACKED: tl.constexpr,
     CACHE: tl.constexpr,
+    BY_HEAD: tl.constexpr,
 ):
     """What a program owns: number of the head, where its block of queries starts in the sequence, first row and rows of
     the sequence's queries and of its keys, and where its statistics begin. A packed block may be none, and then starts
@@ -197,8 +210,9 @@ def block_of_queries(
         first_q, rows_q, first_k, rows_k, _ = lengths
     else:
         blocks = tl.cdiv(seqlen_q, BLOCK_Q)
-        bh = tl.program_id(0) // blocks
-        block = tl.program_id(0) - bh * blocks
+        nth = tl.program_id(0) // blocks
+        block = tl.program_id(0) - nth * blocks
+        bh = head_of(nth, BY_HEAD, heads, blocks)
         if RIGHT:
             block = blocks - 1 - block  # the block that sees most keys first, so that no long one starts last
         first_q, rows_q, first_k, rows_k = 0, seqlen_q, 0, used_of(used_k, bh // heads, seqlen_k) if CACHE else seqlen_k
@@ -262,11 +276,11 @@ def forward_kernel(
     stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
     seqlen_q, seqlen_k, heads, group, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr, BY_HEAD: tl.constexpr,
     TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr, SCORE_MOD: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     bh, start_q, first_q, rows_q, first_k, rows_k, _ = block_of_queries(
-        tiles, used_k, seqlen_q, seqlen_k, heads, BLOCK_Q, RIGHT, PACKED, CACHE
+        tiles, used_k, seqlen_q, seqlen_k, heads, BLOCK_Q, RIGHT, PACKED, CACHE, BY_HEAD
     )
     if PACKED:  # noqa: SIM102 - decided as the kernel is compiled, the other as it runs
         if start_q >= rows_q:
@@ -422,7 +436,7 @@ def dkdv_kernel(
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     seqlen_q, seqlen_k, rows_padded, heads_kv, group, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr, BY_HEAD: tl.constexpr,
     TMA: tl.constexpr, K_IN_REGISTERS: tl.constexpr, V_IN_REGISTERS: tl.constexpr,
     SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
@@ -434,8 +448,9 @@ def dkdv_kernel(
             return
     else:
         blocks = tl.cdiv(seqlen_k, BLOCK_KV)
-        bh_kv = tl.program_id(0) // blocks
-        start_kv = (tl.program_id(0) - bh_kv * blocks) * BLOCK_KV
+        nth = tl.program_id(0) // blocks
+        start_kv = (tl.program_id(0) - nth * blocks) * BLOCK_KV
+        bh_kv = head_of(nth, BY_HEAD, heads_kv, blocks)
         first_q, rows_q, first_k, owned, statistics = 0, seqlen_q, 0, seqlen_k, 0
         rows_k = used_of(used_k, bh_kv // heads_kv, seqlen_k) if CACHE else seqlen_k
     b = bh_kv // heads_kv
@@ -542,12 +557,12 @@ def dq_kernel(
     stride_dqb, stride_dqs, stride_dqh,
     seqlen_q, seqlen_k, rows_padded, heads, group, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr, BY_HEAD: tl.constexpr,
     TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr, DO_IN_REGISTERS: tl.constexpr,
     SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     bh, start_q, first_q, rows_q, first_k, rows_k, statistics = block_of_queries(
-        tiles, used_k, seqlen_q, seqlen_k, heads, BLOCK_Q, RIGHT, PACKED, CACHE
+        tiles, used_k, seqlen_q, seqlen_k, heads, BLOCK_Q, RIGHT, PACKED, CACHE, BY_HEAD
     )
     if PACKED:  # noqa: SIM102 - decided as the kernel is compiled, the other as it runs
         if start_q >= rows_q:

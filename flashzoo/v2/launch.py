@@ -216,7 +216,8 @@ def dbias_launch(
 def _masks(problem: Problem) -> dict[str, bool]:
     left, right = problem.span
     bounds = {"LEFT": left is not None, "RIGHT": right is not None}
-    return {**bounds, "PACKED": "packed" in problem.features, "CACHE": "cache" in problem.features}
+    lengths = {"PACKED": "packed" in problem.features, "CACHE": "cache" in problem.features}
+    return {**bounds, **lengths, "BY_HEAD": any("b" not in indices for indices in biases(problem).values())}
 
 
 def _used(problem: Problem, operands: Operands) -> Tensor | None:
