@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import flashzoo
-from flashzoo import ScoreMod
+from flashzoo import ScoreMod, score_mods
 from flashzoo.call.forms import ScoreForm
 from flashzoo.reference import Result
 from flashzoo_suite.support import both, draw, forward, in_fixed_order, same_bits, takes
@@ -75,6 +75,30 @@ def test_only_what_is_read_requires_grad(version, problem):
     torch.testing.assert_close(found.double(), every.dscore_mod)
     if asked.deterministic:
         assert same_bits(every.dscore_mod, both(version, tensors, asked, dout, dlse, score_mod=mod).dscore_mod)
+
+
+@asks(
+    {
+        "plain": {"batch": 2},
+        "causal_cross_gqa": {"seqlen_k": 70, "heads": 4, "causal": True, "batch": 2},
+        "window": {"seqlen_q": 128, "seqlen_k": 128, "window": (80, None)},  # that cuts a block at its left edge alone
+    },
+    grad=True,
+    score_mod=ScoreForm(grads=(0,)),
+)
+def test_gradients_of_a_shared_bias(version, problem):
+    """Of all of the batch, of all heads, of both and of neither; in a fixed order where the version says so."""
+    tensors, dout, dlse = draw(problem)
+    b, h, q, k = problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k
+    for shape in ((1, h, q, k), (b, 1, q, k), (q, k), (b, h, q, k)):
+        bias = torch.randn(shape, device=problem.device).requires_grad_()
+        mod = score_mods.bias(bias)
+        asked = replace(problem, score_mod=mod.form, deterministic=True)
+        asked = asked if takes(flashzoo.versions()[version], asked) else replace(asked, deterministic=False)
+        found, expected = (both(name, tensors, asked, dout, dlse, score_mod=mod) for name in (version, "standard"))
+        close(found, expected, problem.dtype)
+        if asked.deterministic and len(shape) == 2:
+            assert same_bits(found.dscore_mod, both(version, tensors, asked, dout, dlse, score_mod=mod).dscore_mod)
 
 
 @asks(both=True, score_mod=ScoreForm())

@@ -58,8 +58,8 @@ ON_SCORES = (
         "v2/score_gradient_of_what_has_no_part",
         "0 times no number is summed where a key is not seen, or not there",
         SCORES,
-        'value = f"tl.where(ds == 0, 0.0, {value})"',
-        "pass",
+        'return value if value == "ds" else f"tl.where(ds == 0, 0.0, {value})"',
+        "return value",
         "test_places_that_are_not_there[v2]",
     ),
     fault(
@@ -69,6 +69,32 @@ ON_SCORES = (
         'lines.append(f"{name}_sum = tl.sum(tl.sum({value}, 1), 0)")',
         'lines.append(f"{name}_sum = tl.sum(tl.where(q % 2 == 0, {value}, 0.0))")',
         "test_the_backward_pass_alone or test_gradients[v2-score_alibi",
+    ),
+    fault(
+        "v2/bias_gradient_of_the_first_of_the_batch",
+        "where a bias is shared by all of the batch its gradient is the first one's, as often as there are others",
+        *(V2, "b = first_b + sharer // shared_h", "b = first_b", "test_gradients_of_a_shared_bias[v2"),
+    ),
+    fault(
+        "v2/bias_gradient_of_one_share",
+        "where programs share the sum of a bias's gradient each sums the first one's share",
+        *(V2, "first = nth * share", "first = 0 * share", "test_gradients_of_a_shared_bias[v2"),
+    ),
+    fault(
+        "v2/bias_gradient_of_whole_blocks_beyond_the_window",
+        "a block that the window's left edge cuts counts as whole when a bias's gradient is summed",
+        V2,
+        "whole &= start_kv - (start_q + BLOCK_Q - 1) - shift >= -window_left",
+        "whole &= start_kv - start_q - shift >= -window_left",
+        "test_gradients_of_a_shared_bias[v2",
+    ),
+    fault(
+        "v2/what_masks_has_a_gradient_of_its_own",
+        "the gradient is that of what a function masks with, not of the score that it leaves",
+        "flashzoo/scores/program.py",
+        "if is_value(name) and not _is_minus_infinity(program, name)]",
+        "if is_value(name) and _is_minus_infinity(program, name)]",
+        "test_gradients_of_a_shared_bias[v2",
     ),
     fault(
         "blocksparse/score_function_told_places_in_the_list",

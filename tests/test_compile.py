@@ -29,6 +29,7 @@ from flashzoo.gpu import RAGGED_ROWS, SHARED_LIMIT
 from flashzoo.v1 import launch as v1
 from flashzoo.v2 import kernels as v2_kernels
 from flashzoo.v2 import launch as v2
+from flashzoo.v2.config import apart
 from flashzoo.v2.config import tiles_for as v2_tiles
 from flashzoo.workloads import SCORE_ALIBI, SCORE_BIAS
 
@@ -76,8 +77,8 @@ KNOWN_STACK_BY_LENGTHS = {("dkdv", 80, 128): 8, ("dkdv", 90, 64): 32, ("dkdv", 9
 # How each kernel is launched: by which function, with strides of how many tensors and what else; its tensor parameters
 # (h in the problem's dtype, o in that of out, f in float32, i in int32, b bits, t the table of packed
 # sequences, u how much of caches is used, s sinks, g their gradient's parts, m what a function on scores reads, r that
-# and where its gradients are summed, d dropout's seed) and how many floats follow them, of which the last are for such
-# a function and for dropout.
+# and where its gradients are summed, p where a bias's is put, d dropout's seed) and how many floats follow them, of
+# which the last are for such a function and for dropout.
 MASK_SIZES = (0, 1, 32, 100)
 LAUNCHES = {
     ("v1", "forward"): (v1.forward_launch, 5, (), "hhhoffffmd", 3),
@@ -86,6 +87,7 @@ LAUNCHES = {
     ("v2", "delta"): (v2.delta_launch, 2, (True,), "oofffftsg", 0),
     ("v2", "dkdv"): (v2.dkdv_launch, 6, (True,), "hhhhhhfftumd", 4),
     ("v2", "dq"): (v2.dq_launch, 5, (True,), "hhhhhffturd", 4),
+    ("v2", "dbias"): (lambda *how: v2.dbias_launch(*how)[0], 4, (True, 0), "hhhhpffmd", 3),
     ("blocksparse", "forward"): (blocksparse.forward_launch, 4, (True, MASK_SIZES), "hhhofiiiiibm", 2),
     ("blocksparse", "dkdv"): (blocksparse.dkdv_launch, 6, (True, MASK_SIZES), "hhhhhhffiiiiibm", 3),
     ("blocksparse", "dq"): (blocksparse.dq_launch, 5, (True, MASK_SIZES), "hhhhhffiiiiibr", 3),
@@ -105,7 +107,8 @@ def compiled(version: str, kernel: str, problem: Problem) -> Resources:
         name: "i32" if feature in problem.features else None for name, feature in (("t", "packed"), ("u", "cache"))
     }
     kinds |= dict.fromkeys("sg", "fp32" if problem.sinks else None)
-    kinds |= {"m": types_of(problem.score_mod), "r": types_of(problem.score_mod, sums=True)}
+    summed = apart(problem)[0].score_mod if version == "v2" else problem.score_mod
+    kinds |= {"m": types_of(problem.score_mod), "r": types_of(summed, sums=True), "p": "bf16"}
     kinds["d"] = "i64" if problem.dropout_p else None
     types = tuple(kinds[parameter] for parameter in parameters)
     absent = {"m": problem.score_mod is None, "r": problem.score_mod is None, "d": not problem.dropout_p}
@@ -221,7 +224,9 @@ SCORE_FORMS = {"softcap": ScoreForm(), "alibi": ScoreForm(SCORE_ALIBI, (("f32", 
 @pytest.mark.parametrize("form", SCORE_FORMS)
 @pytest.mark.parametrize(("arch", "head_dim"), [(80, 64), (90, 64)])
 def test_a_function_on_scores(kernel: tuple[str, str], form: str, arch: int, head_dim: int) -> None:
-    """It compiles and fits, and has atomics only where what it reads has its gradient summed."""
+    """It compiles and fits, and has atomics only where what it reads has its gradient summed, but v2 for a bias."""
+    if kernel[1] == "dbias" and form != "bias":
+        return
     problem = Problem(
         2, 4096, 4096, 16, 4, head_dim, deterministic=True, grad=True, arch=arch, score_mod=SCORE_FORMS[form]
     )
@@ -230,7 +235,19 @@ def test_a_function_on_scores(kernel: tuple[str, str], form: str, arch: int, hea
     read = compiled(*kernel, problem)
     assert TENSOR_CORES & read.opcodes.keys() and read.shared <= SHARED_LIMIT[arch]
     atomics = {"RED", "REDG", "ATOM", "ATOMG"} & read.opcodes.keys()
-    assert bool(atomics) == (kernel[1] in ("dq", "backward") and form != "softcap")
+    summing = kernel[1] in ("dq", "backward") and (form == "alibi" or (form == "bias" and kernel[0] != "v2"))
+    assert bool(atomics) == summing
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("head_dim", [*WIDTHS, 40])
+def test_v2_sums_gradients_of_a_bias_by_tma_on_hopper(head_dim: int) -> None:
+    """Of any width the same tiles, whose rare spills lie around the loops' products."""
+    bias = ScoreForm(SCORE_BIAS, (("bf16", (1, 16, 4096, 4096)),), (0,))
+    problem = Problem(2, 4096, 4096, 16, 4, head_dim, causal=True, grad=True, arch=90, score_mod=bias)
+    read = compiled("v2", "dbias", problem)
+    assert {"UTMALDG", "HGMMA"} <= read.opcodes.keys() and read.shared <= SHARED_LIMIT[90]
+    assert read.stack <= 296
 
 
 def test_v2_with_dropout() -> None:

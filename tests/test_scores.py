@@ -10,7 +10,7 @@ import torch
 import flashzoo
 from flashzoo import ScoreMod, score_mods, workloads
 from flashzoo.call.forms import SOFTCAP
-from flashzoo.scores.program import OPERATIONS, parsed
+from flashzoo.scores.program import OPERATIONS, parsed, unmasked
 from flashzoo.scores.trace import gradient_of
 from flashzoo_suite.support import DEVICE, lazily_negated
 
@@ -87,6 +87,14 @@ def test_every_operation_is_in_kernels_what_it_is_in_torch(dtype):
     near = {"rtol": 1e-3, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-2}
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y, **near)
+
+
+def test_what_masks_last_is_no_part_of_a_gradient():
+    bias, plain = score_mods.bias(torch.ones(HEADS, 40, 40)).text, "x0: f32 = load(t0, h, q, k)"
+    assert unmasked(bias) == f"{plain}\nx1: f32 = add(x0, score)\nreturn x1"
+    assert unmasked(ScoreMod(lambda s, b, h, i, j: torch.where(i >= j, s, -math.inf)).text) == "return score"
+    for mod in (lambda s, b, h, i, j: torch.where(i >= j, s, -1.0), lambda s, b, h, i, j: s):
+        assert unmasked(ScoreMod(mod).text) == ScoreMod(mod).text
 
 
 def test_what_was_captured_is_looked_at_anew():
@@ -174,6 +182,24 @@ def test_tensors_that_do_not_go_with_the_call():
         with pytest.raises(flashzoo.UnsupportedError, match="in no fixed order, which deterministic=True asks for"):
             called(torch.ones(2, device=DEVICE, requires_grad=True), version, deterministic=True)
     called(torch.ones(2, device=DEVICE), "v2", deterministic=True)
+
+
+def test_a_bias_has_its_gradient_in_a_fixed_order():
+    """In v2, where each query and key read a number of their own and nothing else is read; not of packed sequences."""
+    bias, slopes = (torch.ones(n, device=DEVICE).requires_grad_() for n in ((HEADS, 40, 40), (HEADS,)))
+    mods = {
+        True: [score_mods.bias(bias), lambda s, b, h, i, j: s * bias[h, j, i]],
+        False: [
+            lambda s, b, h, i, j: s + bias[h, i, j] * bias[h, j, i],
+            lambda s, b, h, i, j: s + bias[h, i, j - i],
+            lambda s, b, h, i, j: s + bias[h, i, i],
+            lambda s, b, h, i, j: s + bias[h, i, j] * slopes[h],
+        ],
+    }
+    for fixed, those in mods.items():
+        for mod in those:
+            plan = flashzoo.explain(*qkv(), score_mod=mod, version="v2", deterministic=True)
+            assert (plan.chosen == "v2") == fixed, plan
 
 
 def test_a_bias_is_no_larger_than_the_call():

@@ -23,7 +23,7 @@ from flashzoo.call.forms import ScoreForm
 from flashzoo.call.problem import Problem
 from flashzoo.scores.emit import INFIX, Language
 from flashzoo.scores.mod import ScoreMod
-from flashzoo.scores.program import INPUTS, Step, is_value, parsed, tensor_number
+from flashzoo.scores.program import INPUTS, Step, is_value, parsed, tensor_number, unmasked
 from flashzoo.scores.trace import gradient_of
 
 LOG2E = math.log2(math.e)
@@ -107,10 +107,9 @@ class _Places:
         return [*self.index(name, tensor, indices), value, *as_bool]
 
     def add(self, name: str, tensor: int, indices: tuple[str, ...], value: str, inputs: frozenset[str]) -> list[str]:
-        """Lines that add a gradient's tile to where a tensor's is summed: what is of one element first, by sums. Of a
-        score that has no part it is 0, though it be computed as no number."""
+        """Lines that add a gradient's tile to where a tensor's is summed: what is of one element first, by sums."""
         pointer = f"tensors[{self.sums[tensor]}]"
-        value = f"tl.where(ds == 0, 0.0, {value})"
+        value = _of_a_part(value)
         along = [axis for axis, letter in enumerate("qk") if letter not in inputs]
         lines = [] if not indices else self.index(name, tensor, indices)
         if len(along) == 2:
@@ -146,16 +145,30 @@ def functions(problem: Problem) -> dict[str, Any]:
     form = problem.score_mod
     if form is None:
         return dict.fromkeys(("forward", "gradient", "sums"))
-    # of tensors only what the source is made of
-    without_sizes = replace(form, reads=tuple((dtype, (1,) * len(shape)) for dtype, shape in form.reads))
-    return _made(without_sizes, problem.dtype == "fp32")
+    return _made(_without_sizes(form), problem.dtype == "fp32")
+
+
+def gradient_of_read(problem: Problem, tensor: int) -> Any:
+    """The constexpr that is the gradient of the one element of a tensor that a score reads."""
+    assert problem.score_mod is not None
+    return _made_of_read(_without_sizes(problem.score_mod), tensor, problem.dtype == "fp32")
+
+
+def _without_sizes(form: ScoreForm) -> ScoreForm:
+    """Of its tensors only what the source is made of."""
+    return replace(form, reads=tuple((dtype, (1,) * len(shape)) for dtype, shape in form.reads))
+
+
+def _language(places: _Places, exact: bool) -> tuple[Language, dict[str, Any]]:
+    """How programs are written, and the names in what is."""
+    names = _NAMES | {"tanh": score_operations.tanh_exact if exact else score_operations.tanh}
+    return Language(_OPERATIONS, _DTYPES, "({0}).to({1})", _number, places.load), names
 
 
 @lru_cache(maxsize=256)
 def _made(form: ScoreForm, exact: bool) -> dict[str, Any]:
-    places, program, gradient = _Places(form), parsed(form.text), gradient_of(form.text)
-    language = Language(_OPERATIONS, _DTYPES, "({0}).to({1})", _number, places.load)
-    names = _NAMES | {"tanh": score_operations.tanh_exact if exact else score_operations.tanh}
+    places, program, gradient = _Places(form), parsed(form.text), gradient_of(unmasked(form.text))
+    language, names = _language(places, exact)
     (new,) = program.outputs
     lines = language.lines(program, [new])
     if "score" not in program.inputs(new):  # of the score's shape all the same
@@ -164,8 +177,7 @@ def _made(form: ScoreForm, exact: bool) -> dict[str, Any]:
     of = gradient.program
     ds = gradient.score if "ds" in of.inputs(gradient.score) else f"{gradient.score} + tl.zeros_like(ds)"
     lines = [*language.lines(of, [gradient.score]), f"return {ds}"]
-    arguments = "score, b, h, q, k, ds, tensors"
-    backward = _function("score_gradient", arguments, lines, names)
+    backward = _function("score_gradient", _OF_GRADIENTS, lines, names)
     summed = [x for x in gradient.loads if x.tensor in form.grads and "ds" in of.inputs(x.value)]
     if not summed:
         return {"forward": forward, "gradient": backward, "sums": backward}
@@ -174,8 +186,25 @@ def _made(form: ScoreForm, exact: bool) -> dict[str, Any]:
     for i, x in enumerate(summed):
         inputs = frozenset().union(*(of.inputs(name) for name in x.indices))
         lines += places.add(f"d{i}", x.tensor, x.indices, x.value, inputs)
-    sums = _function("score_gradient_and_sums", arguments, [*lines, f"return {ds}"], names)
+    sums = _function("score_gradient_and_sums", _OF_GRADIENTS, [*lines, f"return {ds}"], names)
     return {"forward": forward, "gradient": backward, "sums": sums}
+
+
+@lru_cache(maxsize=256)
+def _made_of_read(form: ScoreForm, tensor: int, exact: bool) -> Any:
+    gradient = gradient_of(unmasked(form.text))
+    language, names = _language(_Places(form), exact)
+    value = next((x.value for x in gradient.loads if x.tensor == tensor), "0.0")  # of what masks alone none
+    lines = language.lines(gradient.program, [value])
+    return _function("read_gradient", _OF_GRADIENTS, [*lines, f"return {_of_a_part(value)}"], names)
+
+
+_OF_GRADIENTS = "score, b, h, q, k, ds, tensors"
+
+
+def _of_a_part(value: str) -> str:
+    """A gradient that is 0 of a score that has no part, though it be computed as no number."""
+    return value if value == "ds" else f"tl.where(ds == 0, 0.0, {value})"
 
 
 def _function(name: str, arguments: str, lines: list[str], names: dict[str, Any]) -> Any:
@@ -204,18 +233,28 @@ def tensors_of(mod: ScoreMod | None, sums: tuple[Tensor, ...] = ()) -> tuple[Any
     return *found, *sums
 
 
-def sums_of(mod: ScoreMod | None) -> tuple[Tensor, ...]:
-    """Zeros in float32 for the gradients of the tensors that have one."""
-    return (
-        ()
-        if mod is None
-        else tuple(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in mod.differentiable)
-    )
+def sums_of(mod: ScoreMod | None, problem: Problem) -> tuple[Tensor, ...]:
+    """Zeros in float32 for the gradients of the tensors that have one in the problem."""
+    if mod is None or problem.score_mod is None:
+        return ()
+    summed = (mod.tensors[tensor] for tensor in problem.score_mod.grads)
+    return tuple(torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in summed)
 
 
-def gradients_of(mod: ScoreMod | None, sums: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """What was summed, each in the dtype of its tensor."""
-    return () if mod is None else tuple(x.to(of.dtype) for x, of in zip(sums, mod.differentiable, strict=True))
+def gradients_of(
+    mod: ScoreMod | None, problem: Problem, sums: tuple[Tensor, ...], own: dict[int, Tensor] | None = None
+) -> tuple[Tensor, ...]:
+    """The gradients of a call's tensors, each in the tensor's dtype.
+
+    Args:
+        problem: what `sums_of` was told.
+        sums: what it made, summed.
+        own: by the number of the tensor the gradients of the others.
+    """
+    if mod is None or problem.score_mod is None:
+        return ()
+    found = dict(zip(problem.score_mod.grads, sums, strict=True)) | (own or {})
+    return tuple(found[tensor].to(mod.tensors[tensor].dtype) for tensor in mod.grads)
 
 
 def types_of(form: ScoreForm | None, sums: bool = False) -> tuple[str | int, ...] | None:

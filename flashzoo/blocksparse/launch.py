@@ -73,7 +73,7 @@ def backward(
     launch = delta_launch(problem, (*out.stride()[:3], *dout.stride()[:3]), dlse_given)
     launch((out, dout, lse, dlse, delta, lse_log2), ())
 
-    floats, sums = (problem.scale, *scales(problem)), sums_of(operands.score_mod)
+    floats, sums = (problem.scale, *scales(problem)), sums_of(operands.score_mod, problem)
     inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
     columns, rows = _tensors(block_mask, block_mask.columns), _tensors(block_mask, block_mask.rows)
     by_tma = aligned(q, k, v, dout, *columns, *rows)
@@ -83,7 +83,7 @@ def backward(
     launch((q, k, v, dout, dk, dv, lse_log2, delta, *columns, tensors_of(operands.score_mod)), floats)
     launch = dq_launch(problem, (*inputs, *dq.stride()[:3]), by_tma, _sizes(block_mask, block_mask.rows))
     launch((q, k, v, dout, dq, lse_log2, delta, *rows, tensors_of(operands.score_mod, sums)), floats)
-    return dq, dk, dv, *gradients_of(operands.score_mod, sums)
+    return dq, dk, dv, *gradients_of(operands.score_mod, problem, sums)
 
 
 def _masked(problem: Problem, operands: Operands, device: torch.device) -> tuple[Problem, Operands]:

@@ -229,3 +229,41 @@ def read_by(text: str) -> tuple[tuple[int, int, str, bool], ...]:
         for dimension, name in enumerate(step.arguments[1:])
         if name in INPUTS
     )
+
+
+@lru_cache(maxsize=256)
+def paired(text: str) -> dict[int, tuple[str, ...]]:
+    """Of a program the tensors of which each pair of a query and a key reads a number of its own, a bias say: by the
+    number of the tensor the indices of its one load, `q` and `k`, and at most once `b` and `h`; the others are
+    0. What reads the same number then are the same query and key of other heads, or of others of the batch."""
+    loads: dict[int, list[tuple[str, ...]]] = {}
+    for _, step in parsed(text).loads:
+        loads.setdefault(tensor_number(step.arguments[0]), []).append(step.arguments[1:])
+    found: dict[int, tuple[str, ...]] = {}
+    for tensor, (indices, *more) in loads.items():
+        values = [name for name in indices if name != "0"]
+        if not more and {"q", "k"} <= {*values} <= {*"bhqk"} and len(values) == len({*values}):
+            found[tensor] = indices
+    return found
+
+
+@lru_cache(maxsize=256)
+def unmasked(text: str) -> str:
+    """The text of the score that a function gives where it does not mask with -inf as the last thing that it does: its
+    gradients are the function's, as that of a score of -inf is 0 anyhow."""
+    program = parsed(text)
+    last = program.step(program.outputs[0])
+    if last is None or last.operation != "where":
+        return text
+    _, *either = last.arguments
+    scores = [name for name in either if is_value(name) and not _is_minus_infinity(program, name)]
+    if len(scores) == 2 or not scores:
+        return text
+    builder = Builder()
+    builder.steps += program.steps
+    return builder.program(*scores).text
+
+
+def _is_minus_infinity(program: Program, name: str) -> bool:
+    step = program.step(name) if is_value(name) else None
+    return (name if step is None else step.arguments[0] if step.operation == "const" else "") == "-inf"

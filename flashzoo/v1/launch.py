@@ -60,10 +60,10 @@ def backward(
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     strides = tuple(stride for x in (q, k, v, out, dout, dq_acc, dk, dv) for stride in x.stride()[:3])
     launch = backward_launch(problem, strides, dlse_given)
-    sums, seed = sums_of(operands.score_mod), seed_of(operands, problem)
+    sums, seed = sums_of(operands.score_mod, problem), seed_of(operands, problem)
     read, floats = tensors_of(operands.score_mod, sums), (problem.scale, *scales(problem), share_of(problem))
     launch((q, k, v, out, dout, dq_acc, dk, dv, lse, dlse, read, seed), floats)
-    return torch.empty_like(q).copy_(dq_acc), dk, dv, *gradients_of(operands.score_mod, sums)
+    return torch.empty_like(q).copy_(dq_acc), dk, dv, *gradients_of(operands.score_mod, problem, sums)
 
 
 attention: Callable[..., tuple[Tensor, Tensor | None]] = differentiable(forward, backward)

@@ -20,7 +20,9 @@ own gradients are more, sums of -P delta that come with delta.
 A function on scores (SCORE_MOD) is written by the host (flashzoo/_triton/scores.py) and handed to the kernels, as is
 its gradient (SCORE_GRADIENT), which makes dS, of the scores that it gives, that of those that it is given. Scores are
 then scaled before it, and made log2 units behind it. Where it reads tensors that have gradients, `dq_kernel` adds them
-up as well, by atomics.
+up as well, by atomics; but of a bias, of which each query and key read a number of their own, `dbias_kernel` sums it: a
+program owns a block of queries and one of keys, and goes through the heads and the batch that share their numbers. S
+and dP are computed once more, in exchange for no read-modify-write of the gradient and one order of its sums.
 
 Dropout (KEPT) hides elements of P from V, and of dP from dS, where a function of the host's says so, of a seed and of
 each element's place (flashzoo/_triton/dropout.py). The row sums are of all: so LSE is that without, and delta still is
@@ -31,7 +33,8 @@ kernel makes on the device (flashzoo/_triton/packed_kernels.py): there the heads
 after the other, the longest first. Where keys are a cache (CACHE) only so many of each sequence's are used, and the
 others are neither seen nor read.
 
-Programs of one head run together, so that what they stream stays in L2. On Hopper what streams by comes through TMA
+Programs of one head run together, so that what they stream stays in L2; where a bias is shared by the batch, those of
+the same head of all of it. On Hopper what streams by comes through TMA
 descriptors, LSE and delta included; what a program owns is read once by plain loads, unless the tensor cores are to
 take it from registers (see `load_block`).
 
@@ -64,8 +67,10 @@ def load_block(
     BLOCK_D: tl.constexpr,
     MASKED: tl.constexpr,
     TMA: tl.constexpr,
+    first_d=0,
 ):
-    """Rows start .. start + ROWS of one head as a (ROWS, BLOCK_D) tile, zero beyond seqlen and HEAD_DIM.
+    """Rows start .. start + ROWS of one head, numbers first_d .. first_d + BLOCK_D of each, as a tile, zero beyond
+    seqlen and HEAD_DIM.
 
     A head is (tensor, its strides over batch, seqlen and heads, batch index, head index, first row, rows). TMA is 0, or
     how many dimensions the tensor's descriptor has: 5 that of packed sequences, where a sequence's rows end with it. A
@@ -74,12 +79,12 @@ def load_block(
     """
     x, stride_b, stride_s, stride_h, b, h, first, seqlen = head
     if TMA == 5:
-        return x.load([RAGGED_ROWS, first + seqlen, RAGGED_ROWS - seqlen + start, h, 0]).reshape(ROWS, BLOCK_D)
+        return x.load([RAGGED_ROWS, first + seqlen, RAGGED_ROWS - seqlen + start, h, first_d]).reshape(ROWS, BLOCK_D)
     elif TMA:
-        return x.load([b, start, h, 0]).reshape(ROWS, BLOCK_D)
+        return x.load([b, start, h, first_d]).reshape(ROWS, BLOCK_D)
     else:
         row = tl.arange(0, ROWS)
-        d = tl.arange(0, BLOCK_D)
+        d = first_d + tl.arange(0, BLOCK_D)
         base = (
             x
             + tl.cast(b, tl.int64) * stride_b
@@ -87,11 +92,11 @@ def load_block(
             + tl.cast(first + start, tl.int64) * stride_s
         )
         tile = base + row[:, None].to(tl.int64) * stride_s + d[None, :]
-        if MASKED and HEAD_DIM < BLOCK_D:
+        if MASKED and HEAD_DIM % BLOCK_D:
             return tl.load(tile, mask=(start + row < seqlen)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
         elif MASKED:
             return tl.load(tile, mask=(start + row < seqlen)[:, None], other=0.0)
-        elif HEAD_DIM < BLOCK_D:
+        elif HEAD_DIM % BLOCK_D:
             return tl.load(tile, mask=(d < HEAD_DIM)[None, :], other=0.0)
         else:
             return tl.load(tile)
@@ -132,6 +137,17 @@ def packed_tile(tiles, heads):
     bh, block = tl.program_id(0) - at * heads, tl.load(entry)
     lengths = first_q, tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
     return bh, block, lengths, statistics
+
+
+@triton.jit
+def head_of(nth, BY_HEAD: tl.constexpr, heads, programs_of_head):
+    """The number of the head, of all in the batch, that comes nth: one of each of the batch after the other, or with
+    BY_HEAD the same one of all of the batch, which then share in L2 what a function on scores reads of it."""
+    if BY_HEAD:
+        batch = tl.num_programs(0) // (heads * programs_of_head)
+        return nth % batch * heads + nth // batch
+    else:
+        return nth
 
 
 @triton.jit
@@ -184,6 +200,7 @@ def block_of_queries(
     RIGHT: tl.constexpr,
     PACKED: tl.constexpr,
     CACHE: tl.constexpr,
+    BY_HEAD: tl.constexpr,
 ):
     """What a program owns: number of the head, where its block of queries starts in the sequence, first row and rows of
     the sequence's queries and of its keys, and where its statistics begin. A packed block may be none, and then starts
@@ -193,8 +210,9 @@ def block_of_queries(
         first_q, rows_q, first_k, rows_k, _ = lengths
     else:
         blocks = tl.cdiv(seqlen_q, BLOCK_Q)
-        bh = tl.program_id(0) // blocks
-        block = tl.program_id(0) - bh * blocks
+        nth = tl.program_id(0) // blocks
+        block = tl.program_id(0) - nth * blocks
+        bh = head_of(nth, BY_HEAD, heads, blocks)
         if RIGHT:
             block = blocks - 1 - block  # the block that sees most keys first, so that no long one starts last
         first_q, rows_q, first_k, rows_k = 0, seqlen_q, 0, used_of(used_k, bh // heads, seqlen_k) if CACHE else seqlen_k
@@ -232,19 +250,16 @@ def attend(
             col = start + tl.arange(0, BLOCK_KV)
             seen = visible(row[:, None], col[None, :], window)
             s = tl.where(seen, s * scale_log2, float("-inf"))
-        elif SCORE_MOD is not None:
-            s *= scale_log2
-        if MASKED or SCORE_MOD is not None:
             m_new = tl.maximum(m_i, tl.max(s, 1))
+        else:
+            m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2)  # A1.9
+        m_safe = m_new
+        if MASKED or SCORE_MOD is not None:
             # A row that has seen no key yet keeps m = -inf, and -inf - -inf is NaN:
             # its p and alpha are exp2(-inf - 0) = 0.
             m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-            p = tl.exp2(s - m_safe[:, None])
-            alpha = tl.exp2(m_i - m_safe)
-        else:
-            m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2)  # A1.9
-            p = tl.exp2(s * scale_log2 - m_new[:, None])
-            alpha = tl.exp2(m_i - m_new)
+        p = tl.exp2((s if MASKED else s * scale_log2) - m_safe[:, None])
+        alpha = tl.exp2(m_i - m_safe)
         l_i = l_i * alpha + tl.sum(p, 1)
         if KEPT is not None:
             p = tl.where(KEPT(dropout, start, q_i.shape[0], BLOCK_KV, 0), p, 0.0)
@@ -261,11 +276,11 @@ def forward_kernel(
     stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
     seqlen_q, seqlen_k, heads, group, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr, BY_HEAD: tl.constexpr,
     TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr, SCORE_MOD: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     bh, start_q, first_q, rows_q, first_k, rows_k, _ = block_of_queries(
-        tiles, used_k, seqlen_q, seqlen_k, heads, BLOCK_Q, RIGHT, PACKED, CACHE
+        tiles, used_k, seqlen_q, seqlen_k, heads, BLOCK_Q, RIGHT, PACKED, CACHE, BY_HEAD
     )
     if PACKED:  # noqa: SIM102 - decided as the kernel is compiled, the other as it runs
         if start_q >= rows_q:
@@ -421,7 +436,7 @@ def dkdv_kernel(
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     seqlen_q, seqlen_k, rows_padded, heads_kv, group, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr, BY_HEAD: tl.constexpr,
     TMA: tl.constexpr, K_IN_REGISTERS: tl.constexpr, V_IN_REGISTERS: tl.constexpr,
     SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
@@ -433,8 +448,9 @@ def dkdv_kernel(
             return
     else:
         blocks = tl.cdiv(seqlen_k, BLOCK_KV)
-        bh_kv = tl.program_id(0) // blocks
-        start_kv = (tl.program_id(0) - bh_kv * blocks) * BLOCK_KV
+        nth = tl.program_id(0) // blocks
+        start_kv = (tl.program_id(0) - nth * blocks) * BLOCK_KV
+        bh_kv = head_of(nth, BY_HEAD, heads_kv, blocks)
         first_q, rows_q, first_k, owned, statistics = 0, seqlen_q, 0, seqlen_k, 0
         rows_k = used_of(used_k, bh_kv // heads_kv, seqlen_k) if CACHE else seqlen_k
     b = bh_kv // heads_kv
@@ -506,7 +522,7 @@ def accumulate_dq(
     SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Take the keys first .. last into dq."""
-    q_i, do_i, lse_i, delta_i, row, scored, dropout = queries
+    q_i, do_i, lse_i, delta_i, row, told, scored, dropout = queries
     k_head, v_head = keys
     for start in tl.range(first, last, BLOCK_KV):
         k_j = load_block(k_head, start, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA)
@@ -515,10 +531,8 @@ def accumulate_dq(
             b, h, score_scale, score_tensors = scored
             at = start + tl.arange(0, BLOCK_KV)
             given = s * score_scale
-            s = SCORE_MOD(given, b, h, row[:, None], at[None, :], score_tensors)
+            s = SCORE_MOD(given, b, h, told[:, None], at[None, :], score_tensors)
         p = tl.exp2(s * scale_log2 - lse_i[:, None])
-        if SCORE_MOD is not None:
-            p = tl.where(lse_i[:, None] == float("inf"), 0.0, p)
         if MASKED:
             col = start + tl.arange(0, BLOCK_KV)
             p = tl.where(visible(row[:, None], col[None, :], window), p, 0.0)
@@ -528,7 +542,7 @@ def accumulate_dq(
             dp = tl.where(KEPT(dropout, start, q_i.shape[0], BLOCK_KV, 0), dp / (1.0 - dropout[1]), 0.0)
         ds = p * (dp - delta_i[:, None])
         if SCORE_MOD is not None:
-            ds = SCORE_GRADIENT(given, b, h, row[:, None], at[None, :], ds, score_tensors)
+            ds = SCORE_GRADIENT(given, b, h, told[:, None], at[None, :], ds, score_tensors)
             if MASKED:
                 ds = tl.where(p == 0.0, 0.0, ds)
         dq = tl.dot(ds.to(k_j.dtype), k_j, dq, input_precision="ieee")  # B2.15
@@ -543,12 +557,12 @@ def dq_kernel(
     stride_dqb, stride_dqs, stride_dqh,
     seqlen_q, seqlen_k, rows_padded, heads, group, window_left, window_right,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr, BY_HEAD: tl.constexpr,
     TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr, DO_IN_REGISTERS: tl.constexpr,
     SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     bh, start_q, first_q, rows_q, first_k, rows_k, statistics = block_of_queries(
-        tiles, used_k, seqlen_q, seqlen_k, heads, BLOCK_Q, RIGHT, PACKED, CACHE
+        tiles, used_k, seqlen_q, seqlen_k, heads, BLOCK_Q, RIGHT, PACKED, CACHE, BY_HEAD
     )
     if PACKED:  # noqa: SIM102 - decided as the kernel is compiled, the other as it runs
         if start_q >= rows_q:
@@ -574,7 +588,8 @@ def dq_kernel(
     first, whole_first, whole_last, last = visible_keys(start_q, window, BLOCK_Q, BLOCK_KV, LEFT, RIGHT)
     sequence = sequence_of(tiles, heads, b, PACKED, SCORE_MOD, KEPT)
     scored, dropout = (sequence, h, score_scale, score_tensors), (seed, dropped, sequence, h, start_q)
-    queries, keys = (q_i, do_i, lse_i, delta_i, row, scored, dropout), (k_head, v_head)
+    told = tl.minimum(row, rows_q - 1)  # past the last query a function on scores might give no numbers
+    queries, keys = (q_i, do_i, lse_i, delta_i, row, told, scored, dropout), (k_head, v_head)
     if LEFT:
         dq_i = accumulate_dq(
             dq_i, queries, keys, first, whole_first, scale_log2, window,
@@ -590,3 +605,125 @@ def dq_kernel(
     )  # fmt: skip
 
     store_block(dq_head, dq_i * scale, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D)
+
+
+@triton.jit
+def accumulate_dbias(
+    dbias, block, tensors, sharing, first, last, scale_log2, window,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    MASKED: tl.constexpr, TMA: tl.constexpr,
+    SCORE_MOD: tl.constexpr, READ_GRADIENT: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """Take the sharers first .. last of the block's numbers into dbias. Their products are made in parts of the head
+    dim, by one loop over sharers and parts, so that what comes next is always being loaded."""
+    start_q, start_kv, row, told, col = block
+    q_of, k_of, v_of, do_of, lse_log2, delta, rows_padded, score_scale, score_tensors, seed, dropped = tensors
+    first_b, first_h, shared_h, heads, group = sharing
+    parts: tl.constexpr = (HEAD_DIM + BLOCK_D - 1) // BLOCK_D
+    s = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32)
+    dp = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32)
+    for step in tl.range(first * parts, last * parts):
+        sharer = step // parts
+        d = (step - sharer * parts) * BLOCK_D
+        b = first_b + sharer // shared_h
+        h = first_h + sharer % shared_h
+        q, stride_qb, stride_qs, stride_qh, seqlen_q = q_of
+        q_head = (q, stride_qb, stride_qs, stride_qh, b, h, 0, seqlen_q)
+        k, stride_kb, stride_ks, stride_kh, seqlen_k = k_of
+        k_head = (k, stride_kb, stride_ks, stride_kh, b, h // group, 0, seqlen_k)
+        v, stride_vb, stride_vs, stride_vh, _ = v_of
+        v_head = (v, stride_vb, stride_vs, stride_vh, b, h // group, 0, seqlen_k)
+        do, stride_dob, stride_dos, stride_doh, _ = do_of
+        do_head = (do, stride_dob, stride_dos, stride_doh, b, h, 0, seqlen_q)
+        rows = (b * heads + h, rows_padded, 0)
+        lse_i = load_statistic(lse_log2, rows, start_q, BLOCK_Q, 0)
+        delta_i = load_statistic(delta, rows, start_q, BLOCK_Q, 0)
+        q_i = load_block(q_head, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED, TMA, d)
+        k_j = load_block(k_head, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA, d)
+        s = tl.dot(q_i, k_j.T, s, input_precision="ieee")
+        do_i = load_block(do_head, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D, MASKED, TMA, d)
+        v_j = load_block(v_head, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D, MASKED, TMA, d)
+        dp = tl.dot(do_i, v_j.T, dp, input_precision="ieee")
+        if d + BLOCK_D >= HEAD_DIM:
+            given = s * score_scale
+            new = SCORE_MOD(given, b, h, told[:, None], col[None, :], score_tensors)
+            p = tl.exp2(new * scale_log2 - lse_i[:, None])
+            if MASKED:
+                p = tl.where(visible(row[:, None], col[None, :], window), p, 0.0)
+            if KEPT is not None:
+                kept = KEPT((seed, dropped, b, h, start_q), start_kv, BLOCK_Q, BLOCK_KV, 0)
+                dp = tl.where(kept, dp / (1.0 - dropped), 0.0)
+            ds = p * (dp - delta_i[:, None])
+            dbias += READ_GRADIENT(given, b, h, told[:, None], col[None, :], ds, score_tensors)
+            s = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32)
+            dp = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32)
+    return dbias
+
+
+@triton.jit(do_not_specialize=SIZES)
+def dbias_kernel(
+    q, k, v, do, dbias, lse_log2, delta, score_tensors, seed, scale_log2, score_scale, dropped,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
+    stride_vb, stride_vs, stride_vh, stride_dob, stride_dos, stride_doh,
+    stride_share, stride_b, stride_h, stride_q, stride_k,
+    seqlen_q, seqlen_k, rows_padded, heads, group, owners_b, owners_h, shared_h, sharers, share,
+    window_left, window_right,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    LEFT: tl.constexpr, RIGHT: tl.constexpr, TMA: tl.constexpr,
+    SCORE_MOD: tl.constexpr, READ_GRADIENT: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a tensor of which each query and key read a number of their own. It has numbers for owners_b of
+    the batch and owners_h heads, one or all; each is shared by `sharers`, shared_h of them in each of the batch. A
+    program sums `share` of these, and dbias has a tensor for each share."""
+    blocks_kv = tl.cdiv(seqlen_k, BLOCK_KV)
+    blocks = tl.cdiv(seqlen_q, BLOCK_Q) * blocks_kv
+    owner = tl.program_id(0) // blocks
+    nth_block = tl.program_id(0) - owner * blocks
+    start_q = nth_block // blocks_kv * BLOCK_Q
+    start_kv = nth_block % blocks_kv * BLOCK_KV
+    nth = owner // (owners_b * owners_h)
+    owner_b = owner // owners_h % owners_b
+    owner_h = owner % owners_h
+    row = start_q + tl.arange(0, BLOCK_Q)
+    told = tl.minimum(row, seqlen_q - 1)  # as in `dq_kernel`
+    col = start_kv + tl.arange(0, BLOCK_KV)
+    block = (start_q, start_kv, row, told, col)
+    shift = seqlen_k - seqlen_q
+    window = (shift, seqlen_k, window_left, window_right)
+
+    # Sharers first .. last of a block that no query sees any key of are none; of one that is whole none is masked.
+    first = nth * share
+    last = tl.minimum(first + share, sharers)
+    whole = (start_q + BLOCK_Q <= seqlen_q) & (start_kv + BLOCK_KV <= seqlen_k)
+    if LEFT:
+        nearest = start_kv + BLOCK_KV - 1 - start_q - shift
+        last = tl.where(nearest < -window_left, first, last)
+        whole &= start_kv - (start_q + BLOCK_Q - 1) - shift >= -window_left
+    if RIGHT:
+        nearest = start_kv - (start_q + BLOCK_Q - 1) - shift
+        last = tl.where(nearest > window_right, first, last)
+        whole &= start_kv + BLOCK_KV - 1 - start_q - shift <= window_right
+    not_masked = tl.where(whole, last, first)
+
+    q_of, k_of = (q, stride_qb, stride_qs, stride_qh, seqlen_q), (k, stride_kb, stride_ks, stride_kh, seqlen_k)
+    v_of, do_of = (v, stride_vb, stride_vs, stride_vh, seqlen_k), (do, stride_dob, stride_dos, stride_doh, seqlen_q)
+    tensors = (q_of, k_of, v_of, do_of, lse_log2, delta, rows_padded, score_scale, score_tensors, seed, dropped)
+    sharing = (owner_b, owner_h, shared_h, heads, group)
+    dbias_ij = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32)
+    dbias_ij = accumulate_dbias(
+        dbias_ij, block, tensors, sharing, first, not_masked, scale_log2, window,
+        HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_KV, False, TMA, SCORE_MOD, READ_GRADIENT, KEPT,
+    )  # fmt: skip
+    dbias_ij = accumulate_dbias(
+        dbias_ij, block, tensors, sharing, not_masked, last, scale_log2, window,
+        HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_KV, True, TMA, SCORE_MOD, READ_GRADIENT, KEPT,
+    )  # fmt: skip
+
+    base = dbias + tl.cast(nth, tl.int64) * stride_share + tl.cast(owner_b, tl.int64) * stride_b
+    base += tl.cast(owner_h, tl.int64) * stride_h
+    ptrs = base + row[:, None].to(tl.int64) * stride_q + col[None, :].to(tl.int64) * stride_k
+    dbias_ij = dbias_ij.to(dbias.dtype.element_ty)
+    if (start_q + BLOCK_Q <= seqlen_q) & (start_kv + BLOCK_KV <= seqlen_k):  # several numbers in one store
+        tl.store(ptrs, dbias_ij)
+    else:
+        tl.store(ptrs, dbias_ij, mask=(row < seqlen_q)[:, None] & (col < seqlen_k)[None, :])

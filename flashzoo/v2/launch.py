@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -11,7 +12,15 @@ from torch import Tensor
 from flashzoo._triton import Launch
 from flashzoo._triton.dropout import kept_of, seed_of, share_of
 from flashzoo._triton.packed import blocks, tiles_of
-from flashzoo._triton.scores import constexprs_of, functions, gradients_of, scales, sums_of, tensors_of
+from flashzoo._triton.scores import (
+    constexprs_of,
+    functions,
+    gradient_of_read,
+    gradients_of,
+    scales,
+    sums_of,
+    tensors_of,
+)
 from flashzoo._triton.tiles import (
     DELTA_BLOCK,
     Strides,
@@ -27,8 +36,10 @@ from flashzoo.autograd import differentiable
 from flashzoo.call.operands import Operands
 from flashzoo.call.problem import Problem
 from flashzoo.dtypes import TORCH_DTYPES
+from flashzoo.integers import cdiv
+from flashzoo.scores.evaluate import TORCH_DTYPES as SCORE_DTYPES
 from flashzoo.v2 import kernels
-from flashzoo.v2.config import tiles_for
+from flashzoo.v2.config import DBIAS_ANYWHERE, DBIAS_PROGRAMS, PART, apart, biases, block_d, tiles_for
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
@@ -64,7 +75,8 @@ def backward(
     dlse_given = dlse is not None
     dlse = lse if dlse is None else dlse.contiguous()
 
-    floats, sums = (problem.scale, *scales(problem), share_of(problem)), sums_of(operands.score_mod)
+    summed, own = apart(problem)
+    floats, sums = (problem.scale, *scales(problem), share_of(problem)), sums_of(operands.score_mod, summed)
     inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *dout.stride()[:3])
     by_tma, used = aligned(q, k, v, dout), _used(problem, operands)
     of_dkdv = dkdv_launch(problem, (*inputs, *dk.stride()[:3], *dv.stride()[:3]), by_tma)
@@ -79,8 +91,14 @@ def backward(
     read, seed = tensors_of(operands.score_mod), seed_of(operands, problem)
     of_dkdv((q, k, v, dout, dk, dv, lse_log2, delta, tiles_of_keys, used, read, seed), floats)
     of_dq((q, k, v, dout, dq, lse_log2, delta, tiles, used, tensors_of(operands.score_mod, sums), seed), floats)
+    dbiases: dict[int, Tensor] = {}
+    for tensor in own:
+        launch, shape, dtype, whole = dbias_launch(problem, inputs, by_tma, tensor)
+        shares = (torch.empty if whole else torch.zeros)(shape, dtype=dtype, device=q.device)
+        launch((q, k, v, dout, shares, lse_log2, delta, read, seed), floats[1:])
+        dbiases[tensor] = shares[0] if len(shares) == 1 else shares.sum(0)
     gradients = (dq, dk, dv) if dsinks is None else (dq, dk, dv, dsinks.sum((0, 2)))
-    return *gradients, *gradients_of(operands.score_mod, sums)
+    return *gradients, *gradients_of(operands.score_mod, summed, sums, dbiases)
 
 
 attention: Callable[..., tuple[Tensor, Tensor | None]] = differentiable(forward, backward)
@@ -146,7 +164,7 @@ def dq_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
         blocks(problem, problem.seqlen_q, tiles.block_q) * problem.heads,
         (*strides, *_lengths(problem), problem.heads, _group(problem), *problem.reach),
         constexprs(problem, tiles, _masks(problem), "Q_IN_REGISTERS", "DO_IN_REGISTERS")
-        | constexprs_of(problem, "sums")
+        | constexprs_of(apart(problem)[0], "sums")
         | {"KEPT": kept_of(problem)},
         tiles.num_warps,
         tiles.num_stages,
@@ -155,10 +173,51 @@ def dq_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
     )
 
 
+@lru_cache(maxsize=1024)
+def dbias_launch(
+    problem: Problem, strides: Strides, aligned: bool, tensor: int
+) -> tuple[Launch, tuple[int, ...], torch.dtype, bool]:
+    """The launch of `dbias_kernel` for one of the tensors that a score_mod reads; strides of q, k, v and dout, the rest
+    as in `forward_launch`. Then of what it writes: the shape, which is that of the tensor behind a dimension of shares
+    to be summed; the dtype, the tensor's where there is one share; and whether it writes all of it."""
+    tiles = usable(tiles_for("dbias", problem), problem, aligned, strides)
+    tiles = tiles if tiles.tma == tiles_for("dbias", problem).tma else DBIAS_ANYWHERE
+    assert problem.score_mod is not None
+    dtype, shape = problem.score_mod.reads[tensor]
+    indices = biases(problem)[tensor]
+    sizes = {"b": problem.batch, "h": problem.heads, "q": problem.seqlen_q, "k": problem.seqlen_k}
+    steps = dict.fromkeys("bhqk", 0) | {name: math.prod(shape[d + 1 :]) for d, name in enumerate(indices)}
+    owners_b, owners_h = (sizes[name] if name in indices else 1 for name in "bh")
+    sharers = problem.batch * problem.heads // (owners_b * owners_h)
+    blocks = owners_b * owners_h * cdiv(problem.seqlen_q, tiles.block_q) * cdiv(problem.seqlen_k, tiles.block_kv)
+    share = cdiv(sharers, min(sharers, cdiv(DBIAS_PROGRAMS, blocks))) if blocks and sharers else 1
+    shares = cdiv(sharers, share)
+    width = min(PART, block_d(problem.head_dim))
+    first, rows = (1, tiles.block_q, 1, width), (1, tiles.block_kv, 1, width)
+    left, right = problem.span
+    launch = Launch(
+        kernels.dbias_kernel,
+        shares * blocks,
+        (
+            *(*strides, math.prod(shape), *(steps[name] for name in "bhqk"), *_lengths(problem), problem.heads),
+            *(_group(problem), owners_b, owners_h, problem.heads // owners_h, sharers, share, *problem.reach),
+        ),
+        constexprs(problem, tiles, {"LEFT": left is not None, "RIGHT": right is not None})
+        | {"BLOCK_D": width, "SCORE_MOD": functions(problem)["forward"]}
+        | {"READ_GRADIENT": gradient_of_read(problem, tensor), "KEPT": kept_of(problem)},
+        tiles.num_warps,
+        tiles.num_stages,
+        tma_tiles=tma_tiles(problem, tiles, first, rows, rows, first, *[None] * 5),
+    )
+    whole = all(size == sizes.get(name, 1) for name, size in zip(indices, shape, strict=True))
+    return launch, (shares, *shape), SCORE_DTYPES[dtype] if shares == 1 else torch.float32, whole
+
+
 def _masks(problem: Problem) -> dict[str, bool]:
     left, right = problem.span
     bounds = {"LEFT": left is not None, "RIGHT": right is not None}
-    return {**bounds, "PACKED": "packed" in problem.features, "CACHE": "cache" in problem.features}
+    lengths = {"PACKED": "packed" in problem.features, "CACHE": "cache" in problem.features}
+    return {**bounds, **lengths, "BY_HEAD": any("b" not in indices for indices in biases(problem).values())}
 
 
 def _used(problem: Problem, operands: Operands) -> Tensor | None:
