@@ -84,7 +84,7 @@ def draw(rows: list[Row]) -> Any:
     have."""
     from matplotlib.figure import Figure
 
-    from bench.several import points
+    from bench.several import of_some_file, points
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     panels = figure.subplots(1, len(HEADS), sharey=True)
@@ -95,7 +95,7 @@ def draw(rows: list[Row]) -> Any:
             inside = {gpus: share for gpus, (share, costs) in found.items() if costs.held <= FITS}
             axes.plot(found.keys(), [share for share, _ in found.values()], ":", color=COLOURS[name], linewidth=1)
             axes.plot(inside.keys(), inside.values(), "o-", color=COLOURS[name], label=name, markersize=4)
-        for name, shown in points(rows, DRAWN, heads, heads_kv).items():
+        for name, shown in points(of_some_file(rows), DRAWN, heads, heads_kv).items():
             axes.plot(shown.keys(), shown.values(), "x", color=COLOURS[name], label=f"{name}, measured", markersize=8)
         axes.axvline(HOST, color="#c9d0d9", linewidth=1)
         axes.set_xscale("log", base=2)
