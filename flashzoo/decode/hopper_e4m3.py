@@ -38,6 +38,8 @@ ROWS = 16
 """Rows of a warp: of one product of the tensor core, which has 8 columns and sums over 16."""
 LINE = 128
 """Bytes of a row on chip, side by side; Q's, and those of keys and values but where these are 64 or 192 wide."""
+WIDEST_Q = 128
+"""Head dims to which Q stays in registers."""
 LEAST_SCALE = 1e-30
 """Scores' scales are at least this: -inf times it stays -inf, as it would not times 0."""
 BIAS, LARGEST = 127, 14
@@ -51,7 +53,7 @@ class Registers:
     """Operands of a thread in registers.
 
     Attributes:
-        q: the four words of Q for each 16 columns of the head dim.
+        q: the four words of Q for a product, of two products for each 8 of a lane's 16 columns.
         p: P of `KEYS` keys.
         scales: what the scores of its two rows are multiplied by, in log2 units.
         o_shape: of O.
@@ -72,6 +74,7 @@ class DecodeE4m3(Decode):
     def __init__(self, kernel: KernelE4m3) -> None:
         super().__init__(kernel)
         self.line: int = LINE if kernel.width % LINE == 0 else LINE // 2
+        self.wide: bool = kernel.width > WIDEST_Q
 
     @cute.jit
     def role(self, warp: Int32, params: ParamsE4m3, storage: SharedStorage, tma: TmaAtoms):
@@ -123,7 +126,7 @@ class DecodeE4m3(Decode):
 
     def products(self, storage: SharedStorage) -> Registers:
         """The operands of this thread."""
-        q = cute.make_rmem_tensor((4, self.kernel.width // 16), Uint32)
+        q = cute.make_rmem_tensor((4, 2, 2, self.kernel.width // 64), Uint32)
         p = cute.make_rmem_tensor(ROWS * KEYS // 32, Float16)
         return Registers(q, p, cute.make_rmem_tensor(2, Float32), ROWS * self.kernel.width // 32)
 
@@ -138,7 +141,7 @@ class DecodeE4m3(Decode):
         warp, lane = cute.arch.make_warp_uniform(cute.arch.warp_idx()), lane_anew()
         if blocks > 0:
             storage.q_pipeline.consumer_wait(items)
-            self.read_q(params, storage, registers, warp // kernel.key_warps * ROWS, lane, items)
+            q_at = self.read_q(params, storage, registers, warp // kernel.key_warps * ROWS, lane, items)
             for i in cutlass.range(blocks, unroll=1):
                 first_key, of_k, of_v = item.begin + i * kernel.block_kv, used + 2 * i, used + 2 * i + 1
                 k_descale = params.k_descale.at(item.batch, item.head, first_key)
@@ -150,7 +153,7 @@ class DecodeE4m3(Decode):
                 for j in cutlass.range(kernel.row_tiles, unroll=1):
                     begin = (warp % kernel.key_warps * kernel.row_tiles + j) * KEYS  # of the warp's keys in the block
                     s = cute.make_rmem_tensor(ROWS * KEYS // 32, Float32)
-                    self.multiply_k(s, registers.q, storage.kv[None, None, pipeline.stage(of_k)], begin, lane)
+                    self.multiply_k(s, registers.q, q_at, storage.kv[None, None, pipeline.stage(of_k)], begin, lane)
                     if j == kernel.row_tiles - 1:
                         cute.arch.sync_warp()
                         pipeline.consumer_release(of_k)
@@ -168,6 +171,7 @@ class DecodeE4m3(Decode):
                 pipeline.consumer_release(of_v)
             if const_expr(kernel.key_warps > 1):
                 self.add_up(storage, o, row_max, row_sum, warp, lane, items)
+            cute.arch.fence_proxy("async.shared", space="cta")  # TMA is to write the next Q where this warp wrote
             cute.arch.sync_warp()
             storage.q_pipeline.consumer_release(items)
             items += 1
@@ -178,33 +182,49 @@ class DecodeE4m3(Decode):
     def read_q(
         self, params: ParamsE4m3, storage: SharedStorage, registers: Registers, first_row: Int32, lane: Int32,
         items: Int32,
-    ):  # fmt: skip
-        """Read a warp's rows of Q, in the order in which `multiply_k` has K, and in fp16."""
-        q = registers.q
-        row = first_row + (lane >> 2)
-        # rows of 64 numbers lie side by side, their 16-byte pieces exchanged by the row's number
-        begin = storage.q[None, None, storage.q_pipeline.stage(items)].iterator.toint() + row * LINE
-        for i in cutlass.range_constexpr(self.kernel.width // 64):
-            for half in cutlass.range_constexpr(2):
-                line, piece = self.piece(i, lane & 3)
-                column = line * self.line + 16 * piece + 8 * half
-                at = begin + (column >> 6) * (WARPGROUP_ROWS * LINE) + (((column >> 3 ^ row) & 7) << 4)
-                for r in cutlass.range_constexpr(2):
-                    words = load(at + r * 8 * LINE)
-                    for j in cutlass.range_constexpr(4):
-                        q[r + j % 2 * 2, 4 * i + 2 * half + j // 2] = words[j]
-        for r in cutlass.range_constexpr(2):
-            registers.scales[r] = params.scale_log2
-        if const_expr(self.dtype is BFloat16):
+    ) -> Int32:  # fmt: skip
+        """Read a warp's rows of Q, in the order in which `multiply_k` has K, and in fp16.
+        Returns where a lane's first row is, which has its numbers in fp16 too where they do not fit its registers."""
+        q, n = registers.q, self.kernel.width // 64
+        at = storage.q[None, None, storage.q_pipeline.stage(items)].iterator.toint() + (first_row + (lane >> 2)) * LINE
+        registers.scales.fill(params.scale_log2)
+        narrow = const_expr(self.dtype is BFloat16)
+        if const_expr(narrow or not self.wide):
+            for i in cutlass.range_constexpr(n):
+                for half in cutlass.range_constexpr(2):
+                    self.read_piece(q[None, None, half, i], at, i, half, lane)
+        if const_expr(narrow):
             self.narrow(params, registers)
+        if const_expr(narrow and self.wide):
+            self.sync_consumers()  # all have read it. Warps that share rows write the same, and read what they wrote
+            for i in cutlass.range_constexpr(n):
+                for half in cutlass.range_constexpr(2):
+                    for r in cutlass.range_constexpr(2):
+                        words = [q[r + 2 * (j % 2), j // 2, half, i] for j in range(4)]
+                        store(at + self.place_of_q(i, half, lane) + r * 8 * LINE, words)
+        return at
+
+    @cute.jit
+    def read_piece(self, q: cute.Tensor, at: Int32, i: Constexpr[int], half: Constexpr[int], lane: Int32):
+        """Read half of a lane's i-th 16 columns of both its rows: (words, products)."""
+        for r in cutlass.range_constexpr(2):
+            words = load(at + self.place_of_q(i, half, lane) + r * 8 * LINE)
+            for j in cutlass.range_constexpr(4):
+                q[r + 2 * (j % 2), j // 2] = words[j]
+
+    def place_of_q(self, i: int, half: int, lane: Int32) -> Int32:
+        """Where that half lies, but for the row: 64 numbers of all rows lie behind one another, a row's 16-byte pieces
+        exchanged by its number."""
+        line, piece = self.piece(i, lane & 3)
+        column = line * self.line + 16 * piece + 8 * half
+        return (column >> 6) * (WARPGROUP_ROWS * LINE) + (((column >> 3 ^ lane >> 2) & 7) << 4)
 
     @cute.jit
     def narrow(self, params: ParamsE4m3, registers: Registers):
         """Q from bf16 to fp16: a row times the power of two that its scores are divided by."""
         n = cute.size(registers.q) // 4
-        from_16 = cute.make_tensor(
-            cute.recast_ptr(registers.q.iterator, dtype=BFloat16), cute.make_layout((2, 2, 2, n))
-        )
+        q = cute.make_tensor(registers.q.iterator, cute.make_layout((4, n)))
+        from_16 = cute.make_tensor(cute.recast_ptr(q.iterator, dtype=BFloat16), cute.make_layout((2, 2, 2, n)))
         for r in cutlass.range_constexpr(2):
             top = Float32(0.0)
             for i in cutlass.range_constexpr(n):
@@ -219,7 +239,7 @@ class DecodeE4m3(Decode):
             for i in cutlass.range_constexpr(n):
                 for j in cutlass.range_constexpr(2):
                     low, high = (Float32(from_16[c, r, j, i]) * by for c in range(2))
-                    registers.q[r + 2 * j, i] = cute.arch.inline_ptx(
+                    q[r + 2 * j, i] = cute.arch.inline_ptx(
                         "cvt.rn.f16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[low, high]
                     )
 
@@ -231,17 +251,28 @@ class DecodeE4m3(Decode):
         return i, quarter
 
     @cute.jit
-    def multiply_k(self, s: cute.Tensor, q: cute.Tensor, k: cute.Tensor, first_key: Int32, lane: Int32):
+    def multiply_k(self, s: cute.Tensor, q: cute.Tensor, q_at: Int32, k: cute.Tensor, first_key: Int32, lane: Int32):
         """S = Q K^T of a stage's keys from `first_key` on."""
         key, rows = lane >> 2, rows_of(s)
         begin = k.iterator.toint() + (first_key + key) * self.line
         s.fill(0.0)
         for i in cutlass.range_constexpr(self.kernel.width // 64):
+            self.keep_order()
             at = begin + self.place(*self.piece(i, lane & 3), key)
             words = [load(at + n * 8 * self.line) for n in range(KEYS // 8)]
-            for j in cutlass.range_constexpr(4):
-                for n in cutlass.range_constexpr(KEYS // 8):
-                    multiply_add(rows[None, None, n], q[None, 4 * i + j], to_fp16(words[n][j]))
+            for half in cutlass.range_constexpr(2):
+                some = q[None, None, half, i]
+                if const_expr(self.wide):
+                    some = cute.make_rmem_tensor((4, 2), Uint32)
+                    self.read_piece(some, q_at, i, half, lane)
+                for j in cutlass.range_constexpr(2):
+                    for n in cutlass.range_constexpr(KEYS // 8):
+                        multiply_add(rows[None, None, n], some[None, j], to_fp16(words[n][2 * half + j]))
+
+    def keep_order(self) -> None:
+        """Loads behind this are not moved before it, where registers for what they load are short."""
+        if self.wide:
+            cute.arch.sync_warp()
 
     def place(self, line: int, piece: Int32, key: Int32) -> Int32:
         """Where a piece of a key's line lies from the key's first line on: a line's pieces are exchanged by the number
@@ -260,6 +291,7 @@ class DecodeE4m3(Decode):
         p_words = cute.make_tensor(cute.recast_ptr(p.iterator, dtype=Uint32), cute.make_layout((4, KEYS // 16)))
         kept = [bytes_kept(there - 8 * n - ((lane & 3) << 1)) for n in range(KEYS // 8)]
         for i in cutlass.range_constexpr(self.kernel.width // 32):
+            self.keep_order()
             at = begin + self.place(32 * i // self.line, 32 * i % self.line // 16 + (lane >> 4), key)
             words = [load_transposed(at + n * 16 * self.line) for n in range(KEYS // 16)]
             for half in cutlass.range_constexpr(2):
@@ -284,8 +316,6 @@ class DecodeE4m3(Decode):
         if const_expr(self.kernel.key_warps == 4):
             self.add_half(storage, o, row_max, row_sum, warp, lane, items, 2)
         self.add_half(storage, o, row_max, row_sum, warp, lane, items, 1)
-        # TMA is to write the next Q there
-        cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
     def add_half(
