@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from fault import Fault, fault
 
-DECODE, HOPPER, OUTPUT = (f"flashzoo/decode/{name}.py" for name in ("kernels", "hopper", "hopper_output"))
+DECODE, HOPPER, OUTPUT, ITEMS, E4M3 = (
+    f"flashzoo/decode/{name}.py" for name in ("kernels", "hopper", "hopper_output", "hopper_items", "hopper_e4m3")
+)
 PACKED, V2 = "flashzoo/_triton/packed_kernels.py", "flashzoo/v2/kernels.py"
 
 DECODE_IN_TRITON: tuple[Fault, ...] = (
@@ -142,6 +144,42 @@ DECODE_ON_HOPPER: tuple[Fault, ...] = (
         "cute.arch.warp_idx() * cluster + cute.arch.block_idx_in_cluster()",
         "cute.arch.warp_idx() * cluster",
         "test_forward[decode-cache_8192",
+        gpu=True,
+    ),
+    fault(
+        "decode/e4m3_descale_of_the_first_block",
+        "all keys have the descale of their head's first 128",
+        ITEMS,
+        "key // DESCALE_BLOCK * self.block",
+        "0 * self.block",
+        "test_forward[decode-fp8_cache_causal_gqa-fp16-by_block",
+        gpu=True,
+    ),
+    fault(
+        "decode/e4m3_one_value_behind_what_is_used",
+        "of two neighbouring keys of which one is used both are multiplied with P, and the other holds NaN",
+        E4M3,
+        "if keys < 2:",
+        "if keys < 1:",
+        "test_what_is_not_used_is_not_read[decode-fp8",
+        gpu=True,
+    ),
+    fault(
+        "decode/e4m3_sums_of_one_warp",
+        "rows are divided by the sum of their P over one warp's keys",
+        E4M3,
+        "row_max[r], row_sum[r] = top, row_sum[r] * mine[r] + added",
+        "row_max[r], row_sum[r] = top, row_sum[r] * mine[r]",
+        "test_forward[decode-fp8_cache_causal_gqa",
+        gpu=True,
+    ),
+    fault(
+        "decode/e4m3_power_of_a_quarter_of_a_row",
+        "each lane multiplies its quarter of a row of Q by a power of its own",
+        E4M3,
+        "            top = cute.arch.warp_reduction_max(top, threads_in_group=4)\n",
+        "",
+        "test_forward[decode-fp8_cache_causal_gqa",
         gpu=True,
     ),
 )

@@ -115,6 +115,9 @@ def hopper_decode_cases() -> Iterator[tuple[int, dict, int]]:
                 yield head_dim, how, batch
 
 
+STACK_WIDE = 160
+"""Bytes of stack of a thread where heads are wider than 128 and keys e4m3: numbers of the item, beside all of O."""
+
 RESERVED_SHARED = 1 << 10
 """Bytes of a multiprocessor's shared memory that CUDA keeps for each thread block;
 the limit of one block is without its own."""
@@ -129,4 +132,23 @@ def test_decode_on_hopper_compiles_and_does_not_spill(head_dim: int, how: dict, 
     kernel = dataclasses.replace(decode_hopper_kernel(problem), split=True)
     found = read(compile_for(ARCH, *decode_program(kernel)).cubin, kernel.shared_bytes)
     assert found.stack == 0 and {"UTMALDG", "HGMMA"} <= found.opcodes.keys()
+    assert kernel.blocks_per_sm * (kernel.shared_bytes + RESERVED_SHARED) <= SHARED_LIMIT[90] + RESERVED_SHARED
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("head_dim", "how", "batch"), [*hopper_decode_cases()], ids=str)
+@pytest.mark.parametrize("queries", [1, 4, 8])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.filterwarnings("error")
+def test_decode_of_e4m3_on_hopper_compiles_and_does_not_spill(
+    head_dim: int, how: dict, batch: int, queries: int, dtype: str
+) -> None:
+    """And converts no number at the rate of exponentials (F2F)."""
+    problem = Problem(
+        batch, queries, 8192, 64, 8, head_dim, dtype=dtype, dtype_kv="e4m3", used_k=True, arch=90, sinks=True, **how
+    )
+    kernel = dataclasses.replace(decode_hopper_kernel(problem), split=True)
+    found = read(compile_for(ARCH, *decode_program(kernel)).cubin, kernel.shared_bytes)
+    assert found.stack <= (STACK_WIDE if head_dim > 128 else 0) and "F2F" not in found.opcodes
+    assert {"UTMALDG", "HMMA", "LDSM", "F2FP"} <= found.opcodes.keys()
     assert kernel.blocks_per_sm * (kernel.shared_bytes + RESERVED_SHARED) <= SHARED_LIMIT[90] + RESERVED_SHARED

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
 
-from flashzoo.call.problem import Problem
-from flashzoo.decode.traits import WIDTHS, Kernel
+from flashzoo.call.problem import DESCALE_BLOCK, Problem
+from flashzoo.decode.traits import WIDTHS, Kernel, KernelE4m3
+from flashzoo.dtypes import BYTES
 from flashzoo.gpu import MULTIPROCESSORS, WARPGROUP_ROWS
 from flashzoo.integers import cdiv, next_power_of_2
 
@@ -115,6 +116,13 @@ BLOCK_KV = {64: 128, 128: 64, 192: 64, 256: 64}
 """By width, keys of a block of a Hopper kernel."""
 STAGES = {64: (11, 5), 128: (11, 5), 192: (7,), 256: (5,)}
 """By width, blocks of K and V on chip with one thread block on a multiprocessor, and with two where they fit."""
+STAGES_E4M3 = {64: (24, 12), 128: (12, 5), 192: (7,), 256: (5,)}
+"""The same of e4m3 keys and values, whose blocks are those of their descales."""
+WARP_ROWS = 16
+"""Rows of a warp of the kernel for e4m3."""
+MOST_ROWS_E4M3 = 128
+"""Rows of a key/value head, at most, that it takes: it converts keys anew for each 16, and from 64 on that costs more
+than memory does."""
 LEAST_BOX = 8
 """Rows of a page, at least, that TMA moves at a time: the swizzle's."""
 LARGEST = 1 << 31
@@ -136,7 +144,7 @@ CLUSTERS = {2: 64, 4: 16, 8: 8, 16: 4}
 at a time: of 4 and more not twice as many, and of 3, 7 or 11 to 13 never as many as there would be room for."""
 MERGED_AT_ONCE = 64
 """Rows times parts that a thread block reads at a time when it merges:
-`hopper_output.AT_ONCE`, which this must not import, of each warp."""
+`Kernel.at_once` of each warp."""
 
 
 @cache
@@ -147,15 +155,32 @@ def _has_cute() -> bool:
 def by_hopper(problem: Problem) -> bool:
     """Whether the kernel for Hopper takes the problem, where TMA can read its tensors."""
     p = problem
-    fits = p.head_dim % 8 == 0 and p.head_dim <= WIDTHS[-1] and p.seqlen_q * p.heads * p.head_dim < LARGEST
-    taken = p.dtype in ("fp16", "bf16") and p.dtype_kv is None and not p.packed_q
-    return p.arch == 90 and taken and fits and box_of(p) >= LEAST_BOX and _has_cute()
+    steps = 16 // BYTES[p.dtype_kv or p.dtype]
+    fits = p.head_dim % steps == 0 and p.head_dim <= WIDTHS[-1] and p.seqlen_q * p.heads * p.head_dim < LARGEST
+    taken = p.dtype in ("fp16", "bf16") and not p.packed_q
+    few = p.dtype_kv is None or p.seqlen_q * (p.heads // p.heads_kv) <= MOST_ROWS_E4M3
+    return p.arch == 90 and taken and few and fits and box_of(p) >= LEAST_BOX and _has_cute()
 
 
 def box_of(problem: Problem) -> int:
     """Keys that TMA moves at a time."""
-    block_kv = BLOCK_KV[width_of(problem)]
+    block_kv = block_kv_of(problem)
     return block_kv if problem.page_size is None else math.gcd(block_kv, problem.page_size)
+
+
+def block_kv_of(problem: Problem) -> int:
+    """Keys of a block of the Hopper kernel."""
+    return DESCALE_BLOCK if problem.dtype_kv else BLOCK_KV[width_of(problem)]
+
+
+def stages_of(problem: Problem) -> tuple[int, ...]:
+    """Its stages with one thread block on a multiprocessor, and with two where they fit."""
+    return (STAGES_E4M3 if problem.dtype_kv else STAGES)[width_of(problem)]
+
+
+def row_tiles_of(rows: int) -> int:
+    """How many warps of the kernel for e4m3 share a tile's rows out: 1, 2 or 4."""
+    return next_power_of_2(cdiv(rows, WARP_ROWS))
 
 
 def width_of(problem: Problem) -> int:
@@ -207,7 +232,8 @@ def cut_hopper(problem: Problem) -> CutHopper:
     tiles = cdiv(p.seqlen_q, queries) * cdiv(group, heads)
     left, right = p.span
     keys, width = p.seqlen_k, width_of(p)
-    block_kv, most = BLOCK_KV[width], len(STAGES[width])
+    block_kv, most = block_kv_of(p), len(stages_of(p))
+    slower = row_tiles_of(heads * queries) if p.dtype_kv else 1
     if left is not None and right is not None:  # what a tile's queries see together, and where it begins within a block
         keys = min(keys, left + right + queries + block_kv)
     blocks, all_tiles = cdiv(keys, block_kv), p.batch * p.heads_kv * tiles
@@ -220,9 +246,10 @@ def cut_hopper(problem: Problem) -> CutHopper:
 
     def microseconds(splits: int) -> float:
         of_part, each = cdiv(blocks, splits), blocks_per_sm(splits)
-        items, workers, wide = all_tiles * cdiv(blocks, of_part), MULTIPROCESSORS[90] * each, WIDE[width]
-        read = block_kv * 4 * p.head_dim * cdiv(min(items, workers), tiles)  # a split's tiles read the same keys
-        block = max(BLOCK_US[each - 1] * wide, read / BYTES_PER_US)
+        items, workers = all_tiles * cdiv(blocks, of_part), MULTIPROCESSORS[90] * each
+        of_block = 2 * BYTES[p.dtype_kv or p.dtype] * block_kv * p.head_dim
+        read = of_block * cdiv(min(items, workers), tiles)  # a split's tiles read the same keys
+        block = max(BLOCK_US[each - 1] * WIDE[width] * slower, read / BYTES_PER_US)
         waves, rounds = cdiv(items, workers), cdiv(heads * queries * splits, MERGED_AT_ONCE) * cdiv(width, 128)
         merging = MERGE_US + (0.0 if clustered(splits) else ROUND_US * rounds)
         return waves * of_part * block + (waves - 1) * PART_US + (merging if splits > 1 else 0.0)
@@ -273,9 +300,10 @@ def leaves(problem: Problem) -> list[str]:
 def kernel_for(problem: Problem) -> Kernel:
     """The Hopper kernel of a problem."""
     p, (left, right), width, cut = problem, problem.span, width_of(problem), cut_hopper(problem)
-    how = p.used_k, box_of(p), p.page_size is not None, p.sinks, cut.splits > 1, cut.clustered, BLOCK_KV[width]
-    stages = STAGES[width][cut.blocks_per_sm - 1]
-    return Kernel(p.dtype, p.out_dtype, width, left is not None, right is not None, *how, stages, cut.blocks_per_sm)
+    how = p.used_k, box_of(p), p.page_size is not None, p.sinks, cut.splits > 1, cut.clustered, block_kv_of(p)
+    stages = stages_of(p)[cut.blocks_per_sm - 1]
+    given = p.dtype, p.out_dtype, width, left is not None, right is not None, *how, stages, cut.blocks_per_sm
+    return KernelE4m3(*given, row_tiles_of(cut.rows)) if p.dtype_kv else Kernel(*given)
 
 
 def describe(problem: Problem) -> list[str]:
@@ -284,9 +312,10 @@ def describe(problem: Problem) -> list[str]:
     if by_hopper(p):
         how, width = cut_hopper(p), width_of(p)
         lines = [
-            f"{how.rows} rows by {BLOCK_KV[width]} keys, {how.blocks_per_sm} thread blocks a multiprocessor, "
-            "in CuTe DSL"
+            f"{how.rows} rows by {block_kv_of(p)} keys, {how.blocks_per_sm} thread blocks a multiprocessor, in CuTe DSL"
         ]
+        if p.dtype_kv is not None:
+            lines.append(f"{p.dtype_kv} keys and values are made fp16 in registers")
         splits = (
             f"{how.splits} splits at most, merged {'in a cluster' if how.clustered else 'by who ends last'}; "
             f"some {how.microseconds:.0f} us on an H200 by its model"

@@ -24,20 +24,20 @@ from enum import IntEnum
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Constexpr, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
 from cutlass.utils import hopper_helpers
 
+from flashzoo._cute.hopper.bounds import ThreadBounds
 from flashzoo._cute.hopper.dtypes import DTYPES
 from flashzoo._cute.hopper.mask import mask_scores
 from flashzoo._cute.hopper.pipeline import Pipeline
 from flashzoo._cute.hopper.tile_scheduler import TileScheduler
 from flashzoo._cute.hopper.tma import box_of, tma_atom
 from flashzoo._cute.hopper.wgmma import gemm, rows_of, scale_rows, shared_layout, to_16_bits, transposed
-from flashzoo.decode.hopper_items import Item, Params, item_of, value_at
+from flashzoo.decode.hopper_items import Item, Params, item_of, page_at
 from flashzoo.decode.hopper_output import (
-    AT_ONCE,
     NOTHING_SEEN,
     PartsInCluster,
     arrive,
@@ -88,6 +88,7 @@ class SharedStorage:
     Attributes:
         q, kv: Q, and stages of K and V by turns.
         parts: where K and V were, for `PartsInCluster`.
+        states: what warps leave each other of their rows' maxima and sums, in places of so many rows.
         work: the number of the next item.
         last: whether a part was the last of its tile to end.
         part_pipeline: from the consumers to the scheduler warp: a part is in memory.
@@ -97,6 +98,7 @@ class SharedStorage:
     q: cute.Tensor
     kv: cute.Tensor
     parts: cute.Pointer
+    states: cute.Tensor | None
     work: cute.Tensor
     last: cute.Tensor
     q_pipeline: Pipeline
@@ -106,12 +108,37 @@ class SharedStorage:
     last_pipeline: Pipeline
 
 
+@dataclass(frozen=True)
+class Products:
+    """The two products, and a thread's views of what they read and write.
+
+    Attributes:
+        qk, pv: S = Q K^T, O += P V.
+        q, k, v: stages of operands in shared memory.
+        p: operand in registers.
+        s_shape, o_shape: of results.
+    """
+
+    qk: cute.TiledMma
+    pv: cute.TiledMma
+    q: cute.Tensor
+    k: cute.Tensor
+    v: cute.Tensor
+    p: cute.Tensor
+    s_shape: Constexpr[tuple]
+    o_shape: Constexpr[tuple]
+
+
 class Decode:
     """The program of one `Kernel`."""
+
+    p_exponent = 0.0
+    """Log2 of P at a row's maximum."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self.dtype: type[cutlass.Numeric] = DTYPES[kernel.dtype]
+        self.dtype_kv: type[cutlass.Numeric] = DTYPES[kernel.dtype_kv]
         self.scheduler: type[TileScheduler] = OneItem if kernel.clustered else TileScheduler
 
     @cute.jit
@@ -124,8 +151,8 @@ class Decode:
         """
         kernel = self.kernel
         q_layout = shared_layout(self.dtype, WARPGROUP_ROWS, kernel.width, Q_STAGES)
-        kv_layout = shared_layout(self.dtype, kernel.block_kv, kernel.width, kernel.stages)
-        box_layout = shared_layout(self.dtype, kernel.box, kernel.width, 1)
+        kv_layout = shared_layout(self.dtype_kv, kernel.block_kv, kernel.width, kernel.stages)
+        box_layout = shared_layout(self.dtype_kv, kernel.box, kernel.width, 1)
         operation = cpasync.CopyBulkTensorTileG2SOp()
         atoms = [
             tma_atom(operation, x, layout)
@@ -142,12 +169,7 @@ class Decode:
     @cute.kernel
     def device(self, tma: TmaAtoms, params: Params, q_layout: cute.ComposedLayout, kv_layout: cute.ComposedLayout):
         """One thread block: pipelines, then each warp to its role."""
-        kernel = self.kernel
-        smem = cutlass.memory.SmemAllocator()
-        q, kv = (smem.allocate_tensor(self.dtype, x.outer, 1024, swizzle=x.inner) for x in (q_layout, kv_layout))
-        words = [cute.make_tensor(smem.allocate_array(Int32, 2), cute.make_layout(2)) for _ in range(2)]
-        pipelines = [Pipeline.allocate(smem, stages) for stages in (Q_STAGES, kernel.stages, 1, 1, 1)]
-        storage = SharedStorage(q, kv, cute.recast_ptr(kv.iterator, dtype=Float32), *words, *pipelines)
+        storage = self.allocate(q_layout, kv_layout)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for atom in (tma.q, tma.k, tma.v):
@@ -163,13 +185,30 @@ class Decode:
         cute.arch.griddepcontrol_launch_dependents()
         # all before this touches no memory, and runs while the launch before this one ends
         cute.arch.griddepcontrol_wait()
+        self.role(warp, params, storage, tma)
+
+    @cute.jit
+    def role(self, warp: Int32, params: Params, storage: SharedStorage, tma: TmaAtoms):
+        """What a warp does."""
         if warp < WARPS:
             self.consume(params, storage)
         if warp == WARPS:
             self.produce(params, storage, tma)
-        if const_expr(not kernel.clustered):  # noqa: SIM102 - one is known when compiled, the other when run
+        if const_expr(not self.kernel.clustered):  # noqa: SIM102 - one is known when compiled, the other when run
             if warp == WARPS + 1:
                 self.schedule(params, storage)
+
+    def allocate(self, q_layout: cute.ComposedLayout, kv_layout: cute.ComposedLayout) -> SharedStorage:
+        """A thread block's shared memory."""
+        smem = cutlass.memory.SmemAllocator()
+        q = smem.allocate_tensor(self.dtype, q_layout.outer, 1024, swizzle=q_layout.inner)
+        kv = smem.allocate_tensor(self.dtype_kv, kv_layout.outer, 1024, swizzle=kv_layout.inner)
+        words = [cute.make_tensor(smem.allocate_array(Int32, 2), cute.make_layout(2)) for _ in range(2)]
+        pipelines = [Pipeline.allocate(smem, stages) for stages in (Q_STAGES, self.kernel.stages, 1, 1, 1)]
+        states = None
+        if any(self.kernel.states):
+            states = smem.allocate_tensor(Float32, cute.make_layout((*self.kernel.states, 2)), 16)
+        return SharedStorage(q, kv, cute.recast_ptr(kv.iterator, dtype=Float32), states, *words, *pipelines)
 
     @cute.jit
     def schedule(self, params: Params, storage: SharedStorage):
@@ -202,29 +241,44 @@ class Decode:
     @cute.jit
     def produce(self, params: Params, storage: SharedStorage, tma: TmaAtoms):
         """The producer warp: item after item, what the consumers will wait for, in the order in which they do."""
-        kernel, scheduler = self.kernel, self.scheduler(params)
+        scheduler = self.scheduler(params)
         loaded, items, n = Int32(0), Int32(0), Int32(0)  # stages filled so far, items that see keys, items
         work = scheduler.initial_work()
         while scheduler.is_valid(work):
             item = item_of(params, work)
-            blocks = item.blocks(kernel.block_kv)
-            if blocks > 0:
-                storage.q_pipeline.producer_acquire(items)
-                origin = (0, item.head * params.group + item.first_head, item.first_query, item.batch)
-                rows = params.heads_of_tile * params.queries_of_tile
-                stage = storage.q_pipeline.stage(items)
-                self.load(tma.q, storage.q[None, None, stage], origin, storage.q_pipeline.full + stage, rows)
-                items += 1
-                self.load_block(params, storage, tma.k, item, item.begin, loaded)
-            for i in cutlass.range(blocks - 1, unroll=1):  # the consumers want the next K before this V
-                first_key = item.begin + i * kernel.block_kv
-                self.load_block(params, storage, tma.k, item, first_key + kernel.block_kv, loaded + 2 * i + 1)
-                self.load_block(params, storage, tma.v, item, first_key, loaded + 2 * i + 2)
-            if blocks > 0:
-                loaded += 2 * blocks
-                self.load_block(params, storage, tma.v, item, item.begin + (blocks - 1) * kernel.block_kv, loaded - 1)
+            items, loaded = self.load_item(params, storage, tma, item, items, loaded)
             work = scheduler.next_work(storage.work, storage.work_pipeline, n)
             n += 1
+
+    @cute.jit
+    def load_item(
+        self, params: Params, storage: SharedStorage, tma: TmaAtoms, item: Item, items: Int32, loaded: Int32
+    ) -> tuple[Int32, Int32]:
+        """Load an item's Q, and blocks of K and V: the consumers want the next K before this V.
+        Returns how many items that see keys, and stages, have been loaded."""
+        kernel = self.kernel
+        blocks = item.blocks(kernel.block_kv)
+        if blocks > 0:
+            self.load_q(params, storage, tma, item, items)
+            items += 1
+            self.load_block(params, storage, tma.k, item, item.begin, loaded)
+        for i in cutlass.range(blocks - 1, unroll=1):  # the consumers want the next K before this V
+            first_key = item.begin + i * kernel.block_kv
+            self.load_block(params, storage, tma.k, item, first_key + kernel.block_kv, loaded + 2 * i + 1)
+            self.load_block(params, storage, tma.v, item, first_key, loaded + 2 * i + 2)
+        if blocks > 0:
+            loaded += 2 * blocks
+            self.load_block(params, storage, tma.v, item, item.begin + (blocks - 1) * kernel.block_kv, loaded - 1)
+        return items, loaded
+
+    @cute.jit
+    def load_q(self, params: Params, storage: SharedStorage, tma: TmaAtoms, item: Item, items: Int32):
+        """Load an item's Q into its ring's next stage."""
+        storage.q_pipeline.producer_acquire(items)
+        origin = (0, item.head * params.group + item.first_head, item.first_query, item.batch)
+        rows = params.heads_of_tile * params.queries_of_tile
+        stage = storage.q_pipeline.stage(items)
+        self.load(tma.q, storage.q[None, None, stage], origin, storage.q_pipeline.full + stage, rows)
 
     @cute.jit
     def load(self, tma: cute.CopyAtom, tile: cute.Tensor, origin: tuple, full: cute.Pointer, rows: Int32):
@@ -236,22 +290,27 @@ class Decode:
 
     @cute.jit
     def load_block(
-        self, params: Params, storage: SharedStorage, tma: cute.CopyAtom, item: Item, first_key: Int32, loaded: Int32
-    ):
-        """Load a block of K or V into the ring's next stage."""
+        self, params: Params, storage: SharedStorage, tma: cute.CopyAtom, item: Item, first_key: Int32, loaded: Int32,
+        pages: Int32 | None = None,
+    ):  # fmt: skip
+        """Load a block of K or V into the ring's next stage. `pages` are the numbers of its boxes' pages, a lane's that
+        of the box of its number, where they have been looked up."""
         kernel, pipeline = self.kernel, storage.kv_pipeline
         pipeline.producer_acquire(loaded)
         stage = pipeline.stage(loaded)
         full = pipeline.full + stage
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(full, kernel.block_kv * kernel.width * self.dtype.width // 8)
+            cute.arch.mbarrier_arrive_and_expect_tx(full, kernel.block_kv * kernel.width * self.dtype_kv.width // 8)
         for i in cutlass.range_constexpr(kernel.block_kv // kernel.box):
             row, page = first_key + i * kernel.box, item.batch
             if const_expr(kernel.paged):
                 key = row
                 page = Int32(-1)  # which is none: zeros
-                if key < item.end:
-                    page = value_at(params.page_table, Int64(item.batch) * params.table_stride + key // params.page)
+                if const_expr(pages is not None):
+                    page = cute.arch.shuffle_sync(pages, i)
+                else:
+                    if key < item.end:
+                        page = page_at(params, item, key)
                 row = key % params.page
             tile = cute.local_tile(storage.kv[None, None, stage], (kernel.box, kernel.width), (i, 0))
             gmem, smem = box_of(tma, tile, (0, item.head, row, page))
@@ -262,8 +321,55 @@ class Decode:
         """The consumer warpgroup."""
         kernel, scheduler = self.kernel, self.scheduler(params)
         thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
-        # WGMMA gives a thread two rows, 8 apart, and pairs of columns, 8 apart.
-        row, column = thread // 32 * 16 + lane // 4, lane % 4 * 2
+        # The tensor core gives a thread two rows, 8 apart, and pairs of columns, 8 apart.
+        row, column = thread // (32 * kernel.key_warps) * 16 + lane // 4, lane % 4 * 2
+        own, own_column = row, column * (kernel.neighbours // 2)  # of the O that this thread writes
+        if const_expr(kernel.key_warps > 1):  # noqa: SIM102 - one is known when compiled, the other when run
+            if thread // 32 % kernel.key_warps > 0:
+                own = Int32(WARPGROUP_ROWS)  # none
+        products = self.products(storage)
+        o = cute.make_rmem_tensor(products.o_shape, Float32)
+        row_max, row_sum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
+
+        used, items, n = Int32(0), Int32(0), Int32(0)  # stages read so far, items that see keys, items
+        # the last part, of which it is yet to be known whether it is its tile's last; parts
+        pending, parts = Int32(-1), Int32(0)
+        work = scheduler.initial_work()
+        while scheduler.is_valid(work) or pending >= 0:  # one round more where a part is still to be merged
+            is_item = scheduler.is_valid(work)
+            item = item_of(params, work if is_item else pending)
+            blocks = item.blocks(kernel.block_kv) if is_item else Int32(0)
+            o.fill(0.0)
+            row_max.fill(NOTHING_SEEN)
+            row_sum.fill(0.0)
+            bounds = self.bounds(params, item, row, column)
+            items, used = self.walk(params, storage, products, item, bounds, o, row_max, row_sum, blocks, items, used)
+            following = work
+            if is_item:
+                following = scheduler.next_work(storage.work, storage.work_pipeline, n)
+                n += 1
+            if const_expr(kernel.clustered):
+                self.merge_in_cluster(params, storage, item, o, row_max, row_sum, own, own_column)
+            elif const_expr(kernel.split):
+                is_last, is_part = self.is_last(storage, pending, parts), is_item and item.is_part()
+                if is_part:
+                    epilogue(params, item, o, row_max, row_sum, own, own_column, in_memory(params, item))
+                    cute.arch.sync_warp()
+                    with cute.arch.elect_one():
+                        cute.arch.mbarrier_arrive(storage.part_pipeline.full)
+                elif is_item and item.part == 0:
+                    epilogue(params, item, o, row_max, row_sum, own, own_column)
+                if is_last:
+                    merge(params, item_of(params, pending))
+                parts += Int32(1) if pending >= 0 else Int32(0)
+                pending = work if is_part else Int32(-1)
+            else:
+                epilogue(params, item, o, row_max, row_sum, own, own_column)
+            work = following
+
+    def products(self, storage: SharedStorage) -> Products:
+        """Of this thread."""
+        kernel = self.kernel
         mma_qk = hopper_helpers.make_trivial_tiled_mma(
             *(self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K),
             Float32,
@@ -283,85 +389,59 @@ class Decode:
         v = mma_pv.make_fragment_B(pv.partition_B(transposed(storage.kv)))
         s_shape = qk.partition_shape_C((WARPGROUP_ROWS, kernel.block_kv))
         p = cute.make_rmem_tensor(pv.partition_shape_A((WARPGROUP_ROWS, kernel.block_kv)), self.dtype)
-        o = cute.make_rmem_tensor(pv.partition_shape_C((WARPGROUP_ROWS, kernel.width)), Float32)
-        row_max, row_sum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
-        pipeline = storage.kv_pipeline
+        o_shape = pv.partition_shape_C((WARPGROUP_ROWS, kernel.width))
+        return Products(mma_qk, mma_pv, q_stages, k, v, p, s_shape, o_shape)
 
-        used, items, n = Int32(0), Int32(0), Int32(0)  # stages read so far, items that see keys, items
-        # the last part, of which it is yet to be known whether it is its tile's last; parts
-        pending, parts = Int32(-1), Int32(0)
-        work = scheduler.initial_work()
-        while scheduler.is_valid(work) or pending >= 0:  # one round more where a part is still to be merged
-            is_item = scheduler.is_valid(work)
-            item = item_of(params, work if is_item else pending)
-            blocks = item.blocks(kernel.block_kv) if is_item else Int32(0)
-            o.fill(0.0)
-            row_max.fill(NOTHING_SEEN)
-            row_sum.fill(0.0)
-            bounds = self.bounds(params, item, row, column)
-            q = q_stages[None, None, None, storage.q_pipeline.stage(items)]
-            if blocks > 0:
-                storage.q_pipeline.consumer_wait(items)
-                pipeline.consumer_wait(used)
-                s = cute.make_rmem_tensor(s_shape, Float32)
-                gemm(mma_qk, s, q, k[None, None, None, pipeline.stage(used)], True)
-                warpgroup.wait_group(0)
-                pipeline.consumer_release(used)
-                if self.crosses(params, item, item.begin):
-                    mask_scores(s, bounds, item.begin, kernel.left, True)
-                self.softmax(s, row_max, row_sum, params.scale_log2)
-                to_16_bits(s, p)
-            # A1.2: P of the next block while the P before it is multiplied with V
-            for i in cutlass.range(blocks - 1, unroll=1):
-                first_key = item.begin + (i + 1) * kernel.block_kv
-                of_k, of_v = used + 2 * i + 1, used + 2 * i + 2
-                pipeline.consumer_wait(of_k)
-                s = cute.make_rmem_tensor(s_shape, Float32)
-                gemm(mma_qk, s, q, k[None, None, None, pipeline.stage(of_k)], True)
-                pipeline.consumer_wait(of_v)
-                gemm(mma_pv, o, p, v[None, None, None, pipeline.stage(of_v)], False)
-                warpgroup.wait_group(1)
-                pipeline.consumer_release(of_k)
-                if self.crosses(params, item, first_key):
-                    mask_scores(s, bounds, first_key, kernel.left, True)
-                alpha = self.softmax(s, row_max, row_sum, params.scale_log2)
-                warpgroup.wait_group(0)
-                pipeline.consumer_release(of_v)
-                to_16_bits(s, p)
-                scale_rows(o, alpha)
-            if blocks > 0:
-                storage.q_pipeline.consumer_release(items)
-                items += 1
-                used += 2 * blocks
-                pipeline.consumer_wait(used - 1)
-                stage, last_key = pipeline.stage(used - 1), item.begin + (blocks - 1) * kernel.block_kv
-                if last_key + kernel.block_kv > item.used:  # P is 0 there, and what lies there may be no number
-                    self.clear(storage.kv[None, None, stage], item.used - last_key)
-                gemm(mma_pv, o, p, v[None, None, None, stage], False)
-                warpgroup.wait_group(0)
-                pipeline.consumer_release(used - 1)
-            following = work
-            if is_item:
-                following = scheduler.next_work(storage.work, storage.work_pipeline, n)
-                n += 1
-            if const_expr(kernel.clustered):
-                self.merge_in_cluster(params, storage, item, o, row_max, row_sum, row, column)
-            elif const_expr(kernel.split):
-                is_last, is_part = self.is_last(storage, pending, parts), is_item and item.is_part()
-                if is_part:
-                    epilogue(params, item, o, row_max, row_sum, row, column, in_memory(params, item))
-                    cute.arch.sync_warp()
-                    with cute.arch.elect_one():
-                        cute.arch.mbarrier_arrive(storage.part_pipeline.full)
-                elif is_item and item.part == 0:
-                    epilogue(params, item, o, row_max, row_sum, row, column)
-                if is_last:
-                    merge(params, item_of(params, pending))
-                parts += Int32(1) if pending >= 0 else Int32(0)
-                pending = work if is_part else Int32(-1)
-            else:
-                epilogue(params, item, o, row_max, row_sum, row, column)
-            work = following
+    @cute.jit
+    def walk(
+        self, params: Params, storage: SharedStorage, products: Products, item: Item, bounds: ThreadBounds,
+        o: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, blocks: Int32, items: Int32, used: Int32,
+    ) -> tuple[Int32, Int32]:  # fmt: skip
+        """Take an item's blocks into O, and the rows' maxima and sums.
+        Returns how many items and stages have been read."""
+        kernel, pipeline = self.kernel, storage.kv_pipeline
+        q = products.q[None, None, None, storage.q_pipeline.stage(items)]
+        if blocks > 0:
+            storage.q_pipeline.consumer_wait(items)
+            pipeline.consumer_wait(used)
+            s = cute.make_rmem_tensor(products.s_shape, Float32)
+            gemm(products.qk, s, q, products.k[None, None, None, pipeline.stage(used)], True)
+            warpgroup.wait_group(0)
+            pipeline.consumer_release(used)
+            if self.crosses(params, item, item.begin):
+                mask_scores(s, bounds, item.begin, kernel.left, True)
+            self.softmax(s, row_max, row_sum, (params.scale_log2, params.scale_log2))
+            to_16_bits(s, products.p)
+        # A1.2: P of the next block while the P before it is multiplied with V
+        for i in cutlass.range(blocks - 1, unroll=1):
+            first_key = item.begin + (i + 1) * kernel.block_kv
+            of_k, of_v = used + 2 * i + 1, used + 2 * i + 2
+            pipeline.consumer_wait(of_k)
+            s = cute.make_rmem_tensor(products.s_shape, Float32)
+            gemm(products.qk, s, q, products.k[None, None, None, pipeline.stage(of_k)], True)
+            pipeline.consumer_wait(of_v)
+            gemm(products.pv, o, products.p, products.v[None, None, None, pipeline.stage(of_v)], False)
+            warpgroup.wait_group(1)
+            pipeline.consumer_release(of_k)
+            if self.crosses(params, item, first_key):
+                mask_scores(s, bounds, first_key, kernel.left, True)
+            alpha = self.softmax(s, row_max, row_sum, (params.scale_log2, params.scale_log2))
+            warpgroup.wait_group(0)
+            pipeline.consumer_release(of_v)
+            to_16_bits(s, products.p)
+            scale_rows(o, alpha)
+        if blocks > 0:
+            storage.q_pipeline.consumer_release(items)
+            items += 1
+            used += 2 * blocks
+            pipeline.consumer_wait(used - 1)
+            stage, last_key = pipeline.stage(used - 1), item.begin + (blocks - 1) * kernel.block_kv
+            if last_key + kernel.block_kv > item.used:  # P is 0 there, and what lies there may be no number
+                self.clear(storage.kv[None, None, stage], item.used - last_key)
+            gemm(products.pv, o, products.p, products.v[None, None, None, stage], False)
+            warpgroup.wait_group(0)
+            pipeline.consumer_release(used - 1)
+        return items, used
 
     @cute.jit
     def merge_in_cluster(
@@ -377,7 +457,7 @@ class Decode:
         cute.arch.cluster_wait()
         cluster = cute.arch.cluster_size()
         worker = cute.arch.warp_idx() * cluster + cute.arch.block_idx_in_cluster()
-        merge_rows(params, item, parts, worker, WARPS * cluster, AT_ONCE)
+        merge_rows(params, item, parts, worker, WARPS * cluster, self.kernel.at_once)
         cute.arch.sync_warp()
         cute.arch.cluster_arrive_relaxed()
         cute.arch.cluster_wait()  # the others have read this part, too
@@ -420,19 +500,25 @@ class Decode:
         return crosses
 
     @cute.jit
-    def softmax(self, s: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, scale_log2: Float32) -> cute.Tensor:
-        """Turn a block's scores into P in place; returns what O is to be multiplied by for the rows' new maximum."""
+    def softmax(
+        self, s: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, scales_log2: tuple[Float32, Float32]
+    ) -> cute.Tensor:
+        """Turn a block's scores into P in place, each row's with its scale; returns what O is to be multiplied by for
+        the rows' new maximum, less `p_exponent`."""
         rows, alpha = rows_of(s), cute.make_rmem_tensor(2, Float32)
         for r in cutlass.range_constexpr(2):
             row = rows[None, r, None]
             top = row[0]
             for i in cutlass.range_constexpr(1, cute.size(row)):
                 top = cute.arch.fmax(top, row[i])
-            top = cute.arch.fmax(row_max[r], cute.arch.warp_reduction_max(top, threads_in_group=4) * scale_log2)
+            top = cute.arch.warp_reduction_max(top, threads_in_group=4) * scales_log2[r]
+            if const_expr(self.p_exponent):
+                top = top - self.p_exponent
+            top = cute.arch.fmax(row_max[r], top)
             alpha[r] = cute.math.exp2(row_max[r] - top, fastmath=True)
             total = row_sum[r] * alpha[r]
             for i in cutlass.range_constexpr(cute.size(row)):
-                p = cute.math.exp2(row[i] * scale_log2 - top, fastmath=True)
+                p = cute.math.exp2(row[i] * scales_log2[r] - top, fastmath=True)
                 row[i] = p
                 total = total + p
             row_max[r], row_sum[r] = top, total

@@ -8,6 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64, const_expr
 
+from flashzoo.call.problem import DESCALE_BLOCK
 from flashzoo.decode.traits import Kernel
 
 
@@ -72,6 +73,39 @@ class Params:
     window_left: Int32
     window_right: Int32
     scale_log2: Float32
+
+
+@dataclass(frozen=True)
+class Descale:
+    """What a tensor's e4m3 numbers are multiplied by: float32, one for each (batch, head) or block of `DESCALE_BLOCK`
+    keys.
+
+    Attributes:
+        values: the numbers.
+        batch, head, block: their strides; 0 where they are the same for all.
+    """
+
+    values: cute.Pointer
+    batch: Int32
+    head: Int32
+    block: Int32
+
+    def at(self, batch: Int32, head: Int32, key: Int32) -> Float32:
+        """That of a key."""
+        i = Int64(batch) * self.batch + head * self.head + key // DESCALE_BLOCK * self.block
+        return value_at(self.values, i)
+
+
+@dataclass(frozen=True)
+class ParamsE4m3(Params):
+    """The same of e4m3 keys and values.
+
+    Attributes:
+        k_descale, v_descale: theirs.
+    """
+
+    k_descale: Descale
+    v_descale: Descale
 
 
 @dataclass(frozen=True)
@@ -157,6 +191,11 @@ def keys_of(params: Params, batch: Int32, first_query: Int32, part: Int32) -> tu
         begin += part * split
         end = cutlass.min(end, begin + split)
     return used, begin, end, parts
+
+
+def page_at(params: Params, item: Item, key: Int32) -> Int32:
+    """Number of the page that a key lies in."""
+    return value_at(params.page_table, Int64(item.batch) * params.table_stride + key // params.page)
 
 
 def value_at(values: cute.Pointer, i: Int32 | Int64) -> cute.Numeric:

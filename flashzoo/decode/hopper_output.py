@@ -10,7 +10,6 @@ import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, Int64, const_expr
 
 from flashzoo._cute.hopper.dtypes import DTYPES
-from flashzoo._cute.hopper.wgmma import rows_of
 from flashzoo.decode.hopper_items import Item, Params, value_at
 from flashzoo.decode.traits import Kernel
 from flashzoo.gpu import WARPGROUP_ROWS, WARPS
@@ -19,8 +18,6 @@ LN2, LOG2E = 0.6931471805599453, 1.4426950408889634
 NOTHING_SEEN = -3e38
 """The maximum of a row that has seen no key: below what float32 scores can be, and finite,
 so that -inf less it is -inf."""
-AT_ONCE = 16
-"""Loads of a merging thread before it waits for any: of parts of a row, and of as many rows as there is room for."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,7 @@ def epilogue(
     for r in cutlass.range_constexpr(2):
         total, mine = cute.arch.warp_reduction_sum(row_sum[r], threads_in_group=4), row + 8 * r
         if total == 0.0:  # 0 whatever V holds, inf and NaN too
-            rows_of(o)[None, r, None].fill(0.0)
+            columns_of(o, p.kernel)[None, r, None].fill(0.0)
         top = row_max[r]
         alpha = Float32(1.0)
         if const_expr(params.kernel.sinks and not part):
@@ -128,15 +125,13 @@ def epilogue(
         lse_log2 = -Float32.inf if blind else top + cute.math.log2(total, fastmath=True)
         if mine < rows:
             if const_expr(part):
-                store_row(parts.o(mine), o, r, column, by, p.head_dim, Float32)
+                store_row(p, parts.o(mine), o, r, column, by, Float32)
                 if column == 0:
                     set_at(parts.lse(mine), 0, lse_log2)
             else:
                 query, head = place_of(p, item, mine)
                 if query < p.seqlen_q and head < p.group:
-                    store_row(
-                        offset(p, item, query, head), o, r, column, by, p.head_dim, DTYPES[params.kernel.out_dtype]
-                    )
+                    store_row(p, offset(p, item, query, head), o, r, column, by, DTYPES[params.kernel.out_dtype])
                     if column == 0:
                         set_at(p.lse, of_lse(p, item, query, head), lse_log2 * LN2)
 
@@ -155,22 +150,23 @@ def with_sink(params: Params, item: Item, row: Int32, top: Float32, total: Float
 @cute.jit
 def merge(params: Params, item: Item):
     """out and LSE of a tile from its parts in memory. Warps take rows by turns,
-    and as many at a time as keep AT_ONCE loads in flight."""
+    and as many at a time as keep `Kernel.at_once` loads in flight."""
     parts, warp, workers = in_memory(params, item), cute.arch.warp_idx(), Int32(WARPS)
-    if item.parts <= AT_ONCE // 8:
-        merge_rows(params, item, parts, warp, workers, AT_ONCE // 8)
-    elif item.parts <= AT_ONCE // 4:
-        merge_rows(params, item, parts, warp, workers, AT_ONCE // 4)
-    elif item.parts <= AT_ONCE // 2:
-        merge_rows(params, item, parts, warp, workers, AT_ONCE // 2)
+    most = const_expr(params.kernel.at_once)
+    if item.parts <= most // 8:
+        merge_rows(params, item, parts, warp, workers, most // 8)
+    elif item.parts <= most // 4:
+        merge_rows(params, item, parts, warp, workers, most // 4)
+    elif item.parts <= most // 2:
+        merge_rows(params, item, parts, warp, workers, most // 2)
     else:
-        merge_rows(params, item, parts, warp, workers, AT_ONCE)
+        merge_rows(params, item, parts, warp, workers, most)
 
 
 @cute.jit
 def merge_rows(params: Params, item: Item, parts: Parts, worker: Int32, workers: Int32, at_once: Constexpr[int]):
     """The same, of so many parts at a time, for one of the warps that share the rows."""
-    rows, rows_at_once = params.heads_of_tile * params.queries_of_tile, AT_ONCE // at_once
+    rows, rows_at_once = params.heads_of_tile * params.queries_of_tile, params.kernel.at_once // at_once
     for i in cutlass.range((rows + workers * rows_at_once - 1) // (workers * rows_at_once), unroll=1):
         first_row = (workers * i + worker) * rows_at_once
         for begin in cutlass.range(0, params.kernel.width, 128, unroll=1):
@@ -183,16 +179,17 @@ def merge_columns(
 ):
     """Four columns of some rows of out, and their LSE: the sum of exp(LSE_split - LSE) O_split,
     in the order of the splits."""
-    p, there, rows_at_once = params, column < params.head_dim, AT_ONCE // at_once
+    p, there, most = params, column < params.head_dim, const_expr(params.kernel.at_once)
+    rows_at_once = most // at_once
     tops, totals = cute.make_rmem_tensor(rows_at_once, Float32), cute.make_rmem_tensor(rows_at_once, Float32)
     o = cute.make_rmem_tensor((4, rows_at_once), Float32)
     tops.fill(NOTHING_SEEN)
     totals.fill(0.0)
     o.fill(0.0)
     for i in cutlass.range((item.parts + at_once - 1) // at_once, unroll=1):
-        read, lses = cute.make_rmem_tensor((4, AT_ONCE), Float32), cute.make_rmem_tensor(AT_ONCE, Float32)
+        read, lses = cute.make_rmem_tensor((4, most), Float32), cute.make_rmem_tensor(most, Float32)
         read.fill(0.0)
-        for j in cutlass.range_constexpr(AT_ONCE):  # all loads before the first is waited for
+        for j in cutlass.range_constexpr(most):  # all loads before the first is waited for
             part = i * at_once + j % at_once
             row = cutlass.min(first_row + j // at_once, rows - 1)
             of = cutlass.min(part, item.parts - 1)
@@ -260,21 +257,26 @@ def of_lse(params: Params, item: Item, query: Int32, head: Int32) -> Int64:
     return (Int64(item.batch) * p.heads * p.group + item.head * p.group + head) * p.seqlen_q + query
 
 
+def columns_of(o: cute.Tensor, kernel: Kernel) -> cute.Tensor:
+    """A thread's part of O as (columns side by side, its two rows, such columns)."""
+    n = kernel.neighbours
+    return cute.make_tensor(o.iterator, cute.make_layout((n, 2, cute.size(o) // (2 * n))))
+
+
 @cute.jit
 def store_row(
-    to: cute.Pointer, o: cute.Tensor, r: Constexpr[int], column: Int32, by: Float32, head_dim: Int32,
+    params: Params, to: cute.Pointer, o: cute.Tensor, r: Constexpr[int], column: Int32, by: Float32,
     dtype: Constexpr[type[cutlass.Numeric]],
 ):  # fmt: skip
     """A thread's part of a row of O, times `by`, rounded to `dtype`; `column` is the first that it has."""
-    rows = rows_of(o)
-    pair = cute.make_rmem_tensor(2, dtype)
-    for i in cutlass.range_constexpr(cute.size(o) // 4):
-        for c in cutlass.range_constexpr(2):
-            pair[c] = dtype(rows[c, r, i] * by)
-        if 8 * i + column < head_dim:
-            cute.autovec_copy(
-                pair, cute.make_tensor((to + 8 * i + column).align(dtype.width // 4), cute.make_layout(2))
-            )
+    n, columns = const_expr(params.kernel.neighbours), columns_of(o, params.kernel)
+    some = cute.make_rmem_tensor(n, dtype)
+    for i in cutlass.range_constexpr(cute.size(o) // (2 * n)):
+        for c in cutlass.range_constexpr(n):
+            some[c] = dtype(columns[c, r, i] * by)
+        if 4 * n * i + column < params.head_dim:
+            there = (to + 4 * n * i + column).align(n * dtype.width // 8)
+            cute.autovec_copy(some, cute.make_tensor(there, cute.make_layout(n)))
 
 
 @cute.jit

@@ -9,17 +9,21 @@ import torch
 from torch import Tensor
 
 from flashzoo._cute.driver import current_stream
-from flashzoo._cute.per_stream import tile_counter
+from flashzoo._cute.per_stream import PerStream, tile_counter
 from flashzoo._cute.tma import Ints, dense, map_of_rows, readable
+from flashzoo._triton.descales import strided
 from flashzoo.call.operands import Operands
 from flashzoo.call.problem import Problem
 from flashzoo.decode.config import cut_hopper, kernel_for
-from flashzoo.decode.programs import SIZES, function_for
-from flashzoo.dtypes import TORCH_DTYPES
+from flashzoo.decode.programs import DESCALE, SIZES, arguments_of, function_for
+from flashzoo.decode.traits import KernelE4m3
+from flashzoo.dtypes import BYTES, TORCH_DTYPES
 
 LOG2E = math.log2(math.e)
 SMALLEST_SCALE = 1e-30
 """A scale of 0 makes all scores equal. So does this one, and -inf times it stays -inf."""
+one: PerStream = PerStream(1.0, torch.float32)
+"""The descale of e4m3 keys and values that have none."""
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor] | None:
@@ -49,7 +53,8 @@ def launch(problem: Problem, q: Ints, k: Ints, v: Ints, pages: Ints, device: int
         if p.page_size is None
         else (pages[1], p.page_size, p.heads_kv, p.head_dim)
     )
-    if not (readable(of_q, q) and readable(of_k, k) and readable(of_k, v)):
+    size = BYTES[p.dtype_kv or p.dtype]
+    if not (readable(of_q, q) and readable(of_k, k, size=size) and readable(of_k, v, size=size)):
         return None
     return Launch(problem, of_q, of_k, (q, k, v), pages[0], device)
 
@@ -74,7 +79,8 @@ class Launch:
         self._lse_shape = (p.batch, p.heads, p.seqlen_q)
         self._scale_log2 = max(p.scale * LOG2E, SMALLEST_SCALE)
         self._q = map_of_rows(p.dtype, of_q, strides[0], kernel.width, how.queries, how.heads)
-        self._k, self._v = (map_of_rows(p.dtype, of_k, x, kernel.width, kernel.box) for x in strides[1:])
+        self._k, self._v = (map_of_rows(kernel.dtype_kv, of_k, x, kernel.width, kernel.box) for x in strides[1:])
+        self._descaled = isinstance(kernel, KernelE4m3)
         tiles, blocks = p.batch * p.heads_kv * how.tiles, p.heads_kv * how.tiles * how.splits
         in_memory = kernel.split and not kernel.clustered
         self._parts_shape = (tiles * how.splits * how.rows, p.head_dim + 1) if in_memory else (0, 1)
@@ -109,6 +115,8 @@ class Launch:
             "counter",
             "scale_log2",
         )
+        if self._descaled:
+            given += arguments_of(kernel).names[-2 * len(DESCALE) :]
         items, function = tiles * how.splits, function_for(kernel)
         if kernel.clustered:
             self._launch = function.bind(device, items, params, given, programmatic=True, cluster=how.splits)
@@ -126,6 +134,7 @@ class Launch:
         more = (operands.seqused_k, operands.page_table, operands.sinks)
         stream = current_stream(self._device)
         counters = tile_counter(self._device, stream, self._counters).data_ptr()
+        descales = self._of_descales(stream, operands) if self._descaled else ()
         self._launch(
             stream,
             self._q.at(q.data_ptr()),
@@ -139,5 +148,14 @@ class Launch:
             counters + 4,
             counters,
             self._scale_log2,
+            *descales,
         )
         return out, lse
+
+    def _of_descales(self, stream: int, operands: Operands) -> tuple[int, ...]:
+        """Address and strides of K's descales, then of V's."""
+        found = []
+        for descale in (operands.k_descale, operands.v_descale):
+            values, *strides = strided(descale) or (one(self._device, stream), 0, 0, 0)
+            found += [values.data_ptr(), *strides]
+        return tuple(found)

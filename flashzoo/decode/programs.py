@@ -11,7 +11,7 @@ from flashzoo._cute.arguments import FLOAT, INT, Arguments, Pointer, Record, Tma
 from flashzoo._cute.cache import cached
 from flashzoo._cute.compile import compile_for
 from flashzoo._cute.driver import Function
-from flashzoo.decode.traits import Kernel
+from flashzoo.decode.traits import Kernel, KernelE4m3
 
 ARCH = "sm_90a"
 
@@ -34,6 +34,10 @@ SIZES = (
 """Fields of `hopper_items.Params` that all launches of a problem have in common."""
 
 
+DESCALE = {"values": Pointer("fp32"), **dict.fromkeys(("batch", "head", "block"), INT)}
+"""Fields of `hopper_items.Descale`."""
+
+
 def arguments_of(kernel: Kernel) -> Arguments:
     """What a launch of the kernel takes."""
     given = {"out": Pointer(kernel.out_dtype, align=16), "lse": Pointer("fp32"), "parts": Pointer("fp32", align=16)}
@@ -43,16 +47,24 @@ def arguments_of(kernel: Kernel) -> Arguments:
         "sinks": Pointer("fp32"),
     }
     given |= dict.fromkeys(("arrived", "counter"), Pointer("i32"))
-    tensor = Tma(kernel.dtype, (kernel.width, None, None, None))
-    params = {**given, **dict.fromkeys(SIZES, INT), "scale_log2": FLOAT}
-    return Arguments(
-        q=tensor, k=tensor, v=tensor, params=Record("flashzoo.decode.hopper_items:Params", params, (kernel,))
-    )
+    q, kv = (Tma(dtype, (kernel.width, None, None, None)) for dtype in (kernel.dtype, kernel.dtype_kv))
+    params, of = {**given, **dict.fromkeys(SIZES, INT), "scale_log2": FLOAT}, "Params"
+    if isinstance(kernel, KernelE4m3):
+        descales = {
+            f"{x}_descale": Record("flashzoo.decode.hopper_items:Descale", DESCALE, prefix=f"{x}_descale_")
+            for x in ("k", "v")
+        }
+        params, of = {**params, **descales}, "ParamsE4m3"
+    return Arguments(q=q, k=kv, v=kv, params=Record(f"flashzoo.decode.hopper_items:{of}", params, (kernel,)))
 
 
 def program(kernel: Kernel) -> tuple[Any, tuple[Any, ...]]:
     """The CuTe DSL program of a kernel, and arguments to compile it with."""
-    return import_module("flashzoo.decode.hopper").Decode(kernel), arguments_of(kernel).examples()
+    if isinstance(kernel, KernelE4m3):
+        made = import_module("flashzoo.decode.hopper_e4m3").DecodeE4m3(kernel)
+    else:
+        made = import_module("flashzoo.decode.hopper").Decode(kernel)
+    return made, arguments_of(kernel).examples()
 
 
 @cache

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from flashzoo.dtypes import BYTES
-from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS
+from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
 
 WIDTHS = (64, 128, 192, 256)
 """Head dims that have kernels of their own; TMA fills what a smaller one leaves with zeros."""
@@ -57,8 +58,70 @@ class Kernel:
     teams = 1
     """How many tiles a thread block works on at a time."""
 
+    at_once = 16
+    """Loads of a merging thread before it waits for any: of parts of a row, and of as many rows as there is room
+    for."""
+
+    states = (0, 0)
+    """Places in which consumer warps leave each other maxima and sums of rows, and how many rows a place has."""
+
+    @property
+    def dtype_kv(self) -> str:
+        """Of keys and values."""
+        return self.dtype
+
+    @property
+    def key_warps(self) -> int:
+        """How many of the consumer warps share rows, and have keys of their own."""
+        return 1
+
+    @property
+    def neighbours(self) -> int:
+        """Columns side by side that a thread has of a row of O."""
+        return 2
+
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a thread block: Q, K and V; two mbarriers a stage; the next item, and the word of a part."""
-        elements = (Q_STAGES * WARPGROUP_ROWS + self.stages * self.block_kv) * self.width
-        return BYTES[self.dtype] * elements + 16 * (Q_STAGES + self.stages + 3) + 16
+        row = BYTES[self.dtype] * Q_STAGES * WARPGROUP_ROWS + BYTES[self.dtype_kv] * self.stages * self.block_kv
+        return row * self.width + 16 * (Q_STAGES + self.stages + 3) + 16 + 8 * math.prod(self.states)
+
+
+@dataclass(frozen=True)
+class KernelE4m3(Kernel):
+    """One for e4m3 keys and values beside a 16-bit Q.
+
+    Attributes:
+        row_tiles: a tile's rows are so many times 16 at most, which a warp has: 1, 2 or 4.
+    """
+
+    row_tiles: int
+    at_once = 8
+    states = (2, 16)
+    """Two warps leave theirs."""
+
+    @property
+    def registers(self) -> tuple[int, int] | None:
+        """Of a thread of the producer's warpgroup, and of a consumer, which gets more where two thread blocks share
+        those of a multiprocessor."""
+        return (56, 200) if self.blocks_per_sm == 2 else None
+
+    @property
+    def threads(self) -> int:
+        """Whole warpgroups, where registers go from one to the other."""
+        return 2 * WARPGROUP if self.registers else super().threads
+
+    @property
+    def dtype_kv(self) -> str:
+        """Of keys and values."""
+        return "e4m3"
+
+    @property
+    def key_warps(self) -> int:
+        """How many of the consumer warps share rows, and have keys of their own."""
+        return WARPS // self.row_tiles
+
+    @property
+    def neighbours(self) -> int:
+        """Columns side by side that a thread has of a row of O."""
+        return 4

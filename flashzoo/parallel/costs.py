@@ -26,7 +26,7 @@ STEPWISE = 0.88
 """Of the kernel's rate, what calls in the steps of a ring reach: zigzag on 8 H800s, 8k tokens each, gave 85 % forward
 and 90 % with backward (zhuzilin/ring-flash-attention)."""
 PIECEWISE = 0.9
-"""The same of the backward calls of `gather` on pieces of the keys: 0.88 to 0.9 on two H100s from 32k tokens each on."""
+"""The same of `gather`'s backward calls on pieces of the keys: 0.88 to 0.9 on two H100s from 32k tokens each on."""
 MEMORY = 4e12
 """Bytes/s of one GPU's memory, read and written."""
 MERGED = 14

@@ -106,9 +106,9 @@ HOPPER_BIAS = {
     ("dq", 128): Tiles(64, 64, 4, 2, tma=True, registers=1),
 }
 
-# Of `dbias_kernel`, whose products are made in parts of the head dim: by TMA and by plain loads, for all widths. Of seven
-# the one is the fastest at head dims 64, 128 and 256 or within 2 % of it (H100, bf16, 8 of 2k, causal); the other is not
-# measured, and does not spill.
+# Of `dbias_kernel`, whose products are made in parts of the head dim: by TMA and by plain loads, for all widths. Of
+# seven the one is the fastest at head dims 64, 128 and 256 or within 2 % of it (H100, bf16, 8 of 2k, causal); the other
+# is not measured, and does not spill.
 DBIAS = Tiles(64, 64, 4, 3, tma=True)
 DBIAS_ANYWHERE = Tiles(64, 32, 8, 2)
 DBIAS_FLOAT32 = Tiles(32, 32, 8, 1)
