@@ -331,12 +331,15 @@ def on_scores(rows: list[Row]) -> Iterator[str]:
 
 
 def of_models(rows: list[Row]) -> Iterator[str]:
-    """v3 and its peers on the layers of real models, in the last run that has any."""
+    """v3 and its peers on the layers of real models, each layer and pass in the last run that has v3's."""
     rows = [row for row in runs.measured(rows) if row.get("model")]
     if not rows:
         yield "Not measured yet; `flashzoo bench --models all` does."
         return
-    mine = runs.of_last(rows)
+    last = {(row["model"], row["pass"]): row["run"] for row in rows if row["impl"] == "v3"}
+    mine = [row for row in rows if row["run"] == last.get((row["model"], row["pass"]))]
+    newest = mine[-1]
+    others = [run for run in dict.fromkeys(row["run"] for row in mine) if run != newest["run"]]
     cells: dict[str, dict[str, dict[str, float]]] = {}
     for row in mine:
         cells.setdefault(row["model"], {}).setdefault(row["pass"], {})[row["impl"]] = float(row["tflops"])
@@ -346,7 +349,8 @@ def of_models(rows: list[Row]) -> Iterator[str]:
         peers = [speed for impl, speed in cell.items() if not runs.ours(impl)]
         return cell["v3"] / max(peers) if "v3" in cell and peers else None
 
-    yield f"{mine[0]['dtype']}, in turns; TFLOP/s forward / backward. {origin(mine[0])}."
+    told = f"; what that lacks is of {' and '.join(f'`{run}`' for run in others)}" if others else ""
+    yield f"{newest['dtype']}, in turns; TFLOP/s forward / backward. {origin(newest)}{told}."
     for pass_, word in runs.WORDS.items():
         found = [value for of in cells.values() if (value := share(of.get(pass_, {})))]
         above = sum(value >= 1 for value in found)
