@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -73,26 +74,36 @@ class Launch:
                 self._launch(device, tensors, floats)
 
     def _launch(self, device: int, tensors: tuple[Any, ...], floats: tuple[float | None, ...]) -> None:
-        key = (device,) if self._aligned else (device, *[_specialised(tensor) for tensor in tensors])
-        if self.tma_tiles:
-            arguments = [_descriptor(x, tile) if tile else x for x, tile in zip(tensors, self.tma_tiles, strict=True)]
-        else:
-            arguments = tensors
+        # Of a tensor Triton's launcher would ask the address, and of that the driver whose it is; a number it takes.
+        addresses = [x.data_ptr() if isinstance(x, Tensor) else x for x in tensors]
+        key = (device,)
+        if not self._aligned:
+            key += tuple([x & 15 if isinstance(x, int) else _specialised(x) for x in addresses])
         run = self._compiled.get(key)
         if run is None:
+            arguments = self._described(tensors, tensors)
             compiled = self.kernel[self._grid](*arguments, *floats, *self.scalars, **self.constexprs, **self.options)
             self._compiled[key] = compiled[self._grid]
         else:
             # Asked by the function that torch's own generated code uses: Triton would ask at a higher cost.
-            run(*arguments, *floats, *self._rest, stream=torch._C._cuda_getCurrentRawStream(device))
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            run(*self._described(tensors, addresses), *floats, *self._rest, stream=stream)
+
+    def _described(self, tensors: tuple[Any, ...], otherwise: Sequence[Any]) -> Sequence[Any]:
+        """The arguments in their place: descriptors of the tensors that have a tile, of the others what is given."""
+        if not self.tma_tiles:
+            return otherwise
+        return [
+            _descriptor(x, tile) if tile else other
+            for x, tile, other in zip(tensors, self.tma_tiles, otherwise, strict=True)
+        ]
 
 
 def _specialised(x: Any) -> Any:
-    """By what of an argument Triton chooses a kernel: of a tensor's address, and of the numbers beside tensors in a
-    tuple."""
+    """By what Triton chooses a kernel: of a tensor its address, and of a tuple that and the numbers beside tensors."""
     if isinstance(x, Tensor):
         return x.data_ptr() & 15
-    return tuple([_specialised(part) for part in x]) if isinstance(x, tuple) else x or 0
+    return tuple([_specialised(part) for part in x]) if isinstance(x, tuple) else x
 
 
 def _descriptor(x: Tensor, tile: tuple[int, ...]) -> TensorDescriptor:
