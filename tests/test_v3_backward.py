@@ -257,11 +257,31 @@ def test_every_tile_is_one_thread_blocks_of_a_pair(swizzle, keys, monkeypatch):
     for place in range(2):
         arch = SimpleNamespace(block_idx_in_cluster=lambda place=place: place)
         monkeypatch.setattr("flashzoo.v3.backward_pairs.cute", SimpleNamespace(arch=arch))
+        monkeypatch.setattr("flashzoo.v3.backward_pairs.opaque", int)
         found.append([astuple(scheduler.work_tile(i)) for i in range(scheduler.tiles(0))])
     assert sorted(itertools.chain(*found)) == [*itertools.product(range(params.blocks), range(6), range(3))]
     assert params.blocks % 2 == 0 and 0 <= params.blocks - -(-keys // 64) < 2
     for first, second in zip(*found, strict=True):
         assert (first[0] % 2, second) == (0, (first[0] + 1, *first[1:])), "neighbours"
+
+
+@pytest.mark.parametrize("keys", [PAIRS_FROM, PAIRS_FROM + 1, 40 * PAIRS_FROM])
+def test_a_launch_has_whole_pairs(keys, monkeypatch):
+    """As many as run at a time, or as there are; of half a block of queries each thread block loads one."""
+    bound, problem = [], replace(PLAIN, heads=1, heads_kv=1, head_dim=256, head_dim_v=None, seqlen_k=keys)
+
+    def bind(device, blocks, fixed, given, cluster):
+        bound.append((blocks, fixed["blocks"], cluster))
+
+    function = SimpleNamespace(bind=bind, clusters=lambda device, cluster: 66)
+    monkeypatch.setattr(launch, "function_for", lambda kernel: function)
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 132)
+    strides = [torch.empty(1, n, 1, 256).stride() for n in (128, keys, keys, 128, 128)]
+    made = launch.BackwardLaunch(problem, kernel_backward_for(problem), tuple(strides[:4]), strides[4], False, 0)
+    pairs = -(-keys // 128)
+    assert bound == [(2 * min(66, pairs), 2 * pairs, 2)]
+    boxes = [[*x._shape[2]] for x in (made._q, made._dout, made._k, made._v, made._dk, made._dv)]
+    assert boxes == [[64, 1, 32, 1]] * 2 + [[64, 1, 64, 1]] * 4
 
 
 def test_pairs_are_for_many_keys_in_any_order():

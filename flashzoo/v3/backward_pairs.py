@@ -21,6 +21,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32
 
 from flashzoo._cute.hopper.bounds import BoundsBackward
+from flashzoo._cute.hopper.opaque import opaque
 from flashzoo._cute.hopper.pipeline import PipelineOfPair
 from flashzoo._cute.hopper.tile_scheduler import TileScheduler, TileSchedulerBackward, WorkTile
 from flashzoo.v3.backward_by_gradient import BackwardByGradient
@@ -39,8 +40,8 @@ class TileSchedulerPairs(TileSchedulerBackward):
         return cute.arch.block_idx()[0] // 2
 
     def blocks(self) -> Int32:
-        """Pairs of tiles of a head."""
-        return self.params.blocks // 2
+        """Pairs of tiles of a head; opaque, as the producer has no register to keep what is made of it."""
+        return opaque(self.params.blocks) >> 1
 
     def work_tile(self, work: Int32) -> WorkTile:
         """This thread block's tile of a pair."""
