@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from fault import Change, Fault, fault
 
-FORWARD, BACKWARD, BY_GRADIENT = (f"flashzoo/v3/{name}.py" for name in ("forward", "backward", "backward_by_gradient"))
+FORWARD, BACKWARD, BY_GRADIENT, PAIRS = (
+    f"flashzoo/v3/{name}.py" for name in ("forward", "backward", "backward_by_gradient", "backward_pairs")
+)
 FP8, QUANTIZE, SOFTMAX, DELTA, V3_SPARSE = (
     f"flashzoo/v3/{name}.py" for name in ("fp8", "quantize_kernels", "softmax", "delta", "sparse")
 )
@@ -204,6 +206,12 @@ V3 = (
         "acc.store(acc.load() * (scale * (Float32(1.05) if tile.bounds.tile.head == 1 else Float32(1.0))))",
         "v3-head_dim_256-",
         gpu=True,
+    ),
+    fault(
+        "v3/pair_that_walks_what_one_sees",
+        "of thread blocks in pairs each walks the blocks of queries that see its own keys: they wait for one another",
+        *(PAIRS, "self.rank() * size, (self.rank() + 1)", "self.tile.block * size // 2, (self.rank() + 1)"),
+        "test_a_pair_walks_the_same_blocks",
     ),
     fault(
         "v3/delta_of_the_neighbour",

@@ -21,7 +21,7 @@ from flashzoo._cute.hopper.wgmma import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from flashzoo._sass import Resources, read
 from flashzoo.call.forms import MaskForm, ScoreForm
 from flashzoo.gpu import SHARED_LIMIT, WARPGROUP
-from flashzoo.v3.config import BACKWARD, FP8, LONG, SPARSE, kernel_backward_for, kernel_fp8_for
+from flashzoo.v3.config import BACKWARD, FP8, LONG, PAIRS_FROM, SPARSE, kernel_backward_for, kernel_fp8_for
 from flashzoo.v3.config import HOPPER as V3_TILES
 from flashzoo.v3.config import HOPPER_SHORT as V3_SHORT
 from flashzoo.v3.config import kernel_for as v3_kernel
@@ -32,6 +32,7 @@ from flashzoo.v3.traits import (
     Kernel,
     KernelBackward,
     KernelBackwardPacked,
+    KernelBackwardPairs,
     KernelBackwardSparse,
     KernelFp8,
     KernelFp8Packed,
@@ -227,11 +228,13 @@ def test_v3_fp8_packed_compiles_and_spills_no_more_than_known(width: int, mask: 
 Widths = tuple[int, int]
 
 
-def backward_cases() -> Iterator[tuple[str, Widths, str, bool]]:
+def backward_cases() -> Iterator[tuple[str, Widths, int, str, bool]]:
     for widths, mask, deterministic in product(BACKWARD, V3_MASKS, (False, True)):
-        yield "bf16", widths, mask, deterministic
+        yield "bf16", widths, PAIRS_FROM, mask, deterministic
     for widths, mask in product(BACKWARD, ("full", "causal")):
-        yield "fp16", widths, mask, mask == "causal"
+        yield "fp16", widths, PAIRS_FROM, mask, mask == "causal"
+    for widths, mask in product((widths for widths, tiles in BACKWARD.items() if tiles.by_gradient), V3_MASKS):
+        yield "bf16", widths, PAIRS_FROM - 1, mask, False
 
 
 def packed_backward_cases() -> Iterator[tuple[str, Widths, str, bool]]:
@@ -269,13 +272,15 @@ def serialised(code: tuple[str, ...]) -> int:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize(("dtype", "widths", "mask", "deterministic"), [*backward_cases()], ids=str)
+@pytest.mark.parametrize(("dtype", "widths", "seqlen_k", "mask", "deterministic"), [*backward_cases()], ids=str)
 @pytest.mark.filterwarnings("error")
 def test_v3_backward_compiles_and_its_consumers_do_not_spill(
-    dtype: str, widths: Widths, mask: str, deterministic: bool, host_code
+    dtype: str, widths: Widths, seqlen_k: int, mask: str, deterministic: bool, host_code
 ) -> None:
     asked = {"dtype": dtype, "head_dim_v": widths[1], "grad": True, "deterministic": deterministic, "arch": 90}
-    kernel = kernel_backward_for(Problem(2, 4096, 4096, 16, 16, widths[0], **asked, **V3_MASKS[mask]))
+    kernel = kernel_backward_for(Problem(2, 4096, seqlen_k, 16, 16, widths[0], **asked, **V3_MASKS[mask]))
+    pairs = kernel.tiles.by_gradient and seqlen_k >= PAIRS_FROM and not deterministic
+    assert isinstance(kernel, KernelBackwardPairs) == pairs
     held_to_its_registers(kernel, host_code)
 
 
@@ -292,7 +297,7 @@ def test_v3_packed_backward_compiles_and_does_not_spill(
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("kind", ["dense", "deterministic", "packed", "sparse"])
+@pytest.mark.parametrize("kind", ["dense", "short", "deterministic", "packed", "sparse"])
 @pytest.mark.parametrize("widths", [*BACKWARD], ids=str)
 @pytest.mark.filterwarnings("error")
 def test_v3_backward_of_split_groups_compiles_and_does_not_spill(kind: str, widths: Widths, host_code) -> None:
@@ -303,8 +308,11 @@ def test_v3_backward_of_split_groups_compiles_and_does_not_spill(kind: str, widt
         "deterministic": {"deterministic": True},
     }
     asked = {"head_dim_v": widths[1], "causal": kind != "sparse", "grad": True, "arch": 90} | how.get(kind, {})
-    kernel = kernel_backward_for(Problem(1, 4096, 4096, 16, 1, widths[0], **asked))
-    assert kernel.split_group
+    keys = PAIRS_FROM - 1 if kind == "short" else 4096
+    kernel = kernel_backward_for(Problem(1, 4096, keys, 16, 1, widths[0], **asked))
+    assert kernel.split_group and isinstance(kernel, KernelBackwardPairs) == (
+        kind == "dense" and kernel.tiles.by_gradient
+    )
     held_to_its_registers(kernel, host_code)
 
 
@@ -337,6 +345,8 @@ def held_to_its_registers(kernel: KernelBackward, host_code: list[str]) -> None:
     assert compiled.opcodes.keys() >= {"HGMMA", "UTMALDG", "UBLKCP", "USETMAXREG"}, "WGMMA, TMA, registers by role"
     assert ("UTMASTG" in compiled.opcodes) != kernel.split_group, "dK and dV leave by TMA, but for parts of them"
     assert "HMMA" not in compiled.opcodes
+    multicast = sum("UTMALDG.4D.MULTICAST" in instruction for instruction in compiled.code)
+    assert bool(multicast) == (kernel.cluster > 1) == ("STAS" in compiled.opcodes), "pairs load and claim for both"
     bulk, fours = "UBLKRED" in compiled.opcodes, any("REDG.E.ADD.F32x4" in instruction for instruction in compiled.code)
     assert (bulk, fours) == (not kernel.tiles.by_gradient, kernel.tiles.by_gradient), (
         "dQ is added to by TMA, or from registers by fours"
@@ -362,7 +372,8 @@ KINDS = {
     KernelFp8Packed: lambda problem: kernel_fp8_for(dataclasses.replace(problem, batch=1, sequences=2), False, False),
     KernelSparse: lambda problem: v3_kernel(dataclasses.replace(problem, block_mask=MaskForm())),
     KernelPacked: lambda problem: v3_kernel(dataclasses.replace(problem, batch=1, sequences=2)),
-    KernelBackward: kernel_backward_for,
+    KernelBackward: lambda problem: kernel_backward_for(dataclasses.replace(problem, seqlen_k=PAIRS_FROM - 1)),
+    KernelBackwardPairs: kernel_backward_for,
     KernelBackwardSparse: lambda problem: kernel_backward_for(
         dataclasses.replace(problem, grad=True, block_mask=MaskForm())
     ),
@@ -424,7 +435,7 @@ def test_v3_with_a_function_on_scores_spills_no_more_than_known(name, width, gra
 def backward_launches() -> Iterator[tuple[type, Widths, bool]]:
     for widths in BACKWARD:
         for kind in PROGRAMS:
-            if not issubclass(kind, Kernel):
+            if not issubclass(kind, Kernel) and (kind is not KernelBackwardPairs or BACKWARD[widths].by_gradient):
                 yield kind, widths, False
         yield KernelBackward, widths, True
 

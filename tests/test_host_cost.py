@@ -182,7 +182,7 @@ def no_launch(monkeypatch):
     what the host does for a call, on a machine without a GPU."""
     monkeypatch.setattr("flashzoo._triton.launch.interpret", lambda *arguments: None)
     number = torch.zeros(1)
-    kernel = SimpleNamespace(bind=lambda *how: lambda *arguments: None)
+    kernel = SimpleNamespace(bind=lambda *how, cluster=1: lambda *arguments: None, clusters=lambda *how: 66)
     monkeypatch.setattr("flashzoo.v3.launch.function_for", lambda of: kernel)
     for module in ("flashzoo.v3.launch", "flashzoo.v3.launch_fp8"):
         monkeypatch.setattr(f"{module}.current_stream", lambda device: 0)

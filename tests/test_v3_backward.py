@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import astuple, replace
+from dataclasses import astuple, fields, replace
 from types import SimpleNamespace
 
 import pytest
@@ -27,8 +27,9 @@ from flashzoo.inputs import LAYOUTS
 from flashzoo.reference import Result, visible
 from flashzoo.v3 import FP8_SPEC, SPEC, launch, programs
 from flashzoo.v3.backward import Backward
-from flashzoo.v3.config import BACKWARD, kernel_backward_for
-from flashzoo.v3.traits import WRITERS, TilesBackward
+from flashzoo.v3.backward_pairs import BoundsPairs, TileSchedulerPairs
+from flashzoo.v3.config import BACKWARD, PAIRS_FROM, kernel_backward_for
+from flashzoo.v3.traits import WRITERS, KernelBackwardPairs, TilesBackward
 from flashzoo_suite.support import accept, both, draw, forward, same_bits
 
 gpu = pytest.mark.gpu
@@ -214,6 +215,82 @@ def test_every_tile_is_worked_on_once(swizzle):
         assert [tile[0] for tile in tiles if tile[1:] == (head, batch)] == [
             scheduler.block_of(rank) for rank in range(params.blocks)
         ]
+
+
+def in_pairs(problem: Problem) -> Params:
+    """Params of the problem where thread blocks work in pairs."""
+    params = params_of(problem, TilesBackward(64, 64))
+    values = {field.name: getattr(params.kernel, field.name) for field in fields(params.kernel)}
+    kernel = KernelBackwardPairs(**values | {"deterministic": False})
+    return replace(params, kernel=kernel, blocks=kernel.blocks_kv(problem.seqlen_k))
+
+
+def test_a_pair_walks_the_same_blocks_and_meets_what_is_seen_once(on_integers):
+    """Else each waits for loads that the other never issues."""
+    for problem, seen in scheduled():
+        params, met = in_pairs(replace(problem, heads=4)), torch.zeros(seen.shape, dtype=torch.int32)
+        for block in range(0, params.blocks, 2):
+            pair = [BoundsPairs(params, WorkTile(block + place, 1, 0)) for place in range(2)]
+            begin, end = pair[0].block_range()
+            assert pair[1].block_range() == (begin, end), f"{problem}: keys from block {block}"
+            steps, others = ([x.step(i, begin, end) for i in range(2 * (end - begin))] for x in pair)
+            assert steps == others, f"{problem}: keys from block {block}"
+            assert sorted(steps) == [*itertools.product((2, 3), range(begin, end))]
+            for bounds, n in itertools.product(pair, range(begin, end)):
+                first_key, query = bounds.tile.block * 64, torch.arange(n * 64, n * 64 + 64)[:, None]
+                lowest, highest = torch.tensor([bounds.of_key(first_key + i, 0) for i in range(64)]).T
+                meets = (query >= lowest) & (query < highest) if params.kernel.left else query >= lowest
+                if not bounds.crosses(first_key, n):
+                    assert meets.all(), f"{problem}: key {first_key}, block of queries {n}"
+                rows, columns = (max(0, min(64, x)) for x in (problem.seqlen_q - n * 64, problem.seqlen_k - first_key))
+                assert not meets[:, columns:].any(), f"{problem}: sees past the last key"
+                met[n * 64 :, first_key:][:rows, :columns] += meets[:rows, :columns]
+        assert torch.equal(met, seen.int()), f"{problem}"
+
+
+@pytest.mark.parametrize("keys", [1000, 1100])
+@pytest.mark.parametrize("swizzle", [1, 3, 100])
+def test_every_tile_is_one_thread_blocks_of_a_pair(swizzle, keys, monkeypatch):
+    problem = replace(PLAIN, batch=3, heads=12, heads_kv=6, seqlen_q=300, seqlen_k=keys, causal=True)
+    params = replace(in_pairs(problem), l2_swizzle=min(swizzle, 18))
+    scheduler, found = TileSchedulerPairs(params), []
+    for place in range(2):
+        arch = SimpleNamespace(block_idx_in_cluster=lambda place=place: place)
+        monkeypatch.setattr("flashzoo.v3.backward_pairs.cute", SimpleNamespace(arch=arch))
+        monkeypatch.setattr("flashzoo.v3.backward_pairs.opaque", int)
+        found.append([astuple(scheduler.work_tile(i)) for i in range(scheduler.tiles(0))])
+    assert sorted(itertools.chain(*found)) == [*itertools.product(range(params.blocks), range(6), range(3))]
+    assert params.blocks % 2 == 0 and 0 <= params.blocks - -(-keys // 64) < 2
+    for first, second in zip(*found, strict=True):
+        assert (first[0] % 2, second) == (0, (first[0] + 1, *first[1:])), "neighbours"
+
+
+@pytest.mark.parametrize("keys", [PAIRS_FROM, PAIRS_FROM + 1, 40 * PAIRS_FROM])
+def test_a_launch_has_whole_pairs(keys, monkeypatch):
+    """As many as run at a time, or as there are; of half a block of queries each thread block loads one."""
+    bound, problem = [], replace(PLAIN, heads=1, heads_kv=1, head_dim=256, head_dim_v=None, seqlen_k=keys)
+
+    def bind(device, blocks, fixed, given, cluster):
+        bound.append((blocks, fixed["blocks"], cluster))
+
+    function = SimpleNamespace(bind=bind, clusters=lambda device, cluster: 66)
+    monkeypatch.setattr(launch, "function_for", lambda kernel: function)
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 132)
+    strides = [torch.empty(1, n, 1, 256).stride() for n in (128, keys, keys, 128, 128)]
+    made = launch.BackwardLaunch(problem, kernel_backward_for(problem), tuple(strides[:4]), strides[4], False, 0)
+    pairs = -(-keys // 128)
+    assert bound == [(2 * min(66, pairs), 2 * pairs, 2)]
+    boxes = [[*x._shape[2]] for x in (made._q, made._dout, made._k, made._v, made._dk, made._dv)]
+    assert boxes == [[64, 1, 32, 1]] * 2 + [[64, 1, 64, 1]] * 4
+
+
+def test_pairs_are_for_many_keys_in_any_order():
+    long = replace(PLAIN, head_dim=256, head_dim_v=None, seqlen_k=PAIRS_FROM)
+    others = ({"seqlen_k": PAIRS_FROM - 1}, {"head_dim": 128, "head_dim_v": None}, {"deterministic": True})
+    kinds = [type(kernel_backward_for(replace(long, **changed))) for changed in ({}, *others)]
+    assert [kind is KernelBackwardPairs for kind in kinds] == [True, False, False, False]
+    with pytest.raises(ValueError, match="pairs have tiles cut by gradient"):
+        KernelBackwardPairs("bf16", 128, 128, False, False, False, TilesBackward(64))
 
 
 @pytest.mark.parametrize("writers", [1, WRITERS])
@@ -412,6 +489,23 @@ def test_more_tiles_than_multiprocessors_and_fewer(size, head_dim, deterministic
     problem = replace(SIZES[size], head_dim=head_dim, head_dim_v=None, deterministic=deterministic)
     tensors, dout, dlse = draw(problem)
     accept(Judge(*tensors, problem, dout, dlse), both("v3", tensors, problem, dout, dlse))
+    assert counters_are_zero()
+
+
+@gpu
+@on_hopper
+@pytest.mark.parametrize("band", ["full", "causal", "wide", "left"])
+@pytest.mark.parametrize("head_dims", [(192, 128), (192, 192), (256, 256)], ids=str)
+def test_pairs_at_the_edges_of_tiles(head_dims, band):
+    """An odd number of blocks of keys, a last one that is not full, heads that share keys, split or not."""
+    for seqlen_k, heads, batch in ((PAIRS_FROM, 2, 1), (1025, 4, 5), (1088, 2, 1), (1111, 16, 1)):
+        for seqlen_q in (1, 200, seqlen_k):
+            sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads": heads, "heads_kv": heads // 2}
+            widths = {"head_dim": head_dims[0], "head_dim_v": head_dims[1], "out_dtype": None}
+            problem = replace(PLAIN, **sizes, **widths, **BANDS[band])
+            assert isinstance(kernel_backward_for(problem), KernelBackwardPairs)
+            tensors, dout, dlse = draw(problem)
+            accept(Judge(*tensors, problem, dout, dlse), both("v3", tensors, problem, dout, dlse))
     assert counters_are_zero()
 
 

@@ -475,7 +475,7 @@ def test_a_launch_gives_what_the_kernel_takes(span, deterministic, head_dim, mon
     bound = []
 
     def bind(kernel):
-        return lambda device, blocks, fixed, given: bound.append(
+        return lambda device, blocks, fixed, given, cluster=1: bound.append(
             (blocks, Packer(arguments_of(kernel), 0, fixed, given))
         )
 

@@ -151,7 +151,7 @@ def test_a_launch_gives_what_is_read(shape, pairs, monkeypatch):
     problem = Problem(*sizes, arch=90, sinks=True, score_mod=mod.form)
 
     def bind(kernel):
-        def bound_to(device, blocks, fixed, names):
+        def bound_to(device, blocks, fixed, names, cluster=1):
             packer = Packer(arguments_of(kernel), 0, fixed, names)
             bound.append((kernel, names))
             return lambda stream, *values: given.append((dict(zip(names, values, strict=True)), packer(values)))

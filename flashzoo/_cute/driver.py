@@ -69,6 +69,7 @@ def _driver() -> ctypes.CDLL:
     library.cuTensorMapEncodeTiled.argtypes = [c_void_p, c_int, c_uint32, c_void_p, u64, u64, u32, u32, *[c_int] * 4]
     library.cuLaunchKernel.argtypes = [c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p]
     library.cuLaunchKernelEx.argtypes = [POINTER(_Config), c_void_p, c_void_p, c_void_p]
+    library.cuOccupancyMaxActiveClusters.argtypes = [POINTER(c_int), c_void_p, POINTER(_Config)]
     return library
 
 
@@ -205,6 +206,17 @@ class Function:
         if self.shared > 48 << 10:
             error = _driver().cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, self.shared, self.kernel, _handle(device))
             _check(error, f"asking for {self.shared} bytes of shared memory on device {device}")
+
+    def clusters(self, device: int, cluster: int) -> int:
+        """How many clusters of so many thread blocks run at a time on a device, the current one."""
+        self._prepare(device)
+        _make_current(device)
+        attributes = (_Attribute * 1)(_Attribute(_CLUSTER, 0, (c_int * 16)(cluster, 1, 1)))
+        config = _Config((c_uint * 7)(cluster, 1, 1, self.threads, 1, 1, self.shared), None, attributes, 1)
+        found = c_int()
+        error = _driver().cuOccupancyMaxActiveClusters(byref(found), self.kernel, byref(config))
+        _check(error, f"asking how many clusters of {cluster} thread blocks device {device} runs")
+        return found.value
 
     def bind(
         self,

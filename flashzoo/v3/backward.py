@@ -38,7 +38,7 @@ from flashzoo._cute.hopper.dtypes import DTYPES
 from flashzoo._cute.hopper.mask import mask_scores
 from flashzoo._cute.hopper.opaque import opaque
 from flashzoo._cute.hopper.params import Params
-from flashzoo._cute.hopper.pipeline import Pipeline
+from flashzoo._cute.hopper.pipeline import Pipeline, sync_cluster
 from flashzoo._cute.hopper.scores import Scores, Told
 from flashzoo._cute.hopper.tile_scheduler import CLAIMED_AT_ONCE, TileScheduler, TileSchedulerBackward
 from flashzoo._cute.hopper.tma import box_of, load, tma_atom
@@ -170,6 +170,7 @@ class Backward:
 
     scheduler: type[TileScheduler] = TileSchedulerBackward
     bounds: type[BoundsBackward] = BoundsBackward
+    pipeline: type[Pipeline] = Pipeline  # of what is told or loaded for all that share it
 
     def __init__(self, kernel: KernelBackward) -> None:
         self.kernel = kernel
@@ -177,6 +178,7 @@ class Backward:
         self.dtype: type[cutlass.Numeric] = DTYPES[kernel.dtype]
         self.part: int = kernel.dq_part[0] * kernel.dq_part[1]
         self.exchange_readers = 1  # warps
+        self.work_readers: int = WARPS * kernel.tiles.consumers + kernel.writers
         self.score_mod: Scores | None = None if kernel.scoring is None else Scores(kernel.scoring, "q")
         # whether P and dS are made together, as a function on scores has a derivative
         self.by_slope = self.score_mod is not None and not self.score_mod.adds
@@ -215,16 +217,17 @@ class Backward:
         )
         k_layout, v_layout, q_layout, do_layout, _ = layouts
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        load_shared = load if kernel.cluster == 1 else cpasync.CopyBulkTensorTileG2SMulticastOp()
         atoms = []
-        for operation, x, layout in (
-            (load, q, q_layout),
-            (load, k, k_layout),
-            (load, v, v_layout),
-            (load, do, do_layout),
-            (store, dk, k_layout),
-            (store, dv, v_layout),
+        for operation, x, layout, cluster in (
+            (load_shared, q, q_layout, kernel.cluster),
+            (load, k, k_layout, 1),
+            (load, v, v_layout, 1),
+            (load_shared, do, do_layout, kernel.cluster),
+            (store, dk, k_layout, 1),
+            (store, dv, v_layout, 1),
         ):
-            atoms.append(tma_atom(operation, x, layout))
+            atoms.append(tma_atom(operation, x, layout, cluster))
         read = tensors[0] if len(tensors) > 0 else None
         self.device(TmaAtoms(*atoms), workspace, params, scale_log2, scale, read, *layouts).launch(
             grid=[1, 1, 1], block=[kernel.threads, 1, 1], smem=kernel.shared_bytes, min_blocks_per_mp=1
@@ -257,16 +260,16 @@ class Backward:
             *[smem.allocate_tensor(Float32, cute.make_layout((tiles.block_q, tiles.stages)), 16) for _ in range(2)],
             cute.make_tensor(smem.allocate_array(Int32, kernel.words_of_work), cute.make_layout(kernel.words_of_work)),
             *[
-                Pipeline.allocate(smem, stages)
-                for stages in (
-                    1,
-                    1,
-                    tiles.stages,
-                    tiles.stages,
-                    tiles.ds_stages,
-                    kernel.exchange_barriers,
-                    max(1, kernel.writers),
-                    1,
+                kind.allocate(smem, stages)
+                for kind, stages in (
+                    (Pipeline, 1),
+                    (Pipeline, 1),
+                    (self.pipeline, tiles.stages),
+                    (self.pipeline, tiles.stages),
+                    (Pipeline, tiles.ds_stages),
+                    (Pipeline, kernel.exchange_barriers),
+                    (Pipeline, max(1, kernel.writers)),
+                    (self.pipeline, 1),
                 )
             ],
         )
@@ -282,9 +285,12 @@ class Backward:
                 storage.ds_pipeline.initialize(WARPS * tiles.consumers, WARPS)
                 storage.exchange_pipeline.initialize(self.exchange_readers, WARPS)
                 storage.semaphore_pipeline.initialize(WARPS * tiles.consumers)
-                storage.work_pipeline.initialize(WARPS * tiles.consumers + self.kernel.writers)
+                storage.work_pipeline.initialize(self.work_readers)
         cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
+        if const_expr(kernel.cluster > 1):
+            sync_cluster()
+        else:
+            cute.arch.sync_threads()
 
         if warp < WARPS:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS[tiles.consumers])
@@ -295,6 +301,8 @@ class Backward:
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS[tiles.consumers])
             self.consume(params, storage, tma, workspace, scale_log2, scale, tensors)
+        if const_expr(kernel.cluster > 1):
+            sync_cluster()  # until then others write into this thread block's shared memory and arrive at its mbarriers
 
     @cute.jit
     def produce(self, params: Params, storage: SharedStorage, tma: TmaAtoms, workspace: Workspace):
@@ -324,8 +332,7 @@ class Backward:
             loaded += steps
             if steps > CLAIMED_AT_ONCE:
                 claimed = scheduler.claim_next(work)
-            work = scheduler.work_of(scheduler.claimed(claimed))
-            scheduler.publish(storage.work, storage.work_pipeline, work_idx, work)
+            work = scheduler.publish_claimed(storage.work, storage.work_pipeline, work_idx, claimed)
             work_idx += 1
 
     @cute.jit
@@ -352,7 +359,10 @@ class Backward:
         ):
             pipeline.producer_acquire(loaded)
             stage = pipeline.stage(loaded)
-            load(atom, x[None, None, stage], origin, pipeline.full + stage, values + first, column[None, stage])
+            load(
+                *(atom, x[None, None, stage], origin, pipeline.full + stage, values + first, column[None, stage]),
+                self.kernel.cluster,
+            )
 
     @cute.jit
     def store_dq(self, params: Params, storage: SharedStorage, writer: Int32, workspace: Workspace):

@@ -18,6 +18,7 @@ from flashzoo.v3.traits import (
     Kernel,
     KernelBackward,
     KernelBackwardPacked,
+    KernelBackwardPairs,
     KernelBackwardSparse,
     KernelFp8,
     KernelFp8Packed,
@@ -95,6 +96,9 @@ BACKWARD = {
     (192, 192): TilesBackward(64, 64),
     (256, 256): TilesBackward(64, 64),
 }
+
+PAIRS_FROM = 1024
+"""Keys from which on thread blocks of the backward pass work in pairs."""
 
 # Microseconds on an H200, by which query heads that share keys are split over several tiles of the backward pass: what
 # a multiprocessor multiplies in one, what memory gives, how many steps a tile's beginning and end are worth, and what
@@ -177,8 +181,17 @@ def kernel_backward_for(problem: Problem) -> KernelBackward:
     split, scoring, mask = group_splits_for(problem) > 1, scoring_of(problem, gradient=True), problem.block_mask
     if mask is not None:
         return KernelBackwardSparse(*how, mask.block_kv, mask.bits, split_group=split)
-    kind = KernelBackward if problem.sequences is None else KernelBackwardPacked
-    return kind(*how, split_group=split, scoring=scoring)
+    kind = KernelBackwardPairs if in_pairs(problem) else KernelBackward
+    return (kind if problem.sequences is None else KernelBackwardPacked)(*how, split_group=split, scoring=scoring)
+
+
+def in_pairs(problem: Problem) -> bool:
+    """Whether thread blocks of the backward pass work in pairs: where tiles are cut by gradient, of dense tensors, in
+    any order of sums, without a function on scores. Of an odd number of blocks the last has a partner without keys:
+    from `PAIRS_FROM` keys on they are many."""
+    p, by_gradient = problem, BACKWARD[widths_backward(problem)].by_gradient
+    plain = p.block_mask is None and p.sequences is None and p.score_mod is None and not p.deterministic
+    return by_gradient and plain and p.seqlen_k >= PAIRS_FROM
 
 
 @lru_cache(maxsize=1024)

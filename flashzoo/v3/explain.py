@@ -121,6 +121,8 @@ def _describe_backward(problem: Problem) -> list[str]:
             f"backward: {blocks} blocks of keys for {MULTIPROCESSORS[90]} multiprocessors, so each is a tile for every "
             f"{group // splits} of the {group} query heads that share it; their dK and dV are added in float32"
         )
+    if backward.cluster > 1:
+        lines.append("backward: thread blocks work in pairs on neighbouring blocks of keys, and load queries for both")
     if problem.deterministic:
         lines.append("backward: blocks of keys add to dQ in a fixed order, each after the one before")
     return lines

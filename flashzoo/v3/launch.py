@@ -358,8 +358,9 @@ class BackwardLaunch:
         self._semaphore_shape = (p.batch * p.heads * blocks_q * kernel.semaphores if kernel.deterministic else 0,)
 
         map_of = partial(map_of_rows, p.dtype, ragged=p.sequences is not None)
-        self._q = map_of(of_q, q_strides, kernel.width, tiles.block_q)
-        self._dout = map_of(of_out, dout_strides, kernel.width_v, tiles.block_q)
+        rows_loaded = tiles.block_q // kernel.cluster
+        self._q = map_of(of_q, q_strides, kernel.width, rows_loaded)
+        self._dout = map_of(of_out, dout_strides, kernel.width_v, rows_loaded)
         self._k, self._dk = (map_of(of_k, x, kernel.width, tiles.block_kv) for x in (k_strides, dk_strides))
         self._v, self._dv = (map_of(of_v, x, kernel.width_v, tiles.block_kv) for x in (v_strides, dv_strides))
 
@@ -394,9 +395,11 @@ class BackwardLaunch:
             "scale",
             *of_scoring(kernel),
         )
-        self._launch = function_for(kernel).bind(
-            device, min(_multiprocessors(device), blocks * batch_heads), params, given
-        )
+        function, at_once = function_for(kernel), _multiprocessors(device)
+        if kernel.cluster > 1:
+            at_once = kernel.cluster * function.clusters(device, kernel.cluster)
+        thread_blocks = min(at_once, blocks * batch_heads)
+        self._launch = function.bind(device, thread_blocks, params, given, cluster=kernel.cluster)
         self._delta = delta_launch(p, kernel, out_strides, dout_strides, dlse)
         self._round = round_launch(p, kernel, dq_strides)
         self._sum = sum_launch(p, kernel, blocks, splits, dk_strides, dv_strides) if kernel.split_group else None

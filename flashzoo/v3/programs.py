@@ -18,6 +18,7 @@ from flashzoo.v3.traits import (
     Kernel,
     KernelBackward,
     KernelBackwardPacked,
+    KernelBackwardPairs,
     KernelBackwardSparse,
     KernelFp8,
     KernelFp8Packed,
@@ -114,7 +115,8 @@ class Program:
     """What compiles the kernels of a kind.
 
     Attributes:
-        device: the CuTe DSL program, "module:class"; imported when a kernel is compiled.
+        device: the CuTe DSL program, "module:class"; imported when a kernel is compiled. Empty where all tiles are cut
+            by gradient.
         arguments: of a kernel, in the order of the program's `__call__`.
         by_gradient: the program where tiles are cut by gradient.
     """
@@ -144,6 +146,7 @@ PROGRAMS: dict[type[Kernel | KernelBackward], Program] = {
         _backward,
         by_gradient="flashzoo.v3.backward_by_gradient:BackwardByGradient",
     ),
+    KernelBackwardPairs: Program("", _backward, by_gradient="flashzoo.v3.backward_pairs:BackwardPairs"),
     KernelBackwardPacked: Program(
         "flashzoo.v3.packed:BackwardPacked",
         _backward,

@@ -292,6 +292,9 @@ class KernelBackward:
     teams: ClassVar[int] = 1
     """How many tiles a thread block works on at a time."""
 
+    cluster: ClassVar[int] = 1
+    """Thread blocks that load queries for one another."""
+
     @property
     def words_of_work(self) -> int:
         """32-bit words that tell of the next tile: its number."""
@@ -376,6 +379,22 @@ class KernelBackward:
         floats = numbers * stages + 2 * tiles.stages * tiles.block_q
         pipelines = 2 * tiles.stages + tiles.ds_stages + self.exchange_barriers + max(1, self.writers) + 3
         return BYTES[self.dtype] * elements + 4 * floats + 16 * pipelines + 8 * cdiv(self.words_of_work, 2)
+
+
+@dataclass(frozen=True)
+class KernelBackwardPairs(KernelBackward):
+    """A backward kernel whose thread blocks work in pairs: a pair's tiles are two neighbouring blocks of keys."""
+
+    cluster: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        if not self.tiles.by_gradient or self.deterministic:
+            expected = "tiles cut by gradient, and any order"
+            raise ValueError(f"pairs have {expected}, got {self.tiles}, deterministic={self.deterministic}")
+
+    def blocks_kv(self, seqlen_k: int) -> int:
+        """The same, for whole pairs."""
+        return cdiv(seqlen_k, self.cluster * self.tiles.block_kv) * self.cluster
 
 
 @dataclass(frozen=True)

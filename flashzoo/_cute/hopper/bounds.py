@@ -127,6 +127,15 @@ class BoundsBackward(Bounds):
         p, head = self.params, self.tile.head
         return head // p.group_splits if const_expr(p.kernel.split_group) else head
 
+    def keys(self) -> tuple[Int32, Int32]:
+        """First and last of the keys whose queries the tile walks: its own."""
+        size = self.params.kernel.tiles.block_kv
+        return self.tile.block * size, (self.tile.block + 1) * size - 1
+
+    def rank(self) -> Int32:
+        """Which of its head's tiles it is, of those that walk blocks of queries in an order of their own."""
+        return self.tile.block
+
     def place_of_keys(self) -> Int64:
         """Number of the tile among all tiles, in the memory of parts of dK and dV."""
         p, tile = self.params, self.tile
@@ -139,7 +148,7 @@ class BoundsBackward(Bounds):
         At least one block, which is masked where no query sees any: tiles that nothing sees are no special case.
         """
         p, sequence, tiles = self.params, self.sequence, self.params.kernel.tiles
-        first_key, last_key = self.tile.block * tiles.block_kv, (self.tile.block + 1) * tiles.block_kv - 1
+        first_key, last_key = self.keys()
         begin, queries = Int32(0), sequence.seqlen_q
         if const_expr(p.kernel.right):
             first = cutlass.min(first_key - p.window_right - sequence.diagonal(0), sequence.seqlen_q - 1)
@@ -166,7 +175,7 @@ class BoundsBackward(Bounds):
         kernel = self.params.kernel
         if const_expr(kernel.staggered):
             blocks = end - begin
-            i += self.tile.block % STAGGERED if blocks > STAGGERED else 0
+            i += self.rank() % STAGGERED if blocks > STAGGERED else 0
             i = i - blocks if i >= blocks else i
         return end - 1 - i if const_expr(kernel.deterministic or kernel.uneven) else begin + i
 

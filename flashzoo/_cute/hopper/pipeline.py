@@ -24,10 +24,10 @@ class Pipeline:
     empty: cute.Pointer
     stages: Constexpr[int]
 
-    @staticmethod
-    def allocate(smem: cutlass.memory.SmemAllocator, stages: int) -> Pipeline:
+    @classmethod
+    def allocate(cls, smem: cutlass.memory.SmemAllocator, stages: int) -> Pipeline:
         """Two mbarriers for each stage."""
-        return Pipeline(smem.allocate_array(Int64, stages), smem.allocate_array(Int64, stages), stages)
+        return cls(smem.allocate_array(Int64, stages), smem.allocate_array(Int64, stages), stages)
 
     def initialize(self, consumer_warps: int, producer_warps: int = 1) -> None:
         """By one thread. A stage is full when TMA, or each producer warp, has arrived,
@@ -58,3 +58,28 @@ class Pipeline:
         """A team's part, where this pipeline has the stages of all teams, one team's behind another's."""
         stages = self.stages // teams
         return Pipeline(self.full + team * stages, self.empty + team * stages, stages)
+
+
+@dataclass(frozen=True)
+class PipelineOfPair(Pipeline):
+    """Stages that are filled on both thread blocks of a cluster at a time, each of which has mbarriers of its own: one
+    is full when all that either sends has arrived there, and empty when the consumers of both have read theirs."""
+
+    def initialize(self, consumer_warps: int, producer_warps: int = 1) -> None:
+        """The same, with as many consumer warps on each thread block."""
+        super().initialize(2 * consumer_warps, producer_warps)
+
+    @cute.jit
+    def consumer_release(self, n: Int32):
+        """This warp has read the n-th fill: both thread blocks are told."""
+        empty = self.empty + self.stage(n)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(empty)
+            cute.arch.mbarrier_arrive(empty, cute.arch.block_idx_in_cluster() ^ 1)
+
+
+def sync_cluster() -> None:
+    """Barrier of all threads of all thread blocks of a cluster."""
+    cute.arch.sync_warp()
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()

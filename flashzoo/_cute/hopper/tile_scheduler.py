@@ -43,7 +43,11 @@ class TileScheduler:
 
     def tiles(self, work: Int32) -> Int32:
         """How many there are, told by any work."""
-        return self.params.blocks * self.params.batch_heads
+        return self.blocks() * self.params.batch_heads
+
+    def blocks(self) -> Int32:
+        """How many of one head."""
+        return self.params.blocks
 
     def is_valid(self, work: Int32) -> Boolean:
         """Whether it is a tile, and not past the last."""
@@ -74,7 +78,7 @@ class TileScheduler:
         there are tiles, and the counter wraps to 0 at exactly that many: it is ready for the next launch.
         """
         fetched = Int32(0)
-        if cute.arch.lane_idx() == 0:
+        if self.claims():
             fetched = cute.arch.inline_ptx(
                 "atom.global.inc.u32 {$w0}, [{$r0}], {$r1};",
                 write_only_types=[Int32],
@@ -82,9 +86,21 @@ class TileScheduler:
             )
         return fetched
 
+    def claims(self) -> Boolean:
+        """Whether this lane is the one of its warp that claims."""
+        return cute.arch.lane_idx() == 0
+
     def claimed(self, fetched: Int32) -> Int32:
         """The number of the tile that a warp has claimed."""
         return cute.arch.grid_dim()[0] * self.params.kernel.teams + cute.arch.shuffle_sync(fetched, 0)
+
+    @cute.jit
+    def publish_claimed(self, smem: cute.Tensor, pipeline: Pipeline, n: Int32, fetched: Int32) -> Any:
+        """Tell all warps that work on the n-th tile which has been claimed behind it, the caller among them; by a whole
+        warp."""
+        work = self.work_of(self.claimed(fetched))
+        self.publish(smem, pipeline, n, work)
+        return work
 
     @cute.jit
     def publish(self, smem: cute.Tensor, pipeline: Pipeline, n: Int32, work: Any):
@@ -109,7 +125,7 @@ class TileScheduler:
         `l2_swizzle` heads at a time (of all batches): first the first tile of each of them, then the second of each.
         """
         p = self.params
-        tiles_of_section = p.l2_swizzle * p.blocks
+        tiles_of_section = p.l2_swizzle * self.blocks()
         section = tile_idx // tiles_of_section
         first_head = section * p.l2_swizzle
         heads_here = cutlass.min(p.l2_swizzle, p.batch_heads - first_head)
