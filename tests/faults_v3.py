@@ -16,6 +16,15 @@ BOUNDS, MASK = (f"flashzoo/_cute/hopper/{name}.py" for name in ("bounds", "mask"
 
 V3 = (
     fault(
+        "v3/k_on_chip_by_all_its_columns",
+        "TMA swizzles K of the backward pass by its width, and not by the columns of a part of dQ",
+        "flashzoo/v3/launch.py",
+        "map_of(of_k, x, kernel.swizzled_k, tiles.block_kv)",
+        "map_of(of_k, x, kernel.width, tiles.block_kv)",
+        "test_lengths_around_the_edges_of_tiles",
+        gpu=True,
+    ),
+    fault(
         "v3/sink_of_the_first_of_packed_heads",
         "query heads that share a tile all have the first one's sink",
         FORWARD,

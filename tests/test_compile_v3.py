@@ -11,16 +11,20 @@ import re
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 
 import cutlass.cute as cute
 import pytest
+import torch
 
 from flashzoo import Problem
 from flashzoo._cute.compile import compile_for
+from flashzoo._cute.hopper.tma import tma_atom
 from flashzoo._cute.hopper.wgmma import CONSUMER_REGISTERS, PRODUCER_REGISTERS
 from flashzoo._sass import Resources, read
 from flashzoo.call.forms import MaskForm, ScoreForm
 from flashzoo.gpu import SHARED_LIMIT, WARPGROUP
+from flashzoo.v3 import backward, launch
 from flashzoo.v3.config import BACKWARD, FP8, LONG, PAIRS_FROM, SPARSE, kernel_backward_for, kernel_fp8_for
 from flashzoo.v3.config import HOPPER as V3_TILES
 from flashzoo.v3.config import HOPPER_SHORT as V3_SHORT
@@ -317,10 +321,10 @@ def test_v3_backward_of_split_groups_compiles_and_does_not_spill(kind: str, widt
 
 
 def sparse_backward_cases() -> Iterator[tuple[str, int, int, str]]:
-    for width, block_kv in ((64, 128), (80, 128), (128, 128), (192, 128), (256, 128), (256, 64)):
+    for width, block_kv in ((64, 128), (80, 128), (96, 128), (128, 128), (192, 128), (256, 128), (256, 64)):
         for mask in SPARSE_MASKS if block_kv == 128 else ("full", "bits_and_window"):
             yield "bf16", width, block_kv, mask
-    for width in (64, 80, 128, 192, 256):
+    for width in (64, 80, 96, 128, 192, 256):
         yield "fp16", width, 128, "bits_and_window"
 
 
@@ -413,14 +417,14 @@ SCORE_MODS = {
     "alibi": ScoreForm(SCORE_ALIBI, (("f32", (16,)),)),
     "bias": ScoreForm(SCORE_BIAS, (("bf16", (2, 1, 4096, 4096)),)),
 }
-SCORE_STACK = {("bias", 64, False): 80, ("softcap", 64, True): 80, ("bias", 64, True): 104}
-"""Bytes of stack where a kernel with a function on scores is known to spill: function, width, backward. At width 64 a
-warpgroup has the most scores at a time, and nothing to spare."""
+SCORE_STACK = {("bias", 64, False): 80, ("bias", 96, False): 72, ("softcap", 64, True): 80, ("bias", 64, True): 104}
+"""Bytes of stack where a kernel with a function on scores is known to spill: function, width, backward. At these widths
+a warpgroup has the most scores at a time, and nothing to spare."""
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", sorted({*WIDTHS, 96}))
 @pytest.mark.parametrize("name", SCORE_MODS)
 @pytest.mark.filterwarnings("error")
 def test_v3_with_a_function_on_scores_spills_no_more_than_known(name, width, grad, tmp_path, monkeypatch) -> None:
@@ -448,6 +452,30 @@ def test_v3_backward_takes_what_its_launch_gives(kind, widths, deterministic, tm
     assert type(kernel) is kind
     for split in (False, True):
         with_launch(dataclasses.replace(kernel, split_group=split), tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("widths", [*BACKWARD], ids=str)
+def test_v3_backward_swizzles_as_tma_is_told(widths: Widths, monkeypatch) -> None:
+    """The rows that its launch's descriptors have on chip are those of the kernel's layouts, tensor by tensor."""
+    laid_out = []
+
+    def noted(operation, x, layout):
+        laid_out.append(16 << layout.inner.num_bits)
+        return tma_atom(operation, x, layout)
+
+    monkeypatch.setattr(backward, "tma_atom", noted)
+    problem = Problem(2, 300, 200, 4, 4, widths[0], head_dim_v=widths[1], grad=True, arch=90)
+    kernel = kernel_backward_for(problem)
+    compile_for(ARCH, *program(kernel))
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "function_for", lambda kernel: SimpleNamespace(bind=lambda *given: None))
+    q, k, v, dout = (
+        torch.empty(2, seqlen, 4, width).stride()
+        for seqlen, width in ((300, widths[0]), (200, widths[0]), (200, widths[1]), (300, widths[1]))
+    )
+    launched = launch.BackwardLaunch(problem, kernel, (q, k, v, dout), dout, False, 0)
+    given = [getattr(launched, f"_{name}") for name in ("q", "k", "v", "dout", "dk", "dv")]
+    assert [x.row_bytes for x in given] == laid_out
 
 
 @pytest.mark.covering(1)

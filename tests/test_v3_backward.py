@@ -380,7 +380,7 @@ def short(problem: Problem) -> str:
 
 SAMPLED = [
     pytest.param(problem, id=f"{band}-{short(problem)}")
-    for head_dim, band in itertools.product((64, 80, 128, 192, 256), BANDS)
+    for head_dim, band in itertools.product((64, 80, 96, 128, 192, 256), BANDS)
     for problem in sampled(head_dim, band)
 ]
 
@@ -424,7 +424,7 @@ def test_every_place_of_the_diagonal_in_a_tile(head_dim, band):
 @gpu
 @on_hopper
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
-@pytest.mark.parametrize("head_dims", [(64, 128), (128, 64), (40, 200), (256, 64), (72, 8)], ids=str)
+@pytest.mark.parametrize("head_dims", [(64, 128), (128, 64), (40, 200), (256, 64), (72, 8), (88, 96)], ids=str)
 def test_values_of_another_width(head_dims, deterministic):
     head_dim, head_dim_v = head_dims
     problem = replace(

@@ -382,6 +382,7 @@ def test_past_a_sequences_end_is_outside_for_tma(strides):
 KERNELS = {
     "by_rows": KernelBackwardPacked("fp16", 64, 64, False, False, False, TilesBackward(128)),
     "by_columns": KernelBackwardPacked("fp16", 128, 128, False, False, True, TilesBackward(64)),
+    "by_48_columns": KernelBackwardPacked("fp16", 96, 96, False, False, False, TilesBackward(64)),
     "by_gradient": KernelBackwardPacked("fp16", 256, 256, False, False, True, TilesBackward(64, 64)),
 }
 on_kernels = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)

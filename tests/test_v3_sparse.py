@@ -117,6 +117,7 @@ def test_all_that_is_refused_is_said_at_once():
 def test_what_a_backward_kernel_can_cut_is_taken():
     for head_dim, head_dim_v, block_kv in (
         (64, 64, 128),
+        (96, 96, 128),
         (128, 128, 128),
         (256, 256, 128),
         (256, 256, 64),

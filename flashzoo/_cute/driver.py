@@ -134,6 +134,7 @@ class TensorMap:
         self._text = (
             f"TMA descriptor for {dtype}, sizes {sizes}, strides {strides}, box {box}, rows of {row_bytes} bytes"
         )
+        self.row_bytes: int = row_bytes
         rank = len(sizes)
         self._first = (TMA_DTYPES[dtype], rank)
         sides = (c_uint64 * rank)(*sizes), (c_uint64 * (rank - 1))(*strides)

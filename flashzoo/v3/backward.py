@@ -209,7 +209,7 @@ class Backward:
         """
         tiles, kernel = self.tiles, self.kernel
         layouts = (
-            shared_layout(self.dtype, tiles.block_kv, kernel.width, 1),
+            shared_layout(self.dtype, tiles.block_kv, kernel.width, 1, kernel.swizzled_k),
             shared_layout(self.dtype, tiles.block_kv, kernel.width_v, 1),
             shared_layout(self.dtype, tiles.block_q, kernel.width, tiles.stages),
             shared_layout(self.dtype, tiles.block_q, kernel.width_v, tiles.stages),

@@ -91,6 +91,7 @@ FP8 = {
 BACKWARD = {
     (64, 64): TilesBackward(128),
     (80, 80): TilesBackward(128),
+    (96, 96): TilesBackward(64),
     (128, 128): TilesBackward(64),
     (192, 128): TilesBackward(64, 64),
     (192, 192): TilesBackward(64, 64),

@@ -361,7 +361,7 @@ class BackwardLaunch:
         rows_loaded = tiles.block_q // kernel.cluster
         self._q = map_of(of_q, q_strides, kernel.width, rows_loaded)
         self._dout = map_of(of_out, dout_strides, kernel.width_v, rows_loaded)
-        self._k, self._dk = (map_of(of_k, x, kernel.width, tiles.block_kv) for x in (k_strides, dk_strides))
+        self._k, self._dk = (map_of(of_k, x, kernel.swizzled_k, tiles.block_kv) for x in (k_strides, dk_strides))
         self._v, self._dv = (map_of(of_v, x, kernel.width_v, tiles.block_kv) for x in (v_strides, dv_strides))
 
         splits = group_splits_for(p)

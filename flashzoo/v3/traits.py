@@ -332,6 +332,11 @@ class KernelBackward:
         return (WARPGROUP_ROWS, self.width) if self.dq_by_rows else (tiles.block_q, self.width // tiles.consumers)
 
     @property
+    def swizzled_k(self) -> int:
+        """Columns that K's swizzle on chip divides: not all of K's, but those of a part of dQ, an operand each."""
+        return self.dq_part[1]
+
+    @property
     def dq_parts(self) -> int:
         """Parts of a block of dQ."""
         return self.width // COLUMNS if self.tiles.by_gradient else self.tiles.consumers

@@ -25,9 +25,12 @@ def gemm(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, z
     warpgroup.commit_group()
 
 
-def shared_layout(dtype: type[cutlass.Numeric], rows: int, width: int, stages: int) -> cute.ComposedLayout:
-    """(rows, width, stages), swizzled as TMA writes and WGMMA reads it."""
-    kind = hopper_helpers.get_smem_layout_atom(cutlass.tensor_utils.LayoutEnum.ROW_MAJOR, dtype, width)
+def shared_layout(
+    dtype: type[cutlass.Numeric], rows: int, width: int, stages: int, columns: int | None = None
+) -> cute.ComposedLayout:
+    """(rows, width, stages), swizzled as TMA writes and WGMMA reads it; so that each `columns` of the width
+    are an operand, if given."""
+    kind = hopper_helpers.get_smem_layout_atom(cutlass.tensor_utils.LayoutEnum.ROW_MAJOR, dtype, columns or width)
     return cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, dtype), (rows, width, stages), (0, 1, 2))
 
 
