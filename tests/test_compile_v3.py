@@ -289,6 +289,17 @@ def test_v3_backward_compiles_and_its_consumers_do_not_spill(
 
 
 @pytest.mark.covering(1)
+@pytest.mark.parametrize("mask", V3_MASKS)
+@pytest.mark.parametrize("how", [{}, {"deterministic": True}, {"sequences": 1}], ids=str)
+@pytest.mark.filterwarnings("error")
+def test_v3_backward_with_v_in_registers_compiles_and_does_not_spill(how: dict, mask: str, host_code) -> None:
+    kernel = kernel_backward_for(Problem(1, 4096, 4096, 16, 16, 96, grad=True, arch=90, **how, **V3_MASKS[mask]))
+    held_to_its_registers(
+        dataclasses.replace(kernel, tiles=dataclasses.replace(kernel.tiles, v_in_registers=True)), host_code
+    )
+
+
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("dtype", "widths", "mask", "deterministic"), [*packed_backward_cases()], ids=str)
 @pytest.mark.filterwarnings("error")
 def test_v3_packed_backward_compiles_and_does_not_spill(

@@ -30,7 +30,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Constexpr, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
-from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
+from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, StMatrix8x8x16bOp
 from cutlass.utils import hopper_helpers
 
 from flashzoo._cute.hopper.bounds import NEVER, BoundsBackward, ThreadBounds
@@ -130,7 +130,8 @@ class Consumer:
         wg_idx: which warpgroup.
         thread: of all consumers.
         storage: shared memory.
-        mma_s, mma_dq: products whose operands are in shared memory: of scores, S^T and dP^T, and of dQ.
+        mma_s, mma_dq: products whose operands are in shared memory: of scores, S^T, and of dQ.
+        mma_dp: of dP^T: as mma_s, unless V is in registers.
         mma_dk, mma_dv: products whose first operand is in registers.
         k, v: first operands of the scores; q, do: their second ones, all stages.
         do_t, q_t: second operands of dV and dK, all stages.
@@ -146,6 +147,7 @@ class Consumer:
     thread: Int32
     storage: SharedStorage
     mma_s: cute.TiledMma
+    mma_dp: cute.TiledMma
     mma_dq: cute.TiledMma
     mma_dk: cute.TiledMma
     mma_dv: cute.TiledMma
@@ -425,7 +427,13 @@ class Backward:
         # WGMMA gives a thread two rows, here keys, 8 apart, and pairs of columns, here queries, 8 apart.
         row, column = thread // 32 * 16 + lane // 4, lane % 4 * 2
 
-        mma_s = self.mma(OperandMajorMode.K, OperandMajorMode.K, (tiles.consumers, 1, 1), tiles.block_q)
+        mma_s, mma_dp = (
+            self.mma(OperandMajorMode.K, OperandMajorMode.K, (tiles.consumers, 1, 1), tiles.block_q, source)
+            for source in (
+                warpgroup.OperandSource.SMEM,
+                warpgroup.OperandSource.RMEM if tiles.v_in_registers else warpgroup.OperandSource.SMEM,
+            )
+        )
         mma_dv, mma_dk = (
             self.mma(
                 OperandMajorMode.K, OperandMajorMode.MN, (tiles.consumers, 1, 1), width, warpgroup.OperandSource.RMEM
@@ -433,9 +441,11 @@ class Backward:
             for width in (kernel.width_v, kernel.width)
         )
         mma_dq = self.mma_of_dq()
-        s, of_dv, of_dk, of_dq = (x.get_slice(wg_idx * WARPGROUP) for x in (mma_s, mma_dv, mma_dk, mma_dq))
+        s, of_dp, of_dv, of_dk, of_dq = (
+            x.get_slice(wg_idx * WARPGROUP) for x in (mma_s, mma_dp, mma_dv, mma_dk, mma_dq)
+        )
         k = mma_s.make_fragment_A(s.partition_A(storage.k[None, None, 0]))
-        v = mma_s.make_fragment_A(s.partition_A(storage.v[None, None, 0]))
+        v = mma_dp.make_fragment_A(of_dp.partition_A(storage.v[None, None, 0]))
         q, do = (mma_s.make_fragment_B(s.partition_B(x)) for x in (storage.q, storage.do))
         q_t = mma_dk.make_fragment_B(of_dk.partition_B(transposed(storage.q)))
         do_t = mma_dv.make_fragment_B(of_dv.partition_B(transposed(storage.do)))
@@ -459,6 +469,7 @@ class Backward:
                     thread,
                     storage,
                     mma_s,
+                    mma_dp,
                     mma_dq,
                     mma_dk,
                     mma_dv,
@@ -482,6 +493,11 @@ class Backward:
             dv.fill(0.0)  # B2.7
             storage.k_pipeline.consumer_wait(work_idx)  # B2.6
             storage.v_pipeline.consumer_wait(work_idx)
+            if const_expr(tiles.v_in_registers):
+                from_chip = cute.make_tiled_copy_A(
+                    cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), self.dtype), mma_dp
+                ).get_slice(thread + (work_idx >> 31))  # as in `epilogue`
+                cute.copy(from_chip, from_chip.partition_S(storage.v[None, None, 0]), from_chip.retile(v))
             # as `Bounds.step`
             outer, inner = (end - begin, params.group) if const_expr(kernel.uneven) else (params.group, end - begin)
             for i in cutlass.range(outer, unroll=1):  # B2.8
@@ -531,7 +547,7 @@ class Backward:
         storage.q_pipeline.consumer_wait(used)  # B2.9
         gemm(consumer.mma_s, s, consumer.k, consumer.q[None, None, None, q_stage], True)  # B2.10
         storage.do_pipeline.consumer_wait(used)
-        gemm(consumer.mma_s, dp, consumer.v, consumer.do[None, None, None, do_stage], True)  # B2.13
+        gemm(consumer.mma_dp, dp, consumer.v, consumer.do[None, None, None, do_stage], True)  # B2.13
         told, where = told_of_head(self.score_mod, consumer.told, head), (consumer.bounds, consumer.column, crosses)
         warpgroup.wait_group(1)
         if const_expr(not self.by_slope):

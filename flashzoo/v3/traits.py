@@ -229,12 +229,14 @@ class TilesBackward:
         block_kv: keys of a tile; 64 is cut by gradient.
         stages: blocks of Q, and as many of dO, on chip at a time.
         ds_stages: blocks of dS on chip: with 2, a warpgroup writes the next before the others have read the last.
+        v_in_registers: by keys, a warpgroup has its part of V in registers, and does not read it on chip at every step.
     """
 
     block_q: int
     block_kv: int = 128
     stages: int = 2
     ds_stages: int = 2
+    v_in_registers: bool = False
 
     @property
     def by_gradient(self) -> bool:
@@ -249,7 +251,8 @@ class TilesBackward:
     def __str__(self) -> str:
         size = f"{self.block_kv} keys by {self.block_q} queries, {self.consumers} consumer warpgroups"
         whose = "one with dV and one with dK" if self.by_gradient else "each with 64 of the keys"
-        return f"{size}, {whose}, {self.stages} stages of queries"
+        where = ", V in registers" if self.v_in_registers else ""
+        return f"{size}, {whose}, {self.stages} stages of queries{where}"
 
 
 COLUMNS = 64
