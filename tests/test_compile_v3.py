@@ -25,7 +25,7 @@ from flashzoo._sass import Resources, read
 from flashzoo.call.forms import MaskForm, ScoreForm
 from flashzoo.gpu import SHARED_LIMIT, WARPGROUP
 from flashzoo.v3 import backward, launch
-from flashzoo.v3.config import BACKWARD, FP8, LONG, PAIRS_FROM, SPARSE, kernel_backward_for, kernel_fp8_for
+from flashzoo.v3.config import BACKWARD, FP8, LONG, PAIRED, PAIRS_FROM, SPARSE, kernel_backward_for, kernel_fp8_for
 from flashzoo.v3.config import HOPPER as V3_TILES
 from flashzoo.v3.config import HOPPER_SHORT as V3_SHORT
 from flashzoo.v3.config import kernel_for as v3_kernel
@@ -283,20 +283,9 @@ def test_v3_backward_compiles_and_its_consumers_do_not_spill(
 ) -> None:
     asked = {"dtype": dtype, "head_dim_v": widths[1], "grad": True, "deterministic": deterministic, "arch": 90}
     kernel = kernel_backward_for(Problem(2, 4096, seqlen_k, 16, 16, widths[0], **asked, **V3_MASKS[mask]))
-    pairs = kernel.tiles.by_gradient and seqlen_k >= PAIRS_FROM and not deterministic
+    pairs = widths == PAIRED and seqlen_k >= PAIRS_FROM and not deterministic
     assert isinstance(kernel, KernelBackwardPairs) == pairs
     held_to_its_registers(kernel, host_code)
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("mask", V3_MASKS)
-@pytest.mark.parametrize("how", [{}, {"deterministic": True}, {"sequences": 1}], ids=str)
-@pytest.mark.filterwarnings("error")
-def test_v3_backward_with_v_in_registers_compiles_and_does_not_spill(how: dict, mask: str, host_code) -> None:
-    kernel = kernel_backward_for(Problem(1, 4096, 4096, 16, 16, 96, grad=True, arch=90, **how, **V3_MASKS[mask]))
-    held_to_its_registers(
-        dataclasses.replace(kernel, tiles=dataclasses.replace(kernel.tiles, v_in_registers=True)), host_code
-    )
 
 
 @pytest.mark.covering(1)
@@ -325,9 +314,7 @@ def test_v3_backward_of_split_groups_compiles_and_does_not_spill(kind: str, widt
     asked = {"head_dim_v": widths[1], "causal": kind != "sparse", "grad": True, "arch": 90} | how.get(kind, {})
     keys = PAIRS_FROM - 1 if kind == "short" else 4096
     kernel = kernel_backward_for(Problem(1, 4096, keys, 16, 1, widths[0], **asked))
-    assert kernel.split_group and isinstance(kernel, KernelBackwardPairs) == (
-        kind == "dense" and kernel.tiles.by_gradient
-    )
+    assert kernel.split_group and isinstance(kernel, KernelBackwardPairs) == (kind == "dense" and widths == PAIRED)
     held_to_its_registers(kernel, host_code)
 
 

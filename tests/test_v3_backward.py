@@ -28,7 +28,7 @@ from flashzoo.reference import Result, visible
 from flashzoo.v3 import FP8_SPEC, SPEC, launch, programs
 from flashzoo.v3.backward import Backward
 from flashzoo.v3.backward_pairs import BoundsPairs, TileSchedulerPairs
-from flashzoo.v3.config import BACKWARD, PAIRS_FROM, kernel_backward_for
+from flashzoo.v3.config import BACKWARD, PAIRED, PAIRS_FROM, kernel_backward_for
 from flashzoo.v3.traits import WRITERS, KernelBackwardPairs, TilesBackward
 from flashzoo_suite.support import accept, both, draw, forward, same_bits
 
@@ -495,12 +495,13 @@ def test_more_tiles_than_multiprocessors_and_fewer(size, head_dim, deterministic
 @gpu
 @on_hopper
 @pytest.mark.parametrize("band", ["full", "causal", "wide", "left"])
-@pytest.mark.parametrize("head_dims", [(192, 128), (192, 192), (256, 256)], ids=str)
+@pytest.mark.parametrize("head_dims", [PAIRED], ids=str)
 def test_pairs_at_the_edges_of_tiles(head_dims, band):
     """An odd number of blocks of keys, a last one that is not full, heads that share keys, split or not."""
-    for seqlen_k, heads, batch in ((PAIRS_FROM, 2, 1), (1025, 4, 5), (1088, 2, 1), (1111, 16, 1)):
-        for seqlen_q in (1, 200, seqlen_k):
-            sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads": heads, "heads_kv": heads // 2}
+    for more, heads, batch in ((0, 2, 1), (1, 4, 5), (64, 2, 1), (87, 16, 1)):
+        for seqlen_q in (1, 200, 1000):
+            lengths = {"seqlen_q": seqlen_q, "seqlen_k": PAIRS_FROM + more}
+            sizes = {"batch": batch, **lengths, "heads": heads, "heads_kv": heads // 2}
             widths = {"head_dim": head_dims[0], "head_dim_v": head_dims[1], "out_dtype": None}
             problem = replace(PLAIN, **sizes, **widths, **BANDS[band])
             assert isinstance(kernel_backward_for(problem), KernelBackwardPairs)

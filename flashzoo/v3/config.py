@@ -91,15 +91,16 @@ FP8 = {
 BACKWARD = {
     (64, 64): TilesBackward(128),
     (80, 80): TilesBackward(128),
-    (96, 96): TilesBackward(64),
+    (96, 96): TilesBackward(64, v_in_registers=True),
     (128, 128): TilesBackward(64),
     (192, 128): TilesBackward(64, 64),
     (192, 192): TilesBackward(64, 64),
     (256, 256): TilesBackward(64, 64),
 }
 
-PAIRS_FROM = 1024
-"""Keys from which on thread blocks of the backward pass work in pairs."""
+PAIRED, PAIRS_FROM = (256, 256), 4096
+"""The widths at which thread blocks of the backward pass work in pairs, and from how many keys on: an H200 gains up to
+a tenth there, at 2048 keys it loses, and at widths of 192 it gains nothing."""
 
 # Microseconds on an H200, by which query heads that share keys are split over several tiles of the backward pass: what
 # a multiprocessor multiplies in one, what memory gives, how many steps a tile's beginning and end are worth, and what
@@ -187,12 +188,12 @@ def kernel_backward_for(problem: Problem) -> KernelBackward:
 
 
 def in_pairs(problem: Problem) -> bool:
-    """Whether thread blocks of the backward pass work in pairs: where tiles are cut by gradient, of dense tensors, in
-    any order of sums, without a function on scores. Of an odd number of blocks the last has a partner without keys:
-    from `PAIRS_FROM` keys on they are many."""
-    p, by_gradient = problem, BACKWARD[widths_backward(problem)].by_gradient
+    """Whether thread blocks of the backward pass work in pairs: at the widths where it pays, of dense tensors, in any
+    order of sums, without a function on scores. Of an odd number of blocks the last has a partner without keys: from
+    `PAIRS_FROM` keys on they are many."""
+    p = problem
     plain = p.block_mask is None and p.sequences is None and p.score_mod is None and not p.deterministic
-    return by_gradient and plain and p.seqlen_k >= PAIRS_FROM
+    return widths_backward(p) == PAIRED and plain and p.seqlen_k >= PAIRS_FROM
 
 
 @lru_cache(maxsize=1024)
