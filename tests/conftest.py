@@ -3,6 +3,7 @@ stand-ins for libraries."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import settings
 import flashzoo
 from bench import peers
 from flashzoo import Problem, registry, spec
+from flashzoo_suite.gpus import WORKER
 from flashzoo_suite.support import CALLS, ROOT
 
 pytest_plugins = ("flashzoo_suite.plugin",)
@@ -33,6 +35,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-host-baseline", action="store_true", help="write the host costs that are measured, and compare none"
     )
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Under `tests/seen.py` what fails is named at once: pytest names it at the end, which a run that is stopped
+    does not reach."""
+    if report.failed and "FLASHZOO_SEEN" in os.environ and WORKER not in os.environ:
+        print(f"\nfailed: {report.nodeid}", flush=True)
 
 
 @pytest.fixture

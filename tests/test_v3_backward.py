@@ -582,18 +582,22 @@ def test_two_streams_at_once():
 @gpu
 @on_hopper
 def test_sizes_do_not_compile_again():
-    small = replace(PLAIN, causal=True)
-    both("v3", draw(small)[0], small, *draw(small)[1:])
+    """But for whether query heads that share keys are split."""
+    small = replace(PLAIN, causal=True, head_dim_v=None)
+    split = {"heads": 8, "heads_kv": 1}
+    for first in (small, replace(small, **split)):
+        both("v3", draw(first)[0], first, *draw(first)[1:])
     compiled = programs.function_for.cache_info().misses
     for other in (
         {"batch": 3},
         {"seqlen_q": 77},
         {"seqlen_k": 513},
         {"heads": 6},
-        {"heads": 8, "heads_kv": 1},
         {"head_dim": 40},
+        split | {"seqlen_q": 77},
+        split | {"heads": 12},
     ):
-        problem = replace(small, head_dim_v=None, **other)
+        problem = replace(small, **other)
         tensors, dout, dlse = draw(problem)
         accept(Judge(*tensors, problem, dout, dlse), both("v3", tensors, problem, dout, dlse))
     assert programs.function_for.cache_info().misses == compiled
