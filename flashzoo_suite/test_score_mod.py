@@ -87,7 +87,10 @@ def test_only_what_is_read_requires_grad(version, problem):
     score_mod=ScoreForm(grads=(0,)),
 )
 def test_gradients_of_a_shared_bias(version, problem):
-    """Of all of the batch, of all heads, of both and of neither; in a fixed order where the version says so."""
+    """Of all of the batch, of all heads, of both and of neither; in a fixed order where the version says so. Not in
+    bf16, where what `standard` sums is itself farther from float64 than `close` allows."""
+    if "fp16" in flashzoo.versions()[version].dtypes:
+        problem = replace(problem, dtype="fp16")
     tensors, dout, dlse = draw(problem)
     b, h, q, k = problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k
     for shape in ((1, h, q, k), (b, 1, q, k), (q, k), (b, h, q, k)):
