@@ -437,7 +437,7 @@ def test_v3_with_a_function_on_scores_spills_no_more_than_known(name, width, gra
 def backward_launches() -> Iterator[tuple[type, Widths, bool]]:
     for widths in BACKWARD:
         for kind in PROGRAMS:
-            if not issubclass(kind, Kernel) and (kind is not KernelBackwardPairs or BACKWARD[widths].by_gradient):
+            if not issubclass(kind, Kernel) and (kind is not KernelBackwardPairs or widths == PAIRED):
                 yield kind, widths, False
         yield KernelBackward, widths, True
 
@@ -457,16 +457,16 @@ def test_v3_backward_swizzles_as_tma_is_told(widths: Widths, monkeypatch) -> Non
     """The rows that its launch's descriptors have on chip are those of the kernel's layouts, tensor by tensor."""
     laid_out = []
 
-    def noted(operation, x, layout):
+    def noted(operation, x, layout, cluster):
         laid_out.append(16 << layout.inner.num_bits)
-        return tma_atom(operation, x, layout)
+        return tma_atom(operation, x, layout, cluster)
 
     monkeypatch.setattr(backward, "tma_atom", noted)
     problem = Problem(2, 300, 200, 4, 4, widths[0], head_dim_v=widths[1], grad=True, arch=90)
     kernel = kernel_backward_for(problem)
     compile_for(ARCH, *program(kernel))
     monkeypatch.setattr(launch, "_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(launch, "function_for", lambda kernel: SimpleNamespace(bind=lambda *given: None))
+    monkeypatch.setattr(launch, "function_for", lambda kernel: SimpleNamespace(bind=lambda *given, cluster: None))
     q, k, v, dout = (
         torch.empty(2, seqlen, 4, width).stride()
         for seqlen, width in ((300, widths[0]), (200, widths[0]), (200, widths[1]), (300, widths[1]))
