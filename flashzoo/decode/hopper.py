@@ -132,7 +132,7 @@ class Products:
 class Decode:
     """The program of one `Kernel`."""
 
-    p_exponent = 0.0
+    p_exponent: float = 0.0
     """Log2 of P at a row's maximum."""
 
     def __init__(self, kernel: Kernel) -> None:

@@ -69,7 +69,7 @@ class DecodeE4m3(Decode):
     """The program of one `KernelE4m3`."""
 
     kernel: KernelE4m3
-    p_exponent = 15.0
+    p_exponent: float = 15.0
 
     def __init__(self, kernel: KernelE4m3) -> None:
         super().__init__(kernel)

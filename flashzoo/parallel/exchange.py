@@ -26,7 +26,8 @@ class Works:
     """Several works as one, with the tensors that they read and write, which so live as long."""
 
     def __init__(self, works: Sequence[Any], *kept: Tensor) -> None:
-        self.works, self.kept = works, kept
+        self.works: Sequence[Any] = works
+        self.kept: tuple[Tensor, ...] = kept
 
     def wait(self) -> None:
         """Has the current stream wait for all of them."""

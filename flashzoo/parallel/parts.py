@@ -128,7 +128,8 @@ class Sum:
     """
 
     def __init__(self, x: Tensor) -> None:
-        self.x, self.there = x, []
+        self.x: Tensor = x
+        self.there: list[tuple[int, int]] = []
 
     def add(self, span: Span, share: Tensor) -> None:
         """One more share."""

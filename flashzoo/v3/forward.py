@@ -162,8 +162,8 @@ class Forward:
 
     scheduler: type[TileScheduler] = TileScheduler
     bounds: type[Bounds] = Bounds
-    scheduler_warp = False
-    claimed_at_once = CLAIMED_AT_ONCE
+    scheduler_warp: bool = False
+    claimed_at_once: int = CLAIMED_AT_ONCE
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel

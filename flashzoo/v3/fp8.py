@@ -347,7 +347,7 @@ class ProductTwoLevel(ProductFp8):
 class ForwardFp8(Forward):
     """The program of one `KernelFp8`."""
 
-    claimed_at_once = 0  # a number held from a tile's first load to its last is one that its producer spills
+    claimed_at_once: int = 0  # a number held from a tile's first load to its last is one that its producer spills
 
     def __init__(self, kernel: KernelFp8) -> None:
         super().__init__(kernel)

@@ -215,7 +215,7 @@ class ForwardPacked(Forward):
 
     scheduler: type[TileScheduler] = TileSchedulerPacked
     bounds: type[Bounds] = BoundsPacked
-    scheduler_warp = True
+    scheduler_warp: bool = True
 
 
 class ForwardFp8Packed(ForwardFp8):

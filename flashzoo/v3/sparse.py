@@ -225,7 +225,7 @@ class ForwardSparse(Forward):
     kernel: KernelSparse
     scheduler: type[TileScheduler] = TileSchedulerSparse
     bounds: type[Bounds] = BoundsSparse
-    scheduler_warp = True
+    scheduler_warp: bool = True
 
     @cute.jit
     def mainloop(self, bounds: BoundsSparse, consumer: Consumer, used: Int32, q_use: Int32) -> Int32:
