@@ -335,8 +335,7 @@ class Forward:
             if const_expr(self.scheduler_warp):
                 work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
             else:
-                work = scheduler.work_of(scheduler.claimed(claimed))
-                scheduler.publish(storage.work, storage.work_pipeline, work_idx, work)
+                work = scheduler.publish_claimed(storage.work, storage.work_pipeline, work_idx, claimed)
             work_idx += 1
 
     @cute.jit
@@ -346,8 +345,8 @@ class Forward:
         work = scheduler.initial_work()
         while scheduler.is_valid(work):
             cute.arch.barrier(barrier_id=self.nearly_done(), number_of_threads=NEARLY_DONE_THREADS)
-            work = scheduler.work_of(scheduler.fetch_next(work))
-            scheduler.publish(storage.work, storage.work_pipeline, work_idx, work)
+            claimed = scheduler.claim_next(work)
+            work = scheduler.publish_claimed(storage.work, storage.work_pipeline, work_idx, claimed)
             work_idx += 1
 
     @cute.jit
