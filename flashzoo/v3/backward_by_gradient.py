@@ -6,8 +6,8 @@ What differs from `backward.py`: a tile has 64 keys, and both consumer warpgroup
 2. The warpgroup of K computes dP^T and, from it and P^T, dS^T, and adds dS^T Q to dK.
 3. dS goes through shared memory, and each computes half of the columns of dQ, of three parts of 64 the warpgroup of K
    two, and adds them to memory straight from registers.
-4. Each issues the next block's S^T or dP^T before it goes on with dQ of this one, so that the products run while it and
-   the other wait for one another.
+4. Each issues the next block's S^T or dP^T as soon as its registers are free, before dQ of this one, so that the
+   products run while it and the other wait for one another.
 """
 
 from __future__ import annotations
@@ -217,18 +217,18 @@ class BackwardByGradient(Backward):
         pipeline_of_factor.consumer_wait(use)
         # B2.12, B2.16
         gemm(tile.mma_acc, tile.acc, rounded, tile.factor[None, None, None, pipeline_of_factor.stage(use)], False)
+        self.issue_scores(tile, gradient, use + 1, more, scores)
         storage.ds_pipeline.consumer_wait(use)
         parts = len(self.kernel.dq_parts_of(int(gradient)))
         dq = self.issue_dq(tile, gradient, use, 0)
         warpgroup.wait_group(0)
         pipeline_of_factor.consumer_release(use)
         for j in cutlass.range_constexpr(1, parts):
-            following = self.issue_dq(tile, gradient, use, j)
-            self.add_to_dq(tile, gradient, use, step, j - 1, dq)
+            if use >= 0:  # always, which the compiler can't know: it would give the next part registers of its own
+                self.add_to_dq(tile, gradient, use, step, j - 1, dq)
+            dq = self.issue_dq(tile, gradient, use, j)
             warpgroup.wait_group(0)
-            dq = following
         storage.ds_pipeline.consumer_release(use)
-        self.issue_scores(tile, gradient, use + 1, more, scores)
         self.add_to_dq(tile, gradient, use, step, parts - 1, dq)
         if const_expr(self.kernel.deterministic):
             for j in cutlass.range_constexpr(parts, self.kernel.semaphores):  # it has fewer parts than the other
