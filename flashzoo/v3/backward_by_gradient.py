@@ -4,8 +4,8 @@ What differs from `backward.py`: a tile has 64 keys, and both consumer warpgroup
 
 1. The warpgroup of V computes S^T and P^T, leaves P^T to the other in shared memory, in float32, and adds P^T dO to dV.
 2. The warpgroup of K computes dP^T and, from it and P^T, dS^T, and adds dS^T Q to dK.
-3. dS goes through shared memory, and each computes half of the columns of dQ, of three parts of 64 the warpgroup of K
-   two, and adds them to memory straight from registers.
+3. dS goes through shared memory, and each computes half of the columns of dQ, by 64, of three such parts the warpgroup
+   of K two, or 160 wide by 80, and adds them to memory straight from registers.
 4. Each issues the next block's S^T or dP^T as soon as its registers are free, before dQ of this one, so that the
    products run while it and the other wait for one another.
 """
@@ -40,7 +40,7 @@ from flashzoo.v3.backward import (
 )
 from flashzoo.v3.scored_backward import differentiate, modify_block, told_of_head, told_of_keys
 from flashzoo.v3.softmax import LN2
-from flashzoo.v3.traits import COLUMNS, KernelBackward
+from flashzoo.v3.traits import KernelBackward
 
 
 class Gradient(IntEnum):
@@ -141,7 +141,7 @@ class BackwardByGradient(Backward):
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         mma_s = self.mma(OperandMajorMode.K, OperandMajorMode.K, (1, 1, 1), tiles.block_q)
         mma_acc = self.mma(OperandMajorMode.K, OperandMajorMode.MN, (1, 1, 1), width, warpgroup.OperandSource.RMEM)
-        mma_dq = self.mma(OperandMajorMode.K, OperandMajorMode.MN, (1, 1, 1), COLUMNS)
+        mma_dq = self.mma(OperandMajorMode.K, OperandMajorMode.MN, (1, 1, 1), self.kernel.dq_part[1])
         s, of_acc, of_dq = (x.get_slice(0) for x in (mma_s, mma_acc, mma_dq))
         kept, scored, factor = (storage.k, storage.q, storage.do) if of_v else (storage.v, storage.do, storage.q)
         operands = (
@@ -303,7 +303,7 @@ class BackwardByGradient(Backward):
     @cute.jit
     def issue_dq(self, tile: Tile, gradient: Constexpr[Gradient], use: Int32, j: Constexpr[int]) -> cute.Tensor:
         """Registers that will hold the j-th of this warpgroup's parts of dS K."""
-        dq = cute.make_rmem_tensor(tile.mma_dq.get_slice(0).partition_shape_C((self.tiles.block_q, COLUMNS)), Float32)
+        dq = cute.make_rmem_tensor(tile.mma_dq.get_slice(0).partition_shape_C(self.kernel.dq_part), Float32)
         gemm_of(
             tile.mma_dq,
             dq,

@@ -256,7 +256,8 @@ class TilesBackward:
 
 
 COLUMNS = 64
-"""Columns of dQ that a warpgroup computes at a time where tiles are cut by gradient."""
+"""Columns of dQ that a warpgroup computes at a time where tiles are cut by gradient; half of them all where these don't
+divide the width."""
 
 WRITERS = 3
 """Writer warps of the backward pass in deterministic mode: all of the producer's warpgroup but the producer."""
@@ -331,7 +332,7 @@ class KernelBackward:
         """Queries and columns of a part of dQ, of which a warpgroup computes one, and by gradient one at a time."""
         tiles = self.tiles
         if tiles.by_gradient:
-            return tiles.block_q, COLUMNS
+            return tiles.block_q, self.width // tiles.consumers if self.width % COLUMNS else COLUMNS
         return (WARPGROUP_ROWS, self.width) if self.dq_by_rows else (tiles.block_q, self.width // tiles.consumers)
 
     @property
@@ -342,7 +343,7 @@ class KernelBackward:
     @property
     def dq_parts(self) -> int:
         """Parts of a block of dQ."""
-        return self.width // COLUMNS if self.tiles.by_gradient else self.tiles.consumers
+        return self.width // self.dq_part[1] if self.tiles.by_gradient else self.tiles.consumers
 
     def dq_parts_of(self, wg_idx: int) -> range:
         """Those that a warpgroup computes. By gradient the one with dV, whose other products are no fewer, has the
