@@ -23,6 +23,7 @@ from bench.runs import (
     last_run,
     length,
     ours,
+    settled,
     sparse_run,
     speeds,
 )
@@ -218,11 +219,24 @@ def report(rows: list[Row], results: Path) -> str:
             RATIOS,
             ratios_of(table),
             *folded(f"All {len(table)} cells, TFLOP/s", table_of(table)),
+            *_alone_report(mine),
         ]
     parts += [*of_picture("errors"), *of_picture("memory"), *of_picture("roofline"), *_traffic_report(rows)]
     if sparse := sparse_run(rows):
         parts += _sparse_report(sparse, rows, picture)
     return "\n\n".join(parts)
+
+
+def _alone_report(rows: list[Row]) -> list[str]:
+    """What a run timed alone at settled clocks, as markdown; nothing where it did not."""
+    alone = [row for row in map(settled, rows) if row]
+    if not alone:
+        return []
+    table, joules = speeds(alone), speeds(alone, "joules")
+    energy = {shape: {f"{name}, J": value for name, value in cell.items()} for shape, cell in joules.items()}
+    both = {shape: {**cell, **energy.get(shape, {})} for shape, cell in table.items()}
+    text = "Each alone at settled clocks, of what is less than twice as slow as the fastest:"
+    return [text, ratios_of(table), *folded(f"These {len(table)} cells, TFLOP/s, and joules a call", table_of(both))]
 
 
 def shown(rows: list[Row], results: Path) -> dict[Path, str]:
