@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import ceil
 from typing import NamedTuple
 
+from flashzoo.integers import cdiv
 from flashzoo.parallel.halo import planned
 from flashzoo.parallel.pieces import Band
 
@@ -82,7 +82,7 @@ class Sizes:
     @property
     def step(self) -> int:
         """Rows of a chunk, padding among them."""
-        return ceil(self.seqlen_q / (self.ranks * self.chunks))
+        return cdiv(self.seqlen_q, self.ranks * self.chunks)
 
     @property
     def uneven(self) -> float:

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flashzoo import attention
+from flashzoo.integers import cdiv
 from flashzoo.parallel.exchange import met, moved
 from flashzoo.parallel.groups import Ranks
 from flashzoo.parallel.layout import numbers_of
@@ -94,7 +95,7 @@ def planned(rank: int, size: int, step: int, chunks: int, whole: int, longest: i
         """Who has what the keys at hand of a rank are made of, from where to where."""
         at = 0
         for first, end in map(keys, numbers_of(to, size, chunks)):
-            for number in range(first // step, -(-end // step)) if first < end else ():
+            for number in range(first // step, cdiv(end, step)) if first < end else ():
                 a, b = queries(number)
                 lo, hi = max(a, first), min(b, end)
                 other = number if number < size else 2 * size - 1 - number

@@ -11,12 +11,12 @@ comes first of a rank's chunks comes first of the whole too.
 
 from __future__ import annotations
 
-from math import ceil
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from flashzoo.integers import cdiv
 from flashzoo.parallel.exchange import gathered
 from flashzoo.parallel.groups import form_of, ranks_of
 
@@ -69,7 +69,7 @@ def shard(x: Tensor, group: Any, dim: int = 1, layout: Layout = "zigzag", pad: f
     check_layout(layout)
     seqlen, chunks = x.shape[dim], chunks_of(layout)
     parts = ranks.size * chunks
-    step = ceil(seqlen / parts)
+    step = cdiv(seqlen, parts)
     if seqlen % parts and pad is None:
         raise ValueError(
             f"x's size in dimension {dim} must be a multiple of {parts} for {ranks.size} ranks in layout {layout!r}, "
