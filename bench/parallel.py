@@ -44,6 +44,7 @@ PASSES = {"fwd": 1.0, "fwd_bwd": 3.5}
 """FLOPs of a pass, over the forward pass's."""
 MOST_ERROR = 0.02
 """Of out and of each gradient, the norm of what they are off by over their own, in 16 bits."""
+DOCUMENTS = {"also": (False, True), "only": (True,)}
 ROUNDS = 3
 LEAST, MOST = 2, 20
 """Calls of a contender that are timed in a round."""
@@ -319,7 +320,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=whole, default=128)
     parser.add_argument("--passes", default=",".join(PASSES), help=f"of {', '.join(PASSES)}")
     parser.add_argument("--impls", default=",".join(CONTENDERS), help=f"of {', '.join(CONTENDERS)}")
-    parser.add_argument("--documents", action="store_true", help="packed documents too")
+    parser.add_argument(
+        "--documents", nargs="?", const="also", choices=tuple(DOCUMENTS), help="packed documents too, or them only"
+    )
     parser.add_argument("--ms", type=amount, default=100, help="about how long a round times each; default: 100")
     parser.add_argument("--budget-s", type=amount, default=inf, help="stop after so many seconds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
@@ -364,7 +367,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     todo = [
         Cell(tokens, heads, heads_kv, args.head_dim, documents, pass_, ranks)
         for tokens in args.tokens
-        for documents in ((False, True) if args.documents else (False,))
+        for documents in DOCUMENTS.get(args.documents, (False,))
         for heads, heads_kv in args.heads
         for pass_ in args.passes
     ]

@@ -150,6 +150,7 @@ SHAPES = {
     "odd_packed_window": Shape(
         CAUSAL | {"window_size": (6, 0)} | LONGEST, seqlen=43, lengths=LENGTHS, methods=("gather", "halo")
     ),
+    "odd_packed_few": Shape(CAUSAL | LONGEST, seqlen=3, lengths=(1, 2), layout="contiguous", methods=PACKED),
     "odd_packed_sinks": Shape(CAUSAL | {"sinks": True} | LONGEST, seqlen=9, lengths=(3, 0, 4), methods=PACKED),
     "caches": Shape(CAUSAL | {"seqused_k": torch.tensor([30, 48], dtype=torch.int32)}, methods=ALL_HEADS),
     "mask": Shape({"block_mask": True}, methods=ALL_HEADS),
