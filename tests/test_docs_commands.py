@@ -132,7 +132,7 @@ SETUP = [line for _, language, mark, text in found() if (language, mark) == ("sh
 
 @pytest.mark.parametrize("command", SETUP)
 def test_what_makes_environments_is_a_command(command, tmp_path):
-    """newcomer makes its own; here is seen that a target of make is there, and that the rest is what test_docs knows."""
+    """newcomer makes its own; here is seen that a target of make is there, and that test_docs knows the rest."""
     program, *words = shlex.split(command)
     if program == "make":
         if shutil.which("make") is None:
