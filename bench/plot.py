@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterable
 from functools import partial
 from pathlib import Path
 
-from bench import claims, learn, pictures, readmes, runs, several, traffic
+from bench import claims, learn, llama, pictures, readmes, runs, several, traffic
 from bench.rows import MISSING, read
 from bench.runs import (
     BUTTERFLY,
@@ -241,7 +241,7 @@ def _alone_report(rows: list[Row]) -> list[str]:
 
 def shown(rows: list[Row], results: Path) -> dict[Path, str]:
     """The text of every page that shows figures, as these rows have them."""
-    sections = readmes.SECTIONS | learn.SECTIONS | several.SECTIONS
+    sections = readmes.SECTIONS | learn.SECTIONS | several.SECTIONS | llama.SECTIONS
     found = {readmes.ROOT / path: readmes.written(path, sections[path], rows) for path in sections}
     page = "docs/measured.md"
     measured = readmes.linked(report(rows, results).replace("### ", "## "), page)
