@@ -38,6 +38,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
+from statistics import median
 
 import torch
 
@@ -213,12 +214,13 @@ def measure(
     try:
         operations = {key: contender.timed for key, contender in contenders.items()}
         times = clock.measure(operations, ms_each) if operations else {}
+        medians: dict[Cell, dict[str, float]] = {}
         for (cell, impl), taken in times.items():
-            calls = contenders[cell, impl].calls
-            found[cell, impl] |= time_columns([ms / calls for ms in taken], cell.flops)
+            each = [ms / contenders[cell, impl].calls for ms in taken]
+            found[cell, impl] |= time_columns(each, cell.flops)
+            medians.setdefault(cell, {})[impl] = median(each)
         for (cell, impl), contender in contenders.items() if settled_ms else ():
-            fastest = min(float(found[cell, other]["ms"]) for other in work[cell] if (cell, other) in times)
-            if float(found[cell, impl]["ms"]) < FAR * fastest:
+            if medians[cell][impl] < FAR * min(medians[cell].values()):
                 found[cell, impl] |= settled_columns(contender.timed, contender.calls, clock, settled_ms)
     except torch.OutOfMemoryError:  # each ran alone
         found |= {key: {"why": CROWDED} for key in contenders}
