@@ -116,10 +116,11 @@ def cut(problem: Problem) -> Cut:
     return Cut(rows, blocks, split, max(1, cdiv(keys, split)))
 
 
-BLOCK_KV = {64: 128, 128: 64, 192: 64, 256: 64, 576: 64}
+BLOCK_KV = {64: 128, 128: 64, 192: 64, 256: 64, LATENT_WIDTHS[0]: 64}
 """By width, keys of a block of a Hopper kernel."""
-STAGES = {64: (11, 5), 128: (11, 5), 192: (7,), 256: (5,), 576: (2,)}
-"""By width, blocks of K and V, or of both in one, on chip with one thread block on a multiprocessor, and with two where they fit."""
+STAGES = {64: (11, 5), 128: (11, 5), 192: (7,), 256: (5,), LATENT_WIDTHS[0]: (2,)}
+"""By width, blocks of K and V, or of both in one, on chip with one thread block on a multiprocessor, and with two where
+they fit."""
 STAGES_E4M3 = {64: (24, 12), 128: (12, 5), 192: (7,), 256: (5,)}
 """The same of e4m3 keys and values, whose blocks are those of their descales."""
 WARP_ROWS = 16
@@ -137,9 +138,8 @@ LARGEST = 1 << 31
 # tile's merging, and, of parts in memory, each of its rounds: 64 rows times parts, 128 columns. What memory gives in
 # one. And what v3, and v2 where a cache is used in part, take for 128 rows of a tile and a block of keys.
 BLOCK_US, PART_US, MERGE_US, ROUND_US = (0.65, 1.0), 3.0, 2.6, 1.2
-WIDE = {64: 1.2, 128: 1.0, 192: 1.5, 256: 2.0, 576: 2.8}
-"""How many times as long a block takes, by width: one of 64 has twice the keys, and one of 576 two warpgroups, so far by
-its instructions alone."""
+WIDE = {64: 1.2, 128: 1.0, 192: 1.5, 256: 2.0, LATENT_WIDTHS[0]: 2.8}
+"""How many times as long a block takes, by width: one of 64 has twice the keys. That of 576 is counted, not measured."""
 BYTES_PER_US = 4.5e6
 TILED_US = (0.6, 1.1)
 FASTER = 0.95

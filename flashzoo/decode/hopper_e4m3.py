@@ -30,7 +30,7 @@ from flashzoo.decode.hopper import Decode, SharedStorage, TmaAtoms
 from flashzoo.decode.hopper_items import Item, ParamsE4m3
 from flashzoo.decode.hopper_output import columns_of
 from flashzoo.decode.traits import KernelE4m3
-from flashzoo.gpu import WARPGROUP_ROWS, WARPS
+from flashzoo.gpu import WARPGROUP_ROWS
 
 KEYS = 32
 """Keys that a warp takes at a time."""

@@ -156,10 +156,7 @@ def attend(
         p = tl.exp2(s - m_safe[:, None])
         alpha = tl.exp2(m_i - m_safe)
         l_i = l_i * alpha + tl.sum(p, 1)
-        if REST:
-            v_j = k_j
-        else:
-            v_j = load_keys(v_head, v_strides, place, key, end, HEAD_DIM, BLOCK_D, PAGE, MASKED)
+        v_j = k_j if REST else load_keys(v_head, v_strides, place, key, end, HEAD_DIM, BLOCK_D, PAGE, MASKED)
         if descales[1] is None:
             acc = tl.dot(p.to(q_i.dtype), widened(v_j, q_i.dtype), acc * alpha[:, None], input_precision="ieee")
         else:

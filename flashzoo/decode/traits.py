@@ -62,7 +62,7 @@ class Kernel:
         return self.consumers * WARPS
 
     registers = None
-    """Of a thread of the producer's warpgroup, and of a consumer, where the latter gets more; else all have the same."""
+    """Of a thread of the producer's warpgroup, and of a consumer, where that gets more; else all have the same."""
 
     @property
     def threads(self) -> int:
