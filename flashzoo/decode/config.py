@@ -139,7 +139,7 @@ LARGEST = 1 << 31
 # one. And what v3, and v2 where a cache is used in part, take for 128 rows of a tile and a block of keys.
 BLOCK_US, PART_US, MERGE_US, ROUND_US = (0.65, 1.0), 3.0, 2.6, 1.2
 WIDE = {64: 1.2, 128: 1.0, 192: 1.5, 256: 2.0, LATENT_WIDTHS[0]: 2.8}
-"""How many times as long a block takes, by width: one of 64 has twice the keys. That of 576 is counted, not measured."""
+"""How many times as long a block takes, by width: one of 64 has twice the keys. That of 576 was not measured."""
 BYTES_PER_US = 4.5e6
 TILED_US = (0.6, 1.1)
 FASTER = 0.95
@@ -256,7 +256,8 @@ def cut_hopper(problem: Problem) -> CutHopper:
         of_block = BYTES[p.dtype_kv or p.dtype] * block_kv * (p.head_dim if p.latent else 2 * p.head_dim)
         read = of_block * cdiv(min(items, workers), tiles)  # a split's tiles read the same keys
         block = max(BLOCK_US[each - 1] * WIDE[width] * slower, read / BYTES_PER_US)
-        waves, rounds = cdiv(items, workers), cdiv(heads * queries * splits, MERGED_AT_ONCE) * cdiv(width, 128)
+        of_round = MERGED_AT_ONCE * (KernelLatent.consumers if p.latent else 1)
+        waves, rounds = cdiv(items, workers), cdiv(heads * queries * splits, of_round) * cdiv(p.head_dim_v, 128)
         merging = MERGE_US + (0.0 if clustered(splits) else ROUND_US * rounds)
         return waves * of_part * block + (waves - 1) * PART_US + (merging if splits > 1 else 0.0)
 
