@@ -124,7 +124,7 @@ def test_lazily_negated_keys_and_values_are_as_any():
     assert same_bits(found.out, forward("decode", (q, k, v), problem).out)
 
 
-def test_a_compiled_call_sees_the_view(monkeypatch):
+def test_a_compiled_call_sees_the_view():
     problem = on_device(used_k=False)
     (q, k, _), *_ = draw(problem)
 
