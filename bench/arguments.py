@@ -100,7 +100,8 @@ def _add_what_runs(parser: argparse.ArgumentParser) -> None:
         help="cells of decoding, one query of each sequence on a cache, timed by CUDA graphs: caches of "
         f"{', '.join(map(str, DECODE_SEQLENS))} keys (or --seqlens), in batches of "
         f"{', '.join(map(str, DECODE_BATCHES))} (or --batches), in five layouts of heads, from which --head-dims "
-        f"chooses; what has more than {MOST_BYTES / 1e9:.0f} GB of keys and values is left out",
+        "chooses, and with 576 in two of MLA's; "
+        f"what has more than {MOST_BYTES / 1e9:.0f} GB of keys and values is left out",
     )
     what.add_argument(
         "--models",

@@ -39,7 +39,8 @@ class Caches:
     def bytes(self) -> int:
         """Of the keys and values that one call reads."""
         p = self.problem
-        return BYTES[p.dtype_kv or p.dtype] * p.batch * p.seqlen_k * p.heads_kv * (p.head_dim + p.head_dim_v)
+        width = p.head_dim if p.latent else p.head_dim + p.head_dim_v
+        return BYTES[p.dtype_kv or p.dtype] * p.batch * p.seqlen_k * p.heads_kv * width
 
     @property
     def calls(self) -> int:
@@ -71,9 +72,13 @@ class Caches:
         p = self.problem
         generator = torch.Generator(p.device).manual_seed(seed)
         rows = (p.batch, p.seqlen_k) if p.page_size is None else (p.batch * p.seqlen_k // p.page_size, p.page_size)
-        of_q, of_k = (p.batch, p.seqlen_q, p.heads, p.head_dim), (*rows, p.heads_kv, p.head_dim)
-        empty = (torch.empty(shape, dtype=TORCH_DTYPES[p.dtype], device=p.device) for shape in (of_q, of_k, of_k, of_q))
-        return tuple(x.normal_(generator=generator) for x in empty)
+        of_q, of_k = (p.batch, p.seqlen_q, p.heads), (*rows, p.heads_kv)
+        shapes = [(*of_q, p.head_dim), (*of_k, p.head_dim), (*of_k, p.head_dim_v), (*of_q, p.head_dim_v)]
+        if p.latent:
+            del shapes[2]
+        empty = (torch.empty(shape, dtype=TORCH_DTYPES[p.dtype], device=p.device) for shape in shapes)
+        q, k, *v, dout = (x.normal_(generator=generator) for x in empty)
+        return q, k, v[0] if v else k[..., : p.head_dim_v], dout
 
     def first(self, x: Tensor) -> Tensor:
         """`(1, seqlen_k, heads_kv, head_dim)`: the first sequence's, of k or v or of some heads of them."""
@@ -94,5 +99,7 @@ def caches(problem: Problem) -> Caches:
 
 def rate(row: Mapping[str, object]) -> float:
     """GB/s of keys and values, of a results file's row of pass `decode`."""
-    elements = 2 * math.prod(int(str(row[name])) for name in ("batch", "seqlen_k", "heads_kv", "head_dim"))
+    elements = math.prod(int(str(row[name])) for name in ("batch", "seqlen_k", "heads_kv", "head_dim"))
+    if not row.get("head_dim_v"):  # else values lie in keys
+        elements *= 2
     return BYTES[str(row["dtype"])] * elements / float(str(row["ms"])) / 1e6

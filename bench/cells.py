@@ -35,6 +35,8 @@ PACKED_HEADS = ((16, 16, 128), (64, 8, 128), (32, 32, 64), (8, 8, 256))
 """Heads of queries, of keys, and head dims of a run with packed sequences."""
 DECODE_HEADS = ((64, 8, 128), (32, 8, 128), (32, 32, 128), (16, 2, 256), (64, 8, 64))
 """The same of a run with `--decode`."""
+DECODE_LATENT = ((16, 1, 576), (128, 1, 576))
+"""And where its head dims are asked for: DeepSeek's MLA, whose values are a key's first 512 columns."""
 DECODE_SEQLENS = (2048, 8192, 32768, 131072)
 DECODE_BATCHES = (1, 8, 32, 128)
 SCORED_SIZE = (16384, 2048)
@@ -231,9 +233,11 @@ def _decoding(args: argparse.Namespace) -> Iterator[Cell]:
     sizes = [(seqlen, batch) for seqlen in args.seqlens or DECODE_SEQLENS for batch in args.batches or DECODE_BATCHES]
     if args.tokens:
         sizes = [(seqlen, args.tokens // seqlen) for seqlen in args.seqlens or (args.tokens,)]
-    for heads, queries, (seqlen, batch) in product(_heads(args, DECODE_HEADS), args.queries or (1,), sizes):
-        problem = _here(Problem(batch, queries, seqlen, *heads, used_k=True, page_size=args.page_size), DECODE, args)
-        problem = replace(problem, causal=queries > 1)
+    field = (*DECODE_HEADS, *DECODE_LATENT) if args.head_dims else DECODE_HEADS
+    for heads, queries, (seqlen, batch) in product(_heads(args, field), args.queries or (1,), sizes):
+        how: dict[str, Any] = {"head_dim_v": 512, "latent": True} if heads in DECODE_LATENT else {}
+        problem = Problem(batch, queries, seqlen, *heads, used_k=True, page_size=args.page_size, **how)
+        problem = replace(_here(problem, DECODE, args), causal=queries > 1)
         if problem.causal in causal(args) and fits(problem):
             yield Cell(problem)
 

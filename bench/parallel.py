@@ -11,7 +11,8 @@ waits, and contenders take turns in rounds. Rows are written cell by cell, and w
 behind the round that it is in.
 
 `seqlen_q` is the tokens of all GPUs, `tflops` what all make together; `auto` with gpus 1 is one GPU at a rank's share
-of the tokens, all GPUs doing that at once. Pass `fwd_bwd` is both.
+of the tokens, all GPUs doing that at once. Pass `fwd_bwd` is both. Of documents every call is told how long
+the longest is; `parallel_halo` and `parallel_auto` have them in contiguous shards.
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ from bench.arguments import amount, numbers, whole
 from bench.lengths import lengths
 from bench.rows import FAILED, REFUSED, Results, Row, head_commit, results_path, time_columns
 from flashzoo import parallel
+from flashzoo.parallel.layout import Layout
 
 PASSES = {"fwd": 1.0, "fwd_bwd": 3.5}
 """FLOPs of a pass, over the forward pass's."""
 MOST_ERROR = 0.02
 """Of out and of each gradient, the norm of what they are off by over their own, in 16 bits."""
+DOCUMENTS = {"also": (False, True), "only": (True,)}
 ROUNDS = 3
 LEAST, MOST = 2, 20
 """Calls of a contender that are timed in a round."""
@@ -81,9 +84,10 @@ class Inputs:
             torch.randn(*batch, tokens, h, cell.head_dim, device=args.device, dtype=args.dtype) for h in heads
         ]
         self.options: dict[str, Any] = {"causal": True}
+        self.layout: Layout = "contiguous" if cell.documents else "zigzag"
         if cell.documents:
             ends = torch.tensor((0, *cell.lengths(tokens)), device=args.device).cumsum(0)
-            self.options["cu_seqlens_q"] = ends.int()
+            self.options |= {"cu_seqlens_q": ends.int(), "max_seqlen_q": max(cell.lengths(tokens))}
 
     def sharded(self, group: Any, layout: Any) -> list[Tensor]:
         """This rank's rows."""
@@ -144,13 +148,17 @@ CONTENDERS: dict[str, Callable[..., Any]] = {
     "parallel_gather": lambda inputs, group: ours(inputs, group, "gather"),
     "parallel_ulysses": lambda inputs, group: ours(inputs, group, "ulysses"),
     "parallel_ring": lambda inputs, group: ours(inputs, group, "ring"),
-    "parallel_auto": lambda inputs, group: ours(inputs, group, "auto"),
+    "parallel_halo": lambda inputs, group: ours(inputs, group, "halo", inputs.layout),
+    "parallel_auto": lambda inputs, group: ours(inputs, group, "auto", inputs.layout),
+    "zigzag_halo": lambda inputs, group: ours(inputs, group, "halo"),
     "plain_ring": lambda inputs, group: ours(inputs, group, "ring", "contiguous"),
     "torch_cp_allgather": lambda inputs, group: torchs(inputs, group, "allgather"),
     "torch_cp_alltoall": lambda inputs, group: torchs(inputs, group, "alltoall"),
 }
 """Each with the inputs and the group: a context, in which there is a call and this rank's q, k, v and dout."""
-CONTIGUOUS = ("plain_ring",)
+CONTIGUOUS, BY_CELL = ("plain_ring",), ("parallel_halo", "parallel_auto")
+"""Those whose layout is contiguous, and those who take it for documents, of which it needs fewer keys; the others' is
+zigzag."""
 
 
 def results(call: Call, tensors: Sequence[Tensor], pass_: str) -> list[Tensor]:
@@ -244,7 +252,8 @@ def measure(cell: Cell, args: argparse.Namespace, group: Any, clock: Clock | Non
                         run = partial(results, call, tensors, cell.pass_)
                         found[name] += times(run, args.ms, args.device, group)
                     elif name != "auto":
-                        layout = "contiguous" if name in CONTIGUOUS else "zigzag"
+                        layout: Layout = inputs.layout if name in BY_CELL else "zigzag"
+                        layout = "contiguous" if name in CONTIGUOUS else layout
                         of_rank = [parallel.shard(x, group, inputs.dim, layout) for x in expected]
                         relative, largest, rms = errors(results(call, tensors, cell.pass_), of_rank, group)
                         rows[name] |= {"max_err": f"{largest:.4g}", "rms_err": f"{rms:.4g}"}
@@ -311,7 +320,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--head-dim", type=whole, default=128)
     parser.add_argument("--passes", default=",".join(PASSES), help=f"of {', '.join(PASSES)}")
     parser.add_argument("--impls", default=",".join(CONTENDERS), help=f"of {', '.join(CONTENDERS)}")
-    parser.add_argument("--documents", action="store_true", help="packed documents too")
+    parser.add_argument(
+        "--documents", nargs="?", const="also", choices=tuple(DOCUMENTS), help="packed documents too, or them only"
+    )
     parser.add_argument("--ms", type=amount, default=100, help="about how long a round times each; default: 100")
     parser.add_argument("--budget-s", type=amount, default=inf, help="stop after so many seconds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
@@ -356,7 +367,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     todo = [
         Cell(tokens, heads, heads_kv, args.head_dim, documents, pass_, ranks)
         for tokens in args.tokens
-        for documents in ((False, True) if args.documents else (False,))
+        for documents in DOCUMENTS.get(args.documents, (False,))
         for heads, heads_kv in args.heads
         for pass_ in args.passes
     ]

@@ -293,9 +293,14 @@ def _library_packed(name: str, problem: Problem, packed: Packed) -> Attention:
 def _library_of_caches(name: str, problem: Problem, caches: Caches) -> Attention:
     call = _beside(name, "flash_attn_with_kvcache")
     how = {"cache_seqlens": caches.used, "page_table": caches.page_table, "causal": problem.causal}
+    columns = problem.head_dim_v  # of MLA's q and k those that go with v are told apart
+    how |= {"softmax_scale": problem.scale} if problem.latent else {}
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = call(q, k, v, **how)
+        if problem.latent:
+            out = call(q[..., columns:], k[..., columns:], v, qv=q[..., :columns], **how)
+        else:
+            out = call(q, k, v, **how)
         return out[0] if isinstance(out, tuple) else out
 
     return attention

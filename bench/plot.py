@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Iterable
 from functools import partial
 from pathlib import Path
 
-from bench import claims, learn, pictures, readmes, runs, several, traffic
+from bench import claims, learn, llama, pictures, readmes, runs, several, traffic
 from bench.rows import MISSING, read
 from bench.runs import (
     BUTTERFLY,
@@ -23,6 +23,7 @@ from bench.runs import (
     last_run,
     length,
     ours,
+    settled,
     sparse_run,
     speeds,
 )
@@ -218,6 +219,7 @@ def report(rows: list[Row], results: Path) -> str:
             RATIOS,
             ratios_of(table),
             *folded(f"All {len(table)} cells, TFLOP/s", table_of(table)),
+            *_alone_report(mine),
         ]
     parts += [*of_picture("errors"), *of_picture("memory"), *of_picture("roofline"), *_traffic_report(rows)]
     if sparse := sparse_run(rows):
@@ -225,9 +227,21 @@ def report(rows: list[Row], results: Path) -> str:
     return "\n\n".join(parts)
 
 
+def _alone_report(rows: list[Row]) -> list[str]:
+    """What a run timed alone at settled clocks, as markdown; nothing where it did not."""
+    alone = [row for row in map(settled, rows) if row]
+    if not alone:
+        return []
+    table, joules = speeds(alone), speeds(alone, "joules")
+    energy = {shape: {f"{name}, J": value for name, value in cell.items()} for shape, cell in joules.items()}
+    both = {shape: {**cell, **energy.get(shape, {})} for shape, cell in table.items()}
+    text = "Each alone at settled clocks, of what is less than twice as slow as the fastest:"
+    return [text, ratios_of(table), *folded(f"These {len(table)} cells, TFLOP/s, and joules a call", table_of(both))]
+
+
 def shown(rows: list[Row], results: Path) -> dict[Path, str]:
     """The text of every page that shows figures, as these rows have them."""
-    sections = readmes.SECTIONS | learn.SECTIONS | several.SECTIONS
+    sections = readmes.SECTIONS | learn.SECTIONS | several.SECTIONS | llama.SECTIONS
     found = {readmes.ROOT / path: readmes.written(path, sections[path], rows) for path in sections}
     page = "docs/measured.md"
     measured = readmes.linked(report(rows, results).replace("### ", "## "), page)

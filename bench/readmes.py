@@ -138,9 +138,37 @@ def v2(rows: list[Row]) -> Iterator[str]:
         yield f"Over all {cells} cells, geometric means: {over(rows, 'v2', ('flex', 'sdpa_flash', 'v1'), name)}."
 
 
+def alone(rows: list[Row], impl: str, name: str) -> Iterator[str]:
+    """A sentence on speeds at settled clocks, where there are any."""
+    if found := runs.over_best_alone(rows, impl, name):
+        yield (
+            f"Each alone at settled clocks, over {NAMES[BEST_PEER]}: {ratio(found.values.values())}, at least 1x in "
+            f"{sum(value >= 1 for value in found.values.values())} of {len(found.values)}."
+        )
+
+
+def headline(rows: list[Row]) -> Iterator[str]:
+    """Below the first page's picture: whom it shows, and v3 against other libraries where clocks have settled."""
+    mine = runs.last_run(rows, "fwd")
+    peers = [name_of(impl) for impl in runs.impls(runs.speeds(mine)) if not runs.ours(impl)]
+    yield (
+        f"The best other library is the fastest of {', '.join(peers[:-1])} and {peers[-1]} in each cell. Where this is "
+        "from, and all other figures, is under [Measured](docs/measured.md)."
+    )
+    of = ("forward", "v3", "fwd"), ("backward", "v3", "bwd"), ("forward in FP8, v3_fp8", "v3_fp8", "fwd_e4m3")
+    found = {word: ratios for word, impl, name in of if (ratios := runs.over_best_alone(rows, impl, name))}
+    if found:
+        told = "; ".join(f"{word} {ratio(ratios.values.values())}" for word, ratios in found.items())
+        yield (
+            f"On one {mine[0]['gpu']}, each alone until clocks have settled, v3 over {NAMES[BEST_PEER]}, geometric "
+            f"means: {told}."
+        )
+
+
 def forward(rows: list[Row]) -> Iterator[str]:
     """v3's."""
     yield what(rows, "fwd")
+    yield from alone(rows, "v3", "fwd")
     yield speeds_at(rows, "fwd", ("v3", "fa4", "sdpa_cudnn", "v2"), (512, 2048, LONGEST))
     yield (
         "Over all cells, geometric means: "
@@ -212,6 +240,7 @@ def sparse(rows: list[Row]) -> Iterator[str]:
 def backward(rows: list[Row]) -> Iterator[str]:
     """v3's."""
     yield f"{what(rows, 'bwd')} 2.5 times the forward FLOPs; the deterministic mode is timed at seqlen 8192."
+    yield from alone(rows, "v3", "bwd")
     impls = ("v3", "fa4", "sdpa_cudnn", "flex", "v2", "v1", "v3_deterministic")
     yield speeds_at(rows, "bwd", impls, (512, 2048, 8192, LONGEST))
     best, slower = runs.over(rows, "v3", BEST_PEER, "bwd"), runs.over(rows, "v3_deterministic", "v3", "bwd")
@@ -340,9 +369,7 @@ def of_models(rows: list[Row]) -> Iterator[str]:
     mine = [row for row in rows if row["run"] == last.get((row["model"], row["pass"]))]
     newest = mine[-1]
     others = [run for run in dict.fromkeys(row["run"] for row in mine) if run != newest["run"]]
-    cells: dict[str, dict[str, dict[str, float]]] = {}
-    for row in mine:
-        cells.setdefault(row["model"], {}).setdefault(row["pass"], {})[row["impl"]] = float(row["tflops"])
+    cells, settled = _by_model(mine), _by_model([row for row in map(runs.settled, mine) if row])
     impls = list(dict.fromkeys(row["impl"] for row in mine))
 
     def share(cell: dict[str, float]) -> float | None:
@@ -351,11 +378,12 @@ def of_models(rows: list[Row]) -> Iterator[str]:
 
     told = f"; what that lacks is of {' and '.join(f'`{run}`' for run in others)}" if others else ""
     yield f"{newest['dtype']}, in turns; TFLOP/s forward / backward. {origin(newest)}{told}."
-    for pass_, word in runs.WORDS.items():
-        found = [value for of in cells.values() if (value := share(of.get(pass_, {})))]
-        above = sum(value >= 1 for value in found)
-        told = f"{ratio(found)}, at least 1x in {above} of {len(found)}" if found else "not measured"
-        yield f"- {word.capitalize()}, v3 over the fastest peer: {told}."
+    for how, by_model in (("", cells), (", each alone at settled clocks", settled)):
+        for pass_, word in runs.WORDS.items():
+            if found := [value for of in by_model.values() if (value := share(of.get(pass_, {})))]:
+                above = sum(value >= 1 for value in found)
+                told = f"{ratio(found)}, at least 1x in {above} of {len(found)}"
+                yield f"- {word.capitalize()}{how}, v3 over the fastest peer: {told}."
 
     def line(model: str, of: dict[str, dict[str, float]]) -> list[str]:
         both = [of.get(pass_, {}) for pass_ in runs.WORDS]
@@ -363,6 +391,14 @@ def of_models(rows: list[Row]) -> Iterator[str]:
         return [model, *speeds, " / ".join(f"{value:.2f}x" if (value := share(cell)) else "-" for cell in both)]
 
     yield table(("layer", *map(name_of, impls), "v3 over the fastest peer"), (line(*of) for of in cells.items()))
+
+
+def _by_model(rows: list[Row]) -> dict[str, dict[str, dict[str, float]]]:
+    """TFLOP/s by layer, pass and implementation."""
+    cells: dict[str, dict[str, dict[str, float]]] = {}
+    for row in rows:
+        cells.setdefault(row["model"], {}).setdefault(row["pass"], {})[row["impl"]] = float(row["tflops"])
+    return cells
 
 
 def decode(rows: list[Row]) -> Iterator[str]:
@@ -405,6 +441,7 @@ def fp8(rows: list[Row]) -> Iterator[str]:
     yield (
         f"- **e4m3 inputs**, scale 1: {over(rows, 'v3_fp8', ('cudnn_fp8',), 'fwd_e4m3')} in its run. {origin(mine[0])}."
     )
+    yield from alone(rows, "v3_fp8", "fwd_e4m3")
     yield (
         "- **From bf16 inputs**, quantisation included, over v3 in bf16, "
         f"seqlen {' / '.join(map(str, lengths))} (run `{whole.run}`):"
@@ -541,7 +578,7 @@ def features(_: list[Row]) -> Iterator[str]:
 Sections = dict[str, Callable[[list[Row]], Iterator[str]]]
 """By name, paragraphs and tables made from rows."""
 SECTIONS: dict[str, Sections] = {
-    "README.md": {"versions": versions, "claims": lambda rows: iter([claims.table(rows)])},
+    "README.md": {"headline": headline, "versions": versions, "claims": lambda rows: iter([claims.table(rows)])},
     "docs/versions.md": {"versions": features},
     "docs/options.md": {"packed": packed_in_a_sentence},
     "docs/measured.md": {"h100": h100, "scores": on_scores, "models": of_models},

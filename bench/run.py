@@ -7,8 +7,9 @@ and after, says what the GPU could do in this run; with `--dtype e4m3`, where in
 pass, an FP8 one too. A version that quantizes 16-bit inputs is timed so, end to end, under its name with `_end_to_end`
 behind it, and with `_deterministic` behind it any that has an order of accumulation which is fixed.
 
-With `--models` cells are real models' shapes (`bench.models`). With `--settled-ms` each implementation is timed once
-more, alone, call behind call until the GPU's clocks have settled, with the energy of a call (`bench.settled`).
+With `--models` cells are real models' shapes (`bench.models`). With `--settled-ms` each implementation that takes less
+than twice as long as the fastest is timed once more, alone, call behind call until the GPU's clocks have settled, with
+the energy of a call (`bench.settled`).
 
 With `--scores` they have something on their scores (`bench.scores`), and the FLOPs of cells without. All cells of one
 size and pass are timed in the same turns, but for a bias, which fills memory and has its own. They are checked on all
@@ -37,6 +38,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
+from statistics import median
 
 import torch
 
@@ -59,6 +61,8 @@ from flashzoo.timing import MIN_REPEATS, Clock, Operation, OutOfTimeError, with_
 
 LONGEST_S = 3600
 """What is expected to take longer on a CPU needs a budget."""
+FAR = 2.0
+"""What takes so many times as long as the fastest in turns is not timed alone as well."""
 CROWDED = f"{NO_MEMORY}, with the tensors held of all that is timed in the same turns: ask for fewer"
 
 
@@ -195,7 +199,8 @@ def measure(
     Args:
         work: what is timed in turns, once each is checked.
         ahead: seconds of first calls that another process made, to compile.
-        settled_ms: how long each is timed alone besides, behind as many calls as settle the GPU's clocks.
+        settled_ms: how long each that is not `FAR` behind the fastest is timed alone besides, behind as many calls as
+            settle the GPU's clocks.
     """
     contenders: dict[tuple[Cell, str], Contender] = {}
     found: dict[tuple[Cell, str], Row] = {}
@@ -209,11 +214,14 @@ def measure(
     try:
         operations = {key: contender.timed for key, contender in contenders.items()}
         times = clock.measure(operations, ms_each) if operations else {}
+        medians: dict[Cell, dict[str, float]] = {}
         for (cell, impl), taken in times.items():
-            calls = contenders[cell, impl].calls
-            found[cell, impl] |= time_columns([ms / calls for ms in taken], cell.flops)
-        for key, contender in contenders.items() if settled_ms else ():
-            found[key] |= settled_columns(contender.timed, contender.calls, clock, settled_ms)
+            each = [ms / contenders[cell, impl].calls for ms in taken]
+            found[cell, impl] |= time_columns(each, cell.flops)
+            medians.setdefault(cell, {})[impl] = median(each)
+        for (cell, impl), contender in contenders.items() if settled_ms else ():
+            if medians[cell][impl] < FAR * min(medians[cell].values()):
+                found[cell, impl] |= settled_columns(contender.timed, contender.calls, clock, settled_ms)
     except torch.OutOfMemoryError:  # each ran alone
         found |= {key: {"why": CROWDED} for key in contenders}
     except OutOfTimeError:

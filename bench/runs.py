@@ -208,6 +208,18 @@ def over(rows: list[Row], impl: str, other: str, table: str) -> Ratios | None:
     return None
 
 
+def over_best_alone(rows: list[Row], impl: str, table: str) -> Ratios | None:
+    """Speed of `impl` over the fastest peer in each cell of a table, each alone at settled clocks; None where the
+    table's run has not timed them so."""
+    alone = [row for row in map(settled, last_run(rows, table)) if row]
+    cells, values = speeds(alone), {}
+    for shape, cell in cells.items():
+        rivals = [speed for name, speed in cell.items() if not ours(name)]
+        if impl in cell and rivals:
+            values[shape] = cell[impl] / max(rivals)
+    return Ratios(alone[0]["run"], values) if values else None
+
+
 def matmul(rows: list[Row], run: str, dtype: str = "bf16") -> list[float]:
     """TFLOP/s of that run's matrix products in bf16 or e4m3, in its order."""
     return [float(row["tflops"]) for row in rows if row["pass"] == GEMM and (row["run"], row["dtype"]) == (run, dtype)]

@@ -13,9 +13,26 @@ from typing import Any
 
 from bench.rows import read
 from bench.runs import RESULTS, Row
-from flashzoo.parallel.costs import BACKWARD_FLOPS, BACKWARD_RATE, FORWARD_RATE, HOST, METHODS, Costs, Sizes, pairs
+from flashzoo.parallel.costs import (
+    BACKWARD_FLOPS,
+    BACKWARD_RATE,
+    FORWARD_RATE,
+    HOST,
+    Costs,
+    Sizes,
+    of_gather,
+    of_ring,
+    of_ulysses,
+    pairs,
+)
 from flashzoo.parallel.ulysses import copies_of
 
+METHODS = {
+    "gather": lambda s, copies: of_gather(s),
+    "ulysses": of_ulysses,
+    "ring": lambda s, copies: of_ring(s),
+}
+"""Those that take one sequence."""
 PAGE = Path(__file__).parent.parent / "docs" / "context_parallel.md"
 PICTURE = PAGE.with_name("context_parallel.png")
 BEGIN, END = "<!-- model:begin -->", "<!-- model:end -->"

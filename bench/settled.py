@@ -11,6 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import pairwise
+from statistics import median
 
 import torch
 
@@ -26,21 +28,21 @@ Meter = Callable[[], float]
 
 def settled_columns(run: Operation, calls: int, clock: Clock, ms: float) -> Row:
     """The columns settled_ms and joules of one of an operation's calls; joules where there is a meter of energy."""
-    each, watts = alone(run, clock, ms, meter() if clock.cuda else None)
-    joules = {} if watts is None else {"joules": f"{1e-3 * each / calls * watts:.5g}"}
-    return {"settled_ms": f"{each / calls:.5g}", **joules}
+    each, joules = alone(run, clock, ms, meter() if clock.cuda else None)
+    return {"settled_ms": f"{each / calls:.5g}", **({} if joules is None else {"joules": f"{joules / calls:.5g}"})}
 
 
 def alone(run: Operation, clock: Clock, ms: float, energy: Meter | None) -> tuple[float, float | None]:
-    """Milliseconds of each of the operations that run in `ms`, behind `SETTLE_MS` of them, and the watts that the meter
-    says these take: None without one, or where it moved less than twice."""
+    """Milliseconds of an operation, the median of those that run in `ms` behind `SETTLE_MS` of them, as a host that is
+    held up leaves the GPU idle before one; and by the meter its joules: None without one, or where it moved less than
+    twice."""
     clock.check()
     if not clock.cuda:
-        start, count = time.perf_counter(), 0
-        while not count or time.perf_counter() - start < 1e-3 * ms:
+        times = [time.perf_counter()]
+        while len(times) == 1 or times[-1] - times[0] < 1e-3 * ms:
             run()
-            count += 1
-        return 1e3 * (time.perf_counter() - start) / count, None
+            times.append(time.perf_counter())
+        return 1e3 * median(until - since for since, until in pairwise(times)), None
     clock.wait()
     begin, ends, waiting = torch.cuda.Event(enable_timing=True), [], deque()
     readings: list[tuple[float, float]] = []
@@ -60,13 +62,14 @@ def alone(run: Operation, clock: Clock, ms: float, energy: Meter | None) -> tupl
                 readings.append((time.perf_counter(), now))
     ends[-1].synchronize()
     first = next((i for i, end in enumerate(ends[:-1]) if begin.elapsed_time(end) > SETTLE_MS), 0)
-    each = ends[first].elapsed_time(ends[-1]) / (len(ends) - 1 - first)
+    each = median(since.elapsed_time(until) for since, until in pairwise(ends[first:]))
     # the first reading is of any time since the meter moved
     moved = readings[1:]
     if len(moved) < 2:
         return each, None
     (since, before), (until, after) = moved[0], moved[-1]
-    return each, (after - before) / (until - since)
+    mean_s = 1e-3 * ends[first].elapsed_time(ends[-1]) / (len(ends) - 1 - first)
+    return each, (after - before) / (until - since) * mean_s
 
 
 @lru_cache

@@ -19,6 +19,7 @@ NAMES = {
     ALONE: "one GPU",
     **{f"parallel_{method}": method for method in METHODS},
     OURS: "auto",
+    "zigzag_halo": "halo, zigzag",
     "plain_ring": "plain ring",
     "torch_cp_allgather": "torch, all-gather",
     "torch_cp_alltoall": "torch, all-to-all",
@@ -145,14 +146,14 @@ def _beside_the_model(cells: Speeds, gpus: int) -> Iterator[str]:
         model = scaling.shares(gpus, cell.tokens, cell.heads, cell.heads_kv)
         each = (
             f"{model[method][0]:.1%} / {found[name] / found[ALONE]:.1%}" if method in model and name in found else "-"
-            for method, name in ((method, f"parallel_{method}") for method in METHODS)
+            for method, name in ((method, f"parallel_{method}") for method in scaling.METHODS)
         )
         lines.append(
             (f"{cell.heads}:{cell.heads_kv}", runs.length(cell.tokens), f"{one:.0f} / {found[ALONE]:.0f}", *each)
         )
     if lines:
         yield "The model beside it, forward and backward of one sequence, by the arithmetic / as measured:"
-        yield table(("heads", "tokens a GPU", "one GPU, TFLOP/s", *METHODS), lines)
+        yield table(("heads", "tokens a GPU", "one GPU, TFLOP/s", *scaling.METHODS), lines)
 
 
 def points(rows: list[Row], tokens: int, heads: int, heads_kv: int) -> dict[str, dict[int, float]]:
@@ -160,7 +161,7 @@ def points(rows: list[Row], tokens: int, heads: int, heads_kv: int) -> dict[str,
     cell, found = Cell("fwd_bwd", heads, heads_kv, scaling.HEAD_DIM, "", tokens), {}
     for gpus, mine in last_runs(rows).items():
         of = speeds(mine, gpus).get(cell, {})
-        for method in METHODS:
+        for method in scaling.METHODS:
             if ALONE in of and f"parallel_{method}" in of:
                 found.setdefault(method, {})[gpus] = of[f"parallel_{method}"] / of[ALONE]
     return found

@@ -7,7 +7,7 @@ import flashzoo
 from flashzoo.autograd import differentiable
 
 BLOCK_KV = 64
-FEATURES = frozenset({"causal", "window", "gqa", "cross", "head_dim_v", "lse", "deterministic"})  # all else is refused
+FEATURES = frozenset({"causal", "window", "gqa", "cross", "head_dim_v", "mla", "lse", "deterministic"})  # and no other
 
 
 @torch.autocast("cpu", enabled=False)

@@ -43,7 +43,7 @@ def _sdpa_notes(problem: Problem) -> list[str]:
         _FROM_PAGES: "paged" in problem.features,
         _DENSE_MASK: problem.block_mask is not None,
         "copies inputs whose rows do not start at multiples of 16 bytes": problem.device == "cuda",
-        other_kernel: "head_dim_v" in problem.features,
+        other_kernel: problem.head_dim != problem.head_dim_v,
     }
     return [note for note, holds in notes.items() if holds]
 
@@ -81,6 +81,7 @@ _STANDARD_FEATURES = frozenset(
         "gqa",
         "cross",
         "head_dim_v",
+        "mla",
         "lse",
         "deterministic",
         "packed",
@@ -120,7 +121,7 @@ STANDARD = Spec(
 )
 
 _SDPA_FEATURES = frozenset(
-    {"causal", "window", "gqa", "cross", "head_dim_v", "packed", "used_k", "cache", "block_mask"}
+    {"causal", "window", "gqa", "cross", "head_dim_v", "mla", "packed", "used_k", "cache", "block_mask"}
 )
 
 SDPA = Spec(

@@ -236,6 +236,7 @@ def _list(args: argparse.Namespace) -> int:
 
 def _facts(spec: Spec) -> dict[str, str]:
     dims = spec.head_dims
+    latent = "".join(f", and {d} with v its first {d_v} columns" for d, d_v in spec.latent_dims)
     backward = (
         "no"
         if spec.backward is None
@@ -248,7 +249,7 @@ def _facts(spec: Spec) -> dict[str, str]:
         "dtypes": f"{', '.join(spec.dtypes)} on a GPU; {', '.join(spec.cpu_dtypes) or 'none'} on the CPU",
         "quantizes": f'{", ".join(spec.quantizes) or "none"} with precision="fp8"',
         "arch": spec.arch_text,
-        "head_dim": f"{dims[0]} to {dims[-1]}" + (f" in steps of {dims.step}" if dims.step > 1 else ""),
+        "head_dim": f"{dims[0]} to {dims[-1]}" + (f" in steps of {dims.step}" if dims.step > 1 else "") + latent,
         "features": ", ".join(name for name in FEATURES if name in spec.features) or "none",
         "backward": backward,
     }

@@ -107,7 +107,8 @@ def inputs(
 
     Returns:
         q `(batch, seqlen_q, heads, head_dim)`, k `(batch_kv, seqlen_k, heads_kv, head_dim)`, and v and dout (out's
-        shape and dtype) with head_dim_v in place of head_dim; none requires grad.
+        shape and dtype) with head_dim_v in place of head_dim; none requires grad. Where the problem is latent v is a
+        view of k.
 
     Raises:
         ValueError: values or layout is unknown.
@@ -129,7 +130,7 @@ def inputs(
         LAYOUTS[layout](_cast(x, TORCH_DTYPES[name]))
         for x, name in zip((q, k, v, dout), (problem.dtype, of_kv, of_kv, problem.out_dtype), strict=True)
     )
-    return q, k, v, dout
+    return q, k, k[..., :dv] if problem.latent else v, dout
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -264,7 +265,8 @@ def in_pages(problem: Problem, k: Tensor, v: Tensor, seed: int = 0) -> tuple[Ten
         pool = x.new_empty((len(order), size, *x.shape[2:])).view(torch.uint8).fill_(0xFF).view(x.dtype)
         pool[table.flatten()] = x.reshape(-1, size, *x.shape[2:])
         found.append(pool)
-    return *found, table.int()  # pyright: ignore[reportReturnType] - two of them
+    k, v = found
+    return k, k[..., : problem.head_dim_v] if problem.latent else v, table.int()
 
 
 def ranges(problem: Problem, seed: int = 0, device: torch.device | str = "cpu") -> Ranges:

@@ -26,7 +26,7 @@ from torch.nn.functional import multi_head_attention_forward, scaled_dot_product
 from torch.overrides import TorchFunctionMode
 
 from flashzoo.call.api import attention, recorded
-from flashzoo.call.check import DTYPE_NAMES, described
+from flashzoo.call.check import DTYPE_NAMES, described_call
 from flashzoo.call.operands import taken
 from flashzoo.call.plan import plan
 from flashzoo.masks.block_mask import BlockMask
@@ -315,7 +315,7 @@ def _answering(q: Tensor, k: Tensor, v: Tensor, version: str, options: dict[str,
     plain = dict(options)
     try:
         operands, forms = taken(plain)
-        tensors = (*described(q), *described(k), *described(v))
+        tensors = described_call(q, k, v)
         grad = recorded(q, k, v, operands)
         return plan(requested(version), current(), False, grad, False, forms, *tensors, **plain).spec.name
     except (UnsupportedError, TypeError, ValueError) as error:

@@ -41,7 +41,10 @@ _KINDS = {
     **dict.fromkeys(("features", "backward"), frozenset),
     "head_dims": range,
     **dict.fromkeys(
-        ("dtypes", "cpu_dtypes", "quantizes", "fp8_rms", "arch", "requires", "backward_requires", "auto", "faults"),
+        (
+            *("dtypes", "cpu_dtypes", "quantizes", "fp8_rms", "arch", "latent_dims", "requires", "backward_requires"),
+            *("auto", "faults"),
+        ),
         tuple,
     ),
 }
@@ -91,6 +94,8 @@ class Spec:
             ask for more than `flashzoo.accuracy` does of everybody.
         arch: lowest and highest compute capability, None for no upper end.
         head_dims: the head dims taken, of q and k and of v.
+        latent_dims: pairs of head_dim and head_dim_v, those taken where v is k's first columns; where there are none,
+            they are of head_dims too.
         features: names from `FEATURES` that the forward pass honours.
         backward: names from `FEATURES` that the backward pass honours; None where there is no backward pass.
         backward_impl: `"package.module:function"`, for a backward pass that other versions may use too, under "auto"
@@ -132,6 +137,7 @@ class Spec:
     fp8_rms: tuple[tuple[str, float], ...] = ()
     arch: tuple[int, int | None] = (80, None)
     head_dims: range = range(1, 257)
+    latent_dims: tuple[tuple[int, int], ...] = ()
     features: frozenset[str] = frozenset()
     backward: frozenset[str] | None = None
     backward_impl: str | None = None
@@ -178,9 +184,7 @@ class Spec:
         """Why this version can't take the problem, one sentence a reason, all of them; empty where it can."""
         # Where the hardware won't do, or the dtype, an installation would not help.
         reasons = self._hardware(problem) or [f"needs the package {package}" for package in missing(self.requires)]
-        for name in ("head_dim", "head_dim_v") if "head_dim_v" in problem.features else ("head_dim",):
-            if getattr(problem, name) not in self.head_dims:
-                reasons.append(f"takes {name} {_describe(self.head_dims)}, got {getattr(problem, name)}")
+        reasons += self._head_dims(problem)
         if not problem.features <= self.features:
             reasons += [f"does not support {FEATURES[name].asked}" for name in sorted(problem.features - self.features)]
         if problem.grad and self.backward is None:
@@ -223,6 +227,23 @@ class Spec:
         elif problem.arch < lowest or (highest is not None and problem.arch > highest):
             reasons.append(f"needs {self.arch_text}, got sm_{problem.arch}")
         return reasons + self._numerics(problem, self.dtypes)
+
+    def _head_dims(self, problem: Problem) -> list[str]:
+        widths = {"head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v}
+        wide, latent = tuple(widths.values()), " or ".join(f"{d} and {d_v}" for d, d_v in self.latent_dims)
+        if problem.latent and self.latent_dims:
+            if wide in self.latent_dims:
+                return []
+            return [f"takes head_dim and head_dim_v {latent} where v is k's first columns, got {wide[0]} and {wide[1]}"]
+        if wide in self.latent_dims:
+            return [f"takes head_dim and head_dim_v {latent} where v is a view of k, k[..., :{wide[1]}], got another v"]
+        if wide[0] == wide[1]:
+            del widths["head_dim_v"]
+        return [
+            f"takes {name} {_describe(self.head_dims)}, got {width}"
+            for name, width in widths.items()
+            if width not in self.head_dims
+        ]
 
     def _numerics(self, problem: Problem, dtypes: tuple[str, ...], where: str = "") -> list[str]:
         by_precision = f'{" or ".join(self.quantizes)} with precision="fp8"'

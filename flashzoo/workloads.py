@@ -424,6 +424,21 @@ _ALL += (
         causal=True,
     ),
 )
+_LATENT = {"head_dim": 576, "head_dim_v": 512, "latent": True, "heads_kv": 1, "used_k": True}
+_ALL += (
+    _workload("mla_causal", "smoke", 3, 190, heads=16, batch=3, causal=True, **_LATENT),
+    _workload("mla_narrow", "smoke", 65, 113, head_dim_v=32, latent=True),
+    _workload("mla_pages_sinks", "hard", 1, 192, heads=40, batch=2, page_size=16, sinks=True, **_LATENT),
+    _workload("mla_window_pages_of_12", "hard", 5, 180, heads=3, page_size=12, window=(100, 2), **_LATENT),
+    _workload("mla_ramp", "hard", 1, 300, heads=16, batch=2, values="ramp", **_LATENT),
+    _workload(
+        *("mla_packed_q_pages", "hard", 20, 160),
+        **{**_LATENT, "heads": 4, "sequences": 3, "packed_q": True, "page_size": 16, "causal": True},
+    ),
+    _workload("mla_8192_of_128_heads", "large", 2, 8192, heads=128, batch=3, causal=True, **_LATENT),
+    _workload("mla_8192_pages", "large", 1, 8192, heads=16, batch=5, page_size=64, **_LATENT),
+    _workload("mla_300_queries", "large", 300, 1000, heads=16, causal=True, **_LATENT),
+)
 # the suite asks for that of each
 _MET = frozenset({"deterministic"}).union(*(workload.problem.features for workload in _ALL))
 _ALL += tuple(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from fault import Fault, fault
 
-DECODE, HOPPER, OUTPUT, ITEMS, E4M3 = (
-    f"flashzoo/decode/{name}.py" for name in ("kernels", "hopper", "hopper_output", "hopper_items", "hopper_e4m3")
+DECODE, HOPPER, OUTPUT, ITEMS, E4M3, LATENT = (
+    f"flashzoo/decode/{name}.py"
+    for name in ("kernels", "hopper", "hopper_output", "hopper_items", "hopper_e4m3", "hopper_latent")
 )
 PACKED, V2 = "flashzoo/_triton/packed_kernels.py", "flashzoo/v2/kernels.py"
 
@@ -33,6 +34,14 @@ DECODE_IN_TRITON: tuple[Fault, ...] = (
         "h = h_kv * group + row - position * group",
         "h = h_kv + (row - position * group) * heads_kv",
         "test_forward[decode-cache_causal_gqa",
+    ),
+    fault(
+        "decode/mla_first_columns_twice",
+        "the columns of a key behind its value are taken to be its first",
+        DECODE,
+        "load_keys(k_head + HEAD_DIM, k_strides",
+        "load_keys(k_head, k_strides",
+        "test_forward[decode-mla_causal",
     ),
     fault(
         "decode/packed_queries_on_the_next_cache",
@@ -180,6 +189,24 @@ DECODE_ON_HOPPER: tuple[Fault, ...] = (
         "            top = cute.arch.warp_reduction_max(top, threads_in_group=4)\n",
         "",
         "test_forward[decode-fp8_cache_causal_gqa",
+        gpu=True,
+    ),
+    fault(
+        "decode/mla_half_of_o_keeps_its_scale",
+        "the second warpgroup's half of O is not scaled to a block's new maxima",
+        LATENT,
+        "alpha[r] = cute.math.exp2(row_max[r] - top, fastmath=True)",
+        "alpha[r] = Float32(1.0)",
+        "test_forward[decode-mla_ramp",
+        gpu=True,
+    ),
+    fault(
+        "decode/mla_values_behind_what_is_used",
+        "rows behind what is used are multiplied with P's zeros, and hold NaN",
+        LATENT,
+        "if first_key + kernel.block_kv > item.used:",
+        "if first_key > item.used:",
+        "test_what_is_not_used_is_not_read[None",
         gpu=True,
     ),
 )

@@ -54,6 +54,7 @@ class Call:
             where they are the queries', no `used` where all keys are. `used` alone is how much of each of a batch's
             caches is.
         page_size: rows of a page, where keys and values lie in pages.
+        latent: v is k's first columns.
         packed_q: `lengths` are of queries alone: each sequence has a cache of seqlen_k rows, of which `used` are.
         scored: options that `fuzz_oracle.SCORES` knows, and their values: "decay:0.25".
         sinks: their dtype; "" for none. One in five calls has one of -inf.
@@ -91,6 +92,7 @@ class Call:
     used: tuple[int, ...] | None = None
     page_size: int | None = None
     packed_q: bool = False
+    latent: bool = False
     scored: tuple[str, ...] = ()
     sinks: str = ""
     score: str = ""
@@ -164,6 +166,7 @@ class Call:
             used_k=self.used is not None,
             page_size=self.page_size,
             packed_q=self.packed_q,
+            latent=self.latent,
             sinks=bool(self.sinks),
             score_mod=ScoreForm(grads=(0,) if "m" in self.grad else ()) if self.score else None,
             dropout_p=self.dropout,
@@ -332,6 +335,7 @@ def operands(call: Call, device: Device) -> Operands:
         sinks[0, 0, 0] = sinks[0, 0, 0] if call.seed % 5 else -math.inf
         laid.append((sinks.to(TORCH_DTYPES[call.sinks]), LAYOUTS[call.layouts[0]]))
     storage, (q, k, v, dout, dlse, *rest) = _placed(laid, device)
+    v = k[..., : call.head_dim_v] if call.latent else v
     scoring, read = KINDS.get(call.score), None
     if scoring is not None and scoring.shape is not None:
         shape = scoring.shape(sequences(call), call.heads, call.seqlen_q, call.seqlen_k)

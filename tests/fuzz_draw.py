@@ -197,7 +197,11 @@ def configuration(random: Random, versions: list[str], device: str) -> Configura
         call = replace(call, sinks=random.choice(("fp32", "bf16", "fp16", *of_q)), grad=grad)
     if packed and not wild and spec.unsupported(call.problem(device)):  # not everybody packs what is to be quantised
         call = replace(call, lengths=None, used=None)
-    return Configuration(call, sides, _layouts(random), wild)
+    layouts = _layouts(random)
+    if entry == "attention" and dtype != "fp32" and not fp8_kv and asks("mla", 0.15):
+        widths = random.choice(spec.latent_dims or [pair for pair in PAIRS if pair[0] > pair[1]])
+        call = replace(call, latent=True, head_dim=widths[0], head_dim_v=widths[1])
+    return Configuration(call, sides, layouts, wild)
 
 
 def _layouts(random: Random) -> tuple[tuple[str, ...], ...]:

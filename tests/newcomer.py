@@ -8,8 +8,8 @@ ends with 1 where something fails.
 3. The wheel, in an empty folder: `flashzoo check` of the example; what only a clone has is refused in words.
 4. The README and other pages (`PAGES`), in the clone, at a terminal of 80 columns: every command, and each page's
    blocks of Python in turn. Blocks marked `setup` make environments, and are not run, nor are those marked `gpu` where
-   there is one, which take minutes, nor `gpus`, which need several. Where there is no GPU, `gpu` must be refused, in
-   time and in words.
+   there is one, which take minutes, nor `gpus`, which need several: tests/test_docs_commands.py runs both, bounded.
+   Where there is no GPU, `gpu` must be refused, in time and in words.
 5. The tutorial, docs/write_a_variant.md, in the environment with what it installs and in an empty folder: its files are
    written and its commands run, in order. A block is a file where the line that opens it names one. Blocks of commands
    marked `setup` are not run; `cpu` and `gpu` are for machines without and with one, and what `fails` must.

@@ -82,10 +82,17 @@ class Shape:
     head_dim: int = 8
     dtype: torch.dtype = torch.float64
 
+    @property
+    def dim(self) -> int:
+        """The one of the sequence."""
+        return 1 if self.lengths is None else 0
+
 
 LENGTHS = (5, 17, 0, 1, 20)
 """Of packed sequences: they cross every border of shards, and the last 5 of 48 rows are of none."""
 CAUSAL, BY_PARTS, ALL_HEADS = {"causal": True}, ("gather", "ring"), ("ulysses",)
+PACKED = ("gather", "ulysses", "ring", "halo")
+LONGEST = {"max_seqlen_q": 20}
 SHAPES = {
     "full": Shape(),
     "causal": Shape(CAUSAL),
@@ -101,12 +108,50 @@ SHAPES = {
     "cross": Shape(seqlen_k=32, heads_kv=2),
     "cross_causal": Shape(CAUSAL, seqlen_k=64, methods=ALL_HEADS),
     "sinks": Shape(CAUSAL | {"sinks": True, "deterministic": True}),
-    "packed": Shape(CAUSAL, lengths=LENGTHS, heads_kv=2),
-    "packed_contiguous": Shape(CAUSAL, lengths=LENGTHS, layout="contiguous"),
-    "packed_full": Shape(lengths=LENGTHS),
-    "packed_window": Shape(CAUSAL | {"window_size": (6, 0)}, lengths=LENGTHS, methods=("gather", "ulysses")),
+    "packed": Shape(CAUSAL | LONGEST, lengths=LENGTHS, heads_kv=2, methods=PACKED),
+    "packed_contiguous": Shape(CAUSAL | LONGEST, lengths=LENGTHS, layout="contiguous", methods=PACKED),
+    "packed_full": Shape(LONGEST, lengths=LENGTHS, methods=PACKED),
+    "packed_full_contiguous": Shape(LONGEST, lengths=LENGTHS, heads_kv=1, layout="contiguous", methods=("halo",)),
+    "packed_unsaid": Shape(CAUSAL, lengths=(0, 47, 0)),
+    "packed_whole": Shape(CAUSAL | {"max_seqlen_q": 10**9}, lengths=(0, 47, 0), methods=("halo",)),
+    "packed_long": Shape(CAUSAL | {"max_seqlen_k": 31}, lengths=(3, 31, 9), layout="contiguous", methods=("halo",)),
+    "packed_short": Shape(CAUSAL | {"max_seqlen_q": 2}, lengths=(1, 2) * 15, methods=("halo",)),
+    "packed_single": Shape({"max_seqlen_q": 1}, lengths=(1,) * 40, methods=("halo",)),
+    "packed_few": Shape(CAUSAL | LONGEST, lengths=(5,), methods=("halo",)),
+    "packed_window": Shape(
+        CAUSAL | {"window_size": (6, 0)} | LONGEST, lengths=LENGTHS, methods=("gather", "ulysses", "halo")
+    ),
     "packed_two_sided": Shape({"window_size": (6, 2)}, lengths=LENGTHS, methods=ALL_HEADS),
-    "packed_sinks": Shape(CAUSAL | {"sinks": True, "window_size": (6, 0)}, lengths=LENGTHS, methods=("gather",)),
+    "packed_sinks": Shape(
+        CAUSAL | {"sinks": True, "window_size": (6, 0)} | LONGEST, lengths=LENGTHS, methods=("gather", "halo")
+    ),
+    "packed_deterministic": Shape(
+        CAUSAL | {"sinks": True, "deterministic": True, "softmax_scale": 0.3} | LONGEST,
+        lengths=LENGTHS,
+        heads_kv=2,
+        width=12,
+        layout="contiguous",
+        methods=("halo",),
+    ),
+    # of these lengths no number of ranks is a divisor: shards are padded
+    "odd": Shape(seqlen=43, heads_kv=2),
+    "odd_causal": Shape(CAUSAL, seqlen=43, heads_kv=2, width=12),
+    "odd_contiguous": Shape(CAUSAL, seqlen=43, layout="contiguous"),
+    "odd_window": Shape({"window_size": (9, 4)}, seqlen=45),
+    "odd_left": Shape({"window_size": (17, None)}, seqlen=41, layout="contiguous"),
+    "odd_cross": Shape(seqlen=43, seqlen_k=21, heads_kv=2),
+    "odd_cross_sinks": Shape({"sinks": True}, seqlen=43, seqlen_k=3, methods=BY_PARTS),
+    "odd_cross_causal": Shape(CAUSAL, seqlen=13, seqlen_k=43, methods=ALL_HEADS),
+    "odd_sinks": Shape(CAUSAL | {"sinks": True, "deterministic": True}, seqlen=9),
+    "odd_few": Shape(CAUSAL, seqlen=3, layout="contiguous"),
+    "odd_one": Shape(seqlen=1),
+    "odd_packed": Shape(CAUSAL | LONGEST, seqlen=45, lengths=LENGTHS, heads_kv=2, methods=PACKED),
+    "odd_packed_full": Shape(LONGEST, seqlen=43, lengths=LENGTHS, layout="contiguous", methods=PACKED),
+    "odd_packed_window": Shape(
+        CAUSAL | {"window_size": (6, 0)} | LONGEST, seqlen=43, lengths=LENGTHS, methods=("gather", "halo")
+    ),
+    "odd_packed_few": Shape(CAUSAL | LONGEST, seqlen=3, lengths=(1, 2), layout="contiguous", methods=PACKED),
+    "odd_packed_sinks": Shape(CAUSAL | {"sinks": True} | LONGEST, seqlen=9, lengths=(3, 0, 4), methods=PACKED),
     "caches": Shape(CAUSAL | {"seqused_k": torch.tensor([30, 48], dtype=torch.int32)}, methods=ALL_HEADS),
     "mask": Shape({"block_mask": True}, methods=ALL_HEADS),
 }
@@ -161,12 +206,15 @@ def on_ranks(
 ) -> list[Tensor]:
     """`results` of this rank's shards of what the whole was given, those of sinks summed over the ranks."""
     tensors, options, dout, dlse = given
-    rows = 1 if shape.lengths is None else 0
+    rows, whole = shape.dim, (shape.seqlen, shape.seqlen_k or shape.seqlen)
+    parts = dist.get_world_size(group) * (2 if shape.layout == "zigzag" else 1)
+    padded = any(seqlen % parts for seqlen in whole)
 
     def sharded(x: Tensor, dim: int) -> Tensor:
-        return parallel.shard(x, group, dim, shape.layout)
+        return parallel.shard(x, group, dim, shape.layout, pad=torch.nan)
 
     def call(*args, **how):
+        how |= {"seqlen": whole if whole[0] != whole[1] else whole[0]} if padded else {}
         return parallel.attention(*args, group=group, layout=shape.layout, method=method, **how)
 
     mine = [sharded(x, rows) for x in tensors], options, sharded(dout, rows), sharded(dlse, rows + 1)
@@ -177,16 +225,16 @@ def on_ranks(
 
 
 def of_shape(shape: Shape, method: str) -> Callable[[Any], None]:
-    """out, lse and every gradient are the shards of those of the whole."""
+    """out, lse and every gradient are the shards of those of the whole, and of rows of padding 0, and -inf in lse."""
 
     def run(group: Any) -> None:
         given = whole(shape)
         expected = results(flashzoo.attention, *given)
         found = on_ranks(shape, method, group, given, "standard")
-        rows = 1 if shape.lengths is None else 0
         for name, x, y in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), found, expected, strict=False):
             if name != "dsinks":
-                y = parallel.shard(y, group, rows + (name == "lse"), shape.layout)
+                of_lse = name == "lse"
+                y = parallel.shard(y, group, shape.dim + of_lse, shape.layout, pad=-torch.inf if of_lse else 0)
             close(x, y, name)
 
     return run
@@ -203,7 +251,8 @@ JUDGED = {
     "causal": _BF16,
     "full_fp16": replace(_BF16, options={}, dtype=torch.float16),
     "window": replace(_BF16, options={"window_size": (300, 100)}, batch=2),
-    "packed": replace(_BF16, lengths=(100, 380, 0, 10, 450)),
+    "packed": replace(_BF16, options=CAUSAL | {"max_seqlen_q": 452}, lengths=(100, 380, 0, 10, 450), methods=PACKED),
+    "odd": replace(_BF16, seqlen=1002),
     "sinks": replace(_BF16, options=CAUSAL | {"sinks": True, "deterministic": True}),
     "contiguous": replace(_BF16, layout="contiguous", methods=BY_PARTS),
     "fp32": replace(_BF16, dtype=torch.float32),
@@ -219,7 +268,8 @@ def as_here(shape: Shape) -> Shape:
         return shape
     lengths = None if shape.lengths is None else tuple(n // SMALLER for n in shape.lengths)
     width = shape.head_dim // SMALLER
-    return replace(shape, seqlen=shape.seqlen // SMALLER, lengths=lengths, head_dim=width, width=width)
+    options = {name: x // SMALLER if name == "max_seqlen_q" else x for name, x in shape.options.items()}
+    return replace(shape, options=options, seqlen=shape.seqlen // SMALLER, lengths=lengths, head_dim=width, width=width)
 
 
 def judged(shape: Shape, method: str) -> Callable[[Any], None]:
@@ -231,9 +281,9 @@ def judged(shape: Shape, method: str) -> Callable[[Any], None]:
         given = tensors, options, dout, dlse = whole(mine)
         leaves = [x.detach().requires_grad_() for x in tensors]
         problem = flashzoo.explain(*leaves, return_lse=True, version=version, **options).problem
-        found, rows = on_ranks(mine, method, group, given, version), 1 if mine.lengths is None else 0
+        found = on_ranks(mine, method, group, given, version)
         for at, x in enumerate(found[:5]):
-            found[at] = parallel.unshard(x.contiguous(), group, rows + (at == 1), mine.layout)
+            found[at] = parallel.unshard(x.contiguous(), group, mine.dim + (at == 1), mine.layout, mine.seqlen)
         expected, mask = results(flashzoo.attention, *given, version=version), None
         if mine.lengths is not None:
             tensors, dout, dlse = [x[None] for x in tensors], dout[None], dlse[None]
@@ -355,6 +405,15 @@ def shards_are_put_together_again(group: Any) -> None:
         *range(21 - 3 * rank, 24 - 3 * rank),
     ]
     raises(ValueError, "must be a multiple of 8 for 4 ranks", lambda: parallel.shard(x[:, :20], group))
+    for layout, seqlen, rows in (("zigzag", 21, 24), ("contiguous", 21, 24), ("zigzag", 3, 8), ("contiguous", 0, 0)):
+        odd, filled = x[:, :seqlen], torch.full((2, rows - seqlen, 3), -100, device=here())
+        mine, at = (
+            parallel.shard(odd, group, layout=layout, pad=-100),
+            parallel.positions(seqlen, group, layout, here()),
+        )
+        assert torch.equal(torch.cat((odd, filled), 1)[:, at], mine)
+        assert torch.equal(parallel.unshard(mine, group, layout=layout, seqlen=seqlen), odd)
+    raises(ValueError, "seqlen must be from 0 to the 8 rows", lambda: parallel.unshard(x[:, :2], group, seqlen=9))
     raises(
         ValueError,
         "must not require grad",
@@ -437,9 +496,66 @@ def one_rank_in_error_all_hear_of_it(group: Any) -> None:
     )
     raises(
         NotImplementedError,
+        "takes packed sequences alone, with cu_seqlens_q\nmethods that would: gather, ring, ulysses",
+        lambda: parallel.attention(q, k, v, group=group, method="halo"),
+    )
+    raises(
+        NotImplementedError,
         "as many keys as queries",
         lambda: parallel.attention(q, *(x[:, :8] for x in (k, v)), group=group, method="gather", causal=True),
     )
+
+
+@case(2, 4)
+def lengths_that_cannot_be(group: Any) -> None:
+    """What seqlen says is looked at, and shards of rows that differ are no uneven length."""
+    size = dist.get_world_size(group)
+    q, k, v = shards()
+
+    def call(seqlen: Any, keys: int = 16, **how: Any) -> Callable[[], Any]:
+        return lambda: parallel.attention(q, k[:, :keys], v[:, :keys], group=group, seqlen=seqlen, **how)
+
+    raises(ValueError, f"seqlen must be from 0 to the {16 * size} rows", call(16 * size + 1))
+    raises(TypeError, "seqlen must be an int, got 2.0", call(2.0))
+    raises(ValueError, "seqlen must be an int, or two of queries and keys", call((1, 2, 3)))
+    raises(ValueError, "seqlen of keys must be from 0", call((16, -1)))
+    told = raises(NotImplementedError, "as many keys as queries", call(16, 8, causal=True, method="gather"))
+    assert "methods that would: ulysses" in told
+    q, k, v = shards(16 if dist.get_rank(group) else 14)
+    heard_by_all(
+        raises(ValueError, "every rank must make the same call", lambda: parallel.attention(q, k, v, group=group)),
+        group,
+    )
+
+
+@case(1)
+def one_rank_with_padding(group: Any) -> None:
+    q, k, v = (x.requires_grad_() for x in shards(24))
+    out, lse = parallel.attention(q, k, v, group=group, seqlen=(21, 13), return_lse=True)
+    expected, of_lse = flashzoo.attention(q[:, :21], k[:, :13], v[:, :13], return_lse=True)
+    assert torch.equal(out[:, :21], expected) and torch.equal(lse[..., :21], of_lse)
+    assert not out[:, 21:].any() and (lse[..., 21:] == -torch.inf).all()
+    (out.sum() + lse[..., :21].sum()).backward()
+    assert not any(x.grad[:, rows:].any() for x, rows in ((q, 21), (k, 13), (v, 13)))
+    raises(
+        ValueError, "seqlen must be from 0 to the 24 rows", lambda: parallel.attention(q, k, v, group=group, seqlen=25)
+    )
+
+
+@case(2, 4)
+def a_sequence_longer_than_was_said_is_nan(group: Any) -> None:
+    """In the rows whose keys did not come, with a causal mask and without; and right in all others."""
+    for causal, layout in ((True, "contiguous"), (True, "zigzag"), (False, "contiguous")):
+        shape = Shape({"causal": causal, "max_seqlen_q": 6}, lengths=(4, 40, 3), layout=layout)
+        given = tensors, options, *_ = whole(shape)
+        out = on_ranks(shape, "halo", group, given, "standard")[0]
+        expected = parallel.shard(flashzoo.attention(*tensors, version="standard", **options), group, 0, layout)
+        at = parallel.positions(48, group, layout, here())
+        step = 48 // dist.get_world_size(group) // (2 if layout == "zigzag" else 1)
+        first_key = at // step * step - 5
+        lacking = (at >= 4) & (at < 44) & ((first_key > 4) | (not causal))
+        assert torch.equal(out.isnan().flatten(1).any(1), lacking)
+        close(out[~lacking], expected[~lacking], "the rest")
 
 
 @case(4)
@@ -545,11 +661,12 @@ def the_benchmark_checks_and_times(group: Any) -> None:
     tokens, head_dim, most = (64, 8, 1e-5) if here() == "cpu" else (2048, 128, 0.05)
     sizes = f"--device {here()} --tokens {tokens} --heads 4:2 --head-dim {head_dim} --ms 1 --out none.csv"
     ours = ["auto", "parallel_gather", "parallel_ulysses", "parallel_ring", "parallel_auto", "plain_ring"]
-    args = bench.arguments([*sizes.split(), "--impls", ",".join(ours)])
     for documents in (False, True):
+        ours += ["parallel_halo", "zigzag_halo"] if documents else []
+        args = bench.arguments([*sizes.split(), "--impls", ",".join(ours)])
         cell = bench.Cell(tokens, 4, 2, head_dim, documents, "fwd_bwd", 2)
         rows = list(bench.measure(cell, args, group))
-        assert [row["impl"] for row in rows] == ours and [row["gpus"] for row in rows] == [1, 2, 2, 2, 2, 2]
+        assert [row["impl"] for row in rows] == ours and [row["gpus"] for row in rows] == [1] + [2] * (len(ours) - 1)
         for row in rows:
             assert float(row["ms"]) > 0 and row.keys() <= set(FIELDS), row
             assert row["impl"] == "auto" or float(row["max_err"]) < most
@@ -567,8 +684,10 @@ def inputs_that_come_late(group: Any) -> None:
     """On a stream of one's own, into memory that was NaN before, call behind call with nobody waiting: the same bits as
     of a call by itself. What reads a buffer before it came, or writes one that is still being sent, has others."""
     stream = torch.cuda.Stream()
-    for method in ("gather", "ulysses", "ring"):
+    for method in ("gather", "ulysses", "ring", "halo"):
         shape = replace(JUDGED["causal"], seqlen=4096)
+        if method == "halo":
+            shape = replace(shape, options=CAUSAL | {"max_seqlen_q": 900}, lengths=(700, 900, 500, 0, 900, 1, 800, 200))
         given = tensors, options, dout, dlse = whole(shape)
         options["deterministic"] = True
         expected = on_ranks(shape, method, group, given, "auto")

@@ -6,6 +6,7 @@ import dataclasses
 import sys
 import time
 from importlib.metadata import version
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -243,8 +244,22 @@ def test_every_model_has_a_version_of_linear_memory_on_hopper():
 def test_a_call_alone_has_a_time_and_draws_power():
     """How long it is no test can say of a GPU that others use too."""
     a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    each, watts = alone(lambda: a @ a, timing.Clock("cuda"), 400, meter())
-    assert each > 2 * 4096**3 / 1e12 and (watts is None or 50 < watts < 1500)
+    each, joules = alone(lambda: a @ a, timing.Clock("cuda"), 400, meter())
+    assert each > 2 * 4096**3 / 1e12 and (joules is None or joules > 50e-3 * each), "under 50 W"
+
+
+def test_a_host_that_is_held_up_lengthens_no_call_alone(monkeypatch):
+    seconds = iter([0.0, 1.0, 2.0, 2.5, 50.0, 51.0, 52.0, 1000.0, 1001.0])
+    monkeypatch.setattr("bench.settled.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    assert alone(lambda: None, timing.Clock("cpu"), 1e6, None) == (1000.0, None)
+
+
+def test_what_is_far_behind_the_fastest_is_not_timed_alone_as_well(tmp_path, monkeypatch):
+    monkeypatch.setattr("bench.run.FAR", 0.0)
+    out = tmp_path / "cpu.csv"
+    assert bench_tiny("--impls standard,sdpa_math --passes fwd --settled-ms 1", out) == 0
+    timed = [row for row in rows_of(out) if row["pass"] == "fwd"]
+    assert timed and not [row for row in timed if row["settled_ms"]]
 
 
 def test_a_backward_run_has_a_fixed_order_at_one_length():

@@ -24,6 +24,7 @@ from flashzoo.reference import Result
 
 SIZES = {"heads": 4, "heads_kv": 2, "head_dim": 16, "dtype": "fp32", "device": "cpu", "used_k": True}
 PAGED = Problem(3, 4, 32, **SIZES, causal=True, page_size=8)
+TINY = Problem(2, 1, 64, 4, 1, 24, head_dim_v=16, latent=True, dtype="fp32", device="cpu", used_k=True)
 FEW = "--decode --dtype fp32"
 
 
@@ -64,6 +65,20 @@ def test_several_queries_are_causal_and_lengths_are_chosen():
     assert shapes == [(1, 2, False), (1, 3, False), (4, 2, True), (4, 3, True)]
     assert {c.fields["lengths"] for c in found} == {"pages16"} and {c.fields["seqlen_k"] for c in found} == {4096}
     assert str(found[3]) == "decode d64  64:8 3x4 on 4096 in pages of 16"
+
+
+def test_576_columns_are_mla_whose_values_are_read_with_its_keys():
+    found = cells.cells(parsed("--decode --head-dims 576,64 --seqlens 2048 --batches 2"))
+    assert [(c.problem.heads, c.problem.head_dim, c.problem.latent) for c in found] == [
+        (64, 64, False),
+        (16, 576, True),
+        (128, 576, True),
+    ]
+    assert found[1].caches.bytes == 2 * 2 * 2048 * 576
+    assert caches.rate({**found[1].fields, "dtype": "bf16", "ms": 2.0}) == pytest.approx(2 * 2 * 2048 * 576 / 2e6)
+    q, k, v, dout = Caches(TINY).inputs(0)
+    assert (q.shape[-1], k.shape[-1], v.shape[-1], dout.shape[-1]) == (24, 24, 16, 16)
+    assert flashzoo.explain(q, k, v).problem.latent
 
 
 def test_rows_are_of_a_call_and_say_what_was_read(tmp_path, monkeypatch, on_four_caches, capsys):

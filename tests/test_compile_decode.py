@@ -102,6 +102,28 @@ def test_decode_of_packed_queries_compiles_and_does_not_spill(arch: int, head_di
     assert found.stack <= DECODE_STACK_PACKED and found.shared <= SHARED_LIMIT[arch]
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("seqlen_q", [1, 4])
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_mla_compiles_and_does_not_spill(arch: int, heads: int, seqlen_q: int, page_size: int | None) -> None:
+    how = {"dtype": "bf16", "used_k": True, "arch": arch, "causal": True, "page_size": page_size}
+    problem = Problem(4, seqlen_q, 8192, heads, 1, 576, head_dim_v=512, latent=True, **how)
+    of_q, of_k, of_out = (
+        (rows * width, of_row * width, width)
+        for rows, of_row, width in ((seqlen_q * heads, heads, 576), (8192, 1, 576), (seqlen_q * heads, heads, 512))
+    )
+    pages, table = ((0, 0), None) if page_size is None else ((512, 4096), "i32")
+    given = (*["bf16"] * 3, "fp32", "fp32", "i32", table, None, None, None, None)
+    launch = decode.split_launch(problem, (*of_q, *of_k, *of_k, *of_out, 1 << 24, 1 << 16), pages)
+    for found in (
+        resources(launch, given, 1, arch),
+        resources(decode.merge_launch(problem, of_out), ("fp32", "fp32", "bf16", "fp32", None), 0, arch),
+    ):
+        assert found.stack <= DECODE_STACK and found.shared <= SHARED_LIMIT[arch]
+
+
 def hopper_decode_cases() -> Iterator[tuple[int, dict, int]]:
     for head_dim in (64, 128, 192, 256):
         for how in (
@@ -114,6 +136,9 @@ def hopper_decode_cases() -> Iterator[tuple[int, dict, int]]:
             for batch in (1, 128):
                 yield head_dim, how, batch
 
+
+STACK_LATENT = 32
+"""Of MLA with pages on Hopper: numbers of the item that the producer and the scheduler keep."""
 
 STACK_WIDE = 160
 """Bytes of stack of a thread where heads are wider than 128 and keys e4m3: numbers of the item, beside all of O."""
@@ -152,3 +177,27 @@ def test_decode_of_e4m3_on_hopper_compiles_and_does_not_spill(
     assert found.stack <= (STACK_WIDE if head_dim > 128 else 0) and "F2F" not in found.opcodes
     assert {"UTMALDG", "HMMA", "LDSM", "F2FP"} <= found.opcodes.keys()
     assert kernel.blocks_per_sm * (kernel.shared_bytes + RESERVED_SHARED) <= SHARED_LIMIT[90] + RESERVED_SHARED
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"causal": True},
+        {"window": (128, 64)},
+        {"page_size": 16, "causal": True},
+        {"page_size": 256, "out_dtype": "fp32", "sinks": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("split", ["not", "in_memory", "in_cluster"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.filterwarnings("error")
+def test_mla_on_hopper_compiles_and_does_not_spill(how: dict, split: str, dtype: str) -> None:
+    """One thread block on a multiprocessor has all of its shared memory, and its consumers most of the registers."""
+    problem = Problem(1, 4, 8192, 16, 1, 576, dtype=dtype, head_dim_v=512, latent=True, used_k=True, arch=90, **how)
+    kernel = dataclasses.replace(decode_hopper_kernel(problem), split=split != "not", clustered=split == "in_cluster")
+    found = read(compile_for(ARCH, *decode_program(kernel)).cubin, kernel.shared_bytes)
+    assert found.stack <= STACK_LATENT and {"UTMALDG", "HGMMA", "STSM"} <= found.opcodes.keys()
+    assert kernel.shared_bytes <= SHARED_LIMIT[90]

@@ -5,6 +5,7 @@ times implementations that give the same logits; fsdp.py trains sharded as it do
 from __future__ import annotations
 
 import csv
+import functools
 import importlib.util
 import os
 import re
@@ -178,28 +179,42 @@ def llama():
     return _load("llama")
 
 
-TWO = ["--seqlen", "24", "--context", "24", "--new", "4", "--times", "1", "--implementations"]
+TWO = ["--seqlen", "24", "--context", "24", "--new", "4", "--rounds", "2", "--implementations"]
 
 
 def test_a_llama_of_transformers_is_timed(llama, capsys, tmp_path):
     kept = tmp_path / "llama.csv"
-    assert llama.main([*TWO, "eager,zoo,zoo:standard,flash_attention_2", "--csv", str(kept), "--commit", "abc"]) == 0
+    asked = [*TWO, "eager,zoo,zoo:standard,flash_attention_2", "--measures", "train,write", "--csv", str(kept)]
+    assert llama.main([*asked, "--commit", "abc"]) == 0
     with kept.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["implementation"] for row in rows] == ["eager", "zoo", "zoo:standard"]
-    assert all(row["commit"] == "abc" and float(row["trained"]) > 0 and row["seqlen"] == "24" for row in rows)
-    printed = capsys.readouterr().out
-    assert printed.count(" trained ") == 3 and re.search(r"flash_attention_2 +ImportError", printed)
+    names = ["eager", "zoo", "zoo:standard"]
+    assert [(row["measure"], row["implementation"]) for row in rows] == [
+        (measure, name) for measure in ("train", "write") for name in names
+    ]
+    assert all(row["commit"] == "abc" and row["seqlen"] == "24" for row in rows)
+    assert all(0 < float(row["tokens_s_min"]) <= float(row["tokens_s"]) for row in rows if row["measure"] == "train")
+    assert len(re.findall(r"flash_attention_2 +ImportError", capsys.readouterr().out)) == 2
 
 
-def test_a_llama_that_gives_other_logits_is_not_timed(llama, capsys, monkeypatch):
-    def nothing(module, query, *_, **__):
-        return torch.zeros_like(query.transpose(1, 2)), None
+def nothing(module, query, *_, **__):
+    return torch.zeros_like(query.transpose(1, 2)), None
 
+
+@pytest.mark.parametrize("measure", ["train", "write", "train_compiled"])
+def test_a_llama_that_gives_other_logits_is_not_timed(llama, capsys, monkeypatch, measure):
+    """Nor is one taken for another whose graph is there already."""
     monkeypatch.setitem(llama.door.AttentionInterface._global_mapping, "nothing", nothing)
-    assert llama.main([*TWO, "zoo,nothing"]) == 1
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    assert llama.main([*TWO, "sdpa,nothing,eager", "--measures", measure]) == 1
     printed = capsys.readouterr().out
-    assert printed.count(" trained ") == 1 and "nothing              parts from zoo" in printed
+    assert printed.count(" away\n") == 3 and "ArithmeticError: parts from sdpa" in printed
+    assert len(re.findall(r"(sdpa|eager) +(\d|nan)", printed)) == 2
+
+
+def test_a_llama_begins_nothing_when_its_time_is_gone(llama, capsys):
+    assert llama.main([*TWO, "sdpa", "--measures", "train", "--budget-s", "0"]) == 0
+    assert "not measured: 0 s are gone" in capsys.readouterr().out
 
 
 def test_a_sharded_model_trains_as_a_whole_one():

@@ -13,7 +13,7 @@ from parallel_ranks import CASES, cases_on, in_processes, raise_alone, run_cases
 import flashzoo
 from bench import scaling
 from flashzoo import UnsupportedError, parallel
-from flashzoo.parallel import gather, ring
+from flashzoo.parallel import gather, halo, ring
 from flashzoo.parallel.costs import pairs
 from flashzoo.parallel.layout import numbers_of
 
@@ -75,7 +75,7 @@ def test_the_calls_of_all_ranks_are_the_whole(band, size, chunks):
     for method in (gather, ring):
         counts, work = torch.zeros_like(expected, dtype=torch.int64), []
         for rank in range(size):
-            plan = method.planned(rank, size, rows, rows, chunks, band, False)
+            plan = method.planned(rank, size, rows, rows, chunks, band, False, (rows * size, rows * size))
             n = 1 if band == (None, None) else chunks
 
             def at(of, n=n):
@@ -107,7 +107,7 @@ def test_gather_has_two_calls_beside_the_diagonal():
     """Without a mask, whatever the number of ranks: what the slots' order is for."""
     for size in (2, 8, 64):
         for rank in range(size):
-            plan = gather.planned(rank, size, 256, 256, 2, (None, 0), False)
+            plan = gather.planned(rank, size, 256, 256, 2, (None, 0), False, (256 * size, 256 * size))
             assert len(plan.own) == 2 and len(plan.rest) <= 2
             assert all(piece.band == (None, None) for piece in plan.rest)
             assert sum(piece.k[1] - piece.k[0] for piece in plan.rest) == (2 * size - 1) * 128
@@ -143,6 +143,49 @@ def test_explain_tells_bytes_and_why():
     packed = parallel.explain(*(x[0] for x in shard(1024, 32, 8)), group=2, causal=True,
                               cu_seqlens_q=torch.empty(4, dtype=torch.int32, device="meta"))  # fmt: skip
     assert packed.chosen == "gather" and packed.sizes.packed
+    assert packed.reasons["halo"] == ("max_seqlen_q must say how many rows a sequence has at most",)
+
+
+def test_explain_tells_the_halo():
+    """Its bytes are those of the rows of others that are at hand; where a sequence may be as long as many ranks' rows,
+    what is even is taken."""
+    cu_seqlens = torch.empty(90, dtype=torch.int32, device="meta")
+    for layout, size, halos in (("contiguous", 2, 1), ("zigzag", 2, 1), ("contiguous", 4, 1), ("zigzag", 4, 2)):
+        rows = [x[0] for x in shard(32768, 32, 8, requires_grad=True)]
+        how = {"group": size, "layout": layout, "causal": True, "cu_seqlens_q": cu_seqlens}
+        told = parallel.explain(*rows, max_seqlen_q=2049, **how)
+        forward, backward, held = told.costs["halo"]
+        assert told.chosen == "halo" and forward.bytes == backward.bytes == held == halos * 2048 * 2 * 8 * 128 * 2
+        assert "2048 rows before and 0 behind" in str(told) and "being 4096 B" in str(told)
+    assert parallel.explain(*rows, max_seqlen_q=65536, **how).chosen == "ulysses"
+    assert "halo" not in parallel.explain(*shard(1024, 32, 8), group=2).costs
+
+
+@pytest.mark.parametrize("band", [(None, 0), (None, None), (6, 0)], ids=["causal", "full", "window"])
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("whole", [96, 89, 10])
+@pytest.mark.parametrize("longest", [1, 5, 40, 96])
+def test_every_rank_has_the_keys_of_its_halo(band, chunks, whole, longest):
+    """Each row that a chunk's sequences may reach is at hand once for it, comes from where it is, and is sent by
+    whoever is asked for it."""
+    size, step = 4, 96 // 4 // chunks
+    before, behind = halo.reach(longest, band)
+    plans = [halo.planned(rank, size, step, chunks, whole, longest, band) for rank in range(size)]
+    at = [[n * step + i for n in numbers_of(rank, size, chunks) for i in range(step)] for rank in range(size)]
+    for rank, plan in enumerate(plans):
+        expected = []
+        for number in numbers_of(rank, size, chunks):
+            first, end = min(number * step, whole), min((number + 1) * step, whole)
+            if first < end:
+                expected += range(max(0, first - before), min(whole, end + behind))
+        found = [None] * plan.at_hand
+        for other, src, into in [(rank, *move) for move in plan.own] + list(plan.gets):
+            assert found[slice(*into)] == [None] * (src[1] - src[0])
+            found[slice(*into)] = at[other][slice(*src)]
+        assert found == expected
+        for other, theirs in enumerate(plans):
+            given = [(src, into) for to, src, into in theirs.gives if to == rank]
+            assert given == [(src, into) for of, src, into in plan.gets if of == other]
 
 
 def test_the_page_has_the_models_table():

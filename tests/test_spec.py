@@ -48,6 +48,21 @@ class TestSpec:
             ({"features": frozenset()}, {"heads_kv": 2}, "does not support fewer key/value heads than query heads"),
             ({"features": frozenset()}, {"seqlen_k": 64}, "does not support seqlen_q != seqlen_k"),
             ({"features": frozenset()}, {"head_dim_v": 32}, "does not support v's head_dim different from q's"),
+            (
+                {"features": frozenset({"head_dim_v"})},
+                {"head_dim_v": 32, "latent": True},
+                "does not support v that is k's first columns",
+            ),
+            (
+                {"latent_dims": ((40, 32), (80, 64))},
+                {"head_dim_v": 32, "latent": True},
+                "takes head_dim and head_dim_v 40 and 32 or 80 and 64 where v is k's first columns, got 64 and 32",
+            ),
+            (
+                {"latent_dims": ((64, 32),)},
+                {"head_dim_v": 32},
+                "takes head_dim and head_dim_v 64 and 32 where v is a view of k, k[..., :32], got another v",
+            ),
             ({"features": frozenset()}, {"lse": True}, "does not support return_lse=True"),
             ({"features": frozenset()}, {"deterministic": True}, "does not support deterministic=True"),
             ({"backward": None}, {"grad": True}, "has no backward pass, and an input requires grad"),
@@ -147,7 +162,10 @@ class TestSpec:
         cached = dataclasses.replace(asked, used_k=True, dtype_kv="e4m3")
         paged = dataclasses.replace(cached, page_size=1)
         mixed = dataclasses.replace(packed, packed_q=True)
-        assert packed.features | masked.features | paged.features | mixed.features == FEATURES.keys()
+        latent = dataclasses.replace(asked, latent=True)
+        several = (packed, masked, paged, mixed, latent)
+        assert frozenset().union(*(problem.features for problem in several)) == FEATURES.keys()
+        assert latent.features ^ asked.features == {"mla", "head_dim_v"}
         assert mixed.features - paged.features == {"packed_q"}
         assert HOPPER.features == frozenset()
 

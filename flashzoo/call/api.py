@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from flashzoo.autograd import as_rows
-from flashzoo.call.check import check_data, check_tensors, described, fields_of
+from flashzoo.call.check import check_data, check_tensors, described_call, fields_of
 from flashzoo.call.forms import Window, check_flags
 from flashzoo.call.operands import Operands, taken
 from flashzoo.call.packed import as_batch, batch_of_one, of_nested, on_caches
@@ -100,9 +100,12 @@ def attention(
         k: `(batch, seqlen_k, heads_kv, head_dim)`, dtype and device of q. `heads` is a multiple of `heads_kv`; query
             head h reads key/value head `h // (heads // heads_kv)`. Beside fp16 or bf16 q both k and v may be e4m3, as
             an FP8 cache is: products are then in q's dtype, which holds every e4m3 number, and nothing has gradients.
-        v: `(batch, seqlen_k, heads_kv, head_dim_v)`, dtype and device of k. `head_dim_v` is mostly `head_dim`.
+        v: `(batch, seqlen_k, heads_kv, head_dim_v)`, dtype and device of k. `head_dim_v` is mostly `head_dim`. A view
+            of k's first columns, `v = k[..., :head_dim_v]`, is seen as such: that is the latent cache of DeepSeek's
+            MLA, 576 wide of which 512 are the values, and `decode` reads it once.
         causal: query i sees key j only where `j <= i + seqlen_k - seqlen_q`: the last query sees the last key.
         softmax_scale: finite float of at most 1e30, `1 / sqrt(head_dim)` where None. A negative one costs a copy of q.
+            DeepSeek's MLA has another: that of the head dim before keys are absorbed, `1 / sqrt(192)`.
         window_size: `(left, right)`: query i sees the keys from `i + seqlen_k - seqlen_q - left` to
             `i + seqlen_k - seqlen_q + right`; None or -1 on a side means no bound there.
         deterministic: the same bits in every run, gradients included; a version that can't promise it is not taken.
@@ -200,7 +203,7 @@ def called(
     operands, forms = taken(options)
     try:
         grad = recorded(q, k, v, operands)
-        tensors = (*described(q), *described(k), *described(v))
+        tensors = described_call(q, k, v)
     except (AttributeError, RuntimeError):  # no tensor, or one without strides
         check_tensors(q=q, k=k, v=v)
         raise
@@ -277,8 +280,7 @@ def explain(
         check_tensors(q=q, k=k, v=v)
         operands, forms = taken(options)
         grad = recorded(q, k, v, operands)
-        tensors = (described(q), described(k), described(v))
-        return explain_problem(problem_of(tensors, return_lse, grad, forms, arch, options), version)
+        return explain_problem(problem_of(described_call(q, k, v), return_lse, grad, forms, arch, options), version)
     given = {"k": k, "v": v, "arch": arch, "return_lse": return_lse or None}
     beside = [*(name for name, x in given.items() if x is not None), *options]
     if beside:

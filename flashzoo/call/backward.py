@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from flashzoo.call.api import Options, takes_options
-from flashzoo.call.check import check_tensor, check_tensors, described, fields_of
+from flashzoo.call.check import check_tensor, check_tensors, described_call, fields_of
 from flashzoo.call.operands import DIFFERENTIABLE, differentiable_of, taken
 from flashzoo.call.packed import as_batch
 from flashzoo.call.plan import negated, plan_backward
@@ -104,7 +104,7 @@ def attention_backward(
     fields_of(asked)
     if isinstance(asked.get("window_size"), list):  # which has no hash
         asked["window_size"] = tuple(asked["window_size"])
-    tensors = (*described(q), *described(k), *described(v))
+    tensors = described_call(q, k, v)
     unrounded = out is not None and out.dtype != q.dtype
     through_lse = dlse is not None or delta is not None or unrounded
     planned = plan_backward(requested(version), current(), through_lse, forms, *tensors, **asked)

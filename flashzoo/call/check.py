@@ -24,6 +24,25 @@ def described(x: Tensor) -> Described:
     return x.shape, x.stride()[-1:], x.dtype, x.device, x.layout
 
 
+def described_call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Any, ...]:
+    """What a plan depends on, of a call's tensors: of each what `described` gives, one behind the other, and last
+    whether v lies in k."""
+    of_k, of_v = described(k), described(v)
+    return *described(q), *of_k, *of_v, of_k[0] != of_v[0] and lies_in(v, k)
+
+
+def lies_in(v: Tensor, k: Tensor) -> bool:
+    """Whether v is k's first columns, fewer than all, where these lie."""
+    if v.ndim != k.ndim or v.shape[:-1] != k.shape[:-1] or v.shape[-1:] >= k.shape[-1:]:
+        return False
+    if (v.stride(), v.storage_offset(), v.dtype, v.is_neg()) != (k.stride(), k.storage_offset(), k.dtype, k.is_neg()):
+        return False
+    try:
+        return v.untyped_storage() is k.untyped_storage()
+    except NotImplementedError:  # under a transform of torch.func, which has none
+        return False
+
+
 def check_tensors(**tensors: Any) -> None:
     """TypeError where one is no tensor, or of a layout that has neither strides nor, where nested, one shape."""
     for name, x in tensors.items():

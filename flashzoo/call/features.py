@@ -33,7 +33,10 @@ class Feature:
 BESIDE_OPTIONS = {
     "gqa": Feature("fewer key/value heads than query heads", lambda p: p.heads != p.heads_kv, {"heads_kv": 1}),
     "cross": Feature("seqlen_q != seqlen_k", lambda p: p.seqlen_q != p.seqlen_k, {"seqlen_k": 24}),
-    "head_dim_v": Feature("v's head_dim different from q's", lambda p: p.head_dim != p.head_dim_v, {"head_dim_v": 8}),
+    "head_dim_v": Feature(
+        "v's head_dim different from q's", lambda p: p.head_dim != p.head_dim_v and not p.latent, {"head_dim_v": 8}
+    ),
+    "mla": Feature("v that is k's first columns", lambda p: p.latent, {"head_dim_v": 8, "latent": True}),
     "lse": Feature("return_lse=True", lambda p: p.lse, {"lse": True}),
     "out_dtype": Feature(
         "out_dtype=torch.float32 with 16-bit inputs",

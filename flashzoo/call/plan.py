@@ -106,13 +106,13 @@ def plan(
         grad: whether autograd records the call.
         rows: q, k and v are packed rows, of three dimensions.
         forms: of the operands.
-        described: q, k and v, as `check.described` gives them, one behind the other.
+        described: as `check.described_call` gives it.
         options: of `attention`, those that are in `OPTIONS`.
     """
-    q, k, v = (described[first : first + 5] for first in (0, 5, 10))
+    q, k, v, latent = *(described[first : first + 5] for first in (0, 5, 10)), described[15]
     if rows and len(k[0]) != 4:  # else they are caches
         q, k, v = (_batch_of_one(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    problem = problem_of((q, k, v), return_lse, grad, forms, None, options)
+    problem = problem_of((*q, *k, *v, latent), return_lse, grad, forms, None, options)
     device = q[3]
     check_data(device)
     choice = choose(problem, *asked, zoo)
@@ -133,8 +133,8 @@ def plan_backward(
 ) -> Plan:
     """As `plan`, of a call of `attention_backward`: its `run` is a version's backward pass alone; through_lse:
     LSE has a gradient."""
-    q, k, v = (described[first : first + 5] for first in (0, 5, 10))
-    problem = problem_of((q, k, v), through_lse, True, forms, None, options)
+    q, k = described[:5], described[5:10]
+    problem = problem_of(described, through_lse, True, forms, None, options)
     check_data(q[3])
     if problem.kv_in_e4m3 or problem.precision is not None:
         got = "e4m3 ones" if problem.precision is None else f"precision={problem.precision!r}"
@@ -161,14 +161,15 @@ def _implementation(choice: Choice) -> Callable:
 
 
 def problem_of(
-    tensors: tuple[Described, Described, Described],
+    described: tuple[Any, ...],
     return_lse: bool,
     grad: bool,
     forms: Forms,
     arch: int | None,
     options: dict[str, Any],
 ) -> Problem:
-    """The Problem of a call, each argument checked once and by name."""
+    """The Problem of a call, each argument checked once and by name; described: as `check.described_call` gives it."""
+    tensors: Any = tuple(described[first : first + 5] for first in (0, 5, 10))
     for name, place in (("cu_seqlens_q", Q_LENGTHS), ("page_table", PAGE_TABLE)):  # by which k and v are read
         if forms[place] is not None:
             OPERANDS[name].check(name, forms[place], tensors[0][3])
@@ -195,7 +196,7 @@ def problem_of(
         kind.check(name, form, q_device)
         asked |= kind.fields(name, form)
     sizes = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads": heads, "heads_kv": heads_kv}
-    sizes |= {"head_dim": head_dim, "head_dim_v": head_dim_v}
+    sizes |= {"head_dim": head_dim, "head_dim_v": head_dim_v, "latent": described[15]}
     how = {"dtype": dtype, "dtype_kv": dtype_kv, "lse": return_lse, "grad": grad, "device": device, "arch": arch}
     problem = Problem(**sizes, **how, **asked)
     for name, kind, form in given(forms):

@@ -139,6 +139,8 @@ class Problem:
             k `(batch, seqlen_k, heads_kv, head_dim)`.
         head_dim_v: the last size of v and out, by keyword only; None stands for head_dim and is replaced by it, so
             `replace(problem, head_dim=...)` keeps the old width of v unless it is given head_dim_v=None too.
+        latent: v is k's first head_dim_v columns, where they lie, as of the latent cache of DeepSeek's MLA. By keyword
+            only.
         dtype: of q, k and v, one of `DTYPES`.
         dtype_kv: "e4m3" where k and v are that beside a 16-bit q, as of an FP8 cache; None where they are of dtype. By
             keyword only.
@@ -182,6 +184,7 @@ class Problem:
     heads_kv: int
     head_dim: int
     head_dim_v: int = field(default=None, kw_only=True)  # pyright: ignore[reportAssignmentType]
+    latent: bool = field(default=False, kw_only=True)
     dtype: str = "bf16"
     dtype_kv: str | None = field(default=None, kw_only=True)
     causal: bool = option(
@@ -261,6 +264,11 @@ class Problem:
         if self.heads % self.heads_kv:
             raise ValueError(f"heads must be a multiple of heads_kv, got {self.heads} and {self.heads_kv}")
         check_flags(lse=self.lse, grad=self.grad, packed_q=self.packed_q, used_k=self.used_k, sinks=self.sinks)
+        check_flags(latent=self.latent)
+        if self.latent and self.head_dim_v >= self.head_dim:
+            raise ValueError(
+                f"head_dim_v must be less than head_dim {self.head_dim} where latent, got {self.head_dim_v}"
+            )
         for name, default, check in _CHECKED:
             if given[name] is not default:
                 check(name, given[name])
@@ -449,6 +457,8 @@ class Problem:
         text = f"{batch}, seqlen {lengths}, heads {heads}, head_dim {head_dims}, {self.dtype}"
         if self.dtype_kv is not None:
             text += f" on {self.dtype_kv} k and v"
+        if self.latent:
+            text += ", v in k"
         if self.precision is not None:
             text += f" in {self.precision}"
         if self.out_dtype != self.dtype:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from flashzoo.autograd import as_rows, refuse_double_backward
-from flashzoo.call.check import check_tensors, described, fields_of, read_as_batch
+from flashzoo.call.check import check_tensors, described, described_call, fields_of, read_as_batch
 from flashzoo.call.forms import check_flags, normalised
 from flashzoo.call.operands import DIFFERENTIABLE, OPERANDS, Operands, differentiable_of, seed_on, taken
 from flashzoo.call.packed import as_batch
@@ -102,7 +102,7 @@ def _planned(q: Tensor, k: Tensor, v: Tensor, how: Named, grad: bool, by: str = 
         if all(part is not None for part in parts):
             options[name] = kind.joined(*parts)
     operands, forms = taken(options)
-    tensors = (*described(q), *described(k), *described(v))
+    tensors = described_call(q, k, v)
     asked = (how.get("version", "auto"), by)
     planned = plan(asked, current(), how.get("return_lse", False), grad, q.ndim == 3, forms, *tensors, **options)
     return planned, operands.seeded(planned.problem, q.device, drawn=False)

@@ -13,9 +13,10 @@ SPEC = Spec(
     features=frozenset(
         {
             *("causal", "window", "gqa", "cross", "lse", "deterministic", "sinks", "out_dtype"),
-            *("cache", "paged", "packed_q", "fp8_kv"),
+            *("cache", "paged", "packed_q", "fp8_kv", "mla"),
         }
     ),
+    latent_dims=((576, 512),),
     requires=("triton",),
     batch_invariant=True,
     check=deferred("flashzoo.decode.config:unsupported"),

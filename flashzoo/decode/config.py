@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 from importlib.util import find_spec
 
 from flashzoo.call.problem import DESCALE_BLOCK, Problem
-from flashzoo.decode.traits import WIDTHS, Kernel, KernelE4m3
+from flashzoo.decode.traits import LATENT_WIDTHS, WIDTHS, Kernel, KernelE4m3, KernelLatent
 from flashzoo.dtypes import BYTES
 from flashzoo.gpu import MULTIPROCESSORS, WARPGROUP_ROWS
 from flashzoo.integers import cdiv, next_power_of_2
@@ -53,6 +53,8 @@ ANYWHERE = {
     128: Tiles(64, 64, 4, 2),
     256: Tiles(64, 32, 8, 2),
 }
+# Where values lie in keys, by the width of values: as above.
+LATENT = {512: Tiles(32, 32, 8, 2)}
 # A product on the CUDA cores holds whole rows of both operands in registers.
 FLOAT32 = {64: Tiles(16, 32, 4, 1), 128: Tiles(16, 16, 4, 1), 256: Tiles(16, 16, 8, 1)}
 # The interpreter's cost is per operation, not per element: few, large tiles;
@@ -69,6 +71,8 @@ def tiles_for(problem: Problem) -> Tiles:
     """The tiles of a problem."""
     if problem.device == "cpu":
         return INTERPRETED
+    if problem.latent:
+        return LATENT[block_d(problem.head_dim_v)]
     tables = (FLOAT32,) if problem.dtype == "fp32" else (HOPPER, ANYWHERE) if problem.arch == 90 else (ANYWHERE,)
     width = max(64, block_d(problem.head_dim))
     return next(table[width] for table in tables if width in table)
@@ -112,10 +116,11 @@ def cut(problem: Problem) -> Cut:
     return Cut(rows, blocks, split, max(1, cdiv(keys, split)))
 
 
-BLOCK_KV = {64: 128, 128: 64, 192: 64, 256: 64}
+BLOCK_KV = {64: 128, 128: 64, 192: 64, 256: 64, LATENT_WIDTHS[0]: 64}
 """By width, keys of a block of a Hopper kernel."""
-STAGES = {64: (11, 5), 128: (11, 5), 192: (7,), 256: (5,)}
-"""By width, blocks of K and V on chip with one thread block on a multiprocessor, and with two where they fit."""
+STAGES = {64: (11, 5), 128: (11, 5), 192: (7,), 256: (5,), LATENT_WIDTHS[0]: (2,)}
+"""By width, blocks of K and V, or of both in one, on chip with one thread block on a multiprocessor, and with two where
+they fit."""
 STAGES_E4M3 = {64: (24, 12), 128: (12, 5), 192: (7,), 256: (5,)}
 """The same of e4m3 keys and values, whose blocks are those of their descales."""
 WARP_ROWS = 16
@@ -133,8 +138,8 @@ LARGEST = 1 << 31
 # tile's merging, and, of parts in memory, each of its rounds: 64 rows times parts, 128 columns. What memory gives in
 # one. And what v3, and v2 where a cache is used in part, take for 128 rows of a tile and a block of keys.
 BLOCK_US, PART_US, MERGE_US, ROUND_US = (0.65, 1.0), 3.0, 2.6, 1.2
-WIDE = {64: 1.2, 128: 1.0, 192: 1.5, 256: 2.0}
-"""How many times as long a block takes, by width: one of 64 has twice the keys."""
+WIDE = {64: 1.2, 128: 1.0, 192: 1.5, 256: 2.0, LATENT_WIDTHS[0]: 2.8}
+"""How many times as long a block takes, by width: one of 64 has twice the keys. That of 576 was not measured."""
 BYTES_PER_US = 4.5e6
 TILED_US = (0.6, 1.1)
 FASTER = 0.95
@@ -156,7 +161,8 @@ def by_hopper(problem: Problem) -> bool:
     """Whether the kernel for Hopper takes the problem, where TMA can read its tensors."""
     p = problem
     steps = 16 // BYTES[p.dtype_kv or p.dtype]
-    fits = p.head_dim % steps == 0 and p.head_dim <= WIDTHS[-1] and p.seqlen_q * p.heads * p.head_dim < LARGEST
+    wide = (p.head_dim, p.head_dim_v) == LATENT_WIDTHS if p.latent else p.head_dim <= WIDTHS[-1]
+    fits = p.head_dim % steps == 0 and wide and p.seqlen_q * p.heads * p.head_dim < LARGEST
     taken = p.dtype in ("fp16", "bf16") and not p.packed_q
     few = p.dtype_kv is None or p.seqlen_q * (p.heads // p.heads_kv) <= MOST_ROWS_E4M3
     return p.arch == 90 and taken and few and fits and box_of(p) >= LEAST_BOX and _has_cute()
@@ -185,7 +191,7 @@ def row_tiles_of(rows: int) -> int:
 
 def width_of(problem: Problem) -> int:
     """The width of the Hopper kernel that holds the head dim."""
-    return next(width for width in WIDTHS if problem.head_dim <= width)
+    return next(width for width in (*WIDTHS, LATENT_WIDTHS[0]) if problem.head_dim <= width)
 
 
 @dataclass(frozen=True)
@@ -247,10 +253,11 @@ def cut_hopper(problem: Problem) -> CutHopper:
     def microseconds(splits: int) -> float:
         of_part, each = cdiv(blocks, splits), blocks_per_sm(splits)
         items, workers = all_tiles * cdiv(blocks, of_part), MULTIPROCESSORS[90] * each
-        of_block = 2 * BYTES[p.dtype_kv or p.dtype] * block_kv * p.head_dim
+        of_block = BYTES[p.dtype_kv or p.dtype] * block_kv * (p.head_dim if p.latent else 2 * p.head_dim)
         read = of_block * cdiv(min(items, workers), tiles)  # a split's tiles read the same keys
         block = max(BLOCK_US[each - 1] * WIDE[width] * slower, read / BYTES_PER_US)
-        waves, rounds = cdiv(items, workers), cdiv(heads * queries * splits, MERGED_AT_ONCE) * cdiv(width, 128)
+        of_round = MERGED_AT_ONCE * (KernelLatent.consumers if p.latent else 1)
+        waves, rounds = cdiv(items, workers), cdiv(heads * queries * splits, of_round) * cdiv(p.head_dim_v, 128)
         merging = MERGE_US + (0.0 if clustered(splits) else ROUND_US * rounds)
         return waves * of_part * block + (waves - 1) * PART_US + (merging if splits > 1 else 0.0)
 
@@ -277,6 +284,10 @@ def unsupported(problem: Problem) -> list[str]:
     p = problem
     if p.dtype_kv is not None and p.device == "cuda" and p.arch is not None and p.arch < E4M3_ARCH:
         return [f"takes e4m3 k and v on sm_{E4M3_ARCH} or newer, got sm_{p.arch}"]
+    if p.latent and p.dtype_kv is not None:
+        return [f"takes {p.dtype_kv} k and v that have numbers of their own, got v that is k's first columns"]
+    if p.latent and p.device == "cuda" and p.dtype == "fp32":
+        return ["takes dtype fp16 or bf16 where v is k's first columns, got fp32"]
     if p.packed_q and p.seqlen_q * (p.heads // p.heads_kv) >= LARGEST:
         return [f"counts packed queries times the heads of a group in 32 bits, got {p.seqlen_q}"]
     return []
@@ -286,7 +297,7 @@ def leaves(problem: Problem) -> list[str]:
     """Why `auto` leaves a problem to the versions that do not split keys."""
     if problem.grad:
         return ["an input requires grad"]
-    if problem.dtype_kv is not None or problem.packed_q:  # no other does not make a copy of them
+    if problem.dtype_kv is not None or problem.packed_q or problem.latent:  # no other does not make a copy of them
         return []
     if not by_hopper(problem):
         unmeasured = "only its kernel for Hopper was measured, which does not take this"
@@ -303,7 +314,9 @@ def kernel_for(problem: Problem) -> Kernel:
     how = p.used_k, box_of(p), p.page_size is not None, p.sinks, cut.splits > 1, cut.clustered, block_kv_of(p)
     stages = stages_of(p)[cut.blocks_per_sm - 1]
     given = p.dtype, p.out_dtype, width, left is not None, right is not None, *how, stages, cut.blocks_per_sm
-    return KernelE4m3(*given, row_tiles_of(cut.rows)) if p.dtype_kv else Kernel(*given)
+    if p.dtype_kv:
+        return KernelE4m3(*given, row_tiles_of(cut.rows))
+    return KernelLatent(*given) if p.latent else Kernel(*given)
 
 
 def describe(problem: Problem) -> list[str]:
@@ -321,7 +334,7 @@ def describe(problem: Problem) -> list[str]:
             f"some {how.microseconds:.0f} us on an H200 by its model"
         )
     else:
-        how, width = cut(p), block_d(p.head_dim)
+        how, width = cut(p), p.head_dim if p.latent else block_d(p.head_dim)
         lines = [f"{tiles_for(p)}, in Triton"]
         splits = f"{how.splits} splits of {how.split}, merged by a second kernel"
         if p.dtype_kv is not None:
@@ -335,6 +348,8 @@ def describe(problem: Problem) -> list[str]:
         lines.append("which queries of which sequence a tile has is in a table that a kernel makes of cu_seqlens_q")
     if group > 1:
         lines.append(f"{group} query heads of a key/value head share tiles of {how.rows} rows")
+    if p.latent:
+        lines.append("values are read with the keys that they lie in, once")
     if p.device == "cpu":
         lines.append("runs in Triton's interpreter: exact, and slow")
     if width != p.head_dim:

@@ -46,7 +46,7 @@ from flashzoo.decode.hopper_output import (
     merge,
     merge_rows,
 )
-from flashzoo.decode.traits import Q_STAGES, Kernel
+from flashzoo.decode.traits import Kernel
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
 
 
@@ -54,6 +54,7 @@ class NamedBarrier(IntEnum):
     """Hardware barriers of the block; 0 is `sync_threads`."""
 
     CONSUMERS = 1
+    WARPGROUP = 2
 
 
 @dataclass(frozen=True)
@@ -89,16 +90,19 @@ class SharedStorage:
         q, kv: Q, and stages of K and V by turns.
         parts: where K and V were, for `PartsInCluster`.
         states: what warps leave each other of their rows' maxima and sums, in places of so many rows.
+        p: P, where a second warpgroup needs it.
         work: the number of the next item.
         last: whether a part was the last of its tile to end.
         part_pipeline: from the consumers to the scheduler warp: a part is in memory.
         last_pipeline: back: `last` says of it what it says.
+        p_pipeline: from the warpgroup that makes P and `states` to the second.
     """
 
     q: cute.Tensor
     kv: cute.Tensor
     parts: cute.Pointer
     states: cute.Tensor | None
+    p: cute.Tensor | None
     work: cute.Tensor
     last: cute.Tensor
     q_pipeline: Pipeline
@@ -106,6 +110,7 @@ class SharedStorage:
     work_pipeline: Pipeline
     part_pipeline: Pipeline
     last_pipeline: Pipeline
+    p_pipeline: Pipeline | None = None
 
 
 @dataclass(frozen=True)
@@ -147,10 +152,11 @@ class Decode:
 
         Args:
             q: (head_dim, heads, queries, batch).
-            k, v: (head_dim, heads, keys, batch), or of pages (head_dim, heads, keys of a page, pages).
+            k, v: (head_dim, heads, keys, batch), or of pages (head_dim, heads, keys of a page, pages); v is k again
+                where values are columns of keys.
         """
         kernel = self.kernel
-        q_layout = shared_layout(self.dtype, WARPGROUP_ROWS, kernel.width, Q_STAGES)
+        q_layout = shared_layout(self.dtype, WARPGROUP_ROWS, kernel.width, kernel.q_stages)
         kv_layout = shared_layout(self.dtype_kv, kernel.block_kv, kernel.width, kernel.stages)
         box_layout = shared_layout(self.dtype_kv, kernel.box, kernel.width, 1)
         operation = cpasync.CopyBulkTensorTileG2SOp()
@@ -175,11 +181,7 @@ class Decode:
             for atom in (tma.q, tma.k, tma.v):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
-                storage.q_pipeline.initialize(WARPS)
-                storage.kv_pipeline.initialize(WARPS)
-                storage.work_pipeline.initialize(WARPS + 2)
-                storage.part_pipeline.initialize(1, WARPS)
-                storage.last_pipeline.initialize(WARPS)
+                self.initialize(storage)
         cute.arch.mbarrier_init_fence()
         cute.arch.sync_threads()
         cute.arch.griddepcontrol_launch_dependents()
@@ -187,15 +189,47 @@ class Decode:
         cute.arch.griddepcontrol_wait()
         self.role(warp, params, storage, tma)
 
+    def initialize(self, storage: SharedStorage) -> None:
+        """The mbarriers, by one thread."""
+        warps = self.kernel.warps
+        storage.q_pipeline.initialize(WARPS)  # the first warpgroup alone reads Q
+        storage.kv_pipeline.initialize(warps)
+        storage.work_pipeline.initialize(warps + 2)
+        storage.part_pipeline.initialize(1, warps)
+        storage.last_pipeline.initialize(warps)
+        if storage.p_pipeline is not None:
+            storage.p_pipeline.initialize(WARPS, WARPS)
+
     @cute.jit
     def role(self, warp: Int32, params: Params, storage: SharedStorage, tma: TmaAtoms):
         """What a warp does."""
-        if warp < WARPS:
-            self.consume(params, storage)
-        if warp == WARPS:
+        registers = self.kernel.registers
+        if const_expr(registers is None):
+            self.consume_of(warp, params, storage)
+            self.supply(warp, params, storage, tma)
+        else:
+            if warp < self.kernel.warps:
+                cute.arch.setmaxregister_increase(registers[1])
+                self.consume_of(warp, params, storage)
+            else:
+                cute.arch.setmaxregister_decrease(registers[0])
+                self.supply(warp, params, storage, tma)
+
+    @cute.jit
+    def consume_of(self, warp: Int32, params: Params, storage: SharedStorage):
+        """A consumer warp: what its warpgroup does."""
+        for wg_idx in cutlass.range_constexpr(self.kernel.consumers):
+            if warp // WARPS == wg_idx:
+                self.consume(params, storage, wg_idx)
+
+    @cute.jit
+    def supply(self, warp: Int32, params: Params, storage: SharedStorage, tma: TmaAtoms):
+        """The warps behind the consumers': the producer, and the scheduler where items are claimed."""
+        kernel = self.kernel
+        if warp == kernel.warps:
             self.produce(params, storage, tma)
-        if const_expr(not self.kernel.clustered):  # noqa: SIM102 - one is known when compiled, the other when run
-            if warp == WARPS + 1:
+        if const_expr(not kernel.clustered):  # noqa: SIM102 - one is known when compiled, the other when run
+            if warp == kernel.warps + 1:
                 self.schedule(params, storage)
 
     def allocate(self, q_layout: cute.ComposedLayout, kv_layout: cute.ComposedLayout) -> SharedStorage:
@@ -203,12 +237,16 @@ class Decode:
         smem = cutlass.memory.SmemAllocator()
         q = smem.allocate_tensor(self.dtype, q_layout.outer, 1024, swizzle=q_layout.inner)
         kv = smem.allocate_tensor(self.dtype_kv, kv_layout.outer, 1024, swizzle=kv_layout.inner)
+        kernel, states, p = self.kernel, None, None
+        if kernel.consumers > 1:
+            p_layout = shared_layout(self.dtype, WARPGROUP_ROWS, kernel.block_kv, 1)
+            p = smem.allocate_tensor(self.dtype, p_layout.outer, 1024, swizzle=p_layout.inner)
         words = [cute.make_tensor(smem.allocate_array(Int32, 2), cute.make_layout(2)) for _ in range(2)]
-        pipelines = [Pipeline.allocate(smem, stages) for stages in (Q_STAGES, self.kernel.stages, 1, 1, 1)]
-        states = None
-        if any(self.kernel.states):
-            states = smem.allocate_tensor(Float32, cute.make_layout((*self.kernel.states, 2)), 16)
-        return SharedStorage(q, kv, cute.recast_ptr(kv.iterator, dtype=Float32), states, *words, *pipelines)
+        stages = (kernel.q_stages, kernel.stages, 1, 1, 1) + (() if p is None else (1,))
+        pipelines = [Pipeline.allocate(smem, n) for n in stages]
+        if any(kernel.states):
+            states = smem.allocate_tensor(Float32, cute.make_layout((*kernel.states, 2)), 16)
+        return SharedStorage(q, kv, cute.recast_ptr(kv.iterator, dtype=Float32), states, p, *words, *pipelines)
 
     @cute.jit
     def schedule(self, params: Params, storage: SharedStorage):
@@ -317,17 +355,29 @@ class Decode:
             cute.copy(tma, gmem, smem, tma_bar_ptr=full)
 
     @cute.jit
-    def consume(self, params: Params, storage: SharedStorage):
-        """The consumer warpgroup."""
+    def pages(self, params: Params, item: Item, first_key: Int32) -> Int32:
+        """The number of the page of a block's box, a lane's that of the box of its number."""
+        kernel, page = self.kernel, Int32(-1)  # which is none: zeros
+        if const_expr(kernel.paged):
+            box = cute.arch.lane_idx()
+            key = first_key + box * kernel.box
+            if box < kernel.block_kv // kernel.box and key < item.end:
+                page = page_at(params, item, key)
+        return page
+
+    @cute.jit
+    def consume(self, params: Params, storage: SharedStorage, wg_idx: Constexpr[int]):
+        """A consumer warpgroup."""
         kernel, scheduler = self.kernel, self.scheduler(params)
-        thread, lane = cute.arch.thread_idx()[0], cute.arch.lane_idx()
+        thread, lane = cute.arch.thread_idx()[0] - wg_idx * WARPGROUP, cute.arch.lane_idx()
         # The tensor core gives a thread two rows, 8 apart, and pairs of columns, 8 apart.
         row, column = thread // (32 * kernel.key_warps) * 16 + lane // 4, lane % 4 * 2
-        own, own_column = row, column * (kernel.neighbours // 2)  # of the O that this thread writes
+        # of the O that this thread writes
+        own, own_column = row, column * (kernel.neighbours // 2) + wg_idx * (kernel.width_v // kernel.consumers)
         if const_expr(kernel.key_warps > 1):  # noqa: SIM102 - one is known when compiled, the other when run
             if thread // 32 % kernel.key_warps > 0:
                 own = Int32(WARPGROUP_ROWS)  # none
-        products = self.products(storage)
+        products = self.products(storage, wg_idx)
         o = cute.make_rmem_tensor(products.o_shape, Float32)
         row_max, row_sum = cute.make_rmem_tensor(2, Float32), cute.make_rmem_tensor(2, Float32)
 
@@ -367,8 +417,8 @@ class Decode:
                 epilogue(params, item, o, row_max, row_sum, own, own_column)
             work = following
 
-    def products(self, storage: SharedStorage) -> Products:
-        """Of this thread."""
+    def products(self, storage: SharedStorage, wg_idx: int) -> Products:
+        """Of a thread of that warpgroup."""
         kernel = self.kernel
         mma_qk = hopper_helpers.make_trivial_tiled_mma(
             *(self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K),
@@ -457,7 +507,7 @@ class Decode:
         cute.arch.cluster_wait()
         cluster = cute.arch.cluster_size()
         worker = cute.arch.warp_idx() * cluster + cute.arch.block_idx_in_cluster()
-        merge_rows(params, item, parts, worker, WARPS * cluster, self.kernel.at_once)
+        merge_rows(params, item, parts, worker, self.kernel.warps * cluster, self.kernel.at_once)
         cute.arch.sync_warp()
         cute.arch.cluster_arrive_relaxed()
         cute.arch.cluster_wait()  # the others have read this part, too
@@ -526,16 +576,16 @@ class Decode:
 
     @cute.jit
     def clear(self, v: cute.Tensor, there: Int32):
-        """Zeros in the rows of a block of V from `there` on."""
+        """Zeros in the rows of a block of V from `there` on, by one warpgroup."""
         thread = cute.arch.thread_idx()[0]
         for i in cutlass.range(self.kernel.block_kv - there, unroll=1):
             for first in cutlass.range_constexpr(0, self.kernel.width, WARPGROUP):
                 if thread + first < self.kernel.width:
                     v[there + i, thread + first] = self.dtype(0.0)
         cute.arch.fence_proxy("async.shared", space="cta")
-        self.sync_consumers()
+        cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP, number_of_threads=WARPGROUP)
 
     @cute.jit
     def sync_consumers(self):
-        """Barrier of the consumer warpgroup."""
-        cute.arch.barrier(barrier_id=NamedBarrier.CONSUMERS, number_of_threads=WARPGROUP)
+        """Barrier of all consumers."""
+        cute.arch.barrier(barrier_id=NamedBarrier.CONSUMERS, number_of_threads=32 * self.kernel.warps)

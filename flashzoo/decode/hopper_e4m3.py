@@ -27,10 +27,10 @@ from flashzoo._cute.hopper.bounds import ThreadBounds
 from flashzoo._cute.hopper.mask import mask_scores
 from flashzoo._cute.hopper.wgmma import rows_of, to_16_bits
 from flashzoo.decode.hopper import Decode, SharedStorage, TmaAtoms
-from flashzoo.decode.hopper_items import Item, ParamsE4m3, page_at
+from flashzoo.decode.hopper_items import Item, ParamsE4m3
 from flashzoo.decode.hopper_output import columns_of
 from flashzoo.decode.traits import KernelE4m3
-from flashzoo.gpu import WARPGROUP_ROWS, WARPS
+from flashzoo.gpu import WARPGROUP_ROWS
 
 KEYS = 32
 """Keys that a warp takes at a time."""
@@ -77,23 +77,6 @@ class DecodeE4m3(Decode):
         self.wide: bool = kernel.width > WIDEST_Q
 
     @cute.jit
-    def role(self, warp: Int32, params: ParamsE4m3, storage: SharedStorage, tma: TmaAtoms):
-        """What a warp does."""
-        registers = self.kernel.registers
-        if warp < WARPS:
-            if const_expr(registers is not None):
-                cute.arch.setmaxregister_increase(registers[1])
-            self.consume(params, storage)
-        else:
-            if const_expr(registers is not None):
-                cute.arch.setmaxregister_decrease(registers[0])
-            if warp == WARPS:
-                self.produce(params, storage, tma)
-            if const_expr(not self.kernel.clustered):  # noqa: SIM102 - one is known when compiled, the other when run
-                if warp == WARPS + 1:
-                    self.schedule(params, storage)
-
-    @cute.jit
     def load_item(
         self, params: ParamsE4m3, storage: SharedStorage, tma: TmaAtoms, item: Item, items: Int32, loaded: Int32
     ) -> tuple[Int32, Int32]:
@@ -113,19 +96,8 @@ class DecodeE4m3(Decode):
         loaded += 2 * blocks
         return items, loaded
 
-    @cute.jit
-    def pages(self, params: ParamsE4m3, item: Item, first_key: Int32) -> Int32:
-        """The number of the page of a block's box, a lane's that of the box of its number."""
-        kernel, page = self.kernel, Int32(-1)  # which is none: zeros
-        if const_expr(kernel.paged):
-            box = cute.arch.lane_idx()
-            key = first_key + box * kernel.box
-            if box < kernel.block_kv // kernel.box and key < item.end:
-                page = page_at(params, item, key)
-        return page
-
-    def products(self, storage: SharedStorage) -> Registers:
-        """The operands of this thread."""
+    def products(self, storage: SharedStorage, wg_idx: int) -> Registers:
+        """The operands of a thread."""
         q = cute.make_rmem_tensor((4, 2, 2, self.kernel.width // 64), Uint32)
         p = cute.make_rmem_tensor(ROWS * KEYS // 32, Float16)
         return Registers(q, p, cute.make_rmem_tensor(2, Float32), ROWS * self.kernel.width // 32)

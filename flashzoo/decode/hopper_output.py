@@ -12,7 +12,7 @@ from cutlass import Constexpr, Float32, Int32, Int64, const_expr
 from flashzoo._cute.hopper.dtypes import DTYPES
 from flashzoo.decode.hopper_items import Item, Params, value_at
 from flashzoo.decode.traits import Kernel
-from flashzoo.gpu import WARPGROUP_ROWS, WARPS
+from flashzoo.gpu import WARPGROUP_ROWS
 
 LN2, LOG2E = 0.6931471805599453, 1.4426950408889634
 NOTHING_SEEN = -3e38
@@ -69,7 +69,7 @@ class PartsInCluster:
     @property
     def stride(self) -> int:
         """Of rows: those that a warp writes at once begin in banks of their own."""
-        return self.kernel.width + 8
+        return self.kernel.width_v + 8
 
     def o(self, row: Int32) -> cute.Pointer:
         """A row of O of the thread block's own part."""
@@ -151,7 +151,7 @@ def with_sink(params: Params, item: Item, row: Int32, top: Float32, total: Float
 def merge(params: Params, item: Item):
     """out and LSE of a tile from its parts in memory. Warps take rows by turns,
     and as many at a time as keep `Kernel.at_once` loads in flight."""
-    parts, warp, workers = in_memory(params, item), cute.arch.warp_idx(), Int32(WARPS)
+    parts, warp, workers = in_memory(params, item), cute.arch.warp_idx(), Int32(params.kernel.warps)
     most = const_expr(params.kernel.at_once)
     if item.parts <= most // 8:
         merge_rows(params, item, parts, warp, workers, most // 8)
@@ -169,7 +169,7 @@ def merge_rows(params: Params, item: Item, parts: Parts, worker: Int32, workers:
     rows, rows_at_once = params.heads_of_tile * params.queries_of_tile, params.kernel.at_once // at_once
     for i in cutlass.range((rows + workers * rows_at_once - 1) // (workers * rows_at_once), unroll=1):
         first_row = (workers * i + worker) * rows_at_once
-        for begin in cutlass.range(0, params.kernel.width, 128, unroll=1):
+        for begin in cutlass.range(0, params.kernel.width_v, 128, unroll=1):
             merge_columns(params, item, parts, rows, first_row, begin + 4 * cute.arch.lane_idx(), at_once)
 
 

@@ -19,6 +19,9 @@ whose number is the (j // PAGE)-th of the sequence's in the table.
 They may be e4m3 beside a 16-bit q: a block of them is made 16 bits on chip, which hold every e4m3 number, and products
 are multiplied by the descales of the block's rows.
 
+Values may be the first HEAD_DIM columns of keys, as in MLA: then a block is loaded once, and scores are the sum of
+those columns' products and of the REST's, in tiles of their own (REST is 0 where values have columns of their own).
+
 Packed queries on caches share a batch of one. Which rows of which sequence a tile has is in a table that another kernel
 makes on the device (flashzoo/_triton/packed_kernels.py), the sequences with the most keys first; a tile that has none
 ends at once.
@@ -127,8 +130,9 @@ def packed_tile(tiles, at):
 
 @triton.jit
 def attend(
-    state, q_i, keys, descales, first, last, end, diagonal, scale_log2, window_left, window_right,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_KV: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr,
+    state, q_i, q_rest, keys, descales, first, last, end, diagonal, scale_log2, window_left, window_right,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
+    BLOCK_KV: tl.constexpr, PAGE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Take the keys first .. last into the state: acc, l_i and m_i."""
     acc, l_i, m_i = state
@@ -137,7 +141,11 @@ def attend(
         key = start + tl.arange(0, BLOCK_KV)
         place = places(table, pages, key, end, PAGE, MASKED)
         k_j = load_keys(k_head, k_strides, place, key, end, HEAD_DIM, BLOCK_D, PAGE, MASKED)
-        s = tl.dot(q_i, widened(k_j, q_i.dtype).T, input_precision="ieee") * descaled(scale_log2, descales[0], start)
+        s = tl.dot(q_i, widened(k_j, q_i.dtype).T, input_precision="ieee")
+        if REST:
+            k_rest = load_keys(k_head + HEAD_DIM, k_strides, place, key, end, REST, BLOCK_REST, PAGE, MASKED)
+            s = tl.dot(q_rest, k_rest.T, s, input_precision="ieee")
+        s = s * descaled(scale_log2, descales[0], start)
         if MASKED:
             offset = key[None, :] - diagonal[:, None]
             seen = (key < end)[None, :] & (offset <= window_right) & (offset >= -window_left)
@@ -148,7 +156,7 @@ def attend(
         p = tl.exp2(s - m_safe[:, None])
         alpha = tl.exp2(m_i - m_safe)
         l_i = l_i * alpha + tl.sum(p, 1)
-        v_j = load_keys(v_head, v_strides, place, key, end, HEAD_DIM, BLOCK_D, PAGE, MASKED)
+        v_j = k_j if REST else load_keys(v_head, v_strides, place, key, end, HEAD_DIM, BLOCK_D, PAGE, MASKED)
         if descales[1] is None:
             acc = tl.dot(p.to(q_i.dtype), widened(v_j, q_i.dtype), acc * alpha[:, None], input_precision="ieee")
         else:
@@ -164,7 +172,8 @@ def split_kernel(
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh, stride_op, stride_lp,
     stride_table, pages, seqlen_q, seqlen_k, heads, heads_kv, blocks, split, splits, window_left, window_right,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_KV: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, REST: tl.constexpr, BLOCK_REST: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_KV: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, CACHE: tl.constexpr, PAGE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """out and lse are those of all splits; programs of a split's tiles run together, then those of a head's splits:
@@ -215,7 +224,11 @@ def split_kernel(
 
     of_row = b_q * stride_qb + at.to(tl.int64) * stride_qs + h.to(tl.int64) * stride_qh
     inside = there[:, None] & (d < HEAD_DIM)[None, :]
-    q_i = tl.load(q + of_row[:, None] + d[None, :], mask=inside, other=0.0)
+    q_i, q_rest = tl.load(q + of_row[:, None] + d[None, :], mask=inside, other=0.0), None
+    if REST:
+        d_rest = tl.arange(0, BLOCK_REST)
+        in_rest = there[:, None] & (d_rest < REST)[None, :]
+        q_rest = tl.load(q + HEAD_DIM + of_row[:, None] + d_rest[None, :], mask=in_rest, other=0.0)
     k_head = k + tl.cast(h_kv, tl.int64) * stride_kh
     v_head = v + tl.cast(h_kv, tl.int64) * stride_vh
     if PAGE:
@@ -241,27 +254,13 @@ def split_kernel(
         whole = first
     else:
         state = attend(
-            state, q_i, keys, descales, first, whole, end, diagonal, scale_log2, window_left, window_right,
-            HEAD_DIM, BLOCK_D, BLOCK_KV, PAGE, False,
+            state, q_i, q_rest, keys, descales, first, whole, end, diagonal, scale_log2, window_left, window_right,
+            HEAD_DIM, BLOCK_D, REST, BLOCK_REST, BLOCK_KV, PAGE, False,
         )  # fmt: skip
     acc, l_i, m_i = attend(
-        state,
-        q_i,
-        keys,
-        descales,
-        whole,
-        end,
-        end,
-        diagonal,
-        scale_log2,
-        window_left,
-        window_right,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_KV,
-        PAGE,
-        True,
-    )
+        state, q_i, q_rest, keys, descales, whole, end, end, diagonal, scale_log2, window_left, window_right,
+        HEAD_DIM, BLOCK_D, REST, BLOCK_REST, BLOCK_KV, PAGE, True,
+    )  # fmt: skip
 
     if sinks is not None:  # one more key, seen by every row, whose value is 0
         sink = tl.load(sinks + h, mask=there, other=float("-inf")) * LOG2E

@@ -34,7 +34,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Opera
         if done is not None:
             return done
     p, how = problem, cut(problem)
-    out = torch.empty_like(q, dtype=TORCH_DTYPES[p.out_dtype])
+    out = torch.empty_like(q[..., : p.head_dim_v], dtype=TORCH_DTYPES[p.out_dtype])
     lse = q.new_empty((p.batch, p.heads, p.seqlen_q), dtype=torch.float32)
     inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     scale_log2, table = p.scale * LOG2E, operands.page_table
@@ -46,7 +46,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Opera
             (q, k, v, out, lse, *given, operands.sinks, *descales, tiles), (scale_log2,)
         )
         return out, lse
-    parts = q.new_empty((how.splits, *q.shape), dtype=torch.float32)
+    parts = q.new_empty((how.splits, *out.shape), dtype=torch.float32)
     lse_parts = q.new_empty((how.splits, *lse.shape), dtype=torch.float32)
     of_parts = (*parts.stride()[1:4], parts.stride(0), lse_parts.stride(0))
     tensors = (q, k, v, parts, lse_parts, *given, None, *descales, tiles)
@@ -72,8 +72,10 @@ def split_launch(problem: Problem, strides: Strides, pages: tuple[int, int] = (0
         p.batch * p.heads_kv * how.splits * how.blocks,
         (*strides, *pages, p.seqlen_q, p.seqlen_k, p.heads, p.heads_kv, how.blocks, how.split, how.splits, *p.reach),
         {
-            "HEAD_DIM": p.head_dim,
-            "BLOCK_D": block_d(p.head_dim),
+            "HEAD_DIM": p.head_dim_v,
+            "BLOCK_D": block_d(p.head_dim_v),
+            "REST": p.head_dim - p.head_dim_v,
+            "BLOCK_REST": block_d(p.head_dim - p.head_dim_v) if p.latent else 0,
             "ROWS": how.rows,
             "BLOCK_KV": tiles.block_kv,
             "LEFT": left is not None,
@@ -97,10 +99,10 @@ def merge_launch(problem: Problem, strides: Strides) -> Launch:
         cdiv(rows, merged),
         (*strides, rows, p.seqlen_q, p.heads, splits),
         {
-            "HEAD_DIM": p.head_dim,
-            "BLOCK_D": block_d(p.head_dim),
+            "HEAD_DIM": p.head_dim_v,
+            "BLOCK_D": block_d(p.head_dim_v),
             "ROWS": merged,
-            "SPLITS": min(MERGED_AT_ONCE, next_power_of_2(splits)),
+            "SPLITS": min(MERGED_AT_ONCE if p.head_dim_v <= 256 else MERGED_AT_ONCE // 4, next_power_of_2(splits)),
         },
         num_warps=4,
         num_stages=1,

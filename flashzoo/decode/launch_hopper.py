@@ -74,8 +74,12 @@ class Launch:
         self, problem: Problem, of_q: Ints, of_k: Ints, strides: tuple[Ints, Ints, Ints], table_stride: int, device: int
     ) -> None:
         p, kernel, how = problem, kernel_for(problem), cut_hopper(problem)
-        self._device = device
-        self._out_dtype, self._out_shape, self._out_strides = TORCH_DTYPES[p.out_dtype], of_q, dense(of_q, strides[0])
+        self._device, of_out = device, (*of_q[:3], p.head_dim_v)
+        self._out_dtype, self._out_shape, self._out_strides = (
+            TORCH_DTYPES[p.out_dtype],
+            of_out,
+            dense(of_out, strides[0]),
+        )
         self._lse_shape = (p.batch, p.heads, p.seqlen_q)
         self._scale_log2 = max(p.scale * LOG2E, SMALLEST_SCALE)
         self._q = map_of_rows(p.dtype, of_q, strides[0], kernel.width, how.queries, how.heads)
@@ -83,8 +87,8 @@ class Launch:
         self._descaled = isinstance(kernel, KernelE4m3)
         tiles, blocks = p.batch * p.heads_kv * how.tiles, p.heads_kv * how.tiles * how.splits
         in_memory = kernel.split and not kernel.clustered
-        self._parts_shape = (tiles * how.splits * how.rows, p.head_dim + 1) if in_memory else (0, 1)
-        self._of_lse = 4 * tiles * how.splits * how.rows * p.head_dim
+        self._parts_shape = (tiles * how.splits * how.rows, p.head_dim_v + 1) if in_memory else (0, 1)
+        self._of_lse = 4 * tiles * how.splits * how.rows * p.head_dim_v
         self._counters = 1 + tiles if in_memory else 1
         sizes = (
             p.seqlen_q,
@@ -97,7 +101,7 @@ class Launch:
             p.batch,
             how.tiles,
         )
-        more = (how.splits, how.least, p.page_size or 1, table_stride, p.head_dim, *self._out_strides[:3], *p.reach)
+        more = (how.splits, how.least, p.page_size or 1, table_stride, p.head_dim_v, *self._out_strides[:3], *p.reach)
         params = dict(zip(SIZES, (*sizes, *more), strict=True))
         workers = kernel.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
         given = (

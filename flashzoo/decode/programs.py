@@ -11,7 +11,7 @@ from flashzoo._cute.arguments import FLOAT, INT, Arguments, Pointer, Record, Tma
 from flashzoo._cute.cache import cached
 from flashzoo._cute.compile import compile_for
 from flashzoo._cute.driver import Function
-from flashzoo.decode.traits import Kernel, KernelE4m3
+from flashzoo.decode.traits import Kernel, KernelE4m3, KernelLatent
 
 ARCH = "sm_90a"
 
@@ -62,6 +62,8 @@ def program(kernel: Kernel) -> tuple[Any, tuple[Any, ...]]:
     """The CuTe DSL program of a kernel, and arguments to compile it with."""
     if isinstance(kernel, KernelE4m3):
         made = import_module("flashzoo.decode.hopper_e4m3").DecodeE4m3(kernel)
+    elif isinstance(kernel, KernelLatent):
+        made = import_module("flashzoo.decode.hopper_latent").DecodeLatent(kernel)
     else:
         made = import_module("flashzoo.decode.hopper").Decode(kernel)
     return made, arguments_of(kernel).examples()

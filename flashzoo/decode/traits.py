@@ -11,8 +11,8 @@ from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
 WIDTHS = (64, 128, 192, 256)
 """Head dims that have kernels of their own; TMA fills what a smaller one leaves with zeros."""
 
-Q_STAGES = 2
-"""Tiles of Q on chip: the next item's arrives, and its keys behind it, while this one's is in use."""
+LATENT_WIDTHS = (576, 512)
+"""Of a key, and of the value that is its first columns, in DeepSeek's MLA."""
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,30 @@ class Kernel:
     stages: int
     blocks_per_sm: int
 
+    consumers = 1
+    """Consumer warpgroups, which share the columns of a tile's O."""
+
+    q_stages = 2
+    """Tiles of Q on chip: the next item's arrives, and its keys behind it, while this one's is in use."""
+
+    @property
+    def warps(self) -> int:
+        """Consumer warps."""
+        return self.consumers * WARPS
+
+    registers = None
+    """Of a thread of the producer's warpgroup, and of a consumer, where that gets more; else all have the same."""
+
     @property
     def threads(self) -> int:
-        """Threads of a block: a consumer warpgroup, the producer warp, and the one that looks up what is next."""
-        return WARPGROUP + 64
+        """Threads of a block: the consumers, the producer warp, and the one that looks up what is next; in whole
+        warpgroups, where registers go from one to another."""
+        return 32 * self.warps + (WARPGROUP if self.registers else 64)
+
+    @property
+    def width_v(self) -> int:
+        """Columns of a value, and so of O."""
+        return self.width
 
     teams = 1
     """How many tiles a thread block works on at a time."""
@@ -83,8 +103,8 @@ class Kernel:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a thread block: Q, K and V; two mbarriers a stage; the next item, and the word of a part."""
-        row = BYTES[self.dtype] * Q_STAGES * WARPGROUP_ROWS + BYTES[self.dtype_kv] * self.stages * self.block_kv
-        return row * self.width + 16 * (Q_STAGES + self.stages + 3) + 16 + 8 * math.prod(self.states)
+        row = BYTES[self.dtype] * self.q_stages * WARPGROUP_ROWS + BYTES[self.dtype_kv] * self.stages * self.block_kv
+        return row * self.width + 16 * (self.q_stages + self.stages + 3) + 16 + 8 * math.prod(self.states)
 
 
 @dataclass(frozen=True)
@@ -102,14 +122,8 @@ class KernelE4m3(Kernel):
 
     @property
     def registers(self) -> tuple[int, int] | None:
-        """Of a thread of the producer's warpgroup, and of a consumer, which gets more where two thread blocks share
-        those of a multiprocessor."""
+        """The consumer gets more where two thread blocks share those of a multiprocessor."""
         return (56, 200) if self.blocks_per_sm == 2 else None
-
-    @property
-    def threads(self) -> int:
-        """Whole warpgroups, where registers go from one to the other."""
-        return 2 * WARPGROUP if self.registers else super().threads
 
     @property
     def dtype_kv(self) -> str:
@@ -125,3 +139,24 @@ class KernelE4m3(Kernel):
     def neighbours(self) -> int:
         """Columns side by side that a thread has of a row of O."""
         return 4
+
+
+@dataclass(frozen=True)
+class KernelLatent(Kernel):
+    """One for keys of `LATENT_WIDTHS`, whose first columns are the values: a stage is a block of both."""
+
+    consumers = 2
+    registers = (72, 216)
+    q_stages = 1
+    states = (WARPGROUP, 2)
+    """Each thread of the first warpgroup leaves its two rows' to one of the second."""
+
+    @property
+    def width_v(self) -> int:
+        """Columns of a value, and so of O."""
+        return LATENT_WIDTHS[1]
+
+    @property
+    def shared_bytes(self) -> int:
+        """And P, with two mbarriers."""
+        return super().shared_bytes + BYTES[self.dtype] * WARPGROUP_ROWS * self.block_kv + 16

@@ -5,10 +5,12 @@ Each rank holds a part of the rows of q, k and v, its shard, and gets the same p
     x = parallel.shard(tokens, group)                                    # this rank's rows of the whole
     at = parallel.positions(seqlen, group)                               # where in the whole they are
     out = parallel.attention(q, k, v, group=group, causal=True)          # local shards in, local shard out
+    mine = parallel.shard(tokens, group, pad=0)                          # a length that does not divide: padded, and
+    out = parallel.attention(q, k, v, group=group, seqlen=seqlen)        # said how long it is
     print(parallel.explain(q, k, v, group=group, causal=True))           # which method, and the arithmetic of it
 
 Built on `flashzoo.attention`, `merge` and `attention_backward` alone: there is no kernel here. The methods are told in
-`gather`, `ring` and `ulysses`.
+`gather`, `ring`, `ulysses` and `halo`.
 """
 
 from flashzoo.parallel.api import attention, explain

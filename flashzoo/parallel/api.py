@@ -9,16 +9,16 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from flashzoo import attention as attention_of_one
-from flashzoo.parallel import gather, ring, ulysses
-from flashzoo.parallel.choose import Explanation, check_method, chosen
+from flashzoo.parallel import gather, halo, ring, ulysses
+from flashzoo.parallel.choose import Explanation, check_method, chosen, lengths_of
 from flashzoo.parallel.gather import Gather
 from flashzoo.parallel.groups import Ranks, form_of, ranks_of
-from flashzoo.parallel.layout import Layout
-from flashzoo.parallel.parts import How
+from flashzoo.parallel.layout import Layout, real_rows
+from flashzoo.parallel.parts import How, padded, rows
 from flashzoo.parallel.ring import Ring
 from flashzoo.registry import requested
 
-Method = Literal["auto", "gather", "ulysses", "ring"]
+Method = Literal["auto", "gather", "ulysses", "ring", "halo"]
 
 
 def attention(
@@ -29,6 +29,7 @@ def attention(
     group: Any,
     layout: Layout = "zigzag",
     method: Method = "auto",
+    seqlen: int | tuple[int, int] | None = None,
     return_lse: bool = False,
     version: str = "auto",
     **options: Any,
@@ -46,13 +47,18 @@ def attention(
         group: a `torch.distributed.ProcessGroup`, or a `DeviceMesh` of one dimension; the caller is in it. NCCL's for
             CUDA tensors, gloo's for CPU tensors.
         layout: "zigzag" (rank r of P has chunks r and 2P - 1 - r of 2P), which a causal mask wants, or "contiguous".
-        method: "gather", "ulysses", "ring", or "auto" for the one that loses least time by the arithmetic that
+        method: "gather", "ulysses", "ring", "halo", or "auto" for the one that loses least time by the arithmetic that
             `explain` prints. A name never falls back.
+        seqlen: how many rows the whole has, where `shard` padded it: `(queries, keys)`, or one number for both. Rows
+            behind them are padding: no row sees their keys, they have 0 in out, -inf in lse, and gradients of 0. None:
+            there is none.
         return_lse: return the log-sum-exp of each row of scores too.
         version: who answers the calls on each rank; as in `flashzoo.attention`.
         options: of `flashzoo.attention`, the same values on every rank. All methods: causal, softmax_scale,
             window_size, deterministic, sinks, cu_seqlens_q, max_seqlen_q, max_seqlen_k. "ulysses" also: precision,
-            out_dtype, block_mask (shared by heads), cu_seqlens_k, seqused_k.
+            out_dtype, block_mask (shared by heads), cu_seqlens_k, seqused_k. "halo" takes packed sequences alone, and
+            goes by the less of max_seqlen_q and max_seqlen_k: rows of a longer one give NaN where their keys did not
+            come. A bound that is the same in all steps has the ranks agree but once.
 
     Returns:
         out `(batch, seqlen_q / ranks, heads, head_dim_v)` of this rank's rows; with `return_lse` the pair
@@ -66,7 +72,8 @@ def attention(
         flashzoo.UnsupportedError: the method, or under "auto" every method, has a reason against the call.
         RuntimeError: a rank did not come to a call within five minutes.
     """
-    anew = {"group": group, "layout": layout, "method": method, "return_lse": return_lse, "version": version, **options}
+    anew = {"group": group, "layout": layout, "method": method, "seqlen": seqlen, "return_lse": return_lse}
+    anew |= {"version": version, **options}
     if is_compiling():
         from flashzoo.parallel.traced import untraced
 
@@ -79,22 +86,38 @@ def attention(
     options = {name: x for name, x in options.items() if x is not None}
     name, _ = requested(version)
     grad = _recorded(q, k, v, options.get("sinks"))
-    how = {"layout": layout, "method": method, "return_lse": return_lse, "version": name, "grad": grad}
-
+    how = {"layout": layout, "method": method, "seqlen": seqlen, "return_lse": return_lse, "version": name}
+    how |= {"grad": grad}
     asked = {"q": q, "k": k, "v": v, **how, **options}
     kind = tuple([(name, form_of(asked[name])) for name in sorted(asked)])
     if ranks.size == 1:
-        ranks.agree(kind, lambda: check_method(layout, method))
-        return attention_of_one(q, k, v, return_lse=return_lse, version=version, **options)
+        return _of_one(ranks, kind, q, k, v, how, {**options, "version": version})
     explanation = ranks.agree(kind, lambda: chosen(q, k, v, ranks.size, **how, options=options).taken())
-    rows = q.ndim == 3
-    if rows:
+    packed = q.ndim == 3
+    if packed:
         q, k, v = q[None], k[None], v[None]
-    run = _by_heads if explanation.chosen == "ulysses" else _by_parts
+    run = {"ulysses": _by_heads, "halo": _with_halo}.get(explanation.chosen or "", _by_parts)
     out, lse = run(explanation, ranks, q, k, v, how, options)
-    if rows:
+    if packed:
         out, lse = out[0], None if lse is None else lse[0]
     return (out, lse) if return_lse else out
+
+
+def _of_one(ranks: Ranks, kind: Any, q: Any, k: Any, v: Any, how: dict[str, Any], options: dict[str, Any]) -> Any:
+    """The plain call, of what is no padding."""
+
+    def check() -> tuple[int, int] | None:
+        check_method(how["layout"], how["method"])
+        return None if how["seqlen"] is None else lengths_of(how["seqlen"], q, k, 1)
+
+    whole = ranks.agree(kind, check)
+    if whole is None:
+        return attention_of_one(q, k, v, return_lse=how["return_lse"], **options)
+    dim, seqlen = q.ndim - 3, q.shape[q.ndim - 3]
+    q, k, v = q.narrow(dim, 0, whole[0]), k.narrow(dim, 0, whole[1]), v.narrow(dim, 0, whole[1])
+    if not how["return_lse"]:
+        return padded(attention_of_one(q, k, v, **options), None, seqlen)[0]
+    return padded(*attention_of_one(q, k, v, return_lse=True, **options), seqlen)
 
 
 def _recorded(*inputs: Any) -> bool:
@@ -111,8 +134,9 @@ def _by_heads(
     how: dict[str, Any],
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    chunks = explanation.sizes.chunks
-    return ulysses.attend(ranks, chunks, q, k, v, how["version"], how["return_lse"], options)
+    sizes = explanation.sizes
+    whole = (sizes.seqlen_q, sizes.seqlen_k)
+    return ulysses.attend(ranks, sizes.chunks, whole, q, k, v, how["version"], how["return_lse"], options)
 
 
 def _by_parts(
@@ -123,13 +147,33 @@ def _by_parts(
     v: Tensor,
     how: dict[str, Any],
     options: dict[str, Any],
-) -> tuple[Tensor, Tensor]:
-    sizes = explanation.sizes
+) -> tuple[Tensor, Tensor | None]:
+    sizes, seqlen = explanation.sizes, q.shape[1]
+    whole = (sizes.seqlen_q, sizes.seqlen_k)
     alike = {name: options[name] for name in ("softmax_scale", "deterministic") if name in options}
     parts = How(alike, how["version"], explanation.partial, options.get("cu_seqlens_q"))
     planned, method = (gather.planned, Gather) if explanation.chosen == "gather" else (ring.planned, Ring)
-    plan = planned(ranks.rank, ranks.size, q.shape[1], k.shape[1], sizes.chunks, sizes.band, sizes.packed)
-    return method.apply(parts, ranks, plan, q, k, v, options.get("sinks"))  # pyright: ignore[reportReturnType]
+    plan = planned(ranks.rank, ranks.size, seqlen, k.shape[1], sizes.chunks, sizes.band, sizes.packed, whole)
+    q = rows(q, (0, real_rows(ranks.rank, ranks.size, seqlen, sizes.chunks, sizes.seqlen_q)))
+    out, lse = method.apply(parts, ranks, plan, q, k, v, options.get("sinks"))  # pyright: ignore[reportGeneralTypeIssues]
+    return padded(out, lse, seqlen)
+
+
+def _with_halo(
+    explanation: Explanation,
+    ranks: Ranks,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    how: dict[str, Any],
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor | None]:
+    sizes, seqlen = explanation.sizes, q.shape[1]
+    step = seqlen // sizes.chunks
+    plan = halo.planned(ranks.rank, ranks.size, step, sizes.chunks, sizes.seqlen_q, sizes.longest, sizes.band)
+    q = rows(q, (0, real_rows(ranks.rank, ranks.size, seqlen, sizes.chunks, sizes.seqlen_q)))
+    options = {**options, "version": how["version"]}
+    return padded(*halo.attend(ranks, plan, sizes.longest, q, k, v, how["return_lse"], options), seqlen)
 
 
 def explain(
@@ -140,6 +184,7 @@ def explain(
     group: Any,
     layout: Layout = "zigzag",
     method: Method = "auto",
+    seqlen: int | tuple[int, int] | None = None,
     return_lse: bool = False,
     version: str = "auto",
     **options: Any,
@@ -149,7 +194,7 @@ def explain(
     Args:
         q, k, v: this rank's shards, as in `attention`; "meta" tensors too.
         group: as in `attention`, or a number of ranks, for which no group is needed.
-        layout, method, return_lse, version, options: as in `attention`.
+        layout, method, seqlen, return_lse, version, options: as in `attention`.
 
     Returns:
         An `Explanation`; printing it gives a table. Nothing is run or communicated. `flashzoo.explain` tells which
@@ -163,5 +208,5 @@ def explain(
     size = group if isinstance(group, int) else ranks_of(group).size
     options = {name: x for name, x in options.items() if x is not None}
     grad = _recorded(q, k, v, options.get("sinks"))
-    how = {"layout": layout, "method": method, "return_lse": return_lse, "version": version, "grad": grad}
-    return chosen(q, k, v, size, **how, options=options)
+    how = {"layout": layout, "method": method, "seqlen": seqlen, "return_lse": return_lse, "version": version}
+    return chosen(q, k, v, size, **how, grad=grad, options=options)

@@ -12,13 +12,14 @@ from torch import Tensor
 from flashzoo import BlockMask, UnsupportedError
 from flashzoo import explain as explain_call
 from flashzoo.parallel.costs import METHODS, Costs, Sizes
-from flashzoo.parallel.layout import check_halves, check_layout, chunks_of
+from flashzoo.parallel.halo import reach
+from flashzoo.parallel.layout import check_halves, check_layout, check_seqlen, chunks_of
 from flashzoo.parallel.pieces import NO_BAND
 from flashzoo.parallel.ulysses import copies_of
 
 PARTED = ("causal", "softmax_scale", "window_size", "deterministic", "sinks", "cu_seqlens_q", "max_seqlen_q",
           "max_seqlen_k")  # fmt: skip
-"""Arguments of `attention` that calls on parts of the keys can honour, in `gather` and `ring`."""
+"""Arguments of `attention` that calls on parts of the keys can honour, in `gather`, `ring` and `halo`."""
 SHARED = (*PARTED, "precision", "out_dtype", "block_mask", "cu_seqlens_k", "seqused_k")
 """Those that a call on some of the heads can, in `ulysses`."""
 
@@ -49,6 +50,7 @@ class Explanation:
             f"{self.chosen or 'no method'} for {s.ranks} ranks, {'asked for' if self.wanted != 'auto' else 'by auto'}: "
             f"batch {s.batch}, seqlen {s.seqlen_q} and {s.seqlen_k}, heads {s.heads}:{s.heads_kv}, "
             f"head_dim {s.head_dim}" + (f" and {s.head_dim_v}" if s.head_dim_v != s.head_dim else ""),
+            *self._of_packed(),
             f"  {'what a rank receives':<22}{'forward':>12}{'backward':>12}{'lost':>13}{'keys held':>12}",
         ]
         for name, (forward, backward, held) in self.costs.items():
@@ -63,6 +65,18 @@ class Explanation:
             how = "as the version rounds them" if self.partial is None else f"as {self.partial}"
             lines.append(f"  partial results come {how}, and are merged in float32 or wider")
         return "\n".join(lines)
+
+    def _of_packed(self) -> list[str]:
+        s = self.sizes
+        if not s.told:
+            return []
+        (before, behind), size = reach(s.longest, s.band), s.keys_a_row
+        return [
+            f"  sequences have at most {s.longest} rows: halo receives what a rank lacks of {before} rows before and "
+            f"{behind} behind each",
+            f"  chunk of {s.step}, a row's keys and values being {size} B; a rank with such a sequence to itself",
+            f"  loses {1e3 * s.uneven:.3f} ms by it forward, and backward too, but in ulysses",
+        ]
 
     def taken(self) -> Explanation:
         """Itself, or UnsupportedError with all reasons where no method takes the call."""
@@ -91,6 +105,7 @@ def chosen(
     *,
     layout: str,
     method: str,
+    seqlen: int | tuple[int, int] | None,
     return_lse: bool,
     version: str,
     grad: bool,
@@ -107,7 +122,8 @@ def chosen(
         if getattr(x, "is_nested", False):
             raise TypeError(f"{name} must be packed rows with cu_seqlens_q of the whole, got a nested tensor")
     unknown = [name for name in options if name not in SHARED]
-    whole = tuple(_like(x, rows=size) for x in (q, k, v))
+    lengths = None if seqlen is None else lengths_of(seqlen, q, k, size)
+    whole = _whole(q, k, v, size, lengths)
     told = explain_call(*whole, return_lse=return_lse, version=version, **_flat(options))
     if unknown:
         raise TypeError(f"flashzoo.parallel.attention takes no {unknown[0]}: it takes {', '.join(SHARED)}")
@@ -119,10 +135,12 @@ def chosen(
         check_halves(f"{name}'s rows on a rank", _rows(x), layout)
     packed, chunks = "cu_seqlens_q" in options, chunks_of(layout)
     p = told.problem
+    told_longest = [options[name] for name in ("max_seqlen_q", "max_seqlen_k") if packed and name in options]
     sizes = Sizes(p.batch, p.seqlen_q, p.seqlen_k, p.heads, p.heads_kv, p.head_dim, p.head_dim_v, q.element_size(),
-                  p.span, packed, size, chunks, grad)  # fmt: skip
+                  p.span, packed, size, chunks, grad, min((p.seqlen_q, *told_longest)), bool(told_longest))  # fmt: skip
     copies = copies_of(p.heads_kv, size)
-    reasons = {"gather": _against_parts(sizes, options, "gather"), "ring": _against_parts(sizes, options, "ring")}
+    square = p.seqlen_q == p.seqlen_k and _rows(q) == _rows(k)
+    reasons = {name: _against_parts(sizes, options, name, square) for name in ("gather", "ring", "halo")}
     reasons["ulysses"] = _against_ulysses(sizes, options)
     partial = None
     for name in ("gather", "ring"):
@@ -130,20 +148,29 @@ def chosen(
             partial, against = _partial(q, k, v, sizes, version, options)
             reasons[name] += against
     if not reasons["ulysses"]:
-        heads = [_like(x, rows=size, heads=h) for x, h in zip((q, k, v), _heads(sizes, copies), strict=True)]
+        heads = [_like(x, rows=1, heads=h) for x, h in zip(whole, _heads(sizes, copies), strict=True)]
         inner = explain_call(*heads, return_lse=return_lse, version=version, **_flat(options, p.heads // size))
         reasons["ulysses"] += () if inner.chosen else tuple(str(inner).splitlines())
-    costs = {name: cost(sizes, copies) for name, cost in METHODS.items()}
-    would = [name for name in METHODS if not reasons[name]] if method == "auto" else [method]
+    if not reasons["halo"]:
+        cut = {name: options["cu_seqlens_q"].repeat(chunks) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+        inner = explain_call(q, k, v, return_lse=return_lse, version=version, **options | cut)
+        reasons["halo"] += () if inner.chosen else tuple(str(inner).splitlines())
+    costs = {name: cost(sizes, copies) for name, cost in METHODS.items() if name != "halo" or packed}
+    would = [name for name in costs if not reasons[name] and method in ("auto", name)]
     best = min(would, key=lambda name: costs[name].lost, default=None)
-    best = best if best is not None and not reasons[best] else None
     return Explanation(sizes, method, best, costs, reasons, partial)
 
 
-def _against_parts(s: Sizes, options: Mapping[str, Any], method: str) -> tuple[str, ...]:
+def _against_parts(s: Sizes, options: Mapping[str, Any], method: str, square: bool) -> tuple[str, ...]:
     found = [f"takes no {name}" for name, x in options.items() if name not in PARTED and _given(x)]
-    if s.band != NO_BAND and s.seqlen_q != s.seqlen_k:
+    if s.band != NO_BAND and not square:
         found.append(f"causal and window_size are of as many keys as queries there, got {s.seqlen_q} and {s.seqlen_k}")
+    if method == "halo" and not s.packed:
+        found.append("takes packed sequences alone, with cu_seqlens_q")
+    elif method == "halo" and not s.told:
+        found.append("max_seqlen_q must say how many rows a sequence has at most")
+    elif method == "halo" and not square:
+        found.append(f"takes as many keys as queries, got {s.seqlen_q} and {s.seqlen_k}")
     left, right = s.band
     if s.packed and method == "ring" and left is not None:
         found.append("window_size does not go with cu_seqlens_q there")
@@ -177,6 +204,29 @@ def _partial(
     return (torch.float32 if wide.chosen else None), ()
 
 
+def lengths_of(seqlen: Any, q: Any, k: Any, size: int) -> tuple[int, int]:
+    """How many queries and keys of the whole are no padding. TypeError or ValueError where there can't be so many."""
+    pair = seqlen if isinstance(seqlen, tuple | list) else (seqlen, seqlen)
+    if len(pair) != 2:
+        raise ValueError(f"seqlen must be an int, or two of queries and keys, got {seqlen!r}")
+    for name, n, x in zip(("queries", "keys"), pair, (q, k), strict=True):
+        if isinstance(x, Tensor) and x.ndim in (3, 4):
+            check_seqlen("seqlen" if pair[0] is pair[1] else f"seqlen of {name}", n, _rows(x) * size)
+    return pair[0], pair[1]
+
+
+def _whole(q: Any, k: Any, v: Any, size: int, lengths: tuple[int, int] | None) -> tuple[Any, Any, Any]:
+    """q, k and v of all ranks, but padding, without memory for them."""
+    if lengths is None or not all(isinstance(x, Tensor) and x.ndim in (3, 4) for x in (q, k, v)):
+        return _like(q, rows=size), _like(k, rows=size), _like(v, rows=size)
+    of_q, of_k = lengths
+    return (
+        _like(q, rows=of_q, times=False),
+        _like(k, rows=of_k, times=False),
+        _like(v, rows=of_k if _rows(v) == _rows(k) else _rows(v) * size, times=False),
+    )
+
+
 def _given(x: Any) -> bool:
     return x is not None and x is not False
 
@@ -191,12 +241,12 @@ def _heads(s: Sizes, copies: int) -> tuple[int, int, int]:
     return s.heads // s.ranks, kv, kv
 
 
-def _like(x: Any, *, rows: int, heads: int | None = None) -> Any:
-    """A tensor of so many times the rows, and so many heads, without memory for them."""
+def _like(x: Any, *, rows: int, heads: int | None = None, times: bool = True) -> Any:
+    """A tensor of so many times the rows, or of so many rows, and so many heads, without memory for them."""
     if not isinstance(x, Tensor) or x.ndim not in (3, 4):
         return x
     shape = list(x.shape)
-    shape[x.ndim - 3] *= rows
+    shape[x.ndim - 3] = shape[x.ndim - 3] * rows if times else rows
     shape[-2] = heads or shape[-2]
     like = x.detach().new_empty(shape[-1]).expand(shape)
     return like.requires_grad_() if x.requires_grad else like

@@ -2,6 +2,9 @@
 
 What is counted is what one rank receives; of K and V of the whole, (P-1)/P of them in `gather` and `ring`. Times are
 those of the H200s that `docs/context_parallel.md` tells of. Another GPU's differ in size, hardly in order.
+
+Of packed sequences the host knows no length but the longest there may be. So nothing is said to be hidden behind work;
+and where rows are shared out, and not heads, a rank may have a longest sequence all to itself (`uneven`).
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from flashzoo.integers import cdiv
+from flashzoo.parallel.halo import planned
 from flashzoo.parallel.pieces import Band
 
 FORWARD_RATE, BACKWARD_RATE = 700e12, 620e12
@@ -40,9 +45,12 @@ class Sizes:
     Attributes:
         batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim, head_dim_v: of the whole.
         itemsize: bytes of a number of q, k and v.
-        band: what a query sees; of packed sequences, how long they are is not known, and nothing is said to be hidden.
+        band: what a query sees.
+        packed: it is of packed sequences.
         ranks, chunks: how many share it, and how many chunks each has.
         grad: a backward pass may follow.
+        longest: of packed sequences, how many rows one has at most.
+        told: the caller says so; else it is all.
     """
 
     batch: int
@@ -58,11 +66,36 @@ class Sizes:
     ranks: int
     chunks: int
     grad: bool
+    longest: int = 0
+    told: bool = False
+
+    @property
+    def keys_a_row(self) -> int:
+        """Bytes of a row's keys and values."""
+        return self.batch * self.heads_kv * (self.head_dim + self.head_dim_v) * self.itemsize
 
     @property
     def keys(self) -> int:
         """Bytes of all keys and values."""
-        return self.batch * self.seqlen_k * self.heads_kv * (self.head_dim + self.head_dim_v) * self.itemsize
+        return self.seqlen_k * self.keys_a_row
+
+    @property
+    def step(self) -> int:
+        """Rows of a chunk, padding among them."""
+        return cdiv(self.seqlen_q, self.ranks * self.chunks)
+
+    @property
+    def uneven(self) -> float:
+        """Seconds that the forward pass takes longer than on average on a rank with a longest sequence to itself, or
+        with its last rows where it has more than a rank."""
+        if not self.told:
+            return 0.0
+        longest, (left, right) = self.longest, self.band
+        mine = min(longest, self.chunks * self.step)
+        most, all_ = (mine * (longest - mine / 2), longest**2 / 2) if right == 0 else (mine * longest, longest**2)
+        if left is not None:
+            most, all_ = min(most, mine * (left + 1)), min(all_, longest * (left + 1))
+        return max(0.0, self.flops(most - all_ / self.ranks)) / FORWARD_RATE
 
     @property
     def summed(self) -> int:
@@ -123,8 +156,9 @@ def of_gather(s: Sizes) -> Costs:
     merged = s.batch * s.seqlen_q / s.ranks * s.heads * s.head_dim_v * MERGED / MEMORY
     there = seconds(received, s.ranks, once_a_host=True)
     back = seconds(received, s.ranks)
-    own_b = own * BACKWARD_FLOPS * FORWARD_RATE / BACKWARD_RATE / each
-    backward = max(0.0, there - own_b) + max(0.0, back - own_b * (each - 1))
+    merged += s.uneven
+    own_b = _backward(own) / each
+    backward = max(0.0, there - own_b) + max(0.0, back - own_b * (each - 1)) + _backward(s.uneven)
     if not s.packed:
         flops = BACKWARD_FLOPS * s.flops(pairs(s.seqlen_q, s.seqlen_k, s.band)) / s.ranks
         backward += flops / BACKWARD_RATE * (1 / PIECEWISE - 1)
@@ -138,11 +172,11 @@ def of_ring(s: Sizes) -> Costs:
     step = s.flops(pairs(s.seqlen_q, s.seqlen_k, s.band)) / s.ranks**2 / FORWARD_RATE if not s.packed else 0.0
     merged = s.batch * s.seqlen_q / s.ranks * s.heads * s.head_dim_v * MERGED / MEMORY
     slower = s.ranks * step * (1 / STEPWISE - 1)
-    forward = (s.ranks - 1) * (max(0.0, shard / slowest - step) + merged) + slower
+    forward = (s.ranks - 1) * (max(0.0, shard / slowest - step) + merged) + slower + s.uneven
     gradients = shard * s.summed / s.itemsize
-    step_b = step * BACKWARD_FLOPS * FORWARD_RATE / BACKWARD_RATE
+    step_b = _backward(step)
     backward = (s.ranks - 1) * max(0.0, (shard + gradients) / slowest - step_b) + gradients / slowest
-    backward += slower * step_b / step if step else 0.0
+    backward += _backward(slower + s.uneven)
     received = shard * (s.ranks - 1)
     return Costs(Cost(received, forward), _if_grad(s, Cost(received + s.ranks * gradients, backward)), 2 * shard)
 
@@ -157,10 +191,22 @@ def of_ulysses(s: Sizes, copies: int) -> Costs:
     return Costs(cost, _if_grad(s, cost), held)
 
 
+def of_halo(s: Sizes) -> Costs:
+    """Of packed sequences: keys and values of the rows around each chunk, and backward their gradients home; the rank's
+    own are copied beside them, and their gradients from there."""
+    some = {rank for rank in (0, 1, s.ranks - 1) if 0 <= rank < s.ranks}  # who gets most is one of these
+    rows = max(planned(rank, s.ranks, s.step, s.chunks, s.seqlen_q, s.longest, s.band).received for rank in some)
+    received, slowest = rows * s.keys_a_row, LINK if s.ranks <= HOST else NETWORK
+    moved = received / slowest + 2 * s.keys / s.ranks / MEMORY
+    backward = Cost(received, moved + _backward(s.uneven))
+    return Costs(Cost(received, moved + s.uneven), _if_grad(s, backward), received)
+
+
 METHODS: dict[str, Callable[[Sizes, int], Costs]] = {
     "gather": lambda s, copies: of_gather(s),
     "ulysses": of_ulysses,
     "ring": lambda s, copies: of_ring(s),
+    "halo": lambda s, copies: of_halo(s),
 }
 """In the order in which they are taken where they cost the same."""
 
@@ -172,6 +218,11 @@ def _own_seconds(s: Sizes) -> float:
     chunks = s.chunks if s.band != (None, None) else 1
     step_q, step_k = s.seqlen_q // (s.ranks * chunks), s.seqlen_k // (s.ranks * chunks)
     return chunks * s.flops(pairs(step_q, step_k, s.band)) / FORWARD_RATE
+
+
+def _backward(forward: float) -> float:
+    """Seconds of the backward pass over what takes the forward pass so long."""
+    return forward * BACKWARD_FLOPS * FORWARD_RATE / BACKWARD_RATE
 
 
 def _if_grad(s: Sizes, cost: Cost) -> Cost:

@@ -69,25 +69,29 @@ def swapped(lots: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]], ranks: Ra
     for to, into in lots:
         into[ranks.rank].copy_(to[ranks.rank])
     # dist.all_to_all is the same to NCCL, and gloo has none of lists before torch 2.13
-    ops = [
-        op
-        for to, into in lots
-        for other in range(ranks.size)
-        if other != ranks.rank
-        for op in (
-            dist.P2POp(dist.isend, to[other], group=ranks.group, group_peer=other),
-            dist.P2POp(dist.irecv, into[other], group=ranks.group, group_peer=other),
-        )
-    ]
-    return Works(dist.batch_isend_irecv(ops) if ops else [], *(x for lot in lots for side in lot for x in side))
+    others = [other for other in range(ranks.size) if other != ranks.rank]
+    gives = [(other, to[other]) for to, _ in lots for other in others]
+    return moved(gives, [(other, into[other]) for _, into in lots for other in others], ranks)
 
 
 def passed_on(x: Tensor, ranks: Ranks) -> tuple[Tensor, Works]:
     """The same of the rank before this one, where the one behind it gets x, which has no gaps."""
     before, behind = (ranks.rank - 1) % ranks.size, (ranks.rank + 1) % ranks.size
     came = torch.empty_like(x)
-    ops = [
-        dist.P2POp(dist.isend, x, group=ranks.group, group_peer=behind),
-        dist.P2POp(dist.irecv, came, group=ranks.group, group_peer=before),
-    ]
-    return came, Works(dist.batch_isend_irecv(ops), x, came)
+    return came, moved([(behind, x)], [(before, came)], ranks)
+
+
+def moved(gives: Sequence[tuple[int, Tensor]], gets: Sequence[tuple[int, Tensor]], ranks: Ranks) -> Works:
+    """Tensors without gaps, each to a rank or from one. What goes from one to another is got in the order in which it
+    is given."""
+    ops = [dist.P2POp(dist.isend, x, group=ranks.group, group_peer=to) for to, x in gives]
+    ops += [dist.P2POp(dist.irecv, x, group=ranks.group, group_peer=of) for of, x in gets]
+    return Works(dist.batch_isend_irecv(ops) if ops else [], *(x for _, x in (*gives, *gets)))
+
+
+def met(ranks: Ranks, x: Tensor) -> None:
+    """Has all ranks of a group communicate once on x's GPU, before the first call in which some may have nothing to:
+    NCCL wants all of them where it begins."""
+    if x.is_cuda and not ranks.agreed.met:
+        gathered([x.new_zeros(1)], ranks)[1].wait()
+        ranks.agreed.met = True

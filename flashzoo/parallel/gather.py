@@ -28,7 +28,18 @@ from torch.autograd.function import once_differentiable
 from flashzoo.parallel.exchange import ahead, gathered, swapped
 from flashzoo.parallel.groups import Ranks
 from flashzoo.parallel.layout import numbers_of
-from flashzoo.parallel.parts import Given, How, Sum, backward, forward, join, parted, side_by_side, sum_dtype
+from flashzoo.parallel.parts import (
+    Given,
+    How,
+    Sum,
+    backward,
+    forward,
+    join,
+    parted,
+    side_by_side,
+    sum_dtype,
+    sum_of_sinks,
+)
 from flashzoo.parallel.pieces import NO_BAND, Band, Piece, of_own, pieces
 
 
@@ -50,28 +61,32 @@ class Plan:
 
 
 @lru_cache(maxsize=1024)
-def planned(rank: int, size: int, seqlen_q: int, seqlen_k: int, chunks: int, band: Band, packed: bool) -> Plan:
-    """The calls of a rank whose shard has so many rows, in so many chunks; the band is the whole's."""
-    if band == NO_BAND and not packed:
+def planned(
+    rank: int, size: int, rows_q: int, rows_k: int, chunks: int, band: Band, packed: bool, whole: tuple[int, int]
+) -> Plan:
+    """The calls of a rank whose shard has so many rows, in so many chunks; the band is the whole's, which has so many
+    queries and keys, and behind them padding."""
+    if band == NO_BAND and not packed and whole == (rows_q * size, rows_k * size):
         chunks = 1
-    step_q, step_k = seqlen_q // chunks, seqlen_k // chunks
+    step_q, step_k = rows_q // chunks, rows_k // chunks
     mine = numbers_of(rank, size, chunks)
     queries = [(number * step_q, (number + 1) * step_q) for number in mine]
     if packed and band[0] is not None:  # by how much a window is moved differs from sequence to sequence
-        whole = [Piece((i * step_q, (i + 1) * step_q), (0, q[1]), band, q, (0, q[1])) for i, q in enumerate(queries)]
-        return Plan(chunks, True, (), tuple(whole))
+        ends = [min(end, whole[0]) for _, end in queries]
+        calls = [
+            Piece((i * step_q, i * step_q + end - first), (0, end), band, (first, end), (0, end))
+            for i, ((first, _), end) in enumerate(zip(queries, ends, strict=True))
+            if first < end
+        ]
+        return Plan(chunks, True, (), tuple(calls))
     if packed:
         slots = list(range(chunks * size))
     else:
         slots = [numbers_of(other, size, chunks)[lot] for lot in reversed(range(chunks)) for other in range(size)]
-    own = []
-    for i, (number, q) in enumerate(zip(mine, queries, strict=True)):
-        k = (number * step_k, (number + 1) * step_k)
-        at_q, at_k = (i * step_q, (i + 1) * step_q), (i * step_k, (i + 1) * step_k)
-        own.append(Piece(at_q, at_k, of_own(q, k, band), q, k))
+    own = of_own(queries, [(number * step_k, (number + 1) * step_k) for number in mine], band, whole)
     spans = [(slot * step_k, (slot + 1) * step_k) for slot in slots]
-    rest = pieces(queries, spans, band, but=[slots.index(number) for number in mine])
-    return Plan(chunks, packed, tuple(own), rest)
+    rest = pieces(queries, spans, band, whole=whole, but=[slots.index(number) for number in mine])
+    return Plan(chunks, packed, own, rest)
 
 
 class _Slots:
@@ -187,5 +202,5 @@ class Gather(torch.autograd.Function):
         for piece in plan.own[1:]:
             on_diagonal(piece)
         dk, dv = (own.whole() + share for own, share in zip((own_k, own_v), shares.home(), strict=True))
-        dsinks = sum(of_sinks[1:], of_sinks[0]) if of_sinks else None
+        dsinks = sum_of_sinks(of_sinks, sinks)
         return None, None, None, dq.whole().to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks

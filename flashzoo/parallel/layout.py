@@ -4,6 +4,9 @@
     contiguous   rank r has the r-th of P equal parts
 
 Under a causal mask a row costs as much as it sees, and zigzag gives every rank the same.
+
+A whole that does not divide is padded behind its last row, so that of each rank's rows the padding is the last: what
+comes first of a rank's chunks comes first of the whole too.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from flashzoo.integers import cdiv
 from flashzoo.parallel.exchange import gathered
 from flashzoo.parallel.groups import form_of, ranks_of
 
@@ -36,47 +40,59 @@ def numbers_of(rank: int, size: int, chunks: int) -> tuple[int, ...]:
     return (rank, 2 * size - 1 - rank) if chunks == 2 else (rank,)
 
 
-def check_whole(name: str, seqlen: int, size: int, layout: str) -> None:
-    """ValueError where so many rows can't be shared out."""
-    parts = size * chunks_of(layout)
-    if seqlen % parts:
-        raise ValueError(
-            f"{name} must be a multiple of {parts} for {size} ranks in layout {layout!r}, got {seqlen}: pad to "
-            f"{seqlen + -seqlen % parts}; under causal no row sees what is behind it, and else cu_seqlens_q says that "
-            "padding is of no sequence"
-        )
+def real_rows(rank: int, size: int, rows: int, chunks: int, seqlen: int) -> int:
+    """How many of a rank's rows are no padding, where the whole has so many: the first."""
+    step = rows // chunks
+    return sum(min(max(seqlen - number * step, 0), step) for number in numbers_of(rank, size, chunks))
 
 
-def shard(x: Tensor, group: Any, dim: int = 1, layout: Layout = "zigzag") -> Tensor:
+def shard(x: Tensor, group: Any, dim: int = 1, layout: Layout = "zigzag", pad: float | bool | None = None) -> Tensor:
     """This rank's rows of a tensor that every rank has whole: inputs, labels, masks of the loss.
 
     Args:
-        x: any dtype and device; of size S along `dim`, a multiple of the group's size, and of twice that in zigzag.
+        x: any dtype and device; of size S along `dim`, a multiple of the group's size, and of twice that in zigzag, or
+            `pad` is given.
         group: a ProcessGroup or a DeviceMesh of one dimension, which the caller is in.
         dim: the one of the sequence; 0 for packed rows.
         layout: "zigzag", or "contiguous".
+        pad: what rows of padding behind the last are filled with where S does not divide: 0 of inputs, of labels what
+            the loss leaves out. `attention` is told S, as `seqlen`. None: S has to divide.
 
     Returns:
-        S / ranks rows, in the order in which `attention` takes them; differentiable. Nothing is communicated.
+        S / ranks rows, rounded up, in the order in which `attention` takes them; differentiable. Nothing is
+        communicated.
 
     Raises:
-        TypeError, ValueError: an argument is malformed; S does not divide.
+        TypeError, ValueError: an argument is malformed; S does not divide and `pad` is None.
     """
     ranks = ranks_of(group)
     check_layout(layout)
-    check_whole(f"x's size in dimension {dim}", x.shape[dim], ranks.size, layout)
-    chunks = chunks_of(layout)
-    parts = x.chunk(ranks.size * chunks, dim) if x.shape[dim] else (x,) * (ranks.size * chunks)
-    mine = [parts[number] for number in numbers_of(ranks.rank, ranks.size, chunks)]
+    seqlen, chunks = x.shape[dim], chunks_of(layout)
+    parts = ranks.size * chunks
+    step = cdiv(seqlen, parts)
+    if seqlen % parts and pad is None:
+        raise ValueError(
+            f"x's size in dimension {dim} must be a multiple of {parts} for {ranks.size} ranks in layout {layout!r}, "
+            f"got {seqlen}: shard(..., pad=0) pads it to {step * parts}, and attention(..., seqlen={seqlen}) then says "
+            "what is none"
+        )
+    spans = [(min(number * step, seqlen), step) for number in numbers_of(ranks.rank, ranks.size, chunks)]
+    mine = [x.narrow(dim, first, min(rows, seqlen - first)) for first, rows in spans]
+    missing = step * chunks - sum(part.shape[dim] for part in mine)
+    if missing:
+        shape = list(x.shape)
+        shape[dim] = missing
+        mine.append(x.new_full(shape, 0 if pad is None else pad))
     return mine[0] if len(mine) == 1 else torch.cat(mine, dim)
 
 
-def unshard(x: Tensor, group: Any, dim: int = 1, layout: Layout = "zigzag") -> Tensor:
+def unshard(x: Tensor, group: Any, dim: int = 1, layout: Layout = "zigzag", seqlen: int | None = None) -> Tensor:
     """The whole tensor, of which every rank has its shard: what `shard` was given.
 
     Args:
         x: this rank's rows, of the same shape and dtype on every rank.
         group, dim, layout: as in `shard`.
+        seqlen: rows of the whole, where what is behind them is padding; None for all.
 
     Returns:
         The whole, on every rank; one all-gather. Not differentiable: what a rank's loss hangs on is its shard.
@@ -89,13 +105,15 @@ def unshard(x: Tensor, group: Any, dim: int = 1, layout: Layout = "zigzag") -> T
     def check() -> None:
         check_layout(layout)
         check_halves(f"x's size in dimension {dim}", x.shape[dim], layout)
+        if seqlen is not None:
+            check_seqlen("seqlen", seqlen, x.shape[dim] * ranks.size)
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError("x must not require grad: unshard has no gradient, detach x or work on its shard")
 
-    kind = (("unshard", form_of(x)), ("dim", dim), ("layout", layout), ("recorded", torch.is_grad_enabled()))
-    ranks.agree(kind, check)
+    of_x = (("unshard", form_of(x)), ("dim", dim), ("layout", layout))
+    ranks.agree((*of_x, ("seqlen", seqlen), ("recorded", torch.is_grad_enabled())), check)
     if ranks.size == 1:
-        return x
+        return x if seqlen is None else x.narrow(dim, 0, seqlen)
     chunks = chunks_of(layout)
     (every,), works = gathered([x.contiguous()], ranks)
     works.wait()
@@ -103,7 +121,16 @@ def unshard(x: Tensor, group: Any, dim: int = 1, layout: Layout = "zigzag") -> T
     for rank, rows in enumerate(every):
         for number, chunk in zip(numbers_of(rank, ranks.size, chunks), rows.chunk(chunks, dim), strict=True):
             parts[number] = chunk
-    return torch.cat([parts[number] for number in sorted(parts)], dim)
+    whole = torch.cat([parts[number] for number in sorted(parts)], dim)
+    return whole if seqlen is None else whole.narrow(dim, 0, seqlen)
+
+
+def check_seqlen(name: str, seqlen: Any, rows: int) -> None:
+    """TypeError or ValueError where ranks with so many rows together can't have so many that are no padding."""
+    if isinstance(seqlen, bool) or not isinstance(seqlen, int):
+        raise TypeError(f"{name} must be an int, got {seqlen!r}")
+    if not 0 <= seqlen <= rows:
+        raise ValueError(f"{name} must be from 0 to the {rows} rows that all ranks have together, got {seqlen}")
 
 
 def check_halves(name: str, rows: int, layout: str) -> None:
@@ -116,11 +143,14 @@ def positions(seqlen: int, group: Any, layout: Layout = "zigzag", device: torch.
     """Where in the whole this rank's rows are: for rotary embeddings, learnt positions, and masks of one's own.
 
     Args:
-        seqlen: rows of the whole, on all ranks together; as in `shard`.
+        seqlen: rows of the whole; where they don't divide, padding is behind them, as in `shard`.
         group, layout: as in `shard`.
         device: of the answer.
 
     Returns:
-        int64 `(seqlen / ranks,)`, from 0 on.
+        int64 `(seqlen / ranks,)`, rounded up, from 0 on. Those of padding are not less than seqlen, which is how a loss
+        tells it: `positions(...) < seqlen`.
     """
-    return shard(torch.arange(seqlen, device=device), group, 0, layout)
+    check_layout(layout)
+    parts = ranks_of(group).size * chunks_of(layout)
+    return shard(torch.arange(seqlen + -seqlen % parts, device=device), group, 0, layout)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from flashzoo import attention, attention_backward, merge
 from flashzoo.parallel.pieces import Piece, Span, cuts, depth
@@ -124,12 +125,13 @@ class Sum:
     comes later is added. Of 16 bits two are rounded once as they are; more are summed in float32.
 
     Args:
-        x: where it comes to lie: uninitialised, wide enough for the depth of its shares.
+        x: where it comes to lie: uninitialised but for `there`, wide enough for the depth of its shares.
+        there: rows of shares that lie in it already.
     """
 
-    def __init__(self, x: Tensor) -> None:
+    def __init__(self, x: Tensor, there: Sequence[Span] = ()) -> None:
         self.x: Tensor = x
-        self.there: list[tuple[int, int]] = []
+        self.there: list[Span] = list(there)
 
     def add(self, span: Span, share: Tensor) -> None:
         """One more share."""
@@ -154,3 +156,19 @@ class Sum:
 def sum_dtype(spans: Sequence[Span], dtype: torch.dtype) -> torch.dtype:
     """In what shares of these rows are added up: two of 16 bits are rounded once as they are, more are summed wide."""
     return dtype if depth(spans) <= 2 else torch.promote_types(dtype, torch.float32)
+
+
+def sum_of_sinks(shares: Sequence[Tensor], sinks: Tensor | None) -> Tensor | None:
+    """The gradient of sinks from those of the calls that had them; 0 where all of a rank's rows are padding."""
+    if sinks is None or shares:
+        return sum(shares[1:], shares[0]) if shares else None
+    return torch.zeros_like(sinks)
+
+
+def padded(out: Tensor, lse: Tensor | None, seqlen: int) -> tuple[Tensor, Tensor | None]:
+    """out `(..., rows, heads, head_dim)` and lse `(..., heads, rows)` of so many rows: behind those that are there 0,
+    and -inf in lse."""
+    missing = seqlen - out.shape[-3]
+    if not missing:
+        return out, lse
+    return pad(out, (0, 0, 0, 0, 0, missing)), None if lse is None else pad(lse, (0, missing), value=-torch.inf)

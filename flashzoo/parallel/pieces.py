@@ -66,6 +66,7 @@ def pieces(
     keys: Sequence[Span],
     band: Band,
     *,
+    whole: tuple[int, int],
     but: Sequence[int] = (),
     in_order: bool = False,
 ) -> tuple[Piece, ...]:
@@ -75,6 +76,7 @@ def pieces(
         queries: the spans of this rank's chunks, in the order of its rows.
         keys: the spans of the keys at hand, in the order in which they lie.
         band: of the whole.
+        whole: how many queries and keys it has; what is behind them is padding, of no call.
         but: for each of the queries the place among keys of one that is left out; all see all where it is empty.
         in_order: what is joined lies behind one another in the whole too, as `Piece`'s spans then say.
     """
@@ -84,7 +86,7 @@ def pieces(
         mine: list[Piece] = []
         at = 0
         for place, k in enumerate(keys):
-            part = None if but and place == but[number] else seen(q, k, band)
+            part = None if but and place == but[number] else seen(cut(q, whole[0]), cut(k, whole[1]), band)
             if part is not None:
                 (a, b), (c, d), of_call = part
                 rows, cols = (row + a - q[0], row + b - q[0]), (at + c - k[0], at + d - k[0])
@@ -97,11 +99,23 @@ def pieces(
     return tuple(found)
 
 
-def of_own(q: Span, k: Span, band: Band) -> Band:
-    """The band of a chunk's queries and its own keys, all of which see or are seen."""
-    part = seen(q, k, band)
-    assert part is not None and part[:2] == (q, k)
-    return part[2]
+def cut(span: Span, seqlen: int) -> Span:
+    """What of it is of the whole, which has so many rows."""
+    return min(span[0], seqlen), min(span[1], seqlen)
+
+
+def of_own(queries: Sequence[Span], keys: Sequence[Span], band: Band, whole: tuple[int, int]) -> tuple[Piece, ...]:
+    """A call for each of this rank's chunks with the keys of its own, all of which see or are seen. There may be none
+    of these keys where queries and keys of the whole are not as many: so every query that is no padding has a call."""
+    found, row, at = [], 0, 0
+    for q, k in zip(queries, keys, strict=True):
+        (a, b), (c, d) = cut(q, whole[0]), cut(k, whole[1])
+        if a < b:
+            part = seen((a, b), (c, d), band) if c < d else ((a, b), (c, d), NO_BAND)
+            assert part is not None and part[:2] == ((a, b), (c, d))
+            found.append(Piece((row, row + b - a), (at, at + d - c), part[2], (a, b), (c, d)))
+        row, at = row + q[1] - q[0], at + k[1] - k[0]
+    return tuple(found)
 
 
 def _with(found: list[Piece], piece: Piece, in_order: bool) -> list[Piece]:

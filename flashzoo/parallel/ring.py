@@ -25,7 +25,18 @@ from torch.autograd.function import once_differentiable
 from flashzoo.parallel.exchange import ahead, passed_on
 from flashzoo.parallel.groups import Ranks
 from flashzoo.parallel.layout import numbers_of
-from flashzoo.parallel.parts import Given, How, Part, Sum, backward, forward, join, parted, side_by_side
+from flashzoo.parallel.parts import (
+    Given,
+    How,
+    Part,
+    Sum,
+    backward,
+    forward,
+    join,
+    parted,
+    side_by_side,
+    sum_of_sinks,
+)
 from flashzoo.parallel.pieces import NO_BAND, Band, Piece, of_own, pieces
 
 
@@ -43,24 +54,25 @@ class Plan:
 
 
 @lru_cache(maxsize=1024)
-def planned(rank: int, size: int, seqlen_q: int, seqlen_k: int, chunks: int, band: Band, packed: bool) -> Plan:
-    """The calls of a rank whose shard has so many rows, in so many chunks; the band is the whole's."""
-    if band == NO_BAND and not packed:
+def planned(
+    rank: int, size: int, rows_q: int, rows_k: int, chunks: int, band: Band, packed: bool, whole: tuple[int, int]
+) -> Plan:
+    """The calls of a rank whose shard has so many rows, in so many chunks; the band is the whole's, which has so many
+    queries and keys, and behind them padding."""
+    if band == NO_BAND and not packed and whole == (rows_q * size, rows_k * size):
         chunks = 1
-    step_q, step_k = seqlen_q // chunks, seqlen_k // chunks
+    step_q, step_k = rows_q // chunks, rows_k // chunks
 
     def spans(of: int, step: int) -> list[tuple[int, int]]:
         return [(number * step, (number + 1) * step) for number in numbers_of(of, size, chunks)]
 
     queries, steps = spans(rank, step_q), []
-    own = [
-        Piece((i * step_q, (i + 1) * step_q), (i * step_k, (i + 1) * step_k), of_own(q, k, band), q, k)
-        for i, (q, k) in enumerate(zip(queries, spans(rank, step_k), strict=True))
-    ]
+    own = of_own(queries, spans(rank, step_k), band, whole)
     for step in range(size):
         but = () if step else range(chunks)
-        steps.append(pieces(queries, spans((rank - step) % size, step_k), band, but=but, in_order=packed))
-    return Plan(tuple(own), tuple(steps))
+        keys = spans((rank - step) % size, step_k)
+        steps.append(pieces(queries, keys, band, whole=whole, but=but, in_order=packed))
+    return Plan(own, tuple(steps))
 
 
 def _at_hand(k: Tensor, v: Tensor, ranks: Ranks) -> Iterator[tuple[Tensor, Tensor]]:
@@ -129,5 +141,5 @@ class Ring(torch.autograd.Function):
         shares, works = travelling
         works.wait()
         dk, dv = _parted(shares, k)
-        dsinks = sum(of_sinks[1:], of_sinks[0]) if of_sinks else None
+        dsinks = sum_of_sinks(of_sinks, sinks)
         return None, None, None, dq.whole().to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks

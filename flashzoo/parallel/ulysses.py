@@ -24,6 +24,7 @@ from flashzoo import attention
 from flashzoo.parallel.exchange import swapped
 from flashzoo.parallel.groups import Ranks
 from flashzoo.parallel.layout import numbers_of
+from flashzoo.parallel.parts import padded, rows
 
 
 def copies_of(heads_kv: int, size: int) -> int:
@@ -32,24 +33,36 @@ def copies_of(heads_kv: int, size: int) -> int:
 
 
 def attend(
-    ranks: Ranks, chunks: int, q: Tensor, k: Tensor, v: Tensor, version: str, return_lse: bool, options: dict[str, Any]
+    ranks: Ranks,
+    chunks: int,
+    whole: tuple[int, int],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    version: str,
+    return_lse: bool,
+    options: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
     """out and lse of this rank's rows, from its q, k and v `(batch, seqlen, heads, head_dim)`.
 
     Args:
         chunks: of a shard's rows.
+        whole: how many queries and keys all ranks have together, but padding.
     """
     copies = copies_of(k.shape[2], ranks.size)
     if copies > 1:
         k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
     heads = q.shape[2] // ranks.size
     q, k, v = _exchange(ranks, chunks, True, q, k, v)
+    seqlen = q.shape[1]
+    q, k, v = rows(q, (0, whole[0])), rows(k, (0, whole[1])), rows(v, (0, whole[1]))
     if options.get("sinks") is not None:
         options = {**options, "sinks": options["sinks"].narrow(0, ranks.rank * heads, heads)}
     if not return_lse:
-        out = attention(q, k, v, version=version, **options)
+        out, _ = padded(attention(q, k, v, version=version, **options), None, seqlen)
         return _exchange(ranks, chunks, False, out)[0], None
-    out, lse = attention(q, k, v, return_lse=True, version=version, **options)
+    out, lse = padded(*attention(q, k, v, return_lse=True, version=version, **options), seqlen)
+    assert lse is not None
     out, lse = _exchange(ranks, chunks, False, out, lse.transpose(1, 2)[..., None])
     return out, lse[..., 0].transpose(1, 2)
 

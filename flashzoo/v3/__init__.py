@@ -9,6 +9,7 @@ _FEATURES = frozenset(
         "gqa",
         "cross",
         "head_dim_v",
+        "mla",
         "lse",
         "deterministic",
         "block_mask",

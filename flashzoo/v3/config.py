@@ -68,8 +68,10 @@ class TilesFp8:
 
     Attributes:
         tiles: with blocks of as many keys as share a scale: V transposed then has rows of 128 bytes.
-        columns: of O that one product computes: as many as the registers hold twice.
+        columns: of O that one product computes. Where they are fewer than all, two products have registers beside O.
         raw_stages: blocks of V that wait to be transposed on chip.
+        late: the last of these products is added to O when the next block's scores are under way, and has registers
+            beside both. Only where V comes transposed: those who transpose it on chip have some of the registers.
         prepare: from this many queries on V is transposed beforehand, by a kernel of its own,
             which costs as much as a copy.
     """
@@ -77,14 +79,17 @@ class TilesFp8:
     tiles: Tiles
     columns: int
     raw_stages: int
+    late: bool
     prepare: int
 
 
 # FP8, width of q, k and v. Measured as above.
 FP8 = {
-    64: TilesFp8(Tiles(3, DESCALE_BLOCK, stages=3, q_stages=2, overlap=False), columns=64, raw_stages=3, prepare=2048),
-    128: TilesFp8(Tiles(3, DESCALE_BLOCK, overlap=False), columns=128, raw_stages=2, prepare=16384),
-    256: TilesFp8(Tiles(2, DESCALE_BLOCK, overlap=False), columns=128, raw_stages=1, prepare=8192),
+    64: TilesFp8(
+        Tiles(3, DESCALE_BLOCK, stages=3, q_stages=2, overlap=False), 64, raw_stages=3, late=True, prepare=2048
+    ),
+    128: TilesFp8(Tiles(3, DESCALE_BLOCK, overlap=False), 64, raw_stages=2, late=False, prepare=16384),
+    256: TilesFp8(Tiles(2, DESCALE_BLOCK, overlap=False), 64, raw_stages=1, late=True, prepare=8192),
 }
 
 # The backward pass, width of q and k, width of v; the narrowest that holds a problem's is taken.
@@ -166,7 +171,7 @@ def kernel_fp8_for(problem: Problem, block_scales: bool, transposed: bool) -> Ke
     kind = KernelFp8 if problem.sequences is None else KernelFp8Packed
     return kind(
         *("e4m3", width, width, left is not None, right is not None, cut.tiles),
-        *(problem.out_dtype, block_scales, transposed, cut.columns, cut.raw_stages),
+        *(problem.out_dtype, block_scales, transposed, cut.columns, cut.raw_stages, cut.late and transposed),
         sinks=problem.sinks,
     )
 

@@ -478,7 +478,7 @@ class Forward:
         consumer.storage.q_pipeline.consumer_wait(q_use)  # A1.14, A2.3
         mine = bounds.blocks_of_rows(first_row, begin, end)
         both, only_left = Mask(of_thread, kernel.left, True), Mask(of_thread, True, False)
-        consumer.o.fill(0.0)
+        self.product.begin(consumer)
         if const_expr(not tiles.overlap):
             self.warp_scheduler_barrier_sync(consumer.wg_idx)
         used = self.skip(consumer, used, end - mine.end)
@@ -504,6 +504,7 @@ class Forward:
             used = self.skip(consumer, used, mine.begin - begin)
         if const_expr(not tiles.overlap):
             self.warp_scheduler_barrier_arrive(consumer.wg_idx)
+        self.product.catch_up(consumer)
         return used
 
     @cute.jit
@@ -568,6 +569,7 @@ class Forward:
         k_pipeline.consumer_wait(used)  # A1.16
         s = consumer.issue_scores(used)  # A1.17
         self.warp_scheduler_barrier_arrive(consumer.wg_idx)
+        self.product.catch_up(consumer)
         warpgroup.wait_group(0)
         k_pipeline.consumer_release(used)
         return self.rest_of_step(consumer, s, used, first_key, mask)

@@ -8,7 +8,8 @@
    each 16 keys V's are put in the order in which P lies in the registers.
 4. P is 2^8 at a row's maximum: e4m3 ends at 448 and thins out below 2^-6.
 5. The tensor core keeps about 14 bits of an FP8 sum. Two-level accumulation: a block's product starts from zero and is
-   added to O in float32 registers, by the same instruction that rescales O.
+   added to O in float32 registers, by the same instruction that rescales O. O's columns come in parts, and one is added
+   while the next is multiplied, the last under the next block's scores where registers allow.
 
 With products this fast, registers are what is short, and the overlap inside a warpgroup (two blocks' worth of scores
 and products alive) costs more than it brings: blocks are serial, with ping-pong between warpgroups.
@@ -30,7 +31,7 @@ from flashzoo._cute.hopper.params import Params
 from flashzoo._cute.hopper.tile_scheduler import TileScheduler
 from flashzoo._cute.hopper.wgmma import gemm, rows_of, shared_layout
 from flashzoo.call.problem import DESCALE_BLOCK
-from flashzoo.gpu import WARPGROUP_ROWS, WARPS
+from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
 from flashzoo.integers import cdiv
 from flashzoo.v3.forward import Consumer, Forward, SharedStorage
 from flashzoo.v3.product import Product, ValuePath
@@ -105,6 +106,7 @@ class SoftmaxFp8:
         v_scale: of V's last block.
         ahead: the scales of the next block of K and of V, read a block early to hide the latency.
         place: sequence and head of key and value.
+        pending: the last columns of a block's product, which may be added to O later, by the same alpha.
     """
 
     kernel: Constexpr[KernelFp8]
@@ -116,6 +118,7 @@ class SoftmaxFp8:
     v_scale: cute.Tensor
     ahead: cute.Tensor
     place: cute.Tensor
+    pending: cute.Tensor
 
     @cute.jit
     def reset(self, bounds: Bounds, row: Int32):
@@ -303,30 +306,50 @@ class ProductFp8(Product):
 
 
 class ProductTwoLevel(ProductFp8):
-    """P in e4m3 times V, each block's product from zero, and added to O in float32 registers."""
+    """P in e4m3 times V, each block's product from zero, and added to O in float32 registers.
+
+    The columns of O come in parts, with two products at a time: one is added to O while the next is computed. The last
+    has none behind it but the next block's scores.
+
+    Attributes:
+        parts: how many there are.
+    """
 
     def __init__(self, kernel: KernelFp8) -> None:
         super().__init__(kernel)
         self.columns: int = kernel.columns
         self.parts: int = kernel.width_v // kernel.columns
 
+    def begin(self, consumer: Consumer) -> None:
+        """Begin with an O of zeros, to which nothing is yet to be added."""
+        super().begin(consumer)
+        if self.kernel.late:
+            consumer.softmax.pending.fill(0.0)
+
     @cute.jit
     def issue(self, consumer: Consumer, n: Int32) -> cute.Tensor:
-        """Issue P times the n-th block of V, a group of WGMMAs to wait for:
-        its last columns, which are yet to be added to O."""
+        """Issue P times the n-th block of V, a group of WGMMAs for each part, and add to O all but the last, which is
+        to be waited for."""
         v = consumer.v[None, None, None, consumer.storage.v_pipeline.stage(n)]
         shape = consumer.mma_pv.get_slice(0).partition_shape_C((WARPGROUP_ROWS, self.columns))
-        product = cute.make_rmem_tensor(shape, Float32)
+        last = cute.make_tensor(consumer.softmax.pending.iterator, cute.make_layout(shape))
+        products = [last, cute.make_rmem_tensor(shape, Float32)]  # by how many parts are behind, the last's first
         for part in cutlass.range_constexpr(self.parts):
-            gemm(consumer.mma_pv, product, consumer.p, columns_of(v, part), True)
-            if const_expr(part < self.parts - 1):
-                warpgroup.wait_group(0)
-                self.add_part(consumer, product, part)
-        return product
+            gemm(consumer.mma_pv, products[(self.parts - 1 - part) % 2], consumer.p, columns_of(v, part), True)
+            if const_expr(part > 0):
+                warpgroup.wait_group(1)
+                self.add_part(consumer, products[(self.parts - part) % 2], part - 1)
+        return last
 
     def add(self, consumer: Consumer, product: cute.Tensor) -> None:
-        """Add those columns to O."""
-        self.add_part(consumer, product, self.parts - 1)
+        """Add the last part to O, unless that is left to `catch_up`."""
+        if not self.kernel.late:
+            self.add_part(consumer, product, self.parts - 1)
+
+    def catch_up(self, consumer: Consumer) -> None:
+        """Add to O the last part of the block before, by whose alpha: the softmax of the next has not begun."""
+        if self.kernel.late:
+            self.add_part(consumer, consumer.softmax.pending, self.parts - 1)
 
     @cute.jit
     def add_part(self, consumer: Consumer, product: cute.Tensor, part: Constexpr[int]):
@@ -361,7 +384,8 @@ class ForwardFp8(Forward):
     def softmax(self, scaling: Scaling) -> SoftmaxFp8:
         """The state of this thread's rows."""
         floats = [cute.make_rmem_tensor(n, Float32) for n in (2, 2, 2, 2, 1, 2)]
-        return SoftmaxFp8(self.kernel, scaling, *floats, cute.make_rmem_tensor(2, Int32))
+        pending = cute.make_rmem_tensor(WARPGROUP_ROWS * self.product.columns // WARPGROUP, Float32)
+        return SoftmaxFp8(self.kernel, scaling, *floats, cute.make_rmem_tensor(2, Int32), pending)
 
 
 def load_transposed(source: Int32) -> tuple[Uint32, ...]:

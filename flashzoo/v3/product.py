@@ -105,6 +105,13 @@ class Product:
     def add(self, consumer: Any, product: cute.Tensor | None) -> None:
         """Add a block's finished product to O: here the tensor core has."""
 
+    def begin(self, consumer: Any) -> None:
+        """Begin with an O of zeros."""
+        consumer.o.fill(0.0)
+
+    def catch_up(self, consumer: Any) -> None:
+        """Add to O what `add` has left, under the product of the next block's scores: here nothing."""
+
     @cute.jit
     def rescale(self, consumer: Any, needed: Boolean, alpha: cute.Tensor):
         """Rescale O to the rows' new maximum."""

@@ -172,6 +172,7 @@ class KernelFp8(Kernel):
         transposed: V comes as (head_dim, keys), in the order of `quantize.transpose_v`; else it is transposed on chip.
         columns: of O, that are multiplied at a time where two_level.
         raw_stages: blocks of V on chip that are yet to be transposed.
+        late: a block's last columns are added to O under the product of the next block's scores, where two_level.
         two_level: each block's product is added to O in float32, and not by the tensor core.
     """
 
@@ -180,6 +181,7 @@ class KernelFp8(Kernel):
     transposed: bool
     columns: int
     raw_stages: int
+    late: bool
     two_level: bool = True
 
     def __post_init__(self) -> None:
