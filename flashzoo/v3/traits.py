@@ -354,6 +354,12 @@ class KernelBackward:
         return range(wg_idx * parts // consumers, (wg_idx + 1) * parts // consumers)
 
     @property
+    def dq_deferred(self) -> bool:
+        """Whether, by gradient, the warpgroup with dV computes dQ of a block in the next one's step: where it has one
+        part, whose registers it has left. At width 256 it has two, and is slower so."""
+        return self.tiles.by_gradient and len(self.dq_parts_of(0)) == 1
+
+    @property
     def writers(self) -> int:
         """Warps of the producer's warpgroup that add to dQ in memory; they take steps round-robin.
 
