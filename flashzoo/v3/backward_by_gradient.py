@@ -191,7 +191,8 @@ class BackwardByGradient(Backward):
             used += steps
             if const_expr(self.kernel.dq_deferred):
                 self.finish(tile, gradient, used, steps)
-            warpgroup.wait_group(0)
+            else:
+                warpgroup.wait_group(0)
             work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
             if const_expr(self.kernel.split_group):
                 self.leave_part(tile, gradient, workspace, work_idx)
@@ -291,10 +292,12 @@ class BackwardByGradient(Backward):
             cute.arch.sync_warp()  # the compiler would give the next part registers of its own
             dq = self.issue_dq(tile, Gradient.OF_K, use, j)
         gemm(tile.mma_acc, tile.acc, ds, tile.factor[None, None, None, storage.q_pipeline.stage(use)], False)  # B2.16
-        warpgroup.wait_group(1)  # dQ and dP^T
+        if const_expr(parts > 1):
+            warpgroup.wait_group(1)  # the last part
         storage.ds_pipeline.consumer_release(use)
         self.add_to_dq(tile, Gradient.OF_K, use, step, parts - 1, dq)
         self.take_turns(tile, Gradient.OF_K, use)
+        warpgroup.wait_group(1)  # dP^T
 
     @cute.jit
     def finish(self, tile: Tile, gradient: Constexpr[Gradient], used: Int32, steps: Int32):

@@ -355,8 +355,8 @@ class KernelBackward:
 
     @property
     def dq_deferred(self) -> bool:
-        """Whether, by gradient, the warpgroup with dV computes dQ of a block in the next one's step: where it has one
-        part, whose registers it has left. At width 256 it has two, and is slower so."""
+        """Whether, by gradient, the warpgroup with dV computes its dQ of a block in the next one's step: where that is
+        one part. At width 256 it is two, and measured slower so."""
         return self.tiles.by_gradient and len(self.dq_parts_of(0)) == 1
 
     @property
