@@ -62,7 +62,7 @@ def candidates(version: str, kernel: str, width: int) -> Iterator[Any]:
 
 def _v3_candidates(width: int) -> Iterator[v3_traits.Tiles]:
     for consumers, block_kv, stages, q_stages, ping_pong in product(
-        (2, 3), range(48, 193, 16), (2, 3), (1, 2), (True, False)
+        (2, 3), range(48, 209, 16), (2, 3), (1, 2), (True, False)
     ):
         tiles = v3_traits.Tiles(consumers, block_kv, stages, q_stages, ping_pong)
         kernel = v3_traits.Kernel("bf16", width, width, False, True, tiles)
@@ -75,7 +75,7 @@ def _v3_candidates(width: int) -> Iterator[v3_traits.Tiles]:
 def entry(version: str, kernel: str, problem: Problem, tiles: Any) -> Iterator[None]:
     """The version's table with this one entry replaced."""
     width = max(64, v2_config.block_d(problem.head_dim))
-    tables = {"v1": v1_config.HOPPER, "v2": v2_config.HOPPER, "v3": v3_config.table(problem)}
+    tables = {"v1": v1_config.HOPPER, "v2": v2_config.HOPPER, "v3": v3_config.HOPPER}
     table: dict[Any, Any] = tables[version]
     if version == "v1":
         key, launches = (kernel, width), (v1_launch.forward_launch, v1_launch.backward_launch)
@@ -84,7 +84,8 @@ def entry(version: str, kernel: str, problem: Problem, tiles: Any) -> Iterator[N
     else:
         key = (kernel, width, problem.span[1] is not None)
         launches = (v2_launch.forward_launch, v2_launch.dkdv_launch, v2_launch.dq_launch)
-    before = table[key]
+    alternatives: dict[Any, Any] = v3_config.OTHERS if version == "v3" else {}
+    before, others = table[key], alternatives.pop(key, None)
     try:
         table[key] = tiles
         for launch in launches:
@@ -92,6 +93,8 @@ def entry(version: str, kernel: str, problem: Problem, tiles: Any) -> Iterator[N
         yield
     finally:
         table[key] = before
+        if others is not None:
+            alternatives[key] = others
         for launch in launches:
             launch.cache_clear()
 

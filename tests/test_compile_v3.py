@@ -25,9 +25,8 @@ from flashzoo._sass import Resources, read
 from flashzoo.call.forms import MaskForm, ScoreForm
 from flashzoo.gpu import SHARED_LIMIT, WARPGROUP
 from flashzoo.v3 import backward, launch
-from flashzoo.v3.config import BACKWARD, FP8, LONG, PAIRED, PAIRS_FROM, SPARSE, kernel_backward_for, kernel_fp8_for
+from flashzoo.v3.config import BACKWARD, FP8, OTHERS, PAIRED, PAIRS_FROM, SPARSE, kernel_backward_for, kernel_fp8_for
 from flashzoo.v3.config import HOPPER as V3_TILES
-from flashzoo.v3.config import HOPPER_SHORT as V3_SHORT
 from flashzoo.v3.config import kernel_for as v3_kernel
 from flashzoo.v3.explain import refusals
 from flashzoo.v3.fp8 import REGISTERS
@@ -49,17 +48,19 @@ from flashzoo.workloads import SCORE_ALIBI, SCORE_BIAS
 pytestmark = pytest.mark.compiles
 
 WIDTHS = (64, 128, 256)
-PACKED = 0
-"""In place of a length: packed sequences."""
+LONG, PACKED = 4096, 0
+"""A length, and in place of one: packed sequences."""
 V3_MASKS = {"full": {}, "left": {"window": (128, None)}, "causal": {"causal": True}, "window": {"window": (128, 64)}}
 V3_FALL_BACK = ((64, 128), (128, 64), (96, 192), (256, 64))
 """Widths without tiles of their own, which get those of the wider one."""
 
 
-def v3_cases() -> Iterator[tuple[str, int, int, int, str, dict[str, bool]]]:
-    for seqlen_q, tiles in ((LONG, V3_TILES), (LONG - 1, V3_SHORT)):
-        for (width, width_v), mask in product(tiles, V3_MASKS):
-            yield "bf16", seqlen_q, width, width_v, mask, {}
+def v3_cases() -> Iterator[tuple[str, int, int, int, str, dict[str, int]]]:
+    for (width, width_v), mask in product(V3_TILES, V3_MASKS):
+        yield "bf16", LONG, width, width_v, mask, {}
+    for (width, width_v), others in OTHERS.items():
+        for tiles, mask in product(others, ("full", "causal")):
+            yield "bf16", LONG, width, width_v, mask, dataclasses.asdict(tiles)
     for width in WIDTHS:
         yield "fp16", LONG, width, width, "causal", {}
     for width, width_v in V3_FALL_BACK:
@@ -102,7 +103,7 @@ def v3_compiled(kernel: Kernel | KernelBackward) -> Resources:
 @pytest.mark.parametrize(("dtype", "seqlen_q", "width", "width_v", "mask", "ablated"), [*v3_cases()], ids=str)
 @pytest.mark.filterwarnings("error")  # users would see them at their first call
 def test_v3_compiles_and_does_not_spill(
-    dtype: str, seqlen_q: int, width: int, width_v: int, mask: str, ablated: dict[str, bool], host_code
+    dtype: str, seqlen_q: int, width: int, width_v: int, mask: str, ablated: dict[str, int], host_code
 ) -> None:
     sizes = (2, seqlen_q) if seqlen_q != PACKED else (1, 4096)
     sequences = None if seqlen_q != PACKED else 9

@@ -19,10 +19,19 @@ def test_the_tuner_tries_what_the_table_holds(version, table):
         assert tiles in list(tune.candidates(version, kernel, width))
 
 
-@pytest.mark.parametrize("table", [v3_config.HOPPER, v3_config.HOPPER_SHORT])
-def test_the_tuner_tries_what_v3s_tables_hold(table):
-    for (width, width_v), tiles in table.items():
-        assert width != width_v or tiles in list(tune.candidates("v3", "forward", width))
+def test_the_tuner_tries_what_v3s_tables_hold():
+    for (width, width_v), tiles in v3_config.HOPPER.items():
+        for one in (tiles, *v3_config.OTHERS.get((width, width_v), ())):
+            assert width != width_v or one in list(tune.candidates("v3", "forward", width))
+
+
+def test_the_tuner_tries_one_entry_of_v3_alone():
+    problem = Problem(1, 197, 197, 12, 12, 64, device="cuda", arch=90)
+    chosen, before = v3_config.tiles_for(problem), dict(v3_config.OTHERS)
+    other = v3_config.Tiles(2, 96)
+    with tune.entry("v3", "forward", problem, other):
+        assert v3_config.tiles_for(problem) == other
+    assert v3_config.tiles_for(problem) == chosen and before == v3_config.OTHERS
 
 
 def test_the_tuner_replaces_one_entry_and_puts_it_back():

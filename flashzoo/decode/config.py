@@ -138,8 +138,8 @@ LARGEST = 1 << 31
 # tile's merging, and, of parts in memory, each of its rounds: 64 rows times parts, 128 columns. What memory gives in
 # one. And what v3, and v2 where a cache is used in part, take for 128 rows of a tile and a block of keys.
 BLOCK_US, PART_US, MERGE_US, ROUND_US = (0.65, 1.0), 3.0, 2.6, 1.2
-WIDE = {64: 1.2, 128: 1.0, 192: 1.5, 256: 2.0, LATENT_WIDTHS[0]: 2.8}
-"""How many times as long a block takes, by width: one of 64 has twice the keys. That of 576 was not measured."""
+WIDE = {64: 1.2, 128: 1.0, 192: 1.5, 256: 2.0, LATENT_WIDTHS[0]: 2.6}
+"""How many times as long a block takes, by width: one of 64 has twice the keys."""
 BYTES_PER_US = 4.5e6
 TILED_US = (0.6, 1.1)
 FASTER = 0.95
@@ -147,6 +147,8 @@ FASTER = 0.95
 CLUSTERS = {2: 64, 4: 16, 8: 8, 16: 4}
 """By how many thread blocks a cluster has, each with a multiprocessor to itself, how many of them an H200 surely runs
 at a time: of 4 and more not twice as many, and of 3, 7 or 11 to 13 never as many as there would be room for."""
+CLUSTERS_LATENT, MERGE_LATENT_US = {16: 4}, 15.0
+"""The same of MLA, and what merging in a cluster takes it; with fewer thread blocks up to twice that."""
 MERGED_AT_ONCE = 64
 """Rows times parts that a thread block reads at a time when it merges:
 `Kernel.at_once` of each warp."""
@@ -248,7 +250,7 @@ def cut_hopper(problem: Problem) -> CutHopper:
         return 1 if all_tiles * splits <= MULTIPROCESSORS[90] else most
 
     def clustered(splits: int) -> bool:
-        return all_tiles <= CLUSTERS.get(splits, 0)
+        return all_tiles <= (CLUSTERS_LATENT if p.latent else CLUSTERS).get(splits, 0)
 
     def microseconds(splits: int) -> float:
         of_part, each = cdiv(blocks, splits), blocks_per_sm(splits)
@@ -258,7 +260,8 @@ def cut_hopper(problem: Problem) -> CutHopper:
         block = max(BLOCK_US[each - 1] * WIDE[width] * slower, read / BYTES_PER_US)
         of_round = MERGED_AT_ONCE * (KernelLatent.consumers if p.latent else 1)
         waves, rounds = cdiv(items, workers), cdiv(heads * queries * splits, of_round) * cdiv(p.head_dim_v, 128)
-        merging = MERGE_US + (0.0 if clustered(splits) else ROUND_US * rounds)
+        in_cluster = MERGE_LATENT_US if p.latent else MERGE_US
+        merging = in_cluster if clustered(splits) else MERGE_US + ROUND_US * rounds
         return waves * of_part * block + (waves - 1) * PART_US + (merging if splits > 1 else 0.0)
 
     splits = min(range(1, min(blocks, 2 * MULTIPROCESSORS[90]) + 1), key=microseconds, default=1)

@@ -39,10 +39,22 @@ HOPPER = {
     (256, 256): Tiles(2, 64),
 }
 
-# Where others are faster under `LONG` queries: three warpgroups read K and V from L2 once for 192 queries, which pays
-# in long sequences; two leave fewer rows of the last tile empty.
-HOPPER_SHORT = {(128, 128): Tiles(2, 128, q_stages=2, ping_pong=False)}
-LONG = 2048
+# The same widths: others, and their speed for what they compute, padding included, beside those above. Three warpgroups
+# read K and V from L2 once for 192 queries, two leave fewer rows of a short sequence's last tile empty. By sweeps on an
+# H200 over 12 lengths from 128 to 4096 (docs/measurements.md).
+OTHERS: dict[tuple[int, int], dict[Tiles, float]] = {
+    (64, 64): {
+        Tiles(3, 112, stages=3, q_stages=2): 0.92,
+        Tiles(2, 128, stages=3, q_stages=2, ping_pong=False): 0.8,
+        Tiles(2, 112, stages=3, q_stages=2): 0.78,
+        Tiles(2, 208, q_stages=2): 0.8,
+    },
+    (96, 96): {
+        Tiles(2, 128, q_stages=2, ping_pong=False): 0.85,
+        Tiles(2, 112, q_stages=2): 0.8,
+    },
+    (128, 128): {Tiles(2, 128, q_stages=2, ping_pong=False): 0.95},
+}
 
 # Block-sparse: width of q and k, width of v, keys of a block of the mask. The fastest of those tried on an H200 at
 # widths 64 and 128 with blocks of 128; the others were not tried against any.
@@ -86,7 +98,7 @@ class TilesFp8:
 # FP8, width of q, k and v. Measured as above.
 FP8 = {
     64: TilesFp8(
-        Tiles(3, DESCALE_BLOCK, stages=3, q_stages=2, overlap=False), 64, raw_stages=3, late=True, prepare=2048
+        Tiles(3, DESCALE_BLOCK, stages=3, q_stages=2, overlap=False), 64, raw_stages=3, late=False, prepare=2048
     ),
     128: TilesFp8(Tiles(3, DESCALE_BLOCK, overlap=False), 64, raw_stages=2, late=False, prepare=16384),
     256: TilesFp8(Tiles(2, DESCALE_BLOCK, overlap=False), 64, raw_stages=1, late=True, prepare=8192),
@@ -144,7 +156,7 @@ def kernel_for(problem: Problem, pairs: tuple[bool, ...] = ()) -> Kernel:
     left, right = (side is not None for side in problem.span)
     widths = width_for(problem.head_dim), width_for(problem.head_dim_v)
     kind = Kernel if problem.sequences is None else KernelPacked
-    tiles, scoring = table(problem)[widths_of(problem)], scoring_of(problem, pairs)
+    tiles, scoring = tiles_for(problem), scoring_of(problem, pairs)
     return kind(problem.dtype, *widths, left, right, tiles, sinks=problem.sinks, scoring=scoring)
 
 
@@ -247,11 +259,23 @@ def widths_backward(problem: Problem) -> tuple[int, int]:
     return next(widths for widths in BACKWARD if problem.head_dim <= widths[0] and problem.head_dim_v <= widths[1])
 
 
-def table(problem: Problem) -> dict[tuple[int, int], Tiles]:
-    """The table that a problem's tiles are in. Packed sequences are cut as long ones, as the bits of one must not
-    depend on how long others are."""
-    short = problem.seqlen_q < LONG and problem.sequences is None
-    return HOPPER_SHORT if short and widths_of(problem) in HOPPER_SHORT else HOPPER
+def tiles_for(problem: Problem) -> Tiles:
+    """The tiles that take least time, by what they compute of a head and how fast. Packed sequences are cut as long
+    ones, as the bits of one must not depend on how long others are."""
+    widths = widths_of(problem)
+    if problem.sequences is not None:
+        return HOPPER[widths]
+    speeds = {HOPPER[widths]: 1.0, **OTHERS.get(widths, {})}
+    return min(speeds, key=lambda tiles: padded(problem, tiles) / speeds[tiles])
+
+
+def padded(problem: Problem, tiles: Tiles) -> float:
+    """Queries of a head times the keys that each is computed with, as full tiles and blocks have them."""
+    p, pack = problem, pack_gqa_for(problem, tiles.block_q)
+    queries = cdiv(p.seqlen_q << pack, tiles.block_q) * tiles.block_q / (1 << pack)
+    reach = [side for side in p.span if side is not None]
+    keys = min(p.seqlen_k, sum(reach) + tiles.block_q) if len(reach) == 2 else p.seqlen_k
+    return queries * cdiv(keys, tiles.block_kv) * tiles.block_kv
 
 
 def pack_gqa_for(problem: Problem, block_q: int) -> int:

@@ -9,15 +9,18 @@ from flashzoo.spec import missing
 from flashzoo.v3.config import (
     BACKWARD,
     HOPPER,
+    OTHERS,
     group_splits_for,
     kernel_backward_for,
     kernel_for,
     kernel_fp8_for,
     pack_gqa_for,
+    padded,
     prepares,
     widths_backward,
+    widths_of,
 )
-from flashzoo.v3.traits import MASK_Q
+from flashzoo.v3.traits import MASK_Q, Tiles
 
 
 def refusals(problem: Problem) -> list[str]:
@@ -93,7 +96,7 @@ def describe(problem: Problem) -> list[str]:
     if problem.block_mask is not None:
         lines.append("a tile is a row of the block mask, whose list of blocks it walks, the longest rows first")
     else:
-        lines.append("tiles: the fastest measured on an H200" if widths in HOPPER else own)
+        lines.append(_why_tiles(problem, kernel.tiles) if widths in HOPPER else own)
     of_v = [("head_dim_v", problem.head_dim_v, kernel.width_v)] if problem.head_dim_v != problem.head_dim else []
     for name, head_dim, width in (("head_dim", problem.head_dim, kernel.width), *of_v):
         if head_dim != width:
@@ -108,6 +111,20 @@ def describe(problem: Problem) -> list[str]:
         "copies what TMA can't read in place: a start or stride that is no multiple of 16 bytes, a broadcast dimension"
     )
     return lines
+
+
+def _why_tiles(problem: Problem, tiles: Tiles) -> str:
+    others = OTHERS.get(widths_of(problem), {})
+    if not others or problem.sequences is not None:
+        return "tiles: the fastest measured on an H200"
+    speeds, asked = {HOPPER[widths_of(problem)]: 1.0, **others}, problem.seqlen_q * problem.seqlen_k
+    told = ", ".join(
+        f"{other.block_q}x{other.block_kv} {padded(problem, other) / asked:.2f} at {speed:g} of the speed"
+        for other, speed in speeds.items()
+        if other != tiles
+    )
+    mine = f"{padded(problem, tiles) / asked:.2f} times the scores asked for, padding included, at {speeds[tiles]:g}"
+    return f"tiles: they compute {mine} of the longest sequences' speed; {told}"
 
 
 def _describe_backward(problem: Problem) -> list[str]:
