@@ -321,10 +321,10 @@ def test_v3_backward_of_split_groups_compiles_and_does_not_spill(kind: str, widt
 
 
 def sparse_backward_cases() -> Iterator[tuple[str, int, int, str]]:
-    for width, block_kv in ((64, 128), (80, 128), (96, 128), (128, 128), (192, 128), (256, 128), (256, 64)):
+    for width, block_kv in ((64, 128), (80, 128), (96, 128), (128, 128), (160, 128), (192, 128), (256, 128), (256, 64)):
         for mask in SPARSE_MASKS if block_kv == 128 else ("full", "bits_and_window"):
             yield "bf16", width, block_kv, mask
-    for width in (64, 80, 96, 128, 192, 256):
+    for width in (64, 80, 96, 128, 160, 192, 256):
         yield "fp16", width, 128, "bits_and_window"
 
 
@@ -424,7 +424,7 @@ a warpgroup has the most scores at a time, and nothing to spare."""
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("width", sorted({*WIDTHS, 96}))
+@pytest.mark.parametrize("width", sorted({*WIDTHS, 96, 160, 192}))
 @pytest.mark.parametrize("name", SCORE_MODS)
 @pytest.mark.filterwarnings("error")
 def test_v3_with_a_function_on_scores_spills_no_more_than_known(name, width, grad, tmp_path, monkeypatch) -> None:

@@ -4,10 +4,17 @@ What differs from `backward.py`: a tile has 64 keys, and both consumer warpgroup
 
 1. The warpgroup of V computes S^T and P^T, leaves P^T to the other in shared memory, in float32, and adds P^T dO to dV.
 2. The warpgroup of K computes dP^T and, from it and P^T, dS^T, and adds dS^T Q to dK.
-3. dS goes through shared memory, and each computes half of the columns of dQ, of three parts of 64 the warpgroup of K
-   two, and adds them to memory straight from registers.
+3. dS goes through shared memory, and each computes half of the columns of dQ, by 64, of three such parts the warpgroup
+   of K two, or 160 wide by 80, and adds them to memory straight from registers.
 4. Each issues the next block's S^T or dP^T before it goes on with dQ of this one, so that the products run while it and
    the other wait for one another.
+
+Where the warpgroup of V has one part of dQ only (`KernelBackward.dq_deferred`), neither waits for a product that
+nothing depends on yet:
+
+- The warpgroup of V computes dQ of a block in the next one's step, so that it does not wait for dS: dV of the block and
+  dQ of the one before run under P^T of the next. The last block's dQ comes behind the loop.
+- The warpgroup of K issues dQ and the next block's dP^T first, then dK, which runs under dS^T of the next.
 """
 
 from __future__ import annotations
@@ -40,7 +47,7 @@ from flashzoo.v3.backward import (
 )
 from flashzoo.v3.scored_backward import differentiate, modify_block, told_of_head, told_of_keys
 from flashzoo.v3.softmax import LN2
-from flashzoo.v3.traits import COLUMNS, KernelBackward
+from flashzoo.v3.traits import KernelBackward
 
 
 class Gradient(IntEnum):
@@ -141,7 +148,7 @@ class BackwardByGradient(Backward):
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         mma_s = self.mma(OperandMajorMode.K, OperandMajorMode.K, (1, 1, 1), tiles.block_q)
         mma_acc = self.mma(OperandMajorMode.K, OperandMajorMode.MN, (1, 1, 1), width, warpgroup.OperandSource.RMEM)
-        mma_dq = self.mma(OperandMajorMode.K, OperandMajorMode.MN, (1, 1, 1), COLUMNS)
+        mma_dq = self.mma(OperandMajorMode.K, OperandMajorMode.MN, (1, 1, 1), self.kernel.dq_part[1])
         s, of_acc, of_dq = (x.get_slice(0) for x in (mma_s, mma_acc, mma_dq))
         kept, scored, factor = (storage.k, storage.q, storage.do) if of_v else (storage.v, storage.do, storage.q)
         operands = (
@@ -172,10 +179,20 @@ class BackwardByGradient(Backward):
             steps = params.group * (end - begin)
             scores = cute.make_rmem_tensor(s.partition_shape_C((WARPGROUP_ROWS, tiles.block_q)), Float32)
             self.issue_scores(tile, gradient, used, bounds.walks_any(begin, end), scores)
+            if const_expr(self.kernel.dq_deferred):
+                warpgroup.wait_group(0)
             for i in cutlass.range(steps, unroll=1):  # B2.8
-                self.step(tile, gradient, used + i, i, scores, i + 1 < steps)
-            warpgroup.wait_group(0)
+                if const_expr(not self.kernel.dq_deferred):
+                    self.step(tile, gradient, used + i, i, scores, i + 1 < steps)
+                elif const_expr(of_v):
+                    self.step_of_v(tile, used + i, i, scores, i + 1 < steps)
+                else:
+                    self.step_of_k(tile, used + i, i, scores, i + 1 < steps)
             used += steps
+            if const_expr(self.kernel.dq_deferred):
+                self.finish(tile, gradient, used, steps)
+            else:
+                warpgroup.wait_group(0)
             work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
             if const_expr(self.kernel.split_group):
                 self.leave_part(tile, gradient, workspace, work_idx)
@@ -199,20 +216,20 @@ class BackwardByGradient(Backward):
     def step(
         self, tile: Tile, gradient: Constexpr[Gradient], use: Int32, step: Int32, scores: cute.Tensor, more: Boolean
     ):
-        """One block of queries, whose scores are under way; and the next block's, if there is one."""
+        """One block of queries, whose scores are under way; and the next block's scores, if there is one."""
         storage = tile.storage
         of_v = const_expr(gradient == Gradient.OF_V)
         pipeline, pipeline_of_factor = (
             (storage.q_pipeline, storage.do_pipeline) if of_v else (storage.do_pipeline, storage.q_pipeline)
         )
-        rounded = cute.make_rmem_tensor(
-            tile.mma_acc.get_slice(0).partition_shape_A((WARPGROUP_ROWS, self.tiles.block_q)), self.dtype
-        )
+        rounded = self.first_operand(tile)
         warpgroup.wait_group(0)
         if const_expr(of_v):
             self.make_p(tile, use, step, scores, rounded)
+            self.round_p(scores, rounded)
         else:
-            self.make_ds(tile, use, scores, rounded)
+            self.make_ds(tile, use, scores)
+            self.leave_ds(tile, use, scores, rounded)
         pipeline.consumer_release(use)
         pipeline_of_factor.consumer_wait(use)
         # B2.12, B2.16
@@ -230,14 +247,92 @@ class BackwardByGradient(Backward):
         storage.ds_pipeline.consumer_release(use)
         self.issue_scores(tile, gradient, use + 1, more, scores)
         self.add_to_dq(tile, gradient, use, step, parts - 1, dq)
-        if const_expr(self.kernel.deterministic):
-            for j in cutlass.range_constexpr(parts, self.kernel.semaphores):  # it has fewer parts than the other
-                self.take_turn(tile, use * self.kernel.semaphores + j)
+        self.take_turns(tile, gradient, use)
+
+    @cute.jit
+    def step_of_v(self, tile: Tile, use: Int32, step: Int32, s: cute.Tensor, more: Boolean):
+        """One block of queries, whose S^T is computed: its dV, the next block's S^T, and dQ of the block before, if
+        there is one."""
+        storage, before = tile.storage, cutlass.max(use - 1, 0)
+        p = self.first_operand(tile)
+        dq = self.start_dq(tile, Gradient.OF_V, before, step > 0)
+        self.make_p(tile, use, step, s, p)
+        storage.q_pipeline.consumer_release(use)
+        warpgroup.wait_group(0)  # dV and dQ of the block before
+        if step > 0:
+            storage.do_pipeline.consumer_release(before)
+            storage.ds_pipeline.consumer_release(before)
+        self.round_p(s, p)
+        self.issue_scores(tile, Gradient.OF_V, use + 1, more, s)
+        storage.do_pipeline.consumer_wait(use)
+        gemm(tile.mma_acc, tile.acc, p, tile.factor[None, None, None, storage.do_pipeline.stage(use)], False)  # B2.12
+        if step > 0:
+            self.add_to_dq(tile, Gradient.OF_V, before, step - 1, 0, dq)
+            self.take_turns(tile, Gradient.OF_V, before)
+        warpgroup.wait_group(1)  # S^T
+
+    @cute.jit
+    def step_of_k(self, tile: Tile, use: Int32, step: Int32, dp: cute.Tensor, more: Boolean):
+        """One block of queries, whose dP^T is computed: its dQ, the next block's dP^T, and its dK, which the next step
+        waits for."""
+        storage, parts, before = tile.storage, len(self.kernel.dq_parts_of(Gradient.OF_K)), cutlass.max(use - 1, 0)
+        ds = self.first_operand(tile)
+        self.make_ds(tile, use, dp)
+        storage.do_pipeline.consumer_release(use)
+        warpgroup.wait_group(0)  # dK of the block before
+        if step > 0:
+            storage.q_pipeline.consumer_release(before)
+        self.leave_ds(tile, use, dp, ds)
+        storage.q_pipeline.consumer_wait(use)
+        dq = self.start_dq(tile, Gradient.OF_K, use, True)
+        self.issue_scores(tile, Gradient.OF_K, use + 1, more, dp)
+        warpgroup.wait_group(1)  # the first part of dQ
+        for j in cutlass.range_constexpr(1, parts):
+            self.add_to_dq(tile, Gradient.OF_K, use, step, j - 1, dq)
+            cute.arch.sync_warp()  # the compiler would give the next part registers of its own
+            dq = self.issue_dq(tile, Gradient.OF_K, use, j)
+        gemm(tile.mma_acc, tile.acc, ds, tile.factor[None, None, None, storage.q_pipeline.stage(use)], False)  # B2.16
+        if const_expr(parts > 1):
+            warpgroup.wait_group(1)  # the last part
+        storage.ds_pipeline.consumer_release(use)
+        self.add_to_dq(tile, Gradient.OF_K, use, step, parts - 1, dq)
+        self.take_turns(tile, Gradient.OF_K, use)
+        warpgroup.wait_group(1)  # dP^T
+
+    @cute.jit
+    def finish(self, tile: Tile, gradient: Constexpr[Gradient], used: Int32, steps: Int32):
+        """What the last step has left to the next, if there is one: dQ to compute, or dK to wait for."""
+        storage, use, any_step = tile.storage, cutlass.max(used - 1, 0), steps > 0
+        if const_expr(gradient == Gradient.OF_V):
+            dq = self.start_dq(tile, gradient, use, any_step)
+            warpgroup.wait_group(0)
+            if any_step:
+                storage.do_pipeline.consumer_release(use)
+                storage.ds_pipeline.consumer_release(use)
+                self.add_to_dq(tile, gradient, use, steps - 1, 0, dq)
+                self.take_turns(tile, gradient, use)
+        else:
+            warpgroup.wait_group(0)
+            if any_step:
+                storage.q_pipeline.consumer_release(use)
+
+    def first_operand(self, tile: Tile) -> cute.Tensor:
+        """Registers for P^T or dS^T, rounded: the first operand of the gradient."""
+        shape = tile.mma_acc.get_slice(0).partition_shape_A((WARPGROUP_ROWS, self.tiles.block_q))
+        return cute.make_rmem_tensor(shape, self.dtype)
+
+    @cute.jit
+    def start_dq(self, tile: Tile, gradient: Constexpr[Gradient], use: Int32, exists: Boolean) -> cute.Tensor:
+        """Registers that will hold the first of this warpgroup's parts of dS K; of whatever is on chip where there is
+        no such block, for nobody to read: as in `issue_scores`."""
+        if exists:
+            tile.storage.ds_pipeline.consumer_wait(use)
+        return self.issue_dq(tile, gradient, use, 0)
 
     @cute.jit
     def make_p(self, tile: Tile, use: Int32, step: Int32, s: cute.Tensor, p: cute.Tensor):
-        """Turn S into P: rounded for this warpgroup, in float32 for the other; there times the slope of a function on
-        scores that has one."""
+        """Turn S into P, and leave it to the other warpgroup; there times the slope of a function on scores that has
+        one, and P itself is rounded already."""
         storage, bounds, first_key = tile.storage, tile.bounds, tile.first_key
         lane = cute.arch.lane_idx()
         head, n = bounds.step(step, tile.begin, tile.end)
@@ -262,13 +357,17 @@ class BackwardByGradient(Backward):
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(storage.exchange_pipeline.full)
+
+    @cute.jit
+    def round_p(self, s: cute.Tensor, p: cute.Tensor):
+        """Round P, where `make_p` has not."""
         if const_expr(not self.by_slope):
             to_16_bits(s, p)
 
     @cute.jit
-    def make_ds(self, tile: Tile, use: Int32, dp: cute.Tensor, ds: cute.Tensor):
-        """dS from dP and the other warpgroup's P, rounded, and on chip for both."""
-        storage, tiles = tile.storage, self.tiles
+    def make_ds(self, tile: Tile, use: Int32, dp: cute.Tensor):
+        """Turn dP into dS, by the other warpgroup's P."""
+        storage = tile.storage
         fours = self.fours(tile, cute.size(dp))
         p = cute.make_rmem_tensor(cute.size(dp), Float32)
         storage.exchange_pipeline.consumer_wait(use)
@@ -282,6 +381,11 @@ class BackwardByGradient(Backward):
             for r in cutlass.range_constexpr(2):
                 for c in cutlass.range_constexpr(2):
                     dp_rows[c, r, i] = p_rows[c, r, i] * (dp_rows[c, r, i] - pair[c])  # B2.14
+
+    @cute.jit
+    def leave_ds(self, tile: Tile, use: Int32, dp: cute.Tensor, ds: cute.Tensor):
+        """Round dS, and leave it on chip for both."""
+        storage, tiles = tile.storage, self.tiles
         to_16_bits(dp, ds)
         stage = storage.ds_pipeline.stage(use)
         to_chip = cute.make_tiled_copy_C(
@@ -303,7 +407,7 @@ class BackwardByGradient(Backward):
     @cute.jit
     def issue_dq(self, tile: Tile, gradient: Constexpr[Gradient], use: Int32, j: Constexpr[int]) -> cute.Tensor:
         """Registers that will hold the j-th of this warpgroup's parts of dS K."""
-        dq = cute.make_rmem_tensor(tile.mma_dq.get_slice(0).partition_shape_C((self.tiles.block_q, COLUMNS)), Float32)
+        dq = cute.make_rmem_tensor(tile.mma_dq.get_slice(0).partition_shape_C(self.kernel.dq_part), Float32)
         gemm_of(
             tile.mma_dq,
             dq,
@@ -332,11 +436,14 @@ class BackwardByGradient(Backward):
             turns.consumer_release(turn)
 
     @cute.jit
-    def take_turn(self, tile: Tile, turn: Int32):
-        """Add nothing, in order."""
-        tile.storage.semaphore_pipeline.consumer_wait(turn)
-        cute.arch.sync_warp()
-        tile.storage.semaphore_pipeline.consumer_release(turn)
+    def take_turns(self, tile: Tile, gradient: Constexpr[Gradient], use: Int32):
+        """Where deterministic, add nothing in the turns that this warpgroup has and has no part for."""
+        turns, kernel = tile.storage.semaphore_pipeline, self.kernel
+        if const_expr(kernel.deterministic):
+            for j in cutlass.range_constexpr(len(kernel.dq_parts_of(int(gradient))), kernel.semaphores):
+                turns.consumer_wait(use * kernel.semaphores + j)
+                cute.arch.sync_warp()
+                turns.consumer_release(use * kernel.semaphores + j)
 
     @cute.jit
     def store_dq(self, params: Params, storage: SharedStorage, writer: Int32, workspace: Workspace):

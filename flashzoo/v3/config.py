@@ -110,8 +110,9 @@ BACKWARD = {
     (80, 80): TilesBackward(128),
     (96, 96): TilesBackward(64, v_in_registers=True),
     (128, 128): TilesBackward(64),
-    (192, 128): TilesBackward(64, 64),
-    (192, 192): TilesBackward(64, 64),
+    (160, 160): TilesBackward(64, 64, stages=3),
+    (192, 128): TilesBackward(64, 64, stages=3),
+    (192, 192): TilesBackward(64, 64, stages=3),
     (256, 256): TilesBackward(64, 64),
 }
 

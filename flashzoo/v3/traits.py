@@ -258,7 +258,8 @@ class TilesBackward:
 
 
 COLUMNS = 64
-"""Columns of dQ that a warpgroup computes at a time where tiles are cut by gradient."""
+"""Columns of dQ that a warpgroup computes at a time where tiles are cut by gradient; half of them all where these don't
+divide the width."""
 
 WRITERS = 3
 """Writer warps of the backward pass in deterministic mode: all of the producer's warpgroup but the producer."""
@@ -333,7 +334,7 @@ class KernelBackward:
         """Queries and columns of a part of dQ, of which a warpgroup computes one, and by gradient one at a time."""
         tiles = self.tiles
         if tiles.by_gradient:
-            return tiles.block_q, COLUMNS
+            return tiles.block_q, self.width // tiles.consumers if self.width % COLUMNS else COLUMNS
         return (WARPGROUP_ROWS, self.width) if self.dq_by_rows else (tiles.block_q, self.width // tiles.consumers)
 
     @property
@@ -344,13 +345,19 @@ class KernelBackward:
     @property
     def dq_parts(self) -> int:
         """Parts of a block of dQ."""
-        return self.width // COLUMNS if self.tiles.by_gradient else self.tiles.consumers
+        return self.width // self.dq_part[1] if self.tiles.by_gradient else self.tiles.consumers
 
     def dq_parts_of(self, wg_idx: int) -> range:
         """Those that a warpgroup computes. By gradient the one with dV, whose other products are no fewer, has the
         smaller half."""
         parts, consumers = self.dq_parts, self.tiles.consumers
         return range(wg_idx * parts // consumers, (wg_idx + 1) * parts // consumers)
+
+    @property
+    def dq_deferred(self) -> bool:
+        """Whether, by gradient, the warpgroup with dV computes its dQ of a block in the next one's step: where that is
+        one part. At width 256 it is two, and measured slower so."""
+        return self.tiles.by_gradient and len(self.dq_parts_of(0)) == 1
 
     @property
     def writers(self) -> int:
