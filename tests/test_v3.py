@@ -10,7 +10,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +26,7 @@ from flashzoo.gpu import SHARED_LIMIT, WARPGROUP_ROWS
 from flashzoo.inputs import LAYOUTS
 from flashzoo.reference import Result
 from flashzoo.v3 import launch, launch_fp8, programs
-from flashzoo.v3.config import HOPPER, HOPPER_SHORT, LONG, WIDTHS, kernel_for, kernel_fp8_for, pack_gqa_for
+from flashzoo.v3.config import HOPPER, OTHERS, WIDTHS, kernel_for, kernel_fp8_for, pack_gqa_for, padded
 from flashzoo.v3.explain import describe
 from flashzoo_suite.support import ROOT, accept, draw, forward, in_fresh_process, same_bits, storage_of
 
@@ -107,13 +107,15 @@ def test_a_record_has_the_fields_that_are_declared():
 
 def test_every_head_dim_has_a_kernel_that_fits():
     head_dims = range(8, 257, 8)
-    for head_dim, head_dim_v, seqlen_q in product(head_dims, head_dims, (LONG - 1, LONG)):
-        kernel = kernel_for(replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim_v, seqlen_q=seqlen_q))
+    every = {*HOPPER.values(), *chain.from_iterable(OTHERS.values())}
+    for head_dim, head_dim_v, seqlen in product(head_dims, head_dims, (197, 333, 512, 4096)):
+        sizes = {"head_dim": head_dim, "head_dim_v": head_dim_v, "seqlen_q": seqlen, "seqlen_k": seqlen}
+        kernel = kernel_for(replace(PLAIN, **sizes))
         assert kernel.width == min(width for width in WIDTHS if width >= head_dim)
         assert kernel.width_v == min(width for width in WIDTHS if width >= head_dim_v)
         assert kernel.shared_bytes <= SHARED_LIMIT[90]
         assert kernel.width_v % kernel.width_o == 0, "O is staged in equal parts"
-        assert kernel.tiles in (*HOPPER.values(), *HOPPER_SHORT.values())
+        assert kernel.tiles in every
 
 
 @pytest.mark.parametrize(
@@ -133,16 +135,34 @@ def test_a_kernel_looks_only_at_the_bounds_there_are(asked, bounded):
 
 
 def test_no_other_field_asks_for_another_kernel():
-    others = (
-        {"batch": 7},
-        {"seqlen_q": 1},
-        {"seqlen_k": 99},
-        {"heads": 8},
-        {"heads_kv": 1},
-        {"lse": True},
-        {"deterministic": True},
-    )
+    others = ({"batch": 7}, {"heads": 8, "heads_kv": 8}, {"heads_kv": 1}, {"lse": True}, {"deterministic": True})
     assert {kernel_for(replace(PLAIN, **other)) for other in others} == {kernel_for(PLAIN)}
+
+
+def test_lengths_ask_for_tiles_alone_and_packed_ones_for_nothing():
+    of_lengths = [replace(PLAIN, seqlen_q=q, seqlen_k=k) for q, k in product((1, 197, 333, 512, 4096), repeat=2)]
+    kernels = {kernel_for(problem) for problem in of_lengths}
+    assert 1 < len(kernels) <= 1 + len(OTHERS[64, 64])
+    assert {replace(kernel, tiles=HOPPER[64, 64]) for kernel in kernels} == {
+        kernel_for(replace(PLAIN, seqlen_q=8192, seqlen_k=8192))
+    }
+    assert len({kernel_for(replace(problem, batch=1, sequences=3)) for problem in of_lengths}) == 1
+
+
+@pytest.mark.parametrize("lengths", [(197, 197), (256, 256), (512, 512), (4096, 77), (1, 4096), (4096, 4096)], ids=str)
+def test_no_tiles_of_a_width_would_take_less_time_by_the_model(lengths):
+    for widths, others in OTHERS.items():
+        problem = replace(PLAIN, head_dim=widths[0], seqlen_q=lengths[0], seqlen_k=lengths[1])
+        speeds = {HOPPER[widths]: 1.0, **others}
+        times = {tiles: padded(problem, tiles) / speed for tiles, speed in speeds.items()}
+        assert times[kernel_for(problem).tiles] == min(times.values())
+        assert min(padded(problem, tiles) for tiles in speeds) >= lengths[0] * lengths[1], "everything is computed"
+
+
+def test_a_window_leaves_keys_out_of_what_tiles_compute():
+    far, near = (replace(PLAIN, seqlen_q=4096, seqlen_k=4096, window=window) for window in ((None, 0), (127, 0)))
+    tiles = HOPPER[64, 64]
+    assert padded(far, tiles) == 4224 * 4096 and padded(near, tiles) == 4224 * 384
 
 
 PACKED = {
@@ -226,21 +246,22 @@ def test_the_same_bits_every_time(problem):
 @gpu
 @on_hopper
 def test_sizes_do_not_compile_again():
+    """But for the tiles that lengths ask for."""
     small = replace(PLAIN, causal=True)
-    forward("v3", draw(small)[0], small)
-    compiled = programs.function_for.cache_info().misses
-    for other in (
+    others = (
         {"batch": 3},
         {"seqlen_q": 77},
         {"seqlen_k": 513},
         {"heads": 6},
         {"heads": 8, "heads_kv": 1},
         {"head_dim": 40},
-    ):
-        problem = replace(small, head_dim_v=None, **other)
+    )
+    problems = [small, *(replace(small, head_dim_v=None, **other) for other in others)]
+    compiled, kernels = programs.function_for.cache_info().misses, {kernel_for(problem) for problem in problems}
+    for problem in problems:
         tensors, *_ = draw(problem)
         accept(Judge(*tensors, problem), forward("v3", tensors, problem))
-    assert programs.function_for.cache_info().misses == compiled
+    assert programs.function_for.cache_info().misses - compiled <= len(kernels) <= 3
 
 
 @gpu

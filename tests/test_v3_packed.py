@@ -255,7 +255,7 @@ def test_each_row_is_under_its_own_sequences_scales(case, heads, kinds, on_integ
     kernel = kernel_fp8_for(problem, False, False)
     scheduler, group, met = scheduler_of(problem, operands, kernel), problem.heads // problem.heads_kv, set()
     softmax = SoftmaxFp8(
-        kernel, Scaling(scale_log2, q, k, v, q_group), *(Registers([0.0] * n) for n in (2, 2, 2, 2, 1, 2, 2))
+        kernel, Scaling(scale_log2, q, k, v, q_group), *(Registers([0.0] * n) for n in (2, 2, 2, 2, 1, 2, 2, 1))
     )
     for work in works(scheduler):
         bounds = BoundsPacked(scheduler.params, scheduler.work_tile(work))

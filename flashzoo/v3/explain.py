@@ -114,10 +114,10 @@ def describe(problem: Problem) -> list[str]:
 
 
 def _why_tiles(problem: Problem, tiles: Tiles) -> str:
-    others = OTHERS.get(widths_of(problem), {})
-    if not others or problem.sequences is not None:
+    others, asked = OTHERS.get(widths_of(problem), {}), problem.seqlen_q * problem.seqlen_k
+    if not others or not asked or problem.sequences is not None:
         return "tiles: the fastest measured on an H200"
-    speeds, asked = {HOPPER[widths_of(problem)]: 1.0, **others}, problem.seqlen_q * problem.seqlen_k
+    speeds = {HOPPER[widths_of(problem)]: 1.0, **others}
     told = ", ".join(
         f"{other.block_q}x{other.block_kv} {padded(problem, other) / asked:.2f} at {speed:g} of the speed"
         for other, speed in speeds.items()
