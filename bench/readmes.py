@@ -16,6 +16,7 @@ from bench import claims, runs
 from bench.caches import rate
 from bench.ceiling import copied
 from bench.cells import DECODE
+from bench.models import MODELS
 from bench.peers import DECODE_PEERS
 from bench.rows import COPY, read
 from bench.runs import ABLATED, BEST_PEER, ERROR, RESULTS, Row, Speeds
@@ -390,7 +391,9 @@ def of_models(rows: list[Row]) -> Iterator[str]:
         speeds = [" / ".join(f"{cell[impl]:.0f}" if impl in cell else "-" for cell in both) for impl in impls]
         return [model, *speeds, " / ".join(f"{value:.2f}x" if (value := share(cell)) else "-" for cell in both)]
 
-    yield table(("layer", *map(name_of, impls), "v3 over the fastest peer"), (line(*of) for of in cells.items()))
+    order = [*MODELS, *cells]
+    lines = (line(*of) for of in sorted(cells.items(), key=lambda of: order.index(of[0])))
+    yield table(("layer", *map(name_of, impls), "v3 over the fastest peer"), lines)
 
 
 def _by_model(rows: list[Row]) -> dict[str, dict[str, dict[str, float]]]:
