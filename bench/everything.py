@@ -47,11 +47,11 @@ MASKED = "--ms 30 --masks"
 SHARED = ",".join(name for name in masks.NAMES if "/" in name)
 """The masks of the curves of speed-up against density."""
 SETS = (
-    Set("fwd", run.main, ("--passes fwd --ms 40 --settled-ms 120",)),
-    Set("bwd", run.main, ("--passes bwd --ms 40 --settled-ms 120",)),
-    Set("fp8", run.main, ("--dtype e4m3 --ms 40 --settled-ms 120",)),
+    Set("fwd", run.main, ("--passes fwd --ms 40 --settled-ms 300",)),
+    Set("bwd", run.main, ("--passes bwd --ms 40 --settled-ms 300",)),
+    Set("fp8", run.main, ("--dtype e4m3 --ms 40 --settled-ms 300",)),
     Set("end-to-end", run.main, ("--passes fwd --seqlens 4096,8192,16384 --ms 40 --impls v3,v3_fp8_end_to_end",)),
-    Set("models", run.main, ("--models all --ms 40 --settled-ms 120 --impls v3,fa3,fa4,sdpa_cudnn",)),
+    Set("models", run.main, ("--models all --ms 40 --settled-ms 300 --impls v3,fa3,fa4,sdpa_cudnn",)),
     Set("packed", run.main, ("--lengths documents --ms 40",)),
     Set("decode", run.main, ("--decode --ms 40",)),
     Set(

@@ -151,10 +151,16 @@ def alone(rows: list[Row], impl: str, name: str) -> Iterator[str]:
 def headline(rows: list[Row]) -> Iterator[str]:
     """Below the first page's picture: whom it shows, and v3 against other libraries where clocks have settled."""
     mine = runs.last_run(rows, "fwd")
-    peers = [name_of(impl) for impl in runs.impls(runs.speeds(mine)) if not runs.ours(impl)]
+    cells = runs.speeds(mine)
+    peers = [name_of(impl) for impl in runs.impls(cells) if not runs.ours(impl)]
+    missing = {row["impl"] for row in rows if (row["run"], row["pass"]) == (mine[0]["run"], "fwd")} - {
+        *runs.impls(cells)
+    }
+    without = f"; {name_of('fa3')} in C++ was not installed in that run" if "fa3" in missing else ""
     yield (
-        f"The best other library is the fastest of {', '.join(peers[:-1])} and {peers[-1]} in each cell. Where this is "
-        "from, and all other figures, is under [Measured](docs/measured.md)."
+        f"Forward, bf16, on one {mine[0]['gpu']}. The best other library is the fastest of {', '.join(peers[:-1])} and "
+        f"{peers[-1]} at each length{without}. [Measured](docs/measured.md) says where this is from and has all other "
+        f"figures, those beside {name_of('fa3')} among them."
     )
     of = ("forward", "v3", "fwd"), ("backward", "v3", "bwd"), ("forward in FP8, v3_fp8", "v3_fp8", "fwd_e4m3")
     found = {word: ratios for word, impl, name in of if (ratios := runs.over_best_alone(rows, impl, name))}
@@ -379,12 +385,19 @@ def of_models(rows: list[Row]) -> Iterator[str]:
 
     told = f"; what that lacks is of {' and '.join(f'`{run}`' for run in others)}" if others else ""
     yield f"{newest['dtype']}, in turns; TFLOP/s forward / backward. {origin(newest)}{told}."
-    for how, by_model in (("", cells), (", each alone at settled clocks", settled)):
-        for pass_, word in runs.WORDS.items():
-            if found := [value for of in by_model.values() if (value := share(of.get(pass_, {})))]:
-                above = sum(value >= 1 for value in found)
-                told = f"{ratio(found)}, at least 1x in {above} of {len(found)}"
-                yield f"- {word.capitalize()}{how}, v3 over the fastest peer: {told}."
+
+    def told_of(by_model: dict[str, dict[str, dict[str, float]]], pass_: str, models: Iterable[str]) -> str:
+        found = [value for model in models if (value := share(by_model[model].get(pass_, {})))]
+        return f"{ratio(found)}, at least 1x in {sum(value >= 1 for value in found)} of {len(found)}" if found else ""
+
+    for pass_, word in runs.WORDS.items():
+        if said := told_of(cells, pass_, cells):
+            alone = [model for model, of in settled.items() if share(of.get(pass_, {}))]
+            also = f"; of {len(alone)}, in turns {told_of(cells, pass_, alone)}, and each alone at settled clocks "
+            yield (
+                f"- {word.capitalize()}, v3 over the fastest peer: {said}"
+                f"{also + told_of(settled, pass_, alone) if alone else ''}."
+            )
 
     def line(model: str, of: dict[str, dict[str, float]]) -> list[str]:
         both = [of.get(pass_, {}) for pass_ in runs.WORDS]

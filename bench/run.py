@@ -7,9 +7,9 @@ and after, says what the GPU could do in this run; with `--dtype e4m3`, where in
 pass, an FP8 one too. A version that quantizes 16-bit inputs is timed so, end to end, under its name with `_end_to_end`
 behind it, and with `_deterministic` behind it any that has an order of accumulation which is fixed.
 
-With `--models` cells are real models' shapes (`bench.models`). With `--settled-ms` each implementation that takes less
-than twice as long as the fastest is timed once more, alone, call behind call until the GPU's clocks have settled, with
-the energy of a call (`bench.settled`).
+With `--models` cells are real models' shapes (`bench.models`). With `--settled-ms` the fastest version, the
+fastest peer and what takes less than twice as long as the fastest are timed once more, alone, call behind call until
+the GPU's clocks have settled, with the energy of a call (`bench.settled`).
 
 With `--scores` they have something on their scores (`bench.scores`), and the FLOPs of cells without. All cells of one
 size and pass are timed in the same turns, but for a bias, which fills memory and has its own. They are checked on all
@@ -199,8 +199,8 @@ def measure(
     Args:
         work: what is timed in turns, once each is checked.
         ahead: seconds of first calls that another process made, to compile.
-        settled_ms: how long each that is not `FAR` behind the fastest is timed alone besides, behind as many calls as
-            settle the GPU's clocks.
+        settled_ms: how long each that is `near` the fastest is timed alone besides, behind as many calls as settle the
+            GPU's clocks.
     """
     contenders: dict[tuple[Cell, str], Contender] = {}
     found: dict[tuple[Cell, str], Row] = {}
@@ -220,7 +220,7 @@ def measure(
             found[cell, impl] |= time_columns(each, cell.flops)
             medians.setdefault(cell, {})[impl] = median(each)
         for (cell, impl), contender in contenders.items() if settled_ms else ():
-            if medians[cell][impl] < FAR * min(medians[cell].values()):
+            if impl in near(medians[cell]):
                 found[cell, impl] |= settled_columns(contender.timed, contender.calls, clock, settled_ms)
     except torch.OutOfMemoryError:  # each ran alone
         found |= {key: {"why": CROWDED} for key in contenders}
@@ -231,6 +231,14 @@ def measure(
         if (cell, impl) in contenders or "why" in row:
             rows[cell].append({**cell.fields, "density": f"{cell.density:.6g}", "impl": impl, **row})
     return rows
+
+
+def near(times: Mapping[str, float]) -> set[str]:
+    """Whose times in one cell are not `FAR` behind the fastest's; the fastest version and the fastest peer always, as
+    their ratio is asked for."""
+    sides = [[impl for impl in times if (impl in PEERS) == peers] for peers in (False, True)]
+    first = {min(side, key=times.__getitem__) for side in sides if side}
+    return first | {impl for impl, time in times.items() if time < FAR * min(times.values())}
 
 
 def _admitted(

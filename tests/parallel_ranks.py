@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -545,14 +546,16 @@ def one_rank_with_padding(group: Any) -> None:
 @case(2, 4)
 def a_sequence_longer_than_was_said_is_nan(group: Any) -> None:
     """In the rows whose keys did not come, with a causal mask and without; and right in all others."""
-    for causal, layout in ((True, "contiguous"), (True, "zigzag"), (False, "contiguous")):
-        shape = Shape({"causal": causal, "max_seqlen_q": 6}, lengths=(4, 40, 3), layout=layout)
+    for longest, (causal, layout) in product(
+        (6, 1, 0), ((True, "contiguous"), (True, "zigzag"), (False, "contiguous"))
+    ):
+        shape = Shape({"causal": causal, "max_seqlen_q": longest}, lengths=(4, 40, 3), layout=layout)
         given = tensors, options, *_ = whole(shape)
         out = on_ranks(shape, "halo", group, given, "standard")[0]
         expected = parallel.shard(flashzoo.attention(*tensors, version="standard", **options), group, 0, layout)
         at = parallel.positions(48, group, layout, here())
         step = 48 // dist.get_world_size(group) // (2 if layout == "zigzag" else 1)
-        first_key = at // step * step - 5
+        first_key = at // step * step - max(longest - 1, 0)
         lacking = (at >= 4) & (at < 44) & ((first_key > 4) | (not causal))
         assert torch.equal(out.isnan().flatten(1).any(1), lacking)
         close(out[~lacking], expected[~lacking], "the rest")

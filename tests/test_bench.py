@@ -255,11 +255,13 @@ def test_a_host_that_is_held_up_lengthens_no_call_alone(monkeypatch):
 
 
 def test_what_is_far_behind_the_fastest_is_not_timed_alone_as_well(tmp_path, monkeypatch):
+    assert run.near({"v3": 1.0, "fa3": 1.9, "v2": 2.1, "fa4": 2.1}) == {"v3", "fa3"}
+    assert run.near({"v3": 5.0, "v2": 4.0, "fa3": 1.0, "fa4": 1.1}) == {"v2", "fa3", "fa4"}
     monkeypatch.setattr("bench.run.FAR", 0.0)
     out = tmp_path / "cpu.csv"
-    assert bench_tiny("--impls standard,sdpa_math --passes fwd --settled-ms 1", out) == 0
-    timed = [row for row in rows_of(out) if row["pass"] == "fwd"]
-    assert timed and not [row for row in timed if row["settled_ms"]]
+    assert bench_tiny("--impls standard,sdpa,sdpa_math --passes fwd --settled-ms 1", out) == 0
+    timed = [(row["causal"], row["impl"] == "sdpa_math") for row in rows_of(out) if row["settled_ms"]]
+    assert sorted(timed) == [("0", False), ("0", True), ("1", False), ("1", True)]
 
 
 def test_a_backward_run_has_a_fixed_order_at_one_length():

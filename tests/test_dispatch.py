@@ -224,6 +224,16 @@ class TestResolve:
         assert registry.resolve(HOPPER).name == "sdpa"
         registry._forget()
 
+    @pytest.mark.parametrize(
+        "empty", [{"seqlen_q": 0}, {"seqlen_k": 0}, {"batch": 0}, {"seqlen_q": 0, "batch": 0}], ids=str
+    )
+    @pytest.mark.parametrize("arch", [80, 90, 100])
+    def test_what_is_empty_is_taken_and_explained(self, arch, empty):
+        for fields in ({}, {"grad": True}, {"used_k": True}, {"causal": True, "heads_kv": 2}, {"window": (8, 0)}):
+            problem = dataclasses.replace(HOPPER, arch=arch, **fields, **empty)
+            assert flashzoo.explain(problem).chosen == registry.choose(problem).forward.name
+            assert str(flashzoo.explain(problem))
+
     @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32", "fp64"])
     @pytest.mark.parametrize("arch", [80, 89, 90, 100])
     def test_auto_never_quantises_unasked(self, dtype, arch):

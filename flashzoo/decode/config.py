@@ -111,7 +111,8 @@ def cut(problem: Problem) -> Cut:
     keys = p.seqlen_k
     if left is not None and right is not None:  # what a tile's queries see together, and where it begins within a block
         keys = min(keys, left + right + cdiv(rows * p.heads_kv, p.heads) + 1 + tiles.block_kv)
-    wanted = cdiv(tiles.programs * MULTIPROCESSORS.get(p.arch or 90, 132), p.batch * p.heads_kv * blocks)
+    # of nothing, one part
+    wanted = cdiv(tiles.programs * MULTIPROCESSORS.get(p.arch or 90, 132), max(1, p.batch * p.heads_kv * blocks))
     split = cdiv(max(tiles.least, cdiv(keys, wanted)), tiles.block_kv) * tiles.block_kv
     return Cut(rows, blocks, split, max(1, cdiv(keys, split)))
 
@@ -236,15 +237,16 @@ def cut_hopper(problem: Problem) -> CutHopper:
     """
     p, group = problem, problem.heads // problem.heads_kv
     heads = min(group, WARPGROUP_ROWS)
-    queries = min(p.seqlen_q, WARPGROUP_ROWS // heads)
-    tiles = cdiv(p.seqlen_q, queries) * cdiv(group, heads)
+    asked = max(1, p.seqlen_q)  # of no query, and of no key, the cut of one
+    queries = min(asked, WARPGROUP_ROWS // heads)
+    tiles = cdiv(asked, queries) * cdiv(group, heads)
     left, right = p.span
     keys, width = p.seqlen_k, width_of(p)
     block_kv, most = block_kv_of(p), len(stages_of(p))
     slower = row_tiles_of(heads * queries) if p.dtype_kv else 1
     if left is not None and right is not None:  # what a tile's queries see together, and where it begins within a block
         keys = min(keys, left + right + queries + block_kv)
-    blocks, all_tiles = cdiv(keys, block_kv), p.batch * p.heads_kv * tiles
+    blocks, all_tiles = cdiv(max(1, keys), block_kv), max(1, p.batch) * p.heads_kv * tiles
 
     def blocks_per_sm(splits: int) -> int:
         return 1 if all_tiles * splits <= MULTIPROCESSORS[90] else most
@@ -264,7 +266,7 @@ def cut_hopper(problem: Problem) -> CutHopper:
         merging = in_cluster if clustered(splits) else MERGE_US + ROUND_US * rounds
         return waves * of_part * block + (waves - 1) * PART_US + (merging if splits > 1 else 0.0)
 
-    splits = min(range(1, min(blocks, 2 * MULTIPROCESSORS[90]) + 1), key=microseconds, default=1)
+    splits = min(range(1, min(blocks, 2 * MULTIPROCESSORS[90]) + 1), key=microseconds)
     return CutHopper(
         heads, queries, tiles, splits, block_kv, clustered(splits), blocks_per_sm(splits), microseconds(splits)
     )

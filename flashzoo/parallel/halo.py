@@ -109,8 +109,8 @@ def planned(rank: int, size: int, step: int, chunks: int, whole: int, longest: i
     outermost = []
     for at, (first, end) in zip(accumulate((b - a for a, b in mine), initial=0), mine, strict=False):
         if first < end:
-            outermost += [at] * (first > 0 and before == longest - 1)
-            outermost += [at + end - first - 1] * (end < whole and behind > 0)
+            outermost += [at] * (first > 0 and before == max(longest - 1, 0))
+            outermost += [at + end - first - 1] * (end < whole and band[1] != 0)
     return Plan(
         tuple(map(queries, numbers)),
         mine,

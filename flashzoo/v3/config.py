@@ -262,11 +262,14 @@ def widths_backward(problem: Problem) -> tuple[int, int]:
 def tiles_for(problem: Problem) -> Tiles:
     """The tiles that take least time, by what they compute of a head and how fast. Packed sequences are cut as long
     ones, as the bits of one must not depend on how long others are."""
-    widths = widths_of(problem)
-    if problem.sequences is not None:
-        return HOPPER[widths]
-    speeds = {HOPPER[widths]: 1.0, **OTHERS.get(widths, {})}
+    speeds = speeds_of(problem)
     return min(speeds, key=lambda tiles: padded(problem, tiles) / speeds[tiles])
+
+
+def speeds_of(problem: Problem) -> dict[Tiles, float]:
+    """Tiles that may be a problem's, and the speed of each beside the first's."""
+    widths = widths_of(problem)
+    return {HOPPER[widths]: 1.0} | (OTHERS.get(widths, {}) if problem.sequences is None else {})
 
 
 def padded(problem: Problem, tiles: Tiles) -> float:
@@ -274,7 +277,7 @@ def padded(problem: Problem, tiles: Tiles) -> float:
     p, pack = problem, pack_gqa_for(problem, tiles.block_q)
     queries = cdiv(p.seqlen_q << pack, tiles.block_q) * tiles.block_q / (1 << pack)
     reach = [side for side in p.span if side is not None]
-    keys = min(p.seqlen_k, sum(reach) + tiles.block_q) if len(reach) == 2 else p.seqlen_k
+    keys = min(p.seqlen_k, sum(reach) + (tiles.block_q >> pack)) if len(reach) == 2 else p.seqlen_k
     return queries * cdiv(keys, tiles.block_kv) * tiles.block_kv
 
 

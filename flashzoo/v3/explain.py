@@ -9,7 +9,6 @@ from flashzoo.spec import missing
 from flashzoo.v3.config import (
     BACKWARD,
     HOPPER,
-    OTHERS,
     group_splits_for,
     kernel_backward_for,
     kernel_for,
@@ -17,8 +16,8 @@ from flashzoo.v3.config import (
     pack_gqa_for,
     padded,
     prepares,
+    speeds_of,
     widths_backward,
-    widths_of,
 )
 from flashzoo.v3.traits import MASK_Q, Tiles
 
@@ -114,17 +113,17 @@ def describe(problem: Problem) -> list[str]:
 
 
 def _why_tiles(problem: Problem, tiles: Tiles) -> str:
-    others, asked = OTHERS.get(widths_of(problem), {}), problem.seqlen_q * problem.seqlen_k
-    if not others or not asked or problem.sequences is not None:
+    speeds, least = speeds_of(problem), padded(problem, tiles)
+    if len(speeds) == 1 or not least:
         return "tiles: the fastest measured on an H200"
-    speeds = {HOPPER[widths_of(problem)]: 1.0, **others}
     told = ", ".join(
-        f"{other.block_q}x{other.block_kv} {padded(problem, other) / asked:.2f} at {speed:g} of the speed"
+        f"{other.block_q}x{other.block_kv} {padded(problem, other) / least:.2f} times as many at {speed:g}"
         for other, speed in speeds.items()
         if other != tiles
     )
-    mine = f"{padded(problem, tiles) / asked:.2f} times the scores asked for, padding included, at {speeds[tiles]:g}"
-    return f"tiles: they compute {mine} of the longest sequences' speed; {told}"
+    return (
+        f"tiles: {least:.0f} scores of a head, padding included, at {speeds[tiles]:g} of the speed in long ones; {told}"
+    )
 
 
 def _describe_backward(problem: Problem) -> list[str]:
