@@ -17,13 +17,6 @@ MEASURES = {
     "write_compiled": "writing, compiled",
 }
 """What the table calls what the example measures."""
-NAMES = {
-    "sdpa": "`sdpa`, torch's",
-    "zoo": "`zoo`",
-    "flash_attention_2": "`flash_attention_2`",
-    "flash_attention_3": "`flash_attention_3`",
-    "flash_attention_4": "`flash_attention_4`",
-}
 BASELINE = "sdpa"
 
 
@@ -60,7 +53,7 @@ def section(rows: list[Row]) -> Iterator[str]:
             mine, base = found.get((measure, name)), found.get((measure, BASELINE))
             over = f" ({mine / base:.2f}x)" if mine and base and name != BASELINE else ""
             cells.append(f"{mine:.{0 if mine >= 1000 else 1}f}{over}" if mine else "-")
-        lines.append([NAMES.get(name, f"`{name}`"), *cells])
+        lines.append([f"`{name}`" + (", torch's" if name == BASELINE else ""), *cells])
     yield table(("", *(MEASURES[measure] for measure in measures)), lines)
 
 

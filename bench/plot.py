@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from bench import claims, learn, llama, pictures, readmes, runs, several, traffic
-from bench.rows import MISSING, read
+from bench.rows import read
 from bench.runs import (
     BUTTERFLY,
     FP8,
@@ -179,10 +179,7 @@ def _origin(rows: list[Row], of: Row, dtype: str, what: str) -> str:
     unit = "" if what.startswith("TFLOP/s") else " TFLOP/s"
     # names of others', as text
     gpu, run = (re.sub(r"([\\`*_<>&|\[\]])", r"\\\1", of[field]) for field in ("gpu", "run"))
-    there = {row["impl"] for row in runs.measured(mine)}
-    absent = dict.fromkeys(
-        row["impl"] for row in mine if row.get("why", "").startswith(MISSING) and row["impl"] not in there
-    )
+    absent = runs.not_installed(rows, of["run"])
     missing = f" Not installed: {', '.join(absent)}." if absent else ""
     return f"{gpu}, {versions}, run {run} of {of['date']}. {what}; {product}{unit}.{missing}"
 
@@ -235,7 +232,7 @@ def _alone_report(rows: list[Row]) -> list[str]:
     table, joules = speeds(alone), speeds(alone, "joules")
     energy = {shape: {f"{name}, J": value for name, value in cell.items()} for shape, cell in joules.items()}
     both = {shape: {**cell, **energy.get(shape, {})} for shape, cell in table.items()}
-    text = "Each alone at settled clocks, of what is less than twice as slow as the fastest:"
+    text = "Each alone at settled clocks, of what was timed so:"
     return [text, ratios_of(table), *folded(f"These {len(table)} cells, TFLOP/s, and joules a call", table_of(both))]
 
 

@@ -153,14 +153,14 @@ def headline(rows: list[Row]) -> Iterator[str]:
     mine = runs.last_run(rows, "fwd")
     cells = runs.speeds(mine)
     peers = [name_of(impl) for impl in runs.impls(cells) if not runs.ours(impl)]
-    missing = {row["impl"] for row in rows if (row["run"], row["pass"]) == (mine[0]["run"], "fwd")} - {
-        *runs.impls(cells)
-    }
-    without = f"; {name_of('fa3')} in C++ was not installed in that run" if "fa3" in missing else ""
+    fa3 = name_of("fa3")
+    without = (
+        f"; {fa3} in C++ was not installed in that run" if "fa3" in runs.not_installed(rows, mine[0]["run"]) else ""
+    )
     yield (
         f"Forward, bf16, on one {mine[0]['gpu']}. The best other library is the fastest of {', '.join(peers[:-1])} and "
         f"{peers[-1]} at each length{without}. [Measured](docs/measured.md) says where this is from and has all other "
-        f"figures, those beside {name_of('fa3')} among them."
+        f"figures, those beside {fa3} among them."
     )
     of = ("forward", "v3", "fwd"), ("backward", "v3", "bwd"), ("forward in FP8, v3_fp8", "v3_fp8", "fwd_e4m3")
     found = {word: ratios for word, impl, name in of if (ratios := runs.over_best_alone(rows, impl, name))}

@@ -14,7 +14,7 @@ from typing import TypeVar
 from bench.cells import PASSES
 from bench.contenders import parted
 from bench.peers import PEERS
-from bench.rows import COPY, GEMM
+from bench.rows import COPY, GEMM, MISSING
 from flashzoo.call.forms import MaskForm
 from flashzoo.call.problem import Problem
 
@@ -69,6 +69,14 @@ def results_file(text: str) -> Path:
 def measured(rows: list[Row]) -> list[Row]:
     """Those that are results, and don't say why there is none."""
     return [row for row in rows if not row.get("why")]
+
+
+def not_installed(rows: list[Row], run: str) -> list[str]:
+    """What a run asked for and found missing in every cell."""
+    mine = [row for row in rows if row["run"] == run]
+    there = {row["impl"] for row in measured(mine)}
+    absent = (row["impl"] for row in mine if row.get("why", "").startswith(MISSING) and row["impl"] not in there)
+    return list(dict.fromkeys(absent))
 
 
 def settled(row: Row) -> Row | None:
@@ -195,28 +203,25 @@ def over(rows: list[Row], impl: str, other: str, table: str) -> Ratios | None:
     """
     mine = _of_table(rows, table)
     for of in reversed(dict.fromkeys(map(_measurement, mine))):
-        cells = speeds([row for row in mine if _measurement(row) == of])
-        values = {}
-        for shape, cell in cells.items():
-            rivals = [
-                speed for name, speed in cell.items() if (not ours(name) if other == BEST_PEER else name == other)
-            ]
-            if impl in cell and rivals:
-                values[shape] = cell[impl] / max(rivals)
-        if values:
+        if values := _ratios([row for row in mine if _measurement(row) == of], impl, other):
             return Ratios(of[0], values)
     return None
+
+
+def _ratios(rows: list[Row], impl: str, other: str) -> dict[Shape, float]:
+    values = {}
+    for shape, cell in speeds(rows).items():
+        rivals = [speed for name, speed in cell.items() if (not ours(name) if other == BEST_PEER else name == other)]
+        if impl in cell and rivals:
+            values[shape] = cell[impl] / max(rivals)
+    return values
 
 
 def over_best_alone(rows: list[Row], impl: str, table: str) -> Ratios | None:
     """Speed of `impl` over the fastest peer in each cell of a table, each alone at settled clocks; None where the
     table's run has not timed them so."""
     alone = [row for row in map(settled, last_run(rows, table)) if row]
-    cells, values = speeds(alone), {}
-    for shape, cell in cells.items():
-        rivals = [speed for name, speed in cell.items() if not ours(name)]
-        if impl in cell and rivals:
-            values[shape] = cell[impl] / max(rivals)
+    values = _ratios(alone, impl, BEST_PEER)
     return Ratios(alone[0]["run"], values) if values else None
 
 

@@ -417,22 +417,18 @@ class Decode:
                 epilogue(params, item, o, row_max, row_sum, own, own_column)
             work = following
 
+    def mma(self, b_major: OperandMajorMode, columns: int, a_source: warpgroup.OperandSource) -> cute.TiledMma:
+        """A product of a warpgroup, of 64 rows and so many columns."""
+        return hopper_helpers.make_trivial_tiled_mma(
+            *(self.dtype, self.dtype, OperandMajorMode.K, b_major, Float32, (1, 1, 1), (WARPGROUP_ROWS, columns)),
+            a_source=a_source,
+        )
+
     def products(self, storage: SharedStorage, wg_idx: int) -> Products:
         """Of a thread of that warpgroup."""
         kernel = self.kernel
-        mma_qk = hopper_helpers.make_trivial_tiled_mma(
-            *(self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K),
-            Float32,
-            (1, 1, 1),
-            (WARPGROUP_ROWS, kernel.block_kv),
-        )
-        mma_pv = hopper_helpers.make_trivial_tiled_mma(
-            *(self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.MN),
-            Float32,
-            (1, 1, 1),
-            (WARPGROUP_ROWS, kernel.width),
-            a_source=warpgroup.OperandSource.RMEM,
-        )
+        mma_qk = self.mma(OperandMajorMode.K, kernel.block_kv, warpgroup.OperandSource.SMEM)
+        mma_pv = self.mma(OperandMajorMode.MN, kernel.width, warpgroup.OperandSource.RMEM)
         qk, pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
         q_stages = mma_qk.make_fragment_A(qk.partition_A(storage.q))
         k = mma_qk.make_fragment_B(qk.partition_B(storage.kv))

@@ -17,7 +17,6 @@ from cutlass import Constexpr, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
 from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
-from cutlass.utils import hopper_helpers
 
 from flashzoo._cute.hopper.bounds import ThreadBounds
 from flashzoo._cute.hopper.mask import mask_scores
@@ -81,19 +80,9 @@ class DecodeLatent(Decode):
         """Of a thread of that warpgroup."""
         kernel, first = self.kernel, wg_idx == 0
         columns = kernel.width_v // kernel.consumers
-        mma_qk = hopper_helpers.make_trivial_tiled_mma(
-            *(self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.K),
-            Float32,
-            (1, 1, 1),
-            (WARPGROUP_ROWS, kernel.block_kv),
-        )
-        mma_pv = hopper_helpers.make_trivial_tiled_mma(
-            *(self.dtype, self.dtype, OperandMajorMode.K, OperandMajorMode.MN),
-            Float32,
-            (1, 1, 1),
-            (WARPGROUP_ROWS, columns),
-            a_source=warpgroup.OperandSource.RMEM if first else warpgroup.OperandSource.SMEM,
-        )
+        mma_qk = self.mma(OperandMajorMode.K, kernel.block_kv, warpgroup.OperandSource.SMEM)
+        source_of_p = warpgroup.OperandSource.RMEM if first else warpgroup.OperandSource.SMEM
+        mma_pv = self.mma(OperandMajorMode.MN, columns, source_of_p)
         qk, pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
         q = mma_qk.make_fragment_A(qk.partition_A(storage.q))
         k = mma_qk.make_fragment_B(qk.partition_B(storage.kv))

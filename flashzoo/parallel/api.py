@@ -96,8 +96,12 @@ def attention(
     packed = q.ndim == 3
     if packed:
         q, k, v = q[None], k[None], v[None]
-    run = {"ulysses": _by_heads, "halo": _with_halo}.get(explanation.chosen or "", _by_parts)
-    out, lse = run(explanation, ranks, q, k, v, how, options)
+    if explanation.chosen == "ulysses":
+        sizes = explanation.sizes
+        whole = (sizes.seqlen_q, sizes.seqlen_k)
+        out, lse = ulysses.attend(ranks, sizes.chunks, whole, q, k, v, name, return_lse, options)
+    else:
+        out, lse = _of_rows(explanation, ranks, q, k, v, how, options)
     if packed:
         out, lse = out[0], None if lse is None else lse[0]
     return (out, lse) if return_lse else out
@@ -125,7 +129,7 @@ def _recorded(*inputs: Any) -> bool:
     return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in inputs)
 
 
-def _by_heads(
+def _of_rows(
     explanation: Explanation,
     ranks: Ranks,
     q: Tensor,
@@ -134,46 +138,21 @@ def _by_heads(
     how: dict[str, Any],
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor | None]:
-    sizes = explanation.sizes
-    whole = (sizes.seqlen_q, sizes.seqlen_k)
-    return ulysses.attend(ranks, sizes.chunks, whole, q, k, v, how["version"], how["return_lse"], options)
-
-
-def _by_parts(
-    explanation: Explanation,
-    ranks: Ranks,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    how: dict[str, Any],
-    options: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
+    """By a method in which a rank has the rows that it was given: of those that are no padding."""
     sizes, seqlen = explanation.sizes, q.shape[1]
-    whole = (sizes.seqlen_q, sizes.seqlen_k)
+    q = rows(q, (0, real_rows(ranks.rank, ranks.size, seqlen, sizes.chunks, sizes.seqlen_q)))
+    if explanation.chosen == "halo":
+        step = seqlen // sizes.chunks
+        plan = halo.planned(ranks.rank, ranks.size, step, sizes.chunks, sizes.seqlen_q, sizes.longest, sizes.band)
+        options = {**options, "version": how["version"]}
+        return padded(*halo.attend(ranks, plan, sizes.longest, q, k, v, how["return_lse"], options), seqlen)
     alike = {name: options[name] for name in ("softmax_scale", "deterministic") if name in options}
     parts = How(alike, how["version"], explanation.partial, options.get("cu_seqlens_q"))
     planned, method = (gather.planned, Gather) if explanation.chosen == "gather" else (ring.planned, Ring)
+    whole = (sizes.seqlen_q, sizes.seqlen_k)
     plan = planned(ranks.rank, ranks.size, seqlen, k.shape[1], sizes.chunks, sizes.band, sizes.packed, whole)
-    q = rows(q, (0, real_rows(ranks.rank, ranks.size, seqlen, sizes.chunks, sizes.seqlen_q)))
     out, lse = method.apply(parts, ranks, plan, q, k, v, options.get("sinks"))  # pyright: ignore[reportGeneralTypeIssues]
     return padded(out, lse, seqlen)
-
-
-def _with_halo(
-    explanation: Explanation,
-    ranks: Ranks,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    how: dict[str, Any],
-    options: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    sizes, seqlen = explanation.sizes, q.shape[1]
-    step = seqlen // sizes.chunks
-    plan = halo.planned(ranks.rank, ranks.size, step, sizes.chunks, sizes.seqlen_q, sizes.longest, sizes.band)
-    q = rows(q, (0, real_rows(ranks.rank, ranks.size, seqlen, sizes.chunks, sizes.seqlen_q)))
-    options = {**options, "version": how["version"]}
-    return padded(*halo.attend(ranks, plan, sizes.longest, q, k, v, how["return_lse"], options), seqlen)
 
 
 def explain(
