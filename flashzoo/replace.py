@@ -200,11 +200,11 @@ class Replacement(TorchFunctionMode):
         if not isinstance(query, Tensor) or not isinstance(key, Tensor):
             asked = f"query {type(query).__name__}, key {type(key).__name__}"
         else:
-            shapes = f"query {tuple(query.shape)}, key {tuple(key.shape)}, "
+            shapes = f"query {_shape(query)}, key {_shape(key)}, "
             asked = shapes + DTYPE_NAMES.get(query.dtype, str(query.dtype))
         for name, value in how.items():
             if isinstance(value, Tensor):
-                asked += f", {name} {tuple(value.shape)}"
+                asked += f", {name} {_shape(value)}"
             elif value:
                 asked += f", {name}={value}"
         self._seen[asked, who, why] += 1
@@ -287,6 +287,8 @@ def _inputs(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> tuple[Tens
     for name, x in tensors.items():
         if x is not None and type(x) not in (Tensor, nn.Parameter):
             raise _NotOurs(f"{name} is a {type(x).__name__}")
+        if x is not None and x.is_nested:  # of layout strided, so of type Tensor, and without a shape
+            raise _NotOurs(f"{name} is nested")
         if x is not None and x.layout != torch.strided:
             raise _NotOurs(f"{name} is of layout {x.layout}")
     if not 0 <= how["dropout_p"] < 1:
@@ -308,6 +310,11 @@ def _inputs(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> tuple[Tens
         q, k, v = (x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (q, k, v))
     q, k, v = (x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in (q, k, v))
     return q, k, v
+
+
+def _shape(x: Tensor) -> str:
+    """In words: a nested tensor of layout strided has none."""
+    return f"nested, of {x.size(0)}" if x.is_nested and x.layout == torch.strided else str(tuple(x.shape))
 
 
 def _answering(q: Tensor, k: Tensor, v: Tensor, version: str, options: dict[str, Any]) -> str:

@@ -145,6 +145,19 @@ def test_what_is_left_to_torch_says_why(reason):
     assert call.answered_by == "torch" and any(text in call.why for text in reason.split("|")), str(call)
 
 
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_left_to_torch(layout):
+    rows = [drawn(n, 4, 16) if layout == torch.jagged else drawn(4, n, 16) for n in (5, 7)]
+    x = torch.nested.nested_tensor(rows, layout=layout)
+    x = x.transpose(1, 2) if layout == torch.jagged else x
+    expected = F.scaled_dot_product_attention(x, x, x)
+    with flashzoo.replace_sdpa() as seen:
+        out = F.scaled_dot_product_attention(x, x, x)
+    assert all(same_bits(a, b) for a, b in zip(out.unbind(), expected.unbind(), strict=True))
+    (call,) = seen.calls
+    assert call.answered_by == "torch" and "query is" in call.why and "ested" in str(call)
+
+
 def test_torchs_own_errors_are_torchs():
     q, k, v = (drawn(2, 4, 20, 16) for _ in "qkv")
     for dtype in (torch.float64, torch.int64):
