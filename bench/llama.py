@@ -56,8 +56,8 @@ def short(rows: list[Row]) -> Iterator[str]:
     yield (
         f"In a whole model, a Llama of {float(first['parameters']) / 1e9:.1f} billion parameters of Hugging Face "
         f"transformers, tokens a second on one {first['gpu']}: training on {first['seqlen']} tokens, and writing "
-        f"behind {first['context']}; in brackets over `{BASELINE}`'s. [In your model](docs/use.md#hugging-face-transformers) "
-        "says what was run."
+        f"behind {first['context']}; in brackets over `{BASELINE}`'s. "
+        "[In your model](docs/use.md#hugging-face-transformers) says what was run."
     )
     yield shown(rows)
 

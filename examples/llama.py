@@ -272,7 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = False
     for measure in args.measures:
         for name, speeds, away in measured(model, measure, args):
-            row = {**common, "measure": measure, "implementation": name, "rounds": len(speeds)}
+            row: dict[str, object] = {**common, "measure": measure, "implementation": name, "rounds": len(speeds)}
             if isinstance(away, str):
                 failed |= away.startswith(("FAILED", "refused"))
                 print(f"{measure:15} {name:20} {away}", flush=True)
