@@ -1,4 +1,5 @@
-"""What `examples/llama.py` measured of a whole model, as the section of docs/use.md. `bench.plot` writes it."""
+"""What `examples/llama.py` measured of a whole model, as sections of docs/use.md and, once there is anything, of the
+README. `bench.plot` writes them."""
 
 from __future__ import annotations
 
@@ -44,18 +45,43 @@ def section(rows: list[Row]) -> Iterator[str]:
         f"brackets over `{BASELINE}`'s. {first['gpu']}, torch {first['torch']}, transformers {first['transformers']}, "
         f"commit {first['commit']}, {first['date']} ([rows](bench/results/{MEASURED.name}))."
     )
-    found = {(row["measure"], row["implementation"]): float(row["tokens_s"]) for row in rows}
-    measures = [measure for measure in MEASURES if any(measure == of for of, _ in found)]
+    yield shown(rows)
+
+
+def short(rows: list[Row]) -> Iterator[str]:
+    """The same for the first page: nothing where nothing is measured."""
+    if not rows:
+        return
+    first = rows[0]
+    yield (
+        f"In a whole model, a Llama of {float(first['parameters']) / 1e9:.1f} billion parameters of Hugging Face "
+        f"transformers, tokens a second on one {first['gpu']}: training on {first['seqlen']} tokens, and writing "
+        f"behind {first['context']}; in brackets over `{BASELINE}`'s. "
+        "[In your model](docs/use.md#hugging-face-transformers) says what was run."
+    )
+    yield shown(rows)
+
+
+def shown(rows: list[Row]) -> str:
+    """A table: of each implementation the speed in each measure, or in a word why there is none."""
+    of = {(row["measure"], row["implementation"]): row for row in rows}
+    found = {key: float(row["tokens_s"]) for key, row in of.items() if row["tokens_s"]}
+    measures = [measure for measure in MEASURES if any(measure == its for its, _ in of)]
     lines = []
-    for name in dict.fromkeys(row["implementation"] for row in rows):
+    names = dict.fromkeys(row["implementation"] for row in rows)
+    for name in sorted(names, key=lambda name: all(name != its for _, its in found)):
         cells = []
         for measure in measures:
             mine, base = found.get((measure, name)), found.get((measure, BASELINE))
             over = f" ({mine / base:.2f}x)" if mine and base and name != BASELINE else ""
-            cells.append(f"{mine:.{0 if mine >= 1000 else 1}f}{over}" if mine else "-")
+            why = of[measure, name]["why"].partition(":")[0] if (measure, name) in of else "-"
+            cells.append(f"{mine:.{0 if mine >= 1000 else 1}f}{over}" if mine else why)
         lines.append([f"`{name}`" + (", torch's" if name == BASELINE else ""), *cells])
-    yield table(("", *(MEASURES[measure] for measure in measures)), lines)
+    return table(("", *(MEASURES[measure] for measure in measures)), lines)
 
 
-SECTIONS: dict[str, Sections] = {"docs/use.md": {"llama": lambda _: section(rows_of(MEASURED))}}
+SECTIONS: dict[str, Sections] = {
+    "docs/use.md": {"llama": lambda _: section(rows_of(MEASURED))},
+    "README.md": {"llama": lambda _: short(rows_of(MEASURED))},
+}
 """By file, then by the name of the section."""

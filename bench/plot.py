@@ -238,7 +238,10 @@ def _alone_report(rows: list[Row]) -> list[str]:
 
 def shown(rows: list[Row], results: Path) -> dict[Path, str]:
     """The text of every page that shows figures, as these rows have them."""
-    sections = readmes.SECTIONS | learn.SECTIONS | several.SECTIONS | llama.SECTIONS
+    sections: dict[str, readmes.Sections] = {}
+    for module in (readmes, learn, several, llama):
+        for path, of in module.SECTIONS.items():
+            sections[path] = sections.get(path, {}) | of
     found = {readmes.ROOT / path: readmes.written(path, sections[path], rows) for path in sections}
     page = "docs/measured.md"
     measured = readmes.linked(report(rows, results).replace("### ", "## "), page)

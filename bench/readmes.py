@@ -616,7 +616,8 @@ def place(text: str, name: str, section: str) -> str:
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     if (text.count(begin), text.count(end)) != (1, 1) or text.index(begin) > text.index(end):
         raise ValueError(f"expected {begin} and after it {end}, got a text without them")
-    return f"{text[: text.index(begin)]}{begin}\n\n{section}\n\n{text[text.index(end) :]}"
+    parts = (f"{text[: text.index(begin)]}{begin}", section, text[text.index(end) :])
+    return "\n\n".join(part for part in parts if part)
 
 
 def wrapped(part: str) -> str:

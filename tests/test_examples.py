@@ -188,33 +188,91 @@ def test_a_llama_of_transformers_is_timed(llama, capsys, tmp_path):
     assert llama.main([*asked, "--commit", "abc"]) == 0
     with kept.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    names = ["eager", "zoo", "zoo:standard"]
+    names = ["flash_attention_2", "eager", "zoo", "zoo:standard"]
     assert [(row["measure"], row["implementation"]) for row in rows] == [
         (measure, name) for measure in ("train", "write") for name in names
     ]
     assert all(row["commit"] == "abc" and row["seqlen"] == "24" for row in rows)
-    assert all(0 < float(row["tokens_s_min"]) <= float(row["tokens_s"]) for row in rows if row["measure"] == "train")
-    assert len(re.findall(r"flash_attention_2 +ImportError", capsys.readouterr().out)) == 2
+    absent, present = rows[::4], [row for at, row in enumerate(rows) if at % 4]
+    assert all(row["why"].startswith("missing: ImportError: ") and not row["tokens_s"] for row in absent)
+    assert all(not row["why"] and row["rounds"] == "2" for row in present)
+    assert all(0 < float(row["tokens_s_min"]) <= float(row["tokens_s"]) < float("inf") for row in present)
+    assert len(re.findall(r"flash_attention_2 +missing: ImportError", capsys.readouterr().out)) == 2
 
 
 def nothing(module, query, *_, **__):
     return torch.zeros_like(query.transpose(1, 2)), None
 
 
-@pytest.mark.parametrize("measure", ["train", "write", "train_compiled"])
-def test_a_llama_that_gives_other_logits_is_not_timed(llama, capsys, monkeypatch, measure):
+def without_gradients(module, query, key, value, *_, **__):
+    groups = query.shape[1] // key.shape[1]
+    k, v = (x.repeat_interleave(groups, 1) for x in (key, value))
+    out = torch.nn.functional.scaled_dot_product_attention(query, k.detach(), v, is_causal=True)
+    return out.transpose(1, 2), None
+
+
+@pytest.mark.parametrize(
+    ("measure", "wrong"),
+    [("train", nothing), ("write", nothing), ("train_compiled", nothing), ("train", without_gradients)],
+)
+def test_a_llama_with_other_results_is_not_timed(llama, capsys, monkeypatch, measure, wrong):
     """Nor is one taken for another whose graph is there already."""
-    monkeypatch.setitem(llama.door.AttentionInterface._global_mapping, "nothing", nothing)
+    monkeypatch.setitem(llama.door.AttentionInterface._global_mapping, "wrong", wrong)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    assert llama.main([*TWO, "sdpa,nothing,eager", "--measures", measure]) == 1
+    assert llama.main([*TWO, "sdpa,wrong,eager", "--measures", measure]) == 1
     printed = capsys.readouterr().out
-    assert printed.count(" away\n") == 3 and "ArithmeticError: parts from sdpa" in printed
-    assert len(re.findall(r"(sdpa|eager) +(\d|nan)", printed)) == 2
+    assert re.search(r"wrong +FAILED: ArithmeticError: its results are \S+ away from those of sdpa\n", printed)
+    assert len(re.findall(r"(sdpa|eager) +\d", printed)) == 2 and not re.search(r"wrong +\d", printed)
 
 
-def test_a_llama_begins_nothing_when_its_time_is_gone(llama, capsys):
-    assert llama.main([*TWO, "sdpa", "--measures", "train", "--budget-s", "0"]) == 0
-    assert "not measured: 0 s are gone" in capsys.readouterr().out
+@pytest.mark.parametrize("calls", [0, 3])
+def test_a_llama_out_of_memory_is_left_out_and_the_others_go_on(llama, capsys, monkeypatch, tmp_path, calls):
+    """Whether before anything is timed or in a round."""
+    attend, left = llama.door.AttentionInterface._global_mapping["sdpa"], 2 * calls  # layers
+
+    def hungry(*given, **options):
+        nonlocal left
+        if left == 0:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 GiB")
+        left -= 1
+        return attend(*given, **options)
+
+    monkeypatch.setitem(llama.door.AttentionInterface._global_mapping, "hungry", hungry)
+    kept = tmp_path / "llama.csv"
+    assert llama.main([*TWO, "eager,hungry,zoo", "--measures", "train,write", "--csv", str(kept)]) == 0
+    with kept.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["implementation"] for row in rows] == 2 * ["hungry", "eager", "zoo"]
+    assert all(bool(row["tokens_s"]) == (row["implementation"] != "hungry") for row in rows)
+    assert all(row["why"].startswith("out of memory: OutOfMemoryError: CUDA") for row in rows[::3])
+    assert capsys.readouterr().out.count("out of memory: OutOfMemoryError") == 2
+
+
+def test_a_llama_begins_nothing_when_its_time_is_gone(llama, capsys, tmp_path):
+    kept = tmp_path / "llama.csv"
+    assert llama.main([*TWO, "sdpa", "--measures", "train", "--budget-s", "0", "--csv", str(kept)]) == 0
+    assert "not measured: the budget ended" in capsys.readouterr().out and not kept.exists()
+
+
+def test_a_llama_that_was_begun_in_time_has_a_round(llama, capsys, monkeypatch):
+    """Though its check, where it is compiled, takes longer than there is."""
+    distance = llama.distance
+
+    def late(*given):
+        monkeypatch.setattr(llama.time, "monotonic", lambda: float("inf"))
+        return distance(*given)
+
+    monkeypatch.setattr(llama, "distance", late)
+    assert llama.main([*TWO, "sdpa,eager", "--measures", "train", "--budget-s", "1000"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"sdpa +\d", printed) and re.search(r"eager +not measured: the budget ended", printed)
+
+
+@pytest.mark.parametrize("options", ["--new 0", "--rounds 0", f"--csv {ROOT / 'Makefile'}"])
+def test_a_llama_refuses_what_gives_no_figure(llama, options, capsys):
+    with pytest.raises(SystemExit):
+        llama.main(options.split())
+    assert re.search(r"(--new|--rounds): expected at least 1, got 0|--csv: expected a file", capsys.readouterr().err)
 
 
 def test_a_sharded_model_trains_as_a_whole_one():

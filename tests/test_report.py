@@ -241,25 +241,32 @@ def test_several_gpus_have_a_section_of_their_own():
 
 def test_a_whole_model_has_a_table_of_its_last_rows(tmp_path):
     assert list(llama.section(llama.rows_of(tmp_path / "none.csv"))) == ["Nothing of it is measured yet."]
+    assert list(llama.short([])) == []
     common = "2026-11-25,{commit},NVIDIA H200,2.11.0,5.23.0,1b,1498e6,8192,32768,64"
     lines = [
-        "date,commit,gpu,torch,transformers,size,parameters,seqlen,context,new,measure,implementation,tokens_s",
-        common.format(commit="old") + ",train,sdpa,1",
-        common.format(commit="new") + ",train,sdpa,1",
-        common.format(commit="new") + ",train,sdpa,40000",
-        common.format(commit="new") + ",train,zoo,50000",
-        common.format(commit="new") + ",write,zoo,67.3",
+        "date,commit,gpu,torch,transformers,size,parameters,seqlen,context,new,measure,implementation,tokens_s,why",
+        common.format(commit="old") + ",train,sdpa,1,",
+        common.format(commit="new") + ",train,sdpa,1,",
+        common.format(commit="new") + ",train,flash_attention_2,,missing: ImportError: its package",
+        common.format(commit="new") + ",train,sdpa,40000,",
+        common.format(commit="new") + ",train,zoo,50000,",
+        common.format(commit="new") + ",write,sdpa,,out of memory: OutOfMemoryError: CUDA",
+        common.format(commit="new") + ",write,zoo,67.3,",
     ]
     path = tmp_path / "llama.csv"
     path.write_text("\n".join(lines) + "\n")
-    said, shown = llama.section(llama.rows_of(path))
+    rows = llama.rows_of(path)
+    said, shown = llama.section(rows)
     assert "Llama of 1.5 billion" in said and "commit new" in said and "torch 2.11.0" in said
     assert shown.splitlines() == [
         "|  | training | writing |",
         "| --- | --- | --- |",
-        "| `sdpa`, torch's | 40000 | - |",
+        "| `sdpa`, torch's | 40000 | out of memory |",
         "| `zoo` | 50000 (1.25x) | 67.3 |",
+        "| `flash_attention_2` | missing | - |",
     ]
+    on_first_page, same = llama.short(rows)
+    assert "docs/use.md" in on_first_page and same == shown
 
 
 def test_several_gpus_are_in_no_other_table(tmp_path):
