@@ -100,8 +100,14 @@ def ratio_of(rows: list[Row], impl: str, other: str, name: str) -> str:
 
 
 def over(rows: list[Row], impl: str, others: Iterable[str], name: str) -> str:
-    """Speed over others', in words."""
-    return ", ".join(f"{ratio_of(rows, impl, other, name)} {name_of(other)}" for other in others)
+    """Speed over others', in words, which tell of what is of another run than the table."""
+    table_run, told = runs.last_run(rows, name)[0]["run"], {}
+    for other in others:
+        found = runs.over(rows, impl, other, name)
+        assert found
+        of = f" ({len(found.values)} cells of `{found.run}`)" if found.run != table_run else ""
+        told.setdefault(of, []).append(f"{ratio(found.values.values())} {name_of(other)}")
+    return ", ".join(", ".join(texts) + of for of, texts in told.items())
 
 
 def speeds_at(rows: list[Row], name: str, impls: tuple[str, ...], lengths: tuple[int, ...]) -> str:
@@ -418,12 +424,16 @@ def _by_model(rows: list[Row]) -> dict[str, dict[str, dict[str, float]]]:
 
 
 def decode(rows: list[Row]) -> Iterator[str]:
-    """One query on caches without pages, beside other libraries."""
+    """One query on caches without pages, beside other libraries: of heads of one width, and of MLA's latent ones."""
     mine = [row for row in runs.measured(rows) if (row["pass"], row["seqlen_q"], row["lengths"]) == (DECODE, "1", "")]
     if not mine:
         yield "Not measured yet; `flashzoo bench --decode` does."
-        return
-    mine = runs.of_last(mine)
+    for latent in (False, True):
+        if of := [row for row in mine if bool(row["head_dim_v"]) == latent]:
+            yield from _decode_run(rows, runs.of_last(of))
+
+
+def _decode_run(rows: list[Row], mine: list[Row]) -> Iterator[str]:
     cells: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
     for row in mine:
         of = f"{row['heads']}:{row['heads_kv']} of {row['head_dim']}", row["batch"]

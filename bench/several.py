@@ -52,11 +52,21 @@ Speeds = dict[Cell, dict[str, float]]
 """TFLOP/s of each GPU, by implementation."""
 
 
-def last_runs(rows: list[Row]) -> dict[int, list[Row]]:
-    """By the number of GPUs, the results of the last run of so many."""
+class Kind(NamedTuple):
+    """Of what there is a table: a number of GPUs, with one sequence or with documents."""
+
+    documents: bool
+    gpus: int
+
+
+def last_runs(rows: list[Row]) -> dict[Kind, list[Row]]:
+    """The results of the last run of each kind."""
     mine = [row for row in runs.measured(rows) if row.get("gpus")]
-    of = {int(row["gpus"]): row["run"] for row in mine if row["gpus"] != "1"}
-    return {gpus: [row for row in mine if row["run"] == run] for gpus, run in sorted(of.items())}
+    of = {Kind(bool(row["lengths"]), int(row["gpus"])): row["run"] for row in mine if row["gpus"] != "1"}
+    return {
+        kind: [row for row in mine if row["run"] == run and bool(row["lengths"]) == kind.documents]
+        for kind, run in sorted(of.items())
+    }
 
 
 def speeds(mine: list[Row], gpus: int) -> Speeds:
@@ -72,21 +82,22 @@ def speeds(mine: list[Row], gpus: int) -> Speeds:
 
 
 def measured(rows: list[Row]) -> Iterator[str]:
-    """By the number of GPUs: who is how fast, and the model."""
+    """By kind: who is how fast, and the model."""
     found = last_runs(rows)
     if not found:
         yield "Not measured yet; `bench.parallel` does."
         return
-    for gpus, mine in found.items():
-        yield from _of_run(mine, gpus)
+    for kind, mine in found.items():
+        yield from _of_run(mine, kind)
 
 
-def _of_run(mine: list[Row], gpus: int) -> Iterator[str]:
-    cells = speeds(mine, gpus)
+def _of_run(mine: list[Row], kind: Kind) -> Iterator[str]:
+    gpus, cells = kind.gpus, speeds(mine, kind.gpus)
     there = [name for name in NAMES if any(name in cell for cell in cells.values())]
+    what, last = "documents" if kind.documents else "one sequence", mine[-1]
     yield (
-        f"**{gpus} GPUs.** {mine[-1]['dtype']}, causal, head_dim {mine[-1]['head_dim']}. {origin(mine[-1])}, commit "
-        f"{mine[-1]['commit']}. TFLOP/s a GPU, and in brackets over those of one GPU at as many tokens a GPU."
+        f"**{gpus} GPUs, {what}.** {last['dtype']}, causal, head_dim {last['head_dim']}. {origin(last)}, commit "
+        f"{last['commit']}. TFLOP/s a GPU, and in brackets over those of one GPU at as many tokens a GPU."
     )
 
     def shown(cell: dict[str, float], name: str) -> str:
@@ -97,27 +108,25 @@ def _of_run(mine: list[Row], gpus: int) -> Iterator[str]:
 
     lines = ((str(of), runs.length(of.tokens), *(shown(cell, name) for name in there)) for of, cell in cells.items())
     yield table(("call", "tokens a GPU", *(NAMES[name] for name in there)), lines)
-    yield from _shares(cells, gpus)
+    yield from _share(cells, gpus)
     yield from _over_rivals(cells)
     yield from _beside_the_model(cells, gpus)
 
 
-def _shares(cells: Speeds, gpus: int) -> Iterator[str]:
-    """Of one GPU's speed, the least of long sequences and of documents."""
-    told = []
-    for documents in (False, True):
-        of = {
-            cell: found[OURS] / found[ALONE]
-            for cell, found in cells.items()
-            if {OURS, ALONE} <= found.keys() and bool(cell.lengths) == documents and cell.tokens * gpus >= LONG
-        }
-        if of:
-            least = min(of, key=lambda cell: of[cell])
-            told.append(f"{runs.mean(list(of.values())):.1%}, the least {of[least]:.1%} ({least}, "
-                        f"{runs.length(least.tokens)} a GPU)")  # fmt: skip
-    if told:
-        text = "; documents ".join(told)
-        yield f"`auto` has this share of one GPU's speed from {runs.length(LONG)} tokens in all on, on average: {text}."
+def _share(cells: Speeds, gpus: int) -> Iterator[str]:
+    """Of one GPU's speed."""
+    of = {
+        cell: found[OURS] / found[ALONE]
+        for cell, found in cells.items()
+        if {OURS, ALONE} <= found.keys() and cell.tokens * gpus >= LONG
+    }
+    if of:
+        least = min(of, key=lambda cell: of[cell])
+        where = f"{least}, {runs.length(least.tokens)} a GPU"
+        yield (
+            f"`auto` has this share of one GPU's speed from {runs.length(LONG)} tokens in all on, on average: "
+            f"{runs.mean(list(of.values())):.1%}, the least {of[least]:.1%} ({where})."
+        )
 
 
 def _over_rivals(cells: Speeds) -> Iterator[str]:
@@ -159,17 +168,19 @@ def _beside_the_model(cells: Speeds, gpus: int) -> Iterator[str]:
 def points(rows: list[Row], tokens: int, heads: int, heads_kv: int) -> dict[str, dict[int, float]]:
     """By method and number of GPUs, the measured share of one GPU's speed, of both passes of one sequence."""
     cell, found = Cell("fwd_bwd", heads, heads_kv, scaling.HEAD_DIM, "", tokens), {}
-    for gpus, mine in last_runs(rows).items():
-        of = speeds(mine, gpus).get(cell, {})
+    for kind, mine in last_runs(rows).items():
+        of = speeds(mine, kind.gpus).get(cell, {})
         for method in scaling.METHODS:
             if ALONE in of and f"parallel_{method}" in of:
-                found.setdefault(method, {})[gpus] = of[f"parallel_{method}"] / of[ALONE]
+                found.setdefault(method, {})[kind.gpus] = of[f"parallel_{method}"] / of[ALONE]
     return found
 
 
 def of_some_file(rows: list[Row]) -> list[Row]:
-    """These, or, where none of them is of several GPUs, those of `ELSEWHERE`."""
-    return rows if last_runs(rows) else read(runs.RESULTS.with_name(ELSEWHERE))
+    """These, and of kinds that they have no run of the last that `ELSEWHERE` has."""
+    here = last_runs(rows)
+    there = last_runs(read(runs.RESULTS.with_name(ELSEWHERE)))
+    return [*rows, *(row for kind, mine in there.items() if kind not in here for row in mine)]
 
 
 SECTIONS: dict[str, Sections] = {

@@ -3,8 +3,9 @@
 
 `python tests/seen.py` runs all in as many processes as the GPU has memory for, or all GPUs together, of which each
 process has one; then, one at a time, in a process that sees them all, what is marked `alone`. The file says which
-commit, what ran, what failed, and what was skipped for which reason. What follows `--` goes to pytest, for a part of
-the suite.
+commit, and of each of the two runs what ran, what failed, and what was skipped for which reason; it is written behind
+each. What follows `--` goes to pytest, for a part of the suite; `--add` puts a part to those of the same commit that
+the file has, where a machine is not to be had for so long as the whole takes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import torch
@@ -36,6 +38,7 @@ def main() -> int:
         "--jobs", default="auto", help="processes side by side (default: what cores and the GPUs' memory allow)"
     )
     parser.add_argument("--out", type=Path, help="the file (default: tests/<gpu>_seen.json)")
+    parser.add_argument("--add", action="store_true", help="to what the file has of this commit (default: anew)")
     parser.add_argument("pytest", nargs="*", help="for pytest, after --")
     given = parser.parse_args()
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
@@ -43,44 +46,53 @@ def main() -> int:
         given.out
         or ROOT / "tests" / f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower().removeprefix('nvidia ')).strip('-')}_seen.json"
     )
-    began = time.time()
-    found = [
-        *run(["-n", given.jobs, "--dist", "worksteal", "-m", "not alone"], given.pytest),
-        *run(["-m", "alone"], given.pytest),
-    ]
-    ended = {outcome: [case for case in found if case[1] == outcome] for outcome in ("passed", "failed", "skipped")}
     seen = {
         "commit": given.commit or head(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime(began)),
         "gpu": gpu,
         "gpus": torch.cuda.device_count(),
         **{name: installed(name) for name in ("torch", "triton", "nvidia-cutlass-dsl")},
         "python": platform.python_version(),
-        "arguments": given.pytest,
-        "cases": len(found),
-        "passed": len(ended["passed"]),
-        "failed": [name for name, _, _ in ended["failed"]],
-        "skipped": dict(Counter(why for _, _, why in ended["skipped"]).most_common()),
-        "seconds": round(time.time() - began),
+        "runs": [],
     }
-    out.write_text(json.dumps(seen, indent=2) + "\n")
-    print(
-        f"{out}: {seen['passed']} passed, {len(seen['failed'])} failed, {len(ended['skipped'])} skipped, "
-        f"{seen['seconds']} s"
-    )
-    return int(bool(seen["failed"]) or not seen["passed"])
+    if given.add and out.exists():
+        before = json.loads(out.read_text())
+        if before | {"runs": []} != seen:
+            parser.error(
+                f"--add: expected a file of {seen['commit']} and this machine, got {out} of {before['commit']}"
+            )
+        seen = before
+    for how in (["-n", given.jobs, "--dist", "worksteal", "-m", "not alone"], ["-m", "alone"]):
+        found = run([*how, *given.pytest])
+        if found["cases"]:
+            seen["runs"].append(found)
+        out.write_text(json.dumps(seen, indent=2) + "\n")
+    passed = sum(each["passed"] for each in seen["runs"])
+    failed = sum(len(each["failed"]) for each in seen["runs"])
+    skipped = sum(sum(each["skipped"].values()) for each in seen["runs"])
+    print(f"{out}: {passed} passed, {failed} failed, {skipped} skipped")
+    return int(bool(failed) or not passed)
 
 
-def run(how: list[str], more: list[str]) -> list[tuple[str, str, str]]:
-    """Name, outcome and reason of each test of one run."""
+def run(arguments: list[str]) -> dict[str, Any]:
+    """What one run of pytest came to."""
+    began = time.time()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "--benchmark-disable", f"--junitxml={report}", *how, *more]
+        command = [sys.executable, "-m", "pytest", "-q", "--benchmark-disable", f"--junitxml={report}", *arguments]
         told = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "FLASHZOO_SEEN": "1"}
         ended = subprocess.run(command, cwd=ROOT, env=os.environ | told)
         if ended.returncode not in (0, 1, 5):  # passed, failed, nothing chosen
             raise SystemExit(f"seen: pytest ended with {ended.returncode}: {' '.join(command)}")
-        return [outcome(case) for case in ElementTree.parse(report).iter("testcase")]
+        found = [outcome(case) for case in ElementTree.parse(report).iter("testcase")]
+    return {
+        "date": time.strftime("%Y-%m-%d", time.gmtime(began)),
+        "arguments": arguments,
+        "cases": len(found),
+        "passed": sum(ended == "passed" for _, ended, _ in found),
+        "failed": [name for name, ended, _ in found if ended == "failed"],
+        "skipped": dict(Counter(why for _, ended, why in found if ended == "skipped").most_common()),
+        "seconds": round(time.time() - began),
+    }
 
 
 def outcome(case: ElementTree.Element) -> tuple[str, str, str]:

@@ -221,15 +221,20 @@ def test_several_gpus_have_a_section_of_their_own():
     assert list(several.measured(ROWS)) == ["Not measured yet; `bench.parallel` does."]
     rows = [*ROWS, *_several("old", 2, tflops=1), *_several("new", 2), *_several("four", 4)]
     text = "\n\n".join(several.measured(rows))
-    assert "**2 GPUs.**" in text and "**4 GPUs.**" in text and "`new`" in text and "`old`" not in text
-    head = "| call | tokens a GPU | one GPU | gather | ring | auto | plain ring | torch, all-gather |"
-    of_two = text[text.index(head) : text.index("**4 GPUs.**")]
+    kinds = [f"**{gpus} GPUs, {what}.**" for what in ("one sequence", "documents") for gpus in (2, 4)]
+    assert sorted(kinds, key=text.index) == kinds and "`new`" in text and "`old`" not in text
+    of_two, _, documents, _ = (text[text.index(kind) :].split("GPUs, ", 2)[1] for kind in kinds)
+    head = "| call | tokens a GPU | one GPU | gather | ring | auto | plain ring |"
+    assert f"{head} torch, all-gather |" in of_two and f"{head}\n" in documents
     speeds = "600 | 576 (96.0%) | 480 (80.0%) | 582 (97.0%) | 300 (50.0%) | "
     assert f"| one sequence, 32:8 heads, forward | 32k | {speeds}420 (70.0%) |" in of_two
-    assert f"| documents, 32:8 heads, forward | 8k | {speeds}- |" in of_two, "what was refused has no speed"
+    assert f"| documents, 32:8 heads, forward | 8k | {speeds[:-1]}\n" in documents, "what was refused has no speed"
     assert "on average: 97.0%, the least 97.0% (one sequence, 32:8 heads, forward, 32k a GPU)." in of_two
     assert "1.39x (worst 1.39x) as fast as torch's `context_parallel`, faster in 2 of 2 cells" in of_two
-    assert "1.94x (worst 1.94x) as fast as a plain ring, faster in 3 of 3 cells" in of_two
+    assert "1.94x (worst 1.94x) as fast as a plain ring, faster in 2 of 2 cells" in of_two
+    assert "`auto` is 1.94x (worst 1.94x) as fast as a plain ring, faster in 1 of 1 cells" in documents
+    later = [*rows, *(row for row in _several("later", 2) if row["lengths"])]
+    assert [mine[0]["run"] for mine in several.last_runs(later).values()] == ["new", "four", "later", "four"]
     model = scaling.shares(2, 32768, 32, 8)
     line = f"| 32:8 | 32k | 641 / 600 | {model['gather'][0]:.1%} / 96.0% | - | {model['ring'][0]:.1%} / 80.0% |"
     assert line in of_two

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest.mock import ANY
 
 import pytest
 
@@ -16,6 +18,7 @@ from flashzoo_suite.support import ROOT
 pytest_plugins = ("pytester",)
 
 SEEN = sorted((ROOT / "tests").glob("*_seen.json"))
+NAME = re.compile(r"\w+")
 
 
 def test_outcomes_are_counted_by_what_they_were(tmp_path):
@@ -48,9 +51,17 @@ def test_outcomes_are_counted_by_what_they_were(tmp_path):
     ended = subprocess.run(command, cwd=ROOT, env=here, capture_output=True, text=True)
     assert ended.returncode == 1, ended.stderr
     seen = json.loads(out.read_text())
-    assert (seen["commit"], seen["cases"], seen["passed"]) == ("abc", 5, 2)
-    assert [name.rpartition("::")[2] for name in seen["failed"]] == ["test_broken"]
-    assert seen["skipped"] == {"no room": 2}
+    together, alone = seen["runs"]
+    assert (seen["commit"], together["cases"], together["passed"]) == ("abc", 4, 1)
+    assert [name.rpartition("::")[2] for name in together["failed"]] == ["test_broken"]
+    assert together["skipped"] == {"no room": 2}
+    assert (alone["cases"], alone["passed"], alone["failed"]) == (1, 1, []) and "alone" in alone["arguments"]
+    command.insert(2, "--add")
+    subprocess.run([*command, "-k", "quiet"], cwd=ROOT, env=here, capture_output=True)
+    assert json.loads(out.read_text())["runs"] == [together, alone, ANY]
+    command[command.index("abc")] = "other"
+    other = subprocess.run(command, cwd=ROOT, env=here, capture_output=True, text=True)
+    assert other.returncode == 2 and "--add: expected a file of other" in other.stderr
 
 
 def test_what_wants_a_gpu_is_one_line_of_pytests_summary(pytester):
@@ -91,8 +102,16 @@ def test_so_many_workers_as_all_gpus_hold(monkeypatch):
 
 
 @pytest.mark.parametrize("path", SEEN, ids=lambda path: path.stem)
-def test_all_that_was_seen_on_a_gpu_passed_within_ten_minutes(path):
-    seen = json.loads(path.read_text())
-    assert seen["arguments"] == [] and seen["failed"] == []
-    assert sum(seen["skipped"].values()) + seen["passed"] == seen["cases"]
-    assert seen["seconds"] < 600
+def test_all_that_was_seen_on_a_gpu_passed_each_run_within_ten_minutes(path):
+    runs = json.loads(path.read_text())["runs"]
+    for seen in runs:
+        assert seen["failed"] == [] and seen["seconds"] < 600
+        assert sum(seen["skipped"].values()) + seen["passed"] == seen["cases"]
+    marks, chosen = ([_after(flag, seen["arguments"]) for seen in runs] for flag in ("-m", "-k"))
+    assert {"not alone", "alone"} <= set(marks), "the whole suite has both"
+    left_out = {word for text in chosen if text.startswith("not (") for word in NAME.findall(text)} - {"not", "or"}
+    assert left_out <= {word for text in chosen if not text.startswith("not") for word in NAME.findall(text)}
+
+
+def _after(flag: str, arguments: list[str]) -> str:
+    return arguments[arguments.index(flag) + 1] if flag in arguments else ""
