@@ -62,8 +62,8 @@ HOPPER_SUMS = 2 * 2.0**-13
 """The same for P V, over P |V|, beside which a term is small:
 the running sum is cut 4 times before it is added up in float32."""
 HOPPER_FAST_SUMS = 2.0**-14
-"""The same for each key where nothing is added up in float32: half of what each term may be cut by below the running sum,
-which is at most P |V|, always towards 0."""
+"""The same for each key where nothing is added up in float32: half of what each term may be cut by below the running
+sum, which is at most P |V|, always towards 0."""
 
 
 @dataclass(frozen=True)

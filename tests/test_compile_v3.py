@@ -25,7 +25,17 @@ from flashzoo._sass import Resources, read
 from flashzoo.call.forms import MaskForm, ScoreForm
 from flashzoo.gpu import SHARED_LIMIT, WARPGROUP
 from flashzoo.v3 import backward, launch
-from flashzoo.v3.config import BACKWARD, FP8, ONE_LEVEL, OTHERS, PAIRED, PAIRS_FROM, SPARSE, kernel_backward_for, kernel_fp8_for
+from flashzoo.v3.config import (
+    BACKWARD,
+    FP8,
+    ONE_LEVEL,
+    OTHERS,
+    PAIRED,
+    PAIRS_FROM,
+    SPARSE,
+    kernel_backward_for,
+    kernel_fp8_for,
+)
 from flashzoo.v3.config import HOPPER as V3_TILES
 from flashzoo.v3.config import kernel_for as v3_kernel
 from flashzoo.v3.explain import refusals

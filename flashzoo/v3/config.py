@@ -104,9 +104,9 @@ FP8 = {
     256: TilesFp8(Tiles(2, DESCALE_BLOCK, overlap=False), 64, raw_stages=1, late=True, prepare=8192),
 }
 
-# Tiles with one level of sums, `fast_accum`, at the widths where it is faster: blocks overlap inside a warpgroup, as in 16
-# bits, for which two levels have no registers. Not at 128: with three warpgroups it spills, serial or not, and two levels
-# are faster there than FlashAttention-3's one.
+# Tiles with one level of sums, `fast_accum`, at the widths where it is faster: blocks overlap inside a warpgroup, as in
+# 16 bits, for which two levels have no registers. Not at 128: with three warpgroups it spills, serial or not, and two
+# levels are faster there than FlashAttention-3's one.
 ONE_LEVEL = {width: replace(FP8[width].tiles, overlap=True) for width in (64, 256)}
 
 # The backward pass, width of q and k, width of v; the narrowest that holds a problem's is taken.
