@@ -424,7 +424,7 @@ _ALL += (
         causal=True,
     ),
 )
-_FAST_ACCUM = {"precision": "fp8", "fast_accum": True}
+_FAST_ACCUM = {"dtype": "e4m3", "fast_accum": True}
 _ALL += (
     _workload("fast_accum_causal_gqa", "smoke", 100, 260, heads=4, heads_kv=2, causal=True, **_FAST_ACCUM),
     _workload("fast_accum_window_sinks", "smoke", 130, 200, 32, window=(90, 9), sinks=True, **_FAST_ACCUM),

@@ -125,7 +125,7 @@ def ways_of(workload: Workload) -> list[tuple[str, str | None, str | None]]:
     """dtype, precision and kind of descales, in every way that they go together on the workload."""
     if workload.problem.dtype_kv is not None:
         return [(dtype, None, kind) for dtype in QUANTIZABLE for kind in kinds_of_descales(workload.problem)]
-    in_e4m3 = replace(workload.problem, dtype="e4m3", precision=None, out_dtype=None)
+    in_e4m3 = replace(workload.problem, dtype="e4m3", out_dtype=None)
     found = [("e4m3", None, kind) for kind in kinds_of_descales(in_e4m3)]
     plain = [(dtype, None, None) for dtype in TORCH_DTYPES if dtype != "e4m3"]
     in_fp8 = [*found, *((dtype, "fp8", None) for dtype in QUANTIZABLE)]
