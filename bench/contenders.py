@@ -33,9 +33,13 @@ from flashzoo.timing import captured
 
 DEFAULT_MODES = {"bwd": ("v3_deterministic@8192",)}
 """What runs unasked besides the versions as they are: at one length, which shows what a fixed order costs."""
-ENDINGS: dict[str, dict[str, Any]] = {"_end_to_end": {"precision": "fp8"}, "_deterministic": {"deterministic": True}}
+ENDINGS: dict[str, dict[str, Any]] = {
+    "_end_to_end": {"precision": "fp8"},
+    "_deterministic": {"deterministic": True},
+    "_fast_accum": {"fast_accum": True},
+}
 """What may end the name of a version, and what it is then called with: on 16-bit inputs, quantisation included;
-in a fixed order."""
+in a fixed order; on e4m3 inputs, with sums left to the tensor core."""
 MASKED_ONLY = "blocksparse"
 SCORED = ("v3", "v2", *(name for name in scored.SCORE_PEERS if name in LINEAR_PEERS))
 """What runs unasked where there is something on the scores."""
@@ -107,7 +111,7 @@ def names_with_endings() -> list[str]:
     """The names of versions with each of `ENDINGS` that they can be called with."""
     specs = flashzoo.versions().values()
     can = {"_end_to_end": [spec for spec in specs if spec.quantizes]}
-    can["_deterministic"] = [spec for spec in specs if "deterministic" in spec.features]
+    can |= {f"_{name}": [spec for spec in specs if name in spec.features] for name in ("deterministic", "fast_accum")}
     return [f"{spec.name}{ending}" for ending in ENDINGS for spec in can[ending]]
 
 

@@ -7,7 +7,8 @@ tells no sizes; d 128 at seqlen 8192 gives its figures, all six, and is the defa
 rows where outliers of q and k meet, so a head more or less moves it by some percent.
 
 The second has N(0, 1) inputs with few queries and ever more keys: what stays of the tensor core's 13-bit sums where
-each block's is promoted to float32 (two-level accumulation), and where not.
+each block's is promoted to float32 (two-level accumulation), and where not. Then the same of values around 1: what is
+cut off goes towards 0, and where all terms have one sign it adds up.
 
 With `--run` the first table's errors are rows of the results file too: their pass is `error_fp8_paper` or
 `error_randn`, by the inputs, `rms_err` the error, and there is no time.
@@ -37,7 +38,7 @@ from bench.runs import ERROR
 from flashzoo.call.problem import DESCALE_BLOCK, Problem
 from flashzoo.dtypes import TORCH_DTYPES
 from flashzoo.inputs import inputs
-from flashzoo.reference import HOPPER_K, HOPPER_SUM_BITS, LARGEST_E4M3, P_SCALE, dequantized, oracle, rotated
+from flashzoo.reference import LARGEST_E4M3, P_SCALE, dequantized, one_level, oracle, rotated
 from flashzoo.workloads import hardware
 
 VALUES = {"outliers": "fp8_paper", "N(0, 1)": "randn"}
@@ -118,9 +119,11 @@ def rmse(out: Tensor, exact: Tensor) -> float:
     return float((out.to(exact.dtype) - exact).square().mean().sqrt())
 
 
-def drawn(problem: Problem, values: str, device: str) -> tuple[Inputs, Tensor]:
-    """q, k and v in float32, and out in float64: rounding the inputs to 16 bits counts as an error, as in the paper."""
+def drawn(problem: Problem, values: str, device: str, mean: float = 0.0) -> tuple[Inputs, Tensor]:
+    """q, k and v in float32, the mean added to v, and out in float64: rounding the inputs to 16 bits counts as an
+    error, as in the paper."""
     q, k, v, _ = inputs(replace(problem, dtype="fp32"), device=device, values=values)
+    v = v + mean
     return (q, k, v), oracle(q, k, v, problem).out
 
 
@@ -177,48 +180,42 @@ def sums(p: Tensor, v: Tensor, block: int) -> Tensor:
     """`p v` as Hopper's FP8 tensor core sums it, promoted to float32 after each block of keys.
 
     Args:
-        p: `(..., queries, keys)`, float32.
-        v: `(..., keys, head_dim)`, float32.
+        p, v: as in `flashzoo.reference.one_level`.
         block: keys whose sum stays in the tensor core.
     """
     total = p.new_zeros((*p.shape[:-1], v.shape[-1]))
     for p_block, v_block in zip(p.split(block, -1), v.split(block, -2), strict=True):
-        held = torch.zeros_like(total)
-        for p_part, v_part in zip(p_block.split(HOPPER_K, -1), v_block.split(HOPPER_K, -2), strict=True):
-            held += p_part @ v_part
-            held.view(torch.int32).bitwise_and_(-1 << (23 - HOPPER_SUM_BITS))  # of float32's 23 bits
-        total += held
+        total += one_level(p_block, v_block)
     return total
 
 
 def emulated(quantized: Quantized, two_level: bool) -> Tensor:
     """Out `(batch, seqlen_q, heads, head_dim)` in float32, with `sums` for P V."""
     (q, k, v), descales = quantized
+    batch = q.shape[0]
     real = (dequantized(x, descale).float() for x, descale in zip((q, k, v), descales, strict=True))
-    q, k, v = (x.transpose(1, 2) for x in real)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in real)
     s = q @ k.mT / math.sqrt(q.shape[-1])
     p = s.sub_(s.amax(-1, keepdim=True)).exp_()
     rounded = (p * P_SCALE).to(torch.float8_e4m3fn).float()
-    return (
-        sums(rounded, v, DESCALE_BLOCK if two_level else k.shape[2]) / (P_SCALE * p.sum(-1, keepdim=True))
-    ).transpose(1, 2)
+    out = sums(rounded, v, DESCALE_BLOCK if two_level else k.shape[1]) / (P_SCALE * p.sum(-1, keepdim=True))
+    return out.unflatten(0, (batch, -1)).transpose(1, 2)
 
 
 def errors_of_long(problem: Problem, device: str) -> Iterator[tuple[str, float]]:
     """The rows of the second table: a name, and the RMSE over out's own root mean square."""
     hopper = on_hopper(device)
-    tensors, right = drawn(problem, "randn", device)
-    size = float(right.square().mean().sqrt())
-    yield (
-        "16 bits: bf16",
-        rmse(attention_in(torch.bfloat16, tensors, version="v3" if hopper else "standard"), right) / size,
-    )
-    q, k, v = (x.to(torch.float16) for x in tensors)
-    quantized = WAYS["all together"](q, k, v)
-    for name, two_level in (("two levels", True), ("one level", False)):
-        version = "v3_fp8" if two_level else ablation.ONE_LEVEL
-        out = attention_in_fp8(quantized, version) if hopper else emulated(quantized, two_level)
-        yield name, rmse(out, right) / size
+    for mean, of_values in ((0.0, ""), (1.0, ", values around 1")):
+        tensors, right = drawn(problem, "randn", device, mean)
+        size = float(right.square().mean().sqrt())
+        in_bf16 = attention_in(torch.bfloat16, tensors, version="v3" if hopper else "standard")
+        yield f"16 bits: bf16{of_values}", rmse(in_bf16, right) / size
+        q, k, v = (x.to(torch.float16) for x in tensors)
+        quantized = WAYS["all together"](q, k, v)
+        for name, two_level in (("two levels", True), ("one level", False)):
+            version = "v3_fp8" if two_level else ablation.ONE_LEVEL
+            out = attention_in_fp8(quantized, version) if hopper else emulated(quantized, two_level)
+            yield f"{name}{of_values}", rmse(out, right) / size
 
 
 def table(head: list[str], columns: list[dict[str, float]], last: dict[str, str] | None = None) -> str:

@@ -77,6 +77,8 @@ def _exercised(spec: Spec) -> Exercised:
     ]
     for workload in (*workloads("smoke"), *workloads("hard")):
         beside_fp8 = [way for way in ways if workload.problem.dtype_kv is None or way in BESIDE_E4M3]
+        if workload.problem.fast_accum:
+            beside_fp8 = [way for way in ways if way["dtype"] == "e4m3" or "precision" in way]
         for way, grad in product(beside_fp8, (False, True)):
             features = (spec.backward or frozenset()) if grad else spec.features
             deterministic = "deterministic" in features and "smoke" in workload.tags

@@ -21,6 +21,7 @@ BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, RED, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 COLOURS = {
     **{"v3": RED, "v3_deterministic": ORANGE, "v3_fp8": PURPLE, "v3_fp8_end_to_end": PURPLE},
+    "v3_fp8_fast_accum": ORANGE,
     **{"v2": BLUE, "v1": SKY, "standard": "#5a5a5a", "blocksparse": GREEN},
 }
 """Of what is ours; a version of a reader's own is black."""

@@ -64,17 +64,18 @@ class Referee:
             self.sample = replace(
                 self.sample, seqlen_q=len(self.queries), causal=False, block_mask=form, sequences=None
             )
-        self.judges: dict[str | None, Judge] = {}
+        self.judges: dict[tuple[str, ...], Judge] = {}
 
     def judge(self, impl: str) -> Judge:
         """Of what that implementation is asked for, which may err more where it quantizes its inputs."""
-        precision = parted(impl)[1].get("precision")
-        if precision not in self.judges:
+        numerics = {name: value for name, value in parted(impl)[1].items() if name in ("precision", "fast_accum")}
+        key = tuple(numerics)
+        if key not in self.judges:
             q, k, v, dout = self.tensors
             asked, told = self.scores.judged(self.batch, self.heads, self.queries) if self.scores else ({}, {})
-            sample = replace(self.sample, precision=precision, **asked)
-            self.judges[precision] = Judge(q, k, v, sample, dout if sample.grad else None, mask=self.mask, **told)
-        return self.judges[precision]
+            sample = replace(self.sample, **numerics, **asked)
+            self.judges[key] = Judge(q, k, v, sample, dout if sample.grad else None, mask=self.mask, **told)
+        return self.judges[key]
 
     def errors(self, impl: str, result: Result) -> Row:
         """The columns max_err and rms_err: of out, or the worst of the gradients.

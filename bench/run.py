@@ -5,7 +5,8 @@ held against the oracle; one that fails gets no speed. The others are then timed
 unfair to none: flush L2, CUDA event, call, CUDA event. The backward pass is timed alone. A bf16 matmul, timed before
 and after, says what the GPU could do in this run; with `--dtype e4m3`, where inputs are FP8 and there is no backward
 pass, an FP8 one too. A version that quantizes 16-bit inputs is timed so, end to end, under its name with `_end_to_end`
-behind it, and with `_deterministic` behind it any that has an order of accumulation which is fixed.
+behind it, with `_deterministic` behind it any that has an order of accumulation which is fixed, and with `_fast_accum`,
+of e4m3 inputs, any that may leave sums to the tensor core.
 
 With `--models` cells are real models' shapes (`bench.models`). With `--settled-ms` the fastest version, the
 fastest peer and what takes less than twice as long as the fastest are timed once more, alone, call behind call until

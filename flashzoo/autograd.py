@@ -134,7 +134,7 @@ def unquantized(forward: Forward, anew: Any) -> Callable[..., tuple[Tensor, Tens
 
     def backward(*arguments: Any) -> tuple[Tensor | None, ...]:
         dout, dlse, q, k, v, _, _, problem, operands = arguments
-        problem = replace(problem, precision=None)
+        problem = replace(problem, precision=None, fast_accum=False)
         out, lse = anew(q, k, v, problem.forward, operands)
         return anew.backward(dout, dlse, q, k, v, out, lse, problem, operands)
 

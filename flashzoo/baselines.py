@@ -66,6 +66,7 @@ def _standard_notes(problem: Problem) -> list[str]:
     plain = "quantises q, k and v to e4m3 with one scale a head, and rotates nothing: the papers' plain FP8"
     notes = {
         plain: problem.precision == "fp8",
+        "sums P V in float32 with every term cut off as Hopper's FP8 tensor core does, slowly": problem.fast_accum,
         _DENSE_MASK: problem.block_mask is not None,
         _DENSE_LENGTHS: problem.sequences is not None,
         _DENSE_CACHE: "cache" in problem.features and problem.sequences is None,
@@ -91,6 +92,7 @@ _STANDARD_FEATURES = frozenset(
         "sinks",
         "score_mod",
         "dropout_p",
+        "fast_accum",
     }
 )
 

@@ -2,7 +2,8 @@
 so that no fault of it is everybody's budget.
 
 `standard` rounds P, dS and what it returns to the I/O dtype; scores, sums and LSE to float32; in FP8 P to e4m3, scores
-to what the tensor core keeps, and with precision="fp8" q, k and v before all that. Roundings of different numbers are
+(and with fast_accum=True the sums of P V) to what the tensor core keeps, and with precision="fp8" q, k and v before all
+that. Roundings of different numbers are
 independent, so in a sum their squares are added, here in float64. out and LSE are held to this against the oracle.
 Gradients are held to it against the same formulas in float64 on the yardstick's own out and LSE, which is what a
 backward pass begins with: so nothing but its own roundings is allowed for.
@@ -45,6 +46,8 @@ ROWS = 64
 so many that luck does not."""
 E4M3_UNIT, E4M3_TINY = 2.0**-4, 2.0**-10
 """Half the distance between e4m3 numbers: of normal ones as a share of them, and of subnormal ones."""
+IN_CORE = 2.0 ** (1 - HOPPER_SUM_BITS)
+"""What Hopper's FP8 tensor core cuts off a term, as a share of the sum."""
 STEPS = 8
 """Roundings that a function on scores makes beside those of what it is given and gives, at a size of 1."""
 RUNNING = 16
@@ -155,6 +158,7 @@ class _Model:
         self.wide = torch.finfo(torch.float64 if problem.dtype == "fp64" else torch.float32).eps
         self.quantised = problem.precision == "fp8"
         self.in_fp8 = self.quantised or problem.dtype == "e4m3"
+        self.of_sums = IN_CORE if problem.fast_accum else self.wide
         # of a head, of which the plainest quantiser makes one scale
         self.largest = [x.double().abs().amax((1, 3), keepdim=True) if x.numel() else x for x in inputs]
 
@@ -169,7 +173,7 @@ class _Model:
     def _of_scores(self, s: Tensor, part: Part, in_fp8: bool) -> Tensor:
         """Of exp(score), as a share of it."""
         q, k = self._of(0, part).square(), self._of(1, part).square()
-        unit = 2.0 ** (1 - HOPPER_SUM_BITS) if in_fp8 else self.wide
+        unit = IN_CORE if in_fp8 else self.wide
         found = (unit * self.scale) ** 2 * (1 + q.shape[-1] / RUNNING) * (q @ k.mT)
         if self.scored is not None:  # what it is given is rounded, too, and each of its own steps
             given = products(self.inputs[0], self.inputs[1], part, torch.float64) * self.scale
@@ -206,7 +210,7 @@ class _Model:
         unit, tiny = (
             (E4M3_UNIT, p.amax(-1, keepdim=True) * (E4M3_TINY / P_SCALE)) if self.in_fp8 else (self.unit_p, self.tiny_p)
         )
-        sums = self.wide**2 * (1 + s.shape[-1] / RUNNING)
+        sums = self.of_sums**2 * (1 + s.shape[-1] / RUNNING)
         squares = p.square_()
         moved = squares * of_scores
         of_row = moved.sum(-1, keepdim=True) + against_sink + sums + self.unit**2

@@ -424,6 +424,24 @@ _ALL += (
         causal=True,
     ),
 )
+_FAST_ACCUM = {"dtype": "e4m3", "fast_accum": True}
+_ALL += (
+    _workload("fast_accum_causal_gqa", "smoke", 100, 260, heads=4, heads_kv=2, causal=True, **_FAST_ACCUM),
+    _workload("fast_accum_window_sinks", "smoke", 130, 200, 32, window=(90, 9), sinks=True, **_FAST_ACCUM),
+    _workload("fast_accum_one_query", "hard", 1, 4097, 128, heads=1, **_FAST_ACCUM),
+    _workload("fast_accum_blind_rows_d256", "hard", 203, 113, 256, heads=1, causal=True, **_FAST_ACCUM),
+    *(
+        _workload(f"fast_accum_d{d}_{n}", "large", 700, n, d, heads=4, heads_kv=2, batch=2, **_FAST_ACCUM)
+        for d, n in ((64, 16384), (128, 9000), (256, 16384))
+    ),
+    _workload("fast_accum_causal_d64", "large", 4097, 4097, 64, causal=True, **_FAST_ACCUM),
+    _workload("fast_accum_causal_d256", "large", 8200, 8200, 240, heads=1, causal=True, **_FAST_ACCUM),
+    _workload("fast_accum_window_d256", "large", 3000, 3100, 256, window=(1500, 200), **_FAST_ACCUM),
+    *(
+        _workload(f"fast_accum_packed_d{d}", "large", 2000, 2300, d, sequences=7, causal=True, **more, **_FAST_ACCUM)
+        for d, more in ((64, {"heads": 4, "heads_kv": 1}), (256, {"used_k": True, "sinks": True}))
+    ),
+)
 _LATENT = {"head_dim": 576, "head_dim_v": 512, "latent": True, "heads_kv": 1, "used_k": True}
 _ALL += (
     _workload("mla_causal", "smoke", 3, 190, heads=16, batch=3, causal=True, **_LATENT),

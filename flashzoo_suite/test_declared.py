@@ -128,7 +128,8 @@ def ways_of(workload: Workload) -> list[tuple[str, str | None, str | None]]:
     in_e4m3 = replace(workload.problem, dtype="e4m3", out_dtype=None)
     found = [("e4m3", None, kind) for kind in kinds_of_descales(in_e4m3)]
     plain = [(dtype, None, None) for dtype in TORCH_DTYPES if dtype != "e4m3"]
-    return [*plain, *found, *((dtype, "fp8", None) for dtype in QUANTIZABLE)]
+    in_fp8 = [*found, *((dtype, "fp8", None) for dtype in QUANTIZABLE)]
+    return in_fp8 if workload.problem.fast_accum else [*plain, *in_fp8]
 
 
 def refusals(spec: Spec) -> dict[str, tuple[Problem, str]]:

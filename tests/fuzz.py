@@ -141,6 +141,7 @@ def answer(call: Call, given: Operands, mask: Any) -> dict[str, Tensor]:
             "window_size": call.window,
             "deterministic": call.deterministic,
             "precision": call.precision,
+            "fast_accum": call.fast_accum,
             "block_mask": mask,
         }
         if call.out_dtype is not None:

@@ -60,6 +60,7 @@ class Call:
         sinks: their dtype; "" for none. One in five calls has one of -inf.
         score: the function on scores, of `fuzz_scores.KINDS`; "" for none.
         dropout: the dropout_p; its seed is made of `seed`.
+        fast_accum: as `flashzoo.attention` takes it.
         mask: kind, block sizes, and whether it has blocks of its own for each batch (b) and head (h):
             "dense:128x64:bh"; "" for none.
     """
@@ -97,6 +98,7 @@ class Call:
     sinks: str = ""
     score: str = ""
     dropout: float = 0.0
+    fast_accum: bool = False
     mask: str = ""
     seed: int = 0
 
@@ -170,6 +172,7 @@ class Call:
             sinks=bool(self.sinks),
             score_mod=ScoreForm(grads=(0,) if "m" in self.grad else ()) if self.score else None,
             dropout_p=self.dropout,
+            fast_accum=self.fast_accum,
             **self.on_scores,
             **hardware(device),
         )

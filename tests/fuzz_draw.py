@@ -186,6 +186,8 @@ def configuration(random: Random, versions: list[str], device: str) -> Configura
         call = replace(call, lengths=(), packed_q=True)
     if entry == "attention" and asks("dropout_p", 0.25):
         call = replace(call, dropout=random.choice((0.1, 0.5, 0.9)))
+    if (in_e4m3 or (precision and entry == "attention")) and asks("fast_accum", 0.4):
+        call = replace(call, fast_accum=True)
     if entry == "attention" and asks("score_mod", 0.3):
         score = random.choice(list(SCORE_MODS))
         if grad and SCORE_MODS[score].shape is not None:

@@ -61,6 +61,9 @@ them 4 times `LINEAR` times 2, as a score's size is counted twice where one term
 HOPPER_SUMS = 2 * 2.0**-13
 """The same for P V, over P |V|, beside which a term is small:
 the running sum is cut 4 times before it is added up in float32."""
+HOPPER_FAST_SUMS = 2.0**-14
+"""The same for each key where nothing is added up in float32: half of what each term may be cut by below the running
+sum, which is at most P |V|, always towards 0."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,8 @@ def numerics(call: Call) -> Numerics:
     quantised = 0.0 if call.dtype == "e4m3" or not fp8 else E4M3_UNIT
     if fp8:
         scores = HOPPER_SCORES * math.sqrt(max(1, call.head_dim / HOPPER_K))
-        return Numerics(unit, E4M3_UNIT, floor, E4M3_FLOOR, eps, scores, HOPPER_SUMS, quantised)
+        sums = HOPPER_SUMS + (HOPPER_FAST_SUMS * call.seqlen_k if call.fast_accum else 0.0)
+        return Numerics(unit, E4M3_UNIT, floor, E4M3_FLOOR, eps, scores, sums, quantised)
     of_p = torch.finfo(TORCH_DTYPES[call.dtype])
     floor_p = max(of_p.smallest_normal * of_p.eps / 2, accumulator.smallest_normal)
     return Numerics(unit, of_p.eps / 2, floor, floor_p, eps, _running(eps, call.head_dim), 0.0)

@@ -246,6 +246,12 @@ BAD_INPUT = {
         TypeError,
         r"precision='fp8' quantises fp16 or bf16 inputs, got q torch.float8_e4m3fn",
     ),
+    "fast_accum is a number": (_fp8(fast_accum=1), TypeError, r"fast_accum must be a bool, got (1|int)"),
+    "fast_accum of fp32": (
+        {"fast_accum": True},
+        ValueError,
+        r"fast_accum=True is for e4m3 inputs or precision='fp8', got fp32",
+    ),
     "out_dtype is a string": (
         _fp8(out_dtype="bf16"),
         TypeError,

@@ -391,7 +391,21 @@ def test_only_what_takes_the_dtype_is_timed_unasked():
     assert "v3_fp8" in default_impls("fwd", "e4m3") and "v3_fp8" not in default_impls("fwd")
     assert default_impls("fwd", "e4m3")[-2:] == list(peers.FP8_PEERS)
     assert not [impl for pass_ in PASSES for impl in default_impls(pass_) if impl.endswith(tuple(ENDINGS))]
-    assert "v3_fp8_end_to_end" in names_with_endings()
+    assert {"v3_fp8_end_to_end", "v3_fp8_fast_accum"} <= {*names_with_endings()}
+
+
+def test_fast_accum_is_timed_under_its_own_name_and_held_to_its_own_yardstick(tmp_path):
+    out = tmp_path / "cpu.csv"
+    line = "--dtype e4m3 --impls standard,standard_fast_accum --passes fwd --causal 0"
+    assert bench_tiny(line, out) == 0
+    assert timed_in(out) == [("standard", "fwd", "0"), ("standard_fast_accum", "fwd", "0")]
+    q, k, v = (torch.ones(1, n, 1, 16).to(torch.float8_e4m3fn) for n in (1, 1 << 15, 1 << 15))
+    cell = Cell(Problem(1, 1, 1 << 15, 1, 1, 16, "e4m3", device="cpu"))
+    referee = Referee(cell, (q, k, v, torch.ones(1, 1, 1, 16)))
+    half = Contender("standard_fast_accum", cell, (q, k, v, torch.ones(1, 1, 1, 16))).result()
+    assert referee.errors("standard_fast_accum", half)
+    with pytest.raises(WrongResultError):
+        referee.errors("standard", half)
 
 
 def test_a_fixed_order_is_timed_under_its_own_name(tmp_path, versions_called):

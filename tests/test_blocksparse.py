@@ -320,7 +320,7 @@ class TestDispatch:
     @pytest.mark.parametrize("arch", [80, 90, 100])
     def test_auto_takes_it_for_masks_that_v3_refuses_and_for_nothing_else(self, arch):
         for workload in workloads():
-            for dtype in ("fp16", "bf16", "fp32") if workload.problem.dtype_kv is None else ():
+            for dtype in ("fp16", "bf16", "fp32") if not workload.problem.kv_in_e4m3 else ():
                 problem = replace(workload.problem, dtype=dtype, out_dtype=None, device="cuda", arch=arch, grad=True)
                 chosen = flashzoo.explain(problem).chosen
                 if problem.block_mask is None:

@@ -91,7 +91,7 @@ def test_a_line_is_the_call(hopper):
 
 def test_draws_all_that_is_declared_and_little_that_is_refused(hopper):
     features, numerics, refused, calls = Counter(), Counter(), 0, 0
-    for number in range(600):
+    for number in range(1500):
         random = Random(f"{SEED}/{number}")
         configuration = fuzz.configuration(random, list(flashzoo.versions()), "cuda")
         for call in islice(fuzz.calls(random, configuration, "cuda"), 4):

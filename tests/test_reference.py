@@ -264,3 +264,54 @@ def test_sums_keep_what_hoppers_tensor_core_keeps():
     assert float(reference._hopper_sums(a, b)) == 32, "2^-9 is the 14th bit below 32's"
     a[..., 32] = 2**-8
     assert float(reference._hopper_sums(a, b)) == 32 + 2**-8
+
+
+def in_one_level(p: Tensor, v: Tensor) -> float:
+    """The sum of two rows of numbers, 32 at a time, in float64: beside the sum so far each product is cut towards 0 to
+    multiples of 2^-13 of the largest of them, rounded down to a power of two, and then the new sum to its own."""
+
+    def cut(x: float, largest: float) -> float:
+        unit = 2.0 ** (math.frexp(largest)[1] - 14) if largest else 1.0
+        return math.trunc(x / unit) * unit
+
+    total = 0.0
+    for first in range(0, len(p), 32):
+        terms = [float(x) * float(y) for x, y in zip(p[first : first + 32], v[first : first + 32], strict=True)]
+        largest = max(abs(x) for x in (*terms, total))
+        total = cut(total, largest) + sum(cut(x, largest) for x in terms)
+        total = cut(total, abs(total))
+    return total
+
+
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+@pytest.mark.parametrize("each", [reference.HOPPER_EACH, 32 * 5 * 3, 1])
+def test_one_level_cuts_every_product_beside_the_sum(mean, each, monkeypatch):
+    monkeypatch.setattr(reference, "HOPPER_EACH", max(each, 32 * 5))  # so many rows at a time: all, three, one
+    p = torch.rand(2, 4, 1000).mul_(256).to(torch.float8_e4m3fn).float()
+    v = (torch.randn(2, 1000, 5) + mean).to(torch.float8_e4m3fn).float() * 0.3
+    found = reference.one_level(p, v)
+    for b, row, column in ((0, 0, 0), (0, 3, 4), (1, 1, 2), (1, 2, 0)):
+        expected = in_one_level(p[b, row], v[b, :, column])
+        assert float(found[b, row, column]) == pytest.approx(expected, rel=1e-6)
+    assert not torch.equal(found, p @ v)
+
+
+def test_standard_with_fast_accum_has_one_level_of_sums():
+    """A mean of ones, in one level: where the sum is 2^14 times a term, a term is nothing beside it."""
+    n = 1 << 15
+    q, k, v = (torch.full((1, rows, 1, 16), x).to(torch.float8_e4m3fn) for rows, x in ((2, 0.0), (n, 0.0), (n, 1.0)))
+    problem = Problem(1, 2, n, 1, 1, 16, dtype="e4m3", device="cpu")
+    assert bool((forward("standard", (q, k, v), problem).out == 1).all())
+    assert bool((forward("standard", (q, k, v), replace(problem, fast_accum=True)).out == 0.5).all())
+
+
+def test_fast_accum_is_of_the_forward_pass_alone():
+    problem = Problem(
+        *(1, 40, 70, 2, 1, 32),
+        **{"dtype": "fp16", "precision": "fp8", "fast_accum": True, "grad": True, "lse": True, "device": "cpu"},
+    )
+    tensors, dout, dlse = draw(problem)
+    fast = both("standard", tensors, problem, dout, dlse)
+    plain = both("standard", tensors, replace(problem, fast_accum=False), dout, dlse)
+    assert torch.equal(fast.lse, plain.lse) and torch.equal(fast.dv, plain.dv), "LSE is no sum of P V, nor is dV"
+    assert not torch.equal(fast.out, plain.out)

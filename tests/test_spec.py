@@ -163,7 +163,8 @@ class TestSpec:
         paged = dataclasses.replace(cached, page_size=1)
         mixed = dataclasses.replace(packed, packed_q=True)
         latent = dataclasses.replace(asked, latent=True)
-        several = (packed, masked, paged, mixed, latent)
+        in_fp8 = dataclasses.replace(asked, precision="fp8", fast_accum=True)
+        several = (packed, masked, paged, mixed, latent, in_fp8)
         assert frozenset().union(*(problem.features for problem in several)) == FEATURES.keys()
         assert latent.features ^ asked.features == {"mla", "head_dim_v"}
         assert mixed.features - paged.features == {"packed_q"}

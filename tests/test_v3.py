@@ -27,7 +27,7 @@ from flashzoo.inputs import LAYOUTS
 from flashzoo.reference import Result
 from flashzoo.v3 import launch, launch_fp8, programs
 from flashzoo.v3.config import HOPPER, OTHERS, WIDTHS, kernel_for, kernel_fp8_for, pack_gqa_for, padded
-from flashzoo.v3.explain import describe
+from flashzoo.v3.explain import describe, describe_fp8
 from flashzoo_suite.support import ROOT, accept, draw, forward, in_fresh_process, same_bits, storage_of
 
 gpu = pytest.mark.gpu
@@ -53,6 +53,22 @@ def test_threads_that_compile_at_once(monkeypatch):
         thread.join()
     programs.function_for.cache_clear()
     assert images.keys() == set(kernels) and len({image.cubin for image in images.values()}) == 2
+
+
+def test_fast_accum_has_kernels_of_one_level_where_these_are_faster():
+    for head_dim, sequences, transposed in product((64, 128, 256), (None, 3), (False, True)):
+        if sequences and transposed:
+            continue
+        plain = replace(PLAIN, batch=1, head_dim=head_dim, head_dim_v=head_dim, dtype="e4m3", sequences=sequences)
+        two, one = (
+            kernel_fp8_for(replace(plain, fast_accum=fast), False, transposed=transposed) for fast in (False, True)
+        )
+        assert two.two_level and not two.tiles.overlap
+        assert one == two if head_dim == 128 else one.tiles.overlap and not one.two_level
+        in_words = "\n".join(describe_fp8(replace(plain, fast_accum=True)))
+        assert ("fast_accum: not used" in in_words) is (head_dim == 128)
+        assert ("O summed by the tensor core alone" in in_words) is (head_dim != 128)
+        assert "promoted to float32" in describe_fp8(plain)[0]
 
 
 # A kernel's arguments.

@@ -37,6 +37,7 @@ class Options(TypedDict, total=False):
     window_size: Window | None
     deterministic: bool
     precision: Literal["fp8"] | None
+    fast_accum: bool
     out_dtype: torch.dtype | None
     q_descale: Tensor | None
     k_descale: Tensor | None
@@ -115,6 +116,9 @@ def attention(
             FLASHZOO_VERSION.
         precision: "fp8" quantises fp16 or bf16 inputs to e4m3 for the forward pass; the backward pass runs in 16 bits,
             on the inputs as they are. Nothing is quantised where it is None.
+        fast_accum: with e4m3 inputs or `precision="fp8"`, P V may be summed in the tensor core's accumulators alone,
+            which is faster at some head dims: they cut each term off 13 bits below the sum, and what is lost grows with
+            the keys. False promotes sums to float32 on the way. A ValueError with anything else.
         out_dtype: of out. That of the inputs where None; with 16-bit ones `torch.float32` leaves out as it was summed,
             for partial results (`flashzoo.merge`), with no gradients. With e4m3 inputs `torch.bfloat16`, which None
             means there, or `torch.float16`.

@@ -43,6 +43,9 @@ BESIDE_OPTIONS = {
         lambda p: p.out_dtype == "fp32" and p.dtype != "fp32",
         {"dtype": "fp16", "out_dtype": "fp32"},
     ),
+    "fast_accum": Feature(
+        "fast_accum=True", lambda p: p.fast_accum, {"dtype": "fp16", "precision": "fp8", "fast_accum": True}
+    ),
     "fp8_kv": Feature(
         "e4m3 k and v with 16-bit q", lambda p: p.dtype_kv is not None, {"dtype": "fp16", "dtype_kv": "e4m3"}
     ),

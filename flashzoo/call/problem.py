@@ -168,6 +168,7 @@ class Problem:
         dropout_p: the share of the probabilities that is dropped, see `dropped`.
         max_seqlen_q, max_seqlen_k: no sequence has more queries, or keys; None where the caller does not say.
             Only with sequences.
+        fast_accum: in FP8, sums of P V may stay in the tensor core, which keeps fewer bits of them than float32 has.
         out_dtype: of out, one of `OUT_DTYPES`; None stands for the first, as does what inputs of another dtype than
             e4m3 can't have. So `replace(problem, dtype=...)` keeps the old one, where it may, unless it is given
             out_dtype=None too.
@@ -226,6 +227,12 @@ class Problem:
         _check_precision,
         flag={"choices": [name for name in PRECISIONS if name], "help": "quantise 16-bit inputs to this"},
     )
+    fast_accum: bool = option(
+        False,
+        "bool",
+        _check_flag,
+        flag={"action": "store_true", "help": "sums of P V in FP8 may stay in the tensor core, in its fewer bits"},
+    )
     out_dtype: str = option(None, "ScalarType?", _check_out_dtype)
     block_mask: MaskForm | None = None
     sequences: int | None = None
@@ -283,6 +290,8 @@ class Problem:
             self._check_dtype_kv()
         if self.precision is not None and self.dtype not in QUANTIZABLE:
             raise ValueError(f"precision={self.precision!r} is for dtype {' or '.join(QUANTIZABLE)}, got {self.dtype}")
+        if self.fast_accum and self.numerics not in ("e4m3", "fp8"):
+            raise ValueError(f"fast_accum=True is for e4m3 inputs or precision='fp8', got {self.dtype}")
         if self.block_mask is not None:
             self._check_form(self.block_mask)
         if self.score_mod is not None and not isinstance(self.score_mod, ScoreForm):

@@ -20,7 +20,7 @@ from flashzoo.parallel.ulysses import copies_of
 PARTED = ("causal", "softmax_scale", "window_size", "deterministic", "sinks", "cu_seqlens_q", "max_seqlen_q",
           "max_seqlen_k")  # fmt: skip
 """Arguments of `attention` that calls on parts of the keys can honour, in `gather`, `ring` and `halo`."""
-SHARED = (*PARTED, "precision", "out_dtype", "block_mask", "cu_seqlens_k", "seqused_k")
+SHARED = (*PARTED, "precision", "fast_accum", "out_dtype", "block_mask", "cu_seqlens_k", "seqused_k")
 """Those that a call on some of the heads can, in `ulysses`."""
 
 

@@ -38,7 +38,7 @@ SPEC = Spec(
     notes=deferred("flashzoo.v3.explain:describe"),
 )
 
-_FP8_FEATURES = frozenset({"causal", "window", "gqa", "cross", "lse", "deterministic", "sinks"})
+_FP8_FEATURES = frozenset({"causal", "window", "gqa", "cross", "lse", "deterministic", "sinks", "fast_accum"})
 
 FP8_SPEC = Spec(
     name="v3_fp8",

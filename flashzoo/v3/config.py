@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from flashzoo._cute.scoring import scoring_of
@@ -104,6 +104,11 @@ FP8 = {
     256: TilesFp8(Tiles(2, DESCALE_BLOCK, overlap=False), 64, raw_stages=1, late=True, prepare=8192),
 }
 
+# Tiles with one level of sums, `fast_accum`, at the widths where it is faster: blocks overlap inside a warpgroup, as in
+# 16 bits, for which two levels have no registers. Not at 128: with three warpgroups it spills, serial or not, and two
+# levels are faster there than FlashAttention-3's one.
+ONE_LEVEL = {width: replace(FP8[width].tiles, overlap=True) for width in (64, 256)}
+
 # The backward pass, width of q and k, width of v; the narrowest that holds a problem's is taken.
 BACKWARD = {
     (64, 64): TilesBackward(128),
@@ -171,7 +176,7 @@ def kernel_sparse_for(problem: Problem) -> KernelSparse:
 
 
 def kernel_fp8_for(problem: Problem, block_scales: bool, transposed: bool) -> KernelFp8:
-    """The FP8 kernel of a problem.
+    """The FP8 kernel of a problem, with sums of two levels, but where it may have one and is faster so.
 
     Args:
         block_scales: whether the scales of k or v are those of blocks.
@@ -180,10 +185,12 @@ def kernel_fp8_for(problem: Problem, block_scales: bool, transposed: bool) -> Ke
     left, right = problem.span
     width = width_for(problem.head_dim, FP8)
     cut = FP8[width]
+    one_level = ONE_LEVEL.get(width) if problem.fast_accum else None
     kind = KernelFp8 if problem.sequences is None else KernelFp8Packed
     return kind(
-        *("e4m3", width, width, left is not None, right is not None, cut.tiles),
+        *("e4m3", width, width, left is not None, right is not None, one_level or cut.tiles),
         *(problem.out_dtype, block_scales, transposed, cut.columns, cut.raw_stages, cut.late and transposed),
+        two_level=one_level is None,
         sinks=problem.sinks,
     )
 

@@ -148,7 +148,10 @@ def describe_fp8(problem: Problem) -> list[str]:
     """As `describe`, for FP8."""
     quantised = problem.precision is not None
     kernel = kernel_fp8_for(problem, quantised, quantised or prepares(problem))
-    lines = [f"forward: {kernel.tiles}, each block's product promoted to float32"]
+    sums = "each block's product promoted to float32" if kernel.two_level else "O summed by the tensor core alone"
+    lines = [f"forward: {kernel.tiles}, {sums}"]
+    if problem.fast_accum and kernel.two_level:
+        lines.append(f"fast_accum: not used, nothing is faster so at head dims that run at {kernel.width}")
     if quantised:
         lines.append(
             "q, k and v are quantised to e4m3: k less a mean of its keys, q and k rotated, a scale for each 128 rows"

@@ -12,7 +12,8 @@
    while the next is multiplied, the last under the next block's scores where registers allow.
 
 With products this fast, registers are what is short, and the overlap inside a warpgroup (two blocks' worth of scores
-and products alive) costs more than it brings: blocks are serial, with ping-pong between warpgroups.
+and products alive) costs more than it brings: blocks are serial, with ping-pong between warpgroups. With one level, as
+the paper's kernel has (`fast_accum`), a product has no registers beside O's, and blocks overlap.
 """
 
 from __future__ import annotations

@@ -173,7 +173,8 @@ class KernelFp8(Kernel):
         columns: of O, that are multiplied at a time where two_level.
         raw_stages: blocks of V on chip that are yet to be transposed.
         late: a block's last columns are added to O under the product of the next block's scores, where two_level.
-        two_level: each block's product is added to O in float32, and not by the tensor core.
+        two_level: each block's product is added to O in float32, and not by the tensor core. Only then are columns and
+            late looked at.
     """
 
     out: str
