@@ -220,7 +220,8 @@ def replace_sdpa(version: str = "auto") -> Replacement:
 
     Where torch's arguments can't be said in `flashzoo.attention`'s, or no version takes them, the call is torch's as it
     was: dropout beside a mask of queries and keys, masks of numbers under `torch.compile`, tensors that are nested or
-    of a subclass, transforms of torch.func. `print(calls)` says which went where, and why.
+    of a subclass, transforms of torch.func. `print(calls)` says which went where, and why. What
+    `torch.nn.attention.sdpa_kernel` allows holds for those calls alone: it chooses among torch's own kernels.
 
     Results differ from torch's by rounding; a query that its mask shows no key gives 0, where the least number of a
     mask's dtype shows none, as -inf does. Dropout drops other elements than torch's does, by a seed that is drawn from
