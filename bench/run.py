@@ -64,6 +64,9 @@ LONGEST_S = 3600
 """What is expected to take longer on a CPU needs a budget."""
 FAR = 2.0
 """What takes so many times as long as the fastest in turns is not timed alone as well."""
+HEATED = 3
+"""So many times more, unkept, what is timed alone first: behind turns with contenders that draw little, clocks fall for
+a second and a half."""
 CROWDED = f"{NO_MEMORY}, with the tensors held of all that is timed in the same turns: ask for fewer"
 
 
@@ -220,9 +223,9 @@ def measure(
             each = [ms / contenders[cell, impl].calls for ms in taken]
             found[cell, impl] |= time_columns(each, cell.flops)
             medians.setdefault(cell, {})[impl] = median(each)
-        for (cell, impl), contender in contenders.items() if settled_ms else ():
-            if impl in near(medians[cell]):
-                found[cell, impl] |= settled_columns(contender.timed, contender.calls, clock, settled_ms)
+        alone = [key for key in contenders if settled_ms and key[1] in near(medians[key[0]])]
+        for key in [*HEATED * alone[:1], *alone]:
+            found[key] |= settled_columns(contenders[key].timed, contenders[key].calls, clock, settled_ms)
     except torch.OutOfMemoryError:  # each ran alone
         found |= {key: {"why": CROWDED} for key in contenders}
     except OutOfTimeError:
