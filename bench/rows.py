@@ -51,7 +51,7 @@ a GPU whose clocks have settled, and the joules that it then takes; what is on t
 of `bench.parallel` the number of GPUs that shared a call, of whose tokens seqlen_q and seqlen_k are the totals; and
 `e4m3` where keys and values are that beside a 16-bit q. On the CPU the first two, `settled_ms` and `joules` are
 empty."""
-KEY_FIELDS = (*SHAPE_FIELDS, "mask", "lengths", "window", "head_dim_v", "score", "gpus")
+KEY_FIELDS = (*SHAPE_FIELDS, "mask", "lengths", "window", "head_dim_v", "score", "gpus", "dtype_kv")
 FIELDS: tuple[str, ...] = (*RUN_FIELDS, "impl", *SHAPE_FIELDS, *RESULT_FIELDS)
 MISSING, REFUSED, NO_MEMORY, FAILED = "missing", "refused", "out of memory", "FAILED"
 """What the column `why` begins with."""
