@@ -35,6 +35,9 @@ from bench.contenders import ENDINGS, foreign, names_with_endings
 from bench.models import MODELS
 from bench.peers import PEERS
 from bench.rows import Results, head_commit, results_path
+from flashzoo.call.problem import QUANTIZABLE
+
+DTYPES = ("bf16", "fp16", "fp32", "e4m3")
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
@@ -74,9 +77,7 @@ def _add_what_runs(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--passes", metavar="PASS,...", type=names(PASSES), help="fwd,bwd (default: those that the dtype has)"
     )
-    what.add_argument(
-        "--dtype", default="bf16", choices=("bf16", "fp16", "fp32", "e4m3"), help="of the inputs (default: bf16)"
-    )
+    what.add_argument("--dtype", default="bf16", choices=DTYPES, help="of the inputs (default: bf16)")
     what.add_argument(
         "--masks",
         metavar="NAME,...",
@@ -138,6 +139,13 @@ def _add_sizes(parser: argparse.ArgumentParser) -> None:
     several = "with --decode: of each sequence, causal where there are several (default: 1)"
     sizes.add_argument("--queries", metavar="N,...", type=numbers, help=several)
     sizes.add_argument("--page-size", metavar="N", type=whole, help="with --decode: keys of a page (default: no pages)")
+    sizes.add_argument(
+        "--dtype-kv",
+        metavar="NAME,...",
+        type=names(DTYPES),
+        help="with --decode: of keys and values, --dtype's or e4m3 with descales by head; with bf16,e4m3 both of a "
+        "shape are timed in the same turns (default: --dtype's)",
+    )
     sizes.add_argument("--causal", metavar="0,1", type=truths, help="only 0 or only 1 (default: both, with --scores 1)")
     sizes.add_argument(
         "--tokens", metavar="N", type=whole, help="other sizes than the field's: batch * seqlen; needs --hidden"
@@ -249,6 +257,7 @@ def _check_scores(args: argparse.Namespace, parser: argparse.ArgumentParser) -> 
 def _check_decode(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     if not args.decode:
         own = {"--batches": args.batches, "--queries": args.queries, "--page-size": args.page_size}
+        own |= {"--dtype-kv": args.dtype_kv}
         if given := [name for name, value in own.items() if value]:
             parser.error(f"{given[0]}: expected --decode beside it, got none")
         return
@@ -256,6 +265,9 @@ def _check_decode(args: argparse.Namespace, parser: argparse.ArgumentParser) -> 
     others |= {"--dtype e4m3": args.dtype == "e4m3", "--tokens beside --batches": args.tokens and args.batches}
     if given := [name for name, value in others.items() if value]:
         parser.error(f"--decode: expected forward cells of 16 or 32 bits, each with its caches, got {given[0]}")
+    beside = (args.dtype, "e4m3") if args.dtype in QUANTIZABLE else (args.dtype,)
+    if unlike := [dtype for dtype in args.dtype_kv or () if dtype not in beside]:
+        parser.error(f"--dtype-kv: expected {' or '.join(beside)} beside --dtype {args.dtype}, got {','.join(unlike)}")
     if not any((queries > 1) in causal(args) for queries in args.queries or (1,)):
         got = ",".join(str(int(each)) for each in causal(args))
         parser.error(f"--causal: expected 0 for one query or 1 for several, got {got} for --queries")

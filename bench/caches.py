@@ -1,4 +1,5 @@
-"""The caches of decode cells: keys and values that a few queries of each sequence see, plain or in pages, all used.
+"""The caches of decode cells: keys and values that a few queries of each sequence see, plain or in pages, all used, of
+q's dtype or in e4m3 with descales by head.
 
 How many are used is on the device, as a server has it (`seqused_k`). A cell is timed by calls on several caches, one
 after another, so that what a call reads does not lie in L2.
@@ -14,8 +15,10 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from flashzoo.call.operands import Descales
 from flashzoo.call.problem import Problem
 from flashzoo.dtypes import BYTES, TORCH_DTYPES
+from flashzoo.inputs import descales
 from flashzoo.integers import cdiv
 
 MOST_BYTES = 40e9
@@ -23,6 +26,8 @@ MOST_BYTES = 40e9
 READ_BYTES = {"cuda": 1 << 30, "cpu": 1 << 16}
 """What the calls that are timed together read, so many of them permitting: of an H200's L2 twenty times as much."""
 MOST_CALLS = 40
+DRAWN = 1 << 24
+"""Numbers of an e4m3 cache that are drawn in q's dtype at a time."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +67,16 @@ class Caches:
         order = torch.randperm(p.batch * pages, generator=torch.Generator(p.device).manual_seed(0), device=p.device)
         return order.view(p.batch, pages).int()
 
+    @cached_property
+    def descales(self) -> Descales:
+        """Of e4m3 caches k's and v's, float32 `(batch, heads_kv)`, from 1/2 to 2, no two alike; None of others."""
+        return descales(self.problem, "head" if self.problem.kv_in_e4m3 else None, device=self.problem.device)
+
     @property
     def options(self) -> dict[str, Tensor | None]:
         """By the arguments of `flashzoo.attention`."""
-        return {"seqused_k": self.used, "page_table": self.page_table}
+        _, of_k, of_v = self.descales
+        return {"seqused_k": self.used, "page_table": self.page_table, "k_descale": of_k, "v_descale": of_v}
 
     def inputs(self, seed: int) -> tuple[Tensor, ...]:
         """q, k, v and dout of normal random numbers, drawn in place: float32 of the largest caches would not fit."""
@@ -74,11 +85,22 @@ class Caches:
         rows = (p.batch, p.seqlen_k) if p.page_size is None else (p.batch * p.seqlen_k // p.page_size, p.page_size)
         of_q, of_k = (p.batch, p.seqlen_q, p.heads), (*rows, p.heads_kv)
         shapes = [(*of_q, p.head_dim), (*of_k, p.head_dim), (*of_k, p.head_dim_v), (*of_q, p.head_dim_v)]
+        dtypes = [p.dtype, *[p.dtype_kv or p.dtype] * 2, p.dtype]
         if p.latent:
-            del shapes[2]
-        empty = (torch.empty(shape, dtype=TORCH_DTYPES[p.dtype], device=p.device) for shape in shapes)
-        q, k, *v, dout = (x.normal_(generator=generator) for x in empty)
+            del shapes[2], dtypes[2]
+        q, k, *v, dout = (
+            self._drawn(torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=p.device), generator)
+            for shape, dtype in zip(shapes, dtypes, strict=True)
+        )
         return q, k, v[0] if v else k[..., : p.head_dim_v], dout
+
+    def _drawn(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        if x.dtype != TORCH_DTYPES["e4m3"]:
+            return x.normal_(generator=generator)
+        of_q = TORCH_DTYPES[self.problem.dtype]
+        for part in x.view(-1).split(DRAWN):  # torch draws none in e4m3
+            part.copy_(torch.randn(part.shape, generator=generator, dtype=of_q, device=x.device))
+        return x
 
     def first(self, x: Tensor) -> Tensor:
         """`(1, seqlen_k, heads_kv, head_dim)`: the first sequence's, of k or v or of some heads of them."""
@@ -102,4 +124,4 @@ def rate(row: Mapping[str, object]) -> float:
     elements = math.prod(int(str(row[name])) for name in ("batch", "seqlen_k", "heads_kv", "head_dim"))
     if not row.get("head_dim_v"):  # else values lie in keys
         elements *= 2
-    return BYTES[str(row["dtype"])] * elements / float(str(row["ms"])) / 1e6
+    return BYTES[str(row.get("dtype_kv") or row["dtype"])] * elements / float(str(row["ms"])) / 1e6

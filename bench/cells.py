@@ -84,6 +84,7 @@ class Cell:
             "model": self.model,
             "score": self.score,
             "gpus": "",
+            "dtype_kv": self.problem.dtype_kv or "",
         }
 
     @property
@@ -160,7 +161,8 @@ class Cell:
             what, shape = f"{what} {self.lengths}", f"{len(self.packed.lengths)} in {p.seqlen_q}x{p.heads}:{p.heads_kv}"
         if self.caches:
             pages = f" in pages of {p.page_size}" if p.page_size else ""
-            what, shape = f"{p.heads}:{p.heads_kv}", f"{p.batch}x{p.seqlen_q} on {p.seqlen_k}{pages}"
+            kept = f" in {p.dtype_kv}" if p.dtype_kv else ""
+            what, shape = f"{p.heads}:{p.heads_kv}", f"{p.batch}x{p.seqlen_q} on {p.seqlen_k}{kept}{pages}"
         named = "".join(f" {name}" for name in (self.score, self.model) if name)
         return f"{self.pass_} d{p.head_dim:<3} {what} {shape}{named}"
 
@@ -229,15 +231,17 @@ def _packed(args: argparse.Namespace) -> Iterator[Cell]:
 
 
 def _decoding(args: argparse.Namespace) -> Iterator[Cell]:
-    """One query sees all keys, causal or not; more are causal. What does not fit is left out."""
+    """One query sees all keys, causal or not; more are causal. Of one shape the dtypes of keys and values follow one
+    another. What does not fit is left out."""
     sizes = [(seqlen, batch) for seqlen in args.seqlens or DECODE_SEQLENS for batch in args.batches or DECODE_BATCHES]
     if args.tokens:
         sizes = [(seqlen, args.tokens // seqlen) for seqlen in args.seqlens or (args.tokens,)]
     field = (*DECODE_HEADS, *DECODE_LATENT) if args.head_dims else DECODE_HEADS
-    for heads, queries, (seqlen, batch) in product(_heads(args, field), args.queries or (1,), sizes):
+    dtypes = [None if dtype == args.dtype else dtype for dtype in args.dtype_kv or (args.dtype,)]
+    for heads, queries, (seqlen, batch), dtype_kv in product(_heads(args, field), args.queries or (1,), sizes, dtypes):
         how: dict[str, Any] = {"head_dim_v": 512, "latent": True} if heads in DECODE_LATENT else {}
         problem = Problem(batch, queries, seqlen, *heads, used_k=True, page_size=args.page_size, **how)
-        problem = replace(_here(problem, DECODE, args), causal=queries > 1)
+        problem = replace(_here(problem, DECODE, args), causal=queries > 1, dtype_kv=dtype_kv)
         if problem.causal in causal(args) and fits(problem):
             yield Cell(problem)
 

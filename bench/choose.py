@@ -80,6 +80,12 @@ INPUTS = (
     ),
     Answer("FP8 (e4m3)", {"dtype": "e4m3"}, {"dtype": "e4m3", "precision": ""}),
 )
+ON_E4M3 = Answer(
+    "16 bits on FP8 caches",
+    {"dtype": "bf16", "dtype_kv": "e4m3"},
+    {"dtype": "bf16", "precision": "", "dtype_kv": "e4m3"},
+    setup="k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)",
+)
 HEAD_DIMS = (
     *(Answer(str(d), {"head_dim": d}, {"head_dim": str(d)}) for d in (64, 128, 256)),
     Answer("192, of v 128", {"head_dim": 192, "head_dim_v": 128}, NEVER),
@@ -183,7 +189,7 @@ GRIDS = {
         {"seqlen_q": 1, "used_k": True},
         ("batch, 1, heads, head_dim", "batch, seqlen, heads_kv"),
         {
-            **{"inputs": INPUTS[::2], "head dim": HEAD_DIMS, "heads": HEADS},
+            **{"inputs": (*INPUTS[::2], ON_E4M3), "head dim": HEAD_DIMS, "heads": HEADS},
             "length": _seqlens(2048, 8192, 32768, 131072),
             "sequences": tuple(Answer(str(n), {"batch": n}, {"batch": str(n)}) for n in (1, 8, 32, 128)),
             **{"mask": (NO_MASK, WINDOW), "feature": CACHES},

@@ -53,7 +53,7 @@ SETS = (
     Set("end-to-end", run.main, ("--passes fwd --seqlens 4096,8192,16384 --ms 40 --impls v3,v3_fp8_end_to_end",)),
     Set("models", run.main, ("--models all --ms 40 --settled-ms 300 --impls v3,fa3,fa4,sdpa_cudnn",)),
     Set("packed", run.main, ("--lengths documents --ms 40",)),
-    Set("decode", run.main, ("--decode --ms 40",)),
+    Set("decode", run.main, ("--decode --dtype-kv bf16,e4m3 --ms 40",)),
     Set(
         "scores",
         run.main,

@@ -13,7 +13,7 @@ from bench import readmes, runs
 from bench.caches import rate
 from bench.cells import DECODE
 from bench.pictures import COLOURS, SHARED
-from bench.rows import GEMM
+from bench.rows import GEMM, key_of
 from bench.runs import FP8, TABLES, Row, length, ours
 
 Tree = dict[str, Any]
@@ -131,7 +131,7 @@ def _with_heads(row: Row) -> str:
     heads = f"{row['heads']}:{row['heads_kv']} heads of {row['head_dim']}"
     if row["pass"] == DECODE:
         sequences = f"{row['batch']} sequence{'s' * (row['batch'] != '1')}"
-        return f"{heads}, {sequences}{', ' + row['lengths'] if row['lengths'] else ''}"
+        return ", ".join(filter(None, (heads, sequences, row["lengths"], row["dtype_kv"])))
     return f"{runs.WORDS[row['pass']]}, {heads}{', causal' * (row['causal'] == '1')}"
 
 
@@ -141,15 +141,20 @@ def cell_name(row: Row) -> str:
     return f"{shape}, {length(int(row['seqlen_k']))}"
 
 
-def decoded(rows: list[Row]) -> list[Row]:
-    """Those of the last run of decoding."""
-    return runs.of_last([row for row in runs.measured(rows) if row["pass"] == DECODE])
+def decoded(rows: list[Row]) -> dict[str, list[Row]]:
+    """By title those of the run of decoding that has most cells, for each kind of caches."""
+    kinds: dict[str, list[Row]] = {DECODING: [], f"{DECODING}, MLA": [], f"{DECODING}, e4m3 caches": []}
+    in_16_bits, latent, in_e4m3 = kinds.values()
+    for row in runs.measured(rows):
+        if row["pass"] == DECODE:
+            (in_e4m3 if row["dtype_kv"] else latent if row["head_dim_v"] else in_16_bits).append(row)
+    return {title: runs.of_most(mine) for title, mine in kinds.items()}
 
 
 def tables(rows: list[Row]) -> dict[str, list[Row]]:
     """The rows of each table of speed by its title, those of packed sequences and of decoding too."""
     found = {title: runs.last_run(rows, table) for table, title in TABLES.items()}
-    return {**found, PACKED: readmes.packed_run(rows)[0], DECODING: decoded(rows)}
+    return {**found, PACKED: readmes.packed_run(rows)[0], **decoded(rows)}
 
 
 def curves(rows: list[Row]) -> Tree:
@@ -159,7 +164,8 @@ def curves(rows: list[Row]) -> Tree:
         mine = runs.last_run(rows, table)
         tree[title] = _by_length(mine, _dense, SPEED_AND_MEMORY, "tokens of a sequence")
     tree[PACKED] = _by_length(readmes.packed_run(rows)[0], _with_heads, SPEED_AND_MEMORY, "tokens in all")
-    tree[DECODING] = _by_length(decoded(rows), _with_heads, RATE, "keys of a sequence")
+    for title, mine in decoded(rows).items():
+        tree[title] = _by_length(mine, _with_heads, RATE, "keys of a sequence")
     sparse = runs.sparse_run(rows)
     tree[SPARSE] = _by_share(sparse) if sparse else {}
     return {title: found for title, found in tree.items() if found}
@@ -194,10 +200,7 @@ Cells = list[dict[str, float]]
 def _cells(mine: list[Row], speed: Callable[[Row], float]) -> Cells:
     found: dict[tuple[str, ...], dict[str, float]] = {}
     for row in mine:
-        key = tuple(
-            row[name] for name in ("pass", "batch", "seqlen_k", "heads", "heads_kv", "head_dim", "causal", "lengths")
-        )
-        found.setdefault(key, {})[row["impl"]] = speed(row)
+        found.setdefault(key_of(row), {})[row["impl"]] = speed(row)
     return list(found.values())
 
 
@@ -208,7 +211,7 @@ def shares(rows: list[Row]) -> Tree:
     packed = readmes.packed_run(rows)[0]
     for pass_, word in runs.WORDS.items():
         of[f"{PACKED}, {word}"] = _cells([row for row in packed if row["pass"] == pass_], SPEED["TFLOP/s"])
-    of[DECODING] = _cells(decoded(rows), rate)
+    of |= {title: _cells(mine, rate) for title, mine in decoded(rows).items()}
     tree = {}
     for title, cells in of.items():
         best = [max((speed for name, speed in cell.items() if not ours(name)), default=0) for cell in cells]
@@ -244,10 +247,11 @@ def energy(rows: list[Row]) -> Tree:
     meter: table, then head dim."""
     metered, tree = {row["run"] for row in rows if row.get("joules")}, {}
     for title, mine in tables([row for row in rows if row["run"] in metered]).items():
-        unit, of = ("GB/s", "nJ a byte of keys and values") if title == DECODING else ("TFLOP/s", "pJ a FLOP")
+        read = title.startswith(DECODING)
+        unit, of = ("GB/s", "nJ a byte of keys and values") if read else ("TFLOP/s", "pJ a FLOP")
         for row in mine:
             if (alone := runs.settled(row)) and row["joules"]:
-                speed = rate(alone) if title == DECODING else float(alone["tflops"])
+                speed = rate(alone) if read else float(alone["tflops"])
                 watts = 1e3 * float(row["joules"]) / float(alone["ms"])
                 panels = tree.setdefault(title, {})
                 group = panels.setdefault(f"head dim {row['head_dim']}", _group(f"{unit}, alone", of, {}))

@@ -4,8 +4,8 @@ Every peer takes q `(batch, seqlen_q, heads, head_dim)` and k, v `(batch, seqlen
 any strides, and returns out of q's shape, with gradients where an input asks for them. A layout of its own is met with
 transposed views, no copies. Those of `FP8_PEERS` take e4m3, whose descales are 1, and have no gradients there. Those of
 `MASKED_PEERS` take a block mask, which is made into one of their own before the first call, those of `PACKED_PEERS`
-packed sequences in a batch of one, and those of `DECODE_PEERS` caches, all of which are used; what some take on the
-scores is in `bench.scored`. What a peer does not take is a NotImplementedError, its own or one from here.
+packed sequences in a batch of one, and those of `DECODE_PEERS` caches of q's dtype, all of which are used; what some
+take on the scores is in `bench.scored`. What a peer does not take is a NotImplementedError, its own or one from here.
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ def peer(
     if caches is not None:
         if name not in DECODE_PEERS:
             raise NotImplementedError(f"caches are taken by {' and '.join(DECODE_PEERS)}, got {name}")
+        if problem.dtype_kv:
+            raise NotImplementedError(f"takes k and v of q's dtype, got {problem.dtype_kv} beside {problem.dtype}")
         return DECODE_PEERS[name](problem, caches)
     if problem.window != (None, None) and name not in WINDOW_PEERS:
         raise NotImplementedError(f"windows are taken by {' and '.join(WINDOW_PEERS)}, got {name}")

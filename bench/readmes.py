@@ -18,7 +18,7 @@ from bench.ceiling import copied
 from bench.cells import DECODE
 from bench.models import MODELS
 from bench.peers import DECODE_PEERS
-from bench.rows import COPY, read
+from bench.rows import COPY, key_of, read
 from bench.runs import ABLATED, BEST_PEER, ERROR, RESULTS, Row, Speeds
 from bench.scores import PLAIN
 from flashzoo.call.problem import FEATURES
@@ -423,40 +423,88 @@ def _by_model(rows: list[Row]) -> dict[str, dict[str, dict[str, float]]]:
     return cells
 
 
+Caches = dict[tuple[str, str], dict[int, dict[str, Row]]]
+"""Rows by heads and batch, then by the caches' length, then by implementation."""
+
+
 def decode(rows: list[Row]) -> Iterator[str]:
-    """One query on caches without pages, beside other libraries: of heads of one width, and of MLA's latent ones."""
+    """One query on caches without pages, beside other libraries: of heads of one width, and of MLA's latent ones; and
+    on e4m3 caches, beside those of 16 bits."""
     mine = [row for row in runs.measured(rows) if (row["pass"], row["seqlen_q"], row["lengths"]) == (DECODE, "1", "")]
     if not mine:
         yield "Not measured yet; `flashzoo bench --decode` does."
     for latent in (False, True):
-        if of := [row for row in mine if bool(row["head_dim_v"]) == latent]:
-            yield from _decode_run(rows, runs.of_last(of))
+        if of := [row for row in mine if bool(row["head_dim_v"]) == latent and not row["dtype_kv"]]:
+            yield from _decode_run(rows, runs.of_most(of))
+    if in_e4m3 := [row for row in mine if row["dtype_kv"] and row["impl"] == "decode"]:
+        yield from _decode_run_in_e4m3(rows, runs.of_most(in_e4m3))
+
+
+def _of_caches(mine: list[Row]) -> Caches:
+    cells: Caches = {}
+    for row in mine:
+        of = f"{row['heads']}:{row['heads_kv']} of {row['head_dim']}", row["batch"]
+        cells.setdefault(of, {}).setdefault(int(row["seqlen_k"]), {})[row["impl"]] = row
+    return cells
+
+
+def _table_of_caches(cells: Caches, shown: Callable[[dict[str, Row]], str]) -> str:
+    lengths = sorted({length for of in cells.values() for length in of})
+    lines = ((*of, *(shown(found[n]) if n in found else "" for n in lengths)) for of, found in cells.items())
+    return table(("heads", "batch", *map(runs.length, lengths)), lines)
+
+
+def _origin_and_copies(rows: list[Row], of: Row) -> str:
+    copies = [f"{1e3 * copied(row):.0f}" for row in rows if (row["run"], row["pass"]) == (of["run"], COPY)]
+    return f"{origin(of)}; a copy in the same run: {' and '.join(copies)}."
 
 
 def _decode_run(rows: list[Row], mine: list[Row]) -> Iterator[str]:
-    cells: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
-    for row in mine:
-        of = f"{row['heads']}:{row['heads_kv']} of {row['head_dim']}", row["batch"]
-        cells.setdefault(of, {}).setdefault(int(row["seqlen_k"]), {})[row["impl"]] = rate(row)
-    there = {row["impl"] for row in mine}
+    cells, there = _of_caches(mine), {row["impl"] for row in mine}
     impls = [impl for impl in ("decode", *DECODE_PEERS, "v2") if impl in there]
-    copies = [f"{1e3 * copied(row):.0f}" for row in rows if (row["run"], row["pass"]) == (mine[0]["run"], COPY)]
     yield (
         f"{mine[0]['dtype']}, one query; GB/s of keys and values, {' / '.join(map(name_of, impls))}, by heads of "
-        f"queries and of keys, sequences, and keys of each. {origin(mine[0])}; a copy in the same run: "
-        f"{' and '.join(copies)}."
+        f"queries and of keys, sequences, and keys of each. {_origin_and_copies(rows, mine[0])}"
     )
-    lengths = sorted({int(row["seqlen_k"]) for row in mine})
-
-    def shown(cell: dict[str, float]) -> str:
-        return " / ".join(f"{cell[impl]:.0f}" if impl in cell else "-" for impl in impls) if cell else ""
-
-    lines = ((*of, *(shown(cell.get(length, {})) for length in lengths)) for of, cell in cells.items())
-    yield table(("heads", "batch", *map(runs.length, lengths)), lines)
+    yield _table_of_caches(
+        cells, lambda cell: " / ".join(f"{rate(cell[impl]):.0f}" if impl in cell else "-" for impl in impls)
+    )
     ours = [found for cell in cells.values() for found in cell.values() if "decode" in found]
     for other in DECODE_PEERS:
-        if values := [found["decode"] / found[other] for found in ours if other in found]:
+        if values := [_faster(found["decode"], found[other]) for found in ours if other in found]:
             yield f"decode over {name_of(other)}: {ratio(values)}, geometric mean of {len(values)} cells."
+
+
+def _decode_run_in_e4m3(rows: list[Row], mine: list[Row]) -> Iterator[str]:
+    """decode's own, over what it makes of 16-bit caches of the same shapes in the same run."""
+    run, dtype = mine[0]["run"], mine[0]["dtype"]
+    there = {(row["impl"], *key_of(row)): row for row in runs.measured(rows) if row["run"] == run}
+    pairs = [(row, there.get(("decode", *key_of({**row, "dtype_kv": ""})))) for row in mine]
+    values = {key_of(row): _faster(row, other) for row, other in pairs if other}
+
+    def shown(cell: dict[str, Row]) -> str:
+        faster = values.get(key_of(cell["decode"]))
+        return f"{rate(cell['decode']):.0f}" + (f" ({faster:.2f}x)" if faster else "")
+
+    yield (
+        f"One query in {dtype} on e4m3 caches, descales by head; decode's GB/s of keys and values, in brackets its "
+        f"speed over that on {dtype} caches of the same run. {_origin_and_copies(rows, mine[0])}"
+    )
+    yield _table_of_caches(_of_caches(mine), shown)
+    errors = f"The largest RMS error of a cell is {max(float(row['rms_err']) for row in mine):.1e}"
+    if values:
+        of_16_bits = max(float(other["rms_err"]) for _, other in pairs if other)
+        yield (
+            f"On e4m3 caches over {dtype} ones: {ratio(values.values())}, geometric mean of {len(values)} cells. "
+            f"{errors}, on {dtype} caches {of_16_bits:.1e}, each against float64 of what the caches hold."
+        )
+    else:
+        yield f"{errors}, against float64 of what the caches hold."
+
+
+def _faster(row: Row, other: Row) -> float:
+    """How many times as fast."""
+    return float(other["ms"]) / float(row["ms"])
 
 
 def fp8(rows: list[Row]) -> Iterator[str]:

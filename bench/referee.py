@@ -15,6 +15,7 @@ from bench.rows import Row
 from bench.scores import Scores
 from flashzoo.accuracy import Judge
 from flashzoo.call.forms import MaskForm
+from flashzoo.call.operands import NO_DESCALES
 from flashzoo.reference import Result
 from flashzoo.scores.at import flat
 
@@ -51,6 +52,8 @@ class Referee:
         q, k, v, dout = (x[:, :, :n] for x, n in zip(tensors, heads, strict=True))
         k, v = (cell.caches.first(x) if cell.caches else x[: self.batch] for x in (k, v))
         self.tensors = [q[: self.batch], k, v, dout[: self.batch]]
+        found = cell.caches.descales if cell.caches else NO_DESCALES
+        self.descales = tuple(None if x is None else x[: self.batch, : self.heads_kv] for x in found)
         self.queries, self.mask = cell.queries, None
         if self.queries is not None:
             self.tensors = [x if i in (1, 2) else x[:, self.queries] for i, x in enumerate(self.tensors)]
@@ -74,7 +77,8 @@ class Referee:
             q, k, v, dout = self.tensors
             asked, told = self.scores.judged(self.batch, self.heads, self.queries) if self.scores else ({}, {})
             sample = replace(self.sample, **numerics, **asked)
-            self.judges[key] = Judge(q, k, v, sample, dout if sample.grad else None, mask=self.mask, **told)
+            told |= {"descales": self.descales, "mask": self.mask}
+            self.judges[key] = Judge(q, k, v, sample, dout if sample.grad else None, **told)
         return self.judges[key]
 
     def errors(self, impl: str, result: Result) -> Row:

@@ -113,10 +113,12 @@ def headline(rows: Rows) -> Iterator[tuple[str, str, str]]:
         if speeds and over:
             detail = f"{claims.spread(list(over.values.values()))} the fastest other library"
             yield f"{impl}, {runs.TABLES[table].lower()}, at best", f"{max(speeds):.0f} TFLOP/s", detail
-    decoded = [row for row in figures.decoded(rows) if row["impl"] == "decode"]
+    decoded = [row for mine in figures.decoded(rows).values() for row in mine if row["impl"] == "decode"]
     if decoded:
         best = max(decoded, key=rate)
-        what = f"{best['batch']} caches of {runs.length(int(best['seqlen_k']))} keys"
+        what = (
+            f"{best['batch']} caches of {runs.length(int(best['seqlen_k']))} keys{' in e4m3' * bool(best['dtype_kv'])}"
+        )
         yield "decode, keys and values, at best", f"{rate(best):.0f} GB/s", what
 
 

@@ -39,17 +39,19 @@ RESULT_FIELDS = (
     "joules",
     "score",
     "gpus",
+    "dtype_kv",
 )
-"""The last thirteen: MiB that one call takes at most beyond what it finds, by torch's allocator; microseconds of the
+"""The last fourteen: MiB that one call takes at most beyond what it finds, by torch's allocator; microseconds of the
 host until a call returns, on an idle GPU; seconds of the cell's first call, in the process that compiled ahead or in
 the run; MiB that a call reads from and writes to the GPU's memory, which `bench.traffic` measures; why there is no
 result; and the name of packed sequences' lengths, of which the batch then is the number and seqlen_q and seqlen_k the
 totals, or `pages64` for caches in pages of so many keys; the window, as `left:right`, either empty where all are seen;
 v's head dim where it is another; whose shape it is, of `bench.models`; milliseconds of a call among its like, alone on
-a GPU whose clocks have settled, and the joules that it then takes; what is on the scores, of `bench.scores`; and in
-runs of `bench.parallel` the number of GPUs that shared a call, of whose tokens seqlen_q and seqlen_k are the totals. On
-the CPU the first two, `settled_ms` and `joules` are empty."""
-KEY_FIELDS = (*SHAPE_FIELDS, "mask", "lengths", "window", "head_dim_v", "score", "gpus")
+a GPU whose clocks have settled, and the joules that it then takes; what is on the scores, of `bench.scores`; in runs
+of `bench.parallel` the number of GPUs that shared a call, of whose tokens seqlen_q and seqlen_k are the totals; and
+`e4m3` where keys and values are that beside a 16-bit q. On the CPU the first two, `settled_ms` and `joules` are
+empty."""
+KEY_FIELDS = (*SHAPE_FIELDS, "mask", "lengths", "window", "head_dim_v", "score", "gpus", "dtype_kv")
 FIELDS: tuple[str, ...] = (*RUN_FIELDS, "impl", *SHAPE_FIELDS, *RESULT_FIELDS)
 MISSING, REFUSED, NO_MEMORY, FAILED = "missing", "refused", "out of memory", "FAILED"
 """What the column `why` begins with."""

@@ -21,7 +21,9 @@ With `--lengths` they have packed sequences (`bench.lengths`), and the FLOPs of 
 With `--decode` they are steps of decoding: one query, or a few, of each sequence on a cache, all of which is used
 (`bench.caches`). What is timed is a CUDA graph of a call on each of several caches, more than L2 holds, and a call has
 its share of the graph's time. A copy on the device, timed before and after, says what memory gives in this run; the
-rate of keys and values is printed beside it.
+rate of keys and values is printed beside it. With `--dtype-kv bf16,e4m3` there are caches of 16 bits and, with descales
+by head, of e4m3, which are timed in the same turns where their shape is one. The error beside these is against float64
+of what they hold: e4m3 numbers times descales.
 
 With `--masks` cells have block masks (`bench.masks`), and the FLOPs of the pairs that those show; what takes no block
 mask runs in the dense cells beside them. All cells of one size and pass, masked and dense, are timed in the same turns.
@@ -178,7 +180,7 @@ def _run(
 
 def in_turns(todo: Work, masked: bool) -> list[Work]:
     """What is timed together: a cell; in a run with block masks all cells of one size and pass, masked and dense; with
-    something on the scores all but biases.
+    something on the scores all but biases; and caches of one shape, in 16 bits and in e4m3.
 
     A GPU at its power limit is as fast as what runs beside lets it be:
     so only what is timed in the same turns has a ratio.
@@ -186,6 +188,7 @@ def in_turns(todo: Work, masked: bool) -> list[Work]:
     together: dict[Cell, Work] = {}
     for cell, impls in todo.items():
         of = cell if cell.score in BIASES else replace(cell, score="")
+        of = replace(of, problem=replace(cell.problem, dtype_kv=None))
         of = Cell(replace(cell.problem, causal=False)) if masked else of
         together.setdefault(of, {})[cell] = impls
     return list(together.values())

@@ -14,7 +14,7 @@ from typing import TypeVar
 from bench.cells import PASSES
 from bench.contenders import parted
 from bench.peers import PEERS
-from bench.rows import COPY, GEMM, MISSING
+from bench.rows import COPY, GEMM, MISSING, key_of
 from flashzoo.call.forms import MaskForm
 from flashzoo.call.problem import Problem
 
@@ -90,6 +90,14 @@ def settled(row: Row) -> Row | None:
 def of_last(rows: list[Row]) -> list[Row]:
     """Those of the last row's run."""
     return [row for row in rows if row["run"] == rows[-1]["run"]]
+
+
+def of_most(rows: list[Row]) -> list[Row]:
+    """Those of the run that has most cells, and of equal ones the last; none where there are none."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["run"], []).append(row)
+    return max(reversed(found.values()), key=lambda mine: len(set(map(key_of, mine))), default=[])
 
 
 def last_run(rows: list[Row], table: str) -> list[Row]:

@@ -6,7 +6,7 @@ Beside these columns a row has those of `PLAIN`; None stands for what the file h
 
 from __future__ import annotations
 
-PLAIN = {"dtype": "bf16", "mask": "", "lengths": "", "causal": "0"}
+PLAIN = {"dtype": "bf16", "mask": "", "lengths": "", "causal": "0", "dtype_kv": ""}
 CAUSAL = {"causal": "1"}
 MASK, WINDOW = "block mask, a quarter kept", "causal, 1024 keys back"
 
@@ -110,5 +110,10 @@ QUESTIONS: dict[str, tuple[str, dict[str, str], str, dict[str, str] | None]] = {
         "decode",
         {"head_dim": "128", "seqlen_k": "8192", "batch": "8", "lengths": "pages64"},
     ),
-    "caches in FP8": ("decode", {"inputs": "FP8 (e4m3)", "length": "8k", "mask": "none"}, "standard", None),
+    "caches in FP8": (
+        "decode",
+        {"inputs": "16 bits on FP8 caches", "heads": "64:8", "length": "32k", "sequences": "32", "mask": "none"},
+        "decode",
+        {"head_dim": "128", "heads": "64", "seqlen_k": "32768", "batch": "32", "dtype_kv": "e4m3"},
+    ),
 }

@@ -30,7 +30,7 @@ from flashzoo.reference import standard
 
 COLUMNS = (
     "run,date,commit,gpu,torch,triton,cutlass_dsl,impl,pass,dtype,batch,seqlen_q,seqlen_k,heads,heads_kv,head_dim,"
-    "causal,mask,density,ms,ms_p10,ms_p90,tflops,max_err,rms_err,peak_mib,host_us,compile_s,dram_mib,why,lengths,window,head_dim_v,model,settled_ms,joules,score,gpus"
+    "causal,mask,density,ms,ms_p10,ms_p90,tflops,max_err,rms_err,peak_mib,host_us,compile_s,dram_mib,why,lengths,window,head_dim_v,model,settled_ms,joules,score,gpus,dtype_kv"
 )
 
 

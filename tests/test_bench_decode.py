@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from contextlib import nullcontext
@@ -26,6 +27,8 @@ SIZES = {"heads": 4, "heads_kv": 2, "head_dim": 16, "dtype": "fp32", "device": "
 PAGED = Problem(3, 4, 32, **SIZES, causal=True, page_size=8)
 TINY = Problem(2, 1, 64, 4, 1, 24, head_dim_v=16, latent=True, dtype="fp32", device="cpu", used_k=True)
 FEW = "--decode --dtype fp32"
+IN_E4M3 = Problem(3, 4, 32, **{**SIZES, "dtype": "fp16"}, causal=True, dtype_kv="e4m3")
+BOTH = "--decode --dtype fp16 --dtype-kv fp16,e4m3"
 
 
 @pytest.fixture
@@ -144,6 +147,83 @@ def test_pages_lie_in_any_order_and_all_are_somebodys():
     assert k.shape == (12, 8, 2, 16) and torch.equal(Caches(PAGED).first(k)[0, 8:16], k[table[0, 1]])
 
 
+def test_e4m3_caches_are_timed_in_turns_with_those_of_16_bits():
+    found = cells.cells(parsed("--decode --dtype-kv bf16,e4m3 --head-dims 256 --seqlens 4096,8192 --batches 2"))
+    shapes = [(c.problem.seqlen_k, c.problem.dtype_kv, c.fields["dtype_kv"]) for c in found]
+    assert shapes == [(n, *of) for n in (4096, 8192) for of in ((None, ""), ("e4m3", "e4m3"))]
+    assert str(found[1]) == "decode d256 16:2 2x1 on 4096 in e4m3" and len({cell.key for cell in found}) == 4
+    assert found[0].caches.bytes == 2 * found[1].caches.bytes == 2 * 2 * 2 * 4096 * 2 * 256
+    assert caches.rate({**found[1].fields, "ms": 2.0}) == found[1].caches.bytes / 2e6
+    assert [list(work) for work in run.in_turns({cell: ["decode"] for cell in found}, False)] == [found[:2], found[2:]]
+    assert all(c.problem.dtype_kv is None for c in cells.cells(parsed("--decode")))
+
+
+@pytest.mark.parametrize("page_size", [None, 8])
+def test_e4m3_caches_are_held_against_their_numbers_times_descales(page_size):
+    cell = Cell(dataclasses.replace(IN_E4M3, page_size=page_size))
+    q, k, v, dout = cell.inputs()[0]
+    assert (q.dtype, k.dtype, v.dtype, dout.dtype) == (torch.float16, *[torch.float8_e4m3fn] * 2, torch.float16)
+    assert 0.9 < k.float().std() < 1.1 and not torch.equal(k.float(), v.float())
+    referee, options = Referee(cell, (q, k, v, dout)), {**cell.caches.options, "causal": True, "version": "standard"}
+    of_k, of_v = options["k_descale"], options["v_descale"]
+    assert of_k.shape == of_v.shape == (3, 2) and len({*of_k.flatten().tolist(), *of_v.flatten().tolist()}) == 12
+
+    def judged(**other):
+        return referee.errors("standard", Result(flashzoo.attention(q, k, v, **{**options, **other}), None))
+
+    assert 0 < float(judged()["rms_err"]) < 1e-3
+    for wrong in ({"k_descale": None}, {"v_descale": None}, {"k_descale": of_v, "v_descale": of_k}):
+        with pytest.raises(WrongResultError):
+            judged(**wrong)
+    with pytest.raises(WrongResultError):
+        judged(k_descale=of_k.roll(1, dims=1))
+
+
+def test_large_e4m3_caches_are_drawn_in_parts(monkeypatch):
+    monkeypatch.setattr(caches, "DRAWN", 100)
+    _, k, v, _ = Caches(IN_E4M3).inputs(0)
+    assert len(k.flatten().float().unique()) > 50 and not torch.equal(
+        k.flatten()[:100].float(), v.flatten()[:100].float()
+    )
+    assert not torch.equal(k.flatten()[:100].float(), k.flatten()[100:200].float())
+    assert torch.equal(Caches(IN_E4M3).inputs(0)[1].float(), k.float()) and k.float().std() > 0.9
+
+
+def test_one_run_holds_both_kinds_of_caches(tmp_path, on_four_caches, monkeypatch, capsys):
+    monkeypatch.setattr(timing.Clock, "measure", lambda clock, operations, ms: dict.fromkeys(operations, [8.0] * 3))
+    out = tmp_path / "cpu.csv"
+    assert bench_tiny(f"{BOTH} --impls standard,decode,v2,sdpa_math", out) == 0
+    found = [(row["impl"], row["dtype"], row["dtype_kv"]) for row in decode_rows(out) if not row["why"]]
+    assert found == [
+        *((impl, "fp16", "") for impl in ("standard", "decode", "v2")),
+        *((impl, "fp16", "e4m3") for impl in ("standard", "decode")),
+    ]
+    rates = {(row["impl"], row["dtype_kv"]): caches.rate(row) for row in decode_rows(out) if not row["why"]}
+    assert rates["decode", ""] == 2 * rates["decode", "e4m3"] == 2 * 2 * 2 * 64 * 4 * 16 / 2e6
+    assert "4:4 2x1 on 64 in e4m3: standard" in capsys.readouterr().out
+    refused = [row["why"] for row in decode_rows(out) if row["impl"] == "v2" and row["dtype_kv"]]
+    assert refused == ["refused: does not support e4m3 k and v with 16-bit q"]
+
+
+def test_resume_adds_e4m3_caches_to_a_run(tmp_path, on_four_caches):
+    out = tmp_path / "cpu.csv"
+    bench_tiny("--decode --dtype fp16 --impls standard", out)
+    bench_tiny(f"{BOTH} --impls standard --resume r1", out)
+    assert [(row["run"], row["dtype_kv"], row["why"]) for row in decode_rows(out)] == [
+        ("r1", "", ""),
+        ("r1", "e4m3", ""),
+    ]
+    before = out.read_text()
+    bench_tiny(f"{BOTH} --impls standard --resume r1", out)
+    assert out.read_text() == before
+
+
+def test_libraries_take_caches_of_qs_dtype():
+    for name in peers.DECODE_PEERS:
+        with pytest.raises(NotImplementedError, match="takes k and v of q's dtype, got e4m3 beside fp16"):
+            peers.peer(name, IN_E4M3, caches=Caches(IN_E4M3))
+
+
 def test_who_is_asked_unasked():
     assert set(default_impls("decode")) == {"decode", "v2", "fa3", "sdpa_cudnn"}
     with pytest.raises(NotImplementedError, match=r"caches are taken by fa3 and sdpa_cudnn, got xformers"):
@@ -231,6 +311,14 @@ def test_a_gpus_cells_are_timed(tmp_path, options):
     assert all(1 < caches.rate(row) < 1e5 for row in decode_rows(out) if row["impl"] == "decode")
 
 
+@pytest.mark.gpu
+def test_a_gpus_e4m3_caches_are_timed(tmp_path):
+    out = tmp_path / "gpu.csv"
+    line = "--decode --dtype-kv bf16,e4m3 --head-dims 64 --batches 2 --seqlens 2048 --ms 1 --impls decode --run r"
+    assert run.main([*line.split(), "--out", str(out)]) == 0
+    assert [(row["dtype_kv"], row["why"]) for row in decode_rows(out)] == [("", ""), ("e4m3", "")]
+
+
 @pytest.mark.parametrize(
     ("line", "text"),
     [
@@ -242,6 +330,10 @@ def test_a_gpus_cells_are_timed(tmp_path, options):
         ("--decode --causal 1", "--causal: expected 0 for one query or 1 for several, got 1 for --queries"),
         ("--page-size 16", "--page-size: expected --decode beside it, got none"),
         ("--queries 2", "--queries: expected --decode beside it, got none"),
+        ("--dtype-kv e4m3", "--dtype-kv: expected --decode beside it, got none"),
+        ("--decode --dtype-kv fp16", "--dtype-kv: expected bf16 or e4m3 beside --dtype bf16, got fp16"),
+        ("--decode --dtype fp32 --dtype-kv e4m3", "--dtype-kv: expected fp32 beside --dtype fp32, got e4m3"),
+        ("--decode --dtype-kv int8", "--dtype-kv: expected names from bf16, fp16, fp32, e4m3, got int8"),
     ],
 )
 def test_arguments_that_make_no_cells(tmp_path, capsys, line, text):
@@ -270,3 +362,23 @@ def test_the_readmes_table_is_of_the_last_run():
     ]
     assert ratio == "decode over cuDNN: 2.00x (worst 2.00x), geometric mean of 1 cells."
     assert list(readmes.decode(rows[1:2])) == ["Not measured yet; `flashzoo bench --decode` does."]
+
+
+def test_the_readme_has_e4m3_caches_in_a_table_of_their_own():
+    def row(run_id, ms, seqlen_k, dtype_kv, **more):
+        shape = {"batch": "8", "seqlen_q": "1", "seqlen_k": seqlen_k, "heads": "64", "heads_kv": "8", "head_dim": "128"}
+        origin = {"gpu": "NVIDIA H200", "run": run_id, "dtype": "bf16", "pass": "decode", "impl": "decode", "ms": ms}
+        return dict.fromkeys(FIELDS, "") | origin | shape | {"dtype_kv": dtype_kv, "rms_err": "1e-4"} | more
+
+    of_16_bits = [row("whole", "0.02", "2048", ""), row("whole", "0.08", "8192", ""), row("whole", "0.3", "32768", "")]
+    both = [row("both", "0.02", "2048", ""), row("both", "0.01", "2048", "e4m3", rms_err="2e-4")]
+    both += [row("both", "0.08", "8192", ""), row("both", "0.05", "8192", "e4m3"), row("both", "0.1", "32768", "e4m3")]
+    assert list(readmes.decode(of_16_bits)) == list(readmes.decode(of_16_bits + both))[:2], "of the whole run"
+    text, table, told = list(readmes.decode(of_16_bits + both))[2:]
+    assert text.startswith("One query in bf16 on e4m3 caches, descales by head") and "run `both`" in text
+    assert table.splitlines()[0] == "| heads | batch | 2k | 8k | 32k |"
+    assert table.splitlines()[2] == "| 64:8 of 128 | 8 | 3355 (2.00x) | 2684 (1.60x) | 5369 |"
+    assert told.startswith("On e4m3 caches over bf16 ones: 1.79x (worst 1.60x), geometric mean of 2 cells. ")
+    assert told.endswith("is 2.0e-04, on bf16 caches 1.0e-04, each against float64 of what the caches hold.")
+    *_, alone = readmes.decode([row("e4m3", "0.1", "2048", "e4m3")])
+    assert alone == "The largest RMS error of a cell is 1.0e-04, against float64 of what the caches hold."

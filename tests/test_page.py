@@ -111,7 +111,8 @@ def explained(code: str) -> Explanation:
 
 def fastest(rows: list[dict[str, str]], what: str) -> str:
     """Whom these rows have as the fastest in the run that the page names, in cells of as many heads and sequences."""
-    size, heads, heads_kv, run = re.search(r"Measured: (\d+) .*?(\d+):(\d+) heads.* run (.*)\.$", what).groups()
+    told = re.search(r"Measured: (\d+) .*?(\d+):(\d+) heads.* run (\S+)\.(?: Alone: .*)?$", what)
+    size, heads, heads_kv, run = told.groups()
     wanted = {"run": run, "batch": size, "heads": heads, "heads_kv": heads_kv}
     mine = [row for row in rows if wanted.items() <= row.items()]
     return parted(min(mine, key=lambda row: float(row["ms"]))["impl"])[0]

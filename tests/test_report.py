@@ -554,6 +554,30 @@ def test_energy_is_of_rows_with_joules():
     assert figures.energy(ROWS) == {}
 
 
+def test_kinds_of_caches_are_not_mixed():
+    mla = {"head_dim_v": 512, "head_dim": 576}
+    rows = [
+        *(_row("whole", "decode", "decode", seqlen_q=1, seqlen_k=n) for n in (1024, 2048)),
+        *(_row("both", "decode", "decode", seqlen_q=1, dtype_kv=kv, ms=ms) for kv, ms in (("", 2), ("e4m3", 1))),
+        _row("latent", "decode", "decode", seqlen_q=1, **mla),
+    ]
+    found = figures.decoded(rows)
+    assert {title: [row["run"] for row in mine] for title, mine in found.items()} == {
+        "Decoding": ["whole"] * 2,
+        "Decoding, MLA": ["latent"],
+        "Decoding, e4m3 caches": ["both"],
+    }
+    assert list(figures.curves(rows)["Decoding, e4m3 caches"]) == ["32:32 heads of 64, 16 sequences, e4m3"]
+    (panels,) = (tree for title, tree in figures.history([*rows, *_again(rows)]).items() if title == "Decoding, bf16")
+    assert len(panels) == 4, "one for each shape and kind"
+    speeds = [text for text in report.headline(rows[2:4]) if text[0].startswith("decode")]
+    assert speeds[0][2] == "16 caches of 1k keys" and len(speeds) == 1
+
+
+def _again(rows):
+    return [{**row, "run": f"{row['run']}-again"} for row in rows]
+
+
 def test_without_joules_the_page_says_how_to_measure_them(text):
     section = re.findall(r'id="energy">Energy per call</h2>(.*?)<h2', text, re.DOTALL)
     assert [re.sub(r"<.*?>", "", part).strip() for part in section] == [
