@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
@@ -92,12 +92,16 @@ def of_last(rows: list[Row]) -> list[Row]:
     return [row for row in rows if row["run"] == rows[-1]["run"]]
 
 
-def of_most(rows: list[Row]) -> list[Row]:
-    """Those of the run that has most cells, and of equal ones the last; none where there are none."""
-    found: dict[str, list[Row]] = {}
+def of_most(
+    rows: list[Row],
+    measurement: Callable[[Row], Hashable] = lambda row: row["run"],
+    cell: Callable[[Row], Hashable] = key_of,
+) -> list[Row]:
+    """Those of the measurement, a run, that has most cells, and of equal ones the last; none where there are none."""
+    found: dict[Hashable, list[Row]] = {}
     for row in rows:
-        found.setdefault(row["run"], []).append(row)
-    return max(reversed(found.values()), key=lambda mine: len(set(map(key_of, mine))), default=[])
+        found.setdefault(measurement(row), []).append(row)
+    return max(reversed(found.values()), key=lambda mine: len(set(map(cell, mine))), default=[])
 
 
 def last_run(rows: list[Row], table: str) -> list[Row]:
@@ -112,10 +116,7 @@ def last_run(rows: list[Row], table: str) -> list[Row]:
             One that times an ablated kernel is of none, nor one with block masks, packed sequences, something on the
             scores or the layers of models, nor one of several GPUs.
     """
-    found: dict[tuple[str, str], list[Row]] = {}
-    for row in _of_table(rows, table):
-        found.setdefault(_measurement(row), []).append(row)
-    return max(reversed(found.values()), key=lambda mine: len({shape_of(row) for row in mine}), default=[])
+    return of_most(_of_table(rows, table), _measurement, shape_of)
 
 
 def _measurement(row: Row) -> tuple[str, str]:
