@@ -32,6 +32,7 @@ written. Scores are in log2 units: exp2 with softmax_scale * log2(e) folded in.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -286,10 +287,13 @@ def merge_kernel(
     stride_ob, stride_os, stride_oh,
     rows, seqlen_q, heads, splits,
     HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, LSES: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
     """COLUMNS of ROWS queries of heads, one behind another as they are in lse. `parts` are
     (splits, batch, seqlen_q, heads, HEAD_DIM), `lse_parts` (splits, batch, heads, seqlen_q); a split has `rows` rows.
     SPLITS of them are looked at in one step, and LSES of their LSE for the largest."""
+    if PROGRAMMATIC:  # until the kernel that writes the parts has ended
+        gdc_wait()
     CHUNKS: tl.constexpr = (HEAD_DIM + COLUMNS - 1) // COLUMNS
     program = tl.program_id(0)
     row = program // CHUNKS * ROWS + tl.arange(0, ROWS)

@@ -91,7 +91,8 @@ class Launch:
         self._of_lse = 4 * tiles * how.splits * how.rows * p.head_dim_v
         self._counters = 1 + tiles if kernel.counted else 1
         self._splits = how.splits
-        self._merge = merge_launch(p, self._out_strides[:3], how.splits) if kernel.apart else None
+        to = self._out_strides[:3]
+        self._merge = merge_launch(p, to, how.splits, programmatic=True) if kernel.apart else None
         written = dense(of_out, (3, 2, 1, 0)) if kernel.apart else self._out_strides
         sizes = (
             p.seqlen_q,

@@ -17,8 +17,8 @@ LSES = 256
 
 
 @lru_cache(maxsize=1024)
-def merge_launch(problem: Problem, strides: tuple[int, ...], splits: int) -> Launch:
-    """The launch of `merge_kernel`; strides of out."""
+def merge_launch(problem: Problem, strides: tuple[int, ...], splits: int, programmatic: bool = False) -> Launch:
+    """The launch of `merge_kernel`; strides of out, and `programmatic` as in `Launch`."""
     p, merged = problem, tiles_for(problem).merged
     rows = p.batch * p.heads * p.seqlen_q
     return Launch(
@@ -31,7 +31,9 @@ def merge_launch(problem: Problem, strides: tuple[int, ...], splits: int) -> Lau
             "ROWS": merged,
             "SPLITS": min(AT_ONCE, next_power_of_2(splits)),
             "LSES": LSES,
+            "PROGRAMMATIC": programmatic,
         },
         num_warps=4,
         num_stages=1,
+        programmatic=programmatic,
     )
