@@ -17,7 +17,9 @@ from flashzoo._triton.compile import resources
 from flashzoo.decode import launch as decode
 from flashzoo.decode.config import E4M3_ARCH
 from flashzoo.decode.config import kernel_for as decode_hopper_kernel
+from flashzoo.decode.launch_merge import merge_launch
 from flashzoo.decode.programs import program as decode_program
+from flashzoo.decode.traits import Kernel, Merging
 from flashzoo.gpu import SHARED_LIMIT
 from flashzoo.v3.programs import ARCH
 
@@ -66,7 +68,10 @@ def test_decode_compiles_and_does_not_spill(arch: int, head_dim: int, dtype: str
             1,
             arch,
         ),
-        resources(decode.merge_launch(problem, of_q), ("fp32", "fp32", dtype, "fp32", "fp32"), 0, arch),
+        *[
+            resources(merge_launch(problem, of_q, splits), ("fp32", "fp32", dtype, "fp32", "fp32"), 0, arch)
+            for splits in (3, 264)
+        ],
     ):
         assert found.stack <= DECODE_STACK and found.shared <= SHARED_LIMIT[arch]
 
@@ -119,12 +124,22 @@ def test_mla_compiles_and_does_not_spill(arch: int, heads: int, seqlen_q: int, p
     launch = decode.split_launch(problem, (*of_q, *of_k, *of_k, *of_out, 1 << 24, 1 << 16), pages)
     for found in (
         resources(launch, given, 1, arch),
-        resources(decode.merge_launch(problem, of_out), ("fp32", "fp32", "bf16", "fp32", None), 0, arch),
+        resources(
+            merge_launch(problem, of_out, 264, programmatic=arch >= 90), ("fp32", "fp32", "bf16", "fp32", None), 0, arch
+        ),
     ):
         assert found.stack <= DECODE_STACK and found.shared <= SHARED_LIMIT[arch]
 
 
-def hopper_decode_cases() -> Iterator[tuple[int, dict, int]]:
+def merged(problem: Problem, merging: Merging) -> Kernel:
+    """The kernel of a problem where that merges."""
+    kernel = decode_hopper_kernel(dataclasses.replace(problem, out_dtype=None, sinks=False))
+    if merging is Merging.KERNEL:  # which has what it writes in float32, and joins no sinks
+        return dataclasses.replace(kernel, merging=merging, out_dtype="fp32")
+    return dataclasses.replace(kernel, merging=merging, out_dtype=problem.out_dtype, sinks=problem.sinks)
+
+
+def hopper_decode_cases() -> Iterator[tuple[int, dict, int, Merging]]:
     for head_dim in (64, 128, 192, 256):
         for how in (
             {},
@@ -134,7 +149,9 @@ def hopper_decode_cases() -> Iterator[tuple[int, dict, int]]:
             {"page_size": 256, "out_dtype": "fp32"},
         ):
             for batch in (1, 128):
-                yield head_dim, how, batch
+                for merging in Merging:
+                    if batch == 1 or merging is not Merging.CLUSTER:
+                        yield head_dim, how, batch, merging
 
 
 STACK_LATENT = 32
@@ -149,30 +166,30 @@ the limit of one block is without its own."""
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize(("head_dim", "how", "batch"), [*hopper_decode_cases()], ids=str)
+@pytest.mark.parametrize(("head_dim", "how", "batch", "merging"), [*hopper_decode_cases()], ids=str)
 @pytest.mark.filterwarnings("error")
-def test_decode_on_hopper_compiles_and_does_not_spill(head_dim: int, how: dict, batch: int) -> None:
+def test_decode_on_hopper_compiles_and_does_not_spill(head_dim: int, how: dict, batch: int, merging: Merging) -> None:
     """With one thread block on a multiprocessor and with two, which have fewer registers; parts want the most."""
     problem = Problem(batch, 1, 8192, 64, 8, head_dim, dtype="bf16", used_k=True, arch=90, **how)
-    kernel = dataclasses.replace(decode_hopper_kernel(problem), split=True)
+    kernel = merged(problem, merging)
     found = read(compile_for(ARCH, *decode_program(kernel)).cubin, kernel.shared_bytes)
     assert found.stack == 0 and {"UTMALDG", "HGMMA"} <= found.opcodes.keys()
     assert kernel.blocks_per_sm * (kernel.shared_bytes + RESERVED_SHARED) <= SHARED_LIMIT[90] + RESERVED_SHARED
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize(("head_dim", "how", "batch"), [*hopper_decode_cases()], ids=str)
+@pytest.mark.parametrize(("head_dim", "how", "batch", "merging"), [*hopper_decode_cases()], ids=str)
 @pytest.mark.parametrize("queries", [1, 4, 8])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.filterwarnings("error")
 def test_decode_of_e4m3_on_hopper_compiles_and_does_not_spill(
-    head_dim: int, how: dict, batch: int, queries: int, dtype: str
+    head_dim: int, how: dict, batch: int, merging: Merging, queries: int, dtype: str
 ) -> None:
     """And converts no number at the rate of exponentials (F2F)."""
     problem = Problem(
         batch, queries, 8192, 64, 8, head_dim, dtype=dtype, dtype_kv="e4m3", used_k=True, arch=90, sinks=True, **how
     )
-    kernel = dataclasses.replace(decode_hopper_kernel(problem), split=True)
+    kernel = merged(problem, merging)
     found = read(compile_for(ARCH, *decode_program(kernel)).cubin, kernel.shared_bytes)
     assert found.stack <= (STACK_WIDE if head_dim > 128 else 0) and "F2F" not in found.opcodes
     assert {"UTMALDG", "HMMA", "LDSM", "F2FP"} <= found.opcodes.keys()
@@ -191,13 +208,13 @@ def test_decode_of_e4m3_on_hopper_compiles_and_does_not_spill(
     ],
     ids=str,
 )
-@pytest.mark.parametrize("split", ["not", "in_memory", "in_cluster"])
+@pytest.mark.parametrize("merging", Merging)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.filterwarnings("error")
-def test_mla_on_hopper_compiles_and_does_not_spill(how: dict, split: str, dtype: str) -> None:
+def test_mla_on_hopper_compiles_and_does_not_spill(how: dict, merging: Merging, dtype: str) -> None:
     """One thread block on a multiprocessor has all of its shared memory, and its consumers most of the registers."""
     problem = Problem(1, 4, 8192, 16, 1, 576, dtype=dtype, head_dim_v=512, latent=True, used_k=True, arch=90, **how)
-    kernel = dataclasses.replace(decode_hopper_kernel(problem), split=split != "not", clustered=split == "in_cluster")
+    kernel = merged(problem, merging)
     found = read(compile_for(ARCH, *decode_program(kernel)).cubin, kernel.shared_bytes)
     assert found.stack <= STACK_LATENT and {"UTMALDG", "HGMMA", "STSM"} <= found.opcodes.keys()
     assert kernel.shared_bytes <= SHARED_LIMIT[90]

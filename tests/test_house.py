@@ -176,6 +176,7 @@ OUTSIDE = ("flashzoo_suite", "tests", "bench", "examples")
 INSIDERS = {
     "tests/test_compile.py",
     "tests/test_compile_decode.py",
+    "tests/test_decode_merge.py",
     "tests/test_compile_v3.py",
     "tests/test_docs.py",
     "tests/test_dropout.py",

@@ -34,6 +34,7 @@ class Launch:
         aligned: every tensor of every call starts at a multiple of 16 bytes.
         tma_tiles: for each tensor, the tile that TMA reads of it, to pass it as a tensor descriptor, or None to pass it
             as a pointer; empty to pass all as pointers. A tile of `RAGGED` dimensions is of packed sequences.
+        programmatic: it begins before the stream's last launch has ended, for which the kernel itself waits (gdc_wait).
     """
 
     def __init__(
@@ -46,11 +47,14 @@ class Launch:
         num_stages: int,
         aligned: bool = False,
         tma_tiles: tuple[tuple[int, ...] | None, ...] = (),
+        programmatic: bool = False,
     ) -> None:
         self.kernel = kernel
         self.scalars = scalars
         self.constexprs = constexprs
         self.options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+        if programmatic:
+            self.options["launch_pdl"] = True
         self.tma_tiles = tma_tiles
         self._aligned = aligned
         self._grid = (programs, 1, 1)

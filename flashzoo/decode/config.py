@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
 
 from flashzoo.call.problem import DESCALE_BLOCK, Problem
-from flashzoo.decode.traits import LATENT_WIDTHS, WIDTHS, Kernel, KernelE4m3, KernelLatent
+from flashzoo.decode.traits import LATENT_WIDTHS, WIDTHS, Kernel, KernelE4m3, KernelLatent, Merging
 from flashzoo.dtypes import BYTES
 from flashzoo.gpu import MULTIPROCESSORS, WARPGROUP_ROWS
 from flashzoo.integers import cdiv, next_power_of_2
@@ -60,6 +61,10 @@ FLOAT32 = {64: Tiles(16, 32, 4, 1), 128: Tiles(16, 16, 4, 1), 256: Tiles(16, 16,
 # The interpreter's cost is per operation, not per element: few, large tiles;
 # and splits, so that there is something to merge.
 INTERPRETED = Tiles(64, 64, 4, 1, programs=1, least=128, merged=64)
+
+
+MERGED_COLUMNS = 64
+"""Columns of a program of `merge_kernel`."""
 
 
 def block_d(head_dim: int) -> int:
@@ -150,6 +155,8 @@ CLUSTERS = {2: 64, 4: 16, 8: 8, 16: 4}
 at a time: of 4 and more not twice as many, and of 3, 7 or 11 to 13 never as many as there would be room for."""
 CLUSTERS_LATENT, MERGE_LATENT_US = {16: 4}, 15.0
 """The same of MLA, and what merging in a cluster takes it; with fewer thread blocks up to twice that."""
+MERGE_KERNEL_US, MERGED_PER_US = 5.0, (8e4, 3e6)
+"""What a second kernel takes that merges, and bytes of parts that it reads beyond: by a multiprocessor, and by all."""
 MERGED_AT_ONCE = 64
 """Rows times parts that a thread block reads at a time when it merges:
 `Kernel.at_once` of each warp."""
@@ -206,7 +213,7 @@ class CutHopper:
         tiles: of a key/value head.
         splits: into so many parts at most the keys that a tile sees are split.
         least: keys of a part, at least.
-        clustered: a cluster of thread blocks has a tile's splits.
+        merging: who merges a tile's splits.
         blocks_per_sm: thread blocks of a multiprocessor: one where each has an item to itself,
             which then has all of its memory's rate.
         microseconds: about how long that takes on an H200.
@@ -217,7 +224,7 @@ class CutHopper:
     tiles: int
     splits: int
     least: int
-    clustered: bool
+    merging: Merging
     blocks_per_sm: int
     microseconds: float
 
@@ -232,8 +239,8 @@ def cut_hopper(problem: Problem) -> CutHopper:
     """How a problem is cut: by its shape alone, whatever its caches hold,
     so that a sequence has the same bits beside any others.
 
-    The parts of a sequence follow from its own length and from how many they may be. That is the number for which the
-    model below takes least time where all of a cache is used.
+    The parts of a sequence follow from its own length and from how many they may be. That is the number for which, with
+    who merges them, the model below takes least time where all of a cache is used.
     """
     p, group = problem, problem.heads // problem.heads_kv
     heads = min(group, WARPGROUP_ROWS)
@@ -251,8 +258,20 @@ def cut_hopper(problem: Problem) -> CutHopper:
     def blocks_per_sm(splits: int) -> int:
         return 1 if all_tiles * splits <= MULTIPROCESSORS[90] else most
 
-    def clustered(splits: int) -> bool:
-        return all_tiles <= (CLUSTERS_LATENT if p.latent else CLUSTERS).get(splits, 0)
+    def ways(splits: int) -> Iterator[tuple[Merging, float]]:
+        """Who may merge, and how long that takes."""
+        if splits == 1:
+            yield Merging.NONE, 0.0
+            return
+        of_round = MERGED_AT_ONCE * (KernelLatent.consumers if p.latent else 1)
+        rounds = cdiv(heads * queries * splits, of_round) * cdiv(p.head_dim_v, 128)
+        yield Merging.LAST, MERGE_US + ROUND_US * rounds
+        if all_tiles <= (CLUSTERS_LATENT if p.latent else CLUSTERS).get(splits, 0):
+            yield Merging.CLUSTER, MERGE_LATENT_US if p.latent else MERGE_US
+        programs = max(1, p.batch) * p.heads * asked * cdiv(p.head_dim_v, MERGED_COLUMNS)
+        by_one, by_all = MERGED_PER_US
+        rate = min(by_all, by_one * min(programs, MULTIPROCESSORS[90]))
+        yield Merging.KERNEL, MERGE_KERNEL_US + BYTES["fp32"] * splits * programs * MERGED_COLUMNS / rate
 
     def microseconds(splits: int) -> float:
         of_part, each = cdiv(blocks, splits), blocks_per_sm(splits)
@@ -260,16 +279,17 @@ def cut_hopper(problem: Problem) -> CutHopper:
         of_block = BYTES[p.dtype_kv or p.dtype] * block_kv * (p.head_dim if p.latent else 2 * p.head_dim)
         read = of_block * cdiv(min(items, workers), tiles)  # a split's tiles read the same keys
         block = max(BLOCK_US[each - 1] * WIDE[width] * slower, read / BYTES_PER_US)
-        of_round = MERGED_AT_ONCE * (KernelLatent.consumers if p.latent else 1)
-        waves, rounds = cdiv(items, workers), cdiv(heads * queries * splits, of_round) * cdiv(p.head_dim_v, 128)
-        in_cluster = MERGE_LATENT_US if p.latent else MERGE_US
-        merging = in_cluster if clustered(splits) else MERGE_US + ROUND_US * rounds
-        return waves * of_part * block + (waves - 1) * PART_US + (merging if splits > 1 else 0.0)
+        waves = cdiv(items, workers)
+        return waves * of_part * block + (waves - 1) * PART_US
 
-    splits = min(range(1, min(blocks, 2 * MULTIPROCESSORS[90]) + 1), key=microseconds)
-    return CutHopper(
-        heads, queries, tiles, splits, block_kv, clustered(splits), blocks_per_sm(splits), microseconds(splits)
+    most_splits = min(blocks, 2 * MULTIPROCESSORS[90])
+    cuts = (
+        CutHopper(heads, queries, tiles, splits, block_kv, merging, blocks_per_sm(splits), before + us)
+        for splits in range(1, most_splits + 1)
+        for before in (microseconds(splits),)
+        for merging, us in ways(splits)
     )
+    return min(cuts, key=lambda cut: cut.microseconds)
 
 
 def tiled_microseconds(problem: Problem) -> float:
@@ -316,9 +336,11 @@ def leaves(problem: Problem) -> list[str]:
 def kernel_for(problem: Problem) -> Kernel:
     """The Hopper kernel of a problem."""
     p, (left, right), width, cut = problem, problem.span, width_of(problem), cut_hopper(problem)
-    how = p.used_k, box_of(p), p.page_size is not None, p.sinks, cut.splits > 1, cut.clustered, block_kv_of(p)
+    apart = cut.merging is Merging.KERNEL  # then sinks join where out is written, in a second kernel
+    how = p.used_k, box_of(p), p.page_size is not None, p.sinks and not apart, cut.merging, block_kv_of(p)
     stages = stages_of(p)[cut.blocks_per_sm - 1]
-    given = p.dtype, p.out_dtype, width, left is not None, right is not None, *how, stages, cut.blocks_per_sm
+    dtypes = p.dtype, "fp32" if apart else p.out_dtype
+    given = *dtypes, width, left is not None, right is not None, *how, stages, cut.blocks_per_sm
     if p.dtype_kv:
         return KernelE4m3(*given, row_tiles_of(cut.rows))
     return KernelLatent(*given) if p.latent else Kernel(*given)
@@ -335,13 +357,13 @@ def describe(problem: Problem) -> list[str]:
         if p.dtype_kv is not None:
             lines.append(f"{p.dtype_kv} keys and values are made fp16 in registers")
         splits = (
-            f"{how.splits} splits at most, merged {'in a cluster' if how.clustered else 'by who ends last'}; "
+            f"{how.splits} splits at most, merged {how.merging.value}; "
             f"some {how.microseconds:.0f} us on an H200 by its model"
         )
     else:
         how, width = cut(p), p.head_dim if p.latent else block_d(p.head_dim)
         lines = [f"{tiles_for(p)}, in Triton"]
-        splits = f"{how.splits} splits of {how.split}, merged by a second kernel"
+        splits = f"{how.splits} splits of {how.split}, merged {Merging.KERNEL.value}"
         if p.dtype_kv is not None:
             lines.append(f"{p.dtype_kv} keys and values are made {p.dtype} on chip")
         elif p.arch == 90 and p.dtype in ("fp16", "bf16") and not p.packed_q:

@@ -8,10 +8,11 @@ Lines marked A1.x are the three steps of that text.
    products, into the next item too, so that memory is never at rest: that is all that decoding is about.
 3. The consumer warpgroup computes S = Q K^T, P and l by online softmax in registers, and O += P V.
 4. A part leaves O / l in float32 and its LSE. The thread block that ends last of a tile's parts merges them, in the
-   order of the splits, which does not depend on who that is: there is no second kernel, and the bits are the same in
-   every run.
+   order of the splits, which does not depend on who that is: the bits are the same in every run.
 5. Where a tile's parts are few enough for a cluster, and every item has a thread block of its own, parts stay on chip:
    each thread block of the cluster merges some rows, and reads them from the others' shared memory.
+6. Where few tiles have many parts, one multiprocessor would read for long what all of them wrote. Then parts are left
+   as `kernels.merge_kernel` wants them, which has programs for each row, and for some of its columns.
 
 Keys and values may lie in pages: then TMA takes each page's part of a block,
 and what a number of no page stands for reads as zeros.
@@ -263,7 +264,7 @@ class Decode:
             cute.arch.sync_warp()
             storage.work_pipeline.consumer_release(n)
             n += 1
-            if const_expr(self.kernel.split):
+            if const_expr(self.kernel.counted):
                 item = item_of(params, work)
                 if item.is_part():
                     storage.part_pipeline.consumer_wait(parts)
@@ -400,7 +401,7 @@ class Decode:
                 n += 1
             if const_expr(kernel.clustered):
                 self.merge_in_cluster(params, storage, item, o, row_max, row_sum, own, own_column)
-            elif const_expr(kernel.split):
+            elif const_expr(kernel.counted):
                 is_last, is_part = self.is_last(storage, pending, parts), is_item and item.is_part()
                 if is_part:
                     epilogue(params, item, o, row_max, row_sum, own, own_column, in_memory(params, item))

@@ -18,10 +18,11 @@ class Params:
 
     Attributes:
         kernel: what is compiled.
-        out: `(batch, seqlen_q, heads, head_dim)`, by its strides.
-        lse: `(batch, heads, seqlen_q)`.
-        parts, lse_parts: of each tile and split a row of float32 for each of the tile's rows,
-            and its LSE in log2 units.
+        out: `(batch, seqlen_q, heads, head_dim)`, by its strides; of each split such a tensor, one behind the other,
+            where a second kernel merges them.
+        lse: `(batch, heads, seqlen_q)`, or such a tensor of each split.
+        parts, lse_parts: where the thread block that ends last merges, of each tile and split a row of float32 for each
+            of the tile's rows, and its LSE in log2 units.
         used_k: how much of each cache is used.
         page_table: numbers of pages, `table_stride` for each of the batch.
         sinks: of each query head one more logit in the softmax.

@@ -109,7 +109,8 @@ def epilogue(
     row_sum: cute.Tensor, row: Int32, column: Int32,
     parts: Parts | None = None,
 ):  # fmt: skip
-    """Write O / l and LSE of the tile's rows: to out, or as one of `parts`."""
+    """Write O / l and LSE of the tile's rows: to out, which a second kernel may have one of for each split, or as one
+    of `parts`."""
     p, part = params, const_expr(parts is not None)
     rows = p.heads_of_tile * p.queries_of_tile
     for r in cutlass.range_constexpr(2):
@@ -131,7 +132,11 @@ def epilogue(
             else:
                 query, head = place_of(p, item, mine)
                 if query < p.seqlen_q and head < p.group:
-                    store_row(p, offset(p, item, query, head), o, r, column, by, DTYPES[params.kernel.out_dtype])
+                    to, dtype = offset(p, item, query, head), DTYPES[params.kernel.out_dtype]
+                    if const_expr(not p.kernel.apart):  # noqa: SIM114 - one is known when compiled, the other when run
+                        store_row(p, to, o, r, column, by, dtype)
+                    elif total > 0.0:  # nobody reads what saw nothing
+                        store_row(p, to, o, r, column, by, dtype)
                     if column == 0:
                         set_at(p.lse, of_lse(p, item, query, head), lse_log2 * LN2)
 
@@ -246,15 +251,21 @@ def place_of(params: Params, item: Item, row: Int32) -> tuple[Int32, Int32]:
 def offset(params: Params, item: Item, query: Int32, head: Int32) -> cute.Pointer:
     """Where a row of out begins."""
     p = params
-    return p.out + (
-        Int64(item.batch) * p.out_batch + Int64(query) * p.out_row + Int64(item.head * p.group + head) * p.out_head
-    )
+    row = Int64(item.batch) * p.out_batch + Int64(query) * p.out_row + Int64(item.head * p.group + head) * p.out_head
+    return p.out + (row + rows_before(p, item) * p.head_dim if p.kernel.apart else row)
 
 
 def of_lse(params: Params, item: Item, query: Int32, head: Int32) -> Int64:
     """Place of a row in LSE."""
     p = params
-    return (Int64(item.batch) * p.heads * p.group + item.head * p.group + head) * p.seqlen_q + query
+    row = (Int64(item.batch) * p.heads * p.group + item.head * p.group + head) * p.seqlen_q + query
+    return row + rows_before(p, item) if p.kernel.apart else row
+
+
+def rows_before(params: Params, item: Item) -> Int64:
+    """Rows of all splits before an item's, which a second kernel merges."""
+    p = params
+    return Int64(item.part) * p.batch_heads * p.heads * p.group * p.seqlen_q
 
 
 def columns_of(o: cute.Tensor, kernel: Kernel) -> cute.Tensor:

@@ -9,9 +9,9 @@ The lines A1.n in comments are the three steps of that text.
 2. It walks the split's blocks as FA-2 does (flashzoo/v2), with a row's maximum, l and unnormalised O on chip, and
    leaves O / l in float32 and the LSE of the split. A split in which its rows see no key leaves an LSE of -inf, and no
    O.
-3. `merge_kernel`: out = sum of exp(LSE_split - LSE) O_split, with LSE = log of the sum of exp(LSE_split). The order is
-   that of the splits, and where they begin does not depend on what other caches hold: the bits are the same in every
-   run, and beside any others.
+3. `merge_kernel`: out = sum of exp(LSE_split - LSE) O_split, with LSE = log of the sum of exp(LSE_split). The order
+   follows from the number of splits, and where they begin does not depend on what other caches hold: the bits are the
+   same in every run, and beside any others.
 
 Keys and values may lie in pages (PAGE rows each, 0 where they don't): key j of a sequence is row j % PAGE of the page
 whose number is the (j // PAGE)-th of the sequence's in the table.
@@ -32,6 +32,7 @@ written. Scores are in log2 units: exp2 with softmax_scale * log2(e) folded in.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -285,29 +286,38 @@ def merge_kernel(
     parts, lse_parts, out, lse, sinks,
     stride_ob, stride_os, stride_oh,
     rows, seqlen_q, heads, splits,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr, SPLITS: tl.constexpr, LSES: tl.constexpr,
+    PROGRAMMATIC: tl.constexpr,
 ):  # fmt: skip
-    """ROWS queries of heads, one behind another as they are in lse. `parts` are
+    """COLUMNS of ROWS queries of heads, one behind another as they are in lse. `parts` are
     (splits, batch, seqlen_q, heads, HEAD_DIM), `lse_parts` (splits, batch, heads, seqlen_q); a split has `rows` rows.
-    SPLITS of them are looked at in one step."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    SPLITS of them are looked at in one step, and LSES of their LSE for the largest."""
+    if PROGRAMMATIC:  # until the kernel that writes the parts has ended
+        gdc_wait()
+    CHUNKS: tl.constexpr = (HEAD_DIM + COLUMNS - 1) // COLUMNS
+    program = tl.program_id(0)
+    row = program // CHUNKS * ROWS + tl.arange(0, ROWS)
+    d = program % CHUNKS * COLUMNS + tl.arange(0, COLUMNS)
     there = row < rows
     bh = row // seqlen_q
     position = row - bh * seqlen_q
     b = bh // heads
     h = bh - b * heads
-    d = tl.arange(0, BLOCK_D)
     at = ((b * seqlen_q + position) * heads + h).to(tl.int64) * HEAD_DIM
-    m = tl.full([ROWS], float("-inf"), tl.float32)
-    for start in tl.range(0, splits, SPLITS):
-        part = (start + tl.arange(0, SPLITS)).to(tl.int64)[:, None]
+    sink = tl.full([ROWS], float("-inf"), tl.float32)
+    if sinks is not None:  # one more split, whose O is 0
+        sink = tl.load(sinks + h, mask=there, other=float("-inf"))
+    m = sink
+    for start in tl.range(0, splits, LSES):
+        part = (start + tl.arange(0, LSES)).to(tl.int64)[:, None]
         seen = tl.load(
             lse_parts + part * rows + row[None, :], mask=(part < splits) & there[None, :], other=float("-inf")
         )
         m = tl.maximum(m, tl.max(seen, 0))
     m_safe = tl.where(m == float("-inf"), 0.0, m)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    # Of each of SPLITS that are looked at together: what is summed over warps is summed once, at the end.
+    total = tl.zeros([SPLITS, ROWS], tl.float32)
+    acc = tl.zeros([SPLITS, ROWS, COLUMNS], tl.float32)
     for start in tl.range(0, splits, SPLITS):
         part = (start + tl.arange(0, SPLITS)).to(tl.int64)[:, None]
         seen = tl.load(
@@ -317,18 +327,13 @@ def merge_kernel(
         of_part = parts + (part * rows * HEAD_DIM + at[None, :])[:, :, None] + d[None, None, :]
         # What saw nothing has left no O.
         o = tl.load(of_part, mask=(weight > 0)[:, :, None] & (d < HEAD_DIM)[None, None, :], other=0.0)
-        acc += tl.sum(o * weight[:, :, None], 0)
-        total += tl.sum(weight, 0)
-    if sinks is not None:  # one more split
-        sink = tl.load(sinks + h, mask=there, other=float("-inf"))
-        m_new = tl.maximum(m, sink)
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        alpha = tl.exp(m - m_safe)
-        total = total * alpha + tl.exp(sink - m_safe)
-        acc = acc * alpha[:, None]
-        m = m_new
-    safe = tl.where(total == 0.0, 1.0, total)  # A1.3
+        acc += o * weight[:, :, None]
+        total += weight
+    l_i = tl.sum(total, 0) + tl.exp(sink - m_safe)
+    safe = tl.where(l_i == 0.0, 1.0, l_i)  # A1.3
     place = b.to(tl.int64) * stride_ob + position.to(tl.int64) * stride_os + h.to(tl.int64) * stride_oh
     inside = there[:, None] & (d < HEAD_DIM)[None, :]
-    tl.store(out + place[:, None] + d[None, :], (acc / safe[:, None]).to(out.dtype.element_ty), mask=inside)
-    tl.store(lse + row, m + tl.log(safe), mask=there)
+    merged = tl.sum(acc, 0) / safe[:, None]
+    tl.store(out + place[:, None] + d[None, :], merged.to(out.dtype.element_ty), mask=inside)
+    if program % CHUNKS == 0:
+        tl.store(lse + row, m + tl.log(safe), mask=there)

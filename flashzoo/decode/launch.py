@@ -15,12 +15,10 @@ from flashzoo.call.operands import Operands
 from flashzoo.call.problem import Problem
 from flashzoo.decode import kernels
 from flashzoo.decode.config import block_d, by_hopper, cut, tiles_for
+from flashzoo.decode.launch_merge import merge_launch
 from flashzoo.dtypes import TORCH_DTYPES
-from flashzoo.integers import cdiv, next_power_of_2
 
 LOG2E = math.log2(math.e)
-MERGED_AT_ONCE = 32
-"""Splits of a row that a program of `merge_kernel` looks at in one step, at most."""
 
 Strides = tuple[int, ...]
 
@@ -51,7 +49,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Opera
     of_parts = (*parts.stride()[1:4], parts.stride(0), lse_parts.stride(0))
     tensors = (q, k, v, parts, lse_parts, *given, None, *descales, tiles)
     split_launch(p, (*inputs, *of_parts), pages)(tensors, (scale_log2,))
-    merge_launch(p, out.stride()[:3])((parts, lse_parts, out, lse, operands.sinks), ())
+    merge_launch(p, out.stride()[:3], how.splits)((parts, lse_parts, out, lse, operands.sinks), ())
     return out, lse
 
 
@@ -86,24 +84,4 @@ def split_launch(problem: Problem, strides: Strides, pages: tuple[int, int] = (0
         },
         tiles.num_warps,
         tiles.num_stages,
-    )
-
-
-@lru_cache(maxsize=1024)
-def merge_launch(problem: Problem, strides: Strides) -> Launch:
-    """The launch of `merge_kernel`; strides of out."""
-    p, splits, merged = problem, cut(problem).splits, tiles_for(problem).merged
-    rows = p.batch * p.heads * p.seqlen_q
-    return Launch(
-        kernels.merge_kernel,
-        cdiv(rows, merged),
-        (*strides, rows, p.seqlen_q, p.heads, splits),
-        {
-            "HEAD_DIM": p.head_dim_v,
-            "BLOCK_D": block_d(p.head_dim_v),
-            "ROWS": merged,
-            "SPLITS": min(MERGED_AT_ONCE if p.head_dim_v <= 256 else MERGED_AT_ONCE // 4, next_power_of_2(splits)),
-        },
-        num_warps=4,
-        num_stages=1,
     )

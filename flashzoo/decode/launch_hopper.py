@@ -1,4 +1,4 @@
-"""The Hopper kernel of FlashDecoding on the host: outputs, parts, TMA descriptors, one launch."""
+"""The Hopper kernel of FlashDecoding on the host: outputs, parts, TMA descriptors, one launch or two."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from flashzoo._triton.descales import strided
 from flashzoo.call.operands import Operands
 from flashzoo.call.problem import Problem
 from flashzoo.decode.config import cut_hopper, kernel_for
+from flashzoo.decode.launch_merge import merge_launch
 from flashzoo.decode.programs import DESCALE, SIZES, arguments_of, function_for
 from flashzoo.decode.traits import KernelE4m3
 from flashzoo.dtypes import BYTES, TORCH_DTYPES
@@ -86,10 +87,13 @@ class Launch:
         self._k, self._v = (map_of_rows(kernel.dtype_kv, of_k, x, kernel.width, kernel.box) for x in strides[1:])
         self._descaled = isinstance(kernel, KernelE4m3)
         tiles, blocks = p.batch * p.heads_kv * how.tiles, p.heads_kv * how.tiles * how.splits
-        in_memory = kernel.split and not kernel.clustered
-        self._parts_shape = (tiles * how.splits * how.rows, p.head_dim_v + 1) if in_memory else (0, 1)
+        self._parts_shape = (tiles * how.splits * how.rows, p.head_dim_v + 1) if kernel.counted else (0, 1)
         self._of_lse = 4 * tiles * how.splits * how.rows * p.head_dim_v
-        self._counters = 1 + tiles if in_memory else 1
+        self._counters = 1 + tiles if kernel.counted else 1
+        self._splits = how.splits
+        to = self._out_strides[:3]
+        self._merge = merge_launch(p, to, how.splits, programmatic=True) if kernel.apart else None
+        written = dense(of_out, (3, 2, 1, 0)) if kernel.apart else self._out_strides
         sizes = (
             p.seqlen_q,
             p.seqlen_k,
@@ -101,7 +105,7 @@ class Launch:
             p.batch,
             how.tiles,
         )
-        more = (how.splits, how.least, p.page_size or 1, table_stride, p.head_dim_v, *self._out_strides[:3], *p.reach)
+        more = (how.splits, how.least, p.page_size or 1, table_stride, p.head_dim_v, *written[:3], *p.reach)
         params = dict(zip(SIZES, (*sizes, *more), strict=True))
         workers = kernel.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
         given = (
@@ -134,6 +138,17 @@ class Launch:
                 return self(q, k, v, operands)
         out = torch.empty_strided(self._out_shape, self._out_strides, dtype=self._out_dtype, device=q.device)
         lse = torch.empty(self._lse_shape, dtype=torch.float32, device=q.device)
+        if self._merge is not None:
+            parts = torch.empty((self._splits, *self._out_shape), dtype=torch.float32, device=q.device)
+            lse_parts = torch.empty((self._splits, *self._lse_shape), dtype=torch.float32, device=q.device)
+            self._run(q, k, v, parts, lse_parts, operands)
+            self._merge((parts, lse_parts, out, lse, operands.sinks), ())
+        else:
+            self._run(q, k, v, out, lse, operands)
+        return out, lse
+
+    def _run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, operands: Operands) -> None:
+        """Launch the Hopper kernel; out and lse are those of all splits where a second kernel merges them."""
         parts = torch.empty(self._parts_shape, dtype=torch.float32, device=q.device)
         more = (operands.seqused_k, operands.page_table, operands.sinks)
         stream = current_stream(self._device)
@@ -154,7 +169,6 @@ class Launch:
             self._scale_log2,
             *descales,
         )
-        return out, lse
 
     def _of_descales(self, stream: int, operands: Operands) -> tuple[int, ...]:
         """Address and strides of K's descales, then of V's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import Enum
 
 from flashzoo.dtypes import BYTES
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
@@ -15,21 +16,29 @@ LATENT_WIDTHS = (576, 512)
 """Of a key, and of the value that is its first columns, in DeepSeek's MLA."""
 
 
+class Merging(Enum):
+    """Who merges the parts of a tile; in the words of `explain`."""
+
+    NONE = "not at all, as keys are not split"
+    LAST = "by who ends last"
+    CLUSTER = "in a cluster"
+    KERNEL = "by a second kernel"
+
+
 @dataclass(frozen=True)
 class Kernel:
     """Everything that a kernel is compiled for; all else is an argument of its launch.
 
     Attributes:
         dtype: "fp16" or "bf16".
-        out_dtype: of out.
+        out_dtype: of what it writes: out, or parts for a second kernel.
         width: of `WIDTHS`.
         left, right: whether the window is bounded on that side.
         used: whether a length says how much of each cache is used.
         box: keys that TMA moves at a time: a block, or a page's part of one.
         paged: whether keys lie in pages.
-        sinks: whether there are any.
-        split: whether a head's keys are split, and parts are merged.
-        clustered: the thread blocks of a cluster have a tile's parts, on chip; else parts go through memory.
+        sinks: whether there are any that it joins.
+        merging: who merges a tile's parts.
         block_kv: keys of a block.
         stages: blocks of K or V on chip at a time.
         blocks_per_sm: thread blocks of a multiprocessor.
@@ -44,8 +53,7 @@ class Kernel:
     box: int
     paged: bool
     sinks: bool
-    split: bool
-    clustered: bool
+    merging: Merging
     block_kv: int
     stages: int
     blocks_per_sm: int
@@ -55,6 +63,26 @@ class Kernel:
 
     q_stages = 2
     """Tiles of Q on chip: the next item's arrives, and its keys behind it, while this one's is in use."""
+
+    @property
+    def split(self) -> bool:
+        """Whether a head's keys are split."""
+        return self.merging is not Merging.NONE
+
+    @property
+    def counted(self) -> bool:
+        """Whether thread blocks count the parts of a tile that have ended, and the last merges them from memory."""
+        return self.merging is Merging.LAST
+
+    @property
+    def clustered(self) -> bool:
+        """Whether the thread blocks of a cluster have a tile's parts, and merge them on chip."""
+        return self.merging is Merging.CLUSTER
+
+    @property
+    def apart(self) -> bool:
+        """Whether parts are left in memory for a second kernel."""
+        return self.merging is Merging.KERNEL
 
     @property
     def warps(self) -> int:
