@@ -195,7 +195,7 @@ class Backward:
         self.ds_readers, self.ds_writers = 1, WARPS * kernel.tiles.consumers
         self.exchange_readers = 1
         self.work_readers: int = WARPS * kernel.tiles.consumers + kernel.writers
-        # The first blocks of Q and dO of a tile have room before K and V have: those are released in the last one's step.
+        # how many blocks of Q and dO have room before K and V have: those are released in a tile's last step
         self.before_kv: int = kernel.tiles.stages - 1
         self.score_mod: Scores | None = None if kernel.scoring is None else Scores(kernel.scoring, "q")
         # whether P and dS are made together, as a function on scores has a derivative
@@ -397,8 +397,7 @@ class Backward:
 
     @cute.jit
     def store(self, params: Params, storage: SharedStorage, tma: TmaAtoms, writer: Int32, workspace: Workspace):
-        """A writer warp: has TMA add the warpgroups' parts of dQ to memory, and the first of them has it store dK and dV
-        of the tile."""
+        """A writer warp: has TMA add the warpgroups' parts of dQ to memory. The first writer has it store dK and dV too."""
         tiles, scheduler = self.tiles, self.scheduler(params)
         written = Int32(0)
         work_idx = Int32(0)
@@ -720,7 +719,10 @@ class Backward:
         consumer.dk.store(consumer.dk.load() * scale)
         self.acquire_ds(consumer)  # a tile without steps has not
         self.sync_consumers()  # the others have read dS
-        for mma, acc, staged in ((consumer.mma_dk, consumer.dk, storage.dk), (consumer.mma_dv, consumer.dv, storage.dv)):
+        for mma, acc, staged in (
+            (consumer.mma_dk, consumer.dk, storage.dk),
+            (consumer.mma_dv, consumer.dv, storage.dv),
+        ):
             rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
             to_16_bits(acc, rounded)
             to_chip = cute.make_tiled_copy_C(
