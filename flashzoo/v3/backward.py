@@ -397,7 +397,7 @@ class Backward:
 
     @cute.jit
     def store(self, params: Params, storage: SharedStorage, tma: TmaAtoms, writer: Int32, workspace: Workspace):
-        """A writer warp: has TMA add the warpgroups' parts of dQ to memory. The first one has it store dK and dV too."""
+        """A writer warp: has TMA add the warpgroups' parts of dQ to memory. The first one has it store dK and dV."""
         tiles, scheduler = self.tiles, self.scheduler(params)
         written = Int32(0)
         work_idx = Int32(0)
