@@ -137,7 +137,7 @@ class Consumer:
         thread: of all consumers.
         storage: shared memory.
         work_idx: number of the tile.
-        begin, end: its first block of Q and dO, and one past its last, among those of all tiles.
+        end: one past its last block of Q and dO, counted over all tiles.
         mma_s, mma_dq: products whose operands are in shared memory: of scores, S^T, and of dQ.
         mma_dp: of dP^T: as mma_s, unless V is in registers.
         mma_dk, mma_dv: products whose first operand is in registers.
@@ -155,7 +155,6 @@ class Consumer:
     thread: Int32
     storage: SharedStorage
     work_idx: Int32
-    begin: Int32
     end: Int32
     mma_s: cute.TiledMma
     mma_dp: cute.TiledMma
@@ -514,7 +513,6 @@ class Backward:
                     thread,
                     storage,
                     work_idx,
-                    used,
                     used + steps,
                     mma_s,
                     mma_dp,
@@ -623,8 +621,7 @@ class Backward:
         to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(True, 4), self.dtype), consumer.mma_s)
         to_chip = to_chip.get_slice(consumer.thread)
         part = cute.make_tensor(ds.iterator, s_shape)
-        if used == consumer.begin:
-            self.acquire_ds(consumer)
+        self.acquire_ds(consumer)  # in a branch, for the tile's first step alone, it would cost registers
         cute.copy(to_chip, to_chip.retile(part), to_chip.partition_D(transposed(storage.ds)[None, None, stage]))
         cute.arch.fence_proxy("async.shared", space="cta")
         self.sync_consumers()
