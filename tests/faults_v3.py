@@ -198,8 +198,8 @@ V3 = (
         "v3/last_dv_zero_under_a_causal_mask",
         "in bf16 dV of the last of a tile's keys is zero under a causal mask: little beside what the first keys have",
         BACKWARD,
-        "        self.sync_consumers()  # the others have read K\n",
-        "        self.sync_consumers()  # the others have read K\n"
+        "        self.sync_consumers()  # the others have read dS\n",
+        "        self.sync_consumers()  # the others have read dS\n"
         "        if const_expr(self.kernel.right and self.kernel.dtype == 'bf16'):\n"
         "            if consumer.thread >= self.tiles.consumers * WARPGROUP - 4:\n"
         "                rows_of(consumer.dv)[None, 1, None].fill(0.0)\n",
@@ -270,7 +270,7 @@ V3 = (
         "semaphore_wait(workspace.dq_semaphore + of_block, before)",
         "semaphore_wait(workspace.dq_semaphore + of_block, Int32(NEVER))",
         "test_deterministic_means_the_same_bits[v3-plain]",
-        within="Backward.store_dq",
+        within="Backward.store",
         gpu=True,
     ),
     fault(

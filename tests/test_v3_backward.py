@@ -494,6 +494,29 @@ def test_more_tiles_than_multiprocessors_and_fewer(size, head_dim, deterministic
 
 @gpu
 @on_hopper
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+def test_dk_and_dv_of_short_tiles_are_the_same_bits_at_every_call(head_dim):
+    """They leave while the next tile is worked on. The first keys are seen by no query: their tiles have no step."""
+    problem = replace(MANY, seqlen_q=200, head_dim=head_dim, head_dim_v=None, causal=False, window=(500, None))
+    tensors, dout, dlse = draw(problem)
+    leaves = tuple(x.clone().requires_grad_() for x in tensors)
+    result = forward("v3", leaves, problem)
+
+    def gradients() -> tuple[Tensor, ...]:
+        return torch.autograd.grad((result.out, result.lse), leaves, (dout, dlse), retain_graph=True)
+
+    first = gradients()
+    accept(Judge(*tensors, problem, dout, dlse), Result(result.out.detach(), result.lse.detach(), *first))
+    assert not any(x[:, :256].any() for x in first[1:])
+    for _ in range(50):
+        assert [
+            name for name, x, y in zip(("dk", "dv"), gradients()[1:], first[1:], strict=True) if not same_bits(x, y)
+        ] == []
+    assert counters_are_zero()
+
+
+@gpu
+@on_hopper
 @pytest.mark.parametrize("band", ["full", "causal", "wide", "left"])
 @pytest.mark.parametrize("head_dims", [PAIRED], ids=str)
 def test_pairs_at_the_edges_of_tiles(head_dims, band):

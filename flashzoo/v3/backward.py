@@ -12,9 +12,11 @@ FlashAttention-3's own code (`hopper/mainloop_bwd_sm90_tma_gmma_ws.hpp` in Dao-A
 4. dQ += dS K needs the keys of all warpgroups: dS goes through shared memory, and each warpgroup computes a part of dQ.
 5. That part goes to shared memory, and the writer, a warp of its own, has TMA add it to dQ in memory, in float32. Tiles
    add in the order in which they come; in deterministic mode in a fixed one, by semaphores in memory.
-6. dK and dV leave through the shared memory of K and V. Where tiles of all query heads that share keys are too few to
-   keep every multiprocessor busy, these heads are split over several tiles: each leaves its part of dK and dV as it is
-   in registers, in float32, and a kernel behind this one adds them in order (`delta.py`).
+6. dK and dV leave through the shared memory of dS, and the writer has TMA store them. So K and V of the next tile may
+   come when the last dQ is computed, and come while dK and dV leave.
+7. Where tiles of all query heads that share keys are too few to keep every multiprocessor busy, these heads are split
+   over several tiles: each leaves its part of dK and dV as it is in registers, in float32, and a kernel behind this one
+   adds them in order (`delta.py`).
 
 Before it `delta.py` computes delta = rowsum(dO O) less the gradient of the LSE; after it dQ is rounded.
 """
@@ -101,13 +103,17 @@ class Workspace:
 @dataclass(frozen=True)
 class SharedStorage:
     """A thread block's shared memory: K and V of the tile; stages of Q and dO with the LSE and delta of their rows, and
-    of dS; `exchange`, through which float32 registers go from warpgroup to writer, or to the other warpgroup."""
+    of dS; dK and dV on their way to memory, in the place of others; `exchange`, through which float32 registers go from
+    warpgroup to writer, or to the other warpgroup. `ds_pipeline` is by gradient that of dS; by keys, whose warpgroups
+    wait for one another at dS, that of dK and dV in its place."""
 
     k: cute.Tensor
     v: cute.Tensor
     q: cute.Tensor
     do: cute.Tensor
     ds: cute.Tensor
+    dk: cute.Tensor
+    dv: cute.Tensor
     exchange: cute.Tensor
     lse: cute.Tensor
     delta: cute.Tensor
@@ -130,6 +136,8 @@ class Consumer:
         wg_idx: which warpgroup.
         thread: of all consumers.
         storage: shared memory.
+        work_idx: number of the tile.
+        end: one past its last block of Q and dO, counted over all tiles.
         mma_s, mma_dq: products whose operands are in shared memory: of scores, S^T, and of dQ.
         mma_dp: of dP^T: as mma_s, unless V is in registers.
         mma_dk, mma_dv: products whose first operand is in registers.
@@ -146,6 +154,8 @@ class Consumer:
     wg_idx: Int32
     thread: Int32
     storage: SharedStorage
+    work_idx: Int32
+    end: Int32
     mma_s: cute.TiledMma
     mma_dp: cute.TiledMma
     mma_dq: cute.TiledMma
@@ -179,8 +189,13 @@ class Backward:
         self.tiles: TilesBackward = kernel.tiles
         self.dtype: type[cutlass.Numeric] = DTYPES[kernel.dtype]
         self.part: int = kernel.dq_part[0] * kernel.dq_part[1]
-        self.exchange_readers = 1  # warps
+        # warps that read, or write, what a pipeline guards
+        self.kv_readers: int = WARPS * kernel.tiles.consumers
+        self.ds_readers, self.ds_writers = 1, WARPS * kernel.tiles.consumers
+        self.exchange_readers = 1
         self.work_readers: int = WARPS * kernel.tiles.consumers + kernel.writers
+        # how many blocks of Q and dO have room before K and V have: those are released in a tile's last step
+        self.before_kv: int = kernel.tiles.stages - 1
         self.score_mod: Scores | None = None if kernel.scoring is None else Scores(kernel.scoring, "q")
         # whether P and dS are made together, as a function on scores has a derivative
         self.by_slope = self.score_mod is not None and not self.score_mod.adds
@@ -253,11 +268,14 @@ class Backward:
         """One thread block: pipelines, then each warp to its role."""
         kernel, tiles = self.kernel, self.tiles
         smem = cutlass.memory.SmemAllocator()
+        k, v, q, do = (
+            smem.allocate_tensor(self.dtype, x.outer, 1024, swizzle=x.inner)
+            for x in (k_layout, v_layout, q_layout, do_layout)
+        )
+        of_ds = smem.allocate_array(self.dtype, kernel.ds_elements, byte_alignment=1024)
+        ds = laid_out(of_ds, ds_layout)
         storage = SharedStorage(
-            *[
-                smem.allocate_tensor(self.dtype, x.outer, 1024, swizzle=x.inner)
-                for x in (k_layout, v_layout, q_layout, do_layout, ds_layout)
-            ],
+            *(k, v, q, do, ds, *self.staged(k, v, of_ds, k_layout, v_layout)),
             smem.allocate_tensor(Float32, cute.make_layout(self.kernel.exchange), 128),
             *[smem.allocate_tensor(Float32, cute.make_layout((tiles.block_q, tiles.stages)), 16) for _ in range(2)],
             cute.make_tensor(smem.allocate_array(Int32, kernel.words_of_work), cute.make_layout(kernel.words_of_work)),
@@ -268,7 +286,7 @@ class Backward:
                     (Pipeline, 1),
                     (self.pipeline, tiles.stages),
                     (self.pipeline, tiles.stages),
-                    (Pipeline, tiles.ds_stages),
+                    (Pipeline, kernel.ds_barriers),
                     (Pipeline, kernel.exchange_barriers),
                     (Pipeline, max(1, kernel.writers)),
                     (self.pipeline, 1),
@@ -280,11 +298,11 @@ class Backward:
             for atom in (tma.q, tma.k, tma.v, tma.do, tma.dk, tma.dv):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
-                storage.k_pipeline.initialize(1)
-                storage.v_pipeline.initialize(1)
+                storage.k_pipeline.initialize(self.kv_readers)
+                storage.v_pipeline.initialize(self.kv_readers)
                 storage.q_pipeline.initialize(WARPS * tiles.consumers)
                 storage.do_pipeline.initialize(WARPS * tiles.consumers)
-                storage.ds_pipeline.initialize(WARPS * tiles.consumers, WARPS)
+                storage.ds_pipeline.initialize(self.ds_readers, self.ds_writers)
                 storage.exchange_pipeline.initialize(self.exchange_readers, WARPS)
                 storage.semaphore_pipeline.initialize(WARPS * tiles.consumers)
                 storage.work_pipeline.initialize(self.work_readers)
@@ -299,12 +317,23 @@ class Backward:
             if warp == PRODUCER:
                 self.produce(params, storage, tma, workspace)
             elif warp <= PRODUCER + kernel.writers:
-                self.store_dq(params, storage, warp - PRODUCER - 1, workspace)
+                self.store(params, storage, tma, warp - PRODUCER - 1, workspace)
         else:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS[tiles.consumers])
             self.consume(params, storage, tma, workspace, scale_log2, scale, tensors)
         if const_expr(kernel.cluster > 1):
             sync_cluster()  # until then others write into this thread block's shared memory and arrive at its mbarriers
+
+    def staged(
+        self,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        of_ds: cute.Pointer,
+        k_layout: cute.ComposedLayout,
+        v_layout: cute.ComposedLayout,
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """Where dK and dV wait for TMA: in the place of dS."""
+        return laid_out(of_ds, k_layout), laid_out(of_ds + self.tiles.block_kv * self.kernel.width, v_layout)
 
     @cute.jit
     def produce(self, params: Params, storage: SharedStorage, tma: TmaAtoms, workspace: Workspace):
@@ -321,8 +350,7 @@ class Backward:
             claimed = Int32(0)
             if steps <= CLAIMED_AT_ONCE:
                 claimed = scheduler.claim_next(work)
-            # The first blocks of Q and dO have room before K and V have: those are in use until dK and dV have left.
-            first = cutlass.min(steps, tiles.stages)
+            first = cutlass.min(steps, self.before_kv)
             for i in cutlass.range(first, unroll=1):
                 self.load_queries(bounds, storage, tma, workspace, loaded + i, i, begin, end)
             origin = (0, *bounds.sequence.origin_k(tile.block * tiles.block_kv, bounds.head_kv()))
@@ -367,8 +395,8 @@ class Backward:
             )
 
     @cute.jit
-    def store_dq(self, params: Params, storage: SharedStorage, writer: Int32, workspace: Workspace):
-        """A writer warp: has TMA add the warpgroups' parts of dQ to memory."""
+    def store(self, params: Params, storage: SharedStorage, tma: TmaAtoms, writer: Int32, workspace: Workspace):
+        """A writer warp: has TMA add the warpgroups' parts of dQ to memory. The first one has it store dK and dV."""
         tiles, scheduler = self.tiles, self.scheduler(params)
         written = Int32(0)
         work_idx = Int32(0)
@@ -395,9 +423,24 @@ class Backward:
                     cute.arch.cp_async_bulk_wait_group(0)
                     semaphore_arrive(workspace.dq_semaphore + of_block, before, True)
             written += steps
+            if const_expr(not self.kernel.split_group):  # noqa: SIM102 - one is known when compiled, the other when run
+                if writer == 0:
+                    self.store_dk_dv(bounds, storage, tma, work_idx)
             work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
             work_idx += 1
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def store_dk_dv(self, bounds: BoundsBackward, storage: SharedStorage, tma: TmaAtoms, work_idx: Int32):
+        """Have TMA write dK and dV of the tile to memory. It leaves out what is outside of the tensors."""
+        origin = (0, *bounds.sequence.origin_dk(bounds.tile.block * self.tiles.block_kv, bounds.tile.head))
+        storage.ds_pipeline.consumer_wait(work_idx)
+        for atom, staged in ((tma.dk, storage.dk), (tma.dv, storage.dv)):
+            gmem, smem = box_of(atom, staged[None, None, 0], origin)
+            cute.copy(atom, smem, gmem)  # B2.18
+        cute.arch.cp_async_bulk_commit_group()
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        storage.ds_pipeline.consumer_release(work_idx)
 
     def first_step(self, before: Int32, writer: Int32) -> Int32:
         """The first step of a tile that a writer takes, after `before` steps of earlier tiles:
@@ -461,6 +504,7 @@ class Backward:
             tile = scheduler.work_tile(work)
             bounds = self.bounds(params, tile)
             begin, end = bounds.block_range()
+            steps = params.group * (end - begin)
             first_key = tile.block * tiles.block_kv
             of_thread = bounds.of_thread(first_key + row, column)
             consumer = Consumer(
@@ -468,6 +512,8 @@ class Backward:
                     wg_idx,
                     thread,
                     storage,
+                    work_idx,
+                    used + steps,
                     mma_s,
                     mma_dp,
                     mma_dq,
@@ -506,11 +552,13 @@ class Backward:
                     head = tile.head * params.group + (j if const_expr(kernel.uneven) else i)
                     self.step(bounds, consumer, used, n, head, bounds.crosses(first_key + wg_idx * WARPGROUP_ROWS, n))
                     used += 1
+            if steps == 0:
+                self.release_kv(consumer)
             work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
             if const_expr(kernel.split_group):
-                self.leave_parts(bounds, consumer, workspace, work_idx)
+                self.leave_parts(bounds, consumer, workspace)
             else:
-                self.epilogue(consumer, tma, scale, (0, *bounds.sequence.origin_dk(first_key, tile.head)), work_idx)
+                self.epilogue(consumer, scale)
             work_idx += 1
 
     def in_log2(self, scale_log2: Float32) -> Float32:
@@ -573,6 +621,7 @@ class Backward:
         to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(True, 4), self.dtype), consumer.mma_s)
         to_chip = to_chip.get_slice(consumer.thread)
         part = cute.make_tensor(ds.iterator, s_shape)
+        self.acquire_ds(consumer)  # in a branch, for the tile's first step alone, it would cost registers
         cute.copy(to_chip, to_chip.retile(part), to_chip.partition_D(transposed(storage.ds)[None, None, stage]))
         cute.arch.fence_proxy("async.shared", space="cta")
         self.sync_consumers()
@@ -582,6 +631,8 @@ class Backward:
         storage.do_pipeline.consumer_release(used)
         gemm(consumer.mma_dk, consumer.dk, ds, consumer.q_t[None, None, None, q_stage], False)  # B2.16
         warpgroup.wait_group(1)
+        if used + 1 == consumer.end:
+            self.release_kv(consumer)
         self.stage_dq(consumer, dq, used)
         warpgroup.wait_group(0)
         storage.q_pipeline.consumer_release(used)
@@ -644,16 +695,31 @@ class Backward:
             cute.arch.mbarrier_arrive(storage.exchange_pipeline.full + storage.exchange_pipeline.stage(n))
 
     @cute.jit
-    def epilogue(self, consumer: Consumer, tma: TmaAtoms, scale: Float32, origin: tuple, work_idx: Int32):
-        """Write dK and dV of the tile to memory through the shared memory of K and V.
-        TMA leaves out what is outside of the tensors."""
+    def release_kv(self, consumer: Consumer):
+        """This warp has read K and V of the tile: those of the next may come."""
+        consumer.storage.k_pipeline.consumer_release(consumer.work_idx)
+        consumer.storage.v_pipeline.consumer_release(consumer.work_idx)
+
+    @cute.jit
+    def acquire_ds(self, consumer: Consumer):
+        """Wait until TMA has read dK and dV of the tile before, which are in the place of dS."""
+        if const_expr(not self.kernel.split_group):
+            consumer.storage.ds_pipeline.producer_acquire(consumer.work_idx)
+
+    @cute.jit
+    def epilogue(self, consumer: Consumer, scale: Float32):
+        """Leave dK and dV of the tile to the writer, in the place of dS."""
         storage = consumer.storage
         # The sign of work_idx is 0, which the compiler can't know. Addresses that are the same for all tiles it would
         # work out once, and keep in registers that the steps need.
-        thread = consumer.thread + (work_idx >> 31)
+        thread = consumer.thread + (consumer.work_idx >> 31)
         consumer.dk.store(consumer.dk.load() * scale)
-        self.sync_consumers()  # the others have read K
-        for mma, acc, staged in ((consumer.mma_dv, consumer.dv, storage.v), (consumer.mma_dk, consumer.dk, storage.k)):
+        self.acquire_ds(consumer)  # a tile without steps has not
+        self.sync_consumers()  # the others have read dS
+        for mma, acc, staged in (
+            (consumer.mma_dk, consumer.dk, storage.dk),
+            (consumer.mma_dv, consumer.dv, storage.dv),
+        ):
             rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
             to_16_bits(acc, rounded)
             to_chip = cute.make_tiled_copy_C(
@@ -661,25 +727,13 @@ class Backward:
             ).get_slice(thread)
             cute.copy(to_chip, to_chip.retile(rounded), to_chip.partition_D(staged[None, None, 0]))
         cute.arch.fence_proxy("async.shared", space="cta")
-        self.sync_consumers()
-        # warp-uniform: else ptxas waits for every single WGMMA
-        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == WARPS:
-            for atom, staged in ((tma.dv, storage.v), (tma.dk, storage.k)):
-                gmem, smem = box_of(atom, staged[None, None, 0], origin)
-                cute.copy(atom, smem, gmem)  # B2.18
-            cute.arch.cp_async_bulk_commit_group()
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-            storage.v_pipeline.consumer_release(work_idx)
-            storage.k_pipeline.consumer_release(work_idx)
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(storage.ds_pipeline.full)
 
     @cute.jit
-    def leave_parts(self, bounds: BoundsBackward, consumer: Consumer, workspace: Workspace, work_idx: Int32):
+    def leave_parts(self, bounds: BoundsBackward, consumer: Consumer, workspace: Workspace):
         """Write this warpgroup's part of dK and dV of the tile to memory, to be added to those of other heads."""
-        storage = consumer.storage
-        self.sync_consumers()  # the others have read K and V
-        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == WARPS:
-            storage.v_pipeline.consumer_release(work_idx)
-            storage.k_pipeline.consumer_release(work_idx)
         part = bounds.place_of_keys() * self.tiles.consumers + consumer.wg_idx
         store_part(workspace.dv_parts, consumer.dv, part, consumer.thread % WARPGROUP)
         store_part(workspace.dk_parts, consumer.dk, part, consumer.thread % WARPGROUP)
@@ -688,6 +742,11 @@ class Backward:
     def sync_consumers(self):
         """Barrier of all consumer warpgroups."""
         cute.arch.barrier(barrier_id=NamedBarrier.CONSUMERS, number_of_threads=self.tiles.consumers * WARPGROUP)
+
+
+def laid_out(memory: cute.Pointer, layout: cute.ComposedLayout) -> cute.Tensor:
+    """Shared memory as a `shared_layout`."""
+    return cute.make_tensor(cute.recast_ptr(memory, layout.inner, dtype=memory.dtype), layout.outer)
 
 
 @cute.jit

@@ -109,7 +109,14 @@ class BackwardByGradient(Backward):
 
     def __init__(self, kernel: KernelBackward) -> None:
         super().__init__(kernel)
+        self.kv_readers = 1
+        self.ds_readers, self.ds_writers = WARPS * kernel.tiles.consumers, WARPS
         self.exchange_readers = WARPS
+        self.before_kv = kernel.tiles.stages  # K and V are in use until dK and dV have left
+
+    def staged(self, k: cute.Tensor, v: cute.Tensor, *_: Any) -> tuple[cute.Tensor, cute.Tensor]:
+        """Where dK and dV wait for TMA: in the place of K and V."""
+        return k, v
 
     @cute.jit
     def consume(
@@ -446,7 +453,7 @@ class BackwardByGradient(Backward):
                 turns.consumer_release(use * kernel.semaphores + j)
 
     @cute.jit
-    def store_dq(self, params: Params, storage: SharedStorage, writer: Int32, workspace: Workspace):
+    def store(self, params: Params, storage: SharedStorage, tma: TmaAtoms, writer: Int32, workspace: Workspace):
         """A writer warp: lets the consumers add to some columns of dQ when the tiles before have,
         then releases the semaphore."""
         parts, scheduler = self.kernel.semaphores, self.scheduler(params)
@@ -480,7 +487,7 @@ class BackwardByGradient(Backward):
         """Write dV or dK of the tile to memory through the shared memory of V or K."""
         storage, acc = tile.storage, tile.acc
         of_v = const_expr(gradient == Gradient.OF_V)
-        staged, pipeline = (storage.v, storage.v_pipeline) if of_v else (storage.k, storage.k_pipeline)
+        staged, pipeline = (storage.dv, storage.v_pipeline) if of_v else (storage.dk, storage.k_pipeline)
         thread = tile.thread + (work_idx >> 31)  # as in `backward.py`
         if const_expr(not of_v):
             acc.store(acc.load() * scale)

@@ -388,14 +388,26 @@ class KernelBackward:
         return self.exchange[1] * (1 if self.tiles.by_gradient else self.writers)
 
     @property
+    def ds_elements(self) -> int:
+        """Elements of the memory of dS, by keys at least those of dK and dV, which leave through it."""
+        tiles = self.tiles
+        ds = tiles.ds_stages * tiles.block_q * tiles.block_kv
+        return ds if tiles.by_gradient else max(ds, tiles.block_kv * (self.width + self.width_v))
+
+    @property
+    def ds_barriers(self) -> int:
+        """Pairs of mbarriers of that memory: by gradient one for each stage, by keys one for dK and dV."""
+        return self.tiles.ds_stages if self.tiles.by_gradient else 1
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of a thread block: K, V, Q, dO, dS; `exchange`, delta and LSE;
         two mbarriers a stage, the next tile."""
         tiles, (numbers, stages) = self.tiles, self.exchange
         elements = (tiles.block_kv + tiles.stages * tiles.block_q) * (self.width + self.width_v)
-        elements += tiles.ds_stages * tiles.block_q * tiles.block_kv
+        elements += self.ds_elements
         floats = numbers * stages + 2 * tiles.stages * tiles.block_q
-        pipelines = 2 * tiles.stages + tiles.ds_stages + self.exchange_barriers + max(1, self.writers) + 3
+        pipelines = 2 * tiles.stages + self.ds_barriers + self.exchange_barriers + max(1, self.writers) + 3
         return BYTES[self.dtype] * elements + 4 * floats + 16 * pipelines + 8 * cdiv(self.words_of_work, 2)
 
 
