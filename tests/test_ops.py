@@ -86,6 +86,12 @@ class TestImport:
 
 
 class TestGraph:
+    @pytest.mark.parametrize("operator", [ATTENTION, BACKWARD], ids=str)
+    def test_what_is_no_tensor_is_given_by_name(self, operator):
+        """Inductor's cache outlives flashzoo's versions: code that it keeps must not mean another option."""
+        by_place = [x.name for x in operator._schema.arguments if "Tensor" not in str(x.type) and not x.kwarg_only]
+        assert by_place == []
+
     def test_a_call_is_one_node(self, qkv):
         found = []
 

@@ -14,6 +14,7 @@ give as a rule; others are copied. Nothing here is imported, or run, by a call t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -41,11 +42,16 @@ _OPTIONS = {name: f"{option.schema} {name}={option.not_given}" for name, option 
 _PARTS = {
     f"{name}{end}": f"{type_} {name}{end}=None" for name, kind in OPERANDS.items() for end, type_ in kind.parts.items()
 }
-_HOW = {**_OPTIONS, **_PARTS, "return_lse": "bool return_lse=False", "version": "str version='auto'"}
+_TENSORS = {name: part for name, part in _PARTS.items() if part.startswith("Tensor")}
+_OTHERS = {name: part for name, part in {**_OPTIONS, **_PARTS}.items() if name not in _TENSORS}
+_OTHERS |= {"return_lse": "bool return_lse=False", "version": "str version='auto'"}
 _INPUTS = {name: f"Tensor {name}" for name in ("q", "k", "v")}
-_FORWARD = {**_INPUTS, **_HOW, "grad": "bool grad=False", "by": f"str by='{ARGUMENT}'"}
+_FORWARD = {**_INPUTS, **_TENSORS}
+"""What is given by position, as autograd wants tensors to be. All else is by name: Inductor keeps code that calls the
+operator beyond an upgrade of flashzoo, and where an option more had shifted the others it would ask for another call.
+"""
 _SAVED = {"dout": "Tensor dout", "dlse": "Tensor? dlse", **_INPUTS, "out": "Tensor out", "lse": "Tensor lse"}
-_BACKWARD = {**_SAVED, **_HOW}
+_BACKWARD = {**_SAVED, **_TENSORS}
 _DIFFERENTIATED = {name: name for name in _INPUTS}
 _DIFFERENTIATED |= {name: f"{name}{OPERANDS[name].differentiated}" for name in DIFFERENTIABLE}
 """What a backward pass has gradients of, in its order, and by which argument it comes."""
@@ -55,10 +61,13 @@ _GRADIENTS = [f"Tensor{'[]' if name in _LISTED else ''} d{name}" for name in _DI
 # out lies in the order of the strides that q had when it was traced
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 
-torch.library.define(NAME, f"({', '.join(_FORWARD.values())}) -> (Tensor out, Tensor lse)", tags=_TAGS)
+_BY_NAME = [*_OTHERS.values(), "bool grad=False", f"str by='{ARGUMENT}'"]
+torch.library.define(
+    NAME, f"({', '.join([*_FORWARD.values(), '*', *_BY_NAME])}) -> (Tensor out, Tensor lse)", tags=_TAGS
+)
 torch.library.define(
     BACKWARD_NAME,
-    f"({', '.join(_BACKWARD.values())}) -> ({', '.join(_GRADIENTS)})",
+    f"({', '.join([*_BACKWARD.values(), '*', *_OTHERS.values()])}) -> ({', '.join(_GRADIENTS)})",
     tags=_TAGS,
 )
 
@@ -197,8 +206,8 @@ def _fake_attention_backward(*arguments: Any, **named: Any) -> tuple[Tensor, ...
     return _by_name(how, lambda x: x.new_empty_strided(*_dense(x)))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    how = dict(zip(_FORWARD, inputs, strict=False))
+def _keep(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Named, output: tuple[Tensor, Tensor]) -> None:
+    how = dict(zip(_FORWARD, inputs, strict=False)) | keyword_only_inputs
     leaves, ctx.tree = tree_flatten(how)
     ctx.plain = [None if isinstance(x, Tensor) else x for x in leaves]
     ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in leaves), *output)
@@ -215,15 +224,15 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
         raise RuntimeError(f"{NAME}: an input requires grad, expected the argument grad to be True, got False")
     if dout is None:
         dout = torch.zeros_like(out)
-    asked = {name: x for name, x in how.items() if name in _BACKWARD}
+    asked = {name: x for name, x in how.items() if name in _BACKWARD or name in _OTHERS}
     found = torch.ops.flashzoo.attention_backward(dout, dlse, **asked, out=out, lse=lse)
     gradients = {
         argument: [x if i in how[f"{name}_grads"] else None for i, x in enumerate(dx)] if name in _LISTED else dx
         for (name, argument), dx in zip(_DIFFERENTIATED.items(), found, strict=True)
         if how.get(argument) is not None
     }
-    every = (gradients.get(name, [None] * len(x) if _is_tensors(x) else None) for name, x in how.items())
-    return tuple(every)[: len(ctx.needs_input_grad)]  # as many as were given: a graph leaves out trailing defaults
+    given = itertools.islice(how.items(), len(ctx.needs_input_grad))  # a graph leaves out trailing defaults
+    return tuple(gradients.get(name, [None] * len(x) if _is_tensors(x) else None) for name, x in given)
 
 
 def _is_tensors(x: Any) -> bool:

@@ -155,7 +155,7 @@ CLUSTERS = {2: 64, 4: 16, 8: 8, 16: 4}
 at a time: of 4 and more not twice as many, and of 3, 7 or 11 to 13 never as many as there would be room for."""
 CLUSTERS_LATENT, MERGE_LATENT_US = {16: 4}, 15.0
 """The same of MLA, and what merging in a cluster takes it; with fewer thread blocks up to twice that."""
-MERGE_KERNEL_US, MERGED_PER_US = 5.0, (8e4, 3e6)
+MERGE_KERNEL_US, MERGED_PER_US = 5.0, (8e4, 1.5e6)
 """What a second kernel takes that merges, and bytes of parts that it reads beyond: by a multiprocessor, and by all."""
 MERGED_AT_ONCE = 64
 """Rows times parts that a thread block reads at a time when it merges:
