@@ -430,13 +430,15 @@ _ALL += (
     _workload("fast_accum_window_sinks", "smoke", 130, 200, 32, window=(90, 9), sinks=True, **_FAST_ACCUM),
     _workload("fast_accum_one_query", "hard", 1, 4097, 128, heads=1, **_FAST_ACCUM),
     _workload("fast_accum_blind_rows_d256", "hard", 203, 113, 256, heads=1, causal=True, **_FAST_ACCUM),
+    # v3_fp8 sums so where keys are seen by many queries, and in what precision="fp8" quantises
+    _workload("fast_accum_few_keys_d256", "hard", 4200, 113, 256, heads=1, sinks=True, **_FAST_ACCUM),
     *(
-        _workload(f"fast_accum_d{d}_{n}", "large", 700, n, d, heads=4, heads_kv=2, batch=2, **_FAST_ACCUM)
-        for d, n in ((64, 16384), (128, 9000), (256, 16384))
+        _workload(f"fast_accum_d{d}_{n}", "large", queries, n, d, heads=2, heads_kv=1, **_FAST_ACCUM)
+        for d, queries, n in ((64, 2100, 16384), (128, 4200, 9000), (256, 4200, 16384))
     ),
     _workload("fast_accum_causal_d64", "large", 4097, 4097, 64, causal=True, **_FAST_ACCUM),
     _workload("fast_accum_causal_d256", "large", 8200, 8200, 240, heads=1, causal=True, **_FAST_ACCUM),
-    _workload("fast_accum_window_d256", "large", 3000, 3100, 256, window=(1500, 200), **_FAST_ACCUM),
+    _workload("fast_accum_window_d64", "large", 5000, 5100, 64, window=(2900, 100), **_FAST_ACCUM),
     *(
         _workload(f"fast_accum_packed_d{d}", "large", 2000, 2300, d, sequences=7, causal=True, **more, **_FAST_ACCUM)
         for d, more in ((64, {"heads": 4, "heads_kv": 1}), (256, {"used_k": True, "sinks": True}))

@@ -26,7 +26,7 @@ from flashzoo.gpu import SHARED_LIMIT, WARPGROUP_ROWS
 from flashzoo.inputs import LAYOUTS
 from flashzoo.reference import Result
 from flashzoo.v3 import launch, launch_fp8, programs
-from flashzoo.v3.config import HOPPER, OTHERS, WIDTHS, kernel_for, kernel_fp8_for, pack_gqa_for, padded
+from flashzoo.v3.config import HOPPER, OTHERS, WIDTHS, kernel_for, kernel_fp8_for, pack_gqa_for, padded, prepares
 from flashzoo.v3.explain import describe, describe_fp8
 from flashzoo_suite.support import ROOT, accept, draw, forward, in_fresh_process, same_bits, storage_of
 
@@ -55,20 +55,30 @@ def test_threads_that_compile_at_once(monkeypatch):
     assert images.keys() == set(kernels) and len({image.cubin for image in images.values()}) == 2
 
 
-def test_fast_accum_has_kernels_of_one_level_where_these_are_faster():
-    for head_dim, sequences, transposed in product((64, 128, 256), (None, 3), (False, True)):
-        if sequences and transposed:
-            continue
-        plain = replace(PLAIN, batch=1, head_dim=head_dim, head_dim_v=head_dim, dtype="e4m3", sequences=sequences)
-        two, one = (
-            kernel_fp8_for(replace(plain, fast_accum=fast), False, transposed=transposed) for fast in (False, True)
-        )
-        assert two.two_level and not two.tiles.overlap
-        assert one == two if head_dim == 128 else one.tiles.overlap and not one.two_level
-        in_words = "\n".join(describe_fp8(replace(plain, fast_accum=True)))
-        assert ("fast_accum: not used" in in_words) is (head_dim == 128)
-        assert ("O summed by the tensor core alone" in in_words) is (head_dim != 128)
-        assert "promoted to float32" in describe_fp8(plain)[0]
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("seqlen", "sequences"), [(128, None), (8192, None), (8192, 3)], ids=str)
+def test_fast_accum_has_kernels_of_one_level_where_these_are_faster(head_dim, seqlen, sequences):
+    changes = {"head_dim": head_dim, "head_dim_v": head_dim, "seqlen_q": seqlen, "seqlen_k": seqlen}
+    plain = replace(PLAIN, dtype="e4m3", sequences=sequences, **changes)
+    fast = replace(plain, fast_accum=True)
+    assert prepares(fast) == prepares(plain) == (seqlen == 8192 and not sequences)
+    two, one = (kernel_fp8_for(problem, False, prepares(problem)) for problem in (plain, fast))
+    assert two.two_level and not two.tiles.overlap and "promoted to float32" in describe_fp8(plain)[0]
+    faster = prepares(fast) and head_dim != 128
+    assert one.tiles.overlap and not one.two_level if faster else one == two
+    in_words = "\n".join(describe_fp8(fast))
+    assert ("fast_accum: not used" in in_words) is not faster
+    assert ("O summed by the tensor core alone" in in_words) is faster
+
+
+def test_v_is_transposed_beforehand_where_its_keys_are_seen_often():
+    """A mask that halves what is seen halves what it saves."""
+    problem = replace(PLAIN, dtype="e4m3", head_dim=128, head_dim_v=128, seqlen_q=4096, seqlen_k=4096)
+    assert (
+        prepares(problem) and prepares(replace(problem, seqlen_k=100)) and not prepares(replace(problem, causal=True))
+    )
+    assert prepares(replace(problem, seqlen_q=8192, seqlen_k=8192, causal=True))
+    assert not prepares(replace(problem, window=(1000, 1000)))
 
 
 # A kernel's arguments.

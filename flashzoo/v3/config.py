@@ -84,8 +84,8 @@ class TilesFp8:
         raw_stages: blocks of V that wait to be transposed on chip.
         late: the last of these products is added to O when the next block's scores are under way, and has registers
             beside both. Only where V comes transposed: those who transpose it on chip have some of the registers.
-        prepare: from this many queries on V is transposed beforehand, by a kernel of its own,
-            which costs as much as a copy.
+        prepare: where a key is seen by so many queries of a head, on average, V is transposed beforehand,
+            by a kernel of its own, which costs as much as a copy.
     """
 
     tiles: Tiles
@@ -100,13 +100,13 @@ FP8 = {
     64: TilesFp8(
         Tiles(3, DESCALE_BLOCK, stages=3, q_stages=2, overlap=False), 64, raw_stages=3, late=False, prepare=2048
     ),
-    128: TilesFp8(Tiles(3, DESCALE_BLOCK, overlap=False), 64, raw_stages=2, late=False, prepare=16384),
-    256: TilesFp8(Tiles(2, DESCALE_BLOCK, overlap=False), 64, raw_stages=1, late=True, prepare=8192),
+    128: TilesFp8(Tiles(3, DESCALE_BLOCK, overlap=False), 64, raw_stages=2, late=False, prepare=4096),
+    256: TilesFp8(Tiles(2, DESCALE_BLOCK, overlap=False), 64, raw_stages=1, late=True, prepare=4096),
 }
 
-# Tiles with one level of sums, `fast_accum`, at the widths where it is faster: blocks overlap inside a warpgroup, as in
-# 16 bits, for which two levels have no registers. Not at 128: with three warpgroups it spills, serial or not, and two
-# levels are faster there than FlashAttention-3's one.
+# Tiles with one level of sums, `fast_accum`, at the widths where it is faster, if V comes transposed: blocks overlap
+# inside a warpgroup, as in 16 bits, for which two levels have no registers. Not at 128: with three warpgroups it
+# spills, with two it has fewer queries to a key.
 ONE_LEVEL = {width: replace(FP8[width].tiles, overlap=True) for width in (64, 256)}
 
 # The backward pass, width of q and k, width of v; the narrowest that holds a problem's is taken.
@@ -185,7 +185,7 @@ def kernel_fp8_for(problem: Problem, block_scales: bool, transposed: bool) -> Ke
     left, right = problem.span
     width = width_for(problem.head_dim, FP8)
     cut = FP8[width]
-    one_level = ONE_LEVEL.get(width) if problem.fast_accum else None
+    one_level = ONE_LEVEL.get(width) if problem.fast_accum and transposed else None
     kind = KernelFp8 if problem.sequences is None else KernelFp8Packed
     return kind(
         *("e4m3", width, width, left is not None, right is not None, one_level or cut.tiles),
@@ -197,7 +197,8 @@ def kernel_fp8_for(problem: Problem, block_scales: bool, transposed: bool) -> Ke
 
 def prepares(problem: Problem) -> bool:
     """Whether e4m3 V is transposed by a kernel of its own, which knows nothing of packed sequences."""
-    return problem.sequences is None and problem.seqlen_q >= FP8[width_for(problem.head_dim, FP8)].prepare
+    width = width_for(problem.head_dim, FP8)
+    return problem.sequences is None and visible_pairs(problem) >= FP8[width].prepare * max(1, problem.seqlen_k)
 
 
 def kernel_backward_for(problem: Problem) -> KernelBackward:

@@ -151,7 +151,8 @@ def describe_fp8(problem: Problem) -> list[str]:
     sums = "each block's product promoted to float32" if kernel.two_level else "O summed by the tensor core alone"
     lines = [f"forward: {kernel.tiles}, {sums}"]
     if problem.fast_accum and kernel.two_level:
-        lines.append(f"fast_accum: not used, nothing is faster so at head dims that run at {kernel.width}")
+        where = f"at head dims that run at {kernel.width}" if kernel.transposed else "where V is transposed on chip"
+        lines.append(f"fast_accum: not used, nothing is faster so {where}")
     if quantised:
         lines.append(
             "q, k and v are quantised to e4m3: k less a mean of its keys, q and k rotated, a scale for each 128 rows"
