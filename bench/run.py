@@ -66,9 +66,6 @@ LONGEST_S = 3600
 """What is expected to take longer on a CPU needs a budget."""
 FAR = 2.0
 """What takes so many times as long as the fastest in turns is not timed alone as well."""
-HEATED = 3
-"""So many times more, unkept, what is timed alone first: behind turns with contenders that draw little, clocks fall for
-a second and a half."""
 CROWDED = f"{NO_MEMORY}, with the tensors held of all that is timed in the same turns: ask for fewer"
 
 
@@ -226,9 +223,10 @@ def measure(
             each = [ms / contenders[cell, impl].calls for ms in taken]
             found[cell, impl] |= time_columns(each, cell.flops)
             medians.setdefault(cell, {})[impl] = median(each)
-        alone = [key for key in contenders if settled_ms and key[1] in near(medians[key[0]])]
-        for key in [*HEATED * alone[:1], *alone]:
-            found[key] |= settled_columns(contenders[key].timed, contenders[key].calls, clock, settled_ms)
+        alone = {key: x for key, x in contenders.items() if settled_ms and key[1] in near(medians[key[0]])}
+        timed, calls = ({key: getattr(x, name) for key, x in alone.items()} for name in ("timed", "calls"))
+        for key, columns in settled_columns(timed, calls, clock, settled_ms).items():
+            found[key] |= columns
     except torch.OutOfMemoryError:  # each ran alone
         found |= {key: {"why": CROWDED} for key in contenders}
     except OutOfTimeError:

@@ -167,4 +167,5 @@ def peak_bytes(version: str, problem: Problem) -> int:
     tensors, dout, dlse = draw(problem)
     both(version, tensors, problem, dout, dlse)
     gc.collect()  # of what other tests left, which would make room in between
-    return with_peak(lambda: both(version, tensors, problem, dout, dlse), "cuda")[1]
+    # As gradients that autograd's thread still holds when a call returns would: they make a peak low, and none high.
+    return max(with_peak(lambda: both(version, tensors, problem, dout, dlse), "cuda")[1] for _ in range(3))

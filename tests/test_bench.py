@@ -6,6 +6,7 @@ import dataclasses
 import sys
 import time
 from importlib.metadata import version
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ from bench.contenders import ENDINGS, Contender, default_impls, fitting, names_w
 from bench.progress import progress
 from bench.referee import Referee, WrongResultError
 from bench.rows import KEY_FIELDS
-from bench.settled import alone, meter
+from bench.settled import alone, meter, settled_columns
 from flashzoo import cli, timing
 from flashzoo.autograd import differentiable
 from flashzoo.call.problem import Problem
@@ -252,6 +253,20 @@ def test_a_host_that_is_held_up_lengthens_no_call_alone(monkeypatch):
     seconds = iter([0.0, 1.0, 2.0, 2.5, 50.0, 51.0, 52.0, 1000.0, 1001.0])
     monkeypatch.setattr("bench.settled.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     assert alone(lambda: None, timing.Clock("cpu"), 1e6, None) == (1000.0, None)
+
+
+def test_clocks_that_drift_favour_nobody_alone(monkeypatch):
+    """Whoever is at the same speed has the same time, whatever its place, while all grow slower by as much a visit."""
+    at = count(1)
+    monkeypatch.setattr("bench.settled.alone", lambda run, clock, ms, energy: (run() * (100 + next(at)), 3.0))
+    timed = dict.fromkeys(("v3", "fa3", "fa4"), lambda: 2.0)
+    found = settled_columns(timed, {"v3": 1, "fa3": 2, "fa4": 1}, timing.Clock("cpu"), 1)
+    assert found == {
+        "v3": {"settled_ms": "209", "joules": "3"},
+        "fa3": {"settled_ms": "104.5", "joules": "1.5"},
+        "fa4": {"settled_ms": "209", "joules": "3"},
+    }
+    assert settled_columns({}, {}, timing.Clock("cpu"), 1) == {}
 
 
 def test_what_is_far_behind_the_fastest_is_not_timed_alone_as_well(tmp_path, monkeypatch):

@@ -56,16 +56,17 @@ def test_threads_that_compile_at_once(monkeypatch):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize(("seqlen", "sequences"), [(128, None), (8192, None), (8192, 3)], ids=str)
+@pytest.mark.parametrize(("seqlen", "sequences"), [(128, None), (2048, None), (8192, None), (8192, 3)], ids=str)
 def test_fast_accum_has_kernels_of_one_level_where_these_are_faster(head_dim, seqlen, sequences):
     changes = {"head_dim": head_dim, "head_dim_v": head_dim, "seqlen_q": seqlen, "seqlen_k": seqlen}
     plain = replace(PLAIN, dtype="e4m3", sequences=sequences, **changes)
     fast = replace(plain, fast_accum=True)
-    assert prepares(fast) == prepares(plain) == (seqlen == 8192 and not sequences)
+    least = {64: (2048, 2048), 128: (4096, 4096), 256: (4096, 2048)}[head_dim]
+    assert [prepares(problem) for problem in (plain, fast)] == [seqlen >= n and not sequences for n in least]
     two, one = (kernel_fp8_for(problem, False, prepares(problem)) for problem in (plain, fast))
     assert two.two_level and not two.tiles.overlap and "promoted to float32" in describe_fp8(plain)[0]
     faster = prepares(fast) and head_dim != 128
-    assert one.tiles.overlap and not one.two_level if faster else one == two
+    assert one.tiles.overlap and one.transposed and not one.two_level if faster else one == two
     in_words = "\n".join(describe_fp8(fast))
     assert ("fast_accum: not used" in in_words) is not faster
     assert ("O summed by the tensor core alone" in in_words) is faster

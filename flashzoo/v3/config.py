@@ -104,10 +104,12 @@ FP8 = {
     256: TilesFp8(Tiles(2, DESCALE_BLOCK, overlap=False), 64, raw_stages=1, late=True, prepare=4096),
 }
 
-# Tiles with one level of sums, `fast_accum`, at the widths where it is faster, if V comes transposed: blocks overlap
-# inside a warpgroup, as in 16 bits, for which two levels have no registers. Not at 128: with three warpgroups it
-# spills, with two it has fewer queries to a key.
-ONE_LEVEL = {width: replace(FP8[width].tiles, overlap=True) for width in (64, 256)}
+# With one level of sums, `fast_accum`, at the widths where it is faster, if V comes transposed: blocks overlap inside a
+# warpgroup, as in 16 bits, for which two levels have no registers. Not at 128: with three warpgroups it spills, with
+# two it has fewer queries to a key.
+ONE_LEVEL = {
+    width: replace(FP8[width], tiles=replace(FP8[width].tiles, overlap=True), prepare=2048) for width in (64, 256)
+}
 
 # The backward pass, width of q and k, width of v; the narrowest that holds a problem's is taken.
 BACKWARD = {
@@ -184,13 +186,13 @@ def kernel_fp8_for(problem: Problem, block_scales: bool, transposed: bool) -> Ke
     """
     left, right = problem.span
     width = width_for(problem.head_dim, FP8)
-    cut = FP8[width]
-    one_level = ONE_LEVEL.get(width) if problem.fast_accum and transposed else None
+    one_level = problem.fast_accum and transposed and width in ONE_LEVEL
+    cut = (ONE_LEVEL if one_level else FP8)[width]
     kind = KernelFp8 if problem.sequences is None else KernelFp8Packed
     return kind(
-        *("e4m3", width, width, left is not None, right is not None, one_level or cut.tiles),
+        *("e4m3", width, width, left is not None, right is not None, cut.tiles),
         *(problem.out_dtype, block_scales, transposed, cut.columns, cut.raw_stages, cut.late and transposed),
-        two_level=one_level is None,
+        two_level=not one_level,
         sinks=problem.sinks,
     )
 
@@ -198,7 +200,8 @@ def kernel_fp8_for(problem: Problem, block_scales: bool, transposed: bool) -> Ke
 def prepares(problem: Problem) -> bool:
     """Whether e4m3 V is transposed by a kernel of its own, which knows nothing of packed sequences."""
     width = width_for(problem.head_dim, FP8)
-    return problem.sequences is None and visible_pairs(problem) >= FP8[width].prepare * max(1, problem.seqlen_k)
+    cut = (ONE_LEVEL if problem.fast_accum and width in ONE_LEVEL else FP8)[width]
+    return problem.sequences is None and visible_pairs(problem) >= cut.prepare * max(1, problem.seqlen_k)
 
 
 def kernel_backward_for(problem: Problem) -> KernelBackward:
