@@ -63,6 +63,8 @@ def _mask(label: str, fields: dict[str, Any], code: str, setup: str = "", **colu
 
 
 NOTHING = Answer("nothing", {}, {"lengths": "", "deterministic": ""})
+IN_FLOAT32 = {"fast_accum": ""}
+"""Of rows of any inputs: sums that may stay in the tensor core are not asked for here."""
 SINKS = Answer(
     "sinks",
     {"sinks": True},
@@ -71,19 +73,19 @@ SINKS = Answer(
     'sinks = torch.randn(heads, device="cuda")',
 )
 INPUTS = (
-    Answer("16 bits (bf16)", {"dtype": "bf16"}, {"dtype": "bf16", "precision": ""}),
+    Answer("16 bits (bf16)", {"dtype": "bf16"}, {"dtype": "bf16", "precision": "", **IN_FLOAT32}),
     Answer(
         "16 bits, products in FP8",
         {"dtype": "bf16", "precision": "fp8"},
-        {"dtype": "bf16", "precision": "fp8"},
+        {"dtype": "bf16", "precision": "fp8", **IN_FLOAT32},
         'precision="fp8"',
     ),
-    Answer("FP8 (e4m3)", {"dtype": "e4m3"}, {"dtype": "e4m3", "precision": ""}),
+    Answer("FP8 (e4m3)", {"dtype": "e4m3"}, {"dtype": "e4m3", "precision": "", **IN_FLOAT32}),
 )
 ON_E4M3 = Answer(
     "16 bits on FP8 caches",
     {"dtype": "bf16", "dtype_kv": "e4m3"},
-    {"dtype": "bf16", "precision": "", "dtype_kv": "e4m3"},
+    {"dtype": "bf16", "precision": "", "dtype_kv": "e4m3", **IN_FLOAT32},
     setup="k, v = k.to(torch.float8_e4m3fn), v.to(torch.float8_e4m3fn)",
 )
 HEAD_DIMS = (
@@ -295,8 +297,8 @@ def explained(arch: int) -> dict[str, Any]:
 def _columns_of(row: runs.Row) -> frozenset[tuple[str, str]]:
     """What a row says of the call that it timed, in the words of `Answer.columns`."""
     asked = parted(row["impl"])[1]
-    columns = {name: row[name] for name in KEPT}
-    columns |= {"precision": asked.get("precision", ""), "deterministic": "1" if asked.get("deterministic") else ""}
+    columns = {name: row[name] for name in KEPT} | {"precision": asked.get("precision", "")}
+    columns |= {name: "1" if asked.get(name) else "" for name in ("deterministic", "fast_accum")}
     if row["pass"] == DECODE:
         columns["batch"] = row["batch"]
     return frozenset(columns.items())

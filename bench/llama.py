@@ -41,8 +41,8 @@ def section(rows: list[Row]) -> Iterator[str]:
     first = rows[0]
     yield (
         f"Tokens a second of a Llama of {float(first['parameters']) / 1e9:.1f} billion parameters with random weights, "
-        f"training on {first['seqlen']} tokens and writing {first['new']} behind {first['context']}, in bf16; in "
-        f"brackets over `{BASELINE}`'s. {first['gpu']}, torch {first['torch']}, transformers {first['transformers']}, "
+        f"{doing(rows)}, in bf16; in brackets over `{BASELINE}`'s. {first['gpu']}, torch {first['torch']}, "
+        f"transformers {first['transformers']}, "
         f"commit {first['commit']}, {first['date']} ([rows](bench/results/{MEASURED.name}))."
     )
     yield shown(rows)
@@ -55,11 +55,17 @@ def short(rows: list[Row]) -> Iterator[str]:
     first = rows[0]
     yield (
         f"In a whole model, a Llama of {float(first['parameters']) / 1e9:.1f} billion parameters of Hugging Face "
-        f"transformers, tokens a second on one {first['gpu']}: training on {first['seqlen']} tokens, and writing "
-        f"behind {first['context']}; in brackets over `{BASELINE}`'s. "
+        f"transformers, tokens a second on one {first['gpu']}, {doing(rows)}; in brackets over `{BASELINE}`'s. "
         "[In your model](docs/use.md#hugging-face-transformers) says what was run."
     )
     yield shown(rows)
+
+
+def doing(rows: list[Row]) -> str:
+    """What the model did, of what was measured."""
+    of, measures = rows[0], {row["measure"].partition("_")[0] for row in rows}
+    did = {"train": f"training on {of['seqlen']} tokens", "write": f"writing {of['new']} behind {of['context']}"}
+    return " and ".join(words for measure, words in did.items() if measure in measures)
 
 
 def shown(rows: list[Row]) -> str:

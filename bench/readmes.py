@@ -513,9 +513,13 @@ def fp8(rows: list[Row]) -> Iterator[str]:
     assert whole
     lengths = sorted({seqlen for _, _, seqlen in whole.values})
     yield (
-        f"- **e4m3 inputs**, scale 1: {over(rows, 'v3_fp8', ('cudnn_fp8',), 'fwd_e4m3')} in its run. {origin(mine[0])}."
+        f"- **e4m3 inputs**, scale 1: {over(rows, 'v3_fp8', (BEST_PEER, 'cudnn_fp8'), 'fwd_e4m3')}. {origin(mine[0])}."
     )
     yield from alone(rows, "v3_fp8", "fwd_e4m3")
+    fast = "v3_fp8_fast_accum"
+    if runs.over(rows, fast, BEST_PEER, "fwd_e4m3"):
+        yield f"- **With `fast_accum=True`**: {over(rows, fast, (BEST_PEER,), 'fwd_e4m3')}."
+        yield from alone(rows, fast, "fwd_e4m3")
     yield (
         "- **From bf16 inputs**, quantisation included, over v3 in bf16, "
         f"seqlen {' / '.join(map(str, lengths))} (run `{whole.run}`):"

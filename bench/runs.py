@@ -50,6 +50,8 @@ ARCHS = {
 SIZES = ("batch", "seqlen_q", "seqlen_k", "heads", "heads_kv", "head_dim")
 
 Fact = TypeVar("Fact")
+NEARLY_ALL = 0.85
+"""Of a table's cells: a run that was cut off earlier may lack those where a ratio is worst."""
 Row = dict[str, str]
 Shape = tuple[int, bool, int]
 """head_dim, causal, seqlen."""
@@ -205,16 +207,19 @@ class Ratios:
 
 
 def over(rows: list[Row], impl: str, other: str, table: str) -> Ratios | None:
-    """Speed of `impl` over that of `other`, in the last run of the table (one of `TABLES`) that has both;
-    None where none has.
+    """Speed of `impl` over that of `other`, in the last run of the table (one of `TABLES`) that has both in all its
+    cells but a few; None where none has both in any.
 
     `other` may be `BEST_PEER`: in each cell the fastest of the peers.
     """
     mine = _of_table(rows, table)
-    for of in reversed(dict.fromkeys(map(_measurement, mine))):
-        if values := _ratios([row for row in mine if _measurement(row) == of], impl, other):
-            return Ratios(of[0], values)
-    return None
+    found = [
+        Ratios(of[0], values)
+        for of in dict.fromkeys(map(_measurement, mine))
+        if (values := _ratios([row for row in mine if _measurement(row) == of], impl, other))
+    ]
+    most = max((len(ratios.values) for ratios in found), default=0)
+    return next((ratios for ratios in reversed(found) if len(ratios.values) >= NEARLY_ALL * most), None)
 
 
 def _ratios(rows: list[Row], impl: str, other: str) -> dict[Shape, float]:

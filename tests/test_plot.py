@@ -50,6 +50,15 @@ def test_tables_show_the_last_run_alone():
     assert "Backward" not in text
 
 
+@pytest.mark.parametrize(("cells", "run"), [(1, "new"), (2, "later")])
+def test_a_ratio_is_of_no_run_that_was_cut_off(cells, run):
+    """The cells that it lacks may be where it is worst."""
+    later = [_row("later", impl, "fwd", s, t) for s in (512, 1024)[:cells] for impl, t in (("v2", 900), ("flex", 1))]
+    found = runs.over([*RESULTS, *later], "v2", "flex", "fwd")
+    assert found.run == run and len(found.values) == 2
+    assert runs.over(RESULTS, "v2", "fa4", "fwd") is None
+
+
 def test_fp8_runs_have_tables_of_their_own():
     fp8 = [{**_row("fp8", impl, "fwd", 512, t), "dtype": "e4m3"} for impl, t in [("v3_fp8", 600), ("cudnn_fp8", 400)]]
     matmuls = [
