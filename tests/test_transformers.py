@@ -251,6 +251,13 @@ def test_a_mask_of_ones_own():
         ours(ids(), attention_mask=shown.int())
 
 
+def test_a_mask_is_read_once_for_all_layers():
+    mask = masks.mask_of(2, 1, 9, q_offset=torch.tensor(5))
+    said = masks.read(mask)
+    assert said.used.tolist() == [6, 6] and masks.read(mask) is said
+    assert masks.read(mask.clone()).used.tolist() == [6, 6]
+
+
 def test_a_rule_that_is_not_known_becomes_a_dense_mask():
     chunks = masks.masking_utils.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.long))
     dense = masks.mask_of(2, 8, 8, mask_function=chunks)

@@ -195,8 +195,7 @@ def attention(
 
 def recorded(q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> bool:
     """Whether autograd records a call of these."""
-    leaves = q.requires_grad or k.requires_grad or v.requires_grad or operands.requires_grad
-    return leaves and torch.is_grad_enabled()
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or operands.requires_grad)
 
 
 def called(

@@ -447,11 +447,13 @@ NO_FORMS = NO_OPERANDS.forms
 
 def taken(options: dict[str, Any]) -> tuple[Operands, Forms]:
     """The operands among the arguments of a call, which leave `options`, and their forms."""
-    if OPERANDS.keys().isdisjoint(options):
+    names = [name for name in options if name in OPERANDS]
+    if not names:
         return NO_OPERANDS, NO_FORMS
     found, forms = {}, list(NO_FORMS)
-    for name, kind in OPERANDS.items():
-        if name in options and (x := options.pop(name)) is not None:
+    for name in names:
+        if (x := options.pop(name)) is not None:
+            kind = OPERANDS[name]
             found[name] = x = kind.prepared(x, options)
             forms[_PLACES[name]] = kind.form(name, x)
     return Operands(**found), tuple(forms)

@@ -67,6 +67,7 @@ class Padded(_Band):
 Said = Plain | Used | Packed | Padded
 _KINDS = (Plain, Used, Packed, Padded)
 _ROWS = (0, 1, 1, 3)
+_SAID = "_zoo_said"
 
 
 class _Sizes(NamedTuple):
@@ -94,7 +95,20 @@ class _Rule(NamedTuple):
 
 
 def read(mask: Tensor) -> Said:
-    """What `mask_of` made. ValueError where it did not make it, but somebody an int32 mask of elements."""
+    """What `mask_of` made. ValueError where it did not make it, but somebody an int32 mask of elements.
+
+    It stays with the mask, which every layer reads, but in a graph.
+    """
+    if is_compiling():
+        return _read(mask)
+    said = getattr(mask, _SAID, None)
+    if said is None:
+        said = _read(mask)
+        setattr(mask, _SAID, said)
+    return said
+
+
+def _read(mask: Tensor) -> Said:
     rows, kind, window, numbers = mask.shape
     place, causal = (kind - 1) // 2, bool((kind - 1) % 2)
     if place >= len(_KINDS) or rows != _ROWS[place]:

@@ -102,7 +102,6 @@ def attention_of(version: str) -> Callable[..., tuple[Tensor, None]]:
             options["sinks"] = s_aux
         if softcap is not None:
             options["score_mod"] = score_mods.softcap(softcap)
-        sizes = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
         dense = None
         if attention_mask is None:
             causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -121,7 +120,7 @@ def attention_of(version: str) -> Callable[..., tuple[Tensor, None]]:
             elif isinstance(said, Plain):
                 k, v = _seen(k, v, said)
             elif position_bias is not None:
-                dense = _kept(_shown, attention_mask, sizes)
+                dense = _kept(_shown, attention_mask, _sizes(query, key))
                 options |= {"causal": False, "window_size": None}
             else:
                 if isinstance(said, Padded):
@@ -131,7 +130,7 @@ def attention_of(version: str) -> Callable[..., tuple[Tensor, None]]:
         if position_bias is not None or dense is not None:
             _refuse_lengths("what is added to scores", others)
             given = (softcap, position_bias, dense)
-            return _added(q, k, v, options, given, sizes), None  # pyright: ignore[reportCallIssue]
+            return _added(q, k, v, options, given, _sizes(query, key)), None  # pyright: ignore[reportCallIssue]
         if others.get("cu_seq_lens_q") is not None:
             return _packed(q, k, v, options, others), None
         return flashzoo.attention(q, k, v, **options), None
@@ -139,10 +138,15 @@ def attention_of(version: str) -> Callable[..., tuple[Tensor, None]]:
     return attention
 
 
+def _sizes(query: Tensor, key: Tensor) -> tuple[int, int, int, int]:
+    """Batch, heads, queries and keys, those that are room in a cache too."""
+    return *query.shape[:3], key.shape[2]  # pyright: ignore[reportReturnType]
+
+
 def _refuse(others: dict[str, Any]) -> None:
-    for name, why in _REFUSED.items():
-        if name in others and others[name] is not None and others[name] is not False:
-            x = others[name]
+    for name in [name for name in others if name in _REFUSED]:
+        x, why = others[name], _REFUSED[name]
+        if x is not None and x is not False:
             got = f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
             raise flashzoo.UnsupportedError(f"attn_implementation={NAME!r}: {name} must be None, got {got}: {why}")
 
