@@ -183,6 +183,12 @@ def _add_how(parser: argparse.ArgumentParser) -> None:
         default=max(1, (os.cpu_count() or 1) - 2),
         help="processes that compile ahead, on a GPU (default: the cores but two); 0: none",
     )
+    how.add_argument(
+        "--compile-only",
+        action="store_true",
+        help="only fill the disk caches of compilers with what the run needs, for a later one with --workers 0: runs "
+        "side by side on one host disturb one another while they compile",
+    )
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:
@@ -199,6 +205,9 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Arguments that don't go together are an error of the parser's."""
+    if args.compile_only and (args.device == "cpu" or args.decode or not args.workers):
+        got = "--device cpu" if args.device == "cpu" else "--decode" if args.decode else "--workers 0"
+        parser.error(f"--compile-only: expected cells that are compiled ahead, on a GPU, got {got}")
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device: expected cpu, since torch sees no GPU, got cuda")
     if args.dtype == "e4m3" and "bwd" in passes(args):

@@ -122,6 +122,8 @@ def main(argv: list[str] | None = None) -> int:
     # Processes side by side have no room for caches, and these cells few kernels.
     compiles = args.device == "cuda" and args.workers and not args.decode
     ahead = compile_ahead(todo, args.workers) if todo and compiles else {}
+    if args.compile_only:
+        return 0
     failed = _run(todo, results, args, started, ahead) if todo else False
     print(f"{time.monotonic() - started:.0f} s")
     return int(failed)

@@ -288,6 +288,13 @@ def test_a_backward_run_has_a_fixed_order_at_one_length():
 
 
 @pytest.mark.gpu
+def test_what_is_only_compiled_has_no_rows(tmp_path):
+    out = tmp_path / "gpu.csv"
+    line = f"--tokens 4096 --hidden 256 --seqlens 2048 --head-dims 64 --impls v2 --workers 1 --compile-only --out {out}"
+    assert run.main(line.split()) == 0 and not out.exists()
+
+
+@pytest.mark.gpu
 def test_a_gpus_rows_say_what_a_call_costs(tmp_path):
     out = tmp_path / "gpu.csv"
     options = (
@@ -355,6 +362,9 @@ def test_other_outputs_say_the_time_left(monkeypatch, capsys):
         ("--ms -3", "'-3'"),
         ("--budget-s soon", "'soon'"),
         ("--workers 1.5", "'1.5'"),
+        ("--compile-only --device cpu --tokens 64 --hidden 64", "--device cpu"),
+        ("--compile-only --decode --device cuda", "--decode"),
+        ("--compile-only --workers 0 --device cuda", "--workers 0"),
         ("--head-dims 48", "--head-dims 48"),
         ("--seqlens 3,5 --masks ones", "--seqlens 3,5"),
         ("--head-dims 64,96 --masks ones", "96"),
