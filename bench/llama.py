@@ -42,8 +42,8 @@ def section(rows: list[Row]) -> Iterator[str]:
     yield (
         f"Tokens a second of a Llama of {float(first['parameters']) / 1e9:.1f} billion parameters with random weights, "
         f"{doing(rows)}, in bf16; in brackets over `{BASELINE}`'s. {first['gpu']}, torch {first['torch']}, "
-        f"transformers {first['transformers']}, "
-        f"commit {first['commit']}, {first['date']} ([rows](bench/results/{MEASURED.name}))."
+        f"transformers {first['transformers']}, commit {first['commit']}, {first['date']} "
+        f"([rows](bench/results/{MEASURED.name})). {turns(rows)}"
     )
     yield shown(rows)
 
@@ -56,9 +56,19 @@ def short(rows: list[Row]) -> Iterator[str]:
     yield (
         f"In a whole model, a Llama of {float(first['parameters']) / 1e9:.1f} billion parameters of Hugging Face "
         f"transformers, tokens a second on one {first['gpu']}, {doing(rows)}; in brackets over `{BASELINE}`'s. "
-        "[In your model](docs/use.md#hugging-face-transformers) says what was run."
+        f"{turns(rows)} [In your model](docs/use.md#hugging-face-transformers) says what was run."
     )
     yield shown(rows)
+
+
+def turns(rows: list[Row]) -> str:
+    """Of how many turns the figures are medians."""
+    told: dict[str, list[str]] = {}
+    for measure, word in MEASURES.items():
+        for rounds in dict.fromkeys(row["rounds"] for row in rows if row["measure"] == measure and row["rounds"]):
+            told.setdefault(rounds, []).append(word)
+    of = (f"of {n} turn{'s' * (n != '1')} ({'; '.join(words)})" for n, words in told.items())
+    return f"Medians {', '.join(of)}."
 
 
 def doing(rows: list[Row]) -> str:

@@ -230,10 +230,13 @@ def _alone_report(rows: list[Row]) -> list[str]:
     if not alone:
         return []
     table, joules = speeds(alone), speeds(alone, "joules")
-    energy = {shape: {f"{name}, J": value for name, value in cell.items()} for shape, cell in joules.items()}
-    both = {shape: {**cell, **energy.get(shape, {})} for shape, cell in table.items()}
-    text = "Each alone at settled clocks, of what was timed so:"
-    return [text, ratios_of(table), *folded(f"These {len(table)} cells, TFLOP/s, and joules a call", table_of(both))]
+    told = [name for name in impls(table) if 2 * sum(name in cell for cell in joules.values()) >= len(table)]
+    both = {
+        shape: cell | {f"{name}, J": joules[shape][name] for name in told if name in joules.get(shape, {})}
+        for shape, cell in table.items()
+    }
+    text, also = "Each alone at settled clocks, of what was timed so:", ", and joules a call" if told else ""
+    return [text, ratios_of(table), *folded(f"These {len(table)} cells, TFLOP/s{also}", table_of(both))]
 
 
 def shown(rows: list[Row], results: Path) -> dict[Path, str]:

@@ -19,7 +19,7 @@ from bench.cells import DECODE
 from bench.models import MODELS
 from bench.peers import DECODE_PEERS
 from bench.rows import COPY, key_of, read
-from bench.runs import ABLATED, BEST_PEER, ERROR, RESULTS, Row, Speeds
+from bench.runs import BEST_PEER, ERROR, RESULTS, Row, Speeds
 from bench.scores import PLAIN
 from flashzoo.call.problem import FEATURES
 from flashzoo.gpu import peak_tflops
@@ -105,9 +105,17 @@ def over(rows: list[Row], impl: str, others: Iterable[str], name: str) -> str:
     for other in others:
         found = runs.over(rows, impl, other, name)
         assert found
-        of = f" ({len(found.values)} cells of `{found.run}`)" if found.run != table_run else ""
-        told.setdefault(of, []).append(f"{ratio(found.values.values())} {name_of(other)}")
+        told.setdefault(_of_run(found, table_run), []).append(f"{ratio(found.values.values())} {against(found)}")
     return ", ".join(", ".join(texts) + of for of, texts in told.items())
+
+
+def against(found: runs.Ratios) -> str:
+    """Whom a speed is over: the one peer that there was, or the fastest of several."""
+    return name_of(*found.others) if len(found.others) == 1 else NAMES[BEST_PEER]
+
+
+def _of_run(found: runs.Ratios, table_run: str) -> str:
+    return f" ({len(found.values)} cells of `{found.run}`)" if found.run != table_run else ""
 
 
 def speeds_at(rows: list[Row], name: str, impls: tuple[str, ...], lengths: tuple[int, ...]) -> str:
@@ -148,9 +156,10 @@ def v2(rows: list[Row]) -> Iterator[str]:
 def alone(rows: list[Row], impl: str, name: str) -> Iterator[str]:
     """A sentence on speeds at settled clocks, where there are any."""
     if found := runs.over_best_alone(rows, impl, name):
+        of = _of_run(found, runs.last_run(rows, name)[0]["run"])
         yield (
-            f"Each alone at settled clocks, over {NAMES[BEST_PEER]}: {ratio(found.values.values())}, at least 1x in "
-            f"{sum(value >= 1 for value in found.values.values())} of {len(found.values)}."
+            f"Each alone at settled clocks, over {against(found)}: {ratio(found.values.values())}, at least 1x in "
+            f"{sum(value >= 1 for value in found.values.values())} of {len(found.values)}{of}."
         )
 
 
@@ -171,7 +180,12 @@ def headline(rows: list[Row]) -> Iterator[str]:
     of = ("forward", "v3", "fwd"), ("backward", "v3", "bwd"), ("forward in FP8, v3_fp8", "v3_fp8", "fwd_e4m3")
     found = {word: ratios for word, impl, name in of if (ratios := runs.over_best_alone(rows, impl, name))}
     if found:
-        told = "; ".join(f"{word} {ratio(ratios.values.values())}" for word, ratios in found.items())
+        told = "; ".join(
+            f"{word} {ratio(ratios.values.values())}"
+            + (f" {against(ratios)}" if len(ratios.others) == 1 else "")
+            + f" in {len(ratios.values)} cells"
+            for word, ratios in found.items()
+        )
         yield (
             f"On one {mine[0]['gpu']}, each alone until clocks have settled, v3 over {NAMES[BEST_PEER]}, geometric "
             f"means: {told}."
@@ -399,11 +413,11 @@ def of_models(rows: list[Row]) -> Iterator[str]:
     for pass_, word in runs.WORDS.items():
         if said := told_of(cells, pass_, cells):
             alone = [model for model, of in settled.items() if share(of.get(pass_, {}))]
-            also = f"; of {len(alone)}, in turns {told_of(cells, pass_, alone)}, and each alone at settled clocks "
-            yield (
-                f"- {word.capitalize()}, v3 over the fastest peer: {said}"
-                f"{also + told_of(settled, pass_, alone) if alone else ''}."
+            also = (
+                f". Of the {len(alone)} that were also timed alone: in turns {told_of(cells, pass_, alone)}; alone at "
+                f"settled clocks {told_of(settled, pass_, alone)}"
             )
+            yield f"- {word.capitalize()}, v3 over the fastest peer: {said}{also if alone else ''}."
 
     def line(model: str, of: dict[str, dict[str, float]]) -> list[str]:
         both = [of.get(pass_, {}) for pass_ in runs.WORDS]
@@ -530,19 +544,18 @@ def fp8(rows: list[Row]) -> Iterator[str]:
         for causal in (False, True)
     }
     yield table(("head_dim", "full", "causal"), ([str(d), cells[d, False], cells[d, True]] for d in HEAD_DIMS))
-    one = [row for row in runs.measured(rows) if row["impl"].endswith(ABLATED) and row["pass"] == "fwd"]
-    of = [row for row in rows if row["run"] == one[-1]["run"] and row["pass"] == "fwd"]
     levels = {
-        shape: cell["v3_fp8"] / cell["v3_fp8_one_level"]
-        for shape, cell in runs.speeds(of).items()
-        if "v3_fp8_one_level" in cell
+        shape: cell["v3_fp8"] / cell[fast]
+        for shape, cell in runs.speeds(mine).items()
+        if {"v3_fp8", fast} <= cell.keys()
     }
-    parts = ", ".join(
-        f"{d} {'causal' if causal else 'full'} {' / '.join(f'{levels[d, causal, n]:.2f}' for n in (4096, LONGEST))}"
-        for d in (64, 256)
-        for causal in (False, True)
-    )
-    yield f"- **Two levels** over one, speed at 4096 / {LONGEST}, by head dim: {parts} (run `{of[0]['run']}`)."
+    if levels:
+        parts = ", ".join(
+            f"{d} {'causal' if causal else 'full'} {' / '.join(f'{levels[d, causal, n]:.2f}' for n in (4096, LONGEST))}"
+            for d in (64, 256)
+            for causal in (False, True)
+        )
+        yield f"- **Two levels** over one (`fast_accum`), speed at 4096 / {LONGEST}, by head dim: {parts}."
 
 
 def errors(rows: list[Row]) -> Iterator[str]:

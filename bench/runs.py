@@ -196,10 +196,15 @@ def mean(values: list[float]) -> float:
 
 @dataclass(frozen=True)
 class Ratios:
-    """One implementation's speed over another's, by shape, in the cells of one run that have both."""
+    """One implementation's speed over another's, by shape, in the cells of one run that have both.
+
+    Attributes:
+        others: whose the other speeds are.
+    """
 
     run: str
     values: dict[Shape, float]
+    others: frozenset[str]
 
     def of(self, head_dim: int) -> list[float]:
         """Those of a head dim."""
@@ -213,30 +218,28 @@ def over(rows: list[Row], impl: str, other: str, table: str) -> Ratios | None:
     `other` may be `BEST_PEER`: in each cell the fastest of the peers.
     """
     mine = _of_table(rows, table)
-    found = [
-        Ratios(of[0], values)
-        for of in dict.fromkeys(map(_measurement, mine))
-        if (values := _ratios([row for row in mine if _measurement(row) == of], impl, other))
-    ]
+    of_runs: dict[tuple[str, str], list[Row]] = {}
+    for row in mine:
+        of_runs.setdefault(_measurement(row), []).append(row)
+    found = [ratios for run in of_runs.values() if (ratios := _ratios(run, impl, other))]
     most = max((len(ratios.values) for ratios in found), default=0)
     return next((ratios for ratios in reversed(found) if len(ratios.values) >= NEARLY_ALL * most), None)
 
 
-def _ratios(rows: list[Row], impl: str, other: str) -> dict[Shape, float]:
-    values = {}
+def _ratios(rows: list[Row], impl: str, other: str) -> Ratios | None:
+    """In the rows of one run."""
+    values, others = {}, set()
     for shape, cell in speeds(rows).items():
-        rivals = [speed for name, speed in cell.items() if (not ours(name) if other == BEST_PEER else name == other)]
+        rivals = {name for name in cell if (not ours(name) if other == BEST_PEER else name == other)}
         if impl in cell and rivals:
-            values[shape] = cell[impl] / max(rivals)
-    return values
+            values[shape] = cell[impl] / max(cell[name] for name in rivals)
+            others |= rivals
+    return Ratios(rows[0]["run"], values, frozenset(others)) if values else None
 
 
 def over_best_alone(rows: list[Row], impl: str, table: str) -> Ratios | None:
-    """Speed of `impl` over the fastest peer in each cell of a table, each alone at settled clocks; None where the
-    table's run has not timed them so."""
-    alone = [row for row in map(settled, last_run(rows, table)) if row]
-    values = _ratios(alone, impl, BEST_PEER)
-    return Ratios(alone[0]["run"], values) if values else None
+    """As `over`, of the fastest peer in each cell, each alone at settled clocks, in the last run that timed them so."""
+    return over([row for row in map(settled, rows) if row], impl, BEST_PEER, table)
 
 
 def matmul(rows: list[Row], run: str, dtype: str = "bf16") -> list[float]:
