@@ -65,7 +65,7 @@ def turns(rows: list[Row]) -> str:
     """Of how many turns the figures are medians."""
     told: dict[str, list[str]] = {}
     for measure, word in MEASURES.items():
-        for rounds in dict.fromkeys(row["rounds"] for row in rows if row["measure"] == measure and row["rounds"]):
+        for rounds in dict.fromkeys(row["rounds"] for row in rows if row["measure"] == measure and row["tokens_s"]):
             told.setdefault(rounds, []).append(word)
     of = (f"of {n} turn{'s' * (n != '1')} ({'; '.join(words)})" for n, words in told.items())
     return f"Medians {', '.join(of)}."

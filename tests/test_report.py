@@ -249,20 +249,21 @@ def test_a_whole_model_has_a_table_of_its_last_rows(tmp_path):
     assert list(llama.short([])) == []
     common = "2026-11-25,{commit},NVIDIA H200,2.11.0,5.23.0,1b,1498e6,8192,32768,64"
     lines = [
-        "date,commit,gpu,torch,transformers,size,parameters,seqlen,context,new,measure,implementation,tokens_s,why",
-        common.format(commit="old") + ",train,sdpa,1,",
-        common.format(commit="new") + ",train,sdpa,1,",
-        common.format(commit="new") + ",train,flash_attention_2,,missing: ImportError: its package",
-        common.format(commit="new") + ",train,sdpa,40000,",
-        common.format(commit="new") + ",train,zoo,50000,",
-        common.format(commit="new") + ",write,sdpa,,out of memory: OutOfMemoryError: CUDA",
-        common.format(commit="new") + ",write,zoo,67.3,",
+        "date,commit,gpu,torch,transformers,size,parameters,seqlen,context,new,measure,implementation,rounds,tokens_s,why",
+        common.format(commit="old") + ",train,sdpa,3,1,",
+        common.format(commit="new") + ",train,sdpa,3,1,",
+        common.format(commit="new") + ",train,flash_attention_2,3,,missing: ImportError: its package",
+        common.format(commit="new") + ",train,sdpa,3,40000,",
+        common.format(commit="new") + ",train,zoo,3,50000,",
+        common.format(commit="new") + ",write,sdpa,1,,out of memory: OutOfMemoryError: CUDA",
+        common.format(commit="new") + ",write,zoo,1,67.3,",
     ]
     path = tmp_path / "llama.csv"
     path.write_text("\n".join(lines) + "\n")
     rows = llama.rows_of(path)
     said, shown = llama.section(rows)
     assert "Llama of 1.5 billion" in said and "commit new" in said and "torch 2.11.0" in said
+    assert said.endswith("Medians of 3 turns (training), of 1 turn (writing).")
     assert shown.splitlines() == [
         "|  | training | writing |",
         "| --- | --- | --- |",
