@@ -97,9 +97,10 @@ class _Rule(NamedTuple):
 def read(mask: Tensor) -> Said:
     """What `mask_of` made. ValueError where it did not make it, but somebody an int32 mask of elements.
 
-    It stays with the mask, which every layer reads, but in a graph.
+    It stays with the mask, which every layer reads, but in a graph, and where its numbers would be copies: those are of
+    the stream, or of the CUDA graph, that made them, as the mask itself need not be.
     """
-    if is_compiling():
+    if is_compiling() or (mask.stride(3) != 1 and mask.shape[3] > 1):
         return _read(mask)
     said = getattr(mask, _SAID, None)
     if said is None:
@@ -253,7 +254,7 @@ def _made(kind: type, rule: _Rule, kv_length: int, numbers: Tensor) -> Tensor:
     """A mask for `read`, its numbers `(n,)`, or rows of them."""
     window = 1 if rule.left is None or rule.left >= kv_length - 1 else 2 + rule.left
     code = 1 + rule.causal + 2 * _KINDS.index(kind)
-    rows = numbers if numbers.ndim == 2 else numbers[None]
+    rows = (numbers if numbers.ndim == 2 else numbers[None]).contiguous()
     return rows[:, None, None].expand(-1, code, window, -1)
 
 
