@@ -186,22 +186,26 @@ def kernel_fp8_for(problem: Problem, block_scales: bool, transposed: bool) -> Ke
     """
     left, right = problem.span
     width = width_for(problem.head_dim, FP8)
-    one_level = problem.fast_accum and transposed and width in ONE_LEVEL
-    cut = (ONE_LEVEL if one_level else FP8)[width]
+    cut = cut_fp8(problem, transposed)
     kind = KernelFp8 if problem.sequences is None else KernelFp8Packed
     return kind(
         *("e4m3", width, width, left is not None, right is not None, cut.tiles),
         *(problem.out_dtype, block_scales, transposed, cut.columns, cut.raw_stages, cut.late and transposed),
-        two_level=not one_level,
+        two_level=cut is FP8[width],
         sinks=problem.sinks,
     )
 
 
+def cut_fp8(problem: Problem, transposed: bool) -> TilesFp8:
+    """How an FP8 problem is cut: of `ONE_LEVEL` where it may be and is faster so, else of `FP8`."""
+    width = width_for(problem.head_dim, FP8)
+    return (ONE_LEVEL if problem.fast_accum and transposed and width in ONE_LEVEL else FP8)[width]
+
+
 def prepares(problem: Problem) -> bool:
     """Whether e4m3 V is transposed by a kernel of its own, which knows nothing of packed sequences."""
-    width = width_for(problem.head_dim, FP8)
-    cut = (ONE_LEVEL if problem.fast_accum and width in ONE_LEVEL else FP8)[width]
-    return problem.sequences is None and visible_pairs(problem) >= cut.prepare * max(1, problem.seqlen_k)
+    least = cut_fp8(problem, transposed=True).prepare * max(1, problem.seqlen_k)
+    return problem.sequences is None and visible_pairs(problem) >= least
 
 
 def kernel_backward_for(problem: Problem) -> KernelBackward:
