@@ -152,9 +152,8 @@ FASTER = 0.95
 """Of another version's time by this model, from which on `auto` takes this one."""
 CLUSTERS = {2: 64, 4: 16, 8: 8, 16: 4}
 """By how many thread blocks a cluster has, each with a multiprocessor to itself, how many of them an H200 surely runs
-at a time: of 4 and more not twice as many, and of 3, 7 or 11 to 13 never as many as there would be room for."""
-CLUSTERS_LATENT, MERGE_LATENT_US = {16: 4}, 15.0
-"""The same of MLA, and what merging in a cluster takes it; with fewer thread blocks up to twice that."""
+at a time: of 4 and more not twice as many, and of 3, 7 or 11 to 13 never as many as there would be room for. For
+MLA none is taken: merging in one costs 15 us and more, a second kernel less."""
 MERGE_KERNEL_US, MERGED_PER_US = 5.0, (8e4, 1.5e6)
 """What a second kernel takes that merges, and bytes of parts that it reads beyond: by a multiprocessor, and by all."""
 MERGED_AT_ONCE = 64
@@ -266,8 +265,8 @@ def cut_hopper(problem: Problem) -> CutHopper:
         of_round = MERGED_AT_ONCE * (KernelLatent.consumers if p.latent else 1)
         rounds = cdiv(heads * queries * splits, of_round) * cdiv(p.head_dim_v, 128)
         yield Merging.LAST, MERGE_US + ROUND_US * rounds
-        if all_tiles <= (CLUSTERS_LATENT if p.latent else CLUSTERS).get(splits, 0):
-            yield Merging.CLUSTER, MERGE_LATENT_US if p.latent else MERGE_US
+        if not p.latent and all_tiles <= CLUSTERS.get(splits, 0):
+            yield Merging.CLUSTER, MERGE_US
         programs = max(1, p.batch) * p.heads * asked * cdiv(p.head_dim_v, MERGED_COLUMNS)
         by_one, by_all = MERGED_PER_US
         rate = min(by_all, by_one * min(programs, MULTIPROCESSORS[90]))
