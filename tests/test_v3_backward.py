@@ -496,7 +496,7 @@ def test_more_tiles_than_multiprocessors_and_fewer(size, head_dim, deterministic
 @on_hopper
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
 def test_dk_and_dv_of_short_tiles_are_the_same_bits_at_every_call(head_dim):
-    """They leave while the next tile is worked on. The first keys are seen by no query: their tiles have no step."""
+    """They leave while the next tile is worked on. The first keys are seen by no query, in tiles of a single step."""
     problem = replace(MANY, seqlen_q=200, head_dim=head_dim, head_dim_v=None, causal=False, window=(500, None))
     tensors, dout, dlse = draw(problem)
     leaves = tuple(x.clone().requires_grad_() for x in tensors)
