@@ -50,6 +50,18 @@ class TestWhoMerges:
         kept = kernel_for(replace(problem, batch=256))
         assert kept.merging is Merging.NONE and kept.out_dtype == "bf16" and kept.sinks == sinks
 
+    @pytest.mark.parametrize(("batch", "columns"), [(1, 64), (16, 64), (17, 128), (40, 256), (100, 512), (4096, 512)])
+    def test_many_rows_have_no_more_programs_than_run_at_a_time(self, batch, columns):
+        """Of 16 rows of 512 columns for each sequence, 16 programs run on each of 132 multiprocessors: where 64 columns
+        would be too many, wider ones, until a program has a whole row."""
+        launch = merge_launch(replace(LATENT, batch=batch), (1, 1, 1), 100)
+        assert launch.constexprs["COLUMNS"] == columns
+
+    def test_a_wider_program_looks_at_fewer_splits_at_a_time(self):
+        few, many = (merge_launch(replace(LATENT, batch=batch), (1, 1, 1), 100).constexprs for batch in (1, 64))
+        assert few["COLUMNS"] < many["COLUMNS"]
+        assert few["COLUMNS"] * few["SPLITS"] == many["COLUMNS"] * many["SPLITS"]
+
 
 @pytest.mark.parametrize("splits", [2, 3, 64, 65, 300])
 @pytest.mark.parametrize("head_dim", [64, 72, 512])

@@ -64,7 +64,7 @@ INTERPRETED = Tiles(64, 64, 4, 1, programs=1, least=128, merged=64)
 
 
 MERGED_COLUMNS = 64
-"""Columns of a program of `merge_kernel`."""
+"""Columns of a program of `merge_kernel`, at least."""
 
 
 def block_d(head_dim: int) -> int:

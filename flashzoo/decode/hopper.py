@@ -255,10 +255,16 @@ class Decode:
         and counts the parts of a tile that have ended.
 
         The consumers go on meanwhile, so that no item waits for memory to have another's part.
+
+        The item behind one that the stages hold whole is claimed before that one begins, as the producer is soon done
+        with it. Behind a longer one it is claimed when that one begins: earlier, it would be kept from thread blocks
+        that run out of items.
         """
         scheduler, n, parts = TileScheduler(params), Int32(0), Int32(0)  # items, and those that are parts
         work = scheduler.initial_work()
         while scheduler.is_valid(work):
+            if self.is_long(item_of(params, work)):
+                storage.work_pipeline.producer_acquire(n)
             following = scheduler.work_of(scheduler.fetch_next(work))
             scheduler.publish(storage.work, storage.work_pipeline, n, following)
             cute.arch.sync_warp()
@@ -276,6 +282,10 @@ class Decode:
                         cute.arch.mbarrier_arrive(storage.last_pipeline.full)
                     parts += 1
             work = following
+
+    def is_long(self, item: Item) -> Boolean:
+        """Whether the stages do not hold it whole."""
+        return item.blocks(self.kernel.block_kv) * self.kernel.stages_of_block > self.kernel.stages
 
     @cute.jit
     def produce(self, params: Params, storage: SharedStorage, tma: TmaAtoms):

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Constexpr, Float16, Float32, Int32, Uint32, const_expr
+from cutlass import BFloat16, Boolean, Constexpr, Float16, Float32, Int32, Uint32, const_expr
 
 from flashzoo._cute.hopper.bounds import ThreadBounds
 from flashzoo._cute.hopper.mask import mask_scores
@@ -95,6 +95,10 @@ class DecodeE4m3(Decode):
             pages = following
         loaded += 2 * blocks
         return items, loaded
+
+    def is_long(self, item: Item) -> Boolean:
+        """Never: in the kernels of two thread blocks a multiprocessor no register is left to ask."""
+        return Boolean(False)
 
     def products(self, storage: SharedStorage, wg_idx: int) -> Registers:
         """The operands of a thread."""

@@ -8,10 +8,13 @@ from flashzoo._triton import Launch
 from flashzoo.call.problem import Problem
 from flashzoo.decode import kernels
 from flashzoo.decode.config import MERGED_COLUMNS, tiles_for
+from flashzoo.gpu import MULTIPROCESSORS
 from flashzoo.integers import cdiv, next_power_of_2
 
-AT_ONCE = 64
-"""Splits of a row that a program of `merge_kernel` looks at in one step, at most."""
+NUMBERS = 4096
+"""Of its splits, that a program of `merge_kernel` looks at in one step: as many as its registers hold."""
+RESIDENT = 16
+"""Programs of four warps that a multiprocessor has at a time."""
 LSES = 256
 """Splits whose LSE it looks at in one step."""
 
@@ -21,15 +24,16 @@ def merge_launch(problem: Problem, strides: tuple[int, ...], splits: int, progra
     """The launch of `merge_kernel`; strides of out, and `programmatic` as in `Launch`."""
     p, merged = problem, tiles_for(problem).merged
     rows = p.batch * p.heads * p.seqlen_q
+    columns = columns_for(cdiv(rows, merged), p)
     return Launch(
         kernels.merge_kernel,
-        cdiv(rows, merged) * cdiv(p.head_dim_v, MERGED_COLUMNS),
+        cdiv(rows, merged) * cdiv(p.head_dim_v, columns),
         (*strides, rows, p.seqlen_q, p.heads, splits),
         {
             "HEAD_DIM": p.head_dim_v,
-            "COLUMNS": MERGED_COLUMNS,
+            "COLUMNS": columns,
             "ROWS": merged,
-            "SPLITS": min(AT_ONCE, next_power_of_2(splits)),
+            "SPLITS": min(NUMBERS // columns, next_power_of_2(splits)),
             "LSES": LSES,
             "PROGRAMMATIC": programmatic,
         },
@@ -37,3 +41,13 @@ def merge_launch(problem: Problem, strides: tuple[int, ...], splits: int, progra
         num_stages=1,
         programmatic=programmatic,
     )
+
+
+def columns_for(rows: int, problem: Problem) -> int:
+    """Columns of a program that has one of so many rows, or groups of rows: few, for programs enough; of many rows as
+    many more as let all programs run at a time, since one that waits for a place begins to read when others end."""
+    at_a_time = RESIDENT * MULTIPROCESSORS.get(problem.arch or 90, 132)
+    columns = MERGED_COLUMNS
+    while columns < problem.head_dim_v and rows * cdiv(problem.head_dim_v, columns) > at_a_time:
+        columns *= 2
+    return columns

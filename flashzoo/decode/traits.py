@@ -61,6 +61,9 @@ class Kernel:
     consumers = 1
     """Consumer warpgroups, which share the columns of a tile's O."""
 
+    stages_of_block = 2
+    """A block of keys takes two stages: K, and V."""
+
     q_stages = 2
     """Tiles of Q on chip: the next item's arrives, and its keys behind it, while this one's is in use."""
 
@@ -175,6 +178,7 @@ class KernelLatent(Kernel):
 
     consumers = 2
     registers = (72, 216)
+    stages_of_block = 1
     q_stages = 1
     states = (WARPGROUP, 2)
     """Each thread of the first warpgroup leaves its two rows' to one of the second."""
