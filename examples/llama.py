@@ -153,6 +153,7 @@ def attempt(model: Any, name: str, call: Callable[[], float]) -> float | str:
         kind = next((kind for kind, of in WHY.items() if isinstance(error, of)), "FAILED")
         text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
         why = f"{kind}: {type(error).__name__}: {text}"
+    torch.compiler.reset()  # graphs that an error has left half made would be others' errors
     release(model)
     return why
 

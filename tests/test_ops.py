@@ -231,6 +231,41 @@ class TestGraph:
             close(*found)
 
 
+GRAPH_TREES = """
+from functools import partial
+import torch, flashzoo
+
+version, seqlen_q, seqlen_k, grad = {version!r}, {seqlen_q}, {seqlen_k}, {grad}
+function = torch.compile(partial(flashzoo.attention, version=version), mode="reduce-overhead", fullgraph=True)
+
+def results(call, q, k, v, dout):
+    out = call(q, k, v).clone()
+    return (out, *torch.autograd.grad(out, (q, k, v), dout)) if grad else (out,)
+
+for _ in range(4):  # as it is, as its graph's memory is sought, as its graph is captured, and replayed
+    shapes = ((seqlen_q, 8), (seqlen_k, 2), (seqlen_k, 2), (seqlen_q, 8))
+    *qkv, dout = (torch.randn(5, *shape, 128, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+    qkv = [x.requires_grad_(grad) for x in qkv]
+    torch.compiler.cudagraph_mark_step_begin()
+    found = results(function, *qkv, dout)
+    expected = results(partial(flashzoo.attention, version=version), *qkv, dout)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=0.02, atol=0.02)  # dQ's sums come in any order
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("version", "seqlen_q", "seqlen_k", "grad"),
+    [("v3", 200, 200, True), ("v2", 200, 200, True), ("decode", 1, 8192, False)],
+    ids=["v3", "v2", "decode"],
+)
+def test_in_graph_trees(version, seqlen_q, seqlen_k, grad):
+    """`mode="reduce-overhead"`, with which transformers writes: what a call keeps of its own must not come from the
+    pool of its graph. In a process that has kept nothing yet."""
+    in_fresh_process(GRAPH_TREES.format(version=version, seqlen_q=seqlen_q, seqlen_k=seqlen_k, grad=grad))
+
+
 class TestChoice:
     def test_what_was_asked_for_when_it_was_traced(self, toys, qkv, monkeypatch):
         def calls(function):

@@ -471,21 +471,24 @@ def test_compute_sanitizer(tool):
 
 
 class TestPerStream:
-    """Numbers that launches share; the GPU is a stand-in, which says what is captured and what is written by now."""
+    """Numbers that launches share; the GPU is a stand-in, which says what is captured and counts what is written."""
 
     @pytest.fixture
     def gpu(self, monkeypatch):
-        state = SimpleNamespace(capture=0, written=False, fills=0)
+        state = SimpleNamespace(capture=0, by_graphs=0, before=0)
 
-        def new(self, device, n):
-            state.fills += 1
+        def by_graph(self, device, n):
+            state.by_graphs += 1
             return torch.zeros(n, dtype=torch.int32)
 
-        event = SimpleNamespace(record=lambda: None, query=lambda: state.written)
-        monkeypatch.setattr(PerStream, "_new", new)
+        def before(self, device, n):
+            state.before += 1
+            return torch.zeros(n, dtype=torch.int32)
+
+        monkeypatch.setattr(PerStream, "_new", by_graph)
+        monkeypatch.setattr(PerStream, "_written", before)
         monkeypatch.setattr("flashzoo._cute.per_stream.capture_of", lambda stream: state.capture)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capture > 0)
-        monkeypatch.setattr(torch.cuda, "Event", lambda: event)
         return state
 
     def test_launches_of_one_stream_share_them_and_others_have_their_own(self, gpu):
@@ -495,31 +498,35 @@ class TestPerStream:
 
     def test_each_capture_of_a_stream_has_its_own_of_what_was_written_before(self, gpu):
         numbers = PerStream(0, torch.int32)
-        gpu.written = True
-        for _ in range(2):
-            numbers(0, 1)
-        before, taken = gpu.fills, []
+        numbers(0, 1)
+        before, taken = gpu.before, []
         for gpu.capture in (1, 2, 3):
             for stream in (1, 2):
                 found = numbers(0, stream, 100)
                 assert found.data_ptr() == numbers(0, stream, 100).data_ptr()
                 taken.append((found.data_ptr(), found.data_ptr() + 400))
-        assert gpu.fills == before
+        assert gpu.before == before and gpu.by_graphs == 0
         assert all(a[1] <= b[0] for a, b in pairwise(sorted(taken)))
 
-    def test_a_graph_writes_its_own_where_none_are_known_to_be_there(self, gpu):
+    def test_a_graph_writes_its_own_where_there_are_none(self, gpu):
         numbers = PerStream(0, torch.int32)
         gpu.capture = 1
         numbers(0, 1)
-        assert gpu.fills == 1  # nothing was called before
+        assert gpu.by_graphs == 1  # nothing was called before
         gpu.capture = 0
-        for _ in range(2):
-            numbers(0, 1)  # which writes spare ones, and never sees that they are there
-        gpu.capture, before = 2, gpu.fills
         numbers(0, 1)
-        assert gpu.fills == before + 1
-        gpu.capture, gpu.written = 0, True
+        gpu.capture = 2
         numbers(0, 1)
-        gpu.capture, before = 3, gpu.fills
+        assert gpu.by_graphs == 1
+        gpu.capture = 3
         numbers(0, 1, 1 << 20)  # more than there are
-        assert gpu.fills == before + 1
+        assert gpu.by_graphs == 2
+
+    def test_what_graphs_have_taken_is_made_anew_between_them(self, gpu):
+        numbers = PerStream(0, torch.int32)
+        for capture in range(1, 100):
+            gpu.capture = 0
+            numbers(0, 1)
+            gpu.capture = capture
+            numbers(0, 1, 10_000)
+        assert gpu.by_graphs == 0 and gpu.before < 40

@@ -39,6 +39,14 @@ def block_of_program(
 
 
 @triton.jit
+def rows_at(x, b, h, row, stride_b, stride_s, stride_h, ALIGNED: tl.constexpr):
+    """Where rows of a head begin. ALIGNED divides the strides: of those of 72 columns Triton itself would see that 16
+    does not, and move two bytes at a time."""
+    of_head = tl.cast(b, tl.int64) * stride_b + tl.cast(h, tl.int64) * stride_h
+    return x + tl.multiple_of(of_head, ALIGNED) + tl.multiple_of(tl.cast(row, tl.int64) * stride_s, ALIGNED)
+
+
+@triton.jit
 def in_order(sums, COLUMNS: tl.constexpr):
     """Rows of what lies as a WGMMA leaves its 64 x COLUMNS result in registers, in fours: by eight columns, then by
     thread, which has pairs of columns of two rows 8 apart."""
@@ -51,7 +59,7 @@ def delta_kernel(
     stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh,
     seqlen_q, blocks, heads,
     HEAD_DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr, SUMS: tl.constexpr, BLOCK_Q: tl.constexpr, ROWS: tl.constexpr,
-    DLSE: tl.constexpr, SEMAPHORES: tl.constexpr, PACKED: tl.constexpr,
+    DLSE: tl.constexpr, SEMAPHORES: tl.constexpr, ALIGNED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dO * O) - dLSE, LSE in log2 units, zeros for dQ and for its semaphores.
 
@@ -67,20 +75,15 @@ def delta_kernel(
         if block * BLOCK_Q >= rows:
             return
     of_head = (tl.cast(b, tl.int64) * heads + h) * seqlen_q + first
-    b = tl.cast(b, tl.int64)
-    h = tl.cast(h, tl.int64)
     row = block * BLOCK_Q + tl.arange(0, ROWS)
     mine = tl.arange(0, ROWS) < BLOCK_Q
     inside = mine & (row < rows)
     column = tl.arange(0, BLOCK_DV)
     of_v = inside[:, None] & (column < HEAD_DIM_V)[None, :]
-    row_64 = tl.cast(first + row, tl.int64)
-    o_i = tl.load(
-        o + b * stride_ob + h * stride_oh + row_64[:, None] * stride_os + column[None, :], mask=of_v, other=0.0
-    )
-    do_i = tl.load(
-        do + b * stride_dob + h * stride_doh + row_64[:, None] * stride_dos + column[None, :], mask=of_v, other=0.0
-    )
+    o_rows = rows_at(o, b, h, first + row, stride_ob, stride_os, stride_oh, ALIGNED)
+    do_rows = rows_at(do, b, h, first + row, stride_dob, stride_dos, stride_doh, ALIGNED)
+    o_i = tl.load(o_rows[:, None] + column[None, :], mask=of_v, other=0.0)
+    do_i = tl.load(do_rows[:, None] + column[None, :], mask=of_v, other=0.0)
     delta_i = tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), 1)  # B2.4
     if DLSE:
         delta_i -= tl.load(dlse + of_head + row, mask=inside, other=0.0)
@@ -106,7 +109,7 @@ def round_kernel(
     stride_dqb, stride_dqs, stride_dqh,
     seqlen_q, blocks, heads,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, PARTS: tl.constexpr, BY_ROWS: tl.constexpr, N: tl.constexpr,
-    STEP: tl.constexpr, PACKED: tl.constexpr,
+    STEP: tl.constexpr, ALIGNED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """dQ = scale * its sum over the keys, in the inputs' dtype. A program has one part of a block: 64 queries.
 
@@ -121,13 +124,11 @@ def round_kernel(
     if PACKED:  # noqa: SIM102 - decided as the kernel is compiled, the other as it runs
         if block * BLOCK_Q >= rows:
             return
-    b = tl.cast(b, tl.int64)
-    h = tl.cast(h, tl.int64)
     row = block * BLOCK_Q + tl.arange(0, 64)
     if BY_ROWS:
         row += part * 64
+    of_rows = rows_at(dq, b, h, first + row, stride_dqb, stride_dqs, stride_dqh, ALIGNED)[:, None]
     row = row[:, None]
-    of_rows = dq + b * stride_dqb + h * stride_dqh + tl.cast(first + row, tl.int64) * stride_dqs
     of_part = dq_sum + (tl.cast(of_block, tl.int64) * PARTS + part) * (64 * N)
     for start in tl.static_range(0, N, STEP):
         sums = tl.load(of_part + start * 64 + tl.arange(0, 64 * STEP))
@@ -140,7 +141,7 @@ def round_kernel(
 
 @triton.jit
 def add_parts(
-    parts, gradient, tile, apart, part, row, rows, column, scale, stride,
+    parts, of_rows, tile, apart, part, inside, column, scale,
     HEAD_DIM: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """STEP columns of 64 rows of a gradient: those of SPLITS tiles, whose numbers are `apart`, one after the other."""
@@ -150,8 +151,8 @@ def add_parts(
         place += tl.cast(apart, tl.int64) * (PARTS * 64 * N)
         sums += tl.load(place)
     columns = column + tl.arange(0, STEP)[None, :]
-    result = in_order((sums * scale).to(gradient.dtype.element_ty), STEP)
-    tl.store(gradient + tl.cast(row, tl.int64) * stride + columns, result, mask=(row < rows) & (columns < HEAD_DIM))
+    result = in_order((sums * scale).to(of_rows.dtype.element_ty), STEP)
+    tl.store(of_rows[:, None] + columns, result, mask=inside[:, None] & (columns < HEAD_DIM))
 
 
 @triton.jit(do_not_specialize=SIZES_OF_KEYS)
@@ -160,7 +161,7 @@ def sum_kernel(
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     seqlen_k, blocks, heads_kv,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, N: tl.constexpr, N_V: tl.constexpr, BLOCK_KV: tl.constexpr,
-    SPLITS: tl.constexpr, STEP: tl.constexpr, PACKED: tl.constexpr,
+    SPLITS: tl.constexpr, STEP: tl.constexpr, ALIGNED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """dK = scale * its parts added, and dV, in the inputs' dtype: parts of as many tiles as the query heads of a
     key/value head are split over. A program has STEP columns of 64 keys of one of the two."""
@@ -171,24 +172,19 @@ def sum_kernel(
     of_block, b, h, block, first, rows = block_of_program(
         tl.program_id(0) // (CHUNKS * PARTS), tiles, seqlen_k, blocks, heads_kv, BLOCK_KV, True, PACKED
     )
-    row = (block * BLOCK_KV + part * 64 + tl.arange(0, 64))[:, None]
+    row = block * BLOCK_KV + part * 64 + tl.arange(0, 64)
+    inside = row < rows
     if block * BLOCK_KV + part * 64 >= rows:
         return
     if PACKED:
         tile, apart = of_block * SPLITS, 1  # the heads of a block are side by side
     else:
         tile, apart = (of_block - block) * SPLITS + block, blocks  # those of a head's blocks are
-    b = tl.cast(b, tl.int64)
-    h = tl.cast(h, tl.int64)
     if chunk < N // STEP:
-        gradient = dk + b * stride_dkb + h * stride_dkh + tl.cast(first, tl.int64) * stride_dks
-        add_parts(
-            dk_parts, gradient, tile, apart, part, row, rows, chunk * STEP, scale, stride_dks,
-            HEAD_DIM, N, PARTS, SPLITS, STEP,
-        )  # fmt: skip
+        of_rows = rows_at(dk, b, h, first + row, stride_dkb, stride_dks, stride_dkh, ALIGNED)
+        add_parts(dk_parts, of_rows, tile, apart, part, inside, chunk * STEP, scale, HEAD_DIM, N, PARTS, SPLITS, STEP)
     else:
-        gradient = dv + b * stride_dvb + h * stride_dvh + tl.cast(first, tl.int64) * stride_dvs
+        of_rows = rows_at(dv, b, h, first + row, stride_dvb, stride_dvs, stride_dvh, ALIGNED)
         add_parts(
-            dv_parts, gradient, tile, apart, part, row, rows, chunk * STEP - N, 1.0, stride_dvs,
-            HEAD_DIM_V, N_V, PARTS, SPLITS, STEP,
-        )  # fmt: skip
+            dv_parts, of_rows, tile, apart, part, inside, chunk * STEP - N, 1.0, HEAD_DIM_V, N_V, PARTS, SPLITS, STEP
+        )

@@ -487,11 +487,17 @@ def delta_launch(
             "ROWS": next_power_of_2(block_q, 16),
             "DLSE": dlse,
             "SEMAPHORES": kernel.semaphores if kernel.deterministic else 0,
+            "ALIGNED": _divides(*out_strides[:3], *dout_strides[:3]),
             "PACKED": p.sequences is not None,
         },
         num_warps=4,
         num_stages=1,
     )
+
+
+def _divides(*strides: int) -> int:
+    """What of 16 bytes divides strides of 16-bit numbers."""
+    return math.gcd(8, *strides)
 
 
 def round_launch(problem: Problem, kernel: KernelBackward, dq_strides: Ints) -> TritonLaunch:
@@ -513,7 +519,7 @@ def round_launch(problem: Problem, kernel: KernelBackward, dq_strides: Ints) -> 
         round_kernel,
         blocks * kernel.dq_parts * p.batch * p.heads,
         (*dq_strides[:3], p.seqlen_q, blocks, p.heads),
-        {**of_part, "PACKED": p.sequences is not None},
+        {**of_part, "ALIGNED": _divides(*dq_strides[:3]), "PACKED": p.sequences is not None},
         num_warps=4,
         num_stages=1,
     )
@@ -529,7 +535,8 @@ def sum_launch(
     p, widths = problem, (kernel.width, kernel.width_v)
     step = min(32, *[width & -width for width in widths])
     sizes = {"HEAD_DIM": p.head_dim, "HEAD_DIM_V": p.head_dim_v, "N": widths[0], "N_V": widths[1]}
-    how = {"BLOCK_KV": kernel.tiles.block_kv, "SPLITS": splits, "STEP": step, "PACKED": p.sequences is not None}
+    how = {"BLOCK_KV": kernel.tiles.block_kv, "SPLITS": splits, "STEP": step}
+    how |= {"ALIGNED": _divides(*dk_strides[:3], *dv_strides[:3]), "PACKED": p.sequences is not None}
     return Launch(
         sum_kernel,
         blocks * p.batch * p.heads_kv * (kernel.tiles.block_kv // WARPGROUP_ROWS) * (sum(widths) // step),
