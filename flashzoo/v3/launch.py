@@ -25,6 +25,7 @@ from flashzoo.masks.block_mask import BlockMask
 from flashzoo.masks.lists import Lists
 from flashzoo.v3.config import group_splits_for, kernel_backward_for, kernel_for, pack_gqa_for, window_of
 from flashzoo.v3.programs import LISTS, TABLE, function_for
+from flashzoo.v3.swizzle import swizzle_of
 from flashzoo.v3.traits import Kernel, KernelBackward, KernelFp8
 
 if TYPE_CHECKING:
@@ -37,12 +38,6 @@ SMALLEST_SCALE = 1e-30
 
 SCALE = ("scale_log2",)
 """Names of the arguments that scale a kernel's scores, of one in 16 bits."""
-
-# Under a causal mask, how many heads' tiles are interleaved, longest first: those whose K and V are so many bytes,
-# which L2 keeps from one tile of a head to its next. With fewer than the least, tiles of one head that run together
-# read keys far apart.
-SWIZZLE_BYTES = 32 << 20
-SWIZZLE_HEADS = (16, 64)
 
 # Heads whose tiles are interleaved in deterministic mode, where tiles of one head add to dQ one after the other, and
 # would wait if they ran at the same time. By whether tiles are cut by gradient (there a head leaves L2 sooner), and
@@ -232,7 +227,8 @@ class ForwardLaunch:
             blocks_q = p.entries(p.seqlen_q, self.block_q)
         swizzle = 1
         if kernel.right and not kernel.left:  # else all tiles are as long
-            swizzle = _swizzle_of(2 * p.seqlen_k * (p.head_dim + p.head_dim_v), group)
+            bytes_of_head = 2 * p.seqlen_k * (p.head_dim + p.head_dim_v)
+            swizzle = swizzle_of(blocks_q, batch_heads, bytes_of_head, group)
         params = _params(p, blocks_q, batch_heads, swizzle, heads=heads, group=group, group_splits=1, pack_gqa=pack)
         blocks = min(_multiprocessors(device), cdiv(blocks_q * batch_heads, tiles.teams))
         given = ("q", "k", "v", "out", "lse", "counter", *more)
@@ -283,12 +279,6 @@ def _params(problem: Problem, blocks: int, batch_heads: int, swizzle: int, **of_
         "batch_heads": batch_heads,
         "l2_swizzle": min(batch_heads, swizzle),
     }
-
-
-def _swizzle_of(bytes_of_head: int, group: int = 1) -> int:
-    """How many heads' tiles are interleaved, of which each group of `group` heads shares `bytes_of_head` bytes."""
-    least, most = SWIZZLE_HEADS
-    return max(least, min(most, SWIZZLE_BYTES // bytes_of_head * group))
 
 
 def _multiprocessors(device: int) -> int:
@@ -373,7 +363,8 @@ class BackwardLaunch:
         if kernel.deterministic:
             swizzle = DETERMINISTIC_SWIZZLE[tiles.by_gradient, uneven]
         elif uneven:
-            swizzle = _swizzle_of(group * p.seqlen_q * (BYTES[p.dtype] * (p.head_dim + p.head_dim_v) + 4 * p.head_dim))
+            bytes_of_row = BYTES[p.dtype] * (p.head_dim + p.head_dim_v) + 4 * p.head_dim  # of Q, dO and dQ's sum
+            swizzle = swizzle_of(blocks, batch_heads, group * p.seqlen_q * bytes_of_row)
         of_heads = {"heads": p.heads_kv * splits, "group": group, "group_splits": splits, "pack_gqa": 0}
         params = _params(p, blocks, batch_heads, swizzle, **of_heads)
         given = (
