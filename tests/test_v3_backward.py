@@ -517,6 +517,39 @@ def test_dk_and_dv_of_short_tiles_are_the_same_bits_at_every_call(head_dim):
 
 @gpu
 @on_hopper
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+def test_tiles_without_a_step_between_others(head_dim):
+    """Of several hundred packed sequences with keys, many have no query: their tiles walk nothing, and leave zeros,
+    while dK and dV of the tile before leave and keys of the next come. Others' are the bits that they have alone."""
+    random.seed(head_dim)
+    lengths = [(random.choice((0, 0, 1, 70, 200)), random.choice((1, 130, 300))) for _ in range(400)]
+    starts = [list(itertools.accumulate(of, initial=0)) for of in zip(*lengths, strict=True)]
+
+    def drawn(rows: int, heads: int) -> Tensor:
+        return torch.randn(rows, heads, head_dim, dtype=torch.float16, device="cuda")
+
+    def gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, cu: list[list[int]]) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in cu)
+        out = flashzoo.attention(*leaves, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, version="v3")
+        return torch.autograd.grad(out, leaves, dout)
+
+    q, k, v, dout = (drawn(starts[x][-1], 2) for x in (0, 1, 1, 0))
+    for _ in range(5):
+        _, dk, dv = gradients(q, k, v, dout, starts)
+        for n, (queries, keys) in enumerate(lengths):
+            rows = slice(starts[1][n], starts[1][n] + keys)
+            if not queries:
+                assert not dk[rows].any() and not dv[rows].any()
+            elif n % 40 == 0:
+                own = slice(starts[0][n], starts[0][n] + queries)
+                alone = gradients(q[own], k[rows], v[rows], dout[own], [[0, queries], [0, keys]])
+                assert same_bits(dk[rows], alone[1]) and same_bits(dv[rows], alone[2])
+    assert counters_are_zero()
+
+
+@gpu
+@on_hopper
 @pytest.mark.parametrize("band", ["full", "causal", "wide", "left"])
 @pytest.mark.parametrize("head_dims", [PAIRED], ids=str)
 def test_pairs_at_the_edges_of_tiles(head_dims, band):
