@@ -22,15 +22,17 @@ BASELINE = "sdpa"
 
 
 def rows_of(path: Path) -> list[Row]:
-    """Those of the last model that was measured, the last of each measure and implementation; none where there is no
-    file."""
+    """Those of the last model that was measured: of each measure, whose implementations take turns in one run, those of
+    its last; none where there is no file."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    of = ("commit", "gpu", "torch", "transformers", "size", "seqlen", "context", "new")
+    of = ("gpu", "torch", "transformers", "size", "seqlen", "context", "new")
     same = [row for row in rows if all(row[name] == rows[-1][name] for name in of)]
-    return list({(row["measure"], row["implementation"]): row for row in same}.values())
+    last = {row["measure"]: row["commit"] for row in same}
+    of_last = [row for row in same if row["commit"] == last[row["measure"]]]
+    return list({(row["measure"], row["implementation"]): row for row in of_last}.values())
 
 
 def section(rows: list[Row]) -> Iterator[str]:
@@ -42,8 +44,7 @@ def section(rows: list[Row]) -> Iterator[str]:
     yield (
         f"Tokens a second of a Llama of {float(first['parameters']) / 1e9:.1f} billion parameters with random weights, "
         f"{doing(rows)}, in bf16; in brackets over `{BASELINE}`'s. {first['gpu']}, torch {first['torch']}, "
-        f"transformers {first['transformers']}, commit {first['commit']}, {first['date']} "
-        f"([rows](bench/results/{MEASURED.name})). {turns(rows)}"
+        f"transformers {first['transformers']}, {runs_of(rows)} ([rows](bench/results/{MEASURED.name})). {turns(rows)}"
     )
     yield shown(rows)
 
@@ -59,6 +60,16 @@ def short(rows: list[Row]) -> Iterator[str]:
         f"{turns(rows)} [In your model](docs/use.md#hugging-face-transformers) says what was run."
     )
     yield shown(rows)
+
+
+def runs_of(rows: list[Row]) -> str:
+    """At which commit each measure was made, and when."""
+    told: dict[str, list[str]] = {}
+    for measure, word in MEASURES.items():
+        for row in (row for row in rows if row["measure"] == measure):
+            told.setdefault(f"commit {row['commit']} of {row['date']}", []).append(word)
+    words = {run: "; ".join(dict.fromkeys(of)) for run, of in told.items()}
+    return " and ".join(f"{run} ({of})" if len(words) > 1 else run for run, of in words.items())
 
 
 def turns(rows: list[Row]) -> str:
