@@ -46,7 +46,7 @@ def test_each_measure_is_of_its_last_run(tmp_path):
 
 def test_one_run_is_named_once(tmp_path):
     rows = rows_of(kept(tmp_path / "llama.csv", *[("aaa", of, "sdpa", 1000, {}) for of in ("train", "write")]))
-    assert "commit aaa of 2026-11-25 (" not in (text := "\n".join(section(rows))) and "commit aaa of" in text
+    assert "commit aaa of 2026-11-25 (training" not in (text := "\n".join(section(rows))) and "commit aaa of" in text
 
 
 def test_what_was_not_measured_is_not_told(tmp_path):
