@@ -76,6 +76,14 @@ V3 = (
         "test_tiles_of_a_block_of_keys",
     ),
     fault(
+        "v3/last_tile_of_split_heads_full",
+        "where a group's query heads are split unevenly, the last tile takes the next group's first ones too",
+        BOUNDS,
+        "cutlass.min(p.group, p.group_kv - of_group)",
+        "p.group",
+        "test_tiles_of_a_block_of_keys",
+    ),
+    fault(
         "v3/last_of_split_heads_left_out",
         "of the parts of dK and dV the last is not added",
         DELTA,
@@ -326,8 +334,8 @@ V3_FP8 = (
         "under a causal mask consumers take all blocks of one head and then of the next, "
         "which the producer loads block by block",
         BACKWARD,
-        "(end - begin, params.group) if const_expr(kernel.uneven) else (params.group, end - begin)",
-        "(params.group, end - begin)",
+        "(end - begin, heads) if const_expr(kernel.uneven) else (heads, end - begin)",
+        "(heads, end - begin)",
         "test_gradients[v3-gqa6_causal",
         gpu=True,
     ),

@@ -81,7 +81,8 @@ def params_of(problem: Problem, tiles: TilesBackward, swizzle: int = 1, splits: 
         p.seqlen_q,
         p.seqlen_k,
         p.heads_kv * splits,
-        p.heads // p.heads_kv // splits,
+        -(-p.heads // p.heads_kv // splits),
+        p.heads // p.heads_kv,
         splits,
         0,
         *p.reach,
@@ -125,21 +126,24 @@ def test_a_tile_has_all_queries_that_see_it(tiling, on_integers):
             inside = pairs[:, block].nonzero().flatten().tolist()
             assert 0 <= begin < end <= len(pairs), f"{problem}: {begin} to {end} of {len(pairs)} blocks of queries"
             assert not inside or (begin <= inside[0] and inside[-1] < end), f"{problem}: key block {block}"
-            steps = [bounds.step(i, begin, end) for i in range(params.group * (end - begin))]
+            steps = [bounds.step(i, begin, end) for i in range(bounds.heads()[1] * (end - begin))]
             heads = range(params.group, 2 * params.group)
             assert sorted(steps) == [(head, block_q) for head in heads for block_q in range(begin, end)]
 
 
-@pytest.mark.parametrize("splits", [1, 2, 3, 6])
+@pytest.mark.parametrize("splits", [1, 2, 3, 4, 6, 7])
 def test_tiles_of_a_block_of_keys_share_out_its_query_heads(splits, on_integers):
-    """Each has some, none two of them have, and leaves its part in a place of its own, in the order that is added."""
-    problem = replace(PLAIN, batch=2, heads=18, heads_kv=3, seqlen_q=200, seqlen_k=515)
+    """Each has some, none two of them have, and leaves its part in a place of its own, in the order that is added; LSE,
+    delta and dQ's sums of a query head are where they are of all heads together."""
+    group = 7 if splits in (4, 7) else 6
+    problem = replace(PLAIN, batch=2, heads=3 * group, heads_kv=3, seqlen_q=200, seqlen_k=515)
     params = params_of(problem, TilesBackward(64), splits=splits)
-    blocks, group, heads, places = params.blocks, 6, {}, {}
+    blocks, heads, places = params.blocks, {}, {}
     for batch, head, block in itertools.product(range(2), range(params.heads), range(blocks)):
         bounds = BoundsBackward(params, WorkTile(block, head, batch))
         begin, end = bounds.block_range()
-        steps = {bounds.step(i, begin, end)[0] for i in range(params.group * (end - begin))}
+        steps = {bounds.step(i, begin, end)[0] for i in range(bounds.heads()[1] * (end - begin))}
+        assert {bounds.block_of_queries(of, 1) for of in steps} == {(batch * 3 * group + of) * 4 + 1 for of in steps}
         heads.setdefault((batch, bounds.head_kv(), block), []).append(steps)
         places.setdefault((batch, bounds.head_kv(), block), []).append(bounds.place_of_keys())
     assert len(heads) == 2 * 3 * blocks

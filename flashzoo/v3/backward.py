@@ -346,7 +346,7 @@ class Backward:
             tile = scheduler.work_tile(work)
             bounds = self.bounds(params, tile)
             begin, end = bounds.block_range()
-            steps = params.group * (end - begin)
+            steps = bounds.heads()[1] * (end - begin)
             claimed = Int32(0)
             if steps <= CLAIMED_AT_ONCE:
                 claimed = scheduler.claim_next(work)
@@ -404,7 +404,7 @@ class Backward:
         while scheduler.is_valid(work):
             bounds = self.bounds(params, scheduler.work_tile(work))
             begin, end = bounds.block_range()
-            steps = params.group * (end - begin)
+            steps = bounds.heads()[1] * (end - begin)
             for i in cutlass.range(self.first_step(written, writer), steps, self.kernel.writers, unroll=1):
                 head, n = bounds.step(i, begin, end)
                 block_q = bounds.block_q(n)
@@ -504,7 +504,7 @@ class Backward:
             tile = scheduler.work_tile(work)
             bounds = self.bounds(params, tile)
             begin, end = bounds.block_range()
-            steps = params.group * (end - begin)
+            steps = bounds.heads()[1] * (end - begin)
             first_key = tile.block * tiles.block_kv
             of_thread = bounds.of_thread(first_key + row, column)
             consumer = Consumer(
@@ -545,11 +545,12 @@ class Backward:
                 ).get_slice(thread + (work_idx >> 31))  # as in `epilogue`
                 cute.copy(from_chip, from_chip.partition_S(storage.v[None, None, 0]), from_chip.retile(v))
             # as `Bounds.step`
-            outer, inner = (end - begin, params.group) if const_expr(kernel.uneven) else (params.group, end - begin)
+            first_head, heads = bounds.heads()
+            outer, inner = (end - begin, heads) if const_expr(kernel.uneven) else (heads, end - begin)
             for i in cutlass.range(outer, unroll=1):  # B2.8
                 for j in cutlass.range(inner, unroll=1):
                     n = bounds.nth(i if const_expr(kernel.uneven) else j, begin, end)
-                    head = tile.head * params.group + (j if const_expr(kernel.uneven) else i)
+                    head = first_head + (j if const_expr(kernel.uneven) else i)
                     self.step(bounds, consumer, used, n, head, bounds.crosses(first_key + wg_idx * WARPGROUP_ROWS, n))
                     used += 1
             if steps == 0:

@@ -231,8 +231,8 @@ def in_pairs(problem: Problem) -> bool:
 
 @lru_cache(maxsize=1024)
 def group_splits_for(problem: Problem) -> int:
-    """Over how many tiles the query heads of a key/value head are split in the backward pass: a divisor of their
-    number.
+    """Over how many tiles the query heads of a key/value head are split in the backward pass: evenly where there is a
+    block mask, else the last tile may have fewer.
 
     Tiles are blocks of keys, each with all query heads that share them. Where these are few, or the longest is longer
     than its share, multiprocessors are idle; split, each tile leaves its part of dK and dV in memory, and reads keys
@@ -259,14 +259,19 @@ def group_splits_for(problem: Problem) -> int:
     bytes_of_parts = 2 * BYTES["fp32"] * batch * p.heads_kv * blocks * tiles.block_kv * sum(widths)
 
     def microseconds(splits: int) -> float:
-        waves = batch * p.heads_kv * blocks * splits / MULTIPROCESSORS[90]
-        waves = waves if uneven else math.ceil(waves)
-        steps = max(longest * (group // splits) + TILE_STEPS, waves * (mean * (group // splits) + TILE_STEPS))
+        waves, heads = batch * p.heads_kv * blocks * splits / MULTIPROCESSORS[90], cdiv(group, splits)
+        if uneven:  # tiles of all lengths fill one another's gaps
+            steps = max(longest * heads + TILE_STEPS, waves * (mean * group / splits + TILE_STEPS))
+        else:
+            steps = math.ceil(waves) * (longest * heads + TILE_STEPS)
         adding = SUM_US + splits * bytes_of_parts / BYTES_PER_US if splits > 1 else 0.0
-        missed = max(0.0, 1 - L2_BYTES / (drift * (group // splits))) if uneven else 0.0
+        missed = max(0.0, 1 - L2_BYTES / (drift * heads)) if uneven else 0.0
         return steps * step_us * (1 + OUT_OF_L2 * missed) + adding
 
-    return min((splits for splits in range(1, group + 1) if group % splits == 0), key=microseconds)
+    ways = {cdiv(group, heads) for heads in range(1, group + 1)}
+    if p.block_mask is not None:
+        ways = {splits for splits in ways if group % splits == 0}
+    return min(sorted(ways), key=microseconds)
 
 
 def widths_backward(problem: Problem) -> tuple[int, int]:

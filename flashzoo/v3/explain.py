@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flashzoo.call.problem import Problem
 from flashzoo.gpu import MULTIPROCESSORS, RAGGED_ROWS
+from flashzoo.integers import cdiv
 from flashzoo.scores.walk import MOST_ROWS
 from flashzoo.spec import missing
 from flashzoo.v3.config import (
@@ -135,7 +136,7 @@ def _describe_backward(problem: Problem) -> list[str]:
         blocks = problem.batch * problem.heads_kv * backward.blocks_kv(problem.seqlen_k)
         lines.append(
             f"backward: {blocks} blocks of keys for {MULTIPROCESSORS[90]} multiprocessors, so each is a tile for every "
-            f"{group // splits} of the {group} query heads that share it; their dK and dV are added in float32"
+            f"{cdiv(group, splits)} of the {group} query heads that share it; their dK and dV are added in float32"
         )
     if backward.cluster > 1:
         lines.append("backward: thread blocks work in pairs on neighbouring blocks of keys, and load queries for both")

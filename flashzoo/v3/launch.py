@@ -229,7 +229,9 @@ class ForwardLaunch:
         if kernel.right and not kernel.left:  # else all tiles are as long
             bytes_of_head = 2 * p.seqlen_k * (p.head_dim + p.head_dim_v)
             swizzle = swizzle_of(blocks_q, batch_heads, bytes_of_head, group)
-        params = _params(p, blocks_q, batch_heads, swizzle, heads=heads, group=group, group_splits=1, pack_gqa=pack)
+        params = _params(
+            p, blocks_q, batch_heads, swizzle, heads=heads, group=group, group_kv=group, group_splits=1, pack_gqa=pack
+        )
         blocks = min(_multiprocessors(device), cdiv(blocks_q * batch_heads, tiles.teams))
         given = ("q", "k", "v", "out", "lse", "counter", *more)
         self._launch = function_for(kernel).bind(device, blocks, params, given)
@@ -355,7 +357,7 @@ class BackwardLaunch:
         self._v, self._dv = (map_of(of_v, x, kernel.width_v, tiles.block_kv) for x in (v_strides, dv_strides))
 
         splits = group_splits_for(p)
-        group, batch_heads = p.heads // p.heads_kv // splits, p.batch * p.heads_kv * splits
+        group, batch_heads = cdiv(p.heads // p.heads_kv, splits), p.batch * p.heads_kv * splits
         keys = blocks * batch_heads * tiles.block_kv
         self._parts_shapes = [(keys * width,) for width in (kernel.width, kernel.width_v)] if kernel.split_group else []
         uneven = kernel.right and not kernel.left
@@ -365,7 +367,8 @@ class BackwardLaunch:
         elif uneven:
             bytes_of_row = BYTES[p.dtype] * (p.head_dim + p.head_dim_v) + 4 * p.head_dim  # of Q, dO and dQ's sum
             swizzle = swizzle_of(blocks, batch_heads, group * p.seqlen_q * bytes_of_row)
-        of_heads = {"heads": p.heads_kv * splits, "group": group, "group_splits": splits, "pack_gqa": 0}
+        of_heads = {"heads": p.heads_kv * splits, "group": group, "group_kv": p.heads // p.heads_kv}
+        of_heads |= {"group_splits": splits, "pack_gqa": 0}
         params = _params(p, blocks, batch_heads, swizzle, **of_heads)
         given = (
             "q",

@@ -207,7 +207,7 @@ class BoundsBackwardPacked(_OfEntry, BoundsBackward):
         the heads of a block side by side."""
         p, entry = self.params, self.tile.entry
         slot = entry.first_q // p.kernel.tiles.block_q + entry.number + block
-        return Int64(slot) * (p.heads * p.group) + head
+        return Int64(slot) * self.heads_q() + head
 
 
 class ForwardPacked(Forward):

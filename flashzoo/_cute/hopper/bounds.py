@@ -127,6 +127,21 @@ class BoundsBackward(Bounds):
         p, head = self.params, self.tile.head
         return head // p.group_splits if const_expr(p.kernel.split_group) else head
 
+    @cute.jit
+    def heads(self) -> tuple[Int32, Int32]:
+        """The first of the tile's query heads, and how many there are."""
+        p = self.params
+        first, heads = self.tile.head * p.group, p.group
+        if const_expr(p.kernel.split_group):
+            of_group = self.tile.head % p.group_splits * p.group
+            first, heads = self.head_kv() * p.group_kv + of_group, cutlass.min(p.group, p.group_kv - of_group)
+        return first, heads
+
+    def heads_q(self) -> Int32:
+        """Query heads of a sequence."""
+        p = self.params
+        return p.heads // p.group_splits * p.group_kv if const_expr(p.kernel.split_group) else p.heads * p.group
+
     def keys(self) -> tuple[Int32, Int32]:
         """First and last of the keys whose queries the tile walks: its own."""
         size = self.params.kernel.tiles.block_kv
@@ -187,14 +202,14 @@ class BoundsBackward(Bounds):
         Under a causal mask one block of all those heads, then the next: tiles that have fewer blocks would be at other
         heads than others after the first.
         """
-        group, blocks = self.params.group, end - begin
+        (first, heads), blocks = self.heads(), end - begin
         if const_expr(self.params.kernel.uneven):
-            i = step // group
-            head = step - i * group
+            i = step // heads
+            head = step - i * heads
         else:
             head = step // blocks
             i = step - head * blocks
-        return self.tile.head * group + head, self.nth(i, begin, end)
+        return first + head, self.nth(i, begin, end)
 
     def block_q(self, n: Int32) -> Int32:
         """Which block of queries the tile's n-th is."""
@@ -250,4 +265,5 @@ class BoundsBackward(Bounds):
     def block_of_queries(self, head: Int32, block: Int32) -> Int64:
         """Number of a block of queries among those of all heads, in the memory of LSE, delta and dQ's sums."""
         p, sequence = self.params, self.sequence
-        return (Int64(sequence.batch) * p.heads * p.group + head) * p.kernel.blocks_q(sequence.seqlen_q) + block
+        of_batch = Int64(sequence.batch) * self.heads_q()
+        return (of_batch + head) * p.kernel.blocks_q(sequence.seqlen_q) + block

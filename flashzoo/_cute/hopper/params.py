@@ -48,8 +48,9 @@ class Params:
         seqlen_q, seqlen_k: lengths of all sequences.
         heads: query heads; those that share a tile count as one. In the backward pass key/value heads, each counted
             `group_splits` times.
-        group: of those query heads, how many share a key/value head. In the backward pass those of one tile.
-        group_splits: in the backward pass, over how many tiles the query heads are split that share a key/value head.
+        group: of those query heads, how many share a key/value head. In the backward pass those of one tile, at most.
+        group_kv, group_splits: in the backward pass, how many query heads share a key/value head, and over how many
+            tiles they are split, of which the last has the fewest.
         pack_gqa: log2 of how many query heads of a key/value head share a tile.
         window_left, window_right: how many keys either side of the diagonal a query sees,
             where the kernel has that bound.
@@ -64,6 +65,7 @@ class Params:
     seqlen_k: Int32
     heads: Int32
     group: Int32
+    group_kv: Int32
     group_splits: Int32
     pack_gqa: Int32
     window_left: Int32
