@@ -28,7 +28,7 @@ from flashzoo.reference import Result, visible
 from flashzoo.v3 import FP8_SPEC, SPEC, launch, programs
 from flashzoo.v3.backward import Backward
 from flashzoo.v3.backward_pairs import BoundsPairs, TileSchedulerPairs
-from flashzoo.v3.config import BACKWARD, PAIRED, PAIRS_FROM, kernel_backward_for, kernel_for
+from flashzoo.v3.config import BACKWARD, PAIRED, PAIRS_FROM, group_splits_for, kernel_backward_for, kernel_for
 from flashzoo.v3.traits import WRITERS, KernelBackwardPairs, TilesBackward
 from flashzoo_suite.support import accept, both, draw, forward, same_bits
 
@@ -129,6 +129,15 @@ def test_a_tile_has_all_queries_that_see_it(tiling, on_integers):
             steps = [bounds.step(i, begin, end) for i in range(bounds.heads()[1] * (end - begin))]
             heads = range(params.group, 2 * params.group)
             assert sorted(steps) == [(head, block_q) for head in heads for block_q in range(begin, end)]
+
+
+@pytest.mark.parametrize(("group", "least", "most"), [(8, 4, 4), (16, 8, 8), (7, 7, 7), (71, 8, 24), (1, 1, 1)])
+def test_a_group_is_split_evenly_or_where_it_is_a_prime_by_any_number(group, least, most):
+    """Of one key/value head, 8192 tokens: enough tiles for all multiprocessors, but no 71 parts to add."""
+    problem = replace(PLAIN, batch=1, heads=group, heads_kv=1, seqlen_q=8192, seqlen_k=8192, causal=True, head_dim=128)
+    assert least <= group_splits_for(problem) <= most
+    masked = replace(problem, causal=False, block_mask=MaskForm(128, 128))
+    assert group % group_splits_for(masked) == 0
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 4, 6, 7])
@@ -481,7 +490,7 @@ SIZES = {
 
 def counters_are_zero() -> bool:
     torch.cuda.synchronize()
-    return not any(counter.item() for counter in tile_counter.kept.values())
+    return not any(counters.any() for counters in tile_counter.kept.values())
 
 
 @gpu

@@ -41,6 +41,11 @@ def test_of_many_tiles_as_many_heads_as_l2_keeps():
     assert swizzle_of(64, 4096, 8192 * ROW, group=4) == 16  # whose keys are the same
 
 
+def test_all_heads_of_two_waves():
+    """However much they read: 32 tiles of each of 8 heads."""
+    assert swizzle_of(32, 8, 8 * 4096 * ROW) == 8
+
+
 def test_few_and_many_tiles_meet():
     """Where the model ends, what it chose is near what is chosen behind."""
     heads = FEW_WAVES * 132 // 16

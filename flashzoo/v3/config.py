@@ -231,8 +231,8 @@ def in_pairs(problem: Problem) -> bool:
 
 @lru_cache(maxsize=1024)
 def group_splits_for(problem: Problem) -> int:
-    """Over how many tiles the query heads of a key/value head are split in the backward pass: evenly where there is a
-    block mask, else the last tile may have fewer.
+    """Over how many tiles the query heads of a key/value head are split in the backward pass: a divisor of their
+    number, or, where that is a prime and there is no block mask, any number, the last tile with fewer.
 
     Tiles are blocks of keys, each with all query heads that share them. Where these are few, or the longest is longer
     than its share, multiprocessors are idle; split, each tile leaves its part of dK and dV in memory, and reads keys
@@ -268,10 +268,10 @@ def group_splits_for(problem: Problem) -> int:
         missed = max(0.0, 1 - L2_BYTES / (drift * heads)) if uneven else 0.0
         return steps * step_us * (1 + OUT_OF_L2 * missed) + adding
 
-    ways = {cdiv(group, heads) for heads in range(1, group + 1)}
-    if p.block_mask is not None:
-        ways = {splits for splits in ways if group % splits == 0}
-    return min(sorted(ways), key=microseconds)
+    ways = [splits for splits in range(1, group + 1) if group % splits == 0]
+    if len(ways) == 2 and p.block_mask is None:
+        ways = sorted({cdiv(group, heads) for heads in range(1, group + 1)})
+    return min(ways, key=microseconds)
 
 
 def widths_backward(problem: Problem) -> tuple[int, int]:

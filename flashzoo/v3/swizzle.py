@@ -20,8 +20,8 @@ MOST, TILES = 16, 128
 """Heads that are interleaved where operands of more would stay, or more than these if they have not so many tiles."""
 OUT_OF_L2 = 0.03
 """What twice as many cost, of the time, on an H200."""
-FEW_WAVES = 16
-"""With more tiles for each multiprocessor, how they end is no matter."""
+FEW_WAVES, TWO_WAVES = 16, 2
+"""With more tiles for each multiprocessor, how they end is no matter; with no more, all heads are interleaved."""
 BESIDE = 1.5
 """Of a tile's time what is not of its blocks, in blocks."""
 
@@ -37,7 +37,10 @@ def swizzle_of(blocks: int, heads: int, bytes_of_head: int, group: int = 1) -> i
     """
     kept = next_power_of_2(min(MOST, L2_BYTES // max(1, bytes_of_head) * group) + 1) // 2
     kept = max(2, kept, next_power_of_2(cdiv(TILES, max(1, blocks))))
-    if blocks * heads > FEW_WAVES * MULTIPROCESSORS[90]:
+    waves = blocks * heads / MULTIPROCESSORS[90]
+    if waves <= TWO_WAVES:
+        return next_power_of_2(heads, 2)
+    if waves > FEW_WAVES:
         return kept
     doublings = takewhile(lambda n: kept << n < 2 * heads, range(heads.bit_length() + 1))
     found = min(doublings, key=lambda n: steps(blocks, heads, kept << n) * (1 + n * OUT_OF_L2), default=0)
