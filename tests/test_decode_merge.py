@@ -51,9 +51,9 @@ class TestWhoMerges:
         assert kept.merging is Merging.NONE and kept.out_dtype == "bf16" and kept.sinks == sinks
 
     @pytest.mark.parametrize(("batch", "columns"), [(1, 64), (16, 64), (17, 128), (40, 256), (100, 512), (4096, 512)])
-    def test_many_rows_have_no_more_programs_than_run_at_a_time(self, batch, columns):
-        """Of 16 rows of 512 columns for each sequence, 16 programs run on each of 132 multiprocessors: where 64 columns
-        would be too many, wider ones, until a program has a whole row."""
+    def test_of_many_rows_programs_have_more_columns(self, batch, columns):
+        """There are 16 rows of 512 columns for each sequence, and 16 programs at most for each of 132 multiprocessors,
+        unless one has a whole row."""
         launch = merge_launch(replace(LATENT, batch=batch), (1, 1, 1), 100)
         assert launch.constexprs["COLUMNS"] == columns
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import struct
 import subprocess
 import sys
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import chain, pairwise, product
@@ -470,6 +472,25 @@ def test_compute_sanitizer(tool):
     assert "ERROR SUMMARY: 0 errors" in text or "RACECHECK SUMMARY: 0 hazards" in text, text
 
 
+ON_ANOTHER = """
+import torch, flashzoo
+
+torch.cuda.set_device(1)
+q = torch.randn(1, 100, 2, 64, device="cuda", dtype=torch.bfloat16)
+assert flashzoo.attention(q, q, q, version="v3").isfinite().all()
+assert not torch._C._cuda_hasPrimaryContext(0)
+"""
+
+
+@gpu
+@on_hopper
+@pytest.mark.alone  # a worker sees one GPU
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_another_gpu_than_the_first_is_used_alone():
+    """A process for each GPU puts nothing on the first."""
+    in_fresh_process(ON_ANOTHER)
+
+
 class TestPerStream:
     """Numbers that launches share; the GPU is a stand-in, which says what is captured and counts what is written."""
 
@@ -521,6 +542,31 @@ class TestPerStream:
         gpu.capture = 3
         numbers(0, 1, 1 << 20)  # more than there are
         assert gpu.by_graphs == 2
+
+    def test_what_has_become_too_few_is_still_somebodys(self, gpu):
+        """A graph's launches before it asked for more, or another thread's."""
+        numbers = PerStream(0, torch.int32)
+        ours = weakref.ref(numbers(0, 1))
+        numbers(0, 1, 1000)
+        gpu.capture = 1
+        graphs = weakref.ref(numbers(0, 1, 1000))
+        numbers(0, 1, 1 << 20)
+        gc.collect()
+        assert ours() is not None and graphs() is not None
+
+    def test_of_two_threads_both_have_what_is_kept(self, gpu, monkeypatch):
+        numbers, together = PerStream(0, torch.int32), threading.Barrier(2)
+        numbers(0, 1)
+        written = PerStream._written
+
+        def waits(self, device, n):
+            together.wait()
+            return written(self, device, n)
+
+        monkeypatch.setattr(PerStream, "_written", waits)
+        with ThreadPoolExecutor(2) as threads:
+            a, b = threads.map(lambda _: numbers(0, 1, 100), range(2))
+        assert a is b is numbers.kept[0, 1]
 
     def test_what_graphs_have_taken_is_made_anew_between_them(self, gpu):
         numbers = PerStream(0, torch.int32)

@@ -131,27 +131,31 @@ def test_a_tile_has_all_queries_that_see_it(tiling, on_integers):
             assert sorted(steps) == [(head, block_q) for head in heads for block_q in range(begin, end)]
 
 
-@pytest.mark.parametrize(("group", "least", "most"), [(8, 4, 4), (16, 8, 8), (7, 7, 7), (71, 8, 24), (1, 1, 1)])
-def test_a_group_is_split_evenly_or_where_it_is_a_prime_by_any_number(group, least, most):
+@pytest.mark.parametrize(("group", "least", "most"), [(8, 4, 4), (16, 8, 8), (7, 7, 7), (71, 8, 12), (1, 1, 1)])
+def test_a_group_is_split_evenly_or_where_it_is_a_prime_all_but_evenly(group, least, most):
     """Of one key/value head, 8192 tokens: enough tiles for all multiprocessors, but no 71 parts to add."""
     problem = replace(PLAIN, batch=1, heads=group, heads_kv=1, seqlen_q=8192, seqlen_k=8192, causal=True, head_dim=128)
-    assert least <= group_splits_for(problem) <= most
+    splits = group_splits_for(problem)
+    assert least <= splits <= most and (group % splits == 0 or (group + 1) % splits == 0)
     masked = replace(problem, causal=False, block_mask=MaskForm(128, 128))
     assert group % group_splits_for(masked) == 0
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("splits", [1, 2, 3, 4, 6, 7])
-def test_tiles_of_a_block_of_keys_share_out_its_query_heads(splits, on_integers):
+def test_tiles_of_a_block_of_keys_share_out_its_query_heads(splits, causal, on_integers):
     """Each has some, none two of them have, and leaves its part in a place of its own, in the order that is added; LSE,
     delta and dQ's sums of a query head are where they are of all heads together."""
     group = 7 if splits in (4, 7) else 6
-    problem = replace(PLAIN, batch=2, heads=3 * group, heads_kv=3, seqlen_q=200, seqlen_k=515)
+    problem = replace(PLAIN, batch=2, heads=3 * group, heads_kv=3, seqlen_q=200, seqlen_k=515, causal=causal)
     params = params_of(problem, TilesBackward(64), splits=splits)
     blocks, heads, places = params.blocks, {}, {}
     for batch, head, block in itertools.product(range(2), range(params.heads), range(blocks)):
         bounds = BoundsBackward(params, WorkTile(block, head, batch))
         begin, end = bounds.block_range()
-        steps = {bounds.step(i, begin, end)[0] for i in range(bounds.heads()[1] * (end - begin))}
+        found = [bounds.step(i, begin, end) for i in range(bounds.heads()[1] * (end - begin))]
+        steps = {head for head, _ in found}
+        assert sorted(found) == [*itertools.product(sorted(steps), range(begin, end))]
         assert {bounds.block_of_queries(of, 1) for of in steps} == {(batch * 3 * group + of) * 4 + 1 for of in steps}
         heads.setdefault((batch, bounds.head_kv(), block), []).append(steps)
         places.setdefault((batch, bounds.head_kv(), block), []).append(bounds.place_of_keys())
@@ -478,7 +482,6 @@ def test_gradient_through_lse_alone(head_dim, deterministic):
 
 
 # On the GPU: many tiles, few, and a fixed order.
-
 MANY = replace(PLAIN, batch=16, seqlen_q=300, seqlen_k=1100, heads=8, head_dim=128, head_dim_v=None, causal=True)
 """More tiles than a GPU has multiprocessors, so that the counter hands them out; four heads to a tile."""
 SIZES = {
@@ -491,6 +494,42 @@ SIZES = {
 def counters_are_zero() -> bool:
     torch.cuda.synchronize()
     return not any(counters.any() for counters in tile_counter.kept.values())
+
+
+@gpu
+@on_hopper
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_query_heads_that_are_split_unevenly(head_dim, causal, deterministic):
+    """Where a group is a prime; at 256 in pairs, too."""
+    of_heads = {"heads": 71, "heads_kv": 1, "head_dim": head_dim, "head_dim_v": None}
+    for seqlen_k in (500, PAIRS_FROM) if head_dim == PAIRED[0] else (500,):
+        lengths = {"batch": 3, "seqlen_q": 500, "seqlen_k": seqlen_k}
+        problem = replace(PLAIN, **lengths, **of_heads, causal=causal, deterministic=deterministic)
+        assert 71 % group_splits_for(problem)
+        tensors, dout, dlse = draw(problem)
+        accept(Judge(*tensors, problem, dout, dlse), both("v3", tensors, problem, dout, dlse))
+    assert counters_are_zero()
+
+
+@gpu
+@on_hopper
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_query_heads_of_packed_sequences_that_are_split_unevenly(head_dim, causal):
+    starts = torch.tensor([0, 5, 5, 400, 1000, 1001, 1500, 2200, 2900, 3000], dtype=torch.int32, device="cuda")
+    packed = replace(PLAIN, seqlen_q=3000, seqlen_k=3000, sequences=9, heads=71, heads_kv=1, causal=causal)
+    assert 71 % group_splits_for(replace(packed, head_dim=head_dim, head_dim_v=None))
+    *qkv, dout = (torch.randn(3000, h, head_dim, dtype=torch.float16, device="cuda") for h in (71, 1, 1, 71))
+
+    def gradients(version: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [x.to(dtype).requires_grad_() for x in qkv]
+        out = flashzoo.attention(*leaves, cu_seqlens_q=starts, causal=causal, version=version)
+        return torch.autograd.grad(out, leaves, dout.to(dtype))
+
+    for found, expected in zip(gradients("v3", torch.float16), gradients("standard", torch.float32), strict=True):
+        assert (found - expected).norm() < 3e-3 * expected.norm()
 
 
 @gpu

@@ -31,7 +31,7 @@ class PerStream:
         self.kept: dict[tuple[int, int], Tensor] = {}
         self._captured: dict[tuple[int, int, int], Tensor] = {}
         self._spare: dict[int, Tensor] = {}  # of each device, for graphs yet to be captured
-        self._outgrown: list[Tensor] = []  # which another thread may be about to launch with
+        self._outgrown: list[Tensor] = []  # which a graph has, or another thread may be about to launch with
         self._lock = Lock()
 
     def __call__(self, device: int, stream: int, n: int = 1) -> Tensor:
@@ -40,20 +40,32 @@ class PerStream:
             return self._of_graph(device, stream, n)
         spare = self._spare.get(device)
         if spare is None or spare.shape[0] < SPARE // 2:
-            self._spare[device] = self._written(device, SPARE)
+            more = self._written(device, SPARE)
+            with self._lock:
+                self._spare[device] = more
         found = self.kept.get((device, stream))
-        if found is None:  # of two threads that come here at once both take what is kept
-            found = self.kept.setdefault((device, stream), self._written(device, n))
-        if found.shape[0] < n:
-            self._outgrown.append(found)
-            found = self.kept[device, stream] = self._written(device, next_power_of_2(n))
-        return found
+        return found if found is not None and found.shape[0] >= n else self._more(device, stream, n)
+
+    def _more(self, device: int, stream: int, n: int) -> Tensor:
+        more = self._written(device, next_power_of_2(n))
+        with self._lock:  # of two threads that come here at once both take what is kept
+            found = self.kept.get((device, stream))
+            if found is not None and found.shape[0] >= n:
+                return found
+            self._outgrow(found)
+            self.kept[device, stream] = more
+            return more
+
+    def _outgrow(self, numbers: Tensor | None) -> None:
+        if numbers is not None:
+            self._outgrown.append(numbers)
 
     def _of_graph(self, device: int, stream: int, n: int) -> Tensor:
         key = (device, stream, capture_of(stream))
         with self._lock:
             found, spare = self._captured.get(key), self._spare.get(device)
             if found is None or found.shape[0] < n:
+                self._outgrow(found)
                 if spare is None or spare.shape[0] < n:
                     found = self._new(device, n)
                 else:
@@ -69,11 +81,14 @@ class PerStream:
         """
 
         def write() -> Tensor:
-            stream = torch.cuda.Stream(device)
-            with torch.cuda.stream(stream):
-                numbers = self._new(device, n)
-            stream.synchronize()
-            return numbers
+            with torch.cuda.device(device):  # a new thread's is 0, which may be another process's alone
+                stream = torch.cuda.Stream()
+                while capture_of(stream.cuda_stream):  # torch hands out a few in turns
+                    stream = torch.cuda.Stream()
+                with torch.cuda.stream(stream):
+                    numbers = self._new(device, n)
+                stream.synchronize()
+                return numbers
 
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(write).result()

@@ -133,6 +133,8 @@ a tenth there, at 2048 keys it loses, and at widths of 192 it gains nothing."""
 # keys each: Q, dO and dQ in between are more than L2 has, and steps longer by a share of what it has not.
 FLOPS_PER_US, BYTES_PER_US, TILE_STEPS, SUM_US = 4.3e6, 3.3e6, 3, 10.0
 L2_BYTES, OUT_OF_L2 = 50e6, 0.12
+LEAST_UNEVEN = 5
+"""Heads of a tile, at least, where the last of its group has one fewer: tiles of other lengths drift apart."""
 
 WIDTHS = tuple(sorted(width for width, width_v in HOPPER if width == width_v))
 """Head dims that have tiles of their own; TMA fills what a smaller one leaves with zeros."""
@@ -232,7 +234,7 @@ def in_pairs(problem: Problem) -> bool:
 @lru_cache(maxsize=1024)
 def group_splits_for(problem: Problem) -> int:
     """Over how many tiles the query heads of a key/value head are split in the backward pass: a divisor of their
-    number, or, where that is a prime and there is no block mask, any number, the last tile with fewer.
+    number, or, where that is a prime and there is no block mask, of one more, so that the last tile has a head less.
 
     Tiles are blocks of keys, each with all query heads that share them. Where these are few, or the longest is longer
     than its share, multiprocessors are idle; split, each tile leaves its part of dK and dV in memory, and reads keys
@@ -270,7 +272,7 @@ def group_splits_for(problem: Problem) -> int:
 
     ways = [splits for splits in range(1, group + 1) if group % splits == 0]
     if len(ways) == 2 and p.block_mask is None:
-        ways = sorted({cdiv(group, heads) for heads in range(1, group + 1)})
+        ways += [splits for splits in range(2, (group + 1) // LEAST_UNEVEN + 1) if (group + 1) % splits == 0]
     return min(ways, key=microseconds)
 
 

@@ -226,8 +226,8 @@ class ForwardLaunch:
         if p.sequences is not None:
             blocks_q = p.entries(p.seqlen_q, self.block_q)
         swizzle = 1
-        if kernel.right and not kernel.left:  # else all tiles are as long
-            bytes_of_head = 2 * p.seqlen_k * (p.head_dim + p.head_dim_v)
+        if kernel.right and not kernel.left and p.sequences is None:  # else tiles are as long, or in a table's order
+            bytes_of_head = BYTES[kernel.dtype] * p.seqlen_k * (p.head_dim + p.head_dim_v)
             swizzle = swizzle_of(blocks_q, batch_heads, bytes_of_head, group)
         params = _params(
             p, blocks_q, batch_heads, swizzle, heads=heads, group=group, group_kv=group, group_splits=1, pack_gqa=pack
@@ -360,7 +360,7 @@ class BackwardLaunch:
         group, batch_heads = cdiv(p.heads // p.heads_kv, splits), p.batch * p.heads_kv * splits
         keys = blocks * batch_heads * tiles.block_kv
         self._parts_shapes = [(keys * width,) for width in (kernel.width, kernel.width_v)] if kernel.split_group else []
-        uneven = kernel.right and not kernel.left
+        uneven = kernel.right and not kernel.left and p.sequences is None
         swizzle = 1
         if kernel.deterministic:
             swizzle = DETERMINISTIC_SWIZZLE[tiles.by_gradient, uneven]

@@ -42,6 +42,9 @@ def swizzle_of(blocks: int, heads: int, bytes_of_head: int, group: int = 1) -> i
         return next_power_of_2(heads, 2)
     if waves > FEW_WAVES:
         return kept
+    least = max(blocks + BESIDE, heads * blocks * ((blocks + 1) / 2 + BESIDE) / MULTIPROCESSORS[90])
+    if steps(blocks, heads, kept) <= (1 + OUT_OF_L2) * least:
+        return kept
     doublings = takewhile(lambda n: kept << n < 2 * heads, range(heads.bit_length() + 1))
     found = min(doublings, key=lambda n: steps(blocks, heads, kept << n) * (1 + n * OUT_OF_L2), default=0)
     return kept << found
