@@ -89,7 +89,7 @@ class TestOnHopper:
     @pytest.mark.parametrize(("heads", "queries", "rows"), [(16, 1, 16), (16, 4, 64), (48, 1, 48), (128, 1, 64)])
     def test_a_tile_is_of_64_rows_at_most(self, heads, queries, rows):
         told = str(flashzoo.explain(replace(ON_HOPPER, heads=heads, seqlen_q=queries)))
-        assert f"{rows} rows by 64 keys, 1 thread blocks a multiprocessor, in CuTe DSL" in told
+        assert f"{rows} rows by 64 keys, 1 thread block a multiprocessor, in CuTe DSL" in told
         assert "values are read with the keys that they lie in, once" in told and "padded" not in told
 
     @pytest.mark.parametrize(

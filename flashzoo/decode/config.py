@@ -351,7 +351,8 @@ def describe(problem: Problem) -> list[str]:
     if by_hopper(p):
         how, width = cut_hopper(p), width_of(p)
         lines = [
-            f"{how.rows} rows by {block_kv_of(p)} keys, {how.blocks_per_sm} thread blocks a multiprocessor, in CuTe DSL"
+            f"{how.rows} rows by {block_kv_of(p)} keys, {how.blocks_per_sm} "
+            f"thread block{'s' * (how.blocks_per_sm > 1)} a multiprocessor, in CuTe DSL"
         ]
         if p.dtype_kv is not None:
             lines.append(f"{p.dtype_kv} keys and values are made fp16 in registers")
