@@ -87,7 +87,7 @@ class PerStream:
                     stream = torch.cuda.Stream()
                 with torch.cuda.stream(stream):
                     numbers = self._new(device, n)
-                stream.synchronize()
+                stream.record_event().synchronize()  # of a stream, `torch.cuda.set_sync_debug_mode` would tell
                 return numbers
 
         with ThreadPoolExecutor(1) as thread:
