@@ -15,6 +15,15 @@ SPARE = 1 << 16
 """Numbers of a device that CUDA graphs are given of."""
 
 
+def _uncaptured(device: int) -> torch.cuda.Stream:
+    """Of the few streams that torch hands out in turns one that nobody captures."""
+    while True:
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            if not torch.cuda.is_current_stream_capturing():
+                return stream
+
+
 class PerStream:
     """Equal numbers in memory, some for each stream of each device.
 
@@ -81,13 +90,9 @@ class PerStream:
         """
 
         def write() -> Tensor:
-            with torch.cuda.device(device):  # a new thread's is 0, which may be another process's alone
-                stream = torch.cuda.Stream()
-                while capture_of(stream.cuda_stream):  # torch hands out a few in turns
-                    stream = torch.cuda.Stream()
-                with torch.cuda.stream(stream):
-                    numbers = self._new(device, n)
-                stream.record_event().synchronize()  # of a stream, `torch.cuda.set_sync_debug_mode` would tell
+            with torch.cuda.device(device), torch.cuda.stream(_uncaptured(device)):  # a new thread's device is 0
+                numbers = self._new(device, n)
+                torch.cuda.current_stream().record_event().synchronize()
                 return numbers
 
         with ThreadPoolExecutor(1) as thread:
