@@ -11,6 +11,7 @@ import sys
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain, pairwise, product
 from types import SimpleNamespace
@@ -511,6 +512,35 @@ class TestPerStream:
         monkeypatch.setattr("flashzoo._cute.per_stream.capture_of", lambda stream: state.capture)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capture > 0)
         return state
+
+    def test_they_are_written_by_another_thread_on_its_device_and_on_a_stream_that_nobody_captures(self, monkeypatch):
+        """Torch hands out streams in turns, so that one may be another thread's; the GPU is a stand-in here too."""
+        current, seen = SimpleNamespace(device=0, stream="default"), []
+
+        @contextmanager
+        def within(name, value):
+            before = getattr(current, name)
+            setattr(current, name, value)
+            yield
+            setattr(current, name, before)
+
+        def new(self, device, n):
+            seen.append((threading.get_ident(), current.device, current.stream))
+            return torch.zeros(n, dtype=torch.int32)
+
+        waited, handed = SimpleNamespace(synchronize=lambda: seen.append("waited")), iter(("captured", "free"))
+        for name, stand_in in {
+            "device": lambda device: within("device", device),
+            "stream": lambda stream: within("stream", stream),
+            "Stream": lambda device: next(handed),
+            "current_stream": lambda: SimpleNamespace(record_event=lambda: waited),
+            "is_current_stream_capturing": lambda: current.stream == "captured",
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, stand_in)
+        monkeypatch.setattr(PerStream, "_new", new)
+        assert not PerStream(0, torch.int32)._written(3, 8).any()
+        (thread, device, stream), last = seen
+        assert thread != threading.get_ident() and (device, stream, last) == (3, "free", "waited")
 
     def test_launches_of_one_stream_share_them_and_others_have_their_own(self, gpu):
         numbers = PerStream(0, torch.int32)
