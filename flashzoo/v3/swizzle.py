@@ -8,18 +8,19 @@ other multiprocessors have nothing left.
 from __future__ import annotations
 
 import heapq
+import math
 from functools import lru_cache
-from itertools import takewhile
+from itertools import count, takewhile
 
 from flashzoo.gpu import MULTIPROCESSORS
 from flashzoo.integers import cdiv, next_power_of_2
 
-L2_BYTES = 32 << 20
+SWIZZLE_BYTES = 32 << 20
 """Of operands of the heads that are interleaved: more do not stay in L2 from one tile to the next."""
 MOST, TILES = 16, 128
 """Heads that are interleaved where operands of more would stay, or more than these if they have not so many tiles."""
-OUT_OF_L2 = 0.03
-"""What twice as many cost, of the time, on an H200."""
+TWICE_AS_MANY = 0.03
+"""What they cost, of the time, on an H200."""
 FEW_WAVES, TWO_WAVES = 16, 2
 """With more tiles for each multiprocessor, how they end is no matter; with no more, all heads are interleaved."""
 BESIDE = 1.5
@@ -35,19 +36,21 @@ def swizzle_of(blocks: int, heads: int, bytes_of_head: int, group: int = 1) -> i
         heads: of all batches.
         bytes_of_head: what each group of `group` heads reads again and again.
     """
-    kept = next_power_of_2(min(MOST, L2_BYTES // max(1, bytes_of_head) * group) + 1) // 2
+    kept = next_power_of_2(min(MOST, SWIZZLE_BYTES // max(1, bytes_of_head) * group) + 1) // 2
     kept = max(2, kept, next_power_of_2(cdiv(TILES, max(1, blocks))))
     waves = blocks * heads / MULTIPROCESSORS[90]
     if waves <= TWO_WAVES:
         return next_power_of_2(heads, 2)
     if waves > FEW_WAVES:
         return kept
-    least = max(blocks + BESIDE, heads * blocks * ((blocks + 1) / 2 + BESIDE) / MULTIPROCESSORS[90])
-    if steps(blocks, heads, kept) <= (1 + OUT_OF_L2) * least:
-        return kept
-    doublings = takewhile(lambda n: kept << n < 2 * heads, range(heads.bit_length() + 1))
-    found = min(doublings, key=lambda n: steps(blocks, heads, kept << n) * (1 + n * OUT_OF_L2), default=0)
-    return kept << found
+    least = max(blocks + BESIDE, waves * ((blocks + 1) / 2 + BESIDE))
+    best, found = math.inf, kept
+    for n in takewhile(lambda n: kept << n < 2 * heads, count()):
+        slower = 1 + n * TWICE_AS_MANY
+        if best <= least * slower:  # no order of tiles is better
+            break
+        best, found = min((best, found), (steps(blocks, heads, kept << n) * slower, kept << n))
+    return found
 
 
 def steps(blocks: int, heads: int, interleaved: int) -> float:
