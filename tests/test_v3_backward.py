@@ -126,7 +126,7 @@ def test_a_tile_has_all_queries_that_see_it(tiling, on_integers):
             inside = pairs[:, block].nonzero().flatten().tolist()
             assert 0 <= begin < end <= len(pairs), f"{problem}: {begin} to {end} of {len(pairs)} blocks of queries"
             assert not inside or (begin <= inside[0] and inside[-1] < end), f"{problem}: key block {block}"
-            steps = [bounds.step(i, begin, end) for i in range(bounds.heads()[1] * (end - begin))]
+            steps = [bounds.step(i, begin, end) for i in range(bounds.steps(begin, end))]
             heads = range(params.group, 2 * params.group)
             assert sorted(steps) == [(head, block_q) for head in heads for block_q in range(begin, end)]
 
@@ -153,7 +153,7 @@ def test_tiles_of_a_block_of_keys_share_out_its_query_heads(splits, causal, on_i
     for batch, head, block in itertools.product(range(2), range(params.heads), range(blocks)):
         bounds = BoundsBackward(params, WorkTile(block, head, batch))
         begin, end = bounds.block_range()
-        found = [bounds.step(i, begin, end) for i in range(bounds.heads()[1] * (end - begin))]
+        found = [bounds.step(i, begin, end) for i in range(bounds.steps(begin, end))]
         steps = {head for head, _ in found}
         assert sorted(found) == [*itertools.product(sorted(steps), range(begin, end))]
         assert {bounds.block_of_queries(of, 1) for of in steps} == {(batch * 3 * group + of) * 4 + 1 for of in steps}
@@ -482,6 +482,7 @@ def test_gradient_through_lse_alone(head_dim, deterministic):
 
 
 # On the GPU: many tiles, few, and a fixed order.
+
 MANY = replace(PLAIN, batch=16, seqlen_q=300, seqlen_k=1100, heads=8, head_dim=128, head_dim_v=None, causal=True)
 """More tiles than a GPU has multiprocessors, so that the counter hands them out; four heads to a tile."""
 SIZES = {

@@ -308,7 +308,7 @@ def test_each_key_of_each_head_is_in_one_tile_and_meets_its_queries(case, span, 
         begin, end = bounds.block_range()
         assert bounds.walks_any(begin, end) == (begin < end)
         if begin < end:
-            steps = [bounds.step(i, begin, end) for i in range(bounds.heads()[1] * (end - begin))]
+            steps = [bounds.step(i, begin, end) for i in range(bounds.steps(begin, end))]
             heads = range(bounds.tile.head * params.group, (bounds.tile.head + 1) * params.group)
             assert sorted(steps) == [*itertools.product(heads, range(begin, end))]
         first_key = bounds.tile.block * tiles.block_kv
@@ -343,7 +343,7 @@ def test_tiles_add_to_dq_in_the_order_in_which_they_begin(case, span, tiling, on
     for work in works(scheduler):
         bounds = BoundsBackwardPacked(scheduler.params, scheduler.work_tile(work))
         begin, end = bounds.block_range()
-        for i in range(bounds.heads()[1] * (end - begin)):
+        for i in range(bounds.steps(begin, end)):
             head, n = bounds.step(i, begin, end)
             block, before = bounds.block_of_queries(head, n), bounds.adds_before(n)
             if before != NEVER:
@@ -427,7 +427,7 @@ def test_what_lies_where_before_and_after_the_kernel(case, kernel, on_integers):
     for work in works(scheduler):
         bounds = BoundsBackwardPacked(scheduler.params, scheduler.work_tile(work))
         begin, end = bounds.block_range()
-        for i in range(bounds.heads()[1] * (end - begin)):
+        for i in range(bounds.steps(begin, end)):
             head, n = bounds.step(i, begin, end)
             first, rows = work.first_q + n * block_q, min(block_q, work.rows_q - n * block_q)
             place, mine = bounds.block_of_queries(head, n), slice(first, first + rows)

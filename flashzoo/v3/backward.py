@@ -346,7 +346,7 @@ class Backward:
             tile = scheduler.work_tile(work)
             bounds = self.bounds(params, tile)
             begin, end = bounds.block_range()
-            steps = bounds.heads()[1] * (end - begin)
+            steps = bounds.steps(begin, end)
             claimed = Int32(0)
             if steps <= CLAIMED_AT_ONCE:
                 claimed = scheduler.claim_next(work)
@@ -404,7 +404,7 @@ class Backward:
         while scheduler.is_valid(work):
             bounds = self.bounds(params, scheduler.work_tile(work))
             begin, end = bounds.block_range()
-            steps = bounds.heads()[1] * (end - begin)
+            steps = bounds.steps(begin, end)
             for i in cutlass.range(self.first_step(written, writer), steps, self.kernel.writers, unroll=1):
                 head, n = bounds.step(i, begin, end)
                 block_q = bounds.block_q(n)
@@ -504,7 +504,7 @@ class Backward:
             tile = scheduler.work_tile(work)
             bounds = self.bounds(params, tile)
             begin, end = bounds.block_range()
-            steps = bounds.heads()[1] * (end - begin)
+            steps = bounds.steps(begin, end)
             first_key = tile.block * tiles.block_kv
             of_thread = bounds.of_thread(first_key + row, column)
             consumer = Consumer(

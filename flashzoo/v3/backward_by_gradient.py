@@ -183,7 +183,7 @@ class BackwardByGradient(Backward):
             acc.fill(0.0)  # B2.7
             storage.k_pipeline.consumer_wait(work_idx)
             storage.v_pipeline.consumer_wait(work_idx)
-            steps = bounds.heads()[1] * (end - begin)
+            steps = bounds.steps(begin, end)
             scores = cute.make_rmem_tensor(s.partition_shape_C((WARPGROUP_ROWS, tiles.block_q)), Float32)
             self.issue_scores(tile, gradient, used, bounds.walks_any(begin, end), scores)
             if const_expr(self.kernel.dq_deferred):
@@ -463,7 +463,7 @@ class BackwardByGradient(Backward):
         while scheduler.is_valid(work):
             bounds = self.bounds(params, scheduler.work_tile(work))
             begin, end = bounds.block_range()
-            steps = bounds.heads()[1] * (end - begin) * parts
+            steps = bounds.steps(begin, end) * parts
             for i in cutlass.range(self.first_step(written, writer), steps, self.kernel.writers, unroll=1):
                 head, n = bounds.step(i // parts, begin, end)
                 block_q = bounds.block_q(n)

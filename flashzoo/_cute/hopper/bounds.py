@@ -137,6 +137,10 @@ class BoundsBackward(Bounds):
             first, heads = self.head_kv() * p.group_kv + of_group, cutlass.min(p.group, p.group_kv - of_group)
         return first, heads
 
+    def steps(self, begin: Int32, end: Int32) -> Int32:
+        """How many steps the tile has: blocks of all its query heads."""
+        return self.heads()[1] * (end - begin)
+
     def heads_q(self) -> Int32:
         """Query heads of a sequence."""
         p = self.params
