@@ -4,7 +4,7 @@ README. `bench.plot` writes them."""
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from bench.readmes import Sections, table
@@ -62,23 +62,26 @@ def short(rows: list[Row]) -> Iterator[str]:
     yield shown(rows)
 
 
+def measures_by(rows: list[Row], said: Callable[[Row], str]) -> dict[str, str]:
+    """In words the measures of whose rows the same is said."""
+    told: dict[str, dict[str, None]] = {}
+    for measure, word in MEASURES.items():
+        for row in rows:
+            if row["measure"] == measure:
+                told.setdefault(said(row), {})[word] = None
+    return {text: "; ".join(words) for text, words in told.items()}
+
+
 def runs_of(rows: list[Row]) -> str:
     """At which commit each measure was made, and when."""
-    told: dict[str, list[str]] = {}
-    for measure, word in MEASURES.items():
-        for row in (row for row in rows if row["measure"] == measure):
-            told.setdefault(f"commit {row['commit']} of {row['date']}", []).append(word)
-    words = {run: "; ".join(dict.fromkeys(of)) for run, of in told.items()}
-    return " and ".join(f"{run} ({of})" if len(words) > 1 else run for run, of in words.items())
+    told = measures_by(rows, lambda row: f"commit {row['commit']} of {row['date']}")
+    return " and ".join(f"{run} ({words})" if len(told) > 1 else run for run, words in told.items())
 
 
 def turns(rows: list[Row]) -> str:
     """Of how many turns the figures are medians."""
-    told: dict[str, list[str]] = {}
-    for measure, word in MEASURES.items():
-        for rounds in dict.fromkeys(row["rounds"] for row in rows if row["measure"] == measure and row["tokens_s"]):
-            told.setdefault(rounds, []).append(word)
-    of = (f"of {n} turn{'s' * (n != '1')} ({'; '.join(words)})" for n, words in told.items())
+    told = measures_by([row for row in rows if row["tokens_s"]], lambda row: row["rounds"])
+    of = (f"of {n} turn{'s' * (n != '1')} ({words})" for n, words in told.items())
     return f"Medians {', '.join(of)}."
 
 

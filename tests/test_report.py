@@ -244,23 +244,32 @@ def test_several_gpus_have_a_section_of_their_own():
     assert scaling.draw(rows).get_axes()[0].get_legend_handles_labels()[1][-1] == "ring, measured"
 
 
+def _llama(folder: Path, *lines: str) -> list[runs.Row]:
+    """What is told of a file of lines: a commit, perhaps with the model's size, and measure, implementation, turns,
+    speed, and why there is none."""
+    model = "date,commit,gpu,torch,transformers,size,parameters,seqlen,context,new"
+    text = model + ",measure,implementation,rounds,tokens_s,why\n"
+    for line in lines:
+        of, _, found = line.partition(" ")
+        commit, _, size = of.partition("/")
+        text += f"2026-11-25,{commit},NVIDIA H200,2.11.0,5.23.0,{size or '1b'},1498e6,8192,32768,64,{found}\n"
+    (folder / "llama.csv").write_text(text)
+    return llama.rows_of(folder / "llama.csv")
+
+
 def test_a_whole_model_has_a_table_of_its_last_rows(tmp_path):
     assert list(llama.section(llama.rows_of(tmp_path / "none.csv"))) == ["Nothing of it is measured yet."]
     assert list(llama.short([])) == []
-    common = "2026-11-25,{commit},NVIDIA H200,2.11.0,5.23.0,1b,1498e6,8192,32768,64"
-    lines = [
-        "date,commit,gpu,torch,transformers,size,parameters,seqlen,context,new,measure,implementation,rounds,tokens_s,why",
-        common.format(commit="old") + ",train,sdpa,3,1,",
-        common.format(commit="new") + ",train,sdpa,3,1,",
-        common.format(commit="new") + ",train,flash_attention_2,3,,missing: ImportError: its package",
-        common.format(commit="new") + ",train,sdpa,3,40000,",
-        common.format(commit="new") + ",train,zoo,3,50000,",
-        common.format(commit="new") + ",write,sdpa,1,,out of memory: OutOfMemoryError: CUDA",
-        common.format(commit="new") + ",write,zoo,1,67.3,",
-    ]
-    path = tmp_path / "llama.csv"
-    path.write_text("\n".join(lines) + "\n")
-    rows = llama.rows_of(path)
+    rows = _llama(
+        tmp_path,
+        "old train,sdpa,3,1,",
+        "new train,sdpa,3,1,",
+        "new train,flash_attention_2,3,,missing: ImportError: its package",
+        "new train,sdpa,3,40000,",
+        "new train,zoo,3,50000,",
+        "new write,sdpa,1,,out of memory: OutOfMemoryError: CUDA",
+        "new write,zoo,1,67.3,",
+    )
     said, shown = llama.section(rows)
     assert "Llama of 1.5 billion" in said and "commit new" in said and "torch 2.11.0" in said
     assert said.endswith("Medians of 3 turns (training), of 1 turn (writing).")
@@ -273,6 +282,31 @@ def test_a_whole_model_has_a_table_of_its_last_rows(tmp_path):
     ]
     on_first_page, same = llama.short(rows)
     assert "docs/use.md" in on_first_page and same == shown
+
+
+def test_each_measure_of_a_whole_model_is_of_its_last_run(tmp_path):
+    """Implementations of two runs never stand beside one another; a measure of another commit is still told."""
+    rows = _llama(
+        tmp_path,
+        "old/tiny train,sdpa,3,100,",
+        "aaa train,sdpa,3,40000,",
+        "aaa train,zoo,3,50000,",
+        "aaa write,sdpa,3,70,",
+        "aaa write,other,3,90,",
+        "bbb write,sdpa,1,80,",
+        "bbb write,zoo,1,120,",
+        "bbb write,gone,1,,missing: ImportError",
+    )
+    text = "\n".join(llama.section(rows))
+    assert "commit aaa of 2026-11-25 (training) and commit bbb of 2026-11-25 (writing)" in text
+    assert "of 3 turns (training), of 1 turn (writing)" in text
+    assert "50000 (1.25x)" in text and "120.0 (1.50x)" in text and "missing" in text
+    assert "other" not in text and "90" not in text
+
+
+def test_one_run_of_a_whole_model_is_named_once(tmp_path):
+    text = "\n".join(llama.section(_llama(tmp_path, "aaa train,sdpa,3,1000,", "aaa write,sdpa,3,1000,")))
+    assert "commit aaa of" in text and "commit aaa of 2026-11-25 (training" not in text
 
 
 def test_several_gpus_are_in_no_other_table(tmp_path):
