@@ -6,6 +6,7 @@ All of them with `--every-case`, else a covering array of them (see flashzoo_sui
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from itertools import product
 
@@ -150,6 +151,19 @@ def test_compiles_and_does_not_spill(
     assert read.shared <= SHARED_LIMIT[arch]
     if dtype != "fp32":
         assert TENSOR_CORES & read.opcodes.keys(), "the products must run on the tensor cores"
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("kernel", [kernel for kernel in LAUNCHES if kernel[1] != "dbias"], ids="-".join)
+@pytest.mark.parametrize("head_dim", [40, 72, 88])
+@pytest.mark.parametrize("arch", [80, 90])
+def test_rows_of_strides_that_16_does_not_divide(kernel: tuple[str, str], head_dim: int, arch: int) -> None:
+    """They are multiples of 16 bytes, and so many are moved at once, as of a width that is a power of two."""
+    problem = Problem(2, 4096, 4096, 16, 16, head_dim, grad=True, arch=arch)
+    if kernel[0] == "blocksparse":
+        problem = dataclasses.replace(problem, block_mask=MaskForm(heads=16))
+    moved = [line for line in compiled(*kernel, problem).code if re.search(r"\b(LDG|STG|LDGSTS)\b", line)]
+    assert any(".128" in line for line in moved) and not any(re.search(r"\.[US]16\b", line) for line in moved)
 
 
 @pytest.mark.covering(1)

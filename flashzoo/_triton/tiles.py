@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
@@ -62,25 +63,44 @@ def usable(tiles: T, problem: Problem, aligned: bool, strides: Strides) -> T:
     steps = [
         stride for stride, size in zip(strides, (*q_sizes, *kv_sizes, *kv_sizes, *q_sizes), strict=False) if size > 1
     ]
-    elements = 4 if problem.dtype == "fp32" else 8
+    elements = in_16_bytes(problem)
     readable = aligned and all(step > 0 and step % elements == 0 for step in steps) and "cache" not in problem.features
     readable &= problem.sequences is None or max(problem.seqlen_q, problem.seqlen_k) <= RAGGED_ROWS
     return tiles if readable or not tiles.tma else replace(tiles, tma=False, registers=0)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
-def constexprs(problem: Problem, tiles: Tiles, masks: dict[str, Any], *owned: str) -> dict[str, Any]:
+def constexprs(problem: Problem, strides: Strides, tiles: Tiles, masks: dict[str, Any], *owned: str) -> dict[str, Any]:
     """Constexprs of a kernel: its tile, its masks, how it reads by TMA (0 not at all, else how many dimensions
     descriptors have), and by name the same of those of its owned blocks that are in registers."""
     dimensions = RAGGED if problem.sequences is not None else 4
     return {
-        "HEAD_DIM": problem.head_dim,
-        "BLOCK_D": next_power_of_2(problem.head_dim, TENSOR_CORE),
+        **columns(problem, strides),
         "BLOCK_Q": tiles.block_q,
         "BLOCK_KV": tiles.block_kv,
         **masks,
         "TMA": dimensions if tiles.tma else 0,
         **{name: dimensions if tiles.registers > nth else 0 for nth, name in enumerate(owned)},
     }
+
+
+def columns(problem: Problem, strides: Strides) -> dict[str, int]:
+    """Constexprs of how rows are moved: columns, those of a tile, and what divides the strides."""
+    return {
+        "HEAD_DIM": problem.head_dim,
+        "BLOCK_D": next_power_of_2(problem.head_dim, TENSOR_CORE),
+        "ALIGNED": alignment(problem, strides),
+    }
+
+
+def in_16_bytes(problem: Problem) -> int:
+    """How many numbers."""
+    return 4 if problem.dtype == "fp32" else 8
+
+
+def alignment(problem: Problem, strides: Strides) -> int:
+    """What a kernel is told that divides its strides, so that a thread moves 16 bytes at once: 1, which tells it
+    nothing, where 16 divides them, as Triton sees by itself."""
+    return 1 if math.gcd(*strides) % 16 == 0 else math.gcd(in_16_bytes(problem), *strides)
 
 
 def tma_tiles(
@@ -107,12 +127,12 @@ def padded(problem: Problem) -> int:
 
 def launch_of_delta(kernel: JITFunction, problem: Problem, strides: Strides, dlse: bool, **more: bool) -> Launch:
     """The launch of a `delta_kernel`; strides of out and dout, and more constexprs."""
-    rows, width = padded(problem), next_power_of_2(problem.head_dim, TENSOR_CORE)
+    rows = padded(problem)
     return Launch(
         kernel,
         rows // DELTA_BLOCK * problem.batch * problem.heads,
         (*strides, problem.seqlen_q, rows, problem.heads),
-        {"HEAD_DIM": problem.head_dim, "BLOCK_D": width, "BLOCK_Q": DELTA_BLOCK, "DLSE": dlse, **more},
+        {**columns(problem, strides), "BLOCK_Q": DELTA_BLOCK, "DLSE": dlse, **more},
         num_warps=4,
         num_stages=1,
     )

@@ -31,6 +31,14 @@ SIZES += ["stride_mask_b", "stride_mask_h", "width", "n_bits"]
 
 
 @triton.jit
+def aligned(x, stride_b, stride_s, stride_h, b, h, seqlen, ALIGNED: tl.constexpr):
+    """A head, as `load_block` has it, whose strides are multiples of ALIGNED. Of those of 72 columns the compiler sees
+    only that 16 does not divide them, and would move number by number."""
+    strides = (stride_b // ALIGNED * ALIGNED, stride_s // ALIGNED * ALIGNED, stride_h // ALIGNED * ALIGNED)
+    return x, strides[0], strides[1], strides[2], b, h, seqlen
+
+
+@triton.jit
 def load_block(
     head,
     start,
@@ -195,7 +203,8 @@ def forward_kernel(
     stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
     seqlen_q, seqlen_k, heads, group, window_left, window_right,
     stride_mask_b, stride_mask_h, width, n_bits,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     MASK_Q: tl.constexpr, MASK_KV: tl.constexpr, BITS: tl.constexpr,
     TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr, SCORE_MOD: tl.constexpr,
 ):  # fmt: skip
@@ -215,10 +224,10 @@ def forward_kernel(
     row = start_q + tl.arange(0, BLOCK_Q)
     window = (shift, seqlen_k, window_left, window_right)
     no_window = (shift, seqlen_k, seqlen_q + seqlen_k, seqlen_q + seqlen_k)
-    q_head = (q, stride_qb, stride_qs, stride_qh, b, h, seqlen_q)
-    k_head = (k, stride_kb, stride_ks, stride_kh, b, h_kv, seqlen_k)
-    v_head = (v, stride_vb, stride_vs, stride_vh, b, h_kv, seqlen_k)
-    o_head = (o, stride_ob, stride_os, stride_oh, b, h, seqlen_q)
+    q_head = aligned(q, stride_qb, stride_qs, stride_qh, b, h, seqlen_q, ALIGNED)
+    k_head = aligned(k, stride_kb, stride_ks, stride_kh, b, h_kv, seqlen_k, ALIGNED)
+    v_head = aligned(v, stride_vb, stride_vs, stride_vh, b, h_kv, seqlen_k, ALIGNED)
+    o_head = aligned(o, stride_ob, stride_os, stride_oh, b, h, seqlen_q, ALIGNED)
 
     q_i = load_block(q_head, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D, True, Q_IN_REGISTERS)  # A1.4
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)  # A1.5
@@ -255,7 +264,7 @@ def delta_kernel(
     o, do, lse, dlse, delta, lse_log2,
     stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh,
     seqlen_q, rows_padded, heads,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, DLSE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_Q: tl.constexpr, DLSE: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dO * O) - dLSE, and LSE in log2 units.
 
@@ -268,8 +277,8 @@ def delta_kernel(
     b = bh // heads
     h = bh - b * heads
     row = start + tl.arange(0, BLOCK_Q)
-    o_head = (o, stride_ob, stride_os, stride_oh, b, h, seqlen_q)
-    do_head = (do, stride_dob, stride_dos, stride_doh, b, h, seqlen_q)
+    o_head = aligned(o, stride_ob, stride_os, stride_oh, b, h, seqlen_q, ALIGNED)
+    do_head = aligned(do, stride_dob, stride_dos, stride_doh, b, h, seqlen_q, ALIGNED)
     o_i = load_block(o_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, True, False)
     do_i = load_block(do_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, True, False)
     delta_i = tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), 1)  # B2.4
@@ -336,7 +345,8 @@ def dkdv_kernel(
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     seqlen_q, seqlen_k, rows_padded, heads_kv, group, window_left, window_right,
     stride_mask_b, stride_mask_h, width, n_bits,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     MASK_Q: tl.constexpr, MASK_KV: tl.constexpr, BITS: tl.constexpr,
     TMA: tl.constexpr, K_IN_REGISTERS: tl.constexpr, V_IN_REGISTERS: tl.constexpr,
     SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
@@ -356,10 +366,10 @@ def dkdv_kernel(
     col = start_kv + tl.arange(0, BLOCK_KV)
     window = (shift, seqlen_k, window_left, window_right)
     no_window = (shift, seqlen_k, seqlen_q + seqlen_k, seqlen_q + seqlen_k)
-    k_head = (k, stride_kb, stride_ks, stride_kh, b, h_kv, seqlen_k)
-    v_head = (v, stride_vb, stride_vs, stride_vh, b, h_kv, seqlen_k)
-    dk_head = (dk, stride_dkb, stride_dks, stride_dkh, b, h_kv, seqlen_k)
-    dv_head = (dv, stride_dvb, stride_dvs, stride_dvh, b, h_kv, seqlen_k)
+    k_head = aligned(k, stride_kb, stride_ks, stride_kh, b, h_kv, seqlen_k, ALIGNED)
+    v_head = aligned(v, stride_vb, stride_vs, stride_vh, b, h_kv, seqlen_k, ALIGNED)
+    dk_head = aligned(dk, stride_dkb, stride_dks, stride_dkh, b, h_kv, seqlen_k, ALIGNED)
+    dv_head = aligned(dv, stride_dvb, stride_dvs, stride_dvh, b, h_kv, seqlen_k, ALIGNED)
 
     k_j = load_block(k_head, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D, True, K_IN_REGISTERS)  # B2.6
     v_j = load_block(v_head, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D, True, V_IN_REGISTERS)
@@ -369,8 +379,8 @@ def dkdv_kernel(
     gradients, keys = (dk_j, dv_j), (k_j, v_j, col, start_kv)
     for member in range(group):
         h = h_kv * group + member
-        q_head = (q, stride_qb, stride_qs, stride_qh, b, h, seqlen_q)
-        do_head = (do, stride_dob, stride_dos, stride_doh, b, h, seqlen_q)
+        q_head = aligned(q, stride_qb, stride_qs, stride_qh, b, h, seqlen_q, ALIGNED)
+        do_head = aligned(do, stride_dob, stride_dos, stride_doh, b, h, seqlen_q, ALIGNED)
         scored = (b, h, score_scale, score_tensors)
         queries = (q_head, do_head, lse_log2, delta, bh_kv * group + member, rows_padded, scored)
         blocks, whole_first, whole_last, last = list_of(
@@ -452,7 +462,8 @@ def dq_kernel(
     stride_dqb, stride_dqs, stride_dqh,
     seqlen_q, seqlen_k, rows_padded, heads, group, window_left, window_right,
     stride_mask_b, stride_mask_h, width, n_bits,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     MASK_Q: tl.constexpr, MASK_KV: tl.constexpr, BITS: tl.constexpr,
     TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr, DO_IN_REGISTERS: tl.constexpr,
     SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr,
@@ -473,11 +484,11 @@ def dq_kernel(
     row = start_q + tl.arange(0, BLOCK_Q)
     window = (shift, seqlen_k, window_left, window_right)
     no_window = (shift, seqlen_k, seqlen_q + seqlen_k, seqlen_q + seqlen_k)
-    q_head = (q, stride_qb, stride_qs, stride_qh, b, h, seqlen_q)
-    k_head = (k, stride_kb, stride_ks, stride_kh, b, h_kv, seqlen_k)
-    v_head = (v, stride_vb, stride_vs, stride_vh, b, h_kv, seqlen_k)
-    do_head = (do, stride_dob, stride_dos, stride_doh, b, h, seqlen_q)
-    dq_head = (dq, stride_dqb, stride_dqs, stride_dqh, b, h, seqlen_q)
+    q_head = aligned(q, stride_qb, stride_qs, stride_qh, b, h, seqlen_q, ALIGNED)
+    k_head = aligned(k, stride_kb, stride_ks, stride_kh, b, h_kv, seqlen_k, ALIGNED)
+    v_head = aligned(v, stride_vb, stride_vs, stride_vh, b, h_kv, seqlen_k, ALIGNED)
+    do_head = aligned(do, stride_dob, stride_dos, stride_doh, b, h, seqlen_q, ALIGNED)
+    dq_head = aligned(dq, stride_dqb, stride_dqs, stride_dqh, b, h, seqlen_q, ALIGNED)
 
     q_i = load_block(q_head, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D, True, Q_IN_REGISTERS)
     do_i = load_block(do_head, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D, True, DO_IN_REGISTERS)

@@ -133,7 +133,8 @@ def forward_launch(problem: Problem, strides: Strides, aligned: bool, sizes: tup
         kernels.forward_kernel,
         _tiles(problem.seqlen_q, _form(problem).block_q, tiles.block_q) * problem.batch * problem.heads,
         (*strides, problem.seqlen_q, problem.seqlen_k, problem.heads, _group(problem), *_reach(problem), *sizes),
-        constexprs(problem, tiles, _masks(problem), "Q_IN_REGISTERS") | {"SCORE_MOD": functions(problem)["forward"]},
+        constexprs(problem, strides, tiles, _masks(problem), "Q_IN_REGISTERS")
+        | {"SCORE_MOD": functions(problem)["forward"]},
         tiles.num_warps,
         tiles.num_stages,
         aligned and problem.score_mod is None,
@@ -163,7 +164,7 @@ def dkdv_launch(problem: Problem, strides: Strides, aligned: bool, sizes: tuple[
             *_reach(problem),
             *sizes,
         ),
-        constexprs(problem, tiles, _masks(problem), "K_IN_REGISTERS", "V_IN_REGISTERS")
+        constexprs(problem, strides, tiles, _masks(problem), "K_IN_REGISTERS", "V_IN_REGISTERS")
         | constexprs_of(problem, "gradient"),
         tiles.num_warps,
         tiles.num_stages,
@@ -183,7 +184,7 @@ def dq_launch(problem: Problem, strides: Strides, aligned: bool, sizes: tuple[in
         kernels.dq_kernel,
         _tiles(problem.seqlen_q, _form(problem).block_q, tiles.block_q) * problem.batch * problem.heads,
         (*strides, *_lengths(problem), problem.heads, _group(problem), *_reach(problem), *sizes),
-        constexprs(problem, tiles, _masks(problem), "Q_IN_REGISTERS", "DO_IN_REGISTERS")
+        constexprs(problem, strides, tiles, _masks(problem), "Q_IN_REGISTERS", "DO_IN_REGISTERS")
         | constexprs_of(problem, "sums"),
         tiles.num_warps,
         tiles.num_stages,

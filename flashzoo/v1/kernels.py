@@ -41,6 +41,14 @@ SIZES = ["seqlen_q", "seqlen_k", "heads", "heads_kv", "rows_per_program"]
 
 
 @triton.jit
+def aligned(x, stride_b, stride_s, stride_h, b, h, seqlen, ALIGNED: tl.constexpr):
+    """A head, as `load_block` has it, whose strides are multiples of ALIGNED. Of those of 72 columns the compiler sees
+    only that 16 does not divide them, and would move number by number."""
+    strides = (stride_b // ALIGNED * ALIGNED, stride_s // ALIGNED * ALIGNED, stride_h // ALIGNED * ALIGNED)
+    return x, strides[0], strides[1], strides[2], b, h, seqlen
+
+
+@triton.jit
 def load_block(head, start, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Rows start .. start + ROWS of one head as a (ROWS, BLOCK_D) tile, zero beyond seqlen and HEAD_DIM.
 
@@ -84,7 +92,8 @@ def forward_kernel(
     stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
     stride_ab, stride_as, stride_ah,
     seqlen_q, seqlen_k, heads, group, rows_per_program,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, CAUSAL: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, CAUSAL: tl.constexpr,
     SCORE_MOD: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     ranges = tl.cdiv(seqlen_q, rows_per_program)
@@ -99,11 +108,11 @@ def forward_kernel(
     first_row = part * rows_per_program
     last_row = tl.minimum(first_row + rows_per_program, seqlen_q)
     at_head = tl.cast(bh, tl.int64) * seqlen_q
-    q_head = (q, stride_qb, stride_qs, stride_qh, b, h, seqlen_q)
-    k_head = (k, stride_kb, stride_ks, stride_kh, b, h_kv, seqlen_k)
-    v_head = (v, stride_vb, stride_vs, stride_vh, b, h_kv, seqlen_k)
-    o_head = (o, stride_ob, stride_os, stride_oh, b, h, seqlen_q)
-    o_acc_head = (o_acc, stride_ab, stride_as, stride_ah, b, h, seqlen_q)
+    q_head = aligned(q, stride_qb, stride_qs, stride_qh, b, h, seqlen_q, ALIGNED)
+    k_head = aligned(k, stride_kb, stride_ks, stride_kh, b, h_kv, seqlen_k, ALIGNED)
+    v_head = aligned(v, stride_vb, stride_vs, stride_vh, b, h_kv, seqlen_k, ALIGNED)
+    o_head = aligned(o, stride_ob, stride_os, stride_oh, b, h, seqlen_q, ALIGNED)
+    o_acc_head = aligned(o_acc, stride_ab, stride_as, stride_ah, b, h, seqlen_q, ALIGNED)
 
     for start_q in tl.range(first_row, last_row, BLOCK_Q, num_stages=1):  # A1.2
         row = start_q + tl.arange(0, BLOCK_Q)
@@ -173,7 +182,8 @@ def backward_kernel(
     stride_dob, stride_dos, stride_doh, stride_ab, stride_as, stride_ah,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     seqlen_q, seqlen_k, heads_kv, group,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     CAUSAL: tl.constexpr, DLSE: tl.constexpr, SERIAL: tl.constexpr,
     SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
@@ -191,10 +201,10 @@ def backward_kernel(
     h_kv = bh_kv - b * heads_kv
     shift = seqlen_k - seqlen_q
     d = tl.arange(0, BLOCK_D)
-    k_head = (k, stride_kb, stride_ks, stride_kh, b, h_kv, seqlen_k)
-    v_head = (v, stride_vb, stride_vs, stride_vh, b, h_kv, seqlen_k)
-    dk_head = (dk, stride_dkb, stride_dks, stride_dkh, b, h_kv, seqlen_k)
-    dv_head = (dv, stride_dvb, stride_dvs, stride_dvh, b, h_kv, seqlen_k)
+    k_head = aligned(k, stride_kb, stride_ks, stride_kh, b, h_kv, seqlen_k, ALIGNED)
+    v_head = aligned(v, stride_vb, stride_vs, stride_vh, b, h_kv, seqlen_k, ALIGNED)
+    dk_head = aligned(dk, stride_dkb, stride_dks, stride_dkh, b, h_kv, seqlen_k, ALIGNED)
+    dv_head = aligned(dv, stride_dvb, stride_dvs, stride_dvh, b, h_kv, seqlen_k, ALIGNED)
 
     for block in tl.range(first_block, last_block, num_stages=1):  # B1.6
         start_kv = block * BLOCK_KV
@@ -210,9 +220,9 @@ def backward_kernel(
         for member in range(group):
             h = h_kv * group + member
             bh = tl.cast(bh_kv * group + member, tl.int64)
-            q_head = (q, stride_qb, stride_qs, stride_qh, b, h, seqlen_q)
-            o_head = (o, stride_ob, stride_os, stride_oh, b, h, seqlen_q)
-            do_head = (do, stride_dob, stride_dos, stride_doh, b, h, seqlen_q)
+            q_head = aligned(q, stride_qb, stride_qs, stride_qh, b, h, seqlen_q, ALIGNED)
+            o_head = aligned(o, stride_ob, stride_os, stride_oh, b, h, seqlen_q, ALIGNED)
+            do_head = aligned(do, stride_dob, stride_dos, stride_doh, b, h, seqlen_q, ALIGNED)
             for start_q in tl.range(first_seeing, seqlen_q, BLOCK_Q):  # B1.9
                 row = start_q + tl.arange(0, BLOCK_Q)
                 at = bh * seqlen_q + row

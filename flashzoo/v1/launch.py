@@ -12,6 +12,7 @@ from torch import Tensor
 from flashzoo._triton import Launch
 from flashzoo._triton.dropout import kept_of, seed_of, share_of
 from flashzoo._triton.scores import constexprs_of, functions, gradients_of, scales, sums_of, tensors_of
+from flashzoo._triton.tiles import alignment
 from flashzoo.autograd import differentiable
 from flashzoo.call.operands import Operands
 from flashzoo.call.problem import Problem
@@ -80,7 +81,7 @@ def forward_launch(problem: Problem, strides: Strides) -> Launch:
         kernels.forward_kernel,
         heads * cdiv(problem.seqlen_q, rows),
         (*strides, problem.seqlen_q, problem.seqlen_k, problem.heads, problem.heads // problem.heads_kv, rows),
-        _constexprs(problem, tiles) | {"SCORE_MOD": functions(problem)["forward"], "KEPT": kept_of(problem)},
+        _constexprs(problem, strides, tiles) | {"SCORE_MOD": functions(problem)["forward"], "KEPT": kept_of(problem)},
         tiles.num_warps,
         tiles.num_stages,
     )
@@ -97,7 +98,7 @@ def backward_launch(problem: Problem, strides: Strides, dlse: bool) -> Launch:
         problem.batch * problem.heads_kv * (1 if serial else cdiv(problem.seqlen_k, tiles.block_kv)),
         (*strides, problem.seqlen_q, problem.seqlen_k, problem.heads_kv, problem.heads // problem.heads_kv),
         {
-            **_constexprs(problem, tiles),
+            **_constexprs(problem, strides, tiles),
             "DLSE": dlse,
             "SERIAL": serial,
             **constexprs_of(problem, "sums"),
@@ -115,10 +116,11 @@ def rows_per_program(seqlen_q: int, heads: int, block_q: int) -> int:
     return cdiv(blocks, ranges) * block_q
 
 
-def _constexprs(problem: Problem, tiles: Tiles) -> dict[str, Any]:
+def _constexprs(problem: Problem, strides: Strides, tiles: Tiles) -> dict[str, Any]:
     return {
         "HEAD_DIM": problem.head_dim,
         "BLOCK_D": block_d(problem.head_dim),
+        "ALIGNED": alignment(problem, strides),
         "BLOCK_Q": tiles.block_q,
         "BLOCK_KV": tiles.block_kv,
         "CAUSAL": problem.causal,

@@ -59,6 +59,14 @@ SIZES = ["seqlen_q", "seqlen_k", "rows_padded", "heads", "heads_kv", "window_lef
 
 
 @triton.jit
+def aligned(x, stride_b, stride_s, stride_h, b, h, first, rows, ALIGNED: tl.constexpr):
+    """A head, as `load_block` has it, whose strides are multiples of ALIGNED. Of those of 72 columns the compiler sees
+    only that 16 does not divide them, and would move number by number."""
+    strides = (stride_b // ALIGNED * ALIGNED, stride_s // ALIGNED * ALIGNED, stride_h // ALIGNED * ALIGNED)
+    return x, strides[0], strides[1], strides[2], b, h, first, rows
+
+
+@triton.jit
 def load_block(
     head,
     start,
@@ -275,7 +283,8 @@ def forward_kernel(
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
     stride_vb, stride_vs, stride_vh, stride_ob, stride_os, stride_oh,
     seqlen_q, seqlen_k, heads, group, window_left, window_right,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr, BY_HEAD: tl.constexpr,
     TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr, SCORE_MOD: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
@@ -290,10 +299,10 @@ def forward_kernel(
     h_kv = h // group
     row = start_q + tl.arange(0, BLOCK_Q)
     window = (rows_k - rows_q, rows_k, window_left, window_right)
-    q_head = (q, stride_qb, stride_qs, stride_qh, b, h, first_q, rows_q)
-    k_head = (k, stride_kb, stride_ks, stride_kh, b, h_kv, first_k, rows_k)
-    v_head = (v, stride_vb, stride_vs, stride_vh, b, h_kv, first_k, rows_k)
-    o_head = (o, stride_ob, stride_os, stride_oh, b, h, first_q, rows_q)
+    q_head = aligned(q, stride_qb, stride_qs, stride_qh, b, h, first_q, rows_q, ALIGNED)
+    k_head = aligned(k, stride_kb, stride_ks, stride_kh, b, h_kv, first_k, rows_k, ALIGNED)
+    v_head = aligned(v, stride_vb, stride_vs, stride_vh, b, h_kv, first_k, rows_k, ALIGNED)
+    o_head = aligned(o, stride_ob, stride_os, stride_oh, b, h, first_q, rows_q, ALIGNED)
 
     q_i = load_block(q_head, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D, True, Q_IN_REGISTERS)  # A1.4
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)  # A1.5
@@ -340,7 +349,8 @@ def delta_kernel(
     o, do, lse, dlse, delta, lse_log2, tiles, sinks, dsinks,
     stride_ob, stride_os, stride_oh, stride_dob, stride_dos, stride_doh,
     seqlen_q, rows_padded, heads,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, DLSE: tl.constexpr, PACKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_Q: tl.constexpr,
+    DLSE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dO * O) - dLSE, and LSE in log2 units.
 
@@ -362,8 +372,8 @@ def delta_kernel(
     b = bh // heads
     h = bh - b * heads
     row = start + tl.arange(0, BLOCK_Q)
-    o_head = (o, stride_ob, stride_os, stride_oh, b, h, first, rows)
-    do_head = (do, stride_dob, stride_dos, stride_doh, b, h, first, rows)
+    o_head = aligned(o, stride_ob, stride_os, stride_oh, b, h, first, rows, ALIGNED)
+    do_head = aligned(do, stride_dob, stride_dos, stride_doh, b, h, first, rows, ALIGNED)
     o_i = load_block(o_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, True, 0)
     do_i = load_block(do_head, start, BLOCK_Q, HEAD_DIM, BLOCK_D, True, 0)
     delta_i = tl.sum(o_i.to(tl.float32) * do_i.to(tl.float32), 1)  # B2.4
@@ -435,7 +445,8 @@ def dkdv_kernel(
     stride_vb, stride_vs, stride_vh, stride_dob, stride_dos, stride_doh,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     seqlen_q, seqlen_k, rows_padded, heads_kv, group, window_left, window_right,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr, BY_HEAD: tl.constexpr,
     TMA: tl.constexpr, K_IN_REGISTERS: tl.constexpr, V_IN_REGISTERS: tl.constexpr,
     SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr, KEPT: tl.constexpr,
@@ -458,10 +469,10 @@ def dkdv_kernel(
     shift = rows_k - rows_q
     col = start_kv + tl.arange(0, BLOCK_KV)
     window = (shift, rows_k, window_left, window_right)
-    k_head = (k, stride_kb, stride_ks, stride_kh, b, h_kv, first_k, rows_k)
-    v_head = (v, stride_vb, stride_vs, stride_vh, b, h_kv, first_k, rows_k)
-    dk_head = (dk, stride_dkb, stride_dks, stride_dkh, b, h_kv, first_k, owned)
-    dv_head = (dv, stride_dvb, stride_dvs, stride_dvh, b, h_kv, first_k, owned)
+    k_head = aligned(k, stride_kb, stride_ks, stride_kh, b, h_kv, first_k, rows_k, ALIGNED)
+    v_head = aligned(v, stride_vb, stride_vs, stride_vh, b, h_kv, first_k, rows_k, ALIGNED)
+    dk_head = aligned(dk, stride_dkb, stride_dks, stride_dkh, b, h_kv, first_k, owned, ALIGNED)
+    dv_head = aligned(dv, stride_dvb, stride_dvs, stride_dvh, b, h_kv, first_k, owned, ALIGNED)
 
     k_j = load_block(k_head, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D, True, K_IN_REGISTERS)  # B2.6
     v_j = load_block(v_head, start_kv, BLOCK_KV, HEAD_DIM, BLOCK_D, True, V_IN_REGISTERS)
@@ -485,8 +496,8 @@ def dkdv_kernel(
     gradients, keys = (dk_j, dv_j), (k_j, v_j, col)
     for member in range(group):
         h = h_kv * group + member
-        q_head = (q, stride_qb, stride_qs, stride_qh, b, h, first_q, rows_q)
-        do_head = (do, stride_dob, stride_dos, stride_doh, b, h, first_q, rows_q)
+        q_head = aligned(q, stride_qb, stride_qs, stride_qh, b, h, first_q, rows_q, ALIGNED)
+        do_head = aligned(do, stride_dob, stride_dos, stride_doh, b, h, first_q, rows_q, ALIGNED)
         sequence = sequence_of(tiles, heads_kv, b, PACKED, SCORE_MOD, KEPT)
         scored, dropout = (sequence, h, score_scale, score_tensors), (seed, dropped, sequence, h, start_kv)
         rows = (bh_kv * group + member, rows_padded, statistics)
@@ -556,7 +567,8 @@ def dq_kernel(
     stride_vb, stride_vs, stride_vh, stride_dob, stride_dos, stride_doh,
     stride_dqb, stride_dqs, stride_dqh,
     seqlen_q, seqlen_k, rows_padded, heads, group, window_left, window_right,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, PACKED: tl.constexpr, CACHE: tl.constexpr, BY_HEAD: tl.constexpr,
     TMA: tl.constexpr, Q_IN_REGISTERS: tl.constexpr, DO_IN_REGISTERS: tl.constexpr,
     SCORE_MOD: tl.constexpr, SCORE_GRADIENT: tl.constexpr, KEPT: tl.constexpr,
@@ -572,11 +584,11 @@ def dq_kernel(
     h_kv = h // group
     row = start_q + tl.arange(0, BLOCK_Q)
     window = (rows_k - rows_q, rows_k, window_left, window_right)
-    q_head = (q, stride_qb, stride_qs, stride_qh, b, h, first_q, rows_q)
-    k_head = (k, stride_kb, stride_ks, stride_kh, b, h_kv, first_k, rows_k)
-    v_head = (v, stride_vb, stride_vs, stride_vh, b, h_kv, first_k, rows_k)
-    do_head = (do, stride_dob, stride_dos, stride_doh, b, h, first_q, rows_q)
-    dq_head = (dq, stride_dqb, stride_dqs, stride_dqh, b, h, first_q, rows_q)
+    q_head = aligned(q, stride_qb, stride_qs, stride_qh, b, h, first_q, rows_q, ALIGNED)
+    k_head = aligned(k, stride_kb, stride_ks, stride_kh, b, h_kv, first_k, rows_k, ALIGNED)
+    v_head = aligned(v, stride_vb, stride_vs, stride_vh, b, h_kv, first_k, rows_k, ALIGNED)
+    do_head = aligned(do, stride_dob, stride_dos, stride_doh, b, h, first_q, rows_q, ALIGNED)
+    dq_head = aligned(dq, stride_dqb, stride_dqs, stride_dqh, b, h, first_q, rows_q, ALIGNED)
     rows = (bh, rows_padded, statistics)
 
     q_i = load_block(q_head, start_q, BLOCK_Q, HEAD_DIM, BLOCK_D, True, Q_IN_REGISTERS)
@@ -610,7 +622,8 @@ def dq_kernel(
 @triton.jit
 def accumulate_dbias(
     dbias, block, tensors, sharing, first, last, scale_log2, window,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     MASKED: tl.constexpr, TMA: tl.constexpr,
     SCORE_MOD: tl.constexpr, READ_GRADIENT: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
@@ -628,13 +641,13 @@ def accumulate_dbias(
         b = first_b + sharer // shared_h
         h = first_h + sharer % shared_h
         q, stride_qb, stride_qs, stride_qh, seqlen_q = q_of
-        q_head = (q, stride_qb, stride_qs, stride_qh, b, h, 0, seqlen_q)
+        q_head = aligned(q, stride_qb, stride_qs, stride_qh, b, h, 0, seqlen_q, ALIGNED)
         k, stride_kb, stride_ks, stride_kh, seqlen_k = k_of
-        k_head = (k, stride_kb, stride_ks, stride_kh, b, h // group, 0, seqlen_k)
+        k_head = aligned(k, stride_kb, stride_ks, stride_kh, b, h // group, 0, seqlen_k, ALIGNED)
         v, stride_vb, stride_vs, stride_vh, _ = v_of
-        v_head = (v, stride_vb, stride_vs, stride_vh, b, h // group, 0, seqlen_k)
+        v_head = aligned(v, stride_vb, stride_vs, stride_vh, b, h // group, 0, seqlen_k, ALIGNED)
         do, stride_dob, stride_dos, stride_doh, _ = do_of
-        do_head = (do, stride_dob, stride_dos, stride_doh, b, h, 0, seqlen_q)
+        do_head = aligned(do, stride_dob, stride_dos, stride_doh, b, h, 0, seqlen_q, ALIGNED)
         rows = (b * heads + h, rows_padded, 0)
         lse_i = load_statistic(lse_log2, rows, start_q, BLOCK_Q, 0)
         delta_i = load_statistic(delta, rows, start_q, BLOCK_Q, 0)
@@ -668,7 +681,8 @@ def dbias_kernel(
     stride_share, stride_b, stride_h, stride_q, stride_k,
     seqlen_q, seqlen_k, rows_padded, heads, group, owners_b, owners_h, shared_h, sharers, share,
     window_left, window_right,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     LEFT: tl.constexpr, RIGHT: tl.constexpr, TMA: tl.constexpr,
     SCORE_MOD: tl.constexpr, READ_GRADIENT: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
@@ -712,11 +726,11 @@ def dbias_kernel(
     dbias_ij = tl.zeros([BLOCK_Q, BLOCK_KV], tl.float32)
     dbias_ij = accumulate_dbias(
         dbias_ij, block, tensors, sharing, first, not_masked, scale_log2, window,
-        HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_KV, False, TMA, SCORE_MOD, READ_GRADIENT, KEPT,
+        HEAD_DIM, BLOCK_D, ALIGNED, BLOCK_Q, BLOCK_KV, False, TMA, SCORE_MOD, READ_GRADIENT, KEPT,
     )  # fmt: skip
     dbias_ij = accumulate_dbias(
         dbias_ij, block, tensors, sharing, not_masked, last, scale_log2, window,
-        HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_KV, True, TMA, SCORE_MOD, READ_GRADIENT, KEPT,
+        HEAD_DIM, BLOCK_D, ALIGNED, BLOCK_Q, BLOCK_KV, True, TMA, SCORE_MOD, READ_GRADIENT, KEPT,
     )  # fmt: skip
 
     base = dbias + tl.cast(nth, tl.int64) * stride_share + tl.cast(owner_b, tl.int64) * stride_b

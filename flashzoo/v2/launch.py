@@ -118,7 +118,7 @@ def forward_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
         kernels.forward_kernel,
         blocks(problem, problem.seqlen_q, tiles.block_q) * problem.heads,
         (*strides, problem.seqlen_q, problem.seqlen_k, problem.heads, _group(problem), *problem.reach),
-        constexprs(problem, tiles, _masks(problem), "Q_IN_REGISTERS")
+        constexprs(problem, strides, tiles, _masks(problem), "Q_IN_REGISTERS")
         | {"SCORE_MOD": functions(problem)["forward"], "KEPT": kept_of(problem)},
         tiles.num_warps,
         tiles.num_stages,
@@ -142,7 +142,7 @@ def dkdv_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
         kernels.dkdv_kernel,
         blocks(problem, problem.seqlen_k, tiles.block_kv) * problem.heads_kv,
         (*strides, *_lengths(problem), problem.heads_kv, _group(problem), *problem.reach),
-        constexprs(problem, tiles, _masks(problem), "K_IN_REGISTERS", "V_IN_REGISTERS")
+        constexprs(problem, strides, tiles, _masks(problem), "K_IN_REGISTERS", "V_IN_REGISTERS")
         | constexprs_of(problem, "gradient")
         | {"KEPT": kept_of(problem)},
         tiles.num_warps,
@@ -163,7 +163,7 @@ def dq_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
         kernels.dq_kernel,
         blocks(problem, problem.seqlen_q, tiles.block_q) * problem.heads,
         (*strides, *_lengths(problem), problem.heads, _group(problem), *problem.reach),
-        constexprs(problem, tiles, _masks(problem), "Q_IN_REGISTERS", "DO_IN_REGISTERS")
+        constexprs(problem, strides, tiles, _masks(problem), "Q_IN_REGISTERS", "DO_IN_REGISTERS")
         | constexprs_of(apart(problem)[0], "sums")
         | {"KEPT": kept_of(problem)},
         tiles.num_warps,
@@ -202,7 +202,7 @@ def dbias_launch(
             *(*strides, math.prod(shape), *(steps[name] for name in "bhqk"), *_lengths(problem), problem.heads),
             *(_group(problem), owners_b, owners_h, problem.heads // owners_h, sharers, share, *problem.reach),
         ),
-        constexprs(problem, tiles, {"LEFT": left is not None, "RIGHT": right is not None})
+        constexprs(problem, strides, tiles, {"LEFT": left is not None, "RIGHT": right is not None})
         | {"BLOCK_D": width, "SCORE_MOD": functions(problem)["forward"]}
         | {"READ_GRADIENT": gradient_of_read(problem, tensor), "KEPT": kept_of(problem)},
         tiles.num_warps,
