@@ -76,8 +76,8 @@ _V1 = (
         "v1/do_read_by_strides_of_o",
         "dO is read as if it lay as O does; seen in FA 9ee0ff1d",
         V1,
-        "do_head = (do, stride_dob, stride_dos, stride_doh",
-        "do_head = (do, stride_ob, stride_os, stride_oh",
+        "do_head = aligned(do, stride_dob, stride_dos, stride_doh",
+        "do_head = aligned(do, stride_ob, stride_os, stride_oh",
         "test_layouts and v1-plain and packed",
     ),
     fault(
