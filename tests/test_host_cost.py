@@ -235,18 +235,34 @@ def test_a_tiny_call_on_the_gpu(costs, name):
     costs(f"call {name}", call)
 
 
-@pytest.mark.gpu
-@pytest.mark.alone
-def test_v2_costs_the_host_what_torchs_attention_does():
-    best = {name: math.inf for name in ("v2", TORCH)}
+def over_torch(version: str) -> float:
+    """The host's cost of a version over that of torch's attention, on a GPU."""
+    best = {name: math.inf for name in (version, TORCH)}
     calls = {name: tiny_call(name) for name in best}
-    for rounds in range(5 * ROUNDS):  # what else the machine does only ever adds: more rounds come nearer to the cost
+    for _ in range(ROUNDS):  # what else the machine does only ever adds
         for name, call in calls.items():
             best[name] = min(best[name], seconds(call, 100))
             torch.cuda.synchronize()
-        if rounds >= ROUNDS and best["v2"] < OVER_SDPA * best[TORCH]:
-            break
-    assert best["v2"] < OVER_SDPA * best[TORCH]
+    return best[version] / best[TORCH]
+
+
+OVER_TORCH = f"""
+import sys
+sys.path[:0] = [{str(ROOT / "tests")!r}, {str(ROOT)!r}]
+from test_host_cost import over_torch
+print(over_torch("v2"))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.alone
+def test_v2_costs_the_host_what_torchs_attention_does():
+    """In one of three new processes. One that had run other tests found less, and a quarter of an hour later, on the
+    same host and of the same tree, 1.12."""
+    found: list[float] = []
+    while len(found) < 3 and min(found, default=math.inf) >= OVER_SDPA:
+        found.append(float(in_fresh_process(OVER_TORCH)))
+    assert min(found) < OVER_SDPA, found
 
 
 @pytest.mark.gpu

@@ -229,6 +229,7 @@ FIRST_CALL = """if True:
 
 @gpu
 @on_hopper
+@pytest.mark.alone  # it asks for seconds
 def test_the_first_call_of_a_process(folder):
     empty, _ = in_fresh_process(FIRST_CALL.format(imports="import cutlass.cute")).split()
     again = [in_fresh_process(FIRST_CALL.format(imports="")).split() for _ in range(3)]
