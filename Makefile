@@ -58,7 +58,7 @@ format: $(DEV) ## ruff's formatter and its safe fixes
 bench: $(DEV) ## time versions and peers on this GPU, into bench/results
 	$(BIN)/flashzoo bench $(ARGS)
 
-report: $(DEV) ## measure all that READMEs and docs show, if there is a GPU; draw it, here and in report.html
+report: $(DEV) ## measure what READMEs and docs show, if there is a GPU; draw it, here and in report.html
 	$(BIN)/python -m bench.everything $(ARGS)
 
 clean: ## remove the environment and every cache

@@ -1,5 +1,5 @@
-"""All that READMEs and docs show, measured into one results file and drawn: `make report`, or
-`python -m bench.everything`.
+"""What READMEs and docs show, measured into one results file and drawn: `make report`, or `python -m bench.everything`.
+Whole models, several GPUs, MLA's caches and the trace of a kernel are measured by hand (CONTRIBUTING.md).
 
 On a machine with an NVIDIA GPU it goes through `SETS`, each a run of its own into bench/results/<gpu>.csv. What was
 stopped goes on where it is called again with the same `--run`. Then it draws the pictures, and writes the sections of

@@ -119,10 +119,11 @@ def _of_run(found: runs.Ratios, table_run: str) -> str:
 
 
 def speeds_at(rows: list[Row], name: str, impls: tuple[str, ...], lengths: tuple[int, ...]) -> str:
-    """A table of speeds, a row for each head dim and length."""
+    """A table of speeds, a row for each head dim and length, of those who have any."""
     cells = runs.speeds(runs.last_run(rows, name))
-    lines = ([str(d), str(n), *(pair(cells, d, n, impl) for impl in impls)] for d in HEAD_DIMS for n in lengths)
-    return table(("head_dim", "seqlen", *map(name_of, impls)), lines)
+    there = [impl for impl in impls if any(impl in cell for cell in cells.values())]
+    lines = ([str(d), str(n), *(pair(cells, d, n, impl) for impl in there)] for d in HEAD_DIMS for n in lengths)
+    return table(("head_dim", "seqlen", *map(name_of, there)), lines)
 
 
 def what(rows: list[Row], name: str) -> str:
@@ -268,7 +269,7 @@ def backward(rows: list[Row]) -> Iterator[str]:
     """v3's."""
     yield f"{what(rows, 'bwd')} 2.5 times the forward FLOPs; the deterministic mode is timed at seqlen 8192."
     yield from alone(rows, "v3", "bwd")
-    impls = ("v3", "fa4", "sdpa_cudnn", "flex", "v2", "v1", "v3_deterministic")
+    impls = ("v3", "fa3", "fa4", "sdpa_cudnn", "flex", "v2", "v1", "v3_deterministic")
     yield speeds_at(rows, "bwd", impls, (512, 2048, 8192, LONGEST))
     best, slower = runs.over(rows, "v3", BEST_PEER, "bwd"), runs.over(rows, "v3_deterministic", "v3", "bwd")
     assert best and slower
@@ -276,8 +277,8 @@ def backward(rows: list[Row]) -> Iterator[str]:
     kept = ", ".join(f"{min(slower.of(d)):.2f} to {max(slower.of(d)):.2f} at {d}" for d in HEAD_DIMS)
     yield (
         f"Over all cells, geometric means: {over(rows, 'v3', (BEST_PEER, 'v2', 'v1'), 'bwd')}; by head dim, over the "
-        f"fastest other library, {by_head_dim}. The deterministic mode has this share of the other's speed, "
-        f"by head dim: {kept}."
+        f"fastest other library, {by_head_dim}. The deterministic mode has this share of the other's speed "
+        f"(`{slower.run}`), by head dim: {kept}."
     )
 
 
@@ -450,6 +451,7 @@ def decode(rows: list[Row]) -> Iterator[str]:
     for latent in (False, True):
         if of := [row for row in mine if bool(row["head_dim_v"]) == latent and not row["dtype_kv"]]:
             yield from _decode_run(rows, runs.of_most(of))
+            yield from _decode_since(of)
     if in_e4m3 := [row for row in mine if row["dtype_kv"] and row["impl"] == "decode"]:
         yield from _decode_run_in_e4m3(rows, runs.of_most(in_e4m3))
 
@@ -483,10 +485,26 @@ def _decode_run(rows: list[Row], mine: list[Row]) -> Iterator[str]:
     yield _table_of_caches(
         cells, lambda cell: " / ".join(f"{rate(cell[impl]):.0f}" if impl in cell else "-" for impl in impls)
     )
+    for other, values in _over_peers(cells).items():
+        yield f"decode over {name_of(other)}: {ratio(values)}, geometric mean of {len(values)} cells."
+
+
+def _over_peers(cells: Caches) -> dict[str, list[float]]:
+    """decode's speed over that of each peer, in the cells that have both."""
     ours = [found for cell in cells.values() for found in cell.values() if "decode" in found]
-    for other in DECODE_PEERS:
-        if values := [_faster(found["decode"], found[other]) for found in ours if other in found]:
-            yield f"decode over {name_of(other)}: {ratio(values)}, geometric mean of {len(values)} cells."
+    over = {
+        other: [_faster(found["decode"], found[other]) for found in ours if other in found] for other in DECODE_PEERS
+    }
+    return {other: values for other, values in over.items() if values}
+
+
+def _decode_since(of: list[Row]) -> Iterator[str]:
+    """Of a run behind the table's, which has fewer cells."""
+    last = runs.of_last(of)
+    if last[0]["run"] != runs.of_most(of)[0]["run"] and (over := _over_peers(_of_caches(last))):
+        cells = max(map(len, over.values()))
+        told = ", ".join(f"{ratio(values)} {name_of(other)}" for other, values in over.items())
+        yield f"Since then run `{last[0]['run']}` of {last[0]['date']}, {cells} of these cells: {told}."
 
 
 def _decode_run_in_e4m3(rows: list[Row], mine: list[Row]) -> Iterator[str]:

@@ -107,8 +107,8 @@ def of_most(
 
 
 def last_run(rows: list[Row], table: str) -> list[Row]:
-    """A table's rows, at the field's sizes, of the run that has most of its cells, and of equal ones the last,
-    in one dtype.
+    """A table's rows, at the field's sizes, of the run that has most results for it, by cells and implementations, and
+    of equal ones the last, in one dtype.
 
     Where no row is of the field's sizes, as in a run on a CPU, they are at the sizes of the last row.
 
@@ -118,7 +118,7 @@ def last_run(rows: list[Row], table: str) -> list[Row]:
             One that times an ablated kernel is of none, nor one with block masks, packed sequences, something on the
             scores or the layers of models, nor one of several GPUs.
     """
-    return of_most(_of_table(rows, table), _measurement, shape_of)
+    return of_most(_of_table(rows, table), _measurement, lambda row: (shape_of(row), row["impl"]))
 
 
 def _measurement(row: Row) -> tuple[str, str]:

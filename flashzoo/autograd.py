@@ -59,12 +59,14 @@ class _Attention(torch.autograd.Function):
 
 
 def as_rows(out: Tensor, lse: Tensor | None) -> tuple[Tensor, Any]:
-    """What a version gives for a batch of one, as packed rows."""
+    """What a version gives for a batch of one, out `(1, rows, heads, head_dim_v)` and lse `(1, heads, rows)`, as packed
+    rows: without that dimension."""
     return out.squeeze(0), None if lse is None else lse.squeeze(0)
 
 
 def refuse_double_backward() -> None:
-    """To begin a backward pass with that is not itself recorded: a second derivative would be wrong with no error."""
+    """To begin a backward pass with that is not itself recorded: NotImplementedError where it would be, as a second
+    derivative would be wrong with no error."""
     if torch.is_grad_enabled():
         raise NotImplementedError("flashzoo has no double backward: call backward or grad with create_graph=False")
 

@@ -292,7 +292,7 @@ def test_names():
     with pytest.raises(ValueError, match="name must not contain 'flash'"):
         door.register("flashzoo")
     query = torch.randn(1, 2, 4, 8)
-    attend = door.attention_of("auto")
+    attend = door._attention_of("auto")
     layer = torch.nn.Module()
     with pytest.raises(ValueError, match="attention_mask must say what 4 queries see of 6 keys"):
         attend(layer, query, torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8), None)
@@ -316,7 +316,7 @@ def test_names():
 
 def test_numbers_that_are_added_behind_a_softcap():
     """By batch, head, query and key, in whichever they differ, with gradients; the least of a dtype masks."""
-    attend, (batch, heads, queries, keys) = door.attention_of("standard"), (2, 4, 5, 7)
+    attend, (batch, heads, queries, keys) = door._attention_of("standard"), (2, 4, 5, 7)
     q, k, v = (torch.randn(batch, n, length, 8, requires_grad=True) for n, length in ((4, 5), (2, 7), (2, 7)))
     for sizes in ((1, heads, queries, keys), (batch, 1, 1, keys), (batch, heads, queries, 1), (1, 1, 1, 1)):
         for masked in (None, -torch.inf, torch.finfo().min):
@@ -342,13 +342,13 @@ def test_a_bias_beside_packed_sequences():
         assert isinstance(masks.read(mask), masks.Packed)
         shown = rules.sdpa_mask(2, 5, 5, mask_function=rule, allow_is_causal_skip=False)
         q, bias = torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 5)
-        out, _ = door.attention_of("standard")(torch.nn.Module(), q, q, q, mask, scaling=0.4, position_bias=bias)
+        out, _ = door._attention_of("standard")(torch.nn.Module(), q, q, q, mask, scaling=0.4, position_bias=bias)
         p = (q @ q.mT * 0.4 + bias).masked_fill(~shown, -torch.inf).softmax(-1)
         torch.testing.assert_close(out, (p @ q).transpose(1, 2))
 
 
 def test_a_row_that_a_mask_of_numbers_hides_gives_0():
-    attend, q = door.attention_of("standard"), torch.randn(1, 2, 4, 8)
+    attend, q = door._attention_of("standard"), torch.randn(1, 2, 4, 8)
     for masked in (-torch.inf, torch.finfo().min):
         mask = torch.zeros(1, 1, 4, 4)
         mask[:, :, 2] = masked
@@ -393,7 +393,7 @@ def drawn_mask(draw: random.Random) -> tuple[dict[str, Any], Tensor]:
 
 def test_a_layer_sees_what_the_dense_mask_shows():
     """Whatever the lengths, offsets, windows, padding and caches, and what is done to scores."""
-    draw, attend, kinds = random.Random(0), door.attention_of("standard"), set()
+    draw, attend, kinds = random.Random(0), door._attention_of("standard"), set()
     for _ in range(400):
         how, rows = drawn_mask(draw)
         mask = masks.mask_of(**how)

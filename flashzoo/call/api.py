@@ -357,8 +357,11 @@ def sdpa(
     Returns:
         out `(batch, heads, seqlen_q, head_dim_v)`.
 
+    Dtypes, devices and strides are as in `attention`.
+
     Raises:
         ValueError: is_causal with seqlen_q != seqlen_k, or fewer key heads than query heads without enable_gqa.
+        TypeError, ValueError, flashzoo.UnsupportedError: as `attention`.
     """
     check_tensors(query=query, key=key, value=value)
     check_flags(is_causal=is_causal, enable_gqa=enable_gqa)

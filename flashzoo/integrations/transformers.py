@@ -10,7 +10,7 @@
 The name is not "flashzoo", because transformers takes every name that contains "flash" for a kernel of its hub: it
 loads that when a model is made, and refuses to compile generation with it as one graph.
 
-Importing this needs transformers 5.17 or newer: `pip install flashzoo[transformers]`.
+Importing this needs transformers 5.17 or newer: the extra `transformers`.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ def register(name: str = NAME) -> None:
         raise ValueError(f"name must not contain 'flash', which transformers looks for in its hub, got {name!r}")
     for version in ("auto", *flashzoo.versions()):
         known = name if version == "auto" else f"{name}:{version}"
-        AttentionInterface.register(known, attention_of(version))
+        AttentionInterface.register(known, _attention_of(version))
         AttentionMaskInterface.register(known, mask_of)
 
 
-def attention_of(version: str) -> Callable[..., tuple[Tensor, None]]:
-    """An attention function of transformers by this version."""
+def _attention_of(version: str) -> Callable[..., tuple[Tensor, None]]:
+    """An attention function of transformers, by this version."""
 
     def attention(
         module: nn.Module,

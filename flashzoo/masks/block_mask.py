@@ -242,7 +242,7 @@ class BlockMask(Builders):
         """A `matplotlib.figure.Figure` of the blocks of one head. Synchronises.
 
         Raises:
-            ImportError: matplotlib is not installed (`pip install flashzoo[report]`).
+            ImportError: matplotlib is not installed (the extra `report`).
         """
         return picture.figure(self._codes(batch, head), self.block_q, self.block_kv, f"{self._sizes}\n{self._shares}")
 

@@ -47,7 +47,7 @@ def figure(codes: Tensor, block_q: int, block_kv: int, title: str) -> Any:
             importlib.import_module(f"matplotlib.{name}") for name in ("colors", "figure", "patches")
         )
     except ImportError as error:
-        raise ImportError("plot() needs matplotlib: pip install flashzoo[report]") from error
+        raise ImportError("plot() needs matplotlib, which the extra report of flashzoo brings") from error
     shades = {"skipped": "#f2f2f2", "partial": "#f4a259", "full": "#2e5e8c"}
     n_q, n_k = codes.shape
     made = figures.Figure(figsize=(5, 5), layout="constrained")

@@ -150,6 +150,9 @@ def positions(seqlen: int, group: Any, layout: Layout = "zigzag", device: torch.
     Returns:
         int64 `(seqlen / ranks,)`, rounded up, from 0 on. Those of padding are not less than seqlen, which is how a loss
         tells it: `positions(...) < seqlen`.
+
+    Raises:
+        TypeError, ValueError: as `shard`, for group and layout.
     """
     check_layout(layout)
     parts = ranks_of(group).size * chunks_of(layout)
