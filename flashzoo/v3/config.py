@@ -244,6 +244,8 @@ def group_splits_for(problem: Problem) -> int:
     p, group = problem, problem.heads // problem.heads_kv
     if group == 1 or (p.sequences is not None and p.deterministic):
         return 1
+    if not p.seqlen_k or p.sequences == 0:  # no tile has a step
+        return 1
     widths = widths_backward(p)
     tiles = BACKWARD[widths]
     blocks, batch = cdiv(p.seqlen_k, tiles.block_kv), p.batch

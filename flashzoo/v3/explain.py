@@ -35,7 +35,8 @@ def refusals(problem: Problem) -> list[str]:
         return found
     if mask.block_q != MASK_Q:
         found.append(f"takes block masks with block_q {MASK_Q}, got {mask.block_q}")
-    if problem.grad:
+    widest = max(BACKWARD)
+    if problem.grad and problem.head_dim <= widest[0] and problem.head_dim_v <= widest[1]:  # others its Spec refuses
         tile = BACKWARD[widths_backward(problem)].block_kv
         if mask.block_kv % tile:
             found.append(
