@@ -49,7 +49,8 @@ def append(
             sequence; None is 1. Positive and finite, which is not looked at.
 
     Raises:
-        TypeError, ValueError: an argument is malformed; the text names it, what was expected and what was got.
+        TypeError, ValueError: an argument is malformed, or a cache expanded; the text names it, what was expected and
+            what was got.
         NotImplementedError: it is being traced, by torch.compile with fullgraph=True or by torch.export.
     """
     if is_compiling():
@@ -65,6 +66,12 @@ def append(
             raise ValueError(f"{name} must have 4 dimensions, got shape {tuple(x.shape)}")
         if x.stride(3) != 1 and x.shape[3] > 1:
             raise ValueError(f"{name} must be contiguous in its last dimension (stride 1), got stride {x.stride(3)}")
+        if name.endswith("cache") and any(
+            step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True)
+        ):
+            raise ValueError(
+                f"{name} must have memory of its own for each row, got strides {x.stride()} of {(*x.shape,)}"
+            )
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} has no gradient through a cache, got one that requires grad")
     batch, new, heads, _ = k.shape
@@ -108,6 +115,7 @@ def append(
     k, v = k.resolve_neg(), v.resolve_neg()
     descales = (None if x is None else x.resolve_neg() for x in (k_descale, v_descale))
     import_module("flashzoo._triton.append").append(k_cache, v_cache, k, v, seqused_k, page_table, *descales)
+    torch.autograd.graph.increment_version((k_cache, v_cache))  # what autograd has saved may be overwritten
 
 
 def _check_descale(

@@ -34,7 +34,7 @@ class _Attention(torch.autograd.Function):
         if ctx.as_batch:
             q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
         out, lse = run(q, k, v, problem, operands)
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, *operands.read_again)
         ctx.problem, ctx.operands, ctx.run_backward = problem, operands, run_backward
         ctx.set_materialize_grads(False)
         return as_rows(out, lse) if ctx.as_batch else (out, lse)
@@ -46,7 +46,7 @@ class _Attention(torch.autograd.Function):
             refuse_transforms("flashzoo's backward pass", dout=dout, dlse=dlse)
         if not ctx.batches:
             refuse_batched(dout, dlse)
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, *_ = ctx.saved_tensors
         if ctx.as_batch:
             dout, dlse = (x if x is None else x.unsqueeze(0) for x in (dout, dlse))
         # What a kernel reads is memory, where a number whose negative bit is set has the other sign.

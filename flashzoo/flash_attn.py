@@ -91,6 +91,7 @@ def _scored(
 def _with_alibi(
     q: Tensor, k: Tensor, v: Tensor, return_lse: bool, softcap: float, slopes: Tensor, options: dict[str, Any]
 ) -> Tensor | tuple[Tensor, Tensor]:
+    _check_tensors(q=q, k=k, v=v)
     if not isinstance(slopes, Tensor) or slopes.dtype != torch.float32:
         raise TypeError(f"alibi_slopes must be float32, got {getattr(slopes, 'dtype', type(slopes).__name__)}")
     packed = "cu_seqlens_q" in options
@@ -329,15 +330,23 @@ def flash_attn_with_kvcache(
 
     Raises:
         TypeError, ValueError: as `flashzoo.attention` and `flashzoo.append`; or k, v and cache_seqlens do not go
-            together.
+            together, or are more than the cache has room for where that is an int. What `attention` refuses is refused
+            when k and v are written.
         flashzoo.UnsupportedError: an argument is not supported, or no version takes the call; the text names it.
     """
     refused = {"rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "num_splits": num_splits}
     _refuse("flash_attn_with_kvcache", **refused, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
     if (k is None) != (v is None):
         raise ValueError(f"k and v must be given together, got {'v' if k is None else 'k'} alone")
+    _check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    if max_seqlen_q is not None and cu_seqlens_q is None:
+        raise ValueError(f"max_seqlen_q goes with cu_seqlens_q, got {max_seqlen_q!r} alone")
     used = cache_seqlens
     if isinstance(used, int):
+        room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+        room -= 0 if k is None else k.shape[1]
+        if isinstance(used, bool) or not 0 <= used <= room:
+            raise ValueError(f"cache_seqlens must be from 0 to {room}, what the cache has room for, got {used!r}")
         batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
         used = torch.full((batch,), used, dtype=torch.int32, device=q.device)
     if k is not None and cu_seqlens_q is not None:
@@ -359,15 +368,21 @@ def flash_attn_with_kvcache(
 
 def _parts(name: str, packed: Tensor, ndim: int, count: int) -> tuple[Tensor, ...]:
     """q, k and v, or k and v, that lie side by side in the third dimension from the last."""
-    if not isinstance(packed, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(packed).__name__}")
+    _check_tensors(**{name: packed})
     if packed.ndim != ndim or packed.shape[-3] != count:
         rows = "total" if ndim == 4 else "batch, seqlen"
         raise ValueError(f"{name} must have shape ({rows}, {count}, heads, head_dim), got {tuple(packed.shape)}")
     return packed.unbind(-3)
 
 
+def _check_tensors(**named: Any) -> None:
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+
+
 def _lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> dict[str, Any]:
+    _check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     return {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,

@@ -23,7 +23,8 @@ _OF_CONFIG = {
     "apply_query_key_layer_scaling": (False, None),
     "softmax_type": ("vanilla", None),
 }
-"""What a configuration may ask for that is taken at these values alone."""
+_OF_PACKED = {"qkv_format": ("thd", None), "cu_seqlens_q_padded": (None,), "cu_seqlens_kv_padded": (None,)}
+"""What a configuration, and packed sequences' parameters, may ask for that is taken at these values alone."""
 
 
 class DotProductAttention(nn.Module):
@@ -35,10 +36,11 @@ class DotProductAttention(nn.Module):
 
     Args:
         config: None, or any object with attributes, of which `window_size` (left, right), `softmax_scale`,
-            `attn_logit_softcapping` (`flashzoo.score_mods.softcap`, where it is not 0), `attention_dropout` and what
-            would change attention are looked at: `context_parallel_size`, `apply_query_key_layer_scaling` and
-            `softmax_type` must ask for nothing.
-        layer_number: not looked at.
+            `window_attn_skip_freq`, `attn_logit_softcapping` (`flashzoo.score_mods.softcap`, where it is not 0),
+            `attention_dropout`, `deterministic_mode` and what would change attention are looked at:
+            `context_parallel_size`, `apply_query_key_layer_scaling` and `softmax_type` must ask for nothing.
+        layer_number: from 1 on; by it config's `window_attn_skip_freq` leaves layers without the window: N every N-th,
+            a list those where it has 0.
         attn_mask_type: "causal", "no_mask", "padding", "padding_causal" or "arbitrary", or a member of an enumeration
             of that name.
         attention_type: "self" or "cross"; not looked at.
@@ -68,10 +70,7 @@ class DotProductAttention(nn.Module):
         **others: Any,
     ) -> None:
         super().__init__()
-        for name, (*taken,) in _OF_CONFIG.items():
-            asked = getattr(config, name, None)
-            if asked not in taken:
-                raise flashzoo.UnsupportedError(f"config.{name} must be {taken[0]!r}, got {asked!r}")
+        _refuse("config", config, _OF_CONFIG)
         for name, value in others.items():
             if value is not None and name not in ("cp_comm_type", "pg_collection", "model_comm_pgs"):
                 raise flashzoo.UnsupportedError(f"{name} must be None, got {value!r}")
@@ -80,7 +79,10 @@ class DotProductAttention(nn.Module):
         scale = getattr(config, "softmax_scale", None) if softmax_scale is None else softmax_scale
         self.softmax_scale: float | None = scale
         window = getattr(config, "window_size", None) if window_size is None else window_size
-        self.window_size: tuple[int | None, int | None] | None = window
+        skip = getattr(config, "window_attn_skip_freq", None) if window_size is None else None
+        windowed = skip is None or (layer_number % skip if isinstance(skip, int) else skip[layer_number - 1])
+        self.window_size: tuple[int | None, int | None] | None = window if windowed else None
+        self.deterministic: bool = bool(getattr(config, "deterministic_mode", False))
         dropout = getattr(config, "attention_dropout", None) if attention_dropout is None else attention_dropout
         self.dropout_p: float = 0.0 if dropout is None else dropout
         self.softcap: float | None = getattr(config, "attn_logit_softcapping", None) or None
@@ -107,7 +109,8 @@ class DotProductAttention(nn.Module):
             attn_mask_type: in the place of the module's own.
             attention_bias: floating-point `(batch, heads, seqlen_q, seqlen_k)`, the first two or 1, added to scores
                 behind softcap; it may require grad. Not beside packed_seq_params.
-            packed_seq_params: an object with `cu_seqlens_q` and `cu_seqlens_kv`, int32 `(sequences + 1,)`.
+            packed_seq_params: an object with `cu_seqlens_q` and `cu_seqlens_kv`, int32 `(sequences + 1,)`, and no
+                padding between sequences.
 
         Returns:
             `(seqlen_q, batch, heads * head_dim_v)`, or `(total_q, heads * head_dim_v)`.
@@ -115,13 +118,15 @@ class DotProductAttention(nn.Module):
         Raises:
             TypeError, ValueError: as `flashzoo.attention`; or causal with seqlen_q != seqlen_k, of which Megatron does
                 not say how it is aligned.
-            flashzoo.UnsupportedError: attention_bias beside packed_seq_params, or no version takes the call.
+            flashzoo.UnsupportedError: attention_bias beside packed_seq_params, these with `cu_seqlens_q_padded` or
+                another `qkv_format` than "thd", or no version takes the call.
         """
         kind = None if attn_mask_type is None else _named(attn_mask_type)
         causal = self.causal if kind is None else _MASKED[kind]
         needs_mask = self.needs_mask if kind is None else kind in _NEEDED
         options: dict[str, Any] = {"causal": causal, "softmax_scale": self.softmax_scale, "version": self.version}
-        options |= {"window_size": self.window_size, "dropout_p": self.dropout_p if self.training else 0.0}
+        options |= {"window_size": self.window_size, "deterministic": self.deterministic}
+        options["dropout_p"] = self.dropout_p if self.training else 0.0
         if self.softcap is not None:
             options["score_mod"] = score_mods.softcap(self.softcap)
         if packed_seq_params is not None:
@@ -132,8 +137,11 @@ class DotProductAttention(nn.Module):
                     "attention_bias must be None beside packed_seq_params, "
                     f"got a tensor {tuple(attention_bias.shape)}: it does not say which sequences it is of"
                 )
-            options["cu_seqlens_q"] = packed_seq_params.cu_seqlens_q
-            options["cu_seqlens_k"] = packed_seq_params.cu_seqlens_kv
+            _refuse("packed_seq_params", packed_seq_params, _OF_PACKED)
+            for name, of in (("cu_seqlens_q", "cu_seqlens_q"), ("cu_seqlens_k", "cu_seqlens_kv")):
+                options[name] = getattr(packed_seq_params, of, None)
+                if options[name] is None:
+                    raise ValueError(f"packed_seq_params must have {of}, int32 (sequences + 1,), got None")
             return flashzoo.attention(query, key, value, **options).flatten(1)
         if attention_mask is not None:
             options["block_mask"] = _shown(attention_mask, query, key)
@@ -145,6 +153,15 @@ class DotProductAttention(nn.Module):
             options["score_mod"] = _added(self.softcap, attention_bias, query, key)
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         return flashzoo.attention(q, k, v, **options).transpose(0, 1).flatten(2)
+
+
+def _refuse(what: str, given: Any, known: dict[str, tuple[Any, ...]]) -> None:
+    """UnsupportedError where an attribute has another value than those that are taken."""
+    for name, taken in known.items():
+        asked = getattr(given, name, None)
+        if not any(asked is value or (not isinstance(asked, Tensor) and asked == value) for value in taken):
+            got = f"a tensor {tuple(asked.shape)}" if isinstance(asked, Tensor) else repr(asked)
+            raise flashzoo.UnsupportedError(f"{what}.{name} must be {taken[0]!r}, got {got}")
 
 
 def _named(attn_mask_type: Any) -> str:

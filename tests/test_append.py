@@ -209,6 +209,11 @@ MALFORMED = {
         ValueError,
         r"k must be contiguous in its last dimension \(stride 1\), got stride 2",
     ),
+    "expanded": (
+        {"k_cache": drawn(1, 20, 2, 16).expand(2, -1, -1, -1)},
+        ValueError,
+        "k_cache must have memory of its own for each row, got strides",
+    ),
     "recorded": ({"k": drawn(2, 3, 2, 16).requires_grad_()}, ValueError, "k has no gradient through a cache"),
     "elsewhere": ({"v_cache": drawn(2, 20, 2, 16).to("meta")}, ValueError, "must have data, got device meta"),
 }

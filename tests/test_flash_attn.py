@@ -258,3 +258,30 @@ def test_malformed(call, text):
         call(drawn(2, 5, 4, 16))
     with pytest.raises(TypeError, match=r"qkv must be a torch.Tensor, got list"):
         flash_attn.flash_attn_qkvpacked_func([])
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"cache_seqlens": -1}, "cache_seqlens must be from 0 to 8, what the cache has room for, got -1"),
+        ({"cache_seqlens": 9}, "cache_seqlens must be from 0 to 8"),
+        ({"cache_seqlens": True}, "got True"),
+        ({"cache_seqlens": 7, "k": 2, "v": 2}, "cache_seqlens must be from 0 to 6, .* got 7"),
+        ({"cache_seqlens": 5, "max_seqlen_q": 3}, "max_seqlen_q goes with cu_seqlens_q, got 3 alone"),
+    ],
+)
+def test_a_cache_has_no_room(given, text):
+    """What the host knows is looked at; a number on the device is cut off."""
+    q, k_cache, v_cache = drawn(1, 2, 2, 16), drawn(1, 8, 2, 16), drawn(1, 8, 2, 16)
+    given = {name: drawn(1, x, 2, 16) if name in "kv" else x for name, x in given.items()}
+    with pytest.raises(ValueError, match=text):
+        flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, **given)
+
+
+def test_what_is_no_tensor():
+    q = drawn(5, 4, 16)
+    slopes = torch.ones(4, device=DEVICE)
+    with pytest.raises(TypeError, match=r"cu_seqlens_q must be a torch.Tensor, got NoneType"):
+        flash_attn.flash_attn_varlen_func(q, q, q, None, None, 5, 5, alibi_slopes=slopes)
+    with pytest.raises(TypeError, match=r"q must be a torch.Tensor, got list"):
+        flash_attn.flash_attn_func([1], q, q, alibi_slopes=slopes)

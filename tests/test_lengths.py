@@ -467,3 +467,11 @@ def test_compare_takes_what_holds_no_numbers_where_nothing_is_used():
     assert {row.version: row.status for row in drawn.rows} == {"standard": "ok", "sdpa": "ok", "v1": "can't"}
     assert "does not support page_table" in next(row.reasons for row in drawn.rows if row.version == "v1")
     assert "pages of 16" in str(drawn)
+
+
+def test_no_lengths_are_no_packed_rows():
+    """`cu_seqlens_q=None` is the default, spelt out."""
+    rows = torch.randn(12, 2, 16, device=DEVICE)
+    for named in ({}, {"cu_seqlens_q": None}):
+        with pytest.raises(ValueError, match="q must have 4 dimensions"):
+            flashzoo.attention(rows, rows, rows, **named)

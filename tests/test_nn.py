@@ -78,6 +78,44 @@ def test_packed_sequences():
         attend(q, k, v, torch.ones(1, 1, 1, 12), packed_seq_params=lengths)
 
 
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        (
+            {"cu_seqlens_q_padded": torch.zeros(3)},
+            flashzoo.UnsupportedError,
+            r"cu_seqlens_q_padded must be None, .*\(3,\)",
+        ),
+        ({"cu_seqlens_kv_padded": torch.zeros(3)}, flashzoo.UnsupportedError, "cu_seqlens_kv_padded must be None"),
+        ({"qkv_format": "sbhd"}, flashzoo.UnsupportedError, "qkv_format must be 'thd', got 'sbhd'"),
+        ({"cu_seqlens_kv": None}, ValueError, "packed_seq_params must have cu_seqlens_kv"),
+    ],
+)
+def test_packed_sequences_of_another_form(given, error, text):
+    """Their lengths alone would say where sequences begin, and padding between them would be read as rows."""
+    q, cu_seqlens = drawn()[:, 0], torch.tensor([0, 5, 12], dtype=torch.int32, device=DEVICE)
+    lengths = SimpleNamespace(**{"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": cu_seqlens} | given)
+    with pytest.raises(error, match=text):
+        DotProductAttention()(q, q, q, packed_seq_params=lengths)
+
+
+@pytest.mark.parametrize(("skip", "windowed"), [(None, (1, 2, 3)), (2, (1, 3)), ([1, 0, 0], (1,))])
+def test_layers_without_the_window(skip, windowed):
+    config = SimpleNamespace(window_size=(2, 0), window_attn_skip_freq=skip)
+    for layer in (1, 2, 3):
+        attend = DotProductAttention(config, layer)
+        assert attend.window_size == ((2, 0) if layer in windowed else None)
+    assert DotProductAttention(config, 2, window_size=(3, 0)).window_size == (3, 0)
+
+
+def test_deterministic_mode():
+    q = drawn()
+    attend = DotProductAttention(SimpleNamespace(deterministic_mode=True), version="v1")
+    assert attend.deterministic and not DotProductAttention().deterministic
+    with pytest.raises(flashzoo.UnsupportedError, match="deterministic"):
+        DotProductAttention(SimpleNamespace(deterministic_mode=True), version="sdpa")(q, q, q)
+
+
 @pytest.mark.parametrize("softcap", [0.0, 0.7])
 @pytest.mark.parametrize("sizes", [None, (2, 4, 12, 12), (1, 4, 12, 12), (2, 1, 1, 12)])
 def test_softcap_and_bias(softcap, sizes):

@@ -180,7 +180,7 @@ def attention(
     """
     if getattr(q, "is_nested", False):
         return of_nested(attention, q, k, v, return_lse=return_lse, version=version, **options)
-    rows = "cu_seqlens_q" in options and getattr(q, "ndim", 4) == 3
+    rows = options.get("cu_seqlens_q") is not None and getattr(q, "ndim", 4) == 3
     if is_compiling():
         from flashzoo.call.traced import traced
 

@@ -80,7 +80,7 @@ def attention_backward(
         NotImplementedError: the call is traced, by torch.compile with fullgraph=True or by torch.export,
             or under a transform.
     """
-    if "cu_seqlens_q" in options and getattr(q, "ndim", 4) == 3:
+    if options.get("cu_seqlens_q") is not None and getattr(q, "ndim", 4) == 3:
         batch = [None if x is None else x[None] for x in (dout, out, lse, dlse, delta)]
         dout, out, lse, dlse, delta = batch  # pyright: ignore[reportAssignmentType]
         how = {"dlse": dlse, "delta": delta, "version": version, **options}

@@ -89,6 +89,14 @@ class Operands:
         return found | {f"score_mod's tensor {i}": x for i, x in enumerate(read)}
 
     @property
+    def read_again(self) -> tuple[Tensor, ...]:
+        """What a backward pass reads once more, so that autograd can say where it was changed in place since."""
+        if self is NO_OPERANDS:
+            return ()
+        of_mask = self.block_mask.parts()[0] if isinstance(self.block_mask, BlockMask) else ()
+        return tuple([x for x in (*self.tensors.values(), *of_mask) if not x.is_inference()])
+
+    @property
     def forms(self) -> Forms:
         """What a plan depends on, of each in the order of `OPERANDS`."""
         return tuple(

@@ -76,7 +76,7 @@ def batch_of_one(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, 
     if getattr(q, "is_nested", False):
         (q, k, v), lengths = rows_of_nested(q, k, v, options)
         options = options | lengths
-    if "cu_seqlens_q" in options and isinstance(q, Tensor) and q.ndim == 3 and not on_caches(k):
+    if options.get("cu_seqlens_q") is not None and isinstance(q, Tensor) and q.ndim == 3 and not on_caches(k):
         q, k, v = as_batch(q, k, v)
     return q, k, v, options
 
