@@ -121,6 +121,9 @@ class DotProductAttention(nn.Module):
             flashzoo.UnsupportedError: attention_bias beside packed_seq_params, these with `cu_seqlens_q_padded` or
                 another `qkv_format` than "thd", or no version takes the call.
         """
+        for name, x in (("attention_mask", attention_mask), ("attention_bias", attention_bias)):
+            if x is not None and not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         kind = None if attn_mask_type is None else _named(attn_mask_type)
         causal = self.causal if kind is None else _MASKED[kind]
         needs_mask = self.needs_mask if kind is None else kind in _NEEDED

@@ -174,6 +174,9 @@ def test_malformed():
     with pytest.raises(ValueError, match=r"attn_mask_type must be one of no_mask, causal, .*, got 'diagonal'"):
         DotProductAttention(attn_mask_type="diagonal")
     attend = DotProductAttention()
+    for name in ("attention_mask", "attention_bias"):
+        with pytest.raises(TypeError, match=rf"{name} must be a torch.Tensor, got list"):
+            attend(q, q, q, **{name: [1]})
     with pytest.raises(ValueError, match="causal goes with equal lengths, got 12 queries and 7 keys"):
         attend(q, short, short)
     with pytest.raises(ValueError, match="attention_mask must be given where attn_mask_type is 'arbitrary'"):
