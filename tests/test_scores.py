@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 import flashzoo
 from flashzoo import ScoreMod, score_mods, workloads
-from flashzoo.call.forms import SOFTCAP
+from flashzoo._triton import scores as triton_scores
+from flashzoo.call.forms import SOFTCAP, ScoreForm
+from flashzoo.lengths import places
 from flashzoo.scores.program import OPERATIONS, parsed, unmasked
 from flashzoo.scores.trace import gradient_of
 from flashzoo_suite.support import DEVICE, lazily_negated
@@ -118,6 +123,165 @@ def test_what_was_captured_is_looked_at_anew():
         called()
 
 
+class Settings:
+    gain = 1.0
+
+    def __init__(self) -> None:
+        self.mine = NUMBER.gain
+
+    def __mul__(self, other):
+        return other * NUMBER.gain
+
+
+NUMBER = ModuleType("number")
+LIKE_TORCHS = type("Like", (), {"__module__": "torchlike.settings"})()
+GET = vars(NUMBER).get
+OUTER = ModuleType("outer")
+OUTER.settings = Settings  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def of_itself(s, b, h, i, j):
+    return s * of_itself.gain  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def of_another(what: Any, s: torch.Tensor) -> torch.Tensor:
+    return s * what.gain
+
+
+def imported(s, b, h, i, j):
+    from test_scores import Settings
+
+    return s * Settings.gain
+
+
+READING: dict[str, tuple[Any, Callable[..., torch.Tensor]]] = {
+    "class": (Settings, lambda s, b, h, i, j: s * Settings.gain),
+    "module": (NUMBER, lambda s, b, h, i, j: s * NUMBER.gain),
+    "function": (of_itself, of_itself),
+    "like torch's": (LIKE_TORCHS, lambda s, b, h, i, j: s * LIKE_TORCHS.gain),
+    "class of a module": (Settings, lambda s, b, h, i, j: s * OUTER.settings.gain),
+    "named by a helper": (Settings, lambda s, b, h, i, j: of_another(Settings, s)),
+    "named within": (NUMBER, lambda s, b, h, i, j: (lambda: s * NUMBER.gain)()),
+    "object made": (NUMBER, lambda s, b, h, i, j: s * Settings().mine),
+    "operator": (NUMBER, lambda s, b, h, i, j: Settings() * s),
+    "by getattr": (Settings, lambda s, b, h, i, j: s * getattr(Settings, "gain")),  # noqa: B009
+    "by vars": (NUMBER, lambda s, b, h, i, j: s * vars(NUMBER)["gain"]),
+    "imported": (Settings, imported),
+    "bound": (NUMBER, lambda s, b, h, i, j: s * GET("gain")),
+    "tensor's": (TABLE, lambda s, b, h, i, j: s * TABLE.gain),
+}
+
+
+@pytest.mark.parametrize("what", READING)
+def test_what_is_read_of_an_object_is_looked_at_anew(what, monkeypatch):
+    holder, mod = READING[what]
+    for gain in (1.0, 5.0, 1.0, torch.full((), 3.0)):
+        monkeypatch.setattr(holder, "gain", gain, raising=False)
+        made = ScoreMod.of(mod)
+        assert made.text == ScoreMod(mod).text
+        assert [x is gain for x in made.tensors] == [True] * isinstance(gain, torch.Tensor)
+
+
+def test_what_is_torchs_or_does_not_change_is_not_traced_again(monkeypatch):
+    monkeypatch.setattr(Settings, "gain", 2.0)
+    kept = (
+        lambda s, b, h, i, j: torch.where(i > j, s, -math.inf),
+        lambda s, b, h, i, j: torch.nn.functional.relu(s) * Settings.gain,
+        lambda s, b, h, i, j, exp=torch.exp, f=math.sqrt: exp(s) * f(4) + TABLE[h, 1],
+        *(score_mods.bias(TABLE[:, :1]), score_mods.alibi(TABLE[:, 0]), score_mods.relative_position(TABLE[:, :3])),
+    )
+    functions = [mod.function if isinstance(mod, ScoreMod) else mod for mod in kept]
+    texts = [ScoreMod.of(function).text for function in functions]
+    monkeypatch.setattr("flashzoo.scores.trace.traced", None)
+    assert [ScoreMod.of(function).text for function in functions] == texts
+
+
+STEPS = {
+    "floor": lambda s, b, h, i, j: s + torch.floor(i / 41),
+    "index": lambda s, b, h, i, j: s + NUMBERS[(i / 41).int() % 5],
+    "comparison": lambda s, b, h, i, j: torch.where((i * 41) / 41 >= i, s, -math.inf),
+    "equality": lambda s, b, h, i, j: torch.where((i / 3) * 3 == i, s, -s),
+    "towards 0": lambda s, b, h, i, j: s + torch.div(i.float(), -41, rounding_mode="trunc"),
+    "in place": lambda s, b, h, i, j: s + i.float().div_(41).floor(),
+    "further on": lambda s, b, h, i, j: s * (1 + torch.minimum(i / 41, j / 47).abs()).ceil(),
+}
+
+
+@pytest.mark.parametrize("what", STEPS)
+def test_a_quotient_is_that_of_ieee_where_its_last_bit_decides(what):
+    mod = ScoreMod(STEPS[what])
+    zero, at = torch.zeros((), dtype=torch.int32, device=DEVICE), torch.arange(4096, dtype=torch.int32)
+    given = (torch.ones(4096), zero.cpu(), zero.cpu(), at, at)
+    program = ScoreMod.of_parts(mod.text, tuple(x.cpu() for x in mod.tensors))
+    expected = mod.on(given, program.tensors)
+    torch.testing.assert_close(program(*given), expected, rtol=0, atol=0)
+
+
+def test_a_quotient_is_a_product_where_that_is_as_good():
+    """Of a power of 2 it is the same; and where nothing is decided by it, it is as near."""
+    assert "mul(x0, 0.125)" in ScoreMod(lambda s, b, h, i, j: s + torch.floor(i / 8)).text
+    assert ScoreMod(lambda s, b, h, i, j: 20 * torch.tanh(s / 20)).text == SOFTCAP
+    assert "div" not in gradient_of(SOFTCAP).program.text
+
+
+def test_triton_divides_float32_as_ieee_does():
+    """Its `/` does not. Of float64 it does, and has no other."""
+    language, _ = triton_scores._language(triton_scores._Places(ScoreForm()), exact=True)
+    for operation in ("div", "floordiv", "remainder"):
+        for dtype, quotient in (("f32", "tl.div_rn(score, x0)"), ("f64", "score / x0")):
+            text = f"x0: {dtype} = exp(score)\nx1: {dtype} = {operation}(score, x0)\nreturn x1"
+            *_, line = language.lines(parsed(text), ["x1"])
+            assert quotient in line
+
+
+SUMS = {
+    "bool + bool": lambda s, b, h, i, j: s * ((i > 5) + (j > 9)),
+    "bool + bool, alpha": lambda s, b, h, i, j: s * torch.add(i > 5, j > 9, alpha=True),
+    "bool + bool, no alpha": lambda s, b, h, i, j: s * torch.add(i > 5, j > 9, alpha=False),
+    "rsub": lambda s, b, h, i, j: torch.rsub(s, 2.0, alpha=3),
+    "rsub of a tensor": lambda s, b, h, i, j: torch.rsub(s, i - j, alpha=3),
+    "sub": lambda s, b, h, i, j: torch.sub(s, j, alpha=0.5),
+}
+
+
+@pytest.mark.parametrize("what", SUMS)
+def test_sums_are_torchs(what):
+    near, far = (flashzoo.attention(*qkv(), score_mod=SUMS[what], version=version) for version in ("v2", "standard"))
+    torch.testing.assert_close(near, far)
+
+
+PLACES = torch.linspace(1, 2, HEADS * 3 * 4, device=DEVICE).view(HEADS, 3, 4)
+READ = {
+    "past an end": lambda s, b, h, i, j: s * PLACES[h, i // 2, 1],
+    "before the first": lambda s, b, h, i, j: s * PLACES[h, 0, j - i],
+    "by one dimension": lambda s, b, h, i, j: s * PLACES[h][i % 3][j // 9],
+    "by two": lambda s, b, h, i, j: s * PLACES[h, -1][j - 3],
+    "of none": lambda s, b, h, i, j: s * (2 + EMPTY[h, i - j]),
+    "of bools": lambda s, b, h, i, j: torch.where(LARGE[h][i - j], s, s * 2),
+    "a row's clone": lambda s, b, h, i, j: s * PLACES[h].clone()[1].detach()[i // 9],
+    "a row of one": lambda s, b, h, i, j: s * SLOPES[h].squeeze(),
+    "of one": lambda s, b, h, i, j: s * ONE.squeeze() + ONE.view(()) * (i - j),
+}
+EMPTY, LARGE, ONE, SLOPES = PLACES[:, 0, :0], PLACES[:, 0] > 1.3, PLACES[:1, :1, 0], PLACES[:, :1, :1]
+
+
+@pytest.mark.parametrize("what", READ)
+def test_tensors_are_read_alike(what):
+    """Past their ends they are 0; by one index after another as by all at once. Gradients are as what was read."""
+    found = []
+    for version in ("v2", "standard"):
+        leaves = [x.requires_grad_() for x in qkv()]
+        out = flashzoo.attention(*leaves, score_mod=READ[what], version=version)
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+    mod = ScoreMod(READ[what])
+    given = (
+        torch.ones(1, HEADS, 9, 9, dtype=torch.float64, device=DEVICE),
+        *places((1, HEADS, 9, 9), None, PLACES.device),
+    )
+    torch.testing.assert_close(ScoreMod.of_parts(mod.text, mod.tensors)(*given), mod(*given))
+
+
 def test_tensors_may_lie_anywhere():
     bias = torch.randn(40, HEADS, 40, device=DEVICE)
     for given in (bias.transpose(0, 1), lazily_negated(bias.transpose(0, 1)), bias[:1].expand(40, HEADS, 40).mT.mT[0]):
@@ -154,6 +318,18 @@ WRONG = {
     "indices": (lambda s, b, h, i, j: s + COUNTED[h, i], IndexError, r"1 dimensions \(3,\) by 2 indices"),
     "a slice": (lambda s, b, h, i, j: s + COUNTED[1:][h], TypeError, "must read tensors by integers"),
     "a power": (lambda s, b, h, i, j: s**2.5, ValueError, "got aten.pow.*whole exponent"),
+    "a transposed tensor": (
+        lambda s, b, h, i, j: s + TABLE.T[j, h],
+        ValueError,
+        r"got aten.permute.*of shape \(2, 5\)",
+    ),
+    "a flat tensor": (lambda s, b, h, i, j: s + TABLE.view(-1)[h * 5], ValueError, r"got aten.view.*of shape \(2, 5\)"),
+    "few arguments": (lambda s: s, TypeError, r"score_mod must take \(score, batch, .*\(s\): too many positional"),
+    "one made within": (
+        lambda s, *at: ScoreMod(lambda s, b, h, i, j: 2 * s)(s, *at),
+        ValueError,
+        "score_mod must use a ScoreMod that was made before",
+    ),
     "no function": (5, TypeError, "must be a function"),
 }
 
@@ -281,6 +457,8 @@ def test_one_behind_another():
     softcap, alibi = score_mods.softcap(3.0), score_mods.alibi(torch.linspace(0.1, 1, HEADS, device=DEVICE))
     both = ScoreMod(lambda s, *at: alibi(softcap(s, *at), *at))
     assert both.tensors[0] is alibi.tensors[0] and "tanh" in both.text
+    for mod in (alibi, ScoreMod.of_parts(alibi.text, alibi.tensors)):
+        assert ScoreMod(lambda s, *at: mod(s, *at)).text == alibi.text  # noqa: B023
     near, far = (
         flashzoo.attention(*qkv(), score_mod=both, version=version, causal=True) for version in ("v2", "standard")
     )

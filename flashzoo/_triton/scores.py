@@ -39,14 +39,18 @@ _OPERATIONS = {
     "tanh": "tanh({0})",
     "min": "tl.minimum({0}, {1})",
     "max": "tl.maximum({0}, {1})",
+    "div f32": "tl.div_rn({0}, {1})",
     "floordiv": "tl.floor({0} / {1})",
+    "floordiv f32": "tl.floor(tl.div_rn({0}, {1}))",
     "floordiv int": "floor_div({0}, {1})",
     "remainder": "{0} - tl.floor({0} / {1}) * {1}",
+    "remainder f32": "{0} - tl.floor(tl.div_rn({0}, {1})) * {1}",
     "remainder int": "remainder({0}, {1})",
     "not": "~{0}",
     "not bool": "{0} == 0",
     "where": "tl.where({0}, {1}, {2})",
 }
+"""Of float32 Triton's `/` is off by up to two last bits: a multiple of 41 by 41 might be no whole number."""
 _NAMES = {"tl": tl, "floor_div": score_operations.floor_div, "remainder": score_operations.remainder}
 
 

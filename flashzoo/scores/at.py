@@ -38,6 +38,11 @@ class ScoredAt:
         return cls(mod, places(sizes, ranges, mod.tensors[0].device if mod.tensors else None))
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those that the function reads."""
+        return self.mod.tensors
+
+    @property
     def differentiable(self) -> tuple[Tensor, ...]:
         """The tensors that have gradients."""
         return self.mod.differentiable

@@ -14,8 +14,7 @@ class Language:
 
     Attributes:
         operations: by name an expression with {0}, {1}, ... for operands, of a float; where it differs, by name and
-        kind
-            of operands, "remainder int" or "not bool".
+            kind of operands, "remainder int" or "not bool", or their dtype, "div f32".
         dtypes: what it calls each.
         cast: an expression with {0} and the dtype's name {1}.
         number: how it writes a constant of a dtype, from how a program does and the dtype's name.
@@ -45,7 +44,8 @@ class Language:
         compared = next((x for x in step.arguments if is_value(x)), None)
         dtype = program.dtype(compared) if step.operation in COMPARISONS and compared is not None else step.dtype
         kind = "bool" if dtype == "bool" else "float" if dtype in FLOATS else "int"
-        way = self.operations.get(f"{step.operation} {kind}") or self.operations[step.operation]
+        ways = (f"{step.operation} {dtype}", f"{step.operation} {kind}", step.operation)
+        way = next(self.operations[name] for name in ways if name in self.operations)
         return [f"{name} = {way.format(*(self.argument(x) for x in step.arguments))}"]
 
     @staticmethod

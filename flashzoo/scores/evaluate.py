@@ -4,12 +4,12 @@ what torch differentiates."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from flashzoo.scores.program import DTYPES, Program, is_value, number, tensor_number
 
@@ -32,8 +32,8 @@ _TORCH: dict[str, Callable[..., Any]] = {
         name: getattr(torch, name) for name in ("abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid")
     },
     **{name: getattr(torch, name) for name in ("erf", "sin", "cos", "floor", "ceil", "remainder", "where")},
-    "div": operator.truediv,
-    "floordiv": partial(torch.div, rounding_mode="floor"),
+    "div": lambda x, y: x / _on_device(y, x),
+    "floordiv": lambda x, y: torch.div(x, _on_device(y, x), rounding_mode="floor"),
     "and": operator.and_,
     "or": operator.or_,
     "xor": operator.xor,
@@ -66,10 +66,7 @@ def evaluated(
         if step.operation == "load":
             if loaded is None:
                 x = tensors[tensor_number(step.arguments[0])]
-                indices: Any = tuple(
-                    i.long() if isinstance(i, Tensor) else torch.tensor(i, device=x.device) for i in arguments[1:]
-                )
-                values[name] = x[indices].to(dtype) if indices else x.to(dtype)
+                values[name] = read(x, arguments[1:]).to(dtype)
             else:
                 values[name] = loaded[name]
         elif step.operation == "const":
@@ -82,6 +79,31 @@ def evaluated(
         else:
             values[name] = _TORCH[step.operation](*arguments)
     return tuple([values[name] for name in program.outputs])
+
+
+def read(x: Tensor, indices: Sequence[Tensor | int]) -> Tensor:
+    """x at whole numbers, one for each dimension; 0 past its ends, as kernels have it. Who traces it makes it a
+    load."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(read, (x,), x, indices)
+    if not indices:
+        return x
+    whole, within = [], torch.ones((), dtype=torch.bool, device=x.device)
+    for i, size in zip(indices, x.shape, strict=True):
+        i = i.long() if isinstance(i, Tensor) else torch.tensor(i, device=x.device)
+        i = torch.where(i < 0, i + size, i)
+        within = within & (i >= 0) & (i < size)
+        whole.append(i.clamp(0, max(size - 1, 0)))
+    if not x.numel():
+        return x.new_zeros(within.shape)
+    return x[tuple(whole)].masked_fill(~within, 0)
+
+
+def _on_device(y: Any, x: Any) -> Any:
+    """A divisor that is a number, in memory: by one of the host's torch multiplies with its reciprocal on a GPU."""
+    return (
+        y if isinstance(y, Tensor) or not isinstance(x, Tensor) else torch.full((), y, dtype=x.dtype, device=x.device)
+    )
 
 
 def _tensor(x: Any, like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+import inspect
+from collections.abc import Callable
+from dis import opmap
+from functools import lru_cache, partial
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +25,9 @@ class ScoreMod:
     """A function on scores, as `flashzoo.attention` takes it, traced once and for all.
 
     `attention(score_mod=)` takes the function itself as well, and traces it again only where what it captured is
-    another: numbers, tensors of other shapes or dtypes. One that is reached through objects of classes of your own is
-    traced at every call, unless it is a `ScoreMod`; and only as such can it be used under `torch.compile` and
-    `torch.export`.
+    another: numbers, tensors of other shapes or dtypes. One that reads through objects of classes of your own, by
+    `getattr` or `vars`, or what it imports, is traced at every call, unless it is a `ScoreMod`; and only as such can it
+    be used under `torch.compile` and `torch.export`.
 
     Args:
         function: `(score, batch, head, q_idx, kv_idx) -> score`, FlexAttention's signature: on tensors of no
@@ -48,6 +50,7 @@ class ScoreMod:
 
         if not callable(function):
             raise TypeError(f"score_mod must be a function (score, batch, head, q_idx, kv_idx), got {function!r}")
+        _check_takes_five(function)
         self.function: Function | None = function
         self.program, self.tensors = traced(function)
         self.text: str = self.program.text
@@ -141,6 +144,19 @@ class ScoreMod:
         return f"ScoreMod({name}: {len(self.program.steps)} operations, {len(self.tensors)} tensors)"
 
 
+def _check_takes_five(function: Function) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # it has none that can be asked for
+        return
+    try:
+        signature.bind(*range(5))
+    except TypeError as error:
+        raise TypeError(
+            f"score_mod must take (score, batch, head, q_idx, kv_idx), got {function!r}{signature}: {error}"
+        ) from None
+
+
 def _is_far(x: Tensor) -> bool:
     """Whether 32 bits don't number its elements, in memory or one behind another."""
     return max(x.numel(), sum([(n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)])) >= 1 << 31
@@ -159,6 +175,7 @@ class _Unknown(Exception):
 
 class _Captures:
     """What a function may read beside its arguments: closures, defaults, globals, and those of functions that it calls.
+    Of what has attributes, a module, a class or a function say, it is those that any of this code names.
 
     Attributes:
         prints: all of it but tensors' numbers, to be compared.
@@ -168,47 +185,114 @@ class _Captures:
     def __init__(self, function: Any) -> None:
         self.prints: list[Any] = []
         self.tensors: list[Tensor] = []
-        self._met: dict[int, int] = {}
+        self._met: dict[int, tuple[int, Any]] = {}  # with the object, lest another one be given its id
+        self._names: dict[str, None] = {}
+        self._holders: list[Callable[[str, Any], Any]] = []
         self._add(function)
+        self._look_up()
 
     def _add(self, x: Any) -> None:
         if isinstance(x, _PLAIN) or x is fitting:
             self.prints.append((type(x), x))
         elif id(x) in self._met:
-            self.prints.append(self._met[id(x)])
+            self.prints.append(self._met[id(x)][0])
         else:
-            self._met[id(x)] = len(self._met)
+            self._met[id(x)] = len(self._met), x
             self._add_new(x)
 
     def _add_new(self, x: Any) -> None:
         if isinstance(x, Tensor):
             self.prints.append((x.dtype, x.shape, x.layout))
             self.tensors.append(x)
+            if vars(x):
+                self._holders.append(vars(x).get)
         elif isinstance(x, ScoreMod) and x.function is not None:
             self._add(x.function)
         elif isinstance(x, FunctionType):
-            self.prints.append(x.__code__)
-            parts = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
-            parts += [cell.cell_contents for cell in x.__closure__ or ()]
-            names = _names(x.__code__)
-            for part in (*parts, *(x.__globals__[name] for name in names if name in x.__globals__)):
-                self._add(part)
+            self._add_function(x)
         elif isinstance(x, (tuple, partial)):
             parts = x if isinstance(x, tuple) else (x.func, *x.args, *x.keywords.items())
             self.prints.append((type(x), len(parts)))
             for part in parts:
                 self._add(part)
-        elif isinstance(x, (ModuleType, type, BuiltinFunctionType)) or type(x).__module__.startswith("torch"):
-            if isinstance(x, torch.nn.Module):
-                raise _Unknown
+            if type(x) not in (tuple, torch.Size):
+                self._holders.append(partial(getattr, x))
+        elif isinstance(x, (ModuleType, type)):
+            self._add_namespace(x)
+        elif _is_constant(x):
             self.prints.append(x)
         else:
             raise _Unknown
 
+    def _add_function(self, x: FunctionType) -> None:
+        self.prints.append(x.__code__)
+        parts = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
+        parts += [cell.cell_contents for cell in x.__closure__ or ()]
+        if not _is_of_torch(x.__globals__.get("__name__")):
+            names = _names(x.__code__)
+            self._names |= dict.fromkeys(names)
+            parts += [x.__globals__[name] for name in names if name in x.__globals__]
+        if vars(x):
+            self._holders.append(vars(x).get)
+        for part in parts:
+            self._add(part)
 
-def _names(code: CodeType) -> Iterator[str]:
-    """Of the globals that code may read, that of functions within it among it."""
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _names(inner)
+    def _add_namespace(self, x: ModuleType | type) -> None:
+        self.prints.append(x)
+        if isinstance(x, ModuleType):
+            if not _is_of_torch(x.__name__):
+                plain = type(x) is ModuleType and "__getattr__" not in vars(x)
+                self._holders.append(vars(x).get if plain else partial(getattr, x))
+        elif not _is_of_torch(x.__module__):
+            self._holders.append(partial(getattr, x))
+            for base in x.__mro__:
+                if not _is_of_torch(base.__module__):
+                    for part in vars(base).values():
+                        if isinstance(part, FunctionType):  # an operator is called without its name
+                            self._add(part)
+
+    def _look_up(self) -> None:
+        """Adds the attributes; as long as these name others, and have others."""
+        looked = 0, 0
+        while looked != (len(self._holders), len(self._names)):
+            looked = len(self._holders), len(self._names)
+            for holder in (*self._holders,):
+                for name in (*self._names,):
+                    try:
+                        found = holder(name, _ABSENT)
+                    except Exception as error:  # of code of the caller's
+                        raise _Unknown from error
+                    if found is not _ABSENT:
+                        self.prints.append(name)
+                        self._add(found)
+
+
+_ABSENT = object()
+_UNFOLLOWED = frozenset({"getattr", "attrgetter", "vars", "__dict__", "globals", "eval", "exec", "__import__"})
+"""Of code that names them it is not known what it reads."""
+_IMPORT = opmap["IMPORT_NAME"]
+
+
+@lru_cache(maxsize=1024)
+def _names(code: CodeType) -> tuple[str, ...]:
+    """Of the globals and attributes that code may read, that of functions within it among it. `_Unknown` where it may
+    read others."""
+    if _IMPORT in code.co_code[::2] or not _UNFOLLOWED.isdisjoint(code.co_names):
+        raise _Unknown
+    inner = [name for x in code.co_consts if isinstance(x, CodeType) for name in _names(x)]
+    return tuple(dict.fromkeys((*code.co_names, *inner)))
+
+
+def _is_of_torch(module: Any) -> bool:
+    """Of a module's name, whether it is torch's, in which nothing changes."""
+    return module == "torch" or str(module).startswith("torch.")
+
+
+def _is_constant(x: Any) -> bool:
+    """Whether nothing that it is bound to can change: functions of modules and classes, and torch's without state."""
+    if isinstance(x, BuiltinFunctionType):
+        return isinstance(x.__self__, (ModuleType, type, NoneType))
+    return _is_of_torch(type(x).__module__) and (not hasattr(x, "__dict__") or isinstance(x, _OPERATIONS))
+
+
+_OPERATIONS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_map_only
 
-from flashzoo.scores.evaluate import NAMES, TORCH_DTYPES, evaluated
+from flashzoo.scores.evaluate import NAMES, TORCH_DTYPES, evaluated, read
 from flashzoo.scores.fitting import fitting
 from flashzoo.scores.program import (
     COMPARISONS,
@@ -48,20 +48,46 @@ class Captured(TorchFunctionMode):
     Args:
         instead: of a tensor, what the function is to read; None where it is to read the tensor itself.
         indexed: make an index of tensors of one element a reading of the tensor; torch would look at their numbers.
+            Where not, it is of many places at once, by one dimension after the other too.
     """
 
     def __init__(self, instead: Callable[[Tensor], Tensor | None], indexed: bool) -> None:
         super().__init__()
         self.instead, self.indexed = instead, indexed
         self.fitting: list[Tensor] = []
+        self._rows: dict[int, tuple[Tensor, Tensor, tuple[Any, ...]]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is fitting:
             self.fitting.append(args[0])
         args, kwargs = tree_map_only(Tensor, self._replaced, (args, kwargs or {}))
-        if self.indexed and func is Tensor.__getitem__:
-            return _read(*args)
-        return func(*args, **kwargs)
+        if func is read and self.indexed:
+            return _read(args[0], tuple(args[1]))
+        if func is Tensor.__getitem__:
+            return _read(*args) if self.indexed else self._read_at_places(*args)
+        found = func(*args, **kwargs)
+        row = self._rows.get(id(args[0])) if args else None
+        return self._made_of_row(func, found, *row) if row is not None and isinstance(found, Tensor) else found
+
+    def _read_at_places(self, x: Tensor, index: Any) -> Tensor:
+        """x at an index that `_read` takes. Of a row, which no function computes with, it is not looked at what is in
+        it: it has but its shape."""
+        _, source, first = self._rows.get(id(x), (x, x, ()))
+        indices = (*first, *(index if isinstance(index, tuple) else (index,)))
+        if len(indices) == source.ndim:
+            return read(source, indices)
+        row = source.new_empty(source.shape[len(indices) :])
+        self._rows[id(row)] = row, source, indices
+        return row
+
+    def _made_of_row(self, func: Any, found: Tensor, row: Tensor, source: Tensor, indices: tuple[Any, ...]) -> Tensor:
+        """What a function may make of a row: itself, as a clone say, or its only element."""
+        if found.shape == row.shape:
+            self._rows[id(found)] = found, source, indices
+            return found
+        if found.ndim or row.numel() != 1:
+            raise ValueError(f"score_mod must read a row of a tensor by an index, got {func}")
+        return read(source, (*indices, *[0] * row.ndim))
 
     def _replaced(self, x: Tensor) -> Tensor:
         other = self.instead(x)
@@ -101,6 +127,8 @@ def traced(function: Callable[..., Any]) -> tuple[Program, tuple[Tensor, ...]]:
     )
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    if any(isinstance(mode, Captured) and mode.indexed for mode in _get_current_function_mode_stack()):
+        raise ValueError("score_mod must use a ScoreMod that was made before, not make one")
     captured: dict[int, Tensor] = {}
     fakes: dict[int, Tensor] = {}
 
@@ -256,13 +284,22 @@ class _Writer:
         if name in ("index", "select"):
             return self._indexed(node, name)
         if name in _SAME:
-            return self.env[node.args[0]]  # pyright: ignore[reportArgumentType]
+            return self._same(node, name)
         if node.meta["val"].ndim:
             raise self._refused(f"{node.target} on a tensor of shape {tuple(node.meta['val'].shape)}")
         dtype = NAMES.get(node.meta["val"].dtype)
         if dtype is None:
             raise self._refused(f"{node.target} of {node.meta['val'].dtype}")
         return _WRITTEN[name](self, node, dtype)
+
+    def _same(self, node: Node, name: str) -> Any:
+        x: Any = node.args[0]
+        found, old, new = self.env[x], x.meta["val"].shape, node.meta["val"].shape
+        if not isinstance(found, _Read) or (old == new and name not in ("permute", "t")):
+            return found
+        if new or old.numel() != 1:  # its indices would be others
+            raise self._refused(f"{node.target} of a captured tensor of shape {tuple(old)}")
+        return _Read(found.tensor, found.dtype, (*found.indices, *["0"] * len(old)))
 
     def _element(self, x: Any, dtype: str) -> str:
         """The argument of an operation in this dtype."""
@@ -325,10 +362,9 @@ def _sum(writer: _Writer, node: Node, dtype: str) -> str:
         left, right = right, left
         alpha = node.args[2] if len(node.args) > 2 else alpha
     if alpha != 1:
-        if name == "rsub":
-            left = writer.calculated("mul", dtype, left, alpha)
-        else:
-            right = writer.calculated("mul", dtype, right, alpha)
+        right = writer.calculated("mul", dtype, right, alpha)
+    if dtype == "bool":  # of which torch has no difference
+        return writer.calculated("or", dtype, left, right)
     return writer.calculated("add" if name == "add" else "sub", dtype, left, right)
 
 
@@ -339,11 +375,36 @@ def _quotient(writer: _Writer, node: Node, dtype: str) -> str:
         return writer.calculated("floordiv", dtype, left, right)
     if dtype not in FLOATS:
         raise writer._refused(f"{node.target} of integers towards 0")
-    if isinstance(right, (int, float)) and right:  # by a number that stays the same
-        found = writer.calculated("mul", dtype, left, 1 / right)
-    else:
-        found = writer.calculated("div", dtype, left, right)
+    fixed = isinstance(right, (int, float)) and right  # a number that stays the same
+    if fixed and mode is None and (abs(math.frexp(right)[0]) == 0.5 or not _decides(node)):
+        return writer.calculated("mul", dtype, left, 1 / right)
+    found = writer.calculated("div", dtype, left, right)
     return found if mode is None else _towards_0(writer, found, dtype)
+
+
+_STEPS = ("floor", "ceil", "remainder", "floor_divide", "sign", "sgn")
+"""Operations that jump, of those that give floating-point numbers."""
+
+
+def _decides(node: Node) -> bool:
+    """Whether a last bit of a node's result may be all the difference: something that jumps is made of it, as an index,
+    a comparison or a whole number is. A product with a reciprocal rounds twice, and will not do for that."""
+    ahead, met = [node], {node}
+    while ahead:
+        at = ahead.pop()
+        made: list[Any] = [x for x in at.users if x.op == "call_function"]
+        if any(_plain(x) in _STEPS or "rounding_mode" in x.kwargs or not _is_float(x) for x in made):
+            return True
+        if _packet(at.target) != _plain(at):  # in place: who reads what it was given reads this
+            made.append(at.args[0])
+        ahead += [x for x in made if x not in met]
+        met.update(made)
+    return False
+
+
+def _is_float(node: Node) -> bool:
+    x = node.meta["val"]
+    return isinstance(x, Tensor) and x.is_floating_point()
 
 
 def _towards_0(writer: _Writer, x: str, dtype: str) -> str:

@@ -1,6 +1,6 @@
 """Functions on scores in a kernel: what `flashzoo.scores.walk` writes programs with, and what a tile tells them.
 
-Division, roots, exponentials and logarithms are the hardware's, off by 2 units in the last place or 2^-22. The hardware
+Roots, exponentials and logarithms are the hardware's, off by 2 units in the last place or 2^-22. The hardware
 has a tanh as well (`tanh.approx.f32`), off by 2^-11 of itself, which a cap of 50 makes more than P loses in 16 bits. So
 it is made of an exponential and a polynomial, off by 2e-6. That takes longer than the tensor cores take to make a
 score; of small numbers a polynomial alone is as exact, and where a warp has no others it does with that.
@@ -79,7 +79,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(operator, f"{name}_") for name in ("and", "or")},
     "xor": operator.xor,
     **{name: getattr(cute.math, name) for name in ("abs", "erf", "sin", "cos", "floor", "ceil")},
-    "div": lambda x, y: cute.math.div(x, y, full=True),
+    "div": operator.truediv,
     "exp": lambda x: cute.math.exp2(x * LOG2E, fastmath=True),
     "exp2": lambda x: cute.math.exp2(x, fastmath=True),
     "log": lambda x: cute.math.log2(x, fastmath=True) * (1 / LOG2E),
@@ -93,8 +93,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "floordiv": lambda x, y: cute.math.floor(x / y),
     "remainder": lambda x, y: x - cute.math.floor(x / y) * y,
 }
-"""Of floats, and of others where these have no way of their own. What is rounded down is divided to the last place: a
-third of 9 is no less than 3."""
+"""Of floats, and of others where these have no way of their own. Quotients are exact to the last place: a third of 9 is
+no less than 3."""
 
 _OF_INTEGERS: dict[str, Callable[..., Any]] = {
     "abs": lambda x: cutlass.max(x, -x),
