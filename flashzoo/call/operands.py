@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
@@ -93,8 +94,12 @@ class Operands:
         """What a backward pass reads once more, so that autograd can say where it was changed in place since."""
         if self is NO_OPERANDS:
             return ()
-        of_mask = self.block_mask.parts()[0] if isinstance(self.block_mask, BlockMask) else ()
-        return tuple([x for x in (*self.tensors.values(), *of_mask) if not x.is_inference()])
+        found = [x for x in _of_fields(self) if isinstance(x, Tensor)]
+        if self.score_mod is not None:
+            found += self.score_mod.tensors
+        if isinstance(self.block_mask, BlockMask):
+            found += self.block_mask.parts()[0]
+        return tuple([x for x in found if not x.is_inference()])
 
     @property
     def forms(self) -> Forms:
@@ -115,6 +120,8 @@ class Operands:
             return False
         return any([x.requires_grad for x in self.differentiable])
 
+
+_of_fields = attrgetter(*[field.name for field in fields(Operands)])
 
 Forms: TypeAlias = tuple[Hashable, ...]
 
