@@ -16,6 +16,7 @@ import torch
 from flashzoo import Problem
 from flashzoo._sass import Resources
 from flashzoo._triton import append_kernels, packed
+from flashzoo._triton import scores as triton_scores
 from flashzoo._triton.append import append_launch
 from flashzoo._triton.compile import resources
 from flashzoo._triton.merge import merge_launch
@@ -27,6 +28,7 @@ from flashzoo.call.forms import MaskForm, ScoreForm
 from flashzoo.call.problem import DESCALE_BLOCK
 from flashzoo.decode import kernels as decode_kernels
 from flashzoo.gpu import RAGGED_ROWS, SHARED_LIMIT
+from flashzoo.scores.program import parsed
 from flashzoo.v1 import launch as v1
 from flashzoo.v2 import kernels as v2_kernels
 from flashzoo.v2 import launch as v2
@@ -251,6 +253,16 @@ def test_a_function_on_scores(kernel: tuple[str, str], form: str, arch: int, hea
     atomics = {"RED", "REDG", "ATOM", "ATOMG"} & read.opcodes.keys()
     summing = kernel[1] in ("dq", "backward") and (form == "alibi" or (form == "bias" and kernel[0] != "v2"))
     assert bool(atomics) == summing
+
+
+def test_triton_divides_float32_as_ieee_does():
+    """Its `/` does not. Of float64 it does, and has no other."""
+    language, _ = triton_scores._language(triton_scores._Places(ScoreForm()), exact=True)
+    for operation in ("div", "floordiv", "remainder"):
+        for dtype, quotient in (("f32", "tl.div_rn(score, x0)"), ("f64", "score / x0")):
+            text = f"x0: {dtype} = exp(score)\nx1: {dtype} = {operation}(score, x0)\nreturn x1"
+            *_, line = language.lines(parsed(text), ["x1"])
+            assert quotient in line
 
 
 @pytest.mark.covering(1)

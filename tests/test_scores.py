@@ -12,8 +12,7 @@ import torch
 
 import flashzoo
 from flashzoo import ScoreMod, score_mods, workloads
-from flashzoo._triton import scores as triton_scores
-from flashzoo.call.forms import SOFTCAP, ScoreForm
+from flashzoo.call.forms import SOFTCAP
 from flashzoo.lengths import places
 from flashzoo.scores.program import OPERATIONS, parsed, unmasked
 from flashzoo.scores.trace import gradient_of
@@ -222,16 +221,6 @@ def test_a_quotient_is_a_product_where_that_is_as_good():
     assert "mul(x0, 0.125)" in ScoreMod(lambda s, b, h, i, j: s + torch.floor(i / 8)).text
     assert ScoreMod(lambda s, b, h, i, j: 20 * torch.tanh(s / 20)).text == SOFTCAP
     assert "div" not in gradient_of(SOFTCAP).program.text
-
-
-def test_triton_divides_float32_as_ieee_does():
-    """Its `/` does not. Of float64 it does, and has no other."""
-    language, _ = triton_scores._language(triton_scores._Places(ScoreForm()), exact=True)
-    for operation in ("div", "floordiv", "remainder"):
-        for dtype, quotient in (("f32", "tl.div_rn(score, x0)"), ("f64", "score / x0")):
-            text = f"x0: {dtype} = exp(score)\nx1: {dtype} = {operation}(score, x0)\nreturn x1"
-            *_, line = language.lines(parsed(text), ["x1"])
-            assert quotient in line
 
 
 SUMS = {
