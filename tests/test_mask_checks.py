@@ -523,7 +523,7 @@ def test_plot_says_what_it_needs(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for name in [name for name in sys.modules if name.startswith("matplotlib.")]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(ImportError, match=r"pip install flashzoo\[report\]"):
+    with pytest.raises(ImportError, match=r"plot\(\) needs matplotlib, which the extra report of flashzoo brings"):
         BlockMask.causal(64).plot()
 
 
