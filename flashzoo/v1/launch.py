@@ -12,14 +12,14 @@ from torch import Tensor
 from flashzoo._triton import Launch
 from flashzoo._triton.dropout import kept_of, seed_of, share_of
 from flashzoo._triton.scores import constexprs_of, functions, gradients_of, scales, sums_of, tensors_of
-from flashzoo._triton.tiles import alignment
+from flashzoo._triton.tiles import columns
 from flashzoo.autograd import differentiable
 from flashzoo.call.operands import Operands
 from flashzoo.call.problem import Problem
 from flashzoo.dtypes import TORCH_DTYPES
 from flashzoo.integers import cdiv
 from flashzoo.v1 import kernels
-from flashzoo.v1.config import Tiles, block_d, tiles_for
+from flashzoo.v1.config import Tiles, tiles_for
 
 # Programs that fill a GPU a few times over: with fewer heads than this, a head's rows are split among programs.
 ENOUGH_PROGRAMS = 16 * 132
@@ -118,9 +118,7 @@ def rows_per_program(seqlen_q: int, heads: int, block_q: int) -> int:
 
 def _constexprs(problem: Problem, strides: Strides, tiles: Tiles) -> dict[str, Any]:
     return {
-        "HEAD_DIM": problem.head_dim,
-        "BLOCK_D": block_d(problem.head_dim),
-        "ALIGNED": alignment(problem, strides),
+        **columns(problem, strides),
         "BLOCK_Q": tiles.block_q,
         "BLOCK_KV": tiles.block_kv,
         "CAUSAL": problem.causal,
