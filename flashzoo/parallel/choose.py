@@ -133,8 +133,8 @@ def chosen(
         raise TypeError("q, k and v must be fp16, bf16, fp32 or fp64, got e4m3: precision='fp8' quantises them inside")
     for name, x in (("q", q), ("k", k)):
         check_halves(f"{name}'s rows on a rank", _rows(x), layout)
-    packed, chunks = "cu_seqlens_q" in options, chunks_of(layout)
-    p = told.problem
+    p, chunks = told.problem, chunks_of(layout)
+    packed = p.sequences is not None
     told_longest = [options[name] for name in ("max_seqlen_q", "max_seqlen_k") if packed and name in options]
     sizes = Sizes(p.batch, p.seqlen_q, p.seqlen_k, p.heads, p.heads_kv, p.head_dim, p.head_dim_v, q.element_size(),
                   p.span, packed, size, chunks, grad, min((p.seqlen_q, *told_longest)), bool(told_longest))  # fmt: skip

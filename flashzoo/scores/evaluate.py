@@ -101,9 +101,7 @@ def read(x: Tensor, indices: Sequence[Tensor | int]) -> Tensor:
 
 def _on_device(y: Any, x: Any) -> Any:
     """A divisor that is a number, in memory: by one of the host's torch multiplies with its reciprocal on a GPU."""
-    return (
-        y if isinstance(y, Tensor) or not isinstance(x, Tensor) else torch.full((), y, dtype=x.dtype, device=x.device)
-    )
+    return _tensor(y, x, x.dtype) if isinstance(x, Tensor) else y
 
 
 def _tensor(x: Any, like: Tensor, dtype: torch.dtype) -> Tensor:
