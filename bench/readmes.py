@@ -630,7 +630,7 @@ def h100(_: list[Row]) -> Iterator[str]:
         f"On an H100 of 700 W ([its CSV](bench/results/{H100.name}), seqlens {', '.join(map(str, lengths))}) v3 "
         f"reaches {best:.0f} TFLOP/s, {best / peak:.0%} of the data sheet's {peak:.0f}. Over {NAMES[BEST_PEER]} it is "
         f"{forward} forward and {backward} backward; v3_fp8 reaches {best8:.0f} TFLOP/s and is "
-        f"{over(rows, 'v3_fp8', ('cudnn_fp8',), 'fwd_e4m3')}."
+        f"{over(rows, 'v3_fp8', ('fa3', 'cudnn_fp8'), 'fwd_e4m3')}."
     )
 
 
