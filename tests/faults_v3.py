@@ -231,6 +231,50 @@ V3 = (
         "test_a_pair_walks_the_same_blocks",
     ),
     fault(
+        "v3/pair_that_takes_its_own_ds_for_the_partners",
+        "of thread blocks in pairs each computes dQ of its own dS twice, with the keys of both",
+        *(
+            PAIRS,
+            "return self.tiles.ds_stages + stage",
+            "return stage",
+            "v3-head_dim_256_577_keys_causal_gqa- or v3-head_dim_256_700_keys_window-",
+        ),
+        gpu=True,
+    ),
+    fault(
+        "v3/pair_that_loads_its_own_keys_twice",
+        "of thread blocks in pairs each has its own keys in the place of its partner's",
+        *(
+            PAIRS,
+            "first_key = (bounds.tile.block ^ 1)",
+            "first_key = bounds.tile.block",
+            "v3-head_dim_256_577_keys_causal_gqa- or v3-head_dim_256_700_keys_window-",
+        ),
+        gpu=True,
+    ),
+    fault(
+        "v3/pair_that_adds_to_the_same_columns",
+        "both thread blocks of a pair have the first half of dQ's columns",
+        *(
+            PAIRS,
+            "return cute.arch.block_idx_in_cluster() * half +",
+            "return Int32(0) * half +",
+            "v3-head_dim_256_577_keys_causal_gqa- or v3-head_dim_256_700_keys_window-",
+        ),
+        gpu=True,
+    ),
+    fault(
+        "v3/ds_copied_before_it_is_written",
+        "of thread blocks in pairs one copies dS to the other before all its warps have written theirs: a race",
+        *(
+            PAIRS,
+            "        self.sync_warpgroup(Gradient.OF_K)\n",
+            "\n",
+            "v3-head_dim_256_577_keys_causal_gqa- or v3-head_dim_256_700_keys_window-",
+        ),
+        gpu=True,
+    ),
+    fault(
         "v3/delta_of_the_neighbour",
         "of two neighbouring queries both have the first one's delta",
         *(BACKWARD, "(dp[c, r, i] - pair[c])", "(dp[c, r, i] - pair[0])", "test_gradients[v3-square-bf16]"),

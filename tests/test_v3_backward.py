@@ -238,7 +238,7 @@ def in_pairs(problem: Problem) -> Params:
     """Params of the problem where thread blocks work in pairs."""
     params = params_of(problem, TilesBackward(64, 64))
     values = {field.name: getattr(params.kernel, field.name) for field in fields(params.kernel)}
-    kernel = KernelBackwardPairs(**values | {"deterministic": False})
+    kernel = KernelBackwardPairs(**values | {"width": 256, "width_v": 256, "deterministic": False})
     return replace(params, kernel=kernel, blocks=kernel.blocks_kv(problem.seqlen_k))
 
 

@@ -102,12 +102,13 @@ class Workspace:
 
 @dataclass(frozen=True)
 class SharedStorage:
-    """A thread block's shared memory: K and V of the tile; stages of Q and dO with the LSE and delta of their rows, and
-    of dS; dK and dV on their way to memory, in the place of others; `exchange`, through which float32 registers go from
-    warpgroup to writer, or to the other warpgroup. `ds_pipeline` is by gradient that of dS; by keys, whose warpgroups
-    wait for one another at dS, that of dK and dV in its place."""
+    """A thread block's shared memory: K and V of the tile, and in a pair what dQ needs of the partner's K; stages of
+    Q and dO with the LSE and delta of their rows, and of dS; dK and dV on their way to memory, in the place of others;
+    `exchange`, through which float32 registers go from warpgroup to writer, or to the other warpgroup. `ds_pipeline` is
+    by gradient that of dS; by keys, whose warpgroups wait for one another at dS, that of dK and dV in its place."""
 
     k: cute.Tensor
+    k_partner: cute.Tensor | None
     v: cute.Tensor
     q: cute.Tensor
     do: cute.Tensor
@@ -182,15 +183,16 @@ class Backward:
 
     scheduler: type[TileScheduler] = TileSchedulerBackward
     bounds: type[BoundsBackward] = BoundsBackward
-    pipeline: type[Pipeline] = Pipeline  # of what is told or loaded for all that share it
+    pipeline: type[Pipeline] = Pipeline  # of what thread blocks of a cluster tell, load or compute for one another
 
     def __init__(self, kernel: KernelBackward) -> None:
         self.kernel = kernel
         self.tiles: TilesBackward = kernel.tiles
         self.dtype: type[cutlass.Numeric] = DTYPES[kernel.dtype]
         self.part: int = kernel.dq_part[0] * kernel.dq_part[1]
-        # warps that read, or write, what a pipeline guards
+        # warps that read, or write, what a pipeline guards, and loads of it
         self.kv_readers: int = WARPS * kernel.tiles.consumers
+        self.k_loads = 1
         self.ds_readers, self.ds_writers = 1, WARPS * kernel.tiles.consumers
         self.exchange_readers = 1
         self.work_readers: int = WARPS * kernel.tiles.consumers + kernel.writers
@@ -229,8 +231,8 @@ class Backward:
             shared_layout(self.dtype, tiles.block_kv, kernel.width, 1, kernel.swizzled_k),
             shared_layout(self.dtype, tiles.block_kv, kernel.width_v, 1),
             shared_layout(self.dtype, tiles.block_q, kernel.width, tiles.stages),
-            shared_layout(self.dtype, tiles.block_q, kernel.width_v, tiles.stages),
-            shared_layout(self.dtype, tiles.block_q, tiles.block_kv, tiles.ds_stages),
+            shared_layout(self.dtype, tiles.block_q, kernel.width_v, kernel.stages_do),
+            shared_layout(self.dtype, tiles.block_q, tiles.block_kv, tiles.ds_stages * kernel.cluster),
         )
         k_layout, v_layout, q_layout, do_layout, _ = layouts
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -272,12 +274,16 @@ class Backward:
             smem.allocate_tensor(self.dtype, x.outer, 1024, swizzle=x.inner)
             for x in (k_layout, v_layout, q_layout, do_layout)
         )
+        k_partner = self.allocate_keys_of_partner(smem)
         of_ds = smem.allocate_array(self.dtype, kernel.ds_elements, byte_alignment=1024)
         ds = laid_out(of_ds, ds_layout)
         storage = SharedStorage(
-            *(k, v, q, do, ds, *self.staged(k, v, of_ds, k_layout, v_layout)),
+            *(k, k_partner, v, q, do, ds, *self.staged(k, v, of_ds, k_layout, v_layout)),
             smem.allocate_tensor(Float32, cute.make_layout(self.kernel.exchange), 128),
-            *[smem.allocate_tensor(Float32, cute.make_layout((tiles.block_q, tiles.stages)), 16) for _ in range(2)],
+            *[
+                smem.allocate_tensor(Float32, cute.make_layout((tiles.block_q, stages)), 16)
+                for stages in (tiles.stages, kernel.stages_do)
+            ],
             cute.make_tensor(smem.allocate_array(Int32, kernel.words_of_work), cute.make_layout(kernel.words_of_work)),
             *[
                 kind.allocate(smem, stages)
@@ -285,8 +291,8 @@ class Backward:
                     (Pipeline, 1),
                     (Pipeline, 1),
                     (self.pipeline, tiles.stages),
-                    (self.pipeline, tiles.stages),
-                    (Pipeline, kernel.ds_barriers),
+                    (self.pipeline, kernel.stages_do),
+                    (self.pipeline, kernel.ds_barriers),
                     (Pipeline, kernel.exchange_barriers),
                     (Pipeline, max(1, kernel.writers)),
                     (self.pipeline, 1),
@@ -298,7 +304,7 @@ class Backward:
             for atom in (tma.q, tma.k, tma.v, tma.do, tma.dk, tma.dv):
                 cpasync.prefetch_descriptor(atom)
             with cute.arch.elect_one():
-                storage.k_pipeline.initialize(self.kv_readers)
+                storage.k_pipeline.initialize(self.kv_readers, self.k_loads)
                 storage.v_pipeline.initialize(self.kv_readers)
                 storage.q_pipeline.initialize(WARPS * tiles.consumers)
                 storage.do_pipeline.initialize(WARPS * tiles.consumers)
@@ -323,6 +329,13 @@ class Backward:
             self.consume(params, storage, tma, workspace, scale_log2, scale, tensors)
         if const_expr(kernel.cluster > 1):
             sync_cluster()  # until then others write into this thread block's shared memory and arrive at its mbarriers
+
+    def allocate_keys_of_partner(self, smem: cutlass.memory.SmemAllocator) -> cute.Tensor | None:
+        """Room for what a thread block of a pair needs of the other's K."""
+        return None
+
+    def load_keys_of_partner(self, bounds: BoundsBackward, storage: SharedStorage, tma: TmaAtoms) -> None:
+        """Have TMA read it; K's mbarrier is told, and its place in K's pipeline is its own."""
 
     def staged(
         self,
@@ -357,6 +370,7 @@ class Backward:
             for atom, x, pipeline in ((tma.k, storage.k, storage.k_pipeline), (tma.v, storage.v, storage.v_pipeline)):
                 pipeline.producer_acquire(work_idx)
                 load(atom, x[None, None, 0], origin, pipeline.full)
+            self.load_keys_of_partner(bounds, storage, tma)
             for i in cutlass.range(first, steps, unroll=1):
                 self.load_queries(bounds, storage, tma, workspace, loaded + i, i, begin, end)
             loaded += steps

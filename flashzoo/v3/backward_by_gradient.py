@@ -34,7 +34,7 @@ from flashzoo._cute.hopper.bounds import BoundsBackward
 from flashzoo._cute.hopper.params import Params
 from flashzoo._cute.hopper.scores import Told
 from flashzoo._cute.hopper.tma import box_of
-from flashzoo._cute.hopper.wgmma import gemm, rows_of, to_16_bits, transposed
+from flashzoo._cute.hopper.wgmma import gemm, multiply, rows_of, to_16_bits, transposed
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
 from flashzoo.v3.backward import (
     Backward,
@@ -112,7 +112,7 @@ class BackwardByGradient(Backward):
         self.kv_readers = 1
         self.ds_readers, self.ds_writers = WARPS * kernel.tiles.consumers, WARPS
         self.exchange_readers = WARPS
-        self.before_kv = kernel.tiles.stages  # K and V are in use until dK and dV have left
+        self.before_kv = kernel.stages_do  # K and V are in use until dK and dV have left
 
     def staged(self, k: cute.Tensor, v: cute.Tensor, *_: Any) -> tuple[cute.Tensor, cute.Tensor]:
         """Where dK and dV wait for TMA: in the place of K and V."""
@@ -244,15 +244,16 @@ class BackwardByGradient(Backward):
         storage.ds_pipeline.consumer_wait(use)
         parts = len(self.kernel.dq_parts_of(int(gradient)))
         dq = self.issue_dq(tile, gradient, use, 0)
-        warpgroup.wait_group(0)
+        warpgroup.wait_group(1)  # the gradient
         pipeline_of_factor.consumer_release(use)
         for j in cutlass.range_constexpr(1, parts):
             following = self.issue_dq(tile, gradient, use, j)
+            warpgroup.wait_group(1)  # the part before
             self.add_to_dq(tile, gradient, use, step, j - 1, dq)
-            warpgroup.wait_group(0)
             dq = following
-        storage.ds_pipeline.consumer_release(use)
         self.issue_scores(tile, gradient, use + 1, more, scores)
+        warpgroup.wait_group(1)  # the last part
+        storage.ds_pipeline.consumer_release(use)
         self.add_to_dq(tile, gradient, use, step, parts - 1, dq)
         self.take_turns(tile, gradient, use)
 
@@ -402,6 +403,11 @@ class BackwardByGradient(Backward):
         storage.ds_pipeline.producer_acquire(use)
         cute.copy(to_chip, to_chip.retile(part), to_chip.partition_D(transposed(storage.ds)[None, None, stage]))
         cute.arch.fence_proxy("async.shared", space="cta")
+        self.publish_ds(storage, stage)
+
+    @cute.jit
+    def publish_ds(self, storage: SharedStorage, stage: Int32):
+        """This warp has written its part of dS."""
         cute.arch.sync_warp()
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(storage.ds_pipeline.full + stage)
@@ -415,13 +421,20 @@ class BackwardByGradient(Backward):
     def issue_dq(self, tile: Tile, gradient: Constexpr[Gradient], use: Int32, j: Constexpr[int]) -> cute.Tensor:
         """Registers that will hold the j-th of this warpgroup's parts of dS K."""
         dq = cute.make_rmem_tensor(tile.mma_dq.get_slice(0).partition_shape_C(self.kernel.dq_part), Float32)
-        gemm_of(
-            tile.mma_dq,
-            dq,
-            tile.ds[None, None, None, tile.storage.ds_pipeline.stage(use)],
-            tile.k_t[None, self.kernel.dq_parts_of(int(gradient))[j], None],
-        )
+        atom = cute.make_mma_atom(tile.mma_dq.op)
+        warpgroup.fence()
+        self.multiply_for_dq(atom, dq, tile, tile.storage.ds_pipeline.stage(use), self.nth_part(gradient, j))
+        warpgroup.commit_group()
         return dq
+
+    def nth_part(self, gradient: Gradient, j: int) -> int | Int32:
+        """Which part of dQ the j-th of a warpgroup's is."""
+        return self.kernel.dq_parts_of(int(gradient))[j]
+
+    @cute.jit
+    def multiply_for_dq(self, atom: cute.MmaAtom, dq: cute.Tensor, tile: Tile, stage: Int32, part: int | Int32):
+        """The products of a part of dS K."""
+        multiply(atom, dq, tile.ds[None, None, None, stage], columns_of(tile.k_t, part), True)
 
     @cute.jit
     def add_to_dq(
@@ -431,7 +444,7 @@ class BackwardByGradient(Backward):
         bounds, kernel = tile.bounds, self.kernel
         head, n = bounds.step(step, tile.begin, tile.end)
         block = bounds.block_of_queries(head, bounds.block_q(n))
-        part = block * kernel.dq_parts + kernel.dq_parts_of(int(gradient))[j]
+        part = block * kernel.dq_parts + self.nth_part(gradient, j)
         memory = tile.dq + part * self.part + tile.thread * 4
         turns, turn = tile.storage.semaphore_pipeline, use * kernel.semaphores + j
         if const_expr(kernel.deterministic):
@@ -525,10 +538,10 @@ class BackwardByGradient(Backward):
         cute.arch.barrier(barrier_id=NamedBarrier.EPILOGUE + int(gradient), number_of_threads=WARPGROUP)
 
 
-@cute.jit
-def gemm_of(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor):
-    """As `gemm`, for one block of columns of b."""
-    gemm(mma, acc, a, cute.make_tensor(b.iterator, cute.prepend(b.layout, cute.make_layout(1))), True)
+def columns_of(b: cute.Tensor, part: int | Int32) -> cute.Tensor:
+    """One block of columns of an operand."""
+    b = b[None, part, None]
+    return cute.make_tensor(b.iterator, cute.prepend(b.layout, cute.make_layout(1)))
 
 
 @cute.jit

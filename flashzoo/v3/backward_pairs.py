@@ -1,14 +1,18 @@
-"""The backward pass by gradient, thread blocks in pairs: what it takes from L2 is its limit, and a pair takes Q and dO
-once for both.
+"""The backward pass by gradient, thread blocks in pairs: what goes to and from L2 is its limit, and a pair takes
+Q and dO once for both, and adds to dQ once for both.
 
 1. A pair is a cluster. Its tiles are two neighbouring blocks of keys of one head, and both walk the blocks of queries
    that see keys of either, in one order. What only the other sees is masked; past the last block of keys all is.
 2. Each producer reads half of the rows of Q and dO, and TMA writes them to the shared memory of both. A stage is full
    when both halves have arrived, and is filled again when the consumers of both have read it.
-3. One of the pair claims tiles, for both, and writes the number to the shared memory of both.
-4. Neither ends before the other: until then that one arrives at its mbarriers.
+3. Each has half of the columns of dQ, for the keys of both: with K it loads those columns of the other's, and in every
+   step a copy from shared memory to shared memory brings it the other's dS. A stage of dS is full when its own and the
+   other's are there, and empty when the consumers of both have read both.
+4. One of the pair claims tiles, for both, and writes the number to the shared memory of both.
+5. Neither ends before the other: until then that one arrives at its mbarriers.
 
-Keys, values and the sums of dQ are each thread block's own, and so are LSE and delta, which are small.
+Keys and values are each thread block's own, and so are LSE and delta, which are small. The exchange of dS is that of
+flash-attention's pull request 2889.
 """
 
 from __future__ import annotations
@@ -24,7 +28,11 @@ from flashzoo._cute.hopper.bounds import BoundsBackward
 from flashzoo._cute.hopper.opaque import opaque
 from flashzoo._cute.hopper.pipeline import PipelineOfPair
 from flashzoo._cute.hopper.tile_scheduler import TileScheduler, TileSchedulerBackward, WorkTile
-from flashzoo.v3.backward_by_gradient import BackwardByGradient
+from flashzoo._cute.hopper.tma import load
+from flashzoo._cute.hopper.wgmma import multiply, shared_layout, transposed
+from flashzoo.gpu import WARPS
+from flashzoo.v3.backward import SharedStorage, TmaAtoms
+from flashzoo.v3.backward_by_gradient import BackwardByGradient, Gradient, Tile, columns_of
 from flashzoo.v3.traits import KernelBackwardPairs
 
 CLAIMS = 0
@@ -94,3 +102,64 @@ class BackwardPairs(BackwardByGradient):
     def __init__(self, kernel: KernelBackwardPairs) -> None:
         super().__init__(kernel)
         self.work_readers += 1  # the producer
+        self.k_loads += 1
+        self.ds_writers = 1
+
+    def allocate_keys_of_partner(self, smem: cutlass.memory.SmemAllocator) -> cute.Tensor:
+        """Half of its columns."""
+        kernel = self.kernel
+        layout = shared_layout(self.dtype, self.tiles.block_kv, kernel.width // kernel.cluster, 1, kernel.swizzled_k)
+        return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
+
+    @cute.jit
+    def load_keys_of_partner(self, bounds: BoundsBackward, storage: SharedStorage, tma: TmaAtoms):
+        """Those columns that this thread block has of dQ."""
+        first_key = (bounds.tile.block ^ 1) * self.tiles.block_kv
+        first = cute.arch.block_idx_in_cluster() * (self.kernel.width // self.kernel.cluster)
+        origin = (first, *bounds.sequence.origin_k(first_key, bounds.head_kv()))
+        load(tma.k, storage.k_partner[None, None, 0], origin, storage.k_pipeline.full)
+
+    @cute.jit
+    def publish_ds(self, storage: SharedStorage, stage: Int32):
+        """The warpgroup has written its dS, and one of its threads has it copied."""
+        self.sync_warpgroup(Gradient.OF_K)
+        if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS == 0:
+            full, mine = storage.ds_pipeline.full + stage, storage.ds[None, None, stage]
+            theirs = storage.ds[None, None, self.of_partner(stage)]
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive_and_expect_tx(full, bytes_of(theirs))
+                copy_to_partner(theirs, mine, full)
+
+    def of_partner(self, stage: Int32) -> Int32:
+        """Where the partner's dS of a stage is: behind the stages of its own."""
+        return self.tiles.ds_stages + stage
+
+    def nth_part(self, gradient: Gradient, j: int) -> Int32:
+        """Which part of dQ the j-th of a warpgroup's is."""
+        half = self.kernel.dq_parts // self.kernel.cluster
+        return cute.arch.block_idx_in_cluster() * half + super().nth_part(gradient, j)
+
+    @cute.jit
+    def multiply_for_dq(self, atom: cute.MmaAtom, dq: cute.Tensor, tile: Tile, stage: Int32, part: Int32):
+        """The products of a part of dS K, of its own keys and the partner's."""
+        half = self.kernel.dq_parts // self.kernel.cluster
+        of_dq, k_partner = tile.mma_dq.get_slice(0), transposed(tile.storage.k_partner)
+        k_partner = tile.mma_dq.make_fragment_B(of_dq.partition_B(k_partner))[None, None, None, 0]
+        multiply(atom, dq, tile.ds[None, None, None, stage], columns_of(tile.k_t, part), True)
+        multiply(atom, dq, tile.ds[None, None, None, self.of_partner(stage)], columns_of(k_partner, part % half), False)
+
+
+def bytes_of(x: cute.Tensor) -> int:
+    """Its size."""
+    return cute.size(x) * x.element_type.width // 8
+
+
+@cute.jit
+def copy_to_partner(theirs: cute.Tensor, mine: cute.Tensor, full: cute.Pointer):
+    """Copy this thread block's shared memory to the partner's, and arrive at the partner's mbarrier with it."""
+    partner = cute.arch.block_idx_in_cluster() ^ 1
+    there = [cute.arch.map_dsmem_ptr(x, partner) for x in (theirs.iterator, full)]
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[there[0], mine.iterator, Int32(bytes_of(mine)), there[1]],
+    )

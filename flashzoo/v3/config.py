@@ -123,9 +123,9 @@ BACKWARD = {
     (256, 256): TilesBackward(64, 64),
 }
 
-PAIRED, PAIRS_FROM = (256, 256), 4096
-"""The widths at which thread blocks of the backward pass work in pairs, and from how many keys on: an H200 gains up to
-a tenth there, at 2048 keys it loses, and at widths of 192 it gains nothing."""
+PAIRED, PAIRS_FROM = (256, 256), 256
+"""The widths at which thread blocks of the backward pass work in pairs, and from how many keys on: an H200 gains up
+to a fifth there, and loses at 192 keys."""
 
 # Microseconds on an H200, by which query heads that share keys are split over several tiles of the backward pass: what
 # a multiprocessor multiplies in one, what memory gives, how many steps a tile's beginning and end are worth, and what

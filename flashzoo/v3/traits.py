@@ -307,6 +307,11 @@ class KernelBackward:
         """32-bit words that tell of the next tile: its number."""
         return 1
 
+    @property
+    def stages_do(self) -> int:
+        """Blocks of dO on chip at a time."""
+        return self.tiles.stages
+
     def blocks_q(self, seqlen_q: int) -> int:
         """Blocks of queries of a head, for which there are sums of dQ, LSE and delta. Kernels compute it too."""
         return (seqlen_q + self.tiles.block_q - 1) // self.tiles.block_q
@@ -404,23 +409,51 @@ class KernelBackward:
         """Shared memory of a thread block: K, V, Q, dO, dS; `exchange`, delta and LSE;
         two mbarriers a stage, the next tile."""
         tiles, (numbers, stages) = self.tiles, self.exchange
-        elements = (tiles.block_kv + tiles.stages * tiles.block_q) * (self.width + self.width_v)
-        elements += self.ds_elements
-        floats = numbers * stages + 2 * tiles.stages * tiles.block_q
-        pipelines = 2 * tiles.stages + self.ds_barriers + self.exchange_barriers + max(1, self.writers) + 3
+        elements = tiles.block_kv * (self.width + self.width_v) + self.ds_elements
+        elements += tiles.block_q * (tiles.stages * self.width + self.stages_do * self.width_v)
+        floats = numbers * stages + (tiles.stages + self.stages_do) * tiles.block_q
+        pipelines = tiles.stages + self.stages_do + self.ds_barriers + self.exchange_barriers + max(1, self.writers) + 3
         return BYTES[self.dtype] * elements + 4 * floats + 16 * pipelines + 8 * cdiv(self.words_of_work, 2)
 
 
 @dataclass(frozen=True)
 class KernelBackwardPairs(KernelBackward):
-    """A backward kernel whose thread blocks work in pairs: a pair's tiles are two neighbouring blocks of keys."""
+    """A backward kernel whose thread blocks work in pairs: a pair's tiles are two neighbouring blocks of keys, and each
+    thread block has half of the columns of dQ, for the keys of both."""
 
     cluster: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        if not self.tiles.by_gradient or self.deterministic:
-            expected = "tiles cut by gradient, and any order"
-            raise ValueError(f"pairs have {expected}, got {self.tiles}, deterministic={self.deterministic}")
+        shared = self.cluster * self.tiles.consumers
+        if not self.tiles.by_gradient or self.deterministic or self.dq_parts % shared:
+            expected = f"tiles cut by gradient, parts of dQ that {shared} warpgroups share, and any order"
+            got = f"{self.tiles}, {self.dq_parts} parts, deterministic={self.deterministic}"
+            raise ValueError(f"pairs have {expected}, got {got}")
+
+    @property
+    def stages_do(self) -> int:
+        """One: in the place of another are dS and half of K of the partner."""
+        return 1
+
+    @property
+    def ds_elements(self) -> int:
+        """The same, for each thread block's own dS and its partner's."""
+        return self.cluster * super().ds_elements
+
+    def dq_parts_of(self, wg_idx: int) -> range:
+        """Of its thread block's half of the columns."""
+        of_half, consumers = self.dq_parts // self.cluster, self.tiles.consumers
+        return range(wg_idx * of_half // consumers, (wg_idx + 1) * of_half // consumers)
+
+    @property
+    def dq_deferred(self) -> bool:
+        """Not, as measured."""
+        return False
+
+    @property
+    def shared_bytes(self) -> int:
+        """The same, and half of the columns of the partner's K."""
+        return super().shared_bytes + BYTES[self.dtype] * self.tiles.block_kv * self.width // self.cluster
 
     def blocks_kv(self, seqlen_k: int) -> int:
         """The same, for whole pairs."""

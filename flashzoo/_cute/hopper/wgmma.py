@@ -19,10 +19,16 @@ def gemm(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, z
     """Issue `acc = a b^T` (zero) or `acc += a b^T` as one group of WGMMAs; wait for the group before touching acc."""
     atom = cute.make_mma_atom(mma.op)
     warpgroup.fence()
+    multiply(atom, acc, a, b, zero)
+    warpgroup.commit_group()
+
+
+@cute.jit
+def multiply(atom: cute.MmaAtom, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, zero: Constexpr[bool]):
+    """The WGMMAs of a `gemm`, for a group that may have those of others too."""
     for i in cutlass.range_constexpr(cute.size(a, mode=[2])):
         atom.set(warpgroup.Field.ACCUMULATE, not (zero and i == 0))
         cute.gemm(atom, acc, a[None, None, i], b[None, None, i], acc)
-    warpgroup.commit_group()
 
 
 def shared_layout(
