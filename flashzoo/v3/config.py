@@ -224,10 +224,10 @@ def kernel_backward_for(problem: Problem) -> KernelBackward:
 
 def in_pairs(problem: Problem) -> bool:
     """Whether thread blocks of the backward pass work in pairs: at the widths where it pays, of dense tensors, in any
-    order of sums, without a function on scores. Of an odd number of blocks the last has a partner without keys: from
-    `PAIRS_FROM` keys on they are many."""
+    order of sums. Of an odd number of blocks the last has a partner without keys: from `PAIRS_FROM` keys on they are
+    many."""
     p = problem
-    plain = p.block_mask is None and p.sequences is None and p.score_mod is None and not p.deterministic
+    plain = p.block_mask is None and p.sequences is None and not p.deterministic
     return widths_backward(p) == PAIRED and plain and p.seqlen_k >= PAIRS_FROM
 
 
