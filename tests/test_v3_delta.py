@@ -13,6 +13,7 @@ from test_v3_backward import PLAIN
 from torch import Tensor
 
 from flashzoo import Problem
+from flashzoo._triton import Launch
 from flashzoo._triton.compile import resources
 from flashzoo.gpu import WARPGROUP
 from flashzoo.inputs import LAYOUTS
@@ -190,6 +191,27 @@ def test_parts_of_dk_and_dv_are_added_in_order(kernel, layout, splits, seqlen_k,
         wanted = LAYOUTS[layout]((total * torch.tensor(scale)).half())
         assert same_bits(found, wanted)
         assert torch.equal(storage_of(found), storage_of(wanted)), "what lies between was written"
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+def test_a_launch_takes_addresses(aligned):
+    """Compiled for tensors of the dtypes that it was told, and for each alignment unless all are aligned."""
+    compiled, launched = [], []
+
+    def compile_(*arguments, **how):
+        compiled.append(([(x.data_ptr(), x.dtype) for x in arguments[:2]], arguments[2:], how))
+        return {(3, 1, 1): lambda *arguments, stream: launched.append((stream, arguments))}
+
+    dtypes = torch.float16, torch.float32, torch.int32
+    how = {"num_warps": 4, "num_stages": 1, "aligned": aligned, "dtypes": dtypes}
+    run = Launch({(3, 1, 1): compile_}, 3, (7,), {"SIZE": 8}, **how)
+    for address in (512, 1024, 1028):
+        run.at(0, 5, (4096, address, None), (0.5,))
+    anew = [512] if aligned else [512, 1028]
+    rest = (None, 0.5, 7), {"SIZE": 8, **run.options}
+    assert compiled == [([(4096, torch.float16), (address, torch.float32)], *rest) for address in anew]
+    again = [address for address in (1024, 1028) if address not in anew]
+    assert launched == [(5, (4096, address, None, 0.5, 7, 8)) for address in again]
 
 
 @pytest.mark.covering(1)
