@@ -11,6 +11,7 @@ import torch
 import triton
 from test_v3_backward import PLAIN
 from torch import Tensor
+from triton import knobs
 
 from flashzoo import Problem
 from flashzoo._triton import Launch
@@ -193,6 +194,37 @@ def test_parts_of_dk_and_dv_are_added_in_order(kernel, layout, splits, seqlen_k,
         assert torch.equal(storage_of(found), storage_of(wanted)), "what lies between was written"
 
 
+class Compiled:
+    """What Triton gives for a kernel that it has compiled."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, launched: list[tuple]) -> None:
+        self.run = lambda *arguments: launched.append(arguments)
+        self._launched = launched
+
+    def __getitem__(self, grid):
+        return lambda *arguments, stream: self._launched.append((grid, stream, *arguments))
+
+
+def test_a_profilers_hooks_are_called(monkeypatch):
+    """By Triton, who is asked for them at each launch."""
+    launched, hook = [], lambda metadata: None
+    run = Launch({(3, 1, 1): lambda *_, **how: Compiled(launched)}, 3, (), {}, num_warps=4, num_stages=1, dtypes=())
+    run.at(0, 5, ())
+    for hooks in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+        hooks.add(hook)
+        run.at(0, 5, ())
+        hooks.remove(hook)
+        run.at(0, 5, ())
+    monkeypatch.setattr(knobs.runtime, "launch_exit_hook", hook)
+    run.at(0, 5, ())
+    monkeypatch.undo()
+    run.at(0, 5, ())
+    without = (3, 1, 1, 5, "function", "metadata", None, None, None)
+    assert launched == [((3, 1, 1), 5), without] * 3
+
+
 @pytest.mark.parametrize("aligned", [False, True])
 def test_a_launch_takes_addresses(aligned):
     """Compiled for tensors of the dtypes that it was told, and for each alignment unless all are aligned."""
@@ -200,7 +232,7 @@ def test_a_launch_takes_addresses(aligned):
 
     def compile_(*arguments, **how):
         compiled.append(([(x.data_ptr(), x.dtype) for x in arguments[:2]], arguments[2:], how))
-        return {(3, 1, 1): lambda *arguments, stream: launched.append((stream, arguments))}
+        return Compiled(launched)
 
     dtypes = torch.float16, torch.float32, torch.int32
     how = {"num_warps": 4, "num_stages": 1, "aligned": aligned, "dtypes": dtypes}
@@ -211,7 +243,8 @@ def test_a_launch_takes_addresses(aligned):
     rest = (None, 0.5, 7), {"SIZE": 8, **run.options}
     assert compiled == [([(4096, torch.float16), (address, torch.float32)], *rest) for address in anew]
     again = [address for address in (1024, 1028) if address not in anew]
-    assert launched == [(5, (4096, address, None, 0.5, 7, 8)) for address in again]
+    given = [(4096, address, None, 0.5, 7, 8) for address in again]
+    assert launched == [(3, 1, 1, 5, "function", "metadata", None, None, None, *arguments) for arguments in given]
 
 
 @pytest.mark.covering(1)

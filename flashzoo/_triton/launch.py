@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton import knobs
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -110,7 +111,7 @@ class Launch:
     def _compile(self, key: tuple[Any, ...], arguments: Sequence[Any], floats: tuple[float | None, ...]) -> None:
         """By Triton's own launch path, which launches it too."""
         compiled = self.kernel[self._grid](*arguments, *floats, *self.scalars, **self.constexprs, **self.options)
-        self._compiled[key] = compiled[self._grid]
+        self._compiled[key] = _runner(compiled, self._grid)
 
     def _described(self, tensors: tuple[Any, ...], otherwise: Sequence[Any]) -> Sequence[Any]:
         """The arguments in their place: descriptors of the tensors that have a tile, of the others what is given."""
@@ -120,6 +121,20 @@ class Launch:
             _descriptor(x, tile) if tile else other
             for x, tile, other in zip(tensors, self.tma_tiles, otherwise, strict=True)
         ]
+
+
+def _runner(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
+    """`compiled[grid]`, at half the cost where no profiler has hooks, for which it makes ready at each launch."""
+    with_hooks, launch, function, metadata = compiled[grid], compiled.run, compiled.function, compiled.packed_metadata
+
+    def run(*arguments: Any, stream: int) -> None:
+        before, behind = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        if getattr(before, "calls", True) or getattr(behind, "calls", True):  # a chain of them, or else one
+            with_hooks(*arguments, stream=stream)
+        else:
+            launch(*grid, stream, function, metadata, None, None, None, *arguments)
+
+    return run
 
 
 class _Memory:
