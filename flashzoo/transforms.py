@@ -59,11 +59,12 @@ def refuse_transforms(what: str, **tensors: Tensor | None) -> None:
 
 def refuse_batched(*gradients: Tensor | None) -> None:
     """NotImplementedError where one of these stands for a batch that is not among its dimensions."""
-    if any(x is not None and is_legacy_batchedtensor(x) for x in gradients):
-        raise NotImplementedError(
-            "a kernel's backward pass does not support torch.autograd.grad(is_grads_batched=True): "
-            "call grad for each gradient, or version='standard' or 'sdpa'"
-        )
+    for x in gradients:
+        if x is not None and is_legacy_batchedtensor(x):
+            raise NotImplementedError(
+                "a kernel's backward pass does not support torch.autograd.grad(is_grads_batched=True): "
+                "call grad for each gradient, or version='standard' or 'sdpa'"
+            )
 
 
 def refuse_traced_forward_ad() -> None:

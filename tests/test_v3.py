@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import shutil
@@ -16,11 +17,13 @@ from dataclasses import replace
 from itertools import chain, pairwise, product
 from types import SimpleNamespace
 
+import cuda.bindings.driver as cuda
 import pytest
 import torch
 
 from flashzoo import Problem
-from flashzoo._cute.arguments import FLOAT, INT, Arguments, Packer, Record
+from flashzoo._cute import driver
+from flashzoo._cute.arguments import FLOAT, INT, LONG, Arguments, Packer, Record
 from flashzoo._cute.cache import ENVIRONMENT
 from flashzoo._cute.per_stream import PerStream, tile_counter
 from flashzoo._cute.tma import readable
@@ -130,6 +133,32 @@ def test_a_record_has_the_fields_that_are_declared():
         Arguments(descale=Record("flashzoo.v3.fp8:Descale", swapped)).examples()
     with pytest.raises(ValueError, match="names of their own"):
         Arguments(a=INT, b=Record("flashzoo.v3.fp8:Descale", {"a": INT}))
+
+
+@pytest.mark.parametrize("how", [{}, {"programmatic": True}, {"cluster": 2, "programmatic": True}], ids=str)
+def test_what_the_driver_is_told_of_a_launch(how, monkeypatch):
+    told = []
+
+    def launched(config, kernel, parameters, extra):
+        config, extra = driver._Config.from_address(config), driver._Extra.from_address(extra)
+        size = ctypes.c_size_t.from_address(extra[3]).value
+        told.append((kernel, parameters, [*extra][::2], ctypes.string_at(extra[1], size)))
+        attributes = [(config.attributes[i].id, [*config.attributes[i].value]) for i in range(config.number)]
+        told.append(([*config.sizes], config.stream, attributes))
+        return 0
+
+    monkeypatch.setattr(driver, "_driver", lambda: SimpleNamespace(cuLaunchKernelEx=launched))
+    arguments = Arguments(a=INT, b=LONG, c=FLOAT)
+    function = SimpleNamespace(kernel=7, threads=384, shared=1000, start=16, arguments=arguments)
+    driver.Launch(function, 0, 132, {"b": 5}, ("a", "c"), **how)(1 << 40, 3, 0.5)
+    buffer = [int(getattr(cuda, f"CU_LAUNCH_PARAM_{what}")) for what in ("BUFFER_POINTER", "BUFFER_SIZE", "END")]
+    asked = [(driver._PROGRAMMATIC, [1] + [0] * 15)] * how.get("programmatic", False)
+    asked += [(driver._CLUSTER, [2, 1, 1] + [0] * 13)] * ("cluster" in how)
+    in_memory = bytes(16) + struct.pack("@iqf", 3, 5, 0.5)
+    assert told == [
+        (7, None, [buffer[0], buffer[1], buffer[2] or None], in_memory),
+        ([132, 1, 1, 384, 1, 1, 1000], 1 << 40, asked),
+    ]
 
 
 # From a problem to a kernel.

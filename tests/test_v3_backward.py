@@ -14,6 +14,7 @@ from torch import Tensor
 
 import flashzoo
 from flashzoo import Problem
+from flashzoo._cute.driver import TensorMap
 from flashzoo._cute.hopper import bounds as bounds_module
 from flashzoo._cute.hopper.bounds import NEVER, Bounds, BoundsBackward
 from flashzoo._cute.hopper.params import Params
@@ -299,6 +300,62 @@ def test_a_launch_has_whole_pairs(keys, monkeypatch):
     assert bound == [(2 * min(66, pairs), 2 * pairs, 2)]
     boxes = [[*x._shape[2]] for x in (made._q, made._dout, made._k, made._v, made._dk, made._dv)]
     assert boxes == [[64, 1, 32, 1]] * 2 + [[64, 1, 64, 1]] * 4
+
+
+@pytest.mark.parametrize(
+    ("asked", "dlse"),
+    [({}, False), ({"deterministic": True}, True), ({"heads_kv": 1, "seqlen_q": 1024}, True), ({"sinks": True}, False)],
+    ids=["plain", "deterministic", "split", "sinks"],
+)
+def test_kernels_find_what_others_left(asked, dlse, monkeypatch):
+    """What they share is handed to each under its name, and lies in one piece of memory, apart from all else."""
+    problem = replace(PLAIN, **{"seqlen_q": 70, "seqlen_k": 77, "heads": 4, "heads_kv": 4, **asked})
+    told, memory, counter, empty = {}, [], torch.zeros(1), torch.empty
+
+    def bind(device, blocks, fixed, given, cluster=1):
+        return lambda stream, *values: told.update(kernel=dict(zip(given, values, strict=True)))
+
+    def noted(run, device, stream, addresses, floats=()):
+        assert len(run._dtypes) == len(addresses)
+        told[run.kernel.__name__] = dict(zip(run.kernel.arg_names, (*addresses, *floats), strict=False))
+
+    monkeypatch.setattr(launch, "function_for", lambda kernel: SimpleNamespace(bind=bind))
+    monkeypatch.setattr(launch, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "current_stream", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # what a CPU tensor gives as its own
+    monkeypatch.setattr(TensorMap, "_at", lambda self, address: address)
+    monkeypatch.setattr("flashzoo._triton.Launch.at", noted)
+    monkeypatch.setattr("flashzoo._cute.per_stream.PerStream.__call__", lambda self, device, stream: counter)
+    q, out, dout = torch.zeros(3, 1, problem.seqlen_q, 4, 64, dtype=torch.bfloat16)
+    k, v = torch.zeros(2, 1, 77, problem.heads_kv, 64, dtype=torch.bfloat16)
+    lse, of_lse = torch.zeros(2, 1, 4, problem.seqlen_q)
+    sinks, strides = torch.zeros(4) if problem.sinks else None, tuple(x.stride() for x in (q, k, v, dout))
+    kernel = kernel_backward_for(problem)
+    made = launch.BackwardLaunch(problem, kernel, strides, out.stride(), dlse, -1)
+    monkeypatch.setattr(torch, "empty", lambda *size, **how: memory.append(empty(*size, **how)) or memory[-1])
+    dq, dk, dv, *_ = made(dout, of_lse if dlse else None, q, k, v, out, lse, sinks=sinks)
+
+    own = told.pop("kernel")
+    of_scratch = {"delta": own["delta"], "lse_log2": own["lse"], "dq_sum": own["dq"]}
+    of_scratch |= {name: own[name] for name in ("dq_semaphore", "dk_parts", "dv_parts")}
+    tensors = {"q": q, "k": k, "v": v, "o": out, "do": dout, "dout": dout, "lse": lse, "sinks": sinks}
+    tensors |= {"dlse": of_lse if dlse else lse, "dq": dq, "dk": dk, "dv": dv, "tiles": None}
+    expected = of_scratch | {name: x if x is None else x.data_ptr() for name, x in tensors.items()}
+    expected |= {"scale": 0.125, "scale_log2": launch.in_log2(0.125), "counter": counter.data_ptr()}
+    assert own == {name: expected[name] for name in own} | {name: own[name] for name in ("lse", "dq")}
+    assert (told["delta_kernel"].pop("dsinks") is None) is not problem.sinks
+    assert told == {of: {name: expected[name] for name in given} for of, given in told.items()}
+    assert told.keys() == {"delta_kernel", "round_kernel", *["sum_kernel"] * (problem.heads_kv == 1)}
+
+    rows = 4 * kernel.blocks_q(problem.seqlen_q) * kernel.tiles.block_q
+    keys = kernel.tiles.block_kv * group_splits_for(problem) if kernel.split_group else 0
+    room = {"lse": rows, "delta": rows, "dq": 64 * rows, "dq_semaphore": problem.deterministic * rows // 128}
+    (scratch,), end = memory, 0
+    for name, numbers in (room | dict.fromkeys(("dk_parts", "dv_parts"), 64 * keys)).items():
+        begin = own[name] - scratch.data_ptr()
+        assert begin >= end and begin % 512 == 0, name
+        end = begin + 4 * numbers
+    assert end <= 4 * scratch.numel()
 
 
 def test_pairs_are_for_many_keys_in_any_order():

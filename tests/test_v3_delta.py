@@ -11,8 +11,10 @@ import torch
 import triton
 from test_v3_backward import PLAIN
 from torch import Tensor
+from triton import knobs
 
 from flashzoo import Problem
+from flashzoo._triton import Launch
 from flashzoo._triton.compile import resources
 from flashzoo.gpu import WARPGROUP
 from flashzoo.inputs import LAYOUTS
@@ -190,6 +192,59 @@ def test_parts_of_dk_and_dv_are_added_in_order(kernel, layout, splits, seqlen_k,
         wanted = LAYOUTS[layout]((total * torch.tensor(scale)).half())
         assert same_bits(found, wanted)
         assert torch.equal(storage_of(found), storage_of(wanted)), "what lies between was written"
+
+
+class Compiled:
+    """What Triton gives for a kernel that it has compiled."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self, launched: list[tuple]) -> None:
+        self.run = lambda *arguments: launched.append(arguments)
+        self._launched = launched
+
+    def __getitem__(self, grid):
+        return lambda *arguments, stream: self._launched.append((grid, stream, *arguments))
+
+
+def test_a_profilers_hooks_are_called(monkeypatch):
+    """By Triton, who is asked for them at each launch."""
+    launched, hook = [], lambda metadata: None
+    run = Launch({(3, 1, 1): lambda *_, **how: Compiled(launched)}, 3, (), {}, num_warps=4, num_stages=1, dtypes=())
+    run.at(0, 5, ())
+    for hooks in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
+        hooks.add(hook)
+        run.at(0, 5, ())
+        hooks.remove(hook)
+        run.at(0, 5, ())
+    monkeypatch.setattr(knobs.runtime, "launch_exit_hook", hook)
+    run.at(0, 5, ())
+    monkeypatch.undo()
+    run.at(0, 5, ())
+    without = (3, 1, 1, 5, "function", "metadata", None, None, None)
+    assert launched == [((3, 1, 1), 5), without] * 3
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+def test_a_launch_takes_addresses(aligned):
+    """Compiled for tensors of the dtypes that it was told, and for each alignment unless all are aligned."""
+    compiled, launched = [], []
+
+    def compile_(*arguments, **how):
+        compiled.append(([(x.data_ptr(), x.dtype) for x in arguments[:2]], arguments[2:], how))
+        return Compiled(launched)
+
+    dtypes = torch.float16, torch.float32, torch.int32
+    how = {"num_warps": 4, "num_stages": 1, "aligned": aligned, "dtypes": dtypes}
+    run = Launch({(3, 1, 1): compile_}, 3, (7,), {"SIZE": 8}, **how)
+    for address in (512, 1024, 1028):
+        run.at(0, 5, (4096, address, None), (0.5,))
+    anew = [512] if aligned else [512, 1028]
+    rest = (None, 0.5, 7), {"SIZE": 8, **run.options}
+    assert compiled == [([(4096, torch.float16), (address, torch.float32)], *rest) for address in anew]
+    again = [address for address in (1024, 1028) if address not in anew]
+    given = [(4096, address, None, 0.5, 7, 8) for address in again]
+    assert launched == [(3, 1, 1, 5, "function", "metadata", None, None, None, *arguments) for arguments in given]
 
 
 @pytest.mark.covering(1)

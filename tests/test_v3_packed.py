@@ -500,7 +500,9 @@ def test_a_launch_gives_what_the_kernel_takes(span, deterministic, head_dim, mon
     forward = launch.forward_launch(problem, of_q, of_k, of_k, 0)
     backward = launch.backward_launch(problem, of_q, of_k, of_k, of_q, of_q, False, 0)
     assert [blocks for blocks, _ in bound] == [min(13, problem.entries(300, forward.block_q) * 2), 13]
-    assert backward._sum_shape[0] == problem.entries(300, backward.block_q) * backward.block_q * 4 * head_dim
+    rows = problem.entries(300, backward.block_q) * backward.block_q * 4
+    _, delta, dq, semaphores, *_ = backward._workspace
+    assert (dq - delta, semaphores - dq) == (4 * rows, 4 * rows * head_dim)
 
 
 @pytest.mark.parametrize("sequences", [5, 0])

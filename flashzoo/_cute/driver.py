@@ -8,8 +8,9 @@ cuda-bindings', which CuTe DSL brings.
 from __future__ import annotations
 
 import ctypes
+import struct
 from collections.abc import Callable, Mapping
-from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, addressof, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
 from functools import cache, lru_cache
 
 import cuda.bindings.driver as cuda
@@ -62,13 +63,19 @@ class _Config(ctypes.Structure):
     ]
 
 
+_STREAM, _EXTRA = _Config.stream.offset, ctypes.sizeof(_Config)
+_ARGUMENTS = _EXTRA + 8
+"""Where in a launch's head, which is its CUlaunchConfig and what cuLaunchKernelEx calls extra, the addresses lie that
+differ from call to call: the stream's, and that of the kernel's arguments, which lie behind the head."""
+_HEAD = struct.Struct(f"{_STREAM}sP{_ARGUMENTS - _STREAM - 8}sP{ctypes.sizeof(_Extra) - 16}s")
+
+
 @cache
 def _driver() -> ctypes.CDLL:
     library = ctypes.CDLL("libcuda.so.1")
     u64, u32 = POINTER(c_uint64), POINTER(c_uint32)
     library.cuTensorMapEncodeTiled.argtypes = [c_void_p, c_int, c_uint32, c_void_p, u64, u64, u32, u32, *[c_int] * 4]
-    library.cuLaunchKernel.argtypes = [c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p]
-    library.cuLaunchKernelEx.argtypes = [POINTER(_Config), c_void_p, c_void_p, c_void_p]
+    library.cuLaunchKernelEx.argtypes = [c_void_p] * 4
     library.cuOccupancyMaxActiveClusters.argtypes = [POINTER(c_int), c_void_p, POINTER(_Config)]
     return library
 
@@ -149,8 +156,8 @@ class TensorMap:
             RuntimeError: the driver refuses; the text holds the arguments.
         """
         memory = (c_char * (_TENSOR_MAP_BYTES + _TENSOR_MAP_ALIGNMENT))()
-        start = -ctypes.addressof(memory) % _TENSOR_MAP_ALIGNMENT
-        arguments = (ctypes.addressof(memory) + start, *self._first, address, *self._shape, *self._last)
+        start = -addressof(memory) % _TENSOR_MAP_ALIGNMENT
+        arguments = (addressof(memory) + start, *self._first, address, *self._shape, *self._last)
         error = _driver().cuTensorMapEncodeTiled(*arguments)
         if error and _make_current(torch.cuda.current_device()):
             error = _driver().cuTensorMapEncodeTiled(*arguments)
@@ -234,7 +241,7 @@ class Function:
         if cluster > _PORTABLE_CLUSTER:
             error = _driver().cuKernelSetAttribute(_ALLOW_LARGE_CLUSTERS, 1, self.kernel, _handle(device))
             _check(error, f"asking for clusters of {cluster} thread blocks on device {device}")
-        return Launch(self, device, blocks, Packer(self.arguments, self.start, fixed, given), programmatic, cluster)
+        return Launch(self, device, blocks, fixed, given, programmatic, cluster)
 
 
 class Launch:
@@ -244,22 +251,32 @@ class Launch:
         function: the kernel, prepared for the device.
         device: index of the GPU.
         blocks: how many thread blocks.
-        packer: of its arguments.
+        fixed, given: its arguments, as in `Packer`.
         programmatic: it begins before the stream's last launch has ended,
             for which the kernel itself waits (griddepcontrol.wait).
         cluster: how many thread blocks begin together and see each other's shared memory.
     """
 
     def __init__(
-        self, function: Function, device: int, blocks: int, packer: Packer, programmatic: bool = False, cluster: int = 1
+        self,
+        function: Function,
+        device: int,
+        blocks: int,
+        fixed: Mapping[str, int],
+        given: tuple[str, ...],
+        programmatic: bool = False,
+        cluster: int = 1,
     ) -> None:
-        self._device, self._pack = device, packer
-        self._kernel, self._sizes = function.kernel, (blocks, 1, 1, function.threads, 1, 1, function.shared)
+        self._device, self._kernel = device, function.kernel
         asked = [(_PROGRAMMATIC, (1,))] * programmatic + [(_CLUSTER, (cluster, 1, 1))] * (cluster > 1)
         attributes = [_Attribute(number, 0, (c_int * 16)(*value)) for number, value in asked]
         self._attributes = (_Attribute * len(attributes))(*attributes)
-        self._size = c_size_t(packer.size)
-        self._size_address = ctypes.addressof(self._size)
+        sizes = (c_uint * 7)(blocks, 1, 1, function.threads, 1, 1, function.shared)
+        config = _Config(sizes, None, self._attributes, len(attributes))
+        self._pack = Packer(function.arguments, _HEAD.size + function.start, fixed, given)
+        self._size = c_size_t(self._pack.size - _HEAD.size)
+        head = bytes(config) + bytes(_Extra(_BUFFER_POINTER, 0, _BUFFER_SIZE, addressof(self._size), 0))
+        self._head = head[:_STREAM], head[_STREAM + 8 : _ARGUMENTS], head[_ARGUMENTS + 8 :]
 
     def __call__(self, stream: int, *given: bytes | int | float) -> None:
         """Launch on a stream of the current device, which is the launch's.
@@ -267,16 +284,15 @@ class Launch:
         Raises:
             RuntimeError: the driver refuses.
         """
-        memory = self._pack(given)
-        extra = _Extra(_BUFFER_POINTER, ctypes.addressof(memory), _BUFFER_SIZE, self._size_address, 0)
-        error = self._launch(stream, extra)
+        # One piece of memory, as Python writes to it in a third of the time that ctypes takes to make each of these.
+        memory, (sizes, attributes, size) = self._pack(given), self._head
+        address = addressof(memory)
+        _HEAD.pack_into(memory, 0, sizes, stream, attributes, address + _HEAD.size, size)
+        error = self._launch(address)
         if error and _make_current(self._device):
-            error = self._launch(stream, extra)
+            error = self._launch(address)
         if error:
             _check(error, "launching a kernel")
 
-    def _launch(self, stream: int, extra: ctypes.Array) -> int:
-        if not len(self._attributes):
-            return _driver().cuLaunchKernel(self._kernel, *self._sizes, stream, None, extra)
-        config = _Config((c_uint * 7)(*self._sizes), stream, self._attributes, len(self._attributes))
-        return _driver().cuLaunchKernelEx(byref(config), self._kernel, None, extra)
+    def _launch(self, address: int) -> int:
+        return _driver().cuLaunchKernelEx(address, self._kernel, None, address + _EXTRA)

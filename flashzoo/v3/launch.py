@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache, lru_cache, partial
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,7 @@ from flashzoo.integers import cdiv, next_power_of_2
 from flashzoo.masks.block_mask import BlockMask
 from flashzoo.masks.lists import Lists
 from flashzoo.v3.config import group_splits_for, kernel_backward_for, kernel_for, pack_gqa_for, window_of
-from flashzoo.v3.programs import LISTS, TABLE, function_for
+from flashzoo.v3.programs import LISTS, TABLE, WORKSPACE, function_for
 from flashzoo.v3.swizzle import swizzle_of
 from flashzoo.v3.traits import Kernel, KernelBackward, KernelFp8
 
@@ -82,7 +83,7 @@ def backward(
     mask, tiles = operands.block_mask, tables(problem, operands, launch.block_q, launch.block_kv)
     lists = () if mask is None else lists_of(mask, mask.columns)
     read = tuple(arguments_of_scoring(operands.score_mod, k.data_ptr()))
-    return launch(dout, dlse, q, k, v, out, lse, problem.scale, lists, tiles, operands.sinks, read)
+    return launch(dout, dlse, q, k, v, out, lse, lists, tiles, operands.sinks, read)
 
 
 attention: Callable[..., tuple[Tensor, Tensor | None]] = differentiable(forward, backward, rows=True)
@@ -329,14 +330,14 @@ class BackwardLaunch:
         dlse: bool,
         device: int,
     ) -> None:
-        p, tiles, rows = problem, kernel.tiles, len(out_strides) == 3
+        p, tiles, packed = problem, kernel.tiles, len(out_strides) == 3
         q_strides, k_strides, v_strides, dout_strides, out_strides = of_batch(*strides, out_strides)
         self._device = device
         of_q, of_out = (p.batch, p.seqlen_q, p.heads, p.head_dim), (p.batch, p.seqlen_q, p.heads, p.head_dim_v)
         of_k, of_v = ((p.batch, p.seqlen_k, p.heads_kv, head_dim) for head_dim in (p.head_dim, p.head_dim_v))
         dq_strides, dk_strides, dv_strides = dense(of_q, q_strides), dense(of_k, k_strides), dense(of_v, v_strides)
         self._gradients = [
-            (shape[rows:], x[rows:]) for shape, x in ((of_q, dq_strides), (of_k, dk_strides), (of_v, dv_strides))
+            (shape[packed:], x[packed:]) for shape, x in ((of_q, dq_strides), (of_k, dk_strides), (of_v, dv_strides))
         ]
         self._dtype = TORCH_DTYPES[kernel.dtype]
         self.block_q: int = tiles.block_q
@@ -344,10 +345,8 @@ class BackwardLaunch:
         blocks_q, blocks = _blocks_q(p, kernel), kernel.blocks_kv(p.seqlen_k)
         if p.sequences is not None:
             blocks = p.entries(p.seqlen_k, tiles.block_kv)
-        self._statistics_shape = (p.batch * p.heads, blocks_q * tiles.block_q)
-        self._sum_shape = (p.batch * p.heads * blocks_q * tiles.block_q * kernel.width,)
+        blocks_of_all = p.batch * p.heads * blocks_q
         self._sinks_shape = (p.batch, p.heads, blocks_q)
-        self._semaphore_shape = (p.batch * p.heads * blocks_q * kernel.semaphores if kernel.deterministic else 0,)
 
         map_of = partial(map_of_rows, p.dtype, ragged=p.sequences is not None)
         rows_loaded = tiles.block_q // kernel.cluster
@@ -359,7 +358,9 @@ class BackwardLaunch:
         splits = group_splits_for(p)
         group, batch_heads = cdiv(p.heads // p.heads_kv, splits), p.batch * p.heads_kv * splits
         keys = blocks * batch_heads * tiles.block_kv
-        self._parts_shapes = [(keys * width,) for width in (kernel.width, kernel.width_v)] if kernel.split_group else []
+        parts = [keys * width if kernel.split_group else 0 for width in (kernel.width, kernel.width_v)]
+        rows, semaphores = blocks_of_all * tiles.block_q, blocks_of_all * kernel.semaphores * kernel.deterministic
+        self._workspace, self._numbers = _places(rows, rows, rows * kernel.width, semaphores, *parts)
         uneven = kernel.right and not kernel.left and p.sequences is None
         swizzle = 1
         if kernel.deterministic:
@@ -377,12 +378,7 @@ class BackwardLaunch:
             "dout",
             "dk",
             "dv",
-            "lse",
-            "delta",
-            "dq",
-            "dq_semaphore",
-            "dk_parts",
-            "dv_parts",
+            *WORKSPACE,
             "counter",
             *of_parts(p),
             *SCALE,
@@ -394,6 +390,7 @@ class BackwardLaunch:
             at_once = kernel.cluster * function.clusters(device, kernel.cluster)
         thread_blocks = min(at_once, blocks * batch_heads)
         self._launch = function.bind(device, thread_blocks, params, given, cluster=kernel.cluster)
+        self._scales = in_log2(p.scale), p.scale
         self._delta = delta_launch(p, kernel, out_strides, dout_strides, dlse)
         self._round = round_launch(p, kernel, dq_strides)
         self._sum = sum_launch(p, kernel, blocks, splits, dk_strides, dv_strides) if kernel.split_group else None
@@ -407,7 +404,6 @@ class BackwardLaunch:
         v: Tensor,
         out: Tensor,
         lse: Tensor,
-        softmax_scale: float,
         lists: Ints = (),
         tiles: tuple[Tensor | None, Tensor | None] = (None, None),
         sinks: Tensor | None = None,
@@ -417,42 +413,51 @@ class BackwardLaunch:
         `lists` as `lists_of` gives them, `tiles` as `tables`, and `read` as `arguments_of_scoring`."""
         if self._device != torch.cuda.current_device():
             with torch.cuda.device(self._device):
-                return self(dout, dlse, q, k, v, out, lse, softmax_scale, lists, tiles, sinks, read)
-        dq, dk, dv = (
-            torch.empty_strided(shape, strides, dtype=self._dtype, device=q.device)
-            for shape, strides in self._gradients
-        )
-        delta, lse_log2 = (torch.empty(self._statistics_shape, dtype=torch.float32, device=q.device) for _ in range(2))
-        dq_sum = torch.empty(self._sum_shape, dtype=torch.float32, device=q.device)
-        dq_semaphore = torch.empty(self._semaphore_shape, dtype=torch.int32, device=q.device)
-        parts = [torch.empty(shape, dtype=torch.float32, device=q.device) for shape in self._parts_shapes]
-        tiles_q, tiles_k = tiles
+                return self(dout, dlse, q, k, v, out, lse, lists, tiles, sinks, read)
+        device = q.device
+        dq, dk, dv = [
+            torch.empty_strided(shape, strides, dtype=self._dtype, device=device) for shape, strides in self._gradients
+        ]
+        # All that no caller sees is one tensor, as each costs the host more than a microsecond.
+        scratch = torch.empty(self._numbers, dtype=torch.float32, device=device)
+        start = scratch.data_ptr()
+        lse_log2, delta, dq_sum, dq_semaphore, *parts = workspace = [start + place for place in self._workspace]
+        tiles_q, tiles_k = [x if x is None else x.data_ptr() for x in tiles]
         dlse = lse if dlse is None else dlse.contiguous()
         # Of packed sequences some programs have no block.
-        dsinks = None if sinks is None else torch.zeros(self._sinks_shape, dtype=torch.float32, device=q.device)
-        self._delta((out, dout, lse, dlse, delta, lse_log2, dq_sum, dq_semaphore, tiles_q, sinks, dsinks), ())
-        stream = current_stream(self._device)
+        dsinks = None if sinks is None else torch.zeros(self._sinks_shape, dtype=torch.float32, device=device)
+        of_sinks = [x if x is None else x.data_ptr() for x in (sinks, dsinks)]
+        of_dout, of_dq, of_dk, of_dv = dout.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr()
+        of_rows = (out.data_ptr(), of_dout, lse.data_ptr(), dlse.data_ptr(), delta, lse_log2, dq_sum, dq_semaphore)
+        stream, (scale_log2, scale) = current_stream(self._device), self._scales
+        self._delta.at(self._device, stream, (*of_rows, tiles_q, *of_sinks))
         self._launch(
             stream,
             self._q.at(q.data_ptr()),
             self._k.at(k.data_ptr()),
             self._v.at(v.data_ptr()),
-            self._dout.at(dout.data_ptr()),
-            self._dk.at(dk.data_ptr()),
-            self._dv.at(dv.data_ptr()),
-            *(lse_log2.data_ptr(), delta.data_ptr(), dq_sum.data_ptr(), dq_semaphore.data_ptr()),
-            *([x.data_ptr() for x in parts] or (0, 0)),
+            self._dout.at(of_dout),
+            self._dk.at(of_dk),
+            self._dv.at(of_dv),
+            *workspace,
             tile_counter(self._device, stream).data_ptr(),
             *lists,
-            *(() if tiles_k is None else (tiles_k.data_ptr(),)),
-            in_log2(softmax_scale),
-            softmax_scale,
+            *(() if tiles_k is None else (tiles_k,)),
+            scale_log2,
+            scale,
             *read,
         )
-        self._round((dq_sum, dq, tiles_q), (softmax_scale,))
+        self._round.at(self._device, stream, (dq_sum, of_dq, tiles_q), (scale,))
         if self._sum is not None:
-            self._sum((*parts, dk, dv, tiles_k), (softmax_scale,))
+            self._sum.at(self._device, stream, (*parts, of_dk, of_dv, tiles_k), (scale,))
         return (dq, dk, dv) if dsinks is None else (dq, dk, dv, dsinks.sum((0, 2)))
+
+
+def _places(*sizes: int) -> tuple[list[int], int]:
+    """Where in one piece of memory arrays of so many numbers of 4 bytes lie, in bytes, and of how many it is. Each
+    begins at a multiple of 512 bytes, as torch's allocator has them begin."""
+    *places, total = accumulate((cdiv(size, 128) * 128 for size in sizes), initial=0)
+    return [4 * place for place in places], total
 
 
 def _blocks_q(problem: Problem, kernel: KernelBackward) -> int:
@@ -469,7 +474,7 @@ def delta_launch(
     from flashzoo.v3.delta import delta_kernel
 
     p, block_q = problem, kernel.tiles.block_q
-    blocks = _blocks_q(p, kernel)
+    blocks, dtype = _blocks_q(p, kernel), TORCH_DTYPES[kernel.dtype]
     sizes = {"HEAD_DIM_V": p.head_dim_v, "BLOCK_DV": next_power_of_2(p.head_dim_v, 16), "SUMS": block_q * kernel.width}
     return Launch(
         delta_kernel,
@@ -486,6 +491,7 @@ def delta_launch(
         },
         num_warps=4,
         num_stages=1,
+        dtypes=(dtype, dtype, *[torch.float32] * 5, *[torch.int32] * 2, *[torch.float32] * 2),
     )
 
 
@@ -516,6 +522,8 @@ def round_launch(problem: Problem, kernel: KernelBackward, dq_strides: Ints) -> 
         {**of_part, "ALIGNED": _divides(*dq_strides[:3]), "PACKED": p.sequences is not None},
         num_warps=4,
         num_stages=1,
+        aligned=True,
+        dtypes=(torch.float32, TORCH_DTYPES[kernel.dtype], torch.int32),
     )
 
 
@@ -538,4 +546,6 @@ def sum_launch(
         sizes | how,
         num_warps=4,
         num_stages=1,
+        aligned=True,
+        dtypes=(*[torch.float32] * 2, *[TORCH_DTYPES[kernel.dtype]] * 2, torch.int32),
     )
