@@ -7,6 +7,7 @@ All of them with `--every-case`, else a covering array of them (see flashzoo_sui
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 from itertools import product
@@ -30,7 +31,6 @@ from flashzoo.v3.config import (
     FP8,
     ONE_LEVEL,
     OTHERS,
-    PAIRED,
     PAIRS_FROM,
     SPARSE,
     kernel_backward_for,
@@ -251,11 +251,11 @@ Widths = tuple[int, int]
 
 def backward_cases() -> Iterator[tuple[str, Widths, int, str, bool]]:
     for widths, mask, deterministic in product(BACKWARD, V3_MASKS, (False, True)):
-        yield "bf16", widths, PAIRS_FROM, mask, deterministic
+        yield "bf16", widths, PAIRS_FROM.get(widths, LONG), mask, deterministic
     for widths, mask in product(BACKWARD, ("full", "causal")):
-        yield "fp16", widths, PAIRS_FROM, mask, mask == "causal"
-    for widths, mask in product((widths for widths, tiles in BACKWARD.items() if tiles.by_gradient), V3_MASKS):
-        yield "bf16", widths, PAIRS_FROM - 1, mask, False
+        yield "fp16", widths, PAIRS_FROM.get(widths, LONG), mask, mask == "causal"
+    for (widths, keys), mask in product(PAIRS_FROM.items(), V3_MASKS):
+        yield "bf16", widths, keys - 1, mask, False
 
 
 def packed_backward_cases() -> Iterator[tuple[str, Widths, str, bool]]:
@@ -300,7 +300,7 @@ def test_v3_backward_compiles_and_its_consumers_do_not_spill(
 ) -> None:
     asked = {"dtype": dtype, "head_dim_v": widths[1], "grad": True, "deterministic": deterministic, "arch": 90}
     kernel = kernel_backward_for(Problem(2, 4096, seqlen_k, 16, 16, widths[0], **asked, **V3_MASKS[mask]))
-    pairs = widths == PAIRED and seqlen_k >= PAIRS_FROM and not deterministic
+    pairs = seqlen_k >= PAIRS_FROM.get(widths, math.inf) and not deterministic
     assert isinstance(kernel, KernelBackwardPairs) == pairs
     held_to_its_registers(kernel, host_code)
 
@@ -329,9 +329,9 @@ def test_v3_backward_of_split_groups_compiles_and_does_not_spill(kind: str, widt
         "deterministic": {"deterministic": True},
     }
     asked = {"head_dim_v": widths[1], "causal": kind != "sparse", "grad": True, "arch": 90} | how.get(kind, {})
-    keys = PAIRS_FROM - 1 if kind == "short" else 4096
+    keys = PAIRS_FROM.get(widths, LONG) - (kind == "short")
     kernel = kernel_backward_for(Problem(1, 4096, keys, 16, 1, widths[0], **asked))
-    assert kernel.split_group and isinstance(kernel, KernelBackwardPairs) == (kind == "dense" and widths == PAIRED)
+    assert kernel.split_group and isinstance(kernel, KernelBackwardPairs) == (kind == "dense" and widths in PAIRS_FROM)
     held_to_its_registers(kernel, host_code)
 
 
@@ -366,6 +366,8 @@ def held_to_its_registers(kernel: KernelBackward, host_code: list[str]) -> None:
     assert "HMMA" not in compiled.opcodes
     multicast = sum("UTMALDG.4D.MULTICAST" in instruction for instruction in compiled.code)
     assert bool(multicast) == (kernel.cluster > 1) == ("STAS" in compiled.opcodes), "pairs load and claim for both"
+    copied = any("UBLKCP.S.S" in instruction for instruction in compiled.code)
+    assert copied == (kernel.cluster > 1 and kernel.tiles.by_gradient), "of a pair each copies its dS to the other"
     bulk, fours = "UBLKRED" in compiled.opcodes, any("REDG.E.ADD.F32x4" in instruction for instruction in compiled.code)
     assert (bulk, fours) == (not kernel.tiles.by_gradient, kernel.tiles.by_gradient), (
         "dQ is added to by TMA, or from registers by fours"
@@ -391,8 +393,12 @@ KINDS = {
     KernelFp8Packed: lambda problem: kernel_fp8_for(dataclasses.replace(problem, batch=1, sequences=2), False, False),
     KernelSparse: lambda problem: v3_kernel(dataclasses.replace(problem, block_mask=MaskForm())),
     KernelPacked: lambda problem: v3_kernel(dataclasses.replace(problem, batch=1, sequences=2)),
-    KernelBackward: lambda problem: kernel_backward_for(dataclasses.replace(problem, seqlen_k=PAIRS_FROM - 1)),
-    KernelBackwardPairs: kernel_backward_for,
+    KernelBackward: lambda problem: kernel_backward_for(
+        dataclasses.replace(problem, seqlen_k=min(PAIRS_FROM.values()) - 1)
+    ),
+    KernelBackwardPairs: lambda problem: kernel_backward_for(
+        dataclasses.replace(problem, seqlen_k=max(PAIRS_FROM.values()))
+    ),
     KernelBackwardSparse: lambda problem: kernel_backward_for(
         dataclasses.replace(problem, grad=True, block_mask=MaskForm())
     ),
@@ -454,7 +460,7 @@ def test_v3_with_a_function_on_scores_spills_no_more_than_known(name, width, gra
 def backward_launches() -> Iterator[tuple[type, Widths, bool]]:
     for widths in BACKWARD:
         for kind in PROGRAMS:
-            if not issubclass(kind, Kernel) and (kind is not KernelBackwardPairs or widths == PAIRED):
+            if not issubclass(kind, Kernel) and (kind is not KernelBackwardPairs or widths in PAIRS_FROM):
                 yield kind, widths, False
         yield KernelBackward, widths, True
 

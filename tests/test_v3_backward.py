@@ -29,7 +29,7 @@ from flashzoo.reference import Result, visible
 from flashzoo.v3 import FP8_SPEC, SPEC, launch, programs
 from flashzoo.v3.backward import Backward
 from flashzoo.v3.backward_pairs import BoundsPairs, TileSchedulerPairs
-from flashzoo.v3.config import BACKWARD, PAIRED, PAIRS_FROM, group_splits_for, kernel_backward_for, kernel_for
+from flashzoo.v3.config import BACKWARD, PAIRS_FROM, group_splits_for, kernel_backward_for, kernel_for
 from flashzoo.v3.traits import WRITERS, KernelBackwardPairs, TilesBackward
 from flashzoo_suite.support import accept, both, draw, forward, same_bits
 
@@ -283,10 +283,12 @@ def test_every_tile_is_one_thread_blocks_of_a_pair(swizzle, keys, monkeypatch):
         assert (first[0] % 2, second) == (0, (first[0] + 1, *first[1:])), "neighbours"
 
 
-@pytest.mark.parametrize("keys", [PAIRS_FROM, PAIRS_FROM + 1, 40 * PAIRS_FROM])
-def test_a_launch_has_whole_pairs(keys, monkeypatch):
+@pytest.mark.parametrize("widths", [*PAIRS_FROM], ids=str)
+@pytest.mark.parametrize("more", [0, 1, 40000])
+def test_a_launch_has_whole_pairs(more, widths, monkeypatch):
     """As many as run at a time, or as there are; of half a block of queries each thread block loads one."""
-    bound, problem = [], replace(PLAIN, heads=1, heads_kv=1, head_dim=256, head_dim_v=None, seqlen_k=keys)
+    keys, width, block_kv = PAIRS_FROM[widths] + more, widths[0], BACKWARD[widths].block_kv
+    bound, problem = [], replace(PLAIN, heads=1, heads_kv=1, head_dim=width, head_dim_v=None, seqlen_k=keys)
 
     def bind(device, blocks, fixed, given, cluster):
         bound.append((blocks, fixed["blocks"], cluster))
@@ -294,12 +296,12 @@ def test_a_launch_has_whole_pairs(keys, monkeypatch):
     function = SimpleNamespace(bind=bind, clusters=lambda device, cluster: 66)
     monkeypatch.setattr(launch, "function_for", lambda kernel: function)
     monkeypatch.setattr(launch, "_multiprocessors", lambda device: 132)
-    strides = [torch.empty(1, n, 1, 256).stride() for n in (128, keys, keys, 128, 128)]
+    strides = [torch.empty(1, n, 1, width).stride() for n in (128, keys, keys, 128, 128)]
     made = launch.BackwardLaunch(problem, kernel_backward_for(problem), tuple(strides[:4]), strides[4], False, 0)
-    pairs = -(-keys // 128)
+    pairs = -(-keys // (2 * block_kv))
     assert bound == [(2 * min(66, pairs), 2 * pairs, 2)]
     boxes = [[*x._shape[2]] for x in (made._q, made._dout, made._k, made._v, made._dk, made._dv)]
-    assert boxes == [[64, 1, 32, 1]] * 2 + [[64, 1, 64, 1]] * 4
+    assert boxes == [[64, 1, 32, 1]] * 2 + [[64, 1, block_kv, 1]] * 4
 
 
 @pytest.mark.parametrize(
@@ -359,12 +361,15 @@ def test_kernels_find_what_others_left(asked, dlse, monkeypatch):
 
 
 def test_pairs_are_for_many_keys_in_any_order():
-    long = replace(PLAIN, head_dim=256, head_dim_v=None, seqlen_k=PAIRS_FROM)
-    others = ({"seqlen_k": PAIRS_FROM - 1}, {"head_dim": 128, "head_dim_v": None}, {"deterministic": True})
-    kinds = [type(kernel_backward_for(replace(long, **changed))) for changed in ({}, *others)]
-    assert [kind is KernelBackwardPairs for kind in kinds] == [True, False, False, False]
-    with pytest.raises(ValueError, match="pairs have tiles cut by gradient"):
-        KernelBackwardPairs("bf16", 128, 128, False, False, False, TilesBackward(64))
+    for (width, _), keys in PAIRS_FROM.items():
+        long = replace(PLAIN, head_dim=width, head_dim_v=None, seqlen_k=keys)
+        others = ({"seqlen_k": keys - 1}, {"head_dim": 192}, {"deterministic": True})
+        kinds = [type(kernel_backward_for(replace(long, **changed))) for changed in ({}, *others)]
+        assert [kind is KernelBackwardPairs for kind in kinds] == [True, False, False, False]
+    with pytest.raises(ValueError, match="pairs have any order"):
+        KernelBackwardPairs("bf16", 128, 128, False, False, True, TilesBackward(64))
+    with pytest.raises(ValueError, match="parts of dQ that 4 warpgroups share"):
+        KernelBackwardPairs("bf16", 192, 192, False, False, False, TilesBackward(64, 64))
 
 
 @pytest.mark.parametrize("writers", [1, WRITERS])
@@ -560,9 +565,9 @@ def counters_are_zero() -> bool:
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_query_heads_that_are_split_unevenly(head_dim, causal, deterministic):
-    """Where a group is a prime; at 256 in pairs, too."""
+    """Where a group is a prime; in pairs, too."""
     of_heads = {"heads": 71, "heads_kv": 1, "head_dim": head_dim, "head_dim_v": None}
-    for seqlen_k in (500, PAIRS_FROM) if head_dim == PAIRED[0] else (500,):
+    for seqlen_k in (500, PAIRS_FROM.get((head_dim, head_dim), 500)):
         lengths = {"batch": 3, "seqlen_q": 500, "seqlen_k": seqlen_k}
         problem = replace(PLAIN, **lengths, **of_heads, causal=causal, deterministic=deterministic)
         assert 71 % group_splits_for(problem)
@@ -661,15 +666,16 @@ def test_tiles_without_a_step_between_others(head_dim):
 @gpu
 @on_hopper
 @pytest.mark.parametrize("band", ["full", "causal", "wide", "left"])
-@pytest.mark.parametrize("head_dims", [PAIRED], ids=str)
-def test_pairs_at_the_edges_of_tiles(head_dims, band):
+@pytest.mark.parametrize("widths", [*PAIRS_FROM], ids=str)
+def test_pairs_at_the_edges_of_tiles(widths, band):
     """An odd number of blocks of keys, a last one that is not full, heads that share keys, split or not."""
-    for more, heads, batch in ((0, 2, 1), (1, 4, 5), (64, 2, 1), (87, 16, 1)):
+    block_kv = BACKWARD[widths].block_kv
+    for more, heads, batch in ((0, 2, 1), (1, 4, 5), (block_kv, 2, 1), (block_kv + 23, 16, 1)):
         for seqlen_q in (1, 200, 1000):
-            lengths = {"seqlen_q": seqlen_q, "seqlen_k": PAIRS_FROM + more}
+            lengths = {"seqlen_q": seqlen_q, "seqlen_k": PAIRS_FROM[widths] + more}
             sizes = {"batch": batch, **lengths, "heads": heads, "heads_kv": heads // 2}
-            widths = {"head_dim": head_dims[0], "head_dim_v": head_dims[1], "out_dtype": None}
-            problem = replace(PLAIN, **sizes, **widths, **BANDS[band])
+            head_dims = {"head_dim": widths[0], "head_dim_v": widths[1], "out_dtype": None}
+            problem = replace(PLAIN, **sizes, **head_dims, **BANDS[band])
             assert isinstance(kernel_backward_for(problem), KernelBackwardPairs)
             tensors, dout, dlse = draw(problem)
             accept(Judge(*tensors, problem, dout, dlse), both("v3", tensors, problem, dout, dlse))

@@ -183,7 +183,8 @@ class Backward:
 
     scheduler: type[TileScheduler] = TileSchedulerBackward
     bounds: type[BoundsBackward] = BoundsBackward
-    pipeline: type[Pipeline] = Pipeline  # of what thread blocks of a cluster tell, load or compute for one another
+    pipeline: type[Pipeline] = Pipeline  # of what is told or loaded for all that share it
+    pipeline_of_ds: type[Pipeline] = Pipeline
 
     def __init__(self, kernel: KernelBackward) -> None:
         self.kernel = kernel
@@ -193,6 +194,7 @@ class Backward:
         # warps that read, or write, what a pipeline guards, and loads of it
         self.kv_readers: int = WARPS * kernel.tiles.consumers
         self.k_loads = 1
+        self.ds_places: int = kernel.tiles.ds_stages
         self.ds_readers, self.ds_writers = 1, WARPS * kernel.tiles.consumers
         self.exchange_readers = 1
         self.work_readers: int = WARPS * kernel.tiles.consumers + kernel.writers
@@ -232,7 +234,7 @@ class Backward:
             shared_layout(self.dtype, tiles.block_kv, kernel.width_v, 1),
             shared_layout(self.dtype, tiles.block_q, kernel.width, tiles.stages),
             shared_layout(self.dtype, tiles.block_q, kernel.width_v, kernel.stages_do),
-            shared_layout(self.dtype, tiles.block_q, tiles.block_kv, tiles.ds_stages * kernel.cluster),
+            shared_layout(self.dtype, tiles.block_q, tiles.block_kv, self.ds_places),
         )
         k_layout, v_layout, q_layout, do_layout, _ = layouts
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
@@ -292,7 +294,7 @@ class Backward:
                     (Pipeline, 1),
                     (self.pipeline, tiles.stages),
                     (self.pipeline, kernel.stages_do),
-                    (self.pipeline, kernel.ds_barriers),
+                    (self.pipeline_of_ds, kernel.ds_barriers),
                     (Pipeline, kernel.exchange_barriers),
                     (Pipeline, max(1, kernel.writers)),
                     (self.pipeline, 1),

@@ -1,14 +1,14 @@
-"""The backward pass by gradient, thread blocks in pairs: what goes to and from L2 is its limit, and a pair takes
-Q and dO once for both, and adds to dQ once for both.
+"""The backward pass, thread blocks in pairs: a pair takes Q and dO from L2 once for both, and by gradient, where what
+goes to and from L2 is the limit, adds to dQ once for both.
 
 1. A pair is a cluster. Its tiles are two neighbouring blocks of keys of one head, and both walk the blocks of queries
    that see keys of either, in one order. What only the other sees is masked; past the last block of keys all is.
 2. Each producer reads half of the rows of Q and dO, and TMA writes them to the shared memory of both. A stage is full
    when both halves have arrived, and is filled again when the consumers of both have read it.
-3. Each has half of the columns of dQ, for the keys of both: with K it loads those columns of the other's, and in every
-   step a copy from shared memory to shared memory brings it the other's dS. A stage of dS is full when its own and the
-   other's are there, and empty when the consumers of both have read both.
-4. One of the pair claims tiles, for both, and writes the number to the shared memory of both.
+3. One of the pair claims tiles, for both, and writes the number to the shared memory of both.
+4. By gradient each has half of the columns of dQ, for the keys of both: with K it loads those columns of the other's,
+   and in every step a copy from shared memory to shared memory brings it the other's dS. A stage of dS is full when its
+   own and the other's are there, and empty when the consumers of both have read both.
 5. Neither ends before the other: until then that one arrives at its mbarriers.
 
 Keys and values are each thread block's own, and so are LSE and delta, which are small. The exchange of dS is that of
@@ -26,12 +26,12 @@ from cutlass import Boolean, Int32
 
 from flashzoo._cute.hopper.bounds import BoundsBackward
 from flashzoo._cute.hopper.opaque import opaque
-from flashzoo._cute.hopper.pipeline import PipelineOfPair
+from flashzoo._cute.hopper.pipeline import Pipeline, PipelineOfPair
 from flashzoo._cute.hopper.tile_scheduler import TileScheduler, TileSchedulerBackward, WorkTile
 from flashzoo._cute.hopper.tma import load
 from flashzoo._cute.hopper.wgmma import multiply, shared_layout, transposed
 from flashzoo.gpu import WARPS
-from flashzoo.v3.backward import SharedStorage, TmaAtoms
+from flashzoo.v3.backward import Backward, SharedStorage, TmaAtoms
 from flashzoo.v3.backward_by_gradient import BackwardByGradient, Gradient, Tile, columns_of
 from flashzoo.v3.traits import KernelBackwardPairs
 
@@ -92,18 +92,28 @@ class BoundsPairs(BoundsBackward):
         return self.rank() * size, (self.rank() + 1) * size - 1
 
 
-class BackwardPairs(BackwardByGradient):
-    """The program of a `KernelBackwardPairs`."""
+class BackwardPairs(Backward):
+    """The program of a `KernelBackwardPairs` whose tiles are cut by keys."""
 
     scheduler: type[TileScheduler] = TileSchedulerPairs
     bounds: type[BoundsBackward] = BoundsPairs
-    pipeline: type[PipelineOfPair] = PipelineOfPair
+    pipeline: type[Pipeline] = PipelineOfPair
 
     def __init__(self, kernel: KernelBackwardPairs) -> None:
         super().__init__(kernel)
         self.work_readers += 1  # the producer
+
+
+class BackwardByGradientPairs(BackwardPairs, BackwardByGradient):
+    """The program of one whose tiles are cut by gradient."""
+
+    pipeline_of_ds: type[Pipeline] = PipelineOfPair
+
+    def __init__(self, kernel: KernelBackwardPairs) -> None:
+        super().__init__(kernel)
         self.k_loads += 1
         self.ds_writers = 1
+        self.ds_places *= kernel.cluster
 
     def allocate_keys_of_partner(self, smem: cutlass.memory.SmemAllocator) -> cute.Tensor:
         """Half of its columns."""

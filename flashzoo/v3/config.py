@@ -123,9 +123,9 @@ BACKWARD = {
     (256, 256): TilesBackward(64, 64),
 }
 
-PAIRED, PAIRS_FROM = (256, 256), 256
-"""The widths at which thread blocks of the backward pass work in pairs, and from how many keys on: an H200 gains up
-to a fifth there, and loses at 192 keys."""
+PAIRS_FROM = {(128, 128): 8192, (256, 256): 256}
+"""The widths at which thread blocks of the backward pass work in pairs, and from how many keys on: an H200 gains up to
+a fifth at 256, and loses at 192 keys; at 128 it gains 2 %."""
 
 # Microseconds on an H200, by which query heads that share keys are split over several tiles of the backward pass: what
 # a multiprocessor multiplies in one, what memory gives, how many steps a tile's beginning and end are worth, and what
@@ -223,12 +223,11 @@ def kernel_backward_for(problem: Problem) -> KernelBackward:
 
 
 def in_pairs(problem: Problem) -> bool:
-    """Whether thread blocks of the backward pass work in pairs: at the widths where it pays, of dense tensors, in any
-    order of sums. Of an odd number of blocks the last has a partner without keys: from `PAIRS_FROM` keys on they are
-    many."""
+    """Whether thread blocks of the backward pass work in pairs: of dense tensors, in any order of sums, where it pays.
+    Of an odd number of blocks the last has a partner without keys."""
     p = problem
     plain = p.block_mask is None and p.sequences is None and not p.deterministic
-    return widths_backward(p) == PAIRED and plain and p.seqlen_k >= PAIRS_FROM
+    return plain and p.seqlen_k >= PAIRS_FROM.get(widths_backward(p), math.inf)
 
 
 @lru_cache(maxsize=1024)

@@ -146,7 +146,11 @@ PROGRAMS: dict[type[Kernel | KernelBackward], Program] = {
         _backward,
         by_gradient="flashzoo.v3.backward_by_gradient:BackwardByGradient",
     ),
-    KernelBackwardPairs: Program("", _backward, by_gradient="flashzoo.v3.backward_pairs:BackwardPairs"),
+    KernelBackwardPairs: Program(
+        "flashzoo.v3.backward_pairs:BackwardPairs",
+        _backward,
+        by_gradient="flashzoo.v3.backward_pairs:BackwardByGradientPairs",
+    ),
     KernelBackwardPacked: Program(
         "flashzoo.v3.packed:BackwardPacked",
         _backward,

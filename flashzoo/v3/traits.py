@@ -418,30 +418,32 @@ class KernelBackward:
 
 @dataclass(frozen=True)
 class KernelBackwardPairs(KernelBackward):
-    """A backward kernel whose thread blocks work in pairs: a pair's tiles are two neighbouring blocks of keys, and each
-    thread block has half of the columns of dQ, for the keys of both."""
+    """A backward kernel whose thread blocks work in pairs: a pair's tiles are two neighbouring blocks of keys. By
+    gradient each thread block has half of the columns of dQ, for the keys of both."""
 
     cluster: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        shared = self.cluster * self.tiles.consumers
-        if not self.tiles.by_gradient or self.deterministic or self.dq_parts % shared:
-            expected = f"tiles cut by gradient, parts of dQ that {shared} warpgroups share, and any order"
-            got = f"{self.tiles}, {self.dq_parts} parts, deterministic={self.deterministic}"
+        sharers = self.cluster * self.tiles.consumers
+        if self.deterministic or (self.tiles.by_gradient and self.dq_parts % sharers):
+            expected = f"any order, and by gradient parts of dQ that {sharers} warpgroups share"
+            got = f"deterministic={self.deterministic}, and {self.dq_parts} parts in {self.tiles}"
             raise ValueError(f"pairs have {expected}, got {got}")
 
     @property
     def stages_do(self) -> int:
-        """One: in the place of another are dS and half of K of the partner."""
-        return 1
+        """By gradient one: in the place of another are dS and half of K of the partner."""
+        return 1 if self.tiles.by_gradient else super().stages_do
 
     @property
     def ds_elements(self) -> int:
-        """The same, for each thread block's own dS and its partner's."""
-        return self.cluster * super().ds_elements
+        """The same, by gradient for each thread block's own dS and its partner's."""
+        return super().ds_elements * (self.cluster if self.tiles.by_gradient else 1)
 
     def dq_parts_of(self, wg_idx: int) -> range:
-        """Of its thread block's half of the columns."""
+        """The same, by gradient of its thread block's half of the columns."""
+        if not self.tiles.by_gradient:
+            return super().dq_parts_of(wg_idx)
         of_half, consumers = self.dq_parts // self.cluster, self.tiles.consumers
         return range(wg_idx * of_half // consumers, (wg_idx + 1) * of_half // consumers)
 
@@ -452,8 +454,9 @@ class KernelBackwardPairs(KernelBackward):
 
     @property
     def shared_bytes(self) -> int:
-        """The same, and half of the columns of the partner's K."""
-        return super().shared_bytes + BYTES[self.dtype] * self.tiles.block_kv * self.width // self.cluster
+        """The same, and by gradient half of the columns of the partner's K."""
+        of_partner = BYTES[self.dtype] * self.tiles.block_kv * self.width // self.cluster
+        return super().shared_bytes + (of_partner if self.tiles.by_gradient else 0)
 
     def blocks_kv(self, seqlen_k: int) -> int:
         """The same, for whole pairs."""
