@@ -455,9 +455,10 @@ class BackwardLaunch:
 
 def _places(*sizes: int) -> tuple[list[int], int]:
     """Where in one piece of memory arrays of so many numbers of 4 bytes lie, in bytes, and of how many it is. Each
-    begins at a multiple of 512 bytes, as torch's allocator has them begin."""
+    begins at a multiple of 512 bytes, as torch's allocator has them begin. The last may be empty, and Triton's launcher
+    asks the driver for its address too: so there is one number more."""
     *places, total = accumulate((cdiv(size, 128) * 128 for size in sizes), initial=0)
-    return [4 * place for place in places], total
+    return [4 * place for place in places], total + 1
 
 
 def _blocks_q(problem: Problem, kernel: KernelBackward) -> int:
