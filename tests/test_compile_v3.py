@@ -7,7 +7,6 @@ All of them with `--every-case`, else a covering array of them (see flashzoo_sui
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterator
 from itertools import product
@@ -251,11 +250,16 @@ Widths = tuple[int, int]
 
 def backward_cases() -> Iterator[tuple[str, Widths, int, str, bool]]:
     for widths, mask, deterministic in product(BACKWARD, V3_MASKS, (False, True)):
-        yield "bf16", widths, PAIRS_FROM.get(widths, LONG), mask, deterministic
+        yield "bf16", widths, keys_of(widths, mask), mask, deterministic
     for widths, mask in product(BACKWARD, ("full", "causal")):
-        yield "fp16", widths, PAIRS_FROM.get(widths, LONG), mask, mask == "causal"
-    for (widths, keys), mask in product(PAIRS_FROM.items(), V3_MASKS):
-        yield "bf16", widths, keys - 1, mask, False
+        yield "fp16", widths, keys_of(widths, mask), mask, mask == "causal"
+    for widths, mask in product(PAIRS_FROM, V3_MASKS):
+        yield "bf16", widths, keys_of(widths, mask) - 1, mask, False
+
+
+def keys_of(widths: Widths, mask: str) -> int:
+    """Where thread blocks work in pairs, of the least keys with which they do."""
+    return PAIRS_FROM[widths][mask != "full"] if widths in PAIRS_FROM else LONG
 
 
 def packed_backward_cases() -> Iterator[tuple[str, Widths, str, bool]]:
@@ -300,7 +304,7 @@ def test_v3_backward_compiles_and_its_consumers_do_not_spill(
 ) -> None:
     asked = {"dtype": dtype, "head_dim_v": widths[1], "grad": True, "deterministic": deterministic, "arch": 90}
     kernel = kernel_backward_for(Problem(2, 4096, seqlen_k, 16, 16, widths[0], **asked, **V3_MASKS[mask]))
-    pairs = seqlen_k >= PAIRS_FROM.get(widths, math.inf) and not deterministic
+    pairs = widths in PAIRS_FROM and seqlen_k >= keys_of(widths, mask) and not deterministic
     assert isinstance(kernel, KernelBackwardPairs) == pairs
     held_to_its_registers(kernel, host_code)
 
@@ -329,7 +333,7 @@ def test_v3_backward_of_split_groups_compiles_and_does_not_spill(kind: str, widt
         "deterministic": {"deterministic": True},
     }
     asked = {"head_dim_v": widths[1], "causal": kind != "sparse", "grad": True, "arch": 90} | how.get(kind, {})
-    keys = PAIRS_FROM.get(widths, LONG) - (kind == "short")
+    keys = keys_of(widths, "full" if kind == "sparse" else "causal") - (kind == "short")
     kernel = kernel_backward_for(Problem(1, 4096, keys, 16, 1, widths[0], **asked))
     assert kernel.split_group and isinstance(kernel, KernelBackwardPairs) == (kind == "dense" and widths in PAIRS_FROM)
     held_to_its_registers(kernel, host_code)
@@ -393,12 +397,8 @@ KINDS = {
     KernelFp8Packed: lambda problem: kernel_fp8_for(dataclasses.replace(problem, batch=1, sequences=2), False, False),
     KernelSparse: lambda problem: v3_kernel(dataclasses.replace(problem, block_mask=MaskForm())),
     KernelPacked: lambda problem: v3_kernel(dataclasses.replace(problem, batch=1, sequences=2)),
-    KernelBackward: lambda problem: kernel_backward_for(
-        dataclasses.replace(problem, seqlen_k=min(PAIRS_FROM.values()) - 1)
-    ),
-    KernelBackwardPairs: lambda problem: kernel_backward_for(
-        dataclasses.replace(problem, seqlen_k=max(PAIRS_FROM.values()))
-    ),
+    KernelBackward: lambda problem: kernel_backward_for(dataclasses.replace(problem, seqlen_k=255)),
+    KernelBackwardPairs: lambda problem: kernel_backward_for(dataclasses.replace(problem, seqlen_k=8192)),
     KernelBackwardSparse: lambda problem: kernel_backward_for(
         dataclasses.replace(problem, grad=True, block_mask=MaskForm())
     ),

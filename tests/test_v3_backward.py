@@ -287,7 +287,7 @@ def test_every_tile_is_one_thread_blocks_of_a_pair(swizzle, keys, monkeypatch):
 @pytest.mark.parametrize("more", [0, 1, 40000])
 def test_a_launch_has_whole_pairs(more, widths, monkeypatch):
     """As many as run at a time, or as there are; of half a block of queries each thread block loads one."""
-    keys, width, block_kv = PAIRS_FROM[widths] + more, widths[0], BACKWARD[widths].block_kv
+    keys, width, block_kv = PAIRS_FROM[widths][False] + more, widths[0], BACKWARD[widths].block_kv
     bound, problem = [], replace(PLAIN, heads=1, heads_kv=1, head_dim=width, head_dim_v=None, seqlen_k=keys)
 
     def bind(device, blocks, fixed, given, cluster):
@@ -361,9 +361,10 @@ def test_kernels_find_what_others_left(asked, dlse, monkeypatch):
 
 
 def test_pairs_are_for_many_keys_in_any_order():
-    for (width, _), keys in PAIRS_FROM.items():
-        long = replace(PLAIN, head_dim=width, head_dim_v=None, seqlen_k=keys)
-        others = ({"seqlen_k": keys - 1}, {"head_dim": 192}, {"deterministic": True})
+    for (width, _), causal in itertools.product(PAIRS_FROM, (False, True)):
+        keys = PAIRS_FROM[width, width][causal]
+        long = replace(PLAIN, head_dim=width, head_dim_v=None, seqlen_k=keys, causal=causal)
+        others = ({"seqlen_k": keys - 1}, {"head_dim": 192, "head_dim_v": None}, {"deterministic": True})
         kinds = [type(kernel_backward_for(replace(long, **changed))) for changed in ({}, *others)]
         assert [kind is KernelBackwardPairs for kind in kinds] == [True, False, False, False]
     with pytest.raises(ValueError, match="pairs have any order"):
@@ -567,7 +568,8 @@ def counters_are_zero() -> bool:
 def test_query_heads_that_are_split_unevenly(head_dim, causal, deterministic):
     """Where a group is a prime; in pairs, too."""
     of_heads = {"heads": 71, "heads_kv": 1, "head_dim": head_dim, "head_dim_v": None}
-    for seqlen_k in (500, PAIRS_FROM.get((head_dim, head_dim), 500)):
+    paired = PAIRS_FROM.get((head_dim, head_dim), (500, 500))[causal]
+    for seqlen_k in (500, paired):
         lengths = {"batch": 3, "seqlen_q": 500, "seqlen_k": seqlen_k}
         problem = replace(PLAIN, **lengths, **of_heads, causal=causal, deterministic=deterministic)
         assert 71 % group_splits_for(problem)
@@ -672,7 +674,7 @@ def test_pairs_at_the_edges_of_tiles(widths, band):
     block_kv = BACKWARD[widths].block_kv
     for more, heads, batch in ((0, 2, 1), (1, 4, 5), (block_kv, 2, 1), (block_kv + 23, 16, 1)):
         for seqlen_q in (1, 200, 1000):
-            lengths = {"seqlen_q": seqlen_q, "seqlen_k": PAIRS_FROM[widths] + more}
+            lengths = {"seqlen_q": seqlen_q, "seqlen_k": PAIRS_FROM[widths][band != "full"] + more}
             sizes = {"batch": batch, **lengths, "heads": heads, "heads_kv": heads // 2}
             head_dims = {"head_dim": widths[0], "head_dim_v": widths[1], "out_dtype": None}
             problem = replace(PLAIN, **sizes, **head_dims, **BANDS[band])

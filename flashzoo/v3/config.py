@@ -123,9 +123,9 @@ BACKWARD = {
     (256, 256): TilesBackward(64, 64),
 }
 
-PAIRS_FROM = {(128, 128): 8192, (256, 256): 256}
-"""The widths at which thread blocks of the backward pass work in pairs, and from how many keys on: an H200 gains up to
-a fifth at 256, and loses at 192 keys; at 128 it gains 2 %."""
+PAIRS_FROM = {(128, 128): (2048, 8192), (256, 256): (256, 256)}
+"""The widths at which thread blocks of the backward pass work in pairs, and from how many keys on, without a mask and
+with one: an H200 gains up to a fifth at 256, and loses at 192 keys; at 128 it gains 2 %."""
 
 # Microseconds on an H200, by which query heads that share keys are split over several tiles of the backward pass: what
 # a multiprocessor multiplies in one, what memory gives, how many steps a tile's beginning and end are worth, and what
@@ -227,7 +227,8 @@ def in_pairs(problem: Problem) -> bool:
     Of an odd number of blocks the last has a partner without keys."""
     p = problem
     plain = p.block_mask is None and p.sequences is None and not p.deterministic
-    return plain and p.seqlen_k >= PAIRS_FROM.get(widths_backward(p), math.inf)
+    least = PAIRS_FROM.get(widths_backward(p), (math.inf, math.inf))
+    return plain and p.seqlen_k >= least[p.span != (None, None)]
 
 
 @lru_cache(maxsize=1024)

@@ -140,9 +140,10 @@ def _describe_backward(problem: Problem) -> list[str]:
             f"{cdiv(group, splits)} of the {group} query heads that share it; their dK and dV are added in float32"
         )
     if backward.cluster > 1:
+        adds = ", and adds half of dQ's columns," if backward.tiles.by_gradient else ""
         lines.append(
             "backward: thread blocks work in pairs on neighbouring blocks of keys; "
-            "each loads half of the queries, and adds half of dQ's columns, for both"
+            f"each loads half of the queries{adds} for both"
         )
     if problem.deterministic:
         lines.append("backward: blocks of keys add to dQ in a fixed order, each after the one before")
