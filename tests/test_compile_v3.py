@@ -438,7 +438,7 @@ SCORE_MODS = {
     "alibi": ScoreForm(SCORE_ALIBI, (("f32", (16,)),)),
     "bias": ScoreForm(SCORE_BIAS, (("bf16", (2, 1, 4096, 4096)),)),
 }
-SCORE_STACK = {("bias", 64, False): 80, ("bias", 96, False): 72, ("softcap", 64, True): 80, ("bias", 64, True): 104}
+SCORE_STACK = {("bias", 64, False): 80, ("bias", 96, False): 72, ("softcap", 64, True): 96, ("bias", 64, True): 104}
 """Bytes of stack where a kernel with a function on scores is known to spill: function, width, backward. At these widths
 a warpgroup has the most scores at a time, and nothing to spare."""
 
