@@ -9,12 +9,10 @@ What differs from `backward.py`: a tile has 64 keys, and both consumer warpgroup
 4. Each issues the next block's S^T or dP^T before it goes on with dQ of this one, so that the products run while it and
    the other wait for one another.
 
-Where the warpgroup of V has one part of dQ only (`KernelBackward.dq_deferred`), neither waits for a product that
-nothing depends on yet:
-
-- The warpgroup of V computes dQ of a block in the next one's step, so that it does not wait for dS: dV of the block and
-  dQ of the one before run under P^T of the next. The last block's dQ comes behind the loop.
-- The warpgroup of K issues dQ and the next block's dP^T first, then dK, which runs under dS^T of the next.
+A warpgroup that computes dQ of a block in the next one's step (`KernelBackward.dq_deferred`) waits for no product that
+nothing depends on yet: its gradient of the block and dQ of the one before run under P^T, or dS^T, of the next. The last
+block's dQ comes behind the loop. Where the warpgroup of V alone does so, which has the fewer parts of dQ, that of K
+issues dQ and the next block's dP^T first, then dK, which runs under dS^T of the next.
 """
 
 from __future__ import annotations
@@ -32,6 +30,7 @@ from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
 
 from flashzoo._cute.hopper.bounds import BoundsBackward
 from flashzoo._cute.hopper.params import Params
+from flashzoo._cute.hopper.pipeline import Pipeline
 from flashzoo._cute.hopper.scores import Told
 from flashzoo._cute.hopper.tma import box_of
 from flashzoo._cute.hopper.wgmma import gemm, multiply, rows_of, to_16_bits, transposed
@@ -150,7 +149,7 @@ class BackwardByGradient(Backward):
     ):
         """One warpgroup's part."""
         tiles, scheduler = self.tiles, self.scheduler(params)
-        of_v = gradient == Gradient.OF_V
+        of_v, any_deferred = gradient == Gradient.OF_V, self.kernel.dq_deferred(int(Gradient.OF_V))
         width = self.kernel.width_v if of_v else self.kernel.width
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         mma_s = self.mma(OperandMajorMode.K, OperandMajorMode.K, (1, 1, 1), tiles.block_q)
@@ -186,17 +185,17 @@ class BackwardByGradient(Backward):
             steps = bounds.steps(begin, end)
             scores = cute.make_rmem_tensor(s.partition_shape_C((WARPGROUP_ROWS, tiles.block_q)), Float32)
             self.issue_scores(tile, gradient, used, bounds.walks_any(begin, end), scores)
-            if const_expr(self.kernel.dq_deferred):
+            if const_expr(any_deferred):
                 warpgroup.wait_group(0)
             for i in cutlass.range(steps, unroll=1):  # B2.8
-                if const_expr(not self.kernel.dq_deferred):
-                    self.step(tile, gradient, used + i, i, scores, i + 1 < steps)
-                elif const_expr(of_v):
-                    self.step_of_v(tile, used + i, i, scores, i + 1 < steps)
-                else:
+                if const_expr(self.kernel.dq_deferred(int(gradient))):
+                    self.step_deferred(tile, gradient, used + i, i, scores, i + 1 < steps)
+                elif const_expr(any_deferred):
                     self.step_of_k(tile, used + i, i, scores, i + 1 < steps)
+                else:
+                    self.step(tile, gradient, used + i, i, scores, i + 1 < steps)
             used += steps
-            if const_expr(self.kernel.dq_deferred):
+            if const_expr(any_deferred):
                 self.finish(tile, gradient, used, steps)
             else:
                 warpgroup.wait_group(0)
@@ -214,7 +213,7 @@ class BackwardByGradient(Backward):
 
         A branch around the product would cost more: ptxas then spills a good part of the accumulators.
         """
-        pipeline = tile.storage.q_pipeline if const_expr(gradient == Gradient.OF_V) else tile.storage.do_pipeline
+        pipeline, _ = self.pipelines_of(tile, gradient)
         if exists:
             pipeline.consumer_wait(use)
         gemm(tile.mma_s, scores, tile.first, tile.second[None, None, None, pipeline.stage(use)], True)  # B2.10, B2.13
@@ -226,9 +225,7 @@ class BackwardByGradient(Backward):
         """One block of queries, whose scores are under way; and the next block's scores, if there is one."""
         storage = tile.storage
         of_v = const_expr(gradient == Gradient.OF_V)
-        pipeline, pipeline_of_factor = (
-            (storage.q_pipeline, storage.do_pipeline) if of_v else (storage.do_pipeline, storage.q_pipeline)
-        )
+        pipeline, pipeline_of_factor = self.pipelines_of(tile, gradient)
         rounded = self.first_operand(tile)
         warpgroup.wait_group(0)
         if const_expr(of_v):
@@ -258,26 +255,37 @@ class BackwardByGradient(Backward):
         self.take_turns(tile, gradient, use)
 
     @cute.jit
-    def step_of_v(self, tile: Tile, use: Int32, step: Int32, s: cute.Tensor, more: Boolean):
-        """One block of queries, whose S^T is computed: its dV, the next block's S^T, and dQ of the block before, if
-        there is one."""
+    def step_deferred(
+        self, tile: Tile, gradient: Constexpr[Gradient], use: Int32, step: Int32, scores: cute.Tensor, more: Boolean
+    ):
+        """One block of queries, whose S^T or dP^T is computed: its dV or dK, the next block's S^T or dP^T, and dQ of
+        the block before, if there is one."""
         storage, before = tile.storage, cutlass.max(use - 1, 0)
-        p = self.first_operand(tile)
-        dq = self.start_dq(tile, Gradient.OF_V, before, step > 0)
-        self.make_p(tile, use, step, s, p)
-        storage.q_pipeline.consumer_release(use)
-        warpgroup.wait_group(0)  # dV and dQ of the block before
+        of_v = const_expr(gradient == Gradient.OF_V)
+        pipeline, pipeline_of_factor = self.pipelines_of(tile, gradient)
+        rounded = self.first_operand(tile)
+        dq = self.start_dq(tile, gradient, before, step > 0)
+        if const_expr(of_v):
+            self.make_p(tile, use, step, scores, rounded)
+        else:
+            self.make_ds(tile, use, scores)
+        pipeline.consumer_release(use)
+        warpgroup.wait_group(0)  # the gradient and dQ of the block before
         if step > 0:
-            storage.do_pipeline.consumer_release(before)
+            pipeline_of_factor.consumer_release(before)
             storage.ds_pipeline.consumer_release(before)
-        self.round_p(s, p)
-        self.issue_scores(tile, Gradient.OF_V, use + 1, more, s)
-        storage.do_pipeline.consumer_wait(use)
-        gemm(tile.mma_acc, tile.acc, p, tile.factor[None, None, None, storage.do_pipeline.stage(use)], False)  # B2.12
+        if const_expr(of_v):
+            self.round_p(scores, rounded)
+        else:
+            self.leave_ds(tile, use, scores, rounded)
+        self.issue_scores(tile, gradient, use + 1, more, scores)
+        pipeline_of_factor.consumer_wait(use)
+        # B2.12, B2.16
+        gemm(tile.mma_acc, tile.acc, rounded, tile.factor[None, None, None, pipeline_of_factor.stage(use)], False)
         if step > 0:
-            self.add_to_dq(tile, Gradient.OF_V, before, step - 1, 0, dq)
-            self.take_turns(tile, Gradient.OF_V, before)
-        warpgroup.wait_group(1)  # S^T
+            self.add_to_dq(tile, gradient, before, step - 1, 0, dq)
+            self.take_turns(tile, gradient, before)
+        warpgroup.wait_group(1)  # the scores
 
     @cute.jit
     def step_of_k(self, tile: Tile, use: Int32, step: Int32, dp: cute.Tensor, more: Boolean):
@@ -311,18 +319,24 @@ class BackwardByGradient(Backward):
     def finish(self, tile: Tile, gradient: Constexpr[Gradient], used: Int32, steps: Int32):
         """What the last step has left to the next, if there is one: dQ to compute, or dK to wait for."""
         storage, use, any_step = tile.storage, cutlass.max(used - 1, 0), steps > 0
-        if const_expr(gradient == Gradient.OF_V):
+        _, pipeline_of_factor = self.pipelines_of(tile, gradient)
+        if const_expr(self.kernel.dq_deferred(int(gradient))):
             dq = self.start_dq(tile, gradient, use, any_step)
             warpgroup.wait_group(0)
             if any_step:
-                storage.do_pipeline.consumer_release(use)
+                pipeline_of_factor.consumer_release(use)
                 storage.ds_pipeline.consumer_release(use)
                 self.add_to_dq(tile, gradient, use, steps - 1, 0, dq)
                 self.take_turns(tile, gradient, use)
         else:
             warpgroup.wait_group(0)
             if any_step:
-                storage.q_pipeline.consumer_release(use)
+                pipeline_of_factor.consumer_release(use)
+
+    def pipelines_of(self, tile: Tile, gradient: Gradient) -> tuple[Pipeline, Pipeline]:
+        """Of the second operands of a warpgroup's scores and of its gradient: Q and dO, or dO and Q."""
+        q, do = tile.storage.q_pipeline, tile.storage.do_pipeline
+        return (q, do) if gradient == Gradient.OF_V else (do, q)
 
     def first_operand(self, tile: Tile) -> cute.Tensor:
         """Registers for P^T or dS^T, rounded: the first operand of the gradient."""

@@ -123,9 +123,17 @@ BACKWARD = {
     (256, 256): TilesBackward(64, 64),
 }
 
-PAIRS_FROM = {(128, 128): (2048, 8192), (256, 256): (256, 256)}
-"""The widths at which thread blocks of the backward pass work in pairs, and from how many keys on, without a mask and
-with one: an H200 gains up to a fifth at 256, and loses at 192 keys; at 128 it gains 2 %."""
+# The same in pairs of thread blocks. By gradient, dS and half of K of the partner are in the place of a stage of dO.
+PAIRS = {
+    (128, 128): TilesBackward(64),
+    (192, 128): TilesBackward(64, 64, stages=3, stages_do=2),
+    (192, 192): TilesBackward(64, 64, stages=3, stages_do=2, ds_stages=1),
+    (256, 256): TilesBackward(64, 64, stages_do=1),
+}
+
+PAIRS_FROM = {(128, 128): (2048, 8192), (192, 128): (256, 256), (192, 192): (256, 256), (256, 256): (256, 256)}
+"""From how many keys on thread blocks work in pairs, without a mask and with one: an H200 gains up to a fifth at 192
+and 256, and loses at 192 keys; at 128 it gains 2 %."""
 
 # Microseconds on an H200, by which query heads that share keys are split over several tiles of the backward pass: what
 # a multiprocessor multiplies in one, what memory gives, how many steps a tile's beginning and end are worth, and what
@@ -214,11 +222,13 @@ def kernel_backward_for(problem: Problem) -> KernelBackward:
     """The backward kernel of a problem."""
     left, right = (side is not None for side in window_of(problem))
     widths = widths_backward(problem)
-    how = (problem.dtype, *widths, left, right, problem.deterministic, BACKWARD[widths])
+    pairs = in_pairs(problem)
+    tiles = PAIRS[widths] if pairs else BACKWARD[widths]
+    how = (problem.dtype, *widths, left, right, problem.deterministic, tiles)
     split, scoring, mask = group_splits_for(problem) > 1, scoring_of(problem, gradient=True), problem.block_mask
     if mask is not None:
         return KernelBackwardSparse(*how, mask.block_kv, mask.bits, split_group=split)
-    kind = KernelBackwardPairs if in_pairs(problem) else KernelBackward
+    kind = KernelBackwardPairs if pairs else KernelBackward
     return (kind if problem.sequences is None else KernelBackwardPacked)(*how, split_group=split, scoring=scoring)
 
 

@@ -230,9 +230,10 @@ class TilesBackward:
     Attributes:
         block_q: queries of a block.
         block_kv: keys of a tile; 64 is cut by gradient.
-        stages: blocks of Q, and as many of dO, on chip at a time.
+        stages: blocks of Q, and of dO where `stages_do` says nothing else, on chip at a time.
         ds_stages: blocks of dS on chip: with 2, a warpgroup writes the next before the others have read the last.
         v_in_registers: by keys, a warpgroup has its part of V in registers, and does not read it on chip at every step.
+        stages_do: blocks of dO, where they are fewer than those of Q.
     """
 
     block_q: int
@@ -240,6 +241,7 @@ class TilesBackward:
     stages: int = 2
     ds_stages: int = 2
     v_in_registers: bool = False
+    stages_do: int | None = None
 
     @property
     def by_gradient(self) -> bool:
@@ -255,7 +257,8 @@ class TilesBackward:
         size = f"{self.block_kv} keys by {self.block_q} queries, {self.consumers} consumer warpgroups"
         whose = "one with dV and one with dK" if self.by_gradient else "each with 64 of the keys"
         where = ", V in registers" if self.v_in_registers else ""
-        return f"{size}, {whose}, {self.stages} stages of queries{where}"
+        of_do = f" and {self.stages_do} of dO" if self.stages_do else ""
+        return f"{size}, {whose}, {self.stages} stages of {'Q' if of_do else 'queries'}{of_do}{where}"
 
 
 COLUMNS = 64
@@ -310,7 +313,7 @@ class KernelBackward:
     @property
     def stages_do(self) -> int:
         """Blocks of dO on chip at a time."""
-        return self.tiles.stages
+        return self.tiles.stages_do or self.tiles.stages
 
     def blocks_q(self, seqlen_q: int) -> int:
         """Blocks of queries of a head, for which there are sums of dQ, LSE and delta. Kernels compute it too."""
@@ -359,11 +362,10 @@ class KernelBackward:
         parts, consumers = self.dq_parts, self.tiles.consumers
         return range(wg_idx * parts // consumers, (wg_idx + 1) * parts // consumers)
 
-    @property
-    def dq_deferred(self) -> bool:
-        """Whether, by gradient, the warpgroup with dV computes its dQ of a block in the next one's step: where that is
-        one part. At width 256 it is two, and measured slower so."""
-        return self.tiles.by_gradient and len(self.dq_parts_of(0)) == 1
+    def dq_deferred(self, wg_idx: int) -> bool:
+        """Whether, by gradient, a warpgroup computes its dQ of a block in the next one's step: that with dV where it
+        has one part. At width 256 it has two, and measured slower so."""
+        return self.tiles.by_gradient and wg_idx == 0 and len(self.dq_parts_of(wg_idx)) == 1
 
     @property
     def writers(self) -> int:
@@ -424,16 +426,14 @@ class KernelBackwardPairs(KernelBackward):
     cluster: ClassVar[int] = 2
 
     def __post_init__(self) -> None:
-        sharers = self.cluster * self.tiles.consumers
-        if self.deterministic or (self.tiles.by_gradient and self.dq_parts % sharers):
-            expected = f"any order, and by gradient parts of dQ that {sharers} warpgroups share"
-            got = f"deterministic={self.deterministic}, and {self.dq_parts} parts in {self.tiles}"
-            raise ValueError(f"pairs have {expected}, got {got}")
+        if self.deterministic:
+            raise ValueError("pairs have any order of sums, got deterministic=True")
 
     @property
-    def stages_do(self) -> int:
-        """By gradient one: in the place of another are dS and half of K of the partner."""
-        return 1 if self.tiles.by_gradient else super().stages_do
+    def dq_part(self) -> tuple[int, int]:
+        """The same, by gradient one for each warpgroup of both thread blocks."""
+        tiles = self.tiles
+        return (tiles.block_q, self.width // (self.cluster * tiles.consumers)) if tiles.by_gradient else super().dq_part
 
     @property
     def ds_elements(self) -> int:
@@ -447,10 +447,9 @@ class KernelBackwardPairs(KernelBackward):
         of_half, consumers = self.dq_parts // self.cluster, self.tiles.consumers
         return range(wg_idx * of_half // consumers, (wg_idx + 1) * of_half // consumers)
 
-    @property
-    def dq_deferred(self) -> bool:
-        """Not, as measured."""
-        return False
+    def dq_deferred(self, wg_idx: int) -> bool:
+        """The same of both warpgroups, where there is a stage of Q more for the block that dK and dQ lag behind by."""
+        return self.tiles.by_gradient and self.tiles.stages > 2
 
     @property
     def shared_bytes(self) -> int:
