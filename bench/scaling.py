@@ -36,7 +36,7 @@ METHODS = {
 PAGE = Path(__file__).parent.parent / "docs" / "context_parallel.md"
 PICTURE = PAGE.with_name("context_parallel.png")
 BEGIN, END = "<!-- model:begin -->", "<!-- model:end -->"
-GPUS, SHOWN = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024), (2, 8, 64, 1024)
+GPUS, SHOWN = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024), (2, 4, 8, 64, 1024)
 TOKENS, DRAWN = (8192, 32768, 131072), 32768
 """Tokens of one GPU."""
 HEADS, HEAD_DIM = ((32, 8), (32, 32)), 128

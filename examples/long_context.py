@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/long_context.py                              # NCCL on GPUs, gloo on CPUs
     torchrun --nproc-per-node 2 examples/long_context.py --seqlen 262144 --layers 9 --hidden 2048 --head-dim 128 \\
-        --heads-kv 4 --steps 2                                      # what two H200s have memory for, and one has not
+        --heads-kv 4 --steps 2              # what two H200s have memory for, and one has not; four have for 786432
 
 Each rank has its rows of every sequence, which `parallel.positions` says: of the bytes, of the labels, and of the
 angles that rotary embeddings turn by. Everything but attention works on rows and knows nothing of ranks, and DDP
@@ -15,6 +15,7 @@ told, and there is nothing to compare.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import sysconfig
@@ -84,7 +85,7 @@ class GPT(nn.Module):
 
 def train(args: argparse.Namespace, group: Any) -> tuple[Tensor, float]:
     """Train on this rank's rows of each sequence, or without a group on whole ones. Returns the loss of each step over
-    all rows, nats a byte, and the seconds of a step, the first left out."""
+    all rows, nats a byte, and the seconds of a step, the first left out; NaN where there is no other."""
     torch.manual_seed(args.seed)
     weights = torch.float64 if args.dtype == "fp64" else torch.float32
     model = GPT(args).to(args.device, weights)
@@ -113,7 +114,8 @@ def train(args: argparse.Namespace, group: Any) -> tuple[Tensor, float]:
             dist.all_reduce(loss, group=group)
             loss /= dist.get_world_size(group)
         losses.append(loss)
-    return torch.stack(losses).double().cpu(), (now(args.device) - begin) / max(1, args.steps - 1)
+    seconds = (now(args.device) - begin) / (args.steps - 1) if args.steps > 1 else math.nan
+    return torch.stack(losses).double().cpu(), seconds
 
 
 def now(device: str) -> float:
@@ -167,6 +169,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def pace(seconds: float) -> str:
+    """What is printed of a step's seconds, if they are known."""
+    return "" if math.isnan(seconds) else f", {1e3 * seconds:.1f} ms a step"
+
+
 def compare(args: argparse.Namespace, losses: Tensor, ranks: int) -> int:
     """Train alone, and tell how far apart the losses are. Returns the exit status."""
     try:
@@ -176,7 +183,7 @@ def compare(args: argparse.Namespace, losses: Tensor, ranks: int) -> int:
         return 0
     apart = (losses - alone).abs().max().item()
     status = int(not apart <= args.limit)  # so NaN is apart
-    print(f"1 rank:  loss {alone[0]:.4f} to {alone[-1]:.4f}, {1e3 * seconds:.1f} ms a step")
+    print(f"1 rank:  loss {alone[0]:.4f} to {alone[-1]:.4f}{pace(seconds)}")
     verdict = "PART from" if status else "agree with"
     print(f"{ranks} ranks {verdict} one: {apart:.1e} nats apart at most, {args.limit:.1e} allowed")
     return status
@@ -196,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if dist.get_rank() == 0:
         more = f", {memory:.1f} GiB a GPU" if memory else ""
         print(f"{args.layers} layers, hidden {args.hidden}, {args.batch} x {args.seqlen} bytes, {args.dtype}")
-        print(f"{ranks} ranks: loss {losses[0]:.4f} to {losses[-1]:.4f}, {1e3 * seconds:.1f} ms a step{more}")
+        print(f"{ranks} ranks: loss {losses[0]:.4f} to {losses[-1]:.4f}{pace(seconds)}{more}")
         if not args.no_alone:
             status = compare(args, losses, ranks)
     dist.barrier()

@@ -304,4 +304,6 @@ def test_long_context_tells_where_one_is_out_of_memory(monkeypatch, capsys):
     monkeypatch.setattr(long_context, "train", on_ranks_alone)
     sizes = "--steps 1 --seqlen 32 --layers 1 --hidden 32 --head-dim 8 --device cpu"
     assert long_context.main([*sizes.split(), "--text", __file__]) == 0
-    assert "1 rank:  out of memory, so there is nothing to compare: CUDA out of memory\n" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "1 rank:  out of memory, so there is nothing to compare: CUDA out of memory\n" in told
+    assert "1 ranks: loss " in told and "a step" not in told, "the first step's time is no step's"

@@ -142,7 +142,7 @@ def test_explain_tells_bytes_and_why():
     assert "* gather" in str(few) and "134.2 MB" in str(few)
     packed = parallel.explain(*(x[0] for x in shard(1024, 32, 8)), group=2, causal=True,
                               cu_seqlens_q=torch.empty(4, dtype=torch.int32, device="meta"))  # fmt: skip
-    assert packed.chosen == "gather" and packed.sizes.packed
+    assert packed.chosen == "ulysses" and packed.sizes.packed
     assert packed.reasons["halo"] == ("max_seqlen_q must say how many rows a sequence has at most",)
 
 

@@ -21,17 +21,17 @@ FORWARD_RATE, BACKWARD_RATE = 700e12, 620e12
 """FLOP/s of one GPU, bf16, head_dim 128, causal."""
 BACKWARD_FLOPS = 2.5
 """Of the backward pass, over the forward pass's."""
-LINK = 180e9
-"""Bytes/s into one rank of a collective within a host: what NVLink gave an all-gather of 32 MB (243e9 at 256 MB)."""
+LINK = 243e9
+"""Bytes/s into one rank of a collective within a host: what NVLink gave an all-gather of 256 MB (180e9 at 32 MB)."""
 NETWORK = 45e9
 """Bytes/s into one GPU from other hosts: one port of 400 Gbit/s each, at 90 %."""
 HOST = 8
 """GPUs that NVLink joins."""
-STEPWISE = 0.88
-"""Of the kernel's rate, what calls in the steps of a ring reach: zigzag on 8 H800s, 8k tokens each, gave 85 % forward
-and 90 % with backward (zhuzilin/ring-flash-attention)."""
-PIECEWISE = 0.9
-"""The same of `gather`'s backward calls on pieces of the keys: 0.88 to 0.9 on two H100s from 32k tokens each on."""
+LATENCY = 1e-4
+"""Seconds that a call of attention, a merge or a collective more costs beside what it computes and moves, as two and
+four H200s had it at 8k to 64k tokens each."""
+OF_STEP = 4
+"""How many of these a ring's step is: keys and values passed on, attention on each of two chunks, and a merge."""
 MEMORY = 4e12
 """Bytes/s of one GPU's memory, read and written."""
 MERGED = 14
@@ -159,10 +159,8 @@ def of_gather(s: Sizes) -> Costs:
     merged += s.uneven
     own_b = _backward(own) / each
     backward = max(0.0, there - own_b) + max(0.0, back - own_b * (each - 1)) + _backward(s.uneven)
-    if not s.packed:
-        flops = BACKWARD_FLOPS * s.flops(pairs(s.seqlen_q, s.seqlen_k, s.band)) / s.ranks
-        backward += flops / BACKWARD_RATE * (1 / PIECEWISE - 1)
-    return Costs(Cost(received, max(0.0, there - own) + merged), _if_grad(s, Cost(2 * received, backward)), s.keys)
+    forward, parted = max(0.0, there - own) + merged, (2 * each - 1) * LATENCY
+    return Costs(Cost(received, forward + parted), _if_grad(s, Cost(2 * received, backward + parted)), s.keys)
 
 
 def of_ring(s: Sizes) -> Costs:
@@ -171,12 +169,11 @@ def of_ring(s: Sizes) -> Costs:
     slowest = LINK if s.ranks <= HOST else NETWORK
     step = s.flops(pairs(s.seqlen_q, s.seqlen_k, s.band)) / s.ranks**2 / FORWARD_RATE if not s.packed else 0.0
     merged = s.batch * s.seqlen_q / s.ranks * s.heads * s.head_dim_v * MERGED / MEMORY
-    slower = s.ranks * step * (1 / STEPWISE - 1)
-    forward = (s.ranks - 1) * (max(0.0, shard / slowest - step) + merged) + slower + s.uneven
+    forward = (s.ranks - 1) * (max(0.0, shard / slowest - step) + merged + OF_STEP * LATENCY) + s.uneven
     gradients = shard * s.summed / s.itemsize
     step_b = _backward(step)
-    backward = (s.ranks - 1) * max(0.0, (shard + gradients) / slowest - step_b) + gradients / slowest
-    backward += _backward(slower + s.uneven)
+    waited = max(0.0, (shard + gradients) / slowest - step_b) + OF_STEP * LATENCY
+    backward = (s.ranks - 1) * waited + gradients / slowest + _backward(s.uneven)
     received = shard * (s.ranks - 1)
     return Costs(Cost(received, forward), _if_grad(s, Cost(received + s.ranks * gradients, backward)), 2 * shard)
 
@@ -187,7 +184,7 @@ def of_ulysses(s: Sizes, copies: int) -> Costs:
     held = s.keys * copies / s.ranks
     received = (queries / s.ranks + held) * (s.ranks - 1) / s.ranks
     copied = 4 * (queries / s.ranks + held) / MEMORY
-    cost = Cost(received, seconds(received, s.ranks) + copied)
+    cost = Cost(received, seconds(received, s.ranks) + copied + LATENCY)
     return Costs(cost, _if_grad(s, cost), held)
 
 
