@@ -327,9 +327,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--budget-s", type=amount, default=inf, help="stop after so many seconds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument(
-        "--run",
+        "--run-id",
         default=f"parallel-{time.strftime('%Y%m%d')}-x{os.environ.get('WORLD_SIZE', 1)}",
-        help="the id that all rows share",
+        help="that all rows share; torchrun takes --run, as other benchmarks call it, for its own",
     )
     parser.add_argument("--commit", help="what is measured; default: what git says")
     parser.add_argument("--out", type=Path, help="CSV, appended to; default: bench/results/<gpu>.csv")
@@ -363,7 +363,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     group, ranks, status = dist.group.WORLD, dist.get_world_size(), 0
     clock, file = Clock(args.budget_s, args.device, group), None
     if dist.get_rank() == 0:
-        file = Results(args.out or results_path(args.device), args.run, args.device, args.commit or head_commit())
+        file = Results(args.out or results_path(args.device), args.run_id, args.device, args.commit or head_commit())
     todo = [
         Cell(tokens, heads, heads_kv, args.head_dim, documents, pass_, ranks)
         for tokens in args.tokens

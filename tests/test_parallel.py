@@ -4,13 +4,16 @@ and what `explain` says."""
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
 import torch
 from parallel_ranks import CASES, cases_on, in_processes, raise_alone, run_cases
+from torch.distributed.run import get_args_parser
 
 import flashzoo
+from bench import parallel as benchmark
 from bench import scaling
 from flashzoo import UnsupportedError, parallel
 from flashzoo.parallel import gather, halo, ring
@@ -190,6 +193,17 @@ def test_every_rank_has_the_keys_of_its_halo(band, chunks, whole, longest):
 
 def test_the_page_has_the_models_table():
     assert scaling.table() in scaling.PAGE.read_text()
+
+
+def test_torchrun_leaves_the_benchmark_its_options(capsys):
+    """It takes the beginning of a name for its own option, behind the script's too."""
+    with pytest.raises(SystemExit):
+        benchmark.arguments(["--help"])
+    options = {*re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)}
+    assert {"--tokens", "--run-id", "--out"} <= options
+    for option in options:
+        command = ["--nproc-per-node", "2", "-m", "bench.parallel", option, "value"]
+        assert get_args_parser().parse_args(command).training_script_args == command[4:]
 
 
 def test_explain_refuses():
