@@ -150,6 +150,10 @@ _ALL = (
     ),
     _workload("head_dim_192_128", "hard", 113, 203, 192, head_dim_v=128),
     _workload("head_dim_192_128_causal_gqa", "hard", 130, 130, 192, heads=4, heads_kv=2, head_dim_v=128, causal=True),
+    _workload(
+        "head_dim_192_128_577_keys_causal_gqa", "hard", 130, 577, 192, heads=4, heads_kv=2, head_dim_v=128, causal=True
+    ),
+    _workload("head_dim_184_321_keys_window", "hard", 203, 321, 184, heads=1, window=(200, 20)),
     _workload("head_dim_256_577_keys_causal_gqa", "hard", 130, 577, 256, heads=4, heads_kv=2, causal=True),
     _workload("head_dim_256_700_keys_window", "hard", 203, 700, 256, heads=1, window=(500, 20)),
     _workload("head_dim_40_59_blind_rows", "hard", 113, 70, 40, head_dim_v=59, batch=2, causal=True),
