@@ -145,6 +145,34 @@ def _over_rivals(cells: Speeds) -> Iterator[str]:
         yield f"`auto` is {'; '.join(told)}."
 
 
+def headline(rows: list[Row]) -> Iterator[str]:
+    """Of one sequence on most GPUs, trained: how fast, of one GPU and of torch's way, by tokens a GPU."""
+    found = {kind: mine for kind, mine in last_runs(rows).items() if not kind.documents}
+    if not found:
+        return
+    kind = max(found)
+    cells = {
+        cell: of
+        for cell, of in speeds(found[kind], kind.gpus).items()
+        if cell.pass_ == "fwd_bwd" and {OURS, ALONE} <= of.keys()
+    }
+    heads = [*dict.fromkeys(f"{cell.heads}:{cell.heads_kv}" for cell in cells)]
+    shares: dict[int, list[str]] = {}
+    for cell, of in cells.items():
+        shares.setdefault(cell.tokens, []).append(f"{of[OURS] / of[ALONE]:.0%}")
+    told = [
+        f"{runs.length(tokens)} {' and '.join(of)}" for tokens, of in sorted(shares.items()) if len(of) == len(heads)
+    ]
+    last, rivals = found[kind][-1], next(_over_rivals(cells), "").replace("`auto`", "It")
+    if told:
+        yield (
+            f"One causal sequence shared out over {kind.gpus} {last['gpu']} by `flashzoo.parallel`, forward and "
+            f"backward, head_dim {last['head_dim']}: of one GPU's speed each has, by tokens a GPU, with "
+            f"{' and '.join(heads)} heads, {'; '.join(told)}. {rivals} [Several GPUs](docs/context_parallel.md) has "
+            "all figures."
+        )
+
+
 def _beside_the_model(cells: Speeds, gpus: int) -> Iterator[str]:
     """Shares of one GPU's speed, of both passes, as the arithmetic has them and as they were."""
     one = (1 + BACKWARD_FLOPS) / (1 / FORWARD_RATE + BACKWARD_FLOPS / BACKWARD_RATE) / 1e12
@@ -185,5 +213,6 @@ def of_some_file(rows: list[Row]) -> list[Row]:
 
 SECTIONS: dict[str, Sections] = {
     "docs/context_parallel.md": {"measured": lambda rows: measured(of_some_file(rows))},
+    "README.md": {"parallel": lambda rows: headline(of_some_file(rows))},
 }
 """By file, from the root, then by the name of the section."""

@@ -181,6 +181,8 @@ def no_launch(monkeypatch):
     """Kernels are found, their arguments made, and nothing is launched:
     what the host does for a call, on a machine without a GPU."""
     monkeypatch.setattr("flashzoo._triton.launch.interpret", lambda *arguments: None)
+    compiled = lambda launch, key, *rest: launch._compiled.update({key: lambda *arguments, stream: None})  # noqa: E731
+    monkeypatch.setattr("flashzoo._triton.launch.Launch._compile", compiled)
     number = torch.zeros(1)
     kernel = SimpleNamespace(bind=lambda *how, cluster=1: lambda *arguments: None, clusters=lambda *how: 66)
     monkeypatch.setattr("flashzoo.v3.launch.function_for", lambda of: kernel)
@@ -206,6 +208,25 @@ def test_launch(costs, no_launch, name):
     q, k, v = (torch.randn(1, 16, 2, 64).to(TORCH_DTYPES[problem.dtype]) for _ in range(3))
     attention = implementation(spec)
     costs(f"launch {name}", lambda: attention(q, k, v, problem, operands), calibration if spec.requires else arithmetic)
+
+
+LAUNCH_BACK = [
+    name for name, spec in flashzoo.versions().items() if spec.requires and spec.backward and not spec.quantizes
+]
+"""Versions that launch kernels in a backward pass of their own."""
+
+
+@pytest.mark.parametrize("name", LAUNCH_BACK)
+def test_launch_backward(costs, no_launch, name):
+    """The same of the backward pass alone."""
+    problem = flashzoo.Problem(1, 16, 16, 2, 2, 64, dtype="fp16", device="cuda", arch=90, grad=True, lse=True)
+    operands = NO_OPERANDS
+    if name == "blocksparse":
+        operands = Operands(block_mask=flashzoo.BlockMask.causal(16, 16))
+        problem = dataclasses.replace(problem, block_mask=operands.block_mask.form)
+    dout, q, k, v, out = (torch.randn(1, 16, 2, 64).half() for _ in range(5))
+    lse, backward = torch.randn(1, 2, 16), implementation(flashzoo.versions()[name]).backward
+    costs(f"backward {name}", lambda: backward(dout, None, q, k, v, out, lse, problem, operands))
 
 
 TORCH = "torch"

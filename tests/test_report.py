@@ -238,6 +238,9 @@ def test_several_gpus_have_a_section_of_their_own():
     model = scaling.shares(2, 32768, 32, 8)
     line = f"| 32:8 | 32k | 641 / 600 | {model['gather'][0]:.1%} / 96.0% | - | {model['ring'][0]:.1%} / 80.0% |"
     assert line in of_two
+    assert not list(several.headline(ROWS)) and not list(several.headline(_several("docs", 2)[-6:]))
+    (head,) = several.headline(rows)
+    assert head.startswith("One causal sequence shared out over 4 ") and "with 32:8 heads, 32k 97%. It is 1.39x" in head
     found = several.points(rows, 32768, 32, 8)
     assert {method: list(of) for method, of in found.items()} == {"gather": [2, 4], "ring": [2, 4]}
     assert found["ring"][4] == pytest.approx(0.8)
