@@ -12,7 +12,8 @@ behind the round that it is in.
 
 `seqlen_q` is the tokens of all GPUs, `tflops` what all make together; `auto` with gpus 1 is one GPU at a rank's share
 of the tokens, all GPUs doing that at once. Pass `fwd_bwd` is both. Of documents every call is told how long
-the longest is; `parallel_halo` and `parallel_auto` have them in contiguous shards.
+the longest is; `parallel_halo` and `parallel_auto` have them in contiguous shards. They lie as they were drawn, or with
+`--documents balanced` as `flashzoo.parallel.balanced` has them.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ PASSES = {"fwd": 1.0, "fwd_bwd": 3.5}
 """FLOPs of a pass, over the forward pass's."""
 MOST_ERROR = 0.02
 """Of out and of each gradient, the norm of what they are off by over their own, in 16 bits."""
-DOCUMENTS = {"also": (False, True), "only": (True,)}
+DOCUMENTS = {"also": ("", "documents"), "only": ("documents",), "balanced": ("balanced",)}
+"""What cells are of, by the option: one sequence, documents as they were drawn, or in an order of even work."""
 ROUNDS = 3
 LEAST, MOST = 2, 20
 """Calls of a contender that are timed in a round."""
@@ -58,7 +60,7 @@ class Cell:
     heads: int
     heads_kv: int
     head_dim: int
-    documents: bool
+    documents: str
     pass_: str
     ranks: int
 
@@ -69,7 +71,11 @@ class Cell:
 
     def lengths(self, tokens: int) -> tuple[int, ...]:
         """Of its sequences."""
-        return lengths("documents", tokens) if self.documents else (tokens,)
+        if not self.documents:
+            return (tokens,)
+        drawn = lengths("documents", tokens)
+        order = parallel.balanced(drawn, self.ranks) if self.documents == "balanced" else range(len(drawn))
+        return tuple(drawn[i] for i in order)
 
 
 class Inputs:
@@ -288,7 +294,7 @@ def row_of(name: str, cell: Cell, args: argparse.Namespace) -> Row:
         "causal": 1,
         "mask": "",
         "density": 1,
-        "lengths": "documents" if cell.documents else "",
+        "lengths": cell.documents,
         "gpus": 1 if name == "auto" else cell.ranks,
     }
 
@@ -321,7 +327,11 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--passes", default=",".join(PASSES), help=f"of {', '.join(PASSES)}")
     parser.add_argument("--impls", default=",".join(CONTENDERS), help=f"of {', '.join(CONTENDERS)}")
     parser.add_argument(
-        "--documents", nargs="?", const="also", choices=tuple(DOCUMENTS), help="packed documents too, or them only"
+        "--documents",
+        nargs="?",
+        const="also",
+        choices=tuple(DOCUMENTS),
+        help="packed documents too, or them only, as they were drawn or balanced",
     )
     parser.add_argument("--ms", type=amount, default=100, help="about how long a round times each; default: 100")
     parser.add_argument("--budget-s", type=amount, default=inf, help="stop after so many seconds")
@@ -367,7 +377,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     todo = [
         Cell(tokens, heads, heads_kv, args.head_dim, documents, pass_, ranks)
         for tokens in args.tokens
-        for documents in DOCUMENTS.get(args.documents, (False,))
+        for documents in DOCUMENTS.get(args.documents, ("",))
         for heads, heads_kv in args.heads
         for pass_ in args.passes
     ]

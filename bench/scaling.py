@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from bench.lengths import lengths
 from bench.rows import read
 from bench.runs import RESULTS, Row
 from flashzoo.parallel.costs import (
@@ -25,6 +26,7 @@ from flashzoo.parallel.costs import (
     of_ulysses,
     pairs,
 )
+from flashzoo.parallel.packing import balanced, works
 from flashzoo.parallel.ulysses import copies_of
 
 METHODS = {
@@ -35,7 +37,9 @@ METHODS = {
 """Those that take one sequence."""
 PAGE = Path(__file__).parent.parent / "docs" / "context_parallel.md"
 PICTURE = PAGE.with_name("context_parallel.png")
-BEGIN, END = "<!-- model:begin -->", "<!-- model:end -->"
+MARKS = "<!-- {}:begin -->", "<!-- {}:end -->"
+ORDERED = (2, 4, 8)
+"""GPUs over which documents are packed."""
 GPUS, SHOWN = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024), (2, 4, 8, 64, 1024)
 TOKENS, DRAWN = (8192, 32768, 131072), 32768
 """Tokens of one GPU."""
@@ -96,6 +100,19 @@ def table() -> str:
     return "\n".join(lines)
 
 
+def table_of_orders() -> str:
+    """Markdown: the mean rank's work over the busiest's, of the benchmark's documents as drawn and balanced."""
+    lines = ["| tokens a GPU |" + "".join(f" {gpus} GPUs |" for gpus in ORDERED), "|---" * (1 + len(ORDERED)) + "|"]
+    for tokens in (8192, 16384, 32768, 65536):
+        cells = []
+        for gpus in ORDERED:
+            drawn = lengths("documents", tokens * gpus)
+            found = [works(of, gpus) for of in (drawn, [drawn[i] for i in balanced(drawn, gpus)])]
+            cells.append(" -> ".join(f"{sum(work) / gpus / max(work):.2f}" for work in found))
+        lines.append(f"| {tokens // 1024}k | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def draw(rows: list[Row]) -> Any:
     """Shares by the number of GPUs, a panel for each layout of heads, and as crosses those that rows of a results file
     have."""
@@ -126,11 +143,14 @@ def draw(rows: list[Row]) -> Any:
 
 
 def main() -> int:
-    """Write the table into the page, and the picture beside it."""
+    """Write the tables into the page, and the picture beside it."""
     text = PAGE.read_text()
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    PAGE.write_text(f"{head}{BEGIN}\n\n{table()}\n\n{END}{tail}")
+    for name, of in (("model", table), ("orders", table_of_orders)):
+        begin, end = (mark.format(name) for mark in MARKS)
+        head, _, rest = text.partition(begin)
+        _, _, tail = rest.partition(end)
+        text = f"{head}{begin}\n\n{of()}\n\n{end}{tail}"
+    PAGE.write_text(text)
     draw(read(RESULTS)).savefig(PICTURE, dpi=120, metadata={"Software": None})
     return 0
 

@@ -27,6 +27,8 @@ NAMES = {
 """What tables call each, in their order."""
 RIVALS = {"torch's `context_parallel`": ("torch_cp_allgather", "torch_cp_alltoall"), "a plain ring": ("plain_ring",)}
 PASSES = {"fwd": "forward", "fwd_bwd": "forward and backward"}
+WHAT = {"": "one sequence", "documents": "documents", "balanced": "documents in balanced order"}
+"""By the column `lengths`."""
 ELSEWHERE = "h100-80gb-hbm3.csv"
 """The results file of GPUs that could be had several at a time."""
 LONG = 32768
@@ -44,8 +46,7 @@ class Cell(NamedTuple):
     tokens: int
 
     def __str__(self) -> str:
-        what = "documents" if self.lengths else "one sequence"
-        return f"{what}, {self.heads}:{self.heads_kv} heads, {PASSES[self.pass_]}"
+        return f"{WHAT[self.lengths]}, {self.heads}:{self.heads_kv} heads, {PASSES[self.pass_]}"
 
 
 Speeds = dict[Cell, dict[str, float]]
@@ -53,18 +54,18 @@ Speeds = dict[Cell, dict[str, float]]
 
 
 class Kind(NamedTuple):
-    """Of what there is a table: a number of GPUs, with one sequence or with documents."""
+    """Of what there is a table: one sequence or documents, and a number of GPUs."""
 
-    documents: bool
+    lengths: str
     gpus: int
 
 
 def last_runs(rows: list[Row]) -> dict[Kind, list[Row]]:
     """The results of the last run of each kind."""
     mine = [row for row in runs.measured(rows) if row.get("gpus")]
-    of = {Kind(bool(row["lengths"]), int(row["gpus"])): row["run"] for row in mine if row["gpus"] != "1"}
+    of = {Kind(row["lengths"], int(row["gpus"])): row["run"] for row in mine if row["gpus"] != "1"}
     return {
-        kind: [row for row in mine if row["run"] == run and bool(row["lengths"]) == kind.documents]
+        kind: [row for row in mine if row["run"] == run and row["lengths"] == kind.lengths]
         for kind, run in sorted(of.items())
     }
 
@@ -94,7 +95,7 @@ def measured(rows: list[Row]) -> Iterator[str]:
 def _of_run(mine: list[Row], kind: Kind) -> Iterator[str]:
     gpus, cells = kind.gpus, speeds(mine, kind.gpus)
     there = [name for name in NAMES if any(name in cell for cell in cells.values())]
-    what, last = "documents" if kind.documents else "one sequence", mine[-1]
+    what, last = WHAT[kind.lengths], mine[-1]
     yield (
         f"**{gpus} GPUs, {what}.** {last['dtype']}, causal, head_dim {last['head_dim']}. {origin(last)}, commit "
         f"{last['commit']}. TFLOP/s a GPU, and in brackets over those of one GPU at as many tokens a GPU."
@@ -147,7 +148,7 @@ def _over_rivals(cells: Speeds) -> Iterator[str]:
 
 def headline(rows: list[Row]) -> Iterator[str]:
     """Of one sequence on most GPUs, trained: how fast, of one GPU and of torch's way, by tokens a GPU."""
-    found = {kind: mine for kind, mine in last_runs(rows).items() if not kind.documents}
+    found = {kind: mine for kind, mine in last_runs(rows).items() if not kind.lengths}
     if not found:
         return
     kind = max(found)

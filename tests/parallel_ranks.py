@@ -664,8 +664,8 @@ def the_benchmark_checks_and_times(group: Any) -> None:
     tokens, head_dim, most = (64, 8, 1e-5) if here() == "cpu" else (2048, 128, 0.05)
     sizes = f"--device {here()} --tokens {tokens} --heads 4:2 --head-dim {head_dim} --ms 1 --out none.csv"
     ours = ["auto", "parallel_gather", "parallel_ulysses", "parallel_ring", "parallel_auto", "plain_ring"]
-    for documents in (False, True):
-        ours += ["parallel_halo", "zigzag_halo"] if documents else []
+    for documents in ("", "documents", "balanced"):
+        ours += ["parallel_halo", "zigzag_halo"] if documents == "documents" else []
         args = bench.arguments([*sizes.split(), "--impls", ",".join(ours)])
         cell = bench.Cell(tokens, 4, 2, head_dim, documents, "fwd_bwd", 2)
         rows = list(bench.measure(cell, args, group))

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from hypothesis import given, strategies
 from parallel_ranks import CASES, cases_on, in_processes, raise_alone, run_cases
 from torch.distributed.run import get_args_parser
 
@@ -16,7 +17,7 @@ import flashzoo
 from bench import parallel as benchmark
 from bench import scaling
 from flashzoo import UnsupportedError, parallel
-from flashzoo.parallel import gather, halo, ring
+from flashzoo.parallel import gather, halo, packing, ring
 from flashzoo.parallel.costs import pairs
 from flashzoo.parallel.layout import numbers_of
 
@@ -191,8 +192,48 @@ def test_every_rank_has_the_keys_of_its_halo(band, chunks, whole, longest):
             assert given == [(src, into) for of, src, into in plan.gets if of == other]
 
 
+LENGTHS = strategies.lists(strategies.integers(0, 60), max_size=25)
+
+
+@given(lengths=LENGTHS, ranks=strategies.integers(1, 8))
+def test_documents_in_balanced_order_are_all_there_and_no_less_even(lengths, ranks):
+    order = parallel.balanced(lengths, ranks)
+    assert sorted(order) == [*range(len(lengths))]
+    before, after = (packing.works(of, ranks) for of in (lengths, [lengths[i] for i in order]))
+    assert max(after) <= max(before) and sum(after) == sum(before)
+
+
+@given(lengths=LENGTHS, ranks=strategies.integers(1, 8))
+def test_a_shards_work_is_that_of_its_rows(lengths, ranks):
+    """A causal row sees itself and those before it, in half of which a square is cut from its document's."""
+    rows = [i + 0.5 for length in lengths for i in range(length)]
+    shard = max(1, -(-len(rows) // ranks))
+    assert packing.works(lengths, ranks) == [sum(rows[rank * shard :][:shard]) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_document_that_is_most_of_the_work_is_cut_where_half_of_it_is(ranks):
+    """A shard of rows in one document for every two ranks, and as many in short ones."""
+    lengths = [4096] * (ranks // 2) + [64] * (64 * ranks // 2)
+    mean = sum(packing.works(lengths, ranks)) / ranks
+    assert max(packing.works(lengths, ranks)) > 1.9 * mean
+    assert max(packing.works([lengths[i] for i in parallel.balanced(lengths, ranks)], ranks)) < 1.02 * mean
+
+
+def test_balanced_refuses():
+    with pytest.raises(TypeError, match=r"lengths must be whole numbers, got 2\.5 at 1"):
+        parallel.balanced([3, 2.5], 2)
+    with pytest.raises(ValueError, match="lengths must be from 0 on, got -1 at 0"):
+        parallel.balanced(torch.tensor([-1, 4]), 2)
+    with pytest.raises(ValueError, match="group must be a group, or a number of ranks"):
+        parallel.balanced([3], 0)
+    with pytest.raises(TypeError, match=r"group must be a torch\.distributed\.ProcessGroup"):
+        parallel.balanced([3], "2")
+
+
 def test_the_page_has_the_models_table():
-    assert scaling.table() in scaling.PAGE.read_text()
+    page = scaling.PAGE.read_text()
+    assert scaling.table() in page and scaling.table_of_orders() in page
 
 
 def test_torchrun_leaves_the_benchmark_its_options(capsys):

@@ -222,6 +222,9 @@ def test_several_gpus_have_a_section_of_their_own():
     rows = [*ROWS, *_several("old", 2, tflops=1), *_several("new", 2), *_several("four", 4)]
     text = "\n\n".join(several.measured(rows))
     kinds = [f"**{gpus} GPUs, {what}.**" for what in ("one sequence", "documents") for gpus in (2, 4)]
+    again = [row | {"lengths": row["lengths"] and "balanced"} for row in _several("again", 2)]
+    balanced = "\n".join(several.measured([*rows, *(row for row in again if row["lengths"])]))
+    assert text.count("**") + 2 == balanced.count("**") and "**2 GPUs, documents in balanced order.**" in balanced
     assert sorted(kinds, key=text.index) == kinds and "`new`" in text and "`old`" not in text
     of_two, _, documents, _ = (text[text.index(kind) :].split("GPUs, ", 2)[1] for kind in kinds)
     head = "| call | tokens a GPU | one GPU | gather | ring | auto | plain ring |"

@@ -8,6 +8,7 @@ Each rank holds a part of the rows of q, k and v, its shard, and gets the same p
     mine = parallel.shard(tokens, group, pad=0)                          # a length that does not divide: padded, and
     out = parallel.attention(q, k, v, group=group, seqlen=seqlen)        # said how long it is
     print(parallel.explain(q, k, v, group=group, causal=True))           # which method, and the arithmetic of it
+    order = parallel.balanced(lengths, group)                            # how to pack documents, for even work
 
 Built on `flashzoo.attention`, `merge` and `attention_backward` alone: there is no kernel here. The methods are told in
 `gather`, `ring`, `ulysses` and `halo`.
@@ -15,5 +16,6 @@ Built on `flashzoo.attention`, `merge` and `attention_backward` alone: there is 
 
 from flashzoo.parallel.api import attention, explain
 from flashzoo.parallel.layout import positions, shard, unshard
+from flashzoo.parallel.packing import balanced
 
-__all__ = ["attention", "explain", "positions", "shard", "unshard"]
+__all__ = ["attention", "balanced", "explain", "positions", "shard", "unshard"]

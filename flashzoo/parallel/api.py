@@ -12,7 +12,7 @@ from flashzoo import attention as attention_of_one
 from flashzoo.parallel import gather, halo, ring, ulysses
 from flashzoo.parallel.choose import Explanation, check_method, chosen, lengths_of
 from flashzoo.parallel.gather import Gather
-from flashzoo.parallel.groups import Ranks, form_of, ranks_of
+from flashzoo.parallel.groups import Ranks, form_of, ranks_of, size_of
 from flashzoo.parallel.layout import Layout, real_rows
 from flashzoo.parallel.parts import How, padded, rows
 from flashzoo.parallel.ring import Ring
@@ -182,9 +182,7 @@ def explain(
     Raises:
         TypeError, ValueError: as `attention`.
     """
-    if isinstance(group, bool) or (isinstance(group, int) and group < 1):
-        raise ValueError(f"group must be a group, or a number of ranks from 1 on, got {group!r}")
-    size = group if isinstance(group, int) else ranks_of(group).size
+    size = size_of(group)
     options = {name: x for name, x in options.items() if x is not None}
     grad = _recorded(q, k, v, options.get("sinks"))
     how = {"layout": layout, "method": method, "seqlen": seqlen, "return_lse": return_lse, "version": version}

@@ -167,3 +167,14 @@ def ranks_of(group: Any) -> Ranks:
     if rank < 0:
         raise ValueError("group must be one that this rank is in, got a group of others")
     return Ranks(group, rank, dist.get_world_size(group), _AGREED.setdefault(group, _Agreed()))
+
+
+def size_of(group: Any) -> int:
+    """How many ranks a group has, or a number of ranks is.
+
+    Raises:
+        TypeError, ValueError: it is neither, or as `ranks_of`.
+    """
+    if isinstance(group, bool) or (isinstance(group, int) and group < 1):
+        raise ValueError(f"group must be a group, or a number of ranks from 1 on, got {group!r}")
+    return group if isinstance(group, int) else ranks_of(group).size

@@ -1,0 +1,108 @@
+"""In which order documents are packed so that each rank's rows have as much work: `balanced`.
+
+A causal document of L rows has L²/2 pairs, and shards have as many rows each, so that a rank with a long document has
+more to do than others. Documents see nothing of each other: whoever packs them may put them in any order. What is here
+is a greedy one:
+
+1. The k longest lie across borders of shards, every other border first, cut where both sides have half of their work:
+   at L / sqrt(2) rows.
+2. The others, longest first, each go to the shard with least work that has room for them. Those for which none has lie
+   across borders that are free, or move one that is not by less than half of their rows.
+
+It is made for every k there may be, and the best of these and of the given order is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import sqrt
+from operator import index
+from typing import Any
+
+from flashzoo.integers import cdiv
+from flashzoo.parallel.groups import size_of
+
+
+def balanced(lengths: Sequence[int], group: Any) -> list[int]:
+    """The order in which to pack documents, for `layout="contiguous"` under a causal mask.
+
+    Args:
+        lengths: rows of each document.
+        group: as in `attention`, or a number of ranks. All ranks get the same answer: nothing is communicated.
+
+    Returns:
+        Indices into lengths: the documents are packed `[lengths[i] for i in balanced(lengths, group)]`. The busiest
+        rank has no more work than in the given order. A document lies in two shards at most unless it is longer than
+        one: where a single one is most of the work no order is even, and method "ulysses" is.
+
+    Raises:
+        TypeError, ValueError: a length is no whole number from 0 on, or group is none.
+    """
+    lengths = [_whole(length, i) for i, length in enumerate(lengths)]
+    ranks = size_of(group)
+    ways = [[*range(len(lengths))], *(_across(lengths, ranks, k) for k in range(ranks))]
+    return min(ways, key=lambda order: max(works([lengths[i] for i in order], ranks)))
+
+
+def works(lengths: Sequence[int], ranks: int) -> list[float]:
+    """Pairs of a query and a key that each rank's shard of packed causal documents has, L²/2 of a whole one."""
+    rows, found = max(1, cdiv(sum(lengths), ranks)), [0.0] * ranks
+    for begin, length in zip(accumulate(lengths, initial=0), lengths, strict=False):
+        done = 0
+        while done < length:
+            rank = (begin + done) // rows
+            end = min(length, (rank + 1) * rows - begin)
+            found[rank] += (end**2 - done**2) / 2
+            done = end
+    return found
+
+
+def _whole(length: Any, i: int) -> int:
+    try:
+        found = index(length)
+    except TypeError:
+        raise TypeError(f"lengths must be whole numbers, got {length!r} at {i}") from None
+    if found < 0:
+        raise ValueError(f"lengths must be from 0 on, got {found} at {i}")
+    return found
+
+
+def _across(lengths: Sequence[int], ranks: int, most: int) -> list[int]:
+    """The greedy order with so many of the longest documents across borders, or as many as have room."""
+    rows = cdiv(sum(lengths), ranks)
+    room, work, whole = [rows] * ranks, [0.0] * ranks, [[] for _ in range(ranks)]
+    longest = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    borders, across = [*range(0, ranks - 1, 2), *range(1, ranks - 1, 2)], {}
+    for rank, i in zip(borders[:most], longest, strict=False):
+        length = lengths[i]
+        behind = min(length - round(length / sqrt(2)), room[rank + 1])
+        before = length - behind
+        if before > room[rank]:
+            break
+        across[rank] = i, before
+        for at, part, pairs in ((rank, before, before**2 / 2), (rank + 1, behind, (length**2 - before**2) / 2)):
+            room[at] -= part
+            work[at] += pairs
+    over = []
+    for i in longest[len(across) :]:
+        fits = [rank for rank in range(ranks) if room[rank] >= lengths[i]]
+        if not fits:
+            over.append(i)
+            continue
+        least = min(fits, key=lambda rank: work[rank])
+        whole[least].append(i)
+        room[least] -= lengths[i]
+        work[least] += lengths[i] ** 2 / 2
+    order, packed = [], 0
+    for rank in range(ranks):
+        there, before = across.get(rank, (None, 0))
+        order += whole[rank]
+        packed += sum(lengths[i] for i in whole[rank])
+        while over and packed + (lengths[over[0]] / 2 if before else 0) < (rank + 1) * rows - before:
+            order.append(over.pop(0))
+            packed += lengths[order[-1]]
+        if there is not None:
+            order.append(there)
+            packed += lengths[there]
+    return order + over
