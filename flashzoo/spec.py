@@ -229,16 +229,19 @@ class Spec:
         return reasons + self._numerics(problem, self.dtypes)
 
     def _head_dims(self, problem: Problem) -> list[str]:
-        widths = {"head_dim": problem.head_dim, "head_dim_v": problem.head_dim_v}
-        wide, latent = tuple(widths.values()), " or ".join(f"{d} and {d_v}" for d, d_v in self.latent_dims)
-        if problem.latent and self.latent_dims:
-            if wide in self.latent_dims:
-                return []
-            return [f"takes head_dim and head_dim_v {latent} where v is k's first columns, got {wide[0]} and {wide[1]}"]
-        if wide in self.latent_dims:
-            return [f"takes head_dim and head_dim_v {latent} where v is a view of k, k[..., :{wide[1]}], got another v"]
-        if wide[0] == wide[1]:
-            del widths["head_dim_v"]
+        width, width_v = problem.head_dim, problem.head_dim_v
+        if self.latent_dims:
+            latent = " or ".join(f"{d} and {d_v}" for d, d_v in self.latent_dims)
+            if problem.latent:
+                got = f"where v is k's first columns, got {width} and {width_v}"
+                known = (width, width_v) in self.latent_dims
+                return [] if known else [f"takes head_dim and head_dim_v {latent} {got}"]
+            if (width, width_v) in self.latent_dims:
+                got = f"where v is a view of k, k[..., :{width_v}], got another v"
+                return [f"takes head_dim and head_dim_v {latent} {got}"]
+        if width in self.head_dims and width_v in self.head_dims:
+            return []
+        widths = {"head_dim": width} if width == width_v else {"head_dim": width, "head_dim_v": width_v}
         return [
             f"takes {name} {_describe(self.head_dims)}, got {width}"
             for name, width in widths.items()
@@ -246,16 +249,16 @@ class Spec:
         ]
 
     def _numerics(self, problem: Problem, dtypes: tuple[str, ...], where: str = "") -> list[str]:
+        if problem.precision is None and problem.dtype in dtypes:
+            return []
         by_precision = f'{" or ".join(self.quantizes)} with precision="fp8"'
         if problem.precision is not None:
             if not self.quantizes:
                 return [f"does not support precision={problem.precision!r}"]
             return [] if problem.dtype in self.quantizes else [f"takes dtype {by_precision}, got {problem.dtype}"]
-        if problem.dtype not in dtypes:
-            # A dtype that it takes by precision alone is worth a word; one that it takes in both ways is not.
-            also = f", or {by_precision}" if problem.dtype in self.quantizes else ""
-            return [f"takes dtype {' or '.join(dtypes)}{where}{also}, got {problem.dtype}"]
-        return []
+        # A dtype that it takes by precision alone is worth a word; one that it takes in both ways is not.
+        also = f", or {by_precision}" if problem.dtype in self.quantizes else ""
+        return [f"takes dtype {' or '.join(dtypes)}{where}{also}, got {problem.dtype}"]
 
 
 def missing(packages: tuple[str, ...]) -> list[str]:

@@ -151,34 +151,40 @@ def check_shapes(tensors: tuple[Described, Described, Described], caches: int | 
                 f"{name} must be contiguous in its last dimension (stride 1), "
                 f"got stride {last[0]} for shape {tuple(shape)}"
             )
-    shapes = f"q {tuple(q_shape)}, k {tuple(k_shape)}, v {tuple(v_shape)}"
     (batch, _, heads, head_dim), (batch_k, seqlen_k, heads_kv, head_dim_k) = q_shape, k_shape
     *sizes_v, head_dim_v = v_shape
     if sizes_v != [batch_k, seqlen_k, heads_kv]:
         raise ValueError(
-            f"v must have k's batch, seqlen and heads {tuple(k_shape[:3])}, got {tuple(sizes_v)} ({shapes})"
+            f"v must have k's batch, seqlen and heads {tuple(k_shape[:3])}, got {tuple(sizes_v)} ({_shapes(tensors)})"
         )
     if caches is not None and caches != batch_k:
-        raise ValueError(f"k must be a cache for each of cu_seqlens_q's sequences {caches}, got {batch_k} ({shapes})")
+        raise ValueError(
+            f"k must be a cache for each of cu_seqlens_q's sequences {caches}, got {batch_k} ({_shapes(tensors)})"
+        )
     if caches is None and batch != batch_k:
-        raise ValueError(f"k must have q's batch {batch}, got {batch_k} ({shapes})")
+        raise ValueError(f"k must have q's batch {batch}, got {batch_k} ({_shapes(tensors)})")
     if head_dim != head_dim_k:
-        raise ValueError(f"k must have q's head_dim {head_dim}, got {head_dim_k} ({shapes})")
-    if any(size < 1 for size in (head_dim, head_dim_v, heads, heads_kv)):
-        raise ValueError(f"heads and head_dim must be at least 1, got {shapes}")
+        raise ValueError(f"k must have q's head_dim {head_dim}, got {head_dim_k} ({_shapes(tensors)})")
+    if head_dim < 1 or head_dim_v < 1 or heads < 1 or heads_kv < 1:
+        raise ValueError(f"heads and head_dim must be at least 1, got {_shapes(tensors)}")
     if heads % heads_kv:
-        raise ValueError(f"q's heads must be a multiple of k's, got {heads} and {heads_kv} ({shapes})")
-    dtypes = f"q {q_dtype}, k {k_dtype}, v {v_dtype}"
+        raise ValueError(f"q's heads must be a multiple of k's, got {heads} and {heads_kv} ({_shapes(tensors)})")
     of_fp8_cache = q_dtype in (torch.float16, torch.bfloat16) and k_dtype == v_dtype == torch.float8_e4m3fn
     if not (q_dtype == k_dtype == v_dtype or of_fp8_cache):
         raise TypeError(
-            f"q, k and v must have one dtype, got {dtypes}; "
+            f"q, k and v must have one dtype, got q {q_dtype}, k {k_dtype}, v {v_dtype}; "
             "only k and v, both, may be torch.float8_e4m3fn beside q of torch.float16 or torch.bfloat16"
         )
     if q_dtype not in DTYPE_NAMES:
-        raise TypeError(f"q, k and v must be of dtype {', '.join(TORCH_DTYPES)}, got {dtypes}")
+        raise TypeError(
+            f"q, k and v must be of dtype {', '.join(TORCH_DTYPES)}, got q {q_dtype}, k {k_dtype}, v {v_dtype}"
+        )
     if not q_device == k_device == v_device:
         raise ValueError(f"q, k and v must be on one device, got q {q_device}, k {k_device}, v {v_device}")
+
+
+def _shapes(tensors: tuple[Described, Described, Described]) -> str:
+    return ", ".join(f"{name} {tuple(shape)}" for name, (shape, *_) in zip("qkv", tensors, strict=True))
 
 
 def _name_of_out_dtype(out_dtype: Any) -> str | None:

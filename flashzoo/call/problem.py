@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from flashzoo.call.features import BESIDE_OPTIONS, Feature
@@ -358,7 +359,7 @@ class Problem:
     # Each launch is looked up by its problem: made of all fields each time, the hash is a tenth of a call's host time.
     @cached_property
     def _hash(self) -> int:
-        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+        return hash(_values(self))
 
     def __hash__(self) -> int:
         return self._hash
@@ -509,6 +510,8 @@ def _feature(argument: str, option: Option) -> Feature:
     return Feature(asked, lambda problem: getattr(problem, name) != default, {name: option.example})
 
 
+_values = attrgetter(*(field.name for field in fields(Problem)))
+"""All fields of a problem, of which its hash is."""
 OPTIONS = {
     x.metadata["argument"] or x.name: Option(x.name, x.default, *(x.metadata[name] for name in Option._fields[2:]))
     for x in fields(Problem)
