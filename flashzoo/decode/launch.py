@@ -32,7 +32,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Opera
         if done is not None:
             return done
     p, how = problem, cut(problem)
-    out = torch.empty_like(q[..., : p.head_dim_v], dtype=TORCH_DTYPES[p.out_dtype])
+    as_out = q if p.head_dim_v == p.head_dim else q[..., : p.head_dim_v]
+    out = torch.empty_like(as_out, dtype=TORCH_DTYPES[p.out_dtype])
     lse = q.new_empty((p.batch, p.heads, p.seqlen_q), dtype=torch.float32)
     inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     scale_log2, table = p.scale * LOG2E, operands.page_table
