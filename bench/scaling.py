@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.lengths import lengths
+from bench.readmes import place
 from bench.rows import read
 from bench.runs import RESULTS, Row
 from flashzoo.parallel.costs import (
@@ -37,7 +38,6 @@ METHODS = {
 """Those that take one sequence."""
 PAGE = Path(__file__).parent.parent / "docs" / "context_parallel.md"
 PICTURE = PAGE.with_name("context_parallel.png")
-MARKS = "<!-- {}:begin -->", "<!-- {}:end -->"
 ORDERED = (2, 4, 8)
 """GPUs over which documents are packed."""
 GPUS, SHOWN = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024), (2, 4, 8, 64, 1024)
@@ -146,10 +146,7 @@ def main() -> int:
     """Write the tables into the page, and the picture beside it."""
     text = PAGE.read_text()
     for name, of in (("model", table), ("orders", table_of_orders)):
-        begin, end = (mark.format(name) for mark in MARKS)
-        head, _, rest = text.partition(begin)
-        _, _, tail = rest.partition(end)
-        text = f"{head}{begin}\n\n{of()}\n\n{end}{tail}"
+        text = place(text, name, of())
     PAGE.write_text(text)
     draw(read(RESULTS)).savefig(PICTURE, dpi=120, metadata={"Software": None})
     return 0
