@@ -545,19 +545,20 @@ def one_rank_with_padding(group: Any) -> None:
 
 @case(2, 4)
 def a_sequence_longer_than_was_said_is_nan(group: Any) -> None:
-    """In the rows whose keys did not come, with a causal mask and without; and right in all others."""
+    """In its rows of a chunk that are across a border that others see over, the first with a causal mask and any
+    without; and right in all others."""
     for longest, (causal, layout) in product(
         (6, 1, 0), ((True, "contiguous"), (True, "zigzag"), (False, "contiguous"))
     ):
         shape = Shape({"causal": causal, "max_seqlen_q": longest}, lengths=(4, 40, 3), layout=layout)
         given = tensors, options, *_ = whole(shape)
-        out = on_ranks(shape, "halo", group, given, "standard")[0]
+        out, lse, *_ = on_ranks(shape, "halo", group, given, "standard")
         expected = parallel.shard(flashzoo.attention(*tensors, version="standard", **options), group, 0, layout)
         at = parallel.positions(48, group, layout, here())
         step = 48 // dist.get_world_size(group) // (2 if layout == "zigzag" else 1)
-        first_key = at // step * step - max(longest - 1, 0)
-        lacking = (at >= 4) & (at < 44) & ((first_key > 4) | (not causal))
-        assert torch.equal(out.isnan().flatten(1).any(1), lacking)
+        lacking = (at >= 4) & (at < 44) & ((at // step * step > 4) | (not causal))
+        assert torch.equal(out.isnan().any(2), lacking[:, None].expand(48 // dist.get_world_size(group), 4))
+        assert torch.equal(lse.isnan().any(0), lacking)
         close(out[~lacking], expected[~lacking], "the rest")
 
 

@@ -17,6 +17,7 @@ import flashzoo
 from bench import parallel as benchmark
 from bench import scaling
 from flashzoo import UnsupportedError, parallel
+from flashzoo.lengths import Ranges
 from flashzoo.parallel import gather, halo, packing, ring
 from flashzoo.parallel.costs import pairs
 from flashzoo.parallel.layout import numbers_of
@@ -170,8 +171,8 @@ def test_explain_tells_the_halo():
 @pytest.mark.parametrize("whole", [96, 89, 10])
 @pytest.mark.parametrize("longest", [1, 5, 40, 96])
 def test_every_rank_has_the_keys_of_its_halo(band, chunks, whole, longest):
-    """Each row that a chunk's sequences may reach is at hand once for it, comes from where it is, and is sent by
-    whoever is asked for it."""
+    """Each row that a sequence across a chunk's border may reach is at hand once for it, comes from where it is, and is
+    sent by whoever is asked for it; queries are where the plan says."""
     size, step = 4, 96 // 4 // chunks
     before, behind = halo.reach(longest, band)
     plans = [halo.planned(rank, size, step, chunks, whole, longest, band) for rank in range(size)]
@@ -180,16 +181,52 @@ def test_every_rank_has_the_keys_of_its_halo(band, chunks, whole, longest):
         expected = []
         for number in numbers_of(rank, size, chunks):
             first, end = min(number * step, whole), min((number + 1) * step, whole)
-            if first < end:
-                expected += range(max(0, first - before), min(whole, end + behind))
+            own = range(first, end)
+            if 0 < first < end:
+                most = own[: longest - 1]
+                expected += [*range(max(0, first - before), first), *most]
+                expected += range(first + len(most), min(whole, first + behind))
+            if first < end < whole and behind:
+                expected += [*own[-behind:], *range(end, min(whole, end + behind))]
         found = [None] * plan.at_hand
         for other, src, into in [(rank, *move) for move in plan.own] + list(plan.gets):
             assert found[slice(*into)] == [None] * (src[1] - src[0])
             found[slice(*into)] = at[other][slice(*src)]
         assert found == expected
+        for edge in plan.edges:
+            assert at[rank][slice(*edge.rows)] == [*range(*edge.queries)]
         for other, theirs in enumerate(plans):
             given = [(src, into) for to, src, into in theirs.gives if to == rank]
             assert given == [(src, into) for of, src, into in plan.gets if of == other]
+
+
+@given(
+    lengths=strategies.lists(strategies.integers(0, 40), min_size=1, max_size=12),
+    more=strategies.integers(0, 9),
+    first=strategies.integers(0, 3),
+    size=strategies.integers(1, 4),
+    chunks=strategies.sampled_from([1, 2]),
+    band=strategies.sampled_from([(None, 0), (None, None), (6, 0), (0, 0)]),
+)
+def test_each_row_sees_in_one_call_what_it_sees_in_the_whole(lengths, more, first, size, chunks, band):
+    """Whatever sequences are of rows, with rows before the first and behind the last, and padding."""
+    cu_seqlens = torch.tensor((first, *lengths)).cumsum(0).int()
+    whole, longest = int(cu_seqlens[-1]) + more, max(lengths)
+    step = max(1, -(-whole // (size * chunks)))
+    seen = Ranges(cu_seqlens, cu_seqlens).visible(band, whole, whole)
+    for rank in range(size):
+        plan = halo.planned(rank, size, step, chunks, whole, longest, band)
+        of = halo.whose(cu_seqlens, plan, longest)
+        rows = torch.cat([torch.arange(*chunk) for chunk in plan.chunks])
+        found = torch.zeros(len(rows), whole, dtype=torch.int64)
+        found[:, rows] += Ranges(*of.cu_seqlens.values()).visible(band, len(rows), len(rows))
+        for edge, across in zip(plan.edges, of.across, strict=True):
+            queries, keys = slice(*edge.rows), slice(*edge.keys)
+            part = Ranges(*across.cu_seqlens.values()).visible(band, len(rows[queries]), edge.keys[1] - edge.keys[0])
+            assert torch.equal(part.any(1), across.queries) and not (found[queries][across.queries]).any()
+            found[queries, keys] += part
+            assert not across.lost.any()
+        assert torch.equal(found, seen[rows].long())
 
 
 LENGTHS = strategies.lists(strategies.integers(0, 60), max_size=25)

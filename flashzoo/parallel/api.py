@@ -144,8 +144,9 @@ def _of_rows(
     if explanation.chosen == "halo":
         step = seqlen // sizes.chunks
         plan = halo.planned(ranks.rank, ranks.size, step, sizes.chunks, sizes.seqlen_q, sizes.longest, sizes.band)
+        k, v = (rows(x, (0, q.shape[1])) for x in (k, v))
         options = {**options, "version": how["version"]}
-        return padded(*halo.attend(ranks, plan, sizes.longest, q, k, v, how["return_lse"], options), seqlen)
+        return padded(*halo.attend(ranks, plan, sizes.longest, q, k, v, options), seqlen)
     alike = {name: options[name] for name in ("softmax_scale", "deterministic") if name in options}
     parts = How(alike, how["version"], explanation.partial, options.get("cu_seqlens_q"))
     planned, method = (gather.planned, Gather) if explanation.chosen == "gather" else (ring.planned, Ring)

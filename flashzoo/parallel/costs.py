@@ -189,12 +189,13 @@ def of_ulysses(s: Sizes, copies: int) -> Costs:
 
 
 def of_halo(s: Sizes) -> Costs:
-    """Of packed sequences: keys and values of the rows around each chunk, and backward their gradients home; the rank's
-    own are copied beside them, and their gradients from there."""
+    """Of packed sequences: keys and values of the rows around each chunk, and backward their gradients home; those of
+    the rank's own rows that belong to the edges are copied beside them, and their gradients from there."""
     some = {rank for rank in (0, 1, s.ranks - 1) if 0 <= rank < s.ranks}  # who gets most is one of these
-    rows = max(planned(rank, s.ranks, s.step, s.chunks, s.seqlen_q, s.longest, s.band).received for rank in some)
-    received, slowest = rows * s.keys_a_row, LINK if s.ranks <= HOST else NETWORK
-    moved = received / slowest + 2 * s.keys / s.ranks / MEMORY
+    plans = [planned(rank, s.ranks, s.step, s.chunks, s.seqlen_q, s.longest, s.band) for rank in some]
+    plan = max(plans, key=lambda plan: plan.received)
+    received, slowest = plan.received * s.keys_a_row, LINK if s.ranks <= HOST else NETWORK
+    moved = received / slowest + 2 * plan.at_hand * s.keys_a_row / MEMORY + s.chunks * LATENCY
     backward = Cost(received, moved + _backward(s.uneven))
     return Costs(Cost(received, moved + s.uneven), _if_grad(s, backward), received)
 

@@ -1,40 +1,41 @@
-"""Method `halo`: of packed sequences a rank gets, besides its own keys, only those that its sequences may reach.
+"""Method `halo`: of packed sequences a rank gets only those keys of others that its sequences may reach.
 
-No sequence is longer than `max_seqlen_q`, so what a row sees lies within `max_seqlen_q - 1` rows of it, before it and,
-without a causal mask, behind it, or within a window's left side where that is less. Of each chunk of a rank's rows:
+A sequence that lies within a chunk of a rank's rows needs no other rank. What is left are sequences across a chunk's
+first border, and without a causal mask across its last: one each. None is longer than `max_seqlen_q`, so what such a
+sequence has of the chunk, an *edge*, lies within `max_seqlen_q - 1` rows of the border, and its keys that are elsewhere
+within as many on the other side, or a window's left side where that is less.
 
-1. The keys and values of its halo set out from whoever has them, point to point, right to where they come to lie:
-   [halo | the chunk | halo], one chunk behind the other.
-2. Meanwhile the rank's own are copied there, and `cu_seqlens_q` is cut to what is there of each sequence.
-3. One call of `attention`, which knows nothing of ranks: a sequence's last query at hand sees its last key at hand
-   where the mask is causal, and all of them where there is none. Nothing is merged.
+1. The keys and values beyond each border set out from whoever has them, point to point.
+2. Meanwhile: a call of `attention` of all of the rank's own rows that are of no sequence across a border.
+3. A call of each edge, with its keys, [halo | own] or [own | halo]. A sequence's last query at hand sees its last key
+   at hand where the mask is causal, and all of them where there is none. A row is of one call: nothing is merged.
 
-Backward the halo's dK and dV go home the same way and are added to those that were made there, in the order of the
-ranks. The keys at hand are kept for it, in place of the rank's own.
+Backward the edges come first, and while their dK and dV go home the rank's own rows are worked on. Shares are added in
+the order of the ranks. The edges' keys are kept for it.
 
-How many rows a halo has is known without a look at the lengths, which lie on the device. Were a sequence longer than
-was said, its first keys would be missing: so then the halo's outermost keys are made NaN, and with them what reaches
-that far.
+How far edges reach is known without a look at the lengths, which lie on the device; which rows are of which call is
+said there, by `cu_seqlens_q` and `cu_seqlens_k` of each. Of a sequence across a border that is longer than was said
+keys may be missing, and so its rows are made NaN.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
-from typing import Any
+from math import inf, nan
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashzoo import attention
+from flashzoo import attention, attention_backward
 from flashzoo.integers import cdiv
-from flashzoo.parallel.exchange import met, moved
+from flashzoo.parallel.exchange import Works, ahead, met, moved
 from flashzoo.parallel.groups import Ranks
 from flashzoo.parallel.layout import numbers_of
-from flashzoo.parallel.parts import Sum, rows, sum_dtype
+from flashzoo.parallel.parts import Sum, rows, sum_dtype, sum_of_sinks
 from flashzoo.parallel.pieces import Band, Span, cut
 
 Move = tuple[int, Span, Span]
@@ -42,33 +43,52 @@ Move = tuple[int, Span, Span]
 
 
 @dataclass(frozen=True, slots=True)
+class Edge:
+    """Where a sequence across a border of a chunk may lie.
+
+    Attributes:
+        chunk: rows of the whole.
+        border: the first of them, or the one behind the last.
+        queries: which of them the sequence may have.
+        keys: which rows of the whole these may see.
+        rows: where the queries lie among this rank's rows.
+        at: where the keys lie among those of all its edges.
+    """
+
+    chunk: Span
+    border: int
+    queries: Span
+    keys: Span
+    rows: Span
+    at: Span
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What one rank sends, gets and calls.
 
     Attributes:
-        queries: of each chunk the rows of the whole that it has; none are left out but padding.
-        keys: of each chunk the rows of the whole whose keys are at hand, one chunk's behind the other's.
-        own: from which rows of the shard to which of the keys at hand.
-        gets: from which rank, from which rows of its shard, to which of the keys at hand.
-        gives: to which rank, from which rows of this shard, to which of its keys at hand.
-        outermost: rows of the keys at hand that only a sequence longer than it may be reaches with more behind them.
+        chunks: of each chunk the rows of the whole that it has; none are left out but padding.
+        edges: those of all chunks.
+        own: from which rows of the shard to which of the edges' keys.
+        gets: from which rank, from which rows of its shard, to which of the edges' keys.
+        gives: to which rank, from which rows of this shard, to which of its edges' keys.
     """
 
-    queries: tuple[Span, ...]
-    keys: tuple[Span, ...]
+    chunks: tuple[Span, ...]
+    edges: tuple[Edge, ...]
     own: tuple[tuple[Span, Span], ...]
     gets: tuple[Move, ...]
     gives: tuple[Move, ...]
-    outermost: tuple[int, ...]
 
     @property
     def at_hand(self) -> int:
-        """Rows of keys."""
-        return sum(end - first for first, end in self.keys)
+        """Rows of the edges' keys."""
+        return self.edges[-1].at[1] if self.edges else 0
 
     @property
     def received(self) -> int:
-        """Rows of keys that come from other ranks."""
+        """How many of these come from other ranks."""
         return sum(end - first for _, _, (first, end) in self.gets)
 
 
@@ -79,129 +99,223 @@ def reach(longest: int, band: Band) -> tuple[int, int]:
     return (most if left is None else min(most, left)), (0 if right == 0 else most)
 
 
+def edges_of(chunks: Sequence[Span], whole: int, longest: int, band: Band) -> Iterator[Edge]:
+    """Those of a rank's chunks, in a whole of so many rows. Where sequences of at most one row are across no border an
+    edge has no queries, and tells of one that is longer than was said."""
+    (before, behind), most = reach(longest, band), max(longest - 1, 0)
+    first_row, at = 0, 0
+    for a, b in chunks:
+        found = []
+        if 0 < a < b:
+            end = min(b, a + most)
+            found.append((a, (a, end), (max(0, a - before), min(whole, a + most) if behind else end)))
+        if a < b < whole and band[1] != 0:
+            first = max(a, b - most)
+            found.append((b, (first, b), (first, min(whole, b + behind))))
+        for border, queries, keys in found:
+            moved, end = first_row - a, at + keys[1] - keys[0]
+            yield Edge((a, b), border, queries, keys, (queries[0] + moved, queries[1] + moved), (at, end))
+            at = end
+        first_row += b - a
+
+
 @lru_cache(maxsize=1024)
 def planned(rank: int, size: int, step: int, chunks: int, whole: int, longest: int, band: Band) -> Plan:
     """What a rank does whose chunks have so many rows each, of a whole that has so many, and behind them padding."""
-    before, behind = reach(longest, band)
 
-    def queries(number: int) -> Span:
+    def chunk(number: int) -> Span:
         return cut((number * step, (number + 1) * step), whole)
 
-    def keys(number: int) -> Span:
-        first, end = queries(number)
-        return (max(0, first - before), min(whole, end + behind)) if first < end else (first, first)
+    def edges(of: int) -> tuple[Edge, ...]:
+        return tuple(edges_of([chunk(number) for number in numbers_of(of, size, chunks)], whole, longest, band))
 
     def moves(to: int) -> Iterator[Move]:
-        """Who has what the keys at hand of a rank are made of, from where to where."""
-        at = 0
-        for first, end in map(keys, numbers_of(to, size, chunks)):
+        """Who has what the keys of a rank's edges are made of, from where to where."""
+        for edge in edges(to):
+            first, end = edge.keys
             for number in range(first // step, cdiv(end, step)) if first < end else ():
-                a, b = queries(number)
-                lo, hi = max(a, first), min(b, end)
+                a, b = chunk(number)
+                lo, hi, at = max(a, first), min(b, end), edge.at[0] - first
                 other = number if number < size else 2 * size - 1 - number
                 begin = numbers_of(other, size, chunks).index(number) * step - a
-                yield other, (begin + lo, begin + hi), (at + lo - first, at + hi - first)
-            at += end - first
+                yield other, (begin + lo, begin + hi), (at + lo, at + hi)
 
-    numbers = numbers_of(rank, size, chunks)
-    mine = tuple(map(keys, numbers))
     gives = [(to, src, into) for to in range(size) if to != rank for other, src, into in moves(to) if other == rank]
-    outermost = []
-    for at, (first, end) in zip(accumulate((b - a for a, b in mine), initial=0), mine, strict=False):
-        if first < end:
-            outermost += [at] * (first > 0 and before == max(longest - 1, 0))
-            outermost += [at + end - first - 1] * (end < whole and band[1] != 0)
     return Plan(
-        tuple(map(queries, numbers)),
-        mine,
+        tuple(map(chunk, numbers_of(rank, size, chunks))),
+        edges(rank),
         tuple((src, into) for other, src, into in moves(rank) if other == rank),
         tuple(move for move in moves(rank) if move[0] != rank),
         tuple(gives),
-        tuple(outermost),
     )
 
 
+class Across(NamedTuple):
+    """What of an edge is of the sequence across its border, on the device.
+
+    Attributes:
+        cu_seqlens: of the edge's call, which has this sequence alone; as `Whose.cu_seqlens`.
+        queries: which of the edge's are its own: bool `(rows,)`.
+        lost: which rows of the chunk, where it is longer than was said: bool `(rows,)`.
+    """
+
+    cu_seqlens: Mapping[str, Tensor]
+    queries: Tensor
+    lost: Tensor
+
+
+class Whose(NamedTuple):
+    """Of which call a rank's rows are, on the device.
+
+    Attributes:
+        cu_seqlens: `cu_seqlens_q` and `cu_seqlens_k` of the call of its own rows, without sequences across borders.
+        across: these, of each edge.
+    """
+
+    cu_seqlens: Mapping[str, Tensor]
+    across: tuple[Across, ...]
+
+
+def whose(cu_seqlens: Tensor, plan: Plan, longest: int) -> Whose:
+    """Made from the `cu_seqlens_q` of the whole, at which no host looks."""
+    of_q, of_k, across, first_row = [], [], [], 0
+    for a, b in plan.chunks:
+        mine = cu_seqlens.clamp(a, b)
+        for edge in (edge for edge in plan.edges if edge.chunk == (a, b)):
+            (c, d), (e, f) = edge.queries, edge.keys
+            span, is_longer = _across(cu_seqlens, edge, longest)
+            inside = span.clamp(a, b)
+            first, end = inside.unbind()
+            mine = mine.clamp(min=end) if edge.border == a else mine.clamp(max=first)
+            row = torch.arange(a, b, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+            has = (row >= first) & (row < end)
+            of_call = {"cu_seqlens_q": inside.clamp(c, d) - c, "cu_seqlens_k": span.clamp(e, f) - e}
+            across.append(Across(of_call, has[c - a : d - a], has & is_longer))
+        mine = mine + (first_row - a)
+        # Between two chunks there are queries without keys, and then keys without queries.
+        of_q += [mine[:1], mine] if of_q else [mine]
+        of_k += [of_k[-1][-1:], mine] if of_k else [mine]
+        first_row += b - a
+    return Whose({"cu_seqlens_q": _cat(of_q, 0), "cu_seqlens_k": _cat(of_k, 0)}, tuple(across))
+
+
+def _across(cu_seqlens: Tensor, edge: Edge, longest: int) -> tuple[Tensor, Tensor]:
+    """First row and end of the sequence across a border, both the border where there is none, and whether it is longer
+    than was said."""
+    behind = torch.searchsorted(cu_seqlens, edge.border)
+    span = cu_seqlens.take(torch.stack((behind - 1, behind)).clamp_(0, len(cu_seqlens) - 1))
+    first, end = span.unbind()
+    is_across = (first < edge.border) & (end > edge.border)
+    if edge.border == edge.chunk[1]:  # one that is across both of a chunk's borders is of the first edge
+        is_across &= first >= edge.chunk[0]
+    return torch.where(is_across, span, edge.border), is_across & (end - first > longest)
+
+
 def attend(
-    ranks: Ranks, plan: Plan, longest: int, q: Tensor, k: Tensor, v: Tensor, return_lse: bool, options: dict[str, Any]
-) -> tuple[Tensor, Tensor | None]:
-    """out and lse of this rank's rows but padding, from its q, of these, and its k and v, `(1, rows, heads, head_dim)`.
+    ranks: Ranks, plan: Plan, longest: int, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """out and lse of this rank's rows but padding, from its q, k and v of these, `(1, rows, heads, head_dim)`.
 
     Args:
         longest: no sequence has more rows.
         options: those of the call of the whole, version among them.
     """
-    k, v, of_q, of_k = _AtHand.apply(ranks, plan, longest, options["cu_seqlens_q"], k, v)  # pyright: ignore[reportGeneralTypeIssues]
-    options = {name: x for name, x in options.items() if not name.startswith("max_seqlen")}
-    options |= {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k}
-    if return_lse:
-        return attention(q, k, v, return_lse=True, **options)
-    return attention(q, k, v, **options), None
+    of = whose(options["cu_seqlens_q"], plan, longest)
+    how = {name: x for name, x in options.items() if "seqlen" not in name and name != "sinks"}
+    return _Halo.apply(ranks, plan, of, how, q, k, v, options.get("sinks"))  # pyright: ignore[reportReturnType]
 
 
-def at_hand(cu_seqlens: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """`cu_seqlens` of the queries and of the keys at hand.
-
-    Of two chunks those of the second come behind those of the first, and so there is a sequence between them, of the
-    first's last key to the second's first. It has no query: rows before the first sequence of all, or behind the last,
-    are a chunk's first or last, and the other chunk then has none.
-    """
-    of_q, of_k = ([(cu_seqlens - a).clamp_(0, b - a) for a, b in spans] for spans in (plan.queries, plan.keys))
-    if len(of_q) == 1:
-        return of_q[0], of_k[0]
-    first, second = of_q
-    (a, b), _ = plan.keys
-    return torch.cat((first + second[:1], second + first[-1:])), torch.cat((of_k[0], of_k[1] + (b - a)))
-
-
-class _AtHand(torch.autograd.Function):
+class _Halo(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ranks: Ranks, plan: Plan, longest: int, cu_seqlens: Tensor, *kv: Tensor):
-        met(ranks, kv[0])
-        into = [x.new_empty((1, plan.at_hand, *x.shape[2:])) for x in kv]
-        gives = [(to, rows(x, src).contiguous()) for to, src, _ in plan.gives for x in kv]
-        works = moved(gives, [(of, rows(x, place)) for of, _, place in plan.gets for x in into], ranks)
+    def forward(
+        ctx: Any, ranks: Ranks, plan: Plan, of: Whose, how: Mapping[str, Any], q: Tensor, k: Tensor, v: Tensor,
+        sinks: Tensor | None,
+    ):  # fmt: skip
+        met(ranks, k)
+        keys = [x.new_empty((1, plan.at_hand, *x.shape[2:])) for x in (k, v)]
+        gives = [(to, rows(x, src).contiguous()) for to, src, _ in plan.gives for x in (k, v)]
+        works = moved(gives, [(of, rows(x, place)) for of, _, place in plan.gets for x in keys], ranks)
+        ahead(k)
+        how = {**how, "sinks": sinks}
+        out, lse = attention(q, k, v, return_lse=True, **how, **of.cu_seqlens)
         for src, place in plan.own:
-            for x, y in zip(kv, into, strict=True):
-                rows(y, place).copy_(rows(x, src))
-        of_q, of_k = at_hand(cu_seqlens, plan)
-        longer = (cu_seqlens.diff() > longest).any() if plan.outermost else cu_seqlens.new_zeros((), dtype=torch.bool)
+            for x, into in zip((k, v), keys, strict=True):
+                rows(into, place).copy_(rows(x, src))
         works.wait()
-        for row in plan.outermost:
-            into[0][:, row].masked_fill_(longer, torch.nan)
-        ctx.ranks, ctx.plan, ctx.rows = ranks, plan, kv[0].shape[1]
-        ctx.mark_non_differentiable(of_q, of_k)
+        for edge, across in zip(plan.edges, of.across, strict=True):
+            if _has_queries(edge):
+                at_hand = [rows(x, edge.at) for x in keys]
+                found = attention(rows(q, edge.rows), *at_hand, return_lse=True, **how, **across.cu_seqlens)
+                for x, into in ((found[0], out), (found[1].mT[..., None], lse.mT[..., None])):
+                    into = rows(into, edge.rows)
+                    torch.where(across.queries[:, None, None], x, into, out=into)
+        for edge, across in zip(plan.edges, of.across, strict=True):
+            first = edge.rows[0] - (edge.queries[0] - edge.chunk[0])
+            chunk = (first, first + len(across.lost))
+            for x in (rows(out, chunk)[..., 0], rows(lse.mT, chunk)):
+                x.masked_fill_(across.lost[:, None], nan)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *keys)
+        ctx.ranks, ctx.plan, ctx.of, ctx.how = ranks, plan, of, how
         ctx.set_materialize_grads(False)
-        return *into, of_q, of_k
+        return out, lse
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        # What has no gradient on this rank has none on the others: they make the same call.
-        there = [dx for dx in gradients[:2] if dx is not None]
-        found = iter(_home(ctx.ranks, ctx.plan, ctx.rows, there))
-        return None, None, None, None, *(None if dx is None else next(found) for dx in gradients[:2])
-
-
-def _home(ranks: Ranks, plan: Plan, seqlen: int, gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Of so many rows of this rank's keys, or values, the sum of all ranks' gradients, from those of the keys at
-    hand."""
-    came = [[x.new_empty((1, b - a, *x.shape[2:])) for _, (a, b), _ in plan.gives] for x in gradients]
-    gives = [(of, rows(x, place).contiguous()) for of, _, place in plan.gets for x in gradients]
-    gets = [(to, shares[i]) for i, (to, _, _) in enumerate(plan.gives) for shares in came]
-    works = moved(gives, gets, ranks)
-    spans = [*(src for src, _ in plan.own), *(src for _, src, _ in plan.gives)]
-    sums = []
-    for x in gradients:
-        wide, every = sum_dtype(spans, x.dtype), (0, seqlen)
-        if wide == x.dtype and [src for src, _ in plan.own] == [every]:
-            total = Sum(rows(x, plan.own[0][1]), [every])  # which nobody else has
-        else:
-            total = Sum(x.new_empty((1, seqlen, *x.shape[2:]), dtype=wide))
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, out, lse, sinks, *keys = ctx.saved_tensors
+        plan, of, how = ctx.plan, ctx.of, ctx.how
+        dout = torch.zeros_like(out) if dout is None else dout
+        of_edges, dsinks, lse_of_own = [], [], lse if sinks is None else lse.clone()
+        for edge, across in zip(plan.edges, of.across, strict=True):
+            if _has_queries(edge):
+                dout_, q_, out_ = (rows(x, edge.rows) for x in (dout, q, out))
+                lse_, dlse_ = (None if x is None else rows(x.mT, edge.rows).mT for x in (lse, dlse))
+                if sinks is not None:  # whose gradient is a sum over rows: each is of one call
+                    lse_ = lse_.masked_fill(~across.queries, -inf)
+                    rows(lse_of_own.mT, edge.rows).masked_fill_(across.queries[:, None], -inf)
+                found = attention_backward(
+                    dout_, q_, *(rows(x, edge.at) for x in keys), out_, lse_, dlse=dlse_, **how, **across.cu_seqlens
+                )
+                of_edges.append((edge, *found[:3]))
+                dsinks += found[3:]
+        of_keys = [_cat(list(x), 1) for x in list(zip(*of_edges, strict=True))[2:]]
+        came, works = _sent_home(ctx.ranks, plan, (k, v), of_keys)
+        (
+            dq,
+            *own,
+        ) = attention_backward(dout, q, k, v, out, lse_of_own, dlse=dlse, **how, **of.cu_seqlens)
+        for edge, dq_, *_ in of_edges:
+            rows(dq, edge.rows).add_(dq_)
+        every = (0, k.shape[1])
+        wide = sum_dtype([every, *(src for src, _ in plan.own), *(src for _, src, _ in plan.gives)], k.dtype)
+        sums = [Sum(x.to(wide), [every]) for x in own[:2]]
+        for total, x in zip(sums, of_keys, strict=False):
             for src, place in plan.own:
                 total.add(src, rows(x, place))
-        sums.append(total)
-    works.wait()
-    for total, shares in zip(sums, came, strict=True):
-        for (_, src, _), share in zip(plan.gives, shares, strict=True):
-            total.add(src, share)
-    return [total.whole().to(x.dtype) for total, x in zip(sums, gradients, strict=True)]
+        works.wait()
+        for total, shares in zip(sums, came, strict=True):
+            for (_, src, _), share in zip(plan.gives, shares, strict=True):
+                total.add(src, share)
+        dk, dv = (total.whole().to(k.dtype) for total in sums)
+        return None, None, None, None, dq, dk, dv, sum_of_sinks([*dsinks, *own[2:]], sinks)
+
+
+def _sent_home(
+    ranks: Ranks, plan: Plan, own: Sequence[Tensor], of_keys: Sequence[Tensor]
+) -> tuple[list[list[Tensor]], Works]:
+    """Others' shares of the gradients of these, for each of `gives`, on their way here; this rank's are sent to whose
+    keys they are of."""
+    came = [[x.new_empty((1, end - first, *x.shape[2:])) for _, (first, end), _ in plan.gives] for x in own]
+    gives = [(of, rows(x, place).contiguous()) for of, _, place in plan.gets for x in of_keys]
+    gets = [(to, shares[i]) for i, (to, _, _) in enumerate(plan.gives) for shares in came]
+    works = moved(gives, gets, ranks)
+    ahead(own[0])
+    return came, works
+
+
+def _has_queries(edge: Edge) -> bool:
+    return edge.queries[0] < edge.queries[1]
+
+
+def _cat(xs: Sequence[Tensor], dim: int) -> Tensor:
+    return xs[0] if len(xs) == 1 else torch.cat(list(xs), dim)
