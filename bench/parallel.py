@@ -14,6 +14,9 @@ behind the round that it is in.
 of the tokens, all GPUs doing that at once. Pass `fwd_bwd` is both. Of documents every call is told how long
 the longest is; `parallel_halo` and `parallel_auto` have them in contiguous shards. They lie as they were drawn, or with
 `--documents balanced` as `flashzoo.parallel.balanced` has them.
+
+With `--graphs` a call is captured in a CUDA graph, of which `_graph` behind the contender's name tells, and what is
+checked and timed is a replay: what the GPUs take where no host is waited for.
 """
 
 from __future__ import annotations
@@ -47,6 +50,8 @@ MOST_ERROR = 0.02
 """Of out and of each gradient, the norm of what they are off by over their own, in 16 bits."""
 DOCUMENTS = {"also": ("", "documents"), "only": ("documents",), "balanced": ("balanced",)}
 """What cells are of, by the option: one sequence, documents as they were drawn, or in an order of even work."""
+GRAPH = "_graph"
+"""Behind the name of a contender whose call is captured."""
 ROUNDS = 3
 LEAST, MOST = 2, 20
 """Calls of a contender that are timed in a round."""
@@ -178,6 +183,24 @@ def results(call: Call, tensors: Sequence[Tensor], pass_: str) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
+def captured(run: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
+    """A replay of one call, which gives the same tensors each time."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()  # ranks agree, and kernels compile
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own thread looks at events meanwhile
+        found = run()
+
+    def replay() -> list[Tensor]:
+        graph.replay()
+        return found
+
+    return replay
+
+
 def errors(found: Sequence[Tensor], expected: Sequence[Tensor], group: Any) -> tuple[float, float, float]:
     """The largest relative error of a tensor, and the largest and the RMS error of out, of the worst rank."""
     relative = []
@@ -254,14 +277,15 @@ def measure(cell: Cell, args: argparse.Namespace, group: Any, clock: Clock | Non
             inputs = Inputs(cell, cell.tokens // cell.ranks, args) if name == "auto" else whole_inputs
             try:
                 with CONTENDERS[name](inputs, group) as (call, tensors):
+                    run = partial(results, call, tensors, cell.pass_)
+                    run = captured(run) if args.graphs else run
                     if turn:
-                        run = partial(results, call, tensors, cell.pass_)
                         found[name] += times(run, args.ms, args.device, group)
                     elif name != "auto":
                         layout: Layout = inputs.layout if name in BY_CELL else "zigzag"
                         layout = "contiguous" if name in CONTIGUOUS else layout
                         of_rank = [parallel.shard(x, group, inputs.dim, layout) for x in expected]
-                        relative, largest, rms = errors(results(call, tensors, cell.pass_), of_rank, group)
+                        relative, largest, rms = errors(run(), of_rank, group)
                         rows[name] |= {"max_err": f"{largest:.4g}", "rms_err": f"{rms:.4g}"}
                         if not relative <= MOST_ERROR:
                             raise ValueError(f"off by {relative:.3g} of its norm, {MOST_ERROR} allowed")
@@ -282,7 +306,7 @@ def row_of(name: str, cell: Cell, args: argparse.Namespace) -> Row:
     """A row without a result."""
     tokens = cell.tokens // cell.ranks if name == "auto" else cell.tokens
     return {
-        "impl": name,
+        "impl": name + args.graphs * GRAPH,
         "pass": cell.pass_,
         "dtype": "bf16" if args.device == "cuda" else "fp32",
         "batch": len(cell.lengths(tokens)),
@@ -301,7 +325,7 @@ def row_of(name: str, cell: Cell, args: argparse.Namespace) -> Row:
 
 def report(rows: list[Row]) -> None:
     """Print TFLOP/s a GPU of each, and over one GPU's."""
-    alone = next((float(str(row["tflops"])) for row in rows if row["impl"] == "auto" and "tflops" in row), None)
+    alone = next((float(str(row["tflops"])) for row in rows if row["gpus"] == 1 and "tflops" in row), None)
     first = rows[0]
     print(f"{first['pass']} {first['heads']}:{first['heads_kv']} {first['lengths']}", flush=True)
     for row in rows:
@@ -333,6 +357,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         choices=tuple(DOCUMENTS),
         help="packed documents too, or them only, as they were drawn or balanced",
     )
+    parser.add_argument("--graphs", action="store_true", help="calls captured in CUDA graphs")
     parser.add_argument("--ms", type=amount, default=100, help="about how long a round times each; default: 100")
     parser.add_argument("--budget-s", type=amount, default=inf, help="stop after so many seconds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
@@ -350,6 +375,8 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for name, known in (("passes", PASSES), ("impls", CONTENDERS)):
         if unknown := [one for one in getattr(args, name) if one not in known]:
             parser.error(f"--{name}: expected of {', '.join(known)}, got {', '.join(unknown)}")
+    if args.graphs and args.device == "cpu":
+        parser.error("--graphs: expected a GPU, got --device cpu")
     if any(len(heads) != 2 for heads in args.heads):
         parser.error("--heads: expected such as 32:8,32:32")
     return args

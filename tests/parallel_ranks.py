@@ -712,6 +712,36 @@ def inputs_that_come_late(group: Any) -> None:
                 assert same_bits(x, y), method
 
 
+@case(2, 4, devices=("cuda",))
+def captured_in_a_graph(group: Any) -> None:
+    """Both passes in a CUDA graph: a replay gives the same bits as a call by itself, of other numbers and, where
+    sequences are packed, of others of these."""
+    packed = replace(JUDGED["packed"], seqlen=2048, options=CAUSAL | {"max_seqlen_q": 900, "deterministic": True})
+    for method in ("gather", "ulysses", "ring", "halo"):
+        how = {"group": group, "layout": "contiguous", "method": method}
+        shape, *others = (replace(packed, lengths=lengths) for lengths in ((700, 900, 0, 448), (1, 899, 800, 300)))
+        tensors, options, dout, _ = whole(shape)
+        static = [parallel.shard(x, group, 0, "contiguous") for x in (*tensors, dout)]
+
+        def both(static: list[Tensor] = static, options: dict[str, Any] = options, how: Any = how) -> list[Tensor]:
+            leaves = [x.detach().requires_grad_() for x in static[:3]]
+            out = parallel.attention(*leaves, **how, **options)
+            return [out.detach(), *torch.autograd.grad(out, leaves, static[3])]
+
+        both()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            found = both()
+        for other in (shape, *others):
+            options["cu_seqlens_q"].copy_(whole(other)[1]["cu_seqlens_q"])
+            for x in static:
+                x.copy_(x.flip(0))
+            graph.replay()
+            for x, y in zip(found, both(), strict=True):
+                assert same_bits(x, y), method
+
+
 def work(rank: int, port: int, folder: str, device: str) -> None:
     """One rank: all cases, and what they raised, line by line."""
     ranks = world(device)

@@ -35,7 +35,7 @@ from flashzoo.integers import cdiv
 from flashzoo.parallel.exchange import Works, ahead, met, moved
 from flashzoo.parallel.groups import Ranks
 from flashzoo.parallel.layout import numbers_of
-from flashzoo.parallel.parts import Sum, rows, sum_dtype, sum_of_sinks
+from flashzoo.parallel.parts import Given, Sum, rows, sum_dtype, sum_of_sinks
 from flashzoo.parallel.pieces import Band, Span, cut
 
 Move = tuple[int, Span, Span]
@@ -49,18 +49,29 @@ class Edge:
     Attributes:
         chunk: rows of the whole.
         border: the first of them, or the one behind the last.
+        own: where they lie among this rank's rows.
         queries: which of them the sequence may have.
         keys: which rows of the whole these may see.
-        rows: where the queries lie among this rank's rows.
         at: where the keys lie among those of all its edges.
     """
 
     chunk: Span
     border: int
+    own: Span
     queries: Span
     keys: Span
-    rows: Span
     at: Span
+
+    @property
+    def has_queries(self) -> bool:
+        """False where sequences of at most one row are across no border."""
+        return self.queries[0] < self.queries[1]
+
+    @property
+    def rows(self) -> Span:
+        """Where the queries lie among this rank's rows."""
+        moved = self.own[0] - self.chunk[0]
+        return self.queries[0] + moved, self.queries[1] + moved
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +111,10 @@ def reach(longest: int, band: Band) -> tuple[int, int]:
 
 
 def edges_of(chunks: Sequence[Span], whole: int, longest: int, band: Band) -> Iterator[Edge]:
-    """Those of a rank's chunks, in a whole of so many rows. Where sequences of at most one row are across no border an
-    edge has no queries, and tells of one that is longer than was said."""
+    """Those of a rank's chunks, in a whole of so many rows. One without queries tells of a sequence that is longer than
+    was said, too."""
     (before, behind), most = reach(longest, band), max(longest - 1, 0)
-    first_row, at = 0, 0
+    row, at = 0, 0
     for a, b in chunks:
         found = []
         if 0 < a < b:
@@ -113,10 +124,10 @@ def edges_of(chunks: Sequence[Span], whole: int, longest: int, band: Band) -> It
             first = max(a, b - most)
             found.append((b, (first, b), (first, min(whole, b + behind))))
         for border, queries, keys in found:
-            moved, end = first_row - a, at + keys[1] - keys[0]
-            yield Edge((a, b), border, queries, keys, (queries[0] + moved, queries[1] + moved), (at, end))
+            end = at + keys[1] - keys[0]
+            yield Edge((a, b), border, (row, row + b - a), queries, keys, (at, end))
             at = end
-        first_row += b - a
+        row += b - a
 
 
 @lru_cache(maxsize=1024)
@@ -159,7 +170,7 @@ class Across(NamedTuple):
         lost: which rows of the chunk, where it is longer than was said: bool `(rows,)`.
     """
 
-    cu_seqlens: Mapping[str, Tensor]
+    cu_seqlens: Mapping[str, Any]
     queries: Tensor
     lost: Tensor
 
@@ -172,7 +183,7 @@ class Whose(NamedTuple):
         across: these, of each edge.
     """
 
-    cu_seqlens: Mapping[str, Tensor]
+    cu_seqlens: Mapping[str, Any]
     across: tuple[Across, ...]
 
 
@@ -236,23 +247,22 @@ class _Halo(torch.autograd.Function):
         gives = [(to, rows(x, src).contiguous()) for to, src, _ in plan.gives for x in (k, v)]
         works = moved(gives, [(of, rows(x, place)) for of, _, place in plan.gets for x in keys], ranks)
         ahead(k)
-        how = {**how, "sinks": sinks}
-        out, lse = attention(q, k, v, return_lse=True, **how, **of.cu_seqlens)
+        options: dict[str, Any] = {**how, "sinks": sinks, "return_lse": True}
+        out, lse = attention(q, k, v, **options, **of.cu_seqlens)
         for src, place in plan.own:
             for x, into in zip((k, v), keys, strict=True):
                 rows(into, place).copy_(rows(x, src))
         works.wait()
         for edge, across in zip(plan.edges, of.across, strict=True):
-            if _has_queries(edge):
-                at_hand = [rows(x, edge.at) for x in keys]
-                found = attention(rows(q, edge.rows), *at_hand, return_lse=True, **how, **across.cu_seqlens)
-                for x, into in ((found[0], out), (found[1].mT[..., None], lse.mT[..., None])):
-                    into = rows(into, edge.rows)
-                    torch.where(across.queries[:, None, None], x, into, out=into)
-        for edge, across in zip(plan.edges, of.across, strict=True):
-            first = edge.rows[0] - (edge.queries[0] - edge.chunk[0])
-            chunk = (first, first + len(across.lost))
-            for x in (rows(out, chunk)[..., 0], rows(lse.mT, chunk)):
+            if edge.has_queries:
+                of_k, of_v = (rows(x, edge.at) for x in keys)
+                found = attention(rows(q, edge.rows), of_k, of_v, **options, **across.cu_seqlens)
+                for x, into, has in (
+                    (found[0], rows(out, edge.rows), across.queries[:, None, None]),
+                    (found[1].mT, rows(lse.mT, edge.rows), across.queries[:, None]),
+                ):
+                    torch.where(has, x, into, out=into)
+            for x in (rows(out, edge.own)[..., 0], rows(lse.mT, edge.own)):
                 x.masked_fill_(across.lost[:, None], nan)
         ctx.save_for_backward(q, k, v, out, lse, sinks, *keys)
         ctx.ranks, ctx.plan, ctx.of, ctx.how = ranks, plan, of, how
@@ -263,32 +273,28 @@ class _Halo(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, lse, sinks, *keys = ctx.saved_tensors
-        plan, of, how = ctx.plan, ctx.of, ctx.how
-        dout = torch.zeros_like(out) if dout is None else dout
-        of_edges, dsinks, lse_of_own = [], [], lse if sinks is None else lse.clone()
+        plan, of, how = ctx.plan, ctx.of, {**ctx.how, "sinks": sinks}
+        given = Given(torch.zeros_like(out) if dout is None else dout, dlse, q, out, lse)
+        own = given if sinks is None else given._replace(lse=lse.clone())
+        of_edges, dsinks = [], []
         for edge, across in zip(plan.edges, of.across, strict=True):
-            if _has_queries(edge):
-                dout_, q_, out_ = (rows(x, edge.rows) for x in (dout, q, out))
-                lse_, dlse_ = (None if x is None else rows(x.mT, edge.rows).mT for x in (lse, dlse))
-                if sinks is not None:  # whose gradient is a sum over rows: each is of one call
-                    lse_ = lse_.masked_fill(~across.queries, -inf)
-                    rows(lse_of_own.mT, edge.rows).masked_fill_(across.queries[:, None], -inf)
-                found = attention_backward(
-                    dout_, q_, *(rows(x, edge.at) for x in keys), out_, lse_, dlse=dlse_, **how, **across.cu_seqlens
-                )
-                of_edges.append((edge, *found[:3]))
-                dsinks += found[3:]
-        of_keys = [_cat(list(x), 1) for x in list(zip(*of_edges, strict=True))[2:]]
+            if edge.has_queries:
+                part = _of_rows(given, edge.rows)
+                if sinks is not None:  # whose gradient is a sum over the rows of a call, and each is of one
+                    part = part._replace(lse=part.lse.masked_fill(~across.queries, -inf))
+                    rows(own.lse.mT, edge.rows).masked_fill_(across.queries[:, None], -inf)
+                of_k, of_v = (rows(x, edge.at) for x in keys)
+                dq, dk, dv, *more = _backward(part, of_k, of_v, how, across.cu_seqlens)
+                of_edges.append((edge, dq, dk, dv))
+                dsinks += more
+        of_keys = [_cat(x, 1) for x in list(zip(*of_edges, strict=True))[2:]]
         came, works = _sent_home(ctx.ranks, plan, (k, v), of_keys)
-        (
-            dq,
-            *own,
-        ) = attention_backward(dout, q, k, v, out, lse_of_own, dlse=dlse, **how, **of.cu_seqlens)
-        for edge, dq_, *_ in of_edges:
-            rows(dq, edge.rows).add_(dq_)
+        dq, dk, dv, *more = _backward(own, k, v, how, of.cu_seqlens)
+        for edge, share, *_ in of_edges:
+            rows(dq, edge.rows).add_(share)
         every = (0, k.shape[1])
         wide = sum_dtype([every, *(src for src, _ in plan.own), *(src for _, src, _ in plan.gives)], k.dtype)
-        sums = [Sum(x.to(wide), [every]) for x in own[:2]]
+        sums = [Sum(x.to(wide), [every]) for x in (dk, dv)]
         for total, x in zip(sums, of_keys, strict=False):
             for src, place in plan.own:
                 total.add(src, rows(x, place))
@@ -297,7 +303,22 @@ class _Halo(torch.autograd.Function):
             for (_, src, _), share in zip(plan.gives, shares, strict=True):
                 total.add(src, share)
         dk, dv = (total.whole().to(k.dtype) for total in sums)
-        return None, None, None, None, dq, dk, dv, sum_of_sinks([*dsinks, *own[2:]], sinks)
+        return None, None, None, None, dq, dk, dv, sum_of_sinks([*dsinks, *more], sinks)
+
+
+def _of_rows(given: Given, span: Span) -> Given:
+    """Of these rows alone."""
+    dout, q, out = (rows(x, span) for x in (given.dout, given.q, given.out))
+    dlse = None if given.dlse is None else rows(given.dlse.mT, span).mT
+    return Given(dout, dlse, q, out, rows(given.lse.mT, span).mT)
+
+
+def _backward(
+    given: Given, k: Tensor, v: Tensor, how: Mapping[str, Any], cu_seqlens: Mapping[str, Any]
+) -> tuple[Tensor, ...]:
+    """One call's dq, dk, dv, and dsinks where sinks."""
+    dout, dlse, q, out, lse = given
+    return attention_backward(dout, q, k, v, out, lse, dlse=dlse, **how, **cu_seqlens)
 
 
 def _sent_home(
@@ -311,10 +332,6 @@ def _sent_home(
     works = moved(gives, gets, ranks)
     ahead(own[0])
     return came, works
-
-
-def _has_queries(edge: Edge) -> bool:
-    return edge.queries[0] < edge.queries[1]
 
 
 def _cat(xs: Sequence[Tensor], dim: int) -> Tensor:
