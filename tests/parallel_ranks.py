@@ -29,7 +29,7 @@ import flashzoo
 from flashzoo import BlockMask, parallel
 from flashzoo.accuracy import Judge
 from flashzoo.lengths import Ranges
-from flashzoo.parallel import groups
+from flashzoo.parallel import groups, ulysses
 from flashzoo.reference import Result
 from flashzoo_suite.support import accept, same_bits
 
@@ -245,6 +245,36 @@ for _name, _shape in SHAPES.items():
     for _method in _shape.methods:
         for _ranks in (2, 4):
             CASES[f"{_name}-{_method}-{_ranks}"] = Case(_ranks, of_shape(_shape, _method))
+
+
+def in_lots(run: Callable[[Any], None]) -> Callable[[Any], None]:
+    """A case in which a rank's heads go in as many lots as there may be, however small."""
+
+    def run_in_lots(group: Any) -> None:
+        least, ulysses.LEAST_LOT = ulysses.LEAST_LOT, 0
+        try:
+            run(group)
+        finally:
+            ulysses.LEAST_LOT = least
+
+    return run_in_lots
+
+
+for _name in (
+    "causal",
+    "contiguous",
+    "gqa",
+    "sinks",
+    "cross",
+    "packed",
+    "packed_window",
+    "odd_causal",
+    "caches",
+    "mask",
+):
+    _more = replace(SHAPES[_name], heads=16, heads_kv=8)
+    for _ranks in (2, 4):
+        CASES[f"{_name}-ulysses_in_lots-{_ranks}"] = Case(_ranks, in_lots(of_shape(_more, "ulysses")))
 
 
 _BF16 = Shape(CAUSAL, 1024, heads_kv=2, width=128, batch=1, head_dim=128, dtype=torch.bfloat16)
@@ -687,9 +717,13 @@ def the_benchmark_checks_and_times(group: Any) -> None:
 def inputs_that_come_late(group: Any) -> None:
     """On a stream of one's own, into memory that was NaN before, call behind call with nobody waiting: the same bits as
     of a call by itself. What reads a buffer before it came, or writes one that is still being sent, has others."""
+    in_lots(_come_late)(group)
+
+
+def _come_late(group: Any) -> None:
     stream = torch.cuda.Stream()
     for method in ("gather", "ulysses", "ring", "halo"):
-        shape = replace(JUDGED["causal"], seqlen=4096)
+        shape = replace(JUDGED["causal"], seqlen=4096, heads=16, heads_kv=8)
         if method == "halo":
             shape = replace(shape, options=CAUSAL | {"max_seqlen_q": 900}, lengths=(700, 900, 500, 0, 900, 1, 800, 200))
         given = tensors, options, dout, dlse = whole(shape)
@@ -716,7 +750,17 @@ def inputs_that_come_late(group: Any) -> None:
 def captured_in_a_graph(group: Any) -> None:
     """Both passes in a CUDA graph: a replay gives the same bits as a call by itself, of other numbers and, where
     sequences are packed, of others of these."""
-    packed = replace(JUDGED["packed"], seqlen=2048, options=CAUSAL | {"max_seqlen_q": 900, "deterministic": True})
+    in_lots(_captured)(group)
+
+
+def _captured(group: Any) -> None:
+    packed = replace(
+        JUDGED["packed"],
+        seqlen=2048,
+        heads=16,
+        heads_kv=8,
+        options=CAUSAL | {"max_seqlen_q": 900, "deterministic": True},
+    )
     for method in ("gather", "ulysses", "ring", "halo"):
         how = {"group": group, "layout": "contiguous", "method": method}
         shape, *others = (replace(packed, lengths=lengths) for lengths in ((700, 900, 0, 448), (1, 899, 800, 300)))

@@ -8,12 +8,15 @@ DeepSpeed Ulysses, Jacobs et al. 2023, arXiv:2309.14509:
 
 Backward the same, gradients in place of tensors. Where ranks don't share out the heads of k evenly, each is sent to as
 many ranks as read it, and its gradients are summed.
+
+A rank's heads go in lots, as many as are large enough: while one is worked on the next one comes, and out of the one
+before goes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -21,10 +24,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flashzoo import attention
-from flashzoo.parallel.exchange import swapped
+from flashzoo.parallel.exchange import Works, ahead, swapped
 from flashzoo.parallel.groups import Ranks
 from flashzoo.parallel.layout import numbers_of
 from flashzoo.parallel.parts import padded, rows
+
+MOST_LOTS = 4
+LEAST_LOT = 16_000_000
+"""Bytes of q, k and v that a rank gets in a lot: a collective of fewer has not NVLink's rate."""
+
+
+def lots_of(heads_kv: int, received: float) -> int:
+    """In how many lots a rank's heads go, of which it has so many of keys, and gets so many bytes of q, k and v."""
+    return max(n for n in range(1, MOST_LOTS + 1) if n == 1 or (heads_kv % n == 0 and received >= n * LEAST_LOT))
 
 
 def copies_of(heads_kv: int, size: int) -> int:
@@ -52,50 +64,104 @@ def attend(
     copies = copies_of(k.shape[2], ranks.size)
     if copies > 1:
         k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
-    heads = q.shape[2] // ranks.size
-    q, k, v = _exchange(ranks, chunks, True, q, k, v)
-    seqlen = q.shape[1]
-    q, k, v = rows(q, (0, whole[0])), rows(k, (0, whole[1])), rows(v, (0, whole[1]))
-    if options.get("sinks") is not None:
-        options = {**options, "sinks": options["sinks"].narrow(0, ranks.rank * heads, heads)}
-    if not return_lse:
-        out, _ = padded(attention(q, k, v, version=version, **options), None, seqlen)
-        return _exchange(ranks, chunks, False, out)[0], None
-    out, lse = padded(*attention(q, k, v, return_lse=True, version=version, **options), seqlen)
-    assert lse is not None
-    out, lse = _exchange(ranks, chunks, False, out, lse.transpose(1, 2)[..., None])
-    return out, lse[..., 0].transpose(1, 2)
+    received = sum(prod(x.shape) * x.element_size() for x in (q, k, v)) * (ranks.size - 1) / ranks.size
+    lots = lots_of(k.shape[2] // ranks.size, received)
+    heads = q.shape[2] // (ranks.size * lots)
+    seqlen = q.shape[1] * ranks.size
+    # (batch, chunks, rows, ranks, heads, head_dim) of each lot
+    parts = [x.unflatten(2, (ranks.size, lots, -1)).unflatten(1, (chunks, -1)).unbind(4) for x in (q, k, v)]
+    coming, going = [_begun(_Way(ranks, chunks, True, lots), *lot) for lot in zip(*parts, strict=True)], []
+    for lot, (way, token) in enumerate(coming):
+        q, k, v = _End.apply(way, token)  # pyright: ignore[reportGeneralTypeIssues]
+        q, k, v = rows(q, (0, whole[0])), rows(k, (0, whole[1])), rows(v, (0, whole[1]))
+        how = {**options, "version": version}
+        if options.get("sinks") is not None:
+            how["sinks"] = options["sinks"].narrow(0, (ranks.rank * lots + lot) * heads, heads)
+        if return_lse:
+            out, lse = padded(*attention(q, k, v, return_lse=True, **how), seqlen)
+            assert lse is not None
+            going.append(_begun(_Way(ranks, chunks, False, lots), out, lse.transpose(1, 2)[..., None]))
+        else:
+            out, _ = padded(attention(q, k, v, **how), None, seqlen)
+            going.append(_begun(_Way(ranks, chunks, False, lots), out))
+    found = [_End.apply(way, token) for way, token in going]
+    out, *lse = (_cat(x, 4).flatten(3, 4).flatten(1, 2) for x in zip(*found, strict=True))  # pyright: ignore[reportArgumentType]
+    return out, lse[0][..., 0].transpose(1, 2) if lse else None
 
 
-def _exchange(ranks: Ranks, chunks: int, to_heads: bool, *xs: Tensor) -> tuple[Tensor, ...]:
-    return _Exchange.apply(ranks, chunks, to_heads, *xs)  # pyright: ignore[reportReturnType]
+class _Way:
+    """Tensors on their way from a shard's rows, `(batch, chunks, rows, ranks, heads, head_dim)`, to a rank's heads of
+    all rows, `(batch, seqlen, heads, head_dim)`, or back; and their gradients on the opposite way. They are one of so
+    many lots."""
+
+    def __init__(self, ranks: Ranks, chunks: int, to_heads: bool, lots: int) -> None:
+        self.ranks, self.chunks, self.to_heads, self.lots = ranks, chunks, to_heads, lots
+        self.begun: tuple[bool, list[Tensor], Works]
+        self.given: list[bool] = []
+
+    def begin(self, xs: Sequence[Tensor], to_heads: bool) -> None:
+        """All set out at once."""
+        begin = _begin_heads if to_heads else _begin_rows
+        begun = [begin(x, self.ranks, self.chunks) for x in xs]
+        self.begun = (
+            to_heads,
+            [into for into, _ in begun],
+            swapped([lot for _, lots in begun for lot in lots], self.ranks),
+        )
+
+    def end(self) -> tuple[Tensor, ...]:
+        """They are here."""
+        to_heads, came, works = self.begun
+        works.wait()
+        del self.begun
+        if to_heads and self.lots > 1:  # other lots are on their way while this one is worked on
+            ahead(came[0])
+        if to_heads:  # (chunks of the whole, batch, seqlen, heads, head_dim): no copy of a batch of one
+            return tuple(into.transpose(0, 1).flatten(1, 2) for into in came)
+        return tuple(into.permute(2, 0, 3, 1, 4, 5) for into in came)
 
 
-class _Exchange(torch.autograd.Function):
+def _begun(way: _Way, *xs: Tensor) -> tuple[_Way, Tensor]:
+    return way, _Begin.apply(way, *xs)  # pyright: ignore[reportReturnType]
+
+
+class _Begin(torch.autograd.Function):
+    """Has tensors set out; backward, their gradients are here. What is returned is empty, and ties it to `_End`."""
+
     @staticmethod
-    def forward(ctx: Any, ranks: Ranks, chunks: int, to_heads: bool, *xs: Tensor):
-        ctx.ranks, ctx.chunks, ctx.to_heads = ranks, chunks, to_heads
+    def forward(ctx: Any, way: _Way, *xs: Tensor):
+        ctx.way = way
+        way.begin(xs, way.to_heads)
+        return xs[0].new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
+        found = iter(ctx.way.end())
+        return None, *(next(found) if given else None for given in ctx.way.given)
+
+
+class _End(torch.autograd.Function):
+    """They are here; backward, their gradients set out."""
+
+    @staticmethod
+    def forward(ctx: Any, way: _Way, _: Tensor):
+        ctx.way = way
         ctx.set_materialize_grads(False)
-        return _all_heads_or_rows(ranks, chunks, to_heads, xs)
+        return way.end()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
         # What has no gradient on this rank has none on the others: they make the same call.
         there = [dx for dx in gradients if dx is not None]
-        found = iter(_all_heads_or_rows(ctx.ranks, ctx.chunks, not ctx.to_heads, there))
-        return None, None, None, *(None if dx is None else next(found) for dx in gradients)
+        ctx.way.given = [dx is not None for dx in gradients]
+        ctx.way.begin(there, not ctx.way.to_heads)
+        return None, there[0].new_zeros(0)
 
 
-def _all_heads_or_rows(ranks: Ranks, chunks: int, to_heads: bool, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """All heads of a shard's rows as a rank's heads of all rows, or back; all on their way at once."""
-    begin = _begin_heads if to_heads else _begin_rows
-    begun = [begin(x, ranks, chunks) for x in xs]
-    swapped([lot for _, lots in begun for lot in lots], ranks).wait()
-    if to_heads:  # (chunks of the whole, batch, seqlen, heads, head_dim): no copy of a batch of one
-        return tuple(into.transpose(0, 1).flatten(1, 2) for into, _ in begun)
-    # (chunks of a shard, ranks, batch, seqlen, heads, head_dim)
-    return tuple(into.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).flatten(1, 2) for into, _ in begun)
+def _cat(xs: Sequence[Tensor], dim: int) -> Tensor:
+    return xs[0] if len(xs) == 1 else torch.cat(list(xs), dim)
 
 
 def _places(ranks: Ranks, chunks: int) -> list[list[int]]:
@@ -107,8 +173,7 @@ Lots = list[tuple[Sequence[Tensor], Sequence[Tensor]]]
 
 
 def _begin_heads(x: Tensor, ranks: Ranks, chunks: int) -> tuple[Tensor, Lots]:
-    parts = x.unflatten(2, (ranks.size, -1)).unflatten(1, (chunks, -1))
-    to = parts.permute(1, 3, 0, 2, 4, 5).contiguous()
+    to = x.permute(1, 3, 0, 2, 4, 5).contiguous()
     into = to.new_empty((chunks * ranks.size, *to.shape[2:]))
     places = _places(ranks, chunks)
     return into, [(lot.unbind(), [into[at] for at in of]) for lot, of in zip(to, places, strict=True)]
