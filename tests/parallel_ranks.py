@@ -251,7 +251,7 @@ def in_lots(run: Callable[[Any], None]) -> Callable[[Any], None]:
     """A case in which a rank's heads go in as many lots as there may be, however small."""
 
     def run_in_lots(group: Any) -> None:
-        least, ulysses.LEAST_LOT = ulysses.LEAST_LOT, 0
+        least, ulysses.LEAST_LOT = ulysses.LEAST_LOT, 1.0
         try:
             run(group)
         finally:
@@ -260,18 +260,8 @@ def in_lots(run: Callable[[Any], None]) -> Callable[[Any], None]:
     return run_in_lots
 
 
-for _name in (
-    "causal",
-    "contiguous",
-    "gqa",
-    "sinks",
-    "cross",
-    "packed",
-    "packed_window",
-    "odd_causal",
-    "caches",
-    "mask",
-):
+IN_LOTS = ("packed", "packed_contiguous", "packed_full", "packed_two_sided", "packed_sinks", "odd_packed")
+for _name in IN_LOTS:
     _more = replace(SHAPES[_name], heads=16, heads_kv=8)
     for _ranks in (2, 4):
         CASES[f"{_name}-ulysses_in_lots-{_ranks}"] = Case(_ranks, in_lots(of_shape(_more, "ulysses")))
@@ -724,7 +714,7 @@ def _come_late(group: Any) -> None:
     stream = torch.cuda.Stream()
     for method in ("gather", "ulysses", "ring", "halo"):
         shape = replace(JUDGED["causal"], seqlen=4096, heads=16, heads_kv=8)
-        if method == "halo":
+        if method in ("ulysses", "halo"):
             shape = replace(shape, options=CAUSAL | {"max_seqlen_q": 900}, lengths=(700, 900, 500, 0, 900, 1, 800, 200))
         given = tensors, options, dout, dlse = whole(shape)
         options["deterministic"] = True

@@ -16,7 +16,6 @@ from typing import NamedTuple
 from flashzoo.integers import cdiv
 from flashzoo.parallel.halo import planned
 from flashzoo.parallel.pieces import Band
-from flashzoo.parallel.ulysses import lots_of
 
 FORWARD_RATE, BACKWARD_RATE = 700e12, 620e12
 """FLOP/s of one GPU, bf16, head_dim 128, causal."""
@@ -180,22 +179,13 @@ def of_ring(s: Sizes) -> Costs:
 
 
 def of_ulysses(s: Sizes, copies: int) -> Costs:
-    """All-to-all of q, k, v and out; backward the same. Of k and v, `copies` where ranks share a head. All but one lot
-    of it is beside work."""
-    share = s.itemsize / s.ranks
-    queries, held = s.batch * s.seqlen_q * s.heads * s.head_dim * share, s.keys * copies / s.ranks
-    outs = s.batch * s.seqlen_q * s.heads * s.head_dim_v * share
-    others = (s.ranks - 1) / s.ranks
-    lots = lots_of(s.heads_kv * copies // s.ranks, (queries + held) * others)
-    received = (queries + held + outs) * others
-    work = 0.0 if s.packed else s.flops(pairs(s.seqlen_q, s.seqlen_k, s.band)) / s.ranks / FORWARD_RATE
-    copied = 4 * (queries + held + outs) / MEMORY
-
-    def cost(work: float) -> Cost:
-        sent = seconds(received, s.ranks)
-        return Cost(received, sent - min(sent, work) * (1 - 1 / lots) + copied + lots * LATENCY)
-
-    return Costs(cost(work), _if_grad(s, cost(_backward(work))), held)
+    """All-to-all of q, k, v and out; backward the same. Of k and v, `copies` where ranks share a head."""
+    queries = s.batch * s.seqlen_q * s.heads * (s.head_dim + s.head_dim_v) * s.itemsize
+    held = s.keys * copies / s.ranks
+    received = (queries / s.ranks + held) * (s.ranks - 1) / s.ranks
+    copied = 4 * (queries / s.ranks + held) / MEMORY
+    cost = Cost(received, seconds(received, s.ranks) + copied + LATENCY)
+    return Costs(cost, _if_grad(s, cost), held)
 
 
 def of_halo(s: Sizes) -> Costs:

@@ -9,8 +9,8 @@ DeepSpeed Ulysses, Jacobs et al. 2023, arXiv:2309.14509:
 Backward the same, gradients in place of tensors. Where ranks don't share out the heads of k evenly, each is sent to as
 many ranks as read it, and its gradients are summed.
 
-A rank's heads go in lots, as many as are large enough: while one is worked on the next one comes, and out of the one
-before goes.
+Of packed sequences a rank's heads go in lots, where they are large enough: while one is worked on the next one comes,
+and out of the one before goes.
 """
 
 from __future__ import annotations
@@ -30,13 +30,18 @@ from flashzoo.parallel.layout import numbers_of
 from flashzoo.parallel.parts import padded, rows
 
 MOST_LOTS = 4
-LEAST_LOT = 16_000_000
-"""Bytes of q, k and v that a rank gets in a lot: a collective of fewer has not NVLink's rate."""
+LEAST_LOT = 100e6
+"""Bytes of q, k and v that a rank gets in a lot: sooner than of fewer the host has one more lot's calls ready."""
 
 
-def lots_of(heads_kv: int, received: float) -> int:
-    """In how many lots a rank's heads go, of which it has so many of keys, and gets so many bytes of q, k and v."""
-    return max(n for n in range(1, MOST_LOTS + 1) if n == 1 or (heads_kv % n == 0 and received >= n * LEAST_LOT))
+def lots_of(heads_kv: int, received: float, packed: bool) -> int:
+    """In how many lots a rank's heads go, of which it has so many of keys, and gets so many bytes of q, k and v.
+
+    One sequence in one: its work is long beside what is sent, and slower beside it by as much as is hidden.
+    """
+    return max(
+        n for n in range(1, MOST_LOTS + 1) if n == 1 or (packed and heads_kv % n == 0 and received >= n * LEAST_LOT)
+    )
 
 
 def copies_of(heads_kv: int, size: int) -> int:
@@ -65,7 +70,7 @@ def attend(
     if copies > 1:
         k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
     received = sum(prod(x.shape) * x.element_size() for x in (q, k, v)) * (ranks.size - 1) / ranks.size
-    lots = lots_of(k.shape[2] // ranks.size, received)
+    lots = lots_of(k.shape[2] // ranks.size, received, options.get("cu_seqlens_q") is not None)
     heads = q.shape[2] // (ranks.size * lots)
     seqlen = q.shape[1] * ranks.size
     # (batch, chunks, rows, ranks, heads, head_dim) of each lot
