@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from bench import runs, scaling
+from bench.parallel import GRAPH
 from bench.readmes import Sections, origin, ratio, table
 from bench.rows import read
 from bench.runs import Row
@@ -54,18 +55,27 @@ Speeds = dict[Cell, dict[str, float]]
 
 
 class Kind(NamedTuple):
-    """Of what there is a table: one sequence or documents, and a number of GPUs."""
+    """Of what there is a table: one sequence or documents, a number of GPUs, and whether calls were captured in CUDA
+    graphs."""
 
     lengths: str
     gpus: int
+    captured: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.gpus} GPUs, {WHAT[self.lengths]}{', in CUDA graphs' if self.captured else ''}"
 
 
 def last_runs(rows: list[Row]) -> dict[Kind, list[Row]]:
     """The results of the last run of each kind."""
     mine = [row for row in runs.measured(rows) if row.get("gpus")]
-    of = {Kind(row["lengths"], int(row["gpus"])): row["run"] for row in mine if row["gpus"] != "1"}
+
+    def kind_of(row: Row) -> Kind:
+        return Kind(row["lengths"], int(row["gpus"]), row["impl"].endswith(GRAPH))
+
+    of = {kind_of(row): row["run"] for row in mine if row["gpus"] != "1"}
     return {
-        kind: [row for row in mine if row["run"] == run and row["lengths"] == kind.lengths]
+        kind: [row for row in mine if row["run"] == run and kind_of(row)._replace(gpus=kind.gpus) == kind]
         for kind, run in sorted(of.items())
     }
 
@@ -78,7 +88,7 @@ def speeds(mine: list[Row], gpus: int) -> Speeds:
         if shared in (1, gpus):
             heads, heads_kv, head_dim = (int(row[name]) for name in ("heads", "heads_kv", "head_dim"))
             cell = Cell(row["pass"], heads, heads_kv, head_dim, row["lengths"], int(row["seqlen_q"]) // shared)
-            found.setdefault(cell, {})[row["impl"]] = float(row["tflops"]) / shared
+            found.setdefault(cell, {})[row["impl"].removesuffix(GRAPH)] = float(row["tflops"]) / shared
     return dict(sorted(found.items(), key=lambda of: (bool(of[0].lengths), of[0].heads_kv, of[0].pass_, of[0].tokens)))
 
 
@@ -95,9 +105,9 @@ def measured(rows: list[Row]) -> Iterator[str]:
 def _of_run(mine: list[Row], kind: Kind) -> Iterator[str]:
     gpus, cells = kind.gpus, speeds(mine, kind.gpus)
     there = [name for name in NAMES if any(name in cell for cell in cells.values())]
-    what, last = WHAT[kind.lengths], mine[-1]
+    last = mine[-1]
     yield (
-        f"**{gpus} GPUs, {what}.** {last['dtype']}, causal, head_dim {last['head_dim']}. {origin(last)}, commit "
+        f"**{kind}.** {last['dtype']}, causal, head_dim {last['head_dim']}. {origin(last)}, commit "
         f"{last['commit']}. TFLOP/s a GPU, and in brackets over those of one GPU at as many tokens a GPU."
     )
 
@@ -148,7 +158,7 @@ def _over_rivals(cells: Speeds) -> Iterator[str]:
 
 def headline(rows: list[Row]) -> Iterator[str]:
     """Of one sequence on most GPUs, trained: how fast, of one GPU and of torch's way, by tokens a GPU."""
-    found = {kind: mine for kind, mine in last_runs(rows).items() if not kind.lengths}
+    found = {kind: mine for kind, mine in last_runs(rows).items() if kind == ("", kind.gpus, False)}
     if not found:
         return
     kind = max(found)
@@ -198,6 +208,8 @@ def points(rows: list[Row], tokens: int, heads: int, heads_kv: int) -> dict[str,
     """By method and number of GPUs, the measured share of one GPU's speed, of both passes of one sequence."""
     cell, found = Cell("fwd_bwd", heads, heads_kv, scaling.HEAD_DIM, "", tokens), {}
     for kind, mine in last_runs(rows).items():
+        if kind.captured:
+            continue
         of = speeds(mine, kind.gpus).get(cell, {})
         for method in scaling.METHODS:
             if ALONE in of and f"parallel_{method}" in of:

@@ -236,6 +236,10 @@ def test_several_gpus_have_a_section_of_their_own():
     assert "1.39x (worst 1.39x) as fast as torch's `context_parallel`, faster in 2 of 2 cells" in of_two
     assert "1.94x (worst 1.94x) as fast as a plain ring, faster in 2 of 2 cells" in of_two
     assert "`auto` is 1.94x (worst 1.94x) as fast as a plain ring, faster in 1 of 1 cells" in documents
+    captured = [*rows, *(row | {"impl": f"{row['impl']}_graph"} for row in _several("graphs", 2))]
+    text = "\n".join(several.measured(captured))
+    assert "**2 GPUs, one sequence, in CUDA graphs.**" in text and "**2 GPUs, one sequence.**" in text
+    assert list(several.headline(captured)) == list(several.headline(rows))
     later = [*rows, *(row for row in _several("later", 2) if row["lengths"])]
     assert [mine[0]["run"] for mine in several.last_runs(later).values()] == ["new", "four", "later", "four"]
     model = scaling.shares(2, 32768, 32, 8)
