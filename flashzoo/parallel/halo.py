@@ -35,7 +35,7 @@ from flashzoo.integers import cdiv
 from flashzoo.parallel.exchange import Works, ahead, met, moved
 from flashzoo.parallel.groups import Ranks
 from flashzoo.parallel.layout import numbers_of
-from flashzoo.parallel.parts import Given, Sum, rows, sum_dtype, sum_of_sinks
+from flashzoo.parallel.parts import Given, Sum, one_behind_the_other, rows, sum_dtype, sum_of_sinks
 from flashzoo.parallel.pieces import Band, Span, cut
 
 Move = tuple[int, Span, Span]
@@ -207,7 +207,9 @@ def whose(cu_seqlens: Tensor, plan: Plan, longest: int) -> Whose:
         of_q += [mine[:1], mine] if of_q else [mine]
         of_k += [of_k[-1][-1:], mine] if of_k else [mine]
         first_row += b - a
-    return Whose({"cu_seqlens_q": _cat(of_q, 0), "cu_seqlens_k": _cat(of_k, 0)}, tuple(across))
+    return Whose(
+        {"cu_seqlens_q": one_behind_the_other(of_q, 0), "cu_seqlens_k": one_behind_the_other(of_k, 0)}, tuple(across)
+    )
 
 
 def _across(cu_seqlens: Tensor, edge: Edge, longest: int) -> tuple[Tensor, Tensor]:
@@ -287,7 +289,7 @@ class _Halo(torch.autograd.Function):
                 dq, dk, dv, *more = _backward(part, of_k, of_v, how, across.cu_seqlens)
                 of_edges.append((edge, dq, dk, dv))
                 dsinks += more
-        of_keys = [_cat(x, 1) for x in list(zip(*of_edges, strict=True))[2:]]
+        of_keys = [one_behind_the_other(x, 1) for x in list(zip(*of_edges, strict=True))[2:]]
         came, works = _sent_home(ctx.ranks, plan, (k, v), of_keys)
         dq, dk, dv, *more = _backward(own, k, v, how, of.cu_seqlens)
         for edge, share, *_ in of_edges:
@@ -332,7 +334,3 @@ def _sent_home(
     works = moved(gives, gets, ranks)
     ahead(own[0])
     return came, works
-
-
-def _cat(xs: Sequence[Tensor], dim: int) -> Tensor:
-    return xs[0] if len(xs) == 1 else torch.cat(list(xs), dim)

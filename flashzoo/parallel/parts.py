@@ -101,6 +101,11 @@ def rows(x: Tensor, span: Span) -> Tensor:
     return x if span == (0, x.shape[1]) else x[:, slice(*span)]
 
 
+def one_behind_the_other(xs: Sequence[Tensor], dim: int) -> Tensor:
+    """As one tensor, without a copy where there is but one."""
+    return xs[0] if len(xs) == 1 else torch.cat(list(xs), dim)
+
+
 def join(parts: Sequence[Part], out: Tensor, lse: Tensor) -> None:
     """All parts of each row merged into out and lse, of all rows, which may be a part's own: in float32, rounded once.
 

@@ -27,7 +27,7 @@ from flashzoo import attention
 from flashzoo.parallel.exchange import Works, ahead, swapped
 from flashzoo.parallel.groups import Ranks
 from flashzoo.parallel.layout import numbers_of
-from flashzoo.parallel.parts import padded, rows
+from flashzoo.parallel.parts import one_behind_the_other, padded, rows
 
 MOST_LOTS = 4
 LEAST_LOT = 100e6
@@ -90,7 +90,7 @@ def attend(
             out, _ = padded(attention(q, k, v, **how), None, seqlen)
             going.append(_begun(_Way(ranks, chunks, False, lots), out))
     found = [_End.apply(way, token) for way, token in going]
-    out, *lse = (_cat(x, 4).flatten(3, 4).flatten(1, 2) for x in zip(*found, strict=True))  # pyright: ignore[reportArgumentType]
+    out, *lse = (one_behind_the_other(x, 4).flatten(3, 4).flatten(1, 2) for x in zip(*found, strict=True))  # pyright: ignore[reportArgumentType]
     return out, lse[0][..., 0].transpose(1, 2) if lse else None
 
 
@@ -163,10 +163,6 @@ class _End(torch.autograd.Function):
         ctx.way.given = [dx is not None for dx in gradients]
         ctx.way.begin(there, not ctx.way.to_heads)
         return None, there[0].new_zeros(0)
-
-
-def _cat(xs: Sequence[Tensor], dim: int) -> Tensor:
-    return xs[0] if len(xs) == 1 else torch.cat(list(xs), dim)
 
 
 def _places(ranks: Ranks, chunks: int) -> list[list[int]]:
