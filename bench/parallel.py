@@ -43,6 +43,7 @@ from bench.lengths import lengths
 from bench.rows import FAILED, REFUSED, Results, Row, head_commit, results_path, time_columns
 from flashzoo import parallel
 from flashzoo.parallel.layout import Layout
+from flashzoo.timing import captured
 
 PASSES = {"fwd": 1.0, "fwd_bwd": 3.5}
 """FLOPs of a pass, over the forward pass's."""
@@ -183,22 +184,16 @@ def results(call: Call, tensors: Sequence[Tensor], pass_: str) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
 
 
-def captured(run: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
-    """A replay of one call, which gives the same tensors each time."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()  # ranks agree, and kernels compile
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own thread looks at events meanwhile
-        found = run()
+def replayed(run: Callable[[], list[Tensor]], device: str) -> Callable[[], list[Tensor]]:
+    """A call captured in a CUDA graph, which gives the same tensors each time."""
+    # NCCL's own thread looks at events meanwhile
+    replay, found = captured([run], device, capture_error_mode="thread_local")
 
-    def replay() -> list[Tensor]:
-        graph.replay()
+    def again() -> list[Tensor]:
+        replay()
         return found
 
-    return replay
+    return again
 
 
 def errors(found: Sequence[Tensor], expected: Sequence[Tensor], group: Any) -> tuple[float, float, float]:
@@ -278,7 +273,7 @@ def measure(cell: Cell, args: argparse.Namespace, group: Any, clock: Clock | Non
             try:
                 with CONTENDERS[name](inputs, group) as (call, tensors):
                     run = partial(results, call, tensors, cell.pass_)
-                    run = captured(run) if args.graphs else run
+                    run = replayed(run, args.device) if args.graphs else run
                     if turn:
                         found[name] += times(run, args.ms, args.device, group)
                     elif name != "auto":

@@ -158,7 +158,7 @@ def _over_rivals(cells: Speeds) -> Iterator[str]:
 
 def headline(rows: list[Row]) -> Iterator[str]:
     """Of one sequence on most GPUs, trained: how fast, of one GPU and of torch's way, by tokens a GPU."""
-    found = {kind: mine for kind, mine in last_runs(rows).items() if kind == ("", kind.gpus, False)}
+    found = {kind: mine for kind, mine in last_runs(rows).items() if not (kind.lengths or kind.captured)}
     if not found:
         return
     kind = max(found)

@@ -174,11 +174,14 @@ def with_peak(run: Callable[[], Returned], device: torch.device | str) -> tuple[
     return returned, torch.cuda.max_memory_allocated(device) - before
 
 
-def captured(calls: Sequence[Callable[[], Returned]], device: torch.device | str) -> tuple[Operation, Returned]:
+def captured(
+    calls: Sequence[Callable[[], Returned]], device: torch.device | str, capture_error_mode: str = "global"
+) -> tuple[Operation, Returned]:
     """All of the calls, one after another, as one operation; and what the first returns, on a GPU written anew.
 
     On a GPU the operation is the replay of a CUDA graph, which costs the host one launch however many calls there are,
     and keeps alive nothing that they read. Before it is captured they are made, on the stream that it is captured on.
+    `capture_error_mode` is that of `torch.cuda.graph`: whose calls, of a kind that no capture allows, end it.
     """
     if torch.device(device).type == "cpu":
         return lambda: [call() for call in calls], calls[0]()
@@ -189,7 +192,7 @@ def captured(calls: Sequence[Callable[[], Returned]], device: torch.device | str
             for call in calls:
                 call()
             side.synchronize()
-        with torch.cuda.graph(graph, stream=side):
+        with torch.cuda.graph(graph, stream=side, capture_error_mode=capture_error_mode):
             returned = [call() for call in calls]
     torch.cuda.current_stream(device).wait_stream(side)
     return graph.replay, returned[0]

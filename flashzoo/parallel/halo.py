@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flashzoo import attention, attention_backward
+from flashzoo import attention
 from flashzoo.integers import cdiv
 from flashzoo.parallel.exchange import Works, ahead, met, moved
 from flashzoo.parallel.groups import Ranks
@@ -281,17 +281,17 @@ class _Halo(torch.autograd.Function):
         of_edges, dsinks = [], []
         for edge, across in zip(plan.edges, of.across, strict=True):
             if edge.has_queries:
-                part = _of_rows(given, edge.rows)
+                part = given.of(edge.rows)
                 if sinks is not None:  # whose gradient is a sum over the rows of a call, and each is of one
                     part = part._replace(lse=part.lse.masked_fill(~across.queries, -inf))
                     rows(own.lse.mT, edge.rows).masked_fill_(across.queries[:, None], -inf)
                 of_k, of_v = (rows(x, edge.at) for x in keys)
-                dq, dk, dv, *more = _backward(part, of_k, of_v, how, across.cu_seqlens)
+                dq, dk, dv, *more = part.backward(of_k, of_v, **how, **across.cu_seqlens)
                 of_edges.append((edge, dq, dk, dv))
                 dsinks += more
         of_keys = [one_behind_the_other(x, 1) for x in list(zip(*of_edges, strict=True))[2:]]
         came, works = _sent_home(ctx.ranks, plan, (k, v), of_keys)
-        dq, dk, dv, *more = _backward(own, k, v, how, of.cu_seqlens)
+        dq, dk, dv, *more = own.backward(k, v, **how, **of.cu_seqlens)
         for edge, share, *_ in of_edges:
             rows(dq, edge.rows).add_(share)
         every = (0, k.shape[1])
@@ -306,21 +306,6 @@ class _Halo(torch.autograd.Function):
                 total.add(src, share)
         dk, dv = (total.whole().to(k.dtype) for total in sums)
         return None, None, None, None, dq, dk, dv, sum_of_sinks([*dsinks, *more], sinks)
-
-
-def _of_rows(given: Given, span: Span) -> Given:
-    """Of these rows alone."""
-    dout, q, out = (rows(x, span) for x in (given.dout, given.q, given.out))
-    dlse = None if given.dlse is None else rows(given.dlse.mT, span).mT
-    return Given(dout, dlse, q, out, rows(given.lse.mT, span).mT)
-
-
-def _backward(
-    given: Given, k: Tensor, v: Tensor, how: Mapping[str, Any], cu_seqlens: Mapping[str, Any]
-) -> tuple[Tensor, ...]:
-    """One call's dq, dk, dv, and dsinks where sinks."""
-    dout, dlse, q, out, lse = given
-    return attention_backward(dout, q, k, v, out, lse, dlse=dlse, **how, **cu_seqlens)
 
 
 def _sent_home(

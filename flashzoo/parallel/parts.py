@@ -85,15 +85,22 @@ class Given(NamedTuple):
     out: Tensor
     lse: Tensor
 
+    def of(self, span: Span) -> Given:
+        """Of these rows alone."""
+        dout, q, out = (rows(x, span) for x in (self.dout, self.q, self.out))
+        dlse = None if self.dlse is None else self.dlse[:, :, slice(*span)]
+        return Given(dout, dlse, q, out, self.lse[:, :, slice(*span)])
+
+    def backward(self, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        """One call's dq, dk, dv, and dsinks where sinks."""
+        return attention_backward(self.dout, self.q, k, v, self.out, self.lse, dlse=self.dlse, **options)
+
 
 def backward(
     given: Given, k: Tensor, v: Tensor, piece: Piece, how: How, sinks: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """One call's dq, dk, dv, and dsinks where sinks."""
-    dout, q, out = (rows(x, piece.q) for x in (given.dout, given.q, given.out))
-    lse, dlse = (None if x is None else x[:, :, slice(*piece.q)] for x in (given.lse, given.dlse))
-    assert lse is not None
-    return attention_backward(dout, q, rows(k, piece.k), rows(v, piece.k), out, lse, dlse=dlse, **how.of(piece, sinks))
+    """That of `forward`, on the same rows."""
+    return given.of(piece.q).backward(rows(k, piece.k), rows(v, piece.k), **how.of(piece, sinks))
 
 
 def rows(x: Tensor, span: Span) -> Tensor:

@@ -16,7 +16,7 @@ and out of the one before goes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import gcd, prod
+from math import gcd
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from flashzoo.parallel.parts import one_behind_the_other, padded, rows
 
 MOST_LOTS = 4
 LEAST_LOT = 100e6
-"""Bytes of q, k and v that a rank gets in a lot: sooner than of fewer the host has one more lot's calls ready."""
+"""Bytes of q, k and v that a rank gets in a lot: of fewer the host is longer at its calls than the exchange takes."""
 
 
 def lots_of(heads_kv: int, received: float, packed: bool) -> int:
@@ -69,7 +69,7 @@ def attend(
     copies = copies_of(k.shape[2], ranks.size)
     if copies > 1:
         k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
-    received = sum(prod(x.shape) * x.element_size() for x in (q, k, v)) * (ranks.size - 1) / ranks.size
+    received = sum(x.nbytes for x in (q, k, v)) * (ranks.size - 1) / ranks.size
     lots = lots_of(k.shape[2] // ranks.size, received, options.get("cu_seqlens_q") is not None)
     heads = q.shape[2] // (ranks.size * lots)
     seqlen = q.shape[1] * ranks.size
