@@ -19,6 +19,7 @@ from torch import Tensor
 from flashzoo.integers import cdiv
 from flashzoo.parallel.exchange import gathered
 from flashzoo.parallel.groups import form_of, ranks_of
+from flashzoo.parallel.parts import one_behind_the_other
 
 Layout = Literal["zigzag", "contiguous"]
 LAYOUTS = ("zigzag", "contiguous")
@@ -83,7 +84,7 @@ def shard(x: Tensor, group: Any, dim: int = 1, layout: Layout = "zigzag", pad: f
         shape = list(x.shape)
         shape[dim] = missing
         mine.append(x.new_full(shape, 0 if pad is None else pad))
-    return mine[0] if len(mine) == 1 else torch.cat(mine, dim)
+    return one_behind_the_other(mine, dim)
 
 
 def unshard(x: Tensor, group: Any, dim: int = 1, layout: Layout = "zigzag", seqlen: int | None = None) -> Tensor:
