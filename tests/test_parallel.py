@@ -207,26 +207,32 @@ def test_every_rank_has_the_keys_of_its_halo(band, chunks, whole, longest):
     size=strategies.integers(1, 4),
     chunks=strategies.sampled_from([1, 2]),
     band=strategies.sampled_from([(None, 0), (None, None), (6, 0), (0, 0)]),
+    too_low=strategies.integers(0, 40),
 )
-def test_each_row_sees_in_one_call_what_it_sees_in_the_whole(lengths, more, first, size, chunks, band):
-    """Whatever sequences are of rows, with rows before the first and behind the last, and padding."""
+def test_each_row_sees_in_one_call_what_it_sees_in_the_whole(lengths, more, first, size, chunks, band, too_low):
+    """Whatever sequences are of rows, with rows before the first and behind the last, and padding; or it is said to be
+    lost, where its sequence is longer than was said."""
     cu_seqlens = torch.tensor((first, *lengths)).cumsum(0).int()
-    whole, longest = int(cu_seqlens[-1]) + more, max(lengths)
+    whole, longest = int(cu_seqlens[-1]) + more, max(0, max(lengths) - too_low)
     step = max(1, -(-whole // (size * chunks)))
     seen = Ranges(cu_seqlens, cu_seqlens).visible(band, whole, whole)
+    length_of = torch.tensor([0] * first + [length for length in lengths for _ in range(length)] + [0] * more)
     for rank in range(size):
         plan = halo.planned(rank, size, step, chunks, whole, longest, band)
         of = halo.whose(cu_seqlens, plan, longest)
         rows = torch.cat([torch.arange(*chunk) for chunk in plan.chunks])
         found = torch.zeros(len(rows), whole, dtype=torch.int64)
         found[:, rows] += Ranges(*of.cu_seqlens.values()).visible(band, len(rows), len(rows))
+        lost = torch.zeros(len(rows), dtype=torch.bool)
         for edge, across in zip(plan.edges, of.across, strict=True):
             queries, keys = slice(*edge.rows), slice(*edge.keys)
             part = Ranges(*across.cu_seqlens.values()).visible(band, len(rows[queries]), edge.keys[1] - edge.keys[0])
-            assert torch.equal(part.any(1), across.queries) and not (found[queries][across.queries]).any()
+            assert torch.equal(part.any(1), across.queries) or longest < max(lengths)
+            assert not (found[queries][across.queries]).any()
             found[queries, keys] += part
-            assert not across.lost.any()
-        assert torch.equal(found, seen[rows].long())
+            lost[slice(*edge.own)] |= across.lost
+        assert torch.equal(found[~lost], seen[rows][~lost].long())
+        assert (length_of[rows][lost] > longest).all()
 
 
 LENGTHS = strategies.lists(strategies.integers(0, 60), max_size=25)
