@@ -103,7 +103,8 @@ def attention(
     else:
         out, lse = _of_rows(explanation, ranks, q, k, v, how, options)
     if packed:
-        out, lse = out[0], None if lse is None else lse[0]
+        # whose backward is a view: that of [0] writes a whole gradient
+        out, lse = out.squeeze(0), None if lse is None else lse.squeeze(0)
     return (out, lse) if return_lse else out
 
 

@@ -24,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf, nan
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ from torch.autograd.function import once_differentiable
 
 from flashzoo import attention
 from flashzoo.integers import cdiv
-from flashzoo.parallel.exchange import Works, ahead, met, moved
+from flashzoo.parallel.exchange import Works, ahead, exchanged
 from flashzoo.parallel.groups import Ranks
 from flashzoo.parallel.layout import numbers_of
 from flashzoo.parallel.parts import Given, Sum, one_behind_the_other, rows, sum_dtype, sum_of_sinks
@@ -61,6 +62,11 @@ class Edge:
     queries: Span
     keys: Span
     at: Span
+
+    @property
+    def at_first(self) -> bool:
+        """It is at the first border of the chunk, not at its last."""
+        return self.border == self.chunk[0]
 
     @property
     def has_queries(self) -> bool:
@@ -190,38 +196,41 @@ class Whose(NamedTuple):
 def whose(cu_seqlens: Tensor, plan: Plan, longest: int) -> Whose:
     """Made from the `cu_seqlens_q` of the whole, at which no host looks."""
     of_q, of_k, across, first_row = [], [], [], 0
-    for a, b in plan.chunks:
-        mine = cu_seqlens.clamp(a, b)
-        for edge in (edge for edge in plan.edges if edge.chunk == (a, b)):
-            (c, d), (e, f) = edge.queries, edge.keys
-            span, is_longer = _across(cu_seqlens, edge, longest)
-            inside = span.clamp(a, b)
-            first, end = inside.unbind()
-            mine = mine.clamp(min=end) if edge.border == a else mine.clamp(max=first)
-            row = torch.arange(a, b, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
-            has = (row >= first) & (row < end)
-            of_call = {"cu_seqlens_q": inside.clamp(c, d) - c, "cu_seqlens_k": span.clamp(e, f) - e}
-            across.append(Across(of_call, has[c - a : d - a], has & is_longer))
-        mine = mine + (first_row - a)
+    for chunk in plan.chunks:
+        mine = _within(cu_seqlens, chunk)
+        for edge in (edge for edge in plan.edges if edge.chunk == chunk):
+            span = _across(cu_seqlens, edge)
+            inside, row = _within(span, chunk), torch.arange(chunk[1] - chunk[0], device=cu_seqlens.device)
+            if edge.at_first:
+                has, mine = row < inside[1], mine.maximum(inside[1])
+            else:
+                has, mine = row >= inside[0], mine.minimum(inside[0])
+            of_call = {"cu_seqlens_q": _within(span, edge.queries), "cu_seqlens_k": _within(span, edge.keys)}
+            first, end = (row - chunk[0] for row in edge.queries)
+            across.append(Across(of_call, has[first:end], has & (span[1] - span[0] > longest)))
+        mine = mine + first_row if first_row else mine
         # Between two chunks there are queries without keys, and then keys without queries.
         of_q += [mine[:1], mine] if of_q else [mine]
         of_k += [of_k[-1][-1:], mine] if of_k else [mine]
-        first_row += b - a
+        first_row += chunk[1] - chunk[0]
     return Whose(
         {"cu_seqlens_q": one_behind_the_other(of_q, 0), "cu_seqlens_k": one_behind_the_other(of_k, 0)}, tuple(across)
     )
 
 
-def _across(cu_seqlens: Tensor, edge: Edge, longest: int) -> tuple[Tensor, Tensor]:
-    """First row and end of the sequence across a border, both the border where there is none, and whether it is longer
-    than was said."""
-    behind = torch.searchsorted(cu_seqlens, edge.border)
-    span = cu_seqlens.take(torch.stack((behind - 1, behind)).clamp_(0, len(cu_seqlens) - 1))
-    first, end = span.unbind()
-    is_across = (first < edge.border) & (end > edge.border)
-    if edge.border == edge.chunk[1]:  # one that is across both of a chunk's borders is of the first edge
-        is_across &= first >= edge.chunk[0]
-    return torch.where(is_across, span, edge.border), is_across & (end - first > longest)
+def _within(rows: Tensor, span: Span) -> Tensor:
+    """Where rows of the whole lie in a span of it, or at which of its ends."""
+    return (rows - span[0]).clamp_(0, span[1] - span[0])
+
+
+def _across(cu_seqlens: Tensor, edge: Edge) -> Tensor:
+    """First row and end of the sequence across a border; where there is none, what has no row on the chunk's side."""
+    sequences = (cu_seqlens if len(cu_seqlens) > 1 else cu_seqlens.expand(2)).unfold(0, 2, 1)
+    if edge.at_first:  # the last one that begins before it
+        return torch.where(sequences[:, :1] < edge.border, sequences, 0).amax(0)
+    # the first one that ends behind it; one that is across both of a chunk's borders is of the first edge
+    found = torch.where(sequences[:, 1:] > edge.border, sequences, torch.iinfo(sequences.dtype).max).amin(0)
+    return torch.where(found[:1] < edge.chunk[0], edge.border, found)
 
 
 def attend(
@@ -244,28 +253,23 @@ class _Halo(torch.autograd.Function):
         ctx: Any, ranks: Ranks, plan: Plan, of: Whose, how: Mapping[str, Any], q: Tensor, k: Tensor, v: Tensor,
         sinks: Tensor | None,
     ):  # fmt: skip
-        met(ranks, k)
-        keys = [x.new_empty((1, plan.at_hand, *x.shape[2:])) for x in (k, v)]
-        gives = [(to, rows(x, src).contiguous()) for to, src, _ in plan.gives for x in (k, v)]
-        works = moved(gives, [(of, rows(x, place)) for of, _, place in plan.gets for x in keys], ranks)
+        gives = [(to, rows(x, src)) for to, src, _ in plan.gives for x in (k, v)]
+        gets = [(of, (1, end - first, *x.shape[2:])) for of, _, (first, end) in plan.gets for x in (k, v)]
+        came, works = exchanged(gives, gets, k, ranks)
         ahead(k)
         options: dict[str, Any] = {**how, "sinks": sinks, "return_lse": True}
         out, lse = attention(q, k, v, **options, **of.cu_seqlens)
-        for src, place in plan.own:
-            for x, into in zip((k, v), keys, strict=True):
-                rows(into, place).copy_(rows(x, src))
         works.wait()
+        keys = _edges_keys(plan, k, came[::2]), _edges_keys(plan, v, came[1::2])
         for edge, across in zip(plan.edges, of.across, strict=True):
             if edge.has_queries:
                 of_k, of_v = (rows(x, edge.at) for x in keys)
                 found = attention(rows(q, edge.rows), of_k, of_v, **options, **across.cu_seqlens)
-                for x, into, has in (
-                    (found[0], rows(out, edge.rows), across.queries[:, None, None]),
-                    (found[1].mT, rows(lse.mT, edge.rows), across.queries[:, None]),
-                ):
-                    torch.where(has, x, into, out=into)
-            for x in (rows(out, edge.own)[..., 0], rows(lse.mT, edge.own)):
-                x.masked_fill_(across.lost[:, None], nan)
+                # In a call's rows of no sequence out is 0, and lse what it is of no key: as it is in one of the two.
+                rows(out, edge.rows).add_(found[0])
+                torch.maximum(of_rows := lse[:, :, slice(*edge.rows)], found[1], out=of_rows)
+            rows(out, edge.own)[..., 0].masked_fill_(across.lost[:, None], nan)
+            lse[:, :, slice(*edge.own)].masked_fill_(across.lost, nan)
         ctx.save_for_backward(q, k, v, out, lse, sinks, *keys)
         ctx.ranks, ctx.plan, ctx.of, ctx.how = ranks, plan, of, how
         ctx.set_materialize_grads(False)
@@ -308,14 +312,21 @@ class _Halo(torch.autograd.Function):
         return None, None, None, None, dq, dk, dv, sum_of_sinks([*dsinks, *more], sinks)
 
 
+def _edges_keys(plan: Plan, own: Tensor, came: Sequence[Tensor]) -> Tensor:
+    """The edges' keys, or values, of this rank's own and of what came of `gets`."""
+    parts = [(place, rows(own, src)) for src, place in plan.own]
+    parts += [(place, x) for (_, _, place), x in zip(plan.gets, came, strict=True)]
+    parts.sort(key=itemgetter(0))
+    return one_behind_the_other([x for _, x in parts], 1) if parts else own[:, :0]
+
+
 def _sent_home(
-    ranks: Ranks, plan: Plan, own: Sequence[Tensor], of_keys: Sequence[Tensor]
-) -> tuple[list[list[Tensor]], Works]:
+    ranks: Ranks, plan: Plan, own: tuple[Tensor, Tensor], of_keys: Sequence[Tensor]
+) -> tuple[list[Sequence[Tensor]], Works]:
     """Others' shares of the gradients of these, for each of `gives`, on their way here; this rank's are sent to whose
     keys they are of."""
-    came = [[x.new_empty((1, end - first, *x.shape[2:])) for _, (first, end), _ in plan.gives] for x in own]
-    gives = [(of, rows(x, place).contiguous()) for of, _, place in plan.gets for x in of_keys]
-    gets = [(to, shares[i]) for i, (to, _, _) in enumerate(plan.gives) for shares in came]
-    works = moved(gives, gets, ranks)
+    gives = [(of, rows(x, place)) for of, _, place in plan.gets for x in of_keys]
+    gets = [(to, (1, end - first, *x.shape[2:])) for to, _, (first, end) in plan.gives for x in own]
+    came, works = exchanged(gives, gets, own[0], ranks)
     ahead(own[0])
-    return came, works
+    return [came[::2], came[1::2]], works
