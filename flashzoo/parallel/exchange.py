@@ -9,8 +9,6 @@ NCCL's, and `ahead` lets that begin first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,7 +17,6 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from flashzoo.parallel.groups import Ranks
-from flashzoo.parallel.parts import one_behind_the_other
 
 HEAD_START = 20_000
 """Cycles of a GPU's clock, some 10 us: twice what a kernel takes to begin on another stream behind an event."""
@@ -74,7 +71,7 @@ def swapped(lots: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]], ranks: Ra
             into[ranks.rank].copy_(to[ranks.rank])
         others = [other for other in range(ranks.size) if other != ranks.rank]
         gives = [(other, to[other]) for to, _ in lots for other in others]
-        return _point_to_point(gives, [(other, into[other]) for _, into in lots for other in others], ranks)
+        return moved(gives, [(other, into[other]) for _, into in lots for other in others], ranks)
     device = lots[0][0][0].device
     with _coalescing_manager(ranks.group, device, async_ops=True) as manager:
         for to, into in lots:
@@ -82,47 +79,24 @@ def swapped(lots: Sequence[tuple[Sequence[Tensor], Sequence[Tensor]]], ranks: Ra
     return Works([manager], *(x for lot in lots for xs in lot for x in xs))
 
 
-def exchanged(
-    gives: Sequence[tuple[int, Tensor]], gets: Sequence[tuple[int, Sequence[int]]], like: Tensor, ranks: Ranks
-) -> tuple[list[Tensor], Works]:
-    """One message from each rank to each, of several tensors or of none: every rank takes part, also with nothing.
-
-    Args:
-        gives: to which rank, and what.
-        gets: of which rank, and of what shape. What goes from one rank to another is got in the order in which it is
-            given.
-        like: has the dtype and the device of all of them.
-
-    Returns:
-        What is got, in the order of `gets`.
-    """
-    sent, got = [0] * ranks.size, [0] * ranks.size
-    numbers = [prod(shape) for _, shape in gets]
-    for to, x in gives:
-        sent[to] += x.numel()
-    for (of, _), n in zip(gets, numbers, strict=True):
-        got[of] += n
-    out = [x.flatten() for _, x in sorted(gives, key=itemgetter(0))]
-    message = one_behind_the_other(out, 0) if out else like.new_empty(0)
-    came = like.new_empty(sum(numbers))
-    work = dist.all_to_all_single(came, message, got, sent, group=ranks.group, async_op=True)
-    found: list[Tensor] = [came] * len(gets)
-    order = sorted(range(len(gets)), key=lambda i: gets[i][0])
-    for i, x in zip(order, came.split([numbers[i] for i in order]), strict=True) if order else ():
-        found[i] = x.view(*gets[i][1])
-    return found, Works([work], message, came)
-
-
 def passed_on(x: Tensor, ranks: Ranks) -> tuple[Tensor, Works]:
     """The same of the rank before this one, where the one behind it gets x, which has no gaps."""
     before, behind = (ranks.rank - 1) % ranks.size, (ranks.rank + 1) % ranks.size
     came = torch.empty_like(x)
-    return came, _point_to_point([(behind, x)], [(before, came)], ranks)
+    return came, moved([(behind, x)], [(before, came)], ranks)
 
 
-def _point_to_point(gives: Sequence[tuple[int, Tensor]], gets: Sequence[tuple[int, Tensor]], ranks: Ranks) -> Works:
+def moved(gives: Sequence[tuple[int, Tensor]], gets: Sequence[tuple[int, Tensor]], ranks: Ranks) -> Works:
     """Tensors without gaps, each to a rank or from one. What goes from one to another is got in the order in which it
     is given."""
     ops = [dist.P2POp(dist.isend, x, group=ranks.group, group_peer=to) for to, x in gives]
     ops += [dist.P2POp(dist.irecv, x, group=ranks.group, group_peer=of) for of, x in gets]
     return Works(dist.batch_isend_irecv(ops) if ops else [], *(x for _, x in (*gives, *gets)))
+
+
+def met(ranks: Ranks, x: Tensor) -> None:
+    """Has all ranks of a group communicate once on x's GPU, before the first call in which some may have nothing to:
+    NCCL wants all of them where it begins."""
+    if x.is_cuda and not ranks.agreed.met:
+        gathered([x.new_zeros(1)], ranks)[1].wait()
+        ranks.agreed.met = True

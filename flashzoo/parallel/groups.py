@@ -45,12 +45,13 @@ def _told(form: Any) -> str:
 
 
 class _Agreed:
-    """What is remembered of a group: what was made of each kind of call that every rank is known to make alike, and
-    how often they were asked."""
+    """What is remembered of a group: what was made of each kind of call that every rank is known to make alike, how
+    often they were asked, and whether all of them are known to have communicated."""
 
     def __init__(self) -> None:
         self.kinds: dict[Kind, Any] = {}
         self.asked = 0
+        self.met = False
 
 
 _AGREED: WeakKeyDictionary[Any, _Agreed] = WeakKeyDictionary()

@@ -24,7 +24,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf, nan
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -33,10 +32,19 @@ from torch.autograd.function import once_differentiable
 
 from flashzoo import attention
 from flashzoo.integers import cdiv
-from flashzoo.parallel.exchange import Works, ahead, exchanged
+from flashzoo.parallel.exchange import Works, ahead, met, moved
 from flashzoo.parallel.groups import Ranks
 from flashzoo.parallel.layout import numbers_of
-from flashzoo.parallel.parts import Given, Sum, one_behind_the_other, rows, sum_dtype, sum_of_sinks
+from flashzoo.parallel.parts import (
+    Given,
+    Sum,
+    one_behind_the_other,
+    parted,
+    rows,
+    side_by_side,
+    sum_dtype,
+    sum_of_sinks,
+)
 from flashzoo.parallel.pieces import Band, Span, cut
 
 Move = tuple[int, Span, Span]
@@ -242,35 +250,39 @@ def attend(
         longest: no sequence has more rows.
         options: those of the call of the whole, version among them.
     """
-    of = whose(options["cu_seqlens_q"], plan, longest)
     how = {name: x for name, x in options.items() if "seqlen" not in name and name != "sinks"}
-    return _Halo.apply(ranks, plan, of, how, q, k, v, options.get("sinks"))  # pyright: ignore[reportReturnType]
+    given = plan, longest, options["cu_seqlens_q"], how
+    return _Halo.apply(ranks, *given, q, k, v, options.get("sinks"))  # pyright: ignore[reportReturnType]
 
 
 class _Halo(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, ranks: Ranks, plan: Plan, of: Whose, how: Mapping[str, Any], q: Tensor, k: Tensor, v: Tensor,
-        sinks: Tensor | None,
+        ctx: Any, ranks: Ranks, plan: Plan, longest: int, cu_seqlens: Tensor, how: Mapping[str, Any],
+        q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
     ):  # fmt: skip
-        gives = [(to, rows(x, src)) for to, src, _ in plan.gives for x in (k, v)]
-        gets = [(of, (1, end - first, *x.shape[2:])) for of, _, (first, end) in plan.gets for x in (k, v)]
-        came, works = exchanged(gives, gets, k, ranks)
-        ahead(k)
+        met(ranks, k)
+        keys = k.new_empty((1, plan.at_hand, k.shape[2:].numel() + v.shape[2:].numel()))
+        gives = [(to, side_by_side(rows(k, src), rows(v, src))) for to, src, _ in plan.gives]
+        works = moved(gives, [(of, rows(keys, place)) for of, _, place in plan.gets], ranks)
+        of = whose(cu_seqlens, plan, longest)
+        if not plan.edges:  # otherwise that was some 20 kernels, which are as good
+            ahead(k)
         options: dict[str, Any] = {**how, "sinks": sinks, "return_lse": True}
         out, lse = attention(q, k, v, **options, **of.cu_seqlens)
+        for src, place in plan.own:
+            for x, into in zip((k, v), _parted(keys, k), strict=True):
+                rows(into, place).copy_(rows(x, src))
         works.wait()
-        keys = _edges_keys(plan, k, came[::2]), _edges_keys(plan, v, came[1::2])
         for edge, across in zip(plan.edges, of.across, strict=True):
             if edge.has_queries:
-                of_k, of_v = (rows(x, edge.at) for x in keys)
-                found = attention(rows(q, edge.rows), of_k, of_v, **options, **across.cu_seqlens)
+                found = attention(rows(q, edge.rows), *_parted(rows(keys, edge.at), k), **options, **across.cu_seqlens)
                 # In a call's rows of no sequence out is 0, and lse what it is of no key: as it is in one of the two.
                 rows(out, edge.rows).add_(found[0])
                 torch.maximum(of_rows := lse[:, :, slice(*edge.rows)], found[1], out=of_rows)
             rows(out, edge.own)[..., 0].masked_fill_(across.lost[:, None], nan)
             lse[:, :, slice(*edge.own)].masked_fill_(across.lost, nan)
-        ctx.save_for_backward(q, k, v, out, lse, sinks, *keys)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, keys)
         ctx.ranks, ctx.plan, ctx.of, ctx.how = ranks, plan, of, how
         ctx.set_materialize_grads(False)
         return out, lse
@@ -278,7 +290,7 @@ class _Halo(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, out, lse, sinks, *keys = ctx.saved_tensors
+        q, k, v, out, lse, sinks, keys = ctx.saved_tensors
         plan, of, how = ctx.plan, ctx.of, {**ctx.how, "sinks": sinks}
         given = Given(torch.zeros_like(out) if dout is None else dout, dlse, q, out, lse)
         own = given if sinks is None else given._replace(lse=lse.clone())
@@ -289,12 +301,11 @@ class _Halo(torch.autograd.Function):
                 if sinks is not None:  # whose gradient is a sum over the rows of a call, and each is of one
                     part = part._replace(lse=part.lse.masked_fill(~across.queries, -inf))
                     rows(own.lse.mT, edge.rows).masked_fill_(across.queries[:, None], -inf)
-                of_k, of_v = (rows(x, edge.at) for x in keys)
-                dq, dk, dv, *more = part.backward(of_k, of_v, **how, **across.cu_seqlens)
+                dq, dk, dv, *more = part.backward(*_parted(rows(keys, edge.at), k), **how, **across.cu_seqlens)
                 of_edges.append((edge, dq, dk, dv))
                 dsinks += more
         of_keys = [one_behind_the_other(x, 1) for x in list(zip(*of_edges, strict=True))[2:]]
-        came, works = _sent_home(ctx.ranks, plan, (k, v), of_keys)
+        came, works = _sent_home(ctx.ranks, plan, keys, of_keys)
         dq, dk, dv, *more = own.backward(k, v, **how, **of.cu_seqlens)
         for edge, share, *_ in of_edges:
             rows(dq, edge.rows).add_(share)
@@ -305,28 +316,23 @@ class _Halo(torch.autograd.Function):
             for src, place in plan.own:
                 total.add(src, rows(x, place))
         works.wait()
-        for total, shares in zip(sums, came, strict=True):
-            for (_, src, _), share in zip(plan.gives, shares, strict=True):
-                total.add(src, share)
+        for (_, src, _), share in zip(plan.gives, came, strict=True):
+            for total, x in zip(sums, _parted(share, k), strict=True):
+                total.add(src, x)
         dk, dv = (total.whole().to(k.dtype) for total in sums)
-        return None, None, None, None, dq, dk, dv, sum_of_sinks([*dsinks, *more], sinks)
+        return None, None, None, None, None, dq, dk, dv, sum_of_sinks([*dsinks, *more], sinks)
 
 
-def _edges_keys(plan: Plan, own: Tensor, came: Sequence[Tensor]) -> Tensor:
-    """The edges' keys, or values, of this rank's own and of what came of `gets`."""
-    parts = [(place, rows(own, src)) for src, place in plan.own]
-    parts += [(place, x) for (_, _, place), x in zip(plan.gets, came, strict=True)]
-    parts.sort(key=itemgetter(0))
-    return one_behind_the_other([x for _, x in parts], 1) if parts else own[:, :0]
+def _parted(keys: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of rows that have both, sizes as k's; or their gradients."""
+    return parted(keys, k.shape[2], k.shape[2] * k.shape[3])
 
 
-def _sent_home(
-    ranks: Ranks, plan: Plan, own: tuple[Tensor, Tensor], of_keys: Sequence[Tensor]
-) -> tuple[list[Sequence[Tensor]], Works]:
-    """Others' shares of the gradients of these, for each of `gives`, on their way here; this rank's are sent to whose
-    keys they are of."""
-    gives = [(of, rows(x, place)) for of, _, place in plan.gets for x in of_keys]
-    gets = [(to, (1, end - first, *x.shape[2:])) for to, _, (first, end) in plan.gives for x in own]
-    came, works = exchanged(gives, gets, own[0], ranks)
-    ahead(own[0])
-    return [came[::2], came[1::2]], works
+def _sent_home(ranks: Ranks, plan: Plan, like: Tensor, of_keys: Sequence[Tensor]) -> tuple[list[Tensor], Works]:
+    """Others' shares of the gradients of this rank's keys and values, for each of `gives`, on their way here; this
+    rank's are sent to whose they are of. Rows are as those of `like`, both side by side."""
+    came = [like.new_empty((1, end - first, like.shape[2])) for _, (first, end), _ in plan.gives]
+    gives = [(of, side_by_side(*(rows(x, place) for x in of_keys))) for of, _, place in plan.gets]
+    works = moved(gives, [(to, share) for (to, _, _), share in zip(plan.gives, came, strict=True)], ranks)
+    ahead(like)
+    return came, works
