@@ -3,9 +3,9 @@
 
 `python tests/seen.py` runs all in as many processes as the GPU has memory for, or all GPUs together, of which each
 process has one; then, one at a time, in a process that sees them all, what is marked `alone`. The file says which
-commit, and of each of the two runs what ran, what failed, and what was skipped for which reason; it is written behind
-each. What follows `--` goes to pytest, for a part of the suite; `--add` puts a part to those of the same commit that
-the file has, where a machine is not to be had for so long as the whole takes.
+commit, and of each of the two runs what ran, what failed by which error, and what was skipped for which reason; it is
+written behind each. What follows `--` goes to pytest, for a part of the suite; `--add` puts a part to those of the same
+commit that the file has, where a machine is not to be had for so long as the whole takes.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def run(arguments: list[str]) -> dict[str, Any]:
         "arguments": arguments,
         "cases": len(found),
         "passed": sum(ended == "passed" for _, ended, _ in found),
-        "failed": [name for name, ended, _ in found if ended == "failed"],
+        "failed": {name: why for name, ended, why in found if ended == "failed"},
         "skipped": dict(Counter(why for _, ended, why in found if ended == "skipped").most_common()),
         "seconds": round(time.time() - began),
     }
@@ -101,7 +101,7 @@ def outcome(case: ElementTree.Element) -> tuple[str, str, str]:
     for tag, ended in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped")):
         found = case.find(tag)
         if found is not None:
-            return name, ended, (found.get("message") or "").splitlines()[0]
+            return name, ended, next(iter((found.get("message") or "").splitlines()), "")
     return name, "passed", ""
 
 

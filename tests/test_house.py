@@ -307,6 +307,23 @@ def test_asking_loads_no_kernel_language():
     assert not {"triton", "cutlass"} & set(in_fresh_process(code).split())
 
 
+@pytest.mark.parametrize("where", ["torch.func.jvp(load, (x,), (x,))", "torch.set_default_device('meta'); load()"])
+def test_modules_may_be_imported_wherever_a_first_call_is_made(where):
+    """A version's are by its first call, and what they make of tensors as they are imported must do there."""
+    code = f"""if True:
+        import contextlib, importlib, pkgutil, torch, flashzoo
+        x = torch.ones(1)
+        def load(x=None):
+            for module in pkgutil.walk_packages(flashzoo.__path__, "flashzoo."):
+                if not module.name.endswith("__main__"):
+                    with contextlib.suppress(ImportError):  # of an extra that is not there
+                        importlib.import_module(module.name)
+            return x
+        {where}
+    """
+    in_fresh_process(code)
+
+
 def paper_lines_in_comments(path: Path) -> set[str]:
     tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
     comments = " ".join(token.string for token in tokens if token.type == tokenize.COMMENT)

@@ -80,13 +80,16 @@ def _np_dtype(dtype: Any) -> Any:
     return _np_dtype_of_scalar(tl.uint64 if scalar.is_ptr() else scalar)
 
 
-_E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
-"""Every e4m3 number by its bits."""
+@cache
+def _e4m3() -> Any:
+    """Every e4m3 number by its bits; not a constant, as the first call, which imports this, may be under a transform of
+    `torch.func` or another default device."""
+    return torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float().numpy()
 
 
 def _from_e4m3(x: Any, dtype: Any) -> Any:
     """e4m3's bits as fp16 or fp32: Triton's own way takes NaN for 480."""
-    return _E4M3[x].astype(_np_dtype(dtype))
+    return _e4m3()[x].astype(_np_dtype(dtype))
 
 
 @cache
