@@ -653,7 +653,7 @@ def _largest_terms(q: Tensor, k: Tensor, v: Tensor, problem: Problem, dout: Tens
         "lse": abs(problem.scale) * q_norm.transpose(1, 2) * reach,
         "dq": ds * wide[1].abs().max(),
         "dk": ds * wide[0].abs().max() * queries_per_key,
-        "dv": torch.zeros(()),  # a sum of P dO: nothing in it cancels by construction
+        "dv": ds.new_zeros(()),  # a sum of P dO: nothing in it cancels by construction
         "dq over P": ds * wide[1].abs().max() * problem.seqlen_k,
         "dk over P": ds * wide[0].abs().max() * problem.seqlen_q * group,
         "dv over P": wide[3].abs().max() * problem.seqlen_q * group / (1 - problem.dropped),
@@ -685,7 +685,7 @@ def _head_rms(x: Tensor) -> Tensor:
 
 def _pooled(figures: list[Tensor] | list[float]) -> Tensor:
     """Of the plain yardstick's figure and the rotated ones': the larger of the first and the RMS of the others."""
-    plain, *turned = (torch.as_tensor(figure, dtype=torch.float64) for figure in figures)
+    plain, *turned = (torch.as_tensor(x, dtype=torch.float64, device=getattr(x, "device", "cpu")) for x in figures)
     return torch.maximum(plain, torch.stack(turned).square().mean(0).sqrt()) if turned else plain
 
 

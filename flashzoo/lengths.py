@@ -68,7 +68,7 @@ def visible_of_caches(used: Tensor, span: Window, seqlen_q: int, seqlen_k: int) 
 
 
 def places(
-    sizes: tuple[int, int, int, int], ranges: Ranges | None, device: torch.device | None
+    sizes: tuple[int, int, int, int], ranges: Ranges | None, device: torch.device | str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Where each score is: int32 tensors that broadcast to `(batch, heads, seqlen_q, seqlen_k)`, of its batch, or of
     packed sequences the sequence's number, of its head, and of its query and key, counted from a sequence's first.

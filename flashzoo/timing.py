@@ -43,8 +43,8 @@ class Timing:
     @classmethod
     def of(cls, times: list[float]) -> Timing:
         """Of the milliseconds of each run."""
-        at = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
-        p10, middle, p90 = torch.tensor(times, dtype=torch.float64).quantile(at).tolist()
+        at, times_of = (torch.tensor(x, dtype=torch.float64, device="cpu") for x in ([0.1, 0.5, 0.9], times))
+        p10, middle, p90 = times_of.quantile(at).tolist()
         return cls(middle, p10, p90, len(times))
 
 

@@ -440,7 +440,7 @@ def _document_of(name: str, lengths: Sequence[int] | Tensor, seqlen: int, grid: 
     if not isinstance(lengths, Tensor):
         # From pinned memory, because a copy from other memory would wait for the GPU.
         pinned = grid.device.type == "cuda"
-        lengths = torch.tensor(lengths, dtype=torch.int64, pin_memory=pinned)
+        lengths = torch.tensor(lengths, dtype=torch.int64, device="cpu", pin_memory=pinned)
     if lengths.ndim not in (1, 2) or lengths.dtype.is_floating_point or lengths.dtype == torch.bool:
         raise ValueError(
             f"{name} must be ints of shape (documents,) or (batch, documents), got {lengths.dtype} {shape_of(lengths)}"

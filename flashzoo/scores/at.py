@@ -35,7 +35,7 @@ class ScoredAt:
         """
         if mod is None:
             return None
-        return cls(mod, places(sizes, ranges, mod.tensors[0].device if mod.tensors else None))
+        return cls(mod, places(sizes, ranges, mod.tensors[0].device if mod.tensors else "cpu"))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -104,7 +104,7 @@ def _read(x: Tensor, index: Any) -> Tensor:
         if isinstance(i, int) and not isinstance(i, bool):
             if not -size <= i < size:
                 raise IndexError(f"score_mod reads a tensor of shape {tuple(x.shape)} at {index!r}, past its end")
-            whole.append(torch.tensor(i % size))
+            whole.append(torch.tensor(i % size, device="cpu"))
         elif isinstance(i, Tensor) and i.ndim == 0 and not i.is_floating_point() and i.dtype != torch.bool:
             whole.append(i)
         else:
@@ -148,7 +148,7 @@ def traced(function: Callable[..., Any]) -> tuple[Program, tuple[Tensor, ...]]:
             return function(*arguments[: len(ARGUMENTS)])
 
     try:
-        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        with torch.no_grad(), torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True) as fake:
             score, number = torch.zeros(()), torch.zeros((), dtype=torch.int32)
             arguments = (score, *[number.clone() for _ in ARGUMENTS[1:]])
             with Captured(noted, True) as seen:
@@ -578,7 +578,7 @@ def gradient_of(text: str) -> Gradient:
         return [next(found), *(next(found) if x.requires_grad else torch.zeros_like(score) for x in elements)]
 
     # below a dispatch mode, and in inference mode, nothing is recorded, whatever enable_grad() says; this undoes that
-    with torch.inference_mode(False), FakeTensorMode():
+    with torch.inference_mode(False), torch.device("cpu"), FakeTensorMode():
         number = [torch.zeros((), dtype=torch.int32) for _ in ARGUMENTS[1:]]
         # what is read in 16 bits has its gradient in float32, in which it is summed
         wide = ("f32" if step.dtype in ("f16", "bf16") else step.dtype for _, step in loads)

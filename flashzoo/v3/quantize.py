@@ -146,10 +146,11 @@ def rotation(head_dim: int) -> Tensor:
     divides the head dim, and the matrix is block-diagonal where that is not all of it.
     """
     n = power_of_two(head_dim)
-    hadamard = torch.ones(1, 1, dtype=torch.float64)
+    hadamard = torch.ones(1, 1, dtype=torch.float64, device="cpu")
     while len(hadamard) < n:
         hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)])
-    signs = torch.tensor([1.0 - 2.0 * (SIGNS.value >> i % 64 & 1) for i in range(head_dim)], dtype=torch.float64)
+    signs = [1.0 - 2.0 * (SIGNS.value >> i % 64 & 1) for i in range(head_dim)]
+    signs = torch.tensor(signs, dtype=torch.float64, device="cpu")
     return signs[:, None] * torch.block_diag(*[hadamard / n**0.5] * (head_dim // n))
 
 
