@@ -317,7 +317,8 @@ def test_modules_may_be_imported_wherever_a_first_call_is_made(where):
             for module in pkgutil.walk_packages(flashzoo.__path__, "flashzoo."):
                 if not module.name.endswith("__main__"):
                     with contextlib.suppress(ImportError):  # of an extra that is not there
-                        importlib.import_module(module.name)
+                        found = vars(importlib.import_module(module.name)).items()
+                        assert not [name for name, value in found if isinstance(value, torch.Tensor)], module.name
             return x
         {where}
     """

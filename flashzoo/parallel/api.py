@@ -58,7 +58,8 @@ def attention(
             window_size, deterministic, sinks, cu_seqlens_q, max_seqlen_q, max_seqlen_k. "ulysses" also: precision,
             fast_accum, out_dtype, block_mask (shared by heads), cu_seqlens_k, seqused_k. "halo" takes packed sequences
             alone, and goes by the less of max_seqlen_q and max_seqlen_k: a longer one across a border of a rank's
-            rows gives NaN there. A bound that is the same in all steps has the ranks agree but once.
+            rows gives NaN there, which the gradients of its rows before that border lack. A bound that is the same in
+            all steps has the ranks agree but once.
 
     Returns:
         out `(batch, seqlen_q / ranks, heads, head_dim_v)` of this rank's rows; with `return_lse` the pair

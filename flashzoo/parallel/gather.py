@@ -93,7 +93,7 @@ class _Slots:
     """Everyone's keys and values, on their way here until `arrived`."""
 
     def __init__(self, k: Tensor, v: Tensor, plan: Plan, ranks: Ranks) -> None:
-        self.plan, self.ranks, self.heads, self.width = plan, ranks, k.shape[2], k.shape[2] * k.shape[3]
+        self.plan, self.ranks, self.k = plan, ranks, k
         rows = side_by_side(k, v)
         lots = [lot.contiguous() for lot in rows.unflatten(1, (plan.chunks, -1)).unbind(1)[::-1]]
         self.buffer = rows.new_empty((plan.chunks, ranks.size, *lots[0].shape))
@@ -104,11 +104,7 @@ class _Slots:
         """All keys and values, `(batch, seqlen, heads, head_dim)` in the order of the slots."""
         self.works.wait()
         lots = _turned(self.buffer) if self.plan.natural else self.buffer
-        return self.parted(lots.flatten(0, 1).transpose(0, 1).flatten(1, 2))
-
-    def parted(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of rows that have both."""
-        return parted(rows, self.heads, self.width)
+        return parted(lots.flatten(0, 1).transpose(0, 1).flatten(1, 2), self.k)
 
 
 def _turned(lots: Tensor) -> Tensor:
@@ -128,7 +124,7 @@ class _Shares:
         chunks, size, batch, seqlen, width = slots.buffer.shape
         self.slots, self.dtype = slots, slots.buffer.dtype
         self.rows = slots.buffer.new_empty((batch, chunks * size * seqlen, width), dtype=dtype)
-        self.sums = [Sum(x) for x in slots.parted(self.rows)]
+        self.sums = [Sum(x) for x in parted(self.rows, slots.k)]
 
     def add(self, piece: Piece, dk: Tensor, dv: Tensor) -> None:
         """One call's."""
@@ -151,7 +147,7 @@ class _Shares:
         self.works.wait()
         wide = torch.promote_types(self.dtype, torch.float32)
         sums = self.came.sum(1, dtype=wide).flip(0)  # lots lie last chunk first
-        return self.slots.parted(sums.transpose(0, 1).flatten(1, 2))
+        return parted(sums.transpose(0, 1).flatten(1, 2), self.slots.k)
 
 
 class Gather(torch.autograd.Function):

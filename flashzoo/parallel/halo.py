@@ -15,7 +15,7 @@ the order of the ranks. The edges' keys are kept for it.
 
 How far edges reach is known without a look at the lengths, which lie on the device; which rows are of which call is
 said there, by `cu_seqlens_q` and `cu_seqlens_k` of each. Of a sequence across a border that is longer than was said
-keys may be missing, and so its rows are made NaN.
+keys may be missing, and so its rows are made NaN; gradients of its rows before that border lack theirs.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Across(NamedTuple):
     """What of an edge is of the sequence across its border, on the device.
 
     Attributes:
-        cu_seqlens: of the edge's call, which has this sequence alone; as `Whose.cu_seqlens`.
+        cu_seqlens: of the edge's call, which has queries of this sequence alone; as `Whose.cu_seqlens`.
         queries: which of the edge's are its own: bool `(rows,)`.
         lost: which rows of the chunk, where it is longer than was said: bool `(rows,)`.
     """
@@ -214,8 +214,8 @@ def whose(cu_seqlens: Tensor, plan: Plan, longest: int) -> Whose:
             else:
                 has, mine = row >= inside[0], mine.minimum(inside[0])
             of_call = {"cu_seqlens_q": _within(span, edge.queries), "cu_seqlens_k": _within(span, edge.keys)}
-            first, end = (row - chunk[0] for row in edge.queries)
-            across.append(Across(of_call, has[first:end], has & (span[1] - span[0] > longest)))
+            first, end = edge.queries
+            across.append(Across(of_call, has[first - chunk[0] : end - chunk[0]], has & (span[1] - span[0] > longest)))
         mine = mine + first_row if first_row else mine
         # Between two chunks there are queries without keys, and then keys without queries.
         of_q += [mine[:1], mine] if of_q else [mine]
@@ -226,13 +226,14 @@ def whose(cu_seqlens: Tensor, plan: Plan, longest: int) -> Whose:
     )
 
 
-def _within(rows: Tensor, span: Span) -> Tensor:
+def _within(at: Tensor, span: Span) -> Tensor:
     """Where rows of the whole lie in a span of it, or at which of its ends."""
-    return (rows - span[0]).clamp_(0, span[1] - span[0])
+    return (at - span[0]).clamp_(0, span[1] - span[0])
 
 
 def _across(cu_seqlens: Tensor, edge: Edge) -> Tensor:
-    """First row and end of the sequence across a border; where there is none, what has no row on the chunk's side."""
+    """First row and end of the sequence across a border; where there is none, of one without rows on the chunk's side,
+    whose keys nobody sees."""
     sequences = (cu_seqlens if len(cu_seqlens) > 1 else cu_seqlens.expand(2)).unfold(0, 2, 1)
     if edge.at_first:  # the last one that begins before it
         return torch.where(sequences[:, :1] < edge.border, sequences, 0).amax(0)
@@ -266,18 +267,19 @@ class _Halo(torch.autograd.Function):
         gives = [(to, side_by_side(rows(k, src), rows(v, src))) for to, src, _ in plan.gives]
         works = moved(gives, [(of, rows(keys, place)) for of, _, place in plan.gets], ranks)
         of = whose(cu_seqlens, plan, longest)
-        if not plan.edges:  # otherwise that was some 20 kernels, which are as good
+        if not plan.edges:  # otherwise that was some 20 kernels for each, which are as good
             ahead(k)
         options: dict[str, Any] = {**how, "sinks": sinks, "return_lse": True}
         out, lse = attention(q, k, v, **options, **of.cu_seqlens)
         for src, place in plan.own:
-            for x, into in zip((k, v), _parted(keys, k), strict=True):
+            for x, into in zip((k, v), parted(keys, k), strict=True):
                 rows(into, place).copy_(rows(x, src))
         works.wait()
         for edge, across in zip(plan.edges, of.across, strict=True):
             if edge.has_queries:
-                found = attention(rows(q, edge.rows), *_parted(rows(keys, edge.at), k), **options, **across.cu_seqlens)
-                # In a call's rows of no sequence out is 0, and lse what it is of no key: as it is in one of the two.
+                found = attention(rows(q, edge.rows), *parted(rows(keys, edge.at), k), **options, **across.cu_seqlens)
+                # Each row is of no sequence in at least one of the two calls: there out is 0, and lse -inf or the sink,
+                # below which no row's is.
                 rows(out, edge.rows).add_(found[0])
                 torch.maximum(of_rows := lse[:, :, slice(*edge.rows)], found[1], out=of_rows)
             rows(out, edge.own)[..., 0].masked_fill_(across.lost[:, None], nan)
@@ -301,7 +303,7 @@ class _Halo(torch.autograd.Function):
                 if sinks is not None:  # whose gradient is a sum over the rows of a call, and each is of one
                     part = part._replace(lse=part.lse.masked_fill(~across.queries, -inf))
                     rows(own.lse.mT, edge.rows).masked_fill_(across.queries[:, None], -inf)
-                dq, dk, dv, *more = part.backward(*_parted(rows(keys, edge.at), k), **how, **across.cu_seqlens)
+                dq, dk, dv, *more = part.backward(*parted(rows(keys, edge.at), k), **how, **across.cu_seqlens)
                 of_edges.append((edge, dq, dk, dv))
                 dsinks += more
         of_keys = [one_behind_the_other(x, 1) for x in list(zip(*of_edges, strict=True))[2:]]
@@ -317,15 +319,10 @@ class _Halo(torch.autograd.Function):
                 total.add(src, rows(x, place))
         works.wait()
         for (_, src, _), share in zip(plan.gives, came, strict=True):
-            for total, x in zip(sums, _parted(share, k), strict=True):
+            for total, x in zip(sums, parted(share, k), strict=True):
                 total.add(src, x)
         dk, dv = (total.whole().to(k.dtype) for total in sums)
         return None, None, None, None, None, dq, dk, dv, sum_of_sinks([*dsinks, *more], sinks)
-
-
-def _parted(keys: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of rows that have both, sizes as k's; or their gradients."""
-    return parted(keys, k.shape[2], k.shape[2] * k.shape[3])
 
 
 def _sent_home(ranks: Ranks, plan: Plan, like: Tensor, of_keys: Sequence[Tensor]) -> tuple[list[Tensor], Works]:

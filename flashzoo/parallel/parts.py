@@ -51,11 +51,12 @@ def side_by_side(k: Tensor, v: Tensor) -> Tensor:
     return torch.cat((k.flatten(2), v.flatten(2)), -1)
 
 
-def parted(rows: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor]:
-    """Keys and values `(batch, seqlen, heads, head_dim)`, or their gradients, of rows that have both; keys have `width`
-    columns."""
-    k, v = rows.split((width, rows.shape[-1] - width), -1)
-    return k.unflatten(-1, (heads, -1)), v.unflatten(-1, (heads, -1))
+def parted(rows: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values `(batch, seqlen, heads, head_dim)`, or their gradients, of rows that have both; sizes of keys are
+    as k's."""
+    heads, head_dim = k.shape[2:]
+    of_k, of_v = rows.split((heads * head_dim, rows.shape[-1] - heads * head_dim), -1)
+    return of_k.unflatten(-1, (heads, -1)), of_v.unflatten(-1, (heads, -1))
 
 
 class Part(NamedTuple):

@@ -82,15 +82,10 @@ def _at_hand(k: Tensor, v: Tensor, ranks: Ranks) -> Iterator[tuple[Tensor, Tenso
         came, works = passed_on(rows, ranks) if step < ranks.size - 1 else (rows, None)
         if works is not None:
             ahead(rows)
-        yield _parted(rows, k)
+        yield parted(rows, k)
         if works is not None:
             works.wait()
         rows = came
-
-
-def _parted(rows: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of rows that have both, sizes as k's."""
-    return parted(rows, k.shape[2], k.shape[2] * k.shape[3])
 
 
 class Ring(torch.autograd.Function):
@@ -123,7 +118,7 @@ class Ring(torch.autograd.Function):
         dq, of_sinks, travelling = Sum(torch.empty_like(q, dtype=lse.dtype)), [], None
         for step, keys in enumerate(_at_hand(k, v, ranks)):
             shares = q.new_empty((*k.shape[:2], k.shape[2] * (k.shape[3] + v.shape[3])), dtype=lse.dtype)
-            dk, dv = (Sum(x) for x in _parted(shares, k))
+            dk, dv = (Sum(x) for x in parted(shares, k))
             for piece in (*(plan.own if step == 0 else ()), *plan.steps[step]):
                 with_sinks = sinks if step == 0 and piece in plan.own else None
                 of_q, of_k, of_v, *more = backward(given, *keys, piece, how, with_sinks)
@@ -140,6 +135,6 @@ class Ring(torch.autograd.Function):
         assert travelling is not None
         shares, works = travelling
         works.wait()
-        dk, dv = _parted(shares, k)
+        dk, dv = parted(shares, k)
         dsinks = sum_of_sinks(of_sinks, sinks)
         return None, None, None, dq.whole().to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks

@@ -148,7 +148,7 @@ def traced(function: Callable[..., Any]) -> tuple[Program, tuple[Tensor, ...]]:
             return function(*arguments[: len(ARGUMENTS)])
 
     try:
-        with torch.no_grad(), torch.device("cpu"), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
             score, number = torch.zeros(()), torch.zeros((), dtype=torch.int32)
             arguments = (score, *[number.clone() for _ in ARGUMENTS[1:]])
             with Captured(noted, True) as seen:
@@ -578,7 +578,7 @@ def gradient_of(text: str) -> Gradient:
         return [next(found), *(next(found) if x.requires_grad else torch.zeros_like(score) for x in elements)]
 
     # below a dispatch mode, and in inference mode, nothing is recorded, whatever enable_grad() says; this undoes that
-    with torch.inference_mode(False), torch.device("cpu"), FakeTensorMode():
+    with torch.inference_mode(False), FakeTensorMode():
         number = [torch.zeros((), dtype=torch.int32) for _ in ARGUMENTS[1:]]
         # what is read in 16 bits has its gradient in float32, in which it is summed
         wide = ("f32" if step.dtype in ("f16", "bf16") else step.dtype for _, step in loads)
