@@ -68,6 +68,22 @@ V3 = (
         "test_a_thread_has_what_the_function_gives",
     ),
     fault(
+        "v3/all_waves_one_way",
+        "under a causal mask each wave of tiles begins at the last block, where the one before it has been",
+        BOUNDS,
+        "return self.tile.wave % 2 == 1",
+        "return self.tile.wave < 0",
+        "test_tiles_that_run_together_read_the_same",
+    ),
+    fault(
+        "v3/wave_from_its_diagonal_one_block_on",
+        "where a wave of tiles begins at its diagonal, each leaves out the first block and takes one past the last",
+        BOUNDS,
+        "return begin + i if self.ascends() else end - 1 - i",
+        "return begin + 1 + i if self.ascends() else end - 1 - i",
+        "test_tiles_of_a_block_of_keys",
+    ),
+    fault(
         "v3/split_heads_at_other_keys",
         "tiles that share out the query heads of a key/value head read other heads' keys",
         BOUNDS,

@@ -4,8 +4,9 @@
 `python tests/seen.py` runs all in as many processes as the GPU has memory for, or all GPUs together, of which each
 process has one; then, one at a time, in a process that sees them all, what is marked `alone`. The file says which
 commit, and of each of the two runs what ran, what failed by which error, and what was skipped for which reason; it is
-written behind each. What follows `--` goes to pytest, for a part of the suite; `--add` puts a part to those of the same
-commit that the file has, where a machine is not to be had for so long as the whole takes.
+written behind each. What follows `--` goes to pytest, for a part of the suite, and patterns of files' names mean all of
+them; `--add` puts a part to those of the same commit that the file has, where a machine is not to be had for so long as
+the whole takes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from glob import glob
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -78,7 +80,8 @@ def run(arguments: list[str]) -> dict[str, Any]:
     began = time.time()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "--benchmark-disable", f"--junitxml={report}", *arguments]
+        names = [name for each in arguments for name in (sorted(glob(each, root_dir=ROOT)) if "*" in each else [each])]
+        command = [sys.executable, "-m", "pytest", "-q", "--benchmark-disable", f"--junitxml={report}", *names]
         told = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "FLASHZOO_SEEN": "1"}
         ended = subprocess.run(command, cwd=ROOT, env=os.environ | told)
         if ended.returncode not in (0, 1, 5):  # passed, failed, nothing chosen

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import ANY
 
@@ -110,8 +111,22 @@ def test_all_that_was_seen_on_a_gpu_passed_each_run_within_ten_minutes(path):
         assert sum(seen["skipped"].values()) + seen["passed"] == seen["cases"]
     marks, chosen = ([_after(flag, seen["arguments"]) for seen in runs] for flag in ("-m", "-k"))
     assert {"not alone", "alone"} <= set(marks), "the whole suite has both"
+    for file in (*ROOT.glob("tests/test_*.py"), *ROOT.glob("flashzoo_suite/test_*.py")):
+        for mark in ("not alone", "alone"):
+            of_mark = [seen["arguments"] for seen in runs if mark == _after("-m", seen["arguments"])]
+            assert any(_takes(arguments, file) for arguments in of_mark), f"{file.name}: not among what ran"
     left_out = {word for text in chosen if text.startswith("not (") for word in NAME.findall(text)} - {"not", "or"}
     assert left_out <= {word for text in chosen if not text.startswith("not") for word in NAME.findall(text)}
+
+
+def _takes(arguments: list[str], file: Path) -> bool:
+    """Whether a run took what is in a file, but for names that it says it left out."""
+    paths = [x for x in arguments if x.startswith(("tests", "flashzoo_suite"))]
+    chosen = _after("-k", arguments)
+    named = file.relative_to(ROOT)
+    return (not chosen or chosen.startswith("not (")) and (
+        not paths or any(named.match(path) or path == named.parts[0] for path in paths)
+    )
 
 
 def _after(flag: str, arguments: list[str]) -> str:

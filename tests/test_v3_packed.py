@@ -133,6 +133,7 @@ def scheduler_of(
         p.entries(rows, block),
         heads,
         1,
+        1,
         None,
     )
     return TileSchedulerPacked(ParamsPacked(kernel, *sizes, Memory(table.flatten().tolist())))

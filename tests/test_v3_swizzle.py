@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashzoo.integers import cdiv
-from flashzoo.v3.swizzle import BESIDE, FEW_WAVES, steps, swizzle_of
+from flashzoo.v3.swizzle import BESIDE, FEW_WAVES, steps, swizzle_backward, swizzle_of
 
 ROW = 1024
 """Bytes of a row of Q, dO and dQ's sum of 128 columns."""
@@ -25,7 +25,8 @@ def test_tiles_end_together(seqlen, heads, group):
     blocks = cdiv(seqlen, 128)
     interleaved = swizzle_of(blocks, heads, group * seqlen * ROW)
     assert interleaved.bit_count() == 1
-    assert steps(blocks, heads, interleaved) <= 1.15 * least(blocks, heads) + 1
+    for n in (interleaved, swizzle_backward(blocks, heads)[0]):
+        assert steps(blocks, heads, n) <= 1.15 * least(blocks, heads) + 1
 
 
 def test_what_two_heads_of_six_would_cost():
@@ -56,3 +57,13 @@ def test_few_and_many_tiles_meet():
 def test_nothing_to_interleave():
     """No tile, no head, no byte: nobody launches it, and nothing is divided by."""
     assert swizzle_of(0, 0, 0) >= 1
+    assert min(swizzle_backward(0, 0)) >= 1
+
+
+@pytest.mark.parametrize("blocks", [*range(1, 141), 200, 512])
+@pytest.mark.parametrize("heads", [1, 12, 1000])
+def test_a_wave_has_a_tile_for_each_multiprocessor(blocks, heads):
+    """Or for most of them, where all tiles of a head are of one wave."""
+    interleaved, wave = swizzle_backward(blocks, heads)
+    assert interleaved >= 2 and 66 <= wave <= 1.1 * 132
+    assert wave % blocks == 0 or wave == 132

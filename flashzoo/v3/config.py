@@ -137,10 +137,8 @@ and 256, and loses at 192 keys; at 128 it gains 2 %."""
 
 # Microseconds on an H200, by which query heads that share keys are split over several tiles of the backward pass: what
 # a multiprocessor multiplies in one, what memory gives, how many steps a tile's beginning and end are worth, and what
-# the launch costs that adds the parts. Under a causal mask tiles that run together drift apart, by up to a block of
-# keys each: Q, dO and dQ in between are more than L2 has, and steps longer by a share of what it has not.
+# the launch costs that adds the parts.
 FLOPS_PER_US, BYTES_PER_US, TILE_STEPS, SUM_US = 4.3e6, 3.3e6, 3, 10.0
-L2_BYTES, OUT_OF_L2 = 50e6, 0.12
 LEAST_UNEVEN = 5
 """Heads of a tile, at least, where the last of its group has one fewer: tiles of other lengths drift apart."""
 
@@ -269,7 +267,6 @@ def group_splits_for(problem: Problem) -> int:
             longest = min(longest, cdiv(left + right + tiles.block_kv, tiles.block_q) + 1)
     uneven = mean < longest
     step_us = 5 * tiles.block_q * tiles.block_kv * sum(widths) / FLOPS_PER_US
-    drift = MULTIPROCESSORS[90] * tiles.block_kv * (BYTES[p.dtype] * sum(widths) + BYTES["fp32"] * widths[0])
     bytes_of_parts = 2 * BYTES["fp32"] * batch * p.heads_kv * blocks * tiles.block_kv * sum(widths)
 
     def microseconds(splits: int) -> float:
@@ -279,8 +276,7 @@ def group_splits_for(problem: Problem) -> int:
         else:
             steps = math.ceil(waves) * (longest * heads + TILE_STEPS)
         adding = SUM_US + splits * bytes_of_parts / BYTES_PER_US if splits > 1 else 0.0
-        missed = max(0.0, 1 - L2_BYTES / (drift * heads)) if uneven else 0.0
-        return steps * step_us * (1 + OUT_OF_L2 * missed) + adding
+        return steps * step_us + adding
 
     ways = [splits for splits in range(1, group + 1) if group % splits == 0]
     if len(ways) == 2 and p.block_mask is None:

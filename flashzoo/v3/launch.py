@@ -26,7 +26,7 @@ from flashzoo.masks.block_mask import BlockMask
 from flashzoo.masks.lists import Lists
 from flashzoo.v3.config import group_splits_for, kernel_backward_for, kernel_for, pack_gqa_for, window_of
 from flashzoo.v3.programs import LISTS, TABLE, WORKSPACE, function_for
-from flashzoo.v3.swizzle import swizzle_of
+from flashzoo.v3.swizzle import swizzle_backward, swizzle_of
 from flashzoo.v3.traits import Kernel, KernelBackward, KernelFp8
 
 if TYPE_CHECKING:
@@ -269,7 +269,9 @@ def _map_of_v(problem: Problem, kernel: Kernel, strides: Ints) -> TensorMap:
     return map_of_rows(kernel.dtype, of_v, strides, kernel.width_v, block_kv, ragged=p.sequences is not None)
 
 
-def _params(problem: Problem, blocks: int, batch_heads: int, swizzle: int, **of_heads: int) -> dict[str, int]:
+def _params(
+    problem: Problem, blocks: int, batch_heads: int, swizzle: int, *, wave: int = 1, **of_heads: int
+) -> dict[str, int]:
     """`programs.PARAMS` but for the counter."""
     window_left, window_right = problem.reach_of(window_of(problem))
     return {
@@ -281,6 +283,7 @@ def _params(problem: Problem, blocks: int, batch_heads: int, swizzle: int, **of_
         "blocks": blocks,
         "batch_heads": batch_heads,
         "l2_swizzle": min(batch_heads, swizzle),
+        "wave": wave,
     }
 
 
@@ -362,15 +365,15 @@ class BackwardLaunch:
         rows, semaphores = blocks_of_all * tiles.block_q, blocks_of_all * kernel.semaphores * kernel.deterministic
         self._workspace, self._numbers = _places(rows, rows, rows * kernel.width, semaphores, *parts)
         uneven = kernel.right and not kernel.left and p.sequences is None
-        swizzle = 1
+        swizzle = wave = 1
         if kernel.deterministic:
             swizzle = DETERMINISTIC_SWIZZLE[tiles.by_gradient, uneven]
         elif uneven:
-            bytes_of_row = BYTES[p.dtype] * (p.head_dim + p.head_dim_v) + 4 * p.head_dim  # of Q, dO and dQ's sum
-            swizzle = swizzle_of(blocks, batch_heads, group * p.seqlen_q * bytes_of_row)
+            swizzle, wave = swizzle_backward(blocks, batch_heads)
+            wave //= kernel.cluster
         of_heads = {"heads": p.heads_kv * splits, "group": group, "group_kv": p.heads // p.heads_kv}
         of_heads |= {"group_splits": splits, "pack_gqa": 0}
-        params = _params(p, blocks, batch_heads, swizzle, **of_heads)
+        params = _params(p, blocks, batch_heads, swizzle, wave=wave, **of_heads)
         given = (
             "q",
             "k",

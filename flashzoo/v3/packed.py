@@ -192,6 +192,10 @@ class BoundsBackwardPacked(_OfEntry, BoundsBackward):
             end = begin
         return begin, end
 
+    def ascends(self) -> bool:
+        """Whether the tile walks its blocks from the first on: entries are in an order of their own."""
+        return False
+
     def walks_any(self, begin: Int32, end: Int32) -> Boolean:
         """Whether the tile walks any block of queries."""
         return begin < end

@@ -189,14 +189,23 @@ class BoundsBackward(Bounds):
 
         Under a causal mask, and deterministic, the last block first: all tiles see it that see any. So those that run
         together read the same blocks at the same time; and where they add in order each follows the one before from its
-        first step on. In the other order, each would catch up with the one before and wait for it in every step.
+        first step on. In the other order, each would catch up with the one before and wait for it in every step. Where
+        they need not, each second wave of tiles goes the other way (`flashzoo.v3.swizzle`).
         """
         kernel = self.params.kernel
         if const_expr(kernel.staggered):
             blocks = end - begin
             i += self.rank() % STAGGERED if blocks > STAGGERED else 0
             i = i - blocks if i >= blocks else i
-        return end - 1 - i if const_expr(kernel.deterministic or kernel.uneven) else begin + i
+        if const_expr(kernel.deterministic):
+            return end - 1 - i
+        if const_expr(kernel.uneven):
+            return begin + i if self.ascends() else end - 1 - i
+        return begin + i
+
+    def ascends(self) -> bool | Boolean:
+        """Whether the tile walks its blocks from the first on, as under a causal mask those of every second wave do."""
+        return self.tile.wave % 2 == 1
 
     @cute.jit
     def step(self, step: Int32, begin: Int32, end: Int32) -> tuple[Int32, Int32]:

@@ -57,6 +57,8 @@ class Params:
         blocks: tiles of one head.
         batch_heads: batch times heads.
         l2_swizzle: how many heads' tiles are interleaved, so that their keys and values are in L2 together.
+        wave: in the backward pass, how many tiles begin together under a causal mask; the next so many walk their
+            blocks the other way.
         counter: one zero in memory, for this launch alone until it ends.
     """
 
@@ -73,6 +75,7 @@ class Params:
     blocks: Int32
     batch_heads: Int32
     l2_swizzle: Int32
+    wave: Int32
     counter: cute.Pointer
 
     def sequence(self, batch: Int32) -> SequenceInfo:

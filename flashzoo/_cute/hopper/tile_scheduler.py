@@ -27,6 +27,13 @@ class WorkTile:
 
 
 @dataclass(frozen=True)
+class TileOfWave(WorkTile):
+    """A tile, and which wave of tiles it is of."""
+
+    wave: Int32
+
+
+@dataclass(frozen=True)
 class TileScheduler:
     """Tiles are numbered in the order in which they begin; `Work` is what one warp tells the others of the next:
     here its number."""
@@ -148,3 +155,8 @@ class TileSchedulerBackward(TileScheduler):
     def block_of(self, rank: Int32) -> Int32:
         """LPT order: under a causal mask the first keys are seen by the most queries."""
         return rank
+
+    def work_tile(self, work: Int32) -> TileOfWave:
+        """Which tile it is."""
+        rank, head, batch = self.coordinates(work)
+        return TileOfWave(self.block_of(rank), head, batch, work // self.params.wave)
