@@ -68,6 +68,14 @@ V3 = (
         "test_a_thread_has_what_the_function_gives",
     ),
     fault(
+        "v3/block_of_queries_of_two_tiles",
+        "tiles that share out the blocks of queries of a head each take the next one's first block too",
+        BOUNDS,
+        "begin + (share + i) * blocks // p.query_splits for i in range(2)",
+        "begin + ((share + i) * blocks + i) // p.query_splits for i in range(2)",
+        "test_tiles_of_a_block_of_keys_share_out_the_queries",
+    ),
+    fault(
         "v3/all_waves_one_way",
         "under a causal mask each wave of tiles begins at the last block, where the one before it has been",
         BOUNDS,
@@ -87,8 +95,8 @@ V3 = (
         "v3/split_heads_at_other_keys",
         "tiles that share out the query heads of a key/value head read other heads' keys",
         BOUNDS,
-        "head // p.group_splits if",
-        "head % p.group_splits if",
+        "head // p.splits if",
+        "head % p.splits if",
         "test_tiles_of_a_block_of_keys",
     ),
     fault(

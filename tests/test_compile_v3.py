@@ -322,7 +322,7 @@ def test_v3_packed_backward_compiles_and_does_not_spill(
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("kind", ["dense", "short", "deterministic", "packed", "sparse"])
+@pytest.mark.parametrize("kind", ["dense", "short", "deterministic", "packed", "sparse", "one_head"])
 @pytest.mark.parametrize("widths", [*BACKWARD], ids=str)
 @pytest.mark.filterwarnings("error")
 def test_v3_backward_of_split_groups_compiles_and_does_not_spill(kind: str, widths: Widths, host_code) -> None:
@@ -331,11 +331,15 @@ def test_v3_backward_of_split_groups_compiles_and_does_not_spill(kind: str, widt
         "packed": {"sequences": 1},
         "sparse": {"block_mask": MaskForm(128, 128)},
         "deterministic": {"deterministic": True},
+        "one_head": {"causal": False, "heads": 1},
     }
-    asked = {"head_dim_v": widths[1], "causal": kind != "sparse", "grad": True, "arch": 90} | how.get(kind, {})
+    asked = {"heads": 16, "head_dim_v": widths[1], "causal": kind != "sparse", "grad": True, "arch": 90} | how.get(
+        kind, {}
+    )
     keys = keys_of(widths, "full" if kind == "sparse" else "causal") - (kind == "short")
-    kernel = kernel_backward_for(Problem(1, 4096, keys, 16, 1, widths[0], **asked))
-    assert kernel.split_group and isinstance(kernel, KernelBackwardPairs) == (kind == "dense" and widths in PAIRS_FROM)
+    kernel = kernel_backward_for(Problem(1, 4096, keys, heads_kv=1, head_dim=widths[0], **asked))
+    paired = kind in ("dense", "one_head") and widths in PAIRS_FROM
+    assert kernel.split_queries and isinstance(kernel, KernelBackwardPairs) == paired
     held_to_its_registers(kernel, host_code)
 
 
@@ -366,7 +370,7 @@ def held_to_its_registers(kernel: KernelBackward, host_code: list[str]) -> None:
     assert compiled.stack == 0, f"{compiled.stack} bytes of stack, {compiled.spills} spill instructions"
     assert serialised(compiled.code) == 0
     assert compiled.opcodes.keys() >= {"HGMMA", "UTMALDG", "UBLKCP", "USETMAXREG"}, "WGMMA, TMA, registers by role"
-    assert ("UTMASTG" in compiled.opcodes) != kernel.split_group, "dK and dV leave by TMA, but for parts of them"
+    assert ("UTMASTG" in compiled.opcodes) != kernel.split_queries, "dK and dV leave by TMA, but for parts of them"
     assert "HMMA" not in compiled.opcodes
     multicast = sum("UTMALDG.4D.MULTICAST" in instruction for instruction in compiled.code)
     assert bool(multicast) == (kernel.cluster > 1) == ("STAS" in compiled.opcodes), "pairs load and claim for both"
@@ -472,7 +476,7 @@ def test_v3_backward_takes_what_its_launch_gives(kind, widths, deterministic, tm
     kernel = KINDS[kind](Problem(*sizes, head_dim_v=widths[1], arch=90, deterministic=deterministic))
     assert type(kernel) is kind
     for split in (False, True):
-        with_launch(dataclasses.replace(kernel, split_group=split), tmp_path, monkeypatch)
+        with_launch(dataclasses.replace(kernel, split_queries=split), tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("widths", [*BACKWARD], ids=str)

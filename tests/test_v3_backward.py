@@ -31,7 +31,7 @@ from flashzoo.reference import Result, visible
 from flashzoo.v3 import FP8_SPEC, SPEC, launch, programs
 from flashzoo.v3.backward import Backward
 from flashzoo.v3.backward_pairs import BoundsPairs, TileSchedulerPairs
-from flashzoo.v3.config import BACKWARD, PAIRS, PAIRS_FROM, group_splits_for, kernel_backward_for, kernel_for
+from flashzoo.v3.config import BACKWARD, PAIRS, PAIRS_FROM, kernel_backward_for, kernel_for, splits_for
 from flashzoo.v3.swizzle import swizzle_backward
 from flashzoo.v3.traits import WRITERS, KernelBackwardPairs, TilesBackward
 from flashzoo_suite.support import accept, both, draw, forward, same_bits
@@ -79,7 +79,7 @@ def on_integers(monkeypatch):
 
 def params_of(problem: Problem, tiles: TilesBackward, swizzle: int = 1, splits: int = 1, wave: int = 1) -> Params:
     p = problem
-    kernel = replace(kernel_backward_for(p), tiles=tiles, split_group=splits > 1)
+    kernel = replace(kernel_backward_for(p), tiles=tiles, split_queries=splits > 1)
     blocks, batch_heads = -(-p.seqlen_k // tiles.block_kv), p.batch * p.heads_kv * splits
     sizes = (
         p.seqlen_q,
@@ -88,6 +88,7 @@ def params_of(problem: Problem, tiles: TilesBackward, swizzle: int = 1, splits: 
         -(-p.heads // p.heads_kv // splits),
         p.heads // p.heads_kv,
         splits,
+        splits if p.heads == p.heads_kv else 1,
         0,
         *p.reach,
         blocks,
@@ -140,10 +141,24 @@ def test_a_tile_has_all_queries_that_see_it(tiling, on_integers):
 def test_a_group_is_split_evenly_or_where_it_is_a_prime_all_but_evenly(group, least, most):
     """Of one key/value head, 8192 tokens: enough tiles for all multiprocessors, but no 71 parts to add."""
     problem = replace(PLAIN, batch=1, heads=group, heads_kv=1, seqlen_q=8192, seqlen_k=8192, causal=True, head_dim=128)
-    splits = group_splits_for(problem)
+    splits = splits_for(problem)
     assert least <= splits <= most and (group % splits == 0 or (group + 1) % splits == 0)
     masked = replace(problem, causal=False, block_mask=MaskForm(128, 128))
-    assert group % group_splits_for(masked) == 0
+    assert group % splits_for(masked) == 0
+
+
+def test_queries_of_one_head_are_split_where_tiles_are_few():
+    """Of 512 keys 4 tiles of each of 40 heads are 28 more than there are multiprocessors."""
+    text = replace(PLAIN, batch=1, heads=40, heads_kv=40, seqlen_q=32760, seqlen_k=512, head_dim=128, head_dim_v=None)
+    assert splits_for(text) == 4
+    for others in (
+        {"causal": True},
+        {"seqlen_k": 32760},
+        {"batch": 64},
+        {"block_mask": MaskForm(128, 128)},
+        {"seqlen_q": 0},
+    ):
+        assert splits_for(replace(text, **others)) == 1
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -169,6 +184,25 @@ def test_tiles_of_a_block_of_keys_share_out_its_query_heads(splits, causal, on_i
         assert sorted(head for steps in shared for head in steps) == [*range(head_kv * group, (head_kv + 1) * group)]
         first = (batch * 3 + head_kv) * splits * blocks + block
         assert places[batch, head_kv, block] == [first + split * blocks for split in range(splits)]
+
+
+@pytest.mark.parametrize("seqlen_q", [130, 200, 515])
+@pytest.mark.parametrize("splits", [2, 3])
+def test_tiles_of_a_block_of_keys_share_out_the_queries_of_one_head(splits, seqlen_q, on_integers):
+    """Each has some blocks of queries, none two of them have, and leaves its part in a place of its own."""
+    problem = replace(PLAIN, batch=2, heads=3, heads_kv=3, seqlen_q=seqlen_q, seqlen_k=515)
+    params = params_of(problem, TilesBackward(64), splits=splits)
+    found, places = {}, set()
+    for batch, head, block in itertools.product(range(2), range(params.heads), range(params.blocks)):
+        bounds = BoundsBackward(params, TileOfWave(block, head, batch, 0))
+        begin, end = bounds.block_range()
+        steps = [bounds.step(i, begin, end) for i in range(bounds.steps(begin, end))]
+        assert len(steps) >= -(-seqlen_q // 64) // splits
+        found.setdefault((batch, bounds.head_kv(), block), []).extend(steps)
+        places.add(bounds.place_of_keys())
+    assert places == {*range(2 * 3 * splits * params.blocks)} and len(found) == 2 * 3 * params.blocks
+    for (_, head, _), steps in found.items():
+        assert sorted(steps) == [(head, n) for n in range(-(-seqlen_q // 64))]
 
 
 @pytest.mark.parametrize(
@@ -402,7 +436,7 @@ def test_kernels_find_what_others_left(asked, dlse, monkeypatch):
     assert told.keys() == {"delta_kernel", "round_kernel", *["sum_kernel"] * (problem.heads_kv == 1)}
 
     rows = 4 * kernel.blocks_q(problem.seqlen_q) * kernel.tiles.block_q
-    keys = kernel.tiles.block_kv * group_splits_for(problem) if kernel.split_group else 0
+    keys = kernel.tiles.block_kv * splits_for(problem) if kernel.split_queries else 0
     room = {"lse": rows, "delta": rows, "dq": 64 * rows, "dq_semaphore": problem.deterministic * rows // 128}
     (scratch,), end = memory, 0
     for name, numbers in (room | dict.fromkeys(("dk_parts", "dv_parts"), 64 * keys)).items():
@@ -614,6 +648,22 @@ def counters_are_zero() -> bool:
 @gpu
 @on_hopper
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 160, 192, 256])
+def test_queries_of_one_head_that_are_split(head_dim, deterministic):
+    """Unevenly; in pairs, too, the last without keys."""
+    of_heads = {"heads": 2, "heads_kv": 2, "head_dim": head_dim, "head_dim_v": None}
+    for seqlen_k in (130, 500, 2100):
+        lengths = {"batch": 1, "seqlen_q": 4500, "seqlen_k": seqlen_k}
+        problem = replace(PLAIN, **lengths, **of_heads, deterministic=deterministic)
+        assert splits_for(problem) > 1
+        tensors, dout, dlse = draw(problem)
+        accept(Judge(*tensors, problem, dout, dlse), both("v3", tensors, problem, dout, dlse))
+    assert counters_are_zero()
+
+
+@gpu
+@on_hopper
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 def test_query_heads_that_are_split_unevenly(head_dim, causal, deterministic):
@@ -623,7 +673,7 @@ def test_query_heads_that_are_split_unevenly(head_dim, causal, deterministic):
     for seqlen_k in (500, paired):
         lengths = {"batch": 3, "seqlen_q": 500, "seqlen_k": seqlen_k}
         problem = replace(PLAIN, **lengths, **of_heads, causal=causal, deterministic=deterministic)
-        assert 71 % group_splits_for(problem)
+        assert 71 % splits_for(problem)
         tensors, dout, dlse = draw(problem)
         accept(Judge(*tensors, problem, dout, dlse), both("v3", tensors, problem, dout, dlse))
     assert counters_are_zero()
@@ -636,7 +686,7 @@ def test_query_heads_that_are_split_unevenly(head_dim, causal, deterministic):
 def test_query_heads_of_packed_sequences_that_are_split_unevenly(head_dim, causal):
     starts = torch.tensor([0, 5, 5, 400, 1000, 1001, 1500, 2200, 2900, 3000], dtype=torch.int32, device="cuda")
     packed = replace(PLAIN, seqlen_q=3000, seqlen_k=3000, sequences=9, heads=71, heads_kv=1, causal=causal)
-    assert 71 % group_splits_for(replace(packed, head_dim=head_dim, head_dim_v=None))
+    assert 71 % splits_for(replace(packed, head_dim=head_dim, head_dim_v=None))
     *qkv, dout = (torch.randn(3000, h, head_dim, dtype=torch.float16, device="cuda") for h in (71, 1, 1, 71))
 
     def gradients(version: str, dtype: torch.dtype) -> tuple[Tensor, ...]:

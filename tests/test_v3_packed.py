@@ -35,12 +35,12 @@ from flashzoo.v3 import FP8_SPEC, fp8, launch, launch_fp8, packed
 from flashzoo.v3.config import (
     BACKWARD,
     HOPPER,
-    group_splits_for,
     kernel_backward_for,
     kernel_for,
     kernel_fp8_for,
     pack_gqa_for,
     prepares,
+    splits_for,
 )
 from flashzoo.v3.explain import describe_fp8, refusals_fp8
 from flashzoo.v3.fp8 import Descale, Scaling, SoftmaxFp8
@@ -128,6 +128,7 @@ def scheduler_of(
         group,
         group_kv,
         splits,
+        1,
         pack,
         *p.reach,
         p.entries(rows, block),
@@ -197,7 +198,7 @@ def test_no_length_asks_for_another_kernel():
         other = replace(PLAIN, **others)
         assert kernel_for(other) == kernel_for(PLAIN)
         assert kernel_backward_for(replace(fixed, **others)) == kernel_backward_for(fixed)
-        assert group_splits_for(replace(fixed, **others)) == 1
+        assert splits_for(replace(fixed, **others)) == 1
         assert pack_gqa_for(other, 128) == pack_gqa_for(PLAIN, 128) == 1
 
 
@@ -459,7 +460,7 @@ def test_parts_of_split_groups_lie_where_they_are_added(case, kernel, on_integer
     """Each tile leaves its part of dK and dV in a place of its own; added, they are the gradients of every row of k."""
     p = replace(PLAIN, heads=12, head_dim=kernel.width, head_dim_v=None, used_k=CASES[case][2] is not None)
     operands, splits, block_kv = operands_of(case), 3, kernel.tiles.block_kv
-    kernel = replace(kernel, split_group=True)
+    kernel = replace(kernel, split_queries=True)
     wanted = torch.randn(splits, 1, p.seqlen_k, p.heads_kv, kernel.width)
     entries = p.entries(p.seqlen_k, block_kv)
     memory = torch.full((entries * p.heads_kv * splits, block_kv // 64, 64 * kernel.width), torch.nan)

@@ -14,9 +14,9 @@ FlashAttention-3's own code (`hopper/mainloop_bwd_sm90_tma_gmma_ws.hpp` in Dao-A
    add in the order in which they come; in deterministic mode in a fixed one, by semaphores in memory.
 6. dK and dV leave through the shared memory of dS, and the writer has TMA store them. So K and V of the next tile may
    come when the last dQ is computed, and come while dK and dV leave.
-7. Where tiles of all query heads that share keys are too few to keep every multiprocessor busy, these heads are split
-   over several tiles: each leaves its part of dK and dV as it is in registers, in float32, and a kernel behind this one
-   adds them in order (`delta.py`).
+7. Where tiles of all queries that see their keys are too few to keep every multiprocessor busy, the query heads that
+   share keys are split over several tiles, or the blocks of queries of one head. Each leaves its part of dK and dV as
+   it is in registers, in float32, and a kernel behind this one adds them in order (`delta.py`).
 
 Before it `delta.py` computes delta = rowsum(dO O) less the gradient of the LSE; after it dQ is rounded.
 """
@@ -439,7 +439,7 @@ class Backward:
                     cute.arch.cp_async_bulk_wait_group(0)
                     semaphore_arrive(workspace.dq_semaphore + of_block, before, True)
             written += steps
-            if const_expr(not self.kernel.split_group):  # noqa: SIM102 - one is known when compiled, the other when run
+            if const_expr(not self.kernel.split_queries):  # noqa: SIM102 - one is known when compiled, the other when run
                 if writer == 0:
                     self.store_dk_dv(bounds, storage, tma, work_idx)
             work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
@@ -572,7 +572,7 @@ class Backward:
             if steps == 0:
                 self.release_kv(consumer)
             work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
-            if const_expr(kernel.split_group):
+            if const_expr(kernel.split_queries):
                 self.leave_parts(bounds, consumer, workspace)
             else:
                 self.epilogue(consumer, scale)
@@ -720,7 +720,7 @@ class Backward:
     @cute.jit
     def acquire_ds(self, consumer: Consumer):
         """Wait until TMA has read dK and dV of the tile before, which are in the place of dS."""
-        if const_expr(not self.kernel.split_group):
+        if const_expr(not self.kernel.split_queries):
             consumer.storage.ds_pipeline.producer_acquire(consumer.work_idx)
 
     @cute.jit

@@ -200,7 +200,7 @@ class BackwardByGradient(Backward):
             else:
                 warpgroup.wait_group(0)
             work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
-            if const_expr(self.kernel.split_group):
+            if const_expr(self.kernel.split_queries):
                 self.leave_part(tile, gradient, workspace, work_idx)
             else:
                 self.gradient_epilogue(tile, gradient, tma, scale, work_idx)

@@ -135,9 +135,9 @@ PAIRS_FROM = {(128, 128): (2048, 8192), (192, 128): (256, 256), (192, 192): (256
 """From how many keys on thread blocks work in pairs, without a mask and with one: an H200 gains up to a fifth at 192
 and 256, and loses at 192 keys; at 128 it gains 2 %."""
 
-# Microseconds on an H200, by which query heads that share keys are split over several tiles of the backward pass: what
-# a multiprocessor multiplies in one, what memory gives, how many steps a tile's beginning and end are worth, and what
-# the launch costs that adds the parts.
+# Microseconds on an H200, by which the queries of a block of keys are split over several tiles of the backward pass:
+# what a multiprocessor multiplies in one, what memory gives, how many steps a tile's beginning and end are worth, and
+# what the launch costs that adds the parts.
 FLOPS_PER_US, BYTES_PER_US, TILE_STEPS, SUM_US = 4.3e6, 3.3e6, 3, 10.0
 LEAST_UNEVEN = 5
 """Heads of a tile, at least, where the last of its group has one fewer: tiles of other lengths drift apart."""
@@ -223,11 +223,11 @@ def kernel_backward_for(problem: Problem) -> KernelBackward:
     pairs = in_pairs(problem)
     tiles = PAIRS[widths] if pairs else BACKWARD[widths]
     how = (problem.dtype, *widths, left, right, problem.deterministic, tiles)
-    split, scoring, mask = group_splits_for(problem) > 1, scoring_of(problem, gradient=True), problem.block_mask
+    split, scoring, mask = splits_for(problem) > 1, scoring_of(problem, gradient=True), problem.block_mask
     if mask is not None:
-        return KernelBackwardSparse(*how, mask.block_kv, mask.bits, split_group=split)
+        return KernelBackwardSparse(*how, mask.block_kv, mask.bits, split_queries=split)
     kind = KernelBackwardPairs if pairs else KernelBackward
-    return (kind if problem.sequences is None else KernelBackwardPacked)(*how, split_group=split, scoring=scoring)
+    return (kind if problem.sequences is None else KernelBackwardPacked)(*how, split_queries=split, scoring=scoring)
 
 
 def in_pairs(problem: Problem) -> bool:
@@ -240,19 +240,23 @@ def in_pairs(problem: Problem) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def group_splits_for(problem: Problem) -> int:
-    """Over how many tiles the query heads of a key/value head are split in the backward pass: a divisor of their
-    number, or, where that is a prime and there is no block mask, of one more, so that the last tile has a head less.
+def splits_for(problem: Problem) -> int:
+    """Over how many tiles the queries of a key/value head are split in the backward pass. Where it has several query
+    heads, each tile has some of them: the number is a divisor of theirs, or, where that is a prime and there is no
+    block mask, of one more, so that the last tile has a head less. Where it has one, tiles share out its blocks of
+    queries, if all see all keys.
 
-    Tiles are blocks of keys, each with all query heads that share them. Where these are few, or the longest is longer
-    than its share, multiprocessors are idle; split, each tile leaves its part of dK and dV in memory, and reads keys
+    Tiles are blocks of keys, each with all queries that see them. Where these are few, or the longest is longer than
+    its share, multiprocessors are idle; split, each tile leaves its part of dK and dV in memory, and reads keys
     and values of its own. What takes least time by this model is taken. Packed sequences may not be split by how many
     rows there are where their bits must not depend on that.
     """
     p, group = problem, problem.heads // problem.heads_kv
-    if group == 1 or (p.sequences is not None and p.deterministic):
+    if p.sequences is not None and p.deterministic:
         return 1
     if not p.seqlen_k or p.sequences == 0:  # no tile has a step
+        return 1
+    if group == 1 and (p.sequences is not None or p.block_mask is not None or p.span != (None, None)):
         return 1
     widths = widths_backward(p)
     tiles = BACKWARD[widths]
@@ -270,14 +274,17 @@ def group_splits_for(problem: Problem) -> int:
     bytes_of_parts = 2 * BYTES["fp32"] * batch * p.heads_kv * blocks * tiles.block_kv * sum(widths)
 
     def microseconds(splits: int) -> float:
-        waves, heads = batch * p.heads_kv * blocks * splits / MULTIPROCESSORS[90], cdiv(group, splits)
+        waves = batch * p.heads_kv * blocks * splits / MULTIPROCESSORS[90]
+        of_tile = longest * cdiv(group, splits) if group > 1 else cdiv(longest, splits)
         if uneven:  # tiles of all lengths fill one another's gaps
-            steps = max(longest * heads + TILE_STEPS, waves * (mean * group / splits + TILE_STEPS))
+            steps = max(of_tile + TILE_STEPS, waves * (mean * group / splits + TILE_STEPS))
         else:
-            steps = math.ceil(waves) * (longest * heads + TILE_STEPS)
+            steps = math.ceil(waves) * (of_tile + TILE_STEPS)
         adding = SUM_US + splits * bytes_of_parts / BYTES_PER_US if splits > 1 else 0.0
         return steps * step_us + adding
 
+    if group == 1:
+        return min(range(1, longest + 1), key=microseconds, default=1)
     ways = [splits for splits in range(1, group + 1) if group % splits == 0]
     if len(ways) == 2 and p.block_mask is None:
         ways += [splits for splits in range(2, (group + 1) // LEAST_UNEVEN + 1) if (group + 1) % splits == 0]

@@ -10,7 +10,6 @@ from flashzoo.spec import missing
 from flashzoo.v3.config import (
     BACKWARD,
     HOPPER,
-    group_splits_for,
     kernel_backward_for,
     kernel_for,
     kernel_fp8_for,
@@ -18,6 +17,7 @@ from flashzoo.v3.config import (
     padded,
     prepares,
     speeds_of,
+    splits_for,
     widths_backward,
 )
 from flashzoo.v3.traits import MASK_Q, Tiles
@@ -132,12 +132,16 @@ def _describe_backward(problem: Problem) -> list[str]:
     backward = kernel_backward_for(problem)
     run_at = f"head dims run at {backward.width}"
     lines = [f"backward: {backward.tiles}, {run_at}; dQ is summed in float32 memory of its own"]
-    splits, group = group_splits_for(problem), problem.heads // problem.heads_kv
+    splits, group = splits_for(problem), problem.heads // problem.heads_kv
     if splits > 1:
         blocks = problem.batch * problem.heads_kv * backward.blocks_kv(problem.seqlen_k)
+        every = f"{cdiv(group, splits)} of the {group} query heads that share it"
+        if group == 1:
+            blocks_q = backward.blocks_q(problem.seqlen_q)
+            every = f"{cdiv(blocks_q, splits)} of the {blocks_q} blocks of queries"
         lines.append(
             f"backward: {blocks} blocks of keys for {MULTIPROCESSORS[90]} multiprocessors, so each is a tile for every "
-            f"{cdiv(group, splits)} of the {group} query heads that share it; their dK and dV are added in float32"
+            f"{every}; their dK and dV are added in float32"
         )
     if backward.cluster > 1:
         adds = ", and adds half of dQ's columns," if backward.tiles.by_gradient else ""

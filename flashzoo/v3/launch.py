@@ -24,8 +24,8 @@ from flashzoo.gpu import WARPGROUP_ROWS
 from flashzoo.integers import cdiv, next_power_of_2
 from flashzoo.masks.block_mask import BlockMask
 from flashzoo.masks.lists import Lists
-from flashzoo.v3.config import group_splits_for, kernel_backward_for, kernel_for, pack_gqa_for, window_of
-from flashzoo.v3.programs import LISTS, TABLE, WORKSPACE, function_for
+from flashzoo.v3.config import kernel_backward_for, kernel_for, pack_gqa_for, splits_for, window_of
+from flashzoo.v3.programs import LISTS, PARAMS, TABLE, WORKSPACE, function_for
 from flashzoo.v3.swizzle import swizzle_backward, swizzle_of
 from flashzoo.v3.traits import Kernel, KernelBackward, KernelFp8
 
@@ -230,9 +230,7 @@ class ForwardLaunch:
         if kernel.right and not kernel.left and p.sequences is None:  # else tiles are as long, or in a table's order
             bytes_of_head = BYTES[kernel.dtype] * p.seqlen_k * (p.head_dim + p.head_dim_v)
             swizzle = swizzle_of(blocks_q, batch_heads, bytes_of_head, group)
-        params = _params(
-            p, blocks_q, batch_heads, swizzle, heads=heads, group=group, group_kv=group, group_splits=1, pack_gqa=pack
-        )
+        params = _params(p, blocks_q, batch_heads, swizzle, heads=heads, group=group, group_kv=group, pack_gqa=pack)
         blocks = min(_multiprocessors(device), cdiv(blocks_q * batch_heads, tiles.teams))
         given = ("q", "k", "v", "out", "lse", "counter", *more)
         self._launch = function_for(kernel).bind(device, blocks, params, given)
@@ -269,22 +267,20 @@ def _map_of_v(problem: Problem, kernel: Kernel, strides: Ints) -> TensorMap:
     return map_of_rows(kernel.dtype, of_v, strides, kernel.width_v, block_kv, ragged=p.sequences is not None)
 
 
-def _params(
-    problem: Problem, blocks: int, batch_heads: int, swizzle: int, *, wave: int = 1, **of_heads: int
-) -> dict[str, int]:
-    """`programs.PARAMS` but for the counter."""
+def _params(problem: Problem, blocks: int, batch_heads: int, swizzle: int, **others: int) -> dict[str, int]:
+    """`programs.PARAMS` but for the counter, in order; what one pass does not give is what changes nothing."""
     window_left, window_right = problem.reach_of(window_of(problem))
-    return {
+    given = {
         "seqlen_q": problem.seqlen_q,
         "seqlen_k": problem.seqlen_k,
-        **of_heads,
         "window_left": window_left,
         "window_right": window_right,
         "blocks": blocks,
         "batch_heads": batch_heads,
         "l2_swizzle": min(batch_heads, swizzle),
-        "wave": wave,
     }
+    given |= {"splits": 1, "query_splits": 1, "pack_gqa": 0, "wave": 1} | others
+    return {name: given[name] for name in PARAMS if name in given}
 
 
 def _multiprocessors(device: int) -> int:
@@ -358,10 +354,10 @@ class BackwardLaunch:
         self._k, self._dk = (map_of(of_k, x, kernel.swizzled_k, tiles.block_kv) for x in (k_strides, dk_strides))
         self._v, self._dv = (map_of(of_v, x, kernel.width_v, tiles.block_kv) for x in (v_strides, dv_strides))
 
-        splits = group_splits_for(p)
+        splits = splits_for(p)
         group, batch_heads = cdiv(p.heads // p.heads_kv, splits), p.batch * p.heads_kv * splits
         keys = blocks * batch_heads * tiles.block_kv
-        parts = [keys * width if kernel.split_group else 0 for width in (kernel.width, kernel.width_v)]
+        parts = [keys * width if kernel.split_queries else 0 for width in (kernel.width, kernel.width_v)]
         rows, semaphores = blocks_of_all * tiles.block_q, blocks_of_all * kernel.semaphores * kernel.deterministic
         self._workspace, self._numbers = _places(rows, rows, rows * kernel.width, semaphores, *parts)
         uneven = kernel.right and not kernel.left and p.sequences is None
@@ -372,7 +368,7 @@ class BackwardLaunch:
             swizzle, wave = swizzle_backward(blocks, batch_heads)
             wave //= kernel.cluster
         of_heads = {"heads": p.heads_kv * splits, "group": group, "group_kv": p.heads // p.heads_kv}
-        of_heads |= {"group_splits": splits, "pack_gqa": 0}
+        of_heads |= {"splits": splits, "query_splits": splits if p.heads == p.heads_kv else 1}
         params = _params(p, blocks, batch_heads, swizzle, wave=wave, **of_heads)
         given = (
             "q",
@@ -396,7 +392,7 @@ class BackwardLaunch:
         self._scales = in_log2(p.scale), p.scale
         self._delta = delta_launch(p, kernel, out_strides, dout_strides, dlse)
         self._round = round_launch(p, kernel, dq_strides)
-        self._sum = sum_launch(p, kernel, blocks, splits, dk_strides, dv_strides) if kernel.split_group else None
+        self._sum = sum_launch(p, kernel, blocks, splits, dk_strides, dv_strides) if kernel.split_queries else None
 
     def __call__(
         self,

@@ -30,7 +30,7 @@ ARCH = "sm_90a"
 PACKED = (KernelPacked, KernelFp8Packed, KernelBackwardPacked)
 
 PARAMS: dict[str, Parameter] = {
-    **dict.fromkeys(("seqlen_q", "seqlen_k", "heads", "group", "group_kv", "group_splits", "pack_gqa"), INT),
+    **dict.fromkeys(("seqlen_q", "seqlen_k", "heads", "group", "group_kv", "splits", "query_splits", "pack_gqa"), INT),
     **dict.fromkeys(("window_left", "window_right", "blocks", "batch_heads", "l2_swizzle", "wave"), INT),
     "counter": Pointer("i32"),
 }

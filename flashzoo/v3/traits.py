@@ -279,8 +279,8 @@ class KernelBackward:
         left, right: whether the window is bounded on that side.
         deterministic: dQ is summed in a fixed order.
         tiles: how it is cut.
-        split_group: query heads that share keys are split over several tiles, whose dK and dV are added by a kernel
-            behind this one.
+        split_queries: the queries of a block of keys are split over several tiles, whose dK and dV are added by a
+            kernel behind this one.
         scoring: the function on scores with its gradient, or None.
     """
 
@@ -291,7 +291,7 @@ class KernelBackward:
     right: bool
     deterministic: bool
     tiles: TilesBackward
-    split_group: bool = field(default=False, kw_only=True)
+    split_queries: bool = field(default=False, kw_only=True)
     scoring: Scoring | None = field(default=None, kw_only=True)
 
     @property

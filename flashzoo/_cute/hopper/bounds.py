@@ -125,15 +125,24 @@ class BoundsBackward(Bounds):
     def head_kv(self) -> Int32:
         """The tile's key/value head."""
         p, head = self.params, self.tile.head
-        return head // p.group_splits if const_expr(p.kernel.split_group) else head
+        return head // p.splits if const_expr(p.kernel.split_queries) else head
+
+    def block_range(self) -> tuple[Int32, Int32]:
+        """First of the blocks of queries that the tile walks, and one past the last: its share of them."""
+        begin, end = self.visible_blocks()
+        p = self.params
+        if const_expr(p.kernel.split_queries and not (p.kernel.left or p.kernel.right)):
+            share, blocks = self.tile.head % p.query_splits, end - begin
+            begin, end = (begin + (share + i) * blocks // p.query_splits for i in range(2))
+        return begin, end
 
     @cute.jit
     def heads(self) -> tuple[Int32, Int32]:
         """The first of the tile's query heads, and how many there are."""
         p = self.params
         first, heads = self.tile.head * p.group, p.group
-        if const_expr(p.kernel.split_group):
-            of_group = self.tile.head % p.group_splits * p.group
+        if const_expr(p.kernel.split_queries):
+            of_group = self.tile.head % p.splits // p.query_splits * p.group
             first, heads = self.head_kv() * p.group_kv + of_group, cutlass.min(p.group, p.group_kv - of_group)
         return first, heads
 
@@ -144,7 +153,7 @@ class BoundsBackward(Bounds):
     def heads_q(self) -> Int32:
         """Query heads of a sequence."""
         p = self.params
-        return p.heads // p.group_splits * p.group_kv if const_expr(p.kernel.split_group) else p.heads * p.group
+        return p.heads // p.splits * p.group_kv if const_expr(p.kernel.split_queries) else p.heads * p.group
 
     def keys(self) -> tuple[Int32, Int32]:
         """First and last of the keys whose queries the tile walks: its own."""

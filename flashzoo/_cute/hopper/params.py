@@ -47,10 +47,12 @@ class Params:
         kernel: what is compiled.
         seqlen_q, seqlen_k: lengths of all sequences.
         heads: query heads; those that share a tile count as one. In the backward pass key/value heads, each counted
-            `group_splits` times.
+            `splits` times.
         group: of those query heads, how many share a key/value head. In the backward pass those of one tile, at most.
-        group_kv, group_splits: in the backward pass, how many query heads share a key/value head, and over how many
-            tiles they are split, of which the last has the fewest.
+        group_kv, splits: in the backward pass, how many query heads share a key/value head, and over how many tiles
+            their queries are split.
+        query_splits: how many of these tiles have the same heads, and share out the blocks of queries; of others each
+            has heads of its own, the last the fewest.
         pack_gqa: log2 of how many query heads of a key/value head share a tile.
         window_left, window_right: how many keys either side of the diagonal a query sees,
             where the kernel has that bound.
@@ -68,7 +70,8 @@ class Params:
     heads: Int32
     group: Int32
     group_kv: Int32
-    group_splits: Int32
+    splits: Int32
+    query_splits: Int32
     pack_gqa: Int32
     window_left: Int32
     window_right: Int32
