@@ -275,11 +275,13 @@ def scheduler_of(mask: BlockMask, problem: Problem) -> TileSchedulerSparse:
         p.heads // p.heads_kv,
         p.heads // p.heads_kv,
         1,
+        1,
         0,
         *p.reach_of(p.block_mask.span),
         blocks,
         batch_heads,
         batch_heads,
+        1,
     )
     return TileSchedulerSparse(ParamsSparse(kernel_for(p), *sizes, None, *in_memory(mask, mask.rows)))
 
@@ -294,11 +296,13 @@ def backward_scheduler_of(mask: BlockMask, problem: Problem) -> TileSchedulerBac
         p.heads // p.heads_kv,
         p.heads // p.heads_kv,
         1,
+        1,
         0,
         *p.reach_of(p.block_mask.span),
         blocks,
         batch_heads,
         2,
+        1,
     )
     return TileSchedulerBackwardSparse(ParamsSparse(kernel, *sizes, None, *in_memory(mask, mask.columns)))
 
