@@ -333,9 +333,8 @@ def test_v3_backward_of_split_groups_compiles_and_does_not_spill(kind: str, widt
         "deterministic": {"deterministic": True},
         "one_head": {"causal": False, "heads": 1},
     }
-    asked = {"heads": 16, "head_dim_v": widths[1], "causal": kind != "sparse", "grad": True, "arch": 90} | how.get(
-        kind, {}
-    )
+    asked = {"heads": 16, "head_dim_v": widths[1], "causal": kind != "sparse", "grad": True, "arch": 90}
+    asked |= how.get(kind, {})
     keys = keys_of(widths, "full" if kind == "sparse" else "causal") - (kind == "short")
     kernel = kernel_backward_for(Problem(1, 4096, keys, heads_kv=1, head_dim=widths[0], **asked))
     paired = kind in ("dense", "one_head") and widths in PAIRS_FROM

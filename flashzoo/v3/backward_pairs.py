@@ -27,7 +27,7 @@ from cutlass import Boolean, Int32
 from flashzoo._cute.hopper.bounds import BoundsBackward
 from flashzoo._cute.hopper.opaque import opaque
 from flashzoo._cute.hopper.pipeline import Pipeline, PipelineOfPair
-from flashzoo._cute.hopper.tile_scheduler import TileOfWave, TileScheduler, TileSchedulerBackward
+from flashzoo._cute.hopper.tile_scheduler import TileScheduler, TileSchedulerBackward
 from flashzoo._cute.hopper.tma import load
 from flashzoo._cute.hopper.wgmma import multiply, shared_layout, transposed
 from flashzoo.gpu import WARPS
@@ -51,11 +51,9 @@ class TileSchedulerPairs(TileSchedulerBackward):
         """Pairs of tiles of a head; opaque, as the producer has no register to keep what is made of it."""
         return opaque(self.params.blocks) >> 1
 
-    def work_tile(self, work: Int32) -> TileOfWave:
-        """This thread block's tile of a pair."""
-        rank, head, batch = self.coordinates(work)
-        block = 2 * self.block_of(rank) + cute.arch.block_idx_in_cluster()
-        return TileOfWave(block, head, batch, work // self.params.wave)
+    def block_of(self, rank: Int32) -> Int32:
+        """This thread block's of the rank-th pair."""
+        return 2 * super().block_of(rank) + cute.arch.block_idx_in_cluster()
 
     def claims(self) -> Boolean:
         """The same, in one of the thread blocks."""

@@ -54,13 +54,13 @@ def swizzle_of(blocks: int, heads: int, bytes_of_head: int, group: int = 1) -> i
 def swizzle_backward(blocks: int, heads: int) -> tuple[int, int]:
     """How many heads in the backward pass, two at least, and how many tiles are a wave: those of so many heads as have
     about one for each multiprocessor, or, of one that has more, as many."""
-    at_once = MULTIPROCESSORS[90]
+    at_once, blocks = MULTIPROCESSORS[90], max(1, blocks)
     if blocks > at_once:
         return doubled(blocks, heads, 2)[1], at_once
-    fewer, more = at_once // max(1, blocks), cdiv(at_once, max(1, blocks))
+    fewer, more = at_once // blocks, cdiv(at_once, blocks)
     ways = [fewer, more] if more * blocks <= MORE_THAN_A_WAVE * at_once else [fewer]
     (_, interleaved), of_wave = min(((doubled(blocks, heads, max(2, n)), n) for n in ways), key=lambda way: way[0][0])
-    return interleaved, of_wave * max(1, blocks) if interleaved == max(2, of_wave) else at_once
+    return interleaved, of_wave * blocks if interleaved == max(2, of_wave) else at_once
 
 
 @lru_cache(maxsize=1024)
