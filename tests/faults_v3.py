@@ -92,6 +92,22 @@ V3 = (
         "test_tiles_of_a_block_of_keys",
     ),
     fault(
+        "v3/waves_over_sequences",
+        "a wave of packed sequences' tiles is of the last ones of one and the first of another, that go one way",
+        V3_PACKED,
+        "(work.tile_idx - place + p.wave // 2) // p.wave + place // p.wave",
+        "work.tile_idx // p.wave",
+        "test_tiles_of_sequences_that_run_together",
+    ),
+    fault(
+        "v3/short_sequences_in_waves",
+        "tiles of short packed sequences, which begin in no order, go to and fro",
+        V3_PACKED,
+        "tile.batch, work, long * wave)",
+        "tile.batch, work, wave)",
+        "test_tiles_of_sequences_that_run_together",
+    ),
+    fault(
         "v3/split_heads_at_other_keys",
         "tiles that share out the query heads of a key/value head read other heads' keys",
         BOUNDS,

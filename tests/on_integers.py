@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Iterator
 from types import FunctionType
 
 
@@ -35,4 +37,28 @@ def as_written(*owners) -> list[tuple[object, str, FunctionType]]:
                 )
                 copy.__kwdefaults__ = function.__kwdefaults__
                 found.append((owner, name, copy))
+    return found
+
+
+def missed(walks: Iterable[Iterator[Hashable]], at_once: int = 132, kept: int = 512) -> int:
+    """How often L2 has not what a tile reads next, where each of so many thread blocks takes the next tile when it ends
+    one, steps take as long, and L2 keeps so much of what was read last."""
+    waiting = iter(walks)
+    running = [walk for walk, _ in zip(waiting, range(at_once), strict=False)]
+    in_l2: OrderedDict[Hashable, None] = OrderedDict()
+    found = 0
+    while running:
+        still = []
+        for walk in running:
+            read = next(walk, None)
+            if read is None and (following := next(waiting, None)) is not None:
+                walk, read = following, next(following, None)
+            if read is not None:
+                found += read not in in_l2
+                in_l2[read] = None
+                in_l2.move_to_end(read)
+                if len(in_l2) > kept:
+                    in_l2.popitem(last=False)
+                still.append(walk)
+        running = still
     return found

@@ -32,6 +32,7 @@ from flashzoo.v3.config import (
     OTHERS,
     PAIRS_FROM,
     SPARSE,
+    UNSPLIT_WITH_A_MASK,
     kernel_backward_for,
     kernel_fp8_for,
 )
@@ -321,6 +322,10 @@ def test_v3_packed_backward_compiles_and_does_not_spill(
     held_to_its_registers(kernel, host_code)
 
 
+SPLIT_SPARSE_STACK = {32: 8, 48: 16, 64: 8}
+"""Bytes of stack of the producer's, by width, where heads of a block mask are split over tiles."""
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["dense", "short", "deterministic", "packed", "sparse", "one_head"])
 @pytest.mark.parametrize("widths", [*BACKWARD], ids=str)
@@ -338,15 +343,17 @@ def test_v3_backward_of_split_groups_compiles_and_does_not_spill(kind: str, widt
     keys = keys_of(widths, "full" if kind == "sparse" else "causal") - (kind == "short")
     kernel = kernel_backward_for(Problem(1, 4096, keys, heads_kv=1, head_dim=widths[0], **asked))
     paired = kind in ("dense", "one_head") and widths in PAIRS_FROM
-    assert kernel.split_queries and isinstance(kernel, KernelBackwardPairs) == paired
-    held_to_its_registers(kernel, host_code)
+    assert isinstance(kernel, KernelBackwardPairs) == paired
+    assert kernel.split_queries == (kind != "sparse" or widths not in UNSPLIT_WITH_A_MASK)
+    held_to_its_registers(kernel, host_code, SPLIT_SPARSE_STACK.get(widths[0], 0) if kind == "sparse" else 0)
 
 
 def sparse_backward_cases() -> Iterator[tuple[str, int, int, str]]:
-    for width, block_kv in ((64, 128), (80, 128), (96, 128), (128, 128), (160, 128), (192, 128), (256, 128), (256, 64)):
+    widths = [width for width, width_v in BACKWARD if width == width_v]
+    for width, block_kv in (*product(widths, (128,)), (256, 64)):
         for mask in SPARSE_MASKS if block_kv == 128 else ("full", "bits_and_window"):
             yield "bf16", width, block_kv, mask
-    for width in (64, 80, 96, 128, 160, 192, 256):
+    for width in widths:
         yield "fp16", width, 128, "bits_and_window"
 
 
@@ -363,10 +370,12 @@ def test_v3_sparse_backward_compiles_and_its_consumers_do_not_spill(
     held_to_its_registers(kernel, host_code)
 
 
-def held_to_its_registers(kernel: KernelBackward, host_code: list[str]) -> None:
-    """A backward kernel compiles to what it is meant to, each role within its registers."""
+def held_to_its_registers(kernel: KernelBackward, host_code: list[str], of_producer: int = 0) -> None:
+    """A backward kernel compiles to what it is meant to, each role within its registers, but for so many bytes of
+    stack that its producer is known to have."""
     compiled = v3_compiled(kernel)
-    assert compiled.stack == 0, f"{compiled.stack} bytes of stack, {compiled.spills} spill instructions"
+    assert compiled.stack <= of_producer, f"{compiled.stack} bytes of stack, {compiled.spills} spill instructions"
+    assert not any("STL" in instruction for instruction in of_consumers(compiled.code))
     assert serialised(compiled.code) == 0
     assert compiled.opcodes.keys() >= {"HGMMA", "UTMALDG", "UBLKCP", "USETMAXREG"}, "WGMMA, TMA, registers by role"
     assert ("UTMASTG" in compiled.opcodes) != kernel.split_queries, "dK and dV leave by TMA, but for parts of them"
@@ -441,14 +450,18 @@ SCORE_MODS = {
     "alibi": ScoreForm(SCORE_ALIBI, (("f32", (16,)),)),
     "bias": ScoreForm(SCORE_BIAS, (("bf16", (2, 1, 4096, 4096)),)),
 }
-SCORE_STACK = {("bias", 64, False): 80, ("bias", 96, False): 72, ("softcap", 64, True): 96, ("bias", 64, True): 104}
+SCORE_STACK = {
+    **{("softcap", 48, False): 16, ("softcap", 80, False): 8, ("bias", 64, False): 80, ("bias", 96, False): 72},
+    **{("softcap", 48, True): 16, ("softcap", 64, True): 96, ("softcap", 80, True): 120},
+    **{("bias", 48, True): 8, ("bias", 64, True): 104, ("bias", 80, True): 216},
+}
 """Bytes of stack where a kernel with a function on scores is known to spill: function, width, backward. At these widths
 a warpgroup has the most scores at a time, and nothing to spare."""
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("width", sorted({*WIDTHS, 96, 160, 192}))
+@pytest.mark.parametrize("width", sorted({width for width, _ in V3_TILES}))
 @pytest.mark.parametrize("name", SCORE_MODS)
 @pytest.mark.filterwarnings("error")
 def test_v3_with_a_function_on_scores_spills_no_more_than_known(name, width, grad, tmp_path, monkeypatch) -> None:

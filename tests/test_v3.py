@@ -211,7 +211,7 @@ def test_lengths_ask_for_tiles_alone_and_packed_ones_for_nothing():
 @pytest.mark.parametrize("lengths", [(197, 197), (256, 256), (512, 512), (4096, 77), (1, 4096), (4096, 4096)], ids=str)
 def test_no_tiles_of_a_width_would_take_less_time_by_the_model(lengths):
     for widths, others in OTHERS.items():
-        problem = replace(PLAIN, head_dim=widths[0], seqlen_q=lengths[0], seqlen_k=lengths[1])
+        problem = replace(PLAIN, head_dim=widths[0], head_dim_v=widths[1], seqlen_q=lengths[0], seqlen_k=lengths[1])
         speeds = {HOPPER[widths]: 1.0, **others}
         times = {tiles: padded(problem, tiles) / speed for tiles, speed in speeds.items()}
         assert times[kernel_for(problem).tiles] == min(times.values())
@@ -256,8 +256,8 @@ def test_describe_says_what_happens_silently():
     assert str(kernel_for(PLAIN).tiles) in plain[0]
     assert not any("padded" in line or "share" in line for line in plain)
     lines = describe(replace(PLAIN, head_dim=72, head_dim_v=40, heads=8, heads_kv=1, seqlen_q=1))
-    assert "head_dim 72 is padded to 96 on chip, not in memory" in lines
-    assert "head_dim_v 40 is padded to 64 on chip, not in memory" in lines
+    assert "head_dim 72 is padded to 80 on chip, not in memory" in lines
+    assert "head_dim_v 40 is padded to 48 on chip, not in memory" in lines
     assert "8 query heads of a key/value head share a tile" in lines
     assert lines[-1].startswith("copies what TMA can't read in place")
 

@@ -3,15 +3,14 @@ edges, a fixed order."""
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import random
-from collections import OrderedDict
 from dataclasses import astuple, fields, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from on_integers import missed
 from torch import Tensor
 
 import flashzoo
@@ -218,9 +217,9 @@ def test_tiles_of_a_block_of_keys_share_out_the_queries_of_one_head(splits, seql
     ],
 )
 def test_tiles_that_run_together_read_the_same(seqlen, heads_kv, group, most, on_integers):
-    """Under a causal mask, where each thread block takes the next tile when it ends one and steps take as long: L2, of
-    which 32 MB hold 512 blocks of 64 queries with Q, dO and dQ's sum of 128 columns, misses each once, or a few times
-    where a head has more tiles than a wave or a number that no wave is a multiple of."""
+    """Under a causal mask L2, of which 32 MB hold 512 blocks of 64 queries with Q, dO and dQ's sum of 128 columns,
+    misses each once, or a few times where a head has more tiles than a wave or a number that no wave is a multiple
+    of."""
     problem = replace(PLAIN, seqlen_q=seqlen, seqlen_k=seqlen, heads=group * heads_kv, heads_kv=heads_kv, causal=True)
     blocks = seqlen // 128
     swizzle, wave = swizzle_backward(blocks, heads_kv)
@@ -231,22 +230,8 @@ def test_tiles_that_run_together_read_the_same(seqlen, heads_kv, group, most, on
         begin, end = bounds.block_range()
         return (bounds.step(i, begin, end) for i in range(bounds.steps(begin, end)))
 
-    numbers = iter(range(scheduler.tiles(0)))
-    walks, kept, missed = [walk(next(numbers)) for _ in range(132)], OrderedDict(), 0
-    while walks:
-        for place, steps in enumerate(walks):
-            read = next(steps, None)
-            if read is None and (number := next(numbers, None)) is not None:
-                walks[place] = walk(number)
-                read = next(walks[place])
-            if read is not None:
-                missed += read not in kept
-                kept[read] = None
-                kept.move_to_end(read)
-                if len(kept) > 512:
-                    kept.popitem(last=False)
-        walks = [steps for steps in walks if inspect.getgeneratorstate(steps) != inspect.GEN_CLOSED]
-    assert missed <= 1.05 * most * group * heads_kv * seqlen // 64
+    found = missed(map(walk, range(scheduler.tiles(0))))
+    assert found <= 1.05 * most * group * heads_kv * seqlen // 64
 
 
 @pytest.mark.parametrize("tiling", TILINGS)

@@ -56,7 +56,7 @@ from flashzoo._cute.hopper.wgmma import (
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
 from flashzoo.v3.scored_backward import differentiate, modify_block, told_of_head, told_of_keys
 from flashzoo.v3.softmax import LN2
-from flashzoo.v3.traits import KernelBackward, TilesBackward
+from flashzoo.v3.traits import ALIGNED, KernelBackward, TilesBackward
 
 PRODUCER = 0
 """The warp that loads; the writers come after it."""
@@ -273,11 +273,11 @@ class Backward:
         kernel, tiles = self.kernel, self.tiles
         smem = cutlass.memory.SmemAllocator()
         k, v, q, do = (
-            smem.allocate_tensor(self.dtype, x.outer, 1024, swizzle=x.inner)
+            smem.allocate_tensor(self.dtype, x.outer, ALIGNED, swizzle=x.inner)
             for x in (k_layout, v_layout, q_layout, do_layout)
         )
         k_partner = self.allocate_keys_of_partner(smem)
-        of_ds = smem.allocate_array(self.dtype, kernel.ds_elements, byte_alignment=1024)
+        of_ds = smem.allocate_array(self.dtype, kernel.ds_elements, byte_alignment=ALIGNED)
         ds = laid_out(of_ds, ds_layout)
         storage = SharedStorage(
             *(k, k_partner, v, q, do, ds, *self.staged(k, v, of_ds, k_layout, v_layout)),

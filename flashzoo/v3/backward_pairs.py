@@ -33,7 +33,7 @@ from flashzoo._cute.hopper.wgmma import multiply, shared_layout, transposed
 from flashzoo.gpu import WARPS
 from flashzoo.v3.backward import Backward, SharedStorage, TmaAtoms
 from flashzoo.v3.backward_by_gradient import BackwardByGradient, Gradient, Tile, columns_of
-from flashzoo.v3.traits import KernelBackwardPairs
+from flashzoo.v3.traits import ALIGNED, KernelBackwardPairs
 
 CLAIMS = 0
 """The thread block of a pair that claims tiles."""
@@ -118,7 +118,7 @@ class BackwardByGradientPairs(BackwardPairs, BackwardByGradient):
         """Half of its columns."""
         kernel = self.kernel
         layout = shared_layout(self.dtype, self.tiles.block_kv, kernel.width // kernel.cluster, 1, kernel.swizzled_k)
-        return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
+        return smem.allocate_tensor(self.dtype, layout.outer, ALIGNED, swizzle=layout.inner)
 
     @cute.jit
     def load_keys_of_partner(self, bounds: BoundsBackward, storage: SharedStorage, tma: TmaAtoms):

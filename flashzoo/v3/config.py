@@ -31,9 +31,13 @@ from flashzoo.v3.traits import (
 # Width of q and k, width of v: tiles. The fastest measured on an H200, bf16, seqlens 512 to 16k,
 # with and without a mask.
 HOPPER = {
+    (32, 32): Tiles(3, 128, stages=4, q_stages=2),
+    (48, 48): Tiles(3, 128, stages=3, q_stages=2),
     (64, 64): Tiles(3, 128, stages=3, q_stages=2),
+    (80, 80): Tiles(3, 112, q_stages=2),
     (96, 96): Tiles(3, 112, q_stages=2),
     (128, 128): Tiles(3, 80, ping_pong=False),
+    (160, 160): Tiles(2, 128, ping_pong=False),
     (192, 128): Tiles(3, 64, ping_pong=False),
     (192, 192): Tiles(2, 96),
     (256, 256): Tiles(2, 64),
@@ -43,21 +47,36 @@ HOPPER = {
 # read K and V from L2 once for 192 queries, two leave fewer rows of a short sequence's last tile empty. By sweeps on an
 # H200 over 12 lengths from 128 to 4096 (docs/measurements.md).
 OTHERS: dict[tuple[int, int], dict[Tiles, float]] = {
+    (32, 32): {
+        Tiles(2, 128, stages=4, q_stages=2, ping_pong=False): 0.84,
+        Tiles(2, 208, stages=4, q_stages=2): 0.82,
+    },
+    (48, 48): {
+        Tiles(3, 112, stages=4, q_stages=2): 0.95,
+        Tiles(2, 128, stages=3, q_stages=2, ping_pong=False): 0.87,
+        Tiles(2, 208, q_stages=2): 0.86,
+    },
     (64, 64): {
         Tiles(3, 112, stages=3, q_stages=2): 0.92,
         Tiles(2, 128, stages=3, q_stages=2, ping_pong=False): 0.8,
         Tiles(2, 112, stages=3, q_stages=2): 0.78,
         Tiles(2, 208, q_stages=2): 0.8,
     },
+    (80, 80): {
+        Tiles(3, 96, q_stages=2): 0.98,
+        Tiles(2, 128, q_stages=2, ping_pong=False): 0.91,
+        Tiles(2, 112, q_stages=2): 0.87,
+    },
     (96, 96): {
         Tiles(2, 128, q_stages=2, ping_pong=False): 0.85,
         Tiles(2, 112, q_stages=2): 0.8,
     },
     (128, 128): {Tiles(2, 128, q_stages=2, ping_pong=False): 0.95},
+    (160, 160): {Tiles(2, 96): 0.98},
 }
 
 # Block-sparse: width of q and k, width of v, keys of a block of the mask. The fastest of those tried on an H200 at
-# widths 64 and 128 with blocks of 128; the others were not tried against any.
+# widths 64 and 128 with blocks of 128; the others were not tried against any. Its widths are fewer.
 SPARSE = {
     (64, 64, 128): Tiles(2, 64, stages=4, q_stages=2, overlap=False, teams=2),
     (96, 96, 128): Tiles(2, 128, q_stages=2),
@@ -113,6 +132,8 @@ ONE_LEVEL = {
 
 # The backward pass, width of q and k, width of v; the narrowest that holds a problem's is taken.
 BACKWARD = {
+    (32, 32): TilesBackward(128),
+    (48, 48): TilesBackward(128),
     (64, 64): TilesBackward(128),
     (80, 80): TilesBackward(128),
     (96, 96): TilesBackward(64, v_in_registers=True),
@@ -142,21 +163,32 @@ FLOPS_PER_US, BYTES_PER_US, TILE_STEPS, SUM_US = 4.3e6, 3.3e6, 3, 10.0
 LEAST_UNEVEN = 5
 """Heads of a tile, at least, where the last of its group has one fewer: tiles of other lengths drift apart."""
 
+UNSPLIT_WITH_A_MASK = {(80, 80)}
+"""Widths at which, with a block mask, a thread that keeps parts of dK and dV has too few registers: all products would
+wait for one another."""
+
 WIDTHS = tuple(sorted(width for width, width_v in HOPPER if width == width_v))
 """Head dims that have tiles of their own; TMA fills what a smaller one leaves with zeros."""
+SPARSE_WIDTHS = tuple(sorted({width for width, width_v, _ in SPARSE if width == width_v}))
+"""The same with a block mask."""
 
 
-def width_for(head_dim: int, widths: Iterable[int] = WIDTHS) -> int:
-    """The width of the tiles that hold a head dim: of `WIDTHS`, or in FP8 of `FP8`."""
+def width_for(head_dim: int, widths: Iterable[int]) -> int:
+    """The narrowest of those widths that holds a head dim."""
     return next(width for width in widths if head_dim <= width)
+
+
+def widths_for(problem: Problem) -> tuple[int, int]:
+    """Widths of a problem's tiles, for q and k, and for v and out."""
+    widths = WIDTHS if problem.block_mask is None else SPARSE_WIDTHS
+    return width_for(problem.head_dim, widths), width_for(problem.head_dim_v, widths)
 
 
 def widths_of(problem: Problem) -> tuple[int, int]:
     """The key of the tables for a problem: its widths, or where those have no tiles of their own,
     the wider for both."""
-    width, width_v = width_for(problem.head_dim), width_for(problem.head_dim_v)
-    widest = max(width, width_v)
-    return (width, width_v) if (width, width_v) in HOPPER else (widest, widest)
+    widths = widths_for(problem)
+    return widths if widths in HOPPER else (max(widths), max(widths))
 
 
 def window_of(problem: Problem) -> Window:
@@ -169,7 +201,7 @@ def kernel_for(problem: Problem, pairs: tuple[bool, ...] = ()) -> Kernel:
     if problem.block_mask is not None:
         return kernel_sparse_for(problem)
     left, right = (side is not None for side in problem.span)
-    widths = width_for(problem.head_dim), width_for(problem.head_dim_v)
+    widths = widths_for(problem)
     kind = Kernel if problem.sequences is None else KernelPacked
     tiles, scoring = tiles_for(problem), scoring_of(problem, pairs)
     return kind(problem.dtype, *widths, left, right, tiles, sinks=problem.sinks, scoring=scoring)
@@ -180,7 +212,7 @@ def kernel_sparse_for(problem: Problem) -> KernelSparse:
     mask = problem.block_mask
     assert mask is not None
     left, right = (side is not None for side in mask.span)
-    widths = width_for(problem.head_dim), width_for(problem.head_dim_v)
+    widths = widths_for(problem)
     tiles = SPARSE[(*widths_of(problem), mask.block_kv)]
     return KernelSparse(problem.dtype, *widths, left, right, tiles, mask.block_kv, mask.bits, sinks=problem.sinks)
 
@@ -259,6 +291,8 @@ def splits_for(problem: Problem) -> int:
     if group == 1 and (p.sequences is not None or p.block_mask is not None or p.span != (None, None)):
         return 1
     widths = widths_backward(p)
+    if p.block_mask is not None and widths in UNSPLIT_WITH_A_MASK:
+        return 1
     tiles = BACKWARD[widths]
     blocks, batch = cdiv(p.seqlen_k, tiles.block_kv), p.batch
     longest = mean = cdiv(p.seqlen_q, tiles.block_q)  # steps of a head

@@ -52,7 +52,7 @@ from flashzoo._cute.hopper.wgmma import (
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
 from flashzoo.v3.product import Product, RawV, ValuePath
 from flashzoo.v3.softmax import LN2, Softmax, beside_sink
-from flashzoo.v3.traits import Kernel, Tiles
+from flashzoo.v3.traits import ALIGNED, Kernel, Tiles
 
 
 class NamedBarrier(IntEnum):
@@ -233,10 +233,10 @@ class Forward:
         kernel, tiles = self.kernel, self.tiles
         smem = cutlass.memory.SmemAllocator()
         # A1.1
-        q, k = (smem.allocate_tensor(self.dtype, x.outer, 1024, swizzle=x.inner) for x in (q_layout, k_layout))
+        q, k = (smem.allocate_tensor(self.dtype, x.outer, ALIGNED, swizzle=x.inner) for x in (q_layout, k_layout))
         v, raw = self.value.allocate(smem, v_layout)
         storage = SharedStorage(
-            *(q, k, v, smem.allocate_tensor(self.dtype_o, o_layout.outer, 1024, swizzle=o_layout.inner)),
+            *(q, k, v, smem.allocate_tensor(self.dtype_o, o_layout.outer, ALIGNED, swizzle=o_layout.inner)),
             cute.make_tensor(
                 smem.allocate_array(Int32, tiles.teams * kernel.words_of_work), cute.make_layout(kernel.words_of_work)
             ),

@@ -37,7 +37,7 @@ from flashzoo.integers import cdiv
 from flashzoo.v3.forward import Consumer, Forward, SharedStorage
 from flashzoo.v3.product import Product, ValuePath
 from flashzoo.v3.softmax import NOTHING_SEEN, maximum
-from flashzoo.v3.traits import KernelFp8
+from flashzoo.v3.traits import ALIGNED, KernelFp8
 
 REGISTERS = {2: (40, 232), 3: (32, 160)}
 """Registers of a thread of the producer's warpgroup, which transposes V, and of a consumer,
@@ -229,9 +229,9 @@ class ValueTransposedOnChip(ValuePath):
         self, smem: cutlass.memory.SmemAllocator, layout: cute.ComposedLayout
     ) -> tuple[cute.Tensor, cute.Tensor | None]:
         """The stages that the tensor core reads, (head_dim, keys, stages), and those that TMA fills."""
-        loaded = smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner)
+        loaded = smem.allocate_tensor(self.dtype, layout.outer, ALIGNED, swizzle=layout.inner)
         layout = shared_layout(self.dtype, self.kernel.width_v, KEYS, self.kernel.tiles.stages)
-        return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner), loaded
+        return smem.allocate_tensor(self.dtype, layout.outer, ALIGNED, swizzle=layout.inner), loaded
 
     def operand(self, v: cute.Tensor) -> cute.Tensor:
         """The stages that the tensor core reads as (head_dim, keys, stages), as they are."""

@@ -20,7 +20,7 @@ from flashzoo.autograd import differentiable
 from flashzoo.call.operands import Operands
 from flashzoo.call.problem import Problem
 from flashzoo.dtypes import BYTES, TORCH_DTYPES
-from flashzoo.gpu import WARPGROUP_ROWS
+from flashzoo.gpu import MULTIPROCESSORS, WARPGROUP_ROWS
 from flashzoo.integers import cdiv, next_power_of_2
 from flashzoo.masks.block_mask import BlockMask
 from flashzoo.masks.lists import Lists
@@ -367,6 +367,8 @@ class BackwardLaunch:
         elif uneven:
             swizzle, wave = swizzle_backward(blocks, batch_heads)
             wave //= kernel.cluster
+        elif kernel.uneven:  # entries of a table, in its order
+            wave = MULTIPROCESSORS[90]
         of_heads = {"heads": p.heads_kv * splits, "group": group, "group_kv": p.heads // p.heads_kv}
         of_heads |= {"splits": splits, "query_splits": splits if p.heads == p.heads_kv else 1}
         params = _params(p, blocks, batch_heads, swizzle, wave=wave, **of_heads)

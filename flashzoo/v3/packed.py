@@ -26,6 +26,7 @@ from flashzoo._cute.hopper.bounds import Bounds, BoundsBackward
 from flashzoo._cute.hopper.params import Params, SequenceInfo
 from flashzoo._cute.hopper.tile_scheduler import TileScheduler, WorkTile
 from flashzoo.gpu import RAGGED_ROWS
+from flashzoo.integers import cdiv
 from flashzoo.v3.backward import Backward
 from flashzoo.v3.backward_by_gradient import BackwardByGradient
 from flashzoo.v3.forward import Forward
@@ -97,6 +98,13 @@ class PackedTile(WorkTile):
 
 
 @dataclass(frozen=True)
+class PackedTileOfWave(PackedTile):
+    """The same, and which wave of tiles it is of."""
+
+    wave: Int32
+
+
+@dataclass(frozen=True)
 class ParamsPacked(Params):
     """The same of packed sequences: `seqlen_q` and `seqlen_k` are rows of q and of k, `blocks` entries of the table.
 
@@ -148,6 +156,21 @@ class TileSchedulerPacked(TileScheduler):
         return Entry(*[smem[i] for i in range(ENTRY + 1)])
 
 
+class TileSchedulerBackwardPacked(TileSchedulerPacked):
+    """The same with tiles of keys, in waves: `flashzoo.v3.swizzle`."""
+
+    def work_tile(self, work: Entry) -> PackedTileOfWave:
+        """Which tile it is. A sequence begins with the wave that most of its first tiles would be of, and has waves of
+        its own. If it is much less than one, its tiles begin where those of several sequences end, in no order, and
+        all go the same way: they are of wave 0."""
+        tile, p = super().work_tile(work), self.params
+        place = work.block * p.heads + tile.head  # among those of the sequence
+        wave = (work.tile_idx - place + p.wave // 2) // p.wave + place // p.wave
+        tiles = cdiv(work.owned, p.kernel.tiles.block_kv) * p.heads
+        long = cutlass.min(1, 4 * tiles // (3 * p.wave))
+        return PackedTileOfWave(tile.block, tile.head, tile.batch, work, long * wave)
+
+
 class _OfEntry:
     """What the bounds of both passes take from the table."""
 
@@ -192,10 +215,6 @@ class BoundsBackwardPacked(_OfEntry, BoundsBackward):
             end = begin
         return begin, end
 
-    def ascends(self) -> bool:
-        """Whether the tile walks its blocks from the first on: entries are in an order of their own."""
-        return False
-
     def walks_any(self, begin: Int32, end: Int32) -> Boolean:
         """Whether the tile walks any block of queries."""
         return begin < end
@@ -236,12 +255,12 @@ class ForwardFp8Packed(ForwardFp8):
 class BackwardPacked(Backward):
     """The program of a `KernelBackwardPacked`."""
 
-    scheduler: type[TileScheduler] = TileSchedulerPacked
+    scheduler: type[TileScheduler] = TileSchedulerBackwardPacked
     bounds: type[BoundsBackward] = BoundsBackwardPacked
 
 
 class BackwardByGradientPacked(BackwardByGradient):
     """The program of one whose tiles are cut by gradient."""
 
-    scheduler: type[TileScheduler] = TileSchedulerPacked
+    scheduler: type[TileScheduler] = TileSchedulerBackwardPacked
     bounds: type[BoundsBackward] = BoundsBackwardPacked

@@ -17,7 +17,7 @@ from flashzoo._cute.hopper.params import Params
 from flashzoo._cute.hopper.pipeline import Pipeline
 from flashzoo._cute.hopper.wgmma import gemm, scale_rows, shared_layout, to_16_bits, transposed
 from flashzoo.gpu import WARPGROUP_ROWS
-from flashzoo.v3.traits import Kernel
+from flashzoo.v3.traits import ALIGNED, Kernel
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class ValuePath:
         self, smem: cutlass.memory.SmemAllocator, layout: cute.ComposedLayout
     ) -> tuple[cute.Tensor, cute.Tensor | None]:
         """The stages that the tensor core reads, and those that TMA fills where they differ."""
-        return smem.allocate_tensor(self.dtype, layout.outer, 1024, swizzle=layout.inner), None
+        return smem.allocate_tensor(self.dtype, layout.outer, ALIGNED, swizzle=layout.inner), None
 
     def operand(self, v: cute.Tensor) -> cute.Tensor:
         """The stages that the tensor core reads as (head_dim, keys, stages)."""

@@ -9,7 +9,8 @@ together read the same at the same time. As many heads are interleaved as have a
 All begin at the last block of queries, which all see, and go back block by block, each until its diagonal. When one
 ends there, its multiprocessor begins a tile of the next wave, the longest when the first ones end. Those go the other
 way, each from its diagonal on, where by then those are that began before it: one tile of 64 blocks and one of 2 take as
-long as one of 62 and one of 4. When they all reach the last block the next wave begins there.
+long as one of 62 and one of 4. When they all reach the last block the next wave begins there. Packed sequences begin
+with all heads of one and have waves too (`packed.py`).
 """
 
 from __future__ import annotations

@@ -14,6 +14,9 @@ from flashzoo.scores.traits import Scoring
 MASK_Q = 128
 """Queries of a block of those masks that block-sparse kernels take: a tile's."""
 
+ALIGNED = 1024
+"""Bytes: an array of shared memory that TMA and WGMMA swizzle begins at a multiple of so many."""
+
 ENTRY = 8
 """32-bit words of an entry of packed sequences' table: `_triton.packed_kernels.COLUMNS`, which this must not import."""
 
@@ -111,15 +114,19 @@ class Kernel:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a thread block: Q, K, V and O, two mbarriers a stage, the next tile."""
+        """Shared memory of a thread block: Q, K, V and O, each from a multiple of `ALIGNED` on, two mbarriers a stage,
+        the next tile."""
         tiles = self.tiles
-        elements = tiles.q_stages * tiles.block_q * self.width
-        elements += tiles.block_kv * (tiles.stages * self.width + self.stages_of_v * self.width_v)
-        stages = tiles.q_stages * tiles.consumers + tiles.stages + self.stages_of_v + 1
-        out = BYTES[self.out_dtype] * tiles.block_q * self.width_o
-        return tiles.teams * (BYTES[self.dtype] * elements + out + 16 * stages) + 8 * cdiv(
-            tiles.teams * self.words_of_work, 2
+        size, size_out = BYTES[self.dtype], BYTES[self.out_dtype]
+        arrays = (
+            size * tiles.q_stages * tiles.block_q * self.width,
+            size * tiles.stages * tiles.block_kv * self.width,
+            size * self.stages_of_v * tiles.block_kv * self.width_v,
+            size_out * tiles.block_q * self.width_o,
         )
+        stages = tiles.q_stages * tiles.consumers + tiles.stages + self.stages_of_v + 1
+        aligned = sum(cdiv(tiles.teams * array, ALIGNED) * ALIGNED for array in arrays)
+        return aligned + tiles.teams * 16 * stages + 8 * cdiv(tiles.teams * self.words_of_work, 2)
 
 
 @dataclass(frozen=True)
