@@ -62,7 +62,7 @@ def candidates(version: str, kernel: str, width: int) -> Iterator[Any]:
 
 def _v3_candidates(width: int) -> Iterator[v3_traits.Tiles]:
     for consumers, block_kv, stages, q_stages, ping_pong in product(
-        (2, 3), range(48, 209, 16), (2, 3), (1, 2), (True, False)
+        (2, 3), range(48, 209, 16), (2, 3, 4), (1, 2), (True, False)
     ):
         tiles = v3_traits.Tiles(consumers, block_kv, stages, q_stages, ping_pong)
         kernel = v3_traits.Kernel("bf16", width, width, False, True, tiles)
