@@ -29,7 +29,7 @@ from flashzoo.v3.traits import (
 )
 
 # Width of q and k, width of v: tiles. The fastest measured on an H200, bf16, seqlens 512 to 16k,
-# with and without a mask.
+# with and without a mask; those of 32, 48, 80 and 160 in fewer cells.
 HOPPER = {
     (32, 32): Tiles(3, 128, stages=4, q_stages=2),
     (48, 48): Tiles(3, 128, stages=3, q_stages=2),
@@ -45,7 +45,8 @@ HOPPER = {
 
 # The same widths: others, and their speed for what they compute, padding included, beside those above. Three warpgroups
 # read K and V from L2 once for 192 queries, two leave fewer rows of a short sequence's last tile empty. By sweeps on an
-# H200 over 12 lengths from 128 to 4096 (docs/measurements.md).
+# H200 over 12 lengths from 128 to 4096, at 32, 48, 80 and 160 over 6 to 10 cells (docs/measurements.md), where those of
+# 208 keys at 32 and of 96 at 160 were not timed at the lengths that choose them.
 OTHERS: dict[tuple[int, int], dict[Tiles, float]] = {
     (32, 32): {
         Tiles(2, 128, stages=4, q_stages=2, ping_pong=False): 0.84,

@@ -161,8 +161,8 @@ class TileSchedulerBackwardPacked(TileSchedulerPacked):
 
     def work_tile(self, work: Entry) -> PackedTileOfWave:
         """Which tile it is. A sequence begins with the wave that most of its first tiles would be of, and has waves of
-        its own. If it is much less than one, its tiles begin where those of several sequences end, in no order, and
-        all go the same way: they are of wave 0."""
+        its own. If it has less than three quarters of one, its tiles begin where those of several sequences end, in no
+        order, and all go the same way: they are of wave 0."""
         tile, p = super().work_tile(work), self.params
         place = work.block * p.heads + tile.head  # among those of the sequence
         wave = (work.tile_idx - place + p.wave // 2) // p.wave + place // p.wave
