@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from fault import Change, Fault, fault
 
-FORWARD, BACKWARD, BY_GRADIENT, PAIRS = (
-    f"flashzoo/v3/{name}.py" for name in ("forward", "backward", "backward_by_gradient", "backward_pairs")
+FORWARD, BACKWARD, IN_HALVES, BY_GRADIENT, PAIRS = (
+    f"flashzoo/v3/{name}.py"
+    for name in ("forward", "backward", "backward_in_halves", "backward_by_gradient", "backward_pairs")
 )
 FP8, QUANTIZE, SOFTMAX, DELTA, V3_SPARSE = (
     f"flashzoo/v3/{name}.py" for name in ("fp8", "quantize_kernels", "softmax", "delta", "sparse")
@@ -356,6 +357,36 @@ V3 = (
         gpu=True,
     ),
     fault(
+        "v3/halves_with_one_lse",
+        "in halves both have P by the LSE of the first half of a block's queries",
+        *(BACKWARD, "lse = self.columns(consumer.storage.lse[None, block.q_stage], first)\n            self.exp"),
+        "lse = self.columns(consumer.storage.lse[None, block.q_stage])\n            self.exp",
+        "test_values_of_another_width[(192, 128)",
+        gpu=True,
+    ),
+    fault(
+        "v3/halves_masked_as_one",
+        "in halves the second is masked as the first",
+        *(BACKWARD, "n * self.tiles.block_q + first, True", "n * self.tiles.block_q, True"),
+        "test_values_of_another_width[(192, 128)",
+        gpu=True,
+    ),
+    fault(
+        "v3/halves_of_a_mask_by_one_half's_bits",
+        "in halves both of a block are masked by the bits of a block mask's first",
+        *("flashzoo/v3/sparse_backward.py", "tiles.block_q + first + lane", "tiles.block_q + lane"),
+        "test_columns_let_through_what_the_mask_shows[dense-scores_in_halves",
+    ),
+    fault(
+        "v3/halves_write_ds_while_it_is_read",
+        "in halves a warpgroup writes dS while the other still computes dQ of the block before: a race",
+        IN_HALVES,
+        "        self.sync_consumers()  # the other has read dS of the block before\n",
+        "",
+        "test_gradients[v3-square_4096_d192_128",
+        gpu=True,
+    ),
+    fault(
         "v3/deterministic_in_any_order",
         "in deterministic mode nobody waits for the blocks of keys before; seen in FA #2158, #2244",
         BACKWARD,
@@ -363,6 +394,17 @@ V3 = (
         "semaphore_wait(workspace.dq_semaphore + of_block, Int32(NEVER))",
         "test_deterministic_means_the_same_bits[v3-plain]",
         within="Backward.store",
+        gpu=True,
+    ),
+    fault(
+        "v3/sums_told_of_before_they_are_there",
+        "in deterministic mode who counts the blocks of keys that have added to dQ doesn't release its sums",
+        *(
+            BACKWARD,
+            "red.release.gpu.global.add",
+            "red.relaxed.gpu.global.add",
+            "test_deterministic_means_one_order_of",
+        ),
         gpu=True,
     ),
     fault(

@@ -452,7 +452,7 @@ SCORE_MODS = {
 }
 SCORE_STACK = {
     **{("softcap", 48, False): 16, ("softcap", 80, False): 8, ("bias", 64, False): 80, ("bias", 96, False): 72},
-    **{("softcap", 48, True): 16, ("softcap", 64, True): 96, ("softcap", 80, True): 120},
+    **{("softcap", 48, True): 16, ("softcap", 64, True): 104, ("softcap", 80, True): 120},
     **{("bias", 48, True): 8, ("bias", 64, True): 104, ("bias", 80, True): 216},
 }
 """Bytes of stack where a kernel with a function on scores is known to spill: function, width, backward. At these widths

@@ -62,6 +62,7 @@ TILINGS = {
     "128x128": TilesBackward(128),
     "128x64": TilesBackward(64),
     "64x64": TilesBackward(64, 64),
+    "128x64_in_halves": TilesBackward(64, ds_stages=1, halved=True),
 }
 
 
@@ -553,7 +554,7 @@ def same_results(left: Result, right: Result) -> bool:
 @gpu
 @on_hopper
 @pytest.mark.parametrize("band", ["causal", "wide", "left"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
 def test_every_place_of_the_diagonal_in_a_tile(head_dim, band):
     """Blocks of queries change from seen whole to seen in part to not seen at all."""
     for shift in range(-130, 131, 9):
@@ -574,7 +575,9 @@ def test_every_place_of_the_diagonal_in_a_tile(head_dim, band):
 @gpu
 @on_hopper
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
-@pytest.mark.parametrize("head_dims", [(64, 128), (128, 64), (40, 200), (256, 64), (72, 8), (88, 96)], ids=str)
+@pytest.mark.parametrize(
+    "head_dims", [(64, 128), (128, 64), (40, 200), (256, 64), (72, 8), (88, 96), (192, 128)], ids=str
+)
 def test_values_of_another_width(head_dims, deterministic):
     head_dim, head_dim_v = head_dims
     problem = replace(
@@ -593,7 +596,7 @@ def test_values_of_another_width(head_dims, deterministic):
 @gpu
 @on_hopper
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
 def test_gradient_through_lse_alone(head_dim, deterministic):
     problem = replace(
         PLAIN,
@@ -650,7 +653,7 @@ def test_queries_of_one_head_that_are_split(head_dim, deterministic):
 @on_hopper
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 160, 192, 256])
 def test_query_heads_that_are_split_unevenly(head_dim, causal, deterministic):
     """Where a group is a prime; in pairs, too."""
     of_heads = {"heads": 71, "heads_kv": 1, "head_dim": head_dim, "head_dim_v": None}
@@ -667,7 +670,7 @@ def test_query_heads_that_are_split_unevenly(head_dim, causal, deterministic):
 @gpu
 @on_hopper
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
 def test_query_heads_of_packed_sequences_that_are_split_unevenly(head_dim, causal):
     starts = torch.tensor([0, 5, 5, 400, 1000, 1001, 1500, 2200, 2900, 3000], dtype=torch.int32, device="cuda")
     packed = replace(PLAIN, seqlen_q=3000, seqlen_k=3000, sequences=9, heads=71, heads_kv=1, causal=causal)
@@ -686,7 +689,7 @@ def test_query_heads_of_packed_sequences_that_are_split_unevenly(head_dim, causa
 @gpu
 @on_hopper
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
 @pytest.mark.parametrize("size", SIZES)
 def test_more_tiles_than_multiprocessors_and_fewer(size, head_dim, deterministic):
     problem = replace(SIZES[size], head_dim=head_dim, head_dim_v=None, deterministic=deterministic)
@@ -697,7 +700,7 @@ def test_more_tiles_than_multiprocessors_and_fewer(size, head_dim, deterministic
 
 @gpu
 @on_hopper
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 160])
 def test_dk_and_dv_of_short_tiles_are_the_same_bits_at_every_call(head_dim):
     """They leave while the next tile is worked on. The first keys are seen by no query, in tiles of a single step."""
     problem = replace(MANY, seqlen_q=200, head_dim=head_dim, head_dim_v=None, causal=False, window=(500, None))
@@ -720,7 +723,7 @@ def test_dk_and_dv_of_short_tiles_are_the_same_bits_at_every_call(head_dim):
 
 @gpu
 @on_hopper
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 160, 192, 256])
 def test_tiles_without_a_step_between_others(head_dim):
     """Of several hundred packed sequences with keys, many have no query: their tiles walk nothing, and leave zeros,
     while dK and dV of the tile before leave and keys of the next come. Others' are the bits that they have alone."""
@@ -773,7 +776,7 @@ def test_pairs_at_the_edges_of_tiles(widths, band):
 @gpu
 @on_hopper
 @pytest.mark.parametrize("band", ["full", "causal", "wide"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
 def test_deterministic_is_the_same_bits_when_busy(head_dim, band):
     lengths = {"batch": 2, "seqlen_q": 2048, "seqlen_k": 2048, "heads": 12, "heads_kv": 6}
     problem = replace(PLAIN, **lengths, head_dim=head_dim, head_dim_v=None, deterministic=True, **BANDS[band])
@@ -798,8 +801,32 @@ def test_deterministic_is_the_same_bits_when_busy(head_dim, band):
 
 @gpu
 @on_hopper
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("widths", [*BACKWARD], ids=str)
+def test_deterministic_means_one_order_of_sums(widths, causal):
+    """Where all keys are one dQ is what rounding leaves of a sum that is 0: in 16 bits too it tells of its order, which
+    else one of a million numbers does."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(heads: int, head_dim: int) -> Tensor:
+        return torch.randn(2, 4096, heads, head_dim, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    q, v, dout = (normal(16, head_dim).requires_grad_() for head_dim in (*widths, widths[1]))
+    k = normal(16, widths[0])[:, :1].expand(q.shape).contiguous().requires_grad_()
+    out = flashzoo.attention(q, k, v, version="v3", causal=causal, deterministic=True)
+
+    def gradients() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+
+    first = gradients()
+    for _ in range(20):
+        assert all(map(same_bits, gradients(), first))
+
+
+@gpu
+@on_hopper
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "expanded"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
 def test_each_tensor_in_a_layout_of_its_own(head_dim, layout):
     """Out among them, which a caller of the operator hands over as it likes.
     Delta is summed in an order that is its layout's."""

@@ -23,7 +23,7 @@ V3, HOPPER_ROOM = ROOT / "flashzoo" / "v3", ROOT / "flashzoo" / "_cute" / "hoppe
 DEVICE = {
     program.partition(":")[0].rpartition(".")[2]
     for each in programs.PROGRAMS.values()
-    for program in (each.device, each.by_gradient)
+    for program in (each.device, each.by_gradient, each.halved)
 } - {""}
 """Files of v3's programs."""
 IMAGE = Image("kernel_of_a_test", bytes(range(256)) * 8)

@@ -348,7 +348,12 @@ def test_a_launch_tells_how_many_tiles_begin_together(span, monkeypatch):
     assert told == [132 if span == "causal" else 1]
 
 
-TILINGS = {"128x128": TilesBackward(128), "128x64": TilesBackward(64), "64x64": TilesBackward(64, 64)}
+TILINGS = {
+    "128x128": TilesBackward(128),
+    "128x64": TilesBackward(64),
+    "64x64": TilesBackward(64, 64),
+    "128x64_in_halves": TilesBackward(64, ds_stages=1, halved=True),
+}
 
 
 @every_case
@@ -538,7 +543,7 @@ def test_parts_of_split_groups_lie_where_they_are_added(case, kernel, on_integer
 
 @every_span
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 160, 256])
 def test_a_launch_gives_what_the_kernel_takes(span, deterministic, head_dim, monkeypatch):
     """By name, and as many thread blocks as there may be tiles."""
     problem = asked("plain", span, head_dim=head_dim, head_dim_v=None, deterministic=deterministic, sinks=deterministic)

@@ -122,6 +122,9 @@ def test_what_a_backward_kernel_can_cut_is_taken():
         (256, 256, 128),
         (256, 256, 64),
         (64, 136, 64),
+        (64, 136, 128),
+        (192, 128, 64),
+        (192, 128, 128),
     ):
         form = MaskForm(block_kv=block_kv, heads=2, window=(9, 0), bits=True)
         problem = replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim_v, grad=True, block_mask=form)
@@ -468,15 +471,23 @@ def let_through_of(bounds: BoundsBackwardSparse, n: int) -> Tensor:
     for thread in range(WARPGROUP * tiles.block_kv // WARPGROUP_ROWS):
         LANE[0] = thread % 32
         row, column = thread // 32 * 16 + LANE[0] // 4, LANE[0] % 4 * 2
-        scores = {(c, r, i): 0.0 for c in range(2) for r in range(2) for i in range(tiles.block_q // 8)}
-        if bounds.crosses(first_key + thread // WARPGROUP * WARPGROUP_ROWS, n):
-            BackwardSparse.mask(program, bounds, n, scores, bounds.of_thread(first_key + row, column), thread)
-        for (c, r, i), score in scores.items():
-            found[column + 8 * i + c, row + 8 * r] = score == 0.0
+        for first in range(0, tiles.block_q, tiles.queries_at_once):
+            scores = {(c, r, i): 0.0 for c in range(2) for r in range(2) for i in range(tiles.queries_at_once // 8)}
+            if bounds.crosses(first_key + thread // WARPGROUP * WARPGROUP_ROWS, n):
+                of_thread = bounds.of_thread(first_key + row, column)
+                BackwardSparse.mask(program, bounds, n, first, scores, of_thread, thread)
+            for (c, r, i), score in scores.items():
+                found[first + column + 8 * i + c, row + 8 * r] = score == 0.0
     return found
 
 
-@every_pattern(of_128_queries=(64, 128), of_64_queries=(128, 128), columns_in_halves=(256, 128), of_64_keys=(256, 64))
+@every_pattern(
+    of_128_queries=(64, 128),
+    of_64_queries=(128, 128),
+    scores_in_halves=(160, 128),
+    columns_in_halves=(256, 128),
+    of_64_keys=(256, 64),
+)
 def test_columns_let_through_what_the_mask_shows(pattern, head_dim, block_kv, on_integers):
     mask = MASKS[pattern](block_kv)
     problem = problem_of(mask, head_dim, grad=True, heads=2 * (mask.heads == 1) + 2)
@@ -520,7 +531,7 @@ def test_columns_let_through_what_the_mask_shows(pattern, head_dim, block_kv, on
     assert not scheduler.is_valid(past), "and nothing is read for it that is not there"
 
 
-@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("head_dim", [64, 160, 256])
 def test_the_longest_columns_go_first(head_dim, on_integers):
     mask = BlockMask.causal(1024)
     scheduler = backward_scheduler_of(mask, replace(problem_of(mask, head_dim, grad=True), batch=1))

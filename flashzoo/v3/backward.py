@@ -47,6 +47,7 @@ from flashzoo._cute.hopper.tma import box_of, load, tma_atom
 from flashzoo._cute.hopper.wgmma import (
     CONSUMER_REGISTERS,
     PRODUCER_REGISTERS,
+    columns_of,
     gemm,
     rows_of,
     shared_layout,
@@ -176,6 +177,28 @@ class Consumer:
     scale_log2: Float32
     column: Int32
     told: Told | None
+
+
+@dataclass(frozen=True)
+class Block:
+    """A step's block of queries.
+
+    Attributes:
+        bounds: what the tile walks.
+        used: which of the thread block's.
+        n: which of the tile's.
+        head: whose queries.
+        q_stage, do_stage: where on chip its Q and LSE, and its dO and delta are.
+        crosses: some of its queries don't see some keys of the warpgroup.
+    """
+
+    bounds: BoundsBackward
+    used: Int32
+    n: Int32
+    head: Int32
+    q_stage: Int32
+    do_stage: Int32
+    crosses: Boolean
 
 
 class Backward:
@@ -436,8 +459,9 @@ class Backward:
                 for w in cutlass.range_constexpr(tiles.consumers):
                     storage.exchange_pipeline.consumer_release((written + i) * tiles.consumers + w)
                 if const_expr(self.kernel.deterministic):
-                    cute.arch.cp_async_bulk_wait_group(0)
-                    semaphore_arrive(workspace.dq_semaphore + of_block, before, True)
+                    cute.arch.cp_async_bulk_wait_group(0)  # this thread's sums are in memory, to whom it releases them
+                    cute.arch.fence_proxy("async.global")
+                    semaphore_arrive(workspace.dq_semaphore + of_block, before)
             written += steps
             if const_expr(not self.kernel.split_queries):  # noqa: SIM102 - one is known when compiled, the other when run
                 if writer == 0:
@@ -456,6 +480,10 @@ class Backward:
             cute.copy(atom, smem, gmem)  # B2.18
         cute.arch.cp_async_bulk_commit_group()
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+        self.release_staged(storage, work_idx)
+
+    def release_staged(self, storage: SharedStorage, work_idx: Int32) -> None:
+        """TMA has read dK and dV of the tile where they were staged."""
         storage.ds_pipeline.consumer_release(work_idx)
 
     def first_step(self, before: Int32, writer: Int32) -> Int32:
@@ -487,7 +515,7 @@ class Backward:
         row, column = thread // 32 * 16 + lane // 4, lane % 4 * 2
 
         mma_s, mma_dp = (
-            self.mma(OperandMajorMode.K, OperandMajorMode.K, (tiles.consumers, 1, 1), tiles.block_q, source)
+            self.mma(OperandMajorMode.K, OperandMajorMode.K, (tiles.consumers, 1, 1), tiles.queries_at_once, source)
             for source in (
                 warpgroup.OperandSource.SMEM,
                 warpgroup.OperandSource.RMEM if tiles.v_in_registers else warpgroup.OperandSource.SMEM,
@@ -605,48 +633,27 @@ class Backward:
     @cute.jit
     def step(self, bounds: BoundsBackward, consumer: Consumer, used: Int32, n: Int32, head: Int32, crosses: Boolean):
         """Take the tile's n-th block of queries of a head into dK, dV and dQ."""
-        tiles, storage = self.tiles, consumer.storage
-        q_stage, do_stage = storage.q_pipeline.stage(used), storage.do_pipeline.stage(used)
-        s_shape = consumer.mma_s.get_slice(0).partition_shape_C((tiles.block_kv, tiles.block_q))
-        s, dp = (cute.make_rmem_tensor(s_shape, Float32) for _ in range(2))
+        storage = consumer.storage
+        block = self.block(bounds, consumer, used, n, head, crosses)
         storage.q_pipeline.consumer_wait(used)  # B2.9
-        gemm(consumer.mma_s, s, consumer.k, consumer.q[None, None, None, q_stage], True)  # B2.10
+        s = self.issue_s(consumer, block, 0)
         storage.do_pipeline.consumer_wait(used)
-        gemm(consumer.mma_dp, dp, consumer.v, consumer.do[None, None, None, do_stage], True)  # B2.13
-        told, where = told_of_head(self.score_mod, consumer.told, head), (consumer.bounds, consumer.column, crosses)
+        dp = self.issue_dp(consumer, block, 0)
         warpgroup.wait_group(1)
-        if const_expr(not self.by_slope):
-            if const_expr(self.score_mod is not None):
-                modify_block(self.score_mod, bounds, n, s, told, *where)
-            elif crosses:
-                self.mask(bounds, n, s, consumer.bounds, consumer.thread)
-            self.exponentiate(s, self.columns(storage.lse[None, q_stage]), consumer.scale_log2)  # B2.11
+        self.make_p(consumer, block, 0, s)
         warpgroup.wait_group(0)
-        p, ds = (
-            cute.make_rmem_tensor(mma.get_slice(0).partition_shape_A((tiles.block_kv, tiles.block_q)), self.dtype)
-            for mma in (consumer.mma_dv, consumer.mma_dk)
-        )
-        delta = self.columns(storage.delta[None, do_stage])
-        if const_expr(self.by_slope):
-            lse = self.columns(storage.lse[None, q_stage])
-            differentiate(self.score_mod, bounds, n, s, dp, lse, delta, p, ds, told, *where)
-        else:
-            self.differentiate(s, dp, delta, p, ds)  # B2.14
-        gemm(consumer.mma_dv, consumer.dv, p, consumer.do_t[None, None, None, do_stage], False)  # B2.12
+        p, ds = self.make_ds(consumer, block, 0, s, dp)
+        gemm(consumer.mma_dv, consumer.dv, p, consumer.do_t[None, None, None, block.do_stage], False)  # B2.12
 
-        stage = used % tiles.ds_stages
-        to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(True, 4), self.dtype), consumer.mma_s)
-        to_chip = to_chip.get_slice(consumer.thread)
-        part = cute.make_tensor(ds.iterator, s_shape)
         self.acquire_ds(consumer)  # in a branch, for the tile's first step alone, it would cost registers
-        cute.copy(to_chip, to_chip.retile(part), to_chip.partition_D(transposed(storage.ds)[None, None, stage]))
+        self.leave_ds(consumer, block, 0, ds)
         cute.arch.fence_proxy("async.shared", space="cta")
         self.sync_consumers()
 
-        dq = self.issue_dq(consumer, stage)  # B2.15: dS K
+        dq = self.issue_dq(consumer, used % self.tiles.ds_stages)  # B2.15: dS K
         warpgroup.wait_group(1)
         storage.do_pipeline.consumer_release(used)
-        gemm(consumer.mma_dk, consumer.dk, ds, consumer.q_t[None, None, None, q_stage], False)  # B2.16
+        gemm(consumer.mma_dk, consumer.dk, ds, consumer.q_t[None, None, None, block.q_stage], False)  # B2.16
         warpgroup.wait_group(1)
         if used + 1 == consumer.end:
             self.release_kv(consumer)
@@ -654,14 +661,98 @@ class Backward:
         warpgroup.wait_group(0)
         storage.q_pipeline.consumer_release(used)
 
-    def mask(self, bounds: BoundsBackward, n: Int32, s: cute.Tensor, of_thread: ThreadBounds, thread: Int32) -> None:
-        """Set what is not seen, of the scores of the tile's n-th block of queries, to -inf."""
-        mask_scores(s, of_thread, n * self.tiles.block_q, True, self.kernel.left)
+    def block(
+        self, bounds: BoundsBackward, consumer: Consumer, used: Int32, n: Int32, head: Int32, crosses: Boolean
+    ) -> Block:
+        """The tile's n-th block of queries of a head, and the used-th of the thread block's."""
+        q, do = consumer.storage.q_pipeline, consumer.storage.do_pipeline
+        return Block(bounds, used, n, head, q.stage(used), do.stage(used), crosses)
 
-    def columns(self, values: cute.Tensor) -> cute.Tensor:
-        """Of a block's LSE or delta, those of this thread's columns: (pair, pairs)."""
-        pairs = cute.make_layout((2, self.tiles.block_q // 8), stride=(1, 8))
-        return cute.make_tensor((values.iterator + cute.arch.lane_idx() % 4 * 2).align(8), pairs)
+    def scores_of(self, consumer: Consumer) -> cute.Tensor:
+        """Registers for S^T or dP^T."""
+        size = (self.tiles.block_kv, self.tiles.queries_at_once)
+        return cute.make_rmem_tensor(consumer.mma_s.get_slice(0).partition_shape_C(size), Float32)
+
+    @cute.jit
+    def issue_s(self, consumer: Consumer, block: Block, half: Constexpr[int]) -> cute.Tensor:
+        """Registers that will hold S^T of the block's queries, or of that half of them."""
+        s = self.scores_of(consumer)
+        q = consumer.q[None, None, None, block.q_stage]
+        gemm(consumer.mma_s, s, consumer.k, columns_of(q, half), True)  # B2.10
+        return s
+
+    @cute.jit
+    def issue_dp(self, consumer: Consumer, block: Block, half: Constexpr[int]) -> cute.Tensor:
+        """The same of dP^T."""
+        dp = self.scores_of(consumer)
+        do = consumer.do[None, None, None, block.do_stage]
+        gemm(consumer.mma_dp, dp, consumer.v, columns_of(do, half), True)  # B2.13
+        return dp
+
+    @cute.jit
+    def make_p(self, consumer: Consumer, block: Block, half: Constexpr[int], s: cute.Tensor):
+        """Turn S into P, in place, unless that waits for dP."""
+        first = half * self.tiles.queries_at_once
+        if const_expr(not self.by_slope):
+            if const_expr(self.score_mod is not None):
+                told = told_of_head(self.score_mod, consumer.told, block.head)
+                where = consumer.bounds, consumer.column, block.crosses
+                modify_block(self.score_mod, block.bounds, block.n, first, s, told, *where)
+            elif block.crosses:
+                self.mask(block.bounds, block.n, first, s, consumer.bounds, consumer.thread)
+            lse = self.columns(consumer.storage.lse[None, block.q_stage], first)
+            self.exponentiate(s, lse, consumer.scale_log2)  # B2.11
+
+    @cute.jit
+    def make_ds(
+        self, consumer: Consumer, block: Block, half: Constexpr[int], s: cute.Tensor, dp: cute.Tensor
+    ) -> tuple[cute.Tensor, cute.Tensor]:
+        """P and dS, rounded, of P, or S where that waits for dP."""
+        tiles, storage, first = self.tiles, consumer.storage, half * self.tiles.queries_at_once
+        p, ds = (
+            cute.make_rmem_tensor(
+                mma.get_slice(0).partition_shape_A((tiles.block_kv, tiles.queries_at_once)), self.dtype
+            )
+            for mma in (consumer.mma_dv, consumer.mma_dk)
+        )
+        delta = self.columns(storage.delta[None, block.do_stage], first)
+        if const_expr(self.by_slope):
+            lse = self.columns(storage.lse[None, block.q_stage], first)
+            told = told_of_head(self.score_mod, consumer.told, block.head)
+            where = consumer.bounds, consumer.column, block.crosses
+            differentiate(self.score_mod, block.bounds, block.n, first, s, dp, lse, delta, p, ds, told, *where)
+        else:
+            self.differentiate(s, dp, delta, p, ds)  # B2.14
+        return p, ds
+
+    @cute.jit
+    def leave_ds(self, consumer: Consumer, block: Block, half: Constexpr[int], ds: cute.Tensor):
+        """Write dS to shared memory, for all warpgroups."""
+        size = (self.tiles.block_kv, self.tiles.queries_at_once)
+        to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(True, 4), self.dtype), consumer.mma_s)
+        to_chip = to_chip.get_slice(consumer.thread)
+        part = cute.make_tensor(ds.iterator, consumer.mma_s.get_slice(0).partition_shape_C(size))
+        stage = block.used % self.tiles.ds_stages
+        there = cute.local_tile(transposed(consumer.storage.ds)[None, None, stage], size, (0, half))
+        cute.copy(to_chip, to_chip.retile(part), to_chip.partition_D(there))
+
+    def mask(
+        self,
+        bounds: BoundsBackward,
+        n: Int32,
+        first: int,
+        s: cute.Tensor,
+        of_thread: ThreadBounds,
+        thread: Int32,
+    ) -> None:
+        """Set what is not seen, of the scores of the tile's n-th block of queries from its first-th query on, to
+        -inf."""
+        mask_scores(s, of_thread, n * self.tiles.block_q + first, True, self.kernel.left)
+
+    def columns(self, values: cute.Tensor, first: int = 0) -> cute.Tensor:
+        """Of a block's LSE or delta, from its first-th query on, those of this thread's columns: (pair, pairs)."""
+        pairs = cute.make_layout((2, self.tiles.queries_at_once // 8), stride=(1, 8))
+        return cute.make_tensor((values.iterator + first + cute.arch.lane_idx() % 4 * 2).align(8), pairs)
 
     @cute.jit
     def exponentiate(self, s: cute.Tensor, lse: cute.Tensor, scale_log2: Float32):
@@ -776,24 +867,22 @@ def store_part(memory: cute.Pointer, acc: cute.Tensor, part: Int64, thread: Int3
 
 @cute.jit
 def semaphore_wait(semaphore: cute.Pointer, before: Int32):
-    """Until `before` tiles have added to a block of dQ; at once where it is `NEVER`. A relaxed load:
-    nothing that they wrote is read."""
+    """Until `before` tiles have added to a block of dQ; at once where it is `NEVER`."""
     if before != NEVER:
         seen = Int32(-1)
         while seen != before:
             seen = cute.arch.inline_ptx(
-                "ld.relaxed.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[semaphore]
+                "ld.acquire.gpu.global.b32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[semaphore]
             )
 
 
 @cute.jit
-def semaphore_arrive(semaphore: cute.Pointer, before: Int32, arrived: Constexpr[bool]):
-    """A tile has added to a block of dQ, unless `before` is `NEVER`;
-    `arrived` where its sums are known to be in memory already."""
-    order = "relaxed" if arrived else "release"
+def semaphore_arrive(semaphore: cute.Pointer, before: Int32):
+    """A tile has added to a block of dQ, unless `before` is `NEVER`. It releases its sums even where TMA has told that
+    they are in memory: told so, some of them came behind those of who was told by a relaxed sum."""
     if before != NEVER:
         with cute.arch.elect_one():
-            cute.arch.inline_ptx(f"red.{order}.gpu.global.add.s32 [{{$r0}}], 1;", read_only_args=[semaphore])
+            cute.arch.inline_ptx("red.release.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[semaphore])
 
 
 @cute.jit

@@ -1,11 +1,11 @@
-"""The backward pass where dK and dV of 64 keys don't fit in one warpgroup's registers: at head dims above 128.
+"""The backward pass where dK and dV of 64 keys don't fit in one warpgroup's registers: 192 and 256 wide.
 
 What differs from `backward.py`: a tile has 64 keys, and both consumer warpgroups work on all of them.
 
 1. The warpgroup of V computes S^T and P^T, leaves P^T to the other in shared memory, in float32, and adds P^T dO to dV.
 2. The warpgroup of K computes dP^T and, from it and P^T, dS^T, and adds dS^T Q to dK.
 3. dS goes through shared memory, and each computes half of the columns of dQ, by 64, of three such parts the warpgroup
-   of K two, or 160 wide by 80, and adds them to memory straight from registers.
+   of K two, and adds them to memory straight from registers.
 4. Each issues the next block's S^T or dP^T before it goes on with dQ of this one, so that the products run while it and
    the other wait for one another.
 
@@ -33,7 +33,7 @@ from flashzoo._cute.hopper.params import Params
 from flashzoo._cute.hopper.pipeline import Pipeline
 from flashzoo._cute.hopper.scores import Told
 from flashzoo._cute.hopper.tma import box_of
-from flashzoo._cute.hopper.wgmma import gemm, multiply, rows_of, to_16_bits, transposed
+from flashzoo._cute.hopper.wgmma import columns_of, gemm, multiply, rows_of, to_16_bits, transposed
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
 from flashzoo.v3.backward import (
     Backward,
@@ -308,8 +308,7 @@ class BackwardByGradient(Backward):
             cute.arch.sync_warp()  # the compiler would give the next part registers of its own
             dq = self.issue_dq(tile, Gradient.OF_K, use, j)
         gemm(tile.mma_acc, tile.acc, ds, tile.factor[None, None, None, storage.q_pipeline.stage(use)], False)  # B2.16
-        if const_expr(parts > 1):
-            warpgroup.wait_group(1)  # the last part
+        warpgroup.wait_group(1)  # the last part
         storage.ds_pipeline.consumer_release(use)
         self.add_to_dq(tile, Gradient.OF_K, use, step, parts - 1, dq)
         self.take_turns(tile, Gradient.OF_K, use)
@@ -364,12 +363,12 @@ class BackwardByGradient(Backward):
             where = (of_thread, column, bounds.crosses(first_key, n))
             if const_expr(self.by_slope):
                 lse = self.columns(storage.lse[None, storage.q_pipeline.stage(use)])
-                differentiate(self.score_mod, bounds, n, s, None, lse, None, p, None, told, *where)
+                differentiate(self.score_mod, bounds, n, 0, s, None, lse, None, p, None, told, *where)
             else:
-                modify_block(self.score_mod, bounds, n, s, told, *where)
+                modify_block(self.score_mod, bounds, n, 0, s, told, *where)
         elif bounds.crosses(first_key, n):
             of_thread = bounds.of_thread(first_key + tile.thread // 32 * 16 + lane // 4, column)
-            self.mask(bounds, n, s, of_thread, tile.thread)
+            self.mask(bounds, n, 0, s, of_thread, tile.thread)
         if const_expr(not self.by_slope):
             lse = self.columns(storage.lse[None, storage.q_pipeline.stage(use)])
             self.exponentiate(s, lse, tile.scale_log2)  # B2.11
@@ -502,7 +501,7 @@ class BackwardByGradient(Backward):
                     cute.arch.mbarrier_arrive(storage.semaphore_pipeline.full + storage.semaphore_pipeline.stage(use))
                 # The consumers' release comes behind their additions.
                 storage.semaphore_pipeline.producer_acquire(use + self.kernel.writers)
-                semaphore_arrive(of_block, before, False)
+                semaphore_arrive(of_block, before)
             written += steps
             work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
             work_idx += 1
@@ -550,12 +549,6 @@ class BackwardByGradient(Backward):
     def sync_warpgroup(self, gradient: Constexpr[Gradient]):
         """Barrier of a warpgroup's warps."""
         cute.arch.barrier(barrier_id=NamedBarrier.EPILOGUE + int(gradient), number_of_threads=WARPGROUP)
-
-
-def columns_of(b: cute.Tensor, part: int | Int32) -> cute.Tensor:
-    """One block of columns of an operand."""
-    b = b[None, part, None]
-    return cute.make_tensor(b.iterator, cute.prepend(b.layout, cute.make_layout(1)))
 
 
 @cute.jit

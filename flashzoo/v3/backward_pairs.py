@@ -29,10 +29,10 @@ from flashzoo._cute.hopper.opaque import opaque
 from flashzoo._cute.hopper.pipeline import Pipeline, PipelineOfPair
 from flashzoo._cute.hopper.tile_scheduler import TileScheduler, TileSchedulerBackward
 from flashzoo._cute.hopper.tma import load
-from flashzoo._cute.hopper.wgmma import multiply, shared_layout, transposed
+from flashzoo._cute.hopper.wgmma import columns_of, multiply, shared_layout, transposed
 from flashzoo.gpu import WARPS
 from flashzoo.v3.backward import Backward, SharedStorage, TmaAtoms
-from flashzoo.v3.backward_by_gradient import BackwardByGradient, Gradient, Tile, columns_of
+from flashzoo.v3.backward_by_gradient import BackwardByGradient, Gradient, Tile
 from flashzoo.v3.traits import ALIGNED, KernelBackwardPairs
 
 CLAIMS = 0

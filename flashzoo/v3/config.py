@@ -139,8 +139,8 @@ BACKWARD = {
     (80, 80): TilesBackward(128),
     (96, 96): TilesBackward(64, v_in_registers=True),
     (128, 128): TilesBackward(64),
-    (160, 160): TilesBackward(64, 64, stages=3),
-    (192, 128): TilesBackward(64, 64, stages=3),
+    (160, 160): TilesBackward(64, ds_stages=1, halved=True),
+    (192, 128): TilesBackward(64, ds_stages=1, halved=True),
     (192, 192): TilesBackward(64, 64, stages=3),
     (256, 256): TilesBackward(64, 64),
 }
@@ -148,12 +148,11 @@ BACKWARD = {
 # The same in pairs of thread blocks. By gradient, dS and half of K of the partner are in the place of a stage of dO.
 PAIRS = {
     (128, 128): TilesBackward(64),
-    (192, 128): TilesBackward(64, 64, stages=3, stages_do=2),
     (192, 192): TilesBackward(64, 64, stages=3, stages_do=2, ds_stages=1),
     (256, 256): TilesBackward(64, 64, stages_do=1),
 }
 
-PAIRS_FROM = {(128, 128): (2048, 8192), (192, 128): (256, 256), (192, 192): (256, 256), (256, 256): (256, 256)}
+PAIRS_FROM = {(128, 128): (2048, 8192), (192, 192): (256, 256), (256, 256): (256, 256)}
 """From how many keys on thread blocks work in pairs, without a mask and with one: an H200 gains up to a fifth at 192
 and 256, and loses at 192 keys; at 128 it gains 2 %."""
 
@@ -327,8 +326,15 @@ def splits_for(problem: Problem) -> int:
 
 
 def widths_backward(problem: Problem) -> tuple[int, int]:
-    """The key of `BACKWARD` for a problem."""
-    return next(widths for widths in BACKWARD if problem.head_dim <= widths[0] and problem.head_dim_v <= widths[1])
+    """The key of `BACKWARD` for a problem: the narrowest that holds it, but for a block mask of 64 keys those that are
+    halved, whose tiles have 128, as wider ones have 64."""
+    p, mask = problem, problem.block_mask
+
+    def holds(widths: tuple[int, int], tiles: TilesBackward) -> bool:
+        cuts = mask is None or not tiles.halved or mask.block_kv % tiles.block_kv == 0
+        return p.head_dim <= widths[0] and p.head_dim_v <= widths[1] and cuts
+
+    return next(widths for widths, tiles in BACKWARD.items() if holds(widths, tiles))
 
 
 def tiles_for(problem: Problem) -> Tiles:

@@ -30,7 +30,7 @@ from cutlass.cute.nvgpu.common import OperandMajorMode
 from flashzoo._cute.hopper.bounds import Bounds
 from flashzoo._cute.hopper.params import Params
 from flashzoo._cute.hopper.tile_scheduler import TileScheduler
-from flashzoo._cute.hopper.wgmma import gemm, rows_of, shared_layout
+from flashzoo._cute.hopper.wgmma import columns_of, gemm, rows_of, shared_layout
 from flashzoo.call.problem import DESCALE_BLOCK
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
 from flashzoo.integers import cdiv
@@ -405,14 +405,6 @@ def store_pairs(target: Int32, a: tuple[Uint32, ...]) -> None:
         "prmt.b32 f, {$r3}, {$r4}, 0x6420; prmt.b32 p, {$r3}, {$r4}, 0x7531; "
         "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {e, o, f, p};}",
         read_only_args=[target, *a],
-    )
-
-
-def columns_of(v: cute.Tensor, part: int) -> cute.Tensor:
-    """The columns of V, as an operand, that one WGMMA takes."""
-    v = v[None, part, None]
-    return cute.make_tensor(
-        v.iterator, cute.make_layout((v.shape[0], 1, v.shape[1]), stride=(v.stride[0], 0, v.stride[1]))
     )
 
 

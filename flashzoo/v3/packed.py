@@ -29,6 +29,7 @@ from flashzoo.gpu import RAGGED_ROWS
 from flashzoo.integers import cdiv
 from flashzoo.v3.backward import Backward
 from flashzoo.v3.backward_by_gradient import BackwardByGradient
+from flashzoo.v3.backward_in_halves import BackwardInHalves
 from flashzoo.v3.forward import Forward
 from flashzoo.v3.fp8 import ForwardFp8
 from flashzoo.v3.traits import ENTRY, KernelBackwardPacked, KernelFp8Packed, KernelPacked
@@ -261,6 +262,13 @@ class BackwardPacked(Backward):
 
 class BackwardByGradientPacked(BackwardByGradient):
     """The program of one whose tiles are cut by gradient."""
+
+    scheduler: type[TileScheduler] = TileSchedulerBackwardPacked
+    bounds: type[BoundsBackward] = BoundsBackwardPacked
+
+
+class BackwardInHalvesPacked(BackwardInHalves):
+    """The program of one that has scores of half of a block's queries."""
 
     scheduler: type[TileScheduler] = TileSchedulerBackwardPacked
     bounds: type[BoundsBackward] = BoundsBackwardPacked

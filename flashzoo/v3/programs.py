@@ -119,11 +119,13 @@ class Program:
             by gradient.
         arguments: of a kernel, in the order of the program's `__call__`.
         by_gradient: the program where tiles are cut by gradient.
+        halved: the program where scores are those of half of a block's queries.
     """
 
     device: str
     arguments: Callable[[Any], Arguments]
     by_gradient: str = ""
+    halved: str = ""
 
 
 PROGRAMS: dict[type[Kernel | KernelBackward], Program] = {
@@ -145,6 +147,7 @@ PROGRAMS: dict[type[Kernel | KernelBackward], Program] = {
         "flashzoo.v3.backward:Backward",
         _backward,
         by_gradient="flashzoo.v3.backward_by_gradient:BackwardByGradient",
+        halved="flashzoo.v3.backward_in_halves:BackwardInHalves",
     ),
     KernelBackwardPairs: Program(
         "flashzoo.v3.backward_pairs:BackwardPairs",
@@ -155,11 +158,13 @@ PROGRAMS: dict[type[Kernel | KernelBackward], Program] = {
         "flashzoo.v3.packed:BackwardPacked",
         _backward,
         by_gradient="flashzoo.v3.packed:BackwardByGradientPacked",
+        halved="flashzoo.v3.packed:BackwardInHalvesPacked",
     ),
     KernelBackwardSparse: Program(
         "flashzoo.v3.sparse_backward:BackwardSparse",
         _backward,
         by_gradient="flashzoo.v3.sparse_backward:BackwardByGradientSparse",
+        halved="flashzoo.v3.sparse_backward:BackwardInHalvesSparse",
     ),
 }
 
@@ -172,8 +177,12 @@ def arguments_of(kernel: Kernel | KernelBackward) -> Arguments:
 def program(kernel: Kernel | KernelBackward) -> tuple[Any, tuple[Any, ...]]:
     """The CuTe DSL program of a kernel, and arguments to compile it with."""
     of_kind = PROGRAMS[type(kernel)]
-    by_gradient = isinstance(kernel, KernelBackward) and kernel.tiles.by_gradient
-    module, _, name = (of_kind.by_gradient if by_gradient else of_kind.device).partition(":")
+    named = of_kind.device
+    if isinstance(kernel, KernelBackward) and kernel.tiles.by_gradient:
+        named = of_kind.by_gradient
+    elif isinstance(kernel, KernelBackward) and kernel.tiles.halved:
+        named = of_kind.halved
+    module, _, name = named.partition(":")
     return getattr(import_module(module), name)(kernel), arguments_of(kernel).examples()
 
 

@@ -41,6 +41,7 @@ def modify_block(
     scores: Constexpr[Scores],
     bounds: BoundsBackward,
     n: Int32,
+    first: Constexpr[int],
     s: cute.Tensor,
     told: Told,
     of_thread: ThreadBounds,
@@ -50,11 +51,12 @@ def modify_block(
     """Put new scores in the place of the products of the tile's n-th block of queries, and -inf where nothing is seen.
 
     Args:
+        first: of the block's queries, that s begins with.
         of_thread: the queries that see the thread's keys.
         column: the first of a block's queries that this thread has.
         crosses: some queries of the block don't see some keys.
     """
-    first_query = n * bounds.params.kernel.tiles.block_q
+    first_query = n * bounds.params.kernel.tiles.block_q + first
     if crosses or at_the_end(bounds, first_query):
         modify(scores, told, s, first_query + column, True)
         mask_scores(s, of_queries(bounds, of_thread, column), first_query, True, True)
@@ -67,6 +69,7 @@ def differentiate(
     scores: Constexpr[Scores],
     bounds: BoundsBackward,
     n: Int32,
+    first: Constexpr[int],
     s: cute.Tensor,
     dp: cute.Tensor | None,
     lse: cute.Tensor,
@@ -79,7 +82,7 @@ def differentiate(
     crosses: Boolean,
 ):
     """P and dS, rounded, of the products s of the tile's n-th block and of dP; without dP s becomes P f'(S)."""
-    first_query = n * bounds.params.kernel.tiles.block_q
+    first_query = n * bounds.params.kernel.tiles.block_q + first
     if crosses or at_the_end(bounds, first_query):
         seen = of_queries(bounds, of_thread, column)
         differentiate_block(scores, s, dp, lse, delta, p, ds, told, seen, first_query, column, True)
@@ -126,8 +129,8 @@ def differentiate_block(
 
 
 def at_the_end(bounds: BoundsBackward, first_query: Int32) -> Boolean:
-    """Whether some queries of a block are past the last."""
-    return first_query + bounds.params.kernel.tiles.block_q > bounds.sequence.seqlen_q
+    """Whether some of the queries whose scores a warpgroup has at a time are past the last."""
+    return first_query + bounds.params.kernel.tiles.queries_at_once > bounds.sequence.seqlen_q
 
 
 def of_queries(bounds: BoundsBackward, of_thread: ThreadBounds, column: Int32) -> ThreadBounds:

@@ -1,5 +1,5 @@
-"""The backward pass of block-sparse attention: `backward.py` and `backward_by_gradient.py` with a list of blocks of
-queries in place of a range.
+"""The backward pass of block-sparse attention: `backward.py`, `backward_in_halves.py` and `backward_by_gradient.py`
+with a list of blocks of queries in place of a range.
 
 1. A tile is a column of the block mask, or a part of one. The heads that share its keys share its list.
 2. Of its list the partial blocks come first and are masked by the window and the bits of the mask's elements. Full ones
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Constexpr, Float32, Int32, Int64, const_expr
 
 from flashzoo._cute.hopper.bounds import NEVER, BoundsBackward, ThreadBounds
 from flashzoo._cute.hopper.mask import mask_scores
@@ -23,6 +23,7 @@ from flashzoo._cute.hopper.wgmma import rows_of
 from flashzoo.gpu import WARPGROUP_ROWS
 from flashzoo.v3.backward import Backward
 from flashzoo.v3.backward_by_gradient import BackwardByGradient
+from flashzoo.v3.backward_in_halves import BackwardInHalves
 from flashzoo.v3.sparse import ParamsSparse, Row, RowTile, TileSchedulerSparse, at
 from flashzoo.v3.traits import MASK_Q, KernelBackwardSparse
 
@@ -83,11 +84,19 @@ class _Masked:
     bounds: type[BoundsBackward] = BoundsBackwardSparse
 
     @cute.jit
-    def mask(self, bounds: BoundsBackwardSparse, n: Int32, s: cute.Tensor, of_thread: ThreadBounds, thread: Int32):
+    def mask(
+        self,
+        bounds: BoundsBackwardSparse,
+        n: Int32,
+        first: Constexpr[int],
+        s: cute.Tensor,
+        of_thread: ThreadBounds,
+        thread: Int32,
+    ):
         """Set what is not seen, of the scores of the n-th block of queries that a tile walks, to -inf."""
         kernel, tiles = self.kernel, self.kernel.tiles
         partial = n < bounds.tile.row.partial * kernel.parts
-        first_query = bounds.block_q(n) * tiles.block_q
+        first_query = bounds.block_q(n) * tiles.block_q + first
         # A full block is masked by the end of the keys alone: past it the bounds are `NEVER`.
         of_block = []
         for lowest, highest in of_thread:
@@ -96,15 +105,17 @@ class _Masked:
         mask_scores(s, tuple(of_block), first_query, True, kernel.left)
         if const_expr(kernel.bits):  # noqa: SIM102 - one is known when compiled, the other when run
             if partial:
-                self.mask_by_bits(bounds, n, s, thread)
+                self.mask_by_bits(bounds, n, first, s, thread)
 
     @cute.jit
-    def mask_by_bits(self, bounds: BoundsBackwardSparse, n: Int32, s: cute.Tensor, thread: Int32):
+    def mask_by_bits(
+        self, bounds: BoundsBackwardSparse, n: Int32, first: Constexpr[int], s: cute.Tensor, thread: Int32
+    ):
         """The same by the bits of a partial block. Both keys of a thread are in one word of a query's bits."""
         kernel, tiles, params, row = self.kernel, self.kernel.tiles, bounds.params, bounds.tile.row
         lane = cute.arch.lane_idx()
         key = row.block % kernel.parts_of_column * tiles.block_kv + thread // 32 * 16 + lane // 4
-        query = n % kernel.parts * tiles.block_q + lane % 4 * 2
+        query = n % kernel.parts * tiles.block_q + first + lane % 4 * 2
         words_of_row = kernel.mask_kv // 32
         of_head = row.list // (params.blocks // kernel.parts_of_column)
         bit_block = Int64(of_head) * params.bit_blocks + params.bit_block_of(row, n)
@@ -123,3 +134,7 @@ class BackwardSparse(_Masked, Backward):
 
 class BackwardByGradientSparse(_Masked, BackwardByGradient):
     """The program of one whose tiles are cut by gradient."""
+
+
+class BackwardInHalvesSparse(_Masked, BackwardInHalves):
+    """The program of one that has scores of half of a block's queries."""

@@ -241,6 +241,8 @@ class TilesBackward:
         ds_stages: blocks of dS on chip: with 2, a warpgroup writes the next before the others have read the last.
         v_in_registers: by keys, a warpgroup has its part of V in registers, and does not read it on chip at every step.
         stages_do: blocks of dO, where they are fewer than those of Q.
+        halved: by keys, where dK and dV leave a warpgroup too few registers for the scores of a whole block: it has
+            those of half of the queries at a time. dK and dV leave through the shared memory of K and V.
     """
 
     block_q: int
@@ -249,6 +251,7 @@ class TilesBackward:
     ds_stages: int = 2
     v_in_registers: bool = False
     stages_do: int | None = None
+    halved: bool = False
 
     @property
     def by_gradient(self) -> bool:
@@ -260,17 +263,22 @@ class TilesBackward:
         """Consumer warpgroups."""
         return 2 if self.by_gradient else self.block_kv // WARPGROUP_ROWS
 
+    @property
+    def queries_at_once(self) -> int:
+        """Queries whose scores a warpgroup has at a time."""
+        return self.block_q // 2 if self.halved else self.block_q
+
     def __str__(self) -> str:
         size = f"{self.block_kv} keys by {self.block_q} queries, {self.consumers} consumer warpgroups"
         whose = "one with dV and one with dK" if self.by_gradient else "each with 64 of the keys"
         where = ", V in registers" if self.v_in_registers else ""
+        where += f", scores of {self.queries_at_once} queries at a time" if self.halved else ""
         of_do = f" and {self.stages_do} of dO" if self.stages_do else ""
         return f"{size}, {whose}, {self.stages} stages of {'Q' if of_do else 'queries'}{of_do}{where}"
 
 
 COLUMNS = 64
-"""Columns of dQ that a warpgroup computes at a time where tiles are cut by gradient; half of them all where these don't
-divide the width."""
+"""Columns of dQ that a warpgroup computes at a time where tiles are cut by gradient."""
 
 WRITERS = 3
 """Writer warps of the backward pass in deterministic mode: all of the producer's warpgroup but the producer."""
@@ -350,7 +358,7 @@ class KernelBackward:
         """Queries and columns of a part of dQ, of which a warpgroup computes one, and by gradient one at a time."""
         tiles = self.tiles
         if tiles.by_gradient:
-            return tiles.block_q, self.width // tiles.consumers if self.width % COLUMNS else COLUMNS
+            return tiles.block_q, COLUMNS
         return (WARPGROUP_ROWS, self.width) if self.dq_by_rows else (tiles.block_q, self.width // tiles.consumers)
 
     @property
@@ -403,10 +411,11 @@ class KernelBackward:
 
     @property
     def ds_elements(self) -> int:
-        """Elements of the memory of dS, by keys at least those of dK and dV, which leave through it."""
+        """Elements of the memory of dS, by keys and not halved at least those of dK and dV, which leave through it."""
         tiles = self.tiles
         ds = tiles.ds_stages * tiles.block_q * tiles.block_kv
-        return ds if tiles.by_gradient else max(ds, tiles.block_kv * (self.width + self.width_v))
+        alone = tiles.by_gradient or tiles.halved
+        return ds if alone else max(ds, tiles.block_kv * (self.width + self.width_v))
 
     @property
     def ds_barriers(self) -> int:

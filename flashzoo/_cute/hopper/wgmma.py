@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr
+from cutlass import Constexpr, Int32
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.utils import hopper_helpers
 
@@ -15,20 +15,37 @@ CONSUMER_REGISTERS = {1: 256, 2: 240, 3: 160, 4: 112}
 
 
 @cute.jit
-def gemm(mma: cute.TiledMma, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, zero: Constexpr[bool]):
-    """Issue `acc = a b^T` (zero) or `acc += a b^T` as one group of WGMMAs; wait for the group before touching acc."""
+def gemm(
+    mma: cute.TiledMma,
+    acc: cute.Tensor,
+    a: cute.Tensor,
+    b: cute.Tensor,
+    zero: Constexpr[bool],
+    first: Constexpr[int] = 0,
+):
+    """Issue `acc = a b^T` (zero) or `acc += a b^T` as one group of WGMMAs; wait for the group before touching acc.
+
+    Of b's columns, which WGMMA takes by 16, those from the `first` 16 on, as many as a has.
+    """
     atom = cute.make_mma_atom(mma.op)
     warpgroup.fence()
-    multiply(atom, acc, a, b, zero)
+    multiply(atom, acc, a, b, zero, first)
     warpgroup.commit_group()
 
 
 @cute.jit
-def multiply(atom: cute.MmaAtom, acc: cute.Tensor, a: cute.Tensor, b: cute.Tensor, zero: Constexpr[bool]):
+def multiply(
+    atom: cute.MmaAtom,
+    acc: cute.Tensor,
+    a: cute.Tensor,
+    b: cute.Tensor,
+    zero: Constexpr[bool],
+    first: Constexpr[int] = 0,
+):
     """The WGMMAs of a `gemm`, for a group that may have those of others too."""
     for i in cutlass.range_constexpr(cute.size(a, mode=[2])):
         atom.set(warpgroup.Field.ACCUMULATE, not (zero and i == 0))
-        cute.gemm(atom, acc, a[None, None, i], b[None, None, i], acc)
+        cute.gemm(atom, acc, a[None, None, i], b[None, None, first + i], acc)
 
 
 def shared_layout(
@@ -43,6 +60,13 @@ def shared_layout(
 def transposed(stages: cute.Tensor) -> cute.Tensor:
     """Stages of (rows, width) as (width, rows)."""
     return cute.make_tensor(stages.iterator, cute.select(stages.layout, mode=[1, 0, 2]))
+
+
+def columns_of(b: cute.Tensor, part: int | Int32) -> cute.Tensor:
+    """One block of columns of an operand, of as many as a product has."""
+    b = b[None, part, None]
+    layout = cute.make_layout((b.shape[0], 1, b.shape[1]), stride=(b.stride[0], 0, b.stride[1]))
+    return cute.make_tensor(b.iterator, layout)
 
 
 def rows_of(acc: cute.Tensor) -> cute.Tensor:
