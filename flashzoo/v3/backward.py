@@ -218,14 +218,15 @@ class Backward:
         self.kv_readers: int = WARPS * kernel.tiles.consumers
         self.k_loads = 1
         self.ds_places: int = kernel.tiles.ds_stages
-        self.ds_readers, self.ds_writers = 1, WARPS * kernel.tiles.consumers
+        self.ds_readers: int = 1
+        self.ds_writers: int = WARPS * kernel.tiles.consumers
         self.exchange_readers = 1
         self.work_readers: int = WARPS * kernel.tiles.consumers + kernel.writers
         # how many blocks of Q and dO have room before K and V have: those are released in a tile's last step
         self.before_kv: int = kernel.tiles.stages - 1
         self.score_mod: Scores | None = None if kernel.scoring is None else Scores(kernel.scoring, "q")
         # whether P and dS are made together, as a function on scores has a derivative
-        self.by_slope = self.score_mod is not None and not self.score_mod.adds
+        self.by_slope: bool = self.score_mod is not None and not self.score_mod.adds
 
     @cute.jit
     def __call__(

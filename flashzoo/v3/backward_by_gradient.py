@@ -109,9 +109,10 @@ class BackwardByGradient(Backward):
     def __init__(self, kernel: KernelBackward) -> None:
         super().__init__(kernel)
         self.kv_readers = 1
-        self.ds_readers, self.ds_writers = WARPS * kernel.tiles.consumers, WARPS
+        self.ds_readers: int = WARPS * kernel.tiles.consumers
+        self.ds_writers: int = WARPS
         self.exchange_readers = WARPS
-        self.before_kv = kernel.stages_do  # K and V are in use until dK and dV have left
+        self.before_kv: int = kernel.stages_do  # K and V are in use until dK and dV have left
 
     def staged(self, k: cute.Tensor, v: cute.Tensor, *_: Any) -> tuple[cute.Tensor, cute.Tensor]:
         """Where dK and dV wait for TMA: in the place of K and V."""

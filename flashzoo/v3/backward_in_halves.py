@@ -29,7 +29,9 @@ class BackwardInHalves(Backward):
 
     def __init__(self, kernel: KernelBackward) -> None:
         super().__init__(kernel)
-        self.before_kv = kernel.tiles.stages  # K and V are in use until dQ is computed, or until dK and dV have left
+        self.before_kv: int = (
+            kernel.tiles.stages
+        )  # K and V are in use until dQ is computed, or until dK and dV have left
         if not kernel.split_queries:
             self.kv_readers = 1  # the writer, which has TMA read dK and dV there
 
