@@ -636,14 +636,7 @@ class Backward:
         """Take the tile's n-th block of queries of a head into dK, dV and dQ."""
         storage = consumer.storage
         block = self.block(bounds, consumer, used, n, head, crosses)
-        storage.q_pipeline.consumer_wait(used)  # B2.9
-        s = self.issue_s(consumer, block, 0)
-        storage.do_pipeline.consumer_wait(used)
-        dp = self.issue_dp(consumer, block, 0)
-        warpgroup.wait_group(1)
-        self.make_p(consumer, block, 0, s)
-        warpgroup.wait_group(0)
-        p, ds = self.make_ds(consumer, block, 0, s, dp)
+        p, ds = self.begin_step(consumer, block)
         gemm(consumer.mma_dv, consumer.dv, p, consumer.do_t[None, None, None, block.do_stage], False)  # B2.12
 
         self.acquire_ds(consumer)  # in a branch, for the tile's first step alone, it would cost registers
@@ -661,6 +654,19 @@ class Backward:
         self.stage_dq(consumer, dq, used)
         warpgroup.wait_group(0)
         storage.q_pipeline.consumer_release(used)
+
+    @cute.jit
+    def begin_step(self, consumer: Consumer, block: Block) -> tuple[cute.Tensor, cute.Tensor]:
+        """P and dS, rounded, of the block's queries, or of the first half of them."""
+        storage = consumer.storage
+        storage.q_pipeline.consumer_wait(block.used)  # B2.9
+        s = self.issue_s(consumer, block, 0)
+        storage.do_pipeline.consumer_wait(block.used)
+        dp = self.issue_dp(consumer, block, 0)
+        warpgroup.wait_group(1)
+        self.make_p(consumer, block, 0, s)
+        warpgroup.wait_group(0)
+        return self.make_ds(consumer, block, 0, s, dp)
 
     def block(
         self, bounds: BoundsBackward, consumer: Consumer, used: Int32, n: Int32, head: Int32, crosses: Boolean

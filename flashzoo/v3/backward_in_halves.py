@@ -57,14 +57,7 @@ class BackwardInHalves(Backward):
         """Take the tile's n-th block of queries of a head into dK, dV and dQ."""
         storage = consumer.storage
         block = self.block(bounds, consumer, used, n, head, crosses)
-        storage.q_pipeline.consumer_wait(used)  # B2.9
-        s = self.issue_s(consumer, block, 0)
-        storage.do_pipeline.consumer_wait(used)
-        dp = self.issue_dp(consumer, block, 0)
-        warpgroup.wait_group(1)
-        self.make_p(consumer, block, 0, s)
-        warpgroup.wait_group(0)
-        p, ds = self.make_ds(consumer, block, 0, s, dp)
+        p, ds = self.begin_step(consumer, block)
         self.sync_consumers()  # the other has read dS of the block before
         self.leave_ds(consumer, block, 0, ds)
 
