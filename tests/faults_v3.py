@@ -357,6 +357,13 @@ V3 = (
         gpu=True,
     ),
     fault(
+        "v3/a_pairs_word_read_behind_its_release",
+        "who has read a pair's next tile tells the other thread block so while the load is on its way: a hang",
+        *("flashzoo/_cute/hopper/pipeline.py", "arrive.release.cluster.shared", "arrive.release.cta.shared"),
+        "test_pairs_of_many_short_tiles[(128, 128)-full",
+        gpu=True,
+    ),
+    fault(
         "v3/halves_with_one_lse",
         "in halves both have P by the LSE of the first half of a block's queries",
         *(BACKWARD, "lse = self.columns(consumer.storage.lse[None, block.q_stage], first)\n            self.exp"),

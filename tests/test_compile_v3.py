@@ -30,7 +30,6 @@ from flashzoo.v3.config import (
     FP8,
     ONE_LEVEL,
     OTHERS,
-    PAIRS,
     PAIRS_FROM,
     SPARSE,
     UNSPLIT_WITH_A_MASK,
@@ -307,7 +306,6 @@ def test_v3_backward_compiles_and_its_consumers_do_not_spill(
     asked = {"dtype": dtype, "head_dim_v": widths[1], "grad": True, "deterministic": deterministic, "arch": 90}
     kernel = kernel_backward_for(Problem(2, 4096, seqlen_k, 16, 16, widths[0], **asked, **V3_MASKS[mask]))
     pairs = widths in PAIRS_FROM and seqlen_k >= keys_of(widths, mask) and not deterministic
-    pairs = pairs and (mask != "left" or PAIRS[widths].by_gradient)
     assert isinstance(kernel, KernelBackwardPairs) == pairs
     held_to_its_registers(kernel, host_code)
 
@@ -329,7 +327,7 @@ SPLIT_SPARSE_STACK = {32: 8, 48: 16, 64: 8}
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("kind", ["dense", "short", "deterministic", "packed", "sparse", "one_head"])
+@pytest.mark.parametrize("kind", ["dense", "left", "short", "deterministic", "packed", "sparse", "one_head"])
 @pytest.mark.parametrize("widths", [*BACKWARD], ids=str)
 @pytest.mark.filterwarnings("error")
 def test_v3_backward_of_split_groups_compiles_and_does_not_spill(kind: str, widths: Widths, host_code) -> None:
@@ -339,12 +337,13 @@ def test_v3_backward_of_split_groups_compiles_and_does_not_spill(kind: str, widt
         "sparse": {"block_mask": MaskForm(128, 128)},
         "deterministic": {"deterministic": True},
         "one_head": {"causal": False, "heads": 1},
+        "left": {"causal": False, "window": (128, None)},
     }
     asked = {"heads": 16, "head_dim_v": widths[1], "causal": kind != "sparse", "grad": True, "arch": 90}
     asked |= how.get(kind, {})
     keys = keys_of(widths, "full" if kind == "sparse" else "causal") - (kind == "short")
     kernel = kernel_backward_for(Problem(1, 4096, keys, heads_kv=1, head_dim=widths[0], **asked))
-    paired = kind in ("dense", "one_head") and widths in PAIRS_FROM
+    paired = kind in ("dense", "left", "one_head") and widths in PAIRS_FROM
     assert isinstance(kernel, KernelBackwardPairs) == paired
     assert kernel.split_queries == (kind != "sparse" or widths not in UNSPLIT_WITH_A_MASK)
     held_to_its_registers(kernel, host_code, SPLIT_SPARSE_STACK.get(widths[0], 0) if kind == "sparse" else 0)
@@ -384,6 +383,11 @@ def held_to_its_registers(kernel: KernelBackward, host_code: list[str], of_produ
     assert "HMMA" not in compiled.opcodes
     multicast = sum("UTMALDG.4D.MULTICAST" in instruction for instruction in compiled.code)
     assert bool(multicast) == (kernel.cluster > 1) == ("STAS" in compiled.opcodes), "pairs load and claim for both"
+    read = sum(re.search(r"\bLDS R", instruction) is not None for instruction in compiled.code)
+    behind_fences = re.findall(r"CGAERRBAR\n.*ARRIVE.TRANS64.RED", "\n".join(compiled.code))
+    assert len(behind_fences) == (read if kernel.cluster > 1 else 0), (
+        "who has read a pair's next tile tells the other thread block when it has it, and not while it loads it"
+    )
     copied = any("UBLKCP.S.S" in instruction for instruction in compiled.code)
     assert copied == (kernel.cluster > 1 and kernel.tiles.by_gradient), "of a pair each copies its dS to the other"
     bulk, fours = "UBLKRED" in compiled.opcodes, any("REDG.E.ADD.F32x4" in instruction for instruction in compiled.code)

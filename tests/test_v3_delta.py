@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import reduce
 
 import pytest
 import torch
@@ -152,8 +153,8 @@ def test_dq_is_rounded_from_where_registers_lay(kernel, layout, seqlen_q, narrow
     problem = Problem(2, seqlen_q, 77, 3, 3, head_dim, dtype="fp16", **hardware(DEVICE))
     expected = torch.randn(2, seqlen_q, 3, problem.head_dim, device=DEVICE)
     dq = LAYOUTS[layout](torch.full(expected.shape, torch.nan, device=DEVICE).half())
-    run = launch.round_launch(problem, kernel, dq.stride())
-    run((as_registers(expected, kernel), dq, None), (0.37,))
+    run = launch.round_and_sum_launch(problem, kernel, 2, 1, *[dq.stride()] * 3)
+    run((as_registers(expected, kernel), dq, *[None] * 6), (0.37,))
     wanted = LAYOUTS[layout]((expected * torch.tensor(0.37)).half())
     assert same_bits(dq, wanted)
     assert torch.equal(storage_of(dq), storage_of(wanted)), "what lies between was written"
@@ -178,19 +179,21 @@ def parts_of_keys(parts: Tensor, kernel: KernelBackward, width: int) -> Tensor:
 @pytest.mark.parametrize("splits", [2, 3, 6])
 @pytest.mark.parametrize(("seqlen_k", "narrower"), [(1, 0), (64, 8), (300, 56)])
 def test_parts_of_dk_and_dv_are_added_in_order(kernel, layout, splits, seqlen_k, narrower):
+    """In the launch that rounds dQ."""
     narrower = min(narrower, kernel.width - 8)
     head_dims = kernel.width - narrower, kernel.width_v - narrower // 2
     sizes = {"head_dim_v": head_dims[1], "dtype": "fp16", "grad": True}
     problem = Problem(2, 77, seqlen_k, 12, 2, head_dims[0], **sizes, **hardware(DEVICE))
+    of_dq = torch.randn(2, 77, 12, problem.head_dim, device=DEVICE)
     parts = [torch.randn(splits, 2, seqlen_k, 2, head_dim, device=DEVICE) for head_dim in head_dims]
-    gradients = [LAYOUTS[layout](torch.full(x.shape[1:], torch.nan, device=DEVICE).half()) for x in parts]
-    run = launch.sum_launch(problem, kernel, kernel.blocks_kv(seqlen_k), splits, *[x.stride() for x in gradients])
-    widths = kernel.width, kernel.width_v
-    run((*[parts_of_keys(x, kernel, width) for x, width in zip(parts, widths, strict=True)], *gradients, None), (0.37,))
-    for x, found, scale in zip(parts, gradients, (0.37, 1.0), strict=True):
-        total = x[0]
-        for part in x[1:]:
-            total = total + part
+    shapes = of_dq.shape, *[x.shape[1:] for x in parts]
+    dq, *gradients = [LAYOUTS[layout](torch.full(shape, torch.nan, device=DEVICE).half()) for shape in shapes]
+    strides = [x.stride() for x in (dq, *gradients)]
+    run = launch.round_and_sum_launch(problem, kernel, kernel.blocks_kv(seqlen_k), splits, *strides)
+    left = [parts_of_keys(x, kernel, width) for x, width in zip(parts, (kernel.width, kernel.width_v), strict=True)]
+    run((as_registers(of_dq, kernel), dq, None, *left, *gradients, None), (0.37,))
+    totals = [of_dq] + [reduce(torch.add, x) for x in parts]
+    for total, found, scale in zip(totals, (dq, *gradients), (0.37, 0.37, 1.0), strict=True):
         wanted = LAYOUTS[layout]((total * torch.tensor(scale)).half())
         assert same_bits(found, wanted)
         assert torch.equal(storage_of(found), storage_of(wanted)), "what lies between was written"
@@ -257,13 +260,13 @@ def test_all_compile_for_hopper(kernel, dtype):
     for sequences, table in ((None, None), (9, "i32")):
         problem = Problem(1, 4096, 4096, 16, 16, kernel.width, dtype=dtype, sequences=sequences, arch=90)
         before = launch.delta_launch(problem, kernel, strides, strides, True)
-        after = launch.round_launch(problem, kernel, strides)
-        adding = launch.sum_launch(problem, kernel, 40, 4, strides, strides)
         for compiled in (
             resources(before, (dtype, dtype, *["fp32"] * 5, "i32", table, None, None), 0, 90),
             resources(before, (dtype, dtype, *["fp32"] * 5, "i32", table, "fp32", "fp32"), 0, 90),
-            resources(after, ("fp32", dtype, table), 1, 90),
-            resources(adding, ("fp32", "fp32", dtype, dtype, table), 1, 90),
+            *[
+                resources(after, ("fp32", dtype, table, "fp32", "fp32", dtype, dtype, table), 1, 90)
+                for after in [launch.round_and_sum_launch(problem, kernel, 40, n, *[strides] * 3) for n in (1, 4)]
+            ],
         ):
             assert compiled.stack == 0, f"{compiled.stack} bytes of stack"
 
@@ -285,7 +288,6 @@ def test_one_kernel_serves_every_length(with_dlse, monkeypatch):
         problem = replace(PLAIN, **{"heads": 16, "heads_kv": 1, "head_dim": 128, "head_dim_v": None} | sizes)
         before = launch.delta_launch(problem, kernel, strides, strides, with_dlse)
         resources(before, ("fp16", "fp16", *["fp32"] * 5, "i32", None, None, None), 0, 90)
-        resources(launch.round_launch(problem, kernel, strides), ("fp32", "fp16", None), 1, 90)
-        adding = launch.sum_launch(problem, kernel, 2 * problem.seqlen_q, 2, strides, strides)
-        resources(adding, ("fp32", "fp32", "fp16", "fp16", None), 1, 90)
-    assert len(sources) == 18 and len(set(sources)) == 3
+        after = launch.round_and_sum_launch(problem, kernel, 2 * problem.seqlen_q, 2, *[strides] * 3)
+        resources(after, ("fp32", "fp16", None, "fp32", "fp32", "fp16", "fp16", None), 1, 90)
+    assert len(sources) == 12 and len(set(sources)) == 2

@@ -505,7 +505,8 @@ def test_what_lies_where_before_and_after_the_kernel(case, kernel, on_integers):
             dq_sum[place] = as_registers(block, dense)[0, 0, 0]
 
     dq, met = torch.full_like(wanted, torch.nan), torch.zeros(p.heads, p.seqlen_q, dtype=torch.bool)
-    launch.round_launch(p, kernel, dq.stride())((dq_sum, dq, tiles), (0.5,))
+    run = launch.round_and_sum_launch(p, kernel, 0, 1, *[dq.stride()] * 3)
+    run((dq_sum, dq, tiles, *[None] * 5), (0.5,))
     ends = operands.ranges.bounds(p.seqlen_q, p.seqlen_k)[1].tolist()
     for head, first in places.values():
         met[head, first : min([end for end in ends if end > first] + [first + block_q, p.seqlen_q])] = True
@@ -534,8 +535,11 @@ def test_parts_of_split_groups_lie_where_they_are_added(case, kernel, on_integer
         part = wanted[split : split + 1, :, first : first + rows, tile.head // splits : tile.head // splits + 1]
         memory[place] = parts_of_keys(part, kernel, kernel.width)[0, 0, 0, 0]
     dk, dv = torch.full((2, 1, p.seqlen_k, p.heads_kv, kernel.width), torch.nan).half()
-    run = launch.sum_launch(p, kernel, entries, splits, dk.stride(), dv.stride())
-    run((memory, memory, dk, dv, tiles_of(p, operands, 64, block_kv)[1]), (0.5,))
+    dq = torch.full((1, p.seqlen_q, p.heads, kernel.width), torch.nan).half()
+    dq_sum = torch.zeros(p.entries(p.seqlen_q, kernel.tiles.block_q) * p.heads, kernel.tiles.block_q * kernel.width)
+    tiles_q, tiles_kv = tiles_of(p, operands, kernel.tiles.block_q, block_kv)
+    run = launch.round_and_sum_launch(p, kernel, entries, splits, *[x.stride() for x in (dq, dk, dv)])
+    run((dq_sum, dq, tiles_q, memory, memory, dk, dv, tiles_kv), (0.5,))
     total = wanted[0] + wanted[1] + wanted[2]
     torch.testing.assert_close(dk, (total * 0.5).half(), rtol=0, atol=0)
     torch.testing.assert_close(dv, total.half(), rtol=0, atol=0)

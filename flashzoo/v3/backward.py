@@ -206,7 +206,8 @@ class Backward:
 
     scheduler: type[TileScheduler] = TileSchedulerBackward
     bounds: type[BoundsBackward] = BoundsBackward
-    pipeline: type[Pipeline] = Pipeline  # of what is told or loaded for all that share it
+    pipeline: type[Pipeline] = Pipeline  # of what is loaded for all that share it
+    pipeline_of_work: type[Pipeline] = Pipeline
     pipeline_of_ds: type[Pipeline] = Pipeline
 
     def __init__(self, kernel: KernelBackward) -> None:
@@ -321,7 +322,7 @@ class Backward:
                     (self.pipeline_of_ds, kernel.ds_barriers),
                     (Pipeline, kernel.exchange_barriers),
                     (Pipeline, max(1, kernel.writers)),
-                    (self.pipeline, 1),
+                    (self.pipeline_of_work, 1),
                 )
             ],
         )

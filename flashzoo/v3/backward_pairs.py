@@ -5,7 +5,8 @@ goes to and from L2 is the limit, adds to dQ once for both.
    that see keys of either, in one order. What only the other sees is masked; past the last block of keys all is.
 2. Each producer reads half of the rows of Q and dO, and TMA writes them to the shared memory of both. A stage is full
    when both halves have arrived, and is filled again when the consumers of both have read it.
-3. One of the pair claims tiles, for both, and writes the number to the shared memory of both.
+3. One of the pair claims tiles, for both, and writes the number to the shared memory of both, when all warps of both
+   have read the one before.
 4. By gradient each has half of the columns of dQ, for the keys of both: with K it loads those columns of the other's,
    and in every step a copy from shared memory to shared memory brings it the other's dS. A stage of dS is full when its
    own and the other's are there, and empty when the consumers of both have read both.
@@ -26,7 +27,7 @@ from cutlass import Boolean, Int32
 
 from flashzoo._cute.hopper.bounds import BoundsBackward
 from flashzoo._cute.hopper.opaque import opaque
-from flashzoo._cute.hopper.pipeline import Pipeline, PipelineOfPair
+from flashzoo._cute.hopper.pipeline import Pipeline, PipelineOfPair, PipelineOfPairWords
 from flashzoo._cute.hopper.tile_scheduler import TileScheduler, TileSchedulerBackward
 from flashzoo._cute.hopper.tma import load
 from flashzoo._cute.hopper.wgmma import columns_of, multiply, shared_layout, transposed
@@ -83,7 +84,7 @@ class BoundsPairs(BoundsBackward):
 
     def rank(self) -> Int32:
         """Which of its head's pairs it is."""
-        return self.tile.block // 2
+        return self.tile.block >> 1
 
     def keys(self) -> tuple[Int32, Int32]:
         """First and last of the pair's keys."""
@@ -97,6 +98,7 @@ class BackwardPairs(Backward):
     scheduler: type[TileScheduler] = TileSchedulerPairs
     bounds: type[BoundsBackward] = BoundsPairs
     pipeline: type[Pipeline] = PipelineOfPair
+    pipeline_of_work: type[Pipeline] = PipelineOfPairWords
 
     def __init__(self, kernel: KernelBackwardPairs) -> None:
         super().__init__(kernel)

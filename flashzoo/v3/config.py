@@ -264,18 +264,10 @@ def kernel_backward_for(problem: Problem) -> KernelBackward:
 
 def in_pairs(problem: Problem) -> bool:
     """Whether thread blocks of the backward pass work in pairs: of dense tensors, in any order of sums, where it pays.
-    Of an odd number of blocks the last has a partner without keys.
-
-    By keys not in a window that is bounded on the left alone: gradients of 1000 queries and 8192 keys failed on an
-    H200, and why is not known.
-    """
-    p, widths, (left, right) = problem, widths_backward(problem), problem.span
+    Of an odd number of blocks the last has a partner without keys."""
+    p, widths = problem, widths_backward(problem)
     plain = p.block_mask is None and p.sequences is None and not p.deterministic
-    if not plain or widths not in PAIRS:
-        return False
-    if left is not None and right is None and not PAIRS[widths].by_gradient:
-        return False
-    return p.seqlen_k >= PAIRS_FROM[widths][p.span != (None, None)]
+    return plain and widths in PAIRS and p.seqlen_k >= PAIRS_FROM[widths][p.span != (None, None)]
 
 
 @lru_cache(maxsize=1024)

@@ -1,7 +1,7 @@
 """Before and after the backward kernel, in Triton: delta, LSE in log2 units and zeros for dQ before it;
-dQ rounded after it, and parts of dK and dV added where query heads that share keys were split.
+dQ rounded after it, and parts of dK and dV added where queries that share keys were split.
 
-All are bound by memory; each program has a block of queries or keys of one head, of packed sequences as a table says
+Both are bound by memory; each program has a block of queries or keys of one head, of packed sequences as a table says
 (`packed.py`). Those of queries go through the heads from the last to the first, and the kernel between them from the
 first to the last: what one has written last, the next finds in L2.
 """
@@ -15,7 +15,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 # One compiled kernel for every length, batch and number of heads.
 SIZES = ["seqlen_q", "blocks", "heads"]
-SIZES_OF_KEYS = ["seqlen_k", "blocks", "heads_kv"]
+SIZES_AFTER = ["seqlen_q", "blocks_q", "heads", "seqlen_k", "blocks_kv", "heads_kv", "of_queries"]
 
 
 @triton.jit
@@ -103,40 +103,37 @@ def delta_kernel(
         tl.store(dq_semaphore + of_block * SEMAPHORES + tl.arange(0, SEMAPHORES), tl.zeros((SEMAPHORES,), tl.int32))
 
 
-@triton.jit(do_not_specialize=SIZES)
-def round_kernel(
-    dq_sum, dq, tiles, scale,
+@triton.jit
+def round_part(
+    dq_sum, dq, tiles, program, scale,
     stride_dqb, stride_dqs, stride_dqh,
     seqlen_q, blocks, heads,
     HEAD_DIM: tl.constexpr, BLOCK_Q: tl.constexpr, PARTS: tl.constexpr, BY_ROWS: tl.constexpr, N: tl.constexpr,
     STEP: tl.constexpr, ALIGNED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """dQ = scale * its sum over the keys, in the inputs' dtype. A program has one part of a block: 64 queries.
+    """dQ = scale * its sum over the keys, of one part of a block: 64 queries.
 
-    The parts of a block are its queries by 64, or else columns by N. Of N the program takes as many at a time as N's
-    largest power of two, STEP.
+    The parts of a block are its queries by 64, or else columns by N. Of N as many are taken at a time as N's largest
+    power of two, STEP.
     """
-    program = tl.num_programs(0) - 1 - tl.program_id(0)
     part = program % PARTS
     of_block, b, h, block, first, rows = block_of_program(
         program // PARTS, tiles, seqlen_q, blocks, heads, BLOCK_Q, False, PACKED
     )
-    if PACKED:  # noqa: SIM102 - decided as the kernel is compiled, the other as it runs
-        if block * BLOCK_Q >= rows:
-            return
     row = block * BLOCK_Q + tl.arange(0, 64)
     if BY_ROWS:
         row += part * 64
     of_rows = rows_at(dq, b, h, first + row, stride_dqb, stride_dqs, stride_dqh, ALIGNED)[:, None]
     row = row[:, None]
     of_part = dq_sum + (tl.cast(of_block, tl.int64) * PARTS + part) * (64 * N)
-    for start in tl.static_range(0, N, STEP):
-        sums = tl.load(of_part + start * 64 + tl.arange(0, 64 * STEP))
-        tile = in_order((sums * scale).to(dq.dtype.element_ty), STEP)
-        column = start + tl.arange(0, STEP)
-        if not BY_ROWS:
-            column += part * N
-        tl.store(of_rows + column[None, :], tile, mask=(row < rows) & (column < HEAD_DIM)[None, :])
+    if block * BLOCK_Q < rows:
+        for start in tl.static_range(0, N, STEP):
+            sums = tl.load(of_part + start * 64 + tl.arange(0, 64 * STEP))
+            tile = in_order((sums * scale).to(dq.dtype.element_ty), STEP)
+            column = start + tl.arange(0, STEP)
+            if not BY_ROWS:
+                column += part * N
+            tl.store(of_rows + column[None, :], tile, mask=(row < rows) & (column < HEAD_DIM)[None, :])
 
 
 @triton.jit
@@ -155,36 +152,64 @@ def add_parts(
     tl.store(of_rows[:, None] + columns, result, mask=inside[:, None] & (columns < HEAD_DIM))
 
 
-@triton.jit(do_not_specialize=SIZES_OF_KEYS)
-def sum_kernel(
-    dk_parts, dv_parts, dk, dv, tiles, scale,
+@triton.jit
+def sum_part(
+    dk_parts, dv_parts, dk, dv, tiles, program, scale,
     stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
     seqlen_k, blocks, heads_kv,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, N: tl.constexpr, N_V: tl.constexpr, BLOCK_KV: tl.constexpr,
     SPLITS: tl.constexpr, STEP: tl.constexpr, ALIGNED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """dK = scale * its parts added, and dV, in the inputs' dtype: parts of as many tiles as the query heads of a
-    key/value head are split over. A program has STEP columns of 64 keys of one of the two."""
+    """dK = scale * its parts added, or dV, of STEP columns of 64 keys: parts of as many tiles as the queries of a
+    key/value head are split over."""
     CHUNKS: tl.constexpr = (N + N_V) // STEP
     PARTS: tl.constexpr = BLOCK_KV // 64
-    chunk = tl.program_id(0) % CHUNKS
-    part = tl.program_id(0) // CHUNKS % PARTS
+    chunk = program % CHUNKS
+    part = program // CHUNKS % PARTS
     of_block, b, h, block, first, rows = block_of_program(
-        tl.program_id(0) // (CHUNKS * PARTS), tiles, seqlen_k, blocks, heads_kv, BLOCK_KV, True, PACKED
+        program // (CHUNKS * PARTS), tiles, seqlen_k, blocks, heads_kv, BLOCK_KV, True, PACKED
     )
     row = block * BLOCK_KV + part * 64 + tl.arange(0, 64)
     inside = row < rows
-    if block * BLOCK_KV + part * 64 >= rows:
-        return
     if PACKED:
         tile, apart = of_block * SPLITS, 1  # the heads of a block are side by side
     else:
         tile, apart = (of_block - block) * SPLITS + block, blocks  # those of a head's blocks are
-    if chunk < N // STEP:
-        of_rows = rows_at(dk, b, h, first + row, stride_dkb, stride_dks, stride_dkh, ALIGNED)
-        add_parts(dk_parts, of_rows, tile, apart, part, inside, chunk * STEP, scale, HEAD_DIM, N, PARTS, SPLITS, STEP)
+    if block * BLOCK_KV + part * 64 < rows:
+        if chunk < N // STEP:
+            of_rows = rows_at(dk, b, h, first + row, stride_dkb, stride_dks, stride_dkh, ALIGNED)
+            add_parts(
+                dk_parts, of_rows, tile, apart, part, inside, chunk * STEP, scale, HEAD_DIM, N, PARTS, SPLITS, STEP
+            )
+        else:
+            of_rows = rows_at(dv, b, h, first + row, stride_dvb, stride_dvs, stride_dvh, ALIGNED)
+            column = chunk * STEP - N
+            add_parts(dv_parts, of_rows, tile, apart, part, inside, column, 1.0, HEAD_DIM_V, N_V, PARTS, SPLITS, STEP)
+
+
+@triton.jit(do_not_specialize=SIZES_AFTER)
+def round_and_sum_kernel(
+    dq_sum, dq, tiles_q, dk_parts, dv_parts, dk, dv, tiles_kv, scale,
+    stride_dqb, stride_dqs, stride_dqh, stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh,
+    seqlen_q, blocks_q, heads, seqlen_k, blocks_kv, heads_kv, of_queries,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_Q: tl.constexpr, PARTS: tl.constexpr,
+    BY_ROWS: tl.constexpr, N_Q: tl.constexpr, STEP_Q: tl.constexpr, ALIGNED_Q: tl.constexpr,
+    N: tl.constexpr, N_V: tl.constexpr, BLOCK_KV: tl.constexpr, SPLITS: tl.constexpr, STEP: tl.constexpr,
+    ALIGNED: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """dQ rounded, by the first `of_queries` programs; and where SPLITS is more than 1 the parts of dK and dV added,
+    by the others."""
+    program = tl.program_id(0)
+    if program < of_queries:
+        round_part(
+            dq_sum, dq, tiles_q, of_queries - 1 - program, scale,
+            stride_dqb, stride_dqs, stride_dqh, seqlen_q, blocks_q, heads,
+            HEAD_DIM, BLOCK_Q, PARTS, BY_ROWS, N_Q, STEP_Q, ALIGNED_Q, PACKED,
+        )  # fmt: skip
     else:
-        of_rows = rows_at(dv, b, h, first + row, stride_dvb, stride_dvs, stride_dvh, ALIGNED)
-        add_parts(
-            dv_parts, of_rows, tile, apart, part, inside, chunk * STEP - N, 1.0, HEAD_DIM_V, N_V, PARTS, SPLITS, STEP
-        )
+        if SPLITS > 1:
+            sum_part(
+                dk_parts, dv_parts, dk, dv, tiles_kv, program - of_queries, scale,
+                stride_dkb, stride_dks, stride_dkh, stride_dvb, stride_dvs, stride_dvh, seqlen_k, blocks_kv, heads_kv,
+                HEAD_DIM, HEAD_DIM_V, N, N_V, BLOCK_KV, SPLITS, STEP, ALIGNED, PACKED,
+            )  # fmt: skip

@@ -393,8 +393,7 @@ class BackwardLaunch:
         self._launch = function.bind(device, thread_blocks, params, given, cluster=kernel.cluster)
         self._scales = in_log2(p.scale), p.scale
         self._delta = delta_launch(p, kernel, out_strides, dout_strides, dlse)
-        self._round = round_launch(p, kernel, dq_strides)
-        self._sum = sum_launch(p, kernel, blocks, splits, dk_strides, dv_strides) if kernel.split_queries else None
+        self._round_and_sum = round_and_sum_launch(p, kernel, blocks, splits, dq_strides, dk_strides, dv_strides)
 
     def __call__(
         self,
@@ -448,9 +447,7 @@ class BackwardLaunch:
             scale,
             *read,
         )
-        self._round.at(self._device, stream, (dq_sum, of_dq, tiles_q), (scale,))
-        if self._sum is not None:
-            self._sum.at(self._device, stream, (*parts, of_dk, of_dv, tiles_k), (scale,))
+        self._round_and_sum.at(self._device, stream, (dq_sum, of_dq, tiles_q, *parts, of_dk, of_dv, tiles_k), (scale,))
         return (dq, dk, dv) if dsinks is None else (dq, dk, dv, dsinks.sum((0, 2)))
 
 
@@ -502,52 +499,57 @@ def _divides(*strides: int) -> int:
     return math.gcd(8, *strides)
 
 
-def round_launch(problem: Problem, kernel: KernelBackward, dq_strides: Ints) -> TritonLaunch:
-    """The launch of `round_kernel`."""
+def round_and_sum_launch(
+    problem: Problem,
+    kernel: KernelBackward,
+    blocks_kv: int,
+    splits: int,
+    dq_strides: Ints,
+    dk_strides: Ints,
+    dv_strides: Ints,
+) -> TritonLaunch:
+    """The launch of `round_and_sum_kernel`, of so many blocks of keys for each key/value head, or in packed sequences'
+    table; where nothing is split of none."""
     from flashzoo._triton import Launch
-    from flashzoo.v3.delta import round_kernel
+    from flashzoo.v3.delta import round_and_sum_kernel
 
-    p, tiles, (_, columns) = problem, kernel.tiles, kernel.dq_part
-    blocks = _blocks_q(p, kernel)
-    of_part = {
-        "HEAD_DIM": p.head_dim,
+    p, tiles, (_, columns), widths = problem, kernel.tiles, kernel.dq_part, (kernel.width, kernel.width_v)
+    blocks_q, step = _blocks_q(p, kernel), min(32, *[width & -width for width in widths])
+    of_queries = blocks_q * kernel.dq_parts * p.batch * p.heads
+    of_keys = blocks_kv * p.batch * p.heads_kv * (tiles.block_kv // WARPGROUP_ROWS) * (sum(widths) // step)
+    of_dq = {
         "BLOCK_Q": tiles.block_q,
         "PARTS": kernel.dq_parts,
         "BY_ROWS": kernel.dq_by_rows,
-        "N": columns,
-        "STEP": columns & -columns,
+        "N_Q": columns,
+        "STEP_Q": columns & -columns,
+        "ALIGNED_Q": _divides(*dq_strides[:3]),
     }
+    of_parts = {
+        "N": widths[0],
+        "N_V": widths[1],
+        "BLOCK_KV": tiles.block_kv,
+        "SPLITS": splits,
+        "STEP": step,
+        "ALIGNED": _divides(*dk_strides[:3], *dv_strides[:3]),
+    }
+    strides, sizes = (*dq_strides[:3], *dk_strides[:3], *dv_strides[:3]), (p.seqlen_q, blocks_q, p.heads)
     return Launch(
-        round_kernel,
-        blocks * kernel.dq_parts * p.batch * p.heads,
-        (*dq_strides[:3], p.seqlen_q, blocks, p.heads),
-        {**of_part, "ALIGNED": _divides(*dq_strides[:3]), "PACKED": p.sequences is not None},
+        round_and_sum_kernel,
+        of_queries + of_keys * (splits > 1),
+        (*strides, *sizes, p.seqlen_k, blocks_kv, p.heads_kv, of_queries),
+        {
+            "HEAD_DIM": p.head_dim,
+            "HEAD_DIM_V": p.head_dim_v,
+            **of_dq,
+            **of_parts,
+            "PACKED": p.sequences is not None,
+        },
         num_warps=4,
         num_stages=1,
         aligned=True,
-        dtypes=(torch.float32, TORCH_DTYPES[kernel.dtype], torch.int32),
-    )
-
-
-def sum_launch(
-    problem: Problem, kernel: KernelBackward, blocks: int, splits: int, dk_strides: Ints, dv_strides: Ints
-) -> TritonLaunch:
-    """The launch of `sum_kernel`, of so many blocks of keys for each key/value head, or in packed sequences' table."""
-    from flashzoo._triton import Launch
-    from flashzoo.v3.delta import sum_kernel
-
-    p, widths = problem, (kernel.width, kernel.width_v)
-    step = min(32, *[width & -width for width in widths])
-    sizes = {"HEAD_DIM": p.head_dim, "HEAD_DIM_V": p.head_dim_v, "N": widths[0], "N_V": widths[1]}
-    how = {"BLOCK_KV": kernel.tiles.block_kv, "SPLITS": splits, "STEP": step}
-    how |= {"ALIGNED": _divides(*dk_strides[:3], *dv_strides[:3]), "PACKED": p.sequences is not None}
-    return Launch(
-        sum_kernel,
-        blocks * p.batch * p.heads_kv * (kernel.tiles.block_kv // WARPGROUP_ROWS) * (sum(widths) // step),
-        (*dk_strides[:3], *dv_strides[:3], p.seqlen_k, blocks, p.heads_kv),
-        sizes | how,
-        num_warps=4,
-        num_stages=1,
-        aligned=True,
-        dtypes=(*[torch.float32] * 2, *[TORCH_DTYPES[kernel.dtype]] * 2, torch.int32),
+        dtypes=(
+            *(torch.float32, dtype := TORCH_DTYPES[kernel.dtype], torch.int32),
+            *(torch.float32, torch.float32, dtype, dtype, torch.int32),
+        ),
     )

@@ -78,6 +78,25 @@ class PipelineOfPair(Pipeline):
             cute.arch.mbarrier_arrive(empty, cute.arch.block_idx_in_cluster() ^ 1)
 
 
+@dataclass(frozen=True)
+class PipelineOfPairWords(PipelineOfPair):
+    """The same of words that a warp loads, and releases at once: the load is still on its way, and an arrival at the
+    other thread block's mbarrier may overtake it, so that the next word is there first. One that releases to the
+    cluster does not. Without, the last warp to read, in the thread block that does not write, met the word behind its
+    own. Other stages are read by products that have been waited for, or by loads of which something was made."""
+
+    @cute.jit
+    def consumer_release(self, n: Int32):
+        """This warp has read the n-th fill: both thread blocks are told."""
+        empty = self.empty + self.stage(n)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(empty)
+            cute.arch.inline_ptx(
+                "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [{$r0}];",
+                read_only_args=[cute.arch.map_dsmem_ptr(empty, cute.arch.block_idx_in_cluster() ^ 1)],
+            )
+
+
 def sync_cluster() -> None:
     """Barrier of all threads of all thread blocks of a cluster."""
     cute.arch.sync_warp()
