@@ -44,6 +44,7 @@ from flashzoo.v3.programs import ARCH, PROGRAMS, arguments_of, program
 from flashzoo.v3.traits import (
     Kernel,
     KernelBackward,
+    KernelBackwardAllKeys,
     KernelBackwardPacked,
     KernelBackwardPairs,
     KernelBackwardSparse,
@@ -256,6 +257,13 @@ def backward_cases() -> Iterator[tuple[str, Widths, int, str, bool]]:
         yield "fp16", widths, keys_of(widths, mask), mask, mask == "causal"
     for widths, mask in product(PAIRS_FROM, V3_MASKS):
         yield "bf16", widths, keys_of(widths, mask) - 1, mask, False
+    for widths, mask in product(ALL_KEYS, V3_MASKS):
+        yield "bf16", widths, FEW, mask, False
+
+
+ALL_KEYS = [widths for widths, tiles in BACKWARD.items() if not tiles.by_gradient and not tiles.halved]
+FEW = 100
+"""Widths whose tiles may have all keys, and so many keys."""
 
 
 def keys_of(widths: Widths, mask: str) -> int:
@@ -304,9 +312,11 @@ def test_v3_backward_compiles_and_its_consumers_do_not_spill(
     dtype: str, widths: Widths, seqlen_k: int, mask: str, deterministic: bool, host_code
 ) -> None:
     asked = {"dtype": dtype, "head_dim_v": widths[1], "grad": True, "deterministic": deterministic, "arch": 90}
-    kernel = kernel_backward_for(Problem(2, 4096, seqlen_k, 16, 16, widths[0], **asked, **V3_MASKS[mask]))
+    seqlen_q = min(4096, seqlen_k)
+    kernel = kernel_backward_for(Problem(2, seqlen_q, seqlen_k, 16, 16, widths[0], **asked, **V3_MASKS[mask]))
     pairs = widths in PAIRS_FROM and seqlen_k >= keys_of(widths, mask) and not deterministic
     assert isinstance(kernel, KernelBackwardPairs) == pairs
+    assert isinstance(kernel, KernelBackwardAllKeys) == (seqlen_k == FEW)
     held_to_its_registers(kernel, host_code)
 
 
@@ -327,7 +337,9 @@ SPLIT_SPARSE_STACK = {32: 8, 48: 16, 64: 8}
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("kind", ["dense", "left", "short", "deterministic", "packed", "sparse", "one_head"])
+@pytest.mark.parametrize(
+    "kind", ["dense", "left", "short", "all_keys", "deterministic", "packed", "sparse", "one_head"]
+)
 @pytest.mark.parametrize("widths", [*BACKWARD], ids=str)
 @pytest.mark.filterwarnings("error")
 def test_v3_backward_of_split_groups_compiles_and_does_not_spill(kind: str, widths: Widths, host_code) -> None:
@@ -338,13 +350,16 @@ def test_v3_backward_of_split_groups_compiles_and_does_not_spill(kind: str, widt
         "deterministic": {"deterministic": True},
         "one_head": {"causal": False, "heads": 1},
         "left": {"causal": False, "window": (128, None)},
+        "all_keys": {"causal": False},
     }
     asked = {"heads": 16, "head_dim_v": widths[1], "causal": kind != "sparse", "grad": True, "arch": 90}
     asked |= how.get(kind, {})
     keys = keys_of(widths, "full" if kind == "sparse" else "causal") - (kind == "short")
+    keys = FEW if kind == "all_keys" else keys
     kernel = kernel_backward_for(Problem(1, 4096, keys, heads_kv=1, head_dim=widths[0], **asked))
     paired = kind in ("dense", "left", "one_head") and widths in PAIRS_FROM
     assert isinstance(kernel, KernelBackwardPairs) == paired
+    assert isinstance(kernel, KernelBackwardAllKeys) == (kind == "all_keys" and widths in ALL_KEYS)
     assert kernel.split_queries == (kind != "sparse" or widths not in UNSPLIT_WITH_A_MASK)
     held_to_its_registers(kernel, host_code, SPLIT_SPARSE_STACK.get(widths[0], 0) if kind == "sparse" else 0)
 
@@ -379,7 +394,10 @@ def held_to_its_registers(kernel: KernelBackward, host_code: list[str], of_produ
     assert not any("STL" in instruction for instruction in of_consumers(compiled.code))
     assert serialised(compiled.code) == 0
     assert compiled.opcodes.keys() >= {"HGMMA", "UTMALDG", "UBLKCP", "USETMAXREG"}, "WGMMA, TMA, registers by role"
-    assert ("UTMASTG" in compiled.opcodes) != kernel.split_queries, "dK and dV leave by TMA, but for parts of them"
+    all_keys = isinstance(kernel, KernelBackwardAllKeys)
+    assert ("UTMASTG" in compiled.opcodes) == (all_keys or not kernel.split_queries), (
+        "dK and dV leave by TMA, but for parts of them, and of a tile of all keys dQ"
+    )
     assert "HMMA" not in compiled.opcodes
     multicast = sum("UTMALDG.4D.MULTICAST" in instruction for instruction in compiled.code)
     assert bool(multicast) == (kernel.cluster > 1) == ("STAS" in compiled.opcodes), "pairs load and claim for both"
@@ -391,7 +409,7 @@ def held_to_its_registers(kernel: KernelBackward, host_code: list[str], of_produ
     copied = any("UBLKCP.S.S" in instruction for instruction in compiled.code)
     assert copied == (kernel.cluster > 1 and kernel.tiles.by_gradient), "of a pair each copies its dS to the other"
     bulk, fours = "UBLKRED" in compiled.opcodes, any("REDG.E.ADD.F32x4" in instruction for instruction in compiled.code)
-    assert (bulk, fours) == (not kernel.tiles.by_gradient, kernel.tiles.by_gradient), (
+    assert (bulk, fours) == (not kernel.tiles.by_gradient and not all_keys, kernel.tiles.by_gradient), (
         "dQ is added to by TMA, or from registers by fours"
     )
     consumers = kernel.tiles.consumers
@@ -416,6 +434,7 @@ KINDS = {
     KernelSparse: lambda problem: v3_kernel(dataclasses.replace(problem, block_mask=MaskForm())),
     KernelPacked: lambda problem: v3_kernel(dataclasses.replace(problem, batch=1, sequences=2)),
     KernelBackward: lambda problem: kernel_backward_for(dataclasses.replace(problem, seqlen_k=255)),
+    KernelBackwardAllKeys: lambda problem: kernel_backward_for(dataclasses.replace(problem, seqlen_k=FEW)),
     KernelBackwardPairs: lambda problem: kernel_backward_for(dataclasses.replace(problem, seqlen_k=8192)),
     KernelBackwardSparse: lambda problem: kernel_backward_for(
         dataclasses.replace(problem, grad=True, block_mask=MaskForm())
@@ -482,7 +501,8 @@ def test_v3_with_a_function_on_scores_spills_no_more_than_known(name, width, gra
 def backward_launches() -> Iterator[tuple[type, Widths, bool]]:
     for widths in BACKWARD:
         for kind in PROGRAMS:
-            if not issubclass(kind, Kernel) and (kind is not KernelBackwardPairs or widths in PAIRS_FROM):
+            of_widths = {KernelBackwardPairs: PAIRS_FROM, KernelBackwardAllKeys: ALL_KEYS}.get(kind, BACKWARD)
+            if not issubclass(kind, Kernel) and widths in of_widths:
                 yield kind, widths, False
         yield KernelBackward, widths, True
 
@@ -497,8 +517,9 @@ def test_v3_backward_takes_what_its_launch_gives(kind, widths, deterministic, tm
         with_launch(dataclasses.replace(kernel, split_queries=split), tmp_path, monkeypatch)
 
 
+@pytest.mark.parametrize("seqlen_k", [FEW, 200])
 @pytest.mark.parametrize("widths", [*BACKWARD], ids=str)
-def test_v3_backward_swizzles_as_tma_is_told(widths: Widths, monkeypatch) -> None:
+def test_v3_backward_swizzles_as_tma_is_told(widths: Widths, seqlen_k: int, monkeypatch) -> None:
     """The rows that its launch's descriptors have on chip are those of the kernel's layouts, tensor by tensor."""
     laid_out = []
 
@@ -507,17 +528,18 @@ def test_v3_backward_swizzles_as_tma_is_told(widths: Widths, monkeypatch) -> Non
         return tma_atom(operation, x, layout, cluster)
 
     monkeypatch.setattr(backward, "tma_atom", noted)
-    problem = Problem(2, 300, 200, 4, 4, widths[0], head_dim_v=widths[1], grad=True, arch=90)
+    problem = Problem(2, 300, seqlen_k, 4, 4, widths[0], head_dim_v=widths[1], grad=True, arch=90)
     kernel = kernel_backward_for(problem)
     compile_for(ARCH, *program(kernel))
     monkeypatch.setattr(launch, "_multiprocessors", lambda device: 132)
     monkeypatch.setattr(launch, "function_for", lambda kernel: SimpleNamespace(bind=lambda *given, cluster: None))
     q, k, v, dout = (
         torch.empty(2, seqlen, 4, width).stride()
-        for seqlen, width in ((300, widths[0]), (200, widths[0]), (200, widths[1]), (300, widths[1]))
+        for seqlen, width in ((300, widths[0]), (seqlen_k, widths[0]), (seqlen_k, widths[1]), (300, widths[1]))
     )
     launched = launch.BackwardLaunch(problem, kernel, (q, k, v, dout), dout, False, 0)
-    given = [getattr(launched, f"_{name}") for name in ("q", "k", "v", "dout", "dk", "dv")]
+    names = ["q", "k", "v", "dout", "dk", "dv", *["dq"] * isinstance(kernel, KernelBackwardAllKeys)]
+    given = [getattr(launched, f"_{name}") for name in names]
     assert [x.row_bytes for x in given] == laid_out
 
 

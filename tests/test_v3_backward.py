@@ -32,7 +32,7 @@ from flashzoo.v3.backward import Backward
 from flashzoo.v3.backward_pairs import BoundsPairs, TileSchedulerPairs
 from flashzoo.v3.config import BACKWARD, PAIRS, PAIRS_FROM, kernel_backward_for, kernel_for, splits_for
 from flashzoo.v3.swizzle import swizzle_backward
-from flashzoo.v3.traits import WRITERS, KernelBackwardPairs, TilesBackward
+from flashzoo.v3.traits import WRITERS, KernelBackwardAllKeys, KernelBackwardPairs, TilesBackward
 from flashzoo_suite.support import accept, both, draw, forward, same_bits
 
 gpu = pytest.mark.gpu
@@ -52,6 +52,8 @@ BANDS = {
     "wide": {"window": (200, 100)},
 }
 on_bands = pytest.mark.parametrize("band", BANDS)
+LONGER = 1000
+"""Keys, more than a tile has."""
 LENGTHS = (1, 63, 64, 65, 79, 80, 81, 127, 128, 129, 191, 192, 200)
 
 
@@ -79,7 +81,7 @@ def on_integers(monkeypatch):
 
 def params_of(problem: Problem, tiles: TilesBackward, swizzle: int = 1, splits: int = 1, wave: int = 1) -> Params:
     p = problem
-    kernel = replace(kernel_backward_for(p), tiles=tiles, split_queries=splits > 1)
+    kernel = replace(kernel_backward_for(replace(p, seqlen_k=LONGER)), tiles=tiles, split_queries=splits > 1)
     blocks, batch_heads = -(-p.seqlen_k // tiles.block_kv), p.batch * p.heads_kv * splits
     sizes = (
         p.seqlen_q,
@@ -378,12 +380,19 @@ def test_a_launch_has_whole_pairs(more, widths, monkeypatch):
 
 @pytest.mark.parametrize(
     ("asked", "dlse"),
-    [({}, False), ({"deterministic": True}, True), ({"heads_kv": 1, "seqlen_q": 1024}, True), ({"sinks": True}, False)],
-    ids=["plain", "deterministic", "split", "sinks"],
+    [
+        ({}, False),
+        ({"deterministic": True}, True),
+        ({"heads_kv": 1, "seqlen_q": 1024}, True),
+        ({"sinks": True}, False),
+        ({"seqlen_k": 77, "deterministic": True}, True),
+        ({"seqlen_k": 77, "heads_kv": 1, "seqlen_q": 1024}, True),
+    ],
+    ids=["plain", "deterministic", "split", "sinks", "all_keys", "all_keys_split"],
 )
 def test_kernels_find_what_others_left(asked, dlse, monkeypatch):
     """What they share is handed to each under its name, and lies in one piece of memory, apart from all else."""
-    problem = replace(PLAIN, **{"seqlen_q": 70, "seqlen_k": 77, "heads": 4, "heads_kv": 4, **asked})
+    problem = replace(PLAIN, **{"seqlen_q": 70, "seqlen_k": 177, "heads": 4, "heads_kv": 4, **asked})
     told, memory, counter, empty = {}, [], torch.zeros(1), torch.empty
 
     def bind(device, blocks, fixed, given, cluster=1):
@@ -401,7 +410,7 @@ def test_kernels_find_what_others_left(asked, dlse, monkeypatch):
     monkeypatch.setattr("flashzoo._triton.Launch.at", noted)
     monkeypatch.setattr("flashzoo._cute.per_stream.PerStream.__call__", lambda self, device, stream: counter)
     q, out, dout = torch.zeros(3, 1, problem.seqlen_q, 4, 64, dtype=torch.bfloat16)
-    k, v = torch.zeros(2, 1, 77, problem.heads_kv, 64, dtype=torch.bfloat16)
+    k, v = torch.zeros(2, 1, problem.seqlen_k, problem.heads_kv, 64, dtype=torch.bfloat16)
     lse, of_lse = torch.zeros(2, 1, 4, problem.seqlen_q)
     sinks, strides = torch.zeros(4) if problem.sinks else None, tuple(x.stride() for x in (q, k, v, dout))
     kernel = kernel_backward_for(problem)
@@ -414,23 +423,55 @@ def test_kernels_find_what_others_left(asked, dlse, monkeypatch):
     of_scratch |= {name: own[name] for name in ("dq_semaphore", "dk_parts", "dv_parts")}
     tensors = {"q": q, "k": k, "v": v, "o": out, "do": dout, "dout": dout, "lse": lse, "sinks": sinks}
     tensors |= {"dlse": of_lse if dlse else lse, "dq": dq, "dk": dk, "dv": dv, "tiles": None}
-    tensors |= {"tiles_q": None, "tiles_kv": None}
+    tensors |= {"tiles_q": None, "tiles_kv": None, "dq_rounded": dq}
     expected = of_scratch | {name: x if x is None else x.data_ptr() for name, x in tensors.items()}
     expected |= {"scale": 0.125, "scale_log2": launch.in_log2(0.125), "counter": counter.data_ptr()}
     assert own == {name: expected[name] for name in own} | {name: own[name] for name in ("lse", "dq")}
     assert (told["delta_kernel"].pop("dsinks") is None) is not problem.sinks
     assert told == {of: {name: expected[name] for name in given} for of, given in told.items()}
-    assert told.keys() == {"delta_kernel", "round_and_sum_kernel"}
+    all_keys = isinstance(kernel, KernelBackwardAllKeys)
+    assert all_keys == (problem.seqlen_k == 77) and not (all_keys and kernel.deterministic)
+    assert told.keys() == {"delta_kernel", *["round_and_sum_kernel"] * (not all_keys or kernel.split_queries)}
 
     rows = 4 * kernel.blocks_q(problem.seqlen_q) * kernel.tiles.block_q
-    keys = kernel.tiles.block_kv * splits_for(problem) if kernel.split_queries else 0
-    room = {"lse": rows, "delta": rows, "dq": 64 * rows, "dq_semaphore": problem.deterministic * rows // 128}
+    keys = kernel.blocks_kv(problem.seqlen_k) * kernel.tiles.block_kv * splits_for(problem)
+    keys = keys if kernel.split_queries else 0
+    room = {"lse": rows, "delta": rows, "dq": 0 if all_keys else 64 * rows}
+    room["dq_semaphore"] = kernel.deterministic * rows // 128
     (scratch,), end = memory, 0
     for name, numbers in (room | dict.fromkeys(("dk_parts", "dv_parts"), 64 * keys)).items():
         begin = own[name] - scratch.data_ptr()
         assert begin >= end and begin % 512 == 0, name
         end = begin + 4 * numbers
         assert max(end, begin + 4) <= 4 * scratch.numel(), "no launcher takes an address behind the memory's end"
+
+
+def test_a_tile_of_all_keys_walks_every_query():
+    """It stores their dQ, and nobody else does: not where a query sees no key, which no tile walks."""
+    problems = [
+        replace(PLAIN, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, head_dim_v=None, **band)
+        for seqlen_q, seqlen_k, head_dim, band in itertools.product(
+            (1, 128, 300), (0, 1, 128, 129), (40, 128, 160, 256), BANDS.values()
+        )
+    ]
+    for p in problems:
+        kernel, all_seen = kernel_backward_for(p), p.blind_rows == 0
+        fits = 0 < p.seqlen_k <= 128 and p.head_dim <= 128
+        assert isinstance(kernel, KernelBackwardAllKeys) == (fits and all_seen), p
+    for asked in ({"sequences": 1}, {"block_mask": MaskForm()}):
+        assert not isinstance(kernel_backward_for(replace(PLAIN, **asked)), KernelBackwardAllKeys)
+    with pytest.raises(ValueError, match="a kernel of all keys has tiles by keys"):
+        KernelBackwardAllKeys("bf16", 64, 64, False, False, True, TilesBackward(128))
+
+
+@pytest.mark.parametrize("tiling", ["128x128", "128x64"])
+def test_a_tile_of_all_keys_walks_every_block(tiling, on_integers):
+    tiles = TILINGS[tiling]
+    for problem, _ in scheduled():
+        if problem.seqlen_k <= tiles.block_kv and not problem.blind_rows:
+            params = params_of(problem, tiles)
+            blocks = -(-problem.seqlen_q // tiles.block_q)
+            assert BoundsBackward(params, TileOfWave(0, 1, 0, 0)).block_range() == (0, blocks), f"{problem}"
 
 
 def test_pairs_are_for_many_keys_in_any_order():
@@ -462,9 +503,8 @@ def test_every_step_has_one_writer(writers, monkeypatch):
 
 def test_every_head_dim_has_a_kernel():
     for head_dim, head_dim_v, deterministic in itertools.product(range(8, 257, 8), range(8, 257, 8), (False, True)):
-        kernel = kernel_backward_for(
-            replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim_v, deterministic=deterministic)
-        )
+        asked = {"head_dim": head_dim, "head_dim_v": head_dim_v, "deterministic": deterministic}
+        kernel = kernel_backward_for(replace(PLAIN, seqlen_k=LONGER // 4, **asked))
         fits = [(width, width_v) for width, width_v in BACKWARD if width >= head_dim and width_v >= head_dim_v]
         assert (kernel.width, kernel.width_v) == min(fits, key=sum)
         parts = [part for wg_idx in range(kernel.tiles.consumers) for part in kernel.dq_parts_of(wg_idx)]

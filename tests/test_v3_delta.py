@@ -21,7 +21,7 @@ from flashzoo.gpu import WARPGROUP
 from flashzoo.inputs import LAYOUTS
 from flashzoo.v3 import launch
 from flashzoo.v3.config import BACKWARD
-from flashzoo.v3.traits import KernelBackward, KernelBackwardSparse, TilesBackward
+from flashzoo.v3.traits import KernelBackward, KernelBackwardAllKeys, KernelBackwardSparse, TilesBackward
 from flashzoo.workloads import hardware
 from flashzoo_suite.support import DEVICE, same_bits, storage_of
 
@@ -36,6 +36,9 @@ KERNELS = {
     "sparse": KernelBackwardSparse("fp16", 128, 128, False, False, False, TilesBackward(64), 128, False),
 }
 on_kernels = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+ALL_KEYS = {"all_keys": KernelBackwardAllKeys("fp16", 64, 64, False, False, False, TilesBackward(128))}
+on_kernels_and_all_keys = pytest.mark.parametrize("kernel", (KERNELS | ALL_KEYS).values(), ids=KERNELS | ALL_KEYS)
+"""The last has no sums of dQ."""
 
 
 def guarded(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -48,7 +51,7 @@ def guarded(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Te
 
 
 @pytest.mark.covering(2)
-@on_kernels
+@on_kernels_and_all_keys
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "offset"])
 @pytest.mark.parametrize("with_dlse", [False, True], ids=["", "dlse"])
 @pytest.mark.parametrize("seqlen_q", [1, 64, 130])
@@ -73,7 +76,7 @@ def test_delta_and_zeros(kernel, layout, with_dlse, seqlen_q):
     blind = lse == -math.inf
     torch.testing.assert_close(found[~blind], (lse.double() / math.log(2))[~blind], rtol=1e-6, atol=1e-6)
     assert (found[blind] == math.inf).all() and (lse_log2[..., seqlen_q:] == math.inf).all()
-    assert not dq_sum.any()
+    assert not dq_sum.any() if kernel.dq_sums else dq_sum.isnan().all()
     assert not turns.any() if kernel.deterministic else (turns == torch.iinfo(torch.int32).min).all(), (
         "there may be no memory behind them"
     )
@@ -174,12 +177,12 @@ def parts_of_keys(parts: Tensor, kernel: KernelBackward, width: int) -> Tensor:
 
 
 @pytest.mark.covering(2)
-@on_kernels
+@on_kernels_and_all_keys
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "padded"])
 @pytest.mark.parametrize("splits", [2, 3, 6])
 @pytest.mark.parametrize(("seqlen_k", "narrower"), [(1, 0), (64, 8), (300, 56)])
 def test_parts_of_dk_and_dv_are_added_in_order(kernel, layout, splits, seqlen_k, narrower):
-    """In the launch that rounds dQ."""
+    """In the launch that rounds dQ, unless a tile has stored it."""
     narrower = min(narrower, kernel.width - 8)
     head_dims = kernel.width - narrower, kernel.width_v - narrower // 2
     sizes = {"head_dim_v": head_dims[1], "dtype": "fp16", "grad": True}
@@ -192,6 +195,7 @@ def test_parts_of_dk_and_dv_are_added_in_order(kernel, layout, splits, seqlen_k,
     run = launch.round_and_sum_launch(problem, kernel, kernel.blocks_kv(seqlen_k), splits, *strides)
     left = [parts_of_keys(x, kernel, width) for x, width in zip(parts, (kernel.width, kernel.width_v), strict=True)]
     run((as_registers(of_dq, kernel), dq, None, *left, *gradients, None), (0.37,))
+    of_dq = of_dq if kernel.dq_sums else torch.full_like(of_dq, torch.nan)
     totals = [of_dq] + [reduce(torch.add, x) for x in parts]
     for total, found, scale in zip(totals, (dq, *gradients), (0.37, 0.37, 1.0), strict=True):
         wanted = LAYOUTS[layout]((total * torch.tensor(scale)).half())

@@ -71,7 +71,7 @@ class NamedBarrier(IntEnum):
 
 @dataclass(frozen=True)
 class TmaAtoms:
-    """TMA copies of the tensors: loads, but for dk and dv."""
+    """TMA copies of the tensors: loads, but for those of dk, dv and, where a tile has all keys, dq."""
 
     q: cute.CopyAtom
     k: cute.CopyAtom
@@ -79,6 +79,7 @@ class TmaAtoms:
     do: cute.CopyAtom
     dk: cute.CopyAtom
     dv: cute.CopyAtom
+    dq: cute.CopyAtom | None
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,7 @@ class Consumer:
         dk, dv: the accumulators.
         bounds: the queries that see this thread's keys.
         scale_log2: what scores are multiplied by to be in log2 units.
+        scale: softmax scale.
         column: the first of a block's queries that this thread has.
         told: what a function on scores is told of its keys, or None.
     """
@@ -175,6 +177,7 @@ class Consumer:
     dv: cute.Tensor
     bounds: ThreadBounds
     scale_log2: Float32
+    scale: Float32
     column: Int32
     told: Told | None
 
@@ -253,6 +256,25 @@ class Backward:
             scale: softmax scale.
             tensors: where its function on scores reads some those, as `scoring.parameters_of` has them.
         """
+        self.launch(q, k, v, do, dk, dv, None, workspace, params, scale_log2, scale, *tensors)
+
+    @cute.jit
+    def launch(
+        self,
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        do: cute.Tensor,
+        dk: cute.Tensor,
+        dv: cute.Tensor,
+        dq: cute.Tensor | None,
+        workspace: Workspace,
+        params: Params,
+        scale_log2: Float32,
+        scale: Float32,
+        *tensors: Any,
+    ):
+        """The same; dq where it is stored by TMA, as q."""
         tiles, kernel = self.tiles, self.kernel
         layouts = (
             shared_layout(self.dtype, tiles.block_kv, kernel.width, 1, kernel.swizzled_k),
@@ -274,6 +296,7 @@ class Backward:
             (store, dv, v_layout, 1),
         ):
             atoms.append(tma_atom(operation, x, layout, cluster))
+        atoms.append(None if dq is None else tma_atom(store, dq, self.layout_of_dq(), 1))
         read = tensors[0] if len(tensors) > 0 else None
         self.device(TmaAtoms(*atoms), workspace, params, scale_log2, scale, read, *layouts).launch(
             grid=[1, 1, 1], block=[kernel.threads, 1, 1], smem=kernel.shared_bytes, min_blocks_per_mp=1
@@ -306,7 +329,7 @@ class Backward:
         ds = laid_out(of_ds, ds_layout)
         storage = SharedStorage(
             *(k, k_partner, v, q, do, ds, *self.staged(k, v, of_ds, k_layout, v_layout)),
-            smem.allocate_tensor(Float32, cute.make_layout(self.kernel.exchange), 128),
+            smem.allocate_tensor(Float32, cute.make_layout(self.kernel.exchange), ALIGNED),
             *[
                 smem.allocate_tensor(Float32, cute.make_layout((tiles.block_q, stages)), 16)
                 for stages in (tiles.stages, kernel.stages_do)
@@ -453,10 +476,7 @@ class Backward:
                 before = bounds.adds_before(block_q)
                 if const_expr(self.kernel.deterministic):
                     semaphore_wait(workspace.dq_semaphore + of_block, before)
-                for w in cutlass.range_constexpr(tiles.consumers):
-                    storage.exchange_pipeline.consumer_wait((written + i) * tiles.consumers + w)
-                    add(workspace.dq + (of_block * tiles.consumers + w) * self.part, storage.exchange[None, w])  # B2.15
-                    cute.arch.cp_async_bulk_commit_group()
+                self.write_dq(bounds, storage, tma, workspace, written + i, head, block_q)
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 for w in cutlass.range_constexpr(tiles.consumers):
                     storage.exchange_pipeline.consumer_release((written + i) * tiles.consumers + w)
@@ -471,6 +491,29 @@ class Backward:
             work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
             work_idx += 1
         cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def write_dq(
+        self,
+        bounds: BoundsBackward,
+        storage: SharedStorage,
+        tma: TmaAtoms,
+        workspace: Workspace,
+        used: Int32,
+        head: Int32,
+        block_q: Int32,
+    ):
+        """Have TMA add the warpgroups' parts of dQ of a block of queries to memory."""
+        consumers, of_block = self.tiles.consumers, bounds.block_of_queries(head, block_q)
+        for w in cutlass.range_constexpr(consumers):
+            storage.exchange_pipeline.consumer_wait(used * consumers + w)
+            add(workspace.dq + (of_block * consumers + w) * self.part, storage.exchange[None, w])  # B2.15
+            cute.arch.cp_async_bulk_commit_group()
+
+    def layout_of_dq(self) -> cute.ComposedLayout:
+        """That of a block of dQ on chip, rounded, where a tile has all keys."""
+        kernel = self.kernel
+        return shared_layout(self.dtype, self.tiles.block_q, kernel.width, 1, kernel.dq_part[1])
 
     @cute.jit
     def store_dk_dv(self, bounds: BoundsBackward, storage: SharedStorage, tma: TmaAtoms, work_idx: Int32):
@@ -577,6 +620,7 @@ class Backward:
                     dv,
                     of_thread,
                     self.in_log2(scale_log2),
+                    scale,
                     column,
                     told_of_keys(self.score_mod, bounds, first_key + row, scale_log2 * LN2, tensors),
                 )
@@ -605,7 +649,7 @@ class Backward:
             if const_expr(kernel.split_queries):
                 self.leave_parts(bounds, consumer, workspace)
             else:
-                self.epilogue(consumer, scale)
+                self.epilogue(consumer)
             work_idx += 1
 
     def in_log2(self, scale_log2: Float32) -> Float32:
@@ -823,13 +867,13 @@ class Backward:
             consumer.storage.ds_pipeline.producer_acquire(consumer.work_idx)
 
     @cute.jit
-    def epilogue(self, consumer: Consumer, scale: Float32):
+    def epilogue(self, consumer: Consumer):
         """Leave dK and dV of the tile to the writer, in the place of dS."""
         storage = consumer.storage
         # The sign of work_idx is 0, which the compiler can't know. Addresses that are the same for all tiles it would
         # work out once, and keep in registers that the steps need.
         thread = consumer.thread + (consumer.work_idx >> 31)
-        consumer.dk.store(consumer.dk.load() * scale)
+        consumer.dk.store(consumer.dk.load() * consumer.scale)
         self.acquire_ds(consumer)  # a tile without steps has not
         self.sync_consumers()  # the others have read dS
         for mma, acc, staged in (

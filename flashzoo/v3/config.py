@@ -17,6 +17,7 @@ from flashzoo.integers import cdiv
 from flashzoo.v3.traits import (
     Kernel,
     KernelBackward,
+    KernelBackwardAllKeys,
     KernelBackwardPacked,
     KernelBackwardPairs,
     KernelBackwardSparse,
@@ -252,13 +253,13 @@ def kernel_backward_for(problem: Problem) -> KernelBackward:
     """The backward kernel of a problem."""
     left, right = (side is not None for side in window_of(problem))
     widths = widths_backward(problem)
-    pairs = in_pairs(problem)
+    pairs, all_keys = in_pairs(problem), has_all_keys(problem)
     tiles = PAIRS[widths] if pairs else BACKWARD[widths]
-    how = (problem.dtype, *widths, left, right, problem.deterministic, tiles)
+    how = (problem.dtype, *widths, left, right, problem.deterministic and not all_keys, tiles)
     split, scoring, mask = splits_for(problem) > 1, scoring_of(problem, gradient=True), problem.block_mask
     if mask is not None:
         return KernelBackwardSparse(*how, mask.block_kv, mask.bits, split_queries=split)
-    kind = KernelBackwardPairs if pairs else KernelBackward
+    kind = KernelBackwardPairs if pairs else KernelBackwardAllKeys if all_keys else KernelBackward
     return (kind if problem.sequences is None else KernelBackwardPacked)(*how, split_queries=split, scoring=scoring)
 
 
@@ -268,6 +269,13 @@ def in_pairs(problem: Problem) -> bool:
     p, widths = problem, widths_backward(problem)
     plain = p.block_mask is None and p.sequences is None and not p.deterministic
     return plain and widths in PAIRS and p.seqlen_k >= PAIRS_FROM[widths][p.span != (None, None)]
+
+
+def has_all_keys(problem: Problem) -> bool:
+    """Whether a tile of the backward pass has all keys, and walks every query: of dense tensors."""
+    p, tiles = problem, BACKWARD[widths_backward(problem)]
+    dense = p.block_mask is None and not p.by_lengths and not p.blind_rows
+    return dense and 0 < p.seqlen_k <= tiles.block_kv and not tiles.by_gradient and not tiles.halved
 
 
 @lru_cache(maxsize=1024)

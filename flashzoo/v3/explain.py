@@ -131,7 +131,8 @@ def _why_tiles(problem: Problem, tiles: Tiles) -> str:
 def _describe_backward(problem: Problem) -> list[str]:
     backward = kernel_backward_for(problem)
     run_at = f"head dims run at {backward.width}"
-    lines = [f"backward: {backward.tiles}, {run_at}; dQ is summed in float32 memory of its own"]
+    leaves = "is summed in float32 memory of its own" if backward.dq_sums else "is one tile's, which has all keys"
+    lines = [f"backward: {backward.tiles}, {run_at}; dQ {leaves}"]
     splits, group = splits_for(problem), problem.heads // problem.heads_kv
     if splits > 1:
         blocks = problem.batch * problem.heads_kv * backward.blocks_kv(problem.seqlen_k)
@@ -149,7 +150,7 @@ def _describe_backward(problem: Problem) -> list[str]:
             "backward: thread blocks work in pairs on neighbouring blocks of keys; "
             f"each loads half of the queries{adds} for both"
         )
-    if problem.deterministic:
+    if backward.deterministic:
         lines.append("backward: blocks of keys add to dQ in a fixed order, each after the one before")
     return lines
 

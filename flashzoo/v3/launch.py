@@ -359,7 +359,7 @@ class BackwardLaunch:
         keys = blocks * batch_heads * tiles.block_kv
         parts = [keys * width if kernel.split_queries else 0 for width in (kernel.width, kernel.width_v)]
         rows, semaphores = blocks_of_all * tiles.block_q, blocks_of_all * kernel.semaphores * kernel.deterministic
-        self._workspace, self._numbers = _places(rows, rows, rows * kernel.width, semaphores, *parts)
+        self._workspace, self._numbers = _places(rows, rows, blocks_of_all * kernel.dq_sums, semaphores, *parts)
         uneven = kernel.right and not kernel.left and p.sequences is None
         swizzle = wave = 1
         if kernel.deterministic:
@@ -379,6 +379,7 @@ class BackwardLaunch:
             "dout",
             "dk",
             "dv",
+            *(() if kernel.dq_sums else ("dq_rounded",)),
             *WORKSPACE,
             "counter",
             *of_parts(p),
@@ -393,7 +394,10 @@ class BackwardLaunch:
         self._launch = function.bind(device, thread_blocks, params, given, cluster=kernel.cluster)
         self._scales = in_log2(p.scale), p.scale
         self._delta = delta_launch(p, kernel, out_strides, dout_strides, dlse)
-        self._round_and_sum = round_and_sum_launch(p, kernel, blocks, splits, dq_strides, dk_strides, dv_strides)
+        self._dq = None if kernel.dq_sums else map_of(of_q, dq_strides, kernel.swizzled_k, tiles.block_q)
+        self._after = None
+        if kernel.dq_sums or splits > 1:
+            self._after = round_and_sum_launch(p, kernel, blocks, splits, dq_strides, dk_strides, dv_strides)
 
     def __call__(
         self,
@@ -439,6 +443,7 @@ class BackwardLaunch:
             self._dout.at(of_dout),
             self._dk.at(of_dk),
             self._dv.at(of_dv),
+            *(() if self._dq is None else (self._dq.at(of_dq),)),
             *workspace,
             tile_counter(self._device, stream).data_ptr(),
             *lists,
@@ -447,7 +452,8 @@ class BackwardLaunch:
             scale,
             *read,
         )
-        self._round_and_sum.at(self._device, stream, (dq_sum, of_dq, tiles_q, *parts, of_dk, of_dv, tiles_k), (scale,))
+        if self._after is not None:
+            self._after.at(self._device, stream, (dq_sum, of_dq, tiles_q, *parts, of_dk, of_dv, tiles_k), (scale,))
         return (dq, dk, dv) if dsinks is None else (dq, dk, dv, dsinks.sum((0, 2)))
 
 
@@ -474,7 +480,7 @@ def delta_launch(
 
     p, block_q = problem, kernel.tiles.block_q
     blocks, dtype = _blocks_q(p, kernel), TORCH_DTYPES[kernel.dtype]
-    sizes = {"HEAD_DIM_V": p.head_dim_v, "BLOCK_DV": next_power_of_2(p.head_dim_v, 16), "SUMS": block_q * kernel.width}
+    sizes = {"HEAD_DIM_V": p.head_dim_v, "BLOCK_DV": next_power_of_2(p.head_dim_v, 16), "SUMS": kernel.dq_sums}
     return Launch(
         delta_kernel,
         blocks * p.batch * p.heads,
@@ -509,13 +515,13 @@ def round_and_sum_launch(
     dv_strides: Ints,
 ) -> TritonLaunch:
     """The launch of `round_and_sum_kernel`, of so many blocks of keys for each key/value head, or in packed sequences'
-    table; where nothing is split of none."""
+    table."""
     from flashzoo._triton import Launch
     from flashzoo.v3.delta import round_and_sum_kernel
 
     p, tiles, (_, columns), widths = problem, kernel.tiles, kernel.dq_part, (kernel.width, kernel.width_v)
     blocks_q, step = _blocks_q(p, kernel), min(32, *[width & -width for width in widths])
-    of_queries = blocks_q * kernel.dq_parts * p.batch * p.heads
+    of_queries = blocks_q * kernel.dq_parts * p.batch * p.heads if kernel.dq_sums else 0
     of_keys = blocks_kv * p.batch * p.heads_kv * (tiles.block_kv // WARPGROUP_ROWS) * (sum(widths) // step)
     of_dq = {
         "BLOCK_Q": tiles.block_q,

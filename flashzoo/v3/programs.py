@@ -17,6 +17,7 @@ from flashzoo._cute.scoring import parameters_of
 from flashzoo.v3.traits import (
     Kernel,
     KernelBackward,
+    KernelBackwardAllKeys,
     KernelBackwardPacked,
     KernelBackwardPairs,
     KernelBackwardSparse,
@@ -100,8 +101,9 @@ def _forward_fp8(kernel: KernelFp8) -> Arguments:
 
 def _backward(kernel: KernelBackward) -> Arguments:
     of_q, of_v = (Tma(kernel.dtype, (width, *_any_size(kernel))) for width in (kernel.width, kernel.width_v))
+    of_dq = {"dq_rounded": of_q} if isinstance(kernel, KernelBackwardAllKeys) else {}
     return Arguments(
-        **{"q": of_q, "k": of_q, "v": of_v, "dout": of_v, "dk": of_q, "dv": of_v},
+        **{"q": of_q, "k": of_q, "v": of_v, "dout": of_v, "dk": of_q, "dv": of_v, **of_dq},
         workspace=Record("flashzoo.v3.backward:Workspace", WORKSPACE),
         params=_params(kernel),
         scale_log2=FLOAT,
@@ -149,6 +151,7 @@ PROGRAMS: dict[type[Kernel | KernelBackward], Program] = {
         by_gradient="flashzoo.v3.backward_by_gradient:BackwardByGradient",
         halved="flashzoo.v3.backward_in_halves:BackwardInHalves",
     ),
+    KernelBackwardAllKeys: Program("flashzoo.v3.backward_all_keys:BackwardAllKeys", _backward),
     KernelBackwardPairs: Program(
         "flashzoo.v3.backward_pairs:BackwardPairs",
         _backward,

@@ -367,6 +367,11 @@ class KernelBackward:
         return self.dq_part[1]
 
     @property
+    def dq_sums(self) -> int:
+        """Float32 numbers in memory, to which tiles add, of a block of dQ."""
+        return self.tiles.block_q * self.width
+
+    @property
     def dq_parts(self) -> int:
         """Parts of a block of dQ."""
         return self.width // self.dq_part[1] if self.tiles.by_gradient else self.tiles.consumers
@@ -476,6 +481,27 @@ class KernelBackwardPairs(KernelBackward):
     def blocks_kv(self, seqlen_k: int) -> int:
         """The same, for whole pairs."""
         return cdiv(seqlen_k, self.cluster * self.tiles.block_kv) * self.cluster
+
+
+@dataclass(frozen=True)
+class KernelBackwardAllKeys(KernelBackward):
+    """A backward kernel whose tiles have all keys each, and so all of dQ of their queries: nobody adds to it."""
+
+    def __post_init__(self) -> None:
+        if self.deterministic or self.tiles.by_gradient or self.tiles.halved:
+            expected = "tiles by keys, not halved, and no order of sums"
+            raise ValueError(f"a kernel of all keys has {expected}, got {self.tiles}, {self.deterministic=}")
+
+    @property
+    def dq_sums(self) -> int:
+        """None."""
+        return 0
+
+    @property
+    def exchange(self) -> tuple[int, int]:
+        """The same, with dQ rounded."""
+        numbers, stages = super().exchange
+        return numbers * BYTES[self.dtype] // BYTES["fp32"], stages
 
 
 @dataclass(frozen=True)
