@@ -935,7 +935,7 @@ def test_two_streams_at_once():
 @on_hopper
 def test_sizes_do_not_compile_again():
     """But for whether query heads that share keys are split, and forward for the tiles that lengths ask for."""
-    small = replace(PLAIN, causal=True, head_dim_v=None)
+    small = replace(PLAIN, seqlen_k=200, causal=True, head_dim_v=None)
     split = {"heads": 8, "heads_kv": 1}
     others = (
         {"batch": 3},
@@ -953,4 +953,4 @@ def test_sizes_do_not_compile_again():
         tensors, dout, dlse = draw(problem)
         accept(Judge(*tensors, problem, dout, dlse), both("v3", tensors, problem, dout, dlse))
     assert programs.function_for.cache_info().misses - compiled <= sum(map(len, kernels))
-    assert [len(found) for found in kernels] == [3, 2]
+    assert [len(found) for found in kernels] == [2, 2]
