@@ -357,6 +357,21 @@ V3 = (
         gpu=True,
     ),
     fault(
+        "v3/dq_of_all_keys_without_its_scale",
+        "a tile of all keys stores dQ as it is summed, without the softmax scale",
+        *("flashzoo/v3/backward_all_keys.py", "        dq.store(dq.load() * consumer.scale)\n", ""),
+        "test_lengths_around_the_edges_of_tiles",
+        gpu=True,
+    ),
+    fault(
+        "v3/dq_of_all_keys_of_queries_that_see_none",
+        "tiles of all keys are taken where some queries see no key, whose dQ none of them stores",
+        "flashzoo/v3/config.py",
+        "dense = p.block_mask is None and not p.by_lengths and not p.blind_rows",
+        "dense = p.block_mask is None and not p.by_lengths",
+        "test_a_tile_of_all_keys_walks_every_query",
+    ),
+    fault(
         "v3/a_pairs_word_read_behind_its_release",
         "who has read a pair's next tile tells the other thread block so while the load is on its way: a hang",
         *("flashzoo/_cute/hopper/pipeline.py", "arrive.release.cluster.shared", "arrive.release.cta.shared"),
