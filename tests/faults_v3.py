@@ -369,7 +369,7 @@ V3 = (
         "flashzoo/v3/config.py",
         "dense = p.block_mask is None and not p.by_lengths and not p.blind_rows",
         "dense = p.block_mask is None and not p.by_lengths",
-        "test_a_tile_of_all_keys_walks_every_query",
+        "test_a_tile_has_all_keys_where_every_query_sees_one",
     ),
     fault(
         "v3/a_pairs_word_read_behind_its_release",

@@ -446,8 +446,8 @@ def test_kernels_find_what_others_left(asked, dlse, monkeypatch):
         assert max(end, begin + 4) <= 4 * scratch.numel(), "no launcher takes an address behind the memory's end"
 
 
-def test_a_tile_of_all_keys_walks_every_query():
-    """It stores their dQ, and nobody else does: not where a query sees no key, which no tile walks."""
+def test_a_tile_has_all_keys_where_every_query_sees_one():
+    """It stores their dQ, and nobody else does; a query that sees no key no tile walks."""
     problems = [
         replace(PLAIN, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, head_dim_v=None, **band)
         for seqlen_q, seqlen_k, head_dim, band in itertools.product(
@@ -465,7 +465,7 @@ def test_a_tile_of_all_keys_walks_every_query():
 
 
 @pytest.mark.parametrize("tiling", ["128x128", "128x64"])
-def test_a_tile_of_all_keys_walks_every_block(tiling, on_integers):
+def test_a_tile_of_all_keys_walks_every_query(tiling, on_integers):
     tiles = TILINGS[tiling]
     for problem, _ in scheduled():
         if problem.seqlen_k <= tiles.block_kv and not problem.blind_rows:

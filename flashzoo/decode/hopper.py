@@ -516,7 +516,7 @@ class Decode:
         worker = cute.arch.warp_idx() * cluster + cute.arch.block_idx_in_cluster()
         merge_rows(params, item, parts, worker, self.kernel.warps * cluster, self.kernel.at_once)
         cute.arch.sync_warp()
-        cute.arch.cluster_arrive_relaxed()
+        cute.arch.cluster_arrive_relaxed()  # behind stores of what was read of other parts: no load is on its way
         cute.arch.cluster_wait()  # the others have read this part, too
 
     @cute.jit
