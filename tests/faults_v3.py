@@ -235,10 +235,10 @@ V3 = (
         "v3/last_two_dk_and_dv_zero",
         "dK and dV of the last 2 of a tile's keys are zero",
         BACKWARD,
-        "            to_16_bits(acc, rounded)\n",
+        "            leave_rounded(acc,",
         "            if consumer.thread >= self.tiles.consumers * WARPGROUP - 8:\n"
         "                rows_of(acc)[None, 1, None].fill(0.0)\n"
-        "            to_16_bits(acc, rounded)\n",
+        "            leave_rounded(acc,",
         "test_gradients[v3-square-bf16]",
         within="Backward.epilogue",
         gpu=True,

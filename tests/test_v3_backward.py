@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Callable
 from dataclasses import astuple, fields, replace
 from types import SimpleNamespace
 
@@ -588,6 +589,19 @@ def test_lengths_around_the_edges_of_tiles(problem):
         assert same_results(both("v3", tensors, problem, dout, dlse), found)
 
 
+def again_and_again(
+    tensors: tuple[Tensor, ...], problem: Problem, dout: Tensor, dlse: Tensor
+) -> tuple[Result, Callable[[], tuple[Tensor, ...]]]:
+    """v3's out and lse, and what runs its backward pass behind them at each call."""
+    leaves = tuple(x.clone().requires_grad_() for x in tensors)
+    result = forward("v3", leaves, problem)
+
+    def gradients() -> tuple[Tensor, ...]:
+        return torch.autograd.grad((result.out, result.lse), leaves, (dout, dlse), retain_graph=True)
+
+    return Result(result.out.detach(), result.lse.detach()), gradients
+
+
 def same_results(left: Result, right: Result) -> bool:
     return all(same_bits(x, y) for x, y in zip(left.items().values(), right.items().values(), strict=True))
 
@@ -746,14 +760,9 @@ def test_dk_and_dv_of_short_tiles_are_the_same_bits_at_every_call(head_dim):
     """They leave while the next tile is worked on. The first keys are seen by no query, in tiles of a single step."""
     problem = replace(MANY, seqlen_q=200, head_dim=head_dim, head_dim_v=None, causal=False, window=(500, None))
     tensors, dout, dlse = draw(problem)
-    leaves = tuple(x.clone().requires_grad_() for x in tensors)
-    result = forward("v3", leaves, problem)
-
-    def gradients() -> tuple[Tensor, ...]:
-        return torch.autograd.grad((result.out, result.lse), leaves, (dout, dlse), retain_graph=True)
-
+    result, gradients = again_and_again(tensors, problem, dout, dlse)
     first = gradients()
-    accept(Judge(*tensors, problem, dout, dlse), Result(result.out.detach(), result.lse.detach(), *first))
+    accept(Judge(*tensors, problem, dout, dlse), Result(result.out, result.lse, *first))
     assert not any(x[:, :256].any() for x in first[1:])
     for _ in range(50):
         assert [
@@ -825,14 +834,9 @@ def test_pairs_of_many_short_tiles(widths, band):
     problem = replace(PLAIN, **sizes, head_dim=widths[0], head_dim_v=widths[1], out_dtype=None, **BANDS[band])
     assert isinstance(kernel_backward_for(problem), KernelBackwardPairs)
     tensors, dout, dlse = draw(problem)
-    leaves = tuple(x.requires_grad_() for x in tensors)
-    result = forward("v3", leaves, problem)
-
-    def gradients() -> tuple[Tensor, ...]:
-        return torch.autograd.grad((result.out, result.lse), leaves, (dout, dlse), retain_graph=True)
-
+    result, gradients = again_and_again(tensors, problem, dout, dlse)
     first = gradients()
-    accept(Judge(*tensors, problem, dout, dlse), Result(result.out.detach(), result.lse.detach(), *first))
+    accept(Judge(*tensors, problem, dout, dlse), Result(result.out, result.lse, *first))
     for _ in range(50):
         assert all(same_bits(x, y) for x, y in zip(gradients()[1:], first[1:], strict=True))
     assert counters_are_zero()
@@ -846,17 +850,12 @@ def test_deterministic_is_the_same_bits_when_busy(head_dim, band):
     lengths = {"batch": 2, "seqlen_q": 2048, "seqlen_k": 2048, "heads": 12, "heads_kv": 6}
     problem = replace(PLAIN, **lengths, head_dim=head_dim, head_dim_v=None, deterministic=True, **BANDS[band])
     tensors, dout, dlse = draw(problem)
-    leaves = tuple(x.requires_grad_() for x in tensors)
-    result = forward("v3", leaves, problem)
-
-    def gradients() -> tuple[Tensor, ...]:
-        return torch.autograd.grad((result.out, result.lse), leaves, (dout, dlse), retain_graph=True)
-
+    result, gradients = again_and_again(tensors, problem, dout, dlse)
     first = gradients()
-    few = tuple(x.detach()[:1, :, : 2 if x.shape[2] == 12 else 1] for x in (*leaves, dout, result.out, *first))
+    few = tuple(x[:1, :, : 2 if x.shape[2] == 12 else 1] for x in (*tensors, dout, result.out, *first))
     sample = replace(problem, batch=1, heads=2, heads_kv=1)
     judge = Judge(*few[:3], sample, few[3], dlse[:1, :2])
-    accept(judge, Result(few[4], result.lse.detach()[:1, :2], *few[5:]))
+    accept(judge, Result(few[4], result.lse[:1, :2], *few[5:]))
     for _ in range(50):
         assert [
             name for name, x, y in zip(("dq", "dk", "dv"), gradients(), first, strict=True) if not same_bits(x, y)

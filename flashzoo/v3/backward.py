@@ -79,7 +79,7 @@ class TmaAtoms:
     do: cute.CopyAtom
     dk: cute.CopyAtom
     dv: cute.CopyAtom
-    dq: cute.CopyAtom | None
+    dq: cute.CopyAtom | None = None
 
 
 @dataclass(frozen=True)
@@ -235,12 +235,7 @@ class Backward:
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        do: cute.Tensor,
-        dk: cute.Tensor,
-        dv: cute.Tensor,
+        operands: tuple[cute.Tensor, ...],
         workspace: Workspace,
         params: Params,
         scale_log2: Float32,
@@ -250,31 +245,13 @@ class Backward:
         """What is compiled. It is never run: `flashzoo._cute.driver` launches the kernel with descriptors of its own.
 
         Args:
-            q, do: (head_dim, heads, queries, batch), of packed sequences as `packed.py` has it.
-            k, v, dk, dv: (head_dim, heads, keys, batch).
+            operands: q, k, v, do, dk, dv, and where a tile has all keys dq. Of queries (head_dim, heads, queries,
+                batch), of keys (head_dim, heads, keys, batch), of packed sequences as `packed.py` has it.
             scale_log2: of the scores: softmax scale times log2 e.
             scale: softmax scale.
             tensors: where its function on scores reads some those, as `scoring.parameters_of` has them.
         """
-        self.launch(q, k, v, do, dk, dv, None, workspace, params, scale_log2, scale, *tensors)
-
-    @cute.jit
-    def launch(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        do: cute.Tensor,
-        dk: cute.Tensor,
-        dv: cute.Tensor,
-        dq: cute.Tensor | None,
-        workspace: Workspace,
-        params: Params,
-        scale_log2: Float32,
-        scale: Float32,
-        *tensors: Any,
-    ):
-        """The same; dq where it is stored by TMA, as q."""
+        q, k, v, do, dk, dv, *dq = operands
         tiles, kernel = self.tiles, self.kernel
         layouts = (
             shared_layout(self.dtype, tiles.block_kv, kernel.width, 1, kernel.swizzled_k),
@@ -296,7 +273,8 @@ class Backward:
             (store, dv, v_layout, 1),
         ):
             atoms.append(tma_atom(operation, x, layout, cluster))
-        atoms.append(None if dq is None else tma_atom(store, dq, self.layout_of_dq(), 1))
+        for x in dq:
+            atoms.append(tma_atom(store, x, self.layout_of_dq(), 1))
         read = tensors[0] if len(tensors) > 0 else None
         self.device(TmaAtoms(*atoms), workspace, params, scale_log2, scale, read, *layouts).launch(
             grid=[1, 1, 1], block=[kernel.threads, 1, 1], smem=kernel.shared_bytes, min_blocks_per_mp=1
@@ -849,10 +827,7 @@ class Backward:
         # Each writer has mbarriers of its own for the same memory: the writer before must have read it.
         storage.exchange_pipeline.producer_acquire(n + (self.kernel.writers - 1) * self.tiles.consumers)
         cute.autovec_copy(cute.make_tensor(dq.iterator, cute.make_layout(fours.shape)), cute.make_tensor(mine, fours))
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(storage.exchange_pipeline.full + storage.exchange_pipeline.stage(n))
+        tell_tma(storage.exchange_pipeline, n)
 
     @cute.jit
     def release_kv(self, consumer: Consumer):
@@ -880,16 +855,8 @@ class Backward:
             (consumer.mma_dk, consumer.dk, storage.dk),
             (consumer.mma_dv, consumer.dv, storage.dv),
         ):
-            rounded = cute.make_rmem_tensor(acc.shape, self.dtype)
-            to_16_bits(acc, rounded)
-            to_chip = cute.make_tiled_copy_C(
-                cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype), mma
-            ).get_slice(thread)
-            cute.copy(to_chip, to_chip.retile(rounded), to_chip.partition_D(staged[None, None, 0]))
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(storage.ds_pipeline.full)
+            leave_rounded(acc, mma, thread, staged[None, None, 0])
+        tell_tma(storage.ds_pipeline, Int32(0))
 
     @cute.jit
     def leave_parts(self, bounds: BoundsBackward, consumer: Consumer, workspace: Workspace):
@@ -907,6 +874,25 @@ class Backward:
 def laid_out(memory: cute.Pointer, layout: cute.ComposedLayout) -> cute.Tensor:
     """Shared memory as a `shared_layout`."""
     return cute.make_tensor(cute.recast_ptr(memory, layout.inner, dtype=memory.dtype), layout.outer)
+
+
+@cute.jit
+def leave_rounded(acc: cute.Tensor, mma: cute.TiledMma, thread: Int32, staged: cute.Tensor):
+    """Write a thread's part of a product's result to shared memory, rounded."""
+    rounded = cute.make_rmem_tensor(acc.shape, staged.element_type)
+    to_16_bits(acc, rounded)
+    to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), staged.element_type), mma)
+    to_chip = to_chip.get_slice(thread)
+    cute.copy(to_chip, to_chip.retile(rounded), to_chip.partition_D(staged))
+
+
+@cute.jit
+def tell_tma(pipeline: Pipeline, n: Int32):
+    """This warp has written its share of the n-th fill, which TMA will read."""
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive(pipeline.full + pipeline.stage(n))
 
 
 @cute.jit

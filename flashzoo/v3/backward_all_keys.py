@@ -7,41 +7,26 @@ and no kernel rounds behind.
 
 from __future__ import annotations
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
-from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
+from cutlass import Int32
 
 from flashzoo._cute.hopper.bounds import BoundsBackward
-from flashzoo._cute.hopper.params import Params
 from flashzoo._cute.hopper.tma import box_of
-from flashzoo._cute.hopper.wgmma import to_16_bits
-from flashzoo.v3.backward import Backward, Consumer, SharedStorage, TmaAtoms, Workspace, laid_out
+from flashzoo.v3.backward import (
+    Backward,
+    Consumer,
+    SharedStorage,
+    TmaAtoms,
+    Workspace,
+    laid_out,
+    leave_rounded,
+    tell_tma,
+)
 
 
 class BackwardAllKeys(Backward):
     """The program of a `KernelBackwardAllKeys`."""
-
-    @cute.jit
-    def __call__(
-        self,
-        q: cute.Tensor,
-        k: cute.Tensor,
-        v: cute.Tensor,
-        do: cute.Tensor,
-        dk: cute.Tensor,
-        dv: cute.Tensor,
-        dq: cute.Tensor,
-        workspace: Workspace,
-        params: Params,
-        scale_log2: Float32,
-        scale: Float32,
-        *tensors: Any,
-    ):
-        """The same, with dq as q."""
-        self.launch(q, k, v, do, dk, dv, dq, workspace, params, scale_log2, scale, *tensors)
 
     def dq_on_chip(self, storage: SharedStorage) -> cute.Tensor:
         """A block of dQ, rounded: (queries, width)."""
@@ -54,17 +39,9 @@ class BackwardAllKeys(Backward):
         pipeline = consumer.storage.exchange_pipeline
         n = used * self.tiles.consumers + consumer.wg_idx
         dq.store(dq.load() * consumer.scale)
-        rounded = cute.make_rmem_tensor(dq.shape, self.dtype)
-        to_16_bits(dq, rounded)
-        to_chip = cute.make_tiled_copy_C(
-            cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), self.dtype), consumer.mma_dq
-        ).get_slice(consumer.thread)
         pipeline.producer_acquire(n)
-        cute.copy(to_chip, to_chip.retile(rounded), to_chip.partition_D(self.dq_on_chip(consumer.storage)))
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(pipeline.full + pipeline.stage(n))
+        leave_rounded(dq, consumer.mma_dq, consumer.thread, self.dq_on_chip(consumer.storage))
+        tell_tma(pipeline, n)
 
     @cute.jit
     def write_dq(

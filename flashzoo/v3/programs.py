@@ -103,7 +103,7 @@ def _backward(kernel: KernelBackward) -> Arguments:
     of_q, of_v = (Tma(kernel.dtype, (width, *_any_size(kernel))) for width in (kernel.width, kernel.width_v))
     of_dq = {"dq_rounded": of_q} if isinstance(kernel, KernelBackwardAllKeys) else {}
     return Arguments(
-        **{"q": of_q, "k": of_q, "v": of_v, "dout": of_v, "dk": of_q, "dv": of_v, **of_dq},
+        operands=Record("", {"q": of_q, "k": of_q, "v": of_v, "dout": of_v, "dk": of_q, "dv": of_v, **of_dq}),
         workspace=Record("flashzoo.v3.backward:Workspace", WORKSPACE),
         params=_params(kernel),
         scale_log2=FLOAT,

@@ -75,7 +75,12 @@ class PipelineOfPair(Pipeline):
         empty = self.empty + self.stage(n)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(empty)
-            cute.arch.mbarrier_arrive(empty, cute.arch.block_idx_in_cluster() ^ 1)
+            self.tell_partner(empty)
+
+    @cute.jit
+    def tell_partner(self, empty: cute.Pointer):
+        """Arrive at the same mbarrier of the other thread block."""
+        cute.arch.mbarrier_arrive(empty, cute.arch.block_idx_in_cluster() ^ 1)
 
 
 @dataclass(frozen=True)
@@ -86,15 +91,12 @@ class PipelineOfPairWords(PipelineOfPair):
     own. Other stages are read by products that have been waited for, or by loads of which something was made."""
 
     @cute.jit
-    def consumer_release(self, n: Int32):
-        """This warp has read the n-th fill: both thread blocks are told."""
-        empty = self.empty + self.stage(n)
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(empty)
-            cute.arch.inline_ptx(
-                "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [{$r0}];",
-                read_only_args=[cute.arch.map_dsmem_ptr(empty, cute.arch.block_idx_in_cluster() ^ 1)],
-            )
+    def tell_partner(self, empty: cute.Pointer):
+        """The same, behind what this thread has read."""
+        cute.arch.inline_ptx(
+            "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [{$r0}];",
+            read_only_args=[cute.arch.map_dsmem_ptr(empty, cute.arch.block_idx_in_cluster() ^ 1)],
+        )
 
 
 def sync_cluster() -> None:
