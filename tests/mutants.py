@@ -73,7 +73,7 @@ WRONG = ("AssertionError", "assert ", "Failed: ", "torch.AcceleratorError", "Run
 """How pytest's summary begins to say that something computed is wrong, or that the GPU refused."""
 
 
-def tests_of(version: str, named: str = "") -> tuple[str, ...]:
+def named_tests(version: str, named: str = "") -> tuple[str, ...]:
     """What pytest takes for the tests of a version: all, or those that -k finds."""
     return ("-k", named, *OF_EVERY_VERSION, *OF_VERSION.get(version, ()))
 
@@ -192,7 +192,7 @@ class Suite:
         for key, hints in named.items():
             for some in filter(None, (hints[i::jobs] for i in range(jobs))):
                 future = self._pool.submit(
-                    self._run, None, *key, tests_of(key[0], " or ".join(f"({hint})" for hint in some))
+                    self._run, None, *key, named_tests(key[0], " or ".join(f"({hint})" for hint in some))
                 )
                 sound |= {(key, hint): future for hint in some}
         return sound
@@ -214,9 +214,9 @@ class Suite:
             return "ERROR", f"without the fault: {verdict(sound)[1]}"
         try:
             limit = PATIENCE + 4 * sound.seconds
-            found, by = verdict(self._run(fault, *of_version, tests_of(fault.version, fault.seen_by), limit))
+            found, by = verdict(self._run(fault, *of_version, named_tests(fault.version, fault.seen_by), limit))
             if found == "passed" and not self._hinted_only and not fault.equivalent:
-                found, by = verdict(self._run(fault, *of_version, tests_of(fault.version)))
+                found, by = verdict(self._run(fault, *of_version, named_tests(fault.version)))
                 if (
                     found == "caught"
                     and self._run(None, *of_version, (re.sub(" (hangs|crashes)$", "", by),)).status != 0

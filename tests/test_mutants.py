@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
+from _pytest.mark.expression import Expression
 from fault import Change
 from faults import FAULTS
-from mutants import Run, verdict
+from mutants import Run, named_tests, verdict
 
-from flashzoo_suite.support import ROOT
+from flashzoo_suite.support import DEVICE, ROOT
+
+ON_GPU = DEVICE == "cuda"
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -19,6 +25,21 @@ def test_a_fault_is_of_code_that_is_there(fault):
 def test_faults_are_told_apart():
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     assert all(fault.seen_by and fault.why for fault in FAULTS)
+
+
+@pytest.mark.parametrize("version", sorted({fault.version for fault in FAULTS}))
+def test_what_faults_name_is_there(version):
+    """Of those that this machine can run: names of tests change, and workloads take other dtypes in turn."""
+    hints = {fault.name: fault.seen_by for fault in FAULTS if fault.version == version and fault.gpu <= ON_GPU}
+    arguments = ["--collect-only", "-q", "-p", "no:cacheprovider", "--versions", version, *named_tests(version)[2:]]
+    ended = subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=ROOT, capture_output=True, text=True)
+    names = [line for line in ended.stdout.splitlines() if "::" in line]
+    assert names and not [fault for fault, hint in hints.items() if not any(selects(hint, name) for name in names)]
+
+
+def selects(hint: str, name: str) -> bool:
+    """Whether pytest's -k takes a test."""
+    return Expression.compile(hint).evaluate(lambda part, **_: part.lower() in name.lower())
 
 
 def test_what_does_not_apply_is_an_error():

@@ -102,7 +102,7 @@ class TilesFp8:
     Attributes:
         tiles: with blocks of as many keys as share a scale: V transposed then has rows of 128 bytes.
         columns: of O that one product computes. Where they are fewer than all, two products have registers beside O.
-        raw_stages: blocks of V that wait to be transposed on chip.
+        raw_stages: blocks of V that wait to be transposed on chip, or parts of 128 columns.
         late: the last of these products is added to O when the next block's scores are under way, and has registers
             beside both. Only where V comes transposed: those who transpose it on chip have some of the registers.
         prepare: where a key is seen by so many queries of a head, on average, V is transposed beforehand,
@@ -122,7 +122,7 @@ FP8 = {
         Tiles(3, DESCALE_BLOCK, stages=3, q_stages=2, overlap=False), 64, raw_stages=3, late=False, prepare=2048
     ),
     128: TilesFp8(Tiles(3, DESCALE_BLOCK, overlap=False), 64, raw_stages=2, late=False, prepare=4096),
-    256: TilesFp8(Tiles(2, DESCALE_BLOCK, overlap=False), 64, raw_stages=1, late=True, prepare=4096),
+    256: TilesFp8(Tiles(2, DESCALE_BLOCK, overlap=False), 64, raw_stages=2, late=True, prepare=4096),
 }
 
 # With one level of sums, `fast_accum`, at the widths where it is faster, if V comes transposed: blocks overlap inside a

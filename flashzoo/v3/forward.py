@@ -242,7 +242,7 @@ class Forward:
             ),
             *[
                 Pipeline.allocate(smem, tiles.teams * stages)
-                for stages in (tiles.consumers * tiles.q_stages, tiles.stages, tiles.stages, 1)
+                for stages in (tiles.consumers * tiles.q_stages, tiles.stages, tiles.stages * kernel.parts_v, 1)
             ],
             None if raw is None else RawV(raw, Pipeline.allocate(smem, self.value.stages)),
         )
@@ -317,9 +317,7 @@ class Forward:
                     self.load_block(
                         tma.k, storage.k, storage.k_pipeline, loaded + 1, (0, *sequence.origin_k(next_key, head_kv))
                     )
-                self.load_block(
-                    tma.v, v_stages, v_pipeline, loaded, self.value.origin(*sequence.origin_k(first_key, head_kv))
-                )
+                self.load_values(tma.v, v_stages, v_pipeline, loaded, sequence.origin_k(first_key, head_kv))
                 if const_expr(not tiles.overlap):
                     self.load_block(
                         tma.k, storage.k, storage.k_pipeline, loaded + 1, (0, *sequence.origin_k(next_key, head_kv))
@@ -328,9 +326,7 @@ class Forward:
                 loaded += 1
             if end - begin > self.claimed_at_once:
                 claimed = self.claim(scheduler, work)
-            self.load_block(
-                tma.v, v_stages, v_pipeline, loaded, self.value.origin(*sequence.origin_k(first_key, head_kv))
-            )
+            self.load_values(tma.v, v_stages, v_pipeline, loaded, sequence.origin_k(first_key, head_kv))
             loaded += 1
             if const_expr(self.scheduler_warp):
                 work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
@@ -369,6 +365,14 @@ class Forward:
         pipeline.producer_acquire(loaded)  # A1.7
         stage = pipeline.stage(loaded)
         load(tma, stages[None, None, stage], origin, pipeline.full + stage)  # A1.8, A1.9
+
+    @cute.jit
+    def load_values(self, tma: cute.CopyAtom, stages: cute.Tensor, pipeline: Pipeline, loaded: Int32, row: tuple):
+        """Load the block of V that begins at a row, in its parts."""
+        parts = self.kernel.parts_v
+        for part in cutlass.range_constexpr(parts):
+            origin = self.value.origin(part * (self.kernel.width_v // parts), *row)
+            self.load_block(tma, stages, pipeline, loaded * parts + part, origin)
 
     @cute.jit
     def consume(
@@ -530,11 +534,11 @@ class Forward:
     @cute.jit
     def step_overlapped(self, consumer: Consumer, used: Int32, first_key: Int32, mask: Mask | None) -> Int32:
         """P of the next block, while the P before it is multiplied with V."""
-        k_pipeline, v_pipeline = consumer.storage.k_pipeline, consumer.storage.v_pipeline
+        k_pipeline = consumer.storage.k_pipeline
         k_pipeline.consumer_wait(used + 1)  # A2.8
         self.warp_scheduler_barrier_sync(consumer.wg_idx)
         s = consumer.issue_scores(used + 1)  # A2.9
-        v_pipeline.consumer_wait(used)  # A2.10
+        self.product.wait(consumer, used)  # A2.10
         product = self.product.issue(consumer, used)  # A2.11
         self.warp_scheduler_barrier_arrive(consumer.wg_idx)
         told = self.read_ahead(consumer, s, first_key, mask is not None)
@@ -545,7 +549,7 @@ class Forward:
             mask.apply(s, first_key)
         rescale, alpha = consumer.softmax.step(s, first_key)  # A2.13
         warpgroup.wait_group(0)  # A2.14
-        v_pipeline.consumer_release(used)  # A2.15
+        self.product.release(consumer, used)  # A2.15
         self.product.add(consumer, product)
         self.product.to_operand(s, consumer.p)  # A2.16
         self.product.rescale(consumer, rescale, alpha)
@@ -554,11 +558,10 @@ class Forward:
     @cute.jit
     def last_product(self, consumer: Consumer, used: Int32) -> Int32:
         """O += P V of the last block."""
-        v_pipeline = consumer.storage.v_pipeline
-        v_pipeline.consumer_wait(used)  # A2.18
+        self.product.wait(consumer, used)  # A2.18
         product = self.product.issue(consumer, used)  # A2.19
         warpgroup.wait_group(0)
-        v_pipeline.consumer_release(used)
+        self.product.release(consumer, used)
         self.product.add(consumer, product)
         return used + 1
 
@@ -585,7 +588,6 @@ class Forward:
         crosses: Boolean | bool = True,
     ) -> Int32:
         """What follows the scores of a block; they are masked where it crosses an edge."""
-        v_pipeline = consumer.storage.v_pipeline
         self.modify(consumer.told, s, first_key + consumer.column, mask is not None)
         if const_expr(mask is not None):  # noqa: SIM102 - one is known when compiled, the other when run
             if crosses:
@@ -593,11 +595,11 @@ class Forward:
         rescale, alpha = consumer.softmax.step(s, first_key)  # A1.18, A1.19
         self.product.to_operand(s, consumer.p)
         self.product.rescale(consumer, rescale, alpha)
-        v_pipeline.consumer_wait(used)  # A1.20
+        self.product.wait(consumer, used)  # A1.20
         self.warp_scheduler_barrier_sync(consumer.wg_idx)
         product = self.product.issue(consumer, used)  # A1.21
         warpgroup.wait_group(0)
-        v_pipeline.consumer_release(used)  # A1.22
+        self.product.release(consumer, used)  # A1.22
         self.product.add(consumer, product)
         return used + 1
 
@@ -614,8 +616,9 @@ class Forward:
             else:
                 self.warp_scheduler_barrier_arrive(consumer.wg_idx)
                 self.warp_scheduler_barrier_sync(consumer.wg_idx)
-            v_pipeline.consumer_wait(used)
-            v_pipeline.consumer_release(used)
+            for part in cutlass.range_constexpr(self.kernel.parts_v):
+                v_pipeline.consumer_wait(used * self.kernel.parts_v + part)
+                v_pipeline.consumer_release(used * self.kernel.parts_v + part)
             used += 1
         return used
 

@@ -30,10 +30,9 @@ from cutlass.cute.nvgpu.common import OperandMajorMode
 from flashzoo._cute.hopper.bounds import Bounds
 from flashzoo._cute.hopper.params import Params
 from flashzoo._cute.hopper.tile_scheduler import TileScheduler
-from flashzoo._cute.hopper.wgmma import columns_of, gemm, rows_of, shared_layout
+from flashzoo._cute.hopper.wgmma import columns_of, gemm, multiply, rows_of, shared_layout
 from flashzoo.call.problem import DESCALE_BLOCK
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
-from flashzoo.integers import cdiv
 from flashzoo.v3.forward import Consumer, Forward, SharedStorage
 from flashzoo.v3.product import Product, ValuePath
 from flashzoo.v3.softmax import NOTHING_SEEN, maximum
@@ -205,9 +204,9 @@ class ValueTransposed(ValuePath):
         """Of what TMA loads: (head_dim, keys, stages)."""
         return shared_layout(self.dtype, self.kernel.width_v, KEYS, self.stages)
 
-    def origin(self, head: Int32, row: Int32, batch: Int32) -> tuple[Any, ...]:
+    def origin(self, column: int, head: Int32, row: Int32, batch: Int32) -> tuple[Any, ...]:
         """Where a block of V begins in memory."""
-        return row, head, 0, batch
+        return row, head, column, batch
 
     def operand(self, v: cute.Tensor) -> cute.Tensor:
         """The stages that the tensor core reads as (head_dim, keys, stages), as they are."""
@@ -222,15 +221,21 @@ class ValueTransposedOnChip(ValuePath):
     def __init__(self, kernel: KernelFp8, scheduler: type[TileScheduler], bounds: type[Bounds]) -> None:
         super().__init__(kernel)
         self.stages: int = kernel.raw_stages
+        self.columns: int = kernel.width_v // kernel.parts_v
         self.scheduler: type[TileScheduler] = scheduler
         self.bounds: type[Bounds] = bounds
+
+    def shared_layout(self) -> cute.ComposedLayout:
+        """Of what TMA loads: (keys, head_dim, stages)."""
+        return shared_layout(self.dtype, KEYS, self.columns, self.stages)
 
     def allocate(
         self, smem: cutlass.memory.SmemAllocator, layout: cute.ComposedLayout
     ) -> tuple[cute.Tensor, cute.Tensor | None]:
         """The stages that the tensor core reads, (head_dim, keys, stages), and those that TMA fills."""
         loaded = smem.allocate_tensor(self.dtype, layout.outer, ALIGNED, swizzle=layout.inner)
-        layout = shared_layout(self.dtype, self.kernel.width_v, KEYS, self.kernel.tiles.stages)
+        stages = self.kernel.tiles.stages * self.kernel.parts_v
+        layout = shared_layout(self.dtype, self.columns, KEYS, stages)
         return smem.allocate_tensor(self.dtype, layout.outer, ALIGNED, swizzle=layout.inner), loaded
 
     def operand(self, v: cute.Tensor) -> cute.Tensor:
@@ -241,16 +246,19 @@ class ValueTransposedOnChip(ValuePath):
     def help(self, params: Params, storage: SharedStorage, helper: Int32):
         """A warp that transposes V: its share of every block of tile after tile."""
         raw, v_pipeline, scheduler = storage.raw, storage.v_pipeline, self.scheduler(params)
-        used = Int32(0)  # blocks of V so far, over all tiles
+        used = Int32(0)  # parts of blocks of V so far, over all tiles
         work_idx = Int32(0)  # tiles so far
         work = scheduler.initial_work()
         while scheduler.is_valid(work):
             begin, end = self.bounds(params, scheduler.work_tile(work)).block_range()
-            for _ in cutlass.range(end - begin, unroll=1):
+            for _ in cutlass.range((end - begin) * self.kernel.parts_v, unroll=1):
                 raw.pipeline.consumer_wait(used)
                 v_pipeline.producer_acquire(used)
                 self.transpose(
-                    raw.v[None, None, raw.pipeline.stage(used)], storage.v[None, None, v_pipeline.stage(used)], helper
+                    raw.v[None, None, raw.pipeline.stage(used)],
+                    storage.v[None, None, v_pipeline.stage(used)],
+                    helper,
+                    used,
                 )
                 cute.arch.fence_proxy("async.shared", space="cta")  # the tensor core is to see it
                 cute.arch.sync_warp()
@@ -262,38 +270,35 @@ class ValueTransposedOnChip(ValuePath):
             work_idx += 1
 
     @cute.jit
-    def transpose(self, source: cute.Tensor, target: cute.Tensor, helper: Int32):
-        """This warp's share of a block of V, from (keys, head_dim) to (head_dim, keys in the order that P has them).
+    def transpose(self, source: cute.Tensor, target: cute.Tensor, helper: Int32, used: Int32):
+        """This warp's share of a part of a block of V, from (keys, columns) to (columns, keys in the order that P has
+        them).
 
         By squares of 16 keys and 32 columns. ldmatrix takes two neighbouring bytes for one 16-bit number and gives a
         lane, of each of four 8 x 8 matrices, those of two neighbouring keys. From two matrices, 8 keys apart, come the
         four bytes of either column that P has in one register; they are rows of the four matrices that stmatrix writes.
 
-        Addresses are put together here, since only the lane's part of the swizzle varies: within rows of 128 bytes (64
-        for head dim 64) the 16-byte pieces are exchanged by the row's number.
+        Addresses are put together here, since only the lane's share of the swizzle varies: within rows of 128 bytes (64
+        for head dim 64) the 16-byte pieces are exchanged by the row's number. The rows of a matrix that is stored have
+        all of them, so that no two are in the same banks: even columns in one half and odd ones in the other.
         """
-        width = self.kernel.width_v
-        line = min(width, KEYS)
-        lane = cute.arch.lane_idx()
-        # of a square: the row whose address the lane gives
+        line = self.columns
+        lane = cute.arch.lane_idx() + (used >> 31)  # 0, which the compiler can't know: it would keep all addresses
+        # of a square: the row whose address the lane gives, where it is loaded and where it is stored
         upper_keys, upper_columns, row = lane >> 3 & 1, lane >> 4, lane & 7
-        column = (upper_columns << 4) + (row << 1) + upper_keys  # of a square: the same, where it is stored
-        load_from = source.iterator.toint() + ((upper_keys << 3) + row) * line
-        store_to = target.iterator.toint() + column * KEYS
+        column = (upper_columns << 4) + (row << 1) + (upper_keys ^ (row >> 2))
+        bytes_first = Int32(0x6420) if lane < 16 else Int32(0x7531)  # of which columns the lane has its row
         swizzle = (upper_columns ^ (row if const_expr(line == KEYS) else row >> 1)) << 4
-        for i in cutlass.range_constexpr(cdiv(KEYS // 16, self.helpers)):
-            keys = helper + i * self.helpers
-            if keys < KEYS // 16:
-                load_keys, store_keys = load_from + keys * (16 * line), store_to + ((keys ^ (column & 7)) << 4)
-                # two at a time hide some latency and fit the registers
-                for pair in cutlass.range_constexpr(width // 64):
-                    squares = [32 * (2 * pair + i) for i in range(2)]
-                    loaded = [
-                        load_transposed(load_keys + first // line * (KEYS * line) + (swizzle ^ first % line))
-                        for first in squares
-                    ]
-                    for i in cutlass.range_constexpr(2):
-                        store_pairs(store_keys + squares[i] * KEYS, loaded[i])
+        load_from = source.iterator.toint() + ((upper_keys << 3) + row) * line + swizzle
+        store_to = target.iterator.toint() + column * KEYS + ((column & 7) << 4)
+        for keys in cutlass.range(helper, KEYS // 16, self.helpers, unroll=1):
+            load_keys, store_keys = load_from + keys * (16 * line), store_to ^ (keys << 4)
+            # two at a time hide some latency and fit the registers
+            for pair in cutlass.range_constexpr(line // 64):
+                squares = [32 * (2 * pair + i) for i in range(2)]
+                loaded = [load_transposed(load_keys ^ first) for first in squares]
+                for i in cutlass.range_constexpr(2):
+                    store_pairs(store_keys + squares[i] * KEYS, bytes_first, loaded[i])
 
 
 class ProductFp8(Product):
@@ -301,9 +306,31 @@ class ProductFp8(Product):
 
     v_major: OperandMajorMode = OperandMajorMode.K
 
+    def __init__(self, kernel: KernelFp8) -> None:
+        super().__init__(kernel)
+        self.columns: int = kernel.width_v // kernel.parts_v
+
     def to_operand(self, s: cute.Tensor, p: cute.Tensor) -> None:
         """P as the operand of the next product."""
         to_8_bits(s, p)
+
+    @cute.jit
+    def issue(self, consumer: Consumer, n: Int32) -> cute.Tensor | None:
+        """Issue P times the n-th block of V, a group of WGMMAs to wait for, each part of it once it is there."""
+        atom, v_pipeline, parts = (
+            cute.make_mma_atom(consumer.mma_pv.op),
+            consumer.storage.v_pipeline,
+            self.kernel.parts_v,
+        )
+        shape = consumer.mma_pv.get_slice(0).partition_shape_C((WARPGROUP_ROWS, self.columns))
+        warpgroup.fence()
+        for part in cutlass.range_constexpr(parts):
+            if const_expr(part > 0):
+                v_pipeline.consumer_wait(n * parts + part)
+            o = cute.make_tensor(consumer.o.iterator + part * cute.size(shape), cute.make_layout(shape))
+            v = consumer.v[None, None, None, v_pipeline.stage(n * parts + part)]
+            multiply(atom, o, consumer.p, v, False)
+        warpgroup.commit_group()
 
 
 class ProductTwoLevel(ProductFp8):
@@ -331,16 +358,28 @@ class ProductTwoLevel(ProductFp8):
     def issue(self, consumer: Consumer, n: Int32) -> cute.Tensor:
         """Issue P times the n-th block of V, a group of WGMMAs for each part, and add to O all but the last, which is
         to be waited for."""
-        v = consumer.v[None, None, None, consumer.storage.v_pipeline.stage(n)]
+        v_pipeline, parts_v = consumer.storage.v_pipeline, self.kernel.parts_v
+        of_part = self.parts // parts_v
         shape = consumer.mma_pv.get_slice(0).partition_shape_C((WARPGROUP_ROWS, self.columns))
         last = cute.make_tensor(consumer.softmax.pending.iterator, cute.make_layout(shape))
         products = [last, cute.make_rmem_tensor(shape, Float32)]  # by how many parts are behind, the last's first
         for part in cutlass.range_constexpr(self.parts):
-            gemm(consumer.mma_pv, products[(self.parts - 1 - part) % 2], consumer.p, columns_of(v, part), True)
+            if const_expr(part > 0 and part % of_part == 0):
+                v_pipeline.consumer_wait(n * parts_v + part // of_part)
+            v = consumer.v[None, None, None, v_pipeline.stage(n * parts_v + part // of_part)]
+            columns = columns_of(v, part % of_part)
+            gemm(consumer.mma_pv, products[(self.parts - 1 - part) % 2], consumer.p, columns, True)
             if const_expr(part > 0):
                 warpgroup.wait_group(1)
+                if const_expr(part % of_part == 0):
+                    v_pipeline.consumer_release(n * parts_v + part // of_part - 1)
                 self.add_part(consumer, products[(self.parts - part) % 2], part - 1)
         return last
+
+    @cute.jit
+    def release(self, consumer: Consumer, n: Int32):
+        """This warp has read the last part of the n-th block of V, behind those that `issue` has released."""
+        consumer.storage.v_pipeline.consumer_release((n + 1) * self.kernel.parts_v - 1)
 
     def add(self, consumer: Consumer, product: cute.Tensor) -> None:
         """Add the last part to O, unless that is left to `catch_up`."""
@@ -397,14 +436,14 @@ def load_transposed(source: Int32) -> tuple[Uint32, ...]:
     )  # fmt: skip
 
 
-def store_pairs(target: Int32, a: tuple[Uint32, ...]) -> None:
-    """Store the lower and the upper bytes of each two matrices of `load_transposed` as rows whose
-    addresses the lanes give."""
+def store_pairs(target: Int32, bytes_first: Int32, a: tuple[Uint32, ...]) -> None:
+    """Store bytes of each two matrices of `load_transposed` as rows whose addresses the lanes give: those that
+    `bytes_first` selects, the upper or the lower, and then the others."""
     cute.arch.inline_ptx(
-        "{.reg .b32 e, o, f, p; prmt.b32 e, {$r1}, {$r2}, 0x6420; prmt.b32 o, {$r1}, {$r2}, 0x7531; "
-        "prmt.b32 f, {$r3}, {$r4}, 0x6420; prmt.b32 p, {$r3}, {$r4}, 0x7531; "
+        "{.reg .b32 e, o, f, p, s; xor.b32 s, {$r1}, 0x1111; prmt.b32 e, {$r2}, {$r3}, {$r1}; "
+        "prmt.b32 o, {$r2}, {$r3}, s; prmt.b32 f, {$r4}, {$r5}, {$r1}; prmt.b32 p, {$r4}, {$r5}, s; "
         "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {e, o, f, p};}",
-        read_only_args=[target, *a],
+        read_only_args=[target, bytes_first, *a],
     )
 
 

@@ -264,7 +264,8 @@ def _map_of_v(problem: Problem, kernel: Kernel, strides: Ints) -> TensorMap:
         sizes = (row, p.heads_kv, p.head_dim, p.batch)  # a row is as long as there are keys, padded
         return tensor_map(kernel.dtype, sizes, (head, row, batch), block_kv, (1, kernel.width_v, 1))
     of_v = (p.batch, p.seqlen_k, p.heads_kv, p.head_dim_v)
-    return map_of_rows(kernel.dtype, of_v, strides, kernel.width_v, block_kv, ragged=p.sequences is not None)
+    columns = kernel.width_v // kernel.parts_v
+    return map_of_rows(kernel.dtype, of_v, strides, columns, block_kv, ragged=p.sequences is not None)
 
 
 def _params(problem: Problem, blocks: int, batch_heads: int, swizzle: int, **others: int) -> dict[str, int]:

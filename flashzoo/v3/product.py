@@ -48,9 +48,9 @@ class ValuePath:
         tiles = self.kernel.tiles
         return shared_layout(self.dtype, tiles.block_kv, self.kernel.width_v, tiles.teams * self.stages)
 
-    def origin(self, *row: Any) -> tuple[Any, ...]:
-        """Where a block of V begins in memory: at a row as `SequenceInfo.origin_k` gives it."""
-        return (0, *row)
+    def origin(self, column: int, *row: Any) -> tuple[Any, ...]:
+        """Where a block of V, or a part of one, begins in memory: at a row as `SequenceInfo.origin_k` gives it."""
+        return (column, *row)
 
     def allocate(
         self, smem: cutlass.memory.SmemAllocator, layout: cute.ComposedLayout
@@ -90,6 +90,16 @@ class Product:
     def to_operand(self, s: cute.Tensor, p: cute.Tensor) -> None:
         """P as the operand of the next product."""
         to_16_bits(s, p)
+
+    def wait(self, consumer: Any, n: Int32) -> None:
+        """Wait for what `issue` begins with: the n-th block of V, or its first part."""
+        consumer.storage.v_pipeline.consumer_wait(n * self.kernel.parts_v)
+
+    @cute.jit
+    def release(self, consumer: Any, n: Int32):
+        """This warp has read the n-th block of V."""
+        for part in cutlass.range_constexpr(self.kernel.parts_v):
+            consumer.storage.v_pipeline.consumer_release(n * self.kernel.parts_v + part)
 
     def issue(self, consumer: Any, n: Int32) -> cute.Tensor | None:
         """Issue P times the n-th block of V, a group of WGMMAs to wait for:

@@ -88,9 +88,14 @@ class Kernel:
         return self.dtype
 
     @property
+    def parts_v(self) -> int:
+        """Parts of a block of V on chip, of so many columns, each with stages of its own."""
+        return 1
+
+    @property
     def stages_of_v(self) -> int:
-        """Blocks of V on chip."""
-        return self.tiles.stages
+        """Stages of V on chip."""
+        return self.tiles.stages * self.parts_v
 
     @property
     def threads(self) -> int:
@@ -121,7 +126,7 @@ class Kernel:
         arrays = (
             size * tiles.q_stages * tiles.block_q * self.width,
             size * tiles.stages * tiles.block_kv * self.width,
-            size * self.stages_of_v * tiles.block_kv * self.width_v,
+            size * self.stages_of_v * tiles.block_kv * self.width_v // self.parts_v,
             size_out * tiles.block_q * self.width_o,
         )
         stages = tiles.q_stages * tiles.consumers + tiles.stages + self.stages_of_v + 1
@@ -178,7 +183,7 @@ class KernelFp8(Kernel):
         block_scales: K or V has a scale for each `DESCALE_BLOCK` rows, and not one for each head.
         transposed: V comes as (head_dim, keys), in the order of `quantize.transpose_v`; else it is transposed on chip.
         columns: of O, that are multiplied at a time where two_level.
-        raw_stages: blocks of V on chip that are yet to be transposed.
+        raw_stages: parts of blocks of V on chip that are yet to be transposed.
         late: a block's last columns are added to O under the product of the next block's scores, where two_level.
         two_level: each block's product is added to O in float32, and not by the tensor core. Only then are columns and
             late looked at.
@@ -203,9 +208,14 @@ class KernelFp8(Kernel):
         return self.out
 
     @property
+    def parts_v(self) -> int:
+        """The same: V that is transposed on chip lies there in rows of 128 bytes at most."""
+        return 1 if self.transposed else cdiv(self.width_v, 128)
+
+    @property
     def stages_of_v(self) -> int:
-        """Blocks of V on chip, transposed and not yet."""
-        return self.tiles.stages + (0 if self.transposed else self.raw_stages)
+        """The same, transposed and not yet."""
+        return super().stages_of_v + (0 if self.transposed else self.raw_stages)
 
 
 @dataclass(frozen=True)
