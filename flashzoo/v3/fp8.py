@@ -316,12 +316,9 @@ class ProductFp8(Product):
 
     @cute.jit
     def issue(self, consumer: Consumer, n: Int32) -> cute.Tensor | None:
-        """Issue P times the n-th block of V, a group of WGMMAs to wait for, each part of it once it is there."""
-        atom, v_pipeline, parts = (
-            cute.make_mma_atom(consumer.mma_pv.op),
-            consumer.storage.v_pipeline,
-            self.kernel.parts_v,
-        )
+        """Issue P times the n-th block of V, a group of WGMMAs to wait for: its parts, each once it is there."""
+        atom = cute.make_mma_atom(consumer.mma_pv.op)
+        v_pipeline, parts = consumer.storage.v_pipeline, self.kernel.parts_v
         shape = consumer.mma_pv.get_slice(0).partition_shape_C((WARPGROUP_ROWS, self.columns))
         warpgroup.fence()
         for part in cutlass.range_constexpr(parts):
