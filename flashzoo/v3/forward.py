@@ -242,7 +242,7 @@ class Forward:
             ),
             *[
                 Pipeline.allocate(smem, tiles.teams * stages)
-                for stages in (tiles.consumers * tiles.q_stages, tiles.stages, tiles.stages * kernel.parts_v, 1)
+                for stages in (tiles.consumers * tiles.q_stages, tiles.stages, kernel.stages_v, 1)
             ],
             None if raw is None else RawV(raw, Pipeline.allocate(smem, self.value.stages)),
         )

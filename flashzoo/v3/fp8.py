@@ -30,7 +30,7 @@ from cutlass.cute.nvgpu.common import OperandMajorMode
 from flashzoo._cute.hopper.bounds import Bounds
 from flashzoo._cute.hopper.params import Params
 from flashzoo._cute.hopper.tile_scheduler import TileScheduler
-from flashzoo._cute.hopper.wgmma import columns_of, gemm, multiply, rows_of, shared_layout
+from flashzoo._cute.hopper.wgmma import columns_of, gemm, rows_of, shared_layout
 from flashzoo.call.problem import DESCALE_BLOCK
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
 from flashzoo.v3.forward import Consumer, Forward, SharedStorage
@@ -234,8 +234,7 @@ class ValueTransposedOnChip(ValuePath):
     ) -> tuple[cute.Tensor, cute.Tensor | None]:
         """The stages that the tensor core reads, (head_dim, keys, stages), and those that TMA fills."""
         loaded = smem.allocate_tensor(self.dtype, layout.outer, ALIGNED, swizzle=layout.inner)
-        stages = self.kernel.tiles.stages * self.kernel.parts_v
-        layout = shared_layout(self.dtype, self.columns, KEYS, stages)
+        layout = shared_layout(self.dtype, self.columns, KEYS, self.kernel.stages_v)
         return smem.allocate_tensor(self.dtype, layout.outer, ALIGNED, swizzle=layout.inner), loaded
 
     def operand(self, v: cute.Tensor) -> cute.Tensor:
@@ -306,28 +305,9 @@ class ProductFp8(Product):
 
     v_major: OperandMajorMode = OperandMajorMode.K
 
-    def __init__(self, kernel: KernelFp8) -> None:
-        super().__init__(kernel)
-        self.columns: int = kernel.width_v // kernel.parts_v
-
     def to_operand(self, s: cute.Tensor, p: cute.Tensor) -> None:
         """P as the operand of the next product."""
         to_8_bits(s, p)
-
-    @cute.jit
-    def issue(self, consumer: Consumer, n: Int32) -> cute.Tensor | None:
-        """Issue P times the n-th block of V, a group of WGMMAs to wait for: its parts, each once it is there."""
-        atom = cute.make_mma_atom(consumer.mma_pv.op)
-        v_pipeline, parts = consumer.storage.v_pipeline, self.kernel.parts_v
-        shape = consumer.mma_pv.get_slice(0).partition_shape_C((WARPGROUP_ROWS, self.columns))
-        warpgroup.fence()
-        for part in cutlass.range_constexpr(parts):
-            if const_expr(part > 0):
-                v_pipeline.consumer_wait(n * parts + part)
-            o = cute.make_tensor(consumer.o.iterator + part * cute.size(shape), cute.make_layout(shape))
-            v = consumer.v[None, None, None, v_pipeline.stage(n * parts + part)]
-            multiply(atom, o, consumer.p, v, False)
-        warpgroup.commit_group()
 
 
 class ProductTwoLevel(ProductFp8):

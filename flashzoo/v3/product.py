@@ -7,7 +7,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Boolean, Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cute.nvgpu.common import OperandMajorMode
 from cutlass.utils import hopper_helpers
@@ -15,7 +15,7 @@ from cutlass.utils import hopper_helpers
 from flashzoo._cute.hopper.dtypes import DTYPES
 from flashzoo._cute.hopper.params import Params
 from flashzoo._cute.hopper.pipeline import Pipeline
-from flashzoo._cute.hopper.wgmma import gemm, scale_rows, shared_layout, to_16_bits, transposed
+from flashzoo._cute.hopper.wgmma import multiply, scale_rows, shared_layout, to_16_bits, transposed
 from flashzoo.gpu import WARPGROUP_ROWS
 from flashzoo.v3.traits import ALIGNED, Kernel
 
@@ -78,7 +78,7 @@ class Product:
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self.dtype: type[cutlass.Numeric] = DTYPES[kernel.dtype]
-        self.columns: int = kernel.width_v
+        self.columns: int = kernel.width_v // kernel.parts_v
 
     def mma(self, columns: int) -> cute.TiledMma:
         """The product of P with that many columns of V."""
@@ -101,16 +101,20 @@ class Product:
         for part in cutlass.range_constexpr(self.kernel.parts_v):
             consumer.storage.v_pipeline.consumer_release(n * self.kernel.parts_v + part)
 
+    @cute.jit
     def issue(self, consumer: Any, n: Int32) -> cute.Tensor | None:
-        """Issue P times the n-th block of V, a group of WGMMAs to wait for:
+        """Issue P times the n-th block of V, a group of WGMMAs to wait for, of each part once it is there:
         its result, or None where that is added to O."""
-        gemm(
-            consumer.mma_pv,
-            consumer.o,
-            consumer.p,
-            consumer.v[None, None, None, consumer.storage.v_pipeline.stage(n)],
-            False,
-        )
+        atom = cute.make_mma_atom(consumer.mma_pv.op)
+        v_pipeline, parts = consumer.storage.v_pipeline, self.kernel.parts_v
+        shape = consumer.mma_pv.get_slice(0).partition_shape_C((WARPGROUP_ROWS, self.columns))
+        warpgroup.fence()
+        for part in cutlass.range_constexpr(parts):
+            if const_expr(part > 0):
+                v_pipeline.consumer_wait(n * parts + part)
+            o = cute.make_tensor(consumer.o.iterator + part * cute.size(shape), cute.make_layout(shape))
+            multiply(atom, o, consumer.p, consumer.v[None, None, None, v_pipeline.stage(n * parts + part)], False)
+        warpgroup.commit_group()
 
     def add(self, consumer: Any, product: cute.Tensor | None) -> None:
         """Add a block's finished product to O: here the tensor core has."""

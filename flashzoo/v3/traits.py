@@ -93,9 +93,14 @@ class Kernel:
         return 1
 
     @property
-    def stages_of_v(self) -> int:
-        """Stages of V on chip."""
+    def stages_v(self) -> int:
+        """Stages of V that the tensor core reads."""
         return self.tiles.stages * self.parts_v
+
+    @property
+    def stages_waiting(self) -> int:
+        """Stages of V that is yet to be transposed."""
+        return 0
 
     @property
     def threads(self) -> int:
@@ -123,13 +128,14 @@ class Kernel:
         the next tile."""
         tiles = self.tiles
         size, size_out = BYTES[self.dtype], BYTES[self.out_dtype]
+        stages_v = self.stages_v + self.stages_waiting
         arrays = (
             size * tiles.q_stages * tiles.block_q * self.width,
             size * tiles.stages * tiles.block_kv * self.width,
-            size * self.stages_of_v * tiles.block_kv * self.width_v // self.parts_v,
+            size * stages_v * tiles.block_kv * self.width_v // self.parts_v,
             size_out * tiles.block_q * self.width_o,
         )
-        stages = tiles.q_stages * tiles.consumers + tiles.stages + self.stages_of_v + 1
+        stages = tiles.q_stages * tiles.consumers + tiles.stages + stages_v + 1
         aligned = sum(cdiv(tiles.teams * array, ALIGNED) * ALIGNED for array in arrays)
         return aligned + tiles.teams * 16 * stages + 8 * cdiv(tiles.teams * self.words_of_work, 2)
 
@@ -213,9 +219,9 @@ class KernelFp8(Kernel):
         return 1 if self.transposed else cdiv(self.width_v, 128)
 
     @property
-    def stages_of_v(self) -> int:
-        """The same, transposed and not yet."""
-        return super().stages_of_v + (0 if self.transposed else self.raw_stages)
+    def stages_waiting(self) -> int:
+        """The same, where it does not come transposed."""
+        return 0 if self.transposed else self.raw_stages
 
 
 @dataclass(frozen=True)
