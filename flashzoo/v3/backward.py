@@ -827,7 +827,7 @@ class Backward:
         # Each writer has mbarriers of its own for the same memory: the writer before must have read it.
         storage.exchange_pipeline.producer_acquire(n + (self.kernel.writers - 1) * self.tiles.consumers)
         cute.autovec_copy(cute.make_tensor(dq.iterator, cute.make_layout(fours.shape)), cute.make_tensor(mine, fours))
-        tell_tma(storage.exchange_pipeline, n)
+        storage.exchange_pipeline.producer_commit(n)
 
     @cute.jit
     def release_kv(self, consumer: Consumer):
@@ -856,7 +856,7 @@ class Backward:
             (consumer.mma_dv, consumer.dv, storage.dv),
         ):
             leave_rounded(acc, mma, thread, staged[None, None, 0])
-        tell_tma(storage.ds_pipeline, Int32(0))
+        storage.ds_pipeline.producer_commit(Int32(0))
 
     @cute.jit
     def leave_parts(self, bounds: BoundsBackward, consumer: Consumer, workspace: Workspace):
@@ -884,15 +884,6 @@ def leave_rounded(acc: cute.Tensor, mma: cute.TiledMma, thread: Int32, staged: c
     to_chip = cute.make_tiled_copy_C(cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), staged.element_type), mma)
     to_chip = to_chip.get_slice(thread)
     cute.copy(to_chip, to_chip.retile(rounded), to_chip.partition_D(staged))
-
-
-@cute.jit
-def tell_tma(pipeline: Pipeline, n: Int32):
-    """This warp has written its share of the n-th fill, which TMA will read."""
-    cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive(pipeline.full + pipeline.stage(n))
 
 
 @cute.jit

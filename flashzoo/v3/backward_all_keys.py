@@ -21,7 +21,6 @@ from flashzoo.v3.backward import (
     Workspace,
     laid_out,
     leave_rounded,
-    tell_tma,
 )
 
 
@@ -41,7 +40,7 @@ class BackwardAllKeys(Backward):
         dq.store(dq.load() * consumer.scale)
         pipeline.producer_acquire(n)
         leave_rounded(dq, consumer.mma_dq, consumer.thread, self.dq_on_chip(consumer.storage))
-        tell_tma(pipeline, n)
+        pipeline.producer_commit(n)
 
     @cute.jit
     def write_dq(

@@ -416,15 +416,11 @@ class BackwardByGradient(Backward):
         part = cute.make_tensor(ds.iterator, tile.mma_s.get_slice(0).partition_shape_C((tiles.block_kv, tiles.block_q)))
         storage.ds_pipeline.producer_acquire(use)
         cute.copy(to_chip, to_chip.retile(part), to_chip.partition_D(transposed(storage.ds)[None, None, stage]))
-        cute.arch.fence_proxy("async.shared", space="cta")
-        self.publish_ds(storage, stage)
+        self.publish_ds(storage, use)
 
-    @cute.jit
-    def publish_ds(self, storage: SharedStorage, stage: Int32):
+    def publish_ds(self, storage: SharedStorage, use: Int32) -> None:
         """This warp has written its part of dS."""
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(storage.ds_pipeline.full + stage)
+        storage.ds_pipeline.producer_commit(use)
 
     def fours(self, tile: Tile, numbers: int) -> cute.Tensor:
         """This thread's part of `exchange`, by fours: (4, numbers / 4)."""

@@ -131,9 +131,11 @@ class BackwardByGradientPairs(BackwardPairs, BackwardByGradient):
         load(tma.k, storage.k_partner[None, None, 0], origin, storage.k_pipeline.full)
 
     @cute.jit
-    def publish_ds(self, storage: SharedStorage, stage: Int32):
+    def publish_ds(self, storage: SharedStorage, use: Int32):
         """The warpgroup has written its dS, and one of its threads has it copied."""
+        cute.arch.fence_proxy("async.shared", space="cta")
         self.sync_warpgroup(Gradient.OF_K)
+        stage = storage.ds_pipeline.stage(use)
         if cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS == 0:
             full, mine = storage.ds_pipeline.full + stage, storage.ds[None, None, stage]
             theirs = storage.ds[None, None, self.of_partner(stage)]

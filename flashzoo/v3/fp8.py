@@ -259,11 +259,8 @@ class ValueTransposedOnChip(ValuePath):
                     helper,
                     used,
                 )
-                cute.arch.fence_proxy("async.shared", space="cta")  # the tensor core is to see it
-                cute.arch.sync_warp()
+                v_pipeline.producer_commit(used)
                 raw.pipeline.consumer_release(used)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(v_pipeline.full + v_pipeline.stage(used))
                 used += 1
             work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
             work_idx += 1
@@ -348,15 +345,8 @@ class ProductTwoLevel(ProductFp8):
             gemm(consumer.mma_pv, products[(self.parts - 1 - part) % 2], consumer.p, columns, True)
             if const_expr(part > 0):
                 warpgroup.wait_group(1)
-                if const_expr(part % of_part == 0):
-                    v_pipeline.consumer_release(n * parts_v + part // of_part - 1)
                 self.add_part(consumer, products[(self.parts - part) % 2], part - 1)
         return last
-
-    @cute.jit
-    def release(self, consumer: Consumer, n: Int32):
-        """This warp has read the last part of the n-th block of V, behind those that `issue` has released."""
-        consumer.storage.v_pipeline.consumer_release((n + 1) * self.kernel.parts_v - 1)
 
     def add(self, consumer: Consumer, product: cute.Tensor) -> None:
         """Add the last part to O, unless that is left to `catch_up`."""

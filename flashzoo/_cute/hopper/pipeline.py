@@ -49,6 +49,14 @@ class Pipeline:
         cute.arch.mbarrier_wait(self.empty + self.stage(n), n // self.stages & 1 ^ 1)
 
     @cute.jit
+    def producer_commit(self, n: Int32):
+        """This warp has written its share of the n-th fill, for TMA or the tensor core to read."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(self.full + self.stage(n))
+
+    @cute.jit
     def consumer_release(self, n: Int32):
         """This warp has read the n-th fill."""
         with cute.arch.elect_one():
