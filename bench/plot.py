@@ -19,11 +19,11 @@ from bench.runs import (
     Row,
     Sparse,
     Speeds,
+    alone,
     impls,
     last_run,
     length,
     ours,
-    settled,
     sparse_run,
     speeds,
 )
@@ -216,7 +216,7 @@ def report(rows: list[Row], results: Path) -> str:
             RATIOS,
             ratios_of(table),
             *folded(f"All {len(table)} cells, TFLOP/s", table_of(table)),
-            *_alone_report(mine),
+            *_alone_report(rows, name, mine[0]["run"]),
         ]
     parts += [*of_picture("errors"), *of_picture("memory"), *of_picture("roofline"), *_traffic_report(rows)]
     if sparse := sparse_run(rows):
@@ -224,19 +224,23 @@ def report(rows: list[Row], results: Path) -> str:
     return "\n\n".join(parts)
 
 
-def _alone_report(rows: list[Row]) -> list[str]:
-    """What a run timed alone at settled clocks, as markdown; nothing where it did not."""
-    alone = [row for row in map(settled, rows) if row]
-    if not alone:
+def _alone_report(rows: list[Row], name: str, table_run: str) -> list[str]:
+    """What was timed alone at settled clocks, as markdown, with where it is from if not from the table's run; nothing
+    where nothing was."""
+    found = alone(rows, name)
+    if not found:
         return []
-    table, joules = speeds(alone), speeds(alone, "joules")
+    table, joules = speeds(found), speeds(found, "joules")
     told = [name for name in impls(table) if 2 * sum(name in cell for cell in joules.values()) >= len(table)]
     both = {
         shape: cell | {f"{name}, J": joules[shape][name] for name in told if name in joules.get(shape, {})}
         for shape, cell in table.items()
     }
-    text, also = "Each alone at settled clocks, of what was timed so:", ", and joules a call" if told else ""
-    return [text, ratios_of(table), *folded(f"These {len(table)} cells, TFLOP/s{also}", table_of(both))]
+    run = found[0]["run"]
+    origin = "" if run == table_run else _origin(rows, found[0], found[0]["dtype"], "TFLOP/s, medians") + " "
+    text = f"Each alone at settled clocks. {origin}{RATIOS}"
+    summary = f"These {len(table)} cells, TFLOP/s{', and joules a call' if told else ''}"
+    return [text, ratios_of(table), *folded(summary, table_of(both))]
 
 
 def shown(rows: list[Row], results: Path) -> dict[Path, str]:

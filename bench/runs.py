@@ -217,13 +217,22 @@ def over(rows: list[Row], impl: str, other: str, table: str) -> Ratios | None:
 
     `other` may be `BEST_PEER`: in each cell the fastest of the peers.
     """
-    mine = _of_table(rows, table)
-    of_runs: dict[tuple[str, str], list[Row]] = {}
-    for row in mine:
-        of_runs.setdefault(_measurement(row), []).append(row)
-    found = [ratios for run in of_runs.values() if (ratios := _ratios(run, impl, other))]
-    most = max((len(ratios.values) for ratios in found), default=0)
-    return next((ratios for ratios in reversed(found) if len(ratios.values) >= NEARLY_ALL * most), None)
+    found = [ratios for run in _by_run(_of_table(rows, table)) if (ratios := _ratios(run, impl, other))]
+    return _last_whole(found, lambda ratios: len(ratios.values))
+
+
+def _by_run(rows: list[Row]) -> list[list[Row]]:
+    """Measurement by measurement, in the file's order."""
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        found.setdefault(_measurement(row), []).append(row)
+    return [*found.values()]
+
+
+def _last_whole(found: list[Fact], cells: Callable[[Fact], int]) -> Fact | None:
+    """The last that has as many cells as any has, but a few."""
+    most = max(map(cells, found), default=0)
+    return next((each for each in reversed(found) if cells(each) >= NEARLY_ALL * most), None)
 
 
 def _ratios(rows: list[Row], impl: str, other: str) -> Ratios | None:
@@ -240,6 +249,12 @@ def _ratios(rows: list[Row], impl: str, other: str) -> Ratios | None:
 def over_best_alone(rows: list[Row], impl: str, table: str) -> Ratios | None:
     """As `over`, of the fastest peer in each cell, each alone at settled clocks, in the last run that timed them so."""
     return over([row for row in map(settled, rows) if row], impl, BEST_PEER, table)
+
+
+def alone(rows: list[Row], table: str) -> list[Row]:
+    """What was timed alone at settled clocks, in the last run of the table that timed all its cells so but a few."""
+    found = _by_run(_of_table([row for row in map(settled, rows) if row], table))
+    return _last_whole(found, lambda run: len(speeds(run))) or []
 
 
 def matmul(rows: list[Row], run: str, dtype: str = "bf16") -> list[float]:

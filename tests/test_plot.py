@@ -59,6 +59,20 @@ def test_a_ratio_is_of_no_run_that_was_cut_off(cells, run):
     assert runs.over(RESULTS, "v2", "fa4", "fwd") is None
 
 
+@pytest.mark.parametrize(("cells", "run"), [(1, "whole"), (2, "later")])
+def test_times_alone_are_of_the_last_run_that_has_them_of_all_cells(cells, run):
+    """A run of fewer implementations than the table's may be the one that the first page's figures are of."""
+    rows = RESULTS + [
+        {**_row(of, "v3", "fwd", s, 100), "ms": "1", "settled_ms": alone, "joules": "3"}
+        for of, alone, lengths in (("whole", "4", (512, 1024)), ("later", "2", (512, 1024)[:cells]))
+        for s in lengths
+    ]
+    table, alone = plot.report(rows, Path("h200.csv")).split("Each alone at settled clocks. ")
+    assert "| 64 | yes | 512 | **200** | 100 |" in table and "matmul in the same run: 780" in table
+    assert f"run {run} of d" in alone
+    assert f"| 64 | yes | 512 | **{25 if run == 'whole' else 50}** | 3 |" in alone
+
+
 def test_fp8_runs_have_tables_of_their_own():
     fp8 = [{**_row("fp8", impl, "fwd", 512, t), "dtype": "e4m3"} for impl, t in [("v3_fp8", 600), ("cudnn_fp8", 400)]]
     matmuls = [
