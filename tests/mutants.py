@@ -46,7 +46,7 @@ KERNELS = ROOT / ".pytest_cache" / "kernels"
 
 OF_EVERY_VERSION = ("flashzoo_suite", "tests/test_properties.py")
 OF_VERSION = {
-    "decode": ("tests/test_append.py",),
+    "decode": ("tests/test_append.py", "tests/test_mla.py"),
     "blocksparse": ("tests/test_blocksparse.py",),
     "standard": ("tests/test_reference.py", "tests/test_accuracy.py"),
     "v3": (
