@@ -66,12 +66,12 @@ def append(
             raise ValueError(f"{name} must have 4 dimensions, got shape {tuple(x.shape)}")
         if x.stride(3) != 1 and x.shape[3] > 1:
             raise ValueError(f"{name} must be contiguous in its last dimension (stride 1), got stride {x.stride(3)}")
-        if name.endswith("cache") and any(
-            step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True)
-        ):
+        if name.endswith("cache") and not _rows_lie_apart(x):
             raise ValueError(
                 f"{name} must have memory of its own for each row, got strides {x.stride()} of {(*x.shape,)}"
             )
+        if name.endswith("cache") and x.is_neg():
+            raise ValueError(f"{name} must be written to as it lies in memory, got one that is lazily negated")
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} has no gradient through a cache, got one that requires grad")
     batch, new, heads, _ = k.shape
@@ -108,6 +108,12 @@ def append(
         raise ValueError(
             f"page_table must have a row for each of k's batch {batch}, got shape {tuple(page_table.shape)}"
         )
+    for name, new_rows in (("k", k), ("v", v)):
+        for of, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+            if _share_memory(new_rows, cache):
+                raise ValueError(f"{name} must have memory of its own, got some of {of}'s, which is written to")
+    if _share_memory(k_cache[:1, :1, :1, :1], v_cache[:1, :1, :1, :1]) and k.data_ptr() != v.data_ptr():
+        raise ValueError("v_cache must have memory of its own where v has, got k_cache's")
     capacity = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
         if x is not None:
@@ -116,6 +122,30 @@ def append(
     descales = (None if x is None else x.resolve_neg() for x in (k_descale, v_descale))
     import_module("flashzoo._triton.append").append(k_cache, v_cache, k, v, seqused_k, page_table, *descales)
     torch.autograd.graph.increment_version((k_cache, v_cache))  # what autograd has saved may be overwritten
+
+
+def _rows_lie_apart(cache: Tensor) -> bool:
+    """Whether no two of its numbers are at one place: each stride is beyond what smaller ones reach."""
+    reach = 0
+    for step, size in sorted((step, size) for step, size in zip(cache.stride(), cache.shape, strict=True) if size > 1):
+        if step <= reach:
+            return False
+        reach += step * (size - 1)
+    return True
+
+
+def _share_memory(x: Tensor, y: Tensor) -> bool:
+    """Whether from the first number of either to its last there is some of the other."""
+    if not x.numel() or not y.numel() or x.device != y.device:
+        return False
+    (first, end), (other_first, other_end) = map(_span, (x, y))
+    return first < other_end and other_first < end
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """Addresses of its first byte and behind its last."""
+    last = sum(step * (size - 1) for step, size in zip(x.stride(), x.shape, strict=True))
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
 def _check_descale(

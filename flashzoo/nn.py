@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,8 @@ __all__ = ["DotProductAttention"]
 
 _MASKED = {"no_mask": False, "causal": True, "padding": False, "padding_causal": True, "arbitrary": False}
 """Kinds of mask by their names in Megatron, and whether they are causal."""
+_AT_THE_END = "_bottom_right"
+"""Behind the names of Transformer Engine's that are causal from the last query and key on, whatever the lengths."""
 _NEEDED = ("arbitrary",)
 """Those that mean nothing without an attention_mask."""
 _OF_CONFIG = {
@@ -42,7 +43,7 @@ class DotProductAttention(nn.Module):
         layer_number: from 1 on; by it config's `window_attn_skip_freq` leaves layers without the window: N every N-th,
             a list those where it has 0.
         attn_mask_type: "causal", "no_mask", "padding", "padding_causal" or "arbitrary", or a member of an enumeration
-            of that name.
+            of that name; "_bottom_right" may be behind those that are causal.
         attention_type: "self" or "cross"; not looked at.
         attention_dropout: the `dropout_p` of `flashzoo.attention` while the module trains; config's where None. Its
             seed is drawn from torch's generator: where tensor parallel ranks have theirs in one state, call the module
@@ -74,8 +75,7 @@ class DotProductAttention(nn.Module):
         for name, value in others.items():
             if value is not None and name not in ("cp_comm_type", "pg_collection", "model_comm_pgs"):
                 raise flashzoo.UnsupportedError(f"{name} must be None, got {value!r}")
-        self.causal: bool = _MASKED[_named(attn_mask_type)]
-        self.needs_mask: bool = _named(attn_mask_type) in _NEEDED
+        self.kind: str = _named(attn_mask_type)
         scale = getattr(config, "softmax_scale", None) if softmax_scale is None else softmax_scale
         self.softmax_scale: float | None = scale
         window = getattr(config, "window_size", None) if window_size is None else window_size
@@ -116,17 +116,19 @@ class DotProductAttention(nn.Module):
             `(seqlen_q, batch, heads * head_dim_v)`, or `(total_q, heads * head_dim_v)`.
 
         Raises:
-            TypeError, ValueError: as `flashzoo.attention`; or causal with seqlen_q != seqlen_k, of which Megatron does
-                not say how it is aligned.
+            TypeError, ValueError: as `flashzoo.attention`; or causal with other lengths of keys than of queries, of
+                which Megatron does not say how it is aligned, unless a kind of mask of Transformer Engine does, with
+                "bottom_right" behind its name. Packed, equal lengths are said by one tensor in both places; two are
+                compared, for which the host waits.
             flashzoo.UnsupportedError: attention_bias beside packed_seq_params, these with `cu_seqlens_q_padded` or
                 another `qkv_format` than "thd", or no version takes the call.
         """
         for name, x in (("attention_mask", attention_mask), ("attention_bias", attention_bias)):
             if x is not None and not isinstance(x, Tensor):
                 raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-        kind = None if attn_mask_type is None else _named(attn_mask_type)
-        causal = self.causal if kind is None else _MASKED[kind]
-        needs_mask = self.needs_mask if kind is None else kind in _NEEDED
+        kind = self.kind if attn_mask_type is None else _named(attn_mask_type)
+        causal = _MASKED[kind.removesuffix(_AT_THE_END)]
+        equal_lengths = causal and not kind.endswith(_AT_THE_END)
         options: dict[str, Any] = {"causal": causal, "softmax_scale": self.softmax_scale, "version": self.version}
         options |= {"window_size": self.window_size, "deterministic": self.deterministic}
         options["dropout_p"] = self.dropout_p if self.training else 0.0
@@ -145,12 +147,14 @@ class DotProductAttention(nn.Module):
                 options[name] = getattr(packed_seq_params, of, None)
                 if options[name] is None:
                     raise ValueError(f"packed_seq_params must have {of}, int32 (sequences + 1,), got None")
+            if equal_lengths and not _equal(options["cu_seqlens_q"], options["cu_seqlens_k"]):
+                raise ValueError("causal goes with equal lengths, got other cu_seqlens_kv than cu_seqlens_q")
             return flashzoo.attention(query, key, value, **options).flatten(1)
         if attention_mask is not None:
             options["block_mask"] = _shown(attention_mask, query, key)
-        elif needs_mask:
+        elif kind in _NEEDED:
             raise ValueError("attention_mask must be given where attn_mask_type is 'arbitrary', got None")
-        if causal and query.shape[0] != key.shape[0]:
+        if equal_lengths and query.shape[0] != key.shape[0]:
             raise ValueError(f"causal goes with equal lengths, got {query.shape[0]} queries and {key.shape[0]} keys")
         if attention_bias is not None:
             options["score_mod"] = _added(self.softcap, attention_bias, query, key)
@@ -168,11 +172,18 @@ def _refuse(what: str, given: Any, known: dict[str, tuple[Any, ...]]) -> None:
 
 
 def _named(attn_mask_type: Any) -> str:
-    """The name of a kind of mask, of which Transformer Engine has some with "bottom_right" behind them."""
-    name = re.sub("_bottom_right$", "", str(getattr(attn_mask_type, "name", attn_mask_type)))
-    if name not in _MASKED:
+    """The name of a kind of mask."""
+    name = str(getattr(attn_mask_type, "name", attn_mask_type))
+    if name not in _MASKED and not _MASKED.get(name.removesuffix(_AT_THE_END)):
         raise ValueError(f"attn_mask_type must be one of {', '.join(_MASKED)}, got {attn_mask_type!r}")
     return name
+
+
+def _equal(x: Any, y: Any) -> bool:
+    """False for tensors of other numbers; of what is none `flashzoo.attention` says so."""
+    if x is y or not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        return True
+    return x.shape == y.shape and torch.equal(x, y)
 
 
 def _added(softcap: float | None, bias: Tensor, query: Tensor, key: Tensor) -> Callable[..., Tensor]:

@@ -214,6 +214,26 @@ MALFORMED = {
         ValueError,
         "k_cache must have memory of its own for each row, got strides",
     ),
+    "overlapping": (
+        {"k_cache": drawn(400).as_strided((2, 20, 2, 16), (200, 4, 80, 1))},
+        ValueError,
+        "k_cache must have memory of its own for each row, got strides",
+    ),
+    "negated": (
+        {"v_cache": drawn(2, 20, 2, 16)._neg_view()},
+        ValueError,
+        "v_cache must be written to as it lies in memory, got one that is lazily negated",
+    ),
+    "rows of the cache": (
+        {"v": CACHES["k_cache"][:, 4:7]},
+        ValueError,
+        "v must have memory of its own, got some of k_cache's, which is written to",
+    ),
+    "one cache": (
+        {"v_cache": CACHES["k_cache"]},
+        ValueError,
+        "v_cache must have memory of its own where v has, got k_cache's",
+    ),
     "recorded": ({"k": drawn(2, 3, 2, 16).requires_grad_()}, ValueError, "k has no gradient through a cache"),
     "elsewhere": ({"v_cache": drawn(2, 20, 2, 16).to("meta")}, ValueError, "must have data, got device meta"),
 }
@@ -224,6 +244,20 @@ def test_malformed_arguments_are_refused_by_name(case):
     changed, error, text = MALFORMED[case]
     with pytest.raises(error, match=text):
         flashzoo.append(**GIVEN | changed)
+
+
+@pytest.mark.parametrize("lies", ["one behind the other", "side by side"])
+def test_both_caches_and_new_rows_may_be_of_one_tensor(lies):
+    """Rows of keys and values in turns; and values that are the first columns of keys, where the new ones are too."""
+    k, v = drawn(2, 3, 2, 16), drawn(2, 3, 2, 16)
+    both = torch.zeros(2, 20, 2, 2, 16, dtype=k.dtype, device=DEVICE)
+    k_cache, v_cache = both.unbind(2)
+    if lies == "side by side":
+        k_cache, v, v_cache = both[:, :, 0], k[..., :8], both[:, :, 0, :, :8]
+    flashzoo.append(k_cache, v_cache, k, v, numbers(0, 5))
+    for sequence, used in enumerate((0, 5)):
+        assert torch.equal(k_cache[sequence, used : used + 3], k[sequence])
+        assert torch.equal(v_cache[sequence, used : used + 3], v[sequence])
 
 
 @pytest.mark.gpu

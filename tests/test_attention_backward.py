@@ -367,6 +367,13 @@ def test_traced_or_transformed_it_is_refused():
     given = small()
     with pytest.raises(NotImplementedError, match=r"attention_backward does not support q under torch\.func\.vmap"):
         torch.func.vmap(lambda q: flashzoo.attention_backward(**given | {"q": q}))(given["q"][None])
+    with torch.autograd.forward_ad.dual_level():
+        table = torch.autograd.forward_ad.make_dual(*torch.ones(2, 2, device=given["q"].device))
+        for how in ({"sinks": table}, {"score_mod": lambda s, b, h, i, j: s * table[0]}):
+            with pytest.raises(
+                NotImplementedError, match=r"does not support (sinks|score_mod's tensor 0) under forward"
+            ):
+                flashzoo.attention_backward(**given, **how, version="standard")
     with pytest.raises(Exception, match=r"attention_backward can't be traced"):
         torch.compile(lambda q: flashzoo.attention_backward(**given | {"q": q}), backend="eager", fullgraph=True)(
             given["q"]

@@ -504,6 +504,16 @@ class TestTraced:
         result = both(version, tensors, replace(problem, block_mask=None), dout, dlse, attention=attention)
         accept(Judge(*tensors, problem, dout, dlse, mask=mask.to_dense()), result)
 
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_a_mask_that_nobody_has_looked_at_is_traced(self, causal):
+        """Nothing of it is first made in a graph."""
+        torch.compiler.reset()
+        tensors, _, _ = draw(problem_of(mask_of("window")))
+        how = {"causal": causal, "version": "blocksparse"}
+        compiled = torch.compile(flashzoo.attention, backend="aot_eager", fullgraph=True)
+        found = compiled(*tensors, block_mask=mask_of("window"), **how)
+        assert torch.equal(found, flashzoo.attention(*tensors, block_mask=mask_of("window"), **how))
+
     def test_operators_are_what_their_fakes_say(self):
         importlib.import_module("flashzoo.call.traced")  # defines them
         for pattern in ("window", "dense"):

@@ -78,6 +78,31 @@ def test_packed_sequences():
         attend(q, k, v, torch.ones(1, 1, 1, 12), packed_seq_params=lengths)
 
 
+@pytest.mark.parametrize("kind", ["causal", "padding_causal"])
+def test_how_other_lengths_of_keys_are_aligned_has_to_be_said(kind):
+    """Dense and packed alike: by Transformer Engine's names with "bottom_right" queries see up to the last key."""
+    q, k, v = drawn(seqlen=3), drawn(), drawn()
+    wanted = flashzoo.attention(*(x.transpose(0, 1) for x in (q, k, v)), causal=True, version="standard")
+    cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32, device=DEVICE) for n in (3, 12))
+    packed = [x[:, 0] for x in (q, k, v)]
+    wanted_packed = flashzoo.attention(
+        *packed, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, causal=True, version="standard"
+    ).flatten(1)
+    lengths = SimpleNamespace(cu_seqlens_q=cu_q, cu_seqlens_kv=cu_k)
+    attend, at_the_end = (
+        DotProductAttention(attn_mask_type=of, version="standard") for of in (kind, f"{kind}_bottom_right")
+    )
+    assert same_bits(at_the_end(q, k, v), wanted.transpose(0, 1).flatten(2))
+    assert same_bits(at_the_end(*packed, packed_seq_params=lengths), wanted_packed)
+    for given, how in (((q, k, v), {}), (packed, {"packed_seq_params": lengths})):
+        with pytest.raises(ValueError, match="causal goes with equal lengths, got"):
+            attend(*given, **how)
+    lengths.cu_seqlens_kv = cu_q.clone()
+    attend(*(x[:3] for x in packed), packed_seq_params=lengths)
+    with pytest.raises(ValueError, match="attn_mask_type must be one of"):
+        attend(q, k, v, attn_mask_type="no_mask_bottom_right")
+
+
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [

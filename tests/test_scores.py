@@ -497,6 +497,33 @@ def test_softcap_may_be_made_inside_of_a_graph():
         torch.testing.assert_close(x, y)
 
 
+@pytest.mark.parametrize("of", ["a tensor", "a tensor and q"])
+def test_tangents_of_what_is_read(of):
+    """They reach out, beside those of q, and are those of finite differences."""
+    q, k, v = qkv(torch.float64)
+    table, turn = TABLE.double() + 1, torch.randn(TABLE.shape, dtype=torch.float64, device=DEVICE)
+    along = q.sin() if of == "a tensor and q" else torch.zeros_like(q)
+
+    def out(q: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return flashzoo.attention(q, k, v, score_mod=lambda s, b, h, i, j: s * table[h, j % 5], version="standard")
+
+    with torch.autograd.forward_ad.dual_level():
+        duals = (torch.autograd.forward_ad.make_dual(*pair) for pair in ((q, along), (table, turn)))
+        found = torch.autograd.forward_ad.unpack_dual(out(*duals)).tangent
+    ahead, behind = (out(q + step * along, table + step * turn) for step in (1e-5, -1e-5))
+    torch.testing.assert_close(found, (ahead - behind) / 2e-5, rtol=1e-6, atol=1e-8)
+
+
+def test_minus_zero_is_not_zero():
+    """Functions that differ in nothing else are no one function."""
+
+    def out(by: float) -> torch.Tensor:
+        return flashzoo.attention(*qkv(), score_mod=lambda s, b, h, i, j: (s.abs() + 1) / by, version="v2")
+
+    assert out(0.0).isnan().all()
+    assert (out(-0.0) == 0).all()
+
+
 def test_the_backward_pass_alone():
     slopes = torch.linspace(0.1, 0.2, HEADS, device=DEVICE).requires_grad_()
     mod, leaves = score_mods.alibi(slopes), [x.requires_grad_() for x in qkv()]

@@ -38,6 +38,9 @@ CAUSAL = {
     },
     "GPT2": TOKENS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96, "attn_pdrop": 0.0},
 }
+DEEPSEEK_V4: dict[str, Any] = GQA | {"num_key_value_heads": 1, "head_dim": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8}
+DEEPSEEK_V4 |= {"sliding_window": 5, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+DEEPSEEK_V4 |= {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
 SEQLEN, NEW = 20, 32
 LEFT = (torch.arange(SEQLEN) >= torch.tensor([0, 5, 11])[:, None]).long()
 HOLES = torch.ones(3, SEQLEN, dtype=torch.long).index_fill(1, torch.tensor([4, 5, 9]), 0)
@@ -249,6 +252,23 @@ def test_a_mask_of_ones_own():
         torch.testing.assert_close(ours(ids(), attention_mask=shown).logits, eager(ids(), attention_mask=added).logits)
     with pytest.raises(ValueError, match=r"attention_mask must be bool where it is one of elements, got torch.int32"):
         ours(ids(), attention_mask=shown.int())
+
+
+@pytest.mark.parametrize("mask", [None, LEFT, HOLES], ids=["no padding", "left", "between"])
+@pytest.mark.parametrize(
+    ("model", "fields", "text"),
+    [
+        ("Bloom", TOKENS | {"hidden_size": 32, "n_head": 4, "n_layer": 1}, "bloom has an attention of its own, which"),
+        ("DeepseekV4", DEEPSEEK_V4, "deepseek_v4 adds keys to masks in its layers"),
+    ],
+    ids=["without the interface", "keys of its own"],
+)
+def test_a_model_that_would_take_a_mask_for_another_is_refused(model, fields, text, mask):
+    """Such as add it to scores, as eager's."""
+    config = getattr(transformers, f"{model}Config")(**fields, attn_implementation="zoo")
+    made = getattr(transformers, f"{model}ForCausalLM")(config)
+    with pytest.raises(flashzoo.UnsupportedError, match=text):
+        made(input_ids=ids(mask), attention_mask=mask)
 
 
 def test_a_mask_is_read_once_for_all_layers():

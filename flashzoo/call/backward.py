@@ -99,6 +99,8 @@ def attention_backward(
         refuse_transforms("flashzoo.attention_backward", **given)
     asked: dict[str, Any] = {**options}
     operands, forms = taken(asked)
+    if transforming():
+        refuse_transforms("flashzoo.attention_backward", **operands.tensors)
     asked_for = {name: options.get(name) for name in DIFFERENTIABLE} | {"score_mod": operands.score_mod}
     of_operands = [x.dtype for x in differentiable_of(asked_for)]
     fields_of(asked)

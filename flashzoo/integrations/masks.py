@@ -3,8 +3,8 @@ what each layer does.
 
 transformers hands a mask through whatever lies between as it is, if it is a tensor of four dimensions. So this is one,
 int32, of shape `(rows, kind, window, numbers)`: what the host knows is in its sizes, and what the device knows in its
-numbers, which no host reads. A layer that cuts or adds to it as to a mask of (batch, heads, queries, keys) finds sizes
-that don't fit.
+numbers, which no host reads. A model whose layers would take it, or the dense one, for something else is refused: one
+that doesn't ask for the attention interface, and one that adds keys to masks.
 
     rows     of numbers: 3 for Padded, none for Plain, else 1
     kind     1 + causal + 2 * place in `_KINDS`
@@ -16,14 +16,18 @@ A row begins at a multiple of 16 bytes, as tensors of their own do: so that of P
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.compiler import is_compiling
-from transformers import masking_utils
+from torch import Tensor, nn
+from torch.compiler import assume_constant_result, is_compiling
+from transformers import PreTrainedModel, masking_utils
+
+import flashzoo
 
 Window = tuple[int | None, int | None]
 
@@ -145,13 +149,59 @@ def mask_of(
 
     Returns:
         int32, for `read`; or bool `(batch, 1, q_length, kv_length)` where flashzoo's arguments can't say it.
+
+    Raises:
+        flashzoo.UnsupportedError: the model that asks, by its configuration, would not hand it to an attention function
+            as it is.
     """
+    why_not = _why_not(type(others.get("config")))
+    if why_not is not None:
+        raise flashzoo.UnsupportedError(why_not)
     sizes = _Sizes(batch_size, q_length, kv_length, q_offset, kv_offset)
     if is_compiling() and attention_mask is None and mask_function is masking_utils.causal_mask_function:
         found = _unpadded(_Rule(right=0), sizes, device)
         if found is not None:
             return found
     return _looked_at(mask_function, attention_mask, device, sizes, others)  # pyright: ignore[reportCallIssue]
+
+
+_ADD_KEYS = ("deepseek_v4",)
+"""Types of models whose layers add keys, and to masks what is seen of these."""
+
+
+@assume_constant_result
+def _why_not(config: type) -> str | None:
+    """`_why_not_at_first`, which a graph is told and does not look into."""
+    return _why_not_at_first(config)
+
+
+@lru_cache
+def _why_not_at_first(config: type) -> str | None:
+    """Why models of this configuration can't be given a mask; None where they can, and where no model is known.
+
+    What doesn't ask for the attention interface has in its module an attention of its own, and not the interface's
+    name: what transformers itself goes by, in the source, where an implementation is set.
+    """
+    name = getattr(config, "model_type", "")
+    if name in _ADD_KEYS:
+        return f"{name} adds keys to masks in its layers, and no version knows what is seen of these: take 'eager'"
+    models = [model for model in _below(PreTrainedModel) if getattr(model, "config_class", None) is config]
+    modules = {model.__module__: vars(sys.modules[model.__module__]) for model in models}
+    if not modules or not all(map(_has_its_own, modules, modules.values())):
+        return None
+    return f"{name} has an attention of its own, which does not ask for transformers' interface: take 'eager'"
+
+
+def _below(of: type) -> Iterator[type]:
+    for each in of.__subclasses__():
+        yield each
+        yield from _below(each)
+
+
+def _has_its_own(module: str, names: dict[str, Any]) -> bool:
+    """Whether a module has an attention, and not the interface."""
+    own = (x for name, x in names.items() if "Attention" in name and getattr(x, "__module__", None) == module)
+    return "ALL_ATTENTION_FUNCTIONS" not in names and any(isinstance(x, type) and issubclass(x, nn.Module) for x in own)
 
 
 @torch.compiler.disable

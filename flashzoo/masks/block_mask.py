@@ -17,7 +17,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from threading import Lock
 from typing import Any
 
@@ -69,6 +68,7 @@ class BlockMask(Builders):
         rows: of the blocks of queries, which blocks of keys: the forward pass.
         columns: of the blocks of keys, which blocks of queries: the backward pass.
         element: what partial blocks apply.
+        form: what it is without its lists.
         tight: every full block lies within the element's band, so that `&` with another band needs no bits.
     """
 
@@ -82,30 +82,22 @@ class BlockMask(Builders):
     columns: Lists
     element: Element = WITHIN_BLOCKS
     tight: bool = False
+    form: MaskForm = field(init=False)
     _checked: bool = field(default=False, init=False)
     _versions: int | None = field(default=None, init=False)  # what `_count_versions` said when it was checked
     _bands: dict[tuple, BlockMask] = field(default_factory=dict, init=False)  # what `banded` made since then
 
     # What it is.
 
+    def __post_init__(self) -> None:
+        element = self.element
+        band = element.causal, element.window, element.bits is not None
+        object.__setattr__(self, "form", MaskForm(self.block_q, self.block_kv, self.batch, self.heads, *band))
+
     @property
     def device(self) -> torch.device:
         """Where its tensors are."""
         return self.rows.counts.device
-
-    @cached_property
-    def form(self) -> MaskForm:
-        """What it is without its lists."""
-        element = self.element
-        return MaskForm(
-            self.block_q,
-            self.block_kv,
-            self.batch,
-            self.heads,
-            element.causal,
-            element.window,
-            element.bits is not None,
-        )
 
     @property
     def density(self) -> float:

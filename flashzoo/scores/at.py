@@ -69,8 +69,10 @@ class ScoredAt:
         return self.mod.on((s, *self._on(s.device)), self._read_in(s.dtype))
 
     def _read_in(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """The function's tensors, as none of autograd's, but with their tangents, which `detach` would drop."""
         wide = dtype == torch.float64
-        return tuple(x.detach().double() if wide and x.is_floating_point() else x.detach() for x in self.mod.tensors)
+        tensors = (x.detach() if x.requires_grad else x for x in self.mod.tensors)
+        return tuple(x.double() if wide and x.is_floating_point() else x for x in tensors)
 
     def gradients(self, s: Tensor, ds: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """From the scaled scores and the gradient of the new ones that of the scaled ones; and those of the tensors

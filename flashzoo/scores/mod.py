@@ -193,7 +193,7 @@ class _Captures:
 
     def _add(self, x: Any) -> None:
         if isinstance(x, _PLAIN) or x is fitting:
-            self.prints.append((type(x), x))
+            self.prints.append((type(x), repr(x) if isinstance(x, float) else x))  # 0.0 equals -0.0
         elif id(x) in self._met:
             self.prints.append(self._met[id(x)][0])
         else:
