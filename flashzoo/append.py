@@ -108,12 +108,7 @@ def append(
         raise ValueError(
             f"page_table must have a row for each of k's batch {batch}, got shape {tuple(page_table.shape)}"
         )
-    for name, new_rows in (("k", k), ("v", v)):
-        for of, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-            if _share_memory(new_rows, cache):
-                raise ValueError(f"{name} must have memory of its own, got some of {of}'s, which is written to")
-    if _share_memory(k_cache[:1, :1, :1, :1], v_cache[:1, :1, :1, :1]) and k.data_ptr() != v.data_ptr():
-        raise ValueError("v_cache must have memory of its own where v has, got k_cache's")
+    _check_memory(**named)
     capacity = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
         if x is not None:
@@ -134,18 +129,24 @@ def _rows_lie_apart(cache: Tensor) -> bool:
     return True
 
 
-def _share_memory(x: Tensor, y: Tensor) -> bool:
-    """Whether from the first number of either to its last there is some of the other."""
-    if not x.numel() or not y.numel() or x.device != y.device:
-        return False
-    (first, end), (other_first, other_end) = map(_span, (x, y))
-    return first < other_end and other_first < end
+def _check_memory(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
+    """ValueError where new rows lie between a cache's first number and its last, or both caches begin at one place and
+    new rows do not."""
+    spans = {name: _span(x) for name, x in (("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v))}
+    for name in ("k", "v"):
+        for of in ("k_cache", "v_cache"):
+            if spans[name][0] < spans[of][1] and spans[of][0] < spans[name][1]:
+                raise ValueError(f"{name} must have memory of its own, got some of {of}'s, which is written to")
+    if spans["k_cache"][0] == spans["v_cache"][0] < spans["v_cache"][1] and spans["k"][0] != spans["v"][0]:
+        raise ValueError("v_cache must have memory of its own where v has, got k_cache's")
 
 
 def _span(x: Tensor) -> tuple[int, int]:
     """Addresses of its first byte and behind its last."""
-    last = sum(step * (size - 1) for step, size in zip(x.stride(), x.shape, strict=True))
-    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+    first, (a, b, c, d), (i, j, m, n) = x.data_ptr(), x.shape, x.stride()
+    if not x.numel():
+        return first, first
+    return first, first + ((a - 1) * i + (b - 1) * j + (c - 1) * m + (d - 1) * n + 1) * x.element_size()
 
 
 def _check_descale(
