@@ -185,8 +185,8 @@ def _why_not_at_first(config: type) -> str | None:
     name = getattr(config, "model_type", "")
     if name in _ADD_KEYS:
         return f"{name} adds keys to masks in its layers, and no version knows what is seen of these: take 'eager'"
-    models = [model for model in _below(PreTrainedModel) if getattr(model, "config_class", None) is config]
-    modules = {model.__module__: vars(sys.modules[model.__module__]) for model in models}
+    models = (model for model in _below(PreTrainedModel) if getattr(model, "config_class", None) is config)
+    modules = {model.__module__: getattr(sys.modules.get(model.__module__), "__dict__", {}) for model in models}
     if not modules or not all(map(_has_its_own, modules, modules.values())):
         return None
     return f"{name} has an attention of its own, which does not ask for transformers' interface: take 'eager'"
