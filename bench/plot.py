@@ -216,7 +216,7 @@ def report(rows: list[Row], results: Path) -> str:
             RATIOS,
             ratios_of(table),
             *folded(f"All {len(table)} cells, TFLOP/s", table_of(table)),
-            *_alone_report(rows, name, mine[0]["run"]),
+            *_alone_report(rows, alone(rows, name), mine[0]["run"]),
         ]
     parts += [*of_picture("errors"), *of_picture("memory"), *of_picture("roofline"), *_traffic_report(rows)]
     if sparse := sparse_run(rows):
@@ -224,10 +224,9 @@ def report(rows: list[Row], results: Path) -> str:
     return "\n\n".join(parts)
 
 
-def _alone_report(rows: list[Row], name: str, table_run: str) -> list[str]:
-    """What was timed alone at settled clocks, as markdown, with where it is from if not from the table's run; nothing
-    where nothing was."""
-    found = alone(rows, name)
+def _alone_report(rows: list[Row], found: list[Row], table_run: str) -> list[str]:
+    """What was found to be timed alone at settled clocks, as markdown, with where it is from if not from the table's
+    run; nothing where nothing was."""
     if not found:
         return []
     table, joules = speeds(found), speeds(found, "joules")

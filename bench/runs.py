@@ -100,10 +100,15 @@ def of_most(
     cell: Callable[[Row], Hashable] = key_of,
 ) -> list[Row]:
     """Those of the measurement, a run, that has most cells, and of equal ones the last; none where there are none."""
+    return max(reversed(_by(measurement, rows)), key=lambda mine: len(set(map(cell, mine))), default=[])
+
+
+def _by(measurement: Callable[[Row], Hashable], rows: list[Row]) -> list[list[Row]]:
+    """Measurement by measurement, in the file's order."""
     found: dict[Hashable, list[Row]] = {}
     for row in rows:
         found.setdefault(measurement(row), []).append(row)
-    return max(reversed(found.values()), key=lambda mine: len(set(map(cell, mine))), default=[])
+    return [*found.values()]
 
 
 def last_run(rows: list[Row], table: str) -> list[Row]:
@@ -217,16 +222,8 @@ def over(rows: list[Row], impl: str, other: str, table: str) -> Ratios | None:
 
     `other` may be `BEST_PEER`: in each cell the fastest of the peers.
     """
-    found = [ratios for run in _by_run(_of_table(rows, table)) if (ratios := _ratios(run, impl, other))]
+    found = [ratios for run in _by(_measurement, _of_table(rows, table)) if (ratios := _ratios(run, impl, other))]
     return _last_whole(found, lambda ratios: len(ratios.values))
-
-
-def _by_run(rows: list[Row]) -> list[list[Row]]:
-    """Measurement by measurement, in the file's order."""
-    found: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        found.setdefault(_measurement(row), []).append(row)
-    return [*found.values()]
 
 
 def _last_whole(found: list[Fact], cells: Callable[[Fact], int]) -> Fact | None:
@@ -253,7 +250,7 @@ def over_best_alone(rows: list[Row], impl: str, table: str) -> Ratios | None:
 
 def alone(rows: list[Row], table: str) -> list[Row]:
     """What was timed alone at settled clocks, in the last run of the table that timed all its cells so but a few."""
-    found = _by_run(_of_table([row for row in map(settled, rows) if row], table))
+    found = _by(_measurement, _of_table([row for row in map(settled, rows) if row], table))
     return _last_whole(found, lambda run: len(speeds(run))) or []
 
 

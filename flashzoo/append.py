@@ -66,12 +66,13 @@ def append(
             raise ValueError(f"{name} must have 4 dimensions, got shape {tuple(x.shape)}")
         if x.stride(3) != 1 and x.shape[3] > 1:
             raise ValueError(f"{name} must be contiguous in its last dimension (stride 1), got stride {x.stride(3)}")
-        if name.endswith("cache") and not _rows_lie_apart(x):
-            raise ValueError(
-                f"{name} must have memory of its own for each row, got strides {x.stride()} of {(*x.shape,)}"
-            )
-        if name.endswith("cache") and x.is_neg():
-            raise ValueError(f"{name} must be written to as it lies in memory, got one that is lazily negated")
+        if name.endswith("cache"):
+            if not _rows_lie_apart(x):
+                raise ValueError(
+                    f"{name} must have memory of its own for each row, got strides {x.stride()} of {(*x.shape,)}"
+                )
+            if x.is_neg():
+                raise ValueError(f"{name} must be written to as it lies in memory, got one that is lazily negated")
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} has no gradient through a cache, got one that requires grad")
     batch, new, heads, _ = k.shape

@@ -95,12 +95,10 @@ def attention_backward(
     check_tensors(**given)
     if out is None and delta is None:
         raise ValueError("out or delta must be given, got None for both")
-    if transforming():
-        refuse_transforms("flashzoo.attention_backward", **given)
     asked: dict[str, Any] = {**options}
     operands, forms = taken(asked)
     if transforming():
-        refuse_transforms("flashzoo.attention_backward", **operands.tensors)
+        refuse_transforms("flashzoo.attention_backward", **given, **operands.tensors)
     asked_for = {name: options.get(name) for name in DIFFERENTIABLE} | {"score_mod": operands.score_mod}
     of_operands = [x.dtype for x in differentiable_of(asked_for)]
     fields_of(asked)
