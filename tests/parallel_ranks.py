@@ -799,6 +799,7 @@ def work(rank: int, port: int, folder: str, device: str) -> None:
                 raised = traceback.format_exc()
             print(json.dumps((name, raised)), file=file, flush=True)
     dist.destroy_process_group()
+    os._exit(0)  # DTensor and torch.compile keep groups: see the end of bench.parallel
 
 
 def raise_alone(rank: int, port: int, _: str, device: str) -> None:

@@ -4,8 +4,12 @@ and what `explain` says."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +27,7 @@ from flashzoo.parallel.costs import pairs
 from flashzoo.parallel.layout import numbers_of
 
 GPUS = torch.cuda.device_count()
+ROOT = Path(__file__).parents[1]
 
 
 def on_gpus(count: int) -> list[pytest.MarkDecorator]:
@@ -62,6 +67,29 @@ def test_a_rank_that_raises_ends_all(device, tmp_path):
     with pytest.raises(Exception, match=r"ArithmeticError: the loss is no number|Connection (closed|reset)"):
         in_processes(raise_alone, 2, tmp_path, device)
     assert time.monotonic() - begin < 60
+
+
+ENDS = """import atexit, os, pathlib
+@atexit.register
+def names_of_threads():
+    names = [task.joinpath("comm").read_text() for task in pathlib.Path("/proc/self/task").iterdir()]
+    pathlib.Path(os.environ["ENDS"], str(os.getpid())).write_text("".join(names))
+"""
+
+
+def test_the_benchmark_has_no_threads_of_a_group_at_pythons_end(tmp_path):
+    """One that lets go of a tensor then aborts the process, once in some hundred runs."""
+    (tmp_path / "sitecustomize.py").write_text(ENDS)
+    (ends := tmp_path / "ends").mkdir()
+    run = "-m torch.distributed.run --standalone --nproc-per-node 2 -m bench.parallel --device cpu --tokens 64"
+    sizes = f"--heads 4:2 --head-dim 8 --passes fwd --ms 1 --impls torch_cp_allgather --out {tmp_path / 'rows.csv'}"
+    paths = os.pathsep.join([str(tmp_path), str(ROOT), *filter(None, sys.path)])
+    environment = os.environ | {"PYTHONPATH": paths, "ENDS": str(ends)}
+    command = [sys.executable, *run.split(), *sizes.split()]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0 and "torch_cp_allgather" in done.stdout, done.stdout
+    names = [path.read_text() for path in ends.iterdir()]
+    assert names and not any("gloo" in of_process for of_process in names)
 
 
 BANDS = {"full": (None, None), "causal": (None, 0), "left": (5, 0), "long": (30, 0), "both": (9, 4), "right": (None, 7)}
