@@ -7,6 +7,7 @@ it is not at its default.
 
 from __future__ import annotations
 
+import math
 from typing import Any, TypeAlias
 
 import torch
@@ -79,6 +80,8 @@ def _scored(
     options: dict[str, Any],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention with flash-attention's functions on scores, where they are asked for."""
+    if not isinstance(softcap, (int, float)) or not 0 <= softcap < math.inf:
+        raise ValueError(f"softcap must be 0, or positive and finite, got {softcap!r}")
     if alibi_slopes is not None:
         how = (return_lse, softcap, alibi_slopes, options)
         return _with_alibi(q, k, v, *how)  # pyright: ignore[reportCallIssue]
@@ -341,6 +344,8 @@ def flash_attn_with_kvcache(
     _check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     if max_seqlen_q is not None and cu_seqlens_q is None:
         raise ValueError(f"max_seqlen_q goes with cu_seqlens_q, got {max_seqlen_q!r} alone")
+    if block_table is not None:
+        _check_int32("block_table", block_table, 2, "(batch, pages of a sequence)")
     used = cache_seqlens
     if isinstance(used, int):
         room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
@@ -349,6 +354,8 @@ def flash_attn_with_kvcache(
             raise ValueError(f"cache_seqlens must be from 0 to {room}, what the cache has room for, got {used!r}")
         batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
         used = torch.full((batch,), used, dtype=torch.int32, device=q.device)
+    elif used is not None:
+        _check_int32("cache_seqlens", used, 1, "(batch,)")
     if k is not None and cu_seqlens_q is not None:
         raise flashzoo.UnsupportedError(
             f"flash_attn_with_kvcache: k and v must be None with cu_seqlens_q, got a tensor {tuple(k.shape)}: "
@@ -379,6 +386,15 @@ def _check_tensors(**named: Any) -> None:
     for name, x in named.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+
+
+def _check_int32(name: str, x: Any, ndim: int, shape: str) -> None:
+    """TypeError or ValueError by flash-attention's name for what `attention` calls something else."""
+    _check_tensors(**{name: x})
+    if x.dtype != torch.int32:
+        raise TypeError(f"{name} must be of dtype torch.int32, got {x.dtype}")
+    if x.ndim != ndim:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
 
 
 def _lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> dict[str, Any]:

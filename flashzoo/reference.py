@@ -204,7 +204,7 @@ def of_rows(x: Tensor, descale: Tensor | None, sequence: Tensor | None = None) -
     """
     batch, seqlen, heads, _ = x.shape
     if descale is None or not descale.numel():  # where there are no sequences nobody has a number, and nothing is seen
-        return torch.ones((), device=x.device).expand(batch, seqlen, heads, 1)
+        return torch.ones((), dtype=torch.float32, device=x.device).expand(batch, seqlen, heads, 1)
     if descale.ndim == 4:
         return descale
     if descale.ndim == 3:
@@ -522,7 +522,7 @@ def rotated(x: Tensor, seed: int = 0) -> Tensor:
     """
     head_dim = x.shape[-1]
     size = head_dim & -head_dim
-    hadamard = torch.ones(1, 1, device=x.device)
+    hadamard = torch.ones(1, 1, dtype=torch.float32, device=x.device)
     while hadamard.shape[0] < size:
         hadamard = torch.cat([torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)], 0)
     signs = torch.randint(0, 2, (head_dim,), generator=torch.Generator().manual_seed(seed)).mul_(2).sub_(1).to(x.device)

@@ -179,8 +179,29 @@ def test_malformed_slopes():
         flash_attn.flash_attn_func(q, q, q, alibi_slopes=torch.ones(4, dtype=torch.float64, device=DEVICE))
     with pytest.raises(ValueError, match=r"alibi_slopes must have shape \(4,\) or \(2, 4\), got \(1, 4\)"):
         flash_attn.flash_attn_func(q, q, q, alibi_slopes=torch.ones(1, 4, device=DEVICE))
-    with pytest.raises(ValueError, match="cap must be positive"):
-        flash_attn.flash_attn_func(q, q, q, softcap=-1.0)
+
+
+@pytest.mark.parametrize("softcap", [-1.0, float("nan"), float("inf"), "1"])
+def test_a_malformed_softcap(softcap):
+    q = drawn(2, 5, 4, 16)
+    with pytest.raises(ValueError, match=f"softcap must be 0, or positive and finite, got {softcap!r}"):
+        flash_attn.flash_attn_func(q, q, q, softcap=softcap)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"cache_seqlens": [3, 3]}, TypeError, "cache_seqlens must be a torch.Tensor, got list"),
+        ({"cache_seqlens": torch.tensor([3, 3])}, TypeError, "cache_seqlens must be of dtype torch.int32, got .*int64"),
+        ({"cache_seqlens": numbers(3)[0]}, ValueError, r"cache_seqlens must have shape \(batch,\), got \(\)"),
+        ({"block_table": torch.zeros(2, 1)}, TypeError, "block_table must be of dtype torch.int32, got .*float32"),
+        ({"block_table": numbers(0, 1)}, ValueError, r"block_table must have shape \(batch, pages .*, got \(2,\)"),
+    ],
+)
+def test_errors_of_caches_have_the_names_of_flash_attention(given, error, text):
+    cache = drawn(2, 5, 4, 16)
+    with pytest.raises(error, match=text):
+        flash_attn.flash_attn_with_kvcache(cache, cache, cache, **{"cache_seqlens": 3} | given)
 
 
 @pytest.mark.parametrize("paged", [False, True])

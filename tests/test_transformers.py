@@ -38,6 +38,9 @@ CAUSAL = {
     },
     "GPT2": TOKENS | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 96, "attn_pdrop": 0.0},
 }
+INKLING: dict[str, Any] = GQA | {"head_dim": 8, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2}
+INKLING |= {"swa_head_dim": 8, "sliding_window_size": 7, "local_layer_ids": [0], "d_rel": 4, "rel_extent": 16}
+INKLING |= {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
 DEEPSEEK_V4: dict[str, Any] = GQA | {"num_key_value_heads": 1, "head_dim": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8}
 DEEPSEEK_V4 |= {"sliding_window": 5, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
 DEEPSEEK_V4 |= {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
@@ -234,6 +237,20 @@ def test_compiled_with_a_bias():
     eager, ours = pair("T5ForConditionalGeneration", "T5", **T5 | {"num_layers": 1, "num_decoder_layers": 1})
     compiled = torch.compile(ours, backend="aot_eager")
     hold(eager, compiled, LEFT, input_ids=ids(LEFT), attention_mask=LEFT, decoder_input_ids=ids())
+
+
+@pytest.mark.skipif(not hasattr(transformers, "InklingTextModel"), reason="transformers has no Inkling")
+@pytest.mark.parametrize("mask", [None, LEFT], ids=["no padding", "left"])
+def test_keys_whose_columns_are_no_neighbours(mask):
+    """Inkling's keys come from a convolution along the tokens."""
+    eager, ours = pair("InklingTextModel", "InklingText", **INKLING)
+    with torch.no_grad():
+        for x, y in zip(eager.parameters(), ours.parameters(), strict=True):
+            y.copy_(x.mul_(8))  # or attention gives too little for the output to tell
+    rows = slice(None) if mask is None else mask.bool()
+    ours.set_attn_implementation("zoo:v2")
+    found, expected = (model(ids(mask), attention_mask=mask).last_hidden_state[rows] for model in (ours, eager))
+    assert 0 < (found - expected).norm() <= 1e-4 * expected.norm()
 
 
 def test_autocast_casts_what_rotary_embeddings_leave_in_float32():

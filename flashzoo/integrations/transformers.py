@@ -96,7 +96,7 @@ def _attention_of(version: str) -> Callable[..., tuple[Tensor, None]]:
     ) -> tuple[Tensor, None]:
         """q, k and v `(batch, heads, seqlen, head_dim)`; out `(batch, seqlen, heads, head_dim)` and no weights."""
         _refuse(others)
-        q, k, v = (x.transpose(1, 2) for x in _cast(query, key, value))
+        q, k, v = (_by_columns(x).transpose(1, 2) for x in _cast(query, key, value))
         options: dict[str, Any] = {"softmax_scale": scaling, "dropout_p": dropout, "version": version}
         if s_aux is not None:
             options["sinks"] = s_aux
@@ -163,6 +163,11 @@ def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if x.dtype != torch.float64 else x for x in tensors)
+
+
+def _by_columns(x: Tensor) -> Tensor:
+    """Copied where columns of the head dim aren't neighbours: what a convolution along tokens gives, as Inkling has."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _without_mask(q: Tensor, k: Tensor, causal: bool, sliding_window: int | None) -> dict[str, Any]:

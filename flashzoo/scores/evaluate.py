@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
+from flashzoo.scores.by_default import float32_by_default
 from flashzoo.scores.program import DTYPES, Program, is_value, number, tensor_number
 
 TORCH_DTYPES: dict[str, torch.dtype] = dict(
@@ -41,6 +42,7 @@ _TORCH: dict[str, Callable[..., Any]] = {
 }
 
 
+@float32_by_default()
 def evaluated(
     program: Program,
     inputs: Mapping[str, Tensor],

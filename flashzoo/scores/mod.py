@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flashzoo.call.forms import ScoreForm
+from flashzoo.scores.by_default import float32_by_default
 from flashzoo.scores.fitting import fitting
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class ScoreMod:
     Args:
         function: `(score, batch, head, q_idx, kv_idx) -> score`, FlexAttention's signature: on tensors of no
             dimensions, the score in float32, scaled, the others int32. It is called with others as well, all of one
-            score's place or of many that broadcast, in float64 too.
+            score's place or of many that broadcast, in float64 too. Torch's default dtype is float32 meanwhile.
 
     Attributes:
         function: as given; None where there is only a text.
@@ -125,6 +126,7 @@ class ScoreMod:
         """New scores, of tensors that broadcast; where score is float64 all that is float32 is."""
         return self.on((score, b, h, q, k), self.tensors)
 
+    @float32_by_default()
     def on(self, arguments: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], tensors: tuple[Tensor, ...]) -> Tensor:
         """As the call, with other tensors in place of those that it captured."""
         from flashzoo.scores.trace import ARGUMENTS, Captured

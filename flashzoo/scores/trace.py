@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_map_only
 
+from flashzoo.scores.by_default import float32_by_default
 from flashzoo.scores.evaluate import NAMES, TORCH_DTYPES, evaluated, read
 from flashzoo.scores.fitting import fitting
 from flashzoo.scores.program import (
@@ -112,6 +113,7 @@ def _read(x: Tensor, index: Any) -> Tensor:
     return torch.ops.aten.index.Tensor(x, whole)
 
 
+@float32_by_default()
 def traced(function: Callable[..., Any]) -> tuple[Program, tuple[Tensor, ...]]:
     """The program of a score function, and the tensors that it captured.
 
@@ -554,6 +556,7 @@ class Gradient:
 
 
 @lru_cache(maxsize=256)
+@float32_by_default()
 def gradient_of(text: str) -> Gradient:
     """The gradient of a score function, by its program's text."""
     from torch._subclasses.fake_tensor import FakeTensorMode
