@@ -43,8 +43,8 @@ def append(
             too, and NaN to NaN.
         v: the same with head_dim_v, of k's dtype.
         seqused_k: int32 `(batch,)` without gaps: how many keys of each sequence are used before.
-        page_table: int32 `(batch, pages of a sequence)`, rows without gaps, as `attention` takes it. Sequences may share
-            pages, but not those that are written to here, which is not looked at.
+        page_table: int32 `(batch, pages of a sequence)`, rows without gaps, as `attention` takes it. Sequences may
+            share pages, but not those that are written to here, which is not looked at.
         k_descale, v_descale: those with which `attention` is to read the e4m3 cache, where k and v are not e4m3
             already: float32 `(batch, heads_kv)`, or `(batch, heads_kv, blocks)` with one for each 128 rows of a
             sequence; None is 1. Positive and finite, which is not looked at.

@@ -151,8 +151,11 @@ def _needs_mask(problem: Problem) -> bool:
 
 
 def _readable(x: Tensor) -> Tensor:
-    """The tensor, copied where torch's CUDA kernels would read it at misaligned addresses,
-    which loses the CUDA context."""
+    """The tensor, copied where torch's CUDA kernels would read it at misaligned addresses, which loses the CUDA
+    context; and where a row begins one column behind another, as of `x.unfold(1, head_dim, 1)`, since torch's kernels
+    then give what nobody wrote."""
+    if any(stride == 1 and size > 1 for stride, size in zip(x.stride()[:-1], x.shape[:-1], strict=True)):
+        return x.clone(memory_format=torch.contiguous_format)
     if not x.is_cuda:
         return x
     if functorch_active() or is_legacy_batchedtensor(x):  # then it may have no address

@@ -102,10 +102,15 @@ class Replacement(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is scaled_dot_product_attention:
             return self._attend(*args, **kwargs)
-        if func is multi_head_attention_forward:  # while a mode handles a function it does not see what that calls
+        # While a mode handles a function it does not see what that calls: of layers attention, and of a backward pass
+        # what checkpoints compute again.
+        if func is multi_head_attention_forward:
             return _with_globals(func, has_torch_function=_no, scaled_dot_product_attention=self._attend)(
                 *args, **kwargs
             )
+        if func in _BACKWARD and not is_compiling() and all(kind in (Tensor, nn.Parameter) for kind in types):
+            with self:
+                return _BACKWARD[func](*args, **kwargs)
         return func(*args, **kwargs)
 
     def _attend(
@@ -184,7 +189,7 @@ class Replacement(TorchFunctionMode):
                 return make(mask, sizes)
             stream = torch.cuda.current_stream(mask.device).cuda_stream
         base = mask if mask._base is None else mask._base
-        which = (id(base), mask.storage_offset(), mask.stride(), mask.shape, sizes, make, stream)
+        which = (id(base), mask.data_ptr(), mask.stride(), mask.shape, sizes, make, stream)
         alive, version, made = self._masks.get(which, (lambda: None, -1, None))
         if alive() is not base or version != mask._version:
             made = make(mask, sizes)
@@ -292,6 +297,8 @@ def _inputs(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> tuple[Tens
             raise _NotOurs(f"{name} is nested")
         if x is not None and x.layout != torch.strided:
             raise _NotOurs(f"{name} is of layout {x.layout}")
+        if x is not None and x.is_meta:
+            raise _NotOurs(f"{name} has no data")
     if not 0 <= how["dropout_p"] < 1:
         raise _NotOurs(f"dropout_p={how['dropout_p']}")
     if how["attn_mask"] is not None and how["is_causal"]:
@@ -371,3 +378,19 @@ def _with_globals(function: Any, **names: Any) -> Callable:
 
 def _no(*_: Any) -> bool:
     return False
+
+
+def _tensors_backward(
+    x: Tensor, gradient: Any = None, retain_graph: bool | None = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    """`Tensor.backward`."""
+    _backward(x, gradient, retain_graph, create_graph, inputs=inputs)
+
+
+_backward = _with_globals(torch.autograd.backward, has_torch_function=_no)
+_BACKWARD: dict[Callable, Callable] = {
+    Tensor.backward: _tensors_backward,
+    torch.autograd.backward: _backward,
+    torch.autograd.grad: _with_globals(torch.autograd.grad, has_torch_function=_no),
+}
+"""By torch's functions that begin a backward pass the same, which ask no mode."""

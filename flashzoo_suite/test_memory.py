@@ -70,6 +70,21 @@ def test_each_tensor_in_a_layout_of_its_own(version, problem):
         accept(judge, both(version, tuple(moved), problem, moved_dout, dlse))
 
 
+def frames(x: Tensor) -> Tensor:
+    """Rows that each begin one number behind the one before, of a signal for each head: two dimensions of stride 1."""
+    signals = x.transpose(1, 2).flatten(2)[..., : x.shape[1] + x.shape[3] - 1].contiguous()
+    return signals.unfold(2, x.shape[3], 1).transpose(1, 2)
+
+
+@pytest.mark.covering(1)
+@asks({"plain": {}, "causal": {"causal": True}}, both=True, seqlen_q=12, seqlen_k=12, head_dim=64)
+def test_frames_of_a_signal(version, problem):
+    """Fewer of them than columns, which `torch.empty_like` then has outermost, in memory that nobody writes."""
+    tensors, dout, dlse = draw(problem)
+    tensors, dout = tuple(frames(x) for x in tensors), frames(dout)
+    accept(Judge(*tensors, problem, dout, dlse), both(version, tensors, problem, dout, dlse))
+
+
 @asks(grad=True, causal=True)
 def test_gradient_of_a_sum(version, problem):
     """`(out.sum() + lse.sum()).backward()` hands over gradients whose strides are all 0."""

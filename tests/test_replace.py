@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 import flashzoo
 from flashzoo_suite.support import DEVICE, same_bits
@@ -182,13 +183,57 @@ def test_a_mask_is_worked_out_once_until_it_changes():
             F.scaled_dot_product_attention(q, k, v, attn_mask)
             assert list(seen._masks.values())[-1] is kept
             attn_mask.logical_not_()
+            F.scaled_dot_product_attention(q, k, v, attn_mask)
+            kept = list(seen._masks.values())[-1]
+            attn_mask.data = ~attn_mask  # which torch does not count
             out = F.scaled_dot_product_attention(q, k, v, attn_mask)
             assert list(seen._masks.values())[-1] is not kept
             torch.testing.assert_close(out, flashzoo.attention(*_turned(q, k, v), **_as(attn_mask)).transpose(1, 2))
-        assert [call.count for call in seen.calls] == [3, 3]
+        assert [call.count for call in seen.calls] == [4, 4]
         for _ in range(20):
             F.scaled_dot_product_attention(q, k, v, true(20, 20))
         assert len(seen._masks) <= 8
+
+
+BACKWARD = {
+    "Tensor.backward": lambda loss, leaves: loss.backward(),
+    "autograd.backward": lambda loss, leaves: torch.autograd.backward(loss),
+    "autograd.grad": lambda loss, leaves: [
+        setattr(x, "grad", gradient) for x, gradient in zip(leaves, torch.autograd.grad(loss, leaves), strict=True)
+    ],
+}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("begin", BACKWARD)
+@pytest.mark.parametrize("how", [{}, {"dropout_p": 0.4}], ids=["plain", "dropout"])
+def test_a_checkpoint_in_a_backward_pass_computes_the_same_again(begin, reentrant, how):
+    if reentrant and begin == "autograd.grad":
+        pytest.skip("torch's reentrant checkpoints are for backward")
+
+    def gradients(checkpointed: bool) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        leaves = tensors()
+
+        def attend(*inputs: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(*inputs, is_causal=True, **how)
+
+        with flashzoo.replace_sdpa("standard") as seen:
+            out = checkpoint(attend, *leaves, use_reentrant=reentrant) if checkpointed else attend(*leaves)
+            BACKWARD[begin](out.square().sum(), leaves)
+        assert {call.answered_by for call in seen.calls} == {"standard"}
+        return [x.grad for x in leaves]
+
+    torch.testing.assert_close(gradients(True), gradients(False), rtol=0, atol=0)
+
+
+def test_a_model_without_data_is_torchs():
+    layer = nn.MultiheadAttention(32, 4, batch_first=True, device="meta")
+    x = torch.empty(2, 7, 32, device="meta")
+    with flashzoo.replace_sdpa() as seen:
+        assert layer(x, x, x, need_weights=False)[0].shape == x.shape
+    (call,) = seen.calls
+    assert call.answered_by == "torch" and "query has no data" in call.why
 
 
 def _turned(*inputs: Tensor) -> list[Tensor]:

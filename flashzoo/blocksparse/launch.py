@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flashzoo._triton import Launch
+from flashzoo._triton.rows import rows_like
 from flashzoo._triton.scores import constexprs_of, functions, gradients_of, scales, sums_of, tensors_of
 from flashzoo._triton.tiles import (
     Strides,
@@ -40,7 +41,7 @@ _POINTERS = (None,) * 7
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of raw CUDA or CPU tensors."""
     block_mask = _mask(operands)
-    out = torch.empty_like(q, dtype=TORCH_DTYPES[problem.out_dtype])
+    out = rows_like(q, TORCH_DTYPES[problem.out_dtype])
     lse = q.new_empty((problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3])
     rows = _tensors(block_mask, block_mask.rows)
@@ -65,7 +66,7 @@ def backward(
     block_mask = _mask(operands)
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = rows_like(q), rows_like(k), rows_like(v)
     delta, lse_log2 = q.new_empty((2, problem.batch * problem.heads, padded(problem)), dtype=torch.float32)
     dlse_given = dlse is not None
     dlse = lse if dlse is None else dlse.contiguous()

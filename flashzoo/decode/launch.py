@@ -11,6 +11,7 @@ from torch import Tensor
 from flashzoo._triton import Launch
 from flashzoo._triton.descales import strided
 from flashzoo._triton.packed import tiles_of
+from flashzoo._triton.rows import rows_like
 from flashzoo.call.operands import Operands
 from flashzoo.call.problem import Problem
 from flashzoo.decode import kernels
@@ -33,7 +34,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Opera
             return done
     p, how = problem, cut(problem)
     as_out = q if p.head_dim_v == p.head_dim else q[..., : p.head_dim_v]
-    out = torch.empty_like(as_out, dtype=TORCH_DTYPES[p.out_dtype])
+    out = rows_like(as_out, TORCH_DTYPES[p.out_dtype])
     lse = q.new_empty((p.batch, p.heads, p.seqlen_q), dtype=torch.float32)
     inputs = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
     scale_log2, table = p.scale * LOG2E, operands.page_table

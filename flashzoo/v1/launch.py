@@ -11,6 +11,7 @@ from torch import Tensor
 
 from flashzoo._triton import Launch
 from flashzoo._triton.dropout import kept_of, seed_of, share_of
+from flashzoo._triton.rows import rows_like
 from flashzoo._triton.scores import constexprs_of, functions, gradients_of, scales, sums_of, tensors_of
 from flashzoo._triton.tiles import columns
 from flashzoo.autograd import differentiable
@@ -29,7 +30,7 @@ Strides = tuple[int, ...]
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of raw CUDA or CPU tensors; see `flashzoo.attention`."""
-    out = torch.empty_like(q, dtype=TORCH_DTYPES[problem.out_dtype])
+    out = rows_like(q, TORCH_DTYPES[problem.out_dtype])
     out_acc = q.new_empty(q.shape, dtype=torch.float32)
     row_sum, row_max, lse = q.new_empty((3, problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], *out_acc.stride()[:3])
@@ -58,7 +59,7 @@ def backward(
     dlse_given = dlse is not None
     dlse = lse if dlse is None else dlse.contiguous()
     dq_acc = q.new_zeros(q.shape, dtype=torch.float32)
-    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    dk, dv = rows_like(k), rows_like(v)
     strides = tuple(stride for x in (q, k, v, out, dout, dq_acc, dk, dv) for stride in x.stride()[:3])
     launch = backward_launch(problem, strides, dlse_given)
     sums, seed = sums_of(operands.score_mod, problem), seed_of(operands, problem)

@@ -12,6 +12,7 @@ from torch import Tensor
 from flashzoo._triton import Launch
 from flashzoo._triton.dropout import kept_of, seed_of, share_of
 from flashzoo._triton.packed import blocks, tiles_of
+from flashzoo._triton.rows import rows_like
 from flashzoo._triton.scores import (
     constexprs_of,
     functions,
@@ -44,7 +45,7 @@ from flashzoo.v2.config import DBIAS_ANYWHERE, DBIAS_PROGRAMS, PART, apart, bias
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
     """`(out, lse)` of raw CUDA or CPU tensors; see `flashzoo.attention`."""
-    out = torch.empty_like(q, dtype=TORCH_DTYPES[problem.out_dtype])
+    out = rows_like(q, TORCH_DTYPES[problem.out_dtype])
     lse = q.new_empty((problem.batch, problem.heads, problem.seqlen_q), dtype=torch.float32)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3])
     launch, used = forward_launch(problem, strides, aligned(q, k, v)), _used(problem, operands)
@@ -70,7 +71,7 @@ def backward(
     with K/V fixed, then dQ with Q fixed."""
     if dout.stride(-1) != 1:
         dout = dout.contiguous()
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = rows_like(q), rows_like(k), rows_like(v)
     delta, lse_log2 = q.new_empty((2, problem.batch * problem.heads, padded(problem)), dtype=torch.float32)
     dlse_given = dlse is not None
     dlse = lse if dlse is None else dlse.contiguous()
