@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
+from torch.utils.checkpoint import checkpoint
 
 import flashzoo
 from flashzoo import BlockMask, parallel
@@ -561,6 +563,92 @@ def one_rank_with_padding(group: Any) -> None:
     raises(
         ValueError, "seqlen must be from 0 to the 24 rows", lambda: parallel.attention(q, k, v, group=group, seqlen=25)
     )
+    cu_seqlens = torch.tensor([0, 24], dtype=torch.int32, device=here())
+    raises(
+        TypeError,
+        "k and v must be packed rows where seqlen is given and q is, got shape (1, 24, 4, 16)",
+        lambda: parallel.attention(q[0], k[:1], v[:1], group=group, seqlen=(24, 1), cu_seqlens_q=cu_seqlens),
+    )
+
+
+@case(2)
+def lengths_that_are_written_anew_before_the_backward_pass(group: Any) -> None:
+    for method in PACKED:
+        found = []
+        for then in (None, [0, 3, 17]):
+            q, k, v = (x[0].requires_grad_() for x in shards(12))
+            cu_seqlens = torch.tensor([0, 10, 24], dtype=torch.int32, device=here())
+            out = parallel.attention(
+                q, k, v, group=group, method=method, causal=True, cu_seqlens_q=cu_seqlens, max_seqlen_q=14
+            )
+            if then is not None:
+                cu_seqlens.copy_(torch.tensor(then))
+            found.append(torch.autograd.grad(out.square().sum(), (q, k, v)))
+        for x, y in zip(*found, strict=True):
+            assert torch.equal(x, y), method
+
+
+@case(2)
+def a_loss_of_lse_on_one_rank_alone(group: Any) -> None:
+    found = []
+    for method in ("gather", "ring", "ulysses"):
+        q, k, v = (x.requires_grad_() for x in shards())
+        out, lse = parallel.attention(q, k, v, group=group, method=method, causal=True, return_lse=True)
+        loss = out.square().sum() + (lse.square().sum() if dist.get_rank(group) == 0 else 0)
+        found.append(torch.autograd.grad(loss, (q, k, v)))
+    for gradients in found[1:]:
+        for x, y in zip(gradients, found[0], strict=True):
+            close(x, y, "gradients")
+
+
+@case(2, 4)
+def checkpoints(group: Any) -> None:
+    """Which stop what they compute again behind the last tensor that is saved: nothing may be on its way then."""
+    cu_seqlens = torch.tensor([0, 10, 31], dtype=torch.int32, device=here())
+
+    def attend(*inputs: Tensor, method: str = "ulysses") -> Tensor:
+        return parallel.attention(*inputs, group=group, method=method, causal=True, cu_seqlens_q=cu_seqlens)  # pyright: ignore[reportArgumentType]
+
+    def held(_: Any) -> None:
+        for method, reentrant in product(("gather", "ring", "ulysses"), (False, True)):
+            found = []
+            for around in (
+                lambda *x, call: call(*x),
+                lambda *x, call, r=reentrant: checkpoint(call, *x, use_reentrant=r),
+            ):
+                leaves = [x[0].requires_grad_() for x in shards(heads=16, heads_kv=8)]
+                around(*leaves, call=partial(attend, method=method)).square().sum().backward()
+                found.append([x.grad for x in leaves])
+            for x, y in zip(*found, strict=True):
+                assert torch.equal(x, y), method
+
+    in_lots(held)(group)
+
+
+@case(2)
+def what_is_refused_before_anything_travels(group: Any) -> None:
+    q, k, v = shards()
+    for method in ("gather", "ring", "ulysses"):
+
+        def call(q: Tensor, k: Tensor, v: Tensor, method: Any = method) -> Tensor:
+            return parallel.attention(q, k, v, group=group, method=method)
+
+        raises(
+            NotImplementedError,
+            "flashzoo.parallel.attention does not support q under forward-mode AD",
+            lambda call=call: torch.func.jvp(call, (q, k, v), (q, k, v)),
+        )
+        assert call(q, k, v).isfinite().all()
+
+
+@case(2)
+def autocast_casts_nothing(group: Any) -> None:
+    q, k, v = shards(dtype=torch.float16)
+    for method in ("gather", "ring", "ulysses"):
+        expected = parallel.attention(q, k, v, group=group, method=method, version="standard")
+        with torch.autocast(here(), torch.bfloat16):
+            found = parallel.attention(q, k, v, group=group, method=method, version="standard", dropout_p=0.0)
+        assert torch.equal(found, expected) and found.dtype == torch.float16
 
 
 @case(2, 4)

@@ -9,10 +9,12 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, strategies
 from parallel_ranks import CASES, cases_on, in_processes, raise_alone, run_cases
 from torch.distributed.run import get_args_parser
@@ -22,7 +24,7 @@ from bench import parallel as benchmark
 from bench import scaling
 from flashzoo import UnsupportedError, parallel
 from flashzoo.lengths import Ranges
-from flashzoo.parallel import gather, halo, packing, ring
+from flashzoo.parallel import gather, groups, halo, packing, ring
 from flashzoo.parallel.costs import pairs
 from flashzoo.parallel.layout import numbers_of
 
@@ -90,6 +92,36 @@ def test_the_benchmark_has_no_threads_of_a_group_at_pythons_end(tmp_path):
     assert done.returncode == 0 and "torch_cp_allgather" in done.stdout, done.stdout
     names = [path.read_text() for path in ends.iterdir()]
     assert names and not any("gloo" in of_process for of_process in names)
+
+
+class Group:
+    """No more than a store that outlives it."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store = store
+
+    def get_group_store(self) -> dist.Store:
+        return self.store
+
+
+def test_what_was_told_in_another_groups_life_is_forgotten():
+    """A store outlives the group that met in it."""
+    store = dist.HashStore()
+    for causal in ((True, True), (True, False)):  # first alike, and in the second life not
+
+        def told(rank: int, causal: tuple[bool, bool] = causal) -> str:
+            one = groups.Ranks(Group(store), rank, 2, groups._Agreed())
+            try:
+                return one.agree((("causal", causal[rank]),), lambda: "made")
+            except ValueError as error:
+                return str(error)
+
+        with ThreadPoolExecutor(2) as pool:
+            found = list(pool.map(told, range(2)))
+        if causal[0] == causal[1]:
+            assert found == ["made", "made"]
+        else:
+            assert all("every rank must make the same call" in text for text in found)
 
 
 BANDS = {"full": (None, None), "causal": (None, 0), "left": (5, 0), "long": (30, 0), "both": (9, 4), "right": (None, 7)}

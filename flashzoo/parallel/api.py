@@ -17,6 +17,7 @@ from flashzoo.parallel.layout import Layout, real_rows
 from flashzoo.parallel.parts import How, padded, rows
 from flashzoo.parallel.ring import Ring
 from flashzoo.registry import requested
+from flashzoo.transforms import refuse_transforms, transforming
 
 Method = Literal["auto", "gather", "ulysses", "ring", "halo"]
 
@@ -79,12 +80,17 @@ def attention(
         from flashzoo.parallel.traced import untraced
 
         return untraced(attention, q, k, v, **anew)
-    if hasattr(q, "to_local"):
+    if any(hasattr(x, "to_local") for x in (q, k, v)):
         from flashzoo.parallel.dtensors import of_dtensors
 
         return of_dtensors(attention, q, k, v, **anew)
+    if isinstance(q, Tensor) and q.device.type in ("cpu", "cuda") and torch.is_autocast_enabled(q.device.type):
+        with torch.autocast(q.device.type, enabled=False):  # it would cast what travels
+            return attention(q, k, v, **anew)
+    if transforming():
+        refuse_transforms("flashzoo.parallel.attention", q=q, k=k, v=v, sinks=options.get("sinks"))
     ranks = ranks_of(group)
-    options = {name: x for name, x in options.items() if x is not None}
+    options = _given(options)
     name, _ = requested(version)
     grad = _recorded(q, k, v, options.get("sinks"))
     how = {"layout": layout, "method": method, "seqlen": seqlen, "return_lse": return_lse, "version": name}
@@ -114,6 +120,8 @@ def _of_one(ranks: Ranks, kind: Any, q: Any, k: Any, v: Any, how: dict[str, Any]
 
     def check() -> tuple[int, int] | None:
         check_method(how["layout"], how["method"])
+        if how["seqlen"] is not None and q.ndim != k.ndim:
+            raise TypeError(f"k and v must be packed rows where seqlen is given and q is, got shape {tuple(k.shape)}")
         return None if how["seqlen"] is None else lengths_of(how["seqlen"], q, k, 1)
 
     whole = ranks.agree(kind, check)
@@ -124,6 +132,11 @@ def _of_one(ranks: Ranks, kind: Any, q: Any, k: Any, v: Any, how: dict[str, Any]
     if not how["return_lse"]:
         return padded(attention_of_one(q, k, v, **options), None, seqlen)[0]
     return padded(*attention_of_one(q, k, v, return_lse=True, **options), seqlen)
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """Those that say something."""
+    return {name: x for name, x in options.items() if x is not None and not (name == "dropout_p" and x == 0)}
 
 
 def _recorded(*inputs: Any) -> bool:
@@ -150,7 +163,10 @@ def _of_rows(
         options = {**options, "version": how["version"]}
         return padded(*halo.attend(ranks, plan, sizes.longest, q, k, v, options), seqlen)
     alike = {name: options[name] for name in ("softmax_scale", "deterministic") if name in options}
-    parts = How(alike, how["version"], explanation.partial, options.get("cu_seqlens_q"))
+    cu_seqlens = options.get("cu_seqlens_q")
+    if cu_seqlens is not None and how["grad"]:  # its owner may write the next ones before the backward pass
+        cu_seqlens = cu_seqlens.clone()
+    parts = How(alike, how["version"], explanation.partial, cu_seqlens)
     planned, method = (gather.planned, Gather) if explanation.chosen == "gather" else (ring.planned, Ring)
     whole = (sizes.seqlen_q, sizes.seqlen_k)
     plan = planned(ranks.rank, ranks.size, seqlen, k.shape[1], sizes.chunks, sizes.band, sizes.packed, whole)
@@ -186,7 +202,7 @@ def explain(
         TypeError, ValueError: as `attention`.
     """
     size = size_of(group)
-    options = {name: x for name, x in options.items() if x is not None}
+    options = _given(options)
     grad = _recorded(q, k, v, options.get("sinks"))
     how = {"layout": layout, "method": method, "seqlen": seqlen, "return_lse": return_lse, "version": version}
     return chosen(q, k, v, size, **how, grad=grad, options=options)

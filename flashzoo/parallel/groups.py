@@ -46,11 +46,12 @@ def _told(form: Any) -> str:
 
 class _Agreed:
     """What is remembered of a group: what was made of each kind of call that every rank is known to make alike, how
-    often they were asked, and whether all of them are known to have communicated."""
+    often they were asked, where in its store they tell it, and whether all of them are known to have communicated."""
 
     def __init__(self) -> None:
         self.kinds: dict[Kind, Any] = {}
         self.asked = 0
+        self.told_at = ""
         self.met = False
 
 
@@ -117,8 +118,10 @@ class Ranks:
     def _told_by_all(self, told: str) -> list[str] | None:
         """What each rank tells; None where all tell the same. RuntimeError where one tells nothing."""
         store, number = self.group.get_group_store(), self.agreed.asked
+        if not number:  # a store outlives its group, and has what was told in it: each group has a place of its own
+            self.agreed.told_at = f"flashzoo/{(store.add('flashzoo', 1) - 1) // self.size}"
         self.agreed.asked += 1
-        key = f"flashzoo/{number}"
+        key = f"{self.agreed.told_at}/{number}"
         same, done = f"{key}/{sha256(told.encode()).hexdigest()}", f"{key}/done"
         store.set(f"{key}/{self.rank}", told)
         store.add(same, 1)
@@ -135,7 +138,7 @@ class Ranks:
         agree = store.get(done).decode() == SAME
         every = None if agree else [store.get(f"{key}/{rank}").decode() for rank in range(self.size)]
         if number:  # who is here has done with the one before
-            store.delete_key(f"flashzoo/{number - 1}/{self.rank}")
+            store.delete_key(f"{self.agreed.told_at}/{number - 1}/{self.rank}")
         return every
 
 
