@@ -132,14 +132,17 @@ def _rows_lie_apart(cache: Tensor) -> bool:
 
 
 def _check_memory(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
-    """ValueError where new rows lie between a cache's first number and its last, or both caches begin at one place and
-    new rows do not."""
+    """ValueError where new rows lie between a cache's first number and its last, or columns of a row are in both caches
+    and not as far apart as those of new rows."""
     spans = {name: _span(x) for name, x in (("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v))}
     for name in ("k", "v"):
         for of in ("k_cache", "v_cache"):
             if spans[name][0] < spans[of][1] and spans[of][0] < spans[name][1]:
                 raise ValueError(f"{name} must have memory of its own, got some of {of}'s, which is written to")
-    if spans["k_cache"][0] == spans["v_cache"][0] < spans["v_cache"][1] and spans["k"][0] != spans["v"][0]:
+    apart = spans["v_cache"][0] - spans["k_cache"][0]
+    shared = -v_cache.shape[3] * v_cache.element_size() < apart < k_cache.shape[3] * k_cache.element_size()
+    shared &= k_cache.stride()[:3] == v_cache.stride()[:3] or not apart
+    if shared and v_cache.numel() and apart != spans["v"][0] - spans["k"][0]:
         raise ValueError("v_cache must have memory of its own where v has, got k_cache's")
 
 

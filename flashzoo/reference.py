@@ -167,18 +167,23 @@ def _zeroed(x: Tensor, where: Tensor) -> Tensor:
     return x.masked_fill(where, 0)
 
 
-def only_used(q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v with zeros for what no packed sequence has, or is not used: 0 times what is no number is not 0."""
+def _without_use(seqlen_q: int, k: Tensor, operands: Operands) -> tuple[Tensor | None, Tensor | None]:
+    """Which rows of q no packed sequence has, and which keys none has or are not used, each `(batch, seqlen, 1, 1)`;
+    None where all have a use."""
     ranges, used = operands.ranges, operands.seqused_k
     if ranges is not None:
-        of_none, unused = (~rows[None] for rows in ranges.taken(q.shape[1], k.shape[1]))
-        q = _zeroed(q, of_none[..., None, None])
-    elif used is not None:
-        unused = torch.arange(k.shape[1], device=k.device) >= used[:, None]
-    else:
-        return q, k, v
-    unused = unused[..., None, None]
-    return q, _zeroed(k, unused), _zeroed(v, unused)
+        of_none, unused = (~rows[None] for rows in ranges.taken(seqlen_q, k.shape[1]))
+        return of_none[..., None, None], unused[..., None, None]
+    if used is not None:
+        return None, (torch.arange(k.shape[1], device=k.device) >= used[:, None])[..., None, None]
+    return None, None
+
+
+def only_used(q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v with zeros for what no packed sequence has, or is not used: 0 times what is no number is not 0."""
+    of_none, unused = _without_use(q.shape[1], k, operands)
+    q = q if of_none is None else _zeroed(q, of_none)
+    return (q, k, v) if unused is None else (q, _zeroed(k, unused), _zeroed(v, unused))
 
 
 def dequantized(x: Tensor, descale: Tensor | None) -> Tensor:
@@ -216,14 +221,17 @@ def of_rows(x: Tensor, descale: Tensor | None, sequence: Tensor | None = None) -
 
 
 def descales_of_rows(q: Tensor, k: Tensor, v: Tensor, operands: Operands) -> tuple[Tensor, Tensor, Tensor]:
-    """The descales of a call as `of_rows` gives them."""
+    """The descales of a call as `of_rows` gives them, and 1 for rows without a use, whose own may be no number."""
     ranges = operands.ranges
     of_q, of_k = (None, None) if ranges is None else ranges.numbers(q.shape[1], k.shape[1])
-    return (
-        of_rows(q, operands.q_descale, of_q),
-        of_rows(k, operands.k_descale, of_k),
-        of_rows(v, operands.v_descale, of_k),
+    of_none, unused = _without_use(q.shape[1], k, operands)
+    found = (
+        (of_rows(q, operands.q_descale, of_q), of_none),
+        (of_rows(k, operands.k_descale, of_k), unused),
+        (of_rows(v, operands.v_descale, of_k), unused),
     )
+    q_rows, k_rows, v_rows = (x if none is None else x.masked_fill(none, 1) for x, none in found)
+    return q_rows, k_rows, v_rows
 
 
 def oracle(

@@ -11,6 +11,8 @@ from torch import Tensor
 
 import flashzoo
 from flashzoo import Problem
+from flashzoo.call.problem import DESCALE_BLOCK
+from flashzoo.integers import cdiv
 from flashzoo_suite.support import DEVICE, Result, alike, both, draw, in_fixed_order, same_bits
 
 asks = pytest.mark.asks
@@ -58,6 +60,22 @@ def test_what_is_not_used_is_not_read(version, problem):
     if problem.grad:
         assert not found.dk.masked_select(beyond).any() and not found.dv.masked_select(beyond).any()
     assert not found.out[1].any() and (found.lse is None or bool((found.lse[1] == -torch.inf).all()))
+
+
+@asks(FP8, **SIZES)
+def test_descales_of_what_is_not_used_are_not_read(version, problem):
+    """As memory is that nobody has written yet."""
+    tensors, *_ = draw(problem)
+    first = torch.arange(cdiv(problem.seqlen_k, DESCALE_BLOCK), device=DEVICE) * DESCALE_BLOCK
+    beyond = (first >= numbers(*USED)[:, None])[:, None]
+    plain = torch.full((problem.batch, problem.heads_kv, len(first)), 0.5, device=DEVICE)
+    found = [
+        flashzoo.attention(
+            *tensors, seqused_k=numbers(*USED), k_descale=x, v_descale=x, causal=True, version=version, return_lse=True
+        )
+        for x in (plain, plain.masked_fill(beyond, torch.nan))
+    ]
+    assert all(same_bits(x, y) for x, y in zip(*found, strict=True))
 
 
 @asks(KINDS, both=True, **SIZES)

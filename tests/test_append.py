@@ -234,6 +234,11 @@ MALFORMED = {
         ValueError,
         "v_cache must have memory of its own where v has, got k_cache's",
     ),
+    "columns of one cache": (
+        {"v_cache": CACHES["k_cache"][..., 4:], "v": drawn(2, 3, 2, 12)},
+        ValueError,
+        "v_cache must have memory of its own where v has, got k_cache's",
+    ),
     "recorded": ({"k": drawn(2, 3, 2, 16).requires_grad_()}, ValueError, "k has no gradient through a cache"),
     "elsewhere": ({"v_cache": drawn(2, 20, 2, 16).to("meta")}, ValueError, "must have data, got device meta"),
 }
@@ -246,14 +251,20 @@ def test_malformed_arguments_are_refused_by_name(case):
         flashzoo.append(**GIVEN | changed)
 
 
-@pytest.mark.parametrize("lies", ["one behind the other", "side by side"])
+@pytest.mark.parametrize("lies", ["one behind the other", "side by side", "the last columns", "apart"])
 def test_both_caches_and_new_rows_may_be_of_one_tensor(lies):
-    """Rows of keys and values in turns; and values that are the first columns of keys, where the new ones are too."""
+    """Rows of keys and values in turns; values that are the first or the last columns of keys, where the new ones are
+    too; and columns of each in one row."""
     k, v = drawn(2, 3, 2, 16), drawn(2, 3, 2, 16)
     both = torch.zeros(2, 20, 2, 2, 16, dtype=k.dtype, device=DEVICE)
     k_cache, v_cache = both.unbind(2)
     if lies == "side by side":
         k_cache, v, v_cache = both[:, :, 0], k[..., :8], both[:, :, 0, :, :8]
+    elif lies == "the last columns":
+        k_cache, v, v_cache = both[:, :, 0], k[..., 8:], both[:, :, 0, :, 8:]
+    elif lies == "apart":
+        k, v = k[..., :8].clone(), v[..., 8:].clone()
+        k_cache, v_cache = both[:, :, 0, :, :8], both[:, :, 0, :, 8:]
     flashzoo.append(k_cache, v_cache, k, v, numbers(0, 5))
     for sequence, used in enumerate((0, 5)):
         assert torch.equal(k_cache[sequence, used : used + 3], k[sequence])

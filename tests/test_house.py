@@ -129,7 +129,8 @@ MAY_IMPORT = {
     "replace": {"torch", BLOCK_MASK, SCORES, "flashzoo.registry", "flashzoo.transforms"} | CALL,
     "masks": {"torch", "typing_extensions", BLOCK_MASK, "flashzoo.call.forms"},
     # Public names, and who is asked for where nobody is named.
-    "parallel": {"torch", "flashzoo.parallel", "flashzoo.registry"} | {f"flashzoo.{name}" for name in flashzoo.__all__},
+    "parallel": {"torch", "flashzoo.parallel", "flashzoo.registry", "flashzoo.transforms"}
+    | {f"flashzoo.{name}" for name in flashzoo.__all__},
     "_sass": set(),
     "_triton": {
         "torch",

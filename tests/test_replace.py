@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -118,6 +119,14 @@ class Marked(Tensor):
     """A subclass with an attention of its own, for all that is known."""
 
 
+def _out_or_error(*inputs: Tensor, **how: Any) -> Any:
+    """torch 2.14 refuses what 2.13 takes."""
+    try:
+        return F.scaled_dot_product_attention(*inputs, **how)
+    except RuntimeError as error:
+        return str(error)
+
+
 @pytest.mark.parametrize("reason", LEFT_TO_TORCH)
 def test_what_is_left_to_torch_says_why(reason):
     given = dict(LEFT_TO_TORCH[reason])
@@ -137,11 +146,14 @@ def test_what_is_left_to_torch_says_why(reason):
         if name[-2:] in ("sk", "_p", "al")
     }
     torch.manual_seed(0)
-    expected = F.scaled_dot_product_attention(q, k, v, **how)
+    expected = _out_or_error(q, k, v, **how)
     torch.manual_seed(0)
     with flashzoo.replace_sdpa(version) as seen:
-        out = F.scaled_dot_product_attention(q, k, v, **how)
-    assert same_bits(out.as_subclass(Tensor), expected.as_subclass(Tensor))
+        out = _out_or_error(q, k, v, **how)
+    if isinstance(out, str):
+        assert out == expected
+    else:
+        assert same_bits(out.as_subclass(Tensor), expected.as_subclass(Tensor))
     (call,) = seen.calls
     assert call.answered_by == "torch" and any(text in call.why for text in reason.split("|")), str(call)
 
