@@ -34,7 +34,8 @@ class _Attention(torch.autograd.Function):
         if ctx.as_batch:
             q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
         out, lse = run(q, k, v, problem, operands)
-        ctx.save_for_backward(q, k, v, out, lse, *operands.read_again)
+        ctx.read_again = operands.read_again
+        ctx.save_for_backward(q, k, v, out, lse, *ctx.read_again)
         ctx.problem, ctx.operands, ctx.run_backward = problem, operands, run_backward
         ctx.set_materialize_grads(False)
         return as_rows(out, lse) if ctx.as_batch else (out, lse)
@@ -46,13 +47,16 @@ class _Attention(torch.autograd.Function):
             refuse_transforms("flashzoo's backward pass", dout=dout, dlse=dlse)
         if not ctx.batches:
             refuse_batched(dout, dlse)
-        q, k, v, out, lse, *_ = ctx.saved_tensors
+        q, k, v, out, lse, *again = ctx.saved_tensors
+        operands = ctx.operands
+        if any([x is not y for x, y in zip(again, ctx.read_again, strict=True)]):  # hooks saved them
+            operands = operands.reading(again)
         if ctx.as_batch:
             dout, dlse = (x if x is None else x.unsqueeze(0) for x in (dout, dlse))
         # What a kernel reads is memory, where a number whose negative bit is set has the other sign.
         dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
         dlse = dlse if dlse is None else dlse.resolve_neg()
-        dq, dk, dv, *more = ctx.run_backward(dout, dlse, q, k, v, out, lse, ctx.problem, ctx.operands)
+        dq, dk, dv, *more = ctx.run_backward(dout, dlse, q, k, v, out, lse, ctx.problem, operands)
         if ctx.as_batch:
             dq, dk, dv = dq.squeeze(0), dk.squeeze(0), dv.squeeze(0)
         return (None, None, None, dq, dk, dv, *more)

@@ -73,6 +73,22 @@ def test_a_backward_pass_reads_what_the_forward_pass_read(version, operand):
     assert all(same_bits(x, wanted) for x, wanted in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("version", ["standard", "sdpa", "v1", "v2", "v3", "blocksparse"])
+@pytest.mark.parametrize("operand", [lengths, documents, sinks, bias, elements], ids=lambda make: make.__name__)
+def test_a_backward_pass_reads_what_hooks_saved(version, operand):
+    """As of `torch.autograd.graph.save_on_cpu`: torch counts no changes of what they give back."""
+    tensors, options, change = operand()
+    try:
+        expected = torch.autograd.grad(flashzoo.attention(*tensors, **options, version=version).sum(), tensors)
+    except UnsupportedError as error:
+        pytest.skip(str(error).splitlines()[0])
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+        out = flashzoo.attention(*tensors, **options, version=version)
+    change()
+    found = torch.autograd.grad(out.sum(), tensors)
+    assert all(same_bits(x, wanted) for x, wanted in zip(found, expected, strict=True))
+
+
 def test_a_cache_that_is_appended_to():
     q, (k_cache, v_cache) = drawn(1, 4, 1, 8), torch.zeros(2, 1, 16, 1, 8, device=DEVICE, dtype=DTYPE).unbind(0)
     used = numbers(8)

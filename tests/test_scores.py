@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -512,6 +514,28 @@ def test_tangents_of_what_is_read(of):
         found = torch.autograd.forward_ad.unpack_dual(out(*duals)).tangent
     ahead, behind = (out(q + step * along, table + step * turn) for step in (1e-5, -1e-5))
     torch.testing.assert_close(found, (ahead - behind) / 2e-5, rtol=1e-6, atol=1e-8)
+
+
+class Biased(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slopes = torch.nn.Parameter(torch.linspace(0.1, 0.4, HEADS, device=DEVICE))
+        self.score_mod = score_mods.alibi(self.slopes)
+
+
+@pytest.mark.parametrize("version", ["standard", "v2"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_a_copy_reads_what_was_copied(copied, version):
+    """Of a module whose function reads its own parameter, as an average of weights has one."""
+    module = Biased()
+    other = copied(module)
+    with torch.no_grad():
+        other.slopes.mul_(10)
+    expected = flashzoo.attention(*qkv(), score_mod=score_mods.alibi(other.slopes), version=version)
+    found = flashzoo.attention(*qkv(), score_mod=other.score_mod, version=version)
+    torch.testing.assert_close(found, expected)
+    for x, y in zip(*(torch.autograd.grad(x.sum(), other.slopes) for x in (found, expected)), strict=True):
+        torch.testing.assert_close(x, y)
 
 
 def test_minus_zero_is_not_zero():

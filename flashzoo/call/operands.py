@@ -4,7 +4,7 @@ and its place in a torch operator."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any, TypeAlias
@@ -100,6 +100,21 @@ class Operands:
         if isinstance(self.block_mask, BlockMask):
             found += self.block_mask.parts()[0]
         return tuple([x for x in found if not x.is_inference()])
+
+    def reading(self, instead: Iterable[Tensor]) -> Operands:
+        """These with others in place of what `read_again` gave: what hooks of autograd made of it."""
+        given = {id(x): other for x, other in zip(self.read_again, instead, strict=True)}
+
+        def of(xs: Iterable[Tensor]) -> tuple[Tensor, ...]:
+            return tuple([given.get(id(x), x) for x in xs])
+
+        changed: dict[str, Any] = {name: of([x])[0] for name, x in self.tensors.items() if name in OPERANDS}
+        if self.score_mod is not None:
+            changed["score_mod"] = self.score_mod.reading(of(self.score_mod.tensors))
+        if isinstance(self.block_mask, BlockMask):
+            tensors, sizes = self.block_mask.parts()
+            changed["block_mask"] = BlockMask.of_parts(list(of(tensors)), sizes)
+        return replace(self, **changed)
 
     @property
     def forms(self) -> Forms:

@@ -28,7 +28,8 @@ class ScoreMod:
     `attention(score_mod=)` takes the function itself as well, and traces it again only where what it captured is
     another: numbers, tensors of other shapes or dtypes. One that reads through objects of classes of your own, by
     `getattr` or `vars`, or what it imports, is traced at every call, unless it is a `ScoreMod`; and only as such can it
-    be used under `torch.compile` and `torch.export`.
+    be used under `torch.compile` and `torch.export`, which takes its tensors for constants. It can be copied and
+    pickled, and then reads copies of its tensors.
 
     Args:
         function: `(score, batch, head, q_idx, kv_idx) -> score`, FlexAttention's signature: on tensors of no
@@ -122,6 +123,10 @@ class ScoreMod:
             return self
         return self._of(None, self.program, tuple(x.resolve_neg() for x in self.tensors), self._grads)
 
+    def reading(self, tensors: tuple[Tensor, ...]) -> ScoreMod:
+        """The same of other tensors."""
+        return self._of(None, self.program, tensors, self.grads)
+
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """New scores, of tensors that broadcast; where score is float64 all that is float32 is."""
         return self.on((score, b, h, q, k), self.tensors)
@@ -140,6 +145,10 @@ class ScoreMod:
             with Captured(lambda x: instead.get(id(x)), False):
                 found = self.function(*arguments)
         return found.to(arguments[0].dtype).expand_as(arguments[0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied and pickled by its text, with copies of its tensors, which its function would not read."""
+        return ScoreMod.of_parts, (self.text, self.tensors, self._grads)
 
     def __repr__(self) -> str:
         name = getattr(self.function, "__name__", "of a text")
