@@ -61,11 +61,18 @@ Row = dict[str, object]
 
 
 def read(results: Path) -> list[dict[str, str]]:
-    """The rows of a results file, of every run; none where it is not there."""
+    """The rows of a results file, of every run; none where it is not there. ValueError where it is no such file."""
     if not results.exists():
         return []
     with results.open(newline="") as file:
-        return list(csv.DictReader(file))
+        reader, rows = csv.DictReader(file), []
+        for row in reader:
+            if lacking := [name for name in ("run", "impl") if name not in row]:
+                raise ValueError(f"{results} must be a results file, got one without a column {lacking[0]!r}")
+            if None in row or None in row.values():
+                raise ValueError(f"{results}, line {reader.line_num}: expected a value for each of its columns")
+            rows.append(row)
+        return rows
 
 
 def key_of(row: Mapping[str, object]) -> tuple[str, ...]:

@@ -58,6 +58,8 @@ class Zoo:
 _zoo = Zoo()
 _changing = RLock()
 _caches: list[Callable[[], None]] = []
+_of_files: dict[Path, list[str]] = {}
+"""Names that a file has registered."""
 _plugins = "unread"  # then "being read", then "read"
 # Not the lock of `_changing`: who imports a plug-in in another thread holds Python's lock of that import
 # when it registers.
@@ -211,9 +213,10 @@ def load_file(path: str | Path) -> list[str]:
             f"{path.name} can't be imported as {path.stem!r}: that name is {module.__file__ or 'a built-in module'}; "
             "rename it"
         )
-    added = [
-        name for name, spec in _zoo.specs.items() if name not in before or spec.impl.partition(":")[0] == path.stem
-    ]
+    with _changing:
+        _of_files[path] = [*_of_files.get(path, ()), *(name for name in _zoo.specs if name not in before)]
+        of_file = _of_files[path]
+    added = [name for name, spec in _zoo.specs.items() if name in of_file or spec.impl.partition(":")[0] == path.stem]
     if not added:
         raise ValueError(f"{path} registered no version: expected it to call flashzoo.register(flashzoo.Spec(...))")
     return added

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 import time
 from importlib.metadata import version
@@ -21,7 +22,7 @@ from bench.cells import PASSES, Cell, cells
 from bench.contenders import ENDINGS, Contender, default_impls, fitting, names_with_endings, parted
 from bench.progress import progress
 from bench.referee import Referee, WrongResultError
-from bench.rows import KEY_FIELDS
+from bench.rows import KEY_FIELDS, read
 from bench.settled import alone, meter, settled_columns
 from flashzoo import cli, timing
 from flashzoo.autograd import differentiable
@@ -491,3 +492,16 @@ def test_a_wrong_gradient_gets_no_speed_however_it_is_asked_for(tmp_path, capsys
     assert all(
         f"{impl} FAILED: WrongResultError: dk" in said for impl in (wrong_backward, f"{wrong_backward}_deterministic")
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,b\n1,2\n", "must be a results file, got one without a column 'run'"),
+        ("run,impl,ms\nr1,v2,0.1\nr1,only\n", "line 3: expected a value for each of its columns"),
+    ],
+)
+def test_what_is_no_results_file_is_told(text, message, tmp_path):
+    (tmp_path / "some.csv").write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read(tmp_path / "some.csv")

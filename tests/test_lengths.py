@@ -374,6 +374,14 @@ PAGES = {
 }
 
 
+def test_no_sequences_see_nothing():
+    """Of a pool of pages that is not empty."""
+    table = torch.zeros(0, 1, dtype=torch.int32, device=DEVICE)
+    for version in ("auto", "standard"):
+        given = {"cu_seqlens_q": lengths(0), "page_table": table, "version": version}
+        assert not flashzoo.attention(ROWS[0], *POOL[:2], **given).any()
+
+
 @pytest.mark.parametrize("case", PAGES)
 def test_malformed_pages_are_refused_by_name(case):
     given, error, text = PAGES[case]

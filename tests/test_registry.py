@@ -161,6 +161,16 @@ class TestPlugins:
         assert "from_a_file" in flashzoo.versions()
         assert registry.plugin_errors() == {str(broken): "ModuleNotFoundError: No module named 'no_such_module'"}
 
+    def test_a_file_may_be_loaded_again(self, installed, monkeypatch, tmp_path):
+        """By a command and as a plug-in; what it names as its implementation is in another module."""
+        file = tmp_path / "variant_of_another_module.py"
+        file.write_text(
+            "import flashzoo, flashzoo_suite.support\nflashzoo.register(flashzoo_suite.support.toy('elsewhere'))"
+        )
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        installed()
+        assert registry.load_file(file) == registry.load_file(file) == ["elsewhere"]
+
 
 class TestImplementation:
     """A version's function that is not there, or does not give what it should."""

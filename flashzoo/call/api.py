@@ -217,6 +217,8 @@ def called(
             raise
         check_flags(return_lse=return_lse)
         fields_of(options)  # of what has no hash, a list as window_size alone is well
+        if not isinstance(options.get("window_size"), list):
+            raise TypeError(f"expected ints as sizes, which torch.compile and torch.export trace; {error}") from error
         options["window_size"] = tuple(options["window_size"])
         planned = plan(asked, current(), return_lse, grad, rows, forms, *tensors, **options)
     problem = planned.problem

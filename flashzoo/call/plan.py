@@ -116,7 +116,8 @@ def plan(
     device = q[3]
     check_data(device)
     choice = choose(problem, *asked, zoo)
-    run = _nothing_to_see if 0 in q[0] or 0 in k[0] or not problem.seqlen_k else _implementation(choice)
+    none = 0 in q[0] or 0 in k[0] or not problem.total_k
+    run = _nothing_to_see if none else _implementation(choice)
     return Plan(run, *_handed(problem), choice.forward, rows and not getattr(run, "rows", False))
 
 
