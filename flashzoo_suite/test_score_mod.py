@@ -27,11 +27,12 @@ def close(found: Result, expected: Result, dtype: str) -> None:
 
 
 @asks(KINDS, both=True, score_mod=ScoreForm())
-def test_minus_infinity_is_as_masked(version, problem):
-    """A causal mask by the function, of which some rows see nothing, is causal=True."""
+@pytest.mark.parametrize("least", [-math.inf, torch.finfo(torch.float32).min])
+def test_minus_infinity_is_as_masked(version, problem, least):
+    """And what is -inf in log2 units. A causal mask by the function, of which some rows see nothing, is causal=True."""
     tensors, dout, dlse = draw(problem)
     shift = problem.seqlen_k - problem.seqlen_q - 9  # by which the first rows see nothing
-    causal = lambda s, b, h, i, j: torch.where(i + shift >= j, s, -math.inf)  # noqa: E731
+    causal = lambda s, b, h, i, j: torch.where(i + shift >= j, s, least)  # noqa: E731
     found = both(version, tensors, problem, dout, dlse, score_mod=ScoreMod(causal))
     q, k, v = tensors
     beyond = replace(problem, seqlen_k=problem.seqlen_k - 9, score_mod=None, causal=True)

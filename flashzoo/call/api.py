@@ -152,9 +152,10 @@ def attention(
         score_mod: a function `(score, batch, head, q_idx, kv_idx) -> score` on each score, scaled and in float32,
             before anything is masked, FlexAttention's: torch operations on tensors of no dimensions, traced once (see
             `flashzoo.ScoreMod`, and `flashzoo.score_mods` for those that have names). q_idx and kv_idx count from a
-            sequence's first query and key, head is the query's, batch of packed sequences the sequence's number. -inf
-            is as masked, and a row of nothing else as one that sees no key. Tensors that it captured are read where
-            they lie, on q's device, past their ends as 0; those that require grad have gradients, summed in float32.
+            sequence's first query and key, head is the query's, batch of packed sequences the sequence's number. -inf,
+            and what is less than -2.36e38, is as masked, and a row of nothing else as one that sees no key. Tensors
+            that it captured are read where they lie, on q's device, past their ends as 0; those that require grad have
+            gradients, summed in float32.
         dropout_p: the share of the probabilities, at least 0 and less than 1, that is dropped on their way to v; the
             others are divided by `1 - dropout_p`. LSE is that without. It is taken to the nearest multiple of 2^-24
             below 1. 0.0 is as none, to the bit.

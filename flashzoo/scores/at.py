@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,8 @@ from flashzoo.lengths import Ranges, places
 from flashzoo.scores.mod import ScoreMod
 
 Places = tuple[Tensor, Tensor, Tensor, Tensor]
+LEAST = torch.finfo(torch.float32).min / math.log2(math.e)
+"""A score below is -inf in kernels, which have it in log2 units, and so everywhere."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +69,11 @@ class ScoredAt:
     def __call__(self, s: Tensor) -> Tensor:
         """New scores from those scaled; in float64 from float64, whatever the tensors are in that the function
         reads."""
-        return self.mod.on((s, *self._on(s.device)), self._read_in(s.dtype))
+        return self._new(s, self._read_in(s.dtype))
+
+    def _new(self, s: Tensor, read: tuple[Tensor, ...]) -> Tensor:
+        new = self.mod.on((s, *self._on(s.device)), read)
+        return new.masked_fill(new < LEAST, -torch.inf)
 
     def _read_in(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """The function's tensors, as none of autograd's, but with their tangents, which `detach` would drop."""
@@ -82,7 +89,7 @@ class ScoredAt:
             read[i] = read[i].to(s.dtype).requires_grad_()
         with torch.enable_grad():
             s = s.detach().requires_grad_()
-            new = self.mod.on((s, *self._on(s.device)), tuple(read))
+            new = self._new(s, tuple(read))
             leaves = (s, *(read[i] for i in self.mod.grads))
             if not new.requires_grad:  # a function of none of these
                 return torch.zeros_like(ds), tuple(torch.zeros_like(x) for x in leaves[1:])
