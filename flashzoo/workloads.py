@@ -474,6 +474,11 @@ _ALL += (
     _workload("mla_8192_pages", "large", 1, 8192, heads=16, batch=3, page_size=64, **_LATENT),
     _workload("mla_300_queries", "large", 300, 1000, heads=16, causal=True, **_LATENT),
 )
+_ALL += (
+    # what may be wrong alone: from the fourth of a batch on, beyond 512 queries, at head dims of no family
+    _workload("batch_5_gqa3_causal", "hard", 70, 90, 45, heads=6, heads_kv=2, batch=5, causal=True),
+    _workload("queries_701", "hard", 701, 90, 29, heads=1),
+)
 # the suite asks for that of each
 _MET = frozenset({"deterministic"}).union(*(workload.problem.features for workload in _ALL))
 _ALL += tuple(
