@@ -105,16 +105,13 @@ class Operands:
         """These with others in place of what `read_again` gave: what hooks of autograd made of it."""
         given = {id(x): other for x, other in zip(self.read_again, instead, strict=True)}
 
-        def of(xs: Iterable[Tensor]) -> tuple[Tensor, ...]:
-            return tuple([given.get(id(x), x) for x in xs])
+        def of(part: Any) -> Any:
+            return [of(x) for x in part] if isinstance(part, list) else given.get(id(part), part)
 
-        changed: dict[str, Any] = {name: of([x])[0] for name, x in self.tensors.items() if name in OPERANDS}
-        if self.score_mod is not None:
-            changed["score_mod"] = self.score_mod.reading(of(self.score_mod.tensors))
-        if isinstance(self.block_mask, BlockMask):
-            tensors, sizes = self.block_mask.parts()
-            changed["block_mask"] = BlockMask.of_parts(list(of(tensors)), sizes)
-        return replace(self, **changed)
+        def anew(kind: Operand, x: Any) -> Any:  # a mask may be a tensor by now
+            return x if x is None else of(x) if isinstance(x, Tensor) else kind.joined(*map(of, kind.split(x)))
+
+        return replace(self, **{name: anew(kind, getattr(self, name)) for name, kind in OPERANDS.items()})
 
     @property
     def forms(self) -> Forms:

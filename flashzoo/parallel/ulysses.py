@@ -152,20 +152,15 @@ class _End(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, way: _Way, token: Tensor):
         ctx.way = way
-        ctx.set_materialize_grads(False)
+        # Of out and lse this rank's loss may use one, and another rank's both: zeros travel for what it does not use.
+        ctx.set_materialize_grads(not way.to_heads)
         if way.lots > 1:  # or a checkpoint, which stops behind the last tensor that is saved, has lots on their way
             ctx.save_for_backward(token)
-        found = way.end()
-        ctx.forms = [(x.shape, x.dtype) for x in found]
-        return found
+        return way.end()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        device = next(dx.device for dx in gradients if dx is not None)
-        if not ctx.way.to_heads:  # of out and lse, of which this rank's loss may use one and another rank's both
-            zeros = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in ctx.forms)
-            gradients = tuple(zero if dx is None else dx for dx, zero in zip(gradients, zeros, strict=True))
         # What of q, k and v has no gradient on this rank has none on the others: they make the same call.
         there = [dx for dx in gradients if dx is not None]
         ctx.way.given = [dx is not None for dx in gradients]

@@ -123,10 +123,6 @@ class ScoreMod:
             return self
         return self._of(None, self.program, tuple(x.resolve_neg() for x in self.tensors), self._grads)
 
-    def reading(self, tensors: tuple[Tensor, ...]) -> ScoreMod:
-        """The same of other tensors."""
-        return self._of(None, self.program, tensors, self.grads)
-
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """New scores, of tensors that broadcast; where score is float64 all that is float32 is."""
         return self.on((score, b, h, q, k), self.tensors)
