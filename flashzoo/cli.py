@@ -132,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     compare = command("compare", _compare, "run every version on the same inputs: errors, budgets, times, memory")
     _add_problem(compare)
     compare.add_argument("--versions", type=_names, metavar="NAME[,NAME]", help="only these")
-    compare.add_argument("--seed", type=int, default=0, help="of the inputs (default 0)")
+    compare.add_argument("--seed", type=_seed, default=0, help="of the inputs (default 0)")
     compare.add_argument("--device", help="cpu, cuda or cuda:1 (default: a GPU if there is one)")
     text = f"on a CPU, refuse what is expected to take more than S seconds (default {BUDGET_S})"
     compare.add_argument("--budget-s", type=_positive, default=BUDGET_S, metavar="S", help=text)
@@ -191,6 +191,13 @@ def _at_least(text: str, least: int) -> int:
     if not text.isascii() or not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f"expected an integer of at least {least}, got {text!r}")
     return int(text)
+
+
+def _seed(text: str) -> int:
+    seed, most = _count(text), 2**63 - 2  # one more of gradients is an int64 too
+    if seed > most:
+        raise argparse.ArgumentTypeError(f"expected an integer of at most {most}, got {text}")
+    return seed
 
 
 def _names(text: str) -> list[str]:

@@ -8,9 +8,19 @@ gradient is that of a score whose value is 0, dS = P (0 - delta), summed over th
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+
+MOST = torch.finfo(torch.float32).max / math.log2(math.e)
+"""A sink above is infinite in kernels, which have it in log2 units."""
+
+
+def flaws_of_sinks(sinks: Tensor) -> Iterator[str]:
+    """What is wrong with their values, in words that begin with the argument's name; waits for the device."""
+    if not bool((sinks <= MOST).all()):
+        yield f"sinks must be at most {MOST:.2e}, or -inf, got {sinks.tolist()}"
 
 
 def with_sinks(lse: Tensor, sinks: Tensor | None) -> Tensor:

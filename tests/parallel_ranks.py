@@ -442,6 +442,14 @@ def shards_are_put_together_again(group: Any) -> None:
         "must not require grad",
         lambda: parallel.unshard(x.double().requires_grad_(), group, layout="contiguous"),
     )
+    for function in (parallel.shard, parallel.unshard):
+        raises(ValueError, "dim must be one of the 3 of x, of shape (2, 24, 3), got 3", partial(function, x, group, 3))
+        raises(TypeError, "dim must be an int, got 'rows'", partial(function, x, group, "rows"))
+        raises(TypeError, "x must be a torch.Tensor, got list", partial(function, [1], group))
+    whole = parallel.shard(x, group, -2)
+    assert torch.equal(whole, parallel.shard(x, group)) and torch.equal(parallel.unshard(whole, group, -2), x)
+    raises(ValueError, "seqlen must be 0 or more, got -1", lambda: parallel.positions(-1, group))
+    raises(TypeError, "seqlen must be an int, got 3.5", lambda: parallel.positions(3.5, group))
 
 
 @case(2, 4)
@@ -714,6 +722,7 @@ def meshes_and_dtensors(group: Any) -> None:
     close(out.full_tensor(), expected, "DTensor")
     out.to_local().sum().backward()
     assert all(x.grad is not None for x in tensors)
+    raises(TypeError, "x must be a tensor of this rank alone, got a DTensor", lambda: parallel.unshard(out, mesh))
     raises(ValueError, "layout must be 'contiguous' for DTensors", lambda: parallel.attention(*whole, **how))
     replicated = whole[0].redistribute(placements=(Replicate(),))
     raises(

@@ -219,7 +219,14 @@ def test_bad_input_is_exit_code_2_and_a_sentence(arguments, text, capsys):
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["dance"], ["compare", "--seq-len", "-4"], ["compare", "--dtype", "int8"], ["list", "--extra"]],
+    [
+        [],
+        ["dance"],
+        ["compare", "--seq-len", "-4"],
+        ["compare", "--dtype", "int8"],
+        ["compare", "--seed", str(2**63)],
+        ["list", "--extra"],
+    ],
     ids=str,
 )
 def test_bad_usage_is_exit_code_2(arguments):

@@ -67,7 +67,7 @@ MAY_IMPORT = {
     }
     | CALL,
     "call.packed": {"torch"},
-    "call.validate": {"torch", "flashzoo.lengths"} | CALL,
+    "call.validate": {"torch", "flashzoo.lengths", "flashzoo.sinks"} | CALL,
     "call.backward": {"torch", "typing_extensions", "flashzoo.registry", "flashzoo.transforms"} | CALL,
     "call.traced": {"torch", "flashzoo.autograd", "flashzoo.registry", "flashzoo.transforms"} | CALL,
     "autograd": {"torch", "flashzoo.call.problem", "flashzoo.transforms"},

@@ -172,10 +172,10 @@ def test_validate_finds_caches_that_lie(used):
     flashzoo.validate(*BATCH, seqused_k=lengths(0, 15))
 
 
-@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize("value", [math.inf, math.nan, 3e38])
 def test_validate_finds_sinks_that_take_all(value):
-    flashzoo.validate(*BATCH, sinks=torch.tensor([1.0, -math.inf], device=DEVICE))
-    with pytest.raises(ValueError, match=r"sinks must be finite or -inf, got \[1.0, (inf|nan)\]"):
+    flashzoo.validate(*BATCH, sinks=torch.tensor([2e38, -math.inf], device=DEVICE))
+    with pytest.raises(ValueError, match=r"sinks must be at most 2.36e\+38, or -inf, got \[1.0, (inf|nan|3.*e\+38)\]"):
         flashzoo.validate(*BATCH, sinks=torch.tensor([1.0, value], device=DEVICE))
 
 
@@ -228,6 +228,21 @@ def test_validate_looks_at_descales():
     for bad in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(ValueError, match="k_descale must be positive and finite, got"):
             flashzoo.validate(q, k, v, k_descale=torch.tensor([[1.0, bad]], device=DEVICE))
+
+
+@pytest.mark.parametrize("name", ["k_descale", "v_descale"])
+def test_validate_looks_at_descales_of_what_is_used(name):
+    """A cache's are made of zeros, and filled as it is."""
+    q = torch.randn(2, 1, 2, 16, device=DEVICE).half()
+    k, v = (torch.randn(2, 300, 2, 16, device=DEVICE).to(torch.float8_e4m3fn) for _ in range(2))
+    by_block = torch.zeros(2, 2, 3, device=DEVICE)
+    by_block[0, :, 0] = by_block[1, :, :2] = 1
+    by_head = by_block[..., 1]
+    flashzoo.validate(q, k, v, seqused_k=lengths(128, 256), **{name: by_block})
+    flashzoo.validate(q, k, v, seqused_k=lengths(0, 300), **{name: by_head})
+    for used, descale in (((129, 256), by_block), ((128, 257), by_block), ((1, 300), by_head)):
+        with pytest.raises(ValueError, match=f"{name} must be positive and finite, got 0.0 among"):
+            flashzoo.validate(q, k, v, seqused_k=lengths(*used), **{name: descale})
 
 
 @pytest.mark.parametrize("span", [(None, None), (None, 0), (3, 2), (0, None)], ids=str)

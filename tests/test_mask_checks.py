@@ -447,6 +447,17 @@ ARGUMENTS = {
     "scores": (TypeError, "scores must be floating point", lambda: BlockMask.top_k(torch.ones(1, 1).int(), 1, 1)),
     "k": (ValueError, "k must be an int, 0 or more, got -1", lambda: BlockMask.top_k(torch.ones(1, 1), -1, 1)),
     "lengths": (ValueError, "lengths must be an int, 0 or more, got -5", lambda: BlockMask.documents([3, -5])),
+    "lengths that come but once": (
+        TypeError,
+        "lengths must be a sequence of ints or an integer tensor, got generator",
+        lambda: BlockMask.documents(length for length in (3, 4)),
+    ),
+    "no lengths": (
+        TypeError,
+        "lengths_k must be a sequence of ints or an integer tensor, got int",
+        lambda: BlockMask.documents([3], lengths_k=3),
+    ),
+    "seed": (ValueError, r"seed must be an int, got 1\.5", lambda: BlockMask.random(64, blocks=1, seed=1.5)),
     "lengths on the device": (
         ValueError,
         "seqlen_q is required where lengths is a tensor",

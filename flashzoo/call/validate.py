@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import chain
 from typing import Any
 
@@ -13,8 +12,9 @@ from flashzoo.call.api import explain, takes_options
 from flashzoo.call.check import check_data
 from flashzoo.call.operands import taken
 from flashzoo.call.packed import batch_of_one
-from flashzoo.call.problem import Problem
+from flashzoo.call.problem import DESCALE_BLOCK, Problem
 from flashzoo.lengths import flaws_of_caches, flaws_of_packed
+from flashzoo.sinks import flaws_of_sinks
 
 
 @takes_options
@@ -40,16 +40,22 @@ def validate(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> None:
     if block_mask is not None:
         block_mask.validate()
     operands, _ = taken(dict(options))
-    if operands.sinks is not None and not bool((operands.sinks < math.inf).all()):
-        raise ValueError(f"sinks must be finite or -inf, got {operands.sinks.tolist()}")
-    for name in ("q_descale", "k_descale", "v_descale"):
-        _check_descale(name, getattr(operands, name))
+    if operands.sinks is not None:
+        for flaw in flaws_of_sinks(operands.sinks):
+            raise ValueError(flaw)
+    _check_descale("q_descale", operands.q_descale)
+    for name in ("k_descale", "v_descale"):
+        _check_descale(name, getattr(operands, name), operands.seqused_k)
     _check_lengths(operands, problem, k)
 
 
-def _check_descale(name: str, descale: Tensor | None) -> None:
+def _check_descale(name: str, descale: Tensor | None, used: Tensor | None = None) -> None:
     if descale is None:
         return
+    if used is not None:  # blocks of nothing else than rows that are not: their numbers are not read
+        blocks = descale if descale.ndim == 3 else descale[..., None]
+        first = torch.arange(blocks.shape[2], device=used.device) * DESCALE_BLOCK
+        descale = blocks.masked_fill(first >= used[:, None, None], 1)
     wrong = descale[~(torch.isfinite(descale) & (descale > 0))]
     if wrong.numel():
         raise ValueError(

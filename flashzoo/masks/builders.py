@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -160,7 +160,9 @@ class Builders:
         device: Device = None,
     ) -> Self:
         """In every row so many blocks, drawn without replacement (BigBird, arXiv:2007.14062).
-        One seed gives the same on every device."""
+        One seed, any int, gives the same on every device."""
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ValueError(f"seed must be an int, got {seed!r}")
         grid = grid_of(seqlen_q, seqlen_k, block_q, block_kv, device)
         shape = (count_of("batch", batch, 1), count_of("heads", heads, 1), grid.n_q, grid.n_k)
         number = grid.arange(shape[0] * shape[1] * grid.n_q * grid.n_k, torch.int64).view(shape)
@@ -190,6 +192,9 @@ class Builders:
             seqlen_q, seqlen_k: in all; required with a tensor, else the sum of the lengths where None.
             device: None for that of a tensor.
         """
+        for name, x in (("lengths", lengths), ("lengths_k", lengths_k)):
+            if not isinstance(x, Sized) and (name, x) != ("lengths_k", None):
+                raise TypeError(f"{name} must be a sequence of ints or an integer tensor, got {type(x).__name__}")
         if device is None:
             device = next((x.device for x in (lengths, lengths_k) if isinstance(x, Tensor)), None)
         seqlen_q = _sum("lengths", lengths, "seqlen_q", seqlen_q)

@@ -68,6 +68,7 @@ def shard(x: Tensor, group: Any, dim: int = 1, layout: Layout = "zigzag", pad: f
     """
     ranks = ranks_of(group)
     check_layout(layout)
+    _check_rows(x, dim)
     seqlen, chunks = x.shape[dim], chunks_of(layout)
     parts = ranks.size * chunks
     step = cdiv(seqlen, parts)
@@ -105,6 +106,7 @@ def unshard(x: Tensor, group: Any, dim: int = 1, layout: Layout = "zigzag", seql
 
     def check() -> None:
         check_layout(layout)
+        _check_rows(x, dim)
         check_halves(f"x's size in dimension {dim}", x.shape[dim], layout)
         if seqlen is not None:
             check_seqlen("seqlen", seqlen, x.shape[dim] * ranks.size)
@@ -124,6 +126,18 @@ def unshard(x: Tensor, group: Any, dim: int = 1, layout: Layout = "zigzag", seql
             parts[number] = chunk
     whole = torch.cat([parts[number] for number in sorted(parts)], dim)
     return whole if seqlen is None else whole.narrow(dim, 0, seqlen)
+
+
+def _check_rows(x: Any, dim: Any) -> None:
+    """TypeError or ValueError where x is no tensor of one rank, or has no such dimension."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
+    if hasattr(x, "to_local"):
+        raise TypeError("x must be a tensor of this rank alone, got a DTensor: its to_local() or full_tensor() is one")
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"dim must be an int, got {dim!r}")
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim must be one of the {x.ndim} of x, of shape {tuple(x.shape)}, got {dim}")
 
 
 def check_seqlen(name: str, seqlen: Any, rows: int) -> None:
@@ -153,8 +167,12 @@ def positions(seqlen: int, group: Any, layout: Layout = "zigzag", device: torch.
         tells it: `positions(...) < seqlen`.
 
     Raises:
-        TypeError, ValueError: as `shard`, for group and layout.
+        TypeError, ValueError: as `shard`, for group and layout; seqlen is no int, or less than 0.
     """
     check_layout(layout)
+    if isinstance(seqlen, bool) or not isinstance(seqlen, int):
+        raise TypeError(f"seqlen must be an int, got {seqlen!r}")
+    if seqlen < 0:
+        raise ValueError(f"seqlen must be 0 or more, got {seqlen}")
     parts = ranks_of(group).size * chunks_of(layout)
     return shard(torch.arange(seqlen + -seqlen % parts, device=device), group, 0, layout)
