@@ -310,10 +310,11 @@ def offer_rows(parser: argparse.ArgumentParser) -> None:
 
 
 def results_of(args: argparse.Namespace, run: str, device: str, parser: argparse.ArgumentParser) -> Results:
-    """What `--out` and `--commit` say; a file with other columns is an error of the parser's."""
+    """What `--out` and `--commit` say; a file with other columns, or that can't be written, is an error
+    of the parser's."""
     try:
         return Results(args.out or results_path(device), run, device, args.commit or head_commit())
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         parser.error(f"--out: {error}")
 
 
@@ -365,5 +366,7 @@ def _mask_names(text: str) -> list[str]:
     found = [DENSE, *masks.NAMES] if text == "default" else text.split(",")
     unknown = [name for name in found if name != DENSE and not masks.known(name)]
     if unknown:
-        raise argparse.ArgumentTypeError(f"expected names of the form {DENSE}|{masks.FORMS}, got {', '.join(unknown)}")
+        raise argparse.ArgumentTypeError(
+            f"expected default, or names of the form {DENSE}|{masks.FORMS}, got {', '.join(unknown)}"
+        )
     return found

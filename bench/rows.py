@@ -120,10 +120,12 @@ class Results:
 
     Raises:
         ValueError: the file has other columns.
+        OSError: it can't be written, or not be where it should.
     """
 
     def __init__(self, path: Path, run: str, device: str, commit: str) -> None:
         self.path, self.run = path, run
+        self._check_place()
         self._mend()
         self.common: Row = {
             "run": run,
@@ -168,6 +170,17 @@ class Results:
     def whys(self) -> dict[tuple[str, ...], str]:
         """By implementation and `key_of` what the column `why` says in each row of this run: "" for a result."""
         return {(row["impl"], *key_of(row)): row["why"] for row in read(self.path) if row["run"] == self.run}
+
+    def _check_place(self) -> None:
+        """Before a run, not behind its first cell; nothing is made."""
+        if self.path.exists():
+            self.path.open("r+").close()
+            return
+        there = next(folder for folder in self.path.absolute().parents if folder.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            raise PermissionError(
+                f"expected a file that can be written, got {self.path}: {there} is no folder to write in"
+            )
 
     def _mend(self) -> None:
         text = self.path.read_bytes() if self.path.exists() else b""

@@ -61,10 +61,11 @@ Speeds = dict[Shape, dict[str, float]]
 
 
 def results_file(text: str) -> Path:
-    """An argument that names a results file. Raises ArgumentTypeError where it is not there."""
+    """An argument that names a results file. Raises ArgumentTypeError where it is none that is there."""
     path = Path(text)
     if not path.is_file():
-        raise ArgumentTypeError(f"expected a results file of `flashzoo bench`, got {path}, which is not there")
+        what = "a folder" if path.is_dir() else "not there"
+        raise ArgumentTypeError(f"expected a results file of `flashzoo bench`, got {path}, which is {what}")
     return path
 
 

@@ -291,6 +291,8 @@ def _leaves(tensors: tuple[Tensor, ...], grad: bool) -> tuple[Tensor, ...]:
 
 def _chosen(names: Sequence[str] | None) -> list[Spec]:
     known = registered()
+    if isinstance(names, str):
+        raise TypeError(f"versions must be a sequence of names, such as [{names!r}], got {names!r}")
     unknown = [name for name in names or () if name not in known]
     if unknown:
         raise ValueError(

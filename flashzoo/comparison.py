@@ -37,10 +37,6 @@ DISPENSABLE = (
 DISPENSABLE += ("ran on", "memory", "out", "bwd TFLOP/s", "fwd TFLOP/s", "bwd ms", "budget", "fwd ms", "result")
 """In the order in which columns are left out where all of them are too wide."""
 GAP = 2
-LEGEND = (
-    "budget: the worst error's share of what is allowed (flashzoo/accuracy.py). "
-    "out to dscore_mod: largest errors against a float64 oracle. ms: medians."
-)
 
 
 @dataclass(frozen=True)
@@ -137,18 +133,22 @@ class Comparison:
     def text(self, width: int = WIDTH) -> str:
         """A table with a line for each version that ran, and in words why others did not; no line is longer than width.
 
-        Columns that say nothing are left out, and of the others the least important ones where all don't fit.
+        Columns that say nothing are left out, and of the others the least important ones where all don't fit, which
+        the last line names.
         """
         lines = [f"{self.problem}: {self.environment['device'].removeprefix('CPU, ')}"]
         table = [_cells(row) for row in self.rows if row.checks]
-        lines += ["", *_table(table, width), ""] if table else []
+        shown, left_out = _columns(table, width)
+        lines += ["", *_table(table, shown), ""] if table else []
         versions_by_why: dict[str, list[str]] = {}
         for row in self.rows:
             if row.reasons:
                 versions_by_why.setdefault(_why(row), []).append(row.version)
         lines += [f"{', '.join(names)}{why}" for why, names in versions_by_why.items()]
         if table:
-            lines.append(LEGEND)
+            lines.append(_legend(shown))
+        if left_out:
+            lines.append(f"not in {width} columns: {', '.join(left_out)} (CSV and JSON have all)")
         return "\n".join(part for line in lines for part in _wrapped(line, width))
 
 
@@ -191,18 +191,39 @@ def _size(count: float) -> str:
     return f"{count:.3g} TB"
 
 
-def _table(rows: list[dict[str, str]], width: int) -> list[str]:
-    """A line for the columns' names and one for each row."""
+def _columns(rows: list[dict[str, str]], width: int) -> tuple[list[str], list[str]]:
+    """Which have something to say and a place, and which have something to say and none."""
     shown = [name for name in COLUMNS if any(row[name] for row in rows)]
     if len({row["ran on"] for row in rows}) == 1:
         shown.remove("ran on")  # the problem says where
-    header = {name: name if name.endswith(" ms") else name.removeprefix("fwd ").removeprefix("bwd ") for name in shown}
-    widths = {name: max(len(line[name]) for line in (header, *rows)) for name in shown}
+    widths, told = _widths(rows, shown), list(shown)
     for name in DISPENSABLE:
         if sum(widths[name] + GAP for name in shown) - GAP <= width:
             break
         if name in shown:
             shown.remove(name)
+    return shown, [name for name in told if name not in shown]
+
+
+def _header(shown: list[str]) -> dict[str, str]:
+    return {name: name if name.endswith(" ms") else name.removeprefix("fwd ").removeprefix("bwd ") for name in shown}
+
+
+def _widths(rows: list[dict[str, str]], shown: list[str]) -> dict[str, int]:
+    return {name: max(len(line[name]) for line in (_header(shown), *rows)) for name in shown}
+
+
+def _legend(shown: list[str]) -> str:
+    """What the columns mean, of those that are there."""
+    parts = ["budget: the worst error's share of what is allowed (flashzoo/accuracy.py)."] if "budget" in shown else []
+    errors = [name for name in TENSORS if name in shown]
+    parts += [f"{', '.join(errors)}: largest errors against a float64 oracle."] if errors else []
+    return " ".join([*parts, "ms: medians."])
+
+
+def _table(rows: list[dict[str, str]], shown: list[str]) -> list[str]:
+    """A line for the columns' names and one for each row."""
+    header, widths = _header(shown), _widths(rows, shown)
     flush = {name: "<" if name in ("version", "result", "ran on") else ">" for name in shown}
     return [(" " * GAP).join(f"{line[name]:{flush[name]}{widths[name]}}" for name in shown) for line in (header, *rows)]
 

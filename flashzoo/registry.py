@@ -82,8 +82,11 @@ def register(spec: Spec, *, before: str | None = None) -> Spec:
         The spec, so that a module can write `SPEC = flashzoo.register(Spec(...))`.
 
     Raises:
+        TypeError: it is no `Spec`.
         ValueError: the name is taken, is "auto", or `before` is unknown.
     """
+    if not isinstance(spec, Spec):
+        raise TypeError(f"register: spec must be a flashzoo.Spec, got {spec!r}")
     if spec.name == "auto" or not spec.name.isidentifier():
         raise ValueError(f"register: spec.name must be an identifier other than 'auto', got {spec.name!r}")
     with _changing:
@@ -199,11 +202,14 @@ def load_file(path: str | Path) -> list[str]:
         The names it registered, now or earlier.
 
     Raises:
-        ValueError: there is no such file, its name is another module's, or it registers nothing.
+        ValueError: there is no such file, it is none of Python's, its name is another module's, or it registers
+            nothing.
     """
     path = Path(path).resolve()
     if not path.is_file():
         raise ValueError(f"expected a Python file, got {str(path)!r}, which is not there")
+    if path.suffix != ".py":
+        raise ValueError(f"expected a Python file, whose name ends with .py, got {str(path)!r}")
     before = set(_zoo.specs)
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))

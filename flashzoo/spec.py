@@ -8,6 +8,7 @@ from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from os import environ
+from typing import Any
 
 from flashzoo.call.problem import DTYPES, FEATURES, QUANTIZABLE, Problem
 from flashzoo.integers import cdiv
@@ -37,9 +38,10 @@ def _installed(package: str) -> bool:
 
 
 _KINDS = {
-    **dict.fromkeys(("name", "title", "paper"), str),
-    **dict.fromkeys(("features", "backward"), frozenset),
+    **dict.fromkeys(("name", "title", "paper", "memory"), str),
+    **dict.fromkeys(("features", "backward", "transforms"), frozenset),
     "head_dims": range,
+    "batch_invariant": bool,
     **dict.fromkeys(
         (
             *("dtypes", "cpu_dtypes", "quantizes", "fp8_rms", "arch", "latent_dims", "requires", "backward_requires"),
@@ -49,6 +51,49 @@ _KINDS = {
     ),
 }
 """Of a Spec's fields, all hashable, so that what is found out about a Spec can be remembered."""
+
+
+def _texts(given: tuple, count: int | None = None) -> bool:
+    return all(isinstance(one, str) for one in given) and count in (None, len(given))
+
+
+def _counts(given: tuple) -> bool:
+    return all(isinstance(one, int) and not isinstance(one, bool) and one > 0 for one in given)
+
+
+def _pairs(given: tuple) -> bool:
+    return all(isinstance(one, tuple) and len(one) == 2 for one in given)
+
+
+def _span(given: tuple) -> bool:
+    """Whether it is a lowest number and a highest, or None for no highest."""
+    ends = given[:1] if given[1:] == (None,) else given
+    return len(given) == 2 and _counts(ends) and ends[0] <= ends[-1]
+
+
+def _devices(given: tuple) -> bool:
+    return all(one in ("cuda", "cpu") for one in given)
+
+
+_PACKAGES = (_texts, "names of packages")
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "fp8_rms": (
+        lambda given: _pairs(given) and all(isinstance(factor, (int, float)) and factor > 0 for _, factor in given),
+        "pairs of a kind of values and a factor",
+    ),
+    "arch": (_span, "the lowest and the highest compute capability, as (80, None) or (90, 90)"),
+    "head_dims": (lambda given: len(given) > 0 and min(given) > 0, "a range of some numbers from 1 on"),
+    "latent_dims": (lambda given: _pairs(given) and all(map(_counts, given)), "pairs of head_dim and head_dim_v"),
+    "requires": _PACKAGES,
+    "backward_requires": _PACKAGES,
+    "auto": (_devices, "some of 'cuda' and 'cpu'"),
+    "memory": (lambda given: given in ("linear", "quadratic"), "'linear' or 'quadratic'"),
+    "faults": (
+        lambda given: all(isinstance(one, tuple) and _texts(one, 3) and _devices(one[:1]) for one in given),
+        "triples of a device, 'cuda' or 'cpu', the start of a test's id, and a sentence",
+    ),
+}
+"""What holds of a field, and in which words."""
 
 
 def function_at(path: str) -> Callable:
@@ -158,6 +203,18 @@ class Spec:
             given = getattr(self, name)
             if not isinstance(given, kind) and not (name == "backward" and given is None):
                 raise TypeError(f"Spec {self.name!r}: {name} must be a {kind.__name__}, got {given!r}")
+        for name in ("check", "leaves", "notes"):
+            given = getattr(self, name)
+            if given is not None and not callable(given):
+                where = "'package.module:function'" if not isinstance(given, str) else repr(given)
+                raise TypeError(
+                    f"Spec {self.name!r}: {name} must be a function of a Problem, or flashzoo.spec.deferred({where}) "
+                    f"where it is imported later, got {given!r}"
+                )
+        for name, (holds, words) in _RULES.items():
+            given = getattr(self, name)
+            if not holds(given):
+                raise ValueError(f"Spec {self.name!r}: {name} must be {words}, got {given!r}")
         for name in ("features", "backward"):
             unknown = sorted((getattr(self, name) or frozenset()) - FEATURES.keys())
             if unknown:

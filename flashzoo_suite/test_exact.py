@@ -107,7 +107,12 @@ def test_counting(version, problem):
     seen = seen_pairs(problem)
     visible = seen.sum(1)
     counted = (result.out[0, :, 0].double() * visible[:, None]).round()
-    assert torch.equal(counted, seen.double() @ groups.double())
+    expected = seen.double() @ groups.double()
+    for query, group in (counted != expected).nonzero()[:1].tolist():
+        raise AssertionError(
+            f"{problem}: query {query} sees {visible[query]} keys, and by out {counted[query, group]:.0f} of them are "
+            f"{group} modulo {counted.shape[1]}, expected {expected[query, group]:.0f}"
+        )
     if problem.lse:
         torch.testing.assert_close(result.lse[0, 0], visible.double().log().float(), rtol=1e-6, atol=1e-6)
 

@@ -80,6 +80,16 @@ def test_a_run_killed_as_it_wrote_is_mended(tmp_path, capsys):
         assert (f"ended within a row, which is cut off: {left}\n" in capsys.readouterr().out) == bool(left)
 
 
+@pytest.mark.parametrize("path", ["", "file/cpu.csv"], ids=["a folder", "in a file"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(path, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as stopped:
+        bench_tiny("--impls sdpa_math", tmp_path / path)
+    said = capsys.readouterr()
+    assert stopped.value.code == 2 and "--out: " in said.err and "sdpa_math" not in said.out
+    assert [child.name for child in tmp_path.iterdir()] == ["file"]
+
+
 @pytest.mark.parametrize("text", ["run,date,ms\nold,d,1\n", "run,date,ms\nold,d", "ms,run", "a poem"])
 def test_another_file_is_refused_and_left_alone(text, tmp_path, capsys):
     out = tmp_path / "cpu.csv"

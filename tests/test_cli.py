@@ -25,7 +25,7 @@ from flashzoo import Problem
 from flashzoo.accuracy import Check
 from flashzoo.cli import main
 from flashzoo.compare import Interrupted, compare_workload, expected_s
-from flashzoo.comparison import Comparison, Row
+from flashzoo.comparison import TENSORS, Comparison, Row
 from flashzoo.gpu import peak_tflops
 from flashzoo.timing import Timing
 from flashzoo.workloads import workload
@@ -151,6 +151,7 @@ def test_results_of_a_variant_need_a_file_of_their_own(own_variant, capsys):
     ("name", "text", "message"),
     [
         ("absent.py", None, "absent.py', which is not there"),
+        ("notes.txt", "", "expected a Python file, whose name ends with .py, got"),
         ("idle.py", "", "registered no version"),
         ("json.py", "", "can't be imported as 'json'"),
     ],
@@ -287,6 +288,13 @@ def test_a_table_fits_and_loses_its_least_important_columns_first(width):
     expected = {"TFLOP/s": 60, "memory": 80, "dq": 100, "% of peak": 136, "HBM by formula": 200}
     assert {name: name in header for name in expected} == {name: width >= least for name, least in expected.items()}
     assert "ran on" not in header, "all of them on one GPU"
+    told = " ".join(" ".join(lines).split())
+    left_out = re.search(r"not in \d+ columns: (.*) \(CSV and JSON have all\)$", told)
+    assert {name: left_out is None or name not in left_out[1].split(", ") for name in ("dq", "HBM by formula")} == {
+        name: width >= expected[name] for name in ("dq", "HBM by formula")
+    }
+    errors = ", ".join(name for name in header.split() if name in TENSORS)
+    assert f"(flashzoo/accuracy.py). {errors}: largest errors" in told if errors else "largest errors" not in told
     assert sum("v3_fp8" in line for line in lines) == 1
     assert "v3_fp8 can't: takes dtype e4m3, got bf16 (and 1 more)" in " ".join(" ".join(lines).split())
 

@@ -715,6 +715,12 @@ def test_a_folder_or_file_that_is_not_there_is_named(tmp_path, capsys):
     with pytest.raises(SystemExit):
         plot.main(["--csv", str(tmp_path / "none.csv"), "--no-readme"])
     assert "none.csv, which is not there" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        plot.main(["--csv", str(tmp_path), "--no-readme"])
+    assert f"{tmp_path}, which is a folder" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["report", "-o", str(tmp_path)])
+    assert stopped.value.code == 2 and "--out: " in capsys.readouterr().err
 
 
 def test_a_choice_from_elsewhere_is_not_explains(results, tmp_path, capsys, monkeypatch):

@@ -86,9 +86,10 @@ def attention(
 
     Packed sequences lie behind one another in tensors of three dimensions, and `cu_seqlens_q` says where each begins:
     all that is said below of `seqlen` then holds of each sequence. A sequence's bits don't depend on what else is
-    packed with it. Rows of no sequence give 0, -inf (or their sink) in lse and gradients of 0. Queries may be packed
-    alone, on caches or pages, one for each sequence: a server's batch of prompts and of single new tokens; the bits of
-    one then depend on how many sequences and queries there are in all, and on nothing else of them.
+    packed with it, in versions that promise it (`Spec.batch_invariant`). Rows of no sequence give 0, -inf (or their
+    sink) in lse and gradients of 0. Queries may be packed alone, on caches or pages, one for each sequence: a server's
+    batch of prompts and of single new tokens; the bits of one then depend on how many sequences and queries there are
+    in all, and on nothing else of them.
 
     Args:
         q: `(batch, seqlen_q, heads, head_dim)`, fp16, bf16, fp32, fp64 or e4m3 (`torch.float8_e4m3fn`); any strides

@@ -66,7 +66,8 @@ def attention(
         out `(batch, seqlen_q / ranks, heads, head_dim_v)` of this rank's rows; with `return_lse` the pair
         `(out, lse)`, lse `(batch, heads, seqlen_q / ranks)`. Both are differentiable, once. Gradients of q, k and v are
         those of the sum of all ranks' losses. Those of sinks, which every rank has whole, are a rank's share, as those
-        of weights are: their sum over ranks is the whole's. With one rank it is the plain call, bit by bit.
+        of weights are: their sum over ranks is the whole's. With one rank it is the plain call, bit by bit, which takes
+        all options of `flashzoo.attention`.
 
     Raises:
         TypeError, ValueError: an argument is malformed, or ranks don't call alike; the same on every rank, before
@@ -199,7 +200,7 @@ def explain(
         version answers on a rank.
 
     Raises:
-        TypeError, ValueError: as `attention`.
+        TypeError, ValueError: as `attention`; of one rank too, what several do not take.
     """
     size = size_of(group)
     options = _given(options)
