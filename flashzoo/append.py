@@ -6,7 +6,7 @@ from importlib import import_module
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from flashzoo.call.check import check_data, check_tensor, check_tensors
 from flashzoo.call.operands import OPERANDS
@@ -52,12 +52,16 @@ def append(
     Raises:
         TypeError, ValueError: an argument is malformed, or a cache expanded; the text names it, what was expected and
             what was got.
-        NotImplementedError: it is being traced, by torch.compile with fullgraph=True or by torch.export.
+        NotImplementedError: it is being traced by torch.export. Under torch.compile the graph breaks here; with
+            fullgraph=True that is torch's error.
     """
+    if is_dynamo_compiling():
+        from flashzoo.untraced import untraced
+
+        descales = {"k_descale": k_descale, "v_descale": v_descale}
+        return untraced(append, k_cache, v_cache, k, v, seqused_k, page_table=page_table, **descales)
     if is_compiling():
-        raise NotImplementedError(
-            "flashzoo.append can't be traced: call it outside of what torch.compile or torch.export sees"
-        )
+        raise NotImplementedError("flashzoo.append can't be traced: call it outside of what torch.export sees")
     named = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
     check_tensors(**named, seqused_k=seqused_k, **({} if page_table is None else {"page_table": page_table}))
     check_data(*[x.device for x in named.values()])

@@ -374,7 +374,7 @@ def test_traced_or_transformed_it_is_refused():
                 NotImplementedError, match=r"does not support (sinks|score_mod's tensor 0) under forward"
             ):
                 flashzoo.attention_backward(**given, **how, version="standard")
-    with pytest.raises(Exception, match=r"attention_backward can't be traced"):
+    with pytest.raises(Exception, match=r"attention_backward .*can't be traced"):
         torch.compile(lambda q: flashzoo.attention_backward(**given | {"q": q}), backend="eager", fullgraph=True)(
             given["q"]
         )

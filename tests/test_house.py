@@ -64,11 +64,13 @@ MAY_IMPORT = {
         "flashzoo.autograd",
         "flashzoo.registry",
         "flashzoo.transforms",
+        "flashzoo.untraced",
     }
     | CALL,
     "call.packed": {"torch"},
     "call.validate": {"torch", "flashzoo.lengths", "flashzoo.sinks"} | CALL,
-    "call.backward": {"torch", "typing_extensions", "flashzoo.registry", "flashzoo.transforms"} | CALL,
+    "call.backward": {"torch", "typing_extensions", "flashzoo.registry", "flashzoo.transforms", "flashzoo.untraced"}
+    | CALL,
     "call.traced": {"torch", "flashzoo.autograd", "flashzoo.registry", "flashzoo.transforms"} | CALL,
     "autograd": {"torch", "flashzoo.call.problem", "flashzoo.transforms"},
     "transforms": {"torch", "flashzoo.call.problem", "flashzoo.registry", "flashzoo.spec"},
@@ -123,13 +125,14 @@ MAY_IMPORT = {
     "scores": {"torch", SCORES, "flashzoo.call.forms", "flashzoo.lengths"},
     "score_mods": {"torch", SCORES},
     "sinks": {"torch"},
+    "untraced": {"torch"},
     "merge": {"torch", "flashzoo.call.check", "flashzoo.transforms"},
-    "append": {"torch", "flashzoo.call.check", "flashzoo.transforms"} | HANDED,
+    "append": {"torch", "flashzoo.call.check", "flashzoo.transforms", "flashzoo.untraced"} | HANDED,
     "lengths": {"torch", "flashzoo.call.forms"},
     "replace": {"torch", BLOCK_MASK, SCORES, "flashzoo.registry", "flashzoo.transforms"} | CALL,
     "masks": {"torch", "typing_extensions", BLOCK_MASK, "flashzoo.call.forms"},
     # Public names, and who is asked for where nobody is named.
-    "parallel": {"torch", "flashzoo.parallel", "flashzoo.registry", "flashzoo.transforms"}
+    "parallel": {"torch", "flashzoo.parallel", "flashzoo.registry", "flashzoo.transforms", "flashzoo.untraced"}
     | {f"flashzoo.{name}" for name in flashzoo.__all__},
     "_sass": set(),
     "_triton": {

@@ -54,7 +54,7 @@ def qkv():
 
 
 def compiled(function=flashzoo.attention, **options):
-    return torch.compile(function, fullgraph=True, **{"backend": "aot_eager"} | options)
+    return torch.compile(function, **{"backend": "aot_eager", "fullgraph": True} | options)
 
 
 def gradients(function, tensors, **options):
@@ -362,8 +362,46 @@ class TestErrors:
             out.sum().backward()
 
     def test_quantize_is_not_traced(self, qkv):
-        with pytest.raises(Exception, match="quantize can't be traced"):
-            compiled(lambda *x: flashzoo.quantize(*x).q)(*(x.half() for x in qkv))
+        q, k, v = (x.half() for x in qkv)
+        quantized = lambda *x: flashzoo.quantize(*x).q.float() * 2  # noqa: E731
+        with pytest.raises(Exception, match=r"quantize, .*can't be traced"):
+            compiled(quantized)(q, k, v)
+        assert torch.equal(compiled(quantized, fullgraph=False)(q, k, v), quantized(q, k, v))
+
+    def test_a_graph_breaks_where_a_cache_is_written_to(self, qkv):
+        """By a step of decoding, whose every kernel is launched as outside of a graph."""
+        q, k, v = (x.half() for x in qkv)
+        used = torch.tensor([3, 20], dtype=torch.int32, device=DEVICE)
+
+        def step(q, k_cache, v_cache):
+            flashzoo.append(k_cache, v_cache, k[:, :2], v[:, 1:3], used)
+            return flashzoo.attention(q[:, :2], k_cache, v_cache, seqused_k=used + 2, causal=True, version="v2") * 2
+
+        caches = [[torch.ones_like(x) for x in (k, v)] for _ in range(2)]
+        with pytest.raises(Exception, match=r"flashzoo\.append, .*can't be traced"):
+            compiled(step)(q, *caches[0])
+        found, expected = compiled(step, fullgraph=False)(q, *caches[0]), step(q, *caches[1])
+        assert torch.equal(found, expected) and all(map(torch.equal, *caches))
+        with pytest.raises(NotImplementedError, match="append can't be traced"):
+            torch.export.export(Steps(*caches[0], used), (k, v), strict=False)
+
+    def test_a_graph_breaks_at_a_backward_pass_alone(self, qkv):
+        q, k, v = (x.half() for x in qkv)
+        out, lse = flashzoo.attention(q, k, v, return_lse=True, version="v2")
+        back = lambda dout: flashzoo.attention_backward(dout, q, k, v, out, lse, version="v2")[0] * 2  # noqa: E731
+        assert torch.equal(compiled(back, fullgraph=False)(out), back(out))
+
+
+class Steps(torch.nn.Module):
+    """Writes to caches of its own."""
+
+    def __init__(self, k_cache, v_cache, used):
+        super().__init__()
+        self.caches, self.used = (k_cache, v_cache), used
+
+    def forward(self, k, v):
+        flashzoo.append(*self.caches, k, v, self.used)
+        return k
 
 
 class TestModes:

@@ -486,6 +486,51 @@ def test_traced_by_torch_compile(version):
         torch.testing.assert_close(x, y)
 
 
+_SLOPES = torch.linspace(0.1, 0.2, HEADS, device=DEVICE)
+INSIDE = {
+    "a function": lambda: lambda s, b, h, i, j: s * 2 + i,
+    "a function that reads": lambda: lambda s, b, h, i, j: s * _SLOPES[h],
+    "one made inside": lambda: flashzoo.ScoreMod(lambda s, b, h, i, j: s * 2 - j),
+    "one made inside that reads": lambda: flashzoo.ScoreMod(lambda s, b, h, i, j: s * _SLOPES[h]),
+    "alibi": lambda: score_mods.alibi(_SLOPES),
+}
+
+
+@pytest.mark.parametrize("version", ["v2", "standard"])
+@pytest.mark.parametrize("mod", INSIDE)
+def test_a_graph_may_break_where_a_function_is_traced(mod, version):
+    """Two tracers are at work then; the compiler's saw the tensors of ours as its own."""
+
+    def attention(q, k, v):
+        return flashzoo.attention(q + 0, k, v, score_mod=INSIDE[mod](), version=version, causal=True) * 2
+
+    compiled, leaves = torch.compile(attention, backend="aot_eager"), [x.requires_grad_() for x in qkv()]
+    expected = torch.autograd.grad(attention(*leaves).square().sum(), leaves)
+    for _ in range(2):
+        found = torch.autograd.grad(compiled(*leaves).square().sum(), leaves)
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("mod", INSIDE)
+def test_one_graph_has_no_function_that_is_traced_inside(mod):
+    attention = lambda *x: flashzoo.attention(*x, score_mod=INSIDE[mod](), version="standard")  # noqa: E731
+    with pytest.raises(Exception, match=r"made outside|make the ScoreMod outside"):
+        torch.compile(attention, backend="aot_eager", fullgraph=True)(*qkv())
+
+
+@pytest.mark.parametrize("mod", INSIDE)
+def test_a_function_may_be_traced_under_a_transform(mod):
+    q, k, v = qkv(torch.float64)
+    made = flashzoo.ScoreMod.of(INSIDE[mod]())
+    through = lambda mod: lambda q: flashzoo.attention(q, k, v, score_mod=mod(), version="standard")  # noqa: E731
+    expected = torch.func.jvp(through(lambda: made), (q,), (q,))
+    for x, y in zip(torch.func.jvp(through(INSIDE[mod]), (q,), (q,)), expected, strict=True):
+        torch.testing.assert_close(x, y)
+    (batched,) = torch.func.vmap(through(INSIDE[mod]))(q[None])
+    torch.testing.assert_close(batched, through(lambda: made)(q))
+
+
 def test_softcap_may_be_made_inside_of_a_graph():
     """It reads nothing, and has no gradient there either."""
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from importlib import import_module
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from flashzoo.autograd import as_rows
 from flashzoo.call.check import check_data, check_tensors, described_call, fields_of
@@ -183,6 +184,10 @@ def attention(
     if getattr(q, "is_nested", False):
         return of_nested(attention, q, k, v, return_lse=return_lse, version=version, **options)
     rows = options.get("cu_seqlens_q") is not None and getattr(q, "ndim", 4) == 3
+    if is_dynamo_compiling() and not isinstance(options.get("score_mod"), (ScoreMod, NoneType)):
+        from flashzoo.untraced import untraced
+
+        return untraced(attention, q, k, v, return_lse=return_lse, version=version, **options)
     if is_compiling():
         from flashzoo.call.traced import traced
 
@@ -324,12 +329,15 @@ def quantize(
 
     Raises:
         TypeError, ValueError: an argument is malformed.
-        NotImplementedError: it is being traced, by torch.compile with fullgraph=True or by torch.export.
+        NotImplementedError: it is being traced by torch.export. Under torch.compile the graph breaks here; with
+            fullgraph=True that is torch's error.
     """
+    if is_dynamo_compiling():
+        from flashzoo.untraced import untraced
+
+        return untraced(quantize, q, k, v, rotate=rotate, smooth=smooth, scales=scales)
     if is_compiling():
-        raise NotImplementedError(
-            "flashzoo.quantize can't be traced: call it outside of what torch.compile or torch.export sees"
-        )
+        raise NotImplementedError("flashzoo.quantize can't be traced: call it outside of what torch.export sees")
     check_tensors(q=q, k=k, v=v)
     check_data(q.device, k.device, v.device)
     check_flags(rotate=rotate, smooth=smooth)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from flashzoo.call.api import Options, takes_options
 from flashzoo.call.check import check_tensor, check_tensors, described_call, fields_of
@@ -77,19 +77,24 @@ def attention_backward(
         TypeError, ValueError: an argument is malformed; the text names it, what was expected and what was got.
         flashzoo.UnsupportedError: the named version, or under "auto" every version, has a reason against the call, or
             no backward pass apart from its forward pass; the text names those that would do.
-        NotImplementedError: the call is traced, by torch.compile with fullgraph=True or by torch.export,
-            or under a transform.
+        NotImplementedError: the call is traced by torch.export, or under a transform. Under torch.compile the graph
+            breaks here; with fullgraph=True that is torch's error.
     """
+    how = {"dlse": dlse, "delta": delta, "version": version, **options}
+    if is_dynamo_compiling():
+        from flashzoo.untraced import untraced
+
+        return untraced(attention_backward, dout, q, k, v, out, lse, **how)
+    if is_compiling():
+        raise NotImplementedError(
+            "flashzoo.attention_backward can't be traced: call it outside of what torch.export sees"
+        )
     if options.get("cu_seqlens_q") is not None and getattr(q, "ndim", 4) == 3:
         batch = [None if x is None else x[None] for x in (dout, out, lse, dlse, delta)]
         dout, out, lse, dlse, delta = batch  # pyright: ignore[reportAssignmentType]
-        how = {"dlse": dlse, "delta": delta, "version": version, **options}
+        how |= {"dlse": dlse, "delta": delta}
         dq, dk, dv, *of_operands = attention_backward(dout, *as_batch(q, k, v), out, lse, **how)
         return dq[0], dk[0], dv[0], *of_operands
-    if is_compiling():
-        raise NotImplementedError(
-            "flashzoo.attention_backward can't be traced: call it outside of what torch.compile or torch.export sees"
-        )
     given = {"dout": dout, "q": q, "k": k, "v": v, "lse": lse}
     given |= {name: x for name, x in (("out", out), ("dlse", dlse), ("delta", delta)) if x is not None}
     check_tensors(**given)

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from flashzoo import attention as attention_of_one
 from flashzoo.parallel import gather, halo, ring, ulysses
@@ -77,8 +77,8 @@ def attention(
     """
     anew = {"group": group, "layout": layout, "method": method, "seqlen": seqlen, "return_lse": return_lse}
     anew |= {"version": version, **options}
-    if is_compiling():
-        from flashzoo.parallel.traced import untraced
+    if is_dynamo_compiling():  # a graph would remember what one rank has agreed on with others
+        from flashzoo.untraced import untraced
 
         return untraced(attention, q, k, v, **anew)
     if any(hasattr(x, "to_local") for x in (q, k, v)):

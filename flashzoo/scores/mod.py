@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
-from dis import opmap
-from functools import lru_cache, partial
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, NoneType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from flashzoo.call.forms import ScoreForm
 from flashzoo.scores.by_default import float32_by_default
-from flashzoo.scores.fitting import fitting
 
 if TYPE_CHECKING:
     from flashzoo.scores.program import Program
@@ -48,13 +42,12 @@ class ScoreMod:
     """
 
     def __init__(self, function: Function) -> None:
-        from flashzoo.scores.trace import traced
+        from flashzoo.scores.captures import program_of
 
         if not callable(function):
             raise TypeError(f"score_mod must be a function (score, batch, head, q_idx, kv_idx), got {function!r}")
-        _check_takes_five(function)
         self.function: Function | None = function
-        self.program, self.tensors = traced(function)
+        self.program, self.tensors = program_of(function)
         self.text: str = self.program.text
         self._grads: tuple[int, ...] | None = None
 
@@ -64,12 +57,13 @@ class ScoreMod:
         None are those that require them. ValueError where the text is none, or reads other tensors."""
         from flashzoo.scores.program import parsed
 
-        return cls._of(None, parsed(text), tuple(tensors), grads)
+        return cls.of_program(None, parsed(text), tuple(tensors), grads)
 
     @classmethod
-    def _of(
+    def of_program(
         cls, function: Function | None, program: Program, tensors: tuple[Tensor, ...], grads: tuple[int, ...] | None
     ) -> ScoreMod:
+        """One from its parts as they are kept."""
         found = cls.__new__(cls)
         found.function, found.program, found.text = function, program, program.text
         found.tensors, found._grads = tensors, grads
@@ -80,22 +74,9 @@ class ScoreMod:
         """Of a function that may have been traced before."""
         if isinstance(function, ScoreMod):
             return function
-        try:
-            found = _Captures(function)
-            prints = tuple(found.prints)
-            known = _KNOWN.get(prints)
-        except (TypeError, _Unknown):  # nothing that can be asked what it captures
-            return cls(function)
-        if known is not None:
-            program, places = known
-            return cls._of(function, program, tuple(found.tensors[place] for place in places), None)
-        mod = cls(function)
-        places = [next((i for i, x in enumerate(found.tensors) if x is read), -1) for read in mod.tensors]
-        if -1 not in places:
-            if len(_KNOWN) >= MOST_KNOWN:
-                _KNOWN.pop(next(iter(_KNOWN)), None)
-            _KNOWN[prints] = mod.program, tuple(places)
-        return mod
+        from flashzoo.scores.captures import mod_of
+
+        return mod_of(function)
 
     @property
     def grads(self) -> tuple[int, ...]:
@@ -121,7 +102,7 @@ class ScoreMod:
         """Itself, or the same of tensors none of which is lazily negated."""
         if not any([x.is_neg() for x in self.tensors]):
             return self
-        return self._of(None, self.program, tuple(x.resolve_neg() for x in self.tensors), self._grads)
+        return self.of_program(None, self.program, tuple(x.resolve_neg() for x in self.tensors), self._grads)
 
     def __call__(self, score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         """New scores, of tensors that broadcast; where score is float64 all that is float32 is."""
@@ -151,155 +132,6 @@ class ScoreMod:
         return f"ScoreMod({name}: {len(self.program.steps)} operations, {len(self.tensors)} tensors)"
 
 
-def _check_takes_five(function: Function) -> None:
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # it has none that can be asked for
-        return
-    try:
-        signature.bind(*range(5))
-    except TypeError as error:
-        raise TypeError(
-            f"score_mod must take (score, batch, head, q_idx, kv_idx), got {function!r}{signature}: {error}"
-        ) from None
-
-
 def _is_far(x: Tensor) -> bool:
     """Whether 32 bits don't number its elements, in memory or one behind another."""
     return max(x.numel(), sum([(n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)])) >= 1 << 31
-
-
-_KNOWN: dict[tuple[Any, ...], tuple[Program, tuple[int, ...]]] = {}
-"""By what functions are made of and had captured when they were traced, their programs, and which of the captured
-tensors these read. Nothing of it keeps a tensor."""
-MOST_KNOWN = 256
-_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
-
-
-class _Unknown(Exception):
-    """Something that a function captured may change unseen."""
-
-
-class _Captures:
-    """What a function may read beside its arguments: closures, defaults, globals, and those of functions that it calls.
-    Of what has attributes, a module, a class or a function say, it is those that any of this code names.
-
-    Attributes:
-        prints: all of it but tensors' numbers, to be compared.
-        tensors: those among it.
-    """
-
-    def __init__(self, function: Any) -> None:
-        self.prints: list[Any] = []
-        self.tensors: list[Tensor] = []
-        self._met: dict[int, tuple[int, Any]] = {}  # with the object, lest another one be given its id
-        self._names: dict[str, None] = {}
-        self._holders: list[Callable[[str, Any], Any]] = []
-        self._add(function)
-        self._look_up()
-
-    def _add(self, x: Any) -> None:
-        if isinstance(x, _PLAIN) or x is fitting:
-            self.prints.append((type(x), repr(x) if isinstance(x, float) else x))  # 0.0 equals -0.0
-        elif id(x) in self._met:
-            self.prints.append(self._met[id(x)][0])
-        else:
-            self._met[id(x)] = len(self._met), x
-            self._add_new(x)
-
-    def _add_new(self, x: Any) -> None:
-        if isinstance(x, Tensor):
-            self.prints.append((x.dtype, x.shape, x.layout))
-            self.tensors.append(x)
-            if vars(x):
-                self._holders.append(vars(x).get)
-        elif isinstance(x, ScoreMod) and x.function is not None:
-            self._add(x.function)
-        elif isinstance(x, FunctionType):
-            self._add_function(x)
-        elif isinstance(x, (tuple, partial)):
-            parts = x if isinstance(x, tuple) else (x.func, *x.args, *x.keywords.items())
-            self.prints.append((type(x), len(parts)))
-            for part in parts:
-                self._add(part)
-            if type(x) not in (tuple, torch.Size):
-                self._holders.append(partial(getattr, x))
-        elif isinstance(x, (ModuleType, type)):
-            self._add_namespace(x)
-        elif _is_constant(x):
-            self.prints.append(x)
-        else:
-            raise _Unknown
-
-    def _add_function(self, x: FunctionType) -> None:
-        self.prints.append(x.__code__)
-        parts = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
-        parts += [cell.cell_contents for cell in x.__closure__ or ()]
-        if not _is_of_torch(x.__globals__.get("__name__")):
-            names = _names(x.__code__)
-            self._names |= dict.fromkeys(names)
-            parts += [x.__globals__[name] for name in names if name in x.__globals__]
-        if vars(x):
-            self._holders.append(vars(x).get)
-        for part in parts:
-            self._add(part)
-
-    def _add_namespace(self, x: ModuleType | type) -> None:
-        self.prints.append(x)
-        if isinstance(x, ModuleType):
-            if not _is_of_torch(x.__name__):
-                plain = type(x) is ModuleType and "__getattr__" not in vars(x)
-                self._holders.append(vars(x).get if plain else partial(getattr, x))
-        elif not _is_of_torch(x.__module__):
-            self._holders.append(partial(getattr, x))
-            for base in x.__mro__:
-                if not _is_of_torch(base.__module__):
-                    for part in vars(base).values():
-                        if isinstance(part, FunctionType):  # an operator is called without its name
-                            self._add(part)
-
-    def _look_up(self) -> None:
-        """Adds the attributes; as long as these name others, and have others."""
-        looked = 0, 0
-        while looked != (len(self._holders), len(self._names)):
-            looked = len(self._holders), len(self._names)
-            for holder in (*self._holders,):
-                for name in (*self._names,):
-                    try:
-                        found = holder(name, _ABSENT)
-                    except Exception as error:  # of code of the caller's
-                        raise _Unknown from error
-                    if found is not _ABSENT:
-                        self.prints.append(name)
-                        self._add(found)
-
-
-_ABSENT = object()
-_UNFOLLOWED = frozenset({"getattr", "attrgetter", "vars", "__dict__", "globals", "eval", "exec", "__import__"})
-"""Of code that names them it is not known what it reads."""
-_IMPORT = opmap["IMPORT_NAME"]
-
-
-@lru_cache(maxsize=1024)
-def _names(code: CodeType) -> tuple[str, ...]:
-    """Of the globals and attributes that code may read, that of functions within it among it. `_Unknown` where it may
-    read others."""
-    if _IMPORT in code.co_code[::2] or not _UNFOLLOWED.isdisjoint(code.co_names):
-        raise _Unknown
-    inner = [name for x in code.co_consts if isinstance(x, CodeType) for name in _names(x)]
-    return tuple(dict.fromkeys((*code.co_names, *inner)))
-
-
-def _is_of_torch(module: Any) -> bool:
-    """Of a module's name, whether it is torch's, in which nothing changes."""
-    return module == "torch" or str(module).startswith("torch.")
-
-
-def _is_constant(x: Any) -> bool:
-    """Whether nothing that it is bound to can change: functions of modules and classes, and torch's without state."""
-    if isinstance(x, BuiltinFunctionType):
-        return isinstance(x.__self__, (ModuleType, type, NoneType))
-    return _is_of_torch(type(x).__module__) and (not hasattr(x, "__dict__") or isinstance(x, _OPERATIONS))
-
-
-_OPERATIONS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)

@@ -8,9 +8,11 @@ written into it.
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -129,13 +131,14 @@ def traced(function: Callable[..., Any]) -> tuple[Program, tuple[Tensor, ...]]:
     )
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    _check_takes_five(function)
     if any(isinstance(mode, Captured) and mode.indexed for mode in _get_current_function_mode_stack()):
         raise ValueError("score_mod must use a ScoreMod that was made before, not make one")
     captured: dict[int, Tensor] = {}
     fakes: dict[int, Tensor] = {}
 
     def noted(x: Tensor) -> Tensor | None:
-        if isinstance(x, FakeTensor):
+        if isinstance(x, FakeTensor) and x.fake_mode is fake:
             return None
         if id(x) not in fakes:
             if x.layout != torch.strided or x.dtype not in NAMES:
@@ -149,15 +152,16 @@ def traced(function: Callable[..., Any]) -> tuple[Program, tuple[Tensor, ...]]:
         with Captured(lambda x: mine.get(id(x)), True):
             return function(*arguments[: len(ARGUMENTS)])
 
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        with torch.no_grad(), _alone(), fake:
             score, number = torch.zeros(()), torch.zeros((), dtype=torch.int32)
             arguments = (score, *[number.clone() for _ in ARGUMENTS[1:]])
             with Captured(noted, True) as seen:
                 returned = function(*arguments)
             _check_returned(returned, any(x.dtype == torch.float64 for x in captured.values()))
             table = _decompositions()
-        with torch.no_grad(), fake:
+        with torch.no_grad(), _alone(), fake:
             graph = make_fx(graph_of, decomposition_table=table)(*arguments, *fakes.values())
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
@@ -168,6 +172,29 @@ def traced(function: Callable[..., Any]) -> tuple[Program, tuple[Tensor, ...]]:
     program = _Writer(tuple(NAMES[x.dtype] for x in tensors)).of_graph(graph)
     fits = tuple(f"t{i}" for i, x in enumerate(tensors) if any(x is other for other in seen.fitting))
     return replace(program, fitting=fits), tensors
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Under no mode and no transform that the call may be under: they would see tensors of ours as theirs."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes(), temporarily_clear_interpreter_stack():
+        yield
+
+
+def _check_takes_five(function: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # it has none that can be asked for
+        return
+    try:
+        signature.bind(*range(5))
+    except TypeError as error:
+        raise TypeError(
+            f"score_mod must take (score, batch, head, q_idx, kv_idx), got {function!r}{signature}: {error}"
+        ) from None
 
 
 def _check_returned(x: Any, of_float64: bool) -> None:
