@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib import import_module
 
 import torch
@@ -35,9 +36,10 @@ def append(
     none.
 
     Args:
-        k_cache: `(batch, seqlen_max, heads_kv, head_dim)`, any dtype and strides with a contiguous last dimension; or
-            pages `(pages, page_size, heads_kv, head_dim)` with page_table.
-        v_cache: the same with head_dim_v.
+        k_cache: `(batch, seqlen_max, heads_kv, head_dim)`, any real dtype, any strides with a contiguous last
+            dimension; or pages `(pages, page_size, heads_kv, head_dim)` with page_table.
+        v_cache: the same with head_dim_v. It may lie between k_cache's rows, or have columns of its rows where new
+            rows have them too.
         k: `(batch, seqlen_new, heads_kv, head_dim)`, dtype and device of the cache; or fp16 or bf16 into an e4m3 cache:
             divided by k_descale in float32 and rounded to nearest, ties to even, what is beyond 448 to 448, infinity
             too, and NaN to NaN.
@@ -78,6 +80,8 @@ def append(
                 )
             if x.is_neg():
                 raise ValueError(f"{name} must be written to as it lies in memory, got one that is lazily negated")
+        if x.is_complex():
+            raise TypeError(f"{name} must be of a real dtype, got {x.dtype}")
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} has no gradient through a cache, got one that requires grad")
     batch, new, heads, _ = k.shape
@@ -128,6 +132,8 @@ def append(
 def _rows_lie_apart(cache: Tensor) -> bool:
     """Whether no two of its numbers are at one place: each stride is beyond what smaller ones reach."""
     reach = 0
+    if not cache.numel():
+        return True
     for step, size in sorted((step, size) for step, size in zip(cache.stride(), cache.shape, strict=True) if size > 1):
         if step <= reach:
             return False
@@ -136,18 +142,52 @@ def _rows_lie_apart(cache: Tensor) -> bool:
 
 
 def _check_memory(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
-    """ValueError where new rows lie between a cache's first number and its last, or columns of a row are in both caches
-    and not as far apart as those of new rows."""
+    """ValueError where new rows lie between a cache's first number and its last, rows of both caches share memory, or
+    the same row's columns do and are not as far apart as those of new rows."""
     spans = {name: _span(x) for name, x in (("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v))}
     for name in ("k", "v"):
         for of in ("k_cache", "v_cache"):
             if spans[name][0] < spans[of][1] and spans[of][0] < spans[name][1]:
                 raise ValueError(f"{name} must have memory of its own, got some of {of}'s, which is written to")
-    apart = spans["v_cache"][0] - spans["k_cache"][0]
-    shared = -v_cache.shape[3] * v_cache.element_size() < apart < k_cache.shape[3] * k_cache.element_size()
-    shared &= k_cache.stride()[:3] == v_cache.stride()[:3] or not apart
-    if shared and v_cache.numel() and apart != spans["v"][0] - spans["k"][0]:
-        raise ValueError("v_cache must have memory of its own where v has, got k_cache's")
+    (first, end), (first_v, end_v) = spans["k_cache"], spans["v_cache"]
+    if first_v >= end or first >= end_v:
+        return
+    size, apart = k_cache.element_size(), first_v - first
+    steps = [
+        (step * size, step_v * size, count)
+        for step, step_v, count in zip(k_cache.stride()[:3], v_cache.stride()[:3], k_cache.shape, strict=False)
+        if count > 1
+    ]
+    if any(step != step_v for step, step_v, _ in steps):
+        raise ValueError(
+            f"v_cache must have memory of its own, or k_cache's strides, got {v_cache.stride()} and {k_cache.stride()}"
+        )
+    widths = k_cache.shape[3] * size, v_cache.shape[3] * size
+    for places in _meeting(apart, sorted([(step, count) for step, _, count in steps], reverse=True), *widths):
+        if any(places):
+            raise ValueError("v_cache must have memory of its own for each row, got that of other rows of k_cache")
+        if apart != spans["v"][0] - spans["k"][0]:
+            raise ValueError("v_cache must have memory of its own where v has, got k_cache's")
+
+
+def _meeting(apart: int, steps: list[tuple[int, int]], width: int, width_v: int) -> Iterator[tuple[int, ...]]:
+    """How many places of each dimension a row of the one cache is before one of the other that shares memory with it,
+    of all there are.
+
+    Args:
+        apart: bytes from the one's first row to the other's.
+        steps: of each dimension, the largest first, its stride, beyond what smaller ones reach, and its size.
+        width, width_v: bytes of a row.
+    """
+    if not steps:
+        if -width_v < apart < width:
+            yield ()
+        return
+    (step, count), *smaller = steps
+    for places in (apart // step, apart // step + 1):
+        if -count < places < count:
+            for others in _meeting(apart - places * step, smaller, width, width_v):
+                yield (places, *others)
 
 
 def _span(x: Tensor) -> tuple[int, int]:

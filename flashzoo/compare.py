@@ -146,7 +146,8 @@ def _compared(
         scales = descales_of_rows(*judged, operands) if problem.kv_in_e4m3 else NO_DESCALES
         operands_of: dict[str, Any] = {"sinks": options.get("sinks"), "scored": scored_at(asked, operands)}
         operands_of |= {"kept": kept_at(asked, operands), "mask": shown(asked, operands)}
-        judge = Judge(*judged, replace(asked, lse=True), dout, descales=scales, **operands_of)
+        of_batch = dout[None] if dout is not None and problem.packed_q else dout
+        judge = Judge(*judged, replace(asked, lse=True), of_batch, descales=scales, **operands_of)
         bench = _Bench((q.detach(), k.detach(), v.detach()), dout, problem, options, judge)
         for spec in specs:
             bar.step(spec.name)

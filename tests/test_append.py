@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from random import Random
+
 import pytest
 import torch
 from torch import Tensor
@@ -121,6 +124,7 @@ CACHES = {name: drawn(2, 20, 2, 16) for name in ("k_cache", "v_cache")}
 GIVEN = CACHES | {"k": drawn(2, 3, 2, 16), "v": drawn(2, 3, 2, 16), "seqused_k": numbers(0, 0)}
 E4M3 = torch.float8_e4m3fn
 IN_E4M3 = {name: x.to(E4M3) for name, x in CACHES.items()}
+ROWS = drawn(2, 21, 3, 16)
 MALFORMED = {
     "no tensor": ({"k": None}, TypeError, "k must be a torch.Tensor, got NoneType"),
     "of three dimensions": (
@@ -239,6 +243,26 @@ MALFORMED = {
         ValueError,
         "v_cache must have memory of its own where v has, got k_cache's",
     ),
+    "heads of one cache": (
+        {"k_cache": ROWS[..., :2, :], "v_cache": ROWS[..., 1:3, :]},
+        ValueError,
+        "v_cache must have memory of its own for each row, got that of other rows of k_cache",
+    ),
+    "rows of one cache": (
+        {"k_cache": ROWS[:, :-1, :2], "v_cache": ROWS[:, 1:, :2]},
+        ValueError,
+        "v_cache must have memory of its own for each row, got that of other rows of k_cache",
+    ),
+    "other strides": (
+        {"k_cache": ROWS[:, :20, :2], "v_cache": ROWS.view(-1)[:1280].view(2, 20, 2, 16)},
+        ValueError,
+        "v_cache must have memory of its own, or k_cache's strides, got",
+    ),
+    "complex": (
+        {name: x.to(torch.complex64) for name, x in CACHES.items()},
+        TypeError,
+        "k_cache must be of a real dtype, got torch.complex64",
+    ),
     "recorded": ({"k": drawn(2, 3, 2, 16).requires_grad_()}, ValueError, "k has no gradient through a cache"),
     "elsewhere": ({"v_cache": drawn(2, 20, 2, 16).to("meta")}, ValueError, "must have data, got device meta"),
 }
@@ -249,6 +273,36 @@ def test_malformed_arguments_are_refused_by_name(case):
     changed, error, text = MALFORMED[case]
     with pytest.raises(error, match=text):
         flashzoo.append(**GIVEN | changed)
+
+
+def test_caches_share_no_memory_but_columns_of_a_row():
+    """Of caches that lie anyhow in one tensor those are refused of which two numbers are one."""
+    random, memory, refused = Random(0), torch.zeros(600, dtype=torch.int16, device=DEVICE), 0
+    new = torch.zeros(2, 0, 2, 8, dtype=torch.int16, device=DEVICE)
+    for _ in range(400):
+        sizes, step, strides = (2, random.randint(1, 4), 2), random.randint(3, 9), {}
+        for dim in random.sample(range(3), 3):
+            strides[dim], step = step, step * sizes[dim] + random.choice((0, 0, 1, 5))
+        widths = [random.randint(1, 4) for _ in range(2)]
+        at = random.sample(range(41), 2)
+        caches = [
+            memory.as_strided((*sizes, width), (*[strides[dim] for dim in range(3)], 1), first)
+            for width, first in zip(widths, at, strict=True)
+        ]
+        if max(widths) > min(strides.values()):  # then rows of one cache overlap
+            continue
+        places = torch.arange(600)
+        k_at, v_at = (
+            set(places.as_strided(x.shape, x.stride(), x.storage_offset()).flatten().tolist()) for x in caches
+        )
+        call = partial(flashzoo.append, *caches, *(new[..., :width] for width in widths), numbers(0, 0))
+        if k_at & v_at:
+            refused += 1
+            with pytest.raises(ValueError, match="v_cache must have memory of its own"):
+                call()
+        else:
+            call()
+    assert 50 < refused < 350
 
 
 @pytest.mark.parametrize("lies", ["one behind the other", "side by side", "the last columns", "apart"])

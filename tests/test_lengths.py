@@ -223,6 +223,16 @@ def test_compare_takes_packed_sequences():
     assert "v1 can't: does not support cu_seqlens_q" in str(found) and "2 packed sequences" in str(found)
 
 
+def test_compare_takes_packed_queries_on_caches():
+    for how in ({}, {"page_table": lengths(0, 1, 2, 3).view(2, 2)}):
+        caches = POOL if how else KV
+        found = flashzoo.compare(
+            ROWS[0], *caches, cu_seqlens_q=RIGHT, backward=True, versions=["standard", "v1"], **how
+        )
+        assert [row.status for row in found.rows] == ["can't", "ok"], found
+        assert found.rows[1].reasons[0].startswith("forward pass alone")
+
+
 def test_validate_looks_at_descales():
     q, k, v = (x[None].to(torch.float8_e4m3fn) for x in ROWS)
     for bad in (0.0, -1.0, float("nan"), float("inf")):
@@ -345,6 +355,11 @@ def test_changing_lengths_do_not_recompile():
 POOL = [torch.randn(9, 16, 2, 16, device=DEVICE) for _ in range(2)]
 TABLE = lengths(0, 3, 8, 1).view(2, 2)
 PAGES = {
+    "no page": (
+        {"page_table": TABLE, "k": POOL[0][:0], "v": POOL[1][:0]},
+        ValueError,
+        r"k must have a page where page_table has numbers, got shape \(0, 16, 2, 16\)",
+    ),
     "of another batch": (
         {"page_table": TABLE[:1]},
         ValueError,
@@ -454,6 +469,7 @@ def test_validate_looks_at_caches_of_packed_queries():
         ({"max_seqlen_q": 19}, "max_seqlen_q must be at least each sequence's length, got 19 and 20 of sequence 1"),
         ({"seqused_k": lengths(0, 25)}, "seqused_k must be from 0 to the cache's length, got 25 of 24 at 1"),
         ({"max_seqlen_k": 9}, "max_seqlen_k must be at least what is used of each cache, got 9 and 24 at 1"),
+        ({"max_seqlen_k": 9, "seqused_k": None}, "max_seqlen_k must be at least .*, got 9 and 24 at 0"),
     ):
         with pytest.raises(ValueError, match=text):
             call(**{"cu_seqlens_q": RIGHT, "seqused_k": lengths(0, 24)} | wrong)

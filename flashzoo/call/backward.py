@@ -89,15 +89,15 @@ def attention_backward(
         raise NotImplementedError(
             "flashzoo.attention_backward can't be traced: call it outside of what torch.export sees"
         )
-    if options.get("cu_seqlens_q") is not None and getattr(q, "ndim", 4) == 3:
+    given = {"dout": dout, "q": q, "k": k, "v": v, "lse": lse}
+    given |= {name: x for name, x in (("out", out), ("dlse", dlse), ("delta", delta)) if x is not None}
+    check_tensors(**given)
+    if options.get("cu_seqlens_q") is not None and q.ndim == 3:
         batch = [None if x is None else x[None] for x in (dout, out, lse, dlse, delta)]
         dout, out, lse, dlse, delta = batch  # pyright: ignore[reportAssignmentType]
         how |= {"dlse": dlse, "delta": delta}
         dq, dk, dv, *of_operands = attention_backward(dout, *as_batch(q, k, v), out, lse, **how)
         return dq[0], dk[0], dv[0], *of_operands
-    given = {"dout": dout, "q": q, "k": k, "v": v, "lse": lse}
-    given |= {name: x for name, x in (("out", out), ("dlse", dlse), ("delta", delta)) if x is not None}
-    check_tensors(**given)
     if out is None and delta is None:
         raise ValueError("out or delta must be given, got None for both")
     asked: dict[str, Any] = {**options}

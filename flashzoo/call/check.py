@@ -127,6 +127,8 @@ def _read_by_pages(k: Described, v: Described, table: tuple[int, ...]) -> tuple[
     if k[0][:2] != v[0][:2]:
         raise ValueError(f"v must have k's pages and page_size {tuple(k[0][:2])}, got {tuple(v[0][:2])}")
     page_size = k[0][1]
+    if not k[0][0] and page_size and 0 not in table:
+        raise ValueError(f"k must have a page where page_table has numbers, got shape {tuple(k[0])}")
     as_batch = (((table[0], table[1] * page_size, *shape[2:]), *rest) for shape, *rest in (k, v))
     return *as_batch, page_size  # pyright: ignore[reportReturnType] - two of them, the rest is as it was
 

@@ -70,8 +70,11 @@ def _check_lengths(operands: Any, problem: Problem, k: Tensor) -> None:
         flaws.append(flaws_of_packed("q", operands.cu_seqlens_q, problem.seqlen_q, longest[0]))
     elif ranges is not None:
         flaws.append(ranges.flaws(problem.seqlen_q, problem.seqlen_k, *longest))
-    if "cache" in problem.features:
-        flaws.append(flaws_of_caches(operands.seqused_k, problem.seqlen_k, longest[1]))
+    used = operands.seqused_k
+    if used is None and problem.packed_q:  # all of each cache
+        used = torch.tensor([problem.seqlen_k])
+    if used is not None and (problem.packed_q or "cache" in problem.features):
+        flaws.append(flaws_of_caches(used, problem.seqlen_k, longest[1]))
     for flaw in chain(*flaws):
         raise ValueError(flaw)
     if operands.page_table is not None:
