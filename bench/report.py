@@ -227,9 +227,9 @@ def main(argv: list[str] | None = None) -> int:
     who, by = requested("auto")
     if who != "auto":
         parser.error(f"what explain says is to be auto's choice, got {who} by {by}")
+    text = page(rows, args.csv)
     try:
-        args.out.touch()  # before the page is made, which takes a while
-        args.out.write_text(page(rows, args.csv), encoding="utf-8")
+        args.out.write_text(text, encoding="utf-8")
     except OSError as error:
         parser.error(f"--out: {error}")
     print(args.out)

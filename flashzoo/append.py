@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ def append(
         TypeError, ValueError: an argument is malformed, or a cache expanded; the text names it, what was expected and
             what was got.
         NotImplementedError: it is being traced by torch.export. Under torch.compile the graph breaks here; with
-            fullgraph=True that is torch's error.
+            fullgraph=True, and in a strict export, that is torch's error.
     """
     if is_dynamo_compiling():
         from flashzoo.untraced import untraced
@@ -118,7 +119,7 @@ def append(
         raise ValueError(
             f"page_table must have a row for each of k's batch {batch}, got shape {tuple(page_table.shape)}"
         )
-    _check_memory(**named)
+    _check_memory(**named, descales=(k_descale, v_descale))
     capacity = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
         if x is not None:
@@ -141,53 +142,57 @@ def _rows_lie_apart(cache: Tensor) -> bool:
     return True
 
 
-def _check_memory(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
-    """ValueError where new rows lie between a cache's first number and its last, rows of both caches share memory, or
-    the same row's columns do and are not as far apart as those of new rows."""
+def _check_memory(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, descales: tuple[Any, Any]) -> None:
+    """ValueError where new rows lie between a cache's first number and its last, or a row of one cache and one of the
+    other share memory, unless they are columns of the same row that have the same new ones."""
     spans = {name: _span(x) for name, x in (("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v))}
     for name in ("k", "v"):
         for of in ("k_cache", "v_cache"):
             if spans[name][0] < spans[of][1] and spans[of][0] < spans[name][1]:
                 raise ValueError(f"{name} must have memory of its own, got some of {of}'s, which is written to")
-    (first, end), (first_v, end_v) = spans["k_cache"], spans["v_cache"]
-    if first_v >= end or first >= end_v:
+    if not k_cache.numel() or not v_cache.numel():
         return
-    size, apart = k_cache.element_size(), first_v - first
+    size, apart = k_cache.element_size(), spans["v_cache"][0] - spans["k_cache"][0]
     steps = [
         (step * size, step_v * size, count)
         for step, step_v, count in zip(k_cache.stride()[:3], v_cache.stride()[:3], k_cache.shape, strict=False)
         if count > 1
     ]
-    if any(step != step_v for step, step_v, _ in steps):
-        raise ValueError(
-            f"v_cache must have memory of its own, or k_cache's strides, got {v_cache.stride()} and {k_cache.stride()}"
-        )
     widths = k_cache.shape[3] * size, v_cache.shape[3] * size
-    for places in _meeting(apart, sorted([(step, count) for step, _, count in steps], reverse=True), *widths):
-        if any(places):
-            raise ValueError("v_cache must have memory of its own for each row, got that of other rows of k_cache")
-        if apart != spans["v"][0] - spans["k"][0]:
-            raise ValueError("v_cache must have memory of its own where v has, got k_cache's")
+    for places in _meeting(apart, sorted(steps, reverse=True), *widths):
+        if places is None or any(places):
+            raise ValueError("v_cache must have memory of its own for each row, got some of other rows of k_cache")
+        new = (spans["v"][0] - spans["k"][0]) * size == apart * k.element_size()
+        new &= all(a == b for a, b, n in zip(k.stride(), v.stride(), k.shape[:3], strict=False) if n > 1)
+        if not new or descales[0] is not descales[1]:
+            raise ValueError("v_cache must have memory of its own where v or v_descale has, got k_cache's")
 
 
-def _meeting(apart: int, steps: list[tuple[int, int]], width: int, width_v: int) -> Iterator[tuple[int, ...]]:
-    """How many places of each dimension a row of the one cache is before one of the other that shares memory with it,
-    of all there are.
+def _meeting(
+    apart: int, steps: list[tuple[int, int, int]], width: int, width_v: int
+) -> Iterator[tuple[int, ...] | None]:
+    """How many places of each dimension a row of k_cache is before one of v_cache that shares memory with it, of all
+    there are; None where the strides of both are not the same and their places not told apart.
 
     Args:
         apart: bytes from the one's first row to the other's.
-        steps: of each dimension, the largest first, its stride, beyond what smaller ones reach, and its size.
+        steps: of each dimension, the largest first, both strides and the size.
         width, width_v: bytes of a row.
     """
     if not steps:
         if -width_v < apart < width:
             yield ()
         return
-    (step, count), *smaller = steps
-    for places in (apart // step, apart // step + 1):
-        if -count < places < count:
-            for others in _meeting(apart - places * step, smaller, width, width_v):
-                yield (places, *others)
+    (step, step_v, count), *smaller = steps
+    reach = width + sum([of_k * (n - 1) for of_k, _, n in smaller])
+    reach_v = width_v + sum([of_v * (n - 1) for _, of_v, n in smaller])
+    if step == step_v and max(reach, reach_v) <= step:
+        for places in (apart // step, apart // step + 1):
+            if -count < places < count:
+                for others in _meeting(apart - places * step, smaller, width, width_v):
+                    yield None if others is None else (places, *others)
+    elif -reach_v - step_v * (count - 1) < apart < reach + step * (count - 1):
+        yield None
 
 
 def _span(x: Tensor) -> tuple[int, int]:

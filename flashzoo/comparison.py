@@ -145,8 +145,7 @@ class Comparison:
             if row.reasons:
                 versions_by_why.setdefault(_why(row), []).append(row.version)
         lines += [f"{', '.join(names)}{why}" for why, names in versions_by_why.items()]
-        if table:
-            lines.append(_legend(shown))
+        lines += [_legend(shown)] if _legend(shown) else []
         if left_out:
             lines.append(f"not in {width} columns: {', '.join(left_out)} (CSV and JSON have all)")
         return "\n".join(part for line in lines for part in _wrapped(line, width))
@@ -218,7 +217,8 @@ def _legend(shown: list[str]) -> str:
     parts = ["budget: the worst error's share of what is allowed (flashzoo/accuracy.py)."] if "budget" in shown else []
     errors = [name for name in TENSORS if name in shown]
     parts += [f"{', '.join(errors)}: largest errors against a float64 oracle."] if errors else []
-    return " ".join([*parts, "ms: medians."])
+    parts += ["ms: medians."] if any(name.endswith(" ms") for name in shown) else []
+    return " ".join(parts)
 
 
 def _table(rows: list[dict[str, str]], shown: list[str]) -> list[str]:

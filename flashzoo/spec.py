@@ -54,7 +54,7 @@ _KINDS = {
 
 
 def _texts(given: tuple, count: int | None = None) -> bool:
-    return all(isinstance(one, str) for one in given) and count in (None, len(given))
+    return all(isinstance(one, str) and one for one in given) and count in (None, len(given))
 
 
 def _counts(given: tuple) -> bool:
@@ -78,11 +78,13 @@ def _devices(given: tuple) -> bool:
 _PACKAGES = (_texts, "names of packages")
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "fp8_rms": (
-        lambda given: _pairs(given) and all(isinstance(factor, (int, float)) and factor > 0 for _, factor in given),
+        lambda given: (
+            _pairs(given) and all(isinstance(kind, str) and isinstance(x, (int, float)) and x > 0 for kind, x in given)
+        ),
         "pairs of a kind of values and a factor",
     ),
     "arch": (_span, "the lowest and the highest compute capability, as (80, None) or (90, 90)"),
-    "head_dims": (lambda given: len(given) > 0 and min(given) > 0, "a range of some numbers from 1 on"),
+    "head_dims": (lambda given: bool(given) and min(given[0], given[-1]) > 0, "a range of some numbers from 1 on"),
     "latent_dims": (lambda given: _pairs(given) and all(map(_counts, given)), "pairs of head_dim and head_dim_v"),
     "requires": _PACKAGES,
     "backward_requires": _PACKAGES,
@@ -216,10 +218,10 @@ class Spec:
             if not holds(given):
                 raise ValueError(f"Spec {self.name!r}: {name} must be {words}, got {given!r}")
         for name in ("features", "backward"):
-            unknown = sorted((getattr(self, name) or frozenset()) - FEATURES.keys())
+            unknown = sorted((getattr(self, name) or frozenset()) - FEATURES.keys(), key=str)
             if unknown:
                 raise ValueError(f"Spec {self.name!r}: {name} must be names from {sorted(FEATURES)}, got {unknown}")
-        unknown = sorted(self.transforms - TRANSFORMS.keys())
+        unknown = sorted(self.transforms - TRANSFORMS.keys(), key=str)
         if unknown:
             raise ValueError(f"Spec {self.name!r}: transforms must be names from {sorted(TRANSFORMS)}, got {unknown}")
         for name in ("dtypes", "cpu_dtypes"):

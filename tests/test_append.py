@@ -124,7 +124,7 @@ CACHES = {name: drawn(2, 20, 2, 16) for name in ("k_cache", "v_cache")}
 GIVEN = CACHES | {"k": drawn(2, 3, 2, 16), "v": drawn(2, 3, 2, 16), "seqused_k": numbers(0, 0)}
 E4M3 = torch.float8_e4m3fn
 IN_E4M3 = {name: x.to(E4M3) for name, x in CACHES.items()}
-ROWS = drawn(2, 21, 3, 16)
+ROWS, NEW, ROWS_IN_E4M3 = drawn(2, 21, 3, 16), drawn(2, 3, 2, 16), IN_E4M3["k_cache"]
 MALFORMED = {
     "no tensor": ({"k": None}, TypeError, "k must be a torch.Tensor, got NoneType"),
     "of three dimensions": (
@@ -236,27 +236,37 @@ MALFORMED = {
     "one cache": (
         {"v_cache": CACHES["k_cache"]},
         ValueError,
-        "v_cache must have memory of its own where v has, got k_cache's",
+        "v_cache must have memory of its own where v or v_descale has, got k_cache's",
     ),
     "columns of one cache": (
         {"v_cache": CACHES["k_cache"][..., 4:], "v": drawn(2, 3, 2, 12)},
         ValueError,
-        "v_cache must have memory of its own where v has, got k_cache's",
+        "v_cache must have memory of its own where v or v_descale has, got k_cache's",
     ),
     "heads of one cache": (
         {"k_cache": ROWS[..., :2, :], "v_cache": ROWS[..., 1:3, :]},
         ValueError,
-        "v_cache must have memory of its own for each row, got that of other rows of k_cache",
+        "v_cache must have memory of its own for each row, got some of other rows of k_cache",
     ),
     "rows of one cache": (
         {"k_cache": ROWS[:, :-1, :2], "v_cache": ROWS[:, 1:, :2]},
         ValueError,
-        "v_cache must have memory of its own for each row, got that of other rows of k_cache",
+        "v_cache must have memory of its own for each row, got some of other rows of k_cache",
     ),
-    "other strides": (
+    "rows of another order": (
         {"k_cache": ROWS[:, :20, :2], "v_cache": ROWS.view(-1)[:1280].view(2, 20, 2, 16)},
         ValueError,
-        "v_cache must have memory of its own, or k_cache's strides, got",
+        "v_cache must have memory of its own for each row, got some of other rows of k_cache",
+    ),
+    "other new columns": (
+        {"v_cache": CACHES["k_cache"][..., 8:], "k": NEW, "v": NEW[..., 4:12]},
+        ValueError,
+        "v_cache must have memory of its own where v or v_descale has, got k_cache's",
+    ),
+    "other new columns to be rounded": (
+        {"k_cache": ROWS_IN_E4M3, "v_cache": ROWS_IN_E4M3[..., 8:], "k": NEW, "v": NEW[..., 4:12]},
+        ValueError,
+        "v_cache must have memory of its own where v or v_descale has, got k_cache's",
     ),
     "complex": (
         {name: x.to(torch.complex64) for name, x in CACHES.items()},
@@ -303,6 +313,49 @@ def test_caches_share_no_memory_but_columns_of_a_row():
         else:
             call()
     assert 50 < refused < 350
+
+
+def in_one_row(lies: str) -> tuple[Tensor, Tensor]:
+    """Caches of head_dim 16 and 8 in one tensor, or of none."""
+    memory = torch.zeros(4000, dtype=torch.float16, device=DEVICE)
+    if lies == "heads behind heads":
+        rows = memory[: 2 * 20 * 48].view(2, 20, 48)
+        return rows[..., :32].view(2, 20, 2, 16), rows[..., 32:].view(2, 20, 2, 8)
+    if lies == "sequences behind sequences":
+        blocks = memory[: 2 * 20 * 48].view(2, 20 * 48)
+        return blocks[:, : 20 * 32].view(2, 20, 2, 16), blocks[:, 20 * 32 :].view(2, 20, 2, 8)
+    if lies == "heads first in one":
+        blocks = memory[: 2 * 20 * 48].view(2, 20 * 48)
+        return blocks[:, : 20 * 32].view(2, 20, 2, 16), blocks[:, 20 * 32 :].view(2, 2, 20, 8).transpose(1, 2)
+    assert lies == "one head"  # whose stride says nothing
+    rows = memory[: 2 * 20 * 24].view(2, 20, 24)
+    return rows.as_strided((2, 20, 1, 16), (480, 24, 3, 1)), rows.as_strided((2, 20, 1, 8), (480, 24, 7, 1), 16)
+
+
+@pytest.mark.parametrize("lies", ["heads behind heads", "sequences behind sequences", "heads first in one", "one head"])
+def test_caches_of_two_widths_may_be_of_one_tensor(lies):
+    k_cache, v_cache = in_one_row(lies)
+    k, v = (drawn(2, 3, cache.shape[2], cache.shape[3]) for cache in (k_cache, v_cache))
+    flashzoo.append(k_cache, v_cache, k, v, numbers(0, 5))
+    for sequence, used in enumerate((0, 5)):
+        for cache, new in ((k_cache, k), (v_cache, v)):
+            assert torch.equal(cache[sequence, used : used + 3], new[sequence]) and cache.count_nonzero() == new.numel()
+
+
+def test_values_that_are_columns_of_keys_are_rounded_once():
+    k_cache, k = ROWS_IN_E4M3.clone(), drawn(2, 3, 2, 16)
+    k_cache.zero_()
+    flashzoo.append(k_cache, k_cache[..., 8:], k, k[..., 8:], numbers(0, 5))
+    assert torch.equal(k_cache[1, 5:8].float(), k[1].to(torch.float8_e4m3fn).float())
+    one = torch.ones(2, 2, device=DEVICE)
+    flashzoo.append(k_cache, k_cache[..., 8:], k, k[..., 8:], numbers(0, 5), k_descale=one, v_descale=one)
+    with pytest.raises(ValueError, match="memory of its own where v or v_descale has"):
+        flashzoo.append(k_cache, k_cache[..., 8:], k, k[..., 8:], numbers(0, 5), v_descale=one)
+
+
+def test_an_empty_cache_lies_anyhow():
+    cache = drawn(1, 1, 2, 16).expand(2, 1, 2, 16)[:, :0]
+    flashzoo.append(cache, cache, drawn(2, 3, 2, 16), drawn(2, 3, 2, 16), numbers(0, 5))
 
 
 @pytest.mark.parametrize("lies", ["one behind the other", "side by side", "the last columns", "apart"])

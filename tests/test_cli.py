@@ -299,6 +299,11 @@ def test_a_table_fits_and_loses_its_least_important_columns_first(width):
     assert "v3_fp8 can't: takes dtype e4m3, got bf16 (and 1 more)" in " ".join(" ".join(lines).split())
 
 
+def test_a_legend_speaks_of_what_is_there():
+    text = " ".join(MEASURED.text(20).split())
+    assert "budget:" not in text and "ms: medians" not in text and "not in 20 columns" in text
+
+
 def test_the_text_of_a_comparison_is_80_columns_wide_and_a_terminals_its_own(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     assert str(MEASURED) == MEASURED.text(80) != MEASURED.text(200)

@@ -477,6 +477,18 @@ def test_validate_looks_at_caches_of_packed_queries():
         flashzoo.validate(ROWS[0], *POOL, cu_seqlens_q=RIGHT, page_table=lengths(0, 1, 9, 3).view(2, 2))
 
 
+def test_validate_takes_no_sequences():
+    none = torch.zeros(0, 24, 2, 16, device=DEVICE)
+    flashzoo.validate(ROWS[0][:0], none, none, cu_seqlens_q=lengths(0), max_seqlen_k=0)
+
+
+def test_a_pool_without_a_page_is_one_where_no_page_is_asked_for():
+    empty, q = [x[:0] for x in POOL], ROWS[0].view(2, 15, 2, 16)
+    out, lse = flashzoo.attention(q, *empty, page_table=TABLE[:, :0], return_lse=True)
+    assert not out.any() and (lse == -math.inf).all()
+    assert flashzoo.attention(q[:0], *empty, page_table=TABLE[:0]).shape == (0, 15, 2, 16)
+
+
 def test_pages_have_no_gradients_and_say_so():
     q = ROWS[0].view(2, 15, 2, 16).requires_grad_()
     with pytest.raises(flashzoo.UnsupportedError, match="backward pass does not support page_table"):

@@ -6,11 +6,14 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
+from threading import Barrier, Thread
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashzoo
 from flashzoo import ScoreMod, score_mods, workloads
@@ -510,6 +513,40 @@ def test_a_graph_may_break_where_a_function_is_traced(mod, version):
         found = torch.autograd.grad(compiled(*leaves).square().sum(), leaves)
         for x, y in zip(found, expected, strict=True):
             torch.testing.assert_close(x, y)
+
+
+def test_a_mode_sees_nothing_of_the_tracing():
+    seen = []
+
+    class Counts(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Counts():
+        mod = flashzoo.ScoreMod(lambda s, b, h, i, j: torch.tanh(s) * _SLOPES[h])
+    with FakeTensorMode():
+        numbers = torch.empty(HEADS)
+        of_fake = flashzoo.ScoreMod(lambda s, b, h, i, j: torch.tanh(s) * numbers[h])
+    assert not seen and of_fake.text == mod.text and of_fake.tensors[0] is numbers
+
+
+def test_threads_trace_at_once():
+    start, made = Barrier(6), {}
+
+    def make(n: int) -> None:
+        start.wait()
+        made[n] = [flashzoo.ScoreMod(lambda s, b, h, i, j, f=n + 10 * m: s * f + _SLOPES[h]).text for m in range(5)]
+
+    threads = [Thread(target=make, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made == {
+        n: [flashzoo.ScoreMod(lambda s, b, h, i, j, f=n + 10 * m: s * f + _SLOPES[h]).text for m in range(5)]
+        for n in range(6)
+    }
 
 
 @pytest.mark.parametrize("mod", INSIDE)

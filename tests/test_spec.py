@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -122,6 +123,9 @@ class TestSpec:
             ({"backward": frozenset({"softcap"})}, "backward must be names from .* got \\['softcap'\\]"),
             ({"dtypes": ("e5m2",)}, "dtypes must be from .* got \\['e5m2'\\]"),
             ({"quantizes": ("fp32",)}, "quantizes must be from .* got \\['fp32'\\]"),
+            ({"features": frozenset({1, "x"})}, "features must be names from .* got \\[1, 'x'\\]"),
+            ({"requires": ("",)}, r"requires must be names of packages, got \(''\,\)"),
+            ({"quantizes": ("fp16",), "fp8_rms": ((1, 1.0),)}, "fp8_rms must be pairs of a kind of values"),
             ({"fp8_rms": (("randn", 1.0),)}, "fp8_rms is for a version that quantizes, got .*randn"),
             ({"cpu_dtypes": ("int8",)}, "cpu_dtypes must be from .* got \\['int8'\\]"),
             ({"transforms": frozenset({"jit"})}, "transforms must be names from .* got \\['jit'\\]"),
@@ -157,6 +161,9 @@ class TestSpec:
     def test_a_wrong_declaration_is_refused_at_once(self, fields, text):
         with pytest.raises((TypeError, ValueError), match=text):
             toy(**fields)
+
+    def test_any_range_of_head_dims_is_looked_at_by_its_ends(self):
+        assert toy(head_dims=range(1, sys.maxsize)).unsupported(HOPPER) == []
 
     def test_every_feature_is_a_field_a_problem_can_ask_for(self):
         sizes = {"heads_kv": 2, "seqlen_k": 4, "head_dim_v": 32, "out_dtype": "fp32"}

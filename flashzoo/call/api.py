@@ -330,7 +330,7 @@ def quantize(
     Raises:
         TypeError, ValueError: an argument is malformed.
         NotImplementedError: it is being traced by torch.export. Under torch.compile the graph breaks here; with
-            fullgraph=True that is torch's error.
+            fullgraph=True, and in a strict export, that is torch's error.
     """
     if is_dynamo_compiling():
         from flashzoo.untraced import untraced

@@ -78,7 +78,7 @@ def attention_backward(
         flashzoo.UnsupportedError: the named version, or under "auto" every version, has a reason against the call, or
             no backward pass apart from its forward pass; the text names those that would do.
         NotImplementedError: the call is traced by torch.export, or under a transform. Under torch.compile the graph
-            breaks here; with fullgraph=True that is torch's error.
+            breaks here; with fullgraph=True, and in a strict export, that is torch's error.
     """
     how = {"dlse": dlse, "delta": delta, "version": version, **options}
     if is_dynamo_compiling():

@@ -11,7 +11,8 @@ comes first of a rank's chunks comes first of the whole too.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from operator import index
+from typing import Any, Literal, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -134,9 +135,9 @@ def _check_rows(x: Any, dim: Any) -> None:
         raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
     if hasattr(x, "to_local"):
         raise TypeError("x must be a tensor of this rank alone, got a DTensor: its to_local() or full_tensor() is one")
-    if isinstance(dim, bool) or not isinstance(dim, int):
+    if isinstance(dim, bool) or not isinstance(dim, SupportsIndex):
         raise TypeError(f"dim must be an int, got {dim!r}")
-    if not -x.ndim <= dim < x.ndim:
+    if not -x.ndim <= index(dim) < x.ndim:
         raise ValueError(f"dim must be one of the {x.ndim} of x, of shape {tuple(x.shape)}, got {dim}")
 
 
@@ -170,7 +171,7 @@ def positions(seqlen: int, group: Any, layout: Layout = "zigzag", device: torch.
         TypeError, ValueError: as `shard`, for group and layout; seqlen is no int, or less than 0.
     """
     check_layout(layout)
-    if isinstance(seqlen, bool) or not isinstance(seqlen, int):
+    if isinstance(seqlen, bool) or not isinstance(seqlen, SupportsIndex):
         raise TypeError(f"seqlen must be an int, got {seqlen!r}")
     if seqlen < 0:
         raise ValueError(f"seqlen must be 0 or more, got {seqlen}")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -115,6 +116,10 @@ def _read(x: Tensor, index: Any) -> Tensor:
     return torch.ops.aten.index.Tensor(x, whole)
 
 
+_ONE_AT_A_TIME = RLock()
+"""Torch's tracer changes what all threads see."""
+
+
 @float32_by_default()
 def traced(function: Callable[..., Any]) -> tuple[Program, tuple[Tensor, ...]]:
     """The program of a score function, and the tensors that it captured.
@@ -154,14 +159,14 @@ def traced(function: Callable[..., Any]) -> tuple[Program, tuple[Tensor, ...]]:
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     try:
-        with torch.no_grad(), _alone(), fake:
+        with _ONE_AT_A_TIME, torch.no_grad(), _alone(), fake:
             score, number = torch.zeros(()), torch.zeros((), dtype=torch.int32)
             arguments = (score, *[number.clone() for _ in ARGUMENTS[1:]])
             with Captured(noted, True) as seen:
                 returned = function(*arguments)
             _check_returned(returned, any(x.dtype == torch.float64 for x in captured.values()))
             table = _decompositions()
-        with torch.no_grad(), _alone(), fake:
+        with _ONE_AT_A_TIME, torch.no_grad(), _alone(), fake:
             graph = make_fx(graph_of, decomposition_table=table)(*arguments, *fakes.values())
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
