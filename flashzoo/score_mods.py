@@ -42,8 +42,11 @@ def softcap(cap: float) -> ScoreMod:
         raise ValueError(f"cap must be positive and finite, got {cap}")
 
     if is_compiling():
+        from torch.fx.experimental.symbolic_shapes import guard_scalar
+
         from flashzoo.scores.in_graph import keep
 
+        cap = guard_scalar(cap)  # a graph for each: the compiler makes a variable of the second
         keep(_make_softcap, cap)
     else:
         _make_softcap(cap)

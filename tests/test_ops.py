@@ -361,6 +361,28 @@ class TestErrors:
         with pytest.raises(RuntimeError, match="expected the argument grad to be True"):
             out.sum().backward()
 
+    @pytest.mark.parametrize("make", ["causal", "sliding_window", "documents"])
+    def test_a_block_mask_may_be_made_inside_of_a_graph(self, make, qkv):
+        how = {"causal": (24,), "sliding_window": (24, 24), "documents": ([9, 15],)}[make]
+        more = {"window_size": (3, 0)} if make == "sliding_window" else {}
+        more |= {"device": DEVICE} if DEVICE != "cpu" else {}  # else none is named
+        attention = lambda q: flashzoo.attention(  # noqa: E731
+            q, q, q, block_mask=getattr(flashzoo.BlockMask, make)(*how, **more), version="standard"
+        )
+        torch.testing.assert_close(compiled(attention)(qkv[0]), attention(qkv[0]))
+
+    def test_the_longest_sequence_may_be_a_number_of_a_tensor(self, qkv):
+        """A graph does not know it."""
+        rows, lengths = qkv[0].flatten(0, 1), torch.tensor([0, 20, 48], dtype=torch.int32, device=DEVICE)
+
+        def attention(q, cu_seqlens):
+            longest = int(cu_seqlens.diff().max())
+            how = {"cu_seqlens_q": cu_seqlens, "max_seqlen_q": longest, "max_seqlen_k": longest}
+            return flashzoo.attention(q, q, q, **how, version="standard")
+
+        with torch._dynamo.config.patch(capture_scalar_outputs=True):
+            torch.testing.assert_close(compiled(attention)(rows, lengths), attention(rows, lengths))
+
     def test_quantize_is_not_traced(self, qkv):
         q, k, v = (x.half() for x in qkv)
         quantized = lambda *x: flashzoo.quantize(*x).q.float() * 2  # noqa: E731

@@ -568,6 +568,16 @@ def test_a_function_may_be_traced_under_a_transform(mod):
     torch.testing.assert_close(batched, through(lambda: made)(q))
 
 
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_softcaps_of_several_caps_are_each_in_one_graph(dynamic):
+    """The compiler makes a variable of a number that changes."""
+    q, k, v = qkv()
+    attention = lambda cap: flashzoo.attention(q, k, v, score_mod=score_mods.softcap(cap), version="standard")  # noqa: E731
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for cap in (1.5, 3.0, 7, 0.25):
+        torch.testing.assert_close(compiled(cap), attention(cap))
+
+
 def test_softcap_may_be_made_inside_of_a_graph():
     """It reads nothing, and has no gradient there either."""
 

@@ -86,6 +86,10 @@ def traced(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, version: str, opti
     check_tensors(q=q, k=k, v=v)
     check_flags(return_lse=return_lse)
     how = {name: x for name, x in options.items() if name not in OPERANDS}
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        longest = how.get(name)
+        if isinstance(longest, int):  # of a tensor too, whose number a graph is not told
+            torch._check(longest >= 0)
     fields_of(how)
     window = normalised(how.get("window_size"))
     how["window_size"] = None if window == (None, None) else [-1 if side is None else side for side in window]

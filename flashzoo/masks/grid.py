@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from flashzoo.call.forms import Window
 from flashzoo.integers import cdiv
@@ -109,7 +110,9 @@ def grid_of(seqlen_q: int, seqlen_k: int | None, block_q: int, block_kv: int, de
     for name, block in (("block_q", block_q), ("block_kv", block_kv)):
         if block not in BLOCKS:
             raise ValueError(f"{name} must be one of {BLOCKS}, got {block!r}")
-    device = torch.get_default_device() if device is None else torch.device(device)
+    if device is None:  # what torch.compile has no word for
+        device = torch.empty(0).device if is_compiling() else torch.get_default_device()
+    device = torch.device(device)
     return Grid(count_of("seqlen_q", seqlen_q), count_of("seqlen_k", seqlen_k), block_q, block_kv, device)
 
 

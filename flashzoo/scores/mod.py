@@ -22,8 +22,10 @@ class ScoreMod:
     `attention(score_mod=)` takes the function itself as well, and traces it again only where what it captured is
     another: numbers, tensors of other shapes or dtypes. One that reads through objects of classes of your own, by
     `getattr` or `vars`, or what it imports, is traced at every call, unless it is a `ScoreMod`; and only as such can it
-    be used under `torch.compile` and `torch.export`, which takes its tensors for constants. It can be copied and
-    pickled, and then reads copies of its tensors.
+    be in a graph of `torch.compile`, or be exported, by which its tensors are taken for constants. It can be copied and
+    pickled, and then reads copies of its tensors. These are the very ones that it met: what has another put in the
+    place of a module's buffer, `torch.func.functional_call` or `half()`, changes what a function reads that looks it
+    up, and not what a `ScoreMod` does.
 
     Args:
         function: `(score, batch, head, q_idx, kv_idx) -> score`, FlexAttention's signature: on tensors of no
