@@ -145,7 +145,7 @@ class Comparison:
             if row.reasons:
                 versions_by_why.setdefault(_why(row), []).append(row.version)
         lines += [f"{', '.join(names)}{why}" for why, names in versions_by_why.items()]
-        lines += [_legend(shown)] if _legend(shown) else []
+        lines += _legend(shown)
         if left_out:
             lines.append(f"not in {width} columns: {', '.join(left_out)} (CSV and JSON have all)")
         return "\n".join(part for line in lines for part in _wrapped(line, width))
@@ -212,13 +212,13 @@ def _widths(rows: list[dict[str, str]], shown: list[str]) -> dict[str, int]:
     return {name: max(len(line[name]) for line in (_header(shown), *rows)) for name in shown}
 
 
-def _legend(shown: list[str]) -> str:
-    """What the columns mean, of those that are there."""
+def _legend(shown: list[str]) -> list[str]:
+    """What the columns mean, of those that are there: a line, or none."""
     parts = ["budget: the worst error's share of what is allowed (flashzoo/accuracy.py)."] if "budget" in shown else []
     errors = [name for name in TENSORS if name in shown]
     parts += [f"{', '.join(errors)}: largest errors against a float64 oracle."] if errors else []
     parts += ["ms: medians."] if any(name.endswith(" ms") for name in shown) else []
-    return " ".join(parts)
+    return [" ".join(parts)] if parts else []
 
 
 def _table(rows: list[dict[str, str]], shown: list[str]) -> list[str]:

@@ -90,7 +90,6 @@ def _scored(
     return flashzoo.attention(q, k, v, return_lse=return_lse, **options)
 
 
-@torch.compiler.disable  # a function on scores that reads tensors is made outside of graphs
 def _with_alibi(
     q: Tensor, k: Tensor, v: Tensor, return_lse: bool, softcap: float, slopes: Tensor, options: dict[str, Any]
 ) -> Tensor | tuple[Tensor, Tensor]:

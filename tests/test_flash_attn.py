@@ -116,6 +116,17 @@ def test_softcap_and_alibi(by_batch, softcap, causal, seqlen_q):
     hold(out, torch.stack([formula(*(x[b] for x in (q, k, v)), causal, softcap, None) for b in range(2)]), q, k, v)
 
 
+@pytest.mark.parametrize("by_batch", [False, True])
+def test_a_graph_may_break_at_alibi(by_batch):
+    q, k, v, slopes = drawn(2, 4, 4, 16), drawn(2, 9, 2, 16), drawn(2, 9, 2, 16), drawn(2, 4)
+
+    def attention(q, slopes):
+        given = slopes if by_batch else slopes[0]
+        return flash_attn.flash_attn_func(q + 0, k, v, causal=True, softcap=0.7, alibi_slopes=given) * 2
+
+    hold(torch.compile(attention, backend="aot_eager")(q, slopes), attention(q, slopes), q, slopes)
+
+
 @pytest.mark.parametrize("lengths_q", [(3, 6), (1, 4)])
 @pytest.mark.parametrize("by_batch", [False, True])
 def test_softcap_and_alibi_of_packed_sequences(lengths_q, by_batch):

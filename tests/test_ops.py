@@ -67,7 +67,7 @@ def gradients(function, tensors, **options):
 class TestImport:
     def test_a_call_that_is_not_traced_loads_nothing_for_it(self):
         code = """if True:
-            import sys, torch, flashzoo
+            import sys, torch, flashzoo, flashzoo.flash_attn
             q = torch.randn(1, 8, 2, 16, requires_grad=True)
             flashzoo.attention(q, q, q, version="standard").sum().backward()
             print(*({"flashzoo.call.traced", "torch._dynamo"} & set(sys.modules)))

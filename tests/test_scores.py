@@ -534,19 +534,19 @@ def test_a_mode_sees_nothing_of_the_tracing():
 def test_threads_trace_at_once():
     start, made = Barrier(6), {}
 
+    def texts(n: int) -> list[str]:
+        return [flashzoo.ScoreMod(lambda s, b, h, i, j, f=n + 10 * m: s * f + _SLOPES[h]).text for m in range(5)]
+
     def make(n: int) -> None:
         start.wait()
-        made[n] = [flashzoo.ScoreMod(lambda s, b, h, i, j, f=n + 10 * m: s * f + _SLOPES[h]).text for m in range(5)]
+        made[n] = texts(n)
 
     threads = [Thread(target=make, args=(n,)) for n in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert made == {
-        n: [flashzoo.ScoreMod(lambda s, b, h, i, j, f=n + 10 * m: s * f + _SLOPES[h]).text for m in range(5)]
-        for n in range(6)
-    }
+    assert made == {n: texts(n) for n in range(6)}
 
 
 @pytest.mark.parametrize("mod", INSIDE)

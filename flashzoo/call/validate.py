@@ -70,10 +70,10 @@ def _check_lengths(operands: Any, problem: Problem, k: Tensor) -> None:
         flaws.append(flaws_of_packed("q", operands.cu_seqlens_q, problem.seqlen_q, longest[0]))
     elif ranges is not None:
         flaws.append(ranges.flaws(problem.seqlen_q, problem.seqlen_k, *longest))
-    used = operands.seqused_k
-    if used is None and problem.packed_q:  # all of each cache
-        used = torch.full((operands.cu_seqlens_q.numel() - 1,), problem.seqlen_k)
-    if used is not None and (problem.packed_q or "cache" in problem.features):
+    if problem.packed_q or "cache" in problem.features:
+        used = operands.seqused_k
+        if used is None:  # all of each cache
+            used = torch.full((operands.cu_seqlens_q.numel() - 1,), problem.seqlen_k)
         flaws.append(flaws_of_caches(used, problem.seqlen_k, longest[1]))
     for flaw in chain(*flaws):
         raise ValueError(flaw)
