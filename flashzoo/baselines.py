@@ -17,6 +17,8 @@ from flashzoo.transforms import functorch_active
 _EVERY_HEAD_DIM = range(1, 1 << 16)
 LARGEST_GRID = 65535
 """Programs along the second and third dimension of a CUDA grid; torch's kernels lay the batch along one."""
+BIAS_ALIGNMENT = 16
+"""Elements, at multiples of which torch's efficient kernel wants rows of a mask that is added to the scores."""
 SMALLEST_SCALE = 2.0**-100
 """Of softmax_scale, for torch: its flash kernels multiply a mask's -inf by it, in float32, and 0 gives NaN."""
 
@@ -190,24 +192,28 @@ def _attend_on_gpu(
             q, k, v = (pad(x, (0, -head_dim % 8)) for x in (q, k, v))
         out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=is_causal, scale=scale)[0]
         return out[..., :head_dim] if head_dim % 8 else out
-    bias = None if attn_mask is None else _bias(attn_mask, q)
     if not enable_gqa and can_use_efficient_attention(asked):  # it has no heads that share keys
-        if bias is not None:
-            bias = bias.expand(*q.shape[:3], -1)
         recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+        unaligned = k.shape[-2] % BIAS_ALIGNMENT
+        if attn_mask is not None and recorded and unaligned:
+            # A hook on what autograd saves copies the bias without what lies between its rows.
+            unseen = BIAS_ALIGNMENT - unaligned
+            k, v = (pad(x, (0, 0, 0, unseen)) for x in (k, v))
+            attn_mask = pad(attn_mask, (0, unseen))
+        bias = None if attn_mask is None else _bias(attn_mask, q).expand(*q.shape[:3], -1)
         return torch.ops.aten._scaled_dot_product_efficient_attention(
             q, k, v, bias, recorded, is_causal=is_causal, scale=scale
         )[0]
+    bias = None if attn_mask is None else _bias(attn_mask, q)
     return torch.ops.aten._scaled_dot_product_attention_math(
         q, k, v, bias, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]
 
 
 def _bias(seen: Tensor, q: Tensor) -> Tensor:
-    """0 where a key is seen and -inf where not, in q's dtype; rows start at multiples of 16 elements,
-    as the efficient kernel wants."""
+    """0 where a key is seen and -inf where not, in q's dtype; rows start where the efficient kernel wants them."""
     *rows, seqlen_k = seen.shape
-    bias = q.new_zeros(*rows, seqlen_k + -seqlen_k % 16)[..., :seqlen_k]
+    bias = q.new_zeros(*rows, seqlen_k + -seqlen_k % BIAS_ALIGNMENT)[..., :seqlen_k]
     return bias.masked_fill_(~seen, -torch.inf)
 
 

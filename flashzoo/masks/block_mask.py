@@ -27,7 +27,7 @@ from torch.compiler import is_compiling
 from flashzoo.call.forms import MaskForm, Window, check_flags, normalised
 from flashzoo.masks import picture
 from flashzoo.masks.builders import Builders
-from flashzoo.masks.elements import BITS_ALIGNMENT, WITHIN_BLOCKS, Element, Seen, sites_of, steps_of, unpacked
+from flashzoo.masks.elements import BITS_ALIGNMENT, Element, Seen, sites_of, steps_of, unpacked
 from flashzoo.masks.grid import BLOCKS, Blocks, Grid
 from flashzoo.masks.lists import (
     FULL,
@@ -80,7 +80,7 @@ class BlockMask(Builders):
     heads: int
     rows: Lists
     columns: Lists
-    element: Element = WITHIN_BLOCKS
+    element: Element
     tight: bool = False
     form: MaskForm = field(init=False)
     _checked: bool = field(default=False, init=False)
