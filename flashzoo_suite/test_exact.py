@@ -184,7 +184,7 @@ def test_bad_numbers_stay_in_their_head(version, problem):
     tensors, *_ = draw(problem)
     sound = forward(version, tensors, problem).out
     tensors[1][1, 3, 0] = torch.nan
-    tensors[2][1, 5, 0] = torch.inf
+    tensors[2][1, 5, 0] = torch.nan if problem.dtype == "e4m3" else torch.inf  # e4m3 has no infinity
     out = forward(version, tensors, problem).out
     assert out[1, :, 0].isnan().all()
     untouched = torch.tensor([[True, True], [False, True]], device=out.device)
