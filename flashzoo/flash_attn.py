@@ -7,7 +7,6 @@ it is not at its default.
 
 from __future__ import annotations
 
-import math
 from typing import Any, TypeAlias
 
 import torch
@@ -80,8 +79,9 @@ def _scored(
     options: dict[str, Any],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention with flash-attention's functions on scores, where they are asked for."""
-    if not isinstance(softcap, (int, float)) or not 0 <= softcap < math.inf:
-        raise ValueError(f"softcap must be 0, or positive and finite, got {softcap!r}")
+    smallest, largest = score_mods.SMALLEST_CAP, score_mods.LARGEST_CAP
+    if not isinstance(softcap, (int, float)) or not (softcap == 0 or smallest <= softcap <= largest):
+        raise ValueError(f"softcap must be 0, or from {smallest} to {largest}, got {softcap!r}")
     if alibi_slopes is not None:
         how = (return_lse, softcap, alibi_slopes, options)
         return _with_alibi(q, k, v, *how)  # pyright: ignore[reportCallIssue]

@@ -23,6 +23,8 @@ from flashzoo.scores.mod import ScoreMod
 
 LEAST = -1e38
 """A bias below masks."""
+SMALLEST_CAP, LARGEST_CAP = 1e-30, 1e30
+"""Of softcap: within float32 is what a score is divided by and multiplied with."""
 
 __all__ = ["alibi", "bias", "relative_position", "softcap"]
 
@@ -31,15 +33,15 @@ def softcap(cap: float) -> ScoreMod:
     """Scores within -cap and cap.
 
     Args:
-        cap: a positive finite number.
+        cap: a number from 1e-30 to 1e30.
 
     Raises:
         TypeError, ValueError: cap is none.
     """
     if isinstance(cap, bool) or not isinstance(cap, (int, float)):
         raise TypeError(f"cap must be a float, got {type(cap).__name__}")
-    if not 0 < cap < math.inf:
-        raise ValueError(f"cap must be positive and finite, got {cap}")
+    if not SMALLEST_CAP <= cap <= LARGEST_CAP:
+        raise ValueError(f"cap must be from {SMALLEST_CAP} to {LARGEST_CAP}, got {cap}")
 
     if is_compiling():
         from torch.fx.experimental.symbolic_shapes import guard_scalar

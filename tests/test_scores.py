@@ -33,6 +33,13 @@ def qkv(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     return [torch.randn(1, 40, HEADS, 16, generator=generator, device=DEVICE).to(dtype) for _ in range(3)]
 
 
+def one_by_one(function: Callable[..., torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
+    """The function itself, called on tensors of no dimensions: the score and the places of one score after another."""
+    flat = [x.flatten() for x in torch.broadcast_tensors(*given)]
+    found = [function(*place).cpu() for place in zip(*flat, strict=True)]
+    return torch.stack(found).view(torch.broadcast_shapes(*(x.shape for x in given))).to(given[0].device)
+
+
 def test_the_text_is_what_is_computed():
     """Not how it is called, nor what is left out of the result."""
 
@@ -88,6 +95,9 @@ def test_every_operation_is_in_kernels_what_it_is_in_torch(dtype):
     operations = {step.operation for text in (ScoreMod(everything).text,) for step in parsed(text).steps}
     operations |= {step.operation for step in gradient_of(ScoreMod(everything).text).program.steps}
     assert operations == set(OPERATIONS)
+    score = torch.randn(1, HEADS, 12, 12, device=DEVICE) * 2
+    given = (score, *places((1, HEADS, 12, 12), None, score.device))
+    torch.testing.assert_close(ScoreMod(everything)(*given), one_by_one(everything, *given), rtol=1e-4, atol=1e-5)
     found = []
     for version in ("v2", "standard"):
         leaves = [x.requires_grad_() for x in qkv(dtype)]
@@ -102,8 +112,30 @@ def test_what_masks_last_is_no_part_of_a_gradient():
     bias, plain = score_mods.bias(torch.ones(HEADS, 40, 40)).text, "x0: f32 = load(t0, h, q, k)"
     assert unmasked(bias) == f"{plain}\nx1: f32 = add(x0, score)\nreturn x1"
     assert unmasked(ScoreMod(lambda s, b, h, i, j: torch.where(i >= j, s, -math.inf)).text) == "return score"
-    for mod in (lambda s, b, h, i, j: torch.where(i >= j, s, -1.0), lambda s, b, h, i, j: s):
+    for mod in (lambda s, b, h, i, j: torch.where(i >= j, s, -1.0), lambda s, b, h, i, j: s, *MASKED.values()):
         assert unmasked(ScoreMod(mod).text) == ScoreMod(mod).text
+
+
+MASKED = {
+    "by a number": lambda s, b, h, i, j: s.masked_fill(i < j, -1.0),
+    "by the least": lambda s, b, h, i, j: s.masked_fill(j % 2 == 0, -1e9),
+    "by a bool": lambda s, b, h, i, j: s.masked_fill(i < j, True),
+    "the other way": lambda s, b, h, i, j: torch.full_like(s, 2.0).masked_fill(i >= j, 0.5) + 0 * s,
+}
+
+
+@pytest.mark.parametrize("version", ["v1", "v2", "standard"])
+@pytest.mark.parametrize("what", MASKED)
+def test_a_score_that_is_a_number_has_no_gradient(what, version):
+    leaves = [x.requires_grad_() for x in qkv()]
+    out = flashzoo.attention(*leaves, score_mod=MASKED[what], version=version)
+    found = torch.autograd.grad(out.square().sum(), leaves)
+    q, k, v = wide = [x.detach().double().requires_grad_() for x in leaves]
+    s = torch.einsum("bihd,bjhd->bhij", q, k) / 4
+    new = MASKED[what](s, *places((1, HEADS, 40, 40), None, s.device))
+    expected = torch.einsum("bhij,bjhd->bihd", new.softmax(-1), v)
+    for x, y in zip(found, torch.autograd.grad(expected.square().sum(), wide, materialize_grads=True), strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=1e-3, atol=1e-4)
 
 
 def test_what_was_captured_is_looked_at_anew():
@@ -125,6 +157,67 @@ def test_what_was_captured_is_looked_at_anew():
     table = torch.ones(HEADS, 2, device=DEVICE)
     with pytest.raises(TypeError, match=r"score_mod must return a score"):
         called()
+
+
+@pytest.mark.parametrize("version", ["v2", "standard", "auto"])
+def test_a_backward_pass_is_that_of_what_was_computed(version):
+    """Not of what the function would compute by then, as one in a loop over layers does, nor is a ScoreMod's forward
+    pass of what its function would."""
+    x, slopes = qkv()[0], torch.tensor([0.5, 2.0], device=DEVICE)
+
+    def gradient(of_layer: list[Callable[..., torch.Tensor]]) -> torch.Tensor:
+        out = q = x.detach().requires_grad_()
+        for mod in of_layer:
+            out = flashzoo.attention(out, q, q, score_mod=mod, version=version)
+        return torch.autograd.grad(out.square().sum(), q)[0]
+
+    def layer(s, b, h, i, j):
+        return s * (slope * numbers[h])
+
+    alone, together = [], []
+    for slope, numbers in ((0.5, slopes), (4.0, slopes.flip(0))):
+        alone.append(lambda s, b, h, i, j, slope=slope, numbers=numbers: s * (slope * numbers[h]))
+        together.append(layer)
+    out = q = x.detach().requires_grad_()
+    for slope, numbers in ((0.5, slopes), (4.0, slopes.flip(0))):  # noqa: B007
+        out = flashzoo.attention(out, q, q, score_mod=layer, version=version)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), q)[0], gradient(alone), rtol=1e-4, atol=1e-5)
+    slope = 0.5
+    mod = ScoreMod(layer)
+    slope = 5.0
+    expected = flashzoo.attention(x, x, x, score_mod=lambda s, b, h, i, j: s * (0.5 * numbers[h]), version=version)
+    torch.testing.assert_close(flashzoo.attention(x, x, x, score_mod=mod, version=version), expected)
+
+
+SHAPES = {
+    "squeeze": lambda s, b, h, i, j: s + i.squeeze() * j.squeeze() * 0.01,
+    "T": lambda s, b, h, i, j: s.T + 0.01 * i,
+    "numel": lambda s, b, h, i, j: s * i.numel(),
+    "ndim": lambda s, b, h, i, j: s * (1 + s.ndim),
+    "reshape": lambda s, b, h, i, j: s.reshape(1).reshape(()),
+    "flat": lambda s, b, h, i, j: s.flatten().squeeze(),
+    "expand": lambda s, b, h, i, j: s.expand(()) + j.view(()),
+}
+
+
+@pytest.mark.parametrize("what", SHAPES)
+def test_a_shape_is_that_of_a_tensor_without_dimensions(what):
+    q = torch.randn(3, 3, 3, 16, device=DEVICE)  # whose scores any dimension could be taken for another of
+    found = [flashzoo.attention(q, q, q, score_mod=SHAPES[what], version=name) for name in ("standard", "v2")]
+    torch.testing.assert_close(*found)
+    score = torch.randn(3, 3, 3, 3, device=DEVICE)
+    given = (score, *places((3, 3, 3, 3), None, score.device))
+    torch.testing.assert_close(ScoreMod(SHAPES[what])(*given), one_by_one(SHAPES[what], *given))
+
+
+@pytest.mark.parametrize("cap", [30.0, 1e4, 1e6, 1e10, 1e30])
+@pytest.mark.parametrize("version", ["v1", "v2", "blocksparse", "standard"])
+def test_a_large_softcap_changes_little(version, cap):
+    found = flashzoo.attention(*qkv(torch.float16), score_mod=score_mods.softcap(cap), version=version)
+    q, k, v = qkv(torch.float16)
+    s = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / 4
+    expected = torch.einsum("bhij,bjhd->bihd", (cap * torch.tanh(s / cap)).softmax(-1), v.double())
+    torch.testing.assert_close(found.double(), expected, rtol=2e-3, atol=2e-3)
 
 
 class Settings:
@@ -214,11 +307,10 @@ STEPS = {
 @pytest.mark.parametrize("what", STEPS)
 def test_a_quotient_is_that_of_ieee_where_its_last_bit_decides(what):
     mod = ScoreMod(STEPS[what])
-    zero, at = torch.zeros((), dtype=torch.int32, device=DEVICE), torch.arange(4096, dtype=torch.int32)
-    given = (torch.ones(4096), zero.cpu(), zero.cpu(), at, at)
+    zero, at = torch.zeros((), dtype=torch.int32), torch.arange(4096, dtype=torch.int32)
+    given = (torch.ones(4096), zero, zero, at, at)
     program = ScoreMod.of_parts(mod.text, tuple(x.cpu() for x in mod.tensors))
-    expected = mod.on(given, program.tensors)
-    torch.testing.assert_close(program(*given), expected, rtol=0, atol=0)
+    torch.testing.assert_close(program(*given), one_by_one(STEPS[what], *given), rtol=0, atol=0)
 
 
 def test_a_quotient_is_a_product_where_that_is_as_good():
@@ -235,6 +327,7 @@ SUMS = {
     "rsub": lambda s, b, h, i, j: torch.rsub(s, 2.0, alpha=3),
     "rsub of a tensor": lambda s, b, h, i, j: torch.rsub(s, i - j, alpha=3),
     "sub": lambda s, b, h, i, j: torch.sub(s, j, alpha=0.5),
+    "of bf16": lambda s, b, h, i, j: s + j.bfloat16().float() * 0.1,
 }
 
 
@@ -242,6 +335,9 @@ SUMS = {
 def test_sums_are_torchs(what):
     near, far = (flashzoo.attention(*qkv(), score_mod=SUMS[what], version=version) for version in ("v2", "standard"))
     torch.testing.assert_close(near, far)
+    score = torch.randn(1, HEADS, 12, 12, device=DEVICE)
+    given = (score, *places((1, HEADS, 12, 12), None, score.device))
+    torch.testing.assert_close(ScoreMod(SUMS[what])(*given), one_by_one(SUMS[what], *given))
 
 
 PLACES = torch.linspace(1, 2, HEADS * 3 * 4, device=DEVICE).view(HEADS, 3, 4)
@@ -268,12 +364,11 @@ def test_tensors_are_read_alike(what):
         out = flashzoo.attention(*leaves, score_mod=READ[what], version=version)
         found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
-    mod = ScoreMod(READ[what])
-    given = (
-        torch.ones(1, HEADS, 9, 9, dtype=torch.float64, device=DEVICE),
-        *places((1, HEADS, 9, 9), None, PLACES.device),
-    )
-    torch.testing.assert_close(ScoreMod.of_parts(mod.text, mod.tensors)(*given), mod(*given))
+    if what == "of none":
+        return
+    score = torch.ones(1, HEADS, 2, 2, device=DEVICE)
+    given = (score, *places((1, HEADS, 2, 2), None, score.device))  # within what is read
+    torch.testing.assert_close(ScoreMod(READ[what])(*given), one_by_one(READ[what], *given))
 
 
 def test_tensors_may_lie_anywhere():
@@ -394,7 +489,7 @@ def test_a_bias_is_no_larger_than_the_call():
 @pytest.mark.parametrize(
     ("make", "error", "text"),
     [
-        (lambda: score_mods.softcap(0.0), ValueError, "cap must be positive and finite, got 0.0"),
+        (lambda: score_mods.softcap(0.0), ValueError, r"cap must be from 1e-30 to 1e\+30, got 0.0"),
         (lambda: score_mods.softcap("20"), TypeError, "cap must be a float, got str"),
         (lambda: score_mods.alibi([0.5]), TypeError, "slopes must be a floating-point Tensor, got list"),
         (lambda: score_mods.alibi(torch.ones(2, 2, 2)), ValueError, r"slopes must have shape \(heads,\) or"),

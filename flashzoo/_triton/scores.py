@@ -51,7 +51,7 @@ _OPERATIONS = {
     "where": "tl.where({0}, {1}, {2})",
 }
 """Of float32 Triton's `/` is off by up to two last bits: a multiple of 41 by 41 might be no whole number."""
-_NAMES = {"tl": tl, "floor_div": score_operations.floor_div, "remainder": score_operations.remainder}
+_NAMES = {"tl": tl, **{name: getattr(score_operations, name) for name in ("floor_div", "remainder", "tanh")}}
 
 
 def _number(text: str, dtype: str) -> str:
@@ -149,13 +149,13 @@ def functions(problem: Problem) -> dict[str, Any]:
     form = problem.score_mod
     if form is None:
         return dict.fromkeys(("forward", "gradient", "sums"))
-    return _made(_without_sizes(form), problem.dtype == "fp32")
+    return _made(_without_sizes(form))
 
 
 def gradient_of_read(problem: Problem, tensor: int) -> Any:
     """The constexpr that is the gradient of the one element of a tensor that a score reads."""
     assert problem.score_mod is not None
-    return _made_of_read(_without_sizes(problem.score_mod), tensor, problem.dtype == "fp32")
+    return _made_of_read(_without_sizes(problem.score_mod), tensor)
 
 
 def _without_sizes(form: ScoreForm) -> ScoreForm:
@@ -163,25 +163,24 @@ def _without_sizes(form: ScoreForm) -> ScoreForm:
     return replace(form, reads=tuple((dtype, (1,) * len(shape)) for dtype, shape in form.reads))
 
 
-def _language(places: _Places, exact: bool) -> tuple[Language, dict[str, Any]]:
-    """How programs are written, and the names in what is."""
-    names = _NAMES | {"tanh": score_operations.tanh_exact if exact else score_operations.tanh}
-    return Language(_OPERATIONS, _DTYPES, "({0}).to({1})", _number, places.load), names
+def _language(places: _Places) -> Language:
+    """How programs are written."""
+    return Language(_OPERATIONS, _DTYPES, "({0}).to({1})", _number, places.load)
 
 
 @lru_cache(maxsize=256)
-def _made(form: ScoreForm, exact: bool) -> dict[str, Any]:
+def _made(form: ScoreForm) -> dict[str, Any]:
     places, program, gradient = _Places(form), parsed(form.text), gradient_of(unmasked(form.text))
-    language, names = _language(places, exact)
+    language = _language(places)
     (new,) = program.outputs
     lines = language.lines(program, [new])
     if "score" not in program.inputs(new):  # of the score's shape all the same
         new = f"{new} + tl.zeros_like(score)"
-    forward = _function("score_mod", "score, b, h, q, k, tensors", [*lines, f"return {new}"], names)
+    forward = _function("score_mod", "score, b, h, q, k, tensors", [*lines, f"return {new}"])
     of = gradient.program
     ds = gradient.score if "ds" in of.inputs(gradient.score) else f"{gradient.score} + tl.zeros_like(ds)"
     lines = [*language.lines(of, [gradient.score]), f"return {ds}"]
-    backward = _function("score_gradient", _OF_GRADIENTS, lines, names)
+    backward = _function("score_gradient", _OF_GRADIENTS, lines)
     summed = [x for x in gradient.loads if x.tensor in form.grads and "ds" in of.inputs(x.value)]
     if not summed:
         return {"forward": forward, "gradient": backward, "sums": backward}
@@ -190,17 +189,17 @@ def _made(form: ScoreForm, exact: bool) -> dict[str, Any]:
     for i, x in enumerate(summed):
         inputs = frozenset().union(*(of.inputs(name) for name in x.indices))
         lines += places.add(f"d{i}", x.tensor, x.indices, x.value, inputs)
-    sums = _function("score_gradient_and_sums", _OF_GRADIENTS, [*lines, f"return {ds}"], names)
+    sums = _function("score_gradient_and_sums", _OF_GRADIENTS, [*lines, f"return {ds}"])
     return {"forward": forward, "gradient": backward, "sums": sums}
 
 
 @lru_cache(maxsize=256)
-def _made_of_read(form: ScoreForm, tensor: int, exact: bool) -> Any:
+def _made_of_read(form: ScoreForm, tensor: int) -> Any:
     gradient = gradient_of(unmasked(form.text))
-    language, names = _language(_Places(form), exact)
+    language = _language(_Places(form))
     value = next((x.value for x in gradient.loads if x.tensor == tensor), "0.0")  # of what masks alone none
     lines = language.lines(gradient.program, [value])
-    return _function("read_gradient", _OF_GRADIENTS, [*lines, f"return {_of_a_part(value)}"], names)
+    return _function("read_gradient", _OF_GRADIENTS, [*lines, f"return {_of_a_part(value)}"])
 
 
 _OF_GRADIENTS = "score, b, h, q, k, ds, tensors"
@@ -211,13 +210,12 @@ def _of_a_part(value: str) -> str:
     return value if value == "ds" else f"tl.where(ds == 0, 0.0, {value})"
 
 
-def _function(name: str, arguments: str, lines: list[str], names: dict[str, Any]) -> Any:
+def _function(name: str, arguments: str, lines: list[str]) -> Any:
     """A function of Triton's from its source, which Triton reads where Python keeps that of files."""
     source = "\n".join([f"def {name}({arguments}):", *(f"    {line}" for line in lines), ""])
-    exact = names["tanh"] is score_operations.tanh_exact
-    file = f"<flashzoo {name} {abs(hash((source, exact))):x}>"
+    file = f"<flashzoo {name} {abs(hash(source)):x}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    namespace = dict(names)
+    namespace = dict(_NAMES)
     exec(compile(source, file, "exec"), namespace)
     namespace[name].__module__ = __name__
     return triton.jit(namespace[name])

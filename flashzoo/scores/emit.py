@@ -40,6 +40,8 @@ class Language:
             (x,) = step.arguments
             if step.dtype == "bool":
                 return [f"{name} = {x} != 0"]
+            if step.dtype == "bf16" and program.dtype(x) not in FLOATS:  # as torch has it, and Triton's interpreter not
+                x = self.cast.format(x, self.dtypes["f32"])
             return [f"{name} = {self.cast.format(x, self.dtypes[step.dtype])}"]
         compared = next((x for x in step.arguments if is_value(x)), None)
         dtype = program.dtype(compared) if step.operation in COMPARISONS and compared is not None else step.dtype

@@ -1,5 +1,5 @@
-"""A program on torch tensors of any shapes that go together: what the reference computes where it has no function, and
-what torch differentiates."""
+"""A program on torch tensors of any shapes that go together: what the reference computes, and what torch
+differentiates."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from flashzoo.scores.by_default import float32_by_default
+from flashzoo.scores.fitting import fitting
 from flashzoo.scores.program import DTYPES, Program, is_value, number, tensor_number
 
 TORCH_DTYPES: dict[str, torch.dtype] = dict(
@@ -54,7 +55,7 @@ def evaluated(
     Args:
         inputs: by their names. A score in float64 makes floating-point numbers float64 that the program has in float32.
         loaded: elements, by the names of the loads; where None they are read from the tensors.
-        tensors: those that the program loads from.
+        tensors: those that the program loads from, of its dtypes or of wider ones.
     """
     wide = inputs["score"].dtype == torch.float64
     values: dict[str, Tensor] = dict(inputs)
@@ -68,7 +69,7 @@ def evaluated(
         if step.operation == "load":
             if loaded is None:
                 x = tensors[tensor_number(step.arguments[0])]
-                values[name] = read(x, arguments[1:]).to(dtype)
+                values[name] = read(fitting(x) if step.arguments[0] in program.fitting else x, arguments[1:])
             else:
                 values[name] = loaded[name]
         elif step.operation == "const":

@@ -29,8 +29,8 @@ class ScoreMod:
 
     Args:
         function: `(score, batch, head, q_idx, kv_idx) -> score`, FlexAttention's signature: on tensors of no
-            dimensions, the score in float32, scaled, the others int32. It is called with others as well, all of one
-            score's place or of many that broadcast, in float64 too. Torch's default dtype is float32 meanwhile.
+            dimensions, the score in float32, scaled, the others int32. It is called here alone, on tensors without
+            data. Torch's default dtype is float32 meanwhile.
 
     Attributes:
         function: as given; None where there is only a text.
@@ -113,16 +113,10 @@ class ScoreMod:
     @float32_by_default()
     def on(self, arguments: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], tensors: tuple[Tensor, ...]) -> Tensor:
         """As the call, with other tensors in place of those that it captured."""
-        from flashzoo.scores.trace import ARGUMENTS, Captured
+        from flashzoo.scores.evaluate import evaluated
+        from flashzoo.scores.trace import ARGUMENTS
 
-        if self.function is None:
-            from flashzoo.scores.evaluate import evaluated
-
-            (found,) = evaluated(self.program, dict(zip(ARGUMENTS, arguments, strict=True)), None, tensors)
-        else:
-            instead = {id(x): other for x, other in zip(self.tensors, tensors, strict=True)}
-            with Captured(lambda x: instead.get(id(x)), False):
-                found = self.function(*arguments)
+        (found,) = evaluated(self.program, dict(zip(ARGUMENTS, arguments, strict=True)), None, tensors)
         return found.to(arguments[0].dtype).expand_as(arguments[0])
 
     def __reduce__(self) -> tuple[Any, ...]:

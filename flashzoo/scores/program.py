@@ -256,8 +256,8 @@ def unmasked(text: str) -> str:
     if last is None or last.operation != "where":
         return text
     _, *either = last.arguments
-    scores = [name for name in either if is_value(name) and not _is_minus_infinity(program, name)]
-    if len(scores) == 2 or not scores:
+    scores = [name for name in either if not _is_minus_infinity(program, name)]
+    if len(scores) != 1 or not is_value(scores[0]):
         return text
     builder = Builder()
     builder.steps += program.steps

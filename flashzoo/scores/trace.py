@@ -44,54 +44,28 @@ ARGUMENTS = ("score", "b", "h", "q", "k")
 
 
 class Captured(TorchFunctionMode):
-    """Notes the tensors that a function reads and was not given, and puts others in their place.
+    """Notes the tensors that a function reads and was not given, and puts others in their place. An index of tensors of
+    one element is a reading of the tensor: torch would look at their numbers.
 
     Attributes:
         fitting: those that the function says are as large as the call.
 
     Args:
         instead: of a tensor, what the function is to read; None where it is to read the tensor itself.
-        indexed: make an index of tensors of one element a reading of the tensor; torch would look at their numbers.
-            Where not, it is of many places at once, by one dimension after the other too.
     """
 
-    def __init__(self, instead: Callable[[Tensor], Tensor | None], indexed: bool) -> None:
+    def __init__(self, instead: Callable[[Tensor], Tensor | None]) -> None:
         super().__init__()
-        self.instead, self.indexed = instead, indexed
+        self.instead = instead
         self.fitting: list[Tensor] = []
-        self._rows: dict[int, tuple[Tensor, Tensor, tuple[Any, ...]]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is fitting:
             self.fitting.append(args[0])
         args, kwargs = tree_map_only(Tensor, self._replaced, (args, kwargs or {}))
-        if func is read and self.indexed:
+        if func is read:
             return _read(args[0], tuple(args[1]))
-        if func is Tensor.__getitem__:
-            return _read(*args) if self.indexed else self._read_at_places(*args)
-        found = func(*args, **kwargs)
-        row = self._rows.get(id(args[0])) if args else None
-        return self._made_of_row(func, found, *row) if row is not None and isinstance(found, Tensor) else found
-
-    def _read_at_places(self, x: Tensor, index: Any) -> Tensor:
-        """x at an index that `_read` takes. Of a row, which no function computes with, it is not looked at what is in
-        it: it has but its shape."""
-        _, source, first = self._rows.get(id(x), (x, x, ()))
-        indices = (*first, *(index if isinstance(index, tuple) else (index,)))
-        if len(indices) == source.ndim:
-            return read(source, indices)
-        row = source.new_empty(source.shape[len(indices) :])
-        self._rows[id(row)] = row, source, indices
-        return row
-
-    def _made_of_row(self, func: Any, found: Tensor, row: Tensor, source: Tensor, indices: tuple[Any, ...]) -> Tensor:
-        """What a function may make of a row: itself, as a clone say, or its only element."""
-        if found.shape == row.shape:
-            self._rows[id(found)] = found, source, indices
-            return found
-        if found.ndim or row.numel() != 1:
-            raise ValueError(f"score_mod must read a row of a tensor by an index, got {func}")
-        return read(source, (*indices, *[0] * row.ndim))
+        return _read(*args) if func is Tensor.__getitem__ else func(*args, **kwargs)
 
     def _replaced(self, x: Tensor) -> Tensor:
         other = self.instead(x)
@@ -137,7 +111,7 @@ def traced(function: Callable[..., Any]) -> tuple[Program, tuple[Tensor, ...]]:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     _check_takes_five(function)
-    if any(isinstance(mode, Captured) and mode.indexed for mode in _get_current_function_mode_stack()):
+    if any(isinstance(mode, Captured) for mode in _get_current_function_mode_stack()):
         raise ValueError("score_mod must use a ScoreMod that was made before, not make one")
     captured: dict[int, Tensor] = {}
     fakes: dict[int, Tensor] = {}
@@ -154,7 +128,7 @@ def traced(function: Callable[..., Any]) -> tuple[Program, tuple[Tensor, ...]]:
 
     def graph_of(*arguments: Tensor) -> Any:
         mine = dict(zip(captured, arguments[len(ARGUMENTS) :], strict=True))
-        with Captured(lambda x: mine.get(id(x)), True):
+        with Captured(lambda x: mine.get(id(x))):
             return function(*arguments[: len(ARGUMENTS)])
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -162,7 +136,7 @@ def traced(function: Callable[..., Any]) -> tuple[Program, tuple[Tensor, ...]]:
         with _ONE_AT_A_TIME, torch.no_grad(), _alone(), fake:
             score, number = torch.zeros(()), torch.zeros((), dtype=torch.int32)
             arguments = (score, *[number.clone() for _ in ARGUMENTS[1:]])
-            with Captured(noted, True) as seen:
+            with Captured(noted) as seen:
                 returned = function(*arguments)
             _check_returned(returned, any(x.dtype == torch.float64 for x in captured.values()))
             table = _decompositions()
