@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from flashzoo.call.problem import Problem
 from flashzoo.transforms import refuse_batched, refuse_transforms, transforming
@@ -35,7 +36,9 @@ class _Attention(torch.autograd.Function):
             q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
         out, lse = run(q, k, v, problem, operands)
         ctx.read_again = operands.read_again
-        ctx.save_for_backward(q, k, v, out, lse, *ctx.read_again)
+        saved = (q, k, v, out, lse, *ctx.read_again)
+        ctx.strides = [x.stride() for x in saved]
+        ctx.save_for_backward(*saved)
         ctx.problem, ctx.operands, ctx.run_backward = problem, operands, run_backward
         ctx.set_materialize_grads(False)
         return as_rows(out, lse) if ctx.as_batch else (out, lse)
@@ -47,7 +50,9 @@ class _Attention(torch.autograd.Function):
             refuse_transforms("flashzoo's backward pass", dout=dout, dlse=dlse)
         if not ctx.batches:
             refuse_batched(dout, dlse)
-        q, k, v, out, lse, *again = ctx.saved_tensors
+        saved = zip(ctx.saved_tensors, ctx.strides, strict=True)
+        # Hooks may give back what lies in memory in another way.
+        q, k, v, out, lse, *again = [x if x.stride() == stride else x.contiguous() for x, stride in saved]
         operands = ctx.operands
         if any([x is not y for x, y in zip(again, ctx.read_again, strict=True)]):  # hooks saved them
             operands = operands.reading(again)
@@ -56,7 +61,13 @@ class _Attention(torch.autograd.Function):
         # What a kernel reads is memory, where a number whose negative bit is set has the other sign.
         dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
         dlse = dlse if dlse is None else dlse.resolve_neg()
-        dq, dk, dv, *more = ctx.run_backward(dout, dlse, q, k, v, out, lse, ctx.problem, operands)
+        given = (dout, dlse, q, k, v, out, lse, ctx.problem, operands)
+        if is_dynamo_compiling():  # as compiled autograd does
+            from flashzoo.untraced import untraced
+
+            dq, dk, dv, *more = untraced(ctx.run_backward, *given)
+        else:
+            dq, dk, dv, *more = ctx.run_backward(*given)
         if ctx.as_batch:
             dq, dk, dv = dq.squeeze(0), dk.squeeze(0), dv.squeeze(0)
         return (None, None, None, dq, dk, dv, *more)

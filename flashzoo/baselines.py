@@ -234,7 +234,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) 
             scale=scale,
             enable_gqa=problem.heads != problem.heads_kv,
         ).transpose(1, 2)
-    if problem.grad:
+    if out.requires_grad:  # else, under vmap, who records it is outside
         out.register_hook(_readable_gradient)
     if seen is not None and seen.ndim == 4:
         out = out.masked_fill(~seen.any(-1).transpose(1, 2)[..., None], 0)

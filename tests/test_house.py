@@ -54,6 +54,7 @@ MAY_IMPORT = {
         "flashzoo.registry",
         "flashzoo.sinks",
         "flashzoo.spec",
+        "flashzoo.transforms",
     }
     | CALL,
     "call.api": {
@@ -72,7 +73,7 @@ MAY_IMPORT = {
     "call.backward": {"torch", "typing_extensions", "flashzoo.registry", "flashzoo.transforms", "flashzoo.untraced"}
     | CALL,
     "call.traced": {"torch", "flashzoo.autograd", "flashzoo.registry", "flashzoo.transforms"} | CALL,
-    "autograd": {"torch", "flashzoo.call.problem", "flashzoo.transforms"},
+    "autograd": {"torch", "flashzoo.call.problem", "flashzoo.transforms", "flashzoo.untraced"},
     "transforms": {"torch", "flashzoo.call.problem", "flashzoo.registry", "flashzoo.spec"},
     "reference": {
         "torch",

@@ -481,6 +481,36 @@ class TestModes:
         found = compiled(torch.func.vmap(lambda q: flashzoo.attention(q, k, v, causal=True)))(torch.stack([q, 2 * q]))
         close(found, torch.stack([flashzoo.attention(x, k, v, causal=True) for x in (q, 2 * q)]))
 
+    def test_vmap_of_what_is_differentiated_outside(self, qkv):
+        q, k, v = qkv
+        attention = lambda q, k: flashzoo.attention(q, k, v, version="sdpa")  # noqa: E731
+        expected = torch.func.grad(lambda k: attention(q, k).square().sum() + attention(2 * q, k).square().sum())(k)
+        mapped = lambda k: torch.func.vmap(lambda q: attention(q, k))(torch.stack([q, 2 * q])).square().sum()  # noqa: E731
+        close(torch.func.grad(mapped)(k), expected)
+        close(torch.autograd.grad(mapped(k.requires_grad_()), k)[0], expected)
+
+    @pytest.mark.parametrize("version", ["v2", "standard"])
+    def test_nested_tensors_break_a_graph(self, version, qkv):
+        offsets = torch.tensor([0, 10, 24], device=DEVICE)
+        q, k, v = (torch.nested.nested_tensor_from_jagged(x[0], offsets) for x in qkv)
+        attention = lambda *x: flashzoo.attention(*x, causal=True, version=version) * 2  # noqa: E731
+        close(compiled(attention, fullgraph=False)(q, k, v).values(), attention(q, k, v).values())
+        torch.compiler.reset()
+        with pytest.raises(Exception, match=r"attention of nested tensors .*can't be traced"):
+            compiled(attention)(q, k, v)
+
+    @pytest.mark.parametrize("version", ["v2", "standard"])
+    def test_compiled_autograd_runs_a_backward_pass_as_it_stands(self, version, qkv):
+        from torch._dynamo import compiled_autograd
+
+        attention = partial(flashzoo.attention, version=version)
+        expected = gradients(attention, qkv)[1:]
+        leaves = [x.requires_grad_() for x in qkv]
+        out = attention(*leaves).square().sum()
+        with compiled_autograd._enable(torch.compile(backend="eager")):
+            out.backward()
+        close([x.grad for x in leaves], list(expected))
+
     @pytest.mark.parametrize("name", ["sdpa", "standard"])
     def test_lazy_negatives(self, name, qkv):
         lazy = [lazily_negated(x) for x in qkv]

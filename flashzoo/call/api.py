@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from flashzoo.autograd import as_rows
-from flashzoo.call.check import check_data, check_tensors, described_call, fields_of
+from flashzoo.call.check import check_data, check_memory, check_tensors, described_call, fields_of
 from flashzoo.call.forms import Window, check_flags
 from flashzoo.call.operands import Operands, taken
 from flashzoo.call.packed import as_batch, batch_of_one, of_nested, on_caches
@@ -181,13 +181,14 @@ def attention(
             the version that answers is not right under what the call is under (`Spec.transforms`): forward-mode AD, or
             a transform of torch.func. `sdpa` is under vmap, grad and vjp, `standard` under vmap and jvp.
     """
-    if getattr(q, "is_nested", False):
-        return of_nested(attention, q, k, v, return_lse=return_lse, version=version, **options)
-    rows = options.get("cu_seqlens_q") is not None and getattr(q, "ndim", 4) == 3
-    if is_dynamo_compiling() and not isinstance(options.get("score_mod"), (ScoreMod, NoneType)):
+    nested = getattr(q, "is_nested", False)
+    if is_dynamo_compiling() and (nested or not isinstance(options.get("score_mod"), (ScoreMod, NoneType))):
         from flashzoo.untraced import untraced
 
         return untraced(attention, q, k, v, return_lse=return_lse, version=version, **options)
+    if nested:
+        return of_nested(attention, q, k, v, return_lse=return_lse, version=version, **options)
+    rows = options.get("cu_seqlens_q") is not None and getattr(q, "ndim", 4) == 3
     if is_compiling():
         from flashzoo.call.traced import traced
 
@@ -237,7 +238,11 @@ def called(
         q = negated(q)
     if planned.as_batch:
         q, k, v = as_batch(q, k, v)
-    result = planned.run(q, k, v, problem, operands.seeded(problem, q.device))
+    try:
+        result = planned.run(q, k, v, problem, operands.seeded(problem, q.device))
+    except Exception as error:
+        check_memory(planned.spec.name, error, q=q, k=k, v=v)
+        raise
     if not planned.checked:
         planned.check(result, q, problem.grad)
         planned.checked = True
