@@ -106,6 +106,14 @@ def strided(sizes: Sizes) -> tuple[BlockMask, Tensor]:
     return mask, over_blocks(lambda i, j: (i + level - j) % 3 == 0 or abs(i + level - j) < 2, sizes)
 
 
+@pytest.mark.parametrize("stride", [1000, (1 << 32) - 1, 1 << 32, (1 << 33) + 2, 1 << 70])
+def test_a_stride_may_be_of_any_size(stride):
+    """Further than any block it leaves the diagonal; as far as all, `local` takes all."""
+    alone = BlockMask.strided(1000, 600, stride=99, device=DEVICE).to_dense()
+    assert torch.equal(BlockMask.strided(1000, 600, stride=stride, device=DEVICE).to_dense(), alone)
+    assert BlockMask.strided(1000, 600, stride=99, local=stride, device=DEVICE).to_dense().all()
+
+
 def butterfly(sizes: Sizes) -> tuple[BlockMask, Tensor]:
     powers = [0, *(1 << n for n in range(20))]
     return BlockMask.butterfly(*sizes[:2], **how(sizes)), over_blocks(lambda i, j: i ^ j in powers, sizes)

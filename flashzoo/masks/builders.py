@@ -121,8 +121,9 @@ class Builders:
         square = max(block_q, block_kv)
         level = cdiv(grid.seqlen_k, square) - cdiv(seqlen_q, square)
         i, j = _squares(grid)
-        distance = i + level - j
-        return cls._plain(grid, (distance % stride == 0) | (distance.abs() < count_of("local", local)))
+        distance, apart = i + level - j, grid.n_q + grid.n_k + abs(level)  # which fits 32 bits, as these may not
+        stride, local = min(stride, apart), min(count_of("local", local), apart)
+        return cls._plain(grid, (distance % stride == 0) | (distance.abs() < local))
 
     @classmethod
     def butterfly(
