@@ -237,7 +237,8 @@ def replace_sdpa(version: str = "auto") -> Replacement:
     any mode torch's own layers leave their fast path, beside which `nn.MultiheadAttention` takes no nested tensors.
 
     Args:
-        version: as in `flashzoo.attention`. A call that a named version can't take falls back to torch too.
+        version: as in `flashzoo.attention`. A call that a named version can't take falls back to torch too, but in a
+            graph of `torch.compile`, where it is an error as the graph runs.
 
     Returns:
         A context manager that yields itself, a `Replacement`: `calls` has what it saw, and it prints them.
@@ -370,7 +371,7 @@ def _block_mask(mask: Tensor, sizes: tuple[int, ...]) -> BlockMask:
 
 def _with_globals(function: Any, **names: Any) -> Callable:
     """The same function of Python, where these names of its module mean something else."""
-    there = function.__globals__ | names
+    there = {**function.__globals__, **names}  # not by |, which the compiler of torch 2.15 can't trace
     twin = types.FunctionType(function.__code__, there, function.__name__, function.__defaults__, function.__closure__)
     twin.__kwdefaults__ = function.__kwdefaults__
     return twin

@@ -316,6 +316,14 @@ def test_modules_of_torch_run_unchanged(training):
     assert "score_mod" in seen.calls[1].why
 
 
+def test_modules_of_torch_may_be_compiled():
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0).to(DEVICE)
+    x = drawn(2, 9, 32)
+    with flashzoo.replace_sdpa("standard"):
+        out = torch.compile(layer, backend="aot_eager")(x)
+    torch.testing.assert_close(out, layer(x), rtol=1e-3, atol=1e-5)
+
+
 def test_compiled_in_one_graph():
     def attend(x):
         q, k, v = x.view(2, -1, 3, 4, 16).permute(2, 0, 3, 1, 4)
