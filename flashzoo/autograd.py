@@ -37,7 +37,7 @@ class _Attention(torch.autograd.Function):
         out, lse = run(q, k, v, problem, operands)
         ctx.read_again = operands.read_again
         saved = (q, k, v, out, lse, *ctx.read_again)
-        ctx.strides = [x.stride() for x in saved]
+        ctx.strides = [x if x is None else x.stride() for x in saved]
         ctx.save_for_backward(*saved)
         ctx.problem, ctx.operands, ctx.run_backward = problem, operands, run_backward
         ctx.set_materialize_grads(False)
@@ -52,7 +52,7 @@ class _Attention(torch.autograd.Function):
             refuse_batched(dout, dlse)
         saved = zip(ctx.saved_tensors, ctx.strides, strict=True)
         # Hooks may give back what lies in memory in another way.
-        q, k, v, out, lse, *again = [x if x.stride() == stride else x.contiguous() for x, stride in saved]
+        q, k, v, out, lse, *again = [x if x is None or x.stride() == stride else x.contiguous() for x, stride in saved]
         operands = ctx.operands
         if any([x is not y for x, y in zip(again, ctx.read_again, strict=True)]):  # hooks saved them
             operands = operands.reading(again)

@@ -113,6 +113,16 @@ def test_a_function_that_changes_nothing(version, problem):
     close(found, both(version, tensors, replace(problem, score_mod=None), dout, dlse), problem.dtype)
 
 
+@asks(both=True, score_mod=ScoreForm())
+def test_what_is_a_number_has_no_gradient(version, problem):
+    """Of a score whose place it takes; of -inf in its place none is asked."""
+    problem = in_fixed_order(version, problem)
+    tensors, dout, dlse = draw(problem)
+    mod = ScoreMod(lambda s, b, h, i, j: s.masked_fill(i < j, -1.0))
+    found, expected = (both(name, tensors, problem, dout, dlse, score_mod=mod) for name in (version, "standard"))
+    close(found, expected, problem.dtype)
+
+
 @asks(both=True, seqlen_k=70, score_mod=ScoreForm())
 def test_places_that_are_not_there(version, problem):
     """What a tile has of them is of no number here: not past the last query, nor past the last key."""

@@ -117,10 +117,10 @@ def test_what_masks_last_is_no_part_of_a_gradient():
 
 
 MASKED = {
-    "by a number": lambda s, b, h, i, j: s.masked_fill(i < j, -1.0),
-    "by the least": lambda s, b, h, i, j: s.masked_fill(j % 2 == 0, -1e9),
-    "by a bool": lambda s, b, h, i, j: s.masked_fill(i < j, True),
-    "the other way": lambda s, b, h, i, j: torch.full_like(s, 2.0).masked_fill(i >= j, 0.5) + 0 * s,
+    "number": lambda s, b, h, i, j: s.masked_fill(i < j, -1.0),
+    "least": lambda s, b, h, i, j: s.masked_fill(j % 2 == 0, -1e9),
+    "bool": lambda s, b, h, i, j: s.masked_fill(i < j, True),
+    "other": lambda s, b, h, i, j: torch.full_like(s, 2.0).masked_fill(i >= j, 0.5) + 0 * s,
 }
 
 
