@@ -18,6 +18,11 @@ Backward = Callable[..., tuple[Tensor | None, ...]]
 Prepared = Callable[[Problem, Any, torch.device], tuple[Problem, Any]]
 
 
+def _as_read(x: Any, stride: tuple[int, ...] | None) -> Any:
+    """What was saved, copied where hooks gave it back as it lies in memory in another way than it did."""
+    return x if x is None or x.stride() == stride else x.contiguous()
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -50,9 +55,7 @@ class _Attention(torch.autograd.Function):
             refuse_transforms("flashzoo's backward pass", dout=dout, dlse=dlse)
         if not ctx.batches:
             refuse_batched(dout, dlse)
-        saved = zip(ctx.saved_tensors, ctx.strides, strict=True)
-        # Hooks may give back what lies in memory in another way.
-        q, k, v, out, lse, *again = [x if x is None or x.stride() == stride else x.contiguous() for x, stride in saved]
+        q, k, v, out, lse, *again = map(_as_read, ctx.saved_tensors, ctx.strides)
         operands = ctx.operands
         if any([x is not y for x, y in zip(again, ctx.read_again, strict=True)]):  # hooks saved them
             operands = operands.reading(again)
@@ -62,7 +65,7 @@ class _Attention(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout.resolve_neg()
         dlse = dlse if dlse is None else dlse.resolve_neg()
         given = (dout, dlse, q, k, v, out, lse, ctx.problem, operands)
-        if is_dynamo_compiling():  # as compiled autograd does
+        if is_dynamo_compiling() and not ctx.batches:  # as compiled autograd does, which can trace torch's operations
             from flashzoo.untraced import untraced
 
             dq, dk, dv, *more = untraced(ctx.run_backward, *given)

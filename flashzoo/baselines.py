@@ -234,8 +234,10 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) 
             scale=scale,
             enable_gqa=problem.heads != problem.heads_kv,
         ).transpose(1, 2)
-    if out.requires_grad:  # else, under vmap, who records it is outside
+    if out.requires_grad:
         out.register_hook(_readable_gradient)
+    elif problem.grad:  # under vmap, who records it is outside; a product's gradient has memory of its own
+        out = out * 1
     if seen is not None and seen.ndim == 4:
         out = out.masked_fill(~seen.any(-1).transpose(1, 2)[..., None], 0)
     elif problem.blind_rows:

@@ -20,6 +20,11 @@ def _apart(registry_as_it_was):
     """Set up before what a class registers for its tests."""
 
 
+def forgets(q, k, v, problem, operands):
+    """A version whose out carries no gradients."""
+    return torch.zeros_like(q), None
+
+
 class TestMeaning:
     """What arguments are taken to mean, by whichever version answers."""
 
@@ -95,6 +100,16 @@ class TestTransforms:
         assert CALLS == []
         torch.func.vmap(lambda q: flashzoo.attention(q, k, v, version="composed"))(torch.stack([q, q]))
         assert len(CALLS) == 1
+
+    def test_what_is_not_looked_at_under_a_transform_is_behind_it(self, qkv):
+        """That a version's out carries gradients, which under vmap only who is outside can say."""
+        forgets = toy("forgets", impl="test_arguments:forgets", transforms=frozenset({"vmap", "grad"}))
+        flashzoo.register(forgets)
+        q, k, v = qkv
+        k.requires_grad_()
+        torch.func.vmap(lambda q: flashzoo.attention(q, k, v, version="forgets"))(torch.stack([q, q]))
+        with pytest.raises(TypeError, match="must return an out that carries gradients"):
+            flashzoo.attention(q, k, v, version="forgets")
 
     def test_tensors_beside_a_transform_are_not_under_it(self, qkv):
         with torch.autograd.forward_ad.dual_level():

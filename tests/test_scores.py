@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import weakref
 from collections.abc import Callable
 from threading import Barrier, Thread
 from types import ModuleType
@@ -78,7 +79,7 @@ def everything(s, b, h, i, j):
     )
     x = x + torch.sin(s) * torch.cos(s) + torch.erf(s) + torch.tanh(0.3 * s) + torch.tanh(s) * torch.sigmoid(-s)
     x = x + torch.floor(s) * 0.01 - torch.ceil(s) * 0.02 - torch.div(s, 3, rounding_mode="floor") * 0.1
-    x = x + torch.minimum(s, far).clamp(-2, 0.5) + s % 2
+    x = x + torch.maximum(torch.minimum(s, far).clamp(-2, 0.5), -far) + s % 2
     whole = (j - i) // 3 + (j - i) % 7 - ((i ^ j) & 3 | 1) + ~i % 2
     chosen = ((i != j) & (i < 30) | (j >= 5)) & ~(h == 1) ^ (i <= 2)
     return (
@@ -218,6 +219,67 @@ def test_a_large_softcap_changes_little(version, cap):
     s = torch.einsum("bihd,bjhd->bhij", q.double(), k.double()) / 4
     expected = torch.einsum("bhij,bjhd->bihd", (cap * torch.tanh(s / cap)).softmax(-1), v.double())
     torch.testing.assert_close(found.double(), expected, rtol=2e-3, atol=2e-3)
+
+
+BOUNDED = {
+    "clamp min": (0.0, lambda g: g.clamp(min=0), 1),
+    "clamp": (1.0, lambda g: g.clamp(0, 1), 1),
+    "relu": (0.0, torch.relu, 0),
+    "maximum": (0.0, lambda g: torch.maximum(g, 0 * g), 0.5),
+}
+"""Of a gate at its bound the share of its gradient that it has: torch's up to 2.13, whose clamp of 2.15 has none."""
+
+
+@pytest.mark.parametrize("version", ["v2", "standard"])
+@pytest.mark.parametrize("what", BOUNDED)
+def test_gradients_at_a_bound(what, version):
+    start, bounded, share = BOUNDED[what]
+
+    def gradient(of: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        gate = torch.full((HEADS,), start, device=DEVICE).requires_grad_()
+        out = flashzoo.attention(*qkv(), score_mod=lambda s, b, h, i, j: s + of(gate[h]) * (j - i), version=version)
+        return torch.autograd.grad(out.square().sum(), gate)[0]
+
+    torch.testing.assert_close(gradient(bounded), share * gradient(lambda g: g), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_what_is_read_in_16_bits_are_not_rounded_on_their_way(dtype):
+    """`standard`'s, in float32 until the end: one of 400 that 0.001 leaves of 4e5 is no infinity."""
+    q, k, v = (x.repeat(1, 4, 1, 1) for x in qkv())
+    found = []
+    for table in (torch.tensor([0.5, 0.25], dtype=dtype, device=DEVICE), torch.tensor([0.5, 0.25], device=DEVICE)):
+        table.requires_grad_()
+        mod = lambda s, b, h, i, j, t=table: s - t[h] * 0.001 * (i - j).abs()  # noqa: E731
+        out = flashzoo.attention(q, k, v, score_mod=mod, version="standard")
+        found.append(torch.autograd.grad((out * v).sum() * 4096, table)[0].float())
+    assert found[1].abs().min() > 65.504  # what is behind it, 1000 times as large, fp16 has not
+    torch.testing.assert_close(*found, rtol=2e-2, atol=1.0)
+
+
+def test_what_is_computed_is_kept_no_longer_than_it_is_needed():
+    """A long function on all scores has as few matrices of scores at a time as a short one."""
+
+    def long(s, b, h, i, j):
+        for n in range(1, 13):
+            s = s + torch.sin(s) * (1.0 / n)
+        return s
+
+    class Alive(TorchDispatchMode):
+        most, made = 0, []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            if isinstance(found, torch.Tensor) and found.ndim:
+                self.made.append(weakref.ref(found))
+                Alive.most = max(Alive.most, sum(made() is not None for made in self.made))
+            return found
+
+    mod, score = ScoreMod(long), torch.randn(1, 1, 4, 4, device=DEVICE)
+    at = places((1, 1, 4, 4), None, score.device)
+    with Alive():
+        mod(score, *at)
+    assert len(mod.program.steps) >= 36 and Alive.most <= 4
 
 
 class Settings:

@@ -85,18 +85,6 @@ def check_data(*devices: torch.device) -> None:
         raise ValueError("q, k and v must have data, got device meta: flashzoo.explain answers about such tensors")
 
 
-def check_memory(version: str, error: Exception, **tensors: Tensor) -> None:
-    """TypeError where one has no memory of its own, which is why a version ended in this error."""
-    from torch._subclasses.fake_tensor import FakeTensor  # here, as a call that ends well needs none of it
-    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-    for name, x in tensors.items():
-        if isinstance(x, FakeTensor) or is_traceable_wrapper_subclass(x):
-            raise TypeError(
-                f"{name} must have memory of its own, which {version!r} reads, got a {type(x).__name__}"
-            ) from error
-
-
 def read_as_batch(
     tensors: tuple[Described, Described, Described], sequences: int | None, table: tuple[int, ...] | None
 ) -> tuple[tuple[Described, Described, Described], dict[str, Any]]:

@@ -69,10 +69,10 @@ class ScoredAt:
     def __call__(self, s: Tensor) -> Tensor:
         """New scores from those scaled; in float64 from float64, whatever the tensors are in that the function
         reads."""
-        return self._new(s, self._read_in(s.dtype))
+        return self._new(s, self._read_in(s.dtype), s.dtype != torch.float64)
 
-    def _new(self, s: Tensor, read: tuple[Tensor, ...]) -> Tensor:
-        new = self.mod.on((s, *self._on(s.device)), read)
+    def _new(self, s: Tensor, read: tuple[Tensor, ...], rounded: bool) -> Tensor:
+        new = self.mod.on((s, *self._on(s.device)), read, rounded)
         return new.masked_fill(new < LEAST, -torch.inf)
 
     def _read_in(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -89,7 +89,7 @@ class ScoredAt:
             read[i] = read[i].to(s.dtype).requires_grad_()
         with torch.enable_grad():
             s = s.detach().requires_grad_()
-            new = self._new(s, tuple(read))
+            new = self._new(s, tuple(read), False)
             leaves = (s, *(read[i] for i in self.mod.grads))
             if not new.requires_grad:  # a function of none of these
                 return torch.zeros_like(ds), tuple(torch.zeros_like(x) for x in leaves[1:])

@@ -34,6 +34,8 @@ _TORCH: dict[str, Callable[..., Any]] = {
         name: getattr(torch, name) for name in ("abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid")
     },
     **{name: getattr(torch, name) for name in ("erf", "sin", "cos", "floor", "ceil", "remainder", "where")},
+    "min": torch.minimum,
+    "max": torch.maximum,
     "div": lambda x, y: x / _on_device(y, x),
     "floordiv": lambda x, y: torch.div(x, _on_device(y, x), rounding_mode="floor"),
     "and": operator.and_,
@@ -49,6 +51,7 @@ def evaluated(
     inputs: Mapping[str, Tensor],
     loaded: Mapping[str, Tensor] | None = None,
     tensors: tuple[Tensor, ...] = (),
+    rounded: bool = True,
 ) -> tuple[Tensor, ...]:
     """What the program returns.
 
@@ -56,12 +59,17 @@ def evaluated(
         inputs: by their names. A score in float64 makes floating-point numbers float64 that the program has in float32.
         loaded: elements, by the names of the loads; where None they are read from the tensors.
         tensors: those that the program loads from, of its dtypes or of wider ones.
+        rounded: to 16 bits, where the program has numbers of these, which else are as the score is: a gradient is
+            rounded on its way back through what was.
     """
-    wide = inputs["score"].dtype == torch.float64
+    of_score = inputs["score"].dtype
+    wide = of_score == torch.float64
     values: dict[str, Tensor] = dict(inputs)
 
     def of_dtype(name: str) -> torch.dtype:
-        return torch.float64 if wide and name == "f32" else TORCH_DTYPES[name]
+        if (wide and name == "f32") or (not rounded and name in ("f16", "bf16")):
+            return of_score
+        return TORCH_DTYPES[name]
 
     for i, step in enumerate(program.steps):
         name, dtype = f"x{i}", of_dtype(step.dtype)
@@ -69,7 +77,8 @@ def evaluated(
         if step.operation == "load":
             if loaded is None:
                 x = tensors[tensor_number(step.arguments[0])]
-                values[name] = read(fitting(x) if step.arguments[0] in program.fitting else x, arguments[1:])
+                element = read(fitting(x) if step.arguments[0] in program.fitting else x, arguments[1:])
+                values[name] = element.to(torch.promote_types(element.dtype, dtype))
             else:
                 values[name] = loaded[name]
         elif step.operation == "const":
@@ -77,10 +86,14 @@ def evaluated(
         elif step.operation == "cast":
             values[name] = arguments[0].to(dtype)
         elif step.operation in ("min", "max"):
-            whole = [_tensor(a, inputs["score"], dtype) for a in arguments]
-            values[name] = (torch.minimum if step.operation == "min" else torch.maximum)(*whole)
+            values[name] = _TORCH[step.operation](*(_tensor(a, inputs["score"], dtype) for a in arguments))
+        elif step.operation == "where" and not any(map(is_value, step.arguments[1:])):  # two numbers have no dtype
+            condition, *numbers = arguments
+            values[name] = torch.where(condition, *(_tensor(a, inputs["score"], dtype) for a in numbers))
         else:
             values[name] = _TORCH[step.operation](*arguments)
+        for released in program.released[i]:
+            del values[released]
     return tuple([values[name] for name in program.outputs])
 
 

@@ -111,12 +111,17 @@ class ScoreMod:
         return self.on((score, b, h, q, k), self.tensors)
 
     @float32_by_default()
-    def on(self, arguments: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], tensors: tuple[Tensor, ...]) -> Tensor:
-        """As the call, with other tensors in place of those that it captured."""
+    def on(
+        self,
+        arguments: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+        tensors: tuple[Tensor, ...],
+        rounded: bool = True,
+    ) -> Tensor:
+        """As the call, with other tensors in place of those that it captured; `rounded` as `evaluated`."""
         from flashzoo.scores.evaluate import evaluated
         from flashzoo.scores.trace import ARGUMENTS
 
-        (found,) = evaluated(self.program, dict(zip(ARGUMENTS, arguments, strict=True)), None, tensors)
+        (found,) = evaluated(self.program, dict(zip(ARGUMENTS, arguments, strict=True)), None, tensors, rounded)
         return found.to(arguments[0].dtype).expand_as(arguments[0])
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -102,6 +102,16 @@ class Program:
         return sorted(found)
 
     @cached_property
+    def released(self) -> tuple[tuple[str, ...], ...]:
+        """Behind each step the values that nothing needs any more."""
+        last = {a: i for i, step in enumerate(self.steps) for a in (f"x{i}", *step.arguments) if a[0] == "x"}
+        found: list[list[str]] = [[] for _ in self.steps]
+        for name, i in last.items():
+            if name not in self.outputs:
+                found[i].append(name)
+        return tuple(map(tuple, found))
+
+    @cached_property
     def loads(self) -> tuple[tuple[str, Step], ...]:
         """Every load, by name."""
         return tuple((f"x{i}", step) for i, step in enumerate(self.steps) if step.operation == "load")

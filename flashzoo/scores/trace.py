@@ -446,10 +446,18 @@ def _clamped(writer: _Writer, node: Node, dtype: str) -> str:
     if name == "clamp_max":
         low, high = None, low
     found = writer._element(x, dtype)
-    for operation, bound in (("max", low), ("min", high)):
-        if bound is not None:
+    for operation, beyond, bound in (("max", "lt", low), ("min", "gt", high)):
+        if bound is not None and dtype in FLOATS:  # of two that are equal both have half of max's gradient
+            found = _unless(writer, beyond, found, bound, dtype)
+        elif bound is not None:
             found = writer.calculated(operation, dtype, found, bound)
     return found
+
+
+def _unless(writer: _Writer, beyond: str, x: str, bound: Any, dtype: str) -> str:
+    """The bound where x is beyond it, else x."""
+    at = writer._element(bound, dtype)
+    return writer.builder.add("where", dtype, writer.builder.add(beyond, "bool", x, at), at, x)
 
 
 def _chosen(writer: _Writer, node: Node, dtype: str) -> str:
@@ -512,7 +520,7 @@ def _masked(writer: _Writer, node: Node, dtype: str) -> str:
 
 
 def _positive(writer: _Writer, node: Node, dtype: str) -> str:
-    return writer.calculated("max", dtype, node.args[0], 0)
+    return _unless(writer, "le", writer._element(node.args[0], dtype), 0, dtype)
 
 
 _WRITTEN: dict[str, Any] = {
