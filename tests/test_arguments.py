@@ -103,8 +103,8 @@ class TestTransforms:
 
     def test_what_is_not_looked_at_under_a_transform_is_behind_it(self, qkv):
         """That a version's out carries gradients, which under vmap only who is outside can say."""
-        forgets = toy("forgets", impl="test_arguments:forgets", transforms=frozenset({"vmap", "grad"}))
-        flashzoo.register(forgets)
+        transforms = frozenset({"vmap", "grad"})
+        flashzoo.register(toy("forgets", impl=f"{__name__}:{forgets.__name__}", transforms=transforms))
         q, k, v = qkv
         k.requires_grad_()
         torch.func.vmap(lambda q: flashzoo.attention(q, k, v, version="forgets"))(torch.stack([q, q]))

@@ -26,6 +26,7 @@ from flashzoo_suite.support import DEVICE, lazily_negated
 
 HEADS = 2
 TABLE = torch.linspace(-0.5, 0.5, 10, device=DEVICE).view(HEADS, 5)
+IN_FP16, IN_BF16 = TABLE.half(), TABLE.bfloat16()
 NUMBERS = torch.arange(5, device=DEVICE)
 
 
@@ -36,9 +37,9 @@ def qkv(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
 
 def one_by_one(function: Callable[..., torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
     """The function itself, called on tensors of no dimensions: the score and the places of one score after another."""
-    flat = [x.flatten() for x in torch.broadcast_tensors(*given)]
-    found = [function(*place).cpu() for place in zip(*flat, strict=True)]
-    return torch.stack(found).view(torch.broadcast_shapes(*(x.shape for x in given))).to(given[0].device)
+    whole = torch.broadcast_tensors(*given)
+    found = [function(*place).cpu() for place in zip(*(x.flatten() for x in whole), strict=True)]
+    return torch.stack(found).view(whole[0].shape).to(given[0].device)
 
 
 def test_the_text_is_what_is_computed():
@@ -175,12 +176,10 @@ def test_a_backward_pass_is_that_of_what_was_computed(version):
     def layer(s, b, h, i, j):
         return s * (slope * numbers[h])
 
-    alone, together = [], []
-    for slope, numbers in ((0.5, slopes), (4.0, slopes.flip(0))):
-        alone.append(lambda s, b, h, i, j, slope=slope, numbers=numbers: s * (slope * numbers[h]))
-        together.append(layer)
+    of_layers = ((0.5, slopes), (4.0, slopes.flip(0)))
+    alone = [lambda s, b, h, i, j, by=by, of=of: s * (by * of[h]) for by, of in of_layers]
     out = q = x.detach().requires_grad_()
-    for slope, numbers in ((0.5, slopes), (4.0, slopes.flip(0))):  # noqa: B007
+    for slope, numbers in of_layers:  # noqa: B007 - which `layer` reads
         out = flashzoo.attention(out, q, q, score_mod=layer, version=version)
     torch.testing.assert_close(torch.autograd.grad(out.square().sum(), q)[0], gradient(alone), rtol=1e-4, atol=1e-5)
     slope = 0.5
@@ -390,6 +389,9 @@ SUMS = {
     "rsub of a tensor": lambda s, b, h, i, j: torch.rsub(s, i - j, alpha=3),
     "sub": lambda s, b, h, i, j: torch.sub(s, j, alpha=0.5),
     "of bf16": lambda s, b, h, i, j: s + j.bfloat16().float() * 0.1,
+    "a clamp in fp16": lambda s, b, h, i, j: s * (1 + IN_FP16[h, 1].clamp(-0.3, 0.05).float()),
+    "a clamp in bf16": lambda s, b, h, i, j: s * (1 + IN_BF16[h, 1].clamp(-0.25, 0.125).float()),
+    "relu in bf16": lambda s, b, h, i, j: s * (1 + torch.relu(IN_BF16[h, 1]).float()),
 }
 
 
@@ -426,7 +428,7 @@ def test_tensors_are_read_alike(what):
         out = flashzoo.attention(*leaves, score_mod=READ[what], version=version)
         found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
-    if what == "of none":
+    if what == "of none":  # of which torch reads nothing
         return
     score = torch.ones(1, HEADS, 2, 2, device=DEVICE)
     given = (score, *places((1, HEADS, 2, 2), None, score.device))  # within what is read

@@ -225,6 +225,13 @@ _LOGIC |= {f"__{name}__": name for name in ("and", "or", "xor")}
 _FILLED = ("full", "scalar_tensor", "full_like", "zeros", "zeros_like", "ones", "ones_like", "new_zeros", "new_ones")
 _FILLED += ("new_full",)
 _CAST = ("_to_copy", "to", "convert_element_type", "type_as")
+
+
+def _worked_in(dtype: str) -> str:
+    """In which dtype numbers of one are computed with."""
+    return "f32" if dtype in ("f16", "bf16") else dtype
+
+
 LARGEST_POWER = 8
 """Powers up to it are products."""
 
@@ -323,9 +330,19 @@ class _Writer:
     def calculated(self, operation: str, dtype: str, *arguments: Any) -> str:
         """An operation of which operands and result are of the dtype. 16-bit numbers are worked with in float32, as
         torch does, and rounded."""
-        wide = "f32" if dtype in ("f16", "bf16") else dtype
-        names = [self._element(x, wide) if not isinstance(x, str) else self.builder.cast(x, wide) for x in arguments]
-        return self.builder.cast(self.builder.add(operation, wide, *names), dtype)
+        wide = _worked_in(dtype)
+        return self.builder.cast(self.builder.add(operation, wide, *self._operands(wide, arguments)), dtype)
+
+    def bounded(self, beyond: str, dtype: str, *arguments: Any) -> str:
+        """The second where the first is beyond it, else the first; worked with as `calculated`. Of max, two that are
+        equal have half of the gradient each."""
+        wide = _worked_in(dtype)
+        x, bound = self._operands(wide, arguments)
+        found = self.builder.add("where", wide, self.builder.add(beyond, "bool", x, bound), bound, x)
+        return self.builder.cast(found, dtype)
+
+    def _operands(self, dtype: str, arguments: tuple[Any, ...]) -> list[str]:
+        return [self._element(x, dtype) if not isinstance(x, str) else self.builder.cast(x, dtype) for x in arguments]
 
     def _indexed(self, node: Node, name: str) -> _Read:
         source: Any = self.env[node.args[0]]  # pyright: ignore[reportArgumentType]
@@ -447,17 +464,11 @@ def _clamped(writer: _Writer, node: Node, dtype: str) -> str:
         low, high = None, low
     found = writer._element(x, dtype)
     for operation, beyond, bound in (("max", "lt", low), ("min", "gt", high)):
-        if bound is not None and dtype in FLOATS:  # of two that are equal both have half of max's gradient
-            found = _unless(writer, beyond, found, bound, dtype)
+        if bound is not None and dtype in FLOATS:
+            found = writer.bounded(beyond, dtype, found, bound)
         elif bound is not None:
             found = writer.calculated(operation, dtype, found, bound)
     return found
-
-
-def _unless(writer: _Writer, beyond: str, x: str, bound: Any, dtype: str) -> str:
-    """The bound where x is beyond it, else x."""
-    at = writer._element(bound, dtype)
-    return writer.builder.add("where", dtype, writer.builder.add(beyond, "bool", x, at), at, x)
 
 
 def _chosen(writer: _Writer, node: Node, dtype: str) -> str:
@@ -468,8 +479,7 @@ def _chosen(writer: _Writer, node: Node, dtype: str) -> str:
 
 def _compared(writer: _Writer, node: Node, dtype: str) -> str:
     operands: list[Any] = [x.meta["val"] if isinstance(x, Node) else x for x in node.args]
-    common = NAMES[torch.result_type(*operands)]
-    common = "f32" if common in ("f16", "bf16") else common
+    common = _worked_in(NAMES[torch.result_type(*operands)])
     return writer.builder.add(_plain(node), "bool", *[writer._element(x, common) for x in node.args])
 
 
@@ -520,7 +530,7 @@ def _masked(writer: _Writer, node: Node, dtype: str) -> str:
 
 
 def _positive(writer: _Writer, node: Node, dtype: str) -> str:
-    return _unless(writer, "le", writer._element(node.args[0], dtype), 0, dtype)
+    return writer.bounded("le", dtype, node.args[0], 0)
 
 
 _WRITTEN: dict[str, Any] = {
@@ -598,7 +608,7 @@ def gradient_of(text: str) -> Gradient:
     with torch.inference_mode(False), FakeTensorMode():
         number = [torch.zeros((), dtype=torch.int32) for _ in ARGUMENTS[1:]]
         # what is read in 16 bits has its gradient in float32, in which it is summed
-        wide = ("f32" if step.dtype in ("f16", "bf16") else step.dtype for _, step in loads)
+        wide = (_worked_in(step.dtype) for _, step in loads)
         elements = [torch.zeros((), dtype=TORCH_DTYPES[dtype]) for dtype in wide]
         graph = make_fx(of, decomposition_table=_decompositions())(torch.zeros(()), torch.zeros(()), *number, *elements)
     writer = _Writer()
