@@ -70,8 +70,10 @@ class Plan:
             self._check_tensor(
                 "lse", lse, (*batch, p.heads, p.seqlen_q), torch.promote_types(dtype, torch.float32), q.device
             )
-        if recorded and not out.requires_grad and not functorch_active():  # under vmap who records it is outside
+        mapped = functorch_active()  # under vmap who records it is outside
+        if recorded and not mapped and not out.requires_grad:
             raise self._wrong("an out that carries gradients", "one that does not require grad")
+        self.checked = not mapped
 
     def _check_tensor(
         self, name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device

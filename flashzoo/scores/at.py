@@ -69,22 +69,20 @@ class ScoredAt:
     def __call__(self, s: Tensor) -> Tensor:
         """New scores from those scaled; in float64 from float64, whatever the tensors are in that the function
         reads."""
-        return self._new(s, self._read_in(s.dtype), s.dtype != torch.float64)
+        return self._new(s, self._read(), s.dtype != torch.float64)
 
     def _new(self, s: Tensor, read: tuple[Tensor, ...], rounded: bool) -> Tensor:
         new = self.mod.on((s, *self._on(s.device)), read, rounded)
         return new.masked_fill(new < LEAST, -torch.inf)
 
-    def _read_in(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def _read(self) -> tuple[Tensor, ...]:
         """The function's tensors, as none of autograd's, but with their tangents, which `detach` would drop."""
-        wide = dtype == torch.float64
-        tensors = (x.detach() if x.requires_grad else x for x in self.mod.tensors)
-        return tuple(x.double() if wide and x.is_floating_point() else x for x in tensors)
+        return tuple(x.detach() if x.requires_grad else x for x in self.mod.tensors)
 
     def gradients(self, s: Tensor, ds: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """From the scaled scores and the gradient of the new ones that of the scaled ones; and those of the tensors
         that have one, in the scores' dtype."""
-        read = list(self._read_in(s.dtype))
+        read = list(self._read())
         for i in self.mod.grads:
             read[i] = read[i].to(s.dtype).requires_grad_()
         with torch.enable_grad():
