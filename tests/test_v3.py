@@ -32,7 +32,17 @@ from flashzoo.gpu import SHARED_LIMIT, WARPGROUP_ROWS
 from flashzoo.inputs import LAYOUTS
 from flashzoo.reference import Result
 from flashzoo.v3 import launch, launch_fp8, programs
-from flashzoo.v3.config import HOPPER, OTHERS, WIDTHS, kernel_for, kernel_fp8_for, pack_gqa_for, padded, prepares
+from flashzoo.v3.config import (
+    HOPPER,
+    OTHERS,
+    WIDTHS,
+    kernel_for,
+    kernel_fp8_for,
+    pack_gqa_for,
+    padded,
+    prepares,
+    speeds_of,
+)
 from flashzoo.v3.explain import describe, describe_fp8
 from flashzoo_suite.support import ROOT, accept, draw, forward, in_fresh_process, same_bits, storage_of
 
@@ -216,6 +226,16 @@ def test_no_tiles_of_a_width_would_take_less_time_by_the_model(lengths):
         times = {tiles: padded(problem, tiles) / speed for tiles, speed in speeds.items()}
         assert times[kernel_for(problem).tiles] == min(times.values())
         assert min(padded(problem, tiles) for tiles in speeds) >= lengths[0] * lengths[1], "everything is computed"
+
+
+@pytest.mark.parametrize("head_dim", [40, 72])
+def test_two_warpgroups_are_slower_where_rows_lie_across_sectors(head_dim):
+    cut = replace(PLAIN, head_dim=head_dim, head_dim_v=head_dim)
+    whole = replace(PLAIN, head_dim=head_dim + 8, head_dim_v=head_dim + 8)
+    of_cut, of_whole = speeds_of(cut), speeds_of(whole)
+    slower = {tiles for tiles, speed in of_cut.items() if speed < of_whole[tiles]}
+    assert slower == {tiles for tiles in of_whole if tiles.consumers == 2}
+    assert of_cut.keys() == of_whole.keys() and max(of_cut.values()) == 1
 
 
 def test_a_window_leaves_keys_out_of_what_tiles_compute():

@@ -46,8 +46,8 @@ HOPPER = {
 
 # The same widths: others, and their speed for what they compute, padding included, beside those above. Three warpgroups
 # read K and V from L2 once for 192 queries, two leave fewer rows of a short sequence's last tile empty. By sweeps on an
-# H200 over 12 lengths from 128 to 4096, at 32, 48, 80 and 160 over 6 to 10 cells (docs/measurements.md), where those of
-# 208 keys at 32 and of 96 at 160 were not timed at the lengths that choose them.
+# H200 over 12 lengths from 128 to 4096, and over 14 cells from 260 to 2048, of 32 over 6 (docs/measurements.md), where
+# 208 keys were not timed at the lengths that choose them.
 OTHERS: dict[tuple[int, int], dict[Tiles, float]] = {
     (32, 32): {
         Tiles(2, 128, stages=4, q_stages=2, ping_pong=False): 0.84,
@@ -62,20 +62,24 @@ OTHERS: dict[tuple[int, int], dict[Tiles, float]] = {
         Tiles(3, 112, stages=3, q_stages=2): 0.92,
         Tiles(2, 128, stages=3, q_stages=2, ping_pong=False): 0.8,
         Tiles(2, 112, stages=3, q_stages=2): 0.78,
-        Tiles(2, 208, q_stages=2): 0.8,
+        Tiles(2, 208, q_stages=2): 0.75,
     },
     (80, 80): {
-        Tiles(3, 96, q_stages=2): 0.98,
-        Tiles(2, 128, q_stages=2, ping_pong=False): 0.91,
-        Tiles(2, 112, q_stages=2): 0.87,
+        Tiles(3, 96, q_stages=2): 0.97,
+        Tiles(2, 128, q_stages=2, ping_pong=False): 0.89,
+        Tiles(2, 112, q_stages=2): 0.84,
     },
     (96, 96): {
-        Tiles(2, 128, q_stages=2, ping_pong=False): 0.85,
-        Tiles(2, 112, q_stages=2): 0.8,
+        Tiles(2, 128, q_stages=2, ping_pong=False): 0.78,
+        Tiles(2, 112, q_stages=2): 0.78,
     },
     (128, 128): {Tiles(2, 128, q_stages=2, ping_pong=False): 0.95},
     (160, 160): {Tiles(2, 96): 0.98},
 }
+
+CUT_SECTORS = 0.87
+"""What remains of the speed of two warpgroups beside three's where TMA brings rows by 16 columns, 32 bytes, and half of
+them begin within a sector of L2: each then is of two, for 128 queries in place of 192. So at 40 and 72."""
 
 # Block-sparse: width of q and k, width of v, keys of a block of the mask. The fastest of those tried on an H200 at
 # widths 64 and 128 with blocks of 128; the others were not tried against any. Its widths are fewer.
@@ -354,7 +358,12 @@ def tiles_for(problem: Problem) -> Tiles:
 def speeds_of(problem: Problem) -> dict[Tiles, float]:
     """Tiles that may be a problem's, and the speed of each beside the first's."""
     widths = widths_of(problem)
-    return {HOPPER[widths]: 1.0} | (OTHERS.get(widths, {}) if problem.sequences is None else {})
+    first, others = HOPPER[widths], OTHERS.get(widths, {}) if problem.sequences is None else {}
+    cut = widths[0] % 32 and problem.head_dim % 16
+    return {first: 1.0} | {
+        tiles: speed * CUT_SECTORS if cut and tiles.consumers < first.consumers else speed
+        for tiles, speed in others.items()
+    }
 
 
 def padded(problem: Problem, tiles: Tiles) -> float:
