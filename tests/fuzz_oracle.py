@@ -17,7 +17,8 @@ within `BLOCK` times it, plus `LINEAR` times the linear part.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -240,6 +241,17 @@ def _answer(call: Call, given: Operands, seen: Tensor | None) -> _Answer:
     return _Answer(q, k, v, visible, s, p, out, lse, blind, dout, dlse, gradients, p_sink, on_scores, z)
 
 
+@contextmanager
+def _float64_by_default() -> Iterator[None]:
+    """What whole numbers become that are multiplied by 0.5 is float64 in here."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _on_scores(call: Call, s: Tensor, read: Tensor | None) -> tuple[Tensor, _OnScores | None]:
     """New scores, and what there is to know of them."""
     if not call.score or not call.seqlen_k:
@@ -253,9 +265,10 @@ def _on_scores(call: Call, s: Tensor, read: Tensor | None) -> tuple[Tensor, _OnS
         assert read is not None
         return read[index] + nothing
 
-    new = function(s, *at, reading)
-    local = s.detach().requires_grad_()
-    seen = function(local, *at, reading)
+    with _float64_by_default():  # as beside a score in float64 a function's own numbers are
+        new = function(s, *at, reading)
+        local = s.detach().requires_grad_()
+        seen = function(local, *at, reading)
     slope, factor = torch.autograd.grad(
         seen.masked_fill(seen == -math.inf, 0).sum(), (local, nothing), allow_unused=True, materialize_grads=True
     )
