@@ -38,6 +38,9 @@ TORCH = "torch"
 """Who answers a call that no version takes."""
 KEPT_MASKS = 8
 """Of how many masks that are still there what was made of them is kept."""
+MOST_KINDS = 4096
+"""Kinds of call that are told apart: a model that writes has another length at every step."""
+OTHERS = "calls of further kinds"
 
 
 class SdpaCall(NamedTuple):
@@ -109,8 +112,11 @@ class Replacement(TorchFunctionMode):
                 *args, **kwargs
             )
         if func in _BACKWARD and not is_compiling() and all(kind in (Tensor, nn.Parameter) for kind in types):
-            with self:
+            TorchFunctionMode.__enter__(self)  # as which it is no later than it was
+            try:
                 return _BACKWARD[func](*args, **kwargs)
+            finally:
+                self.__exit__(None, None, None)
         return func(*args, **kwargs)
 
     def _attend(
@@ -212,7 +218,10 @@ class Replacement(TorchFunctionMode):
                 asked += f", {name} {_shape(value)}"
             elif value:
                 asked += f", {name}={value}"
-        self._seen[asked, who, why] += 1
+        kind = asked, who, why
+        if kind not in self._seen and len(self._seen) >= MOST_KINDS:
+            kind = OTHERS, who, why
+        self._seen[kind] += 1
 
 
 _latest: Replacement | None = None

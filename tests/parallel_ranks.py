@@ -490,6 +490,19 @@ def ranks_that_differ_all_hear_of_it(group: Any) -> None:
     heard_by_all(raises(ValueError, "unshard=", lambda: parallel.unshard(q if rank else q[:1], group)), group)
 
 
+@case(2, 4)
+def how_rows_lie_is_a_ranks_own(group: Any) -> None:
+    """A rank whose tensors have gaps computes as the others, whether or not they have made such a call before."""
+    q, k, v = shards()
+    for method in ("gather", "ulysses", "ring"):
+        expected = parallel.attention(q, k, v, group=group, method=method)
+        for x in range(3):
+            given = [q, k, v]
+            if dist.get_rank(group) == x % 2:
+                given[x] = given[x].mT.contiguous().mT
+            close(parallel.attention(*given, group=group, method=method), expected, f"out of {method}")
+
+
 @case(4)
 def one_rank_in_error_all_hear_of_it(group: Any) -> None:
     rank = dist.get_rank(group)
@@ -499,6 +512,10 @@ def one_rank_in_error_all_hear_of_it(group: Any) -> None:
         ValueError, "rank 3: TypeError: causal must be a bool", lambda: parallel.attention(q, k, v, group=group, **odd)
     )
     heard_by_all(told, group)
+    # and so it is where the ranks have made the call with True before, which is equal
+    parallel.attention(q, k, v, group=group, causal=True)
+    told = "causal must be a bool, got 1"
+    raises(TypeError, told, lambda: parallel.attention(q, k, v, group=group, causal=1))
     # an error that all make alike is that error
     raises(
         TypeError, "softmax_scale must be a float", lambda: parallel.attention(q, k, v, group=group, softmax_scale="1")

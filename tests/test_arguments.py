@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import flashzoo
 from flashzoo import UnsupportedError
 from flashzoo.dtypes import TORCH_DTYPES
-from flashzoo_suite.support import CALLS, lazily_negated, toy
+from flashzoo_suite.support import CALLS, lazily_negated, same_bits, toy
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +58,23 @@ class TestMeaning:
         flashzoo.register(toy())
         flashzoo.attention(*qkv, window_size=window, version="toy")
         assert CALLS[0].window == (None, None)
+
+    def test_a_window_is_looked_at_though_an_equal_one_was_taken(self, qkv):
+        flashzoo.attention(*qkv, window_size=(1, 0))
+        for window in ((1.0, 0), (1, False), (True, 0.0)):
+            with pytest.raises(ValueError, match="window_size must be None or a pair"):
+                flashzoo.attention(*qkv, window_size=window)
+
+    @pytest.mark.parametrize("version", ["v1", "v2", "standard", "sdpa"])
+    def test_a_whole_number_is_a_softmax_scale(self, version):
+        q = torch.randn(1, 16, 1, 16)
+        found, expected = (
+            torch.autograd.grad(flashzoo.attention(x, q, q, softmax_scale=scale, version=version).sum(), x)[0]
+            for scale in (10**20, 1e20)
+            for x in (q.clone().requires_grad_(),)
+        )
+        assert same_bits(found, expected)
+        assert type(flashzoo.explain(q, q, q, softmax_scale=2).problem.scale) is float
 
     def test_defaults_are_their_explicit_values(self, qkv):
         explicit = {

@@ -168,6 +168,14 @@ def test_rows_of_strides_that_16_does_not_divide(kernel: tuple[str, str], head_d
     assert any(".128" in line for line in moved) and not any(re.search(r"\.[US]16\b", line) for line in moved)
 
 
+@pytest.mark.parametrize("more", [{}, {"used_k": True}, {"sinks": True}, {"dropout_p": 0.1}], ids=str)
+def test_v2_takes_none_for_aligned_but_what_it_looked_at(more: dict) -> None:
+    """Tensors of lengths, sinks and seeds may start anywhere."""
+    problem = Problem(1, 64, 64, 1, 1, 64, dtype="fp16", arch=90, **more)
+    made = v2.forward_launch(problem, (64, 64, 64) * 4, True)
+    assert made._aligned is not bool(more)
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
 @pytest.mark.parametrize("head_dim", WIDTHS)

@@ -125,6 +125,19 @@ def test_what_was_told_in_another_groups_life_is_forgotten():
             assert all("every rank must make the same call" in text for text in found)
 
 
+def test_groups_of_any_sizes_may_have_met_in_a_store():
+    """And what they told there is forgotten once all have heard it."""
+    store, keys = dist.HashStore(), []  # pyright: ignore[reportPrivateImportUsage]
+    for size in (3, 2, 1, 4, 3):
+        with ThreadPoolExecutor(size) as pool:
+            ranks = [groups.Ranks(Group(store), rank, size, groups._Agreed()) for rank in range(size)]
+            for n in range(4):
+                kind = (("n", n),)
+                assert [*pool.map(lambda one, kind=kind: one.agree(kind, lambda: "made"), ranks)] == ["made"] * size
+                keys.append(store.num_keys())
+    assert len(set(keys[1:4])) == 1 and keys[13:16] == [keys[13]] * 3
+
+
 BANDS = {"full": (None, None), "causal": (None, 0), "left": (5, 0), "long": (30, 0), "both": (9, 4), "right": (None, 7)}
 
 

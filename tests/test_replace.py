@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import flashzoo
+from flashzoo import replace
 from flashzoo_suite.support import DEVICE, same_bits
 
 
@@ -366,6 +367,24 @@ def test_it_ends_where_it_ends_and_is_of_its_thread():
         assert F.scaled_dot_product_attention is function
     F.scaled_dot_product_attention(q, k, v)
     assert seen.calls == () and str(seen) == "no call of scaled_dot_product_attention"
+
+
+def test_a_backward_pass_enters_no_mode_anew():
+    q = drawn(2, 4, 20, 16).requires_grad_()
+    with flashzoo.replace_sdpa() as outer:
+        with flashzoo.replace_sdpa("standard") as inner:
+            out = F.scaled_dot_product_attention(q, q, q)
+        out.sum().backward()
+    assert flashzoo.last_calls() == inner.calls != outer.calls
+
+
+def test_kinds_of_call_are_told_apart_up_to_a_number(monkeypatch):
+    monkeypatch.setattr(replace, "MOST_KINDS", 2)
+    with flashzoo.replace_sdpa() as seen:
+        for seqlen in (1, 2, 3, 4, 1):
+            x = drawn(1, 1, seqlen, 8)
+            F.scaled_dot_product_attention(x, x, x)
+    assert [call.count for call in seen.calls] == [2, 1, 2] and "further kinds" in str(seen.calls[-1])
 
 
 def test_install_and_uninstall():

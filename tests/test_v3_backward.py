@@ -932,6 +932,21 @@ def test_two_streams_at_once():
 
 @gpu
 @on_hopper
+@pytest.mark.alone  # a worker sees one GPU
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_pairs_on_another_device_than_the_current_one():
+    """How many clusters it runs is asked of that one."""
+    problem = replace(PLAIN, seqlen_q=300, seqlen_k=700, head_dim=256, head_dim_v=256)
+    assert kernel_backward_for(problem).cluster == 2
+    tensors, dout, _ = draw(problem)
+    q, k, v, there = (x.to("cuda:1") for x in (*tensors, dout))
+    out, lse = flashzoo.attention(q, k, v, return_lse=True, version="v3")
+    gradients = flashzoo.attention_backward(there, q, k, v, out, lse, version="v3")
+    accept(Judge(*tensors, problem, dout), Result(*(x.to("cuda:0") for x in (out, lse, *gradients))))
+
+
+@gpu
+@on_hopper
 def test_sizes_do_not_compile_again():
     """But for whether query heads that share keys are split, and forward for the tiles that lengths ask for."""
     small = replace(PLAIN, seqlen_k=200, causal=True, head_dim_v=None)

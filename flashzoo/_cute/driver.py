@@ -216,13 +216,14 @@ class Function:
             _check(error, f"asking for {self.shared} bytes of shared memory on device {device}")
 
     def clusters(self, device: int, cluster: int) -> int:
-        """How many clusters of so many thread blocks run at a time on a device, the current one."""
+        """How many clusters of so many thread blocks run at a time on a device."""
         self._prepare(device)
-        _make_current(device)
         attributes = (_Attribute * 1)(_Attribute(_CLUSTER, 0, (c_int * 16)(cluster, 1, 1)))
         config = _Config((c_uint * 7)(cluster, 1, 1, self.threads, 1, 1, self.shared), None, attributes, 1)
         found = c_int()
-        error = _driver().cuOccupancyMaxActiveClusters(byref(found), self.kernel, byref(config))
+        with torch.cuda.device(device):  # the driver asks of the current one
+            _make_current(device)
+            error = _driver().cuOccupancyMaxActiveClusters(byref(found), self.kernel, byref(config))
         _check(error, f"asking how many clusters of {cluster} thread blocks device {device} runs")
         return found.value
 

@@ -14,7 +14,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 
 from flashzoo.autograd import as_rows
 from flashzoo.call.check import check_data, check_tensors, described_call, fields_of
-from flashzoo.call.forms import Window, check_flags
+from flashzoo.call.forms import Window, check_flags, normalised
 from flashzoo.call.operands import Operands, taken
 from flashzoo.call.packed import as_batch, batch_of_one, of_nested, on_caches
 from flashzoo.call.plan import negated, plan, problem_of
@@ -212,6 +212,8 @@ def called(
     """`attention` of tensors of four dimensions, or of three that are packed rows: out, and lse or None."""
     asked = requested(version)
     operands, forms = taken(options)
+    if options.get("window_size") is not None:  # (1, 0) and (1.0, False) are one key of a dict
+        options["window_size"] = normalised(options["window_size"])
     try:
         grad = recorded(q, k, v, operands)
         tensors = described_call(q, k, v)
@@ -224,11 +226,8 @@ def called(
         if "unhashable" not in str(error):
             raise
         check_flags(return_lse=return_lse)
-        fields_of(options)  # of what has no hash, a list as window_size alone is well
-        if not isinstance(options.get("window_size"), list):
-            raise TypeError(f"expected ints as sizes, which torch.compile and torch.export trace; {error}") from error
-        options["window_size"] = tuple(options["window_size"])
-        planned = plan(asked, current(), return_lse, grad, rows, forms, *tensors, **options)
+        fields_of(options)
+        raise TypeError(f"expected ints as sizes, which torch.compile and torch.export trace; {error}") from error
     problem = planned.problem
     if transforming():
         check_transforms({"q": q, "k": k, "v": v, **operands.tensors}, problem, planned.spec)

@@ -387,7 +387,8 @@ class Problem:
     @property
     def scale(self) -> float:
         """What scores are multiplied by."""
-        return 1 / math.sqrt(self.head_dim) if self.softmax_scale is None else self.softmax_scale
+        # a float: kernels are compiled for the type of the first call, and 2 and 2.0 are one problem
+        return 1 / math.sqrt(self.head_dim) if self.softmax_scale is None else float(self.softmax_scale)
 
     @property
     def dropped(self) -> float:

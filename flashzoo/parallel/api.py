@@ -45,6 +45,7 @@ def attention(
             `(total_q / ranks, heads, head_dim)`; this rank's rows, as `shard` gives them. A DTensor that is sharded by
             rows alone, over the group's mesh, is taken as such: its layout is "contiguous", and so is out's.
         k, v: the same of keys and values; as many rows as q has where causal or a window is asked for, but in ulysses.
+            Of several ranks, what has gaps between a row's numbers is copied.
         group: a `torch.distributed.ProcessGroup`, or a `DeviceMesh` of one dimension; the caller is in it. NCCL's for
             CUDA tensors, gloo's for CPU tensors.
         layout: "zigzag" (rank r of P has chunks r and 2P - 1 - r of 2P), which a causal mask wants, or "contiguous".
@@ -92,6 +93,8 @@ def attention(
         refuse_transforms("flashzoo.parallel.attention", q=q, k=k, v=v, sinks=options.get("sinks"))
     ranks = ranks_of(group)
     options = _given(options)
+    if ranks.size > 1:  # how they lie is this rank's alone, and no reason to leave the others waiting
+        q, k, v = (x.contiguous() if _scattered(x) else x for x in (q, k, v))
     name, _ = requested(version)
     grad = _recorded(q, k, v, options.get("sinks"))
     how = {"layout": layout, "method": method, "seqlen": seqlen, "return_lse": return_lse, "version": name}
@@ -138,6 +141,13 @@ def _of_one(ranks: Ranks, kind: Any, q: Any, k: Any, v: Any, how: dict[str, Any]
 def _given(options: dict[str, Any]) -> dict[str, Any]:
     """Those that say something."""
     return {name: x for name, x in options.items() if x is not None and not (name == "dropout_p" and x == 0)}
+
+
+def _scattered(x: Any) -> bool:
+    """Whether it is a tensor whose rows have gaps between their numbers."""
+    if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested or not x.ndim:
+        return False
+    return x.stride(-1) != 1 and x.shape[-1] > 1
 
 
 def _recorded(*inputs: Any) -> bool:

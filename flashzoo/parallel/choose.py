@@ -145,7 +145,7 @@ def chosen(
     partial = None
     for name in ("gather", "ring"):
         if not reasons[name]:
-            partial, against = _partial(q, k, v, sizes, version, options)
+            partial, against = _partial(q, k, v, version, options)
             reasons[name] += against
     if not reasons["ulysses"]:
         heads = [_like(x, rows=1, heads=h) for x, h in zip(whole, _heads(sizes, copies), strict=True)]
@@ -190,7 +190,7 @@ def _against_ulysses(s: Sizes, options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _partial(
-    q: Tensor, k: Tensor, v: Tensor, s: Sizes, version: str, options: Mapping[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, version: str, options: Mapping[str, Any]
 ) -> tuple[torch.dtype | None, tuple[str, ...]]:
     """The dtype that parts come in, and who takes none: float32 where that changes nothing about who answers."""
     options = {name: x for name, x in options.items() if name in PARTED}

@@ -28,12 +28,25 @@ Kind = tuple[tuple[str, Hashable], ...]
 """A call without its data, as its arguments' names and what of them all ranks must have alike."""
 
 
+@dataclass(frozen=True)
+class Typed:
+    """A number or flag, of which 1, 1.0 and True are three."""
+
+    value: Any
+    kind: type
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+
 def form_of(x: Any) -> Hashable:
     """What of an argument all ranks must have alike."""
     if isinstance(x, Tensor):
         return tuple(x.shape), x.dtype, x.device.type, x.requires_grad
     if isinstance(x, list):
         return tuple(x)
+    if isinstance(x, bool | int | float):
+        return Typed(x, type(x))
     form = getattr(x, "form", x)  # a BlockMask's
     return form if isinstance(form, Hashable) else repr(form)
 
@@ -46,12 +59,14 @@ def _told(form: Any) -> str:
 
 class _Agreed:
     """What is remembered of a group: what was made of each kind of call that every rank is known to make alike, how
-    often they were asked, where in its store they tell it, and whether all of them are known to have communicated."""
+    often they were asked, where in its store they tell it, which keys there are this rank's to delete, and whether all
+    of them are known to have communicated."""
 
     def __init__(self) -> None:
         self.kinds: dict[Kind, Any] = {}
         self.asked = 0
         self.told_at = ""
+        self.told: list[str] = []
         self.met = False
 
 
@@ -119,7 +134,8 @@ class Ranks:
         """What each rank tells; None where all tell the same. RuntimeError where one tells nothing."""
         store, number = self.group.get_group_store(), self.agreed.asked
         if not number:  # a store outlives its group, and has what was told in it: each group has a place of its own
-            self.agreed.told_at = f"flashzoo/{(store.add('flashzoo', 1) - 1) // self.size}"
+            of_size = f"flashzoo/{self.size}"
+            self.agreed.told_at = f"{of_size}/{(store.add(of_size, 1) - 1) // self.size}"
         self.agreed.asked += 1
         key = f"{self.agreed.told_at}/{number}"
         same, done = f"{key}/{sha256(told.encode()).hexdigest()}", f"{key}/done"
@@ -137,8 +153,9 @@ class Ranks:
             ) from error
         agree = store.get(done).decode() == SAME
         every = None if agree else [store.get(f"{key}/{rank}").decode() for rank in range(self.size)]
-        if number:  # who is here has done with the one before
-            store.delete_key(f"{self.agreed.told_at}/{number - 1}/{self.rank}")
+        for before in self.agreed.told:  # who is here has done with the one before
+            store.delete_key(before)
+        self.agreed.told = [f"{key}/{self.rank}", *([] if self.rank else [same, f"{key}/here", done])]
         return every
 
 

@@ -255,14 +255,14 @@ class _Writer:
             if node.op == "placeholder":
                 self.env[node] = next(given)
             elif node.op == "get_attr":
-                self.env[node] = self._constant(getattr(graph, node.target), node)
+                self.env[node] = self._constant(getattr(graph, node.target))
             elif node.op == "call_function":
                 self.env[node] = self._of(node)
         (last,) = (node for node in graph.graph.nodes if node.op == "output")
         returned = last.args[0] if isinstance(last.args[0], (tuple, list)) else (last.args[0],)
         return [self._element(x, "f32") for x in returned]
 
-    def _constant(self, x: Any, node: Node) -> Any:
+    def _constant(self, x: Any) -> Any:
         if x.numel() != 1:
             raise ValueError(f"score_mod must capture a tensor rather than make one, got one of shape {tuple(x.shape)}")
         value = x.item() if not hasattr(x, "constant") or x.constant is None else x.constant.item()
@@ -272,13 +272,13 @@ class _Writer:
         name = _packet(node.target)
         if node.target is operator.getitem:
             raise self._refused("an operation of several results")
-        self._check_kept(node, name)
+        self._check_kept(node)
         found = self._written(node, _plain(node))
         if name != _plain(node):  # in place, of a number that is the function's own
             self.env[node.args[0]] = found  # pyright: ignore[reportArgumentType]
         return found
 
-    def _check_kept(self, node: Node, name: str) -> None:
+    def _check_kept(self, node: Node) -> None:
         """ValueError where an argument is changed that others see."""
         schema = getattr(node.target, "_schema", None)
         if schema is None or not schema.is_mutable:

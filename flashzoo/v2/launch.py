@@ -123,7 +123,7 @@ def forward_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
         | {"SCORE_MOD": functions(problem)["forward"], "KEPT": kept_of(problem)},
         tiles.num_warps,
         tiles.num_stages,
-        aligned and problem.score_mod is None,
+        aligned and not _reads_more(problem),
         tma_tiles=tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, *[None] * 7),
     )
 
@@ -148,7 +148,7 @@ def dkdv_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
         | {"KEPT": kept_of(problem)},
         tiles.num_warps,
         tiles.num_stages,
-        aligned and problem.score_mod is None,
+        aligned and not _reads_more(problem),
         tma_tiles=tma_tiles(
             problem, tiles, rows, owned[0], owned[1], rows, None, None, (1, rows), (1, rows), *[None] * 4
         ),
@@ -169,7 +169,7 @@ def dq_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
         | {"KEPT": kept_of(problem)},
         tiles.num_warps,
         tiles.num_stages,
-        aligned and problem.score_mod is None,
+        aligned and not _reads_more(problem),
         tma_tiles=tma_tiles(problem, tiles, owned[0], tiles.block_kv, tiles.block_kv, owned[1], *[None] * 7),
     )
 
@@ -219,6 +219,12 @@ def _masks(problem: Problem) -> dict[str, bool]:
     bounds = {"LEFT": left is not None, "RIGHT": right is not None}
     lengths = {"PACKED": "packed" in problem.features, "CACHE": "cache" in problem.features}
     return {**bounds, **lengths, "BY_HEAD": any("b" not in indices for indices in biases(problem).values())}
+
+
+def _reads_more(problem: Problem) -> bool:
+    """Whether kernels read tensors of the caller's besides q, k, v and dout, which may start anywhere."""
+    p = problem
+    return p.score_mod is not None or p.sinks or p.used_k or bool(p.dropout_p)
 
 
 def _used(problem: Problem, operands: Operands) -> Tensor | None:
