@@ -191,10 +191,10 @@ def compare(args: argparse.Namespace, losses: Tensor, ranks: int) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train on all ranks, then alone, and report. Returns the exit status."""
+    args = arguments(argv)
     if "RANK" not in os.environ:
         print("expected to be run by torchrun: torchrun --nproc-per-node 2 examples/long_context.py", file=sys.stderr)
         return 2
-    args = arguments(argv)
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     group = dist.group.WORLD
     status, ranks = 0, dist.get_world_size()

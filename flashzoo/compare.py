@@ -93,7 +93,7 @@ def compare(
             None: any.
         progress: show a bar on stderr while it works; where None, if stderr is a terminal and rich is installed.
         seed: of dout.
-        options: the other arguments of `flashzoo.attention`.
+        options: the other arguments of `flashzoo.attention`, but version and return_lse, which are chosen here.
 
     Returns:
         A `Comparison`. On the CPU, Triton's kernels run once in its interpreter, and only on small problems.
@@ -103,6 +103,10 @@ def compare(
             too short, or an input has NaN or infinity in it, of which there is no error to compare.
         flashzoo.compare.Interrupted: a KeyboardInterrupt that has the rows that were finished.
     """
+    for name in [name for name in ("version", "return_lse", "arch") if name in options]:
+        raise TypeError(
+            f"compare: takes no {name}, as it runs those of versions and looks at all, got {options[name]!r}"
+        )
     specs, given = _chosen(versions), dict(options)
     q, k, v, given = batch_of_one(q, k, v, given)
     with torch.set_grad_enabled(backward), _bar(progress) as bar:

@@ -54,7 +54,7 @@ class DotProductAttention(nn.Module):
         others: what else a caller gives; it must be None.
 
     Raises:
-        ValueError: attn_mask_type is not known.
+        ValueError: attn_mask_type is not known, or config's `window_attn_skip_freq` says nothing of the layer.
         flashzoo.UnsupportedError: something is asked for that no version does; the text names it.
     """
 
@@ -80,7 +80,7 @@ class DotProductAttention(nn.Module):
         self.softmax_scale: float | None = scale
         window = getattr(config, "window_size", None) if window_size is None else window_size
         skip = getattr(config, "window_attn_skip_freq", None) if window_size is None else None
-        windowed = skip is None or (layer_number % skip if isinstance(skip, int) else skip[layer_number - 1])
+        windowed = skip is None or _windowed(skip, layer_number)
         self.window_size: tuple[int | None, int | None] | None = window if windowed else None
         self.deterministic: bool = bool(getattr(config, "deterministic_mode", False))
         dropout = getattr(config, "attention_dropout", None) if attention_dropout is None else attention_dropout
@@ -123,6 +123,12 @@ class DotProductAttention(nn.Module):
             flashzoo.UnsupportedError: attention_bias beside packed_seq_params, these with `cu_seqlens_q_padded` or
                 another `qkv_format` than "thd", or no version takes the call.
         """
+        shape = "(seqlen, batch, heads, head_dim)" if packed_seq_params is None else "(total, heads, head_dim), packed"
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+            if x.ndim != (4 if packed_seq_params is None else 3):
+                raise ValueError(f"{name} must be {shape}, got shape {tuple(x.shape)}")
         for name, x in (("attention_mask", attention_mask), ("attention_bias", attention_bias)):
             if x is not None and not isinstance(x, Tensor):
                 raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -160,6 +166,19 @@ class DotProductAttention(nn.Module):
             options["score_mod"] = _added(self.softcap, attention_bias, query, key)
         q, k, v = (x.transpose(0, 1) for x in (query, key, value))
         return flashzoo.attention(q, k, v, **options).transpose(0, 1).flatten(2)
+
+
+def _windowed(skip: Any, layer_number: int) -> bool:
+    """Whether a layer has the window, by config's `window_attn_skip_freq`."""
+    if layer_number < 1:
+        raise ValueError(f"layer_number must be from 1 on, got {layer_number}")
+    if isinstance(skip, int):
+        if skip < 1:
+            raise ValueError(f"config.window_attn_skip_freq must be from 1 on, or a list, got {skip}")
+        return layer_number % skip != 0
+    if len(skip) < layer_number:
+        raise ValueError(f"config.window_attn_skip_freq must have layer {layer_number}, got {len(skip)} layers")
+    return bool(skip[layer_number - 1])
 
 
 def _refuse(what: str, given: Any, known: dict[str, tuple[Any, ...]]) -> None:
@@ -202,5 +221,8 @@ def _shown(attention_mask: Tensor, query: Tensor, key: Tensor) -> flashzoo.Block
     if attention_mask.dtype != torch.bool or attention_mask.ndim != 4:
         got = f"{attention_mask.dtype} {tuple(attention_mask.shape)}"
         raise ValueError(f"attention_mask must be bool, of 4 dimensions and True where nothing is seen, got {got}")
+    sizes = (*query.shape[1:3], query.shape[0], key.shape[0])
+    if any(size not in (1, wanted) for size, wanted in zip(attention_mask.shape, sizes, strict=True)):
+        raise ValueError(f"attention_mask must spread to {sizes}, got {tuple(attention_mask.shape)}")
     shown = ~attention_mask
     return flashzoo.BlockMask.from_dense(shown.expand(*shown.shape[:2], query.shape[0], key.shape[0]))

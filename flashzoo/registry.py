@@ -241,7 +241,7 @@ def use(version: str) -> Iterator[None]:
     Raises:
         ValueError: no version has that name.
     """
-    _check_known(version, "use: version", current())
+    check_known(version, "use: version")
     token = _chosen.set(version)
     try:
         yield
@@ -252,7 +252,7 @@ def use(version: str) -> Iterator[None]:
 def requested(version: str) -> tuple[str, str]:
     """The version that a call asks for, and who asked: argument, then context manager, then environment, then auto."""
     if not isinstance(version, str):
-        _check_known(version, "version", current())
+        check_known(version)
     if version != "auto":
         return version, ARGUMENT
     chosen = _chosen.get()
@@ -264,7 +264,9 @@ def requested(version: str) -> tuple[str, str]:
     return "auto", "the default"
 
 
-def _check_known(version: object, what: str, zoo: Zoo) -> None:
+def check_known(version: object, what: str = "version", zoo: Zoo | None = None) -> None:
+    """ValueError where no version has that name; what is how the text begins."""
+    zoo = zoo or current()
     if isinstance(version, str) and (version == "auto" or version in zoo.specs):
         return
     raise ValueError(
@@ -316,7 +318,7 @@ def choose(problem: Problem, version: str = "auto", by: str = ARGUMENT, zoo: Zoo
 
 @remembered
 def _choose(problem: Problem, version: str, by: str, zoo: Zoo) -> Choice:
-    _check_known(version, f"version{_asked_by(by)}", zoo)
+    check_known(version, f"version{_asked_by(by)}", zoo)
 
     def objections(spec: Spec) -> list[str]:
         return spec.unsupported(problem)
@@ -343,7 +345,7 @@ def _choose(problem: Problem, version: str, by: str, zoo: Zoo) -> Choice:
 def choose_backward(problem: Problem, version: str, by: str, zoo: Zoo) -> Spec:
     """Whose backward pass alone takes the problem; arguments and errors as of `choose`, implementations that would
     do are imported."""
-    _check_known(version, f"version{_asked_by(by)}", zoo)
+    check_known(version, f"version{_asked_by(by)}", zoo)
 
     def objections(spec: Spec) -> list[str]:
         return spec.unsupported(problem) or (

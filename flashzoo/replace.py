@@ -30,7 +30,7 @@ from flashzoo.call.check import DTYPE_NAMES, described_call
 from flashzoo.call.operands import taken
 from flashzoo.call.plan import plan
 from flashzoo.masks.block_mask import BlockMask
-from flashzoo.registry import UnsupportedError, current, requested, use
+from flashzoo.registry import UnsupportedError, check_known, current, requested
 from flashzoo.scores.mod import ScoreMod
 from flashzoo.transforms import transforming
 
@@ -76,8 +76,8 @@ class Replacement(TorchFunctionMode):
 
     def __init__(self, version: str = "auto") -> None:
         super().__init__()
-        with use(version):  # a name that is not known is an error here, and later a reason to fall back
-            self.version = version
+        check_known(version)  # a name that is not known is an error here, and later a reason to fall back
+        self.version = version
         self._seen: Counter[tuple[str, str, str]] = Counter()
         self._masks: dict[tuple, tuple[Any, int, Any]] = {}
 
@@ -343,7 +343,10 @@ def _answering(q: Tensor, k: Tensor, v: Tensor, version: str, options: dict[str,
         tensors = described_call(q, k, v)
         grad = recorded(q, k, v, operands)
         return plan(requested(version), current(), False, grad, False, forms, *tensors, **plain).spec.name
-    except (UnsupportedError, TypeError, ValueError) as error:
+    except UnsupportedError as error:
+        call, *reasons = str(error).splitlines()
+        raise _NotOurs("; ".join([call, *(x.strip() for x in reasons if x.startswith(" "))])) from error
+    except (TypeError, ValueError) as error:
         raise _NotOurs(str(error).splitlines()[0]) from error
 
 

@@ -358,6 +358,20 @@ def test_nothing_to_see(build, sizes):
     assert (mask & mask | mask).compact().to_dense().shape[2:] == sizes[:2]
 
 
+@pytest.mark.parametrize("seqlen_q", [None, 100])
+@pytest.mark.parametrize("lengths", [[50.9, 20], [-5, 10], [True, 10]], ids=str)
+def test_lengths_of_documents_are_looked_at(lengths, seqlen_q):
+    with pytest.raises(ValueError, match="lengths must be an int, 0 or more"):
+        BlockMask.documents(lengths, seqlen_q=seqlen_q)
+
+
+def test_documents_have_room():
+    with pytest.raises(ValueError, match="lengths must add up to no more than seqlen_q 100, got 101"):
+        BlockMask.documents([50, 51], seqlen_q=100)
+    with pytest.raises(ValueError, match="lengths_k must add up to no more than seqlen_k 30, got 31"):
+        BlockMask.documents([10, 20], lengths_k=[1, 30], seqlen_k=30)
+
+
 def test_tokens_of_no_document_take_no_room():
     mask = BlockMask.documents([10, 0, 300], seqlen_q=4000, seqlen_k=5000, device=DEVICE)
     assert mask.element.bits.shape[2] < 200 and mask.rows.counts.sum() == 9

@@ -537,6 +537,9 @@ def test_compare_leaves_its_inputs_alone():
         ({"versions": ["v9"]}, ValueError, "versions must be from .*, got 'v9'"),
         ({"k": torch.randn(1, 20, 3, 16)}, ValueError, "v must have k's batch, seqlen and heads"),
         ({"q": None}, TypeError, "q must be a torch.Tensor, got NoneType"),
+        ({"version": "v2"}, TypeError, "compare: takes no version, .* got 'v2'"),
+        ({"return_lse": False}, TypeError, "compare: takes no return_lse"),
+        ({"arch": 90}, TypeError, "compare: takes no arch"),
         ({"softmax_scale": math.nan}, ValueError, "softmax_scale must be finite"),
         (
             {"q": torch.randn(1, 20, 2, 16).to_sparse()},

@@ -84,7 +84,7 @@ MALFORMED = {
     "a batch of two": (
         {"cu_seqlens_q": RIGHT, **dict(zip("qkv", (x.view(2, 15, 2, 16) for x in ROWS), strict=True))},
         ValueError,
-        r"batch must be 1 where sequences share its rows, got 2",
+        r"batch must be 1 where sequences share its rows .*cu_seqlens_q.* got 2",
     ),
     "rows alone": ({}, ValueError, r"q must have 4 dimensions \(batch, seqlen, heads, head_dim\).* cu_seqlens_q"),
     "a block mask": (

@@ -194,8 +194,28 @@ def test_what_is_not_supported_is_an_error_by_name(config, given, text):
         DotProductAttention(SimpleNamespace(**config), **given)
 
 
+@pytest.mark.parametrize(
+    ("skip", "layer", "text"),
+    [
+        (0, 1, "window_attn_skip_freq must be from 1 on, or a list, got 0"),
+        ([1, 0], 3, "window_attn_skip_freq must have layer 3, got 2 layers"),
+        ([1, 0], 0, "layer_number must be from 1 on, got 0"),
+    ],
+)
+def test_what_says_nothing_of_a_layer(skip, layer, text):
+    config = SimpleNamespace(window_size=(2, 0), window_attn_skip_freq=skip)
+    with pytest.raises(ValueError, match=text):
+        DotProductAttention(config, layer)
+
+
 def test_malformed():
     q, short = drawn(), drawn(seqlen=7)
+    with pytest.raises(TypeError, match=r"query must be a torch.Tensor, got list"):
+        DotProductAttention()([1], q, q)
+    with pytest.raises(ValueError, match=r"key must be \(seqlen, batch, heads, head_dim\), got shape \(12, 4, 16\)"):
+        DotProductAttention()(q, q[:, 0], q)
+    with pytest.raises(ValueError, match=r"attention_mask must spread to \(2, 4, 12, 12\), got \(3, 1, 12, 12\)"):
+        DotProductAttention()(q, q, q, torch.zeros(3, 1, 12, 12, dtype=torch.bool))
     with pytest.raises(ValueError, match=r"attn_mask_type must be one of no_mask, causal, .*, got 'diagonal'"):
         DotProductAttention(attn_mask_type="diagonal")
     attend = DotProductAttention()

@@ -182,6 +182,9 @@ def test_torchs_own_errors_are_torchs():
         F.scaled_dot_product_attention(q, k[..., :8], v)
     (call,) = seen.calls
     assert call.answered_by == "torch" and "k must have q's head_dim 16, got 8" in call.why
+    with flashzoo.replace_sdpa("v2") as seen:
+        F.scaled_dot_product_attention(*[x.double() for x in (q, k, v)])
+    assert "v2: takes dtype" in seen.calls[0].why
     with pytest.raises(ValueError, match="version must be 'auto' or one of"):
         flashzoo.replace_sdpa("v9")
 

@@ -478,6 +478,7 @@ WRONG = {
     ),
     "a flat tensor": (lambda s, b, h, i, j: s + TABLE.view(-1)[h * 5], ValueError, r"got aten.view.*of shape \(2, 5\)"),
     "few arguments": (lambda s: s, TypeError, r"score_mod must take \(score, batch, .*\(s\): too many positional"),
+    "a module of one": (torch.nn.Tanh(), TypeError, r"score_mod must take \(score, batch, .*too many positional"),
     "one made within": (
         lambda s, *at: ScoreMod(lambda s, b, h, i, j: 2 * s)(s, *at),
         ValueError,

@@ -271,8 +271,9 @@ def explain(
     Runs none of them.
 
     Args:
-        q, k, v: as in `attention`, on any device ("meta" too), or a `Problem` alone in place of all three.
-        version: as in `attention`.
+        q, k, v: as in `attention`, on any device ("meta" too, which is asked about as the CPU where arch is None), or a
+            `Problem` alone in place of all three.
+        return_lse, version: as in `attention`.
         arch: ask about a GPU of this compute capability (90 for Hopper) in place of the tensors' own device.
         options: the other arguments of `attention`. A `Problem` says all that itself, and takes none but `version`.
 

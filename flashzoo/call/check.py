@@ -205,7 +205,7 @@ def fields_of(options: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `Problem` that these options of `attention` give, each checked by name."""
     unknown = sorted(options.keys() - OPTIONS.keys())
     if unknown:
-        raise TypeError(f"attention() got an unexpected keyword argument {unknown[0]!r}")
+        raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}, expected some of {', '.join(OPTIONS)}")
     found = {}
     for name, value in options.items():
         if name in _TO_FIELD:

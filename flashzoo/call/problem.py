@@ -336,7 +336,10 @@ class Problem:
     def _check_packed(self) -> None:
         _check_int("sequences", self.sequences, 0, " or None")
         if self.batch != 1:
-            raise ValueError(f"batch must be 1 where sequences share its rows, got {self.batch}")
+            raise ValueError(
+                f"batch must be 1 where sequences share its rows (cu_seqlens_q: q is (total_q, heads, head_dim), or a "
+                f"batch of one), got {self.batch}"
+            )
         if self.block_mask is not None:
             raise ValueError(
                 "block_mask does not go with packed sequences (cu_seqlens_q): "

@@ -187,8 +187,8 @@ class Builders:
 
         Args:
             lengths: of the documents' queries, in tokens: ints, or an integer tensor `(documents,)` or
-                `(batch, documents)`, whose values are not looked at (less than 0 counts as 0). Tokens after the last
-                document see nothing.
+                `(batch, documents)`, whose values are not looked at (less than 0 counts as 0, and what is behind
+                seqlen_q is cut off). Tokens after the last document see nothing.
             lengths_k: of their keys, as many; those of the queries where None.
             seqlen_q, seqlen_k: in all; required with a tensor, else the sum of the lengths where None.
             device: None for that of a tensor.
@@ -460,12 +460,13 @@ def _document_of(name: str, lengths: Sequence[int] | Tensor, seqlen: int, grid: 
 
 def _sum(name: str, lengths: Sequence[int] | Tensor, of: str, given: int | None) -> int:
     """seqlen_q or seqlen_k of documents."""
-    if given is not None:
-        return given
     if isinstance(lengths, Tensor):
-        raise ValueError(
-            f"{of} is required where {name} is a tensor, as reading that would wait for its device; got None"
-        )
-    for length in lengths:
-        count_of(name, length)
-    return sum(lengths)
+        if given is None:
+            raise ValueError(
+                f"{of} is required where {name} is a tensor, as reading that would wait for its device; got None"
+            )
+        return given
+    total = sum(count_of(name, length) for length in lengths)
+    if given is not None and total > count_of(of, given):
+        raise ValueError(f"{name} must add up to no more than {of} {given}, got {total}")
+    return total if given is None else given

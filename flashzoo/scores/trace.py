@@ -165,7 +165,7 @@ def _alone() -> Iterator[None]:
 
 def _check_takes_five(function: Callable[..., Any]) -> None:
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
     except ValueError:  # it has none that can be asked for
         return
     try:
