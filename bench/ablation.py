@@ -20,10 +20,11 @@ from torch import Tensor
 import flashzoo
 from bench import run
 from flashzoo import Problem, Spec
+from flashzoo._cute.scale import in_log2
 from flashzoo.call.operands import Operands
 from flashzoo.v3 import FP8_SPEC, SPEC
 from flashzoo.v3.config import kernel_for
-from flashzoo.v3.launch import ForwardLaunch, in_log2
+from flashzoo.v3.launch import ForwardLaunch
 
 SIZE = [
     "--passes",

@@ -15,6 +15,7 @@ from bench.lengths import lengths
 from bench.readmes import place
 from bench.rows import read
 from bench.runs import RESULTS, Row
+from flashzoo.parallel import costs as parallel_costs
 from flashzoo.parallel.costs import (
     BACKWARD_FLOPS,
     BACKWARD_RATE,
@@ -22,19 +23,12 @@ from flashzoo.parallel.costs import (
     HOST,
     Costs,
     Sizes,
-    of_gather,
-    of_ring,
-    of_ulysses,
     pairs,
 )
 from flashzoo.parallel.packing import balanced, works
 from flashzoo.parallel.ulysses import copies_of
 
-METHODS = {
-    "gather": lambda s, copies: of_gather(s),
-    "ulysses": of_ulysses,
-    "ring": lambda s, copies: of_ring(s),
-}
+METHODS = {name: cost for name, cost in parallel_costs.METHODS.items() if name != "halo"}
 """Those that take one sequence."""
 PAGE = Path(__file__).parent.parent / "docs" / "context_parallel.md"
 PICTURE = PAGE.with_name("context_parallel.png")

@@ -45,6 +45,7 @@ from flashzoo._cute.cache import Image
 from flashzoo._cute.compile import compile_for
 from flashzoo._cute.driver import Function
 from flashzoo._cute.hopper.pipeline import Pipeline
+from flashzoo._cute.scale import in_log2
 from flashzoo.gpu import WARPGROUP
 from flashzoo.inputs import inputs
 from flashzoo.integers import cdiv
@@ -237,7 +238,7 @@ def measure(out: Path) -> None:
         with mock.patch.object(launch, "function_for", return_value=function):
             with_stamps = launch.ForwardLaunch(problem, kernel, *where)
         for stamping, run in enumerate((launch_of(problem, *where, **switches), with_stamps)):
-            calls[name, stamping] = partial(run, q, k, v, launch.in_log2(problem.scale))
+            calls[name, stamping] = partial(run, q, k, v, in_log2(problem.scale))
         if not all(map(torch.equal, calls[name, 0](), calls[name, 1]())):
             raise RuntimeError(f"{kernel.tiles}: expected the same out and LSE with stamps as without, got others")
     ms = {call: round(Timing.of(times).ms, 5) for call, times in Clock("cuda").measure(calls, MS_EACH).items()}

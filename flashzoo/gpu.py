@@ -11,6 +11,12 @@ MULTIPROCESSORS = {80: 108, 89: 128, 90: 132, 100: 148}
 """Of the GPU that stands for an architecture: what is split by them must not depend on anything but shapes, lest bits
 do."""
 
+
+def multiprocessors_of(arch: int | None) -> int:
+    """That number; where the architecture is none of these, or there is no GPU, Hopper's."""
+    return MULTIPROCESSORS.get(arch or 90, MULTIPROCESSORS[90])
+
+
 WARPS = 4
 """Of a warpgroup."""
 

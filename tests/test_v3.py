@@ -26,6 +26,7 @@ from flashzoo._cute import driver
 from flashzoo._cute.arguments import FLOAT, INT, LONG, Arguments, Packer, Record
 from flashzoo._cute.cache import ENVIRONMENT
 from flashzoo._cute.per_stream import PerStream, tile_counter
+from flashzoo._cute.scale import in_log2
 from flashzoo._cute.tma import readable
 from flashzoo.accuracy import Judge
 from flashzoo.gpu import SHARED_LIMIT, WARPGROUP_ROWS
@@ -452,7 +453,7 @@ def test_ablations_give_the_same(problem, how):
     kernel = kernel_for(problem)
     kernel = replace(kernel, tiles=replace(kernel.tiles, **ABLATED[how]))
     ablated = launch.ForwardLaunch(problem, kernel, q.stride(), k.stride(), v.stride(), q.get_device())
-    out, lse = ablated(q, k, v, launch.in_log2(problem.head_dim**-0.5))
+    out, lse = ablated(q, k, v, in_log2(problem.head_dim**-0.5))
     accept(Judge(q, k, v, problem), Result(out, lse))
     rounding = torch.finfo(out.dtype).eps
     torch.testing.assert_close(out, expected.out, rtol=rounding, atol=rounding * expected.out.abs().max().item())

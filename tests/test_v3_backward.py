@@ -22,6 +22,7 @@ from flashzoo._cute.hopper.bounds import NEVER, Bounds, BoundsBackward
 from flashzoo._cute.hopper.params import Params
 from flashzoo._cute.hopper.tile_scheduler import TileOfWave, TileSchedulerBackward
 from flashzoo._cute.per_stream import tile_counter
+from flashzoo._cute.scale import in_log2
 from flashzoo.accuracy import Judge
 from flashzoo.call.forms import MaskForm
 from flashzoo.call.operands import NO_OPERANDS
@@ -426,7 +427,7 @@ def test_kernels_find_what_others_left(asked, dlse, monkeypatch):
     tensors |= {"dlse": of_lse if dlse else lse, "dq": dq, "dk": dk, "dv": dv, "tiles": None}
     tensors |= {"tiles_q": None, "tiles_kv": None, "dq_rounded": dq}
     expected = of_scratch | {name: x if x is None else x.data_ptr() for name, x in tensors.items()}
-    expected |= {"scale": 0.125, "scale_log2": launch.in_log2(0.125), "counter": counter.data_ptr()}
+    expected |= {"scale": 0.125, "scale_log2": in_log2(0.125), "counter": counter.data_ptr()}
     assert own == {name: expected[name] for name in own} | {name: own[name] for name in ("lse", "dq")}
     assert (told["delta_kernel"].pop("dsinks") is None) is not problem.sinks
     assert told == {of: {name: expected[name] for name in given} for of, given in told.items()}

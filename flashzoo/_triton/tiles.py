@@ -125,6 +125,16 @@ def padded(problem: Problem) -> int:
     return cdiv(problem.seqlen_q, LONGEST_BLOCK) * LONGEST_BLOCK
 
 
+def lengths_of(problem: Problem) -> tuple[int, int, int]:
+    """Queries, keys and `padded`, as kernels of the backward pass take them."""
+    return problem.seqlen_q, problem.seqlen_k, padded(problem)
+
+
+def group_of(problem: Problem) -> int:
+    """How many query heads share a head of keys."""
+    return problem.heads // problem.heads_kv
+
+
 def launch_of_delta(kernel: JITFunction, problem: Problem, strides: Strides, dlse: bool, **more: bool) -> Launch:
     """The launch of a `delta_kernel`; strides of out and dout, and more constexprs."""
     rows = padded(problem)

@@ -17,7 +17,9 @@ from flashzoo._triton.tiles import (
     Strides,
     aligned,
     constexprs,
+    group_of,
     launch_of_delta,
+    lengths_of,
     padded,
     rows_of_owned,
     tma_tiles,
@@ -133,7 +135,7 @@ def forward_launch(problem: Problem, strides: Strides, aligned: bool, sizes: tup
     return Launch(
         kernels.forward_kernel,
         _tiles(problem.seqlen_q, _form(problem).block_q, tiles.block_q) * problem.batch * problem.heads,
-        (*strides, problem.seqlen_q, problem.seqlen_k, problem.heads, _group(problem), *_reach(problem), *sizes),
+        (*strides, problem.seqlen_q, problem.seqlen_k, problem.heads, group_of(problem), *_reach(problem), *sizes),
         constexprs(problem, strides, tiles, _masks(problem), "Q_IN_REGISTERS")
         | {"SCORE_MOD": functions(problem)["forward"]},
         tiles.num_warps,
@@ -159,9 +161,9 @@ def dkdv_launch(problem: Problem, strides: Strides, aligned: bool, sizes: tuple[
         _tiles(problem.seqlen_k, _form(problem).block_kv, tiles.block_kv) * problem.batch * problem.heads_kv,
         (
             *strides,
-            *_lengths(problem),
+            *lengths_of(problem),
             problem.heads_kv,
-            _group(problem),
+            group_of(problem),
             *_reach(problem),
             *sizes,
         ),
@@ -184,7 +186,7 @@ def dq_launch(problem: Problem, strides: Strides, aligned: bool, sizes: tuple[in
     return Launch(
         kernels.dq_kernel,
         _tiles(problem.seqlen_q, _form(problem).block_q, tiles.block_q) * problem.batch * problem.heads,
-        (*strides, *_lengths(problem), problem.heads, _group(problem), *_reach(problem), *sizes),
+        (*strides, *lengths_of(problem), problem.heads, group_of(problem), *_reach(problem), *sizes),
         constexprs(problem, strides, tiles, _masks(problem), "Q_IN_REGISTERS", "DO_IN_REGISTERS")
         | constexprs_of(problem, "sums"),
         tiles.num_warps,
@@ -208,14 +210,6 @@ def _form(problem: Problem) -> MaskForm:
 
 def _reach(problem: Problem) -> tuple[int, int]:
     return problem.reach_of(_form(problem).span)
-
-
-def _lengths(problem: Problem) -> tuple[int, int, int]:
-    return problem.seqlen_q, problem.seqlen_k, padded(problem)
-
-
-def _group(problem: Problem) -> int:
-    return problem.heads // problem.heads_kv
 
 
 def _tiles(seqlen: int, block: int, tile: int) -> int:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from flashzoo.call.problem import DESCALE_BLOCK, Problem
 from flashzoo.decode.traits import LATENT_WIDTHS, WIDTHS, Kernel, KernelE4m3, KernelLatent, Merging
 from flashzoo.dtypes import BYTES
-from flashzoo.gpu import MULTIPROCESSORS, WARPGROUP_ROWS
+from flashzoo.gpu import MULTIPROCESSORS, WARPGROUP_ROWS, multiprocessors_of
 from flashzoo.integers import cdiv, next_power_of_2
 
 E4M3_ARCH = 89
@@ -117,7 +117,7 @@ def cut(problem: Problem) -> Cut:
     if left is not None and right is not None:  # what a tile's queries see together, and where it begins within a block
         keys = min(keys, left + right + cdiv(rows * p.heads_kv, p.heads) + 1 + tiles.block_kv)
     # of nothing, one part
-    wanted = cdiv(tiles.programs * MULTIPROCESSORS.get(p.arch or 90, 132), max(1, p.batch * p.heads_kv * blocks))
+    wanted = cdiv(tiles.programs * multiprocessors_of(p.arch), max(1, p.batch * p.heads_kv * blocks))
     split = cdiv(max(tiles.least, cdiv(keys, wanted)), tiles.block_kv) * tiles.block_kv
     return Cut(rows, blocks, split, max(1, cdiv(keys, split)))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from flashzoo._cute.driver import current_stream
 from flashzoo._cute.per_stream import PerStream, tile_counter
+from flashzoo._cute.scale import in_log2
 from flashzoo._cute.tma import Ints, dense, map_of_rows, readable
 from flashzoo._triton.descales import strided
 from flashzoo.call.operands import Operands
@@ -20,9 +20,6 @@ from flashzoo.decode.programs import DESCALE, SIZES, arguments_of, function_for
 from flashzoo.decode.traits import KernelE4m3
 from flashzoo.dtypes import BYTES, TORCH_DTYPES
 
-LOG2E = math.log2(math.e)
-SMALLEST_SCALE = 1e-30
-"""A scale of 0 makes all scores equal. So does this one, and -inf times it stays -inf."""
 one: PerStream = PerStream(1.0, torch.float32)
 """The descale of e4m3 keys and values that have none."""
 
@@ -82,7 +79,7 @@ class Launch:
             dense(of_out, strides[0]),
         )
         self._lse_shape = (p.batch, p.heads, p.seqlen_q)
-        self._scale_log2 = max(p.scale * LOG2E, SMALLEST_SCALE)
+        self._scale_log2 = in_log2(p.scale)
         self._q = map_of_rows(p.dtype, of_q, strides[0], kernel.width, how.queries, how.heads)
         self._k, self._v = (map_of_rows(kernel.dtype_kv, of_k, x, kernel.width, kernel.box) for x in strides[1:])
         self._descaled = isinstance(kernel, KernelE4m3)

@@ -8,7 +8,7 @@ from flashzoo._triton import Launch
 from flashzoo.call.problem import Problem
 from flashzoo.decode import kernels
 from flashzoo.decode.config import MERGED_COLUMNS, tiles_for
-from flashzoo.gpu import MULTIPROCESSORS
+from flashzoo.gpu import multiprocessors_of
 from flashzoo.integers import cdiv, next_power_of_2
 
 NUMBERS = 4096
@@ -47,7 +47,7 @@ def merge_launch(problem: Problem, strides: tuple[int, ...], splits: int, progra
 def columns_for(rows: int, problem: Problem) -> int:
     """Columns of a program that has one of so many rows, or groups of rows: few, for programs enough; of many rows
     more, since a program that waits for a place begins to read when others end."""
-    most = PROGRAMS * MULTIPROCESSORS.get(problem.arch or 90, 132)
+    most = PROGRAMS * multiprocessors_of(problem.arch)
     columns = MERGED_COLUMNS
     while columns < problem.head_dim_v and rows * cdiv(problem.head_dim_v, columns) > most:
         columns *= 2

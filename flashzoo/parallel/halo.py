@@ -34,7 +34,7 @@ from flashzoo import attention
 from flashzoo.integers import cdiv
 from flashzoo.parallel.exchange import Works, ahead, met, moved
 from flashzoo.parallel.groups import Ranks
-from flashzoo.parallel.layout import numbers_of
+from flashzoo.parallel.layout import numbers_of, owner_of
 from flashzoo.parallel.parts import (
     Given,
     Sum,
@@ -161,7 +161,7 @@ def planned(rank: int, size: int, step: int, chunks: int, whole: int, longest: i
             for number in range(first // step, cdiv(end, step)) if first < end else ():
                 a, b = chunk(number)
                 lo, hi, at = max(a, first), min(b, end), edge.at[0] - first
-                other = number if number < size else 2 * size - 1 - number
+                other = owner_of(number, size)
                 begin = numbers_of(other, size, chunks).index(number) * step - a
                 yield other, (begin + lo, begin + hi), (at + lo, at + hi)
 

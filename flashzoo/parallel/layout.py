@@ -42,6 +42,11 @@ def numbers_of(rank: int, size: int, chunks: int) -> tuple[int, ...]:
     return (rank, 2 * size - 1 - rank) if chunks == 2 else (rank,)
 
 
+def owner_of(number: int, size: int) -> int:
+    """The rank that has a chunk of that number, in either layout."""
+    return number if number < size else 2 * size - 1 - number
+
+
 def real_rows(rank: int, size: int, rows: int, chunks: int, seqlen: int) -> int:
     """How many of a rank's rows are no padding, where the whole has so many: the first."""
     step = rows // chunks

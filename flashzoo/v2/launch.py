@@ -27,7 +27,9 @@ from flashzoo._triton.tiles import (
     Strides,
     aligned,
     constexprs,
+    group_of,
     launch_of_delta,
+    lengths_of,
     padded,
     rows_of_owned,
     tma_tiles,
@@ -118,7 +120,7 @@ def forward_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
     return Launch(
         kernels.forward_kernel,
         blocks(problem, problem.seqlen_q, tiles.block_q) * problem.heads,
-        (*strides, problem.seqlen_q, problem.seqlen_k, problem.heads, _group(problem), *problem.reach),
+        (*strides, problem.seqlen_q, problem.seqlen_k, problem.heads, group_of(problem), *problem.reach),
         constexprs(problem, strides, tiles, _masks(problem), "Q_IN_REGISTERS")
         | {"SCORE_MOD": functions(problem)["forward"], "KEPT": kept_of(problem)},
         tiles.num_warps,
@@ -142,7 +144,7 @@ def dkdv_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
     return Launch(
         kernels.dkdv_kernel,
         blocks(problem, problem.seqlen_k, tiles.block_kv) * problem.heads_kv,
-        (*strides, *_lengths(problem), problem.heads_kv, _group(problem), *problem.reach),
+        (*strides, *lengths_of(problem), problem.heads_kv, group_of(problem), *problem.reach),
         constexprs(problem, strides, tiles, _masks(problem), "K_IN_REGISTERS", "V_IN_REGISTERS")
         | constexprs_of(problem, "gradient")
         | {"KEPT": kept_of(problem)},
@@ -163,7 +165,7 @@ def dq_launch(problem: Problem, strides: Strides, aligned: bool) -> Launch:
     return Launch(
         kernels.dq_kernel,
         blocks(problem, problem.seqlen_q, tiles.block_q) * problem.heads,
-        (*strides, *_lengths(problem), problem.heads, _group(problem), *problem.reach),
+        (*strides, *lengths_of(problem), problem.heads, group_of(problem), *problem.reach),
         constexprs(problem, strides, tiles, _masks(problem), "Q_IN_REGISTERS", "DO_IN_REGISTERS")
         | constexprs_of(apart(problem)[0], "sums")
         | {"KEPT": kept_of(problem)},
@@ -200,8 +202,8 @@ def dbias_launch(
         kernels.dbias_kernel,
         shares * blocks,
         (
-            *(*strides, math.prod(shape), *(steps[name] for name in "bhqk"), *_lengths(problem), problem.heads),
-            *(_group(problem), owners_b, owners_h, problem.heads // owners_h, sharers, share, *problem.reach),
+            *(*strides, math.prod(shape), *(steps[name] for name in "bhqk"), *lengths_of(problem), problem.heads),
+            *(group_of(problem), owners_b, owners_h, problem.heads // owners_h, sharers, share, *problem.reach),
         ),
         constexprs(problem, strides, tiles, {"LEFT": left is not None, "RIGHT": right is not None})
         | {"BLOCK_D": width, "SCORE_MOD": functions(problem)["forward"]}
@@ -230,11 +232,3 @@ def _reads_more(problem: Problem) -> bool:
 def _used(problem: Problem, operands: Operands) -> Tensor | None:
     """How much of each cache is used; None where there is none, or the table of packed sequences knows."""
     return None if problem.sequences is not None else operands.seqused_k
-
-
-def _lengths(problem: Problem) -> tuple[int, int, int]:
-    return problem.seqlen_q, problem.seqlen_k, padded(problem)
-
-
-def _group(problem: Problem) -> int:
-    return problem.heads // problem.heads_kv

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from flashzoo._cute.driver import TensorMap, current_stream
 from flashzoo._cute.per_stream import tile_counter
+from flashzoo._cute.scale import in_log2
 from flashzoo._cute.scoring import arguments_of_scoring, pairs_of, parameters_of
 from flashzoo._cute.tma import Ints, dense, made_readable, map_of_rows, readable, tensor_map
 from flashzoo.autograd import differentiable
@@ -31,11 +32,6 @@ from flashzoo.v3.traits import Kernel, KernelBackward, KernelFp8
 
 if TYPE_CHECKING:
     from flashzoo._triton import Launch as TritonLaunch
-
-LOG2E = math.log2(math.e)
-
-# A scale of 0 makes all scores equal. So does this one, and -inf times it stays -inf.
-SMALLEST_SCALE = 1e-30
 
 SCALE = ("scale_log2",)
 """Names of the arguments that scale a kernel's scores, of one in 16 bits."""
@@ -87,11 +83,6 @@ def backward(
 
 
 attention: Callable[..., tuple[Tensor, Tensor | None]] = differentiable(forward, backward, rows=True)
-
-
-def in_log2(softmax_scale: float) -> float:
-    """What a kernel multiplies scores by, in log2 units."""
-    return max(softmax_scale * LOG2E, SMALLEST_SCALE)
 
 
 def tables(

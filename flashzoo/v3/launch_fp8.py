@@ -10,12 +10,13 @@ from torch import Tensor
 
 from flashzoo._cute.driver import current_stream
 from flashzoo._cute.per_stream import PerStream
+from flashzoo._cute.scale import LOG2E
 from flashzoo._cute.tma import Ints, made_readable, readable
 from flashzoo.call.operands import Descales, Operands
 from flashzoo.call.problem import Problem
 from flashzoo.sinks import share_of_keys, with_sinks
 from flashzoo.v3.config import kernel_fp8_for, prepares
-from flashzoo.v3.launch import LOG2E, ForwardLaunch, addresses_of, of_parts, of_sinks, tables
+from flashzoo.v3.launch import ForwardLaunch, addresses_of, of_parts, of_sinks, tables
 from flashzoo.v3.programs import DESCALE
 
 SCALING = ("scale_log2", *(f"{tensor}_{name}" for tensor in ("q", "k", "v") for name in DESCALE), "q_group")
