@@ -15,7 +15,7 @@ from flashzoo._cute.compile import compile_for
 from flashzoo._sass import read
 from flashzoo._triton.compile import resources
 from flashzoo.decode import launch as decode
-from flashzoo.decode.config import E4M3_ARCH
+from flashzoo.decode.config import E4M3_ARCH, by_hopper
 from flashzoo.decode.config import kernel_for as decode_hopper_kernel
 from flashzoo.decode.launch_merge import merge_launch
 from flashzoo.decode.programs import program as decode_program
@@ -219,3 +219,9 @@ def test_mla_on_hopper_compiles_and_does_not_spill(how: dict, merging: Merging, 
     found = read(compile_for(ARCH, *decode_program(kernel)).cubin, kernel.shared_bytes)
     assert found.stack <= STACK_LATENT and {"UTMALDG", "HGMMA", "STSM"} <= found.opcodes.keys()
     assert kernel.shared_bytes <= SHARED_LIMIT[90]
+
+
+def test_rows_beyond_32_bits_are_left_to_the_kernel_in_triton():
+    """out has strides in the order of q's, which may lie row behind row over the whole batch."""
+    problem = Problem(1 << 17, 1, 4096, 128, 8, 128, dtype="bf16", arch=90)
+    assert not by_hopper(problem) and by_hopper(dataclasses.replace(problem, batch=1 << 16))

@@ -597,6 +597,18 @@ class TestPerStream:
         assert numbers(0, 1).data_ptr() == numbers(0, 1).data_ptr() != numbers(0, 2).data_ptr()
         assert numbers(0, 1, 1000).shape[0] >= 1000 and numbers(0, 1).data_ptr() == numbers(0, 1, 1000).data_ptr()
 
+    def test_the_default_stream_of_each_thread_is_another(self, gpu):
+        """They have one handle."""
+        numbers, together = PerStream(0, torch.int32), threading.Barrier(2)
+
+        def ask(_):
+            together.wait()
+            return [numbers(0, stream).data_ptr() for stream in (2, 2, 7)]
+
+        with ThreadPoolExecutor(2) as threads:
+            one, other = threads.map(ask, range(2))
+        assert one[0] == one[1] != other[0] == other[1] and one[2] == other[2]
+
     def test_each_capture_of_a_stream_has_its_own_of_what_was_written_before(self, gpu):
         numbers = PerStream(0, torch.int32)
         numbers(0, 1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from threading import Lock
+from itertools import count
+from threading import Lock, local
 
 import torch
 from torch import Tensor
@@ -13,6 +14,17 @@ from flashzoo.integers import next_power_of_2
 
 SPARE = 1 << 16
 """Numbers of a device that CUDA graphs are given of."""
+
+PER_THREAD = 2
+"""CUDA's handle of the default stream of whichever thread says it (`cudaStreamPerThread`)."""
+_numbers, _thread = count(1), local()
+
+
+def _own_stream() -> int:
+    """What tells the calling thread's default stream from all others': no handle is less than 0."""
+    if not hasattr(_thread, "number"):
+        _thread.number = next(_numbers)
+    return -_thread.number
 
 
 def _uncaptured(device: int) -> torch.cuda.Stream:
@@ -47,6 +59,7 @@ class PerStream:
         """At least n numbers for a launch on that stream; they must outlive the launch."""
         if torch.cuda.is_current_stream_capturing():
             return self._of_graph(device, stream, n)
+        stream = _own_stream() if stream == PER_THREAD else stream
         spare = self._spare.get(device)
         if spare is None or spare.shape[0] < SPARE // 2:
             more = self._written(device, SPARE)

@@ -173,7 +173,7 @@ def by_hopper(problem: Problem) -> bool:
         return False
     steps = 16 // BYTES[p.dtype_kv or p.dtype]
     wide = (p.head_dim, p.head_dim_v) == LATENT_WIDTHS if p.latent else p.head_dim <= WIDTHS[-1]
-    fits = p.head_dim % steps == 0 and wide and p.seqlen_q * p.heads * p.head_dim < LARGEST
+    fits = p.head_dim % steps == 0 and wide and p.batch * p.seqlen_q * p.heads * p.head_dim < LARGEST
     taken = p.dtype in ("fp16", "bf16") and not p.packed_q
     few = p.dtype_kv is None or p.seqlen_q * (p.heads // p.heads_kv) <= MOST_ROWS_E4M3
     return taken and few and fits and box_of(p) >= LEAST_BOX and _has_cute()
