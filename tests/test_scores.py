@@ -412,11 +412,31 @@ READ = {
     "by two": lambda s, b, h, i, j: s * PLACES[h, -1][j - 3],
     "of none": lambda s, b, h, i, j: s * (2 + EMPTY[h, i - j]),
     "of bools": lambda s, b, h, i, j: torch.where(LARGE[h][i - j], s, s * 2),
-    "a row's clone": lambda s, b, h, i, j: s * PLACES[h].clone()[1].detach()[i // 9],
+    "a row's clone": lambda s, b, h, i, j: s * PLACES[h].clone()[1][i // 9],
     "a row of one": lambda s, b, h, i, j: s * SLOPES[h].squeeze(),
     "of one": lambda s, b, h, i, j: s * ONE.squeeze() + ONE.view(()) * (i - j),
 }
 EMPTY, LARGE, ONE, SLOPES = PLACES[:, 0, :0], PLACES[:, 0] > 1.3, PLACES[:1, :1, 0], PLACES[:, :1, :1]
+
+
+ODD = {
+    "a quotient by less than has a reciprocal": lambda s, b, h, i, j: s + (i - i) / 1e-39,
+    "a quotient by more": lambda s, b, h, i, j: s + (i * 1e36) / 2e38,
+    "a power of 1": lambda s, b, h, i, j: s * 1.0 ** (s * math.inf),
+    "a power of 16 bits": lambda s, b, h, i, j: s + (HALVES[h] ** -2).float() / 1e3,
+}
+HALVES = torch.tensor([300.0, 0.03, 7.0], device=DEVICE).half()[:HEADS]
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_odd_numbers_are_torchs(what):
+    score = torch.randn(1, HEADS, 2, 2, device=DEVICE)
+    given = (score, *places((1, HEADS, 2, 2), None, score.device))
+    torch.testing.assert_close(ScoreMod(ODD[what])(*given), one_by_one(ODD[what], *given))
+    q, k, v = qkv()
+    torch.testing.assert_close(
+        *(flashzoo.attention(q, k, v, score_mod=ODD[what], version=x) for x in ("v2", "standard"))
+    )
 
 
 @pytest.mark.parametrize("what", READ)
@@ -448,6 +468,7 @@ def test_tensors_may_lie_anywhere():
 
 
 COUNTED = torch.zeros(3)
+COUNTED_BYTES = COUNTED.byte()
 WRONG = {
     "shape": (lambda s, b, h, i, j: torch.stack((s, s)), TypeError, r"must return a score, .* got a Tensor \(2,\)"),
     "nothing": (lambda s, b, h, i, j: None, TypeError, "must return a score, .* got None"),
@@ -466,6 +487,23 @@ WRONG = {
         r"operations that kernels have \(add.*got aten.lgamma",
     ),
     "random": (lambda s, b, h, i, j: s + torch.rand(()), ValueError, "got aten.rand"),
+    "a detached score": (lambda s, *at: s + (s.floor() - s).detach(), ValueError, "no gradient out, got detach"),
+    "data of what it reads": (lambda s, *at: s * ONE.data[0, 0], ValueError, "no gradient out, got data or no_grad"),
+    "without gradients": (
+        torch.no_grad()(lambda s, b, h, i, j: s + 1),
+        ValueError,
+        "must leave no gradient out, got data or no_grad: detach what it captures beforehand",
+    ),
+    "beyond int32": (
+        lambda s, b, h, i, j: torch.where(i < 2**31, s, 0.0),
+        ValueError,
+        "numbers of int32 .* got 2147483648",
+    ),
+    "beyond bytes": (
+        lambda s, b, h, i, j: torch.where(COUNTED_BYTES[h] > -1, s, 0.0),
+        ValueError,
+        "numbers of uint8 .* got -1",
+    ),
     "whole tensors": (lambda s, b, h, i, j: s + COUNTED.sum(), ValueError, "got aten.sum"),
     "past an end": (lambda s, b, h, i, j: s + COUNTED[3], IndexError, r"shape \(3,\) at 3, past its end"),
     "indices": (lambda s, b, h, i, j: s + COUNTED[h, i], IndexError, r"1 dimensions \(3,\) by 2 indices"),

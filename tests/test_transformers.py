@@ -347,6 +347,9 @@ def test_names():
         attend(layer, query, query, query, None, position_bias=bias[..., :3])
     with pytest.raises(flashzoo.UnsupportedError, match="attention_mask must be bool or floating-point"):
         attend(layer, query, query, query, bias.long())
+    added = bias + masks.mask_of(1, 4, 4)  # as BEiT's layers do, to what says in no numbers that all is seen
+    with pytest.raises(flashzoo.UnsupportedError, match="with what the model's layers add to masks"):
+        attend(layer, query, query, query, added)
     with pytest.raises(flashzoo.UnsupportedError, match="output_attentions must be None, got True"):
         attend(layer, query, query, query, None, output_attentions=True)
 

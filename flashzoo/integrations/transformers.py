@@ -227,6 +227,11 @@ def _added(
                 f"attn_implementation={NAME!r}: {name} must be {'bool or ' if name == 'attention_mask' else ''}"
                 f"floating-point where it has 4 dimensions, got {x.dtype} {tuple(x.shape)}"
             )
+        if x.ndim == 4 and not len(x):  # what was said in a mask of no rows, with something of the model's added
+            raise flashzoo.UnsupportedError(
+                f"attn_implementation={NAME!r}: {name} must be what the mask's function made, got that with what the "
+                "model's layers add to masks, as BEiT's do: take 'sdpa'"
+            )
         if x.ndim != 4 or any(size not in (1, wanted) for size, wanted in zip(x.shape, sizes, strict=True)):
             raise ValueError(f"{name} must spread to {sizes}, (batch, heads, queries, keys), got {tuple(x.shape)}")
         read.append(x)

@@ -41,6 +41,9 @@ from flashzoo.scores.program import (
 
 ARGUMENTS = ("score", "b", "h", "q", "k")
 """Of a score function."""
+_DETACH = (Tensor.detach, Tensor.detach_, torch.detach)
+_WITHOUT_GRADIENT = (*_DETACH, Tensor.data.__get__)  # pyright: ignore[reportAttributeAccessIssue]
+"""What gives a number that is a tensor's, and has none of its gradient: a program has no word for that."""
 
 
 class Captured(TorchFunctionMode):
@@ -62,6 +65,9 @@ class Captured(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is fitting:
             self.fitting.append(args[0])
+        if func is torch._C._set_grad_enabled or (func in _WITHOUT_GRADIENT and args[0].is_floating_point()):
+            what = func.__name__ if func in _DETACH else "data or no_grad"
+            raise ValueError(f"score_mod must leave no gradient out, got {what}: detach what it captures beforehand")
         args, kwargs = tree_map_only(Tensor, self._replaced, (args, kwargs or {}))
         if func is read:
             return _read(args[0], tuple(args[1]))
@@ -324,6 +330,12 @@ class _Writer:
                 found = found.element(self)
             return self.builder.cast(found, dtype)
         if isinstance(x, (bool, int, float)):
+            if dtype not in FLOATS and dtype != "bool":
+                range_of = torch.iinfo(TORCH_DTYPES[dtype])
+                if not range_of.min <= int(x) <= range_of.max:
+                    raise ValueError(
+                        f"score_mod must have numbers of {range_of.dtype} beside such, got {x}: cast, as by long()"
+                    )
             return literal(x if dtype == "bool" else float(x) if dtype in FLOATS else int(x))
         raise self._refused(f"the argument {x!r}")
 
@@ -400,13 +412,16 @@ def _quotient(writer: _Writer, node: Node, dtype: str) -> str:
         return writer.calculated("floordiv", dtype, left, right)
     if dtype not in FLOATS:
         raise writer._refused(f"{node.target} of integers towards 0")
-    fixed = isinstance(right, (int, float)) and right  # a number that stays the same
+    # a number that stays the same, and of which float32 has the reciprocal
+    fixed = isinstance(right, (int, float)) and SMALLEST <= abs(right) <= 1 / SMALLEST
     if fixed and mode is None and (abs(math.frexp(right)[0]) == 0.5 or not _decides(node)):
         return writer.calculated("mul", dtype, left, 1 / right)
     found = writer.calculated("div", dtype, left, right)
     return found if mode is None else _towards_0(writer, found, dtype)
 
 
+SMALLEST = 2.0**-126
+"""Of float32's numbers of all 24 bits."""
 _STEPS = ("floor", "ceil", "remainder", "floor_divide", "sign", "sgn")
 """Operations that jump, of those that give floating-point numbers."""
 
@@ -440,6 +455,8 @@ def _towards_0(writer: _Writer, x: str, dtype: str) -> str:
 
 def _power(writer: _Writer, node: Node, dtype: str) -> str:
     base, exponent = _args(node, 2)
+    if base == 1 and dtype in FLOATS:
+        return writer.builder.add("const", dtype, literal(1.0))
     if isinstance(base, (int, float)) and base > 0 and dtype in FLOATS:
         times = exponent if base == 2 else writer.calculated("mul", dtype, exponent, math.log2(base))
         return writer.calculated("exp2", dtype, times)
@@ -450,10 +467,11 @@ def _power(writer: _Writer, node: Node, dtype: str) -> str:
     whole = isinstance(exponent, (int, float)) and exponent == int(exponent) and 1 <= abs(exponent) <= LARGEST_POWER
     if not whole or (exponent < 0 and dtype not in FLOATS):
         raise writer._refused(f"{node.target}: a power whose base is no positive number needs a whole exponent")
-    found = factor = writer._element(base, dtype)
+    wide = _worked_in(dtype)  # in which torch, too, rounds none but the result
+    found = factor = writer._element(base, wide)
     for _ in range(abs(int(exponent)) - 1):
-        found = writer.calculated("mul", dtype, found, factor)
-    return found if exponent > 0 else writer.calculated("div", dtype, 1, found)
+        found = writer.calculated("mul", wide, found, factor)
+    return writer.builder.cast(found if exponent > 0 else writer.calculated("div", wide, 1, found), dtype)
 
 
 def _clamped(writer: _Writer, node: Node, dtype: str) -> str:
