@@ -266,11 +266,19 @@ def test_a_function_on_scores(kernel: tuple[str, str], form: str, arch: int, hea
 def test_triton_divides_float32_as_ieee_does():
     """Its `/` does not. Of float64 it does, and has no other."""
     language = triton_scores._language(triton_scores._Places(ScoreForm()))
-    for operation in ("div", "floordiv", "remainder"):
-        for dtype, quotient in (("f32", "tl.div_rn(score, x0)"), ("f64", "score / x0")):
+    of_f32 = {"div": "tl.div_rn", "floordiv": "floor_div_f32", "remainder": "remainder_f32"}
+    for operation, name in of_f32.items():
+        for dtype, quotient in (("f32", f"{name}(score, x0)"), ("f64", "score / x0")):
             text = f"x0: {dtype} = exp(score)\nx1: {dtype} = {operation}(score, x0)\nreturn x1"
             *_, line = language.lines(parsed(text), ["x1"])
             assert quotient in line
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
+def test_whole_quotients_of_float32_compile(kernel: str) -> None:
+    text = "x0: f32 = remainder(score, 0.7)\nx1: f32 = floordiv(x0, 0.1)\nx2: f32 = add(x0, x1)\nreturn x2"
+    problem = Problem(2, 4096, 4096, 16, 4, 64, grad=True, arch=90, score_mod=ScoreForm(text))
+    assert {"DFMA", "HGMMA"} <= compiled("v2", kernel, problem).opcodes.keys()
 
 
 @pytest.mark.covering(1)

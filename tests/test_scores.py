@@ -423,6 +423,12 @@ ODD = {
     "a quotient by less than has a reciprocal": lambda s, b, h, i, j: s + (i - i) / 1e-39,
     "a quotient by more": lambda s, b, h, i, j: s + (i * 1e36) / 2e38,
     "a power of 1": lambda s, b, h, i, j: s * 1.0 ** (s * math.inf),
+    "a remainder of what is rounded up": lambda s, b, h, i, j: (j * 1.0) % 0.1,
+    "a remainder below 0": lambda s, b, h, i, j: s + (i - j) * 0.3 % -0.1,
+    "a remainder of many times": lambda s, b, h, i, j: (j * 1e6 + s) % 0.7,
+    "a remainder of infinity": lambda s, b, h, i, j: s.abs() % math.inf,
+    "a whole quotient of what is rounded up": lambda s, b, h, i, j: (j * 1.0) // 0.1 * 0.01,
+    "a whole quotient below 0": lambda s, b, h, i, j: s + (i - j) * 0.3 // 0.1,
     "a power of 16 bits": lambda s, b, h, i, j: s + (HALVES[h] ** -2).float() / 1e3,
 }
 HALVES = torch.tensor([300.0, 0.03, 7.0], device=DEVICE).half()[:HEADS]

@@ -18,6 +18,25 @@ def remainder(a, b):
 
 
 @triton.jit
+def wide(x):
+    """A float32, or a number that is to be one, in float64."""
+    return (x + tl.full([], 0.0, tl.float32)).to(tl.float64)
+
+
+@triton.jit
+def floor_div_f32(a, b):
+    """Of float32 in float64: a quotient that is a little less than a whole number would be rounded to it."""
+    return tl.floor(wide(a) / wide(b)).to(tl.float32)
+
+
+@triton.jit
+def remainder_f32(a, b):
+    """The same; what b fits 0 times into, infinity among it, is its own remainder."""
+    times = tl.floor(wide(a) / wide(b))
+    return tl.where(times == 0, wide(a), wide(a) - times * wide(b)).to(tl.float32)
+
+
+@triton.jit
 def tanh(x):
     """Off by some roundings: near 0, where the formula with an exponential cancels, by an odd polynomial. A softcap is
     near 0 where it is large, and multiplies what is off."""

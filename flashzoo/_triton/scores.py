@@ -41,17 +41,18 @@ _OPERATIONS = {
     "max": "tl.maximum({0}, {1})",
     "div f32": "tl.div_rn({0}, {1})",
     "floordiv": "tl.floor({0} / {1})",
-    "floordiv f32": "tl.floor(tl.div_rn({0}, {1}))",
+    "floordiv f32": "floor_div_f32({0}, {1})",
     "floordiv int": "floor_div({0}, {1})",
     "remainder": "{0} - tl.floor({0} / {1}) * {1}",
-    "remainder f32": "{0} - tl.floor(tl.div_rn({0}, {1})) * {1}",
+    "remainder f32": "remainder_f32({0}, {1})",
     "remainder int": "remainder({0}, {1})",
     "not": "~{0}",
     "not bool": "{0} == 0",
     "where": "tl.where({0}, {1}, {2})",
 }
 """Of float32 Triton's `/` is off by up to two last bits: a multiple of 41 by 41 might be no whole number."""
-_NAMES = {"tl": tl, **{name: getattr(score_operations, name) for name in ("floor_div", "remainder", "tanh")}}
+_OWN = ("floor_div", "floor_div_f32", "remainder", "remainder_f32", "tanh")
+_NAMES = {"tl": tl, **{name: getattr(score_operations, name) for name in _OWN}}
 
 
 def _number(text: str, dtype: str) -> str:
