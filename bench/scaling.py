@@ -15,7 +15,6 @@ from bench.lengths import lengths
 from bench.readmes import place
 from bench.rows import read
 from bench.runs import RESULTS, Row
-from flashzoo.parallel import costs as parallel_costs
 from flashzoo.parallel.costs import (
     BACKWARD_FLOPS,
     BACKWARD_RATE,
@@ -25,10 +24,11 @@ from flashzoo.parallel.costs import (
     Sizes,
     pairs,
 )
+from flashzoo.parallel.costs import METHODS as OF_ALL
 from flashzoo.parallel.packing import balanced, works
 from flashzoo.parallel.ulysses import copies_of
 
-METHODS = {name: cost for name, cost in parallel_costs.METHODS.items() if name != "halo"}
+METHODS = {name: cost for name, cost in OF_ALL.items() if name != "halo"}
 """Those that take one sequence."""
 PAGE = Path(__file__).parent.parent / "docs" / "context_parallel.md"
 PICTURE = PAGE.with_name("context_parallel.png")

@@ -103,11 +103,12 @@ def compare(
             too short, or an input has NaN or infinity in it, of which there is no error to compare.
         flashzoo.compare.Interrupted: a KeyboardInterrupt that has the rows that were finished.
     """
-    for name in [name for name in ("version", "return_lse", "arch") if name in options]:
-        raise TypeError(
-            f"compare: takes no {name}, as it runs those of versions and looks at all, got {options[name]!r}"
-        )
     specs, given = _chosen(versions), dict(options)
+    for name in ("version", "return_lse", "arch"):
+        if name in given:
+            raise TypeError(
+                f"compare: takes no {name}, as it runs those of versions and looks at all, got {given[name]!r}"
+            )
     q, k, v, given = batch_of_one(q, k, v, given)
     with torch.set_grad_enabled(backward), _bar(progress) as bar:
         problem = explain(*_leaves((q, k, v), backward), **given).problem

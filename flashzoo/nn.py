@@ -123,15 +123,16 @@ class DotProductAttention(nn.Module):
             flashzoo.UnsupportedError: attention_bias beside packed_seq_params, these with `cu_seqlens_q_padded` or
                 another `qkv_format` than "thd", or no version takes the call.
         """
-        shape = "(seqlen, batch, heads, head_dim)" if packed_seq_params is None else "(total, heads, head_dim), packed"
-        for name, x in (("query", query), ("key", key), ("value", value)):
+        inputs = {"query": query, "key": key, "value": value}
+        more = {"attention_mask": attention_mask, "attention_bias": attention_bias}
+        for name, x in (inputs | {name: x for name, x in more.items() if x is not None}).items():
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-            if x.ndim != (4 if packed_seq_params is None else 3):
+        packed = packed_seq_params is not None
+        dims, shape = (3, "(total, heads, head_dim), packed") if packed else (4, "(seqlen, batch, heads, head_dim)")
+        for name, x in inputs.items():
+            if x.ndim != dims:
                 raise ValueError(f"{name} must be {shape}, got shape {tuple(x.shape)}")
-        for name, x in (("attention_mask", attention_mask), ("attention_bias", attention_bias)):
-            if x is not None and not isinstance(x, Tensor):
-                raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
         kind = self.kind if attn_mask_type is None else _named(attn_mask_type)
         causal = _MASKED[kind.removesuffix(_AT_THE_END)]
         equal_lengths = causal and not kind.endswith(_AT_THE_END)
@@ -140,7 +141,7 @@ class DotProductAttention(nn.Module):
         options["dropout_p"] = self.dropout_p if self.training else 0.0
         if self.softcap is not None:
             options["score_mod"] = score_mods.softcap(self.softcap)
-        if packed_seq_params is not None:
+        if packed:
             if attention_mask is not None:
                 raise ValueError(f"attention_mask must be None beside packed_seq_params, got {attention_mask.shape}")
             if attention_bias is not None:
@@ -207,9 +208,7 @@ def _equal(x: Any, y: Any) -> bool:
 
 def _added(softcap: float | None, bias: Tensor, query: Tensor, key: Tensor) -> Callable[..., Tensor]:
     """A function on scores that adds a bias, behind softcap where it is asked for."""
-    sizes = (*query.shape[1:3], query.shape[0], key.shape[0])
-    if bias.ndim != 4 or any(size not in (1, wanted) for size, wanted in zip(bias.shape, sizes, strict=True)):
-        raise ValueError(f"attention_bias must spread to {sizes}, got {tuple(bias.shape)}")
+    _check_spreads("attention_bias", bias, query, key)
     add = score_mods.bias(bias)
     if softcap is None:
         return add
@@ -217,12 +216,17 @@ def _added(softcap: float | None, bias: Tensor, query: Tensor, key: Tensor) -> C
     return lambda score, *at: add(cap(score, *at), *at)
 
 
+def _check_spreads(name: str, x: Tensor, query: Tensor, key: Tensor) -> None:
+    """ValueError where x has not a number for each score, or for all batches, heads, queries or keys one."""
+    sizes = (*query.shape[1:3], query.shape[0], key.shape[0])
+    if x.ndim != 4 or any(size not in (1, wanted) for size, wanted in zip(x.shape, sizes, strict=True)):
+        raise ValueError(f"{name} must spread to {sizes}, got {tuple(x.shape)}")
+
+
 def _shown(attention_mask: Tensor, query: Tensor, key: Tensor) -> flashzoo.BlockMask:
     if attention_mask.dtype != torch.bool or attention_mask.ndim != 4:
         got = f"{attention_mask.dtype} {tuple(attention_mask.shape)}"
         raise ValueError(f"attention_mask must be bool, of 4 dimensions and True where nothing is seen, got {got}")
-    sizes = (*query.shape[1:3], query.shape[0], key.shape[0])
-    if any(size not in (1, wanted) for size, wanted in zip(attention_mask.shape, sizes, strict=True)):
-        raise ValueError(f"attention_mask must spread to {sizes}, got {tuple(attention_mask.shape)}")
+    _check_spreads("attention_mask", attention_mask, query, key)
     shown = ~attention_mask
     return flashzoo.BlockMask.from_dense(shown.expand(*shown.shape[:2], query.shape[0], key.shape[0]))

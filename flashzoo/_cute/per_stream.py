@@ -17,14 +17,17 @@ SPARE = 1 << 16
 
 PER_THREAD = 2
 """CUDA's handle of the default stream of whichever thread says it (`cudaStreamPerThread`)."""
-_numbers, _thread = count(1), local()
+_numbers = count(1)
 
 
-def _own_stream() -> int:
-    """What tells the calling thread's default stream from all others': no handle is less than 0."""
-    if not hasattr(_thread, "number"):
-        _thread.number = next(_numbers)
-    return -_thread.number
+class _Thread(local):
+    """The calling thread, whose default stream has a number in the place of that handle: no handle is less than 0."""
+
+    def __init__(self) -> None:
+        self.stream: int = -next(_numbers)
+
+
+_thread = _Thread()
 
 
 def _uncaptured(device: int) -> torch.cuda.Stream:
@@ -59,7 +62,7 @@ class PerStream:
         """At least n numbers for a launch on that stream; they must outlive the launch."""
         if torch.cuda.is_current_stream_capturing():
             return self._of_graph(device, stream, n)
-        stream = _own_stream() if stream == PER_THREAD else stream
+        stream = _thread.stream if stream == PER_THREAD else stream
         spare = self._spare.get(device)
         if spare is None or spare.shape[0] < SPARE // 2:
             more = self._written(device, SPARE)
