@@ -62,6 +62,15 @@ def test_places_are_those_of_a_packed_sequence(version, problem):
         close(Result(**mine), expected, problem.dtype)
 
 
+@asks(both=True, score_mod=ScoreForm())
+def test_remainders_are_torchs(version, problem):
+    """Of quotients that float32 rounds to a whole number, and of numbers below 0."""
+    tensors, dout, dlse = draw(problem)
+    mod = ScoreMod(lambda s, b, h, i, j: s + (j * 1.0) % 0.1 * 20 - (i - j) * 0.3 % -0.1 * 20 + (j * 1.0) // 0.1 * 0.01)
+    found, expected = (both(name, tensors, problem, dout, dlse, score_mod=mod) for name in (version, "standard"))
+    close(found, expected, problem.dtype)
+
+
 @asks(grad=True, score_mod=ScoreForm(grads=(0,)))
 def test_only_what_is_read_requires_grad(version, problem):
     tensors, dout, dlse = draw(problem)

@@ -933,6 +933,29 @@ def test_two_streams_at_once():
 
 @gpu
 @on_hopper
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_deterministic_where_not_all_thread_blocks_run_at_a_time(head_dim, packed):
+    """None waits for one that has not begun."""
+    q, k, v, dout = torch.randn(4, 1, 4096, 8, head_dim, device="cuda", dtype=torch.bfloat16)
+    cu_seqlens = torch.tensor([0, 1500, 4096], dtype=torch.int32, device="cuda")
+    asked = {"version": "v3", "deterministic": True} | ({"cu_seqlens_q": cu_seqlens} if packed else {})
+    out, lse = flashzoo.attention(q, k, v, return_lse=True, **asked)
+    expected = flashzoo.attention_backward(dout, q, k, v, out, lse, **asked)
+    few = torch.cuda.green_contexts.GreenContext.create(num_sms=16, device_id=torch.cuda.current_device())
+    torch.cuda.synchronize()
+    few.set_context()
+    try:
+        found = flashzoo.attention_backward(dout, q, k, v, out, lse, **asked)
+        torch.cuda.synchronize()
+    finally:
+        few.pop_context()
+    assert all(map(same_bits, found, expected))
+    assert counters_are_zero()
+
+
+@gpu
+@on_hopper
 @pytest.mark.alone  # a worker sees one GPU
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_pairs_on_another_device_than_the_current_one():

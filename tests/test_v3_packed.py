@@ -84,9 +84,8 @@ def on_integers(monkeypatch):
         target[:] = [source[i] for i in range(len(target))]
 
     of_cute = {"make_tensor": lambda x, _: x, "make_layout": int, "make_rmem_tensor": lambda n, _: [0] * n}
-    arch = SimpleNamespace(block_idx=lambda: (0, 0, 0))
     monkeypatch.setattr(fp8, "cute", SimpleNamespace(**of_cute))
-    monkeypatch.setattr(packed, "cute", SimpleNamespace(**of_cute, autovec_copy=copy, assume=assume, arch=arch))
+    monkeypatch.setattr(packed, "cute", SimpleNamespace(**of_cute, autovec_copy=copy, assume=assume))
 
 
 CASES = {
@@ -170,7 +169,7 @@ def works(scheduler: TileSchedulerPacked) -> list[Entry]:
             break
         assert work.block * block_of(scheduler) < work.owned, "of a block"
         found.append(work)
-    assert len(found) == scheduler.tiles(scheduler.initial_work()), "as many as blocks fetch"
+    assert len(found) == scheduler.tiles(scheduler.work_of(0)), "as many as blocks fetch"
     return found
 
 

@@ -107,7 +107,8 @@ class SharedStorage:
     """A thread block's shared memory: K and V of the tile, and in a pair what dQ needs of the partner's K; stages of
     Q and dO with the LSE and delta of their rows, and of dS; dK and dV on their way to memory, in the place of others;
     `exchange`, through which float32 registers go from warpgroup to writer, or to the other warpgroup. `ds_pipeline` is
-    by gradient that of dS; by keys, whose warpgroups wait for one another at dS, that of dK and dV in its place."""
+    by gradient that of dS; by keys, whose warpgroups wait for one another at dS, that of dK and dV in its place.
+    `first` as in `TileScheduler`."""
 
     k: cute.Tensor
     k_partner: cute.Tensor | None
@@ -121,6 +122,7 @@ class SharedStorage:
     lse: cute.Tensor
     delta: cute.Tensor
     work: cute.Tensor
+    first: cute.Tensor | None
     k_pipeline: Pipeline
     v_pipeline: Pipeline
     q_pipeline: Pipeline
@@ -313,6 +315,7 @@ class Backward:
                 for stages in (tiles.stages, kernel.stages_do)
             ],
             cute.make_tensor(smem.allocate_array(Int32, kernel.words_of_work), cute.make_layout(kernel.words_of_work)),
+            smem.allocate_tensor(Int32, cute.make_layout(1), 4) if const_expr(kernel.deterministic) else None,
             *[
                 kind.allocate(smem, stages)
                 for kind, stages in (
@@ -340,6 +343,8 @@ class Backward:
                 storage.exchange_pipeline.initialize(self.exchange_readers, WARPS)
                 storage.semaphore_pipeline.initialize(WARPS * tiles.consumers)
                 storage.work_pipeline.initialize(self.work_readers)
+            if const_expr(kernel.deterministic):
+                self.scheduler(params, storage.first).claim_first()
         cute.arch.mbarrier_init_fence()
         if const_expr(kernel.cluster > 1):
             sync_cluster()
@@ -379,7 +384,7 @@ class Backward:
     @cute.jit
     def produce(self, params: Params, storage: SharedStorage, tma: TmaAtoms, workspace: Workspace):
         """The producer warp: tile after tile, what the consumers will wait for."""
-        tiles, scheduler = self.tiles, self.scheduler(params)
+        tiles, scheduler = self.tiles, self.scheduler(params, storage.first)
         loaded = Int32(0)  # blocks of Q and dO so far, over all tiles
         work_idx = Int32(0)  # tiles so far
         work = scheduler.initial_work()
@@ -439,7 +444,7 @@ class Backward:
     @cute.jit
     def store(self, params: Params, storage: SharedStorage, tma: TmaAtoms, writer: Int32, workspace: Workspace):
         """A writer warp: has TMA add the warpgroups' parts of dQ to memory. The first one has it store dK and dV."""
-        tiles, scheduler = self.tiles, self.scheduler(params)
+        tiles, scheduler = self.tiles, self.scheduler(params, storage.first)
         written = Int32(0)
         work_idx = Int32(0)
         work = scheduler.initial_work()
@@ -530,7 +535,7 @@ class Backward:
         tensors: Any,
     ):
         """A consumer warpgroup: its keys of tile after tile."""
-        kernel, tiles, scheduler = self.kernel, self.tiles, self.scheduler(params)
+        kernel, tiles, scheduler = self.kernel, self.tiles, self.scheduler(params, storage.first)
         thread = cute.arch.thread_idx()[0] - WARPGROUP
         lane = cute.arch.lane_idx()
         wg_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx() // WARPS - 1)

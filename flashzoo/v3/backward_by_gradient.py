@@ -149,7 +149,7 @@ class BackwardByGradient(Backward):
         tensors: Any,
     ):
         """One warpgroup's part."""
-        tiles, scheduler = self.tiles, self.scheduler(params)
+        tiles, scheduler = self.tiles, self.scheduler(params, storage.first)
         of_v, any_deferred = gradient == Gradient.OF_V, self.kernel.dq_deferred(int(Gradient.OF_V))
         width = self.kernel.width_v if of_v else self.kernel.width
         thread = cute.arch.thread_idx()[0] % WARPGROUP
@@ -479,7 +479,7 @@ class BackwardByGradient(Backward):
     def store(self, params: Params, storage: SharedStorage, tma: TmaAtoms, writer: Int32, workspace: Workspace):
         """A writer warp: lets the consumers add to some columns of dQ when the tiles before have,
         then releases the semaphore."""
-        parts, scheduler = self.kernel.semaphores, self.scheduler(params)
+        parts, scheduler = self.kernel.semaphores, self.scheduler(params, storage.first)
         written = Int32(0)
         work_idx = Int32(0)
         work = scheduler.initial_work()

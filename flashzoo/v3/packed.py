@@ -123,10 +123,6 @@ class TileSchedulerPacked(TileScheduler):
 
     params: ParamsPacked
 
-    def initial_work(self) -> Entry:
-        """The work that a thread block begins with."""
-        return self.work_of(cute.arch.block_idx()[0])
-
     def work_of(self, tile_idx: Int32) -> Entry:
         """The work of a number; past the last one, what is read of the last."""
         place = cutlass.min(tile_idx // self.params.heads, self.params.blocks - 1) * ENTRY

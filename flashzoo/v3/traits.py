@@ -446,13 +446,14 @@ class KernelBackward:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a thread block: K, V, Q, dO, dS; `exchange`, delta and LSE;
-        two mbarriers a stage, the next tile."""
+        two mbarriers a stage, the next tile and, where deterministic, the first."""
         tiles, (numbers, stages) = self.tiles, self.exchange
         elements = tiles.block_kv * (self.width + self.width_v) + self.ds_elements
         elements += tiles.block_q * (tiles.stages * self.width + self.stages_do * self.width_v)
         floats = numbers * stages + (tiles.stages + self.stages_do) * tiles.block_q
         pipelines = tiles.stages + self.stages_do + self.ds_barriers + self.exchange_barriers + max(1, self.writers) + 3
-        return BYTES[self.dtype] * elements + 4 * floats + 16 * pipelines + 8 * cdiv(self.words_of_work, 2)
+        words = self.words_of_work + self.deterministic
+        return BYTES[self.dtype] * elements + 4 * floats + 16 * pipelines + 8 * cdiv(words, 2)
 
 
 @dataclass(frozen=True)

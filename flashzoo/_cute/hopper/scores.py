@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from ctypes import c_float
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import Any
@@ -22,6 +23,7 @@ from cutlass import (
     Constexpr,
     Float16,
     Float32,
+    Float64,
     Int8,
     Int16,
     Int32,
@@ -71,6 +73,18 @@ def polynomial(coefficients: tuple[float, ...], x: Any) -> Any:
     return found
 
 
+def times(x: Float32, y: Float32) -> Float64:
+    """How many whole times y goes into x, in float64: a float32 quotient that is a little less than a whole number
+    would be rounded to it."""
+    return cute.math.floor(x.to(Float64) / y.to(Float64))
+
+
+def remainder(x: Float32, y: Float32) -> Float64:
+    """What is left of x then; where y goes into it 0 times, infinity among others, x itself."""
+    whole, x = times(x, y), x.to(Float64)
+    return Float64(cutlass.select_(whole == 0.0, x, x - whole * y.to(Float64)))
+
+
 _DTYPES: dict[str, type[cutlass.Numeric]] = {"bool": Boolean, "u8": Uint8, "i8": Int8, "i16": Int16, "i32": Int32}
 _DTYPES |= {"i64": Int64, "f16": Float16, "bf16": BFloat16, "f32": Float32}
 _OPERATIONS: dict[str, Callable[..., Any]] = {
@@ -90,8 +104,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "min": cute.arch.fmin,
     "max": cute.arch.fmax,
     "tanh": tanh,
-    "floordiv": lambda x, y: cute.math.floor(x / y),
-    "remainder": lambda x, y: x - cute.math.floor(x / y) * y,
+    "floordiv": times,
+    "remainder": remainder,
 }
 """Of floats, and of others where these have no way of their own. Quotients are exact to the last place: a third of 9 is
 no less than 3."""
@@ -121,8 +135,8 @@ class InCute:
     edge: bool
 
     def typed(self, value: bool | int | float, dtype: str) -> Any:
-        """A number as a value."""
-        return _DTYPES[dtype](value)
+        """A number as a value; rounded, as CuTe DSL casts what it knows as the number that it was given."""
+        return _DTYPES[dtype](c_float(value).value if dtype == "f32" else value)
 
     def apply(self, operation: str, dtype: str, *arguments: Any) -> Any:
         """An operation on values."""

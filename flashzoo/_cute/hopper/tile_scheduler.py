@@ -7,7 +7,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32
+from cutlass import Boolean, Int32, const_expr
 
 from flashzoo._cute.hopper.params import Params
 from flashzoo._cute.hopper.pipeline import Pipeline
@@ -36,13 +36,28 @@ class TileOfWave(WorkTile):
 @dataclass(frozen=True)
 class TileScheduler:
     """Tiles are numbered in the order in which they begin; `Work` is what one warp tells the others of the next:
-    here its number."""
+    here its number.
+
+    Attributes:
+        params: the launch's.
+        first: in shared memory the number of a thread block's first tile, where that is claimed as the others are: all
+            before it have begun then, and it may wait for them though not all thread blocks run at a time. Without it
+            the first tile's number is the thread block's.
+    """
 
     params: Params
+    first: cute.Tensor | None = None
 
-    def initial_work(self) -> Int32:
+    def initial_work(self) -> Any:
         """The work that a thread block begins with."""
-        return cute.arch.block_idx()[0]
+        return self.work_of(cute.arch.block_idx()[0] if self.first is None else self.first[0])
+
+    @cute.jit
+    def claim_first(self):
+        """Claim it, by a whole warp; all threads of the thread block must be synchronised before they ask for it."""
+        number = self.claimed(self.claim_next(self.work_of(cute.arch.block_idx()[0])))
+        with cute.arch.elect_one():
+            self.first[0] = number
 
     def work_of(self, tile_idx: Int32) -> Int32:
         """The work of a number."""
@@ -82,16 +97,22 @@ class TileScheduler:
         """Claim that tile; `claimed` tells its number. What is done between the two runs while the counter answers.
 
         Every team begins with a tile of its own and claims one for each tile it works on. That makes as many claims as
-        there are tiles, and the counter wraps to 0 at exactly that many: it is ready for the next launch.
+        there are tiles, and, where the first is claimed too, one for each team more. The counter wraps to 0 at exactly
+        that many: it is ready for the next launch.
         """
         fetched = Int32(0)
         if self.claims():
+            claims = self.tiles(work) if const_expr(self.first is None) else self.tiles(work) + self.begun()
             fetched = cute.arch.inline_ptx(
                 "atom.global.inc.u32 {$w0}, [{$r0}], {$r1};",
                 write_only_types=[Int32],
-                read_only_args=[self.params.counter, self.tiles(work) - 1],
+                read_only_args=[self.params.counter, claims - 1],
             )
         return fetched
+
+    def begun(self) -> Int32:
+        """How many tiles begin a thread block's work: one for each team."""
+        return cute.arch.grid_dim()[0] * self.params.kernel.teams
 
     def claims(self) -> Boolean:
         """Whether this lane is the one of its warp that claims."""
@@ -99,7 +120,8 @@ class TileScheduler:
 
     def claimed(self, fetched: Int32) -> Int32:
         """The number of the tile that a warp has claimed."""
-        return cute.arch.grid_dim()[0] * self.params.kernel.teams + cute.arch.shuffle_sync(fetched, 0)
+        number = cute.arch.shuffle_sync(fetched, 0)
+        return number if self.first is not None else self.begun() + number
 
     @cute.jit
     def publish_claimed(self, smem: cute.Tensor, pipeline: Pipeline, n: Int32, fetched: Int32) -> Any:
