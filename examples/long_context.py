@@ -163,9 +163,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             "--hidden: expected --head-dim times a multiple of --heads-kv, "
             f"got {args.hidden}, {args.head_dim} and {args.heads_kv}"
         )
-    if args.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    args.data = text(args.text, args.seqlen + 2).to(args.device)
     return args
 
 
@@ -195,6 +192,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "RANK" not in os.environ:
         print("expected to be run by torchrun: torchrun --nproc-per-node 2 examples/long_context.py", file=sys.stderr)
         return 2
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    args.data = text(args.text, args.seqlen + 2).to(args.device)
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     group = dist.group.WORLD
     status, ranks = 0, dist.get_world_size()
