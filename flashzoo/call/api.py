@@ -14,7 +14,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 
 from flashzoo.autograd import as_rows
 from flashzoo.call.check import check_data, check_tensors, described_call, fields_of
-from flashzoo.call.forms import Window, check_flags, normalised
+from flashzoo.call.forms import Window, check_flags
 from flashzoo.call.operands import Operands, taken
 from flashzoo.call.packed import as_batch, batch_of_one, of_nested, on_caches
 from flashzoo.call.plan import negated, plan, problem_of
@@ -212,8 +212,6 @@ def called(
     """`attention` of tensors of four dimensions, or of three that are packed rows: out, and lse or None."""
     asked = requested(version)
     operands, forms = taken(options)
-    if options.get("window_size") is not None:  # (1, 0) and (1.0, False) are one key of a dict
-        options["window_size"] = normalised(options["window_size"])
     try:
         grad = recorded(q, k, v, operands)
         tensors = described_call(q, k, v)

@@ -107,8 +107,6 @@ def attention_backward(
     asked_for = {name: options.get(name) for name in DIFFERENTIABLE} | {"score_mod": operands.score_mod}
     of_operands = [x.dtype for x in differentiable_of(asked_for)]
     fields_of(asked)
-    if isinstance(asked.get("window_size"), list):  # which has no hash
-        asked["window_size"] = tuple(asked["window_size"])
     tensors = described_call(q, k, v)
     unrounded = out is not None and out.dtype != q.dtype
     through_lse = dlse is not None or delta is not None or unrounded

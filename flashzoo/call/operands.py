@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from flashzoo.call.forms import normalised
 from flashzoo.call.problem import DESCALE_BLOCK, Problem
 from flashzoo.integers import cdiv
 from flashzoo.lengths import Ranges
@@ -473,7 +474,10 @@ NO_FORMS = NO_OPERANDS.forms
 
 
 def taken(options: dict[str, Any]) -> tuple[Operands, Forms]:
-    """The operands among the arguments of a call, which leave `options`, and their forms."""
+    """The operands among the arguments of a call, which leave `options`, and their forms. A window stays, normalised,
+    for plans to be remembered by: a list has no hash, and (1, 0) and (1.0, False) are one key of a dict."""
+    if options.get("window_size") is not None:
+        options["window_size"] = normalised(options["window_size"])
     names = [name for name in options if name in OPERANDS]
     if not names:
         return NO_OPERANDS, NO_FORMS

@@ -109,7 +109,6 @@ def traced(q: Tensor, k: Tensor, v: Tensor, return_lse: bool, version: str, opti
 def _planned(q: Tensor, k: Tensor, v: Tensor, how: Named, grad: bool, by: str = ARGUMENT) -> tuple[Plan, Operands]:
     """The plan of an operator's arguments, as of a plain call, and what the version is handed beside q, k and v."""
     options: Named = {name: how[name] for name in OPTIONS if name in how}
-    options["window_size"] = normalised(options.get("window_size"))
     for name, kind in OPERANDS.items():
         parts = [how.get(f"{name}{end}") for end in kind.parts]
         if all(part is not None for part in parts):
