@@ -93,7 +93,7 @@ def _scored(
 def _with_alibi(
     q: Tensor, k: Tensor, v: Tensor, return_lse: bool, softcap: float, slopes: Tensor, options: dict[str, Any]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    _check_tensors(q=q, k=k, v=v)
+    _check_tensors(3, q=q, k=k, v=v)
     if not isinstance(slopes, Tensor) or slopes.dtype != torch.float32:
         raise TypeError(f"alibi_slopes must be float32, got {getattr(slopes, 'dtype', type(slopes).__name__)}")
     packed = "cu_seqlens_q" in options
@@ -340,11 +340,14 @@ def flash_attn_with_kvcache(
     _refuse("flash_attn_with_kvcache", **refused, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
     if (k is None) != (v is None):
         raise ValueError(f"k and v must be given together, got {'v' if k is None else 'k'} alone")
-    _check_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    _check_tensors(3, q=q, **({} if k is None else {"k": k, "v": v}))
+    _check_tensors(4, k_cache=k_cache, v_cache=v_cache)
     if max_seqlen_q is not None and cu_seqlens_q is None:
         raise ValueError(f"max_seqlen_q goes with cu_seqlens_q, got {max_seqlen_q!r} alone")
     if block_table is not None:
         _check_int32("block_table", block_table, 2, "(batch, pages of a sequence)")
+    if cu_seqlens_q is not None:
+        _check_int32("cu_seqlens_q", cu_seqlens_q, 1, "(batch + 1,)")
     used = cache_seqlens
     if isinstance(used, int):
         room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
@@ -352,7 +355,7 @@ def flash_attn_with_kvcache(
         if isinstance(used, bool) or not 0 <= used <= room:
             raise ValueError(f"cache_seqlens must be from 0 to {room}, what the cache has room for, got {used!r}")
         batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-        used = torch.full((batch,), used, dtype=torch.int32, device=q.device)
+        used = torch.full((max(batch, 0),), used, dtype=torch.int32, device=q.device)
     elif used is not None:
         _check_int32("cache_seqlens", used, 1, "(batch,)")
     if k is not None and cu_seqlens_q is not None:
@@ -374,22 +377,25 @@ def flash_attn_with_kvcache(
 
 def _parts(name: str, packed: Tensor, ndim: int, count: int) -> tuple[Tensor, ...]:
     """q, k and v, or k and v, that lie side by side in the third dimension from the last."""
-    _check_tensors(**{name: packed})
+    _check_tensors(0, **{name: packed})
     if packed.ndim != ndim or packed.shape[-3] != count:
         rows = "total" if ndim == 4 else "batch, seqlen"
         raise ValueError(f"{name} must have shape ({rows}, {count}, heads, head_dim), got {tuple(packed.shape)}")
     return packed.unbind(-3)
 
 
-def _check_tensors(**named: Any) -> None:
+def _check_tensors(least: int, **named: Any) -> None:
+    """TypeError or ValueError where one is no tensor of so many dimensions or more."""
     for name, x in named.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.ndim < least:
+            raise ValueError(f"{name} must have {least} dimensions or more, got shape {tuple(x.shape)}")
 
 
 def _check_int32(name: str, x: Any, ndim: int, shape: str) -> None:
     """TypeError or ValueError by flash-attention's name for what `attention` calls something else."""
-    _check_tensors(**{name: x})
+    _check_tensors(0, **{name: x})
     if x.dtype != torch.int32:
         raise TypeError(f"{name} must be of dtype torch.int32, got {x.dtype}")
     if x.ndim != ndim:
@@ -397,7 +403,8 @@ def _check_int32(name: str, x: Any, ndim: int, shape: str) -> None:
 
 
 def _lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> dict[str, Any]:
-    _check_tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        _check_int32(name, x, 1, "(sequences + 1,)")
     return {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from os import environ
@@ -104,12 +104,18 @@ def function_at(path: str) -> Callable:
     return getattr(import_module(module), name)
 
 
+_imported = lru_cache(function_at)
+
+
 def deferred(path: str) -> Callable[[Problem], list[str]]:
     """A Spec's `check` or `notes` that is imported when it is first called: `"package.module:function"`. What it reads,
     tables of tiles and what these are made of, is no part of `import flashzoo`."""
 
-    imported = lru_cache(function_at)
-    return lambda problem: imported(path)(problem)
+    return partial(_called_at, path)
+
+
+def _called_at(path: str, problem: Problem) -> list[str]:
+    return _imported(path)(problem)
 
 
 def in_any_order(problem: Problem) -> list[str]:

@@ -302,6 +302,16 @@ BAD_INPUT = {
     ),
     "a single descale": (_fp8(k_descale=torch.ones(())), ValueError, r"k_descale must have shape .* got \(\)"),
     "sinks are numbers": ({"sinks": [0.0] * 4}, TypeError, r"sinks must be a torch.Tensor or None, got list"),
+    "sinks are sparse": (
+        {"sinks": torch.zeros(4).to_sparse()},
+        TypeError,
+        r"sinks must be a dense tensor \(torch.strided\), got torch.sparse_coo: call to_dense\(\)",
+    ),
+    "a page table of no queries": (
+        {"q": torch.tensor(1.0), "page_table": torch.zeros(2, 1, dtype=torch.int32)},
+        ValueError,
+        r"q must have 4 dimensions .* got shape \(\)",
+    ),
     "sinks of another dtype": (
         {"sinks": torch.zeros(4, dtype=torch.int32)},
         TypeError,

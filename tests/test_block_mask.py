@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
+import flashzoo
 from flashzoo import BlockMask, Problem
 from flashzoo.reference import visible
 from flashzoo_suite.support import DEVICE
@@ -356,6 +357,17 @@ def test_nothing_to_see(build, sizes):
     assert mask.to_dense().shape[2:] == sizes[:2] and not mask.to_dense().any()
     assert replace(mask).validate() and mask.density == mask.visible == 0 and "no blocks" in str(mask)
     assert (mask & mask | mask).compact().to_dense().shape[2:] == sizes[:2]
+
+
+@pytest.mark.parametrize("seqlen", [0, 200])
+def test_an_empty_batch_has_a_mask(seqlen):
+    blocks = torch.zeros(0, 1, -(-seqlen // 128), -(-seqlen // 128), dtype=torch.bool, device=DEVICE)
+    elements = torch.zeros(0, 1, seqlen, seqlen, dtype=torch.bool, device=DEVICE)
+    for mask in (BlockMask.from_blocks(blocks, seqlen), BlockMask.from_dense(elements)):
+        assert replace(mask).validate() and mask.to_dense().shape == elements.shape
+        q = torch.zeros(0, seqlen, 2, 16, device=DEVICE, requires_grad=True)
+        out = flashzoo.attention(q, q, q, block_mask=mask.compact(), version="blocksparse")
+        assert out.shape == q.shape and torch.autograd.grad(out.sum(), q)[0].shape == q.shape
 
 
 @pytest.mark.parametrize("seqlen_q", [None, 100])

@@ -283,6 +283,20 @@ def test_what_is_not_supported_is_an_error_by_name(function, argument, value):
         (lambda x: flash_attn.flash_attn_varlen_kvpacked_func(x, x, *[None] * 4), r"kv must have shape \(total, 2,"),
         (lambda x: flash_attn.flash_attn_with_kvcache(x, x, x, x), "k and v must be given together, got k alone"),
         (lambda x: flash_attn.flash_attn_with_kvcache(x, x, x, x, x), "cache_seqlens must say where"),
+        (lambda x: flash_attn.flash_attn_func(x[0, 0], x, x, alibi_slopes=x), "q must have 3 dimensions or more"),
+        (lambda x: flash_attn.flash_attn_with_kvcache(x, x[0], x, cache_seqlens=3), "k_cache must have 4 dimensions"),
+        (
+            lambda x: flash_attn.flash_attn_with_kvcache(x, x, x, x, x[0, 0], cache_seqlens=3),
+            "v must have 3 dimensions",
+        ),
+        (
+            lambda x: flash_attn.flash_attn_varlen_func(x, x, x, numbers(0, 4), numbers(4)[0], 4, 4),
+            r"cu_seqlens_k must have shape \(sequences \+ 1,\), got \(\)",
+        ),
+        (
+            lambda x: flash_attn.flash_attn_with_kvcache(x[0], x, x, cu_seqlens_q=numbers(3)[0], cache_seqlens=3),
+            r"cu_seqlens_q must have shape \(batch \+ 1,\), got \(\)",
+        ),
     ],
 )
 def test_malformed(call, text):

@@ -444,6 +444,17 @@ ARGUMENTS = {
         lambda: BlockMask.from_dense(torch.ones(1, 2, 3).bool()),
     ),
     "dense dtype": (TypeError, r"mask must be of dtype torch\.bool", lambda: BlockMask.from_dense(torch.ones(2, 3))),
+    "no heads": (
+        ValueError,
+        "a block mask must be of one head or more, got none, of a batch of 2",
+        lambda: BlockMask.from_dense(torch.ones(2, 0, 3, 3).bool()),
+    ),
+    "sparse": (
+        TypeError,
+        r"mask must be a dense tensor \(torch\.strided\), got torch\.sparse_coo: call to_dense\(\)",
+        lambda: BlockMask.from_dense(torch.ones(3, 3).bool().to_sparse()),
+    ),
+    "block of a tensor": (ValueError, "block_q must be one of", lambda: BlockMask.causal(9, block_q=torch.ones(2))),
     "scores": (TypeError, "scores must be floating point", lambda: BlockMask.top_k(torch.ones(1, 1).int(), 1, 1)),
     "k": (ValueError, "k must be an int, 0 or more, got -1", lambda: BlockMask.top_k(torch.ones(1, 1), -1, 1)),
     "lengths": (ValueError, "lengths must be an int, 0 or more, got -5", lambda: BlockMask.documents([3, -5])),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 import pickle
 import weakref
 from collections.abc import Callable
+from functools import partial
 from threading import Barrier, Thread
 from types import ModuleType
 from typing import Any
@@ -294,6 +296,8 @@ class Settings:
 NUMBER = ModuleType("number")
 LIKE_TORCHS = type("Like", (), {"__module__": "torchlike.settings"})()
 GET = vars(NUMBER).get
+READ_BY, VARIABLES = getattr, vars
+GAIN_OF, OF_NUMBER = operator.attrgetter, partial(getattr, NUMBER)
 OUTER = ModuleType("outer")
 OUTER.settings = Settings  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -324,6 +328,11 @@ READING: dict[str, tuple[Any, Callable[..., torch.Tensor]]] = {
     "operator": (NUMBER, lambda s, b, h, i, j: Settings() * s),
     "by getattr": (Settings, lambda s, b, h, i, j: s * getattr(Settings, "gain")),  # noqa: B009
     "by vars": (NUMBER, lambda s, b, h, i, j: s * vars(NUMBER)["gain"]),
+    "by another name of getattr": (Settings, lambda s, b, h, i, j: s * READ_BY(Settings, "gain")),
+    "by another name of vars": (NUMBER, lambda s, b, h, i, j: s * VARIABLES(NUMBER)["gain"]),
+    "by another name of attrgetter": (Settings, lambda s, b, h, i, j: s * GAIN_OF("gain")(Settings)),
+    "by a part of getattr": (NUMBER, lambda s, b, h, i, j: s * OF_NUMBER("gain")),
+    "by a default": (Settings, lambda s, b, h, i, j, read=getattr: s * read(Settings, "gain")),
     "imported": (Settings, imported),
     "bound": (NUMBER, lambda s, b, h, i, j: s * GET("gain")),
     "tensor's": (TABLE, lambda s, b, h, i, j: s * TABLE.gain),
@@ -352,6 +361,26 @@ def test_what_is_torchs_or_does_not_change_is_not_traced_again(monkeypatch):
     texts = [ScoreMod.of(function).text for function in functions]
     monkeypatch.setattr("flashzoo.scores.trace.traced", None)
     assert [ScoreMod.of(function).text for function in functions] == texts
+
+
+ASKED = {
+    "strides": lambda x: lambda s, b, h, i, j: s * float(x.stride(0)) + x[h, 0],
+    "gaps": lambda x: lambda s, b, h, i, j: s * (2.0 if x.is_contiguous() else 1.0) + x[h, 0],
+    "gradients": lambda x: lambda s, b, h, i, j: s * (2.0 if x.requires_grad else 1.0) + x[h, 0],
+}
+
+
+@pytest.mark.parametrize("what", ASKED)
+def test_what_is_asked_of_a_tensor_is_its_own(what):
+    """Besides its numbers; of one after another that are otherwise alike."""
+    q, k, v = qkv()
+    whole = torch.randn(HEADS, 3, device=DEVICE)
+    for x in (whole[:, :2], whole[:, :2].clone(), whole[:, :2].clone().requires_grad_()):
+        function = ASKED[what](x)
+        score = torch.randn(1, HEADS, 2, 2, device=DEVICE)
+        given = (score, *places((1, HEADS, 2, 2), None, score.device))
+        torch.testing.assert_close(ScoreMod.of(function)(*given), one_by_one(function, *given))
+        flashzoo.attention(q, k, v, score_mod=function, version="standard")
 
 
 STEPS = {

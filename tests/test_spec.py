@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import sys
 
 import pytest
 import torch
 
+import flashzoo
 from flashzoo import BlockMask, Problem
 from flashzoo.call.forms import MaskForm, ScoreForm
 from flashzoo.call.problem import FEATURES
@@ -24,6 +26,14 @@ def _apart(registry_as_it_was):
 class TestSpec:
     def test_takes_what_it_declares(self):
         assert toy().unsupported(HOPPER) == []
+
+    @pytest.mark.parametrize("name", flashzoo.versions())
+    def test_is_the_same_in_another_process(self, name):
+        spec = flashzoo.versions()[name]
+        copied = pickle.loads(pickle.dumps(spec))
+        assert (copied.name, copied.features) == (spec.name, spec.features)
+        assert copied.unsupported(HOPPER) == spec.unsupported(HOPPER)
+        assert (copied.notes is None) == (spec.notes is None)
 
     @pytest.mark.parametrize(
         ("fields", "problem", "reason"),

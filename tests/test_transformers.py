@@ -295,6 +295,18 @@ def test_a_mask_is_read_once_for_all_layers():
     assert masks.read(mask.clone()).used.tolist() == [6, 6]
 
 
+def test_a_bool_mask_is_shown_anew_where_its_data_are_others():
+    attend, mask = door._attention_of("standard"), torch.ones(1, 1, 4, 4, dtype=torch.bool).tril()
+    q, k, v = torch.randn(3, 1, 2, 4, 8)
+
+    def out() -> torch.Tensor:
+        return attend(torch.nn.Module(), q, k, v, mask)[0]
+
+    before = out()
+    mask.data = torch.ones_like(mask)
+    assert torch.equal(out(), attend(torch.nn.Module(), q, k, v, mask.clone())[0]) and not torch.equal(out(), before)
+
+
 def test_a_rule_that_is_not_known_becomes_a_dense_mask():
     chunks = masks.masking_utils.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.long))
     dense = masks.mask_of(2, 8, 8, mask_function=chunks)

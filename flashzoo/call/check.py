@@ -108,7 +108,7 @@ def read_as_batch(
         )
     found: dict[str, Any] = {"packed_q": True} if packed_q else {}
     if table is not None:
-        of, batch = ("cu_seqlens_q's sequences", sequences) if packed_q else ("q's batch", shape[0])
+        of, batch = ("cu_seqlens_q's sequences", sequences) if packed_q else ("q's batch", next(iter(shape), None))
         if batch != table[0] and len(q[0]) == 4:
             raise ValueError(f"page_table must have a row for each of {of} {batch}, got shape {tuple(table)}")
         k, v, found["page_size"] = _read_by_pages(k, v, table)

@@ -484,6 +484,8 @@ def taken(options: dict[str, Any]) -> tuple[Operands, Forms]:
     found, forms = {}, list(NO_FORMS)
     for name in names:
         if (x := options.pop(name)) is not None:
+            if isinstance(x, Tensor) and x.layout != torch.strided:
+                raise TypeError(f"{name} must be a dense tensor (torch.strided), got {x.layout}: call to_dense()")
             kind = OPERANDS[name]
             found[name] = x = kind.prepared(x, options)
             forms[_PLACES[name]] = kind.form(name, x)

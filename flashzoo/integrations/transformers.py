@@ -289,7 +289,7 @@ def _kept(make: Callable, mask: Tensor, *how: Any) -> Any:
     if torch.compiler.is_compiling() or mask.is_inference() or capturing:  # and of these no changes are counted
         return make(mask, *how)
     stream = torch.cuda.current_stream(mask.device).cuda_stream if mask.is_cuda else None
-    now = make, how, mask._version, stream
+    now = make, how, mask._version, mask.data_ptr(), stream
     then, made = _made.get(mask, (None, None))
     if then != now:
         made = make(mask, *how)

@@ -335,7 +335,7 @@ class BlockMask(Builders):
 
     def _host_errors(self) -> Iterator[str]:
         for name in ("seqlen_q", "seqlen_k", "batch", "heads"):
-            value, least = getattr(self, name), 0 if name[0] == "s" else 1
+            value, least = getattr(self, name), int(name == "heads")
             if not isinstance(value, int) or value < least:
                 yield f"block_mask: {name} must be an int, {least} or more, got {value!r}"
         for name in ("block_q", "block_kv"):
@@ -383,6 +383,8 @@ class BlockMask(Builders):
         widths: tuple[int, int] | None = None,
         slots: Tensor | None = None,
     ) -> BlockMask:
+        if not kept.shape[1]:
+            raise ValueError(f"a block mask must be of one head or more, got none, of a batch of {kept.shape[0]}")
         rows, columns = lists_of(kept, full, widths or (grid.n_k, grid.n_q), slots)
         sizes = (grid.seqlen_q, grid.seqlen_k, grid.block_q, grid.block_kv, kept.shape[0], kept.shape[1])
         return _known(

@@ -286,7 +286,7 @@ class Builders:
         mask = mask if mask.ndim == 4 else mask[None, None]
         padding = (0, grid.n_k * block_kv - grid.seqlen_k, 0, grid.n_q * block_q - grid.seqlen_q)
         mask = torch.nn.functional.pad(mask, padding) if any(padding) else mask
-        mask = mask.unflatten(3, (grid.n_k, block_kv)).unflatten(2, (grid.n_q, block_q)) if mask.numel() else mask
+        mask = mask.unflatten(3, (grid.n_k, block_kv)).unflatten(2, (grid.n_q, block_q))
 
         def seen(sites: Tensor) -> Tensor:
             b, h = (

@@ -108,7 +108,7 @@ def grid_of(seqlen_q: int, seqlen_k: int | None, block_q: int, block_kv: int, de
     """That of a builder's arguments, each checked by name."""
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     for name, block in (("block_q", block_q), ("block_kv", block_kv)):
-        if block not in BLOCKS:
+        if not isinstance(block, int) or block not in BLOCKS:
             raise ValueError(f"{name} must be one of {BLOCKS}, got {block!r}")
     if device is None:  # what torch.compile has no word for
         device = torch.empty(0).device if is_compiling() else torch.get_default_device()
@@ -127,6 +127,8 @@ def tensor_of(name: str, x: Any, dtype: torch.dtype | None) -> Tensor:
     """The argument, if it is a tensor, of this dtype where one is given; TypeError where it is none."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor (torch.strided), got {x.layout}: call to_dense()")
     if dtype is not None and x.dtype != dtype:
         raise TypeError(f"{name} must be of dtype {dtype}, got {x.dtype}")
     return x

@@ -88,7 +88,8 @@ class _Captures:
 
     def _add_new(self, x: Any) -> None:
         if isinstance(x, Tensor):
-            self.prints.append((x.dtype, x.shape, x.layout))
+            strides = x.stride() if x.layout == torch.strided else None
+            self.prints.append((x.dtype, x.shape, strides, x.requires_grad))
             self.tensors.append(x)
             if vars(x):
                 self._holders.append(vars(x).get)
@@ -124,6 +125,8 @@ class _Captures:
             self._add(part)
 
     def _add_namespace(self, x: ModuleType | type) -> None:
+        if x.__name__ in _UNFOLLOWED:
+            raise _Unknown
         self.prints.append(x)
         if isinstance(x, ModuleType):
             if not _is_of_torch(x.__name__):
@@ -155,7 +158,7 @@ class _Captures:
 
 _ABSENT = object()
 _UNFOLLOWED = frozenset({"getattr", "attrgetter", "vars", "__dict__", "globals", "eval", "exec", "__import__"})
-"""Of code that names them it is not known what it reads."""
+"""Of code that has them, by these names or others, it is not known what it reads."""
 _IMPORT = opmap["IMPORT_NAME"]
 
 
@@ -177,7 +180,7 @@ def _is_of_torch(module: Any) -> bool:
 def _is_constant(x: Any) -> bool:
     """Whether nothing that it is bound to can change: functions of modules and classes, and torch's without state."""
     if isinstance(x, BuiltinFunctionType):
-        return isinstance(x.__self__, (ModuleType, type, NoneType))
+        return x.__name__ not in _UNFOLLOWED and isinstance(x.__self__, (ModuleType, type, NoneType))
     return _is_of_torch(type(x).__module__) and (not hasattr(x, "__dict__") or isinstance(x, _OPERATIONS))
 
 

@@ -129,7 +129,8 @@ def traced(function: Callable[..., Any]) -> tuple[Program, tuple[Tensor, ...]]:
             if x.layout != torch.strided or x.dtype not in NAMES:
                 raise TypeError(f"score_mod must capture dense tensors of {', '.join(map(str, NAMES))}, got {_told(x)}")
             captured[id(x)] = x
-            fakes[id(x)] = torch.empty(x.shape, dtype=x.dtype, device="cpu")
+            like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
+            fakes[id(x)] = like.requires_grad_(x.requires_grad)
         return fakes[id(x)]
 
     def graph_of(*arguments: Tensor) -> Any:
