@@ -102,6 +102,15 @@ class Inputs:
             ends = torch.tensor((0, *cell.lengths(tokens)), device=args.device).cumsum(0)
             self.options |= {"cu_seqlens_q": ends.int(), "max_seqlen_q": max(cell.lengths(tokens))}
 
+        self.cell = cell
+        self.tokens = tokens
+
+    def shared(self, layout: Layout) -> dict[str, Any]:
+        """What ranks are told of documents that several have, where these are in balanced order."""
+        if self.cell.documents != "balanced" or layout != "contiguous":
+            return {}
+        return {"max_across": parallel.longest_across(self.cell.lengths(self.tokens), self.cell.ranks)}
+
     def sharded(self, group: Any, layout: Any) -> list[Tensor]:
         """This rank's rows."""
         return [parallel.shard(x, group, self.dim, layout) for x in self.tensors]
@@ -114,9 +123,10 @@ Ready = tuple[Call, list[Tensor]]
 @contextmanager
 def ours(inputs: Inputs, group: Any, method: Any, layout: Any = "zigzag") -> Iterator[Ready]:
     """`flashzoo.parallel` by one method."""
+    shared = inputs.shared(layout)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return parallel.attention(q, k, v, group=group, method=method, layout=layout, **inputs.options)
+        return parallel.attention(q, k, v, group=group, method=method, layout=layout, **inputs.options, **shared)
 
     yield call, inputs.sharded(group, layout)
 

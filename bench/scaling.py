@@ -25,7 +25,7 @@ from flashzoo.parallel.costs import (
     pairs,
 )
 from flashzoo.parallel.costs import METHODS as OF_ALL
-from flashzoo.parallel.packing import balanced, works
+from flashzoo.parallel.packing import balanced, longest_across, works
 from flashzoo.parallel.ulysses import copies_of
 
 METHODS = {name: cost for name, cost in OF_ALL.items() if name != "halo"}
@@ -95,14 +95,17 @@ def table() -> str:
 
 
 def table_of_orders() -> str:
-    """Markdown: the mean rank's work over the busiest's, of the benchmark's documents as drawn and balanced."""
+    """Markdown: the mean rank's work over the busiest's, of the benchmark's documents as drawn and balanced; and the
+    rows of the longest that shards share."""
     lines = ["| tokens a GPU |" + "".join(f" {gpus} GPUs |" for gpus in ORDERED), "|---" * (1 + len(ORDERED)) + "|"]
     for tokens in (8192, 16384, 32768, 65536):
         cells = []
         for gpus in ORDERED:
             drawn = lengths("documents", tokens * gpus)
-            found = [works(of, gpus) for of in (drawn, [drawn[i] for i in balanced(drawn, gpus)])]
-            cells.append(" -> ".join(f"{sum(work) / gpus / max(work):.2f}" for work in found))
+            orders = drawn, [drawn[i] for i in balanced(drawn, gpus)]
+            even = [sum(work) / gpus / max(work) for work in (works(order, gpus) for order in orders)]
+            shared = [longest_across(order, gpus) for order in orders]
+            cells.append(" -> ".join(f"{share:.2f} ({rows})" for share, rows in zip(even, shared, strict=True)))
         lines.append(f"| {tokens // 1024}k | {' | '.join(cells)} |")
     return "\n".join(lines)
 

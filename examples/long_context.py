@@ -96,13 +96,14 @@ def train(args: argparse.Namespace, group: Any) -> tuple[Tensor, float]:
         how |= {"group": group, "method": args.method}
         forward = DistributedDataParallel(model, process_group=group)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr)
-    starts = torch.randint(len(args.data) - args.seqlen, (args.steps, args.batch, 1)).to(args.device)
+    data = text(args.text, args.seqlen + 2).to(args.device)
+    starts = torch.randint(len(data) - args.seqlen, (args.steps, args.batch, 1)).to(args.device)
     losses, begin = [], 0.0
     for step in range(args.steps):
         if step == 1:
             begin = now(args.device)
-        ids = args.data[starts[step] + positions].long()
-        labels = args.data[starts[step] + positions + 1].long()
+        ids = data[starts[step] + positions].long()
+        labels = data[starts[step] + positions + 1].long()
         with torch.autocast(args.device, torch.bfloat16, enabled=args.dtype == "bf16"):
             logits = forward(ids, positions, how)
         loss = F.cross_entropy(logits.to(weights).flatten(0, 1), labels.flatten())
@@ -194,7 +195,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    args.data = text(args.text, args.seqlen + 2).to(args.device)
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     group = dist.group.WORLD
     status, ranks = 0, dist.get_world_size()

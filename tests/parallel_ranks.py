@@ -70,7 +70,8 @@ def here() -> str:
 
 @dataclass(frozen=True)
 class Shape:
-    """A call of the whole; in float64 it goes through `standard`."""
+    """A call of the whole; in float64 it goes through `standard`. `across` is what ranks are told beside the options:
+    rows of the longest sequence in more than one chunk."""
 
     options: dict[str, Any] = field(default_factory=dict)
     seqlen: int = 48
@@ -84,6 +85,7 @@ class Shape:
     lengths: tuple[int, ...] | None = None
     head_dim: int = 8
     dtype: torch.dtype = torch.float64
+    across: int | None = None
 
     @property
     def dim(self) -> int:
@@ -96,6 +98,8 @@ LENGTHS = (5, 17, 0, 1, 20)
 CAUSAL, BY_PARTS, ALL_HEADS = {"causal": True}, ("gather", "ring"), ("ulysses",)
 PACKED = ("gather", "ulysses", "ring", "halo")
 LONGEST = {"max_seqlen_q": 20}
+SHORT_ACROSS = (11, 2, 10, 2, 11, 1, 10)
+"""Of these sequences no contiguous shard, of two or four, shares one of more than 2 rows."""
 SHAPES = {
     "full": Shape(),
     "causal": Shape(CAUSAL),
@@ -121,6 +125,11 @@ SHAPES = {
     "packed_short": Shape(CAUSAL | {"max_seqlen_q": 2}, lengths=(1, 2) * 15, methods=("halo",)),
     "packed_single": Shape({"max_seqlen_q": 1}, lengths=(1,) * 40, methods=("halo",)),
     "packed_few": Shape(CAUSAL | LONGEST, lengths=(5,), methods=("halo",)),
+    "packed_across": Shape(
+        CAUSAL | {"max_seqlen_q": 11}, lengths=SHORT_ACROSS, layout="contiguous", methods=PACKED, across=2
+    ),
+    "packed_across_full": Shape(lengths=SHORT_ACROSS, layout="contiguous", methods=("halo",), across=2),
+    "packed_across_none": Shape(CAUSAL, lengths=(12,) * 4, layout="contiguous", methods=("halo",), across=0),
     "packed_window": Shape(
         CAUSAL | {"window_size": (6, 0)} | LONGEST, lengths=LENGTHS, methods=("gather", "ulysses", "halo")
     ),
@@ -218,6 +227,7 @@ def on_ranks(
 
     def call(*args, **how):
         how |= {"seqlen": whole if whole[0] != whole[1] else whole[0]} if padded else {}
+        how |= {} if shape.across is None else {"max_across": shape.across}
         return parallel.attention(*args, group=group, layout=shape.layout, method=method, **how)
 
     mine = [sharded(x, rows) for x in tensors], options, sharded(dout, rows), sharded(dlse, rows + 1)
@@ -680,10 +690,11 @@ def autocast_casts_nothing(group: Any) -> None:
 def a_sequence_longer_than_was_said_is_nan(group: Any) -> None:
     """In its rows of a chunk that are across a border that others see over, the first with a causal mask and any
     without; and right in all others."""
-    for longest, (causal, layout) in product(
-        (6, 1, 0), ((True, "contiguous"), (True, "zigzag"), (False, "contiguous"))
+    for longest, across, (causal, layout) in product(
+        (6, 1, 0), (False, True), ((True, "contiguous"), (True, "zigzag"), (False, "contiguous"))
     ):
-        shape = Shape({"causal": causal, "max_seqlen_q": longest}, lengths=(4, 40, 3), layout=layout)
+        shape = Shape({"causal": causal, "max_seqlen_q": 40 if across else longest}, lengths=(4, 40, 3), layout=layout)
+        shape = replace(shape, across=longest if across else None)
         given = tensors, options, *_ = whole(shape)
         out, lse, *_ = on_ranks(shape, "halo", group, given, "standard")
         expected = parallel.shard(flashzoo.attention(*tensors, version="standard", **options), group, 0, layout)

@@ -222,7 +222,7 @@ def test_explain_tells_bytes_and_why():
     packed = parallel.explain(*(x[0] for x in shard(1024, 32, 8)), group=2, causal=True,
                               cu_seqlens_q=torch.empty(4, dtype=torch.int32, device="meta"))  # fmt: skip
     assert packed.chosen == "ulysses" and packed.sizes.packed
-    assert packed.reasons["halo"] == ("max_seqlen_q must say how many rows a sequence has at most",)
+    assert packed.reasons["halo"] == ("max_seqlen_q must say how many rows a sequence has at most, or max_across",)
 
 
 def test_explain_tells_the_halo():
@@ -237,6 +237,14 @@ def test_explain_tells_the_halo():
         assert told.chosen == "halo" and forward.bytes == backward.bytes == held == halos * 2048 * 2 * 8 * 128 * 2
         assert "2048 rows before and 0 behind" in str(told) and "being 4096 B" in str(told)
     assert parallel.explain(*rows, max_seqlen_q=65536, **how).chosen == "ulysses"
+    for longest in ({}, {"max_seqlen_q": 9000}):
+        shared = parallel.explain(*rows, **longest, max_across=2049, **how)
+        assert shared.chosen == "halo" and shared.costs["halo"] == told.costs["halo"]._replace(
+            forward=shared.costs["halo"].forward, backward=shared.costs["halo"].backward
+        )
+        assert shared.costs["halo"].forward.bytes == forward.bytes
+        assert "sequences that lie in several chunks have at most 2049 rows" in str(shared)
+        assert ("a rank with a sequence of 9000 rows to itself" in str(shared)) == bool(longest)
     assert "halo" not in parallel.explain(*shard(1024, 32, 8), group=2).costs
 
 
@@ -318,7 +326,24 @@ def test_documents_in_balanced_order_are_all_there_and_no_less_even(lengths, ran
     order = parallel.balanced(lengths, ranks)
     assert sorted(order) == [*range(len(lengths))]
     before, after = (packing.works(of, ranks) for of in (lengths, [lengths[i] for i in order]))
-    assert max(after) <= max(before) and sum(after) == sum(before)
+    assert max(after) <= packing.AS_EVEN * max(before) and sum(after) == sum(before)
+
+
+@given(lengths=LENGTHS, ranks=strategies.integers(1, 4), layout=strategies.sampled_from(["contiguous", "zigzag"]))
+def test_the_longest_across_is_that_of_rows_in_several_chunks(lengths, ranks, layout):
+    of_row = [i for i, length in enumerate(lengths) for _ in range(length)]
+    parts = ranks * (2 if layout == "zigzag" else 1)
+    rows = max(1, -(-len(of_row) // parts))
+    shared = [lengths[of_row[at]] for at in range(rows, len(of_row), rows) if of_row[at] == of_row[at - 1]]
+    assert parallel.longest_across(lengths, ranks, layout) == max(shared, default=0)
+
+
+def test_documents_that_shards_share_are_short_where_the_others_are_even_without():
+    """A long document in each shard, and short ones."""
+    lengths = [8000] * 4 + [60] * 600
+    order = [lengths[i] for i in parallel.balanced(lengths, 4)]
+    mean = sum(packing.works(order, 4)) / 4
+    assert parallel.longest_across(order, 4) <= 60 and max(packing.works(order, 4)) < 1.01 * mean
 
 
 @given(lengths=LENGTHS, ranks=strategies.integers(1, 8))
@@ -347,6 +372,25 @@ def test_balanced_refuses():
         parallel.balanced([3], 0)
     with pytest.raises(TypeError, match=r"group must be a torch\.distributed\.ProcessGroup"):
         parallel.balanced([3], "2")
+    with pytest.raises(ValueError, match="lengths must be from 0 on, got -1 at 0"):
+        parallel.longest_across([-1], 2)
+    with pytest.raises(ValueError, match="layout must be 'zigzag' or 'contiguous', got 'rows'"):
+        parallel.longest_across([3], 2, "rows")
+
+
+@pytest.mark.parametrize(
+    ("max_across", "kind", "text"),
+    [
+        (2.0, TypeError, r"max_across must be an int, got 2\.0"),
+        (True, TypeError, "max_across must be an int, got True"),
+        (-1, ValueError, "max_across must be 0 or more, got -1"),
+        (3, ValueError, "max_across goes with cu_seqlens_q, got 3 without"),
+    ],
+)
+def test_max_across_that_is_none(max_across, kind, text):
+    for size in (1, 2):
+        with pytest.raises(kind, match=text):
+            parallel.explain(*shard(64, 2, 2), group=size, max_across=max_across)
 
 
 def test_the_page_has_the_models_table():

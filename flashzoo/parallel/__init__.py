@@ -16,6 +16,6 @@ Built on `flashzoo.attention`, `merge` and `attention_backward` alone: there is 
 
 from flashzoo.parallel.api import attention, explain
 from flashzoo.parallel.layout import positions, shard, unshard
-from flashzoo.parallel.packing import balanced
+from flashzoo.parallel.packing import balanced, longest_across
 
-__all__ = ["attention", "balanced", "explain", "positions", "shard", "unshard"]
+__all__ = ["attention", "balanced", "explain", "longest_across", "positions", "shard", "unshard"]

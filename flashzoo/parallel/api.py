@@ -10,7 +10,7 @@ from torch.compiler import is_dynamo_compiling
 
 from flashzoo import attention as attention_of_one
 from flashzoo.parallel import gather, halo, ring, ulysses
-from flashzoo.parallel.choose import Explanation, check_method, chosen, lengths_of
+from flashzoo.parallel.choose import Explanation, check_across, check_method, chosen, lengths_of
 from flashzoo.parallel.gather import Gather
 from flashzoo.parallel.groups import Ranks, form_of, ranks_of, size_of
 from flashzoo.parallel.layout import Layout, real_rows
@@ -31,6 +31,7 @@ def attention(
     layout: Layout = "zigzag",
     method: Method = "auto",
     seqlen: int | tuple[int, int] | None = None,
+    max_across: int | None = None,
     return_lse: bool = False,
     version: str = "auto",
     **options: Any,
@@ -54,14 +55,16 @@ def attention(
         seqlen: how many rows the whole has, where `shard` padded it: `(queries, keys)`, or one number for both. Rows
             behind them are padding: no row sees their keys, they have 0 in out, -inf in lse, and gradients of 0. None:
             there is none.
+        max_across: of packed sequences, how many rows one has at most that lies in more than one chunk, as
+            `longest_across` tells: "halo" then receives no more, however long those are that lie within one.
         return_lse: return the log-sum-exp of each row of scores too.
         version: who answers the calls on each rank; as in `flashzoo.attention`.
         options: of `flashzoo.attention`, the same values on every rank. All methods: causal, softmax_scale,
             window_size, deterministic, sinks, cu_seqlens_q, max_seqlen_q, max_seqlen_k. "ulysses" also: precision,
             fast_accum, out_dtype, block_mask (shared by heads), cu_seqlens_k, seqused_k. "halo" takes packed sequences
-            alone, and goes by the less of max_seqlen_q and max_seqlen_k: a longer one across a border of a rank's
-            rows gives NaN there, which the gradients of its rows before that border lack. A bound that is the same in
-            all steps has the ranks agree but once.
+            alone, and goes by the least of max_seqlen_q, max_seqlen_k and max_across: a longer one across a border of a
+            rank's rows gives NaN there, which the gradients of its rows before that border lack. A bound that is the
+            same in all steps has the ranks agree but once.
 
     Returns:
         out `(batch, seqlen_q / ranks, heads, head_dim_v)` of this rank's rows; with `return_lse` the pair
@@ -76,8 +79,8 @@ def attention(
         flashzoo.UnsupportedError: the method, or under "auto" every method, has a reason against the call.
         RuntimeError: a rank did not come to a call within five minutes.
     """
-    anew = {"group": group, "layout": layout, "method": method, "seqlen": seqlen, "return_lse": return_lse}
-    anew |= {"version": version, **options}
+    anew = {"group": group, "layout": layout, "method": method, "seqlen": seqlen, "max_across": max_across}
+    anew |= {"return_lse": return_lse, "version": version, **options}
     if is_dynamo_compiling():  # a graph would remember what one rank has agreed on with others
         from flashzoo.untraced import untraced
 
@@ -97,8 +100,8 @@ def attention(
         q, k, v = (x.contiguous() if _scattered(x) else x for x in (q, k, v))
     name, _ = requested(version)
     grad = _recorded(q, k, v, options.get("sinks"))
-    how = {"layout": layout, "method": method, "seqlen": seqlen, "return_lse": return_lse, "version": name}
-    how |= {"grad": grad}
+    how = {"layout": layout, "method": method, "seqlen": seqlen, "max_across": max_across, "return_lse": return_lse}
+    how |= {"version": name, "grad": grad}
     asked = {"q": q, "k": k, "v": v, **how, **options}
     kind = tuple([(name, form_of(asked[name])) for name in sorted(asked)])
     if ranks.size == 1:
@@ -124,6 +127,7 @@ def _of_one(ranks: Ranks, kind: Any, q: Any, k: Any, v: Any, how: dict[str, Any]
 
     def check() -> tuple[int, int] | None:
         check_method(how["layout"], how["method"])
+        check_across(how["max_across"], options)
         if how["seqlen"] is not None and q.ndim != k.ndim:
             raise TypeError(f"k and v must be packed rows where seqlen is given and q is, got shape {tuple(k.shape)}")
         return None if how["seqlen"] is None else lengths_of(how["seqlen"], q, k, 1)
@@ -169,10 +173,10 @@ def _of_rows(
     q = rows(q, (0, real_rows(ranks.rank, ranks.size, seqlen, sizes.chunks, sizes.seqlen_q)))
     if explanation.chosen == "halo":
         step = seqlen // sizes.chunks
-        plan = halo.planned(ranks.rank, ranks.size, step, sizes.chunks, sizes.seqlen_q, sizes.longest, sizes.band)
+        plan = halo.planned(ranks.rank, ranks.size, step, sizes.chunks, sizes.seqlen_q, sizes.furthest, sizes.band)
         k, v = (rows(x, (0, q.shape[1])) for x in (k, v))
         options = {**options, "version": how["version"]}
-        return padded(*halo.attend(ranks, plan, sizes.longest, q, k, v, options), seqlen)
+        return padded(*halo.attend(ranks, plan, sizes.furthest, q, k, v, options), seqlen)
     alike = {name: options[name] for name in ("softmax_scale", "deterministic") if name in options}
     cu_seqlens = options.get("cu_seqlens_q")
     if cu_seqlens is not None and how["grad"]:  # its owner may write the next ones before the backward pass
@@ -194,6 +198,7 @@ def explain(
     layout: Layout = "zigzag",
     method: Method = "auto",
     seqlen: int | tuple[int, int] | None = None,
+    max_across: int | None = None,
     return_lse: bool = False,
     version: str = "auto",
     **options: Any,
@@ -203,7 +208,7 @@ def explain(
     Args:
         q, k, v: this rank's shards, as in `attention`; "meta" tensors too.
         group: as in `attention`, or a number of ranks, for which no group is needed.
-        layout, method, seqlen, return_lse, version, options: as in `attention`.
+        layout, method, seqlen, max_across, return_lse, version, options: as in `attention`.
 
     Returns:
         An `Explanation`; printing it gives a table. Nothing is run or communicated. `flashzoo.explain` tells which
@@ -215,5 +220,6 @@ def explain(
     size = size_of(group)
     options = _given(options)
     grad = _recorded(q, k, v, options.get("sinks"))
-    how = {"layout": layout, "method": method, "seqlen": seqlen, "return_lse": return_lse, "version": version}
+    how = {"layout": layout, "method": method, "seqlen": seqlen, "max_across": max_across, "return_lse": return_lse}
+    how |= {"version": version}
     return chosen(q, k, v, size, **how, grad=grad, options=options)

@@ -68,15 +68,21 @@ class Explanation:
 
     def _of_packed(self) -> list[str]:
         s = self.sizes
-        if not s.told:
+        if not s.told and s.across is None:
             return []
-        (before, behind), size = reach(s.longest, s.band), s.keys_a_row
-        return [
-            f"  sequences have at most {s.longest} rows: halo receives what a rank lacks of {before} rows before and "
-            f"{behind} behind each",
-            f"  chunk of {s.step}, a row's keys and values being {size} B; a rank with such a sequence to itself",
-            f"  loses {1e3 * s.uneven:.3f} ms by it forward, and backward too, but in ulysses",
+        (before, behind), size = reach(s.furthest, s.band), s.keys_a_row
+        which = "" if s.across is None else " that lie in several chunks"
+        lines = [
+            f"  sequences{which} have at most {s.furthest} rows: halo receives what a rank lacks",
+            f"  of {before} rows before and {behind} behind each chunk of {s.step}, a row's keys and values being "
+            f"{size} B",
         ]
+        if s.told:
+            lines.append(
+                f"  a rank with a sequence of {s.longest} rows to itself loses {1e3 * s.uneven:.3f} ms by it forward, "
+                "and backward too, but in ulysses"
+            )
+        return lines
 
     def taken(self) -> Explanation:
         """Itself, or UnsupportedError with all reasons where no method takes the call."""
@@ -97,6 +103,18 @@ def check_method(layout: Any, method: Any) -> None:
         raise ValueError(f"method must be 'auto' or one of {', '.join(METHODS)}, got {method!r}")
 
 
+def check_across(max_across: Any, options: Mapping[str, Any]) -> None:
+    """TypeError or ValueError where it is no number of rows, or there are no sequences that it may be of."""
+    if max_across is None:
+        return
+    if isinstance(max_across, bool) or not isinstance(max_across, int):
+        raise TypeError(f"max_across must be an int, got {max_across!r}")
+    if max_across < 0:
+        raise ValueError(f"max_across must be 0 or more, got {max_across}")
+    if options.get("cu_seqlens_q") is None:
+        raise ValueError(f"max_across goes with cu_seqlens_q, got {max_across} without")
+
+
 def chosen(
     q: Tensor,
     k: Tensor,
@@ -106,6 +124,7 @@ def chosen(
     layout: str,
     method: str,
     seqlen: int | tuple[int, int] | None,
+    max_across: int | None,
     return_lse: bool,
     version: str,
     grad: bool,
@@ -118,6 +137,7 @@ def chosen(
         flashzoo.UnsupportedError: no version takes a call of the whole.
     """
     check_method(layout, method)
+    check_across(max_across, options)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if getattr(x, "is_nested", False):
             raise TypeError(f"{name} must be packed rows with cu_seqlens_q of the whole, got a nested tensor")
@@ -137,7 +157,8 @@ def chosen(
     packed = p.sequences is not None
     told_longest = [options[name] for name in ("max_seqlen_q", "max_seqlen_k") if packed and name in options]
     sizes = Sizes(p.batch, p.seqlen_q, p.seqlen_k, p.heads, p.heads_kv, p.head_dim, p.head_dim_v, q.element_size(),
-                  p.span, packed, size, chunks, grad, min((p.seqlen_q, *told_longest)), bool(told_longest))  # fmt: skip
+                  p.span, packed, size, chunks, grad, min((p.seqlen_q, *told_longest)), bool(told_longest),
+                  max_across)  # fmt: skip
     copies = copies_of(p.heads_kv, size)
     square = p.seqlen_q == p.seqlen_k and _rows(q) == _rows(k)
     reasons = {name: _against_parts(sizes, options, name, square) for name in ("gather", "ring", "halo")}
@@ -167,8 +188,8 @@ def _against_parts(s: Sizes, options: Mapping[str, Any], method: str, square: bo
         found.append(f"causal and window_size are of as many keys as queries there, got {s.seqlen_q} and {s.seqlen_k}")
     if method == "halo" and not s.packed:
         found.append("takes packed sequences alone, with cu_seqlens_q")
-    elif method == "halo" and not s.told:
-        found.append("max_seqlen_q must say how many rows a sequence has at most")
+    elif method == "halo" and not s.told and s.across is None:
+        found.append("max_seqlen_q must say how many rows a sequence has at most, or max_across")
     elif method == "halo" and not square:
         found.append(f"takes as many keys as queries, got {s.seqlen_q} and {s.seqlen_k}")
     left, right = s.band

@@ -51,6 +51,7 @@ class Sizes:
         grad: a backward pass may follow.
         longest: of packed sequences, how many rows one has at most.
         told: the caller says so; else it is all.
+        across: how many rows one has at most that lies in more than one chunk; None where the caller says nothing.
     """
 
     batch: int
@@ -68,6 +69,7 @@ class Sizes:
     grad: bool
     longest: int = 0
     told: bool = False
+    across: int | None = None
 
     @property
     def keys_a_row(self) -> int:
@@ -85,9 +87,15 @@ class Sizes:
         return cdiv(self.seqlen_q, self.ranks * self.chunks)
 
     @property
+    def furthest(self) -> int:
+        """Rows at most of a sequence that lies in more than one chunk."""
+        return self.longest if self.across is None else min(self.longest, self.across)
+
+    @property
     def uneven(self) -> float:
         """Seconds that the forward pass takes longer than on average on a rank with a longest sequence to itself, or
-        with its last rows where it has more than a rank."""
+        with its last rows where it has more than a rank. Who says how long those are that chunks share has put them in
+        an order, as `balanced` does, which cuts the longest where half of its work lies on either side."""
         if not self.told:
             return 0.0
         longest, (left, right) = self.longest, self.band
@@ -95,6 +103,8 @@ class Sizes:
         most, all_ = (mine * (longest - mine / 2), longest**2 / 2) if right == 0 else (mine * longest, longest**2)
         if left is not None:
             most, all_ = min(most, mine * (left + 1)), min(all_, longest * (left + 1))
+        if self.across is not None:
+            most = min(most, all_ / 2)
         return max(0.0, self.flops(most - all_ / self.ranks)) / FORWARD_RATE
 
     @property
@@ -192,7 +202,7 @@ def of_halo(s: Sizes) -> Costs:
     """Of packed sequences: keys and values of the rows around each chunk, and backward their gradients home; those of
     the rank's own rows that belong to the edges are copied beside them, and their gradients from there."""
     some = {rank for rank in (0, 1, s.ranks - 1) if 0 <= rank < s.ranks}  # who gets most is one of these
-    plans = [planned(rank, s.ranks, s.step, s.chunks, s.seqlen_q, s.longest, s.band) for rank in some]
+    plans = [planned(rank, s.ranks, s.step, s.chunks, s.seqlen_q, s.furthest, s.band) for rank in some]
     plan = max(plans, key=lambda plan: plan.received)
     received, slowest = plan.received * s.keys_a_row, LINK if s.ranks <= HOST else NETWORK
     moved = received / slowest + 2 * plan.at_hand * s.keys_a_row / MEMORY + s.chunks * LATENCY

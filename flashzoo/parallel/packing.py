@@ -1,4 +1,5 @@
-"""In which order documents are packed so that each rank's rows have as much work: `balanced`.
+"""In which order documents are packed so that each rank's rows have as much work: `balanced`. And how long those are
+that shards share: `longest_across`.
 
 A causal document of L rows has L²/2 pairs, and shards have as many rows each, so that a rank with a long document has
 more to do than others. Documents see nothing of each other: whoever packs them may put them in any order. What is here
@@ -9,7 +10,8 @@ is a greedy one:
 2. The others, longest first, each go to the shard with least work that has room for them. Those for which none has lie
    across borders that are free, or move one that is not by less than half of their rows.
 
-It is made for every k there may be, and the best of these and of the given order is taken.
+It is made for every k there may be, and the given order is one more. Of those that are about as even as the evenest
+(`AS_EVEN`) the one is taken whose longest document across a border is the shortest: its keys are what ranks receive.
 """
 
 from __future__ import annotations
@@ -22,6 +24,10 @@ from typing import Any
 
 from flashzoo.integers import cdiv
 from flashzoo.parallel.groups import size_of
+from flashzoo.parallel.layout import Layout, check_layout, chunks_of
+
+AS_EVEN = 1.04
+"""The busiest rank's work over that in the evenest order, up to which a shorter halo is worth more."""
 
 
 def balanced(lengths: Sequence[int], group: Any) -> list[int]:
@@ -33,8 +39,9 @@ def balanced(lengths: Sequence[int], group: Any) -> list[int]:
 
     Returns:
         Indices into lengths: the documents are packed `[lengths[i] for i in balanced(lengths, group)]`. The busiest
-        rank has no more work than in the given order. A document lies in two shards at most unless it is longer than
-        one: where a single one is most of the work no order is even, and method "ulysses" is.
+        rank has no more work than in the given order, or a twenty-fifth more where shards then share shorter documents.
+        A document lies in two shards at most unless it is longer than one: where a single one is most of the work no
+        order is even, and method "ulysses" is.
 
     Raises:
         TypeError, ValueError: a length is no whole number from 0 on, or group is none.
@@ -42,7 +49,31 @@ def balanced(lengths: Sequence[int], group: Any) -> list[int]:
     lengths = [_whole(length, i) for i, length in enumerate(lengths)]
     ranks = size_of(group)
     ways = [[*range(len(lengths))], *(_across(lengths, ranks, k) for k in range(ranks))]
-    return min(ways, key=lambda order: max(works([lengths[i] for i in order], ranks)))
+    packed = [[lengths[i] for i in way] for way in ways]
+    busiest = [max(works(way, ranks)) for way in packed]
+    even = [i for i, work in enumerate(busiest) if work <= AS_EVEN * min(busiest)]
+    return ways[min(even, key=lambda i: (longest_across(packed[i], ranks), busiest[i]))]
+
+
+def longest_across(lengths: Sequence[int], group: Any, layout: Layout = "contiguous") -> int:
+    """Rows of the longest document that lies in more than one chunk: `max_across` of `attention`.
+
+    Args:
+        lengths: rows of each document, in the order in which they are packed. They are all rows of the whole.
+        group, layout: as in `attention`, or a number of ranks.
+
+    Returns:
+        0 where none does.
+
+    Raises:
+        TypeError, ValueError: a length is no whole number from 0 on, or group or layout is none.
+    """
+    check_layout(layout)
+    lengths = [_whole(length, i) for i, length in enumerate(lengths)]
+    rows = max(1, cdiv(sum(lengths), size_of(group) * chunks_of(layout)))
+    begins = accumulate(lengths, initial=0)
+    across = (length for at, length in zip(begins, lengths, strict=False) if at // rows < (at + length - 1) // rows)
+    return max(across, default=0)
 
 
 def works(lengths: Sequence[int], ranks: int) -> list[float]:
