@@ -12,7 +12,8 @@ behind the round that it is in.
 
 `seqlen_q` is the tokens of all GPUs, `tflops` what all make together; `auto` with gpus 1 is one GPU at a rank's share
 of the tokens, all GPUs doing that at once. Pass `fwd_bwd` is both. Of documents every call is told how long
-the longest is; `parallel_halo` and `parallel_auto` have them in contiguous shards. They lie as they were drawn, or with
+the longest is; `parallel_halo` and `parallel_auto` have them in contiguous shards, `parallel_documents` deals them out.
+They lie as they were drawn, or with
 `--documents balanced` as `flashzoo.parallel.balanced` has them.
 
 With `--graphs` a call is captured in a CUDA graph, of which `_graph` behind the contender's name tells, and what is
@@ -111,13 +112,16 @@ class Inputs:
             return {}
         return {"max_across": parallel.longest_across(self.cell.lengths(self.tokens), self.cell.ranks)}
 
-    def sharded(self, group: Any, layout: Any) -> list[Tensor]:
-        """This rank's rows."""
-        return [parallel.shard(x, group, self.dim, layout) for x in self.tensors]
-
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
-Ready = tuple[Call, list[Tensor]]
+Shard = Callable[[Tensor], Tensor]
+Ready = tuple[Call, list[Tensor], Shard]
+"""A call, this rank's q, k, v and dout, and which rows of a tensor of the whole it has."""
+
+
+def rows_by(inputs: Inputs, group: Any, layout: Layout = "zigzag") -> Shard:
+    """This rank's rows by a layout."""
+    return partial(parallel.shard, group=group, dim=inputs.dim, layout=layout)
 
 
 @contextmanager
@@ -128,7 +132,21 @@ def ours(inputs: Inputs, group: Any, method: Any, layout: Any = "zigzag") -> Ite
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return parallel.attention(q, k, v, group=group, method=method, layout=layout, **inputs.options, **shared)
 
-    yield call, inputs.sharded(group, layout)
+    mine = rows_by(inputs, group, layout)
+    yield call, [mine(x) for x in inputs.tensors], mine
+
+
+@contextmanager
+def dealt(inputs: Inputs, group: Any) -> Iterator[Ready]:
+    """`flashzoo.parallel.Documents`, whose host's part is done once for a batch."""
+    if not inputs.cell.documents:
+        raise NotImplementedError("Documents are packed sequences")
+    documents = parallel.Documents(inputs.cell.lengths(inputs.tokens), group)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return documents.attention(q, k, v, causal=True)
+
+    yield call, [documents.shard(x) for x in inputs.tensors], documents.shard
 
 
 @contextmanager
@@ -157,13 +175,13 @@ def torchs(inputs: Inputs, group: Any, rotate: str) -> Iterator[Ready]:
         sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True),
         context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers=set(buffers)),
     ):
-        yield call, [x.transpose(1, 2) for x in buffers]
+        yield call, [x.transpose(1, 2) for x in buffers], rows_by(inputs, group)
 
 
 @contextmanager
 def one_gpu(inputs: Inputs, group: Any) -> Iterator[Ready]:
     """The plain call, on each rank by itself."""
-    yield lambda q, k, v: flashzoo.attention(q, k, v, **inputs.options), inputs.tensors
+    yield lambda q, k, v: flashzoo.attention(q, k, v, **inputs.options), inputs.tensors, lambda x: x
 
 
 CONTENDERS: dict[str, Callable[..., Any]] = {
@@ -173,15 +191,14 @@ CONTENDERS: dict[str, Callable[..., Any]] = {
     "parallel_ring": lambda inputs, group: ours(inputs, group, "ring"),
     "parallel_halo": lambda inputs, group: ours(inputs, group, "halo", inputs.layout),
     "parallel_auto": lambda inputs, group: ours(inputs, group, "auto", inputs.layout),
+    "parallel_documents": dealt,
     "zigzag_halo": lambda inputs, group: ours(inputs, group, "halo"),
     "plain_ring": lambda inputs, group: ours(inputs, group, "ring", "contiguous"),
     "torch_cp_allgather": lambda inputs, group: torchs(inputs, group, "allgather"),
     "torch_cp_alltoall": lambda inputs, group: torchs(inputs, group, "alltoall"),
 }
-"""Each with the inputs and the group: a context, in which there is a call and this rank's q, k, v and dout."""
-CONTIGUOUS, BY_CELL = ("plain_ring",), ("parallel_halo", "parallel_auto")
-"""Those whose layout is contiguous, and those who take it for documents, of which it needs fewer keys; the others' is
-zigzag."""
+"""Each with the inputs and the group: a context, in which it is ready. Of documents `halo` needs fewer keys where
+shards are contiguous."""
 
 
 def results(call: Call, tensors: Sequence[Tensor], pass_: str) -> list[Tensor]:
@@ -270,7 +287,7 @@ def measure(cell: Cell, args: argparse.Namespace, group: Any, clock: Clock | Non
     """Check every contender, time those that are right, in rounds, of which the first is made whatever the clock says.
     A row of each."""
     whole_inputs = Inputs(cell, cell.tokens, args)
-    with one_gpu(whole_inputs, group) as (of_all, tensors):  # which the suite holds to a better oracle
+    with one_gpu(whole_inputs, group) as (of_all, tensors, _):  # which the suite holds to a better oracle
         expected = results(of_all, tensors, cell.pass_)
     found: dict[str, list[float]] = {name: [] for name in args.impls}
     rows = {name: row_of(name, cell, args) for name in args.impls}
@@ -282,16 +299,13 @@ def measure(cell: Cell, args: argparse.Namespace, group: Any, clock: Clock | Non
         for name in order:
             inputs = Inputs(cell, cell.tokens // cell.ranks, args) if name == "auto" else whole_inputs
             try:
-                with CONTENDERS[name](inputs, group) as (call, tensors):
+                with CONTENDERS[name](inputs, group) as (call, tensors, mine):
                     run = partial(results, call, tensors, cell.pass_)
                     run = replayed(run, args.device) if args.graphs else run
                     if turn:
                         found[name] += times(run, args.ms, args.device, group)
                     elif name != "auto":
-                        layout: Layout = inputs.layout if name in BY_CELL else "zigzag"
-                        layout = "contiguous" if name in CONTIGUOUS else layout
-                        of_rank = [parallel.shard(x, group, inputs.dim, layout) for x in expected]
-                        relative, largest, rms = errors(run(), of_rank, group)
+                        relative, largest, rms = errors(run(), [mine(x) for x in expected], group)
                         rows[name] |= {"max_err": f"{largest:.4g}", "rms_err": f"{rms:.4g}"}
                         if not relative <= MOST_ERROR:
                             raise ValueError(f"off by {relative:.3g} of its norm, {MOST_ERROR} allowed")

@@ -25,6 +25,7 @@ from flashzoo.parallel.costs import (
     pairs,
 )
 from flashzoo.parallel.costs import METHODS as OF_ALL
+from flashzoo.parallel.documents import dealt
 from flashzoo.parallel.packing import balanced, longest_across, works
 from flashzoo.parallel.ulysses import copies_of
 
@@ -95,8 +96,8 @@ def table() -> str:
 
 
 def table_of_orders() -> str:
-    """Markdown: the mean rank's work over the busiest's, of the benchmark's documents as drawn and balanced; and the
-    rows of the longest that shards share."""
+    """Markdown: the mean rank's work over the busiest's, of the benchmark's documents as drawn and balanced, with the
+    rows of the longest that shards share; and dealt out, with how many all ranks share."""
     lines = ["| tokens a GPU |" + "".join(f" {gpus} GPUs |" for gpus in ORDERED), "|---" * (1 + len(ORDERED)) + "|"]
     for tokens in (8192, 16384, 32768, 65536):
         cells = []
@@ -105,7 +106,10 @@ def table_of_orders() -> str:
             orders = drawn, [drawn[i] for i in balanced(drawn, gpus)]
             even = [sum(work) / gpus / max(work) for work in (works(order, gpus) for order in orders)]
             shared = [longest_across(order, gpus) for order in orders]
-            cells.append(" -> ".join(f"{share:.2f} ({rows})" for share, rows in zip(even, shared, strict=True)))
+            deal = dealt(drawn, gpus)
+            even.append(sum(deal.works) / gpus / max(deal.works))
+            shared.append(len(deal.shared))
+            cells.append(" -> ".join(f"{share:.2f} ({of})" for share, of in zip(even, shared, strict=True)))
         lines.append(f"| {tokens // 1024}k | {' | '.join(cells)} |")
     return "\n".join(lines)
 

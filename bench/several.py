@@ -20,6 +20,7 @@ NAMES = {
     ALONE: "one GPU",
     **{f"parallel_{method}": method for method in METHODS},
     OURS: "auto",
+    "parallel_documents": "dealt out",
     "zigzag_halo": "halo, zigzag",
     "plain_ring": "plain ring",
     "torch_cp_allgather": "torch, all-gather",

@@ -706,6 +706,62 @@ def a_sequence_longer_than_was_said_is_nan(group: Any) -> None:
         close(out[~lacking], expected[~lacking], "the rest")
 
 
+DEALT = ((30, 3, 5, 0, 2, 9, 1), (7, 7, 7), (40,), (), (0, 0), (1,) * 5, (5, 4, 3, 2, 1, 60, 50))
+"""Lengths of documents, of which ranks share some, one or none; some ranks have none of their own, or only padding."""
+DEALT_BY = ({"causal": True}, {}, {"causal": True, "window_size": (6, 0)}, {"causal": True, "sinks": True})
+
+
+@case(2, 4)
+def documents_are_dealt_out(group: Any) -> None:
+    """out, lse and every gradient are rows of those of the packed whole; padding has 0, and -inf in lse."""
+    for lengths, options in product(DEALT, DEALT_BY):
+        tensors, options, dout, dlse = whole(Shape(options, seqlen=sum(lengths), heads_kv=2, width=12, lengths=lengths))
+        expected = results(flashzoo.attention, tensors, options, dout, dlse)
+        documents = parallel.Documents(lengths, group)
+        assert sum(len(own) for own in documents.deal.whole) + len(documents.deal.shared) == len(lengths)
+        options.pop("cu_seqlens_q")
+        mine = [documents.shard(x) for x in tensors], options, documents.shard(dout), documents.shard(dlse, 1)
+        out, lse, *gradients = results(documents.attention, *mine)
+        close(documents.unshard(lse, 1), expected[1], "lse")
+        for name, x, y in zip(("out", "dq", "dk", "dv"), (out, *gradients), (expected[0], *expected[2:]), strict=False):
+            close(x, documents.shard(y), name)
+            assert torch.equal(documents.unshard(documents.shard(y)), y)
+        for dsinks in gradients[3:]:
+            dist.all_reduce(dsinks, group=group)
+            close(dsinks, expected[5], "dsinks")
+        if not options.get("sinks", torch.zeros(0)).numel():
+            padding = ~documents.shard(torch.ones(sum(lengths), dtype=torch.bool, device=here()))
+            assert (lse[:, padding] == -torch.inf).all()
+        within = [i for length in lengths for i in range(length)]
+        at = documents.shard(torch.tensor(within, dtype=torch.int64, device=here()))
+        assert torch.equal(documents.positions(here()), at)
+    torch._dynamo.reset()
+    compiled = torch.compile(documents.attention, backend="eager")
+    assert torch.equal(compiled(*mine[0], version="standard"), documents.attention(*mine[0], version="standard"))
+
+
+@case(2)
+def documents_that_are_none(group: Any) -> None:
+    """All ranks raise the same."""
+    rank = dist.get_rank()
+    raises(ValueError, "lengths must be from 0 on, got -1 at 1", lambda: parallel.Documents([3, -1], group))
+    raises(ValueError, "every rank must make the same call", lambda: parallel.Documents([3, 4 + rank], group))
+    documents = parallel.Documents([30, 3, 5], group)
+    assert "1 shared by all, of 30 rows" in str(documents)
+    x = torch.zeros(38, 2, 8, device=here())
+    mine = documents.shard(x)
+    raises(ValueError, "must be the documents' 38 rows, got 37", lambda: documents.shard(x[1:]))
+    raises(ValueError, f"must be each rank's {documents.rows} rows, got 38", lambda: documents.unshard(x))
+    text = f"q must have shape ({documents.rows}, heads, head_dim), got (38, 2, 8)"
+    raises(ValueError, text, lambda: documents.attention(x, mine, mine))
+    lie = mine if rank else x
+    raises(ValueError, "not every rank can make this call", lambda: documents.attention(lie, mine, mine))
+    text = "Documents.attention takes no cu_seqlens_q: it takes causal"
+    raises(TypeError, text, lambda: documents.attention(mine, mine, mine, cu_seqlens_q=torch.zeros(2)))
+    text = "every rank must make the same call"
+    raises(ValueError, text, lambda: documents.attention(mine, mine, mine, causal=bool(rank)))
+
+
 @case(4)
 def groups_that_are_none(group: Any) -> None:
     q, k, v = shards()
@@ -811,7 +867,7 @@ def the_benchmark_checks_and_times(group: Any) -> None:
     sizes = f"--device {here()} --tokens {tokens} --heads 4:2 --head-dim {head_dim} --ms 1 --out none.csv"
     ours = ["auto", "parallel_gather", "parallel_ulysses", "parallel_ring", "parallel_auto", "plain_ring"]
     for documents in ("", "documents", "balanced"):
-        ours += ["parallel_halo", "zigzag_halo"] if documents == "documents" else []
+        ours += ["parallel_halo", "parallel_documents", "zigzag_halo"] if documents == "documents" else []
         args = bench.arguments([*sizes.split(), "--impls", ",".join(ours)])
         cell = bench.Cell(tokens, 4, 2, head_dim, documents, "fwd_bwd", 2)
         rows = list(bench.measure(cell, args, group))

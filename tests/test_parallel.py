@@ -25,7 +25,7 @@ from bench import parallel as benchmark
 from bench import scaling
 from flashzoo import UnsupportedError, parallel
 from flashzoo.lengths import Ranges
-from flashzoo.parallel import gather, groups, halo, packing, ring
+from flashzoo.parallel import documents, gather, groups, halo, packing, ring
 from flashzoo.parallel.costs import pairs
 from flashzoo.parallel.layout import numbers_of
 
@@ -361,6 +361,26 @@ def test_a_document_that_is_most_of_the_work_is_cut_where_half_of_it_is(ranks):
     mean = sum(packing.works(lengths, ranks)) / ranks
     assert max(packing.works(lengths, ranks)) > 1.9 * mean
     assert max(packing.works([lengths[i] for i in parallel.balanced(lengths, ranks)], ranks)) < 1.02 * mean
+
+
+@given(lengths=LENGTHS, ranks=strategies.integers(1, 8))
+def test_documents_are_dealt_to_all_ranks_or_to_one(lengths, ranks):
+    deal = documents.dealt(lengths, ranks)
+    assert sorted([*deal.shared, *(i for own in deal.whole for i in own)]) == [*range(len(lengths))]
+    for own, rows, work in zip(deal.whole, deal.rows, deal.works, strict=True):
+        of_shared = [lengths[i] for i in deal.shared]
+        assert rows == sum(lengths[i] for i in own) + sum(2 * -(-length // (2 * ranks)) for length in of_shared)
+        expected = sum(lengths[i] ** 2 / 2 for i in own) + sum(length**2 / 2 for length in of_shared) / ranks
+        assert work == pytest.approx(expected)
+    longest = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    assert deal.uneven <= documents._dealt(lengths, longest, 0, ranks).uneven
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_document_that_is_most_of_the_work_is_dealt_to_all(ranks):
+    deal = documents.dealt([8192] + [128] * 64 * ranks, ranks)
+    assert deal.shared == (0,) and deal.uneven <= packing.AS_EVEN
+    assert documents.dealt([128] * 64 * ranks, ranks).shared == ()
 
 
 def test_balanced_refuses():

@@ -9,13 +9,15 @@ Each rank holds a part of the rows of q, k and v, its shard, and gets the same p
     out = parallel.attention(q, k, v, group=group, seqlen=seqlen)        # said how long it is
     print(parallel.explain(q, k, v, group=group, causal=True))           # which method, and the arithmetic of it
     order = parallel.balanced(lengths, group)                            # how to pack documents, for even work
+    documents = parallel.Documents(lengths, group)                       # or to deal them out, where one is most of it
 
 Built on `flashzoo.attention`, `merge` and `attention_backward` alone: there is no kernel here. The methods are told in
 `gather`, `ring`, `ulysses` and `halo`.
 """
 
 from flashzoo.parallel.api import attention, explain
+from flashzoo.parallel.documents import Documents
 from flashzoo.parallel.layout import positions, shard, unshard
 from flashzoo.parallel.packing import balanced, longest_across
 
-__all__ = ["attention", "balanced", "explain", "longest_across", "positions", "shard", "unshard"]
+__all__ = ["Documents", "attention", "balanced", "explain", "longest_across", "positions", "shard", "unshard"]

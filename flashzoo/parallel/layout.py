@@ -74,7 +74,7 @@ def shard(x: Tensor, group: Any, dim: int = 1, layout: Layout = "zigzag", pad: f
     """
     ranks = ranks_of(group)
     check_layout(layout)
-    _check_rows(x, dim)
+    check_rows(x, dim)
     seqlen, chunks = x.shape[dim], chunks_of(layout)
     parts = ranks.size * chunks
     step = cdiv(seqlen, parts)
@@ -112,7 +112,7 @@ def unshard(x: Tensor, group: Any, dim: int = 1, layout: Layout = "zigzag", seql
 
     def check() -> None:
         check_layout(layout)
-        _check_rows(x, dim)
+        check_rows(x, dim)
         check_halves(f"x's size in dimension {dim}", x.shape[dim], layout)
         if seqlen is not None:
             check_seqlen("seqlen", seqlen, x.shape[dim] * ranks.size)
@@ -134,7 +134,7 @@ def unshard(x: Tensor, group: Any, dim: int = 1, layout: Layout = "zigzag", seql
     return whole if seqlen is None else whole.narrow(dim, 0, seqlen)
 
 
-def _check_rows(x: Any, dim: Any) -> None:
+def check_rows(x: Any, dim: Any) -> None:
     """TypeError or ValueError where x is no tensor of one rank, or has no such dimension."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")

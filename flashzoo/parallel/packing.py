@@ -46,7 +46,7 @@ def balanced(lengths: Sequence[int], group: Any) -> list[int]:
     Raises:
         TypeError, ValueError: a length is no whole number from 0 on, or group is none.
     """
-    lengths = [_whole(length, i) for i, length in enumerate(lengths)]
+    lengths = whole_numbers(lengths)
     ranks = size_of(group)
     ways = [[*range(len(lengths))], *(_across(lengths, ranks, k) for k in range(ranks))]
     packed = [[lengths[i] for i in way] for way in ways]
@@ -69,7 +69,7 @@ def longest_across(lengths: Sequence[int], group: Any, layout: Layout = "contigu
         TypeError, ValueError: a length is no whole number from 0 on, or group or layout is none.
     """
     check_layout(layout)
-    lengths = [_whole(length, i) for i, length in enumerate(lengths)]
+    lengths = whole_numbers(lengths)
     rows = max(1, cdiv(sum(lengths), size_of(group) * chunks_of(layout)))
     begins = accumulate(lengths, initial=0)
     across = (length for at, length in zip(begins, lengths, strict=False) if at // rows < (at + length - 1) // rows)
@@ -89,13 +89,16 @@ def works(lengths: Sequence[int], ranks: int) -> list[float]:
     return found
 
 
-def _whole(length: Any, i: int) -> int:
-    try:
-        found = index(length)
-    except TypeError:
-        raise TypeError(f"lengths must be whole numbers, got {length!r} at {i}") from None
-    if found < 0:
-        raise ValueError(f"lengths must be from 0 on, got {found} at {i}")
+def whole_numbers(lengths: Sequence[int]) -> list[int]:
+    """Lengths of documents. TypeError or ValueError where one is no whole number from 0 on."""
+    found = []
+    for i, length in enumerate(lengths):
+        try:
+            found.append(index(length))
+        except TypeError:
+            raise TypeError(f"lengths must be whole numbers, got {length!r} at {i}") from None
+        if found[-1] < 0:
+            raise ValueError(f"lengths must be from 0 on, got {found[-1]} at {i}")
     return found
 
 
