@@ -304,6 +304,7 @@ UNTRACED = (
     "q alone is nested by offsets",
     "v is an array",
     "no data",
+    "sinks are sparse",
 )
 UNTRACED += ("causal is a tensor", "causal is NumPy's", "version is None", "an argument nobody knows")
 """What torch refuses to trace in its own words, turns into a tensor, or, of tensors with no data, traces as any."""
