@@ -96,7 +96,7 @@ def train(args: argparse.Namespace, group: Any) -> tuple[Tensor, float]:
         how |= {"group": group, "method": args.method}
         forward = DistributedDataParallel(model, process_group=group)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr)
-    data = text(args.text, args.seqlen + 2).to(args.device)
+    data = args.data.to(args.device)
     starts = torch.randint(len(data) - args.seqlen, (args.steps, args.batch, 1)).to(args.device)
     losses, begin = [], 0.0
     for step in range(args.steps):
@@ -164,6 +164,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             "--hidden: expected --head-dim times a multiple of --heads-kv, "
             f"got {args.hidden}, {args.head_dim} and {args.heads_kv}"
         )
+    args.data = text(args.text, args.seqlen + 2)
     return args
 
 

@@ -28,7 +28,7 @@ from flashzoo.integers import cdiv
 from flashzoo.parallel.api import Method, attention
 from flashzoo.parallel.exchange import gathered
 from flashzoo.parallel.groups import form_of, ranks_of
-from flashzoo.parallel.layout import check_rows, numbers_of
+from flashzoo.parallel.layout import check_rows, numbers_of, refuse_grad
 from flashzoo.parallel.packing import AS_EVEN, whole_numbers
 from flashzoo.parallel.parts import one_behind_the_other
 
@@ -121,7 +121,7 @@ class Documents:
         kind = (("documents", repr(given)),)
         self.lengths, self.deal = self._ranks.agree(kind, lambda: self._made(given))
         self.rows: int = max(self.deal.rows)
-        self._placed: dict[tuple[torch.device, str], Tensor] = {}
+        self._placed: dict[torch.device, dict[str, Tensor]] = {}
 
     def _made(self, lengths: Sequence[int]) -> tuple[tuple[int, ...], Deal]:
         whole = tuple(whole_numbers(lengths))
@@ -156,7 +156,7 @@ class Documents:
             raise ValueError(
                 f"x's size in dimension {dim} must be the documents' {sum(self.lengths)} rows, got {x.shape[dim]}"
             )
-        at, shape = self._on(x.device, "places"), list(x.shape)
+        at, shape = self._on(x.device)["places"], list(x.shape)
         shape[dim] = self.rows
         if not x.shape[dim]:
             return x.new_full(shape, pad)
@@ -184,8 +184,7 @@ class Documents:
                 raise ValueError(
                     f"x's size in dimension {dim} must be each rank's {self.rows} rows, got {x.shape[dim]}"
                 )
-            if x.requires_grad and torch.is_grad_enabled():
-                raise ValueError("x must not require grad: unshard has no gradient, detach x or work on its shard")
+            refuse_grad(x)
 
         ranks.agree((("unshard", form_of(x)), ("dim", dim), ("rows", self.rows)), check)
         if not self.rows:
@@ -210,7 +209,8 @@ class Documents:
         Returns:
             int64 `(rows,)`; of padding 0.
         """
-        return self._on(device, "positions").clone()
+        device = torch.device(torch.get_default_device() if device is None else device)
+        return self._on(device)["positions"].clone()
 
     def attention(
         self,
@@ -261,7 +261,7 @@ class Documents:
             first = end
         if first < self.rows or not found:
             rows = (x[first:] for x in (q, k, v))
-            out = attention_of_one(*rows, cu_seqlens_q=self._on(q.device, "ends"), **how)
+            out = attention_of_one(*rows, cu_seqlens_q=self._on(q.device)["ends"], **how)
             found.append(out if return_lse else (out,))
         parts = [one_behind_the_other(xs, dim) for dim, xs in enumerate(zip(*found, strict=True))]
         return tuple(parts) if return_lse else parts[0]
@@ -277,13 +277,12 @@ class Documents:
         if unknown:
             raise TypeError(f"Documents.attention takes no {unknown[0]}: it takes {', '.join(TAKEN)}")
 
-    def _on(self, device: torch.device | str | None, what: str) -> Tensor:
+    def _on(self, device: torch.device) -> dict[str, Tensor]:
         """Of this rank's rows "places" in the packed row, -1 of padding, and "positions" in their documents; and "ends"
         of its own documents: on a device, copied there once."""
-        device = torch.device(torch.get_default_device() if device is None else device)
-        if (device, what) not in self._placed:
-            self._placed[device, what] = self._of_rank(self._ranks.rank)[what].to(device)
-        return self._placed[device, what]
+        if device not in self._placed:
+            self._placed[device] = {name: x.to(device) for name, x in self._of_rank(self._ranks.rank).items()}
+        return self._placed[device]
 
     def _of_rank(self, rank: int) -> dict[str, Tensor]:
         """The same of any rank, on the CPU."""

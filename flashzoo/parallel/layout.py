@@ -116,8 +116,7 @@ def unshard(x: Tensor, group: Any, dim: int = 1, layout: Layout = "zigzag", seql
         check_halves(f"x's size in dimension {dim}", x.shape[dim], layout)
         if seqlen is not None:
             check_seqlen("seqlen", seqlen, x.shape[dim] * ranks.size)
-        if x.requires_grad and torch.is_grad_enabled():
-            raise ValueError("x must not require grad: unshard has no gradient, detach x or work on its shard")
+        refuse_grad(x)
 
     of_x = (("unshard", form_of(x)), ("dim", dim), ("layout", layout))
     ranks.agree((*of_x, ("seqlen", seqlen), ("recorded", torch.is_grad_enabled())), check)
@@ -144,6 +143,12 @@ def check_rows(x: Any, dim: Any) -> None:
         raise TypeError(f"dim must be an int, got {dim!r}")
     if not -x.ndim <= index(dim) < x.ndim:
         raise ValueError(f"dim must be one of the {x.ndim} of x, of shape {tuple(x.shape)}, got {dim}")
+
+
+def refuse_grad(x: Tensor) -> None:
+    """ValueError where what is to be unsharded is recorded by autograd."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError("x must not require grad: unshard has no gradient, detach x or work on its shard")
 
 
 def check_seqlen(name: str, seqlen: Any, rows: int) -> None:
