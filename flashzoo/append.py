@@ -66,9 +66,11 @@ def append(
     if is_compiling():
         raise NotImplementedError("flashzoo.append can't be traced: call it outside of what torch.export sees")
     named = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
-    check_tensors(**named, seqused_k=seqused_k, **({} if page_table is None else {"page_table": page_table}))
+    operands = {"seqused_k": seqused_k, "page_table": page_table, "k_descale": k_descale, "v_descale": v_descale}
+    operands = {name: x for name, x in operands.items() if x is not None or name == "seqused_k"}
+    check_tensors(**named, **operands)
     check_data(*[x.device for x in named.values()])
-    refuse_transforms("flashzoo.append", **named)
+    refuse_transforms("flashzoo.append", **named, **operands)
     for name, x in named.items():
         if x.ndim != 4:
             raise ValueError(f"{name} must have 4 dimensions, got shape {tuple(x.shape)}")
@@ -124,9 +126,9 @@ def append(
     for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
         if x is not None:
             _check_descale(name, x, (batch, heads), capacity, k, k_cache.dtype)
-    k, v = k.resolve_neg(), v.resolve_neg()
-    descales = (None if x is None else x.resolve_neg() for x in (k_descale, v_descale))
-    import_module("flashzoo._triton.append").append(k_cache, v_cache, k, v, seqused_k, page_table, *descales)
+    read = (k, v, seqused_k, page_table, k_descale, v_descale)
+    read = [None if x is None else x.resolve_neg() for x in read]
+    import_module("flashzoo._triton.append").append(k_cache, v_cache, *read)
     torch.autograd.graph.increment_version((k_cache, v_cache))  # what autograd has saved may be overwritten
 
 

@@ -118,6 +118,7 @@ def differentiable(
         if prepared is not None:
             problem, operands = prepared(problem, operands, q.device)
         if problem.grad:
+            operands = operands.recordable()
             more = operands.differentiable
             return _Attention.apply(problem, operands, functions, q, k, v, *more)  # pyright: ignore[reportReturnType]
         if q.ndim == 3 and not rows:

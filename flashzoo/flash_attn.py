@@ -80,7 +80,8 @@ def _scored(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention with flash-attention's functions on scores, where they are asked for."""
     smallest, largest = score_mods.SMALLEST_CAP, score_mods.LARGEST_CAP
-    if not isinstance(softcap, (int, float)) or not (softcap == 0 or smallest <= softcap <= largest):
+    number = isinstance(softcap, (int, float)) and not isinstance(softcap, bool)
+    if not number or not (softcap == 0 or smallest <= softcap <= largest):
         raise ValueError(f"softcap must be 0, or from {smallest} to {largest}, got {softcap!r}")
     if alibi_slopes is not None:
         how = (return_lse, softcap, alibi_slopes, options)
@@ -100,7 +101,11 @@ def _with_alibi(
     heads, batch = q.shape[-2], len(options["cu_seqlens_q"]) - 1 if packed else len(q)
     if slopes.shape not in ((heads,), (batch, heads)):
         raise ValueError(f"alibi_slopes must have shape ({heads},) or ({batch}, {heads}), got {tuple(slopes.shape)}")
-    ahead, capped, by_batch = _ahead(q, k, options), score_mods.softcap(softcap) if softcap else None, slopes.ndim == 2
+    ahead, capped, by_batch = (
+        _ahead(q, k, v, options),
+        score_mods.softcap(softcap) if softcap else None,
+        slopes.ndim == 2,
+    )
 
     def alibi(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         score = score if capped is None else capped(score, b, h, q_idx, kv_idx)
@@ -110,17 +115,25 @@ def _with_alibi(
     return flashzoo.attention(q, k, v, return_lse=return_lse, score_mod=alibi, **options)
 
 
-def _ahead(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor | None:
+def _ahead(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor | None:
     """How many more keys than queries each of the batch, or each sequence, has, int32; None where none has more. In a
-    tensor, since a function with another number of its own is another kernel."""
+    tensor, since a function with another number of its own is another kernel. Lengths are cut off at the tensors' ends,
+    as `attention` does."""
     cu_q, cu_k, used = (options.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"))
     if cu_k is not None and cu_k is cu_q:
         return None
     pages = options.get("page_table")
     keys = k.shape[1] if pages is None else k.shape[1] * pages.shape[1]
+    sequences = len(q) if cu_q is None else len(cu_q) - 1
+    for x, more in ((cu_q, 1), (cu_k, 1), (used, 0)):
+        if x is not None and (x.device != q.device or len(x) != sequences + more):
+            flashzoo.explain(q, k, v, **options)  # raises what is wrong with it by name
+    if cu_k is not None:
+        used = cu_k.clamp(0, k.shape[0]).diff()
+    elif used is not None:
+        used = used.clamp(0, keys)
     if cu_q is not None:
-        used = cu_k.diff() if cu_k is not None else keys if used is None else used
-        return (used - cu_q.diff()).to(torch.int32)
+        return ((keys if used is None else used) - cu_q.clamp(0, q.shape[0]).diff()).to(torch.int32)
     if used is not None:
         return (used - q.shape[1]).to(torch.int32)
     return None if keys == q.shape[1] else torch.full((len(q),), keys - q.shape[1], dtype=torch.int32, device=q.device)
@@ -241,6 +254,9 @@ def flash_attn_varlen_func(
     how = (return_attn_probs, softmax_scale, causal, window_size, deterministic, softcap, alibi_slopes, dropout_p)
     lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if block_table is not None:
+        _check_int32("block_table", block_table, 2, "(sequences, pages of a sequence)")
+        for name, x, rows in (("cu_seqlens_k", cu_seqlens_k, 0), ("block_table", block_table, 1)):
+            _check_rows(name, x, len(cu_seqlens_q) - rows, "cu_seqlens_q")
         lengths |= {"page_table": block_table, "seqused_k": lengths.pop("cu_seqlens_k").diff()}
     return _attend(q, k, v, *how, **lengths)
 
@@ -344,20 +360,28 @@ def flash_attn_with_kvcache(
     _check_tensors(4, k_cache=k_cache, v_cache=v_cache)
     if max_seqlen_q is not None and cu_seqlens_q is None:
         raise ValueError(f"max_seqlen_q goes with cu_seqlens_q, got {max_seqlen_q!r} alone")
+    if v_cache.shape[:-1] != k_cache.shape[:-1]:
+        raise ValueError(
+            f"v_cache must have k_cache's shape {(*k_cache.shape[:-1],)} but for head_dim, got {(*v_cache.shape,)}"
+        )
+    if k_cache.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k_cache must have q's head_dim {q.shape[-1]}, got {k_cache.shape[-1]}")
+    if cu_seqlens_q is not None:
+        _check_int32("cu_seqlens_q", cu_seqlens_q, 1, "(batch + 1,)", 1)
+    batch, of = (len(q), "q") if cu_seqlens_q is None else (len(cu_seqlens_q) - 1, "cu_seqlens_q")
     if block_table is not None:
         _check_int32("block_table", block_table, 2, "(batch, pages of a sequence)")
-    if cu_seqlens_q is not None:
-        _check_int32("cu_seqlens_q", cu_seqlens_q, 1, "(batch + 1,)")
+        _check_rows("block_table", block_table, batch, of)
     used = cache_seqlens
     if isinstance(used, int):
         room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
         room -= 0 if k is None else k.shape[1]
         if isinstance(used, bool) or not 0 <= used <= room:
             raise ValueError(f"cache_seqlens must be from 0 to {room}, what the cache has room for, got {used!r}")
-        batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
         used = torch.full((max(batch, 0),), used, dtype=torch.int32, device=q.device)
     elif used is not None:
         _check_int32("cache_seqlens", used, 1, "(batch,)")
+        _check_rows("cache_seqlens", used, batch, of)
     if k is not None and cu_seqlens_q is not None:
         raise flashzoo.UnsupportedError(
             f"flash_attn_with_kvcache: k and v must be None with cu_seqlens_q, got a tensor {tuple(k.shape)}: "
@@ -393,18 +417,24 @@ def _check_tensors(least: int, **named: Any) -> None:
             raise ValueError(f"{name} must have {least} dimensions or more, got shape {tuple(x.shape)}")
 
 
-def _check_int32(name: str, x: Any, ndim: int, shape: str) -> None:
+def _check_int32(name: str, x: Any, ndim: int, shape: str, least: int = 0) -> None:
     """TypeError or ValueError by flash-attention's name for what `attention` calls something else."""
     _check_tensors(0, **{name: x})
     if x.dtype != torch.int32:
         raise TypeError(f"{name} must be of dtype torch.int32, got {x.dtype}")
-    if x.ndim != ndim:
+    if x.ndim != ndim or len(x) < least:
         raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
+
+
+def _check_rows(name: str, x: Tensor, rows: int, of: str) -> None:
+    """ValueError where it has not so many, as another argument has."""
+    if len(x) != rows:
+        raise ValueError(f"{name} must have {rows} rows, as {of} says, got shape {tuple(x.shape)}")
 
 
 def _lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> dict[str, Any]:
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        _check_int32(name, x, 1, "(sequences + 1,)")
+        _check_int32(name, x, 1, "(sequences + 1,)", 1)
     return {
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,

@@ -150,9 +150,9 @@ class Ranges:
         left, right = span
         distance = (key - k_end[:, None]) - (query - q_end)[:, None]  # the last query's diagonal ends at the last key
         if left is not None:
-            seen &= distance >= -left
+            seen = seen & (distance >= -left)
         if right is not None:
-            seen &= distance <= right
+            seen = seen & (distance <= right)
         return seen
 
     def taken(self, total_q: int, total_k: int) -> tuple[Tensor, Tensor]:

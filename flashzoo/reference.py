@@ -457,7 +457,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operan
     else:
         p.masked_fill_((s == -math.inf).all(-1, keepdim=True), 0)
     p, v_h = times(p, _kept(problem, operands)).to(q.dtype), _heads_first(v, problem)
-    out = _matmul(p, v_h) if v_rows is None else torch.bmm(p.float(), v_h.float().mul_(_heads_first(v_rows, problem)))
+    out = _matmul(p, v_h) if v_rows is None else torch.bmm(p.float(), v_h.float() * _heads_first(v_rows, problem))
     return _seqlen_first(_by_share(out, problem).to(TORCH_DTYPES[problem.out_dtype]), problem), lse
 
 
@@ -597,7 +597,7 @@ def _scores(q: Tensor, k: Tensor, problem: Problem, operands: Operands, k_rows: 
     """Scores `(batch * heads, seqlen_q, seqlen_k)`; k_rows: k's descale as `of_rows` gives it."""
     s = _by_batch(_matmul(_heads_first(q, problem), _heads_first(k, problem).mT), problem)
     if k_rows is not None:
-        s.mul_(_by_batch(_heads_first(k_rows, problem).mT, problem))
+        s = s * _by_batch(_heads_first(k_rows, problem).mT, problem)
     return score(s, problem, shown(problem, operands), scored_at(problem, operands)).flatten(0, 1)
 
 

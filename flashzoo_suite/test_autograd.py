@@ -250,3 +250,27 @@ def test_operators_are_what_their_fakes_say(version, problem, layout):
     check(torch.ops.flashzoo.attention.default, (), arguments, **tests)
     if problem.grad:
         check(torch.ops.flashzoo.attention_backward.default, (), backward_arguments, **tests)
+
+
+@pytest.mark.parametrize("version", ["standard", "sdpa"])
+@pytest.mark.parametrize("how", [{}, {"causal": True}, {"window_size": (3, None)}], ids=str)
+def test_packed_calls_under_functionalize(version, how):
+    q = torch.randn(6, 4, 16, device=DEVICE)
+    begins = torch.tensor([0, 2, 6], dtype=torch.int32, device=DEVICE)
+
+    def attention(q: Tensor) -> Tensor:
+        return flashzoo.attention(q, q, q, cu_seqlens_q=begins, version=version, **how)
+
+    torch.testing.assert_close(torch.func.functionalize(attention)(q), attention(q))
+
+
+@pytest.mark.parametrize("name", ["k_descale", "v_descale"])
+def test_vmap_of_descales(name):
+    q = torch.randn(2, 3, 4, 16, device=DEVICE, dtype=torch.float16)
+    k, v = (torch.randn(2, 40, 2, 16, device=DEVICE).to(torch.float8_e4m3fn) for _ in "kv")
+    scales = torch.rand(3, 2, 2, device=DEVICE) + 0.5
+
+    def attention(scale: Tensor) -> Tensor:
+        return flashzoo.attention(q, k, v, **{name: scale}, version="standard")
+
+    torch.testing.assert_close(torch.func.vmap(attention)(scales), torch.stack([attention(x) for x in scales]))

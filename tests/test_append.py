@@ -285,6 +285,17 @@ def test_malformed_arguments_are_refused_by_name(case):
         flashzoo.append(**GIVEN | changed)
 
 
+@pytest.mark.parametrize("name", ["k", "seqused_k", "page_table", "k_descale", "v_descale"])
+def test_is_for_outside_of_transforms(name):
+    more = {
+        "page_table": numbers(0, 1).view(2, 1),
+        **{n: torch.ones(2, 2, device=DEVICE) for n in ("k_descale", "v_descale")},
+    }
+    given = {n: x.clone() for n, x in (GIVEN | IN_E4M3 | more).items()}
+    with pytest.raises(NotImplementedError, match=f"flashzoo.append does not support {name} under torch.func.vmap"):
+        torch.func.vmap(lambda x: (flashzoo.append(**given | {name: x}), x)[1])(torch.stack([given[name]] * 2))
+
+
 def test_caches_share_no_memory_but_columns_of_a_row():
     """Of caches that lie anyhow in one tensor those are refused of which two numbers are one."""
     random, memory, refused = Random(0), torch.zeros(600, dtype=torch.int16, device=DEVICE), 0

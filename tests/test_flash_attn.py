@@ -192,7 +192,46 @@ def test_malformed_slopes():
         flash_attn.flash_attn_func(q, q, q, alibi_slopes=torch.ones(1, 4, device=DEVICE))
 
 
-@pytest.mark.parametrize("softcap", [-1.0, float("nan"), float("inf"), "1"])
+@pytest.mark.parametrize("slopes", [False, True])
+def test_lengths_that_lie_are_cut_off(slopes):
+    """ALiBi's distances go by them too; a cache that is full, with new rows that had no room, is such a call."""
+    q, k, v = (drawn(*shape).detach() for shape in ((6, 4, 16), (2, 40, 2, 16), (2, 40, 2, 16)))
+    how = {"causal": True, "alibi_slopes": torch.rand(4, device=DEVICE) if slopes else None}
+
+    def packed(begins: Tensor, begins_k: Tensor) -> Tensor:
+        return flash_attn.flash_attn_varlen_func(q, k[0], v[0], begins, begins_k, 4, 30, **how)
+
+    def cached(q: Tensor, used: Tensor, **more: Tensor) -> Tensor:
+        return flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, **how, **more)
+
+    same = torch.testing.assert_close
+    same(packed(numbers(0, 2, 90), numbers(0, 10, 400)), packed(numbers(0, 2, 6), numbers(0, 10, 40)))
+    same(cached(q.view(2, 3, 4, 16), numbers(7, 60)), cached(q.view(2, 3, 4, 16), numbers(7, 40)))
+    lying = cached(q, numbers(7, 60), cu_seqlens_q=numbers(0, 2, 90))
+    same(lying, cached(q, numbers(7, 40), cu_seqlens_q=numbers(0, 2, 6)))
+    full = flash_attn.flash_attn_with_kvcache(
+        q.view(2, 3, 4, 16), k, v, k[:, :3] + 1, v[:, :3] + 1, cache_seqlens=numbers(40, 40), **how
+    )
+    same(full, cached(q.view(2, 3, 4, 16), numbers(40, 40)))
+
+
+@pytest.mark.parametrize("slopes", [False, True])
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"cu_seqlens_q": numbers(0, 1, 1, 2)}, "cache_seqlens must have 3 rows, as cu_seqlens_q says"),
+        ({"cu_seqlens_q": numbers()}, r"cu_seqlens_q must have shape \(batch \+ 1,\), got \(0,\)"),
+        ({"cu_seqlens_q": numbers(0, 1, 2).to("meta")}, "cu_seqlens_q must be on q's device"),
+    ],
+)
+def test_lengths_that_do_not_go_together(given, text, slopes):
+    q, cache = drawn(2, 4, 16), drawn(2, 8, 4, 16)
+    how = {"alibi_slopes": torch.rand(4, device=DEVICE) if slopes else None, "cache_seqlens": numbers(1, 1), **given}
+    with pytest.raises(ValueError, match=text):
+        flash_attn.flash_attn_with_kvcache(q, cache, cache, **how)
+
+
+@pytest.mark.parametrize("softcap", [-1.0, float("nan"), float("inf"), "1", True])
 def test_a_malformed_softcap(softcap):
     q = drawn(2, 5, 4, 16)
     with pytest.raises(ValueError, match=f"softcap must be 0, or from 1e-30 to 1e\\+30, got {softcap!r}"):
@@ -207,12 +246,20 @@ def test_a_malformed_softcap(softcap):
         ({"cache_seqlens": numbers(3)[0]}, ValueError, r"cache_seqlens must have shape \(batch,\), got \(\)"),
         ({"block_table": torch.zeros(2, 1)}, TypeError, "block_table must be of dtype torch.int32, got .*float32"),
         ({"block_table": numbers(0, 1)}, ValueError, r"block_table must have shape \(batch, pages .*, got \(2,\)"),
+        ({"block_table": numbers(0, 1)[:, None][:1]}, ValueError, "block_table must have 2 rows, as q says"),
+        ({"cache_seqlens": numbers(3)}, ValueError, "cache_seqlens must have 2 rows, as q says"),
+        (
+            {"v_cache": drawn(2, 4, 4, 16)},
+            ValueError,
+            r"v_cache must have k_cache's shape \(2, 5, 4\) but for head_dim",
+        ),
+        ({"k_cache": drawn(2, 5, 4, 8)}, ValueError, "k_cache must have q's head_dim 16, got 8"),
     ],
 )
 def test_errors_of_caches_have_the_names_of_flash_attention(given, error, text):
     cache = drawn(2, 5, 4, 16)
     with pytest.raises(error, match=text):
-        flash_attn.flash_attn_with_kvcache(cache, cache, cache, **{"cache_seqlens": 3} | given)
+        flash_attn.flash_attn_with_kvcache(cache, **{"k_cache": cache, "v_cache": cache, "cache_seqlens": 3} | given)
 
 
 @pytest.mark.parametrize("paged", [False, True])

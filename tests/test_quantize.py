@@ -396,6 +396,19 @@ def test_what_the_public_name_refuses(change, error, text):
         flashzoo.quantize(**dict(zip("qkv", draw((1, 8, 9, 4, 2, 64)), strict=True)) | change)
 
 
+@pytest.mark.parametrize("rotate", [False, True])
+def test_nan_stays_nan(rotate):
+    q, k, v = draw((1, 8, 9, 4, 2, 64))
+    q[0, 1, 0, 3], v[0, 2, 1, 5] = torch.nan, torch.nan
+    found = flashzoo.quantize(q, k, v, rotate=rotate)
+    assert found.q[0, 1, 0].float().isnan().any()
+    assert found.v[0, 2, 1, 5].float().isnan() and found.v.float().isnan().sum() == 1
+    out = flashzoo.attention(
+        *found[:3], q_descale=found.q_descale, k_descale=found.k_descale, v_descale=found.v_descale
+    )
+    assert out[0, :, 2:, 5].isnan().all() and out[0, 1, 0].isnan().any()
+
+
 def test_lazy_negatives_are_resolved():
     tensors = draw((1, 8, 9, 4, 2, 64))
     found, expected = flashzoo.quantize(*(lazily_negated(x) for x in tensors)), flashzoo.quantize(*tensors)

@@ -33,6 +33,9 @@ WHAT: dict[str, Callable[[], Any]] = {
     "packed": lambda: flashzoo.attention(
         *(drawn(i)[0] for i in range(3)), cu_seqlens_q=torch.tensor([0, 9, 32], dtype=torch.int32, device=DEVICE)
     ),
+    "validate": lambda: flashzoo.validate(
+        drawn(0)[0], drawn(1), drawn(2), cu_seqlens_q=torch.tensor([0, 32], dtype=torch.int32, device=DEVICE)
+    ),
     # traced each time
     "a function on scores": lambda: attended(
         score_mod=ScoreMod(lambda s, b, h, i, j: s * 0.5 + TABLE[h] * TABLE[1] * ((i - j) / 3))

@@ -100,7 +100,14 @@ class Operands:
             found += self.score_mod.tensors
         if isinstance(self.block_mask, BlockMask):
             found += self.block_mask.parts()[0]
-        return tuple([x for x in found if not x.is_inference()])
+        return tuple(found)
+
+    def recordable(self) -> Operands:
+        """These with copies of those that were made in inference mode: autograd saves none, and counts no change."""
+        again = self.read_again
+        if not any([x.is_inference() for x in again]):
+            return self
+        return self.reading([x.clone() if x.is_inference() else x for x in again])
 
     def reading(self, instead: Iterable[Tensor]) -> Operands:
         """These with others in place of what `read_again` gave: what hooks of autograd made of it."""

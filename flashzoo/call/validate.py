@@ -73,7 +73,7 @@ def _check_lengths(operands: Any, problem: Problem, k: Tensor) -> None:
     if problem.packed_q or "cache" in problem.features:
         used = operands.seqused_k
         if used is None:  # all of each cache
-            used = torch.full((operands.cu_seqlens_q.numel() - 1,), problem.seqlen_k)
+            used = torch.full((operands.cu_seqlens_q.numel() - 1,), problem.seqlen_k, device="cpu")
         flaws.append(flaws_of_caches(used, problem.seqlen_k, longest[1]))
     for flaw in chain(*flaws):
         raise ValueError(flaw)

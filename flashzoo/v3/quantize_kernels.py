@@ -23,6 +23,8 @@ import random
 import triton
 import triton.language as tl
 
+from flashzoo._triton.e4m3 import e4m3_bits
+
 E4M3_MAX = tl.constexpr(448.0)
 # Smaller magnitudes are rounded as if their block had this one: the reciprocal stays finite.
 SMALLEST = tl.constexpr(2.0**-100)
@@ -56,12 +58,9 @@ def rotation_tile(POWER: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def to_e4m3(y, INTERPRETED: tl.constexpr):
-    """Rounded to nearest, ties to even, beyond 448 to 448."""
-    if INTERPRETED:  # where a cast that carries into the exponent halves the number, so here nothing is left to round
-        y = tl.minimum(tl.maximum(y, -E4M3_MAX), E4M3_MAX)
-        bits = y.to(tl.int32, bitcast=True)
-        normal = (((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) << 20).to(tl.float32, bitcast=True)
-        y = tl.where(tl.abs(y) < 0.015625, (y + 24576.0) - 24576.0, normal)
+    """Rounded to nearest, ties to even, beyond 448 to 448, and NaN to NaN."""
+    if INTERPRETED:  # whose cast halves what carries into the exponent, and makes a number of NaN
+        return e4m3_bits(y).to(tl.float8e4nv, bitcast=True)
     return y.to(tl.float8e4nv)
 
 
