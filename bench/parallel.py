@@ -232,7 +232,9 @@ def errors(found: Sequence[Tensor], expected: Sequence[Tensor], group: Any) -> t
             x = x.unflatten(-2, (y.shape[-2], -1)).sum(-2)
         relative.append(((x.float() - y.float()).norm() / y.float().norm()).item())
     off = found[0].float() - expected[0].float()
-    worst = torch.tensor([max(relative), off.abs().max().item(), off.square().mean().sqrt().item()], device=off.device)
+    worst = torch.tensor([*relative, off.abs().max().item(), off.square().mean().sqrt().item()], device=off.device)
+    worst.nan_to_num_(nan=inf, posinf=inf)  # of which a maximum may lose NaN
+    worst = torch.stack([worst[:-2].max(), *worst[-2:]])
     dist.all_reduce(worst, dist.ReduceOp.MAX, group)
     return tuple(worst.tolist())
 
@@ -309,7 +311,7 @@ def measure(cell: Cell, args: argparse.Namespace, group: Any, clock: Clock | Non
                         rows[name] |= {"max_err": f"{largest:.4g}", "rms_err": f"{rms:.4g}"}
                         if not relative <= MOST_ERROR:
                             raise ValueError(f"off by {relative:.3g} of its norm, {MOST_ERROR} allowed")
-            except (dist.DistError, torch.AcceleratorError):  # of a group, or a GPU, that is lost
+            except (dist.DistError, torch.AcceleratorError, torch.OutOfMemoryError):  # a rank alone may have one
                 raise
             except Exception as error:  # every rank makes the same call, and the same error
                 why = REFUSED if isinstance(error, NotImplementedError) else FAILED

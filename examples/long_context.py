@@ -194,6 +194,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "RANK" not in os.environ:
         print("expected to be run by torchrun: torchrun --nproc-per-node 2 examples/long_context.py", file=sys.stderr)
         return 2
+    chunks = 2 * int(os.environ["WORLD_SIZE"])
+    if args.seqlen % chunks:
+        print(f"--seqlen: expected a multiple of {chunks}, two chunks a rank, got {args.seqlen}", file=sys.stderr)
+        return 2
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 WHY = (
-    "flashzoo.append, quantize, attention_backward and parallel.attention, attention of nested tensors or with a "
+    "flashzoo.append, quantize, attention_backward and parallel's functions, attention of nested tensors or with a "
     "score_mod that is no flashzoo.ScoreMod made outside, and kernels' backward passes under compiled autograd, can't "
     "be traced: call them outside of what torch.compile sees, or without fullgraph=True"
 )

@@ -29,7 +29,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.utils.checkpoint import checkpoint
 
 import flashzoo
-from flashzoo import BlockMask, parallel
+from flashzoo import BlockMask, UnsupportedError, parallel
 from flashzoo.accuracy import Judge
 from flashzoo.lengths import Ranges
 from flashzoo.parallel import groups, ulysses
@@ -730,9 +730,8 @@ def documents_are_dealt_out(group: Any) -> None:
         for dsinks in gradients[3:]:
             dist.all_reduce(dsinks, group=group)
             close(dsinks, expected[5], "dsinks")
-        if not options.get("sinks", torch.zeros(0)).numel():
-            padding = ~documents.shard(torch.ones(sum(lengths), dtype=torch.bool, device=here()))
-            assert (lse[:, padding] == -torch.inf).all()
+        padding = ~documents.shard(torch.ones(sum(lengths), dtype=torch.bool, device=here()))
+        assert (lse[:, padding] == -torch.inf).all() and (out[padding] == 0).all()
         within = [i for length in lengths for i in range(length)]
         at = documents.shard(torch.tensor(within, dtype=torch.int64, device=here()))
         assert torch.equal(documents.positions(here()), at)
@@ -761,6 +760,85 @@ def documents_that_are_none(group: Any) -> None:
     raises(TypeError, text, lambda: documents.attention(mine, mine, mine, cu_seqlens_q=torch.zeros(2)))
     text = "every rank must make the same call"
     raises(ValueError, text, lambda: documents.attention(mine, mine, mine, causal=bool(rank)))
+    for lengths in (None, 5, torch.tensor(5)):
+        raises(TypeError, "lengths must be a sequence of whole numbers", lambda x=lengths: parallel.Documents(x, group))
+    raises(TypeError, "whole numbers, got True at 0", lambda: parallel.Documents(torch.tensor([True, False]), group))
+    # alone wrong, or spelt in another way
+    text = "not every rank can make this call"
+    raises(ValueError, text, lambda: parallel.Documents(None if rank else [4, 4], group))  # pyright: ignore[reportArgumentType]
+    assert parallel.Documents(torch.tensor([5, 2]) if rank else [5, 2], group).lengths == (5, 2)
+    many = [1] * 100
+    raises(ValueError, "100 of 100 rows", lambda: parallel.Documents([2, *many[1:]] if rank else many, group))
+    known = len(groups.ranks_of(group).agreed.kinds)
+    for length in range(5):
+        parallel.Documents([length], group)
+    assert len(groups.ranks_of(group).agreed.kinds) == known, "of each batch's documents nothing is kept"
+    # whether a document is shared is no matter of who takes the call
+    for documents in (parallel.Documents([30, 3, 5], group), parallel.Documents([4, 4], group)):
+        y = documents.shard(torch.zeros(sum(documents.lengths), 3, 16, device=here()))
+        raises(ValueError, "method must be", lambda d=documents, y=y: d.attention(y, y, y, method="bogus"))  # pyright: ignore[reportArgumentType]
+        raises(ValueError, "got 'halo'", lambda d=documents, y=y: d.attention(y, y, y, method="halo"))
+        raises(UnsupportedError, "multiple", lambda d=documents, y=y: d.attention(y, y, y, method="ulysses"))
+        raises(UnsupportedError, "v1", lambda d=documents, y=y: d.attention(y, y, y, version="v1"))
+        assert documents.attention(y, y, y, dropout_p=0.0, sinks=None).shape == y.shape
+    with torch.no_grad():
+        documents.unshard(mine := documents.shard(torch.zeros(8, 2, requires_grad=True)))
+    assert mine.shape == (documents.rows, 2)
+    leaf = torch.zeros(8, 2, requires_grad=True)
+    raises(ValueError, "x must not require grad", lambda: documents.unshard(documents.shard(leaf) * 2))
+
+
+@case(2)
+def how_rows_of_documents_lie_is_a_ranks_own(group: Any) -> None:
+    for lengths in ((30, 3, 5), (30,), (4, 4)):
+        documents = parallel.Documents(lengths, group)
+        leaf = documents.shard(torch.randn(sum(lengths), 2, 8, device=here())).requires_grad_()
+        q = leaf.mT.contiguous().mT if dist.get_rank() else leaf
+        out = documents.attention(q, leaf, leaf, causal=True)
+        assert torch.equal(out, documents.attention(leaf, leaf, leaf, causal=True))
+        out.sum().backward()
+
+
+@case(2)
+def what_alone_is_wrong_is_told_to_all(group: Any) -> None:
+    """Also what no dict takes for a key."""
+    q, k, v = shards()
+    rank = dist.get_rank()
+    text = "flashzoo.parallel: "
+    raises(ValueError, text, lambda: parallel.attention(q, k, v, group=group, window_size=([3], 0) if rank else (3, 0)))
+    raises(TypeError, "seqlen must be an int", lambda: parallel.unshard(q, group, seqlen=[3]))  # pyright: ignore[reportArgumentType]
+    for pad, x in ((-100, torch.zeros(7, dtype=torch.uint8)), (0.5, torch.zeros(7, dtype=torch.int64))):
+        raises(ValueError, "pad must be a number of x's dtype", lambda x=x, p=pad: parallel.shard(x, group, 0, pad=p))
+        documents = parallel.Documents([5, 2], group)
+        raises(ValueError, "pad must be", lambda x=x, p=pad, d=documents: d.shard(x, pad=p))
+
+
+@case(2)
+def a_version_without_a_backward_pass(group: Any) -> None:
+    """Is refused before anything travels, by every method."""
+    q, k, v = (x.requires_grad_() for x in shards(dtype=torch.float16 if here() == "cuda" else torch.float32))
+    for method in ("gather", "ring", "ulysses"):
+
+        def call(version: str, method: Any = method) -> Tensor:
+            return parallel.attention(q, k, v, group=group, method=method, version=version, causal=True)
+
+        raises(UnsupportedError, "decode", lambda call=call: call("decode"))
+        call("standard").sum().backward()
+
+
+@case(2)
+def rows_in_a_graph(group: Any) -> None:
+    """Which breaks there."""
+    torch._dynamo.reset()
+    x, rows = torch.arange(48.0, device=here()).view(1, 8, 6), parallel.Documents([5, 3], group)
+
+    def model(x: Tensor) -> list[Tensor]:
+        mine = parallel.shard(x, group) + parallel.positions(8, group, device=x.device)[:, None]
+        of_rows = rows.shard(x[0] * 2)
+        return [mine, parallel.unshard(mine + 0, group), of_rows, rows.unshard(of_rows + 0)]
+
+    for found, expected in zip(torch.compile(model, backend="eager")(x), model(x), strict=True):
+        assert torch.equal(found, expected)
 
 
 @case(4)
@@ -877,18 +955,25 @@ def the_benchmark_checks_and_times(group: Any) -> None:
             assert float(row["ms"]) > 0 and row.keys() <= set(FIELDS), row
             assert row["impl"] == "auto" or float(row["max_err"]) < most
 
-    @contextmanager
-    def negated(inputs: bench.Inputs, group: Any) -> Iterator[bench.Ready]:
-        with right["parallel_ring"](inputs, group) as (call, tensors, mine):
-            yield lambda q, k, v: -call(q, k, v), tensors, mine
+    right, last = dict(bench.CONTENDERS), dist.get_rank(group) == dist.get_world_size(group) - 1
+    wrong: dict[str, Callable[..., Tensor]] = {
+        "negated": lambda call, q, k, v: -call(q, k, v),
+        "NaN on one rank": lambda call, q, k, v: call(q, k, v) * (torch.nan if last else 1),
+        "NaN in a gradient": lambda call, q, k, v: call(q, k + (k - k.detach()) * torch.nan, v),
+    }
+    for made in wrong.values():
 
-    right = dict(bench.CONTENDERS)
-    try:
-        bench.CONTENDERS["parallel_ring"] = negated
-        (row,) = bench.measure(cell, bench.arguments([*sizes.split(), "--impls", "parallel_ring"]), group)
-    finally:
-        bench.CONTENDERS.update(right)
-    assert "FAILED" in row["why"] and "ms" not in row
+        @contextmanager
+        def contender(inputs: bench.Inputs, group: Any, made: Any = made) -> Iterator[bench.Ready]:
+            with right["parallel_ring"](inputs, group) as (call, tensors, mine):
+                yield partial(made, call), tensors, mine
+
+        try:
+            bench.CONTENDERS["parallel_ring"] = contender
+            (row,) = bench.measure(cell, bench.arguments([*sizes.split(), "--impls", "parallel_ring"]), group)
+        finally:
+            bench.CONTENDERS.update(right)
+        assert "FAILED" in row["why"] and "ms" not in row
 
 
 @case(2, 4, devices=("cuda",))

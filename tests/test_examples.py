@@ -289,6 +289,13 @@ def test_long_context_is_for_torchrun(monkeypatch, capsys):
     assert long_context.main([]) == 2 and "torchrun --nproc-per-node 2" in capsys.readouterr().err
 
 
+def test_long_context_refuses_lengths_that_ranks_do_not_divide(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert long_context.main(["--seqlen", "30"]) == 2
+    assert "--seqlen: expected a multiple of 4, two chunks a rank, got 30" in capsys.readouterr().err
+
+
 def test_long_context_tells_where_one_is_out_of_memory(monkeypatch, capsys):
     train = long_context.train
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
@@ -198,10 +199,10 @@ def test_lengths_that_lie_are_cut_off(slopes):
     q, k, v = (drawn(*shape).detach() for shape in ((6, 4, 16), (2, 40, 2, 16), (2, 40, 2, 16)))
     how = {"causal": True, "alibi_slopes": torch.rand(4, device=DEVICE) if slopes else None}
 
-    def packed(begins: Tensor, begins_k: Tensor) -> Tensor:
+    def packed(begins: Tensor, begins_k: Tensor) -> Any:
         return flash_attn.flash_attn_varlen_func(q, k[0], v[0], begins, begins_k, 4, 30, **how)
 
-    def cached(q: Tensor, used: Tensor, **more: Tensor) -> Tensor:
+    def cached(q: Tensor, used: Tensor, **more: Tensor) -> Any:
         return flash_attn.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, **how, **more)
 
     same = torch.testing.assert_close

@@ -383,6 +383,12 @@ def test_a_document_that_is_most_of_the_work_is_dealt_to_all(ranks):
     assert documents.dealt([128] * 64 * ranks, ranks).shared == ()
 
 
+@pytest.mark.parametrize(("count", "ranks"), [(17, 32), (20, 64), (24, 16)])
+def test_equal_documents_that_ranks_do_not_divide_are_shared(count, ranks):
+    deal = documents.dealt([4096] * count, ranks)
+    assert len(deal.shared) == count % ranks and deal.uneven == 1
+
+
 def test_balanced_refuses():
     with pytest.raises(TypeError, match=r"lengths must be whole numbers, got 2\.5 at 1"):
         parallel.balanced([3, 2.5], 2)

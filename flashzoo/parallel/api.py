@@ -95,9 +95,9 @@ def attention(
     if transforming():
         refuse_transforms("flashzoo.parallel.attention", q=q, k=k, v=v, sinks=options.get("sinks"))
     ranks = ranks_of(group)
-    options = _given(options)
-    if ranks.size > 1:  # how they lie is this rank's alone, and no reason to leave the others waiting
-        q, k, v = (x.contiguous() if _scattered(x) else x for x in (q, k, v))
+    options = said(options)
+    if ranks.size > 1:
+        q, k, v = (gathered_rows(x) for x in (q, k, v))
     name, _ = requested(version)
     grad = _recorded(q, k, v, options.get("sinks"))
     how = {"layout": layout, "method": method, "seqlen": seqlen, "max_across": max_across, "return_lse": return_lse}
@@ -142,16 +142,17 @@ def _of_one(ranks: Ranks, kind: Any, q: Any, k: Any, v: Any, how: dict[str, Any]
     return padded(*attention_of_one(q, k, v, return_lse=True, **options), seqlen)
 
 
-def _given(options: dict[str, Any]) -> dict[str, Any]:
+def said(options: dict[str, Any]) -> dict[str, Any]:
     """Those that say something."""
     return {name: x for name, x in options.items() if x is not None and not (name == "dropout_p" and x == 0)}
 
 
-def _scattered(x: Any) -> bool:
-    """Whether it is a tensor whose rows have gaps between their numbers."""
+def gathered_rows(x: Any) -> Any:
+    """A tensor whose rows have no gaps between their numbers: how they lie is a rank's own, and no reason to leave the
+    others waiting. Of what is none, that."""
     if not isinstance(x, Tensor) or x.layout != torch.strided or x.is_nested or not x.ndim:
-        return False
-    return x.stride(-1) != 1 and x.shape[-1] > 1
+        return x
+    return x.contiguous() if x.stride(-1) != 1 and x.shape[-1] > 1 else x
 
 
 def _recorded(*inputs: Any) -> bool:
@@ -218,7 +219,7 @@ def explain(
         TypeError, ValueError: as `attention`; of one rank too, what several do not take.
     """
     size = size_of(group)
-    options = _given(options)
+    options = said(options)
     grad = _recorded(q, k, v, options.get("sinks"))
     how = {"layout": layout, "method": method, "seqlen": seqlen, "max_across": max_across, "return_lse": return_lse}
     how |= {"version": version}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from flashzoo.parallel.halo import reach
 from flashzoo.parallel.layout import check_halves, check_layout, check_seqlen, chunks_of
 from flashzoo.parallel.pieces import NO_BAND
 from flashzoo.parallel.ulysses import copies_of
+from flashzoo.registry import choose_backward, current, requested
 
 PARTED = ("causal", "softmax_scale", "window_size", "deterministic", "sinks", "cu_seqlens_q", "max_seqlen_q",
           "max_seqlen_k")  # fmt: skip
@@ -166,10 +167,10 @@ def chosen(
     partial = None
     for name in ("gather", "ring"):
         if not reasons[name]:
-            partial, against = _partial(q, k, v, version, options)
+            partial, against = _partial(q, k, v, version, grad, options)
             reasons[name] += against
     if not reasons["ulysses"]:
-        heads = [_like(x, rows=1, heads=h) for x, h in zip(whole, _heads(sizes, copies), strict=True)]
+        heads = [like(x, rows=1, heads=h) for x, h in zip(whole, _heads(sizes, copies), strict=True)]
         inner = explain_call(*heads, return_lse=return_lse, version=version, **_flat(options, p.heads // size))
         reasons["ulysses"] += () if inner.chosen else tuple(str(inner).splitlines())
     if not reasons["halo"]:
@@ -211,14 +212,20 @@ def _against_ulysses(s: Sizes, options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _partial(
-    q: Tensor, k: Tensor, v: Tensor, version: str, options: Mapping[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, version: str, grad: bool, options: Mapping[str, Any]
 ) -> tuple[torch.dtype | None, tuple[str, ...]]:
-    """The dtype that parts come in, and who takes none: float32 where that changes nothing about who answers."""
+    """The dtype that parts come in, and who takes none: float32 where that changes nothing about who answers. Forward
+    and backward are a call each."""
     options = {name: x for name, x in options.items() if name in PARTED}
     asked: dict[str, Any] = {**_flat(options), "return_lse": True}
     plain = explain_call(*(x.detach() for x in (q, k, v)), version=version, **asked)
     if plain.chosen is None:
         return None, tuple(str(plain).splitlines())
+    if grad:
+        try:
+            choose_backward(replace(plain.problem, grad=True), *requested(version), current())
+        except UnsupportedError as error:
+            return None, tuple(str(error).splitlines())
     if q.element_size() > 2:
         return None, ()
     wide = explain_call(*(x.detach() for x in (q, k, v)), version=plain.chosen, out_dtype=torch.float32, **asked)
@@ -239,12 +246,12 @@ def lengths_of(seqlen: Any, q: Any, k: Any, size: int) -> tuple[int, int]:
 def _whole(q: Any, k: Any, v: Any, size: int, lengths: tuple[int, int] | None) -> tuple[Any, Any, Any]:
     """q, k and v of all ranks, but padding, without memory for them."""
     if lengths is None or not all(isinstance(x, Tensor) and x.ndim in (3, 4) for x in (q, k, v)):
-        return _like(q, rows=size), _like(k, rows=size), _like(v, rows=size)
+        return like(q, rows=size), like(k, rows=size), like(v, rows=size)
     of_q, of_k = lengths
     return (
-        _like(q, rows=of_q, times=False),
-        _like(k, rows=of_k, times=False),
-        _like(v, rows=of_k if _rows(v) == _rows(k) else _rows(v) * size, times=False),
+        like(q, rows=of_q, times=False),
+        like(k, rows=of_k, times=False),
+        like(v, rows=of_k if _rows(v) == _rows(k) else _rows(v) * size, times=False),
     )
 
 
@@ -262,7 +269,7 @@ def _heads(s: Sizes, copies: int) -> tuple[int, int, int]:
     return s.heads // s.ranks, kv, kv
 
 
-def _like(x: Any, *, rows: int, heads: int | None = None, times: bool = True) -> Any:
+def like(x: Any, *, rows: int, heads: int | None = None, times: bool = True) -> Any:
     """A tensor of so many times the rows, or of so many rows, and so many heads, without memory for them."""
     if not isinstance(x, Tensor) or x.ndim not in (3, 4):
         return x

@@ -16,24 +16,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import accumulate
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
+from flashzoo import UnsupportedError
 from flashzoo import attention as attention_of_one
+from flashzoo import explain as explain_call
 from flashzoo.integers import cdiv
-from flashzoo.parallel.api import Method, attention
+from flashzoo.parallel.api import Method, attention, explain, gathered_rows, said
+from flashzoo.parallel.choose import like
 from flashzoo.parallel.exchange import gathered
-from flashzoo.parallel.groups import form_of, ranks_of
-from flashzoo.parallel.layout import check_rows, numbers_of, refuse_grad
+from flashzoo.parallel.groups import Ranks, form_of, ranks_of
+from flashzoo.parallel.layout import check_pad, check_rows, numbers_of, refuse_grad
 from flashzoo.parallel.packing import AS_EVEN, whole_numbers
 from flashzoo.parallel.parts import one_behind_the_other
 
 MOST_SHARED = 16
-"""Documents: each is a collective call."""
+"""Documents, or as many as there are ranks, which of equal ones may want as many: each is a collective call."""
+MOST_TOLD = 64
+"""Lengths that ranks tell each other one by one."""
 TAKEN = ("causal", "softmax_scale", "window_size", "deterministic", "sinks")
 
 
@@ -63,7 +70,7 @@ def dealt(lengths: Sequence[int], ranks: int) -> Deal:
     """As this module's text says; the evenest where none is as even as that."""
     longest = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     best = _dealt(lengths, longest, 0, ranks)
-    for k in range(1, min(MOST_SHARED, len(lengths)) + 1):
+    for k in range(1, min(max(MOST_SHARED, ranks), len(lengths)) + 1):
         if best.uneven <= AS_EVEN or lengths[longest[k - 1]] < 2 * ranks:
             break
         best = min(best, _dealt(lengths, longest, k, ranks), key=lambda deal: deal.uneven)
@@ -77,17 +84,39 @@ def _dealt(lengths: Sequence[int], longest: Sequence[int], k: int, ranks: int) -
     rows = [sum(2 * _step(lengths[i], ranks) for i in shared)] * ranks
     works = [sum(lengths[i] ** 2 / 2 for i in shared) / ranks] * ranks
     whole: list[list[int]] = [[] for _ in range(ranks)]
+    per_row, per_pair = max(all_rows, 1) ** -2, max(all_works, 1) ** -2
     for i in longest[k:]:
         length, more = lengths[i], lengths[i] ** 2 / 2
-
-        def fullness(rank: int, length: int = length, more: float = more) -> float:
-            return ((rows[rank] + length) / max(all_rows, 1)) ** 2 + ((works[rank] + more) / max(all_works, 1)) ** 2
-
-        least = min(range(ranks), key=fullness)
+        fullness = [
+            per_row * (n + length) ** 2 + per_pair * (work + more) ** 2 for n, work in zip(rows, works, strict=True)
+        ]
+        least = fullness.index(min(fullness))
         whole[least].append(i)
         rows[least] += length
         works[least] += more
     return Deal(tuple(shared), tuple(tuple(sorted(own)) for own in whole), tuple(rows), tuple(works))
+
+
+def _agreed(lengths: Sequence[int], group: Any) -> tuple[Ranks, tuple[int, ...], Deal]:
+    """The group's ranks, the lengths that all of them have, and how they are dealt."""
+    ranks, whole, wrong = ranks_of(group), (), None
+    try:
+        whole = tuple(whole_numbers(lengths))
+    except (TypeError, ValueError) as error:  # the others are to hear of it
+        wrong = error
+
+    def made() -> Deal:
+        if wrong is not None:
+            raise wrong
+        return dealt(whole, ranks.size)
+
+    kind = (("documents", whole if len(whole) <= MOST_TOLD else _digest(whole)),)
+    return ranks, whole, ranks.agree(kind, made, remember=False)
+
+
+def _digest(lengths: Sequence[int]) -> str:
+    told = sha256(repr(lengths).encode()).hexdigest()[:16]
+    return f"{len(lengths)} of {sum(lengths)} rows, {lengths[0]} to {lengths[-1]}, sha256 {told}"
 
 
 def _step(length: int, ranks: int) -> int:
@@ -116,16 +145,10 @@ class Documents:
     """
 
     def __init__(self, lengths: Sequence[int], group: Any) -> None:
-        self._group, self._ranks = group, ranks_of(group)
-        given = lengths.tolist() if isinstance(lengths, Tensor) else [*lengths]
-        kind = (("documents", repr(given)),)
-        self.lengths, self.deal = self._ranks.agree(kind, lambda: self._made(given))
+        self._group = group
+        self._ranks, self.lengths, self.deal = _agreed(lengths, group)
         self.rows: int = max(self.deal.rows)
         self._placed: dict[torch.device, dict[str, Tensor]] = {}
-
-    def _made(self, lengths: Sequence[int]) -> tuple[tuple[int, ...], Deal]:
-        whole = tuple(whole_numbers(lengths))
-        return whole, dealt(whole, self._ranks.size)
 
     def __str__(self) -> str:
         deal, longest = self.deal, [self.lengths[i] for i in self.deal.shared]
@@ -152,6 +175,7 @@ class Documents:
             TypeError, ValueError: an argument is malformed.
         """
         check_rows(x, dim)
+        check_pad(pad, x.dtype)
         if x.shape[dim] != sum(self.lengths):
             raise ValueError(
                 f"x's size in dimension {dim} must be the documents' {sum(self.lengths)} rows, got {x.shape[dim]}"
@@ -176,6 +200,10 @@ class Documents:
         Raises:
             TypeError, ValueError: an argument is malformed, ranks differ in shape or dtype, or x requires grad.
         """
+        if is_dynamo_compiling():
+            from flashzoo.untraced import untraced
+
+            return untraced(self.unshard, x, dim)
         ranks = self._ranks
 
         def check() -> None:
@@ -186,7 +214,8 @@ class Documents:
                 )
             refuse_grad(x)
 
-        ranks.agree((("unshard", form_of(x)), ("dim", dim), ("rows", self.rows)), check)
+        how = {"dim": dim, "rows": self.rows, "recorded": torch.is_grad_enabled()}
+        ranks.agree((("unshard", form_of(x)), *((name, form_of(value)) for name, value in how.items())), check)
         if not self.rows:
             return x
         (every,), works = gathered([x.contiguous()], ranks)
@@ -230,7 +259,7 @@ class Documents:
         Args:
             q: `(rows, heads, head_dim)`, as `shard` gives them; fp16, bf16, fp32 or fp64.
             k, v: `(rows, heads_kv, head_dim)` and `(rows, heads_kv, head_dim_v)`.
-            method: of `parallel.attention`, by which shared documents are answered.
+            method: of `parallel.attention`, by which shared documents are answered: all but "halo".
             return_lse: return the log-sum-exp of each row of scores too.
             version: who answers the calls on each rank; as in `flashzoo.attention`.
             options: of `flashzoo.attention`, the same values on every rank: causal, softmax_scale, window_size,
@@ -238,19 +267,20 @@ class Documents:
 
         Returns:
             out `(rows, heads, head_dim_v)`, 0 where there is padding; with `return_lse` the pair `(out, lse)`, lse
-            `(heads, rows)`. Differentiable, once, as `parallel.attention` is.
+            `(heads, rows)`, -inf there. Differentiable, once, as `parallel.attention` is.
 
         Raises:
             TypeError, ValueError, flashzoo.UnsupportedError, RuntimeError: as `parallel.attention`.
         """
-        how = {"return_lse": return_lse, "version": version, **options}
+        how = {"return_lse": return_lse, "version": version, **said(options)}
         if is_dynamo_compiling():  # as in `parallel.attention`
             from flashzoo.untraced import untraced
 
             return untraced(self.attention, q, k, v, method=method, **how)
-        asked = {"q": q, "k": k, "v": v, "method": method, **how}
+        q, k, v = (gathered_rows(x) for x in (q, k, v))
+        asked = {"q": q, "k": k, "v": v, "method": method, "recorded": torch.is_grad_enabled(), **how}
         kind = (("documents' rows", self.rows), *((name, form_of(asked[name])) for name in sorted(asked)))
-        self._ranks.agree(kind, lambda: self._check({"q": q, "k": k, "v": v}, options))
+        self._ranks.agree(kind, lambda: self._check({"q": q, "k": k, "v": v}, method, how))
         found, first = [], 0
         for i in self.deal.shared:
             end = first + 2 * _step(self.lengths[i], self._ranks.size)
@@ -259,23 +289,38 @@ class Documents:
             out = attention(*rows, group=self._group, method=method, seqlen=seqlen, **how)
             found.append(tuple(x.squeeze(0) for x in out) if return_lse else (out.squeeze(0),))
             first = end
-        if first < self.rows or not found:
-            rows = (x[first:] for x in (q, k, v))
+        end = self.deal.rows[self._ranks.rank]
+        if first < end or not found:
+            rows = (x[first:end] for x in (q, k, v))
             out = attention_of_one(*rows, cu_seqlens_q=self._on(q.device)["ends"], **how)
             found.append(out if return_lse else (out,))
+        if end < self.rows:
+            last = found[-1]
+            of_out = last[0].new_zeros((self.rows - end, *last[0].shape[1:]))
+            found.append((of_out, *(x.new_full((len(x), self.rows - end), -inf) for x in last[1:])))
         parts = [one_behind_the_other(xs, dim) for dim, xs in enumerate(zip(*found, strict=True))]
         return tuple(parts) if return_lse else parts[0]
 
-    def _check(self, tensors: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-        """TypeError or ValueError where these are none of a call."""
+    def _check(self, tensors: Mapping[str, Any], method: Any, how: Mapping[str, Any]) -> None:
+        """TypeError, ValueError or UnsupportedError where these are none of a call, be documents shared or not: which
+        are is another matter in every batch."""
         for name, x in tensors.items():
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
             if x.ndim != 3 or x.shape[0] != self.rows:
                 raise ValueError(f"{name} must have shape ({self.rows}, heads, head_dim), got {tuple(x.shape)}")
-        unknown = [name for name in options if name not in TAKEN]
+        unknown = [name for name in how if name not in (*TAKEN, "return_lse", "version")]
         if unknown:
             raise TypeError(f"Documents.attention takes no {unknown[0]}: it takes {', '.join(TAKEN)}")
+        if method == "halo":
+            raise ValueError("method must be one that takes a document by itself, got 'halo'")
+        a_document = [like(x, rows=2, times=False)[None] for x in tensors.values()]
+        if self._ranks.size > 1:
+            explain(*a_document, group=self._group, method=method, **how).taken()
+        begins = torch.zeros(2, dtype=torch.int32, device=tensors["q"].device)
+        own = explain_call(*(x[0] for x in a_document), cu_seqlens_q=begins, **how)
+        if own.chosen is None:
+            raise UnsupportedError(str(own))
 
     def _on(self, device: torch.device) -> dict[str, Tensor]:
         """Of this rank's rows "places" in the packed row, -1 of padding, and "positions" in their documents; and "ends"

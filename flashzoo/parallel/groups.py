@@ -44,11 +44,15 @@ def form_of(x: Any) -> Hashable:
     if isinstance(x, Tensor):
         return tuple(x.shape), x.dtype, x.device.type, x.requires_grad
     if isinstance(x, list):
-        return tuple(x)
+        x = tuple(x)
     if isinstance(x, bool | int | float):
         return Typed(x, type(x))
     form = getattr(x, "form", x)  # a BlockMask's
-    return form if isinstance(form, Hashable) else repr(form)
+    try:
+        hash(form)
+    except TypeError:  # of a tuple with a list in it too
+        return repr(form)
+    return form
 
 
 def _told(form: Any) -> str:
@@ -88,7 +92,7 @@ class Ranks:
     size: int
     agreed: _Agreed
 
-    def agree(self, kind: Kind, make: Callable[[], Any]) -> Any:
+    def agree(self, kind: Kind, make: Callable[[], Any], remember: bool = True) -> Any:
         """What `make` makes of a call, where every rank makes the call alike; raises the same on all where not.
 
         Where all ranks run the same program a call that is new to one is new to all, and the answer is kept. A rank
@@ -99,6 +103,7 @@ class Ranks:
         Args:
             kind: of the call, by its arguments' names.
             make: raises what this rank finds wrong with it.
+            remember: keep the answer. Not of a kind that is another in every batch: then the ranks ask each time.
         """
         if kind in self.agreed.kinds:
             return self.agreed.kinds[kind]
@@ -111,9 +116,10 @@ class Ranks:
             self._compare(", ".join(f"{name}={_told(form)}" for name, form in kind), error)
         if error is not None:
             raise error
-        if len(self.agreed.kinds) >= MOST_AGREED:
-            self.agreed.kinds.clear()
-        self.agreed.kinds[kind] = made
+        if remember:
+            if len(self.agreed.kinds) >= MOST_AGREED:
+                self.agreed.kinds.clear()
+            self.agreed.kinds[kind] = made
         return made
 
     def _compare(self, words: str, error: Exception | None) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Literal, SupportsIndex
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from flashzoo.integers import cdiv
 from flashzoo.parallel.exchange import gathered
@@ -70,11 +71,18 @@ def shard(x: Tensor, group: Any, dim: int = 1, layout: Layout = "zigzag", pad: f
         communicated.
 
     Raises:
-        TypeError, ValueError: an argument is malformed; S does not divide and `pad` is None.
+        TypeError, ValueError: an argument is malformed, or `pad` no number of x's dtype; S does not divide and `pad`
+            is None.
     """
+    if is_dynamo_compiling():  # a group is nothing that a graph can have
+        from flashzoo.untraced import untraced
+
+        return untraced(shard, x, group, dim, layout, pad)
     ranks = ranks_of(group)
     check_layout(layout)
     check_rows(x, dim)
+    if pad is not None:
+        check_pad(pad, x.dtype)
     seqlen, chunks = x.shape[dim], chunks_of(layout)
     parts = ranks.size * chunks
     step = cdiv(seqlen, parts)
@@ -108,6 +116,10 @@ def unshard(x: Tensor, group: Any, dim: int = 1, layout: Layout = "zigzag", seql
     Raises:
         TypeError, ValueError: an argument is malformed, ranks differ in shape or dtype, or x requires grad.
     """
+    if is_dynamo_compiling():
+        from flashzoo.untraced import untraced
+
+        return untraced(unshard, x, group, dim, layout, seqlen)
     ranks = ranks_of(group)
 
     def check() -> None:
@@ -118,8 +130,8 @@ def unshard(x: Tensor, group: Any, dim: int = 1, layout: Layout = "zigzag", seql
             check_seqlen("seqlen", seqlen, x.shape[dim] * ranks.size)
         refuse_grad(x)
 
-    of_x = (("unshard", form_of(x)), ("dim", dim), ("layout", layout))
-    ranks.agree((*of_x, ("seqlen", seqlen), ("recorded", torch.is_grad_enabled())), check)
+    how = {"dim": dim, "layout": layout, "seqlen": seqlen, "recorded": torch.is_grad_enabled()}
+    ranks.agree((("unshard", form_of(x)), *((name, form_of(value)) for name, value in how.items())), check)
     if ranks.size == 1:
         return x if seqlen is None else x.narrow(dim, 0, seqlen)
     chunks = chunks_of(layout)
@@ -143,6 +155,17 @@ def check_rows(x: Any, dim: Any) -> None:
         raise TypeError(f"dim must be an int, got {dim!r}")
     if not -x.ndim <= index(dim) < x.ndim:
         raise ValueError(f"dim must be one of the {x.ndim} of x, of shape {tuple(x.shape)}, got {dim}")
+
+
+def check_pad(pad: Any, dtype: torch.dtype) -> None:
+    """TypeError or ValueError where it is no number of that dtype."""
+    if not isinstance(pad, bool | int | float):
+        raise TypeError(f"pad must be a number, got {pad!r}")
+    if dtype.is_floating_point or dtype.is_complex:
+        return
+    least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    if not least <= pad <= most or pad != int(pad):
+        raise ValueError(f"pad must be a number of x's dtype {dtype}, got {pad}")
 
 
 def refuse_grad(x: Tensor) -> None:
@@ -180,6 +203,10 @@ def positions(seqlen: int, group: Any, layout: Layout = "zigzag", device: torch.
     Raises:
         TypeError, ValueError: as `shard`, for group and layout; seqlen is no int, or less than 0.
     """
+    if is_dynamo_compiling():
+        from flashzoo.untraced import untraced
+
+        return untraced(positions, seqlen, group, layout, device)
     check_layout(layout)
     if isinstance(seqlen, bool) or not isinstance(seqlen, SupportsIndex):
         raise TypeError(f"seqlen must be an int, got {seqlen!r}")

@@ -22,6 +22,8 @@ from math import sqrt
 from operator import index
 from typing import Any
 
+from torch import Tensor
+
 from flashzoo.integers import cdiv
 from flashzoo.parallel.groups import size_of
 from flashzoo.parallel.layout import Layout, check_layout, chunks_of
@@ -92,8 +94,15 @@ def works(lengths: Sequence[int], ranks: int) -> list[float]:
 def whole_numbers(lengths: Sequence[int]) -> list[int]:
     """Lengths of documents. TypeError or ValueError where one is no whole number from 0 on."""
     found = []
-    for i, length in enumerate(lengths):
+    try:
+        lengths = lengths.tolist() if isinstance(lengths, Tensor) else [*lengths]
+        given = enumerate(lengths)
+    except TypeError:
+        raise TypeError(f"lengths must be a sequence of whole numbers, got {lengths!r}") from None
+    for i, length in given:
         try:
+            if isinstance(length, bool):
+                raise TypeError
             found.append(index(length))
         except TypeError:
             raise TypeError(f"lengths must be whole numbers, got {length!r} at {i}") from None

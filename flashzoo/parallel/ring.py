@@ -82,9 +82,11 @@ def _at_hand(k: Tensor, v: Tensor, ranks: Ranks) -> Iterator[tuple[Tensor, Tenso
         came, works = passed_on(rows, ranks) if step < ranks.size - 1 else (rows, None)
         if works is not None:
             ahead(rows)
-        yield parted(rows, k)
-        if works is not None:
-            works.wait()
+        try:
+            yield parted(rows, k)
+        finally:  # also where a call failed: what is on its way would meet the group's next
+            if works is not None:
+                works.wait()
         rows = came
 
 
