@@ -782,9 +782,9 @@ def documents_that_are_none(group: Any) -> None:
         raises(UnsupportedError, "v1", lambda d=documents, y=y: d.attention(y, y, y, version="v1"))
         assert documents.attention(y, y, y, dropout_p=0.0, sinks=None).shape == y.shape
     with torch.no_grad():
-        documents.unshard(mine := documents.shard(torch.zeros(8, 2, requires_grad=True)))
+        documents.unshard(mine := documents.shard(torch.zeros(8, 2, device=here(), requires_grad=True)))
     assert mine.shape == (documents.rows, 2)
-    leaf = torch.zeros(8, 2, requires_grad=True)
+    leaf = torch.zeros(8, 2, device=here(), requires_grad=True)
     raises(ValueError, "x must not require grad", lambda: documents.unshard(documents.shard(leaf) * 2))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -48,14 +49,23 @@ class Language:
         kind = "bool" if dtype == "bool" else "float" if dtype in FLOATS else "int"
         ways = (f"{step.operation} {dtype}", f"{step.operation} {kind}", step.operation)
         way = next(self.operations[name] for name in ways if name in self.operations)
-        return [f"{name} = {way.format(*(self.argument(x) for x in step.arguments))}"]
+        return [f"{name} = {way.format(*(self.argument(x, dtype) for x in step.arguments))}"]
 
-    @staticmethod
-    def argument(x: str) -> str:
-        """An operand as it is written in an expression."""
+    def argument(self, x: str, dtype: str) -> str:
+        """An operand of an operation on such numbers as it is written in an expression."""
         if is_value(x):
             return x
+        if dtype == "f32" and beyond_float32(x):  # by itself it would be a float64
+            return self.number(x, self.dtypes[dtype])
         return f'float("{x}")' if x.lstrip("-") in ("inf", "nan") else f"({x})" if x[0] == "-" else x
+
+
+def beyond_float32(literal: str) -> bool:
+    """Whether it is a finite number, and not 0, that float32 has not or has with fewer digits."""
+    if literal in ("True", "False"):
+        return False
+    size = abs(float(literal))
+    return 0 < size < math.inf and not 2.0**-126 <= size <= (2 - 2.0**-23) * 2.0**127
 
 
 INFIX = {
