@@ -80,8 +80,7 @@ def _scored(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention with flash-attention's functions on scores, where they are asked for."""
     smallest, largest = score_mods.SMALLEST_CAP, score_mods.LARGEST_CAP
-    number = isinstance(softcap, (int, float)) and not isinstance(softcap, bool)
-    if not number or not (softcap == 0 or smallest <= softcap <= largest):
+    if softcap is True or not isinstance(softcap, (int, float)) or not (softcap == 0 or smallest <= softcap <= largest):
         raise ValueError(f"softcap must be 0, or from {smallest} to {largest}, got {softcap!r}")
     if alibi_slopes is not None:
         how = (return_lse, softcap, alibi_slopes, options)
@@ -360,15 +359,9 @@ def flash_attn_with_kvcache(
     _check_tensors(4, k_cache=k_cache, v_cache=v_cache)
     if max_seqlen_q is not None and cu_seqlens_q is None:
         raise ValueError(f"max_seqlen_q goes with cu_seqlens_q, got {max_seqlen_q!r} alone")
-    if v_cache.shape[:-1] != k_cache.shape[:-1]:
-        raise ValueError(
-            f"v_cache must have k_cache's shape {(*k_cache.shape[:-1],)} but for head_dim, got {(*v_cache.shape,)}"
-        )
-    if k_cache.shape[-1] != q.shape[-1]:
-        raise ValueError(f"k_cache must have q's head_dim {q.shape[-1]}, got {k_cache.shape[-1]}")
     if cu_seqlens_q is not None:
         _check_int32("cu_seqlens_q", cu_seqlens_q, 1, "(batch + 1,)", 1)
-    batch, of = (len(q), "q") if cu_seqlens_q is None else (len(cu_seqlens_q) - 1, "cu_seqlens_q")
+    batch, of = (q.shape[0], "q") if cu_seqlens_q is None else (cu_seqlens_q.shape[0] - 1, "cu_seqlens_q")
     if block_table is not None:
         _check_int32("block_table", block_table, 2, "(batch, pages of a sequence)")
         _check_rows("block_table", block_table, batch, of)
@@ -390,6 +383,8 @@ def flash_attn_with_kvcache(
     if k is not None and v is not None:
         if used is None:
             raise ValueError("cache_seqlens must say where k and v are written, got None")
+        if k_cache.shape[-1] != q.shape[-1]:
+            raise ValueError(f"k_cache must have q's head_dim {q.shape[-1]}, got {k_cache.shape[-1]}")
         flashzoo.append(k_cache, v_cache, k, v, used, page_table=block_table)
         used = used + k.shape[1]
     options: dict[str, Any] = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size}
@@ -422,13 +417,13 @@ def _check_int32(name: str, x: Any, ndim: int, shape: str, least: int = 0) -> No
     _check_tensors(0, **{name: x})
     if x.dtype != torch.int32:
         raise TypeError(f"{name} must be of dtype torch.int32, got {x.dtype}")
-    if x.ndim != ndim or len(x) < least:
+    if x.ndim != ndim or x.shape[0] < least:
         raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
 
 
 def _check_rows(name: str, x: Tensor, rows: int, of: str) -> None:
     """ValueError where it has not so many, as another argument has."""
-    if len(x) != rows:
+    if x.shape[0] != rows:
         raise ValueError(f"{name} must have {rows} rows, as {of} says, got shape {tuple(x.shape)}")
 
 

@@ -99,7 +99,10 @@ def attention(
     if ranks.size > 1:
         q, k, v = (gathered_rows(x) for x in (q, k, v))
     name, _ = requested(version)
-    grad = _recorded(q, k, v, options.get("sinks"))
+    sinks = options.get("sinks")
+    grad = _recorded(q, k, v, sinks)
+    if grad and isinstance(sinks, Tensor) and sinks.is_inference():  # of which autograd saves none
+        options["sinks"] = sinks.clone()
     how = {"layout": layout, "method": method, "seqlen": seqlen, "max_across": max_across, "return_lse": return_lse}
     how |= {"version": name, "grad": grad}
     asked = {"q": q, "k": k, "v": v, **how, **options}

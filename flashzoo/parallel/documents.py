@@ -36,6 +36,7 @@ from flashzoo.parallel.groups import Ranks, form_of, ranks_of
 from flashzoo.parallel.layout import check_pad, check_rows, numbers_of, refuse_grad
 from flashzoo.parallel.packing import AS_EVEN, whole_numbers
 from flashzoo.parallel.parts import one_behind_the_other
+from flashzoo.registry import requested
 
 MOST_SHARED = 16
 """Documents, or as many as there are ranks, which of equal ones may want as many: each is a collective call."""
@@ -278,9 +279,20 @@ class Documents:
 
             return untraced(self.attention, q, k, v, method=method, **how)
         q, k, v = (gathered_rows(x) for x in (q, k, v))
-        asked = {"q": q, "k": k, "v": v, "method": method, "recorded": torch.is_grad_enabled(), **how}
-        kind = (("documents' rows", self.rows), *((name, form_of(asked[name])) for name in sorted(asked)))
-        self._ranks.agree(kind, lambda: self._check({"q": q, "k": k, "v": v}, method, how))
+        tensors = {"q": q, "k": k, "v": v}
+        asked = {
+            **how,
+            **tensors,
+            "method": method,
+            "recorded": torch.is_grad_enabled(),
+            "version": requested(version)[0],
+        }
+        forms: dict[str, Any] = {name: form_of(asked[name]) for name in sorted(asked)}
+        self._ranks.agree((("documents' rows", self.rows), *forms.items()), lambda: self._check_rows(tensors))
+        for name in tensors:  # what else is to be checked is the same of any rows
+            shape, *more = forms[name]
+            forms[name] = (shape[1:], *more)
+        self._ranks.agree((("documents", "any"), *forms.items()), lambda: self._check(tensors, method, how))
         found, first = [], 0
         for i in self.deal.shared:
             end = first + 2 * _step(self.lengths[i], self._ranks.size)
@@ -301,14 +313,17 @@ class Documents:
         parts = [one_behind_the_other(xs, dim) for dim, xs in enumerate(zip(*found, strict=True))]
         return tuple(parts) if return_lse else parts[0]
 
-    def _check(self, tensors: Mapping[str, Any], method: Any, how: Mapping[str, Any]) -> None:
-        """TypeError, ValueError or UnsupportedError where these are none of a call, be documents shared or not: which
-        are is another matter in every batch."""
+    def _check_rows(self, tensors: Mapping[str, Any]) -> None:
+        """TypeError or ValueError where these are no rows of the documents."""
         for name, x in tensors.items():
             if not isinstance(x, Tensor):
                 raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
             if x.ndim != 3 or x.shape[0] != self.rows:
                 raise ValueError(f"{name} must have shape ({self.rows}, heads, head_dim), got {tuple(x.shape)}")
+
+    def _check(self, tensors: Mapping[str, Tensor], method: Any, how: Mapping[str, Any]) -> None:
+        """TypeError, ValueError or UnsupportedError where these are none of a call, be documents shared or not: which
+        are is another matter in every batch."""
         unknown = [name for name in how if name not in (*TAKEN, "return_lse", "version")]
         if unknown:
             raise TypeError(f"Documents.attention takes no {unknown[0]}: it takes {', '.join(TAKEN)}")

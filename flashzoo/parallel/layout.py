@@ -11,6 +11,7 @@ comes first of a rank's chunks comes first of the whole too.
 
 from __future__ import annotations
 
+from numbers import Complex
 from operator import index
 from typing import Any, Literal, SupportsIndex
 
@@ -159,12 +160,13 @@ def check_rows(x: Any, dim: Any) -> None:
 
 def check_pad(pad: Any, dtype: torch.dtype) -> None:
     """TypeError or ValueError where it is no number of that dtype."""
-    if not isinstance(pad, bool | int | float):
-        raise TypeError(f"pad must be a number, got {pad!r}")
+    if not isinstance(pad, Complex) or (isinstance(pad, complex) and not dtype.is_complex):
+        raise TypeError(f"pad must be a number{'' if dtype.is_complex else ', and real'}, got {pad!r}")
     if dtype.is_floating_point or dtype.is_complex:
         return
-    least, most = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    if not least <= pad <= most or pad != int(pad):
+    number: Any = pad
+    least, most = (False, True) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    if not least <= number <= most or number != int(number):
         raise ValueError(f"pad must be a number of x's dtype {dtype}, got {pad}")
 
 

@@ -80,9 +80,9 @@ def _at_hand(k: Tensor, v: Tensor, ranks: Ranks) -> Iterator[tuple[Tensor, Tenso
     rows = side_by_side(k, v)
     for step in range(ranks.size):
         came, works = passed_on(rows, ranks) if step < ranks.size - 1 else (rows, None)
-        if works is not None:
-            ahead(rows)
         try:
+            if works is not None:
+                ahead(rows)
             yield parted(rows, k)
         finally:  # also where a call failed: what is on its way would meet the group's next
             if works is not None:
