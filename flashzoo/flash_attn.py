@@ -100,11 +100,8 @@ def _with_alibi(
     heads, batch = q.shape[-2], len(options["cu_seqlens_q"]) - 1 if packed else len(q)
     if slopes.shape not in ((heads,), (batch, heads)):
         raise ValueError(f"alibi_slopes must have shape ({heads},) or ({batch}, {heads}), got {tuple(slopes.shape)}")
-    ahead, capped, by_batch = (
-        _ahead(q, k, v, options),
-        score_mods.softcap(softcap) if softcap else None,
-        slopes.ndim == 2,
-    )
+    ahead, by_batch = _ahead(q, k, v, options), slopes.ndim == 2
+    capped = score_mods.softcap(softcap) if softcap else None
 
     def alibi(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         score = score if capped is None else capped(score, b, h, q_idx, kv_idx)
@@ -254,8 +251,8 @@ def flash_attn_varlen_func(
     lengths = _lengths(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     if block_table is not None:
         _check_int32("block_table", block_table, 2, "(sequences, pages of a sequence)")
-        for name, x, rows in (("cu_seqlens_k", cu_seqlens_k, 0), ("block_table", block_table, 1)):
-            _check_rows(name, x, len(cu_seqlens_q) - rows, "cu_seqlens_q")
+        _check_rows("cu_seqlens_k", cu_seqlens_k, len(cu_seqlens_q), "cu_seqlens_q")
+        _check_rows("block_table", block_table, len(cu_seqlens_q) - 1, "cu_seqlens_q")
         lengths |= {"page_table": block_table, "seqused_k": lengths.pop("cu_seqlens_k").diff()}
     return _attend(q, k, v, *how, **lengths)
 

@@ -12,7 +12,7 @@ from flashzoo import attention as attention_of_one
 from flashzoo.parallel import gather, halo, ring, ulysses
 from flashzoo.parallel.choose import Explanation, check_across, check_method, chosen, lengths_of
 from flashzoo.parallel.gather import Gather
-from flashzoo.parallel.groups import Ranks, form_of, ranks_of, size_of
+from flashzoo.parallel.groups import Ranks, kind_of, ranks_of, size_of
 from flashzoo.parallel.layout import Layout, real_rows
 from flashzoo.parallel.parts import How, padded, rows
 from flashzoo.parallel.ring import Ring
@@ -106,7 +106,7 @@ def attention(
     how = {"layout": layout, "method": method, "seqlen": seqlen, "max_across": max_across, "return_lse": return_lse}
     how |= {"version": name, "grad": grad}
     asked = {"q": q, "k": k, "v": v, **how, **options}
-    kind = tuple([(name, form_of(asked[name])) for name in sorted(asked)])
+    kind = kind_of(asked)
     if ranks.size == 1:
         return _of_one(ranks, kind, q, k, v, how, {**options, "version": version})
     explanation = ranks.agree(kind, lambda: chosen(q, k, v, ranks.size, **how, options=options).taken())

@@ -32,7 +32,7 @@ from flashzoo.integers import cdiv
 from flashzoo.parallel.api import Method, attention, explain, gathered_rows, said
 from flashzoo.parallel.choose import like
 from flashzoo.parallel.exchange import gathered
-from flashzoo.parallel.groups import Ranks, form_of, ranks_of
+from flashzoo.parallel.groups import Ranks, kind_of, ranks_of
 from flashzoo.parallel.layout import check_pad, check_rows, numbers_of, refuse_grad
 from flashzoo.parallel.packing import AS_EVEN, whole_numbers
 from flashzoo.parallel.parts import one_behind_the_other
@@ -216,7 +216,7 @@ class Documents:
             refuse_grad(x)
 
         how = {"dim": dim, "rows": self.rows, "recorded": torch.is_grad_enabled()}
-        ranks.agree((("unshard", form_of(x)), *((name, form_of(value)) for name, value in how.items())), check)
+        ranks.agree(kind_of({"unshard": x, **how}), check)
         if not self.rows:
             return x
         (every,), works = gathered([x.contiguous()], ranks)
@@ -280,14 +280,8 @@ class Documents:
             return untraced(self.attention, q, k, v, method=method, **how)
         q, k, v = (gathered_rows(x) for x in (q, k, v))
         tensors = {"q": q, "k": k, "v": v}
-        asked = {
-            **how,
-            **tensors,
-            "method": method,
-            "recorded": torch.is_grad_enabled(),
-            "version": requested(version)[0],
-        }
-        forms: dict[str, Any] = {name: form_of(asked[name]) for name in sorted(asked)}
+        asked = {**how, **tensors, "method": method, "recorded": torch.is_grad_enabled()}
+        forms: dict[str, Any] = dict(kind_of(asked | {"version": requested(version)[0]}))
         self._ranks.agree((("documents' rows", self.rows), *forms.items()), lambda: self._check_rows(tensors))
         for name in tensors:  # what else is to be checked is the same of any rows
             shape, *more = forms[name]

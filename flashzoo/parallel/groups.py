@@ -7,7 +7,7 @@ it is done once for each kind of call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
@@ -53,6 +53,11 @@ def form_of(x: Any) -> Hashable:
     except TypeError:  # of a tuple with a list in it too
         return repr(form)
     return form
+
+
+def kind_of(asked: Mapping[str, Any]) -> Kind:
+    """That of a call of these arguments."""
+    return tuple([(name, form_of(asked[name])) for name in sorted(asked)])
 
 
 def _told(form: Any) -> str:

@@ -21,7 +21,7 @@ from torch.compiler import is_dynamo_compiling
 
 from flashzoo.integers import cdiv
 from flashzoo.parallel.exchange import gathered
-from flashzoo.parallel.groups import form_of, ranks_of
+from flashzoo.parallel.groups import kind_of, ranks_of
 from flashzoo.parallel.parts import one_behind_the_other
 
 Layout = Literal["zigzag", "contiguous"]
@@ -132,7 +132,7 @@ def unshard(x: Tensor, group: Any, dim: int = 1, layout: Layout = "zigzag", seql
         refuse_grad(x)
 
     how = {"dim": dim, "layout": layout, "seqlen": seqlen, "recorded": torch.is_grad_enabled()}
-    ranks.agree((("unshard", form_of(x)), *((name, form_of(value)) for name, value in how.items())), check)
+    ranks.agree(kind_of({"unshard": x, **how}), check)
     if ranks.size == 1:
         return x if seqlen is None else x.narrow(dim, 0, seqlen)
     chunks = chunks_of(layout)

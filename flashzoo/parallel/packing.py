@@ -95,11 +95,10 @@ def whole_numbers(lengths: Sequence[int]) -> list[int]:
     """Lengths of documents. TypeError or ValueError where one is no whole number from 0 on."""
     found = []
     try:
-        lengths = lengths.tolist() if isinstance(lengths, Tensor) else [*lengths]
-        given = enumerate(lengths)
+        given = [*(lengths.tolist() if isinstance(lengths, Tensor) else lengths)]
     except TypeError:
         raise TypeError(f"lengths must be a sequence of whole numbers, got {lengths!r}") from None
-    for i, length in given:
+    for i, length in enumerate(given):
         try:
             if isinstance(length, bool):
                 raise TypeError
