@@ -44,7 +44,7 @@ from flashzoo import Problem
 from flashzoo._cute.cache import Image
 from flashzoo._cute.compile import compile_for
 from flashzoo._cute.driver import Function
-from flashzoo._cute.hopper.pipeline import Pipeline
+from flashzoo._cute.hopper.pipeline import Pipeline, PipelineState
 from flashzoo._cute.scale import in_log2
 from flashzoo.gpu import WARPGROUP
 from flashzoo.inputs import inputs
@@ -143,27 +143,27 @@ class Stamps:
         with self.within():
             return run(*given)
 
-    def wait(self, run: Run, pipeline: Pipeline, n: Int32) -> None:
-        run(pipeline, n)
+    def wait(self, run: Run, pipeline: Pipeline, used: Int32 | PipelineState) -> None:
+        run(pipeline, used)
         if self.inside:
-            self.waited = n
-            self.write(self.name(pipeline), n)
+            self.waited = pipeline.state(used).n
+            self.write(self.name(pipeline), self.waited)
 
     def turn(self, run: Run, self_: Forward, wg_idx: Int32) -> None:
         run(self_, wg_idx)
         if self.inside and self_.tiles.ping_pong:
             self.write("turn", self.waited)
 
-    def scores(self, run: Run, consumer: Consumer, n: Int32) -> cute.Tensor:
-        s = run(consumer, n)
-        self.write("S issued", n)
-        self.issued.append(("S", n))
+    def scores(self, run: Run, consumer: Consumer, used: PipelineState) -> cute.Tensor:
+        s = run(consumer, used)
+        self.write("S issued", used.n)
+        self.issued.append(("S", used.n))
         return s
 
-    def product(self, run: Run, self_: Product, consumer: Consumer, n: Int32) -> cute.Tensor | None:
-        product = run(self_, consumer, n)
-        self.write("PV issued", n)
-        self.issued.append(("PV", n))
+    def product(self, run: Run, self_: Product, consumer: Consumer, used: PipelineState) -> cute.Tensor | None:
+        product = run(self_, consumer, used)
+        self.write("PV issued", used.n)
+        self.issued.append(("PV", used.n))
         return product
 
     def wait_group(self, left: int) -> None:
@@ -183,9 +183,10 @@ class Stamps:
         run(*given)
         self.write("P", self.scored)
 
-    def tile(self, run: Run, *given: Any) -> Int32:
-        self.used = run(*given)
-        return self.used
+    def tile(self, run: Run, *given: Any) -> PipelineState:
+        used: PipelineState = run(*given)
+        self.used = used.n
+        return used
 
     def epilogue(self, run: Run, *given: Any) -> None:
         run(*given)

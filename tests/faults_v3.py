@@ -547,7 +547,7 @@ V3_FP8 = (
         "v3_fp8/second_part_of_v_is_not_waited_for",
         "above head dim 128 P is multiplied with the second half of V's columns whether it is there or not: a race",
         FP8,
-        "v_pipeline.consumer_wait(n * parts_v + part // of_part)",
+        "v_pipeline.consumer_wait(n.part(part // of_part, parts_v))",
         "pass",
         "test_forward[v3_fp8-head_dim_256 or test_forward[v3_fp8-square_4096_d256",
         within="ProductTwoLevel.issue",

@@ -36,7 +36,7 @@ from flashzoo._cute.hopper.bounds import Bounds
 from flashzoo._cute.hopper.dtypes import DTYPES
 from flashzoo._cute.hopper.mask import Mask
 from flashzoo._cute.hopper.params import Params
-from flashzoo._cute.hopper.pipeline import Pipeline
+from flashzoo._cute.hopper.pipeline import Pipeline, PipelineState
 from flashzoo._cute.hopper.scores import NOTHING_KNOWN, Scores, Told, modify, modify_within
 from flashzoo._cute.hopper.tile_scheduler import CLAIMED_AT_ONCE, TileScheduler
 from flashzoo._cute.hopper.tma import box_of, load, tma_atom
@@ -142,7 +142,7 @@ class Consumer:
     column: Int32
     told: Told | None
 
-    def issue_scores(self, n: Int32) -> cute.Tensor:
+    def issue_scores(self, n: PipelineState) -> cute.Tensor:
         """Registers that will hold Q times the n-th block of K, once the group of WGMMAs is waited for."""
         s = cute.make_rmem_tensor(self.s_shape, Float32)
         gemm(self.mma_qk, s, self.q, self.k[None, None, None, self.storage.k_pipeline.stage(n)], True)
@@ -413,7 +413,7 @@ class Forward:
 
         if wg_idx == 0:
             self.warp_scheduler_barrier_arrive(Int32(tiles.consumers - 1))  # warpgroup 0 issues first
-        used = Int32(0)  # blocks of K and V so far, over all tiles
+        used = PipelineState.first()  # the block of K and V that is next, of all tiles
         work_idx = Int32(0)  # tiles so far
         work = scheduler.initial_work()
         while scheduler.is_valid(work):
@@ -469,7 +469,7 @@ class Forward:
             modify_within(self.score_mod, told, s, first)
 
     @cute.jit
-    def mainloop(self, bounds: Bounds, consumer: Consumer, used: Int32, q_use: Int32) -> Int32:
+    def mainloop(self, bounds: Bounds, consumer: Consumer, used: PipelineState, q_use: Int32) -> PipelineState:
         """One tile's rows of O, not yet divided by l, and of the softmax state. Returns the new `used`.
 
         Blocks that only other warpgroups' rows see are skipped; those that an edge of the window crosses are masked.
@@ -478,6 +478,7 @@ class Forward:
         step = self.step_overlapped if const_expr(tiles.overlap) else self.step_serial
         first_row = bounds.tile.block * tiles.block_q + consumer.wg_idx * WARPGROUP_ROWS
         begin, end = bounds.block_range()
+        begin, end = cute.arch.make_warp_uniform(begin), cute.arch.make_warp_uniform(end)
         of_thread = bounds.of_thread(first_row + consumer.row, consumer.column)
         consumer.storage.q_pipeline.consumer_wait(q_use)  # A1.14, A2.3
         mine = bounds.blocks_of_rows(first_row, begin, end)
@@ -512,7 +513,7 @@ class Forward:
         return used
 
     @cute.jit
-    def first_scores(self, consumer: Consumer, used: Int32, first_key: Int32, mask: Mask, crosses: Boolean):
+    def first_scores(self, consumer: Consumer, used: PipelineState, first_key: Int32, mask: Mask, crosses: Boolean):
         """P of the first block, masked where it crosses an edge; its product with V is left to the next step."""
         s = self.scores(consumer, used)  # A2.4, A2.5
         self.modify(consumer.told, s, first_key + consumer.column, True)
@@ -522,7 +523,7 @@ class Forward:
         self.product.to_operand(s, consumer.p)
 
     @cute.jit
-    def scores(self, consumer: Consumer, used: Int32) -> cute.Tensor:
+    def scores(self, consumer: Consumer, used: PipelineState) -> cute.Tensor:
         """Scores of a block, waited for; issued regardless of ping-pong."""
         k_pipeline = consumer.storage.k_pipeline
         k_pipeline.consumer_wait(used)
@@ -532,18 +533,21 @@ class Forward:
         return s
 
     @cute.jit
-    def step_overlapped(self, consumer: Consumer, used: Int32, first_key: Int32, mask: Mask | None) -> Int32:
+    def step_overlapped(
+        self, consumer: Consumer, used: PipelineState, first_key: Int32, mask: Mask | None
+    ) -> PipelineState:
         """P of the next block, while the P before it is multiplied with V."""
         k_pipeline = consumer.storage.k_pipeline
-        k_pipeline.consumer_wait(used + 1)  # A2.8
+        following = k_pipeline.following(used)
+        k_pipeline.consumer_wait(following)  # A2.8
         self.warp_scheduler_barrier_sync(consumer.wg_idx)
-        s = consumer.issue_scores(used + 1)  # A2.9
+        s = consumer.issue_scores(following)  # A2.9
         self.product.wait(consumer, used)  # A2.10
         product = self.product.issue(consumer, used)  # A2.11
         self.warp_scheduler_barrier_arrive(consumer.wg_idx)
         told = self.read_ahead(consumer, s, first_key, mask is not None)
         warpgroup.wait_group(1)  # A2.12
-        k_pipeline.consumer_release(used + 1)
+        k_pipeline.consumer_release(following)
         self.modify(told, s, first_key + consumer.column, mask is not None)
         if const_expr(mask is not None):
             mask.apply(s, first_key)
@@ -553,20 +557,22 @@ class Forward:
         self.product.add(consumer, product)
         self.product.to_operand(s, consumer.p)  # A2.16
         self.product.rescale(consumer, rescale, alpha)
-        return used + 1
+        return following
 
     @cute.jit
-    def last_product(self, consumer: Consumer, used: Int32) -> Int32:
+    def last_product(self, consumer: Consumer, used: PipelineState) -> PipelineState:
         """O += P V of the last block."""
         self.product.wait(consumer, used)  # A2.18
         product = self.product.issue(consumer, used)  # A2.19
         warpgroup.wait_group(0)
         self.product.release(consumer, used)
         self.product.add(consumer, product)
-        return used + 1
+        return consumer.storage.k_pipeline.following(used)
 
     @cute.jit
-    def step_serial(self, consumer: Consumer, used: Int32, first_key: Int32, mask: Mask | None) -> Int32:
+    def step_serial(
+        self, consumer: Consumer, used: PipelineState, first_key: Int32, mask: Mask | None
+    ) -> PipelineState:
         """One block without overlap: scores, softmax, product, each waited for."""
         k_pipeline = consumer.storage.k_pipeline
         k_pipeline.consumer_wait(used)  # A1.16
@@ -582,11 +588,11 @@ class Forward:
         self,
         consumer: Consumer,
         s: cute.Tensor,
-        used: Int32,
+        used: PipelineState,
         first_key: Int32,
         mask: Mask | None,
         crosses: Boolean | bool = True,
-    ) -> Int32:
+    ) -> PipelineState:
         """What follows the scores of a block; they are masked where it crosses an edge."""
         self.modify(consumer.told, s, first_key + consumer.column, mask is not None)
         if const_expr(mask is not None):  # noqa: SIM102 - one is known when compiled, the other when run
@@ -601,10 +607,10 @@ class Forward:
         warpgroup.wait_group(0)
         self.product.release(consumer, used)  # A1.22
         self.product.add(consumer, product)
-        return used + 1
+        return consumer.storage.k_pipeline.following(used)
 
     @cute.jit
-    def skip(self, consumer: Consumer, used: Int32, blocks: Int32) -> Int32:
+    def skip(self, consumer: Consumer, used: PipelineState, blocks: Int32) -> PipelineState:
         """Release blocks unused, in step with the other warpgroups' ping-pong."""
         k_pipeline, v_pipeline = consumer.storage.k_pipeline, consumer.storage.v_pipeline
         for _ in cutlass.range(blocks, unroll=1):
@@ -617,9 +623,9 @@ class Forward:
                 self.warp_scheduler_barrier_arrive(consumer.wg_idx)
                 self.warp_scheduler_barrier_sync(consumer.wg_idx)
             for part in cutlass.range_constexpr(self.kernel.parts_v):
-                v_pipeline.consumer_wait(used * self.kernel.parts_v + part)
-                v_pipeline.consumer_release(used * self.kernel.parts_v + part)
-            used += 1
+                v_pipeline.consumer_wait(used.part(part, self.kernel.parts_v))
+                v_pipeline.consumer_release(used.part(part, self.kernel.parts_v))
+            used = k_pipeline.following(used)
         return used
 
     @cute.jit

@@ -29,6 +29,7 @@ from cutlass.cute.nvgpu.common import OperandMajorMode
 
 from flashzoo._cute.hopper.bounds import Bounds
 from flashzoo._cute.hopper.params import Params
+from flashzoo._cute.hopper.pipeline import PipelineState
 from flashzoo._cute.hopper.tile_scheduler import TileScheduler
 from flashzoo._cute.hopper.wgmma import columns_of, gemm, rows_of, shared_layout
 from flashzoo.call.problem import DESCALE_BLOCK
@@ -329,7 +330,7 @@ class ProductTwoLevel(ProductFp8):
             consumer.softmax.pending.fill(0.0)
 
     @cute.jit
-    def issue(self, consumer: Consumer, n: Int32) -> cute.Tensor:
+    def issue(self, consumer: Consumer, n: PipelineState) -> cute.Tensor:
         """Issue P times the n-th block of V, a group of WGMMAs for each part, and add to O all but the last, which is
         to be waited for."""
         v_pipeline, parts_v = consumer.storage.v_pipeline, self.kernel.parts_v
@@ -339,8 +340,8 @@ class ProductTwoLevel(ProductFp8):
         products = [last, cute.make_rmem_tensor(shape, Float32)]  # by how many parts are behind, the last's first
         for part in cutlass.range_constexpr(self.parts):
             if const_expr(part > 0 and part % of_part == 0):
-                v_pipeline.consumer_wait(n * parts_v + part // of_part)
-            v = consumer.v[None, None, None, v_pipeline.stage(n * parts_v + part // of_part)]
+                v_pipeline.consumer_wait(n.part(part // of_part, parts_v))
+            v = consumer.v[None, None, None, v_pipeline.stage(n.part(part // of_part, parts_v))]
             columns = columns_of(v, part % of_part)
             gemm(consumer.mma_pv, products[(self.parts - 1 - part) % 2], consumer.p, columns, True)
             if const_expr(part > 0):

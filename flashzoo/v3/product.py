@@ -14,7 +14,7 @@ from cutlass.utils import hopper_helpers
 
 from flashzoo._cute.hopper.dtypes import DTYPES
 from flashzoo._cute.hopper.params import Params
-from flashzoo._cute.hopper.pipeline import Pipeline
+from flashzoo._cute.hopper.pipeline import Pipeline, PipelineState
 from flashzoo._cute.hopper.wgmma import multiply, scale_rows, shared_layout, to_16_bits, transposed
 from flashzoo.gpu import WARPGROUP_ROWS
 from flashzoo.v3.traits import ALIGNED, Kernel
@@ -91,18 +91,18 @@ class Product:
         """P as the operand of the next product."""
         to_16_bits(s, p)
 
-    def wait(self, consumer: Any, n: Int32) -> None:
+    def wait(self, consumer: Any, n: PipelineState) -> None:
         """Wait for what `issue` begins with: the n-th block of V, or its first part."""
-        consumer.storage.v_pipeline.consumer_wait(n * self.kernel.parts_v)
+        consumer.storage.v_pipeline.consumer_wait(n.part(0, self.kernel.parts_v))
 
     @cute.jit
-    def release(self, consumer: Any, n: Int32):
+    def release(self, consumer: Any, n: PipelineState):
         """This warp has read the n-th block of V."""
         for part in cutlass.range_constexpr(self.kernel.parts_v):
-            consumer.storage.v_pipeline.consumer_release(n * self.kernel.parts_v + part)
+            consumer.storage.v_pipeline.consumer_release(n.part(part, self.kernel.parts_v))
 
     @cute.jit
-    def issue(self, consumer: Any, n: Int32) -> cute.Tensor | None:
+    def issue(self, consumer: Any, n: PipelineState) -> cute.Tensor | None:
         """Issue P times the n-th block of V, a group of WGMMAs to wait for, of each part once it is there:
         its result, or None where that is added to O."""
         atom = cute.make_mma_atom(consumer.mma_pv.op)
@@ -111,9 +111,9 @@ class Product:
         warpgroup.fence()
         for part in cutlass.range_constexpr(parts):
             if const_expr(part > 0):
-                v_pipeline.consumer_wait(n * parts + part)
+                v_pipeline.consumer_wait(n.part(part, parts))
             o = cute.make_tensor(consumer.o.iterator + part * cute.size(shape), cute.make_layout(shape))
-            multiply(atom, o, consumer.p, consumer.v[None, None, None, v_pipeline.stage(n * parts + part)], False)
+            multiply(atom, o, consumer.p, consumer.v[None, None, None, v_pipeline.stage(n.part(part, parts))], False)
         warpgroup.commit_group()
 
     def add(self, consumer: Any, product: cute.Tensor | None) -> None:

@@ -26,6 +26,7 @@ from cutlass import Boolean, Constexpr, Float32, Int32, Int64, Uint32, const_exp
 
 from flashzoo._cute.hopper.bounds import NEVER, Bounds, ThreadBounds
 from flashzoo._cute.hopper.params import Params
+from flashzoo._cute.hopper.pipeline import PipelineState
 from flashzoo._cute.hopper.tile_scheduler import TileScheduler, WorkTile
 from flashzoo._cute.hopper.wgmma import rows_of
 from flashzoo.gpu import WARPGROUP_ROWS
@@ -228,7 +229,7 @@ class ForwardSparse(Forward):
     scheduler_warp: bool = True
 
     @cute.jit
-    def mainloop(self, bounds: BoundsSparse, consumer: Consumer, used: Int32, q_use: Int32) -> Int32:
+    def mainloop(self, bounds: BoundsSparse, consumer: Consumer, used: PipelineState, q_use: Int32) -> PipelineState:
         """One tile's rows of O, not yet divided by l, and of the softmax state. Returns the new `used`."""
         kernel, tiles, mask_row = self.kernel, self.tiles, bounds.tile.row
         step = self.step_overlapped if const_expr(tiles.overlap) else self.step_serial

@@ -11,9 +11,33 @@ from cutlass import Constexpr, Int32, Int64
 
 
 @dataclass(frozen=True)
+class PipelineState:
+    """A fill, as a loop carries it from one to the next: of its number alone stage and phase would be divided anew in
+    front of every look at a barrier.
+
+    Attributes:
+        n: its number, from 0. A kernel that asks for none keeps none.
+        stage, phase: `n % stages` and `n // stages % 2`.
+    """
+
+    n: Int32
+    stage: Int32
+    phase: Int32
+
+    @classmethod
+    def first(cls) -> PipelineState:
+        """The first fill."""
+        return cls(Int32(0), Int32(0), Int32(0))
+
+    def part(self, i: int, parts: int) -> PipelineState:
+        """The i-th part of it, in a ring that has so many stages for each of this one's."""
+        return PipelineState(self.n * parts + i, self.stage * parts + i, self.phase)
+
+
+@dataclass(frozen=True)
 class Pipeline:
     """A ring of stages. They are filled in order: the n-th fill, from 0, is of stage `n % stages`,
-    in phase `n // stages % 2`.
+    in phase `n // stages % 2`. A fill `n` is given by its number, or as a `PipelineState`.
 
     Attributes:
         full, empty: mbarriers of each stage: that it is filled, and that it may be filled again.
@@ -36,17 +60,33 @@ class Pipeline:
             cute.arch.mbarrier_init(self.full + stage, producer_warps)
             cute.arch.mbarrier_init(self.empty + stage, consumer_warps)
 
-    def stage(self, n: Int32) -> Int32:
-        """Stage of the n-th fill."""
-        return n % self.stages if self.stages > 1 else Int32(0)
+    def state(self, n: Int32 | PipelineState) -> PipelineState:
+        """The n-th fill."""
+        if isinstance(n, PipelineState):
+            return n
+        return PipelineState(n, n % self.stages if self.stages > 1 else Int32(0), n // self.stages & 1)
 
-    def consumer_wait(self, n: Int32) -> None:
+    @cute.jit
+    def following(self, n: PipelineState) -> PipelineState:
+        """The fill behind that one."""
+        stage, phase = n.stage + 1, n.phase
+        if stage == self.stages:
+            stage, phase = Int32(0), phase ^ 1
+        return PipelineState(n.n + 1, stage, phase)
+
+    def stage(self, n: Int32 | PipelineState) -> Int32:
+        """Stage of the n-th fill."""
+        return self.state(n).stage
+
+    def consumer_wait(self, n: Int32 | PipelineState) -> None:
         """Wait for the n-th fill."""
-        cute.arch.mbarrier_wait(self.full + self.stage(n), n // self.stages & 1)
+        state = self.state(n)
+        cute.arch.mbarrier_wait(self.full + state.stage, state.phase)
 
     def producer_acquire(self, n: Int32) -> None:
         """Wait until the stage of the n-th fill is empty: at once the first time."""
-        cute.arch.mbarrier_wait(self.empty + self.stage(n), n // self.stages & 1 ^ 1)
+        state = self.state(n)
+        cute.arch.mbarrier_wait(self.empty + state.stage, state.phase ^ 1)
 
     @cute.jit
     def producer_commit(self, n: Int32):
@@ -57,7 +97,7 @@ class Pipeline:
             cute.arch.mbarrier_arrive(self.full + self.stage(n))
 
     @cute.jit
-    def consumer_release(self, n: Int32):
+    def consumer_release(self, n: Int32 | PipelineState):
         """This warp has read the n-th fill."""
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive(self.empty + self.stage(n))
