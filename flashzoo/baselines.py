@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from flashzoo.call.operands import Operands
 from flashzoo.call.problem import Problem
@@ -210,6 +210,16 @@ def _attend_on_gpu(
     )[0]
 
 
+def _attend_elsewhere(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float, enable_gqa: bool
+) -> Tensor:
+    """The same of others, by the operation that the function is: the function itself another version may be in the
+    place of (`flashzoo.replace_sdpa`)."""
+    return torch.ops.aten.scaled_dot_product_attention(
+        q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
 def _bias(seen: Tensor, q: Tensor) -> Tensor:
     """0 where a key is seen and -inf where not, in q's dtype; rows start where the efficient kernel wants them."""
     *rows, seqlen_k = seen.shape
@@ -225,7 +235,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) 
     q, k, v = only_used(q, k, v, operands)
     if scale < SMALLEST_SCALE:  # a part of it goes into q, which no mask is in
         q, scale = q * (scale / SMALLEST_SCALE), SMALLEST_SCALE
-    attend = _attend_on_gpu if q.is_cuda else scaled_dot_product_attention
+    attend = _attend_on_gpu if q.is_cuda else _attend_elsewhere
     with torch.autocast(q.device.type, enabled=False):  # it would change the dtype
         out = attend(
             *(_readable(x).transpose(1, 2) for x in (q, k, v)),

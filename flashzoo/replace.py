@@ -8,7 +8,7 @@ the registry.
 3. A mask that says of each sequence which keys it sees sorts these to the front, `seqused_k` of them; any other boolean
    mask becomes a block mask. Neither waits for the device. What was made of a mask is kept with it, for the next layer.
    A mask of numbers is read where it lies, by a function on scores that adds it.
-4. Each call is counted, with who answered and why.
+4. Each call is counted, with who answered and why; but for those that are traced, as by `torch.compile`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ class SdpaCall(NamedTuple):
 
     Attributes:
         asked: shapes, dtype and the arguments that were not at their default, in words.
-        answered_by: the version, `"torch"` where it fell back, or `"compiled"` where it was traced: who answers then
-            is asked when the graph runs.
+        answered_by: the version, or `"torch"` where it fell back.
         why: the reason where it fell back; else what was made of a mask, or nothing.
         count: how many such calls there were.
     """
@@ -144,7 +143,8 @@ class Replacement(TorchFunctionMode):
             options["dropout_p"] = dropout_p
             if dropout_p and "block_mask" in options:
                 raise _NotOurs(f"dropout_p={dropout_p} beside a mask of pairs, which `standard` alone takes")
-            who = "compiled" if is_compiling() else _answering(q, k, v, self.version, options)
+            # of what is traced it is asked when the graph runs, and none is counted
+            who = "" if is_compiling() else _answering(q, k, v, self.version, options)
         except _NotOurs as reason:
             self._count(query, key, how, TORCH, reason.args[0])
             return scaled_dot_product_attention(query, key, value, **how)

@@ -320,6 +320,15 @@ def test_modules_of_torch_run_unchanged(training):
     assert "score_mod" in seen.calls[1].why
 
 
+def test_a_version_that_is_named_is_not_replaced():
+    """Not `sdpa` either, which is the function that is."""
+    q, k, v = (x.transpose(1, 2).detach() for x in tensors())
+    alone = flashzoo.attention(q, k, v, version="sdpa")
+    with flashzoo.replace_sdpa("standard") as calls:
+        assert same_bits(flashzoo.attention(q, k, v, version="sdpa"), alone)
+    assert calls.calls == ()
+
+
 def test_modules_of_torch_may_be_compiled():
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0).to(DEVICE)
     x = drawn(2, 9, 32)

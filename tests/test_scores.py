@@ -410,7 +410,24 @@ def test_a_quotient_is_a_product_where_that_is_as_good():
     assert "div" not in gradient_of(SOFTCAP).program.text
 
 
+def logic_in_place(s, b, h, i, j):
+    both, neither = s * 1, s * 1
+    both.logical_and_(j % 2 == 0)
+    neither.logical_not_()
+    return s + both + neither
+
+
+def a_copy_and_what_it_is_of(s, b, h, i, j):
+    doubled = s * 2
+    copy = doubled.clone()
+    doubled.add_(j)
+    return copy.mul_(0.5) + doubled * 0.1
+
+
 SUMS = {
+    "floor of whole numbers": lambda s, b, h, i, j: s * (torch.floor(j) - torch.ceil(i)),
+    "logic in place": logic_in_place,
+    "a copy changed": a_copy_and_what_it_is_of,
     "bool + bool": lambda s, b, h, i, j: s * ((i > 5) + (j > 9)),
     "bool + bool, alpha": lambda s, b, h, i, j: s * torch.add(i > 5, j > 9, alpha=True),
     "bool + bool, no alpha": lambda s, b, h, i, j: s * torch.add(i > 5, j > 9, alpha=False),
@@ -431,6 +448,25 @@ def test_sums_are_torchs(what):
     score = torch.randn(1, HEADS, 12, 12, device=DEVICE)
     given = (score, *places((1, HEADS, 12, 12), None, score.device))
     torch.testing.assert_close(ScoreMod(SUMS[what])(*given), one_by_one(SUMS[what], *given))
+
+
+BEHIND = {
+    "beside a score": lambda far: lambda s, b, h, i, j: s + COLUMN[h] * torch.sqrt(far(i, j) * 1.0),
+    "of a score": lambda far: lambda s, b, h, i, j: s * COLUMN[h] * torch.sqrt(far(i, j) + 1.0),
+}
+COLUMN = torch.ones(HEADS, device=DEVICE, requires_grad=True)
+
+
+@pytest.mark.parametrize("version", ["standard", "v2", "v1"])
+@pytest.mark.parametrize("what", BEHIND)
+def test_what_is_no_number_behind_the_diagonal_is_in_no_gradient(what, version):
+    """A root of a negative one is none; clamped it is 0, and as little seen."""
+    found = []
+    for far in (lambda i, j: i - j, lambda i, j: (i - j).clamp(min=0)):
+        inputs = [x.requires_grad_() for x in qkv()]
+        out = flashzoo.attention(*inputs, causal=True, score_mod=BEHIND[what](far), version=version)
+        found.append((out, *torch.autograd.grad(out.square().sum(), (*inputs, COLUMN))))
+    torch.testing.assert_close(*found)
 
 
 PLACES = torch.linspace(1, 2, HEADS * 3 * 4, device=DEVICE).view(HEADS, 3, 4)
@@ -516,6 +552,17 @@ WRONG = {
         lambda s, b, h, i, j: s + COUNTED.add_(1)[h],
         ValueError,
         "must have no side effects, got aten.add_",
+    ),
+    "side effect on another view": (
+        lambda s, b, h, i, j: (lambda x: (x.view(()).add_(j), x)[1])(s * 2),
+        ValueError,
+        "must have no side effects, got aten.add_.* or what has another view",
+    ),
+    "side effect on a view of the score": (lambda s, *at: (s.expand(()).add_(1), s)[1], ValueError, "no side effects"),
+    "bits": (
+        lambda s, *at: s + s.view(torch.int32) % 3,
+        ValueError,
+        "got aten.view.dtype of torch.float32 as torch.int",
     ),
     "operation": (
         lambda s, b, h, i, j: torch.lgamma(s),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -71,8 +72,14 @@ class ScoredAt:
         reads."""
         return self._new(s, self._read(), s.dtype != torch.float64)
 
-    def _new(self, s: Tensor, read: tuple[Tensor, ...], rounded: bool) -> Tensor:
-        new = self.mod.on((s, *self._on(s.device)), read, rounded)
+    def _new(
+        self,
+        s: Tensor,
+        read: tuple[Tensor, ...],
+        rounded: bool,
+        read_as: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        new = self.mod.on((s, *self._on(s.device)), read, rounded, read_as)
         return new.masked_fill(new < LEAST, -torch.inf)
 
     def _read(self) -> tuple[Tensor, ...]:
@@ -81,13 +88,18 @@ class ScoredAt:
 
     def gradients(self, s: Tensor, ds: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         """From the scaled scores and the gradient of the new ones that of the scaled ones; and those of the tensors
-        that have one, in the scores' dtype."""
+        that have one, in the scores' dtype. A score that has no part, whose gradient is 0, gives none, though what is
+        computed with it be no number."""
+
+        def of_a_part(x: Tensor) -> Tensor:
+            return torch.where(ds == 0, x.detach(), x) if x.requires_grad else x
+
         read = list(self._read())
         for i in self.mod.grads:
             read[i] = read[i].to(s.dtype).requires_grad_()
         with torch.enable_grad():
             s = s.detach().requires_grad_()
-            new = self._new(s, tuple(read), False)
+            new = self._new(of_a_part(s), tuple(read), False, of_a_part)
             leaves = (s, *(read[i] for i in self.mod.grads))
             if not new.requires_grad:  # a function of none of these
                 return torch.zeros_like(ds), tuple(torch.zeros_like(x) for x in leaves[1:])

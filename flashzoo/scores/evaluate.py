@@ -52,6 +52,7 @@ def evaluated(
     loaded: Mapping[str, Tensor] | None = None,
     tensors: tuple[Tensor, ...] = (),
     rounded: bool = True,
+    read_as: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """What the program returns.
 
@@ -61,6 +62,7 @@ def evaluated(
         tensors: those that the program loads from, of its dtypes or of wider ones.
         rounded: to 16 bits, where the program has numbers of these, which else are as the score is: a gradient is
             rounded on its way back through what was.
+        read_as: what is made of each element that is read.
     """
     of_score = inputs["score"].dtype
     wide = of_score == torch.float64
@@ -78,7 +80,8 @@ def evaluated(
             if loaded is None:
                 x = tensors[tensor_number(step.arguments[0])]
                 element = read(fitting(x) if step.arguments[0] in program.fitting else x, arguments[1:])
-                values[name] = element.to(torch.promote_types(element.dtype, dtype))
+                element = element.to(torch.promote_types(element.dtype, dtype))
+                values[name] = element if read_as is None else read_as(element)
             else:
                 values[name] = loaded[name]
         elif step.operation == "const":

@@ -116,12 +116,16 @@ class ScoreMod:
         arguments: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
         tensors: tuple[Tensor, ...],
         rounded: bool = True,
+        read_as: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """As the call, with other tensors in place of those that it captured; `rounded` as `evaluated`."""
+        """As the call, with other tensors in place of those that it captured; `rounded` and `read_as` as
+        `evaluated`."""
         from flashzoo.scores.evaluate import evaluated
         from flashzoo.scores.trace import ARGUMENTS
 
-        (found,) = evaluated(self.program, dict(zip(ARGUMENTS, arguments, strict=True)), None, tensors, rounded)
+        (found,) = evaluated(
+            self.program, dict(zip(ARGUMENTS, arguments, strict=True)), None, tensors, rounded, read_as
+        )
         return found.to(arguments[0].dtype).expand_as(arguments[0])
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -222,6 +222,8 @@ _SAME = (
     *("contiguous", "squeeze", "permute", "t", "broadcast_to"),
 )
 """Of one element they are the element."""
+_COPIES = ("clone", "lift_fresh", "lift_fresh_copy")
+"""Of these those that have memory of their own."""
 _BINARY = {"mul": "mul", "maximum": "max", "minimum": "min", "remainder": "remainder", "floor_divide": "floordiv"}
 _UNARY = {
     name: name
@@ -291,9 +293,12 @@ class _Writer:
         if schema is None or not schema.is_mutable:
             return
         first: Any = node.args[0]
-        shared = [user for user in first.users if _packet(user.target) in _SAME]
-        if isinstance(self.env.get(first), _Read) or first.op == "placeholder" or shared:
-            raise ValueError(f"score_mod must have no side effects, got {node.target} on what it was given or captured")
+        others = [x for x in (first, *first.users) if _packet(x.target) in _SAME and _packet(x.target) not in _COPIES]
+        if isinstance(self.env.get(first), _Read) or first.op == "placeholder" or others:
+            raise ValueError(
+                f"score_mod must have no side effects, got {node.target} on what it was given or captured, "
+                "or what has another view"
+            )
 
     @staticmethod
     def _refused(what: str) -> ValueError:
@@ -316,6 +321,8 @@ class _Writer:
 
     def _same(self, node: Node, name: str) -> Any:
         x: Any = node.args[0]
+        if x.meta["val"].dtype != node.meta["val"].dtype:  # the same bits, which are another number
+            raise self._refused(f"{node.target} of {x.meta['val'].dtype} as {node.meta['val'].dtype}")
         found, old, new = self.env[x], x.meta["val"].shape, node.meta["val"].shape
         if not isinstance(found, _Read) or (old == new and name not in ("permute", "t")):
             return found
@@ -503,11 +510,17 @@ def _compared(writer: _Writer, node: Node, dtype: str) -> str:
 
 
 def _combined(writer: _Writer, node: Node, dtype: str) -> str:
-    return writer.calculated(_LOGIC[_plain(node)], dtype, *node.args)
+    return writer.builder.cast(writer.calculated(_LOGIC[_plain(node)], _decided_in(node, dtype), *node.args), dtype)
 
 
 def _not(writer: _Writer, node: Node, dtype: str) -> str:
-    return writer.calculated("not", dtype, node.args[0])
+    return writer.builder.cast(writer.calculated("not", _decided_in(node, dtype), node.args[0]), dtype)
+
+
+def _decided_in(node: Node, dtype: str) -> str:
+    """Of `logical_and` and its like whether numbers are 0, also where one of them takes the answer; of bitwise ones all
+    their bits."""
+    return "bool" if _plain(node).startswith("logical") else dtype
 
 
 def _filled(writer: _Writer, node: Node, dtype: str) -> str:
@@ -531,6 +544,8 @@ def _sign(writer: _Writer, node: Node, dtype: str) -> str:
 
 
 def _unary(writer: _Writer, node: Node, dtype: str) -> str:
+    if _plain(node) in ("floor", "ceil") and dtype not in FLOATS:
+        return writer._element(node.args[0], dtype)
     return writer.calculated(_UNARY[_plain(node)], dtype, node.args[0])
 
 

@@ -118,7 +118,7 @@ class PipelineOfPair(Pipeline):
         super().initialize(2 * consumer_warps, producer_warps)
 
     @cute.jit
-    def consumer_release(self, n: Int32):
+    def consumer_release(self, n: Int32 | PipelineState):
         """This warp has read the n-th fill: both thread blocks are told."""
         empty = self.empty + self.stage(n)
         with cute.arch.elect_one():
