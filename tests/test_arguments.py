@@ -151,16 +151,19 @@ class TestTransforms:
         with pytest.raises(UnsupportedError, match=text):
             torch.func.vmap(lambda x: x * flashzoo.attention(k, k, k, version="standard").sum())(torch.ones(2))
 
-    @pytest.mark.parametrize("how", [{}, {"score_mod": flashzoo.score_mods.softcap(2.0)}], ids=["plain", "score_mod"])
-    def test_a_batch_of_gradients(self, qkv, how):
-        inputs = [x.requires_grad_() for x in qkv]
-        out = flashzoo.attention(*inputs, version="standard", **how)
+    @pytest.mark.parametrize("what", ["plain", "score_mod", "tensors"])
+    def test_a_batch_of_gradients(self, qkv, what):
+        read = torch.tensor([0.5, 2.0], requires_grad=True)
+        mods = {"score_mod": flashzoo.score_mods.softcap(2.0), "tensors": lambda s, b, h, i, j: s * read[h]}
+        how = {"score_mod": mods[what]} if what in mods else {}
+        inputs = [x.requires_grad_() for x in qkv] + [read] * (what == "tensors")
+        out = flashzoo.attention(*inputs[:3], version="standard", **how)
         batch = torch.randn(2, *out.shape)
         found = torch.autograd.grad(out, inputs, batch, is_grads_batched=True, retain_graph=True)
         for i, dout in enumerate(batch):
             expected = torch.autograd.grad(out, inputs, dout, retain_graph=True)
             torch.testing.assert_close(tuple(x[i] for x in found), expected)
-        out = flashzoo.attention(*inputs, version="v2", **how)
+        out = flashzoo.attention(*inputs[:3], version="v2", **how)
         with pytest.raises(NotImplementedError, match=r"kernel's backward pass .*is_grads_batched=True"):
             torch.autograd.grad(out, inputs, batch, is_grads_batched=True)
 

@@ -91,20 +91,33 @@ class ScoredAt:
         that have one, in the scores' dtype. A score that has no part, whose gradient is 0, gives none, though what is
         computed with it be no number."""
 
-        def of_a_part(x: Tensor) -> Tensor:
-            return torch.where(ds == 0, x.detach(), x) if x.requires_grad else x
-
-        read = list(self._read())
+        read, elements, alone = list(self._read()), list[Tensor](), list[Tensor]()
         for i in self.mod.grads:
             read[i] = read[i].to(s.dtype).requires_grad_()
+        of_these = [read[i] for i in self.mod.grads]
+
+        def of_each_score(x: Tensor) -> Tensor:
+            if not x.requires_grad:
+                return x
+            elements.append(x.expand_as(s))
+            alone.append(elements[-1].detach().requires_grad_())
+            return alone[-1]
+
+        def of_parts(x: Tensor) -> Tensor:
+            return torch.where(ds == 0, x.new_zeros(()), x)
+
         with torch.enable_grad():
             s = s.detach().requires_grad_()
-            new = self._new(of_a_part(s), tuple(read), False, of_a_part)
-            leaves = (s, *(read[i] for i in self.mod.grads))
+            new = self._new(s, tuple(read), False, of_each_score)
             if not new.requires_grad:  # a function of none of these
-                return torch.zeros_like(ds), tuple(torch.zeros_like(x) for x in leaves[1:])
-            found = torch.autograd.grad(new, leaves, ds, allow_unused=True, materialize_grads=True)
-        return found[0], found[1:]
+                return torch.zeros_like(ds), tuple(map(torch.zeros_like, of_these))
+            first, *found = torch.autograd.grad(new, (s, *alone), ds, allow_unused=True, materialize_grads=True)
+        if not elements:
+            return of_parts(first), tuple(map(torch.zeros_like, of_these))
+        sums = torch.autograd.grad(
+            elements, of_these, list(map(of_parts, found)), allow_unused=True, materialize_grads=True
+        )
+        return of_parts(first), sums
 
     def squares(self, s: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """By what a change of each score changes the new one; and of all numbers of the tensors that have gradients,
