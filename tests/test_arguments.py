@@ -153,7 +153,7 @@ class TestTransforms:
 
     @pytest.mark.parametrize("what", ["plain", "score_mod", "tensors"])
     def test_a_batch_of_gradients(self, qkv, what):
-        read = torch.tensor([0.5, 2.0], requires_grad=True)
+        read = torch.linspace(0.5, 2.0, 4, requires_grad=True)
         mods = {"score_mod": flashzoo.score_mods.softcap(2.0), "tensors": lambda s, b, h, i, j: s * read[h]}
         how = {"score_mod": mods[what]} if what in mods else {}
         inputs = [x.requires_grad_() for x in qkv] + [read] * (what == "tensors")
