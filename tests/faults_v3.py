@@ -11,7 +11,7 @@ FORWARD, BACKWARD, IN_HALVES, BY_GRADIENT, PAIRS = (
 FP8, QUANTIZE, SOFTMAX, DELTA, V3_SPARSE = (
     f"flashzoo/v3/{name}.py" for name in ("fp8", "quantize_kernels", "softmax", "delta", "sparse")
 )
-V3_PACKED = "flashzoo/v3/packed.py"
+V3_PACKED, V3_SWIZZLE = (f"flashzoo/v3/{name}.py" for name in ("packed", "swizzle"))
 SCORED, WALK, FACTORS = "flashzoo/v3/scored_backward.py", "flashzoo/scores/walk.py", "flashzoo/scores/factors.py"
 BOUNDS, MASK = (f"flashzoo/_cute/hopper/{name}.py" for name in ("bounds", "mask"))
 
@@ -80,9 +80,17 @@ V3 = (
         "v3/all_waves_one_way",
         "under a causal mask each wave of tiles begins at the last block, where the one before it has been",
         BOUNDS,
-        "return self.tile.wave % 2 == 1",
-        "return self.tile.wave < 0",
+        "return (self.params.wave == 0) | (self.tile.wave % 2 == 1)",
+        "return self.params.wave == 0",
         "test_tiles_that_run_together_read_the_same",
+    ),
+    fault(
+        "v3/tiles_of_one_head_in_waves",
+        "under a causal mask tiles of one head begin at its last block, and add to the same sums at the same time",
+        V3_SWIZZLE,
+        "wave if group > 1 else 0",
+        "wave",
+        "test_tiles_of_one_head_that_begin_together",
     ),
     fault(
         "v3/wave_from_its_diagonal_one_block_on",

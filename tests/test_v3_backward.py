@@ -227,7 +227,7 @@ def test_tiles_that_run_together_read_the_same(seqlen, heads_kv, group, most, on
     of."""
     problem = replace(PLAIN, seqlen_q=seqlen, seqlen_k=seqlen, heads=group * heads_kv, heads_kv=heads_kv, causal=True)
     blocks = seqlen // 128
-    swizzle, wave = swizzle_backward(blocks, heads_kv)
+    swizzle, wave = swizzle_backward(blocks, heads_kv, group)
     scheduler = TileSchedulerBackward(params_of(problem, TilesBackward(64), swizzle, wave=wave))
 
     def walk(number):
@@ -237,6 +237,19 @@ def test_tiles_that_run_together_read_the_same(seqlen, heads_kv, group, most, on
 
     found = missed(map(walk, range(scheduler.tiles(0))))
     assert found <= 1.05 * most * group * heads_kv * seqlen // 64
+
+
+@pytest.mark.parametrize(("seqlen", "heads"), [(16384, 16), (8192, 5), (2048, 64), (512, 512)])
+def test_tiles_of_one_head_that_begin_together_add_to_different_sums(seqlen, heads, on_integers):
+    """Under a causal mask each begins at its own diagonal, and is a block behind the next one from then on."""
+    problem = replace(PLAIN, seqlen_q=seqlen, seqlen_k=seqlen, heads=heads, heads_kv=heads, causal=True)
+    swizzle, wave = swizzle_backward(seqlen // 128, heads, 1)
+    scheduler = TileSchedulerBackward(params_of(problem, TilesBackward(64), swizzle, wave=wave))
+    blocks = []
+    for number in range(132):
+        bounds = BoundsBackward(scheduler.params, scheduler.work_tile(number))
+        blocks.append((bounds.tile.batch, *bounds.step(0, *bounds.block_range())))
+    assert len({*blocks}) == len(blocks)
 
 
 @pytest.mark.parametrize("tiling", TILINGS)

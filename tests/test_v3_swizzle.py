@@ -25,7 +25,7 @@ def test_tiles_end_together(seqlen, heads, group):
     blocks = cdiv(seqlen, 128)
     interleaved = swizzle_of(blocks, heads, group * seqlen * ROW)
     assert interleaved.bit_count() == 1
-    for n in (interleaved, swizzle_backward(blocks, heads)[0]):
+    for n in (interleaved, swizzle_backward(blocks, heads, 1)[0]):
         assert steps(blocks, heads, n) <= 1.15 * least(blocks, heads) + 1
 
 
@@ -57,13 +57,13 @@ def test_few_and_many_tiles_meet():
 def test_nothing_to_interleave():
     """No tile, no head, no byte: nobody launches it, and nothing is divided by."""
     assert swizzle_of(0, 0, 0) >= 1
-    assert min(swizzle_backward(0, 0)) >= 1
+    assert min(swizzle_backward(0, 0, 2)) >= 1
 
 
 @pytest.mark.parametrize("blocks", [*range(1, 141), 200, 512])
 @pytest.mark.parametrize("heads", [1, 12, 1000])
 def test_a_wave_has_a_tile_for_each_multiprocessor(blocks, heads):
     """Or for most of them, where all tiles of a head are of one wave."""
-    interleaved, wave = swizzle_backward(blocks, heads)
+    interleaved, wave = swizzle_backward(blocks, heads, 2)
     assert interleaved >= 2 and 66 <= wave <= 1.1 * 132
     assert wave % blocks == 0 or wave == 132

@@ -357,7 +357,7 @@ class BackwardLaunch:
         if kernel.deterministic:
             swizzle = DETERMINISTIC_SWIZZLE[tiles.by_gradient, uneven]
         elif uneven:
-            swizzle, wave = swizzle_backward(blocks, batch_heads)
+            swizzle, wave = swizzle_backward(blocks, batch_heads, group)
             wave //= kernel.cluster
         elif kernel.uneven:  # entries of a table, in its order
             wave = MULTIPROCESSORS[90]

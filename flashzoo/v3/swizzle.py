@@ -4,13 +4,14 @@ Tiles of so many heads begin in turns, the longest of each first; when all of th
 others. Of few heads L2 keeps operands from one tile to the next. Of too few the longest tiles of the last begin when
 other multiprocessors have nothing left.
 
-In the backward pass a tile reads the queries of a whole group of heads, of which L2 keeps little. There tiles that run
-together read the same at the same time. As many heads are interleaved as have a tile for each multiprocessor: a wave.
-All begin at the last block of queries, which all see, and go back block by block, each until its diagonal. When one
-ends there, its multiprocessor begins a tile of the next wave, the longest when the first ones end. Those go the other
-way, each from its diagonal on, where by then those are that began before it: one tile of 64 blocks and one of 2 take as
-long as one of 62 and one of 4. When they all reach the last block the next wave begins there. Packed sequences begin
-with all heads of one and have waves too (`packed.py`).
+In the backward pass a tile of one query head begins at its diagonal: tiles that begin together begin at different
+blocks, and add to different sums. One of a group of heads reads the queries of them all, of which L2 keeps little.
+There tiles that run together read the same at the same time. As many heads are interleaved as have a tile for each
+multiprocessor: a wave. All begin at the last block of queries, which all see, and go back block by block, each until
+its diagonal. When one ends there, its multiprocessor begins a tile of the next wave, the longest when the first ones
+end. Those go the other way, each from its diagonal on, where by then those are that began before it: one tile of 64
+blocks and one of 2 take as long as one of 62 and one of 4. When they all reach the last block the next wave begins
+there. Packed sequences begin with all heads of one and have waves too (`packed.py`).
 """
 
 from __future__ import annotations
@@ -52,9 +53,16 @@ def swizzle_of(blocks: int, heads: int, bytes_of_head: int, group: int = 1) -> i
     return doubled(blocks, heads, max(2, kept, next_power_of_2(cdiv(TILES, max(1, blocks)))))[1]
 
 
-def swizzle_backward(blocks: int, heads: int) -> tuple[int, int]:
+def swizzle_backward(blocks: int, heads: int, group: int) -> tuple[int, int]:
     """How many heads in the backward pass, two at least, and how many tiles are a wave: those of so many heads as have
-    about one for each multiprocessor, or, of one that has more, as many."""
+    about one for each multiprocessor, or, of one that has more, as many. Where a tile has one query head, and not a
+    group of them, there are no waves: 0."""
+    interleaved, wave = _heads_of_a_wave(blocks, heads)
+    return interleaved, wave if group > 1 else 0
+
+
+def _heads_of_a_wave(blocks: int, heads: int) -> tuple[int, int]:
+    """The same, whatever a tile has."""
     at_once, blocks = MULTIPROCESSORS[90], max(1, blocks)
     if blocks > at_once:
         return doubled(blocks, heads, 2)[1], at_once

@@ -199,7 +199,8 @@ class BoundsBackward(Bounds):
         Under a causal mask, and deterministic, the last block first: all tiles see it that see any. So those that run
         together read the same blocks at the same time; and where they add in order each follows the one before from its
         first step on. In the other order, each would catch up with the one before and wait for it in every step. Where
-        they need not, each second wave of tiles goes the other way (`flashzoo.v3.swizzle`).
+        they need not, each second wave of tiles goes the other way, and of tiles of one head each does
+        (`flashzoo.v3.swizzle`).
         """
         kernel = self.params.kernel
         if const_expr(kernel.staggered):
@@ -213,8 +214,8 @@ class BoundsBackward(Bounds):
         return begin + i
 
     def ascends(self) -> bool | Boolean:
-        """Whether the tile walks its blocks from the first on, as under a causal mask those of every second wave do."""
-        return self.tile.wave % 2 == 1
+        """Whether the tile walks its blocks from its diagonal on, and not from the last block back."""
+        return (self.params.wave == 0) | (self.tile.wave % 2 == 1)
 
     @cute.jit
     def step(self, step: Int32, begin: Int32, end: Int32) -> tuple[Int32, Int32]:

@@ -59,8 +59,8 @@ class Params:
         blocks: tiles of one head.
         batch_heads: batch times heads.
         l2_swizzle: how many heads' tiles are interleaved, so that their keys and values are in L2 together.
-        wave: in the backward pass, how many tiles begin together under a causal mask; the next so many walk their
-            blocks the other way.
+        wave: in the backward pass, how many tiles begin together under a causal mask at the last block of queries; the
+            next so many walk their blocks the other way. 0 where all begin at their diagonal.
         counter: one zero in memory, for this launch alone until it ends.
     """
 

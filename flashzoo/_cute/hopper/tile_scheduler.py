@@ -181,4 +181,4 @@ class TileSchedulerBackward(TileScheduler):
     def work_tile(self, work: Int32) -> TileOfWave:
         """Which tile it is."""
         rank, head, batch = self.coordinates(work)
-        return TileOfWave(self.block_of(rank), head, batch, work // self.params.wave)
+        return TileOfWave(self.block_of(rank), head, batch, work // cutlass.max(1, self.params.wave))
