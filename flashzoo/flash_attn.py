@@ -116,7 +116,7 @@ def _ahead(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor |
     tensor, since a function with another number of its own is another kernel. Lengths are cut off at the tensors' ends,
     as `attention` does."""
     cu_q, cu_k, used = (options.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "seqused_k"))
-    if cu_k is not None and cu_k is cu_q:
+    if cu_k is not None and cu_k is cu_q and q.shape[-3] == k.shape[-3]:
         return None
     pages = options.get("page_table")
     keys = k.shape[1] if pages is None else k.shape[1] * pages.shape[1]
@@ -358,6 +358,8 @@ def flash_attn_with_kvcache(
         raise ValueError(f"max_seqlen_q goes with cu_seqlens_q, got {max_seqlen_q!r} alone")
     if cu_seqlens_q is not None:
         _check_int32("cu_seqlens_q", cu_seqlens_q, 1, "(batch + 1,)", 1)
+        if q.ndim != 3:
+            raise ValueError(f"q must have shape (total_q, heads, head_dim) with cu_seqlens_q, got {tuple(q.shape)}")
     batch, of = (q.shape[0], "q") if cu_seqlens_q is None else (cu_seqlens_q.shape[0] - 1, "cu_seqlens_q")
     if block_table is not None:
         _check_int32("block_table", block_table, 2, "(batch, pages of a sequence)")

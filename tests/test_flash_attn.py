@@ -141,6 +141,16 @@ def test_softcap_and_alibi_of_packed_sequences(lengths_q, by_batch):
     hold(out, torch.cat([formula(*part, True, 0.7, its) for *part, its in parts]), q, k, v, slopes)
 
 
+def test_alibi_of_lengths_that_end_elsewhere_in_k_than_in_q():
+    """They are cut off at the tensors' ends, those of keys too where one tensor says both."""
+    q, k, v, slopes = drawn(10, 4, 16), drawn(8, 2, 16), drawn(8, 2, 16), drawn(4)
+    both, of_k = numbers(0, 4, 10), numbers(0, 4, 8)
+    found, wanted = (
+        flash_attn.flash_attn_varlen_func(q, k, v, both, cu_k, 6, 6, alibi_slopes=slopes) for cu_k in (both, of_k)
+    )
+    assert same_bits(found, wanted)
+
+
 @pytest.mark.parametrize("used", [None, (4, 7)])
 def test_softcap_and_alibi_of_a_cache(used):
     q, k, v, slopes = (drawn(2, *sizes).detach() for sizes in ((3, 4, 16), (9, 2, 16), (9, 2, 16), (4,)))
@@ -343,6 +353,10 @@ def test_what_is_not_supported_is_an_error_by_name(function, argument, value):
         (
             lambda x: flash_attn.flash_attn_with_kvcache(x[0], x, x, cu_seqlens_q=numbers(3)[0], cache_seqlens=3),
             r"cu_seqlens_q must have shape \(batch \+ 1,\), got \(\)",
+        ),
+        (
+            lambda x: flash_attn.flash_attn_with_kvcache(*[x[:1]] * 3, cu_seqlens_q=numbers(0, 3), cache_seqlens=4),
+            r"q must have shape \(total_q, heads, head_dim\) with cu_seqlens_q, got \(1, 5, 4, 16\)",
         ),
     ],
 )
