@@ -71,7 +71,7 @@ def alibi(slopes: Tensor) -> ScoreMod:
     between it and its query. Keys ahead of the query gain as much.
 
     Args:
-        slopes: `(heads,)` or `(batch, heads)`, floating-point.
+        slopes: `(heads,)` or `(batch, heads)`, floating-point. A call that they do not fit is an error.
 
     Raises:
         TypeError, ValueError: slopes are no such tensor.
@@ -80,7 +80,7 @@ def alibi(slopes: Tensor) -> ScoreMod:
     by_batch = slopes.ndim == 2
 
     def alibi(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return score + (slopes[b, h] if by_batch else slopes[h]) * (kv_idx - q_idx)
+        return score + (fitting(slopes)[b, h] if by_batch else fitting(slopes)[h]) * (kv_idx - q_idx)
 
     return ScoreMod.of(alibi)
 
@@ -115,7 +115,8 @@ def relative_position(table: Tensor) -> ScoreMod:
 
     Args:
         table: `(distances,)` or `(heads, distances)`, floating-point, of an odd number of distances: the middle one is
-            that of the query's own place, those behind it are of keys ahead of the query.
+            that of the query's own place, those behind it are of keys ahead of the query. A call with other heads is an
+            error.
 
     Raises:
         TypeError, ValueError: table is no such tensor.
@@ -127,7 +128,7 @@ def relative_position(table: Tensor) -> ScoreMod:
 
     def relative_position(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         at = (kv_idx - q_idx).clamp(-furthest, furthest) + furthest
-        return score + (table[h, at] if by_head else table[at])
+        return score + (fitting(table)[h, at] if by_head else table[at])
 
     return ScoreMod.of(relative_position)
 

@@ -84,7 +84,7 @@ x1: i32 = sub(k, q)
 x2: f32 = cast(x1)
 x3: f32 = mul(x0, x2)
 x4: f32 = add(x3, score)
-return x4"""
+return x4 fits t0"""
 SCORE_BIAS = """\
 x0: bf16 = load(t0, b, 0, q, k)
 x1: f32 = cast(x0)

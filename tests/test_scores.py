@@ -659,9 +659,7 @@ def test_a_bias_is_no_larger_than_the_call():
     sizes = {(3, 1, 1): ("heads", 0, 2), (40, 41): ("seqlen_k", 1, 40), (41, 1): ("seqlen_q", 0, 40)}
     for shape, (of, dimension, size) in {**sizes, (2, 1, 1, 40): ("batch", 0, 1)}.items():
         add = score_mods.bias(torch.ones(shape, device=DEVICE))
-        text = (
-            rf"bias \({', '.join(map(str, shape))}\) is read by {of} in dimension {dimension}, .* must be {size}, got"
-        )
+        text = rf"tensor 0 \({', '.join(map(str, shape))}\) is read by {of} in dimension {dimension}, .* be {size}, got"
         for mod in (add, lambda s, *at: add(s.tanh(), *at), ScoreMod.of_parts(add.text, add.tensors)):  # noqa: B023
             with pytest.raises(ValueError, match=text):
                 flashzoo.attention(q, q, q, score_mod=mod)
@@ -670,6 +668,21 @@ def test_a_bias_is_no_larger_than_the_call():
     cu_seqlens = torch.tensor([0, 12, 40], device=DEVICE, dtype=torch.int32)
     found = flashzoo.attention(*packed, cu_seqlens_q=cu_seqlens, score_mod=add, version="standard")
     torch.testing.assert_close(found, flashzoo.attention(*packed, cu_seqlens_q=cu_seqlens, version="standard"))
+
+
+@pytest.mark.parametrize(
+    ("make", "of", "dimension"),
+    [
+        (lambda: score_mods.alibi(torch.ones(HEADS + 1, device=DEVICE)), "heads", 0),
+        (lambda: score_mods.alibi(torch.ones(1, HEADS + 1, device=DEVICE)), "heads", 1),
+        (lambda: score_mods.alibi(torch.ones(2, HEADS, device=DEVICE)), "batch", 0),
+        (lambda: score_mods.relative_position(torch.ones(HEADS + 1, 3, device=DEVICE)), "heads", 0),
+    ],
+)
+def test_a_table_of_heads_has_those_of_the_call(make, of, dimension):
+    """Not those of all ranks, of which the first ones would be read."""
+    with pytest.raises(ValueError, match=rf"is read by {of} in dimension {dimension}, whose size must be \d, got"):
+        flashzoo.attention(*qkv(), score_mod=make())
 
 
 @pytest.mark.parametrize(

@@ -148,9 +148,9 @@ def attention(
             what is used of no page reads as zeros, and those behind what is used are not looked at.
         sinks: of each query head the logit of one more key, which every row of it sees and whose value is 0: it takes
             part in the softmax and so in LSE, and brings nothing to out. `(heads,)` on q's device, float32, bf16 or
-            fp16 (with float64 inputs float64 too), any stride; as scores are after softmax_scale. -inf is as no sink.
-            It is computed with in float32, in which its gradient is summed, in a fixed order, and then rounded to its
-            dtype.
+            fp16 (with float64 inputs float64 too), any stride; as scores are after softmax_scale. -inf is as no sink,
+            inf leaves keys nothing and has NaN for its gradient. It is computed with in float32, in which its gradient
+            is summed, in a fixed order, and then rounded to its dtype.
         score_mod: a function `(score, batch, head, q_idx, kv_idx) -> score` on each score, scaled and in float32,
             before anything is masked, FlexAttention's: torch operations on tensors of no dimensions, traced once (see
             `flashzoo.ScoreMod`, and `flashzoo.score_mods` for those that have names). q_idx and kv_idx count from a

@@ -393,7 +393,7 @@ class _ScoreMod(Operand):
                 continue
             shape, (of, size) = form[0].reads[tensor][1], least[index]
             if shape[dimension] < size or (fits and shape[dimension] > size):
-                read = f"{name}'s {'bias' if fits else f'tensor {tensor}'} {shape} is read by {of}"
+                read = f"{name}'s tensor {tensor} {shape} is read by {of}"
                 expected = size if fits else f"at least {size}"
                 raise ValueError(
                     f"{read} in dimension {dimension}, whose size must be {expected}, got {shape[dimension]}"

@@ -41,6 +41,7 @@ class ScoreMod:
     Raises:
         TypeError, ValueError: the function returns something else than a score, depends on data, changes what it was
             given or captured, or uses an operation that no kernel has; the text says which.
+        IndexError: it reads a tensor past its end, or by more indices than it has dimensions.
     """
 
     def __init__(self, function: Function) -> None:
