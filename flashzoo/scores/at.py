@@ -90,7 +90,6 @@ class ScoredAt:
         """From the scaled scores and the gradient of the new ones that of the scaled ones; and those of the tensors
         that have one, in the scores' dtype. A score that has no part, whose gradient is 0, gives none, though what is
         computed with it be no number."""
-
         read, elements, alone = list(self._read()), list[Tensor](), list[Tensor]()
         for i in self.mod.grads:
             read[i] = read[i].to(s.dtype).requires_grad_()
