@@ -45,6 +45,7 @@ from flashzoo.v3.traits import (
     Kernel,
     KernelBackward,
     KernelBackwardAllKeys,
+    KernelBackwardByHead,
     KernelBackwardPacked,
     KernelBackwardPairs,
     KernelBackwardSparse,
@@ -324,6 +325,17 @@ def test_v3_backward_compiles_and_its_consumers_do_not_spill(
 
 
 @pytest.mark.covering(1)
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("widths", ALL_KEYS, ids=str)
+@pytest.mark.filterwarnings("error")
+def test_v3_backward_by_head_compiles_and_does_not_spill(widths: Widths, mask: str, host_code) -> None:
+    """What it rounds it adds to the sums in a loop of its own: branches in front of a product's end serialise it."""
+    kernel = kernel_backward_for(Problem(66, 200, 200, 16, 16, widths[0], grad=True, arch=90, **V3_MASKS[mask]))
+    assert isinstance(kernel, KernelBackwardByHead)
+    held_to_its_registers(kernel, host_code)
+
+
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("dtype", "widths", "mask", "deterministic"), [*packed_backward_cases()], ids=str)
 @pytest.mark.filterwarnings("error")
 def test_v3_packed_backward_compiles_and_does_not_spill(
@@ -438,6 +450,9 @@ KINDS = {
     KernelPacked: lambda problem: v3_kernel(dataclasses.replace(problem, batch=1, sequences=2)),
     KernelBackward: lambda problem: kernel_backward_for(dataclasses.replace(problem, seqlen_k=255)),
     KernelBackwardAllKeys: lambda problem: kernel_backward_for(dataclasses.replace(problem, seqlen_k=FEW)),
+    KernelBackwardByHead: lambda problem: kernel_backward_for(
+        dataclasses.replace(problem, batch=66, seqlen_q=200, seqlen_k=200)
+    ),
     KernelBackwardPairs: lambda problem: kernel_backward_for(dataclasses.replace(problem, seqlen_k=8192)),
     KernelBackwardSparse: lambda problem: kernel_backward_for(
         dataclasses.replace(problem, grad=True, block_mask=MaskForm())
@@ -504,7 +519,8 @@ def test_v3_with_a_function_on_scores_spills_no_more_than_known(name, width, gra
 def backward_launches() -> Iterator[tuple[type, Widths, bool]]:
     for widths in BACKWARD:
         for kind in PROGRAMS:
-            of_widths = {KernelBackwardPairs: PAIRS_FROM, KernelBackwardAllKeys: ALL_KEYS}.get(kind, BACKWARD)
+            by_keys = dict.fromkeys((KernelBackwardAllKeys, KernelBackwardByHead), ALL_KEYS)
+            of_widths = ({KernelBackwardPairs: PAIRS_FROM} | by_keys).get(kind, BACKWARD)
             if not issubclass(kind, Kernel) and widths in of_widths:
                 yield kind, widths, False
         yield KernelBackward, widths, True
@@ -516,13 +532,13 @@ def test_v3_backward_takes_what_its_launch_gives(kind, widths, deterministic, tm
     sizes = (2, 4096, 4096, 16, 16, widths[0])
     kernel = KINDS[kind](Problem(*sizes, head_dim_v=widths[1], arch=90, deterministic=deterministic))
     assert type(kernel) is kind
-    for split in (False, True):
+    for split in (False,) if kernel.by_head else (False, True):
         with_launch(dataclasses.replace(kernel, split_queries=split), tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("seqlen_k", [FEW, 200])
+@pytest.mark.parametrize(("batch", "seqlen_k"), [(2, FEW), (2, 200), (66, 200)], ids=["all_keys", "", "by_head"])
 @pytest.mark.parametrize("widths", [*BACKWARD], ids=str)
-def test_v3_backward_swizzles_as_tma_is_told(widths: Widths, seqlen_k: int, monkeypatch) -> None:
+def test_v3_backward_swizzles_as_tma_is_told(widths: Widths, batch: int, seqlen_k: int, monkeypatch) -> None:
     """The rows that its launch's descriptors have on chip are those of the kernel's layouts, tensor by tensor."""
     laid_out = []
 
@@ -531,17 +547,18 @@ def test_v3_backward_swizzles_as_tma_is_told(widths: Widths, seqlen_k: int, monk
         return tma_atom(operation, x, layout, cluster)
 
     monkeypatch.setattr(backward, "tma_atom", noted)
-    problem = Problem(2, 300, seqlen_k, 4, 4, widths[0], head_dim_v=widths[1], grad=True, arch=90)
+    problem = Problem(batch, 300, seqlen_k, 4, 4, widths[0], head_dim_v=widths[1], grad=True, arch=90)
     kernel = kernel_backward_for(problem)
+    assert kernel.by_head == (batch == 66 and widths in ALL_KEYS)
     compile_for(ARCH, *program(kernel))
     monkeypatch.setattr(launch, "_multiprocessors", lambda device: 132)
     monkeypatch.setattr(launch, "function_for", lambda kernel: SimpleNamespace(bind=lambda *given, cluster: None))
     q, k, v, dout = (
-        torch.empty(2, seqlen, 4, width).stride()
+        torch.empty(batch, seqlen, 4, width, device="meta").stride()
         for seqlen, width in ((300, widths[0]), (seqlen_k, widths[0]), (seqlen_k, widths[1]), (300, widths[1]))
     )
     launched = launch.BackwardLaunch(problem, kernel, (q, k, v, dout), dout, False, 0)
-    names = ["q", "k", "v", "dout", "dk", "dv", *["dq"] * isinstance(kernel, KernelBackwardAllKeys)]
+    names = ["q", "k", "v", "dout", "dk", "dv", *["dq"] * (not kernel.dq_sums)]
     given = [getattr(launched, f"_{name}") for name in names]
     assert [x.row_bytes for x in given] == laid_out
 

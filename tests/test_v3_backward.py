@@ -11,16 +11,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from on_integers import missed
+from on_integers import as_written, missed
 from torch import Tensor
 
 import flashzoo
 from flashzoo import Problem
 from flashzoo._cute.driver import TensorMap
 from flashzoo._cute.hopper import bounds as bounds_module
+from flashzoo._cute.hopper import tile_scheduler as scheduler_module
 from flashzoo._cute.hopper.bounds import NEVER, Bounds, BoundsBackward
 from flashzoo._cute.hopper.params import Params
-from flashzoo._cute.hopper.tile_scheduler import TileOfWave, TileSchedulerBackward
+from flashzoo._cute.hopper.tile_scheduler import TileOfWave, TileSchedulerBackward, TileSchedulerByHead
 from flashzoo._cute.per_stream import tile_counter
 from flashzoo._cute.scale import in_log2
 from flashzoo.accuracy import Judge
@@ -31,10 +32,18 @@ from flashzoo.inputs import LAYOUTS
 from flashzoo.reference import Result, visible
 from flashzoo.v3 import FP8_SPEC, SPEC, launch, programs
 from flashzoo.v3.backward import Backward
+from flashzoo.v3.backward_by_head import BackwardByHead
 from flashzoo.v3.backward_pairs import BoundsPairs, TileSchedulerPairs
 from flashzoo.v3.config import BACKWARD, PAIRS, PAIRS_FROM, kernel_backward_for, kernel_for, splits_for
 from flashzoo.v3.swizzle import swizzle_backward
-from flashzoo.v3.traits import WRITERS, KernelBackwardAllKeys, KernelBackwardPairs, TilesBackward
+from flashzoo.v3.traits import (
+    WRITERS,
+    KernelBackward,
+    KernelBackwardAllKeys,
+    KernelBackwardByHead,
+    KernelBackwardPairs,
+    TilesBackward,
+)
 from flashzoo_suite.support import accept, both, draw, forward, same_bits
 
 gpu = pytest.mark.gpu
@@ -320,6 +329,71 @@ def test_every_tile_is_worked_on_once(swizzle):
         ]
 
 
+@pytest.mark.parametrize("tiling", ["128x128", "128x64"])
+@pytest.mark.parametrize("band", ["full", "causal", "right"])
+def test_a_thread_block_has_all_tiles_of_a_head(band, tiling, monkeypatch, on_integers):
+    """One after another, that of the first keys last, which all queries see. Of each block of queries the first tile
+    that walks it stores dQ, and takes nothing for what others have left."""
+    counter = itertools.count()
+    for owner, name, method in as_written(TileSchedulerByHead):
+        monkeypatch.setattr(owner, name, method)
+    monkeypatch.setattr(TileSchedulerByHead, "ask_counter", lambda self, claims: next(counter) % claims)
+    monkeypatch.setattr(TileSchedulerByHead, "claims", lambda self: True)
+    monkeypatch.setattr(TileSchedulerByHead, "begun", lambda self: at_once)
+    arch = SimpleNamespace(shuffle_sync=lambda x, lane: x)
+    monkeypatch.setattr(scheduler_module, "cute", SimpleNamespace(arch=arch))
+    first_seen_before = BackwardByHead.first_seen_before.__wrapped__
+    monkeypatch.setattr("flashzoo.v3.backward_by_head.Int32", int)
+    for seqlen_q, seqlen_k, at_once in itertools.product((1, 64, 200, 515), (129, 321, 520), (1, 3, 100)):
+        sizes = {"batch": 3, "heads": 5, "heads_kv": 5, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+        problem = replace(PLAIN, **sizes, **BANDS[band])
+        if problem.blind_rows:
+            continue
+        params = params_of(problem, TILINGS[tiling], wave=0)
+        values = {field.name: getattr(params.kernel, field.name) for field in fields(params.kernel)}
+        scheduler = TileSchedulerByHead(replace(params, kernel=KernelBackwardByHead(**values)))
+        params, program = scheduler.params, SimpleNamespace(kernel=scheduler.params.kernel, bounds=BoundsBackward)
+        running, heads, walked = [scheduler.work_of(i) for i in range(at_once)], [], [set() for _ in range(at_once)]
+        while valid := [i for i, work in enumerate(running) if scheduler.is_valid(work)]:
+            for i in valid:
+                tile = scheduler.work_tile(running[i])
+                bounds = BoundsBackward(params, tile)
+                begin, end = bounds.block_range()
+                if tile.block == params.blocks - 1:
+                    heads.append((tile.head, tile.batch))
+                    walked[i].clear()
+                before = first_seen_before(program, params, bounds)
+                assert {n for n in range(begin, end) if n >= before} == walked[i]
+                walked[i] |= {*range(begin, end)}
+                assert tile.block or (begin, end) == (0, params.kernel.blocks_q(seqlen_q))
+                running[i] = scheduler.work_of(scheduler.claimed(scheduler.claim_next(running[i])))
+                if tile.block:
+                    assert astuple(scheduler.work_tile(running[i]))[:3] == (tile.block - 1, tile.head, tile.batch)
+        assert sorted(heads) == [*itertools.product(range(5), range(3))]
+        assert next(counter) % 15 == 0, "the counter is where it was, for the next launch"
+        counter = itertools.count()
+
+
+def test_heads_go_one_by_one_where_l2_keeps_them_and_all_multiprocessors_have_one():
+    short = replace(PLAIN, batch=33, heads=8, heads_kv=8, seqlen_q=512, seqlen_k=512)
+    assert isinstance(kernel_backward_for(short), KernelBackwardByHead)
+    ordered = kernel_backward_for(replace(short, deterministic=True))
+    assert isinstance(ordered, KernelBackwardByHead) and not ordered.deterministic, "it has one order anyway"
+    others = (
+        *({"seqlen_q": 1024, "seqlen_k": 1024}, {"head_dim": 128, "head_dim_v": None}, {"batch": 1}, {"heads_kv": 4}),
+        *({"head_dim": 160, "head_dim_v": None}, {"head_dim": 256, "head_dim_v": None}, {"window": (100, None)}),
+        *({"causal": True, "seqlen_q": 513}, {"sequences": 33, "batch": 1}, {"block_mask": MaskForm()}),
+    )
+    for asked in others:
+        assert not isinstance(kernel_backward_for(replace(short, **asked)), KernelBackwardByHead), asked
+    for batch, head_dim, seqlen in itertools.product(range(1, 80, 3), (32, 64, 96, 128), (129, 200, 256, 400, 512)):
+        causal = bool(batch % 2)
+        p = replace(short, batch=batch, head_dim=head_dim, head_dim_v=None, seqlen_q=seqlen, causal=causal)
+        assert type(kernel_backward_for(p)) in (KernelBackward, KernelBackwardByHead), "none is split, and fails"
+    with pytest.raises(ValueError, match="a kernel by head has tiles by keys"):
+        KernelBackwardByHead("bf16", 64, 64, True, False, False, TilesBackward(128))
+
+
 def in_pairs(problem: Problem) -> Params:
     """Params of the problem where thread blocks work in pairs."""
     params = params_of(problem, TilesBackward(64, 64))
@@ -402,8 +476,9 @@ def test_a_launch_has_whole_pairs(more, widths, monkeypatch):
         ({"sinks": True}, False),
         ({"seqlen_k": 77, "deterministic": True}, True),
         ({"seqlen_k": 77, "heads_kv": 1, "seqlen_q": 1024}, True),
+        ({"heads": 264, "heads_kv": 264, "deterministic": True}, True),
     ],
-    ids=["plain", "deterministic", "split", "sinks", "all_keys", "all_keys_split"],
+    ids=["plain", "deterministic", "split", "sinks", "all_keys", "all_keys_split", "by_head"],
 )
 def test_kernels_find_what_others_left(asked, dlse, monkeypatch):
     """What they share is handed to each under its name, and lies in one piece of memory, apart from all else."""
@@ -424,9 +499,9 @@ def test_kernels_find_what_others_left(asked, dlse, monkeypatch):
     monkeypatch.setattr(TensorMap, "_at", lambda self, address: address)
     monkeypatch.setattr("flashzoo._triton.Launch.at", noted)
     monkeypatch.setattr("flashzoo._cute.per_stream.PerStream.__call__", lambda self, device, stream: counter)
-    q, out, dout = torch.zeros(3, 1, problem.seqlen_q, 4, 64, dtype=torch.bfloat16)
+    q, out, dout = torch.zeros(3, 1, problem.seqlen_q, problem.heads, 64, dtype=torch.bfloat16)
     k, v = torch.zeros(2, 1, problem.seqlen_k, problem.heads_kv, 64, dtype=torch.bfloat16)
-    lse, of_lse = torch.zeros(2, 1, 4, problem.seqlen_q)
+    lse, of_lse = torch.zeros(2, 1, problem.heads, problem.seqlen_q)
     sinks, strides = torch.zeros(4) if problem.sinks else None, tuple(x.stride() for x in (q, k, v, dout))
     kernel = kernel_backward_for(problem)
     made = launch.BackwardLaunch(problem, kernel, strides, out.stride(), dlse, -1)
@@ -445,13 +520,16 @@ def test_kernels_find_what_others_left(asked, dlse, monkeypatch):
     assert (told["delta_kernel"].pop("dsinks") is None) is not problem.sinks
     assert told == {of: {name: expected[name] for name in given} for of, given in told.items()}
     all_keys = isinstance(kernel, KernelBackwardAllKeys)
-    assert all_keys == (problem.seqlen_k == 77) and not (all_keys and kernel.deterministic)
-    assert told.keys() == {"delta_kernel", *["round_and_sum_kernel"] * (not all_keys or kernel.split_queries)}
+    rounding = all_keys or kernel.by_head
+    assert (all_keys, kernel.by_head) == (problem.seqlen_k == 77, problem.heads == 264)
+    assert not (rounding and kernel.deterministic)
+    assert told.keys() == {"delta_kernel", *["round_and_sum_kernel"] * (not rounding or kernel.split_queries)}
 
-    rows = 4 * kernel.blocks_q(problem.seqlen_q) * kernel.tiles.block_q
+    rows = problem.heads * kernel.blocks_q(problem.seqlen_q) * kernel.tiles.block_q
     keys = kernel.blocks_kv(problem.seqlen_k) * kernel.tiles.block_kv * splits_for(problem)
     keys = keys if kernel.split_queries else 0
-    room = {"lse": rows, "delta": rows, "dq": 0 if all_keys else 64 * rows}
+    sums = 64 * (rows // problem.heads * 132 if kernel.by_head else rows)
+    room = {"lse": rows, "delta": rows, "dq": 0 if all_keys else sums}
     room["dq_semaphore"] = kernel.deterministic * rows // 128
     (scratch,), end = memory, 0
     for name, numbers in (room | dict.fromkeys(("dk_parts", "dv_parts"), 64 * keys)).items():
@@ -834,6 +912,27 @@ def test_pairs_at_the_edges_of_tiles(widths, band):
             assert isinstance(kernel_backward_for(problem), KernelBackwardPairs)
             tensors, dout, dlse = draw(problem)
             accept(Judge(*tensors, problem, dout, dlse), both("v3", tensors, problem, dout, dlse))
+    assert counters_are_zero()
+
+
+@gpu
+@on_hopper
+@pytest.mark.parametrize("band", ["full", "causal", "right"])
+@pytest.mark.parametrize("head_dim", [32, 40, 64, 80, 96, 128])
+def test_heads_of_a_thread_block(head_dim, band):
+    """Two or more each, of some blocks of keys and of queries, of which some tiles see none: sums are those of no other
+    head, and the same bits at every call."""
+    for seqlen_q, seqlen_k in ((1, 129), (100, 300), (197, 197), (256, 256), (300, 400)):
+        lengths = {"batch": 24, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "heads": 11, "heads_kv": 11}
+        how = {"head_dim": head_dim, "head_dim_v": None, "deterministic": seqlen_q == 100}
+        problem = replace(PLAIN, **lengths, **how, **BANDS[band])
+        assert isinstance(kernel_backward_for(problem), KernelBackwardByHead)
+        tensors, dout, dlse = draw(problem)
+        result, gradients = again_and_again(tensors, problem, dout, dlse)
+        first = gradients()
+        accept(Judge(*tensors, problem, dout, dlse), Result(result.out, result.lse, *first))
+        for _ in range(10):
+            assert all(map(same_bits, gradients(), first))
     assert counters_are_zero()
 
 

@@ -21,7 +21,13 @@ from flashzoo.gpu import WARPGROUP
 from flashzoo.inputs import LAYOUTS
 from flashzoo.v3 import launch
 from flashzoo.v3.config import BACKWARD
-from flashzoo.v3.traits import KernelBackward, KernelBackwardAllKeys, KernelBackwardSparse, TilesBackward
+from flashzoo.v3.traits import (
+    KernelBackward,
+    KernelBackwardAllKeys,
+    KernelBackwardByHead,
+    KernelBackwardSparse,
+    TilesBackward,
+)
 from flashzoo.workloads import hardware
 from flashzoo_suite.support import DEVICE, same_bits, storage_of
 
@@ -36,8 +42,12 @@ KERNELS = {
     "sparse": KernelBackwardSparse("fp16", 128, 128, False, False, False, TilesBackward(64), 128, False),
 }
 on_kernels = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
-ALL_KEYS = {"all_keys": KernelBackwardAllKeys("fp16", 64, 64, False, False, False, TilesBackward(128))}
-on_kernels_and_all_keys = pytest.mark.parametrize("kernel", (KERNELS | ALL_KEYS).values(), ids=KERNELS | ALL_KEYS)
+ROUNDING = {
+    "all_keys": KernelBackwardAllKeys("fp16", 64, 64, False, False, False, TilesBackward(128)),
+    "by_head": KernelBackwardByHead("fp16", 64, 64, False, False, False, TilesBackward(128)),
+}
+"""Those that round dQ themselves."""
+on_kernels_and_rounding = pytest.mark.parametrize("kernel", (KERNELS | ROUNDING).values(), ids=KERNELS | ROUNDING)
 """The last has no sums of dQ."""
 
 
@@ -51,7 +61,7 @@ def guarded(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Te
 
 
 @pytest.mark.covering(2)
-@on_kernels_and_all_keys
+@on_kernels_and_rounding
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "offset"])
 @pytest.mark.parametrize("with_dlse", [False, True], ids=["", "dlse"])
 @pytest.mark.parametrize("seqlen_q", [1, 64, 130])
@@ -177,7 +187,7 @@ def parts_of_keys(parts: Tensor, kernel: KernelBackward, width: int) -> Tensor:
 
 
 @pytest.mark.covering(2)
-@on_kernels_and_all_keys
+@on_kernels_and_rounding
 @pytest.mark.parametrize("layout", ["bshd", "bhsd", "padded"])
 @pytest.mark.parametrize("splits", [2, 3, 6])
 @pytest.mark.parametrize(("seqlen_k", "narrower"), [(1, 0), (64, 8), (300, 56)])

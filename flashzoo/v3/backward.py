@@ -18,7 +18,8 @@ FlashAttention-3's own code (`hopper/mainloop_bwd_sm90_tma_gmma_ws.hpp` in Dao-A
    share keys are split over several tiles, or the blocks of queries of one head. Each leaves its part of dK and dV as
    it is in registers, in float32, and a kernel behind this one adds them in order (`delta.py`).
 
-Before it `delta.py` computes delta = rowsum(dO O) less the gradient of the LSE; after it dQ is rounded.
+Before it `delta.py` computes delta = rowsum(dO O) less the gradient of the LSE; after it dQ is rounded, unless a tile
+has all keys (`backward_all_keys.py`) or a thread block all tiles of a head (`backward_by_head.py`).
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class Workspace:
 
     Attributes:
         lse, delta: float32 (batch, heads, padded queries), LSE in log2 units.
-        dq: float32 (batch, heads, blocks of queries, consumers, a warpgroup's part as it lies in registers).
+        dq: float32 (batch, heads, blocks of queries, consumers, a warpgroup's part as it lies in registers); by head
+            (thread blocks, blocks of queries, ...).
         dq_semaphore: where deterministic, how many tiles have added to each part of a block of dQ.
         dk_parts, dv_parts: where query heads are split, each tile's dK and dV: float32 (tiles, parts of 64 keys,
             a part as it lies in registers).
@@ -617,15 +619,7 @@ class Backward:
                     cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), self.dtype), mma_dp
                 ).get_slice(thread + (work_idx >> 31))  # as in `epilogue`
                 cute.copy(from_chip, from_chip.partition_S(storage.v[None, None, 0]), from_chip.retile(v))
-            # as `Bounds.step`
-            first_head, heads = bounds.heads()
-            outer, inner = (end - begin, heads) if const_expr(kernel.uneven) else (heads, end - begin)
-            for i in cutlass.range(outer, unroll=1):  # B2.8
-                for j in cutlass.range(inner, unroll=1):
-                    n = bounds.nth(i if const_expr(kernel.uneven) else j, begin, end)
-                    head = first_head + (j if const_expr(kernel.uneven) else i)
-                    self.step(bounds, consumer, used, n, head, bounds.crosses(first_key + wg_idx * WARPGROUP_ROWS, n))
-                    used += 1
+            used = self.walk(bounds, consumer, used, begin, end)  # B2.8
             if steps == 0:
                 self.release_kv(consumer)
             work = scheduler.next_work(storage.work, storage.work_pipeline, work_idx)
@@ -634,6 +628,21 @@ class Backward:
             else:
                 self.epilogue(consumer)
             work_idx += 1
+
+    @cute.jit
+    def walk(self, bounds: BoundsBackward, consumer: Consumer, used: Int32, begin: Int32, end: Int32) -> Int32:
+        """Take the tile's blocks of queries into dK, dV and dQ, in the order of `Bounds.step`; how many the thread
+        block has used then."""
+        kernel, (first_head, heads) = self.kernel, bounds.heads()
+        first_key = bounds.tile.block * self.tiles.block_kv + consumer.wg_idx * WARPGROUP_ROWS
+        outer, inner = (end - begin, heads) if const_expr(kernel.uneven) else (heads, end - begin)
+        for i in cutlass.range(outer, unroll=1):
+            for j in cutlass.range(inner, unroll=1):
+                n = bounds.nth(i if const_expr(kernel.uneven) else j, begin, end)
+                head = first_head + (j if const_expr(kernel.uneven) else i)
+                self.step(bounds, consumer, used, n, head, bounds.crosses(first_key, n))
+                used += 1
+        return used
 
     def in_log2(self, scale_log2: Float32) -> Float32:
         """What scores are multiplied by, those that a function gives where there is one."""
@@ -917,6 +926,16 @@ def semaphore_arrive(semaphore: cute.Pointer, before: Int32):
     if before != NEVER:
         with cute.arch.elect_one():
             cute.arch.inline_ptx("red.release.gpu.global.add.s32 [{$r0}], 1;", read_only_args=[semaphore])
+
+
+@cute.jit
+def put(memory: cute.Pointer, storage: cute.Tensor):
+    """Have TMA write float32 values that lie one after the other to memory."""
+    with cute.arch.elect_one():
+        cute.arch.inline_ptx(
+            "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
+            read_only_args=[memory, storage.iterator, Int32(4 * cute.size(storage))],
+        )
 
 
 @cute.jit

@@ -18,6 +18,7 @@ from flashzoo.v3.traits import (
     Kernel,
     KernelBackward,
     KernelBackwardAllKeys,
+    KernelBackwardByHead,
     KernelBackwardPacked,
     KernelBackwardPairs,
     KernelBackwardSparse,
@@ -165,6 +166,9 @@ and 256, and loses at 192 keys; at 128 it gains 2 %."""
 # what a multiprocessor multiplies in one, what memory gives, how many steps a tile's beginning and end are worth, and
 # what the launch costs that adds the parts.
 FLOPS_PER_US, BYTES_PER_US, TILE_STEPS, SUM_US = 4.3e6, 3.3e6, 3, 10.0
+KEPT_BYTES = 40 << 20
+"""Of Q, dO and sums of dQ that L2 keeps, of the heads under way where thread blocks have a head each: 64 wide 512
+tokens of 132 heads are 35 million and gain up to a fifth, 1024 lose a fifth (docs/measurements.md)."""
 LEAST_UNEVEN = 5
 """Heads of a tile, at least, where the last of its group has one fewer: tiles of other lengths drift apart."""
 
@@ -257,13 +261,19 @@ def kernel_backward_for(problem: Problem) -> KernelBackward:
     """The backward kernel of a problem."""
     left, right = (side is not None for side in window_of(problem))
     widths = widths_backward(problem)
-    pairs, all_keys = in_pairs(problem), has_all_keys(problem)
-    tiles = PAIRS[widths] if pairs else BACKWARD[widths]
-    how = (problem.dtype, *widths, left, right, problem.deterministic and not all_keys, tiles)
+    kind = KernelBackward
+    if in_pairs(problem):
+        kind = KernelBackwardPairs
+    elif has_all_keys(problem):
+        kind = KernelBackwardAllKeys
+    elif goes_by_head(problem):
+        kind = KernelBackwardByHead
+    tiles = PAIRS[widths] if kind is KernelBackwardPairs else BACKWARD[widths]
+    ordered = problem.deterministic and kind is KernelBackward  # others have one order, or are not asked for it
+    how = (problem.dtype, *widths, left, right, ordered, tiles)
     split, scoring, mask = splits_for(problem) > 1, scoring_of(problem, gradient=True), problem.block_mask
     if mask is not None:
         return KernelBackwardSparse(*how, mask.block_kv, mask.bits, split_queries=split)
-    kind = KernelBackwardPairs if pairs else KernelBackwardAllKeys if all_keys else KernelBackward
     return (kind if problem.sequences is None else KernelBackwardPacked)(*how, split_queries=split, scoring=scoring)
 
 
@@ -278,8 +288,36 @@ def in_pairs(problem: Problem) -> bool:
 def has_all_keys(problem: Problem) -> bool:
     """Whether a tile of the backward pass has all keys, and walks every query: of dense tensors."""
     p, tiles = problem, BACKWARD[widths_backward(problem)]
-    dense = p.block_mask is None and not p.by_lengths and not p.blind_rows
-    return dense and 0 < p.seqlen_k <= tiles.block_kv and not tiles.by_gradient and not tiles.halved
+    return every_query_sees(p) and 0 < p.seqlen_k <= tiles.block_kv and not tiles.by_gradient and not tiles.halved
+
+
+def every_query_sees(problem: Problem) -> bool:
+    """Whether tensors are dense and each query sees a key: no tile would store dQ of one that sees none."""
+    p = problem
+    return p.block_mask is None and not p.by_lengths and not p.blind_rows
+
+
+@lru_cache(maxsize=1024)
+def goes_by_head(problem: Problem) -> bool:
+    """Whether a thread block of the backward pass has all tiles of a head: of dense tensors with a key/value head for
+    each query head, all of whose queries its first keys see. What the heads under way read and add to must stay in L2;
+    then it pays by this model, if there are heads enough to keep all multiprocessors busy."""
+    p, widths = problem, widths_backward(problem)
+    tiles, at_once, (left, right) = BACKWARD[widths], MULTIPROCESSORS[90], window_of(problem)
+    if left is not None or p.heads != p.heads_kv or tiles.by_gradient or tiles.halved or not every_query_sees(p):
+        return False
+    heads, blocks, steps = p.batch * p.heads, cdiv(p.seqlen_k, tiles.block_kv), cdiv(p.seqlen_q, tiles.block_q)
+    sums = p.seqlen_q * widths[0] * BYTES["fp32"]
+    kept = min(heads, at_once) * (p.seqlen_q * sum(widths) * BYTES[p.dtype] + sums)
+    if blocks < 2 or not steps or kept > KEPT_BYTES or splits_for(p) > 1:
+        return False
+    mean = steps if right is None else visible_pairs(p) / (blocks * tiles.block_kv * tiles.block_q) + 1
+    of_head = blocks * (mean + TILE_STEPS)
+    apart = math.ceil(heads * blocks / at_once) * (steps + TILE_STEPS)
+    if right is not None:  # as in `splits_for`
+        apart = max(steps + TILE_STEPS, heads / at_once * of_head)
+    step_us = 5 * tiles.block_q * tiles.block_kv * sum(widths) / FLOPS_PER_US
+    return (math.ceil(heads / at_once) * of_head - apart) * step_us < 2 * heads * sums / BYTES_PER_US
 
 
 @lru_cache(maxsize=1024)

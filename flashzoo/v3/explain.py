@@ -132,6 +132,8 @@ def _describe_backward(problem: Problem) -> list[str]:
     backward = kernel_backward_for(problem)
     run_at = f"head dims run at {backward.width}"
     leaves = "is summed in float32 memory of its own" if backward.dq_sums else "is one tile's, which has all keys"
+    if backward.by_head:
+        leaves = "is summed by the thread block that has all tiles of its head, and rounded by the last of them"
     lines = [f"backward: {backward.tiles}, {run_at}; dQ {leaves}"]
     splits, group = splits_for(problem), problem.heads // problem.heads_kv
     if splits > 1:

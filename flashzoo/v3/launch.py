@@ -350,11 +350,18 @@ class BackwardLaunch:
         group, batch_heads = cdiv(p.heads // p.heads_kv, splits), p.batch * p.heads_kv * splits
         keys = blocks * batch_heads * tiles.block_kv
         parts = [keys * width if kernel.split_queries else 0 for width in (kernel.width, kernel.width_v)]
+        function, at_once = function_for(kernel), _multiprocessors(device)
+        if kernel.cluster > 1:
+            at_once = kernel.cluster * function.clusters(device, kernel.cluster)
+        thread_blocks = min(at_once, batch_heads if kernel.by_head else blocks * batch_heads)
         rows, semaphores = blocks_of_all * tiles.block_q, blocks_of_all * kernel.semaphores * kernel.deterministic
-        self._workspace, self._numbers = _places(rows, rows, blocks_of_all * kernel.dq_sums, semaphores, *parts)
+        numbers_of_dq = kernel.numbers_of_dq(blocks_q, p.batch * p.heads, thread_blocks)
+        self._workspace, self._numbers = _places(rows, rows, numbers_of_dq, semaphores, *parts)
         uneven = kernel.right and not kernel.left and p.sequences is None
         swizzle = wave = 1
-        if kernel.deterministic:
+        if kernel.by_head:
+            wave = 0
+        elif kernel.deterministic:
             swizzle = DETERMINISTIC_SWIZZLE[tiles.by_gradient, uneven]
         elif uneven:
             swizzle, wave = swizzle_backward(blocks, batch_heads, group)
@@ -379,10 +386,6 @@ class BackwardLaunch:
             "scale",
             *of_scoring(kernel),
         )
-        function, at_once = function_for(kernel), _multiprocessors(device)
-        if kernel.cluster > 1:
-            at_once = kernel.cluster * function.clusters(device, kernel.cluster)
-        thread_blocks = min(at_once, blocks * batch_heads)
         self._launch = function.bind(device, thread_blocks, params, given, cluster=kernel.cluster)
         self._scales = in_log2(p.scale), p.scale
         self._delta = delta_launch(p, kernel, out_strides, dout_strides, dlse)

@@ -18,6 +18,7 @@ from flashzoo.v3.traits import (
     Kernel,
     KernelBackward,
     KernelBackwardAllKeys,
+    KernelBackwardByHead,
     KernelBackwardPacked,
     KernelBackwardPairs,
     KernelBackwardSparse,
@@ -101,7 +102,7 @@ def _forward_fp8(kernel: KernelFp8) -> Arguments:
 
 def _backward(kernel: KernelBackward) -> Arguments:
     of_q, of_v = (Tma(kernel.dtype, (width, *_any_size(kernel))) for width in (kernel.width, kernel.width_v))
-    of_dq = {"dq_rounded": of_q} if isinstance(kernel, KernelBackwardAllKeys) else {}
+    of_dq = {} if kernel.dq_sums else {"dq_rounded": of_q}
     return Arguments(
         operands=Record("", {"q": of_q, "k": of_q, "v": of_v, "dout": of_v, "dk": of_q, "dv": of_v, **of_dq}),
         workspace=Record("flashzoo.v3.backward:Workspace", WORKSPACE),
@@ -152,6 +153,7 @@ PROGRAMS: dict[type[Kernel | KernelBackward], Program] = {
         halved="flashzoo.v3.backward_in_halves:BackwardInHalves",
     ),
     KernelBackwardAllKeys: Program("flashzoo.v3.backward_all_keys:BackwardAllKeys", _backward),
+    KernelBackwardByHead: Program("flashzoo.v3.backward_by_head:BackwardByHead", _backward),
     KernelBackwardPairs: Program(
         "flashzoo.v3.backward_pairs:BackwardPairs",
         _backward,

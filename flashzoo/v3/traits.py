@@ -336,6 +336,9 @@ class KernelBackward:
     cluster: ClassVar[int] = 1
     """Thread blocks that load queries for one another."""
 
+    by_head: ClassVar[bool] = False
+    """Whether a thread block has all tiles of a head."""
+
     @property
     def words_of_work(self) -> int:
         """32-bit words that tell of the next tile: its number."""
@@ -384,8 +387,13 @@ class KernelBackward:
 
     @property
     def dq_sums(self) -> int:
-        """Float32 numbers in memory, to which tiles add, of a block of dQ."""
+        """Float32 numbers in memory of a block of dQ, zeros beforehand, to which tiles add, and which are rounded
+        behind the kernel; none where dQ leaves the kernel rounded."""
         return self.tiles.block_q * self.width
+
+    def numbers_of_dq(self, blocks_q: int, heads: int, thread_blocks: int) -> int:
+        """Float32 numbers in memory, to which tiles add, of so many blocks of queries of each of all heads."""
+        return heads * blocks_q * self.dq_sums
 
     @property
     def dq_parts(self) -> int:
@@ -519,6 +527,36 @@ class KernelBackwardAllKeys(KernelBackward):
         """The same, with dQ rounded."""
         numbers, stages = super().exchange
         return numbers * BYTES[self.dtype] // BYTES["fp32"], stages
+
+
+@dataclass(frozen=True)
+class KernelBackwardByHead(KernelBackward):
+    """A backward kernel whose thread blocks have all tiles of a head each, one after another, and so all of its dQ: in
+    a fixed order, and in memory of their own, that a thread block uses for one head after the other."""
+
+    by_head: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        tiles = self.tiles
+        if self.deterministic or self.left or self.split_queries or tiles.by_gradient or tiles.halved:
+            got = f"{tiles}, {self.deterministic=}, {self.left=}, {self.split_queries=}"
+            raise ValueError(
+                f"a kernel by head has tiles by keys, not halved, nor split, and no window on the left, got {got}"
+            )
+
+    @property
+    def staggered(self) -> bool:
+        """Tiles of a head don't run at the same time."""
+        return False
+
+    @property
+    def dq_sums(self) -> int:
+        """None."""
+        return 0
+
+    def numbers_of_dq(self, blocks_q: int, heads: int, thread_blocks: int) -> int:
+        """The same, of each thread block's head."""
+        return thread_blocks * blocks_q * self.tiles.block_q * self.width
 
 
 @dataclass(frozen=True)
