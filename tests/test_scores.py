@@ -22,7 +22,7 @@ import flashzoo
 from flashzoo import ScoreMod, score_mods, workloads
 from flashzoo.call.forms import SOFTCAP
 from flashzoo.lengths import places
-from flashzoo.scores.program import OPERATIONS, parsed, unmasked
+from flashzoo.scores.program import OPERATIONS, Program, parsed, unmasked
 from flashzoo.scores.trace import gradient_of
 from flashzoo_suite.support import DEVICE, lazily_negated
 
@@ -161,6 +161,34 @@ def test_what_was_captured_is_looked_at_anew():
     table = torch.ones(HEADS, 2, device=DEVICE)
     with pytest.raises(TypeError, match=r"score_mod must return a score"):
         called()
+
+
+@pytest.mark.parametrize("value", [1, 1.0, "a", b"a"], ids=lambda value: type(value).__name__)
+def test_what_is_derived_from_a_plain_type_is_looked_at_anew(value):
+    """Which may have attributes, that a function reads."""
+
+    class Derived(type(value)):
+        scale = 2.0
+
+    held = Derived(value)
+
+    def mod(s, *_):
+        return s * held.scale
+
+    first = ScoreMod.of(mod).text
+    held.scale = 3.0
+    assert ScoreMod.of(mod).text == ScoreMod(mod).text != first
+
+
+@pytest.mark.parametrize("name", ["float64", "float32"])
+def test_numbers_of_numpy_are_as_plain_as_pythons(name):
+    of = getattr(pytest.importorskip("numpy"), name)
+
+    def program(number: float) -> Program:
+        held = of(number)
+        return ScoreMod.of(lambda s, *_: s * float(held)).program
+
+    assert program(2.0) is program(2.0) and program(0.0).text != program(-0.0).text
 
 
 @pytest.mark.parametrize("version", ["v2", "standard", "auto"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dis import opmap
 from functools import lru_cache, partial
+from numbers import Number
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, NoneType
 from typing import Any
 
@@ -24,7 +25,8 @@ _KNOWN: dict[tuple[Any, ...], tuple[Program, tuple[int, ...]]] = {}
 """By what functions are made of and had captured when they were traced, their programs, and which of the captured
 tensors these read. Nothing of it keeps a tensor."""
 MOST_KNOWN = 256
-_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+_PLAIN = frozenset({bool, int, float, str, bytes, NoneType, torch.dtype, torch.device})
+"""Types of what is its value alone; one that is derived from them may have attributes, which change."""
 _WHY = "a score function can't be traced by two: make the ScoreMod outside of what torch.compile sees"
 
 
@@ -78,8 +80,9 @@ class _Captures:
         self._look_up()
 
     def _add(self, x: Any) -> None:
-        if isinstance(x, _PLAIN) or x is fitting:
-            self.prints.append((type(x), repr(x) if isinstance(x, float) else x))  # 0.0 equals -0.0
+        if type(x) in _PLAIN or _is_of_numpy(x) or x is fitting:
+            # 0.0 equals -0.0, and a long int has no text
+            self.prints.append((type(x), x if type(x) is int else repr(x)))
         elif id(x) in self._met:
             self.prints.append(self._met[id(x)][0])
         else:
@@ -175,6 +178,11 @@ def _names(code: CodeType) -> tuple[str, ...]:
 def _is_of_torch(module: Any) -> bool:
     """Of a module's name, whether it is torch's, in which nothing changes."""
     return module == "torch" or str(module).startswith("torch.")
+
+
+def _is_of_numpy(x: Any) -> bool:
+    """Whether it is a number of numpy's, or a string, which are as plain as Python's."""
+    return type(x).__module__ == "numpy" and isinstance(x, (Number, str, bytes))
 
 
 def _is_constant(x: Any) -> bool:
