@@ -191,6 +191,17 @@ def test_numbers_of_numpy_are_as_plain_as_pythons(name):
     assert program(2.0) is program(2.0) and program(0.0).text != program(-0.0).text
 
 
+def test_a_captured_tensor_is_known_by_its_class_and_device():
+    """By which a function may choose what it does."""
+    plain = torch.ones(HEADS, requires_grad=True)
+
+    def mod(s, b, h, *_):
+        return s + table[h] if isinstance(table, torch.nn.Parameter) or table.is_meta else s - table[h]
+
+    for table in (plain, torch.nn.Parameter(torch.ones(HEADS)), plain.detach(), plain.detach().to("meta")):  # noqa: B007
+        assert ScoreMod.of(mod).text == ScoreMod(mod).text
+
+
 @pytest.mark.parametrize("version", ["v2", "standard", "auto"])
 def test_a_backward_pass_is_that_of_what_was_computed(version):
     """Not of what the function would compute by then, as one in a loop over layers does, nor is a ScoreMod's forward

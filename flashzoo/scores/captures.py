@@ -92,7 +92,7 @@ class _Captures:
     def _add_new(self, x: Any) -> None:
         if isinstance(x, Tensor):
             strides = x.stride() if x.layout == torch.strided else None
-            self.prints.append((x.dtype, x.shape, strides, x.requires_grad))
+            self.prints.append((type(x), x.device, x.dtype, x.shape, strides, x.requires_grad))
             self.tensors.append(x)
             if vars(x):
                 self._holders.append(vars(x).get)
