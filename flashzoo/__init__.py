@@ -9,7 +9,10 @@ print(flashzoo.compare(q, k, v, causal=True))                   # error, ms, TFL
 from __future__ import annotations
 
 from importlib import import_module
+from time import time_ns
 from typing import TYPE_CHECKING, Any
+
+__imported__ = time_ns()  # before anything that kernels are made of; `_cute.cache` asks what has changed since
 
 from flashzoo import baselines, blocksparse, decode, score_mods, v1, v2, v3
 from flashzoo.append import append

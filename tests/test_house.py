@@ -152,6 +152,7 @@ MAY_IMPORT = {
         "torch",
         "cuda",
         "cutlass",
+        "flashzoo.__imported__",
         "flashzoo._cute",
         SCORES,
         "flashzoo.dtypes",

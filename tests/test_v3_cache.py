@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -47,7 +49,9 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def sources(tmp_path) -> Path:
+def sources(tmp_path, monkeypatch) -> Path:
+    """As if they had been there before flashzoo was imported."""
+    monkeypatch.setattr(cache, "__imported__", sys.maxsize)
     return folder_of(tmp_path / "sources", "tile = 64")
 
 
@@ -55,6 +59,12 @@ def folder_of(path: Path, code: str) -> Path:
     path.mkdir()
     (path / "kernel.py").write_text(code)
     return path
+
+
+def import_now(monkeypatch) -> None:
+    """As if flashzoo were imported."""
+    monkeypatch.setattr(cache, "__imported__", time.time_ns())
+    time.sleep(0.05)  # the clock by which files change ticks more slowly
 
 
 def kept(folder: Path) -> Path:
@@ -110,6 +120,28 @@ class TestCache:
         build = Builder()
         cached(("a",), sources, build)
         assert build.calls == 1
+
+    @pytest.mark.parametrize("keeps_its_time", [False, True])
+    def test_what_changed_since_the_import_is_not_kept_nor_taken(self, keeps_its_time, folder, sources, monkeypatch):
+        """The process has loaded what was there before."""
+        cached(("a",), sources, Builder())
+        import_now(monkeypatch)
+        new = folder_of(sources.parent / "new", "tile = 64") / "kernel.py"
+        if keeps_its_time:
+            os.utime(new, ns=(0, 0))
+        new.replace(sources / "kernel.py")
+        build = Builder()
+        assert [cached((name,), sources, build) for name in "ab"] == [IMAGE] * 2
+        assert build.calls == 2 and kept(folder)
+
+    def test_what_changes_while_it_is_built_is_not_kept(self, folder, sources, monkeypatch):
+        import_now(monkeypatch)
+
+        def build() -> Image:
+            (sources / "kernel.py").write_text("tile = 96")
+            return IMAGE
+
+        assert cached(("a",), sources, build) == IMAGE and not folder.exists()
 
     @pytest.mark.parametrize("length", [0, 5, 32, 40, 1000, -1])
     def test_a_file_cut_short_is_built_anew(self, length, folder, sources):

@@ -7,6 +7,10 @@ A file's name is a digest of everything that the kernel depends on: what it is s
 of, the release of CuTe DSL. Its content begins with a digest of the rest, so that a damaged file is compiled anew. It
 appears under its name only when it is complete, so that processes can share the folder without locks. Nothing removes
 what an older release has left; the folder may be deleted at any time.
+
+The digest is of sources on disk, the kernel of those that the process has loaded. So a process under which flashzoo was
+upgraded or edited goes without the folder: it would leave old kernels there under new names, or take new ones for its
+own.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
 from uuid import uuid4
+
+from flashzoo import __imported__
 
 ENVIRONMENT = "FLASHZOO_CACHE_DIR"
 
@@ -45,7 +51,8 @@ class Image:
 
 
 def cached(identity: tuple[str, ...], sources: Path, build: Callable[[], Image]) -> Image:
-    """The image from the disk, or built and written there.
+    """The image from the disk, or built and written there; built alone where the sources have changed since flashzoo
+    was imported.
 
     Args:
         identity: what the kernel is specialised for.
@@ -55,14 +62,16 @@ def cached(identity: tuple[str, ...], sources: Path, build: Callable[[], Image])
     """
     folder = _folder()
     with _lock:
-        if folder is None:
+        made_of = (sources, Path(__file__).parent, *FACTS)
+        if folder is None or not all(map(_is_as_loaded, made_of)):
             return build()
-        parts = (_FORMAT, version("nvidia-cutlass-dsl"), *map(_digest_of, (sources, Path(__file__).parent, *FACTS)))
+        parts = (_FORMAT, version("nvidia-cutlass-dsl"), *map(_digest_of, made_of))
         path = folder / f"{hashlib.sha256(repr((*parts, *identity)).encode()).hexdigest()}.cubin"
         image = _read(path)
         if image is None:
             image = build()
-            _write(path, image)
+            if all(map(_is_as_loaded, made_of)):  # still: it may have been this that loaded some of them
+                _write(path, image)
         return image
 
 
@@ -80,10 +89,20 @@ def _folder() -> Path | None:
         return None
 
 
+def _is_as_loaded(sources: Path) -> bool:
+    """Whether no file has changed, or come to where it is, since flashzoo was imported. By the time that no installer
+    sets, as it may that of modification."""
+    return all(path.stat().st_ctime_ns <= __imported__ for path in _files_of(sources))
+
+
+def _files_of(sources: Path) -> list[Path]:
+    return [sources] if sources.is_file() else sorted(sources.rglob("*.py"))
+
+
 @lru_cache
 def _digest_of(sources: Path) -> str:
     digest = hashlib.sha256()
-    for path in [sources] if sources.is_file() else sorted(sources.rglob("*.py")):
+    for path in _files_of(sources):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(sources).as_posix()} {len(content)} ".encode() + content)
     return digest.hexdigest()
