@@ -101,7 +101,7 @@ class TestCache:
         assert build.calls == 1
 
     def test_is_by_all_that_kernels_are_made_of(self):
-        """But for the file that says the block of scales, which a kernel's tiles have too, and what that imports."""
+        """But for what is imported where the block of scales is said, of which kernels have nothing."""
         made, todo = set(), {path for path in HOPPER_ROOM.glob("*.py")} | {V3 / f"{name}.py" for name in DEVICE}
         while todo:
             made.add(path := todo.pop())
@@ -109,10 +109,7 @@ class TestCache:
             names = re.findall(r"^from (flashzoo[.\w]*) import", text, re.MULTILINE)
             todo |= {ROOT / f"{name.replace('.', '/')}.py" for name in names} - made
         outside = {path for path in made if not path.is_relative_to(V3) and not path.is_relative_to(HOPPER_ROOM)}
-        assert outside == {
-            *cache.FACTS,
-            *(ROOT / "flashzoo" / "call" / f"{name}.py" for name in ("features", "forms", "problem")),
-        }
+        assert outside == {*cache.FACTS, *(ROOT / "flashzoo" / "call" / f"{name}.py" for name in ("features", "forms"))}
 
     def test_is_by_release_of_cute_dsl(self, folder, sources, monkeypatch):
         cached(("a",), sources, Builder())

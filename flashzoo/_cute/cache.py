@@ -32,7 +32,10 @@ ENVIRONMENT = "FLASHZOO_CACHE_DIR"
 
 FACTS = tuple(
     Path(__file__).parents[1] / f"{name}.py"
-    for name in ("dtypes", "gpu", "integers", *(f"scores/{name}" for name in ("factors", "program", "traits", "walk")))
+    for name in (
+        *("call/problem", "dtypes", "gpu", "integers"),
+        *(f"scores/{name}" for name in ("factors", "program", "traits", "walk")),
+    )
 )
 """What kernels are made of besides the files of their version and of this folder."""
 
