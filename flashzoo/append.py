@@ -126,9 +126,9 @@ def append(
     for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
         if x is not None:
             _check_descale(name, x, (batch, heads), capacity, k, k_cache.dtype)
-    read = (k, v, seqused_k, page_table, k_descale, v_descale)
-    read = [None if x is None else x.resolve_neg() for x in read]
-    import_module("flashzoo._triton.append").append(k_cache, v_cache, *read)
+    names = ("seqused_k", "page_table", "k_descale", "v_descale")
+    read = [OPERANDS[name].prepared(operands.get(name), {}) for name in names]
+    import_module("flashzoo._triton.append").append(k_cache, v_cache, k.resolve_neg(), v.resolve_neg(), *read)
     torch.autograd.graph.increment_version((k_cache, v_cache))  # what autograd has saved may be overwritten
 
 

@@ -115,6 +115,16 @@ def test_every_number_is_rounded_to_the_nearest_e4m3():
         torch.testing.assert_close(found, nearest, rtol=0, atol=0, equal_nan=True)
 
 
+def test_descales_that_lie_too_far_apart_for_kernels_are_copied(monkeypatch):
+    """`attention` has the same; what is too far takes more memory than a test should."""
+    handed = []
+    monkeypatch.setattr("flashzoo.call.operands.is_far", lambda x: x is far)
+    monkeypatch.setattr("flashzoo._triton.append.append", lambda *given: handed.extend(given[-2:]))
+    near, far = (torch.rand(2, 4, device=DEVICE)[:, ::2] for _ in range(2))
+    flashzoo.append(**GIVEN | IN_E4M3 | {"k_descale": near, "v_descale": far})
+    assert handed[0] is near and handed[1].is_contiguous() and torch.equal(handed[1], far)
+
+
 def test_nothing_to_append():
     caches = drawn(2, 20, 2, 16), drawn(2, 20, 2, 16)
     flashzoo.append(*caches, drawn(2, 0, 2, 16), drawn(2, 0, 2, 16), numbers(0, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -207,6 +208,19 @@ class TestFp8:
         out = flashzoo.attention(**_fp8(**names), version="fp8")
         assert out.dtype == torch.bfloat16 and len(DESCALES_SEEN) == 1
         assert all(found is x for found, x in zip(DESCALES_SEEN[0], given, strict=True))
+
+    @pytest.mark.parametrize("shape", [(2, 4), (2, 4, 1)], ids=str)
+    def test_descales_that_lie_too_far_apart_for_kernels_are_copied(self, shape, tmp_path):
+        near, far = (self.apart(step, shape, tmp_path) for step in ((1 << 31) - 4, (1 << 31) - 3))
+        flashzoo.attention(**_fp8(q_descale=near, k_descale=far, v_descale=far), version="fp8")
+        q, k, v = DESCALES_SEEN[0]
+        assert q is near and k.is_contiguous() and v.is_contiguous() and torch.equal(k, far)
+
+    @staticmethod
+    def apart(step: int, shape: tuple[int, ...], folder: Path) -> torch.Tensor:
+        """One whose batches are that far apart, in a file that takes no room: nothing else of it is touched."""
+        numbers = torch.from_file(str(folder / str(step)), shared=True, size=step + 4)
+        return numbers.as_strided(shape, (step, 1, 1)[: len(shape)]).copy_(torch.rand(shape))
 
     def test_lazy_negatives_are_resolved_before_a_version_gets_them(self):
         given = dict(

@@ -17,7 +17,7 @@ from flashzoo.call.problem import DESCALE_BLOCK, Problem
 from flashzoo.integers import cdiv
 from flashzoo.lengths import Ranges
 from flashzoo.masks.block_mask import BlockMask
-from flashzoo.scores.mod import ScoreMod
+from flashzoo.scores.mod import ScoreMod, is_far
 
 # quoted, or pyright --verifytypes does not know it
 Descales: TypeAlias = "tuple[Tensor | None, Tensor | None, Tensor | None]"
@@ -220,6 +220,11 @@ class _Descale(_OfTensor):
     def more(self, x: Tensor) -> bool:
         """Whether it is recorded by autograd."""
         return x.requires_grad and torch.is_grad_enabled()
+
+    def prepared(self, x: Any, options: Mapping[str, Any]) -> Any:
+        """Copied where its numbers lie further apart than kernels, which count them in 32 bits, can tell."""
+        x = super().prepared(x, options)
+        return x.contiguous() if isinstance(x, Tensor) and is_far(x) else x
 
     def check(self, name: str, form: Any, device: torch.device) -> None:
         super().check(name, form, device)

@@ -99,7 +99,7 @@ class ScoreMod:
         from flashzoo.scores.evaluate import NAMES
 
         reads = tuple([(NAMES[x.dtype], tuple(x.shape)) for x in self.tensors])
-        return ScoreForm(self.text, reads, self.grads, any([_is_far(x) for x in self.tensors]))
+        return ScoreForm(self.text, reads, self.grads, any([is_far(x) for x in self.tensors]))
 
     def resolved(self) -> ScoreMod:
         """Itself, or the same of tensors none of which is lazily negated."""
@@ -138,6 +138,6 @@ class ScoreMod:
         return f"ScoreMod({name}: {len(self.program.steps)} operations, {len(self.tensors)} tensors)"
 
 
-def _is_far(x: Tensor) -> bool:
+def is_far(x: Tensor) -> bool:
     """Whether 32 bits don't number its elements, in memory or one behind another."""
     return max(x.numel(), sum([(n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True)])) >= 1 << 31
