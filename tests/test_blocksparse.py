@@ -359,7 +359,9 @@ class TestDispatch:
             flashzoo.explain(problem, version="blocksparse")
         )
         beside = replace(problem, block_mask=MaskForm())
-        assert "put into the block mask at every call" in str(flashzoo.explain(beside, version="blocksparse"))
+        assert "put into the block mask at the first such call of a stream, and kept with it" in str(
+            flashzoo.explain(beside, version="blocksparse")
+        )
 
 
 class TestHanded:

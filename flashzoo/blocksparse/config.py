@@ -112,8 +112,8 @@ def describe(problem: Problem) -> list[str]:
         )
     elif problem.span != (None, None):
         lines.append(
-            "causal and window_size are put into the block mask at every call; "
-            "block_mask & BlockMask.causal(...) does it once"
+            "causal and window_size are put into the block mask at the first such call of a stream, and kept with it "
+            "where BlockMask.banded says; block_mask & BlockMask.causal(...) does it beforehand"
         )
     if problem.device == "cpu":
         lines.append("runs in Triton's interpreter: exact, and slow")
