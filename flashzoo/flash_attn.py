@@ -33,7 +33,7 @@ _NOT_TAKEN = {
     "rotary_sin": (None, "turn q and k before the call"),
     "cache_batch_idx": (None, "k_cache[cache_batch_idx] is a cache of its own, page_table another way to share rows"),
     "cache_leftpad": (None, "a cache is used from its first key on"),
-    "num_splits": (0, "how keys are split is flashzoo's to choose: version='v2' doesn't split them"),
+    "num_splits": (0, "how keys are split is flashzoo's to choose; with flashzoo.use('v2') they aren't, without pages"),
 }
 """Arguments that are taken at their default alone: that, and what is lacking or to be done instead."""
 

@@ -314,6 +314,17 @@ def test_dropout_is_by_a_seed_that_is_drawn(name):
     assert not torch.equal(out(0.5, 1), out(0.5, 2)) and torch.equal(out(0.0, 1), out(0.0, 2))
 
 
+def test_keys_are_not_split_where_the_error_says():
+    q, cache = drawn(1, 1, 2, 16), drawn(1, 40, 2, 16)
+    with pytest.raises(flashzoo.UnsupportedError, match=r"with flashzoo\.use\('v2'\) they aren't, without pages"):
+        flash_attn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=7, num_splits=1)
+    with flashzoo.use("v2"):
+        out = flash_attn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=7)
+        assert same_bits(out, flashzoo.attention(q, cache, cache, seqused_k=numbers(7), version="v2"))
+        with pytest.raises(flashzoo.UnsupportedError, match="v2: does not support page_table"):
+            flash_attn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=7, block_table=numbers(0)[None])
+
+
 @pytest.mark.parametrize(
     ("function", "argument", "value"),
     [
