@@ -366,11 +366,6 @@ def choose_backward(problem: Problem, version: str, by: str, zoo: Zoo) -> Spec:
     return spec
 
 
-def resolve(problem: Problem, version: str = "auto") -> Spec:
-    """The version whose forward pass answers: `choose(...).forward`, which also says whose backward pass."""
-    return choose(problem, version).forward
-
-
 def _fallback(problem: Problem, zoo: Zoo) -> Spec | None:
     fallbacks = (spec for spec in zoo.specs.values() if spec.backward_impl is not None and problem.device in spec.auto)
     return next((spec for spec in fallbacks if not spec.unsupported(problem)), None)

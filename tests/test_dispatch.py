@@ -32,23 +32,23 @@ def _gradients(attention, qkv):
     return torch.autograd.grad(outputs, leaves, [torch.randn(x.shape, generator=generator) for x in outputs])
 
 
-class TestResolve:
+class TestChoose:
     def test_auto_takes_the_first_without_objection(self):
         flashzoo.register(toy("second"), before="v3")
         flashzoo.register(toy("first", arch=(100, None)), before="second")
-        assert registry.resolve(HOPPER).name == "second"
-        assert registry.resolve(dataclasses.replace(HOPPER, arch=100)).name == "first"
+        assert registry.choose(HOPPER).forward.name == "second"
+        assert registry.choose(dataclasses.replace(HOPPER, arch=100)).forward.name == "first"
 
     def test_auto_leaves_what_a_version_leaves_to_others_that_can(self):
         flashzoo.register(toy(leaves=lambda problem: ["it is long"] if problem.seqlen_k > 100 else []), before="v3")
         short, long = (dataclasses.replace(HOPPER, seqlen_q=n, seqlen_k=n) for n in (100, 101))
-        assert registry.resolve(short).name == "toy"
-        assert registry.resolve(long).name == "v3"
+        assert registry.choose(short).forward.name == "toy"
+        assert registry.choose(long).forward.name == "v3"
         assert "auto leaves it to others that can: it is long" in str(flashzoo.explain(long))
         for spec in flashzoo.versions().values():
             if spec.name != "toy":
                 flashzoo.unregister(spec.name)
-        assert registry.resolve(long).name == "toy"
+        assert registry.choose(long).forward.name == "toy"
 
     @pytest.mark.parametrize(
         ("batch", "seqlen_q", "seqlen_k", "heads", "fields", "taken"),
@@ -70,12 +70,12 @@ class TestResolve:
         problem = flashzoo.Problem(
             batch, seqlen_q, seqlen_k, heads, 8, 128, dtype="bf16", causal=seqlen_q > 1, **{"arch": 90} | fields
         )
-        assert (registry.resolve(problem).name == "decode") == taken
+        assert (registry.choose(problem).forward.name == "decode") == taken
 
     def test_auto_passes_over_what_does_not_offer_itself(self):
         flashzoo.register(toy(auto=()), before="v3")
-        assert registry.resolve(HOPPER).name != "toy"
-        assert registry.resolve(HOPPER, "toy").name == "toy"
+        assert registry.choose(HOPPER).forward.name != "toy"
+        assert registry.choose(HOPPER, "toy").forward.name == "toy"
 
     @pytest.mark.parametrize("arch", [80, 89, 90, 100])
     @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
@@ -97,7 +97,7 @@ class TestResolve:
             spec for spec in flashzoo.versions().values() if spec.auto and not (spec.leaves and spec.leaves(problem))
         ]
         able = [spec.name for spec in specs if not spec.unsupported(problem.forward)]
-        assert registry.resolve(problem).name == able[0]
+        assert registry.choose(problem).forward.name == able[0]
         assert able[0] not in ("sdpa", "standard")
 
     @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ class TestResolve:
         ids=str,
     )
     def test_auto_ends_at_sdpa(self, problem):
-        assert registry.resolve(dataclasses.replace(HOPPER, **problem)).name == "sdpa"
+        assert registry.choose(dataclasses.replace(HOPPER, **problem)).forward.name == "sdpa"
 
     def test_auto_on_the_cpu_is_torch(self, qkv):
         assert flashzoo.explain(*qkv).chosen == "sdpa"
@@ -123,13 +123,13 @@ class TestResolve:
 
     def test_auto_with_no_taker_says_why_of_each(self):
         with pytest.raises(UnsupportedError) as error:
-            registry.resolve(dataclasses.replace(HOPPER, arch=30))
+            registry.choose(dataclasses.replace(HOPPER, arch=30))
         for name, spec in flashzoo.versions().items():
             assert (f"  {name}: needs sm_" in str(error.value)) == ("cuda" in spec.auto)
 
     def test_a_name_never_falls_back(self):
         with pytest.raises(UnsupportedError) as error:
-            registry.resolve(dataclasses.replace(HOPPER, window=(4, 0)), "v1")
+            registry.choose(dataclasses.replace(HOPPER, window=(4, 0)), "v1")
         text = str(error.value)
         assert (
             "version 'v1' can't take batch 2, seqlen 128, heads 8, head_dim 64, bf16, window (4, 0), on sm_90" in text
@@ -139,14 +139,14 @@ class TestResolve:
 
     def test_a_name_that_nobody_could_replace(self):
         with pytest.raises(UnsupportedError, match="no registered version would"):
-            registry.resolve(dataclasses.replace(HOPPER, arch=30), "v2")
+            registry.choose(dataclasses.replace(HOPPER, arch=30), "v2")
 
     def test_a_name_nobody_has(self):
         with pytest.raises(
             ValueError,
             match="version must be 'auto' or one of decode, v3, v3_fp8, v2, v1, blocksparse, sdpa, standard, got 'v9'",
         ):
-            registry.resolve(HOPPER, "v9")
+            registry.choose(HOPPER, "v9")
 
     @pytest.mark.parametrize("fields", [{"head_dim": 264, "head_dim_v": None}, {"head_dim_v": 264}], ids=str)
     def test_what_nobody_has_tiles_for_is_explained(self, fields):
@@ -156,7 +156,7 @@ class TestResolve:
     @pytest.mark.parametrize("name", ["v1", "v2"])
     def test_bf16_on_the_cpu_is_refused_by_the_interpreted_kernels(self, name):
         with pytest.raises(UnsupportedError, match=f"{name}: takes dtype fp16 or fp32 on the CPU, got bf16"):
-            registry.resolve(dataclasses.replace(ON_CPU, dtype="bf16"), name)
+            registry.choose(dataclasses.replace(ON_CPU, dtype="bf16"), name)
 
     def test_what_triton_would_interpret_for_minutes_is_refused_before_any_launch(self):
         flashzoo.register(toy("in_triton", requires=("triton",)))
@@ -196,8 +196,8 @@ class TestResolve:
         monkeypatch.setattr(flashzoo.spec, "_installed", lambda package: package != language)
         registry._forget()
         with pytest.raises(UnsupportedError, match=f"needs the package '{language}', which is not installed"):
-            registry.resolve(HOPPER, name)
-        assert registry.resolve(HOPPER).name == left
+            registry.choose(HOPPER, name)
+        assert registry.choose(HOPPER).forward.name == left
         registry._forget()
 
     def test_explain_says_what_to_install_where_that_would_help(self, monkeypatch):
@@ -215,13 +215,13 @@ class TestResolve:
         with pytest.raises(
             UnsupportedError, match="v3: its backward pass needs the package 'triton', which is not installed"
         ):
-            registry.resolve(dataclasses.replace(HOPPER, grad=True), "v3")
+            registry.choose(dataclasses.replace(HOPPER, grad=True), "v3")
         registry._forget()
 
     def test_without_any_kernel_language_auto_is_torch(self, monkeypatch):
         monkeypatch.setattr(flashzoo.spec, "_installed", lambda package: package not in ("triton", "cutlass"))
         registry._forget()
-        assert registry.resolve(HOPPER).name == "sdpa"
+        assert registry.choose(HOPPER).forward.name == "sdpa"
         registry._forget()
 
     @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ class TestResolve:
     def test_auto_never_quantises_unasked(self, dtype, arch):
         for fields in ({}, {"causal": True, "grad": True}, {"lse": True, "heads_kv": 2}):
             problem = dataclasses.replace(HOPPER, dtype=dtype, arch=arch, **fields)
-            assert registry.resolve(problem).name != "v3_fp8"
+            assert registry.choose(problem).forward.name != "v3_fp8"
             assert flashzoo.versions()["v3_fp8"].unsupported(problem)
 
     @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ class TestResolve:
     )
     def test_fp8_is_v3s_on_hopper_and_standards_elsewhere(self, fields):
         problem = dataclasses.replace(HOPPER, **fields)
-        assert registry.resolve(problem).name == "v3_fp8"
+        assert registry.choose(problem).forward.name == "v3_fp8"
         able = [spec.name for spec in flashzoo.versions().values() if not spec.unsupported(problem)]
         assert able == ["v3_fp8", "standard"]
         for other in (
@@ -262,7 +262,7 @@ class TestResolve:
             {"device": "cpu", "arch": None},
             {"head_dim": 72, "head_dim_v": None},
         ):
-            assert registry.resolve(dataclasses.replace(problem, **other)).name == "standard"
+            assert registry.choose(dataclasses.replace(problem, **other)).forward.name == "standard"
 
     @pytest.mark.parametrize(
         "problem",
@@ -270,8 +270,8 @@ class TestResolve:
         ids=str,
     )
     def test_auto_goes_on_to_v2_where_v3_cannot(self, problem):
-        assert registry.resolve(HOPPER).name == "v3"
-        assert registry.resolve(dataclasses.replace(HOPPER, **problem)).name == "v2"
+        assert registry.choose(HOPPER).forward.name == "v3"
+        assert registry.choose(dataclasses.replace(HOPPER, **problem)).forward.name == "v2"
 
 
 class TestUnquantized:
@@ -342,7 +342,7 @@ class TestFallbackBackward:
         told = [line.strip() for line in lines[of_newer : of_newer + 2]]
         assert told == ["- has no backward pass, and an input requires grad", "- grad is False"]
 
-    def test_the_choice_has_both_and_resolve_the_one_that_runs(self):
+    def test_the_choice_has_both(self):
         self.registered()
         problem = dataclasses.replace(HOPPER, grad=True)
         choice = registry.choose(problem)
@@ -351,7 +351,6 @@ class TestFallbackBackward:
             "older",
             "newer forward, older backward",
         )
-        assert registry.resolve(problem).name == "newer"
         assert str(registry.choose(HOPPER)) == "newer" and registry.choose(HOPPER).backward is None
         assert flashzoo.explain(HOPPER).backward is None
 

@@ -315,15 +315,14 @@ def _parts(shapes: tuple[tuple[int, ...], ...], start: int) -> tuple[list[Part],
 
 
 @lru_cache(maxsize=1024)
-def transpose_launch(shape: tuple[int, ...], strides: Strides, tile: tuple[int, int, int] = TRANSPOSE) -> Launch | None:
+def transpose_launch(shape: tuple[int, ...], strides: Strides) -> Launch | None:
     """The launch of `transpose_kernel`, or None where there is nothing to do.
 
     Args:
         shape, strides: of v.
-        tile: keys and columns of a program's tile, and its warps.
     """
     batch, seqlen_k, heads_kv, head_dim = shape
-    keys, width, num_warps = tile
+    keys, width, num_warps = TRANSPOSE
     width = min(width, next_power_of_2(head_dim, 16))
     programs = batch * heads_kv * cdiv(seqlen_k, keys) * cdiv(head_dim, width)
     if not programs:
