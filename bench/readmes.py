@@ -33,6 +33,7 @@ NAMES = {
         "fa3": "FlashAttention-3",
         "sdpa_cudnn": "cuDNN",
         "sdpa_flash": "torch's FA-2",
+        "sdpa_efficient": "torch's memory-efficient",
         "flex": "FlexAttention",
     },
     **{
@@ -183,7 +184,7 @@ def headline(rows: list[Row]) -> Iterator[str]:
     if found:
         told = "; ".join(
             f"{word} {ratio(ratios.values.values())}"
-            + (f" {against(ratios)}" if len(ratios.others) == 1 else "")
+            + (f" over {against(ratios)}" if len(ratios.others) == 1 else "")
             + f" in {len(ratios.values)} cells"
             for word, ratios in found.items()
         )

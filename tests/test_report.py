@@ -756,6 +756,12 @@ def test_the_pictures_of_results_are_there():
     assert "![" in (ROOT / "README.md").read_text()[:2500], "the first screen has one"
 
 
+def test_the_headline_is_in_words():
+    shown, alone = readmes.headline(read(runs.RESULTS))
+    assert "_" not in shown.partition("[Measured]")[0], "every library has a name"
+    assert re.search(r"in FP8, v3_fp8 [\d.]+x \(worst [\d.]+x\) over FlashAttention-3 in", alone)
+
+
 READMES = plot.shown(read(runs.RESULTS), runs.RESULTS)
 
 
