@@ -1,7 +1,8 @@
 """Which version answers a call: `register`, `versions`, `choose`, `explain_problem`. Standard library only.
 
-The order of registration is the order of `auto`: the first version with no objection is taken, or one that objects to
-the backward pass alone where another has a fallback backward. An explicit name never falls back: it runs, backward pass
+The order of registration is the order of `auto`, but for versions that leave a problem to others (`Spec.leaves`), which
+come last: the first with no objection is taken, or one that objects to the backward pass alone where another has a
+fallback backward. An explicit name never falls back: it runs, backward pass
 included, or raises with its reasons and with the versions that would do.
 
 All of it may be called from any thread. What is registered is a `Zoo`, which never changes: another takes its place.

@@ -113,9 +113,9 @@ def attention(
             `i + seqlen_k - seqlen_q + right`; None or -1 on a side means no bound there.
         deterministic: the same bits in every run, gradients included; a version that can't promise it is not taken.
         return_lse: return the log-sum-exp of each row of scores too.
-        version: a name from `flashzoo.versions()`, or "auto" for the newest that can take the call. A name never falls
-            back. Overridden, where "auto", by `flashzoo.use(...)` and then by the environment variable
-            FLASHZOO_VERSION.
+        version: a name from `flashzoo.versions()`, or "auto" for the newest that can take the call, of those that
+            don't leave it to others (`Spec.leaves`) if there are any. A name never falls back. Overridden, where
+            "auto", by `flashzoo.use(...)` and then by the environment variable FLASHZOO_VERSION.
         precision: "fp8" quantises fp16 or bf16 inputs to e4m3 for the forward pass; the backward pass runs in 16 bits,
             on the inputs as they are. Nothing is quantised where it is None.
         fast_accum: with e4m3 inputs or `precision="fp8"`, P V may be summed in the tensor core's accumulators alone,
