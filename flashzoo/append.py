@@ -13,6 +13,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from flashzoo.call.check import check_data, check_tensor, check_tensors
 from flashzoo.call.operands import OPERANDS
 from flashzoo.call.problem import DESCALE_BLOCK
+from flashzoo.call.signs import resolved
 from flashzoo.integers import cdiv
 from flashzoo.transforms import refuse_transforms
 
@@ -128,7 +129,7 @@ def append(
             _check_descale(name, x, (batch, heads), capacity, k, k_cache.dtype)
     names = ("seqused_k", "page_table", "k_descale", "v_descale")
     read = [OPERANDS[name].prepared(operands.get(name), {}) for name in names]
-    import_module("flashzoo._triton.append").append(k_cache, v_cache, k.resolve_neg(), v.resolve_neg(), *read)
+    import_module("flashzoo._triton.append").append(k_cache, v_cache, resolved(k), resolved(v), *read)
     torch.autograd.graph.increment_version((k_cache, v_cache))  # what autograd has saved may be overwritten
 
 

@@ -85,6 +85,17 @@ def test_frames_of_a_signal(version, problem):
     accept(Judge(*tensors, problem, dout, dlse), both(version, tensors, problem, dout, dlse))
 
 
+@pytest.mark.covering(1)
+@asks({"scale": {"softmax_scale": -0.3}, "lazy": {}}, both=True, fp8=("fp8",), seqlen_q=12, seqlen_k=12, head_dim=64)
+def test_frames_of_the_other_sign(version, problem):
+    """As `-x` and `x.resolve_neg()` lay them, too, their last dimension has gaps."""
+    tensors, dout, dlse = draw(problem)
+    tensors = tuple(frames(x) for x in tensors)
+    if problem.scale > 0:
+        tensors = tuple(torch._neg_view(x) for x in tensors)  # pyright: ignore[reportPrivateImportUsage]
+    accept(Judge(*tensors, problem, dout, dlse), both(version, tensors, problem, dout, dlse))
+
+
 @asks(grad=True, causal=True)
 def test_gradient_of_a_sum(version, problem):
     """`(out.sum() + lse.sum()).backward()` hands over gradients whose strides are all 0."""

@@ -72,6 +72,15 @@ def test_any_layout(layout):
     assert same_bits(k_cache, wanted[0]) and same_bits(v_cache, wanted[1])
 
 
+def test_lazily_negated_rows_that_overlap():
+    """As `resolve_neg` lays them, too, their columns have gaps."""
+    k, v = (torch._neg_view(drawn(2, 3, 17).unfold(2, 16, 1)) for _ in range(2))  # pyright: ignore[reportPrivateImportUsage]
+    caches, used = (drawn(2, 12, 2, 16), drawn(2, 12, 2, 16)), numbers(3, 9)
+    wanted = [expected(cache, x, used) for cache, x in zip(caches, (k, v), strict=True)]
+    flashzoo.append(*caches, k, v, used)
+    assert all(same_bits(cache, x) for cache, x in zip(caches, wanted, strict=True))
+
+
 def test_numbers_that_lie_write_nothing():
     """Neither a length nor a page's number: cut off, it would be another's row."""
     k, v = drawn(2, 3, 2, 16), drawn(2, 3, 2, 16)

@@ -183,12 +183,13 @@ class TestTransforms:
                 flashzoo.attention(**arguments)
 
 
-DESCALES_SEEN = []
+DESCALES_SEEN, STRIDES_SEEN = [], []
 
 
 def record_descales(q, k, v, problem, operands):
     CALLS.append(problem)
     DESCALES_SEEN.append(operands.descales)
+    STRIDES_SEEN.append(q.stride())
     return q.to(TORCH_DTYPES[problem.out_dtype]), None
 
 
@@ -197,6 +198,7 @@ class TestFp8:
     def _registered(self):
         """Versions that note what they get."""
         DESCALES_SEEN.clear()
+        STRIDES_SEEN.clear()
         flashzoo.register(toy("fp8", impl=f"{__name__}:record_descales", dtypes=("e4m3",), cpu_dtypes=("e4m3",)))
         flashzoo.register(toy("quantizing", quantizes=("fp16", "bf16")))
 
@@ -233,6 +235,12 @@ class TestFp8:
         flashzoo.attention(**_fp8(**given), version="fp8")
         assert not any(found.is_neg() for found in DESCALES_SEEN[0])
         assert all(torch.equal(found, x) for found, x in zip(DESCALES_SEEN[0], given.values(), strict=True))
+
+    def test_what_is_negated_has_whole_rows(self):
+        """Where heads that overlap leave torch the choice which dimension is innermost."""
+        q = torch.randn(1, 3, 17).to(torch.float8_e4m3fn).as_strided((1, 3, 2, 16), (51, 17, 1, 1))
+        out = flashzoo.attention(q, q, q, softmax_scale=-0.5, version="fp8")
+        assert torch.equal(out, -q.bfloat16()) and STRIDES_SEEN[0][-1] == 1
 
     def test_the_shapes_of_descales_follow_heads_and_lengths(self):
         q, k = (torch.zeros(1, seqlen, heads, 16).to(torch.float8_e4m3fn) for seqlen, heads in ((257, 6), (128, 2)))

@@ -178,6 +178,19 @@ def test_statistics_and_gradients_lie_anywhere(version, problem):
         assert all(same_bits(x, y) for x, y in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("lazy", [False, True], ids=["negative", "lazy"])
+def test_heads_that_overlap(lazy):
+    """As `-x` and `x.resolve_neg()` lay them, too, their columns have gaps."""
+    given = small(heads_kv=4)
+    for name in ("q", "k", "v"):
+        x = torch.randn(*given[name].shape[:2], 19, device=DEVICE).unfold(2, 16, 1)
+        given[name] = torch._neg_view(x) if lazy else x  # pyright: ignore[reportPrivateImportUsage]
+    how = {"version": "v2", "softmax_scale": 0.3 if lazy else -0.3}
+    found = flashzoo.attention_backward(**given, **how)
+    expected = flashzoo.attention_backward(**{name: x.contiguous() for name, x in given.items()}, **how)
+    assert all(same_bits(x, y) for x, y in zip(found, expected, strict=True))
+
+
 def small(heads_kv: int = 2, **changes) -> dict:
     """Arguments of a small call on the suite's device, with these in place of others."""
     q, out = torch.randn(2, 2, 5, 4, 16, device=DEVICE)

@@ -69,6 +69,7 @@ MAY_IMPORT = {
     }
     | CALL,
     "call.packed": {"torch"},
+    "call.signs": {"torch"},
     "call.validate": {"torch", "flashzoo.lengths", "flashzoo.sinks"} | CALL,
     "call.backward": {"torch", "typing_extensions", "flashzoo.registry", "flashzoo.transforms", "flashzoo.untraced"}
     | CALL,
@@ -128,7 +129,8 @@ MAY_IMPORT = {
     "sinks": {"torch"},
     "untraced": {"torch"},
     "merge": {"torch", "flashzoo.call.check", "flashzoo.transforms"},
-    "append": {"torch", "flashzoo.call.check", "flashzoo.transforms", "flashzoo.untraced"} | HANDED,
+    "append": {"torch", "flashzoo.call.check", "flashzoo.call.signs", "flashzoo.transforms", "flashzoo.untraced"}
+    | HANDED,
     "lengths": {"torch", "flashzoo.call.forms"},
     "replace": {"torch", BLOCK_MASK, SCORES, "flashzoo.registry", "flashzoo.transforms"} | CALL,
     "masks": {"torch", "typing_extensions", BLOCK_MASK, "flashzoo.call.forms"},

@@ -415,6 +415,14 @@ def test_lazy_negatives_are_resolved():
     assert all(torch.equal(x.float(), y.float()) for x, y in zip(found, expected, strict=True))
 
 
+def test_lazily_negated_heads_that_overlap():
+    """As `resolve_neg` lays them, too, their columns have gaps, which are refused of who has made them."""
+    x = draw((1, 9, 9, 1, 1, 80))[0].squeeze(2).unfold(2, 64, 1)
+    lazy = torch._neg_view(x)  # pyright: ignore[reportPrivateImportUsage]
+    found, expected = flashzoo.quantize(lazy, lazy, lazy), flashzoo.quantize(*(-x.contiguous(),) * 3)
+    assert all(torch.equal(x.float(), y.float()) for x, y in zip(found, expected, strict=True))
+
+
 def test_is_for_outside_of_transforms():
     q, k, v = draw((2, 8, 9, 4, 2, 64))
     with pytest.raises(

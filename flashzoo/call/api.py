@@ -17,8 +17,9 @@ from flashzoo.call.check import check_data, check_tensors, described_call, field
 from flashzoo.call.forms import Window, check_flags
 from flashzoo.call.operands import Operands, taken
 from flashzoo.call.packed import as_batch, batch_of_one, of_nested, on_caches
-from flashzoo.call.plan import negated, plan, problem_of
+from flashzoo.call.plan import plan, problem_of
 from flashzoo.call.problem import OPTIONS, Problem
+from flashzoo.call.signs import negated, resolved
 from flashzoo.masks.block_mask import BlockMask
 from flashzoo.registry import Explanation, current, explain_problem, requested
 from flashzoo.scores.mod import ScoreMod
@@ -230,7 +231,7 @@ def called(
     if transforming():
         check_transforms({"q": q, "k": k, "v": v, **operands.tensors}, problem, planned.spec)
     if q.is_neg() or k.is_neg() or v.is_neg():
-        q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+        q, k, v = resolved(q), resolved(k), resolved(v)
     if planned.negative:
         q = negated(q)
     if planned.as_batch:
@@ -340,7 +341,7 @@ def quantize(
     check_data(q.device, k.device, v.device)
     check_flags(rotate=rotate, smooth=smooth)
     refuse_transforms("flashzoo.quantize", q=q, k=k, v=v)
-    q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+    q, k, v = resolved(q), resolved(k), resolved(v)
     return import_module("flashzoo.v3.quantize").quantize(q, k, v, rotate=rotate, smooth=smooth, scales=scales)
 
 

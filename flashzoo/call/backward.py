@@ -13,7 +13,8 @@ from flashzoo.call.api import Options, takes_options
 from flashzoo.call.check import check_tensor, check_tensors, described_call, fields_of
 from flashzoo.call.operands import DIFFERENTIABLE, differentiable_of, taken
 from flashzoo.call.packed import as_batch
-from flashzoo.call.plan import negated, plan_backward
+from flashzoo.call.plan import plan_backward
+from flashzoo.call.signs import in_rows, negated, resolved
 from flashzoo.registry import current, requested
 from flashzoo.transforms import refuse_transforms, transforming
 
@@ -125,7 +126,7 @@ def attention_backward(
             check_tensor(name, given[name], f"shape (batch, {what})", shape, tuple(dtypes), "q's", q.device)
 
     with torch.no_grad():
-        dout, q, k, v, lse = (x.resolve_neg() for x in (dout, q, k, v, lse))
+        dout, q, k, v, lse = (resolved(x) for x in (dout, q, k, v, lse))
         # As no score is, so that p is 0, whatever keys are seen.
         lse = lse.masked_fill(lse == -math.inf, math.inf).contiguous()
         if delta is None and out is not None and unrounded:
@@ -136,8 +137,7 @@ def attention_backward(
         if planned.negative:
             q = negated(q)
         assert out is not None
-        out, dlse = out.resolve_neg(), None if dlse is None else dlse.resolve_neg()
-        out = out if out.stride(-1) == 1 else out.contiguous()
+        out, dlse = in_rows(resolved(out)), None if dlse is None else resolved(dlse)
         operands = operands.seeded(planned.problem, q.device, drawn=False)
         dq, dk, dv, *more = planned.run(dout, dlse, q, k, v, out, lse, planned.problem, operands)
         more = [x.to(dtype) for x, dtype in zip(more, of_operands, strict=True)]

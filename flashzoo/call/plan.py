@@ -33,12 +33,6 @@ from flashzoo.spec import Spec
 from flashzoo.transforms import functorch_active
 
 
-def negated(x: Tensor) -> Tensor:
-    """-x, of e4m3 too."""
-    # torch has no arithmetic for e4m3, whose sign is its first bit
-    return (x.view(torch.uint8) ^ 128).view(x.dtype) if x.dtype == torch.float8_e4m3fn else -x
-
-
 @dataclass(slots=True, eq=False)
 class Plan:
     """Everything about a call that its data don't decide.

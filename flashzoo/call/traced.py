@@ -28,8 +28,9 @@ from flashzoo.call.check import check_tensors, described, described_call, fields
 from flashzoo.call.forms import check_flags, normalised
 from flashzoo.call.operands import DIFFERENTIABLE, OPERANDS, Operands, differentiable_of, seed_on, taken
 from flashzoo.call.packed import as_batch
-from flashzoo.call.plan import Plan, negated, plan
+from flashzoo.call.plan import Plan, plan
 from flashzoo.call.problem import OPTIONS, Problem
+from flashzoo.call.signs import negated
 from flashzoo.registry import ARGUMENT, current, requested
 from flashzoo.transforms import refuse_traced_forward_ad
 
