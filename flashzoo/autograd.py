@@ -96,7 +96,7 @@ def differentiable(
 
     Args:
         forward: `(q, k, v, problem, operands) -> (out, lse)`; lse may be None where neither `problem.lse`
-            nor `problem.grad`.
+            nor `problem.grad`, and where a Spec does not declare "lse", whatever backward makes of it.
         backward: `(dout, dlse or None, q, k, v, out, lse, problem, operands) -> (dq, dk, dv)`, and behind these the
             gradients of `operands.differentiable`.
         prepared: `(problem, operands, device) -> (problem, operands)`, what both are called with in place of the call's

@@ -328,6 +328,28 @@ class TestFallbackBackward:
         assert forward == dataclasses.replace(backward, grad=False, lse=True)
         assert backward == flashzoo.explain(*(x.requires_grad_() for x in qkv)).problem
 
+    @pytest.mark.parametrize(
+        ("change", "got"),
+        [
+            (lambda lse: None, "NoneType"),
+            (lambda lse: lse.half(), "a Tensor (2, 4, 6), torch.float16, on cpu"),
+            (lambda lse: lse.amax(1, keepdim=True), "a Tensor (2, 1, 6), torch.float32, on cpu"),
+        ],
+        ids=["none", "dtype", "shape"],
+    )
+    def test_the_lse_that_the_other_starts_from_is_looked_at(self, change, got, qkv, monkeypatch):
+        """Which the call did not ask for."""
+
+        def lies(*arguments):
+            out, lse = dense(*arguments)
+            return out, change(lse)
+
+        monkeypatch.setattr("flashzoo_suite.support.dense", lies)
+        self.registered()
+        expected = f"version 'newer': {NAMES[dense]} must return lse as a Tensor (2, 4, 6), torch.float32, on cpu, "
+        with pytest.raises(TypeError, match=re.escape(f"{expected}got {got}")):
+            _gradients(flashzoo.attention, qkv)
+
     def test_explain_names_both_and_says_why(self):
         self.registered(notes=lambda problem: [f"grad is {problem.grad}"])
         explanation = flashzoo.explain(dataclasses.replace(ON_CPU, grad=True))

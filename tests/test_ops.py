@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import flashzoo
 from flashzoo import UnsupportedError, registry
+from flashzoo.autograd import differentiable
 from flashzoo.call import traced
 from flashzoo.inputs import LAYOUTS
 from flashzoo_suite.support import CALLS, DEVICE, dense, dense_backward, in_fresh_process, lazily_negated, toy
@@ -266,6 +267,27 @@ def test_in_graph_trees(version, seqlen_q, seqlen_k, grad):
     in_fresh_process(GRAPH_TREES.format(version=version, seqlen_q=seqlen_q, seqlen_k=seqlen_k, grad=grad))
 
 
+def padded(*arguments):
+    """A forward pass whose LSE is its own affair."""
+    out, lse = dense(*arguments)
+    return out, torch.nn.functional.pad(lse, (0, 4))
+
+
+def from_padded(*arguments):
+    dout, dlse, q, k, v, out, lse, *rest = arguments
+    return dense_backward(dout, dlse, q, k, v, out, lse[..., : q.shape[1]], *rest)
+
+
+padded_attention = differentiable(padded, from_padded)
+
+
+@pytest.fixture
+def own(toys):
+    """Registers a version `own` that pads its LSE, with features."""
+    yield lambda **fields: flashzoo.register(toy("own", impl=f"{__name__}:padded_attention", **fields))
+    flashzoo.unregister("own")
+
+
 class TestChoice:
     def test_what_was_asked_for_when_it_was_traced(self, toys, qkv, monkeypatch):
         def calls(function):
@@ -286,6 +308,10 @@ class TestChoice:
         found = gradients(compiled(), qkv)
         assert [problem.grad for problem in CALLS] == [False, True]
         close(found, gradients(flashzoo.attention, qkv, version="standard"))
+
+    def test_a_version_that_declares_no_lse_may_hand_itself_another(self, own, qkv):
+        own(features=frozenset(), backward=frozenset())
+        close(gradients(compiled(), qkv, version="own"), gradients(flashzoo.attention, qkv, version="standard"))
 
     def test_a_version_is_told_whether_gradients_are_wanted(self, toys, qkv):
         leaves = [x.requires_grad_() for x in qkv]
@@ -342,6 +368,17 @@ class TestErrors:
             TypeError, match=r"version 'plain': \S+:record must return a tuple \(out, lse\), got a Tensor"
         ):
             compiled()(*qkv, version="plain")
+
+    @pytest.mark.parametrize(("version", "impl"), [("newer", "dense"), ("own", "padded_attention")])
+    def test_an_lse_that_a_backward_pass_starts_from_is_looked_at(self, version, impl, own, qkv, monkeypatch):
+        """Which the call did not ask for; the backward pass is another version's, or its own."""
+        monkeypatch.setattr("flashzoo_suite.support.dense", padded)
+        own()
+        text = (
+            rf"version '{version}': \S+:{impl} must return lse as a Tensor \(2, 4, 24\), .* got a Tensor \(2, 4, 28\)"
+        )
+        with pytest.raises(TypeError, match=text):
+            compiled()(*(x.requires_grad_() for x in qkv), version="auto" if version == "newer" else version)
 
     def test_where_graphs_may_break_the_error_is_ours(self, qkv):
         with pytest.raises(TypeError, match="causal must be a bool, got 1"):

@@ -238,7 +238,7 @@ def called(
         q, k, v = as_batch(q, k, v)
     result = planned.run(q, k, v, problem, operands.seeded(problem, q.device))
     if not planned.checked:
-        planned.check(result, q, problem.grad)
+        planned.check(result, q, problem.grad, problem.lse or planned.joined)
     return as_rows(*result) if planned.as_batch else result
 
 

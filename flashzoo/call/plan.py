@@ -43,6 +43,7 @@ class Plan:
         negative: whether the call's softmax_scale is: its size is the problem's, and q is to be negated.
         spec: whose implementation it is.
         as_batch: the call's packed rows are made a batch of one for `run`, which takes no others.
+        joined: another version's backward pass starts from the LSE of `run`.
         checked: what `run` returned has been looked at, which is done once.
     """
 
@@ -51,16 +52,28 @@ class Plan:
     negative: bool
     spec: Spec
     as_batch: bool = False
+    joined: bool = False
     checked: bool = False
 
-    def check(self, result: Any, q: Tensor, recorded: bool) -> None:
-        """TypeError where `run` did not return what `Spec.impl` says of q; recorded: autograd was to record it."""
+    @property
+    def backward_alone(self) -> Callable | None:
+        """The backward pass that starts from an out and an LSE as calls give them; None where there is none. A version
+        that does not declare "lse" may hand its own backward pass anything in its place."""
+        return getattr(self.run, "backward", None) if "lse" in self.spec.features else None
+
+    def check(self, result: Any, q: Tensor, recorded: bool, lse_read: bool) -> None:
+        """TypeError where `run` did not return what `Spec.impl` says of q.
+
+        Args:
+            recorded: autograd was to record it.
+            lse_read: the caller, or a backward pass by another, is to have LSE.
+        """
         if not isinstance(result, tuple) or len(result) != 2:
             raise self._wrong("a tuple (out, lse)", _told(result))
         p, (out, lse) = self.problem, result
         dtype, batch = TORCH_DTYPES[p.out_dtype], (p.batch,) if q.ndim == 4 else ()
         self._check_tensor("out", out, (*batch, p.seqlen_q, p.heads, p.head_dim_v), dtype, q.device)
-        if p.lse:
+        if lse_read:
             self._check_tensor(
                 "lse", lse, (*batch, p.heads, p.seqlen_q), torch.promote_types(dtype, torch.float32), q.device
             )
@@ -115,7 +128,8 @@ def plan(
     choice = choose(problem, *asked, zoo)
     none = 0 in q[0] or 0 in k[0] or not problem.total_k
     run = _nothing_to_see if none else _implementation(choice)
-    return Plan(run, *_handed(problem), choice.forward, rows and not getattr(run, "rows", False))
+    as_batch = rows and not getattr(run, "rows", False)
+    return Plan(run, *_handed(problem), choice.forward, as_batch, choice.backward is not None)
 
 
 def _batch_of_one(name: str, described: Described) -> Described:

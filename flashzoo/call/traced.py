@@ -132,11 +132,12 @@ def _attention(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
     q_run = negated(q) if planned.negative else q
     q_run, k, v = as_batch(q_run, k, v) if planned.as_batch else (q_run, k, v)
     result = planned.run(q_run, k, v, problem.forward, operands)
-    planned.check(result, q_run, recorded=False)
+    lse_read = problem.lse or (problem.grad and planned.backward_alone is not None)
+    planned.check(result, q_run, recorded=False, lse_read=lse_read)
     out, lse = as_rows(*result) if planned.as_batch else result
     out = _laid_out(out, *_dense(q, problem.head_dim_v))
     shape = _lse_shape(q, how)
-    if lse is None or lse.shape != shape:  # nobody asked for it, and a version may give it or not
+    if not lse_read:  # a version may give it or not, in any shape
         return out, out.new_zeros(shape, dtype=_lse_dtype(out))
     return out, _laid_out(lse, shape, (shape[-2] * shape[-1], shape[-1], 1)[-len(shape) :])
 
@@ -158,15 +159,15 @@ def _attention_backward(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
     how = dict(zip(_BACKWARD, arguments, strict=False)) | named
     dout, dlse, q, k, v, out, lse = (how[name] for name in _SAVED)
     planned, operands = _planned(q, k, v, how, grad=True)
-    run, problem = planned.run, planned.problem
+    problem, alone = planned.problem, planned.backward_alone
     if planned.negative:
         q = negated(q)
     # Below a dispatch mode nothing is recorded, whatever enable_grad() says; this undoes that.
     with torch.inference_mode(False), torch.no_grad():
-        if hasattr(run, "backward"):
-            found = run.backward(dout, dlse, q, k, v, out, lse, problem, operands)
+        if alone is not None:
+            found = alone(dout, dlse, q, k, v, out, lse, problem, operands)
         else:
-            found = _recorded_anew(run, dout, dlse, q, k, v, problem, operands)
+            found = _recorded_anew(planned.run, dout, dlse, q, k, v, problem, operands)
     gradients = iter((-found[0] if planned.negative else found[0], *found[1:]))
     return _by_name(how, lambda x: _laid_out(next(gradients).to(x.dtype), *_dense(x)))
 
@@ -195,7 +196,8 @@ def _recorded_anew(
     problem: Problem,
     operands: Operands,
 ) -> tuple[Any, ...]:
-    """The gradients of a version that leaves its backward pass to autograd: its forward pass once more, recorded."""
+    """The gradients of a version that leaves its backward pass to autograd, or hands it what it alone knows: its
+    forward pass once more, recorded."""
     recorded = {name: x.detach().requires_grad_() for name, x in operands.tensors.items() if name in _DIFFERENTIATED}
     leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
     with torch.enable_grad():
