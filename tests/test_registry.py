@@ -6,8 +6,10 @@ import importlib.metadata
 import os
 import re
 import sys
+from functools import partial
 
 import pytest
+import torch
 
 import flashzoo
 from flashzoo import UnsupportedError, registry
@@ -211,6 +213,10 @@ class TestImplementation:
             (lambda q: (q.half(), None), "got a Tensor (2, 6, 4, 8), torch.float16, on cpu"),
             (lambda q: (q.to("meta"), None), "got a Tensor (2, 6, 4, 8), torch.float32, on meta"),
             (lambda q: (q.detach(), q[..., 0].mT), "an out that carries gradients, got one that does not require grad"),
+            (
+                lambda q: (q, q[..., 0].mT.detach()),
+                "an lse that carries gradients, got one that does not require grad",
+            ),
             (lambda q: (q, None), "lse as a Tensor (2, 4, 6), torch.float32, on cpu, got NoneType"),
             (
                 lambda q: (q, q[..., 0]),
@@ -225,7 +231,19 @@ class TestImplementation:
             with pytest.raises(
                 TypeError, match=rf"version 'toy': {SUPPORT}:record must return .*{re.escape(expected)}"
             ):
-                flashzoo.attention(*(x.requires_grad_() for x in qkv), return_lse="lse as" in expected, version="toy")
+                flashzoo.attention(*(x.requires_grad_() for x in qkv), return_lse="lse" in expected, version="toy")
+
+    def test_what_a_first_call_does_not_show_is_looked_at_in_the_next(self, qkv, monkeypatch):
+        """LSE has no gradient by v, and a graph records its calls itself."""
+        q, k, v = qkv
+        forgets = lambda q, k, v, problem, operands: (q + 0 * v, q[..., 0].mT.detach())  # noqa: E731
+        monkeypatch.setattr("flashzoo_suite.support.record", forgets)
+        flashzoo.register(toy())
+        call = partial(flashzoo.attention, return_lse=True, version="toy")
+        call(q, k, v.requires_grad_())
+        torch.compile(call, backend="eager")(q.requires_grad_(), k, v)
+        with pytest.raises(TypeError, match="must return an lse that carries gradients"):
+            call(q, k, v)
 
     def test_it_is_looked_at_once_for_each_kind_of_call(self, qkv, monkeypatch):
         looked = []

@@ -238,7 +238,8 @@ def called(
         q, k, v = as_batch(q, k, v)
     result = planned.run(q, k, v, problem, operands.seeded(problem, q.device))
     if not planned.checked:
-        planned.check(result, q, problem.grad, problem.lse or planned.joined)
+        lse_recorded = problem.grad and problem.lse and recorded(q, k, k, operands)
+        planned.check(result, q, problem.lse or planned.joined, problem.grad, lse_recorded)
     return as_rows(*result) if planned.as_batch else result
 
 

@@ -61,12 +61,13 @@ class Plan:
         that does not declare "lse" may hand its own backward pass anything in its place."""
         return getattr(self.run, "backward", None) if "lse" in self.spec.features else None
 
-    def check(self, result: Any, q: Tensor, recorded: bool, lse_read: bool) -> None:
+    def check(self, result: Any, q: Tensor, lse_read: bool, recorded: bool, lse_recorded: bool) -> None:
         """TypeError where `run` did not return what `Spec.impl` says of q.
 
         Args:
-            recorded: autograd was to record it.
             lse_read: the caller, or a backward pass by another, is to have LSE.
+            recorded: autograd was to record out.
+            lse_recorded: and LSE, on which v has no bearing.
         """
         if not isinstance(result, tuple) or len(result) != 2:
             raise self._wrong("a tuple (out, lse)", _told(result))
@@ -80,7 +81,10 @@ class Plan:
         mapped = functorch_active()  # under vmap who records it is outside
         if recorded and not mapped and not out.requires_grad:
             raise self._wrong("an out that carries gradients", "one that does not require grad")
-        self.checked = not mapped
+        if lse_recorded and not mapped and not lse.requires_grad:
+            raise self._wrong("an lse that carries gradients", "one that does not require grad")
+        # of a call that is traced, or of which v alone requires grad, not all of it has
+        self.checked = not mapped and (recorded, lse_recorded) == (p.grad, p.grad and p.lse)
 
     def _check_tensor(
         self, name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device

@@ -133,7 +133,7 @@ def _attention(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
     q_run, k, v = as_batch(q_run, k, v) if planned.as_batch else (q_run, k, v)
     result = planned.run(q_run, k, v, problem.forward, operands)
     lse_read = problem.lse or (problem.grad and planned.backward_alone is not None)
-    planned.check(result, q_run, recorded=False, lse_read=lse_read)
+    planned.check(result, q_run, lse_read, recorded=False, lse_recorded=False)
     out, lse = as_rows(*result) if planned.as_batch else result
     out = _laid_out(out, *_dense(q, problem.head_dim_v))
     shape = _lse_shape(q, how)
