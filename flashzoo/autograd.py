@@ -109,8 +109,9 @@ def differentiable(
     Returns:
         `(q, k, v, problem, operands) -> (out, lse)`, recorded by autograd only where `problem.grad`. Its attribute
         `backward` is the backward pass alone, for who records calls by other means, and for
-        `flashzoo.attention_backward`. Its attribute `rows` says that it takes packed rows of three dimensions:
-        views that autograd records cost the host as much as a launch does.
+        `flashzoo.attention_backward`; `with_backward(change)` gives the same with `change(backward)` in its place. Its
+        attribute `rows` says that it takes packed rows of three dimensions: views that autograd records cost the host
+        as much as a launch does.
     """
     functions = (forward, backward, rows, batches)
 
@@ -130,6 +131,11 @@ def differentiable(
         return backward(*tensors, *prepared(problem, operands, tensors[0].device))  # pyright: ignore[reportOptionalCall]
 
     attention.backward = backward if prepared is None else alone  # pyright: ignore[reportFunctionMemberAccess]
+
+    def with_backward(change: Callable[[Backward], Backward]) -> Callable[..., tuple[Tensor, Tensor | None]]:
+        return differentiable(forward, change(backward), prepared, rows, batches)
+
+    attention.with_backward = with_backward  # pyright: ignore[reportFunctionMemberAccess]
     attention.rows = True  # pyright: ignore[reportFunctionMemberAccess]
     return attention
 

@@ -4,6 +4,7 @@ nothing, errors."""
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 import flashzoo
 from flashzoo import BlockMask, UnsupportedError
 from flashzoo.accuracy import Judge
+from flashzoo.autograd import differentiable
+from flashzoo.call import plan
 from flashzoo.call.forms import MaskForm
 from flashzoo.reference import Result
 from flashzoo.registry import backward_of
@@ -20,6 +23,8 @@ from flashzoo_suite.support import (
     accept,
     as_arguments,
     both,
+    dense,
+    dense_backward,
     draw,
     forward,
     in_fixed_order,
@@ -249,6 +254,81 @@ def test_auto_takes_the_first_that_has_one(monkeypatch):
     finally:
         flashzoo.unregister("recorded")
         flashzoo.unregister("lent")
+
+
+GIVES: list = []
+"""What the next backward pass makes of its gradients."""
+
+
+def changed(*arguments):
+    return GIVES[-1](*dense_backward(*arguments))
+
+
+changed_attention = differentiable(dense, changed)
+
+
+def by_autograd(given: dict, version: str, compiled: bool = False) -> None:
+    leaves = [given[name].clone().requires_grad_() for name in "qkv"]
+    call = torch.compile(flashzoo.attention, backend="aot_eager") if compiled else flashzoo.attention
+    call(*leaves, version=version).backward(given["dout"])
+
+
+@pytest.mark.parametrize("by", ["alone", "autograd", "joined", "compiled"])
+@pytest.mark.parametrize(
+    ("give", "expected"),
+    [
+        (lambda dq, dk, dv: (dq, dk), "a tuple (dq, dk, dv), got tuple of 2"),
+        (lambda dq, dk, dv: (dq, dk, dv, dv), "a tuple (dq, dk, dv), got tuple of 4"),
+        (lambda dq, dk, dv: dq, "a tuple (dq, dk, dv), got a Tensor (2, 5, 4, 16)"),
+        (lambda dq, dk, dv: (None, dk, dv), "dq as a Tensor (2, 5, 4, 16), torch.float32, on {}, got NoneType"),
+        (
+            lambda dq, dk, dv: (dq, dk[:, :1], dv),
+            "dk as a Tensor (2, 7, 4, 16), torch.float32, on {}, got a Tensor (2, 1",
+        ),
+        (lambda dq, dk, dv: (dq, dk, dv.double()), "dv as a Tensor (2, 7, 4, 16), torch.float32, on {}, got a Tensor"),
+        (
+            lambda dq, dk, dv: (dq.to("meta"), dk, dv),
+            "torch.float32, on {}, got a Tensor (2, 5, 4, 16), torch.float32, on meta",
+        ),
+    ],
+    ids=["few", "many", "one", "none", "shape", "dtype", "device"],
+)
+def test_a_version_that_gives_something_else_is_named(by, give, expected, registry_as_it_was, monkeypatch):
+    monkeypatch.setitem(globals(), "GIVES", [give])
+    given = small(heads_kv=4)
+    flashzoo.register(
+        toy("wrong", impl=f"{__name__}:changed_attention", backward_impl=f"{__name__}:changed"), before="v3"
+    )
+    flashzoo.register(toy("newer", impl="flashzoo_suite.support:dense", backward=None), before="wrong")
+    torch.compiler.reset()
+    must = f"version 'wrong': its backward pass must return .*{re.escape(expected.format(given['q'].device))}"
+    with pytest.raises(TypeError, match=must):
+        if by == "alone":
+            flashzoo.attention_backward(**given, version="wrong")
+        else:
+            by_autograd(given, "auto" if by == "joined" else "wrong", by == "compiled")
+
+
+def test_gradients_beside_are_counted(registry_as_it_was, monkeypatch):
+    monkeypatch.setitem(globals(), "GIVES", [lambda *found: found])
+    flashzoo.register(toy("wrong", impl=f"{__name__}:changed_attention"))
+    sinks = torch.randn(4, device=DEVICE)
+    with pytest.raises(TypeError, match="the gradients of 1 tensors beside them, got tuple of 3"):
+        flashzoo.attention_backward(**small(heads_kv=4), sinks=sinks, version="wrong")
+
+
+def test_gradients_are_looked_at_once_for_each_kind_of_call(registry_as_it_was, monkeypatch):
+    looked = []
+    check = plan.LookedAt.check
+    monkeypatch.setattr(plan.LookedAt, "check", lambda *arguments: looked.append(check(*arguments)))
+    flashzoo.register(toy("own", impl="flashzoo_suite.support:dense_attention"))
+    given = small(heads_kv=4)
+    for causal in (False, True, False, True):
+        flashzoo.attention_backward(**given, causal=causal, version="own")
+    assert len(looked) == 2
+    for _ in range(2):
+        by_autograd(given, "own")
+    assert len(looked) == 3
 
 
 @pytest.mark.parametrize(("seqlen_q", "seqlen_k"), [(0, 7), (5, 0)])

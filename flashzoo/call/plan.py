@@ -89,11 +89,56 @@ class Plan:
     def _check_tensor(
         self, name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> None:
-        if not isinstance(x, Tensor) or (x.shape, x.dtype, x.device) != (shape, dtype, device):
+        if _differs(x, shape, dtype, device):
             raise self._wrong(f"{name} as a Tensor {shape}, {dtype}, on {device}", _told(x))
 
     def _wrong(self, expected: str, got: str) -> TypeError:
-        return TypeError(f"version {self.spec.name!r}: {self.spec.impl} must return {expected}, got {got}")
+        return _wrong(self.spec, self.spec.impl, expected, got)
+
+
+@dataclass(slots=True, eq=False)
+class LookedAt:
+    """A version's backward pass, whose first answer is looked at: in a plan, so of each kind of call.
+
+    Attributes:
+        run: the backward pass alone.
+        spec: whose it is.
+        checked: what it returned has been looked at.
+    """
+
+    run: Callable
+    spec: Spec
+    checked: bool = False
+
+    def __call__(self, *given: Any) -> tuple[Any, ...]:
+        found = self.run(*given)
+        if not self.checked:
+            self.check(found, *given)
+        return found
+
+    def check(self, found: Any, *given: Any) -> None:
+        """TypeError where that is not what `Spec.backward_impl` says of what was given."""
+        _, _, q, k, v, _, _, _, operands = given
+        more = len(operands.differentiable)
+        if not isinstance(found, tuple) or len(found) != 3 + more:
+            got = f"{type(found).__name__} of {len(found)}" if isinstance(found, (tuple, list)) else _told(found)
+            operands_too = f" and the gradients of {more} tensors beside them" if more else ""
+            raise self._wrong(f"a tuple (dq, dk, dv){operands_too}", got)
+        for name, x, of in (("dq", found[0], q), ("dk", found[1], k), ("dv", found[2], v)):
+            if _differs(x, of.shape, of.dtype, of.device):
+                raise self._wrong(f"{name} as {_told(of)}", _told(x))
+        self.checked = True
+
+    def _wrong(self, expected: str, got: str) -> TypeError:
+        return _wrong(self.spec, "its backward pass", expected, got)
+
+
+def _differs(x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    return not isinstance(x, Tensor) or (x.shape, x.dtype, x.device) != (shape, dtype, device)
+
+
+def _wrong(spec: Spec, what: str, expected: str, got: str) -> TypeError:
+    return TypeError(f"version {spec.name!r}: {what} must return {expected}, got {got}")
 
 
 def _told(x: Any) -> str:
@@ -156,8 +201,8 @@ def plan_backward(
         got = "e4m3 ones" if problem.precision is None else f"precision={problem.precision!r}"
         raise ValueError(f"attention_backward is of fp16, bf16, fp32 or fp64 inputs as they are, got {got}")
     spec = choose_backward(problem, *asked, zoo)
-    run = _no_gradients if 0 in q[0] or 0 in k[0] else backward_of(spec)
-    return Plan(run, *_handed(problem), spec)  # pyright: ignore[reportArgumentType] - who is chosen has one
+    run = _no_gradients if 0 in q[0] or 0 in k[0] else LookedAt(backward_of(spec), spec)  # pyright: ignore[reportArgumentType] - who is chosen has one
+    return Plan(run, *_handed(problem), spec)
 
 
 def _handed(problem: Problem) -> tuple[Problem, bool]:
@@ -171,9 +216,13 @@ def _handed(problem: Problem) -> tuple[Problem, bool]:
 def _implementation(choice: Choice) -> Callable:
     run = implementation(choice.forward)
     if choice.backward is not None:
-        return joined(run, fallback_backward(choice.backward))
+        return joined(run, LookedAt(fallback_backward(choice.backward), choice.backward))
     anew = in_16_bits(choice.forward)
-    return run if anew is None else unquantized(run, anew)
+    if anew is not None:
+        run = unquantized(run, anew)
+    if not hasattr(run, "with_backward"):
+        return run
+    return run.with_backward(lambda backward: LookedAt(backward, choice.forward))
 
 
 def problem_of(
