@@ -281,6 +281,9 @@ def from_padded(*arguments):
 padded_attention = differentiable(padded, from_padded)
 
 
+lazy_attention = differentiable(dense, lambda dout, *rest: (dout, dout, dout))
+
+
 @pytest.fixture
 def own(toys):
     """Registers a version `own` that pads its LSE, with features."""
@@ -562,9 +565,29 @@ class TestModes:
         shape, strides = traced._dense(x)
         assert (tuple(shape), tuple(strides)) == (x.shape, torch.empty_like(x).stride())
         out = torch.empty_like(x)
-        assert traced._laid_out(out, shape, strides) is out
+        assert traced._laid_out(out, shape, strides, set()) is out
         other = x.movedim(0, 2).contiguous().movedim(2, 0)
-        assert (
-            torch.equal(traced._laid_out(other, shape, strides), x)
-            and traced._laid_out(other, shape, strides).stride() == out.stride()
-        )
+        moved = traced._laid_out(other, shape, strides, set())
+        assert torch.equal(moved, x) and moved.stride() == out.stride()
+
+    @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+    @pytest.mark.parametrize("place", range(3), ids="qkv")
+    def test_an_out_that_is_an_input_is_copied(self, backend, place, toys, qkv, monkeypatch):
+        """So that what is done to it is not done to the caller's."""
+        monkeypatch.setattr("flashzoo_suite.support.record", lambda *given: (given[place], None))
+        before = [x.clone() for x in qkv]
+        out = compiled(lambda *x: flashzoo.attention(*x, version="plain").add_(1), backend=backend)(*qkv)
+        assert all(map(torch.equal, qkv, before)) and torch.equal(out, qkv[place] + 1)
+
+    def test_gradients_share_no_memory(self, toys, qkv):
+        """With one another, or with what they were made from."""
+        flashzoo.register(toy("lazy", impl=f"{__name__}:lazy_attention"))
+        try:
+            leaves = [x.requires_grad_() for x in qkv]
+            out = compiled(backend="eager")(*leaves, version="lazy")
+            dout = torch.randn_like(out)
+            found = torch.autograd.grad(out, leaves, dout)
+        finally:
+            flashzoo.unregister("lazy")
+        assert all(torch.equal(x, dout) for x in found)
+        assert len({x.data_ptr() for x in (dout, *found)}) == 4

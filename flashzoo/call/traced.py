@@ -15,7 +15,7 @@ give as a rule; others are copied. Nothing here is imported, or run, by a call t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -135,11 +135,12 @@ def _attention(*arguments: Any, **named: Any) -> tuple[Tensor, Tensor]:
     lse_read = problem.lse or (problem.grad and planned.backward_alone is not None)
     planned.check(result, q_run, lse_read, recorded=False, lse_recorded=False)
     out, lse = as_rows(*result) if planned.as_batch else result
-    out = _laid_out(out, *_dense(q, problem.head_dim_v))
+    theirs = _storages(how[name] for name in _INPUTS)
+    out = _laid_out(out, *_dense(q, problem.head_dim_v), theirs)
     shape = _lse_shape(q, how)
     if not lse_read:  # a version may give it or not, in any shape
         return out, out.new_zeros(shape, dtype=_lse_dtype(out))
-    return out, _laid_out(lse, shape, (shape[-2] * shape[-1], shape[-1], 1)[-len(shape) :])
+    return out, _laid_out(lse, shape, (shape[-2] * shape[-1], shape[-1], 1)[-len(shape) :], theirs)
 
 
 @torch.library.register_fake(NAME)
@@ -169,7 +170,8 @@ def _attention_backward(*arguments: Any, **named: Any) -> tuple[Tensor, ...]:
         else:
             found = _recorded_anew(planned.run, dout, dlse, q, k, v, problem, operands)
     gradients = iter((-found[0] if planned.negative else found[0], *found[1:]))
-    return _by_name(how, lambda x: _laid_out(next(gradients).to(x.dtype), *_dense(x)))
+    theirs = _storages(how[name] for name in _SAVED)
+    return _by_name(how, lambda x: _laid_out(next(gradients).to(x.dtype), *_dense(x), theirs))
 
 
 def _by_name(how: Named, of: Callable[[Tensor], Tensor]) -> tuple[Any, ...]:
@@ -260,13 +262,22 @@ def _dense(x: Tensor, width: int | None = None) -> tuple[list[int], list[int]]:
     return shape, strides
 
 
-def _laid_out(x: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
-    """x, copied where its strides are not these, or it is part of a larger tensor."""
-    if not x.storage_offset() and all(
-        size == 1 or found == stride for size, found, stride in zip(shape, x.stride(), strides, strict=True)
+def _laid_out(x: Tensor, shape: Sequence[int], strides: Sequence[int], theirs: set[int]) -> Tensor:
+    """x, copied where its strides are not these, it is part of a larger tensor, or its storage is one of theirs, to
+    which it is then added: what an operator gives shares none with what it was given, nor with another of its own."""
+    storage = x.untyped_storage().data_ptr()
+    if (
+        not x.storage_offset()
+        and storage not in theirs
+        and all(size == 1 or found == stride for size, found, stride in zip(shape, x.stride(), strides, strict=True))
     ):
+        theirs.add(storage)
         return x
     return torch.empty_strided(shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _storages(tensors: Iterable[Tensor | None]) -> set[int]:
+    return {x.untyped_storage().data_ptr() for x in tensors if x is not None}
 
 
 def _lse_shape(q: Tensor, how: Named) -> tuple[int, ...]:
