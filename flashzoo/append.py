@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from flashzoo.call.operands import OPERANDS
 from flashzoo.call.problem import DESCALE_BLOCK
 from flashzoo.call.signs import resolved
 from flashzoo.integers import cdiv
-from flashzoo.transforms import refuse_transforms
+from flashzoo.registry import remembered
+from flashzoo.transforms import refuse_transforms, transforming
 
 E4M3 = torch.float8_e4m3fn
 
@@ -70,105 +71,124 @@ def append(
     operands = {"seqused_k": seqused_k, "page_table": page_table, "k_descale": k_descale, "v_descale": v_descale}
     operands = {name: x for name, x in operands.items() if x is not None or name == "seqused_k"}
     check_tensors(**named, **operands)
-    check_data(*[x.device for x in named.values()])
-    refuse_transforms("flashzoo.append", **named, **operands)
+    check_data(k_cache.device, v_cache.device, k.device, v.device)
+    if transforming():
+        refuse_transforms("flashzoo.append", **named, **operands)
     for name, x in named.items():
-        if x.ndim != 4:
-            raise ValueError(f"{name} must have 4 dimensions, got shape {tuple(x.shape)}")
-        if x.stride(3) != 1 and x.shape[3] > 1:
-            raise ValueError(f"{name} must be contiguous in its last dimension (stride 1), got stride {x.stride(3)}")
-        if name.endswith("cache"):
-            if not _rows_lie_apart(x):
-                raise ValueError(
-                    f"{name} must have memory of its own for each row, got strides {x.stride()} of {(*x.shape,)}"
-                )
-            if x.is_neg():
-                raise ValueError(f"{name} must be written to as it lies in memory, got one that is lazily negated")
-        if x.is_complex():
-            raise TypeError(f"{name} must be of a real dtype, got {x.dtype}")
+        if name.endswith("cache") and x.is_neg():
+            raise ValueError(f"{name} must be written to as it lies in memory, got one that is lazily negated")
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} has no gradient through a cache, got one that requires grad")
-    batch, new, heads, _ = k.shape
-    if page_table is None and k_cache.shape[0] != batch:
-        raise ValueError(f"k must have k_cache's batch {k_cache.shape[0]}, got {batch}; pages go with page_table")
-    of_keys = (k.dtype, *([E4M3] if k.dtype in (torch.float16, torch.bfloat16) else []))
-    of_caches = k_cache.shape[:2] if page_table is not None else (batch, k_cache.shape[1])
-    check_tensor(
-        "k_cache",
-        k_cache,
-        "pages or batch, rows, heads and head_dim",
-        (*of_caches, heads, k.shape[3]),
-        of_keys,
-        "k's",
-        k.device,
-    )
-    check_tensor("v", v, "k's batch, rows and heads", (batch, new, heads, v.shape[3]), (k.dtype,), "k's", k.device)
-    check_tensor(
-        "v_cache",
-        v_cache,
-        "k_cache's rows and heads, and v's head_dim",
-        (*of_caches, heads, v.shape[3]),
-        (k_cache.dtype,),
-        "k's",
-        k.device,
-    )
-    for name, x in (("seqused_k", seqused_k), ("page_table", page_table)):
-        if x is not None:
-            kind = OPERANDS[name]
-            kind.check(name, kind.form(name, x), k.device)
-    if seqused_k.shape != (batch,):
-        raise ValueError(f"seqused_k must have shape (batch,) {(batch,)}, got {tuple(seqused_k.shape)}")
-    if page_table is not None and page_table.shape[0] != batch:
-        raise ValueError(
-            f"page_table must have a row for each of k's batch {batch}, got shape {tuple(page_table.shape)}"
-        )
-    _check_memory(**named, descales=(k_descale, v_descale))
-    capacity = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
-    for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
-        if x is not None:
-            _check_descale(name, x, (batch, heads), capacity, k, k_cache.dtype)
+    forms = tuple([(name, OPERANDS[name].form(name, x)) for name, x in operands.items()])
+    rows = tuple([_Rows(x.shape, x.stride(), x.dtype, x.device) for x in named.values()])
+    spans = _checked(rows, forms)
+    _check_memory([x.data_ptr() for x in named.values()], spans, rows, k_descale is v_descale)
     names = ("seqused_k", "page_table", "k_descale", "v_descale")
     read = [OPERANDS[name].prepared(operands.get(name), {}) for name in names]
     import_module("flashzoo._triton.append").append(k_cache, v_cache, resolved(k), resolved(v), *read)
     torch.autograd.graph.increment_version((k_cache, v_cache))  # what autograd has saved may be overwritten
 
 
-def _rows_lie_apart(cache: Tensor) -> bool:
+class _Rows(NamedTuple):
+    """Of a cache, or of new rows, all that is checked but where they are."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@remembered
+def _checked(rows: tuple[_Rows, ...], forms: tuple[tuple[str, Any], ...]) -> tuple[int, ...]:
+    """How many bytes k_cache, v_cache, k and v reach over. TypeError or ValueError where they or the operands, of which
+    there are the forms, are malformed or don't go together."""
+    k_cache, v_cache, k, v = rows
+    named = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
+    for name, x in named.items():
+        if len(x.shape) != 4:
+            raise ValueError(f"{name} must have 4 dimensions, got shape {tuple(x.shape)}")
+        if x.stride[3] != 1 and x.shape[3] > 1:
+            raise ValueError(f"{name} must be contiguous in its last dimension (stride 1), got stride {x.stride[3]}")
+        if name.endswith("cache") and not _rows_lie_apart(x):
+            raise ValueError(
+                f"{name} must have memory of its own for each row, got strides {x.stride} of {(*x.shape,)}"
+            )
+        if x.dtype.is_complex:
+            raise TypeError(f"{name} must be of a real dtype, got {x.dtype}")
+    operands, (batch, new, heads, _) = dict(forms), k.shape
+    paged = "page_table" in operands
+    if not paged and k_cache.shape[0] != batch:
+        raise ValueError(f"k must have k_cache's batch {k_cache.shape[0]}, got {batch}; pages go with page_table")
+    of_keys = (k.dtype, *([E4M3] if k.dtype in (torch.float16, torch.bfloat16) else []))
+    of_caches = k_cache.shape[:2] if paged else (batch, k_cache.shape[1])
+    for name, what, shape, dtypes in (
+        ("k_cache", "pages or batch, rows, heads and head_dim", (*of_caches, heads, k.shape[3]), of_keys),
+        ("v", "k's batch, rows and heads", (batch, new, heads, v.shape[3]), (k.dtype,)),
+        ("v_cache", "k_cache's rows and heads, and v's head_dim", (*of_caches, heads, v.shape[3]), (k_cache.dtype,)),
+    ):
+        check_tensor(name, named[name], what, shape, dtypes, "k's", k.device)
+    for name, form in forms:
+        OPERANDS[name].check(name, form, k.device)
+    used, table = operands["seqused_k"][0], operands["page_table"][0] if paged else None
+    if used != (batch,):
+        raise ValueError(f"seqused_k must have shape (batch,) {(batch,)}, got {tuple(used)}")
+    if table is not None and table[0] != batch:
+        raise ValueError(f"page_table must have a row for each of k's batch {batch}, got shape {tuple(table)}")
+    capacity = k_cache.shape[1] * (1 if table is None else table[1])
+    for name in ("k_descale", "v_descale"):
+        if name in operands:
+            _check_descale(name, operands[name][0], (batch, heads), capacity, k.dtype, k_cache.dtype)
+    return _span(k_cache), _span(v_cache), _span(k), _span(v)
+
+
+def _rows_lie_apart(cache: _Rows) -> bool:
     """Whether no two of its numbers are at one place: each stride is beyond what smaller ones reach."""
     reach = 0
-    if not cache.numel():
+    if 0 in cache.shape:
         return True
-    for step, size in sorted((step, size) for step, size in zip(cache.stride(), cache.shape, strict=True) if size > 1):
+    for step, size in sorted((step, size) for step, size in zip(cache.stride, cache.shape, strict=True) if size > 1):
         if step <= reach:
             return False
         reach += step * (size - 1)
     return True
 
 
-def _check_memory(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, descales: tuple[Any, Any]) -> None:
+def _check_memory(starts: list[int], spans: tuple[int, ...], rows: tuple[_Rows, ...], one_descale: bool) -> None:
     """ValueError where new rows lie between a cache's first number and its last, or a row of one cache and one of the
-    other share memory, unless they are columns of the same row that have the same new ones."""
-    spans = {name: _span(x) for name, x in (("k_cache", k_cache), ("v_cache", v_cache), ("k", k), ("v", v))}
-    for name in ("k", "v"):
-        for of in ("k_cache", "v_cache"):
-            if spans[name][0] < spans[of][1] and spans[of][0] < spans[name][1]:
+    other share memory, unless they are columns of the same row that have the same new ones.
+
+    Args:
+        starts, spans, rows: of k_cache, v_cache, k and v: addresses, how many bytes they reach over, and the rest.
+        one_descale: both caches have the same.
+    """
+    of_keys, of_values, *new = (range(start, start + span) for start, span in zip(starts, spans, strict=True))
+    for name, x in zip("kv", new, strict=True):
+        for of, cache in (("k_cache", of_keys), ("v_cache", of_values)):
+            if x.start < cache.stop and cache.start < x.stop:
                 raise ValueError(f"{name} must have memory of its own, got some of {of}'s, which is written to")
-    if not k_cache.numel() or not v_cache.numel():
+    k_cache, v_cache, k, v = rows
+    if not of_keys or not of_values or of_keys.stop <= of_values.start or of_values.stop <= of_keys.start:
         return
-    size, apart = k_cache.element_size(), spans["v_cache"][0] - spans["k_cache"][0]
-    steps = [
-        (step * size, step_v * size, count)
-        for step, step_v, count in zip(k_cache.stride()[:3], v_cache.stride()[:3], k_cache.shape, strict=False)
-        if count > 1
-    ]
-    widths = k_cache.shape[3] * size, v_cache.shape[3] * size
-    for places in _meeting(apart, sorted(steps, reverse=True), *widths):
+    apart, size = of_values.start - of_keys.start, k_cache.dtype.itemsize
+    for places in _met(k_cache, v_cache, apart):
         if places is None or any(places):
             raise ValueError("v_cache must have memory of its own for each row, got some of other rows of k_cache")
-        new = (spans["v"][0] - spans["k"][0]) * size == apart * k.element_size()
-        new &= all(a == b for a, b, n in zip(k.stride(), v.stride(), k.shape[:3], strict=False) if n > 1)
-        if not new or descales[0] is not descales[1]:
+        same = (starts[3] - starts[2]) * size == apart * k.dtype.itemsize
+        same &= all(a == b for a, b, n in zip(k.stride, v.stride, k.shape[:3], strict=False) if n > 1)
+        if not same or not one_descale:
             raise ValueError("v_cache must have memory of its own where v or v_descale has, got k_cache's")
+
+
+@remembered
+def _met(k_cache: _Rows, v_cache: _Rows, apart: int) -> tuple[tuple[int, ...] | None, ...]:
+    """What `_meeting` finds of two caches with first rows so many bytes apart."""
+    size = k_cache.dtype.itemsize
+    steps = [
+        (step * size, step_v * size, count)
+        for step, step_v, count in zip(k_cache.stride[:3], v_cache.stride[:3], k_cache.shape, strict=False)
+        if count > 1
+    ]
+    return tuple(_meeting(apart, sorted(steps, reverse=True), k_cache.shape[3] * size, v_cache.shape[3] * size))
 
 
 def _meeting(
@@ -198,24 +218,26 @@ def _meeting(
         yield None
 
 
-def _span(x: Tensor) -> tuple[int, int]:
-    """Addresses of its first byte and behind its last."""
-    first, (a, b, c, d), (i, j, m, n) = x.data_ptr(), x.shape, x.stride()
-    if not x.numel():
-        return first, first
-    return first, first + ((a - 1) * i + (b - 1) * j + (c - 1) * m + (d - 1) * n + 1) * x.element_size()
+def _span(x: _Rows) -> int:
+    """How many bytes there are from its first number on to behind its last."""
+    if 0 in x.shape:
+        return 0
+    return (sum([(size - 1) * step for size, step in zip(x.shape, x.stride, strict=True)]) + 1) * x.dtype.itemsize
 
 
 def _check_descale(
-    name: str, x: Tensor, by_head: tuple[int, int], capacity: int, k: Tensor, of_cache: torch.dtype
+    name: str,
+    shape: torch.Size,
+    by_head: tuple[int, int],
+    capacity: int,
+    of_rows: torch.dtype,
+    of_cache: torch.dtype,
 ) -> None:
-    kind = OPERANDS[name]
-    kind.check(name, kind.form(name, x), k.device)
-    if k.dtype == of_cache:
-        raise ValueError(f"{name} is for fp16 or bf16 rows into e4m3 caches, got it with {k.dtype} into {of_cache}")
+    if of_rows == of_cache:
+        raise ValueError(f"{name} is for fp16 or bf16 rows into e4m3 caches, got it with {of_rows} into {of_cache}")
     by_block = (*by_head, cdiv(capacity, DESCALE_BLOCK))
-    if x.shape not in (by_head, by_block):
+    if shape not in (by_head, by_block):
         raise ValueError(
             f"{name} must have shape (batch, heads_kv) {by_head}, or (batch, heads_kv, blocks of {DESCALE_BLOCK} rows) "
-            f"{by_block}, got {tuple(x.shape)}"
+            f"{by_block}, got {tuple(shape)}"
         )

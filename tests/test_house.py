@@ -129,7 +129,8 @@ MAY_IMPORT = {
     "sinks": {"torch"},
     "untraced": {"torch"},
     "merge": {"torch", "flashzoo.call.check", "flashzoo.transforms"},
-    "append": {"torch", "flashzoo.call.check", "flashzoo.call.signs", "flashzoo.transforms", "flashzoo.untraced"}
+    "append": {"torch", "flashzoo.call.check", "flashzoo.call.signs", "flashzoo.registry", "flashzoo.transforms"}
+    | {"flashzoo.untraced"}
     | HANDED,
     "lengths": {"torch", "flashzoo.call.forms"},
     "replace": {"torch", BLOCK_MASK, SCORES, "flashzoo.registry", "flashzoo.transforms"} | CALL,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -60,9 +60,20 @@ def _check_layout(name: str, layout: torch.layout, nested: bool = False) -> None
         raise TypeError(f"{dense}, got {layout}: call to_dense()")
 
 
+class Shaped(Protocol):
+    """What is checked of a tensor, or of what says it of one."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
 def check_tensor(
     name: str,
-    x: Tensor,
+    x: Tensor | Shaped,
     what: str,
     shape: tuple[int, ...],
     dtypes: tuple[torch.dtype, ...],
