@@ -25,12 +25,12 @@ from torch.compiler import is_compiling
 from torch.nn.functional import multi_head_attention_forward, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from flashzoo.call.api import attention, recorded
-from flashzoo.call.check import DTYPE_NAMES, described_call
-from flashzoo.call.operands import taken
-from flashzoo.call.plan import plan
+from flashzoo.call.api import attention, planned_call, run_planned
+from flashzoo.call.check import DTYPE_NAMES
+from flashzoo.call.operands import Operands
+from flashzoo.call.plan import Plan
 from flashzoo.masks.block_mask import BlockMask
-from flashzoo.registry import UnsupportedError, check_known, current, requested
+from flashzoo.registry import UnsupportedError, check_known
 from flashzoo.scores.mod import ScoreMod
 from flashzoo.transforms import transforming
 
@@ -143,12 +143,16 @@ class Replacement(TorchFunctionMode):
             options["dropout_p"] = dropout_p
             if dropout_p and "block_mask" in options:
                 raise _NotOurs(f"dropout_p={dropout_p} beside a mask of pairs, which `standard` alone takes")
-            # of what is traced it is asked when the graph runs, and none is counted
-            who = "" if is_compiling() else _answering(q, k, v, self.version, options)
+            # what is traced is planned when the graph runs, and not counted
+            planned = None if is_compiling() else _planned(q, k, v, self.version, options)
         except _NotOurs as reason:
             self._count(query, key, how, TORCH, reason.args[0])
             return scaled_dot_product_attention(query, key, value, **how)
-        out = attention(q, k, v, version=self.version, **options).transpose(1, 2)
+        if planned is None:
+            out, who = attention(q, k, v, version=self.version, **options), ""
+        else:
+            (out, _), who = run_planned(*planned, q, k, v), planned[0].spec.name
+        out = out.transpose(1, 2)
         self._count(query, key, how, who, made)
         return out if query.ndim == 4 else out[:, 0]
 
@@ -335,14 +339,10 @@ def _shape(x: Tensor) -> str:
     return f"nested, of {x.size(0)}" if x.is_nested and x.layout == torch.strided else str(tuple(x.shape))
 
 
-def _answering(q: Tensor, k: Tensor, v: Tensor, version: str, options: dict[str, Any]) -> str:
-    """The version that will answer. `_NotOurs` where none does, or the arguments are none."""
-    plain = dict(options)
+def _planned(q: Tensor, k: Tensor, v: Tensor, version: str, options: dict[str, Any]) -> tuple[Plan, Operands]:
+    """The call, planned. `_NotOurs` where no version answers it, or the arguments are none."""
     try:
-        operands, forms = taken(plain)
-        tensors = described_call(q, k, v)
-        grad = recorded(q, k, v, operands)
-        return plan(requested(version), current(), False, grad, False, forms, *tensors, **plain).spec.name
+        return planned_call(q, k, v, False, version, options)
     except UnsupportedError as error:
         call, *reasons = str(error).splitlines()
         raise _NotOurs("; ".join([call, *(x.strip() for x in reasons if x.startswith(" "))])) from error

@@ -17,7 +17,7 @@ from flashzoo.call.check import check_data, check_tensors, described_call, field
 from flashzoo.call.forms import Window, check_flags
 from flashzoo.call.operands import Operands, taken
 from flashzoo.call.packed import as_batch, batch_of_one, of_nested, on_caches
-from flashzoo.call.plan import plan, problem_of
+from flashzoo.call.plan import Plan, plan, problem_of
 from flashzoo.call.problem import OPTIONS, Problem
 from flashzoo.call.signs import negated, resolved
 from flashzoo.masks.block_mask import BlockMask
@@ -211,6 +211,14 @@ def called(
     q: Tensor, k: Tensor, v: Tensor, return_lse: bool, version: str, options: dict[str, Any], rows: bool = False
 ) -> tuple[Tensor, Any]:
     """`attention` of tensors of four dimensions, or of three that are packed rows: out, and lse or None."""
+    return run_planned(*planned_call(q, k, v, return_lse, version, options, rows), q, k, v)
+
+
+def planned_call(
+    q: Tensor, k: Tensor, v: Tensor, return_lse: bool, version: str, options: dict[str, Any], rows: bool = False
+) -> tuple[Plan, Operands]:
+    """What such a call's data don't decide, who answers it among that, and its operands, which are taken out of the
+    options. Errors as `attention`."""
     asked = requested(version)
     operands, forms = taken(options)
     try:
@@ -220,13 +228,17 @@ def called(
         check_tensors(q=q, k=k, v=v)
         raise
     try:
-        planned = plan(asked, current(), return_lse, grad, rows, forms, *tensors, **options)
+        return plan(asked, current(), return_lse, grad, rows, forms, *tensors, **options), operands
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
         check_flags(return_lse=return_lse)
         fields_of(options)
         raise TypeError(f"expected ints as sizes, which torch.compile and torch.export trace; {error}") from error
+
+
+def run_planned(planned: Plan, operands: Operands, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Any]:
+    """The call that was planned: out, and lse or None."""
     problem = planned.problem
     if transforming():
         check_transforms({"q": q, "k": k, "v": v, **operands.tensors}, problem, planned.spec)
