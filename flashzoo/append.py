@@ -68,8 +68,8 @@ def append(
     if is_compiling():
         raise NotImplementedError("flashzoo.append can't be traced: call it outside of what torch.export sees")
     named = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
-    operands = {"seqused_k": seqused_k, "page_table": page_table, "k_descale": k_descale, "v_descale": v_descale}
-    operands = {name: x for name, x in operands.items() if x is not None or name == "seqused_k"}
+    given = {"seqused_k": seqused_k, "page_table": page_table, "k_descale": k_descale, "v_descale": v_descale}
+    operands = {name: x for name, x in given.items() if x is not None or name == "seqused_k"}
     check_tensors(**named, **operands)
     check_data(k_cache.device, v_cache.device, k.device, v.device)
     if transforming():
@@ -83,8 +83,7 @@ def append(
     rows = tuple([_Rows(x.shape, x.stride(), x.dtype, x.device) for x in named.values()])
     spans = _checked(rows, forms)
     _check_memory([x.data_ptr() for x in named.values()], spans, rows, k_descale is v_descale)
-    names = ("seqused_k", "page_table", "k_descale", "v_descale")
-    read = [OPERANDS[name].prepared(operands.get(name), {}) for name in names]
+    read = [OPERANDS[name].prepared(x, {}) for name, x in given.items()]
     import_module("flashzoo._triton.append").append(k_cache, v_cache, resolved(k), resolved(v), *read)
     torch.autograd.graph.increment_version((k_cache, v_cache))  # what autograd has saved may be overwritten
 

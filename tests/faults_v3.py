@@ -382,7 +382,7 @@ V3 = (
     fault(
         "v3/by_head_the_first_keys_first",
         "a head's last tile is not that of the first keys, and others round dQ before all have added to it",
-        *("flashzoo/_cute/hopper/tile_scheduler.py", "return self.params.blocks - 1 - rank", "return rank"),
+        *("flashzoo/v3/backward_by_head.py", "return self.params.blocks - 1 - rank", "return rank"),
         "test_a_thread_block_has_all_tiles_of_a_head",
         within="TileSchedulerByHead.block_of",
     ),

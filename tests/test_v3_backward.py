@@ -18,10 +18,9 @@ import flashzoo
 from flashzoo import Problem
 from flashzoo._cute.driver import TensorMap
 from flashzoo._cute.hopper import bounds as bounds_module
-from flashzoo._cute.hopper import tile_scheduler as scheduler_module
 from flashzoo._cute.hopper.bounds import NEVER, Bounds, BoundsBackward
 from flashzoo._cute.hopper.params import Params
-from flashzoo._cute.hopper.tile_scheduler import TileOfWave, TileSchedulerBackward, TileSchedulerByHead
+from flashzoo._cute.hopper.tile_scheduler import TileOfWave, TileSchedulerBackward
 from flashzoo._cute.per_stream import tile_counter
 from flashzoo._cute.scale import in_log2
 from flashzoo.accuracy import Judge
@@ -32,7 +31,7 @@ from flashzoo.inputs import LAYOUTS
 from flashzoo.reference import Result, visible
 from flashzoo.v3 import FP8_SPEC, SPEC, launch, programs
 from flashzoo.v3.backward import Backward
-from flashzoo.v3.backward_by_head import BackwardByHead
+from flashzoo.v3.backward_by_head import BackwardByHead, TileSchedulerByHead
 from flashzoo.v3.backward_pairs import BoundsPairs, TileSchedulerPairs
 from flashzoo.v3.config import BACKWARD, PAIRS, PAIRS_FROM, kernel_backward_for, kernel_for, splits_for
 from flashzoo.v3.swizzle import swizzle_backward
@@ -341,7 +340,7 @@ def test_a_thread_block_has_all_tiles_of_a_head(band, tiling, monkeypatch, on_in
     monkeypatch.setattr(TileSchedulerByHead, "claims", lambda self: True)
     monkeypatch.setattr(TileSchedulerByHead, "begun", lambda self: at_once)
     arch = SimpleNamespace(shuffle_sync=lambda x, lane: x)
-    monkeypatch.setattr(scheduler_module, "cute", SimpleNamespace(arch=arch))
+    monkeypatch.setattr("flashzoo.v3.backward_by_head.cute", SimpleNamespace(arch=arch))
     first_seen_before = BackwardByHead.first_seen_before.__wrapped__
     monkeypatch.setattr("flashzoo.v3.backward_by_head.Int32", int)
     for seqlen_q, seqlen_k, at_once in itertools.product((1, 64, 200, 515), (129, 321, 520), (1, 3, 100)):

@@ -492,7 +492,7 @@ class Backward:
         consumers, of_block = self.tiles.consumers, bounds.block_of_queries(head, block_q)
         for w in cutlass.range_constexpr(consumers):
             storage.exchange_pipeline.consumer_wait(used * consumers + w)
-            add(workspace.dq + (of_block * consumers + w) * self.part, storage.exchange[None, w])  # B2.15
+            put(workspace.dq + (of_block * consumers + w) * self.part, storage.exchange[None, w], adds=True)  # B2.15
             cute.arch.cp_async_bulk_commit_group()
 
     def layout_of_dq(self) -> cute.ComposedLayout:
@@ -836,12 +836,17 @@ class Backward:
         """Write this warpgroup's part of dQ to shared memory, for the writer."""
         storage, wg_idx = consumer.storage, consumer.wg_idx
         n = used * self.tiles.consumers + wg_idx
-        fours = cute.make_layout((4, self.part // WARPGROUP // 4), stride=(1, 4 * WARPGROUP))
-        mine = (storage.exchange[None, wg_idx].iterator + consumer.thread % WARPGROUP * 4).align(16)
+        mine = self.exchanged(consumer)
         # Each writer has mbarriers of its own for the same memory: the writer before must have read it.
         storage.exchange_pipeline.producer_acquire(n + (self.kernel.writers - 1) * self.tiles.consumers)
-        cute.autovec_copy(cute.make_tensor(dq.iterator, cute.make_layout(fours.shape)), cute.make_tensor(mine, fours))
+        cute.autovec_copy(cute.make_tensor(dq.iterator, cute.make_layout(mine.shape)), mine)
         storage.exchange_pipeline.producer_commit(n)
+
+    def exchanged(self, consumer: Consumer) -> cute.Tensor:
+        """Where a part of dQ is in shared memory what this thread has of it in registers, by fours."""
+        fours = cute.make_layout((4, self.part // WARPGROUP // 4), stride=(1, 4 * WARPGROUP))
+        part = consumer.storage.exchange[None, consumer.wg_idx]
+        return cute.make_tensor((part.iterator + consumer.thread % WARPGROUP * 4).align(16), fours)
 
     @cute.jit
     def release_kv(self, consumer: Consumer):
@@ -929,20 +934,11 @@ def semaphore_arrive(semaphore: cute.Pointer, before: Int32):
 
 
 @cute.jit
-def put(memory: cute.Pointer, storage: cute.Tensor):
-    """Have TMA write float32 values that lie one after the other to memory."""
+def put(memory: cute.Pointer, storage: cute.Tensor, adds: Constexpr[bool]):
+    """Have TMA write float32 values that lie one after the other to memory, or add them to those there."""
+    copy, of = ("cp.reduce.async.bulk", ".add.f32") if const_expr(adds) else ("cp.async.bulk", "")
     with cute.arch.elect_one():
         cute.arch.inline_ptx(
-            "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
-            read_only_args=[memory, storage.iterator, Int32(4 * cute.size(storage))],
-        )
-
-
-@cute.jit
-def add(memory: cute.Pointer, storage: cute.Tensor):
-    """Have TMA add float32 values that lie one after the other to those in memory."""
-    with cute.arch.elect_one():
-        cute.arch.inline_ptx(
-            "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [{$r0}], [{$r1}], {$r2};",
+            f"{copy}.global.shared::cta.bulk_group{of} [{{$r0}}], [{{$r1}}], {{$r2}};",
             read_only_args=[memory, storage.iterator, Int32(4 * cute.size(storage))],
         )

@@ -9,7 +9,8 @@ uses for its next head again: as long as that and the heads' queries stay in L2,
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import cutlass
 import cutlass.cute as cute
@@ -18,11 +19,43 @@ from cutlass.cute.nvgpu import cpasync
 
 from flashzoo._cute.hopper.bounds import BoundsBackward
 from flashzoo._cute.hopper.params import Params
-from flashzoo._cute.hopper.tile_scheduler import TileSchedulerByHead
-from flashzoo.gpu import WARPGROUP
-from flashzoo.v3.backward import Backward, Consumer, SharedStorage, TmaAtoms, Workspace, add, leave_rounded, put
+from flashzoo._cute.hopper.tile_scheduler import TileSchedulerBackward
+from flashzoo.v3.backward import Backward, Consumer, SharedStorage, TmaAtoms, Workspace, leave_rounded, put
 from flashzoo.v3.backward_all_keys import BackwardAllKeys
 from flashzoo.v3.traits import KernelBackwardByHead
+
+
+@dataclass(frozen=True)
+class TileSchedulerByHead(TileSchedulerBackward):
+    """Thread blocks claim heads, and have all tiles of one, one after another."""
+
+    def block_of(self, rank: Int32) -> Int32:
+        """The last keys first: the tile of the first, which under a causal mask too all queries see, ends the head."""
+        return self.params.blocks - 1 - rank
+
+    @cute.jit
+    def work_of(self, number: Int32) -> Int32:
+        """The first tile of a head of that number, or where it is negative the tile whose number it is inverted."""
+        work = ~number
+        if number >= 0:
+            work = number * self.blocks()
+        return work
+
+    @cute.jit
+    def claim_next(self, work: Any) -> Int32:
+        """The same of heads: the counter is asked behind a head's last tile alone."""
+        fetched = ~(work + 1)
+        if (work + 1) % self.blocks() == 0 and self.claims():
+            fetched = self.ask_counter(self.params.batch_heads)
+        return fetched
+
+    @cute.jit
+    def claimed(self, fetched: Int32) -> Int32:
+        """The head that a warp has claimed, or inverted the head's next tile."""
+        number = cute.arch.shuffle_sync(fetched, 0)
+        if number >= 0:
+            number += self.begun()
+        return number
 
 
 class LastTile(BackwardAllKeys):
@@ -35,10 +68,9 @@ class LastTile(BackwardAllKeys):
         pipeline, scale = consumer.storage.exchange_pipeline, consumer.scale
         n = used * self.tiles.consumers + consumer.wg_idx
         pipeline.producer_acquire(n)
-        fours = cute.make_layout((4, self.part // WARPGROUP // 4), stride=(1, 4 * WARPGROUP))
-        mine = (consumer.storage.exchange[None, consumer.wg_idx].iterator + consumer.thread % WARPGROUP * 4).align(16)
-        sums, parts = cute.make_tensor(mine, fours), cute.make_tensor(dq.iterator, cute.make_layout(fours.shape))
-        for i in cutlass.range_constexpr(cute.size(fours, mode=[1])):
+        sums = self.exchanged(consumer)
+        parts = cute.make_tensor(dq.iterator, cute.make_layout(sums.shape))
+        for i in cutlass.range_constexpr(cute.size(sums, mode=[1])):
             parts[None, i].store((parts[None, i].load() + sums[None, i].load()) * scale)
         self.sync_consumers()  # rounded, one's part is where another's sum was
         leave_rounded(dq, consumer.mma_dq, consumer.thread, self.dq_on_chip(consumer.storage))
@@ -144,7 +176,7 @@ class BackwardByHead(Backward):
         for w in cutlass.range_constexpr(self.tiles.consumers):
             storage.exchange_pipeline.consumer_wait(used * self.tiles.consumers + w)
             if first:
-                put(sums + w * self.part, storage.exchange[None, w])
+                put(sums + w * self.part, storage.exchange[None, w], adds=False)
             else:
-                add(sums + w * self.part, storage.exchange[None, w])  # B2.15
+                put(sums + w * self.part, storage.exchange[None, w], adds=True)  # B2.15
             cute.arch.cp_async_bulk_commit_group()

@@ -311,13 +311,22 @@ def goes_by_head(problem: Problem) -> bool:
     kept = min(heads, at_once) * (p.seqlen_q * sum(widths) * BYTES[p.dtype] + sums)
     if blocks < 2 or not steps or kept > KEPT_BYTES or splits_for(p) > 1:
         return False
-    mean = steps if right is None else visible_pairs(p) / (blocks * tiles.block_kv * tiles.block_q) + 1
+    mean = steps if right is None else _steps_of_a_tile(p, tiles, blocks)
     of_head = blocks * (mean + TILE_STEPS)
     apart = math.ceil(heads * blocks / at_once) * (steps + TILE_STEPS)
     if right is not None:  # as in `splits_for`
         apart = max(steps + TILE_STEPS, heads / at_once * of_head)
-    step_us = 5 * tiles.block_q * tiles.block_kv * sum(widths) / FLOPS_PER_US
-    return (math.ceil(heads / at_once) * of_head - apart) * step_us < 2 * heads * sums / BYTES_PER_US
+    saved_us = 2 * heads * sums / BYTES_PER_US
+    return (math.ceil(heads / at_once) * of_head - apart) * _step_us(tiles, widths) < saved_us
+
+
+def _steps_of_a_tile(problem: Problem, tiles: TilesBackward, blocks: int) -> float:
+    """Of a head, in the mean, where some tiles have fewer than others; some pairs of a step are not visible."""
+    return visible_pairs(problem) / (blocks * tiles.block_kv * tiles.block_q) + 1
+
+
+def _step_us(tiles: TilesBackward, widths: tuple[int, int]) -> float:
+    return 5 * tiles.block_q * tiles.block_kv * sum(widths) / FLOPS_PER_US
 
 
 @lru_cache(maxsize=1024)
@@ -349,11 +358,11 @@ def splits_for(problem: Problem) -> int:
     if p.sequences is not None:
         longest = mean = cdiv(longest, p.sequences)
     elif left is not None or right is not None:
-        mean = visible_pairs(p) / (blocks * tiles.block_kv * tiles.block_q) + 1  # some pairs of a step are not visible
+        mean = _steps_of_a_tile(p, tiles, blocks)
         if left is not None and right is not None:
             longest = min(longest, cdiv(left + right + tiles.block_kv, tiles.block_q) + 1)
     uneven = mean < longest
-    step_us = 5 * tiles.block_q * tiles.block_kv * sum(widths) / FLOPS_PER_US
+    step_us = _step_us(tiles, widths)
     bytes_of_parts = 2 * BYTES["fp32"] * batch * p.heads_kv * blocks * tiles.block_kv * sum(widths)
 
     def microseconds(splits: int) -> float:

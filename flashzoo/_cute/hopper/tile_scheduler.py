@@ -187,36 +187,3 @@ class TileSchedulerBackward(TileScheduler):
         """Which tile it is."""
         rank, head, batch = self.coordinates(work)
         return TileOfWave(self.block_of(rank), head, batch, work // cutlass.max(1, self.params.wave))
-
-
-@dataclass(frozen=True)
-class TileSchedulerByHead(TileSchedulerBackward):
-    """The same, where a thread block has all tiles of a head one after another, and claims heads."""
-
-    def block_of(self, rank: Int32) -> Int32:
-        """The last keys first: the tile of the first, which under a causal mask too all queries see, ends the head."""
-        return self.params.blocks - 1 - rank
-
-    @cute.jit
-    def work_of(self, number: Int32) -> Int32:
-        """The first tile of a head of that number, or where it is negative the tile whose number it is inverted."""
-        work = ~number
-        if number >= 0:
-            work = number * self.blocks()
-        return work
-
-    @cute.jit
-    def claim_next(self, work: Any) -> Int32:
-        """The same of heads: the counter is asked behind a head's last tile alone."""
-        fetched = ~(work + 1)
-        if (work + 1) % self.blocks() == 0 and self.claims():
-            fetched = self.ask_counter(self.params.batch_heads)
-        return fetched
-
-    @cute.jit
-    def claimed(self, fetched: Int32) -> Int32:
-        """The head that a warp has claimed, or inverted the head's next tile."""
-        number = cute.arch.shuffle_sync(fetched, 0)
-        if number >= 0:
-            number += self.begun()
-        return number
