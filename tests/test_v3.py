@@ -505,17 +505,39 @@ TINY_CALLS = """if True:
         call(200, 300, head_dim, causal=True)
     torch.cuda.synchronize()
 """
+TINY_GRADIENTS = """if True:
+    import torch, flashzoo
+
+    def call(seqlen_q, seqlen_k, head_dim, batch=1, heads=2, heads_kv=2, **options):
+        shapes = (seqlen_q, heads), (seqlen_k, heads_kv), (seqlen_k, heads_kv)
+        inputs = [torch.randn(batch, *shape, head_dim).to("cuda", torch.bfloat16).requires_grad_() for shape in shapes]
+        out = flashzoo.attention(*inputs, version="v3", **options)
+        assert all(x.isfinite().all() for x in torch.autograd.grad(out, inputs, torch.randn_like(out)))
+
+    call(70, 60, 64)
+    for head_dim in (64, 96, 128, 160, 192, 256):
+        call(150, 300, head_dim, causal=True)
+    call(150, 300, 128, heads=8, heads_kv=1)
+    call(130, 200, 80, window_size=(20, 10))
+    call(150, 200, 64, batch=33, heads=8, heads_kv=8)  # by head
+    torch.cuda.synchronize()
+"""
 
 
 @gpu
 @on_hopper
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
-def test_compute_sanitizer(tool):
+@pytest.mark.parametrize(
+    ("tool", "calls"),
+    [("memcheck", TINY_CALLS), ("racecheck", TINY_CALLS), ("memcheck", TINY_GRADIENTS)],
+    ids=["memcheck", "racecheck", "gradients"],
+)
+def test_compute_sanitizer(tool, calls):
+    """Of the backward pass racecheck does not see what mbarriers order."""
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed")
-    in_fresh_process(TINY_CALLS)  # compiled before, as the tool slows the host too
-    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", TINY_CALLS]
+    in_fresh_process(calls)  # compiled before, as the tool slows the host too
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-c", calls]
     every_tensor_apart = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # what lies past a tensor is nobody's
     process = subprocess.run(command, cwd=ROOT, env=os.environ | every_tensor_apart, capture_output=True, text=True)
     text = process.stdout + process.stderr
