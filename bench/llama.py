@@ -55,8 +55,8 @@ def short(rows: list[Row]) -> Iterator[str]:
         return
     first = rows[0]
     yield (
-        f"In a whole model, a Llama of {float(first['parameters']) / 1e9:.1f} billion parameters of Hugging Face "
-        f"transformers, tokens a second on one {first['gpu']}, {doing(rows)}; in brackets over `{BASELINE}`'s. "
+        f"In a whole model, Hugging Face transformers' Llama of {float(first['parameters']) / 1e9:.1f} billion "
+        f"parameters, tokens a second on one {first['gpu']}, {doing(rows)}; in brackets over `{BASELINE}`'s. "
         f"{turns(rows)} [In your model](docs/use.md#hugging-face-transformers) says what was run."
     )
     yield shown(rows)

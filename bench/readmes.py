@@ -175,7 +175,7 @@ def headline(rows: list[Row]) -> Iterator[str]:
         f"; {fa3} in C++ was not installed in that run" if "fa3" in runs.not_installed(rows, mine[0]["run"]) else ""
     )
     yield (
-        f"Forward, bf16, on one {mine[0]['gpu']}. The best other library is the fastest of {', '.join(peers[:-1])} and "
+        f"Forward, bf16, on one {mine[0]['gpu']}; the best other library is the fastest of {', '.join(peers[:-1])} and "
         f"{peers[-1]} at each length{without}. [Measured](docs/measured.md) says where this is from and has all other "
         f"figures, those beside {fa3} among them."
     )
@@ -189,8 +189,8 @@ def headline(rows: list[Row]) -> Iterator[str]:
             for word, ratios in found.items()
         )
         yield (
-            f"On one {mine[0]['gpu']}, each alone until clocks have settled, v3 over {NAMES[BEST_PEER]}, geometric "
-            f"means: {told}."
+            f"The speed of v3 over that of {NAMES[BEST_PEER]} (a head dim, a length, causal or not), on one "
+            f"{mine[0]['gpu']}, each alone until clocks have settled, in geometric means: {told}."
         )
 
 

@@ -173,15 +173,15 @@ def headline(rows: list[Row]) -> Iterator[str]:
     for cell, of in cells.items():
         shares.setdefault(cell.tokens, []).append(f"{of[OURS] / of[ALONE]:.0%}")
     told = [
-        f"{runs.length(tokens)} {' and '.join(of)}" for tokens, of in sorted(shares.items()) if len(of) == len(heads)
+        f"{' and '.join(of)} at {runs.length(tokens)}" for tokens, of in sorted(shares.items()) if len(of) == len(heads)
     ]
     last, rivals = found[kind][-1], next(_over_rivals(cells), "").replace("`auto`", "It")
     if told:
         yield (
             f"One causal sequence shared out over {kind.gpus} {last['gpu']} by `flashzoo.parallel`, forward and "
-            f"backward, head_dim {last['head_dim']}: of one GPU's speed each has, by tokens a GPU, with "
-            f"{' and '.join(heads)} heads, {'; '.join(told)}. {rivals} [Several GPUs](docs/context_parallel.md) has "
-            "all figures."
+            f"backward, head_dim {last['head_dim']}: with {' and '.join(heads)} heads each GPU has, of the speed of "
+            f"one that works alone, {told[0]} tokens a GPU{''.join(f', {more}' for more in told[1:])}. {rivals} "
+            "[Several GPUs](docs/context_parallel.md) has all figures."
         )
 
 
