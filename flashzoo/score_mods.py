@@ -78,9 +78,11 @@ def alibi(slopes: Tensor) -> ScoreMod:
     """
     _check("slopes", slopes, (1, 2), "(heads,) or (batch, heads)")
     by_batch = slopes.ndim == 2
+    wide = torch.promote_types(slopes.dtype, torch.float32)  # 16 bits have few of the distances
 
     def alibi(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return score + (fitting(slopes)[b, h] if by_batch else fitting(slopes)[h]) * (kv_idx - q_idx)
+        slope = fitting(slopes)[b, h] if by_batch else fitting(slopes)[h]
+        return score + slope.to(wide) * (kv_idx - q_idx)
 
     return ScoreMod.of(alibi)
 

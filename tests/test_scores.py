@@ -766,6 +766,19 @@ def test_named_ones_are_their_formulas():
         torch.testing.assert_close(found, torch.einsum("bhij,bjhd->bihd", new.softmax(-1), v))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("by_batch", [False, True])
+def test_alibi_of_16_bit_slopes_has_all_distances(dtype, by_batch):
+    slopes = torch.tensor([0.0078125, 0.25], dtype=dtype, device=DEVICE)
+    slopes = slopes.expand(2, HEADS) if by_batch else slopes
+    k = torch.zeros(2, 3001, HEADS, 16, dtype=torch.float16, device=DEVICE)
+    found, expected = (
+        flashzoo.attention(k[:, :1], k, k, score_mod=score_mods.alibi(x), version="standard", return_lse=True)[1]
+        for x in (slopes, slopes.float())
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("version", ["v2", "standard"])
 def test_the_smallest_numbers_of_a_bias_mask(version):
     """As masks of other libraries have them: whole rows of these have no LSE in float32, and no gradients by it."""
