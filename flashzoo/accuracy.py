@@ -39,7 +39,7 @@ from flashzoo.reference import (
     standard,
     visible,
 )
-from flashzoo.roundings import ROWS, SMALLEST, of_blocks, of_delta_in_read, of_yardstick
+from flashzoo.roundings import ROWS, SMALLEST, of_blocks, of_delta_in_gradients, of_delta_in_read, of_yardstick
 from flashzoo.scores.at import ScoredAt, flat
 from flashzoo.sinks import gradient_of_sinks, with_sinks
 
@@ -64,7 +64,8 @@ GRAD_ROWS = {"fp16": 1.5, "bf16": 1.5, "fp32": 4.0, "fp64": 4.0, "fp8": 1.5}
 there: the last keys under a causal mask, whose dV is small, are nothing in the norm of the whole tensor. Beside a sink
 or an outlier, or where scores are large, a row's error is one rounding's and a few rows have most of it: what chance
 adds to the norm of n is allowed, 2/sqrt(n), where n is how many rows there would be if all had as much of it. And the
-yardstick's may be small by luck: at least `USUAL` of what its roundings give it counts."""
+yardstick's may be small by luck: at least `USUAL` of what its roundings give it counts, that of out among them: of a
+key that one query sees, the last of 129 say, dK may have delta's error and little else."""
 USUAL = 0.45
 """What the yardstick errs of its roundings, each at its largest: see `YARDSTICK`."""
 GRAD_MAX = {"fp16": 4.0, "bf16": 4.0, "fp32": 6.0, "fp64": 6.0, "fp8": 4.0}
@@ -488,7 +489,7 @@ class Judge:
         found = _tightest(name, rule, error, self._gradient_rows_budget(name, yard, torch.full_like(yard, ROWS)))
         if found.ok:
             return found
-        expected = self._roundings[1][name]
+        expected = self._gradient_roundings[name]
         of_rows = expected.square().sum(-1, keepdim=True)
         # the square of a sum over the sum of squares
         rows = (of_blocks(of_rows.sqrt()) / of_blocks(of_rows).sqrt()).pow(4)
@@ -496,6 +497,16 @@ class Judge:
         return _tightest(
             name, rule, error, self._gradient_rows_budget(name, by_roundings, rows.nan_to_num(1).clamp_min(1))
         )
+
+    @cached_property
+    def _gradient_roundings(self) -> dict[str, Tensor]:
+        """What its roundings should give the yardstick's gradients, that of out among them."""
+        assert self._dout is not None
+        ref, expected = self.reference.items(), self._roundings[1]
+        of_delta = (self._dout.double() * ref["out"] * self._eps / 2).square().sum(-1).transpose(1, 2)
+        _, _, inputs, problem, _, _, mask, *_ = self._of_yardstick
+        more = of_delta_in_gradients(of_delta, ref["lse"], inputs, problem, mask, self._scored)
+        return expected | {name: (expected[name].square() + x).sqrt() for name, x in more.items()}
 
     def _gradient_rows_budget(self, name: str, yard: Tensor, rows: Tensor) -> Tensor:
         """Of the yardstick's errors of blocks, each shared by as many rows."""

@@ -146,6 +146,33 @@ def of_delta_in_read(
     return found
 
 
+def of_delta_in_gradients(
+    of_delta: Tensor,
+    lse: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    problem: Problem,
+    mask: Tensor | None,
+    scored: ScoredAt | None,
+) -> dict[str, Tensor]:
+    """Of dq and dk the variances that errors of delta make in them: each dS is off by P times its row's, so that all
+    terms of a row of dq err together.
+
+    Args:
+        of_delta, lse, inputs, problem, mask, scored: as in `of_delta_in_read`.
+    """
+    model, (q, k, _) = _Model(inputs, problem, scored), inputs
+    found = {"dq": torch.zeros_like(q, dtype=torch.float64), "dk": torch.zeros_like(k, dtype=torch.float64)}
+    for part in parts(q, k, ORACLE_SCORES[q.device.type] // 2):
+        p = probabilities(scores(q, k, problem, part, torch.float64, mask, scored), lse[part.rows])
+        if scored is not None:
+            p *= model.slopes(part)[0]
+        of_rows = problem.scale**2 * of_delta[part.rows].view(*p.shape[:-1], 1)
+        found["dq"][part.queries] += from_groups(of_rows * (p @ model._of(1, part)).square())
+        of_keys = (p.square() * of_rows).mT @ model._of(0, part).square()
+        found["dk"][part.keys] += from_groups(of_keys.sum(2, keepdim=True))
+    return found
+
+
 class _Model:
     """Variances of the errors of one problem, a part at a time."""
 

@@ -338,6 +338,23 @@ def test_only_few_rows_are_drawn_again(rows, drawn, monkeypatch):
     assert seeds == [seed for seed in range(drawn) for _ in "qk"]
 
 
+@pytest.mark.parametrize("seed", [42, 128, 146, 287, 362])
+def test_what_rounding_out_makes_of_few_rows_is_no_fault(seed):
+    """The last key's dK, of one query: its error is delta's, which is that of out, and the yardstick's was small."""
+    problem = Problem(1, 129, 129, 8, 8, 8, dtype="bf16", causal=True, lse=True, grad=True, device="cpu")
+    tensors, dout, _ = draw(problem, seed)
+    judge, (q, k, _) = Judge(*tensors, problem, dout), (x.double() for x in tensors)
+    ref = judge.reference
+    assert ref.lse is not None and ref.dk is not None
+    out = ref.out.to(dout.dtype)
+    p = (torch.einsum("bihd,bjhd->bhij", q, k) * problem.scale - ref.lse[..., None]).exp().tril()
+    of_delta = (dout * (out - ref.out)).sum(-1)
+    dk = (ref.dk - problem.scale * torch.einsum("bhij,bih,bihd->bjhd", p, of_delta, q)).to(dout.dtype)
+    assert all(check.ok for check in judge.checks(dataclasses.replace(judge.yardstick, out=out, dk=dk)))
+    dk[:, -1] = 0
+    assert not all(check.ok for check in judge.checks(dataclasses.replace(judge.yardstick, out=out, dk=dk)))
+
+
 SINKS = Problem(2, 200, 300, 6, 2, 64, causal=True, lse=True, grad=True, sinks=True, device="cpu")
 
 
