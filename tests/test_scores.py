@@ -779,6 +779,23 @@ def test_alibi_of_16_bit_slopes_has_all_distances(dtype, by_batch):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("version", ["v1", "v2", "blocksparse", "standard"])
+def test_what_a_function_masks_has_no_gradient_that_is_no_number(version):
+    """In tiles that are seen whole too: 0 times the slope of x / 0."""
+    leaves = [torch.randn(1, 200, 1, 16, device=DEVICE).requires_grad_() for _ in range(3)]
+    factor = (torch.arange(200, device=DEVICE) % 3 > 0).float()
+    mask = {"block_mask": flashzoo.BlockMask.sliding_window(200, window_size=(-1, -1), device=DEVICE)}
+    found, expected = (
+        flashzoo.attention(*leaves, score_mod=mod, version=version, **(mask if version == "blocksparse" else {}))
+        for mod in (
+            lambda s, b, h, i, j: torch.where(factor[j] > 0, s / factor[j], -math.inf),
+            lambda s, b, h, i, j: torch.where(factor[j] > 0, s, -math.inf),
+        )
+    )
+    for one, other in zip(*(torch.autograd.grad(x.square().sum(), leaves) for x in (found, expected)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("version", ["v2", "standard"])
 def test_the_smallest_numbers_of_a_bias_mask(version):
     """As masks of other libraries have them: whole rows of these have no LSE in float32, and no gradients by it."""

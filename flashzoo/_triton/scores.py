@@ -179,7 +179,7 @@ def _made(form: ScoreForm) -> dict[str, Any]:
         new = f"{new} + tl.zeros_like(score)"
     forward = _function("score_mod", "score, b, h, q, k, tensors", [*lines, f"return {new}"])
     of = gradient.program
-    ds = gradient.score if "ds" in of.inputs(gradient.score) else f"{gradient.score} + tl.zeros_like(ds)"
+    ds = _of_a_part(gradient.score) if "ds" in of.inputs(gradient.score) else f"{gradient.score} + tl.zeros_like(ds)"
     lines = [*language.lines(of, [gradient.score]), f"return {ds}"]
     backward = _function("score_gradient", _OF_GRADIENTS, lines)
     summed = [x for x in gradient.loads if x.tensor in form.grads and "ds" in of.inputs(x.value)]

@@ -330,8 +330,6 @@ def accumulate_dkdv(
         ds = p * (dp - delta_i[None, :])  # B2.14
         if SCORE_MOD is not None:
             ds = SCORE_GRADIENT(given, b, h, at[None, :], col[:, None], ds, score_tensors)
-            if MASKED:  # of what is not seen it may be no number
-                ds = tl.where(p == 0.0, 0.0, ds)
         dk = tl.dot(ds.to(q_i.dtype), q_i, dk, input_precision="ieee")  # B2.16
     return dk, dv
 
@@ -447,8 +445,6 @@ def accumulate_dq(
         ds = p * (dp - delta_i[:, None])
         if SCORE_MOD is not None:
             ds = SCORE_GRADIENT(given, b, h, row[:, None], at[None, :], ds, score_tensors)
-            if MASKED:
-                ds = tl.where(p == 0.0, 0.0, ds)
         dq = tl.dot(ds.to(k_j.dtype), k_j, dq, input_precision="ieee")  # B2.15
     return dq
 

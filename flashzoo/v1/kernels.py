@@ -253,7 +253,6 @@ def backward_kernel(
                 ds = p * (dp - delta_i[:, None])  # B1.20
                 if SCORE_MOD is not None:
                     ds = SCORE_GRADIENT(given, b, h, row[:, None], col[None, :], ds, score_tensors)
-                    ds = tl.where(seen, ds, 0.0)  # of what is not seen it may be no number
                 ds = ds.to(q_i.dtype)
                 dq_i = tl.dot(ds, k_j, input_precision="ieee") * scale  # B1.21
                 dq_base = dq_acc + tl.cast(b, tl.int64) * stride_ab + tl.cast(h, tl.int64) * stride_ah
