@@ -43,6 +43,19 @@ def test_minus_infinity_is_as_masked(version, problem, least):
     assert not found.out[:, :blind].any() and (found.lse is None or bool((found.lse[..., :blind] == -math.inf).all()))
 
 
+@asks(both=True, seqlen_q=150, seqlen_k=200, score_mod=ScoreForm())
+def test_what_a_function_masks_has_no_gradient(version, problem):
+    """Though 0 times its slope is no number, in tiles that are seen whole too."""
+    tensors, dout, dlse = draw(problem)
+    weights = (torch.arange(200, device=problem.device) % 3 > 0).float()
+    mods = (
+        ScoreMod(lambda s, b, h, i, j: torch.where(weights[j] > 0, s / weights[j], -math.inf)),
+        ScoreMod(lambda s, b, h, i, j: torch.where(weights[j] > 0, s, -math.inf)),
+    )
+    found, expected = (both(version, tensors, problem, dout, dlse, score_mod=mod) for mod in mods)
+    close(found, expected, problem.dtype)
+
+
 @asks(both=True, sequences=3, score_mod=ScoreForm())
 def test_places_are_those_of_a_packed_sequence(version, problem):
     """As in a batch, of which the sequences are."""

@@ -63,6 +63,14 @@ ON_SCORES = (
         "test_places_that_are_not_there[v2]",
     ),
     fault(
+        "v2/score_gradient_of_what_a_function_masks",
+        "0 times no number gets into dQ and dK where the function itself masks",
+        SCORES,
+        'ds = _of_a_part(gradient.score) if "ds"',
+        'ds = gradient.score if "ds"',
+        "test_what_a_function_masks_has_no_gradient[v2]",
+    ),
+    fault(
         "v2/score_gradient_not_summed_over_queries",
         "of a number that all queries read, those of every other one are left out of its gradient",
         SCORES,

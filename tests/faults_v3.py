@@ -53,6 +53,15 @@ V3 = (
         gpu=True,
     ),
     fault(
+        "v3/score_gradient_of_what_a_function_masks",
+        "0 times no number gets into dQ and dK where the function itself masks",
+        SCORED,
+        "of_ds[c] if of_p[c] != 0.0 else Float32(0.0)",
+        "of_ds[c] * Float32(1.0)",
+        "test_what_a_function_masks_has_no_gradient[v3]",
+        gpu=True,
+    ),
+    fault(
         "v3/number_that_moves_the_other_way",
         "what is taken from a number that is the same for a row, as q - k, moves with the column as k - q does",
         WALK,

@@ -17,6 +17,7 @@ the same in the same way have the same text. Standard library only.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ LOGIC = ("and", "or", "xor", "not")
 """Of bools, and of integers bit by bit."""
 OPERATIONS = (*ARITHMETIC, *FUNCTIONS, *COMPARISONS, *LOGIC, "where", "cast", "const", "load")
 """All that a program may consist of, and so all that a back end has to know."""
+UNBOUNDED = frozenset({"div", "floordiv", "remainder", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "load"})
+"""Of these a result may be infinite, or no number, though the arguments are moderate."""
 
 _LINE = r"x(\d+): (\w+) = (\w+)\(([^()]*)\)"
 _LITERAL = r"-?(inf|nan|\d[\d.e+-]*)|True|False"
@@ -100,6 +103,13 @@ class Program:
                 found.add(number)
                 ahead += [name for name in self.steps[number].arguments if name[0] == "x"]
         return sorted(found)
+
+    def bounded(self, name: str) -> bool:
+        """Whether a value is a number whatever moderate score it is of."""
+        steps = [self.steps[i] for i in self.needed([name])]
+        if any(step.operation in UNBOUNDED for step in steps):
+            return False
+        return all(is_value(a) or math.isfinite(number(a)) for step in steps for a in step.arguments)
 
     @cached_property
     def released(self) -> tuple[tuple[str, ...], ...]:

@@ -120,6 +120,8 @@ def differentiate_block(
                     new, slope = (new if seen else -Float32.inf), (slope if seen else Float32(0.0))
                 of_p[c] = cute.math.exp2(new * scale_log2 - pair_of_lse[c], fastmath=True)  # B2.11
                 of_ds[c] = of_p[c] * slope
+                if const_expr(not scores.bounded):
+                    of_ds[c] = of_ds[c] if of_p[c] != 0.0 else Float32(0.0)
                 if const_expr(dp is not None):
                     of_ds[c] = of_ds[c] * (rows_of(dp)[c, r, i] - delta[None, i].load()[c])  # B2.14
                 rows[c, r, i] = of_ds[c]

@@ -294,6 +294,11 @@ class Scores:
         """Whether the new score's derivative is 1, or nobody looks at it."""
         return self.function.slope == 1.0
 
+    @property
+    def bounded(self) -> bool:
+        """Whether the new score's derivative is a number where the new score is -inf, too."""
+        return self.function.program.bounded(self.function.program.outputs[1])
+
     def know(self, told: Told, inputs: str) -> Told:
         """The same with what is made of the scale and of some of b, h, q and k."""
         edge = self.scoring.unchecked
