@@ -44,7 +44,8 @@ class Zoo:
 
     Attributes:
         specs: the versions by name, in `auto` order.
-        broken: the plug-ins that could not be loaded, and why.
+        broken: the entry points in the group `flashzoo.versions`, and files in `FLASHZOO_VARIANTS`, that could not be
+            loaded, and why.
     """
 
     specs: Mapping[str, Spec] = field(default_factory=dict)
@@ -139,12 +140,6 @@ def _forget() -> None:
 def versions() -> dict[str, Spec]:
     """Every registered version by name, in `auto` order, those of installed plug-ins included."""
     return dict(current().specs)
-
-
-def plugin_errors() -> dict[str, str]:
-    """Entry points in the group `flashzoo.versions`, and files in `FLASHZOO_VARIANTS`, that could not be loaded,
-    and why."""
-    return dict(current().broken)
 
 
 def current() -> Zoo:

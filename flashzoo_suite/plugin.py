@@ -18,7 +18,7 @@ import torch
 
 import flashzoo
 from flashzoo import Spec
-from flashzoo.registry import plugin_errors
+from flashzoo.registry import current
 from flashzoo_suite.gpus import WORKER, workers_for
 from flashzoo_suite.support import CHOSEN, DEVICE, FP8, WORKER_BYTES, asked
 
@@ -81,8 +81,8 @@ def _chosen(names: str | None) -> list[Spec]:
     chosen = names.split(",") if names else list(known)
     unknown = [name for name in chosen if name not in known]
     if unknown:
-        broken = "".join(f"\n{name} could not be loaded: {error}" for name, error in plugin_errors().items())
-        raise pytest.UsageError(f"--versions must be from {', '.join(known)}, got {', '.join(unknown)}{broken}")
+        wrong = f"--versions must be from {', '.join(known)}, got {', '.join(unknown)}"
+        raise pytest.UsageError("\n".join([wrong, *current().missing]))
     return [known[name] for name in chosen]
 
 

@@ -102,7 +102,7 @@ class TestPlugins:
     def test_a_plugin_that_registers_itself_is_not_registered_twice(self, installed):
         installed(toy=lambda: flashzoo.register(toy()))
         assert "toy" in flashzoo.versions()
-        assert registry.plugin_errors() == {}
+        assert registry.current().broken == {}
 
     def test_a_broken_plugin_breaks_nothing_and_is_reported(self, installed, qkv):
         def broken():
@@ -111,7 +111,7 @@ class TestPlugins:
         installed(broken=broken, wrong=lambda: "a string", taken=lambda: toy("sdpa"), toy=toy)
         assert flashzoo.attention(*qkv).shape == qkv[0].shape
         assert flashzoo.versions()["sdpa"].impl == "flashzoo.baselines:sdpa"
-        errors = registry.plugin_errors()
+        errors = registry.current().broken
         assert errors.keys() == {"broken", "wrong", "taken"}
         assert errors["broken"] == "ImportError: no such shared library"
         assert errors["wrong"] == "TypeError: expected a flashzoo.Spec, got str"
@@ -136,7 +136,7 @@ class TestPlugins:
     def test_a_plugin_that_ends_the_process_does_not(self, installed):
         installed(leaving=lambda: sys.exit("no GPU here"), toy=toy)
         assert "toy" in flashzoo.versions()
-        assert registry.plugin_errors() == {"leaving": "SystemExit: no GPU here"}
+        assert registry.current().broken == {"leaving": "SystemExit: no GPU here"}
 
     def test_who_interrupts_a_plugin_is_heard_and_the_next_question_starts_anew(self, installed):
         interrupts = iter([KeyboardInterrupt])
@@ -149,7 +149,7 @@ class TestPlugins:
         installed(slow=slow)
         with pytest.raises(KeyboardInterrupt):
             flashzoo.versions()
-        assert "toy" in flashzoo.versions() and registry.plugin_errors() == {}
+        assert "toy" in flashzoo.versions() and registry.current().broken == {}
 
     def test_a_file_named_in_the_environment_is_a_plugin(self, installed, monkeypatch, tmp_path):
         good, broken = tmp_path / "variant_of_a_file.py", tmp_path / "broken_variant.py"
@@ -161,7 +161,7 @@ class TestPlugins:
         monkeypatch.setattr(sys, "path", [*sys.path])
         installed()
         assert "from_a_file" in flashzoo.versions()
-        assert registry.plugin_errors() == {str(broken): "ModuleNotFoundError: No module named 'no_such_module'"}
+        assert registry.current().broken == {str(broken): "ModuleNotFoundError: No module named 'no_such_module'"}
 
     def test_a_file_may_be_loaded_again(self, installed, monkeypatch, tmp_path):
         """By a command and as a plug-in; what it names as its implementation is in another module."""

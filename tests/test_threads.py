@@ -100,7 +100,7 @@ class TestFirstQuestion:
         plugins(slow)
         assert all(at_once(ask, rounds, unread))
         assert loads == [False] * rounds
-        assert registry.plugin_errors() == {}
+        assert registry.current().broken == {}
 
     def test_a_plugin_that_another_thread_imports_meanwhile_is_no_deadlock(self, plugins, monkeypatch, tmp_path):
         """Python holds a lock while it imports a module, and the module registers."""
@@ -118,7 +118,7 @@ class TestFirstQuestion:
         for thread in (importing, asking):
             thread.join(10)
             assert not thread.is_alive()
-        assert "twice" in flashzoo.versions() and registry.plugin_errors() == {}
+        assert "twice" in flashzoo.versions() and registry.current().broken == {}
 
 
 class TestRegisterBesideCalls:
