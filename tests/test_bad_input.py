@@ -383,7 +383,11 @@ BAD_INPUT = {
         ValueError,
         r"dropout_seed must be on q's device cpu, got meta",
     ),
-    "an argument nobody knows": ({"dropout": 0.1}, TypeError, r"unexpected keyword argument 'dropout'"),
+    "an argument nobody knows": (
+        {"attn_mask": None},
+        TypeError,
+        "unexpected keyword argument 'attn_mask', expected some of causal, .*, block_mask, .*, dropout_seed$",
+    ),
 }
 
 

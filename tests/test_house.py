@@ -46,7 +46,7 @@ MAY_IMPORT = {
         "flashzoo.call.problem",
         "flashzoo.lengths",
     },
-    "call.check": {"torch", "flashzoo.call.forms", "flashzoo.call.problem", "flashzoo.dtypes"},
+    "call.check": {"torch", "flashzoo.dtypes"} | HANDED,
     "call.plan": {
         "torch",
         "flashzoo.autograd",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from flashzoo.call.forms import normalised
+from flashzoo.call.operands import OPERANDS
 from flashzoo.call.problem import OPTIONS, Problem
 from flashzoo.dtypes import TORCH_DTYPES
 
@@ -216,7 +217,8 @@ def fields_of(options: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of `Problem` that these options of `attention` give, each checked by name."""
     unknown = sorted(options.keys() - OPTIONS.keys())
     if unknown:
-        raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}, expected some of {', '.join(OPTIONS)}")
+        known = ", ".join((*OPTIONS, *OPERANDS))
+        raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}, expected some of {known}")
     found = {}
     for name, value in options.items():
         if name in _TO_FIELD:
