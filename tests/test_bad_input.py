@@ -81,12 +81,12 @@ BAD_INPUT = {
     "k and v batches differ": (
         {"v": torch.randn(1, 6, 4, 8)},
         ValueError,
-        r"v must have k's batch, seqlen and heads \(2, 6, 4\), got \(1, 6, 4\) \(q .*, k .*, v \(1, 6, 4, 8\)\)",
+        r"v must have k's batch, seqlen and heads \(2, 6, 4\), got \(1, 6, 4\) \(q .*, k .*, v \(1, 6, 4, 8\), as",
     ),
     "k and v lengths differ": (
         {"v": torch.randn(2, 5, 4, 16)},
         ValueError,
-        r"v must have k's batch, seqlen and heads \(2, 6, 4\), got \(2, 5, 4\) \(q .*, k .*, v \(2, 5, 4, 16\)\)",
+        r"v must have k's batch, seqlen and heads \(2, 6, 4\), got \(2, 5, 4\) \(q .*, k .*, v \(2, 5, 4, 16\), as",
     ),
     "k and v heads differ": (
         {"v": torch.randn(2, 6, 2, 8)},
@@ -102,7 +102,7 @@ BAD_INPUT = {
     "more key heads than query heads": (
         {"q": torch.randn(2, 6, 2, 8)},
         ValueError,
-        r"q's heads must be a multiple of k's, got 2 and 4",
+        r"q's heads must be a multiple of k's, got 2 and 4 \(q .*, as \(batch, seqlen, heads, head_dim\)\)$",
     ),
     "no heads": (dict.fromkeys("qkv", torch.randn(2, 6, 0, 8)), ValueError, r"heads and head_dim must be at least 1"),
     "no head dim": (

@@ -198,7 +198,8 @@ def check_shapes(tensors: tuple[Described, Described, Described], caches: int | 
 
 
 def _shapes(tensors: tuple[Described, Described, Described]) -> str:
-    return ", ".join(f"{name} {tuple(shape)}" for name, (shape, *_) in zip("qkv", tensors, strict=True))
+    shapes = ", ".join(f"{name} {tuple(shape)}" for name, (shape, *_) in zip("qkv", tensors, strict=True))
+    return f"{shapes}, as (batch, seqlen, heads, head_dim)"
 
 
 def _name_of_out_dtype(out_dtype: Any) -> str | None:
