@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
+from flashzoo.call.problem import LOG2E
 
-LOG2E = math.log2(math.e)
 SMALLEST_SCALE = 1e-30
 """A scale of 0 makes all scores equal. So does this one, and -inf times it stays -inf."""
 

@@ -20,13 +20,12 @@ from torch import Tensor
 
 from flashzoo._triton import score_operations
 from flashzoo.call.forms import ScoreForm
-from flashzoo.call.problem import Problem
+from flashzoo.call.problem import LOG2E, Problem
 from flashzoo.scores.emit import INFIX, Language
 from flashzoo.scores.mod import ScoreMod
 from flashzoo.scores.program import INPUTS, Step, is_value, parsed, tensor_number, unmasked
 from flashzoo.scores.trace import gradient_of
 
-LOG2E = math.log2(math.e)
 _DTYPES = {"bool": "tl.int1", "u8": "tl.uint8", "i8": "tl.int8", "i16": "tl.int16", "i32": "tl.int32"}
 _DTYPES |= {"i64": "tl.int64", "f16": "tl.float16", "bf16": "tl.bfloat16", "f32": "tl.float32", "f64": "tl.float64"}
 _OPERATIONS = {

@@ -38,6 +38,9 @@ DROPOUT_STEPS = 1 << 24
 LARGEST_NUMBER = 1e30
 """Of softmax_scale and its like: scores are float32, and beyond this even small ones would be infinite."""
 
+LOG2E = math.log2(math.e)
+"""What scores are multiplied by to be in log2 units, in which kernels have them."""
+
 _SIZES = (
     ("batch", 0),
     ("seqlen_q", 0),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 
 import torch
@@ -13,13 +12,11 @@ from flashzoo._triton.descales import strided
 from flashzoo._triton.packed import tiles_of
 from flashzoo._triton.rows import rows_like
 from flashzoo.call.operands import Operands
-from flashzoo.call.problem import Problem
+from flashzoo.call.problem import LOG2E, Problem
 from flashzoo.decode import kernels
 from flashzoo.decode.config import block_d, by_hopper, cut, tiles_for
 from flashzoo.decode.launch_merge import merge_launch
 from flashzoo.dtypes import TORCH_DTYPES
-
-LOG2E = math.log2(math.e)
 
 Strides = tuple[int, ...]
 

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from flashzoo._cute.driver import current_stream
 from flashzoo._cute.per_stream import PerStream
-from flashzoo._cute.scale import LOG2E
 from flashzoo._cute.tma import Ints, made_readable, readable
 from flashzoo.call.operands import Descales, Operands
-from flashzoo.call.problem import Problem
+from flashzoo.call.problem import LOG2E, Problem
 from flashzoo.sinks import share_of_keys, with_sinks
 from flashzoo.v3.config import kernel_fp8_for, prepares
 from flashzoo.v3.launch import ForwardLaunch, addresses_of, of_parts, of_sinks, tables
