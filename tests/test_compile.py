@@ -6,6 +6,7 @@ All of them with `--every-case`, else a covering array of them (see flashzoo_sui
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterator
 from itertools import product
@@ -20,7 +21,6 @@ from flashzoo._triton import scores as triton_scores
 from flashzoo._triton.append import append_launch
 from flashzoo._triton.compile import resources
 from flashzoo._triton.merge import merge_launch
-from flashzoo._triton.scores import types_of
 from flashzoo._triton.tiles import DELTA_BLOCK
 from flashzoo.blocksparse import launch as blocksparse
 from flashzoo.blocksparse.config import tiles_for as blocksparse_tiles
@@ -95,6 +95,18 @@ LAUNCHES = {
     ("blocksparse", "dkdv"): (blocksparse.dkdv_launch, 6, (True, MASK_SIZES), "hhhhhhffiiiiibm", 3),
     ("blocksparse", "dq"): (blocksparse.dq_launch, 5, (True, MASK_SIZES), "hhhhhffiiiiibr", 3),
 }
+
+
+def types_of(form: ScoreForm | None, sums: bool = False) -> tuple[str | int, ...] | None:
+    """Triton's element type of each tensor in the tuple, and the numbers, of tensors without gaps, for who compiles
+    without any."""
+    if form is None or not form.reads:
+        return None
+    triton_names = {"f32": "fp32", "f16": "fp16", "f64": "fp64", "bool": "i1"}
+    found: list[str | int] = []
+    for dtype, shape in form.reads:
+        found += [triton_names.get(dtype, dtype), *shape, *(math.prod(shape[d + 1 :]) for d in range(len(shape)))]
+    return *found, *["fp32"] * (len(form.grads) if sums else 0)
 
 
 def compiled(version: str, kernel: str, problem: Problem) -> Resources:

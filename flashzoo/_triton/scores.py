@@ -8,7 +8,6 @@ has one where it is summed, in float32, contiguous.
 from __future__ import annotations
 
 import linecache
-import math
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -257,15 +256,3 @@ def gradients_of(
         return ()
     found = dict(zip(problem.score_mod.grads, sums, strict=True)) | (own or {})
     return tuple(found[tensor].to(mod.tensors[tensor].dtype) for tensor in mod.grads)
-
-
-def types_of(form: ScoreForm | None, sums: bool = False) -> tuple[str | int, ...] | None:
-    """Triton's element type of each tensor in the tuple, and the numbers, of tensors without gaps, for who compiles
-    without any."""
-    if form is None or not form.reads:
-        return None
-    triton_names = {"f32": "fp32", "f16": "fp16", "f64": "fp64", "bool": "i1"}
-    found: list[str | int] = []
-    for dtype, shape in form.reads:
-        found += [triton_names.get(dtype, dtype), *shape, *(math.prod(shape[d + 1 :]) for d in range(len(shape)))]
-    return *found, *["fp32"] * (len(form.grads) if sums else 0)
