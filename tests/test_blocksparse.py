@@ -355,7 +355,7 @@ class TestDispatch:
 
     def test_explain_tells_what_happens_without_one(self):
         problem = replace(SMALL, device="cuda", arch=90, dtype="bf16", out_dtype=None, causal=True)
-        assert "no block_mask: one of causal and window_size alone is made at every call" in str(
+        assert "no block_mask: one that says what causal and window_size do is made at every call" in str(
             flashzoo.explain(problem, version="blocksparse")
         )
         beside = replace(problem, block_mask=MaskForm())

@@ -107,8 +107,8 @@ def describe(problem: Problem) -> list[str]:
     lines = [f"{kernel}: {tiles_for(kernel, problem)}" for kernel in kernels]
     if problem.block_mask is None:
         lines.append(
-            "no block_mask: one of causal and window_size alone is made at every call; "
-            "BlockMask.sliding_window(...) does it once"
+            "no block_mask: one that says what causal and window_size do is made at every call; "
+            "BlockMask.sliding_window(...), made beforehand, saves that"
         )
     elif problem.span != (None, None):
         lines.append(

@@ -119,12 +119,13 @@ def _why_tiles(problem: Problem, tiles: Tiles) -> str:
     if len(speeds) == 1 or not least:
         return "tiles: the fastest measured on an H200"
     told = ", ".join(
-        f"{other.block_q}x{other.block_kv} {padded(problem, other) / least:.2f} times as many at {speed:g}"
+        f"{other.block_q}x{other.block_kv} has {padded(problem, other) / least:.2f} times as many at {speed:g}"
         for other, speed in speeds.items()
         if other != tiles
     )
     return (
-        f"tiles: {least:.0f} scores of a head, padding included, at {speeds[tiles]:g} of the speed in long ones; {told}"
+        f"tiles: the least time for a head's scores, padding included: {least:.0f} at {speeds[tiles]:g} of the speed "
+        f"that long sequences have; {told}"
     )
 
 
