@@ -24,6 +24,7 @@ from bench.referee import Referee
 from flashzoo.call.problem import Problem
 from flashzoo.gpu import SHARED_LIMIT
 from flashzoo.inputs import inputs
+from flashzoo.tiles import Tiles, block_d
 from flashzoo.timing import Clock, Timing
 from flashzoo.v1 import config as v1_config
 from flashzoo.v1 import launch as v1_launch
@@ -55,9 +56,9 @@ def candidates(version: str, kernel: str, width: int) -> Iterator[Any]:
         if version == "v1":
             yield v1_config.Tiles(block_q, block_kv, warps, stages, "measured")
         else:
-            yield v2_config.Tiles(block_q, block_kv, warps, stages)
+            yield Tiles(block_q, block_kv, warps, stages)
             for registers in range(2 if kernel == "forward" else 3):
-                yield v2_config.Tiles(block_q, block_kv, warps, stages, tma=True, registers=registers)
+                yield Tiles(block_q, block_kv, warps, stages, tma=True, registers=registers)
 
 
 def _v3_candidates(width: int) -> Iterator[v3_traits.Tiles]:
@@ -74,7 +75,7 @@ def _v3_candidates(width: int) -> Iterator[v3_traits.Tiles]:
 @contextmanager
 def entry(version: str, kernel: str, problem: Problem, tiles: Any) -> Iterator[None]:
     """The version's table with this one entry replaced."""
-    width = max(64, v2_config.block_d(problem.head_dim))
+    width = max(64, block_d(problem.head_dim))
     tables = {"v1": v1_config.HOPPER, "v2": v2_config.HOPPER, "v3": v3_config.HOPPER}
     table: dict[Any, Any] = tables[version]
     if version == "v1":

@@ -13,7 +13,8 @@ import flashzoo
 from flashzoo import Problem
 from flashzoo.dropout import kept, philox
 from flashzoo.lengths import places
-from flashzoo.v2 import config, launch
+from flashzoo.tiles import Tiles
+from flashzoo.v2 import launch
 from flashzoo_suite.support import DEVICE, same_bits
 
 SEED = (1 << 62) + 12345
@@ -70,7 +71,7 @@ def test_every_version_and_tile_drops_the_same(monkeypatch):
 
     for version in ("standard", "v2", "v1"):
         assert torch.equal(dropped(version), ~of), version
-    monkeypatch.setattr(launch, "tiles_for", lambda kernel, problem: config.Tiles(16, 32, 4, 1))
+    monkeypatch.setattr(launch, "tiles_for", lambda kernel, problem: Tiles(16, 32, 4, 1))
     launch.forward_launch.cache_clear()
     try:
         assert torch.equal(dropped("v2"), ~of)

@@ -91,6 +91,7 @@ MAY_IMPORT = {
     "dtypes": {"torch"},
     "gpu": set(),
     "integers": set(),
+    "tiles": set(),
     "timing": {"torch"},
     "comparison": {"flashzoo.accuracy", "flashzoo.call.problem", "flashzoo.timing"},
     "workloads": {"torch", "flashzoo.call.forms", "flashzoo.call.problem"},
@@ -147,6 +148,7 @@ MAY_IMPORT = {
         SCORES,
         "flashzoo.dropout",
         "flashzoo.gpu",
+        "flashzoo.tiles",
         "flashzoo.call.forms",
         "flashzoo.call.operands",
         "flashzoo.call.problem",
@@ -179,6 +181,7 @@ A_VERSION_MAY_IMPORT |= {
     "flashzoo.gpu",
     "flashzoo.sinks",
     "flashzoo.spec",
+    "flashzoo.tiles",
 } | HANDED
 OUTSIDE = ("flashzoo_suite", "tests", "bench", "examples")
 # These look inside versions because that is their work.

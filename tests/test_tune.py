@@ -8,6 +8,7 @@ from bench import tune
 from bench.cells import Cell
 from flashzoo import timing
 from flashzoo.call.problem import Problem
+from flashzoo.tiles import Tiles
 from flashzoo.v1 import config as v1_config
 from flashzoo.v2 import config as v2_config
 from flashzoo.v3 import config as v3_config
@@ -36,7 +37,7 @@ def test_the_tuner_tries_one_entry_of_v3_alone():
 
 def test_the_tuner_replaces_one_entry_and_puts_it_back():
     problem = Problem(1, 40, 40, 1, 1, 64, dtype="fp16", device="cpu")
-    before, other = dict(v2_config.HOPPER), v2_config.Tiles(128, 32, 8, 1)
+    before, other = dict(v2_config.HOPPER), Tiles(128, 32, 8, 1)
     with tune.entry("v2", "dq", problem, other):
         changed = {key for key, tiles in v2_config.HOPPER.items() if tiles != before[key]}
         assert changed == {("dq", 64, False)} and v2_config.HOPPER["dq", 64, False] == other
@@ -44,7 +45,7 @@ def test_the_tuner_replaces_one_entry_and_puts_it_back():
 
 
 def test_the_tuner_times_right_candidates(monkeypatch):
-    some = [v2_config.Tiles(64, 64, 4, 1), v2_config.Tiles(32, 32, 4, 1)]
+    some = [Tiles(64, 64, 4, 1), Tiles(32, 32, 4, 1)]
     monkeypatch.setattr(tune, "candidates", lambda *_: iter(some))
     cell = Cell(Problem(1, 40, 40, 1, 1, 64, dtype="fp16", device="cpu"))
     found = tune.tune("v2", "forward", cell, timing.Clock("cpu"), 1.0)

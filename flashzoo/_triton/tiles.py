@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from torch import Tensor
 from triton.runtime.jit import JITFunction
@@ -12,38 +12,15 @@ from triton.runtime.jit import JITFunction
 from flashzoo._triton.launch import RAGGED, Launch
 from flashzoo.call.problem import Problem
 from flashzoo.gpu import RAGGED_ROWS
-from flashzoo.integers import cdiv, next_power_of_2
+from flashzoo.integers import cdiv
+from flashzoo.tiles import Tiles, block_d
 
 Strides = tuple[int, ...]
 
-# No side of a tile of the tensor cores is shorter.
-TENSOR_CORE = 16
 # Rows that delta and LSE are padded to a multiple of: no block of queries is longer.
 LONGEST_BLOCK = 128
 # Queries of a program of `delta_kernel`; those of each packed sequence are padded to a multiple of it.
 DELTA_BLOCK = 64
-
-
-class Tiles(Protocol):
-    """Tile sizes of a kernel, as far as they are needed here; a dataclass.
-
-    Attributes:
-        block_q, block_kv: rows of a block of queries and of keys.
-        tma: read what streams by through TMA descriptors where its layout allows it.
-        registers: how many of the blocks that a program owns go to the tensor cores from registers.
-    """
-
-    @property
-    def block_q(self) -> int: ...
-    @property
-    def block_kv(self) -> int: ...
-    @property
-    def tma(self) -> bool: ...
-    @property
-    def registers(self) -> int: ...
-
-
-T = TypeVar("T", bound=Tiles)
 
 
 def aligned(*tensors: Tensor) -> bool:
@@ -54,7 +31,7 @@ def aligned(*tensors: Tensor) -> bool:
     return not addresses & 15
 
 
-def usable(tiles: T, problem: Problem, aligned: bool, strides: Strides) -> T:
+def usable(tiles: Tiles, problem: Problem, aligned: bool, strides: Strides) -> Tiles:
     """The tiles, with plain loads where TMA can't read q, k, v (and dout) in place: strides must be positive multiples
     of 16 bytes, packed rows no more than it can count. Of a cache it would read on into what is not used, and that may
     be no number."""
@@ -66,7 +43,7 @@ def usable(tiles: T, problem: Problem, aligned: bool, strides: Strides) -> T:
     elements = in_16_bytes(problem)
     readable = aligned and all(step > 0 and step % elements == 0 for step in steps) and "cache" not in problem.features
     readable &= problem.sequences is None or max(problem.seqlen_q, problem.seqlen_k) <= RAGGED_ROWS
-    return tiles if readable or not tiles.tma else replace(tiles, tma=False, registers=0)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return tiles if readable or not tiles.tma else replace(tiles, tma=False, registers=0)
 
 
 def constexprs(problem: Problem, strides: Strides, tiles: Tiles, masks: dict[str, Any], *owned: str) -> dict[str, Any]:
@@ -87,7 +64,7 @@ def columns(problem: Problem, strides: Strides) -> dict[str, int]:
     """Constexprs of how rows are moved: columns, those of a tile, and what divides the strides."""
     return {
         "HEAD_DIM": problem.head_dim,
-        "BLOCK_D": next_power_of_2(problem.head_dim, TENSOR_CORE),
+        "BLOCK_D": block_d(problem.head_dim),
         "ALIGNED": alignment(problem, strides),
     }
 
@@ -109,7 +86,7 @@ def tma_tiles(
     """What TMA reads of each tensor: a tile of that many rows of one head, a tile as given, or nothing."""
     if not tiles.tma:
         return ()
-    first, width = (1,) if problem.sequences is None else (1, 1), next_power_of_2(problem.head_dim, TENSOR_CORE)
+    first, width = (1,) if problem.sequences is None else (1, 1), block_d(problem.head_dim)
     return tuple((*first, tile, 1, width) if isinstance(tile, int) else tile for tile in rows)
 
 

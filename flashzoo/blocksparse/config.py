@@ -3,35 +3,10 @@ No tile is longer than a block of a mask, and all divide it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from flashzoo.call.problem import Problem
-from flashzoo.integers import next_power_of_2
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """How one kernel is cut.
-
-    Attributes:
-        block_q, block_kv: rows of a block of queries (the paper's B_r) and of keys (B_c).
-        num_warps, num_stages: warps of a program, and depth of the software pipeline over what it streams.
-        tma: read what streams by through TMA descriptors where its layout allows it.
-        registers: how many of the blocks that a program owns (Q; K and V; Q and dO) go to the tensor cores from
-            registers and not from shared memory. Needs tma.
-    """
-
-    block_q: int
-    block_kv: int
-    num_warps: int
-    num_stages: int
-    tma: bool = False
-    registers: int = 0
-
-    def __str__(self) -> str:
-        how = f"TMA, {self.registers} owned from registers" if self.tma else "plain loads"
-        return f"{self.block_q}x{self.block_kv} tiles, {self.num_warps} warps, {self.num_stages} stages, {how}"
-
+from flashzoo.tiles import Tiles, block_d
 
 # (kernel, width of the head dim's tile): tiles. Those that v2 was measured to be fastest with on an H200, 16-bit
 # inputs, Triton 3.6.
@@ -80,11 +55,6 @@ INTERPRETED = Tiles(64, 64, 4, 1)
 
 # Up to this many keys a descriptor costs the host more (some 5 us each) than TMA saves the GPU.
 SHORT = 256
-
-
-def block_d(head_dim: int) -> int:
-    """Width of a tile that holds the head dim: a power of two, at least 16 for the tensor cores."""
-    return next_power_of_2(head_dim, 16)
 
 
 def tiles_for(kernel: str, problem: Problem) -> Tiles:

@@ -13,11 +13,10 @@ from flashzoo.decode.traits import LATENT_WIDTHS, WIDTHS, Kernel, KernelE4m3, Ke
 from flashzoo.dtypes import BYTES
 from flashzoo.gpu import MULTIPROCESSORS, WARPGROUP_ROWS, multiprocessors_of
 from flashzoo.integers import cdiv, next_power_of_2
+from flashzoo.tiles import TENSOR_CORE, block_d
 
 E4M3_ARCH = 89
 """The first that Triton converts e4m3 on."""
-TENSOR_CORE = 16
-"""No side of a tile of the tensor cores is shorter."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +64,6 @@ INTERPRETED = Tiles(64, 64, 4, 1, programs=1, least=128, merged=64)
 
 MERGED_COLUMNS = 64
 """Columns of a program of `merge_kernel`, at least."""
-
-
-def block_d(head_dim: int) -> int:
-    """Width of a tile that holds the head dim."""
-    return next_power_of_2(head_dim, TENSOR_CORE)
 
 
 def tiles_for(problem: Problem) -> Tiles:

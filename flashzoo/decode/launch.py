@@ -14,9 +14,10 @@ from flashzoo._triton.rows import rows_like
 from flashzoo.call.operands import Operands
 from flashzoo.call.problem import LOG2E, Problem
 from flashzoo.decode import kernels
-from flashzoo.decode.config import block_d, by_hopper, cut, tiles_for
+from flashzoo.decode.config import by_hopper, cut, tiles_for
 from flashzoo.decode.launch_merge import merge_launch
 from flashzoo.dtypes import TORCH_DTYPES
+from flashzoo.tiles import block_d
 
 Strides = tuple[int, ...]
 

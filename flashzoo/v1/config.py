@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashzoo.call.problem import Problem
-from flashzoo.integers import cdiv, next_power_of_2
+from flashzoo.integers import cdiv
+from flashzoo.tiles import block_d
 
 
 @dataclass(frozen=True)
@@ -63,11 +64,6 @@ def paper_tiles(head_dim: int, sram_bytes: int, itemsize: int) -> tuple[int, int
     """Algorithm 1, line 1: `(B_r, B_c)` with `B_c = ceil(M / 4d)` and `B_r = min(B_c, d)`, M in elements."""
     block_kv = cdiv(sram_bytes, itemsize * 4 * head_dim)
     return min(block_kv, head_dim), block_kv
-
-
-def block_d(head_dim: int) -> int:
-    """Width of a tile that holds the head dim: a power of two, at least 16 for the tensor cores."""
-    return next_power_of_2(head_dim, 16)
 
 
 def tiles_for(kernel: str, problem: Problem) -> Tiles:

@@ -41,8 +41,9 @@ from flashzoo.call.problem import Problem
 from flashzoo.dtypes import TORCH_DTYPES
 from flashzoo.integers import cdiv
 from flashzoo.scores.evaluate import TORCH_DTYPES as SCORE_DTYPES
+from flashzoo.tiles import block_d
 from flashzoo.v2 import kernels
-from flashzoo.v2.config import DBIAS_ANYWHERE, DBIAS_PROGRAMS, PART, apart, biases, block_d, tiles_for
+from flashzoo.v2.config import DBIAS_ANYWHERE, DBIAS_PROGRAMS, PART, apart, biases, tiles_for
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem, operands: Operands) -> tuple[Tensor, Tensor]:
