@@ -265,7 +265,7 @@ def backward_cases() -> Iterator[tuple[str, Widths, int, str, bool]]:
         yield "bf16", widths, FEW, mask, False
 
 
-ALL_KEYS = [widths for widths, tiles in BACKWARD.items() if not tiles.by_gradient and not tiles.halved]
+ALL_KEYS = [widths for widths, tiles in BACKWARD.items() if not tiles.by_gradient]
 FEW = 100
 """Widths whose tiles may have all keys, and so many keys."""
 
@@ -330,7 +330,8 @@ def test_v3_backward_compiles_and_its_consumers_do_not_spill(
 @pytest.mark.filterwarnings("error")
 def test_v3_backward_by_head_compiles_and_does_not_spill(widths: Widths, mask: str, host_code) -> None:
     """What it rounds it adds to the sums in a loop of its own: branches in front of a product's end serialise it."""
-    kernel = kernel_backward_for(Problem(66, 200, 200, 16, 16, widths[0], grad=True, arch=90, **V3_MASKS[mask]))
+    asked = {"head_dim_v": widths[1], "grad": True, "arch": 90, **V3_MASKS[mask]}
+    kernel = kernel_backward_for(Problem(66, 200, 200, 16, 16, widths[0], **asked))
     assert isinstance(kernel, KernelBackwardByHead)
     held_to_its_registers(kernel, host_code)
 
@@ -516,6 +517,22 @@ def test_v3_with_a_function_on_scores_spills_no_more_than_known(name, width, gra
     assert not grad or serialised(compiled.code) == 0
 
 
+BY_HEAD_STACK = {(128, 128): 8, (160, 160): 16, (192, 128): 8}
+"""The same by head, with alibi, by widths."""
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("widths", ALL_KEYS, ids=str)
+@pytest.mark.filterwarnings("error")
+def test_v3_by_head_with_a_function_on_scores_spills_no_more_than_known(widths, mask, tmp_path, monkeypatch) -> None:
+    asked = {"head_dim_v": widths[1], "grad": True, "arch": 90, "score_mod": SCORE_MODS["alibi"], **V3_MASKS[mask]}
+    kernel = kernel_backward_for(Problem(66, 200, 200, 16, 16, widths[0], **asked))
+    assert isinstance(kernel, KernelBackwardByHead)
+    compiled = with_launch(kernel, tmp_path, monkeypatch)
+    assert compiled.stack <= BY_HEAD_STACK.get(widths, 0) and serialised(compiled.code) == 0
+
+
 def backward_launches() -> Iterator[tuple[type, Widths, bool]]:
     for widths in BACKWARD:
         for kind in PROGRAMS:
@@ -547,7 +564,7 @@ def test_v3_backward_swizzles_as_tma_is_told(widths: Widths, batch: int, seqlen_
         return tma_atom(operation, x, layout, cluster)
 
     monkeypatch.setattr(backward, "tma_atom", noted)
-    problem = Problem(batch, 300, seqlen_k, 4, 4, widths[0], head_dim_v=widths[1], grad=True, arch=90)
+    problem = Problem(batch, 200, seqlen_k, 4, 4, widths[0], head_dim_v=widths[1], grad=True, arch=90)
     kernel = kernel_backward_for(problem)
     assert kernel.by_head == (batch == 66 and widths in ALL_KEYS)
     compile_for(ARCH, *program(kernel))
@@ -555,7 +572,7 @@ def test_v3_backward_swizzles_as_tma_is_told(widths: Widths, batch: int, seqlen_
     monkeypatch.setattr(launch, "function_for", lambda kernel: SimpleNamespace(bind=lambda *given, cluster: None))
     q, k, v, dout = (
         torch.empty(batch, seqlen, 4, width, device="meta").stride()
-        for seqlen, width in ((300, widths[0]), (seqlen_k, widths[0]), (seqlen_k, widths[1]), (300, widths[1]))
+        for seqlen, width in ((200, widths[0]), (seqlen_k, widths[0]), (seqlen_k, widths[1]), (200, widths[1]))
     )
     launched = launch.BackwardLaunch(problem, kernel, (q, k, v, dout), dout, False, 0)
     names = ["q", "k", "v", "dout", "dk", "dv", *["dq"] * (not kernel.dq_sums)]

@@ -42,17 +42,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "fuzzed" in metafunc.fixturenames:
         chosen = [spec.name for spec in metafunc.config.stash[CHOSEN]]
         everything = ["auto"] if chosen == list(flashzoo.versions()) else []
-        metafunc.parametrize("fuzzed", fuzz.taken(chosen + everything, DEVICE))
+        taken = fuzz.taken(chosen + everything, DEVICE)
+        if "configuration" in metafunc.fixturenames:
+            numbered = [(version, number) for version in taken for number in range(drawn(version)[0])]
+            metafunc.parametrize(("fuzzed", "configuration"), numbered)
+        else:
+            metafunc.parametrize("fuzzed", taken)
 
 
-def drawn(version: str) -> list[Call]:
+def drawn(version: str) -> tuple[int, int]:
+    """How many configurations of a version, and calls of each."""
     interpreted = DEVICE == "cpu" and "triton" in fuzz.spec_of(version).requires
-    configurations, calls = (INTERPRETED, 1) if interpreted else (CONFIGURATIONS, CALLS)
-    found = []
-    for number in range(configurations):
-        random = Random(f"{SEED}/{number}")
-        found += islice(fuzz.calls(random, fuzz.configuration(random, [version], DEVICE), DEVICE), calls)
-    return found
+    return (INTERPRETED, 1) if interpreted else (CONFIGURATIONS, CALLS)
 
 
 def assert_right(calls: list[Call]) -> None:
@@ -60,8 +61,10 @@ def assert_right(calls: list[Call]) -> None:
     assert not flawed, "\n".join(f"{line}\n    {'; '.join(flaws)}" for line, flaws in flawed.items())
 
 
-def test_drawn_calls_are_right(fuzzed):
-    assert_right(drawn(fuzzed))
+def test_drawn_calls_are_right(fuzzed, configuration):
+    random = Random(f"{SEED}/{configuration}")
+    calls = fuzz.calls(random, fuzz.configuration(random, [fuzzed], DEVICE), DEVICE)
+    assert_right([*islice(calls, drawn(fuzzed)[1])])
 
 
 def test_what_was_wrong_once(fuzzed):

@@ -22,6 +22,7 @@ from flashzoo.v3.backward import (
     laid_out,
     leave_rounded,
 )
+from flashzoo.v3.backward_in_halves import BackwardInHalves
 
 
 class BackwardAllKeys(Backward):
@@ -60,3 +61,7 @@ class BackwardAllKeys(Backward):
         gmem, smem = box_of(tma.dq, self.dq_on_chip(storage), origin)
         cute.copy(tma.dq, smem, gmem)  # B2.15
         cute.arch.cp_async_bulk_commit_group()
+
+
+class BackwardInHalvesAllKeys(BackwardAllKeys, BackwardInHalves):
+    """The program of one that has scores of half of a block's queries."""

@@ -22,6 +22,7 @@ from flashzoo._cute.hopper.params import Params
 from flashzoo._cute.hopper.tile_scheduler import TileSchedulerBackward
 from flashzoo.v3.backward import Backward, Consumer, SharedStorage, TmaAtoms, Workspace, leave_rounded, put
 from flashzoo.v3.backward_all_keys import BackwardAllKeys
+from flashzoo.v3.backward_in_halves import BackwardInHalves
 from flashzoo.v3.traits import KernelBackwardByHead
 
 
@@ -81,10 +82,11 @@ class BackwardByHead(Backward):
     """The program of a `KernelBackwardByHead`."""
 
     scheduler = TileSchedulerByHead
+    last_tile: type[LastTile] = LastTile
 
     def __init__(self, kernel: KernelBackwardByHead) -> None:
         super().__init__(kernel)
-        self.last = LastTile(kernel)
+        self.last = self.last_tile(kernel)
 
     @cute.jit
     def walk(self, bounds: BoundsBackward, consumer: Consumer, used: Int32, begin: Int32, end: Int32) -> Int32:
@@ -180,3 +182,13 @@ class BackwardByHead(Backward):
             else:
                 put(sums + w * self.part, storage.exchange[None, w], adds=True)  # B2.15
             cute.arch.cp_async_bulk_commit_group()
+
+
+class LastTileInHalves(LastTile, BackwardInHalves):
+    """The same where scores are those of half of a block's queries."""
+
+
+class BackwardInHalvesByHead(BackwardByHead, BackwardInHalves):
+    """The program of one that has such scores."""
+
+    last_tile: type[LastTile] = LastTileInHalves

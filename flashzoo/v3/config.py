@@ -166,9 +166,10 @@ and 256, and loses at 192 keys; at 128 it gains 2 %."""
 # what a multiprocessor multiplies in one, what memory gives, how many steps a tile's beginning and end are worth, and
 # what the launch costs that adds the parts.
 FLOPS_PER_US, BYTES_PER_US, TILE_STEPS, SUM_US = 4.3e6, 3.3e6, 3, 10.0
-KEPT_BYTES = 40 << 20
-"""Of Q, dO and sums of dQ that L2 keeps, of the heads under way where thread blocks have a head each: 64 wide 512
-tokens of 132 heads are 35 million and gain up to a fifth, 1024 lose a fifth (docs/measurements.md)."""
+KEPT_BYTES, UNCOVERED = 32e6, 0.6
+"""Where thread blocks have a head each: what L2 keeps of the Q, dO and sums of dQ of the heads under way, and what of
+the time nothing covers in which memory brings the rest again. Fitted to 162 shapes, each both ways, from 192 to 1536
+tokens: the choice costs a thousandth of the time more than the better of the two (docs/measurements.md)."""
 LEAST_UNEVEN = 5
 """Heads of a tile, at least, where the last of its group has one fewer: tiles of other lengths drift apart."""
 
@@ -288,7 +289,7 @@ def in_pairs(problem: Problem) -> bool:
 def has_all_keys(problem: Problem) -> bool:
     """Whether a tile of the backward pass has all keys, and walks every query: of dense tensors."""
     p, tiles = problem, BACKWARD[widths_backward(problem)]
-    return every_query_sees(p) and 0 < p.seqlen_k <= tiles.block_kv and not tiles.by_gradient and not tiles.halved
+    return every_query_sees(p) and 0 < p.seqlen_k <= tiles.block_kv and not tiles.by_gradient
 
 
 def every_query_sees(problem: Problem) -> bool:
@@ -300,24 +301,26 @@ def every_query_sees(problem: Problem) -> bool:
 @lru_cache(maxsize=1024)
 def goes_by_head(problem: Problem) -> bool:
     """Whether a thread block of the backward pass has all tiles of a head: of dense tensors with a key/value head for
-    each query head, all of whose queries its first keys see. What the heads under way read and add to must stay in L2;
-    then it pays by this model, if there are heads enough to keep all multiprocessors busy."""
+    each query head, all of whose queries its first keys see. By this model it pays where zeros and rounding of the sums
+    of dQ cost more than heads too few to keep all multiprocessors busy, and than what the heads under way read and add
+    to once more, tile by tile, and L2 no longer has."""
     p, widths = problem, widths_backward(problem)
     tiles, at_once, (left, right) = BACKWARD[widths], MULTIPROCESSORS[90], window_of(problem)
-    if left is not None or p.heads != p.heads_kv or tiles.by_gradient or tiles.halved or not every_query_sees(p):
+    if left is not None or p.heads != p.heads_kv or tiles.by_gradient or not every_query_sees(p):
         return False
     heads, blocks, steps = p.batch * p.heads, cdiv(p.seqlen_k, tiles.block_kv), cdiv(p.seqlen_q, tiles.block_q)
-    sums = p.seqlen_q * widths[0] * BYTES["fp32"]
-    kept = min(heads, at_once) * (p.seqlen_q * sum(widths) * BYTES[p.dtype] + sums)
-    if blocks < 2 or not steps or kept > KEPT_BYTES or splits_for(p) > 1:
+    if blocks < 2 or not steps or splits_for(p) > 1:
         return False
-    mean = steps if right is None else _steps_of_a_tile(p, tiles, blocks)
+    mean = steps if right is None else min(steps, _steps_of_a_tile(p, tiles, blocks))
     of_head = blocks * (mean + TILE_STEPS)
     apart = math.ceil(heads * blocks / at_once) * (steps + TILE_STEPS)
     if right is not None:  # as in `splits_for`
         apart = max(steps + TILE_STEPS, heads / at_once * of_head)
-    saved_us = 2 * heads * sums / BYTES_PER_US
-    return (math.ceil(heads / at_once) * of_head - apart) * _step_us(tiles, widths) < saved_us
+    longer_us = (math.ceil(heads / at_once) * of_head - apart) * _step_us(tiles, widths)
+    sums, read = p.seqlen_q * widths[0] * BYTES["fp32"], p.seqlen_q * sum(widths) * BYTES[p.dtype]
+    missed = max(0.0, 1 - KEPT_BYTES / (min(heads, at_once) * mean / steps * (read + sums)))
+    again_us = UNCOVERED * missed * heads * (blocks * mean / steps - 1) * (read + 2 * sums) / BYTES_PER_US
+    return longer_us + again_us < 2 * heads * sums / BYTES_PER_US
 
 
 def _steps_of_a_tile(problem: Problem, tiles: TilesBackward, blocks: int) -> float:

@@ -152,8 +152,16 @@ PROGRAMS: dict[type[Kernel | KernelBackward], Program] = {
         by_gradient="flashzoo.v3.backward_by_gradient:BackwardByGradient",
         halved="flashzoo.v3.backward_in_halves:BackwardInHalves",
     ),
-    KernelBackwardAllKeys: Program("flashzoo.v3.backward_all_keys:BackwardAllKeys", _backward),
-    KernelBackwardByHead: Program("flashzoo.v3.backward_by_head:BackwardByHead", _backward),
+    KernelBackwardAllKeys: Program(
+        "flashzoo.v3.backward_all_keys:BackwardAllKeys",
+        _backward,
+        halved="flashzoo.v3.backward_all_keys:BackwardInHalvesAllKeys",
+    ),
+    KernelBackwardByHead: Program(
+        "flashzoo.v3.backward_by_head:BackwardByHead",
+        _backward,
+        halved="flashzoo.v3.backward_by_head:BackwardInHalvesByHead",
+    ),
     KernelBackwardPairs: Program(
         "flashzoo.v3.backward_pairs:BackwardPairs",
         _backward,

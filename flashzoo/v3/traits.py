@@ -513,8 +513,8 @@ class KernelBackwardAllKeys(KernelBackward):
     """A backward kernel whose tiles have all keys each, and so all of dQ of their queries: nobody adds to it."""
 
     def __post_init__(self) -> None:
-        if self.deterministic or self.tiles.by_gradient or self.tiles.halved:
-            expected = "tiles by keys, not halved, and no order of sums"
+        if self.deterministic or self.tiles.by_gradient:
+            expected = "tiles by keys, and no order of sums"
             raise ValueError(f"a kernel of all keys has {expected}, got {self.tiles}, {self.deterministic=}")
 
     @property
@@ -538,10 +538,10 @@ class KernelBackwardByHead(KernelBackward):
 
     def __post_init__(self) -> None:
         tiles = self.tiles
-        if self.deterministic or self.left or self.split_queries or tiles.by_gradient or tiles.halved:
+        if self.deterministic or self.left or self.split_queries or tiles.by_gradient:
             got = f"{tiles}, {self.deterministic=}, {self.left=}, {self.split_queries=}"
             raise ValueError(
-                f"a kernel by head has tiles by keys, not halved, nor split, and no window on the left, got {got}"
+                f"a kernel by head has tiles by keys, not split, and no window on the left, got {got}"
             )
 
     @property

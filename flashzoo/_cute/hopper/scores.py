@@ -294,7 +294,7 @@ class Scores:
         """Whether the new score's derivative is 1, or nobody looks at it."""
         return self.function.slope == 1.0
 
-    @property
+    @cached_property
     def bounded(self) -> bool:
         """Whether the new score's derivative is a number where the new score is -inf, too."""
         return self.function.program.bounded(self.function.program.outputs[1])
