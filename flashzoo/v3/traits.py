@@ -540,9 +540,7 @@ class KernelBackwardByHead(KernelBackward):
         tiles = self.tiles
         if self.deterministic or self.left or self.split_queries or tiles.by_gradient:
             got = f"{tiles}, {self.deterministic=}, {self.left=}, {self.split_queries=}"
-            raise ValueError(
-                f"a kernel by head has tiles by keys, not split, and no window on the left, got {got}"
-            )
+            raise ValueError(f"a kernel by head has tiles by keys, not split, and no window on the left, got {got}")
 
     @property
     def staggered(self) -> bool:
