@@ -102,7 +102,7 @@ BAD_INPUT = {
     "more key heads than query heads": (
         {"q": torch.randn(2, 6, 2, 8)},
         ValueError,
-        r"q's heads must be a multiple of k's, got 2 and 4 \(q .*, as \(batch, seqlen, heads, head_dim\)\)$",
+        r"q's heads must be a multiple of k's, got 2 and 4 \(q .*, as \(batch, seqlen, heads, head_dim\)\)",
     ),
     "no heads": (dict.fromkeys("qkv", torch.randn(2, 6, 0, 8)), ValueError, r"heads and head_dim must be at least 1"),
     "no head dim": (

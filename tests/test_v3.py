@@ -519,7 +519,9 @@ TINY_GRADIENTS = """if True:
         call(150, 300, head_dim, causal=True)
     call(150, 300, 128, heads=8, heads_kv=1)
     call(130, 200, 80, window_size=(20, 10))
-    call(150, 200, 64, batch=33, heads=8, heads_kv=8)  # by head
+    for head_dim in (64, 160):
+        call(150, 200, head_dim, batch=33, heads=8, heads_kv=8)  # by head
+        call(150, 100, head_dim)  # all keys in a tile
     torch.cuda.synchronize()
 """
 

@@ -309,7 +309,7 @@ def goes_by_head(problem: Problem) -> bool:
     if left is not None or p.heads != p.heads_kv or tiles.by_gradient or not every_query_sees(p):
         return False
     heads, blocks, steps = p.batch * p.heads, cdiv(p.seqlen_k, tiles.block_kv), cdiv(p.seqlen_q, tiles.block_q)
-    if blocks < 2 or not steps or splits_for(p) > 1:
+    if blocks < 2 or not steps or not heads or splits_for(p) > 1:
         return False
     mean = steps if right is None else min(steps, _steps_of_a_tile(p, tiles, blocks))
     of_head = blocks * (mean + TILE_STEPS)
