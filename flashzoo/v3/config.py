@@ -267,7 +267,7 @@ def kernel_backward_for(problem: Problem) -> KernelBackward:
         kind = KernelBackwardPairs
     elif has_all_keys(problem):
         kind = KernelBackwardAllKeys
-    elif goes_by_head(problem):
+    elif (heads := by_head(problem)) and heads.pays:
         kind = KernelBackwardByHead
     tiles = PAIRS[widths] if kind is KernelBackwardPairs else BACKWARD[widths]
     ordered = problem.deterministic and kind is KernelBackward  # others have one order, or are not asked for it
@@ -298,29 +298,52 @@ def every_query_sees(problem: Problem) -> bool:
     return p.block_mask is None and not p.by_lengths and not p.blind_rows
 
 
+@dataclass(frozen=True)
+class ByHead:
+    """What a backward pass takes less and more, in microseconds by a model, where a thread block has all tiles of a
+    head.
+
+    Attributes:
+        saved: zeros for the sums of dQ, and their rounding.
+        idle: multiprocessors share out heads less evenly than tiles.
+        again: what the heads under way read and add to once more, tile by tile, and memory brings, as L2 no longer has
+            it.
+    """
+
+    saved: float
+    idle: float
+    again: float
+
+    @property
+    def pays(self) -> bool:
+        """Whether it takes less time."""
+        return self.idle + self.again < self.saved
+
+
 @lru_cache(maxsize=1024)
-def goes_by_head(problem: Problem) -> bool:
-    """Whether a thread block of the backward pass has all tiles of a head: of dense tensors with a key/value head for
-    each query head, all of whose queries its first keys see. By this model it pays where zeros and rounding of the sums
-    of dQ cost more than heads too few to keep all multiprocessors busy, and than what the heads under way read and add
-    to once more, tile by tile, and L2 no longer has."""
+def by_head(problem: Problem) -> ByHead | None:
+    """Of dense tensors with a key/value head for each query head, all of whose queries its first keys see; None of
+    others, and where a tile has all keys."""
     p, widths = problem, widths_backward(problem)
     tiles, at_once, (left, right) = BACKWARD[widths], MULTIPROCESSORS[90], window_of(problem)
     if left is not None or p.heads != p.heads_kv or tiles.by_gradient or not every_query_sees(p):
-        return False
+        return None
     heads, blocks, steps = p.batch * p.heads, cdiv(p.seqlen_k, tiles.block_kv), cdiv(p.seqlen_q, tiles.block_q)
     if blocks < 2 or not steps or not heads or splits_for(p) > 1:
-        return False
+        return None
     mean = steps if right is None else min(steps, _steps_of_a_tile(p, tiles, blocks))
     of_head = blocks * (mean + TILE_STEPS)
     apart = math.ceil(heads * blocks / at_once) * (steps + TILE_STEPS)
     if right is not None:  # as in `splits_for`
         apart = max(steps + TILE_STEPS, heads / at_once * of_head)
-    longer_us = (math.ceil(heads / at_once) * of_head - apart) * _step_us(tiles, widths)
     sums, read = p.seqlen_q * widths[0] * BYTES["fp32"], p.seqlen_q * sum(widths) * BYTES[p.dtype]
     missed = max(0.0, 1 - KEPT_BYTES / (min(heads, at_once) * mean / steps * (read + sums)))
-    again_us = UNCOVERED * missed * heads * (blocks * mean / steps - 1) * (read + 2 * sums) / BYTES_PER_US
-    return longer_us + again_us < 2 * heads * sums / BYTES_PER_US
+    again = missed * heads * (blocks * mean / steps - 1) * (read + 2 * sums)
+    return ByHead(
+        saved=2 * heads * sums / BYTES_PER_US,
+        idle=(math.ceil(heads / at_once) * of_head - apart) * _step_us(tiles, widths),
+        again=UNCOVERED * again / BYTES_PER_US,
+    )
 
 
 def _steps_of_a_tile(problem: Problem, tiles: TilesBackward, blocks: int) -> float:

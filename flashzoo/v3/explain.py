@@ -10,6 +10,7 @@ from flashzoo.spec import missing
 from flashzoo.v3.config import (
     BACKWARD,
     HOPPER,
+    by_head,
     kernel_backward_for,
     kernel_for,
     kernel_fp8_for,
@@ -136,6 +137,12 @@ def _describe_backward(problem: Problem) -> list[str]:
     if backward.by_head:
         leaves = "is summed by the thread block that has all tiles of its head, and rounded by the last of them"
     lines = [f"backward: {backward.tiles}, {run_at}; dQ {leaves}"]
+    if backward.cluster == 1 and (heads := by_head(problem)):
+        how = "by head, which by a model takes" if backward.by_head else "not by head, which by a model would take"
+        lines.append(
+            f"backward: {how} {heads.saved:.0f} us less for zeros and rounding of dQ's sums, {heads.idle:.0f} us more "
+            f"as multiprocessors share out heads and not tiles, and {heads.again:.0f} us more for what L2 no longer has"
+        )
     splits, group = splits_for(problem), problem.heads // problem.heads_kv
     if splits > 1:
         blocks = problem.batch * problem.heads_kv * backward.blocks_kv(problem.seqlen_k)
