@@ -118,10 +118,10 @@ def cut(problem: Problem) -> Cut:
 
 BLOCK_KV = {64: 128, 128: 64, 192: 64, 256: 64, LATENT_WIDTHS[0]: 64}
 """By width, keys of a block of a Hopper kernel."""
-STAGES = {64: (11, 5), 128: (11, 5), 192: (7,), 256: (5,), LATENT_WIDTHS[0]: (2,)}
+STAGES: dict[int, tuple[int, ...]] = {64: (11, 5), 128: (11, 5), 192: (7,), 256: (5,), LATENT_WIDTHS[0]: (2,)}
 """By width, blocks of K and V, or of both in one, on chip with one thread block on a multiprocessor, and with two where
 they fit."""
-STAGES_E4M3 = {64: (24, 12), 128: (12, 5), 192: (7,), 256: (5,)}
+STAGES_E4M3: dict[int, tuple[int, ...]] = {64: (24, 12), 128: (12, 5), 192: (7,), 256: (5,)}
 """The same of e4m3 keys and values, whose blocks are those of their descales."""
 WARP_ROWS = 16
 """Rows of a warp of the kernel for e4m3."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
+from typing import ClassVar
 
 from flashzoo.dtypes import BYTES
 from flashzoo.gpu import WARPGROUP, WARPGROUP_ROWS, WARPS
@@ -113,7 +114,7 @@ class Kernel:
     """Loads of a merging thread before it waits for any: of parts of a row, and of as many rows as there is room
     for."""
 
-    states = (0, 0)
+    states: ClassVar[tuple[int, int]] = (0, 0)
     """Places in which consumer warps leave each other maxima and sums of rows, and how many rows a place has."""
 
     @property
@@ -148,7 +149,7 @@ class KernelE4m3(Kernel):
 
     row_tiles: int
     at_once = 8
-    states = (2, 16)
+    states: ClassVar[tuple[int, int]] = (2, 16)
     """Two warps leave theirs."""
 
     @property
@@ -180,7 +181,7 @@ class KernelLatent(Kernel):
     registers = (72, 216)
     stages_of_block = 1
     q_stages = 1
-    states = (WARPGROUP, 2)
+    states: ClassVar[tuple[int, int]] = (WARPGROUP, 2)
     """Each thread of the first warpgroup leaves its two rows' to one of the second."""
 
     @property

@@ -147,6 +147,8 @@ class Documents:
 
     def __init__(self, lengths: Sequence[int], group: Any) -> None:
         self._group = group
+        self.lengths: tuple[int, ...]
+        self.deal: Deal
         self._ranks, self.lengths, self.deal = _agreed(lengths, group)
         self.rows: int = max(self.deal.rows)
         self._placed: dict[torch.device, dict[str, Tensor]] = {}

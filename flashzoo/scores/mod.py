@@ -50,6 +50,8 @@ class ScoreMod:
         if not callable(function):
             raise TypeError(f"score_mod must be a function (score, batch, head, q_idx, kv_idx), got {function!r}")
         self.function: Function | None = function
+        self.program: Program
+        self.tensors: tuple[Tensor, ...]
         self.program, self.tensors = program_of(function)
         self.text: str = self.program.text
         self._grads: tuple[int, ...] | None = None

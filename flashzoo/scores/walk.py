@@ -101,7 +101,10 @@ class Walk:
         inputs: Callable[[str, int, int], Any],
         known: Mapping[Place, Any],
     ) -> None:
-        self.program, self.language, self.moving, self.of_rows = program, language, moving, of_rows | {"score"}
+        self.program: Program = program
+        self.language: Language = language
+        self.moving: str = moving
+        self.of_rows: frozenset[str] = of_rows | {"score"}
         self.inputs = inputs
         self._values: dict[Place, Any] = dict(known)
 
