@@ -267,7 +267,7 @@ def kernel_backward_for(problem: Problem) -> KernelBackward:
         kind = KernelBackwardPairs
     elif has_all_keys(problem):
         kind = KernelBackwardAllKeys
-    elif (heads := by_head(problem)) and heads.pays:
+    elif (model := by_head(problem)) and model.pays:
         kind = KernelBackwardByHead
     tiles = PAIRS[widths] if kind is KernelBackwardPairs else BACKWARD[widths]
     ordered = problem.deterministic and kind is KernelBackward  # others have one order, or are not asked for it
@@ -322,8 +322,8 @@ class ByHead:
 
 @lru_cache(maxsize=1024)
 def by_head(problem: Problem) -> ByHead | None:
-    """Of dense tensors with a key/value head for each query head, all of whose queries its first keys see; None of
-    others, and where a tile has all keys."""
+    """Of dense tensors with a key/value head for each query head, all of whose queries its first keys see. None of
+    others, where a tile has all keys, and where tiles share out a head's queries."""
     p, widths = problem, widths_backward(problem)
     tiles, at_once, (left, right) = BACKWARD[widths], MULTIPROCESSORS[90], window_of(problem)
     if left is not None or p.heads != p.heads_kv or tiles.by_gradient or not every_query_sees(p):

@@ -137,11 +137,11 @@ def _describe_backward(problem: Problem) -> list[str]:
     if backward.by_head:
         leaves = "is summed by the thread block that has all tiles of its head, and rounded by the last of them"
     lines = [f"backward: {backward.tiles}, {run_at}; dQ {leaves}"]
-    if backward.cluster == 1 and (heads := by_head(problem)):
+    if backward.cluster == 1 and (model := by_head(problem)):
         how = "by head, which by a model takes" if backward.by_head else "not by head, which by a model would take"
         lines.append(
-            f"backward: {how} {heads.saved:.0f} us less for zeros and rounding of dQ's sums, {heads.idle:.0f} us more "
-            f"as multiprocessors share out heads and not tiles, and {heads.again:.0f} us more for what L2 no longer has"
+            f"backward: {how} {model.saved:.0f} us less for zeros and rounding of dQ's sums, {model.idle:.0f} us more "
+            f"as multiprocessors share out heads and not tiles, and {model.again:.0f} us more for what L2 no longer has"
         )
     splits, group = splits_for(problem), problem.heads // problem.heads_kv
     if splits > 1:

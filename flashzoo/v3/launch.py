@@ -25,6 +25,7 @@ from flashzoo.gpu import MULTIPROCESSORS, WARPGROUP_ROWS
 from flashzoo.integers import cdiv, next_power_of_2
 from flashzoo.masks.block_mask import BlockMask
 from flashzoo.masks.lists import Lists
+from flashzoo.tiles import block_d
 from flashzoo.v3.config import kernel_backward_for, kernel_for, pack_gqa_for, splits_for, window_of
 from flashzoo.v3.programs import LISTS, PARAMS, TABLE, WORKSPACE, function_for
 from flashzoo.v3.swizzle import swizzle_backward, swizzle_of
@@ -475,7 +476,7 @@ def delta_launch(
 
     p, block_q = problem, kernel.tiles.block_q
     blocks, dtype = _blocks_q(p, kernel), TORCH_DTYPES[kernel.dtype]
-    sizes = {"HEAD_DIM_V": p.head_dim_v, "BLOCK_DV": next_power_of_2(p.head_dim_v, 16), "SUMS": kernel.dq_sums}
+    sizes = {"HEAD_DIM_V": p.head_dim_v, "BLOCK_DV": block_d(p.head_dim_v), "SUMS": kernel.dq_sums}
     return Launch(
         delta_kernel,
         blocks * p.batch * p.heads,

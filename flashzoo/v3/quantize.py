@@ -13,7 +13,8 @@ from torch import Tensor
 
 from flashzoo._triton import Launch
 from flashzoo.call.problem import DESCALE_BLOCK, Problem
-from flashzoo.integers import cdiv, next_power_of_2
+from flashzoo.integers import cdiv
+from flashzoo.tiles import block_d
 from flashzoo.v3.quantize_kernels import FIND, FIND_AND_USE, SIGNS, USE, scores_kernel, transpose_kernel, values_kernel
 
 
@@ -213,8 +214,8 @@ class Plan:
         self._q_descale, self._k_descale = (p.batch, p.heads, blocks_q), (p.batch, p.heads_kv, blocks_k)
         self._shift_shape = (p.batch, p.heads, p.seqlen_q) if smooth and shift else None
 
-        block_d = next_power_of_2(p.head_dim, 16)
-        cut = self._cut = cut or CUTS[block_d]
+        columns = block_d(p.head_dim)
+        cut = self._cut = cut or CUTS[columns]
         smooth = self._smooth = smooth and p.batch * p.seqlen_k * p.heads_kv > 0
         blocks_v = p.batch * p.heads_kv * blocks_k
         self._programs_v = blocks_v + (p.batch * p.heads_kv if smooth else 0)
@@ -229,9 +230,9 @@ class Plan:
         self._numbers, end = _parts((self._q_shape, self._k_shape, self._v_shape), end * 4)
         self._length = end // 4
 
-        width = min(64, block_d)
+        width = min(64, columns)
         shape = {"WIDTH": width, "ROTATE": rotate}
-        self._of_values = {"HEAD_DIM": p.head_dim, "BLOCK_D": block_d, **shape, "TRANSPOSED": transposed}
+        self._of_values = {"HEAD_DIM": p.head_dim, "BLOCK_D": columns, **shape, "TRANSPOSED": transposed}
         self._of_scores = {"HEAD_DIM": p.head_dim, **shape, "SMOOTH": smooth, "SHIFT": smooth and shift}
         self._problem = p
         self.values: Launch
@@ -323,7 +324,7 @@ def transpose_launch(shape: tuple[int, ...], strides: Strides) -> Launch | None:
     """
     batch, seqlen_k, heads_kv, head_dim = shape
     keys, width, num_warps = TRANSPOSE
-    width = min(width, next_power_of_2(head_dim, 16))
+    width = min(width, block_d(head_dim))
     programs = batch * heads_kv * cdiv(seqlen_k, keys) * cdiv(head_dim, width)
     if not programs:
         return None
